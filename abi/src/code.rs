@@ -1,0 +1,169 @@
+//! Stable codes: each refusal and each way in which a CPU left the hypervisor has a number for
+//! programs and a short name for people (`mercury explain NAME`). Numbers are never reused.
+
+macro_rules! codes {
+    ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
+        /// Why something was refused or ended; 0 is success.
+        #[repr(u32)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Code { $($(#[$doc])* $name = $number,)* }
+
+        impl Code {
+            /// Every code, in numerical order.
+            pub const ALL: &'static [Code] = &[$(Code::$name,)*];
+
+            /// The code's short name, as `mercury explain` takes it.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Code::$name => $text,)* }
+            }
+
+            /// The code with this number, if there is one.
+            #[must_use]
+            pub const fn from_number(number: u32) -> Option<Code> {
+                match number { $($number => Some(Code::$name),)* _ => None }
+            }
+        }
+    };
+}
+
+codes! {
+    /// It worked.
+    Ok = 0, "ok";
+
+    // 1..: the request itself
+    /// The caller was built against another version of this interface.
+    AbiMismatch = 1, "abi-mismatch";
+    /// An argument has no meaning: unknown flag, reserved field set, number out of range.
+    BadArgument = 2, "bad-argument";
+    /// The hypervisor is not loaded.
+    NotLoaded = 3, "not-loaded";
+    /// The hypervisor is loaded already.
+    AlreadyLoaded = 4, "already-loaded";
+    /// The request needs all CPUs native, and some are attached.
+    StillAttached = 5, "still-attached";
+    /// Another process controls Mercury.
+    Busy = 6, "busy";
+    /// A named CPU does not exist or is offline.
+    CpuOffline = 7, "cpu-offline";
+    /// The machine is going down, suspending or has panicked.
+    GoingDown = 8, "going-down";
+    /// The hypervisor image embedded in the driver is damaged or from another build.
+    BadImage = 9, "bad-image";
+    /// No such hypercall or native operation.
+    UnknownOperation = 10, "unknown-operation";
+    /// A crashed hypervisor must be unloaded and loaded again before the next attach.
+    Crashed = 11, "crashed";
+
+    // 20..: memory
+    /// Too little physically contiguous memory.
+    NoContiguousMemory = 20, "no-contiguous-memory";
+    /// Too little memory.
+    NoMemory = 21, "no-memory";
+    /// The nested tables need more pages than were donated (internal: the driver donates and retries).
+    NeedPages = 22, "need-pages";
+    /// Building is not finished (internal: the driver calls again).
+    More = 23, "more";
+
+    // 40..: the processor cannot
+    /// Neither AMD nor Intel.
+    VendorUnsupported = 40, "vendor-unsupported";
+    /// An AMD processor older than family 17h.
+    FamilyUnsupported = 41, "family-unsupported";
+    /// CPUID reports no SVM.
+    NoSvm = 42, "no-svm";
+    /// SVM is disabled by firmware (VM_CR.SVMDIS).
+    SvmDisabled = 43, "svm-disabled";
+    /// No nested paging.
+    NoNestedPaging = 44, "no-nested-paging";
+    /// Fewer than two address-space identifiers.
+    NoAsids = 45, "no-asids";
+    /// VM_CR.R_INIT redirects INIT.
+    InitRedirected = 46, "init-redirected";
+    /// Hardware virtualization is in use already (EFER.SVME or CR4.VMXE is set).
+    VirtualizationInUse = 47, "virtualization-in-use";
+    /// An Intel processor: not supported by this version.
+    IntelUnsupported = 48, "intel-unsupported";
+    /// CR0 holds a bit or a combination that Mercury does not know or cannot carry over.
+    Cr0Unsupported = 50, "cr0-unsupported";
+    /// CR4 holds an unknown or unsupported bit.
+    Cr4Unsupported = 51, "cr4-unsupported";
+    /// EFER holds an unknown or unsupported bit.
+    EferUnsupported = 52, "efer-unsupported";
+    /// CR3 holds an unknown or unsupported bit.
+    Cr3Unsupported = 53, "cr3-unsupported";
+    /// XCR0 or XSS holds an unknown component.
+    XstateUnsupported = 54, "xstate-unsupported";
+    /// Supervisor CET (S_CET) is in use.
+    SupervisorCet = 55, "supervisor-cet";
+    /// Memory encryption (SME) is active.
+    MemoryEncryption = 56, "memory-encryption";
+    /// SEV-SNP is enabled on this host.
+    SnpEnabled = 57, "snp-enabled";
+    /// PAT entry 0 is not write-back.
+    PatUnsupported = 58, "pat-unsupported";
+    /// The TSC ratio MSR is not 1.0.
+    TscRatio = 59, "tsc-ratio";
+    /// The kernel broadcasts TLB invalidations with INVLPGB.
+    InvlpgbInUse = 60, "invlpgb-in-use";
+    /// A machine check is in progress.
+    MachineCheckInProgress = 61, "machine-check-in-progress";
+    /// The kernel isolates page tables (PTI).
+    PageTableIsolation = 62, "page-table-isolation";
+    /// RFLAGS.TF is set: somebody single-steps the switch.
+    SingleStep = 63, "single-step";
+    /// Physical memory reaches beyond the nested map.
+    MemoryBeyondMap = 64, "memory-beyond-map";
+    /// This CPU differs from CPU 0 in something that the hypervisor relies on.
+    CpusDiffer = 65, "cpus-differ";
+    /// The kernel is of a series that was never tested.
+    KernelUntested = 66, "kernel-untested";
+    /// Kernel lockdown or module signing keeps the driver out.
+    Lockdown = 67, "lockdown";
+    /// FRED event delivery is on.
+    Fred = 68, "fred";
+    /// Xen, tboot or another privileged layer is beneath this kernel.
+    PrivilegedLayer = 69, "privileged-layer";
+    /// This machine is itself a virtual machine (a warning).
+    InsideHypervisor = 70, "inside-hypervisor";
+    /// The descriptor of a segment register cannot be read back.
+    SegmentUnreadable = 71, "segment-unreadable";
+    /// A preflight value was not readable on this CPU.
+    FactUnreadable = 72, "fact-unreadable";
+    /// The state of the CPU changed between preflight and switch.
+    StateChanged = 73, "state-changed";
+    /// MTRRs are disabled or differ between CPUs (a warning).
+    MtrrInconsistent = 74, "mtrr-inconsistent";
+    /// Branch recording, single-step on branches or armed breakpoints are active (a note).
+    DebugActive = 75, "debug-active";
+    /// VM_HSAVE_PA is not zero: somebody used SVM before (a warning).
+    HsaveInUse = 76, "hsave-in-use";
+    /// The hypervisor's self-test on the first CPU failed.
+    SelfTestFailed = 77, "self-test-failed";
+
+    // 100..: the switch
+    /// VMRUN refused the control block (VMEXIT_INVALID): an illegal state, named in the detail.
+    InvalidGuestState = 100, "invalid-guest-state";
+    /// An injected fault (only in fault-injection builds).
+    InjectedFault = 101, "injected-fault";
+    /// The hypervisor faulted while it switched; the CPU was rolled back.
+    FaultInSwitch = 102, "fault-in-switch";
+    /// The CPU reported after the switch that it is not in the mode it should be in.
+    WrongMode = 103, "wrong-mode";
+
+    // 120..: why a CPU left the hypervisor other than by detach
+    /// An exception in the hypervisor's own code.
+    HostException = 120, "host-exception";
+    /// A panic in the hypervisor's own code.
+    HostPanic = 121, "host-panic";
+    /// An exit that the hypervisor does not know.
+    UnknownExit = 122, "unknown-exit";
+    /// The kernel cleared EFER.SVME or VM_HSAVE_PA.
+    SvmReleased = 123, "svm-released";
+    /// The kernel loaded microcode.
+    MicrocodeUpdate = 124, "microcode-update";
+    /// The CPU was reset (INIT), suspended or taken offline.
+    CpuReset = 125, "cpu-reset";
+    /// The nested tables could not be extended.
+    NestedMapExhausted = 126, "nested-map-exhausted";
+}
