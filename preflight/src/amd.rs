@@ -1,0 +1,159 @@
+//! AMD's list: SVM with nested paging.
+
+use crate::{
+    Check, Finding,
+    bits::{cpuid, cr4, efer, syscfg, vm_cr},
+    common::{unreadable, white_list},
+};
+use mercury_abi::{
+    code::Code,
+    facts::{CpuFacts, readable, system},
+};
+
+pub(crate) const CHECKS: &[Check] = &[
+    family,
+    svm,
+    amd_facts_unreadable,
+    svm_disabled,
+    nested_paging,
+    asids,
+    init_redirected,
+    in_use,
+    efer,
+    supervisor_cet,
+    memory_encryption,
+    snp,
+    tsc_ratio,
+    invlpgb,
+    hsave_in_use,
+];
+
+/// The oldest family without the errata of 10h to 16h (HARDWARE A-49).
+const OLDEST_FAMILY: u32 = 0x17;
+
+/// TSC_RATIO of 1.0: eight integer bits above a fraction of 32 (APM 15.30.5).
+const TSC_RATIO_ONE: u64 = 1 << 32;
+
+/// How many address bits memory encryption takes (APM 7.10.1): none unless SYSCFG enables it.
+pub(crate) fn encryption_reduction(facts: &CpuFacts) -> u32 {
+    let capable = facts.cpuid_8000_001f.eax & (cpuid::ENC_EAX_SME | cpuid::ENC_EAX_SEV) != 0;
+    let enabled = facts.syscfg & syscfg::MEM_ENCRYPTION != 0;
+    if capable && enabled { facts.cpuid_8000_001f.ebx >> 6 & 0x3f } else { 0 }
+}
+
+/// Family of CPUID 1 EAX: base plus extended (APM volume 3, E.3.2).
+fn family(facts: &CpuFacts) -> Option<Finding> {
+    let eax = facts.cpuid_1.eax;
+    let family = match eax >> 8 & 0xf {
+        0xf => 0xf + (eax >> 20 & 0xff),
+        base => base,
+    };
+    let detail = (u64::from(family), u64::from(eax));
+    (family < OLDEST_FAMILY).then(|| Finding::refuse(Code::FamilyUnsupported, detail.0, detail.1))
+}
+
+fn has_svm(facts: &CpuFacts) -> bool {
+    facts.cpuid_8000_0001.ecx & cpuid::EXT1_ECX_SVM != 0
+}
+
+fn svm_feature(facts: &CpuFacts, bit: u32) -> bool {
+    has_svm(facts) && facts.cpuid_8000_000a.edx & bit != 0
+}
+
+/// SVM exists (APM 15.4).
+fn svm(facts: &CpuFacts) -> Option<Finding> {
+    (!has_svm(facts)).then(|| Finding::refuse(Code::NoSvm, 0, u64::from(facts.cpuid_8000_0001.ecx)))
+}
+
+/// Every MSR that the switch saves, checks or puts back can be read.
+fn amd_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
+    let sme = facts.cpuid_8000_001f.eax & (cpuid::ENC_EAX_SME | cpuid::ENC_EAX_SEV) != 0;
+    let shadow_stacks = facts.cpuid_7_0.ecx & cpuid::LEAF7_ECX_CET_SS != 0;
+    let swapped_stacks = svm_feature(facts, cpuid::SVM_EDX_SSS);
+    unreadable(
+        facts,
+        &[
+            (has_svm(facts), readable::VM_CR | readable::VM_HSAVE_PA),
+            (sme, readable::SYSCFG),
+            (svm_feature(facts, cpuid::SVM_EDX_SPEC_CTRL), readable::SPEC_CTRL),
+            (svm_feature(facts, cpuid::SVM_EDX_TSC_RATE), readable::TSC_RATIO),
+            (shadow_stacks || swapped_stacks, readable::S_CET),
+            (swapped_stacks, readable::ISST_ADDR),
+        ],
+    )
+}
+
+/// Firmware left SVM enabled (APM 15.30.1, 15.31). Detail: 1 if the setting is locked; VM_CR.
+fn svm_disabled(facts: &CpuFacts) -> Option<Finding> {
+    let locked = u64::from(facts.vm_cr & vm_cr::LOCK != 0);
+    let disabled = facts.vm_cr & vm_cr::SVMDIS != 0;
+    disabled.then(|| Finding::refuse(Code::SvmDisabled, locked, facts.vm_cr))
+}
+
+/// Nested paging exists (APM 15.25.2).
+fn nested_paging(facts: &CpuFacts) -> Option<Finding> {
+    let missing = has_svm(facts) && !svm_feature(facts, cpuid::SVM_EDX_NP);
+    missing.then(|| Finding::refuse(Code::NoNestedPaging, 0, u64::from(facts.cpuid_8000_000a.edx)))
+}
+
+/// There is an identifier besides 0, which is the host's (APM 15.16).
+fn asids(facts: &CpuFacts) -> Option<Finding> {
+    let asids = u64::from(facts.cpuid_8000_000a.ebx);
+    (has_svm(facts) && asids < 2).then(|| Finding::refuse(Code::NoAsids, asids, 0))
+}
+
+/// INIT is not turned into #SX (APM 15.28, 15.30.1).
+fn init_redirected(facts: &CpuFacts) -> Option<Finding> {
+    let redirected = facts.vm_cr & vm_cr::R_INIT != 0;
+    redirected.then(|| Finding::refuse(Code::InitRedirected, vm_cr::R_INIT, facts.vm_cr))
+}
+
+/// Nobody else uses hardware virtualization (APM 15.4). Detail: EFER, CR4.
+fn in_use(facts: &CpuFacts) -> Option<Finding> {
+    let used = facts.efer & efer::SVME != 0 || facts.cr4 & cr4::VMXE != 0;
+    used.then(|| Finding::refuse(Code::VirtualizationInUse, facts.efer, facts.cr4))
+}
+
+/// EFER against the white list (APM 3.1.7, 15.5.1). SVME is reported apart.
+fn efer(facts: &CpuFacts) -> Option<Finding> {
+    white_list(Code::EferUnsupported, facts.efer, efer::KNOWN | efer::SVME, efer::REQUIRED)
+}
+
+/// The kernel itself uses neither shadow stacks nor branch tracking (APM 18.9).
+fn supervisor_cet(facts: &CpuFacts) -> Option<Finding> {
+    (facts.s_cet != 0).then(|| Finding::refuse(Code::SupervisorCet, facts.s_cet, facts.cr4))
+}
+
+/// No address of the kernel carries the encryption bit (APM 7.10.2). Detail: that bit, CR3.
+fn memory_encryption(facts: &CpuFacts) -> Option<Finding> {
+    let encryption_bit = 1_u64.checked_shl(facts.cpuid_8000_001f.ebx & 0x3f).unwrap_or(0);
+    let enabled = facts.syscfg & syscfg::MEM_ENCRYPTION != 0;
+    let in_tables = enabled && facts.cr3 & encryption_bit != 0;
+    let active = facts.system & system::SME != 0 || in_tables;
+    active.then(|| Finding::refuse(Code::MemoryEncryption, encryption_bit, facts.cr3))
+}
+
+/// No reverse map checks the hypervisor's pages (APM 15.36).
+fn snp(facts: &CpuFacts) -> Option<Finding> {
+    let enabled = facts.syscfg & syscfg::SNP != 0;
+    enabled.then(|| Finding::refuse(Code::SnpEnabled, syscfg::SNP, facts.syscfg))
+}
+
+/// An earlier hypervisor left no TSC scale behind: the clock would jump at attach (APM 15.30.5).
+fn tsc_ratio(facts: &CpuFacts) -> Option<Finding> {
+    let exists = svm_feature(facts, cpuid::SVM_EDX_TSC_RATE);
+    let readable = facts.readable & readable::TSC_RATIO != 0;
+    let scaled = exists && readable && facts.tsc_ratio != TSC_RATIO_ONE;
+    scaled.then(|| Finding::refuse(Code::TscRatio, facts.tsc_ratio, TSC_RATIO_ONE))
+}
+
+/// INVLPGB from a native CPU does not reach the translations of an attached one (HARDWARE A-6).
+fn invlpgb(facts: &CpuFacts) -> Option<Finding> {
+    let used = facts.system & system::INVLPGB != 0;
+    used.then(|| Finding::refuse(Code::InvlpgbInUse, system::INVLPGB, facts.system))
+}
+
+/// Somebody used SVM before; the value is put back at detach (APM 15.30.4).
+fn hsave_in_use(facts: &CpuFacts) -> Option<Finding> {
+    (facts.vm_hsave_pa != 0).then(|| Finding::warn(Code::HsaveInUse, facts.vm_hsave_pa, 0))
+}

@@ -1,0 +1,211 @@
+//! Checks that hold for every vendor, and what both vendors' lists are chosen by.
+
+use crate::{
+    Check, Finding,
+    bits::{cpuid, cr0, cr4, debugctl, dr7, mcg_status, mtrr_def_type, rflags, xstate},
+    physical_bits,
+};
+use mercury_abi::{
+    code::Code,
+    facts::{CpuFacts, readable, system},
+};
+
+/// Who made the processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// AMD.
+    Amd,
+    /// Intel.
+    Intel,
+    /// Somebody else.
+    Other,
+}
+
+/// The vendor by CPUID 0 EBX, EDX, ECX (APM volume 3, E.3.1).
+#[must_use]
+pub fn vendor(facts: &CpuFacts) -> Vendor {
+    let leaf = &facts.cpuid_0;
+    match [leaf.ebx, leaf.edx, leaf.ecx] {
+        // "AuthenticAMD"
+        [0x6874_7541, 0x6974_6e65, 0x444d_4163] => Vendor::Amd,
+        // "GenuineIntel"
+        [0x756e_6547, 0x4965_6e69, 0x6c65_746e] => Vendor::Intel,
+        _ => Vendor::Other,
+    }
+}
+
+/// What is known of a kernel series.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelSupport {
+    /// Every test of Mercury runs on it.
+    Tested,
+    /// Of a major version that is known, never tested.
+    Untested,
+    /// Of a major version of which nothing is known: `mercury attach` wants `--force`.
+    Unknown,
+}
+
+/// What is known of a Linux version code (major << 16 | minor << 8 | patch).
+#[must_use]
+pub fn kernel_support(version: u64) -> KernelSupport {
+    match (version >> 16, version >> 8 & 0xff) {
+        (6, 1 | 12) => KernelSupport::Tested,
+        (6, _) => KernelSupport::Untested,
+        _ => KernelSupport::Unknown,
+    }
+}
+
+pub(crate) const CHECKS: &[Check] = &[
+    common_facts_unreadable,
+    cr0,
+    fred,
+    cr4,
+    cr3,
+    xstate,
+    pat,
+    memory_beyond_map,
+    single_step,
+    machine_check,
+    page_table_isolation,
+    privileged_layer,
+    inside_hypervisor,
+    mtrrs_disabled,
+    debug_active,
+    kernel_untested,
+];
+
+/// The bits of `required` that the CPU has by CPUID but that could not be read.
+pub(crate) fn unreadable(facts: &CpuFacts, required: &[(bool, u64)]) -> Option<Finding> {
+    let wanted = required.iter().filter(|(present, _)| *present).fold(0, |all, (_, bit)| all | bit);
+    let missing = wanted & !facts.readable;
+    (missing != 0).then(|| Finding::refuse(Code::FactUnreadable, missing, facts.readable))
+}
+
+/// A register against its white list: first detail the bits at fault, second the whole value.
+pub(crate) fn white_list(code: Code, value: u64, known: u64, required: u64) -> Option<Finding> {
+    let fault = (value & !known) | (required & !value);
+    (fault != 0).then(|| Finding::refuse(code, fault, value))
+}
+
+fn common_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
+    let leaf1_edx = facts.cpuid_1.edx;
+    unreadable(
+        facts,
+        &[
+            (true, readable::PAT),
+            (leaf1_edx & cpuid::LEAF1_EDX_MTRR != 0, readable::MTRR),
+            (leaf1_edx & cpuid::LEAF1_EDX_MCA != 0, readable::MCG_STATUS),
+            (facts.cpuid_d_1.eax & cpuid::LEAFD1_EAX_XSAVES != 0, readable::XSS),
+        ],
+    )
+}
+
+/// CR0 against the white list (APM 3.1.1, 15.5.1).
+fn cr0(facts: &CpuFacts) -> Option<Finding> {
+    white_list(Code::Cr0Unsupported, facts.cr0, cr0::KNOWN, cr0::REQUIRED)
+}
+
+/// FRED changes how every event arrives.
+fn fred(facts: &CpuFacts) -> Option<Finding> {
+    (facts.cr4 & cr4::FRED != 0).then(|| Finding::refuse(Code::Fred, cr4::FRED, facts.cr4))
+}
+
+/// CR4 against the white list (APM 3.1.3, 15.5.1). FRED and VMXE are reported apart.
+fn cr4(facts: &CpuFacts) -> Option<Finding> {
+    let known = cr4::KNOWN | cr4::FRED | cr4::VMXE;
+    white_list(Code::Cr4Unsupported, facts.cr4, known, cr4::REQUIRED)
+}
+
+/// CR3 holds nothing above the physical width (APM 3.1.2, 5.3.2): no C-bit, no address masking.
+fn cr3(facts: &CpuFacts) -> Option<Finding> {
+    let above = beyond(facts.cr3, physical_bits(facts));
+    (above != 0).then(|| Finding::refuse(Code::Cr3Unsupported, above, facts.cr3))
+}
+
+/// XCR0 and XSS against the white lists (APM 11.5.2). First detail: the unknown components; second: 0
+/// for XCR0, 1 for XSS.
+fn xstate(facts: &CpuFacts) -> Option<Finding> {
+    let (user, supervisor) = (facts.xcr0 & !xstate::XCR0_KNOWN, facts.xss & !xstate::XSS_KNOWN);
+    match (user, supervisor) {
+        (0, 0) => None,
+        (0, bits) => Some(Finding::refuse(Code::XstateUnsupported, bits, 1)),
+        (bits, _) => Some(Finding::refuse(Code::XstateUnsupported, bits, 0)),
+    }
+}
+
+/// Nested entries with PAT index 0 must mean write-back (APM 15.25.8; 7.8.2: 6 is WB).
+fn pat(facts: &CpuFacts) -> Option<Finding> {
+    let entry0 = facts.pat & 7;
+    let readable = facts.readable & readable::PAT != 0;
+    (readable && entry0 != 6).then(|| Finding::refuse(Code::PatUnsupported, entry0, facts.pat))
+}
+
+/// All RAM and devices lie inside the nested map. It covers the physical width, and with four levels
+/// no more than 48 bits (APM 15.25.3: the nested depth is the host's).
+fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
+    let depth_bits = if facts.cr4 & cr4::LA57 != 0 { 57 } else { 48 };
+    let bits = physical_bits(facts).min(depth_bits);
+    let outside = beyond(facts.iomem_end_phys, bits) != 0;
+    outside.then(|| Finding::refuse(Code::MemoryBeyondMap, facts.iomem_end_phys, u64::from(bits)))
+}
+
+/// Somebody single-steps the switch (APM 13.1.4).
+fn single_step(facts: &CpuFacts) -> Option<Finding> {
+    let stepping = facts.rflags & rflags::TF != 0;
+    stepping.then(|| Finding::refuse(Code::SingleStep, rflags::TF, facts.rflags))
+}
+
+/// The kernel is handling a machine check: a second one now is a shutdown (APM 9.3.1).
+fn machine_check(facts: &CpuFacts) -> Option<Finding> {
+    let in_progress = facts.mcg_status & mcg_status::MCIP;
+    (in_progress != 0).then(|| Finding::refuse(Code::MachineCheckInProgress, in_progress, facts.mcg_status))
+}
+
+/// The gate lies in the kernel's text, which the user half's tables do not map.
+fn page_table_isolation(facts: &CpuFacts) -> Option<Finding> {
+    let isolated = facts.system & system::PTI != 0;
+    isolated.then(|| Finding::refuse(Code::PageTableIsolation, system::PTI, facts.system))
+}
+
+/// Xen or tboot is beneath this kernel.
+fn privileged_layer(facts: &CpuFacts) -> Option<Finding> {
+    let layered = facts.system & system::PRIVILEGED_LAYER != 0;
+    layered.then(|| Finding::refuse(Code::PrivilegedLayer, system::PRIVILEGED_LAYER, facts.system))
+}
+
+/// A virtual machine works, but every world switch is emulated. Detail: the first eight letters of
+/// the hypervisor's signature, then the last four.
+fn inside_hypervisor(facts: &CpuFacts) -> Option<Finding> {
+    let leaf = &facts.cpuid_4000_0000;
+    let letters = u64::from(leaf.ebx) | u64::from(leaf.ecx) << 32;
+    let inside = facts.cpuid_1.ecx & cpuid::LEAF1_ECX_HYPERVISOR != 0;
+    inside.then(|| Finding::warn(Code::InsideHypervisor, letters, u64::from(leaf.edx)))
+}
+
+/// With MTRRs off all memory is uncacheable (APM 7.7.2): slow, not wrong.
+fn mtrrs_disabled(facts: &CpuFacts) -> Option<Finding> {
+    let present = facts.cpuid_1.edx & cpuid::LEAF1_EDX_MTRR != 0;
+    let readable = facts.readable & readable::MTRR != 0;
+    let enabled = facts.mtrr_def_type & mtrr_def_type::E != 0;
+    let off = present && readable && !enabled;
+    off.then(|| Finding::warn(Code::MtrrInconsistent, mtrr_def_type::E, facts.mtrr_def_type))
+}
+
+/// Debugging facilities are in use; they go on working. Detail: DR7, DEBUGCTL.
+fn debug_active(facts: &CpuFacts) -> Option<Finding> {
+    let armed = facts.dr7 & (dr7::ARMED | dr7::GD) != 0;
+    let recording = facts.debugctl & (debugctl::LBR | debugctl::BTF) != 0;
+    (armed || recording).then(|| Finding::note(Code::DebugActive, facts.dr7, facts.debugctl))
+}
+
+/// A kernel series on which the tests do not run. Only a warning here: whether an unknown major
+/// version is refused is policy, and policy is the command's.
+fn kernel_untested(facts: &CpuFacts) -> Option<Finding> {
+    let tested = kernel_support(facts.kernel_version) == KernelSupport::Tested;
+    (!tested).then(|| Finding::warn(Code::KernelUntested, facts.kernel_version, 0))
+}
+
+/// The part of `address` at or above bit `bits`; `bits` is below 64.
+fn beyond(address: u64, bits: u32) -> u64 {
+    address & u64::MAX.checked_shl(bits).unwrap_or(0)
+}

@@ -1,0 +1,99 @@
+//! Two CPUs against each other: equal in everything that the hypervisor relies on.
+
+use crate::{
+    Finding, Findings, Severity,
+    bits::cr4,
+    fields::{FIELDS, Field},
+};
+use mercury_abi::{code::Code, facts::CpuFacts};
+
+/// One quantity in which CPUs must agree.
+struct Rule {
+    /// Name of the [`Field`].
+    field: &'static str,
+    /// Bits that count.
+    mask: u64,
+    /// What a difference means.
+    severity: Severity,
+}
+
+const fn refuse(field: &'static str) -> Rule {
+    Rule { field, mask: u64::MAX, severity: Severity::Refuse }
+}
+
+const fn warn(field: &'static str) -> Rule {
+    Rule { field, mask: u64::MAX, severity: Severity::Warn }
+}
+
+/// What is compared. Not the APIC identifiers in leaf 1 EBX and the topology in 8000_0008 ECX, which
+/// differ by nature, nor what the kernel changes with the task.
+const RULES: &[Rule] = &[
+    refuse("cpuid_0.ebx"),
+    refuse("cpuid_0.ecx"),
+    refuse("cpuid_0.edx"),
+    refuse("cpuid_1.ecx"),
+    refuse("cpuid_1.edx"),
+    refuse("cpuid_7_0.ebx"),
+    refuse("cpuid_7_0.ecx"),
+    refuse("cpuid_7_0.edx"),
+    refuse("cpuid_7_1.eax"),
+    refuse("cpuid_d_1.eax"),
+    refuse("cpuid_8000_0001.ecx"),
+    refuse("cpuid_8000_0001.edx"),
+    refuse("cpuid_8000_0008.eax"),
+    refuse("cpuid_8000_0008.ebx"),
+    refuse("cpuid_8000_000a.ebx"),
+    refuse("cpuid_8000_000a.edx"),
+    refuse("cpuid_8000_001f.eax"),
+    refuse("cpuid_8000_001f.ebx"),
+    refuse("cpuid_8000_0021.eax"),
+    refuse("readable"),
+    refuse("system"),
+    Rule { field: "cr4", mask: !cr4::PER_TASK, severity: Severity::Refuse },
+    refuse("efer"),
+    refuse("xcr0"),
+    refuse("xss"),
+    refuse("pat"),
+    refuse("syscfg"),
+    refuse("feature_control"),
+    warn("cpuid_1.eax"),
+    warn("microcode"),
+    warn("mtrr_def_type"),
+    warn("mtrr_digest"),
+];
+
+const _: () = assert!(RULES.len() <= Findings::CAPACITY);
+
+/// In what `other` differs from `reference`. Detail of a [`Code::CpusDiffer`] (or, for the MTRRs,
+/// [`Code::MtrrInconsistent`]): the field for [`compared_field`], and the bits that differ.
+#[must_use]
+pub fn compare(reference: &CpuFacts, other: &CpuFacts) -> Findings {
+    (0..).zip(RULES).filter_map(|(number, rule)| apply(number, rule, reference, other)).collect()
+}
+
+/// The name of the field that a difference's first detail stands for.
+#[must_use]
+pub fn compared_field(number: u64) -> Option<&'static str> {
+    RULES.get(usize::try_from(number).ok()?).map(|rule| rule.field)
+}
+
+fn apply(number: u64, rule: &Rule, reference: &CpuFacts, other: &CpuFacts) -> Option<Finding> {
+    let field = find(rule.field)?;
+    let differing = ((field.get)(reference) ^ (field.get)(other)) & rule.mask;
+    let code = if rule.field.starts_with("mtrr") { Code::MtrrInconsistent } else { Code::CpusDiffer };
+    (differing != 0).then_some(Finding { code, severity: rule.severity, detail: [number, differing] })
+}
+
+fn find(name: &str) -> Option<&'static Field> {
+    FIELDS.iter().find(|field| field.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_names_a_field() {
+        assert!(RULES.iter().all(|rule| find(rule.field).is_some()));
+    }
+}

@@ -1,0 +1,47 @@
+//! One CPU against itself at another time: what is native after detach must be what was native
+//! before attach.
+
+use crate::{bits::efer, fields::FIELDS};
+use mercury_abi::facts::CpuFacts;
+
+/// A field that differs between two readings of one CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// The field's name in [`CpuFacts`].
+    pub name: &'static str,
+    /// First reading.
+    pub before: u64,
+    /// Second reading.
+    pub after: u64,
+    /// The kernel changes this with the task that runs (debug registers, LDT, speculation control
+    /// and the like), so on a busy machine a difference proves nothing.
+    pub per_task: bool,
+}
+
+/// Not state: what was running, and what the machine as a whole is.
+const IGNORED: &[&str] = &["cr3", "rflags", "iomem_end_phys"];
+
+/// State that belongs to the task which happened to run.
+const PER_TASK: &[&str] = &["cr4", "dr6", "dr7", "ldtr", "spec_ctrl", "debugctl"];
+
+/// Everything in which two readings of one CPU differ, page tables and flags of the reader apart.
+pub fn state_difference<'a>(
+    before: &'a CpuFacts,
+    after: &'a CpuFacts,
+) -> impl Iterator<Item = Difference> + 'a {
+    FIELDS.iter().filter(|field| !IGNORED.contains(&field.name)).filter_map(|field| {
+        let (old, new) = ((field.get)(before), (field.get)(after));
+        let per_task = PER_TASK.contains(&field.name);
+        (old != new).then_some(Difference { name: field.name, before: old, after: new, per_task })
+    })
+}
+
+/// The same for a second reading while attached, when EFER.SVME and VM_HSAVE_PA are the
+/// hypervisor's.
+#[must_use]
+pub fn attached_difference(before: &CpuFacts, attached: &CpuFacts) -> Option<Difference> {
+    let mut as_native = *attached;
+    as_native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
+    as_native.vm_hsave_pa = before.vm_hsave_pa;
+    state_difference(before, &as_native).next()
+}
