@@ -1,0 +1,161 @@
+//! The per-CPU area: what one CPU needs while it changes sides and while it is attached.
+//!
+//! | page | content |
+//! |------|---------|
+//! | 0    | [`Cpu`]: the gate's block, then the hypervisor's own per-CPU data |
+//! | 1    | the vendor's control block |
+//! | 2    | the hypervisor's own extended state (TR, FS, GS, syscall MSRs) |
+//! | 3    | stacks for exceptions |
+//! | 4    | a page that only the processor uses; not mapped: the guard beneath the stack |
+//! | 5–7  | the stack |
+//!
+//! The area is aligned to its size, so that an exception handler finds it from its stack pointer.
+
+use core::mem::offset_of;
+
+use mercury_abi::gate::{
+    AREA_PAGE_CONTROL, AREA_PAGE_HOST, AREA_PAGE_PROCESSOR, AREA_SIZE, DescriptorTable, GATE_PRIVATE_OFFSET,
+    GateBlock,
+};
+use mercury_abi::shared::SharedCpu;
+
+use crate::host::tables::{HostGdt, TaskState};
+use crate::svm::vmcb::Vmcb;
+
+/// XMM0 to XMM15. The hypervisor's code may use them; the halves above bit 127 it never touches.
+#[repr(C, align(16))]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Xmm(pub [u128; 16]);
+
+/// Where a CPU is on its way, for whoever has to get it out.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// The system runs, natively or as the guest.
+    #[default]
+    Outside,
+    /// In a native operation: to leave is to return to the driver with a code.
+    Native,
+    /// In an exit: to leave is to go on where the system was interrupted.
+    Exit,
+    /// In the emergency path itself.
+    Emergency,
+}
+
+/// Guest registers that an exit handler may change, as they were when the exit began.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Interrupted {
+    /// RIP.
+    pub rip: u64,
+    /// RAX.
+    pub rax: u64,
+    /// RDX.
+    pub rdx: u64,
+}
+
+/// Page 0 of the area.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct Cpu {
+    /// Shared with the driver and the gate.
+    pub gate: GateBlock,
+    padding: [u8; GATE_PRIVATE_OFFSET - size_of::<GateBlock>()],
+    /// XMM registers of the system above while the hypervisor runs.
+    pub xmm: Xmm,
+    /// MXCSR of the system above.
+    pub mxcsr: u32,
+    /// Where the CPU is.
+    pub phase: Phase,
+    /// Host-physical address of the control block.
+    pub control_phys: u64,
+    /// Host-physical address of the hypervisor's extended state.
+    pub host_phys: u64,
+    /// GDTR of the system above at the gate.
+    pub guest_gdtr: DescriptorTable,
+    /// IDTR of the system above at the gate.
+    pub guest_idtr: DescriptorTable,
+    /// The hypervisor's GDTR.
+    pub host_gdtr: DescriptorTable,
+    /// The hypervisor's IDTR.
+    pub host_idtr: DescriptorTable,
+    /// CR0 of the system above at the gate.
+    pub guest_cr0: u64,
+    /// EFER of the guest: every write exits, so this is exact.
+    pub guest_efer: u64,
+    /// VM_HSAVE_PA as the system above believes it to be.
+    pub guest_hsave: u64,
+    /// What the current exit must not lose.
+    pub interrupted: Interrupted,
+    /// [`mercury_abi::code::Code`] of a departure that waits for an event to be delivered; 0 if none does.
+    pub leave_pending: u32,
+    /// 1 once the guest has run since the attach.
+    pub entered: u32,
+    /// TSC at the start of the current exit.
+    pub exit_tsc: u64,
+    /// Features of this processor that the switch depends on; see [`crate::svm::capture`].
+    pub features: u32,
+    /// Whether descriptor tables and task state of this area are filled.
+    pub prepared: u32,
+    /// The hypervisor's GDT.
+    pub gdt: HostGdt,
+    /// The hypervisor's task state.
+    pub tss: TaskState,
+}
+
+const _: () = assert!(offset_of!(Cpu, xmm) == GATE_PRIVATE_OFFSET);
+const _: () = assert!(size_of::<Cpu>() == 4096);
+
+/// The whole area.
+#[repr(C, align(32768))]
+#[derive(Debug)]
+pub struct Area {
+    /// Page 0.
+    pub cpu: Cpu,
+    /// Page 1.
+    pub control: Vmcb,
+    /// Page 2: only the fields of VMLOAD matter.
+    pub host: Vmcb,
+    /// Page 3.
+    pub exception_stacks: [u8; 4096],
+    /// Page 4: never touched by software, not mapped.
+    processor: [u8; 4096],
+    /// Pages 5 to 7.
+    stack: [u8; 3 * 4096],
+}
+
+const _: () = {
+    assert!(size_of::<Area>() == AREA_SIZE && align_of::<Area>() == AREA_SIZE);
+    assert!(offset_of!(Area, control) == AREA_PAGE_CONTROL * 4096);
+    assert!(offset_of!(Area, host) == AREA_PAGE_HOST * 4096);
+    assert!(offset_of!(Area, processor) == AREA_PAGE_PROCESSOR * 4096);
+};
+
+impl Area {
+    /// Host-physical address of the page that only the processor uses.
+    #[must_use]
+    pub fn processor_page_phys(&self) -> u64 {
+        self.cpu.gate.area_phys + (AREA_PAGE_PROCESSOR * 4096) as u64
+    }
+
+    /// What this CPU publishes.
+    pub fn shared(&mut self) -> &mut SharedCpu {
+        let shared = core::ptr::with_exposed_provenance_mut::<SharedCpu>(self.cpu.gate.shared_virt as usize);
+        // SAFETY: the driver maps one block per CPU at this address, read-write, for as long as the
+        // hypervisor is loaded; only this CPU writes it, and `self` is borrowed for as long.
+        unsafe { &mut *shared }
+    }
+}
+
+/// The area that the current stack lies in.
+///
+/// # Safety
+/// Only on a stack of an [`Area`], and no other reference to it may be used meanwhile.
+#[must_use]
+pub unsafe fn area_of_stack<'a>() -> &'a mut Area {
+    let rsp: usize;
+    // SAFETY: reads a register.
+    unsafe { core::arch::asm!("mov {}, rsp", out(reg) rsp, options(nomem, nostack, preserves_flags)) };
+    let area = core::ptr::with_exposed_provenance_mut::<Area>(rsp.wrapping_sub(1) & !(AREA_SIZE - 1));
+    // SAFETY: areas are aligned to their size, and the caller runs on a stack inside one.
+    unsafe { &mut *area }
+}

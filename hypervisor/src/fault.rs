@@ -1,0 +1,85 @@
+//! Fault points. Built in only with the `fault-injection` feature; without it every call here is
+//! nothing at all.
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::FaultPoint;
+
+use crate::cpu::Area;
+
+/// Whether this passage of `point` is the armed one.
+#[inline]
+#[must_use]
+pub fn fires(area: &mut Area, point: FaultPoint) -> bool {
+    if !cfg!(feature = "fault-injection") {
+        return false;
+    }
+    let armed = &mut area.cpu.gate.fault;
+    if armed.point != point as u32 || armed.passage == 0 {
+        return false;
+    }
+    armed.passage -= 1;
+    if armed.passage > 0 {
+        return false;
+    }
+    armed.point = 0;
+    area.cpu.gate.fault_fired += 1;
+    true
+}
+
+/// Arms a point on this CPU.
+#[must_use]
+pub fn arm(area: &mut Area, point: u64, passage: u64) -> Code {
+    if !cfg!(feature = "fault-injection") {
+        return Code::UnknownOperation;
+    }
+    let (Ok(point), Ok(passage)) = (u32::try_from(point), u32::try_from(passage)) else {
+        return Code::BadArgument;
+    };
+    area.cpu.gate.fault.point = point;
+    area.cpu.gate.fault.passage = passage;
+    Code::Ok
+}
+
+/// An error code where an armed point fires.
+///
+/// # Errors
+/// [`Code::InjectedFault`].
+#[inline]
+pub fn check(area: &mut Area, point: FaultPoint) -> Result<(), Code> {
+    if fires(area, point) { Err(Code::InjectedFault) } else { Ok(()) }
+}
+
+/// Real faults of the hypervisor itself, on demand.
+#[cfg(feature = "fault-injection")]
+pub mod real {
+    /// Writes to an address that the hypervisor does not map.
+    pub fn page_fault() {
+        // SAFETY: it is the point that this faults; nothing is mapped there.
+        unsafe { core::ptr::without_provenance_mut::<u8>(0x1234_5000).write_volatile(1) };
+    }
+
+    /// Writes to a non-canonical address.
+    pub fn general_protection() {
+        // SAFETY: it is the point that this faults.
+        unsafe {
+            core::arch::asm!("mov rax, [{}]", in(reg) 0x8000_0000_0000_0000_u64, out("rax") _, options(nostack));
+        }
+    }
+
+    /// Executes an undefined instruction.
+    pub fn invalid_opcode() {
+        // SAFETY: it is the point that this faults.
+        unsafe { core::arch::asm!("ud2") };
+    }
+
+    /// Calls itself until the stack reaches the guard page.
+    pub fn stack_overflow(depth: u64) -> u64 {
+        let mut frame = [depth; 64];
+        core::hint::black_box(&mut frame);
+        if depth == u64::MAX {
+            0
+        } else {
+            stack_overflow(depth + 1).wrapping_add(frame[(depth % 64) as usize])
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Exceptions inside the hypervisor: an expected one continues at its recovery address, a machine
+//! check is handed to the system above, everything else is the end of this CPU's attachment.
+
+/// What the exception stubs push.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Frame {
+    /// R15 to RAX, in the order of the stub's pushes reversed.
+    pub registers: [u64; 15],
+    /// Exception vector.
+    pub vector: u64,
+    /// Error code, or 0.
+    pub error_code: u64,
+    /// RIP.
+    pub rip: u64,
+    /// CS.
+    pub cs: u64,
+    /// RFLAGS.
+    pub rflags: u64,
+    /// RSP.
+    pub rsp: u64,
+    /// SS.
+    pub ss: u64,
+}
+
+/// #GP.
+pub const GENERAL_PROTECTION: u64 = 13;
+/// #MC.
+pub const MACHINE_CHECK: u64 = 18;
+
+/// Where to continue after the exception in `frame`, or 0 if there is nowhere.
+#[cfg(feature = "image")]
+pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
+    // SAFETY: the stub passes its own frame.
+    let frame = unsafe { &*frame };
+    match frame.vector {
+        GENERAL_PROTECTION => crate::x86::msr::recovery_of(frame.rip).unwrap_or(0),
+        MACHINE_CHECK => hand_over_machine_check(frame),
+        _ => 0,
+    }
+}
+
+/// A machine check in the hypervisor's window (GIF = 0; held or taken as the family has it, APM vol. 2,
+/// 15.17): where the interrupted instruction stream is intact (MCG_STATUS.RIPV), the system above gets
+/// the exception at its next instruction and reads the banks itself; otherwise this CPU leaves.
+#[cfg(feature = "image")]
+fn hand_over_machine_check(frame: &Frame) -> u64 {
+    const MCG_STATUS: u32 = 0x17A;
+    const MCG_STATUS_RIPV: u64 = 1;
+    let intact = crate::x86::msr::read(MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
+    if !intact {
+        return 0;
+    }
+    // SAFETY: exception stacks lie in the area; the interrupted code uses this field only at its end.
+    let area = unsafe { crate::cpu::area_of_stack() };
+    crate::svm::exits::pend_machine_check(area);
+    frame.rip
+}
+
+/// The end: record and leave.
+#[cfg(feature = "image")]
+pub unsafe extern "C" fn fatal(area: *mut crate::cpu::Area, frame: *const Frame) -> ! {
+    // SAFETY: the stub passes this CPU's area and its own frame on the exception stack; whatever used
+    // the area before will not run again.
+    let (area, frame) = unsafe { (&mut *area, &*frame) };
+    crate::emergency::after_exception(area, frame)
+}

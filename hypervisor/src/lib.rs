@@ -1,0 +1,31 @@
+//! The hypervisor's logic. It knows no Linux, no policy, no files and no network, and it builds on the
+//! host too, where its tests run; `main.rs` makes the freestanding image of it.
+//!
+//! From the outside in:
+//!
+//! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
+//!   preflight, attach;
+//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary;
+//! * [`svm`]: AMD's side of that boundary; Intel's will stand beside it with the same roles;
+//! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
+//! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
+//! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
+//! * [`publish`]: counters and the log; [`fault`]: fault points; [`x86`]: instructions.
+
+#![cfg_attr(not(test), no_std)]
+
+pub mod address;
+pub mod cpu;
+pub mod emergency;
+pub mod exit;
+pub mod fault;
+pub mod host;
+#[cfg(test)]
+mod model;
+pub mod mtrr;
+pub mod native;
+pub mod nested;
+pub mod paging;
+pub mod publish;
+pub mod svm;
+pub mod x86;

@@ -1,0 +1,68 @@
+//! Mercury's hypervisor: the freestanding image.
+//!
+//! What it promises to the system above:
+//!
+//! 1. **Attach** puts this code beneath one CPU at a time, in a few hundred instructions with
+//!    interrupts off. Nothing is recomputed, nobody waits for anybody, and the system goes on at the
+//!    instruction after the call, as a guest.
+//! 2. **Attached**, the system keeps its devices, its interrupts and its memory, at the same addresses.
+//!    Nothing that it does in steady state comes in here.
+//! 3. **Detach** gives the processor back exactly as the system has it. So does any exit that this code
+//!    does not know, and any failure of its own: the default is to let go.
+//!
+//! The way in is [`mercury_hypervisor::host::entry`], the world switch is
+//! [`mercury_hypervisor::svm::run`], and what an exit is answered with stands in
+//! [`mercury_hypervisor::svm::exits`] and [`mercury_hypervisor::exit`].
+
+#![no_std]
+#![no_main]
+
+use mercury_abi::MERCURY_ABI_VERSION;
+use mercury_abi::gate::IMAGE_MAGIC;
+
+mod memory;
+
+/// First words of the image; `link.ld` adds the offsets (see [`mercury_abi::gate::ImageHeader`]).
+#[repr(C)]
+struct Identity {
+    magic: u64,
+    abi_version: u32,
+    fault_injection: u32,
+}
+
+#[used]
+#[unsafe(link_section = ".header.identity")]
+static IDENTITY: Identity = Identity {
+    magic: IMAGE_MAGIC,
+    abi_version: MERCURY_ABI_VERSION,
+    fault_injection: cfg!(feature = "fault-injection") as u32,
+};
+
+#[used]
+#[unsafe(link_section = ".header.version")]
+static VERSION: [u8; 32] = padded(env!("CARGO_PKG_VERSION"));
+
+const fn padded(text: &str) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    let mut index = 0;
+    while index < text.len() && index < bytes.len() {
+        bytes[index] = text.as_bytes()[index];
+        index += 1;
+    }
+    bytes
+}
+
+#[used]
+static ENTRY: extern "C" fn() -> ! = mercury_hypervisor::host::entry::mercury_entry;
+
+#[panic_handler]
+fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
+    // SAFETY: the hypervisor runs on no other stacks than those of an area, and whatever used the area
+    // will not run again.
+    let area = unsafe { mercury_hypervisor::cpu::area_of_stack() };
+    mercury_hypervisor::emergency::after_panic(area, info)
+}
+
+/// The precompiled core library names it; nothing ever unwinds.
+#[unsafe(no_mangle)]
+extern "C" fn rust_eh_personality() {}

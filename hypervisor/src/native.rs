@@ -1,0 +1,167 @@
+//! Operations on a native CPU: the driver comes through the gate, interrupts off, GIF = 0.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use mercury_abi::MERCURY_ABI_VERSION;
+use mercury_abi::code::Code;
+use mercury_abi::facts::CpuFacts;
+use mercury_abi::gate::{BootInfo, FaultPoint, NativeOp};
+use mercury_abi::shared::LogKind;
+
+use crate::cpu::{Area, Phase};
+use crate::host::entry::Next;
+use crate::svm::{capture, msr::PERMISSION_MAP, run};
+use crate::x86::{Hardware, Processor};
+use crate::{fault, nested, publish};
+
+/// Kernel virtual address of physical address 0.
+static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
+/// Where the image was loaded, virtual.
+static IMAGE_VIRT: AtomicU64 = AtomicU64::new(0);
+/// Whether the nested tables are complete.
+static BUILT: AtomicU32 = AtomicU32::new(0);
+
+/// Where the image was loaded, virtual.
+#[must_use]
+pub fn image_virt() -> u64 {
+    IMAGE_VIRT.load(Ordering::Relaxed)
+}
+
+/// Kernel virtual address of physical address 0.
+#[must_use]
+pub fn direct_map_virt() -> u64 {
+    DIRECT_MAP_VIRT.load(Ordering::Relaxed)
+}
+
+/// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
+pub unsafe extern "C" fn native_entry(area: *mut Area) -> Next {
+    // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
+    let area = unsafe { &mut *area };
+    area.cpu.phase = Phase::Native;
+    run::take_extended_state(area);
+    let hardware = &mut Processor;
+    match perform(area, hardware) {
+        Ok(Next::Run) => {
+            area.cpu.phase = Phase::Outside;
+            Next::Run
+        }
+        result => {
+            let code = result.err().unwrap_or(Code::Ok);
+            capture::put_back_native(area, hardware, code);
+            run::return_extended_state(area);
+            area.cpu.phase = Phase::Outside;
+            Next::Leave
+        }
+    }
+}
+
+fn perform(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
+    const INIT: u32 = NativeOp::Init as u32;
+    const BUILD: u32 = NativeOp::Build as u32;
+    const PREFLIGHT: u32 = NativeOp::Preflight as u32;
+    const ATTACH: u32 = NativeOp::Attach as u32;
+    match area.cpu.gate.operation {
+        INIT => init(&argument::<BootInfo>(area), area.cpu.gate.argument, hardware)?,
+        BUILD => build(area)?,
+        PREFLIGHT => preflight(area)?,
+        ATTACH => return attach(area, hardware),
+        _ => return Err(Code::UnknownOperation),
+    }
+    Ok(Next::Leave)
+}
+
+/// A copy of the operation's argument.
+fn argument<T: Copy>(area: &Area) -> T {
+    let address = core::ptr::with_exposed_provenance::<T>(area.cpu.gate.argument as usize);
+    // SAFETY: the driver, which is trusted as the system above is, passes the address of a `T` in memory
+    // that it mapped for the hypervisor; T is made of integers only.
+    unsafe { address.read() }
+}
+
+fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
+    if boot.abi_version != MERCURY_ABI_VERSION {
+        return Err(Code::AbiMismatch);
+    }
+    DIRECT_MAP_VIRT.store(boot.direct_map_virt, Ordering::Relaxed);
+    IMAGE_VIRT.store(boot.image_virt, Ordering::Relaxed);
+    BUILT.store(0, Ordering::Relaxed);
+    nested::init(boot, boot_virt, hardware)
+}
+
+fn build(area: &mut Area) -> Result<(), Code> {
+    nested::build().inspect_err(|_| area.cpu.gate.detail = [nested::wanted_pages(), 0])?;
+    BUILT.store(1, Ordering::Release);
+    Ok(())
+}
+
+/// Attach's own checks; `mercury doctor` runs the same code on the same facts.
+fn preflight(area: &mut Area) -> Result<(), Code> {
+    let facts = argument::<CpuFacts>(area);
+    if let Some(finding) = mercury_preflight::first_refusal(&facts) {
+        area.cpu.gate.detail = finding.detail;
+        return Err(finding.code);
+    }
+    area.cpu.features = capture::features(&facts);
+    publish::prepare(area);
+    Ok(())
+}
+
+/// The mode switch: the control block from the live state; what follows is VMRUN.
+fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
+    fault::check(area, FaultPoint::Entry)?;
+    if BUILT.load(Ordering::Acquire) == 0 {
+        return Err(Code::NotLoaded);
+    }
+    area.cpu.leave_pending = 0;
+    area.cpu.entered = 0;
+    inject_faults(area);
+    fault::check(area, FaultPoint::AfterSave)?;
+    let map = core::ptr::from_ref(&PERMISSION_MAP).expose_provenance() as u64;
+    let roots =
+        capture::Roots { nested_phys: nested::root_phys(), msrpm_phys: map.wrapping_sub(direct_map_virt()) };
+    capture::fill(area, hardware, roots)?;
+    fault::check(area, FaultPoint::AfterCapture)?;
+    corrupt(area);
+    publish::attached(area);
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::Attached, tsc, [0; 5]);
+    if fault::fires(area, FaultPoint::BeforeRun) {
+        publish::departed(area, Code::Ok);
+        return Err(Code::InjectedFault);
+    }
+    Ok(Next::Run)
+}
+
+#[cfg(not(feature = "fault-injection"))]
+fn inject_faults(_: &mut Area) {}
+
+#[cfg(feature = "fault-injection")]
+fn inject_faults(area: &mut Area) {
+    if fault::fires(area, FaultPoint::EntryPageFault) {
+        fault::real::page_fault();
+    }
+    assert!(!fault::fires(area, FaultPoint::EntryPanic), "injected: entry");
+}
+
+#[cfg(not(feature = "fault-injection"))]
+fn corrupt(_: &mut Area) {}
+
+/// Makes VMRUN refuse the block, one check at a time.
+#[cfg(feature = "fault-injection")]
+fn corrupt(area: &mut Area) {
+    type Spoil = fn(&mut crate::svm::vmcb::Vmcb);
+    let spoilers: [(FaultPoint, Spoil); 7] = [
+        (FaultPoint::RunAsidZero, |control| control.asid = 0),
+        (FaultPoint::RunNoIntercept, |control| control.intercept_misc2 &= !1),
+        (FaultPoint::RunCr0, |control| control.cr0 |= 1 << 32),
+        (FaultPoint::RunCr4, |control| control.cr4 |= 1 << 63),
+        (FaultPoint::RunEfer, |control| control.efer &= !crate::x86::msr::EFER_SVME),
+        (FaultPoint::RunCr3, |control| control.cr3 |= 1 << 60),
+        (FaultPoint::RunDr7, |control| control.dr7 |= 1 << 32),
+    ];
+    for (point, spoil) in spoilers {
+        if fault::fires(area, point) {
+            spoil(&mut area.control);
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The nested tables of this machine: one identity map for all CPUs, its pages, and nested faults.
+//!
+//! Built at load on a native CPU, a bounded piece a call; changed afterwards only by faults: an address
+//! that nothing has touched before is mapped, a hidden page that is written to gets the sink. The first
+//! loosens the map. The second may turn the oldest of many sunk pages back to zeros: a CPU with a stale
+//! translation then still writes to the sink, which harms nobody. So no other CPU needs to be told
+//! (HARDWARE A-5); the CPU that faulted flushes its own translations where there was one.
+
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use mercury_abi::code::Code;
+use mercury_abi::facts::{CpuFacts, readable};
+use mercury_abi::gate::{BootInfo, OwnedRange};
+use spin::Mutex;
+
+use crate::address::{GuestPhys, HostPhys};
+use crate::mtrr::{Mtrrs, VariableRange};
+use crate::native::direct_map_virt;
+use crate::paging::format::AmdNested;
+use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
+use crate::paging::plan::{LargestPage, Layout};
+use crate::paging::table::{Depth, Table, TablePages};
+use crate::x86::{Hardware, msr};
+
+/// Table pages that one call of [`build`] touches at most: about twenty microseconds (HARDWARE M-5).
+const BUILD_BUDGET: usize = 4;
+/// Table pages that may be spent on mapping all of the address width in advance: 2 MiB, for 48 bits.
+const COMPLETE_PAGES: usize = 512;
+/// Attempts at the lock in an exit before the CPU gives up; the holder needs a few microseconds.
+const LOCK_ATTEMPTS: usize = 1 << 20;
+
+/// A page that stands in for others.
+#[repr(C, align(4096))]
+struct StandIn(core::cell::UnsafeCell<[u8; 4096]>);
+
+// SAFETY: software never touches the content; only the system above does, through the nested tables.
+unsafe impl Sync for StandIn {}
+
+/// What the system reads where the hypervisor's memory is.
+static ZERO_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
+/// Where its writes go after the first.
+static SINK_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
+
+static NESTED: Mutex<Option<Nested>> = Mutex::new(None);
+static ROOT_PHYS: AtomicU64 = AtomicU64::new(0);
+static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
+
+struct Nested {
+    map: IdentityMap<AmdNested>,
+    pool: Pool,
+    boot_virt: usize,
+}
+
+/// Table pages that the driver gave.
+struct Pool {
+    /// Address of an array of host-physical addresses.
+    pages_virt: u64,
+    count: u64,
+    used: u64,
+}
+
+impl TablePages for Pool {
+    fn allocate(&mut self) -> Option<HostPhys> {
+        if self.used >= self.count {
+            return None;
+        }
+        let slot =
+            core::ptr::with_exposed_provenance::<u64>(self.pages_virt as usize + 8 * self.used as usize);
+        self.used += 1;
+        // SAFETY: the driver keeps `count` addresses at `pages_virt`, in memory mapped until unload.
+        Some(HostPhys::new(unsafe { slot.read() }))
+    }
+
+    fn table(&mut self, phys: HostPhys) -> &mut Table {
+        let table = phys.as_u64().wrapping_add(direct_map_virt());
+        // SAFETY: `phys` came from `allocate`, so it is a page that the driver mapped at its direct-map
+        // address for the hypervisor alone; the lock around `Pool` makes this the only reference.
+        unsafe { &mut *core::ptr::with_exposed_provenance_mut::<Table>(table as usize) }
+    }
+}
+
+/// Root of the nested tables, host-physical.
+#[must_use]
+pub fn root_phys() -> u64 {
+    ROOT_PHYS.load(Ordering::Relaxed)
+}
+
+/// How many pages the last [`build`] asked for.
+#[must_use]
+pub fn wanted_pages() -> u64 {
+    WANTED_PAGES.load(Ordering::Relaxed) as u64
+}
+
+/// Plans the map of this machine.
+///
+/// # Errors
+/// The map cannot reach everything that the kernel knows of.
+pub fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
+    let depth = if boot.five_level != 0 { Depth::Five } else { Depth::Four };
+    let physical_bits = physical_bits(hardware);
+    if boot.iomem_end_phys > 1 << physical_bits.min(depth.address_bits()) {
+        return Err(Code::MemoryBeyondMap);
+    }
+    let layout = Layout {
+        physical_bits,
+        depth,
+        largest: largest_page(),
+        eager_end: GuestPhys::new(boot.iomem_end_phys),
+        complete_pages: COMPLETE_PAGES,
+        zero_page: stand_in_phys(&ZERO_PAGE),
+    };
+    let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits));
+    let pool = Pool { pages_virt: boot.pool_virt, count: boot.pool_count, used: 0 };
+    *NESTED.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize });
+    Ok(())
+}
+
+/// Builds some of the map.
+///
+/// # Errors
+/// `More`: call again. `NeedPages`: donate [`wanted_pages`] and call again.
+pub fn build() -> Result<(), Code> {
+    let mut guard = NESTED.lock();
+    let nested = guard.as_mut().ok_or(Code::NotLoaded)?;
+    // SAFETY: the driver keeps its `BootInfo` at this address until unload and changes it between calls
+    // only.
+    let boot = unsafe { core::ptr::with_exposed_provenance::<BootInfo>(nested.boot_virt).read() };
+    nested.pool.pages_virt = boot.pool_virt;
+    nested.pool.count = boot.pool_count;
+    // SAFETY: likewise for the array of owned ranges.
+    let owned = unsafe {
+        core::slice::from_raw_parts(
+            core::ptr::with_exposed_provenance::<OwnedRange>(boot.owned_virt as usize),
+            boot.owned_count as usize,
+        )
+    };
+    let step = nested.map.build_step(&mut nested.pool, owned, BUILD_BUDGET);
+    match step {
+        Step::More => Err(Code::More),
+        Step::NeedPages(count) => {
+            WANTED_PAGES.store(count, Ordering::Relaxed);
+            Err(Code::NeedPages)
+        }
+        Step::Done => {
+            let root = nested.map.root().ok_or(Code::NotLoaded)?;
+            ROOT_PHYS.store(root.as_u64(), Ordering::Relaxed);
+            Ok(())
+        }
+    }
+}
+
+/// What became of a nested fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NestedAnswer {
+    /// The address is mapped now.
+    Filled,
+    /// A write to hidden memory: it goes nowhere.
+    HiddenWrite,
+    /// There is no page for the tables, no such address, or no getting at the lock.
+    Exhausted,
+}
+
+/// Answers a nested fault at `address`, guest-physical. Never waits for long: the holder of the lock
+/// may be a CPU that died with it.
+#[must_use]
+pub fn fault(address: u64, write: bool) -> NestedAnswer {
+    let Some(mut guard) = lock() else { return NestedAnswer::Exhausted };
+    let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
+    let address = GuestPhys::new(address);
+    match nested.map.fill(&mut nested.pool, address) {
+        Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
+        Ok(FillOutcome::Present) if write => {}
+        // Another CPU has filled it meanwhile.
+        Ok(FillOutcome::Present) => return NestedAnswer::Filled,
+        Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
+    }
+    match nested.map.sink(&mut nested.pool, address, stand_in_phys(&SINK_PAGE)) {
+        SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
+        SinkOutcome::Writable => NestedAnswer::Filled,
+        SinkOutcome::Absent => NestedAnswer::Exhausted,
+    }
+}
+
+fn lock() -> Option<spin::MutexGuard<'static, Option<Nested>>> {
+    for _ in 0..LOCK_ATTEMPTS {
+        if let Some(guard) = NESTED.try_lock() {
+            return Some(guard);
+        }
+        core::hint::spin_loop();
+    }
+    None
+}
+
+fn stand_in_phys(page: &'static StandIn) -> HostPhys {
+    let virt = page.0.get().expose_provenance() as u64;
+    HostPhys::new(virt.wrapping_sub(direct_map_virt()))
+}
+
+/// Width of physical addresses, less what memory encryption takes.
+fn physical_bits(hardware: &mut impl Hardware) -> u32 {
+    let leaf = |number: u32| {
+        let result = core::arch::x86_64::__cpuid(number);
+        mercury_abi::facts::CpuidLeaf { eax: result.eax, ebx: result.ebx, ecx: result.ecx, edx: result.edx }
+    };
+    let highest = leaf(0x8000_0000);
+    let encryption = if highest.eax >= 0x8000_001F { leaf(0x8000_001F) } else { Default::default() };
+    let syscfg = hardware.read_msr(msr::SYSCFG);
+    mercury_preflight::physical_bits(&CpuFacts {
+        cpuid_8000_0000: highest,
+        cpuid_8000_0008: leaf(0x8000_0008),
+        cpuid_8000_001f: encryption,
+        syscfg: syscfg.unwrap_or(0),
+        readable: if syscfg.is_some() { readable::SYSCFG } else { 0 },
+        ..CpuFacts::default()
+    })
+}
+
+/// CPUID 8000_0001h EDX bit 26: 1 GiB pages (APM vol. 3, appendix E.4).
+fn largest_page() -> LargestPage {
+    const GIBIBYTE_PAGES: u32 = 1 << 26;
+    if core::arch::x86_64::__cpuid(0x8000_0001).edx & GIBIBYTE_PAGES != 0 {
+        LargestPage::OneGibibyte
+    } else {
+        LargestPage::TwoMebibytes
+    }
+}
+
+/// The MTRRs of this CPU. Without MTRRs everything is write-back as far as they are concerned, so one
+/// type covers all: the tables' own entries say nothing either (APM vol. 2, 15.25.8).
+fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32) -> Mtrrs {
+    const COUNT: u64 = 0xFF;
+    const SYSCFG_TOM2: u64 = 1 << 21 | 1 << 22;
+    let mut variable = [VariableRange::default(); 32];
+    let count = hardware.read_msr(msr::MTRR_CAP).unwrap_or(0) & COUNT;
+    for (number, range) in variable.iter_mut().enumerate().take(count as usize) {
+        let base = msr::MTRR_PHYS_BASE0 + 2 * number as u32;
+        range.base = hardware.read_msr(base).unwrap_or(0);
+        range.mask = hardware.read_msr(base + 1).unwrap_or(0);
+    }
+    let fixed = msr::MTRR_FIXED.map(|index| hardware.read_msr(index).unwrap_or(0));
+    let default = hardware.read_msr(msr::MTRR_DEF_TYPE).unwrap_or(0);
+    let syscfg = hardware.read_msr(msr::SYSCFG).unwrap_or(0);
+    let tom2 = (syscfg & SYSCFG_TOM2 == SYSCFG_TOM2).then(|| hardware.read_msr(msr::TOP_MEM2)).flatten();
+    Mtrrs::from_registers(default, fixed, &variable, physical_bits, tom2)
+}

@@ -1,0 +1,67 @@
+//! Counters and the log: what user space sees (see [`mercury_abi::shared`]).
+
+use mercury_abi::code::Code;
+use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, LogRecord, SHARED_MAGIC};
+
+use crate::cpu::Area;
+
+/// Makes a CPU's block valid. It was zeroed by the driver.
+pub fn prepare(area: &mut Area) {
+    let cpu = area.cpu.gate.cpu;
+    let shared = area.shared();
+    shared.cpu = cpu;
+    shared.magic = SHARED_MAGIC;
+}
+
+/// Counts an exit.
+#[inline]
+pub fn count(area: &mut Area, reason: ExitReason) {
+    // Only this CPU writes the block; the system above may scribble on it, so nothing is concluded from it.
+    let counter = &mut area.shared().exits[reason as usize];
+    *counter = counter.wrapping_add(1);
+}
+
+/// Adds the time of one exit.
+#[inline]
+pub fn add_ticks(area: &mut Area, ticks: u64) {
+    let shared = area.shared();
+    shared.exit_ticks = shared.exit_ticks.wrapping_add(ticks);
+}
+
+/// This CPU is attached now.
+#[inline]
+pub fn attached(area: &mut Area) {
+    let shared = area.shared();
+    shared.attached = 1;
+    shared.attaches = shared.attaches.wrapping_add(1);
+}
+
+/// This CPU leaves; `because` is `Ok` for a detach that the driver asked for.
+#[inline]
+pub fn departed(area: &mut Area, because: Code) {
+    let shared = area.shared();
+    shared.attached = 0;
+    shared.detaches = shared.detaches.wrapping_add(1);
+    if because != Code::Ok {
+        shared.left_because = u64::from(because as u32);
+    }
+}
+
+/// Writes a record to this CPU's ring.
+pub fn log(area: &mut Area, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
+    let cpu = area.cpu.gate.cpu;
+    let shared = area.shared();
+    let sequence = shared.log_written.wrapping_add(1);
+    let Some(slot) = shared.log.get_mut((sequence.wrapping_sub(1) % LOG_RECORDS as u64) as usize) else {
+        return;
+    };
+    let slot = core::ptr::from_mut(slot);
+    let record = LogRecord { sequence: 0, tsc, kind: kind as u32, cpu, arguments };
+    // SAFETY: `slot` points into this CPU's block. Volatile, in this order, so that a reader never
+    // takes half a record for a whole one (stores are not reordered on this architecture).
+    unsafe {
+        slot.write_volatile(record);
+        (&raw mut (*slot).sequence).write_volatile(sequence);
+    }
+    shared.log_written = sequence;
+}

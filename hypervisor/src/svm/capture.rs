@@ -1,0 +1,252 @@
+//! Live state of a native CPU into the control block, and the guest's state back into the processor.
+//!
+//! What VMRUN and #VMEXIT do not touch (FS, GS, TR, LDTR, syscall MSRs, DR0–3, XCR0, XSS, x87 and
+//! vector registers, TSC_AUX, user CET state; HARDWARE) stays live throughout: the
+//! hypervisor changes only TR and its companions, with VMSAVE and VMLOAD around its own work.
+
+use mercury_abi::code::Code;
+use mercury_abi::facts::{CpuFacts, TableRegister};
+use mercury_abi::gate::{self, DescriptorTable};
+
+use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
+use crate::cpu::Area;
+use crate::x86::{CR4_PGE, Hardware, msr};
+
+/// Feature bits in [`crate::cpu::Cpu::features`].
+pub mod feature {
+    /// The processor saves the next RIP at instruction intercepts (CPUID 8000_000Ah EDX bit 3).
+    pub const NEXT_RIP: u32 = 1 << 0;
+    /// SPEC_CTRL is virtualized (EDX bit 20): VMRUN loads it from the control block.
+    pub const VIRTUAL_SPEC_CTRL: u32 = 1 << 1;
+    /// Supervisor shadow stacks (EDX bit 19): VMRUN loads S_CET, SSP and ISST_ADDR.
+    pub const SUPERVISOR_SHADOW_STACK: u32 = 1 << 2;
+}
+
+/// The [`feature`] bits of a CPU.
+#[must_use]
+pub fn features(facts: &CpuFacts) -> u32 {
+    let edx = facts.cpuid_8000_000a.edx;
+    let bit = |position: u32, feature: u32| if edx >> position & 1 == 1 { feature } else { 0 };
+    bit(3, feature::NEXT_RIP)
+        | bit(20, feature::VIRTUAL_SPEC_CTRL)
+        | bit(19, feature::SUPERVISOR_SHADOW_STACK)
+}
+
+/// Fills the control block from the live processor and turns the save area on. EFER.SVME is set
+/// already; FS, GS, TR, LDTR and the syscall MSRs are in the block already (VMSAVE).
+///
+/// # Errors
+/// An MSR that the switch needs cannot be read or written.
+pub fn fill(area: &mut Area, hardware: &mut impl Hardware, root: Roots) -> Result<(), Code> {
+    fill_control(&mut area.control, root);
+    fill_registers(area, hardware);
+    fill_msrs(area, hardware)?;
+    if hardware.write_msr(msr::VM_HSAVE_PA, area.processor_page_phys()) {
+        Ok(())
+    } else {
+        Err(Code::FactUnreadable)
+    }
+}
+
+/// Host-physical addresses of what all CPUs share.
+#[derive(Clone, Copy, Debug)]
+pub struct Roots {
+    /// Root of the nested tables.
+    pub nested_phys: u64,
+    /// MSR permission map.
+    pub msrpm_phys: u64,
+}
+
+fn fill_control(control: &mut Vmcb, root: Roots) {
+    control.intercept_cr_dr_exceptions = [0; 3];
+    control.intercept_misc1 = INTERCEPT_MISC1;
+    control.intercept_misc2 = INTERCEPT_MISC2;
+    control.msrpm_phys = root.msrpm_phys;
+    control.tsc_offset = 0;
+    control.asid = GUEST_ASID;
+    // The guest's identifier may still have translations of the last attachment (HARDWARE A-3).
+    control.tlb_control = TLB_FLUSH_ALL;
+    control.virtual_interrupt = 0;
+    control.interrupt_shadow = 0;
+    control.exit_event = 0;
+    control.nested_control = 1;
+    control.inject_event = 0;
+    control.nested_cr3 = root.nested_phys;
+    control.clean = 0;
+}
+
+fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
+    let inward = &area.cpu.gate.inward;
+    let control = &mut area.control;
+    control.es = segment(&inward.es);
+    control.cs = segment(&inward.cs);
+    control.ss = segment(&inward.ss);
+    control.ds = segment(&inward.ds);
+    control.gdtr = table(&area.cpu.guest_gdtr);
+    control.idtr = table(&area.cpu.guest_idtr);
+    control.cpl = 0;
+    control.cr0 = area.cpu.guest_cr0;
+    control.cr2 = hardware.cr2();
+    control.cr3 = inward.cr3;
+    control.cr4 = inward.cr4;
+    control.dr6 = hardware.dr6();
+    control.dr7 = hardware.dr7();
+    control.rflags = inward.rflags;
+    control.rip = inward.rip;
+    control.rsp = inward.rsp;
+    control.rax = 0;
+}
+
+fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+    let efer = hardware.read_msr(msr::EFER).ok_or(Code::FactUnreadable)?;
+    area.cpu.guest_efer = efer;
+    area.cpu.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
+    area.control.efer = efer;
+    area.control.g_pat = hardware.read_msr(msr::PAT).ok_or(Code::FactUnreadable)?;
+    if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
+        area.control.s_cet = hardware.read_msr(msr::S_CET).ok_or(Code::FactUnreadable)?;
+        area.control.isst_addr = hardware.read_msr(msr::ISST_ADDR).ok_or(Code::FactUnreadable)?;
+    }
+    if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
+        lend_spec_ctrl(&mut area.control, hardware)?;
+    }
+    Ok(())
+}
+
+/// Where SPEC_CTRL is virtualized, VMRUN loads the guest's value from the block and the guest runs with
+/// the OR of that and the host's (APM vol. 2, 15.7, "virtualized SPEC_CTRL"; HARDWARE A-16): so the
+/// block gets the live value and the host's becomes 0, here with GIF = 0. Elsewhere the live register
+/// simply stays. No emulator has it.
+fn lend_spec_ctrl(control: &mut Vmcb, hardware: &mut impl Hardware) -> Result<(), Code> {
+    control.spec_ctrl = hardware.read_msr(msr::SPEC_CTRL).ok_or(Code::FactUnreadable)?;
+    if hardware.write_msr(msr::SPEC_CTRL, 0) { Ok(()) } else { Err(Code::FactUnreadable) }
+}
+
+const fn segment(from: &gate::Segment) -> Segment {
+    // LAR's layout keeps AVL, L, D/B and G in bits 15:12; the block wants them in bits 11:8.
+    let attributes = from.attributes & 0xFF | from.attributes >> 4 & 0xF00;
+    Segment {
+        selector: from.selector,
+        attributes: attributes as u16,
+        limit: from.limit,
+        base: from.base as u64,
+    }
+}
+
+const fn table(from: &DescriptorTable) -> Segment {
+    Segment { selector: 0, attributes: 0, limit: from.limit as u32, base: from.base_virt }
+}
+
+const fn table_register(from: &Segment) -> DescriptorTable {
+    DescriptorTable::new(TableRegister { base_virt: from.base, limit: from.limit as u64 })
+}
+
+/// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
+/// processor. The block may be corrupt: reserved bits that would fault in the gate are dropped.
+pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    let control = &area.control;
+    let outward = &mut area.cpu.gate.outward;
+    outward.cr0 = control.cr0 & 0xFFFF_FFFF;
+    outward.cr2 = control.cr2;
+    outward.cr3 = control.cr3;
+    outward.cr4 = control.cr4 & mercury_preflight::bits::cr4::KNOWN;
+    outward.dr6 = control.dr6 & 0xFFFF_FFFF;
+    outward.dr7 = control.dr7 & 0xFFFF_FFFF;
+    outward.gdtr = table_register(&control.gdtr);
+    outward.idtr = table_register(&control.idtr);
+    outward.selectors = [control.es, control.cs, control.ss, control.ds].map(|from| u64::from(from.selector));
+    outward.rip = control.rip;
+    outward.rflags = control.rflags;
+    outward.clear_svme = 1;
+    outward.registers[0] = control.rax;
+    outward.registers[4] = control.rsp;
+    return_msrs(area, hardware);
+}
+
+/// MSRs that the guest had in its control block. Each was read from this processor or written by the
+/// system after a check, so none of the writes can fault.
+fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
+    let _ = hardware.write_msr(msr::EFER, area.cpu.guest_efer | msr::EFER_SVME);
+    // Under nested paging the guest's PAT lives in the block (HARDWARE A-10).
+    let _ = hardware.write_msr(msr::PAT, area.control.g_pat);
+    let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.guest_hsave);
+    if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
+        let _ = hardware.write_msr(msr::S_CET, area.control.s_cet);
+        let _ = hardware.write_msr(msr::ISST_ADDR, area.control.isst_addr);
+    }
+    if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
+        let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
+    }
+}
+
+/// Prepares the way out of a native operation that did not enter the guest: everything as it came in,
+/// `result` in RAX.
+pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Code) {
+    let inward = area.cpu.gate.inward;
+    if area.control.nested_control != 0 {
+        undo_fill(area, hardware);
+    }
+    let outward = &mut area.cpu.gate.outward;
+    outward.cr0 = area.cpu.guest_cr0;
+    outward.cr2 = hardware.cr2();
+    outward.cr3 = inward.cr3;
+    outward.cr4 = inward.cr4;
+    debug_assert!(outward.cr4 & CR4_PGE != 0);
+    outward.dr6 = hardware.dr6();
+    outward.dr7 = hardware.dr7();
+    outward.gdtr = area.cpu.guest_gdtr;
+    outward.idtr = area.cpu.guest_idtr;
+    outward.selectors = [inward.es, inward.cs, inward.ss, inward.ds].map(|from| u64::from(from.selector));
+    outward.rip = inward.rip;
+    outward.rflags = inward.rflags;
+    outward.clear_svme = 1;
+    outward.registers[0] = u64::from(result as u32);
+    outward.registers[4] = inward.rsp;
+}
+
+/// Takes back what [`fill`] changed in the processor, and empties the block: what made the processor
+/// refuse it must not survive.
+fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) {
+    let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.gate.inward.vm_hsave_pa);
+    if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
+        let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
+    }
+    let extended = Extended::of(&area.control);
+    area.control.clear();
+    extended.put(&mut area.control);
+}
+
+/// What VMSAVE wrote and VMLOAD will need.
+struct Extended {
+    segments: [Segment; 4],
+    syscall: [u64; 8],
+}
+
+impl Extended {
+    fn of(control: &Vmcb) -> Self {
+        Self { segments: [control.fs, control.gs, control.ldtr, control.tr], syscall: control.syscall }
+    }
+
+    fn put(self, control: &mut Vmcb) {
+        [control.fs, control.gs, control.ldtr, control.tr] = self.segments;
+        control.syscall = self.syscall;
+    }
+}
+
+impl Vmcb {
+    /// Zeroes the whole block.
+    pub fn clear(&mut self) {
+        // SAFETY: every field is an integer or an array of integers; all zeros is a valid value.
+        unsafe { core::ptr::from_mut(self).write_bytes(0, 1) };
+    }
+
+    /// A zeroed block.
+    #[cfg(test)]
+    #[must_use]
+    pub fn zeroed() -> Box<Self> {
+        // SAFETY: as in `clear`.
+        unsafe { Box::<Self>::new_zeroed().assume_init() }
+    }
+}
+
+const _: () = assert!(vmcb::TLB_KEEP == 0);

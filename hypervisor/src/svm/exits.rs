@@ -1,0 +1,294 @@
+//! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
+use mercury_abi::shared::{ExitReason, LogKind};
+
+use super::capture::{self, feature};
+use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
+use super::{msr, refusal, run};
+use crate::cpu::{Area, Interrupted, Phase};
+use crate::exit::{Answer, Fault};
+use crate::host::entry::Next;
+use crate::nested::{self, NestedAnswer};
+use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_TF};
+use crate::{emergency, exit, fault, publish};
+
+const VMMCALL_LENGTH: u64 = 3;
+const MSR_LENGTH: u64 = 2;
+const NESTED_FAULT_WRITE: u64 = 1 << 1;
+const RCX: usize = 1;
+const RDX: usize = 2;
+const RSI: usize = 6;
+const RDI: usize = 7;
+
+/// Exits arrive here from [`run::run`], with the system's registers saved and the hypervisor's extended
+/// state loaded.
+pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
+    // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
+    let area = unsafe { &mut *area };
+    let hardware = &mut Processor;
+    let control = &mut area.control;
+    control.tlb_control = TLB_KEEP;
+    area.cpu.phase = Phase::Exit;
+    area.cpu.interrupted =
+        Interrupted { rip: control.rip, rax: control.rax, rdx: area.cpu.gate.outward.registers[RDX] };
+    area.cpu.exit_tsc = hardware.tsc();
+    if area.control.exit_code != exit_code::INVALID {
+        area.cpu.entered = 1;
+    }
+    let next = handle(area, hardware);
+    let ticks = hardware.tsc().wrapping_sub(area.cpu.exit_tsc);
+    publish::add_ticks(area, ticks);
+    if next == Next::Leave {
+        run::return_extended_state(area);
+    }
+    area.cpu.phase = Phase::Outside;
+    next
+}
+
+/// Answers one exit.
+pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.cpu.leave_pending != 0 {
+        return leave_now(area, hardware);
+    }
+    hand_over_event(area, hardware);
+    #[cfg(feature = "fault-injection")]
+    inject_faults(area);
+    if fault::fires(area, FaultPoint::ExitUnknown) {
+        return unknown(area, hardware);
+    }
+    let (answer, length) = match area.control.exit_code {
+        exit_code::VMMCALL => (vmmcall(area), VMMCALL_LENGTH),
+        exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
+        exit_code::NPF => (nested_fault(area, hardware), 0),
+        exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
+            publish::count(area, ExitReason::VirtInstruction);
+            (Answer::Inject(Fault::InvalidOpcode), 0)
+        }
+        exit_code::INVALID => return invalid(area, hardware),
+        _ => return unknown(area, hardware),
+    };
+    apply(area, hardware, answer, length)
+}
+
+fn vmmcall(area: &mut Area) -> Answer {
+    let registers = &area.cpu.gate.outward.registers;
+    if registers[RCX] != HYPERCALL_MAGIC || area.control.cpl != 0 {
+        publish::count(area, ExitReason::ForeignHypercall);
+        return Answer::Inject(Fault::InvalidOpcode);
+    }
+    let (first, second) = (registers[RDI], registers[RSI]);
+    publish::count(area, ExitReason::Hypercall);
+    exit::hypercall(area, area.control.rax, first, second)
+}
+
+fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    let registers = &area.cpu.gate.outward.registers;
+    let index = registers[RCX] as u32;
+    if area.control.exit_info1 == 0 {
+        return msr::read(area, hardware, index);
+    }
+    let value = registers[RDX] << 32 | area.control.rax & 0xFFFF_FFFF;
+    msr::write(area, hardware, index, value)
+}
+
+fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    let address = area.control.exit_info2;
+    let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
+    let rip = area.control.rip;
+    let (reason, kind, answer) = match nested::fault(address, write) {
+        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
+        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
+        NestedAnswer::Exhausted => {
+            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
+        }
+    };
+    publish::count(area, reason);
+    let tsc = hardware.tsc();
+    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
+    answer
+}
+
+/// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not
+/// save the next RIP.
+fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: u64) -> Next {
+    match answer {
+        Answer::Retry => {}
+        Answer::RetryFlushed => area.control.tlb_control = TLB_FLUSH_ALL,
+        Answer::Skip => skip(area, length),
+        Answer::Value(value) => {
+            skip(area, length);
+            area.control.rax = value & 0xFFFF_FFFF;
+            area.cpu.gate.outward.registers[RDX] = value >> 32;
+        }
+        Answer::Hypercall(code, value) => {
+            skip(area, length);
+            area.control.rax = u64::from(code as u32);
+            area.cpu.gate.outward.registers[RDX] = value;
+        }
+        Answer::HypercallFlushed => {
+            area.control.tlb_control = TLB_FLUSH_ALL;
+            return apply(area, hardware, Answer::Hypercall(Code::Ok, 0), length);
+        }
+        Answer::Inject(fault) => inject(area, fault),
+        Answer::Detach => return detach(area, hardware, length),
+        Answer::Depart(because) => return depart(area, hardware, because),
+    }
+    #[cfg(feature = "fault-injection")]
+    corrupt(area);
+    Next::Run
+}
+
+/// Moves past the intercepted instruction as the processor would: no interrupt shadow, and a single
+/// step raises #DB (HARDWARE 0.9). The next RIP is the processor's where it saves one.
+fn skip(area: &mut Area, length: u64) {
+    let control = &mut area.control;
+    let saved = area.cpu.features & feature::NEXT_RIP != 0 && control.next_rip != 0;
+    control.rip = if saved { control.next_rip } else { control.rip.wrapping_add(length) };
+    control.interrupt_shadow = 0;
+    if control.rflags & RFLAGS_TF != 0 && control.inject_event & event::VALID == 0 {
+        control.dr6 |= DR6_BS;
+        control.inject_event = event::DEBUG;
+    }
+}
+
+fn inject(area: &mut Area, fault: Fault) {
+    area.control.inject_event = match fault {
+        Fault::InvalidOpcode => event::INVALID_OPCODE,
+        Fault::GeneralProtection => event::GENERAL_PROTECTION,
+    };
+}
+
+/// A machine check for the guest, at its next instruction.
+pub fn pend_machine_check(area: &mut Area) {
+    area.control.inject_event = event::VALID | event::EXCEPTION | 18;
+}
+
+/// An event that was being delivered when the exit struck is delivered again (APM vol. 2, 15.7.2).
+/// Software interrupts and the exceptions of INT3 and INTO are not: their instruction runs again.
+/// QEMU reports external interrupts and NMIs as exceptions; no exception has a vector above 31.
+fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
+    let event = area.control.exit_event;
+    if event & event::VALID == 0 {
+        return;
+    }
+    let Some(again) = event_again(event) else { return };
+    area.control.inject_event = again;
+    area.control.exit_event = 0;
+    let exit_code = area.control.exit_code;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::Reinjected, tsc, [event, exit_code, 0, 0, 0]);
+}
+
+/// What to inject for an interrupted delivery; `None` if the instruction raises it again by itself.
+fn event_again(event: u64) -> Option<u64> {
+    let vector = event & 0xFF;
+    match (event & event::TYPE, vector) {
+        (event::SOFTWARE, _) | (event::EXCEPTION, 3 | 4) => None,
+        (event::EXCEPTION, 2) => Some(event::VALID | event::NMI | 2),
+        (event::EXCEPTION, 32..) => Some(event::VALID | event::EXTERNAL | vector),
+        _ => Some(event),
+    }
+}
+
+fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
+    skip(area, length);
+    area.control.rax = 0;
+    if fault::fires(area, FaultPoint::DetachPanic) {
+        panic!("injected: detach");
+    }
+    #[cfg(feature = "fault-injection")]
+    if fault::fires(area, FaultPoint::DetachPageFault) {
+        fault::real::page_fault();
+    }
+    publish::departed(area, Code::Ok);
+    publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
+    capture::put_back(area, hardware);
+    Next::Leave
+}
+
+/// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no
+/// native counterpart: the guest is entered once more with it and leaves at its next exit, which
+/// comes at the latest with the driver's next hypercall.
+pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    let interrupted = area.cpu.interrupted;
+    area.control.rip = interrupted.rip;
+    area.control.rax = interrupted.rax;
+    area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
+    if area.control.inject_event & event::VALID != 0 && area.control.exit_code != exit_code::INVALID {
+        area.cpu.leave_pending = because as u32;
+        return Next::Run;
+    }
+    finish(area, hardware, because)
+}
+
+/// The exit after an event was handed over by a CPU that wants to leave.
+fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
+    finish(area, hardware, because)
+}
+
+fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    area.cpu.leave_pending = 0;
+    let control = &area.control;
+    let arguments =
+        [u64::from(because as u32), control.exit_code, control.rip, control.exit_info1, control.exit_info2];
+    publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
+    publish::departed(area, because);
+    capture::put_back(area, hardware);
+    Next::Leave
+}
+
+/// An exit that nobody knows: a record, and the machine runs on natively.
+fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    publish::count(area, ExitReason::Unknown);
+    emergency::record_unknown_exit(area);
+    depart(area, hardware, Code::UnknownExit)
+}
+
+/// VMRUN refused the block. The first time after an attach nothing of the guest has run: the driver
+/// gets the failing check. Later the block was corrupted: the CPU leaves with what is still good.
+fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let check = refusal::first(&area.control);
+    let detail = [check as u64, refusal::value(&area.control, check)];
+    area.cpu.gate.detail = detail;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::InvalidState, tsc, [detail[0], detail[1], 0, 0, 0]);
+    if area.cpu.entered == 0 {
+        publish::departed(area, Code::InvalidGuestState);
+        capture::put_back_native(area, hardware, Code::InvalidGuestState);
+        return Next::Leave;
+    }
+    emergency::record_invalid_state(area);
+    area.control.inject_event = 0;
+    depart(area, hardware, Code::InvalidGuestState)
+}
+
+#[cfg(feature = "fault-injection")]
+fn inject_faults(area: &mut Area) {
+    use fault::real;
+    if fault::fires(area, FaultPoint::ExitPageFault) {
+        real::page_fault();
+    }
+    if fault::fires(area, FaultPoint::ExitGeneralProtection) {
+        real::general_protection();
+    }
+    if fault::fires(area, FaultPoint::ExitInvalidOpcode) {
+        real::invalid_opcode();
+    }
+    if fault::fires(area, FaultPoint::ExitStackOverflow) {
+        core::hint::black_box(real::stack_overflow(0));
+    }
+    assert!(!fault::fires(area, FaultPoint::ExitPanic), "injected: exit");
+}
+
+#[cfg(feature = "fault-injection")]
+fn corrupt(area: &mut Area) {
+    if fault::fires(area, FaultPoint::ExitCorruptControl) {
+        area.control.asid = 0;
+    }
+    if fault::fires(area, FaultPoint::ExitCorruptState) {
+        area.control.efer = 0;
+    }
+}

@@ -1,0 +1,165 @@
+//! MSRs of the guest: which are intercepted, and what a write to them means.
+//!
+//! Intercepted are writes of EFER (its SVME bit is the switch itself), PAT (lives in the control block
+//! under nested paging) and the microcode trigger, and every access to VM_HSAVE_PA. Beyond those the
+//! processor intercepts by itself all MSRs outside the map's three ranges, AMD's SMCA banks among them
+//! (APM vol. 2, 15.11; HARDWARE 0.2): they are executed for real.
+
+use mercury_abi::code::Code;
+use mercury_abi::shared::{ExitReason, LogKind};
+
+use crate::cpu::Area;
+use crate::exit::{Answer, Fault};
+use crate::publish;
+use crate::x86::{Hardware, msr};
+
+/// The MSR permission map (APM vol. 2, 15.11): two bits an MSR, read below write.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct PermissionMap([u8; 8192]);
+
+/// The map of all CPUs.
+pub static PERMISSION_MAP: PermissionMap = PermissionMap::new()
+    .intercept(msr::EFER, WRITE)
+    .intercept(msr::PAT, WRITE)
+    .intercept(msr::PATCH_LOADER, WRITE)
+    .intercept(msr::VM_HSAVE_PA, READ | WRITE);
+
+const READ: u8 = 1;
+const WRITE: u8 = 2;
+
+impl PermissionMap {
+    const fn new() -> Self {
+        Self([0; 8192])
+    }
+
+    const fn intercept(mut self, index: u32, accesses: u8) -> Self {
+        let range = match index {
+            0..=0x1FFF => 0,
+            0xC000_0000..=0xC000_1FFF => 0x800,
+            0xC001_0000..=0xC001_1FFF => 0x1000,
+            _ => panic!("outside the map: always intercepted"),
+        };
+        let position = (index & 0x1FFF) as usize;
+        self.0[range + position / 4] |= accesses << (position % 4 * 2);
+        self
+    }
+}
+
+/// The guest reads an MSR.
+pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer {
+    if index == msr::VM_HSAVE_PA {
+        publish::count(area, ExitReason::MsrHsave);
+        return Answer::Value(area.cpu.guest_hsave);
+    }
+    publish::count(area, ExitReason::MsrPassThrough);
+    let value = hardware.read_msr(index);
+    log_access(area, hardware, index, value.unwrap_or(0), false, value.is_none());
+    value.map_or(Answer::Inject(Fault::GeneralProtection), Answer::Value)
+}
+
+/// The guest writes an MSR.
+pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
+    let (reason, answer) = match index {
+        msr::EFER => (ExitReason::MsrEfer, write_efer(area, value)),
+        msr::VM_HSAVE_PA => (ExitReason::MsrHsave, write_hsave(area, value)),
+        msr::PAT => (ExitReason::MsrPat, write_pat(area, hardware, value)),
+        // Loading microcode from the guest is not promised to work: natively it is (HARDWARE A-48).
+        msr::PATCH_LOADER => (ExitReason::MsrMicrocode, Answer::Depart(Code::MicrocodeUpdate)),
+        _ => (ExitReason::MsrPassThrough, write_through(hardware, index, value)),
+    };
+    publish::count(area, reason);
+    log_access(area, hardware, index, value, true, answer == Answer::Inject(Fault::GeneralProtection));
+    answer
+}
+
+fn log_access(
+    area: &mut Area,
+    hardware: &mut impl Hardware,
+    index: u32,
+    value: u64,
+    write: bool,
+    faulted: bool,
+) {
+    let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), 0];
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::Msr, tsc, arguments);
+}
+
+fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
+    if hardware.write_msr(index, value) { Answer::Skip } else { Answer::Inject(Fault::GeneralProtection) }
+}
+
+/// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a
+/// detach, and the write is then executed natively (HARDWARE L-4). Other writes are checked as the
+/// processor would: LMA is read-only, LME cannot change while paging, unknown bits are #GP.
+fn write_efer(area: &mut Area, value: u64) -> Answer {
+    let current = area.cpu.guest_efer;
+    if value & msr::EFER_SVME == 0 {
+        return Answer::Depart(Code::SvmReleased);
+    }
+    let illegal = value & !(mercury_preflight::bits::efer::KNOWN | msr::EFER_SVME) != 0
+        || (value ^ current) & msr::EFER_LME != 0;
+    if illegal {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    let new = value & !msr::EFER_LMA | current & msr::EFER_LMA;
+    area.cpu.guest_efer = new;
+    area.control.efer = new;
+    Answer::Skip
+}
+
+/// Zero releases SVM (SNP initialization demands it, HARDWARE A-47); another value is remembered.
+fn write_hsave(area: &mut Area, value: u64) -> Answer {
+    if value == 0 {
+        return Answer::Depart(Code::SvmReleased);
+    }
+    if value & 0xFFF != 0 || value >> 52 != 0 {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    area.cpu.guest_hsave = value;
+    Answer::Skip
+}
+
+/// The guest's PAT goes to the control block, which the processor uses, and to the MSR, which the next
+/// detach leaves behind and which QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry is not
+/// write-back would change the type of the nested tables themselves: the CPU leaves.
+fn write_pat(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
+    if !value.to_le_bytes().iter().all(|entry| matches!(entry, 0 | 1 | 4..=7)) {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    if value & 7 != 6 {
+        return Answer::Depart(Code::PatUnsupported);
+    }
+    area.control.g_pat = value;
+    write_through(hardware, msr::PAT, value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn intercepted(index: u32) -> u8 {
+        let range = match index >> 16 {
+            0 => 0,
+            0xC000 => 0x800,
+            _ => 0x1000,
+        };
+        let position = (index & 0x1FFF) as usize;
+        PERMISSION_MAP.0[range + position / 4] >> (position % 4 * 2) & 3
+    }
+
+    #[test]
+    fn map_holds_what_the_manual_says_and_nothing_else() {
+        assert_eq!(intercepted(msr::EFER), WRITE);
+        assert_eq!(intercepted(msr::PAT), WRITE);
+        assert_eq!(intercepted(msr::PATCH_LOADER), WRITE);
+        assert_eq!(intercepted(msr::VM_HSAVE_PA), READ | WRITE);
+        // The prototype's bytes, found by trial on two emulators.
+        assert_eq!(PERMISSION_MAP.0[0x820], 2);
+        assert_eq!(PERMISSION_MAP.0[0x1045], 0xC0);
+        assert_eq!(PERMISSION_MAP.0[0x9D], 0x80);
+        let bits: u32 = PERMISSION_MAP.0.iter().map(|byte| byte.count_ones()).sum();
+        assert_eq!(bits, 5);
+    }
+}

@@ -1,0 +1,269 @@
+//! Exits on a model processor: every answer, and what a departure leaves behind.
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
+use mercury_abi::shared::{ExitReason, LogKind};
+use proptest::prelude::*;
+
+use super::vmcb::{TLB_FLUSH_ALL, event, exit_code};
+use crate::host::entry::Next;
+use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
+use crate::x86::{DR6_BS, RFLAGS_TF, msr};
+
+const RCX: usize = 1;
+const RDX: usize = 2;
+
+fn hypercall(cpu: &mut Attached, call: u64) -> Next {
+    *cpu.register(0) = call;
+    *cpu.register(RCX) = HYPERCALL_MAGIC;
+    cpu.exit(exit_code::VMMCALL)
+}
+
+fn write_msr(cpu: &mut Attached, index: u32, value: u64) -> Next {
+    *cpu.register(0) = value & 0xFFFF_FFFF;
+    *cpu.register(RDX) = value >> 32;
+    *cpu.register(RCX) = u64::from(index);
+    cpu.area.control.exit_info1 = 1;
+    cpu.exit(exit_code::MSR)
+}
+
+fn read_msr(cpu: &mut Attached, index: u32) -> Next {
+    *cpu.register(RCX) = u64::from(index);
+    cpu.area.control.exit_info1 = 0;
+    cpu.exit(exit_code::MSR)
+}
+
+fn count(cpu: &mut Attached, reason: ExitReason) -> u64 {
+    cpu.area.shared().exits[reason as usize]
+}
+
+#[test]
+fn ping_answers_and_moves_on() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    assert_eq!(*cpu.register(0), 0);
+    assert_eq!(*cpu.register(RDX), u64::from(mercury_abi::MERCURY_ABI_VERSION));
+    assert_eq!(cpu.area.control.rip, rip + 3);
+    assert_eq!(count(&mut cpu, ExitReason::Hypercall), 1);
+}
+
+#[test]
+fn unknown_hypercalls_are_refused_and_without_the_magic_are_undefined() {
+    let mut cpu = Attached::new();
+    assert_eq!(hypercall(&mut cpu, 77), Next::Run);
+    assert_eq!(*cpu.register(0), Code::UnknownOperation as u64);
+    let rip = cpu.area.control.rip;
+    *cpu.register(RCX) = 0;
+    assert_eq!(cpu.exit(exit_code::VMMCALL), Next::Run);
+    assert_eq!(cpu.area.control.inject_event, event::INVALID_OPCODE);
+    assert_eq!(cpu.area.control.rip, rip);
+    assert_eq!(count(&mut cpu, ExitReason::ForeignHypercall), 1);
+}
+
+#[test]
+fn flush_asks_for_an_acknowledged_flush() {
+    let mut cpu = Attached::new();
+    assert_eq!(hypercall(&mut cpu, Hypercall::Flush as u64), Next::Run);
+    assert_eq!(cpu.area.control.tlb_control, TLB_FLUSH_ALL);
+    assert_eq!(*cpu.register(0), 0);
+}
+
+#[test]
+fn detach_gives_the_processor_back() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    cpu.area.cpu.guest_hsave = 0;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
+    let outward = &cpu.area.cpu.gate.outward;
+    assert_eq!(outward.rip, rip + 3);
+    assert_eq!(outward.registers[0], 0);
+    assert_eq!(outward.registers[4], cpu.area.control.rsp);
+    assert_eq!((outward.cr0, outward.cr3, outward.cr4), (0x8005_0033, 0x1234_5000, 0x6F0));
+    assert_eq!(outward.clear_svme, 1);
+    assert_eq!(cpu.hardware.msrs[&msr::VM_HSAVE_PA], 0);
+    assert_eq!(cpu.hardware.msrs[&msr::PAT], LINUX_PAT);
+    assert_eq!(cpu.area.shared().left_because, 0);
+}
+
+#[test]
+fn clearing_svme_or_the_save_area_is_a_departure_at_the_same_instruction() {
+    for (index, value) in [(msr::EFER, LINUX_EFER), (msr::VM_HSAVE_PA, 0)] {
+        let mut cpu = Attached::new();
+        let rip = cpu.area.control.rip;
+        assert_eq!(write_msr(&mut cpu, index, value), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+        assert_eq!(cpu.area.cpu.gate.outward.registers[0], value & 0xFFFF_FFFF);
+        assert_eq!(cpu.area.shared().left_because, u64::from(Code::SvmReleased as u32));
+    }
+}
+
+#[test]
+fn microcode_is_loaded_natively() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    assert_eq!(write_msr(&mut cpu, msr::PATCH_LOADER, 0xFFFF_8880_0000_0000), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::MicrocodeUpdate as u32));
+}
+
+#[test]
+fn efer_writes_are_checked_as_the_processor_does() {
+    let mut cpu = Attached::new();
+    let attached = LINUX_EFER | msr::EFER_SVME;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !msr::EFER_LMA), Next::Run);
+    assert_eq!(cpu.area.control.efer, attached, "LMA is read-only");
+    assert_eq!(cpu.area.control.inject_event, 0);
+    for illegal in [attached | 1 << 40, attached & !msr::EFER_LME] {
+        let mut cpu = Attached::new();
+        assert_eq!(write_msr(&mut cpu, msr::EFER, illegal), Next::Run);
+        assert_eq!(cpu.area.control.inject_event, event::GENERAL_PROTECTION);
+        assert_eq!(cpu.area.control.efer, attached);
+    }
+}
+
+#[test]
+fn pat_is_mirrored_and_checked() {
+    let mut cpu = Attached::new();
+    let reset = 0x0007_0406_0007_0406;
+    assert_eq!(write_msr(&mut cpu, msr::PAT, reset), Next::Run);
+    assert_eq!((cpu.area.control.g_pat, cpu.hardware.msrs[&msr::PAT]), (reset, reset));
+    assert_eq!(write_msr(&mut cpu, msr::PAT, 0x02), Next::Run);
+    assert_eq!(cpu.area.control.inject_event, event::GENERAL_PROTECTION);
+    assert_eq!(cpu.area.control.g_pat, reset);
+    cpu.area.control.inject_event = 0;
+    assert_eq!(write_msr(&mut cpu, msr::PAT, 0x0007_0406_0007_0400), Next::Leave);
+}
+
+#[test]
+fn msrs_outside_the_map_are_executed_for_real() {
+    const SMCA_CTL0: u32 = 0xC000_2000;
+    let mut cpu = Attached::new();
+    cpu.hardware.msrs.insert(SMCA_CTL0, 0x1234_5678_9ABC_DEF0);
+    let rip = cpu.area.control.rip;
+    assert_eq!(read_msr(&mut cpu, SMCA_CTL0), Next::Run);
+    assert_eq!((*cpu.register(0), *cpu.register(RDX)), (0x9ABC_DEF0, 0x1234_5678));
+    assert_eq!(cpu.area.control.rip, rip + 2);
+    assert_eq!(write_msr(&mut cpu, SMCA_CTL0, 7), Next::Run);
+    assert_eq!(cpu.hardware.msrs[&SMCA_CTL0], 7);
+    assert_eq!(read_msr(&mut cpu, 0xC000_3000), Next::Run);
+    assert_eq!(cpu.area.control.inject_event, event::GENERAL_PROTECTION);
+    assert_eq!(count(&mut cpu, ExitReason::MsrPassThrough), 3);
+}
+
+#[test]
+fn a_single_step_over_an_intercepted_instruction_traps() {
+    let mut cpu = Attached::new();
+    cpu.area.control.rflags |= RFLAGS_TF;
+    cpu.area.control.interrupt_shadow = 1;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    assert_eq!(cpu.area.control.inject_event, event::DEBUG);
+    assert_ne!(cpu.area.control.dr6 & DR6_BS, 0);
+    assert_eq!(cpu.area.control.interrupt_shadow, 0);
+}
+
+#[test]
+fn the_processors_own_next_rip_is_used_where_there_is_one() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.features = super::capture::feature::NEXT_RIP;
+    let rip = cpu.area.control.rip;
+    cpu.area.control.next_rip = rip + 4;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    assert_eq!(cpu.area.control.rip, rip + 4);
+}
+
+#[test]
+fn virtualization_instructions_are_undefined() {
+    for code in [exit_code::VMRUN, exit_code::VMLOAD, 0x83, 0x84, 0x85, exit_code::SKINIT, exit_code::INVLPGA]
+    {
+        let mut cpu = Attached::new();
+        assert_eq!(cpu.exit(code), Next::Run);
+        assert_eq!(cpu.area.control.inject_event, event::INVALID_OPCODE, "{code:#x}");
+        assert_eq!(count(&mut cpu, ExitReason::VirtInstruction), 1);
+    }
+}
+
+#[test]
+fn an_unknown_exit_lets_go_and_leaves_a_record() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    assert_eq!(cpu.exit(0x402), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+    let crash = cpu.area.shared().crash;
+    assert_eq!((crash.code, crash.exit_code, crash.guest_rip), (Code::UnknownExit as u32, 0x402, rip));
+    assert!(crash.message.starts_with(b"unknown exit 0x402\0"));
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+    let kinds: Vec<u32> = cpu.area.shared().log.iter().map(|record| record.kind).take(2).collect();
+    assert_eq!(kinds, [LogKind::Crash as u32, LogKind::Left as u32]);
+}
+
+#[test]
+fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    cpu.area.control.exit_event = timer;
+    assert_eq!(cpu.exit(0x402), Next::Run, "the event has no native counterpart");
+    assert_eq!(cpu.area.control.inject_event, timer);
+    cpu.area.control.inject_event = 0;
+    assert_eq!(cpu.exit(0x402), Next::Leave);
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+#[test]
+fn a_control_block_refused_at_attach_is_rolled_back_with_the_reason() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.entered = 0;
+    cpu.area.control.asid = 0;
+    cpu.area.cpu.gate.inward.rip = 0xFFFF_FFFF_C000_0000;
+    cpu.area.cpu.gate.inward.cr4 = 0x6F0;
+    assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, 0xFFFF_FFFF_C000_0000);
+    assert_eq!(cpu.area.cpu.gate.outward.registers[0], Code::InvalidGuestState as u64);
+    assert_eq!(cpu.area.cpu.gate.detail, [super::refusal::Check::AsidZero as u64, 0]);
+    assert_eq!(cpu.area.control.asid, 0, "the block is empty again");
+    assert_eq!(cpu.area.control.intercept_misc2, 0);
+}
+
+#[test]
+fn a_control_block_refused_later_lets_the_machine_run_on() {
+    let mut cpu = Attached::new();
+    cpu.area.control.efer = 0;
+    assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], LINUX_EFER | msr::EFER_SVME, "EFER is known from elsewhere");
+    assert_eq!(cpu.area.shared().crash.code, Code::InvalidGuestState as u32);
+}
+
+proptest! {
+    /// Whatever the event, it is handed over unchanged, repaired, or left to its instruction: what is
+    /// injected is always legal (APM vol. 2, 15.20).
+    #[test]
+    fn events_handed_over_are_legal(kind in 0u64..8, vector in 0u64..256, code in any::<u32>()) {
+        let mut cpu = Attached::new();
+        let legal = matches!((kind, vector), (0, _) | (2, 2) | (3, 0..=31) | (4, _)) || kind == 3;
+        prop_assume!(legal);
+        cpu.area.control.exit_event = event::VALID | kind << 8 | vector | u64::from(code) << 32;
+        prop_assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+        let injected = cpu.area.control.inject_event;
+        if injected & event::VALID != 0 {
+            prop_assert_ne!(super::refusal::first(&cpu.area.control), super::refusal::Check::IllegalEvent);
+            prop_assert_eq!(injected & 0xFF, vector);
+        } else {
+            prop_assert!(kind == 4 || kind == 3 && (vector == 3 || vector == 4));
+        }
+    }
+
+    /// No exit code, qualification or register makes the handler panic, and each either resumes or leaves
+    /// with the interrupted instruction pointer.
+    #[test]
+    fn any_exit_is_answered(code in any::<u16>(), info1 in any::<u64>(), rax in any::<u64>(), rcx in any::<u64>()) {
+        prop_assume!(u64::from(code) != exit_code::NPF);
+        let mut cpu = Attached::new();
+        let rip = cpu.area.control.rip;
+        *cpu.register(0) = rax;
+        *cpu.register(RCX) = rcx;
+        cpu.area.control.exit_info1 = info1;
+        if cpu.exit(u64::from(code)) == Next::Leave {
+            prop_assert!([rip, rip + 3].contains(&cpu.area.cpu.gate.outward.rip));
+        }
+    }
+}

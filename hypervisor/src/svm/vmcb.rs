@@ -1,0 +1,219 @@
+//! The virtual machine control block (APM vol. 2, appendix B).
+//!
+//! Only the fields that Mercury sets or reads have names. The block is zeroed at load; what has no
+//! name here stays zero for ever: AVIC, virtual GIF, virtual NMI, LBR virtualization and SEV stay off
+//! (HARDWARE A-41). Clean bits are never set: the processor reloads everything on each VMRUN.
+
+use core::mem::offset_of;
+
+/// A segment register with its hidden part (APM vol. 2, 15.5.1, "Segment state").
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// Selector.
+    pub selector: u16,
+    /// Descriptor bits 55:52 in bits 11:8 and 47:40 in bits 7:0.
+    pub attributes: u16,
+    /// Limit in bytes.
+    pub limit: u32,
+    /// Base, virtual.
+    pub base: u64,
+}
+
+/// The control block.
+#[repr(C, align(4096))]
+#[derive(Clone, Debug)]
+pub struct Vmcb {
+    /// Intercepts of CR and DR accesses and of exceptions: none.
+    pub intercept_cr_dr_exceptions: [u32; 3],
+    /// Intercept word 3.
+    pub intercept_misc1: u32,
+    /// Intercept word 4.
+    pub intercept_misc2: u32,
+    reserved1: [u8; 0x48 - 0x14],
+    /// Host-physical address of the MSR permission map, 8 KiB.
+    pub msrpm_phys: u64,
+    /// Added to the TSC in the guest: always 0.
+    pub tsc_offset: u64,
+    /// Address-space identifier, not 0.
+    pub asid: u32,
+    /// 1: VMRUN flushes every translation of every identifier (APM vol. 2, 15.16.1).
+    pub tlb_control: u32,
+    /// Virtual interrupt control: off.
+    pub virtual_interrupt: u64,
+    /// Bit 0: the guest is in an interrupt shadow.
+    pub interrupt_shadow: u64,
+    /// Why the guest was left.
+    pub exit_code: u64,
+    /// First qualification.
+    pub exit_info1: u64,
+    /// Second qualification.
+    pub exit_info2: u64,
+    /// Event that was being delivered.
+    pub exit_event: u64,
+    /// Bit 0: nested paging.
+    pub nested_control: u64,
+    reserved2: [u8; 0xA8 - 0x98],
+    /// Event to deliver at the next VMRUN.
+    pub inject_event: u64,
+    /// Host-physical address of the nested root table.
+    pub nested_cr3: u64,
+    /// LBR virtualization: off.
+    pub lbr_control: u64,
+    /// Clean bits: always 0.
+    pub clean: u64,
+    /// Next instruction, where the processor saves it.
+    pub next_rip: u64,
+    reserved3: [u8; 0x400 - 0xD0],
+
+    /// ES.
+    pub es: Segment,
+    /// CS.
+    pub cs: Segment,
+    /// SS.
+    pub ss: Segment,
+    /// DS.
+    pub ds: Segment,
+    /// FS: VMSAVE and VMLOAD.
+    pub fs: Segment,
+    /// GS: VMSAVE and VMLOAD.
+    pub gs: Segment,
+    /// GDTR.
+    pub gdtr: Segment,
+    /// LDTR: VMSAVE and VMLOAD.
+    pub ldtr: Segment,
+    /// IDTR.
+    pub idtr: Segment,
+    /// TR: VMSAVE and VMLOAD.
+    pub tr: Segment,
+    reserved4: [u8; 0x4CB - 0x4A0],
+    /// Current privilege level.
+    pub cpl: u8,
+    reserved5: u32,
+    /// EFER.
+    pub efer: u64,
+    reserved6: [u8; 0x548 - 0x4D8],
+    /// CR4.
+    pub cr4: u64,
+    /// CR3.
+    pub cr3: u64,
+    /// CR0.
+    pub cr0: u64,
+    /// DR7.
+    pub dr7: u64,
+    /// DR6.
+    pub dr6: u64,
+    /// RFLAGS.
+    pub rflags: u64,
+    /// RIP.
+    pub rip: u64,
+    reserved7: [u8; 0x5D8 - 0x580],
+    /// RSP.
+    pub rsp: u64,
+    /// S_CET.
+    pub s_cet: u64,
+    /// SSP.
+    pub ssp: u64,
+    /// ISST_ADDR.
+    pub isst_addr: u64,
+    /// RAX.
+    pub rax: u64,
+    /// STAR, LSTAR, CSTAR, SFMASK, KernelGSBase, SYSENTER_CS, _ESP, _EIP: VMSAVE and VMLOAD.
+    pub syscall: [u64; 8],
+    /// CR2.
+    pub cr2: u64,
+    reserved8: [u8; 0x668 - 0x648],
+    /// PAT of the guest under nested paging.
+    pub g_pat: u64,
+    reserved9: [u8; 0x6E0 - 0x670],
+    /// SPEC_CTRL of the guest, where the processor virtualizes it.
+    pub spec_ctrl: u64,
+    reserved10: [u8; 0x1000 - 0x6E8],
+}
+
+const _: () = {
+    assert!(size_of::<Vmcb>() == 4096);
+    assert!(offset_of!(Vmcb, intercept_misc1) == 0x00C);
+    assert!(offset_of!(Vmcb, msrpm_phys) == 0x048);
+    assert!(offset_of!(Vmcb, asid) == 0x058);
+    assert!(offset_of!(Vmcb, tlb_control) == 0x05C);
+    assert!(offset_of!(Vmcb, interrupt_shadow) == 0x068);
+    assert!(offset_of!(Vmcb, exit_code) == 0x070);
+    assert!(offset_of!(Vmcb, exit_event) == 0x088);
+    assert!(offset_of!(Vmcb, nested_control) == 0x090);
+    assert!(offset_of!(Vmcb, inject_event) == 0x0A8);
+    assert!(offset_of!(Vmcb, nested_cr3) == 0x0B0);
+    assert!(offset_of!(Vmcb, clean) == 0x0C0);
+    assert!(offset_of!(Vmcb, next_rip) == 0x0C8);
+    assert!(offset_of!(Vmcb, es) == 0x400);
+    assert!(offset_of!(Vmcb, tr) == 0x490);
+    assert!(offset_of!(Vmcb, cpl) == 0x4CB);
+    assert!(offset_of!(Vmcb, efer) == 0x4D0);
+    assert!(offset_of!(Vmcb, cr4) == 0x548);
+    assert!(offset_of!(Vmcb, rip) == 0x578);
+    assert!(offset_of!(Vmcb, rsp) == 0x5D8);
+    assert!(offset_of!(Vmcb, s_cet) == 0x5E0);
+    assert!(offset_of!(Vmcb, isst_addr) == 0x5F0);
+    assert!(offset_of!(Vmcb, rax) == 0x5F8);
+    assert!(offset_of!(Vmcb, cr2) == 0x640);
+    assert!(offset_of!(Vmcb, g_pat) == 0x668);
+    assert!(offset_of!(Vmcb, spec_ctrl) == 0x6E0);
+};
+
+/// Intercept word 3: INVLPGA and the MSR permission map (APM vol. 2, B.1). Not INIT: an INIT that is
+/// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
+/// reset is right (M-1). Not SMI.
+pub const INTERCEPT_MISC1: u32 = 1 << 26 | 1 << 28;
+/// Intercept word 4: VMRUN (the processor demands it), VMMCALL, VMLOAD, VMSAVE, STGI, CLGI, SKINIT.
+pub const INTERCEPT_MISC2: u32 = 0x7F;
+/// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
+/// is right by APM vol. 2, 15.16.1, table 15-9, and every exit clears it again.
+pub const TLB_FLUSH_ALL: u32 = 1;
+/// [`Vmcb::tlb_control`]: flush nothing.
+pub const TLB_KEEP: u32 = 0;
+/// The guest's address-space identifier; 0 is the hypervisor's (APM vol. 2, 15.5.1).
+pub const GUEST_ASID: u32 = 1;
+
+/// Exit codes (APM vol. 2, appendix C).
+pub mod exit_code {
+    /// An MSR access that the permission map intercepts.
+    pub const MSR: u64 = 0x7C;
+    /// INVLPGA.
+    pub const INVLPGA: u64 = 0x7A;
+    /// VMRUN.
+    pub const VMRUN: u64 = 0x80;
+    /// VMMCALL.
+    pub const VMMCALL: u64 = 0x81;
+    /// VMLOAD.
+    pub const VMLOAD: u64 = 0x82;
+    /// SKINIT.
+    pub const SKINIT: u64 = 0x86;
+    /// Nested page fault.
+    pub const NPF: u64 = 0x400;
+    /// VMRUN found an illegal state.
+    pub const INVALID: u64 = u64::MAX;
+}
+
+/// Event field of [`Vmcb::inject_event`] and [`Vmcb::exit_event`] (APM vol. 2, 15.20).
+pub mod event {
+    /// The field holds an event.
+    pub const VALID: u64 = 1 << 31;
+    /// The event has an error code, in bits 63:32.
+    pub const HAS_ERROR_CODE: u64 = 1 << 11;
+    /// Type 0: external interrupt.
+    pub const EXTERNAL: u64 = 0;
+    /// Type 2: NMI.
+    pub const NMI: u64 = 2 << 8;
+    /// Type 3: exception.
+    pub const EXCEPTION: u64 = 3 << 8;
+    /// Type 4: software interrupt.
+    pub const SOFTWARE: u64 = 4 << 8;
+    /// The type field.
+    pub const TYPE: u64 = 7 << 8;
+    /// #DB.
+    pub const DEBUG: u64 = VALID | EXCEPTION | 1;
+    /// #UD.
+    pub const INVALID_OPCODE: u64 = VALID | EXCEPTION | 6;
+    /// #GP with error code 0.
+    pub const GENERAL_PROTECTION: u64 = VALID | EXCEPTION | HAS_ERROR_CODE | 13;
+}

@@ -1,0 +1,126 @@
+//! Model-specific registers, read and written under a fix-up: where the processor raises #GP, the
+//! hypervisor's exception handler continues at the recovery address and the access reports failure.
+//!
+//! The pairs (faulting address, recovery address) stand in a table of relative offsets, so that the
+//! image needs no relocation for them; [`recovery_of`] finds them.
+
+use core::arch::asm;
+
+/// EFER (APM vol. 2, 3.1.7).
+pub const EFER: u32 = 0xC000_0080;
+/// EFER.SVME.
+pub const EFER_SVME: u64 = 1 << 12;
+/// EFER.LMA: read-only, long mode is active.
+pub const EFER_LMA: u64 = 1 << 10;
+/// EFER.LME.
+pub const EFER_LME: u64 = 1 << 8;
+/// PAT (APM vol. 2, 7.8).
+pub const PAT: u32 = 0x277;
+/// SPEC_CTRL.
+pub const SPEC_CTRL: u32 = 0x48;
+/// VM_HSAVE_PA (APM vol. 2, 15.30.4).
+pub const VM_HSAVE_PA: u32 = 0xC001_0117;
+/// The microcode trigger.
+pub const PATCH_LOADER: u32 = 0xC001_0020;
+/// SYSCFG (APM vol. 2, 3.2.1).
+pub const SYSCFG: u32 = 0xC001_0010;
+/// TOP_MEM2 (APM vol. 2, 7.9.4).
+pub const TOP_MEM2: u32 = 0xC001_001D;
+/// DEBUGCTL.
+pub const DEBUGCTL: u32 = 0x1D9;
+/// S_CET.
+pub const S_CET: u32 = 0x6A2;
+/// ISST_ADDR.
+pub const ISST_ADDR: u32 = 0x6A8;
+/// MTRRcap.
+pub const MTRR_CAP: u32 = 0xFE;
+/// MTRRdefType.
+pub const MTRR_DEF_TYPE: u32 = 0x2FF;
+/// MTRRphysBase0; base and mask of register n are at 2n and 2n + 1 from here.
+pub const MTRR_PHYS_BASE0: u32 = 0x200;
+/// The eleven fixed-range MTRRs in ascending order of their addresses.
+pub const MTRR_FIXED: [u32; 11] =
+    [0x250, 0x258, 0x259, 0x268, 0x269, 0x26A, 0x26B, 0x26C, 0x26D, 0x26E, 0x26F];
+
+/// Reads an MSR; `None` if the processor raised #GP.
+#[inline]
+#[must_use]
+pub fn read(index: u32) -> Option<u64> {
+    let (low, high, failed): (u32, u32, u32);
+    // SAFETY: RDMSR changes nothing but its outputs; a #GP continues at label 3 by the fix-up entry.
+    unsafe {
+        asm!(
+            "xor {failed:e}, {failed:e}",
+            "2: rdmsr",
+            "jmp 4f",
+            "3: mov {failed:e}, 1",
+            "xor eax, eax",
+            "xor edx, edx",
+            "4:",
+            ".pushsection .rodata.fixup, \"a\"",
+            ".long 2b - .",
+            ".long 3b - .",
+            ".popsection",
+            failed = out(reg) failed,
+            in("ecx") index,
+            out("eax") low,
+            out("edx") high,
+            options(nostack),
+        );
+    }
+    (failed == 0).then_some(u64::from(high) << 32 | u64::from(low))
+}
+
+/// Writes an MSR; `false` if the processor raised #GP.
+#[inline]
+#[must_use]
+pub fn write(index: u32, value: u64) -> bool {
+    let failed: u32;
+    // SAFETY: callers write what the system above asked for, or what belongs to the switch; a #GP
+    // continues at label 3 by the fix-up entry.
+    unsafe {
+        asm!(
+            "xor {failed:e}, {failed:e}",
+            "2: wrmsr",
+            "jmp 4f",
+            "3: mov {failed:e}, 1",
+            "4:",
+            ".pushsection .rodata.fixup, \"a\"",
+            ".long 2b - .",
+            ".long 3b - .",
+            ".popsection",
+            failed = out(reg) failed,
+            in("ecx") index,
+            in("eax") value as u32,
+            in("edx") (value >> 32) as u32,
+            options(nostack),
+        );
+    }
+    failed == 0
+}
+
+/// One entry of the fix-up table: offsets of the two addresses from their own fields.
+#[cfg(feature = "image")]
+#[repr(C)]
+struct Fixup {
+    fault: i32,
+    recovery: i32,
+}
+
+/// Where execution continues after a fault at `rip`, if that instruction may fault.
+#[cfg(feature = "image")]
+#[must_use]
+pub fn recovery_of(rip: u64) -> Option<u64> {
+    unsafe extern "C" {
+        static __fixup_start: Fixup;
+        static __fixup_end: Fixup;
+    }
+    // SAFETY: link.ld puts both symbols around the table, which is read-only.
+    let table = unsafe {
+        let start = &raw const __fixup_start;
+        let count = (&raw const __fixup_end).offset_from(start) as usize;
+        core::slice::from_raw_parts(start, count)
+    };
+    let target = |field: &i32| (core::ptr::from_ref(field) as u64).wrapping_add_signed(i64::from(*field));
+    table.iter().find(|entry| target(&entry.fault) == rip).map(|entry| target(&entry.recovery))
+}
