@@ -31,7 +31,7 @@ mod tests;
 pub use common::{KernelSupport, Vendor, kernel_support, vendor};
 pub use compare::{compare, compared_field};
 pub use findings::{Finding, Findings, Severity};
-pub use state::{Difference, attached_difference, state_difference};
+pub use state::{Difference, as_if_native, named_values, state_difference};
 
 use mercury_abi::{code::Code, facts::CpuFacts};
 

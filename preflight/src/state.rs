@@ -36,12 +36,17 @@ pub fn state_difference<'a>(
     })
 }
 
-/// The same for a second reading while attached, when EFER.SVME and VM_HSAVE_PA are the
-/// hypervisor's.
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME and VM_HSAVE_PA are
+/// the hypervisor's.
 #[must_use]
-pub fn attached_difference(before: &CpuFacts, attached: &CpuFacts) -> Option<Difference> {
-    let mut as_native = *attached;
-    as_native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
-    as_native.vm_hsave_pa = before.vm_hsave_pa;
-    state_difference(before, &as_native).next()
+pub fn as_if_native(before: &CpuFacts, attached: &CpuFacts) -> CpuFacts {
+    let mut native = *attached;
+    native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
+    native.vm_hsave_pa = before.vm_hsave_pa;
+    native
+}
+
+/// Every quantity of the facts by name.
+pub fn named_values(facts: &CpuFacts) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+    FIELDS.iter().map(|field| (field.name, (field.get)(facts)))
 }

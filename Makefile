@@ -1,0 +1,35 @@
+# One word for each thing that a person wants. The work is in `lab` (see lab/), which builds what it needs.
+
+LAB = cargo run -q -p mercury-lab --
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+
+.PHONY: help demo test shell bench soak deb check clean bootstrap
+
+help:
+	@echo 'make demo      attach and detach beneath a machine that is hard at work'
+	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
+	@echo 'make test      all tests; make test FILTER=machine'
+	@echo 'make check     formatting and lints'
+	@echo 'make bench     the tables of the paper, on this machine'
+	@echo 'make soak      for hours'
+	@echo 'make deb       the Debian packages'
+	@echo 'make clean     removes all that was built, the images too'
+
+bootstrap:
+	@scripts/bootstrap
+
+demo bench soak deb: bootstrap
+	@$(LAB) $@
+
+test: bootstrap
+	@$(LAB) test $(FILTER)
+
+shell: bootstrap
+	@$(LAB) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
+
+check: bootstrap
+	@cargo fmt --all --check
+	@cargo clippy -q --workspace --all-targets -- -D warnings
+
+clean:
+	@rm -rf target 2>/dev/null || sudo rm -rf target

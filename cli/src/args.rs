@@ -1,0 +1,275 @@
+//! The command line. Manual pages and completions are generated from this definition.
+
+use crate::{cpus::CpuSet, exit};
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// Slips a hypervisor beneath the running Linux, and takes it out again
+#[derive(Debug, Parser)]
+#[command(name = "mercury", version, after_help = exit::TABLE, max_term_width = 100, propagate_version = true)]
+#[command(
+    long_about = "Slips a hypervisor beneath the running Linux and takes it out again, without a reboot \
+    and without disturbing what runs.\n\n`mercury doctor` says whether this machine can do it, `mercury attach` \
+    and `mercury detach` switch, `mercury status` shows where each CPU is."
+)]
+pub struct Cli {
+    /// Print one JSON object instead of text (`status --watch` and `log --follow`: one a line)
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Check whether this machine can attach, and say how to mend what is in the way
+    #[command(
+        long_about = "Runs attach's own checks on every CPU and compares the CPUs, then looks at what only \
+        user space can see: kernel, module signing, other hypervisors, memory.\n\nExits with 0 if attach will \
+        work and with 3 if it will not, or if that cannot be told."
+    )]
+    Doctor(DoctorArgs),
+    /// Put the driver and the hypervisor into memory, so that attach takes microseconds
+    Load(ModuleArgs),
+    /// Free the hypervisor's memory and remove the driver
+    Unload(UnloadArgs),
+    /// Slip the hypervisor beneath the running system
+    #[command(
+        long_about = "Slips the hypervisor beneath the running system, on each CPU by itself, and loads \
+        driver and hypervisor first if needed. If any CPU refuses, all of them are native again afterwards."
+    )]
+    Attach(AttachArgs),
+    /// Take the hypervisor out; the machine is native again
+    Detach(DetachArgs),
+    /// Show the mode of each CPU, exits by reason, switch times, memory, and the last crash
+    Status(StatusArgs),
+    /// Show the status again each second (the same as `status --watch`)
+    Top,
+    /// Measure the mode switch, or the operating system above it
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Show what the hypervisor logged, all CPUs in the order of time
+    Log(LogArgs),
+    /// Explain a code: what it means, why it matters, what to do
+    Explain(ExplainArgs),
+    /// Generate manual pages or shell completions
+    #[command(hide = true)]
+    Generate(GenerateArgs),
+    /// Print everything that is read of each CPU
+    #[command(hide = true)]
+    Facts(CpusArgs),
+    /// Attach and detach each CPU in turn, and compare its whole state before, during and after
+    #[command(hide = true)]
+    Verify(VerifyArgs),
+    /// Arm a fault point (test builds only)
+    #[command(hide = true)]
+    Fault(FaultArgs),
+}
+
+/// Where the driver is.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ModuleArgs {
+    /// Load the driver from this file instead of by modprobe
+    #[arg(long, env = "MERCURY_MODULE", value_name = "FILE")]
+    pub module: Option<PathBuf>,
+}
+
+/// Arguments of doctor.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+    /// Show only what is not in order
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// Arguments of unload.
+#[derive(Debug, Args)]
+pub struct UnloadArgs {
+    /// Detach first if CPUs are attached
+    #[arg(long)]
+    pub detach: bool,
+    /// Leave the driver in, free only the hypervisor
+    #[arg(long)]
+    pub keep_driver: bool,
+}
+
+/// Arguments of attach.
+#[derive(Debug, Args)]
+pub struct AttachArgs {
+    /// Only these CPUs, such as 0-3,8 [default: all that are online]
+    #[arg(long, value_name = "LIST")]
+    pub cpus: Option<CpuSet>,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+    /// Unload KVM without asking if it holds the hardware and no virtual machine uses it
+    #[arg(long)]
+    pub unload_kvm: bool,
+    /// Attach on a kernel of a major version on which Mercury was never tested
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// Arguments of detach.
+#[derive(Debug, Args)]
+pub struct DetachArgs {
+    /// Only these CPUs, such as 0-3,8 [default: all]
+    #[arg(long, value_name = "LIST")]
+    pub cpus: Option<CpuSet>,
+}
+
+/// A choice of CPUs.
+#[derive(Debug, Args)]
+pub struct CpusArgs {
+    /// Only these CPUs, such as 0-3,8 [default: all that are online]
+    #[arg(long, value_name = "LIST")]
+    pub cpus: Option<CpuSet>,
+}
+
+/// Arguments of verify.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// Which CPUs.
+    #[command(flatten)]
+    pub cpus: CpusArgs,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of status.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// Show it again each second until Ctrl-C
+    #[arg(short, long)]
+    pub watch: bool,
+}
+
+/// Arguments of log.
+#[derive(Debug, Args)]
+pub struct LogArgs {
+    /// Go on showing what comes until Ctrl-C
+    #[arg(short, long)]
+    pub follow: bool,
+}
+
+/// What is measured.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Attach and detach again and again: switch times, exit round trip, longest pause of a spinning thread
+    Switch(BenchSwitchArgs),
+    /// The operating system's part of lmbench: fork, exec, context switch, faults
+    Os(BenchOsArgs),
+}
+
+/// Arguments of bench switch.
+#[derive(Debug, Args)]
+pub struct BenchSwitchArgs {
+    /// How often to attach and detach
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub cycles: u32,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of bench os.
+#[derive(Debug, Args)]
+pub struct BenchOsArgs {
+    /// Samples of each benchmark; their median is shown
+    #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub samples: u32,
+    /// Only benchmarks whose name contains this
+    #[arg(long, value_name = "NAME")]
+    pub only: Option<String>,
+}
+
+/// Arguments of explain.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// A code by name or number, such as svm-disabled or 43 [default: list them all]
+    pub code: Option<String>,
+}
+
+/// Arguments of generate.
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    /// What to generate
+    pub what: Generated,
+    /// Where to put it
+    pub directory: PathBuf,
+}
+
+/// What can be generated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Generated {
+    /// Manual pages
+    Man,
+    /// Completions for bash, zsh and fish
+    Completions,
+}
+
+/// Arguments of fault.
+#[derive(Debug, Args)]
+pub struct FaultArgs {
+    /// Number of the fault point; 0 disarms all and tells how many have fired
+    pub point: u32,
+    /// Only on this CPU
+    #[arg(long)]
+    pub cpu: Option<u32>,
+    /// At this passage, counting from 1
+    #[arg(long, default_value_t = 1)]
+    pub passage: u32,
+    /// For altered facts: byte offset of the word
+    #[arg(long, default_value_t = 0)]
+    pub offset: u32,
+    /// For altered facts: the word to put there
+    #[arg(long, default_value = "0", value_parser = word)]
+    pub value: u32,
+}
+
+/// A 32-bit number, decimal or with 0x.
+fn word(text: &str) -> Result<u32, std::num::ParseIntError> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u32::from_str_radix(digits, 16),
+        None => text.parse(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn examples_parse() {
+        for line in [
+            "mercury doctor --json",
+            "mercury attach --cpus 0-3,8 --unload-kvm",
+            "mercury --json status --watch",
+            "mercury bench switch --cycles 200",
+            "mercury fault 4 --cpu 1 --offset 0x10",
+        ] {
+            let parsed = Cli::try_parse_from(line.split(' '));
+            assert_eq!(parsed.is_ok(), !line.contains("0x10"), "{line}");
+        }
+        assert!(Cli::try_parse_from(["mercury", "attach", "--cpus", "3-1"]).is_err());
+    }
+
+    #[test]
+    fn words() {
+        assert_eq!(word("0x10"), Ok(16));
+        assert_eq!(word("10"), Ok(10));
+        assert!(word("x").is_err());
+    }
+}

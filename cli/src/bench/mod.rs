@@ -1,0 +1,32 @@
+//! `mercury bench`: the paper's measurements, on this machine.
+
+pub mod os;
+pub mod paper;
+pub mod spin;
+pub mod switch;
+mod workloads;
+
+use crate::{
+    args::BenchCommand,
+    commands::{self, Say},
+    error::Result,
+    exit::Exit,
+    interrupt::Deferred,
+};
+
+/// Runs a benchmark.
+pub fn run(command: &BenchCommand, say: Say<'_>) -> Result<Exit> {
+    let deferred = Deferred::begin();
+    match command {
+        BenchCommand::Switch(args) => {
+            let (device, _) = commands::loaded(args.module.module.as_deref(), "bench switch")?;
+            let report = switch::measure(&device, args.cycles, &|| deferred.requested())?;
+            say.done(&report);
+        }
+        BenchCommand::Os(args) => {
+            let report = os::measure(args.samples, args.only.as_deref(), &|| deferred.requested())?;
+            say.done(&report);
+        }
+    }
+    Ok(if deferred.requested() { Exit::Interrupted } else { Exit::Done })
+}

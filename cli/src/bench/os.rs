@@ -1,0 +1,185 @@
+//! `mercury bench os`: the part of lmbench that the paper reports, written anew: each figure is the
+//! median of several samples, and each sample runs long enough for the clock to see it.
+
+use super::{
+    paper::{self, Row},
+    workloads::{self, Workload},
+};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text, duration},
+    progress,
+    stats::Summary,
+};
+use serde::Serialize;
+use std::time::{Duration, Instant};
+
+/// Length of one sample.
+const SAMPLE: Duration = Duration::from_millis(20);
+
+/// One benchmark's result.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Result1 {
+    /// Name as `--only` takes it.
+    pub name: &'static str,
+    /// Microseconds per operation over the samples.
+    pub us: Summary,
+    /// The paper's figures for it.
+    pub paper: Option<Row>,
+}
+
+/// All results.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// In the order of the paper's tables.
+    pub benchmarks: Vec<Result1>,
+}
+
+/// A benchmark: how to set it up, and what the paper has beside it.
+struct Benchmark {
+    name: &'static str,
+    paper: Option<Row>,
+    set_up: fn() -> std::io::Result<Workload>,
+}
+
+const BENCHMARKS: &[Benchmark] = &[
+    Benchmark { name: "null-call", paper: None, set_up: workloads::null_call },
+    Benchmark { name: "fork", paper: Some(paper::FORK), set_up: workloads::fork },
+    Benchmark { name: "exec", paper: Some(paper::EXEC), set_up: workloads::exec },
+    Benchmark { name: "sh", paper: Some(paper::SH), set_up: workloads::sh },
+    Benchmark {
+        name: "ctx-2p-0k",
+        paper: Some(paper::CTX_2P_0K),
+        set_up: || workloads::context_switch(2, 0),
+    },
+    Benchmark {
+        name: "ctx-16p-16k",
+        paper: Some(paper::CTX_16P_16K),
+        set_up: || workloads::context_switch(16, 16),
+    },
+    Benchmark {
+        name: "ctx-16p-64k",
+        paper: Some(paper::CTX_16P_64K),
+        set_up: || workloads::context_switch(16, 64),
+    },
+    Benchmark { name: "mmap", paper: Some(paper::MMAP), set_up: workloads::map_file },
+    Benchmark {
+        name: "protection-fault",
+        paper: Some(paper::PROTECTION_FAULT),
+        set_up: workloads::protection_fault,
+    },
+    Benchmark { name: "page-fault", paper: Some(paper::PAGE_FAULT), set_up: workloads::page_fault },
+];
+
+/// Runs the benchmarks whose name contains `only`.
+pub fn measure(samples: u32, only: Option<&str>, stop: &dyn Fn() -> bool) -> Result<Report> {
+    let chosen: Vec<_> =
+        BENCHMARKS.iter().filter(|one| only.is_none_or(|only| one.name.contains(only))).collect();
+    if chosen.is_empty() {
+        let names: Vec<_> = BENCHMARKS.iter().map(|one| one.name).collect();
+        return Err(Error::new(Exit::Usage, "no benchmark has such a name")
+            .hint(format!("there are {}", names.join(", "))));
+    }
+    let mut benchmarks = Vec::new();
+    for benchmark in chosen.into_iter().take_while(|_| !stop()) {
+        progress::line(benchmark.name);
+        benchmarks.push(run(benchmark, samples, stop)?);
+    }
+    progress::line("");
+    Ok(Report { benchmarks })
+}
+
+fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<Result1> {
+    let failed = |error: std::io::Error| {
+        Error::new(Exit::Failed, format!("benchmark {} failed: {error}", benchmark.name))
+    };
+    let mut workload = (benchmark.set_up)().map_err(failed)?;
+    let rounds = calibrate(&mut workload).map_err(failed)?;
+    let mut times = Vec::new();
+    for _ in (0..samples).take_while(|_| !stop()) {
+        times.push(sample(&mut workload, rounds).map_err(failed)?);
+    }
+    Ok(Result1 { name: benchmark.name, us: Summary::of(times), paper: benchmark.paper })
+}
+
+/// How many rounds make a sample.
+fn calibrate(workload: &mut Workload) -> std::io::Result<u64> {
+    let mut rounds = 1;
+    loop {
+        let start = Instant::now();
+        (workload.run)(rounds)?;
+        let elapsed = start.elapsed();
+        if elapsed >= SAMPLE / 4 {
+            let wanted = rounds as f64 * SAMPLE.as_secs_f64() / elapsed.as_secs_f64();
+            return Ok((wanted as u64).max(1));
+        }
+        rounds *= 4;
+    }
+}
+
+/// Microseconds per operation, without what the workload itself costs.
+fn sample(workload: &mut Workload, rounds: u64) -> std::io::Result<f64> {
+    let start = Instant::now();
+    (workload.run)(rounds)?;
+    let us = start.elapsed().as_secs_f64() * 1e6;
+    let per_operation = us / (rounds * workload.operations_per_round) as f64;
+    Ok((per_operation - workload.overhead_us).max(0.0))
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        let heading = ["", "median", "min", "max", "paper: native", "native Mercury", "attached Mercury"];
+        let mut rows = vec![heading.map(String::from).to_vec()];
+        rows.extend(self.benchmarks.iter().map(row));
+        to.table(&rows);
+        to.line("");
+        to.line("The paper's columns are its table 2: two 3.0 GHz Xeons, Linux 2.6.16. Compare ratios, not times.");
+        to.line("protection-fault includes the signal, which the paper's figure does not.");
+    }
+}
+
+fn row(result: &Result1) -> Vec<String> {
+    let mut row = vec![result.name.to_string()];
+    row.extend([result.us.median, result.us.min, result.us.max].map(duration));
+    let paper =
+        result.paper.map(|row| [row.native_smp_us, row.mercury_native_smp_us, row.mercury_attached_smp_us]);
+    row.extend(paper.into_iter().flatten().map(duration));
+    row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_benchmark_runs() {
+        for benchmark in BENCHMARKS {
+            let mut workload = (benchmark.set_up)().expect(benchmark.name);
+            (workload.run)(3).expect(benchmark.name);
+            assert!(workload.operations_per_round >= 1, "{}", benchmark.name);
+        }
+    }
+
+    #[test]
+    fn a_figure_comes_out() {
+        let report = measure(2, Some("null"), &|| false).expect("measured");
+        assert_eq!(report.benchmarks.len(), 1);
+        assert!(report.benchmarks[0].us.median > 0.0);
+        assert!(measure(1, Some("nonsense"), &|| false).is_err());
+    }
+
+    #[test]
+    fn rendered() {
+        let us = Summary { count: 3, min: 50.0, median: 55.5, p99: 70.0, max: 70.0 };
+        let report = Report {
+            benchmarks: vec![
+                Result1 { name: "null-call", us: us.scaled(0.001), paper: None },
+                Result1 { name: "fork", us, paper: Some(paper::FORK) },
+            ],
+        };
+        let mut text = Text::new(false);
+        report.render(&mut text);
+        insta::assert_snapshot!(text.finish());
+    }
+}

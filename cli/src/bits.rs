@@ -1,0 +1,166 @@
+//! The details of codes in words: which bits, which register, which vendor.
+
+use mercury_abi::{code::Code, facts::readable};
+
+type Names = &'static [(u32, &'static str)];
+
+const CR0: Names = &[(0, "PE"), (2, "EM"), (3, "TS"), (16, "WP"), (29, "NW"), (30, "CD"), (31, "PG")];
+
+const CR4: Names = &[
+    (5, "PAE"),
+    (13, "VMXE"),
+    (14, "SMXE"),
+    (19, "KL"),
+    (23, "CET"),
+    (24, "PKS"),
+    (25, "UINTR"),
+    (27, "LASS"),
+    (28, "LAM_SUP"),
+    (32, "FRED"),
+];
+
+const EFER: Names =
+    &[(8, "LME"), (10, "LMA"), (11, "NXE"), (12, "SVME"), (13, "LMSLE"), (17, "MCOMMIT"), (20, "UAIE")];
+
+const XCR0: Names = &[(19, "APX"), (62, "LWP")];
+
+const XSS: Names = &[(8, "PT"), (10, "PASID"), (13, "HDC"), (14, "UINTR"), (15, "LBR"), (16, "HWP")];
+
+const READABLE: Names = &[
+    (readable::VM_CR.trailing_zeros(), "VM_CR"),
+    (readable::VM_HSAVE_PA.trailing_zeros(), "VM_HSAVE_PA"),
+    (readable::SYSCFG.trailing_zeros(), "SYSCFG"),
+    (readable::SPEC_CTRL.trailing_zeros(), "SPEC_CTRL"),
+    (readable::TSC_RATIO.trailing_zeros(), "TSC_RATIO"),
+    (readable::S_CET.trailing_zeros(), "S_CET"),
+    (readable::ISST_ADDR.trailing_zeros(), "ISST_ADDR"),
+    (readable::XSS.trailing_zeros(), "XSS"),
+    (readable::MCG_STATUS.trailing_zeros(), "MCG_STATUS"),
+    (readable::PAT.trailing_zeros(), "PAT"),
+    (readable::MTRR.trailing_zeros(), "MTRRs"),
+];
+
+/// What a code with its detail says, in a sentence without a full stop.
+#[must_use]
+pub fn describe(code: Code, detail: [u64; 2]) -> String {
+    let [first, second] = detail;
+    match code {
+        Code::VendorUnsupported => {
+            format!("the processor is from \"{}\", not from AMD", letters(&[first, second]))
+        }
+        Code::FamilyUnsupported => format!("an AMD processor of family {first:#x}; 0x17 (Zen) is the oldest"),
+        Code::SvmDisabled if first == 1 => "SVM is disabled by firmware, and the setting is locked".into(),
+        Code::SvmDisabled => "SVM is disabled by firmware".into(),
+        Code::NoAsids => format!("the processor has {first} address-space identifiers; 2 are needed"),
+        Code::Cr0Unsupported => registers("CR0", CR0, first, second),
+        Code::Cr4Unsupported => registers("CR4", CR4, first, second),
+        Code::EferUnsupported => registers("EFER", EFER, first, second),
+        Code::Cr3Unsupported => format!("CR3 is {second:#x}, with bits above the physical address width"),
+        Code::XstateUnsupported if second == 0 => format!("XCR0 enables {}", names(XCR0, first)),
+        Code::XstateUnsupported => format!("XSS enables {}", names(XSS, first)),
+        Code::FactUnreadable => format!("reading {} faulted", names(READABLE, first)),
+        Code::PatUnsupported => format!("entry 0 of the PAT is {first}, not write-back (PAT {second:#x})"),
+        Code::TscRatio => format!("the TSC ratio is {first:#x}, not {second:#x} (1.0)"),
+        Code::MemoryBeyondMap => {
+            format!(
+                "memory or devices end at {first:#x}, beyond the {second} bits that the nested map covers"
+            )
+        }
+        Code::InsideHypervisor => {
+            format!("this machine is itself a virtual machine ({})", letters(&[first, second]))
+        }
+        Code::VirtualizationInUse => "hardware virtualization is in use already".into(),
+        Code::HsaveInUse => format!("VM_HSAVE_PA is {first:#x}: somebody used SVM before"),
+        Code::CpusDiffer | Code::MtrrInconsistent => differing(code, first, second),
+        Code::KernelUntested => format!(
+            "kernel series {}.{} is not among those that Mercury is tested on (6.1 and 6.12)",
+            first >> 16,
+            first >> 8 & 0xff
+        ),
+        Code::DebugActive => format!("debugging is active (DR7 {first:#x}, DEBUGCTL {second:#x})"),
+        Code::AbiMismatch if first != 0 => {
+            format!("the driver speaks version {first} of the interface, this command another")
+        }
+        Code::InvalidGuestState | Code::StateChanged | Code::FaultInSwitch | Code::WrongMode => {
+            format!("{} (detail {first:#x}, {second:#x})", crate::explain::entry(code).meaning)
+        }
+        code => crate::explain::entry(code).meaning.into(),
+    }
+}
+
+fn differing(code: Code, field: u64, bits: u64) -> String {
+    match mercury_preflight::compared_field(field) {
+        Some(name) => format!("{name} differs from the first CPU's (bits {bits:#x})"),
+        None => crate::explain::entry(code).meaning.into(),
+    }
+}
+
+/// `CR4 is 0x…, with the unsupported bit PKS`.
+fn registers(register: &str, known: Names, fault: u64, value: u64) -> String {
+    let (unexpected, missing) = (fault & value, fault & !value);
+    let mut text = format!("{register} is {value:#x}");
+    if unexpected != 0 {
+        text += &format!(", with {} set, which Mercury does not carry over", names(known, unexpected));
+    }
+    if missing != 0 {
+        text += &format!(", without {}, which Mercury needs", names(known, missing));
+    }
+    text
+}
+
+/// The names of the bits that are set: `PKS, bit 33`.
+fn names(known: Names, bits: u64) -> String {
+    let name = |bit: u32| match known.iter().find(|(number, _)| *number == bit) {
+        Some((_, name)) => (*name).to_string(),
+        None => format!("bit {bit}"),
+    };
+    let set: Vec<_> = (0..64).filter(|bit| bits >> bit & 1 != 0).map(name).collect();
+    set.join(", ")
+}
+
+/// Letters packed into words, as CPUID returns them.
+#[must_use]
+pub fn letters(words: &[u64]) -> String {
+    let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+    let text: String = bytes.filter(|byte| *byte != 0).map(printable).collect();
+    text.trim().to_string()
+}
+
+fn printable(byte: u8) -> char {
+    if byte.is_ascii_graphic() || byte == b' ' { char::from(byte) } else { '?' }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_have_names() {
+        assert_eq!(
+            describe(Code::Cr4Unsupported, [1 << 24 | 1 << 33, 1 << 24 | 1 << 33 | 0x20]),
+            "CR4 is 0x201000020, with PKS, bit 33 set, which Mercury does not carry over"
+        );
+        assert_eq!(
+            describe(Code::EferUnsupported, [1 << 11, 0x501]),
+            "EFER is 0x501, without NXE, which Mercury needs"
+        );
+        assert_eq!(describe(Code::FactUnreadable, [1 << 10, 0]), "reading PAT faulted");
+    }
+
+    #[test]
+    fn vendors_are_read_from_registers() {
+        let kvm = u64::from_le_bytes(*b"KVMKVMKV");
+        assert_eq!(letters(&[kvm, 0x4d]), "KVMKVMKVM");
+        assert_eq!(letters(&[0x1b00]), "?");
+    }
+
+    #[test]
+    fn every_code_describes_itself() {
+        for code in Code::ALL {
+            for detail in [[0, 0], [1, 1], [u64::MAX, u64::MAX]] {
+                let text = describe(*code, detail);
+                assert!(!text.is_empty() && !text.ends_with('.'), "{code:?}: {text}");
+            }
+        }
+    }
+}

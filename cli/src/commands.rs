@@ -1,0 +1,378 @@
+//! The commands: each opens what it needs, does one thing and returns a report.
+
+use crate::{
+    args::{
+        AttachArgs, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs, Generated,
+        LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
+    },
+    bench,
+    cpus::CpuSet,
+    device::{Access, Device},
+    doctor::{self, machine::Machine},
+    driver::{Direction, Driver},
+    error::{Error, Result},
+    exit::Exit,
+    explain, facts, generate,
+    interrupt::Deferred,
+    log::{self, Reader},
+    module,
+    output::{Format, Render, text},
+    progress, status,
+    status::Status,
+    switch::{self, LoadReport, Prepared, UnloadReport},
+    sysroot::Sysroot,
+    tsc,
+};
+use mercury_abi::{code::Code, ioctl::FaultRequest};
+use serde::Serialize;
+use std::{
+    io::{IsTerminal, Write},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// How often `status --watch` looks.
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How often `log --follow` looks: the rings hold 64 records each.
+const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Runs the command line and returns its exit status. Failures are reported.
+#[must_use]
+pub fn run(cli: &Cli) -> Exit {
+    let format = if cli.json { Format::Json } else { Format::Text };
+    let name = command_name(&cli.command);
+    dispatch(&cli.command, format, name).unwrap_or_else(|error| fail(&error, format, name))
+}
+
+fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
+    let say = Say { format, name };
+    match command {
+        Command::Doctor(args) => doctor(args, say),
+        Command::Load(args) => load(args).map(|report| say.done(&report)),
+        Command::Unload(args) => unload(args).map(|report| say.done(&report)),
+        Command::Attach(args) => attach(args, format).map(|report| say.done(&report)),
+        Command::Detach(args) => detach(args).map(|report| say.done(&report)),
+        Command::Status(args) if args.watch => watch(say),
+        Command::Status(_) => current_status().map(|status| say.done(&status)),
+        Command::Top => watch(say),
+        Command::Bench(args) => bench::run(args, say),
+        Command::Log(args) => show_log(args, say),
+        Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
+        Command::Generate(args) => generate_files(args),
+        Command::Facts(args) => facts::collect(&observe()?, &chosen(args)).map(|all| say.done(&all)),
+        Command::Verify(args) => verify(args, say),
+        Command::Fault(args) => fault(args).map(|report| say.done(&report)),
+    }
+}
+
+fn command_name(command: &Command) -> &'static str {
+    match command {
+        Command::Doctor(_) => "doctor",
+        Command::Load(_) => "load",
+        Command::Unload(_) => "unload",
+        Command::Attach(_) => "attach",
+        Command::Detach(_) => "detach",
+        Command::Status(_) | Command::Top => "status",
+        Command::Bench(_) => "bench",
+        Command::Log(_) => "log",
+        Command::Explain(_) => "explain",
+        Command::Generate(_) => "generate",
+        Command::Facts(_) => "facts",
+        Command::Verify(_) => "verify",
+        Command::Fault(_) => "fault",
+    }
+}
+
+/// Where results go.
+#[derive(Clone, Copy, Debug)]
+pub struct Say<'a> {
+    /// Text or JSON.
+    pub format: Format,
+    /// The command's name.
+    pub name: &'a str,
+}
+
+impl Say<'_> {
+    /// Prints a result; the command is done.
+    pub fn done<T: Serialize + Render>(self, result: &T) -> Exit {
+        print(&text(self.format, self.name, result));
+        Exit::Done
+    }
+
+    /// Prints one of many results: JSON on one line.
+    fn one_of_many<T: Serialize + Render>(self, result: &T) -> bool {
+        match self.format {
+            Format::Text => print(&text(self.format, self.name, result)),
+            Format::Json => print(&(serde_json::to_string(result).unwrap_or_default() + "\n")),
+        }
+    }
+}
+
+/// Prints to standard output. Returns false when nobody reads it any more.
+fn print(text: &str) -> bool {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_ok()
+}
+
+#[derive(Serialize)]
+struct Failure<'a> {
+    error: &'a Error,
+}
+
+fn fail(error: &Error, format: Format, name: &str) -> Exit {
+    match format {
+        Format::Json => drop(print(&(crate::output::json(name, &Failure { error }) + "\n"))),
+        Format::Text => {
+            eprintln!("mercury {name}: {error}");
+            if let Some(hint) = &error.hint {
+                eprintln!("  → {hint}");
+            }
+        }
+    }
+    error.exit
+}
+
+fn need_root(action: &str) -> Result<()> {
+    let error = || {
+        Error::new(Exit::Permission, format!("{action} needs root")).hint(format!("sudo mercury {action}"))
+    };
+    if rustix::process::geteuid().is_root() { Ok(()) } else { Err(error()) }
+}
+
+fn doctor(args: &DoctorArgs, say: Say<'_>) -> Result<Exit> {
+    let module = args.module.module.as_deref();
+    let machine = progress::during("examining the machine", || Machine::read(module, &Sysroot::default()));
+    let report = doctor::examine(&machine, args.quiet);
+    say.done(&report);
+    Ok(report.exit())
+}
+
+/// Puts in the driver and opens it for control.
+pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
+    need_root(action)?;
+    let driver_inserted =
+        progress::during("loading the driver", || module::insert(module, &Sysroot::default()))?;
+    let device = Device::open(Access::Control)?;
+    Ok((device, Prepared { driver_inserted, ..Prepared::default() }))
+}
+
+/// The same with the hypervisor in memory.
+pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
+    let (device, mut prepared) = controlled(module, action)?;
+    prepared.hypervisor_loaded =
+        progress::during("loading the hypervisor into memory", || switch::ensure_loaded(&device))?;
+    Ok((device, prepared))
+}
+
+fn load(args: &ModuleArgs) -> Result<LoadReport> {
+    let deferred = Deferred::begin();
+    let (device, prepared) = loaded(args.module.as_deref(), "load")?;
+    drop(deferred);
+    LoadReport::collect(&device, prepared)
+}
+
+fn unload(args: &UnloadArgs) -> Result<UnloadReport> {
+    need_root("unload")?;
+    if !module::is_loaded(&Sysroot::default()) {
+        return Ok(UnloadReport { detached: 0, hypervisor_freed: false, driver_removed: false });
+    }
+    let _deferred = Deferred::begin();
+    let device = Device::open(Access::Control)?;
+    let mut report = progress::during("unloading", || switch::free(&device, args.detach))?;
+    drop(device);
+    if !args.keep_driver {
+        module::remove()?;
+        report.driver_removed = true;
+    }
+    Ok(report)
+}
+
+fn attach(args: &AttachArgs, format: Format) -> Result<switch::SwitchReport> {
+    need_root("attach")?;
+    let version = doctor::machine::version_code(&doctor::machine::release()).unwrap_or(0);
+    if let Some(error) = doctor::system::refused_kernel(version).filter(|_| !args.force) {
+        return Err(error);
+    }
+    let (device, mut prepared) = loaded(args.module.module.as_deref(), "attach")?;
+    match switch_deferred(&device, Direction::Attach, args.cpus.as_ref(), prepared) {
+        Err(error) if error.code == Some(Code::VirtualizationInUse) => {
+            make_kvm_let_go(args, format, error)?;
+            prepared.kvm_unloaded = true;
+            switch_deferred(&device, Direction::Attach, args.cpus.as_ref(), prepared)
+        }
+        result => result,
+    }
+}
+
+/// A switch that Ctrl-C does not tear: all of it or nothing.
+fn switch_deferred(
+    device: &Device,
+    direction: Direction,
+    cpus: Option<&CpuSet>,
+    prepared: Prepared,
+) -> Result<switch::SwitchReport> {
+    let _deferred = Deferred::begin();
+    let label = format!("{}ing", direction.name());
+    progress::during(&label, || switch::switch(device, direction, cpus, prepared))
+}
+
+/// Unloads a KVM that nobody uses, if the operator wants that; otherwise the error, with the holder.
+fn make_kvm_let_go(args: &AttachArgs, format: Format, error: Error) -> Result<()> {
+    let holders = module::holders(&Sysroot::default());
+    let Some(holder) = holders.first() else { return Err(error) };
+    let held = Error { message: format!("{}; {} holds it", error.message, holder.name), ..error };
+    if !module::is_unused_kvm(holder) {
+        return Err(held.hint(format!(
+            "{} users of {} must stop first (`lsmod`); then `mercury attach --unload-kvm`",
+            holder.references, holder.name
+        )));
+    }
+    let agreed = args.unload_kvm || (format == Format::Text && agreed(&holder.name));
+    if !agreed {
+        return Err(held.hint(explain::entry(Code::VirtualizationInUse).remedy));
+    }
+    module::remove_kvm(holder)
+}
+
+/// Asks on the terminal, if there is one.
+fn agreed(holder: &str) -> bool {
+    if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
+        return false;
+    }
+    eprint!("{holder} holds the hardware, and no virtual machine uses it. Unload it? [y/N] ");
+    let mut answer = String::new();
+    let read = std::io::stdin().read_line(&mut answer);
+    read.is_ok() && matches!(answer.trim(), "y" | "Y" | "yes")
+}
+
+fn detach(args: &DetachArgs) -> Result<switch::SwitchReport> {
+    need_root("detach")?;
+    if !module::is_loaded(&Sysroot::default()) {
+        return Ok(switch::nothing_to_detach());
+    }
+    let device = Device::open(Access::Control)?;
+    switch_deferred(&device, Direction::Detach, args.cpus.as_ref(), Prepared::default())
+}
+
+/// The driver, to look at.
+fn observe() -> Result<Device> {
+    Device::open(Access::Observe)
+}
+
+fn current_status() -> Result<Status> {
+    match observe() {
+        Ok(device) => Status::collect(&device),
+        Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver()),
+        Err(error) => Err(error),
+    }
+}
+
+fn watch(say: Say<'_>) -> Result<Exit> {
+    let deferred = Deferred::begin();
+    let mut before: Option<(Instant, Status)> = None;
+    while !deferred.requested() {
+        let (now, status) = (Instant::now(), current_status()?);
+        if say.format == Format::Text && std::io::stdout().is_terminal() {
+            print("\x1b[H\x1b[J");
+        }
+        if !say.one_of_many(&status) {
+            break;
+        }
+        if let (Some((then, old)), Format::Text) = (&before, say.format) {
+            let rate = status::exits_per_second(old, &status, now.duration_since(*then).as_secs_f64());
+            print(&format!("\n{rate:.1} exits a second. Ctrl-C ends.\n"));
+        }
+        before = Some((now, status));
+        pause(&deferred, WATCH_INTERVAL);
+    }
+    Ok(Exit::Done)
+}
+
+/// Sleeps, but not through a Ctrl-C.
+fn pause(deferred: &Deferred, interval: Duration) {
+    let end = Instant::now() + interval;
+    while !deferred.requested() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(50).min(interval));
+    }
+}
+
+fn show_log(args: &LogArgs, say: Say<'_>) -> Result<Exit> {
+    let device = observe()?;
+    let mut reader = Reader::default();
+    let read = |reader: &mut Reader| -> Result<log::Events> {
+        let clock = tsc::clock(device.system()?.tsc_khz);
+        Ok(reader.read(&device.shared()?, &clock))
+    };
+    if !args.follow {
+        return read(&mut reader).map(|events| say.done(&events));
+    }
+    let deferred = Deferred::begin();
+    while !deferred.requested() {
+        let events = read(&mut reader)?;
+        if !follow(&events, say) {
+            break;
+        }
+        pause(&deferred, FOLLOW_INTERVAL);
+    }
+    Ok(Exit::Done)
+}
+
+/// Shows new events, each on a line of its own.
+fn follow(events: &log::Events, say: Say<'_>) -> bool {
+    match say.format {
+        Format::Text => say.one_of_many(events),
+        Format::Json => {
+            let lines = events.events.iter().filter_map(|event| serde_json::to_string(event).ok());
+            print(&lines.map(|line| line + "\n").collect::<String>())
+        }
+    }
+}
+
+fn generate_files(args: &GenerateArgs) -> Result<Exit> {
+    let result = match args.what {
+        Generated::Man => generate::man(&args.directory),
+        Generated::Completions => generate::completions(&args.directory),
+    };
+    result.map(|()| Exit::Done).map_err(|error| {
+        Error::new(Exit::Failed, format!("writing to {} failed: {error}", args.directory.display()))
+            .hint("name a directory that can be written")
+    })
+}
+
+/// The CPUs named, or all that are online.
+fn chosen(args: &CpusArgs) -> CpuSet {
+    args.cpus.clone().unwrap_or_else(|| Sysroot::default().online_cpus())
+}
+
+fn verify(args: &VerifyArgs, say: Say<'_>) -> Result<Exit> {
+    let (device, _) = loaded(args.module.module.as_deref(), "verify")?;
+    let _deferred = Deferred::begin();
+    let report = facts::verify(&device, &chosen(&args.cpus))?;
+    say.done(&report);
+    Ok(if report.equal { Exit::Done } else { Exit::Failed })
+}
+
+/// What `mercury fault` reports.
+#[derive(Serialize)]
+struct Fired {
+    fired: u32,
+}
+
+impl Render for Fired {
+    fn render(&self, to: &mut crate::output::Text) {
+        to.line(format!("fault points have fired {} times since load", self.fired));
+    }
+}
+
+fn fault(args: &FaultArgs) -> Result<Fired> {
+    let request = FaultRequest {
+        point: args.point,
+        cpu: args.cpu.unwrap_or(u32::MAX),
+        passage: args.passage,
+        offset: args.offset,
+        value: args.value,
+        ..FaultRequest::default()
+    };
+    Device::open(Access::Control)?.fault(request).map(|fired| Fired { fired })
+}

@@ -1,0 +1,249 @@
+//! Everything that doctor looks at, read once, so that judging it is a pure function.
+
+use crate::{
+    cpus::CpuSet,
+    device::{Access, Device},
+    driver::Driver,
+    error::{Error, Result},
+    module,
+    sysroot::{Module, Sysroot},
+};
+use mercury_abi::{
+    facts::{CpuFacts, CpuidLeaf},
+    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_STATE_UNLOADED},
+};
+use std::{arch::x86_64::__cpuid_count, path::PathBuf};
+
+/// The EFI variable that says whether Secure Boot is on: four bytes of attributes, then the value.
+const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
+
+/// Blocks of this order (64 pages, 256 KiB) are what the hypervisor's image needs.
+pub const IMAGE_ORDER: usize = 6;
+
+/// What the driver said.
+#[derive(Clone, Debug)]
+pub enum Asked {
+    /// It answered.
+    Answered {
+        /// Facts of each online CPU, as if it were native.
+        facts: Vec<CpuFacts>,
+        /// Whether the hypervisor is in memory already.
+        hypervisor_loaded: bool,
+        /// The CPUs that are attached now.
+        attached: CpuSet,
+    },
+    /// It could not be asked.
+    Unavailable(Error),
+}
+
+/// A machine as doctor sees it.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// `uname -r`.
+    pub release: String,
+    /// Whether this process may load modules.
+    pub root: bool,
+    /// What the driver said.
+    pub asked: Asked,
+    /// CPUID leaves as user space sees them, of whatever CPU this ran on.
+    pub cpuid: CpuFacts,
+    /// Offline CPUs.
+    pub offline: CpuSet,
+    /// Modules that use hardware virtualization.
+    pub holders: Vec<Module>,
+    /// KVM takes the hardware as soon as it is loaded; `None` where the parameter does not exist.
+    pub kvm_enables_at_load: Option<bool>,
+    /// The lockdown mode: `none`, `integrity`, `confidentiality`.
+    pub lockdown: Option<String>,
+    /// Whether Secure Boot is on.
+    pub secure_boot: Option<bool>,
+    /// Whether the kernel insists on signed modules.
+    pub signatures_enforced: Option<bool>,
+    /// The driver is in the kernel.
+    pub driver_loaded: bool,
+    /// Where the driver is installed for this kernel.
+    pub driver_file: Option<PathBuf>,
+    /// The headers of the running kernel are installed.
+    pub headers: bool,
+    /// A kernel for kexec is loaded.
+    pub kexec_loaded: bool,
+    /// A crash kernel is loaded.
+    pub crash_kernel_loaded: bool,
+    /// Active live patches.
+    pub livepatches: Vec<String>,
+    /// The kernel debugger is configured.
+    pub kgdb: bool,
+    /// IOMMUs.
+    pub iommus: usize,
+    /// The kernel's command line.
+    pub command_line: String,
+    /// Free blocks of [`IMAGE_ORDER`].
+    pub free_blocks: Option<u64>,
+}
+
+impl Machine {
+    /// Reads this machine. Loads the driver for it if it can, and removes it again.
+    #[must_use]
+    pub fn read(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Self {
+        let root = rustix::process::geteuid().is_root();
+        let driver_loaded = module::is_loaded(sysroot);
+        let asked = ask(module, sysroot).unwrap_or_else(Asked::Unavailable);
+        Self { root, asked, driver_loaded, ..Self::read_files(module, sysroot) }
+    }
+
+    /// Everything that is in files.
+    fn read_files(file: Option<&std::path::Path>, sysroot: &Sysroot) -> Self {
+        let release = release();
+        let flag = |path: &str| sysroot.text(path).map(|text| matches!(text.as_str(), "Y" | "1"));
+        Self {
+            root: false,
+            asked: Asked::Unavailable(Error::new(crate::exit::Exit::State, "not asked")),
+            cpuid: cpuid_facts(),
+            offline: sysroot.cpu_list("sys/devices/system/cpu/offline"),
+            holders: module::holders(sysroot),
+            kvm_enables_at_load: flag("sys/module/kvm/parameters/enable_virt_at_load"),
+            lockdown: sysroot.text("sys/kernel/security/lockdown").and_then(|text| bracketed(&text)),
+            secure_boot: sysroot.bytes(SECURE_BOOT).map(|bytes| bytes.get(4) == Some(&1)),
+            signatures_enforced: flag("sys/module/module/parameters/sig_enforce"),
+            driver_loaded: false,
+            driver_file: file.map(PathBuf::from).or_else(|| module::installed(sysroot, &release)),
+            headers: sysroot.exists(&format!("lib/modules/{release}/build")),
+            kexec_loaded: flag("sys/kernel/kexec_loaded").unwrap_or(false),
+            crash_kernel_loaded: flag("sys/kernel/kexec_crash_loaded").unwrap_or(false),
+            livepatches: sysroot.names("sys/kernel/livepatch"),
+            kgdb: sysroot.text("sys/module/kgdboc/parameters/kgdboc").is_some_and(|text| !text.is_empty()),
+            iommus: sysroot.names("sys/class/iommu").len(),
+            command_line: sysroot.text("proc/cmdline").unwrap_or_default(),
+            free_blocks: sysroot.free_blocks(IMAGE_ORDER),
+            release,
+        }
+    }
+
+    /// Major and minor version of the kernel as a Linux version code; 0 if it cannot be read.
+    #[must_use]
+    pub fn kernel_version(&self) -> u64 {
+        version_code(&self.release).unwrap_or(0)
+    }
+}
+
+/// `uname -r`.
+#[must_use]
+pub fn release() -> String {
+    rustix::system::uname().release().to_string_lossy().into_owned()
+}
+
+/// `6.1.0-13-amd64` as a Linux version code.
+#[must_use]
+pub fn version_code(release: &str) -> Option<u64> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u64>);
+    let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    Some(major << 16 | minor.min(255) << 8)
+}
+
+/// `none [integrity] confidentiality`: the word in brackets.
+fn bracketed(text: &str) -> Option<String> {
+    let (_, rest) = text.split_once('[')?;
+    rest.split_once(']').map(|(word, _)| word.to_string())
+}
+
+/// Asks the driver, putting it in for that if need be.
+fn ask(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Result<Asked> {
+    let inserted = rustix::process::geteuid().is_root() && module::insert(module, sysroot)?;
+    let asked = Device::open(Access::Observe).and_then(|device| ask_device(&device, sysroot));
+    if inserted {
+        // Somebody may have begun to use it meanwhile; then it stays.
+        let _ = module::remove();
+    }
+    asked
+}
+
+fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
+    let system = driver.system()?;
+    let loaded = system.state != MERCURY_STATE_UNLOADED;
+    let status = if loaded { driver.status()? } else { Vec::new() };
+    let attached = status.iter().filter(|cpu| cpu.mode == MERCURY_MODE_ATTACHED).map(|cpu| cpu.cpu).collect();
+    let mut facts = Vec::new();
+    for cpu in sysroot.online_cpus().iter() {
+        facts.extend(driver.facts(cpu)?.map(|facts| as_if_native(facts, &attached)));
+    }
+    Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached })
+}
+
+/// What an attached CPU looks like once it is native: SVM is the hypervisor's.
+fn as_if_native(mut facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
+    if attached.contains(facts.cpu) {
+        facts.efer &= !mercury_preflight::bits::efer::SVME;
+        facts.vm_hsave_pa = 0;
+    }
+    facts
+}
+
+/// What CPUID says without a driver. Everything else stays zero.
+fn cpuid_facts() -> CpuFacts {
+    let leaf = |number: u32, subleaf: u32| {
+        let found = __cpuid_count(number, subleaf);
+        CpuidLeaf { eax: found.eax, ebx: found.ebx, ecx: found.ecx, edx: found.edx }
+    };
+    let basic = leaf(0, 0);
+    let extended = leaf(0x8000_0000, 0);
+    let upto = |number: u32| if number <= extended.eax { leaf(number, 0) } else { CpuidLeaf::default() };
+    CpuFacts {
+        cpuid_0: basic,
+        cpuid_1: leaf(1, 0),
+        cpuid_4000_0000: leaf(0x4000_0000, 0),
+        cpuid_8000_0000: extended,
+        cpuid_8000_0001: upto(0x8000_0001),
+        cpuid_8000_0008: upto(0x8000_0008),
+        cpuid_8000_000a: upto(0x8000_000a),
+        ..CpuFacts::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions() {
+        assert_eq!(version_code("6.1.0-13-amd64"), Some(6 << 16 | 1 << 8));
+        assert_eq!(version_code("6.12.107+deb13-cloud-amd64"), Some(6 << 16 | 12 << 8));
+        assert_eq!(version_code("weird"), None);
+    }
+
+    #[test]
+    fn lockdown_modes() {
+        assert_eq!(bracketed("none [integrity] confidentiality").as_deref(), Some("integrity"));
+        assert_eq!(bracketed("none"), None);
+    }
+
+    #[test]
+    fn reads_files_below_a_root() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let write = |path: &str, text: &[u8]| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+            std::fs::write(path, text).expect("file");
+        };
+        write("proc/modules", b"kvm_amd 1 0 - Live 0x0\nkvm 1 1 kvm_amd, Live 0x0\n");
+        write("sys/module/kvm/parameters/enable_virt_at_load", b"Y\n");
+        write("sys/module/module/parameters/sig_enforce", b"N\n");
+        write(SECURE_BOOT, &[6, 0, 0, 0, 1]);
+        write("sys/kernel/kexec_crash_loaded", b"1\n");
+        let machine = Machine::read_files(None, &Sysroot::at(root.path()));
+        assert_eq!(machine.holders.len(), 1);
+        assert_eq!(machine.kvm_enables_at_load, Some(true));
+        assert_eq!(machine.signatures_enforced, Some(false));
+        assert_eq!(machine.secure_boot, Some(true));
+        assert!(machine.crash_kernel_loaded && !machine.kexec_loaded);
+        assert_eq!(machine.lockdown, None);
+    }
+
+    #[test]
+    fn an_attached_cpu_is_judged_as_if_native() {
+        let mut facts = mercury_preflight::example::good_epyc(1);
+        (facts.efer, facts.vm_hsave_pa) = (facts.efer | 1 << 12, 0x1000);
+        let attached = as_if_native(facts, &[1].into_iter().collect());
+        assert!(mercury_preflight::check(&attached).is_empty());
+        assert!(!mercury_preflight::check(&as_if_native(facts, &CpuSet::default())).is_empty());
+    }
+}

@@ -1,0 +1,143 @@
+//! `mercury doctor`: what attach will say, before it is asked; and what only user space can see.
+//!
+//! * [`machine`]: reads everything, judges nothing;
+//! * [`processor`]: attach's own checks on every CPU, and the CPUs against each other;
+//! * [`system`]: kernel, driver, signing, other hypervisors, memory;
+//! * this file: the items, and the verdict.
+
+pub mod machine;
+pub mod processor;
+pub mod system;
+#[cfg(test)]
+mod tests;
+
+use crate::{
+    exit::Exit,
+    output::{Render, Text, Tone},
+};
+use machine::Machine;
+use serde::Serialize;
+
+/// How one check ended, from good to bad.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Grade {
+    /// In order.
+    Ok,
+    /// Good to know.
+    Note,
+    /// Attach goes on, but somebody should look.
+    Warning,
+    /// Could not be checked.
+    CannotTell,
+    /// Attach will be refused.
+    Refused,
+}
+
+/// One line of the report.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Item {
+    /// What was checked.
+    pub check: &'static str,
+    /// How it ended.
+    pub grade: Grade,
+    /// What was found.
+    pub text: String,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hint: Option<String>,
+    /// The code that attach would give.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub code: Option<&'static str>,
+    /// The CPUs concerned, if not all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<String>,
+}
+
+impl Item {
+    /// A check that ended with `grade`.
+    #[must_use]
+    pub fn new(check: &'static str, grade: Grade, text: impl Into<String>) -> Self {
+        Self { check, grade, text: text.into(), hint: None, code: None, cpus: None }
+    }
+
+    /// The same with something to do.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+/// What doctor found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// `yes`, `no` or `unknown`.
+    pub can_attach: &'static str,
+    /// One line per check.
+    pub items: Vec<Item>,
+    #[serde(skip)]
+    quiet: bool,
+}
+
+/// Judges a machine.
+#[must_use]
+pub fn examine(machine: &Machine, quiet: bool) -> Report {
+    let items: Vec<_> = processor::items(machine).into_iter().chain(system::items(machine)).collect();
+    let worst = items.iter().map(|item| item.grade).max().unwrap_or(Grade::CannotTell);
+    let can_attach = match worst {
+        Grade::Refused => "no",
+        Grade::CannotTell => "unknown",
+        _ => "yes",
+    };
+    Report { can_attach, items, quiet }
+}
+
+impl Report {
+    /// The exit status: done only if attach will work.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        if self.can_attach == "yes" { Exit::Done } else { Exit::Impossible }
+    }
+
+    fn verdict(&self, to: &Text) -> String {
+        match self.can_attach {
+            "yes" => to.tone(Tone::Good, "This machine can attach: `mercury attach`"),
+            "no" => to.tone(Tone::Bad, "This machine cannot attach as it is: see what is refused above"),
+            _ => to.tone(
+                Tone::Doubtful,
+                "Nothing speaks against attaching, but not everything could be checked",
+            ),
+        }
+    }
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        let shown = |item: &&Item| !self.quiet || item.grade > Grade::Note;
+        for item in self.items.iter().filter(shown) {
+            item.render(to);
+        }
+        to.line("");
+        to.line(self.verdict(to));
+    }
+}
+
+impl Render for Item {
+    fn render(&self, to: &mut Text) {
+        let (word, tone) = match self.grade {
+            Grade::Ok => ("ok", Tone::Good),
+            Grade::Note => ("note", Tone::Quiet),
+            Grade::Warning => ("warning", Tone::Doubtful),
+            Grade::CannotTell => ("cannot tell", Tone::Doubtful),
+            Grade::Refused => ("refused", Tone::Bad),
+        };
+        let place = self.cpus.as_ref().map(|cpus| format!(" (CPU {cpus})")).unwrap_or_default();
+        let code = self.code.map(|code| format!(" [{code}]")).unwrap_or_default();
+        let word = to.tone(tone, &format!("{word:<12}"));
+        to.line(format!("{word}{:<22}{}{place}{code}", self.check, self.text));
+        if let Some(hint) = &self.hint {
+            to.wrapped(&format!("{:34}→ ", ""), hint);
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! Attach's own checks on every CPU, grouped so that a reader sees what was looked at.
+
+use super::{
+    Grade, Item,
+    machine::{Asked, Machine},
+};
+use crate::{bits, cpus::CpuSet, explain, module};
+use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_preflight::{Finding, Severity, bits::cpuid, physical_bits};
+
+/// Checks that a reader takes as one.
+struct Group {
+    name: &'static str,
+    /// The codes that belong to it.
+    codes: &'static [Code],
+    /// CPUID alone decides, so no driver is needed.
+    by_cpuid: bool,
+    /// What to say where nothing was found.
+    fine: fn(&CpuFacts) -> String,
+}
+
+const GROUPS: &[Group] = &[
+    Group {
+        name: "processor",
+        codes: &[Code::VendorUnsupported, Code::FamilyUnsupported, Code::IntelUnsupported],
+        by_cpuid: true,
+        fine: model,
+    },
+    Group { name: "SVM", codes: &[Code::NoSvm, Code::NoAsids], by_cpuid: true, fine: svm },
+    Group { name: "nested paging", codes: &[Code::NoNestedPaging], by_cpuid: true, fine: nested_paging },
+    Group {
+        name: "bare metal",
+        codes: &[Code::InsideHypervisor],
+        by_cpuid: true,
+        fine: |_| "no hypervisor beneath this machine".into(),
+    },
+    Group {
+        name: "firmware",
+        codes: &[Code::SvmDisabled, Code::InitRedirected],
+        by_cpuid: false,
+        fine: |_| "SVM is enabled".into(),
+    },
+    Group {
+        name: "virtualization free",
+        codes: &[Code::VirtualizationInUse, Code::HsaveInUse],
+        by_cpuid: false,
+        fine: |_| "nobody uses SVM".into(),
+    },
+    Group {
+        name: "control registers",
+        codes: &[
+            Code::Cr0Unsupported,
+            Code::Cr3Unsupported,
+            Code::Cr4Unsupported,
+            Code::EferUnsupported,
+            Code::Fred,
+        ],
+        by_cpuid: false,
+        fine: |facts| format!("CR0 {:#x}, CR4 {:#x}, EFER {:#x}", facts.cr0, facts.cr4, facts.efer),
+    },
+    Group {
+        name: "extended state",
+        codes: &[Code::XstateUnsupported, Code::SupervisorCet],
+        by_cpuid: false,
+        fine: |facts| format!("XCR0 {:#x}, XSS {:#x}", facts.xcr0, facts.xss),
+    },
+    Group {
+        name: "readable registers",
+        codes: &[Code::FactUnreadable],
+        by_cpuid: false,
+        fine: |_| "all that must be checked".into(),
+    },
+    Group {
+        name: "memory encryption",
+        codes: &[Code::MemoryEncryption, Code::SnpEnabled],
+        by_cpuid: false,
+        fine: |_| "off".into(),
+    },
+    Group {
+        name: "memory types",
+        codes: &[Code::PatUnsupported, Code::MtrrInconsistent],
+        by_cpuid: false,
+        fine: |facts| format!("PAT {:#x}, MTRRs enabled", facts.pat),
+    },
+    Group { name: "physical addresses", codes: &[Code::MemoryBeyondMap], by_cpuid: false, fine: addresses },
+    Group {
+        name: "clock",
+        codes: &[Code::TscRatio],
+        by_cpuid: false,
+        fine: |_| "the TSC is not scaled".into(),
+    },
+    Group {
+        name: "TLB broadcasts",
+        codes: &[Code::InvlpgbInUse],
+        by_cpuid: false,
+        fine: |_| "not used by the kernel".into(),
+    },
+    Group {
+        name: "kernel's mode",
+        codes: &[Code::PageTableIsolation, Code::PrivilegedLayer],
+        by_cpuid: false,
+        fine: |_| "no page-table isolation, no layer beneath".into(),
+    },
+    Group {
+        name: "machine checks",
+        codes: &[Code::MachineCheckInProgress],
+        by_cpuid: false,
+        fine: |_| "none in progress".into(),
+    },
+    Group {
+        name: "debugging",
+        codes: &[Code::SingleStep, Code::DebugActive],
+        by_cpuid: false,
+        fine: |_| "no breakpoints, no branch recording".into(),
+    },
+    Group {
+        name: "CPUs are equal",
+        codes: &[Code::CpusDiffer],
+        by_cpuid: false,
+        fine: |_| "in all that matters".into(),
+    },
+];
+
+/// A finding and the CPUs that have it.
+struct Found {
+    finding: Finding,
+    cpus: CpuSet,
+}
+
+/// A line for each group, or one for each finding in it.
+#[must_use]
+pub fn items(machine: &Machine) -> Vec<Item> {
+    match &machine.asked {
+        Asked::Answered { facts, .. } => {
+            let found = findings(facts);
+            GROUPS.iter().flat_map(|group| group_items(group, machine, facts, &found)).collect()
+        }
+        Asked::Unavailable(_) => {
+            let facts = std::slice::from_ref(&machine.cpuid);
+            let found = findings(facts);
+            GROUPS
+                .iter()
+                .filter(|group| group.by_cpuid)
+                .flat_map(|group| group_items(group, machine, facts, &found))
+                .collect()
+        }
+    }
+}
+
+/// Whether a group shows this code (the kernel's series is looked at elsewhere).
+#[cfg(test)]
+pub(super) fn shows(code: Code) -> bool {
+    code == Code::KernelUntested || GROUPS.iter().any(|group| group.codes.contains(&code))
+}
+
+/// What attach's checks find on each CPU, and what differs between them.
+fn findings(facts: &[CpuFacts]) -> Vec<Found> {
+    let mut all: Vec<Found> = Vec::new();
+    for cpu in facts {
+        let checks = mercury_preflight::check(cpu);
+        let differences = facts.first().map(|first| mercury_preflight::compare(first, cpu));
+        for finding in checks.iter().chain(differences.iter().flat_map(|found| found.iter())) {
+            add(&mut all, *finding, cpu.cpu);
+        }
+    }
+    all
+}
+
+fn add(all: &mut Vec<Found>, finding: Finding, cpu: u32) {
+    let cpus: CpuSet = [cpu].into_iter().collect();
+    match all.iter_mut().find(|found| found.finding == finding) {
+        Some(found) => found.cpus = found.cpus.iter().chain(cpus.iter()).collect(),
+        None => all.push(Found { finding, cpus }),
+    }
+}
+
+fn group_items(group: &Group, machine: &Machine, facts: &[CpuFacts], found: &[Found]) -> Vec<Item> {
+    let own = found.iter().filter(|found| group.codes.contains(&found.finding.code));
+    let items: Vec<_> = own.map(|found| item(group, machine, facts.len(), found)).collect();
+    let without_svm = found.iter().any(|found| found.finding.code == Code::NoSvm);
+    match (items.is_empty(), facts.first()) {
+        // Its features mean nothing then.
+        (true, _) if without_svm && group.name == "nested paging" => Vec::new(),
+        (true, Some(first)) => vec![Item::new(group.name, Grade::Ok, (group.fine)(first))],
+        (true, None) => vec![Item::new(group.name, Grade::CannotTell, "no CPU could be read")],
+        (false, _) => items,
+    }
+}
+
+fn item(group: &Group, machine: &Machine, cpu_count: usize, found: &Found) -> Item {
+    let Finding { code, severity, detail } = found.finding;
+    let grade = match severity {
+        Severity::Note => Grade::Note,
+        Severity::Warn => Grade::Warning,
+        Severity::Refuse => Grade::Refused,
+    };
+    let everywhere = found.cpus.len() == cpu_count;
+    let (text, hint) = match code {
+        Code::VirtualizationInUse => in_use(machine),
+        code => (bits::describe(code, detail), explain::entry(code).remedy.to_string()),
+    };
+    Item {
+        check: group.name,
+        grade,
+        text,
+        hint: (!hint.starts_with("nothing")).then_some(hint),
+        code: Some(code.name()),
+        cpus: (!everywhere).then(|| found.cpus.to_string()),
+    }
+}
+
+/// Who holds the hardware, and how to make them let go.
+fn in_use(machine: &Machine) -> (String, String) {
+    let Some(holder) = machine.holders.first() else {
+        let text = "hardware virtualization is in use, by something that is not a known module";
+        return (text.into(), "look for another hypervisor's module in `lsmod`, unload it, or reboot".into());
+    };
+    let name = &holder.name;
+    let text = format!("hardware virtualization is held by {name}");
+    let hint = match (module::is_unused_kvm(holder), name.starts_with("kvm_")) {
+        (true, _) => format!(
+            "no virtual machine uses it: `mercury attach --unload-kvm`, or `modprobe -r {name} kvm`; for good: \
+             put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot"
+        ),
+        (false, true) => format!(
+            "{} virtual machines or devices use it: shut them down, then `mercury attach --unload-kvm`",
+            holder.references
+        ),
+        (false, false) => format!("stop what uses it, then `modprobe -r {name}`"),
+    };
+    (text, hint)
+}
+
+fn model(facts: &CpuFacts) -> String {
+    let eax = facts.cpuid_1.eax;
+    let base = eax >> 8 & 0xf;
+    let family = if base == 0xf { base + (eax >> 20 & 0xff) } else { base };
+    let model = (eax >> 4 & 0xf) | (eax >> 16 & 0xf) << 4;
+    let stepping = eax & 0xf;
+    let microcode = match facts.microcode {
+        0 => String::new(),
+        revision => format!(", microcode {revision:#x}"),
+    };
+    format!("AMD family {family:x}h, model {model:x}h, stepping {stepping}{microcode}")
+}
+
+fn svm(facts: &CpuFacts) -> String {
+    let features = [
+        (cpuid::SVM_EDX_NRIPS, "next RIP saved"),
+        (cpuid::SVM_EDX_FLUSH_BY_ASID, "flush by ASID"),
+        (cpuid::SVM_EDX_SPEC_CTRL, "SPEC_CTRL virtualized"),
+        (cpuid::SVM_EDX_SSS, "supervisor shadow stacks"),
+    ];
+    let has = |bit: u32| facts.cpuid_8000_000a.edx & bit != 0;
+    let names: Vec<_> = features.iter().filter(|(bit, _)| has(*bit)).map(|(_, name)| *name).collect();
+    let names = if names.is_empty() { "none of the optional features".into() } else { names.join(", ") };
+    format!("{} ASIDs; {names}", facts.cpuid_8000_000a.ebx)
+}
+
+fn nested_paging(facts: &CpuFacts) -> String {
+    let large = facts.cpuid_8000_0001.edx & cpuid::EXT1_EDX_PAGE_1G != 0;
+    if large {
+        "in 1 GiB pages".into()
+    } else {
+        "in 2 MiB pages: the map takes more memory and grows on demand".into()
+    }
+}
+
+fn addresses(facts: &CpuFacts) -> String {
+    format!("{} bits; RAM and devices end at {:#x}", physical_bits(facts), facts.iomem_end_phys)
+}

@@ -1,0 +1,207 @@
+//! What only user space can see: kernel, driver, signing, other hypervisors, memory.
+
+use super::{
+    Grade, Item,
+    machine::{Asked, IMAGE_ORDER, Machine},
+};
+use crate::{bits, error::Error, explain};
+use mercury_abi::code::Code;
+use mercury_preflight::{KernelSupport, kernel_support};
+
+/// The items, in the order in which a reader would ask.
+#[must_use]
+pub fn items(machine: &Machine) -> Vec<Item> {
+    let always =
+        [kernel(machine), driver(machine), signing(machine), memory(machine), other_hypervisors(machine)];
+    let sometimes = [
+        registers(machine),
+        attached(machine),
+        offline(machine),
+        kexec(machine),
+        livepatch(machine),
+        kgdb(machine),
+        iommu(machine),
+    ];
+    always.into_iter().chain(sometimes.into_iter().flatten()).collect()
+}
+
+/// The kernel refused by `mercury attach` unless forced: of a major version that nobody tried.
+#[must_use]
+pub fn refused_kernel(version: u64) -> Option<Error> {
+    let unknown = kernel_support(version) == KernelSupport::Unknown;
+    unknown.then(|| Error::refused("attach", Code::KernelUntested, None, [version, 0]))
+}
+
+fn kernel(machine: &Machine) -> Item {
+    let version = machine.kernel_version();
+    let grade = match kernel_support(version) {
+        KernelSupport::Tested => {
+            return Item::new("kernel", Grade::Ok, format!("{} is of a tested series", machine.release));
+        }
+        KernelSupport::Untested => Grade::Warning,
+        KernelSupport::Unknown => Grade::Refused,
+    };
+    Item {
+        code: Some(Code::KernelUntested.name()),
+        ..Item::new("kernel", grade, bits::describe(Code::KernelUntested, [version, 0]))
+            .hint(explain::entry(Code::KernelUntested).remedy)
+    }
+}
+
+fn driver(machine: &Machine) -> Item {
+    match (&machine.asked, &machine.driver_file) {
+        (Asked::Answered { hypervisor_loaded: true, .. }, _) => {
+            Item::new("driver", Grade::Ok, "loaded, with the hypervisor in memory")
+        }
+        (Asked::Answered { .. }, _) if machine.driver_loaded => Item::new("driver", Grade::Ok, "loaded"),
+        (Asked::Answered { .. }, Some(file)) => {
+            Item::new("driver", Grade::Ok, format!("installed: {}", file.display()))
+        }
+        (Asked::Answered { .. }, None) => Item::new("driver", Grade::Ok, "can be loaded"),
+        (Asked::Unavailable(_), _) if !machine.root => {
+            Item::new("driver", Grade::CannotTell, "only root can ask it").hint("run `sudo mercury doctor`")
+        }
+        (Asked::Unavailable(error), _) => unavailable(machine, error),
+    }
+}
+
+/// A driver that root could not ask: attach could not either.
+fn unavailable(machine: &Machine, error: &Error) -> Item {
+    let missing = machine.driver_file.is_none() && !machine.driver_loaded && error.code.is_none();
+    let hint = match (missing, machine.headers) {
+        (true, false) => format!(
+            "DKMS needs the kernel's headers: `apt install linux-headers-{}`, then `dkms autoinstall`",
+            machine.release
+        ),
+        _ => error.hint.clone().unwrap_or_default(),
+    };
+    let item = Item::new("driver", Grade::Refused, error.message.clone()).hint(hint);
+    Item { code: error.code.map(Code::name), ..item }
+}
+
+/// Secure Boot, lockdown and forced signatures keep unsigned modules out.
+fn signing(machine: &Machine) -> Item {
+    let locked = machine.lockdown.as_deref().is_some_and(|mode| mode != "none");
+    let enforced = locked || machine.signatures_enforced == Some(true);
+    let in_already = machine.driver_loaded || matches!(machine.asked, Asked::Answered { .. });
+    let state = format!(
+        "Secure Boot {}, lockdown {}",
+        match machine.secure_boot {
+            Some(true) => "on",
+            Some(false) => "off",
+            None => "absent",
+        },
+        machine.lockdown.as_deref().unwrap_or("absent")
+    );
+    match (enforced, in_already) {
+        (false, _) => Item::new("module signing", Grade::Ok, format!("not enforced ({state})")),
+        (true, true) => {
+            Item::new("module signing", Grade::Ok, format!("enforced, and the driver passes ({state})"))
+        }
+        (true, false) => Item {
+            code: Some(Code::Lockdown.name()),
+            ..Item::new(
+                "module signing",
+                Grade::Warning,
+                format!("enforced: the driver must be signed ({state})"),
+            )
+            .hint(explain::entry(Code::Lockdown).remedy)
+        },
+    }
+}
+
+fn memory(machine: &Machine) -> Item {
+    let held = matches!(machine.asked, Asked::Answered { hypervisor_loaded: true, .. });
+    let size = (4 << IMAGE_ORDER) as u64;
+    match machine.free_blocks {
+        _ if held => Item::new("contiguous memory", Grade::Ok, "the hypervisor has its memory already"),
+        Some(0) => Item {
+            code: Some(Code::NoContiguousMemory.name()),
+            ..Item::new(
+                "contiguous memory",
+                Grade::Warning,
+                format!("no free block of {size} KiB; load may fail"),
+            )
+            .hint(explain::entry(Code::NoContiguousMemory).remedy)
+        },
+        Some(count) => {
+            Item::new("contiguous memory", Grade::Ok, format!("{count} free blocks of {size} KiB"))
+        }
+        None => Item::new("contiguous memory", Grade::Note, "/proc/buddyinfo is not readable"),
+    }
+}
+
+/// Modules that could want the hardware. Whether one holds it now is the processor's to say.
+fn other_hypervisors(machine: &Machine) -> Item {
+    let name = "other hypervisors";
+    let names: Vec<_> = machine.holders.iter().map(|module| module.name.as_str()).collect();
+    if names.is_empty() {
+        return Item::new(name, Grade::Ok, "none loaded");
+    }
+    let text = format!("{} loaded; virtual machines cannot start while attached", names.join(", "));
+    match machine.kvm_enables_at_load {
+        Some(true) => Item::new(name, Grade::Note, format!("{text}; KVM takes the hardware when it is loaded"))
+            .hint("`options kvm enable_virt_at_load=0` in /etc/modprobe.d/mercury.conf makes it wait for a virtual machine"),
+        _ => Item::new(name, Grade::Note, text),
+    }
+}
+
+/// Without a driver most of the processor's state is unknown.
+fn registers(machine: &Machine) -> Option<Item> {
+    let unknown = matches!(machine.asked, Asked::Unavailable(_));
+    unknown.then(|| {
+        Item::new(
+            "processor state",
+            Grade::CannotTell,
+            "control registers and MSRs are read through the driver",
+        )
+    })
+}
+
+fn attached(machine: &Machine) -> Option<Item> {
+    match &machine.asked {
+        Asked::Answered { attached, .. } if !attached.is_empty() => {
+            Some(Item::new("mode", Grade::Note, format!("CPUs {attached} are attached now")))
+        }
+        _ => None,
+    }
+}
+
+fn offline(machine: &Machine) -> Option<Item> {
+    let text = || format!("CPUs {} are offline; they attach when they come online", machine.offline);
+    (!machine.offline.is_empty()).then(|| Item::new("offline CPUs", Grade::Note, text()))
+}
+
+fn kexec(machine: &Machine) -> Option<Item> {
+    let text = match (machine.kexec_loaded, machine.crash_kernel_loaded) {
+        (false, false) => return None,
+        (true, false) => "a kernel for kexec is loaded",
+        (false, true) => "a crash kernel is loaded",
+        (true, true) => "a crash kernel and a kernel for kexec are loaded",
+    };
+    Some(Item::new("kexec", Grade::Note, format!("{text}; every CPU detaches before it starts")))
+}
+
+fn livepatch(machine: &Machine) -> Option<Item> {
+    let names = machine.livepatches.join(", ");
+    (!names.is_empty()).then(|| Item::new("live patches", Grade::Note, format!("active: {names}")))
+}
+
+fn kgdb(machine: &Machine) -> Option<Item> {
+    machine.kgdb.then(|| {
+        Item::new("kernel debugger", Grade::Warning, "kgdb is configured")
+            .hint("do not single-step or break while a switch runs")
+    })
+}
+
+fn iommu(machine: &Machine) -> Option<Item> {
+    let words: Vec<_> = machine.command_line.split_whitespace().collect();
+    let passthrough = words.contains(&"iommu=pt") || words.contains(&"iommu.passthrough=1");
+    match (machine.iommus, passthrough) {
+        (0, _) => Some(Item::new("IOMMU", Grade::Note, "off: devices can write to the hypervisor's memory")),
+        (_, true) => {
+            Some(Item::new("IOMMU", Grade::Note, "passthrough: devices can write to the hypervisor's memory"))
+        }
+        (_, false) => None,
+    }
+}

@@ -1,0 +1,189 @@
+//! Machines that doctor has seen.
+
+use super::{
+    Grade, Report, examine,
+    machine::{Asked, Machine},
+    processor, system,
+};
+use crate::{
+    cpus::CpuSet,
+    error::Error,
+    exit::Exit,
+    output::{Render, Text},
+    sysroot::Module,
+};
+use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_preflight::example::good_epyc;
+
+fn good_machine() -> Machine {
+    Machine {
+        release: "6.1.0-13-amd64".into(),
+        root: true,
+        asked: Asked::Answered {
+            facts: (0..4).map(good_epyc).collect(),
+            hypervisor_loaded: false,
+            attached: CpuSet::default(),
+        },
+        cpuid: good_epyc(0),
+        offline: CpuSet::default(),
+        holders: vec![],
+        kvm_enables_at_load: None,
+        lockdown: Some("none".into()),
+        secure_boot: Some(false),
+        signatures_enforced: Some(false),
+        driver_loaded: true,
+        driver_file: None,
+        headers: true,
+        kexec_loaded: false,
+        crash_kernel_loaded: false,
+        livepatches: vec![],
+        kgdb: false,
+        iommus: 1,
+        command_line: String::new(),
+        free_blocks: Some(100),
+    }
+}
+
+fn with_facts(alter: impl Fn(&mut CpuFacts)) -> Machine {
+    let mut machine = good_machine();
+    if let Asked::Answered { facts, .. } = &mut machine.asked {
+        facts.iter_mut().for_each(alter);
+    }
+    machine
+}
+
+fn rendered(report: &Report) -> String {
+    let mut text = Text::new(false);
+    report.render(&mut text);
+    text.finish()
+}
+
+#[test]
+fn a_good_machine() {
+    let report = examine(&good_machine(), false);
+    assert_eq!(report.exit(), Exit::Done);
+    insta::assert_snapshot!(rendered(&report));
+}
+
+#[test]
+fn quiet_says_only_what_is_wrong() {
+    assert_eq!(rendered(&examine(&good_machine(), true)), "\nThis machine can attach: `mercury attach`\n");
+}
+
+#[test]
+fn svm_disabled_by_firmware() {
+    let report = examine(&with_facts(|facts| facts.vm_cr = 0x18), true);
+    assert_eq!(report.exit(), Exit::Impossible);
+    insta::assert_snapshot!(rendered(&report));
+}
+
+#[test]
+fn debian_13_with_kvm() {
+    let mut machine = with_facts(|facts| {
+        facts.efer |= 1 << 12;
+        facts.kernel_version = 6 << 16 | 12 << 8;
+    });
+    machine.release = "6.12.107+deb13-amd64".into();
+    machine.holders = vec![Module { name: "kvm_amd".into(), references: 0, used_by: vec![] }];
+    machine.kvm_enables_at_load = Some(true);
+    insta::assert_snapshot!(rendered(&examine(&machine, false)));
+    machine.holders[0].references = 2;
+    assert!(rendered(&examine(&machine, true)).contains("2 virtual machines or devices use it"));
+}
+
+#[test]
+fn one_cpu_of_its_own_kind() {
+    let machine = with_facts(|facts| facts.microcode += u64::from(facts.cpu == 3));
+    let report = examine(&machine, true);
+    assert_eq!(report.exit(), Exit::Done);
+    assert!(
+        rendered(&report).contains("microcode differs from the first CPU's (bits 0x3) (CPU 3)"),
+        "{}",
+        rendered(&report)
+    );
+    let report = examine(&with_facts(|facts| facts.efer |= u64::from(facts.cpu == 2) << 14), true);
+    assert_eq!(report.exit(), Exit::Impossible);
+    assert!(rendered(&report).contains("(CPU 2) [cpus-differ]"));
+}
+
+#[test]
+fn without_the_driver() {
+    let mut machine = good_machine();
+    machine.root = false;
+    machine.driver_loaded = false;
+    machine.asked = Asked::Unavailable(Error::new(Exit::State, "Mercury's driver is not loaded"));
+    let report = examine(&machine, false);
+    assert_eq!((report.can_attach, report.exit()), ("unknown", Exit::Impossible));
+    insta::assert_snapshot!(rendered(&report));
+}
+
+#[test]
+fn headers_missing() {
+    let mut machine = good_machine();
+    (machine.driver_loaded, machine.headers) = (false, false);
+    machine.asked = Asked::Unavailable(Error::new(Exit::Failed, "the driver could not be loaded"));
+    let text = rendered(&examine(&machine, true)).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(text.contains("apt install linux-headers-6.1.0-13-amd64"), "{text}");
+}
+
+#[test]
+fn secure_boot() {
+    let mut machine = good_machine();
+    machine.driver_loaded = false;
+    machine.lockdown = Some("integrity".into());
+    machine.secure_boot = Some(true);
+    machine.asked = Asked::Unavailable(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]));
+    let report = examine(&machine, true);
+    assert_eq!(report.exit(), Exit::Impossible);
+    assert!(rendered(&report).contains("mokutil --import"));
+}
+
+#[test]
+fn kernels() {
+    let grade = |release: &str| {
+        let machine = Machine { release: release.into(), ..good_machine() };
+        examine(&machine, false).items.iter().find(|item| item.check == "kernel").map(|item| item.grade)
+    };
+    assert_eq!(grade("6.12.1-amd64"), Some(Grade::Ok));
+    assert_eq!(grade("6.6.1"), Some(Grade::Warning));
+    assert_eq!(grade("7.1.0"), Some(Grade::Refused));
+    assert!(system::refused_kernel(7 << 16).is_some());
+    assert!(system::refused_kernel(6 << 16 | 5 << 8).is_none());
+}
+
+#[test]
+fn what_is_worth_a_note() {
+    let machine = Machine {
+        offline: "4-7".parse().expect("list"),
+        crash_kernel_loaded: true,
+        livepatches: vec!["fix_cve".into()],
+        kgdb: true,
+        iommus: 0,
+        free_blocks: Some(0),
+        ..good_machine()
+    };
+    let text = rendered(&examine(&machine, false));
+    for words in [
+        "4-7 are offline",
+        "a crash kernel is loaded",
+        "fix_cve",
+        "kgdb",
+        "IOMMU",
+        "no free block of 256 KiB",
+    ] {
+        assert!(text.contains(words), "{words}\n{text}");
+    }
+}
+
+/// The verdicts of doctor and of attach agree because the code is the same: whatever refuses in
+/// preflight refuses in doctor.
+#[test]
+fn every_refusal_of_attach_shows() {
+    for code in Code::ALL {
+        let number = *code as u32;
+        let by_others = [Code::Lockdown, Code::SegmentUnreadable, Code::StateChanged, Code::SelfTestFailed];
+        if (40..100).contains(&number) && !by_others.contains(code) {
+            assert!(processor::shows(*code), "{code:?}");
+        }
+    }
+}

@@ -1,0 +1,518 @@
+//! Every code: what it means, why Mercury stops there, and what to do.
+
+use crate::{error::Error, exit::Exit, output::Render};
+use mercury_abi::code::Code;
+use serde::Serialize;
+
+/// The explanation of one code.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// The code.
+    pub code: Code,
+    /// What it means: a sentence without a full stop.
+    pub meaning: &'static str,
+    /// Why it matters.
+    pub why: &'static str,
+    /// What to do.
+    pub remedy: &'static str,
+}
+
+const fn entry_of(code: Code, meaning: &'static str, why: &'static str, remedy: &'static str) -> Entry {
+    Entry { code, meaning, why, remedy }
+}
+
+const REPORT: &str =
+    "this is a bug: please report it with the output of `mercury status --json` and `mercury log`";
+const RELOAD: &str = "look at `mercury status` and `mercury log`, then `mercury unload` and `mercury load`";
+
+/// All of them, in numerical order.
+pub const TABLE: &[Entry] = &[
+    entry_of(Code::Ok, "it worked", "Nothing was refused.", "nothing"),
+    entry_of(
+        Code::AbiMismatch,
+        "command, driver and hypervisor are of different versions",
+        "Each structure that crosses into the kernel carries its size and version. Where they differ the \
+         request is refused rather than misread.",
+        "install the command and the driver from the same release, then `mercury unload` and `mercury load`",
+    ),
+    entry_of(
+        Code::BadArgument,
+        "an argument of the request has no meaning",
+        "Unknown flags, reserved fields that are not zero and numbers out of range are refused, so that a \
+         later version can give them a meaning.",
+        "check the arguments; if you used only the mercury command, report it as a bug",
+    ),
+    entry_of(
+        Code::NotLoaded,
+        "the hypervisor is not loaded",
+        "The operation needs the hypervisor in memory.",
+        "run `mercury load` (`mercury attach` does it by itself)",
+    ),
+    entry_of(
+        Code::AlreadyLoaded,
+        "the hypervisor is loaded already",
+        "It is loaded once and then stays in memory until `mercury unload`.",
+        "nothing: go on with `mercury attach`",
+    ),
+    entry_of(
+        Code::StillAttached,
+        "CPUs are attached that must be native for this",
+        "The hypervisor's memory cannot go while a CPU runs on it.",
+        "run `mercury detach` first, or `mercury unload --detach`",
+    ),
+    entry_of(
+        Code::Busy,
+        "another process controls Mercury",
+        "One process at a time may change modes, so that nobody switches beneath somebody else's feet.",
+        "wait until it is done, or end it; `mercury status` shows which one it is",
+    ),
+    entry_of(
+        Code::CpuOffline,
+        "a CPU does not exist or is offline",
+        "Only a running CPU can switch.",
+        "see which CPUs are online in /sys/devices/system/cpu/online, or leave out --cpus",
+    ),
+    entry_of(
+        Code::GoingDown,
+        "the machine is going down, suspending or has panicked",
+        "Mercury leaves every CPU native while the kernel takes the machine down.",
+        "after a suspend, attach again once the machine is awake",
+    ),
+    entry_of(
+        Code::BadImage,
+        "the hypervisor in the driver is damaged or from another build",
+        "The image carries its version and layout; nothing is executed that does not match.",
+        "build and install the driver again: `dkms remove mercury --all`, then reinstall the package",
+    ),
+    entry_of(
+        Code::UnknownOperation,
+        "an operation that the hypervisor does not know",
+        "Driver and hypervisor are built together; this happens with a mixture of builds.",
+        "install the driver again; if it stays, report it as a bug",
+    ),
+    entry_of(
+        Code::Crashed,
+        "the hypervisor crashed and was taken out",
+        "Every CPU went back to native and the system runs on, but the hypervisor's memory is no longer \
+         trusted.",
+        RELOAD,
+    ),
+    entry_of(
+        Code::NoContiguousMemory,
+        "there is too little physically contiguous memory",
+        "The hypervisor's image and each CPU's area lie in one piece of physical memory.",
+        "`echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory`, then try again; at \
+         boot there is always enough: `systemctl enable mercury`",
+    ),
+    entry_of(
+        Code::NoMemory,
+        "there is too little memory",
+        "The hypervisor needs at most 4 MiB and 64 KiB for each possible CPU.",
+        "free some memory and try again",
+    ),
+    entry_of(
+        Code::NeedPages,
+        "the nested tables need more pages",
+        "The driver donates pages and asks again; this should never be seen outside.",
+        REPORT,
+    ),
+    entry_of(
+        Code::More,
+        "building is not finished",
+        "The driver calls again until it is; this should never be seen outside.",
+        REPORT,
+    ),
+    entry_of(
+        Code::VendorUnsupported,
+        "the processor is neither from AMD nor from Intel",
+        "Mercury uses AMD's SVM.",
+        "use a machine with an AMD processor of family 17h (Zen) or later",
+    ),
+    entry_of(
+        Code::FamilyUnsupported,
+        "the AMD processor is older than family 17h",
+        "Older families have errata in nested paging that Mercury does not work around.",
+        "use a machine with an AMD processor of family 17h (Zen) or later",
+    ),
+    entry_of(
+        Code::NoSvm,
+        "the processor reports no SVM",
+        "Without hardware virtualization there is nothing that a hypervisor could be slipped in with.",
+        "in a virtual machine, ask for nested virtualization (QEMU: -cpu host or EPYC,+svm)",
+    ),
+    entry_of(
+        Code::SvmDisabled,
+        "SVM is disabled by firmware",
+        "The processor has it, but the firmware switched it off (VM_CR.SVMDIS).",
+        "enable \"SVM Mode\" (or \"Virtualization\") in the firmware's setup and reboot",
+    ),
+    entry_of(
+        Code::NoNestedPaging,
+        "the processor has no nested paging",
+        "Without it every page-table change of the kernel would have to be intercepted.",
+        "in a virtual machine, switch it on (QEMU: +npt); no AMD processor since 2007 lacks it",
+    ),
+    entry_of(
+        Code::NoAsids,
+        "there are fewer than two address-space identifiers",
+        "The running system needs one besides the hypervisor's own (0).",
+        "this is a fault of the emulation or of another hypervisor beneath: report it there",
+    ),
+    entry_of(
+        Code::InitRedirected,
+        "INIT is redirected (VM_CR.R_INIT)",
+        "Somebody turned INIT into an exception, which is what a hypervisor does that is already here.",
+        "remove the other hypervisor, or reboot",
+    ),
+    entry_of(
+        Code::VirtualizationInUse,
+        "hardware virtualization is in use already",
+        "A CPU has one hypervisor at a time. KVM of Linux 6.12 takes the hardware as soon as it is \
+         loaded, even without a virtual machine.",
+        "if no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm`; for \
+         good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
+    ),
+    entry_of(
+        Code::IntelUnsupported,
+        "Intel processors are not supported by this version",
+        "VMX comes in a later version.",
+        "use a machine with an AMD processor of family 17h (Zen) or later",
+    ),
+    entry_of(
+        Code::Cr0Unsupported,
+        "CR0 holds a bit or a combination that Mercury does not carry over",
+        "The whole of the processor's state is carried across the switch; a bit that is not known might \
+         be lost.",
+        "disabled caches or emulated floating point are not normal on a running system: reboot; if it \
+         stays, report it",
+    ),
+    entry_of(
+        Code::Cr4Unsupported,
+        "CR4 holds a bit that Mercury does not carry over",
+        "Each CR4 bit is a feature with state of its own. A bit that is not known might lose that state.",
+        "switch the named feature off on the kernel's command line, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::EferUnsupported,
+        "EFER holds a bit that Mercury does not carry over",
+        "Each EFER bit changes how the processor works; unknown ones might be lost.",
+        "switch the named feature off on the kernel's command line, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::Cr3Unsupported,
+        "CR3 holds a bit that Mercury does not carry over",
+        "Bits above the physical address width belong to features such as address masking or encryption.",
+        "switch the feature off on the kernel's command line, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::XstateUnsupported,
+        "an extended state component is enabled that Mercury does not know",
+        "Extended state stays in the processor across a switch; that was checked for each known component.",
+        "boot with `clearcpuid=` for the feature, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::SupervisorCet,
+        "the kernel itself uses shadow stacks or branch tracking",
+        "Their state changes with each instruction of the switch.",
+        "boot with `ibt=off` and without kernel shadow stacks",
+    ),
+    entry_of(
+        Code::MemoryEncryption,
+        "memory encryption (SME) is active",
+        "Every address of the kernel carries the encryption bit, and the hypervisor's would have to too.",
+        "boot with `mem_encrypt=off`; transparent encryption (TSME) in the firmware does no harm",
+    ),
+    entry_of(
+        Code::SnpEnabled,
+        "this host is set up for SEV-SNP guests",
+        "The reverse map checks every page that a hypervisor uses.",
+        "disable SEV-SNP in the firmware's setup, or boot with `kvm_amd.sev_snp=0` and reboot",
+    ),
+    entry_of(
+        Code::PatUnsupported,
+        "entry 0 of the PAT is not write-back",
+        "Nested tables use entry 0 for all memory; all of it would become slow or incoherent.",
+        "Linux always programs it so: find out what changed it, and reboot",
+    ),
+    entry_of(
+        Code::TscRatio,
+        "the TSC ratio is not 1.0",
+        "The clock would jump at attach. An earlier hypervisor left the value behind.",
+        "load and unload kvm_amd once (it resets the ratio), or reboot",
+    ),
+    entry_of(
+        Code::InvlpgbInUse,
+        "the kernel broadcasts TLB invalidations with INVLPGB",
+        "A broadcast of a native CPU does not reach the translations of an attached one.",
+        "boot with `clearcpuid=invlpgb`",
+    ),
+    entry_of(
+        Code::MachineCheckInProgress,
+        "a machine check is in progress",
+        "The processor has just reported a hardware error.",
+        "look at `dmesg` for the error, and mend the hardware",
+    ),
+    entry_of(
+        Code::PageTableIsolation,
+        "the kernel isolates its page tables (PTI)",
+        "AMD processors do not need it; somebody asked for it with pti=on.",
+        "boot without `pti=on`",
+    ),
+    entry_of(
+        Code::SingleStep,
+        "somebody single-steps the switch",
+        "A debug exception inside the switch would arrive with half of the state changed.",
+        "stop the kernel debugger",
+    ),
+    entry_of(
+        Code::MemoryBeyondMap,
+        "physical memory reaches beyond the nested map",
+        "The map covers the physical address width, and 48 bits with four-level paging.",
+        "boot with five-level paging (no `no5lvl`), or keep the firmware from placing devices that high \
+         (\"Above 4G decoding\")",
+    ),
+    entry_of(
+        Code::CpusDiffer,
+        "a CPU differs from the first one in something that the hypervisor relies on",
+        "One set of tables and one set of features serve all CPUs.",
+        "update the firmware or the microcode so that all CPUs are equal, and reboot; or attach only the \
+         equal ones with --cpus",
+    ),
+    entry_of(
+        Code::KernelUntested,
+        "this kernel is of a series that Mercury was never tested on",
+        "The tests run on Debian's 6.1 and 6.12.",
+        "run Debian 12's 6.1 or Debian 13's 6.12; to try all the same: `mercury attach --force`",
+    ),
+    entry_of(
+        Code::Lockdown,
+        "kernel lockdown or module signing keeps the driver out",
+        "With Secure Boot the kernel loads only modules signed with a key that it knows.",
+        "enrol DKMS's key: `mokutil --import /var/lib/dkms/mok.pub`, reboot, confirm in the firmware's \
+         dialogue, then `dkms install --force mercury/$(mercury --version | cut -d' ' -f2)`",
+    ),
+    entry_of(
+        Code::Fred,
+        "FRED event delivery is on",
+        "It changes how every interrupt and exception arrives.",
+        "boot without `fred=on`",
+    ),
+    entry_of(
+        Code::PrivilegedLayer,
+        "Xen, tboot or another privileged layer is beneath this kernel",
+        "It owns the machine; Mercury would take it away.",
+        "boot Linux without that layer",
+    ),
+    entry_of(
+        Code::InsideHypervisor,
+        "this machine is itself a virtual machine",
+        "Mercury works, but each world switch is emulated by the hypervisor beneath and takes 20 to 50 µs.",
+        "nothing; measure on bare metal",
+    ),
+    entry_of(
+        Code::SegmentUnreadable,
+        "the descriptor of a segment register cannot be read back",
+        "The switch puts each segment back from its descriptor.",
+        "look for a process with a damaged LDT; then try again",
+    ),
+    entry_of(
+        Code::FactUnreadable,
+        "a register that must be checked cannot be read",
+        "A check that cannot be made is not taken as passed.",
+        "in a virtual machine, the hypervisor beneath does not emulate it: use another CPU model or version",
+    ),
+    entry_of(
+        Code::StateChanged,
+        "the state of the CPU changed between the checks and the switch",
+        "Something else reconfigured the processor at the same moment.",
+        "try again",
+    ),
+    entry_of(
+        Code::MtrrInconsistent,
+        "the MTRRs are disabled or differ between CPUs",
+        "The kernel expects them equal; memory may be slow on some CPUs, with or without Mercury.",
+        "update the firmware; attach is not affected",
+    ),
+    entry_of(
+        Code::DebugActive,
+        "branch recording or hardware breakpoints are active",
+        "They go on working; recorded branches may include the hypervisor's.",
+        "nothing",
+    ),
+    entry_of(
+        Code::HsaveInUse,
+        "VM_HSAVE_PA is not zero: somebody used SVM before",
+        "The value is put back at detach.",
+        "nothing; unload the other hypervisor's module if it is not needed",
+    ),
+    entry_of(
+        Code::SelfTestFailed,
+        "the self-test on the first CPU failed",
+        "The first CPU attaches and detaches and its state is compared; it was not the same.",
+        REPORT,
+    ),
+    entry_of(
+        Code::InvalidGuestState,
+        "the processor refused the control block",
+        "The processor checks the state that it is to run with, and found some of it illegal. The CPU was \
+         rolled back.",
+        REPORT,
+    ),
+    entry_of(
+        Code::InjectedFault,
+        "a test injected a fault here",
+        "Only builds for tests have fault points.",
+        "disarm it: `mercury fault 0`",
+    ),
+    entry_of(
+        Code::FaultInSwitch,
+        "the hypervisor faulted while it switched",
+        "The CPU was rolled back to native; the system was not touched.",
+        REPORT,
+    ),
+    entry_of(
+        Code::WrongMode,
+        "a CPU is not in the mode in which it should be after the switch",
+        "The mode is asked of the CPU after each switch. Everything was rolled back.",
+        REPORT,
+    ),
+    entry_of(
+        Code::HostException,
+        "the hypervisor's own code raised an exception",
+        "The CPU was detached with the system's state intact; `mercury status` has the record.",
+        REPORT,
+    ),
+    entry_of(
+        Code::HostPanic,
+        "the hypervisor's own code panicked",
+        "The CPU was detached with the system's state intact; `mercury status` has the record.",
+        REPORT,
+    ),
+    entry_of(
+        Code::UnknownExit,
+        "the CPU left for a reason that the hypervisor does not know",
+        "Rather than guess, it detached the CPU and let the processor execute the instruction natively.",
+        REPORT,
+    ),
+    entry_of(
+        Code::SvmReleased,
+        "the kernel switched SVM off on this CPU",
+        "Clearing EFER.SVME or VM_HSAVE_PA is taken as a wish to detach: the kernel does it on a crash, a \
+         forced reboot, or when it unloads KVM.",
+        "unload KVM, or attach again when the other user is gone",
+    ),
+    entry_of(
+        Code::MicrocodeUpdate,
+        "the kernel loaded microcode",
+        "A microcode update must run on the bare processor, so the CPU detached itself before it.",
+        "run `mercury doctor` (the update may have changed features), then attach again",
+    ),
+    entry_of(
+        Code::CpuReset,
+        "the CPU was reset, suspended or taken offline",
+        "A reset ends the hypervisor's hold on the CPU.",
+        "attach again once the CPU is online",
+    ),
+    entry_of(
+        Code::NestedMapExhausted,
+        "the nested tables could not be extended",
+        "A device was used at an address that lay outside everything the kernel knew at load, and the \
+         donated pages ran out. The CPU was detached.",
+        "unload and load the hypervisor while that device is present",
+    ),
+];
+
+/// The explanation of a code.
+#[must_use]
+pub fn entry(code: Code) -> &'static Entry {
+    const FALLBACK: Entry = entry_of(Code::Ok, "an unexplained code", "", REPORT);
+    TABLE.iter().find(|entry| entry.code == code).unwrap_or(&FALLBACK)
+}
+
+/// What `mercury explain` prints.
+#[derive(Debug, Serialize)]
+pub struct Explanations {
+    codes: Vec<Explanation>,
+}
+
+#[derive(Debug, Serialize)]
+struct Explanation {
+    code: &'static str,
+    number: u32,
+    exit: u8,
+    meaning: &'static str,
+    why: &'static str,
+    remedy: &'static str,
+}
+
+/// The explanation of the named or numbered code, or of all.
+pub fn explain(wanted: Option<&str>) -> Result<Explanations, Error> {
+    let codes: Vec<_> = TABLE.iter().filter(|entry| matches(entry.code, wanted)).map(explanation).collect();
+    match wanted {
+        Some(text) if codes.is_empty() => Err(Error::new(Exit::Usage, format!("there is no code `{text}`"))
+            .hint("`mercury explain` lists them all")),
+        _ => Ok(Explanations { codes }),
+    }
+}
+
+fn matches(code: Code, wanted: Option<&str>) -> bool {
+    let is = |text: &str| text.eq_ignore_ascii_case(code.name()) || text.parse() == Ok(code as u32);
+    wanted.is_none_or(is)
+}
+
+fn explanation(entry: &Entry) -> Explanation {
+    Explanation {
+        code: entry.code.name(),
+        number: entry.code as u32,
+        exit: Exit::of(entry.code) as u8,
+        meaning: entry.meaning,
+        why: entry.why,
+        remedy: entry.remedy,
+    }
+}
+
+impl Render for Explanations {
+    fn render(&self, to: &mut crate::output::Text) {
+        match self.codes.as_slice() {
+            [one] => {
+                to.line(format!("{} ({}): {}.", one.code, one.number, one.meaning));
+                to.line("");
+                to.wrapped("Why:  ", one.why);
+                to.wrapped("To do: ", one.remedy);
+            }
+            all => all
+                .iter()
+                .for_each(|one| to.line(format!("{:>4}  {:26}{}", one.number, one.code, one.meaning))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_is_explained_once_and_in_order() {
+        let codes: Vec<_> = TABLE.iter().map(|entry| entry.code).collect();
+        assert_eq!(codes, Code::ALL);
+    }
+
+    #[test]
+    fn explanations_are_sentences() {
+        for entry in TABLE {
+            assert!(!entry.meaning.ends_with('.'), "{:?}", entry.code);
+            assert!(entry.why.ends_with('.'), "{:?}", entry.code);
+            assert!(!entry.remedy.is_empty() && !entry.remedy.ends_with('.'), "{:?}", entry.code);
+        }
+    }
+
+    #[test]
+    fn found_by_name_and_number() {
+        for wanted in ["svm-disabled", "SVM-Disabled", "43"] {
+            let found = explain(Some(wanted)).expect(wanted);
+            assert_eq!(found.codes.iter().map(|one| one.number).collect::<Vec<_>>(), [43]);
+        }
+        assert_eq!(explain(None).map(|all| all.codes.len()).ok(), Some(Code::ALL.len()));
+        assert_eq!(explain(Some("nonsense")).map_err(|error| error.exit).err(), Some(Exit::Usage));
+    }
+}

@@ -1,0 +1,155 @@
+//! A driver for tests: a machine that switches at once and in known times.
+
+use crate::{
+    cpus::CpuSet,
+    driver::{Direction, Driver},
+    error::{Error, Result},
+};
+use mercury_abi::{
+    code::Code,
+    facts::CpuFacts,
+    ioctl::{
+        CpuStatus, FaultRequest, MERCURY_MODE_ATTACHED, MERCURY_MODE_NATIVE, MERCURY_STATE_ATTACHED,
+        MERCURY_STATE_LOADED, MERCURY_STATE_UNLOADED, MeasureRequest, SwitchResult, SystemInfo,
+    },
+    shared::{CrashRecord, LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
+};
+use mercury_preflight::example::good_epyc;
+use std::cell::{Cell, RefCell};
+
+/// The driver.
+pub struct FakeDriver {
+    /// Which CPUs are attached.
+    pub attached: RefCell<Vec<bool>>,
+    /// Whether the hypervisor is loaded.
+    pub loaded: Cell<bool>,
+    /// Refuse the next attach so.
+    pub refuse: Cell<Option<Code>>,
+}
+
+impl FakeDriver {
+    /// A machine of `cpus` CPUs.
+    pub fn new(cpus: usize) -> Self {
+        Self { attached: vec![false; cpus].into(), loaded: Cell::new(false), refuse: Cell::new(None) }
+    }
+
+    fn cpu_count(&self) -> u32 {
+        self.attached.borrow().len() as u32
+    }
+}
+
+/// A machine of `cpus` CPUs at 3 GHz, nothing loaded.
+pub fn system(cpus: u32) -> SystemInfo {
+    let mut version = [0; 32];
+    version[..5].copy_from_slice(b"1.2.3");
+    SystemInfo {
+        possible_cpus: cpus,
+        tsc_khz: 3_000_000,
+        memory_fixed: 2 << 20,
+        memory_per_cpu: 40 << 10,
+        version,
+        ..SystemInfo::default()
+    }
+}
+
+/// An empty block of CPU `cpu`.
+pub fn shared_cpu(cpu: u32) -> SharedCpu {
+    SharedCpu {
+        magic: SHARED_MAGIC,
+        cpu,
+        attached: 0,
+        exits: [0; 16],
+        exit_ticks: 0,
+        attaches: 0,
+        detaches: 0,
+        left_because: 0,
+        log_written: 0,
+        crash: CrashRecord {
+            code: 0,
+            vector: u32::MAX,
+            tsc: 0,
+            host_rip_offset: 0,
+            host_rsp_virt: 0,
+            error_code: 0,
+            host_cr2: 0,
+            exit_code: 0,
+            exit_info1: 0,
+            exit_info2: 0,
+            exit_event: 0,
+            guest_rip: 0,
+            guest_rflags: 0,
+            guest_cr0: 0,
+            guest_cr2: 0,
+            guest_cr3: 0,
+            guest_cr4: 0,
+            guest_cs_ss: 0,
+            guest_registers: [0; 16],
+            message: [0; 120],
+        },
+        reserved: [0; 441],
+        log: [LogRecord::default(); LOG_RECORDS],
+    }
+}
+
+impl Driver for FakeDriver {
+    fn system(&self) -> Result<SystemInfo> {
+        let wanted = self.attached.borrow().iter().filter(|attached| **attached).count() as u32;
+        let state = match (self.loaded.get(), wanted) {
+            (false, _) => MERCURY_STATE_UNLOADED,
+            (true, 0) => MERCURY_STATE_LOADED,
+            (true, _) => MERCURY_STATE_ATTACHED,
+        };
+        Ok(SystemInfo { state, wanted_cpus: wanted, ..system(self.cpu_count()) })
+    }
+
+    fn facts(&self, cpu: u32) -> Result<Option<CpuFacts>> {
+        Ok((cpu < self.cpu_count()).then(|| good_epyc(cpu)))
+    }
+
+    fn load(&self) -> Result<()> {
+        self.loaded.set(true);
+        Ok(())
+    }
+
+    fn unload(&self) -> Result<()> {
+        self.loaded.set(false);
+        Ok(())
+    }
+
+    fn switch(&self, direction: Direction, cpus: Option<&CpuSet>) -> Result<Vec<SwitchResult>> {
+        if let Some(code) = self.refuse.take() {
+            return Err(Error::refused(direction.name(), code, Some(0), [0; 2]));
+        }
+        let mut results = Vec::new();
+        for (cpu, attached) in (0..).zip(self.attached.borrow_mut().iter_mut()) {
+            let target = direction == Direction::Attach;
+            if *attached != target && cpus.is_none_or(|cpus| cpus.contains(cpu)) {
+                *attached = target;
+                results.push(SwitchResult { cpu, code: 0, ticks: 3000 * (u64::from(cpu) + 1) });
+            }
+        }
+        Ok(results)
+    }
+
+    fn status(&self) -> Result<Vec<CpuStatus>> {
+        let mode = |attached: &bool| if *attached { MERCURY_MODE_ATTACHED } else { MERCURY_MODE_NATIVE };
+        let modes = self.attached.borrow();
+        let cpus = (0..).zip(modes.iter());
+        Ok(cpus
+            .map(|(cpu, attached)| CpuStatus { cpu, mode: mode(attached), ..CpuStatus::default() })
+            .collect())
+    }
+
+    fn measure(&self, cpu: u32, count: u32) -> Result<MeasureRequest> {
+        let ticks = 600 * u64::from(count);
+        Ok(MeasureRequest { cpu, count, ticks, overhead_ticks: ticks / 10, ..MeasureRequest::default() })
+    }
+
+    fn fault(&self, _: FaultRequest) -> Result<u32> {
+        Ok(0)
+    }
+
+    fn shared(&self) -> Result<Vec<SharedCpu>> {
+        Ok((0..self.cpu_count()).map(shared_cpu).collect())
+    }
+}

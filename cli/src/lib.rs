@@ -1,0 +1,39 @@
+//! The library half of the `mercury` command.
+//!
+//! * [`args`]: the command line; [`generate`] makes manual pages and completions from it;
+//! * [`commands`]: each command opens what it needs, does one thing, returns a report;
+//! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
+//! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
+//! * [`explain`], [`bits`], [`svm`]: codes, bits and exits in words;
+//! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
+//!   scripts.
+//!
+//! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers), [`tsc`] and
+//! the benchmarks; nowhere else.
+
+pub mod args;
+pub mod bench;
+pub mod bits;
+pub mod commands;
+pub mod cpus;
+pub mod device;
+pub mod doctor;
+pub mod driver;
+pub mod error;
+pub mod exit;
+pub mod explain;
+pub mod facts;
+#[cfg(test)]
+mod fake;
+pub mod generate;
+pub mod interrupt;
+pub mod log;
+pub mod module;
+pub mod output;
+pub mod progress;
+pub mod stats;
+pub mod status;
+pub mod svm;
+pub mod switch;
+pub mod sysroot;
+pub mod tsc;

@@ -1,0 +1,259 @@
+//! `mercury log`: the rings of all CPUs merged into one story.
+
+use crate::{
+    output::{Hex, Render, Text, Tone, thousands},
+    svm,
+};
+use mercury_abi::{
+    code::Code,
+    shared::{LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
+};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Where the TSC stands in the time that `dmesg` prints: seconds since boot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Clock {
+    /// A TSC value …
+    pub tsc: u64,
+    /// … and the seconds since boot at that moment.
+    pub seconds: f64,
+    /// TSC frequency in kHz.
+    pub tsc_khz: u64,
+}
+
+impl Clock {
+    fn seconds_at(&self, tsc: u64) -> f64 {
+        let ticks_ago = self.tsc as f64 - tsc as f64;
+        if self.tsc_khz == 0 { 0.0 } else { self.seconds - ticks_ago / (self.tsc_khz as f64 * 1000.0) }
+    }
+}
+
+/// One event.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Event {
+    /// Seconds since boot, as `dmesg` prints them.
+    pub seconds: f64,
+    /// TSC when it was written.
+    pub tsc: u64,
+    /// Linux's CPU number.
+    pub cpu: u32,
+    /// Number of the record on this CPU, counting from 1.
+    pub sequence: u64,
+    /// Name of the kind.
+    pub kind: &'static str,
+    /// What happened.
+    pub text: String,
+    /// The arguments as they were written.
+    pub arguments: [Hex; 5],
+    #[serde(skip)]
+    tone: Option<Tone>,
+}
+
+/// What one look at the rings brought.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Events {
+    /// New events in the order of time.
+    pub events: Vec<Event>,
+    /// Records that were overwritten before they were read.
+    pub lost: u64,
+}
+
+/// Reads the rings again and again, giving each event once.
+#[derive(Clone, Debug, Default)]
+pub struct Reader {
+    /// Last record seen, per CPU.
+    seen: BTreeMap<u32, u64>,
+}
+
+impl Reader {
+    /// The events that are new since the last call.
+    pub fn read(&mut self, shared: &[SharedCpu], clock: &Clock) -> Events {
+        let mut all = Events::default();
+        for block in shared.iter().filter(|block| block.magic == SHARED_MAGIC) {
+            self.read_block(block, clock, &mut all);
+        }
+        all.events.sort_by_key(|event| (event.tsc, event.cpu, event.sequence));
+        all
+    }
+
+    fn read_block(&mut self, block: &SharedCpu, clock: &Clock, all: &mut Events) {
+        let seen = self.seen.entry(block.cpu).or_default();
+        if block.log_written < *seen {
+            // Unloaded and loaded again.
+            *seen = 0;
+        }
+        let oldest = block.log_written.saturating_sub(LOG_RECORDS as u64) + 1;
+        if *seen != 0 {
+            all.lost += oldest.saturating_sub(*seen + 1);
+        }
+        let new = |record: &&LogRecord| record.sequence > *seen && record.sequence <= block.log_written;
+        all.events.extend(block.log.iter().filter(new).map(|record| event(record, clock)));
+        *seen = block.log_written;
+    }
+}
+
+fn event(record: &LogRecord, clock: &Clock) -> Event {
+    let (kind, text, tone) = decode(record);
+    Event {
+        seconds: clock.seconds_at(record.tsc),
+        tsc: record.tsc,
+        cpu: record.cpu,
+        sequence: record.sequence,
+        kind,
+        text,
+        arguments: record.arguments.map(Hex),
+        tone,
+    }
+}
+
+/// Kind, sentence and colour of a record. The numbers are [`mercury_abi::shared::LogKind`]'s.
+fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
+    let [a, b, c, d, _] = record.arguments;
+    match record.kind {
+        1 => ("attached", "attached".into(), Some(Tone::Good)),
+        2 => ("detached", "detached".into(), Some(Tone::Good)),
+        3 => ("left", left(a, b, c, d), Some(Tone::Doubtful)),
+        4 => ("msr", msr(a, b, c, d), None),
+        5 => ("nested-fill", format!("nested map extended by {b:#x} bytes at {a:#x}"), None),
+        6 => (
+            "hidden-write",
+            format!("write to hidden memory at {a:#x} dropped (rip {b:#x})"),
+            Some(Tone::Doubtful),
+        ),
+        7 => ("reinjected", format!("event {a:#x} handed over again after {}", svm::exit_name(b)), None),
+        8 => ("crash", crash(a, b, c, d), Some(Tone::Bad)),
+        9 => ("invalid-state", format!("control block refused: check {a:#x}, value {b:#x}"), Some(Tone::Bad)),
+        kind => ("unknown", format!("record of unknown kind {kind}"), None),
+    }
+}
+
+fn code_name(number: u64) -> String {
+    let code = u32::try_from(number).ok().and_then(Code::from_number);
+    code.map_or_else(|| format!("code {number}"), |code| code.name().to_string())
+}
+
+fn left(code: u64, exit: u64, rip: u64, detail: u64) -> String {
+    format!(
+        "left the hypervisor by itself: {} ({}, rip {rip:#x}, detail {detail:#x})",
+        code_name(code),
+        svm::exit_name(exit)
+    )
+}
+
+fn msr(number: u64, value: u64, written: u64, faulted: u64) -> String {
+    let verb = if written != 0 { "written" } else { "read" };
+    let fault = if faulted != 0 { ", which faulted" } else { "" };
+    format!("MSR {number:#x} {verb} for the system ({value:#x}){fault}")
+}
+
+fn crash(code: u64, cause: u64, host_rip: u64, guest_rip: u64) -> String {
+    format!(
+        "the hypervisor crashed: {} ({cause:#x}) at image+{host_rip:#x}, rip {guest_rip:#x}; see `mercury status`",
+        code_name(code)
+    )
+}
+
+impl Render for Events {
+    fn render(&self, to: &mut Text) {
+        if self.lost > 0 {
+            let text = format!("… {} records were overwritten before they were read", thousands(self.lost));
+            to.line(to.tone(Tone::Doubtful, &text));
+        }
+        for event in &self.events {
+            let text = event.tone.map_or(event.text.clone(), |tone| to.tone(tone, &event.text));
+            to.line(format!("[{:12.6}] CPU {:<3} {text}", event.seconds, event.cpu));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::shared_cpu;
+
+    const CLOCK: Clock = Clock { tsc: 10_000_000_000, seconds: 100.0, tsc_khz: 1_000_000 };
+
+    /// Writes a record as the hypervisor does.
+    fn write(block: &mut SharedCpu, tsc: u64, kind: u32, arguments: [u64; 5]) {
+        let index = block.log_written as usize % LOG_RECORDS;
+        block.log_written += 1;
+        block.log[index] = LogRecord { sequence: block.log_written, tsc, kind, cpu: block.cpu, arguments };
+    }
+
+    fn rendered(events: &Events) -> String {
+        let mut text = Text::new(false);
+        events.render(&mut text);
+        text.finish()
+    }
+
+    #[test]
+    fn every_kind_is_told() {
+        let mut block = shared_cpu(0);
+        write(&mut block, 9_000_000_000, 1, [0; 5]);
+        write(&mut block, 9_100_000_000, 4, [0xc000_2000, 0xff, 1, 0, 0]);
+        write(&mut block, 9_200_000_000, 5, [0x1000_0000_0000, 0x4000_0000, 0, 0, 0]);
+        write(&mut block, 9_300_000_000, 6, [0x1234_5000, 0xffff_ffff_8100_0000, 0, 0, 0]);
+        write(&mut block, 9_400_000_000, 7, [0x8000_0020, 0x400, 0, 0, 0]);
+        write(&mut block, 9_500_000_000, 3, [122, 0x7d, 0xffff_ffff_8100_0000, 0, 0]);
+        write(&mut block, 9_600_000_000, 8, [120, 14, 0x1234, 0xffff_ffff_8100_0000, 0]);
+        write(&mut block, 9_700_000_000, 9, [3, 0x40, 0, 0, 0]);
+        write(&mut block, 9_800_000_000, 2, [0; 5]);
+        write(&mut block, 9_900_000_000, 77, [0; 5]);
+        insta::assert_snapshot!(rendered(&Reader::default().read(&[block], &CLOCK)));
+    }
+
+    #[test]
+    fn cpus_are_merged_by_time() {
+        let (mut one, mut two) = (shared_cpu(0), shared_cpu(1));
+        write(&mut one, 300, 1, [0; 5]);
+        write(&mut two, 100, 1, [0; 5]);
+        write(&mut one, 400, 2, [0; 5]);
+        write(&mut two, 350, 2, [0; 5]);
+        let events = Reader::default().read(&[one, two], &CLOCK).events;
+        assert_eq!(events.iter().map(|event| event.tsc).collect::<Vec<_>>(), [100, 300, 350, 400]);
+    }
+
+    #[test]
+    fn each_event_comes_once() {
+        let mut block = shared_cpu(0);
+        let mut reader = Reader::default();
+        write(&mut block, 1, 1, [0; 5]);
+        assert_eq!(reader.read(&[block], &CLOCK).events.len(), 1);
+        assert_eq!(reader.read(&[block], &CLOCK).events.len(), 0);
+        write(&mut block, 2, 2, [0; 5]);
+        assert_eq!(reader.read(&[block], &CLOCK).events.len(), 1);
+    }
+
+    #[test]
+    fn what_was_overwritten_is_counted() {
+        let mut block = shared_cpu(0);
+        let mut reader = Reader::default();
+        write(&mut block, 1, 1, [0; 5]);
+        reader.read(&[block], &CLOCK);
+        for tsc in 0..70 {
+            write(&mut block, tsc, 1, [0; 5]);
+        }
+        let events = reader.read(&[block], &CLOCK);
+        assert_eq!((events.events.len(), events.lost), (64, 6));
+    }
+
+    #[test]
+    fn a_torn_record_is_left_out() {
+        let mut block = shared_cpu(0);
+        write(&mut block, 1, 1, [0; 5]);
+        block.log[0].sequence = 0;
+        assert!(Reader::default().read(&[block], &CLOCK).events.is_empty());
+    }
+
+    #[test]
+    fn a_reload_starts_again() {
+        let mut block = shared_cpu(0);
+        let mut reader = Reader::default();
+        (0..5).for_each(|tsc| write(&mut block, tsc, 1, [0; 5]));
+        reader.read(&[block], &CLOCK);
+        let mut fresh = shared_cpu(0);
+        write(&mut fresh, 9, 1, [0; 5]);
+        assert_eq!(reader.read(&[fresh], &CLOCK).events.len(), 1);
+    }
+}

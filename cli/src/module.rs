@@ -1,0 +1,197 @@
+//! The kernel module: putting it in and taking it out.
+
+use crate::{
+    device,
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::{Module, Sysroot},
+};
+use mercury_abi::code::Code;
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
+use std::{
+    ffi::{CStr, CString},
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+/// The module's name.
+pub const NAME: &CStr = c"mercury";
+
+/// How long the device node may take to appear after the module is in.
+const NODE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Modules that take hardware virtualization for themselves.
+const HOLDERS: [&str; 5] = ["kvm_amd", "kvm_intel", "vboxdrv", "vmmon", "jailhouse"];
+
+/// The modules that may hold hardware virtualization now.
+#[must_use]
+pub fn holders(sysroot: &Sysroot) -> Vec<Module> {
+    sysroot.modules().into_iter().filter(|module| HOLDERS.contains(&module.name.as_str())).collect()
+}
+
+/// Whether this holder can be unloaded: KVM that no virtual machine uses.
+#[must_use]
+pub fn is_unused_kvm(module: &Module) -> bool {
+    matches!(module.name.as_str(), "kvm_amd" | "kvm_intel") && module.references == 0
+}
+
+/// Whether the module is in the kernel.
+#[must_use]
+pub fn is_loaded(sysroot: &Sysroot) -> bool {
+    sysroot.module("mercury").is_some()
+}
+
+/// Puts the module in if it is not: from `path`, or from the running kernel's module directory.
+/// Returns whether it was put in now.
+pub fn insert(path: Option<&Path>, sysroot: &Sysroot) -> Result<bool> {
+    if is_loaded(sysroot) {
+        return Ok(false);
+    }
+    let inserted = match path {
+        Some(path) => insert_file(path)?,
+        None => modprobe()?,
+    };
+    wait_for_node()?;
+    Ok(inserted)
+}
+
+fn insert_file(path: &Path) -> Result<bool> {
+    let action = || format!("loading {}", path.display());
+    let file = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|errno| {
+        Error::system(&action(), errno).hint("check the path given by --module or MERCURY_MODULE")
+    })?;
+    match rustix::system::finit_module(&file, c"", 0) {
+        Ok(()) => Ok(true),
+        Err(Errno::EXIST) => Ok(false),
+        Err(errno) => Err(insertion_error(&action(), errno)),
+    }
+}
+
+fn insertion_error(action: &str, errno: Errno) -> Error {
+    match errno {
+        Errno::KEYREJECTED | Errno::NOKEY => Error::refused(action, Code::Lockdown, None, [0; 2]),
+        Errno::PERM if rustix::process::geteuid().is_root() => {
+            Error::refused(action, Code::Lockdown, None, [0; 2])
+        }
+        Errno::NOEXEC => {
+            Error::new(Exit::Failed, format!("{action} failed: the module was built for another kernel"))
+                .hint("build it for the running kernel: `dkms autoinstall`")
+        }
+        errno => Error::system(action, errno),
+    }
+}
+
+fn modprobe() -> Result<bool> {
+    let output = Command::new("modprobe").arg("mercury").output();
+    let missing = |why: String| {
+        Error::new(Exit::Failed, format!("the driver could not be loaded: {why}")).hint(
+            "install the package with its kernel module (`dkms status mercury` shows its state), or name the \
+             file with --module or MERCURY_MODULE",
+        )
+    };
+    let output = output.map_err(|_| missing("there is no modprobe command".into()))?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_string();
+    match (output.status.success(), said.as_str()) {
+        (true, _) => Ok(true),
+        (_, said) if said.contains("ey was rejected") || said.contains("Required key") => {
+            Err(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]))
+        }
+        (_, said) if said.contains("Operation not permitted") => {
+            Err(insertion_error("loading the driver", Errno::PERM))
+        }
+        (_, said) if said.contains("not found") => {
+            Err(missing("it is not installed for the running kernel".into()))
+        }
+        (_, said) => Err(missing(said.to_string())),
+    }
+}
+
+fn wait_for_node() -> Result<()> {
+    let start = Instant::now();
+    while !Path::new(device::PATH).exists() {
+        if start.elapsed() > NODE_TIMEOUT {
+            return Err(Error::new(Exit::Failed, "the driver is loaded, but /dev/mercury did not appear")
+                .hint("mount devtmpfs on /dev, or start udev"));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+/// Takes the module out; nobody may have the device open.
+pub fn remove() -> Result<()> {
+    remove_module(NAME).map_err(|errno| match errno {
+        Errno::AGAIN | Errno::BUSY => Error {
+            code: Some(Code::Busy),
+            ..Error::new(Exit::Busy, "another process has /dev/mercury open")
+        }
+        .hint("end it (`fuser -v /dev/mercury` names it) and repeat the command"),
+        errno => Error::system("removing the driver", errno),
+    })
+}
+
+/// Unloads a KVM that nobody uses: the vendor's half, then the common one if nothing else needs it.
+pub fn remove_kvm(module: &Module) -> Result<()> {
+    let action = format!("unloading {}", module.name);
+    let name = CString::new(module.name.as_str())
+        .map_err(|_| Error::new(Exit::Failed, "a module without a name"))?;
+    remove_module(&name).map_err(|errno| {
+        Error::system(&action, errno).hint("shut down the virtual machines that use it, then try again")
+    })?;
+    // Another user of kvm keeps it; without the vendor's half it does not hold the hardware.
+    let _ = remove_module(c"kvm");
+    Ok(())
+}
+
+fn remove_module(name: &CStr) -> rustix::io::Result<()> {
+    match rustix::system::delete_module(name, OFlags::NONBLOCK.bits() as i32) {
+        Err(Errno::NOENT) => Ok(()),
+        result => result,
+    }
+}
+
+/// Where the module is for the running kernel, if it is installed there.
+#[must_use]
+pub fn installed(sysroot: &Sysroot, release: &str) -> Option<PathBuf> {
+    let places = ["updates/dkms", "updates", "extra"];
+    let endings = ["ko", "ko.xz", "ko.zst", "ko.gz"];
+    let candidates = places.iter().flat_map(|place| {
+        endings.map(|ending| sysroot.path(&format!("lib/modules/{release}/{place}/mercury.{ending}")))
+    });
+    candidates.into_iter().find(|path| path.exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unused_kvm_may_go() {
+        let module = |name: &str, references| Module { name: name.into(), references, used_by: vec![] };
+        assert!(is_unused_kvm(&module("kvm_amd", 0)));
+        assert!(!is_unused_kvm(&module("kvm_amd", 1)));
+        assert!(!is_unused_kvm(&module("vboxdrv", 0)));
+    }
+
+    #[test]
+    fn signing_errors_are_named() {
+        let error = insertion_error("loading x.ko", Errno::KEYREJECTED);
+        assert_eq!((error.code, error.exit), (Some(Code::Lockdown), Exit::Impossible));
+        assert!(insertion_error("loading x.ko", Errno::NOEXEC).message.contains("another kernel"));
+    }
+
+    #[test]
+    fn finds_the_installed_module() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let directory = root.path().join("lib/modules/6.1.0-1/updates/dkms");
+        std::fs::create_dir_all(&directory).expect("directory");
+        let sysroot = Sysroot::at(root.path());
+        assert_eq!(installed(&sysroot, "6.1.0-1"), None);
+        std::fs::write(directory.join("mercury.ko.xz"), "").expect("file");
+        assert_eq!(installed(&sysroot, "6.1.0-1"), Some(directory.join("mercury.ko.xz")));
+    }
+}

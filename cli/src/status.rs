@@ -1,0 +1,509 @@
+//! `mercury status`: the mode of each CPU as a fact asked of it, and the hypervisor's counters.
+
+use crate::{
+    driver::Driver,
+    error::Result,
+    output::{Hex, Render, Text, Tone, bytes, duration, thousands, ticks_to_us},
+    svm,
+};
+use mercury_abi::{
+    code::Code,
+    ioctl::{
+        CpuStatus, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_MODE_ATTACHED, MERCURY_MODE_NATIVE,
+        MERCURY_MODE_OFFLINE, MERCURY_STATE_ATTACHED, MERCURY_STATE_CRASHED, MERCURY_STATE_LOADED,
+        MERCURY_STATE_UNLOADED, SystemInfo,
+    },
+    shared::{CrashRecord, ExitReason, SHARED_MAGIC, SharedCpu},
+};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// More CPUs than this are summed up instead of getting a column each.
+const COLUMNS: usize = 8;
+
+const REGISTERS: [&str; 16] = [
+    "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi", "r8", "r9", "r10", "r11", "r12", "r13", "r14",
+    "r15",
+];
+
+/// Everything that `mercury status` shows.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Status {
+    /// `no-driver`, `unloaded`, `loaded`, `attached` or `crashed`.
+    pub state: &'static str,
+    /// The hypervisor's version, empty without a driver.
+    pub version: String,
+    /// TSC frequency in kHz.
+    pub tsc_khz: u64,
+    /// Process that controls Mercury.
+    pub controller_pid: Option<u32>,
+    /// Range of CPU numbers.
+    pub possible_cpus: u32,
+    /// CPUs that are meant to be attached.
+    pub wanted_cpus: u32,
+    /// What the pre-cached hypervisor holds.
+    pub memory: Memory,
+    /// `fault-injection` in the lab's builds.
+    pub features: Vec<&'static str>,
+    /// One entry per possible CPU.
+    pub cpus: Vec<Cpu>,
+}
+
+/// Memory in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// Independent of the number of CPUs.
+    pub fixed_bytes: u64,
+    /// For each possible CPU.
+    pub per_cpu_bytes: u64,
+    /// Together.
+    pub total_bytes: u64,
+}
+
+/// One CPU.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cpu {
+    /// Linux's number.
+    pub cpu: u32,
+    /// `offline`, `native` or `attached`: asked of the CPU just now.
+    pub mode: &'static str,
+    /// Whether it is meant to be attached.
+    pub wanted: bool,
+    /// Why it last left the hypervisor other than by a detach.
+    pub left_because: Option<&'static str>,
+    /// Attaches since load.
+    pub attaches: u64,
+    /// Detaches since load.
+    pub detaches: u64,
+    /// Interrupts off in the last attach, TSC ticks.
+    pub attach_ticks: u64,
+    /// The same in microseconds.
+    pub attach_us: f64,
+    /// Interrupts off in the last detach, TSC ticks.
+    pub detach_ticks: u64,
+    /// The same in microseconds.
+    pub detach_us: f64,
+    /// Exits since load, of all reasons.
+    pub exits_total: u64,
+    /// Exits since load by reason; reasons without any are left out.
+    pub exits: BTreeMap<&'static str, u64>,
+    /// TSC ticks spent in exits since load.
+    pub exit_ticks: u64,
+    /// The last crash.
+    pub crash: Option<Crash>,
+}
+
+/// What was known when the hypervisor gave up on a CPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Crash {
+    /// What happened.
+    pub code: &'static str,
+    /// Panic message or name of the fault point.
+    pub message: String,
+    /// Exception, if it was one.
+    pub exception: Option<String>,
+    /// The exception's error code.
+    pub error_code: Hex,
+    /// TSC at the crash.
+    pub tsc: u64,
+    /// Hypervisor's instruction, relative to its image.
+    pub host_rip_offset: Hex,
+    /// Hypervisor's stack.
+    pub host_rsp: Hex,
+    /// Hypervisor's CR2.
+    pub host_cr2: Hex,
+    /// The last exit.
+    pub exit: String,
+    /// Its code.
+    pub exit_code: Hex,
+    /// Its first qualification.
+    pub exit_info1: Hex,
+    /// Its second qualification.
+    pub exit_info2: Hex,
+    /// Event in delivery at the exit.
+    pub exit_event: Hex,
+    /// The system's registers.
+    pub guest: BTreeMap<&'static str, Hex>,
+}
+
+impl Status {
+    /// Asks the driver.
+    pub fn collect(driver: &dyn Driver) -> Result<Self> {
+        let system = driver.system()?;
+        let (cpus, shared) = match system.state {
+            MERCURY_STATE_UNLOADED => (Vec::new(), Vec::new()),
+            _ => (driver.status()?, driver.shared()?),
+        };
+        Ok(Self::new(&system, &cpus, &shared))
+    }
+
+    /// The status of a machine without the driver.
+    #[must_use]
+    pub fn without_driver() -> Self {
+        Self { state: "no-driver", ..Self::new(&SystemInfo::default(), &[], &[]) }
+    }
+
+    /// Puts together what the driver and the hypervisor say.
+    #[must_use]
+    pub fn new(system: &SystemInfo, cpus: &[CpuStatus], shared: &[SharedCpu]) -> Self {
+        let cpu = |status: &CpuStatus| cpu(status, shared.get(status.cpu as usize), system.tsc_khz);
+        Self {
+            state: state_name(system.state),
+            version: nul_padded(&system.version),
+            tsc_khz: system.tsc_khz,
+            controller_pid: (system.controller_pid != 0).then_some(system.controller_pid),
+            possible_cpus: system.possible_cpus,
+            wanted_cpus: system.wanted_cpus,
+            memory: Memory {
+                fixed_bytes: system.memory_fixed,
+                per_cpu_bytes: system.memory_per_cpu,
+                total_bytes: system.memory_fixed + system.memory_per_cpu * u64::from(system.possible_cpus),
+            },
+            features: features(system.features),
+            cpus: cpus.iter().map(cpu).collect(),
+        }
+    }
+
+    /// Exits of all CPUs since load.
+    #[must_use]
+    pub fn exits_total(&self) -> u64 {
+        self.cpus.iter().map(|cpu| cpu.exits_total).sum()
+    }
+
+    /// CPUs in a mode.
+    #[must_use]
+    pub fn in_mode(&self, mode: &str) -> usize {
+        self.cpus.iter().filter(|cpu| cpu.mode == mode).count()
+    }
+}
+
+fn state_name(state: u32) -> &'static str {
+    match state {
+        MERCURY_STATE_UNLOADED => "unloaded",
+        MERCURY_STATE_LOADED => "loaded",
+        MERCURY_STATE_ATTACHED => "attached",
+        MERCURY_STATE_CRASHED => "crashed",
+        _ => "unknown",
+    }
+}
+
+fn mode_name(mode: u32) -> &'static str {
+    match mode {
+        MERCURY_MODE_OFFLINE => "offline",
+        MERCURY_MODE_NATIVE => "native",
+        MERCURY_MODE_ATTACHED => "attached",
+        _ => "unknown",
+    }
+}
+
+fn features(bits: u64) -> Vec<&'static str> {
+    if bits & MERCURY_FEATURE_FAULT_INJECTION != 0 { vec!["fault-injection"] } else { Vec::new() }
+}
+
+/// NUL-padded ASCII as text.
+#[must_use]
+pub fn nul_padded(text: &[u8]) -> String {
+    let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
+    String::from_utf8_lossy(text.get(..end).unwrap_or_default()).into_owned()
+}
+
+fn cpu(status: &CpuStatus, shared: Option<&SharedCpu>, tsc_khz: u64) -> Cpu {
+    let shared = shared.filter(|shared| shared.magic == SHARED_MAGIC);
+    let exits = shared.map(exits_by_reason).unwrap_or_default();
+    let left = Code::from_number(status.left_because).filter(|code| *code != Code::Ok);
+    Cpu {
+        cpu: status.cpu,
+        mode: mode_name(status.mode),
+        wanted: status.wanted != 0,
+        left_because: left.map(Code::name),
+        attaches: status.attaches,
+        detaches: status.detaches,
+        attach_ticks: status.attach_ticks,
+        attach_us: ticks_to_us(status.attach_ticks, tsc_khz),
+        detach_ticks: status.detach_ticks,
+        detach_us: ticks_to_us(status.detach_ticks, tsc_khz),
+        exits_total: exits.values().sum(),
+        exits,
+        exit_ticks: shared.map_or(0, |shared| shared.exit_ticks),
+        crash: shared.and_then(|shared| crash(&shared.crash)),
+    }
+}
+
+fn exits_by_reason(shared: &SharedCpu) -> BTreeMap<&'static str, u64> {
+    let counts = ExitReason::NAMES.iter().zip(&shared.exits);
+    counts.map(|((_, name), count)| (*name, *count)).filter(|(_, count)| *count != 0).collect()
+}
+
+fn crash(record: &CrashRecord) -> Option<Crash> {
+    let exception = match record.vector {
+        u32::MAX => None,
+        vector => Some(svm::vector_name(vector)),
+    };
+    (record.code != 0).then(|| Crash {
+        code: Code::from_number(record.code).map_or("unknown", Code::name),
+        message: nul_padded(&record.message),
+        exception,
+        error_code: Hex(record.error_code),
+        tsc: record.tsc,
+        host_rip_offset: Hex(record.host_rip_offset),
+        host_rsp: Hex(record.host_rsp_virt),
+        host_cr2: Hex(record.host_cr2),
+        exit: svm::exit_name(record.exit_code),
+        exit_code: Hex(record.exit_code),
+        exit_info1: Hex(record.exit_info1),
+        exit_info2: Hex(record.exit_info2),
+        exit_event: Hex(record.exit_event),
+        guest: guest_registers(record),
+    })
+}
+
+fn guest_registers(record: &CrashRecord) -> BTreeMap<&'static str, Hex> {
+    let general = REGISTERS.iter().copied().zip(record.guest_registers);
+    let special = [
+        ("rip", record.guest_rip),
+        ("rflags", record.guest_rflags),
+        ("cr0", record.guest_cr0),
+        ("cr2", record.guest_cr2),
+        ("cr3", record.guest_cr3),
+        ("cr4", record.guest_cr4),
+        ("cs", record.guest_cs_ss & 0xffff),
+        ("ss", record.guest_cs_ss >> 16 & 0xffff),
+    ];
+    general.chain(special).map(|(name, value)| (name, Hex(value))).collect()
+}
+
+impl Render for Status {
+    fn render(&self, to: &mut Text) {
+        to.line(self.headline(to));
+        if self.state == "no-driver" {
+            return;
+        }
+        to.line(self.memory_line());
+        if let Some(pid) = self.controller_pid {
+            to.line(format!("controlled by process {pid}"));
+        }
+        if !self.cpus.is_empty() {
+            to.line("");
+            to.table(&self.cpu_rows());
+        }
+        self.render_departures(to);
+        self.render_exits(to);
+        self.render_crashes(to);
+    }
+}
+
+impl Status {
+    fn headline(&self, to: &Text) -> String {
+        let online = self.cpus.len() - self.in_mode("offline");
+        let attached = self.in_mode("attached");
+        let state = match self.state {
+            "no-driver" => "not loaded: every CPU runs on the bare hardware".into(),
+            "unloaded" => "driver loaded, hypervisor not: every CPU runs on the bare hardware".into(),
+            "loaded" => to.tone(Tone::Good, "loaded, every CPU native"),
+            "attached" => to.tone(Tone::Good, &format!("attached, {attached} of {online} online CPUs")),
+            "crashed" => to.tone(Tone::Bad, "crashed and taken out; the system runs on natively"),
+            other => other.to_string(),
+        };
+        format!(
+            "Mercury {}{state}",
+            if self.version.is_empty() { String::new() } else { self.version.clone() + ": " }
+        )
+    }
+
+    fn memory_line(&self) -> String {
+        format!(
+            "memory {}: {} and {} for each of {} possible CPUs",
+            bytes(self.memory.total_bytes),
+            bytes(self.memory.fixed_bytes),
+            bytes(self.memory.per_cpu_bytes),
+            self.possible_cpus
+        )
+    }
+
+    fn cpu_rows(&self) -> Vec<Vec<String>> {
+        let heading =
+            ["CPU", "mode", "attaches", "detaches", "last attach", "last detach", "exits", "in exits"];
+        let mut rows = vec![heading.map(String::from).to_vec()];
+        rows.extend(self.cpus.iter().map(|cpu| self.cpu_row(cpu)));
+        rows
+    }
+
+    fn cpu_row(&self, cpu: &Cpu) -> Vec<String> {
+        let time = |ticks, us| if ticks == 0 { "–".to_string() } else { duration(us) };
+        vec![
+            cpu.cpu.to_string(),
+            cpu.mode.to_string(),
+            thousands(cpu.attaches),
+            thousands(cpu.detaches),
+            time(cpu.attach_ticks, cpu.attach_us),
+            time(cpu.detach_ticks, cpu.detach_us),
+            thousands(cpu.exits_total),
+            duration(ticks_to_us(cpu.exit_ticks, self.tsc_khz)),
+        ]
+    }
+
+    fn render_departures(&self, to: &mut Text) {
+        let gone = |cpu: &&Cpu| cpu.wanted && cpu.mode == "native";
+        for cpu in self.cpus.iter().filter(gone) {
+            let why = cpu.left_because.unwrap_or("cpu-reset");
+            let text = format!(
+                "CPU {} is meant to be attached but is native: {why} (`mercury explain {why}`)",
+                cpu.cpu
+            );
+            to.line("");
+            to.line(to.tone(Tone::Doubtful, &text));
+        }
+    }
+
+    fn render_exits(&self, to: &mut Text) {
+        let rows = self.exit_rows();
+        if rows.len() > 1 {
+            to.line("");
+            to.table(&rows);
+        }
+    }
+
+    /// A row per reason that occurred; a column per CPU where they fit.
+    fn exit_rows(&self) -> Vec<Vec<String>> {
+        let columns: &[Cpu] = if self.cpus.len() <= COLUMNS { &self.cpus } else { &[] };
+        let mut heading = vec!["exits by reason".to_string(), "all".to_string()];
+        heading.extend(columns.iter().map(|cpu| format!("CPU {}", cpu.cpu)));
+        let count = |cpu: &Cpu, name: &str| cpu.exits.get(name).copied().unwrap_or(0);
+        let row = |name: &'static str| {
+            let all: u64 = self.cpus.iter().map(|cpu| count(cpu, name)).sum();
+            let each = columns.iter().map(|cpu| thousands(count(cpu, name)));
+            let cells = [name.to_string(), thousands(all)].into_iter().chain(each).collect();
+            (all != 0).then_some(cells)
+        };
+        let rows = ExitReason::NAMES.iter().filter_map(|(_, name)| row(name));
+        std::iter::once(heading).chain(rows).collect()
+    }
+
+    fn render_crashes(&self, to: &mut Text) {
+        for cpu in &self.cpus {
+            if let Some(crash) = &cpu.crash {
+                to.line("");
+                crash.render_on(cpu.cpu, to);
+            }
+        }
+    }
+}
+
+impl Crash {
+    fn render_on(&self, cpu: u32, to: &mut Text) {
+        let exception =
+            self.exception.as_ref().map(|name| format!(": {name} (error code {})", hex(self.error_code)));
+        let title = format!("crash on CPU {cpu}: {}{}", self.code, exception.unwrap_or_default());
+        to.line(to.tone(Tone::Bad, &title));
+        if !self.message.is_empty() {
+            to.line(format!("  {}", self.message));
+        }
+        to.line(format!(
+            "  hypervisor: rip image+{}, rsp {}, cr2 {}",
+            hex(self.host_rip_offset),
+            hex(self.host_rsp),
+            hex(self.host_cr2)
+        ));
+        to.line(format!(
+            "  last exit: {} ({}), info {} {}, event {}",
+            self.exit,
+            hex(self.exit_code),
+            hex(self.exit_info1),
+            hex(self.exit_info2),
+            hex(self.exit_event)
+        ));
+        let order = ["rip", "rflags", "cs", "ss", "cr0", "cr2", "cr3", "cr4"].iter().chain(&REGISTERS);
+        let cells: Vec<String> = order.map(|name| self.register(name)).collect();
+        for line in cells.chunks(4) {
+            to.line(format!("  {}", line.join("  ")));
+        }
+    }
+
+    fn register(&self, name: &str) -> String {
+        format!("{name:>6} {:016x}", self.guest.get(name).map_or(0, |value| value.0))
+    }
+}
+
+fn hex(value: Hex) -> String {
+    format!("{:#x}", value.0)
+}
+
+/// Exits a second between two readings.
+#[must_use]
+pub fn exits_per_second(before: &Status, after: &Status, seconds: f64) -> f64 {
+    let exits = after.exits_total().saturating_sub(before.exits_total());
+    if seconds > 0.0 { exits as f64 / seconds } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::{shared_cpu, system};
+    use crate::output::json;
+
+    fn status(mode: u32) -> Status {
+        let mut one = shared_cpu(1);
+        one.exits[ExitReason::Hypercall as usize] = 1200;
+        one.exits[ExitReason::NestedFill as usize] = 2;
+        one.exit_ticks = 4_000_000;
+        let cpu =
+            |cpu, mode| CpuStatus { cpu, mode, attach_ticks: 9000, attaches: 1, ..CpuStatus::default() };
+        let info = SystemInfo { state: MERCURY_STATE_ATTACHED, wanted_cpus: 2, ..system(2) };
+        Status::new(&info, &[cpu(0, MERCURY_MODE_ATTACHED), cpu(1, mode)], &[shared_cpu(0), one])
+    }
+
+    fn rendered(status: &Status) -> String {
+        let mut text = Text::new(false);
+        status.render(&mut text);
+        text.finish()
+    }
+
+    #[test]
+    fn attached() {
+        insta::assert_snapshot!(rendered(&status(MERCURY_MODE_ATTACHED)));
+    }
+
+    #[test]
+    fn fallen_back_to_native() {
+        let mut status = status(MERCURY_MODE_NATIVE);
+        status.cpus[1].wanted = true;
+        status.cpus[1].left_because = Some("microcode-update");
+        assert!(rendered(&status).contains("CPU 1 is meant to be attached but is native: microcode-update"));
+    }
+
+    #[test]
+    fn crashed() {
+        let mut shared = shared_cpu(0);
+        shared.crash.code = Code::HostException as u32;
+        shared.crash.vector = 14;
+        shared.crash.exit_code = 0x400;
+        shared.crash.host_cr2 = 0xdead_0000;
+        shared.crash.guest_rip = 0xffff_ffff_8123_4567;
+        shared.crash.message[..4].copy_from_slice(b"test");
+        let cpu = CpuStatus { mode: MERCURY_MODE_NATIVE, ..CpuStatus::default() };
+        let info = SystemInfo { state: MERCURY_STATE_CRASHED, ..system(1) };
+        insta::assert_snapshot!(rendered(&Status::new(&info, &[cpu], &[shared])));
+    }
+
+    #[test]
+    fn not_loaded() {
+        assert_eq!(
+            rendered(&Status::without_driver()),
+            "Mercury not loaded: every CPU runs on the bare hardware\n"
+        );
+    }
+
+    #[test]
+    fn as_json() {
+        insta::assert_snapshot!(json("status", &status(MERCURY_MODE_ATTACHED)));
+    }
+
+    #[test]
+    fn rates() {
+        let before = status(MERCURY_MODE_ATTACHED);
+        let mut after = before.clone();
+        after.cpus[0].exits_total += 50;
+        assert_eq!(exits_per_second(&before, &after, 2.0), 25.0);
+        assert_eq!(exits_per_second(&after, &before, 2.0), 0.0);
+    }
+}

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM, which uses the same
+ * hardware. Every handler may be called twice or in vain.
+ *
+ * A panic reaches us through the kernel's emergency callback. There is one slot, which KVM's modules
+ * want too: it is held while the hypervisor is loaded and KVM is not. Without it, Linux 6.1 still
+ * clears EFER.SVME by itself in an emergency, and that write is a detach.
+ */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/cpu.h>
+#include <linux/cpuhotplug.h>
+#include <linux/module.h>
+#include <linux/panic_notifier.h>
+#include <linux/reboot.h>
+#include <linux/syscore_ops.h>
+#include <asm/reboot.h>
+
+#include "mercury.h"
+
+#define HAVE_EMERGENCY_SLOT	(IS_ENABLED(CONFIG_KVM_AMD) || IS_ENABLED(CONFIG_KVM_INTEL))
+
+/* Later kernels, stable ones among them, hand an argument to syscore operations (see Kbuild). */
+#ifdef MERCURY_STRUCT_SYSCORE
+#define SYSCORE_ARGUMENT	void *data
+#define SYSCORE_CONST		static const
+static const struct syscore_ops syscore_ops;
+static struct syscore syscore = { .ops = &syscore_ops };
+#else
+#define SYSCORE_ARGUMENT	void
+#define SYSCORE_CONST		static
+#define register_syscore(syscore)	register_syscore_ops(&syscore_ops)
+#define unregister_syscore(syscore)	unregister_syscore_ops(&syscore_ops)
+#endif
+
+static int hotplug_state;
+
+/* Attaches this CPU if it should be; interrupts off, no other CPU does anything of the kind. */
+static u32 attach_here(void)
+{
+	struct mercury_cpu *m = this_cpu_ptr(&mercury_cpus);
+	u32 code;
+
+	if (mercury_fault(MERCURY_FAULT_POINT_HOTPLUG))
+		return MERCURY_CODE_INJECTED_FAULT;
+	code = mercury_check_cpu(m);
+	if (code == MERCURY_CODE_OK)
+		code = mercury_attach_cpu(m);
+	return code;
+}
+
+static void detach_here(void)
+{
+	mercury_detach_cpu(this_cpu_ptr(&mercury_cpus));
+}
+
+static bool is_wanted(unsigned int cpu)
+{
+	return mercury.state == MERCURY_STATE_ATTACHED && !mercury.going_down &&
+	       (mercury.want_all || cpumask_test_cpu(cpu, &mercury.wanted));
+}
+
+/* A CPU that refuses stays native; that is no reason to keep it offline. */
+static void attach_if_wanted(unsigned int cpu)
+{
+	unsigned long flags;
+	u32 code;
+
+	if (!is_wanted(cpu))
+		return;
+	local_irq_save(flags);
+	code = attach_here();
+	local_irq_restore(flags);
+	if (code == MERCURY_CODE_OK) {
+		cpumask_set_cpu(cpu, &mercury.wanted);
+		return;
+	}
+	cpumask_clear_cpu(cpu, &mercury.wanted);
+	pr_warn("CPU %u came online and stays native (code %u)\n", cpu, code);
+}
+
+static int cpu_comes(unsigned int cpu)
+{
+	attach_if_wanted(cpu);
+	return 0;
+}
+
+/* Runs on the CPU that goes. */
+static int cpu_goes(unsigned int cpu)
+{
+	unsigned long flags;
+
+	if (mercury.state == MERCURY_STATE_UNLOADED)
+		return 0;
+	local_irq_save(flags);
+	detach_here();
+	local_irq_restore(flags);
+	return 0;
+}
+
+/* The boot CPU goes through suspend, hibernation and kexec without a hotplug callback. */
+static int system_suspends(SYSCORE_ARGUMENT)
+{
+	if (mercury.state != MERCURY_STATE_UNLOADED)
+		detach_here();
+	return 0;
+}
+
+static void system_resumes(SYSCORE_ARGUMENT)
+{
+	attach_if_wanted(smp_processor_id());
+}
+
+static void system_shuts_down(SYSCORE_ARGUMENT)
+{
+	unsigned long flags;
+
+	mercury.going_down = true;
+	if (mercury.state == MERCURY_STATE_UNLOADED)
+		return;
+	local_irq_save(flags);
+	detach_here();
+	local_irq_restore(flags);
+}
+
+SYSCORE_CONST struct syscore_ops syscore_ops = {
+	.suspend = system_suspends,
+	.resume = system_resumes,
+	.shutdown = system_shuts_down,
+};
+
+static int reboot_comes(struct notifier_block *block, unsigned long action, void *data)
+{
+	struct mercury_outcome outcome = {};
+
+	mercury.going_down = true;
+	mutex_lock(&mercury.lock);
+	mercury_detach(NULL, &outcome);
+	mutex_unlock(&mercury.lock);
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block reboot_notifier = {
+	.notifier_call = reboot_comes,
+};
+
+/* No CPU is attached any more; those that are do no harm where they stop. */
+static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
+{
+	mercury.going_down = true;
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block panic_notifier = {
+	.notifier_call = panic_comes,
+};
+
+/* On each CPU, perhaps in an NMI, before a crash kernel or a forced reset takes over. */
+static noinstr void emergency(void)
+{
+	struct mercury_cpu *m = per_cpu_ptr(&mercury_cpus, raw_smp_processor_id());
+
+	WRITE_ONCE(mercury.going_down, true);
+	if (mercury_mode() == MERCURY_MODE_ATTACHED)
+		mercury_detach_cpu(m);
+}
+
+/* Who holds the emergency slot, and whether KVM is there to want it. */
+static DEFINE_MUTEX(slot_lock);
+static bool slot_wanted, slot_held, kvm_present;
+
+static void update_slot(void)
+{
+	bool hold = HAVE_EMERGENCY_SLOT && slot_wanted && !kvm_present;
+
+	lockdep_assert_held(&slot_lock);
+#if HAVE_EMERGENCY_SLOT
+	if (hold && !slot_held)
+		cpu_emergency_register_virt_callback(emergency);
+	if (!hold && slot_held)
+		cpu_emergency_unregister_virt_callback(emergency);
+#endif
+	slot_held = hold;
+}
+
+static void want_slot(bool wanted)
+{
+	mutex_lock(&slot_lock);
+	slot_wanted = wanted;
+	update_slot();
+	mutex_unlock(&slot_lock);
+}
+
+void mercury_emergency_hold(void)
+{
+	want_slot(true);
+}
+
+void mercury_emergency_release(void)
+{
+	want_slot(false);
+}
+
+static int module_changes(struct notifier_block *block, unsigned long action, void *data)
+{
+	const struct module *module = data;
+
+	if (strcmp(module->name, "kvm") == 0) {
+		mutex_lock(&slot_lock);
+		if (action == MODULE_STATE_COMING)
+			kvm_present = true;
+		if (action == MODULE_STATE_GOING)
+			kvm_present = false;
+		update_slot();
+		mutex_unlock(&slot_lock);
+	}
+	if (strcmp(module->name, "kvm_amd") == 0 && action == MODULE_STATE_COMING &&
+	    READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
+		pr_notice("kvm_amd will find SVM in use: run `mercury detach` before using KVM\n");
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block module_notifier = {
+	.notifier_call = module_changes,
+};
+
+/* KVM may have been there before us. */
+static void find_kvm(void)
+{
+	mutex_lock(&slot_lock);
+	if (__symbol_get("kvm_init")) {
+		__symbol_put("kvm_init");
+		kvm_present = true;
+	}
+	mutex_unlock(&slot_lock);
+}
+
+int mercury_events_init(void)
+{
+	int err = register_module_notifier(&module_notifier);
+
+	if (err)
+		return err;
+	find_kvm();
+	hotplug_state = cpuhp_setup_state_nocalls(CPUHP_AP_ONLINE_DYN, "mercury:online",
+						  cpu_comes, cpu_goes);
+	if (hotplug_state < 0) {
+		unregister_module_notifier(&module_notifier);
+		return hotplug_state;
+	}
+	register_syscore(&syscore);
+	register_reboot_notifier(&reboot_notifier);
+	atomic_notifier_chain_register(&panic_notifier_list, &panic_notifier);
+	return 0;
+}
+
+void mercury_events_exit(void)
+{
+	mercury_monitor_stop();
+	atomic_notifier_chain_unregister(&panic_notifier_list, &panic_notifier);
+	unregister_reboot_notifier(&reboot_notifier);
+	unregister_syscore(&syscore);
+	cpuhp_remove_state_nocalls(hotplug_state);
+	unregister_module_notifier(&module_notifier);
+}

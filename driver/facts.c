@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What one CPU is and what state it is in: read on that CPU, for `mercury doctor`, for the preflight
+ * before an attach and for the comparison before and after.
+ */
+#include <linux/cc_platform.h>
+#include <linux/ioport.h>
+#include <linux/version.h>
+#include <asm/cpufeature.h>
+#include <asm/debugreg.h>
+#include <asm/desc.h>
+#include <asm/fpu/xcr.h>
+#include <asm/msr.h>
+#include <xen/xen.h>
+
+#include "mercury.h"
+
+/* Results of arithmetic: they say nothing of the CPU. */
+#define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \
+				 X86_EFLAGS_SF | X86_EFLAGS_OF)
+#define CPUID_1_ECX_HYPERVISOR	BIT(31)
+#define CPUID_80000001_ECX_SVM	BIT(2)
+#define CPUID_8000000A_EDX_NP	BIT(0)
+#define VM_CR_SVMDIS		BIT(4)
+#define MSR_MTRR_PHYS_BASE_0	0x200
+#define MSR_SMCA_BANK_0_CTL	0xc0002000
+#define MSR_ISST_ADDR		0x6a8
+#define MSR_XSS			0xda0
+#define MSR_S_CET		0x6a2
+#define MSR_TSC_RATIO_AMD	0xc0000104
+
+/* MSRs that may be missing: where they go and which bit says that they could be read. */
+static const struct {
+	u32 msr;
+	u32 offset;
+	u64 readable;
+} optional[] = {
+#define OPTIONAL(number, field, bit) \
+	{ number, offsetof(struct mercury_cpu_facts, field), MERCURY_READABLE_##bit }
+	OPTIONAL(MSR_VM_CR, vm_cr, VM_CR),
+	OPTIONAL(MSR_VM_HSAVE_PA, vm_hsave_pa, VM_HSAVE_PA),
+	OPTIONAL(MSR_AMD64_SYSCFG, syscfg, SYSCFG),
+	OPTIONAL(MSR_IA32_SPEC_CTRL, spec_ctrl, SPEC_CTRL),
+	OPTIONAL(MSR_TSC_RATIO_AMD, tsc_ratio, TSC_RATIO),
+	OPTIONAL(MSR_IA32_DEBUGCTLMSR, debugctl, DEBUGCTL),
+	OPTIONAL(MSR_S_CET, s_cet, S_CET),
+	OPTIONAL(MSR_ISST_ADDR, isst_addr, ISST_ADDR),
+	OPTIONAL(MSR_XSS, xss, XSS),
+	OPTIONAL(MSR_IA32_MCG_STATUS, mcg_status, MCG_STATUS),
+	OPTIONAL(MSR_IA32_CR_PAT, pat, PAT),
+	OPTIONAL(MSR_MTRRdefType, mtrr_def_type, MTRR),
+	OPTIONAL(MSR_TSC_AUX, tsc_aux, TSC_AUX),
+	OPTIONAL(MSR_SMCA_BANK_0_CTL, smca_ctl0, SMCA),
+	OPTIONAL(MSR_K7_HWCR, hwcr, HWCR),
+	OPTIONAL(MSR_AMD64_PATCH_LEVEL, microcode, MICROCODE),
+	OPTIONAL(MSR_IA32_FEAT_CTL, feature_control, FEATURE_CONTROL),
+#undef OPTIONAL
+};
+
+static int widen(struct resource *resource, void *end)
+{
+	*(u64 *)end = max_t(u64, *(u64 *)end, resource->end);
+	return 0;
+}
+
+/* The highest address in use by RAM or devices. May sleep. */
+u64 mercury_iomem_end(void)
+{
+	u64 end = 0;
+
+	walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_MEM, 0, -1, &end, widen);
+	return end;
+}
+
+/* The leaf, or zeros where the CPU does not have it. */
+static void read_leaf(struct mercury_cpuid_leaf *leaf, u32 number, u32 subleaf)
+{
+	memset(leaf, 0, sizeof(*leaf));
+	if (cpuid_eax(number & 0xffff0000) < number)
+		return;
+	cpuid_count(number, subleaf, &leaf->eax, &leaf->ebx, &leaf->ecx, &leaf->edx);
+}
+
+static void read_leaves(struct mercury_cpu_facts *facts)
+{
+	read_leaf(&facts->cpuid_0, 0, 0);
+	read_leaf(&facts->cpuid_1, 1, 0);
+	read_leaf(&facts->cpuid_7_0, 7, 0);
+	if (facts->cpuid_7_0.eax >= 1)
+		read_leaf(&facts->cpuid_7_1, 7, 1);
+	read_leaf(&facts->cpuid_d_1, 0xd, 1);
+	/* The enabled features' size: changes with XCR0 and XSS, which are read themselves. */
+	facts->cpuid_d_1.ebx = 0;
+	if (facts->cpuid_1.ecx & CPUID_1_ECX_HYPERVISOR)
+		read_leaf(&facts->cpuid_4000_0000, 0x40000000, 0);
+	read_leaf(&facts->cpuid_8000_0000, 0x80000000, 0);
+	read_leaf(&facts->cpuid_8000_0001, 0x80000001, 0);
+	read_leaf(&facts->cpuid_8000_0008, 0x80000008, 0);
+	read_leaf(&facts->cpuid_8000_000a, 0x8000000a, 0);
+	read_leaf(&facts->cpuid_8000_001f, 0x8000001f, 0);
+	read_leaf(&facts->cpuid_8000_0021, 0x80000021, 0);
+	facts->apic_id = facts->cpuid_1.ebx >> 24;
+}
+
+static void read_registers(struct mercury_cpu_facts *facts)
+{
+	struct desc_ptr table;
+	u16 selector;
+	u32 limit;
+
+	facts->cr0 = native_read_cr0();
+	facts->cr3 = __native_read_cr3();
+	facts->cr4 = native_read_cr4();
+	if (facts->cr4 & X86_CR4_OSXSAVE)
+		facts->xcr0 = xgetbv(XCR_XFEATURE_ENABLED_MASK);
+	facts->dr6 = native_get_debugreg(6);
+	facts->dr7 = native_get_debugreg(7);
+	facts->rflags = native_save_fl() & ~STATUS_FLAGS;
+	native_store_gdt(&table);
+	facts->gdtr.base_virt = table.address;
+	facts->gdtr.limit = table.size;
+	store_idt(&table);
+	facts->idtr.base_virt = table.address;
+	facts->idtr.limit = table.size;
+	asm volatile("sldt %0" : "=m" (selector));
+	facts->ldtr = selector;
+	asm volatile("mov %%cs, %0" : "=r" (selector));
+	facts->cs = selector;
+	asm volatile("mov %%ss, %0" : "=r" (selector));
+	facts->ss = selector;
+	asm volatile("str %0" : "=m" (selector));
+	facts->tr = selector;
+	limit = 0;
+	asm volatile("lsl %1, %0" : "+r" (limit) : "r" ((u32)selector) : "cc");
+	facts->tr_limit = limit;
+}
+
+static u64 digest(u64 hash, u64 value)
+{
+	int i;
+
+	for (i = 0; i < 64; i += 8)
+		hash = (hash ^ ((value >> i) & 0xff)) * 0x100000001b3;
+	return hash;
+}
+
+/* FNV-1a over all MTRRs. */
+static u64 mtrr_digest(void)
+{
+	static const u32 fixed[] = {
+		MSR_MTRRfix64K_00000, MSR_MTRRfix16K_80000, MSR_MTRRfix16K_A0000,
+		MSR_MTRRfix4K_C0000, MSR_MTRRfix4K_C8000, MSR_MTRRfix4K_D0000,
+		MSR_MTRRfix4K_D8000, MSR_MTRRfix4K_E0000, MSR_MTRRfix4K_E8000,
+		MSR_MTRRfix4K_F0000, MSR_MTRRfix4K_F8000, MSR_MTRRdefType,
+	};
+	u64 hash = 0xcbf29ce484222325, capabilities, value;
+	unsigned int i;
+
+	if (rdmsrl_safe(MSR_MTRRcap, &capabilities))
+		return 0;
+	for (i = 0; i < ARRAY_SIZE(fixed); i++)
+		if (!rdmsrl_safe(fixed[i], &value))
+			hash = digest(hash, value);
+	for (i = 0; i < 2 * (capabilities & 0xff); i++)
+		if (!rdmsrl_safe(MSR_MTRR_PHYS_BASE_0 + i, &value))
+			hash = digest(hash, value);
+	return hash;
+}
+
+static void read_msrs(struct mercury_cpu_facts *facts)
+{
+	unsigned int i;
+
+	rdmsrl_safe(MSR_EFER, &facts->efer);
+	rdmsrl_safe(MSR_STAR, &facts->star);
+	rdmsrl_safe(MSR_LSTAR, &facts->lstar);
+	rdmsrl_safe(MSR_CSTAR, &facts->cstar);
+	rdmsrl_safe(MSR_SYSCALL_MASK, &facts->sfmask);
+	rdmsrl_safe(MSR_IA32_SYSENTER_CS, &facts->sysenter_cs);
+	rdmsrl_safe(MSR_IA32_SYSENTER_ESP, &facts->sysenter_esp);
+	rdmsrl_safe(MSR_IA32_SYSENTER_EIP, &facts->sysenter_eip);
+	rdmsrl_safe(MSR_GS_BASE, &facts->gs_base);
+	rdmsrl_safe(MSR_IA32_APICBASE, &facts->apic_base);
+	for (i = 0; i < ARRAY_SIZE(optional); i++) {
+		u64 *field = (void *)facts + optional[i].offset;
+
+		if (!rdmsrl_safe(optional[i].msr, field))
+			facts->readable |= optional[i].readable;
+		else
+			*field = 0;
+	}
+	facts->mtrr_digest = mtrr_digest();
+}
+
+static u64 system_bits(void)
+{
+	u64 bits = 0;
+
+	if (boot_cpu_has(X86_FEATURE_PTI))
+		bits |= MERCURY_SYSTEM_PTI;
+	if (cc_platform_has(CC_ATTR_HOST_MEM_ENCRYPT))
+		bits |= MERCURY_SYSTEM_SME;
+	if (xen_domain())
+		bits |= MERCURY_SYSTEM_PRIVILEGED_LAYER;
+#ifdef X86_FEATURE_INVLPGB
+	if (boot_cpu_has(X86_FEATURE_INVLPGB))
+		bits |= MERCURY_SYSTEM_INVLPGB;
+#endif
+	return bits;
+}
+
+/* Fills everything but the header, on this CPU, which must not change meanwhile. */
+void mercury_read_facts(struct mercury_cpu_facts *facts)
+{
+	memset(facts, 0, sizeof(*facts));
+	facts->header.size = sizeof(*facts);
+	facts->header.version = MERCURY_ABI_VERSION;
+	facts->cpu = smp_processor_id();
+	facts->system = system_bits();
+	facts->iomem_end_phys = mercury.iomem_end;
+	facts->kernel_version = LINUX_VERSION_MAJOR << 16 | LINUX_VERSION_PATCHLEVEL << 8;
+	read_leaves(facts);
+	read_registers(facts);
+	read_msrs(facts);
+}
+
+/* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
+u32 mercury_can_enter(u64 detail[2])
+{
+	u32 ebx = cpuid_ebx(0);
+	u64 value;
+
+	detail[0] = 0;
+	detail[1] = 0;
+	/* "Genu"ineIntel; "Auth"enticAMD; "Hygo"nGenuine */
+	if (ebx == 0x756e6547)
+		return MERCURY_CODE_INTEL_UNSUPPORTED;
+	if (ebx != 0x68747541 && ebx != 0x6f677948)
+		return MERCURY_CODE_VENDOR_UNSUPPORTED;
+	if (system_bits() & MERCURY_SYSTEM_PRIVILEGED_LAYER)
+		return MERCURY_CODE_PRIVILEGED_LAYER;
+	if (system_bits() & MERCURY_SYSTEM_SME)
+		return MERCURY_CODE_MEMORY_ENCRYPTION;
+	if (cpuid_eax(0x80000000) < 0x8000000a ||
+	    !(cpuid_ecx(0x80000001) & CPUID_80000001_ECX_SVM))
+		return MERCURY_CODE_NO_SVM;
+	if (rdmsrl_safe(MSR_VM_CR, &value))
+		return MERCURY_CODE_FACT_UNREADABLE;
+	detail[0] = value;
+	if (value & VM_CR_SVMDIS)
+		return MERCURY_CODE_SVM_DISABLED;
+	if (rdmsrl_safe(MSR_EFER, &value))
+		return MERCURY_CODE_FACT_UNREADABLE;
+	detail[0] = value;
+	if (value & EFER_SVME)
+		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
+	detail[0] = cpuid_edx(0x8000000a);
+	if (!(detail[0] & CPUID_8000000A_EDX_NP))
+		return MERCURY_CODE_NO_NESTED_PAGING;
+	detail[0] = 0;
+	return MERCURY_CODE_OK;
+}

@@ -1,0 +1,218 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The gate between the two address spaces, for AMD's SVM.
+ *
+ * One page of module text, mapped at the same address in the kernel's and in the hypervisor's page
+ * tables, so that CR3 can change underneath it. Nothing in it is patched by the kernel: no
+ * alternatives, no thunks, plain returns. abi/src/gate.rs describes both ways; offsets come from
+ * there.
+ *
+ * GIF is 0 from the first instruction that matters to the last but few: no interrupt, NMI or debug
+ * exception strikes while the two worlds are mixed. Section numbers are those of the AMD64 Manual,
+ * volume 2.
+ */
+#include <linux/linkage.h>
+#include <linux/objtool.h>
+#include <linux/version.h>
+#include <asm/asm.h>
+#include <asm/msr-index.h>
+#include <asm/nospec-branch.h>
+#include <asm/processor-flags.h>
+#include <asm/unwind_hints.h>
+
+#include "mercury_abi.h"
+
+#define REGISTER(n)	(MERCURY_GATE_OUTWARD_REGISTERS + 8 * (n))(%rdi)
+#define SELECTOR(n)	(MERCURY_GATE_OUTWARD_SELECTORS + 8 * (n))(%rdi)
+#define ES	0
+#define CS	1
+#define SS	2
+#define DS	3
+#define RSP	4
+
+#define EFER_SVME_BIT	12
+
+/* The stack means nothing to the unwinder. */
+#if KERNEL_VERSION(6, 4, 0) <= LINUX_VERSION_CODE
+#define UNWIND_HINT_NONE	UNWIND_HINT_UNDEFINED
+#else
+#define UNWIND_HINT_NONE	UNWIND_HINT_EMPTY
+#endif
+
+/* Loads a data segment that was readable a moment ago; a null selector keeps its RPL. */
+.macro LOAD_SEGMENT index register
+	movl	SELECTOR(\index), %eax
+	testl	$0xfffc, %eax
+	jz	.Lload\@
+	verr	%ax
+	jz	.Lload\@
+	xorl	%eax, %eax
+.Lload\@:
+	movl	%eax, %\register
+.endm
+
+	.section .text.mercury_gate, "ax", @progbits
+	.balign	4096
+SYM_DATA_START_LOCAL(mercury_gate_page)
+	/* Call-depth tracking looks for padding before a function. */
+	.fill	64, 1, 0x90
+SYM_DATA_END(mercury_gate_page)
+
+/*
+ * u64 mercury_gate_enter(struct mercury_gate_block *area)
+ *
+ * Interrupts off, EFER.SVME set, TF clear. Returns what the hypervisor left in RAX; as its guest, if
+ * the operation was to attach.
+ */
+SYM_CODE_START(mercury_gate_enter)
+	UNWIND_HINT_FUNC
+	endbr64
+	pushq	%rbp
+	pushq	%rbx
+	pushq	%r12
+	pushq	%r13
+	pushq	%r14
+	pushq	%r15
+	pushfq
+
+	clgi
+	pushfq
+	popq	MERCURY_GATE_INWARD_RFLAGS(%rdi)
+	movq	%rsp, MERCURY_GATE_INWARD_RSP(%rdi)
+	leaq	.Lreturned(%rip), %rax
+	movq	%rax, MERCURY_GATE_INWARD_RIP(%rdi)
+	movq	%cr4, %rdx
+	movq	%rdx, MERCURY_GATE_INWARD_CR4(%rdi)
+	movq	%cr3, %rax
+	movq	%rax, MERCURY_GATE_INWARD_CR3(%rdi)
+
+	/* CR4.PCIDE may only be cleared, and is set again, while CR3 holds PCID 0 (5.5.1). */
+	testl	$0xfff, %eax
+	jz	.Lno_pcid
+	andq	$~0xfff, %rax
+	movq	%rax, %cr3
+.Lno_pcid:
+	/* From here to the hypervisor's own stack, RSP points to memory that it does not map. */
+	movq	MERCURY_GATE_HOST_CR4(%rdi), %rax
+	movq	%rax, %cr4
+	movq	MERCURY_GATE_HOST_CR3(%rdi), %rax
+	movq	%rax, %cr3
+	ANNOTATE_RETPOLINE_SAFE
+	jmp	*MERCURY_GATE_ENTRY_VIRT(%rdi)
+
+.Lreturned:
+	UNWIND_HINT_NONE
+	ANNOTATE_NOENDBR
+	popfq
+	popq	%r15
+	popq	%r14
+	popq	%r13
+	popq	%r12
+	popq	%rbx
+	popq	%rbp
+	ANNOTATE_UNRET_SAFE
+	ret
+	int3
+SYM_CODE_END(mercury_gate_enter)
+
+/*
+ * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
+ * syscall MSRs and PAT hold the outward values already.
+ */
+SYM_CODE_START(mercury_gate_leave)
+	UNWIND_HINT_NONE
+	endbr64
+	/* CR0 before CR4: CR4.CET needs CR0.WP. */
+	movq	MERCURY_GATE_OUTWARD_CR0(%rdi), %rax
+	movq	%rax, %cr0
+	/*
+	 * CR4 twice, the first time with PGE inverted and PCID 0 in CR3: PGE changes whatever it
+	 * was, and a change of PGE flushes every translation of address-space identifier 0, global
+	 * ones and all PCIDs included (5.5.2).
+	 */
+	movq	MERCURY_GATE_OUTWARD_CR4(%rdi), %rbx
+	movq	%rbx, %rax
+	xorq	$X86_CR4_PGE, %rax
+	movq	%rax, %cr4
+	movq	MERCURY_GATE_OUTWARD_CR3(%rdi), %rax
+	movq	%rax, %cr3
+	movq	%rbx, %cr4
+
+	lgdt	MERCURY_GATE_OUTWARD_GDTR_LIMIT(%rdi)
+	lidt	MERCURY_GATE_OUTWARD_IDTR_LIMIT(%rdi)
+	LOAD_SEGMENT DS, ds
+	LOAD_SEGMENT ES, es
+	movq	MERCURY_GATE_OUTWARD_CR2(%rdi), %rax
+	movq	%rax, %cr2
+	movq	MERCURY_GATE_OUTWARD_DR6(%rdi), %rax
+	movq	%rax, %dr6
+	movq	MERCURY_GATE_OUTWARD_DR7(%rdi), %rax
+	movq	%rax, %dr7
+
+	testl	$3, SELECTOR(CS)
+	jnz	.Lto_user
+
+	/* A far return, not IRET, which would unblock NMIs (8.2.3). */
+	movl	SELECTOR(SS), %eax
+	movl	%eax, %ss
+	movq	REGISTER(RSP), %rsp
+	pushq	SELECTOR(CS)
+	pushq	MERCURY_GATE_OUTWARD_RIP(%rdi)
+	pushq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi)
+	jmp	.Lready
+
+	/*
+	 * An exit of user mode that ends in a detach. User mode never runs with NMIs blocked, so IRET
+	 * is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
+	 * own IRET would fault on a selector that only the hypervisor's GDT has.
+	 */
+.Lto_user:
+	xorl	%eax, %eax
+	movl	%eax, %ss
+	movq	MERCURY_GATE_OUTWARD_RIP(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 0)(%rdi)
+	movq	SELECTOR(CS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 8)(%rdi)
+	movq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 16)(%rdi)
+	movq	REGISTER(RSP), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 24)(%rdi)
+	movq	SELECTOR(SS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
+	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
+
+.Lready:
+	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
+	stgi
+	cmpl	$0, MERCURY_GATE_OUTWARD_CLEAR_SVME(%rdi)
+	je	.Lregisters
+	movl	$MSR_EFER, %ecx
+	rdmsr
+	btrl	$EFER_SVME_BIT, %eax
+	wrmsr
+.Lregisters:
+	testl	$3, SELECTOR(CS)
+	movq	REGISTER(0), %rax
+	movq	REGISTER(1), %rcx
+	movq	REGISTER(2), %rdx
+	movq	REGISTER(3), %rbx
+	movq	REGISTER(5), %rbp
+	movq	REGISTER(6), %rsi
+	movq	REGISTER(8), %r8
+	movq	REGISTER(9), %r9
+	movq	REGISTER(10), %r10
+	movq	REGISTER(11), %r11
+	movq	REGISTER(12), %r12
+	movq	REGISTER(13), %r13
+	movq	REGISTER(14), %r14
+	movq	REGISTER(15), %r15
+	movq	REGISTER(7), %rdi
+	jnz	.Luser
+	popfq
+	lretq
+.Luser:
+	iretq
+	int3
+SYM_CODE_END(mercury_gate_leave)
+
+	.balign	4096, 0xcc

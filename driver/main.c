@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/* Start and end of the module. It does nothing to the machine before it is asked to load. */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/module.h>
+
+#include "mercury.h"
+
+struct mercury mercury = {
+	.lock = __MUTEX_INITIALIZER(mercury.lock),
+	.state = MERCURY_STATE_UNLOADED,
+};
+
+DEFINE_PER_CPU(struct mercury_cpu, mercury_cpus);
+
+static int __init mercury_init(void)
+{
+	int err = mercury_events_init();
+
+	if (err)
+		return err;
+	err = mercury_device_init();
+	if (err)
+		mercury_events_exit();
+	return err;
+}
+
+/* While the hypervisor is loaded it holds a reference: this runs with every CPU native. */
+static void __exit mercury_exit(void)
+{
+	mercury_device_exit();
+	mercury_events_exit();
+}
+
+module_init(mercury_init);
+module_exit(mercury_exit);
+
+MODULE_DESCRIPTION("Slips a hypervisor beneath the running kernel and takes it out again");
+MODULE_AUTHOR("The Mercury authors");
+MODULE_LICENSE("GPL");

@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What the driver's files share.
+ *
+ *	main.c		module start and end, the global state
+ *	device.c	/dev/mercury: open, ioctl, mmap
+ *	control.c	load, unload, attach, detach, status: one at a time
+ *	switch.c	the switch itself, on one CPU, interrupts off
+ *	gate_svm.S	the page on which the address space changes
+ *	facts.c		what a preflight check reads of a CPU
+ *	memory.c	the hypervisor's memory
+ *	tables.c	the hypervisor's own page tables
+ *	image.c		the hypervisor's image: check, copy, relocate
+ *	events.c	what the kernel tells: hotplug, suspend, reboot, panic, KVM
+ *	monitor.c	CPUs that left the hypervisor by themselves
+ *	fault.c		fault injection, in builds that have it
+ *
+ * Locks: mercury.lock orders requests; whoever changes state, wanted or memory also holds the CPU
+ * hotplug lock for reading, so that hotplug callbacks, which hold it for writing, may read them.
+ */
+#ifndef MERCURY_H
+#define MERCURY_H
+
+#include <linux/cpumask.h>
+#include <linux/mm_types.h>
+#include <linux/mutex.h>
+#include <linux/percpu.h>
+#include <linux/smp.h>
+#include <asm/asm.h>
+
+#include "mercury_abi.h"
+
+/* Outcome.cpu where the outcome concerns no CPU in particular. */
+#define MERCURY_NO_CPU U32_MAX
+
+/* One CPU. Written by that CPU with interrupts off, or by whoever holds mercury.lock. */
+struct mercury_cpu {
+	/* Its area: hidden memory, to be touched by native CPUs only. NULL while unloaded. */
+	struct mercury_gate_block *gate;
+	/* What the hypervisor publishes of it. NULL while unloaded. */
+	struct mercury_shared_cpu *shared;
+	/* The request that runs on it, see mercury_on_cpus(). */
+	call_single_data_t csd;
+	/* How that request ended here. */
+	u32 code;
+	u64 detail[2];
+	/* The request switched this CPU. */
+	bool switched;
+	/* MERCURY_MODE_*, as the CPU answered when it was last asked. */
+	u32 mode;
+	/* TSC ticks with interrupts off. */
+	u64 attach_ticks;
+	u64 detach_ticks;
+	/* It went down while attached and has not been attached again since. */
+	bool suspended;
+};
+
+DECLARE_PER_CPU(struct mercury_cpu, mercury_cpus);
+
+struct mercury {
+	struct mutex lock;
+	/* MERCURY_STATE_* */
+	u32 state;
+	/* CPUs that are meant to be attached. */
+	struct cpumask wanted;
+	/* CPUs that come online are meant to be attached too. */
+	bool want_all;
+	/* The machine goes down: no CPU is attached any more. */
+	bool going_down;
+	/* The first attach after a load compares the CPU before and after. */
+	bool self_tested;
+	/* Highest address in use, inclusive. */
+	u64 iomem_end;
+	u64 memory_fixed;
+	u64 memory_per_cpu;
+	u8 version[32];
+};
+
+extern struct mercury mercury;
+
+static inline struct mercury_cpu *mercury_cpu(int cpu)
+{
+	return per_cpu_ptr(&mercury_cpus, cpu);
+}
+
+/* gate_svm.S */
+asmlinkage u64 mercury_gate_enter(struct mercury_gate_block *area);
+void mercury_gate_leave(void);
+
+/* switch.c: on the CPU itself, interrupts off */
+u32 mercury_native_call(struct mercury_cpu *m, u32 operation, u64 argument);
+u32 mercury_attach_cpu(struct mercury_cpu *m);
+u32 mercury_detach_cpu(struct mercury_cpu *m);
+u32 mercury_mode(void);
+
+/*
+ * Asks the hypervisor beneath this CPU. On a native CPU the instruction is #UD, or another
+ * hypervisor's call that fails: either way the answer is UNKNOWN_OPERATION.
+ */
+static __always_inline u64 mercury_hypercall(u64 number, u64 a, u64 b, u64 *value)
+{
+	u64 answer = number, native = 1;
+
+	*value = 0;
+	asm volatile("1:	vmmcall\n"
+		     "	xorl	%k[native], %k[native]\n"
+		     "2:\n"
+		     _ASM_EXTABLE(1b, 2b)
+		     : "+a" (answer), "+d" (*value), [native] "+r" (native)
+		     : "c" (MERCURY_HYPERCALL_MAGIC), "D" (a), "S" (b)
+		     : "cc", "memory");
+	return native ? MERCURY_CODE_UNKNOWN_OPERATION : answer;
+}
+
+/* facts.c */
+u64 mercury_iomem_end(void);
+void mercury_read_facts(struct mercury_cpu_facts *facts);
+u32 mercury_can_enter(u64 detail[2]);
+
+/* control.c: under mercury.lock */
+void mercury_on_cpus(const struct cpumask *cpus, u32 (*request)(struct mercury_cpu *m));
+u32 mercury_load(struct mercury_outcome *outcome);
+u32 mercury_unload(struct mercury_outcome *outcome);
+u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_outcome *outcome);
+u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome);
+u32 mercury_check_cpu(struct mercury_cpu *m);
+u32 mercury_ask_mode(struct mercury_cpu *m);
+
+/* memory.c */
+#define MERCURY_BOOT_INFO_FACTS 1024
+struct mercury_boot_info *mercury_boot_info(void);
+struct mercury_cpu_facts *mercury_preflight_facts(void);
+u32 mercury_memory_create(void);
+u32 mercury_memory_donate(u64 pages);
+void mercury_memory_destroy(void);
+void *mercury_carve(unsigned int pages, unsigned int align);
+int mercury_shared_map(struct vm_area_struct *vma);
+
+/* tables.c */
+#define MERCURY_MAP_TEXT	0
+#define MERCURY_MAP_RODATA	1
+#define MERCURY_MAP_DATA	2
+u32 mercury_tables_create(void);
+u64 mercury_tables_cr3(void);
+u64 mercury_tables_cr4(void);
+u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind);
+u32 mercury_map_owned(void *virt, unsigned long pages, int kind);
+
+/* image.c, image_blob.S */
+extern const u8 mercury_image[], mercury_image_end[];
+u32 mercury_image_check(void);
+const struct mercury_image_header *mercury_image_header(void);
+unsigned int mercury_image_pages(void);
+u32 mercury_image_place(void *image);
+
+/* events.c */
+int mercury_events_init(void);
+void mercury_events_exit(void);
+void mercury_emergency_hold(void);
+void mercury_emergency_release(void);
+
+/* monitor.c */
+void mercury_monitor_start(void);
+void mercury_monitor_stop(void);
+void mercury_monitor_look(void);
+
+/* device.c */
+int mercury_device_init(void);
+void mercury_device_exit(void);
+
+/* fault.c */
+#ifdef CONFIG_MERCURY_FAULT_INJECTION
+bool mercury_fault(u32 point);
+void mercury_fault_facts(struct mercury_cpu_facts *facts);
+u32 mercury_fault_arm(const struct mercury_fault_request *request);
+u32 mercury_fault_fired(void);
+void mercury_fault_reset(void);
+#else
+static inline bool mercury_fault(u32 point) { return false; }
+static inline void mercury_fault_facts(struct mercury_cpu_facts *facts) { }
+static inline void mercury_fault_reset(void) { }
+#endif
+
+#endif /* MERCURY_H */

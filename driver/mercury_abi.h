@@ -1,0 +1,1270 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The interface between hypervisor, driver and command.
+ *
+ * Generated from the crate mercury-abi (abi/src). Do not edit:
+ *	cargo run -p mercury-abi-header
+ */
+#ifndef MERCURY_ABI_H
+#define MERCURY_ABI_H
+
+#include <linux/const.h>
+
+/*
+ * Version of everything in this crate. Raised with every change of a layout or a
+ * meaning.
+ */
+#define MERCURY_ABI_VERSION 1
+/* VM_CR (C001_0114h). */
+#define MERCURY_READABLE_VM_CR 1
+/* VM_HSAVE_PA (C001_0117h). */
+#define MERCURY_READABLE_VM_HSAVE_PA 2
+/* SYSCFG (C001_0010h). */
+#define MERCURY_READABLE_SYSCFG 4
+/* SPEC_CTRL (48h). */
+#define MERCURY_READABLE_SPEC_CTRL 8
+/* TSC_RATIO (C000_0104h). */
+#define MERCURY_READABLE_TSC_RATIO 16
+/* DEBUGCTL (1D9h). */
+#define MERCURY_READABLE_DEBUGCTL 32
+/* S_CET (6A2h). */
+#define MERCURY_READABLE_S_CET 64
+/* ISST_ADDR (6A8h). */
+#define MERCURY_READABLE_ISST_ADDR 128
+/* XSS (DA0h). */
+#define MERCURY_READABLE_XSS 256
+/* MCG_STATUS (17Ah). */
+#define MERCURY_READABLE_MCG_STATUS 512
+/* PAT (277h). */
+#define MERCURY_READABLE_PAT 1024
+/* MTRRdefType and the rest of the MTRRs. */
+#define MERCURY_READABLE_MTRR 2048
+/* TSC_AUX (C000_0103h). */
+#define MERCURY_READABLE_TSC_AUX 4096
+/* MCA_CTL of SMCA bank 0 (C000_2000h). */
+#define MERCURY_READABLE_SMCA 8192
+/* HWCR (C001_0015h). */
+#define MERCURY_READABLE_HWCR 16384
+/* MICROCODE revision (8Bh). */
+#define MERCURY_READABLE_MICROCODE 32768
+/* IA32_FEATURE_CONTROL (3Ah). */
+#define MERCURY_READABLE_FEATURE_CONTROL 0x10000
+/* Page-table isolation is on (X86_FEATURE_PTI). */
+#define MERCURY_SYSTEM_PTI 1
+/* The kernel runs with memory encryption (sme_me_mask is not zero). */
+#define MERCURY_SYSTEM_SME 2
+/* The kernel runs as a Xen guest or under tboot. */
+#define MERCURY_SYSTEM_PRIVILEGED_LAYER 4
+/* The kernel uses INVLPGB for TLB shootdowns. */
+#define MERCURY_SYSTEM_INVLPGB 8
+/* Bytes of one CPU's block: two pages. */
+#define MERCURY_SHARED_CPU_SIZE 8192
+/* "MERCURY1" in ASCII, little-endian. */
+#define MERCURY_SHARED_MAGIC _UL(0x315952554352454d)
+/* Number of ExitReasons that have a counter. */
+#define MERCURY_EXIT_REASONS 16
+/* Records in one CPU's log ring. */
+#define MERCURY_LOG_RECORDS 64
+
+/* Why a CPU came into the hypervisor: index into SharedCpu::exits. */
+#define MERCURY_EXIT_REASON_HYPERCALL 0
+#define MERCURY_EXIT_REASON_FOREIGN_HYPERCALL 1
+#define MERCURY_EXIT_REASON_MSR_EFER 2
+#define MERCURY_EXIT_REASON_MSR_HSAVE 3
+#define MERCURY_EXIT_REASON_MSR_PAT 4
+#define MERCURY_EXIT_REASON_MSR_MICROCODE 5
+#define MERCURY_EXIT_REASON_MSR_PASS_THROUGH 6
+#define MERCURY_EXIT_REASON_VIRT_INSTRUCTION 7
+#define MERCURY_EXIT_REASON_NESTED_FILL 8
+#define MERCURY_EXIT_REASON_HIDDEN_WRITE 9
+#define MERCURY_EXIT_REASON_CPUID 10
+#define MERCURY_EXIT_REASON_XSETBV 11
+#define MERCURY_EXIT_REASON_OTHER 12
+#define MERCURY_EXIT_REASON_UNKNOWN 13
+
+
+/* What a LogRecord reports. */
+#define MERCURY_LOG_KIND_NONE 0
+#define MERCURY_LOG_KIND_ATTACHED 1
+#define MERCURY_LOG_KIND_DETACHED 2
+#define MERCURY_LOG_KIND_LEFT 3
+#define MERCURY_LOG_KIND_MSR 4
+#define MERCURY_LOG_KIND_NESTED_FILL 5
+#define MERCURY_LOG_KIND_HIDDEN_WRITE 6
+#define MERCURY_LOG_KIND_REINJECTED 7
+#define MERCURY_LOG_KIND_CRASH 8
+#define MERCURY_LOG_KIND_INVALID_STATE 9
+
+/* Pages of one CPU's area: physically and virtually contiguous, aligned to its size. */
+#define MERCURY_AREA_PAGES 8
+/* Bytes of one CPU's area. */
+#define MERCURY_AREA_SIZE 32768
+/* Page of the gate block and the hypervisor's own per-CPU data. */
+#define MERCURY_AREA_PAGE_GATE 0
+/* Page of the vendor's control block (VMCB, VMCS). */
+#define MERCURY_AREA_PAGE_CONTROL 1
+/* Page of the hypervisor's own extended state (a VMCB for VMLOAD). */
+#define MERCURY_AREA_PAGE_HOST 2
+/* Page of the interrupt stacks. */
+#define MERCURY_AREA_PAGE_IST 3
+/*
+ * Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the
+ * hypervisor's tables: it is the guard beneath the stack.
+ */
+#define MERCURY_AREA_PAGE_PROCESSOR 4
+/* First page of the stack, which ends at the end of the area. */
+#define MERCURY_AREA_PAGE_STACK 5
+/* "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image. */
+#define MERCURY_IMAGE_MAGIC _UL(0x525059484352454d)
+/* Where the hypervisor's private data starts in the gate page. */
+#define MERCURY_GATE_PRIVATE_OFFSET 1024
+
+/* Operations of the hypervisor on a native CPU, through the gate. */
+#define MERCURY_NATIVE_OP_INIT 1
+#define MERCURY_NATIVE_OP_BUILD 2
+#define MERCURY_NATIVE_OP_PREFLIGHT 3
+#define MERCURY_NATIVE_OP_ATTACH 4
+
+/* "MERC" in ASCII: RCX of every hypercall. */
+#define MERCURY_HYPERCALL_MAGIC 0x4352454d
+
+/*
+ * Hypercalls of the driver: number in RAX, HYPERCALL_MAGIC in RCX, arguments in RDI and
+ * RSI; result code in RAX, value in RDX. Other registers are preserved. From user mode,
+ * with another RCX or on a native CPU the instruction is #UD.
+ */
+#define MERCURY_HYPERCALL_PING 0
+#define MERCURY_HYPERCALL_DETACH 1
+#define MERCURY_HYPERCALL_FLUSH 2
+#define MERCURY_HYPERCALL_ARM_FAULT 3
+
+
+/*
+ * Where a fault can be injected (fault-injection builds only). A point fires once per
+ * arming.
+ */
+#define MERCURY_FAULT_POINT_NONE 0
+#define MERCURY_FAULT_POINT_LOAD_CONTIGUOUS 1
+#define MERCURY_FAULT_POINT_LOAD_MEMORY 2
+#define MERCURY_FAULT_POINT_LOAD_IMAGE 3
+#define MERCURY_FAULT_POINT_FACTS 4
+#define MERCURY_FAULT_POINT_BEFORE_SVME 5
+#define MERCURY_FAULT_POINT_AFTER_SVME 6
+#define MERCURY_FAULT_POINT_AFTER_SWITCH 7
+#define MERCURY_FAULT_POINT_HOTPLUG 8
+#define MERCURY_FAULT_POINT_ENTRY 32
+#define MERCURY_FAULT_POINT_AFTER_SAVE 33
+#define MERCURY_FAULT_POINT_AFTER_CAPTURE 34
+#define MERCURY_FAULT_POINT_BEFORE_RUN 35
+#define MERCURY_FAULT_POINT_ENTRY_PAGE_FAULT 36
+#define MERCURY_FAULT_POINT_ENTRY_PANIC 37
+#define MERCURY_FAULT_POINT_RUN_ASID_ZERO 38
+#define MERCURY_FAULT_POINT_RUN_NO_INTERCEPT 39
+#define MERCURY_FAULT_POINT_RUN_CR0 40
+#define MERCURY_FAULT_POINT_RUN_CR4 41
+#define MERCURY_FAULT_POINT_RUN_EFER 42
+#define MERCURY_FAULT_POINT_RUN_CR3 43
+#define MERCURY_FAULT_POINT_RUN_DR7 44
+#define MERCURY_FAULT_POINT_EXIT_PAGE_FAULT 64
+#define MERCURY_FAULT_POINT_EXIT_GENERAL_PROTECTION 65
+#define MERCURY_FAULT_POINT_EXIT_INVALID_OPCODE 66
+#define MERCURY_FAULT_POINT_EXIT_STACK_OVERFLOW 67
+#define MERCURY_FAULT_POINT_EXIT_PANIC 68
+#define MERCURY_FAULT_POINT_EXIT_UNKNOWN 69
+#define MERCURY_FAULT_POINT_EXIT_CORRUPT_CONTROL 70
+#define MERCURY_FAULT_POINT_EXIT_CORRUPT_STATE 71
+#define MERCURY_FAULT_POINT_DETACH_PAGE_FAULT 72
+#define MERCURY_FAULT_POINT_DETACH_PANIC 73
+#define MERCURY_FAULT_POINT_EXIT_EVENT 74
+
+/* The ioctl type byte of every request. */
+#define MERCURY_IOC_TYPE 245
+/* Fills a SystemInfo. */
+#define MERCURY_IOC_SYSTEM _UL(0xc060f500)
+/* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
+#define MERCURY_IOC_FACTS _UL(0xc250f501)
+/* Pre-caches the hypervisor. Takes a LoadRequest. */
+#define MERCURY_IOC_LOAD _UL(0xc028f502)
+/* Frees the pre-cached hypervisor; all CPUs must be native. Takes a LoadRequest. */
+#define MERCURY_IOC_UNLOAD _UL(0xc028f503)
+/* Attaches CPUs. Takes a SwitchRequest. CPUs that are attached already stay so. */
+#define MERCURY_IOC_ATTACH _UL(0xc040f504)
+/* Detaches CPUs. Takes a SwitchRequest. CPUs that are native already stay so. */
+#define MERCURY_IOC_DETACH _UL(0xc040f505)
+/* Fills an array of CpuStatus. Takes a StatusRequest. */
+#define MERCURY_IOC_STATUS _UL(0xc018f506)
+/* Measures hypercall round trips. Takes a MeasureRequest. */
+#define MERCURY_IOC_MEASURE _UL(0xc038f507)
+/* Arms a fault point; ENOTTY in builds without fault injection. Takes a FaultRequest. */
+#define MERCURY_IOC_FAULT _UL(0xc024f508)
+/* SystemInfo::features: this build has fault points. */
+#define MERCURY_FEATURE_FAULT_INJECTION 1
+/* SystemInfo::state and Status: the driver is loaded, the hypervisor is not. */
+#define MERCURY_STATE_UNLOADED 0
+/* The hypervisor is pre-cached; every CPU is native. */
+#define MERCURY_STATE_LOADED 1
+/* At least one CPU is meant to be attached. */
+#define MERCURY_STATE_ATTACHED 2
+/* The hypervisor crashed; unload and load it before the next attach. */
+#define MERCURY_STATE_CRASHED 3
+/* CpuStatus::mode: the CPU is offline. */
+#define MERCURY_MODE_OFFLINE 0
+/* The CPU answered that it runs on the bare hardware. */
+#define MERCURY_MODE_NATIVE 1
+/* The CPU answered from beneath: the hypervisor runs below it. */
+#define MERCURY_MODE_ATTACHED 2
+/* SwitchRequest::flags: stop at preflight; switch nothing. */
+#define MERCURY_SWITCH_CHECK_ONLY 1
+
+/* Why something was refused or ended (`mercury explain`). */
+#define MERCURY_CODE_OK 0
+#define MERCURY_CODE_ABI_MISMATCH 1
+#define MERCURY_CODE_BAD_ARGUMENT 2
+#define MERCURY_CODE_NOT_LOADED 3
+#define MERCURY_CODE_ALREADY_LOADED 4
+#define MERCURY_CODE_STILL_ATTACHED 5
+#define MERCURY_CODE_BUSY 6
+#define MERCURY_CODE_CPU_OFFLINE 7
+#define MERCURY_CODE_GOING_DOWN 8
+#define MERCURY_CODE_BAD_IMAGE 9
+#define MERCURY_CODE_UNKNOWN_OPERATION 10
+#define MERCURY_CODE_CRASHED 11
+#define MERCURY_CODE_NO_CONTIGUOUS_MEMORY 20
+#define MERCURY_CODE_NO_MEMORY 21
+#define MERCURY_CODE_NEED_PAGES 22
+#define MERCURY_CODE_MORE 23
+#define MERCURY_CODE_VENDOR_UNSUPPORTED 40
+#define MERCURY_CODE_FAMILY_UNSUPPORTED 41
+#define MERCURY_CODE_NO_SVM 42
+#define MERCURY_CODE_SVM_DISABLED 43
+#define MERCURY_CODE_NO_NESTED_PAGING 44
+#define MERCURY_CODE_NO_ASIDS 45
+#define MERCURY_CODE_INIT_REDIRECTED 46
+#define MERCURY_CODE_VIRTUALIZATION_IN_USE 47
+#define MERCURY_CODE_INTEL_UNSUPPORTED 48
+#define MERCURY_CODE_CR0_UNSUPPORTED 50
+#define MERCURY_CODE_CR4_UNSUPPORTED 51
+#define MERCURY_CODE_EFER_UNSUPPORTED 52
+#define MERCURY_CODE_CR3_UNSUPPORTED 53
+#define MERCURY_CODE_XSTATE_UNSUPPORTED 54
+#define MERCURY_CODE_SUPERVISOR_CET 55
+#define MERCURY_CODE_MEMORY_ENCRYPTION 56
+#define MERCURY_CODE_SNP_ENABLED 57
+#define MERCURY_CODE_PAT_UNSUPPORTED 58
+#define MERCURY_CODE_TSC_RATIO 59
+#define MERCURY_CODE_INVLPGB_IN_USE 60
+#define MERCURY_CODE_MACHINE_CHECK_IN_PROGRESS 61
+#define MERCURY_CODE_PAGE_TABLE_ISOLATION 62
+#define MERCURY_CODE_SINGLE_STEP 63
+#define MERCURY_CODE_MEMORY_BEYOND_MAP 64
+#define MERCURY_CODE_CPUS_DIFFER 65
+#define MERCURY_CODE_KERNEL_UNTESTED 66
+#define MERCURY_CODE_LOCKDOWN 67
+#define MERCURY_CODE_FRED 68
+#define MERCURY_CODE_PRIVILEGED_LAYER 69
+#define MERCURY_CODE_INSIDE_HYPERVISOR 70
+#define MERCURY_CODE_SEGMENT_UNREADABLE 71
+#define MERCURY_CODE_FACT_UNREADABLE 72
+#define MERCURY_CODE_STATE_CHANGED 73
+#define MERCURY_CODE_MTRR_INCONSISTENT 74
+#define MERCURY_CODE_DEBUG_ACTIVE 75
+#define MERCURY_CODE_HSAVE_IN_USE 76
+#define MERCURY_CODE_SELF_TEST_FAILED 77
+#define MERCURY_CODE_INVALID_GUEST_STATE 100
+#define MERCURY_CODE_INJECTED_FAULT 101
+#define MERCURY_CODE_FAULT_IN_SWITCH 102
+#define MERCURY_CODE_WRONG_MODE 103
+#define MERCURY_CODE_HOST_EXCEPTION 120
+#define MERCURY_CODE_HOST_PANIC 121
+#define MERCURY_CODE_UNKNOWN_EXIT 122
+#define MERCURY_CODE_SVM_RELEASED 123
+#define MERCURY_CODE_MICROCODE_UPDATE 124
+#define MERCURY_CODE_CPU_RESET 125
+#define MERCURY_CODE_NESTED_MAP_EXHAUSTED 126
+
+/* Offsets in the gate block, for assembler. */
+#define MERCURY_GATE_HOST_CR3 0
+#define MERCURY_GATE_HOST_CR4 8
+#define MERCURY_GATE_ENTRY_VIRT 16
+#define MERCURY_GATE_LEAVE_VIRT 24
+#define MERCURY_GATE_AREA_PHYS 32
+#define MERCURY_GATE_SHARED_VIRT 40
+#define MERCURY_GATE_CPU 48
+#define MERCURY_GATE_OPERATION 52
+#define MERCURY_GATE_ARGUMENT 56
+#define MERCURY_GATE_DETAIL 64
+#define MERCURY_GATE_FAULT 80
+#define MERCURY_GATE_FAULT_POINT 80
+#define MERCURY_GATE_FAULT_PASSAGE 84
+#define MERCURY_GATE_FAULT_OFFSET 88
+#define MERCURY_GATE_FAULT_VALUE 92
+#define MERCURY_GATE_FAULT_FIRED 96
+#define MERCURY_GATE_INWARD 104
+#define MERCURY_GATE_INWARD_RSP 104
+#define MERCURY_GATE_INWARD_RIP 112
+#define MERCURY_GATE_INWARD_RFLAGS 120
+#define MERCURY_GATE_INWARD_CR3 128
+#define MERCURY_GATE_INWARD_CR4 136
+#define MERCURY_GATE_INWARD_VM_HSAVE_PA 144
+#define MERCURY_GATE_INWARD_CS 152
+#define MERCURY_GATE_INWARD_CS_SELECTOR 152
+#define MERCURY_GATE_INWARD_CS_RESERVED 154
+#define MERCURY_GATE_INWARD_CS_ATTRIBUTES 156
+#define MERCURY_GATE_INWARD_CS_LIMIT 160
+#define MERCURY_GATE_INWARD_CS_BASE 164
+#define MERCURY_GATE_INWARD_SS 168
+#define MERCURY_GATE_INWARD_SS_SELECTOR 168
+#define MERCURY_GATE_INWARD_SS_RESERVED 170
+#define MERCURY_GATE_INWARD_SS_ATTRIBUTES 172
+#define MERCURY_GATE_INWARD_SS_LIMIT 176
+#define MERCURY_GATE_INWARD_SS_BASE 180
+#define MERCURY_GATE_INWARD_DS 184
+#define MERCURY_GATE_INWARD_DS_SELECTOR 184
+#define MERCURY_GATE_INWARD_DS_RESERVED 186
+#define MERCURY_GATE_INWARD_DS_ATTRIBUTES 188
+#define MERCURY_GATE_INWARD_DS_LIMIT 192
+#define MERCURY_GATE_INWARD_DS_BASE 196
+#define MERCURY_GATE_INWARD_ES 200
+#define MERCURY_GATE_INWARD_ES_SELECTOR 200
+#define MERCURY_GATE_INWARD_ES_RESERVED 202
+#define MERCURY_GATE_INWARD_ES_ATTRIBUTES 204
+#define MERCURY_GATE_INWARD_ES_LIMIT 208
+#define MERCURY_GATE_INWARD_ES_BASE 212
+#define MERCURY_GATE_OUTWARD 216
+#define MERCURY_GATE_OUTWARD_CR0 216
+#define MERCURY_GATE_OUTWARD_CR2 224
+#define MERCURY_GATE_OUTWARD_CR3 232
+#define MERCURY_GATE_OUTWARD_CR4 240
+#define MERCURY_GATE_OUTWARD_DR6 248
+#define MERCURY_GATE_OUTWARD_DR7 256
+#define MERCURY_GATE_OUTWARD_GDTR 264
+#define MERCURY_GATE_OUTWARD_GDTR_PADDING 264
+#define MERCURY_GATE_OUTWARD_GDTR_LIMIT 270
+#define MERCURY_GATE_OUTWARD_GDTR_BASE_VIRT 272
+#define MERCURY_GATE_OUTWARD_IDTR 280
+#define MERCURY_GATE_OUTWARD_IDTR_PADDING 280
+#define MERCURY_GATE_OUTWARD_IDTR_LIMIT 286
+#define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 288
+#define MERCURY_GATE_OUTWARD_SELECTORS 296
+#define MERCURY_GATE_OUTWARD_RIP 328
+#define MERCURY_GATE_OUTWARD_RFLAGS 336
+#define MERCURY_GATE_OUTWARD_CLEAR_SVME 344
+#define MERCURY_GATE_OUTWARD_REGISTERS 352
+#define MERCURY_GATE_FRAME 480
+
+#ifndef __ASSEMBLY__
+
+#include <linux/build_bug.h>
+#include <linux/stddef.h>
+#include <linux/types.h>
+
+/*
+ * Size and version, at the start of every structure that user space passes to the
+ * driver.
+ */
+struct mercury_header {
+	/* Size in bytes of the whole structure as the caller knows it. */
+	u32 size;
+	/* MERCURY_ABI_VERSION as the caller knows it. */
+	u32 version;
+};
+
+static_assert(sizeof(struct mercury_header) == 8);
+static_assert(offsetof(struct mercury_header, size) == 0);
+static_assert(offsetof(struct mercury_header, version) == 4);
+
+/* One CPUID leaf as the processor returned it. */
+struct mercury_cpuid_leaf {
+	/* EAX. */
+	u32 eax;
+	/* EBX. */
+	u32 ebx;
+	/* ECX. */
+	u32 ecx;
+	/* EDX. */
+	u32 edx;
+};
+
+static_assert(sizeof(struct mercury_cpuid_leaf) == 16);
+static_assert(offsetof(struct mercury_cpuid_leaf, eax) == 0);
+static_assert(offsetof(struct mercury_cpuid_leaf, ebx) == 4);
+static_assert(offsetof(struct mercury_cpuid_leaf, ecx) == 8);
+static_assert(offsetof(struct mercury_cpuid_leaf, edx) == 12);
+
+/* A descriptor-table register: linear base address and limit in bytes minus one. */
+struct mercury_table_register {
+	/* Linear address. */
+	u64 base_virt;
+	/* Limit. */
+	u64 limit;
+};
+
+static_assert(sizeof(struct mercury_table_register) == 16);
+static_assert(offsetof(struct mercury_table_register, base_virt) == 0);
+static_assert(offsetof(struct mercury_table_register, limit) == 8);
+
+/* Everything that is read of one CPU. Leaves and MSRs that the CPU lacks are zero. */
+struct mercury_cpu_facts {
+	/* Size and version. */
+	struct mercury_header header;
+	/* In: the CPU to read. Linux's number. */
+	u32 cpu;
+	/* Initial local APIC identifier. */
+	u32 apic_id;
+	/* readable bits. */
+	u64 readable;
+	/* system bits. */
+	u64 system;
+	/*
+	 * Highest address in use by RAM or devices according to the kernel's resource
+	 * tree, inclusive, host-physical.
+	 */
+	u64 iomem_end_phys;
+	/* Linux version code: major << 16 | minor << 8. */
+	u64 kernel_version;
+	/* CPUID 0. */
+	struct mercury_cpuid_leaf cpuid_0;
+	/* CPUID 1 (EBX holds the APIC identifier and is not compared between CPUs). */
+	struct mercury_cpuid_leaf cpuid_1;
+	/* CPUID 7, subleaf 0. */
+	struct mercury_cpuid_leaf cpuid_7_0;
+	/* CPUID 7, subleaf 1. */
+	struct mercury_cpuid_leaf cpuid_7_1;
+	/* CPUID Dh, subleaf 1. */
+	struct mercury_cpuid_leaf cpuid_d_1;
+	/* CPUID 4000_0000h, if CPUID 1 ECX bit 31 is set. */
+	struct mercury_cpuid_leaf cpuid_4000_0000;
+	/* CPUID 8000_0000h. */
+	struct mercury_cpuid_leaf cpuid_8000_0000;
+	/* CPUID 8000_0001h. */
+	struct mercury_cpuid_leaf cpuid_8000_0001;
+	/* CPUID 8000_0008h. */
+	struct mercury_cpuid_leaf cpuid_8000_0008;
+	/* CPUID 8000_000Ah: SVM. */
+	struct mercury_cpuid_leaf cpuid_8000_000a;
+	/* CPUID 8000_001Fh: memory encryption. */
+	struct mercury_cpuid_leaf cpuid_8000_001f;
+	/* CPUID 8000_0021h. */
+	struct mercury_cpuid_leaf cpuid_8000_0021;
+	/* CR0. */
+	u64 cr0;
+	/* CR3 of whatever was running. */
+	u64 cr3;
+	/* CR4. */
+	u64 cr4;
+	/* XCR0, zero where CR4.OSXSAVE is clear. */
+	u64 xcr0;
+	/* DR6. */
+	u64 dr6;
+	/* DR7. */
+	u64 dr7;
+	/* RFLAGS in the reading function. */
+	u64 rflags;
+	/* GDTR. */
+	struct mercury_table_register gdtr;
+	/* IDTR. */
+	struct mercury_table_register idtr;
+	/* TR selector. */
+	u64 tr;
+	/* LDTR selector. */
+	u64 ldtr;
+	/* CS selector. */
+	u64 cs;
+	/* SS selector. */
+	u64 ss;
+	/* TSS limit as LSL reports it for the TR selector. */
+	u64 tr_limit;
+	/* EFER (C000_0080h). */
+	u64 efer;
+	/* STAR. */
+	u64 star;
+	/* LSTAR. */
+	u64 lstar;
+	/* CSTAR. */
+	u64 cstar;
+	/* SFMASK. */
+	u64 sfmask;
+	/* SYSENTER_CS. */
+	u64 sysenter_cs;
+	/* SYSENTER_ESP. */
+	u64 sysenter_esp;
+	/* SYSENTER_EIP. */
+	u64 sysenter_eip;
+	/* GS base (the kernel's per-CPU base). */
+	u64 gs_base;
+	/* APIC_BASE (1Bh). */
+	u64 apic_base;
+	/* PAT. */
+	u64 pat;
+	/* VM_CR. */
+	u64 vm_cr;
+	/* VM_HSAVE_PA. */
+	u64 vm_hsave_pa;
+	/* SYSCFG. */
+	u64 syscfg;
+	/* SPEC_CTRL. */
+	u64 spec_ctrl;
+	/* TSC_RATIO. */
+	u64 tsc_ratio;
+	/* DEBUGCTL. */
+	u64 debugctl;
+	/* S_CET. */
+	u64 s_cet;
+	/* ISST_ADDR. */
+	u64 isst_addr;
+	/* XSS. */
+	u64 xss;
+	/* MCG_STATUS. */
+	u64 mcg_status;
+	/* TSC_AUX. */
+	u64 tsc_aux;
+	/* HWCR. */
+	u64 hwcr;
+	/* Microcode revision. */
+	u64 microcode;
+	/* MCA_CTL of SMCA bank 0. */
+	u64 smca_ctl0;
+	/* IA32_FEATURE_CONTROL (Intel). */
+	u64 feature_control;
+	/* MTRRdefType (2FFh). */
+	u64 mtrr_def_type;
+	/* FNV-1a digest over all MTRRs, to compare CPUs. */
+	u64 mtrr_digest;
+};
+
+static_assert(sizeof(struct mercury_cpu_facts) == 592);
+static_assert(offsetof(struct mercury_cpu_facts, header) == 0);
+static_assert(offsetof(struct mercury_cpu_facts, cpu) == 8);
+static_assert(offsetof(struct mercury_cpu_facts, apic_id) == 12);
+static_assert(offsetof(struct mercury_cpu_facts, readable) == 16);
+static_assert(offsetof(struct mercury_cpu_facts, system) == 24);
+static_assert(offsetof(struct mercury_cpu_facts, iomem_end_phys) == 32);
+static_assert(offsetof(struct mercury_cpu_facts, kernel_version) == 40);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_0) == 48);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_1) == 64);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_7_0) == 80);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_7_1) == 96);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_d_1) == 112);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_4000_0000) == 128);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_0000) == 144);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_0001) == 160);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_0008) == 176);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_000a) == 192);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_001f) == 208);
+static_assert(offsetof(struct mercury_cpu_facts, cpuid_8000_0021) == 224);
+static_assert(offsetof(struct mercury_cpu_facts, cr0) == 240);
+static_assert(offsetof(struct mercury_cpu_facts, cr3) == 248);
+static_assert(offsetof(struct mercury_cpu_facts, cr4) == 256);
+static_assert(offsetof(struct mercury_cpu_facts, xcr0) == 264);
+static_assert(offsetof(struct mercury_cpu_facts, dr6) == 272);
+static_assert(offsetof(struct mercury_cpu_facts, dr7) == 280);
+static_assert(offsetof(struct mercury_cpu_facts, rflags) == 288);
+static_assert(offsetof(struct mercury_cpu_facts, gdtr) == 296);
+static_assert(offsetof(struct mercury_cpu_facts, idtr) == 312);
+static_assert(offsetof(struct mercury_cpu_facts, tr) == 328);
+static_assert(offsetof(struct mercury_cpu_facts, ldtr) == 336);
+static_assert(offsetof(struct mercury_cpu_facts, cs) == 344);
+static_assert(offsetof(struct mercury_cpu_facts, ss) == 352);
+static_assert(offsetof(struct mercury_cpu_facts, tr_limit) == 360);
+static_assert(offsetof(struct mercury_cpu_facts, efer) == 368);
+static_assert(offsetof(struct mercury_cpu_facts, star) == 376);
+static_assert(offsetof(struct mercury_cpu_facts, lstar) == 384);
+static_assert(offsetof(struct mercury_cpu_facts, cstar) == 392);
+static_assert(offsetof(struct mercury_cpu_facts, sfmask) == 400);
+static_assert(offsetof(struct mercury_cpu_facts, sysenter_cs) == 408);
+static_assert(offsetof(struct mercury_cpu_facts, sysenter_esp) == 416);
+static_assert(offsetof(struct mercury_cpu_facts, sysenter_eip) == 424);
+static_assert(offsetof(struct mercury_cpu_facts, gs_base) == 432);
+static_assert(offsetof(struct mercury_cpu_facts, apic_base) == 440);
+static_assert(offsetof(struct mercury_cpu_facts, pat) == 448);
+static_assert(offsetof(struct mercury_cpu_facts, vm_cr) == 456);
+static_assert(offsetof(struct mercury_cpu_facts, vm_hsave_pa) == 464);
+static_assert(offsetof(struct mercury_cpu_facts, syscfg) == 472);
+static_assert(offsetof(struct mercury_cpu_facts, spec_ctrl) == 480);
+static_assert(offsetof(struct mercury_cpu_facts, tsc_ratio) == 488);
+static_assert(offsetof(struct mercury_cpu_facts, debugctl) == 496);
+static_assert(offsetof(struct mercury_cpu_facts, s_cet) == 504);
+static_assert(offsetof(struct mercury_cpu_facts, isst_addr) == 512);
+static_assert(offsetof(struct mercury_cpu_facts, xss) == 520);
+static_assert(offsetof(struct mercury_cpu_facts, mcg_status) == 528);
+static_assert(offsetof(struct mercury_cpu_facts, tsc_aux) == 536);
+static_assert(offsetof(struct mercury_cpu_facts, hwcr) == 544);
+static_assert(offsetof(struct mercury_cpu_facts, microcode) == 552);
+static_assert(offsetof(struct mercury_cpu_facts, smca_ctl0) == 560);
+static_assert(offsetof(struct mercury_cpu_facts, feature_control) == 568);
+static_assert(offsetof(struct mercury_cpu_facts, mtrr_def_type) == 576);
+static_assert(offsetof(struct mercury_cpu_facts, mtrr_digest) == 584);
+
+/* One entry of the log, 64 bytes. */
+struct mercury_log_record {
+	/*
+	 * Number of this record on this CPU, counting from 1; 0 while it is being
+	 * written.
+	 */
+	u64 sequence;
+	/* TSC when it was written. */
+	u64 tsc;
+	/* LogKind as a number. */
+	u32 kind;
+	/* Linux's CPU number. */
+	u32 cpu;
+	/* Meaning by kind. */
+	u64 arguments[5];
+};
+
+static_assert(sizeof(struct mercury_log_record) == 64);
+static_assert(offsetof(struct mercury_log_record, sequence) == 0);
+static_assert(offsetof(struct mercury_log_record, tsc) == 8);
+static_assert(offsetof(struct mercury_log_record, kind) == 16);
+static_assert(offsetof(struct mercury_log_record, cpu) == 20);
+static_assert(offsetof(struct mercury_log_record, arguments) == 24);
+
+/*
+ * The epitaph: what was known when the hypervisor gave up on this CPU. It stays until
+ * unload.
+ */
+struct mercury_crash_record {
+	/* crate::code::Code as a number; 0: no crash. */
+	u32 code;
+	/* Exception vector, or u32::MAX where there was none. */
+	u32 vector;
+	/* TSC at the crash. */
+	u64 tsc;
+	/* Hypervisor RIP, relative to the image's start (addr2line takes it). */
+	u64 host_rip_offset;
+	/* Hypervisor RSP, virtual. */
+	u64 host_rsp_virt;
+	/* Exception error code. */
+	u64 error_code;
+	/* CR2 in the hypervisor. */
+	u64 host_cr2;
+	/* Exit code of the last exit, as the processor gave it. */
+	u64 exit_code;
+	/* First exit qualification. */
+	u64 exit_info1;
+	/* Second exit qualification. */
+	u64 exit_info2;
+	/* Event in delivery at the exit. */
+	u64 exit_event;
+	/* Guest RIP, virtual. */
+	u64 guest_rip;
+	/* Guest RFLAGS. */
+	u64 guest_rflags;
+	/* Guest CR0. */
+	u64 guest_cr0;
+	/* Guest CR2. */
+	u64 guest_cr2;
+	/* Guest CR3. */
+	u64 guest_cr3;
+	/* Guest CR4. */
+	u64 guest_cr4;
+	/* Guest CS and SS selectors: CS in bits 15:0, SS in bits 31:16. */
+	u64 guest_cs_ss;
+	/* Guest registers. */
+	u64 guest_registers[16];
+	/* Panic message or name of the fault point, NUL-padded. */
+	u8 message[120];
+};
+
+static_assert(sizeof(struct mercury_crash_record) == 384);
+static_assert(offsetof(struct mercury_crash_record, code) == 0);
+static_assert(offsetof(struct mercury_crash_record, vector) == 4);
+static_assert(offsetof(struct mercury_crash_record, tsc) == 8);
+static_assert(offsetof(struct mercury_crash_record, host_rip_offset) == 16);
+static_assert(offsetof(struct mercury_crash_record, host_rsp_virt) == 24);
+static_assert(offsetof(struct mercury_crash_record, error_code) == 32);
+static_assert(offsetof(struct mercury_crash_record, host_cr2) == 40);
+static_assert(offsetof(struct mercury_crash_record, exit_code) == 48);
+static_assert(offsetof(struct mercury_crash_record, exit_info1) == 56);
+static_assert(offsetof(struct mercury_crash_record, exit_info2) == 64);
+static_assert(offsetof(struct mercury_crash_record, exit_event) == 72);
+static_assert(offsetof(struct mercury_crash_record, guest_rip) == 80);
+static_assert(offsetof(struct mercury_crash_record, guest_rflags) == 88);
+static_assert(offsetof(struct mercury_crash_record, guest_cr0) == 96);
+static_assert(offsetof(struct mercury_crash_record, guest_cr2) == 104);
+static_assert(offsetof(struct mercury_crash_record, guest_cr3) == 112);
+static_assert(offsetof(struct mercury_crash_record, guest_cr4) == 120);
+static_assert(offsetof(struct mercury_crash_record, guest_cs_ss) == 128);
+static_assert(offsetof(struct mercury_crash_record, guest_registers) == 136);
+static_assert(offsetof(struct mercury_crash_record, message) == 264);
+
+/* One CPU's block. */
+struct mercury_shared_cpu {
+	/* SHARED_MAGIC once the hypervisor is loaded. */
+	u64 magic;
+	/* Linux's CPU number. */
+	u32 cpu;
+	/*
+	 * 1 while this CPU is attached, as far as the hypervisor knows; the truth is
+	 * asked of the CPU.
+	 */
+	u32 attached;
+	/* Exits by ExitReason since load. */
+	u64 exits[16];
+	/* TSC ticks spent in the hypervisor by exits since load. */
+	u64 exit_ticks;
+	/* Attaches since load. */
+	u64 attaches;
+	/* Detaches since load, of whatever kind. */
+	u64 detaches;
+	/*
+	 * crate::code::Code of the last departure that was not a detach; 0 if there was
+	 * none.
+	 */
+	u64 left_because;
+	/* Records ever written to log. */
+	u64 log_written;
+	/* The last crash. */
+	struct mercury_crash_record crash;
+	/* Padding to the second page. */
+	u64 reserved[441];
+	/* The ring; record n (from 1) is at index (n - 1) % LOG_RECORDS. */
+	struct mercury_log_record log[64];
+};
+
+static_assert(sizeof(struct mercury_shared_cpu) == 8192);
+static_assert(offsetof(struct mercury_shared_cpu, magic) == 0);
+static_assert(offsetof(struct mercury_shared_cpu, cpu) == 8);
+static_assert(offsetof(struct mercury_shared_cpu, attached) == 12);
+static_assert(offsetof(struct mercury_shared_cpu, exits) == 16);
+static_assert(offsetof(struct mercury_shared_cpu, exit_ticks) == 144);
+static_assert(offsetof(struct mercury_shared_cpu, attaches) == 152);
+static_assert(offsetof(struct mercury_shared_cpu, detaches) == 160);
+static_assert(offsetof(struct mercury_shared_cpu, left_because) == 168);
+static_assert(offsetof(struct mercury_shared_cpu, log_written) == 176);
+static_assert(offsetof(struct mercury_shared_cpu, crash) == 184);
+static_assert(offsetof(struct mercury_shared_cpu, reserved) == 568);
+static_assert(offsetof(struct mercury_shared_cpu, log) == 4096);
+
+/*
+ * Start of the hypervisor's flat image. Offsets are in bytes from the image's start;
+ * text starts at a page boundary, as do read-only data and data.
+ */
+struct mercury_image_header {
+	/* IMAGE_MAGIC. */
+	u64 magic;
+	/* crate::MERCURY_ABI_VERSION. */
+	u32 abi_version;
+	/* 1 if built with fault points. */
+	u32 fault_injection;
+	/* End of text (readable and executable), which starts at 0 with this header. */
+	u64 text_end;
+	/* End of read-only data, which starts at text_end. */
+	u64 rodata_end;
+	/* End of initialised data in the file. */
+	u64 file_end;
+	/* End of the image in memory, zero-filled data included. */
+	u64 memory_end;
+	/* Offset of the ELF64 Rela table; only R_X86_64_RELATIVE occurs. */
+	u64 rela_offset;
+	/* Bytes of the Rela table. */
+	u64 rela_size;
+	/* Offset of the native entry point. */
+	u64 entry_offset;
+	/* Version, NUL-padded ASCII. */
+	u8 version[32];
+};
+
+static_assert(sizeof(struct mercury_image_header) == 104);
+static_assert(offsetof(struct mercury_image_header, magic) == 0);
+static_assert(offsetof(struct mercury_image_header, abi_version) == 8);
+static_assert(offsetof(struct mercury_image_header, fault_injection) == 12);
+static_assert(offsetof(struct mercury_image_header, text_end) == 16);
+static_assert(offsetof(struct mercury_image_header, rodata_end) == 24);
+static_assert(offsetof(struct mercury_image_header, file_end) == 32);
+static_assert(offsetof(struct mercury_image_header, memory_end) == 40);
+static_assert(offsetof(struct mercury_image_header, rela_offset) == 48);
+static_assert(offsetof(struct mercury_image_header, rela_size) == 56);
+static_assert(offsetof(struct mercury_image_header, entry_offset) == 64);
+static_assert(offsetof(struct mercury_image_header, version) == 72);
+
+/*
+ * Physically contiguous memory that belongs to the hypervisor: mapped in its tables,
+ * hidden in the nested ones.
+ */
+struct mercury_owned_range {
+	/* First byte, host-physical, page-aligned. */
+	u64 start_phys;
+	/* Length in 4 KiB pages. */
+	u64 pages;
+};
+
+static_assert(sizeof(struct mercury_owned_range) == 16);
+static_assert(offsetof(struct mercury_owned_range, start_phys) == 0);
+static_assert(offsetof(struct mercury_owned_range, pages) == 8);
+
+/* What NativeOp::Init gets: everything that does not change until unload. */
+struct mercury_boot_info {
+	/* crate::MERCURY_ABI_VERSION. */
+	u32 abi_version;
+	/* 1 if the kernel runs with five-level paging. */
+	u32 five_level;
+	/* Kernel virtual address of physical address 0 (the direct map's base). */
+	u64 direct_map_virt;
+	/* Start of the image, virtual. */
+	u64 image_virt;
+	/* Address of an array of OwnedRange: everything to hide. */
+	u64 owned_virt;
+	/* Number of entries in it. */
+	u64 owned_count;
+	/*
+	 * Address of an array of host-physical addresses of zeroed pages for nested
+	 * tables. They lie inside owned ranges. The driver may extend the array between
+	 * two calls of NativeOp::Build.
+	 */
+	u64 pool_virt;
+	/* Number of entries in it. */
+	u64 pool_count;
+	/*
+	 * End of the highest address in use by RAM or devices, exclusive,
+	 * host-physical: mapped eagerly.
+	 */
+	u64 iomem_end_phys;
+	/* Number of possible CPUs. */
+	u64 possible_cpus;
+};
+
+static_assert(sizeof(struct mercury_boot_info) == 72);
+static_assert(offsetof(struct mercury_boot_info, abi_version) == 0);
+static_assert(offsetof(struct mercury_boot_info, five_level) == 4);
+static_assert(offsetof(struct mercury_boot_info, direct_map_virt) == 8);
+static_assert(offsetof(struct mercury_boot_info, image_virt) == 16);
+static_assert(offsetof(struct mercury_boot_info, owned_virt) == 24);
+static_assert(offsetof(struct mercury_boot_info, owned_count) == 32);
+static_assert(offsetof(struct mercury_boot_info, pool_virt) == 40);
+static_assert(offsetof(struct mercury_boot_info, pool_count) == 48);
+static_assert(offsetof(struct mercury_boot_info, iomem_end_phys) == 56);
+static_assert(offsetof(struct mercury_boot_info, possible_cpus) == 64);
+
+/* A segment register as the driver read it from the live descriptor tables. */
+struct mercury_segment {
+	/* Selector. */
+	u16 selector;
+	/* Zero. */
+	u16 reserved;
+	/*
+	 * As LAR returns it, shifted right by 8: type, S, DPL, P in bits 7:0; AVL, L,
+	 * D/B, G in bits 15:12. Zero for a null selector.
+	 */
+	u32 attributes;
+	/* Limit in bytes, as LSL returns it. */
+	u32 limit;
+	/*
+	 * Base address; 32 bits, as for every code or data segment that has one in a
+	 * descriptor.
+	 */
+	u32 base;
+};
+
+static_assert(sizeof(struct mercury_segment) == 16);
+static_assert(offsetof(struct mercury_segment, selector) == 0);
+static_assert(offsetof(struct mercury_segment, reserved) == 2);
+static_assert(offsetof(struct mercury_segment, attributes) == 4);
+static_assert(offsetof(struct mercury_segment, limit) == 8);
+static_assert(offsetof(struct mercury_segment, base) == 12);
+
+/* What the driver and the gate's way in leave for the hypervisor. */
+struct mercury_inward {
+	/* RSP at the return label. */
+	u64 rsp;
+	/* The return label. */
+	u64 rip;
+	/* RFLAGS at the return label. */
+	u64 rflags;
+	/* CR3. */
+	u64 cr3;
+	/* CR4. */
+	u64 cr4;
+	/* VM_HSAVE_PA as it was before, restored at detach. */
+	u64 vm_hsave_pa;
+	/* CS. Filled by the driver. */
+	struct mercury_segment cs;
+	/* SS. Filled by the driver. */
+	struct mercury_segment ss;
+	/* DS. Filled by the driver. */
+	struct mercury_segment ds;
+	/* ES. Filled by the driver. */
+	struct mercury_segment es;
+};
+
+static_assert(sizeof(struct mercury_inward) == 112);
+static_assert(offsetof(struct mercury_inward, rsp) == 0);
+static_assert(offsetof(struct mercury_inward, rip) == 8);
+static_assert(offsetof(struct mercury_inward, rflags) == 16);
+static_assert(offsetof(struct mercury_inward, cr3) == 24);
+static_assert(offsetof(struct mercury_inward, cr4) == 32);
+static_assert(offsetof(struct mercury_inward, vm_hsave_pa) == 40);
+static_assert(offsetof(struct mercury_inward, cs) == 48);
+static_assert(offsetof(struct mercury_inward, ss) == 64);
+static_assert(offsetof(struct mercury_inward, ds) == 80);
+static_assert(offsetof(struct mercury_inward, es) == 96);
+
+/* A pseudo-descriptor: LGDT and LIDT take the address of limit. */
+struct mercury_descriptor_table {
+	/* Zero. */
+	u16 padding[3];
+	/* Limit. */
+	u16 limit;
+	/* Linear address. */
+	u64 base_virt;
+};
+
+static_assert(sizeof(struct mercury_descriptor_table) == 16);
+static_assert(offsetof(struct mercury_descriptor_table, padding) == 0);
+static_assert(offsetof(struct mercury_descriptor_table, limit) == 6);
+static_assert(offsetof(struct mercury_descriptor_table, base_virt) == 8);
+
+/* What the gate's way out puts back. */
+struct mercury_outward {
+	/* CR0. */
+	u64 cr0;
+	/* CR2. */
+	u64 cr2;
+	/* CR3. */
+	u64 cr3;
+	/* CR4. */
+	u64 cr4;
+	/* DR6. */
+	u64 dr6;
+	/* DR7. */
+	u64 dr7;
+	/* GDTR, as LGDT takes it: limit in the two bytes before the address. */
+	struct mercury_descriptor_table gdtr;
+	/* IDTR, as LIDT takes it. */
+	struct mercury_descriptor_table idtr;
+	/* Selectors ES, CS, SS, DS. */
+	u64 selectors[4];
+	/* RIP. */
+	u64 rip;
+	/* RFLAGS. */
+	u64 rflags;
+	/* 1: clear EFER.SVME after STGI. */
+	u64 clear_svme;
+	/* General registers; entry 4 is RSP. */
+	u64 registers[16];
+};
+
+static_assert(sizeof(struct mercury_outward) == 264);
+static_assert(offsetof(struct mercury_outward, cr0) == 0);
+static_assert(offsetof(struct mercury_outward, cr2) == 8);
+static_assert(offsetof(struct mercury_outward, cr3) == 16);
+static_assert(offsetof(struct mercury_outward, cr4) == 24);
+static_assert(offsetof(struct mercury_outward, dr6) == 32);
+static_assert(offsetof(struct mercury_outward, dr7) == 40);
+static_assert(offsetof(struct mercury_outward, gdtr) == 48);
+static_assert(offsetof(struct mercury_outward, idtr) == 64);
+static_assert(offsetof(struct mercury_outward, selectors) == 80);
+static_assert(offsetof(struct mercury_outward, rip) == 112);
+static_assert(offsetof(struct mercury_outward, rflags) == 120);
+static_assert(offsetof(struct mercury_outward, clear_svme) == 128);
+static_assert(offsetof(struct mercury_outward, registers) == 136);
+
+/* Arming of a fault point, kept by the driver and handed to the hypervisor in its area. */
+struct mercury_fault_arm {
+	/* FaultPoint as a number. */
+	u32 point;
+	/* Fires at this passage, counting down to 0. */
+	u32 passage;
+	/*
+	 * For FaultPoint::Facts: byte offset of an aligned 32-bit word in
+	 * crate::facts::CpuFacts.
+	 */
+	u32 offset;
+	/* For FaultPoint::Facts: its new value. */
+	u32 value;
+};
+
+static_assert(sizeof(struct mercury_fault_arm) == 16);
+static_assert(offsetof(struct mercury_fault_arm, point) == 0);
+static_assert(offsetof(struct mercury_fault_arm, passage) == 4);
+static_assert(offsetof(struct mercury_fault_arm, offset) == 8);
+static_assert(offsetof(struct mercury_fault_arm, value) == 12);
+
+/*
+ * First bytes of a CPU's area. The hypervisor's private per-CPU data follows at
+ * GATE_PRIVATE_OFFSET.
+ */
+struct mercury_gate_block {
+	/* CR3 of the hypervisor's tables. Filled at load. */
+	u64 host_cr3;
+	/*
+	 * CR4 in the hypervisor, from a white list: PAE, MCE, OSFXSR, OSXMMEXCPT, and
+	 * LA57 if the kernel has it. Filled at load.
+	 */
+	u64 host_cr4;
+	/* Native entry point, virtual. Filled at load. */
+	u64 entry_virt;
+	/* The gate's way out, virtual. Filled at load. */
+	u64 leave_virt;
+	/* Host-physical address of this area. Filled at load. */
+	u64 area_phys;
+	/* Virtual address of this CPU's crate::shared::SharedCpu. Filled at load. */
+	u64 shared_virt;
+	/* Linux's CPU number. Filled at load. */
+	u32 cpu;
+	/* NativeOp to perform. Filled by the driver before each call. */
+	u32 operation;
+	/* Its argument: a virtual address or 0. */
+	u64 argument;
+	/* Out: what the result code refers to. */
+	u64 detail[2];
+	/* Armed fault point of this CPU (fault-injection builds). */
+	struct mercury_fault_arm fault;
+	/* Fault points that have fired on this CPU since load (fault-injection builds). */
+	u64 fault_fired;
+	/* Way in. */
+	struct mercury_inward inward;
+	/* Way out. */
+	struct mercury_outward outward;
+	/*
+	 * The gate's own: RIP, CS, RFLAGS, RSP, SS for the IRETQ of a way out to user
+	 * mode.
+	 */
+	u64 frame[5];
+};
+
+static_assert(sizeof(struct mercury_gate_block) == 520);
+static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
+static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
+static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
+static_assert(offsetof(struct mercury_gate_block, leave_virt) == 24);
+static_assert(offsetof(struct mercury_gate_block, area_phys) == 32);
+static_assert(offsetof(struct mercury_gate_block, shared_virt) == 40);
+static_assert(offsetof(struct mercury_gate_block, cpu) == 48);
+static_assert(offsetof(struct mercury_gate_block, operation) == 52);
+static_assert(offsetof(struct mercury_gate_block, argument) == 56);
+static_assert(offsetof(struct mercury_gate_block, detail) == 64);
+static_assert(offsetof(struct mercury_gate_block, fault) == 80);
+static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
+static_assert(offsetof(struct mercury_gate_block, inward) == 104);
+static_assert(offsetof(struct mercury_gate_block, outward) == 216);
+static_assert(offsetof(struct mercury_gate_block, frame) == 480);
+
+/* What the driver and the machine are. */
+struct mercury_system_info {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_STATE_*. */
+	u32 state;
+	/* Number of possible CPUs: the range of Linux's CPU numbers. */
+	u32 possible_cpus;
+	/* Process that controls Mercury, 0 if none (in the reader's PID namespace). */
+	u32 controller_pid;
+	/* Number of CPUs that are meant to be attached. */
+	u32 wanted_cpus;
+	/* MERCURY_FEATURE_*. */
+	u64 features;
+	/* TSC frequency in kHz. */
+	u64 tsc_khz;
+	/* Memory held by the pre-cached hypervisor, in bytes, without the per-CPU part. */
+	u64 memory_fixed;
+	/* Memory held per possible CPU, in bytes. */
+	u64 memory_per_cpu;
+	/* Size in bytes of what can be mapped at offset 0; 0 while unloaded. */
+	u64 shared_size;
+	/* The hypervisor's version, NUL-padded ASCII. */
+	u8 version[32];
+};
+
+static_assert(sizeof(struct mercury_system_info) == 96);
+static_assert(offsetof(struct mercury_system_info, header) == 0);
+static_assert(offsetof(struct mercury_system_info, state) == 8);
+static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
+static_assert(offsetof(struct mercury_system_info, controller_pid) == 16);
+static_assert(offsetof(struct mercury_system_info, wanted_cpus) == 20);
+static_assert(offsetof(struct mercury_system_info, features) == 24);
+static_assert(offsetof(struct mercury_system_info, tsc_khz) == 32);
+static_assert(offsetof(struct mercury_system_info, memory_fixed) == 40);
+static_assert(offsetof(struct mercury_system_info, memory_per_cpu) == 48);
+static_assert(offsetof(struct mercury_system_info, shared_size) == 56);
+static_assert(offsetof(struct mercury_system_info, version) == 64);
+
+/* How an operation ended. */
+struct mercury_outcome {
+	/* crate::code::Code as a number; 0 is success. */
+	u32 code;
+	/* The CPU it concerns, or u32::MAX where it concerns none in particular. */
+	u32 cpu;
+	/*
+	 * What the code's explanation refers to: the offending register, field or
+	 * address.
+	 */
+	u64 detail[2];
+};
+
+static_assert(sizeof(struct mercury_outcome) == 24);
+static_assert(offsetof(struct mercury_outcome, code) == 0);
+static_assert(offsetof(struct mercury_outcome, cpu) == 4);
+static_assert(offsetof(struct mercury_outcome, detail) == 8);
+
+/* Arguments of load and unload. */
+struct mercury_load_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* Must be zero. */
+	u64 flags;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_load_request) == 40);
+static_assert(offsetof(struct mercury_load_request, header) == 0);
+static_assert(offsetof(struct mercury_load_request, flags) == 8);
+static_assert(offsetof(struct mercury_load_request, outcome) == 16);
+
+/* Arguments of attach and detach. */
+struct mercury_switch_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_SWITCH_*. */
+	u64 flags;
+	/*
+	 * User-space address of a CPU bit mask in 64-bit words, or 0 for all online
+	 * CPUs.
+	 */
+	u64 mask_addr;
+	/* Number of 64-bit words in the mask. */
+	u32 mask_words;
+	/* In: number of entries at results_addr; out: number of CPUs that switched. */
+	u32 results_count;
+	/* User-space address of an array of SwitchResult, or 0. */
+	u64 results_addr;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_switch_request) == 64);
+static_assert(offsetof(struct mercury_switch_request, header) == 0);
+static_assert(offsetof(struct mercury_switch_request, flags) == 8);
+static_assert(offsetof(struct mercury_switch_request, mask_addr) == 16);
+static_assert(offsetof(struct mercury_switch_request, mask_words) == 24);
+static_assert(offsetof(struct mercury_switch_request, results_count) == 28);
+static_assert(offsetof(struct mercury_switch_request, results_addr) == 32);
+static_assert(offsetof(struct mercury_switch_request, outcome) == 40);
+
+/* What one CPU's switch took. */
+struct mercury_switch_result {
+	/* Linux's CPU number. */
+	u32 cpu;
+	/* crate::code::Code as a number. */
+	u32 code;
+	/* TSC ticks that the switch kept interrupts off on this CPU. */
+	u64 ticks;
+};
+
+static_assert(sizeof(struct mercury_switch_result) == 16);
+static_assert(offsetof(struct mercury_switch_result, cpu) == 0);
+static_assert(offsetof(struct mercury_switch_result, code) == 4);
+static_assert(offsetof(struct mercury_switch_result, ticks) == 8);
+
+/* Arguments of status. */
+struct mercury_status_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_STATE_*, out. */
+	u32 state;
+	/*
+	 * In: number of entries at cpus_addr; out: entries filled (one per possible
+	 * CPU).
+	 */
+	u32 cpus_count;
+	/* User-space address of an array of CpuStatus. */
+	u64 cpus_addr;
+};
+
+static_assert(sizeof(struct mercury_status_request) == 24);
+static_assert(offsetof(struct mercury_status_request, header) == 0);
+static_assert(offsetof(struct mercury_status_request, state) == 8);
+static_assert(offsetof(struct mercury_status_request, cpus_count) == 12);
+static_assert(offsetof(struct mercury_status_request, cpus_addr) == 16);
+
+/* The mode of one CPU, as a fact asked of it, and its history. */
+struct mercury_cpu_status {
+	/* Linux's CPU number. */
+	u32 cpu;
+	/* MERCURY_MODE_*: asked of the CPU just now. */
+	u32 mode;
+	/* 1 if the CPU is meant to be attached. */
+	u32 wanted;
+	/*
+	 * crate::code::Code of how it last left the hypervisor other than by a detach;
+	 * 0 if it never did.
+	 */
+	u32 left_because;
+	/* Attaches since load. */
+	u64 attaches;
+	/* Detaches since load. */
+	u64 detaches;
+	/* TSC ticks with interrupts off of the last attach. */
+	u64 attach_ticks;
+	/* TSC ticks with interrupts off of the last detach. */
+	u64 detach_ticks;
+};
+
+static_assert(sizeof(struct mercury_cpu_status) == 48);
+static_assert(offsetof(struct mercury_cpu_status, cpu) == 0);
+static_assert(offsetof(struct mercury_cpu_status, mode) == 4);
+static_assert(offsetof(struct mercury_cpu_status, wanted) == 8);
+static_assert(offsetof(struct mercury_cpu_status, left_because) == 12);
+static_assert(offsetof(struct mercury_cpu_status, attaches) == 16);
+static_assert(offsetof(struct mercury_cpu_status, detaches) == 24);
+static_assert(offsetof(struct mercury_cpu_status, attach_ticks) == 32);
+static_assert(offsetof(struct mercury_cpu_status, detach_ticks) == 40);
+
+/* Arguments of measure: hypercall round trips on one attached CPU with interrupts off. */
+struct mercury_measure_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* Linux's CPU number. */
+	u32 cpu;
+	/* Round trips, 1 to 1,000. */
+	u32 count;
+	/* Out: TSC ticks of all round trips together. */
+	u64 ticks;
+	/* Out: TSC ticks of the same loop without the hypercall. */
+	u64 overhead_ticks;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_measure_request) == 56);
+static_assert(offsetof(struct mercury_measure_request, header) == 0);
+static_assert(offsetof(struct mercury_measure_request, cpu) == 8);
+static_assert(offsetof(struct mercury_measure_request, count) == 12);
+static_assert(offsetof(struct mercury_measure_request, ticks) == 16);
+static_assert(offsetof(struct mercury_measure_request, overhead_ticks) == 24);
+static_assert(offsetof(struct mercury_measure_request, outcome) == 32);
+
+/* Arguments of fault injection. */
+struct mercury_fault_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* crate::gate::FaultPoint as a number; 0 disarms all. */
+	u32 point;
+	/* The CPU on which it fires, or u32::MAX for any. */
+	u32 cpu;
+	/* It fires at the n-th passage, counting from 1. */
+	u32 passage;
+	/* For crate::gate::FaultPoint::Facts: byte offset in CpuFacts, a multiple of 4. */
+	u32 offset;
+	/* For crate::gate::FaultPoint::Facts: the 32-bit word to put there. */
+	u32 value;
+	/* Zero. */
+	u32 reserved;
+	/* Out: how often armed points have fired since load. */
+	u32 fired;
+};
+
+static_assert(sizeof(struct mercury_fault_request) == 36);
+static_assert(offsetof(struct mercury_fault_request, header) == 0);
+static_assert(offsetof(struct mercury_fault_request, point) == 8);
+static_assert(offsetof(struct mercury_fault_request, cpu) == 12);
+static_assert(offsetof(struct mercury_fault_request, passage) == 16);
+static_assert(offsetof(struct mercury_fault_request, offset) == 20);
+static_assert(offsetof(struct mercury_fault_request, value) == 24);
+static_assert(offsetof(struct mercury_fault_request, reserved) == 28);
+static_assert(offsetof(struct mercury_fault_request, fired) == 32);
+
+#endif /* __ASSEMBLY__ */
+
+#endif /* MERCURY_ABI_H */

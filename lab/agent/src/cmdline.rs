@@ -1,0 +1,35 @@
+//! What the host says on the kernel's command line: words of the form `lab.KEY=VALUE`.
+
+use std::fs;
+
+/// The kernel's command line.
+#[derive(Debug, Default)]
+pub struct Cmdline(String);
+
+impl Cmdline {
+    /// That of the running kernel; empty if `/proc` is not there.
+    pub fn read() -> Self {
+        Self(fs::read_to_string("/proc/cmdline").unwrap_or_default())
+    }
+
+    /// The value of `lab.KEY`, the last if there are several.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0
+            .split_whitespace()
+            .rev()
+            .find_map(|word| word.strip_prefix("lab.")?.strip_prefix(key)?.strip_prefix('='))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_value_of_a_key_counts() {
+        let line = Cmdline("quiet lab.init=agent lab.init=systemd lab.initial=x init=y".into());
+        assert_eq!(line.get("init"), Some("systemd"));
+        assert_eq!(line.get("initial"), Some("x"));
+        assert_eq!(line.get("shell"), None);
+    }
+}

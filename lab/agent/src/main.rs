@@ -1,0 +1,45 @@
+//! The first process of a lab machine, and the host's hand inside it.
+//!
+//! One program in four roles, told apart by name and argument:
+//!
+//! - `init`, started by the kernel from the initramfs: finds the root disk and the artefacts, goes
+//!   there, and is then either the first process itself or makes way for systemd (`init.rs`).
+//! - `mercury-lab-agent serve`: does what the host asks over the virtio-serial port (`serve.rs`).
+//! - `poweroff`, `reboot`, `halt`: end the machine where no systemd would (`power.rs`).
+//! - `mercury-lab-agent shell`: the shell on the serial console (`console.rs`).
+
+mod boot;
+mod cmdline;
+mod console;
+mod environment;
+mod init;
+mod jobs;
+mod power;
+mod serve;
+
+use std::{error::Error, path::Path, process::ExitCode};
+
+/// Whatever went wrong; in this program errors are only ever shown.
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+fn main() -> ExitCode {
+    let mut args = std::env::args();
+    let name = args.next().unwrap_or_default();
+    let name = Path::new(&name).file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let done = match (name, args.next().as_deref()) {
+        ("poweroff", _) => power::request(power::End::PowerOff),
+        ("reboot", _) => power::request(power::End::Reboot),
+        ("halt", _) => power::request(power::End::Halt),
+        (_, Some("serve")) => serve::run(),
+        (_, Some("shell")) => console::run(),
+        _ if rustix::process::getpid().is_init() => init::run(),
+        _ => Err("this is the lab's agent: it is started by the machine it lives in".into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("mercury-lab-agent: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! The end of a machine: `poweroff`, `reboot` and `halt`.
+//!
+//! Whoever asks for the end carries it out: everything else is told to stop, then made to, the disks
+//! are written, and the kernel is called. Where systemd is the first process, it is asked instead.
+
+use std::{
+    fs,
+    os::unix::process::CommandExt,
+    path::Path,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    mount::{MountFlags, mount_remount},
+    process::{Pid, Signal, kill_process_group},
+    system::{RebootCommand, reboot},
+};
+
+use crate::Result;
+
+/// How long processes have to stop by themselves.
+const GRACE: Duration = Duration::from_secs(5);
+/// Says that the end has begun, so that nothing is started again.
+const ENDING: &str = "/run/lab.ending";
+
+/// What the end is to be.
+#[derive(Clone, Copy, Debug)]
+pub enum End {
+    /// Power off: QEMU ends.
+    PowerOff,
+    /// Restart, through the kernel's reboot notifiers and the firmware.
+    Reboot,
+    /// Stop the processors; the machine stays as it is.
+    Halt,
+}
+
+impl End {
+    fn command(self) -> RebootCommand {
+        match self {
+            Self::PowerOff => RebootCommand::PowerOff,
+            Self::Reboot => RebootCommand::Restart,
+            Self::Halt => RebootCommand::Halt,
+        }
+    }
+
+    fn program(self) -> &'static str {
+        match self {
+            Self::PowerOff => "/usr/sbin/poweroff",
+            Self::Reboot => "/usr/sbin/reboot",
+            Self::Halt => "/usr/sbin/halt",
+        }
+    }
+}
+
+/// Ends the machine on behalf of a user's command.
+pub fn request(how: End) -> Result<()> {
+    if Path::new("/run/systemd/private").exists() {
+        return Err(Command::new(how.program()).args(std::env::args().skip(1)).exec().into());
+    }
+    end(how)
+}
+
+/// Whether the end has begun.
+pub fn ending() -> bool {
+    Path::new(ENDING).exists()
+}
+
+/// Ends the machine. Comes back only if the kernel refuses.
+pub fn end(how: End) -> Result<()> {
+    fs::write(ENDING, "")?;
+    signal_all(Signal::TERM);
+    let start = Instant::now();
+    while others_are_left() && start.elapsed() < GRACE {
+        thread::sleep(Duration::from_millis(20));
+    }
+    signal_all(Signal::KILL);
+    rustix::fs::sync();
+    let _ = mount_remount("/", MountFlags::RDONLY, "");
+    rustix::fs::sync();
+    Ok(reboot(how.command())?)
+}
+
+/// Signals every process but the first and this one: the process group 1 stands for "all".
+fn signal_all(signal: Signal) {
+    let _ = kill_process_group(Pid::INIT, signal);
+}
+
+/// Whether any process is left that runs a program, the first and this one aside.
+fn others_are_left() -> bool {
+    let own = std::process::id();
+    let Ok(entries) = fs::read_dir("/proc") else { return false };
+    entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
+        .filter(|pid| *pid != 1 && *pid != own)
+        .any(runs_a_program)
+}
+
+/// Kernel threads and zombies have no command line.
+fn runs_a_program(pid: u32) -> bool {
+    fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
+}

@@ -1,0 +1,78 @@
+//! The agent's service: requests from the port go to jobs, events of jobs go to the port.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use mercury_lab_agent::{
+    PORT_NAME,
+    protocol::{Event, Hello, Receiver, Request, VERSION, send},
+};
+
+use crate::{Result, environment, jobs::Jobs};
+
+/// How often to look for the port, or for the host's return, while there is none.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// The way to the host, shared by all jobs.
+#[derive(Clone)]
+pub struct Host(Arc<Mutex<File>>);
+
+impl Host {
+    /// Tells the host something. A host that is not there hears it when it comes back.
+    pub fn tell(&self, event: &Event) {
+        let mut port = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = send(&mut *port, event) {
+            eprintln!("mercury-lab-agent: {error}");
+        }
+    }
+}
+
+/// Serves the host for ever.
+pub fn run() -> Result<()> {
+    let port = open_port();
+    let host = Host(Arc::new(Mutex::new(port.try_clone()?)));
+    let mut requests = Receiver::new(port);
+    let mut jobs = Jobs::new(host.clone());
+    host.tell(&hello());
+    loop {
+        match requests.receive()? {
+            Some(Request::Hello) => host.tell(&hello()),
+            Some(request) => jobs.take(request),
+            // The host has closed its end and may open it again.
+            None => thread::sleep(RETRY),
+        }
+    }
+}
+
+/// Opens the port as soon as it is there: its driver may still be loading.
+fn open_port() -> File {
+    loop {
+        let port = find_port().and_then(|path| File::options().read(true).write(true).open(path).ok());
+        match port {
+            Some(port) => return port,
+            None => thread::sleep(RETRY),
+        }
+    }
+}
+
+fn find_port() -> Option<PathBuf> {
+    let ours =
+        |name: &Path| fs::read_to_string(name.join("name")).is_ok_and(|name| name.trim_end() == PORT_NAME);
+    let ports = fs::read_dir("/sys/class/virtio-ports").ok()?;
+    let port = ports.flatten().find(|port| ours(&port.path()))?;
+    Some(Path::new("/dev").join(port.file_name()))
+}
+
+fn hello() -> Event {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    Event::Hello(Hello {
+        version: VERSION,
+        kernel: environment::kernel_release(),
+        boot_id: boot_id.trim_end().to_owned(),
+    })
+}

@@ -1,0 +1,280 @@
+//! Where this host gets its Debian packages from, read from its own configuration of apt, so that the
+//! lab's images come from the same mirror. Both formats are read: one line a source (`*.list`) and
+//! deb822 (`*.sources`), as sources.list(5) describes them.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::error::{Context, Error, Result};
+
+/// Debian's own keys, as its package installs them.
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
+/// One source of binary packages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Source {
+    /// Where it is; several are equivalent to several sources.
+    pub uris: Vec<String>,
+    /// The releases that it is used for.
+    pub suites: Vec<String>,
+    /// `main`, `contrib` …
+    pub components: Vec<String>,
+    /// The keyring that its release files must be signed by.
+    pub signed_by: Option<PathBuf>,
+}
+
+impl Source {
+    fn offers(&self, suite: &str) -> bool {
+        let same = |found: &String| found.trim_end_matches('/') == suite;
+        self.suites.iter().any(same) && self.components.iter().any(|name| name == "main")
+    }
+
+    /// Third parties name their suites like Debian's sometimes. Debian's archive is called `debian` and
+    /// signed by Debian's keys on every mirror that follows the usual layout.
+    fn looks_like_debian(&self) -> u32 {
+        let path = |uri: &String| uri.trim_end_matches('/').rsplit('/').next() == Some("debian");
+        let keys = |path: &PathBuf| path.to_string_lossy().contains("debian-archive");
+        u32::from(self.uris.iter().any(path)) * 2 + u32::from(self.signed_by.as_ref().is_some_and(keys))
+    }
+}
+
+/// Reads the one-line format.
+#[must_use]
+pub fn parse_list(text: &str) -> Vec<Source> {
+    text.lines().filter_map(parse_list_line).collect()
+}
+
+fn parse_list_line(line: &str) -> Option<Source> {
+    let line = line.split('#').next()?.trim();
+    let rest = line.strip_prefix("deb")?;
+    if !rest.starts_with([' ', '\t', '[']) {
+        return None;
+    }
+    let rest = rest.trim_start();
+    let (options, rest) = match rest.strip_prefix('[') {
+        Some(rest) => rest.split_once(']')?,
+        None => ("", rest),
+    };
+    let mut words = rest.split_whitespace().map(str::to_owned);
+    let (uri, suite) = (words.next()?, words.next()?);
+    let signed_by = options.split_whitespace().find_map(|option| option.strip_prefix("signed-by="));
+    Some(Source {
+        uris: vec![uri],
+        suites: vec![suite],
+        components: words.collect(),
+        signed_by: signed_by.and_then(keyring_path),
+    })
+}
+
+/// Reads the deb822 format: paragraphs of fields, which may go on in indented lines.
+#[must_use]
+pub fn parse_deb822(text: &str) -> Vec<Source> {
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    lines.split(|line| line.trim().is_empty()).filter_map(parse_paragraph).collect()
+}
+
+fn parse_paragraph(lines: &[&str]) -> Option<Source> {
+    let field = |name: &str| -> Vec<String> { field_words(lines, name) };
+    let is = |name: &str, value: &str| field(name).iter().any(|word| word == value);
+    if !is("Types", "deb") || is("Enabled", "no") {
+        return None;
+    }
+    Some(Source {
+        uris: field("URIs"),
+        suites: field("Suites"),
+        components: field("Components"),
+        signed_by: field("Signed-By").first().and_then(|word| keyring_path(word)),
+    })
+}
+
+fn field_words(lines: &[&str], name: &str) -> Vec<String> {
+    let mut inside = false;
+    let mut words = Vec::new();
+    for line in lines {
+        let mut text = *line;
+        if !line.starts_with([' ', '\t']) {
+            let Some((key, value)) = line.split_once(':') else { continue };
+            inside = key.eq_ignore_ascii_case(name);
+            text = value;
+        }
+        if inside {
+            words.extend(text.split_whitespace().map(str::to_owned));
+        }
+    }
+    words
+}
+
+/// A key may also stand in the file itself, or be a fingerprint: then it is no path.
+fn keyring_path(word: &str) -> Option<PathBuf> {
+    let first = word.split(',').next()?;
+    first.starts_with('/').then(|| PathBuf::from(first))
+}
+
+/// The lines of a sources.list for `release`, from the mirrors that serve this host's own release,
+/// `own`: the same archive holds all of Debian's releases.
+#[must_use]
+pub fn sources_for(release: &str, own: &str, sources: &[Source]) -> Vec<String> {
+    let suites = [
+        (own.to_owned(), release.to_owned()),
+        (format!("{own}-updates"), format!("{release}-updates")),
+        (format!("{own}-security"), format!("{release}-security")),
+    ];
+    suites
+        .iter()
+        .filter_map(|(mine, wanted)| {
+            let best = sources.iter().filter(|source| source.offers(mine));
+            let best = best.max_by_key(|source| source.looks_like_debian())?;
+            let keyring = best.signed_by.clone().unwrap_or_else(|| PathBuf::from(KEYRING));
+            let uri = best.uris.first()?;
+            Some(format!("deb [signed-by={}] {uri} {wanted} main", keyring.display()))
+        })
+        .collect()
+}
+
+/// The lines of a sources.list for `release` on this host.
+///
+/// # Errors
+/// If this host is no Debian, or has no source for its own release.
+pub fn host_sources_for(release: &str) -> Result<Vec<String>> {
+    let own = host_release()?;
+    let lines = sources_for(release, &own, &read_host_sources(Path::new("/etc/apt")));
+    if lines.is_empty() {
+        return Err(Error::Host(format!("apt's configuration on this host names no source for {own}")));
+    }
+    Ok(lines)
+}
+
+fn host_release() -> Result<String> {
+    let text = fs::read_to_string("/etc/os-release").context(|| "read /etc/os-release".into())?;
+    let codename = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    codename
+        .map(|name| name.trim_matches('"').to_owned())
+        .ok_or_else(|| Error::Host("/etc/os-release does not say which Debian release this is".into()))
+}
+
+fn read_host_sources(etc: &Path) -> Vec<Source> {
+    let mut files = vec![etc.join("sources.list")];
+    let parts = fs::read_dir(etc.join("sources.list.d")).into_iter().flatten().flatten();
+    files.extend(parts.map(|entry| entry.path()));
+    files.sort();
+    files.iter().flat_map(|path| read_source_file(path)).collect()
+}
+
+fn read_source_file(path: &Path) -> Vec<Source> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    match path.extension().and_then(|name| name.to_str()) {
+        Some("list") => parse_list(&text),
+        Some("sources") => parse_deb822(&text),
+        _ => Vec::new(),
+    }
+}
+
+/// This host's settings of how packages are fetched (proxies, retries, checks of dates), in the form
+/// that `apt` takes them in.
+#[must_use]
+pub fn fetch_options() -> Vec<String> {
+    let Ok(dump) = Command::new("apt-config").arg("dump").output() else { return Vec::new() };
+    let wanted = ["Acquire::http", "Acquire::https", "Acquire::Check-", "Acquire::Retries"];
+    String::from_utf8_lossy(&dump.stdout)
+        .lines()
+        .filter(|line| wanted.iter().any(|prefix| line.starts_with(prefix)))
+        .filter(|line| !line.ends_with(" \"\";"))
+        .map(|line| line.trim_end_matches(';').to_owned())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEB822: &str = "\
+# a comment
+Types: deb deb-src
+URIs: http://mirror.invalid/debian
+Suites: bookworm
+ bookworm-updates
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://mirror.invalid/debian-security
+Suites: bookworm-security
+Components: main contrib
+
+Enabled: no
+Types: deb
+URIs: http://off.invalid/debian
+Suites: bookworm
+Components: main
+
+Types: deb-src
+URIs: http://source.invalid/debian
+Suites: bookworm
+Components: main
+";
+
+    #[test]
+    fn deb822_paragraphs_and_continued_fields() {
+        let sources = parse_deb822(DEB822);
+        assert_eq!(sources.len(), 2);
+        assert_eq!(sources[0].suites, ["bookworm", "bookworm-updates"]);
+        assert_eq!(sources[0].signed_by.as_deref(), Some(Path::new(KEYRING)));
+        assert_eq!(sources[1].components, ["main", "contrib"]);
+    }
+
+    #[test]
+    fn one_line_sources_with_and_without_options() {
+        let sources = parse_list(
+            "# deb http://no.invalid/debian bookworm main\n\
+             deb-src http://no.invalid/debian bookworm main\n\
+             deb [arch=amd64 signed-by=/k.gpg] http://a.invalid/debian bookworm main contrib # mine\n\
+             deb http://b.invalid/debian bookworm-updates main\n\
+             deb\n",
+        );
+        assert_eq!(sources.len(), 2);
+        assert_eq!(sources[0].uris, ["http://a.invalid/debian"]);
+        assert_eq!(sources[0].components, ["main", "contrib"]);
+        assert_eq!(sources[0].signed_by.as_deref(), Some(Path::new("/k.gpg")));
+        assert_eq!(sources[1].suites, ["bookworm-updates"]);
+        assert_eq!(sources[1].signed_by, None);
+    }
+
+    #[test]
+    fn another_release_comes_from_the_same_mirror() {
+        let lines = sources_for("trixie", "bookworm", &parse_deb822(DEB822));
+        let keyring = format!("signed-by={KEYRING}");
+        assert_eq!(
+            lines,
+            [
+                format!("deb [{keyring}] http://mirror.invalid/debian trixie main"),
+                format!("deb [{keyring}] http://mirror.invalid/debian trixie-updates main"),
+                format!("deb [{keyring}] http://mirror.invalid/debian-security trixie-security main"),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_third_party_with_debians_suite_names_is_not_taken() {
+        let mut sources = parse_list(
+            "deb [signed-by=/other.gpg] http://third.invalid/packages bookworm main\n\
+             deb http://mirror.invalid/debian/ bookworm main\n",
+        );
+        for _ in 0..2 {
+            let lines = sources_for("bookworm", "bookworm", &sources);
+            assert_eq!(
+                lines,
+                [format!("deb [signed-by={KEYRING}] http://mirror.invalid/debian/ bookworm main")]
+            );
+            sources.reverse();
+        }
+    }
+
+    #[test]
+    fn an_inline_key_is_no_path() {
+        let text = "Types: deb\nURIs: u\nSuites: s\nComponents: main\nSigned-By:\n -----BEGIN PGP\n .\n";
+        assert_eq!(parse_deb822(text)[0].signed_by, None);
+    }
+}

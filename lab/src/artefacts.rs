@@ -1,0 +1,199 @@
+//! What the project gives its machines: the agent, the `mercury` command and the kernel modules, built
+//! from the sources and carried into the machine on a read-only disk of its own.
+//!
+//! ```text
+//! /mercury/bin       first in the search path: mercury, the agent, poweroff, scripts of the lab
+//! /mercury/lib       what those need
+//! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
+//! /mercury/initramfs/<kernel version>.cpio                  for kexec
+//! ```
+
+use std::{
+    env, fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use crate::{
+    driver::{self, Variant},
+    error::{Context, Result},
+    hash::Ingredients,
+    host, hypervisor, image,
+    image::Release,
+    kernel::Kernel,
+    lock::Lock,
+    paths,
+};
+
+/// What can be asked to be built.
+#[derive(Clone, Debug)]
+pub struct Artefacts {
+    /// The agent, statically linked.
+    pub agent: PathBuf,
+    /// The read-only disk, for machines of one release.
+    pub disk: PathBuf,
+}
+
+const SCRIPTS: &[(&str, &str)] = &[
+    ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
+    ("lib/lab-network", include_str!("../guest/lab-network")),
+    ("lib/bashrc", include_str!("../guest/bashrc")),
+];
+
+/// Builds what machines of `release` carry, at most once in a process.
+///
+/// # Errors
+/// If something does not build; the error names the log.
+pub fn ensure(release: Release) -> Result<Artefacts> {
+    static BUILT: Mutex<Vec<(Release, Artefacts)>> = Mutex::new(Vec::new());
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, artefacts)) = built.iter().find(|(of, _)| *of == release) {
+        return Ok(artefacts.clone());
+    }
+    let artefacts = build(release)?;
+    built.push((release, artefacts.clone()));
+    Ok(artefacts)
+}
+
+fn build(release: Release) -> Result<Artefacts> {
+    let _lock = Lock::wait("artefacts")?;
+    let agent = build_agent()?;
+    let mut files = vec![
+        (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
+        (PathBuf::from("bin/mercury"), build_mercury()?),
+    ];
+    for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.release() == release) {
+        let version = kernel.files(&image::Image::ensure(release)?)?;
+        files.push((format!("initramfs/{}.cpio", version.version).into(), version.initramfs(&agent)?));
+        for (variant, module) in build_modules(kernel)? {
+            let name = Path::new("lib").join(variant.directory()).join(&version.version);
+            files.push((name.join("mercury.ko"), module));
+        }
+    }
+    Ok(Artefacts { agent, disk: make_disk(release, &files)? })
+}
+
+/// Builds the module in both variants, or nothing as long as there is no driver.
+///
+/// # Errors
+/// If one does not build.
+pub fn build_modules(kernel: Kernel) -> Result<Vec<(Variant, PathBuf)>> {
+    if !driver::exists() {
+        return Ok(Vec::new());
+    }
+    Variant::ALL
+        .into_iter()
+        .map(|variant| {
+            let image = hypervisor::build(variant)?;
+            Ok((variant, driver::build(kernel, variant, &image)?))
+        })
+        .collect()
+}
+
+/// The agent is also the first program of an initramfs, where there are no libraries: it is linked
+/// statically, in a target directory of its own so that this flag disturbs nothing else.
+fn build_agent() -> Result<PathBuf> {
+    let target = paths::lab_dir("agent")?;
+    let mut cargo = cargo();
+    cargo.args(["build", "--release", "-p", "mercury-lab-agent", "--target", "x86_64-unknown-linux-gnu"]);
+    cargo.arg("--target-dir").arg(&target);
+    cargo.env("RUSTFLAGS", "-C target-feature=+crt-static -C strip=symbols");
+    host::run("building the agent", "build-agent", &mut cargo)?;
+    Ok(target.join("x86_64-unknown-linux-gnu/release/mercury-lab-agent"))
+}
+
+fn build_mercury() -> Result<PathBuf> {
+    let mut cargo = cargo();
+    cargo.args(["build", "--release", "-p", "mercury-cli", "--bin", "mercury"]);
+    host::run("building mercury", "build-mercury", &mut cargo)?;
+    Ok(paths::root().join("target/release/mercury"))
+}
+
+/// The cargo that started us, or the one in the search path; in the project's root, and without what the
+/// outer cargo has set for its own children.
+#[must_use]
+pub fn cargo() -> Command {
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.current_dir(paths::root()).env_remove("CARGO_TARGET_DIR");
+    for (key, _) in env::vars_os() {
+        let inherited = key.to_string_lossy().starts_with("CARGO_PKG_");
+        if inherited || key == "CARGO_MANIFEST_DIR" {
+            cargo.env_remove(key);
+        }
+    }
+    cargo
+}
+
+/// Puts files on a disk. The disk is called by the hash of what is on it, so machines that run keep
+/// theirs when the next one is made.
+fn make_disk(release: Release, files: &[(PathBuf, PathBuf)]) -> Result<PathBuf> {
+    let mut all = Ingredients::default();
+    for (name, file) in files {
+        all = all.with(name.as_os_str().as_encoded_bytes()).with_path(file)?;
+    }
+    for (name, text) in SCRIPTS {
+        all = all.with(name).with(text);
+    }
+    let directory = paths::lab_dir("disks")?;
+    let disk = directory.join(format!("{release}-{}.img", all.name()));
+    if !disk.exists() {
+        let stage = directory.join(format!("{release}-stage"));
+        fill(&stage, files)?;
+        let unfinished = disk.with_extension("new");
+        image::make_disk("artefacts' disk", &stage, &unfinished, "mercury-lab", &disk_size(files))?;
+        remove_older(&directory, release)?;
+        fs::rename(&unfinished, &disk).context(|| "name the artefacts' disk".into())?;
+    }
+    Ok(disk)
+}
+
+/// Room for the files, the file system's own needs, and some.
+fn disk_size(files: &[(PathBuf, PathBuf)]) -> String {
+    let bytes: u64 = files.iter().filter_map(|(_, file)| file.metadata().ok()).map(|meta| meta.len()).sum();
+    format!("{}M", 16 + bytes * 5 / 4 / (1 << 20))
+}
+
+fn fill(stage: &Path, files: &[(PathBuf, PathBuf)]) -> Result<()> {
+    host::remove_tree(stage)?;
+    for (name, file) in files {
+        let to = place(stage, name)?;
+        fs::copy(file, &to).context(|| format!("copy {}", file.display()))?;
+    }
+    for (name, text) in SCRIPTS {
+        let to = place(stage, Path::new(name))?;
+        fs::write(&to, text).context(|| format!("write {}", to.display()))?;
+        let executable = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(&to, executable).context(|| format!("mark {}", to.display()))?;
+    }
+    for name in ["poweroff", "reboot", "halt"] {
+        let link = stage.join("bin").join(name);
+        symlink("mercury-lab-agent", &link).context(|| format!("make {}", link.display()))?;
+    }
+    Ok(())
+}
+
+fn place(stage: &Path, name: &Path) -> Result<PathBuf> {
+    let to = stage.join(name);
+    let directory = to.parent().unwrap_or(stage);
+    fs::create_dir_all(directory).context(|| format!("make {}", directory.display()))?;
+    Ok(to)
+}
+
+/// A test run that began earlier may be about to boot from an older disk.
+const KEPT_FOR: Duration = Duration::from_secs(3 * 3600);
+
+fn remove_older(directory: &Path, release: Release) -> Result<()> {
+    let entries = fs::read_dir(directory).context(|| "list the artefacts' disks".into())?;
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let age = entry.metadata().and_then(|meta| meta.modified()).map(|time| time.elapsed());
+        let old = age.is_ok_and(|age| age.is_ok_and(|age| age > KEPT_FOR));
+        if old && name.starts_with(&format!("{release}-")) && name.ends_with(".img") {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! The paper's tables, measured on a lab machine.
+
+use crate::error::{Error, Result};
+
+/// Not built yet.
+///
+/// # Errors
+/// Always, for now.
+pub fn run() -> Result<()> {
+    Err(Error::NotBuilt("bench"))
+}

@@ -1,0 +1,231 @@
+//! The kernels that machines boot, and an initramfs for each: the agent as `/init`, and the modules that
+//! this kernel needs to see its disks and the port to the host (none, for the cloud kernel).
+
+use std::{
+    collections::HashMap,
+    fmt, fs,
+    path::{Path, PathBuf},
+    process::Command,
+    str::FromStr,
+};
+
+use crate::{
+    cpio::Archive,
+    error::{Context, Error, Result},
+    hash::Ingredients,
+    image::{Image, Release},
+    lock::Lock,
+    paths,
+};
+
+/// Modules that the way to the root disk and to the host needs, unless they are built in.
+const BOOT_MODULES: &[&str] =
+    &["nvme", "virtio_pci", "virtio_blk", "ahci", "sd_mod", "ext4", "virtio_console"];
+
+/// Implementations that the kernel would ask for by alias; there is no modprobe in an initramfs, so they
+/// come first. Some kernels have them built in, or not at all.
+const CRYPTO_MODULES: &[&str] =
+    &["crc32c_generic", "crct10dif_generic", "crc64_rocksoft_generic", "crc64-rocksoft-generic"];
+
+/// A stock Debian kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kernel {
+    /// Debian 12, for virtual machines: 6.1, few drivers, no machine check.
+    BookwormCloud,
+    /// Debian 12, for any machine: 6.1.
+    BookwormGeneric,
+    /// Debian 13, for virtual machines: 6.12.
+    TrixieCloud,
+    /// Debian 13, for any machine: 6.12.
+    TrixieGeneric,
+}
+
+impl Kernel {
+    /// All of them.
+    pub const ALL: [Self; 4] =
+        [Self::BookwormCloud, Self::BookwormGeneric, Self::TrixieCloud, Self::TrixieGeneric];
+
+    /// The release that it belongs to.
+    #[must_use]
+    pub fn release(self) -> Release {
+        match self {
+            Self::BookwormCloud | Self::BookwormGeneric => Release::Bookworm,
+            Self::TrixieCloud | Self::TrixieGeneric => Release::Trixie,
+        }
+    }
+
+    fn is_cloud(self) -> bool {
+        matches!(self, Self::BookwormCloud | Self::TrixieCloud)
+    }
+
+    /// The name on the command line.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::BookwormCloud => "bookworm-cloud",
+            Self::BookwormGeneric => "bookworm-generic",
+            Self::TrixieCloud => "trixie-cloud",
+            Self::TrixieGeneric => "trixie-generic",
+        }
+    }
+
+    /// Finds this kernel's files in an image.
+    ///
+    /// # Errors
+    /// If the image does not hold it.
+    pub fn files(self, image: &Image) -> Result<Files> {
+        let boot = image.tree().join("boot");
+        let names = fs::read_dir(&boot).context(|| format!("list {}", boot.display()))?;
+        let versions = names
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.strip_prefix("vmlinuz-").map(str::to_owned))
+            .filter(|version| version.ends_with("-amd64"))
+            .filter(|version| version.ends_with("-cloud-amd64") == self.is_cloud());
+        let version = versions
+            .max()
+            .ok_or_else(|| Error::Host(format!("{} holds no {self} kernel", boot.display())))?;
+        Ok(Files {
+            vmlinuz: boot.join(format!("vmlinuz-{version}")),
+            modules: image.tree().join("lib/modules").join(&version),
+            version,
+        })
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Kernel {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let all = || Self::ALL.map(Self::name).join(", ");
+        let found = Self::ALL.into_iter().find(|kernel| kernel.name() == name);
+        found.ok_or_else(|| format!("no such kernel; there are {}", all()))
+    }
+}
+
+/// A kernel's files.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// What `uname -r` says.
+    pub version: String,
+    /// The image to boot.
+    pub vmlinuz: PathBuf,
+    /// Its directory of modules.
+    pub modules: PathBuf,
+}
+
+impl Files {
+    /// An initramfs with `agent` as its first program, made if it is not there.
+    ///
+    /// # Errors
+    /// If a module cannot be read or the file not be written.
+    pub fn initramfs(&self, agent: &Path) -> Result<PathBuf> {
+        let name = Ingredients::default()
+            .with(BOOT_MODULES.join(" "))
+            .with(CRYPTO_MODULES.join(" "))
+            .with_path(&self.modules.join("modules.dep"))?
+            .with_path(&self.vmlinuz)?
+            .with_path(agent)?
+            .name();
+        let path = paths::lab_dir("initramfs")?.join(format!("{}-{name}.cpio", self.version));
+        let _lock = Lock::wait("initramfs")?;
+        if !path.exists() {
+            let archive = self.pack(agent)?;
+            let unfinished = path.with_extension("new");
+            fs::write(&unfinished, archive).context(|| "write the initramfs".into())?;
+            fs::rename(&unfinished, &path).context(|| "name the initramfs".into())?;
+        }
+        Ok(path)
+    }
+
+    fn pack(&self, agent: &Path) -> Result<Vec<u8>> {
+        let mut archive = Archive::default();
+        for directory in ["dev", "proc", "sys", "lib"] {
+            archive.directory(directory);
+        }
+        archive.char_device("dev/console", (5, 1));
+        let program = fs::read(agent).context(|| format!("read {}", agent.display()))?;
+        archive.file("init", &program);
+        let dependencies = self.modules.join("modules.dep");
+        let dependencies =
+            fs::read_to_string(&dependencies).context(|| format!("read {}", dependencies.display()))?;
+        let mut names = String::new();
+        for module in load_order(&dependencies, CRYPTO_MODULES.iter().chain(BOOT_MODULES).copied()) {
+            let name = format!("lib/{}.ko", module_name(module));
+            archive.file(&name, &read_module(&self.modules.join(module))?);
+            names += &(name + "\n");
+        }
+        archive.file("modules", names.as_bytes());
+        Ok(archive.finish())
+    }
+}
+
+/// The paths of the wanted modules and of all that they need, each after what it needs. Modules that are
+/// not in the table are built in.
+fn load_order<'a>(modules_dep: &'a str, wanted: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let table: HashMap<&str, (&str, &str)> = modules_dep
+        .lines()
+        .filter_map(|line| line.split_once(':'))
+        .map(|(path, needs)| (module_name(path), (path, needs)))
+        .collect();
+    let mut order: Vec<&str> = Vec::new();
+    for (path, needs) in wanted.filter_map(|name| table.get(name)) {
+        // depmod lists what is needed with the most basic last.
+        for module in needs.split_whitespace().rev().chain([*path]) {
+            if !order.contains(&module) {
+                order.push(module);
+            }
+        }
+    }
+    order
+}
+
+/// `kernel/fs/ext4/ext4.ko.xz` is the module `ext4`.
+fn module_name(path: &str) -> &str {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    file.split(".ko").next().unwrap_or(file)
+}
+
+/// A module's ELF file, unpacked.
+fn read_module(path: &Path) -> Result<Vec<u8>> {
+    let what = || format!("read {}", path.display());
+    if path.extension().is_none_or(|extension| extension != "xz") {
+        return fs::read(path).context(what);
+    }
+    let unpacked = Command::new("xz").arg("-dc").arg(path).output().context(what)?;
+    Ok(unpacked.stdout)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_come_after_what_they_need() {
+        let table = "\
+kernel/fs/ext4/ext4.ko.xz: kernel/lib/crc16.ko.xz kernel/fs/jbd2/jbd2.ko.xz
+kernel/fs/jbd2/jbd2.ko.xz:
+kernel/lib/crc16.ko.xz:
+kernel/a/top.ko: kernel/a/middle.ko kernel/a/bottom.ko
+";
+        let order: Vec<&str> = load_order(table, ["top", "ext4", "built_in", "jbd2"].into_iter())
+            .into_iter()
+            .map(module_name)
+            .collect();
+        assert_eq!(order, ["bottom", "middle", "top", "jbd2", "crc16", "ext4"]);
+    }
+
+    #[test]
+    fn kernels_have_names() {
+        for kernel in Kernel::ALL {
+            assert_eq!(kernel.name().parse::<Kernel>().unwrap(), kernel);
+        }
+        assert!("sid".parse::<Kernel>().is_err());
+    }
+}

@@ -1,0 +1,54 @@
+//! The lab makes and boots the machines that Mercury's tests, its demo and its developers use: stock
+//! Debian kernels in QEMU's software emulation, with AMD's SVM and nested paging, on any host.
+//!
+//! ```no_run
+//! use mercury_lab::{Kernel, Machine, Spec};
+//!
+//! # fn main() -> mercury_lab::Result<()> {
+//! let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(4).memory_mib(1024))?;
+//! assert_eq!(machine.sh("nproc")?, "4");
+//! machine.shut_down()
+//! # }
+//! ```
+//!
+//! From the bottom up: `apt` finds the package mirror; `image` makes a root disk and a build root of a
+//! Debian release; `kernel` finds its kernels and packs an initramfs; `driver` and `artefacts` build the
+//! project and put it on a disk; `spec` describes a machine and `machine` runs it, with `qmp` (QEMU's
+//! monitor) and `client` (the agent inside, see the crate `mercury-lab-agent`) at its sides.
+
+pub mod apt;
+pub mod artefacts;
+pub mod bench;
+pub mod client;
+pub mod command;
+mod cpio;
+pub mod deb;
+pub mod demo;
+pub mod driver;
+pub mod error;
+pub mod hash;
+pub mod host;
+pub mod hypervisor;
+pub mod image;
+pub mod kernel;
+pub mod lock;
+pub mod machine;
+pub mod owner;
+pub mod paths;
+pub mod progress;
+pub mod qmp;
+pub mod scene;
+pub mod soak;
+pub mod spec;
+pub mod testing;
+
+pub use command::{Background, Output, Stream};
+pub use driver::Variant;
+pub use error::{Error, Result};
+pub use image::{Image, Release};
+pub use kernel::Kernel;
+pub use lock::Reservation;
+pub use machine::Machine;
+pub use mercury_lab_agent::protocol::Exit;
+pub use qmp::{MachineCheck, Qmp};
+pub use spec::{Bus, Console, Icount, Init, Nic, Reset, Spec};

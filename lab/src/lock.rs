@@ -1,0 +1,94 @@
+//! Locks between processes: advisory locks on files under `target/lab/locks/`, released by the kernel
+//! when their owner ends, however it ends.
+
+use std::{fs::File, path::Path, thread, time::Duration};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
+
+use crate::{
+    error::{Context, Result},
+    paths,
+};
+
+/// A lock that is held as long as this lives.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Waits for the lock called `name`.
+    ///
+    /// # Errors
+    /// If the lock's file cannot be made.
+    pub fn wait(name: &str) -> Result<Self> {
+        let file = open(&paths::lab_dir("locks")?.join(name))?;
+        flock(&file, FlockOperation::LockExclusive).context(|| format!("lock {name}"))?;
+        Ok(Self { _file: file })
+    }
+
+    /// Takes the lock on the file at `path` if nobody has it.
+    ///
+    /// # Errors
+    /// If the lock's file cannot be made.
+    pub fn take(path: &Path) -> Result<Option<Self>> {
+        let file = open(path)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Self { _file: file })),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error).context(|| format!("lock {}", path.display())),
+        }
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .context(|| format!("open {}", path.display()))
+}
+
+/// How many machines may run at once on this host, whatever starts them.
+const SLOTS: usize = 2;
+
+/// The right to run a number of machines at once.
+#[derive(Debug)]
+pub struct Reservation {
+    _slots: Vec<Lock>,
+}
+
+impl Reservation {
+    /// Waits until `count` more machines may run. A test of several machines takes all its slots in one
+    /// call, so that two such tests cannot wait for each other; more slots than there are is all of
+    /// them. `MERCURY_LAB_SLOTS` changes how many there are.
+    ///
+    /// # Errors
+    /// If the locks cannot be made.
+    pub fn wait(count: usize) -> Result<Self> {
+        let dir = paths::lab_dir("locks")?;
+        let all = slots();
+        let _turn = Lock::wait("slots")?;
+        let mut taken = Vec::new();
+        loop {
+            for slot in 0..all {
+                if taken.len() < count.min(all) {
+                    taken.extend(Lock::take(&dir.join(format!("slot-{slot}")))?);
+                }
+            }
+            if taken.len() >= count.min(all) {
+                return Ok(Self { _slots: taken });
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn slots() -> usize {
+    let set = std::env::var("MERCURY_LAB_SLOTS").ok().and_then(|text| text.parse().ok());
+    set.filter(|slots| *slots > 0).unwrap_or(SLOTS)
+}

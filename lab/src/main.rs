@@ -1,0 +1,224 @@
+//! `lab`: the one command for developers.
+
+use std::{
+    io::{IsTerminal, Write},
+    process::ExitCode,
+    time::Duration,
+};
+
+use clap::{Args, Parser, Subcommand};
+use mercury_lab::{
+    Error, Exit, Image, Init, Kernel, Machine, Nic, Release, Result, Spec, Stream, Variant, artefacts, bench,
+    deb, demo, host, image, soak, testing,
+};
+
+#[derive(Parser)]
+#[command(name = "lab", about = "Makes and boots the machines that Mercury is developed on")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Make the root images
+    Image {
+        /// Only this release: bookworm or trixie
+        #[arg(long, value_parser = release)]
+        release: Option<Release>,
+        /// Make it anew, with the packages of today
+        #[arg(long)]
+        refresh: bool,
+    },
+    /// Build everything that machines carry
+    Build {
+        /// Only for this release: bookworm or trixie
+        #[arg(long, value_parser = release)]
+        release: Option<Release>,
+    },
+    /// Build the kernel module for a kernel, or for all of them
+    BuildDriver {
+        /// Only for this kernel
+        #[arg(long)]
+        kernel: Option<Kernel>,
+    },
+    /// Boot a machine with a shell on this terminal
+    #[command(visible_alias = "boot")]
+    Shell {
+        #[command(flatten)]
+        machine: MachineArgs,
+    },
+    /// Boot a machine, run a command in it, and power it off
+    Run {
+        #[command(flatten)]
+        machine: MachineArgs,
+        /// How long the command may take, in seconds
+        #[arg(long, default_value_t = 600)]
+        timeout: u64,
+        /// The command; several words are quoted for the machine's shell
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
+    /// Run the tests
+    Test {
+        /// A file of lab/tests (without .rs), or a part of tests' names
+        filter: Option<String>,
+    },
+    /// Show what Mercury does
+    Demo,
+    /// Measure
+    Bench,
+    /// Try for hours
+    Soak,
+    /// Make the Debian packages
+    Deb,
+}
+
+#[derive(Args)]
+struct MachineArgs {
+    /// bookworm-cloud, bookworm-generic, trixie-cloud or trixie-generic
+    #[arg(long, default_value = "bookworm-cloud")]
+    kernel: Kernel,
+    /// Processors
+    #[arg(long, default_value_t = 2)]
+    cpus: u32,
+    /// Memory, in MiB
+    #[arg(long, default_value_t = 1024)]
+    memory: u32,
+    /// Processor, in QEMU's words
+    #[arg(long, default_value = mercury_lab::spec::CPU)]
+    cpu: String,
+    /// Start systemd instead of the lab's own init
+    #[arg(long)]
+    systemd: bool,
+    /// Use the driver with fault points
+    #[arg(long)]
+    faults: bool,
+    /// Add a network card
+    #[arg(long)]
+    net: bool,
+    /// One more word on the kernel's command line; may be repeated
+    #[arg(long = "append", value_name = "WORD")]
+    kernel_args: Vec<String>,
+    /// One more argument for QEMU; may be repeated
+    #[arg(long = "qemu", value_name = "ARGUMENT", allow_hyphen_values = true)]
+    qemu_args: Vec<String>,
+}
+
+impl MachineArgs {
+    fn spec(&self) -> Spec {
+        let mut spec = Spec::new(self.kernel).cpus(self.cpus).memory_mib(self.memory).cpu(&self.cpu);
+        if self.systemd {
+            spec = spec.init(Init::Systemd);
+        }
+        if self.faults {
+            spec = spec.modules(Variant::Faults);
+        }
+        if self.net {
+            spec = spec.nic(Nic::Virtio);
+        }
+        spec = self.kernel_args.iter().fold(spec, |spec, word| spec.kernel_arg(word));
+        self.qemu_args.iter().fold(spec, |spec, argument| spec.qemu_arg(argument))
+    }
+}
+
+fn release(name: &str) -> Result<Release, String> {
+    let found = Release::ALL.into_iter().find(|release| release.codename() == name);
+    found.ok_or_else(|| "there are bookworm and trixie".to_owned())
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("lab: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Image { release, refresh } => images(release, refresh)?,
+        Command::Build { release } => {
+            for release in chosen(release) {
+                println!("{}", artefacts::ensure(release)?.disk.display());
+            }
+        }
+        Command::BuildDriver { kernel } => build_driver(kernel)?,
+        Command::Shell { machine } => Machine::shell(with_terminal(machine.spec()))?,
+        Command::Run { machine, timeout, command } => {
+            return run_once(machine.spec(), Duration::from_secs(timeout), &command);
+        }
+        Command::Test { filter } => {
+            let tally = testing::run(filter.as_deref())?;
+            return Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        Command::Demo => demo::run()?,
+        Command::Bench => bench::run()?,
+        Command::Soak => soak::run()?,
+        Command::Deb => deb::run()?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn chosen(release: Option<Release>) -> Vec<Release> {
+    release.map_or(Release::ALL.to_vec(), |release| vec![release])
+}
+
+fn images(release: Option<Release>, refresh: bool) -> Result<()> {
+    for release in chosen(release) {
+        if refresh {
+            image::forget(release)?;
+        }
+        println!("{}", Image::ensure(release)?.disk().display());
+    }
+    Ok(())
+}
+
+fn build_driver(kernel: Option<Kernel>) -> Result<()> {
+    if !mercury_lab::driver::exists() {
+        return Err(Error::Host("there is no driver to build".into()));
+    }
+    for kernel in kernel.map_or(Kernel::ALL.to_vec(), |kernel| vec![kernel]) {
+        for (_, module) in artefacts::build_modules(kernel)? {
+            println!("{}", module.display());
+        }
+    }
+    Ok(())
+}
+
+/// Tells the machine what terminal it is on.
+fn with_terminal(spec: Spec) -> Spec {
+    let term = std::env::var("TERM").unwrap_or_else(|_| "linux".into());
+    let spec = spec.kernel_arg(&format!("lab.term={term}"));
+    match rustix::termios::tcgetwinsize(rustix::stdio::stdout()) {
+        Ok(size) => spec
+            .kernel_arg(&format!("lab.rows={}", size.ws_row))
+            .kernel_arg(&format!("lab.columns={}", size.ws_col)),
+        Err(_) => spec,
+    }
+}
+
+/// Ends with the command's own code.
+fn run_once(spec: Spec, timeout: Duration, words: &[String]) -> Result<ExitCode> {
+    let line = if let [line] = words { line.clone() } else { host::quoted(words) };
+    let machine = Machine::boot(spec)?;
+    if std::io::stderr().is_terminal() {
+        eprintln!("{} is up after {:.1} s", machine.kernel(), machine.boot_time().as_secs_f32());
+    }
+    let output = machine.command(&line).timeout(timeout).run_streaming(show)?;
+    machine.shut_down()?;
+    Ok(match output.exit {
+        Exit::Code(code) => ExitCode::from(u8::try_from(code).unwrap_or(1)),
+        Exit::Signal(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
+        Exit::TimedOut => ExitCode::FAILURE,
+    })
+}
+
+fn show(stream: Stream, bytes: &[u8]) {
+    let _ = match stream {
+        Stream::Stdout => std::io::stdout().write_all(bytes).and_then(|()| std::io::stdout().flush()),
+        Stream::Stderr => std::io::stderr().write_all(bytes),
+    };
+}

@@ -1,0 +1,147 @@
+//! A machine's own directory under `target/lab/run/`: its disks, sockets and logs. Removed with the
+//! machine; kept when something went wrong, and then for a day.
+
+use std::{
+    fs, io,
+    os::{fd::AsRawFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::Duration,
+};
+
+use crate::{
+    error::{Context, Error, Result},
+    host,
+    lock::Lock,
+    paths,
+    spec::{Spec, file},
+};
+
+/// How long evidence is kept.
+const KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
+/// How much of the serial console an error shows.
+const SERIAL_LINES: usize = 40;
+const OWNER: &str = "owner.lock";
+const KEPT: &str = "kept";
+
+/// Where a machine lives, and what there is to see when it fails.
+#[derive(Debug)]
+pub struct Scene {
+    dir: PathBuf,
+    summary: String,
+    keep: AtomicBool,
+    _owner: Lock,
+}
+
+impl Scene {
+    /// A directory for a new machine. Those of machines whose owner has died are removed on the way.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn new(spec: &Spec) -> Result<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let all = paths::lab_dir("run")?;
+        sweep(&all);
+        let name = format!("{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let dir = all.join(name);
+        let _ = fs::remove_dir_all(&dir);
+        // Made and locked under another name, so that no sweep comes in between.
+        let unborn = all.join(format!(".{}", dir.file_name().unwrap_or_default().display()));
+        fs::create_dir_all(&unborn).context(|| format!("make {}", unborn.display()))?;
+        let owner = Lock::take(&unborn.join(OWNER))?
+            .ok_or_else(|| Error::Host(format!("{} is somebody else's", dir.display())))?;
+        fs::rename(&unborn, &dir).context(|| format!("make {}", dir.display()))?;
+        Ok(Self { dir, summary: spec.summary(), keep: AtomicBool::new(false), _owner: owner })
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// All that the serial console has said.
+    #[must_use]
+    pub fn serial_log(&self) -> String {
+        let bytes = fs::read(self.dir.join(file::SERIAL)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Connects to a socket in the directory. Its path may be longer than a socket's address can be, so
+    /// it is reached through a descriptor of the directory.
+    ///
+    /// # Errors
+    /// If nobody listens there (yet).
+    pub fn connect(&self, socket: &str) -> io::Result<UnixStream> {
+        let dir = fs::File::open(&self.dir)?;
+        UnixStream::connect(format!("/proc/self/fd/{}/{socket}", dir.as_raw_fd()))
+    }
+
+    /// Adds to an error what was booted and the last that it said, and keeps the evidence.
+    pub fn blame(&self, error: Error) -> Error {
+        if matches!(error, Error::Scene { .. }) {
+            return error;
+        }
+        self.keep();
+        Error::Scene { source: Box::new(error), scene: self.describe() }
+    }
+
+    /// Keeps the directory after the machine.
+    pub fn keep(&self) {
+        self.keep.store(true, Ordering::Relaxed);
+        let _ = fs::write(self.dir.join(KEPT), "");
+    }
+
+    /// Lets go of the evidence again: the failure was expected.
+    pub fn forgive(&self) {
+        self.keep.store(false, Ordering::Relaxed);
+        let _ = fs::remove_file(self.dir.join(KEPT));
+    }
+
+    fn describe(&self) -> String {
+        let serial = host::tail(&self.dir.join(file::SERIAL), SERIAL_LINES);
+        let qemu = fs::read_to_string(self.dir.join("qemu.log")).unwrap_or_default();
+        // QEMU says at each start what of the processor it does not emulate.
+        let qemu: Vec<&str> = qemu.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
+        let qemu = qemu.join("\n");
+        let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
+        for (name, said) in [("its serial console", serial), ("QEMU", qemu)] {
+            if !said.trim().is_empty() {
+                text += &format!("\n  the last of {name}:\n{}", indent(&said));
+            }
+        }
+        text
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if std::thread::panicking() && !self.keep.load(Ordering::Relaxed) {
+            self.keep();
+            eprintln!("{}", self.describe());
+        }
+        if !self.keep.load(Ordering::Relaxed) {
+            let _ = fs::remove_dir_all(&self.dir);
+        }
+    }
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
+}
+
+/// Removes what machines have left whose owner died without tidying up, and evidence that is old.
+fn sweep(all: &Path) {
+    for entry in fs::read_dir(all).into_iter().flatten().flatten() {
+        let dir = entry.path();
+        let named = !entry.file_name().as_encoded_bytes().starts_with(b".");
+        if named && !is_kept(&dir) && matches!(Lock::take(&dir.join(OWNER)), Ok(Some(_))) {
+            let _ = fs::remove_dir_all(&dir);
+        }
+    }
+}
+
+fn is_kept(dir: &Path) -> bool {
+    let age = fs::metadata(dir.join(KEPT)).and_then(|meta| meta.modified()).map(|time| time.elapsed());
+    age.is_ok_and(|age| age.is_ok_and(|age| age < KEPT_FOR))
+}

@@ -1,0 +1,118 @@
+//! Programs that would notice if something beneath them were not as it was. Each runs until it is told
+//! to stop, prints one line of JSON, and ends with code 1 if it has seen a violation.
+//!
+//! They watch what a mode switch could spoil: time (`spin`, `realtime`), results (`compute`), registers
+//! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
+//! `sampling`) and exceptions (`vmmcall`). `switch` is what they are to withstand, `state` compares a
+//! CPU with itself, `fuzz-ioctl` attacks the driver, and `kernel` talks to the test module.
+
+mod attr;
+mod breakpoint;
+mod checked;
+mod compute;
+mod cpus;
+mod device;
+mod flags;
+mod fpu;
+mod fuzz;
+mod ioperm;
+mod kernel;
+mod ldt;
+mod perf;
+mod realtime;
+mod recover;
+mod report;
+mod rng;
+mod sampling;
+mod spin;
+mod state;
+mod step;
+mod stop;
+mod switch;
+mod tracee;
+mod vmmcall;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use report::Report;
+use stop::{Stop, StopArgs};
+
+type Error = Box<dyn std::error::Error + Send + Sync>;
+type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Parser)]
+#[command(name = "mercury-workload", about = "Programs that would notice a mode switch beneath them")]
+struct Cli {
+    #[command(flatten)]
+    stop: StopArgs,
+    #[command(subcommand)]
+    workload: Workload,
+}
+
+#[derive(Subcommand)]
+enum Workload {
+    /// A thread on each CPU reads the time and keeps the longest gaps
+    Spin(spin::Args),
+    /// Primes and hashes with known results, on each CPU
+    Compute,
+    /// x87, SSE, AVX and AVX-512 registers hold patterns
+    Fpu,
+    /// General registers, flags, selectors, FS and GS bases hold patterns
+    Flags,
+    /// Segments of a local descriptor table, in 64-bit and in 32-bit code
+    Ldt,
+    /// Ports that are permitted and ports that are not
+    Ioperm,
+    /// Hardware breakpoints by perf and by ptrace count exactly
+    Breakpoint,
+    /// A child is single-stepped; every instruction counts once
+    Step,
+    /// Samples flow on every CPU
+    Sampling,
+    /// Real-time threads wake up each millisecond
+    Realtime(realtime::Args),
+    /// Virtualization instructions in user mode fault as they do natively
+    Vmmcall,
+    /// Attaches and detaches again and again, through the driver itself
+    Switch(switch::Args),
+    /// Compares the state of each CPU before, during and after
+    State(state::Args),
+    /// Calls the driver with nonsense
+    FuzzIoctl(fuzz::Args),
+    /// Gives a command to the test module and prints its answer
+    Kernel(kernel::Args),
+}
+
+impl Workload {
+    fn run(&self, stop: &Stop, report: &mut Report) -> Result<()> {
+        match self {
+            Self::Spin(args) => spin::run(args, stop, report),
+            Self::Compute => compute::run(stop, report),
+            Self::Fpu => fpu::run(stop, report),
+            Self::Flags => flags::run(stop, report),
+            Self::Ldt => ldt::run(stop, report),
+            Self::Ioperm => ioperm::run(stop, report),
+            Self::Breakpoint => breakpoint::run(stop, report),
+            Self::Step => step::run(stop, report),
+            Self::Sampling => sampling::run(stop, report),
+            Self::Realtime(args) => realtime::run(args, stop, report),
+            Self::Vmmcall => vmmcall::run(stop, report),
+            Self::Switch(args) => switch::run(args, stop, report),
+            Self::State(args) => state::run(args, stop, report),
+            Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
+            Self::Kernel(args) => kernel::run(args, report),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let mut report = Report::default();
+    let stop = Stop::new(&cli.stop);
+    if let Err(error) = cli.workload.run(&stop, &mut report) {
+        report.violation(format!("it could not go on: {error}"));
+    }
+    println!("{}", report.line());
+    if report.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,78 @@
+//! Virtualization instructions in user mode. Natively each is #UD, the hypervisor's own calls too. While
+//! attached, those that ask for privilege first are #GP, since EFER.SVME is visible (docs/hardware.md,
+//! Nothing may be executed, and no register may change.
+
+use mercury_abi::gate::HYPERCALL_MAGIC;
+use serde_json::json;
+
+use crate::{
+    Result, cpus,
+    recover::{self, Fault, attempt},
+    report::Report,
+    rng::Rng,
+    stop::Stop,
+};
+
+const UNDEFINED: Fault = Fault { signal: libc::SIGILL, in_place: true };
+const NOT_PERMITTED: Fault = Fault { signal: libc::SIGSEGV, in_place: true };
+const STORM: u32 = 200;
+
+/// Runs on each CPU.
+pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
+    recover::install()?;
+    cpus::on_each(stop, report, |cpu, stop, report| {
+        let mut rng = Rng::new(cpu as u64);
+        let mut not_permitted = 0u64;
+        while !stop.is_set() {
+            for _ in 0..STORM {
+                vmmcall(cpu, &mut rng, report);
+            }
+            for (name, fault) in privileged() {
+                match fault {
+                    Some(UNDEFINED) => {}
+                    Some(NOT_PERMITTED) => not_permitted += 1,
+                    other => report.violation(format!("CPU {cpu}: {name} gave {other:?}")),
+                }
+            }
+            report.pass();
+        }
+        report.fact(&format!("cpu{cpu}"), json!({ "not_permitted": not_permitted }));
+        Ok(())
+    })
+}
+
+/// What the driver might say, and anything.
+fn arguments(rng: &mut Rng) -> [u64; 4] {
+    let number = if rng.once_in(2) { rng.below(6) } else { rng.next() };
+    let magic = if rng.once_in(2) { HYPERCALL_MAGIC } else { rng.next() };
+    [number, magic, rng.next(), rng.next()]
+}
+
+fn vmmcall(cpu: usize, rng: &mut Rng, report: &mut Report) {
+    let before = arguments(rng);
+    let [mut rax, mut rcx, mut rdi, mut rsi] = before;
+    let mut rdx = before[0] ^ before[2];
+    // SAFETY: it faults; if it does not, that is what this is to find out.
+    let fault = unsafe {
+        attempt!("vmmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+    };
+    report.check(fault == Some(UNDEFINED), || format!("CPU {cpu}: VMMCALL({before:x?}) gave {fault:?}"));
+    let kept = [rax, rcx, rdi, rsi] == before && rdx == before[0] ^ before[2];
+    report.check(kept, || format!("CPU {cpu}: VMMCALL({before:x?}) changed registers"));
+}
+
+fn privileged() -> [(&'static str, Option<Fault>); 7] {
+    let address = 0x1000u64;
+    // SAFETY: none of them can be executed in user mode.
+    unsafe {
+        [
+            ("VMRUN", attempt!("vmrun rax", in("rax") address)),
+            ("VMLOAD", attempt!("vmload rax", in("rax") address)),
+            ("VMSAVE", attempt!("vmsave rax", in("rax") address)),
+            ("STGI", attempt!("stgi")),
+            ("CLGI", attempt!("clgi")),
+            ("SKINIT", attempt!("skinit eax", in("rax") address)),
+            ("INVLPGA", attempt!("invlpga rax, ecx", in("rax") address, in("rcx") 0u64)),
+        ]
+    }
+}
