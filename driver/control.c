@@ -391,7 +391,6 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 
 	if (mercury.state == MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_NOT_LOADED;
-	mercury_monitor_look();
 	cpus_read_lock();
 	if (cpus)
 		cpumask_and(&online, cpus, cpu_online_mask);
@@ -410,5 +409,6 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 			mercury.state = MERCURY_STATE_LOADED;
 	}
 	cpus_read_unlock();
+	mercury_monitor_look();
 	return code;
 }

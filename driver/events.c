@@ -24,14 +24,8 @@
 /* Later kernels, stable ones among them, hand an argument to syscore operations (see Kbuild). */
 #ifdef MERCURY_STRUCT_SYSCORE
 #define SYSCORE_ARGUMENT	void *data
-#define SYSCORE_CONST		static const
-static const struct syscore_ops syscore_ops;
-static struct syscore syscore = { .ops = &syscore_ops };
 #else
 #define SYSCORE_ARGUMENT	void
-#define SYSCORE_CONST		static
-#define register_syscore(syscore)	register_syscore_ops(&syscore_ops)
-#define unregister_syscore(syscore)	unregister_syscore_ops(&syscore_ops)
 #endif
 
 static int hotplug_state;
@@ -124,11 +118,18 @@ static void system_shuts_down(SYSCORE_ARGUMENT)
 	local_irq_restore(flags);
 }
 
-SYSCORE_CONST struct syscore_ops syscore_ops = {
+static struct syscore_ops syscore_ops = {
 	.suspend = system_suspends,
 	.resume = system_resumes,
 	.shutdown = system_shuts_down,
 };
+
+#ifdef MERCURY_STRUCT_SYSCORE
+static struct syscore syscore = { .ops = &syscore_ops };
+#else
+#define register_syscore(syscore)	register_syscore_ops(&syscore_ops)
+#define unregister_syscore(syscore)	unregister_syscore_ops(&syscore_ops)
+#endif
 
 static int reboot_comes(struct notifier_block *block, unsigned long action, void *data)
 {

@@ -51,14 +51,12 @@ struct mercury_cpu {
 	/* TSC ticks with interrupts off. */
 	u64 attach_ticks;
 	u64 detach_ticks;
-	/* It went down while attached and has not been attached again since. */
-	bool suspended;
 };
 
 DECLARE_PER_CPU(struct mercury_cpu, mercury_cpus);
 
 struct mercury {
-	struct mutex lock;
+	struct mutex lock;	/* orders requests */
 	/* MERCURY_STATE_* */
 	u32 state;
 	/* CPUs that are meant to be attached. */

@@ -14,44 +14,53 @@
 static void look(struct work_struct *work);
 static DECLARE_DEFERRABLE_WORK(monitor, look);
 
-static bool is_crash(u64 code)
-{
-	return code == MERCURY_CODE_HOST_EXCEPTION || code == MERCURY_CODE_HOST_PANIC ||
-	       code == MERCURY_CODE_UNKNOWN_EXIT;
-}
-
 /* After a crash nothing is attached until the hypervisor has been loaded afresh. */
-static void give_up(int cpu, u64 code)
+static void give_up(int cpu, u32 code)
 {
 	mercury.state = MERCURY_STATE_CRASHED;
 	mercury.want_all = false;
 	cpumask_clear(&mercury.wanted);
 	mercury_on_cpus(cpu_online_mask, mercury_detach_cpu);
-	pr_err("the hypervisor crashed on CPU %d (code %llu): all CPUs are native again\n",
+	pr_err("the hypervisor crashed on CPU %d (code %u): all CPUs are native again\n",
 	       cpu, code);
 }
 
-/* Looks at every CPU that should be attached; under mercury.lock. */
+/* Whether the hypervisor came to grief in the middle of its work, not while it was entered. */
+static bool has_crashed(const struct mercury_shared_cpu *shared)
+{
+	u32 code = READ_ONCE(shared->crash.code);
+
+	return code == MERCURY_CODE_HOST_EXCEPTION || code == MERCURY_CODE_HOST_PANIC ||
+	       code == MERCURY_CODE_UNKNOWN_EXIT;
+}
+
+/* A CPU that should be attached and is not, through no wish of ours, stays native. */
+static void let_go(int cpu, const struct mercury_shared_cpu *shared)
+{
+	if (!cpumask_test_cpu(cpu, &mercury.wanted) || READ_ONCE(shared->attached))
+		return;
+	cpumask_clear_cpu(cpu, &mercury.wanted);
+	pr_notice("CPU %d left the hypervisor (code %llu) and stays native\n",
+		  cpu, READ_ONCE(shared->left_because));
+}
+
+/* Looks at every CPU; under mercury.lock. */
 void mercury_monitor_look(void)
 {
 	int cpu;
 
 	lockdep_assert_held(&mercury.lock);
-	if (mercury.state != MERCURY_STATE_ATTACHED)
+	if (mercury.state != MERCURY_STATE_LOADED && mercury.state != MERCURY_STATE_ATTACHED)
 		return;
 	cpus_read_lock();
-	for_each_cpu_and(cpu, &mercury.wanted, cpu_online_mask) {
+	for_each_online_cpu(cpu) {
 		const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
-		u64 code = READ_ONCE(shared->left_because);
 
-		if (READ_ONCE(shared->attached))
-			continue;
-		if (is_crash(code)) {
-			give_up(cpu, code);
+		if (has_crashed(shared)) {
+			give_up(cpu, READ_ONCE(shared->crash.code));
 			break;
 		}
-		cpumask_clear_cpu(cpu, &mercury.wanted);
-		pr_notice("CPU %d left the hypervisor (code %llu) and stays native\n", cpu, code);
+		let_go(cpu, shared);
 	}
 	if (mercury.state == MERCURY_STATE_ATTACHED && cpumask_empty(&mercury.wanted))
 		mercury.state = MERCURY_STATE_LOADED;

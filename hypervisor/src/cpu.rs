@@ -82,6 +82,8 @@ pub struct Cpu {
     pub guest_cr0: u64,
     /// EFER of the guest: every write exits, so this is exact.
     pub guest_efer: u64,
+    /// EFER at the attach, SVME set: what the processor has in the hypervisor.
+    pub attach_efer: u64,
     /// VM_HSAVE_PA as the system above believes it to be.
     pub guest_hsave: u64,
     /// What the current exit must not lose.

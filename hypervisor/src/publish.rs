@@ -1,7 +1,7 @@
 //! Counters and the log: what user space sees (see [`mercury_abi::shared`]).
 
 use mercury_abi::code::Code;
-use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, LogRecord, SHARED_MAGIC};
+use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, SHARED_MAGIC};
 
 use crate::cpu::Area;
 
@@ -48,6 +48,7 @@ pub fn departed(area: &mut Area, because: Code) {
 }
 
 /// Writes a record to this CPU's ring.
+#[inline]
 pub fn log(area: &mut Area, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
     let cpu = area.cpu.gate.cpu;
     let shared = area.shared();
@@ -56,11 +57,17 @@ pub fn log(area: &mut Area, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
         return;
     };
     let slot = core::ptr::from_mut(slot);
-    let record = LogRecord { sequence: 0, tsc, kind: kind as u32, cpu, arguments };
-    // SAFETY: `slot` points into this CPU's block. Volatile, in this order, so that a reader never
-    // takes half a record for a whole one (stores are not reordered on this architecture).
+    // SAFETY: `slot` points into this CPU's block. Volatile, in this order, so that a reader never takes
+    // half a record for a whole one (stores are not reordered on this architecture).
     unsafe {
-        slot.write_volatile(record);
+        (&raw mut (*slot).sequence).write_volatile(0);
+        (&raw mut (*slot).tsc).write_volatile(tsc);
+        (&raw mut (*slot).kind).write_volatile(kind as u32);
+        (&raw mut (*slot).cpu).write_volatile(cpu);
+        let fields = (&raw mut (*slot).arguments).cast::<u64>();
+        for (index, argument) in arguments.into_iter().enumerate() {
+            fields.add(index).write_volatile(argument);
+        }
         (&raw mut (*slot).sequence).write_volatile(sequence);
     }
     shared.log_written = sequence;

@@ -2,9 +2,10 @@
 //! from the sources and carried into the machine on a read-only disk of its own.
 //!
 //! ```text
-//! /mercury/bin       first in the search path: mercury, the agent, poweroff, scripts of the lab
+//! /mercury/bin       first in the search path: mercury, mercury-workload, the agent, poweroff, scripts
 //! /mercury/lib       what those need
 //! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
+//! /mercury/lib/modules/<kernel version>/mercury_test.ko     see lab/testmod
 //! /mercury/initramfs/<kernel version>.cpio                  for kexec
 //! ```
 
@@ -25,7 +26,7 @@ use crate::{
     image::Release,
     kernel::Kernel,
     lock::Lock,
-    paths,
+    paths, testmod,
 };
 
 /// What can be asked to be built.
@@ -63,7 +64,8 @@ fn build(release: Release) -> Result<Artefacts> {
     let agent = build_agent()?;
     let mut files = vec![
         (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
-        (PathBuf::from("bin/mercury"), build_mercury()?),
+        (PathBuf::from("bin/mercury"), build_program("mercury-cli", "mercury")?),
+        (PathBuf::from("bin/mercury-workload"), build_program("mercury-lab-workload", "mercury-workload")?),
     ];
     for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.release() == release) {
         let version = kernel.files(&image::Image::ensure(release)?)?;
@@ -72,6 +74,8 @@ fn build(release: Release) -> Result<Artefacts> {
             let name = Path::new("lib").join(variant.directory()).join(&version.version);
             files.push((name.join("mercury.ko"), module));
         }
+        let name = Path::new("lib/modules").join(&version.version).join(testmod::FILE);
+        files.push((name, testmod::build(kernel)?));
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }
@@ -105,11 +109,11 @@ fn build_agent() -> Result<PathBuf> {
     Ok(target.join("x86_64-unknown-linux-gnu/release/mercury-lab-agent"))
 }
 
-fn build_mercury() -> Result<PathBuf> {
+fn build_program(package: &str, name: &str) -> Result<PathBuf> {
     let mut cargo = cargo();
-    cargo.args(["build", "--release", "-p", "mercury-cli", "--bin", "mercury"]);
-    host::run("building mercury", "build-mercury", &mut cargo)?;
-    Ok(paths::root().join("target/release/mercury"))
+    cargo.args(["build", "--release", "-p", package, "--bin", name]);
+    host::run(&format!("building {name}"), &format!("build-{name}"), &mut cargo)?;
+    Ok(paths::root().join("target/release").join(name))
 }
 
 /// The cargo that started us, or the one in the search path; in the project's root, and without what the

@@ -41,6 +41,7 @@ pub mod scene;
 pub mod soak;
 pub mod spec;
 pub mod testing;
+pub mod testmod;
 
 pub use command::{Background, Output, Stream};
 pub use driver::Variant;

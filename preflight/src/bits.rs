@@ -97,8 +97,9 @@ pub mod cr4 {
         | CET;
     /// What must be set: long mode's paging.
     pub const REQUIRED: u64 = PAE;
-    /// What the kernel changes when it switches tasks.
-    pub const PER_TASK: u64 = TSD | PCE;
+    /// In what CPUs may differ: TSD and PCE change with the task; PSE means nothing in long mode
+    /// (APM 5.3), and Linux sets it only on the CPU that boots.
+    pub const MAY_DIFFER: u64 = TSD | PCE | PSE;
 }
 
 /// EFER (APM 3.1.7).

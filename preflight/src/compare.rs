@@ -49,7 +49,7 @@ const RULES: &[Rule] = &[
     refuse("cpuid_8000_0021.eax"),
     refuse("readable"),
     refuse("system"),
-    Rule { field: "cr4", mask: !cr4::PER_TASK, severity: Severity::Refuse },
+    Rule { field: "cr4", mask: !cr4::MAY_DIFFER, severity: Severity::Refuse },
     refuse("efer"),
     refuse("xcr0"),
     refuse("xss"),

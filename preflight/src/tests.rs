@@ -217,6 +217,7 @@ fn equal_cpus_compare_equal() {
 fn tasks_do_not_make_cpus_differ() {
     let mut other = good_epyc(1);
     other.cr4 |= 1 << 2 | 1 << 8;
+    other.cr4 &= !(1 << 4);
     other.cr3 = 0x5000;
     other.dr7 = 0x401;
     assert!(compare(&good_epyc(0), &other).is_empty());

@@ -24,6 +24,7 @@ struct Field {
     offset: usize,
 }
 
+#[allow(clippy::unnecessary_cast, reason = "constants of several widths go through one list")]
 const ITEMS: &[Item] = include!(concat!(env!("OUT_DIR"), "/items.rs"));
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../driver/mercury_abi.h");
 

@@ -101,9 +101,19 @@ pub extern "C" fn leave() -> ! {
     naked_asm!(
         "lea rsp, [rdi + {area_size}]",
         "call {restore_sse}",
-        "jmp qword ptr [rdi + {leave_virt}]",
+        "jmp {quickly}",
         area_size = const AREA_SIZE,
         restore_sse = sym restore_sse,
+        quickly = sym leave_quickly,
+    )
+}
+
+/// As [`leave`], where the vector registers are the system's still.
+#[cfg(feature = "image")]
+#[unsafe(naked)]
+pub extern "C" fn leave_quickly() -> ! {
+    naked_asm!(
+        "jmp qword ptr [rdi + {leave_virt}]",
         leave_virt = const offset_of!(Cpu, gate) + offset_of!(GateBlock, leave_virt),
     )
 }

@@ -5,7 +5,7 @@
 //! hypervisor changes only TR and its companions, with VMSAVE and VMLOAD around its own work.
 
 use mercury_abi::code::Code;
-use mercury_abi::facts::{CpuFacts, TableRegister};
+use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{self, DescriptorTable};
 
 use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
@@ -100,6 +100,7 @@ fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
 fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     let efer = hardware.read_msr(msr::EFER).ok_or(Code::FactUnreadable)?;
     area.cpu.guest_efer = efer;
+    area.cpu.attach_efer = efer;
     area.cpu.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
     area.control.efer = efer;
     area.control.g_pat = hardware.read_msr(msr::PAT).ok_or(Code::FactUnreadable)?;
@@ -137,12 +138,14 @@ const fn table(from: &DescriptorTable) -> Segment {
     Segment { selector: 0, attributes: 0, limit: from.limit as u32, base: from.base_virt }
 }
 
-const fn table_register(from: &Segment) -> DescriptorTable {
-    DescriptorTable::new(TableRegister { base_virt: from.base, limit: from.limit as u64 })
+const fn put_table(to: &mut DescriptorTable, from: &Segment) {
+    to.limit = from.limit as u16;
+    to.base_virt = from.base;
 }
 
 /// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
 /// processor. The block may be corrupt: reserved bits that would fault in the gate are dropped.
+#[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &area.control;
     let outward = &mut area.cpu.gate.outward;
@@ -152,9 +155,12 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.cr4 = control.cr4 & mercury_preflight::bits::cr4::KNOWN;
     outward.dr6 = control.dr6 & 0xFFFF_FFFF;
     outward.dr7 = control.dr7 & 0xFFFF_FFFF;
-    outward.gdtr = table_register(&control.gdtr);
-    outward.idtr = table_register(&control.idtr);
-    outward.selectors = [control.es, control.cs, control.ss, control.ds].map(|from| u64::from(from.selector));
+    put_table(&mut outward.gdtr, &control.gdtr);
+    put_table(&mut outward.idtr, &control.idtr);
+    outward.selectors[0] = u64::from(control.es.selector);
+    outward.selectors[1] = u64::from(control.cs.selector);
+    outward.selectors[2] = u64::from(control.ss.selector);
+    outward.selectors[3] = u64::from(control.ds.selector);
     outward.rip = control.rip;
     outward.rflags = control.rflags;
     outward.clear_svme = 1;
@@ -165,10 +171,13 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
 
 /// MSRs that the guest had in its control block. Each was read from this processor or written by the
 /// system after a check, so none of the writes can fault.
+#[inline]
 fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
-    let _ = hardware.write_msr(msr::EFER, area.cpu.guest_efer | msr::EFER_SVME);
-    // Under nested paging the guest's PAT lives in the block (HARDWARE A-10).
-    let _ = hardware.write_msr(msr::PAT, area.control.g_pat);
+    if area.cpu.guest_efer != area.cpu.attach_efer {
+        let _ = hardware.write_msr(msr::EFER, area.cpu.guest_efer | msr::EFER_SVME);
+    }
+    // The PAT MSR needs nothing: it has had every value that the guest's PAT in the block has had
+    // (see `msr::write_pat`; HARDWARE A-10).
     let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.guest_hsave);
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
         let _ = hardware.write_msr(msr::S_CET, area.control.s_cet);

@@ -14,7 +14,8 @@ use crate::nested::{self, NestedAnswer};
 use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_TF};
 use crate::{emergency, exit, fault, publish};
 
-const VMMCALL_LENGTH: u64 = 3;
+/// Length of VMMCALL in bytes.
+pub const VMMCALL_LENGTH: u64 = 3;
 const MSR_LENGTH: u64 = 2;
 const NESTED_FAULT_WRITE: u64 = 1 << 1;
 const RCX: usize = 1;
@@ -22,8 +23,8 @@ const RDX: usize = 2;
 const RSI: usize = 6;
 const RDI: usize = 7;
 
-/// Exits arrive here from [`run::run`], with the system's registers saved and the hypervisor's extended
-/// state loaded.
+/// Exits that are no case for [`super::quick`] arrive here from the world switch, with all of the system's
+/// registers saved and the hypervisor's extended state loaded.
 pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
     let area = unsafe { &mut *area };
@@ -142,7 +143,8 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
 
 /// Moves past the intercepted instruction as the processor would: no interrupt shadow, and a single
 /// step raises #DB (HARDWARE 0.9). The next RIP is the processor's where it saves one.
-fn skip(area: &mut Area, length: u64) {
+#[inline]
+pub fn skip(area: &mut Area, length: u64) {
     let control = &mut area.control;
     let saved = area.cpu.features & feature::NEXT_RIP != 0 && control.next_rip != 0;
     control.rip = if saved { control.next_rip } else { control.rip.wrapping_add(length) };

@@ -3,6 +3,9 @@
 //! On #VMEXIT the processor has loaded the hypervisor's RSP, RAX and segments and cleared GIF; every
 //! other general register still is the guest's. The top of the stack holds the address of the area.
 //!
+//! The driver's own hypercalls are answered by [`super::quick`], which touches no vector register, so that
+//! those are saved only for the other exits.
+//!
 //! A user can force exits with VMMCALL. Those never reach compiled code: they are answered below in
 //! straight-line code that has no return and no indirect branch, and that touches nothing but this
 //! CPU's own pages (HARDWARE A-18).
@@ -35,11 +38,12 @@ mod switch {
     pub extern "C" fn run() -> ! {
         naked_asm!(
             "2:",
+            "call {restore_sse}",
+            "5:",
             "lea rsp, [rdi + {area_size}]",
             "push rdi",
             "mov rax, [rdi + {control_phys}]",
             "vmload rax",
-            "call {restore_sse}",
             "mov rcx, [rdi + {registers} + 8]",
             "mov rdx, [rdi + {registers} + 16]",
             "mov rbx, [rdi + {registers} + 24]",
@@ -92,8 +96,13 @@ mod switch {
             "mov rax, [rdi + {host_phys}]",
             "vmload rax",
             "mov rbx, rdi",
-            "call {save_sse}",
             "cld",
+            "call {quick}",
+            "mov rdi, rbx",
+            "cmp eax, {quick_run}",
+            "je 5b",
+            "jb {leave_quickly}",
+            "call {save_sse}",
             "call {handle}",
             "mov rdi, rbx",
             "test eax, eax",
@@ -114,6 +123,9 @@ mod switch {
                 const offset_of!(SharedCpu, exits) + 8 * ExitReason::ForeignHypercall as usize,
             restore_sse = sym entry::restore_sse,
             save_sse = sym entry::save_sse,
+            quick = sym crate::svm::quick::quick_exit,
+            quick_run = const crate::svm::quick::Quick::Run as u32,
+            leave_quickly = sym entry::leave_quickly,
             handle = sym crate::svm::exits::svm_exit,
             leave = sym entry::leave,
         )

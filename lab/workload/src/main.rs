@@ -8,7 +8,6 @@
 
 mod attr;
 mod breakpoint;
-mod checked;
 mod compute;
 mod cpus;
 mod device;

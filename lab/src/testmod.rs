@@ -1,0 +1,76 @@
+//! Builds the kernel module of the tests (lab/testmod) for the lab's kernels, as the driver is built: in
+//! each release's own build root, with warnings as errors. It is not shipped.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    error::{Context, Result},
+    hash::Ingredients,
+    host,
+    image::Image,
+    kernel::Kernel,
+    lock::Lock,
+    paths,
+};
+
+/// The module's file.
+pub const FILE: &str = "mercury_test.ko";
+/// Inside of the build root.
+const DIRECTORY: &str = "build-test";
+/// Inside of the build root; the argument is the kernel's version.
+const BUILD: &str = r#"exec make -C /build-test KDIR="/lib/modules/$1/build" KCFLAGS=-Werror"#;
+
+/// Builds the module for `kernel` unless it is there already; returns it.
+///
+/// # Errors
+/// If it does not build; the error names the log.
+pub fn build(kernel: Kernel) -> Result<PathBuf> {
+    let root = Image::ensure(kernel.release())?;
+    let version = kernel.files(&root)?.version;
+    let module = paths::lab_dir("modules-test")?.join(&version).join(FILE);
+    let stamp = module.with_extension("stamp");
+    let _lock = Lock::wait(&format!("testmod-{}", kernel.release()))?;
+    let inputs = inputs(&version)?;
+    if module.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
+        return Ok(module);
+    }
+    make_in(&root.tree(), &version)?;
+    let built = root.tree().join(DIRECTORY).join(FILE);
+    let directory = module.parent().unwrap_or(&module);
+    fs::create_dir_all(directory).context(|| format!("make {}", directory.display()))?;
+    fs::copy(&built, &module).context(|| format!("copy {}", built.display()))?;
+    fs::write(&stamp, inputs).context(|| format!("write {}", stamp.display()))?;
+    Ok(module)
+}
+
+fn sources() -> PathBuf {
+    paths::root().join("lab/testmod")
+}
+
+/// The interface with the driver and the hypervisor.
+fn header() -> PathBuf {
+    paths::root().join("driver/mercury_abi.h")
+}
+
+fn inputs(version: &str) -> Result<String> {
+    let all = Ingredients::default().with(version).with(BUILD);
+    Ok(all.with_path(&sources())?.with_path(&header())?.name())
+}
+
+/// Copies the sources into the build root afresh, and runs make there.
+fn make_in(root: &Path, version: &str) -> Result<()> {
+    let build = root.join(DIRECTORY);
+    host::remove_tree(&build)?;
+    let copy = |from: &Path, to: &Path| {
+        let mut copy = host::as_root("cp");
+        host::run("copying the test module", "testmod-copy", copy.arg("-r").arg(from).arg(to))
+    };
+    copy(&sources(), &build)?;
+    copy(&header(), &build)?;
+    let mut make = host::as_root("chroot");
+    make.arg(root).args(["/bin/sh", "-c", BUILD, "build", version]);
+    host::run(&format!("{FILE} for {version}"), &format!("testmod-{version}"), &mut make)
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * A CPU that takes no interrupts for a while, and NMIs: one at a time, so that each that was sent must
+ * be handled.
+ */
+#include <linux/cpumask.h>
+#include <linux/delay.h>
+#include <linux/ktime.h>
+#include <linux/percpu.h>
+#include <linux/sched.h>
+#include <asm/apic.h>
+#include <asm/nmi.h>
+
+#include "mercury_test.h"
+
+#define HOLD_MAX_MS	10000
+#define NMI_PATIENCE_NS	(5 * NSEC_PER_SEC)
+
+static atomic_t holding;
+
+/* NMIs sent to a CPU and not handled yet; handled so far. */
+static DEFINE_PER_CPU(atomic_t, expected);
+static DEFINE_PER_CPU(unsigned long, handled);
+
+static void hold(void *argument)
+{
+	u64 ms = *(u64 *)argument;
+
+	atomic_inc(&holding);
+	while (ms--)
+		mdelay(1);
+	atomic_dec(&holding);
+}
+
+/* hold CPU MS */
+int test_hold(struct test_answer *answer, const u64 *arguments)
+{
+	u64 ms = arguments[1];
+	u64 start = ktime_get_ns();
+	int err;
+
+	if (ms > HOLD_MAX_MS)
+		return -EINVAL;
+	err = test_on_cpu(arguments[0], hold, &ms);
+	test_say(answer, "held_us %llu\n", (ktime_get_ns() - start) / NSEC_PER_USEC);
+	return err;
+}
+
+/* holding: how many CPUs are held just now */
+int test_holding(struct test_answer *answer, const u64 *arguments)
+{
+	test_say(answer, "holding %d\n", atomic_read(&holding));
+	return 0;
+}
+
+static int nmi(unsigned int type, struct pt_regs *regs)
+{
+	if (!atomic_read(this_cpu_ptr(&expected)))
+		return NMI_DONE;
+	this_cpu_inc(handled);
+	atomic_dec(this_cpu_ptr(&expected));
+	return NMI_HANDLED;
+}
+
+static bool send_one(unsigned int cpu)
+{
+	atomic_t *pending = per_cpu_ptr(&expected, cpu);
+	u64 start = ktime_get_ns();
+
+	atomic_inc(pending);
+	preempt_disable();
+	apic->send_IPI_mask(cpumask_of(cpu), NMI_VECTOR);
+	preempt_enable();
+	while (atomic_read(pending)) {
+		if (ktime_get_ns() - start > NMI_PATIENCE_NS) {
+			atomic_set(pending, 0);
+			return false;
+		}
+		cpu_relax();
+	}
+	return true;
+}
+
+/* nmi CPU COUNT: from the CPU that this runs on */
+int test_nmi(struct test_answer *answer, const u64 *arguments)
+{
+	u64 cpu = arguments[0], sent = 0, lost = 0;
+	unsigned long before;
+
+	if (cpu >= nr_cpu_ids || !cpu_online(cpu))
+		return -ENXIO;
+	before = *per_cpu_ptr(&handled, cpu);
+	while (sent < arguments[1] && !signal_pending(current)) {
+		sent++;
+		if (!send_one(cpu))
+			lost++;
+		cond_resched();
+	}
+	test_say(answer, "sent %llu\nlost %llu\nhandled %lu\n", sent, lost,
+		 *per_cpu_ptr(&handled, cpu) - before);
+	return 0;
+}
+
+int test_interrupts_init(void)
+{
+	return register_nmi_handler(NMI_LOCAL, nmi, 0, "mercury_test");
+}
+
+void test_interrupts_exit(void)
+{
+	unregister_nmi_handler(NMI_LOCAL, "mercury_test");
+}

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: GPL-2.0-only
+#include <linux/cpu.h>
+#include <linux/fs.h>
+#include <linux/miscdevice.h>
+#include <linux/module.h>
+#include <linux/slab.h>
+#include <linux/string.h>
+#include <linux/uaccess.h>
+#include <linux/workqueue.h>
+
+#include "mercury_test.h"
+
+#define LINE_MAX_LENGTH 128
+
+static const struct {
+	const char *name;
+	unsigned int arguments;
+	test_command run;
+} commands[] = {
+	{ "hold", 2, test_hold },
+	{ "holding", 0, test_holding },
+	{ "nmi", 2, test_nmi },
+	{ "hypercall", 2, test_hypercall },
+	{ "hidden-find", 0, test_hidden_find },
+	{ "hidden-read", 0, test_hidden_read },
+	{ "hidden-write", 1, test_hidden_write },
+	{ "rdmsr", 2, test_rdmsr },
+	{ "wrmsr", 3, test_wrmsr },
+	{ "state", 1, test_state },
+};
+
+void test_say(struct test_answer *answer, const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	answer->used += vscnprintf(answer->text + answer->used,
+				   sizeof(answer->text) - answer->used, format, arguments);
+	va_end(arguments);
+}
+
+struct on_cpu {
+	void (*run)(void *argument);
+	void *argument;
+};
+
+static long with_interrupts_off(void *data)
+{
+	struct on_cpu *job = data;
+	unsigned long flags;
+
+	local_irq_save(flags);
+	job->run(job->argument);
+	local_irq_restore(flags);
+	return 0;
+}
+
+int test_on_cpu(u64 cpu, void (*run)(void *), void *argument)
+{
+	struct on_cpu job = { run, argument };
+
+	if (cpu >= nr_cpu_ids || !cpu_online(cpu))
+		return -ENXIO;
+	return work_on_cpu(cpu, with_interrupts_off, &job);
+}
+
+/* Splits a line into a command and its numbers, and runs it. */
+static int run_line(char *line, struct test_answer *answer)
+{
+	u64 arguments[TEST_ARGUMENTS_MAX] = {};
+	unsigned int count = 0, i;
+	char *name, *word;
+
+	line = strim(line);
+	name = strsep(&line, " ");
+	while ((word = strsep(&line, " ")) && count < TEST_ARGUMENTS_MAX)
+		if (kstrtou64(word, 0, &arguments[count++]))
+			return -EINVAL;
+	for (i = 0; i < ARRAY_SIZE(commands); i++) {
+		if (strcmp(commands[i].name, name))
+			continue;
+		return count == commands[i].arguments ? commands[i].run(answer, arguments) : -EINVAL;
+	}
+	return -ENOSYS;
+}
+
+static ssize_t test_write(struct file *file, const char __user *user, size_t size, loff_t *at)
+{
+	struct test_answer *answer = file->private_data;
+	char line[LINE_MAX_LENGTH] = {};
+	int err;
+
+	if (size >= sizeof(line) || copy_from_user(line, user, size))
+		return -EFAULT;
+	answer->used = 0;
+	*at = 0;
+	err = run_line(line, answer);
+	/* The answer is read from its start: the position does not move. */
+	return err ? err : size;
+}
+
+static ssize_t test_read(struct file *file, char __user *user, size_t size, loff_t *at)
+{
+	struct test_answer *answer = file->private_data;
+
+	return simple_read_from_buffer(user, size, at, answer->text, answer->used);
+}
+
+static int test_open(struct inode *inode, struct file *file)
+{
+	file->private_data = kzalloc(sizeof(struct test_answer), GFP_KERNEL);
+	return file->private_data ? 0 : -ENOMEM;
+}
+
+static int test_release(struct inode *inode, struct file *file)
+{
+	kfree(file->private_data);
+	return 0;
+}
+
+static const struct file_operations test_operations = {
+	.owner = THIS_MODULE,
+	.open = test_open,
+	.release = test_release,
+	.read = test_read,
+	.write = test_write,
+};
+
+static struct miscdevice device = {
+	.minor = MISC_DYNAMIC_MINOR,
+	.name = "mercury_test",
+	.mode = 0600,
+	.fops = &test_operations,
+};
+
+static int __init test_init(void)
+{
+	int err = test_interrupts_init();
+
+	if (err)
+		return err;
+	err = misc_register(&device);
+	if (err)
+		test_interrupts_exit();
+	return err;
+}
+
+static void __exit test_exit(void)
+{
+	misc_deregister(&device);
+	test_interrupts_exit();
+}
+
+module_init(test_init);
+module_exit(test_exit);
+
+MODULE_DESCRIPTION("Tests of Mercury that need to be in the kernel");
+MODULE_AUTHOR("The Mercury authors");
+MODULE_LICENSE("GPL");

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The lab's test module: does in the kernel what a test cannot do from outside. /dev/mercury_test takes
+ * a command in words and answers in lines of a name and a value.
+ *
+ *	main.c		the device and its commands
+ *	interrupts.c	a CPU that is held with interrupts off; NMIs
+ *	hypercall.c	hypercalls that make no sense
+ *	hidden.c	the hypervisor's memory, seen from the kernel
+ *	state.c		MSRs, and all that can be read of a CPU
+ */
+#ifndef MERCURY_TEST_H
+#define MERCURY_TEST_H
+
+#include <linux/types.h>
+
+#include "mercury_abi.h"
+
+#define TEST_ARGUMENTS_MAX 4
+
+/* What a command says. */
+struct test_answer {
+	size_t used;
+	char text[8192];
+};
+
+/* A command: 0 or a negative errno. */
+typedef int (*test_command)(struct test_answer *answer, const u64 *arguments);
+
+__printf(2, 3) void test_say(struct test_answer *answer, const char *format, ...);
+
+/* Runs something on a CPU, in a kernel thread of its own, with interrupts off. */
+int test_on_cpu(u64 cpu, void (*run)(void *), void *argument);
+
+/* interrupts.c */
+int test_hold(struct test_answer *answer, const u64 *arguments);
+int test_holding(struct test_answer *answer, const u64 *arguments);
+int test_nmi(struct test_answer *answer, const u64 *arguments);
+int test_interrupts_init(void);
+void test_interrupts_exit(void);
+
+/* hypercall.c */
+int test_hypercall(struct test_answer *answer, const u64 *arguments);
+
+/* hidden.c */
+int test_hidden_find(struct test_answer *answer, const u64 *arguments);
+int test_hidden_read(struct test_answer *answer, const u64 *arguments);
+int test_hidden_write(struct test_answer *answer, const u64 *arguments);
+
+/* state.c */
+int test_rdmsr(struct test_answer *answer, const u64 *arguments);
+int test_wrmsr(struct test_answer *answer, const u64 *arguments);
+int test_state(struct test_answer *answer, const u64 *arguments);
+
+#endif /* MERCURY_TEST_H */

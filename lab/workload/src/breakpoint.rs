@@ -1,0 +1,126 @@
+//! Hardware breakpoints. perf counts stores to two variables and calls of a function; a debugger
+//! watches a variable of its child. Both must see each hit exactly once.
+
+use core::arch::global_asm;
+use std::{
+    hint::black_box,
+    ptr,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use crate::{
+    Result,
+    attr::{BREAKPOINT_EXECUTE, BREAKPOINT_WRITE},
+    cpus,
+    perf::Event,
+    report::Report,
+    stop::Stop,
+    tracee::{RIP, Tracee, debug_register},
+};
+
+global_asm!(
+    ".pushsection .text, \"ax\", @progbits",
+    ".globl mercury_watch_loop, mercury_watch_mark",
+    "mercury_watch_loop:",
+    "mov ecx, {stores}",
+    "2: mov dword ptr [rdi], ecx",
+    "dec ecx",
+    "jnz 2b",
+    "int3",
+    "mercury_watch_mark:",
+    "jmp mercury_watch_loop",
+    ".popsection",
+    stores = const WATCHED_STORES,
+);
+
+// SAFETY: defined above.
+unsafe extern "C" {
+    fn mercury_watch_loop(variable: u64);
+    safe static mercury_watch_mark: u8;
+}
+
+const WATCHED_STORES: u64 = 8;
+const COUNTED: u64 = 20;
+/// The length of an execution breakpoint, as perf wants it.
+const INSTRUCTION: u64 = size_of::<libc::c_long>() as u64;
+/// DR7: breakpoint 0 is on for this task, for stores of four bytes.
+const WATCH_STORES: u64 = 1 | 1 << 16 | 3 << 18;
+
+/// Counts on each CPU.
+pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
+    cpus::on_each(stop, report, |cpu, stop, report| {
+        let counted = Counted::new()?;
+        let variable = AtomicU64::new(0);
+        let child = Tracee::start(mercury_watch_loop, variable.as_ptr() as u64)?;
+        child.poke(debug_register(0), variable.as_ptr() as u64)?;
+        child.poke(debug_register(7), WATCH_STORES)?;
+        while !stop.is_set() {
+            counted.round(cpu, report)?;
+            watch(&child, cpu, variable.as_ptr() as u64, report)?;
+            report.pass();
+        }
+        Ok(())
+    })
+}
+
+/// Two variables and their counters; the function is the same for all.
+struct Counted {
+    variables: Box<[AtomicU64; 2]>,
+    stores: [Event; 2],
+    calls: Event,
+}
+
+impl Counted {
+    fn new() -> Result<Self> {
+        let variables = Box::new([AtomicU64::new(0), AtomicU64::new(0)]);
+        let store = |variable: &AtomicU64| {
+            Event::breakpoint(BREAKPOINT_WRITE, ptr::from_ref(variable) as u64, size_of::<u64>() as u64)
+        };
+        let stores = [store(&variables[0])?, store(&variables[1])?];
+        let function: extern "C" fn(u64) -> u64 = called;
+        let calls = Event::breakpoint(BREAKPOINT_EXECUTE, function as usize as u64, INSTRUCTION)?;
+        Ok(Self { variables, stores, calls })
+    }
+
+    fn round(&self, cpu: usize, report: &mut Report) -> Result<()> {
+        for event in self.stores.iter().chain([&self.calls]) {
+            event.start()?;
+        }
+        for number in 0..COUNTED {
+            self.variables[0].store(number, Ordering::Relaxed);
+            self.variables[1].store(number, Ordering::Relaxed);
+            black_box(called(black_box(number)));
+            self.variables[1].store(number, Ordering::Relaxed);
+        }
+        let counts = [self.stores[0].finish()?, self.stores[1].finish()?, self.calls.finish()?];
+        let expected = [COUNTED, 2 * COUNTED, COUNTED];
+        report.check(counts == expected, || format!("CPU {cpu}: {counts:?} hits instead of {expected:?}"));
+        Ok(())
+    }
+}
+
+#[inline(never)]
+extern "C" fn called(number: u64) -> u64 {
+    black_box(number)
+}
+
+/// One round of the child: it stops at each store, and at the mark.
+fn watch(child: &Tracee, cpu: usize, variable: u64, report: &mut Report) -> Result<()> {
+    let mark = ptr::from_ref(&mercury_watch_mark) as u64;
+    let mut hits = 0;
+    loop {
+        let signal = child.run()?;
+        report.check(signal == libc::SIGTRAP, || format!("CPU {cpu}: signal {signal} in the child"));
+        if child.peek(RIP)? == mark || hits > WATCHED_STORES {
+            break;
+        }
+        hits += 1;
+        let dr6 = child.peek(debug_register(6))?;
+        report.check(dr6 & 0xF == 1, || format!("CPU {cpu}: DR6 is {dr6:#x} at a watched store"));
+        child.poke(debug_register(6), 0)?;
+    }
+    report.check(hits == WATCHED_STORES, || format!("CPU {cpu}: {hits} of {WATCHED_STORES} stores seen"));
+    let armed = (child.peek(debug_register(0))?, child.peek(debug_register(7))? & 0xF_00FF);
+    report.check(armed == (variable, WATCH_STORES), || format!("CPU {cpu}: DR0 and DR7 are {armed:x?}"));
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! Each CPU compared with itself: native, attached, and native again.
+
+use std::fs::File;
+
+use mercury_abi::{
+    facts::CpuFacts,
+    ioctl::{MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH},
+};
+use mercury_preflight::{bits::efer, state_difference};
+
+use crate::{Result, cpus, device, report::Report, stop::Stop};
+
+/// What belongs to the task that happened to run is read this often before it counts as different.
+const READINGS: usize = 20;
+
+/// How often.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Times there and back
+    #[arg(long, default_value_t = 10)]
+    cycles: u64,
+}
+
+/// Compares all CPUs.
+pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
+    let device = device::open_to_control()?;
+    device::load(&device)?;
+    let cpus = cpus::usable()?;
+    let before = cpus.iter().map(|&cpu| device::facts(&device, cpu)).collect::<Result<Vec<_>>>()?;
+    while report.passes() < args.cycles && !stop.now() {
+        device::switch(&device, MERCURY_IOC_ATTACH, 0, 0)?;
+        for before in &before {
+            compare(&device, "attached", &as_attached(before), report)?;
+        }
+        device::switch(&device, MERCURY_IOC_DETACH, 0, 0)?;
+        for before in &before {
+            compare(&device, "native again", before, report)?;
+        }
+        report.pass();
+    }
+    report.fact("cpus", cpus.len());
+    Ok(())
+}
+
+/// What is to be seen while attached: SVM is on, and the rest as before.
+fn as_attached(native: &CpuFacts) -> CpuFacts {
+    CpuFacts { efer: native.efer | efer::SVME, ..*native }
+}
+
+fn compare(device: &File, when: &str, expected: &CpuFacts, report: &mut Report) -> Result<()> {
+    for reading in 1..=READINGS {
+        let now = device::facts(device, expected.cpu as usize)?;
+        let all: Vec<_> = state_difference(expected, &now).collect();
+        if all.is_empty() {
+            return Ok(());
+        }
+        if all.iter().any(|difference| !difference.per_task) || reading == READINGS {
+            report.violation(format!("CPU {}, {when}: {all:x?}", expected.cpu));
+            return Ok(());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! A child is single-stepped, again and again, through a sequence that has what is hard to step over:
+//! CPUID, SYSCALL, PUSHF and POPF, and VMMCALL, which faults. Every instruction stops it once.
+
+use core::arch::global_asm;
+
+use crate::{
+    Result, cpus,
+    report::Report,
+    stop::Stop,
+    tracee::{RIP, Tracee},
+};
+
+global_asm!(
+    ".pushsection .text, \"ax\", @progbits",
+    ".globl mercury_step_loop, mercury_step_first, mercury_step_fault, mercury_step_last",
+    "mercury_step_loop:",
+    "int3",
+    "mercury_step_first:",
+    "xor eax, eax",
+    "cpuid",
+    "mov eax, 39", // getpid
+    "syscall",
+    "pushfq",
+    "and qword ptr [rsp], -257", // without TF, which is the tracer's
+    "popfq",
+    "mov ecx, 3",
+    "2: dec ecx",
+    "jnz 2b",
+    "rdtsc",
+    "mercury_step_fault:",
+    "vmmcall",
+    "nop",
+    "mercury_step_last:",
+    "jmp mercury_step_loop",
+    ".popsection",
+);
+
+// SAFETY: defined above.
+unsafe extern "C" {
+    fn mercury_step_loop(unused: u64);
+    safe static mercury_step_first: u8;
+    safe static mercury_step_fault: u8;
+    safe static mercury_step_last: u8;
+}
+
+/// Instructions from the first to the last, the loop's three rounds unrolled.
+const STEPS: usize = 17;
+const VMMCALL_LENGTH: u64 = 3;
+
+fn address(label: &u8) -> u64 {
+    std::ptr::from_ref(label) as u64
+}
+
+/// Steps a child on each CPU.
+pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
+    cpus::on_each(stop, report, |cpu, stop, report| {
+        let child = Tracee::start(mercury_step_loop, 0)?;
+        let mut way = None;
+        while !stop.is_set() {
+            let signal = child.run()?;
+            report.check(signal == libc::SIGTRAP, || format!("CPU {cpu}: signal {signal} instead of INT3"));
+            let now = walk(&child, cpu, report)?;
+            let first = way.get_or_insert_with(|| now.clone());
+            report.check(now.len() == STEPS, || format!("CPU {cpu}: {} steps instead of {STEPS}", now.len()));
+            report.check(*first == now, || format!("CPU {cpu}: another way: {now:x?}"));
+            report.pass();
+        }
+        Ok(())
+    })
+}
+
+/// Steps through the sequence: the address of each instruction.
+fn walk(child: &Tracee, cpu: usize, report: &mut Report) -> Result<Vec<u64>> {
+    let mut way = Vec::new();
+    let mut at = child.peek(RIP)?;
+    report.check(at == address(&mercury_step_first), || format!("CPU {cpu}: INT3 stopped at {at:#x}"));
+    while at != address(&mercury_step_last) && way.len() < 2 * STEPS {
+        way.push(at - address(&mercury_step_first));
+        let expected = if at == address(&mercury_step_fault) { libc::SIGILL } else { libc::SIGTRAP };
+        let signal = child.step()?;
+        report.check(signal == expected, || format!("CPU {cpu}: signal {signal} at {at:#x}"));
+        if signal == libc::SIGILL {
+            let same = child.peek(RIP)?;
+            report.check(same == at, || format!("CPU {cpu}: VMMCALL at {at:#x} faulted at {same:#x}"));
+            child.poke(RIP, at + VMMCALL_LENGTH)?;
+        }
+        at = child.peek(RIP)?;
+    }
+    Ok(way)
+}
