@@ -150,7 +150,10 @@ SYM_CODE_START(mercury_gate_leave)
 	movq	%rax, %dr7
 
 	testl	$3, SELECTOR(CS)
-	jnz	.Lto_user
+	jnz	.Lby_frame
+	/* Between SYSCALL and the kernel's own stack RSP is the user's still. */
+	cmpq	$0, REGISTER(RSP)
+	jns	.Lby_frame
 
 	/* A far return, not IRET, which would unblock NMIs (8.2.3). */
 	movl	SELECTOR(SS), %eax
@@ -162,11 +165,11 @@ SYM_CODE_START(mercury_gate_leave)
 	jmp	.Lready
 
 	/*
-	 * An exit of user mode that ends in a detach. User mode never runs with NMIs blocked, so IRET
-	 * is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
+	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs
+	 * blocked, so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
 	 * own IRET would fault on a selector that only the hypervisor's GDT has.
 	 */
-.Lto_user:
+.Lby_frame:
 	xorl	%eax, %eax
 	movl	%eax, %ss
 	movq	MERCURY_GATE_OUTWARD_RIP(%rdi), %rax
@@ -191,7 +194,8 @@ SYM_CODE_START(mercury_gate_leave)
 	btrl	$EFER_SVME_BIT, %eax
 	wrmsr
 .Lregisters:
-	testl	$3, SELECTOR(CS)
+	leaq	MERCURY_GATE_FRAME(%rdi), %rax
+	cmpq	%rax, %rsp
 	movq	REGISTER(0), %rax
 	movq	REGISTER(1), %rcx
 	movq	REGISTER(2), %rdx
@@ -207,10 +211,10 @@ SYM_CODE_START(mercury_gate_leave)
 	movq	REGISTER(14), %r14
 	movq	REGISTER(15), %r15
 	movq	REGISTER(7), %rdi
-	jnz	.Luser
+	je	.Lframe
 	popfq
 	lretq
-.Luser:
+.Lframe:
 	iretq
 	int3
 SYM_CODE_END(mercury_gate_leave)

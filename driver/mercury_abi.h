@@ -1241,7 +1241,7 @@ struct mercury_fault_request {
 	struct mercury_header header;
 	/* crate::gate::FaultPoint as a number; 0 disarms all. */
 	u32 point;
-	/* The CPU on which it fires, or u32::MAX for any. */
+	/* The CPU on which it fires, or u32::MAX: once on each. */
 	u32 cpu;
 	/* It fires at the n-th passage, counting from 1. */
 	u32 passage;

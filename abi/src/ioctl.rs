@@ -200,7 +200,7 @@ pub struct FaultRequest {
     pub header: Header,
     /// [`crate::gate::FaultPoint`] as a number; 0 disarms all.
     pub point: u32,
-    /// The CPU on which it fires, or `u32::MAX` for any.
+    /// The CPU on which it fires, or `u32::MAX`: once on each.
     pub cpu: u32,
     /// It fires at the n-th passage, counting from 1.
     pub passage: u32,

@@ -20,7 +20,7 @@ use mercury_abi::gate::{
 use mercury_abi::shared::SharedCpu;
 
 use crate::host::tables::{HostGdt, TaskState};
-use crate::svm::vmcb::Vmcb;
+use crate::svm::vmcb::{GuestState, Vmcb};
 
 /// XMM0 to XMM15. The hypervisor's code may use them; the halves above bit 127 it never touches.
 #[repr(C, align(16))]
@@ -92,6 +92,11 @@ pub struct Cpu {
     pub leave_pending: u32,
     /// 1 once the guest has run since the attach.
     pub entered: u32,
+    /// The guest's state at the last entry that [`crate::svm::exits`] made; an entry that the processor
+    /// refuses may spoil the block (QEMU's does).
+    pub entry_state: GuestState,
+    /// 1 while `entry_state` is that of the last entry.
+    pub entry_state_valid: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
     /// Features of this processor that the switch depends on; see [`crate::svm::capture`].

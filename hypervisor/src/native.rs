@@ -10,7 +10,7 @@ use mercury_abi::shared::LogKind;
 
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
-use crate::svm::{capture, msr::PERMISSION_MAP, run};
+use crate::svm::{capture, msr::PERMISSION_MAP, refusal, run};
 use crate::x86::{Hardware, Processor};
 use crate::{fault, nested, publish};
 
@@ -114,12 +114,18 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
     }
     area.cpu.leave_pending = 0;
     area.cpu.entered = 0;
+    area.cpu.entry_state_valid = 0;
     inject_faults(area);
     fault::check(area, FaultPoint::AfterSave)?;
     let map = core::ptr::from_ref(&PERMISSION_MAP).expose_provenance() as u64;
     let roots =
         capture::Roots { nested_phys: nested::root_phys(), msrpm_phys: map.wrapping_sub(direct_map_virt()) };
     capture::fill(area, hardware, roots)?;
+    let check = refusal::first(&area.control);
+    if check != refusal::Check::Unknown {
+        area.cpu.gate.detail = [check as u64, refusal::value(&area.control, check)];
+        return Err(Code::InvalidGuestState);
+    }
     fault::check(area, FaultPoint::AfterCapture)?;
     corrupt(area);
     publish::attached(area);

@@ -5,6 +5,7 @@
  * writes must go nowhere.
  */
 #include <linux/crc32.h>
+#include <linux/io.h>
 #include <linux/ioport.h>
 #include <linux/mm.h>
 #include <linux/smp.h>
@@ -18,7 +19,7 @@ static struct {
 	u64 end;
 } image;
 
-static bool is_image(const struct page *page)
+static bool is_image(struct page *page)
 {
 	struct mercury_image_header header;
 

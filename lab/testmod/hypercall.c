@@ -3,7 +3,7 @@
  * Hypercalls that make no sense, from kernel mode, with an exception table entry. The one that detaches
  * is left out: it would be obeyed.
  */
-#include <linux/sched.h>
+#include <linux/sched/signal.h>
 #include <asm/asm.h>
 
 #include "mercury_test.h"

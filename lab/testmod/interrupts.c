@@ -7,7 +7,7 @@
 #include <linux/delay.h>
 #include <linux/ktime.h>
 #include <linux/percpu.h>
-#include <linux/sched.h>
+#include <linux/sched/signal.h>
 #include <asm/apic.h>
 #include <asm/nmi.h>
 

@@ -5,6 +5,8 @@
  * belongs to a task of user space.
  */
 #include <linux/crc32.h>
+#include <linux/processor.h>
+#include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
 #include <asm/fpu/xcr.h>

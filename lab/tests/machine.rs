@@ -294,7 +294,7 @@ fn the_shell_is_interactive_and_ends_with_the_machine() {
     keys.write_all(b"\x03echo sum $((40+2)); echo $PATH\r").unwrap();
     read_until(&mut screen, &mut seen, "sum 42");
     read_until(&mut screen, &mut seen, "/mercury/bin:");
-    keys.write_all(b"exit\r").unwrap();
+    keys.write_all(b"poweroff\r").unwrap();
     assert!(lab.wait().unwrap().success());
 }
 

@@ -5,7 +5,7 @@ use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::capture::{self, feature};
-use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
+use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
 use super::{msr, refusal, run};
 use crate::cpu::{Area, Interrupted, Phase};
 use crate::exit::{Answer, Fault};
@@ -53,9 +53,9 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.cpu.leave_pending != 0 {
         return leave_now(area, hardware);
     }
-    hand_over_event(area, hardware);
     #[cfg(feature = "fault-injection")]
     inject_faults(area);
+    hand_over_event(area, hardware);
     if fault::fires(area, FaultPoint::ExitUnknown) {
         return unknown(area, hardware);
     }
@@ -136,6 +136,16 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         Answer::Detach => return detach(area, hardware, length),
         Answer::Depart(because) => return depart(area, hardware, because),
     }
+    enter_again(area, hardware)
+}
+
+/// The guest goes on, if its control block is one that VMRUN will take.
+fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if refusal::first(&area.control) != refusal::Check::Unknown {
+        return invalid(area, hardware);
+    }
+    area.cpu.entry_state = GuestState::of(&area.control);
+    area.cpu.entry_state_valid = 1;
     #[cfg(feature = "fault-injection")]
     corrupt(area);
     Next::Run
@@ -218,7 +228,7 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     area.control.rip = interrupted.rip;
     area.control.rax = interrupted.rax;
     area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
-    if area.control.inject_event & event::VALID != 0 && area.control.exit_code != exit_code::INVALID {
+    if area.control.inject_event & event::VALID != 0 {
         area.cpu.leave_pending = because as u32;
         return Next::Run;
     }
@@ -249,8 +259,9 @@ fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     depart(area, hardware, Code::UnknownExit)
 }
 
-/// VMRUN refused the block. The first time after an attach nothing of the guest has run: the driver
-/// gets the failing check. Later the block was corrupted: the CPU leaves with what is still good.
+/// VMRUN refused the block, or will. The first time after an attach nothing of the guest has run: the
+/// driver gets the failing check. Later the block was corrupted: the CPU leaves with what is still good,
+/// behind the instruction that it has been answered for.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let check = refusal::first(&area.control);
     let detail = [check as u64, refusal::value(&area.control, check)];
@@ -262,14 +273,22 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }
+    if area.control.exit_code == exit_code::INVALID && area.cpu.entry_state_valid != 0 {
+        let entry_state = area.cpu.entry_state;
+        entry_state.put(&mut area.control);
+    }
     emergency::record_invalid_state(area);
-    area.control.inject_event = 0;
-    depart(area, hardware, Code::InvalidGuestState)
+    finish(area, hardware, Code::InvalidGuestState)
 }
 
 #[cfg(feature = "fault-injection")]
 fn inject_faults(area: &mut Area) {
     use fault::real;
+    /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
+    const RESCHEDULE: u64 = 0xFD;
+    if fault::fires(area, FaultPoint::ExitEvent) {
+        area.control.exit_event = event::VALID | event::EXTERNAL | RESCHEDULE;
+    }
     if fault::fires(area, FaultPoint::ExitPageFault) {
         real::page_fault();
     }

@@ -79,6 +79,7 @@ fn is_plain_hypercall(area: &Area) -> bool {
 #[inline]
 fn finish(area: &mut Area) {
     area.cpu.entered = 1;
+    area.cpu.entry_state_valid = 0;
     publish::count(area, ExitReason::Hypercall);
     exits::skip(area, exits::VMMCALL_LENGTH);
     area.control.rax = Code::Ok as u64;

@@ -160,6 +160,58 @@ const _: () = {
     assert!(offset_of!(Vmcb, spec_ctrl) == 0x6E0);
 };
 
+/// What of the guest's state VMRUN loads and #VMEXIT saves: enough to go on natively.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GuestState {
+    segments: [Segment; 4],
+    tables: [Segment; 2],
+    registers: [u64; 10],
+    cpl: u8,
+}
+
+impl GuestState {
+    /// The state in a block.
+    #[must_use]
+    pub fn of(block: &Vmcb) -> Self {
+        Self {
+            segments: [block.es, block.cs, block.ss, block.ds],
+            tables: [block.gdtr, block.idtr],
+            registers: [
+                block.rip,
+                block.rsp,
+                block.rflags,
+                block.rax,
+                block.cr0,
+                block.cr2,
+                block.cr3,
+                block.cr4,
+                block.dr6,
+                block.dr7,
+            ],
+            cpl: block.cpl,
+        }
+    }
+
+    /// Puts it into a block.
+    pub fn put(&self, block: &mut Vmcb) {
+        [block.es, block.cs, block.ss, block.ds] = self.segments;
+        [block.gdtr, block.idtr] = self.tables;
+        [
+            block.rip,
+            block.rsp,
+            block.rflags,
+            block.rax,
+            block.cr0,
+            block.cr2,
+            block.cr3,
+            block.cr4,
+            block.dr6,
+            block.dr7,
+        ] = self.registers;
+        block.cpl = self.cpl;
+    }
+}
+
 /// Intercept word 3: INVLPGA and the MSR permission map (APM vol. 2, B.1). Not INIT: an INIT that is
 /// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
 /// reset is right (M-1). Not SMI.

@@ -18,7 +18,8 @@ use rustix::{
 
 use crate::{Result, boot, cmdline::Cmdline, environment, power};
 
-const AGENT: &str = "/mercury/bin/mercury-lab-agent";
+/// This program, on the artefacts' disk.
+pub const AGENT: &str = "/mercury/bin/mercury-lab-agent";
 
 /// Runs the machine. Comes back only if it could not be set up.
 pub fn run() -> Result<()> {

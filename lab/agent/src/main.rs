@@ -26,12 +26,12 @@ fn main() -> ExitCode {
     let mut args = std::env::args();
     let name = args.next().unwrap_or_default();
     let name = Path::new(&name).file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let done = match (name, args.next().as_deref()) {
-        ("poweroff", _) => power::request(power::End::PowerOff),
-        ("reboot", _) => power::request(power::End::Reboot),
-        ("halt", _) => power::request(power::End::Halt),
-        (_, Some("serve")) => serve::run(),
-        (_, Some("shell")) => console::run(),
+    let (role, what) = (args.next().unwrap_or_default(), args.next().unwrap_or_default());
+    let done = match (power::End::named(name), role.as_str(), power::End::named(&what)) {
+        (Some(end), _, _) => power::request(end),
+        (_, "end", Some(end)) => power::end_detached(end),
+        (_, "serve", _) => serve::run(),
+        (_, "shell", _) => console::run(),
         _ if rustix::process::getpid().is_init() => init::run(),
         _ => Err("this is the lab's agent: it is started by the machine it lives in".into()),
     };

@@ -1,7 +1,7 @@
 //! The end of a machine: `poweroff`, `reboot` and `halt`.
 //!
-//! Whoever asks for the end carries it out: everything else is told to stop, then made to, the disks
-//! are written, and the kernel is called. Where systemd is the first process, it is asked instead.
+//! Everything is told to stop, then made to, the disks are written, and the kernel is called. Where
+//! systemd is the first process, it is asked instead.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use rustix::{
     system::{RebootCommand, reboot},
 };
 
-use crate::Result;
+use crate::{Result, init::AGENT};
 
 /// How long processes have to stop by themselves.
 const GRACE: Duration = Duration::from_secs(5);
@@ -45,6 +45,16 @@ impl End {
         }
     }
 
+    /// What a command's name asks for.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "poweroff" => Some(Self::PowerOff),
+            "reboot" => Some(Self::Reboot),
+            "halt" => Some(Self::Halt),
+            _ => None,
+        }
+    }
+
     fn program(self) -> &'static str {
         match self {
             Self::PowerOff => "/usr/sbin/poweroff",
@@ -54,11 +64,20 @@ impl End {
     }
 }
 
-/// Ends the machine on behalf of a user's command.
+/// Ends the machine on behalf of a user's command. The shell that the command came from ends too, and
+/// the kernel then hangs up on all that belongs to its terminal: so another process does it.
 pub fn request(how: End) -> Result<()> {
     if Path::new("/run/systemd/private").exists() {
         return Err(Command::new(how.program()).args(std::env::args().skip(1)).exec().into());
     }
+    let mut ender = Command::new(AGENT);
+    let status = ender.arg("end").arg(Path::new(how.program()).file_name().unwrap_or_default()).status()?;
+    Err(format!("the machine has not ended: {status}").into())
+}
+
+/// Ends the machine, in a session of its own.
+pub fn end_detached(how: End) -> Result<()> {
+    rustix::process::setsid()?;
     end(how)
 }
 

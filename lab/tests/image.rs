@@ -1,0 +1,115 @@
+//! What the hypervisor's machine code must not contain, read from the image that machines get.
+
+use std::{collections::BTreeMap, process::Command};
+
+use mercury_lab::{driver::Variant, hypervisor};
+
+/// Disassembly of each function by its symbol.
+fn functions() -> BTreeMap<String, Vec<String>> {
+    let elf = hypervisor::build(Variant::Production).unwrap().with_extension("elf");
+    let output = Command::new("objdump").args(["-d", "--no-show-raw-insn"]).arg(&elf).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut functions = BTreeMap::new();
+    let mut current = String::new();
+    for line in text.lines() {
+        if let Some(name) = line.strip_suffix(">:").and_then(|line| line.split_once('<')) {
+            current = name.1.to_owned();
+        } else if let Some((_, instruction)) = line.split_once(":\t") {
+            functions.entry(current.clone()).or_insert_with(Vec::new).push(instruction.trim().to_owned());
+        }
+    }
+    functions
+}
+
+fn named<'a>(functions: &'a BTreeMap<String, Vec<String>>, part: &str) -> &'a str {
+    let mut names = functions.keys().filter(|name| name.contains(part));
+    let name = names.next().unwrap_or_else(|| panic!("no function is called like {part}"));
+    assert!(names.next().is_none(), "more than one function is called like {part}");
+    name
+}
+
+/// A function and all that it calls by name.
+fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) -> Vec<&'a str> {
+    let mut found = vec![from];
+    let mut next = 0;
+    while let Some(name) = found.get(next) {
+        for instruction in &functions[*name] {
+            let transfers = instruction.starts_with("call") || instruction.starts_with('j');
+            let target = instruction.rsplit_once('<').map(|(_, target)| target.trim_end_matches('>'));
+            let target = target.map(|target| target.split('+').next().unwrap_or(target));
+            let Some((target, _)) = target.and_then(|target| functions.get_key_value(target)) else { continue };
+            // An exception's way out does not come back.
+            if transfers && !found.contains(&target.as_str()) && !target.contains("emergency") {
+                found.push(target);
+            }
+        }
+        next += 1;
+    }
+    found
+}
+
+/// The world switch saves vector registers only for exits that are not hypercalls of the driver.
+#[test]
+fn hypercalls_use_no_vector_register() {
+    let functions = functions();
+    let names = reachable(&functions, named(&functions, "quick_exit"));
+    assert!(names.len() > 1, "put_back is a function of its own: {names:?}");
+    for name in names {
+        let vector = functions[name].iter().find(|line| line.contains("mm"));
+        assert_eq!(vector, None, "in {name}");
+    }
+}
+
+/// IRET would unblock NMIs that the system has blocked (HARDWARE A-35).
+#[test]
+fn nothing_returns_by_iret() {
+    let returns = functions().into_iter().find(|(_, lines)| lines.iter().any(|line| line.starts_with("iret")));
+    assert_eq!(returns, None);
+}
+
+/// The upper halves of vector registers are the system's, always.
+#[test]
+fn nothing_touches_what_is_not_saved() {
+    for (name, lines) in functions() {
+        let wide = |line: &&String| {
+            let mnemonic = line.split_whitespace().next().unwrap_or("");
+            let vex = mnemonic.starts_with('v') && !["vmrun", "vmload", "vmsave", "verr"].contains(&mnemonic);
+            let x87 = mnemonic.starts_with('f');
+            vex || x87 || line.contains("%ymm") || line.contains("%zmm") || line.contains("%mm")
+        };
+        assert_eq!(lines.iter().find(wide), None, "in {name}");
+    }
+}
+
+/// What user mode can force is answered without a return and without an indirect branch (HARDWARE A-18):
+/// from VMRUN to the next VMRUN.
+#[test]
+fn forced_exits_run_straight() {
+    let functions = functions();
+    let switch = &functions[named(&functions, "3svm3run6switch3run")];
+    let start = switch.iter().position(|line| line.starts_with("vmrun")).unwrap();
+    let back = switch[start..].iter().position(|line| line.starts_with("jmp")).unwrap();
+    for line in &switch[start..=start + back] {
+        assert!(!line.starts_with("ret") && !line.starts_with("call") && !line.contains('*'), "{line}");
+    }
+    assert!(back < 20, "{back} instructions");
+}
+
+/// The driver applies nothing else at load.
+#[test]
+fn relocations_are_relative() {
+    let elf = hypervisor::build(Variant::Production).unwrap().with_extension("elf");
+    let output = Command::new("readelf").args(["-rW"]).arg(&elf).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let kinds: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    let kinds: Vec<&&str> = kinds.iter().filter(|kind| kind.starts_with("R_")).collect();
+    assert!(!kinds.is_empty());
+    assert!(kinds.iter().all(|kind| **kind == "R_X86_64_RELATIVE"), "{kinds:?}");
+}
+
+/// Small enough to be pre-cached on every machine: text, data and stand-in pages.
+#[test]
+fn image_is_small() {
+    let image = std::fs::read(hypervisor::build(Variant::Production).unwrap()).unwrap();
+    assert!(image.len() < 128 << 10, "{} bytes", image.len());
+}
