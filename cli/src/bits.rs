@@ -70,7 +70,7 @@ pub fn describe(code: Code, detail: [u64; 2]) -> String {
             format!("this machine is itself a virtual machine ({})", letters(&[first, second]))
         }
         Code::VirtualizationInUse => "hardware virtualization is in use already".into(),
-        Code::HsaveInUse => format!("VM_HSAVE_PA is {first:#x}: somebody used SVM before"),
+        Code::HsaveInUse => "VM_HSAVE_PA is not zero: somebody used SVM before".into(),
         Code::CpusDiffer | Code::MtrrInconsistent => differing(code, first, second),
         Code::KernelUntested => format!(
             "kernel series {}.{} is not among those that Mercury is tested on (6.1 and 6.12)",

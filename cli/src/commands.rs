@@ -2,8 +2,8 @@
 
 use crate::{
     args::{
-        AttachArgs, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs, Generated,
-        LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
+        AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
+        Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
     },
     bench,
     cpus::CpuSet,
@@ -74,7 +74,8 @@ fn command_name(command: &Command) -> &'static str {
         Command::Attach(_) => "attach",
         Command::Detach(_) => "detach",
         Command::Status(_) | Command::Top => "status",
-        Command::Bench(_) => "bench",
+        Command::Bench(BenchCommand::Switch(_)) => "bench switch",
+        Command::Bench(BenchCommand::Os(_)) => "bench os",
         Command::Log(_) => "log",
         Command::Explain(_) => "explain",
         Command::Generate(_) => "generate",
@@ -165,6 +166,13 @@ pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)>
     Ok((device, prepared))
 }
 
+/// Names a CPU that cannot be switched before anything is begun.
+fn all_online(action: &str, cpus: Option<&CpuSet>) -> Result<()> {
+    let online = Sysroot::default().online_cpus();
+    let missing = cpus.and_then(|cpus| cpus.iter().find(|cpu| !online.contains(*cpu)));
+    missing.map_or(Ok(()), |cpu| Err(Error::refused(action, Code::CpuOffline, Some(cpu), [0; 2])))
+}
+
 fn load(args: &ModuleArgs) -> Result<LoadReport> {
     let deferred = Deferred::begin();
     let (device, prepared) = loaded(args.module.as_deref(), "load")?;
@@ -190,6 +198,7 @@ fn unload(args: &UnloadArgs) -> Result<UnloadReport> {
 
 fn attach(args: &AttachArgs, format: Format) -> Result<switch::SwitchReport> {
     need_root("attach")?;
+    all_online("attach", args.cpus.as_ref())?;
     let version = doctor::machine::version_code(&doctor::machine::release()).unwrap_or(0);
     if let Some(error) = doctor::system::refused_kernel(version).filter(|_| !args.force) {
         return Err(error);
@@ -248,6 +257,7 @@ fn agreed(holder: &str) -> bool {
 
 fn detach(args: &DetachArgs) -> Result<switch::SwitchReport> {
     need_root("detach")?;
+    all_online("detach", args.cpus.as_ref())?;
     if !module::is_loaded(&Sysroot::default()) {
         return Ok(switch::nothing_to_detach());
     }

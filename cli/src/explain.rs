@@ -68,7 +68,7 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::CpuOffline,
-        "a CPU does not exist or is offline",
+        "the CPU does not exist or is offline",
         "Only a running CPU can switch.",
         "see which CPUs are online in /sys/devices/system/cpu/online, or leave out --cpus",
     ),

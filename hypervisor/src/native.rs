@@ -121,8 +121,8 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
     let roots =
         capture::Roots { nested_phys: nested::root_phys(), msrpm_phys: map.wrapping_sub(direct_map_virt()) };
     capture::fill(area, hardware, roots)?;
-    let check = refusal::first(&area.control);
-    if check != refusal::Check::Unknown {
+    if !refusal::none(&area.control) {
+        let check = refusal::first(&area.control);
         area.cpu.gate.detail = [check as u64, refusal::value(&area.control, check)];
         return Err(Code::InvalidGuestState);
     }

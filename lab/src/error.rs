@@ -73,6 +73,9 @@ pub enum Error {
         /// What it printed.
         output: String,
     },
+    /// Something in the machine is not as it must be.
+    #[error("the machine is not well: {0}")]
+    Unhealthy(String),
     /// Any of these, with the machine that it happened on.
     #[error("{source}\n{scene}")]
     Scene {

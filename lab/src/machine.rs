@@ -7,6 +7,7 @@ use std::{
     os::unix::net::UnixStream,
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -21,10 +22,10 @@ use crate::{
     host,
     image::Image,
     lock::Reservation,
-    owner,
+    owner, qemu10,
     qmp::Qmp,
     scene::Scene,
-    spec::{Console, Files, Spec, file, qemu_arguments},
+    spec::{Console, Files, Qemu as QemuVersion, Spec, file, qemu_arguments},
 };
 
 /// A running machine.
@@ -68,7 +69,7 @@ impl Machine {
         let prepared = Prepared::new(spec.console(Console::Terminal))?;
         let terminal = Terminal::save();
         let mut process = prepared.start_qemu()?;
-        let status = process.wait().context(|| "wait for QEMU".into());
+        let status = watch(&mut process, &terminal);
         drop(terminal);
         let status = status?;
         if status.success() {
@@ -293,6 +294,11 @@ impl Machine {
         self.wait_shutdown(Duration::from_secs(60)).map(drop)
     }
 
+    /// Adds to an error what was booted and the last that it said, and keeps the evidence.
+    pub(crate) fn blame(&self, error: Error) -> Error {
+        self.link.scene.blame(error)
+    }
+
     /// The failure that was seen on this machine was expected: nothing of it needs to be kept.
     pub fn forgive(&self) {
         self.link.scene.forgive();
@@ -337,6 +343,9 @@ impl Prepared {
         let initramfs = kernel.initramfs(&artefacts.agent)?;
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
+        }
+        if spec.qemu_version == QemuVersion::Ten {
+            spec.qemu = qemu10::ensure()?.to_string_lossy().into_owned();
         }
         let scene = Scene::new(&spec)?;
         make_overlay(&scene, file::ROOT, &["-F", "raw", "-b", &image.disk().to_string_lossy()])?;
@@ -425,12 +434,31 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context(|| "find a free port".into())?.port())
 }
 
+/// Waits for QEMU's end, and ends it when the terminal has been closed: not everything that may stand
+/// between the terminal and us passes the hang-up on.
+fn watch(process: &mut Child, terminal: &Terminal) -> Result<ExitStatus> {
+    loop {
+        if let Some(status) = process.try_wait().context(|| "wait for QEMU".into())? {
+            return Ok(status);
+        }
+        if terminal.is_closed() {
+            let _ = process.kill();
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
 /// QEMU sets the terminal to raw, and may be killed before it sets it back.
 struct Terminal(Option<rustix::termios::Termios>);
 
 impl Terminal {
     fn save() -> Self {
         Self(rustix::termios::tcgetattr(rustix::stdio::stdin()).ok())
+    }
+
+    /// Whether there was a terminal, and it is gone.
+    fn is_closed(&self) -> bool {
+        self.0.is_some() && rustix::termios::tcgetattr(rustix::stdio::stdin()).is_err()
     }
 }
 

@@ -8,8 +8,8 @@ use std::{
 
 use clap::{Args, Parser, Subcommand};
 use mercury_lab::{
-    Error, Exit, Image, Init, Kernel, Machine, Nic, Release, Result, Spec, Stream, Variant, artefacts, bench,
-    deb, demo, host, image, soak, testing,
+    Error, Exit, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant, artefacts,
+    bench, deb, demo, host, image, soak, testing,
 };
 
 #[derive(Parser)]
@@ -94,6 +94,9 @@ struct MachineArgs {
     /// Use the driver with fault points
     #[arg(long)]
     faults: bool,
+    /// Run it with QEMU 10 instead of this host's
+    #[arg(long)]
+    qemu10: bool,
     /// Add a network card
     #[arg(long)]
     net: bool,
@@ -113,6 +116,9 @@ impl MachineArgs {
         }
         if self.faults {
             spec = spec.modules(Variant::Faults);
+        }
+        if self.qemu10 {
+            spec = spec.qemu_version(Qemu::Ten);
         }
         if self.net {
             spec = spec.nic(Nic::Virtio);

@@ -61,6 +61,15 @@ pub enum Icount {
     },
 }
 
+/// The emulator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Qemu {
+    /// The one that this host has.
+    Host,
+    /// QEMU 10: see [`crate::qemu10`].
+    Ten,
+}
+
 /// Where the serial console goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Console {
@@ -91,6 +100,7 @@ pub struct Spec {
     pub(crate) gdb_port: Option<u16>,
     pub(crate) wants_gdb: bool,
     pub(crate) qemu: String,
+    pub(crate) qemu_version: Qemu,
     pub(crate) qemu_args: Vec<String>,
     pub(crate) console: Console,
     pub(crate) boot_limit: Duration,
@@ -118,6 +128,7 @@ impl Spec {
             gdb_port: None,
             wants_gdb: false,
             qemu: "qemu-system-x86_64".to_owned(),
+            qemu_version: Qemu::Host,
             qemu_args: Vec::new(),
             console: Console::Log,
             boot_limit: Duration::from_secs(180),
@@ -233,6 +244,13 @@ impl Spec {
     #[must_use]
     pub fn qemu(mut self, program: &str) -> Self {
         program.clone_into(&mut self.qemu);
+        self
+    }
+
+    /// Another version of QEMU; it is made when the machine boots, if it is not there.
+    #[must_use]
+    pub fn qemu_version(mut self, version: Qemu) -> Self {
+        self.qemu_version = version;
         self
     }
 

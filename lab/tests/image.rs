@@ -37,7 +37,9 @@ fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) ->
             let transfers = instruction.starts_with("call") || instruction.starts_with('j');
             let target = instruction.rsplit_once('<').map(|(_, target)| target.trim_end_matches('>'));
             let target = target.map(|target| target.split('+').next().unwrap_or(target));
-            let Some((target, _)) = target.and_then(|target| functions.get_key_value(target)) else { continue };
+            let Some((target, _)) = target.and_then(|target| functions.get_key_value(target)) else {
+                continue;
+            };
             // An exception's way out does not come back.
             if transfers && !found.contains(&target.as_str()) && !target.contains("emergency") {
                 found.push(target);
@@ -63,7 +65,8 @@ fn hypercalls_use_no_vector_register() {
 /// IRET would unblock NMIs that the system has blocked (HARDWARE A-35).
 #[test]
 fn nothing_returns_by_iret() {
-    let returns = functions().into_iter().find(|(_, lines)| lines.iter().any(|line| line.starts_with("iret")));
+    let returns =
+        functions().into_iter().find(|(_, lines)| lines.iter().any(|line| line.starts_with("iret")));
     assert_eq!(returns, None);
 }
 

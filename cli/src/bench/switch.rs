@@ -114,7 +114,7 @@ pub fn measure(driver: &dyn Driver, cycles: u32, stop: &dyn Fn() -> bool) -> Res
     asked?;
     let (samples, gaps) = spin::during(&cpus, || cycle(driver, cycles, stop));
     let samples = samples?;
-    let round_trip = round_trips(driver, &cpus, tsc_khz)?;
+    let round_trip = if samples.cycles > 0 { round_trips(driver, &cpus, tsc_khz)? } else { Vec::new() };
     progress::line("");
     Ok(Report {
         cycles: samples.cycles,
@@ -213,6 +213,10 @@ impl Render for Report {
         to.line(
             to.tone(Tone::Strong, &format!("{} cycles of attach and detach", thousands(self.cycles.into()))),
         );
+        if self.cycles == 0 {
+            to.line("interrupted before the first one was done");
+            return;
+        }
         to.line("time with interrupts off, per CPU:");
         to.table(&self.time_rows());
         to.line("");

@@ -132,13 +132,15 @@ fn touch(memory: &mut [u64]) {
     std::hint::black_box(memory.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
 }
 
-/// A ring of processes, joined by pipes, that hand on a token; each touches `kib` of data of its own
-/// in between. The children end when the ring is broken by closing its pipes.
+/// A ring of processes on one CPU, joined by pipes, that hand on a token; each touches `kib` of data
+/// of its own in between. The children end when the ring is broken by closing its pipes.
 pub fn context_switch(processes: usize, kib: usize) -> io::Result<Workload> {
     let mut memory = vec![1_u64; kib * 128];
-    let overhead_us = pipe_overhead(&mut memory)?;
+    let affinity = rustix::thread::sched_getaffinity(None)?;
     let pipes: Vec<_> = (0..processes).map(|_| pipe()).collect::<io::Result<_>>()?;
-    let mut ring = Ring { children: Vec::new(), pipes };
+    let mut ring = Ring { children: Vec::new(), pipes, affinity };
+    stay_here()?;
+    let overhead_us = pipe_overhead(&mut memory)?;
     for index in 1..processes {
         let child = ring.fork_member(index, &mut memory)?;
         ring.children.push(child);
@@ -151,6 +153,15 @@ pub fn context_switch(processes: usize, kib: usize) -> io::Result<Workload> {
 struct Ring {
     children: Vec<libc::pid_t>,
     pipes: Vec<(OwnedFd, OwnedFd)>,
+    /// Where this process ran before; it goes back there at the end.
+    affinity: rustix::thread::CpuSet,
+}
+
+/// Keeps this process, and the children that it forks from now on, on the CPU where it is.
+fn stay_here() -> io::Result<()> {
+    let mut here = rustix::thread::CpuSet::new();
+    here.set(rustix::thread::sched_getcpu());
+    Ok(rustix::thread::sched_setaffinity(None, &here)?)
 }
 
 impl Ring {
@@ -187,6 +198,7 @@ impl Drop for Ring {
             unsafe { libc::kill(*child, libc::SIGKILL) };
             let _ = wait(*child);
         }
+        let _ = rustix::thread::sched_setaffinity(None, &self.affinity);
     }
 }
 

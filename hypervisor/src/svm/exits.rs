@@ -141,7 +141,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
 
 /// The guest goes on, if its control block is one that VMRUN will take.
 fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    if refusal::first(&area.control) != refusal::Check::Unknown {
+    if !refusal::none(&area.control) {
         return invalid(area, hardware);
     }
     area.cpu.entry_state = GuestState::of(&area.control);

@@ -1,6 +1,8 @@
 //! Which of VMRUN's checks a control block fails (APM vol. 2, 15.5.1, "Canonicalization and
 //! consistency checks"). The processor only says that it refuses; this names the reason.
 
+use mercury_preflight::bits::{cr4, efer};
+
 use super::vmcb::Vmcb;
 use crate::x86::msr::{EFER_LME, EFER_SVME};
 
@@ -49,22 +51,61 @@ const CR0_CD: u64 = 1 << 30;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const VMRUN: u32 = 1;
+/// Bits 63:52 of CR3 but for 62:61, which hold LAM.
+const CR3_RESERVED: u64 = 0x9FF0_0000_0000_0000;
 const HIGH: u64 = 0xFFFF_FFFF_0000_0000;
 const ATTRIBUTE_L_AND_D: u16 = 0x600;
+
+/// Whether VMRUN will take `control`: all the checks at once, for every entry that is made.
+#[inline]
+#[must_use]
+pub fn none(control: &Vmcb) -> bool {
+    let wrong_bits = control.cr0 & HIGH
+        | control.cr3 & CR3_RESERVED
+        | control.cr4 & !cr4::KNOWN
+        | control.dr6 & HIGH
+        | control.dr7 & HIGH
+        | control.efer & !(efer::KNOWN | EFER_SVME)
+        | illegal_pat(control.g_pat);
+    let required = control.efer & EFER_SVME != 0 && control.intercept_misc2 & VMRUN != 0 && control.asid != 0;
+    wrong_bits == 0
+        && required
+        && control.cr0 & (CR0_CD | CR0_NW) != CR0_NW
+        && (!is_long_mode(control) || long_mode_is_legal(control))
+        && !illegal_event(control.inject_event)
+}
+
+const fn is_long_mode(control: &Vmcb) -> bool {
+    control.efer & EFER_LME != 0 && control.cr0 & CR0_PG != 0
+}
+
+const fn long_mode_is_legal(control: &Vmcb) -> bool {
+    control.cr4 & CR4_PAE != 0
+        && control.cr0 & CR0_PE != 0
+        && control.cs.attributes & ATTRIBUTE_L_AND_D != ATTRIBUTE_L_AND_D
+}
+
+/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1).
+#[inline]
+#[must_use]
+pub const fn illegal_pat(pat: u64) -> u64 {
+    const EACH: u64 = 0x0101_0101_0101_0101;
+    pat & (0xF8 * EACH) | pat >> 1 & !(pat >> 2) & EACH
+}
 
 /// The first check, in the manual's order, that `control` fails.
 #[must_use]
 pub fn first(control: &Vmcb) -> Check {
-    let long_mode = control.efer & EFER_LME != 0 && control.cr0 & CR0_PG != 0;
+    let long_mode = is_long_mode(control);
     let failing = [
         (control.efer & EFER_SVME == 0, Check::SvmeClear),
         (control.cr0 & CR0_CD == 0 && control.cr0 & CR0_NW != 0, Check::Cr0NwWithoutCd),
         (control.cr0 & HIGH != 0, Check::Cr0High),
-        (control.cr3 >> 52 & !(3 << 9) != 0, Check::Cr3Reserved),
-        (control.cr4 & !mercury_preflight::bits::cr4::KNOWN != 0, Check::Cr4Reserved),
+        (control.cr3 & CR3_RESERVED != 0, Check::Cr3Reserved),
+        (control.cr4 & !cr4::KNOWN != 0, Check::Cr4Reserved),
         (control.dr6 & HIGH != 0, Check::Dr6High),
         (control.dr7 & HIGH != 0, Check::Dr7High),
-        (control.efer & !(mercury_preflight::bits::efer::KNOWN | EFER_SVME) != 0, Check::EferReserved),
+        (control.efer & !(efer::KNOWN | EFER_SVME) != 0, Check::EferReserved),
         (long_mode && control.cr4 & CR4_PAE == 0, Check::LongModeWithoutPae),
         (long_mode && control.cr0 & CR0_PE == 0, Check::LongModeWithoutPe),
         (
@@ -74,7 +115,7 @@ pub fn first(control: &Vmcb) -> Check {
         (control.intercept_misc2 & VMRUN == 0, Check::VmrunNotIntercepted),
         (control.asid == 0, Check::AsidZero),
         (illegal_event(control.inject_event), Check::IllegalEvent),
-        (control.g_pat.to_le_bytes().iter().any(|entry| !matches!(entry, 0 | 1 | 4..=7)), Check::IllegalPat),
+        (illegal_pat(control.g_pat) != 0, Check::IllegalPat),
     ];
     failing.iter().find(|(fails, _)| *fails).map_or(Check::Unknown, |(_, check)| *check)
 }
@@ -103,5 +144,66 @@ pub fn value(control: &Vmcb, check: Check) -> u64 {
         Check::AsidZero => u64::from(control.asid),
         Check::IllegalEvent => control.inject_event,
         Check::IllegalPat => control.g_pat,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn legal() -> Box<Vmcb> {
+        let mut control = Vmcb::zeroed();
+        control.efer = 0x1D01;
+        control.cr0 = 0x8005_0033;
+        control.cr4 = 0x6F0;
+        control.asid = 1;
+        control.intercept_misc2 = VMRUN;
+        control.cs.attributes = 0x29B;
+        control.g_pat = 0x0407_0506_0007_0106;
+        control
+    }
+
+    #[test]
+    fn a_legal_block_passes() {
+        assert_eq!(first(&legal()), Check::Unknown);
+        assert!(none(&legal()));
+    }
+
+    #[test]
+    fn every_type_of_memory_is_judged() {
+        for value in 0u8..=255 {
+            let legal = matches!(value, 0 | 1 | 4..=7);
+            for position in 0..8 {
+                assert_eq!(
+                    illegal_pat(u64::from(value) << (8 * position)) == 0,
+                    legal,
+                    "{value} at {position}"
+                );
+            }
+        }
+    }
+
+    proptest! {
+        /// The quick answer and the one with a name agree, whatever is wrong.
+        #[test]
+        fn both_answers_agree(field in 0usize..10, bits in any::<u64>(), flip in 0u32..64) {
+            let mut control = legal();
+            let changed = |old: u64| if bits & 1 == 0 { old ^ 1 << flip } else { bits };
+            match field {
+                0 => control.cr0 = changed(control.cr0),
+                1 => control.cr3 = changed(control.cr3),
+                2 => control.cr4 = changed(control.cr4),
+                3 => control.efer = changed(control.efer),
+                4 => control.dr6 = changed(control.dr6),
+                5 => control.dr7 = changed(control.dr7),
+                6 => control.g_pat = changed(control.g_pat),
+                7 => control.inject_event = changed(control.inject_event),
+                8 => control.cs.attributes = changed(u64::from(control.cs.attributes)) as u16,
+                _ => control.asid = changed(1) as u32,
+            }
+            prop_assert_eq!(none(&control), first(&control) == Check::Unknown);
+        }
     }
 }

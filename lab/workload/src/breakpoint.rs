@@ -1,5 +1,8 @@
-//! Hardware breakpoints. perf counts stores to two variables and calls of a function; a debugger
-//! watches a variable of its child. Both must see each hit exactly once.
+//! Hardware breakpoints. perf counts stores to a variable and calls of a function; a debugger watches a
+//! variable of its child. Both must see each hit exactly once.
+//!
+//! There is one watched variable at a time: of two, QEMU 7.2 reports the one that was hit before along
+//! with the one that is hit.
 
 use core::arch::global_asm;
 use std::{
@@ -63,37 +66,32 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// Two variables and their counters; the function is the same for all.
+/// A variable, and the counters; the function is the same for all.
 struct Counted {
-    variables: Box<[AtomicU64; 2]>,
-    stores: [Event; 2],
+    variable: Box<AtomicU64>,
+    stores: Event,
     calls: Event,
 }
 
 impl Counted {
     fn new() -> Result<Self> {
-        let variables = Box::new([AtomicU64::new(0), AtomicU64::new(0)]);
-        let store = |variable: &AtomicU64| {
-            Event::breakpoint(BREAKPOINT_WRITE, ptr::from_ref(variable) as u64, size_of::<u64>() as u64)
-        };
-        let stores = [store(&variables[0])?, store(&variables[1])?];
+        let variable = Box::new(AtomicU64::new(0));
+        let stores = Event::breakpoint(BREAKPOINT_WRITE, variable.as_ptr() as u64, size_of::<u64>() as u64)?;
         let function: extern "C" fn(u64) -> u64 = called;
         let calls = Event::breakpoint(BREAKPOINT_EXECUTE, function as usize as u64, INSTRUCTION)?;
-        Ok(Self { variables, stores, calls })
+        Ok(Self { variable, stores, calls })
     }
 
     fn round(&self, cpu: usize, report: &mut Report) -> Result<()> {
-        for event in self.stores.iter().chain([&self.calls]) {
-            event.start()?;
-        }
+        self.stores.start()?;
+        self.calls.start()?;
         for number in 0..COUNTED {
-            self.variables[0].store(number, Ordering::Relaxed);
-            self.variables[1].store(number, Ordering::Relaxed);
+            self.variable.store(number, Ordering::Relaxed);
             black_box(called(black_box(number)));
-            self.variables[1].store(number, Ordering::Relaxed);
+            self.variable.store(number, Ordering::Relaxed);
         }
-        let counts = [self.stores[0].finish()?, self.stores[1].finish()?, self.calls.finish()?];
-        let expected = [COUNTED, 2 * COUNTED, COUNTED];
+        let counts = [self.stores.finish()?, self.calls.finish()?];
+        let expected = [2 * COUNTED, COUNTED];
         report.check(counts == expected, || format!("CPU {cpu}: {counts:?} hits instead of {expected:?}"));
         Ok(())
     }

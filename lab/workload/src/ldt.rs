@@ -1,5 +1,8 @@
 //! A process with a local descriptor table: DS and ES hold its selectors while 64-bit code spins, and
 //! 32-bit code runs in a segment of it and reads through the bases of two others.
+//!
+//! The ways there and back are far jumps: QEMU 7.2 reads the stack for a far return in user mode as if it
+//! were the kernel, which SMAP forbids.
 
 use core::arch::asm;
 use std::{io, ptr, sync::Mutex};
@@ -13,14 +16,14 @@ const CALLS: u32 = 20_000;
 /// Offsets in the page that everything 32-bit is in.
 const CODE: usize = 0;
 const RETURN: usize = 0x80;
+const ENTRY: usize = 0xE0;
 const SAVED_RSP: usize = 0xF0;
 const DATA: [usize; 2] = [0x200, 0x400];
-const STACK_TOP: usize = 0xF00;
 /// Linux's selector of 64-bit user code.
-const USER_CODE: u32 = 0x33;
+const USER_CODE: u16 = 0x33;
 
 /// In 32-bit mode: EDI rounds; ESI selector for DS and ES; ECX what is at DS:0, EDX what is at ES:4. It
-/// ends with EBX = 0 if all was right.
+/// ends with EBX = 0 if all was right, in a far jump whose target follows.
 #[rustfmt::skip]
 const CODE_32: &[u8] = &[
     0x8E, 0xDE,                                 // mov ds, esi
@@ -36,8 +39,16 @@ const CODE_32: &[u8] = &[
     0x4B,                                       // dec ebx
     0x75, 0xEA,                                 // jnz again
     // end:
-    0xCB,                                       // retf
+    0xEA,                                       // ljmp …
 ];
+
+/// What a far jump takes.
+fn far_pointer(offset: u32, selector: u16) -> [u8; 6] {
+    let mut pointer = [0; 6];
+    pointer[..4].copy_from_slice(&offset.to_le_bytes());
+    pointer[4..].copy_from_slice(&selector.to_le_bytes());
+    pointer
+}
 
 /// In 64-bit mode again: the high halves of registers are not promised to have survived.
 fn code_64(saved_rsp: u32) -> Vec<u8> {
@@ -148,6 +159,7 @@ impl LowPage {
         }
         let page = Self(page.cast());
         page.write(CODE, CODE_32);
+        page.write(CODE + CODE_32.len(), &far_pointer(page.address(RETURN), USER_CODE));
         page.write(RETURN, &code_64(page.address(SAVED_RSP)));
         Ok(page)
     }
@@ -172,11 +184,9 @@ impl LowPage {
 
     /// Far into 32-bit code and back: 0, or how many rounds were left when something was wrong.
     fn call_32_bit(&self, code: &Entry, data: &Entry, words: [u32; 2]) -> u32 {
-        // What RETF takes.
-        self.write(STACK_TOP, &self.address(RETURN).to_le_bytes());
-        self.write(STACK_TOP + 4, &USER_CODE.to_le_bytes());
+        self.write(ENTRY, &far_pointer(self.address(CODE), code.selector()));
         let left: u32;
-        // SAFETY: the page holds the code that is entered and a stack for it; the way back takes this
+        // SAFETY: the page holds the code that is entered, which uses no stack; the way back takes this
         // stack again, on which everything is that the calling convention wants kept.
         unsafe {
             asm!(
@@ -184,10 +194,7 @@ impl LowPage {
                 "lea rax, [rip + 3f]",
                 "push rax",
                 "mov [r8], rsp",
-                "mov rsp, r9",
-                "push r10",
-                "push r11",
-                "retfq",
+                "jmp fword ptr [r9]",
                 "3:",
                 "mov eax, ebx",
                 "pop r15; pop r14; pop r13; pop r12; pop rbp; pop rbx",
@@ -195,9 +202,7 @@ impl LowPage {
                 "mov ds, ecx",
                 "mov es, ecx",
                 in("r8") u64::from(self.address(SAVED_RSP)),
-                in("r9") u64::from(self.address(STACK_TOP)),
-                in("r10") u64::from(code.selector()),
-                in("r11") u64::from(self.address(CODE)),
+                in("r9") u64::from(self.address(ENTRY)),
                 in("rdi") u64::from(CALLS),
                 in("rsi") u64::from(data.selector()),
                 in("rcx") u64::from(words[0]),
@@ -224,8 +229,9 @@ mod tests {
 
     #[test]
     fn code_fits_between_its_neighbours() {
-        assert!(CODE + CODE_32.len() <= RETURN);
-        assert!(RETURN + code_64(0).len() <= SAVED_RSP);
+        assert!(CODE + CODE_32.len() + 6 <= RETURN);
+        assert!(RETURN + code_64(0).len() <= ENTRY);
+        assert!(ENTRY + 6 <= SAVED_RSP);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::{
     Result, cpus,
     report::Report,
     stop::Stop,
-    tracee::{RIP, Tracee},
+    tracee::{FLAGS, RIP, Tracee},
 };
 
 global_asm!(
@@ -46,6 +46,7 @@ unsafe extern "C" {
 /// Instructions from the first to the last, the loop's three rounds unrolled.
 const STEPS: usize = 17;
 const VMMCALL_LENGTH: u64 = 3;
+const TRAP_FLAG: u64 = 1 << 8;
 
 fn address(label: &u8) -> u64 {
     std::ptr::from_ref(label) as u64
@@ -86,5 +87,7 @@ fn walk(child: &Tracee, cpu: usize, report: &mut Report) -> Result<Vec<u64>> {
         }
         at = child.peek(RIP)?;
     }
+    // Linux loses track of whose the trap flag is over a POPF that clears it, and would leave it set.
+    child.poke(FLAGS, child.peek(FLAGS)? & !TRAP_FLAG)?;
     Ok(way)
 }

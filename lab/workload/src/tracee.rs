@@ -6,6 +6,8 @@ use crate::{Result, cpus::check};
 
 /// Offset of RIP in `struct user`.
 pub const RIP: usize = 16 * 8;
+/// Offset of the flags.
+pub const FLAGS: usize = 18 * 8;
 /// Offset of a debug register in `struct user`.
 pub const fn debug_register(number: usize) -> usize {
     848 + 8 * number

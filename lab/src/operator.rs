@@ -1,0 +1,176 @@
+//! An operator's side of a machine: `mercury` commands and their JSON, work that notices a spoilt result,
+//! and what has to be true when a test is over.
+
+use std::{sync::LazyLock, time::Duration};
+
+use regex::Regex;
+use serde_json::Value;
+
+use crate::{
+    command::Background,
+    error::{Error, Result},
+    machine::Machine,
+};
+
+/// What a kernel says only when something is wrong.
+static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
+    Regex::new(
+        r"WARNING: |BUG: |Oops|kernel BUG at|Kernel panic|cut here|unable to handle|general protection fault, |invalid opcode: |double fault|unchecked MSR access|soft lockup|hard LOCKUP|detected stalls|self-detected stall|blocked for more than|scheduling while atomic|Bad page|list_(add|del) corruption",
+    )
+    .ok()
+});
+
+/// Bits of `/proc/sys/kernel/tainted`: a bad page, an oops, a warning, a lockup.
+const SPOILT: u64 = 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
+
+/// The lines of a kernel's log that a healthy machine does not write.
+#[must_use]
+pub fn complaints(log: &str) -> Vec<&str> {
+    let Some(complaint) = COMPLAINT.as_ref() else { return vec!["the pattern is none"] };
+    log.lines().filter(|line| complaint.is_match(line)).collect()
+}
+
+/// How a `mercury` command refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// Its exit status.
+    pub exit: i32,
+    /// The code's short name, if there was a code.
+    pub code: String,
+    /// What it said, with the hint.
+    pub text: String,
+}
+
+/// A CPU-bound job with a known result on every CPU.
+#[derive(Debug)]
+pub struct Work(Background);
+
+impl Work {
+    /// Ends it.
+    ///
+    /// # Errors
+    /// If it had ended before, or a result was wrong.
+    pub fn finish(mut self) -> Result<()> {
+        if !self.0.has_ended()? {
+            self.0.kill(15)?;
+        }
+        self.0.wait(Duration::from_secs(60))?.check().map(drop)
+    }
+}
+
+impl Machine {
+    /// Runs a `mercury` command that must succeed, and returns its JSON.
+    ///
+    /// # Errors
+    /// If it fails.
+    pub fn mercury(&self, arguments: &str) -> Result<Value> {
+        let line = format!("mercury --json {arguments}");
+        let output = self.run(&line)?.check()?;
+        self.parse(&line, &output.stdout)
+    }
+
+    /// Runs a `mercury` command that must not succeed.
+    ///
+    /// # Errors
+    /// If it succeeds, or does not say why not.
+    pub fn mercury_refused(&self, arguments: &str) -> Result<Refusal> {
+        let line = format!("mercury --json {arguments}");
+        let output = self.run(&line)?;
+        let json = self.parse(&line, &output.stdout)?;
+        let error = &json["error"];
+        let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+        if output.success() || error.is_null() {
+            return Err(self.blame(Error::Unhealthy(format!("`{line}` was not refused: {json}"))));
+        }
+        Ok(Refusal {
+            exit: output.code().unwrap_or(-1),
+            code: text("code"),
+            text: format!("{} {}", text("message"), text("hint")),
+        })
+    }
+
+    fn parse(&self, line: &str, json: &str) -> Result<Value> {
+        serde_json::from_str(json).map_err(|error| {
+            self.blame(Error::Unhealthy(format!("`{line}` printed no JSON ({error}): {json}")))
+        })
+    }
+
+    /// The mode of each possible CPU as the CPUs say it, in one word each: `attached native offline`.
+    ///
+    /// # Errors
+    /// If the status cannot be had.
+    pub fn modes(&self) -> Result<String> {
+        let status = self.mercury("status")?;
+        let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
+        Ok(cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect::<Vec<_>>().join(" "))
+    }
+
+    /// Puts every CPU to work.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start_work(&self) -> Result<Work> {
+        self.spawn("exec mercury-workload compute").map(Work)
+    }
+
+    /// Whether the kernel has nothing to complain about: in its log, on the console, in its own mark.
+    ///
+    /// # Errors
+    /// With the complaints.
+    pub fn check_health(&self) -> Result<()> {
+        let log = self.sh("dmesg")?;
+        let taint: u64 = self.sh("cat /proc/sys/kernel/tainted")?.parse().unwrap_or(u64::MAX);
+        self.check_console()?;
+        let found = complaints(&log);
+        if found.is_empty() && taint & SPOILT == 0 {
+            return Ok(());
+        }
+        let found = found.join("\n");
+        Err(self.blame(Error::Unhealthy(format!(
+            "tainted {taint:#x}; in its log:\n{found}\n\nall of it:\n{log}"
+        ))))
+    }
+
+    /// Whether there is no complaint on the console: all that is left of a machine that has gone.
+    ///
+    /// # Errors
+    /// With the complaints.
+    pub fn check_console(&self) -> Result<()> {
+        let log = self.serial_log();
+        let found = complaints(&log);
+        if found.is_empty() {
+            return Ok(());
+        }
+        Err(self.blame(Error::Unhealthy(format!("on its console:\n{}", found.join("\n")))))
+    }
+
+    /// The end of most tests: the next attach and the next detach work, and the machine is healthy.
+    ///
+    /// # Errors
+    /// If not.
+    pub fn check_next_attach(&self) -> Result<()> {
+        self.mercury("attach")?;
+        let modes = self.modes()?;
+        self.mercury("detach")?;
+        if modes.contains("native") {
+            return Err(self.blame(Error::Unhealthy(format!("after the next attach: {modes}"))));
+        }
+        self.check_health()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn complaints_are_told_from_news() {
+        let log = "\
+[    1.0] mercury: loading out-of-tree module taints kernel.
+[    1.1] WARNING: CPU: 1 PID: 7 at kernel/smp.c:433
+[    1.2] Uhhuh. NMI received for unknown reason 30 on CPU 0.
+[    1.3] BUG: kernel NULL pointer dereference, address: 0
+[    1.4] traps: app[1] trap invalid opcode ip:1 sp:2 error:0";
+        assert_eq!(complaints(log).len(), 2, "{:?}", complaints(log));
+    }
+}

@@ -1,0 +1,272 @@
+//! The life of Mercury in a machine, and its death: load, attach, detach, unload, in every order, by one
+//! controller or two, with the controller killed at any moment.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{Kernel, Machine, Result, Spec};
+use serde_json::Value;
+
+fn plain() -> Spec {
+    Spec::new(Kernel::BookwormCloud)
+}
+
+fn state(machine: &Machine) -> Result<String> {
+    Ok(machine.mercury("status")?["state"].as_str().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn load_attach_detach_unload() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    assert_eq!(state(&machine)?, "no-driver");
+    // What is not there can be detached and unloaded: nothing has to be done.
+    assert_eq!(machine.mercury("detach")?["count"], 0);
+    assert_eq!(machine.mercury("unload")?["driver_removed"], false);
+
+    let work = machine.start_work()?;
+    let loaded = machine.mercury("load")?;
+    assert_eq!(loaded["prepared"]["hypervisor_loaded"], true);
+    assert_eq!((state(&machine)?.as_str(), machine.modes()?.as_str()), ("loaded", "native native"));
+    assert_eq!(machine.mercury("load")?["prepared"]["hypervisor_loaded"], false);
+
+    let attached = machine.mercury("attach")?;
+    assert_eq!((&attached["count"], &attached["cpus"]), (&2.into(), &"0-1".into()));
+    assert_eq!((state(&machine)?.as_str(), machine.modes()?.as_str()), ("attached", "attached attached"));
+    assert_eq!(machine.mercury("attach")?["already"], 2);
+
+    assert_eq!(machine.mercury("detach")?["count"], 2);
+    assert_eq!((state(&machine)?.as_str(), machine.modes()?.as_str()), ("loaded", "native native"));
+    assert_eq!(machine.mercury("detach")?["count"], 0);
+
+    machine.mercury("unload --keep-driver")?;
+    assert_eq!(state(&machine)?, "unloaded");
+    machine.check_next_attach()?;
+    assert_eq!(machine.mercury("unload")?["driver_removed"], true);
+    assert_eq!(state(&machine)?, "no-driver");
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn parts_of_a_machine_switch_by_themselves() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4))?;
+    let work = machine.start_work()?;
+    assert_eq!(machine.mercury("attach --cpus 1,3")?["cpus"], "1,3");
+    assert_eq!(machine.modes()?, "native attached native attached");
+    assert_eq!(machine.mercury("detach --cpus 1")?["cpus"], "1");
+    assert_eq!(machine.modes()?, "native native native attached");
+    let rest = machine.mercury("attach")?;
+    assert_eq!((&rest["cpus"], &rest["already"]), (&"0-2".into(), &1.into()));
+    assert_eq!(machine.mercury("detach --cpus 0-2")?["count"], 3);
+    assert_eq!(machine.modes()?, "native native native attached");
+    assert_eq!(state(&machine)?, "attached");
+    // A CPU that does not exist: nothing is done.
+    let refusal = machine.mercury_refused("attach --cpus 0,7")?;
+    assert_eq!((refusal.exit, refusal.code.as_str()), (1, "cpu-offline"), "{refusal:?}");
+    assert_eq!(machine.modes()?, "native native native attached");
+    assert_eq!(machine.mercury("detach")?["cpus"], "3");
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Writes to an MSR of one CPU's behind everybody's back.
+const WRMSR: &str = r#"
+import os, struct, sys
+cpu, msr, value = (int(word, 0) for word in sys.argv[1:])
+fd = os.open(f"/dev/cpu/{cpu}/msr", os.O_RDWR)
+os.pwrite(fd, struct.pack("<Q", value), msr)
+"#;
+
+#[test]
+fn the_status_is_asked_of_each_cpu() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(2))?;
+    machine.put("/root/wrmsr", WRMSR.as_bytes(), 0o644)?;
+    machine.sh("modprobe msr")?;
+    let work = machine.start_work()?;
+    machine.mercury("attach")?;
+    // SVM is taken away from CPU 1, by somebody who does not know of Mercury: 0xd01 is EFER without SVME.
+    machine.sh("python3 /root/wrmsr 1 0xc0000080 0xd01")?;
+    let status = machine.mercury("status")?;
+    assert_eq!(machine.modes()?, "attached native");
+    assert_eq!(status["cpus"][1]["left_because"], "svm-released", "{status}");
+    machine.sh("dmesg | grep -q 'CPU 1 left the hypervisor'")?;
+    assert_eq!(machine.mercury("attach")?["cpus"], "1");
+    assert_eq!(machine.modes()?, "attached attached");
+    // The last CPU that leaves takes the state along.
+    machine.sh("python3 /root/wrmsr 0 0xc0000080 0xd01; python3 /root/wrmsr 1 0xc0010117 0")?;
+    assert_eq!((state(&machine)?.as_str(), machine.modes()?.as_str()), ("loaded", "native native"));
+    machine.mercury("unload")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn a_hundred_quick_cycles() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4))?;
+    let work = machine.start_work()?;
+    machine.sh("mercury-workload switch --cycles 100")?;
+    let status = machine.mercury("status")?;
+    for cpu in status["cpus"].as_array().unwrap() {
+        assert_eq!((&cpu["attaches"], &cpu["detaches"]), (&100.into(), &100.into()), "{cpu}");
+        assert!(cpu["left_because"].is_null() && cpu["crash"].is_null(), "{cpu}");
+    }
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn there_is_one_controller() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    let work = machine.start_work()?;
+    machine.mercury("load")?;
+    let mut holder = machine.spawn("exec 3<>/dev/mercury; echo holds; read")?;
+    holder.wait_output("holds", Duration::from_secs(30))?;
+    for command in ["attach", "detach", "load", "unload"] {
+        let refusal = machine.mercury_refused(command)?;
+        assert_eq!((refusal.exit, refusal.code.as_str()), (4, "busy"), "{command}: {refusal:?}");
+    }
+    // Everybody may look.
+    let status = machine.mercury("status")?;
+    assert_eq!(status["controller_pid"], holder.pid(), "{status}");
+    // A descriptor for looking is none for doing: attach, number 4, with EPERM.
+    let attach = "import fcntl; fcntl.ioctl(open('/dev/mercury', 'rb'), 0xc040f504, bytearray(64))";
+    assert!(machine.run(&format!("python3 -c \"{attach}\""))?.stderr.contains("Errno 1"));
+    holder.kill(9)?;
+    holder.wait(Duration::from_secs(30))?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Starts a switcher or a command, kills it at a random moment, and sees that the next command works.
+const KILLS: &str = r#"
+set -u
+for round in $(seq "$1"); do
+	case $((round % 4)) in
+	0) mercury-workload switch >/dev/null & ;;
+	1) mercury -q attach >/dev/null 2>&1 & ;;
+	2) (while mercury detach && mercury attach; do :; done) >/dev/null 2>&1 & ;;
+	3) mercury-workload switch --cpus 1,2 >/dev/null & ;;
+	esac
+	sleep 0.$(printf %03d $((RANDOM % 120)))
+	kill -9 $! $(pgrep -P $!) 2>/dev/null
+	wait $! 2>/dev/null
+	case $((RANDOM % 4)) in
+	0) next=attach ;;
+	1) next=detach ;;
+	2) next=load ;;
+	3) next='unload --detach' ;;
+	esac
+	# A child of the loop may have been born just before its parent died.
+	for try in $(seq 50); do
+		said=$(mercury --json $next 2>&1) && continue 2
+		case $said in *'"busy"'*) sleep 0.02 ;; *) break ;; esac
+	done
+	echo "round $round: $next: $said"
+	exit 1
+done
+"#;
+
+#[test]
+fn a_killed_controller_leaves_no_trace() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4))?;
+    let work = machine.start_work()?;
+    machine.put("/root/kills", KILLS.as_bytes(), 0o755)?;
+    machine.command("bash /root/kills 120").timeout(Duration::from_secs(240)).run()?.check()?;
+    for cpu in machine.mercury("status")?["cpus"].as_array().unwrap_or(&Vec::new()) {
+        assert!(cpu["left_because"].is_null() && cpu["crash"].is_null(), "{cpu}");
+    }
+    machine.check_next_attach()?;
+    machine.mercury("unload")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn nothing_goes_that_is_in_use() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    let work = machine.start_work()?;
+    let in_use =
+        |machine: &Machine| -> Result<bool> { Ok(machine.run("rmmod mercury")?.stderr.contains("in use")) };
+    machine.mercury("load")?;
+    assert!(in_use(&machine)?);
+    machine.mercury("attach")?;
+    assert!(in_use(&machine)?);
+    for command in ["unload", "unload --keep-driver"] {
+        let refusal = machine.mercury_refused(command)?;
+        assert_eq!((refusal.exit, refusal.code.as_str()), (5, "still-attached"), "{refusal:?}");
+    }
+    assert_eq!(machine.modes()?, "attached attached");
+    let unloaded = machine.mercury("unload --detach")?;
+    assert_eq!(
+        (&unloaded["detached"], &unloaded["hypervisor_freed"], &unloaded["driver_removed"]),
+        (&2.into(), &true.into(), &true.into())
+    );
+    // Loaded and unloaded with the driver left in place, it can be removed by hand.
+    machine.mercury("load")?;
+    machine.mercury("unload --keep-driver")?;
+    machine.sh("rmmod mercury")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Maps the shared blocks, says so, and reads them again when told to.
+const MAPPER: &str = r#"
+import mmap, sys
+file = open("/dev/mercury", "rb")
+blocks = mmap.mmap(file.fileno(), 8192, mmap.MAP_SHARED, mmap.PROT_READ)
+file.close()
+before = blocks[:]
+print("mapped", flush=True)
+sys.stdin.readline()
+print("same" if blocks[:16] == before[:16] else "other", flush=True)
+try:
+    mmap.mmap(open("/dev/mercury", "rb").fileno(), 8192, mmap.MAP_SHARED, mmap.PROT_READ)
+except OSError as error:
+    print(error.errno, flush=True)
+"#;
+
+#[test]
+fn what_is_mapped_outlives_an_unload() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    machine.put("/root/mapper", MAPPER.as_bytes(), 0o644)?;
+    machine.mercury("attach")?;
+    let mut mapper = machine.spawn("python3 /root/mapper")?;
+    mapper.wait_output("mapped", Duration::from_secs(30))?;
+    machine.mercury("detach")?;
+    machine.mercury("unload --keep-driver")?;
+    // Memory is asked for and given back, so that a page that was freed would be somebody else's.
+    machine.sh("stress-ng --vm 2 --vm-bytes 80% --timeout 3 --quiet")?;
+    mapper.write_stdin(b"\n")?;
+    let said = mapper.wait(Duration::from_secs(60))?.check()?.stdout;
+    assert!(said.contains("same"), "{said}");
+    // Nothing is there to be mapped any more: ENODEV.
+    assert!(said.trim().ends_with("19"), "{said}");
+    machine.mercury("unload")?;
+    machine.check_next_attach()
+}
+
+fn exits(status: &Value) -> Vec<u64> {
+    status["cpus"].as_array().unwrap().iter().map(|cpu| cpu["exits_total"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn a_machine_at_work_causes_no_exits() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4).memory_mib(1536))?;
+    machine.start_postgres()?;
+    machine.mercury("attach")?;
+    // Asking costs exits of its own: how many is seen from two statuses in a row.
+    let (first, second) = (exits(&machine.mercury("status")?), exits(&machine.mercury("status")?));
+    let report = machine.sh(
+        "stress-ng --cpu 1 --vm 1 --vm-bytes 64M --hdd 1 --hdd-bytes 32M --switch 1 --timer 1 --fork 1 \
+             --temp-path /tmp --timeout 12 --quiet & pgbench -n -c 2 -T 12 bench; wait",
+    )?;
+    assert!(report.contains("number of failed transactions: 0"), "{report}");
+    let third = exits(&machine.mercury("status")?);
+    for cpu in 0..4 {
+        let (asking, working) = (second[cpu] - first[cpu], third[cpu] - second[cpu]);
+        assert_eq!(working, asking, "CPU {cpu}: steady_exits must be 0");
+    }
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
