@@ -229,7 +229,7 @@ u32 mercury_check_cpu(struct mercury_cpu *m)
 	if (code != MERCURY_CODE_OK)
 		return code;
 	mercury_read_facts(facts);
-	mercury_fault_facts(facts);
+	mercury_fault(MERCURY_FAULT_POINT_FACTS);
 	return mercury_native_call(m, MERCURY_NATIVE_OP_PREFLIGHT, (u64)facts);
 }
 

@@ -87,6 +87,7 @@ static int run_system(union request *request, struct mercury_outcome *outcome)
 {
 	struct mercury_system_info *info = &request->system;
 
+	mercury_monitor_look();
 	info->state = mercury.state;
 	info->possible_cpus = nr_cpu_ids;
 	mutex_lock(&controller_lock);

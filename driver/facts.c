@@ -222,6 +222,7 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 	read_leaves(facts);
 	read_registers(facts);
 	read_msrs(facts);
+	mercury_fault_facts(facts);
 }
 
 /* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */

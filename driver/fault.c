@@ -18,27 +18,26 @@ static atomic_t passages, fired;
 /* Points that have fired in the hypervisor, as far as native CPUs could tell. */
 static u64 hypervisor_fired;
 
-static bool fires_here(u32 point)
+static bool armed_here(u32 point)
 {
 	return READ_ONCE(armed.point) == point &&
-	       (armed_cpu == MERCURY_NO_CPU || armed_cpu == raw_smp_processor_id()) &&
-	       atomic_dec_return(&passages) == 0;
+	       (armed_cpu == MERCURY_NO_CPU || armed_cpu == raw_smp_processor_id());
 }
 
 /* Whether the driver is to fail at this point, now. May be called in any context. */
 bool mercury_fault(u32 point)
 {
-	if (!fires_here(point))
+	if (!armed_here(point) || atomic_dec_return(&passages) != 0)
 		return false;
 	WRITE_ONCE(armed.point, MERCURY_FAULT_POINT_NONE);
 	atomic_inc(&fired);
 	return true;
 }
 
-/* Alters one word of the facts of this CPU. */
+/* Alters one word of the facts of this CPU, for whoever reads them until the point fires. */
 void mercury_fault_facts(struct mercury_cpu_facts *facts)
 {
-	if (mercury_fault(MERCURY_FAULT_POINT_FACTS))
+	if (armed_here(MERCURY_FAULT_POINT_FACTS) && atomic_read(&passages) == 1)
 		*(u32 *)((void *)facts + armed.offset) = armed.value;
 }
 

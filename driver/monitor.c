@@ -25,13 +25,10 @@ static void give_up(int cpu, u32 code)
 	       cpu, code);
 }
 
-/* Whether the hypervisor came to grief in the middle of its work, not while it was entered. */
+/* Whether the hypervisor came to grief: it leaves a record then, whatever it was. */
 static bool has_crashed(const struct mercury_shared_cpu *shared)
 {
-	u32 code = READ_ONCE(shared->crash.code);
-
-	return code == MERCURY_CODE_HOST_EXCEPTION || code == MERCURY_CODE_HOST_PANIC ||
-	       code == MERCURY_CODE_UNKNOWN_EXIT;
+	return READ_ONCE(shared->crash.code) != MERCURY_CODE_OK;
 }
 
 /* A CPU that should be attached and is not, through no wish of ours, stays native. */

@@ -17,45 +17,44 @@ use crate::svm::{capture, exits, run};
 use crate::x86::{Hardware, Processor};
 
 const NO_VECTOR: u32 = u32::MAX;
+const RAX: usize = 0;
+const RDX: usize = 2;
+const RSP: usize = 4;
 
 /// Ends here: an exception in the hypervisor's code.
 #[cfg_attr(not(feature = "image"), allow(dead_code, reason = "only the image has exceptions"))]
 pub fn after_exception(area: &mut Area, frame: &Frame) -> ! {
     let phase = enter(area);
-    let crash = record(area, Code::HostException, frame.vector as u32);
+    let mut crash = describe(area, phase, Code::HostException);
+    crash.vector = frame.vector as u32;
     crash.host_rip_offset = frame.rip.wrapping_sub(crate::native::image_virt());
     crash.host_rsp_virt = frame.rsp;
     crash.error_code = frame.error_code;
     crash.host_cr2 = Processor.cr2();
-    let _ = write!(Message::new(&mut crash.message), "exception {} in the hypervisor", frame.vector);
+    record(area, crash, format_args!("exception {} in the hypervisor", frame.vector));
     leave(area, phase, Code::HostException)
 }
 
 /// Ends here: a panic in the hypervisor's code.
 pub fn after_panic(area: &mut Area, info: &core::panic::PanicInfo<'_>) -> ! {
     let phase = enter(area);
-    let crash = record(area, Code::HostPanic, NO_VECTOR);
-    let _ = write!(Message::new(&mut crash.message), "{info}");
+    let crash = describe(area, phase, Code::HostPanic);
+    record(area, crash, format_args!("{info}"));
     leave(area, phase, Code::HostPanic)
 }
 
 /// The record of an exit that nobody knows.
 pub fn record_unknown_exit(area: &mut Area) {
-    let crash = record(area, Code::UnknownExit, NO_VECTOR);
+    let crash = describe(area, Phase::Exit, Code::UnknownExit);
     let exit_code = crash.exit_code;
-    let _ = write!(Message::new(&mut crash.message), "unknown exit {exit_code:#x}");
+    record(area, crash, format_args!("unknown exit {exit_code:#x}"));
 }
 
 /// The record of a control block that VMRUN refused after the guest had run.
 pub fn record_invalid_state(area: &mut Area) {
-    let detail = area.cpu.gate.detail;
-    let crash = record(area, Code::InvalidGuestState, NO_VECTOR);
-    let _ = write!(
-        Message::new(&mut crash.message),
-        "VMRUN refused the control block: check {}, value {:#x}",
-        detail[0],
-        detail[1]
-    );
+    let [check, value] = area.cpu.gate.detail;
+    let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
+    record(area, crash, format_args!("VMRUN refused the control block: check {check}, value {value:#x}"));
 }
 
 /// The phase in which it happened. A failure in the emergency path stops the CPU.
@@ -68,30 +67,66 @@ fn enter(area: &mut Area) -> Phase {
     phase
 }
 
-fn record(area: &mut Area, code: Code, vector: u32) -> &mut CrashRecord {
-    let filled = describe(area, code, vector);
-    let arguments =
-        [u64::from(code as u32), filled.exit_code, u64::from(vector), filled.guest_rip, filled.exit_info2];
-    publish::log(area, LogKind::Crash, filled.tsc, arguments);
-    let crash = &mut area.shared().crash;
-    *crash = filled;
-    crash
+/// Publishes a record, with its message, and logs it.
+fn record(area: &mut Area, mut crash: CrashRecord, message: fmt::Arguments<'_>) {
+    let _ = Message::new(&mut crash.message).write_fmt(message);
+    let cause = if crash.vector == NO_VECTOR { crash.exit_code } else { u64::from(crash.vector) };
+    let arguments = [u64::from(crash.code), cause, crash.host_rip_offset, crash.guest_rip, 0];
+    publish::log(area, LogKind::Crash, crash.tsc, arguments);
+    area.shared().crash = crash;
 }
 
-fn describe(area: &Area, code: Code, vector: u32) -> CrashRecord {
-    let control = &area.control;
-    let mut guest_registers = area.cpu.gate.outward.registers;
-    guest_registers[0] = area.cpu.interrupted.rax;
-    guest_registers[2] = area.cpu.interrupted.rdx;
-    guest_registers[4] = control.rsp;
-    CrashRecord {
+/// What is known of the system above and of why it was left.
+fn describe(area: &Area, phase: Phase, code: Code) -> CrashRecord {
+    let known = CrashRecord {
         code: code as u32,
-        vector,
+        vector: NO_VECTOR,
         tsc: Processor.tsc(),
         host_rip_offset: 0,
         host_rsp_virt: 0,
         error_code: 0,
         host_cr2: 0,
+        exit_code: 0,
+        exit_info1: 0,
+        exit_info2: 0,
+        exit_event: 0,
+        guest_rip: 0,
+        guest_rflags: 0,
+        guest_cr0: 0,
+        guest_cr2: 0,
+        guest_cr3: 0,
+        guest_cr4: 0,
+        guest_cs_ss: 0,
+        guest_registers: [0; 16],
+        message: [0; 120],
+    };
+    if phase == Phase::Native { describe_native(area, known) } else { describe_exit(area, known) }
+}
+
+/// There was no exit, and the system's general registers are on its own stack.
+fn describe_native(area: &Area, known: CrashRecord) -> CrashRecord {
+    let inward = &area.cpu.gate.inward;
+    let mut guest_registers = [0; 16];
+    guest_registers[RSP] = inward.rsp;
+    CrashRecord {
+        guest_rip: inward.rip,
+        guest_rflags: inward.rflags,
+        guest_cr0: area.cpu.guest_cr0,
+        guest_cr3: inward.cr3,
+        guest_cr4: inward.cr4,
+        guest_cs_ss: u64::from(inward.cs.selector) | u64::from(inward.ss.selector) << 16,
+        guest_registers,
+        ..known
+    }
+}
+
+fn describe_exit(area: &Area, known: CrashRecord) -> CrashRecord {
+    let control = &area.control;
+    let mut guest_registers = area.cpu.gate.outward.registers;
+    guest_registers[RAX] = area.cpu.interrupted.rax;
+    guest_registers[RDX] = area.cpu.interrupted.rdx;
+    guest_registers[RSP] = control.rsp;
+    CrashRecord {
         exit_code: control.exit_code,
         exit_info1: control.exit_info1,
         exit_info2: control.exit_info2,
@@ -104,7 +139,7 @@ fn describe(area: &Area, code: Code, vector: u32) -> CrashRecord {
         guest_cr4: control.cr4,
         guest_cs_ss: u64::from(control.cs.selector) | u64::from(control.ss.selector) << 16,
         guest_registers,
-        message: [0; 120],
+        ..known
     }
 }
 

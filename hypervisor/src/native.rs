@@ -7,6 +7,8 @@ use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{BootInfo, FaultPoint, NativeOp};
 use mercury_abi::shared::LogKind;
+use mercury_preflight::Finding;
+use spin::Mutex;
 
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
@@ -20,6 +22,8 @@ static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
 static IMAGE_VIRT: AtomicU64 = AtomicU64::new(0);
 /// Whether the nested tables are complete.
 static BUILT: AtomicU32 = AtomicU32::new(0);
+/// Facts of the CPU that the others are compared with: the first that was looked at.
+static REFERENCE: Mutex<Option<CpuFacts>> = Mutex::new(None);
 
 /// Where the image was loaded, virtual.
 #[must_use]
@@ -85,6 +89,7 @@ fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result
     DIRECT_MAP_VIRT.store(boot.direct_map_virt, Ordering::Relaxed);
     IMAGE_VIRT.store(boot.image_virt, Ordering::Relaxed);
     BUILT.store(0, Ordering::Relaxed);
+    *REFERENCE.lock() = None;
     nested::init(boot, boot_virt, hardware)
 }
 
@@ -97,13 +102,28 @@ fn build(area: &mut Area) -> Result<(), Code> {
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
 fn preflight(area: &mut Area) -> Result<(), Code> {
     let facts = argument::<CpuFacts>(area);
-    if let Some(finding) = mercury_preflight::first_refusal(&facts) {
+    // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
+    let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
+    if let Some(finding) = first_refusal(&facts, &mut reference) {
         area.cpu.gate.detail = finding.detail;
         return Err(finding.code);
     }
     area.cpu.features = capture::features(&facts);
     publish::prepare(area);
     Ok(())
+}
+
+/// The first reason not to attach a CPU, by itself or beside the one in `reference`. That one is read
+/// afresh whenever its turn comes: the kernel may have changed all CPUs meanwhile.
+fn first_refusal(facts: &CpuFacts, reference: &mut Option<CpuFacts>) -> Option<Finding> {
+    if let Some(finding) = mercury_preflight::first_refusal(facts) {
+        return Some(finding);
+    }
+    let first = reference.get_or_insert(*facts);
+    if first.cpu == facts.cpu {
+        *first = *facts;
+    }
+    mercury_preflight::compare(first, facts).first_refusal().copied()
 }
 
 /// The mode switch: the control block from the live state; what follows is VMRUN.
@@ -169,5 +189,43 @@ fn corrupt(area: &mut Area) {
         if fault::fires(area, point) {
             spoil(&mut area.control);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_preflight::example::good_epyc;
+
+    #[test]
+    fn cpus_are_compared_with_the_first() {
+        let mut reference = None;
+        assert_eq!(first_refusal(&good_epyc(0), &mut reference), None);
+        assert_eq!(first_refusal(&good_epyc(1), &mut reference), None);
+        let mut other = good_epyc(2);
+        other.cpuid_8000_000a.edx ^= 1 << 3;
+        let refused = first_refusal(&other, &mut reference).map(|finding| finding.code);
+        assert_eq!(refused, Some(Code::CpusDiffer));
+        assert_eq!(first_refusal(&good_epyc(3), &mut reference), None, "the odd one is no reference");
+    }
+
+    #[test]
+    fn what_changed_on_all_cpus_is_no_difference() {
+        let mut reference = None;
+        assert_eq!(first_refusal(&good_epyc(0), &mut reference), None);
+        let later = |cpu: u32| CpuFacts { efer: 0x4d01, ..good_epyc(cpu) };
+        assert_eq!(first_refusal(&later(0), &mut reference), None);
+        assert_eq!(first_refusal(&later(1), &mut reference), None);
+    }
+
+    #[test]
+    fn a_cpu_that_cannot_be_attached_is_no_reference() {
+        let mut reference = None;
+        let hopeless = CpuFacts { pat: 0, ..good_epyc(0) };
+        assert_eq!(
+            first_refusal(&hopeless, &mut reference).map(|finding| finding.code),
+            Some(Code::PatUnsupported)
+        );
+        assert_eq!(reference, None);
     }
 }

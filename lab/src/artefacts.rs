@@ -109,7 +109,11 @@ fn build_agent() -> Result<PathBuf> {
     Ok(target.join("x86_64-unknown-linux-gnu/release/mercury-lab-agent"))
 }
 
-fn build_program(package: &str, name: &str) -> Result<PathBuf> {
+/// Builds a program of the workspace as it is released.
+///
+/// # Errors
+/// If it does not build; the error names the log.
+pub fn build_program(package: &str, name: &str) -> Result<PathBuf> {
     let mut cargo = cargo();
     cargo.args(["build", "--release", "-p", package, "--bin", name]);
     host::run(&format!("building {name}"), &format!("build-{name}"), &mut cargo)?;

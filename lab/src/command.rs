@@ -213,6 +213,15 @@ impl Background {
         Ok(String::from_utf8_lossy(&self.stdout).into_owned())
     }
 
+    /// What it has written to its standard error so far.
+    ///
+    /// # Errors
+    /// If the machine has gone.
+    pub fn errors_so_far(&mut self) -> Result<String> {
+        self.has_ended()?;
+        Ok(String::from_utf8_lossy(&self.stderr).into_owned())
+    }
+
     /// Waits until its standard output contains `text`.
     ///
     /// # Errors

@@ -1,11 +1,59 @@
-//! The Debian packages.
+//! The Debian package: the command, the driver's sources for DKMS with the production hypervisor beside
+//! them, the unit and the documentation. `packaging/build-deb` says what goes where.
 
-use crate::error::{Error, Result};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
-/// Not built yet.
+use crate::{
+    artefacts,
+    driver::Variant,
+    error::{Context, Error, Result},
+    host, hypervisor,
+    lock::Lock,
+    paths,
+};
+
+/// Builds the package and prints where it is.
 ///
 /// # Errors
-/// Always, for now.
+/// If something does not build.
 pub fn run() -> Result<()> {
-    Err(Error::NotBuilt("deb"))
+    println!("{}", build()?.display());
+    Ok(())
+}
+
+/// Builds the package, after what goes into it; returns `target/deb/mercury_<version>_amd64.deb`.
+///
+/// # Errors
+/// If something does not build; the error names the log.
+pub fn build() -> Result<PathBuf> {
+    package(&paths::root().join("target/deb"), None)
+}
+
+/// The same package called by another version: what it can be upgraded to.
+///
+/// # Errors
+/// As for [`build`].
+pub fn build_as(version: &str) -> Result<PathBuf> {
+    package(&paths::lab_dir("deb")?, Some(version))
+}
+
+fn package(folder: &Path, version: Option<&str>) -> Result<PathBuf> {
+    let _lock = Lock::wait("deb")?;
+    let command = artefacts::build_program("mercury-cli", "mercury")?;
+    let hypervisor = hypervisor::build(Variant::Production)?;
+    host::remove_tree(folder)?;
+    let mut build = Command::new(paths::root().join("packaging/build-deb"));
+    build.arg("--command").arg(command).arg("--hypervisor").arg(hypervisor).arg("--output").arg(folder);
+    if let Some(version) = version {
+        build.args(["--version", version]);
+    }
+    host::run("building the Debian package", "deb", &mut build)?;
+    let files = fs::read_dir(folder).context(|| format!("read {}", folder.display()))?;
+    let mut paths = files.flatten().map(|file| file.path());
+    let package = paths.find(|path| path.extension().is_some_and(|kind| kind == "deb"));
+    package.ok_or_else(|| Error::Host(format!("no package in {}", folder.display())))
 }

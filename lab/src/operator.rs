@@ -15,7 +15,7 @@ use crate::{
 /// What a kernel says only when something is wrong.
 static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(
-        r"WARNING: |BUG: |Oops|kernel BUG at|Kernel panic|cut here|unable to handle|general protection fault, |invalid opcode: |double fault|unchecked MSR access|soft lockup|hard LOCKUP|detected stalls|self-detected stall|blocked for more than|scheduling while atomic|Bad page|list_(add|del) corruption",
+        r"WARNING: (CPU|[a-z])|BUG: |Oops|kernel BUG at|Kernel panic|cut here|unable to handle|general protection fault, |invalid opcode: |double fault|unchecked MSR access|soft lockup|hard LOCKUP|detected stalls|self-detected stall|blocked for more than|scheduling while atomic|Bad page|list_(add|del) corruption",
     )
     .ok()
 });
@@ -105,12 +105,12 @@ impl Machine {
         Ok(cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect::<Vec<_>>().join(" "))
     }
 
-    /// Puts every CPU to work.
+    /// Puts every CPU to work that has nothing better to do.
     ///
     /// # Errors
     /// If it cannot be started.
     pub fn start_work(&self) -> Result<Work> {
-        self.spawn("exec mercury-workload compute").map(Work)
+        self.spawn("exec nice -n 19 mercury-workload compute").map(Work)
     }
 
     /// Whether the kernel has nothing to complain about: in its log, on the console, in its own mark.
@@ -167,6 +167,7 @@ mod tests {
     fn complaints_are_told_from_news() {
         let log = "\
 [    1.0] mercury: loading out-of-tree module taints kernel.
+[    1.0] Speculative Return Stack Overflow: WARNING: See https://kernel.org/doc/html/latest/
 [    1.1] WARNING: CPU: 1 PID: 7 at kernel/smp.c:433
 [    1.2] Uhhuh. NMI received for unknown reason 30 on CPU 0.
 [    1.3] BUG: kernel NULL pointer dereference, address: 0

@@ -219,9 +219,10 @@ file.close()
 before = blocks[:]
 print("mapped", flush=True)
 sys.stdin.readline()
-print("same" if blocks[:16] == before[:16] else "other", flush=True)
+print("same" if blocks[:12] == before[:12] else "other", flush=True)
+file = open("/dev/mercury", "rb")
 try:
-    mmap.mmap(open("/dev/mercury", "rb").fileno(), 8192, mmap.MAP_SHARED, mmap.PROT_READ)
+    mmap.mmap(file.fileno(), 8192, mmap.MAP_SHARED, mmap.PROT_READ)
 except OSError as error:
     print(error.errno, flush=True)
 "#;

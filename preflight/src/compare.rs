@@ -53,9 +53,10 @@ const RULES: &[Rule] = &[
     refuse("efer"),
     refuse("xcr0"),
     refuse("xss"),
-    refuse("pat"),
     refuse("syscfg"),
     refuse("feature_control"),
+    // Linux sets it after a CPU has come online when it wakes from suspend.
+    warn("pat"),
     warn("cpuid_1.eax"),
     warn("microcode"),
     warn("mtrr_def_type"),

@@ -228,6 +228,8 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     area.control.rip = interrupted.rip;
     area.control.rax = interrupted.rax;
     area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
+    // A failure may have struck before it was looked at.
+    hand_over_event(area, hardware);
     if area.control.inject_event & event::VALID != 0 {
         area.cpu.leave_pending = because as u32;
         return Next::Run;
@@ -276,6 +278,8 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.control.exit_code == exit_code::INVALID && area.cpu.entry_state_valid != 0 {
         let entry_state = area.cpu.entry_state;
         entry_state.put(&mut area.control);
+        let (rip, rax) = (area.control.rip, area.control.rax);
+        area.cpu.interrupted = Interrupted { rip, rax, ..area.cpu.interrupted };
     }
     emergency::record_invalid_state(area);
     finish(area, hardware, Code::InvalidGuestState)

@@ -210,6 +210,26 @@ fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
 }
 
 #[test]
+fn an_event_that_a_failure_left_behind_is_delivered_before_the_cpu_leaves() {
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    cpu.area.control.exit_event = timer;
+    let next = super::exits::depart(&mut cpu.area, &mut cpu.hardware, Code::HostException);
+    assert_eq!(next, Next::Run);
+    assert_eq!(cpu.area.control.inject_event, timer);
+}
+
+#[test]
+fn a_crash_is_logged_with_its_cause_and_both_instructions() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    cpu.exit(0x402);
+    let record = cpu.area.shared().log[0];
+    assert_eq!(record.kind, LogKind::Crash as u32);
+    assert_eq!(record.arguments, [u64::from(Code::UnknownExit as u32), 0x402, 0, rip, 0]);
+}
+
+#[test]
 fn a_control_block_refused_at_attach_is_rolled_back_with_the_reason() {
     let mut cpu = Attached::new();
     cpu.area.cpu.entered = 0;
@@ -231,6 +251,18 @@ fn a_control_block_refused_later_lets_the_machine_run_on() {
     assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
     assert_eq!(cpu.hardware.msrs[&msr::EFER], LINUX_EFER | msr::EFER_SVME, "EFER is known from elsewhere");
     assert_eq!(cpu.area.shared().crash.code, Code::InvalidGuestState as u32);
+}
+
+#[test]
+fn a_block_that_the_refusal_spoilt_is_restored_and_recorded_as_it_was() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    (cpu.area.control.rip, cpu.area.control.rsp, cpu.area.control.asid) = (0xBAD, 0xBAD, 0);
+    assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, rip + 3);
+    assert_eq!(cpu.area.cpu.gate.outward.registers[4], 0xFFFF_C900_0000_3F00);
+    assert_eq!(cpu.area.shared().crash.guest_rip, rip + 3);
 }
 
 proptest! {

@@ -12,8 +12,8 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        LoadRequest, MERCURY_IOC_FACTS, MERCURY_IOC_LOAD, MERCURY_IOC_SYSTEM, MERCURY_STATE_UNLOADED, Outcome,
-        SwitchRequest, SwitchResult, SystemInfo,
+        LoadRequest, MERCURY_IOC_FACTS, MERCURY_IOC_LOAD, MERCURY_IOC_SYSTEM, MERCURY_STATE_UNLOADED,
+        Outcome, SwitchRequest, SwitchResult, SystemInfo,
     },
 };
 

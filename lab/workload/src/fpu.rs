@@ -150,11 +150,15 @@ fn differences(before: &[u8], after: &[u8], components: u64) -> Vec<String> {
         .filter(|(_, range)| before[range.clone()] != after[range.clone()])
         .map(|(name, range)| {
             let first = range.clone().find(|&byte| before[byte] != after[byte]).unwrap_or(range.start);
-            format!("{name}: byte {} was {:#x} and is {:#x}", first - range.start, before[first], after[first])
+            format!(
+                "{name}: byte {} was {:#x} and is {:#x}",
+                first - range.start,
+                before[first],
+                after[first]
+            )
         })
         .collect()
 }
-
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -4,13 +4,7 @@
 //!
 //! A seed decides what each thread asks, in which order. What is answered also depends on the others.
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    io,
-    os::fd::AsRawFd,
-    ptr, thread,
-};
+use std::{collections::BTreeMap, fs::File, io, os::fd::AsRawFd, ptr, thread};
 
 use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
@@ -18,8 +12,8 @@ use mercury_abi::{
     ioctl::{
         FaultRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
         MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_STATUS,
-        MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest,
-        Outcome, StatusRequest, SwitchRequest,
+        MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED,
+        MeasureRequest, Outcome, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -427,7 +421,8 @@ impl Memory {
 
     /// Whether nothing was written before the request at the edge.
     fn is_intact(&mut self, place: Place, size: usize) -> bool {
-        place != Place::AtTheEdge || self.page(REQUESTS)[..PAGE - size.min(PAGE)].iter().all(|byte| *byte == CANARY)
+        place != Place::AtTheEdge
+            || self.page(REQUESTS)[..PAGE - size.min(PAGE)].iter().all(|byte| *byte == CANARY)
     }
 
     /// The outcome in the request at the edge, for commands that have one.

@@ -66,7 +66,8 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
         let mut rng = Rng::new(cpu as u64);
         let page = LowPage::new()?;
         let first = cpu as u32 * ENTRIES_PER_CPU;
-        let (code, data) = (Entry::code(first), [Entry::data(first + 1, &page, 0), Entry::data(first + 2, &page, 1)]);
+        let (code, data) =
+            (Entry::code(first), [Entry::data(first + 1, &page, 0), Entry::data(first + 2, &page, 1)]);
         set(&table, &code)?;
         while !stop.is_set() {
             let words = [0, 1].map(|which| page.fill(which, &mut rng));
@@ -114,7 +115,8 @@ fn set(table: &Mutex<()>, entry: &Entry) -> Result<()> {
     const WRITE: i32 = 0x11;
     let _guard = table.lock().map_err(|_| "a thread panicked")?;
     // SAFETY: the kernel reads one entry.
-    let result = unsafe { libc::syscall(libc::SYS_modify_ldt, WRITE, ptr::from_ref(entry), size_of::<Entry>()) };
+    let result =
+        unsafe { libc::syscall(libc::SYS_modify_ldt, WRITE, ptr::from_ref(entry), size_of::<Entry>()) };
     // Its result is an int, in a register whose high half is not sign-extended.
     match result as i32 {
         0 => Ok(()),

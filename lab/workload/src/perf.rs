@@ -132,7 +132,8 @@ impl Ring {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let fd = event.0.as_raw_fd();
         // SAFETY: a new mapping.
-        let pages = unsafe { libc::mmap(ptr::null_mut(), (DATA_PAGES + 1) * PAGE, access, libc::MAP_SHARED, fd, 0) };
+        let pages =
+            unsafe { libc::mmap(ptr::null_mut(), (DATA_PAGES + 1) * PAGE, access, libc::MAP_SHARED, fd, 0) };
         if pages == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

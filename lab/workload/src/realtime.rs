@@ -75,7 +75,12 @@ fn sleep_until(ns: u64) -> Result<()> {
     let time = libc::timespec { tv_sec: (ns / NS_PER_S) as i64, tv_nsec: (ns % NS_PER_S) as i64 };
     // SAFETY: reads `time`.
     let error = unsafe {
-        libc::clock_nanosleep(libc::CLOCK_MONOTONIC, libc::TIMER_ABSTIME, &raw const time, std::ptr::null_mut())
+        libc::clock_nanosleep(
+            libc::CLOCK_MONOTONIC,
+            libc::TIMER_ABSTIME,
+            &raw const time,
+            std::ptr::null_mut(),
+        )
     };
     match error {
         0 | libc::EINTR => Ok(()),

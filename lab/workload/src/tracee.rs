@@ -80,7 +80,8 @@ impl Tracee {
         let mut word = 0u64;
         // The system call itself, not the library's wrapper, writes the word to an address.
         // SAFETY: writes to `word`.
-        let result = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKUSER, self.0, offset, &raw mut word) };
+        let result =
+            unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKUSER, self.0, offset, &raw mut word) };
         check(result as i32)?;
         Ok(word)
     }

@@ -15,7 +15,7 @@ use crate::{
 
 const UNDEFINED: Fault = Fault { signal: libc::SIGILL, in_place: true };
 const NOT_PERMITTED: Fault = Fault { signal: libc::SIGSEGV, in_place: true };
-const STORM: u32 = 200;
+const STORM: u32 = 50;
 
 /// Runs on each CPU.
 pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {

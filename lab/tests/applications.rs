@@ -1,0 +1,132 @@
+//! Applications that would notice: each runs while the hypervisor goes in and out beneath it a thousand
+//! times on every CPU, and has nothing to complain about.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::time::Duration;
+
+use mercury_lab::{Kernel, Machine, Result, Spec};
+use workloads::{Workloads, load, switch};
+
+/// Times in and out again: twice as many switches, on every CPU.
+const CYCLES: u64 = 600;
+
+fn boot(kernel: Kernel) -> Result<Machine> {
+    let machine = Machine::boot(Spec::new(kernel).cpus(2).memory_mib(768))?;
+    load(&machine)?;
+    Ok(machine)
+}
+
+/// Switches beneath workloads.
+fn across(machine: &Machine, all: &[&str]) -> Result<()> {
+    let workloads = Workloads::start(machine, all)?;
+    switch(machine, CYCLES)?;
+    workloads.finish()?;
+    machine.check_next_attach()
+}
+
+#[test]
+fn registers_and_results() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    across(&machine, &["compute", "fpu", "flags", "vmmcall"])
+}
+
+#[test]
+fn segments_and_ports() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    across(&machine, &["ldt", "ioperm", "compute"])
+}
+
+#[test]
+fn debug_registers_and_single_steps() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    across(&machine, &["breakpoint", "step"])
+}
+
+#[test]
+fn samples_of_all_cpus() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    across(&machine, &["sampling", "compute"])
+}
+
+#[test]
+fn real_time_threads() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    across(&machine, &["realtime --limit-us 5000000", "spin"])
+}
+
+#[test]
+fn all_of_them_on_debian_13() -> Result<()> {
+    let machine = boot(Kernel::TrixieCloud)?;
+    let all =
+        ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "breakpoint", "step", "sampling", "realtime"];
+    across(&machine, &all)
+}
+
+/// The first instructions of a program that does not depend on chance, one at a time.
+const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 4000' \
+     -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
+
+#[test]
+fn gdb_single_steps() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    let alone = machine.sh(STEPS)?;
+    assert!(alone.contains("= 5"), "{alone}");
+    assert_eq!(machine.sh(STEPS)?, alone, "it depends on chance after all");
+    let mut switching =
+        machine.spawn("exec mercury-workload --until-file /run/end switch --fifo 90 --pause-us 2000")?;
+    let mut sessions = 0;
+    while sessions < 3 {
+        assert_eq!(
+            machine.command(STEPS).timeout(Duration::from_secs(120)).run()?.check()?.stdout.trim(),
+            alone
+        );
+        assert!(!switching.has_ended()?, "{}", switching.output_so_far()?);
+        sessions += 1;
+    }
+    machine.sh("touch /run/end")?;
+    let report = workloads::report(&switching.wait(Duration::from_secs(60))?.check()?);
+    println!("beneath {sessions} sessions of gdb: {report}");
+    assert!(report["passes"].as_u64().unwrap() > 500, "{report}");
+    machine.check_next_attach()
+}
+
+/// The function tracer on everything that a switch calls, and probes; what a probe could spoil refuses.
+const TRACERS: &str = r#"
+set -eu
+mountpoint -q /sys/kernel/tracing || mount -t tracefs tracefs /sys/kernel/tracing
+cd /sys/kernel/tracing
+echo 'p:lab/call smp_call_function_single_async' >> kprobe_events
+echo 'p:lab/sleep hrtimer_nanosleep' >> kprobe_events
+echo 'r:lab/ioctl vfs_ioctl' >> kprobe_events 2>/dev/null || echo 'r:lab/ioctl __x64_sys_ioctl' >> kprobe_events
+for name in mercury_attach_cpu mercury_detach_cpu mercury_native_call mercury_hypercall mercury_mode; do
+	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then echo "a probe on $name" >&2; exit 1; fi
+done
+echo ':mod:mercury' > set_ftrace_filter
+echo 'schedule* smp_call_function* *hrtimer* *_ipi*' >> set_ftrace_filter
+echo function > current_tracer
+echo 1 > events/lab/enable
+echo 1 > tracing_on
+"#;
+
+#[test]
+fn tracers_and_probes() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    machine.sh(TRACERS)?;
+    let workloads = Workloads::start(&machine, &["compute", "sampling"])?;
+    switch(&machine, CYCLES)?;
+    workloads.finish()?;
+    let trace =
+        |cpu: u32| format!("grep -cE 'hrtimer|schedule|call' /sys/kernel/tracing/per_cpu/cpu{cpu}/trace");
+    for cpu in 0..2 {
+        assert!(machine.sh(&trace(cpu))?.parse::<u64>().unwrap() > 100, "CPU {cpu} was not traced");
+    }
+    let hits = machine.sh("cat /sys/kernel/tracing/kprobe_profile")?;
+    println!("{hits}");
+    assert!(!hits.lines().any(|line| line.split_whitespace().nth(1) == Some("0")), "{hits}");
+    machine.sh("cd /sys/kernel/tracing && echo 0 > tracing_on && echo nop > current_tracer && \
+                echo 0 > events/lab/enable && echo > kprobe_events")?;
+    machine.check_next_attach()
+}

@@ -1,0 +1,213 @@
+//! What only a kernel can try, by the test module: a CPU that takes no interrupts, NMIs, MSRs, and the
+//! hypervisor's own memory.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::time::Duration;
+
+use mercury_lab::{Kernel, Machine, Result, Spec};
+use serde_json::Value;
+use workloads::{Workloads, exits, kernel, load, load_test_module, report, switch};
+
+fn boot(kernel: Kernel, cpus: u32) -> Result<Machine> {
+    let machine = Machine::boot(Spec::new(kernel).cpus(cpus).memory_mib(768))?;
+    load_test_module(&machine)?;
+    load(&machine)?;
+    Ok(machine)
+}
+
+/// Everything stays on CPU 0. The last CPU is held with interrupts off; meanwhile the others switch, and
+/// it is still held when they have done so: `$1` is what to do. The answer comes before the hold's.
+const WHILE_HELD: &str = r#"
+mercury-workload kernel hold 2 6000 >/run/held &
+until mercury-workload kernel holding | grep -q '"holding":1'; do :; done
+mercury-workload switch $1
+mercury-workload kernel holding
+wait
+cat /run/held
+"#;
+
+fn while_held(machine: &Machine, switch: &str) -> Result<()> {
+    let output =
+        machine.program(&["/usr/bin/taskset", "-c", "0", "/bin/bash", "-c", WHILE_HELD, "held", switch]);
+    let output = output.run()?.check()?;
+    let lines: Vec<Value> = output.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    println!("{switch}, while CPU 2 is held: {}", lines[0]);
+    assert_eq!(lines[0]["violations"], 0, "{}", output.stdout);
+    assert_eq!(lines[1]["holding"], 1, "they have waited for CPU 2: {}", output.stdout);
+    assert!(lines[2]["held_us"].as_u64().unwrap() >= 6_000_000, "{}", output.stdout);
+    Ok(())
+}
+
+#[test]
+fn no_cpu_waits_for_another() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud, 3)?;
+    while_held(&machine, "--cycles 50 --cpus 0,1")?;
+    assert_eq!(machine.modes()?, "native native native");
+    while_held(&machine, "--only attach --cpus 0,1")?;
+    assert_eq!(machine.modes()?, "attached attached native");
+    machine.mercury("attach")?;
+    while_held(&machine, "--only detach --cpus 0,1")?;
+    assert_eq!(machine.modes()?, "native native attached");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
+fn nmi_storm(kernel: Kernel) -> Result<()> {
+    let machine = boot(kernel, 2)?;
+    let storm =
+        |from: usize, to: usize| machine.spawn(&format!("mercury-workload kernel --on {from} nmi {to} 6000"));
+    let workloads = Workloads::start(&machine, &["compute", "fpu"])?;
+    let storms = [storm(0, 1)?, storm(1, 0)?, storm(0, 0)?];
+    switch(&machine, 600)?;
+    for storm in storms {
+        let report = report(&storm.wait(Duration::from_secs(120))?.check()?);
+        println!("{report}");
+        assert_eq!((&report["sent"], &report["lost"]), (&6000.into(), &0.into()), "{report}");
+    }
+    workloads.finish()?;
+    machine.check_next_attach()
+}
+
+#[test]
+fn no_nmi_is_lost() -> Result<()> {
+    nmi_storm(Kernel::BookwormCloud)
+}
+
+#[test]
+fn no_nmi_is_lost_on_debian_13() -> Result<()> {
+    nmi_storm(Kernel::TrixieCloud)
+}
+
+/// An MSR of CPU 1: its value, or `None` if that faults.
+fn read_msr(machine: &Machine, index: u32) -> Result<Option<u64>> {
+    let answer = kernel(machine, &format!("rdmsr 1 {index:#x}"))?;
+    let value = answer["value"].as_str().unwrap().trim_start_matches("0x").to_owned();
+    Ok((answer["fault"] == 0).then(|| u64::from_str_radix(&value, 16).unwrap()))
+}
+
+/// Whether it can be written.
+fn write_msr(machine: &Machine, index: u32, value: u64) -> Result<bool> {
+    Ok(kernel(machine, &format!("wrmsr 1 {index:#x} {value:#x}"))?["fault"] == 0)
+}
+
+const EFER: u32 = 0xC000_0080;
+const EFER_SVME: u64 = 1 << 12;
+const EFER_LME: u64 = 1 << 8;
+const PAT: u32 = 0x277;
+const VM_HSAVE_PA: u32 = 0xC001_0117;
+const PATCH_LOADER: u32 = 0xC001_0020;
+/// Machine-check banks: outside of the permission map, so always intercepted.
+const SMCA: [u32; 4] = [0xC000_2000, 0xC000_2001, 0xC000_2004, 0xC000_2010];
+/// Not intercepted: time-stamp counter's auxiliary value, SYSCALL's target, hardware configuration.
+const OTHERS: [u32; 4] = [0xC000_0103, 0xC000_0082, 0xC001_0015, 0xC001_0111];
+
+#[test]
+fn msrs_read_as_they_do_natively() -> Result<()> {
+    let machine = boot(Kernel::BookwormGeneric, 2)?;
+    let read_all =
+        || SMCA.iter().chain(&OTHERS).map(|&index| read_msr(&machine, index)).collect::<Result<Vec<_>>>();
+    let (native, efer) = (read_all()?, read_msr(&machine, EFER)?.unwrap());
+    let written = write_msr(&machine, SMCA[0], 0)?;
+    machine.mercury("attach")?;
+    let before = exits(&machine, 1, "msr-pass-through")?;
+    assert_eq!(read_all()?, native);
+    assert_eq!(write_msr(&machine, SMCA[0], 0)?, written);
+    assert_eq!(exits(&machine, 1, "msr-pass-through")?, before + SMCA.len() as u64 + 1);
+    assert_eq!(read_msr(&machine, EFER)?, Some(efer | EFER_SVME));
+    assert_eq!(read_msr(&machine, VM_HSAVE_PA)?, Some(0));
+    machine.mercury("detach")?;
+    assert_eq!(read_all()?, native);
+    assert_eq!((read_msr(&machine, EFER)?, read_msr(&machine, VM_HSAVE_PA)?), (Some(efer), Some(0)));
+    machine.check_next_attach()
+}
+
+#[test]
+fn msrs_that_may_not_be_written_unseen() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    let pat = read_msr(&machine, PAT)?.unwrap();
+    machine.mercury("attach")?;
+    let efer = read_msr(&machine, EFER)?.unwrap();
+
+    // What hardware refuses is refused, and changes nothing.
+    for (index, value) in [
+        (PAT, pat & !0xFF00 | 0x0200),
+        (PAT, pat & !0xFF00 | 0xFF00),
+        (EFER, efer | 1 << 16),
+        (EFER, efer | 1 << 63),
+        (EFER, efer & !EFER_LME),
+        (VM_HSAVE_PA, 0x1234),
+        (VM_HSAVE_PA, 1 << 60),
+    ] {
+        assert!(!write_msr(&machine, index, value)?, "MSR {index:#x} took {value:#x}");
+    }
+    assert_eq!((read_msr(&machine, PAT)?, read_msr(&machine, EFER)?), (Some(pat), Some(efer)));
+    assert_eq!(read_msr(&machine, VM_HSAVE_PA)?, Some(0));
+    // What is legal is taken, and outlives the hypervisor.
+    assert!(write_msr(&machine, EFER, efer)?);
+    let swapped = pat & !0xFFFF_0000_0000_0000 | 0x0405_0000_0000_0000;
+    assert!(write_msr(&machine, PAT, swapped)?);
+    assert_eq!(read_msr(&machine, PAT)?, Some(swapped));
+    assert_eq!(machine.modes()?, "attached attached");
+    machine.mercury("detach")?;
+    assert_eq!(read_msr(&machine, PAT)?, Some(swapped));
+    assert!(write_msr(&machine, PAT, pat)?);
+    machine.check_next_attach()
+}
+
+#[test]
+fn msrs_that_let_go() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    let efer = read_msr(&machine, EFER)?.unwrap();
+    let work = machine.start_work()?;
+    for (index, value, reason) in [
+        (EFER, efer, "svm-released"),
+        (VM_HSAVE_PA, 0, "svm-released"),
+        (PATCH_LOADER, 0xFFFF_8000_0000_0000, "microcode-update"),
+    ] {
+        machine.mercury("attach")?;
+        kernel(&machine, &format!("wrmsr 1 {index:#x} {value:#x}"))?;
+        assert_eq!(machine.modes()?, "attached native", "after a write to {index:#x}");
+        let status = machine.mercury("status")?;
+        assert_eq!(status["cpus"][1]["left_because"], reason, "{status}");
+        assert_eq!(read_msr(&machine, EFER)?, Some(efer));
+        assert_eq!(machine.mercury("attach")?["cpus"], "1");
+        machine.mercury("detach")?;
+    }
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn hidden_memory() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    let size = kernel(&machine, "hidden-find")?["size"].as_u64().unwrap();
+    let native = kernel(&machine, "hidden-read")?;
+    assert!(native["nonzero"].as_u64().unwrap() > 5000, "{native}");
+    let refused = machine.run("mercury-workload kernel hidden-write 0x1000")?;
+    assert!(!refused.success(), "a native CPU may destroy it: {}", refused.stdout);
+
+    machine.mercury("attach")?;
+    for cpu in 0..2 {
+        let hidden = kernel(&machine, &format!("--on {cpu} hidden-read"))?;
+        assert_eq!(hidden["nonzero"], 0, "CPU {cpu} sees something: {hidden}");
+    }
+    let before = exits(&machine, 0, "hidden-write")? + exits(&machine, 1, "hidden-write")?;
+    let pages = size / 4096;
+    for page in 0..pages {
+        let (cpu, offset) = (page % 2, page * 4096 + 8 * page);
+        assert_eq!(kernel(&machine, &format!("--on {cpu} hidden-write {offset}"))?["written"], 1);
+    }
+    let after = exits(&machine, 0, "hidden-write")? + exits(&machine, 1, "hidden-write")?;
+    assert_eq!(after - before, pages, "each page's first write is counted");
+    assert_eq!(machine.modes()?, "attached attached");
+    let log = machine.sh("mercury log")?;
+    assert!(log.contains("hidden"), "{log}");
+
+    machine.mercury("detach")?;
+    let again = kernel(&machine, "hidden-read")?;
+    assert_eq!(again["crc"], native["crc"], "the hypervisor's code has changed");
+    machine.check_next_attach()
+}

@@ -1,0 +1,147 @@
+//! The Debian package on both releases, as an operator has it: installed on a machine that systemd has
+//! booted, its module built there by DKMS, used, upgraded while attached, purged.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{path::Path, time::Duration, time::Instant};
+
+use mercury_lab::{Init, Kernel, Machine, Result, Spec, deb};
+use serde_json::Value;
+
+/// The machine compiles under emulation.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A machine on which nothing is found that did not come with the package.
+struct Operator {
+    machine: Machine,
+    start: Instant,
+}
+
+impl Operator {
+    fn boot(kernel: Kernel) -> Result<Self> {
+        let start = Instant::now();
+        let machine = Machine::boot(Spec::new(kernel).init(Init::Systemd))?;
+        let operator = Self { machine, start };
+        operator.say("booted");
+        Ok(operator)
+    }
+
+    fn say(&self, what: &str) {
+        println!("{}: {what} after {:.0} s", self.machine.kernel(), self.start.elapsed().as_secs_f32());
+    }
+
+    fn sh(&self, line: &str) -> Result<String> {
+        let line = format!("unset MERCURY_MODULE; PATH=/usr/sbin:/usr/bin:/sbin:/bin; {line}");
+        let output = self.machine.command(&line).timeout(PATIENCE).run()?.check()?;
+        Ok(output.stdout.trim_end().to_owned())
+    }
+
+    fn mercury(&self, arguments: &str) -> Result<Value> {
+        Ok(serde_json::from_str(&self.sh(&format!("mercury --json {arguments}"))?).unwrap())
+    }
+
+    fn state(&self) -> Result<String> {
+        Ok(self.mercury("status")?["state"].as_str().unwrap().to_owned())
+    }
+
+    /// Every file that a package may leave behind; dpkg and DKMS keep books and keys of their own.
+    fn files(&self) -> Result<String> {
+        self.sh("find /usr /etc /opt /boot /var/lib /lib/modules -xdev \
+            | grep -Ev '^/var/lib/(dpkg|systemd|dkms/mok)|^/etc/ssl' | sort")
+    }
+
+    fn install(&self, package: &Path) -> Result<()> {
+        let file = format!("/root/{}", package.file_name().unwrap().display());
+        self.machine.put(&file, &std::fs::read(package).unwrap(), 0o644)?;
+        // The lab's images are made without documentation; the package's own is wanted.
+        self.sh(&format!(
+            "dpkg --path-include='/usr/share/man/*' --path-include='/usr/share/doc/*' -i {file}"
+        ))?;
+        self.say(&format!("{} installed", package.file_name().unwrap().display()));
+        let version = self.sh("dpkg-query -W -f '${Version}' mercury")?;
+        let upstream = version.split('-').next().unwrap();
+        let dkms = self.sh("dkms status mercury")?;
+        assert!(dkms.contains(&format!("mercury/{upstream}, {}", self.machine.kernel())), "{dkms}");
+        assert!(dkms.contains(": installed") && dkms.lines().count() == 1, "{dkms}");
+        let module = self.sh("modinfo -F filename mercury")?;
+        assert!(module.contains("/updates/dkms/mercury.ko"), "{module}");
+        Ok(())
+    }
+}
+
+fn documentation_is_there(operator: &Operator) -> Result<()> {
+    operator.sh("for page in mercury mercury-attach mercury-doctor; do \
+        zcat /usr/share/man/man8/$page.8.gz | grep -q '^.TH' || exit 1; done")?;
+    operator.sh(
+        "bash -c '. /usr/share/bash-completion/completions/mercury; complete -p mercury' | grep -q mercury",
+    )?;
+    operator.sh("test -s /usr/share/zsh/vendor-completions/_mercury \
+        -a -s /usr/share/fish/vendor_completions.d/mercury.fish -a -s /usr/share/doc/mercury/copyright")?;
+    // Every file is as it was packed.
+    operator.sh("cd / && md5sum --quiet -c /var/lib/dpkg/info/mercury.md5sums")?;
+    Ok(())
+}
+
+fn unit_loads_and_unloads(operator: &Operator) -> Result<()> {
+    assert_eq!(operator.state()?, "no-driver");
+    assert_eq!(operator.mercury("doctor")?["can_attach"], "yes");
+    operator.sh("systemctl start mercury")?;
+    assert_eq!(operator.state()?, "loaded");
+    assert_eq!(operator.mercury("attach")?["count"], 2);
+    assert_eq!(operator.state()?, "attached");
+    assert_eq!(operator.mercury("detach")?["count"], 2);
+    operator.mercury("attach")?;
+    // Stopping the unit takes the hypervisor out first.
+    operator.sh("systemctl stop mercury && test ! -e /dev/mercury -a ! -e /sys/module/mercury")?;
+    assert_eq!(operator.state()?, "no-driver");
+    assert_eq!(operator.sh("systemctl show -P Result mercury")?, "success");
+    Ok(())
+}
+
+/// Whoever has the unit enabled has the hypervisor pre-cached again after the upgrade, the new one.
+fn upgrade_detaches(operator: &Operator) -> Result<()> {
+    operator.sh("systemctl enable --now -q mercury")?;
+    operator.mercury("attach")?;
+    operator.install(&deb::build_as("0.9.9")?)?;
+    assert_eq!(operator.state()?, "loaded");
+    assert_eq!(operator.sh("systemctl is-active mercury")?, "active");
+    operator.sh("test ! -e /usr/src/mercury-0.1.0 -a ! -e /var/lib/dkms/mercury/0.1.0")?;
+    assert_eq!(operator.mercury("attach")?["count"], 2);
+    Ok(())
+}
+
+/// Purged while attached.
+fn nothing_is_left(operator: &Operator, before: &str) -> Result<()> {
+    operator.mercury("attach")?;
+    operator.sh("dpkg --purge mercury")?;
+    operator.say("purged");
+    operator.sh("test ! -e /dev/mercury -a ! -e /sys/module/mercury -a ! -e /usr/sbin/mercury")?;
+    operator.sh("! modinfo mercury 2>/dev/null; ! systemctl cat mercury 2>/dev/null")?;
+    assert_eq!(operator.sh("systemctl is-system-running")?, "running");
+    let after = operator.files()?;
+    let left: Vec<&str> = after.lines().filter(|file| !before.lines().any(|old| old == *file)).collect();
+    assert!(left.is_empty(), "left behind: {left:#?}");
+    operator.machine.check_health()
+}
+
+#[test]
+fn package_on_bookworm() -> Result<()> {
+    let package = deb::build()?;
+    let operator = Operator::boot(Kernel::BookwormCloud)?;
+    let before = operator.files()?;
+    operator.install(&package)?;
+    documentation_is_there(&operator)?;
+    unit_loads_and_unloads(&operator)?;
+    upgrade_detaches(&operator)?;
+    nothing_is_left(&operator, &before)
+}
+
+#[test]
+fn package_on_trixie() -> Result<()> {
+    let package = deb::build()?;
+    let operator = Operator::boot(Kernel::TrixieCloud)?;
+    let before = operator.files()?;
+    operator.install(&package)?;
+    unit_loads_and_unloads(&operator)?;
+    nothing_is_left(&operator, &before)
+}

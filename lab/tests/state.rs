@@ -1,0 +1,81 @@
+//! What is native after a detach: all that can be read of a CPU is as it was before, on each CPU; and
+//! while attached it differs in one bit, which says so.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use mercury_lab::{Kernel, Machine, Result, Spec};
+use serde_json::Value;
+use workloads::{kernel, load, load_test_module, report};
+
+const SVME: u64 = 1 << 12;
+const EFER: &str = "msr_c0000080";
+
+fn states(machine: &Machine, cpus: u32) -> Result<Vec<Value>> {
+    (0..cpus).map(|cpu| kernel(machine, &format!("state {cpu}"))).collect()
+}
+
+/// With EFER.SVME as it is while attached.
+fn as_attached(native: &Value) -> Value {
+    let mut attached = native.clone();
+    let efer = native[EFER].as_str().unwrap().trim_start_matches("0x");
+    let efer = u64::from_str_radix(efer, 16).unwrap() | SVME;
+    attached[EFER] = format!("{efer:#x}").into();
+    attached
+}
+
+fn compare(when: &str, expected: &[Value], found: &[Value]) {
+    for (cpu, (expected, found)) in expected.iter().zip(found).enumerate() {
+        let names = expected.as_object().unwrap().keys();
+        let different: Vec<String> = names
+            .filter(|name| expected[*name] != found[*name])
+            .map(|name| format!("{name} was {} and is {}", expected[name], found[name]))
+            .collect();
+        assert!(different.is_empty(), "CPU {cpu}, {when}: {}", different.join(", "));
+        assert_eq!(expected.as_object().unwrap().len(), found.as_object().unwrap().len());
+    }
+}
+
+/// Read by the test module, which knows nothing of the driver, and by the driver.
+fn compare_on(spec: Spec, cpus: u32) -> Result<()> {
+    let machine = Machine::boot(spec.cpus(cpus).memory_mib(768))?;
+    load_test_module(&machine)?;
+    let never_loaded = states(&machine, cpus)?;
+    assert!(never_loaded[0].as_object().unwrap().len() > 60, "{}", never_loaded[0]);
+    load(&machine)?;
+    compare("loaded", &never_loaded, &states(&machine, cpus)?);
+    let attached: Vec<_> = never_loaded.iter().map(as_attached).collect();
+    for _ in 0..3 {
+        machine.mercury("attach")?;
+        compare("attached", &attached, &states(&machine, cpus)?);
+        machine.mercury("detach")?;
+        compare("detached", &never_loaded, &states(&machine, cpus)?);
+    }
+    let facts = report(&machine.run("mercury-workload state --cycles 20")?.check()?);
+    assert_eq!((&facts["passes"], &facts["cpus"]), (&20.into(), &cpus.into()), "{facts}");
+    machine.mercury("verify")?;
+    machine.mercury("unload")?;
+    compare("unloaded", &never_loaded, &states(&machine, cpus)?);
+    machine.check_next_attach()
+}
+
+#[test]
+fn debian_12() -> Result<()> {
+    compare_on(Spec::new(Kernel::BookwormCloud), 4)
+}
+
+#[test]
+fn debian_13() -> Result<()> {
+    compare_on(Spec::new(Kernel::TrixieCloud), 2)
+}
+
+#[test]
+fn five_level_paging() -> Result<()> {
+    compare_on(Spec::new(Kernel::BookwormCloud).cpu_feature("+la57"), 2)
+}
+
+#[test]
+fn the_generic_kernel_with_machine_checks() -> Result<()> {
+    compare_on(Spec::new(Kernel::BookwormGeneric), 2)
+}

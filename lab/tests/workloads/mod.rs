@@ -1,0 +1,82 @@
+//! What the tests of switching beneath running programs share: workloads that go on until they are told
+//! to end, the switching itself, and the test module.
+
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{Background, Machine, Output, Result};
+use serde_json::Value;
+
+/// A workload may be a while in coming to its end: all of them want the same few CPUs.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A workload's last line.
+pub fn report(output: &Output) -> Value {
+    let line = output.stdout.lines().last().unwrap_or_default();
+    serde_json::from_str(line).unwrap_or_else(|_| panic!("no report: {}{}", output.stdout, output.stderr))
+}
+
+/// Workloads that run.
+pub struct Workloads<'a> {
+    machine: &'a Machine,
+    running: Vec<(String, Background)>,
+}
+
+impl<'a> Workloads<'a> {
+    /// Starts workloads, by what is to be said to `mercury-workload`.
+    pub fn start(machine: &'a Machine, all: &[&str]) -> Result<Self> {
+        machine.sh("rm -f /run/end")?;
+        let start = |&words: &&str| {
+            let line = format!("exec mercury-workload --until-file /run/end {words}");
+            Ok((words.to_owned(), machine.spawn(&line)?))
+        };
+        Ok(Self { machine, running: all.iter().map(start).collect::<Result<_>>()? })
+    }
+
+    /// Ends them all: their reports, none of which has a violation and each of which has passes.
+    pub fn finish(self) -> Result<Vec<Value>> {
+        self.machine.sh("touch /run/end")?;
+        let mut reports = Vec::new();
+        for (name, workload) in self.running {
+            let output = workload.wait(PATIENCE)?.check()?;
+            let report = report(&output);
+            println!("{name}: {report}");
+            assert_eq!(report["violations"], 0, "{name}: {report}");
+            assert!(report["passes"].as_u64().unwrap() > 0, "{name} never came to anything: {report}");
+            reports.push(report);
+        }
+        Ok(reports)
+    }
+}
+
+/// Attaches and detaches all CPUs `cycles` times, at a priority above everything that runs.
+pub fn switch(machine: &Machine, cycles: u64) -> Result<Value> {
+    let line = format!("mercury-workload switch --cycles {cycles} --fifo 90 --pause-us 2000");
+    let output = machine.command(&line).timeout(Duration::from_secs(240)).run()?.check()?;
+    let report = report(&output);
+    println!("{cycles} cycles: {report}");
+    let cpus = report["cpus"].as_u64().unwrap();
+    assert_eq!(report["switches"], 2 * cycles * cpus, "{report}");
+    Ok(report)
+}
+
+/// Loads the driver and the hypervisor, and leaves every CPU native.
+pub fn load(machine: &Machine) -> Result<()> {
+    machine.mercury("load").map(drop)
+}
+
+/// Loads the test module.
+pub fn load_test_module(machine: &Machine) -> Result<()> {
+    machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko").map(drop)
+}
+
+/// A command for the test module.
+pub fn kernel(machine: &Machine, words: &str) -> Result<Value> {
+    Ok(report(&machine.run(&format!("mercury-workload kernel {words}"))?.check()?))
+}
+
+/// Exits of a CPU so far, by reason.
+pub fn exits(machine: &Machine, cpu: usize, reason: &str) -> Result<u64> {
+    Ok(machine.mercury("status")?["cpus"][cpu]["exits"][reason].as_u64().unwrap_or(0))
+}
