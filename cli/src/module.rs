@@ -48,7 +48,7 @@ pub fn is_loaded(sysroot: &Sysroot) -> bool {
 /// Puts the module in if it is not: from `path`, or from the running kernel's module directory.
 /// Returns whether it was put in now.
 pub fn insert(path: Option<&Path>, sysroot: &Sysroot) -> Result<bool> {
-    if is_loaded(sysroot) {
+    if settles_as_loaded(sysroot)? {
         return Ok(false);
     }
     let inserted = match path {
@@ -110,9 +110,19 @@ fn modprobe() -> Result<bool> {
     }
 }
 
+/// Whether the module is in, once nobody is putting it in or taking it out any more.
+fn settles_as_loaded(sysroot: &Sysroot) -> Result<bool> {
+    let loaded = wait_until(|| !is_loaded(sysroot) || Path::new(device::PATH).exists());
+    loaded.map(|()| is_loaded(sysroot))
+}
+
 fn wait_for_node() -> Result<()> {
+    wait_until(|| Path::new(device::PATH).exists())
+}
+
+fn wait_until(ready: impl Fn() -> bool) -> Result<()> {
     let start = Instant::now();
-    while !Path::new(device::PATH).exists() {
+    while !ready() {
         if start.elapsed() > NODE_TIMEOUT {
             return Err(Error::new(Exit::Failed, "the driver is loaded, but /dev/mercury did not appear")
                 .hint("mount devtmpfs on /dev, or start udev"));

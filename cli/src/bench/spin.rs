@@ -1,5 +1,8 @@
 //! A thread on each CPU that does nothing but look at the clock, and the longest time that it could
-//! not: whatever a switch costs the work above, this sees it.
+//! not although the CPU was its own: whatever a switch costs the work above, this sees it.
+//!
+//! Time in which the scheduler gave the CPU to somebody else is taken out: the thread's own CPU time
+//! stands still in it. Interrupts, and what lies beneath the kernel, stay in.
 
 use crate::{cpus::CpuSet, tsc};
 use std::{
@@ -12,16 +15,16 @@ use std::{
 pub struct Gap {
     /// Linux's number.
     pub cpu: u32,
-    /// TSC ticks between two looks.
+    /// TSC ticks between two looks, as far as the thread was on its CPU.
     pub ticks: u64,
 }
 
 /// Runs `work` while a thread spins on each of `cpus`.
-pub fn during<T>(cpus: &CpuSet, work: impl FnOnce() -> T) -> (T, Vec<Gap>) {
+pub fn during<T>(cpus: &CpuSet, tsc_khz: u64, work: impl FnOnce() -> T) -> (T, Vec<Gap>) {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let stop = &stop;
-        let spin = |cpu| (cpu, scope.spawn(move || longest_gap(cpu, stop)));
+        let spin = |cpu| (cpu, scope.spawn(move || longest_gap(cpu, tsc_khz, stop)));
         let spinners: Vec<_> = cpus.iter().map(spin).collect();
         let result = work();
         stop.store(true, Ordering::Relaxed);
@@ -32,15 +35,50 @@ pub fn during<T>(cpus: &CpuSet, work: impl FnOnce() -> T) -> (T, Vec<Gap>) {
 }
 
 /// Spins on one CPU until told to stop; `None` if the CPU cannot be had.
-fn longest_gap(cpu: u32, stop: &AtomicBool) -> Option<u64> {
+fn longest_gap(cpu: u32, tsc_khz: u64, stop: &AtomicBool) -> Option<u64> {
     pin(cpu)?;
-    let (mut last, mut longest) = (tsc::now(), 0);
+    let mut since = Since::now(tsc_khz);
+    let (mut last, mut longest) = (since.tsc, 0);
     while !stop.load(Ordering::Relaxed) {
         let now = tsc::now();
-        longest = longest.max(now.saturating_sub(last));
+        let gap = now.saturating_sub(last);
         last = now;
+        if gap > longest {
+            longest = longest.max(since.on_cpu(now, gap));
+            since = Since::now(tsc_khz);
+            last = since.tsc;
+        }
     }
     Some(longest)
+}
+
+/// A moment in both times.
+struct Since {
+    tsc: u64,
+    cpu_ticks: u64,
+    tsc_khz: u64,
+}
+
+impl Since {
+    fn now(tsc_khz: u64) -> Self {
+        let tsc = tsc::now();
+        Self { tsc, cpu_ticks: cpu_ticks(tsc_khz), tsc_khz }
+    }
+
+    /// How much of the `gap` that ends at `now` the thread was on its CPU: all the CPU time since, less
+    /// what the looks before the gap have taken.
+    fn on_cpu(&self, now: u64, gap: u64) -> u64 {
+        let used = cpu_ticks(self.tsc_khz).saturating_sub(self.cpu_ticks);
+        let before = now.saturating_sub(gap).saturating_sub(self.tsc);
+        used.saturating_sub(before).min(gap)
+    }
+}
+
+/// CPU time of the calling thread, in TSC ticks.
+fn cpu_ticks(tsc_khz: u64) -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    let ns = time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs();
+    (u128::from(ns) * u128::from(tsc_khz) / 1_000_000) as u64
 }
 
 /// Keeps the calling thread on one CPU.
@@ -67,7 +105,7 @@ mod tests {
             .filter(|cpu| allowed.is_set(*cpu as usize))
             .take(1)
             .collect();
-        let ((), gaps) = during(&cpus, || thread::sleep(std::time::Duration::from_millis(20)));
+        let ((), gaps) = during(&cpus, 1_000_000, || thread::sleep(std::time::Duration::from_millis(20)));
         assert_eq!(gaps.len(), 1);
         assert!(gaps[0].ticks > 0);
     }

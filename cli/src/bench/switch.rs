@@ -110,9 +110,9 @@ pub fn measure(driver: &dyn Driver, cycles: u32, stop: &dyn Fn() -> bool) -> Res
     let tsc_khz = driver.system()?.tsc_khz;
     let cpus = native_cpus(driver)?;
     progress::line("measuring pauses without switches");
-    let (asked, baseline) = spin::during(&cpus, || ask(driver, cycles, stop));
+    let (asked, baseline) = spin::during(&cpus, tsc_khz, || ask(driver, cycles, stop));
     asked?;
-    let (samples, gaps) = spin::during(&cpus, || cycle(driver, cycles, stop));
+    let (samples, gaps) = spin::during(&cpus, tsc_khz, || cycle(driver, cycles, stop));
     let samples = samples?;
     let round_trip = if samples.cycles > 0 { round_trips(driver, &cpus, tsc_khz)? } else { Vec::new() };
     progress::line("");
