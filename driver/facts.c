@@ -57,9 +57,14 @@ static const struct {
 #undef OPTIONAL
 };
 
+/*
+ * What firmware merely reserves is not counted: AMD's hole below 1 TiB (HARDWARE A-14) would make the
+ * nested map reach there at once, for nothing. Should something be there after all, a fault maps it.
+ */
 static int widen(struct resource *resource, void *end)
 {
-	*(u64 *)end = max_t(u64, *(u64 *)end, resource->end);
+	if (resource->desc != IORES_DESC_RESERVED)
+		*(u64 *)end = max_t(u64, *(u64 *)end, resource->end);
 	return 0;
 }
 

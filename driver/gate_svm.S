@@ -114,6 +114,8 @@ SYM_CODE_START(mercury_gate_enter)
 	ret
 	int3
 SYM_CODE_END(mercury_gate_enter)
+/* A breakpoint in here would be one in an address space without the kernel's handlers. */
+_ASM_NOKPROBE(mercury_gate_enter)
 
 /*
  * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
@@ -218,5 +220,7 @@ SYM_CODE_START(mercury_gate_leave)
 	iretq
 	int3
 SYM_CODE_END(mercury_gate_leave)
+_ASM_NOKPROBE(mercury_gate_leave)
 
-	.balign	4096, 0xcc
+	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
+	.org	mercury_gate_page + 4096, 0xcc

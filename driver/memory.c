@@ -98,7 +98,7 @@ static struct chunk *add_chunk(unsigned int pages)
 	unsigned int i;
 
 	order = remaining ? max(order, least) : least;
-	if (chunk_count == CHUNKS_MAX || mercury_fault(MERCURY_FAULT_POINT_LOAD_CONTIGUOUS))
+	if (chunk_count == CHUNKS_MAX)
 		return NULL;
 	for (chunk->page = NULL; order >= least && !chunk->page; order--) {
 		chunk->page = alloc_pages(GFP_CHUNK, order);
@@ -119,6 +119,8 @@ void *mercury_carve(unsigned int pages, unsigned int align)
 	struct chunk *chunk;
 	unsigned int start;
 
+	if (pages > 1 && mercury_fault(MERCURY_FAULT_POINT_LOAD_CONTIGUOUS))
+		return NULL;
 	for (chunk = chunks; ; chunk++) {
 		if (chunk == chunks + chunk_count) {
 			chunk = add_chunk(pages);

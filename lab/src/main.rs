@@ -68,8 +68,12 @@ enum Command {
     Demo,
     /// Measure
     Bench,
-    /// Try for hours
-    Soak,
+    /// Attach and detach beneath everything that machines do, for hours
+    Soak {
+        /// How often to attach and detach
+        #[arg(long, default_value_t = 10_000)]
+        cycles: u64,
+    },
     /// Make the Debian packages
     Deb,
 }
@@ -162,7 +166,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Demo => demo::run()?,
         Command::Bench => bench::run()?,
-        Command::Soak => soak::run()?,
+        Command::Soak { cycles } => soak::command(cycles)?,
         Command::Deb => deb::run()?,
     }
     Ok(ExitCode::SUCCESS)

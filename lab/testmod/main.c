@@ -124,6 +124,7 @@ static const struct file_operations test_operations = {
 	.release = test_release,
 	.read = test_read,
 	.write = test_write,
+	.mmap = test_mmap,
 };
 
 static struct miscdevice device = {

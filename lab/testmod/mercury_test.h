@@ -7,6 +7,7 @@
  *	interrupts.c	a CPU that is held with interrupts off; NMIs
  *	hypercall.c	hypercalls that make no sense
  *	hidden.c	the hypervisor's memory, seen from the kernel
+ *	map.c		physical pages for user mode
  *	state.c		MSRs, and all that can be read of a CPU
  */
 #ifndef MERCURY_TEST_H
@@ -46,6 +47,11 @@ int test_hypercall(struct test_answer *answer, const u64 *arguments);
 int test_hidden_find(struct test_answer *answer, const u64 *arguments);
 int test_hidden_read(struct test_answer *answer, const u64 *arguments);
 int test_hidden_write(struct test_answer *answer, const u64 *arguments);
+
+/* map.c */
+struct file;
+struct vm_area_struct;
+int test_mmap(struct file *file, struct vm_area_struct *vma);
 
 /* state.c */
 int test_rdmsr(struct test_answer *answer, const u64 *arguments);

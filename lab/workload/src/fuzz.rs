@@ -216,7 +216,7 @@ impl<'a> Fuzzer<'a> {
         match self.rng.below(20) {
             0 => known ^ 1 << (16 + self.rng.below(14)),
             1 => known ^ 1 << (30 + self.rng.below(2)),
-            2 => known & !0xFF | 9 + self.rng.below(200) as u32,
+            2 => (known & !0xFF) | (9 + self.rng.below(200) as u32),
             3 => known ^ 1 << (8 + self.rng.below(8)),
             4 => fault,
             _ => known,

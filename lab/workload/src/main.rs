@@ -4,7 +4,8 @@
 //! They watch what a mode switch could spoil: time (`spin`, `realtime`), results (`compute`), registers
 //! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
 //! `sampling`) and exceptions (`vmmcall`). `switch` is what they are to withstand, `state` compares a
-//! CPU with itself, `fuzz-ioctl` attacks the driver, and `kernel` talks to the test module.
+//! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
+//! and `kernel` talks to the test module.
 
 mod attr;
 mod breakpoint;
@@ -28,6 +29,7 @@ mod state;
 mod step;
 mod stop;
 mod switch;
+mod touch;
 mod tracee;
 mod vmmcall;
 
@@ -79,6 +81,8 @@ enum Workload {
     State(state::Args),
     /// Calls the driver with nonsense
     FuzzIoctl(fuzz::Args),
+    /// Reads a physical address from user mode
+    Touch(touch::Args),
     /// Gives a command to the test module and prints its answer
     Kernel(kernel::Args),
 }
@@ -100,6 +104,7 @@ impl Workload {
             Self::Switch(args) => switch::run(args, stop, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
+            Self::Touch(args) => touch::run(args, report),
             Self::Kernel(args) => kernel::run(args, report),
         }
     }

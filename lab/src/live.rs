@@ -1,0 +1,56 @@
+//! What a long job says while it runs: headings, and one line that is written over again on a terminal.
+//! Elsewhere that line is printed twice a minute, so that a log shows that something moves.
+
+use std::{
+    io::{IsTerminal, Write},
+    time::{Duration, Instant},
+};
+
+const IN_A_LOG: Duration = Duration::from_secs(30);
+
+/// Begins a part of the job.
+pub fn say(what: &str) {
+    println!("\n==> {what}");
+}
+
+/// The line that changes.
+#[derive(Debug)]
+pub struct Line {
+    start: Instant,
+    printed: Instant,
+}
+
+impl Line {
+    /// Counts the seconds from now on.
+    #[must_use]
+    pub fn begin() -> Self {
+        Self { start: Instant::now(), printed: Instant::now() }
+    }
+
+    /// How long it has been.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Shows another text.
+    pub fn show(&mut self, text: &str) {
+        let text = format!("    {:4.0} s  {text}", self.elapsed().as_secs_f32());
+        if std::io::stdout().is_terminal() {
+            print!("\r\x1b[2K{text}");
+            let _ = std::io::stdout().flush();
+        } else if self.printed.elapsed() >= IN_A_LOG {
+            self.printed = Instant::now();
+            println!("{text}");
+        }
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if std::io::stdout().is_terminal() {
+            print!("\r\x1b[2K");
+            let _ = std::io::stdout().flush();
+        }
+    }
+}

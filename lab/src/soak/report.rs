@@ -1,0 +1,65 @@
+//! The page that a soak ends in: docs/soak.md, and the same on the terminal.
+
+use super::{Outcome, Times, load};
+use crate::markdown::{table, thousands};
+
+/// The page.
+#[must_use]
+pub fn page(outcome: &Outcome) -> String {
+    let [native, attached] = outcome.hotplugs;
+    let minutes = outcome.elapsed.as_secs() / 60;
+    format!(
+        "# {} times there and back\n\n\
+        Written by `make soak`. One machine in QEMU's software emulation ({}), Debian's own kernel {}, Mercury {}. \
+        Everything in the second table ran all the time, for {minutes} minutes of wall time, while all CPUs were \
+        attached and detached {} times; in between CPUs were taken offline and brought back, {native} times while \
+        native and {attached} times beneath the attached hypervisor, which then has to take in the one that comes.\n\n\
+        ## What must hold\n\n{}\n\
+        ## What ran meanwhile\n\n{}\n\
+        Transactions that PostgreSQL acknowledged: {}. Found in its tables: {}. Failed: {}.\n\n\
+        ## Switch times\n\n\
+        With interrupts off, per CPU, in the emulator's microseconds on a shared and overcommitted host, where a \
+        virtual CPU loses its host's CPU in the middle of a switch now and then: that is the maximum. Instructions are \
+        counted in [benchmarks.md](benchmarks.md).\n\n{}\n\
+        ## Exits\n\n{}\n\
+        `hypercall` is the driver itself: asking each CPU for its mode, and the detach.\n",
+        thousands(outcome.cycles),
+        outcome.machine,
+        outcome.kernel,
+        outcome.version,
+        thousands(outcome.cycles),
+        checks(outcome),
+        work(outcome),
+        thousands(outcome.database.acknowledged),
+        thousands(outcome.database.found),
+        outcome.database.failed,
+        times(outcome),
+        exits(outcome),
+    )
+}
+
+fn checks(outcome: &Outcome) -> String {
+    let mark = |holds: bool| if holds { "yes" } else { "**NO**" };
+    let rows = outcome.checks().into_iter().map(|(holds, what)| vec![what, mark(holds).to_owned()]);
+    table(&["", "holds"], &rows.collect::<Vec<_>>())
+}
+
+fn work(outcome: &Outcome) -> String {
+    let row =
+        |work: &load::Work| vec![work.name.to_owned(), thousands(work.passes), thousands(work.violations)];
+    table(&["", "done", "wrong"], &outcome.work.iter().map(row).collect::<Vec<_>>())
+}
+
+fn times(outcome: &Outcome) -> String {
+    let us = |ns: u64| format!("{:.1}", ns as f64 / 1000.0);
+    let row = |name: &str, times: &Times| {
+        vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]
+    };
+    let rows = [row("attach", &outcome.attach), row("detach", &outcome.detach)];
+    table(&["", "min", "median", "max"], &rows)
+}
+
+fn exits(outcome: &Outcome) -> String {
+    let rows = load::exits(&outcome.status).into_iter().map(|(reason, count)| vec![reason, thousands(count)]);
+    table(&["reason", "all CPUs"], &rows.collect::<Vec<_>>())
+}

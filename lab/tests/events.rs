@@ -1,0 +1,419 @@
+//! What happens to a machine while the hypervisor is beneath it: processors come and go, it suspends,
+//! reboots, crashes, and gets interrupts that nothing can hold back.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{
+    Bus, Error, Kernel, Machine, MachineCheck, Reset, Result, Spec,
+    operator::{Work, complaints},
+};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const ALL_FOUR: &str = "attached attached attached attached";
+
+fn plain() -> Spec {
+    Spec::new(Kernel::BookwormCloud)
+}
+
+/// A machine at work, with the hypervisor beneath.
+fn attached(spec: Spec) -> Result<(Machine, Work)> {
+    let machine = Machine::boot(spec)?;
+    let work = machine.start_work()?;
+    machine.mercury("attach")?;
+    Ok((machine, work))
+}
+
+// Processors come and go.
+
+/// Takes CPUs offline and brings them back, so many times; `$3` looks at them in between.
+const HOTPLUG: &str = r#"
+set -eu
+for round in $(seq "$1"); do
+	for cpu in $2; do
+		echo 0 > /sys/devices/system/cpu/cpu$cpu/online
+		${3:-true}
+		echo 1 > /sys/devices/system/cpu/cpu$cpu/online
+		${3:-true}
+	done
+done
+"#;
+
+fn hotplug(machine: &Machine, rounds: u32, cpus: &str) -> Result<()> {
+    let argv = [rounds.to_string(), cpus.to_owned()];
+    machine.program(&["/bin/bash", "-c", HOTPLUG, "hotplug", &argv[0], &argv[1]]).run()?.check().map(drop)
+}
+
+fn processors_go_and_come_back(kernel: Kernel, cpus: &str, argument: &str) -> Result<()> {
+    let (machine, work) = attached(Spec::new(kernel).cpus(4).kernel_arg(argument))?;
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu3/online")?;
+    assert_eq!(machine.modes()?, "attached attached attached offline");
+    machine.sh("echo 1 > /sys/devices/system/cpu/cpu3/online")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    hotplug(&machine, 7, cpus)?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    // One that was offline at the attach.
+    machine.mercury("detach")?;
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
+    machine.mercury("attach")?;
+    machine.sh("echo 1 > /sys/devices/system/cpu/cpu2/online")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    // One that was offline at the detach.
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
+    machine.mercury("detach")?;
+    machine.sh("echo 1 > /sys/devices/system/cpu/cpu2/online")?;
+    assert_eq!(machine.modes()?, ALL_FOUR.replace("attached", "native"));
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn processors_go_and_come_back_on_6_1() -> Result<()> {
+    // This kernel can do it with the boot CPU as well.
+    processors_go_and_come_back(Kernel::BookwormCloud, "0 1 2 3", "cpu0_hotplug")
+}
+
+#[test]
+fn processors_go_and_come_back_on_6_12() -> Result<()> {
+    processors_go_and_come_back(Kernel::TrixieCloud, "1 2 3", "quiet")
+}
+
+#[test]
+fn processors_that_were_not_asked_for_stay_native() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4))?;
+    let work = machine.start_work()?;
+    machine.mercury("attach --cpus 0,2")?;
+    hotplug(&machine, 2, "1 2 3")?;
+    assert_eq!(machine.modes()?, "attached native attached native");
+    // The last one that is attached goes: what is wanted is still wanted.
+    machine.mercury("detach --cpus 0")?;
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
+    assert_eq!(machine.modes()?, "native native offline native");
+    machine.sh("echo 1 > /sys/devices/system/cpu/cpu2/online")?;
+    assert_eq!(machine.modes()?, "native native attached native");
+    assert_eq!(machine.mercury("detach")?["cpus"], "2");
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn processors_come_and_go_while_others_switch() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(4))?;
+    machine.mercury("load")?;
+    let switcher = machine.spawn("exec mercury-workload switch")?;
+    hotplug(&machine, 10, "1 3")?;
+    switcher.kill(15)?;
+    let report = switcher.wait(MINUTE)?;
+    // A CPU may be gone when its turn comes; the switcher says so and goes on.
+    assert!(!report.stdout.contains("wrong-mode"), "{}", report.stdout);
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
+#[test]
+fn new_processors_are_attached() -> Result<()> {
+    let (machine, work) = attached(plain().cpus(2).max_cpus(4))?;
+    machine.qmp().cpu_add()?;
+    let last = machine.qmp().cpu_add()?;
+    machine.sh("until [ -e /sys/devices/system/cpu/cpu3/online ]; do sleep 0.1; done")?;
+    machine.sh("for cpu in 2 3; do echo 1 > /sys/devices/system/cpu/cpu$cpu/online; done")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    hotplug(&machine, 3, "2 3")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu3/online")?;
+    machine.qmp().cpu_del(&last, MINUTE)?;
+    assert_eq!(machine.modes()?, "attached attached attached offline");
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+#[test]
+fn sibling_threads_and_late_processors() -> Result<()> {
+    let threads = plain().cpus(4).qemu_arg("-smp").qemu_arg("4,sockets=1,cores=2,threads=2");
+    // Two of them are brought up by hand only.
+    let (machine, work) = attached(threads.kernel_arg("maxcpus=2"))?;
+    assert_eq!(machine.modes()?, "attached attached offline offline");
+    machine.sh("for cpu in 2 3; do echo 1 > /sys/devices/system/cpu/cpu$cpu/online; done")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    if machine.run("echo off > /sys/devices/system/cpu/smt/control")?.success() {
+        let modes = machine.modes()?;
+        assert_eq!(modes.matches("offline").count(), 2, "{modes}");
+        assert_eq!(modes.matches("attached").count(), 2, "{modes}");
+        machine.sh("echo on > /sys/devices/system/cpu/smt/control")?;
+        assert_eq!(machine.modes()?, ALL_FOUR);
+    } else {
+        println!("left out: this machine has no sibling threads");
+    }
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+// The machine ends, or starts again.
+
+/// Has the machine come up again by `command`, and sees that it is well.
+fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
+    let (machine, _work) = attached(Spec::new(kernel).cpus(4).reset(Reset::Restarts))?;
+    let boots = machine.boots();
+    machine.spawn(command)?;
+    machine.wait_reboot(boots)?;
+    machine.check_next_attach()
+}
+
+const REBOOT_AT_ONCE: &str = "python3 -c 'import ctypes; ctypes.CDLL(None).reboot(0x01234567)'";
+
+#[test]
+fn reboot() -> Result<()> {
+    comes_up_again(Kernel::BookwormCloud, "reboot")
+}
+
+#[test]
+fn reboot_on_6_12() -> Result<()> {
+    comes_up_again(Kernel::TrixieCloud, "reboot")
+}
+
+#[test]
+fn reboot_at_once() -> Result<()> {
+    comes_up_again(Kernel::BookwormCloud, REBOOT_AT_ONCE)
+}
+
+#[test]
+fn reset_by_sysrq() -> Result<()> {
+    comes_up_again(Kernel::BookwormCloud, "echo b > /proc/sysrq-trigger")
+}
+
+#[test]
+fn reset_by_sysrq_on_6_12() -> Result<()> {
+    comes_up_again(Kernel::TrixieCloud, "echo b > /proc/sysrq-trigger")
+}
+
+#[test]
+fn poweroff() -> Result<()> {
+    let (machine, _work) = attached(plain().cpus(4))?;
+    machine.spawn("poweroff")?;
+    assert!(machine.wait_shutdown(MINUTE)?.success());
+    machine.check_console()?;
+    machine.forgive();
+    Ok(())
+}
+
+/// Puts a kernel in place, the same one, for `kexec -e` (`-l`) or for a crash (`-p`).
+fn kexec_load(machine: &Machine, how: &str) -> Result<()> {
+    machine
+        .sh(&format!(
+            "kexec {how} /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio \
+             --reuse-cmdline --append='lab.kexeced=1'"
+        ))
+        .map(drop)
+}
+
+fn kexec(kernel: Kernel) -> Result<()> {
+    let (machine, _work) = attached(Spec::new(kernel).cpus(4))?;
+    kexec_load(&machine, "-l")?;
+    let boots = machine.boots();
+    machine.spawn("kexec -e")?;
+    machine.wait_reboot(boots)?;
+    machine.sh("grep -q lab.kexeced /proc/cmdline")?;
+    assert_eq!(machine.sh("nproc")?, "4");
+    machine.check_next_attach()
+}
+
+#[test]
+fn kexec_on_6_1() -> Result<()> {
+    kexec(Kernel::BookwormCloud)
+}
+
+#[test]
+fn kexec_on_6_12() -> Result<()> {
+    kexec(Kernel::TrixieCloud)
+}
+
+/// A machine that has a crash kernel, attached.
+fn with_crash_kernel(kernel: Kernel) -> Result<Machine> {
+    let machine = Machine::boot(Spec::new(kernel).cpus(4).kernel_arg("crashkernel=256M"))?;
+    kexec_load(&machine, "-p")?;
+    machine.mercury("attach")?;
+    Ok(machine)
+}
+
+/// The crash kernel runs, natively, and has the dead one's memory before it.
+fn crash_kernel_runs(machine: &Machine, boots: u32, panic: &str) -> Result<()> {
+    machine.wait_reboot(boots)?;
+    machine.sh("grep -q lab.kexeced /proc/cmdline && test -s /proc/vmcore")?;
+    assert_eq!(complaints(&machine.sh("dmesg")?), [""; 0]);
+    let console = machine.serial_log();
+    let unexpected: Vec<_> = complaints(&console).into_iter().filter(|line| !line.contains(panic)).collect();
+    assert!(unexpected.is_empty() && console.contains(panic), "{unexpected:#?}");
+    machine.mercury("attach")?;
+    assert!(machine.modes()?.starts_with("attached"));
+    machine.mercury("detach").map(drop)
+}
+
+fn crash(kernel: Kernel, cpu: u32) -> Result<()> {
+    let machine = with_crash_kernel(kernel)?;
+    let boots = machine.boots();
+    machine.spawn(&format!("taskset -c {cpu} sh -c 'echo c > /proc/sysrq-trigger'"))?;
+    crash_kernel_runs(&machine, boots, "Kernel panic - not syncing: sysrq triggered crash")
+}
+
+#[test]
+fn crash_on_cpu_0_on_6_1() -> Result<()> {
+    crash(Kernel::BookwormCloud, 0)
+}
+
+#[test]
+fn crash_on_cpu_3_on_6_1() -> Result<()> {
+    crash(Kernel::BookwormCloud, 3)
+}
+
+#[test]
+fn crash_on_cpu_0_on_6_12() -> Result<()> {
+    crash(Kernel::TrixieCloud, 0)
+}
+
+#[test]
+fn crash_on_cpu_3_on_6_12() -> Result<()> {
+    crash(Kernel::TrixieCloud, 3)
+}
+
+#[test]
+fn panic_without_a_crash_kernel() -> Result<()> {
+    let (machine, _work) = attached(plain().cpus(4).reset(Reset::Restarts))?;
+    let boots = machine.boots();
+    machine.spawn("echo c > /proc/sysrq-trigger")?;
+    machine.wait_reboot(boots)?;
+    assert!(machine.serial_log().contains("sysrq triggered crash"));
+    assert_eq!(complaints(&machine.sh("dmesg")?), [""; 0]);
+    machine.mercury("attach")?;
+    machine.mercury("detach").map(drop)
+}
+
+// The machine sleeps.
+
+fn suspend_to_memory(kernel: Kernel) -> Result<()> {
+    let (machine, work) = attached(Spec::new(kernel).cpus(4))?;
+    for round in 0..2 {
+        let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
+        wait_status(&machine, "suspended")?;
+        machine.qmp().system_wakeup()?;
+        let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
+        assert!(said.contains("awake"), "round {round}: {said}");
+        assert_eq!(machine.modes()?, ALL_FOUR, "round {round}");
+    }
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+fn wait_status(machine: &Machine, wanted: &str) -> Result<()> {
+    mercury_lab::error::wait_for(&format!("the machine to be {wanted}"), 2 * MINUTE, || {
+        Ok((machine.qmp().status()? == wanted).then_some(()))
+    })
+}
+
+#[test]
+fn suspend_to_memory_on_6_1() -> Result<()> {
+    suspend_to_memory(Kernel::BookwormCloud)
+}
+
+#[test]
+fn suspend_to_memory_on_6_12() -> Result<()> {
+    suspend_to_memory(Kernel::TrixieCloud)
+}
+
+#[test]
+fn suspend_to_idle() -> Result<()> {
+    let (machine, work) = attached(plain().cpus(4))?;
+    let sleeper = machine.spawn("echo freeze > /sys/power/state && echo awake")?;
+    machine.wait_serial("suspend entry|s2idle", Duration::from_secs(5)).map(drop).or_else(forget)?;
+    std::thread::sleep(Duration::from_secs(5));
+    machine.qmp().human("sendkey ret")?;
+    let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
+    assert!(said.contains("awake"), "{said}");
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Nothing comes on the console of a quiet kernel.
+fn forget(_: Error) -> Result<()> {
+    Ok(())
+}
+
+#[test]
+fn hibernation() -> Result<()> {
+    let (machine, work) = attached(plain().cpus(4).disk(Bus::Virtio, 1024))?;
+    machine.sh("mkswap /dev/vda && swapon /dev/vda && echo 253:0 > /sys/power/resume || true")?;
+    machine.sh("cat /sys/class/block/vda/dev > /sys/power/resume || true")?;
+    // The image is written to the disk, read back, and the machine goes on from it.
+    machine.sh("echo test_resume > /sys/power/disk")?;
+    machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+// Interrupts that nothing can hold back.
+
+#[test]
+fn nmis_arrive_as_they_do_natively() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    let work = machine.start_work()?;
+    let native = nmis(&machine)?;
+    machine.mercury("attach")?;
+    assert_eq!(nmis(&machine)?, native);
+    machine.mercury("detach")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Ten NMIs, one after the other; what the kernel has said to each, without the varying reason.
+fn nmis(machine: &Machine) -> Result<String> {
+    let count = "awk '/NMI:/ {print $2}' /proc/interrupts";
+    machine.sh("dmesg -C")?;
+    for _ in 0..10 {
+        let before: u64 = machine.sh(count)?.parse().unwrap();
+        machine.qmp().inject_nmi()?;
+        machine.sh(&format!("until [ $({count}) -gt {before} ]; do sleep 0.02; done"))?;
+    }
+    machine.sh("dmesg -t | sed 's/reason [0-9a-f]*/reason/'")
+}
+
+#[test]
+fn corrected_machine_checks_are_logged_as_natively() -> Result<()> {
+    let machine = Machine::boot(Spec::new(Kernel::BookwormGeneric))?;
+    let work = machine.start_work()?;
+    machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
+    machine.sh("echo 1 > /sys/kernel/tracing/events/mce/mce_record/enable")?;
+    let native = machine_check(&machine)?;
+    machine.mercury("attach")?;
+    assert_eq!(machine_check(&machine)?, native);
+    machine.mercury("detach")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// What the kernel records of a corrected error of CPU 1's bank 5, but for the time.
+fn machine_check(machine: &Machine) -> Result<String> {
+    machine.sh("echo > /sys/kernel/tracing/trace")?;
+    let check = MachineCheck {
+        cpu: 1,
+        bank: 5,
+        status: 0x9400_0000_0000_0001,
+        address: 0x1000,
+        ..Default::default()
+    };
+    machine.qmp().inject_mce(&check)?;
+    machine.sh("until grep -q mce_record: /sys/kernel/tracing/trace; do sleep 0.2; done")?;
+    machine.sh("sed -n 's/.*mce_record: //; s/TSC: [0-9a-f]*//; s/TIME: [0-9]*//; /^CPU/p' /sys/kernel/tracing/trace")
+}
+
+#[test]
+fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
+    let machine = with_crash_kernel(Kernel::BookwormGeneric)?;
+    let boots = machine.boots();
+    // Uncorrected, the context corrupt: #MC on CPU 1.
+    let check =
+        MachineCheck { cpu: 1, bank: 4, status: 0xb200_0000_0000_0800, mcg_status: 4, ..Default::default() };
+    machine.qmp().inject_mce(&check)?;
+    crash_kernel_runs(&machine, boots, "Kernel panic - not syncing: Fatal")
+}

@@ -1,0 +1,11 @@
+//! The soak of `make soak`, shorter.
+
+use mercury_lab::{
+    Result,
+    soak::{self, Plan},
+};
+
+#[test]
+fn three_hundred_cycles_beneath_everything() -> Result<()> {
+    soak::run(Plan { batch: 60, ..Plan::new(300) })?.check()
+}
