@@ -8,8 +8,8 @@ use std::{
 
 use clap::{Args, Parser, Subcommand};
 use mercury_lab::{
-    Error, Exit, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant, artefacts,
-    bench, deb, demo, host, image, soak, testing,
+    Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
+    artefacts, bench, deb, demo, host, image, soak, testing,
 };
 
 #[derive(Parser)]
@@ -101,6 +101,9 @@ struct MachineArgs {
     /// Run it with QEMU 10 instead of this host's
     #[arg(long)]
     qemu10: bool,
+    /// Count instructions instead of time: one is a nanosecond of the machine's; needs --cpus 1
+    #[arg(long)]
+    icount: bool,
     /// Add a network card
     #[arg(long)]
     net: bool,
@@ -123,6 +126,9 @@ impl MachineArgs {
         }
         if self.qemu10 {
             spec = spec.qemu_version(Qemu::Ten);
+        }
+        if self.icount {
+            spec = spec.icount(Icount::Exact);
         }
         if self.net {
             spec = spec.nic(Nic::Virtio);

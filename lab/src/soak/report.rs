@@ -10,19 +10,19 @@ pub fn page(outcome: &Outcome) -> String {
     let minutes = outcome.elapsed.as_secs() / 60;
     format!(
         "# {} times there and back\n\n\
-        Written by `make soak`. One machine in QEMU's software emulation ({}), Debian's own kernel {}, Mercury {}. \
-        Everything in the second table ran all the time, for {minutes} minutes of wall time, while all CPUs were \
-        attached and detached {} times; in between CPUs were taken offline and brought back, {native} times while \
-        native and {attached} times beneath the attached hypervisor, which then has to take in the one that comes.\n\n\
+        Written by `make soak`. One machine in QEMU's software emulation ({}), Debian's own kernel {}, Mercury {}.\n\
+        The work below ran all the time, for {minutes} minutes of wall time, while all CPUs were attached and\n\
+        detached {} times. In between CPUs were taken offline and brought back: {native} times while native, and {attached} times\n\
+        beneath the attached hypervisor, which then has to take in the one that comes.\n\n\
         ## What must hold\n\n{}\n\
         ## What ran meanwhile\n\n{}\n\
-        Transactions that PostgreSQL acknowledged: {}. Found in its tables: {}. Failed: {}.\n\n\
+        PostgreSQL acknowledged {} transactions, and {} were found in its tables. {} failed.\n\n\
         ## Switch times\n\n\
-        With interrupts off, per CPU, in the emulator's microseconds on a shared and overcommitted host, where a \
-        virtual CPU loses its host's CPU in the middle of a switch now and then: that is the maximum. Instructions are \
-        counted in [benchmarks.md](benchmarks.md).\n\n{}\n\
+        With interrupts off, per CPU, in the emulator's microseconds. The host is shared, and a virtual CPU loses its\n\
+        host's CPU in the middle of a switch now and then: that is the maximum. What a switch costs is counted in\n\
+        instructions: [benchmarks.md](benchmarks.md).\n\n{}\n\
         ## Exits\n\n{}\n\
-        `hypercall` is the driver itself: asking each CPU for its mode, and the detach.\n",
+        `hypercall` is the driver itself: it asks a CPU for its mode, and it detaches. The others are attach's own checks.\n",
         thousands(outcome.cycles),
         outcome.machine,
         outcome.kernel,
@@ -41,13 +41,13 @@ pub fn page(outcome: &Outcome) -> String {
 fn checks(outcome: &Outcome) -> String {
     let mark = |holds: bool| if holds { "yes" } else { "**NO**" };
     let rows = outcome.checks().into_iter().map(|(holds, what)| vec![what, mark(holds).to_owned()]);
-    table(&["", "holds"], &rows.collect::<Vec<_>>())
+    table(&["what", "holds"], &rows.collect::<Vec<_>>())
 }
 
 fn work(outcome: &Outcome) -> String {
     let row =
         |work: &load::Work| vec![work.name.to_owned(), thousands(work.passes), thousands(work.violations)];
-    table(&["", "done", "wrong"], &outcome.work.iter().map(row).collect::<Vec<_>>())
+    table(&["work", "done", "wrong"], &outcome.work.iter().map(row).collect::<Vec<_>>())
 }
 
 fn times(outcome: &Outcome) -> String {
@@ -56,7 +56,7 @@ fn times(outcome: &Outcome) -> String {
         vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]
     };
     let rows = [row("attach", &outcome.attach), row("detach", &outcome.detach)];
-    table(&["", "min", "median", "max"], &rows)
+    table(&["switch", "min", "median", "max"], &rows)
 }
 
 fn exits(outcome: &Outcome) -> String {
