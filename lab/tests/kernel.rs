@@ -55,8 +55,8 @@ fn no_cpu_waits_for_another() -> Result<()> {
     machine.check_next_attach()
 }
 
-fn nmi_storm(kernel: Kernel) -> Result<()> {
-    let machine = boot(kernel, 2)?;
+fn nmi_storm(release: Kernel) -> Result<()> {
+    let machine = boot(release, 2)?;
     let storm =
         |from: usize, to: usize| machine.spawn(&format!("mercury-workload kernel --on {from} nmi {to} 6000"));
     let workloads = Workloads::start(&machine, &["compute", "fpu"])?;
@@ -64,9 +64,11 @@ fn nmi_storm(kernel: Kernel) -> Result<()> {
     switch(&machine, 600)?;
     for storm in storms {
         let report = report(&storm.wait(Duration::from_secs(120))?.check()?);
-        println!("{report}");
         assert_eq!((&report["sent"], &report["lost"]), (&6000.into(), &0.into()), "{report}");
     }
+    // All that were sent, and not one more.
+    let handled = |cpu: usize| Ok(kernel(&machine, &format!("nmi {cpu} 0"))?["handled_by_cpu"].clone());
+    assert_eq!([handled(0)?, handled(1)?], [12000, 6000]);
     workloads.finish()?;
     machine.check_next_attach()
 }

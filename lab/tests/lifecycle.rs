@@ -166,14 +166,17 @@ for round in $(seq "$1"); do
 	echo "round $round: $next: $said"
 	exit 1
 done
+echo "$round kills"
 "#;
 
 #[test]
 fn a_killed_controller_leaves_no_trace() -> Result<()> {
-    let machine = Machine::boot(plain().cpus(4))?;
+    let machine = Machine::boot(plain().cpus(3))?;
     let work = machine.start_work()?;
     machine.put("/root/kills", KILLS.as_bytes(), 0o755)?;
-    machine.command("bash /root/kills 120").timeout(Duration::from_secs(240)).run()?.check()?;
+    let kills =
+        machine.command("bash -x /root/kills 100").timeout(Duration::from_secs(240)).run()?.check()?;
+    assert!(kills.stdout.ends_with("100 kills\n"), "{}", kills.stdout);
     for cpu in machine.mercury("status")?["cpus"].as_array().unwrap_or(&Vec::new()) {
         assert!(cpu["left_because"].is_null() && cpu["crash"].is_null(), "{cpu}");
     }

@@ -1,0 +1,96 @@
+//! The machines that Mercury is for, and those that it refuses: doctor says beforehand what attach does.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{Kernel, Machine, Result, Spec};
+use serde_json::Value;
+
+fn plain() -> Spec {
+    Spec::new(Kernel::BookwormCloud)
+}
+
+fn trixie() -> Spec {
+    Spec::new(Kernel::TrixieCloud)
+}
+
+/// Doctor allows it and attach works, there and back under load, and nothing of it stays.
+fn works(spec: Spec) -> Result<()> {
+    let machine = Machine::boot(spec)?;
+    let doctor = machine.mercury("doctor")?;
+    assert_eq!(doctor["can_attach"], "yes", "{doctor:#}");
+    machine.mercury("load")?;
+    let work = machine.start_work()?;
+    machine.mercury("attach")?;
+    let modes = machine.modes()?;
+    assert!(!modes.is_empty() && !modes.contains("native"), "{modes}");
+    machine.mercury("detach")?;
+    machine
+        .command("mercury-workload switch --cycles 20")
+        .timeout(Duration::from_secs(240))
+        .run()?
+        .check()?;
+    machine.mercury("verify")?;
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// Doctor forbids it, and attach refuses with a code that doctor has named.
+fn refuses(spec: Spec, code: &str) -> Result<()> {
+    let machine = Machine::boot(spec)?;
+    let doctor = machine.run("mercury --json doctor")?;
+    let said: Value = serde_json::from_str(&doctor.stdout).unwrap();
+    assert_eq!((doctor.code(), &said["can_attach"]), (Some(3), &"no".into()), "{said:#}");
+    let named = |item: &&Value| item["grade"] == "refused" && item["code"] == code;
+    assert!(said["items"].as_array().unwrap().iter().any(|item| named(&item)), "{said:#}");
+    let refusal = machine.mercury_refused("attach")?;
+    assert_eq!((refusal.exit, refusal.code.as_str()), (3, code), "{refusal:?}");
+    machine.check_health()
+}
+
+macro_rules! rows {
+    ($how:ident: $($name:ident = $($argument:expr),+;)*) => {
+        $(#[test] fn $name() -> Result<()> { $how($($argument),+) })*
+    };
+}
+
+rows! { works:
+    kernel_6_1_cloud = plain();
+    kernel_6_1_generic = Spec::new(Kernel::BookwormGeneric);
+    kernel_6_12_cloud = trixie();
+    kernel_6_12_generic = Spec::new(Kernel::TrixieGeneric);
+
+    cpus_1_on_6_1 = plain().cpus(1);
+    cpus_4_on_6_1 = plain().cpus(4);
+    cpus_8_on_6_1 = plain().cpus(8);
+    cpus_1_on_6_12 = trixie().cpus(1);
+    cpus_8_on_6_12 = trixie().cpus(8);
+
+    memory_512_mib_on_6_1 = plain().memory_mib(512);
+    memory_512_mib_on_6_12 = trixie().memory_mib(512);
+    memory_4_gib = plain().memory_mib(4096);
+    memory_8_gib = plain().memory_mib(8192);
+    memory_16_gib_on_6_1 = plain().memory_mib(16384);
+    memory_16_gib_on_6_12 = trixie().memory_mib(16384);
+
+    no_1_gib_pages = plain().cpu_feature("-pdpe1gb");
+    no_1_gib_pages_and_16_gib = plain().cpu_feature("-pdpe1gb").memory_mib(16384);
+    five_levels_on_6_1 = plain().cpu_feature("+la57");
+    five_levels_on_6_12 = trixie().cpu_feature("+la57");
+    five_levels_and_no_1_gib_pages = plain().cpu_feature("+la57").cpu_feature("-pdpe1gb");
+    epyc_rome = plain().cpu("EPYC-Rome,+svm,+npt");
+    epyc_milan = trixie().cpu("EPYC-Milan,+svm,+npt");
+    addresses_of_48_bits = plain().phys_bits(48);
+    addresses_of_48_bits_and_no_1_gib_pages = trixie().phys_bits(48).cpu_feature("-pdpe1gb");
+}
+
+rows! { refuses:
+    no_svm = plain().cpu("EPYC,-svm"), "no-svm";
+    no_nested_paging = plain().cpu("EPYC,+svm,-npt"), "no-nested-paging";
+    an_old_family = plain().cpu("Opteron_G5,+svm,+npt"), "family-unsupported";
+    intel = plain().cpu("Skylake-Client"), "intel-unsupported";
+    isolated_page_tables = plain().kernel_arg("pti=on"), "page-table-isolation";
+    lockdown_on_6_1 = plain().kernel_arg("lockdown=integrity"), "lockdown";
+    unsigned_modules_on_6_12 = trixie().kernel_arg("module.sig_enforce=1"), "lockdown";
+}
