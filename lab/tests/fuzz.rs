@@ -8,7 +8,7 @@ mod workloads;
 use std::time::Duration;
 
 use mercury_lab::{Kernel, Machine, Result, Spec};
-use workloads::{Workloads, load, load_test_module, report, switch};
+use workloads::{Repeated, Workloads, load, load_test_module, report, switch};
 
 fn seed() -> u64 {
     std::env::var("MERCURY_FUZZ_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
@@ -62,14 +62,17 @@ fn hypercalls() -> Result<()> {
         }
     }
     machine.mercury("detach")?;
-    let changing = both(seed() + 2)?;
+    let workloads = Workloads::start(&machine, &["compute"])?;
+    let changing =
+        [0, 1].map(|cpu| Repeated::start(&machine, &format!("--on {cpu} hypercall $RANDOM$RANDOM 5000")));
     switch(&machine, 300)?;
-    for call in changing {
-        let report = report(&call.wait(Duration::from_secs(120))?.check()?);
-        println!("changing sides: {report}");
-        assert_eq!(report["illegal"], 0, "{report}");
+    workloads.finish()?;
+    for calls in changing {
+        let sums = calls?.finish()?;
+        assert_eq!(sums["illegal"], 0, "{sums:?}");
+        assert!(sums["ok"] > 100 && sums["undefined"] > 100, "not on both sides: {sums:?}");
     }
-    for call in both(seed() + 4)? {
+    for call in both(seed() + 2)? {
         let report = report(&call.wait(Duration::from_secs(120))?.check()?);
         assert_eq!((&report["illegal"], &report["undefined"]), (&0.into(), &20000.into()), "{report}");
     }

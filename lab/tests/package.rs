@@ -1,15 +1,25 @@
 //! The Debian package on both releases, as an operator has it: installed on a machine that systemd has
 //! booted, its module built there by DKMS, used, upgraded while attached, purged.
+//!
+//! Compiling under emulation takes a minute, so it is done once a release: at the first installation on
+//! Debian 13, at the upgrade on Debian 12.
 
 #![allow(clippy::unwrap_used)]
 
-use std::{path::Path, time::Duration, time::Instant};
+use std::{
+    collections::HashSet,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use mercury_lab::{Init, Kernel, Machine, Result, Spec, deb};
 use serde_json::Value;
 
-/// The machine compiles under emulation.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// For the compiler, on a host that has other things to do as well.
+const PATIENCE: Duration = Duration::from_secs(900);
+
+/// Where DKMS puts modules.
+const MODULES: &str = "/lib/modules/$(uname -r)/updates/dkms";
 
 /// A machine on which nothing is found that did not come with the package.
 struct Operator {
@@ -32,8 +42,8 @@ impl Operator {
 
     fn sh(&self, line: &str) -> Result<String> {
         let line = format!("unset MERCURY_MODULE; PATH=/usr/sbin:/usr/bin:/sbin:/bin; {line}");
-        let output = self.machine.command(&line).timeout(PATIENCE).run()?.check()?;
-        Ok(output.stdout.trim_end().to_owned())
+        let command = self.machine.command(&line).env("DEBIAN_FRONTEND", "noninteractive");
+        Ok(command.timeout(PATIENCE).run()?.check()?.stdout.trim_end().to_owned())
     }
 
     fn mercury(&self, arguments: &str) -> Result<Value> {
@@ -45,23 +55,30 @@ impl Operator {
     }
 
     /// Every file that a package may leave behind; dpkg and DKMS keep books and keys of their own.
-    fn files(&self) -> Result<String> {
-        self.sh("find /usr /etc /opt /boot /var/lib /lib/modules -xdev \
-            | grep -Ev '^/var/lib/(dpkg|systemd|dkms/mok)|^/etc/ssl' | sort")
+    fn files(&self) -> Result<HashSet<String>> {
+        const KEPT: &[&str] = &["/var/lib/dpkg/", "/var/lib/systemd/timers/", "/var/lib/dkms/mok."];
+        let all = self.sh("find /usr /etc /opt /boot /var/lib -xdev")?;
+        let wanted = |name: &&str| !KEPT.iter().any(|kept| name.starts_with(kept));
+        Ok(all.lines().filter(wanted).map(str::to_owned).collect())
     }
 
+    /// Installs the package, or upgrades to it.
     fn install(&self, package: &Path) -> Result<()> {
-        let file = format!("/root/{}", package.file_name().unwrap().display());
-        self.machine.put(&file, &std::fs::read(package).unwrap(), 0o644)?;
+        let name = package.file_name().unwrap().display();
+        self.machine.put(&format!("/root/{name}"), &std::fs::read(package).unwrap(), 0o644)?;
         // The lab's images are made without documentation; the package's own is wanted.
-        self.sh(&format!(
-            "dpkg --path-include='/usr/share/man/*' --path-include='/usr/share/doc/*' -i {file}"
-        ))?;
-        self.say(&format!("{} installed", package.file_name().unwrap().display()));
+        let options = "--path-include='/usr/share/man/*' --path-include='/usr/share/doc/*'";
+        self.sh(&format!("dpkg {options} -i /root/{name}"))?;
+        self.say(&format!("{name} installed"));
+        Ok(())
+    }
+
+    /// DKMS has built and installed the package's module for the running kernel, and nothing else.
+    fn check_dkms(&self) -> Result<()> {
         let version = self.sh("dpkg-query -W -f '${Version}' mercury")?;
-        let upstream = version.split('-').next().unwrap();
+        let version = version.split('-').next().unwrap();
         let dkms = self.sh("dkms status mercury")?;
-        assert!(dkms.contains(&format!("mercury/{upstream}, {}", self.machine.kernel())), "{dkms}");
+        assert!(dkms.contains(&format!("mercury/{version}, {}", self.machine.kernel())), "{dkms}");
         assert!(dkms.contains(": installed") && dkms.lines().count() == 1, "{dkms}");
         let module = self.sh("modinfo -F filename mercury")?;
         assert!(module.contains("/updates/dkms/mercury.ko"), "{module}");
@@ -72,14 +89,11 @@ impl Operator {
 fn documentation_is_there(operator: &Operator) -> Result<()> {
     operator.sh("for page in mercury mercury-attach mercury-doctor; do \
         zcat /usr/share/man/man8/$page.8.gz | grep -q '^.TH' || exit 1; done")?;
-    operator.sh(
-        "bash -c '. /usr/share/bash-completion/completions/mercury; complete -p mercury' | grep -q mercury",
-    )?;
+    operator.sh("bash -c '. /usr/share/bash-completion/completions/mercury; complete -p mercury'")?;
     operator.sh("test -s /usr/share/zsh/vendor-completions/_mercury \
         -a -s /usr/share/fish/vendor_completions.d/mercury.fish -a -s /usr/share/doc/mercury/copyright")?;
     // Every file is as it was packed.
-    operator.sh("cd / && md5sum --quiet -c /var/lib/dpkg/info/mercury.md5sums")?;
-    Ok(())
+    operator.sh("cd / && md5sum --quiet -c /var/lib/dpkg/info/mercury.md5sums").map(drop)
 }
 
 fn unit_loads_and_unloads(operator: &Operator) -> Result<()> {
@@ -95,53 +109,59 @@ fn unit_loads_and_unloads(operator: &Operator) -> Result<()> {
     operator.sh("systemctl stop mercury && test ! -e /dev/mercury -a ! -e /sys/module/mercury")?;
     assert_eq!(operator.state()?, "no-driver");
     assert_eq!(operator.sh("systemctl show -P Result mercury")?, "success");
+    operator.sh("systemctl enable --now -q mercury")?;
+    assert_eq!(operator.state()?, "loaded");
+    operator.say("used");
     Ok(())
 }
 
 /// Whoever has the unit enabled has the hypervisor pre-cached again after the upgrade, the new one.
 fn upgrade_detaches(operator: &Operator) -> Result<()> {
-    operator.sh("systemctl enable --now -q mercury")?;
     operator.mercury("attach")?;
     operator.install(&deb::build_as("0.9.9")?)?;
+    operator.check_dkms()?;
     assert_eq!(operator.state()?, "loaded");
     assert_eq!(operator.sh("systemctl is-active mercury")?, "active");
     operator.sh("test ! -e /usr/src/mercury-0.1.0 -a ! -e /var/lib/dkms/mercury/0.1.0")?;
     assert_eq!(operator.mercury("attach")?["count"], 2);
-    Ok(())
+    operator.mercury("detach").map(drop)
 }
 
 /// Purged while attached.
-fn nothing_is_left(operator: &Operator, before: &str) -> Result<()> {
+fn nothing_is_left(operator: &Operator, before: &HashSet<String>) -> Result<()> {
     operator.mercury("attach")?;
     operator.sh("dpkg --purge mercury")?;
     operator.say("purged");
     operator.sh("test ! -e /dev/mercury -a ! -e /sys/module/mercury -a ! -e /usr/sbin/mercury")?;
     operator.sh("! modinfo mercury 2>/dev/null; ! systemctl cat mercury 2>/dev/null")?;
-    assert_eq!(operator.sh("systemctl is-system-running")?, "running");
     let after = operator.files()?;
-    let left: Vec<&str> = after.lines().filter(|file| !before.lines().any(|old| old == *file)).collect();
+    let left: Vec<&String> = after.difference(before).collect();
     assert!(left.is_empty(), "left behind: {left:#?}");
     operator.machine.check_health()
 }
 
 #[test]
-fn package_on_bookworm() -> Result<()> {
-    let package = deb::build()?;
+fn package_on_debian_12() -> Result<()> {
     let operator = Operator::boot(Kernel::BookwormCloud)?;
     let before = operator.files()?;
-    operator.install(&package)?;
-    documentation_is_there(&operator)?;
+    // The old version's module is the lab's own build of it.
+    operator.sh("touch /etc/dkms/no-autoinstall")?;
+    operator.install(&deb::build()?)?;
+    let prebuilt = "/mercury/lib/modules/$(uname -r)/mercury.ko";
+    operator.sh(&format!("mkdir -p {MODULES} && cp {prebuilt} {MODULES} && depmod -a"))?;
     unit_loads_and_unloads(&operator)?;
+    operator.sh(&format!("rm -r {MODULES} /etc/dkms/no-autoinstall"))?;
     upgrade_detaches(&operator)?;
     nothing_is_left(&operator, &before)
 }
 
 #[test]
-fn package_on_trixie() -> Result<()> {
-    let package = deb::build()?;
+fn package_on_debian_13() -> Result<()> {
     let operator = Operator::boot(Kernel::TrixieCloud)?;
     let before = operator.files()?;
-    operator.install(&package)?;
+    operator.install(&deb::build()?)?;
+    operator.check_dkms()?;
+    documentation_is_there(&operator)?;
     unit_loads_and_unloads(&operator)?;
     nothing_is_left(&operator, &before)
 }

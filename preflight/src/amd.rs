@@ -77,8 +77,7 @@ fn amd_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
             (sme, readable::SYSCFG),
             (svm_feature(facts, cpuid::SVM_EDX_SPEC_CTRL), readable::SPEC_CTRL),
             (svm_feature(facts, cpuid::SVM_EDX_TSC_RATE), readable::TSC_RATIO),
-            (shadow_stacks || swapped_stacks, readable::S_CET),
-            (swapped_stacks, readable::ISST_ADDR),
+            (shadow_stacks || swapped_stacks, readable::S_CET | readable::ISST_ADDR),
         ],
     )
 }

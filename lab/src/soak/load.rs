@@ -1,7 +1,6 @@
 //! Everything that machines do, all at once, each kind of work with a result that can be wrong.
 
 use std::{
-    collections::BTreeMap,
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     thread,
@@ -200,18 +199,6 @@ fn echo(mut client: TcpStream) {
             break;
         }
     }
-}
-
-/// Exits by reason, all CPUs together.
-#[must_use]
-pub fn exits(status: &Value) -> BTreeMap<String, u64> {
-    let mut sums = BTreeMap::new();
-    for cpu in status["cpus"].as_array().into_iter().flatten() {
-        for (reason, count) in cpu["exits"].as_object().into_iter().flatten() {
-            *sums.entry(reason.clone()).or_insert(0) += count.as_u64().unwrap_or(0);
-        }
-    }
-    sums
 }
 
 #[cfg(test)]

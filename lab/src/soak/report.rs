@@ -1,7 +1,10 @@
 //! The page that a soak ends in: docs/soak.md, and the same on the terminal.
 
 use super::{Outcome, Times, load};
-use crate::markdown::{table, thousands};
+use crate::{
+    bench::exits,
+    markdown::{table, thousands},
+};
 
 /// The page.
 #[must_use]
@@ -60,6 +63,7 @@ fn times(outcome: &Outcome) -> String {
 }
 
 fn exits(outcome: &Outcome) -> String {
-    let rows = load::exits(&outcome.status).into_iter().map(|(reason, count)| vec![reason, thousands(count)]);
+    let rows =
+        exits::by_reason(&outcome.status).into_iter().map(|(reason, count)| vec![reason, thousands(count)]);
     table(&["reason", "all CPUs"], &rows.collect::<Vec<_>>())
 }

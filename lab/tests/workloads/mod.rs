@@ -3,7 +3,7 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use mercury_lab::{Background, Machine, Output, Result};
 use serde_json::Value;
@@ -74,6 +74,31 @@ pub fn load_test_module(machine: &Machine) -> Result<()> {
 /// A command for the test module.
 pub fn kernel(machine: &Machine, words: &str) -> Result<Value> {
     Ok(report(&machine.run(&format!("mercury-workload kernel {words}"))?.check()?))
+}
+
+/// A command for the test module, again and again until the workloads end.
+pub struct Repeated(Background);
+
+impl Repeated {
+    /// Starts it.
+    pub fn start(machine: &Machine, words: &str) -> Result<Self> {
+        let line = format!("until [ -e /run/end ]; do mercury-workload kernel {words} || exit; done");
+        machine.spawn(&line).map(Self)
+    }
+
+    /// Its answers, added up by name.
+    pub fn finish(self) -> Result<BTreeMap<String, u64>> {
+        let output = self.0.wait(PATIENCE)?.check()?;
+        let mut sums = BTreeMap::new();
+        for line in output.stdout.lines() {
+            let answer: BTreeMap<String, u64> = serde_json::from_str(line).unwrap();
+            for (name, value) in answer {
+                *sums.entry(name).or_default() += value;
+            }
+        }
+        println!("{sums:?}");
+        Ok(sums)
+    }
 }
 
 /// Exits of a CPU so far, by reason.

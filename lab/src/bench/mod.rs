@@ -1,0 +1,280 @@
+//! `make bench`: the paper's tables, in the lab, and what Mercury promises in numbers.
+//!
+//! Three kinds of figures, none of which needs a quiet host: instructions, counted on a machine with one
+//! CPU; exits, counted on a machine at work; and ratios of times that were measured side by side.
+
+pub mod counts;
+pub mod exits;
+mod phases;
+mod report;
+mod stats;
+mod suite;
+
+use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::{
+    error::{Context, Error, Result},
+    kernel::Kernel,
+    live,
+    machine::Machine,
+    paths,
+    spec::Spec,
+};
+use counts::{Counts, Memory};
+use exits::Exits;
+use phases::Compared;
+use suite::Amount;
+
+/// The smallest and the largest machine on which switches are counted.
+const SIZES_MIB: [u32; 2] = [512, 16 * 1024];
+/// The machines on which the benchmarks run.
+const MEMORY_MIB: u32 = 1024;
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    counted_rounds: u32,
+    timed_rounds: u32,
+    exits: Duration,
+    switch_cycles: u32,
+}
+
+const FULL: Plan =
+    Plan { counted_rounds: 5, timed_rounds: 4, exits: Duration::from_secs(60), switch_cycles: 200 };
+const QUICK: Plan =
+    Plan { counted_rounds: 1, timed_rounds: 0, exits: Duration::from_secs(10), switch_cycles: 50 };
+
+/// How much of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// For docs/.
+    Full,
+    /// For a first look.
+    Quick,
+}
+
+/// All figures, in the order in which docs/benchmarks.json has them.
+#[derive(Debug, Serialize)]
+struct Figures {
+    attach_instructions: u64,
+    detach_instructions: u64,
+    exit_roundtrip_instructions: u64,
+    steady_exits_per_second: f64,
+    /// Of instructions, on one CPU.
+    after_detach_over_never_loaded: BTreeMap<String, f64>,
+    machine: Description,
+    switch_by_memory: Vec<Counts>,
+    exits_under_postgres: Exits,
+    memory: Memory,
+    /// Costs are instructions; one CPU.
+    counted: Vec<Compared>,
+    /// Costs are nanoseconds of the emulator; two CPUs.
+    timed: Vec<Compared>,
+    /// What `mercury bench switch` says on the machine with two CPUs, in the emulator's microseconds.
+    switch_times_us: SwitchTimes,
+    paper: Paper,
+    peers: Peers,
+}
+
+/// On what it was measured.
+#[derive(Debug, Serialize)]
+struct Description {
+    emulator: String,
+    processor: String,
+    kernel: String,
+    version: String,
+    counted_on: String,
+    timed_on: String,
+}
+
+#[derive(Debug, Serialize)]
+struct SwitchTimes {
+    attach: Value,
+    detach: Value,
+    round_trip_median: f64,
+}
+
+/// Self-virtualization for HPC clusters (JCST 2012), section 7.4.
+#[derive(Debug, Serialize)]
+struct Paper {
+    attach_us: f64,
+    detach_us: f64,
+    /// Attached ÷ native Linux and native Mercury ÷ native Linux, of table 1 (one CPU).
+    attached_over_native_linux: BTreeMap<String, f64>,
+    native_mercury_over_native_linux: BTreeMap<String, f64>,
+}
+
+/// Measured on the same emulator: see FIELD-NOTES and docs/benchmarks.md.
+#[derive(Debug, Serialize)]
+struct Peers {
+    jailhouse_enable_instructions: u64,
+    jailhouse_disable_instructions: u64,
+}
+
+const JAILHOUSE: Peers =
+    Peers { jailhouse_enable_instructions: 22_900_000, jailhouse_disable_instructions: 12_300 };
+
+/// `lab bench`: measures, and writes docs/benchmarks.md and docs/benchmarks.json, or with
+/// [`Depth::Quick`] the same under target/lab/bench/.
+///
+/// # Errors
+/// If a machine fails, or a promise is not kept.
+pub fn run(depth: Depth) -> Result<()> {
+    let plan = if depth == Depth::Full { FULL } else { QUICK };
+    let figures = measure(&plan)?;
+    let page = report::page(&figures);
+    println!("\n{page}");
+    let directory = match depth {
+        Depth::Full => paths::root().join("docs"),
+        Depth::Quick => paths::lab_dir("bench")?,
+    };
+    let json = serde_json::to_string_pretty(&figures).map_err(|error| Error::Host(error.to_string()))?;
+    write(directory.join("benchmarks.md"), &page)?;
+    write(directory.join("benchmarks.json"), &(json + "\n"))?;
+    report::verdict(&figures)
+}
+
+fn write(path: PathBuf, text: &str) -> Result<()> {
+    fs::write(&path, text).context(|| format!("write {}", path.display()))?;
+    println!("written: {}", path.display());
+    Ok(())
+}
+
+fn measure(plan: &Plan) -> Result<Figures> {
+    live::say("Instructions of a switch, on one CPU");
+    let switch_by_memory = SIZES_MIB.into_iter().map(count_with).collect::<Result<Vec<_>>>()?;
+    live::say("The paper's benchmarks in instructions, on one CPU");
+    let spec = counts::counting_machine(MEMORY_MIB);
+    let counted_on = spec.summary();
+    let machine = Machine::boot(spec)?;
+    let paper = paper(&machine)?;
+    let counted = phases::compare(&machine, &Amount::COUNTED, plan.counted_rounds)?;
+    machine.check_health()?;
+    machine.shut_down()?;
+    let timed = timed(plan)?;
+    let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
+    Ok(Figures {
+        attach_instructions: most(|counts| counts.attach_instructions),
+        detach_instructions: most(|counts| counts.detach_instructions),
+        exit_roundtrip_instructions: most(|counts| counts.exit_roundtrip_instructions),
+        steady_exits_per_second: timed.exits.steady_exits_per_second,
+        after_detach_over_never_loaded: medians(&counted),
+        machine: Description { counted_on, ..timed.machine },
+        switch_by_memory,
+        exits_under_postgres: timed.exits,
+        memory: timed.memory,
+        counted,
+        timed: timed.compared,
+        switch_times_us: timed.switch_times,
+        paper,
+        peers: JAILHOUSE,
+    })
+}
+
+fn count_with(memory_mib: u32) -> Result<Counts> {
+    let counts = counts::with_memory(memory_mib)?;
+    let Counts { attach_instructions, detach_instructions, exit_roundtrip_instructions, .. } = counts;
+    println!(
+        "    {memory_mib} MiB: attach {attach_instructions}, detach {detach_instructions}, an exit and back \
+        {exit_roundtrip_instructions}"
+    );
+    Ok(counts)
+}
+
+/// What comes of the machine with two CPUs.
+struct Timed {
+    machine: Description,
+    exits: Exits,
+    memory: Memory,
+    compared: Vec<Compared>,
+    switch_times: SwitchTimes,
+}
+
+fn timed(plan: &Plan) -> Result<Timed> {
+    live::say("Times, exits and memory, on two CPUs");
+    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB);
+    let timed_on = spec.summary();
+    let machine = Machine::boot(spec)?;
+    let compared = match plan.timed_rounds {
+        0 => Vec::new(),
+        rounds => phases::compare(&machine, &Amount::TIMED, rounds)?,
+    };
+    if compared.is_empty() {
+        machine.start_postgres()?;
+    }
+    let version = machine.mercury("load")?["version"].as_str().unwrap_or_default().to_owned();
+    let memory = Memory::of(&machine)?;
+    println!("    {} s of PostgreSQL while attached", plan.exits.as_secs());
+    let exits = exits::under_postgres(&machine, plan.exits)?;
+    let switch_times = switch_times(&machine, plan.switch_cycles)?;
+    machine.check_health()?;
+    let machine_description = Description {
+        emulator: emulator(),
+        processor: machine.sh("sed -n 's/^model name.*: //p' /proc/cpuinfo | head -1")?,
+        kernel: machine.kernel().to_owned(),
+        version,
+        counted_on: String::new(),
+        timed_on,
+    };
+    machine.shut_down()?;
+    Ok(Timed { machine: machine_description, exits, memory, compared, switch_times })
+}
+
+fn switch_times(machine: &Machine, cycles: u32) -> Result<SwitchTimes> {
+    let report = machine.mercury(&format!("bench switch --cycles {cycles}"))?;
+    let trips = report["round_trip"].as_array().into_iter().flatten();
+    let trips: Vec<f64> = trips.filter_map(|trip| trip["us"].as_f64()).collect();
+    let times = |which: &str| tenths(&report[which]["all_us"]);
+    Ok(SwitchTimes {
+        attach: times("attach"),
+        detach: times("detach"),
+        round_trip_median: tenth(stats::median(&trips)),
+    })
+}
+
+fn tenth(number: f64) -> f64 {
+    (number * 10.0).round() / 10.0
+}
+
+/// The same object with its numbers rounded.
+fn tenths(object: &Value) -> Value {
+    let fields = object.as_object().into_iter().flatten();
+    let fields = fields.map(|(key, value)| {
+        let rounded = value.as_f64().filter(|_| value.is_f64()).map(tenth);
+        (key.clone(), rounded.map_or_else(|| value.clone(), Value::from))
+    });
+    Value::Object(fields.collect())
+}
+
+fn emulator() -> String {
+    let said = Command::new("qemu-system-x86_64").arg("--version").output();
+    let said = said.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    said.lines().next().unwrap_or("QEMU").to_owned()
+}
+
+fn medians(compared: &[Compared]) -> BTreeMap<String, f64> {
+    let four_decimals = |number: f64| (number * 1e4).round() / 1e4;
+    compared.iter().map(|one| (one.name.clone(), four_decimals(one.after_detach.median))).collect()
+}
+
+/// The paper's ratios, from what `mercury bench os` has of them.
+fn paper(machine: &Machine) -> Result<Paper> {
+    let report = machine.mercury("bench os --samples 1")?;
+    let ratio = |benchmark: &Value, of: &str| {
+        let paper = &benchmark["paper"];
+        let ratio = paper[of].as_f64()? / paper["native_up_us"].as_f64()?;
+        Some((benchmark["name"].as_str()?.to_owned(), (ratio * 100.0).round() / 100.0))
+    };
+    let all = |of: &str| {
+        report["benchmarks"].as_array().into_iter().flatten().filter_map(|one| ratio(one, of)).collect()
+    };
+    Ok(Paper {
+        attach_us: 220.0,
+        detach_us: 60.0,
+        attached_over_native_linux: all("mercury_attached_up_us"),
+        native_mercury_over_native_linux: all("mercury_native_up_us"),
+    })
+}

@@ -1,0 +1,425 @@
+//! What goes wrong on the way in, beneath the system, and on the way out: every fault point of the driver
+//! and of the hypervisor, on the first CPU, one in the middle and the last, beneath a machine that is at
+//! work. After each the machine is as it was before, and the next attach works.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "faults/nmi.rs"]
+mod nmi;
+#[path = "faults/preflight.rs"]
+mod preflight;
+#[path = "faults/subject.rs"]
+mod subject;
+
+use std::time::Duration;
+
+use mercury_abi::{code::Code, gate::FaultPoint};
+use mercury_lab::{Kernel, Qemu, Result, Spec};
+use serde_json::Value;
+use subject::{FRESH, Subject, arm, hex, modes, same};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Boot, middle and last.
+const CPUS: u32 = 3;
+
+fn plain() -> Spec {
+    Spec::new(Kernel::BookwormCloud).memory_mib(768)
+}
+
+/// QEMU 10, whose VMRUN refuses as the processor's does; with x2APIC.
+fn ten() -> Spec {
+    plain().qemu_version(Qemu::Ten).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif")
+}
+
+/// A point, and how the command is refused.
+type Refusal = (FaultPoint, Code);
+/// A point, why the CPU left the hypervisor, and some of the words of its record.
+type Failure = (FaultPoint, Code, &'static str);
+/// A point, and the check of VMRUN's by number that should be named, or may be.
+type Impossible = (FaultPoint, &'static [u64]);
+
+/// The driver and the hypervisor refuse by themselves.
+const REFUSALS: &[Refusal] = &[
+    (FaultPoint::BeforeSvme, Code::InjectedFault),
+    (FaultPoint::AfterSvme, Code::InjectedFault),
+    (FaultPoint::Entry, Code::InjectedFault),
+    (FaultPoint::AfterSave, Code::InjectedFault),
+    (FaultPoint::AfterCapture, Code::InjectedFault),
+    (FaultPoint::BeforeRun, Code::InjectedFault),
+];
+
+/// The hypervisor fails on the way in.
+const FAILURES_ON_ENTRY: &[Failure] = &[
+    (FaultPoint::EntryPageFault, Code::HostException, "exception 14"),
+    (FaultPoint::EntryPanic, Code::HostPanic, "injected: entry"),
+];
+
+/// The processor refuses the control block; the number is the check that it failed.
+const REFUSED_BY_PROCESSOR: &[Impossible] = &[
+    (FaultPoint::RunAsidZero, &[13]),
+    (FaultPoint::RunNoIntercept, &[12]),
+    // QEMU overwrites the guest's state when it refuses: what was wrong can then not be told any more.
+    (FaultPoint::RunCr0, &[3, 0]),
+    (FaultPoint::RunCr4, &[5, 0]),
+    (FaultPoint::RunEfer, &[1, 0]),
+    (FaultPoint::RunCr3, &[4, 0]),
+    (FaultPoint::RunDr7, &[7, 0]),
+];
+
+/// The hypervisor fails while it answers an exit; its record says so in these words.
+const FAILURES_IN_EXITS: &[Failure] = &[
+    (FaultPoint::ExitPageFault, Code::HostException, "exception 14"),
+    (FaultPoint::ExitGeneralProtection, Code::HostException, "exception 13"),
+    (FaultPoint::ExitInvalidOpcode, Code::HostException, "exception 6"),
+    (FaultPoint::ExitStackOverflow, Code::HostException, "exception"),
+    (FaultPoint::ExitPanic, Code::HostPanic, "injected: exit"),
+    (FaultPoint::ExitUnknown, Code::UnknownExit, "unknown exit 0x81"),
+];
+
+/// The processor refuses to go on.
+const CORRUPTIONS: &[Failure] = &[
+    (FaultPoint::ExitCorruptControl, Code::InvalidGuestState, "check 13"),
+    (FaultPoint::ExitCorruptState, Code::InvalidGuestState, "VMRUN refused"),
+];
+
+const FAILURES_IN_DETACH: &[Failure] = &[
+    (FaultPoint::DetachPageFault, Code::HostException, "exception 14"),
+    (FaultPoint::DetachPanic, Code::HostPanic, "injected: detach"),
+];
+
+const LOAD_FAILURES: &[Refusal] = &[
+    (FaultPoint::LoadContiguous, Code::NoContiguousMemory),
+    (FaultPoint::LoadMemory, Code::NoMemory),
+    (FaultPoint::LoadImage, Code::BadImage),
+];
+
+/// Those that have a test of their own.
+const SINGLE: &[FaultPoint] = &[
+    FaultPoint::None,
+    FaultPoint::Facts,
+    FaultPoint::AfterSwitch,
+    FaultPoint::Hotplug,
+    FaultPoint::ExitEvent,
+];
+
+#[test]
+fn no_fault_point_is_left_out() {
+    let source = include_str!("../../abi/src/gate.rs");
+    let (_, points) = source.split_once("pub enum FaultPoint {").unwrap();
+    let (points, _) = points.split_once('}').unwrap();
+    let defined = points.lines().filter_map(|line| line.split_once(" = "));
+    let mut defined: Vec<u32> =
+        defined.map(|(_, number)| number.trim_end_matches(',').parse().unwrap()).collect();
+    let exercised = SINGLE
+        .iter()
+        .chain(REFUSALS.iter().chain(LOAD_FAILURES).map(|(point, _)| point))
+        .chain(REFUSED_BY_PROCESSOR.iter().map(|(point, _)| point))
+        .chain(
+            [FAILURES_ON_ENTRY, FAILURES_IN_EXITS, CORRUPTIONS, FAILURES_IN_DETACH]
+                .concat()
+                .iter()
+                .map(|(point, ..)| point),
+        )
+        .map(|point| *point as u32)
+        .collect::<Vec<_>>();
+    defined.retain(|point| !exercised.contains(point));
+    assert_eq!(defined, Vec::<u32>::new(), "these fault points have no test");
+}
+
+/// Every code that a test here meets is explained.
+fn explanations() -> String {
+    let codes = [
+        Code::InjectedFault,
+        Code::FaultInSwitch,
+        Code::InvalidGuestState,
+        Code::WrongMode,
+        Code::HostException,
+        Code::HostPanic,
+        Code::UnknownExit,
+        Code::Crashed,
+    ];
+    codes.map(|code| format!("mercury explain {}", code.name())).join(" && ")
+}
+
+#[test]
+fn a_failed_load_leaves_nothing() -> Result<()> {
+    let mut subject = Subject::boot(plain(), CPUS)?;
+    subject.must(&[&explanations()])?;
+    // Image, information, an area for each CPU; and memory for each CPU.
+    let passages = |point: FaultPoint| match point {
+        FaultPoint::LoadContiguous => 2 + CPUS,
+        FaultPoint::LoadMemory => CPUS,
+        _ => 1,
+    };
+    let rows = LOAD_FAILURES.iter().flat_map(|row| (1..=passages(row.0)).map(move |passage| (row, passage)));
+    for ((point, code), passage) in rows {
+        println!("{point:?}, passage {passage}");
+        let load = "mercury --json load";
+        let replies = subject.run(&[FRESH, &arm(*point, None, passage), load, "mercury --json status"])?;
+        let error = replies[2].json()?["error"]["code"].clone();
+        same("load", (replies[2].exit, error.as_str()), (1, Some(code.name())))?;
+        same("state", replies[3].json()?["state"].as_str(), Some("unloaded"))?;
+        subject.attaches_again(&[load])?;
+    }
+    subject.is_as_before()?;
+    subject.finish()
+}
+
+/// Attach with a point armed on `cpu`: refused there, and everything as before. Returns the status.
+fn refuse(subject: &mut Subject, point: FaultPoint, code: Code, cpu: u32) -> Result<Value> {
+    println!("{point:?} on CPU {cpu}");
+    let arm = arm(point, Some(cpu), 1);
+    // The first attach after a load goes another way: one CPU goes ahead and is examined.
+    let prepare = if cpu == 0 { vec![FRESH, "mercury load", &arm] } else { vec![&*arm] };
+    subject.attach_is_refused(&prepare, code, cpu)?;
+    subject.is_as_before()
+}
+
+fn refusals(subject: &mut Subject, (point, code): Refusal, cpu: u32) -> Result<()> {
+    refuse(subject, point, code, cpu)?;
+    subject.attaches_again(&[])
+}
+
+fn failure_on_entry(subject: &mut Subject, (point, code, message): Failure, cpu: u32) -> Result<()> {
+    let status = refuse(subject, point, Code::FaultInSwitch, cpu)?;
+    check_crash(subject, &status, cpu, code, message)?;
+    same("exit code", hex(&status["cpus"][cpu as usize]["crash"]["exit_code"]), Some(0))?;
+    subject.recovers_from_crash()
+}
+
+/// Each row on each CPU.
+fn on_all_cpus<R: Copy>(spec: Spec, rows: &[R], one: fn(&mut Subject, R, u32) -> Result<()>) -> Result<()> {
+    let mut subject = Subject::boot(spec, CPUS)?;
+    for row in rows {
+        for cpu in subject.cpus() {
+            one(&mut subject, *row, cpu)?;
+        }
+    }
+    subject.finish()
+}
+
+#[test]
+fn every_refusal_on_the_way_in_is_rolled_back() -> Result<()> {
+    on_all_cpus(plain(), REFUSALS, refusals)
+}
+
+#[test]
+fn every_failure_on_the_way_in_is_rolled_back() -> Result<()> {
+    on_all_cpus(plain(), FAILURES_ON_ENTRY, failure_on_entry)
+}
+
+fn refused_by_processor(subject: &mut Subject, (point, checks): Impossible, cpu: u32) -> Result<()> {
+    refuse(subject, point, Code::InvalidGuestState, cpu)?;
+    let events = subject.events("invalid-state")?;
+    let check = events.last().and_then(|event| hex(&event["arguments"][0]));
+    same(
+        &format!("{check:?} is one of {checks:?}"),
+        check.is_some_and(|check| checks.contains(&check)),
+        true,
+    )?;
+    subject.attaches_again(&[])
+}
+
+#[test]
+fn what_the_processor_refuses_is_rolled_back() -> Result<()> {
+    on_all_cpus(ten(), REFUSED_BY_PROCESSOR, refused_by_processor)
+}
+
+#[test]
+#[ignore = "QEMU 7.2 loses its way when VMRUN refuses a control block: the machine triple-faults"]
+fn what_the_processor_refuses_is_rolled_back_on_qemu_7() -> Result<()> {
+    on_all_cpus(plain(), REFUSED_BY_PROCESSOR, refused_by_processor)
+}
+
+/// The record of a crash on `cpu`: what, where, and with which registers.
+fn check_crash(subject: &Subject, status: &Value, cpu: u32, code: Code, message: &str) -> Result<()> {
+    same("state", status["state"].as_str(), Some("crashed"))?;
+    let crash = &status["cpus"][cpu as usize]["crash"];
+    same("crash", crash["code"].as_str(), Some(code.name()))?;
+    let said = crash["message"].as_str().unwrap_or_default();
+    same(&format!("{message:?} is in {said:?}"), said.contains(message), true)?;
+    for register in ["rip", "rsp", "cr3"] {
+        same(register, hex(&crash["guest"][register]).is_some_and(|value| value != 0), true)?;
+    }
+    let events = subject.events("crash")?;
+    same("crashes in the log", events.len(), 1)?;
+    same("of this CPU", events[0]["cpu"].as_u64(), Some(u64::from(cpu)))?;
+    if cpu == 0 {
+        let shown = format!("mercury status | grep 'crash on CPU {cpu}: {}'", code.name());
+        subject.must(&[&shown])?;
+    }
+    Ok(())
+}
+
+/// From the crash to the driver's line about all CPUs being native, in the machine's seconds.
+fn seconds_to_follow(subject: &Subject, said: &str) -> Result<f64> {
+    let end = said.split_once(']').and_then(|(stamp, _)| stamp.trim_start_matches('[').trim().parse().ok());
+    let crash = subject.events("crash")?;
+    let start = crash.first().and_then(|event| event["seconds"].as_f64());
+    Ok(end.unwrap_or(f64::MAX) - start.unwrap_or(0.0))
+}
+
+/// A failure beneath an attached machine, at the hypercall that arming itself ends with. Nobody asks: the
+/// other CPUs follow by themselves.
+fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: u32) -> Result<()> {
+    println!("{point:?} on CPU {cpu}");
+    let followed = format!("until dmesg | grep 'crashed on CPU {cpu} '; do sleep 0.3; done");
+    let lines = ["dmesg -C", "mercury attach", &arm(point, Some(cpu), 1), &followed];
+    let said = subject.must(&lines)?.text;
+    let seconds = seconds_to_follow(subject, &said)?;
+    same(&format!("the others followed in {seconds:.1} s"), (0.0..2.0).contains(&seconds), true)?;
+    let status = subject.is_as_before()?;
+    check_crash(subject, &status, cpu, code, message)?;
+    let exit_code = if code == Code::InvalidGuestState { u64::MAX } else { 0x81 };
+    let crash = &status["cpus"][cpu as usize]["crash"];
+    same("exit code", hex(&crash["exit_code"]), Some(exit_code))?;
+    // It was in the driver's text.
+    let rip = hex(&crash["guest"]["rip"]).unwrap_or(0);
+    same(&format!("RIP {rip:#x} is a module's"), rip >= 0xFFFF_FFFF_C000_0000, true)?;
+    subject.recovers_from_crash()
+}
+
+#[test]
+fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
+    on_all_cpus(plain(), FAILURES_IN_EXITS, failure_in_exit)
+}
+
+#[test]
+fn the_machine_runs_on_after_a_corruption() -> Result<()> {
+    on_all_cpus(ten(), CORRUPTIONS, failure_in_exit)
+}
+
+#[test]
+#[ignore = "QEMU 7.2 loses its way when VMRUN refuses a control block: the machine triple-faults"]
+fn the_machine_runs_on_after_a_corruption_on_qemu_7() -> Result<()> {
+    on_all_cpus(plain(), CORRUPTIONS, failure_in_exit)
+}
+
+/// Detach does what it was asked for: every CPU is native.
+fn failure_in_detach(subject: &mut Subject, (point, code, message): Failure, cpu: u32) -> Result<()> {
+    println!("{point:?} on CPU {cpu}");
+    let lines = ["mercury attach", &arm(point, Some(cpu), 1), "mercury --json detach"];
+    let detached = subject.must(&lines)?.json()?;
+    same("detached", detached["count"].as_u64(), Some(u64::from(CPUS) - 1))?;
+    let status = subject.is_as_before()?;
+    check_crash(subject, &status, cpu, code, message)?;
+    subject.recovers_from_crash()
+}
+
+#[test]
+fn detach_succeeds_even_if_it_fails() -> Result<()> {
+    on_all_cpus(plain(), FAILURES_IN_DETACH, failure_in_detach)
+}
+
+/// The other emulator, with x2APIC: each point once.
+#[test]
+fn the_same_on_qemu_10_with_x2apic() -> Result<()> {
+    let mut subject = Subject::boot(ten(), CPUS)?;
+    subject.must(&["grep -qw x2apic /proc/cpuinfo", "dmesg | grep -i 'x2apic.*enabled'"])?;
+    let mut cpu = (0..CPUS).cycle();
+    let mut next = || cpu.next().unwrap_or(0);
+    for row in REFUSALS {
+        refusals(&mut subject, *row, next())?;
+    }
+    for row in FAILURES_ON_ENTRY {
+        failure_on_entry(&mut subject, *row, next())?;
+    }
+    for row in FAILURES_IN_EXITS {
+        failure_in_exit(&mut subject, *row, next())?;
+    }
+    for row in FAILURES_IN_DETACH {
+        failure_in_detach(&mut subject, *row, next())?;
+    }
+    event_in_delivery(&mut subject, next())?;
+    subject.finish()
+}
+
+#[test]
+fn a_cpu_in_the_wrong_mode_after_the_switch_is_noticed() -> Result<()> {
+    let mut subject = Subject::boot(plain(), CPUS)?;
+    for cpu in subject.cpus() {
+        // The check passes once for each CPU, on whichever CPU the command runs.
+        subject.attach_is_refused(&[&arm(FaultPoint::AfterSwitch, None, cpu + 1)], Code::WrongMode, cpu)?;
+        subject.is_as_before()?;
+        subject.attaches_again(&[])?;
+    }
+    hotplug(&mut subject)?;
+    for cpu in subject.cpus() {
+        event_in_delivery(&mut subject, cpu)?;
+    }
+    subject.finish()
+}
+
+/// A CPU that refuses when it comes online stays native, and can be attached later.
+fn hotplug(subject: &mut Subject) -> Result<()> {
+    println!("Hotplug");
+    let last = CPUS - 1;
+    let online = format!("/sys/devices/system/cpu/cpu{last}/online");
+    let code = Code::InjectedFault as u32;
+    let lines = [
+        "mercury attach",
+        &format!("echo 0 > {online}"),
+        &arm(FaultPoint::Hotplug, Some(last), 1),
+        &format!("echo 1 > {online}"),
+        &format!("dmesg | grep 'CPU {last} came online and stays native (code {code})'"),
+        "mercury --json status",
+    ];
+    let status = subject.must(&lines)?.json()?;
+    same("modes", modes(&status), vec!["attached", "attached", "native"])?;
+    let later = subject.must(&["mercury --json attach"])?.json()?;
+    same("attached later", later["cpus"].as_str(), Some("2"))?;
+    subject.must(&["mercury detach"])?;
+    subject.is_as_before()?;
+    subject.attaches_again(&[])
+}
+
+/// A vector that nobody sent, as if it had been in delivery: the kernel takes it for a request to
+/// reschedule.
+fn event_in_delivery(subject: &mut Subject, cpu: u32) -> Result<()> {
+    println!("ExitEvent on CPU {cpu}");
+    subject.must(&["mercury attach", &arm(FaultPoint::ExitEvent, Some(cpu), 1)])?;
+    let events = subject.events("reinjected")?;
+    let last = events.last().map(|event| (event["cpu"].as_u64(), hex(&event["arguments"][0])));
+    same("event", last, Some((Some(u64::from(cpu)), Some(0x8000_00FD))))?;
+    let detached = subject.must(&["mercury --json detach"])?.json()?;
+    same("all were attached", detached["count"].as_u64(), Some(u64::from(CPUS)))?;
+    subject.is_as_before().map(drop)
+}
+
+/// An exit in the midst of a user's program, which ends in a departure: back by IRETQ.
+#[test]
+fn a_failure_beneath_user_mode_goes_unnoticed_there() -> Result<()> {
+    const UNKNOWN: Failure = (FaultPoint::ExitUnknown, Code::UnknownExit, "unknown exit 0x400");
+    // With 2 MiB pages the nested map ends with the machine's own memory and is extended on demand.
+    let mut subject = Subject::boot(plain().cpu_feature("-pdpe1gb"), CPUS)?;
+    let mut address = 0x60_0000_0000_u64;
+    for (point, code, message) in [FAILURES_IN_EXITS[0], FAILURES_IN_EXITS[4], UNKNOWN] {
+        for cpu in subject.cpus() {
+            println!("{point:?} on CPU {cpu}");
+            let mut touch = || {
+                address += 1 << 30;
+                format!("mercury-workload touch --on {cpu} {address:x}")
+            };
+            // Arming ends with one hypercall; the program's exit is the next.
+            subject.must(&["mercury attach", &touch(), &arm(point, Some(cpu), 2), &touch()])?;
+            let status = subject.is_as_before()?;
+            check_crash(&subject, &status, cpu, code, message)?;
+            let crash = &status["cpus"][cpu as usize]["crash"];
+            same("exit code", hex(&crash["exit_code"]), Some(0x400))?;
+            same("in user mode", hex(&crash["guest"]["rip"]).map(|rip| rip >> 47), Some(0))?;
+            subject.recovers_from_crash()?;
+        }
+    }
+    subject.finish()
+}
+
+#[test]
+fn an_intel_processor_is_refused_by_name() -> Result<()> {
+    let machine = mercury_lab::Machine::boot(plain().cpu("Skylake-Client").cpus(1))?;
+    let refusal = machine.mercury_refused("attach")?;
+    same("attach", (refusal.exit, refusal.code.as_str()), (3, Code::IntelUnsupported.name()))?;
+    let doctor = machine.run("mercury --json doctor")?;
+    same("doctor", (doctor.code(), doctor.stdout.contains(Code::IntelUnsupported.name())), (Some(3), true))?;
+    machine.check_health()
+}

@@ -1,0 +1,49 @@
+//! What a switch costs, in counts that do not depend on the clock; and what an attached machine costs that
+//! is left alone: nothing.
+
+use std::time::Duration;
+
+use mercury_lab::{
+    Kernel, Machine, Result, Spec,
+    bench::{
+        counts::{self, Counts, Memory},
+        exits,
+    },
+};
+
+const FIXED_AT_MOST: u64 = 4 << 20;
+const PER_CPU_AT_MOST: u64 = 64 << 10;
+
+fn check_memory(memory: Memory) {
+    assert!(memory.fixed_bytes > 0 && memory.fixed_bytes <= FIXED_AT_MOST, "{memory:?}");
+    assert!(memory.per_cpu_bytes > 0 && memory.per_cpu_bytes <= PER_CPU_AT_MOST, "{memory:?}");
+}
+
+#[test]
+fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
+    let (small, large) = (counts::with_memory(512)?, counts::with_memory(16 * 1024)?);
+    for counts in [&small, &large] {
+        println!("{counts:?}");
+        assert!(counts.attach_instructions <= 600, "{counts:?}");
+        assert!(counts.detach_instructions <= 300, "{counts:?}");
+        assert!(counts.exit_roundtrip_instructions <= 150, "{counts:?}");
+        check_memory(counts.memory);
+    }
+    // But for the size itself and the tables that cover it, there is no difference.
+    let comparable = |counts: &Counts| Counts { memory_mib: 0, memory: small.memory, ..counts.clone() };
+    assert_eq!(comparable(&small), comparable(&large));
+    Ok(())
+}
+
+#[test]
+fn a_database_at_work_causes_no_exits() -> Result<()> {
+    let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(4).memory_mib(1536))?;
+    machine.start_postgres()?;
+    machine.mercury("load")?;
+    check_memory(Memory::of(&machine)?);
+    let exits = exits::under_postgres(&machine, Duration::from_secs(15))?;
+    println!("{exits:?}");
+    assert!(exits.transactions > 0, "{exits:?}");
+    assert_eq!(exits.steady_exits_per_second, 0.0, "{exits:?}");
+    machine.check_next_attach()
+}
