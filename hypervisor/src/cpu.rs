@@ -99,6 +99,8 @@ pub struct Cpu {
     pub entry_state_valid: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
+    /// 1 while the system's SPEC_CTRL is in the control block and not in the processor.
+    pub spec_ctrl_lent: u32,
     /// Features of this processor that the switch depends on; see [`crate::svm::capture`].
     pub features: u32,
     /// Whether descriptor tables and task state of this area are filled.

@@ -9,7 +9,7 @@ use core::fmt::{self, Write};
 use mercury_abi::code::Code;
 use mercury_abi::shared::{CrashRecord, LogKind};
 
-use crate::cpu::{Area, Phase};
+use crate::cpu::{Area, Interrupted, Phase};
 use crate::host::entry::{self, Next};
 use crate::host::exceptions::Frame;
 use crate::publish;
@@ -64,7 +64,17 @@ fn enter(area: &mut Area) -> Phase {
         stop();
     }
     area.cpu.phase = Phase::Emergency;
+    if phase == Phase::Outside {
+        note_interrupted(area);
+    }
     phase
+}
+
+/// The world switch and the driver's hypercalls note nothing when they begin: what they leave in the
+/// control block is a state to go on from at any moment.
+fn note_interrupted(area: &mut Area) {
+    let (rip, rax) = (area.control.rip, area.control.rax);
+    area.cpu.interrupted = Interrupted { rip, rax, rdx: area.cpu.gate.outward.registers[RDX] };
 }
 
 /// Publishes a record, with its message, and logs it.

@@ -7,7 +7,7 @@ use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{BootInfo, FaultPoint, NativeOp};
 use mercury_abi::shared::LogKind;
-use mercury_preflight::Finding;
+use mercury_preflight::{Finding, bits::cr4};
 use spin::Mutex;
 
 use crate::cpu::{Area, Phase};
@@ -38,6 +38,9 @@ pub fn direct_map_virt() -> u64 {
 }
 
 /// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
+///
+/// # Safety
+/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
 pub unsafe extern "C" fn native_entry(area: *mut Area) -> Next {
     // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
     let area = unsafe { &mut *area };
@@ -131,6 +134,11 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
     fault::check(area, FaultPoint::Entry)?;
     if BUILT.load(Ordering::Acquire) == 0 {
         return Err(Code::NotLoaded);
+    }
+    // The hypervisor's CR4 is of the load: a machine check that finds MCE clear is a shutdown (APM vol. 2,
+    // 9.3.2).
+    if area.cpu.gate.inward.cr4 & !area.cpu.gate.host_cr4 & cr4::MCE != 0 {
+        return Err(Code::StateChanged);
     }
     area.cpu.leave_pending = 0;
     area.cpu.entered = 0;

@@ -26,6 +26,9 @@ use crate::x86::{Hardware, msr};
 const BUILD_BUDGET: usize = 4;
 /// Table pages that may be spent on mapping all of the address width in advance: 2 MiB, for 48 bits.
 const COMPLETE_PAGES: usize = 512;
+/// What lies beyond is mapped when it is touched, even if the kernel knows of it: bridge windows near the top
+/// of 52 bits would take more table pages than the driver can give.
+const EAGER_MAX: u64 = 1 << 48;
 /// Attempts at the lock in an exit before the CPU gives up; the holder needs a few microseconds.
 const LOCK_ATTEMPTS: usize = 1 << 20;
 
@@ -105,7 +108,7 @@ pub fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Re
         physical_bits,
         depth,
         largest: largest_page(),
-        eager_end: GuestPhys::new(boot.iomem_end_phys),
+        eager_end: GuestPhys::new(boot.iomem_end_phys.min(EAGER_MAX)),
         complete_pages: COMPLETE_PAGES,
         zero_page: stand_in_phys(&ZERO_PAGE),
     };

@@ -45,13 +45,23 @@ fn package(folder: &Path, version: Option<&str>) -> Result<PathBuf> {
     let _lock = Lock::wait("deb")?;
     let command = artefacts::build_program("mercury-cli", "mercury")?;
     let hypervisor = hypervisor::build(Variant::Production)?;
-    host::remove_tree(folder)?;
+    let fresh = folder.join("new");
+    host::remove_tree(&fresh)?;
     let mut build = Command::new(paths::root().join("packaging/build-deb"));
-    build.arg("--command").arg(command).arg("--hypervisor").arg(hypervisor).arg("--output").arg(folder);
+    build.arg("--command").arg(command).arg("--hypervisor").arg(hypervisor).arg("--output").arg(&fresh);
     if let Some(version) = version {
         build.args(["--version", version]);
     }
     host::run("building the Debian package", "deb", &mut build)?;
+    let built = only_package(&fresh)?;
+    // Whoever is about to read the one before finds a whole package at all times.
+    let package = folder.join(built.file_name().unwrap_or_default());
+    fs::rename(&built, &package).context(|| format!("name {}", package.display()))?;
+    host::remove_tree(&fresh)?;
+    Ok(package)
+}
+
+fn only_package(folder: &Path) -> Result<PathBuf> {
     let files = fs::read_dir(folder).context(|| format!("read {}", folder.display()))?;
     let mut paths = files.flatten().map(|file| file.path());
     let package = paths.find(|path| path.extension().is_some_and(|kind| kind == "deb"));

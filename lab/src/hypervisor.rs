@@ -31,6 +31,9 @@ pub fn build(variant: Variant) -> Result<PathBuf> {
     cargo.args(["build", "-p", NAME, "--bin", NAME, "--features", features]);
     cargo.args(["--profile", "hypervisor", "--target", TARGET, "--target-dir"]).arg(&target);
     cargo.env("RUSTFLAGS", FLAGS);
+    if variant == Variant::Faults {
+        cargo.env("CARGO_PROFILE_HYPERVISOR_DEBUG_ASSERTIONS", "true");
+    }
     host::run(&format!("building the {name}"), &format!("build-{name}"), &mut cargo)?;
 
     let elf = target.join(TARGET).join("hypervisor").join(NAME);

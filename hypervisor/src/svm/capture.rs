@@ -8,6 +8,8 @@ use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{self, DescriptorTable};
 
+use mercury_preflight::bits::{cpuid, cr4};
+
 use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
 use crate::cpu::Area;
 use crate::x86::{CR4_PGE, Hardware, msr};
@@ -18,7 +20,8 @@ pub mod feature {
     pub const NEXT_RIP: u32 = 1 << 0;
     /// SPEC_CTRL is virtualized (EDX bit 20): VMRUN loads it from the control block.
     pub const VIRTUAL_SPEC_CTRL: u32 = 1 << 1;
-    /// Supervisor shadow stacks (EDX bit 19): VMRUN loads S_CET, SSP and ISST_ADDR.
+    /// Shadow stacks (CPUID 7 ECX bit 7): VMRUN loads S_CET, SSP and ISST_ADDR. EDX bit 19 only adds a check
+    /// to nested tables; either is taken for it until it was measured.
     pub const SUPERVISOR_SHADOW_STACK: u32 = 1 << 2;
 }
 
@@ -27,9 +30,12 @@ pub mod feature {
 pub fn features(facts: &CpuFacts) -> u32 {
     let edx = facts.cpuid_8000_000a.edx;
     let bit = |position: u32, feature: u32| if edx >> position & 1 == 1 { feature } else { 0 };
+    let shadow_stacks = facts.cpuid_7_0.ecx & cpuid::LEAF7_ECX_CET_SS != 0;
+    let swapped = if shadow_stacks { feature::SUPERVISOR_SHADOW_STACK } else { 0 };
     bit(3, feature::NEXT_RIP)
         | bit(20, feature::VIRTUAL_SPEC_CTRL)
         | bit(19, feature::SUPERVISOR_SHADOW_STACK)
+        | swapped
 }
 
 /// Fills the control block from the live processor and turns the save area on. EFER.SVME is set
@@ -41,11 +47,26 @@ pub fn fill(area: &mut Area, hardware: &mut impl Hardware, root: Roots) -> Resul
     fill_control(&mut area.control, root);
     fill_registers(area, hardware);
     fill_msrs(area, hardware)?;
+    debug_assert!(is_fresh(area));
     if hardware.write_msr(msr::VM_HSAVE_PA, area.processor_page_phys()) {
         Ok(())
     } else {
         Err(Code::FactUnreadable)
     }
+}
+
+/// What no emulator looks at and the processor does: everything flushed (APM vol. 2, 15.16.1), nothing taken
+/// for unchanged (15.15), an identifier that is not the hypervisor's (15.5.1), nothing of the unnamed
+/// features on, and a control block that is not where a large page begins (HARDWARE ).
+#[must_use]
+pub fn is_fresh(area: &Area) -> bool {
+    let control = &area.control;
+    let off = control.virtual_interrupt | control.lbr_control | control.interrupt_shadow | control.clean;
+    control.tlb_control == TLB_FLUSH_ALL
+        && control.asid == GUEST_ASID
+        && off | control.inject_event | control.exit_event == 0
+        && control.nested_control == 1
+        && !area.cpu.control_phys.is_multiple_of(2 << 20)
 }
 
 /// Host-physical addresses of what all CPUs share.
@@ -109,7 +130,7 @@ fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> 
         area.control.isst_addr = hardware.read_msr(msr::ISST_ADDR).ok_or(Code::FactUnreadable)?;
     }
     if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
-        lend_spec_ctrl(&mut area.control, hardware)?;
+        lend_spec_ctrl(area, hardware)?;
     }
     Ok(())
 }
@@ -118,9 +139,23 @@ fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> 
 /// the OR of that and the host's (APM vol. 2, 15.7, "virtualized SPEC_CTRL"; HARDWARE A-16): so the
 /// block gets the live value and the host's becomes 0, here with GIF = 0. Elsewhere the live register
 /// simply stays. No emulator has it.
-fn lend_spec_ctrl(control: &mut Vmcb, hardware: &mut impl Hardware) -> Result<(), Code> {
-    control.spec_ctrl = hardware.read_msr(msr::SPEC_CTRL).ok_or(Code::FactUnreadable)?;
-    if hardware.write_msr(msr::SPEC_CTRL, 0) { Ok(()) } else { Err(Code::FactUnreadable) }
+fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+    area.control.spec_ctrl = hardware.read_msr(msr::SPEC_CTRL).ok_or(Code::FactUnreadable)?;
+    if !hardware.write_msr(msr::SPEC_CTRL, 0) {
+        return Err(Code::FactUnreadable);
+    }
+    area.cpu.spec_ctrl_lent = 1;
+    debug_assert_eq!(hardware.read_msr(msr::SPEC_CTRL), Some(0));
+    Ok(())
+}
+
+/// Gives SPEC_CTRL back if it is lent: at any other time the kernel's own value is in the processor.
+#[inline]
+fn return_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) {
+    if area.cpu.spec_ctrl_lent != 0 {
+        area.cpu.spec_ctrl_lent = 0;
+        let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
+    }
 }
 
 const fn segment(from: &gate::Segment) -> Segment {
@@ -172,7 +207,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
 /// MSRs that the guest had in its control block. Each was read from this processor or written by the
 /// system after a check, so none of the writes can fault.
 #[inline]
-fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
+fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     if area.cpu.guest_efer != area.cpu.attach_efer {
         let _ = hardware.write_msr(msr::EFER, area.cpu.guest_efer | msr::EFER_SVME);
     }
@@ -182,9 +217,20 @@ fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
         let _ = hardware.write_msr(msr::S_CET, area.control.s_cet);
         let _ = hardware.write_msr(msr::ISST_ADDR, area.control.isst_addr);
+        return_user_shadow_stack(area, hardware);
     }
-    if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
-        let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
+    return_spec_ctrl(area, hardware);
+}
+
+/// User mode that leaves has its shadow stack pointer in the block; the gate's IRET loads it from PL3_SSP
+/// (APM vol. 2, 18.8 and 8.9.3). In the kernel PL3_SSP holds it already.
+fn return_user_shadow_stack(area: &Area, hardware: &mut impl Hardware) {
+    const SHSTK_EN: u64 = 1;
+    let shadowed = area.control.cpl == 3
+        && area.control.cr4 & cr4::CET != 0
+        && hardware.read_msr(msr::U_CET).is_some_and(|user| user & SHSTK_EN != 0);
+    if shadowed {
+        let _ = hardware.write_msr(msr::PL3_SSP, area.control.ssp);
     }
 }
 
@@ -217,9 +263,7 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
 /// refuse it must not survive.
 fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) {
     let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.gate.inward.vm_hsave_pa);
-    if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
-        let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
-    }
+    return_spec_ctrl(area, hardware);
     let extended = Extended::of(&area.control);
     area.control.clear();
     extended.put(&mut area.control);

@@ -17,7 +17,10 @@ use crate::{emergency, exit, fault, publish};
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
 const MSR_LENGTH: u64 = 2;
+/// Bits of a nested fault's first qualification (APM vol. 2, 15.25.6).
+const NESTED_FAULT_PRESENT: u64 = 1 << 0;
 const NESTED_FAULT_WRITE: u64 = 1 << 1;
+const NESTED_FAULT_RESERVED: u64 = 1 << 3;
 const RCX: usize = 1;
 const RDX: usize = 2;
 const RSI: usize = 6;
@@ -25,6 +28,9 @@ const RDI: usize = 7;
 
 /// Exits that are no case for [`super::quick`] arrive here from the world switch, with all of the system's
 /// registers saved and the hypervisor's extended state loaded.
+///
+/// # Safety
+/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
 pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
     let area = unsafe { &mut *area };
@@ -62,7 +68,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let (answer, length) = match area.control.exit_code {
         exit_code::VMMCALL => (vmmcall(area), VMMCALL_LENGTH),
         exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
-        exit_code::NPF => (nested_fault(area, hardware), 0),
+        exit_code::NPF if is_explained(area.control.exit_info1) => (nested_fault(area, hardware), 0),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
@@ -92,6 +98,12 @@ fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
     let value = registers[RDX] << 32 | area.control.rax & 0xFFFF_FFFF;
     msr::write(area, hardware, index, value)
+}
+
+/// Whether the tables explain a nested fault: nothing is mapped there yet, or a page that cannot be written
+/// was written to. Any other would come again and again.
+const fn is_explained(info: u64) -> bool {
+    info & NESTED_FAULT_RESERVED == 0 && (info & NESTED_FAULT_PRESENT == 0 || info & NESTED_FAULT_WRITE != 0)
 }
 
 fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {

@@ -31,6 +31,9 @@ pub enum Quick {
 }
 
 /// Answers a hypercall of the driver, if it is one.
+///
+/// # Safety
+/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
 pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
     let area = unsafe { &mut *area };

@@ -299,3 +299,69 @@ proptest! {
         }
     }
 }
+
+/// Whatever an earlier attachment has left in the block, the first entry of the next starts afresh.
+#[test]
+fn every_attach_starts_afresh() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.features = super::capture::feature::VIRTUAL_SPEC_CTRL;
+    cpu.area.cpu.control_phys = 0x20_1000;
+    cpu.hardware.msrs.insert(msr::SPEC_CTRL, 5);
+    let control = &mut cpu.area.control;
+    (control.clean, control.tlb_control, control.asid) = (u64::MAX, 0, 7);
+    (control.exit_event, control.inject_event, control.interrupt_shadow) = (event::DEBUG, event::DEBUG, 1);
+    let roots = super::capture::Roots { nested_phys: 0x5000, msrpm_phys: 0x6000 };
+    assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
+    assert!(super::capture::is_fresh(&cpu.area));
+    assert_eq!((cpu.area.control.spec_ctrl, cpu.hardware.msrs[&msr::SPEC_CTRL]), (5, 0));
+    assert_eq!(cpu.area.control.g_pat, LINUX_PAT);
+    assert_eq!(cpu.hardware.msrs[&msr::VM_HSAVE_PA], cpu.area.processor_page_phys());
+}
+
+/// SPEC_CTRL is returned once: what the kernel writes afterwards is the kernel's (HARDWARE A-16).
+#[test]
+fn speculation_control_is_returned_once() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.spec_ctrl_lent = 1;
+    cpu.area.control.spec_ctrl = 5;
+    cpu.hardware.msrs.insert(msr::SPEC_CTRL, 0);
+    assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.hardware.msrs[&msr::SPEC_CTRL], 5);
+    cpu.hardware.msrs.insert(msr::SPEC_CTRL, 3);
+    cpu.area.cpu.gate.inward.cr4 = 0x6F0;
+    cpu.area.control.nested_control = 1;
+    super::capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::Ok);
+    assert_eq!(cpu.hardware.msrs[&msr::SPEC_CTRL], 3, "the next preflight must leave it alone");
+}
+
+/// Reserved bits, fetches and reads of what is mapped have no cure in the tables: the CPU leaves instead of
+/// faulting for ever.
+#[test]
+fn a_nested_fault_that_nothing_explains_lets_go() {
+    for info in [0x1, 0x5, 0x9, 0xB, 0x11] {
+        let mut cpu = Attached::new();
+        cpu.area.control.exit_info1 = info;
+        assert_eq!(cpu.exit(exit_code::NPF), Next::Leave, "{info:#x}");
+        assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+    }
+}
+
+/// A user's shadow stack pointer lies in the control block; IRET will look for it in PL3_SSP.
+#[test]
+fn user_mode_that_leaves_takes_its_shadow_stack_along() {
+    const SSP: u64 = 0x7FFF_F7A0_1FF8;
+    for (cpl, user, expected) in [(3, 1, SSP), (3, 0, 7), (0, 1, 7)] {
+        let mut cpu = Attached::new();
+        cpu.area.cpu.features = super::capture::feature::SUPERVISOR_SHADOW_STACK;
+        (cpu.area.control.cpl, cpu.area.control.ssp) = (cpl, SSP);
+        cpu.area.control.cr4 |= 1 << 23;
+        cpu.hardware.msrs.extend([
+            (msr::U_CET, user),
+            (msr::PL3_SSP, 7),
+            (msr::S_CET, 0),
+            (msr::ISST_ADDR, 0),
+        ]);
+        assert_eq!(cpu.exit(0x402), Next::Leave);
+        assert_eq!(cpu.hardware.msrs[&msr::PL3_SSP], expected, "CPL {cpl}, U_CET {user}");
+    }
+}

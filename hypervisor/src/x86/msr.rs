@@ -30,6 +30,10 @@ pub const TOP_MEM2: u32 = 0xC001_001D;
 pub const DEBUGCTL: u32 = 0x1D9;
 /// S_CET.
 pub const S_CET: u32 = 0x6A2;
+/// U_CET; bit 0: user mode has shadow stacks.
+pub const U_CET: u32 = 0x6A0;
+/// PL3_SSP: what the shadow stack pointer becomes in user mode.
+pub const PL3_SSP: u32 = 0x6A7;
 /// ISST_ADDR.
 pub const ISST_ADDR: u32 = 0x6A8;
 /// MTRRcap.

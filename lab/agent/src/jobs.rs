@@ -3,10 +3,13 @@
 use std::{
     collections::HashMap,
     fs::File,
-    io::{self, Read, Seek, SeekFrom, Write},
-    os::unix::{
-        fs::OpenOptionsExt,
-        process::{CommandExt, ExitStatusExt},
+    io::{self, PipeReader, Read, Seek, SeekFrom, Write},
+    os::{
+        fd::AsFd,
+        unix::{
+            fs::OpenOptionsExt,
+            process::{CommandExt, ExitStatusExt},
+        },
     },
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
@@ -18,12 +21,16 @@ use std::{
 };
 
 use mercury_lab_agent::protocol::{CHUNK, End, Event, Exec, Exit, Request};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Pid, Signal, kill_process_group},
+};
 
 use crate::{environment, serve::Host};
 
 /// How long a pipe may stay silent after its program has ended: a daemon may hold it open for ever.
-const PIPE_GRACE: Duration = Duration::from_millis(500);
+const PIPE_GRACE: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
 /// A running program as the requests about it need it.
 struct Running {
@@ -73,13 +80,20 @@ impl Jobs {
                 let program = exec.argv.first().map_or("nothing", String::as_str);
                 self.fail(id, &format!("cannot start {program}: {error}"));
             }
-            Ok((child, group)) => self.follow(child, group, &exec),
+            Ok((child, group)) => {
+                if let Err(error) = self.follow(child, group, &exec) {
+                    self.fail(id, &format!("cannot follow it: {error}"));
+                }
+            }
         }
     }
 
     /// Gives a started program its threads: one a pipe, one that waits, one that reports.
-    fn follow(&mut self, mut child: Child, group: Pid, exec: &Exec) {
+    fn follow(&mut self, mut child: Child, group: Pid, exec: &Exec) -> io::Result<()> {
         let id = exec.id;
+        // Closed when the program has ended: whoever reads its pipes sees that.
+        let (end_of_out, ended) = io::pipe()?;
+        let end_of_err = end_of_out.try_clone()?;
         self.host.tell(&Event::Started { id, pid: child.id() });
         let (stdin, input) = channel();
         let (news, reports) = sync_channel(16);
@@ -87,10 +101,14 @@ impl Jobs {
             thread::spawn(move || feed(pipe, &input));
         }
         let pipes = [
-            child.stdout.take().map(|pipe| pump(pipe, Stream::Out, news.clone())),
-            child.stderr.take().map(|pipe| pump(pipe, Stream::Err, news.clone())),
+            child.stdout.take().map(|pipe| pump(pipe, end_of_out, Stream::Out, news.clone())),
+            child.stderr.take().map(|pipe| pump(pipe, end_of_err, Stream::Err, news.clone())),
         ];
-        thread::spawn(move || news.send(News::Ended(child.wait())));
+        thread::spawn(move || {
+            let status = child.wait();
+            drop(ended);
+            news.send(News::Ended(status))
+        });
         self.table().insert(id, Running { group, stdin });
         let deadline = exec.timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
         let follower =
@@ -101,6 +119,7 @@ impl Jobs {
             lock(&running).remove(&id);
             follower.host.tell(&last);
         });
+        Ok(())
     }
 
     fn with(&self, id: u32, act: impl FnOnce(&Running)) {
@@ -168,17 +187,32 @@ fn feed(mut pipe: impl Write, input: &Receiver<Vec<u8>>) {
     }
 }
 
-/// Reads one of a program's outputs until it is closed.
-fn pump(mut pipe: impl Read + Send + 'static, stream: Stream, news: SyncSender<News>) {
+/// Reads one of a program's outputs until it is closed, or silent after the program's end.
+fn pump(
+    mut pipe: impl Read + AsFd + Send + 'static,
+    end: PipeReader,
+    stream: Stream,
+    news: SyncSender<News>,
+) {
     thread::spawn(move || {
         let mut piece = vec![0; CHUNK];
-        while let Ok(count @ 1..) = pipe.read(&mut piece) {
+        while wait_for_output(&pipe, &end)
+            && let Ok(count @ 1..) = pipe.read(&mut piece)
+        {
             if news.send(News::Output(stream, piece[..count].to_vec())).is_err() {
                 return;
             }
         }
         let _ = news.send(News::Closed);
     });
+}
+
+/// Whether there is something to read. All that a program has written is in its pipe when it ends, so a
+/// pipe that is empty after that has nothing more of it, however late this thread is.
+fn wait_for_output(pipe: &impl AsFd, end: &PipeReader) -> bool {
+    let mut both = [PollFd::new(pipe, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
+    while poll(&mut both, None) == Err(Errno::INTR) {}
+    !both[0].revents().is_empty() || poll(&mut both[..1], Some(&PIPE_GRACE)) != Ok(0)
 }
 
 /// Puts a job's news in order for the host.
@@ -191,20 +225,23 @@ struct Follower {
 }
 
 impl Follower {
-    /// Forwards output until the program has ended and its pipes are closed or silent; returns the
-    /// job's last event.
+    /// Forwards output until the program has ended and its pipes are read out; returns the job's last
+    /// event.
     fn follow(&self, news: &Receiver<News>) -> Event {
         let id = self.id;
         let mut open = self.pipes;
         let mut exit = None;
         let mut deadline = self.deadline;
         while exit.is_none() || open > 0 {
-            match news.recv_timeout(patience(exit, deadline)) {
+            match news.recv_timeout(patience(deadline)) {
                 Ok(News::Output(Stream::Out, data)) => self.host.tell(&Event::Stdout { id, data }),
                 Ok(News::Output(Stream::Err, data)) => self.host.tell(&Event::Stderr { id, data }),
                 Ok(News::Closed) => open -= 1,
-                Ok(News::Ended(status)) => exit = Some(exit_of(status, self.deadline, deadline)),
-                Err(RecvTimeoutError::Timeout) if exit.is_some() => break,
+                Ok(News::Ended(status)) => {
+                    exit = Some(exit_of(status, self.deadline, deadline));
+                    deadline = None;
+                }
+                Err(RecvTimeoutError::Timeout) if exit.is_some() => {}
                 Err(RecvTimeoutError::Timeout) => {
                     deadline = None;
                     let _ = kill_process_group(self.group, Signal::KILL);
@@ -217,12 +254,9 @@ impl Follower {
 }
 
 /// How long to wait for the next piece of news.
-fn patience(exit: Option<Exit>, deadline: Option<Instant>) -> Duration {
-    match (exit, deadline) {
-        (Some(_), _) => PIPE_GRACE,
-        (None, Some(deadline)) => deadline.saturating_duration_since(Instant::now()),
-        (None, None) => Duration::from_secs(3600),
-    }
+fn patience(deadline: Option<Instant>) -> Duration {
+    let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+    deadline.map_or(Duration::from_secs(3600), left)
 }
 
 /// A program whose deadline was set and then taken away was killed for it.
