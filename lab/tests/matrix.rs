@@ -88,7 +88,7 @@ rows! { works:
 rows! { refuses:
     no_svm = plain().cpu("EPYC,-svm"), "no-svm";
     no_nested_paging = plain().cpu("EPYC,+svm,-npt"), "no-nested-paging";
-    an_old_family = plain().cpu("Opteron_G5,+svm,+npt"), "family-unsupported";
+    an_old_family = plain().cpu("EPYC,+svm,+npt,family=22,model=48"), "family-unsupported";
     intel = plain().cpu("Skylake-Client"), "intel-unsupported";
     isolated_page_tables = plain().kernel_arg("pti=on"), "page-table-isolation";
     lockdown_on_6_1 = plain().kernel_arg("lockdown=integrity"), "lockdown";

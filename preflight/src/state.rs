@@ -21,8 +21,9 @@ pub struct Difference {
 /// Not state: what was running, and what the machine as a whole is.
 const IGNORED: &[&str] = &["cr3", "rflags", "iomem_end_phys"];
 
-/// State that belongs to the task which happened to run.
-const PER_TASK: &[&str] = &["cr4", "dr6", "dr7", "ldtr", "spec_ctrl", "debugctl"];
+/// State that belongs to the task which happened to run. SS is null in an interrupt that struck user mode,
+/// and facts are read in an interrupt.
+const PER_TASK: &[&str] = &["cr4", "dr6", "dr7", "ldtr", "ss", "spec_ctrl", "debugctl"];
 
 /// Everything in which two readings of one CPU differ, page tables and flags of the reader apart.
 pub fn state_difference<'a>(

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// For one benchmark, in wall time.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(1200);
 
 const FILES: &[(&str, &str)] = &[
     ("set-up", include_str!("../../guest/bench/set-up")),
