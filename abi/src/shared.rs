@@ -86,7 +86,7 @@ pub enum LogKind {
     Left = 3,
     /// An MSR was executed for the system: MSR, value, 1 if written, 1 if it faulted.
     Msr = 4,
-    /// The nested map was extended: guest-physical address, length in bytes.
+    /// The nested map was extended: guest-physical address, guest RIP.
     NestedFill = 5,
     /// A write to hidden memory was dropped: guest-physical address, guest RIP.
     HiddenWrite = 6,

@@ -115,7 +115,7 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
         2 => ("detached", "detached".into(), Some(Tone::Good)),
         3 => ("left", left(a, b, c, d), Some(Tone::Doubtful)),
         4 => ("msr", msr(a, b, c, d), None),
-        5 => ("nested-fill", format!("nested map extended by {b:#x} bytes at {a:#x}"), None),
+        5 => ("nested-fill", format!("nested map extended at {a:#x} (rip {b:#x})"), None),
         6 => (
             "hidden-write",
             format!("write to hidden memory at {a:#x} dropped (rip {b:#x})"),
@@ -192,7 +192,7 @@ mod tests {
         let mut block = shared_cpu(0);
         write(&mut block, 9_000_000_000, 1, [0; 5]);
         write(&mut block, 9_100_000_000, 4, [0xc000_2000, 0xff, 1, 0, 0]);
-        write(&mut block, 9_200_000_000, 5, [0x1000_0000_0000, 0x4000_0000, 0, 0, 0]);
+        write(&mut block, 9_200_000_000, 5, [0x1000_0000_0000, 0xffff_ffff_8100_0000, 0, 0, 0]);
         write(&mut block, 9_300_000_000, 6, [0x1234_5000, 0xffff_ffff_8100_0000, 0, 0, 0]);
         write(&mut block, 9_400_000_000, 7, [0x8000_0020, 0x400, 0, 0, 0]);
         write(&mut block, 9_500_000_000, 3, [122, 0x7d, 0xffff_ffff_8100_0000, 0, 0]);
