@@ -50,8 +50,10 @@ const UNPROVEN_FILES: &[&str] = &["faults", "matrix", "package", "soak", "speed"
 const UNPROVEN_TESTS: &[&str] = &[
     "a_fatal_machine_check_ends_in_the_crash_kernel",
     "hibernation",
-    "processors_go_and_come_back_on_6_1",
     "reboot_on_6_12",
+    "suspend_to_idle",
+    "suspend_to_memory_on_6_1",
+    "suspend_to_memory_on_6_12",
 ];
 
 /// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The

@@ -70,8 +70,8 @@ fn processors_go_and_come_back(kernel: Kernel, cpus: &str, argument: &str) -> Re
 
 #[test]
 fn processors_go_and_come_back_on_6_1() -> Result<()> {
-    // This kernel can do it with the boot CPU as well.
-    processors_go_and_come_back(Kernel::BookwormCloud, "0 1 2 3", "cpu0_hotplug")
+    // `cpu0_hotplug` would let the boot CPU go too, but Linux has that for Intel's processors only.
+    processors_go_and_come_back(Kernel::BookwormCloud, "1 2 3", "quiet")
 }
 
 #[test]
