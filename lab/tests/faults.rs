@@ -8,6 +8,8 @@
 mod nmi;
 #[path = "faults/preflight.rs"]
 mod preflight;
+#[path = "faults/steps.rs"]
+mod steps;
 #[path = "faults/subject.rs"]
 mod subject;
 
