@@ -395,6 +395,9 @@ impl Prepared {
                 }
             }
             deaths += 1;
+            // What this kernel said is no complaint of the next one's.
+            let dir = self.scene.dir();
+            let _ = fs::rename(dir.join(file::SERIAL), dir.join(format!("serial-{deaths}.log")));
             eprintln!("{}: the kernel died while it booted; starting it again", self.spec.summary());
         }
     }
