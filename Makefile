@@ -1,6 +1,8 @@
 # One word for each thing that a person wants. The work is in `lab` (see lab/), which builds what it needs.
 
 LAB = cargo run -q -p mercury-lab --
+# Time limits of tests are stretched by this much: hosts are shared, and the emulator is slow.
+export MERCURY_LAB_PATIENCE ?= 3
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
 .PHONY: help demo test shell bench soak deb check clean bootstrap
