@@ -119,15 +119,18 @@ fn tracers_and_probes() -> Result<()> {
     let workloads = Workloads::start(&machine, &["compute", "sampling"])?;
     switch(&machine, CYCLES)?;
     workloads.finish()?;
-    let trace =
-        |cpu: u32| format!("grep -cE 'hrtimer|schedule|call' /sys/kernel/tracing/per_cpu/cpu{cpu}/trace");
+    // The kernel gives up reading a buffer that is being written (`rb_iter_peek`), so tracing ends first.
+    machine.sh("echo 0 > /sys/kernel/tracing/tracing_on")?;
     for cpu in 0..2 {
-        assert!(machine.sh(&trace(cpu))?.parse::<u64>().unwrap() > 100, "CPU {cpu} was not traced");
+        let count =
+            format!("grep -cE 'hrtimer|schedule|call' /sys/kernel/tracing/per_cpu/cpu{cpu}/trace || true");
+        let lines = machine.sh(&count)?;
+        assert!(lines.parse::<u64>().unwrap() > 100, "CPU {cpu} was not traced: {lines} lines");
     }
     let hits = machine.sh("cat /sys/kernel/tracing/kprobe_profile")?;
     println!("{hits}");
     assert!(!hits.lines().any(|line| line.split_whitespace().nth(1) == Some("0")), "{hits}");
-    machine.sh("cd /sys/kernel/tracing && echo 0 > tracing_on && echo nop > current_tracer && \
-                echo 0 > events/lab/enable && echo > kprobe_events")?;
+    machine.sh("cd /sys/kernel/tracing && echo nop > current_tracer && echo 0 > events/lab/enable && \
+                echo > kprobe_events")?;
     machine.check_next_attach()
 }
