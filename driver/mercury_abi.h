@@ -114,6 +114,16 @@
 #define MERCURY_AREA_PAGE_PROCESSOR 4
 /* First page of the stack, which ends at the end of the area. */
 #define MERCURY_AREA_PAGE_STACK 5
+
+/*
+ * Whose hardware virtualization a machine has. The driver chooses the hypervisor's
+ * entry point by it; above that nothing depends on it.
+ */
+#define MERCURY_VENDOR_AMD 0
+#define MERCURY_VENDOR_INTEL 1
+
+/* Number of Vendors. */
+#define MERCURY_VENDORS 2
 /* "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image. */
 #define MERCURY_IMAGE_MAGIC _UL(0x525059484352454d)
 /* Where the hypervisor's private data starts in the gate page. */
@@ -759,13 +769,16 @@ struct mercury_image_header {
 	u64 rela_offset;
 	/* Bytes of the Rela table. */
 	u64 rela_size;
-	/* Offset of the native entry point. */
-	u64 entry_offset;
+	/*
+	 * Offsets of the native entry points, by Vendor; 0: this image has nothing for
+	 * that vendor.
+	 */
+	u64 entry_offsets[2];
 	/* Version, NUL-padded ASCII. */
 	u8 version[32];
 };
 
-static_assert(sizeof(struct mercury_image_header) == 104);
+static_assert(sizeof(struct mercury_image_header) == 112);
 static_assert(offsetof(struct mercury_image_header, magic) == 0);
 static_assert(offsetof(struct mercury_image_header, abi_version) == 8);
 static_assert(offsetof(struct mercury_image_header, fault_injection) == 12);
@@ -775,8 +788,8 @@ static_assert(offsetof(struct mercury_image_header, file_end) == 32);
 static_assert(offsetof(struct mercury_image_header, memory_end) == 40);
 static_assert(offsetof(struct mercury_image_header, rela_offset) == 48);
 static_assert(offsetof(struct mercury_image_header, rela_size) == 56);
-static_assert(offsetof(struct mercury_image_header, entry_offset) == 64);
-static_assert(offsetof(struct mercury_image_header, version) == 72);
+static_assert(offsetof(struct mercury_image_header, entry_offsets) == 64);
+static_assert(offsetof(struct mercury_image_header, version) == 80);
 
 /*
  * Physically contiguous memory that belongs to the hypervisor: mapped in its tables,

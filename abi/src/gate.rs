@@ -42,6 +42,20 @@ pub const AREA_PAGE_PROCESSOR: usize = 4;
 /// First page of the stack, which ends at the end of the area.
 pub const AREA_PAGE_STACK: usize = 5;
 
+/// Whose hardware virtualization a machine has. The driver chooses the hypervisor's entry point by it; above
+/// that nothing depends on it.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// AMD: SVM.
+    Amd = 0,
+    /// Intel: VMX.
+    Intel = 1,
+}
+
+/// Number of [`Vendor`]s.
+pub const VENDORS: usize = 2;
+
 /// "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image.
 pub const IMAGE_MAGIC: u64 = 0x5250_5948_4352_454d;
 
@@ -68,8 +82,8 @@ pub struct ImageHeader {
     pub rela_offset: u64,
     /// Bytes of the Rela table.
     pub rela_size: u64,
-    /// Offset of the native entry point.
-    pub entry_offset: u64,
+    /// Offsets of the native entry points, by [`Vendor`]; 0: this image has nothing for that vendor.
+    pub entry_offsets: [u64; VENDORS],
     /// Version, NUL-padded ASCII.
     pub version: [u8; 32],
 }

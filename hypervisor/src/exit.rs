@@ -5,6 +5,7 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::Hypercall;
 
 use crate::cpu::Area;
+use crate::vendor::Vendor;
 
 /// An exception for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +41,7 @@ pub enum Answer {
 
 /// A hypercall of the driver.
 #[inline]
-pub fn hypercall(area: &mut Area, number: u64, first: u64, second: u64) -> Answer {
+pub fn hypercall<V: Vendor>(area: &mut Area<V>, number: u64, first: u64, second: u64) -> Answer {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;

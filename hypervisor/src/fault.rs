@@ -5,11 +5,12 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::FaultPoint;
 
 use crate::cpu::Area;
+use crate::vendor::Vendor;
 
 /// Whether this passage of `point` is the armed one.
 #[inline]
 #[must_use]
-pub fn fires(area: &mut Area, point: FaultPoint) -> bool {
+pub fn fires<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> bool {
     if !cfg!(feature = "fault-injection") {
         return false;
     }
@@ -28,7 +29,7 @@ pub fn fires(area: &mut Area, point: FaultPoint) -> bool {
 
 /// Arms a point on this CPU.
 #[must_use]
-pub fn arm(area: &mut Area, point: u64, passage: u64) -> Code {
+pub fn arm<V: Vendor>(area: &mut Area<V>, point: u64, passage: u64) -> Code {
     if !cfg!(feature = "fault-injection") {
         return Code::UnknownOperation;
     }
@@ -45,7 +46,7 @@ pub fn arm(area: &mut Area, point: u64, passage: u64) -> Code {
 /// # Errors
 /// [`Code::InjectedFault`].
 #[inline]
-pub fn check(area: &mut Area, point: FaultPoint) -> Result<(), Code> {
+pub fn check<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> Result<(), Code> {
     if fires(area, point) { Err(Code::InjectedFault) } else { Ok(()) }
 }
 

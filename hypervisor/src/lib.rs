@@ -6,7 +6,7 @@
 //! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
 //!   preflight, attach;
 //! * [`exit`]: what an attached CPU comes in for, above the vendor boundary;
-//! * [`svm`]: AMD's side of that boundary; Intel's will stand beside it with the same roles;
+//! * [`vendor`]: that boundary; [`svm`]: AMD's side of it; Intel's will stand beside it with the same roles;
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
@@ -28,4 +28,5 @@ pub mod nested;
 pub mod paging;
 pub mod publish;
 pub mod svm;
+pub mod vendor;
 pub mod x86;

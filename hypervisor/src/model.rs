@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use mercury_abi::shared::SharedCpu;
 
-use crate::cpu::Area;
+use crate::svm::Area;
 use crate::svm::vmcb::{INTERCEPT_MISC1, INTERCEPT_MISC2};
 use crate::x86::{Hardware, msr};
 
@@ -77,7 +77,7 @@ impl Attached {
         control.rip = 0xFFFF_FFFF_8100_0000;
         control.rsp = 0xFFFF_C900_0000_3F00;
         control.rflags = 2;
-        area.cpu.guest_efer = LINUX_EFER | msr::EFER_SVME;
+        area.own.guest_efer = LINUX_EFER | msr::EFER_SVME;
         area.cpu.entered = 1;
         let msrs = BTreeMap::from([
             (msr::EFER, LINUX_EFER | msr::EFER_SVME),

@@ -1,6 +1,12 @@
 //! Exceptions inside the hypervisor: an expected one continues at its recovery address, a machine
 //! check is handed to the system above, everything else is the end of this CPU's attachment.
 
+#[cfg(feature = "image")]
+use crate::{
+    cpu::{Area, Cpu, area_of_stack},
+    vendor::{self, Vendor, Visitor},
+};
+
 /// What the exception stubs push.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +35,9 @@ pub const GENERAL_PROTECTION: u64 = 13;
 pub const MACHINE_CHECK: u64 = 18;
 
 /// Where to continue after the exception in `frame`, or 0 if there is nowhere.
+///
+/// # Safety
+/// Called by the exception stubs only, with their own frame.
 #[cfg(feature = "image")]
 pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     // SAFETY: the stub passes its own frame.
@@ -51,17 +60,30 @@ fn hand_over_machine_check(frame: &Frame) -> u64 {
     if !intact {
         return 0;
     }
-    // SAFETY: exception stacks lie in the area; the interrupted code uses this field only at its end.
-    let area = unsafe { crate::cpu::area_of_stack() };
-    crate::svm::exits::pend_machine_check(area);
+    // SAFETY: exception stacks lie in the area; the interrupted code uses what this changes only at its end.
+    unsafe { vendor::visit(area_of_stack(), PendMachineCheck) };
     frame.rip
 }
 
-/// The end: record and leave.
 #[cfg(feature = "image")]
-pub unsafe extern "C" fn fatal(area: *mut crate::cpu::Area, frame: *const Frame) -> ! {
+struct PendMachineCheck;
+
+#[cfg(feature = "image")]
+impl Visitor for PendMachineCheck {
+    type Output = ();
+
+    fn visit<V: Vendor>(self, area: &mut Area<V>) {
+        V::pend_machine_check(area);
+    }
+}
+
+/// The end: record and leave.
+///
+/// # Safety
+/// Called by the exception stubs only, with this CPU's area and their own frame.
+#[cfg(feature = "image")]
+pub unsafe extern "C" fn fatal(area: *mut Cpu, frame: *const Frame) -> ! {
     // SAFETY: the stub passes this CPU's area and its own frame on the exception stack; whatever used
     // the area before will not run again.
-    let (area, frame) = unsafe { (&mut *area, &*frame) };
-    crate::emergency::after_exception(area, frame)
+    unsafe { crate::emergency::after_exception(area, &*frame) }
 }

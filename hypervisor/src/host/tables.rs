@@ -1,9 +1,8 @@
 //! GDT, IDT and task state of the hypervisor.
 //!
-//! Every #VMEXIT reloads CS, SS, DS and ES from the GDT in memory (APM vol. 2, 15.6; HARDWARE A-52),
-//! so the selectors live at VMRUN are the ones below. Every vector has an interrupt stack: compiled
-//! code may use the red zone, and the guard page must be survivable. CR4.MCE stays as the system has
-//! it; vector 18 has a handler.
+//! An exit loads the selectors below, on AMD from the GDT in memory (APM vol. 2, 15.6; HARDWARE A-52).
+//! Every vector has an interrupt stack, for the guard page must be survivable. CR4.MCE stays as the
+//! system has it; vector 18 has a handler.
 
 use core::mem::offset_of;
 
@@ -12,7 +11,7 @@ use mercury_abi::gate::DescriptorTable;
 
 use super::entry::EXCEPTION_STUB_SIZE;
 use crate::cpu::Area;
-use crate::svm::vmcb::Segment;
+use crate::vendor::{TaskStateSegment, Vendor};
 
 /// Code selector of the hypervisor.
 pub const HOST_CS: u16 = 0x10;
@@ -99,23 +98,25 @@ const fn stack_of(vector: usize) -> u8 {
     }
 }
 
-/// Fills descriptor tables, task state and extended state of a CPU's area.
-pub fn prepare(area: &mut Area) {
+/// Fills descriptor tables and task state of a CPU's area, and what is the vendor's.
+pub fn prepare<V: Vendor>(area: &mut Area<V>) {
+    const { Area::<V>::FITS };
     let base = core::ptr::from_mut(area).expose_provenance() as u64;
     let tss = base + offset_of!(crate::cpu::Cpu, tss) as u64;
     let gdt = base + offset_of!(crate::cpu::Cpu, gdt) as u64;
     let idt = core::ptr::from_ref(&IDT).expose_provenance() as u64;
-    let stacks = base + offset_of!(Area, exception_stacks) as u64;
+    let stacks = base + offset_of!(Area<V>, exception_stacks) as u64;
 
     IDT.fill(super::entry::exception_stubs_virt());
     area.cpu.tss = TaskState::with_stacks(stacks);
     area.cpu.gdt = HostGdt::with_task_state(tss);
     area.cpu.host_gdtr = table(gdt, size_of::<HostGdt>());
     area.cpu.host_idtr = table(idt, size_of::<Idt>());
-    area.host.tr =
-        Segment { selector: HOST_TR, attributes: 0x8B, limit: size_of::<TaskState>() as u32 - 1, base: tss };
-    area.cpu.control_phys = area.cpu.gate.area_phys + offset_of!(Area, control) as u64;
-    area.cpu.host_phys = area.cpu.gate.area_phys + offset_of!(Area, host) as u64;
+    area.cpu.control_phys = area.cpu.gate.area_phys + offset_of!(Area<V>, control) as u64;
+    area.cpu.host_phys = area.cpu.gate.area_phys + offset_of!(Area<V>, host) as u64;
+    area.cpu.vendor = V::KIND as u32;
+    let limit = size_of::<TaskState>() as u32 - 1;
+    V::prepare(area, TaskStateSegment { selector: HOST_TR, limit, base_virt: tss });
     area.cpu.prepared = 1;
 }
 

@@ -6,8 +6,8 @@ use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{msr, refusal, run};
-use crate::cpu::{Area, Interrupted, Phase};
+use super::{Area, Svm, msr, refusal, run};
+use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::nested::{self, NestedAnswer};
@@ -110,7 +110,7 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
     let rip = area.control.rip;
-    let (reason, kind, answer) = match nested::fault(address, write) {
+    let (reason, kind, answer) = match nested::fault::<Svm>(address, write) {
         NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
         NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
         NestedAnswer::Exhausted => {
@@ -156,8 +156,8 @@ fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if !refusal::none(&area.control) {
         return invalid(area, hardware);
     }
-    area.cpu.entry_state = GuestState::of(&area.control);
-    area.cpu.entry_state_valid = 1;
+    area.own.entry_state = GuestState::of(&area.control);
+    area.own.entry_state_valid = 1;
     #[cfg(feature = "fault-injection")]
     corrupt(area);
     Next::Run
@@ -287,8 +287,8 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }
-    if area.control.exit_code == exit_code::INVALID && area.cpu.entry_state_valid != 0 {
-        let entry_state = area.cpu.entry_state;
+    if area.control.exit_code == exit_code::INVALID && area.own.entry_state_valid != 0 {
+        let entry_state = area.own.entry_state;
         entry_state.put(&mut area.control);
         let (rip, rax) = (area.control.rip, area.control.rax);
         area.cpu.interrupted = Interrupted { rip, rax, ..area.cpu.interrupted };
@@ -327,5 +327,25 @@ fn corrupt(area: &mut Area) {
     }
     if fault::fires(area, FaultPoint::ExitCorruptState) {
         area.control.efer = 0;
+    }
+}
+
+/// Makes VMRUN refuse the block, one check at a time.
+#[cfg(feature = "fault-injection")]
+pub fn corrupt_first(area: &mut Area) {
+    type Spoil = fn(&mut super::vmcb::Vmcb);
+    let spoilers: [(FaultPoint, Spoil); 7] = [
+        (FaultPoint::RunAsidZero, |control| control.asid = 0),
+        (FaultPoint::RunNoIntercept, |control| control.intercept_misc2 &= !1),
+        (FaultPoint::RunCr0, |control| control.cr0 |= 1 << 32),
+        (FaultPoint::RunCr4, |control| control.cr4 |= 1 << 63),
+        (FaultPoint::RunEfer, |control| control.efer &= !crate::x86::msr::EFER_SVME),
+        (FaultPoint::RunCr3, |control| control.cr3 |= 1 << 60),
+        (FaultPoint::RunDr7, |control| control.dr7 |= 1 << 32),
+    ];
+    for (point, spoil) in spoilers {
+        if fault::fires(area, point) {
+            spoil(&mut area.control);
+        }
     }
 }

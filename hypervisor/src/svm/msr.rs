@@ -8,7 +8,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::shared::{ExitReason, LogKind};
 
-use crate::cpu::Area;
+use super::Area;
 use crate::exit::{Answer, Fault};
 use crate::publish;
 use crate::x86::{Hardware, msr};
@@ -50,7 +50,7 @@ impl PermissionMap {
 pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer {
     if index == msr::VM_HSAVE_PA {
         publish::count(area, ExitReason::MsrHsave);
-        return Answer::Value(area.cpu.guest_hsave);
+        return Answer::Value(area.own.guest_hsave);
     }
     publish::count(area, ExitReason::MsrPassThrough);
     let value = hardware.read_msr(index);
@@ -94,7 +94,7 @@ fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer
 /// detach, and the write is then executed natively (HARDWARE L-4). Other writes are checked as the
 /// processor would: LMA is read-only, LME cannot change while paging, unknown bits are #GP.
 fn write_efer(area: &mut Area, value: u64) -> Answer {
-    let current = area.cpu.guest_efer;
+    let current = area.own.guest_efer;
     if value & msr::EFER_SVME == 0 {
         return Answer::Depart(Code::SvmReleased);
     }
@@ -104,7 +104,7 @@ fn write_efer(area: &mut Area, value: u64) -> Answer {
         return Answer::Inject(Fault::GeneralProtection);
     }
     let new = value & !msr::EFER_LMA | current & msr::EFER_LMA;
-    area.cpu.guest_efer = new;
+    area.own.guest_efer = new;
     area.control.efer = new;
     Answer::Skip
 }
@@ -117,7 +117,7 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
     if value & 0xFFF != 0 || value >> 52 != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    area.cpu.guest_hsave = value;
+    area.own.guest_hsave = value;
     Answer::Skip
 }
 

@@ -73,7 +73,7 @@ fn flush_asks_for_an_acknowledged_flush() {
 fn detach_gives_the_processor_back() {
     let mut cpu = Attached::new();
     let rip = cpu.area.control.rip;
-    cpu.area.cpu.guest_hsave = 0;
+    cpu.area.own.guest_hsave = 0;
     assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
     let outward = &cpu.area.cpu.gate.outward;
     assert_eq!(outward.rip, rip + 3);
@@ -322,7 +322,7 @@ fn every_attach_starts_afresh() {
 #[test]
 fn speculation_control_is_returned_once() {
     let mut cpu = Attached::new();
-    cpu.area.cpu.spec_ctrl_lent = 1;
+    cpu.area.own.spec_ctrl_lent = 1;
     cpu.area.control.spec_ctrl = 5;
     cpu.hardware.msrs.insert(msr::SPEC_CTRL, 0);
     assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
