@@ -19,9 +19,6 @@
 #define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \
 				 X86_EFLAGS_SF | X86_EFLAGS_OF)
 #define CPUID_1_ECX_HYPERVISOR	BIT(31)
-#define CPUID_80000001_ECX_SVM	BIT(2)
-#define CPUID_8000000A_EDX_NP	BIT(0)
-#define VM_CR_SVMDIS		BIT(4)
 #define MSR_MTRR_PHYS_BASE_0	0x200
 #define MSR_SMCA_BANK_0_CTL	0xc0002000
 #define MSR_ISST_ADDR		0x6a8
@@ -233,36 +230,15 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 /* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
 u32 mercury_can_enter(u64 detail[2])
 {
-	u32 ebx = cpuid_ebx(0);
-	u64 value;
-
 	detail[0] = 0;
 	detail[1] = 0;
-	/* "Genu"ineIntel; "Auth"enticAMD; "Hygo"nGenuine */
-	if (ebx == 0x756e6547)
+	if (boot_cpu_data.x86_vendor == X86_VENDOR_INTEL)
 		return MERCURY_CODE_INTEL_UNSUPPORTED;
-	if (ebx != 0x68747541 && ebx != 0x6f677948)
+	if (!mercury_vendor)
 		return MERCURY_CODE_VENDOR_UNSUPPORTED;
 	if (system_bits() & MERCURY_SYSTEM_PRIVILEGED_LAYER)
 		return MERCURY_CODE_PRIVILEGED_LAYER;
 	if (system_bits() & MERCURY_SYSTEM_SME)
 		return MERCURY_CODE_MEMORY_ENCRYPTION;
-	if (cpuid_eax(0x80000000) < 0x8000000a ||
-	    !(cpuid_ecx(0x80000001) & CPUID_80000001_ECX_SVM))
-		return MERCURY_CODE_NO_SVM;
-	if (rdmsrl_safe(MSR_VM_CR, &value))
-		return MERCURY_CODE_FACT_UNREADABLE;
-	detail[0] = value;
-	if (value & VM_CR_SVMDIS)
-		return MERCURY_CODE_SVM_DISABLED;
-	if (rdmsrl_safe(MSR_EFER, &value))
-		return MERCURY_CODE_FACT_UNREADABLE;
-	detail[0] = value;
-	if (value & EFER_SVME)
-		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
-	detail[0] = cpuid_edx(0x8000000a);
-	if (!(detail[0] & CPUID_8000000A_EDX_NP))
-		return MERCURY_CODE_NO_NESTED_PAGING;
-	detail[0] = 0;
-	return MERCURY_CODE_OK;
+	return mercury_vendor->can_enter(detail);
 }

@@ -51,20 +51,20 @@
 	movl	%eax, %\register
 .endm
 
-	.section .text.mercury_gate, "ax", @progbits
+	.section .text.mercury_svm, "ax", @progbits
 	.balign	4096
-SYM_DATA_START_LOCAL(mercury_gate_page)
+SYM_DATA_START_LOCAL(mercury_svm_page)
 	/* Call-depth tracking looks for padding before a function. */
 	.fill	64, 1, 0x90
-SYM_DATA_END(mercury_gate_page)
+SYM_DATA_END(mercury_svm_page)
 
 /*
- * u64 mercury_gate_enter(struct mercury_gate_block *area)
+ * u64 mercury_svm_enter(struct mercury_gate_block *area)
  *
  * Interrupts off, EFER.SVME set, TF clear. Returns what the hypervisor left in RAX; as its guest, if
  * the operation was to attach.
  */
-SYM_CODE_START(mercury_gate_enter)
+SYM_CODE_START(mercury_svm_enter)
 	UNWIND_HINT_FUNC
 	endbr64
 	pushq	%rbp
@@ -113,15 +113,15 @@ SYM_CODE_START(mercury_gate_enter)
 	ANNOTATE_UNRET_SAFE
 	ret
 	int3
-SYM_CODE_END(mercury_gate_enter)
+SYM_CODE_END(mercury_svm_enter)
 /* A breakpoint in here would be one in an address space without the kernel's handlers. */
-_ASM_NOKPROBE(mercury_gate_enter)
+_ASM_NOKPROBE(mercury_svm_enter)
 
 /*
  * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
  * syscall MSRs and PAT hold the outward values already.
  */
-SYM_CODE_START(mercury_gate_leave)
+SYM_CODE_START(mercury_svm_leave)
 	UNWIND_HINT_NONE
 	endbr64
 	/* CR0 before CR4: CR4.CET needs CR0.WP. */
@@ -219,8 +219,8 @@ SYM_CODE_START(mercury_gate_leave)
 .Lframe:
 	iretq
 	int3
-SYM_CODE_END(mercury_gate_leave)
-_ASM_NOKPROBE(mercury_gate_leave)
+SYM_CODE_END(mercury_svm_leave)
+_ASM_NOKPROBE(mercury_svm_leave)
 
 	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
-	.org	mercury_gate_page + 4096, 0xcc
+	.org	mercury_svm_page + 4096, 0xcc

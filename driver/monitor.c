@@ -20,7 +20,7 @@ static void give_up(int cpu, u32 code)
 	mercury.state = MERCURY_STATE_CRASHED;
 	mercury.want_all = false;
 	cpumask_clear(&mercury.wanted);
-	mercury_on_cpus(cpu_online_mask, mercury_detach_cpu);
+	mercury_on_cpus(cpu_online_mask, mercury_vendor->detach_cpu);
 	pr_err("the hypervisor crashed on CPU %d (code %u): all CPUs are native again\n",
 	       cpu, code);
 }
