@@ -18,6 +18,9 @@
 //!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME if
 //!   [`Outward::clear_svme`] says so, and continues at the outward CS:RIP with the outward registers.
 //!
+//! That is AMD's gate. Intel's has no GIF: see [`NmiBlock`]. EFER.SVME is CR4.VMXE there, which the driver sets
+//! and clears; the hypervisor executes VMXON and VMXOFF.
+//!
 //! A native operation that ends without entering the guest leaves the same way, to the return label,
 //! with its result in RAX. A successful attach returns to the same label as the guest, RAX = 0.
 
@@ -157,7 +160,7 @@ pub struct Inward {
     pub cr3: u64,
     /// CR4.
     pub cr4: u64,
-    /// VM_HSAVE_PA as it was before, restored at detach.
+    /// VM_HSAVE_PA as it was before, restored at detach (AMD).
     pub vm_hsave_pa: u64,
     /// CS. Filled by the driver.
     pub cs: Segment,
@@ -167,6 +170,22 @@ pub struct Inward {
     pub ds: Segment,
     /// ES. Filled by the driver.
     pub es: Segment,
+    /// FS, without its base. Filled by the driver on Intel.
+    pub fs: Segment,
+    /// GS, without its base. Filled by the driver on Intel.
+    pub gs: Segment,
+    /// LDTR, without its base. Filled by the driver on Intel.
+    pub ldtr: Segment,
+    /// TR, without its base. Filled by the driver on Intel.
+    pub tr: Segment,
+    /// Base of LDTR, virtual; 0 for a null selector.
+    pub ldtr_base_virt: u64,
+    /// Base of TR, virtual.
+    pub tr_base_virt: u64,
+    /// GDTR. Filled by the gate on Intel; on AMD the hypervisor reads it itself.
+    pub gdtr: DescriptorTable,
+    /// IDTR, likewise.
+    pub idtr: DescriptorTable,
 }
 
 /// What the gate's way out puts back.
@@ -199,6 +218,10 @@ pub struct Outward {
     pub clear_svme: u64,
     /// General registers; entry 4 is RSP.
     pub registers: Registers,
+    /// Selectors FS and GS (Intel; on AMD they are back before the gate).
+    pub thread_selectors: [u64; 2],
+    /// Bases of FS and GS (Intel), virtual.
+    pub thread_bases: [u64; 2],
 }
 
 /// A pseudo-descriptor: LGDT and LIDT take the address of `limit`.
@@ -229,7 +252,7 @@ pub struct GateBlock {
     /// CR3 of the hypervisor's tables. Filled at load.
     pub host_cr3: u64,
     /// CR4 in the hypervisor, from a white list: PAE, MCE, OSFXSR, OSXMMEXCPT, and LA57 if the kernel
-    /// has it. Filled at load.
+    /// has it, VMXE on Intel. Filled at load.
     pub host_cr4: u64,
     /// Native entry point, virtual. Filled at load.
     pub entry_virt: u64,
@@ -257,6 +280,43 @@ pub struct GateBlock {
     pub outward: Outward,
     /// The gate's own: RIP, CS, RFLAGS, RSP, SS for the IRETQ of a way out to user mode.
     pub frame: [u64; 5],
+    /// How an NMI finds its way where the processor cannot hold it back (Intel).
+    pub nmi: NmiBlock,
+}
+
+/// NMIs on a processor without a global interrupt flag.
+///
+/// One that strikes between the gate's first instruction and its last, or in the hypervisor, comes to the
+/// driver's handler in the gate page ([`NmiBlock::handler_virt`]), on whatever stack of the area is in use.
+/// The handler notes it in [`NmiBlock::pending`] and returns without IRET, so that NMIs stay blocked, as they
+/// would be in the handler of the system above: a second one waits in the processor. The next entry into the
+/// guest injects the NMI; the gate's way out raises it with INT 2 when the system's tables are back.
+///
+/// If it strikes between the last look at `pending` and the entry (`window_start_virt` up to
+/// `window_end_virt`), the handler returns to `restart_virt`, which looks again.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NmiBlock {
+    /// 1: an NMI is to be delivered. 2: likewise, but not at the next entry.
+    pub pending: u32,
+    /// NMIs that the handler has noted since load.
+    pub noted: u32,
+    /// The handler, virtual; 0: this processor needs none. Filled at load.
+    pub handler_virt: u64,
+    /// Start of the window, virtual. Filled by the hypervisor.
+    pub window_start_virt: u64,
+    /// End of the window, virtual.
+    pub window_end_virt: u64,
+    /// Where to begin again, virtual.
+    pub restart_virt: u64,
+    /// The GDT of the passage: null, unused, code, data at the kernel's selectors. Filled at load.
+    pub gdt: [u64; 4],
+    /// The IDT of the passage: vectors 0 to 2, of which only NMI is present. Filled at load.
+    pub idt: [u64; 6],
+    /// Its GDTR. Filled at load.
+    pub gdtr: DescriptorTable,
+    /// Its IDTR. Filled at load.
+    pub idtr: DescriptorTable,
 }
 
 /// Where the hypervisor's private data starts in the gate page.
@@ -315,9 +375,9 @@ pub enum FaultPoint {
     LoadImage = 3,
     /// Attach, all CPUs: facts of the CPU are altered at [`FaultArm::offset`] to [`FaultArm::value`].
     Facts = 4,
-    /// Attach: refused just before EFER.SVME is set.
+    /// Attach: refused just before EFER.SVME (Intel: CR4.VMXE) is set.
     BeforeSvme = 5,
-    /// Attach: refused just after EFER.SVME is set.
+    /// Attach: refused just after EFER.SVME (Intel: CR4.VMXE) is set.
     AfterSvme = 6,
     /// Attach: the CPU reports the wrong mode after the switch.
     AfterSwitch = 7,
@@ -337,15 +397,15 @@ pub enum FaultPoint {
     EntryPageFault = 36,
     /// Panic on the way in.
     EntryPanic = 37,
-    /// Control block with address-space identifier 0.
+    /// Control block with address-space identifier (Intel: VPID) 0.
     RunAsidZero = 38,
-    /// Control block without the VMRUN intercept.
+    /// Control block without the VMRUN intercept (Intel: without a pin-based control that must be 1).
     RunNoIntercept = 39,
     /// Guest CR0 with bit 32 set.
     RunCr0 = 40,
     /// Guest CR4 with a reserved bit set.
     RunCr4 = 41,
-    /// Guest EFER without SVME.
+    /// Guest EFER without SVME (Intel: without LMA in long mode).
     RunEfer = 42,
     /// Guest CR3 with a reserved bit set.
     RunCr3 = 43,

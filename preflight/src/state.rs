@@ -1,7 +1,10 @@
 //! One CPU against itself at another time: what is native after detach must be what was native
 //! before attach.
 
-use crate::{bits::efer, fields::FIELDS};
+use crate::{
+    bits::{cr4, efer},
+    fields::FIELDS,
+};
 use mercury_abi::facts::CpuFacts;
 
 /// A field that differs between two readings of one CPU.
@@ -37,13 +40,14 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME and VM_HSAVE_PA are
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME, VM_HSAVE_PA and CR4.VMXE are
 /// the hypervisor's.
 #[must_use]
 pub fn as_if_native(before: &CpuFacts, attached: &CpuFacts) -> CpuFacts {
     let mut native = *attached;
     native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
     native.vm_hsave_pa = before.vm_hsave_pa;
+    native.cr4 = (attached.cr4 & !cr4::VMXE) | (before.cr4 & cr4::VMXE);
     native
 }
 
