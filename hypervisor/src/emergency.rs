@@ -7,6 +7,7 @@
 use core::fmt::{self, Write};
 
 use mercury_abi::code::Code;
+use mercury_abi::refusal::Refusal;
 use mercury_abi::shared::{CrashRecord, LogKind};
 
 use crate::cpu::{Area, Cpu, Phase, area_of_stack};
@@ -87,6 +88,12 @@ pub fn record_invalid_state<V: Vendor>(area: &mut Area<V>) {
     let [check, value] = area.cpu.gate.detail;
     let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
     record(area, crash, format_args!("refused control block: check {check}, value {value:#x}"));
+}
+
+/// As [`record_invalid_state`], where the reason has words.
+pub fn record_refusal<V: Vendor>(area: &mut Area<V>, refusal: Refusal, value: u64) {
+    let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
+    record(area, crash, format_args!("refused entry: {} ({value:#x})", refusal.text()));
 }
 
 /// The phase in which it happened. A failure in the emergency path stops the CPU.

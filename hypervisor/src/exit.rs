@@ -35,6 +35,8 @@ pub enum Answer {
     Inject(Fault),
     /// The instruction is done and this CPU is native from here on.
     Detach,
+    /// Likewise, and the system above wanted it so.
+    Released(Code),
     /// This CPU is native from here on and executes the instruction itself.
     Depart(Code),
 }

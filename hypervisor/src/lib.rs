@@ -6,7 +6,8 @@
 //! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
 //!   preflight, attach;
 //! * [`exit`]: what an attached CPU comes in for, above the vendor boundary;
-//! * [`vendor`]: that boundary; [`svm`]: AMD's side of it; Intel's will stand beside it with the same roles;
+//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same;
+//!   [`msr`]: what both make of MSRs;
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
@@ -22,6 +23,7 @@ pub mod fault;
 pub mod host;
 #[cfg(test)]
 mod model;
+pub mod msr;
 pub mod mtrr;
 pub mod native;
 pub mod nested;
@@ -29,4 +31,5 @@ pub mod paging;
 pub mod publish;
 pub mod svm;
 pub mod vendor;
+pub mod vmx;
 pub mod x86;

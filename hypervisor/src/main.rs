@@ -17,7 +17,7 @@
 #![no_main]
 
 use mercury_abi::MERCURY_ABI_VERSION;
-use mercury_abi::gate::IMAGE_MAGIC;
+use mercury_abi::gate::{IMAGE_MAGIC, VENDORS};
 
 mod memory;
 
@@ -52,7 +52,8 @@ const fn padded(text: &str) -> [u8; 32] {
 }
 
 #[used]
-static ENTRIES: [extern "C" fn() -> !; 1] = [mercury_hypervisor::svm::run::mercury_entry_svm];
+static ENTRIES: [extern "C" fn() -> !; VENDORS] =
+    [mercury_hypervisor::svm::run::mercury_entry_svm, mercury_hypervisor::vmx::run::mercury_entry_vmx];
 
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {

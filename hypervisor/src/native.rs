@@ -73,7 +73,7 @@ fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resul
     match area.cpu.gate.operation {
         INIT => init::<V>(&argument::<V, BootInfo>(area), area.cpu.gate.argument, hardware)?,
         BUILD => build(area)?,
-        PREFLIGHT => preflight(area)?,
+        PREFLIGHT => preflight(area, hardware)?,
         ATTACH => return attach(area, hardware),
         _ => return Err(Code::UnknownOperation),
     }
@@ -106,7 +106,7 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
 }
 
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
-fn preflight<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
+fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let facts = argument::<V, CpuFacts>(area);
     // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
@@ -114,7 +114,11 @@ fn preflight<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
         area.cpu.gate.detail = finding.detail;
         return Err(finding.code);
     }
+    if V::TYPES_FROM_MTRRS && !nested::types_are_current::<V>(hardware) {
+        return Err(Code::MtrrChanged);
+    }
     area.cpu.features = V::features(&facts);
+    V::learn(area, &facts);
     publish::prepare(area);
     Ok(())
 }

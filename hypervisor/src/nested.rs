@@ -6,7 +6,7 @@
 //! translation then still writes to the sink, which harms nobody. So no other CPU needs to be told
 //! (HARDWARE A-5); the CPU that faulted flushes its own translations where there was one.
 
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::{BootInfo, OwnedRange};
@@ -17,7 +17,7 @@ use crate::mtrr::{Mtrrs, VariableRange};
 use crate::native::direct_map_virt;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::Layout;
-use crate::paging::table::{Table, TablePages};
+use crate::paging::table::{Depth, Table, TablePages};
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
 
@@ -44,6 +44,8 @@ static ZERO_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
 static SINK_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
 
 static ROOT_PHYS: AtomicU64 = AtomicU64::new(0);
+/// Whether the tables have five levels.
+static FIVE_LEVEL: AtomicBool = AtomicBool::new(false);
 static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
 
 /// The tables of one format. Each vendor has a static one; those of the machine's vendor are filled.
@@ -113,6 +115,12 @@ pub fn root_phys() -> u64 {
     ROOT_PHYS.load(Ordering::Relaxed)
 }
 
+/// Levels of the nested tables.
+#[must_use]
+pub fn depth() -> Depth {
+    if FIVE_LEVEL.load(Ordering::Relaxed) { Depth::Five } else { Depth::Four }
+}
+
 /// How many pages the last [`build`] asked for.
 #[must_use]
 pub fn wanted_pages() -> u64 {
@@ -125,6 +133,7 @@ pub fn wanted_pages() -> u64 {
 /// The map cannot reach everything that the kernel knows of.
 pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
     let depth = V::depth(boot, hardware);
+    FIVE_LEVEL.store(depth == Depth::Five, Ordering::Relaxed);
     let physical_bits = V::physical_bits(hardware);
     if boot.iomem_end_phys > 1 << physical_bits.min(depth.address_bits()) {
         return Err(Code::MemoryBeyondMap);
@@ -176,6 +185,16 @@ pub fn build<V: Vendor>() -> Result<(), Code> {
             Ok(())
         }
     }
+}
+
+/// Whether the MTRRs are still those that the tables were planned with.
+#[must_use]
+pub fn types_are_current<V: Vendor>(hardware: &mut impl Hardware) -> bool {
+    let physical_bits = V::physical_bits(hardware);
+    let top_of_memory_2 = V::top_of_memory_2(hardware);
+    let mtrrs = read_mtrrs(hardware, physical_bits, top_of_memory_2);
+    let guard = V::tables().lock();
+    guard.is_some_and(|nested| nested.as_ref().is_some_and(|nested| *nested.map.mtrrs() == mtrrs))
 }
 
 /// What became of a nested fault.

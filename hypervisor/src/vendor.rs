@@ -1,4 +1,4 @@
-//! The vendor boundary: all that the rest of the hypervisor asks of [`crate::svm`], and of nobody else.
+//! The vendor boundary: all that the rest of the hypervisor asks of [`crate::svm`] and [`crate::vmx`].
 //!
 //! One image holds every vendor. Which one it is was decided by the driver when it took that vendor's entry
 //! point for [`mercury_abi::gate::GateBlock::entry_virt`]: from there on everything is compiled for
@@ -21,12 +21,15 @@ use crate::paging::format::Format;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
 use crate::svm::Svm;
+use crate::vmx::Vmx;
 use crate::x86::Hardware;
 
 /// What one vendor's hardware virtualization is.
 pub trait Vendor: Sized + 'static {
     /// Which one.
     const KIND: Kind;
+    /// Whether nested tables replace the types of the MTRRs, so that they must repeat them.
+    const TYPES_FROM_MTRRS: bool;
     /// What it keeps of a CPU in page 0 of the area; integers only, all zeros is the start.
     type Own: core::fmt::Debug;
     /// The control block.
@@ -57,6 +60,9 @@ pub trait Vendor: Sized + 'static {
     /// The vendor's bits in [`Cpu::features`]. The facts have passed the preflight.
     fn features(facts: &CpuFacts) -> u32;
 
+    /// Takes over whatever else of the facts an attach needs.
+    fn learn(area: &mut Area<Self>, facts: &CpuFacts);
+
     /// Puts the system's extended state aside and loads the hypervisor's.
     fn take_extended_state(area: &mut Area<Self>);
 
@@ -85,13 +91,13 @@ pub trait Vendor: Sized + 'static {
     fn depart(area: &mut Area<Self>, hardware: &mut impl Hardware, because: Code) -> Next;
 
     /// Where the system was interrupted, as the control block has it.
-    fn interrupted(area: &Area<Self>) -> Interrupted;
+    fn interrupted(area: &mut Area<Self>) -> Interrupted;
 
     /// What the control block says of the last exit.
     fn last_exit(area: &Area<Self>) -> LastExit;
 
-    /// A machine check for the guest, at its next instruction.
-    fn pend_machine_check(area: &mut Area<Self>);
+    /// A machine check for the guest, at its next instruction; `false` if there is no guest to give it to.
+    fn pend_machine_check(area: &mut Area<Self>) -> bool;
 }
 
 /// Where a task-state segment is.
@@ -150,6 +156,12 @@ pub trait Visitor {
 /// to it is used meanwhile.
 #[expect(clippy::cast_ptr_alignment, reason = "it is the start of an area, which is aligned")]
 pub unsafe fn visit<T: Visitor>(area: *mut Cpu, visitor: T) -> T::Output {
+    const AMD: u32 = Kind::Amd as u32;
     // SAFETY: by the caller's promise; `prepare` wrote the number of the vendor that the area is of.
-    unsafe { visitor.visit(&mut *area.cast::<Area<Svm>>()) }
+    unsafe {
+        match (*area).vendor {
+            AMD => visitor.visit(&mut *area.cast::<Area<Svm>>()),
+            _ => visitor.visit(&mut *area.cast::<Area<Vmx>>()),
+        }
+    }
 }

@@ -61,8 +61,8 @@ fn hand_over_machine_check(frame: &Frame) -> u64 {
         return 0;
     }
     // SAFETY: exception stacks lie in the area; the interrupted code uses what this changes only at its end.
-    unsafe { vendor::visit(area_of_stack(), PendMachineCheck) };
-    frame.rip
+    let pending = unsafe { vendor::visit(area_of_stack(), PendMachineCheck) };
+    if pending { frame.rip } else { 0 }
 }
 
 #[cfg(feature = "image")]
@@ -70,10 +70,10 @@ struct PendMachineCheck;
 
 #[cfg(feature = "image")]
 impl Visitor for PendMachineCheck {
-    type Output = ();
+    type Output = bool;
 
-    fn visit<V: Vendor>(self, area: &mut Area<V>) {
-        V::pend_machine_check(area);
+    fn visit<V: Vendor>(self, area: &mut Area<V>) -> bool {
+        V::pend_machine_check(area)
     }
 }
 

@@ -146,7 +146,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         }
         Answer::Inject(fault) => inject(area, fault),
         Answer::Detach => return detach(area, hardware, length),
-        Answer::Depart(because) => return depart(area, hardware, because),
+        Answer::Released(because) | Answer::Depart(because) => return depart(area, hardware, because),
     }
     enter_again(area, hardware)
 }

@@ -67,6 +67,7 @@ fn leaf(number: u32) -> CpuidLeaf {
 
 impl Vendor for Svm {
     const KIND: Kind = Kind::Amd;
+    const TYPES_FROM_MTRRS: bool = false;
     type Own = Own;
     type Control = Vmcb;
     type Host = Vmcb;
@@ -124,6 +125,8 @@ impl Vendor for Svm {
         capture::features(facts)
     }
 
+    fn learn(_: &mut Area, _: &CpuFacts) {}
+
     #[inline(always)]
     fn take_extended_state(area: &mut Area) {
         run::take_extended_state(area);
@@ -157,7 +160,7 @@ impl Vendor for Svm {
         exits::depart(area, hardware, because)
     }
 
-    fn interrupted(area: &Area) -> Interrupted {
+    fn interrupted(area: &mut Area) -> Interrupted {
         let rdx = area.cpu.gate.outward.registers[2];
         Interrupted { rip: area.control.rip, rax: area.control.rax, rdx }
     }
@@ -182,7 +185,8 @@ impl Vendor for Svm {
         }
     }
 
-    fn pend_machine_check(area: &mut Area) {
+    fn pend_machine_check(area: &mut Area) -> bool {
         exits::pend_machine_check(area);
+        true
     }
 }

@@ -6,10 +6,11 @@
 //! (APM vol. 2, 15.11; HARDWARE 0.2): they are executed for real.
 
 use mercury_abi::code::Code;
-use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_abi::shared::ExitReason;
 
 use super::Area;
 use crate::exit::{Answer, Fault};
+use crate::msr::{log_access, read_through, write_through};
 use crate::publish;
 use crate::x86::{Hardware, msr};
 
@@ -53,9 +54,7 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
         return Answer::Value(area.own.guest_hsave);
     }
     publish::count(area, ExitReason::MsrPassThrough);
-    let value = hardware.read_msr(index);
-    log_access(area, hardware, index, value.unwrap_or(0), false, value.is_none());
-    value.map_or(Answer::Inject(Fault::GeneralProtection), Answer::Value)
+    read_through(area, hardware, index)
 }
 
 /// The guest writes an MSR.
@@ -71,23 +70,6 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
     publish::count(area, reason);
     log_access(area, hardware, index, value, true, answer == Answer::Inject(Fault::GeneralProtection));
     answer
-}
-
-fn log_access(
-    area: &mut Area,
-    hardware: &mut impl Hardware,
-    index: u32,
-    value: u64,
-    write: bool,
-    faulted: bool,
-) {
-    let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), 0];
-    let tsc = hardware.tsc();
-    publish::log(area, LogKind::Msr, tsc, arguments);
-}
-
-fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
-    if hardware.write_msr(index, value) { Answer::Skip } else { Answer::Inject(Fault::GeneralProtection) }
 }
 
 /// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a

@@ -1,0 +1,458 @@
+//! Live state of a native CPU into the VMCS, and the guest's state back into the processor.
+//!
+//! What neither entry nor exit touches (CR2, DR0–3, DR6, KernelGSBase, the SYSCALL MSRs, XCR0, XSS, x87 and
+//! vector registers, TSC_AUX, SPEC_CTRL, user CET state; SDM volume 3, "Loading host state") stays live
+//! throughout. What an exit loads with the hypervisor's values, a departure must put back one by one: limits
+//! of GDTR and IDTR, LDTR, TR with its limit, FS and GS with their bases, SYSENTER, DEBUGCTL, DR7, and PAT,
+//! EFER and CET where they differ (HARDWARE I-10).
+
+use mercury_abi::code::Code;
+use mercury_abi::facts::{CpuFacts, system};
+use mercury_abi::gate::{self, DescriptorTable};
+use mercury_abi::refusal::Refusal;
+use mercury_preflight::bits::{cpuid, cr4, efer};
+use mercury_preflight::vmx::{self as controls, Controls, basic, entry, primary, secondary};
+
+use super::msr::BITMAP;
+use super::refusal;
+use super::vmcs::{self, GUEST_VPID, UNUSABLE, activity};
+use super::{Area, SystemSegment};
+use crate::host::tables::{HOST_CS, HOST_DS, HOST_TR};
+use crate::paging::table::Depth;
+use crate::x86::{CR4_PGE, HOST_CR0, Hardware, msr};
+use crate::{native, nested};
+
+/// Feature bits in [`crate::cpu::Cpu::features`].
+pub mod feature {
+    /// Shadow stacks (CPUID 7 ECX bit 7).
+    pub const SHADOW_STACKS: u32 = 1 << 0;
+    /// The kernel isolates its page tables: user mode has tables of its own, which do not map the gate.
+    pub const ISOLATED: u32 = 1 << 1;
+    /// The monitor trap flag exists.
+    pub const MONITOR_TRAP: u32 = 1 << 2;
+}
+
+/// CR0.NE: VMX operation fixes it (SDM, appendix A.7); PE and PG are free for an unrestricted guest.
+pub const CR0_NE: u64 = 1 << 5;
+/// CR4 that entry checks demand besides the guest's own.
+const CR4_FIXED: u64 = cr4::VMXE;
+
+/// The [`feature`] bits of a CPU.
+#[must_use]
+pub fn features(facts: &CpuFacts) -> u32 {
+    let bit = |is: bool, feature: u32| if is { feature } else { 0 };
+    bit(facts.cpuid_7_0.ecx & cpuid::LEAF7_ECX_CET_SS != 0, feature::SHADOW_STACKS)
+        | bit(facts.system & system::PTI != 0, feature::ISOLATED)
+        | bit(
+            facts.vmx_primary_controls >> 32 & u64::from(primary::MONITOR_TRAP_FLAG) != 0,
+            feature::MONITOR_TRAP,
+        )
+}
+
+/// Takes over what an attach needs of the facts that have passed the preflight.
+pub fn learn(area: &mut Area, facts: &CpuFacts) {
+    area.own.controls = controls::choose(facts).unwrap_or_default();
+    area.own.revision = (facts.vmx_basic & basic::REVISION) as u32;
+    area.own.cr4_allowed = facts.vmx_cr4_fixed1;
+}
+
+/// Enters VMX operation and fills the VMCS; the next entry is VMLAUNCH.
+///
+/// # Errors
+/// [`Code::StateChanged`] if there was no preflight; [`Code::InvalidGuestState`] with a [`Refusal`] in the detail;
+/// [`Code::FactUnreadable`]; [`Code::SegmentUnreadable`] where TR or LDTR could not be given back.
+#[inline]
+pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+    if area.own.controls.secondary & secondary::EPT == 0 {
+        return Err(Code::StateChanged);
+    }
+    let inward = &area.cpu.gate.inward;
+    for segment in [&inward.tr, &inward.ldtr] {
+        if !super::run::can_be_given_back(segment.selector) {
+            area.cpu.gate.detail = [u64::from(segment.selector), 0];
+            return Err(Code::SegmentUnreadable);
+        }
+    }
+    let live = Live::read(area, hardware).ok_or(Code::FactUnreadable)?;
+    enter_vmx(area, hardware)?;
+    fill(area, hardware, &live);
+    area.cpu.gate.outward.registers[0] = 0;
+    Ok(())
+}
+
+/// VMXON, and a VMCS that is clear and current.
+fn enter_vmx(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+    area.control.revision = area.own.revision;
+    if !hardware.vmxon(area.processor_page_phys()) {
+        area.cpu.gate.detail = [Refusal::VmxonFailed as u64, area.processor_page_phys()];
+        return Err(Code::InvalidGuestState);
+    }
+    area.own.vmx_on = 1;
+    area.own.launched = 0;
+    area.own.failed = 0;
+    hardware.vmcs_load(area.cpu.control_phys).map_err(|error| {
+        area.cpu.gate.detail = [refusal::of_instruction(error) as u64, area.cpu.control_phys];
+        Code::InvalidGuestState
+    })
+}
+
+/// MSRs as they are before VMXON.
+struct Live {
+    fs_base: u64,
+    gs_base: u64,
+    sysenter: [u64; 3],
+    debugctl: u64,
+    pat: u64,
+    efer: u64,
+    /// S_CET and IA32_INTERRUPT_SSP_TABLE_ADDR, where they exist.
+    cet: [u64; 2],
+}
+
+impl Live {
+    fn read(area: &Area, hardware: &mut impl Hardware) -> Option<Self> {
+        let shadow_stacks = area.cpu.features & feature::SHADOW_STACKS != 0;
+        Some(Self {
+            fs_base: hardware.read_msr(msr::FS_BASE)?,
+            gs_base: hardware.read_msr(msr::GS_BASE)?,
+            sysenter: [
+                hardware.read_msr(msr::SYSENTER_CS)?,
+                hardware.read_msr(msr::SYSENTER_ESP)?,
+                hardware.read_msr(msr::SYSENTER_EIP)?,
+            ],
+            debugctl: hardware.read_msr(msr::DEBUGCTL)?,
+            pat: hardware.read_msr(msr::PAT)?,
+            efer: hardware.read_msr(msr::EFER)?,
+            cet: if shadow_stacks {
+                [hardware.read_msr(msr::S_CET)?, hardware.read_msr(msr::ISST_ADDR)?]
+            } else {
+                [0; 2]
+            },
+        })
+    }
+}
+
+/// Fills every field that a control makes count.
+fn fill(area: &mut Area, hardware: &mut impl Hardware, live: &Live) {
+    area.own.host_efer = live.efer;
+    area.own.host_pat = live.pat;
+    area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
+    area.own.captured_debugctl = live.debugctl;
+    fill_controls(area, hardware);
+    fill_host(area, hardware);
+    fill_segments(area, hardware, live);
+    fill_registers(area, hardware, live);
+    if area.own.controls.entry & entry::LOAD_CET != 0 {
+        fill_cet(hardware, live);
+    }
+    // This VPID and these tables may have translations of the last attachment (SDM, "Guidelines for use of the
+    // INVVPID and INVEPT instructions"; HARDWARE I-21). No emulator shows it.
+    hardware.flush_guests(area.own.controls.secondary & secondary::VPID != 0);
+}
+
+fn fill_controls(area: &Area, hardware: &mut impl Hardware) {
+    let Controls { pin, primary, secondary, exit, entry, tertiary, .. } = area.own.controls;
+    hardware.vmwrite(vmcs::PIN_CONTROLS, u64::from(pin));
+    hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(primary));
+    hardware.vmwrite(vmcs::SECONDARY_CONTROLS, u64::from(secondary));
+    hardware.vmwrite(vmcs::EXIT_CONTROLS, u64::from(exit));
+    hardware.vmwrite(vmcs::ENTRY_CONTROLS, u64::from(entry));
+    if primary & primary::ACTIVATE_TERTIARY != 0 {
+        hardware.vmwrite(vmcs::TERTIARY_CONTROLS, tertiary);
+    }
+    for field in [
+        vmcs::EXCEPTION_BITMAP,
+        vmcs::PAGE_FAULT_MASK,
+        vmcs::PAGE_FAULT_MATCH,
+        vmcs::CR3_TARGET_COUNT,
+        vmcs::EXIT_MSR_STORE_COUNT,
+        vmcs::EXIT_MSR_LOAD_COUNT,
+        vmcs::ENTRY_MSR_LOAD_COUNT,
+        vmcs::ENTRY_INTERRUPTION,
+        vmcs::TSC_OFFSET,
+    ] {
+        hardware.vmwrite(field, 0);
+    }
+    hardware.vmwrite(vmcs::MSR_BITMAP, native::phys_of(&BITMAP));
+    hardware.vmwrite(vmcs::EPT_POINTER, ept_pointer(nested::root_phys(), nested::depth()));
+    if secondary & secondary::VPID != 0 {
+        hardware.vmwrite(vmcs::VPID, GUEST_VPID);
+    }
+    if secondary & secondary::XSAVES != 0 {
+        hardware.vmwrite(vmcs::XSS_EXITING_BITMAP, 0);
+    }
+    if secondary & secondary::PCONFIG != 0 {
+        hardware.vmwrite(vmcs::PCONFIG_EXITING_BITMAP, 0);
+    }
+    hardware.vmwrite(vmcs::VMCS_LINK_POINTER, u64::MAX);
+}
+
+/// The tables are write-back memory (bits 2:0), of so many levels (bits 5:3, less 1), without accessed and dirty
+/// flags (bit 6): SDM, "Extended-page-table pointer".
+#[must_use]
+pub const fn ept_pointer(root_phys: u64, depth: Depth) -> u64 {
+    const WRITE_BACK: u64 = 6;
+    let levels = match depth {
+        Depth::Four => 4,
+        Depth::Five => 5,
+    };
+    root_phys | (levels - 1) << 3 | WRITE_BACK
+}
+
+/// What an exit loads. Its RSP leaves two words at the end of the stack: see [`super::run`].
+fn fill_host(area: &Area, hardware: &mut impl Hardware) {
+    let area_virt = core::ptr::from_ref(area).expose_provenance() as u64;
+    let tss = area_virt + core::mem::offset_of!(crate::cpu::Cpu, tss) as u64;
+    hardware.vmwrite(vmcs::HOST_CR0, HOST_CR0);
+    hardware.vmwrite(vmcs::HOST_CR3, area.cpu.gate.host_cr3);
+    hardware.vmwrite(vmcs::HOST_CR4, area.cpu.gate.host_cr4);
+    hardware.vmwrite(vmcs::HOST_CS_SELECTOR, u64::from(HOST_CS));
+    for field in [vmcs::HOST_SS_SELECTOR, vmcs::HOST_DS_SELECTOR, vmcs::HOST_ES_SELECTOR] {
+        hardware.vmwrite(field, u64::from(HOST_DS));
+    }
+    for field in [
+        vmcs::HOST_FS_SELECTOR,
+        vmcs::HOST_GS_SELECTOR,
+        vmcs::HOST_FS_BASE,
+        vmcs::HOST_GS_BASE,
+        vmcs::HOST_SYSENTER_CS,
+        vmcs::HOST_SYSENTER_ESP,
+        vmcs::HOST_SYSENTER_EIP,
+    ] {
+        hardware.vmwrite(field, 0);
+    }
+    hardware.vmwrite(vmcs::HOST_TR_SELECTOR, u64::from(HOST_TR));
+    hardware.vmwrite(vmcs::HOST_TR_BASE, tss);
+    hardware.vmwrite(vmcs::HOST_GDTR_BASE, area.cpu.host_gdtr.base_virt);
+    hardware.vmwrite(vmcs::HOST_IDTR_BASE, area.cpu.host_idtr.base_virt);
+    hardware.vmwrite(vmcs::HOST_EFER, area.own.host_efer);
+    hardware.vmwrite(vmcs::HOST_PAT, area.own.host_pat);
+    hardware.vmwrite(vmcs::HOST_RSP, area_virt + super::run::HOST_RSP_OFFSET as u64);
+    hardware.vmwrite(vmcs::HOST_RIP, super::run::exit_virt());
+    if area.own.controls.exit & controls::exit::LOAD_CET != 0 {
+        for field in [vmcs::HOST_S_CET, vmcs::HOST_SSP, vmcs::HOST_INTERRUPT_SSP_TABLE] {
+            hardware.vmwrite(field, 0);
+        }
+    }
+}
+
+fn fill_segments(area: &Area, hardware: &mut impl Hardware, live: &Live) {
+    let inward = &area.cpu.gate.inward;
+    let with_base = |segment: &gate::Segment| u64::from(segment.base);
+    let segments = [
+        (&inward.es, with_base(&inward.es)),
+        (&inward.cs, with_base(&inward.cs)),
+        (&inward.ss, with_base(&inward.ss)),
+        (&inward.ds, with_base(&inward.ds)),
+        (&inward.fs, live.fs_base),
+        (&inward.gs, live.gs_base),
+        (&inward.ldtr, inward.ldtr_base_virt),
+        (&inward.tr, inward.tr_base_virt),
+    ];
+    for (number, (segment, base)) in (0..).zip(segments) {
+        put_segment(hardware, number, segment, base);
+    }
+    hardware.vmwrite(vmcs::GUEST_GDTR_BASE, inward.gdtr.base_virt);
+    hardware.vmwrite(vmcs::GUEST_GDTR_LIMIT, u64::from(inward.gdtr.limit));
+    hardware.vmwrite(vmcs::GUEST_IDTR_BASE, inward.idtr.base_virt);
+    hardware.vmwrite(vmcs::GUEST_IDTR_LIMIT, u64::from(inward.idtr.limit));
+}
+
+/// The `number`th segment, ES being 0.
+fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segment, base: u64) {
+    hardware.vmwrite(vmcs::GUEST_ES_SELECTOR + 2 * number, u64::from(segment.selector));
+    hardware.vmwrite(vmcs::GUEST_ES_LIMIT + 2 * number, u64::from(segment.limit));
+    hardware.vmwrite(vmcs::GUEST_ES_RIGHTS + 2 * number, rights(segment));
+    hardware.vmwrite(vmcs::GUEST_ES_BASE + 2 * number, base);
+}
+
+/// LAR's layout is the VMCS's; a null selector is unusable (SDM, "Guest register state").
+const fn rights(segment: &gate::Segment) -> u64 {
+    if segment.attributes == 0 { UNUSABLE } else { (segment.attributes & 0xF0FF) as u64 }
+}
+
+fn fill_registers(area: &Area, hardware: &mut impl Hardware, live: &Live) {
+    let inward = &area.cpu.gate.inward;
+    // The driver has set CR4.VMXE before, in the kernel's own view too, so that KVM sees the hardware taken
+    // (HARDWARE I-4): mask and shadow only guard it. CR0.NE is what VMX operation fixes.
+    hardware.vmwrite(vmcs::CR0_MASK, CR0_NE);
+    hardware.vmwrite(vmcs::CR0_SHADOW, area.cpu.guest_cr0);
+    hardware.vmwrite(vmcs::GUEST_CR0, area.cpu.guest_cr0 | CR0_NE);
+    hardware.vmwrite(vmcs::CR4_MASK, CR4_FIXED);
+    hardware.vmwrite(vmcs::CR4_SHADOW, inward.cr4);
+    hardware.vmwrite(vmcs::GUEST_CR4, inward.cr4 | CR4_FIXED);
+    hardware.vmwrite(vmcs::GUEST_CR3, inward.cr3);
+    let dr7 = hardware.dr7();
+    hardware.vmwrite(vmcs::GUEST_DR7, dr7);
+    hardware.vmwrite(vmcs::GUEST_RSP, inward.rsp);
+    hardware.vmwrite(vmcs::GUEST_RIP, inward.rip);
+    hardware.vmwrite(vmcs::GUEST_RFLAGS, inward.rflags);
+    hardware.vmwrite(vmcs::GUEST_SYSENTER_CS, live.sysenter[0]);
+    hardware.vmwrite(vmcs::GUEST_SYSENTER_ESP, live.sysenter[1]);
+    hardware.vmwrite(vmcs::GUEST_SYSENTER_EIP, live.sysenter[2]);
+    hardware.vmwrite(vmcs::GUEST_DEBUGCTL, live.debugctl);
+    hardware.vmwrite(vmcs::GUEST_PAT, live.pat);
+    hardware.vmwrite(vmcs::GUEST_EFER, live.efer);
+    hardware.vmwrite(vmcs::GUEST_ACTIVITY, activity::ACTIVE);
+    hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, 0);
+    hardware.vmwrite(vmcs::GUEST_PENDING_DEBUG, 0);
+}
+
+/// S_CET is 0 (preflight); SSP is without meaning while it is.
+fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
+    hardware.vmwrite(vmcs::GUEST_S_CET, live.cet[0]);
+    hardware.vmwrite(vmcs::GUEST_SSP, 0);
+    hardware.vmwrite(vmcs::GUEST_INTERRUPT_SSP_TABLE, live.cet[1]);
+}
+
+/// Prepares the way out of a guest: the gate's outward block from the VMCS, MSRs back into the processor, VMX
+/// off. The VMCS may be corrupt: reserved bits that would fault in the gate are dropped.
+#[inline]
+pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    let outward = &mut area.cpu.gate.outward;
+    let cr0 = hardware.vmread(vmcs::GUEST_CR0) & !CR0_NE | hardware.vmread(vmcs::CR0_SHADOW) & CR0_NE;
+    // VMXE stays as the system reads it: it is set, and the kernel's own.
+    let cr4 = hardware.vmread(vmcs::GUEST_CR4) & !CR4_FIXED | hardware.vmread(vmcs::CR4_SHADOW) & CR4_FIXED;
+    outward.cr0 = cr0 & 0xFFFF_FFFF;
+    outward.cr2 = hardware.cr2();
+    outward.cr3 = hardware.vmread(vmcs::GUEST_CR3);
+    outward.cr4 = cr4 & (cr4::KNOWN | CR4_FIXED);
+    outward.dr6 = hardware.dr6() & 0xFFFF_FFFF;
+    outward.dr7 = hardware.vmread(vmcs::GUEST_DR7) & 0xFFFF_FFFF;
+    outward.gdtr = table(hardware, vmcs::GUEST_GDTR_BASE, vmcs::GUEST_GDTR_LIMIT);
+    outward.idtr = table(hardware, vmcs::GUEST_IDTR_BASE, vmcs::GUEST_IDTR_LIMIT);
+    outward.selectors = [
+        hardware.vmread(vmcs::GUEST_ES_SELECTOR),
+        hardware.vmread(vmcs::GUEST_CS_SELECTOR),
+        hardware.vmread(vmcs::GUEST_SS_SELECTOR),
+        hardware.vmread(vmcs::GUEST_DS_SELECTOR),
+    ];
+    outward.thread_selectors =
+        [hardware.vmread(vmcs::GUEST_FS_SELECTOR), hardware.vmread(vmcs::GUEST_GS_SELECTOR)];
+    outward.thread_bases = [hardware.vmread(vmcs::GUEST_FS_BASE), hardware.vmread(vmcs::GUEST_GS_BASE)];
+    outward.rip = hardware.vmread(vmcs::GUEST_RIP);
+    outward.rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+    outward.registers[4] = hardware.vmread(vmcs::GUEST_RSP);
+    area.own.tr = SystemSegment {
+        selector: hardware.vmread(vmcs::GUEST_TR_SELECTOR) as u16,
+        attributes: hardware.vmread(vmcs::GUEST_TR_RIGHTS) as u32,
+        limit: hardware.vmread(vmcs::GUEST_TR_LIMIT) as u32,
+        base_virt: hardware.vmread(vmcs::GUEST_TR_BASE),
+    };
+    area.own.ldtr = SystemSegment {
+        selector: hardware.vmread(vmcs::GUEST_LDTR_SELECTOR) as u16,
+        attributes: hardware.vmread(vmcs::GUEST_LDTR_RIGHTS) as u32,
+        limit: hardware.vmread(vmcs::GUEST_LDTR_LIMIT) as u32,
+        base_virt: hardware.vmread(vmcs::GUEST_LDTR_BASE),
+    };
+    return_msrs(area, hardware);
+    hardware.vmxoff(area.cpu.control_phys);
+    area.own.vmx_on = 0;
+}
+
+fn table(hardware: &mut impl Hardware, base: u32, limit: u32) -> DescriptorTable {
+    let (base_virt, limit) = (hardware.vmread(base), hardware.vmread(limit) as u16);
+    DescriptorTable { base_virt, limit, ..DescriptorTable::default() }
+}
+
+/// MSRs that an exit has loaded with the hypervisor's. Each value was the processor's before, so none of the
+/// writes can fault.
+fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
+    let fields = [
+        (msr::SYSENTER_CS, vmcs::GUEST_SYSENTER_CS),
+        (msr::SYSENTER_ESP, vmcs::GUEST_SYSENTER_ESP),
+        (msr::SYSENTER_EIP, vmcs::GUEST_SYSENTER_EIP),
+        (msr::DEBUGCTL, vmcs::GUEST_DEBUGCTL),
+    ];
+    for (index, field) in fields {
+        let value = hardware.vmread(field);
+        let _ = hardware.write_msr(index, value);
+    }
+    let pat = hardware.vmread(vmcs::GUEST_PAT);
+    if pat != area.own.host_pat {
+        let _ = hardware.write_msr(msr::PAT, pat);
+    }
+    let efer = hardware.vmread(vmcs::GUEST_EFER);
+    if efer != area.own.host_efer {
+        let _ = hardware.write_msr(msr::EFER, efer & (efer::KNOWN | efer::REQUIRED));
+    }
+    if area.own.controls.entry & entry::LOAD_CET != 0 {
+        return_cet(hardware);
+    }
+}
+
+/// User mode that leaves has its shadow stack pointer in the VMCS; the gate's IRET loads it from PL3_SSP (SDM
+/// volume 1, "Shadow stack usage on privilege level changes"). In the kernel PL3_SSP holds it already.
+fn return_cet(hardware: &mut impl Hardware) {
+    const SHSTK_EN: u64 = 1;
+    for (index, field) in [(msr::S_CET, vmcs::GUEST_S_CET), (msr::ISST_ADDR, vmcs::GUEST_INTERRUPT_SSP_TABLE)]
+    {
+        let value = hardware.vmread(field);
+        let _ = hardware.write_msr(index, value);
+    }
+    let shadowed = privilege(hardware) == 3
+        && hardware.vmread(vmcs::GUEST_CR4) & cr4::CET != 0
+        && hardware.read_msr(msr::U_CET).is_some_and(|user| user & SHSTK_EN != 0);
+    if shadowed {
+        let pointer = hardware.vmread(vmcs::GUEST_SSP);
+        let _ = hardware.write_msr(msr::PL3_SSP, pointer);
+    }
+}
+
+/// The guest's CPL: the DPL of SS (SDM, "Guest register state").
+#[inline]
+pub fn privilege(hardware: &mut impl Hardware) -> u64 {
+    hardware.vmread(vmcs::GUEST_SS_RIGHTS) >> 5 & 3
+}
+
+/// Prepares the way out of a native operation that did not enter the guest: everything as it came in,
+/// `result` in RAX. An entry that the processor refused has loaded the hypervisor's state all the same
+/// (SDM, "VM-entry failures during or after loading guest state").
+pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Code) {
+    let bases = if area.own.vmx_on == 0 {
+        [msr::FS_BASE, msr::GS_BASE].map(|index| hardware.read_msr(index).unwrap_or(0))
+    } else {
+        undo_fill(area, hardware)
+    };
+    let inward = area.cpu.gate.inward;
+    let outward = &mut area.cpu.gate.outward;
+    outward.cr0 = area.cpu.guest_cr0;
+    outward.cr2 = hardware.cr2();
+    outward.cr3 = inward.cr3;
+    outward.cr4 = inward.cr4;
+    debug_assert!(outward.cr4 & CR4_PGE != 0);
+    outward.dr6 = hardware.dr6();
+    outward.dr7 = hardware.dr7();
+    outward.gdtr = inward.gdtr;
+    outward.idtr = inward.idtr;
+    outward.selectors = [inward.es, inward.cs, inward.ss, inward.ds].map(|from| u64::from(from.selector));
+    outward.thread_selectors = [inward.fs, inward.gs].map(|from| u64::from(from.selector));
+    outward.thread_bases = bases;
+    outward.rip = inward.rip;
+    outward.rflags = inward.rflags;
+    outward.registers[0] = u64::from(result as u32);
+    outward.registers[4] = inward.rsp;
+    let system = |from: &gate::Segment, base_virt| SystemSegment {
+        selector: from.selector,
+        attributes: from.attributes,
+        limit: from.limit,
+        base_virt,
+    };
+    area.own.tr = system(&inward.tr, inward.tr_base_virt);
+    area.own.ldtr = system(&inward.ldtr, inward.ldtr_base_virt);
+}
+
+/// Leaves VMX operation with MSRs as [`attach`] found them; answers the bases of FS and GS.
+fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
+    let [fs_base, gs_base, sysenter @ ..] = area.own.captured;
+    for (index, value) in [msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP].into_iter().zip(sysenter) {
+        let _ = hardware.write_msr(index, value);
+    }
+    let _ = hardware.write_msr(msr::DEBUGCTL, area.own.captured_debugctl);
+    if area.own.controls.exit & controls::exit::LOAD_CET != 0 {
+        let table = hardware.vmread(vmcs::GUEST_INTERRUPT_SSP_TABLE);
+        let _ = hardware.write_msr(msr::ISST_ADDR, table);
+    }
+    hardware.vmxoff(area.cpu.control_phys);
+    area.own.vmx_on = 0;
+    [fs_base, gs_base]
+}

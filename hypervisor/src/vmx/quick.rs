@@ -1,0 +1,92 @@
+//! The driver's hypercalls: those that a switch waits for.
+//!
+//! The world switch comes here before it saves vector registers, so nothing below may use one: copies go
+//! field by field, and a test looks at the machine code (`lab/tests/image.rs`).
+
+use mercury_abi::MERCURY_ABI_VERSION;
+use mercury_abi::code::Code;
+use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
+use mercury_abi::shared::{ExitReason, LogKind};
+
+use super::vmcs::{self, event, reason};
+use super::{Area, capture, exits, run};
+use crate::publish;
+use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
+
+const RAX: usize = 0;
+const RCX: usize = 1;
+const RDX: usize = 2;
+
+/// What follows.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quick {
+    /// Leave through the gate.
+    Leave = 0,
+    /// Enter the guest.
+    Run = 1,
+    /// Not a case for here: nothing has been changed.
+    Slow = 2,
+}
+
+/// Answers a hypercall of the driver, if it is one.
+///
+/// # Safety
+/// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
+/// handler of NMIs, which touches the gate's NMI block only.
+pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
+    // SAFETY: the world switch passes this CPU's area; nothing else uses it in an exit.
+    let area = unsafe { &mut *area };
+    let quick = answer(area, &mut Processor);
+    if quick == Quick::Leave {
+        run::return_extended_state(area);
+    }
+    quick
+}
+
+#[inline]
+fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
+    const PING: u64 = Hypercall::Ping as u64;
+    const DETACH: u64 = Hypercall::Detach as u64;
+    if !is_plain_hypercall(area, hardware) {
+        return Quick::Slow;
+    }
+    match area.cpu.gate.outward.registers[RAX] {
+        PING => {
+            finish(area, hardware);
+            area.cpu.gate.outward.registers[RDX] = u64::from(MERCURY_ABI_VERSION);
+            Quick::Run
+        }
+        DETACH => {
+            finish(area, hardware);
+            let tsc = hardware.tsc();
+            publish::departed(area, Code::Ok);
+            publish::log(area, LogKind::Detached, tsc, [0; 5]);
+            capture::put_back(area, hardware);
+            Quick::Leave
+        }
+        _ => Quick::Slow,
+    }
+}
+
+/// Whether this exit is a hypercall of the driver and nothing besides.
+#[inline]
+fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
+    area.own.failed == 0
+        && area.cpu.leave_pending == 0
+        && area.cpu.gate.fault.point == 0
+        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+        && hardware.vmread(vmcs::EXIT_REASON) as u32 == reason::VMCALL
+        && capture::privilege(hardware) == 0
+        && hardware.vmread(vmcs::GUEST_RFLAGS) & (RFLAGS_TF | RFLAGS_RF) == 0
+        && hardware.vmread(vmcs::VECTORING) & event::VALID == 0
+}
+
+/// Counts the hypercall and moves past it.
+#[inline]
+fn finish(area: &mut Area, hardware: &mut impl Hardware) {
+    area.cpu.entered = 1;
+    publish::count(area, ExitReason::Hypercall);
+    exits::skip(hardware);
+    area.cpu.gate.outward.registers[RAX] = Code::Ok as u64;
+}
