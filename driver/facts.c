@@ -19,6 +19,13 @@
 #define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \
 				 X86_EFLAGS_SF | X86_EFLAGS_OF)
 #define CPUID_1_ECX_HYPERVISOR	BIT(31)
+#define CPUID_1_ECX_VMX		BIT(5)
+#define BASIC_TRUE_CONTROLS	BIT_ULL(55)
+/* Of capability MSRs: the upper halves say what may be 1. */
+#define PRIMARY_MAY_SECONDARY	BIT_ULL(32 + 31)
+#define PRIMARY_MAY_TERTIARY	BIT_ULL(32 + 17)
+#define SECONDARY_MAY_EPT_VPID	(BIT_ULL(32 + 1) | BIT_ULL(32 + 5))
+#define MSR_VMX_PROCBASED_CTLS3	0x492
 #define MSR_MTRR_PHYS_BASE_0	0x200
 #define MSR_SMCA_BANK_0_CTL	0xc0002000
 #define MSR_ISST_ADDR		0x6a8
@@ -51,6 +58,7 @@ static const struct {
 	OPTIONAL(MSR_K7_HWCR, hwcr, HWCR),
 	OPTIONAL(MSR_AMD64_PATCH_LEVEL, microcode, MICROCODE),
 	OPTIONAL(MSR_IA32_FEAT_CTL, feature_control, FEATURE_CONTROL),
+	OPTIONAL(MSR_IA32_RTIT_CTL, rtit_ctl, RTIT_CTL),
 #undef OPTIONAL
 };
 
@@ -169,6 +177,41 @@ static u64 mtrr_digest(void)
 	return hash;
 }
 
+/* An MSR of VMX's capabilities; `err` collects failures. */
+static int read_capability(int err, u32 msr, u64 *value)
+{
+	return rdmsrl_safe(msr, value) ? -EIO : err;
+}
+
+/* VMX's capabilities, as far as CPUID and the MSRs themselves promise that they are there. */
+static int read_vmx(struct mercury_cpu_facts *facts)
+{
+	int err = read_capability(0, MSR_IA32_VMX_BASIC, &facts->vmx_basic);
+	bool exact = facts->vmx_basic & BASIC_TRUE_CONTROLS;
+
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PINBASED_CTLS : MSR_IA32_VMX_PINBASED_CTLS,
+			      &facts->vmx_pin_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PROCBASED_CTLS :
+			      MSR_IA32_VMX_PROCBASED_CTLS, &facts->vmx_primary_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_EXIT_CTLS : MSR_IA32_VMX_EXIT_CTLS,
+			      &facts->vmx_exit_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_ENTRY_CTLS : MSR_IA32_VMX_ENTRY_CTLS,
+			      &facts->vmx_entry_controls);
+	err = read_capability(err, MSR_IA32_VMX_MISC, &facts->vmx_misc);
+	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED0, &facts->vmx_cr0_fixed0);
+	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED1, &facts->vmx_cr0_fixed1);
+	err = read_capability(err, MSR_IA32_VMX_CR4_FIXED0, &facts->vmx_cr4_fixed0);
+	err = read_capability(err, MSR_IA32_VMX_CR4_FIXED1, &facts->vmx_cr4_fixed1);
+	if (facts->vmx_primary_controls & PRIMARY_MAY_SECONDARY)
+		err = read_capability(err, MSR_IA32_VMX_PROCBASED_CTLS2,
+				      &facts->vmx_secondary_controls);
+	if (facts->vmx_primary_controls & PRIMARY_MAY_TERTIARY)
+		err = read_capability(err, MSR_VMX_PROCBASED_CTLS3, &facts->vmx_tertiary_controls);
+	if (facts->vmx_secondary_controls & SECONDARY_MAY_EPT_VPID)
+		err = read_capability(err, MSR_IA32_VMX_EPT_VPID_CAP, &facts->vmx_ept_vpid);
+	return err;
+}
+
 static void read_msrs(struct mercury_cpu_facts *facts)
 {
 	unsigned int i;
@@ -192,6 +235,8 @@ static void read_msrs(struct mercury_cpu_facts *facts)
 			*field = 0;
 	}
 	facts->mtrr_digest = mtrr_digest();
+	if (facts->cpuid_1.ecx & CPUID_1_ECX_VMX && !read_vmx(facts))
+		facts->readable |= MERCURY_READABLE_VMX;
 }
 
 static u64 system_bits(void)
@@ -232,8 +277,6 @@ u32 mercury_can_enter(u64 detail[2])
 {
 	detail[0] = 0;
 	detail[1] = 0;
-	if (boot_cpu_data.x86_vendor == X86_VENDOR_INTEL)
-		return MERCURY_CODE_INTEL_UNSUPPORTED;
 	if (!mercury_vendor)
 		return MERCURY_CODE_VENDOR_UNSUPPORTED;
 	if (system_bits() & MERCURY_SYSTEM_PRIVILEGED_LAYER)

@@ -6,9 +6,12 @@
  *	device.c	/dev/mercury: open, ioctl, mmap
  *	control.c	load, unload, attach, detach, status: one at a time
  *	vendor.c	whose hardware virtualization this machine has
- *	switch_svm.c	the switch itself, on one CPU, interrupts off; AMD's
- *	switch.h	what it shares with the other vendor's
- *	gate_svm.S	the page on which the address space changes; AMD's
+ *	switch_svm.c	the switch itself, on one CPU, interrupts off: AMD's
+ *	switch_vmx.c	and Intel's
+ *	switch.h	what they share
+ *	gate_svm.S	the page on which the address space changes: AMD's
+ *	gate_vmx.S	and Intel's
+ *	gate.h		what they share
  *	facts.c		what a preflight check reads of a CPU
  *	memory.c	the hypervisor's memory
  *	tables.c	the hypervisor's own page tables
@@ -52,6 +55,8 @@ struct mercury_cpu {
 	bool switched;
 	/* MERCURY_MODE_*, as the CPU answered when it was last asked. */
 	u32 mode;
+	/* Intel: CR4.VMXE is set by us. */
+	bool vmxe;
 	/* TSC ticks with interrupts off. */
 	u64 attach_ticks;
 	u64 detach_ticks;
@@ -85,11 +90,7 @@ static inline struct mercury_cpu *mercury_cpu(int cpu)
 	return per_cpu_ptr(&mercury_cpus, cpu);
 }
 
-/* gate_svm.S */
-asmlinkage u64 mercury_svm_enter(struct mercury_gate_block *area);
-void mercury_svm_leave(void);
-
-/* switch_svm.c: what is the vendor's. Functions of a CPU run on it, with interrupts off. */
+/* switch_svm.c, switch_vmx.c: what is the vendor's. Functions of a CPU run on it, interrupts off. */
 struct mercury_vendor {
 	/* MERCURY_VENDOR_* */
 	u32 number;
@@ -117,7 +118,7 @@ struct mercury_vendor {
 	void (*place)(struct mercury_gate_block *gate);
 };
 
-extern const struct mercury_vendor mercury_svm;
+extern const struct mercury_vendor mercury_svm, mercury_vmx;
 
 /* vendor.c: this machine's, from the start of the module on; NULL on other processors. */
 extern const struct mercury_vendor *mercury_vendor;

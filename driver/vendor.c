@@ -13,5 +13,8 @@ void __init mercury_vendor_init(void)
 	case X86_VENDOR_HYGON:
 		mercury_vendor = &mercury_svm;
 		break;
+	case X86_VENDOR_INTEL:
+		mercury_vendor = &mercury_vmx;
+		break;
 	}
 }
