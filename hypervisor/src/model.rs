@@ -31,7 +31,8 @@ pub struct Model {
     pub written_back: u32,
     /// The processor shut down.
     pub shut_down: bool,
-    tsc: u64,
+    /// Read last.
+    pub tsc: u64,
 }
 
 impl Hardware for Model {
