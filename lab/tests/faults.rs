@@ -417,11 +417,11 @@ fn a_failure_beneath_user_mode_goes_unnoticed_there() -> Result<()> {
 }
 
 #[test]
-fn an_intel_processor_is_refused_by_name() -> Result<()> {
+fn an_intel_processor_without_vmx_is_refused_by_name() -> Result<()> {
     let machine = mercury_lab::Machine::boot(plain().cpu("Skylake-Client").cpus(1))?;
     let refusal = machine.mercury_refused("attach")?;
-    same("attach", (refusal.exit, refusal.code.as_str()), (3, Code::IntelUnsupported.name()))?;
+    same("attach", (refusal.exit, refusal.code.as_str()), (3, Code::NoVmx.name()))?;
     let doctor = machine.run("mercury --json doctor")?;
-    same("doctor", (doctor.code(), doctor.stdout.contains(Code::IntelUnsupported.name())), (Some(3), true))?;
+    same("doctor", (doctor.code(), doctor.stdout.contains(Code::NoVmx.name())), (Some(3), true))?;
     machine.check_health()
 }
