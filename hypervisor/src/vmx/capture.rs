@@ -8,9 +8,9 @@
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::{CpuFacts, system};
-use mercury_abi::gate::{self, DescriptorTable};
+use mercury_abi::gate;
 use mercury_abi::refusal::Refusal;
-use mercury_preflight::bits::{cpuid, cr4, efer};
+use mercury_preflight::bits::{cpuid, cr4};
 use mercury_preflight::vmx::{self as controls, Controls, basic, entry, primary, secondary};
 
 use super::msr::BITMAP;
@@ -73,11 +73,29 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
             return Err(Code::SegmentUnreadable);
         }
     }
+    put_inward_segments(area);
+    area.own.was_reset = 0;
     let live = Live::read(area, hardware).ok_or(Code::FactUnreadable)?;
     enter_vmx(area, hardware)?;
     fill(area, hardware, &live);
     area.cpu.gate.outward.registers[0] = 0;
     Ok(())
+}
+
+/// TR and LDTR as they came in, and descriptors of them.
+fn put_inward_segments(area: &mut Area) {
+    let inward = area.cpu.gate.inward;
+    let system = |from: &gate::Segment, base_virt| SystemSegment {
+        selector: from.selector,
+        attributes: from.attributes,
+        limit: from.limit,
+        base_virt,
+    };
+    let (tr, ldtr) = (system(&inward.tr, inward.tr_base_virt), system(&inward.ldtr, inward.ldtr_base_virt));
+    area.host.put(&tr);
+    area.host.put(&ldtr);
+    area.own.tr = tr;
+    area.own.ldtr = ldtr;
 }
 
 /// VMXON, and a VMCS that is clear and current.
@@ -209,17 +227,14 @@ fn fill_host(area: &Area, hardware: &mut impl Hardware) {
     for field in [vmcs::HOST_SS_SELECTOR, vmcs::HOST_DS_SELECTOR, vmcs::HOST_ES_SELECTOR] {
         hardware.vmwrite(field, u64::from(HOST_DS));
     }
-    for field in [
-        vmcs::HOST_FS_SELECTOR,
-        vmcs::HOST_GS_SELECTOR,
-        vmcs::HOST_FS_BASE,
-        vmcs::HOST_GS_BASE,
-        vmcs::HOST_SYSENTER_CS,
-        vmcs::HOST_SYSENTER_ESP,
-        vmcs::HOST_SYSENTER_EIP,
-    ] {
+    for field in [vmcs::HOST_FS_SELECTOR, vmcs::HOST_GS_SELECTOR, vmcs::HOST_FS_BASE, vmcs::HOST_GS_BASE] {
         hardware.vmwrite(field, 0);
     }
+    // The hypervisor has no use for these: as they are, there is less to put back.
+    let [_, _, sysenter @ ..] = area.own.captured;
+    hardware.vmwrite(vmcs::HOST_SYSENTER_CS, sysenter[0]);
+    hardware.vmwrite(vmcs::HOST_SYSENTER_ESP, sysenter[1]);
+    hardware.vmwrite(vmcs::HOST_SYSENTER_EIP, sysenter[2]);
     hardware.vmwrite(vmcs::HOST_TR_SELECTOR, u64::from(HOST_TR));
     hardware.vmwrite(vmcs::HOST_TR_BASE, tss);
     hardware.vmwrite(vmcs::HOST_GDTR_BASE, area.cpu.host_gdtr.base_virt);
@@ -309,17 +324,21 @@ fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let outward = &mut area.cpu.gate.outward;
-    let cr0 = hardware.vmread(vmcs::GUEST_CR0) & !CR0_NE | hardware.vmread(vmcs::CR0_SHADOW) & CR0_NE;
-    // VMXE stays as the system reads it: it is set, and the kernel's own.
-    let cr4 = hardware.vmread(vmcs::GUEST_CR4) & !CR4_FIXED | hardware.vmread(vmcs::CR4_SHADOW) & CR4_FIXED;
-    outward.cr0 = cr0 & 0xFFFF_FFFF;
+    // NE and VMXE stay as the system reads them: set, unless it was reset beneath us.
+    outward.cr0 = hardware.vmread(vmcs::GUEST_CR0) & 0xFFFF_FFFF;
     outward.cr2 = hardware.cr2();
     outward.cr3 = hardware.vmread(vmcs::GUEST_CR3);
-    outward.cr4 = cr4 & (cr4::KNOWN | CR4_FIXED);
+    outward.cr4 = hardware.vmread(vmcs::GUEST_CR4) & (cr4::KNOWN | CR4_FIXED);
+    if area.own.was_reset != 0 {
+        outward.cr0 &= !CR0_NE | hardware.vmread(vmcs::CR0_SHADOW);
+        outward.cr4 &= !CR4_FIXED | hardware.vmread(vmcs::CR4_SHADOW);
+    }
     outward.dr6 = hardware.dr6() & 0xFFFF_FFFF;
     outward.dr7 = hardware.vmread(vmcs::GUEST_DR7) & 0xFFFF_FFFF;
-    outward.gdtr = table(hardware, vmcs::GUEST_GDTR_BASE, vmcs::GUEST_GDTR_LIMIT);
-    outward.idtr = table(hardware, vmcs::GUEST_IDTR_BASE, vmcs::GUEST_IDTR_LIMIT);
+    outward.gdtr.base_virt = hardware.vmread(vmcs::GUEST_GDTR_BASE);
+    outward.gdtr.limit = hardware.vmread(vmcs::GUEST_GDTR_LIMIT) as u16;
+    outward.idtr.base_virt = hardware.vmread(vmcs::GUEST_IDTR_BASE);
+    outward.idtr.limit = hardware.vmread(vmcs::GUEST_IDTR_LIMIT) as u16;
     outward.selectors = [
         hardware.vmread(vmcs::GUEST_ES_SELECTOR),
         hardware.vmread(vmcs::GUEST_CS_SELECTOR),
@@ -332,51 +351,82 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.rip = hardware.vmread(vmcs::GUEST_RIP);
     outward.rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
     outward.registers[4] = hardware.vmread(vmcs::GUEST_RSP);
-    area.own.tr = SystemSegment {
-        selector: hardware.vmread(vmcs::GUEST_TR_SELECTOR) as u16,
-        attributes: hardware.vmread(vmcs::GUEST_TR_RIGHTS) as u32,
-        limit: hardware.vmread(vmcs::GUEST_TR_LIMIT) as u32,
-        base_virt: hardware.vmread(vmcs::GUEST_TR_BASE),
-    };
-    area.own.ldtr = SystemSegment {
-        selector: hardware.vmread(vmcs::GUEST_LDTR_SELECTOR) as u16,
-        attributes: hardware.vmread(vmcs::GUEST_LDTR_RIGHTS) as u32,
-        limit: hardware.vmread(vmcs::GUEST_LDTR_LIMIT) as u32,
-        base_virt: hardware.vmread(vmcs::GUEST_LDTR_BASE),
-    };
+    note_system_segments(area, hardware);
     return_msrs(area, hardware);
     hardware.vmxoff(area.cpu.control_phys);
     area.own.vmx_on = 0;
 }
 
-fn table(hardware: &mut impl Hardware, base: u32, limit: u32) -> DescriptorTable {
-    let (base_virt, limit) = (hardware.vmread(base), hardware.vmread(limit) as u16);
-    DescriptorTable { base_virt, limit, ..DescriptorTable::default() }
+/// TR and LDTR for [`super::run::return_extended_state`]. Mostly TR is what it was at the attach, where its
+/// descriptor was made.
+#[inline]
+fn note_system_segments(area: &mut Area, hardware: &mut impl Hardware) {
+    let tr = &area.own.tr;
+    let same = hardware.vmread(vmcs::GUEST_TR_SELECTOR) as u16 == tr.selector
+        && hardware.vmread(vmcs::GUEST_TR_LIMIT) as u32 == tr.limit
+        && hardware.vmread(vmcs::GUEST_TR_BASE) == tr.base_virt;
+    let ldtr = hardware.vmread(vmcs::GUEST_LDTR_SELECTOR) as u16;
+    area.own.ldtr.selector = ldtr;
+    if !same || ldtr != 0 {
+        note_changed_segments(area, hardware);
+    }
 }
 
-/// MSRs that an exit has loaded with the hypervisor's. Each value was the processor's before, so none of the
-/// writes can fault.
+#[cold]
+#[inline(never)]
+fn note_changed_segments(area: &mut Area, hardware: &mut impl Hardware) {
+    note_segment(&mut area.own.ldtr, hardware, 6);
+    note_segment(&mut area.own.tr, hardware, 7);
+    area.host.put(&area.own.tr);
+    area.host.put(&area.own.ldtr);
+}
+
+/// Field by field: vector registers are the system's still.
+fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, number: u32) {
+    segment.selector = hardware.vmread(vmcs::GUEST_ES_SELECTOR + 2 * number) as u16;
+    segment.attributes = hardware.vmread(vmcs::GUEST_ES_RIGHTS + 2 * number) as u32;
+    segment.limit = hardware.vmread(vmcs::GUEST_ES_LIMIT + 2 * number) as u32;
+    segment.base_virt = hardware.vmread(vmcs::GUEST_ES_BASE + 2 * number);
+}
+
+/// MSRs that an exit has loaded with the hypervisor's, or with the values of the attach: looked at here, written
+/// where they differ.
+#[inline]
 fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
-    let fields = [
-        (msr::SYSENTER_CS, vmcs::GUEST_SYSENTER_CS),
-        (msr::SYSENTER_ESP, vmcs::GUEST_SYSENTER_ESP),
-        (msr::SYSENTER_EIP, vmcs::GUEST_SYSENTER_EIP),
-        (msr::DEBUGCTL, vmcs::GUEST_DEBUGCTL),
-    ];
-    for (index, field) in fields {
-        let value = hardware.vmread(field);
-        let _ = hardware.write_msr(index, value);
-    }
-    let pat = hardware.vmread(vmcs::GUEST_PAT);
-    if pat != area.own.host_pat {
-        let _ = hardware.write_msr(msr::PAT, pat);
-    }
-    let efer = hardware.vmread(vmcs::GUEST_EFER);
-    if efer != area.own.host_efer {
-        let _ = hardware.write_msr(msr::EFER, efer & (efer::KNOWN | efer::REQUIRED));
+    let differing = loaded_msrs(area)
+        .into_iter()
+        .fold(0, |bits, (_, field, loaded)| bits | hardware.vmread(field) ^ loaded);
+    if differing != 0 {
+        write_changed_msrs(area, hardware);
     }
     if area.own.controls.entry & entry::LOAD_CET != 0 {
         return_cet(hardware);
+    }
+}
+
+/// Each with its guest field, and what is in the processor now.
+#[inline]
+fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
+    let own = &area.own;
+    [
+        (msr::SYSENTER_CS, vmcs::GUEST_SYSENTER_CS, own.captured[2]),
+        (msr::SYSENTER_ESP, vmcs::GUEST_SYSENTER_ESP, own.captured[3]),
+        (msr::SYSENTER_EIP, vmcs::GUEST_SYSENTER_EIP, own.captured[4]),
+        (msr::DEBUGCTL, vmcs::GUEST_DEBUGCTL, 0),
+        (msr::PAT, vmcs::GUEST_PAT, own.host_pat),
+        (msr::EFER, vmcs::GUEST_EFER, own.host_efer),
+    ]
+}
+
+/// The guest changed some while it was attached. A corrupt value faults, and is dropped.
+#[cold]
+#[inline(never)]
+fn write_changed_msrs(area: &Area, hardware: &mut impl Hardware) {
+    for (index, field, loaded) in loaded_msrs(area) {
+        let value = hardware.vmread(field);
+        if value != loaded {
+            let _ = hardware.write_msr(index, value);
+        }
     }
 }
 
@@ -431,22 +481,12 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.rflags = inward.rflags;
     outward.registers[0] = u64::from(result as u32);
     outward.registers[4] = inward.rsp;
-    let system = |from: &gate::Segment, base_virt| SystemSegment {
-        selector: from.selector,
-        attributes: from.attributes,
-        limit: from.limit,
-        base_virt,
-    };
-    area.own.tr = system(&inward.tr, inward.tr_base_virt);
-    area.own.ldtr = system(&inward.ldtr, inward.ldtr_base_virt);
+    put_inward_segments(area);
 }
 
 /// Leaves VMX operation with MSRs as [`attach`] found them; answers the bases of FS and GS.
 fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
-    let [fs_base, gs_base, sysenter @ ..] = area.own.captured;
-    for (index, value) in [msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP].into_iter().zip(sysenter) {
-        let _ = hardware.write_msr(index, value);
-    }
+    let [fs_base, gs_base, ..] = area.own.captured;
     let _ = hardware.write_msr(msr::DEBUGCTL, area.own.captured_debugctl);
     if area.own.controls.exit & controls::exit::LOAD_CET != 0 {
         let table = hardware.vmread(vmcs::GUEST_INTERRUPT_SSP_TABLE);

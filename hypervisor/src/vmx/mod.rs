@@ -114,6 +114,15 @@ impl LeaveGdt {
             self.0[index + 1] = high;
         }
     }
+
+    /// Marks a task-state segment available, as LTR wants it; whether there is one.
+    #[inline]
+    pub fn release(&mut self, selector: u16) -> bool {
+        const BUSY: u64 = (SystemSegment::BUSY as u64) << 40;
+        let Some(slot) = self.0.get_mut((selector >> 3) as usize) else { return false };
+        *slot &= !BUSY;
+        *slot != 0
+    }
 }
 
 impl Default for LeaveGdt {
@@ -154,6 +163,8 @@ pub struct Own {
     pub ldtr: SystemSegment,
     /// The last exit that [`exits`] looked at.
     pub exit: LastExit,
+    /// 1 once INIT has reset the system above since the attach.
+    pub was_reset: u32,
     /// 1 if the CPU wanted to leave beneath user mode and could not.
     pub refused_to_leave: u32,
 }
@@ -199,6 +210,7 @@ impl Vendor for Vmx {
     }
 
     fn prepare(area: &mut Area, _: TaskStateSegment) {
+        area.host = LeaveGdt::new();
         let nmi = &mut area.cpu.gate.nmi;
         [nmi.window_start_virt, nmi.window_end_virt, nmi.restart_virt] = run::nmi_window();
     }

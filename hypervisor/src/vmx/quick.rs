@@ -8,11 +8,13 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
-use super::vmcs::{self, event, reason};
-use super::{Area, capture, exits, run};
+use super::vmcs::{self, blocking, event, reason};
+use super::{Area, capture, run};
 use crate::publish;
 use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
 
+/// Length of VMCALL in bytes.
+const VMCALL_LENGTH: u64 = 3;
 const RAX: usize = 0;
 const RCX: usize = 1;
 const RDX: usize = 2;
@@ -80,13 +82,15 @@ fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
         && capture::privilege(hardware) == 0
         && hardware.vmread(vmcs::GUEST_RFLAGS) & (RFLAGS_TF | RFLAGS_RF) == 0
         && hardware.vmread(vmcs::VECTORING) & event::VALID == 0
+        && hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY) & (blocking::STI | blocking::MOV_SS) == 0
 }
 
-/// Counts the hypercall and moves past it.
+/// Counts the hypercall and moves past it: no single step, no shadow, no prefix (the driver's has none).
 #[inline]
 fn finish(area: &mut Area, hardware: &mut impl Hardware) {
     area.cpu.entered = 1;
     publish::count(area, ExitReason::Hypercall);
-    exits::skip(hardware);
+    let rip = hardware.vmread(vmcs::GUEST_RIP);
+    hardware.vmwrite(vmcs::GUEST_RIP, rip.wrapping_add(VMCALL_LENGTH));
     area.cpu.gate.outward.registers[RAX] = Code::Ok as u64;
 }

@@ -33,6 +33,7 @@ pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     area.cpu.gate.outward.registers = [0; 16];
     area.cpu.gate.outward.registers[RDX] = u64::from(signature);
     area.cpu.leave_pending = 0;
+    area.own.was_reset = 1;
     let caches = hardware.vmread(vmcs::GUEST_CR0) & CR0_CACHES;
     for (field, value) in [
         (vmcs::GUEST_CR0, caches | cr0::ET | CR0_NE),

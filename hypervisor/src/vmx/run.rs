@@ -15,7 +15,7 @@ use core::mem::offset_of;
 
 use mercury_abi::gate::AREA_SIZE;
 
-use super::{Area, LeaveGdt, SystemSegment};
+use super::{Area, LeaveGdt};
 use crate::host::tables::HOST_TR;
 use crate::x86::vmx;
 
@@ -389,20 +389,17 @@ pub fn take_extended_state(area: &mut Area) {
 /// cannot be written and says that TR is busy (HARDWARE I-11). From here to the gate nothing may fault, for
 /// interrupt stacks are the system's.
 pub fn return_extended_state(area: &mut Area) {
-    let (tr, ldtr) = (area.own.tr, area.own.ldtr);
-    area.host = LeaveGdt::new();
-    area.host.put(&SystemSegment { attributes: tr.attributes & !SystemSegment::BUSY, ..tr });
-    area.host.put(&ldtr);
+    let (tr, ldtr) = (area.own.tr.selector, area.own.ldtr.selector);
+    let has_tr = area.host.release(tr);
     let base_virt = core::ptr::from_ref(&area.host).expose_provenance() as u64;
-    let null = |segment: &SystemSegment| segment.selector & !7 == 0;
     // SAFETY: the table is this CPU's own, stays, and has code, data and the two segments where they belong; the
     // gate loads the system's afterwards.
     unsafe {
         vmx::lgdt(base_virt, (size_of::<LeaveGdt>() - 1) as u16);
-        if !null(&tr) {
-            vmx::ltr(tr.selector);
+        if has_tr {
+            vmx::ltr(tr);
         }
-        vmx::lldt(if ldtr.is_usable() { ldtr.selector } else { 0 });
+        vmx::lldt(if ldtr != 0 && area.own.ldtr.is_usable() { ldtr } else { 0 });
     }
 }
 

@@ -82,7 +82,7 @@ impl Cpu {
         cpu.area.cpu.entered = 1;
         cpu.area.own.launched = 1;
         // What an exit loads.
-        for index in [msr::FS_BASE, msr::GS_BASE, msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP] {
+        for index in [msr::FS_BASE, msr::GS_BASE] {
             cpu.hardware.msrs.insert(index, 0);
         }
         cpu.set(vmcs::EXIT_INSTRUCTION_LENGTH, 3);
@@ -735,7 +735,7 @@ proptest! {
         prop_assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
         prop_assert_eq!(refusal::first(good_xeon(0).vmx_cr4_fixed1, &mut cpu.hardware), (Refusal::UnknownState, 0));
         // What an exit loads.
-        for index in [msr::FS_BASE, msr::GS_BASE, msr::SYSENTER_CS, msr::SYSENTER_ESP, msr::SYSENTER_EIP, msr::DEBUGCTL] {
+        for index in [msr::FS_BASE, msr::GS_BASE, msr::DEBUGCTL] {
             cpu.hardware.msrs.insert(index, 0);
         }
         capture::put_back(&mut cpu.area, &mut cpu.hardware);

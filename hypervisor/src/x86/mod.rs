@@ -160,7 +160,7 @@ impl Hardware for Processor {
     fn vmwrite(&mut self, field: u32, value: u64) {
         // SAFETY: only [`crate::vmx`] calls this, in root operation.
         let taken = unsafe { vmx::vmwrite(field, value) };
-        debug_assert!(taken, "VMWRITE of {field:#x}");
+        debug_assert!(taken);
     }
 
     #[inline]

@@ -98,28 +98,35 @@ on_pointer! {
     vmptrld, "vmptrld"
 }
 
-/// VMREAD; 0 where the processor refuses.
+/// VMREAD. Where the processor refuses, because there is no current VMCS, the value is none in particular.
 ///
 /// # Safety
 /// In VMX root operation only.
 #[inline]
 #[must_use]
 pub unsafe fn vmread(field: u32) -> u64 {
-    let mut value: u64 = 0;
-    // SAFETY: the caller's promise; a refusal leaves the register as it is.
+    let value: u64;
+    // SAFETY: the caller's promise; a refusal leaves the register as it is. It may be the field's own.
     unsafe {
-        asm!("vmread {value}, {field}", value = inout(reg) value, field = in(reg) u64::from(field),
-             options(nomem, nostack));
+        asm!("vmread {field:r}, {field:r}", field = inout(reg) u64::from(field) => value, options(nomem, nostack));
     }
     value
 }
 
-/// VMWRITE; whether the processor took it.
+/// VMWRITE; whether the processor took it, which only builds with debug assertions look at.
 ///
 /// # Safety
 /// In VMX root operation only.
 #[inline]
 pub unsafe fn vmwrite(field: u32, value: u64) -> bool {
+    if !cfg!(debug_assertions) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            asm!("vmwrite {field}, {value}", field = in(reg) u64::from(field), value = in(reg) value,
+                 options(nostack));
+        }
+        return true;
+    }
     let taken: u8;
     // SAFETY: the caller's promise.
     unsafe {
