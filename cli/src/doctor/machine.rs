@@ -169,10 +169,11 @@ fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached })
 }
 
-/// What an attached CPU looks like once it is native: SVM is the hypervisor's.
+/// What an attached CPU looks like once it is native: SVM and VMX are the hypervisor's.
 fn as_if_native(mut facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
     if attached.contains(facts.cpu) {
         facts.efer &= !mercury_preflight::bits::efer::SVME;
+        facts.cr4 &= !mercury_preflight::bits::cr4::VMXE;
         facts.vm_hsave_pa = 0;
     }
     facts
@@ -245,5 +246,9 @@ mod tests {
         let attached = as_if_native(facts, &[1].into_iter().collect());
         assert!(mercury_preflight::check(&attached).is_empty());
         assert!(!mercury_preflight::check(&as_if_native(facts, &CpuSet::default())).is_empty());
+        let mut facts = mercury_preflight::example::good_xeon(1);
+        facts.cr4 |= 1 << 13;
+        let attached = as_if_native(facts, &[1].into_iter().collect());
+        assert!(mercury_preflight::check(&attached).is_empty());
     }
 }
