@@ -436,8 +436,14 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     }
     publish::departed(area, Code::Ok);
     publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
-    capture::put_back(area, hardware);
+    put_back(area, hardware);
     Next::Leave
+}
+
+/// CR2 is that of the exit: a fault of the hypervisor's own may have changed it since.
+fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    capture::put_back(area, hardware);
+    area.cpu.gate.outward.cr2 = area.own.exit.cr2;
 }
 
 /// Whether the gate can go where the guest is: in long mode, with tables that map the gate. User mode's own
@@ -495,7 +501,7 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     let arguments = [u64::from(because as u32), EXIT_CODE_VMX | exit.code, rip, exit.info1, exit.info2];
     publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
     publish::departed(area, because);
-    capture::put_back(area, hardware);
+    put_back(area, hardware);
     Next::Leave
 }
 

@@ -6,9 +6,9 @@
 //! ([`mercury_abi::gate::NmiBlock`]); the last thing before an entry is a look at that note. One that strikes
 //! after the look sends us back to it: the window's restart label.
 //!
-//! CPUID is what a user forces most, and what a system does most: it is answered here, in straight-line code
-//! that has no return and no indirect branch and touches nothing but this CPU's own pages (HARDWARE I-14, I-22,
-//! I-23). VERW before each entry empties the buffers that some processors leak from (I-22); on others it does
+//! CPUID is what a system does most, and VMX's own instructions are what else a user can force. Both are answered
+//! here, in straight-line code that has no return and no indirect branch and touches nothing but this CPU's own
+//! pages (HARDWARE A-18, I-14, I-22, I-23). VERW before each entry empties the buffers that some processors leak from (I-22); on others it does
 //! nothing. The driver's own hypercalls are answered by [`super::quick`], which touches no vector register.
 
 use core::mem::offset_of;
@@ -192,7 +192,8 @@ mod switch {
         )
     }
 
-    /// Where the processor goes at an exit. CPUID is answered; for everything else on to [`save`].
+    /// Where the processor goes at an exit. CPUID is answered, and VMX's instructions in user mode are #UD; for
+    /// everything else on to [`save`].
     ///
     /// CPUID is executed for real. It shows the hypervisor's CR4 in two bits, which are taken from the guest's
     /// (SDM volume 2, CPUID: leaf 1, OSXSAVE, and leaf 7, OSPKE), and always 64-bit mode in a third (leaf
@@ -211,7 +212,7 @@ mod switch {
             "mov eax, {exit_reason}",
             "vmread rax, rax",
             "cmp eax, {cpuid}",
-            "jne {save}",
+            "jne 7f",
             "mov eax, {rflags}",
             "vmread rcx, rax",
             "test ecx, {tf_rf}",
@@ -283,6 +284,29 @@ mod switch {
             "jmp 2b",
             "6: cpuid",
             "jmp 2b",
+            // VMX instructions: #UD in user mode, as natively.
+            "7: lea ecx, [rax - {vmcall}]",
+            "cmp ecx, {vmxon} - {vmcall}",
+            "jbe 8f",
+            "cmp eax, {invept}",
+            "je 8f",
+            "cmp eax, {invvpid}",
+            "jne {save}",
+            "8: mov ecx, {ss_rights}",
+            "vmread rcx, rcx",
+            "not ecx",
+            "test ecx, 3 << 5",
+            "jnz {save}",
+            "cmp dword ptr [rdi + {leave_pending}], 0",
+            "jne {save}",
+            "mov rbx, [rsp]",
+            "mov [rdi + {registers} + 56], rbx",
+            "mov ecx, {entry_interruption}",
+            "mov edx, {invalid_opcode}",
+            "vmwrite rcx, rdx",
+            "mov rbx, [rdi + {shared_virt}]",
+            "inc qword ptr [rbx + {foreign_counter}]",
+            "jmp {enter}",
             host_rsp = const HOST_RSP_OFFSET,
             registers = const REGISTERS,
             launched = const OWN + offset_of!(Own, launched),
@@ -301,6 +325,15 @@ mod switch {
             cr4 = const vmcs::GUEST_CR4,
             cs_rights = const vmcs::GUEST_CS_RIGHTS,
             enter = sym enter,
+            vmcall = const reason::VMCALL,
+            vmxon = const reason::VMXON,
+            invept = const reason::INVEPT,
+            invvpid = const reason::INVVPID,
+            ss_rights = const vmcs::GUEST_SS_RIGHTS,
+            entry_interruption = const vmcs::ENTRY_INTERRUPTION,
+            invalid_opcode = const event::INVALID_OPCODE,
+            foreign_counter =
+                const offset_of!(SharedCpu, exits) + 8 * ExitReason::ForeignHypercall as usize,
         )
     }
 
