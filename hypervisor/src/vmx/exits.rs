@@ -3,7 +3,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{EXIT_CODE_VMX, ExitReason, LogKind};
-use mercury_preflight::bits::cr4;
+use mercury_preflight::bits::{cr0, cr4};
 use mercury_preflight::vmx::{primary, secondary};
 
 use super::capture::{self, feature, privilege};
@@ -374,6 +374,10 @@ pub fn skip(hardware: &mut impl Hardware) {
 fn inject(hardware: &mut impl Hardware, fault: Fault) {
     let event = match fault {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
+        // In real mode there are no error codes.
+        Fault::GeneralProtection if hardware.vmread(vmcs::GUEST_CR0) & cr0::PE == 0 => {
+            event::GENERAL_PROTECTION & !event::HAS_ERROR_CODE
+        }
         Fault::GeneralProtection => {
             hardware.vmwrite(vmcs::ENTRY_ERROR_CODE, 0);
             event::GENERAL_PROTECTION

@@ -558,6 +558,14 @@ fn init_and_start_up_bring_a_cpu_to_real_mode() {
 }
 
 #[test]
+fn real_mode_has_no_error_codes() {
+    let mut cpu = Cpu::attached();
+    assert_eq!(cpu.exit(reason::INIT), Next::Run);
+    assert_eq!(access_msr(&mut cpu, 0x4000_0000, None), Next::Run);
+    assert_eq!(cpu.injected(), event::GENERAL_PROTECTION & !event::HAS_ERROR_CODE);
+}
+
+#[test]
 fn what_cannot_leave_from_real_mode_shuts_down() {
     for code in [reason::TRIPLE_FAULT, 60] {
         let mut cpu = Cpu::attached();
