@@ -92,10 +92,13 @@ fn put_inward_segments(area: &mut Area) {
         base_virt,
     };
     let (tr, ldtr) = (system(&inward.tr, inward.tr_base_virt), system(&inward.ldtr, inward.ldtr_base_virt));
-    area.host.put(&tr);
-    area.host.put(&ldtr);
-    area.own.tr = tr;
-    area.own.ldtr = ldtr;
+    // Mostly they are those of the last time.
+    if tr != area.own.tr || ldtr != area.own.ldtr {
+        area.host.put(&tr);
+        area.host.put(&ldtr);
+        area.own.tr = tr;
+        area.own.ldtr = ldtr;
+    }
 }
 
 /// VMXON, and a VMCS that is clear and current.
