@@ -2,9 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
-use std::{collections::BTreeMap, process::Command};
+use std::{collections::BTreeMap, path::PathBuf, process::Command, sync::Mutex};
 
 use mercury_lab::{driver::Variant, hypervisor};
+
+/// The flat image. One test builds at a time, and none reads what another writes: a build replaces the files.
+fn image(variant: Variant) -> PathBuf {
+    static BUILT: Mutex<Vec<(Variant, PathBuf)>> = Mutex::new(Vec::new());
+    let mut built = BUILT.lock().unwrap();
+    if let Some((_, path)) = built.iter().find(|(known, _)| *known == variant) {
+        return path.clone();
+    }
+    let path = hypervisor::build(variant).unwrap();
+    built.push((variant, path.clone()));
+    path
+}
 
 /// Disassembly of each function by its symbol.
 fn functions() -> BTreeMap<String, Vec<String>> {
@@ -12,7 +24,7 @@ fn functions() -> BTreeMap<String, Vec<String>> {
 }
 
 fn functions_of(variant: Variant) -> BTreeMap<String, Vec<String>> {
-    let elf = hypervisor::build(variant).unwrap().with_extension("elf");
+    let elf = image(variant).with_extension("elf");
     let output = Command::new("objdump").args(["-d", "--no-show-raw-insn"]).arg(&elf).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let mut functions = BTreeMap::new();
@@ -129,7 +141,7 @@ fn forced_exits_run_straight_on_intel() {
 /// The driver applies nothing else at load.
 #[test]
 fn relocations_are_relative() {
-    let elf = hypervisor::build(Variant::Production).unwrap().with_extension("elf");
+    let elf = image(Variant::Production).with_extension("elf");
     let output = Command::new("readelf").args(["-rW"]).arg(&elf).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let kinds: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
@@ -141,6 +153,6 @@ fn relocations_are_relative() {
 /// Small enough to be pre-cached on every machine: text, data and stand-in pages.
 #[test]
 fn image_is_small() {
-    let image = std::fs::read(hypervisor::build(Variant::Production).unwrap()).unwrap();
+    let image = std::fs::read(image(Variant::Production)).unwrap();
     assert!(image.len() < 128 << 10, "{} bytes", image.len());
 }
