@@ -29,9 +29,15 @@ fn plain() -> Spec {
     Spec::new(Kernel::BookwormCloud).memory_mib(768)
 }
 
-/// QEMU 10, whose VMRUN refuses as the processor's does; with x2APIC.
+/// QEMU 10, whose VMRUN refuses as the processor's does.
 fn ten() -> Spec {
     plain().qemu_version(Qemu::Ten).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif")
+}
+
+/// The same, in x2APIC mode, which Linux wants interrupt remapping for. The cloud kernel has a driver for
+/// Intel's IOMMU only.
+fn ten_in_x2apic_mode() -> Spec {
+    ten().qemu_arg("-device").qemu_arg("intel-iommu,intremap=on,eim=on")
 }
 
 /// A point, and how the command is refused.
@@ -270,7 +276,8 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
     let lines = ["dmesg -C", "mercury attach", &arm(point, Some(cpu), 1), &followed];
     let said = subject.must(&lines)?.text;
     let seconds = seconds_to_follow(subject, &said)?;
-    same(&format!("the others followed in {seconds:.1} s"), (0.0..2.0).contains(&seconds), true)?;
+    // The kernel's clock and the TSC drift apart a little, in an emulator whose clock is the host's.
+    same(&format!("the others followed in {seconds:.3} s"), (-0.1..2.0).contains(&seconds), true)?;
     let status = subject.is_as_before()?;
     check_crash(subject, &status, cpu, code, message)?;
     let exit_code = if code == Code::InvalidGuestState { u64::MAX } else { 0x81 };
@@ -317,8 +324,8 @@ fn detach_succeeds_even_if_it_fails() -> Result<()> {
 /// The other emulator, with x2APIC: each point once.
 #[test]
 fn the_same_on_qemu_10_with_x2apic() -> Result<()> {
-    let mut subject = Subject::boot(ten(), CPUS)?;
-    subject.must(&["grep -qw x2apic /proc/cpuinfo", "dmesg | grep -i 'x2apic.*enabled'"])?;
+    let mut subject = Subject::boot(ten_in_x2apic_mode(), CPUS)?;
+    subject.must(&["dmesg | grep -i 'x2apic enabled'"])?;
     let mut cpu = (0..CPUS).cycle();
     let mut next = || cpu.next().unwrap_or(0);
     for row in REFUSALS {
