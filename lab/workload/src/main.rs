@@ -114,6 +114,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut report = Report::default();
     let stop = Stop::new(&cli.stop);
+    eprintln!("started");
     if let Err(error) = cli.workload.run(&stop, &mut report) {
         report.violation(format!("it could not go on: {error}"));
     }
