@@ -18,6 +18,7 @@
 #include <asm/msr-index.h>
 #include <asm/nospec-branch.h>
 #include <asm/processor-flags.h>
+#include <asm/trapnr.h>
 #include <asm/unwind_hints.h>
 
 #include "mercury_abi.h"
@@ -196,6 +197,9 @@ SYM_CODE_START(mercury_gate_leave)
 	btrl	$EFER_SVME_BIT, %eax
 	wrmsr
 .Lregisters:
+	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	jne	.Lmachine_check
+.Lraised:
 	leaq	MERCURY_GATE_FRAME(%rdi), %rax
 	cmpq	%rax, %rsp
 	movq	REGISTER(0), %rax
@@ -219,6 +223,15 @@ SYM_CODE_START(mercury_gate_leave)
 .Lframe:
 	iretq
 	int3
+
+	/*
+	 * One that the hypervisor took is the kernel's to judge: the vector has a stack of its own, its
+	 * entry trusts neither GS nor CR3, and the banks say the rest.
+	 */
+.Lmachine_check:
+	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	int	$X86_TRAP_MC
+	jmp	.Lraised
 SYM_CODE_END(mercury_gate_leave)
 _ASM_NOKPROBE(mercury_gate_leave)
 

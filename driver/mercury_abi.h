@@ -351,6 +351,7 @@
 #define MERCURY_GATE_OUTWARD_CLEAR_SVME 344
 #define MERCURY_GATE_OUTWARD_REGISTERS 352
 #define MERCURY_GATE_FRAME 480
+#define MERCURY_GATE_MACHINE_CHECK 520
 
 #ifndef __ASSEMBLY__
 
@@ -1021,9 +1022,14 @@ struct mercury_gate_block {
 	 * mode.
 	 */
 	u64 frame[5];
+	/*
+	 * Not 0: a machine check struck in the hypervisor and the system above has yet
+	 * to get it. The gate raises it on the way out.
+	 */
+	u64 machine_check;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 520);
+static_assert(sizeof(struct mercury_gate_block) == 528);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
@@ -1039,6 +1045,7 @@ static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
 static_assert(offsetof(struct mercury_gate_block, inward) == 104);
 static_assert(offsetof(struct mercury_gate_block, outward) == 216);
 static_assert(offsetof(struct mercury_gate_block, frame) == 480);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 520);
 
 /* What the driver and the machine are. */
 struct mercury_system_info {

@@ -243,6 +243,9 @@ pub struct GateBlock {
     pub outward: Outward,
     /// The gate's own: RIP, CS, RFLAGS, RSP, SS for the IRETQ of a way out to user mode.
     pub frame: [u64; 5],
+    /// Not 0: a machine check struck in the hypervisor and the system above has yet to get it. The gate
+    /// raises it on the way out.
+    pub machine_check: u64,
 }
 
 /// Where the hypervisor's private data starts in the gate page.

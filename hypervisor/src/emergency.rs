@@ -13,7 +13,7 @@ use crate::cpu::{Area, Interrupted, Phase};
 use crate::host::entry::{self, Next};
 use crate::host::exceptions::Frame;
 use crate::publish;
-use crate::svm::{capture, exits, run};
+use crate::svm::{capture, exits, machine_check, run};
 use crate::x86::{Hardware, Processor};
 
 const NO_VECTOR: u32 = u32::MAX;
@@ -165,7 +165,7 @@ fn leave(area: &mut Area, phase: Phase, code: Code) -> ! {
     if next == Next::Leave {
         run::return_extended_state(area);
     }
-    area.cpu.phase = Phase::Outside;
+    let next = machine_check::finish(area, next);
     abandon_stack(area, next)
 }
 

@@ -87,6 +87,11 @@ impl Attached {
         Self { area, hardware: Model { msrs, tsc: 0 }, _shared: shared }
     }
 
+    /// VMRUN, which takes the event of the block.
+    pub fn enter(&mut self) -> u64 {
+        core::mem::take(&mut self.area.control.inject_event)
+    }
+
     /// An exit with this code, as the world switch hands it over.
     pub fn exit(&mut self, exit_code: u64) -> crate::host::entry::Next {
         let control = &mut self.area.control;
@@ -96,7 +101,9 @@ impl Attached {
             rax: control.rax,
             rdx: self.area.cpu.gate.outward.registers[2],
         };
-        crate::svm::exits::handle(&mut self.area, &mut self.hardware)
+        self.area.cpu.phase = crate::cpu::Phase::Exit;
+        let next = crate::svm::exits::handle(&mut self.area, &mut self.hardware);
+        crate::svm::machine_check::finish(&mut self.area, next)
     }
 
     /// A general register of the guest, in the order of the instruction encoding.

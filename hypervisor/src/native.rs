@@ -12,7 +12,7 @@ use spin::Mutex;
 
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
-use crate::svm::{capture, msr::PERMISSION_MAP, refusal, run};
+use crate::svm::{capture, machine_check, msr::PERMISSION_MAP, refusal, run};
 use crate::x86::{Hardware, Processor};
 use crate::{fault, nested, publish};
 
@@ -48,16 +48,12 @@ pub unsafe extern "C" fn native_entry(area: *mut Area) -> Next {
     run::take_extended_state(area);
     let hardware = &mut Processor;
     match perform(area, hardware) {
-        Ok(Next::Run) => {
-            area.cpu.phase = Phase::Outside;
-            Next::Run
-        }
+        Ok(Next::Run) => machine_check::finish(area, Next::Run),
         result => {
             let code = result.err().unwrap_or(Code::Ok);
             capture::put_back_native(area, hardware, code);
             run::return_extended_state(area);
-            area.cpu.phase = Phase::Outside;
-            Next::Leave
+            machine_check::finish(area, Next::Leave)
         }
     }
 }

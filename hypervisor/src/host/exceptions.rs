@@ -40,21 +40,18 @@ pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     }
 }
 
-/// A machine check in the hypervisor's window (GIF = 0; held or taken as the family has it, APM vol. 2,
-/// 15.17): where the interrupted instruction stream is intact (MCG_STATUS.RIPV), the system above gets
-/// the exception at its next instruction and reads the banks itself; otherwise this CPU leaves.
+/// A machine check while GIF = 0: the system above gets it in any case. What was interrupted goes on if its
+/// instruction stream is intact (MCG_STATUS.RIPV); otherwise this CPU leaves.
 #[cfg(feature = "image")]
 fn hand_over_machine_check(frame: &Frame) -> u64 {
     const MCG_STATUS: u32 = 0x17A;
     const MCG_STATUS_RIPV: u64 = 1;
     let intact = crate::x86::msr::read(MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
-    if !intact {
-        return 0;
-    }
-    // SAFETY: exception stacks lie in the area; the interrupted code uses this field only at its end.
+    // SAFETY: exception stacks lie in the area; what `note` changes, the interrupted code reads as volatile
+    // or does not use any more.
     let area = unsafe { crate::cpu::area_of_stack() };
-    crate::svm::exits::pend_machine_check(area);
-    frame.rip
+    crate::svm::machine_check::note(area, intact);
+    if intact { frame.rip } else { 0 }
 }
 
 /// The end: record and leave.

@@ -6,7 +6,7 @@ use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{msr, refusal, run};
+use super::{machine_check, msr, refusal, run};
 use crate::cpu::{Area, Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -50,12 +50,12 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     if next == Next::Leave {
         run::return_extended_state(area);
     }
-    area.cpu.phase = Phase::Outside;
-    next
+    machine_check::finish(area, next)
 }
 
 /// Answers one exit.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    machine_check::exit_begins(area);
     if area.cpu.leave_pending != 0 {
         return leave_now(area, hardware);
     }
@@ -72,6 +72,10 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
+        }
+        exit_code::VINTR if machine_check::is_awaited(area) => {
+            publish::count(area, ExitReason::Other);
+            (Answer::Retry, 0)
         }
         exit_code::INVALID => return invalid(area, hardware),
         _ => return unknown(area, hardware),
@@ -182,11 +186,6 @@ fn inject(area: &mut Area, fault: Fault) {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
         Fault::GeneralProtection => event::GENERAL_PROTECTION,
     };
-}
-
-/// A machine check for the guest, at its next instruction.
-pub fn pend_machine_check(area: &mut Area) {
-    area.control.inject_event = event::VALID | event::EXCEPTION | 18;
 }
 
 /// An event that was being delivered when the exit struck is delivered again (APM vol. 2, 15.7.2).

@@ -5,11 +5,13 @@
 //! * [`run`]: the world switch;
 //! * [`quick`]: the driver's hypercalls; [`exits`]: everything else that the processor reported, in the
 //!   words of [`crate::exit`];
+//! * [`machine_check`]: those that strike in the hypervisor, handed to the system;
 //! * [`msr`]: the MSRs that must not be written unseen;
 //! * [`refusal`]: which check of VMRUN a control block fails.
 
 pub mod capture;
 pub mod exits;
+pub mod machine_check;
 pub mod msr;
 pub mod quick;
 pub mod refusal;

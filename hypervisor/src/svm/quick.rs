@@ -10,7 +10,7 @@ use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{capture, exits, run};
+use super::{capture, exits, machine_check, run};
 use crate::cpu::Area;
 use crate::publish;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
@@ -71,6 +71,7 @@ fn is_plain_hypercall(area: &Area) -> bool {
     let special = area.cpu.leave_pending != 0
         || control.exit_event & event::VALID != 0
         || control.rflags & RFLAGS_TF != 0
+        || machine_check::is_noted(area)
         || area.cpu.gate.fault.point != 0;
     let hypercall = control.exit_code == exit_code::VMMCALL
         && control.cpl == 0

@@ -5,7 +5,9 @@ use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 use proptest::prelude::*;
 
-use super::vmcb::{TLB_FLUSH_ALL, event, exit_code};
+use super::machine_check;
+use super::vmcb::{INTERCEPT_MISC1, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
+use crate::cpu::Phase;
 use crate::host::entry::Next;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
 use crate::x86::{DR6_BS, RFLAGS_TF, msr};
@@ -364,4 +366,89 @@ fn user_mode_that_leaves_takes_its_shadow_stack_along() {
         assert_eq!(cpu.exit(0x402), Next::Leave);
         assert_eq!(cpu.hardware.msrs[&msr::PL3_SSP], expected, "CPL {cpl}, U_CET {user}");
     }
+}
+
+/// A machine check of the hypervisor goes before a fault, which its instruction raises again.
+#[test]
+fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    cpu.area.cpu.phase = Phase::Exit;
+    machine_check::note(&mut cpu.area, true);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!((cpu.enter(), cpu.area.control.rip), (event::MACHINE_CHECK, rip));
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE, "delivered once");
+    assert_eq!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// It goes after an event that nothing raises again, at the next moment that the processor can tell.
+#[test]
+fn a_machine_check_waits_for_an_event_and_no_longer() {
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    for first in [timer, event::DEBUG, event::VALID | event::NMI | 2] {
+        cpu.area.control.exit_event = first;
+        cpu.area.cpu.phase = Phase::Exit;
+        machine_check::note(&mut cpu.area, true);
+        assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+        assert_eq!(cpu.enter(), first);
+        assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
+        assert_eq!(cpu.exit(exit_code::VINTR), Next::Run);
+        assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+        assert_eq!(cpu.area.control.virtual_interrupt, 0);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1);
+    }
+}
+
+/// On the way to VMRUN nobody looks any more: the handler hands it over itself.
+#[test]
+fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
+    let mut cpu = Attached::new();
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    machine_check::note(&mut cpu.area, true);
+    assert_eq!(cpu.area.control.inject_event, event::MACHINE_CHECK);
+    // In the quick path, which then finds that this exit is none for it.
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK, "nothing has entered the guest yet");
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE);
+}
+
+/// Whichever way a CPU leaves, the gate raises what the guest has not got.
+#[test]
+fn a_machine_check_outlives_every_departure() {
+    let leave: [fn(&mut Attached) -> Next; 4] = [
+        |cpu| hypercall(cpu, Hypercall::Detach as u64),
+        |cpu| cpu.exit(0x402),
+        |cpu| {
+            machine_check::finish(&mut cpu.area, Next::Run);
+            cpu.exit(exit_code::INVALID)
+        },
+        |cpu| {
+            cpu.area.cpu.gate.inward.cr4 = 0x6F0;
+            super::capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::Ok);
+            machine_check::finish(&mut cpu.area, Next::Leave)
+        },
+    ];
+    for (number, leave) in leave.iter().enumerate() {
+        let mut cpu = Attached::new();
+        cpu.area.cpu.phase = Phase::Exit;
+        machine_check::note(&mut cpu.area, false);
+        assert_eq!(leave(&mut cpu), Next::Leave, "{number}");
+        assert_ne!(cpu.area.cpu.gate.machine_check, 0, "{number}");
+    }
+}
+
+/// One that strikes while a CPU is being attached is the first that the guest gets.
+#[test]
+fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.control_phys = 0x20_1000;
+    cpu.area.cpu.phase = Phase::Native;
+    machine_check::note(&mut cpu.area, true);
+    let roots = super::capture::Roots { nested_phys: 0x5000, msrpm_phys: 0x6000 };
+    assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
+    machine_check::finish(&mut cpu.area, Next::Run);
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK);
 }

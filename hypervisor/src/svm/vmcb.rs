@@ -216,6 +216,11 @@ impl GuestState {
 /// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
 /// reset is right (M-1). Not SMI.
 pub const INTERCEPT_MISC1: u32 = 1 << 26 | 1 << 28;
+/// Intercept word 3: the guest could take a virtual interrupt.
+pub const INTERCEPT_VINTR: u32 = 1 << 4;
+/// [`Vmcb::virtual_interrupt`]: one is pending, of the highest priority and whatever the TPR (V_IRQ,
+/// V_INTR_PRIO, V_IGN_TPR; APM vol. 2, 15.21.4).
+pub const VIRTUAL_INTERRUPT: u64 = 1 << 8 | 15 << 16 | 1 << 20;
 /// Intercept word 4: VMRUN (the processor demands it), VMMCALL, VMLOAD, VMSAVE, STGI, CLGI, SKINIT.
 pub const INTERCEPT_MISC2: u32 = 0x7F;
 /// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
@@ -230,6 +235,8 @@ pub const GUEST_ASID: u32 = 1;
 pub mod exit_code {
     /// An MSR access that the permission map intercepts.
     pub const MSR: u64 = 0x7C;
+    /// The guest could take a virtual interrupt.
+    pub const VINTR: u64 = 0x64;
     /// INVLPGA.
     pub const INVLPGA: u64 = 0x7A;
     /// VMRUN.
@@ -266,6 +273,8 @@ pub mod event {
     pub const DEBUG: u64 = VALID | EXCEPTION | 1;
     /// #UD.
     pub const INVALID_OPCODE: u64 = VALID | EXCEPTION | 6;
+    /// #MC.
+    pub const MACHINE_CHECK: u64 = VALID | EXCEPTION | 18;
     /// #GP with error code 0.
     pub const GENERAL_PROTECTION: u64 = VALID | EXCEPTION | HAS_ERROR_CODE | 13;
 }
