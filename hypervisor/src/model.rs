@@ -12,6 +12,12 @@ use crate::x86::{Hardware, msr};
 #[derive(Default)]
 pub struct Model {
     pub msrs: BTreeMap<u32, u64>,
+    /// Bits of EFER that this processor does not have: setting one raises #GP.
+    pub efer_absent: u64,
+    /// Bits of EFER that may not be cleared while the hypervisor runs.
+    pub efer_must: u64,
+    /// Bits of EFER that it takes and forgets, as emulators do.
+    pub efer_ignored: u64,
     tsc: u64,
 }
 
@@ -21,8 +27,14 @@ impl Hardware for Model {
     }
 
     fn write_msr(&mut self, index: u32, value: u64) -> bool {
+        let (absent, ignored) =
+            if index == msr::EFER { (self.efer_absent, self.efer_ignored) } else { (0, 0) };
+        if value & absent != 0 {
+            return false;
+        }
+        assert!(index != msr::EFER || self.efer_must & !value == 0, "EFER {value:#x} in the hypervisor");
         self.msrs.get_mut(&index).is_some_and(|slot| {
-            *slot = value;
+            *slot = value & !ignored;
             true
         })
     }
@@ -77,6 +89,7 @@ impl Attached {
         control.rip = 0xFFFF_FFFF_8100_0000;
         control.rsp = 0xFFFF_C900_0000_3F00;
         control.rflags = 2;
+        area.cpu.attach_efer = LINUX_EFER | msr::EFER_SVME;
         area.cpu.guest_efer = LINUX_EFER | msr::EFER_SVME;
         area.cpu.entered = 1;
         let msrs = BTreeMap::from([
@@ -84,7 +97,7 @@ impl Attached {
             (msr::PAT, LINUX_PAT),
             (msr::VM_HSAVE_PA, 0x7000),
         ]);
-        Self { area, hardware: Model { msrs, tsc: 0 }, _shared: shared }
+        Self { area, hardware: Model { msrs, ..Model::default() }, _shared: shared }
     }
 
     /// VMRUN, which takes the event of the block.

@@ -3,6 +3,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
 use super::machine_check;
@@ -451,4 +452,50 @@ fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
     machine_check::finish(&mut cpu.area, Next::Run);
     assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+}
+
+/// Which bits of EFER there are this processor says, not a list of all that there have ever been.
+#[test]
+fn efer_writes_are_judged_by_this_processor() {
+    let attached = LINUX_EFER | msr::EFER_SVME;
+    let mut cpu = Attached::new();
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!(cpu.enter(), 0);
+    assert_eq!(cpu.area.control.efer, attached | efer::AUTOIBRS);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached, "the hypervisor's stays");
+
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_absent = efer::AUTOIBRS;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!(cpu.enter(), event::GENERAL_PROTECTION);
+    assert_eq!(cpu.area.control.efer, attached);
+
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_ignored = efer::AUTOIBRS;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!((cpu.enter(), cpu.area.control.efer), (0, attached));
+}
+
+/// NXE may be cleared beneath a guest, but not beneath the hypervisor, whose tables use it.
+#[test]
+fn the_hypervisors_efer_keeps_what_it_needs() {
+    let attached = LINUX_EFER | msr::EFER_SVME;
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_must = attached;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::NXE), Next::Run);
+    assert_eq!(cpu.area.control.efer, attached & !efer::NXE);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached);
+}
+
+/// What Mercury does not carry is the native processor's to take or to refuse, and no crash.
+#[test]
+fn efer_bits_that_are_not_carried_let_go() {
+    for bit in [13, 17, 20] {
+        let mut cpu = Attached::new();
+        let (rip, value) = (cpu.area.control.rip, LINUX_EFER | msr::EFER_SVME | 1 << bit);
+        assert_eq!(write_msr(&mut cpu, msr::EFER, value), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+        assert_eq!(cpu.area.shared().left_because, u64::from(Code::EferUnsupported as u32));
+        assert_eq!(cpu.area.shared().crash.code, 0);
+    }
 }
