@@ -179,7 +179,8 @@ const fn put_table(to: &mut DescriptorTable, from: &Segment) {
 }
 
 /// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
-/// processor. The block may be corrupt: reserved bits that would fault in the gate are dropped.
+/// processor. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the
+/// processor reported at this exit, and may hold bits that only a later kernel knows.
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &area.control;
@@ -187,7 +188,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.cr0 = control.cr0 & 0xFFFF_FFFF;
     outward.cr2 = control.cr2;
     outward.cr3 = control.cr3;
-    outward.cr4 = control.cr4 & mercury_preflight::bits::cr4::KNOWN;
+    outward.cr4 = control.cr4;
     outward.dr6 = control.dr6 & 0xFFFF_FFFF;
     outward.dr7 = control.dr7 & 0xFFFF_FFFF;
     put_table(&mut outward.gdtr, &control.gdtr);

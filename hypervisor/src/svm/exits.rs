@@ -4,6 +4,8 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{ExitReason, LogKind};
 
+use mercury_preflight::bits::cr4;
+
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
 use super::{machine_check, msr, refusal, run};
@@ -158,6 +160,9 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
 /// The guest goes on, if its control block is one that VMRUN will take.
 fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if !refusal::none(&area.control) {
+        if refusal::is_foreign(&area.control) {
+            return leave_with_foreign_state(area, hardware);
+        }
         return invalid(area, hardware);
     }
     area.cpu.entry_state = GuestState::of(&area.control);
@@ -251,6 +256,9 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
 /// The exit after an event was handed over by a CPU that wants to leave.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
+    if area.control.exit_code == exit_code::INVALID {
+        area.control.cr4 &= cr4::KNOWN;
+    }
     finish(area, hardware, because)
 }
 
@@ -274,7 +282,7 @@ fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 
 /// VMRUN refused the block, or will. The first time after an attach nothing of the guest has run: the
 /// driver gets the failing check. Later the block was corrupted: the CPU leaves with what is still good,
-/// behind the instruction that it has been answered for.
+/// behind the instruction that it has been answered for; of CR4, with what is known.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let check = refusal::first(&area.control);
     let detail = [check as u64, refusal::value(&area.control, check)];
@@ -292,8 +300,20 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         let (rip, rax) = (area.control.rip, area.control.rax);
         area.cpu.interrupted = Interrupted { rip, rax, ..area.cpu.interrupted };
     }
+    area.control.cr4 &= cr4::KNOWN;
     emergency::record_invalid_state(area);
     finish(area, hardware, Code::InvalidGuestState)
+}
+
+/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no
+/// corruption, but what it means for an attached CPU nobody knows. It leaves, behind the instruction that
+/// it has been answered for.
+fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.control.inject_event & event::VALID != 0 {
+        area.cpu.leave_pending = Code::Cr4Unsupported as u32;
+        return Next::Run;
+    }
+    finish(area, hardware, Code::Cr4Unsupported)
 }
 
 #[cfg(feature = "fault-injection")]

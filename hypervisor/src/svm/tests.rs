@@ -499,3 +499,43 @@ fn efer_bits_that_are_not_carried_let_go() {
         assert_eq!(cpu.area.shared().crash.code, 0);
     }
 }
+
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
+/// record, behind what it has been answered for.
+#[test]
+fn foreign_bits_of_cr4_let_go_without_a_crash() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    let rip = cpu.area.control.rip;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, LINUX_EFER | msr::EFER_SVME), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.outward.rip, cpu.area.cpu.gate.outward.cr4), (rip + 2, 0x6F0 | LASS));
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::Cr4Unsupported as u32));
+    assert_eq!(cpu.area.shared().crash.code, 0);
+
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0 | LASS);
+}
+
+#[test]
+fn foreign_bits_of_cr4_survive_a_detach() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0 | LASS);
+}
+
+/// Where VMRUN refused a block that nobody can vouch for, the gate gets no bit that may fault there.
+#[test]
+fn a_corrupt_cr4_is_not_carried_out() {
+    let mut cpu = Attached::new();
+    (cpu.area.control.cr4, cpu.area.control.asid) = (0x6F0 | 1 << 63, 0);
+    assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0);
+    assert_ne!(cpu.area.shared().crash.code, 0);
+}
