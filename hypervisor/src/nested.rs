@@ -159,6 +159,8 @@ pub enum NestedAnswer {
     Filled,
     /// A write to hidden memory: it goes nowhere.
     HiddenWrite,
+    /// The page can be written: another CPU was faster. This one may still know it as it was.
+    Raced,
     /// There is no page for the tables, no such address, or no getting at the lock.
     Exhausted,
 }
@@ -168,19 +170,23 @@ pub enum NestedAnswer {
 #[must_use]
 pub fn fault(address: u64, write: bool) -> NestedAnswer {
     let Some(mut guard) = lock() else { return NestedAnswer::Exhausted };
-    let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
-    let address = GuestPhys::new(address);
-    match nested.map.fill(&mut nested.pool, address) {
-        Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
-        Ok(FillOutcome::Present) if write => {}
-        // Another CPU has filled it meanwhile.
-        Ok(FillOutcome::Present) => return NestedAnswer::Filled,
-        Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
-    }
-    match nested.map.sink(&mut nested.pool, address, stand_in_phys(&SINK_PAGE)) {
-        SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
-        SinkOutcome::Writable => NestedAnswer::Filled,
-        SinkOutcome::Absent => NestedAnswer::Exhausted,
+    guard.as_mut().map_or(NestedAnswer::Exhausted, |nested| nested.answer(GuestPhys::new(address), write))
+}
+
+impl Nested {
+    fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
+        match self.map.fill(&mut self.pool, address) {
+            Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
+            Ok(FillOutcome::Present) if write => {}
+            // Another CPU has filled it meanwhile; what was absent is in no translation.
+            Ok(FillOutcome::Present) => return NestedAnswer::Filled,
+            Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
+        }
+        match self.map.sink(&mut self.pool, address, stand_in_phys(&SINK_PAGE)) {
+            SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
+            SinkOutcome::Writable => NestedAnswer::Raced,
+            SinkOutcome::Absent => NestedAnswer::Exhausted,
+        }
     }
 }
 
@@ -245,4 +251,34 @@ fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32) -> Mtrrs {
     let syscfg = hardware.read_msr(msr::SYSCFG).unwrap_or(0);
     let tom2 = (syscfg & SYSCFG_TOM2 == SYSCFG_TOM2).then(|| hardware.read_msr(msr::TOP_MEM2)).flatten();
     Mtrrs::from_registers(default, fixed, &variable, physical_bits, tom2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two CPUs write to one hidden page: the second finds it sunk.
+    #[test]
+    fn a_write_that_another_cpu_was_answered_for_is_a_race() {
+        const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
+        let pages: Vec<StandIn> = (0..64).map(|_| StandIn(core::cell::UnsafeCell::new([0; 4096]))).collect();
+        let addresses: Vec<u64> =
+            pages.iter().map(|page| core::ptr::from_ref(page).expose_provenance() as u64).collect();
+        let layout = Layout {
+            physical_bits: 40,
+            depth: Depth::Four,
+            largest: LargestPage::OneGibibyte,
+            eager_end: GuestPhys::new(1 << 32),
+            complete_pages: 0,
+            zero_page: HostPhys::new(0x1000),
+        };
+        let mtrrs = Mtrrs::from_registers(0, [0; 11], &[], 40, None);
+        let pool = Pool { pages_virt: addresses.as_ptr().expose_provenance() as u64, count: 64, used: 0 };
+        let mut nested = Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0 };
+        let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];
+        assert_eq!(nested.map.build_step(&mut nested.pool, &owned, 1000), Step::Done);
+        assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::HiddenWrite);
+        assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::Raced);
+        assert_eq!(nested.answer(GuestPhys::new(1 << 41), true), NestedAnswer::Exhausted);
+    }
 }

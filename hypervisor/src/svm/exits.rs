@@ -116,17 +116,23 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
     let rip = area.control.rip;
-    let (reason, kind, answer) = match nested::fault(address, write) {
-        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
-        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
-        NestedAnswer::Exhausted => {
-            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
-        }
-    };
+    let (reason, kind, answer) = nested_answer(nested::fault(address, write));
     publish::count(area, reason);
     let tsc = hardware.tsc();
     publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
     answer
+}
+
+/// What was cached, even as read-only, must be forgotten; what was absent is not cached.
+pub(super) const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
+    match answer {
+        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
+        NestedAnswer::Raced => (ExitReason::NestedFill, LogKind::NestedFill, Answer::RetryFlushed),
+        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
+        NestedAnswer::Exhausted => {
+            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
+        }
+    }
 }
 
 /// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not

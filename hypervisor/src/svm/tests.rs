@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use super::machine_check;
 use super::vmcb::{INTERCEPT_MISC1, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::cpu::Phase;
+use crate::exit::Answer;
 use crate::host::entry::Next;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
 use crate::x86::{DR6_BS, RFLAGS_TF, msr};
@@ -538,4 +539,14 @@ fn a_corrupt_cr4_is_not_carried_out() {
     assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
     assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0);
     assert_ne!(cpu.area.shared().crash.code, 0);
+}
+
+/// A processor that still knows a page as read-only would fault on it for ever.
+#[test]
+fn a_page_that_was_cached_is_flushed() {
+    use crate::nested::NestedAnswer;
+    let answer = |nested| super::exits::nested_answer(nested).2;
+    assert_eq!(answer(NestedAnswer::Raced), Answer::RetryFlushed);
+    assert_eq!(answer(NestedAnswer::HiddenWrite), Answer::RetryFlushed);
+    assert_eq!(answer(NestedAnswer::Filled), Answer::Retry);
 }
