@@ -47,6 +47,14 @@ pub fn departed(area: &mut Area, because: Code) {
     }
 }
 
+/// This CPU came here natively. If it is said to be attached, it was reset meanwhile: an INIT is not
+/// intercepted (HARDWARE A-30). Whoever looks after CPUs that leave is told so.
+pub fn native(area: &mut Area) {
+    if area.shared().attached != 0 {
+        departed(area, Code::CpuReset);
+    }
+}
+
 /// Writes a record to this CPU's ring.
 #[inline]
 pub fn log(area: &mut Area, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
