@@ -22,6 +22,8 @@
 #define CPUID_80000001_ECX_SVM	BIT(2)
 #define CPUID_8000000A_EDX_NP	BIT(0)
 #define VM_CR_SVMDIS		BIT(4)
+/* 6.1 does not know it. */
+#define CR4_FRED		BIT_ULL(32)
 #define MSR_MTRR_PHYS_BASE_0	0x200
 #define MSR_SMCA_BANK_0_CTL	0xc0002000
 #define MSR_ISST_ADDR		0x6a8
@@ -230,6 +232,29 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 	mercury_fault_facts(facts);
 }
 
+/*
+ * The gate returns far and by frames of its own, and the hypervisor's IDT has gates: neither goes
+ * together with FRED or a shadow stack of the kernel's.
+ */
+static u32 can_return(u64 detail[2])
+{
+	u64 cr4 = native_read_cr4(), s_cet = 0;
+
+	if (cr4 & CR4_FRED) {
+		detail[0] = CR4_FRED;
+		detail[1] = cr4;
+		return MERCURY_CODE_FRED;
+	}
+	if (cr4 & X86_CR4_CET)
+		rdmsrl_safe(MSR_S_CET, &s_cet);
+	if (s_cet) {
+		detail[0] = s_cet;
+		detail[1] = cr4;
+		return MERCURY_CODE_SUPERVISOR_CET;
+	}
+	return MERCURY_CODE_OK;
+}
+
 /* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
 u32 mercury_can_enter(u64 detail[2])
 {
@@ -264,5 +289,5 @@ u32 mercury_can_enter(u64 detail[2])
 	if (!(detail[0] & CPUID_8000000A_EDX_NP))
 		return MERCURY_CODE_NO_NESTED_PAGING;
 	detail[0] = 0;
-	return MERCURY_CODE_OK;
+	return can_return(detail);
 }
