@@ -157,6 +157,7 @@ fn leave(area: &mut Area, phase: Phase, code: Code) -> ! {
     let hardware = &mut Processor;
     let next = if phase == Phase::Native {
         area.cpu.gate.detail = [u64::from(code as u32), 0];
+        publish::native(area, Code::FaultInSwitch);
         capture::put_back_native(area, hardware, Code::FaultInSwitch);
         Next::Leave
     } else {

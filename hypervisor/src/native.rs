@@ -101,7 +101,8 @@ fn build(area: &mut Area) -> Result<(), Code> {
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
 fn preflight(area: &mut Area) -> Result<(), Code> {
     let facts = argument::<CpuFacts>(area);
-    publish::native(area);
+    // An INIT is not intercepted and leaves no word (HARDWARE A-30).
+    publish::native(area, Code::CpuReset);
     // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
     if let Some(finding) = first_refusal(&facts, &mut reference) {

@@ -47,11 +47,11 @@ pub fn departed(area: &mut Area, because: Code) {
     }
 }
 
-/// This CPU came here natively. If it is said to be attached, it was reset meanwhile: an INIT is not
-/// intercepted (HARDWARE A-30). Whoever looks after CPUs that leave is told so.
-pub fn native(area: &mut Area) {
+/// This CPU is native. If it is said to be attached, whoever looks after CPUs that leave is told that it is
+/// not, and why.
+pub fn native(area: &mut Area, because: Code) {
     if area.shared().attached != 0 {
-        departed(area, Code::CpuReset);
+        departed(area, because);
     }
 }
 

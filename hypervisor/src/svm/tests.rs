@@ -556,9 +556,9 @@ fn a_page_that_was_cached_is_flushed() {
 fn a_cpu_that_was_reset_is_not_taken_for_attached() {
     let mut cpu = Attached::new();
     crate::publish::attached(&mut cpu.area);
-    crate::publish::native(&mut cpu.area);
+    crate::publish::native(&mut cpu.area, Code::CpuReset);
     assert_eq!((cpu.area.shared().attached, cpu.area.shared().detaches), (0, 1));
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::CpuReset as u32));
-    crate::publish::native(&mut cpu.area);
+    crate::publish::native(&mut cpu.area, Code::CpuReset);
     assert_eq!(cpu.area.shared().detaches, 1);
 }
