@@ -213,6 +213,10 @@ static u64 system_bits(void)
 	if (boot_cpu_has(X86_FEATURE_INVLPGB))
 		bits |= MERCURY_SYSTEM_INVLPGB;
 #endif
+#ifdef X86_FEATURE_ERAPS
+	if (boot_cpu_has(X86_FEATURE_ERAPS))
+		bits |= MERCURY_SYSTEM_ERAPS;
+#endif
 	return bits;
 }
 

@@ -57,6 +57,8 @@
 #define MERCURY_SYSTEM_PRIVILEGED_LAYER 4
 /* The kernel uses INVLPGB for TLB shootdowns. */
 #define MERCURY_SYSTEM_INVLPGB 8
+/* The kernel relies on the return predictor's own protection (ERAPS). */
+#define MERCURY_SYSTEM_ERAPS 16
 /* Bytes of one CPU's block: two pages. */
 #define MERCURY_SHARED_CPU_SIZE 8192
 /* "MERCURY1" in ASCII, little-endian. */
@@ -270,6 +272,7 @@
 #define MERCURY_CODE_DEBUG_ACTIVE 75
 #define MERCURY_CODE_HSAVE_IN_USE 76
 #define MERCURY_CODE_SELF_TEST_FAILED 77
+#define MERCURY_CODE_ERAPS_IN_USE 78
 #define MERCURY_CODE_INVALID_GUEST_STATE 100
 #define MERCURY_CODE_INJECTED_FAULT 101
 #define MERCURY_CODE_FAULT_IN_SWITCH 102

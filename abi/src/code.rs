@@ -140,6 +140,8 @@ codes! {
     HsaveInUse = 76, "hsave-in-use";
     /// The hypervisor's self-test on the first CPU failed.
     SelfTestFailed = 77, "self-test-failed";
+    /// The kernel relies on the processor to protect return predictions (ERAPS).
+    ErapsInUse = 78, "eraps-in-use";
 
     // 100..: the switch
     /// VMRUN refused the control block (VMEXIT_INVALID): an illegal state, named in the detail.

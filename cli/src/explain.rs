@@ -352,6 +352,12 @@ pub const TABLE: &[Entry] = &[
         REPORT,
     ),
     entry_of(
+        Code::ErapsInUse,
+        "the kernel relies on the processor to protect return predictions (ERAPS)",
+        "What the processor does by itself for a native kernel it does in part only for an attached one.",
+        "boot with `clearcpuid=664`",
+    ),
+    entry_of(
         Code::InvalidGuestState,
         "the processor refused the control block",
         "The processor checks the state that it is to run with, and found some of it illegal. The CPU was \

@@ -169,6 +169,8 @@ fn system_state() {
     refused(Code::PageTableIsolation, |f| f.system |= system::PTI);
     refused(Code::PrivilegedLayer, |f| f.system |= system::PRIVILEGED_LAYER);
     refused(Code::InvlpgbInUse, |f| f.system |= system::INVLPGB);
+    refused(Code::ErapsInUse, |f| f.system |= system::ERAPS);
+    accepted(|f| f.cpuid_8000_0021.eax |= 1 << 24);
     only(Code::InsideHypervisor, Severity::Warn, |f| f.cpuid_1.ecx |= 1 << 31);
     only(Code::DebugActive, Severity::Note, |f| f.dr7 |= 1);
     only(Code::DebugActive, Severity::Note, |f| f.debugctl = 2);

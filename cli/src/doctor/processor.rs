@@ -96,6 +96,12 @@ const GROUPS: &[Group] = &[
         fine: |_| "not used by the kernel".into(),
     },
     Group {
+        name: "return predictions",
+        codes: &[Code::ErapsInUse],
+        by_cpuid: false,
+        fine: |_| "not left to the processor".into(),
+    },
+    Group {
         name: "kernel's mode",
         codes: &[Code::PageTableIsolation, Code::PrivilegedLayer],
         by_cpuid: false,
