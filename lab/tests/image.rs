@@ -101,6 +101,8 @@ fn forced_exits_run_straight() {
         assert!(!line.starts_with("ret") && !line.starts_with("call") && !line.contains('*'), "{line}");
     }
     assert!(back < 20, "{back} instructions");
+    let beyond = &switch[start + back + 1..];
+    assert_eq!(beyond.first().map(String::as_str), Some("lfence"), "nor speculatively any further");
 }
 
 /// The driver applies nothing else at load.

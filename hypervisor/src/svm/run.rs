@@ -66,8 +66,7 @@ mod switch {
             "jne 4f",
             "cmp byte ptr [rdi + {cpl}], 0",
             "je 4f",
-            // VMMCALL in user mode is #UD, as it is natively. Not speculated past: the comparison is of
-            // the processor's own words.
+            // VMMCALL in user mode is #UD, as it is natively.
             "mov dword ptr [rdi + {inject}], {invalid_opcode}",
             "mov dword ptr [rdi + {inject} + 4], 0",
             "mov dword ptr [rdi + {tlb_control}], 0",
@@ -77,6 +76,8 @@ mod switch {
             "xchg rdi, [rsp]",
             "jmp 3b",
             "4:",
+            // Nor does a mispredicted branch come any further, to returns that user mode has trained.
+            "lfence",
             "mov [rdi + {registers} + 8], rcx",
             "mov [rdi + {registers} + 16], rdx",
             "mov [rdi + {registers} + 24], rbx",
