@@ -45,7 +45,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
 }
 
 #[inline]
-fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
+pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;

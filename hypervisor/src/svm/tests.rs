@@ -7,6 +7,7 @@ use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
 use super::machine_check;
+use super::quick::Quick;
 use super::vmcb::{INTERCEPT_MISC1, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::cpu::Phase;
 use crate::exit::Answer;
@@ -561,4 +562,25 @@ fn a_cpu_that_was_reset_is_not_taken_for_attached() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::CpuReset as u32));
     crate::publish::native(&mut cpu.area, Code::CpuReset);
     assert_eq!(cpu.area.shared().detaches, 1);
+}
+
+/// The short way does not look for machine checks on its end, so it does not begin with one; and one that
+/// strikes on it is the gate's.
+#[test]
+fn a_machine_check_is_no_case_for_the_short_way() {
+    let quick = |cpu: &mut Attached, call: Hypercall| {
+        *cpu.register(0) = call as u64;
+        *cpu.register(RCX) = HYPERCALL_MAGIC;
+        cpu.area.control.exit_code = exit_code::VMMCALL;
+        super::quick::answer(&mut cpu.area, &mut cpu.hardware)
+    };
+    let mut cpu = Attached::new();
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Run);
+    machine_check::note(&mut cpu.area, true);
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Slow);
+
+    let mut cpu = Attached::new();
+    assert_eq!(quick(&mut cpu, Hypercall::Detach), Quick::Leave);
+    machine_check::note(&mut cpu.area, true);
+    assert_ne!(cpu.area.cpu.gate.machine_check, 0);
 }
