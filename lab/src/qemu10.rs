@@ -1,8 +1,8 @@
 //! QEMU 10 beside this host's own QEMU: extracted from Debian 13's packages into a directory of its own
 //! and run with that release's own libraries, so that nothing of the host changes.
 //!
-//! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, and has no x2APIC. 10.0 reports
-//! the refusal as the processor does. Made when a machine first asks for it; kept under `target/lab/tools/`
+//! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, has no x2APIC, and executes stale
+//! text of kernels that patch themselves while several CPUs run; 10.0 does not. Made when a machine first asks for it; kept under `target/lab/tools/`
 //! by the hash of its recipe.
 
 use std::{

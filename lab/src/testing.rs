@@ -57,18 +57,6 @@ const UNPROVEN_TESTS: &[&str] = &[
     "kvm_on_6_12_takes_svm_at_load",
 ];
 
-/// Tests that boot 6.12 a second time in the same machine. They pass, but for the emulator: it now and then
-/// executes a breakpoint that the booting kernel has taken away again (see `Machine::boot`), and only a
-/// first boot can be repeated.
-const SECOND_BOOTS: &[&str] = &[
-    "crash_on_cpu_0_on_6_12",
-    "crash_on_cpu_3_on_6_12",
-    "kexec_on_6_12",
-    "reset_by_sysrq_on_6_12",
-    "a_crash_beside_idle_kvm_on_6_12",
-    "a_crash_after_kvm_has_gone_on_6_12",
-];
-
 /// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
 /// last line is `N passed, N failed, N skipped`.
 ///
@@ -94,15 +82,10 @@ fn run_all(tally: &mut Tally) -> Result<()> {
     let mut selection = vec!["-p", "mercury-lab", "--lib", "--bins"];
     let proven = files.iter().filter(|name| !UNPROVEN_FILES.contains(&name.as_str()));
     proven.for_each(|name| selection.extend(["--test", name]));
-    let left_out = UNPROVEN_TESTS.iter().chain(SECOND_BOOTS);
-    let skips: Vec<&str> = left_out.flat_map(|name| ["--skip", name]).collect();
+    let skips: Vec<&str> = UNPROVEN_TESTS.iter().flat_map(|name| ["--skip", name]).collect();
     run_some(&selection, &skips, tally)?;
     for name in UNPROVEN_FILES.iter().chain(UNPROVEN_TESTS) {
         println!("skipped: {name} (not yet seen to pass on a quiet machine)");
-        tally.skipped += 1;
-    }
-    for name in SECOND_BOOTS {
-        println!("skipped: {name} (the emulator spoils a second boot of 6.12 now and then)");
         tally.skipped += 1;
     }
     Ok(())
