@@ -168,8 +168,8 @@ SYM_CODE_START(mercury_gate_leave)
 	jmp	.Lready
 
 	/*
-	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs
-	 * blocked, so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
+	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs blocked,
+	 * so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
 	 * own IRET would fault on a selector that only the hypervisor's GDT has.
 	 */
 .Lby_frame:

@@ -1,4 +1,5 @@
-//! `lab test`: runs every test of the project, lets their lines through, and sums them up in one line.
+//! `lab test`: runs every check and test of the project, lets their lines through, and sums them up in one
+//! line.
 
 use std::{
     io::{BufRead, BufReader},
@@ -6,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    artefacts,
+    artefacts, check,
     error::{Context, Error, Result},
     image::Release,
     paths,
@@ -19,7 +20,7 @@ pub struct Tally {
     pub passed: u32,
     /// Failed, or not even built.
     pub failed: u32,
-    /// Marked to be left out.
+    /// Marked to be left out, each with the reason.
     pub skipped: u32,
 }
 
@@ -42,21 +43,6 @@ impl Tally {
     }
 }
 
-/// Files of `lab/tests/` that are not run with the others yet: none of them has been seen to pass as a
-/// whole on a machine that had nothing else to do. `make test FILTER=<name>` runs one.
-const UNPROVEN_FILES: &[&str] = &["faults", "matrix", "package", "soak", "speed"];
-
-/// Single tests of which the same is true.
-const UNPROVEN_TESTS: &[&str] = &[
-    "a_fatal_machine_check_ends_in_the_crash_kernel",
-    "hibernation",
-    "reboot_on_6_12",
-    "suspend_to_idle",
-    "suspend_to_memory_on_6_1",
-    "suspend_to_memory_on_6_12",
-    "kvm_on_6_12_takes_svm_at_load",
-];
-
 /// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
 /// last line is `N passed, N failed, N skipped`.
 ///
@@ -70,24 +56,22 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     match filter {
         Some(name) if is_lab_test(name) => run_some(&["-p", "mercury-lab", "--test", name], &[], &mut tally)?,
         Some(name) => run_some(&["--workspace"], &[name], &mut tally)?,
-        None => run_all(&mut tally)?,
+        None => {
+            check_style(&mut tally)?;
+            run_some(&["--workspace"], &[], &mut tally)?;
+        }
     }
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
     Ok(tally)
 }
 
-fn run_all(tally: &mut Tally) -> Result<()> {
-    run_some(&["--workspace", "--exclude", "mercury-lab"], &[], tally)?;
-    let files = lab_tests()?;
-    let mut selection = vec!["-p", "mercury-lab", "--lib", "--bins"];
-    let proven = files.iter().filter(|name| !UNPROVEN_FILES.contains(&name.as_str()));
-    proven.for_each(|name| selection.extend(["--test", name]));
-    let skips: Vec<&str> = UNPROVEN_TESTS.iter().flat_map(|name| ["--skip", name]).collect();
-    run_some(&selection, &skips, tally)?;
-    for name in UNPROVEN_FILES.iter().chain(UNPROVEN_TESTS) {
-        println!("skipped: {name} (not yet seen to pass on a quiet machine)");
-        tally.skipped += 1;
-    }
+/// Each of `make check`'s counts as one.
+fn check_style(tally: &mut Tally) -> Result<()> {
+    let failed = check::run()?;
+    failed.iter().for_each(|name| println!("check {name} ... FAILED"));
+    let count = failed.len() as u32;
+    tally.failed += count;
+    tally.passed += check::COUNT - count;
     Ok(())
 }
 
@@ -109,19 +93,6 @@ fn run_some(selection: &[&str], tests: &[&str], tally: &mut Tally) -> Result<()>
         tally.failed += 1;
     }
     Ok(())
-}
-
-/// The files of `lab/tests/`, in order.
-fn lab_tests() -> Result<Vec<String>> {
-    let directory = paths::root().join("lab/tests");
-    let entries = std::fs::read_dir(directory).context(|| "list lab/tests".into())?;
-    let names = entries.flatten().filter_map(|entry| {
-        let name = entry.file_name().into_string().ok()?;
-        name.strip_suffix(".rs").map(str::to_owned)
-    });
-    let mut names: Vec<String> = names.collect();
-    names.sort();
-    Ok(names)
 }
 
 fn is_lab_test(name: &str) -> bool {
