@@ -11,7 +11,7 @@ help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      all tests; make test FILTER=machine'
-	@echo 'make check     formatting, lints, the driver's style'
+	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours'
 	@echo 'make deb       the Debian packages'

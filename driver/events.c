@@ -38,6 +38,9 @@ static u32 attach_here(void)
 
 	if (mercury_fault(MERCURY_FAULT_POINT_HOTPLUG))
 		return MERCURY_CODE_INJECTED_FAULT;
+	/* The monitor has yet to see it. */
+	if (READ_ONCE(m->shared->crash.code) != MERCURY_CODE_OK)
+		return MERCURY_CODE_CRASHED;
 	code = mercury_check_cpu(m);
 	if (code == MERCURY_CODE_OK)
 		code = mercury_attach_cpu(m);
@@ -98,8 +101,8 @@ static int cpu_is_dead(unsigned int cpu)
 {
 	const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
 
-	if (mercury.state != MERCURY_STATE_UNLOADED)
-		WARN(READ_ONCE(shared->attached), "mercury: CPU %u is offline and attached\n", cpu);
+	if (mercury.state != MERCURY_STATE_UNLOADED && READ_ONCE(shared->attached))
+		pr_err("CPU %u is offline and attached\n", cpu);
 	return 0;
 }
 

@@ -12,24 +12,31 @@ use crate::{
 const DRIVER_FILES: &[&str] = &["c", "h", "S"];
 const GENERATED: &str = "mercury_abi.h";
 
-/// Runs all of them, whatever becomes of the first; what they find is shown. The names of those that failed.
-///
-/// # Errors
-/// If one cannot be run at all.
-pub fn run() -> Result<Vec<&'static str>> {
+/// Runs all of them, whatever becomes of the first; what they find is shown. The names of those that failed,
+/// or could not be run.
+#[must_use]
+pub fn run() -> Vec<&'static str> {
     let mut format = artefacts::cargo();
     format.args(["fmt", "--all", "--check"]);
     let mut lints = artefacts::cargo();
     lints.args(["clippy", "-q", "--workspace", "--all-targets", "--", "-D", "warnings"]);
-    let checks = [("formatting", format), ("lints", lints), ("the driver's style", driver_style()?)];
+    let checks = [("formatting", Ok(format)), ("lints", Ok(lints)), ("the driver's style", driver_style())];
     let mut failed = Vec::new();
-    for (name, mut command) in checks {
-        let run = || command.stdin(Stdio::null()).status();
-        if !progress::step(name, run).context(|| format!("check {name}"))?.success() {
+    for (name, command) in checks {
+        let passed = progress::step(name, || passes(command?));
+        if let Err(error) = &passed {
+            eprintln!("{name}: {error}");
+        }
+        if !matches!(passed, Ok(true)) {
             failed.push(name);
         }
     }
-    Ok(failed)
+    failed
+}
+
+fn passes(mut command: Command) -> Result<bool> {
+    let status = command.stdin(Stdio::null()).status().context(|| "start a check".into())?;
+    Ok(status.success())
 }
 
 /// How many checks there are.

@@ -145,7 +145,7 @@ set -u
 for round in $(seq "$1"); do
 	case $((round % 4)) in
 	0) mercury-workload switch >/dev/null & ;;
-	1) mercury -q attach >/dev/null 2>&1 & ;;
+	1) mercury attach >/dev/null 2>&1 & ;;
 	2) (while mercury detach && mercury attach; do :; done) >/dev/null 2>&1 & ;;
 	3) mercury-workload switch --cpus 1,2 >/dev/null & ;;
 	esac

@@ -17,8 +17,8 @@ use std::{arch::x86_64::__cpuid_count, path::PathBuf};
 /// The EFI variable that says whether Secure Boot is on: four bytes of attributes, then the value.
 const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
 
-/// Blocks of this order (64 pages, 256 KiB) are what the hypervisor's image needs.
-pub const IMAGE_ORDER: usize = 6;
+/// Blocks of this order (32 pages, 128 KiB) are the largest that a load needs: for the image.
+pub const IMAGE_ORDER: usize = 5;
 
 /// What the driver said.
 #[derive(Clone, Debug)]
