@@ -380,7 +380,25 @@ fn hotplug(subject: &mut Subject) -> Result<()> {
     same("attached later", later["cpus"].as_str(), Some("2"))?;
     subject.must(&["mercury detach"])?;
     subject.is_as_before()?;
-    subject.attaches_again(&[])
+    subject.attaches_again(&[])?;
+    crash_and_gone(subject, last, &online)
+}
+
+/// A CPU on which the hypervisor crashed goes offline before anybody has looked: it is looked at all the
+/// same, and comes back native.
+fn crash_and_gone(subject: &mut Subject, cpu: u32, online: &str) -> Result<()> {
+    println!("a crash on CPU {cpu}, which goes");
+    let lines = [
+        "dmesg -C",
+        "mercury attach",
+        &format!("{}; echo 0 > {online}", arm(FaultPoint::ExitPageFault, Some(cpu), 1)),
+        &format!("until dmesg | grep 'crashed on CPU {cpu} '; do sleep 0.3; done"),
+        &format!("echo 1 > {online}"),
+    ];
+    subject.must(&lines)?;
+    let status = subject.is_as_before()?;
+    same("state", status["state"].as_str(), Some("crashed"))?;
+    subject.recovers_from_crash()
 }
 
 /// A vector that nobody sent, as if it had been in delivery: the kernel takes it for a request to
