@@ -364,6 +364,8 @@ pub enum FaultPoint {
     DetachPanic = 73,
     /// A spurious event is reported as being in delivery at the exit.
     ExitEvent = 74,
+    /// #PF in the answer to the driver's own hypercalls, which saves no vector register.
+    QuickPageFault = 75,
 }
 
 /// Arming of a fault point, kept by the driver and handed to the hypervisor in its area.

@@ -75,6 +75,7 @@ fn enter(area: &mut Area) -> Phase {
 fn note_interrupted(area: &mut Area) {
     let (rip, rax) = (area.control.rip, area.control.rax);
     area.cpu.interrupted = Interrupted { rip, rax, rdx: area.cpu.gate.outward.registers[RDX] };
+    area.cpu.exit_tsc = Processor.tsc();
 }
 
 /// Publishes a record, with its message, and logs it.

@@ -83,7 +83,11 @@ const FAILURES_IN_EXITS: &[Failure] = &[
     (FaultPoint::ExitStackOverflow, Code::HostException, "exception"),
     (FaultPoint::ExitPanic, Code::HostPanic, "injected: exit"),
     (FaultPoint::ExitUnknown, Code::UnknownExit, "unknown exit 0x81"),
+    QUICK,
 ];
+
+/// In the answer to a hypercall, which saves no vector register; it spoils what an earlier exit has saved.
+const QUICK: Failure = (FaultPoint::QuickPageFault, Code::HostException, "exception 14");
 
 /// The processor refuses to go on.
 const CORRUPTIONS: &[Failure] = &[
@@ -292,6 +296,22 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
 #[test]
 fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
     on_all_cpus(plain(), FAILURES_IN_EXITS, failure_in_exit)
+}
+
+/// Programs have their vector registers in the processor while a hypercall is answered beneath them.
+#[test]
+fn a_failure_in_a_hypercall_leaves_vector_registers_alone() -> Result<()> {
+    let mut subject = Subject::boot(plain(), CPUS)?;
+    let registers = subject.machine.spawn("exec mercury-workload --until-file /run/end fpu")?;
+    for cpu in subject.cpus() {
+        failure_in_exit(&mut subject, QUICK, cpu)?;
+    }
+    subject.machine.sh("touch /run/end")?;
+    let said = registers.wait(MINUTE)?.check()?.stdout;
+    let report: Value = serde_json::from_str(said.lines().last().unwrap_or_default()).unwrap_or_default();
+    let found = (report["passes"].as_u64() > Some(0), report["violations"].as_u64());
+    same(&format!("registers: {report}"), found, (true, Some(0)))?;
+    subject.finish()
 }
 
 #[test]

@@ -84,6 +84,34 @@ fn nothing_panics_with_live_vector_registers() {
     }
 }
 
+/// An exception that is the end of an attachment saves the vector registers, if nobody has, before compiled
+/// code that may use them runs: the way out restores them.
+#[test]
+fn a_fatal_exception_saves_live_vector_registers() {
+    for functions in Variant::ALL.map(functions_of) {
+        let text = |part: &str| &functions[named(&functions, part)];
+        let word = |part: &str, store: &str| -> String {
+            let line = text(part).iter().find_map(|line| line.strip_prefix(store));
+            line.unwrap_or_else(|| panic!("no {store} in {part}")).to_owned()
+        };
+        let saved = word("save_sse", "movl   $0x1,");
+        assert_eq!(word("restore_sse", "movl   $0x0,"), saved);
+        let common = text("exception_common");
+        let at = |start: &str, part: &str| {
+            let found = common.iter().position(|line| line.starts_with(start) && line.contains(part));
+            found.unwrap_or_else(|| panic!("no {start} {part} in the handler"))
+        };
+        let order = [
+            at("call", "exceptions7recover"),
+            at("cmpl   $0x0,", &saved),
+            at("jne", "exception_common"),
+            at("call", "save_sse"),
+            at("call", "exceptions5fatal"),
+        ];
+        assert!(order.is_sorted(), "{order:?}");
+    }
+}
+
 /// IRET would unblock NMIs that the system has blocked (HARDWARE A-35).
 #[test]
 fn nothing_returns_by_iret() {

@@ -6,14 +6,16 @@
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
+#[cfg(feature = "fault-injection")]
+use mercury_abi::gate::FaultPoint;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
 use super::{capture, exits, machine_check, run};
 use crate::cpu::Area;
-use crate::publish;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
+use crate::{fault, publish};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
@@ -58,6 +60,10 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
         DETACH => return detach(area, hardware),
         _ => return Quick::Slow,
     };
+    #[cfg(feature = "fault-injection")]
+    if fault::fires(area, FaultPoint::QuickPageFault) {
+        fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+    }
     area.control.tlb_control = flush;
     area.cpu.gate.outward.registers[RDX] = value;
     finish(area);
@@ -72,7 +78,7 @@ fn is_plain_hypercall(area: &Area) -> bool {
         || control.exit_event & event::VALID != 0
         || control.rflags & RFLAGS_TF != 0
         || machine_check::is_noted(area)
-        || area.cpu.gate.fault.point != 0;
+        || fault::is_armed_beyond_quick(area);
     let hypercall = control.exit_code == exit_code::VMMCALL
         && control.cpl == 0
         && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC;

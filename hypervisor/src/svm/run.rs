@@ -4,7 +4,7 @@
 //! other general register still is the guest's. The top of the stack holds the address of the area.
 //!
 //! The driver's own hypercalls are answered by [`super::quick`], which touches no vector register, so that
-//! those are saved only for the other exits.
+//! those are saved only for the other exits, and by an exception that strikes there and is the end.
 //!
 //! A user can force exits with VMMCALL. Those never reach compiled code: they are answered below in
 //! straight-line code that has no return and no indirect branch, and that touches nothing but this
