@@ -92,8 +92,9 @@ fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer
 }
 
 /// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a
-/// detach, and the write is then executed natively (HARDWARE L-4). So are writes of bits that Mercury does
-/// not carry. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
+/// detach, and the write is then executed natively (HARDWARE L-4). So are writes that set bits which Mercury
+/// does not carry, or clear bits which the hypervisor itself needs: a detach writes the guest's EFER while the
+/// hypervisor's tables are in use. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
 /// reserved bits are #GP, and which of the rest there are the processor itself says.
 fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.cpu.guest_efer;
@@ -104,7 +105,8 @@ fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answ
     if value & reserved != 0 || (value ^ current) & msr::EFER_LME != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    if value & efer::FOREIGN != 0 {
+    let lacking = efer::REQUIRED & !(value | msr::EFER_LMA);
+    if value & efer::FOREIGN | lacking != 0 {
         return Answer::Depart(Code::EferUnsupported);
     }
     let Some(taken) = try_efer(area, hardware, value) else {

@@ -478,15 +478,23 @@ fn efer_writes_are_judged_by_this_processor() {
     assert_eq!((cpu.enter(), cpu.area.control.efer), (0, attached));
 }
 
-/// NXE may be cleared beneath a guest, but not beneath the hypervisor, whose tables use it.
+/// While a value is tried and while a CPU leaves, the hypervisor's tables are in use, and they have NX bits:
+/// a guest that wants NXE clear clears it natively.
 #[test]
 fn the_hypervisors_efer_keeps_what_it_needs() {
     let attached = LINUX_EFER | msr::EFER_SVME;
     let mut cpu = Attached::new();
-    cpu.hardware.efer_must = attached;
-    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::NXE), Next::Run);
-    assert_eq!(cpu.area.control.efer, attached & !efer::NXE);
-    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached);
+    cpu.hardware.efer_must = efer::REQUIRED | msr::EFER_SVME;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::SCE), Next::Run);
+    assert_eq!(cpu.area.control.efer, attached & !efer::SCE);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached, "the hypervisor's stays");
+
+    let rip = cpu.area.control.rip;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::NXE), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached & !efer::SCE, "as the guest had it before");
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::EferUnsupported as u32));
+    assert_eq!(cpu.area.shared().crash.code, 0);
 }
 
 /// What Mercury does not carry is the native processor's to take or to refuse, and no crash.
