@@ -37,14 +37,11 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME and VM_HSAVE_PA are
-/// the hypervisor's.
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME is the hypervisor's, and
+/// nothing else. VM_HSAVE_PA reads as what the system wrote.
 #[must_use]
-pub fn as_if_native(before: &CpuFacts, attached: &CpuFacts) -> CpuFacts {
-    let mut native = *attached;
-    native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
-    native.vm_hsave_pa = before.vm_hsave_pa;
-    native
+pub fn as_if_native(attached: &CpuFacts) -> CpuFacts {
+    CpuFacts { efer: attached.efer & !efer::SVME, ..*attached }
 }
 
 /// Every quantity of the facts by name.
