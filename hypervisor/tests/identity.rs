@@ -412,7 +412,7 @@ fn work_is_bounded() {
     }
 }
 
-/// Exact entries: of HARDWARE.md.
+/// Exact entries: HARDWARE.
 #[test]
 fn entries_of_the_first_tables() {
     let machine = server(40, 61);

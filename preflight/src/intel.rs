@@ -1,5 +1,5 @@
 //! Intel's list. VMX is not supported by this version, so it has one entry; the rest of it
-//! (feature control, capability words, EPT, MTRR types: HARDWARE.md section 6, item 13) comes here.
+//! (feature control, capability words, EPT, MTRR types) comes here.
 
 use crate::{Check, Finding};
 use mercury_abi::{code::Code, facts::CpuFacts};
