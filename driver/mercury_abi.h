@@ -96,6 +96,7 @@
 #define MERCURY_LOG_KIND_REINJECTED 7
 #define MERCURY_LOG_KIND_CRASH 8
 #define MERCURY_LOG_KIND_INVALID_STATE 9
+#define MERCURY_LOG_KIND_EVENT_LOST 10
 
 /* Pages of one CPU's area: physically and virtually contiguous, aligned to its size. */
 #define MERCURY_AREA_PAGES 8

@@ -124,6 +124,7 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
         7 => ("reinjected", format!("event {a:#x} handed over again after {}", svm::exit_name(b)), None),
         8 => ("crash", crash(a, b, c, d), Some(Tone::Bad)),
         9 => ("invalid-state", format!("control block refused: check {a:#x}, value {b:#x}"), Some(Tone::Bad)),
+        10 => ("event-lost", format!("event {a:#x} lost after {}", svm::exit_name(b)), Some(Tone::Bad)),
         kind => ("unknown", format!("record of unknown kind {kind}"), None),
     }
 }
@@ -199,6 +200,7 @@ mod tests {
         write(&mut block, 9_600_000_000, 8, [120, 14, 0x1234, 0xffff_ffff_8100_0000, 0]);
         write(&mut block, 9_700_000_000, 9, [3, 0x40, 0, 0, 0]);
         write(&mut block, 9_800_000_000, 2, [0; 5]);
+        write(&mut block, 9_850_000_000, 10, [0x8000_0020, 0x400, 0, 0, 0]);
         write(&mut block, 9_900_000_000, 77, [0; 5]);
         insta::assert_snapshot!(rendered(&Reader::default().read(&[block], &CLOCK)));
     }

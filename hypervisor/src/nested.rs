@@ -254,16 +254,24 @@ fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32) -> Mtrrs {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    /// Two CPUs write to one hidden page: the second finds it sunk.
-    #[test]
-    fn a_write_that_another_cpu_was_answered_for_is_a_race() {
-        const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
-        let pages: Vec<StandIn> = (0..64).map(|_| StandIn(core::cell::UnsafeCell::new([0; 4096]))).collect();
-        let addresses: Vec<u64> =
-            pages.iter().map(|page| core::ptr::from_ref(page).expose_provenance() as u64).collect();
+    const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
+    /// Nothing is mapped here yet.
+    pub const UNTOUCHED: u64 = 1 << 33;
+    /// Nothing can be mapped here.
+    pub const BEYOND: u64 = 1 << 41;
+
+    /// A map of 40 bits with one hidden page, in memory that stays.
+    fn small() -> Nested {
+        let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
+        let pages: &[StandIn] = (0..64).map(|_| page()).collect::<Vec<_>>().leak();
+        let addresses: &[u64] = pages
+            .iter()
+            .map(|page| core::ptr::from_ref(page).expose_provenance() as u64)
+            .collect::<Vec<_>>()
+            .leak();
         let layout = Layout {
             physical_bits: 40,
             depth: Depth::Four,
@@ -277,8 +285,20 @@ mod tests {
         let mut nested = Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0 };
         let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];
         assert_eq!(nested.map.build_step(&mut nested.pool, &owned, 1000), Step::Done);
+        nested
+    }
+
+    /// The nested tables of this machine are those of tests.
+    pub fn install() {
+        *NESTED.lock() = Some(small());
+    }
+
+    /// Two CPUs write to one hidden page: the second finds it sunk.
+    #[test]
+    fn a_write_that_another_cpu_was_answered_for_is_a_race() {
+        let mut nested = small();
         assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::HiddenWrite);
         assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::Raced);
-        assert_eq!(nested.answer(GuestPhys::new(1 << 41), true), NestedAnswer::Exhausted);
+        assert_eq!(nested.answer(GuestPhys::new(BEYOND), true), NestedAnswer::Exhausted);
     }
 }

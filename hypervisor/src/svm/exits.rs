@@ -243,8 +243,7 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
 }
 
 /// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no
-/// native counterpart: the guest is entered once more with it and leaves at its next exit, which
-/// comes at the latest with the driver's next hypercall.
+/// native counterpart: the guest is entered once more with it and leaves at its next exit.
 pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let interrupted = area.cpu.interrupted;
     area.control.rip = interrupted.rip;
@@ -253,19 +252,53 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     // A failure may have struck before it was looked at.
     hand_over_event(area, hardware);
     if area.control.inject_event & event::VALID != 0 {
-        area.cpu.leave_pending = because as u32;
-        return Next::Run;
+        return leave_later(area, because);
     }
     finish(area, hardware, because)
 }
 
-/// The exit after an event was handed over by a CPU that wants to leave.
+/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+fn leave_later(area: &mut Area, because: Code) -> Next {
+    area.cpu.leave_pending = because as u32;
+    area.control.await_window();
+    Next::Run
+}
+
+/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
+/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let event = area.control.exit_event;
+    if event & event::VALID != 0 && event_again(event).is_some() {
+        if let Some(answer) = cure(area, hardware) {
+            hand_over_event(area, hardware);
+            return apply(area, hardware, answer, 0);
+        }
+        lose_event(area, hardware, event);
+    }
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
     if area.control.exit_code == exit_code::INVALID {
         area.control.cr4 &= cr4::KNOWN;
     }
     finish(area, hardware, because)
+}
+
+/// The answer to a nested fault that lets the guest go on.
+fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
+    if area.control.exit_code != exit_code::NPF || !is_explained(area.control.exit_info1) {
+        return None;
+    }
+    let answer = nested_fault(area, hardware);
+    (!matches!(answer, Answer::Depart(_))).then_some(answer)
+}
+
+/// An event that cannot be delivered any more; but for a machine check, which the gate raises.
+fn lose_event(area: &mut Area, hardware: &mut impl Hardware, event: u64) {
+    if event == event::MACHINE_CHECK {
+        return machine_check::note(area, false);
+    }
+    let exit_code = area.control.exit_code;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::EventLost, tsc, [event, exit_code, 0, 0, 0]);
 }
 
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
@@ -315,11 +348,13 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 /// corruption, but what it means for an attached CPU nobody knows. It leaves, behind the instruction that
 /// it has been answered for.
 fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    // It may have wanted to leave before.
+    let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
+    let because = because.unwrap_or(Code::Cr4Unsupported);
     if area.control.inject_event & event::VALID != 0 {
-        area.cpu.leave_pending = Code::Cr4Unsupported as u32;
-        return Next::Run;
+        return leave_later(area, because);
     }
-    finish(area, hardware, Code::Cr4Unsupported)
+    finish(area, hardware, because)
 }
 
 #[cfg(feature = "fault-injection")]

@@ -10,7 +10,7 @@
 
 use core::sync::atomic::{Ordering, compiler_fence};
 
-use super::vmcb::{INTERCEPT_VINTR, VIRTUAL_INTERRUPT, event, exit_code};
+use super::vmcb::{INTERCEPT_VINTR, event, exit_code};
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 
@@ -72,12 +72,13 @@ pub fn is_awaited(area: &Area) -> bool {
 fn hand_over(area: &mut Area) {
     let control = &mut area.control;
     if is_lost_if_replaced(control.inject_event) {
-        control.intercept_misc1 |= INTERCEPT_VINTR;
-        control.virtual_interrupt = VIRTUAL_INTERRUPT;
+        control.await_window();
         return;
     }
-    control.intercept_misc1 &= !INTERCEPT_VINTR;
-    control.virtual_interrupt = 0;
+    // A CPU that wants to leave still waits for it.
+    if area.cpu.leave_pending == 0 {
+        control.forget_window();
+    }
     control.inject_event = event::MACHINE_CHECK;
     set_state(area, INJECTED);
 }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::machine_check;
 use super::quick::Quick;
-use super::vmcb::{INTERCEPT_MISC1, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
+use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::cpu::Phase;
 use crate::exit::Answer;
 use crate::host::entry::Next;
@@ -212,6 +212,62 @@ fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
     cpu.area.control.inject_event = 0;
     assert_eq!(cpu.exit(0x402), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// Delivering the event may itself exit, on a stack or a table that nothing has touched before.
+#[test]
+fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
+    crate::nested::tests::install();
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    cpu.area.control.exit_event = timer;
+    assert_eq!(cpu.exit(0x402), Next::Run);
+    assert_eq!(cpu.enter(), timer);
+    (cpu.area.control.exit_event, cpu.area.control.exit_info1) = (timer, 6);
+    cpu.area.control.exit_info2 = crate::nested::tests::UNTOUCHED;
+    assert_eq!(cpu.exit(exit_code::NPF), Next::Run);
+    assert_eq!(cpu.enter(), timer, "once more");
+    assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave, "nor is the departure forgotten");
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// What cannot be delivered is told; a machine check is the gate's to raise.
+#[test]
+fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
+    crate::nested::tests::install();
+    for first in [event::VALID | 0xEC, event::MACHINE_CHECK] {
+        let mut cpu = Attached::new();
+        cpu.area.control.exit_event = first;
+        assert_eq!(cpu.exit(0x402), Next::Run);
+        assert_eq!(cpu.enter(), first);
+        (cpu.area.control.exit_event, cpu.area.control.exit_info1) = (first, 6);
+        cpu.area.control.exit_info2 = crate::nested::tests::BEYOND;
+        assert_eq!(cpu.exit(exit_code::NPF), Next::Leave);
+        let raised = cpu.area.cpu.gate.machine_check != 0;
+        let lost = cpu.area.shared().log.iter().find(|record| record.kind == LogKind::EventLost as u32);
+        let told = lost.map(|record| (record.arguments[0], record.arguments[1]));
+        let machine_check = first == event::MACHINE_CHECK;
+        assert_eq!((raised, told), (machine_check, (!machine_check).then_some((first, exit_code::NPF))));
+    }
+}
+
+/// A departure that waits does not depend on the guest's next exit, for there may be none.
+#[test]
+fn a_departure_waits_no_longer_than_for_interrupts() {
+    for machine_check in [false, true] {
+        let mut cpu = Attached::new();
+        cpu.area.control.exit_event = event::VALID | 0xEC;
+        if machine_check {
+            cpu.area.cpu.phase = Phase::Exit;
+            machine_check::note(&mut cpu.area, true);
+        }
+        assert_eq!(cpu.exit(0x402), Next::Run);
+        assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1 | INTERCEPT_VINTR);
+        cpu.enter();
+        assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.machine_check != 0, machine_check);
+    }
 }
 
 #[test]

@@ -160,6 +160,21 @@ const _: () = {
     assert!(offset_of!(Vmcb, spec_ctrl) == 0x6E0);
 };
 
+impl Vmcb {
+    /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
+    /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4).
+    pub fn await_window(&mut self) {
+        self.intercept_misc1 |= INTERCEPT_VINTR;
+        self.virtual_interrupt = VIRTUAL_INTERRUPT;
+    }
+
+    /// Takes that back.
+    pub fn forget_window(&mut self) {
+        self.intercept_misc1 &= !INTERCEPT_VINTR;
+        self.virtual_interrupt = 0;
+    }
+}
+
 /// What of the guest's state VMRUN loads and #VMEXIT saves: enough to go on natively.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestState {
