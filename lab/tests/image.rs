@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
-use std::{collections::BTreeMap, process::Command};
+use std::{collections::BTreeMap, path::PathBuf, process::Command, sync::LazyLock};
 
 use mercury_lab::{driver::Variant, hypervisor};
 
@@ -11,8 +11,16 @@ fn functions() -> BTreeMap<String, Vec<String>> {
     functions_of(Variant::Production)
 }
 
+/// The images, made once: while one is made anew nobody can read it.
+static IMAGES: LazyLock<[PathBuf; 2]> =
+    LazyLock::new(|| Variant::ALL.map(|variant| hypervisor::build(variant).unwrap()));
+
+fn image(variant: Variant) -> &'static PathBuf {
+    &IMAGES[usize::from(variant == Variant::Faults)]
+}
+
 fn functions_of(variant: Variant) -> BTreeMap<String, Vec<String>> {
-    let elf = hypervisor::build(variant).unwrap().with_extension("elf");
+    let elf = image(variant).with_extension("elf");
     let output = Command::new("objdump").args(["-d", "--no-show-raw-insn"]).arg(&elf).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let mut functions = BTreeMap::new();
@@ -153,7 +161,7 @@ fn forced_exits_run_straight() {
 /// The driver applies nothing else at load.
 #[test]
 fn relocations_are_relative() {
-    let elf = hypervisor::build(Variant::Production).unwrap().with_extension("elf");
+    let elf = image(Variant::Production).with_extension("elf");
     let output = Command::new("readelf").args(["-rW"]).arg(&elf).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let kinds: Vec<&str> = text.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
@@ -165,6 +173,6 @@ fn relocations_are_relative() {
 /// Small enough to be pre-cached on every machine: text, data and stand-in pages.
 #[test]
 fn image_is_small() {
-    let image = std::fs::read(hypervisor::build(Variant::Production).unwrap()).unwrap();
+    let image = std::fs::read(image(Variant::Production)).unwrap();
     assert!(image.len() < 128 << 10, "{} bytes", image.len());
 }
