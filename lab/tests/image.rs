@@ -120,6 +120,20 @@ fn a_fatal_exception_saves_live_vector_registers() {
     }
 }
 
+/// A machine check may strike between any two instructions of the hypervisor, so an exit settles the one before
+/// it in a single one.
+#[test]
+fn a_machine_check_is_settled_in_one_instruction() {
+    let word = format!("{:#x}(", std::mem::offset_of!(mercury_abi::gate::GateBlock, machine_check));
+    for functions in Variant::ALL.map(functions_of) {
+        let lines = reachable(&functions, named(&functions, "svm_exit")).into_iter();
+        let lines: Vec<_> = lines.flat_map(|name| &functions[name]).collect();
+        let settled = lines.iter().any(|line| line.contains("cmpxchg") && line.contains(&word));
+        let wiped = lines.iter().find(|line| line.starts_with("movq   $0x0,") && line.contains(&word));
+        assert!(settled && wiped.is_none(), "{wiped:?}");
+    }
+}
+
 /// IRET would unblock NMIs that the system has blocked (HARDWARE A-35).
 #[test]
 fn nothing_returns_by_iret() {

@@ -8,7 +8,7 @@
 //! What is left are the few instructions that run on the hypervisor's IDT with the system's task state, or
 //! the other way round (around VMRUN, and in the gate): there a machine check is a shutdown.
 
-use core::sync::atomic::{Ordering, compiler_fence};
+use core::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
 use super::vmcb::{INTERCEPT_VINTR, event, exit_code};
 use crate::cpu::{Area, Phase};
@@ -25,13 +25,13 @@ const INJECTED: u64 = 2;
 #[inline]
 #[must_use]
 pub fn is_noted(area: &Area) -> bool {
-    state(area) != NONE
+    word(area).load(Ordering::Relaxed) != NONE
 }
 
 /// One has struck: called by its handler, which has interrupted the hypervisor anywhere. `resumable`: what
 /// was interrupted goes on.
 pub fn note(area: &mut Area, resumable: bool) {
-    set_state(area, NOTED);
+    word(area).store(NOTED, Ordering::Relaxed);
     // On the way to VMRUN nobody looks any more.
     if resumable && area.cpu.phase == Phase::Outside {
         hand_over(area);
@@ -40,13 +40,13 @@ pub fn note(area: &mut Area, resumable: bool) {
 
 /// An exit begins: what VMRUN has taken is the guest's.
 pub fn exit_begins(area: &mut Area) {
-    if state(area) != INJECTED {
-        return;
-    }
-    let control = &mut area.control;
+    let control = &area.control;
     let taken = control.exit_code != exit_code::INVALID && control.inject_event & event::VALID == 0;
-    control.inject_event = 0;
-    set_state(area, if taken { NONE } else { NOTED });
+    let next = if taken { NONE } else { NOTED };
+    // In one instruction: one that strikes here is noted over what was injected, and must stay so.
+    if word(area).compare_exchange(INJECTED, next, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+        area.control.inject_event = 0;
+    }
 }
 
 /// The hypervisor's work is done: from here on [`note`] acts by itself, and what it noted before is handed
@@ -80,7 +80,7 @@ fn hand_over(area: &mut Area) {
         control.forget_window();
     }
     control.inject_event = event::MACHINE_CHECK;
-    set_state(area, INJECTED);
+    word(area).store(INJECTED, Ordering::Relaxed);
 }
 
 /// Whether nothing raises this event again: all but the faults of intercepted instructions.
@@ -89,12 +89,10 @@ const fn is_lost_if_replaced(pending: u64) -> bool {
         && !matches!(pending, event::INVALID_OPCODE | event::GENERAL_PROTECTION | event::MACHINE_CHECK)
 }
 
-fn state(area: &Area) -> u64 {
-    // SAFETY: a field behind a reference. Volatile, for the handler of vector 18 changes it at any moment.
-    unsafe { (&raw const area.cpu.gate.machine_check).read_volatile() }
-}
-
-fn set_state(area: &mut Area, state: u64) {
-    // SAFETY: as above.
-    unsafe { (&raw mut area.cpu.gate.machine_check).write_volatile(state) };
+/// The state: what the handler of vector 18 changes at any moment. Only this CPU does.
+fn word(area: &Area) -> &AtomicU64 {
+    let word = (&raw const area.cpu.gate.machine_check).cast_mut();
+    // SAFETY: a field behind a reference, aligned; the hypervisor touches it nowhere else, and the gate does
+    // while the hypervisor does not run.
+    unsafe { AtomicU64::from_ptr(word) }
 }
