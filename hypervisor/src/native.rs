@@ -10,6 +10,7 @@ use mercury_abi::shared::LogKind;
 use mercury_preflight::{Finding, bits::cr4};
 use spin::Mutex;
 
+use crate::address::{HostPhys, HostVirt};
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 use crate::svm::{capture, machine_check, msr::PERMISSION_MAP, refusal, run};
@@ -31,10 +32,16 @@ pub fn image_virt() -> u64 {
     IMAGE_VIRT.load(Ordering::Relaxed)
 }
 
-/// Kernel virtual address of physical address 0.
+/// Where the direct map starts: the kernel's, at whose addresses the hypervisor's own memory lies too.
 #[must_use]
-pub fn direct_map_virt() -> u64 {
-    DIRECT_MAP_VIRT.load(Ordering::Relaxed)
+pub fn direct_map() -> HostVirt {
+    HostVirt::new(DIRECT_MAP_VIRT.load(Ordering::Relaxed))
+}
+
+/// Where one of the image's own statics is in memory.
+#[must_use]
+pub fn phys_of<T>(own: &'static T) -> HostPhys {
+    HostVirt::new(core::ptr::from_ref(own).expose_provenance() as u64).of_direct_map(direct_map())
 }
 
 /// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
@@ -143,9 +150,7 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
     area.cpu.entry_state_valid = 0;
     inject_faults(area);
     fault::check(area, FaultPoint::AfterSave)?;
-    let map = core::ptr::from_ref(&PERMISSION_MAP).expose_provenance() as u64;
-    let roots =
-        capture::Roots { nested_phys: nested::root_phys(), msrpm_phys: map.wrapping_sub(direct_map_virt()) };
+    let roots = capture::Roots { nested: nested::root(), msrpm: phys_of(&PERMISSION_MAP) };
     capture::fill(area, hardware, roots)?;
     if !refusal::none(&area.control) {
         let check = refusal::first(&area.control);

@@ -15,7 +15,7 @@ use spin::Mutex;
 
 use crate::address::{GuestPhys, HostPhys};
 use crate::mtrr::{Mtrrs, VariableRange};
-use crate::native::direct_map_virt;
+use crate::native::{direct_map, phys_of};
 use crate::paging::format::AmdNested;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::{LargestPage, Layout};
@@ -75,17 +75,17 @@ impl TablePages for Pool {
     }
 
     fn table(&mut self, phys: HostPhys) -> &mut Table {
-        let table = phys.as_u64().wrapping_add(direct_map_virt());
+        let table = phys.in_direct_map(direct_map()).as_u64();
         // SAFETY: `phys` came from `allocate`, so it is a page that the driver mapped at its direct-map
         // address for the hypervisor alone; the lock around `Pool` makes this the only reference.
         unsafe { &mut *core::ptr::with_exposed_provenance_mut::<Table>(table as usize) }
     }
 }
 
-/// Root of the nested tables, host-physical.
+/// Root of the nested tables.
 #[must_use]
-pub fn root_phys() -> u64 {
-    ROOT_PHYS.load(Ordering::Relaxed)
+pub fn root() -> HostPhys {
+    HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
 }
 
 /// How many pages the last [`build`] asked for.
@@ -110,7 +110,7 @@ pub fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Re
         largest: largest_page(),
         eager_end: GuestPhys::new(boot.iomem_end_phys.min(EAGER_MAX)),
         complete_pages: COMPLETE_PAGES,
-        zero_page: stand_in_phys(&ZERO_PAGE),
+        zero_page: phys_of(&ZERO_PAGE),
     };
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits));
     let pool = Pool { pages_virt: boot.pool_virt, count: boot.pool_count, used: 0 };
@@ -182,7 +182,7 @@ impl Nested {
             Ok(FillOutcome::Present) => return NestedAnswer::Filled,
             Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
         }
-        match self.map.sink(&mut self.pool, address, stand_in_phys(&SINK_PAGE)) {
+        match self.map.sink(&mut self.pool, address, phys_of(&SINK_PAGE)) {
             SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
             SinkOutcome::Writable => NestedAnswer::Raced,
             SinkOutcome::Absent => NestedAnswer::Exhausted,
@@ -198,11 +198,6 @@ fn lock() -> Option<spin::MutexGuard<'static, Option<Nested>>> {
         core::hint::spin_loop();
     }
     None
-}
-
-fn stand_in_phys(page: &'static StandIn) -> HostPhys {
-    let virt = page.0.get().expose_provenance() as u64;
-    HostPhys::new(virt.wrapping_sub(direct_map_virt()))
 }
 
 /// Width of physical addresses, less what memory encryption takes.

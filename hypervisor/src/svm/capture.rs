@@ -11,6 +11,7 @@ use mercury_abi::gate::{self, DescriptorTable};
 use mercury_preflight::bits::{cpuid, cr4};
 
 use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
+use crate::address::HostPhys;
 use crate::cpu::Area;
 use crate::x86::{CR4_PGE, Hardware, msr};
 
@@ -69,20 +70,20 @@ pub fn is_fresh(area: &Area) -> bool {
         && !area.cpu.control_phys.is_multiple_of(2 << 20)
 }
 
-/// Host-physical addresses of what all CPUs share.
+/// Where what all CPUs share is.
 #[derive(Clone, Copy, Debug)]
 pub struct Roots {
     /// Root of the nested tables.
-    pub nested_phys: u64,
+    pub nested: HostPhys,
     /// MSR permission map.
-    pub msrpm_phys: u64,
+    pub msrpm: HostPhys,
 }
 
 fn fill_control(control: &mut Vmcb, root: Roots) {
     control.intercept_cr_dr_exceptions = [0; 3];
     control.intercept_misc1 = INTERCEPT_MISC1;
     control.intercept_misc2 = INTERCEPT_MISC2;
-    control.msrpm_phys = root.msrpm_phys;
+    control.msrpm_phys = root.msrpm.as_u64();
     control.tsc_offset = 0;
     control.asid = GUEST_ASID;
     // The guest's identifier may still have translations of the last attachment (HARDWARE A-3).
@@ -92,7 +93,7 @@ fn fill_control(control: &mut Vmcb, root: Roots) {
     control.exit_event = 0;
     control.nested_control = 1;
     control.inject_event = 0;
-    control.nested_cr3 = root.nested_phys;
+    control.nested_cr3 = root.nested.as_u64();
     control.clean = 0;
 }
 

@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use super::machine_check;
 use super::quick::Quick;
 use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
+use crate::address::HostPhys;
 use crate::cpu::Phase;
 use crate::exit::Answer;
 use crate::host::entry::Next;
@@ -371,7 +372,7 @@ fn every_attach_starts_afresh() {
     let control = &mut cpu.area.control;
     (control.clean, control.tlb_control, control.asid) = (u64::MAX, 0, 7);
     (control.exit_event, control.inject_event, control.interrupt_shadow) = (event::DEBUG, event::DEBUG, 1);
-    let roots = super::capture::Roots { nested_phys: 0x5000, msrpm_phys: 0x6000 };
+    let roots = super::capture::Roots { nested: HostPhys::new(0x5000), msrpm: HostPhys::new(0x6000) };
     assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
     assert!(super::capture::is_fresh(&cpu.area));
     assert_eq!((cpu.area.control.spec_ctrl, cpu.hardware.msrs[&msr::SPEC_CTRL]), (5, 0));
@@ -506,7 +507,7 @@ fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     cpu.area.cpu.control_phys = 0x20_1000;
     cpu.area.cpu.phase = Phase::Native;
     machine_check::note(&mut cpu.area, true);
-    let roots = super::capture::Roots { nested_phys: 0x5000, msrpm_phys: 0x6000 };
+    let roots = super::capture::Roots { nested: HostPhys::new(0x5000), msrpm: HostPhys::new(0x6000) };
     assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
     machine_check::finish(&mut cpu.area, Next::Run);
     assert_eq!(cpu.enter(), event::MACHINE_CHECK);
