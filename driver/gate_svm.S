@@ -190,13 +190,10 @@ SYM_CODE_START(mercury_gate_leave)
 .Lready:
 	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
 	stgi
-	cmpl	$0, MERCURY_GATE_OUTWARD_CLEAR_SVME(%rdi)
-	je	.Lregisters
 	movl	$MSR_EFER, %ecx
 	rdmsr
 	btrl	$EFER_SVME_BIT, %eax
 	wrmsr
-.Lregisters:
 	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
 	jne	.Lmachine_check
 .Lraised:

@@ -236,7 +236,6 @@ static u32 place_info(void *image)
 	info->boot.owned_virt = (u64)info->owned;
 	info->boot.pool_virt = (u64)info->pool;
 	info->boot.iomem_end_phys = mercury.iomem_end + 1;
-	info->boot.possible_cpus = nr_cpu_ids;
 	return mercury_map_owned(info, INFO_PAGES, MERCURY_MAP_DATA);
 }
 

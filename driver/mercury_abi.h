@@ -102,14 +102,10 @@
 #define MERCURY_AREA_PAGES 8
 /* Bytes of one CPU's area. */
 #define MERCURY_AREA_SIZE 32768
-/* Page of the gate block and the hypervisor's own per-CPU data. */
-#define MERCURY_AREA_PAGE_GATE 0
 /* Page of the vendor's control block (VMCB, VMCS). */
 #define MERCURY_AREA_PAGE_CONTROL 1
 /* Page of the hypervisor's own extended state (a VMCB for VMLOAD). */
 #define MERCURY_AREA_PAGE_HOST 2
-/* Page of the interrupt stacks. */
-#define MERCURY_AREA_PAGE_IST 3
 /*
  * Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the
  * hypervisor's tables: it is the guard beneath the stack.
@@ -353,10 +349,9 @@
 #define MERCURY_GATE_OUTWARD_SELECTORS 296
 #define MERCURY_GATE_OUTWARD_RIP 328
 #define MERCURY_GATE_OUTWARD_RFLAGS 336
-#define MERCURY_GATE_OUTWARD_CLEAR_SVME 344
-#define MERCURY_GATE_OUTWARD_REGISTERS 352
-#define MERCURY_GATE_FRAME 480
-#define MERCURY_GATE_MACHINE_CHECK 520
+#define MERCURY_GATE_OUTWARD_REGISTERS 344
+#define MERCURY_GATE_FRAME 472
+#define MERCURY_GATE_MACHINE_CHECK 512
 
 #ifndef __ASSEMBLY__
 
@@ -826,11 +821,9 @@ struct mercury_boot_info {
 	 * host-physical: mapped eagerly.
 	 */
 	u64 iomem_end_phys;
-	/* Number of possible CPUs. */
-	u64 possible_cpus;
 };
 
-static_assert(sizeof(struct mercury_boot_info) == 72);
+static_assert(sizeof(struct mercury_boot_info) == 64);
 static_assert(offsetof(struct mercury_boot_info, abi_version) == 0);
 static_assert(offsetof(struct mercury_boot_info, five_level) == 4);
 static_assert(offsetof(struct mercury_boot_info, direct_map_virt) == 8);
@@ -840,7 +833,6 @@ static_assert(offsetof(struct mercury_boot_info, owned_count) == 32);
 static_assert(offsetof(struct mercury_boot_info, pool_virt) == 40);
 static_assert(offsetof(struct mercury_boot_info, pool_count) == 48);
 static_assert(offsetof(struct mercury_boot_info, iomem_end_phys) == 56);
-static_assert(offsetof(struct mercury_boot_info, possible_cpus) == 64);
 
 /* A segment register as the driver read it from the live descriptor tables. */
 struct mercury_segment {
@@ -944,13 +936,11 @@ struct mercury_outward {
 	u64 rip;
 	/* RFLAGS. */
 	u64 rflags;
-	/* 1: clear EFER.SVME after STGI. */
-	u64 clear_svme;
 	/* General registers; entry 4 is RSP. */
 	u64 registers[16];
 };
 
-static_assert(sizeof(struct mercury_outward) == 264);
+static_assert(sizeof(struct mercury_outward) == 256);
 static_assert(offsetof(struct mercury_outward, cr0) == 0);
 static_assert(offsetof(struct mercury_outward, cr2) == 8);
 static_assert(offsetof(struct mercury_outward, cr3) == 16);
@@ -962,8 +952,7 @@ static_assert(offsetof(struct mercury_outward, idtr) == 64);
 static_assert(offsetof(struct mercury_outward, selectors) == 80);
 static_assert(offsetof(struct mercury_outward, rip) == 112);
 static_assert(offsetof(struct mercury_outward, rflags) == 120);
-static_assert(offsetof(struct mercury_outward, clear_svme) == 128);
-static_assert(offsetof(struct mercury_outward, registers) == 136);
+static_assert(offsetof(struct mercury_outward, registers) == 128);
 
 /* Arming of a fault point, kept by the driver and handed to the hypervisor in its area. */
 struct mercury_fault_arm {
@@ -1034,7 +1023,7 @@ struct mercury_gate_block {
 	u64 machine_check;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 528);
+static_assert(sizeof(struct mercury_gate_block) == 520);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
@@ -1049,8 +1038,8 @@ static_assert(offsetof(struct mercury_gate_block, fault) == 80);
 static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
 static_assert(offsetof(struct mercury_gate_block, inward) == 104);
 static_assert(offsetof(struct mercury_gate_block, outward) == 216);
-static_assert(offsetof(struct mercury_gate_block, frame) == 480);
-static_assert(offsetof(struct mercury_gate_block, machine_check) == 520);
+static_assert(offsetof(struct mercury_gate_block, frame) == 472);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 512);
 
 /* What the driver and the machine are. */
 struct mercury_system_info {

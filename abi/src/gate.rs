@@ -15,8 +15,8 @@
 //!   [`GateBlock::host_cr4`] and [`GateBlock::host_cr3`]; jumps to [`GateBlock::entry_virt`] with RDI
 //!   = address of the area.
 //! * **out** (the hypervisor jumps to [`GateBlock::leave_virt`] with RDI = address of the area):
-//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME if
-//!   [`Outward::clear_svme`] says so, and continues at the outward CS:RIP with the outward registers.
+//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME, and continues at the
+//!   outward CS:RIP with the outward registers.
 //!
 //! A native operation that ends without entering the guest leaves the same way, to the return label,
 //! with its result in RAX. A successful attach returns to the same label as the guest, RAX = 0.
@@ -28,14 +28,10 @@ use crate::shared::Registers;
 pub const AREA_PAGES: usize = 8;
 /// Bytes of one CPU's area.
 pub const AREA_SIZE: usize = AREA_PAGES * 4096;
-/// Page of the gate block and the hypervisor's own per-CPU data.
-pub const AREA_PAGE_GATE: usize = 0;
 /// Page of the vendor's control block (VMCB, VMCS).
 pub const AREA_PAGE_CONTROL: usize = 1;
 /// Page of the hypervisor's own extended state (a VMCB for VMLOAD).
 pub const AREA_PAGE_HOST: usize = 2;
-/// Page of the interrupt stacks.
-pub const AREA_PAGE_IST: usize = 3;
 /// Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the hypervisor's
 /// tables: it is the guard beneath the stack.
 pub const AREA_PAGE_PROCESSOR: usize = 4;
@@ -108,8 +104,6 @@ pub struct BootInfo {
     pub pool_count: u64,
     /// End of the highest address in use by RAM or devices, exclusive, host-physical: mapped eagerly.
     pub iomem_end_phys: u64,
-    /// Number of possible CPUs.
-    pub possible_cpus: u64,
 }
 
 /// A segment register as the driver read it from the live descriptor tables.
@@ -181,8 +175,6 @@ pub struct Outward {
     pub rip: u64,
     /// RFLAGS.
     pub rflags: u64,
-    /// 1: clear EFER.SVME after STGI.
-    pub clear_svme: u64,
     /// General registers; entry 4 is RSP.
     pub registers: Registers,
 }

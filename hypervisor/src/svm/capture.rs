@@ -200,7 +200,6 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.selectors[3] = u64::from(control.ds.selector);
     outward.rip = control.rip;
     outward.rflags = control.rflags;
-    outward.clear_svme = 1;
     outward.registers[0] = control.rax;
     outward.registers[4] = control.rsp;
     return_msrs(area, hardware);
@@ -256,7 +255,6 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.selectors = [inward.es, inward.cs, inward.ss, inward.ds].map(|from| u64::from(from.selector));
     outward.rip = inward.rip;
     outward.rflags = inward.rflags;
-    outward.clear_svme = 1;
     outward.registers[0] = u64::from(result as u32);
     outward.registers[4] = inward.rsp;
 }

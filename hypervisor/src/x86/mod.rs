@@ -8,8 +8,6 @@ use core::arch::asm;
 
 /// RFLAGS.TF.
 pub const RFLAGS_TF: u64 = 1 << 8;
-/// RFLAGS.IF.
-pub const RFLAGS_IF: u64 = 1 << 9;
 /// DR6.BS: a single step caused the debug exception (APM vol. 2, 13.1.1.3).
 pub const DR6_BS: u64 = 1 << 14;
 /// DR7 with every breakpoint off (bit 10 reads as one).
