@@ -1,11 +1,13 @@
-//! `make check`: formatting, lints with warnings denied, and the kernel's style for the driver.
+//! `make check`: formatting, lints with warnings denied, of the freestanding image too, and the kernel's style
+//! for the driver.
 
 use std::process::{Command, Stdio};
 
 use crate::{
     artefacts, checkpatch,
+    driver::Variant,
     error::{Context, Result},
-    paths, progress,
+    hypervisor, paths, progress,
 };
 
 /// The driver's files by the ends of their names; what is generated has its generator's style.
@@ -20,7 +22,13 @@ pub fn run() -> Vec<&'static str> {
     format.args(["fmt", "--all", "--check"]);
     let mut lints = artefacts::cargo();
     lints.args(["clippy", "-q", "--workspace", "--all-targets", "--", "-D", "warnings"]);
-    let checks = [("formatting", Ok(format)), ("lints", Ok(lints)), ("the driver's style", driver_style())];
+    let checks: [_; COUNT as usize] = [
+        ("formatting", Ok(format)),
+        ("lints", Ok(lints)),
+        ("the image's lints", hypervisor::lints(Variant::Production)),
+        ("the lints of the image with fault points", hypervisor::lints(Variant::Faults)),
+        ("the driver's style", driver_style()),
+    ];
     let mut failed = Vec::new();
     for (name, command) in checks {
         let passed = progress::step(name, || passes(command?));
@@ -40,7 +48,7 @@ fn passes(mut command: Command) -> Result<bool> {
 }
 
 /// How many checks there are.
-pub const COUNT: u32 = 3;
+pub const COUNT: u32 = 5;
 
 fn driver_style() -> Result<Command> {
     let mut command = checkpatch::ensure()?;

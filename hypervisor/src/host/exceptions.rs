@@ -29,6 +29,9 @@ pub const GENERAL_PROTECTION: u64 = 13;
 pub const MACHINE_CHECK: u64 = 18;
 
 /// Where to continue after the exception in `frame`, or 0 if there is nowhere.
+///
+/// # Safety
+/// On an exception's own stack, with the frame that the stub pushed there.
 #[cfg(feature = "image")]
 pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     // SAFETY: the stub passes its own frame.
@@ -55,6 +58,10 @@ fn hand_over_machine_check(frame: &Frame) -> u64 {
 }
 
 /// The end: record and leave.
+///
+/// # Safety
+/// `area` is this CPU's own, with the system's vector registers saved in it, and `frame` is on one of its
+/// exception stacks. Whatever used the area before will not run again.
 #[cfg(feature = "image")]
 pub unsafe extern "C" fn fatal(area: *mut crate::cpu::Area, frame: *const Frame) -> ! {
     // SAFETY: the stub passes this CPU's area and its own frame on the exception stack; whatever used
