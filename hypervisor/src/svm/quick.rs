@@ -74,15 +74,14 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
 #[inline]
 fn is_plain_hypercall(area: &Area) -> bool {
     let control = &area.control;
-    let special = area.cpu.leave_pending != 0
-        || control.exit_event & event::VALID != 0
-        || control.rflags & RFLAGS_TF != 0
-        || machine_check::is_noted(area)
-        || fault::is_armed_beyond_quick(area);
-    let hypercall = control.exit_code == exit_code::VMMCALL
+    control.exit_code == exit_code::VMMCALL
         && control.cpl == 0
-        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC;
-    hypercall && !special
+        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+        && control.exit_event & event::VALID == 0
+        && control.rflags & RFLAGS_TF == 0
+        && area.cpu.leave_pending == 0
+        && !machine_check::is_noted(area)
+        && !fault::is_armed_beyond_quick(area)
 }
 
 /// Counts the hypercall and moves past it.
