@@ -270,6 +270,21 @@ fn a_departure_waits_no_longer_than_for_interrupts() {
     }
 }
 
+/// Nor does a machine check that takes the place of the event make it forget.
+#[test]
+fn a_departure_waits_behind_a_machine_check_too() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    cpu.area.cpu.phase = Phase::Exit;
+    machine_check::note(&mut cpu.area, true);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+    assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1 | INTERCEPT_VINTR);
+    assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.machine_check, cpu.area.cpu.gate.outward.cr4), (0, 0x6F0 | LASS));
+}
+
 #[test]
 fn an_event_that_a_failure_left_behind_is_delivered_before_the_cpu_leaves() {
     let mut cpu = Attached::new();
