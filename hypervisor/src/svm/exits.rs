@@ -268,12 +268,12 @@ fn leave_later(area: &mut Area, because: Code) -> Next {
 /// exit, and the tables have the cure, it is delivered once more: natively nothing would.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let event = area.control.exit_event;
-    if event & event::VALID != 0 && event_again(event).is_some() {
+    if let Some(again) = event_again(event).filter(|_| event & event::VALID != 0) {
         if let Some(answer) = cure(area, hardware) {
             hand_over_event(area, hardware);
             return apply(area, hardware, answer, 0);
         }
-        lose_event(area, hardware, event);
+        lose_event(area, hardware, again);
     }
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
     if area.control.exit_code == exit_code::INVALID {
@@ -291,10 +291,14 @@ fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
     (!matches!(answer, Answer::Depart(_))).then_some(answer)
 }
 
-/// An event that cannot be delivered any more; but for a machine check, which the gate raises.
+/// An event that cannot be delivered any more. A machine check the gate raises, other exceptions their
+/// instruction; but for #DB, whose instruction is done.
 fn lose_event(area: &mut Area, hardware: &mut impl Hardware, event: u64) {
     if event == event::MACHINE_CHECK {
         return machine_check::note(area, false);
+    }
+    if event & event::TYPE == event::EXCEPTION && event != event::DEBUG {
+        return;
     }
     let exit_code = area.control.exit_code;
     let tsc = hardware.tsc();
