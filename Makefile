@@ -11,7 +11,7 @@ help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      all tests; make test FILTER=machine'
-	@echo 'make check     formatting and lints'
+	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours'
 	@echo 'make deb       the Debian packages'
@@ -20,7 +20,7 @@ help:
 bootstrap:
 	@scripts/bootstrap
 
-demo bench soak deb: bootstrap
+demo bench soak deb check: bootstrap
 	@$(LAB) $@
 
 test: bootstrap
@@ -28,10 +28,6 @@ test: bootstrap
 
 shell: bootstrap
 	@$(LAB) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
-
-check: bootstrap
-	@cargo fmt --all --check
-	@cargo clippy -q --workspace --all-targets -- -D warnings
 
 clean:
 	@rm -rf target 2>/dev/null || sudo rm -rf target

@@ -163,6 +163,7 @@ u32 mercury_load(struct mercury_outcome *outcome)
 		mercury_emergency_hold();
 		pr_info("hypervisor loaded, %llu KiB and %llu KiB a CPU\n",
 			mercury.memory_fixed / SZ_1K, mercury.memory_per_cpu / SZ_1K);
+		mercury_memory_report();
 	} else {
 		module_put(THIS_MODULE);
 	}

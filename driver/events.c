@@ -28,7 +28,7 @@
 #define SYSCORE_ARGUMENT	void
 #endif
 
-static int hotplug_state;
+static int hotplug_state, dead_state;
 
 /* Attaches this CPU if it should be; interrupts off, no other CPU does anything of the kind. */
 static u32 attach_here(void)
@@ -38,6 +38,9 @@ static u32 attach_here(void)
 
 	if (mercury_fault(MERCURY_FAULT_POINT_HOTPLUG))
 		return MERCURY_CODE_INJECTED_FAULT;
+	/* The monitor has yet to see it. */
+	if (READ_ONCE(m->shared->crash.code) != MERCURY_CODE_OK)
+		return MERCURY_CODE_CRASHED;
 	code = mercury_check_cpu(m);
 	if (code == MERCURY_CODE_OK)
 		code = mercury_vendor->attach_cpu(m);
@@ -90,6 +93,16 @@ static int cpu_goes(unsigned int cpu)
 	local_irq_save(flags);
 	detach_here();
 	local_irq_restore(flags);
+	return 0;
+}
+
+/* Runs on another CPU: this one can be asked no more, but it has published that it left. */
+static int cpu_is_dead(unsigned int cpu)
+{
+	const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
+
+	if (mercury.state != MERCURY_STATE_UNLOADED && READ_ONCE(shared->attached))
+		pr_err("CPU %u is offline and attached\n", cpu);
 	return 0;
 }
 
@@ -251,6 +264,13 @@ int mercury_events_init(void)
 		unregister_module_notifier(&module_notifier);
 		return hotplug_state;
 	}
+	dead_state = cpuhp_setup_state_nocalls(CPUHP_BP_PREPARE_DYN, "mercury:dead",
+					       NULL, cpu_is_dead);
+	if (dead_state < 0) {
+		cpuhp_remove_state_nocalls(hotplug_state);
+		unregister_module_notifier(&module_notifier);
+		return dead_state;
+	}
 	register_syscore(&syscore);
 	register_reboot_notifier(&reboot_notifier);
 	atomic_notifier_chain_register(&panic_notifier_list, &panic_notifier);
@@ -263,6 +283,7 @@ void mercury_events_exit(void)
 	atomic_notifier_chain_unregister(&panic_notifier_list, &panic_notifier);
 	unregister_reboot_notifier(&reboot_notifier);
 	unregister_syscore(&syscore);
+	cpuhp_remove_state_nocalls(dead_state);
 	cpuhp_remove_state_nocalls(hotplug_state);
 	unregister_module_notifier(&module_notifier);
 }

@@ -26,6 +26,8 @@
 #define PRIMARY_MAY_TERTIARY	BIT_ULL(32 + 17)
 #define SECONDARY_MAY_EPT_VPID	(BIT_ULL(32 + 1) | BIT_ULL(32 + 5))
 #define MSR_VMX_PROCBASED_CTLS3	0x492
+/* 6.1 does not know it. */
+#define CR4_FRED		BIT_ULL(32)
 #define MSR_MTRR_PHYS_BASE_0	0x200
 #define MSR_SMCA_BANK_0_CTL	0xc0002000
 #define MSR_ISST_ADDR		0x6a8
@@ -253,6 +255,10 @@ static u64 system_bits(void)
 	if (boot_cpu_has(X86_FEATURE_INVLPGB))
 		bits |= MERCURY_SYSTEM_INVLPGB;
 #endif
+#ifdef X86_FEATURE_ERAPS
+	if (boot_cpu_has(X86_FEATURE_ERAPS))
+		bits |= MERCURY_SYSTEM_ERAPS;
+#endif
 	return bits;
 }
 
@@ -272,9 +278,34 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 	mercury_fault_facts(facts);
 }
 
+/*
+ * The gate returns far and by frames of its own, and the hypervisor's IDT has gates: neither goes
+ * together with FRED or a shadow stack of the kernel's.
+ */
+static u32 can_return(u64 detail[2])
+{
+	u64 cr4 = native_read_cr4(), s_cet = 0;
+
+	if (cr4 & CR4_FRED) {
+		detail[0] = CR4_FRED;
+		detail[1] = cr4;
+		return MERCURY_CODE_FRED;
+	}
+	if (cr4 & X86_CR4_CET)
+		rdmsrl_safe(MSR_S_CET, &s_cet);
+	if (s_cet) {
+		detail[0] = s_cet;
+		detail[1] = cr4;
+		return MERCURY_CODE_SUPERVISOR_CET;
+	}
+	return MERCURY_CODE_OK;
+}
+
 /* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
 u32 mercury_can_enter(u64 detail[2])
 {
+	u32 code;
+
 	detail[0] = 0;
 	detail[1] = 0;
 	if (!mercury_vendor)
@@ -283,5 +314,6 @@ u32 mercury_can_enter(u64 detail[2])
 		return MERCURY_CODE_PRIVILEGED_LAYER;
 	if (system_bits() & MERCURY_SYSTEM_SME)
 		return MERCURY_CODE_MEMORY_ENCRYPTION;
-	return mercury_vendor->can_enter(detail);
+	code = mercury_vendor->can_enter(detail);
+	return code == MERCURY_CODE_OK ? can_return(detail) : code;
 }

@@ -12,6 +12,7 @@
 #include <asm/msr-index.h>
 #include <asm/nospec-branch.h>
 #include <asm/processor-flags.h>
+#include <asm/trapnr.h>
 #include <asm/unwind_hints.h>
 
 #include "mercury_abi.h"

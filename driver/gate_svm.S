@@ -131,8 +131,8 @@ SYM_CODE_START(mercury_svm_leave)
 	jmp	.Lready
 
 	/*
-	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs
-	 * blocked, so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
+	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs blocked,
+	 * so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
 	 * own IRET would fault on a selector that only the hypervisor's GDT has.
 	 */
 .Lby_frame:
@@ -153,13 +153,13 @@ SYM_CODE_START(mercury_svm_leave)
 .Lready:
 	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
 	stgi
-	cmpl	$0, MERCURY_GATE_OUTWARD_CLEAR_SVME(%rdi)
-	je	.Lregisters
 	movl	$MSR_EFER, %ecx
 	rdmsr
 	btrl	$EFER_SVME_BIT, %eax
 	wrmsr
-.Lregisters:
+	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	jne	.Lmachine_check
+.Lraised:
 	leaq	MERCURY_GATE_FRAME(%rdi), %rax
 	cmpq	%rax, %rsp
 	LOAD_REGISTERS
@@ -169,6 +169,15 @@ SYM_CODE_START(mercury_svm_leave)
 .Lframe:
 	iretq
 	int3
+
+	/*
+	 * One that the hypervisor took is the kernel's to judge: the vector has a stack of its own, its
+	 * entry trusts neither GS nor CR3, and the banks say the rest.
+	 */
+.Lmachine_check:
+	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	int	$X86_TRAP_MC
+	jmp	.Lraised
 SYM_CODE_END(mercury_svm_leave)
 _ASM_NOKPROBE(mercury_svm_leave)
 

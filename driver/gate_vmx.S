@@ -13,8 +13,6 @@
  * the handler runs on the stack in use. Section names are those of the Software Developer's Manual,
  * volume 3.
  */
-#include <asm/trapnr.h>
-
 #include "gate.h"
 
 #define GATE_NMI(field)	(MERCURY_GATE_NMI_##field)
@@ -167,6 +165,14 @@ SYM_CODE_START(mercury_vmx_leave)
 	movq	%rcx, %cr3
 	movq	%rbx, %cr4
 	movq	%rax, %cr3
+	/* The hypervisor's tables cannot do without NXE: a system that does gets its EFER only now. */
+	movl	MERCURY_GATE_OUTWARD_EFER(%rdi), %eax
+	testl	%eax, %eax
+	jz	.Lefer
+	xorl	%edx, %edx
+	movl	$MSR_EFER, %ecx
+	wrmsr
+.Lefer:
 
 	/* With the area's IDT still: the kernel's handler of NMIs wants all segments and bases. */
 	lgdt	MERCURY_GATE_OUTWARD_GDTR_LIMIT(%rdi)
@@ -202,6 +208,15 @@ SYM_CODE_START(mercury_vmx_leave)
 	int	$X86_TRAP_NMI
 	jmp	.Lreplay
 .Lreplayed:
+	/*
+	 * A machine check that the hypervisor took is the kernel's to judge: the vector has a stack of its
+	 * own, its entry trusts neither GS nor CR3, and the banks say the rest.
+	 */
+	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	je	.Lraised
+	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	int	$X86_TRAP_MC
+.Lraised:
 	testl	$3, SELECTOR(CS)
 	jnz	.Lby_frame
 	/* Between SYSCALL and the kernel's own stack RSP is the user's still. */

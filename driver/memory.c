@@ -10,6 +10,8 @@
  * Shared blocks are not owned: ordinary pages with a reference each, so that a process which has
  * mapped them keeps them beyond unload.
  */
+#define pr_fmt(fmt) "mercury: " fmt
+
 #include <linux/gfp.h>
 #include <linux/log2.h>
 #include <linux/mm.h>
@@ -234,7 +236,6 @@ static u32 place_info(void *image)
 	info->boot.owned_virt = (u64)info->owned;
 	info->boot.pool_virt = (u64)info->pool;
 	info->boot.iomem_end_phys = mercury.iomem_end + 1;
-	info->boot.possible_cpus = nr_cpu_ids;
 	return mercury_map_owned(info, INFO_PAGES, MERCURY_MAP_DATA);
 }
 
@@ -320,6 +321,19 @@ static u32 create(void)
 	if (code == MERCURY_CODE_OK)
 		code = pool_fill();
 	return code;
+}
+
+/* What reads as zeros in a dump that an attached CPU makes. */
+void mercury_memory_report(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < chunk_count; i++) {
+		phys_addr_t start = page_to_phys(chunks[i].page);
+		phys_addr_t last = start + (PAGE_SIZE << chunks[i].order) - 1;
+
+		pr_info("hypervisor memory [mem %pa-%pa]\n", &start, &last);
+	}
 }
 
 /* All that the hypervisor needs at the start; on failure nothing is held. */

@@ -170,6 +170,7 @@ struct mercury_cpu_facts *mercury_preflight_facts(void);
 u32 mercury_memory_create(void);
 u32 mercury_memory_donate(u64 pages);
 void mercury_memory_destroy(void);
+void mercury_memory_report(void);
 void *mercury_carve(unsigned int pages, unsigned int align);
 int mercury_shared_map(struct vm_area_struct *vma);
 

@@ -64,6 +64,8 @@
 #define MERCURY_SYSTEM_PRIVILEGED_LAYER 4
 /* The kernel uses INVLPGB for TLB shootdowns. */
 #define MERCURY_SYSTEM_INVLPGB 8
+/* The kernel relies on the return predictor's own protection (ERAPS). */
+#define MERCURY_SYSTEM_ERAPS 16
 /* Bytes of one CPU's block: two pages. */
 #define MERCURY_SHARED_CPU_SIZE 8192
 /* "MERCURY1" in ASCII, little-endian. */
@@ -106,19 +108,16 @@
 #define MERCURY_LOG_KIND_REINJECTED 7
 #define MERCURY_LOG_KIND_CRASH 8
 #define MERCURY_LOG_KIND_INVALID_STATE 9
+#define MERCURY_LOG_KIND_EVENT_LOST 10
 
 /* Pages of one CPU's area: physically and virtually contiguous, aligned to its size. */
 #define MERCURY_AREA_PAGES 8
 /* Bytes of one CPU's area. */
 #define MERCURY_AREA_SIZE 32768
-/* Page of the gate block and the hypervisor's own per-CPU data. */
-#define MERCURY_AREA_PAGE_GATE 0
 /* Page of the vendor's control block (VMCB, VMCS). */
 #define MERCURY_AREA_PAGE_CONTROL 1
 /* Page of the hypervisor's own extended state (a VMCB for VMLOAD). */
 #define MERCURY_AREA_PAGE_HOST 2
-/* Page of the interrupt stacks. */
-#define MERCURY_AREA_PAGE_IST 3
 /*
  * Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the
  * hypervisor's tables: it is the guard beneath the stack.
@@ -198,6 +197,7 @@
 #define MERCURY_FAULT_POINT_DETACH_PAGE_FAULT 72
 #define MERCURY_FAULT_POINT_DETACH_PANIC 73
 #define MERCURY_FAULT_POINT_EXIT_EVENT 74
+#define MERCURY_FAULT_POINT_QUICK_PAGE_FAULT 75
 
 /* The ioctl type byte of every request. */
 #define MERCURY_IOC_TYPE 245
@@ -292,6 +292,7 @@
 #define MERCURY_CODE_DEBUG_ACTIVE 75
 #define MERCURY_CODE_HSAVE_IN_USE 76
 #define MERCURY_CODE_SELF_TEST_FAILED 77
+#define MERCURY_CODE_ERAPS_IN_USE 78
 #define MERCURY_CODE_NO_VMX 80
 #define MERCURY_CODE_VMX_DISABLED 81
 #define MERCURY_CODE_NO_EPT 82
@@ -417,28 +418,29 @@
 #define MERCURY_GATE_OUTWARD_SELECTORS 408
 #define MERCURY_GATE_OUTWARD_RIP 440
 #define MERCURY_GATE_OUTWARD_RFLAGS 448
-#define MERCURY_GATE_OUTWARD_CLEAR_SVME 456
-#define MERCURY_GATE_OUTWARD_REGISTERS 464
-#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 592
-#define MERCURY_GATE_OUTWARD_THREAD_BASES 608
+#define MERCURY_GATE_OUTWARD_REGISTERS 456
+#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 584
+#define MERCURY_GATE_OUTWARD_THREAD_BASES 600
+#define MERCURY_GATE_OUTWARD_EFER 616
 #define MERCURY_GATE_FRAME 624
-#define MERCURY_GATE_NMI 664
-#define MERCURY_GATE_NMI_PENDING 664
-#define MERCURY_GATE_NMI_NOTED 668
-#define MERCURY_GATE_NMI_HANDLER_VIRT 672
-#define MERCURY_GATE_NMI_WINDOW_START_VIRT 680
-#define MERCURY_GATE_NMI_WINDOW_END_VIRT 688
-#define MERCURY_GATE_NMI_RESTART_VIRT 696
-#define MERCURY_GATE_NMI_GDT 704
-#define MERCURY_GATE_NMI_IDT 736
-#define MERCURY_GATE_NMI_GDTR 784
-#define MERCURY_GATE_NMI_GDTR_PADDING 784
-#define MERCURY_GATE_NMI_GDTR_LIMIT 790
-#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 792
-#define MERCURY_GATE_NMI_IDTR 800
-#define MERCURY_GATE_NMI_IDTR_PADDING 800
-#define MERCURY_GATE_NMI_IDTR_LIMIT 806
-#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 808
+#define MERCURY_GATE_MACHINE_CHECK 664
+#define MERCURY_GATE_NMI 672
+#define MERCURY_GATE_NMI_PENDING 672
+#define MERCURY_GATE_NMI_NOTED 676
+#define MERCURY_GATE_NMI_HANDLER_VIRT 680
+#define MERCURY_GATE_NMI_WINDOW_START_VIRT 688
+#define MERCURY_GATE_NMI_WINDOW_END_VIRT 696
+#define MERCURY_GATE_NMI_RESTART_VIRT 704
+#define MERCURY_GATE_NMI_GDT 712
+#define MERCURY_GATE_NMI_IDT 744
+#define MERCURY_GATE_NMI_GDTR 792
+#define MERCURY_GATE_NMI_GDTR_PADDING 792
+#define MERCURY_GATE_NMI_GDTR_LIMIT 798
+#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 800
+#define MERCURY_GATE_NMI_IDTR 808
+#define MERCURY_GATE_NMI_IDTR_PADDING 808
+#define MERCURY_GATE_NMI_IDTR_LIMIT 814
+#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 816
 
 #ifndef __ASSEMBLY__
 
@@ -959,11 +961,9 @@ struct mercury_boot_info {
 	 * host-physical: mapped eagerly.
 	 */
 	u64 iomem_end_phys;
-	/* Number of possible CPUs. */
-	u64 possible_cpus;
 };
 
-static_assert(sizeof(struct mercury_boot_info) == 72);
+static_assert(sizeof(struct mercury_boot_info) == 64);
 static_assert(offsetof(struct mercury_boot_info, abi_version) == 0);
 static_assert(offsetof(struct mercury_boot_info, five_level) == 4);
 static_assert(offsetof(struct mercury_boot_info, direct_map_virt) == 8);
@@ -973,7 +973,6 @@ static_assert(offsetof(struct mercury_boot_info, owned_count) == 32);
 static_assert(offsetof(struct mercury_boot_info, pool_virt) == 40);
 static_assert(offsetof(struct mercury_boot_info, pool_count) == 48);
 static_assert(offsetof(struct mercury_boot_info, iomem_end_phys) == 56);
-static_assert(offsetof(struct mercury_boot_info, possible_cpus) == 64);
 
 /* A segment register as the driver read it from the live descriptor tables. */
 struct mercury_segment {
@@ -1101,14 +1100,17 @@ struct mercury_outward {
 	u64 rip;
 	/* RFLAGS. */
 	u64 rflags;
-	/* 1: clear EFER.SVME after STGI. */
-	u64 clear_svme;
 	/* General registers; entry 4 is RSP. */
 	u64 registers[16];
 	/* Selectors FS and GS (Intel; on AMD they are back before the gate). */
 	u64 thread_selectors[2];
 	/* Bases of FS and GS (Intel), virtual. */
 	u64 thread_bases[2];
+	/*
+	 * EFER that only the gate can load (Intel): one without NXE, which the
+	 * hypervisor's tables need. 0: none.
+	 */
+	u64 efer;
 };
 
 static_assert(sizeof(struct mercury_outward) == 296);
@@ -1123,10 +1125,10 @@ static_assert(offsetof(struct mercury_outward, idtr) == 64);
 static_assert(offsetof(struct mercury_outward, selectors) == 80);
 static_assert(offsetof(struct mercury_outward, rip) == 112);
 static_assert(offsetof(struct mercury_outward, rflags) == 120);
-static_assert(offsetof(struct mercury_outward, clear_svme) == 128);
-static_assert(offsetof(struct mercury_outward, registers) == 136);
-static_assert(offsetof(struct mercury_outward, thread_selectors) == 264);
-static_assert(offsetof(struct mercury_outward, thread_bases) == 280);
+static_assert(offsetof(struct mercury_outward, registers) == 128);
+static_assert(offsetof(struct mercury_outward, thread_selectors) == 256);
+static_assert(offsetof(struct mercury_outward, thread_bases) == 272);
+static_assert(offsetof(struct mercury_outward, efer) == 288);
 
 /*
  * NMIs on a processor without a global interrupt flag. One that strikes between the
@@ -1242,11 +1244,16 @@ struct mercury_gate_block {
 	 * mode.
 	 */
 	u64 frame[5];
+	/*
+	 * Not 0: a machine check struck in the hypervisor and the system above has yet
+	 * to get it. The gate raises it on the way out.
+	 */
+	u64 machine_check;
 	/* How an NMI finds its way where the processor cannot hold it back (Intel). */
 	struct mercury_nmi_block nmi;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 816);
+static_assert(sizeof(struct mercury_gate_block) == 824);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
@@ -1262,7 +1269,8 @@ static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
 static_assert(offsetof(struct mercury_gate_block, inward) == 104);
 static_assert(offsetof(struct mercury_gate_block, outward) == 328);
 static_assert(offsetof(struct mercury_gate_block, frame) == 624);
-static_assert(offsetof(struct mercury_gate_block, nmi) == 664);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 664);
+static_assert(offsetof(struct mercury_gate_block, nmi) == 672);
 
 /* What the driver and the machine are. */
 struct mercury_system_info {

@@ -50,14 +50,16 @@ void mercury_monitor_look(void)
 	if (mercury.state != MERCURY_STATE_LOADED && mercury.state != MERCURY_STATE_ATTACHED)
 		return;
 	cpus_read_lock();
-	for_each_online_cpu(cpu) {
+	/* One that crashed may have gone offline since. */
+	for_each_possible_cpu(cpu) {
 		const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
 
 		if (has_crashed(shared)) {
 			give_up(cpu, READ_ONCE(shared->crash.code));
 			break;
 		}
-		let_go(cpu, shared);
+		if (cpu_online(cpu))
+			let_go(cpu, shared);
 	}
 	if (mercury.state == MERCURY_STATE_ATTACHED && cpumask_empty(&mercury.wanted))
 		mercury.state = MERCURY_STATE_LOADED;

@@ -46,7 +46,7 @@ codes! {
     Busy = 6, "busy";
     /// A named CPU does not exist or is offline.
     CpuOffline = 7, "cpu-offline";
-    /// The machine is going down, suspending or has panicked.
+    /// The machine is going down or has panicked.
     GoingDown = 8, "going-down";
     /// The hypervisor image embedded in the driver is damaged or from another build.
     BadImage = 9, "bad-image";
@@ -140,6 +140,8 @@ codes! {
     HsaveInUse = 76, "hsave-in-use";
     /// The hypervisor's self-test on the first CPU failed.
     SelfTestFailed = 77, "self-test-failed";
+    /// The kernel relies on the processor to protect return predictions (ERAPS).
+    ErapsInUse = 78, "eraps-in-use";
 
     /// CPUID reports no VMX.
     NoVmx = 80, "no-vmx";
@@ -185,7 +187,7 @@ codes! {
     SvmReleased = 123, "svm-released";
     /// The kernel loaded microcode.
     MicrocodeUpdate = 124, "microcode-update";
-    /// The CPU was reset (INIT), suspended or taken offline.
+    /// The CPU was reset (INIT) while it was attached.
     CpuReset = 125, "cpu-reset";
     /// The nested tables could not be extended.
     NestedMapExhausted = 126, "nested-map-exhausted";

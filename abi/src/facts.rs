@@ -55,6 +55,8 @@ pub mod system {
     pub const PRIVILEGED_LAYER: u64 = 1 << 2;
     /// The kernel uses INVLPGB for TLB shootdowns.
     pub const INVLPGB: u64 = 1 << 3;
+    /// The kernel relies on the return predictor's own protection (ERAPS).
+    pub const ERAPS: u64 = 1 << 4;
 }
 
 /// One CPUID leaf as the processor returned it.

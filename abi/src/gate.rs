@@ -9,14 +9,14 @@
 //! A page of the driver's text, mapped at its own address in the hypervisor's tables too. It has a
 //! way in and a way out:
 //!
-//! * **in** (`mercury_gate_enter(area)`, C calling convention, interrupts off, EFER.SVME set by the
+//! * **in** (`mercury_svm_enter(area)`, C calling convention, interrupts off, EFER.SVME set by the
 //!   caller): saves the callee-saved registers and RFLAGS on the stack; CLGI; stores RSP, the address
 //!   of its return label, RFLAGS, CR3 and CR4 in [`GateBlock::inward`]; loads
 //!   [`GateBlock::host_cr4`] and [`GateBlock::host_cr3`]; jumps to [`GateBlock::entry_virt`] with RDI
 //!   = address of the area.
 //! * **out** (the hypervisor jumps to [`GateBlock::leave_virt`] with RDI = address of the area):
-//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME if
-//!   [`Outward::clear_svme`] says so, and continues at the outward CS:RIP with the outward registers.
+//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME, and continues at the
+//!   outward CS:RIP with the outward registers.
 //!
 //! That is AMD's gate. Intel's has no GIF: see [`NmiBlock`]. EFER.SVME is CR4.VMXE there, which the driver sets
 //! and clears; the hypervisor executes VMXON and VMXOFF.
@@ -31,14 +31,10 @@ use crate::shared::Registers;
 pub const AREA_PAGES: usize = 8;
 /// Bytes of one CPU's area.
 pub const AREA_SIZE: usize = AREA_PAGES * 4096;
-/// Page of the gate block and the hypervisor's own per-CPU data.
-pub const AREA_PAGE_GATE: usize = 0;
 /// Page of the vendor's control block (VMCB, VMCS).
 pub const AREA_PAGE_CONTROL: usize = 1;
 /// Page of the hypervisor's own extended state (a VMCB for VMLOAD).
 pub const AREA_PAGE_HOST: usize = 2;
-/// Page of the interrupt stacks.
-pub const AREA_PAGE_IST: usize = 3;
 /// Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the hypervisor's
 /// tables: it is the guard beneath the stack.
 pub const AREA_PAGE_PROCESSOR: usize = 4;
@@ -125,8 +121,6 @@ pub struct BootInfo {
     pub pool_count: u64,
     /// End of the highest address in use by RAM or devices, exclusive, host-physical: mapped eagerly.
     pub iomem_end_phys: u64,
-    /// Number of possible CPUs.
-    pub possible_cpus: u64,
 }
 
 /// A segment register as the driver read it from the live descriptor tables.
@@ -214,14 +208,14 @@ pub struct Outward {
     pub rip: u64,
     /// RFLAGS.
     pub rflags: u64,
-    /// 1: clear EFER.SVME after STGI.
-    pub clear_svme: u64,
     /// General registers; entry 4 is RSP.
     pub registers: Registers,
     /// Selectors FS and GS (Intel; on AMD they are back before the gate).
     pub thread_selectors: [u64; 2],
     /// Bases of FS and GS (Intel), virtual.
     pub thread_bases: [u64; 2],
+    /// EFER that only the gate can load (Intel): one without NXE, which the hypervisor's tables need. 0: none.
+    pub efer: u64,
 }
 
 /// A pseudo-descriptor: LGDT and LIDT take the address of `limit`.
@@ -280,6 +274,9 @@ pub struct GateBlock {
     pub outward: Outward,
     /// The gate's own: RIP, CS, RFLAGS, RSP, SS for the IRETQ of a way out to user mode.
     pub frame: [u64; 5],
+    /// Not 0: a machine check struck in the hypervisor and the system above has yet to get it. The gate
+    /// raises it on the way out.
+    pub machine_check: u64,
     /// How an NMI finds its way where the processor cannot hold it back (Intel).
     pub nmi: NmiBlock,
 }
@@ -435,6 +432,8 @@ pub enum FaultPoint {
     DetachPanic = 73,
     /// A spurious event is reported as being in delivery at the exit.
     ExitEvent = 74,
+    /// #PF in the answer to the driver's own hypercalls, which saves no vector register.
+    QuickPageFault = 75,
 }
 
 /// Arming of a fault point, kept by the driver and handed to the hypervisor in its area.

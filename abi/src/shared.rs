@@ -99,6 +99,8 @@ pub enum LogKind {
     Crash = 8,
     /// VMRUN refused the control block: named check, value.
     InvalidState = 9,
+    /// The CPU left while an event was in delivery that could not be handed over again: event, exit code.
+    EventLost = 10,
 }
 
 /// One entry of the log, 64 bytes.

@@ -161,9 +161,13 @@ pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepar
 /// The same with the hypervisor in memory.
 pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
     let (device, mut prepared) = controlled(module, action)?;
-    prepared.hypervisor_loaded =
-        progress::during("loading the hypervisor into memory", || switch::ensure_loaded(&device))?;
+    prepared.hypervisor_loaded = load_hypervisor(&device)?;
     Ok((device, prepared))
+}
+
+/// Loads the hypervisor unless it is loaded. Returns whether it did.
+fn load_hypervisor(device: &Device) -> Result<bool> {
+    progress::during("loading the hypervisor into memory", || switch::ensure_loaded(device))
 }
 
 /// Names a CPU that cannot be switched before anything is begun.
@@ -203,15 +207,25 @@ fn attach(args: &AttachArgs, format: Format) -> Result<switch::SwitchReport> {
     if let Some(error) = doctor::system::refused_kernel(version).filter(|_| !args.force) {
         return Err(error);
     }
-    let (device, mut prepared) = loaded(args.module.module.as_deref(), "attach")?;
-    match switch_deferred(&device, Direction::Attach, args.cpus.as_ref(), prepared) {
+    let (device, mut prepared) = controlled(args.module.module.as_deref(), "attach")?;
+    match load_and_attach(&device, args.cpus.as_ref(), &mut prepared) {
         Err(error) if error.code == Some(Code::VirtualizationInUse) => {
             make_kvm_let_go(args, format, error)?;
             prepared.kvm_unloaded = true;
-            switch_deferred(&device, Direction::Attach, args.cpus.as_ref(), prepared)
+            load_and_attach(&device, args.cpus.as_ref(), &mut prepared)
         }
         result => result,
     }
+}
+
+/// Either of them finds out who else uses the hardware.
+fn load_and_attach(
+    device: &Device,
+    cpus: Option<&CpuSet>,
+    prepared: &mut Prepared,
+) -> Result<switch::SwitchReport> {
+    prepared.hypervisor_loaded |= load_hypervisor(device)?;
+    switch_deferred(device, Direction::Attach, cpus, *prepared)
 }
 
 /// A switch that Ctrl-C does not tear: all of it or nothing.

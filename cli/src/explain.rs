@@ -74,9 +74,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::GoingDown,
-        "the machine is going down, suspending or has panicked",
+        "the machine is going down or has panicked",
         "Mercury leaves every CPU native while the kernel takes the machine down.",
-        "after a suspend, attach again once the machine is awake",
+        "attach again when it has started",
     ),
     entry_of(
         Code::BadImage,
@@ -324,8 +324,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::StateChanged,
         "the state of the CPU changed between the checks and the switch",
-        "Something else reconfigured the processor at the same moment.",
-        "try again",
+        "The kernel has switched machine checks on since the hypervisor was loaded.",
+        "`mercury unload`, then attach again",
     ),
     entry_of(
         Code::MtrrInconsistent,
@@ -348,8 +348,14 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::SelfTestFailed,
         "the self-test on the first CPU failed",
-        "The first CPU attaches and detaches and its state is compared; it was not the same.",
+        "The first CPU attaches alone and reads its state as before; something was not the same.",
         REPORT,
+    ),
+    entry_of(
+        Code::ErapsInUse,
+        "the kernel relies on the processor to protect return predictions (ERAPS)",
+        "What the processor does by itself for a native kernel it does in part only for an attached one.",
+        "boot with `clearcpuid=664`",
     ),
     entry_of(
         Code::NoVmx,
@@ -475,9 +481,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::CpuReset,
-        "the CPU was reset, suspended or taken offline",
+        "the CPU was reset while it was attached",
         "A reset ends the hypervisor's hold on the CPU.",
-        "attach again once the CPU is online",
+        "attach again; if nobody reset the CPU, look for errors of the firmware in `dmesg`",
     ),
     entry_of(
         Code::NestedMapExhausted,

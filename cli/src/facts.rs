@@ -79,7 +79,7 @@ fn verify_cpu(driver: &dyn Driver, cpu: u32) -> Result<Changed> {
     let attached = read();
     driver.switch(Direction::Detach, Some(&one))?;
     let (attached, after) = (attached?, read()?);
-    let attached = mercury_preflight::as_if_native(&before, &attached);
+    let attached = mercury_preflight::as_if_native(&attached);
     let during = mercury_preflight::state_difference(&before, &attached).map(|d| change("attached", &d));
     let later = mercury_preflight::state_difference(&before, &after).map(|d| change("native", &d));
     Ok(Changed { cpu, changes: during.chain(later).collect() })

@@ -129,6 +129,7 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
                 Refusal::from_number(a).map_or_else(|| format!("check {a:#x}"), |why| why.text().into());
             ("invalid-state", format!("control block refused: {check}, value {b:#x}"), Some(Tone::Bad))
         }
+        10 => ("event-lost", format!("event {a:#x} lost after {}", svm::exit_name(b)), Some(Tone::Bad)),
         kind => ("unknown", format!("record of unknown kind {kind}"), None),
     }
 }
@@ -204,6 +205,7 @@ mod tests {
         write(&mut block, 9_600_000_000, 8, [120, 14, 0x1234, 0xffff_ffff_8100_0000, 0]);
         write(&mut block, 9_700_000_000, 9, [3, 0x40, 0, 0, 0]);
         write(&mut block, 9_800_000_000, 2, [0; 5]);
+        write(&mut block, 9_850_000_000, 10, [0x8000_0020, 0x400, 0, 0, 0]);
         write(&mut block, 9_900_000_000, 77, [0; 5]);
         insta::assert_snapshot!(rendered(&Reader::default().read(&[block], &CLOCK)));
     }

@@ -1,5 +1,6 @@
 //! Addresses by kind. No operator mixes kinds, and none turns a number into an address unseen: the
-//! only ways across are [`GuestPhys::identity`], [`HostPhys::identity`] and [`HostPhys::in_direct_map`].
+//! only ways across are [`GuestPhys::identity`], [`HostPhys::identity`], [`HostPhys::in_direct_map`] and back,
+//! [`HostVirt::of_direct_map`].
 
 /// Bytes of the smallest page (APM volume 2, 5.1).
 pub const PAGE_SIZE: u64 = 4096;
@@ -177,14 +178,20 @@ impl HostPhys {
         GuestPhys(self.0)
     }
 
-    /// Where the direct map that starts at `base` has this address; `None` beyond the end of the
-    /// address space.
+    /// Where the direct map that starts at `base` has this address. It has all that the driver gives; what
+    /// lies beyond the end of the address space wraps around.
     #[must_use]
-    pub const fn in_direct_map(self, base: HostVirt) -> Option<HostVirt> {
-        match base.0.checked_add(self.0) {
-            Some(address) => Some(HostVirt(address)),
-            None => None,
-        }
+    pub const fn in_direct_map(self, base: HostVirt) -> HostVirt {
+        HostVirt(base.0.wrapping_add(self.0))
+    }
+}
+
+impl HostVirt {
+    /// The memory at this address of the direct map that starts at `base`: where all of the hypervisor's own
+    /// lies, its image and its areas.
+    #[must_use]
+    pub const fn of_direct_map(self, base: Self) -> HostPhys {
+        HostPhys(self.0.wrapping_sub(base.0))
     }
 }
 
@@ -225,7 +232,8 @@ mod tests {
     #[test]
     fn direct_map() {
         let base = HostVirt::new(0xffff_8880_0000_0000);
-        assert_eq!(HostPhys::new(0x1000).in_direct_map(base), Some(HostVirt::new(0xffff_8880_0000_1000)));
-        assert_eq!(HostPhys::new(u64::MAX).in_direct_map(base), None);
+        let page = HostVirt::new(0xffff_8880_0000_1000);
+        assert_eq!(HostPhys::new(0x1000).in_direct_map(base), page);
+        assert_eq!(page.of_direct_map(base), HostPhys::new(0x1000));
     }
 }

@@ -65,6 +65,9 @@ pub struct Cpu {
     pub xmm: Xmm,
     /// MXCSR of the system above.
     pub mxcsr: u32,
+    /// 1 while `xmm` and `mxcsr` are the system's; otherwise its registers are in the processor. Only
+    /// [`crate::host::entry`] changes it.
+    pub sse_saved: u32,
     /// Where the CPU is.
     pub phase: Phase,
     /// [`mercury_abi::gate::Vendor`] as a number: of what type the area is.

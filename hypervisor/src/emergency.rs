@@ -13,6 +13,7 @@ use mercury_abi::shared::{CrashRecord, LogKind};
 use crate::cpu::{Area, Cpu, Phase, area_of_stack};
 use crate::host::entry::{self, Next};
 use crate::host::exceptions::Frame;
+use crate::machine_check;
 use crate::publish;
 use crate::vendor::{self, LastExit, Vendor, Visitor};
 use crate::x86::{Hardware, Processor};
@@ -113,6 +114,7 @@ fn enter<V: Vendor>(area: &mut Area<V>) -> Phase {
 /// control block is a state to go on from at any moment.
 fn note_interrupted<V: Vendor>(area: &mut Area<V>) {
     area.cpu.interrupted = V::interrupted(area);
+    area.cpu.exit_tsc = Processor.tsc();
 }
 
 /// Publishes a record, with its message, and logs it.
@@ -194,6 +196,7 @@ fn leave<V: Vendor>(area: &mut Area<V>, phase: Phase, code: Code) -> ! {
     let hardware = &mut Processor;
     let next = if phase == Phase::Native {
         area.cpu.gate.detail = [u64::from(code as u32), 0];
+        publish::native(area, Code::FaultInSwitch);
         V::put_back_native(area, hardware, Code::FaultInSwitch);
         Next::Leave
     } else {
@@ -202,7 +205,7 @@ fn leave<V: Vendor>(area: &mut Area<V>, phase: Phase, code: Code) -> ! {
     if next == Next::Leave {
         V::return_extended_state(area);
     }
-    area.cpu.phase = Phase::Outside;
+    let next = machine_check::finish(area, hardware, next);
     abandon_stack(area, next)
 }
 

@@ -27,6 +27,15 @@ pub fn fires<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> bool {
     true
 }
 
+/// Whether the next exit has to look for armed points that lie beyond the vendor's `quick`.
+#[inline]
+#[must_use]
+pub fn is_armed_beyond_quick<V: Vendor>(area: &Area<V>) -> bool {
+    const NONE: u32 = FaultPoint::None as u32;
+    const QUICK_PAGE_FAULT: u32 = FaultPoint::QuickPageFault as u32;
+    cfg!(feature = "fault-injection") && !matches!(area.cpu.gate.fault.point, NONE | QUICK_PAGE_FAULT)
+}
+
 /// Arms a point on this CPU.
 #[must_use]
 pub fn arm<V: Vendor>(area: &mut Area<V>, point: u64, passage: u64) -> Code {
@@ -57,6 +66,23 @@ pub mod real {
     pub fn page_fault() {
         // SAFETY: it is the point that this faults; nothing is mapped there.
         unsafe { core::ptr::without_provenance_mut::<u8>(0x1234_5000).write_volatile(1) };
+    }
+
+    /// Writes to an address that the hypervisor does not map, where the vector registers are the system's
+    /// still: what an earlier exit has saved is spoilt before, so that nobody takes it for theirs.
+    pub fn page_fault_with_live_vectors(stale: &mut crate::cpu::Xmm) {
+        // SAFETY: fills the array; and it is the point that the write faults, for nothing is mapped there.
+        // Both by hand: compiled code might use a vector register.
+        unsafe {
+            core::arch::asm!(
+                "rep stosb",
+                "mov byte ptr [0x12345000], 1",
+                inout("rdi") stale => _,
+                inout("rcx") size_of_val(stale) => _,
+                in("al") 0xA5_u8,
+                options(nostack, preserves_flags),
+            );
+        }
     }
 
     /// Writes to a non-canonical address.

@@ -5,7 +5,8 @@
 //!
 //! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
 //!   preflight, attach;
-//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary;
+//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary; [`event`]: what is delivered to it;
+//!   [`machine_check`]: those that strike in the hypervisor, handed to the system;
 //! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same;
 //!   [`msr`]: what both make of MSRs;
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
@@ -18,9 +19,11 @@
 pub mod address;
 pub mod cpu;
 pub mod emergency;
+pub mod event;
 pub mod exit;
 pub mod fault;
 pub mod host;
+pub mod machine_check;
 #[cfg(test)]
 mod model;
 pub mod msr;

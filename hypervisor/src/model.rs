@@ -13,6 +13,12 @@ use crate::x86::{Hardware, msr};
 #[derive(Default)]
 pub struct Model {
     pub msrs: BTreeMap<u32, u64>,
+    /// Bits of EFER that this processor does not have: setting one raises #GP.
+    pub efer_absent: u64,
+    /// Bits of EFER that may not be cleared while the hypervisor runs.
+    pub efer_must: u64,
+    /// Bits of EFER that it takes and forgets, as emulators do.
+    pub efer_ignored: u64,
     /// Fields of the current VMCS; what is not in it reads 0.
     pub fields: BTreeMap<u32, u64>,
     /// CPUID by leaf; every subleaf is the same.
@@ -41,8 +47,14 @@ impl Hardware for Model {
     }
 
     fn write_msr(&mut self, index: u32, value: u64) -> bool {
+        let (absent, ignored) =
+            if index == msr::EFER { (self.efer_absent, self.efer_ignored) } else { (0, 0) };
+        if value & absent != 0 {
+            return false;
+        }
+        assert!(index != msr::EFER || self.efer_must & !value == 0, "EFER {value:#x} in the hypervisor");
         self.msrs.get_mut(&index).is_some_and(|slot| {
-            *slot = value;
+            *slot = value & !ignored;
             true
         })
     }
@@ -148,6 +160,7 @@ impl Attached {
         control.rip = 0xFFFF_FFFF_8100_0000;
         control.rsp = 0xFFFF_C900_0000_3F00;
         control.rflags = 2;
+        area.own.attach_efer = LINUX_EFER | msr::EFER_SVME;
         area.own.guest_efer = LINUX_EFER | msr::EFER_SVME;
         area.cpu.entered = 1;
         let msrs = BTreeMap::from([
@@ -156,6 +169,11 @@ impl Attached {
             (msr::VM_HSAVE_PA, 0x7000),
         ]);
         Self { area, hardware: Model { msrs, ..Model::default() }, _shared: shared }
+    }
+
+    /// VMRUN, which takes the event of the block.
+    pub fn enter(&mut self) -> u64 {
+        core::mem::take(&mut self.area.control.inject_event)
     }
 
     /// An exit with this code, as the world switch hands it over.
@@ -167,7 +185,9 @@ impl Attached {
             rax: control.rax,
             rdx: self.area.cpu.gate.outward.registers[2],
         };
-        crate::svm::exits::handle(&mut self.area, &mut self.hardware)
+        self.area.cpu.phase = crate::cpu::Phase::Exit;
+        let next = crate::svm::exits::handle(&mut self.area, &mut self.hardware);
+        crate::machine_check::finish(&mut self.area, &mut self.hardware, next)
     }
 
     /// A general register of the guest, in the order of the instruction encoding.

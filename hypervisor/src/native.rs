@@ -10,11 +10,12 @@ use mercury_abi::shared::LogKind;
 use mercury_preflight::{Finding, bits::cr4};
 use spin::Mutex;
 
+use crate::address::{HostPhys, HostVirt};
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, Processor};
-use crate::{fault, nested, publish};
+use crate::{fault, machine_check, nested, publish};
 
 /// Kernel virtual address of physical address 0.
 static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
@@ -25,23 +26,22 @@ static BUILT: AtomicU32 = AtomicU32::new(0);
 /// Facts of the CPU that the others are compared with: the first that was looked at.
 static REFERENCE: Mutex<Option<CpuFacts>> = Mutex::new(None);
 
-/// Host-physical address of what lies in the image or in an area.
-#[must_use]
-pub fn phys_of<T>(of: &T) -> u64 {
-    let virt = core::ptr::from_ref(of).expose_provenance() as u64;
-    virt.wrapping_sub(direct_map_virt())
-}
-
 /// Where the image was loaded, virtual.
 #[must_use]
 pub fn image_virt() -> u64 {
     IMAGE_VIRT.load(Ordering::Relaxed)
 }
 
-/// Kernel virtual address of physical address 0.
+/// Where the direct map starts: the kernel's, at whose addresses the hypervisor's own memory lies too.
 #[must_use]
-pub fn direct_map_virt() -> u64 {
-    DIRECT_MAP_VIRT.load(Ordering::Relaxed)
+pub fn direct_map() -> HostVirt {
+    HostVirt::new(DIRECT_MAP_VIRT.load(Ordering::Relaxed))
+}
+
+/// Where one of the image's own statics is in memory.
+#[must_use]
+pub fn phys_of<T>(own: &'static T) -> HostPhys {
+    HostVirt::new(core::ptr::from_ref(own).expose_provenance() as u64).of_direct_map(direct_map())
 }
 
 /// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
@@ -51,16 +51,12 @@ pub fn enter<V: Vendor>(area: &mut Area<V>) -> Next {
     V::take_extended_state(area);
     let hardware = &mut Processor;
     match perform(area, hardware) {
-        Ok(Next::Run) => {
-            area.cpu.phase = Phase::Outside;
-            Next::Run
-        }
+        Ok(Next::Run) => machine_check::finish(area, hardware, Next::Run),
         result => {
             let code = result.err().unwrap_or(Code::Ok);
             V::put_back_native(area, hardware, code);
             V::return_extended_state(area);
-            area.cpu.phase = Phase::Outside;
-            Next::Leave
+            machine_check::finish(area, hardware, Next::Leave)
         }
     }
 }
@@ -108,6 +104,8 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
 fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let facts = argument::<V, CpuFacts>(area);
+    // Where the processor deals with an INIT by itself, it leaves no word (HARDWARE A-30).
+    publish::native(area, Code::CpuReset);
     // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
     if let Some(finding) = first_refusal(&facts, &mut reference) {

@@ -14,7 +14,8 @@ use spin::Mutex;
 
 use crate::address::{GuestPhys, HostPhys};
 use crate::mtrr::{Mtrrs, VariableRange};
-use crate::native::direct_map_virt;
+use crate::native::{direct_map, phys_of};
+use crate::paging::format::Format;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::Layout;
 use crate::paging::table::{Depth, Table, TablePages};
@@ -102,17 +103,17 @@ impl TablePages for Pool {
     }
 
     fn table(&mut self, phys: HostPhys) -> &mut Table {
-        let table = phys.as_u64().wrapping_add(direct_map_virt());
+        let table = phys.in_direct_map(direct_map()).as_u64();
         // SAFETY: `phys` came from `allocate`, so it is a page that the driver mapped at its direct-map
         // address for the hypervisor alone; the lock around `Pool` makes this the only reference.
         unsafe { &mut *core::ptr::with_exposed_provenance_mut::<Table>(table as usize) }
     }
 }
 
-/// Root of the nested tables, host-physical.
+/// Root of the nested tables.
 #[must_use]
-pub fn root_phys() -> u64 {
-    ROOT_PHYS.load(Ordering::Relaxed)
+pub fn root() -> HostPhys {
+    HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
 }
 
 /// Levels of the nested tables.
@@ -144,7 +145,7 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
         largest: V::largest_page(hardware),
         eager_end: GuestPhys::new(boot.iomem_end_phys.min(EAGER_MAX)),
         complete_pages: COMPLETE_PAGES,
-        zero_page: stand_in_phys(&ZERO_PAGE),
+        zero_page: phys_of(&ZERO_PAGE),
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
@@ -204,6 +205,8 @@ pub enum NestedAnswer {
     Filled,
     /// A write to hidden memory: it goes nowhere.
     HiddenWrite,
+    /// The page can be written: another CPU was faster. This one may still know it as it was.
+    Raced,
     /// There is no page for the tables, no such address, or no getting at the lock.
     Exhausted,
 }
@@ -213,25 +216,24 @@ pub enum NestedAnswer {
 #[must_use]
 pub fn fault<V: Vendor>(address: u64, write: bool) -> NestedAnswer {
     let Some(mut guard) = V::tables().lock() else { return NestedAnswer::Exhausted };
-    let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
-    let address = GuestPhys::new(address);
-    match nested.map.fill(&mut nested.pool, address) {
-        Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
-        Ok(FillOutcome::Present) if write => {}
-        // Another CPU has filled it meanwhile.
-        Ok(FillOutcome::Present) => return NestedAnswer::Filled,
-        Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
-    }
-    match nested.map.sink(&mut nested.pool, address, stand_in_phys(&SINK_PAGE)) {
-        SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
-        SinkOutcome::Writable => NestedAnswer::Filled,
-        SinkOutcome::Absent => NestedAnswer::Exhausted,
-    }
+    guard.as_mut().map_or(NestedAnswer::Exhausted, |nested| nested.answer(GuestPhys::new(address), write))
 }
 
-fn stand_in_phys(page: &'static StandIn) -> HostPhys {
-    let virt = page.0.get().expose_provenance() as u64;
-    HostPhys::new(virt.wrapping_sub(direct_map_virt()))
+impl<F: Format<Address = GuestPhys>> Nested<F> {
+    fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
+        match self.map.fill(&mut self.pool, address) {
+            Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
+            Ok(FillOutcome::Present) if write => {}
+            // Another CPU has filled it meanwhile; what was absent is in no translation.
+            Ok(FillOutcome::Present) => return NestedAnswer::Filled,
+            Ok(FillOutcome::OutOfRange) | Err(_) => return NestedAnswer::Exhausted,
+        }
+        match self.map.sink(&mut self.pool, address, phys_of(&SINK_PAGE)) {
+            SinkOutcome::Sunk => NestedAnswer::HiddenWrite,
+            SinkOutcome::Writable => NestedAnswer::Raced,
+            SinkOutcome::Absent => NestedAnswer::Exhausted,
+        }
+    }
 }
 
 /// The MTRRs of this CPU. Where they are disabled or missing, so is one type for all: uncacheable.
@@ -247,4 +249,61 @@ fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32, top_of_memory_2:
     let fixed = msr::MTRR_FIXED.map(|index| hardware.read_msr(index).unwrap_or(0));
     let default = hardware.read_msr(msr::MTRR_DEF_TYPE).unwrap_or(0);
     Mtrrs::from_registers(default, fixed, &variable, physical_bits, top_of_memory_2)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::paging::format::{AmdNested, IntelExtended};
+    use crate::paging::plan::LargestPage;
+
+    const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
+    /// Nothing is mapped here yet.
+    pub const UNTOUCHED: u64 = 1 << 33;
+    /// Nothing can be mapped here.
+    pub const BEYOND: u64 = 1 << 41;
+
+    /// A map of 40 bits with one hidden page, in memory that stays.
+    fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
+        let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
+        let pages: &[StandIn] = (0..64).map(|_| page()).collect::<Vec<_>>().leak();
+        let addresses: &[u64] = pages
+            .iter()
+            .map(|page| core::ptr::from_ref(page).expose_provenance() as u64)
+            .collect::<Vec<_>>()
+            .leak();
+        let layout = Layout {
+            physical_bits: 40,
+            depth: Depth::Four,
+            largest: LargestPage::OneGibibyte,
+            eager_end: GuestPhys::new(1 << 32),
+            complete_pages: 0,
+            zero_page: HostPhys::new(0x1000),
+        };
+        let mtrrs = Mtrrs::from_registers(0, [0; 11], &[], 40, None);
+        let pool = Pool { pages_virt: addresses.as_ptr().expose_provenance() as u64, count: 64, used: 0 };
+        let mut nested = Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0 };
+        let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];
+        assert_eq!(nested.map.build_step(&mut nested.pool, &owned, 1000), Step::Done);
+        nested
+    }
+
+    /// The nested tables of this machine are those of tests.
+    pub fn install<V: Vendor>() {
+        *V::tables().0.lock() = Some(small());
+    }
+
+    /// Two CPUs write to one hidden page: the second finds it sunk.
+    #[test]
+    fn a_write_that_another_cpu_was_answered_for_is_a_race() {
+        race::<AmdNested>();
+        race::<IntelExtended>();
+    }
+
+    fn race<F: Format<Address = GuestPhys>>() {
+        let mut nested = small::<F>();
+        assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::HiddenWrite);
+        assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::Raced);
+        assert_eq!(nested.answer(GuestPhys::new(BEYOND), true), NestedAnswer::Exhausted);
+    }
 }

@@ -48,6 +48,14 @@ pub fn departed<V: Vendor>(area: &mut Area<V>, because: Code) {
     }
 }
 
+/// This CPU is native. If it is said to be attached, whoever looks after CPUs that leave is told that it is
+/// not, and why.
+pub fn native<V: Vendor>(area: &mut Area<V>, because: Code) {
+    if area.shared().attached != 0 {
+        departed(area, because);
+    }
+}
+
 /// Writes a record to this CPU's ring.
 #[inline]
 pub fn log<V: Vendor>(area: &mut Area<V>, kind: LogKind, tsc: u64, arguments: [u64; 5]) {

@@ -96,8 +96,22 @@ pub trait Vendor: Sized + 'static {
     /// What the control block says of the last exit.
     fn last_exit(area: &Area<Self>) -> LastExit;
 
-    /// A machine check for the guest, at its next instruction; `false` if there is no guest to give it to.
-    fn pend_machine_check(area: &mut Area<Self>) -> bool;
+    /// The event that the next entry delivers, in the words of [`crate::event`]; `None` if there is no guest that
+    /// could be given one.
+    fn pending_event(area: &Area<Self>, hardware: &mut impl Hardware) -> Option<u64>;
+
+    /// Has the next entry deliver an event without an error code; 0: none.
+    fn inject(area: &mut Area<Self>, hardware: &mut impl Hardware, event: u64);
+
+    /// Asks for an exit as soon as the guest can take interrupts, after the event that is injected; or takes that
+    /// back.
+    fn await_window(area: &mut Area<Self>, hardware: &mut impl Hardware, wanted: bool);
+
+    /// Whether the processor took the entry before the present exit.
+    fn was_entered(area: &Area<Self>) -> bool;
+
+    /// Where the interrupted code goes on behind the handler of a machine check.
+    fn resume_at(rip: u64) -> u64;
 }
 
 /// Where a task-state segment is.

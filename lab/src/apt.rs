@@ -1,6 +1,7 @@
 //! Where this host gets its Debian packages from, read from its own configuration of apt, so that the
 //! lab's images come from the same mirror. Both formats are read: one line a source (`*.list`) and
-//! deb822 (`*.sources`), as sources.list(5) describes them.
+//! deb822 (`*.sources`), as sources.list(5) describes them. [`extract`] takes tools out of packages that are
+//! not installed.
 
 use std::{
     fs,
@@ -8,7 +9,10 @@ use std::{
     process::Command,
 };
 
-use crate::error::{Context, Error, Result};
+use crate::{
+    error::{Context, Error, Result},
+    host,
+};
 
 /// Debian's own keys, as its package installs them.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -184,6 +188,32 @@ pub fn fetch_options() -> Vec<String> {
         .filter(|line| !line.ends_with(" \"\";"))
         .map(|line| line.trim_end_matches(';').to_owned())
         .collect()
+}
+
+/// Unpacks packages of `release`, separated by commas, and what they depend on, into `tree`; none of their
+/// scripts is run. `what` is said to people, `log` names the log; files below `excluded` are left out.
+///
+/// # Errors
+/// If the packages cannot be had; the error names the log.
+pub fn extract(
+    what: &str,
+    log: &str,
+    release: &str,
+    packages: &str,
+    excluded: &str,
+    tree: &Path,
+) -> Result<()> {
+    let sources = tree.with_extension("sources.list");
+    let lines = host_sources_for(release)?;
+    fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
+    let mut command = host::as_root("mmdebstrap");
+    command.args(["--mode=root", "--variant=extract"]);
+    command.arg(format!("--include={packages}")).arg(format!("--dpkgopt=path-exclude={excluded}"));
+    for option in fetch_options() {
+        command.arg(format!("--aptopt={option}"));
+    }
+    command.arg(release).arg(tree).arg(&sources);
+    host::run(what, log, &mut command)
 }
 
 #[cfg(test)]

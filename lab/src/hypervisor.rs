@@ -4,7 +4,7 @@
 //! with relative relocations only (hypervisor/link.ld says the rest), in target directories of its own so
 //! that its flags disturb nothing else.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, process::Command};
 
 use crate::{artefacts, driver::Variant, error::Result, host, paths};
 
@@ -15,33 +15,60 @@ const FLAGS: &str = "-C no-redzone=y -C relocation-model=pic -C jump-tables=no -
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const NAME: &str = "mercury-hypervisor";
 
+const fn name(variant: Variant) -> &'static str {
+    match variant {
+        Variant::Production => "hypervisor",
+        Variant::Faults => "hypervisor-faults",
+    }
+}
+
+/// Lets a command of cargo's work on the image of a variant, in a target directory of its own.
+fn freestanding(cargo: &mut Command, variant: Variant) -> Result<PathBuf> {
+    let features = match variant {
+        Variant::Production => "image",
+        Variant::Faults => "image,fault-injection",
+    };
+    let target = paths::lab_dir("hypervisor")?.join(format!("{}-target", name(variant)));
+    cargo.args(["-p", NAME, "--bin", NAME, "--features", features]);
+    cargo.args(["--profile", "hypervisor", "--target", TARGET, "--target-dir"]).arg(&target);
+    cargo.env("RUSTFLAGS", FLAGS);
+    if variant == Variant::Faults {
+        cargo.env("CARGO_PROFILE_HYPERVISOR_DEBUG_ASSERTIONS", "true");
+    }
+    Ok(target)
+}
+
+/// The lints of what only the image has, and of the same code as the image has it.
+///
+/// # Errors
+/// If there is no directory for it.
+pub fn lints(variant: Variant) -> Result<Command> {
+    let mut cargo = artefacts::cargo();
+    cargo.args(["clippy", "-q", "--lib"]);
+    freestanding(&mut cargo, variant)?;
+    cargo.args(["--", "-D", "warnings"]);
+    Ok(cargo)
+}
+
 /// Builds the image of a variant; cargo knows whether there is anything to do. Beside it stands the ELF
 /// with symbols, for debuggers: the same name with `.elf`.
 ///
 /// # Errors
 /// If it does not build; the error names the log.
 pub fn build(variant: Variant) -> Result<PathBuf> {
-    let (name, features) = match variant {
-        Variant::Production => ("hypervisor", "image"),
-        Variant::Faults => ("hypervisor-faults", "image,fault-injection"),
-    };
-    let directory = paths::lab_dir("hypervisor")?;
-    let target = directory.join(format!("{name}-target"));
+    let name = name(variant);
     let mut cargo = artefacts::cargo();
-    cargo.args(["build", "-p", NAME, "--bin", NAME, "--features", features]);
-    cargo.args(["--profile", "hypervisor", "--target", TARGET, "--target-dir"]).arg(&target);
-    cargo.env("RUSTFLAGS", FLAGS);
-    if variant == Variant::Faults {
-        cargo.env("CARGO_PROFILE_HYPERVISOR_DEBUG_ASSERTIONS", "true");
-    }
+    cargo.arg("build");
+    let target = freestanding(&mut cargo, variant)?;
+    let directory = paths::lab_dir("hypervisor")?;
     host::run(&format!("building the {name}"), &format!("build-{name}"), &mut cargo)?;
 
     let elf = target.join(TARGET).join("hypervisor").join(NAME);
     let image = directory.join(format!("{name}.bin"));
-    let mut flatten = std::process::Command::new("objcopy");
+    let mut flatten = Command::new("objcopy");
     flatten.args(["-O", "binary"]).arg(&elf).arg(&image);
     host::run(&format!("flattening the {name}"), &format!("flatten-{name}"), &mut flatten)?;
-    let mut symbols = std::process::Command::new("cp");
+    let mut symbols = Command::new("cp");
     symbols.arg(&elf).arg(image.with_extension("elf"));
     host::run(&format!("keeping the {name}'s symbols"), &format!("symbols-{name}"), &mut symbols)?;
     Ok(image)

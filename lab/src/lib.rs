@@ -19,6 +19,8 @@
 pub mod apt;
 pub mod artefacts;
 pub mod bench;
+pub mod check;
+mod checkpatch;
 pub mod client;
 pub mod command;
 mod cpio;

@@ -41,9 +41,6 @@ pub struct Machine {
     _slot: Option<Reservation>,
 }
 
-/// How often a kernel may die while it boots, before it is believed.
-const BOOT_DEATHS: u32 = 2;
-
 impl Machine {
     /// Boots a machine and waits until it takes commands. Builds what it needs first; waits for its turn
     /// when two machines run already.
@@ -362,7 +359,7 @@ impl Prepared {
 
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
-        let (process, (qmp, client, hello)) = self.start_patiently()?;
+        let (process, (qmp, client, hello)) = self.start_and_connect()?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
@@ -375,30 +372,15 @@ impl Prepared {
         })
     }
 
-    /// QEMU's emulation of several CPUs now and then executes a breakpoint that the kernel, patching its
-    /// own text while it boots, has taken away again. Such a death, before anything of Mercury has been
-    /// in the machine, says nothing about it: the machine is started again, and that is said.
-    fn start_patiently(&self) -> Result<(Child, (Qmp, Client, Hello))> {
-        let mut deaths = 0;
-        loop {
-            let mut process = self.start_qemu()?;
-            match self.connect(&mut process) {
-                Ok(connected) => return Ok((process, connected)),
-                Err(error) => {
-                    let _ = process.kill();
-                    let _ = process.wait();
-                    let log = self.scene.serial_log();
-                    let innocent = log.contains("Kernel panic") && !log.contains("mercury:");
-                    if deaths == BOOT_DEATHS || !innocent {
-                        return Err(self.scene.blame(error));
-                    }
-                }
+    fn start_and_connect(&self) -> Result<(Child, (Qmp, Client, Hello))> {
+        let mut process = self.start_qemu()?;
+        match self.connect(&mut process) {
+            Ok(connected) => Ok((process, connected)),
+            Err(error) => {
+                let _ = process.kill();
+                let _ = process.wait();
+                Err(self.scene.blame(error))
             }
-            deaths += 1;
-            // What this kernel said is no complaint of the next one's.
-            let dir = self.scene.dir();
-            let _ = fs::rename(dir.join(file::SERIAL), dir.join(format!("serial-{deaths}.log")));
-            eprintln!("{}: the kernel died while it booted; starting it again", self.spec.summary());
         }
     }
 

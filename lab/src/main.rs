@@ -11,7 +11,7 @@ use mercury_lab::{
     Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
     artefacts,
     bench::{self, Depth},
-    deb, demo, host, image, soak, testing,
+    check, deb, demo, host, image, soak, testing,
 };
 
 #[derive(Parser)]
@@ -66,6 +66,8 @@ enum Command {
         /// A file of lab/tests (without .rs), or a part of tests' names
         filter: Option<String>,
     },
+    /// Check formatting, lints, and the driver's style
+    Check,
     /// Show what Mercury does
     Demo,
     /// Measure: the paper's tables, and what Mercury promises in numbers
@@ -175,6 +177,12 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Test { filter } => {
             let tally = testing::run(filter.as_deref())?;
             return Ok(if tally.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        Command::Check => {
+            let failed = check::run();
+            if !failed.is_empty() {
+                return Err(Error::Host(format!("not as it should be: {}", failed.join(", "))));
+            }
         }
         Command::Demo => demo::run()?,
         Command::Bench { quick: true } => bench::run(Depth::Quick)?,

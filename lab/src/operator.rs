@@ -23,6 +23,9 @@ static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
 /// Bits of `/proc/sys/kernel/tainted`: a bad page, an oops, a warning, a lockup.
 const SPOILT: u64 = 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
 
+/// A busy machine may have one CPU, and this work has the lowest priority.
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
+
 /// The lines of a kernel's log that a healthy machine does not write.
 #[must_use]
 pub fn complaints(log: &str) -> Vec<&str> {
@@ -105,12 +108,16 @@ impl Machine {
         Ok(cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect::<Vec<_>>().join(" "))
     }
 
-    /// Puts every CPU to work that has nothing better to do.
+    /// Puts every CPU to work that has nothing better to do, half of the time: the host has other machines
+    /// to emulate.
     ///
     /// # Errors
     /// If it cannot be started.
     pub fn start_work(&self) -> Result<Work> {
-        self.spawn("exec nice -n 19 mercury-workload compute").map(Work)
+        let mut work = self.spawn("exec nice -n 19 mercury-workload compute --rest 1 2>&1")?;
+        // From then on it knows how to be ended.
+        work.wait_output("started", STARTS_WITHIN)?;
+        Ok(Work(work))
     }
 
     /// Whether the kernel has nothing to complain about: in its log, on the console, in its own mark.

@@ -1,8 +1,8 @@
 //! QEMU 10 beside this host's own QEMU: extracted from Debian 13's packages into a directory of its own
 //! and run with that release's own libraries, so that nothing of the host changes.
 //!
-//! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, and has no x2APIC. 10.0 reports
-//! the refusal as the processor does. Made when a machine first asks for it; kept under `target/lab/tools/`
+//! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, has no x2APIC, and executes stale
+//! text of kernels that patch themselves while several CPUs run; 10.0 does not. Made when a machine first asks for it; kept under `target/lab/tools/`
 //! by the hash of its recipe.
 
 use std::{
@@ -22,7 +22,7 @@ use crate::{
 
 const RELEASE: &str = "trixie";
 const PACKAGES: &str = "qemu-system-x86,qemu-utils,seabios";
-const EXCLUDED: &str = "path-exclude=/usr/share/doc/*";
+const EXCLUDED: &str = "/usr/share/doc/*";
 
 /// Starts the program that it is called like. `exec`: the process that the lab started is QEMU itself.
 const START: &str = r#"#!/bin/sh
@@ -56,26 +56,11 @@ fn recipe() -> String {
 fn make(dir: &Path, program: &Path) -> Result<()> {
     host::remove_tree(dir)?;
     fs::create_dir_all(dir.join("bin")).context(|| format!("make {}", dir.display()))?;
-    extract(dir)?;
+    apt::extract("QEMU 10 from Debian's packages", "qemu10", RELEASE, PACKAGES, EXCLUDED, &dir.join("tree"))?;
     // Last, for it says that all is there.
     let unfinished = dir.join("start.new");
     fs::write(&unfinished, START).context(|| "write QEMU 10's starter".into())?;
     let executable = fs::Permissions::from_mode(0o755);
     fs::set_permissions(&unfinished, executable).context(|| "mark QEMU 10's starter".into())?;
     fs::rename(&unfinished, program).context(|| "name QEMU 10's starter".into())
-}
-
-/// Unpacks the packages and what they depend on; none of their scripts is run.
-fn extract(dir: &Path) -> Result<()> {
-    let sources = dir.join("sources.list");
-    let lines = apt::host_sources_for(RELEASE)?;
-    fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
-    let mut command = host::as_root("mmdebstrap");
-    command.args(["--mode=root", "--variant=extract"]);
-    command.arg(format!("--include={PACKAGES}")).arg(format!("--dpkgopt={EXCLUDED}"));
-    for option in apt::fetch_options() {
-        command.arg(format!("--aptopt={option}"));
-    }
-    command.arg(RELEASE).arg(dir.join("tree")).arg(&sources);
-    host::run("QEMU 10 from Debian's packages", "qemu10", &mut command)
 }

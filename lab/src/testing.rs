@@ -1,12 +1,17 @@
-//! `lab test`: runs every test of the project, lets their lines through, and sums them up in one line.
+//! `lab test`: runs every check and test of the project, lets their lines through, and sums them up in one
+//! line.
 
 use std::{
     io::{BufRead, BufReader},
-    process::Stdio,
+    path::PathBuf,
+    process::{Command, Stdio},
+    thread,
 };
 
+use serde_json::Value;
+
 use crate::{
-    artefacts,
+    artefacts, check,
     error::{Context, Error, Result},
     image::Release,
     paths,
@@ -19,11 +24,17 @@ pub struct Tally {
     pub passed: u32,
     /// Failed, or not even built.
     pub failed: u32,
-    /// Marked to be left out.
+    /// Marked to be left out, each with the reason.
     pub skipped: u32,
 }
 
 impl Tally {
+    fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
     /// Adds what a test program says at its end: `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
     fn add_line(&mut self, line: &str) {
         let Some(rest) = line.trim_start().strip_prefix("test result: ") else { return };
@@ -42,103 +53,116 @@ impl Tally {
     }
 }
 
-/// Files of `lab/tests/` that are not run with the others yet: none of them has been seen to pass as a
-/// whole on a machine that had nothing else to do. `make test FILTER=<name>` runs one.
-const UNPROVEN_FILES: &[&str] = &["faults", "matrix", "package", "soak", "speed"];
-
-/// Single tests of which the same is true.
-const UNPROVEN_TESTS: &[&str] = &[
-    "a_fatal_machine_check_ends_in_the_crash_kernel",
-    "hibernation",
-    "reboot_on_6_12",
-    "suspend_to_idle",
-    "suspend_to_memory_on_6_1",
-    "suspend_to_memory_on_6_12",
-    "kvm_on_6_12_takes_svm_at_load",
-];
-
-/// Tests that boot 6.12 a second time in the same machine. They pass, but for the emulator: it now and then
-/// executes a breakpoint that the booting kernel has taken away again (see `Machine::boot`), and only a
-/// first boot can be repeated.
-const SECOND_BOOTS: &[&str] = &[
-    "crash_on_cpu_0_on_6_12",
-    "crash_on_cpu_3_on_6_12",
-    "kexec_on_6_12",
-    "reset_by_sysrq_on_6_12",
-    "a_crash_beside_idle_kvm_on_6_12",
-    "a_crash_after_kvm_has_gone_on_6_12",
-];
-
 /// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
 /// last line is `N passed, N failed, N skipped`.
 ///
 /// # Errors
 /// If the tests cannot be run at all.
 pub fn run(filter: Option<&str>) -> Result<Tally> {
-    for release in Release::ALL {
-        artefacts::ensure(release)?;
-    }
+    ensure_artefacts()?;
     let mut tally = Tally::default();
     match filter {
-        Some(name) if is_lab_test(name) => run_some(&["-p", "mercury-lab", "--test", name], &[], &mut tally)?,
-        Some(name) => run_some(&["--workspace"], &[name], &mut tally)?,
-        None => run_all(&mut tally)?,
+        Some(name) if is_lab_test(name) => tally.add(run_cargo(&["-p", "mercury-lab", "--test", name], &[])?),
+        Some(name) => tally.add(run_cargo(&["--workspace"], &[name])?),
+        None => {
+            check_style(&mut tally);
+            tally.add(run_cargo(&["--workspace", "--exclude", "mercury-lab"], &[])?);
+            tally.add(run_cargo(&["-p", "mercury-lab", "--lib", "--bins"], &[])?);
+            tally.add(run_cargo(&["--workspace", "--doc"], &[])?);
+            tally.add(run_lab_tests()?);
+        }
     }
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
     Ok(tally)
 }
 
-fn run_all(tally: &mut Tally) -> Result<()> {
-    run_some(&["--workspace", "--exclude", "mercury-lab"], &[], tally)?;
-    let files = lab_tests()?;
-    let mut selection = vec!["-p", "mercury-lab", "--lib", "--bins"];
-    let proven = files.iter().filter(|name| !UNPROVEN_FILES.contains(&name.as_str()));
-    proven.for_each(|name| selection.extend(["--test", name]));
-    let left_out = UNPROVEN_TESTS.iter().chain(SECOND_BOOTS);
-    let skips: Vec<&str> = left_out.flat_map(|name| ["--skip", name]).collect();
-    run_some(&selection, &skips, tally)?;
-    for name in UNPROVEN_FILES.iter().chain(UNPROVEN_TESTS) {
-        println!("skipped: {name} (not yet seen to pass on a quiet machine)");
-        tally.skipped += 1;
-    }
-    for name in SECOND_BOOTS {
-        println!("skipped: {name} (the emulator spoils a second boot of 6.12 now and then)");
-        tally.skipped += 1;
-    }
-    Ok(())
+/// Both releases at once: much of it is waiting for the mirror.
+fn ensure_artefacts() -> Result<()> {
+    thread::scope(|scope| {
+        let all = Release::ALL.map(|release| scope.spawn(move || artefacts::ensure(release)));
+        all.into_iter().try_for_each(|one| joined(one.join())?.map(drop))
+    })
+}
+
+fn joined<T>(result: thread::Result<T>) -> Result<T> {
+    result.map_err(|_| Error::Host("a thread of the lab panicked".into()))
+}
+
+/// Each of `make check`'s counts as one.
+fn check_style(tally: &mut Tally) {
+    let failed = check::run();
+    failed.iter().for_each(|name| println!("check {name} ... FAILED"));
+    let count = failed.len() as u32;
+    tally.failed += count;
+    tally.passed += check::COUNT - count;
 }
 
 /// Runs `cargo test` with a selection of targets, and counts.
-fn run_some(selection: &[&str], tests: &[&str], tally: &mut Tally) -> Result<()> {
+fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     let mut cargo = artefacts::cargo();
     cargo.args(["test", "--no-fail-fast"]).args(selection).arg("--").args(tests);
-    let mut running = cargo.stdout(Stdio::piped()).spawn().context(|| "start cargo test".into())?;
-    let output = running.stdout.take().ok_or_else(|| Error::Host("cargo has no output".into()))?;
-    let failed_before = tally.failed;
+    run_counting("", &mut cargo)
+}
+
+/// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
+/// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
+fn run_lab_tests() -> Result<Tally> {
+    let programs = build_lab_tests()?;
+    thread::scope(|scope| {
+        let running: Vec<_> = programs
+            .iter()
+            .map(|(name, program)| {
+                let mut command = Command::new(program);
+                command.current_dir(paths::root().join("lab"));
+                scope.spawn(move || run_counting(&format!("{name}: "), &mut command))
+            })
+            .collect();
+        let mut tally = Tally::default();
+        running.into_iter().try_for_each(|one| joined(one.join())?.map(|part| tally.add(part)))?;
+        Ok(tally)
+    })
+}
+
+/// The test programs of `lab/tests/` by name, as cargo builds them.
+fn build_lab_tests() -> Result<Vec<(String, PathBuf)>> {
+    let mut cargo = artefacts::cargo();
+    cargo.args(["test", "-p", "mercury-lab", "--test", "*", "--no-run", "--message-format=json"]);
+    let output = cargo.stderr(Stdio::inherit()).output().context(|| "build the lab's tests".into())?;
+    if !output.status.success() {
+        return Err(Error::Host("the lab's tests do not build".into()));
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    Ok(messages.lines().filter_map(test_program).collect())
+}
+
+/// The name and the path of a test program that cargo has built, from its message.
+fn test_program(message: &str) -> Option<(String, PathBuf)> {
+    let message: Value = serde_json::from_str(message).ok()?;
+    let target = &message["target"];
+    let is_test = target["kind"].as_array()?.iter().any(|kind| kind == "test");
+    let program = message["executable"].as_str().filter(|_| is_test)?;
+    Some((target["name"].as_str()?.to_owned(), program.into()))
+}
+
+/// Runs test programs, lets their lines through with `prefix`, and counts.
+fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
+    let mut running = command.stdout(Stdio::piped()).spawn().context(|| "start tests".into())?;
+    let output = running.stdout.take().ok_or_else(|| Error::Host("tests have no output".into()))?;
+    let mut tally = Tally::default();
     for line in BufReader::new(output).lines() {
         let line = line.context(|| "read the tests' output".into())?;
-        println!("{line}");
+        // Most of them wait for their turn.
+        if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
+            println!("{prefix}{line}");
+        }
         tally.add_line(&line);
     }
-    let status = running.wait().context(|| "wait for cargo test".into())?;
-    if !status.success() && tally.failed == failed_before {
+    let status = running.wait().context(|| "wait for tests".into())?;
+    if !status.success() && tally.failed == 0 {
         // Something did not build, or a test program crashed.
         tally.failed += 1;
     }
-    Ok(())
-}
-
-/// The files of `lab/tests/`, in order.
-fn lab_tests() -> Result<Vec<String>> {
-    let directory = paths::root().join("lab/tests");
-    let entries = std::fs::read_dir(directory).context(|| "list lab/tests".into())?;
-    let names = entries.flatten().filter_map(|entry| {
-        let name = entry.file_name().into_string().ok()?;
-        name.strip_suffix(".rs").map(str::to_owned)
-    });
-    let mut names: Vec<String> = names.collect();
-    names.sort();
-    Ok(names)
+    Ok(tally)
 }
 
 fn is_lab_test(name: &str) -> bool {
@@ -161,5 +185,15 @@ mod tests {
             tally.add_line(line);
         }
         assert_eq!(tally, Tally { passed: 5, failed: 1, skipped: 1 });
+    }
+
+    #[test]
+    fn test_programs_are_found_among_cargos_messages() {
+        let message =
+            r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"a"},"executable":"/x/a-1"}"#;
+        assert_eq!(test_program(message), Some(("a".to_owned(), "/x/a-1".into())));
+        assert_eq!(test_program(&message.replace("\"test\"", "\"lib\"")), None);
+        assert_eq!(test_program(r#"{"reason":"build-finished","success":true}"#), None);
+        assert_eq!(test_program("warning"), None);
     }
 }

@@ -103,6 +103,7 @@ echo 'p:lab/sleep hrtimer_nanosleep' >> kprobe_events
 echo 'r:lab/ioctl __x64_sys_ioctl' >> kprobe_events
 for name in mercury_svm_attach_cpu mercury_svm_detach_cpu mercury_svm_native_call mercury_hypercall mercury_svm_mode \
 		mercury_svm_enter mercury_svm_leave; do
+	grep -qw "$name" /proc/kallsyms || { echo "no symbol $name" >&2; exit 1; }
 	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then echo "a probe on $name" >&2; exit 1; fi
 done
 echo ':mod:mercury' > set_ftrace_filter

@@ -3,12 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Bus, Error, Kernel, Machine, MachineCheck, Reset, Result, Spec,
+    Bus, Kernel, Machine, MachineCheck, Reset, Result, Spec,
     operator::{Work, complaints},
 };
+use serde_json::Value;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const ALL_FOUR: &str = "attached attached attached attached";
@@ -101,12 +102,14 @@ fn processors_that_were_not_asked_for_stay_native() -> Result<()> {
 fn processors_come_and_go_while_others_switch() -> Result<()> {
     let machine = Machine::boot(plain().cpus(4))?;
     machine.mercury("load")?;
-    let switcher = machine.spawn("exec mercury-workload switch")?;
+    let mut switcher = machine.spawn("exec mercury-workload switch")?;
     hotplug(&machine, 10, "1 3")?;
+    assert!(!switcher.has_ended()?, "{}", switcher.output_so_far()?);
     switcher.kill(15)?;
-    let report = switcher.wait(MINUTE)?;
-    // A CPU may be gone when its turn comes; the switcher says so and goes on.
-    assert!(!report.stdout.contains("wrong-mode"), "{}", report.stdout);
+    // It counts as a violation that a CPU is gone when its turn comes, and nothing else is one.
+    let report: Value = serde_json::from_str(switcher.wait(MINUTE)?.stdout.trim()).unwrap();
+    assert!(report["passes"].as_u64() > Some(20), "{report}");
+    assert!(!report.to_string().contains("wrong-mode"), "{report}");
     machine.mercury("detach")?;
     machine.check_next_attach()
 }
@@ -128,23 +131,14 @@ fn new_processors_are_attached() -> Result<()> {
     work.finish()
 }
 
+/// Two of them are brought up by hand only. (Sibling threads go the same way when `smt/control` says so;
+/// QEMU has none for AMD's processors.)
 #[test]
-fn sibling_threads_and_late_processors() -> Result<()> {
-    let threads = plain().cpus(4).qemu_arg("-smp").qemu_arg("4,sockets=1,cores=2,threads=2");
-    // Two of them are brought up by hand only.
-    let (machine, work) = attached(threads.kernel_arg("maxcpus=2"))?;
+fn late_processors_are_attached() -> Result<()> {
+    let (machine, work) = attached(plain().cpus(4).kernel_arg("maxcpus=2"))?;
     assert_eq!(machine.modes()?, "attached attached offline offline");
     machine.sh("for cpu in 2 3; do echo 1 > /sys/devices/system/cpu/cpu$cpu/online; done")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
-    if machine.run("echo off > /sys/devices/system/cpu/smt/control")?.success() {
-        let modes = machine.modes()?;
-        assert_eq!(modes.matches("offline").count(), 2, "{modes}");
-        assert_eq!(modes.matches("attached").count(), 2, "{modes}");
-        machine.sh("echo on > /sys/devices/system/cpu/smt/control")?;
-        assert_eq!(machine.modes()?, ALL_FOUR);
-    } else {
-        println!("left out: this machine has no sibling threads");
-    }
     machine.check_next_attach()?;
     work.finish()
 }
@@ -244,6 +238,11 @@ fn crash_kernel_runs(machine: &Machine, boots: u32, panic: &str) -> Result<()> {
     let console = machine.serial_log();
     let unexpected: Vec<_> = complaints(&console).into_iter().filter(|line| !line.contains(panic)).collect();
     assert!(unexpected.is_empty() && console.contains(panic), "{unexpected:#?}");
+    Ok(())
+}
+
+/// Mercury works there as well.
+fn crash_kernel_attaches(machine: &Machine) -> Result<()> {
     machine.mercury("attach")?;
     assert!(machine.modes()?.starts_with("attached"));
     machine.mercury("detach").map(drop)
@@ -253,7 +252,8 @@ fn crash(kernel: Kernel, cpu: u32) -> Result<()> {
     let machine = with_crash_kernel(kernel)?;
     let boots = machine.boots();
     machine.spawn(&format!("taskset -c {cpu} sh -c 'echo c > /proc/sysrq-trigger'"))?;
-    crash_kernel_runs(&machine, boots, "Kernel panic - not syncing: sysrq triggered crash")
+    crash_kernel_runs(&machine, boots, "Kernel panic - not syncing: sysrq triggered crash")?;
+    crash_kernel_attaches(&machine)
 }
 
 #[test]
@@ -290,16 +290,15 @@ fn panic_without_a_crash_kernel() -> Result<()> {
 
 // The machine sleeps.
 
+/// Once only: after a wake-up QEMU's Q35 takes no further request to sleep, natively either.
 fn suspend_to_memory(kernel: Kernel) -> Result<()> {
     let (machine, work) = attached(Spec::new(kernel).cpus(4))?;
-    for round in 0..2 {
-        let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
-        wait_status(&machine, "suspended")?;
-        machine.qmp().system_wakeup()?;
-        let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
-        assert!(said.contains("awake"), "round {round}: {said}");
-        assert_eq!(machine.modes()?, ALL_FOUR, "round {round}");
-    }
+    let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
+    wait_status(&machine, "suspended")?;
+    machine.qmp().system_wakeup()?;
+    let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
+    assert!(said.contains("awake"), "{said}");
+    assert_eq!(machine.modes()?, ALL_FOUR);
     machine.check_next_attach()?;
     work.finish()
 }
@@ -320,32 +319,50 @@ fn suspend_to_memory_on_6_12() -> Result<()> {
     suspend_to_memory(Kernel::TrixieCloud)
 }
 
+/// The keyboard wakes the machine; the cloud kernel has none.
 #[test]
 fn suspend_to_idle() -> Result<()> {
-    let (machine, work) = attached(plain().cpus(4))?;
-    let sleeper = machine.spawn("echo freeze > /sys/power/state && echo awake")?;
-    machine.wait_serial("suspend entry|s2idle", Duration::from_secs(5)).map(drop).or_else(forget)?;
-    std::thread::sleep(Duration::from_secs(5));
-    machine.qmp().human("sendkey ret")?;
-    let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
+    let (machine, work) = attached(Spec::new(Kernel::BookwormGeneric).cpus(4))?;
+    machine.sh("modprobe i8042 && modprobe atkbd && udevadm settle 2>/dev/null; \
+                until ls /sys/bus/serio/devices/*/power/wakeup; do sleep 0.1; done; \
+                for device in /sys/bus/serio/devices/*/power/wakeup; do echo enabled > $device; done")?;
+    let mut sleeper = machine.spawn("echo freeze > /sys/power/state && echo awake")?;
+    let end = Instant::now() + 2 * MINUTE;
+    // A key that comes too early ends nothing.
+    while !sleeper.has_ended()? && Instant::now() < end {
+        std::thread::sleep(Duration::from_secs(3));
+        machine.qmp().human("sendkey ret")?;
+    }
+    let said = sleeper.wait(MINUTE)?.check()?.stdout;
     assert!(said.contains("awake"), "{said}");
+    machine.sh("dmesg | grep 'suspend entry (s2idle)' && dmesg | grep 'suspend exit'")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
     machine.check_next_attach()?;
     work.finish()
 }
 
-/// Nothing comes on the console of a quiet kernel.
-fn forget(_: Error) -> Result<()> {
-    Ok(())
-}
-
+/// The image is written to the disk, read back, and the machine goes on from it. 6.1 holds the disk too
+/// firmly for that (`test_resume` says EBUSY there, natively too).
 #[test]
 fn hibernation() -> Result<()> {
-    let (machine, work) = attached(plain().cpus(4).disk(Bus::Virtio, 1024))?;
-    machine.sh("mkswap /dev/vda && swapon /dev/vda && echo 253:0 > /sys/power/resume || true")?;
-    machine.sh("cat /sys/class/block/vda/dev > /sys/power/resume || true")?;
-    // The image is written to the disk, read back, and the machine goes on from it.
+    let (machine, work) = attached(Spec::new(Kernel::TrixieCloud).cpus(4).disk(Bus::Virtio, 1024))?;
+    machine.sh("mkswap /dev/vda && swapon /dev/vda && cat /sys/class/block/vda/dev > /sys/power/resume")?;
     machine.sh("echo test_resume > /sys/power/disk")?;
+    machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
+    // The log is the image's: it knows of the beginning and the end, not of what came after the image.
+    machine
+        .sh("dmesg | grep 'hibernation: hibernation exit' && ! dmesg | grep 'hibernation: Image created'")?;
+    assert_eq!(machine.modes()?, ALL_FOUR);
+    machine.check_next_attach()?;
+    work.finish()
+}
+
+/// All that hibernation does with devices and processors, up to the image and back.
+#[test]
+fn hibernation_without_an_image() -> Result<()> {
+    let spec = Spec::new(Kernel::BookwormGeneric).cpus(4).disk(Bus::Virtio, 1024);
+    let (machine, work) = attached(spec)?;
+    machine.sh("mkswap /dev/vda && swapon /dev/vda && echo core > /sys/power/pm_test")?;
     machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
     assert_eq!(machine.modes()?, ALL_FOUR);
     machine.check_next_attach()?;
@@ -415,5 +432,10 @@ fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
     let check =
         MachineCheck { cpu: 1, bank: 4, status: 0xb200_0000_0000_0800, mcg_status: 4, ..Default::default() };
     machine.qmp().inject_mce(&check)?;
-    crash_kernel_runs(&machine, boots, "Kernel panic - not syncing: Fatal")
+    // What the kernel says in the exception itself does not come on the console any more.
+    crash_kernel_runs(&machine, boots, "Machine Check Exception: 4 Bank 4")?;
+    machine.sh("vmcore-dmesg /proc/vmcore | grep 'Kernel panic - not syncing: .*machine check'")?;
+    // Nobody has cleared it: another one would be a shutdown.
+    assert_eq!(machine.mercury_refused("attach")?.code, "machine-check-in-progress");
+    Ok(())
 }

@@ -29,9 +29,15 @@ fn plain() -> Spec {
     Spec::new(Kernel::BookwormCloud).memory_mib(768)
 }
 
-/// QEMU 10, whose VMRUN refuses as the processor's does; with x2APIC.
+/// QEMU 10, whose VMRUN refuses as the processor's does.
 fn ten() -> Spec {
     plain().qemu_version(Qemu::Ten).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif")
+}
+
+/// The same, in x2APIC mode, which Linux wants interrupt remapping for. The cloud kernel has a driver for
+/// Intel's IOMMU only.
+fn ten_in_x2apic_mode() -> Spec {
+    ten().qemu_arg("-device").qemu_arg("intel-iommu,intremap=on,eim=on")
 }
 
 /// A point, and how the command is refused.
@@ -77,7 +83,11 @@ const FAILURES_IN_EXITS: &[Failure] = &[
     (FaultPoint::ExitStackOverflow, Code::HostException, "exception"),
     (FaultPoint::ExitPanic, Code::HostPanic, "injected: exit"),
     (FaultPoint::ExitUnknown, Code::UnknownExit, "unknown exit 0x81"),
+    QUICK,
 ];
+
+/// In the answer to a hypercall, which saves no vector register; it spoils what an earlier exit has saved.
+const QUICK: Failure = (FaultPoint::QuickPageFault, Code::HostException, "exception 14");
 
 /// The processor refuses to go on.
 const CORRUPTIONS: &[Failure] = &[
@@ -270,7 +280,8 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
     let lines = ["dmesg -C", "mercury attach", &arm(point, Some(cpu), 1), &followed];
     let said = subject.must(&lines)?.text;
     let seconds = seconds_to_follow(subject, &said)?;
-    same(&format!("the others followed in {seconds:.1} s"), (0.0..2.0).contains(&seconds), true)?;
+    // The kernel's clock and the TSC drift apart a little, in an emulator whose clock is the host's.
+    same(&format!("the others followed in {seconds:.3} s"), (-0.1..2.0).contains(&seconds), true)?;
     let status = subject.is_as_before()?;
     check_crash(subject, &status, cpu, code, message)?;
     let exit_code = if code == Code::InvalidGuestState { u64::MAX } else { 0x81 };
@@ -285,6 +296,22 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
 #[test]
 fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
     on_all_cpus(plain(), FAILURES_IN_EXITS, failure_in_exit)
+}
+
+/// Programs have their vector registers in the processor while a hypercall is answered beneath them.
+#[test]
+fn a_failure_in_a_hypercall_leaves_vector_registers_alone() -> Result<()> {
+    let mut subject = Subject::boot(plain(), CPUS)?;
+    let registers = subject.machine.spawn("exec mercury-workload --until-file /run/end fpu")?;
+    for cpu in subject.cpus() {
+        failure_in_exit(&mut subject, QUICK, cpu)?;
+    }
+    subject.machine.sh("touch /run/end")?;
+    let said = registers.wait(MINUTE)?.check()?.stdout;
+    let report: Value = serde_json::from_str(said.lines().last().unwrap_or_default()).unwrap_or_default();
+    let found = (report["passes"].as_u64() > Some(0), report["violations"].as_u64());
+    same(&format!("registers: {report}"), found, (true, Some(0)))?;
+    subject.finish()
 }
 
 #[test]
@@ -317,8 +344,8 @@ fn detach_succeeds_even_if_it_fails() -> Result<()> {
 /// The other emulator, with x2APIC: each point once.
 #[test]
 fn the_same_on_qemu_10_with_x2apic() -> Result<()> {
-    let mut subject = Subject::boot(ten(), CPUS)?;
-    subject.must(&["grep -qw x2apic /proc/cpuinfo", "dmesg | grep -i 'x2apic.*enabled'"])?;
+    let mut subject = Subject::boot(ten_in_x2apic_mode(), CPUS)?;
+    subject.must(&["dmesg | grep -i 'x2apic enabled'"])?;
     let mut cpu = (0..CPUS).cycle();
     let mut next = || cpu.next().unwrap_or(0);
     for row in REFUSALS {
@@ -373,7 +400,25 @@ fn hotplug(subject: &mut Subject) -> Result<()> {
     same("attached later", later["cpus"].as_str(), Some("2"))?;
     subject.must(&["mercury detach"])?;
     subject.is_as_before()?;
-    subject.attaches_again(&[])
+    subject.attaches_again(&[])?;
+    crash_and_gone(subject, last, &online)
+}
+
+/// A CPU on which the hypervisor crashed goes offline before anybody has looked: it is looked at all the
+/// same, and comes back native.
+fn crash_and_gone(subject: &mut Subject, cpu: u32, online: &str) -> Result<()> {
+    println!("a crash on CPU {cpu}, which goes");
+    let lines = [
+        "dmesg -C",
+        "mercury attach",
+        &format!("{}; echo 0 > {online}", arm(FaultPoint::ExitPageFault, Some(cpu), 1)),
+        &format!("until dmesg | grep 'crashed on CPU {cpu} '; do sleep 0.3; done"),
+        &format!("echo 1 > {online}"),
+    ];
+    subject.must(&lines)?;
+    let status = subject.is_as_before()?;
+    same("state", status["state"].as_str(), Some("crashed"))?;
+    subject.recovers_from_crash()
 }
 
 /// A vector that nobody sent, as if it had been in delivery: the kernel takes it for a request to

@@ -2,25 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
-use std::{collections::BTreeMap, path::PathBuf, process::Command, sync::Mutex};
+use std::{collections::BTreeMap, path::PathBuf, process::Command, sync::LazyLock};
 
 use mercury_lab::{driver::Variant, hypervisor};
-
-/// The flat image. One test builds at a time, and none reads what another writes: a build replaces the files.
-fn image(variant: Variant) -> PathBuf {
-    static BUILT: Mutex<Vec<(Variant, PathBuf)>> = Mutex::new(Vec::new());
-    let mut built = BUILT.lock().unwrap();
-    if let Some((_, path)) = built.iter().find(|(known, _)| *known == variant) {
-        return path.clone();
-    }
-    let path = hypervisor::build(variant).unwrap();
-    built.push((variant, path.clone()));
-    path
-}
 
 /// Disassembly of each function by its symbol.
 fn functions() -> BTreeMap<String, Vec<String>> {
     functions_of(Variant::Production)
+}
+
+/// The images, made once: while one is made anew nobody can read it.
+static IMAGES: LazyLock<[PathBuf; 2]> =
+    LazyLock::new(|| Variant::ALL.map(|variant| hypervisor::build(variant).unwrap()));
+
+fn image(variant: Variant) -> &'static PathBuf {
+    &IMAGES[usize::from(variant == Variant::Faults)]
 }
 
 fn functions_of(variant: Variant) -> BTreeMap<String, Vec<String>> {
@@ -68,15 +64,75 @@ fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) ->
     found
 }
 
+/// What runs while the vector registers are the system's: the answer to the driver's hypercalls, and what an
+/// exception does before it goes on where it struck, which may be there.
+const WITH_LIVE_VECTORS: &[&str] =
+    &["3svm5quick10quick_exit", "3vmx5quick10quick_exit", "exceptions7recover"];
+
 /// The world switch saves vector registers only for exits that are not hypercalls of the driver.
 #[test]
-fn hypercalls_use_no_vector_register() {
+fn live_vector_registers_are_not_used() {
     for functions in Variant::ALL.map(functions_of) {
-        for quick in ["3svm5quick10quick_exit", "3vmx5quick10quick_exit"] {
-            for name in reachable(&functions, named(&functions, quick)) {
+        for from in WITH_LIVE_VECTORS {
+            for name in reachable(&functions, named(&functions, from)) {
                 let vector = functions[name].iter().find(|line| line.contains("mm"));
-                assert_eq!(vector, None, "in {name}");
+                assert_eq!(vector, None, "in {name}, from {from}");
             }
+        }
+    }
+}
+
+/// A panic is compiled code that runs before anybody could save vector registers. Builds with assertions do
+/// have panics there.
+#[test]
+fn nothing_panics_with_live_vector_registers() {
+    let functions = functions();
+    for from in WITH_LIVE_VECTORS {
+        let reachable = reachable(&functions, named(&functions, from));
+        assert_eq!(reachable.iter().find(|name| name.contains("panic")), None, "from {from}");
+    }
+}
+
+/// An exception that is the end of an attachment saves the vector registers, if nobody has, before compiled
+/// code that may use them runs: the way out restores them.
+#[test]
+fn a_fatal_exception_saves_live_vector_registers() {
+    for functions in Variant::ALL.map(functions_of) {
+        let text = |part: &str| &functions[named(&functions, part)];
+        let word = |part: &str, store: &str| -> String {
+            let line = text(part).iter().find_map(|line| line.strip_prefix(store));
+            line.unwrap_or_else(|| panic!("no {store} in {part}")).to_owned()
+        };
+        let saved = word("save_sse", "movl   $0x1,");
+        assert_eq!(word("restore_sse", "movl   $0x0,"), saved);
+        let common = text("exception_common");
+        let at = |start: &str, part: &str| {
+            let found = common.iter().position(|line| line.starts_with(start) && line.contains(part));
+            found.unwrap_or_else(|| panic!("no {start} {part} in the handler"))
+        };
+        let order = [
+            at("call", "exceptions7recover"),
+            at("cmpl   $0x0,", &saved),
+            at("jne", "exception_common"),
+            at("call", "save_sse"),
+            at("call", "exceptions5fatal"),
+        ];
+        assert!(order.is_sorted(), "{order:?}");
+    }
+}
+
+/// A machine check may strike between any two instructions of the hypervisor, so an exit settles the one before
+/// it in a single one.
+#[test]
+fn a_machine_check_is_settled_in_one_instruction() {
+    let word = format!("{:#x}(", std::mem::offset_of!(mercury_abi::gate::GateBlock, machine_check));
+    for functions in Variant::ALL.map(functions_of) {
+        for exit in ["svm_exit", "vmx_exit"] {
+            let lines = reachable(&functions, named(&functions, exit)).into_iter();
+            let lines: Vec<_> = lines.flat_map(|name| &functions[name]).collect();
+            let settled = lines.iter().any(|line| line.contains("cmpxchg") && line.contains(&word));
+            let wiped = lines.iter().find(|line| line.starts_with("movq   $0x0,") && line.contains(&word));
+            assert!(settled && wiped.is_none(), "{exit}: {wiped:?}");
         }
     }
 }
@@ -121,6 +177,8 @@ fn forced_exits_run_straight() {
         assert!(!line.starts_with("ret") && !line.starts_with("call") && !line.contains('*'), "{line}");
     }
     assert!(back < 20, "{back} instructions");
+    let beyond = &switch[start + back + 1..];
+    assert_eq!(beyond.first().map(String::as_str), Some("lfence"), "nor speculatively any further");
 }
 
 /// The same on Intel, where CPUID is what everybody forces: from the exit to the next entry, what an NMI on the
@@ -136,6 +194,8 @@ fn forced_exits_run_straight_on_intel() {
     let exit = &functions[named(&functions, "3vmx3run6switch4exit")];
     let answered = exit.iter().position(|line| line.starts_with("jmp")).unwrap();
     assert!(answered < 60, "{answered} instructions");
+    let beyond = &functions[named(&functions, "3vmx3run6switch4save")];
+    assert_eq!(beyond.first().map(String::as_str), Some("lfence"), "nor speculatively any further");
 }
 
 /// The driver applies nothing else at load.

@@ -116,6 +116,34 @@ fn a_hundred_quick_cycles() -> Result<()> {
     work.finish()
 }
 
+/// The device is root's, also when somebody has made it everybody's; and a controller that closes it on exec
+/// leaves no controller behind in what it starts.
+#[test]
+fn the_device_is_for_root_and_for_one_process() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(1))?;
+    machine.mercury("load")?;
+    assert_eq!(machine.sh("stat -c '%a %U %G' /dev/mercury")?, "600 root root");
+    let nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all";
+    let refused = machine.run(&format!("{nobody} mercury attach"))?;
+    assert_eq!(refused.code(), Some(6), "{}", refused.stderr);
+    let open = format!("{nobody} python3 -c \"open('/dev/mercury', 'r+b', buffering=0)\"");
+    assert!(machine.run(&open)?.stderr.contains("PermissionError"));
+    machine.sh("chmod 666 /dev/mercury")?;
+    assert!(machine.run(&open)?.stderr.contains("PermissionError"));
+    machine.sh("chmod 600 /dev/mercury")?;
+
+    let exec = "python3 -c \"import os; device = open('/dev/mercury', 'r+b', buffering=0); \
+                os.set_inheritable(device.fileno(), False); \
+                os.execlp('sh', 'sh', '-c', 'echo runs; read line')\"";
+    let mut child = machine.spawn(exec)?;
+    child.wait_output("runs", Duration::from_secs(30))?;
+    assert!(machine.mercury("status")?["controller_pid"].is_null());
+    machine.mercury("attach")?;
+    child.close_stdin()?;
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
 #[test]
 fn there_is_one_controller() -> Result<()> {
     let machine = Machine::boot(plain())?;
@@ -145,7 +173,7 @@ set -u
 for round in $(seq "$1"); do
 	case $((round % 4)) in
 	0) mercury-workload switch >/dev/null & ;;
-	1) mercury -q attach >/dev/null 2>&1 & ;;
+	1) mercury attach >/dev/null 2>&1 & ;;
 	2) (while mercury detach && mercury attach; do :; done) >/dev/null 2>&1 & ;;
 	3) mercury-workload switch --cpus 1,2 >/dev/null & ;;
 	esac

@@ -26,6 +26,7 @@ pub(crate) const CHECKS: &[Check] = &[
     snp,
     tsc_ratio,
     invlpgb,
+    eraps,
     hsave_in_use,
     memory_beyond_map,
     page_table_isolation,
@@ -137,6 +138,14 @@ fn tsc_ratio(facts: &CpuFacts) -> Option<Finding> {
 fn invlpgb(facts: &CpuFacts) -> Option<Finding> {
     let used = facts.system & system::INVLPGB != 0;
     used.then(|| Finding::refuse(Code::InvlpgbInUse, system::INVLPGB, facts.system))
+}
+
+/// A guest has a return predictor of the older size, and which of its flushes the processor still makes by
+/// itself depends on a control that Mercury leaves off. A kernel that knows the feature may have left out
+/// flushes of its own. The processor alone says nothing: kernels that do not know it are as safe as ever.
+fn eraps(facts: &CpuFacts) -> Option<Finding> {
+    let used = facts.system & system::ERAPS != 0;
+    used.then(|| Finding::refuse(Code::ErapsInUse, system::ERAPS, facts.system))
 }
 
 /// Somebody used SVM before; the value is put back at detach (APM 15.30.4).

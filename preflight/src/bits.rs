@@ -118,14 +118,22 @@ pub mod efer {
     pub const FFXSR: u64 = 1 << 14;
     /// Translation-cache extension.
     pub const TCE: u64 = 1 << 15;
+    /// Long-mode segment limits.
+    pub const LMSLE: u64 = 1 << 13;
+    /// MCOMMIT.
+    pub const MCOMMIT: u64 = 1 << 17;
     /// Interruptible WBINVD.
     pub const INTWB: u64 = 1 << 18;
+    /// Upper-address ignore.
+    pub const UAIE: u64 = 1 << 20;
     /// Automatic IBRS.
     pub const AUTOIBRS: u64 = 1 << 21;
 
-    /// What may be set. Refused by being absent: LMSLE, MCOMMIT, UAIE and whatever comes. SVME has a
-    /// code of its own.
+    /// What may be set. Refused by being absent: [`FOREIGN`] and whatever comes. SVME has a code of its
+    /// own.
     pub const KNOWN: u64 = SCE | LME | LMA | NXE | FFXSR | TCE | INTWB | AUTOIBRS;
+    /// What the manual defines and Mercury does not carry: a kernel that sets one runs natively.
+    pub const FOREIGN: u64 = LMSLE | MCOMMIT | UAIE;
     /// What must be set: the hypervisor's own tables use no-execute.
     pub const REQUIRED: u64 = LME | LMA | NXE;
 }

@@ -1,4 +1,4 @@
-//! Intel's list: VMX with extended page tables and unrestricted guest (HARDWARE.md section 6, item 13).
+//! Intel's list: VMX with extended page tables and unrestricted guest.
 //! Sections are those of the Software Developer's Manual, volume 3.
 
 use crate::{

@@ -40,15 +40,11 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME, VM_HSAVE_PA and CR4.VMXE are
-/// the hypervisor's.
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME or CR4.VMXE is the hypervisor's,
+/// and nothing else. VM_HSAVE_PA reads as what the system wrote.
 #[must_use]
-pub fn as_if_native(before: &CpuFacts, attached: &CpuFacts) -> CpuFacts {
-    let mut native = *attached;
-    native.efer = (attached.efer & !efer::SVME) | (before.efer & efer::SVME);
-    native.vm_hsave_pa = before.vm_hsave_pa;
-    native.cr4 = (attached.cr4 & !cr4::VMXE) | (before.cr4 & cr4::VMXE);
-    native
+pub fn as_if_native(attached: &CpuFacts) -> CpuFacts {
+    CpuFacts { efer: attached.efer & !efer::SVME, cr4: attached.cr4 & !cr4::VMXE, ..*attached }
 }
 
 /// Every quantity of the facts by name.

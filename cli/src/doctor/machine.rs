@@ -17,8 +17,8 @@ use std::{arch::x86_64::__cpuid_count, path::PathBuf};
 /// The EFI variable that says whether Secure Boot is on: four bytes of attributes, then the value.
 const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
 
-/// Blocks of this order (64 pages, 256 KiB) are what the hypervisor's image needs.
-pub const IMAGE_ORDER: usize = 6;
+/// Blocks of this order (32 pages, 128 KiB) are the largest that a load needs: for the image.
+pub const IMAGE_ORDER: usize = 5;
 
 /// What the driver said.
 #[derive(Clone, Debug)]
@@ -164,19 +164,14 @@ fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     let attached = status.iter().filter(|cpu| cpu.mode == MERCURY_MODE_ATTACHED).map(|cpu| cpu.cpu).collect();
     let mut facts = Vec::new();
     for cpu in sysroot.online_cpus().iter() {
-        facts.extend(driver.facts(cpu)?.map(|facts| as_if_native(facts, &attached)));
+        facts.extend(driver.facts(cpu)?.map(|facts| without_mercury(facts, &attached)));
     }
     Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached })
 }
 
-/// What an attached CPU looks like once it is native: SVM and VMX are the hypervisor's.
-fn as_if_native(mut facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
-    if attached.contains(facts.cpu) {
-        facts.efer &= !mercury_preflight::bits::efer::SVME;
-        facts.cr4 &= !mercury_preflight::bits::cr4::VMXE;
-        facts.vm_hsave_pa = 0;
-    }
-    facts
+/// What a CPU looks like once it is native, or is.
+fn without_mercury(facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
+    if attached.contains(facts.cpu) { mercury_preflight::as_if_native(&facts) } else { facts }
 }
 
 /// What CPUID says without a driver. Everything else stays zero.
@@ -242,13 +237,17 @@ mod tests {
     #[test]
     fn an_attached_cpu_is_judged_as_if_native() {
         let mut facts = mercury_preflight::example::good_epyc(1);
-        (facts.efer, facts.vm_hsave_pa) = (facts.efer | 1 << 12, 0x1000);
-        let attached = as_if_native(facts, &[1].into_iter().collect());
-        assert!(mercury_preflight::check(&attached).is_empty());
-        assert!(!mercury_preflight::check(&as_if_native(facts, &CpuSet::default())).is_empty());
+        facts.efer |= 1 << 12;
+        let one: CpuSet = [1].into_iter().collect();
+        assert!(mercury_preflight::check(&without_mercury(facts, &one)).is_empty());
+        assert!(!mercury_preflight::check(&without_mercury(facts, &CpuSet::default())).is_empty());
+        // What somebody else left there is reported, attached or not.
+        facts.vm_hsave_pa = 0x1000;
+        let found = mercury_preflight::check(&without_mercury(facts, &one));
+        let codes: Vec<_> = found.iter().map(|finding| finding.code).collect();
+        assert_eq!(codes, [mercury_abi::code::Code::HsaveInUse]);
         let mut facts = mercury_preflight::example::good_xeon(1);
         facts.cr4 |= 1 << 13;
-        let attached = as_if_native(facts, &[1].into_iter().collect());
-        assert!(mercury_preflight::check(&attached).is_empty());
+        assert!(mercury_preflight::check(&without_mercury(facts, &one)).is_empty());
     }
 }

@@ -127,6 +127,13 @@ const GROUPS: &[Group] = &[
         vendor: Some(Vendor::Amd),
     },
     Group {
+        name: "return predictions",
+        codes: &[Code::ErapsInUse],
+        by_cpuid: false,
+        fine: |_| "not left to the processor".into(),
+        vendor: Some(Vendor::Amd),
+    },
+    Group {
         name: "kernel's mode",
         codes: &[Code::PageTableIsolation, Code::PrivilegedLayer],
         by_cpuid: false,

@@ -197,7 +197,7 @@ fn what_is_worth_a_note() {
         "fix_cve",
         "kgdb",
         "IOMMU",
-        "no free block of 256 KiB",
+        "no free block of 128 KiB",
     ] {
         assert!(text.contains(words), "{words}\n{text}");
     }

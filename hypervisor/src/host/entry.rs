@@ -136,13 +136,14 @@ macro_rules! each_xmm {
     };
 }
 
-/// Saves XMM0–15 and MXCSR at RDI; loads the hypervisor's MXCSR. Changes no other register.
+/// Saves XMM0–15 and MXCSR in the area at RDI, says so there, and loads the hypervisor's MXCSR. Changes no
+/// other register. An exception on the way finds either that it is still to be done, from the beginning, or
+/// that it is done.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 pub extern "C" fn save_sse() {
     naked_asm!(
         "stmxcsr [rdi + {mxcsr}]",
-        "ldmxcsr [rip + {host_mxcsr}]",
         each_xmm!("movaps [rdi + {xmm}], xmm0" "movaps [rdi + {xmm} + 16], xmm1"
             "movaps [rdi + {xmm} + 32], xmm2" "movaps [rdi + {xmm} + 48], xmm3"
             "movaps [rdi + {xmm} + 64], xmm4" "movaps [rdi + {xmm} + 80], xmm5"
@@ -151,9 +152,12 @@ pub extern "C" fn save_sse() {
             "movaps [rdi + {xmm} + 160], xmm10" "movaps [rdi + {xmm} + 176], xmm11"
             "movaps [rdi + {xmm} + 192], xmm12" "movaps [rdi + {xmm} + 208], xmm13"
             "movaps [rdi + {xmm} + 224], xmm14" "movaps [rdi + {xmm} + 240], xmm15"),
+        "mov dword ptr [rdi + {saved}], 1",
+        "ldmxcsr [rip + {host_mxcsr}]",
         "ret",
         mxcsr = const offset_of!(Cpu, mxcsr),
         xmm = const offset_of!(Cpu, xmm),
+        saved = const offset_of!(Cpu, sse_saved),
         host_mxcsr = sym HOST_MXCSR,
     )
 }
@@ -172,9 +176,11 @@ pub extern "C" fn restore_sse() {
             "movaps xmm12, [rdi + {xmm} + 192]" "movaps xmm13, [rdi + {xmm} + 208]"
             "movaps xmm14, [rdi + {xmm} + 224]" "movaps xmm15, [rdi + {xmm} + 240]"),
         "ldmxcsr [rdi + {mxcsr}]",
+        "mov dword ptr [rdi + {saved}], 0",
         "ret",
         mxcsr = const offset_of!(Cpu, mxcsr),
         xmm = const offset_of!(Cpu, xmm),
+        saved = const offset_of!(Cpu, sse_saved),
     )
 }
 
@@ -217,6 +223,10 @@ extern "C" fn exception_stubs() {
 /// address on the interrupted stack, or to the emergency path on the main stack.
 ///
 /// The interrupted stack is entered below its red zone, by POPF and RET.
+///
+/// The vector registers are the system's where the quick path or the world switch was interrupted.
+/// `recover` uses none, for what it answers goes on with them (`lab/tests/image.rs`); the emergency path may
+/// use any, and ends in [`restore_sse`].
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 extern "C" fn exception_common() {
@@ -243,10 +253,15 @@ extern "C" fn exception_common() {
         "mov rdi, rsp",
         "and rdi, -{area_size}",
         "lea rsp, [rdi + {area_size}]",
-        "call {fatal}",
+        "cmp dword ptr [rdi + {sse_saved}], 0",
+        "jne 3f",
+        "call {save_sse}",
+        "3: call {fatal}",
         "ud2",
         recover = sym super::exceptions::recover,
         fatal = sym super::exceptions::fatal,
+        sse_saved = const offset_of!(Cpu, sse_saved),
+        save_sse = sym save_sse,
         rsp_slot = const offset_of!(super::exceptions::Frame, rsp),
         rflags_slot = const offset_of!(super::exceptions::Frame, rflags),
         area_size = const AREA_SIZE,

@@ -37,7 +37,7 @@ pub const MACHINE_CHECK: u64 = 18;
 /// Where to continue after the exception in `frame`, or 0 if there is nowhere.
 ///
 /// # Safety
-/// Called by the exception stubs only, with their own frame.
+/// On an exception's own stack, with the frame that the stub pushed there.
 #[cfg(feature = "image")]
 pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     // SAFETY: the stub passes its own frame.
@@ -49,38 +49,40 @@ pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     }
 }
 
-/// A machine check in the hypervisor's window (GIF = 0; held or taken as the family has it, APM vol. 2,
-/// 15.17): where the interrupted instruction stream is intact (MCG_STATUS.RIPV), the system above gets
-/// the exception at its next instruction and reads the banks itself; otherwise this CPU leaves.
+/// A machine check while GIF = 0: the system above gets it in any case. What was interrupted goes on if its
+/// instruction stream is intact (MCG_STATUS.RIPV); otherwise this CPU leaves.
 #[cfg(feature = "image")]
 fn hand_over_machine_check(frame: &Frame) -> u64 {
     const MCG_STATUS: u32 = 0x17A;
     const MCG_STATUS_RIPV: u64 = 1;
     let intact = crate::x86::msr::read(MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
-    if !intact {
-        return 0;
-    }
-    // SAFETY: exception stacks lie in the area; the interrupted code uses what this changes only at its end.
-    let pending = unsafe { vendor::visit(area_of_stack(), PendMachineCheck) };
-    if pending { frame.rip } else { 0 }
+    // SAFETY: exception stacks lie in the area; what `note` changes, the interrupted code reads as volatile
+    // or does not use any more.
+    let resume = unsafe { vendor::visit(area_of_stack(), HandOver { intact, rip: frame.rip }) };
+    if intact { resume } else { 0 }
 }
 
 #[cfg(feature = "image")]
-struct PendMachineCheck;
+struct HandOver {
+    intact: bool,
+    rip: u64,
+}
 
 #[cfg(feature = "image")]
-impl Visitor for PendMachineCheck {
-    type Output = bool;
+impl Visitor for HandOver {
+    type Output = u64;
 
-    fn visit<V: Vendor>(self, area: &mut Area<V>) -> bool {
-        V::pend_machine_check(area)
+    fn visit<V: Vendor>(self, area: &mut Area<V>) -> u64 {
+        crate::machine_check::note(area, &mut crate::x86::Processor, self.intact);
+        V::resume_at(self.rip)
     }
 }
 
 /// The end: record and leave.
 ///
 /// # Safety
-/// Called by the exception stubs only, with this CPU's area and their own frame.
+/// `area` is this CPU's own, with the system's vector registers saved in it, and `frame` is on one of its
+/// exception stacks. Whatever used the area before will not run again.
 #[cfg(feature = "image")]
 pub unsafe extern "C" fn fatal(area: *mut Cpu, frame: *const Frame) -> ! {
     // SAFETY: the stub passes this CPU's area and its own frame on the exception stack; whatever used

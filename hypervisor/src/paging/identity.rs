@@ -191,16 +191,6 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         SinkOutcome::Sunk
     }
 
-    /// Turns all sunk pages back to the page of zeros and answers how many there were. The caller
-    /// flushes; until then writes still reach the sink, which does no harm.
-    pub fn rearm(&mut self, pages: &mut impl TablePages) -> usize {
-        let mut count = 0;
-        while let Some(sunk) = self.sunk.pop() {
-            count += usize::from(self.hide_again(pages, sunk));
-        }
-        count
-    }
-
     /// One unit of work of the present phase.
     fn work(&mut self, pages: &mut impl TablePages, owned: &[OwnedRange]) -> Result<Progress, Exhausted> {
         let Some(tables) = self.tables else {
@@ -351,14 +341,12 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
     }
 
     /// Takes the sink away from a page, if it still has it.
-    fn hide_again(&self, pages: &mut impl TablePages, sunk: Sunk) -> bool {
-        let Some(slot) = self.page_slot(pages, sunk.page) else { return false };
+    fn hide_again(&self, pages: &mut impl TablePages, sunk: Sunk) {
+        let Some(slot) = self.page_slot(pages, sunk.page) else { return };
         let sunk_entry = self.plan.standing_in::<F>(sunk.sink, Permission::Full);
-        let is_sunk = slot.size == PageSize::Size4K && slot.entry == sunk_entry;
-        if is_sunk {
+        if slot.size == PageSize::Size4K && slot.entry == sunk_entry {
             PageTable::<F>::store(pages, slot, self.plan.hidden_entry::<F>());
         }
-        is_sunk
     }
 
     /// The tables, begun if there are none.

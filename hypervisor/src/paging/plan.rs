@@ -122,7 +122,7 @@ impl Plan {
     }
 
     /// Whether a page of `size` may stand at `block` if the memory types allow it. Below 2 MiB lie the
-    /// fixed ranges: 4 KiB pages always (HARDWARE.md, A-12).
+    /// fixed ranges: 4 KiB pages always (HARDWARE A-12).
     fn may_be_page(&self, block: GuestPhys, size: PageSize) -> bool {
         let above_fixed = size == PageSize::Size4K || block.as_u64() >= PageSize::Size2M.bytes();
         size <= self.layout.largest.size() && block < self.limit() && above_fixed

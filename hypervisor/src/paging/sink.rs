@@ -1,4 +1,4 @@
-//! Memory of which hidden pages were written, so that they can be armed again.
+//! Memory of which hidden pages were written, so that the oldest can be armed again.
 
 use crate::address::{GuestPhys, HostPhys};
 
@@ -33,11 +33,6 @@ impl SunkPages {
         let evicted = self.ring[self.next % MAX_SUNK].replace(sunk);
         self.next = (self.next + 1) % MAX_SUNK;
         evicted
-    }
-
-    /// Forgets a page and answers it; `None` once all are forgotten.
-    pub fn pop(&mut self) -> Option<Sunk> {
-        self.ring.iter_mut().find_map(Option::take)
     }
 }
 

@@ -14,6 +14,7 @@ use super::Area;
 use super::msr::PERMISSION_MAP;
 use super::refusal;
 use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
+use crate::address::HostPhys;
 use crate::x86::{CR4_PGE, Hardware, msr};
 use crate::{native, nested};
 
@@ -79,7 +80,7 @@ pub fn is_fresh(area: &Area) -> bool {
 #[inline]
 pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     area.own.entry_state_valid = 0;
-    let roots = Roots { nested_phys: nested::root_phys(), msrpm_phys: native::phys_of(&PERMISSION_MAP) };
+    let roots = Roots { nested: nested::root(), msrpm: native::phys_of(&PERMISSION_MAP) };
     fill(area, hardware, roots)?;
     if !refusal::none(&area.control) {
         let check = refusal::first(&area.control);
@@ -89,20 +90,20 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
     Ok(())
 }
 
-/// Host-physical addresses of what all CPUs share.
+/// Where what all CPUs share is.
 #[derive(Clone, Copy, Debug)]
 pub struct Roots {
     /// Root of the nested tables.
-    pub nested_phys: u64,
+    pub nested: HostPhys,
     /// MSR permission map.
-    pub msrpm_phys: u64,
+    pub msrpm: HostPhys,
 }
 
 fn fill_control(control: &mut Vmcb, root: Roots) {
     control.intercept_cr_dr_exceptions = [0; 3];
     control.intercept_misc1 = INTERCEPT_MISC1;
     control.intercept_misc2 = INTERCEPT_MISC2;
-    control.msrpm_phys = root.msrpm_phys;
+    control.msrpm_phys = root.msrpm.as_u64();
     control.tsc_offset = 0;
     control.asid = GUEST_ASID;
     // The guest's identifier may still have translations of the last attachment (HARDWARE A-3).
@@ -112,7 +113,7 @@ fn fill_control(control: &mut Vmcb, root: Roots) {
     control.exit_event = 0;
     control.nested_control = 1;
     control.inject_event = 0;
-    control.nested_cr3 = root.nested_phys;
+    control.nested_cr3 = root.nested.as_u64();
     control.clean = 0;
 }
 
@@ -199,7 +200,8 @@ const fn put_table(to: &mut DescriptorTable, from: &Segment) {
 }
 
 /// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
-/// processor. The block may be corrupt: reserved bits that would fault in the gate are dropped.
+/// processor. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the
+/// processor reported at this exit, and may hold bits that only a later kernel knows.
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &area.control;
@@ -207,7 +209,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.cr0 = control.cr0 & 0xFFFF_FFFF;
     outward.cr2 = control.cr2;
     outward.cr3 = control.cr3;
-    outward.cr4 = control.cr4 & mercury_preflight::bits::cr4::KNOWN;
+    outward.cr4 = control.cr4;
     outward.dr6 = control.dr6 & 0xFFFF_FFFF;
     outward.dr7 = control.dr7 & 0xFFFF_FFFF;
     put_table(&mut outward.gdtr, &control.gdtr);
@@ -218,7 +220,6 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.selectors[3] = u64::from(control.ds.selector);
     outward.rip = control.rip;
     outward.rflags = control.rflags;
-    outward.clear_svme = 1;
     outward.registers[0] = control.rax;
     outward.registers[4] = control.rsp;
     return_msrs(area, hardware);
@@ -274,7 +275,6 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.selectors = [inward.es, inward.cs, inward.ss, inward.ds].map(|from| u64::from(from.selector));
     outward.rip = inward.rip;
     outward.rflags = inward.rflags;
-    outward.clear_svme = 1;
     outward.registers[0] = u64::from(result as u32);
     outward.registers[4] = inward.rsp;
 }

@@ -3,6 +3,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
@@ -10,9 +11,9 @@ use super::{Area, Svm, msr, refusal, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
-use crate::nested::{self, NestedAnswer};
+use crate::nested;
 use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_TF};
-use crate::{emergency, exit, fault, publish};
+use crate::{emergency, exit, fault, machine_check, publish};
 
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
@@ -50,12 +51,12 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     if next == Next::Leave {
         run::return_extended_state(area);
     }
-    area.cpu.phase = Phase::Outside;
-    next
+    machine_check::finish(area, hardware, next)
 }
 
 /// Answers one exit.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    machine_check::exit_begins(area, hardware);
     if area.cpu.leave_pending != 0 {
         return leave_now(area, hardware);
     }
@@ -72,6 +73,10 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
+        }
+        exit_code::VINTR if area.control.awaits_window() => {
+            publish::count(area, ExitReason::Other);
+            (Answer::Retry, 0)
         }
         exit_code::INVALID => return invalid(area, hardware),
         _ => return unknown(area, hardware),
@@ -110,17 +115,7 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
     let rip = area.control.rip;
-    let (reason, kind, answer) = match nested::fault::<Svm>(address, write) {
-        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
-        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
-        NestedAnswer::Exhausted => {
-            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
-        }
-    };
-    publish::count(area, reason);
-    let tsc = hardware.tsc();
-    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
-    answer
+    exit::nested_fault(area, hardware, nested::fault::<Svm>(address, write), [address, rip])
 }
 
 /// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not
@@ -154,6 +149,9 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
 /// The guest goes on, if its control block is one that VMRUN will take.
 fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if !refusal::none(&area.control) {
+        if refusal::is_foreign(&area.control) {
+            return leave_with_foreign_state(area, hardware);
+        }
         return invalid(area, hardware);
     }
     area.own.entry_state = GuestState::of(&area.control);
@@ -182,11 +180,6 @@ fn inject(area: &mut Area, fault: Fault) {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
         Fault::GeneralProtection => event::GENERAL_PROTECTION,
     };
-}
-
-/// A machine check for the guest, at its next instruction.
-pub fn pend_machine_check(area: &mut Area) {
-    area.control.inject_event = event::VALID | event::EXCEPTION | 18;
 }
 
 /// An event that was being delivered when the exit struck is delivered again (APM vol. 2, 15.7.2).
@@ -233,8 +226,7 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
 }
 
 /// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no
-/// native counterpart: the guest is entered once more with it and leaves at its next exit, which
-/// comes at the latest with the driver's next hypercall.
+/// native counterpart: the guest is entered once more with it and leaves at its next exit.
 pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let interrupted = area.cpu.interrupted;
     area.control.rip = interrupted.rip;
@@ -243,16 +235,43 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     // A failure may have struck before it was looked at.
     hand_over_event(area, hardware);
     if area.control.inject_event & event::VALID != 0 {
-        area.cpu.leave_pending = because as u32;
-        return Next::Run;
+        return leave_later(area, because);
     }
     finish(area, hardware, because)
 }
 
-/// The exit after an event was handed over by a CPU that wants to leave.
+/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+fn leave_later(area: &mut Area, because: Code) -> Next {
+    area.cpu.leave_pending = because as u32;
+    area.control.await_window(true);
+    Next::Run
+}
+
+/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
+/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let event = area.control.exit_event;
+    if let Some(again) = event_again(event).filter(|_| event & event::VALID != 0) {
+        if let Some(answer) = cure(area, hardware) {
+            hand_over_event(area, hardware);
+            return apply(area, hardware, answer, 0);
+        }
+        exit::lose_event(area, hardware, again);
+    }
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
+    if area.control.exit_code == exit_code::INVALID {
+        area.control.cr4 &= cr4::KNOWN;
+    }
     finish(area, hardware, because)
+}
+
+/// The answer to a nested fault that lets the guest go on.
+fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
+    if area.control.exit_code != exit_code::NPF || !is_explained(area.control.exit_info1) {
+        return None;
+    }
+    let answer = nested_fault(area, hardware);
+    (!matches!(answer, Answer::Depart(_))).then_some(answer)
 }
 
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
@@ -275,7 +294,7 @@ fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 
 /// VMRUN refused the block, or will. The first time after an attach nothing of the guest has run: the
 /// driver gets the failing check. Later the block was corrupted: the CPU leaves with what is still good,
-/// behind the instruction that it has been answered for.
+/// behind the instruction that it has been answered for; of CR4, with what is known.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let check = refusal::first(&area.control);
     let detail = [check as u64, refusal::value(&area.control, check)];
@@ -293,8 +312,22 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         let (rip, rax) = (area.control.rip, area.control.rax);
         area.cpu.interrupted = Interrupted { rip, rax, ..area.cpu.interrupted };
     }
+    area.control.cr4 &= cr4::KNOWN;
     emergency::record_invalid_state(area);
     finish(area, hardware, Code::InvalidGuestState)
+}
+
+/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no
+/// corruption, but what it means for an attached CPU nobody knows. It leaves, behind the instruction that
+/// it has been answered for.
+fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    // It may have wanted to leave before.
+    let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
+    let because = because.unwrap_or(Code::Cr4Unsupported);
+    if area.control.inject_event & event::VALID != 0 {
+        return leave_later(area, because);
+    }
+    finish(area, hardware, because)
 }
 
 #[cfg(feature = "fault-injection")]

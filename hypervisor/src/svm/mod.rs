@@ -30,7 +30,7 @@ use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
 use crate::vendor::{LastExit, TaskStateSegment, Vendor};
 use crate::x86::{self, Hardware};
-use vmcb::{GuestState, Segment, Vmcb};
+use vmcb::{GuestState, Segment, Vmcb, exit_code};
 
 /// AMD's vendor folder, for [`crate::vendor`].
 #[derive(Debug)]
@@ -185,8 +185,23 @@ impl Vendor for Svm {
         }
     }
 
-    fn pend_machine_check(area: &mut Area) -> bool {
-        exits::pend_machine_check(area);
-        true
+    fn pending_event(area: &Area, _: &mut impl Hardware) -> Option<u64> {
+        Some(area.control.inject_event)
+    }
+
+    fn inject(area: &mut Area, _: &mut impl Hardware, event: u64) {
+        area.control.inject_event = event;
+    }
+
+    fn await_window(area: &mut Area, _: &mut impl Hardware, wanted: bool) {
+        area.control.await_window(wanted);
+    }
+
+    fn was_entered(area: &Area) -> bool {
+        area.control.exit_code != exit_code::INVALID
+    }
+
+    fn resume_at(rip: u64) -> u64 {
+        rip
     }
 }

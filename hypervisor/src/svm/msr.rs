@@ -7,6 +7,7 @@
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::ExitReason;
+use mercury_preflight::bits::efer;
 
 use super::Area;
 use crate::exit::{Answer, Fault};
@@ -60,7 +61,7 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
 /// The guest writes an MSR.
 pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     let (reason, answer) = match index {
-        msr::EFER => (ExitReason::MsrEfer, write_efer(area, value)),
+        msr::EFER => (ExitReason::MsrEfer, write_efer(area, hardware, value)),
         msr::VM_HSAVE_PA => (ExitReason::MsrHsave, write_hsave(area, value)),
         msr::PAT => (ExitReason::MsrPat, write_pat(area, hardware, value)),
         // Loading microcode from the guest is not promised to work: natively it is (HARDWARE A-48).
@@ -73,22 +74,42 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
 }
 
 /// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a
-/// detach, and the write is then executed natively (HARDWARE L-4). Other writes are checked as the
-/// processor would: LMA is read-only, LME cannot change while paging, unknown bits are #GP.
-fn write_efer(area: &mut Area, value: u64) -> Answer {
+/// detach, and the write is then executed natively (HARDWARE L-4). So are writes that set bits which Mercury
+/// does not carry, or clear bits which the hypervisor itself needs: a detach writes the guest's EFER while the
+/// hypervisor's tables are in use. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
+/// reserved bits are #GP, and which of the rest there are the processor itself says.
+fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.own.guest_efer;
     if value & msr::EFER_SVME == 0 {
         return Answer::Depart(Code::SvmReleased);
     }
-    let illegal = value & !(mercury_preflight::bits::efer::KNOWN | msr::EFER_SVME) != 0
-        || (value ^ current) & msr::EFER_LME != 0;
-    if illegal {
+    let reserved = !(efer::KNOWN | efer::FOREIGN | efer::SVME);
+    if value & reserved != 0 || (value ^ current) & msr::EFER_LME != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    let new = value & !msr::EFER_LMA | current & msr::EFER_LMA;
+    let lacking = efer::REQUIRED & !(value | msr::EFER_LMA);
+    if value & efer::FOREIGN | lacking != 0 {
+        return Answer::Depart(Code::EferUnsupported);
+    }
+    let Some(taken) = try_efer(area, hardware, value) else {
+        return Answer::Inject(Fault::GeneralProtection);
+    };
+    let new = taken & !msr::EFER_LMA | current & msr::EFER_LMA;
     area.own.guest_efer = new;
     area.control.efer = new;
     Answer::Skip
+}
+
+/// What this processor makes of a guest's EFER; `None` if it refuses. Tried on the processor itself: what is
+/// set now stays set meanwhile, for the hypervisor needs it.
+fn try_efer(area: &Area, hardware: &mut impl Hardware, value: u64) -> Option<u64> {
+    let own = area.own.attach_efer | msr::EFER_SVME;
+    if !hardware.write_msr(msr::EFER, value | own) {
+        return None;
+    }
+    let kept = hardware.read_msr(msr::EFER);
+    let _ = hardware.write_msr(msr::EFER, own);
+    Some(value & kept?)
 }
 
 /// Zero releases SVM (SNP initialization demands it, HARDWARE A-47); another value is remembered.

@@ -6,13 +6,15 @@
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
+#[cfg(feature = "fault-injection")]
+use mercury_abi::gate::FaultPoint;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
 use super::{Area, capture, exits, run};
-use crate::publish;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
+use crate::{fault, machine_check, publish};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
@@ -44,7 +46,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
 }
 
 #[inline]
-fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
+pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
@@ -57,6 +59,10 @@ fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
         DETACH => return detach(area, hardware),
         _ => return Quick::Slow,
     };
+    #[cfg(feature = "fault-injection")]
+    if fault::fires(area, FaultPoint::QuickPageFault) {
+        fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+    }
     area.control.tlb_control = flush;
     area.cpu.gate.outward.registers[RDX] = value;
     finish(area);
@@ -67,14 +73,14 @@ fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
 #[inline]
 fn is_plain_hypercall(area: &Area) -> bool {
     let control = &area.control;
-    let special = area.cpu.leave_pending != 0
-        || control.exit_event & event::VALID != 0
-        || control.rflags & RFLAGS_TF != 0
-        || area.cpu.gate.fault.point != 0;
-    let hypercall = control.exit_code == exit_code::VMMCALL
+    control.exit_code == exit_code::VMMCALL
         && control.cpl == 0
-        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC;
-    hypercall && !special
+        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+        && control.exit_event & event::VALID == 0
+        && control.rflags & RFLAGS_TF == 0
+        && area.cpu.leave_pending == 0
+        && !machine_check::is_noted(area)
+        && !fault::is_armed_beyond_quick(area)
 }
 
 /// Counts the hypercall and moves past it.

@@ -75,6 +75,12 @@ pub fn none(control: &Vmcb) -> bool {
         && !illegal_event(control.inject_event)
 }
 
+/// Whether bits of CR4 that are not known here are all that is wrong.
+#[must_use]
+pub fn is_foreign(control: &Vmcb) -> bool {
+    control.cr4 & !cr4::KNOWN != 0 && checks(control).iter().filter(|(fails, _)| *fails).count() == 1
+}
+
 const fn is_long_mode(control: &Vmcb) -> bool {
     control.efer & EFER_LME != 0 && control.cr0 & CR0_PG != 0
 }
@@ -96,8 +102,13 @@ pub const fn illegal_pat(pat: u64) -> u64 {
 /// The first check, in the manual's order, that `control` fails.
 #[must_use]
 pub fn first(control: &Vmcb) -> Check {
+    checks(control).iter().find(|(fails, _)| *fails).map_or(Check::Unknown, |(_, check)| *check)
+}
+
+/// Every check in the manual's order, and whether it fails.
+fn checks(control: &Vmcb) -> [(bool, Check); 15] {
     let long_mode = is_long_mode(control);
-    let failing = [
+    [
         (control.efer & EFER_SVME == 0, Check::SvmeClear),
         (control.cr0 & CR0_CD == 0 && control.cr0 & CR0_NW != 0, Check::Cr0NwWithoutCd),
         (control.cr0 & HIGH != 0, Check::Cr0High),
@@ -116,8 +127,7 @@ pub fn first(control: &Vmcb) -> Check {
         (control.asid == 0, Check::AsidZero),
         (illegal_event(control.inject_event), Check::IllegalEvent),
         (illegal_pat(control.g_pat) != 0, Check::IllegalPat),
-    ];
-    failing.iter().find(|(fails, _)| *fails).map_or(Check::Unknown, |(_, check)| *check)
+    ]
 }
 
 fn illegal_event(event: u64) -> bool {

@@ -4,7 +4,7 @@
 //! other general register still is the guest's. The top of the stack holds the address of the area.
 //!
 //! The driver's own hypercalls are answered by [`super::quick`], which touches no vector register, so that
-//! those are saved only for the other exits.
+//! those are saved only for the other exits, and by an exception that strikes there and is the end.
 //!
 //! A user can force exits with VMMCALL. Those never reach compiled code: they are answered below in
 //! straight-line code that has no return and no indirect branch, and that touches nothing but this
@@ -78,8 +78,7 @@ mod switch {
             "jne 4f",
             "cmp byte ptr [rdi + {cpl}], 0",
             "je 4f",
-            // VMMCALL in user mode is #UD, as it is natively. Not speculated past: the comparison is of
-            // the processor's own words.
+            // VMMCALL in user mode is #UD, as it is natively.
             "mov dword ptr [rdi + {inject}], {invalid_opcode}",
             "mov dword ptr [rdi + {inject} + 4], 0",
             "mov dword ptr [rdi + {tlb_control}], 0",
@@ -89,6 +88,8 @@ mod switch {
             "xchg rdi, [rsp]",
             "jmp 3b",
             "4:",
+            // Nor does a mispredicted branch come any further, to returns that user mode has trained.
+            "lfence",
             "mov [rdi + {registers} + 8], rcx",
             "mov [rdi + {registers} + 16], rdx",
             "mov [rdi + {registers} + 24], rbx",

@@ -3,10 +3,15 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
-use super::vmcb::{TLB_FLUSH_ALL, event, exit_code};
+use super::quick::Quick;
+use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
+use crate::address::HostPhys;
+use crate::cpu::Phase;
 use crate::host::entry::Next;
+use crate::machine_check;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
 use crate::x86::{DR6_BS, RFLAGS_TF, msr};
 
@@ -80,7 +85,6 @@ fn detach_gives_the_processor_back() {
     assert_eq!(outward.registers[0], 0);
     assert_eq!(outward.registers[4], cpu.area.control.rsp);
     assert_eq!((outward.cr0, outward.cr3, outward.cr4), (0x8005_0033, 0x1234_5000, 0x6F0));
-    assert_eq!(outward.clear_svme, 1);
     assert_eq!(cpu.hardware.msrs[&msr::VM_HSAVE_PA], 0);
     assert_eq!(cpu.hardware.msrs[&msr::PAT], LINUX_PAT);
     assert_eq!(cpu.area.shared().left_because, 0);
@@ -209,6 +213,84 @@ fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
 }
 
+/// Delivering the event may itself exit, on a stack or a table that nothing has touched before.
+#[test]
+fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
+    crate::nested::tests::install::<super::Svm>();
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    cpu.area.control.exit_event = timer;
+    assert_eq!(cpu.exit(0x402), Next::Run);
+    assert_eq!(cpu.enter(), timer);
+    (cpu.area.control.exit_event, cpu.area.control.exit_info1) = (timer, 6);
+    cpu.area.control.exit_info2 = crate::nested::tests::UNTOUCHED;
+    assert_eq!(cpu.exit(exit_code::NPF), Next::Run);
+    assert_eq!(cpu.enter(), timer, "once more");
+    assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave, "nor is the departure forgotten");
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// What cannot be delivered and nothing raises again is told; a machine check is the gate's to raise.
+#[test]
+fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
+    crate::nested::tests::install::<super::Svm>();
+    let page_fault = event::VALID | event::EXCEPTION | event::HAS_ERROR_CODE | 14;
+    let is_told = [
+        (event::VALID | 0xEC, true),
+        (event::DEBUG, true),
+        (page_fault, false),
+        (event::MACHINE_CHECK, false),
+    ];
+    for (first, is_told) in is_told {
+        let mut cpu = Attached::new();
+        cpu.area.control.exit_event = first;
+        assert_eq!(cpu.exit(0x402), Next::Run);
+        assert_eq!(cpu.enter(), first);
+        (cpu.area.control.exit_event, cpu.area.control.exit_info1) = (first, 6);
+        cpu.area.control.exit_info2 = crate::nested::tests::BEYOND;
+        assert_eq!(cpu.exit(exit_code::NPF), Next::Leave);
+        let raised = cpu.area.cpu.gate.machine_check != 0;
+        let lost = cpu.area.shared().log.iter().find(|record| record.kind == LogKind::EventLost as u32);
+        let told = lost.map(|record| (record.arguments[0], record.arguments[1]));
+        assert_eq!(told, is_told.then_some((first, exit_code::NPF)));
+        assert_eq!(raised, first == event::MACHINE_CHECK);
+    }
+}
+
+/// A departure that waits does not depend on the guest's next exit, for there may be none.
+#[test]
+fn a_departure_waits_no_longer_than_for_interrupts() {
+    for machine_check in [false, true] {
+        let mut cpu = Attached::new();
+        cpu.area.control.exit_event = event::VALID | 0xEC;
+        if machine_check {
+            cpu.area.cpu.phase = Phase::Exit;
+            machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+        }
+        assert_eq!(cpu.exit(0x402), Next::Run);
+        assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1 | INTERCEPT_VINTR);
+        cpu.enter();
+        assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.machine_check != 0, machine_check);
+    }
+}
+
+/// Nor does a machine check that takes the place of the event make it forget.
+#[test]
+fn a_departure_waits_behind_a_machine_check_too() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    cpu.area.cpu.phase = Phase::Exit;
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+    assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1 | INTERCEPT_VINTR);
+    assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.machine_check, cpu.area.cpu.gate.outward.cr4), (0, 0x6F0 | LASS));
+}
+
 #[test]
 fn an_event_that_a_failure_left_behind_is_delivered_before_the_cpu_leaves() {
     let mut cpu = Attached::new();
@@ -310,7 +392,7 @@ fn every_attach_starts_afresh() {
     let control = &mut cpu.area.control;
     (control.clean, control.tlb_control, control.asid) = (u64::MAX, 0, 7);
     (control.exit_event, control.inject_event, control.interrupt_shadow) = (event::DEBUG, event::DEBUG, 1);
-    let roots = super::capture::Roots { nested_phys: 0x5000, msrpm_phys: 0x6000 };
+    let roots = super::capture::Roots { nested: HostPhys::new(0x5000), msrpm: HostPhys::new(0x6000) };
     assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
     assert!(super::capture::is_fresh(&cpu.area));
     assert_eq!((cpu.area.control.spec_ctrl, cpu.hardware.msrs[&msr::SPEC_CTRL]), (5, 0));
@@ -364,4 +446,216 @@ fn user_mode_that_leaves_takes_its_shadow_stack_along() {
         assert_eq!(cpu.exit(0x402), Next::Leave);
         assert_eq!(cpu.hardware.msrs[&msr::PL3_SSP], expected, "CPL {cpl}, U_CET {user}");
     }
+}
+
+/// A machine check of the hypervisor goes before a fault, which its instruction raises again.
+#[test]
+fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
+    let mut cpu = Attached::new();
+    let rip = cpu.area.control.rip;
+    cpu.area.cpu.phase = Phase::Exit;
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!((cpu.enter(), cpu.area.control.rip), (event::MACHINE_CHECK, rip));
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE, "delivered once");
+    assert_eq!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// It goes after an event that nothing raises again, at the next moment that the processor can tell.
+#[test]
+fn a_machine_check_waits_for_an_event_and_no_longer() {
+    let mut cpu = Attached::new();
+    let timer = event::VALID | 0xEC;
+    for first in [timer, event::DEBUG, event::VALID | event::NMI | 2] {
+        cpu.area.control.exit_event = first;
+        cpu.area.cpu.phase = Phase::Exit;
+        machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+        assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+        assert_eq!(cpu.enter(), first);
+        assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
+        assert_eq!(cpu.exit(exit_code::VINTR), Next::Run);
+        assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+        assert_eq!(cpu.area.control.virtual_interrupt, 0);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1);
+    }
+}
+
+/// On the way to VMRUN nobody looks any more: the handler hands it over itself.
+#[test]
+fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
+    let mut cpu = Attached::new();
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    assert_eq!(cpu.area.control.inject_event, event::MACHINE_CHECK);
+    // In the quick path, which then finds that this exit is none for it.
+    assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK, "nothing has entered the guest yet");
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE);
+}
+
+/// Whichever way a CPU leaves, the gate raises what the guest has not got.
+#[test]
+fn a_machine_check_outlives_every_departure() {
+    let leave: [fn(&mut Attached) -> Next; 4] = [
+        |cpu| hypercall(cpu, Hypercall::Detach as u64),
+        |cpu| cpu.exit(0x402),
+        |cpu| {
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
+            cpu.exit(exit_code::INVALID)
+        },
+        |cpu| {
+            cpu.area.cpu.gate.inward.cr4 = 0x6F0;
+            super::capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::Ok);
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Leave)
+        },
+    ];
+    for (number, leave) in leave.iter().enumerate() {
+        let mut cpu = Attached::new();
+        cpu.area.cpu.phase = Phase::Exit;
+        machine_check::note(&mut cpu.area, &mut cpu.hardware, false);
+        assert_eq!(leave(&mut cpu), Next::Leave, "{number}");
+        assert_ne!(cpu.area.cpu.gate.machine_check, 0, "{number}");
+    }
+}
+
+/// One that strikes while a CPU is being attached is the first that the guest gets.
+#[test]
+fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
+    let mut cpu = Attached::new();
+    cpu.area.cpu.control_phys = 0x20_1000;
+    cpu.area.cpu.phase = Phase::Native;
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    let roots = super::capture::Roots { nested: HostPhys::new(0x5000), msrpm: HostPhys::new(0x6000) };
+    assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
+    machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
+    assert_eq!(cpu.enter(), event::MACHINE_CHECK);
+}
+
+/// Which bits of EFER there are this processor says, not a list of all that there have ever been.
+#[test]
+fn efer_writes_are_judged_by_this_processor() {
+    let attached = LINUX_EFER | msr::EFER_SVME;
+    let mut cpu = Attached::new();
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!(cpu.enter(), 0);
+    assert_eq!(cpu.area.control.efer, attached | efer::AUTOIBRS);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached, "the hypervisor's stays");
+
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_absent = efer::AUTOIBRS;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!(cpu.enter(), event::GENERAL_PROTECTION);
+    assert_eq!(cpu.area.control.efer, attached);
+
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_ignored = efer::AUTOIBRS;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached | efer::AUTOIBRS), Next::Run);
+    assert_eq!((cpu.enter(), cpu.area.control.efer), (0, attached));
+}
+
+/// While a value is tried and while a CPU leaves, the hypervisor's tables are in use, and they have NX bits:
+/// a guest that wants NXE clear clears it natively.
+#[test]
+fn the_hypervisors_efer_keeps_what_it_needs() {
+    let attached = LINUX_EFER | msr::EFER_SVME;
+    let mut cpu = Attached::new();
+    cpu.hardware.efer_must = efer::REQUIRED | msr::EFER_SVME;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::SCE), Next::Run);
+    assert_eq!(cpu.area.control.efer, attached & !efer::SCE);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached, "the hypervisor's stays");
+
+    let rip = cpu.area.control.rip;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, attached & !efer::NXE), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+    assert_eq!(cpu.hardware.msrs[&msr::EFER], attached & !efer::SCE, "as the guest had it before");
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::EferUnsupported as u32));
+    assert_eq!(cpu.area.shared().crash.code, 0);
+}
+
+/// What Mercury does not carry is the native processor's to take or to refuse, and no crash.
+#[test]
+fn efer_bits_that_are_not_carried_let_go() {
+    for bit in [13, 17, 20] {
+        let mut cpu = Attached::new();
+        let (rip, value) = (cpu.area.control.rip, LINUX_EFER | msr::EFER_SVME | 1 << bit);
+        assert_eq!(write_msr(&mut cpu, msr::EFER, value), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.outward.rip, rip);
+        assert_eq!(cpu.area.shared().left_because, u64::from(Code::EferUnsupported as u32));
+        assert_eq!(cpu.area.shared().crash.code, 0);
+    }
+}
+
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
+/// record, behind what it has been answered for.
+#[test]
+fn foreign_bits_of_cr4_let_go_without_a_crash() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    let rip = cpu.area.control.rip;
+    assert_eq!(write_msr(&mut cpu, msr::EFER, LINUX_EFER | msr::EFER_SVME), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.outward.rip, cpu.area.cpu.gate.outward.cr4), (rip + 2, 0x6F0 | LASS));
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::Cr4Unsupported as u32));
+    assert_eq!(cpu.area.shared().crash.code, 0);
+
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.enter(), event::INVALID_OPCODE);
+    assert_eq!(cpu.exit(exit_code::VMRUN), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0 | LASS);
+}
+
+#[test]
+fn foreign_bits_of_cr4_survive_a_detach() {
+    const LASS: u64 = 1 << 27;
+    let mut cpu = Attached::new();
+    cpu.area.control.cr4 |= LASS;
+    assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0 | LASS);
+}
+
+/// Where VMRUN refused a block that nobody can vouch for, the gate gets no bit that may fault there.
+#[test]
+fn a_corrupt_cr4_is_not_carried_out() {
+    let mut cpu = Attached::new();
+    (cpu.area.control.cr4, cpu.area.control.asid) = (0x6F0 | 1 << 63, 0);
+    assert_eq!(cpu.exit(exit_code::INVALID), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0);
+    assert_ne!(cpu.area.shared().crash.code, 0);
+}
+
+/// An INIT leaves no word; the next native operation tells that the CPU is not attached any more.
+#[test]
+fn a_cpu_that_was_reset_is_not_taken_for_attached() {
+    let mut cpu = Attached::new();
+    crate::publish::attached(&mut cpu.area);
+    crate::publish::native(&mut cpu.area, Code::CpuReset);
+    assert_eq!((cpu.area.shared().attached, cpu.area.shared().detaches), (0, 1));
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::CpuReset as u32));
+    crate::publish::native(&mut cpu.area, Code::CpuReset);
+    assert_eq!(cpu.area.shared().detaches, 1);
+}
+
+/// The short way does not look for machine checks on its end, so it does not begin with one; and one that
+/// strikes on it is the gate's.
+#[test]
+fn a_machine_check_is_no_case_for_the_short_way() {
+    let quick = |cpu: &mut Attached, call: Hypercall| {
+        *cpu.register(0) = call as u64;
+        *cpu.register(RCX) = HYPERCALL_MAGIC;
+        cpu.area.control.exit_code = exit_code::VMMCALL;
+        super::quick::answer(&mut cpu.area, &mut cpu.hardware)
+    };
+    let mut cpu = Attached::new();
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Run);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Slow);
+
+    let mut cpu = Attached::new();
+    assert_eq!(quick(&mut cpu, Hypercall::Detach), Quick::Leave);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
+    assert_ne!(cpu.area.cpu.gate.machine_check, 0);
 }

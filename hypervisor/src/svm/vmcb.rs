@@ -160,6 +160,26 @@ const _: () = {
     assert!(offset_of!(Vmcb, spec_ctrl) == 0x6E0);
 };
 
+impl Vmcb {
+    /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
+    /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4). Or takes that back.
+    pub fn await_window(&mut self, wanted: bool) {
+        if wanted {
+            self.intercept_misc1 |= INTERCEPT_VINTR;
+            self.virtual_interrupt = VIRTUAL_INTERRUPT;
+        } else {
+            self.intercept_misc1 &= !INTERCEPT_VINTR;
+            self.virtual_interrupt = 0;
+        }
+    }
+
+    /// Whether such an exit was asked for.
+    #[must_use]
+    pub const fn awaits_window(&self) -> bool {
+        self.intercept_misc1 & INTERCEPT_VINTR != 0
+    }
+}
+
 /// What of the guest's state VMRUN loads and #VMEXIT saves: enough to go on natively.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestState {
@@ -216,6 +236,11 @@ impl GuestState {
 /// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
 /// reset is right (M-1). Not SMI.
 pub const INTERCEPT_MISC1: u32 = 1 << 26 | 1 << 28;
+/// Intercept word 3: the guest could take a virtual interrupt.
+pub const INTERCEPT_VINTR: u32 = 1 << 4;
+/// [`Vmcb::virtual_interrupt`]: one is pending, of the highest priority and whatever the TPR (V_IRQ,
+/// V_INTR_PRIO, V_IGN_TPR; APM vol. 2, 15.21.4).
+pub const VIRTUAL_INTERRUPT: u64 = 1 << 8 | 15 << 16 | 1 << 20;
 /// Intercept word 4: VMRUN (the processor demands it), VMMCALL, VMLOAD, VMSAVE, STGI, CLGI, SKINIT.
 pub const INTERCEPT_MISC2: u32 = 0x7F;
 /// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
@@ -230,6 +255,8 @@ pub const GUEST_ASID: u32 = 1;
 pub mod exit_code {
     /// An MSR access that the permission map intercepts.
     pub const MSR: u64 = 0x7C;
+    /// The guest could take a virtual interrupt.
+    pub const VINTR: u64 = 0x64;
     /// INVLPGA.
     pub const INVLPGA: u64 = 0x7A;
     /// VMRUN.
@@ -246,26 +273,5 @@ pub mod exit_code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// Event field of [`Vmcb::inject_event`] and [`Vmcb::exit_event`] (APM vol. 2, 15.20).
-pub mod event {
-    /// The field holds an event.
-    pub const VALID: u64 = 1 << 31;
-    /// The event has an error code, in bits 63:32.
-    pub const HAS_ERROR_CODE: u64 = 1 << 11;
-    /// Type 0: external interrupt.
-    pub const EXTERNAL: u64 = 0;
-    /// Type 2: NMI.
-    pub const NMI: u64 = 2 << 8;
-    /// Type 3: exception.
-    pub const EXCEPTION: u64 = 3 << 8;
-    /// Type 4: software interrupt.
-    pub const SOFTWARE: u64 = 4 << 8;
-    /// The type field.
-    pub const TYPE: u64 = 7 << 8;
-    /// #DB.
-    pub const DEBUG: u64 = VALID | EXCEPTION | 1;
-    /// #UD.
-    pub const INVALID_OPCODE: u64 = VALID | EXCEPTION | 6;
-    /// #GP with error code 0.
-    pub const GENERAL_PROTECTION: u64 = VALID | EXCEPTION | HAS_ERROR_CODE | 13;
-}
+/// [`Vmcb::inject_event`] and [`Vmcb::exit_event`]; an error code is in bits 63:32.
+pub use crate::event;

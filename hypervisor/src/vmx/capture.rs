@@ -6,17 +6,20 @@
 //! of GDTR and IDTR, LDTR, TR with its limit, FS and GS with their bases, SYSENTER, DEBUGCTL, DR7, and PAT,
 //! EFER and CET where they differ (HARDWARE I-10).
 
+use core::sync::atomic::{Ordering, compiler_fence};
+
 use mercury_abi::code::Code;
 use mercury_abi::facts::{CpuFacts, system};
 use mercury_abi::gate;
 use mercury_abi::refusal::Refusal;
-use mercury_preflight::bits::{cpuid, cr4};
+use mercury_preflight::bits::{cpuid, cr4, efer};
 use mercury_preflight::vmx::{self as controls, Controls, basic, entry, primary, secondary};
 
 use super::msr::BITMAP;
 use super::refusal;
 use super::vmcs::{self, GUEST_VPID, UNUSABLE, activity};
 use super::{Area, SystemSegment};
+use crate::address::HostPhys;
 use crate::host::tables::{HOST_CS, HOST_DS, HOST_TR};
 use crate::paging::table::Depth;
 use crate::x86::{CR4_PGE, HOST_CR0, Hardware, msr};
@@ -36,6 +39,8 @@ pub mod feature {
 pub const CR0_NE: u64 = 1 << 5;
 /// CR4 that entry checks demand besides the guest's own.
 const CR4_FIXED: u64 = cr4::VMXE;
+/// Bits of CR4 whose meaning for an attached CPU is known.
+pub const CR4_CARRIED: u64 = cr4::KNOWN | CR4_FIXED;
 
 /// The [`feature`] bits of a CPU.
 #[must_use]
@@ -158,6 +163,7 @@ fn fill(area: &mut Area, hardware: &mut impl Hardware, live: &Live) {
     area.own.host_pat = live.pat;
     area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
     area.own.captured_debugctl = live.debugctl;
+    area.own.awaits_window = 0;
     fill_controls(area, hardware);
     fill_host(area, hardware);
     fill_segments(area, hardware, live);
@@ -193,8 +199,8 @@ fn fill_controls(area: &Area, hardware: &mut impl Hardware) {
     ] {
         hardware.vmwrite(field, 0);
     }
-    hardware.vmwrite(vmcs::MSR_BITMAP, native::phys_of(&BITMAP));
-    hardware.vmwrite(vmcs::EPT_POINTER, ept_pointer(nested::root_phys(), nested::depth()));
+    hardware.vmwrite(vmcs::MSR_BITMAP, native::phys_of(&BITMAP).as_u64());
+    hardware.vmwrite(vmcs::EPT_POINTER, ept_pointer(nested::root(), nested::depth()));
     if secondary & secondary::VPID != 0 {
         hardware.vmwrite(vmcs::VPID, GUEST_VPID);
     }
@@ -210,13 +216,13 @@ fn fill_controls(area: &Area, hardware: &mut impl Hardware) {
 /// The tables are write-back memory (bits 2:0), of so many levels (bits 5:3, less 1), without accessed and dirty
 /// flags (bit 6): SDM, "Extended-page-table pointer".
 #[must_use]
-pub const fn ept_pointer(root_phys: u64, depth: Depth) -> u64 {
+pub const fn ept_pointer(root: HostPhys, depth: Depth) -> u64 {
     const WRITE_BACK: u64 = 6;
     let levels = match depth {
         Depth::Four => 4,
         Depth::Five => 5,
     };
-    root_phys | (levels - 1) << 3 | WRITE_BACK
+    root.as_u64() | (levels - 1) << 3 | WRITE_BACK
 }
 
 /// What an exit loads. Its RSP leaves two words at the end of the stack: see [`super::run`].
@@ -323,7 +329,8 @@ fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
 }
 
 /// Prepares the way out of a guest: the gate's outward block from the VMCS, MSRs back into the processor, VMX
-/// off. The VMCS may be corrupt: reserved bits that would fault in the gate are dropped.
+/// off. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the processor
+/// reported at this exit, and may hold bits that only a later kernel knows.
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let outward = &mut area.cpu.gate.outward;
@@ -331,7 +338,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.cr0 = hardware.vmread(vmcs::GUEST_CR0) & 0xFFFF_FFFF;
     outward.cr2 = hardware.cr2();
     outward.cr3 = hardware.vmread(vmcs::GUEST_CR3);
-    outward.cr4 = hardware.vmread(vmcs::GUEST_CR4) & (cr4::KNOWN | CR4_FIXED);
+    outward.cr4 = hardware.vmread(vmcs::GUEST_CR4);
     if area.own.was_reset != 0 {
         outward.cr0 &= !CR0_NE | hardware.vmread(vmcs::CR0_SHADOW);
         outward.cr4 &= !CR4_FIXED | hardware.vmread(vmcs::CR4_SHADOW);
@@ -356,8 +363,15 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.registers[4] = hardware.vmread(vmcs::GUEST_RSP);
     note_system_segments(area, hardware);
     return_msrs(area, hardware);
-    hardware.vmxoff(area.cpu.control_phys);
+    leave_vmx(area, hardware);
+}
+
+/// A machine check that strikes from here on finds no guest to give it to.
+#[inline]
+pub fn leave_vmx(area: &mut Area, hardware: &mut impl Hardware) {
     area.own.vmx_on = 0;
+    compiler_fence(Ordering::SeqCst);
+    hardware.vmxoff(area.cpu.control_phys);
 }
 
 /// TR and LDTR for [`super::run::return_extended_state`]. Mostly TR is what it was at the attach, where its
@@ -395,7 +409,8 @@ fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, numbe
 /// MSRs that an exit has loaded with the hypervisor's, or with the values of the attach: looked at here, written
 /// where they differ.
 #[inline]
-fn return_msrs(area: &Area, hardware: &mut impl Hardware) {
+fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
+    area.cpu.gate.outward.efer = 0;
     let differing = loaded_msrs(area)
         .into_iter()
         .fold(0, |bits, (_, field, loaded)| bits | hardware.vmread(field) ^ loaded);
@@ -424,13 +439,22 @@ fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
 /// The guest changed some while it was attached. A corrupt value faults, and is dropped.
 #[cold]
 #[inline(never)]
-fn write_changed_msrs(area: &Area, hardware: &mut impl Hardware) {
+fn write_changed_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     for (index, field, loaded) in loaded_msrs(area) {
         let value = hardware.vmread(field);
-        if value != loaded {
+        if index == msr::EFER && value & efer::NXE == 0 {
+            area.cpu.gate.outward.efer = without_no_execute(value);
+        } else if value != loaded {
             let _ = hardware.write_msr(index, value);
         }
     }
+}
+
+/// The hypervisor's own tables, which are in use still, have NX bits: the gate loads such an EFER when they are
+/// not. There is no recovery from a fault there, so a corrupt one is dropped.
+const fn without_no_execute(value: u64) -> u64 {
+    const LONG_MODE: u64 = efer::LME | efer::LMA;
+    if value & LONG_MODE == LONG_MODE && value & !efer::KNOWN == 0 { value } else { 0 }
 }
 
 /// User mode that leaves has its shadow stack pointer in the VMCS; the gate's IRET loads it from PL3_SSP (SDM
@@ -480,6 +504,7 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.selectors = [inward.es, inward.cs, inward.ss, inward.ds].map(|from| u64::from(from.selector));
     outward.thread_selectors = [inward.fs, inward.gs].map(|from| u64::from(from.selector));
     outward.thread_bases = bases;
+    outward.efer = 0;
     outward.rip = inward.rip;
     outward.rflags = inward.rflags;
     outward.registers[0] = u64::from(result as u32);
@@ -495,7 +520,6 @@ fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
         let table = hardware.vmread(vmcs::GUEST_INTERRUPT_SSP_TABLE);
         let _ = hardware.write_msr(msr::ISST_ADDR, table);
     }
-    hardware.vmxoff(area.cpu.control_phys);
-    area.own.vmx_on = 0;
+    leave_vmx(area, hardware);
     [fs_base, gs_base]
 }

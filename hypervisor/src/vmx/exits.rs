@@ -1,5 +1,7 @@
 //! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
 
+use core::sync::atomic::{AtomicU32, Ordering};
+
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{EXIT_CODE_VMX, ExitReason, LogKind};
@@ -12,10 +14,10 @@ use super::{Area, Vmx, msr, refusal, reset, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
-use crate::nested::{self, NestedAnswer};
+use crate::nested;
 use crate::vendor::LastExit;
 use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF, msr::EFER_LMA};
-use crate::{emergency, exit, fault, publish};
+use crate::{emergency, exit, fault, machine_check, publish};
 
 const RAX: usize = 0;
 const RCX: usize = 1;
@@ -53,8 +55,7 @@ pub unsafe extern "C" fn vmx_exit(area: *mut Area) -> Next {
     if next == Next::Leave {
         run::return_extended_state(area);
     }
-    area.cpu.phase = Phase::Outside;
-    next
+    machine_check::finish(area, hardware, next)
 }
 
 /// Notes what an exit must not lose, and whether the guest has run at all.
@@ -69,7 +70,9 @@ pub fn begin(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-const fn entry_failed(reason: u32) -> bool {
+/// Whether the processor refused to enter.
+#[must_use]
+pub const fn entry_failed(reason: u32) -> bool {
     reason & (reason::ENTRY_FAILED | reason::INSTRUCTION_FAILED) != 0
 }
 
@@ -106,16 +109,17 @@ pub fn note_exit(area: &mut Area, hardware: &mut impl Hardware) {
 /// Answers one exit.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let reason = area.own.exit.code as u32;
+    machine_check::exit_begins(area, hardware);
     if entry_failed(reason) {
-        return invalid(area, hardware);
+        return not_entered(area, hardware);
+    }
+    keep_nmis_blocked(area, hardware);
+    if area.cpu.leave_pending != 0 && can_leave(area, hardware) {
+        return leave_now(area, hardware);
     }
     #[cfg(feature = "fault-injection")]
     inject_faults(area);
-    keep_nmis_blocked(area, hardware);
     hand_over_event(area, hardware);
-    if area.cpu.leave_pending != 0 && can_leave(area, hardware) && !is_event_pending(hardware) {
-        return leave_now(area, hardware);
-    }
     if fault::fires(area, FaultPoint::ExitUnknown) {
         return unknown(area, hardware);
     }
@@ -136,6 +140,11 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         | reason::GETSEC => undefined(area),
         reason::CONTROL_REGISTER => control_register(area, hardware),
         reason::MONITOR_TRAP => other(area, Answer::Retry),
+        // What still waits for one asks again.
+        reason::INTERRUPT_WINDOW if area.own.awaits_window != 0 => {
+            await_window(area, hardware, false);
+            other(area, Answer::Retry)
+        }
         reason::INIT => return reset::init(area, hardware),
         reason::SIPI => return reset::start_up(area, hardware),
         reason::TRIPLE_FAULT => return reset::shut_down(area, hardware),
@@ -244,17 +253,7 @@ const fn is_explained(qualification: u64) -> bool {
 fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let (address, rip) = (area.own.exit.info2, area.cpu.interrupted.rip);
     let write = area.own.exit.info1 & VIOLATION_WRITE != 0;
-    let (reason, kind, answer) = match nested::fault::<Vmx>(address, write) {
-        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
-        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
-        NestedAnswer::Exhausted => {
-            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
-        }
-    };
-    publish::count(area, reason);
-    let tsc = hardware.tsc();
-    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
-    answer
+    exit::nested_fault(area, hardware, nested::fault::<Vmx>(address, write), [address, rip])
 }
 
 /// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE. All others are native.
@@ -339,11 +338,21 @@ fn put_pair(area: &mut Area, rax: u64, rdx: u64) {
     area.cpu.gate.outward.registers[RDX] = rdx;
 }
 
+/// The guest goes on, if its CR4 is one that is known.
+fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let foreign = hardware.vmread(vmcs::GUEST_CR4) & !capture::CR4_CARRIED != 0;
+    if foreign && can_leave(area, hardware) {
+        return leave_with_foreign_state(area, hardware);
+    }
+    enter(area, hardware)
+}
+
 /// The guest goes on. The monitor trap flag has done what it was set for; where an NMI has to wait still, the
 /// entry sets it again.
-fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.cpu.features & feature::MONITOR_TRAP != 0 {
-        hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary));
+        let window = if area.own.awaits_window != 0 { primary::INTERRUPT_WINDOW_EXITING } else { 0 };
+        hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary | window));
     }
     #[cfg(feature = "fault-injection")]
     corrupt(area, hardware);
@@ -402,18 +411,11 @@ fn keep_nmis_blocked(area: &Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// An event that was being delivered when the exit struck is delivered again (SDM, "Information for VM exits that
-/// occur during event delivery"). Software interrupts and exceptions are not: their instruction runs again. An
-/// NMI in delivery has blocked NMIs, which would refuse its injection.
+/// An event that was being delivered when the exit struck is delivered again. An NMI in delivery has blocked
+/// NMIs, which would refuse its injection.
 fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
-    let event = area.own.exit.event;
-    if event & event::VALID == 0 {
-        return;
-    }
+    let Some(event) = event_again(area) else { return };
     area.own.exit.event = 0;
-    if matches!(event & event::TYPE, event::SOFTWARE | event::PRIVILEGED | event::SOFTWARE_EXCEPTION) {
-        return;
-    }
     if event & event::TYPE == event::NMI {
         let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);
         hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, blocked & !blocking::NMI);
@@ -421,11 +423,25 @@ fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
     if event & event::HAS_ERROR_CODE != 0 {
         hardware.vmwrite(vmcs::ENTRY_ERROR_CODE, event >> 32);
     }
-    const FIELDS: u64 = event::VALID | event::HAS_ERROR_CODE | event::TYPE | 0xFF;
-    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event & FIELDS);
+    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event & 0xFFFF_FFFF);
     let code = EXIT_CODE_VMX | area.own.exit.code;
     let tsc = hardware.tsc();
     publish::log(area, LogKind::Reinjected, tsc, [event, code, 0, 0, 0]);
+}
+
+/// The event that was being delivered when the exit struck, if it is to be delivered again (SDM,
+/// "Information for VM exits that occur during event delivery"). Software interrupts and exceptions are not:
+/// their instruction runs again.
+const fn event_again(area: &Area) -> Option<u64> {
+    const FIELDS: u64 = event::VALID | event::HAS_ERROR_CODE | event::TYPE | 0xFF;
+    let event = area.own.exit.event;
+    let by_instruction =
+        matches!(event & event::TYPE, event::SOFTWARE | event::PRIVILEGED | event::SOFTWARE_EXCEPTION);
+    if event & event::VALID == 0 || by_instruction {
+        return None;
+    }
+    let error_code = if event & event::HAS_ERROR_CODE != 0 { event & !0xFFFF_FFFF } else { 0 };
+    Some(event & FIELDS | error_code)
 }
 
 fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
@@ -451,15 +467,18 @@ fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
 }
 
 /// Whether the gate can go where the guest is: in long mode, with tables that map the gate. User mode's own
-/// tables under page-table isolation do not.
+/// tables under page-table isolation do not; the kernel's first instructions run on them too, and they are the
+/// upper page of two.
 fn can_leave(area: &Area, hardware: &mut impl Hardware) -> bool {
-    let isolated = area.cpu.features & feature::ISOLATED != 0 && privilege(hardware) == 3;
+    const USER_TABLES: u64 = 1 << 12;
+    let isolated = area.cpu.features & feature::ISOLATED != 0
+        && (privilege(hardware) == 3 || hardware.vmread(vmcs::GUEST_CR3) & USER_TABLES != 0);
     hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && !isolated
 }
 
 /// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no native
-/// counterpart: the guest is entered once more with it and leaves at its next exit, which comes at the latest
-/// with the driver's next hypercall. So it does where the gate cannot go.
+/// counterpart: the guest is entered once more with it and leaves at its next exit. So it does where the gate
+/// cannot go.
 pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let interrupted = area.cpu.interrupted;
     hardware.vmwrite(vmcs::GUEST_RIP, interrupted.rip);
@@ -468,8 +487,7 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     // A failure may have struck before it was looked at.
     hand_over_event(area, hardware);
     if is_event_pending(hardware) {
-        area.cpu.leave_pending = because as u32;
-        return enter_again(area, hardware);
+        return leave_later(area, hardware, because);
     }
     if !can_leave(area, hardware) {
         return stay(area, hardware, because);
@@ -478,23 +496,70 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
 }
 
 /// The CPU cannot leave here. What it could not answer is tried once more; then user mode is told that it is
-/// undefined, and a system that is still booting is reset, as it would be by what it cannot handle.
+/// undefined, and a kernel is reset, as it would be by what it cannot handle: one that is still booting at once.
 fn stay(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
-    if privilege(hardware) != 3 {
+    let (user, again) = (privilege(hardware) == 3, area.own.refused_to_leave != 0);
+    if !user && (again || hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA == 0) {
         return reset::shut_down(area, hardware);
     }
     area.cpu.leave_pending = because as u32;
-    if area.own.refused_to_leave != 0 {
+    if again {
         inject(hardware, Fault::InvalidOpcode);
     }
     area.own.refused_to_leave ^= 1;
-    enter_again(area, hardware)
+    enter(area, hardware)
 }
 
-/// The exit after an event was handed over by a CPU that wants to leave.
+/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+fn leave_later(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    area.cpu.leave_pending = because as u32;
+    await_window(area, hardware, true);
+    enter(area, hardware)
+}
+
+/// Asks for an exit as soon as the guest can take interrupts, or takes that back. The monitor trap flag stays as
+/// it is.
+pub fn await_window(area: &mut Area, hardware: &mut impl Hardware, wanted: bool) {
+    const WINDOW: u64 = primary::INTERRUPT_WINDOW_EXITING as u64;
+    area.own.awaits_window = u32::from(wanted);
+    let controls = hardware.vmread(vmcs::PRIMARY_CONTROLS);
+    hardware.vmwrite(vmcs::PRIMARY_CONTROLS, if wanted { controls | WINDOW } else { controls & !WINDOW });
+}
+
+/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
+/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if event_again(area).is_some() {
+        if let Some(answer) = cure(area, hardware) {
+            hand_over_event(area, hardware);
+            return apply(area, hardware, answer);
+        }
+        lose_event(area, hardware);
+    }
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
     finish(area, hardware, because)
+}
+
+/// The answer to a nested fault that lets the guest go on.
+fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
+    if area.own.exit.code as u32 != reason::EPT_VIOLATION || !is_explained(area.own.exit.info1) {
+        return None;
+    }
+    let answer = nested_fault(area, hardware);
+    (!matches!(answer, Answer::Depart(_))).then_some(answer)
+}
+
+/// An event that cannot be delivered any more. An NMI the gate raises.
+fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
+    let Some(event) = event_again(area) else { return };
+    area.own.exit.event = 0;
+    if event & event::TYPE != event::NMI {
+        return exit::lose_event(area, hardware, event);
+    }
+    let pending = &raw mut area.cpu.gate.nmi.pending;
+    // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so does
+    // this.
+    let _ = unsafe { AtomicU32::from_ptr(pending) }.fetch_add(1, Ordering::Relaxed);
 }
 
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
@@ -518,7 +583,7 @@ fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 
 /// The processor refused to enter. The first time after an attach nothing of the guest has run: the driver gets
 /// the reason. Later the VMCS was corrupted: the CPU leaves with what is still good, behind the instruction that
-/// it has been answered for.
+/// it has been answered for; of CR4, with what is known.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let (refusal, value) = refusal::of_entry(area, hardware);
     let detail = [refusal as u64, value];
@@ -530,8 +595,36 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }
+    let cr4 = hardware.vmread(vmcs::GUEST_CR4);
+    hardware.vmwrite(vmcs::GUEST_CR4, cr4 & capture::CR4_CARRIED);
     emergency::record_refusal(area, refusal, value);
     finish(area, hardware, Code::InvalidGuestState)
+}
+
+/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no corruption,
+/// but what it means for an attached CPU nobody knows. It leaves, behind the instruction that it has been answered
+/// for.
+fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    // It may have wanted to leave before.
+    let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
+    let because = because.unwrap_or(Code::Cr4Unsupported);
+    if is_event_pending(hardware) {
+        return leave_later(area, hardware, because);
+    }
+    finish(area, hardware, because)
+}
+
+/// VMLAUNCH or VMRESUME failed, or the processor came back before the guest. If a machine check was the cause
+/// (SDM, "Machine-check events during VM entry"), it is the system's, and nothing else is wrong.
+fn not_entered(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.own.exit.code as u32 == reason::ENTRY_FAILED | reason::MACHINE_CHECK {
+        machine_check::note(area, hardware, false);
+        if area.cpu.entered != 0 {
+            publish::count(area, ExitReason::Other);
+            return enter(area, hardware);
+        }
+    }
+    invalid(area, hardware)
 }
 
 #[cfg(feature = "fault-injection")]

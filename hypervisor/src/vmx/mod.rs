@@ -167,6 +167,8 @@ pub struct Own {
     pub was_reset: u32,
     /// 1 if the CPU wanted to leave beneath user mode and could not.
     pub refused_to_leave: u32,
+    /// 1 while an exit is asked for that comes as soon as the guest can take interrupts.
+    pub awaits_window: u32,
 }
 
 static TABLES: Tables<IntelExtended> = Tables::new();
@@ -268,10 +270,26 @@ impl Vendor for Vmx {
         LastExit { code: EXIT_CODE_VMX | area.own.exit.code, ..area.own.exit }
     }
 
-    fn pend_machine_check(area: &mut Area) -> bool {
-        if area.own.vmx_on != 0 {
-            Processor.vmwrite(vmcs::ENTRY_INTERRUPTION, vmcs::event::MACHINE_CHECK);
-        }
-        area.own.vmx_on != 0
+    /// A CPU that waits for a start-up IPI takes no event (SDM, "Checks on guest non-register state").
+    fn pending_event(area: &Area, hardware: &mut impl Hardware) -> Option<u64> {
+        let takes =
+            area.own.vmx_on != 0 && hardware.vmread(vmcs::GUEST_ACTIVITY) != vmcs::activity::WAIT_FOR_SIPI;
+        takes.then(|| hardware.vmread(vmcs::ENTRY_INTERRUPTION))
+    }
+
+    fn inject(_: &mut Area, hardware: &mut impl Hardware, event: u64) {
+        hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event);
+    }
+
+    fn await_window(area: &mut Area, hardware: &mut impl Hardware, wanted: bool) {
+        exits::await_window(area, hardware, wanted);
+    }
+
+    fn was_entered(area: &Area) -> bool {
+        !exits::entry_failed(area.own.exit.code as u32)
+    }
+
+    fn resume_at(rip: u64) -> u64 {
+        run::resume_at(rip)
     }
 }

@@ -5,13 +5,15 @@
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
+#[cfg(feature = "fault-injection")]
+use mercury_abi::gate::FaultPoint;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcs::{self, blocking, event, reason};
 use super::{Area, capture, run};
-use crate::publish;
 use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
+use crate::{fault, machine_check, publish};
 
 /// Length of VMCALL in bytes.
 const VMCALL_LENGTH: u64 = 3;
@@ -47,7 +49,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
 }
 
 #[inline]
-fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
+pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     if !is_plain_hypercall(area, hardware) {
@@ -55,6 +57,10 @@ fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     }
     match area.cpu.gate.outward.registers[RAX] {
         PING => {
+            #[cfg(feature = "fault-injection")]
+            if fault::fires(area, FaultPoint::QuickPageFault) {
+                fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+            }
             finish(area, hardware);
             area.cpu.gate.outward.registers[RDX] = u64::from(MERCURY_ABI_VERSION);
             Quick::Run
@@ -76,7 +82,8 @@ fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
 fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
     area.own.failed == 0
         && area.cpu.leave_pending == 0
-        && area.cpu.gate.fault.point == 0
+        && !machine_check::is_noted(area)
+        && !fault::is_armed_beyond_quick(area)
         && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
         && hardware.vmread(vmcs::EXIT_REASON) as u32 == reason::VMCALL
         && capture::privilege(hardware) == 0

@@ -9,13 +9,13 @@ use mercury_preflight::bits::{cr0, cr4};
 use mercury_preflight::vmx::entry;
 
 use super::Area;
-use super::capture::CR0_NE;
-use super::exits::flush;
+use super::capture::{self, CR0_NE};
+use super::exits::{await_window, flush};
 use super::vmcs::{self, UNUSABLE, activity};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
-use crate::publish;
 use crate::x86::{DR7_CLEAR, Hardware, msr::EFER_LMA, msr::EFER_LME};
+use crate::{machine_check, publish};
 
 /// CR0.NW and CR0.CD, which INIT leaves alone.
 const CR0_CACHES: u64 = 0b11 << 29;
@@ -65,6 +65,8 @@ pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     put_segment(hardware, 6, 0, 0, LDT);
     put_segment(hardware, 7, 0, 0, BUSY_TSS);
     area.cpu.gate.nmi.pending = 0;
+    machine_check::forget(area);
+    await_window(area, hardware, false);
     flush(area, hardware);
     Next::Run
 }
@@ -126,8 +128,7 @@ pub fn shut_down(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     publish::count(area, ExitReason::Other);
     publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
     publish::departed(area, Code::CpuReset);
-    hardware.vmxoff(area.cpu.control_phys);
-    area.own.vmx_on = 0;
+    capture::leave_vmx(area, hardware);
     hardware.shut_down()
 }
 

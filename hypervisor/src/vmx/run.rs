@@ -97,7 +97,8 @@ mod switch {
     }
 
     /// The last steps before the guest, RDI = the CPU's area, RSP = the exit's. Begins again where an NMI
-    /// strikes in it: until the entry itself nothing is lost, for the block has every register that it loads.
+    /// strikes in it: until the entry itself nothing is lost, for the block has every register that it loads. So it
+    /// does behind a machine check: see [`super::resume_at`].
     ///
     /// An NMI is injected unless another event is to be, or the guest cannot take it (SDM, "Checks on guest
     /// non-register state"): then the monitor trap flag brings the guest back after its next instruction or
@@ -143,6 +144,8 @@ mod switch {
             "mov eax, {entry_interruption}",
             "mov ecx, {inject_nmi}",
             "vmwrite rax, rcx",
+            ".globl mercury_vmx_nmi_given",
+            "mercury_vmx_nmi_given:",
             "dec dword ptr [rdi + {pending}]",
             "jmp mercury_vmx_window_start",
             "5: test dword ptr [rdi + {features}], {monitor_trap}",
@@ -152,6 +155,8 @@ mod switch {
             "or ecx, {monitor_trap_flag}",
             "vmwrite rax, rcx",
             "jmp 2b",
+            ".globl mercury_vmx_enter_end",
+            "mercury_vmx_enter_end:",
             pending = const PENDING,
             verw = sym VERW_SELECTOR,
             launched = const OWN + offset_of!(Own, launched),
@@ -304,6 +309,9 @@ mod switch {
             "mov ecx, {entry_interruption}",
             "mov edx, {invalid_opcode}",
             "vmwrite rcx, rdx",
+            // One that has struck since the exit goes first; one that strikes now replaces #UD.
+            "cmp qword ptr [rdi + {machine_check}], 0",
+            "jne {save}",
             "mov rbx, [rdi + {shared_virt}]",
             "inc qword ptr [rbx + {foreign_counter}]",
             "jmp {enter}",
@@ -332,6 +340,7 @@ mod switch {
             ss_rights = const vmcs::GUEST_SS_RIGHTS,
             entry_interruption = const vmcs::ENTRY_INTERRUPTION,
             invalid_opcode = const event::INVALID_OPCODE,
+            machine_check = const offset_of!(Cpu, gate) + offset_of!(GateBlock, machine_check),
             foreign_counter =
                 const offset_of!(SharedCpu, exits) + 8 * ExitReason::ForeignHypercall as usize,
         )
@@ -341,6 +350,8 @@ mod switch {
     #[unsafe(naked)]
     extern "C" fn save() -> ! {
         naked_asm!(
+            // No mispredicted branch comes any further, to returns that user mode has trained.
+            "lfence",
             "mov rax, [rsp]",
             "mov [rdi + {registers} + 40], rbp",
             "mov [rdi + {registers} + 48], rsi",
@@ -409,6 +420,28 @@ pub fn nmi_window() -> [u64; 3] {
 #[cfg(not(feature = "image"))]
 pub fn nmi_window() -> [u64; 3] {
     [0; 3]
+}
+
+/// Where to go on behind a machine check that struck at `rip`. On the way into the guest that is the beginning of
+/// the way: for an NMI that was noted meanwhile, and because what the way had read of the VMCS may be another by
+/// now. Not where an NMI has been given and not been taken from the note.
+#[cfg(feature = "image")]
+pub fn resume_at(rip: u64) -> u64 {
+    unsafe extern "C" {
+        static mercury_vmx_nmi_given: u8;
+        static mercury_vmx_enter_end: u8;
+    }
+    let [start, _, restart] = nmi_window();
+    // Labels in `switch::enter`, as those.
+    let [given, end] =
+        [&raw const mercury_vmx_nmi_given, &raw const mercury_vmx_enter_end].map(|label| label as u64);
+    if rip >= start && rip < end && rip != given { restart } else { rip }
+}
+
+/// Where to go on behind a machine check: tests have no way into a guest.
+#[cfg(not(feature = "image"))]
+pub fn resume_at(rip: u64) -> u64 {
+    rip
 }
 
 /// Loads the hypervisor's task state, on a native CPU: exits load it by themselves.

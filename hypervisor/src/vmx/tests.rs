@@ -12,9 +12,13 @@ use mercury_preflight::vmx::{entry, primary, secondary};
 use proptest::prelude::*;
 
 use super::capture::feature;
+use super::quick::Quick;
 use super::vmcs::{self, activity, blocking, event, reason};
-use super::{Area, LeaveGdt, SystemSegment, capture, exits, refusal};
+use super::{Area, LeaveGdt, SystemSegment, Vmx, capture, exits, refusal};
+use crate::address::HostPhys;
+use crate::cpu::Phase;
 use crate::host::entry::Next;
+use crate::machine_check;
 use crate::model::{LINUX_EFER, LINUX_PAT, Model};
 use crate::paging::table::Depth;
 use crate::x86::{Hardware, RFLAGS_RF, RFLAGS_TF, msr};
@@ -112,8 +116,25 @@ impl Cpu {
         if reason & reason::ENTRY_FAILED == 0 {
             self.set(vmcs::ENTRY_INTERRUPTION, self.get(vmcs::ENTRY_INTERRUPTION) & !event::VALID);
         }
+        self.area.cpu.phase = Phase::Exit;
         exits::begin(&mut self.area, &mut self.hardware);
-        exits::handle(&mut self.area, &mut self.hardware)
+        let next = exits::handle(&mut self.area, &mut self.hardware);
+        machine_check::finish(&mut self.area, &mut self.hardware, next)
+    }
+
+    /// A machine check strikes in the hypervisor.
+    fn machine_check(&mut self) {
+        machine_check::note(&mut self.area, &mut self.hardware, true);
+    }
+
+    /// One strikes in compiled code.
+    fn machine_check_in_an_exit(&mut self) {
+        self.area.cpu.phase = Phase::Exit;
+        self.machine_check();
+    }
+
+    fn awaits_window(&self) -> bool {
+        self.get(vmcs::PRIMARY_CONTROLS) & u64::from(primary::INTERRUPT_WINDOW_EXITING) != 0
     }
 
     fn hypercall(&mut self, call: u64) -> Next {
@@ -231,8 +252,8 @@ fn attach_needs_a_preflight_and_reports_what_fails() {
 
 #[test]
 fn ept_pointers() {
-    assert_eq!(capture::ept_pointer(0x5000, Depth::Four), 0x501E);
-    assert_eq!(capture::ept_pointer(0x5000, Depth::Five), 0x5026);
+    assert_eq!(capture::ept_pointer(HostPhys::new(0x5000), Depth::Four), 0x501E);
+    assert_eq!(capture::ept_pointer(HostPhys::new(0x5000), Depth::Five), 0x5026);
 }
 
 #[test]
@@ -494,9 +515,10 @@ fn an_unknown_exit_lets_go_and_leaves_a_record() {
 
 #[test]
 fn an_ept_violation_that_nothing_explains_lets_go() {
-    // Reads and fetches of what is mapped; and a write, which has no tables here to explain it.
+    // Reads and fetches of what is mapped; and a write, which no tables explain.
     for qualification in [0x09, 0x0C, 0x39, 0x0A] {
         let mut cpu = Cpu::attached();
+        cpu.set(vmcs::GUEST_PHYSICAL_ADDRESS, crate::nested::tests::BEYOND);
         cpu.set(vmcs::EXIT_QUALIFICATION, qualification);
         assert_eq!(cpu.exit(reason::EPT_VIOLATION), Next::Leave, "{qualification:#x}");
     }
@@ -508,9 +530,288 @@ fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
     cpu.set(vmcs::VECTORING, event::VALID | 0xEC);
     assert_eq!(cpu.exit(60), Next::Run, "the event has no native counterpart");
     assert_eq!(cpu.injected(), event::VALID | 0xEC);
+    assert!(cpu.awaits_window());
     cpu.set(vmcs::VECTORING, 0);
     assert_eq!(cpu.exit(60), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// Delivering the event may itself exit, on a stack or a table that nothing has touched before.
+#[test]
+fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
+    crate::nested::tests::install::<Vmx>();
+    let mut cpu = Cpu::attached();
+    let timer = event::VALID | 0xEC;
+    cpu.set(vmcs::VECTORING, timer);
+    assert_eq!(cpu.exit(60), Next::Run);
+    assert_eq!(cpu.injected(), timer);
+    cpu.set(vmcs::EXIT_QUALIFICATION, 2);
+    cpu.set(vmcs::GUEST_PHYSICAL_ADDRESS, crate::nested::tests::UNTOUCHED);
+    assert_eq!(cpu.exit(reason::EPT_VIOLATION), Next::Run);
+    assert_eq!(cpu.injected(), timer, "once more");
+    cpu.set(vmcs::VECTORING, 0);
+    assert_eq!(cpu.exit(reason::INTERRUPT_WINDOW), Next::Leave, "nor is the departure forgotten");
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// What cannot be delivered and nothing raises again is told; a machine check and an NMI are the gate's to raise.
+#[test]
+fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
+    crate::nested::tests::install::<Vmx>();
+    let page_fault = event::VALID | event::EXCEPTION | event::HAS_ERROR_CODE | 14;
+    let is_told = [
+        (event::VALID | 0xEC, true),
+        (event::DEBUG, true),
+        (page_fault, false),
+        (event::MACHINE_CHECK, false),
+        (event::INJECT_NMI, false),
+    ];
+    for (first, is_told) in is_told {
+        let mut cpu = Cpu::attached();
+        cpu.set(vmcs::VECTORING, first);
+        assert_eq!(cpu.exit(60), Next::Run);
+        assert_eq!(cpu.injected(), first);
+        cpu.set(vmcs::EXIT_QUALIFICATION, 2);
+        cpu.set(vmcs::GUEST_PHYSICAL_ADDRESS, crate::nested::tests::BEYOND);
+        assert_eq!(cpu.exit(reason::EPT_VIOLATION), Next::Leave);
+        let raised = (cpu.area.cpu.gate.machine_check != 0, cpu.area.cpu.gate.nmi.pending);
+        let lost = cpu.area.shared().log.iter().find(|record| record.kind == LogKind::EventLost as u32);
+        let told = lost.map(|record| (record.arguments[0], record.arguments[1]));
+        let exit_code = EXIT_CODE_VMX | u64::from(reason::EPT_VIOLATION);
+        assert_eq!(told, is_told.then_some((first, exit_code)));
+        assert_eq!(raised, (first == event::MACHINE_CHECK, u32::from(first == event::INJECT_NMI)));
+    }
+}
+
+/// A departure that waits does not depend on the guest's next exit, for there may be none.
+#[test]
+fn a_departure_waits_no_longer_than_for_interrupts() {
+    for machine_check in [false, true] {
+        let mut cpu = Cpu::attached();
+        cpu.set(vmcs::VECTORING, event::VALID | 0xEC);
+        if machine_check {
+            cpu.machine_check_in_an_exit();
+        }
+        assert_eq!(cpu.exit(60), Next::Run);
+        assert!(cpu.awaits_window());
+        cpu.set(vmcs::VECTORING, 0);
+        assert_eq!(cpu.exit(reason::INTERRUPT_WINDOW), Next::Leave);
+        assert_eq!(cpu.area.cpu.gate.machine_check != 0, machine_check);
+    }
+}
+
+/// Where the gate cannot go, the window would open again and again.
+#[test]
+fn a_window_opens_once() {
+    let mut cpu = Cpu::attached();
+    cpu.area.cpu.features |= feature::ISOLATED;
+    cpu.set(vmcs::VECTORING, event::VALID | 0xEC);
+    assert_eq!(cpu.exit(60), Next::Run);
+    cpu.set(vmcs::VECTORING, 0);
+    cpu.user_mode();
+    assert_eq!(cpu.exit(reason::INTERRUPT_WINDOW), Next::Run);
+    assert!(!cpu.awaits_window());
+    assert_ne!(cpu.area.cpu.leave_pending, 0, "it leaves from the kernel");
+}
+
+/// Nor does a machine check that takes the place of the event make it forget.
+#[test]
+fn a_departure_waits_behind_a_machine_check_too() {
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_CR4, CR4 | LASS);
+    cpu.machine_check_in_an_exit();
+    assert_eq!(cpu.exit(reason::VMCLEAR), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+    assert!(cpu.awaits_window());
+    assert_eq!(cpu.exit(reason::INTERRUPT_WINDOW), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.machine_check, cpu.area.cpu.gate.outward.cr4), (0, CR4 | LASS));
+}
+
+/// A machine check of the hypervisor goes before a fault, which its instruction raises again.
+#[test]
+fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
+    let mut cpu = Cpu::attached();
+    cpu.machine_check_in_an_exit();
+    assert_eq!(cpu.exit(reason::VMCLEAR), Next::Run);
+    assert_eq!((cpu.injected(), cpu.get(vmcs::GUEST_RIP)), (event::MACHINE_CHECK, RIP));
+    assert_eq!(cpu.exit(reason::VMCLEAR), Next::Run);
+    assert_eq!(cpu.injected(), event::INVALID_OPCODE, "delivered once");
+    assert_eq!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// It goes after an event that nothing raises again, at the next moment that the processor can tell.
+#[test]
+fn a_machine_check_waits_for_an_event_and_no_longer() {
+    let mut cpu = Cpu::attached();
+    for first in [event::VALID | 0xEC, event::DEBUG, event::INJECT_NMI] {
+        cpu.set(vmcs::VECTORING, first);
+        cpu.machine_check_in_an_exit();
+        assert_eq!(cpu.hypercall(Hypercall::Ping as u64), Next::Run);
+        assert_eq!(cpu.injected(), first);
+        assert!(cpu.awaits_window());
+        cpu.set(vmcs::VECTORING, 0);
+        assert_eq!(cpu.exit(reason::INTERRUPT_WINDOW), Next::Run);
+        assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+        assert!(!cpu.awaits_window());
+    }
+}
+
+/// On the way to the entry nobody looks any more: the handler hands it over itself.
+#[test]
+fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
+    let mut cpu = Cpu::attached();
+    assert_eq!(cpu.hypercall(Hypercall::Ping as u64), Next::Run);
+    cpu.machine_check();
+    assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+    // An entry that fails has delivered nothing.
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Leave);
+    assert_ne!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// One that strikes in the entry itself is told by the processor, and the guest goes on.
+#[test]
+fn a_machine_check_in_an_entry_is_delivered_to_the_guest() {
+    let mut cpu = Cpu::attached();
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::MACHINE_CHECK), Next::Run);
+    assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+    assert_eq!(cpu.area.shared().crash.code, 0);
+    let mut cpu = Cpu::attached();
+    cpu.area.cpu.entered = 0;
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::MACHINE_CHECK), Next::Leave, "the attach fails");
+    assert_ne!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// Whichever way a CPU leaves, the gate raises what the guest has not got.
+#[test]
+fn a_machine_check_outlives_every_departure() {
+    let leave: [fn(&mut Cpu) -> Next; 4] = [
+        |cpu| cpu.hypercall(Hypercall::Detach as u64),
+        |cpu| cpu.exit(60),
+        |cpu| {
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
+            cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE)
+        },
+        |cpu| {
+            capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::Ok);
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Leave)
+        },
+    ];
+    for (number, leave) in leave.iter().enumerate() {
+        let mut cpu = Cpu::attached();
+        cpu.machine_check_in_an_exit();
+        assert_eq!(leave(&mut cpu), Next::Leave, "{number}");
+        assert_ne!(cpu.area.cpu.gate.machine_check, 0, "{number}");
+        // Out of VMX operation there is no guest to give it to.
+        cpu.machine_check();
+        assert_ne!(cpu.area.cpu.gate.machine_check, 0, "{number}");
+    }
+}
+
+/// One that strikes while a CPU is being attached is the first that the guest gets.
+#[test]
+fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
+    let mut cpu = Cpu::native();
+    cpu.area.cpu.phase = Phase::Native;
+    cpu.machine_check();
+    assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
+    machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
+    assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+}
+
+/// A CPU that is reset has no use for it, and could not take it.
+#[test]
+fn a_reset_forgets_machine_checks() {
+    let mut cpu = Cpu::attached();
+    cpu.machine_check_in_an_exit();
+    assert_eq!(cpu.exit(reason::INIT), Next::Run);
+    assert_eq!((cpu.injected(), cpu.area.cpu.gate.machine_check), (0, 0));
+    cpu.machine_check();
+    assert_eq!(cpu.injected(), 0, "not before it has started");
+    assert_eq!(cpu.exit(reason::SIPI), Next::Run);
+    assert_eq!(cpu.injected(), event::MACHINE_CHECK);
+}
+
+/// The short way does not look for machine checks on its end, so it does not begin with one; and one that
+/// strikes on it is the gate's.
+#[test]
+fn a_machine_check_is_no_case_for_the_short_way() {
+    let quick = |cpu: &mut Cpu, call: Hypercall| {
+        *cpu.register(RAX) = call as u64;
+        *cpu.register(RCX) = HYPERCALL_MAGIC;
+        cpu.set(vmcs::EXIT_REASON, u64::from(reason::VMCALL));
+        super::quick::answer(&mut cpu.area, &mut cpu.hardware)
+    };
+    let mut cpu = Cpu::attached();
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Run);
+    cpu.machine_check();
+    assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Slow);
+
+    let mut cpu = Cpu::attached();
+    assert_eq!(quick(&mut cpu, Hypercall::Detach), Quick::Leave);
+    cpu.machine_check();
+    assert_ne!(cpu.area.cpu.gate.machine_check, 0);
+}
+
+/// Linear-address separation: what a later kernel may set.
+const LASS: u64 = 1 << 27;
+
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
+/// record, behind what it has been answered for.
+#[test]
+fn foreign_bits_of_cr4_let_go_without_a_crash() {
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_CR4, CR4 | LASS);
+    assert_eq!(cpu.exit(reason::INVD), Next::Leave);
+    assert_eq!((cpu.area.cpu.gate.outward.rip, cpu.area.cpu.gate.outward.cr4), (RIP + 3, CR4 | LASS));
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::Cr4Unsupported as u32));
+    assert_eq!(cpu.area.shared().crash.code, 0);
+
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_CR4, CR4 | LASS);
+    assert_eq!(cpu.exit(reason::VMCLEAR), Next::Run, "the fault has no native counterpart");
+    assert_eq!(cpu.injected(), event::INVALID_OPCODE);
+    assert_eq!(cpu.exit(reason::VMCLEAR), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4 | LASS);
+}
+
+#[test]
+fn foreign_bits_of_cr4_survive_a_detach() {
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_CR4, CR4 | LASS);
+    assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4 | LASS);
+}
+
+/// Where the processor refused a VMCS that nobody can vouch for, the gate gets no bit that may fault there.
+#[test]
+fn a_corrupt_cr4_is_not_carried_out() {
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_CR4, CR4 | 1 << 63);
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4);
+    assert_ne!(cpu.area.shared().crash.code, 0);
+}
+
+/// While a CPU leaves, the hypervisor's tables are in use, and they have NX bits: an EFER without NXE is the
+/// gate's to load.
+#[test]
+fn the_hypervisors_efer_keeps_what_it_needs() {
+    const NXE: u64 = 1 << 11;
+    let mut cpu = Cpu::attached();
+    cpu.hardware.efer_must = NXE;
+    cpu.set(vmcs::GUEST_EFER, LINUX_EFER & !NXE);
+    assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(
+        (cpu.hardware.msrs[&msr::EFER], cpu.area.cpu.gate.outward.efer),
+        (LINUX_EFER, LINUX_EFER & !NXE)
+    );
+
+    let mut cpu = Cpu::attached();
+    cpu.hardware.efer_must = NXE;
+    cpu.area.cpu.gate.outward.efer = LINUX_EFER;
+    cpu.set(vmcs::GUEST_EFER, 0);
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.efer, 0, "a corrupt one is dropped");
 }
 
 #[test]
@@ -586,11 +887,15 @@ fn page_table_isolation_leaves_from_the_kernel() {
     cpu.area.cpu.features |= feature::ISOLATED;
     let kernel = cpu.get(vmcs::GUEST_SS_RIGHTS);
     cpu.user_mode();
+    cpu.set(vmcs::GUEST_CR3, 0x1234_5000);
     assert_eq!(cpu.exit(60), Next::Run);
     assert_eq!(cpu.injected(), 0);
     assert_eq!(cpu.exit(60), Next::Run);
     assert_eq!(cpu.injected(), event::INVALID_OPCODE);
+    // The kernel's first instructions run on user mode's tables.
     cpu.set(vmcs::GUEST_SS_RIGHTS, kernel);
+    assert_eq!(cpu.exit(reason::MONITOR_TRAP), Next::Run);
+    cpu.set(vmcs::GUEST_CR3, 0x1234_4000);
     assert_eq!(cpu.exit(reason::CPUID), Next::Leave);
     assert_eq!(cpu.area.cpu.gate.outward.rip, RIP, "the instruction runs natively");
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));

@@ -248,6 +248,8 @@ pub mod reason {
     pub const INIT: u32 = 3;
     /// Start-up IPI.
     pub const SIPI: u32 = 4;
+    /// The guest can take interrupts.
+    pub const INTERRUPT_WINDOW: u32 = 7;
     /// CPUID.
     pub const CPUID: u32 = 10;
     /// GETSEC.
@@ -294,30 +296,12 @@ pub mod reason {
 
 /// Events, in [`ENTRY_INTERRUPTION`] and [`VECTORING`] (SDM, "VM-entry controls for event injection").
 pub mod event {
-    /// The field holds an event.
-    pub const VALID: u64 = 1 << 31;
-    /// The event has an error code.
-    pub const HAS_ERROR_CODE: u64 = 1 << 11;
-    /// The type field.
-    pub const TYPE: u64 = 7 << 8;
-    /// Type 0: external interrupt.
-    pub const EXTERNAL: u64 = 0;
-    /// Type 2: NMI.
-    pub const NMI: u64 = 2 << 8;
-    /// Type 3: hardware exception.
-    pub const EXCEPTION: u64 = 3 << 8;
-    /// Type 4: software interrupt.
-    pub const SOFTWARE: u64 = 4 << 8;
+    pub use crate::event::*;
+
     /// Type 5: privileged software exception (INT1).
     pub const PRIVILEGED: u64 = 5 << 8;
     /// Type 6: software exception (INT3, INTO).
     pub const SOFTWARE_EXCEPTION: u64 = 6 << 8;
-    /// #UD.
-    pub const INVALID_OPCODE: u64 = VALID | EXCEPTION | 6;
-    /// #GP, with an error code.
-    pub const GENERAL_PROTECTION: u64 = VALID | EXCEPTION | HAS_ERROR_CODE | 13;
-    /// #MC.
-    pub const MACHINE_CHECK: u64 = VALID | EXCEPTION | 18;
     /// An NMI to inject.
     pub const INJECT_NMI: u64 = VALID | NMI | 2;
 }

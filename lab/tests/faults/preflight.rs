@@ -54,6 +54,7 @@ const ROWS: &[Row] = &[
     row!(MemoryEncryption, system, |bits| bits | 1 << 1),
     row!(SnpEnabled, syscfg, |bits| bits | 1 << 24),
     row!(InvlpgbInUse, system, |bits| bits | 1 << 3),
+    row!(ErapsInUse, system, |bits| bits | 1 << 4),
     row!(Cr0Unsupported, cr0, |cr0| cr0 | 1 << 30),
     row!(Fred, high cr4, |cr4| cr4 | 1),
     row!(Cr4Unsupported, cr4, |cr4| cr4 | 1 << 24),

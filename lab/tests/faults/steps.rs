@@ -148,9 +148,14 @@ impl Debugger {
         self.0.write_all(format!("${packet}#{sum:02x}").as_bytes()).unwrap();
     }
 
+    /// The answer to a packet. A report of a stop may come before it: QEMU sends one of its own accord when
+    /// it stops for the connection, or not, if it was asked before.
     fn ask(&mut self, packet: &str) -> Result<String> {
         self.send(packet);
-        let answer = self.receive()?;
+        let mut answer = self.receive()?;
+        while packet != "?" && is_stop(&answer) {
+            answer = self.receive()?;
+        }
         if answer.starts_with('E') {
             return Err(Error::Unhealthy(format!("the debugger refuses {packet}: {answer}")));
         }
@@ -190,7 +195,7 @@ impl Debugger {
 
     fn wait_stop(&mut self) -> Result<()> {
         let said = self.receive()?;
-        same(&format!("stopped: {said}"), said.starts_with('T') || said.starts_with('S'), true)
+        same(&format!("stopped: {said}"), is_stop(&said), true)
     }
 
     fn register(&mut self, number: usize) -> Result<u64> {
@@ -202,6 +207,11 @@ impl Debugger {
     fn memory(&mut self, address: u64, size: u64) -> Result<Vec<u8>> {
         Ok(bytes(&self.ask(&format!("m{address:x},{size:x}"))?))
     }
+}
+
+/// Answers in hexadecimal have small letters only.
+fn is_stop(packet: &str) -> bool {
+    packet.starts_with(['T', 'S'])
 }
 
 fn bytes(hex: &str) -> Vec<u8> {

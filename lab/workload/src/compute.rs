@@ -1,5 +1,10 @@
 //! Work whose result is known: primes, and a chain of hashes.
 
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use sha2::{Digest, Sha256};
 
 use crate::{Result, cpus, report::Report, stop::Stop};
@@ -13,15 +18,27 @@ const END_OF_CHAIN: [u8; 32] = [
     0x78, 0xca, 0x9d, 0xce, 0xca, 0x67, 0x72, 0xe5, 0xd7, 0x28, 0xd0, 0x9c, 0x30, 0xa2, 0xf6,
 ];
 
+#[derive(clap::Args)]
+pub struct Args {
+    /// After each pass rest for this many times as long
+    #[arg(long, default_value_t = 0.0)]
+    rest: f64,
+}
+
+/// A rest is no longer than this: somebody may want it to end.
+const REST_MAX: Duration = Duration::from_millis(500);
+
 /// Computes on each CPU.
-pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
+pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     cpus::on_each(stop, report, |cpu, stop, report| {
         while !stop.is_set() {
+            let start = Instant::now();
             let primes = primes_below(PRIMES_BELOW);
             report.check(primes == PRIMES, || format!("CPU {cpu}: {primes} primes"));
             let end = chain(LINKS);
             report.check(end == END_OF_CHAIN, || format!("CPU {cpu}: the chain ends in {end:02x?}"));
             report.pass();
+            thread::sleep(start.elapsed().mul_f64(args.rest).min(REST_MAX));
         }
         Ok(())
     })

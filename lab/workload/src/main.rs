@@ -56,7 +56,7 @@ enum Workload {
     /// A thread on each CPU reads the time and keeps the longest gaps
     Spin(spin::Args),
     /// Primes and hashes with known results, on each CPU
-    Compute,
+    Compute(compute::Args),
     /// x87, SSE, AVX and AVX-512 registers hold patterns
     Fpu,
     /// General registers, flags, selectors, FS and GS bases hold patterns
@@ -91,7 +91,7 @@ impl Workload {
     fn run(&self, stop: &Stop, report: &mut Report) -> Result<()> {
         match self {
             Self::Spin(args) => spin::run(args, stop, report),
-            Self::Compute => compute::run(stop, report),
+            Self::Compute(args) => compute::run(args, stop, report),
             Self::Fpu => fpu::run(stop, report),
             Self::Flags => flags::run(stop, report),
             Self::Ldt => ldt::run(stop, report),
@@ -114,6 +114,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut report = Report::default();
     let stop = Stop::new(&cli.stop);
+    eprintln!("started");
     if let Err(error) = cli.workload.run(&stop, &mut report) {
         report.violation(format!("it could not go on: {error}"));
     }

@@ -1,0 +1,67 @@
+//! `make check`: formatting, lints with warnings denied, of the freestanding image too, and the kernel's style
+//! for the driver.
+
+use std::process::{Command, Stdio};
+
+use crate::{
+    artefacts, checkpatch,
+    driver::Variant,
+    error::{Context, Result},
+    hypervisor, paths, progress,
+};
+
+/// The driver's files by the ends of their names; what is generated has its generator's style.
+const DRIVER_FILES: &[&str] = &["c", "h", "S"];
+const GENERATED: &str = "mercury_abi.h";
+
+/// Runs all of them, whatever becomes of the first; what they find is shown. The names of those that failed,
+/// or could not be run.
+#[must_use]
+pub fn run() -> Vec<&'static str> {
+    let mut format = artefacts::cargo();
+    format.args(["fmt", "--all", "--check"]);
+    let mut lints = artefacts::cargo();
+    lints.args(["clippy", "-q", "--workspace", "--all-targets", "--", "-D", "warnings"]);
+    let checks: [_; COUNT as usize] = [
+        ("formatting", Ok(format)),
+        ("lints", Ok(lints)),
+        ("the image's lints", hypervisor::lints(Variant::Production)),
+        ("the lints of the image with fault points", hypervisor::lints(Variant::Faults)),
+        ("the driver's style", driver_style()),
+    ];
+    let mut failed = Vec::new();
+    for (name, command) in checks {
+        let passed = progress::step(name, || passes(command?));
+        if let Err(error) = &passed {
+            eprintln!("{name}: {error}");
+        }
+        if !matches!(passed, Ok(true)) {
+            failed.push(name);
+        }
+    }
+    failed
+}
+
+fn passes(mut command: Command) -> Result<bool> {
+    let status = command.stdin(Stdio::null()).status().context(|| "start a check".into())?;
+    Ok(status.success())
+}
+
+/// How many checks there are.
+pub const COUNT: u32 = 5;
+
+fn driver_style() -> Result<Command> {
+    let mut command = checkpatch::ensure()?;
+    command.args(["--terse", "--no-summary", "--show-types", "-f"]);
+    let directory = paths::root().join("driver");
+    let entries = std::fs::read_dir(&directory).context(|| "list driver/".into())?;
+    let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    files.retain(|path| {
+        let ending = path.extension().unwrap_or_default().to_string_lossy().into_owned();
+        DRIVER_FILES.contains(&&*ending) && !path.ends_with(GENERATED)
+    });
+    files.sort();
+    // Its settings are in the directory.
+    command.args(files).current_dir(directory);
+    Ok(command)
+}

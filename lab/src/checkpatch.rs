@@ -1,0 +1,56 @@
+//! The kernel's own style checker, taken out of Debian's package of the kernel's source: no header package
+//! has it. Kept under `target/lab/tools/`.
+
+use std::{fs, path::Path, process::Command};
+
+use crate::{
+    apt,
+    error::{Context, Result},
+    hash::Ingredients,
+    host,
+    lock::Lock,
+    paths,
+};
+
+const RELEASE: &str = "bookworm";
+const PACKAGE: &str = "linux-source-6.1";
+const EXCLUDED: &str = "/usr/share/doc/*";
+/// It reads the other two from beside itself.
+const FILES: &[&str] = &["checkpatch.pl", "spelling.txt", "const_structs.checkpatch"];
+
+const INCLUDE: &str = "include";
+
+/// The command that runs it on files that are to be added; it is fetched now if it is not there.
+///
+/// # Errors
+/// If it cannot be had; the error names the log.
+pub fn ensure() -> Result<Command> {
+    let recipe = Ingredients::default().with(RELEASE).with(PACKAGE).with(FILES.concat()).name();
+    let dir = paths::lab_dir("tools")?.join(format!("checkpatch-{recipe}"));
+    if !dir.exists() {
+        let _lock = Lock::wait("checkpatch")?;
+        if !dir.exists() {
+            make(&dir)?;
+        }
+    }
+    let mut command = Command::new("perl");
+    command.arg(dir.join(FILES[0])).arg("--root").arg(dir);
+    Ok(command)
+}
+
+fn make(dir: &Path) -> Result<()> {
+    let new = dir.with_extension("new");
+    host::remove_tree(&new)?;
+    fs::create_dir_all(&new).context(|| format!("make {}", new.display()))?;
+    let tree = new.join("tree");
+    apt::extract("the kernel's source, for checkpatch", "checkpatch", RELEASE, PACKAGE, EXCLUDED, &tree)?;
+    let mut tar = Command::new("tar");
+    tar.arg("-xJf").arg(tree.join(format!("usr/src/{PACKAGE}.tar.xz"))).arg("-C").arg(&new);
+    tar.args(["--strip-components=2", "--occurrence=1"]);
+    tar.args(FILES.iter().map(|file| format!("{PACKAGE}/scripts/{file}")));
+    host::run("taking checkpatch out of it", "checkpatch-tar", &mut tar)?;
+    host::remove_tree(&tree)?;
+    // It looks there for the names of more types.
+    fs::create_dir(new.join(INCLUDE)).context(|| "complete checkpatch".into())?;
+    fs::rename(&new, dir).context(|| "name checkpatch".into())
+}
