@@ -110,8 +110,7 @@ SYM_CODE_START(mercury_vmx_nmi)
 	/* RDX, RCX, RAX; RIP at 24, CS at 32, RFLAGS at 40, RSP at 48, SS at 56. */
 	movq	%rsp, %rdx
 	andq	$-MERCURY_AREA_SIZE, %rdx
-	incl	GATE_NMI(PENDING)(%rdx)
-	incl	GATE_NMI(NOTED)(%rdx)
+	incq	GATE_NMI(PENDING)(%rdx)
 	movq	24(%rsp), %rcx
 	cmpq	GATE_NMI(WINDOW_START_VIRT)(%rdx), %rcx
 	jb	.Lresume
@@ -202,9 +201,9 @@ SYM_CODE_START(mercury_vmx_leave)
 	 * ends that, and what waits in the processor follows.
 	 */
 .Lreplay:
-	cmpl	$0, GATE_NMI(PENDING)(%rdi)
+	cmpq	$0, GATE_NMI(PENDING)(%rdi)
 	je	.Lreplayed
-	decl	GATE_NMI(PENDING)(%rdi)
+	decq	GATE_NMI(PENDING)(%rdi)
 	int	$X86_TRAP_NMI
 	jmp	.Lreplay
 .Lreplayed:

@@ -426,7 +426,6 @@
 #define MERCURY_GATE_MACHINE_CHECK 664
 #define MERCURY_GATE_NMI 672
 #define MERCURY_GATE_NMI_PENDING 672
-#define MERCURY_GATE_NMI_NOTED 676
 #define MERCURY_GATE_NMI_HANDLER_VIRT 680
 #define MERCURY_GATE_NMI_WINDOW_START_VIRT 688
 #define MERCURY_GATE_NMI_WINDOW_END_VIRT 696
@@ -1142,10 +1141,8 @@ static_assert(offsetof(struct mercury_outward, efer) == 288);
  * handler returns to restart_virt, which looks again.
  */
 struct mercury_nmi_block {
-	/* 1: an NMI is to be delivered. 2: likewise, but not at the next entry. */
-	u32 pending;
-	/* NMIs that the handler has noted since load. */
-	u32 noted;
+	/* How many NMIs are to be delivered. */
+	u64 pending;
 	/* The handler, virtual; 0: this processor needs none. Filled at load. */
 	u64 handler_virt;
 	/* Start of the window, virtual. Filled by the hypervisor. */
@@ -1172,7 +1169,6 @@ struct mercury_nmi_block {
 
 static_assert(sizeof(struct mercury_nmi_block) == 152);
 static_assert(offsetof(struct mercury_nmi_block, pending) == 0);
-static_assert(offsetof(struct mercury_nmi_block, noted) == 4);
 static_assert(offsetof(struct mercury_nmi_block, handler_virt) == 8);
 static_assert(offsetof(struct mercury_nmi_block, window_start_virt) == 16);
 static_assert(offsetof(struct mercury_nmi_block, window_end_virt) == 24);

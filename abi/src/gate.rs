@@ -294,10 +294,8 @@ pub struct GateBlock {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NmiBlock {
-    /// 1: an NMI is to be delivered. 2: likewise, but not at the next entry.
-    pub pending: u32,
-    /// NMIs that the handler has noted since load.
-    pub noted: u32,
+    /// How many NMIs are to be delivered.
+    pub pending: u64,
     /// The handler, virtual; 0: this processor needs none. Filled at load.
     pub handler_virt: u64,
     /// Start of the window, virtual. Filled by the hypervisor.

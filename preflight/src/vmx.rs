@@ -137,8 +137,6 @@ pub mod basic {
     pub const BELOW_4_GIB: u64 = 1 << 48;
     /// Memory type for both, in bits 53:50; 6 is write-back.
     pub const TYPE_SHIFT: u32 = 50;
-    /// The TRUE capability MSRs exist.
-    pub const TRUE_CONTROLS: u64 = 1 << 55;
 }
 
 /// One word of controls.

@@ -1,6 +1,6 @@
 //! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
 
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
@@ -559,7 +559,7 @@ fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
     let pending = &raw mut area.cpu.gate.nmi.pending;
     // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so does
     // this.
-    let _ = unsafe { AtomicU32::from_ptr(pending) }.fetch_add(1, Ordering::Relaxed);
+    let _ = unsafe { AtomicU64::from_ptr(pending) }.fetch_add(1, Ordering::Relaxed);
 }
 
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {

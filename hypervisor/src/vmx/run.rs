@@ -108,7 +108,7 @@ mod switch {
         naked_asm!(
             ".globl mercury_vmx_window_start",
             "mercury_vmx_window_start:",
-            "cmp dword ptr [rdi + {pending}], 0",
+            "cmp qword ptr [rdi + {pending}], 0",
             "jne 4f",
             "2: verw word ptr [rip + {verw}]",
             "cmp dword ptr [rdi + {launched}], 0",
@@ -146,7 +146,7 @@ mod switch {
             "vmwrite rax, rcx",
             ".globl mercury_vmx_nmi_given",
             "mercury_vmx_nmi_given:",
-            "dec dword ptr [rdi + {pending}]",
+            "dec qword ptr [rdi + {pending}]",
             "jmp mercury_vmx_window_start",
             "5: test dword ptr [rdi + {features}], {monitor_trap}",
             "jz 2b",

@@ -579,7 +579,7 @@ fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
         let told = lost.map(|record| (record.arguments[0], record.arguments[1]));
         let exit_code = EXIT_CODE_VMX | u64::from(reason::EPT_VIOLATION);
         assert_eq!(told, is_told.then_some((first, exit_code)));
-        assert_eq!(raised, (first == event::MACHINE_CHECK, u32::from(first == event::INJECT_NMI)));
+        assert_eq!(raised, (first == event::MACHINE_CHECK, u64::from(first == event::INJECT_NMI)));
     }
 }
 

@@ -30,12 +30,6 @@ pub const SYSENTER_CS: u32 = 0x174;
 pub const SYSENTER_ESP: u32 = 0x175;
 /// IA32_SYSENTER_EIP.
 pub const SYSENTER_EIP: u32 = 0x176;
-/// IA32_VMX_BASIC.
-pub const VMX_BASIC: u32 = 0x480;
-/// IA32_VMX_CR0_FIXED0; FIXED1 follows.
-pub const VMX_CR0_FIXED0: u32 = 0x486;
-/// IA32_VMX_CR4_FIXED0; FIXED1 follows.
-pub const VMX_CR4_FIXED0: u32 = 0x488;
 /// IA32_VMX_EPT_VPID_CAP.
 pub const VMX_EPT_VPID_CAP: u32 = 0x48C;
 /// FS base (APM vol. 2, 4.5.3).
