@@ -11,7 +11,7 @@
  * exception strikes while the two worlds are mixed. Section numbers are those of the AMD64 Manual,
  * volume 2.
  */
-#include "gate.h"
+#include "gate_common.S"
 
 #define EFER_SVME_BIT	12
 

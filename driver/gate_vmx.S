@@ -13,7 +13,7 @@
  * the handler runs on the stack in use. Section names are those of the Software Developer's Manual,
  * volume 3.
  */
-#include "gate.h"
+#include "gate_common.S"
 
 #define GATE_NMI(field)	(MERCURY_GATE_NMI_##field)
 

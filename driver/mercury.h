@@ -11,7 +11,7 @@
  *	switch.h	what they share
  *	gate_svm.S	the page on which the address space changes: AMD's
  *	gate_vmx.S	and Intel's
- *	gate.h		what they share
+ *	gate_common.S	what they share
  *	facts.c		what a preflight check reads of a CPU
  *	memory.c	the hypervisor's memory
  *	tables.c	the hypervisor's own page tables

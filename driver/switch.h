@@ -15,6 +15,15 @@
 #define DR7_DISARMED	0x400
 #define DR7_ARMED	0xff
 
+/* gate_svm.S */
+asmlinkage u64 mercury_svm_enter(struct mercury_gate_block *area);
+void mercury_svm_leave(void);
+
+/* gate_vmx.S */
+asmlinkage u64 mercury_vmx_enter(struct mercury_gate_block *area);
+void mercury_vmx_leave(void);
+void mercury_vmx_nmi(void);
+
 /* The base address in the descriptor of a selector that LAR accepted. */
 static __always_inline u32 segment_base(u16 selector)
 {

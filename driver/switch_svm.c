@@ -20,10 +20,6 @@ static __always_inline bool svm_enabled(void)
 	return __rdmsr(MSR_EFER) & EFER_SVME;
 }
 
-/* gate_svm.S */
-asmlinkage u64 mercury_svm_enter(struct mercury_gate_block *area);
-void mercury_svm_leave(void);
-
 /* The mode of this CPU, asked of it: the hypervisor never hides EFER.SVME. */
 static noinstr u32 mercury_svm_mode(void)
 {

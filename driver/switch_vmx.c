@@ -26,11 +26,6 @@
 #define CODE_DESCRIPTOR		0x00af9b000000ffff
 #define DATA_DESCRIPTOR		0x00cf93000000ffff
 
-/* gate_vmx.S */
-asmlinkage u64 mercury_vmx_enter(struct mercury_gate_block *area);
-void mercury_vmx_leave(void);
-void mercury_vmx_nmi(void);
-
 /* Sets VMXE. Processor trace of old processors must not be switched on meanwhile. */
 static __always_inline void hold(struct mercury_cpu *m)
 {

@@ -2,8 +2,8 @@
 /*
  * What the gates of both vendors share. No function and no branch: assembler's macros.
  */
-#ifndef MERCURY_GATE_H
-#define MERCURY_GATE_H
+#ifndef MERCURY_GATE_COMMON_S
+#define MERCURY_GATE_COMMON_S
 
 #include <linux/linkage.h>
 #include <linux/objtool.h>
@@ -75,4 +75,4 @@
 	movq	REGISTER(7), %rdi
 .endm
 
-#endif /* MERCURY_GATE_H */
+#endif /* MERCURY_GATE_COMMON_S */
