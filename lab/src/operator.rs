@@ -108,13 +108,13 @@ impl Machine {
         Ok(cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect::<Vec<_>>().join(" "))
     }
 
-    /// Puts every CPU to work that has nothing better to do, half of the time: the host has other machines
+    /// Puts every CPU to work that has nothing better to do, a part of the time: the host has other machines
     /// to emulate.
     ///
     /// # Errors
     /// If it cannot be started.
     pub fn start_work(&self) -> Result<Work> {
-        let mut work = self.spawn("exec nice -n 19 mercury-workload compute --rest 1 2>&1")?;
+        let mut work = self.spawn("exec nice -n 19 mercury-workload compute --rest 4 2>&1")?;
         // From then on it knows how to be ended.
         work.wait_output("started", STARTS_WITHIN)?;
         Ok(Work(work))

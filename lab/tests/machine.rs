@@ -387,7 +387,8 @@ fn systemd_runs_the_machine() -> Result<()> {
 
 #[test]
 fn a_reservation_holds_several_machines() -> Result<()> {
-    let reservation = Reservation::wait(2)?;
+    // Two machines with one processor are as heavy as one with two; whoever waits for all slots keeps some idle.
+    let reservation = Reservation::wait(1)?;
     let first = Machine::boot_reserved(plain().cpus(1), &reservation)?;
     let second = Machine::boot_reserved(plain().cpus(1), &reservation)?;
     assert_ne!(

@@ -31,7 +31,7 @@ impl Reply {
 /// that a test takes no longer than it must.
 const WORK: &str = r"
     exec {nap}<> <(:)
-    nice -n 19 mercury-workload --until-file /tmp/stop compute --rest 2 > /tmp/computed & compute=$!
+    nice -n 19 mercury-workload --until-file /tmp/stop compute --rest 5 > /tmp/computed & compute=$!
     echo 4 > /proc/sys/vm/drop_caches
     dd if=/dev/urandom of=/root/original bs=64k count=8 status=none
     until [ -e /tmp/stop ]; do
