@@ -2,8 +2,8 @@
 //! and run with that release's own libraries, so that nothing of the host changes.
 //!
 //! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, has no x2APIC, and executes stale
-//! text of kernels that patch themselves while several CPUs run; 10.0 does not. Made when a machine first asks for it; kept under `target/lab/tools/`
-//! by the hash of its recipe.
+//! text of kernels that patch themselves while several CPUs run; 10.0 does not. Made when a machine first
+//! asks for it; kept under `target/lab/tools/` by the hash of its recipe.
 
 use std::{
     fs,
