@@ -15,7 +15,7 @@ use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 
 /// [`mercury_abi::gate::GateBlock::machine_check`]: there is none.
-const NONE: u64 = 0;
+pub const NONE: u64 = 0;
 /// One that is nowhere else.
 const NOTED: u64 = 1;
 /// One that the next VMRUN delivers.
