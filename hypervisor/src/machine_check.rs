@@ -18,7 +18,7 @@ use crate::vendor::Vendor;
 use crate::x86::Hardware;
 
 /// [`mercury_abi::gate::GateBlock::machine_check`]: there is none.
-const NONE: u64 = 0;
+pub const NONE: u64 = 0;
 /// One that is nowhere else.
 const NOTED: u64 = 1;
 /// One that the next entry delivers.

@@ -1,6 +1,6 @@
 //! Where this host gets its Debian packages from, read from its own configuration of apt, so that the
 //! lab's images come from the same mirror. Both formats are read: one line a source (`*.list`) and
-//! deb822 (`*.sources`), as sources.list(5) describes them. [`extract`] takes tools out of packages that are
+//! deb822 (`*.sources`), as sources.list(5) describes them. [`Packages`] takes tools out of packages that are
 //! not installed.
 
 use std::{
@@ -190,30 +190,42 @@ pub fn fetch_options() -> Vec<String> {
         .collect()
 }
 
-/// Unpacks packages of `release`, separated by commas, and what they depend on, into `tree`; none of their
-/// scripts is run. `what` is said to people, `log` names the log; files below `excluded` are left out.
-///
-/// # Errors
-/// If the packages cannot be had; the error names the log.
-pub fn extract(
-    what: &str,
-    log: &str,
-    release: &str,
-    packages: &str,
-    excluded: &str,
-    tree: &Path,
-) -> Result<()> {
-    let sources = tree.with_extension("sources.list");
-    let lines = host_sources_for(release)?;
-    fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
-    let mut command = host::as_root("mmdebstrap");
-    command.args(["--mode=root", "--variant=extract"]);
-    command.arg(format!("--include={packages}")).arg(format!("--dpkgopt=path-exclude={excluded}"));
-    for option in fetch_options() {
-        command.arg(format!("--aptopt={option}"));
+/// Packages whose files are wanted, not their installation.
+#[derive(Clone, Copy, Debug, Hash)]
+pub struct Packages {
+    /// Debian's release.
+    pub release: &'static str,
+    /// Whether its backports are preferred.
+    pub backports: bool,
+    /// Their names, separated by commas.
+    pub names: &'static str,
+}
+
+impl Packages {
+    /// Unpacks them and what they depend on into `tree`, without documentation; none of their scripts is
+    /// run. `what` is said to people, `log` names the log.
+    ///
+    /// # Errors
+    /// If the packages cannot be had; the error names the log.
+    pub fn extract(&self, what: &str, log: &str, tree: &Path) -> Result<()> {
+        let mut lines = host_sources_for(self.release)?;
+        let mut options = fetch_options();
+        if self.backports {
+            let suite = format!("{}-backports", self.release);
+            let main =
+                lines.first().map(|line| line.replace(&format!(" {} ", self.release), &format!(" {suite} ")));
+            lines.extend(main);
+            options.push(format!("APT::Default-Release \"{suite}\""));
+        }
+        let sources = tree.with_extension("sources.list");
+        fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
+        let mut command = host::as_root("mmdebstrap");
+        command.args(["--mode=root", "--variant=extract", "--dpkgopt=path-exclude=/usr/share/doc/*"]);
+        command.arg(format!("--include={}", self.names));
+        command.args(options.iter().map(|option| format!("--aptopt={option}")));
+        command.arg(self.release).arg(tree).arg(&sources);
+        host::run(what, log, &mut command)
     }
-    command.arg(release).arg(tree).arg(&sources);
-    host::run(what, log, &mut command)
 }
 
 #[cfg(test)]

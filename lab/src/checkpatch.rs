@@ -4,7 +4,7 @@
 use std::{fs, path::Path, process::Command};
 
 use crate::{
-    apt,
+    apt::Packages,
     error::{Context, Result},
     hash::Ingredients,
     host,
@@ -12,9 +12,7 @@ use crate::{
     paths,
 };
 
-const RELEASE: &str = "bookworm";
-const PACKAGE: &str = "linux-source-6.1";
-const EXCLUDED: &str = "/usr/share/doc/*";
+const SOURCE: Packages = Packages { release: "bookworm", backports: false, names: "linux-source-6.1" };
 /// It reads the other two from beside itself.
 const FILES: &[&str] = &["checkpatch.pl", "spelling.txt", "const_structs.checkpatch"];
 
@@ -25,7 +23,7 @@ const INCLUDE: &str = "include";
 /// # Errors
 /// If it cannot be had; the error names the log.
 pub fn ensure() -> Result<Command> {
-    let recipe = Ingredients::default().with(RELEASE).with(PACKAGE).with(FILES.concat()).name();
+    let recipe = Ingredients::default().with(format!("{SOURCE:?}")).with(FILES.concat()).name();
     let dir = paths::lab_dir("tools")?.join(format!("checkpatch-{recipe}"));
     if !dir.exists() {
         let _lock = Lock::wait("checkpatch")?;
@@ -43,11 +41,11 @@ fn make(dir: &Path) -> Result<()> {
     host::remove_tree(&new)?;
     fs::create_dir_all(&new).context(|| format!("make {}", new.display()))?;
     let tree = new.join("tree");
-    apt::extract("the kernel's source, for checkpatch", "checkpatch", RELEASE, PACKAGE, EXCLUDED, &tree)?;
+    SOURCE.extract("the kernel's source, for checkpatch", "checkpatch", &tree)?;
     let mut tar = Command::new("tar");
-    tar.arg("-xJf").arg(tree.join(format!("usr/src/{PACKAGE}.tar.xz"))).arg("-C").arg(&new);
+    tar.arg("-xJf").arg(tree.join(format!("usr/src/{}.tar.xz", SOURCE.names))).arg("-C").arg(&new);
     tar.args(["--strip-components=2", "--occurrence=1"]);
-    tar.args(FILES.iter().map(|file| format!("{PACKAGE}/scripts/{file}")));
+    tar.args(FILES.iter().map(|file| format!("{}/scripts/{file}", SOURCE.names)));
     host::run("taking checkpatch out of it", "checkpatch-tar", &mut tar)?;
     host::remove_tree(&tree)?;
     // It looks there for the names of more types.

@@ -1,7 +1,13 @@
 //! Locks between processes: advisory locks on files under `target/lab/locks/`, released by the kernel
 //! when their owner ends, however it ends.
 
-use std::{fs::File, path::Path, thread, time::Duration};
+use std::{
+    fs::File,
+    io::Write,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
 
 use rustix::{
     fs::{FlockOperation, flock},
@@ -56,10 +62,11 @@ fn open(path: &Path) -> Result<File> {
 /// How many machines may run at once on this host, whatever starts them.
 const SLOTS: usize = 2;
 
-/// The right to run a number of machines at once.
+/// The right to run a number of machines at once. How long it was held is noted in [`Reservation::times`].
 #[derive(Debug)]
 pub struct Reservation {
     _slots: Vec<Lock>,
+    since: Instant,
 }
 
 impl Reservation {
@@ -81,10 +88,32 @@ impl Reservation {
                 }
             }
             if taken.len() >= count.min(all) {
-                return Ok(Self { _slots: taken });
+                return Ok(Self { _slots: taken, since: Instant::now() });
             }
             thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// The file that says how long each was held: seconds, a space, the name of the thread, which in tests is
+    /// that of the test.
+    ///
+    /// # Errors
+    /// If its directory cannot be made.
+    pub fn times() -> Result<PathBuf> {
+        Ok(paths::lab_dir("log")?.join("reservations"))
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let seconds = self.since.elapsed().as_secs();
+        let line = format!("{seconds} {}\n", thread::current().name().unwrap_or("main"));
+        let Ok(path) = Self::times() else { return };
+        let _ = File::options()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map(|mut file| file.write_all(line.as_bytes()));
     }
 }
 

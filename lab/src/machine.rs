@@ -22,7 +22,7 @@ use crate::{
     host,
     image::Image,
     lock::Reservation,
-    owner, qemu10,
+    newer_qemu, owner,
     qmp::Qmp,
     scene::Scene,
     spec::{Console, Files, Qemu as QemuVersion, Spec, file, qemu_arguments},
@@ -344,8 +344,8 @@ impl Prepared {
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
         }
-        if spec.qemu_version == QemuVersion::Ten {
-            spec.qemu = qemu10::ensure()?.to_string_lossy().into_owned();
+        if spec.qemu_version == QemuVersion::Newer {
+            spec.qemu = newer_qemu::ensure()?.to_string_lossy().into_owned();
         }
         let scene = Scene::new(&spec)?;
         make_overlay(&scene, file::ROOT, &["-F", "raw", "-b", &image.disk().to_string_lossy()])?;

@@ -106,9 +106,9 @@ struct MachineArgs {
     /// Use the driver with fault points
     #[arg(long)]
     faults: bool,
-    /// Run it with QEMU 10 instead of this host's
+    /// Run it with a newer QEMU instead of this host's
     #[arg(long)]
-    qemu10: bool,
+    newer_qemu: bool,
     /// Count instructions instead of time: one is a nanosecond of the machine's; needs --cpus 1
     #[arg(long)]
     icount: bool,
@@ -132,8 +132,8 @@ impl MachineArgs {
         if self.faults {
             spec = spec.modules(Variant::Faults);
         }
-        if self.qemu10 {
-            spec = spec.qemu_version(Qemu::Ten);
+        if self.newer_qemu {
+            spec = spec.qemu_version(Qemu::Newer);
         }
         if self.icount {
             spec = spec.icount(Icount::Exact);

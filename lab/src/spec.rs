@@ -67,8 +67,8 @@ pub enum Icount {
 pub enum Qemu {
     /// The one that this host has.
     Host,
-    /// QEMU 10: see [`crate::qemu10`].
-    Ten,
+    /// See [`crate::newer_qemu`].
+    Newer,
 }
 
 /// Where the serial console goes.
@@ -131,7 +131,7 @@ impl Spec {
             qemu: "qemu-system-x86_64".to_owned(),
             // 7.2 now and then executes a breakpoint that 6.12, patching its own text, has taken away
             // again: a page could be written while it was translated, until 8.1.
-            qemu_version: if kernel.release() == Release::Trixie { Qemu::Ten } else { Qemu::Host },
+            qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },
             qemu_args: Vec::new(),
             console: Console::Log,
             boot_limit: Duration::from_secs(180),

@@ -2,6 +2,9 @@
 //! line.
 
 use std::{
+    cmp::Reverse,
+    collections::BTreeMap,
+    fs,
     io::{BufRead, BufReader},
     path::PathBuf,
     process::{Command, Stdio},
@@ -14,11 +17,12 @@ use crate::{
     artefacts, check,
     error::{Context, Error, Result},
     image::Release,
+    lock::Reservation,
     paths,
 };
 
 /// Tests counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Passed.
     pub passed: u32,
@@ -26,6 +30,8 @@ pub struct Tally {
     pub failed: u32,
     /// Marked to be left out, each with the reason.
     pub skipped: u32,
+    /// Those that failed, by name.
+    pub failures: Vec<String>,
 }
 
 impl Tally {
@@ -33,10 +39,14 @@ impl Tally {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
+        self.failures.extend(other.failures);
     }
 
-    /// Adds what a test program says at its end: `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
-    fn add_line(&mut self, line: &str) {
+    /// Adds what a test program says of a test that failed, `test NAME ... FAILED`, and at its end:
+    /// `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
+    fn add_line(&mut self, prefix: &str, line: &str) {
+        let test = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"));
+        self.failures.extend(test.map(|name| format!("{prefix}{name}")));
         let Some(rest) = line.trim_start().strip_prefix("test result: ") else { return };
         let Some((_, counts)) = rest.split_once(". ") else { return };
         for part in counts.split(';') {
@@ -54,7 +64,7 @@ impl Tally {
 }
 
 /// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
-/// last line is `N passed, N failed, N skipped`.
+/// last lines are `FAILED NAME` for each that failed, and `N passed, N failed, N skipped`.
 ///
 /// # Errors
 /// If the tests cannot be run at all.
@@ -69,11 +79,29 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
             tally.add(run_cargo(&["--workspace", "--exclude", "mercury-lab"], &[])?);
             tally.add(run_cargo(&["-p", "mercury-lab", "--lib", "--bins"], &[])?);
             tally.add(run_cargo(&["--workspace", "--doc"], &[])?);
+            let _ = fs::remove_file(Reservation::times()?);
             tally.add(run_lab_tests()?);
+            print_times(&fs::read_to_string(Reservation::times()?).unwrap_or_default());
         }
     }
+    tally.failures.iter().for_each(|name| println!("FAILED {name}"));
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
     Ok(tally)
+}
+
+/// The longest of the tests that ran machines.
+const LONGEST: usize = 12;
+
+/// Where the time has gone: machines are what it goes to.
+fn print_times(reservations: &str) {
+    let mut times: BTreeMap<&str, u32> = BTreeMap::new();
+    for (seconds, name) in reservations.lines().filter_map(|line| line.split_once(' ')) {
+        *times.entry(name).or_default() += seconds.parse().unwrap_or(0);
+    }
+    println!("machines ran for {} s; the longest:", times.values().sum::<u32>());
+    let mut longest: Vec<_> = times.into_iter().collect();
+    longest.sort_unstable_by_key(|&(_, seconds)| Reverse(seconds));
+    longest.iter().take(LONGEST).for_each(|(name, seconds)| println!("{seconds:>5} s  {name}"));
 }
 
 /// Both releases at once: much of it is waiting for the mirror.
@@ -91,10 +119,10 @@ fn joined<T>(result: thread::Result<T>) -> Result<T> {
 /// Each of `make check`'s counts as one.
 fn check_style(tally: &mut Tally) {
     let failed = check::run();
-    failed.iter().for_each(|name| println!("check {name} ... FAILED"));
     let count = failed.len() as u32;
     tally.failed += count;
     tally.passed += check::COUNT - count;
+    tally.failures.extend(failed.iter().map(|name| format!("check {name}")));
 }
 
 /// Runs `cargo test` with a selection of targets, and counts.
@@ -155,12 +183,13 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
             println!("{prefix}{line}");
         }
-        tally.add_line(&line);
+        tally.add_line(prefix, &line);
     }
     let status = running.wait().context(|| "wait for tests".into())?;
     if !status.success() && tally.failed == 0 {
         // Something did not build, or a test program crashed.
         tally.failed += 1;
+        tally.failures.push(format!("{prefix}{status}"));
     }
     Ok(tally)
 }
@@ -179,12 +208,13 @@ mod tests {
         for line in [
             "running 3 tests",
             "test a ... ok",
+            "test b ... FAILED",
             "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s",
             "test result: FAILED. 2 passed; 1 failed; 0 ignored; 0 measured; 9 filtered out; finished in 1s",
         ] {
-            tally.add_line(line);
+            tally.add_line("file: ", line);
         }
-        assert_eq!(tally, Tally { passed: 5, failed: 1, skipped: 1 });
+        assert_eq!(tally, Tally { passed: 5, failed: 1, skipped: 1, failures: vec!["file: b".to_owned()] });
     }
 
     #[test]

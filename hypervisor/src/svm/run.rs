@@ -27,12 +27,14 @@ mod switch {
 
     use crate::cpu::Cpu;
     use crate::host::entry;
+    use crate::machine_check;
     use crate::svm::Area;
     use crate::svm::vmcb::{Vmcb, event, exit_code};
 
     const CONTROL: usize = offset_of!(Area, control);
     const REGISTERS: usize =
         offset_of!(Cpu, gate) + offset_of!(GateBlock, outward) + offset_of!(Outward, registers);
+    const MACHINE_CHECK: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, machine_check);
 
     entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run);
 
@@ -78,9 +80,18 @@ mod switch {
             "jne 4f",
             "cmp byte ptr [rdi + {cpl}], 0",
             "je 4f",
+            // What becomes of a machine check is for compiled code to say.
+            "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
+            "jne 4f",
             // VMMCALL in user mode is #UD, as it is natively.
             "mov dword ptr [rdi + {inject}], {invalid_opcode}",
             "mov dword ptr [rdi + {inject} + 4], 0",
+            // One that has struck since goes first; VMMCALL is then executed again. One that strikes from
+            // here on replaces the #UD itself.
+            "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
+            "je 6f",
+            "mov dword ptr [rdi + {inject}], {machine_check_event}",
+            "6:",
             "mov dword ptr [rdi + {tlb_control}], 0",
             "mov rax, [rdi + {shared_virt}]",
             "inc qword ptr [rax + {foreign_counter}]",
@@ -130,6 +141,9 @@ mod switch {
             cpl = const CONTROL + offset_of!(Vmcb, cpl),
             inject = const CONTROL + offset_of!(Vmcb, inject_event),
             invalid_opcode = const event::INVALID_OPCODE,
+            machine_check = const MACHINE_CHECK,
+            no_machine_check = const machine_check::NONE,
+            machine_check_event = const event::MACHINE_CHECK,
             tlb_control = const CONTROL + offset_of!(Vmcb, tlb_control),
             shared_virt = const offset_of!(Cpu, gate) + offset_of!(GateBlock, shared_virt),
             foreign_counter =
