@@ -10,11 +10,12 @@ use std::{
 };
 
 use crate::{
+    emulator::file,
     error::{Context, Error, Result},
     host,
     lock::Lock,
     paths,
-    spec::{Spec, file},
+    spec::Spec,
 };
 
 /// How long evidence is kept.
@@ -100,12 +101,12 @@ impl Scene {
 
     fn describe(&self) -> String {
         let serial = host::tail(&self.dir.join(file::SERIAL), SERIAL_LINES);
-        let qemu = fs::read_to_string(self.dir.join("qemu.log")).unwrap_or_default();
+        let said = fs::read_to_string(self.dir.join(file::EMULATOR)).unwrap_or_default();
         // QEMU says at each start what of the processor it does not emulate.
-        let qemu: Vec<&str> = qemu.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
-        let qemu = qemu.join("\n");
+        let said: Vec<&str> = said.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
+        let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
-        for (name, said) in [("its serial console", serial), ("QEMU", qemu)] {
+        for (name, said) in [("its serial console", serial), ("the emulator", said)] {
             if !said.trim().is_empty() {
                 text += &format!("\n  the last of {name}:\n{}", indent(&said));
             }

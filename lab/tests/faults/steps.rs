@@ -30,7 +30,7 @@ fn an_nmi_at_each_step_arrives_once() -> Result<()> {
     for (name, address) in steps {
         println!("{name} at {address:#x}");
         let before = nmis(&machine)?;
-        switch_with(&machine, &mut debugger, address, |machine, _| machine.qmp().inject_nmi())?;
+        switch_with(&machine, &mut debugger, address, |machine, _| machine.qmp()?.inject_nmi())?;
         same(&name, nmis(&machine)?, before + 1)?;
     }
     machine.check_health()?;
