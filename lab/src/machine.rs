@@ -38,6 +38,7 @@ pub struct Machine {
     link: Link,
     kernel: String,
     boot_time: Duration,
+    processor: usize,
     _slot: Option<Reservation>,
 }
 
@@ -50,15 +51,16 @@ impl Machine {
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
         let slot = Reservation::wait(1)?;
-        prepared.start(Some(slot))
+        let processor = slot.processor();
+        prepared.start(Some(slot), processor)
     }
 
     /// Boots a machine on a reservation that its caller holds for several.
     ///
     /// # Errors
     /// As for [`Machine::boot`].
-    pub fn boot_reserved(spec: Spec, _reservation: &Reservation) -> Result<Self> {
-        Prepared::new(spec)?.start(None)
+    pub fn boot_reserved(spec: Spec, reservation: &Reservation) -> Result<Self> {
+        Prepared::new(spec)?.start(None, reservation.processor())
     }
 
     /// Boots a machine with a shell on this terminal, and waits for its end.
@@ -68,7 +70,7 @@ impl Machine {
     pub fn shell(spec: Spec) -> Result<()> {
         let prepared = Prepared::new(spec.console(Console::Terminal))?;
         let terminal = Terminal::save();
-        let mut process = prepared.start_qemu()?;
+        let mut process = prepared.start_qemu(None)?;
         let status = watch(&mut process, &terminal);
         drop(terminal);
         let status = status?;
@@ -84,8 +86,8 @@ impl Machine {
     /// As for [`Machine::boot`].
     pub fn start_again(self) -> Result<Self> {
         self.power_cut()?;
-        let Self { spec, arguments, link, _slot, .. } = self;
-        Prepared { spec, arguments, scene: link.scene }.start(_slot)
+        let Self { spec, arguments, link, processor, _slot, .. } = self;
+        Prepared { spec, arguments, scene: link.scene }.start(_slot, processor)
     }
 
     /// The release of the kernel that runs.
@@ -357,9 +359,9 @@ impl Prepared {
         Ok(Self { spec, arguments, scene: Arc::new(scene) })
     }
 
-    fn start(self, slot: Option<Reservation>) -> Result<Machine> {
+    fn start(self, slot: Option<Reservation>, processor: usize) -> Result<Machine> {
         let started = Instant::now();
-        let (process, (qmp, client, hello)) = self.start_and_connect()?;
+        let (process, (qmp, client, hello)) = self.start_and_connect(processor)?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
@@ -368,12 +370,13 @@ impl Prepared {
             qmp,
             kernel: hello.kernel,
             boot_time: started.elapsed(),
+            processor,
             _slot: slot,
         })
     }
 
-    fn start_and_connect(&self) -> Result<(Child, (Qmp, Client, Hello))> {
-        let mut process = self.start_qemu()?;
+    fn start_and_connect(&self, processor: usize) -> Result<(Child, (Qmp, Client, Hello))> {
+        let mut process = self.start_qemu(Some(processor))?;
         match self.connect(&mut process) {
             Ok(connected) => Ok((process, connected)),
             Err(error) => {
@@ -384,7 +387,7 @@ impl Prepared {
         }
     }
 
-    fn start_qemu(&self) -> Result<Child> {
+    fn start_qemu(&self, processor: Option<usize>) -> Result<Child> {
         let dir = self.scene.dir();
         let record = format!("{} {}\n", self.spec.qemu, host::quoted(&self.arguments));
         fs::write(dir.join("qemu.args"), record).context(|| "record QEMU's arguments".into())?;
@@ -396,7 +399,7 @@ impl Prepared {
             qemu.stdin(Stdio::null()).stdout(copy);
         }
         qemu.stderr(log);
-        owner::spawn(qemu).context(|| format!("start {}", self.spec.qemu))
+        owner::spawn(qemu, processor).context(|| format!("start {}", self.spec.qemu))
     }
 
     fn connect(&self, process: &mut Child) -> Result<(Qmp, Client, Hello)> {
