@@ -43,6 +43,7 @@ pub mod owner;
 pub mod paths;
 pub mod progress;
 pub mod qmp;
+pub mod repaired_qemu;
 pub mod scene;
 pub mod soak;
 pub mod spec;

@@ -12,7 +12,6 @@ use std::{
 use rustix::{
     fs::{FlockOperation, flock},
     io::Errno,
-    thread::{CpuSet, sched_getaffinity},
 };
 
 use crate::{
@@ -60,15 +59,13 @@ fn open(path: &Path) -> Result<File> {
         .context(|| format!("open {}", path.display()))
 }
 
-/// How many machines may run at once, however many processors the host has: each wants some 2 GiB.
-const SLOTS_AT_MOST: usize = 8;
+/// How many machines may run at once on this host, whatever starts them.
+const SLOTS: usize = 2;
 
-/// The right to run a number of machines at once, of which there are as many as the host has processors. How
-/// long it was held is noted in [`Reservation::times`].
+/// The right to run a number of machines at once. How long it was held is noted in [`Reservation::times`].
 #[derive(Debug)]
 pub struct Reservation {
-    /// The slots' numbers and what holds them.
-    slots: Vec<(usize, Lock)>,
+    _slots: Vec<Lock>,
     since: Instant,
 }
 
@@ -87,24 +84,14 @@ impl Reservation {
         loop {
             for slot in 0..all {
                 if taken.len() < count.min(all) {
-                    let lock = Lock::take(&dir.join(format!("slot-{slot}")))?;
-                    taken.extend(lock.map(|lock| (slot, lock)));
+                    taken.extend(Lock::take(&dir.join(format!("slot-{slot}")))?);
                 }
             }
             if taken.len() >= count.min(all) {
-                return Ok(Self { slots: taken, since: Instant::now() });
+                return Ok(Self { _slots: taken, since: Instant::now() });
             }
             thread::sleep(Duration::from_millis(50));
         }
-    }
-
-    /// The host's processor that a machine on this reservation runs on, all of it: QEMU's emulation of SVM is
-    /// only right when no two of a machine's processors execute at the very same time (docs/lab.md).
-    #[must_use]
-    pub fn processor(&self) -> usize {
-        let allowed = allowed_processors();
-        let slot = self.slots.first().map_or(0, |(slot, _)| *slot);
-        allowed.get(slot % allowed.len().max(1)).copied().unwrap_or(0)
     }
 
     /// The file that says how long each was held: seconds, a space, the name of the thread, which in tests is
@@ -132,11 +119,5 @@ impl Drop for Reservation {
 
 fn slots() -> usize {
     let set = std::env::var("MERCURY_LAB_SLOTS").ok().and_then(|text| text.parse().ok());
-    set.filter(|slots| *slots > 0).unwrap_or_else(|| allowed_processors().len().clamp(1, SLOTS_AT_MOST))
-}
-
-/// The host's processors that this process may use.
-fn allowed_processors() -> Vec<usize> {
-    let allowed = sched_getaffinity(None);
-    allowed.map_or(vec![0], |set| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect())
+    set.filter(|slots| *slots > 0).unwrap_or(SLOTS)
 }

@@ -5,6 +5,7 @@ use std::{
     fs::{self, File},
     net::TcpListener,
     os::unix::net::UnixStream,
+    path::PathBuf,
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -24,8 +25,9 @@ use crate::{
     lock::Reservation,
     newer_qemu, owner,
     qmp::Qmp,
+    repaired_qemu,
     scene::Scene,
-    spec::{Console, Files, Qemu as QemuVersion, Spec, file, qemu_arguments},
+    spec::{Console, Files, QEMU, Qemu as QemuVersion, Spec, file, qemu_arguments},
 };
 
 /// A running machine.
@@ -38,7 +40,6 @@ pub struct Machine {
     link: Link,
     kernel: String,
     boot_time: Duration,
-    processor: usize,
     _slot: Option<Reservation>,
 }
 
@@ -51,16 +52,15 @@ impl Machine {
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
         let slot = Reservation::wait(1)?;
-        let processor = slot.processor();
-        prepared.start(Some(slot), processor)
+        prepared.start(Some(slot))
     }
 
     /// Boots a machine on a reservation that its caller holds for several.
     ///
     /// # Errors
     /// As for [`Machine::boot`].
-    pub fn boot_reserved(spec: Spec, reservation: &Reservation) -> Result<Self> {
-        Prepared::new(spec)?.start(None, reservation.processor())
+    pub fn boot_reserved(spec: Spec, _reservation: &Reservation) -> Result<Self> {
+        Prepared::new(spec)?.start(None)
     }
 
     /// Boots a machine with a shell on this terminal, and waits for its end.
@@ -70,7 +70,7 @@ impl Machine {
     pub fn shell(spec: Spec) -> Result<()> {
         let prepared = Prepared::new(spec.console(Console::Terminal))?;
         let terminal = Terminal::save();
-        let mut process = prepared.start_qemu(None)?;
+        let mut process = prepared.start_qemu()?;
         let status = watch(&mut process, &terminal);
         drop(terminal);
         let status = status?;
@@ -86,8 +86,8 @@ impl Machine {
     /// As for [`Machine::boot`].
     pub fn start_again(self) -> Result<Self> {
         self.power_cut()?;
-        let Self { spec, arguments, link, processor, _slot, .. } = self;
-        Prepared { spec, arguments, scene: link.scene }.start(_slot, processor)
+        let Self { spec, arguments, link, _slot, .. } = self;
+        Prepared { spec, arguments, scene: link.scene }.start(_slot)
     }
 
     /// The release of the kernel that runs.
@@ -346,8 +346,8 @@ impl Prepared {
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
         }
-        if spec.qemu_version == QemuVersion::Newer {
-            spec.qemu = newer_qemu::ensure()?.to_string_lossy().into_owned();
+        if let Some(program) = emulator(&spec)? {
+            spec.qemu = program.to_string_lossy().into_owned();
         }
         let scene = Scene::new(&spec)?;
         make_overlay(&scene, file::ROOT, &["-F", "raw", "-b", &image.disk().to_string_lossy()])?;
@@ -359,9 +359,9 @@ impl Prepared {
         Ok(Self { spec, arguments, scene: Arc::new(scene) })
     }
 
-    fn start(self, slot: Option<Reservation>, processor: usize) -> Result<Machine> {
+    fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
-        let (process, (qmp, client, hello)) = self.start_and_connect(processor)?;
+        let (process, (qmp, client, hello)) = self.start_and_connect()?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
@@ -370,13 +370,12 @@ impl Prepared {
             qmp,
             kernel: hello.kernel,
             boot_time: started.elapsed(),
-            processor,
             _slot: slot,
         })
     }
 
-    fn start_and_connect(&self, processor: usize) -> Result<(Child, (Qmp, Client, Hello))> {
-        let mut process = self.start_qemu(Some(processor))?;
+    fn start_and_connect(&self) -> Result<(Child, (Qmp, Client, Hello))> {
+        let mut process = self.start_qemu()?;
         match self.connect(&mut process) {
             Ok(connected) => Ok((process, connected)),
             Err(error) => {
@@ -387,7 +386,7 @@ impl Prepared {
         }
     }
 
-    fn start_qemu(&self, processor: Option<usize>) -> Result<Child> {
+    fn start_qemu(&self) -> Result<Child> {
         let dir = self.scene.dir();
         let record = format!("{} {}\n", self.spec.qemu, host::quoted(&self.arguments));
         fs::write(dir.join("qemu.args"), record).context(|| "record QEMU's arguments".into())?;
@@ -399,7 +398,7 @@ impl Prepared {
             qemu.stdin(Stdio::null()).stdout(copy);
         }
         qemu.stderr(log);
-        owner::spawn(qemu, processor).context(|| format!("start {}", self.spec.qemu))
+        owner::spawn(qemu).context(|| format!("start {}", self.spec.qemu))
     }
 
     fn connect(&self, process: &mut Child) -> Result<(Qmp, Client, Hello)> {
@@ -418,6 +417,15 @@ impl Prepared {
             refuse_ended(process)?;
             Ok(self.scene.connect(name).ok())
         })
+    }
+}
+
+/// The program of a version of QEMU, unless the machine names one of its own.
+fn emulator(spec: &Spec) -> Result<Option<PathBuf>> {
+    match spec.qemu_version {
+        QemuVersion::Newer => newer_qemu::ensure().map(Some),
+        QemuVersion::Host if spec.qemu == QEMU => repaired_qemu::ensure(QEMU).map(Some),
+        QemuVersion::Host => Ok(None),
     }
 }
 

@@ -14,23 +14,20 @@ use std::{
     thread,
 };
 
-use rustix::{
-    process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal},
-    thread::{CpuSet, sched_setaffinity},
-};
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
 struct Order {
     command: Command,
     reply: Sender<io::Result<Child>>,
 }
 
-/// Starts a program that is killed when this process ends, on one of the host's processors if it says so.
+/// Starts a program that is killed when this process ends.
 ///
 /// # Errors
 /// If it cannot be started.
-pub fn spawn(mut command: Command, processor: Option<usize>) -> io::Result<Child> {
+pub fn spawn(mut command: Command) -> io::Result<Child> {
     static ORDERS: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
-    tie_to(getpid(), processor, &mut command);
+    tie_to(getpid(), &mut command);
     let (reply, answer) = channel();
     let orders = ORDERS.get_or_init(|| Mutex::new(start_owner()));
     let gone = |_| io::Error::other("the thread that owns the machines has ended");
@@ -49,18 +46,13 @@ fn start_owner() -> Sender<Order> {
     orders
 }
 
-fn tie_to(parent: Pid, processor: Option<usize>, command: &mut Command) {
+fn tie_to(parent: Pid, command: &mut Command) {
     let tie = move || {
-        if let Some(processor) = processor {
-            let mut only = CpuSet::new();
-            only.set(processor);
-            sched_setaffinity(None, &only)?;
-        }
         set_parent_process_death_signal(Some(Signal::KILL))?;
         // The parent may have ended before the line above: then nobody would send the signal.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
     };
-    // SAFETY: between fork and exec the closure only makes system calls; it takes no lock and
+    // SAFETY: between fork and exec the closure only makes two system calls; it takes no lock and
     // allocates nothing (`ErrorKind` converts without allocating).
     unsafe { command.pre_exec(tie) };
 }
