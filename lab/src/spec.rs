@@ -12,6 +12,9 @@ use crate::{
 /// The processor unless a machine asks for another: SVM with nested paging, as far as QEMU emulates it.
 pub const CPU: &str = "EPYC,+svm,+npt";
 
+/// The emulator's name.
+pub(crate) const QEMU: &str = "qemu-system-x86_64";
+
 /// What emulates a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Platform {
@@ -184,7 +187,7 @@ impl Spec {
             reset: Reset::Ends,
             gdb_port: None,
             wants_gdb: false,
-            qemu: "qemu-system-x86_64".to_owned(),
+            qemu: QEMU.to_owned(),
             // 7.2 now and then executes a breakpoint that 6.12, patching its own text, has taken away
             // again: a page could be written while it was translated, until 8.1.
             qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },

@@ -15,8 +15,9 @@ use serde_json::Value;
 
 use crate::{
     artefacts, check,
+    emulator::{bochs_build, newer_qemu},
     error::{Context, Error, Result},
-    image::Release,
+    image::{Image, Release},
     lock::Reservation,
     paths,
 };
@@ -104,11 +105,19 @@ fn print_times(reservations: &str) {
     longest.iter().take(LONGEST).for_each(|(name, seconds)| println!("{seconds:>5} s  {name}"));
 }
 
-/// Both releases at once: much of it is waiting for the mirror.
+/// Everything that machines are made of, at once: much of it is waiting for the mirror.
 fn ensure_artefacts() -> Result<()> {
     thread::scope(|scope| {
-        let all = Release::ALL.map(|release| scope.spawn(move || artefacts::ensure(release)));
-        all.into_iter().try_for_each(|one| joined(one.join())?.map(drop))
+        let mut all =
+            Vec::from(Release::ALL.map(|release| scope.spawn(move || Image::ensure(release).map(drop))));
+        all.push(scope.spawn(|| newer_qemu::ensure().map(drop)));
+        all.push(scope.spawn(|| bochs_build::ensure().map(drop)));
+        all.push(
+            scope.spawn(|| {
+                Release::ALL.into_iter().try_for_each(|release| artefacts::ensure(release).map(drop))
+            }),
+        );
+        all.into_iter().try_for_each(|one| joined(one.join())?)
     })
 }
 

@@ -64,7 +64,7 @@ fn hypercalls() -> Result<()> {
     machine.mercury("detach")?;
     let workloads = Workloads::start(&machine, &["compute"])?;
     let changing =
-        [0, 1].map(|cpu| Repeated::start(&machine, &format!("--on {cpu} hypercall $RANDOM$RANDOM 5000")));
+        [0, 1].map(|cpu| Repeated::start(&machine, &format!("--on {cpu} hypercall 1$RANDOM 5000")));
     switch(&machine, 300)?;
     workloads.finish()?;
     for calls in changing {

@@ -55,8 +55,7 @@ fn no_cpu_waits_for_another() -> Result<()> {
 
 fn nmi_storm(release: Kernel) -> Result<()> {
     let machine = boot(release, 2)?;
-    // Not `fpu`: the emulator loses GIF of CPU 0 when others load x87 state too often (docs/lab.md).
-    let workloads = Workloads::start(&machine, &["compute", "flags"])?;
+    let workloads = Workloads::start(&machine, &["compute", "fpu", "flags"])?;
     let storm = |from: usize, to: usize| Repeated::start(&machine, &format!("--on {from} nmi {to} 300"));
     let storms = [storm(0, 1)?, storm(1, 0)?, storm(0, 0)?];
     switch(&machine, 600)?;

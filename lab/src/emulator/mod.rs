@@ -5,10 +5,11 @@
 //! times slower and has none of that, but it has Intel's processors with VMX, and another opinion on AMD's.
 
 pub mod bochs;
-mod bochs_build;
+pub mod bochs_build;
 pub mod newer_qemu;
 pub mod qemu;
 pub mod qmp;
+mod repaired_qemu;
 
 use std::{
     net::TcpListener,

@@ -12,6 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::repaired_qemu;
 use crate::{
     apt::Packages,
     error::{Context, Result},
@@ -29,7 +30,7 @@ const START: &str = r#"#!/bin/sh
 tree=$(dirname "$(dirname "$(readlink -f "$0")")")/tree
 lib=$tree/usr/lib/x86_64-linux-gnu
 export QEMU_MODULE_DIR="$lib/qemu"
-exec "$lib/ld-linux-x86-64.so.2" --library-path "$lib" "$tree/usr/bin/qemu-system-x86_64" \
+exec "$lib/ld-linux-x86-64.so.2" --library-path "$lib" "$(dirname "$tree")/qemu-system-x86_64" \
 	-L "$tree/usr/share/qemu" -L "$tree/usr/share/seabios" "$@"
 "#;
 
@@ -57,6 +58,9 @@ fn make(dir: &Path, program: &Path) -> Result<()> {
     host::remove_tree(dir)?;
     fs::create_dir_all(dir.join("bin")).context(|| format!("make {}", dir.display()))?;
     PACKAGES.extract("a newer QEMU from Debian's backports", "newer-qemu", &dir.join("tree"))?;
+    let repaired = dir.join("qemu-system-x86_64");
+    fs::copy(dir.join("tree/usr/bin/qemu-system-x86_64"), &repaired).context(|| "copy QEMU".into())?;
+    repaired_qemu::repair(&repaired)?;
     // Last, for it says that all is there.
     let unfinished = dir.join("start.new");
     fs::write(&unfinished, START).context(|| "write QEMU's starter".into())?;

@@ -2,12 +2,12 @@
 
 use std::process::Command;
 
-use super::{AgentSocket, Files, Start, file, newer_qemu};
+use super::{AgentSocket, Files, Start, file, newer_qemu, repaired_qemu};
 use crate::{
     error::Result,
     host,
     scene::Scene,
-    spec::{Bus, Console, Icount, Nic, Qemu, Reset, Spec},
+    spec::{Bus, Console, Icount, Nic, QEMU, Qemu, Reset, Spec},
 };
 
 /// Makes the machine's disks and says what to start.
@@ -16,8 +16,9 @@ use crate::{
 /// If a disk cannot be made, or the QEMU that the machine wants.
 pub(super) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<Start> {
     let program = match spec.qemu_version {
-        Qemu::Host => spec.qemu.clone().into(),
         Qemu::Newer => newer_qemu::ensure()?,
+        Qemu::Host if spec.qemu == QEMU => repaired_qemu::ensure(QEMU)?,
+        Qemu::Host => spec.qemu.clone().into(),
     };
     make_overlay(scene, file::ROOT, &["-F", "raw", "-b", &files.root_disk.to_string_lossy()])?;
     for (index, (_, mib)) in spec.disks.iter().enumerate() {
