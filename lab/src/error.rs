@@ -36,6 +36,12 @@ pub enum Error {
     /// The machine's description contradicts itself.
     #[error("no such machine: {0}")]
     Spec(String),
+    /// The emulator that was chosen cannot do this: a test that ends so counts as skipped.
+    #[error("{}{reason}", Error::SKIPPED)]
+    Unsupported {
+        /// What it lacks.
+        reason: &'static str,
+    },
     /// QEMU's monitor answered with an error.
     #[error("QEMU refuses {command}: {answer}")]
     Monitor {
@@ -87,6 +93,11 @@ pub enum Error {
     /// Not built yet.
     #[error("`lab {0}` is not built yet")]
     NotBuilt(&'static str),
+}
+
+impl Error {
+    /// How [`Error::Unsupported`] begins.
+    pub const SKIPPED: &'static str = "skipped: ";
 }
 
 impl fmt::Debug for Error {

@@ -222,7 +222,7 @@ impl Machine {
     /// # Errors
     /// If the machine does not run in QEMU.
     pub fn qmp(&self) -> Result<&Qmp> {
-        self.qmp.as_ref().ok_or_else(|| Error::Spec("only QEMU has a monitor".into()))
+        self.qmp.as_ref().ok_or(Error::Unsupported { reason: "Bochs has no monitor" })
     }
 
     /// The port on 127.0.0.1 for `target remote`, if the machine was asked to have one.
@@ -339,6 +339,13 @@ impl Drop for Emulator {
     }
 }
 
+/// The ways into a machine that has started.
+struct Connected {
+    qmp: Option<Qmp>,
+    client: Client,
+    hello: Hello,
+}
+
 /// A machine with everything in place, not started yet.
 struct Prepared {
     spec: Spec,
@@ -369,7 +376,7 @@ impl Prepared {
 
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
-        let (process, (qmp, client, hello)) = self.start_and_connect()?;
+        let (process, Connected { qmp, client, hello }) = self.start_and_connect()?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
@@ -386,7 +393,7 @@ impl Prepared {
         meaning_of(self.spec.platform, &self.scene, status)
     }
 
-    fn start_and_connect(&self) -> Result<(Child, (Option<Qmp>, Client, Hello))> {
+    fn start_and_connect(&self) -> Result<(Child, Connected)> {
         let mut process = self.start_emulator()?;
         match self.connect(&mut process) {
             Ok(connected) => Ok((process, connected)),
@@ -414,7 +421,7 @@ impl Prepared {
         owner::spawn(emulator).context(|| format!("start {}", program.display()))
     }
 
-    fn connect(&self, process: &mut Child) -> Result<(Option<Qmp>, Client, Hello)> {
+    fn connect(&self, process: &mut Child) -> Result<Connected> {
         let qmp = match self.spec.platform {
             Platform::Qemu => {
                 let monitor = self.connect_socket(process, |scene| scene.connect(file::MONITOR))?;
@@ -431,7 +438,7 @@ impl Prepared {
             refuse_ended(process)?;
             client.hello_after(0, Duration::from_millis(100))
         })?;
-        Ok((qmp, client, hello))
+        Ok(Connected { qmp, client, hello })
     }
 
     fn connect_socket<S>(&self, process: &mut Child, connect: impl Fn(&Scene) -> io::Result<S>) -> Result<S> {

@@ -365,8 +365,8 @@ impl Spec {
         if self.icount.is_some() && self.cpus.max(self.max_cpus) > 1 {
             return refuse("with icount a second processor never comes up");
         }
-        if self.platform != Platform::Qemu && self.wants_qemu() {
-            return refuse("Bochs has one kind of disk and none to spare, no network, no monitor and no gdb");
+        if let Some(reason) = self.unsupported() {
+            return Err(Error::Unsupported { reason });
         }
         if cloud && (ahci || self.nic == Some(Nic::E1000e)) {
             return refuse("the cloud kernels have no driver for AHCI and e1000e");
@@ -374,11 +374,22 @@ impl Spec {
         Ok(())
     }
 
-    fn wants_qemu(&self) -> bool {
-        let devices = !self.disks.is_empty() || self.root_bus != Bus::Nvme || self.nic.is_some();
-        let processor = self.cpu_model != CPU || self.phys_bits.is_some() || self.max_cpus != 0;
-        let tools = self.wants_gdb || self.icount.is_some() || !self.qemu_args.is_empty();
-        devices || processor || tools
+    /// What a machine in Bochs cannot have.
+    fn unsupported(&self) -> Option<&'static str> {
+        let wanted = [
+            (
+                !self.disks.is_empty() || self.root_bus != Bus::Nvme,
+                "Bochs has IDE disks only, and none to spare",
+            ),
+            (self.nic.is_some(), "Bochs has no network card that the lab uses"),
+            (self.cpu_model != CPU || self.phys_bits.is_some(), "this is about a processor of QEMU's"),
+            (self.max_cpus != 0, "Bochs has no hotplug of processors"),
+            (self.wants_gdb, "Bochs has no gdb stub for several processors"),
+            (self.icount.is_some(), "this counts instructions with QEMU's icount"),
+            (!self.qemu_args.is_empty(), "this is about a device of QEMU's"),
+        ];
+        let found = wanted.into_iter().find(|(wanted, _)| *wanted && self.platform != Platform::Qemu);
+        found.map(|(_, reason)| reason)
     }
 
     /// `panic=-1`: a panic ends the machine at once.

@@ -20,6 +20,7 @@ use crate::{
     image::{Image, Release},
     lock::Reservation,
     paths,
+    spec::Platform,
 };
 
 /// Tests counted.
@@ -33,6 +34,8 @@ pub struct Tally {
     pub skipped: u32,
     /// Those that failed, by name.
     pub failures: Vec<String>,
+    /// Those that the chosen emulator cannot run, by name, and why.
+    pub unsupported: Vec<String>,
 }
 
 impl Tally {
@@ -41,6 +44,14 @@ impl Tally {
         self.failed += other.failed;
         self.skipped += other.skipped;
         self.failures.extend(other.failures);
+        self.unsupported.extend(other.unsupported);
+    }
+
+    /// Takes a test that has said that the emulator cannot run it from those that failed.
+    fn skip(&mut self, name: &str, reason: &str) {
+        let Some(place) = self.failures.iter().position(|failed| failed == name) else { return };
+        self.failures.remove(place);
+        self.unsupported.push(format!("{name}: {reason}"));
     }
 
     /// Adds what a test program says of a test that failed, `test NAME ... FAILED`, and at its end:
@@ -70,6 +81,7 @@ impl Tally {
 /// # Errors
 /// If the tests cannot be run at all.
 pub fn run(filter: Option<&str>) -> Result<Tally> {
+    Platform::chosen()?;
     ensure_artefacts()?;
     let mut tally = Tally::default();
     match filter {
@@ -86,6 +98,9 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
         }
     }
     tally.failures.iter().for_each(|name| println!("FAILED {name}"));
+    tally.unsupported.iter().for_each(|one| println!("SKIPPED {one}"));
+    tally.failed -= tally.unsupported.len() as u32;
+    tally.skipped += tally.unsupported.len() as u32;
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
     Ok(tally)
 }
@@ -186,8 +201,17 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
     let mut running = command.stdout(Stdio::piped()).spawn().context(|| "start tests".into())?;
     let output = running.stdout.take().ok_or_else(|| Error::Host("tests have no output".into()))?;
     let mut tally = Tally::default();
+    let mut said_by = String::new();
     for line in BufReader::new(output).lines() {
         let line = line.context(|| "read the tests' output".into())?;
+        if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
+            said_by = format!("{prefix}{name}");
+        }
+        if let Some(reason) =
+            line.strip_prefix("Error: ").and_then(|error| error.strip_prefix(Error::SKIPPED))
+        {
+            tally.skip(&said_by, reason);
+        }
         // Most of them wait for their turn.
         if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
             println!("{prefix}{line}");
@@ -195,8 +219,8 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         tally.add_line(prefix, &line);
     }
     let status = running.wait().context(|| "wait for tests".into())?;
+    // Something did not build, or a test program crashed.
     if !status.success() && tally.failed == 0 {
-        // Something did not build, or a test program crashed.
         tally.failed += 1;
         tally.failures.push(format!("{prefix}{status}"));
     }
@@ -223,7 +247,25 @@ mod tests {
         ] {
             tally.add_line("file: ", line);
         }
-        assert_eq!(tally, Tally { passed: 5, failed: 1, skipped: 1, failures: vec!["file: b".to_owned()] });
+        assert_eq!(
+            tally,
+            Tally {
+                passed: 5,
+                failed: 1,
+                skipped: 1,
+                failures: vec!["file: b".to_owned()],
+                unsupported: vec![]
+            }
+        );
+    }
+
+    #[test]
+    fn what_the_emulator_cannot_run_is_no_failure() {
+        let mut tally = Tally::default();
+        tally.add_line("file: ", "test b ... FAILED");
+        tally.skip("file: a", "it has not failed");
+        tally.skip("file: b", "no monitor");
+        assert_eq!((tally.failures, tally.unsupported), (vec![], vec!["file: b: no monitor".to_owned()]));
     }
 
     #[test]
