@@ -43,7 +43,7 @@ struct Plan {
 }
 
 const FULL: Plan =
-    Plan { counted_rounds: 3, timed_rounds: 3, exits: Duration::from_secs(60), switch_cycles: 200 };
+    Plan { counted_rounds: 4, timed_rounds: 4, exits: Duration::from_secs(60), switch_cycles: 200 };
 const QUICK: Plan =
     Plan { counted_rounds: 1, timed_rounds: 0, exits: Duration::from_secs(10), switch_cycles: 50 };
 
