@@ -66,7 +66,7 @@ fn all_of_them_on_debian_13() -> Result<()> {
 }
 
 /// The first instructions of a program that does not depend on chance, one at a time.
-const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 1500' \
+const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 4000' \
      -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
 
 #[test]
@@ -78,7 +78,7 @@ fn gdb_single_steps() -> Result<()> {
     let mut switching =
         machine.spawn("exec mercury-workload --until-file /run/end switch --fifo 90 --pause-us 2000")?;
     let mut sessions = 0;
-    while sessions < 2 {
+    while sessions < 3 {
         assert_eq!(
             machine.command(STEPS).timeout(Duration::from_secs(120)).run()?.check()?.stdout.trim(),
             alone
