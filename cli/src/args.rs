@@ -61,7 +61,6 @@ pub enum Command {
     #[command(hide = true)]
     Facts(CpusArgs),
     /// Attach and detach each CPU in turn, and compare its whole state before, during and after
-    #[command(hide = true)]
     Verify(VerifyArgs),
     /// Arm a fault point (test builds only)
     #[command(hide = true)]

@@ -36,7 +36,7 @@ fn newer() -> Spec {
 
 /// The same, in x2APIC mode, which Linux wants interrupt remapping for. The cloud kernel has a driver for
 /// Intel's IOMMU only.
-fn ten_in_x2apic_mode() -> Spec {
+fn newer_in_x2apic_mode() -> Spec {
     newer().qemu_arg("-device").qemu_arg("intel-iommu,intremap=on,eim=on")
 }
 
@@ -344,7 +344,7 @@ fn detach_succeeds_even_if_it_fails() -> Result<()> {
 /// The other emulator, with x2APIC: each point once.
 #[test]
 fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
-    let mut subject = Subject::boot(ten_in_x2apic_mode(), CPUS)?;
+    let mut subject = Subject::boot(newer_in_x2apic_mode(), CPUS)?;
     subject.must(&["dmesg | grep -i 'x2apic enabled'"])?;
     let mut cpu = (0..CPUS).cycle();
     let mut next = || cpu.next().unwrap_or(0);

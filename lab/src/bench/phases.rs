@@ -19,6 +19,9 @@ use crate::{
 const PHASES: [(&str, &str); 4] =
     [("never loaded", "unload"), ("loaded", "load"), ("attached", "attach"), ("after detach", "detach")];
 
+/// The first passes are unlike all others: caches fill, and slabs grow.
+const WARM_UP: u32 = 2;
+
 /// All rounds of one benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Compared {
@@ -66,8 +69,11 @@ struct Costs {
 pub fn compare(machine: &Machine, amount: &Amount, rounds: u32) -> Result<Vec<Compared>> {
     suite::set_up(machine)?;
     let mut line = Line::begin();
-    line.show("a first pass, to warm up");
-    let names: Vec<String> = suite::measure(machine, amount)?.into_iter().map(|(name, _)| name).collect();
+    let mut names = Vec::new();
+    for pass in 1..=WARM_UP {
+        line.show(&format!("pass {pass} of {WARM_UP}, to warm up"));
+        names = suite::measure(machine, amount)?.into_iter().map(|(name, _)| name).collect();
+    }
     let mut costs = vec![Costs::default(); names.len()];
     for round in 1..=rounds {
         for (phase, (name, command)) in PHASES.into_iter().enumerate() {

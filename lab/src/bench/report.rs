@@ -111,7 +111,7 @@ fn counted(figures: &Figures) -> String {
     ];
     format!(
         "## The paper's benchmarks, in instructions\n\n\
-        {}, counting. \"native\" is the median of the costs without Mercury, in instructions; the others are ratios to it.\n\
+        {}, counting, without randomized addresses. \"native\" is the median of the costs without Mercury, in instructions; the others are ratios to it.\n\
         Each round is: without Mercury, loaded, attached, after detach; each is divided by the mean of the two\n\
         measurements without Mercury around it. The first of those comes before the driver was ever loaded, the others\n\
         after `mercury unload`, which frees everything and removes the module. \"noise\" is the largest difference that a\n\

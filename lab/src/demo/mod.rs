@@ -80,6 +80,7 @@ fn watch(machine: &Machine, summary: String) -> Result<Seen> {
     let before = foreign_exits(&machine.mercury("status")?);
     let attached = measure(machine, PHASE)?;
     let steady_exits = foreign_exits(&machine.mercury("status")?).saturating_sub(before);
+    say("mercury detach: it comes out again");
     tell(&machine.sh("mercury detach")?);
 
     say(&format!("Now {CYCLES} attaches and {CYCLES} detaches on each CPU, under the same load"));

@@ -9,14 +9,18 @@ use crate::error::{Error, Result};
 /// Prints everything that was seen.
 pub fn print(seen: &Seen) {
     println!("\n{}", seen.machine);
-    println!("\nTime with interrupts off for one switch of one CPU, in the emulator's microseconds:\n");
+    println!("\nTime with interrupts off for one switch of one CPU, in the emulator's microseconds (where");
+    println!("it is milliseconds, the host has run something else in between):\n");
     println!("{}", switches(&seen.switches));
     println!(
         "\nLongest pause that a spinning thread saw on its CPU, in milliseconds (the machine is under full load;"
     );
     println!("\"asking\" is the same while the modes are only asked for):\n");
     println!("{}", pauses(&seen.switches));
-    println!("\nPostgreSQL, pgbench's own mix:\n");
+    println!(
+        "\nPostgreSQL, pgbench's own mix, for some seconds each (on a shared host the ratios vary widely; in"
+    );
+    println!("\"while switching\" no CPU has one mode for long):\n");
     println!("{}", database(seen));
     println!("\nExits into the hypervisor by reason, all CPUs, since load:\n");
     println!("{}", exits(seen));
@@ -128,7 +132,8 @@ fn exits(seen: &Seen) -> Table {
         }
     }
     for (reason, count) in sums {
-        let note = if reason == "hypercall" { " (the driver's own: ask, detach, measure)" } else { "" };
+        let note =
+            if reason == "hypercall" { " (the driver's own; most are measured round trips)" } else { "" };
         table.add_row([format!("{reason}{note}"), count.to_string()]);
     }
     table.add_row(["while attached and left alone, beside those".to_owned(), seen.steady_exits.to_string()]);
