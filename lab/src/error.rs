@@ -89,6 +89,18 @@ pub enum Error {
     NotBuilt(&'static str),
 }
 
+impl Error {
+    /// Whether something did not happen in time.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        match self {
+            Self::Timeout { .. } => true,
+            Self::Scene { source, .. } => source.is_timeout(),
+            _ => false,
+        }
+    }
+}
+
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -16,11 +16,11 @@ use mercury_lab_agent::protocol::{CHUNK, End, Event, Hello, Request};
 use regex::Regex;
 
 use crate::{
-    artefacts,
+    artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
     error::{Context, Error, Result, wait_for},
-    host,
+    host, hung,
     image::Image,
     lock::Reservation,
     newer_qemu, owner,
@@ -52,7 +52,7 @@ impl Machine {
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
         let slot = Reservation::wait(1)?;
-        prepared.start(Some(slot))
+        prepared.start_first(Some(slot))
     }
 
     /// Boots a machine on a reservation that its caller holds for several.
@@ -60,7 +60,7 @@ impl Machine {
     /// # Errors
     /// As for [`Machine::boot`].
     pub fn boot_reserved(spec: Spec, _reservation: &Reservation) -> Result<Self> {
-        Prepared::new(spec)?.start(None)
+        Prepared::new(spec)?.start_first(None)
     }
 
     /// Boots a machine with a shell on this terminal, and waits for its end.
@@ -258,7 +258,7 @@ impl Machine {
         let up = wait_for(what, patient(self.spec.boot_limit), || {
             self.link.client.hello_after(boots_before, Duration::from_millis(100))
         });
-        up.map(drop).map_err(|error| self.link.scene.blame(error))
+        up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
     /// How often this machine has booted since QEMU started.
@@ -283,7 +283,7 @@ impl Machine {
         let ended = wait_for("the machine to end", patient(limit), || {
             self.process.lock().try_wait().context(|| "wait for QEMU".into())
         });
-        ended.map_err(|error| self.link.scene.blame(error))
+        ended.map_err(|error| self.blame_silent(error))
     }
 
     /// Powers the machine off from inside.
@@ -298,6 +298,14 @@ impl Machine {
 
     /// Adds to an error what was booted and the last that it said, and keeps the evidence.
     pub(crate) fn blame(&self, error: Error) -> Error {
+        self.link.scene.blame(error)
+    }
+
+    /// For what did not happen in time: finds out what the machine is doing.
+    fn blame_silent(&self, error: Error) -> Error {
+        if matches!(error, Error::Timeout { .. }) {
+            autopsy::perform(&self.qmp, &self.link.scene, u64::from(self.spec.memory_mib) << 20);
+        }
         self.link.scene.blame(error)
     }
 
@@ -359,6 +367,20 @@ impl Prepared {
         Ok(Self { spec, arguments, scene: Arc::new(scene) })
     }
 
+    /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
+    /// emulator's or the kernel's hang on the way there is recorded, and the machine gets a second try.
+    fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
+        let spec = self.spec.clone();
+        let started = match self.start(None) {
+            Err(error) if error.is_timeout() => {
+                hung::record(&error)?;
+                Self::new(spec)?.start(None)
+            }
+            started => started,
+        };
+        started.map(|machine| Machine { _slot: slot, ..machine })
+    }
+
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
         let (process, (qmp, client, hello)) = self.start_and_connect()?;
@@ -408,8 +430,11 @@ impl Prepared {
         let hello = wait_for("the machine to boot", patient(self.spec.boot_limit), || {
             refuse_ended(process)?;
             client.hello_after(0, Duration::from_millis(100))
-        })?;
-        Ok((qmp, client, hello))
+        });
+        if matches!(hello, Err(Error::Timeout { .. })) {
+            autopsy::perform(&qmp, &self.scene, u64::from(self.spec.memory_mib) << 20);
+        }
+        Ok((qmp, client, hello?))
     }
 
     fn connect_socket(&self, process: &mut Child, name: &str) -> Result<UnixStream> {

@@ -10,6 +10,7 @@ use std::{
 };
 
 use crate::{
+    autopsy,
     error::{Context, Error, Result},
     host,
     lock::Lock,
@@ -105,9 +106,15 @@ impl Scene {
         let qemu: Vec<&str> = qemu.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
         let qemu = qemu.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
-        for (name, said) in [("its serial console", serial), ("QEMU", qemu)] {
+        let autopsy = fs::read_to_string(self.dir.join(autopsy::REPORT)).unwrap_or_default();
+        let all = [
+            ("the last of its serial console", serial),
+            ("the last of QEMU", qemu),
+            ("from outside", autopsy),
+        ];
+        for (name, said) in all {
             if !said.trim().is_empty() {
-                text += &format!("\n  the last of {name}:\n{}", indent(&said));
+                text += &format!("\n  {name}:\n{}", indent(&said));
             }
         }
         text

@@ -16,6 +16,7 @@ use serde_json::Value;
 use crate::{
     artefacts, check,
     error::{Context, Error, Result},
+    hung,
     image::{Image, Release},
     lock::Reservation,
     newer_qemu, paths,
@@ -80,8 +81,11 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
             tally.add(run_cargo(&["-p", "mercury-lab", "--lib", "--bins"], &[])?);
             tally.add(run_cargo(&["--workspace", "--doc"], &[])?);
             let _ = fs::remove_file(Reservation::times()?);
+            hung::forget()?;
             tally.add(run_lab_tests()?);
             print_times(&fs::read_to_string(Reservation::times()?).unwrap_or_default());
+            let (count, machines) = hung::all()?;
+            println!("{count} machines hung on their first way up, and were started again\n{machines}");
         }
     }
     tally.failures.iter().for_each(|name| println!("FAILED {name}"));
