@@ -98,6 +98,16 @@ pub enum Error {
 impl Error {
     /// How [`Error::Unsupported`] begins.
     pub const SKIPPED: &'static str = "skipped: ";
+
+    /// Whether something did not happen in time.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        match self {
+            Self::Timeout { .. } => true,
+            Self::Scene { source, .. } => source.is_timeout(),
+            _ => false,
+        }
+    }
 }
 
 impl fmt::Debug for Error {

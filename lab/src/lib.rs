@@ -17,6 +17,7 @@
 
 pub mod apt;
 pub mod artefacts;
+mod autopsy;
 pub mod bench;
 pub mod check;
 mod checkpatch;
@@ -30,6 +31,7 @@ pub mod emulator;
 pub mod error;
 pub mod hash;
 pub mod host;
+mod hung;
 pub mod hypervisor;
 pub mod image;
 pub mod kernel;

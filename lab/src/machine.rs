@@ -16,12 +16,12 @@ use mercury_lab_agent::protocol::{CHUNK, End, Event, Hello, Request};
 use regex::Regex;
 
 use crate::{
-    artefacts,
+    artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
     emulator::{self, AgentSocket, Files, Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
-    host,
+    host, hung,
     image::Image,
     lock::Reservation,
     owner,
@@ -51,7 +51,7 @@ impl Machine {
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
         let slot = Reservation::wait(1)?;
-        prepared.start(Some(slot))
+        prepared.start_first(Some(slot))
     }
 
     /// Boots a machine on a reservation that its caller holds for several.
@@ -59,7 +59,7 @@ impl Machine {
     /// # Errors
     /// As for [`Machine::boot`].
     pub fn boot_reserved(spec: Spec, _reservation: &Reservation) -> Result<Self> {
-        Prepared::new(spec)?.start(None)
+        Prepared::new(spec)?.start_first(None)
     }
 
     /// Boots a machine with a shell on this terminal, and waits for its end.
@@ -259,7 +259,7 @@ impl Machine {
         let up = wait_for(what, patient(self.spec.boot_limit), || {
             self.link.client.hello_after(boots_before, Duration::from_millis(100))
         });
-        up.map(drop).map_err(|error| self.link.scene.blame(error))
+        up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
     /// How often this machine has booted since the emulator started.
@@ -285,7 +285,7 @@ impl Machine {
             self.process.lock().try_wait().context(|| "wait for the emulator".into())
         });
         let meaning = |status| meaning_of(self.spec.platform, &self.link.scene, status);
-        ended.map(meaning).map_err(|error| self.link.scene.blame(error))
+        ended.map(meaning).map_err(|error| self.blame_silent(error))
     }
 
     /// Powers the machine off from inside.
@@ -300,6 +300,14 @@ impl Machine {
 
     /// Adds to an error what was booted and the last that it said, and keeps the evidence.
     pub(crate) fn blame(&self, error: Error) -> Error {
+        self.link.scene.blame(error)
+    }
+
+    /// For what did not happen in time: finds out what the machine is doing.
+    fn blame_silent(&self, error: Error) -> Error {
+        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.qmp) {
+            autopsy::perform(qmp, &self.link.scene, u64::from(self.spec.memory_mib) << 20);
+        }
         self.link.scene.blame(error)
     }
 
@@ -374,6 +382,20 @@ impl Prepared {
         Ok(Self { spec, start, scene: Arc::new(scene) })
     }
 
+    /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
+    /// emulator's or the kernel's hang on the way there is recorded, and the machine gets a second try.
+    fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
+        let spec = self.spec.clone();
+        let started = match self.start(None) {
+            Err(error) if error.is_timeout() => {
+                hung::record(&error)?;
+                Self::new(spec)?.start(None)
+            }
+            started => started,
+        };
+        started.map(|machine| Machine { _slot: slot, ..machine })
+    }
+
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
         let (process, Connected { qmp, client, hello }) = self.start_and_connect()?;
@@ -437,8 +459,11 @@ impl Prepared {
         let hello = wait_for("the machine to boot", patient(self.spec.boot_limit), || {
             refuse_ended(process)?;
             client.hello_after(0, Duration::from_millis(100))
-        })?;
-        Ok(Connected { qmp, client, hello })
+        });
+        if let (Err(Error::Timeout { .. }), Some(qmp)) = (&hello, &qmp) {
+            autopsy::perform(qmp, &self.scene, u64::from(self.spec.memory_mib) << 20);
+        }
+        Ok(Connected { qmp, client, hello: hello? })
     }
 
     fn connect_socket<S>(&self, process: &mut Child, connect: impl Fn(&Scene) -> io::Result<S>) -> Result<S> {

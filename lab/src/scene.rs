@@ -10,6 +10,7 @@ use std::{
 };
 
 use crate::{
+    autopsy,
     emulator::file,
     error::{Context, Error, Result},
     host,
@@ -106,9 +107,15 @@ impl Scene {
         let said: Vec<&str> = said.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
         let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
-        for (name, said) in [("its serial console", serial), ("the emulator", said)] {
+        let autopsy = fs::read_to_string(self.dir.join(autopsy::REPORT)).unwrap_or_default();
+        let all = [
+            ("the last of its serial console", serial),
+            ("the last of the emulator", said),
+            ("from outside", autopsy),
+        ];
+        for (name, said) in all {
             if !said.trim().is_empty() {
-                text += &format!("\n  the last of {name}:\n{}", indent(&said));
+                text += &format!("\n  {name}:\n{}", indent(&said));
             }
         }
         text

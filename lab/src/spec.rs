@@ -193,7 +193,7 @@ impl Spec {
             qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },
             qemu_args: Vec::new(),
             console: Console::Log,
-            boot_limit: Duration::from_secs(180),
+            boot_limit: Duration::from_secs(90),
         }
     }
 

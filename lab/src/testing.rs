@@ -17,6 +17,7 @@ use crate::{
     artefacts, check,
     emulator::{bochs_build, newer_qemu},
     error::{Context, Error, Result},
+    hung,
     image::{Image, Release},
     lock::Reservation,
     paths,
@@ -93,8 +94,11 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
             tally.add(run_cargo(&["-p", "mercury-lab", "--lib", "--bins"], &[])?);
             tally.add(run_cargo(&["--workspace", "--doc"], &[])?);
             let _ = fs::remove_file(Reservation::times()?);
+            hung::forget()?;
             tally.add(run_lab_tests()?);
             print_times(&fs::read_to_string(Reservation::times()?).unwrap_or_default());
+            let (count, machines) = hung::all()?;
+            println!("{count} machines hung on their first way up, and were started again\n{machines}");
         }
     }
     tally.failures.iter().for_each(|name| println!("FAILED {name}"));

@@ -134,6 +134,10 @@ fn what_fails_shows_the_scene(machine: &Machine) -> Result<()> {
     }
     let late = machine.command("sleep 77").timeout(Duration::from_millis(300)).run();
     assert!(late.unwrap_err().to_string().contains("sleep 77"));
+    // What does not answer is looked at from outside.
+    machine.sh("echo a word in the log > /dev/kmsg")?;
+    let silent = machine.wait_shutdown(Duration::from_millis(300)).unwrap_err().to_string();
+    assert!(silent.contains("RIP=") && silent.contains("a word in the log"), "{silent}");
     machine.forgive();
     Ok(())
 }

@@ -1,0 +1,117 @@
+//! What a machine was doing that does not answer, from outside: its processors' registers, and its
+//! kernel's log, read from its memory.
+
+use std::{
+    fmt::Write as _,
+    fs::{self, File},
+    io::{BufReader, Read},
+    path::Path,
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    emulator::qmp::Qmp,
+    error::{Context, Result},
+    scene::Scene,
+};
+
+/// The report's name in the machine's directory.
+pub const REPORT: &str = "autopsy";
+/// How much of the kernel's log it has.
+const LOG_LINES: usize = 40;
+/// So much of the memory is searched for the log. Everything is in it on the lab's usual machines.
+const MEMORY_LIMIT: u64 = 4 << 30;
+/// What begins the log, and what follows soon after where it is the log and not a copy of the banner.
+const BANNER: &[u8] = b"Linux version ";
+const COMMAND_LINE: &[u8] = b"Command line: ";
+/// The log ends where nothing has been written for so many bytes.
+const SILENCE: usize = 4096;
+
+/// Leaves a report in the machine's directory. Whatever cannot be found out is said there instead.
+pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
+    let mut report = String::new();
+    for moment in ["at first", "a second later"] {
+        let registers = qmp.human("info registers -a").unwrap_or_else(|error| error.to_string());
+        let _ = fs::write(scene.dir().join(format!("registers, {moment}")), &registers);
+        let _ = writeln!(report, "its processors, {moment}:\n{}", where_they_are(&registers));
+        thread::sleep(Duration::from_secs(1));
+    }
+    let log = kernel_log(qmp, scene.dir(), memory).unwrap_or_else(|error| error.to_string());
+    let lines: Vec<&str> = log.lines().collect();
+    let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
+    let _ = writeln!(report, "the last of its kernel's log:\n{}", last.join("\n"));
+    let _ = fs::write(scene.dir().join(REPORT), report);
+}
+
+/// The lines with the instruction pointers and the control registers, of all that QEMU says.
+fn where_they_are(registers: &str) -> String {
+    let wanted = ["CPU#", "RIP=", "CR0="];
+    let lines = registers.lines().filter(|line| wanted.iter().any(|start| line.starts_with(start)));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+fn kernel_log(qmp: &Qmp, dir: &Path, memory: u64) -> Result<String> {
+    let image = dir.join("memory");
+    let size = memory.min(MEMORY_LIMIT);
+    qmp.human(&format!("pmemsave 0 {size} memory"))?;
+    let file = File::open(&image).context(|| "open the machine's memory".into())?;
+    let mut bytes = Vec::new();
+    BufReader::new(file).read_to_end(&mut bytes).context(|| "read the machine's memory".into())?;
+    let _ = fs::remove_file(&image);
+    Ok(find_log(&bytes))
+}
+
+/// The longest log in a machine's memory: the kernel leaves the ones that it has outgrown.
+fn find_log(memory: &[u8]) -> String {
+    let begins = memchr::memmem::find_iter(memory, BANNER);
+    let real = begins.filter(|&at| {
+        let near = &memory[at..memory.len().min(at + 2048)];
+        memchr::memmem::find(near, COMMAND_LINE).is_some()
+    });
+    real.map(|at| text_from(&memory[at..])).max_by_key(String::len).unwrap_or_else(|| "none found".to_owned())
+}
+
+/// The runs of printable characters, each on a line, up to where the ring has not been written.
+fn text_from(memory: &[u8]) -> String {
+    let (mut text, mut run, mut silence) = (String::new(), String::new(), 0);
+    for &byte in memory {
+        if byte == b'\t' || byte == b' ' || byte.is_ascii_graphic() {
+            run.push(byte as char);
+            silence = 0;
+            continue;
+        }
+        // Shorter ones are the numbers between the records.
+        if run.len() > 4 {
+            text += &run;
+            text.push('\n');
+        }
+        run.clear();
+        silence += 1;
+        if silence > SILENCE {
+            break;
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_log_is_found() {
+        let mut memory = vec![0; 10_000];
+        memory.extend(b"Linux version 6.1 (the banner alone)\0");
+        memory.extend([0; 10_000]);
+        memory.extend(b"Linux version 6.1\0\x01\0\0\0\0\0\0Command line: quiet\0");
+        memory.extend([0; 10_000]);
+        memory.extend(
+            b"Linux version 6.1\0\x01\0\0\0\0\0\0Command line: quiet\0\x02\0\0\0\0smp: Bringing up\0",
+        );
+        memory.extend([0; 10_000]);
+        memory.extend(b"something else");
+        assert_eq!(find_log(&memory), "Linux version 6.1\nCommand line: quiet\nsmp: Bringing up\n");
+        assert_eq!(find_log(b"Linux version 6.1"), "none found");
+    }
+}
