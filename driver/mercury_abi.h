@@ -186,6 +186,7 @@
 #define MERCURY_FAULT_POINT_RUN_EFER 42
 #define MERCURY_FAULT_POINT_RUN_CR3 43
 #define MERCURY_FAULT_POINT_RUN_DR7 44
+#define MERCURY_FAULT_POINT_RUN_FIELD 45
 #define MERCURY_FAULT_POINT_EXIT_PAGE_FAULT 64
 #define MERCURY_FAULT_POINT_EXIT_GENERAL_PROTECTION 65
 #define MERCURY_FAULT_POINT_EXIT_INVALID_OPCODE 66
@@ -1186,10 +1187,13 @@ struct mercury_fault_arm {
 	u32 passage;
 	/*
 	 * For FaultPoint::Facts: byte offset of an aligned 32-bit word in
-	 * crate::facts::CpuFacts.
+	 * crate::facts::CpuFacts. For FaultPoint::RunField: what is described there.
 	 */
 	u32 offset;
-	/* For FaultPoint::Facts: its new value. */
+	/*
+	 * For FaultPoint::Facts: its new value. For FaultPoint::RunField: the bits to
+	 * be flipped.
+	 */
 	u32 value;
 };
 

@@ -406,6 +406,10 @@ pub enum FaultPoint {
     RunCr3 = 43,
     /// Guest DR7 with bit 32 set.
     RunDr7 = 44,
+    /// Any word of the control block, spoilt by an exclusive or with [`FaultArm::value`]: [`FaultArm::offset`]
+    /// names it in its low half (AMD: byte offset of an aligned 64-bit word; Intel: encoding of the field),
+    /// and in its high half how far the value is shifted to the left.
+    RunField = 45,
 
     // Hypervisor, in an exit
     /// #PF in the exit handler.
@@ -442,8 +446,9 @@ pub struct FaultArm {
     pub point: u32,
     /// Fires at this passage, counting down to 0.
     pub passage: u32,
-    /// For [`FaultPoint::Facts`]: byte offset of an aligned 32-bit word in [`crate::facts::CpuFacts`].
+    /// For [`FaultPoint::Facts`]: byte offset of an aligned 32-bit word in [`crate::facts::CpuFacts`]. For
+    /// [`FaultPoint::RunField`]: what is described there.
     pub offset: u32,
-    /// For [`FaultPoint::Facts`]: its new value.
+    /// For [`FaultPoint::Facts`]: its new value. For [`FaultPoint::RunField`]: the bits to be flipped.
     pub value: u32,
 }

@@ -50,6 +50,13 @@ pub fn arm<V: Vendor>(area: &mut Area<V>, point: u64, passage: u64) -> Code {
     Code::Ok
 }
 
+/// What [`FaultPoint::RunField`] is to spoil: the name of the word, and the bits to flip.
+#[must_use]
+pub fn field_and_bits<V: Vendor>(area: &Area<V>) -> (u32, u64) {
+    let armed = &area.cpu.gate.fault;
+    (armed.offset & 0xFFFF, u64::from(armed.value) << (armed.offset >> 16 & 63))
+}
+
 /// An error code where an armed point fires.
 ///
 /// # Errors

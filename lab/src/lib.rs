@@ -58,4 +58,4 @@ pub use kernel::Kernel;
 pub use lock::Reservation;
 pub use machine::Machine;
 pub use mercury_lab_agent::protocol::Exit;
-pub use spec::{Bus, Console, Icount, Init, Model, Nic, Platform, Qemu, Reset, Spec};
+pub use spec::{Bus, Console, Icount, Init, Model, Nic, Platform, Qemu, Reset, Spec, Vendor};

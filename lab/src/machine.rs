@@ -26,7 +26,7 @@ use crate::{
     lock::Reservation,
     owner,
     scene::Scene,
-    spec::{Console, Platform, Spec},
+    spec::{Console, Platform, Spec, Vendor},
 };
 
 /// A running machine.
@@ -87,6 +87,12 @@ impl Machine {
         self.power_cut()?;
         let Self { spec, start, link, _slot, .. } = self;
         Prepared { spec, start, scene: link.scene }.start(_slot)
+    }
+
+    /// Whose processor it has.
+    #[must_use]
+    pub fn vendor(&self) -> Vendor {
+        self.spec.platform.vendor()
     }
 
     /// The release of the kernel that runs.

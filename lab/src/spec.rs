@@ -35,6 +35,35 @@ pub enum Model {
     SkylakeX,
 }
 
+/// Whose processor a machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// AMD: SVM.
+    Amd,
+    /// Intel: VMX.
+    Intel,
+}
+
+impl Vendor {
+    /// KVM's module for it.
+    #[must_use]
+    pub fn kvm_module(self) -> &'static str {
+        match self {
+            Self::Amd => "kvm_amd",
+            Self::Intel => "kvm_intel",
+        }
+    }
+
+    /// What names its code in the driver and in the hypervisor begin with.
+    #[must_use]
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Self::Amd => "svm",
+            Self::Intel => "vmx",
+        }
+    }
+}
+
 impl Platform {
     const NAMES: [(&str, Self); 4] = [
         ("amd", Self::Qemu),
@@ -42,6 +71,23 @@ impl Platform {
         ("intel", Self::Bochs(Model::SkylakeX)),
         ("intel-haswell", Self::Bochs(Model::Haswell)),
     ];
+
+    /// Whose processor it has.
+    #[must_use]
+    pub fn vendor(self) -> Vendor {
+        match self {
+            Self::Qemu | Self::Bochs(Model::Ryzen) => Vendor::Amd,
+            Self::Bochs(Model::Haswell | Model::SkylakeX) => Vendor::Intel,
+        }
+    }
+
+    /// For a test that only machines of one vendor can run.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with `reason` if the chosen one is another's.
+    pub fn need(vendor: Vendor, reason: &'static str) -> Result<()> {
+        if Self::chosen()?.vendor() == vendor { Ok(()) } else { Err(Error::Unsupported { reason }) }
+    }
 
     /// What `LAB` in the environment chooses for all machines that do not say otherwise.
     ///

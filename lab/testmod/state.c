@@ -12,6 +12,7 @@
 #include <asm/fpu/xcr.h>
 #include <asm/msr.h>
 #include <asm/special_insns.h>
+#include <asm/tlbflush.h>
 
 #include "mercury_test.h"
 
@@ -58,6 +59,21 @@ int test_wrmsr(struct test_answer *answer, const u64 *arguments)
 	struct msr_access access = { .index = arguments[1], .write = true, .value = arguments[2] };
 
 	return report_msr(answer, arguments[0], &access);
+}
+
+static void clear_cr4(void *bits)
+{
+	cr4_clear_bits_irqsoff(*(u64 *)bits);
+}
+
+/* clear-cr4 CPU BITS, in the kernel's own view as well */
+int test_clear_cr4(struct test_answer *answer, const u64 *arguments)
+{
+	u64 bits = arguments[1];
+	int err = test_on_cpu(arguments[0], clear_cr4, &bits);
+
+	test_say(answer, "cleared %#llx\n", bits);
+	return err;
 }
 
 static const u32 msrs[] = {

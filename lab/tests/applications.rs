@@ -101,8 +101,8 @@ cd /sys/kernel/tracing
 echo 'p:lab/call smp_call_function_single_async' >> kprobe_events
 echo 'p:lab/sleep hrtimer_nanosleep' >> kprobe_events
 echo 'r:lab/ioctl __x64_sys_ioctl' >> kprobe_events
-for name in mercury_svm_attach_cpu mercury_svm_detach_cpu mercury_svm_native_call mercury_hypercall mercury_svm_mode \
-		mercury_svm_enter mercury_svm_leave; do
+for name in mercury_hypercall mercury_VENDOR_attach_cpu mercury_VENDOR_detach_cpu mercury_VENDOR_native_call \
+		mercury_VENDOR_mode mercury_VENDOR_enter mercury_VENDOR_leave; do
 	grep -qw "$name" /proc/kallsyms || { echo "no symbol $name" >&2; exit 1; }
 	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then echo "a probe on $name" >&2; exit 1; fi
 done
@@ -116,7 +116,7 @@ echo 1 > tracing_on
 #[test]
 fn tracers_and_probes() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    machine.sh(TRACERS)?;
+    machine.sh(&TRACERS.replace("VENDOR", machine.vendor().prefix()))?;
     let workloads = Workloads::start(&machine, &["compute", "sampling"])?;
     switch(&machine, CYCLES)?;
     workloads.finish()?;

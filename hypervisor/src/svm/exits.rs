@@ -381,4 +381,8 @@ pub fn corrupt_first(area: &mut Area) {
             spoil(&mut area.control);
         }
     }
+    if fault::fires(area, FaultPoint::RunField) {
+        let (offset, bits) = fault::field_and_bits(area);
+        area.control.flip(offset as usize, bits);
+    }
 }

@@ -161,6 +161,17 @@ const _: () = {
 };
 
 impl Vmcb {
+    /// Flips bits of the aligned 64-bit word at a byte offset, if there is one.
+    #[cfg(feature = "fault-injection")]
+    pub fn flip(&mut self, offset: usize, bits: u64) {
+        let words = core::ptr::from_mut(self).cast::<u64>();
+        if offset % 8 == 0 && offset < size_of::<Self>() {
+            // SAFETY: the word is inside of the block, which is larger and more aligned than a word, and all of
+            // whose fields are integers: any bits are a value.
+            unsafe { *words.add(offset / 8) ^= bits };
+        }
+    }
+
     /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
     /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4). Or takes that back.
     pub fn await_window(&mut self, wanted: bool) {

@@ -679,6 +679,11 @@ pub fn corrupt_first(area: &mut Area, hardware: &mut impl Hardware) {
             hardware.vmwrite(field, spoil(value));
         }
     }
+    if fault::fires(area, FaultPoint::RunField) {
+        let (field, bits) = fault::field_and_bits(area);
+        let value = hardware.vmread(field);
+        hardware.vmwrite(field, value ^ bits);
+    }
 }
 
 const _: () = assert!(primary::MONITOR_TRAP_FLAG & primary::RESERVED_ONES == 0);

@@ -17,6 +17,8 @@ const HIGH: u64 = 0xFFFF_FFFF_0000_0000;
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_RESERVED: u64 = 0xFFFF_FFFF_FFC0_8028;
 const RFLAGS_VM: u64 = 1 << 17;
+/// B3–B0, enabled breakpoint, BS, RTM.
+const PENDING_DEBUG_BITS: u64 = 0xF | 1 << 12 | 1 << 14 | 1 << 16;
 const PRESENT: u64 = 1 << 7;
 const CODE_OR_DATA: u64 = 1 << 4;
 
@@ -214,7 +216,8 @@ impl Guest {
             || valid && kind == event::NMI && blocked & blocking::MOV_SS != 0;
         let bad_state = state > activity::WAIT_FOR_SIPI || state != activity::ACTIVE && blocked & shadow != 0;
         let stepping = self.rflags & RFLAGS_TF != 0 && hardware.vmread(vmcs::GUEST_DEBUGCTL) & 1 << 1 == 0;
-        let bad_pending = blocked & shadow != 0 && (pending >> 14 & 1 == 1) != stepping;
+        let bad_pending = pending & !PENDING_DEBUG_BITS != 0
+            || blocked & shadow != 0 && (pending >> 14 & 1 == 1) != stepping;
         first_of([
             (bad_state, Refusal::Activity, state),
             (bad_blocking, Refusal::Interruptibility, blocked),
