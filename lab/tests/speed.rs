@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use mercury_lab::{
-    Kernel, Machine, Result, Spec,
+    Kernel, Machine, Model, Result, Spec,
     bench::{
         counts::{self, Counts, Memory},
-        exits,
+        exits, intel,
     },
 };
 
@@ -32,6 +32,20 @@ fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
     // But for the size itself and the tables that cover it, there is no difference.
     let comparable = |counts: &Counts| Counts { memory_mib: 0, memory: small.memory, ..counts.clone() };
     assert_eq!(comparable(&small), comparable(&large));
+    Ok(())
+}
+
+#[test]
+fn switches_on_intel_are_short() -> Result<()> {
+    for model in [Model::Haswell, Model::SkylakeX] {
+        let machine = Machine::boot(intel::machine(model))?;
+        let counts = intel::processor(&machine)?;
+        assert!(counts.attach_instructions <= 1200, "{counts:?}");
+        assert!(counts.detach_instructions <= 400, "{counts:?}");
+        assert!(counts.exit_roundtrip_instructions <= 150, "{counts:?}");
+        assert!(counts.cpuid_exit_instructions <= 120, "{counts:?}");
+        machine.check_next_attach()?;
+    }
     Ok(())
 }
 

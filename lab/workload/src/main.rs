@@ -5,11 +5,12 @@
 //! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
 //! `sampling`) and exceptions (`vmmcall`). `switch` is what they are to withstand, `state` compares a
 //! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
-//! and `kernel` talks to the test module.
+//! `cpuid` measures what that costs, and `kernel` talks to the test module.
 
 mod attr;
 mod breakpoint;
 mod compute;
+mod cpuid;
 mod cpus;
 mod device;
 mod flags;
@@ -83,6 +84,8 @@ enum Workload {
     FuzzIoctl(fuzz::Args),
     /// Reads a physical address from user mode
     Touch(touch::Args),
+    /// Measures what CPUID costs
+    Cpuid(cpuid::Args),
     /// Gives a command to the test module and prints its answer
     Kernel(kernel::Args),
 }
@@ -105,6 +108,7 @@ impl Workload {
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),
+            Self::Cpuid(args) => cpuid::run(args, stop, report),
             Self::Kernel(args) => kernel::run(args, report),
         }
     }
