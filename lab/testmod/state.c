@@ -150,6 +150,8 @@ static void say_state(void *argument)
 {
 	struct test_answer *answer = argument;
 
+	/* An interrupt in user mode leaves 0 there, a system call does not; it stays until the next one. */
+	loadsegment(ss, __KERNEL_DS);
 	say_control(answer);
 	say_tables(answer);
 	SAY_SEGMENT(answer, cs);
