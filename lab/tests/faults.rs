@@ -304,7 +304,7 @@ fn names_the_check(subject: &Subject, checks: &[u64]) -> Result<()> {
 fn spoilt(subject: &mut Subject, (word, shift, bits, checks): Spoilt, cpu: u32) -> Result<()> {
     println!("word {word:#x} spoilt on CPU {cpu}");
     let arm = format!(
-        "{} --offset {:#x} --value {bits:#x}",
+        "{} --offset {} --value {bits:#x}",
         arm(FaultPoint::RunField, Some(cpu), 1),
         shift << 16 | word
     );
