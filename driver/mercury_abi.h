@@ -56,6 +56,8 @@
 #define MERCURY_READABLE_VMX 0x20000
 /* IA32_RTIT_CTL (570h). */
 #define MERCURY_READABLE_RTIT_CTL 0x40000
+/* IA32_PEBS_ENABLE (3F1h). */
+#define MERCURY_READABLE_PEBS_ENABLE 0x80000
 /* Page-table isolation is on (X86_FEATURE_PTI). */
 #define MERCURY_SYSTEM_PTI 1
 /* The kernel runs with memory encryption (sme_me_mask is not zero). */
@@ -205,7 +207,7 @@
 /* Fills a SystemInfo. */
 #define MERCURY_IOC_SYSTEM _UL(0xc060f500)
 /* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
-#define MERCURY_IOC_FACTS _UL(0xc2c0f501)
+#define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor. Takes a LoadRequest. */
 #define MERCURY_IOC_LOAD _UL(0xc028f502)
 /* Frees the pre-cached hypervisor; all CPUs must be native. Takes a LoadRequest. */
@@ -305,6 +307,7 @@
 #define MERCURY_CODE_VMX_FIXED_BITS 88
 #define MERCURY_CODE_PROCESSOR_TRACE 89
 #define MERCURY_CODE_VMX_REGION 90
+#define MERCURY_CODE_DEBUG_STORE 91
 #define MERCURY_CODE_INVALID_GUEST_STATE 100
 #define MERCURY_CODE_INJECTED_FAULT 101
 #define MERCURY_CODE_FAULT_IN_SWITCH 102
@@ -651,9 +654,11 @@ struct mercury_cpu_facts {
 	u64 vmx_ept_vpid;
 	/* IA32_RTIT_CTL (570h): processor trace. */
 	u64 rtit_ctl;
+	/* IA32_PEBS_ENABLE (3F1h); 0 where there is none. */
+	u64 pebs_enable;
 };
 
-static_assert(sizeof(struct mercury_cpu_facts) == 704);
+static_assert(sizeof(struct mercury_cpu_facts) == 712);
 static_assert(offsetof(struct mercury_cpu_facts, header) == 0);
 static_assert(offsetof(struct mercury_cpu_facts, cpu) == 8);
 static_assert(offsetof(struct mercury_cpu_facts, apic_id) == 12);
@@ -729,6 +734,7 @@ static_assert(offsetof(struct mercury_cpu_facts, vmx_cr4_fixed0) == 672);
 static_assert(offsetof(struct mercury_cpu_facts, vmx_cr4_fixed1) == 680);
 static_assert(offsetof(struct mercury_cpu_facts, vmx_ept_vpid) == 688);
 static_assert(offsetof(struct mercury_cpu_facts, rtit_ctl) == 696);
+static_assert(offsetof(struct mercury_cpu_facts, pebs_enable) == 704);
 
 /* One entry of the log, 64 bytes. */
 struct mercury_log_record {

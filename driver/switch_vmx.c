@@ -26,6 +26,9 @@
 #define CODE_DESCRIPTOR		0x00af9b000000ffff
 #define DATA_DESCRIPTOR		0x00cf93000000ffff
 
+/* Whether there is IA32_PEBS_ENABLE. */
+static bool has_pebs;
+
 /* Sets VMXE. Processor trace of old processors must not be switched on meanwhile. */
 static __always_inline void hold(struct mercury_cpu *m)
 {
@@ -103,6 +106,18 @@ static __always_inline int capture(struct mercury_inward *inward)
 }
 
 /*
+ * Whether samples go to memory now (PEBS): they would through the hypervisor's page tables too, which do
+ * not map their buffer. Preflight has asked before; perf may have come in between.
+ */
+static noinstr bool stores_samples(u64 detail[2])
+{
+	u64 enabled = has_pebs ? __rdmsr(MSR_IA32_PEBS_ENABLE) : 0;
+
+	detail[0] = enabled;
+	return enabled;
+}
+
+/*
  * Performs an operation of the hypervisor on this CPU, which must be native: through the gate and
  * back, natively or, if the operation was to attach and succeeded, as a guest.
  */
@@ -122,6 +137,8 @@ static noinstr u32 mercury_vmx_native_call(struct mercury_cpu *m, u32 operation,
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	if (native_save_fl() & X86_EFLAGS_TF)
 		return MERCURY_CODE_SINGLE_STEP;
+	if (attach && stores_samples(m->detail))
+		return MERCURY_CODE_DEBUG_STORE;
 	unreadable = capture(&gate->inward);
 	if (unreadable >= 0) {
 		m->detail[0] = unreadable;
@@ -177,6 +194,7 @@ static u32 can_enter(u64 detail[2])
 	detail[1] = value;
 	if ((value & wanted) != wanted)
 		return MERCURY_CODE_VMX_DISABLED;
+	has_pebs = !rdmsrl_safe(MSR_IA32_PEBS_ENABLE, &value);
 	detail[0] = __rdmsr(MSR_EFER);
 	detail[1] = native_read_cr4();
 	if (detail[1] & X86_CR4_VMXE)

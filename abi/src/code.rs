@@ -165,6 +165,8 @@ codes! {
     ProcessorTrace = 89, "processor-trace";
     /// VMX wants its memory of another kind than Mercury's: not write-back, or below 4 GiB.
     VmxRegion = 90, "vmx-region";
+    /// The processor stores records of samples or branches at virtual addresses (PEBS, BTS).
+    DebugStore = 91, "debug-store";
 
     // 100..: the switch
     /// The processor refused the control block (VMRUN, VMLAUNCH): an illegal state, named in the detail.

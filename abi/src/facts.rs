@@ -43,6 +43,8 @@ pub mod readable {
     pub const VMX: u64 = 1 << 17;
     /// IA32_RTIT_CTL (570h).
     pub const RTIT_CTL: u64 = 1 << 18;
+    /// IA32_PEBS_ENABLE (3F1h).
+    pub const PEBS_ENABLE: u64 = 1 << 19;
 }
 
 /// `CpuFacts::system` bits: what the kernel says of itself.
@@ -243,4 +245,6 @@ pub struct CpuFacts {
     pub vmx_ept_vpid: u64,
     /// IA32_RTIT_CTL (570h): processor trace.
     pub rtit_ctl: u64,
+    /// IA32_PEBS_ENABLE (3F1h); 0 where there is none.
+    pub pebs_enable: u64,
 }

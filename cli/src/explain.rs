@@ -424,6 +424,13 @@ pub const TABLE: &[Entry] = &[
         "no processor with EPT is known to want that: look at the emulation or the hypervisor beneath",
     ),
     entry_of(
+        Code::DebugStore,
+        "the processor stores records of samples or branches (PEBS, BTS)",
+        "It writes them to virtual addresses, through the hypervisor's page tables too while that runs, which do \
+         not map them. A CPU that is attached leaves when it begins.",
+        "end the recording, or let perf sample without them (`perf record -e cycles` and not `cycles:P`), then attach",
+    ),
+    entry_of(
         Code::InvalidGuestState,
         "the processor refused the control block",
         "The processor checks the state that it is to run with, and found some of it illegal. The CPU was \

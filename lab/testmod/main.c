@@ -27,6 +27,7 @@ static const struct {
 	{ "rdmsr", 2, test_rdmsr },
 	{ "wrmsr", 3, test_wrmsr },
 	{ "clear-cr4", 2, test_clear_cr4 },
+	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
 };
 

@@ -57,6 +57,7 @@ int test_mmap(struct file *file, struct vm_area_struct *vma);
 int test_rdmsr(struct test_answer *answer, const u64 *arguments);
 int test_wrmsr(struct test_answer *answer, const u64 *arguments);
 int test_clear_cr4(struct test_answer *answer, const u64 *arguments);
+int test_vmxoff(struct test_answer *answer, const u64 *arguments);
 int test_state(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */

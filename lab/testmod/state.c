@@ -6,6 +6,7 @@
  */
 #include <linux/crc32.h>
 #include <linux/processor.h>
+#include <asm/asm.h>
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
@@ -73,6 +74,25 @@ int test_clear_cr4(struct test_answer *answer, const u64 *arguments)
 	int err = test_on_cpu(arguments[0], clear_cr4, &bits);
 
 	test_say(answer, "cleared %#llx\n", bits);
+	return err;
+}
+
+static void vmxoff(void *fault)
+{
+	/* As KVM does; natively it is undefined. */
+	asm volatile goto("1: vmxoff\n" _ASM_EXTABLE(1b, %l[undefined]) : : : "cc", "memory" : undefined);
+	cr4_clear_bits_irqsoff(X86_CR4_VMXE);
+	return;
+undefined:
+	*(int *)fault = 1;
+}
+
+/* vmxoff CPU */
+int test_vmxoff(struct test_answer *answer, const u64 *arguments)
+{
+	int fault = 0, err = test_on_cpu(arguments[0], vmxoff, &fault);
+
+	test_say(answer, "fault %d\n", fault);
 	return err;
 }
 

@@ -103,6 +103,7 @@ const PAT: u32 = 0x277;
 const VM_HSAVE_PA: u32 = 0xC001_0117;
 const PATCH_LOADER: u32 = 0xC001_0020;
 const MICROCODE_TRIGGER: u32 = 0x79;
+const PEBS_ENABLE: u32 = 0x3F1;
 const FEATURE_CONTROL: u32 = 0x3A;
 const CR4_VMXE: u64 = 1 << 13;
 
@@ -203,8 +204,9 @@ fn ways_out(machine: &Machine, efer: u64) -> Result<Vec<(String, &'static str)>>
             (write(PATCH_LOADER, address), "microcode-update"),
         ],
         Vendor::Intel => vec![
-            (format!("clear-cr4 1 {CR4_VMXE:#x}"), "vmx-released"),
+            ("vmxoff 1".to_owned(), "vmx-released"),
             (write(MICROCODE_TRIGGER, address), "microcode-update"),
+            (write(PEBS_ENABLE, 1), "debug-store"),
         ],
     })
 }
@@ -226,6 +228,19 @@ fn what_makes_a_cpu_leave() -> Result<()> {
     }
     machine.check_next_attach()?;
     work.finish()
+}
+
+/// Whoever clears CR4.VMXE and no more is on the way to another kernel: the CPU stays, and is detached when it
+/// is asked.
+#[test]
+fn clearing_vmxe_is_no_release() -> Result<()> {
+    Platform::need(Vendor::Intel, "AMD's bit is another one, and clearing it is a release")?;
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    machine.mercury("attach")?;
+    kernel(&machine, &format!("clear-cr4 1 {CR4_VMXE:#x}"))?;
+    assert_eq!(machine.modes()?, "attached attached");
+    assert_eq!(machine.mercury("detach")?["count"], 2);
+    machine.check_next_attach()
 }
 
 /// A type of memory that changes makes the nested tables wrong: the CPU leaves, and does not come back.

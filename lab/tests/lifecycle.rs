@@ -90,11 +90,9 @@ fn take_away(vendor: Vendor, cpu: usize) -> (&'static str, &'static str) {
             ["python3 /root/wrmsr 0 0xc0010117 0", "python3 /root/wrmsr 1 0xc0000080 0xd01"][cpu],
             "svm-released",
         ),
-        // CR4.VMXE.
-        Vendor::Intel => (
-            ["mercury-workload kernel clear-cr4 0 0x2000", "mercury-workload kernel clear-cr4 1 0x2000"][cpu],
-            "vmx-released",
-        ),
+        Vendor::Intel => {
+            (["mercury-workload kernel vmxoff 0", "mercury-workload kernel vmxoff 1"][cpu], "vmx-released")
+        }
     }
 }
 

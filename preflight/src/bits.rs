@@ -143,8 +143,8 @@ pub mod efer {
 pub mod xstate {
     /// XCR0: x87, SSE, AVX, MPX (3, 4), AVX-512 (5 to 7), PKRU (9), AMX (17, 18).
     pub const XCR0_KNOWN: u64 = 0b111 | 0b11 << 3 | 0b111 << 5 | 1 << 9 | 0b11 << 17;
-    /// XSS: user and supervisor shadow-stack state (11, 12).
-    pub const XSS_KNOWN: u64 = 0b11 << 11;
+    /// XSS: PASID (10), user and supervisor shadow-stack state (11, 12), last-branch records (15).
+    pub const XSS_KNOWN: u64 = 1 << 10 | 0b11 << 11 | 1 << 15;
 }
 
 /// RFLAGS (APM 3.1.6).
@@ -189,6 +189,8 @@ pub mod debugctl {
     pub const LBR: u64 = 1 << 0;
     /// Single step on branches.
     pub const BTF: u64 = 1 << 1;
+    /// Intel: branch-trace messages, and their storage in memory (SDM volume 3, "Branch trace store").
+    pub const BTS: u64 = 0b11 << 6;
 }
 
 /// DR7 (APM 13.1.1.4).

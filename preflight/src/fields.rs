@@ -54,7 +54,7 @@ fields! {
         mcg_status tsc_aux hwcr microcode smca_ctl0 feature_control mtrr_def_type mtrr_digest vmx_basic
         vmx_pin_controls vmx_primary_controls vmx_secondary_controls vmx_tertiary_controls vmx_exit_controls
         vmx_entry_controls vmx_misc vmx_cr0_fixed0 vmx_cr0_fixed1 vmx_cr4_fixed0 vmx_cr4_fixed1 vmx_ept_vpid
-        rtit_ctl;
+        rtit_ctl pebs_enable;
 }
 
 // Header (8 bytes), two words packed in one u64, four words packed in two: nothing is forgotten.

@@ -3,7 +3,7 @@
 
 use crate::{
     Check, Finding,
-    bits::{cpuid, cr0, cr4, feature_control, rtit_ctl, vmx_misc},
+    bits::{cpuid, cr0, cr4, debugctl, feature_control, rtit_ctl, vmx_misc},
     common::{self, beyond, unreadable},
     physical_bits,
     vmx::{self, basic, ept_vpid, primary, secondary},
@@ -27,6 +27,7 @@ pub(crate) const CHECKS: &[Check] = &[
     fixed_bits,
     region,
     processor_trace,
+    debug_store,
     memory_beyond_map,
 ];
 
@@ -135,6 +136,14 @@ fn processor_trace(facts: &CpuFacts) -> Option<Finding> {
     let tracing = facts.rtit_ctl & rtit_ctl::TRACE_EN != 0;
     let stopped = tracing && facts.vmx_misc & vmx_misc::TRACE_IN_VMX == 0;
     stopped.then(|| Finding::refuse(Code::ProcessorTrace, facts.rtit_ctl, facts.vmx_misc))
+}
+
+/// Records of the debug store go to virtual addresses through whatever page tables are loaded, the hypervisor's
+/// included, which do not map them (SDM volume 3, "Debug store mechanism"). Detail: IA32_PEBS_ENABLE,
+/// IA32_DEBUGCTL.
+fn debug_store(facts: &CpuFacts) -> Option<Finding> {
+    let stores = facts.pebs_enable != 0 || facts.debugctl & debugctl::BTS != 0;
+    stores.then(|| Finding::refuse(Code::DebugStore, facts.pebs_enable, facts.debugctl))
 }
 
 /// All RAM and devices lie inside the nested map: the physical width, and what the tables' levels reach.

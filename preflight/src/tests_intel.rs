@@ -104,6 +104,16 @@ fn regions_and_traces() {
     });
     accepted(|f| f.rtit_ctl = 1);
     refused(Code::ProcessorTrace, |f| (f.rtit_ctl, f.vmx_misc) = (1, 0));
+    refused(Code::DebugStore, |f| f.pebs_enable = 1 << 32);
+    refused(Code::DebugStore, |f| f.debugctl = 1 << 6);
+    accepted(|f| f.debugctl = 1);
+}
+
+/// Alder Lake and Sapphire Rapids have last-branch records in the extended state, servers PASID as well.
+#[test]
+fn extended_state_of_recent_processors() {
+    accepted(|f| f.xss = 1 << 10 | 1 << 11 | 1 << 12 | 1 << 15);
+    refused(Code::XstateUnsupported, |f| f.xss |= 1 << 14);
 }
 
 #[test]

@@ -196,8 +196,8 @@ const GROUPS: &[Group] = &[
         vendor: Some(Vendor::Intel),
     },
     Group {
-        name: "processor trace",
-        codes: &[Code::ProcessorTrace],
+        name: "processor trace and debug store",
+        codes: &[Code::ProcessorTrace, Code::DebugStore],
         by_cpuid: false,
         fine: |_| "not in the way".into(),
         vendor: Some(Vendor::Intel),

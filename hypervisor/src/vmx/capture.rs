@@ -12,7 +12,7 @@ use mercury_abi::code::Code;
 use mercury_abi::facts::{CpuFacts, system};
 use mercury_abi::gate;
 use mercury_abi::refusal::Refusal;
-use mercury_preflight::bits::{cpuid, cr4, efer};
+use mercury_preflight::bits::{cpuid, cr4, debugctl, efer};
 use mercury_preflight::vmx::{self as controls, Controls, basic, entry, primary, secondary};
 
 use super::msr::BITMAP;
@@ -79,8 +79,9 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
         }
     }
     put_inward_segments(area);
-    area.own.was_reset = 0;
+    area.own.foreign = 0;
     let live = Live::read(area, hardware).ok_or(Code::FactUnreadable)?;
+    keep(area, &live);
     enter_vmx(area, hardware)?;
     fill(area, hardware, &live);
     area.cpu.gate.outward.registers[0] = 0;
@@ -157,12 +158,17 @@ impl Live {
     }
 }
 
+/// For whoever has to undo it, from VMXON on.
+fn keep(area: &mut Area, live: &Live) {
+    area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
+    area.own.captured_debugctl = live.debugctl;
+    area.own.captured_isst_addr = live.cet[1];
+}
+
 /// Fills every field that a control makes count.
 fn fill(area: &mut Area, hardware: &mut impl Hardware, live: &Live) {
     area.own.host_efer = live.efer;
     area.own.host_pat = live.pat;
-    area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
-    area.own.captured_debugctl = live.debugctl;
     area.own.awaits_window = 0;
     fill_controls(area, hardware);
     fill_host(area, hardware);
@@ -334,12 +340,12 @@ fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let outward = &mut area.cpu.gate.outward;
-    // NE and VMXE stay as the system reads them: set, unless it was reset beneath us.
+    // NE and VMXE stay as the system reads them: set, unless it is another system.
     outward.cr0 = hardware.vmread(vmcs::GUEST_CR0) & 0xFFFF_FFFF;
     outward.cr2 = hardware.cr2();
     outward.cr3 = hardware.vmread(vmcs::GUEST_CR3);
     outward.cr4 = hardware.vmread(vmcs::GUEST_CR4);
-    if area.own.was_reset != 0 {
+    if area.own.foreign != 0 {
         outward.cr0 &= !CR0_NE | hardware.vmread(vmcs::CR0_SHADOW);
         outward.cr4 &= !CR4_FIXED | hardware.vmread(vmcs::CR4_SHADOW);
     }
@@ -442,6 +448,8 @@ fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
 fn write_changed_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     for (index, field, loaded) in loaded_msrs(area) {
         let value = hardware.vmread(field);
+        // Branches that are stored from here on would go through the hypervisor's page tables.
+        let value = if index == msr::DEBUGCTL { value & !debugctl::BTS } else { value };
         if index == msr::EFER && value & efer::NXE == 0 {
             area.cpu.gate.outward.efer = without_no_execute(value);
         } else if value != loaded {
@@ -517,8 +525,7 @@ fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
     let [fs_base, gs_base, ..] = area.own.captured;
     let _ = hardware.write_msr(msr::DEBUGCTL, area.own.captured_debugctl);
     if area.own.controls.exit & controls::exit::LOAD_CET != 0 {
-        let table = hardware.vmread(vmcs::GUEST_INTERRUPT_SSP_TABLE);
-        let _ = hardware.write_msr(msr::ISST_ADDR, table);
+        let _ = hardware.write_msr(msr::ISST_ADDR, area.own.captured_isst_addr);
     }
     leave_vmx(area, hardware);
     [fs_base, gs_base]

@@ -273,12 +273,10 @@ fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
 }
 
-/// Clearing VMXE is how a kernel gives the hardware up: the CPU leaves and does it natively. Setting it (a
-/// kernel that was reset under us does) is let through (HARDWARE I-4).
-fn write_cr4(area: &Area, hardware: &mut impl Hardware, value: u64) -> Answer {
-    if value & cr4::VMXE == 0 {
-        return Answer::Depart(Code::VmxReleased);
-    }
+/// VMXE is the guest's to clear and to set, in the shadow (HARDWARE I-4). Who gives the hardware up executes
+/// VMXOFF before. Who only clears it is on the way to another kernel (6.12's `relocate_kernel`, on tables of its
+/// own): from then on the CPU does not leave by itself.
+fn write_cr4(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.own.exit.cr4;
     let long_mode = hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0;
     let changed = value ^ current;
@@ -288,7 +286,10 @@ fn write_cr4(area: &Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     if illegal {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    hardware.vmwrite(vmcs::GUEST_CR4, value);
+    if value & cr4::VMXE == 0 {
+        area.own.foreign = 1;
+    }
+    hardware.vmwrite(vmcs::GUEST_CR4, value | cr4::VMXE);
     hardware.vmwrite(vmcs::CR4_SHADOW, value);
     flush(area, hardware);
     Answer::Skip
@@ -466,14 +467,14 @@ fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     area.cpu.gate.outward.cr2 = area.own.exit.cr2;
 }
 
-/// Whether the gate can go where the guest is: in long mode, with tables that map the gate. User mode's own
-/// tables under page-table isolation do not; the kernel's first instructions run on them too, and they are the
-/// upper page of two.
+/// Whether the gate can go where the guest is: in long mode, with tables that map the gate. Those of another
+/// kernel do not, nor do user mode's own under page-table isolation; the kernel's first instructions run on them
+/// too, and they are the upper page of two.
 fn can_leave(area: &Area, hardware: &mut impl Hardware) -> bool {
     const USER_TABLES: u64 = 1 << 12;
     let isolated = area.cpu.features & feature::ISOLATED != 0
         && (privilege(hardware) == 3 || hardware.vmread(vmcs::GUEST_CR3) & USER_TABLES != 0);
-    hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && !isolated
+    area.own.foreign == 0 && hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && !isolated
 }
 
 /// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no native
@@ -598,6 +599,9 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let cr4 = hardware.vmread(vmcs::GUEST_CR4);
     hardware.vmwrite(vmcs::GUEST_CR4, cr4 & capture::CR4_CARRIED);
     emergency::record_refusal(area, refusal, value);
+    // An entry that failed has not delivered what it was to inject.
+    area.own.exit.event = hardware.vmread(vmcs::ENTRY_INTERRUPTION);
+    lose_event(area, hardware);
     finish(area, hardware, Code::InvalidGuestState)
 }
 

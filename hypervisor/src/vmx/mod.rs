@@ -155,6 +155,8 @@ pub struct Own {
     pub captured: [u64; 5],
     /// DEBUGCTL at the attach.
     pub captured_debugctl: u64,
+    /// IA32_INTERRUPT_SSP_TABLE_ADDR at the attach, where there is one.
+    pub captured_isst_addr: u64,
     /// IA32_VMX_CR4_FIXED1: what a guest may set.
     pub cr4_allowed: u64,
     /// TR that the next departure gives back.
@@ -163,8 +165,9 @@ pub struct Own {
     pub ldtr: SystemSegment,
     /// The last exit that [`exits`] looked at.
     pub exit: LastExit,
-    /// 1 once INIT has reset the system above since the attach.
-    pub was_reset: u32,
+    /// 1 once the system above is not the one that attached any more: INIT has reset it, or it has cleared
+    /// CR4.VMXE on its way to another kernel.
+    pub foreign: u32,
     /// 1 if the CPU wanted to leave beneath user mode and could not.
     pub refused_to_leave: u32,
     /// 1 while an exit is asked for that comes as soon as the guest can take interrupts.

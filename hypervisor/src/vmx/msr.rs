@@ -1,8 +1,8 @@
 //! MSRs of the guest: which writes exit, and what they mean.
 //!
 //! EFER, PAT, DEBUGCTL and SYSENTER need no interception: entries and exits load and save them. Intercepted
-//! are writes of the MTRRs, whose types the nested tables repeat (HARDWARE I-17), and of the microcode trigger
-//! (L-11). Beyond those the processor exits by itself for all MSRs outside of the bitmap's two ranges
+//! are writes of the MTRRs, whose types the nested tables repeat (HARDWARE I-17), of the microcode trigger
+//! (L-11), and of IA32_PEBS_ENABLE: its records would go through the hypervisor's page tables. Beyond those the processor exits by itself for all MSRs outside of the bitmap's two ranges
 //! (SDM volume 3, "MSR-bitmap address"): they are executed for real (I-30).
 
 use mercury_abi::code::Code;
@@ -22,6 +22,7 @@ pub struct Bitmap([u8; 4096]);
 /// The bitmap of all CPUs.
 pub static BITMAP: Bitmap = Bitmap::new()
     .intercept_write(msr::MICROCODE_TRIGGER)
+    .intercept_write(msr::PEBS_ENABLE)
     .intercept_write(msr::MTRR_DEF_TYPE)
     .intercept_writes(msr::MTRR_PHYS_BASE0, 2 * crate::mtrr::MAX_VARIABLE as u32)
     .intercept_fixed_ranges();
@@ -73,6 +74,7 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
 pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     let (reason, answer) = match index {
         msr::MICROCODE_TRIGGER => (ExitReason::MsrMicrocode, Answer::Depart(Code::MicrocodeUpdate)),
+        msr::PEBS_ENABLE if value != 0 => (ExitReason::MsrPassThrough, Answer::Depart(Code::DebugStore)),
         _ if is_mtrr(index) => (ExitReason::MsrPassThrough, write_mtrr(hardware, index, value)),
         _ => (ExitReason::MsrPassThrough, write_through(hardware, index, value)),
     };
@@ -104,11 +106,22 @@ mod tests {
     #[test]
     fn bitmap_holds_what_the_manual_says_and_nothing_else() {
         let written = |index: u32| BITMAP.0[Bitmap::WRITES + index as usize / 8] >> (index % 8) & 1 == 1;
-        assert!(written(0x79) && written(0x2FF) && written(0x200) && written(0x23F) && written(0x26F));
+        assert!(
+            written(0x79)
+                && written(0x3F1)
+                && written(0x2FF)
+                && written(0x200)
+                && written(0x23F)
+                && written(0x26F)
+        );
         assert!(!written(0x277) && !written(0x240) && !written(0x251) && !written(0x1FF));
         let bits: u32 = BITMAP.0.iter().map(|byte| byte.count_ones()).sum();
-        assert_eq!(bits, 1 + 1 + 64 + 11);
+        assert_eq!(bits, 1 + 1 + 1 + 64 + 11);
         assert!(BITMAP.0[..2048].iter().all(|byte| *byte == 0), "no read exits");
-        assert!((0..0x2000).filter(|index| written(*index)).all(|index| index == 0x79 || is_mtrr(index)));
+        assert!(
+            (0..0x2000)
+                .filter(|index| written(*index))
+                .all(|index| index == 0x79 || index == 0x3F1 || is_mtrr(index))
+        );
     }
 }

@@ -14,26 +14,33 @@ use super::exits::{await_window, flush};
 use super::vmcs::{self, UNUSABLE, activity};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
-use crate::x86::{DR7_CLEAR, Hardware, msr::EFER_LMA, msr::EFER_LME};
+use crate::x86::{DR7_CLEAR, Hardware, msr, msr::EFER_LMA, msr::EFER_LME};
 use crate::{machine_check, publish};
 
 /// CR0.NW and CR0.CD, which INIT leaves alone.
 const CR0_CACHES: u64 = 0b11 << 29;
 const RDX: usize = 2;
 
-/// INIT: the state of SDM volume 3, table "IA-32 and Intel 64 processor states following power-up, reset, or
+/// INIT: an application processor waits for a start-up IPI. The boot processor would begin at the reset vector,
+/// in firmware that knows nothing of us: it shuts down instead, which resets the machine as that would.
+///
+/// The state is that of SDM volume 3, table "IA-32 and Intel 64 processor states following power-up, reset, or
 /// INIT", and no instruction before a start-up IPI.
 pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    const BOOT_PROCESSOR: u64 = 1 << 8;
     const REAL_MODE_DATA: u64 = 0x93;
     const REAL_MODE_CODE: u64 = 0x9B;
     const LDT: u64 = 0x82;
     const BUSY_TSS: u64 = 0x8B;
+    if hardware.read_msr(msr::APIC_BASE).is_some_and(|base| base & BOOT_PROCESSOR != 0) {
+        return shut_down(area, hardware);
+    }
     publish::count(area, ExitReason::Other);
     let [signature, ..] = hardware.cpuid(1, 0);
     area.cpu.gate.outward.registers = [0; 16];
     area.cpu.gate.outward.registers[RDX] = u64::from(signature);
     area.cpu.leave_pending = 0;
-    area.own.was_reset = 1;
+    area.own.foreign = 1;
     let caches = hardware.vmread(vmcs::GUEST_CR0) & CR0_CACHES;
     for (field, value) in [
         (vmcs::GUEST_CR0, caches | cr0::ET | CR0_NE),

@@ -243,6 +243,8 @@ fn attach_needs_a_preflight_and_reports_what_fails() {
     assert_eq!(cpu.area.cpu.gate.detail[0], Refusal::VmptrldRevision as u64);
     capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::InvalidGuestState);
     assert!(!cpu.hardware.vmx_on, "rolled back");
+    let bases = [0x7FFF_F7D8_0740, 0xFFFF_8880_7DC0_0000];
+    assert_eq!(cpu.area.cpu.gate.outward.thread_bases, bases, "the VMCS never had them");
     for selector in [0x18, 0x44, 0xFFF8] {
         let mut cpu = Cpu::native();
         cpu.area.cpu.gate.inward.tr.selector = selector;
@@ -406,11 +408,15 @@ fn write_control(cpu: &mut Cpu, register: u64, value: u64) -> Next {
 }
 
 #[test]
-fn clearing_vmxe_is_a_departure_and_setting_it_is_let_through() {
+fn vmxe_is_the_guests_to_clear_and_to_set() {
     let mut cpu = Cpu::attached();
-    assert_eq!(write_control(&mut cpu, 4, CR4 & !(1 << 13)), Next::Leave);
-    assert_eq!(cpu.area.cpu.gate.outward.rip, RIP, "executed natively");
-    assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4);
+    assert_eq!(write_control(&mut cpu, 4, CR4 & !(1 << 13)), Next::Run);
+    assert_eq!((cpu.get(vmcs::GUEST_CR4), cpu.get(vmcs::CR4_SHADOW)), (CR4, CR4 & !(1 << 13)));
+    // Its tables may be another kernel's: it does not leave by itself, but is detached when it asks.
+    const VMFUNC: u32 = 59;
+    assert_eq!(cpu.exit(VMFUNC), Next::Run);
+    assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4 & !(1 << 13));
     let mut cpu = Cpu::attached();
     cpu.set(vmcs::CR4_SHADOW, CR4 & !(1 << 13));
     assert_eq!(write_control(&mut cpu, 4, CR4), Next::Run);
@@ -467,6 +473,11 @@ fn an_mtrr_that_changes_lets_go_and_one_that_does_not_is_nothing() {
     assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Leave);
     assert_eq!(cpu.area.cpu.gate.outward.rip, RIP + 3, "executed natively");
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::MtrrChanged as u32));
+    let mut cpu = Cpu::attached();
+    cpu.hardware.msrs.insert(msr::PEBS_ENABLE, 0);
+    assert_eq!(access_msr(&mut cpu, msr::PEBS_ENABLE, Some(0)), Next::Run);
+    assert_eq!(access_msr(&mut cpu, msr::PEBS_ENABLE, Some(1)), Next::Leave);
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::DebugStore as u32));
     let mut cpu = Cpu::attached();
     assert_eq!(access_msr(&mut cpu, msr::MICROCODE_TRIGGER, Some(0xFFFF_8880_0000_0000)), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::MicrocodeUpdate as u32));
@@ -858,6 +869,15 @@ fn init_and_start_up_bring_a_cpu_to_real_mode() {
     assert_ne!(cpu.get(vmcs::ENTRY_CONTROLS) & u64::from(entry::IA32E_MODE_GUEST), 0);
 }
 
+/// It would begin in firmware.
+#[test]
+fn init_shuts_the_boot_processor_down() {
+    let mut cpu = Cpu::attached();
+    cpu.hardware.msrs.insert(msr::APIC_BASE, 0xFEE0_0900);
+    let _ = cpu.exit(reason::INIT);
+    assert!(cpu.hardware.shut_down && !cpu.hardware.vmx_on);
+}
+
 #[test]
 fn real_mode_has_no_error_codes() {
     let mut cpu = Cpu::attached();
@@ -934,8 +954,10 @@ fn a_failed_instruction_is_named() {
 fn a_refused_later_entry_lets_the_machine_run_on() {
     let mut cpu = Cpu::attached();
     cpu.set(vmcs::GUEST_EFER, 0);
+    cpu.set(vmcs::ENTRY_INTERRUPTION, event::VALID | event::NMI | 2);
     assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Leave);
     assert_eq!(cpu.area.cpu.gate.outward.rip, RIP);
+    assert_eq!(cpu.area.cpu.gate.nmi.pending, 1, "the gate raises what was not delivered");
     let crash = cpu.area.shared().crash;
     assert_eq!(crash.code, Code::InvalidGuestState as u32);
     let message = String::from_utf8_lossy(&crash.message);

@@ -24,6 +24,10 @@ pub const VM_HSAVE_PA: u32 = 0xC001_0117;
 pub const PATCH_LOADER: u32 = 0xC001_0020;
 /// The microcode trigger of Intel: IA32_BIOS_UPDT_TRIG (SDM volume 4, table 2-2, as those below).
 pub const MICROCODE_TRIGGER: u32 = 0x79;
+/// IA32_APIC_BASE.
+pub const APIC_BASE: u32 = 0x1B;
+/// IA32_PEBS_ENABLE.
+pub const PEBS_ENABLE: u32 = 0x3F1;
 /// IA32_SYSENTER_CS.
 pub const SYSENTER_CS: u32 = 0x174;
 /// IA32_SYSENTER_ESP.
