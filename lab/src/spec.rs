@@ -12,6 +12,9 @@ use crate::{
 /// The processor unless a machine asks for another: SVM with nested paging, as far as QEMU emulates it.
 pub const CPU: &str = "EPYC,+svm,+npt";
 
+/// In seconds. A kernel in Bochs takes most of a minute for the checksum of a crash kernel.
+const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
+
 /// The emulator's name.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";
 
@@ -465,8 +468,9 @@ impl Spec {
     /// that Bochs's Skylake says it has: time would pass seventy times too slowly.
     fn clock(&self) -> &'static [&'static str] {
         match self.platform {
-            Platform::Bochs(Model::SkylakeX) => &["tsc=unstable", "clocksource=acpi_pm"],
-            _ => &["tsc=reliable"],
+            Platform::Bochs(Model::SkylakeX) => &["tsc=unstable", "clocksource=acpi_pm", PATIENT_WATCHDOG],
+            Platform::Bochs(_) => &["tsc=reliable", PATIENT_WATCHDOG],
+            Platform::Qemu => &["tsc=reliable"],
         }
     }
 }

@@ -520,7 +520,9 @@ fn crash_and_gone(subject: &mut Subject, cpu: u32, online: &str) -> Result<()> {
 /// reschedule.
 fn event_in_delivery(subject: &mut Subject, cpu: u32) -> Result<()> {
     println!("ExitEvent on CPU {cpu}");
-    subject.must(&["mercury attach", &arm(FaultPoint::ExitEvent, Some(cpu), 1)])?;
+    // On Intel the exit must be one with interrupts on: a CPUID of a program that starts.
+    let exit = format!("taskset -c {cpu} /bin/true");
+    subject.must(&["mercury attach", &arm(FaultPoint::ExitEvent, Some(cpu), 1), &exit])?;
     let events = subject.events("reinjected")?;
     let last = events.last().map(|event| (event["cpu"].as_u64(), hex(&event["arguments"][0])));
     same("event", last, Some((Some(u64::from(cpu)), Some(0x8000_00FD))))?;

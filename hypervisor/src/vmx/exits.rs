@@ -636,7 +636,8 @@ fn inject_faults(area: &mut Area) {
     use fault::real;
     /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
     const RESCHEDULE: u64 = 0xFD;
-    if fault::fires(area, FaultPoint::ExitEvent) && area.own.exit.rflags & crate::x86::RFLAGS_IF != 0 {
+    // An interrupt that is injected where none is taken is a refused entry (SDM, "Checks on guest RIP, RFLAGS").
+    if area.own.exit.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
         area.own.exit.event = event::VALID | event::EXTERNAL | RESCHEDULE;
     }
     if fault::fires(area, FaultPoint::ExitPageFault) {

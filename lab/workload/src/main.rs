@@ -67,7 +67,7 @@ enum Workload {
     /// Ports that are permitted and ports that are not
     Ioperm,
     /// Hardware breakpoints by perf and by ptrace count exactly
-    Breakpoint,
+    Breakpoint(breakpoint::Args),
     /// A child is single-stepped; every instruction counts once
     Step,
     /// Samples flow on every CPU
@@ -99,7 +99,7 @@ impl Workload {
             Self::Flags => flags::run(stop, report),
             Self::Ldt => ldt::run(stop, report),
             Self::Ioperm => ioperm::run(stop, report),
-            Self::Breakpoint => breakpoint::run(stop, report),
+            Self::Breakpoint(args) => breakpoint::run(args, stop, report),
             Self::Step => step::run(stop, report),
             Self::Sampling => sampling::run(stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
