@@ -6,7 +6,7 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
 };
@@ -160,23 +160,59 @@ fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     run_counting("", &mut cargo)
 }
 
+/// Tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
+/// processor can show. `make test LAB=intel` runs all that one can.
+const ON_BOCHS: &[(&str, &str, &[&str])] = &[
+    ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
+    ("intel", "applications", &["registers_and_results"]),
+    ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
+    ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
+    ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+    ("bochs-amd", "applications", &["segments_and_ports"]),
+];
+
 /// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
 /// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
 fn run_lab_tests() -> Result<Tally> {
     let programs = build_lab_tests()?;
+    let in_bochs = if Platform::chosen()? == Platform::Qemu { ON_BOCHS } else { &[] };
     thread::scope(|scope| {
-        let running: Vec<_> = programs
-            .iter()
-            .map(|(name, program)| {
-                let mut command = Command::new(program);
-                command.current_dir(paths::root().join("lab"));
-                scope.spawn(move || run_counting(&format!("{name}: "), &mut command))
-            })
-            .collect();
+        let mut running = Vec::new();
+        for (platform, file, tests) in in_bochs {
+            let program = programs.iter().find(|(name, _)| name == file);
+            let (_, program) =
+                program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
+            let mut command = lab_test(program);
+            command.env("LAB", platform).arg("--exact").args(*tests);
+            let prefix = format!("{platform} {file}: ");
+            running.push(scope.spawn(move || run_counting(&prefix, &mut command).map(all_of(tests, prefix))));
+        }
+        for (name, program) in &programs {
+            let mut command = lab_test(program);
+            running.push(scope.spawn(move || run_counting(&format!("{name}: "), &mut command)));
+        }
         let mut tally = Tally::default();
         running.into_iter().try_for_each(|one| joined(one.join())?.map(|part| tally.add(part)))?;
         Ok(tally)
     })
+}
+
+fn lab_test(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.current_dir(paths::root().join("lab"));
+    command
+}
+
+/// A test that was not found is one that failed: it has another name now.
+fn all_of(tests: &'static [&'static str], prefix: String) -> impl Fn(Tally) -> Tally {
+    move |mut tally| {
+        let missing = (tests.len() as u32).saturating_sub(tally.passed + tally.failed + tally.skipped);
+        if missing > 0 {
+            tally.failed += missing;
+            tally.failures.push(format!("{prefix}{missing} of {tests:?} not found"));
+        }
+        tally
+    }
 }
 
 /// The test programs of `lab/tests/` by name, as cargo builds them.
@@ -236,6 +272,7 @@ fn is_lab_test(name: &str) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -270,6 +307,19 @@ mod tests {
         tally.skip("file: a", "it has not failed");
         tally.skip("file: b", "no monitor");
         assert_eq!((tally.failures, tally.unsupported), (vec![], vec!["file: b: no monitor".to_owned()]));
+    }
+
+    #[test]
+    fn tests_that_are_not_there_have_failed() {
+        let ran = |passed| Tally { passed, ..Tally::default() };
+        assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(2)), ran(2));
+        assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(1)).failed, 1);
+        for (platform, file, tests) in ON_BOCHS {
+            assert!(platform.parse::<Platform>().is_ok() && is_lab_test(file));
+            let path = paths::root().join("lab/tests").join(format!("{file}.rs"));
+            let source = fs::read_to_string(path).unwrap();
+            assert!(tests.iter().all(|test| source.contains(&format!("fn {test}("))), "{file}: {tests:?}");
+        }
     }
 
     #[test]

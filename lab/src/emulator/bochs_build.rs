@@ -114,6 +114,7 @@ fn make(dir: &Path) -> Result<()> {
     let archive = apt::fetch_source(TOOLS.release, SOURCE, &new.join("source"))?;
     build(&archive, &new)?;
     host::remove_tree(&new.join("build"))?;
+    host::remove_tree(&new.join("source"))?;
     fs::rename(&new, dir).context(|| "name Bochs".into())
 }
 
