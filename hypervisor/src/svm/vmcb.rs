@@ -165,7 +165,7 @@ impl Vmcb {
     #[cfg(feature = "fault-injection")]
     pub fn flip(&mut self, offset: usize, bits: u64) {
         let words = core::ptr::from_mut(self).cast::<u64>();
-        if offset % 8 == 0 && offset < size_of::<Self>() {
+        if offset.is_multiple_of(8) && offset < size_of::<Self>() {
             // SAFETY: the word is inside of the block, which is larger and more aligned than a word, and all of
             // whose fields are integers: any bits are a value.
             unsafe { *words.add(offset / 8) ^= bits };
