@@ -281,7 +281,7 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 
 /*
  * The gate returns far and by frames of its own, and the hypervisor's IDT has gates: neither goes
- * together with FRED or a shadow stack of the kernel's.
+ * together with FRED or a shadow stack of the kernel's. What else of S_CET does is the vendor's to say.
  */
 static u32 can_return(u64 detail[2])
 {
@@ -294,7 +294,7 @@ static u32 can_return(u64 detail[2])
 	}
 	if (cr4 & X86_CR4_CET)
 		rdmsrl_safe(MSR_S_CET, &s_cet);
-	if (s_cet) {
+	if (s_cet & ~mercury_vendor->s_cet) {
 		detail[0] = s_cet;
 		detail[1] = cr4;
 		return MERCURY_CODE_SUPERVISOR_CET;

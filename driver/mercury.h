@@ -99,6 +99,8 @@ struct mercury_vendor {
 	const char *what;
 	/* What the hypervisor's CR4 needs besides. */
 	u64 host_cr4;
+	/* What S_CET may have. */
+	u64 s_cet;
 	/* The gate: its way in, which lies in its page, and its way out. */
 	u64 (*gate)(struct mercury_gate_block *area);
 	void (*leave)(void);

@@ -22,6 +22,8 @@
 #define FEATURE_CONTROL_LOCK	BIT(0)
 #define FEATURE_CONTROL_VMX	BIT(2)
 #define VMX_BASIC_REVISION	0x7fffffff
+/* Branch tracking. The gate clears CR4.CET before its first indirect branch, and lands on ENDBR. */
+#define S_CET_ENDBR_EN		BIT_ULL(2)
 /* The kernel's and the hypervisor's selectors are the same. */
 #define CODE_DESCRIPTOR		0x00af9b000000ffff
 #define DATA_DESCRIPTOR		0x00cf93000000ffff
@@ -239,6 +241,7 @@ const struct mercury_vendor mercury_vmx = {
 	.kvm = "kvm_intel",
 	.what = "VMX",
 	.host_cr4 = X86_CR4_VMXE,
+	.s_cet = S_CET_ENDBR_EN,
 	.gate = mercury_vmx_enter,
 	.leave = mercury_vmx_leave,
 	.can_enter = can_enter,

@@ -212,9 +212,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SupervisorCet,
-        "the kernel itself uses shadow stacks or branch tracking",
+        "the kernel itself uses shadow stacks, or branch tracking where it cannot be carried",
         "Their state changes with each instruction of the switch.",
-        "boot with `ibt=off` and without kernel shadow stacks",
+        "boot without kernel shadow stacks; where it is branch tracking, with `ibt=off`",
     ),
     entry_of(
         Code::MemoryEncryption,

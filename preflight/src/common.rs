@@ -2,7 +2,7 @@
 
 use crate::{
     Check, Finding,
-    bits::{cpuid, cr0, cr4, debugctl, dr7, efer, mcg_status, mtrr_def_type, rflags, xstate},
+    bits::{cpuid, cr0, cr4, debugctl, dr7, efer, mcg_status, mtrr_def_type, rflags, s_cet, xstate},
     physical_bits,
 };
 use mercury_abi::{
@@ -109,9 +109,11 @@ pub(crate) fn efer(facts: &CpuFacts) -> Option<Finding> {
     white_list(Code::EferUnsupported, facts.efer, efer::KNOWN | efer::SVME, efer::REQUIRED)
 }
 
-/// The kernel itself uses neither shadow stacks nor branch tracking (APM 18.9).
+/// The kernel itself uses no shadow stack (APM 18.9), and tracks branches only where that can be carried.
 pub(crate) fn supervisor_cet(facts: &CpuFacts) -> Option<Finding> {
-    (facts.s_cet != 0).then(|| Finding::refuse(Code::SupervisorCet, facts.s_cet, facts.cr4))
+    let carried = if vendor(facts) == Vendor::Intel { s_cet::ENDBR_EN } else { 0 };
+    let wrong = facts.s_cet & !carried != 0;
+    wrong.then(|| Finding::refuse(Code::SupervisorCet, facts.s_cet, facts.cr4))
 }
 
 /// CR0 against the white list (APM 3.1.1, 15.5.1).

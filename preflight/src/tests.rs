@@ -120,6 +120,7 @@ fn extended_state() {
     refused(Code::XstateUnsupported, |f| f.xss |= 1 << 14);
     accepted(|f| f.xcr0 = 0x6_02ff);
     refused(Code::SupervisorCet, |f| f.s_cet = 1);
+    refused(Code::SupervisorCet, |f| f.s_cet = 4);
 }
 
 #[test]

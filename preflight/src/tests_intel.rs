@@ -79,6 +79,8 @@ fn state() {
     refused(Code::Fred, |f| f.cr4 |= 1 << 32);
     refused(Code::Cr4Unsupported, |f| f.cr4 |= 1 << 25);
     refused(Code::SupervisorCet, |f| f.s_cet = 1);
+    refused(Code::SupervisorCet, |f| f.s_cet = 5);
+    accepted(|f| f.s_cet = 4);
     refused(Code::VmxFixedBits, |f| f.cr0 &= !(1 << 5));
     refused(Code::VmxFixedBits, |f| f.vmx_cr4_fixed1 &= !(1 << 20));
     refused(Code::VmxFixedBits, |f| f.vmx_cr4_fixed1 &= !(1 << 13));
@@ -106,7 +108,6 @@ fn regions_and_traces() {
     refused(Code::ProcessorTrace, |f| (f.rtit_ctl, f.vmx_misc) = (1, 0));
     refused(Code::DebugStore, |f| f.pebs_enable = 1 << 32);
     refused(Code::DebugStore, |f| f.debugctl = 1 << 6);
-    accepted(|f| f.debugctl = 1);
 }
 
 /// Alder Lake and Sapphire Rapids have last-branch records in the extended state, servers PASID as well.

@@ -268,8 +268,8 @@ pub fn choose(facts: &CpuFacts) -> Result<Controls, Refusal> {
     })
 }
 
-/// Whether shadow-stack state has to be carried across exits: CR4.CET lets user mode have it. Both controls
-/// are needed then; S_CET itself is 0 (SDM, "CET state" among guest and host state).
+/// Whether shadow-stack state has to be carried across exits: CR4.CET lets user mode have it, and the kernel
+/// track its branches. Both controls are needed then (SDM, "CET state" among guest and host state).
 fn cet(facts: &CpuFacts) -> bool {
     facts.cr4 & cr4::CET != 0
 }

@@ -162,7 +162,7 @@ impl Live {
 fn keep(area: &mut Area, live: &Live) {
     area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
     area.own.captured_debugctl = live.debugctl;
-    area.own.captured_isst_addr = live.cet[1];
+    area.own.captured_cet = live.cet;
 }
 
 /// Fills every field that a control makes count.
@@ -327,7 +327,7 @@ fn fill_registers(area: &Area, hardware: &mut impl Hardware, live: &Live) {
     hardware.vmwrite(vmcs::GUEST_PENDING_DEBUG, 0);
 }
 
-/// S_CET is 0 (preflight); SSP is without meaning while it is.
+/// The kernel has no shadow stack (preflight): SSP is without meaning.
 fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
     hardware.vmwrite(vmcs::GUEST_S_CET, live.cet[0]);
     hardware.vmwrite(vmcs::GUEST_SSP, 0);
@@ -467,13 +467,16 @@ const fn without_no_execute(value: u64) -> u64 {
 
 /// User mode that leaves has its shadow stack pointer in the VMCS; the gate's IRET loads it from PL3_SSP (SDM
 /// volume 1, "Shadow stack usage on privilege level changes"). In the kernel PL3_SSP holds it already.
+///
+/// A kernel that leaves between an indirect branch and its target is not held to that: the next instruction
+/// is the gate's.
 fn return_cet(hardware: &mut impl Hardware) {
     const SHSTK_EN: u64 = 1;
-    for (index, field) in [(msr::S_CET, vmcs::GUEST_S_CET), (msr::ISST_ADDR, vmcs::GUEST_INTERRUPT_SSP_TABLE)]
-    {
-        let value = hardware.vmread(field);
-        let _ = hardware.write_msr(index, value);
-    }
+    const WAIT_FOR_ENDBRANCH: u64 = 1 << 11;
+    let s_cet = hardware.vmread(vmcs::GUEST_S_CET) & !WAIT_FOR_ENDBRANCH;
+    let _ = hardware.write_msr(msr::S_CET, s_cet);
+    let isst_addr = hardware.vmread(vmcs::GUEST_INTERRUPT_SSP_TABLE);
+    let _ = hardware.write_msr(msr::ISST_ADDR, isst_addr);
     let shadowed = privilege(hardware) == 3
         && hardware.vmread(vmcs::GUEST_CR4) & cr4::CET != 0
         && hardware.read_msr(msr::U_CET).is_some_and(|user| user & SHSTK_EN != 0);
@@ -525,7 +528,9 @@ fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
     let [fs_base, gs_base, ..] = area.own.captured;
     let _ = hardware.write_msr(msr::DEBUGCTL, area.own.captured_debugctl);
     if area.own.controls.exit & controls::exit::LOAD_CET != 0 {
-        let _ = hardware.write_msr(msr::ISST_ADDR, area.own.captured_isst_addr);
+        let [s_cet, isst_addr] = area.own.captured_cet;
+        let _ = hardware.write_msr(msr::S_CET, s_cet);
+        let _ = hardware.write_msr(msr::ISST_ADDR, isst_addr);
     }
     leave_vmx(area, hardware);
     [fs_base, gs_base]

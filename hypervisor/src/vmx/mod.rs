@@ -155,8 +155,8 @@ pub struct Own {
     pub captured: [u64; 5],
     /// DEBUGCTL at the attach.
     pub captured_debugctl: u64,
-    /// IA32_INTERRUPT_SSP_TABLE_ADDR at the attach, where there is one.
-    pub captured_isst_addr: u64,
+    /// S_CET and IA32_INTERRUPT_SSP_TABLE_ADDR at the attach, where they exist.
+    pub captured_cet: [u64; 2],
     /// IA32_VMX_CR4_FIXED1: what a guest may set.
     pub cr4_allowed: u64,
     /// TR that the next departure gives back.

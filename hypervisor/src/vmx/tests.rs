@@ -7,8 +7,9 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall, Segment};
 use mercury_abi::refusal::Refusal;
 use mercury_abi::shared::{EXIT_CODE_VMX, ExitReason, LogKind, SharedCpu};
+use mercury_preflight::bits::cr4;
 use mercury_preflight::example::good_xeon;
-use mercury_preflight::vmx::{entry, primary, secondary};
+use mercury_preflight::vmx::{entry, exit, primary, secondary};
 use proptest::prelude::*;
 
 use super::capture::feature;
@@ -876,6 +877,41 @@ fn init_shuts_the_boot_processor_down() {
     cpu.hardware.msrs.insert(msr::APIC_BASE, 0xFEE0_0900);
     let _ = cpu.exit(reason::INIT);
     assert!(cpu.hardware.shut_down && !cpu.hardware.vmx_on);
+}
+
+/// A kernel that tracks its branches, on a processor that can carry that.
+fn tracking() -> Cpu {
+    let mut cpu = Cpu::native();
+    let mut facts = good_xeon(0);
+    facts.cr4 |= cr4::CET;
+    facts.cpuid_7_0.ecx |= 1 << 7;
+    facts.vmx_exit_controls |= u64::from(exit::LOAD_CET) << 32;
+    facts.vmx_entry_controls |= u64::from(entry::LOAD_CET) << 32;
+    facts.vmx_cr4_fixed1 |= cr4::CET;
+    cpu.area.cpu.features = capture::features(&facts);
+    capture::learn(&mut cpu.area, &facts);
+    cpu.hardware.msrs.extend([(msr::S_CET, 4), (msr::ISST_ADDR, 0x1234), (msr::U_CET, 0)]);
+    cpu
+}
+
+#[test]
+fn branch_tracking_goes_with_the_kernel() {
+    const WAITING: u64 = 1 << 11;
+    let mut cpu = tracking();
+    assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
+    assert_eq!((cpu.get(vmcs::GUEST_S_CET), cpu.get(vmcs::HOST_S_CET)), (4, 0));
+    // An entry that was refused has loaded the hypervisor's.
+    cpu.hardware.msrs.extend([(msr::S_CET, 0), (msr::ISST_ADDR, 0)]);
+    capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::InvalidGuestState);
+    assert_eq!((cpu.hardware.msrs[&msr::S_CET], cpu.hardware.msrs[&msr::ISST_ADDR]), (4, 0x1234));
+
+    let mut cpu = tracking();
+    assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
+    cpu.hardware.msrs.extend([(msr::S_CET, 0), (msr::ISST_ADDR, 0), (msr::FS_BASE, 0), (msr::GS_BASE, 0)]);
+    cpu.area.cpu.entered = 1;
+    cpu.set(vmcs::GUEST_S_CET, 4 | WAITING);
+    assert_eq!(cpu.exit(60), Next::Leave);
+    assert_eq!(cpu.hardware.msrs[&msr::S_CET], 4, "the gate's next instruction is no ENDBR");
 }
 
 #[test]
