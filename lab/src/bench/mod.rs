@@ -21,7 +21,7 @@ use crate::{
     live,
     machine::Machine,
     paths,
-    spec::Spec,
+    spec::{Qemu, Spec},
 };
 use counts::{Counts, Memory};
 use exits::Exits;
@@ -196,7 +196,8 @@ struct Timed {
 
 fn timed(plan: &Plan) -> Result<Timed> {
     live::say("Times, exits and memory, on two CPUs");
-    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB);
+    // The same emulator as for what is counted.
+    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB).qemu_version(Qemu::Host);
     let timed_on = spec.summary();
     let machine = Machine::boot(spec)?;
     let compared = match plan.timed_rounds {
