@@ -447,7 +447,7 @@ impl Prepared {
 
 /// The program of a version of QEMU, unless the machine names one of its own.
 fn emulator(spec: &Spec) -> Result<Option<PathBuf>> {
-    match spec.qemu_to_run() {
+    match spec.qemu_version {
         QemuVersion::Newer => newer_qemu::ensure().map(Some),
         QemuVersion::Host if spec.qemu == QEMU => repaired_qemu::ensure(QEMU).map(Some),
         QemuVersion::Host => Ok(None),

@@ -104,7 +104,7 @@ pub struct Spec {
     pub(crate) gdb_port: Option<u16>,
     pub(crate) wants_gdb: bool,
     pub(crate) qemu: String,
-    pub(crate) qemu_version: Option<Qemu>,
+    pub(crate) qemu_version: Qemu,
     pub(crate) qemu_args: Vec<String>,
     pub(crate) console: Console,
     pub(crate) boot_limit: Duration,
@@ -134,7 +134,7 @@ impl Spec {
             qemu: QEMU.to_owned(),
             // 7.2 now and then executes a breakpoint that 6.12, patching its own text, has taken away
             // again: a page could be written while it was translated, until 8.1.
-            qemu_version: None,
+            qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },
             qemu_args: Vec::new(),
             console: Console::Log,
             boot_limit: Duration::from_secs(90),
@@ -253,19 +253,10 @@ impl Spec {
         self
     }
 
-    /// The version of QEMU: what was asked for. Else the newer one, where a kernel of Debian 13 runs, or where
-    /// several CPUs do that nobody sits before: QEMU 7 executes breakpoints that are not there any more, on several
-    /// CPUs, and the kernel hangs or dies of it.
-    pub(crate) fn qemu_to_run(&self) -> Qemu {
-        let several = self.cpus.max(self.max_cpus) > 1 && self.console == Console::Log;
-        let newer = several || self.kernel.release() == Release::Trixie;
-        self.qemu_version.unwrap_or(if newer && self.qemu == QEMU { Qemu::Newer } else { Qemu::Host })
-    }
-
     /// Another version of QEMU; it is made when the machine boots, if it is not there.
     #[must_use]
     pub fn qemu_version(mut self, version: Qemu) -> Self {
-        self.qemu_version = Some(version);
+        self.qemu_version = version;
         self
     }
 

@@ -241,7 +241,7 @@ fn what_the_processor_refuses_is_rolled_back() -> Result<()> {
 #[test]
 #[ignore = "QEMU 7.2 loses its way when VMRUN refuses a control block: the machine triple-faults"]
 fn what_the_processor_refuses_is_rolled_back_on_qemu_7() -> Result<()> {
-    on_all_cpus(plain().qemu_version(Qemu::Host), REFUSED_BY_PROCESSOR, refused_by_processor)
+    on_all_cpus(plain(), REFUSED_BY_PROCESSOR, refused_by_processor)
 }
 
 /// The record of a crash on `cpu`: what, where, and with which registers.
@@ -322,7 +322,7 @@ fn the_machine_runs_on_after_a_corruption() -> Result<()> {
 #[test]
 #[ignore = "QEMU 7.2 loses its way when VMRUN refuses a control block: the machine triple-faults"]
 fn the_machine_runs_on_after_a_corruption_on_qemu_7() -> Result<()> {
-    on_all_cpus(plain().qemu_version(Qemu::Host), CORRUPTIONS, failure_in_exit)
+    on_all_cpus(plain(), CORRUPTIONS, failure_in_exit)
 }
 
 /// Detach does what it was asked for: every CPU is native.

@@ -21,7 +21,7 @@ use crate::{
     live,
     machine::Machine,
     paths,
-    spec::{Qemu, Spec},
+    spec::Spec,
 };
 use counts::{Counts, Memory};
 use exits::Exits;
@@ -196,8 +196,7 @@ struct Timed {
 
 fn timed(plan: &Plan) -> Result<Timed> {
     live::say("Times, exits and memory, on two CPUs");
-    // The same emulator as for what is counted.
-    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB).qemu_version(Qemu::Host);
+    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB);
     let timed_on = spec.summary();
     let machine = Machine::boot(spec)?;
     let compared = match plan.timed_rounds {
