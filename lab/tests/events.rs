@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Bus, Kernel, Machine, MachineCheck, Reset, Result, Spec,
+    Bus, Kernel, Machine, MachineCheck, Qemu, Reset, Result, Spec,
     operator::{Work, complaints},
 };
 use serde_json::Value;
@@ -14,8 +14,14 @@ use serde_json::Value;
 const MINUTE: Duration = Duration::from_secs(60);
 const ALL_FOUR: &str = "attached attached attached attached";
 
+/// Kernels boot again here, on several CPUs. QEMU 7 executes a breakpoint now and then that was there a moment ago,
+/// while they patch themselves: they hang then.
+fn spec(kernel: Kernel) -> Spec {
+    Spec::new(kernel).qemu_version(Qemu::Newer)
+}
+
 fn plain() -> Spec {
-    Spec::new(Kernel::BookwormCloud)
+    spec(Kernel::BookwormCloud)
 }
 
 /// A machine at work, with the hypervisor beneath.
@@ -47,7 +53,7 @@ fn hotplug(machine: &Machine, rounds: u32, cpus: &str) -> Result<()> {
 }
 
 fn processors_go_and_come_back(kernel: Kernel, cpus: &str, argument: &str) -> Result<()> {
-    let (machine, work) = attached(Spec::new(kernel).cpus(4).kernel_arg(argument))?;
+    let (machine, work) = attached(spec(kernel).cpus(4).kernel_arg(argument))?;
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu3/online")?;
     assert_eq!(machine.modes()?, "attached attached attached offline");
     machine.sh("echo 1 > /sys/devices/system/cpu/cpu3/online")?;
@@ -147,7 +153,7 @@ fn late_processors_are_attached() -> Result<()> {
 
 /// Has the machine come up again by `command`, and sees that it is well.
 fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
-    let (machine, _work) = attached(Spec::new(kernel).cpus(4).reset(Reset::Restarts))?;
+    let (machine, _work) = attached(spec(kernel).cpus(4).reset(Reset::Restarts))?;
     let boots = machine.boots();
     machine.spawn(command)?;
     machine.wait_reboot(boots)?;
@@ -202,7 +208,7 @@ fn kexec_load(machine: &Machine, how: &str) -> Result<()> {
 }
 
 fn kexec(kernel: Kernel) -> Result<()> {
-    let (machine, _work) = attached(Spec::new(kernel).cpus(4))?;
+    let (machine, _work) = attached(spec(kernel).cpus(4))?;
     kexec_load(&machine, "-l")?;
     let boots = machine.boots();
     machine.spawn("kexec -e")?;
@@ -224,7 +230,7 @@ fn kexec_on_6_12() -> Result<()> {
 
 /// A machine that has a crash kernel, attached.
 fn with_crash_kernel(kernel: Kernel) -> Result<Machine> {
-    let machine = Machine::boot(Spec::new(kernel).cpus(4).kernel_arg("crashkernel=256M"))?;
+    let machine = Machine::boot(spec(kernel).cpus(4).kernel_arg("crashkernel=256M"))?;
     kexec_load(&machine, "-p")?;
     machine.mercury("attach")?;
     Ok(machine)
@@ -298,7 +304,7 @@ fn panic_without_a_crash_kernel() -> Result<()> {
 
 /// Once only: after a wake-up QEMU's Q35 takes no further request to sleep, natively either.
 fn suspend_to_memory(kernel: Kernel) -> Result<()> {
-    let (machine, work) = attached(Spec::new(kernel).cpus(4))?;
+    let (machine, work) = attached(spec(kernel).cpus(4))?;
     let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
     wait_status(&machine, "suspended")?;
     machine.qmp()?.system_wakeup()?;
@@ -328,7 +334,7 @@ fn suspend_to_memory_on_6_12() -> Result<()> {
 /// The keyboard wakes the machine; the cloud kernel has none.
 #[test]
 fn suspend_to_idle() -> Result<()> {
-    let (machine, work) = attached(Spec::new(Kernel::BookwormGeneric).cpus(4))?;
+    let (machine, work) = attached(spec(Kernel::BookwormGeneric).cpus(4))?;
     machine.sh("modprobe i8042 && modprobe atkbd && udevadm settle 2>/dev/null; \
                 until ls /sys/bus/serio/devices/*/power/wakeup; do sleep 0.1; done; \
                 for device in /sys/bus/serio/devices/*/power/wakeup; do echo enabled > $device; done")?;
@@ -351,7 +357,7 @@ fn suspend_to_idle() -> Result<()> {
 /// firmly for that (`test_resume` says EBUSY there, natively too).
 #[test]
 fn hibernation() -> Result<()> {
-    let (machine, work) = attached(Spec::new(Kernel::TrixieCloud).cpus(4).disk(Bus::Virtio, 1024))?;
+    let (machine, work) = attached(spec(Kernel::TrixieCloud).cpus(4).disk(Bus::Virtio, 1024))?;
     machine.sh("mkswap /dev/vda && swapon /dev/vda && cat /sys/class/block/vda/dev > /sys/power/resume")?;
     machine.sh("echo test_resume > /sys/power/disk")?;
     machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
@@ -366,7 +372,7 @@ fn hibernation() -> Result<()> {
 /// All that hibernation does with devices and processors, up to the image and back.
 #[test]
 fn hibernation_without_an_image() -> Result<()> {
-    let spec = Spec::new(Kernel::BookwormGeneric).cpus(4).disk(Bus::Virtio, 1024);
+    let spec = spec(Kernel::BookwormGeneric).cpus(4).disk(Bus::Virtio, 1024);
     let (machine, work) = attached(spec)?;
     machine.sh("mkswap /dev/vda && swapon /dev/vda && echo core > /sys/power/pm_test")?;
     machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
@@ -403,7 +409,7 @@ fn nmis(machine: &Machine) -> Result<String> {
 
 #[test]
 fn corrected_machine_checks_are_logged_as_natively() -> Result<()> {
-    let machine = Machine::boot(Spec::new(Kernel::BookwormGeneric))?;
+    let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
     let work = machine.start_work()?;
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     machine.sh("echo 1 > /sys/kernel/tracing/events/mce/mce_record/enable")?;
