@@ -1,18 +1,12 @@
 //! What a machine was doing that does not answer, from outside: its processors' registers, and its
 //! kernel's log, read from its memory.
 
-use std::{
-    fmt::Write as _,
-    fs::{self, File},
-    io::{BufReader, Read},
-    path::Path,
-    thread,
-    time::Duration,
-};
+use std::{fmt::Write as _, fs, path::Path, thread, time::Duration};
 
 use crate::{
     emulator::qmp::Qmp,
     error::{Context, Result},
+    host,
     scene::Scene,
 };
 
@@ -31,16 +25,14 @@ const SILENCE: usize = 4096;
 /// Leaves a report in the machine's directory. Whatever cannot be found out is said there instead.
 pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
     let mut report = String::new();
-    for moment in ["at first", "a second later"] {
+    for (moment, pause) in [("at first", 0), ("a second later", 1)] {
+        thread::sleep(Duration::from_secs(pause));
         let registers = qmp.human("info registers -a").unwrap_or_else(|error| error.to_string());
         let _ = fs::write(scene.dir().join(format!("registers, {moment}")), &registers);
         let _ = writeln!(report, "its processors, {moment}:\n{}", where_they_are(&registers));
-        thread::sleep(Duration::from_secs(1));
     }
     let log = kernel_log(qmp, scene.dir(), memory).unwrap_or_else(|error| error.to_string());
-    let lines: Vec<&str> = log.lines().collect();
-    let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
-    let _ = writeln!(report, "the last of its kernel's log:\n{}", last.join("\n"));
+    let _ = writeln!(report, "the last of its kernel's log:\n{}", host::last_lines(&log, LOG_LINES));
     let _ = fs::write(scene.dir().join(REPORT), report);
 }
 
@@ -55,9 +47,7 @@ fn kernel_log(qmp: &Qmp, dir: &Path, memory: u64) -> Result<String> {
     let image = dir.join("memory");
     let size = memory.min(MEMORY_LIMIT);
     qmp.human(&format!("pmemsave 0 {size} memory"))?;
-    let file = File::open(&image).context(|| "open the machine's memory".into())?;
-    let mut bytes = Vec::new();
-    BufReader::new(file).read_to_end(&mut bytes).context(|| "read the machine's memory".into())?;
+    let bytes = fs::read(&image).context(|| "read the machine's memory".into())?;
     let _ = fs::remove_file(&image);
     Ok(find_log(&bytes))
 }
@@ -72,7 +62,8 @@ fn find_log(memory: &[u8]) -> String {
     real.map(|at| text_from(&memory[at..])).max_by_key(String::len).unwrap_or_else(|| "none found".to_owned())
 }
 
-/// The runs of printable characters, each on a line, up to where the ring has not been written.
+/// The runs of printable characters, each on a line, up to where the ring has not been written. Where
+/// the kernel has taken a level's two characters from the front of a line, they follow once more at its end.
 fn text_from(memory: &[u8]) -> String {
     let (mut text, mut run, mut silence) = (String::new(), String::new(), 0);
     for &byte in memory {

@@ -66,7 +66,12 @@ pub fn remove_tree(tree: &Path) -> Result<()> {
 #[must_use]
 pub fn tail(path: &Path, lines: usize) -> String {
     let text = fs::read(path).unwrap_or_default();
-    let text = String::from_utf8_lossy(&text);
+    last_lines(&String::from_utf8_lossy(&text), lines)
+}
+
+/// The last lines of a text.
+#[must_use]
+pub fn last_lines(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
 }

@@ -392,13 +392,10 @@ impl Prepared {
     /// emulator's or the kernel's hang on the way there is recorded, and the machine gets a second try.
     fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
         let spec = self.spec.clone();
-        let started = match self.start(None) {
-            Err(error) if error.is_timeout() => {
-                hung::record(&error)?;
-                Self::new(spec)?.start(None)
-            }
-            started => started,
-        };
+        let started = or_again(self.start(None), |error| {
+            hung::record(error)?;
+            Self::new(spec)?.start(None)
+        });
         started.map(|machine| Machine { _slot: slot, ..machine })
     }
 
@@ -488,6 +485,14 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
+/// What did not come in time gets a second try; what failed otherwise has failed.
+fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Result<T> {
+    match first {
+        Err(error) if error.is_timeout() => again(&error),
+        first => first,
+    }
+}
+
 fn refuse_ended(process: &mut Child) -> Result<()> {
     match process.try_wait().context(|| "look after the emulator".into())? {
         Some(status) => Err(Error::Gone(format!("the emulator ended while the machine booted ({status})"))),
@@ -534,5 +539,24 @@ impl Drop for Terminal {
             let now = rustix::termios::OptionalActions::Now;
             let _ = rustix::termios::tcsetattr(rustix::stdio::stdin(), now, saved);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn silence() -> Error {
+        let source = Error::Timeout { what: "the machine to boot".into(), limit: Duration::ZERO };
+        Error::Scene { source: Box::new(source), scene: String::new() }
+    }
+
+    #[test]
+    fn only_silence_gets_a_second_try() {
+        assert!(matches!(or_again(Err(silence()), |error| Ok(error.is_timeout())), Ok(true)));
+        assert!(or_again::<()>(Err(silence()), |_| Err(silence())).is_err_and(|error| error.is_timeout()));
+        let gone = Err(Error::Gone("panic".into()));
+        assert!(matches!(or_again(gone, |_| Ok(true)), Err(Error::Gone(_))));
+        assert!(matches!(or_again(Ok(false), |_| Ok(true)), Ok(false)));
     }
 }
