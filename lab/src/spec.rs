@@ -36,6 +36,8 @@ pub enum Model {
     Haswell,
     /// Intel's Core i7-7800X of 2017, with AVX-512.
     SkylakeX,
+    /// Intel's Core i5-1135G7 of 2020, with control-flow enforcement and protection keys.
+    TigerLake,
 }
 
 /// Whose processor a machine has.
@@ -68,11 +70,12 @@ impl Vendor {
 }
 
 impl Platform {
-    const NAMES: [(&str, Self); 4] = [
+    const NAMES: [(&str, Self); 5] = [
         ("amd", Self::Qemu),
         ("bochs-amd", Self::Bochs(Model::Ryzen)),
         ("intel", Self::Bochs(Model::SkylakeX)),
         ("intel-haswell", Self::Bochs(Model::Haswell)),
+        ("intel-tigerlake", Self::Bochs(Model::TigerLake)),
     ];
 
     /// Whose processor it has.
@@ -80,7 +83,7 @@ impl Platform {
     pub fn vendor(self) -> Vendor {
         match self {
             Self::Qemu | Self::Bochs(Model::Ryzen) => Vendor::Amd,
-            Self::Bochs(Model::Haswell | Model::SkylakeX) => Vendor::Intel,
+            Self::Bochs(Model::Haswell | Model::SkylakeX | Model::TigerLake) => Vendor::Intel,
         }
     }
 
@@ -465,10 +468,12 @@ impl Spec {
     }
 
     /// The emulated TSC is reliable, and without this the kernel would use the HPET; but for the frequency
-    /// that Bochs's Skylake says it has: time would pass seventy times too slowly.
+    /// that Bochs's later models say they have: time would pass fifty times too slowly, or more so.
     fn clock(&self) -> &'static [&'static str] {
         match self.platform {
-            Platform::Bochs(Model::SkylakeX) => &["tsc=unstable", "clocksource=acpi_pm", PATIENT_WATCHDOG],
+            Platform::Bochs(Model::SkylakeX | Model::TigerLake) => {
+                &["tsc=unstable", "clocksource=acpi_pm", PATIENT_WATCHDOG]
+            }
             Platform::Bochs(_) => &["tsc=reliable", PATIENT_WATCHDOG],
             Platform::Qemu => &["tsc=reliable"],
         }

@@ -168,6 +168,7 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
     ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
     ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+    ("intel-tigerlake", "applications", &["shadow_stacks"]),
     ("bochs-amd", "applications", &["segments_and_ports"]),
 ];
 

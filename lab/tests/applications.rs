@@ -7,7 +7,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Platform, Result, Spec};
+use mercury_lab::{Error, Kernel, Machine, Model, Platform, Result, Spec};
 use workloads::{Workloads, load, switch};
 
 /// Times in and out again: twice as many switches, on every CPU.
@@ -54,6 +54,17 @@ fn debug_registers_and_single_steps() -> Result<()> {
 fn samples_of_all_cpus() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     across(&machine, &["sampling", "compute"])
+}
+
+/// With the kernel's indirect-branch tracking on, too.
+#[test]
+fn shadow_stacks() -> Result<()> {
+    if Platform::chosen()? != Platform::Bochs(Model::TigerLake) {
+        return Err(Error::Unsupported { reason: "the processor has no shadow stacks" });
+    }
+    let machine = boot(Kernel::TrixieCloud)?;
+    machine.run("dmesg | grep 'Indirect Branch Tracking enabled'")?;
+    across(&machine, &["shadow-stack", "flags"])
 }
 
 #[test]

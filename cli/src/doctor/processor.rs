@@ -196,7 +196,7 @@ const GROUPS: &[Group] = &[
         vendor: Some(Vendor::Intel),
     },
     Group {
-        name: "processor trace and debug store",
+        name: "trace, debug store",
         codes: &[Code::ProcessorTrace, Code::DebugStore],
         by_cpuid: false,
         fine: |_| "not in the way".into(),

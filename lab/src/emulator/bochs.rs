@@ -52,6 +52,7 @@ impl Model {
             Self::Ryzen => "ryzen",
             Self::Haswell => "corei7_haswell_4770",
             Self::SkylakeX => "corei7_skylake_x",
+            Self::TigerLake => "tigerlake",
         }
     }
 }

@@ -25,6 +25,7 @@ mod recover;
 mod report;
 mod rng;
 mod sampling;
+mod shadow_stack;
 mod spin;
 mod state;
 mod step;
@@ -72,6 +73,8 @@ enum Workload {
     Step,
     /// Samples flow on every CPU
     Sampling,
+    /// Shadow stacks match the calls
+    ShadowStack,
     /// Real-time threads wake up each millisecond
     Realtime(realtime::Args),
     /// Virtualization instructions in user mode fault as they do natively
@@ -82,7 +85,7 @@ enum Workload {
     State(state::Args),
     /// Calls the driver with nonsense
     FuzzIoctl(fuzz::Args),
-    /// Reads a physical address from user mode
+    /// Reads a physical address from user mode, or executes CPUID
     Touch(touch::Args),
     /// Measures what CPUID costs
     Cpuid(cpuid::Args),
@@ -102,6 +105,7 @@ impl Workload {
             Self::Breakpoint(args) => breakpoint::run(args, stop, report),
             Self::Step => step::run(stop, report),
             Self::Sampling => sampling::run(stop, report),
+            Self::ShadowStack => shadow_stack::run(stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
             Self::Vmmcall => vmmcall::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),
