@@ -32,6 +32,8 @@ pub enum Platform {
 pub enum Model {
     /// AMD's Zen: SVM with next-RIP and flushes by address-space identifier.
     Ryzen,
+    /// Intel's Core i7-2600K of 2011, without 1 GiB pages.
+    SandyBridge,
     /// Intel's Core i7-4770 of 2013.
     Haswell,
     /// Intel's Core i7-7800X of 2017, with AVX-512.
@@ -70,10 +72,11 @@ impl Vendor {
 }
 
 impl Platform {
-    const NAMES: [(&str, Self); 5] = [
+    const NAMES: [(&str, Self); 6] = [
         ("amd", Self::Qemu),
         ("bochs-amd", Self::Bochs(Model::Ryzen)),
         ("intel", Self::Bochs(Model::SkylakeX)),
+        ("intel-sandybridge", Self::Bochs(Model::SandyBridge)),
         ("intel-haswell", Self::Bochs(Model::Haswell)),
         ("intel-tigerlake", Self::Bochs(Model::TigerLake)),
     ];
@@ -83,7 +86,7 @@ impl Platform {
     pub fn vendor(self) -> Vendor {
         match self {
             Self::Qemu | Self::Bochs(Model::Ryzen) => Vendor::Amd,
-            Self::Bochs(Model::Haswell | Model::SkylakeX | Model::TigerLake) => Vendor::Intel,
+            Self::Bochs(_) => Vendor::Intel,
         }
     }
 

@@ -335,7 +335,7 @@ fn inject_faults(area: &mut Area) {
     use fault::real;
     /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
     const RESCHEDULE: u64 = 0xFD;
-    if fault::fires(area, FaultPoint::ExitEvent) {
+    if area.control.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
         area.control.exit_event = event::VALID | event::EXTERNAL | RESCHEDULE;
     }
     if fault::fires(area, FaultPoint::ExitPageFault) {

@@ -50,6 +50,7 @@ impl Model {
     fn name(self) -> &'static str {
         match self {
             Self::Ryzen => "ryzen",
+            Self::SandyBridge => "corei7_sandy_bridge_2600k",
             Self::Haswell => "corei7_haswell_4770",
             Self::SkylakeX => "corei7_skylake_x",
             Self::TigerLake => "tigerlake",

@@ -85,7 +85,7 @@ enum Workload {
     State(state::Args),
     /// Calls the driver with nonsense
     FuzzIoctl(fuzz::Args),
-    /// Reads a physical address from user mode, or executes CPUID
+    /// Reads a physical address from user mode
     Touch(touch::Args),
     /// Measures what CPUID costs
     Cpuid(cpuid::Args),

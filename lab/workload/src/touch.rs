@@ -1,6 +1,6 @@
 //! Reads a physical address from user mode, through the test module's mapping. Where the nested tables do
 //! not know the address yet, that is an exit in the midst of a user's program: its registers must not
-//! change, whatever the hypervisor makes of the exit. On VMX every CPUID is one.
+//! change, whatever the hypervisor makes of the exit.
 
 use std::{
     arch::asm,
@@ -20,31 +20,18 @@ pub struct Args {
     /// Read from this CPU
     #[arg(long)]
     on: usize,
-    /// Physical address, a multiple of 4096, in hexadecimal; without one, CPUID is executed instead
+    /// Physical address, a multiple of 4096, in hexadecimal
     #[arg(value_parser = |text: &str| u64::from_str_radix(text, 16))]
-    at: Option<u64>,
+    at: u64,
 }
 
-/// What registers hold before and, but for what the instruction is for, after.
-const BEFORE: [u64; 4] = [0x1111_2222_3333_4444, u64::MAX, 1 << 63, 0x0123_4567_89AB_CDEF];
-
-/// Once.
+/// Reads once.
 pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     cpus::pin(args.on)?;
-    let (after, stack_before, stack_after) = match args.at {
-        Some(at) => read(at)?,
-        None => identify(),
-    };
-    report.check(after == BEFORE, || format!("registers became {after:x?}"));
-    report.check(stack_before == stack_after, || format!("RSP became {stack_after:#x}"));
-    report.pass();
-    Ok(())
-}
-
-fn read(at: u64) -> Result<([u64; 4], u64, u64)> {
     let module = OpenOptions::new().read(true).write(true).open(PATH)?;
-    let page = map(&module, at)?;
-    let [mut rax, mut rcx, mut rdx, mut r8] = BEFORE;
+    let page = map(&module, args.at)?;
+    let before: [u64; 4] = [0x1111_2222_3333_4444, u64::MAX, 1 << 63, 0x0123_4567_89AB_CDEF];
+    let [mut rax, mut rcx, mut rdx, mut r8] = before;
     let (mut stack_before, mut stack_after) = (0_u64, 0_u64);
     // SAFETY: the page is mapped for reading; what is there is nobody's memory.
     unsafe {
@@ -56,26 +43,10 @@ fn read(at: u64) -> Result<([u64; 4], u64, u64)> {
             inout("r9") page => _, inout("r10") stack_before, inout("r11") stack_after,
         );
     }
-    Ok(([rax, rcx, rdx, r8], stack_before, stack_after))
-}
-
-fn identify() -> ([u64; 4], u64, u64) {
-    let [mut rsi, mut rdi, mut r8, mut r9] = BEFORE;
-    let (mut stack_before, mut stack_after) = (0_u64, 0_u64);
-    // SAFETY: CPUID changes four registers only; RBX, which the compiler keeps for itself, is put back.
-    unsafe {
-        asm!(
-            "mov r12, rbx",
-            "mov r10, rsp",
-            "cpuid",
-            "mov r11, rsp",
-            "mov rbx, r12",
-            inout("eax") 0 => _, inout("ecx") 0 => _, out("edx") _, out("r12") _,
-            inout("rsi") rsi, inout("rdi") rdi, inout("r8") r8, inout("r9") r9,
-            inout("r10") stack_before, inout("r11") stack_after,
-        );
-    }
-    ([rsi, rdi, r8, r9], stack_before, stack_after)
+    report.check([rax, rcx, rdx, r8] == before, || format!("registers became {:x?}", [rax, rcx, rdx, r8]));
+    report.check(stack_before == stack_after, || format!("RSP became {stack_after:#x}"));
+    report.pass();
+    Ok(())
 }
 
 fn map(module: &File, phys: u64) -> Result<*const u64> {
