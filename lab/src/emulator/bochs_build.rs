@@ -36,6 +36,8 @@ const CONFIGURE: &[&str] = &[
     "--enable-vmx=2",
     "--enable-avx",
     "--enable-evex",
+    "--enable-cet",
+    "--enable-protection-keys",
     "--enable-memtype",
     "--enable-monitor-mwait",
     "--enable-perfmon",
