@@ -64,7 +64,7 @@ fn shadow_stacks() -> Result<()> {
     }
     let machine = boot(Kernel::TrixieCloud)?;
     machine.run("dmesg | grep 'Indirect Branch Tracking enabled'")?;
-    across(&machine, &["shadow-stack", "flags"])
+    across(&machine, &["shadow-stack --alone", "flags"])
 }
 
 #[test]

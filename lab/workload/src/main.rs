@@ -74,7 +74,7 @@ enum Workload {
     /// Samples flow on every CPU
     Sampling,
     /// Shadow stacks match the calls
-    ShadowStack,
+    ShadowStack(shadow_stack::Args),
     /// Real-time threads wake up each millisecond
     Realtime(realtime::Args),
     /// Virtualization instructions in user mode fault as they do natively
@@ -105,7 +105,7 @@ impl Workload {
             Self::Breakpoint(args) => breakpoint::run(args, stop, report),
             Self::Step => step::run(stop, report),
             Self::Sampling => sampling::run(stop, report),
-            Self::ShadowStack => shadow_stack::run(stop, report),
+            Self::ShadowStack(args) => shadow_stack::run(args, stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
             Self::Vmmcall => vmmcall::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),

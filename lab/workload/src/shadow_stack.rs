@@ -2,6 +2,7 @@
 //! CPUID at the bottom of the calls. A shadow stack pointer that is lost faults at the next return.
 
 use core::arch::naked_asm;
+use std::{thread, time::Duration};
 
 use crate::{Result, cpus, report::Report, stop::Stop};
 
@@ -23,9 +24,20 @@ struct Seen {
     disabled: i64,
 }
 
+/// How.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// At real-time priority, so that no other thread interrupts a passage: Bochs loses the shadow stack then
+    #[arg(long)]
+    alone: bool,
+}
+
 /// On each CPU.
-pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
+pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     cpus::on_each(stop, report, |cpu, stop, report| {
+        if args.alone {
+            cpus::fifo(1)?;
+        }
         while !stop.is_set() {
             let mut seen = Seen::default();
             // SAFETY: it returns with the shadow stack switched off, as it came.
@@ -37,6 +49,9 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
             let same = seen.before != 0 && seen.before == seen.after;
             report.check(same, || format!("CPU {cpu}: {seen:x?}"));
             report.pass();
+            if args.alone {
+                thread::sleep(Duration::from_millis(1));
+            }
         }
         Ok(())
     })
