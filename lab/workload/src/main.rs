@@ -70,7 +70,7 @@ enum Workload {
     /// Hardware breakpoints by perf and by ptrace count exactly
     Breakpoint(breakpoint::Args),
     /// A child is single-stepped; every instruction counts once
-    Step,
+    Step(step::Args),
     /// Samples flow on every CPU
     Sampling,
     /// Shadow stacks match the calls
@@ -103,7 +103,7 @@ impl Workload {
             Self::Ldt => ldt::run(stop, report),
             Self::Ioperm => ioperm::run(stop, report),
             Self::Breakpoint(args) => breakpoint::run(args, stop, report),
-            Self::Step => step::run(stop, report),
+            Self::Step(args) => step::run(args, stop, report),
             Self::Sampling => sampling::run(stop, report),
             Self::ShadowStack(args) => shadow_stack::run(args, stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
