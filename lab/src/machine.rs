@@ -95,6 +95,12 @@ impl Machine {
         self.spec.platform.vendor()
     }
 
+    /// Whether it has a network card.
+    #[must_use]
+    pub fn has_network(&self) -> bool {
+        self.spec.nic.is_some()
+    }
+
     /// The release of the kernel that runs.
     #[must_use]
     pub fn kernel(&self) -> &str {
