@@ -73,6 +73,7 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
 /// The guest writes an MSR that exits.
 pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     let (reason, answer) = match index {
+        _ if area.own.foreign != 0 => (ExitReason::MsrPassThrough, write_foreign(hardware, index, value)),
         msr::MICROCODE_TRIGGER => (ExitReason::MsrMicrocode, Answer::Depart(Code::MicrocodeUpdate)),
         msr::PEBS_ENABLE if value != 0 => (ExitReason::MsrPassThrough, Answer::Depart(Code::DebugStore)),
         _ if is_mtrr(index) => (ExitReason::MsrPassThrough, write_mtrr(hardware, index, value)),
@@ -96,6 +97,17 @@ fn write_mtrr(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
         Some(current) if current == value => Answer::Skip,
         Some(_) => Answer::Depart(Code::MtrrChanged),
         None => Answer::Inject(Fault::GeneralProtection),
+    }
+}
+
+/// Another kernel's writes, beneath which the hypervisor has to stay. Its MTRRs are those that it found, but for
+/// the while in which it writes them; the nested tables keep their types. Microcode and records of samples it
+/// does not get.
+fn write_foreign(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
+    match index {
+        msr::MICROCODE_TRIGGER => Answer::Skip,
+        msr::PEBS_ENABLE if value != 0 => Answer::Inject(Fault::GeneralProtection),
+        _ => write_through(hardware, index, value),
     }
 }
 

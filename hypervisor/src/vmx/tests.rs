@@ -484,6 +484,21 @@ fn an_mtrr_that_changes_lets_go_and_one_that_does_not_is_nothing() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::MicrocodeUpdate as u32));
 }
 
+/// A crash kernel that was started beneath KVM's modules, which took the way of leaving before: it disables
+/// the MTRRs while it writes them.
+#[test]
+fn another_kernel_writes_what_would_make_its_predecessor_leave() {
+    let mut cpu = Cpu::attached();
+    cpu.area.own.foreign = 1;
+    cpu.hardware.msrs.extend([(msr::MTRR_DEF_TYPE, 0xC06), (msr::PEBS_ENABLE, 0)]);
+    assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Run);
+    assert_eq!(cpu.hardware.msrs[&msr::MTRR_DEF_TYPE], 0);
+    assert_eq!(access_msr(&mut cpu, msr::MICROCODE_TRIGGER, Some(0xFFFF_8880_0000_0000)), Next::Run);
+    assert!(!cpu.hardware.msrs.contains_key(&msr::MICROCODE_TRIGGER), "not loaded");
+    assert_eq!(access_msr(&mut cpu, msr::PEBS_ENABLE, Some(1)), Next::Run);
+    assert_eq!((cpu.hardware.msrs[&msr::PEBS_ENABLE], cpu.injected()), (0, event::GENERAL_PROTECTION));
+}
+
 #[test]
 fn xsetbv_is_the_processors_to_judge() {
     let ask = |cr4: u64, user: bool, value: u64| {
