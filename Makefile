@@ -15,15 +15,18 @@ help:
 	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
 	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
-	@echo 'make soak      for hours'
+	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
 	@echo 'make deb       the Debian packages'
 	@echo 'make clean     removes all that was built, the images too'
 
 bootstrap:
 	@scripts/bootstrap
 
-demo bench soak deb check: bootstrap
+demo bench deb check: bootstrap
 	@$(RUN) $@
+
+soak: bootstrap
+	@$(RUN) soak $(if $(CYCLES),--cycles $(CYCLES))
 
 test: bootstrap
 	@$(RUN) test $(FILTER)

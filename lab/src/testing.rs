@@ -166,6 +166,7 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
     ("intel", "applications", &["registers_and_results"]),
     ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
+    ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
     ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
     ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
     ("intel-tigerlake", "applications", &["shadow_stacks"]),

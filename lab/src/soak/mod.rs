@@ -24,8 +24,8 @@ use load::{Database, Load, Work};
 
 /// Switch beneath a program takes this long at most for a batch, in wall time.
 const BATCH_LIMIT: Duration = Duration::from_secs(900);
-/// The result of so many cycles is worth a page in docs/.
-const WORTH_A_PAGE: u64 = 10_000;
+/// The result of so many cycles is worth a page in docs/: in QEMU, and in Bochs, on fewer CPUs and more slowly.
+const WORTH_A_PAGE: [u64; 2] = [10_000, 1000];
 
 /// How much is to be done.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +61,8 @@ impl Plan {
 /// What was seen.
 #[derive(Debug)]
 pub struct Outcome {
+    /// What wrote the page.
+    command: String,
     machine: String,
     kernel: String,
     version: String,
@@ -102,7 +104,7 @@ impl Times {
     }
 }
 
-/// `lab soak`: runs it, prints the table, and writes docs/soak.md if it was long enough.
+/// `lab soak`: runs it, prints the table, and writes a page of docs/ if it was long enough.
 ///
 /// # Errors
 /// If the machine cannot be booted, or anything was lost, wrong or complained about.
@@ -112,11 +114,16 @@ pub fn command(cycles: u64) -> Result<()> {
     let page = report::page(&outcome);
     println!("\n{page}");
     outcome.check()?;
-    if cycles < WORTH_A_PAGE || platform != Platform::Qemu {
-        println!("docs/soak.md is written by {WORTH_A_PAGE} cycles or more in QEMU.");
+    let [in_qemu, in_bochs] = WORTH_A_PAGE;
+    let (name, enough) = match platform {
+        Platform::Qemu => ("docs/soak.md".to_owned(), in_qemu),
+        Platform::Bochs(_) => (format!("docs/soak-{platform}.md"), in_bochs),
+    };
+    if cycles < enough {
+        println!("{name} is written by {enough} cycles or more.");
         return Ok(());
     }
-    let path = paths::root().join("docs/soak.md");
+    let path = paths::root().join(name);
     fs::write(&path, page).context(|| format!("write {}", path.display()))?;
     println!("written: {}", path.display());
     Ok(())
@@ -159,6 +166,10 @@ impl Soak<'_> {
         let status = self.machine.mercury("status")?;
         self.machine.mercury("unload")?;
         Ok(Outcome {
+            command: match self.plan.platform {
+                Platform::Qemu => "make soak".to_owned(),
+                platform => format!("make soak LAB={platform} CYCLES={}", self.plan.cycles),
+            },
             machine: summary,
             kernel: self.machine.kernel().to_owned(),
             version,
