@@ -1,7 +1,7 @@
 # One word for each thing that a person wants. The work is in `lab` (see lab/), which builds what it needs.
 
 RUN = cargo run -q -p mercury-lab --
-# The machines' make: amd (QEMU), bochs-amd, intel, intel-haswell.
+# The machines' make: amd (QEMU), bochs-amd, intel, intel-haswell, intel-sandybridge, intel-tigerlake.
 export LAB ?= amd
 # Time limits of tests are stretched by this much: hosts are shared, and the emulator is slow.
 export MERCURY_LAB_PATIENCE ?= 3

@@ -456,7 +456,7 @@ fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
         failure_in_detach(&mut subject, *row, next())?;
     }
     let cpu = next();
-    event_in_delivery(&mut subject, cpu, &format!("mercury-workload touch --on {cpu} 600000000000"))?;
+    event_in_delivery(&mut subject, cpu, &format!("mercury-workload touch --on {cpu} 6000000000"))?;
     subject.finish()
 }
 
