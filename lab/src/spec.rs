@@ -15,10 +15,6 @@ pub const CPU: &str = "EPYC,+svm,+npt";
 /// In seconds. A kernel in Bochs takes most of a minute for the checksum of a crash kernel.
 const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
 
-/// By port CF9. The keyboard controller, which the kernel would take, resets Bochs's processors but not its devices:
-/// on several CPUs the next kernel stalls, with no hypervisor beneath as well.
-const WHOLE_RESET: &str = "reboot=pci";
-
 /// The emulator's name.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";
 
@@ -466,7 +462,6 @@ impl Spec {
         words.extend(self.clock().iter().map(|&word| word.to_owned()));
         if self.platform != Platform::Qemu {
             words.push("lab.port=ttyS1".to_owned());
-            words.push(WHOLE_RESET.to_owned());
         }
         if self.console == Console::Terminal {
             words.push("lab.shell=1".to_owned());

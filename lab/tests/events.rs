@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Bus, Kernel, Machine, MachineCheck, Qemu, Reset, Result, Spec,
+    Bus, Kernel, Machine, MachineCheck, Platform, Qemu, Reset, Result, Spec,
     operator::{Work, complaints},
 };
 use serde_json::Value;
@@ -152,8 +152,10 @@ fn late_processors_are_attached() -> Result<()> {
 // The machine ends, or starts again.
 
 /// Has the machine come up again by `command`, and sees that it is well.
+/// On several CPUs Bochs's timers are in disorder after a reset, with no hypervisor beneath as well: kernels stall.
 fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
-    let (machine, _work) = attached(spec(kernel).cpus(4).reset(Reset::Restarts))?;
+    let cpus = if Platform::chosen()? == Platform::Qemu { 4 } else { 1 };
+    let (machine, _work) = attached(spec(kernel).cpus(cpus).reset(Reset::Restarts))?;
     let boots = machine.boots();
     machine.spawn(command)?;
     machine.wait_reboot(boots)?;
