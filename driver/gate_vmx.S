@@ -172,6 +172,14 @@ SYM_CODE_START(mercury_vmx_leave)
 	movl	$MSR_EFER, %ecx
 	wrmsr
 .Lefer:
+	/* Branches that are stored go through these tables. */
+	movl	MERCURY_GATE_OUTWARD_DEBUGCTL(%rdi), %eax
+	testl	%eax, %eax
+	jz	.Ldebugctl
+	xorl	%edx, %edx
+	movl	$MSR_IA32_DEBUGCTLMSR, %ecx
+	wrmsr
+.Ldebugctl:
 
 	/* With the area's IDT still: the kernel's handler of NMIs wants all segments and bases. */
 	lgdt	MERCURY_GATE_OUTWARD_GDTR_LIMIT(%rdi)

@@ -62,7 +62,7 @@
 #define MERCURY_SYSTEM_PTI 1
 /* The kernel runs with memory encryption (sme_me_mask is not zero). */
 #define MERCURY_SYSTEM_SME 2
-/* The kernel runs as a Xen guest or under tboot. */
+/* The kernel runs as a Xen guest. */
 #define MERCURY_SYSTEM_PRIVILEGED_LAYER 4
 /* The kernel uses INVLPGB for TLB shootdowns. */
 #define MERCURY_SYSTEM_INVLPGB 8
@@ -426,24 +426,25 @@
 #define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 584
 #define MERCURY_GATE_OUTWARD_THREAD_BASES 600
 #define MERCURY_GATE_OUTWARD_EFER 616
-#define MERCURY_GATE_FRAME 624
-#define MERCURY_GATE_MACHINE_CHECK 664
-#define MERCURY_GATE_NMI 672
-#define MERCURY_GATE_NMI_PENDING 672
-#define MERCURY_GATE_NMI_HANDLER_VIRT 680
-#define MERCURY_GATE_NMI_WINDOW_START_VIRT 688
-#define MERCURY_GATE_NMI_WINDOW_END_VIRT 696
-#define MERCURY_GATE_NMI_RESTART_VIRT 704
-#define MERCURY_GATE_NMI_GDT 712
-#define MERCURY_GATE_NMI_IDT 744
-#define MERCURY_GATE_NMI_GDTR 792
-#define MERCURY_GATE_NMI_GDTR_PADDING 792
-#define MERCURY_GATE_NMI_GDTR_LIMIT 798
-#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 800
-#define MERCURY_GATE_NMI_IDTR 808
-#define MERCURY_GATE_NMI_IDTR_PADDING 808
-#define MERCURY_GATE_NMI_IDTR_LIMIT 814
-#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 816
+#define MERCURY_GATE_OUTWARD_DEBUGCTL 624
+#define MERCURY_GATE_FRAME 632
+#define MERCURY_GATE_MACHINE_CHECK 672
+#define MERCURY_GATE_NMI 680
+#define MERCURY_GATE_NMI_PENDING 680
+#define MERCURY_GATE_NMI_HANDLER_VIRT 688
+#define MERCURY_GATE_NMI_WINDOW_START_VIRT 696
+#define MERCURY_GATE_NMI_WINDOW_END_VIRT 704
+#define MERCURY_GATE_NMI_RESTART_VIRT 712
+#define MERCURY_GATE_NMI_GDT 720
+#define MERCURY_GATE_NMI_IDT 752
+#define MERCURY_GATE_NMI_GDTR 800
+#define MERCURY_GATE_NMI_GDTR_PADDING 800
+#define MERCURY_GATE_NMI_GDTR_LIMIT 806
+#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 808
+#define MERCURY_GATE_NMI_IDTR 816
+#define MERCURY_GATE_NMI_IDTR_PADDING 816
+#define MERCURY_GATE_NMI_IDTR_LIMIT 822
+#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 824
 
 #ifndef __ASSEMBLY__
 
@@ -1117,9 +1118,14 @@ struct mercury_outward {
 	 * hypervisor's tables need. 0: none.
 	 */
 	u64 efer;
+	/*
+	 * IA32_DEBUGCTL that only the gate can load (Intel): one that has branches
+	 * stored, through the page tables in use. 0: none.
+	 */
+	u64 debugctl;
 };
 
-static_assert(sizeof(struct mercury_outward) == 296);
+static_assert(sizeof(struct mercury_outward) == 304);
 static_assert(offsetof(struct mercury_outward, cr0) == 0);
 static_assert(offsetof(struct mercury_outward, cr2) == 8);
 static_assert(offsetof(struct mercury_outward, cr3) == 16);
@@ -1135,6 +1141,7 @@ static_assert(offsetof(struct mercury_outward, registers) == 128);
 static_assert(offsetof(struct mercury_outward, thread_selectors) == 256);
 static_assert(offsetof(struct mercury_outward, thread_bases) == 272);
 static_assert(offsetof(struct mercury_outward, efer) == 288);
+static_assert(offsetof(struct mercury_outward, debugctl) == 296);
 
 /*
  * NMIs on a processor without a global interrupt flag. One that strikes between the
@@ -1259,7 +1266,7 @@ struct mercury_gate_block {
 	struct mercury_nmi_block nmi;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 824);
+static_assert(sizeof(struct mercury_gate_block) == 832);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
@@ -1274,9 +1281,9 @@ static_assert(offsetof(struct mercury_gate_block, fault) == 80);
 static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
 static_assert(offsetof(struct mercury_gate_block, inward) == 104);
 static_assert(offsetof(struct mercury_gate_block, outward) == 328);
-static_assert(offsetof(struct mercury_gate_block, frame) == 624);
-static_assert(offsetof(struct mercury_gate_block, machine_check) == 664);
-static_assert(offsetof(struct mercury_gate_block, nmi) == 672);
+static_assert(offsetof(struct mercury_gate_block, frame) == 632);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 672);
+static_assert(offsetof(struct mercury_gate_block, nmi) == 680);
 
 /* What the driver and the machine are. */
 struct mercury_system_info {

@@ -31,12 +31,16 @@ static bool has_crashed(const struct mercury_shared_cpu *shared)
 	return READ_ONCE(shared->crash.code) != MERCURY_CODE_OK;
 }
 
-/* A CPU that should be attached and is not, through no wish of ours, stays native. */
+/*
+ * A CPU that should be attached and is not, through no wish of ours, stays native. To ask its mode has it
+ * give up what it still holds for the hypervisor.
+ */
 static void let_go(int cpu, const struct mercury_shared_cpu *shared)
 {
 	if (!cpumask_test_cpu(cpu, &mercury.wanted) || READ_ONCE(shared->attached))
 		return;
 	cpumask_clear_cpu(cpu, &mercury.wanted);
+	mercury_on_cpus(cpumask_of(cpu), mercury_ask_mode);
 	pr_notice("CPU %d left the hypervisor (code %llu) and stays native\n",
 		  cpu, READ_ONCE(shared->left_because));
 }

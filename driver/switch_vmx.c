@@ -39,7 +39,7 @@ static __always_inline void hold(struct mercury_cpu *m)
 	cr4_update_irqsoff(X86_CR4_VMXE, 0);
 }
 
-/* Clears it, on a native CPU; on one that is attached all the same, that would be a detach. */
+/* Clears it, on a native CPU: one that is attached would never leave by itself again. */
 static __always_inline void release(struct mercury_cpu *m)
 {
 	if (!m->vmxe)
@@ -108,15 +108,14 @@ static __always_inline int capture(struct mercury_inward *inward)
 }
 
 /*
- * Whether samples go to memory now (PEBS): they would through the hypervisor's page tables too, which do
- * not map their buffer. Preflight has asked before; perf may have come in between.
+ * Whether samples or branches go to memory now (PEBS, BTS): they would through the hypervisor's page
+ * tables too, which do not map their buffer. Every operation asks: perf may have come since the last.
  */
-static noinstr bool stores_samples(u64 detail[2])
+static noinstr bool stores_records(u64 detail[2])
 {
-	u64 enabled = has_pebs ? __rdmsr(MSR_IA32_PEBS_ENABLE) : 0;
-
-	detail[0] = enabled;
-	return enabled;
+	detail[0] = has_pebs ? __rdmsr(MSR_IA32_PEBS_ENABLE) : 0;
+	detail[1] = __rdmsr(MSR_IA32_DEBUGCTLMSR);
+	return detail[0] || detail[1] & (DEBUGCTLMSR_TR | DEBUGCTLMSR_BTS);
 }
 
 /*
@@ -139,8 +138,9 @@ static noinstr u32 mercury_vmx_native_call(struct mercury_cpu *m, u32 operation,
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	if (native_save_fl() & X86_EFLAGS_TF)
 		return MERCURY_CODE_SINGLE_STEP;
-	if (attach && stores_samples(m->detail))
+	if (stores_records(m->detail))
 		return MERCURY_CODE_DEBUG_STORE;
+	m->detail[1] = 0;
 	unreadable = capture(&gate->inward);
 	if (unreadable >= 0) {
 		m->detail[0] = unreadable;

@@ -122,7 +122,7 @@ codes! {
     Lockdown = 67, "lockdown";
     /// FRED event delivery is on.
     Fred = 68, "fred";
-    /// Xen, tboot or another privileged layer is beneath this kernel.
+    /// Xen or another privileged layer is beneath this kernel.
     PrivilegedLayer = 69, "privileged-layer";
     /// This machine is itself a virtual machine (a warning).
     InsideHypervisor = 70, "inside-hypervisor";

@@ -53,7 +53,7 @@ pub mod system {
     pub const PTI: u64 = 1 << 0;
     /// The kernel runs with memory encryption (`sme_me_mask` is not zero).
     pub const SME: u64 = 1 << 1;
-    /// The kernel runs as a Xen guest or under tboot.
+    /// The kernel runs as a Xen guest.
     pub const PRIVILEGED_LAYER: u64 = 1 << 2;
     /// The kernel uses INVLPGB for TLB shootdowns.
     pub const INVLPGB: u64 = 1 << 3;

@@ -299,7 +299,7 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::PrivilegedLayer,
-        "Xen, tboot or another privileged layer is beneath this kernel",
+        "Xen or another privileged layer is beneath this kernel",
         "It owns the machine; Mercury would take it away.",
         "boot Linux without that layer",
     ),

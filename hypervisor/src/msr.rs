@@ -1,4 +1,4 @@
-//! MSR accesses of the system above that are executed for real.
+//! MSR accesses of the system above that are executed for real, and what an MSR of both vendors may hold.
 
 use mercury_abi::shared::LogKind;
 
@@ -32,4 +32,12 @@ pub fn log_access<V: Vendor>(
     let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), 0];
     let tsc = hardware.tsc();
     publish::log(area, LogKind::Msr, tsc, arguments);
+}
+
+/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1; SDM volume 3, "Page attribute table").
+#[inline]
+#[must_use]
+pub const fn illegal_pat(pat: u64) -> u64 {
+    const EACH: u64 = 0x0101_0101_0101_0101;
+    pat & (0xF8 * EACH) | pat >> 1 & !(pat >> 2) & EACH
 }

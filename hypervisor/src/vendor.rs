@@ -6,7 +6,8 @@
 //! (an exception, a panic) looks the vendor up, by [`visit`].
 //!
 //! The vendors' folders mirror each other, file by file: the control block (`vmcb`, `vmcs`), `capture`,
-//! `run`, `quick`, `exits`, `msr`, `refusal`, `tests`.
+//! `run`, `quick`, `exits`, `msr`, `refusal`, `tests`. Only Intel's has `reset`: INIT is an exit there, and on AMD ends
+//! the attachment.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;

@@ -30,7 +30,7 @@ fn across(machine: &Machine, all: &[&str]) -> Result<()> {
 #[test]
 fn registers_and_results() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    across(&machine, &["compute", "fpu", "flags", "vmmcall"])
+    across(&machine, &["compute", "fpu", "flags", "vmmcall", "wrap"])
 }
 
 #[test]

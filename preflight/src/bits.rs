@@ -198,6 +198,9 @@ pub mod debugctl {
     pub const BTF: u64 = 1 << 1;
     /// Intel: branch-trace messages, and their storage in memory (SDM volume 3, "Branch trace store").
     pub const BTS: u64 = 0b11 << 6;
+    /// All that a processor may have: LBR, BTF, bus lock detection, TR to FREEZE_WHILE_SMM and RTM (SDM volume 4,
+    /// table 2-2).
+    pub const KNOWN: u64 = LBR | BTF | 1 << 2 | BTS | 0x7F << 8 | 1 << 15;
 }
 
 /// DR7 (APM 13.1.1.4).

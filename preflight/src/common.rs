@@ -168,7 +168,7 @@ fn machine_check(facts: &CpuFacts) -> Option<Finding> {
     (in_progress != 0).then(|| Finding::refuse(Code::MachineCheckInProgress, in_progress, facts.mcg_status))
 }
 
-/// Xen or tboot is beneath this kernel.
+/// Xen is beneath this kernel.
 fn privileged_layer(facts: &CpuFacts) -> Option<Finding> {
     let layered = facts.system & system::PRIVILEGED_LAYER != 0;
     layered.then(|| Finding::refuse(Code::PrivilegedLayer, system::PRIVILEGED_LAYER, facts.system))

@@ -12,7 +12,7 @@ use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::nested;
-use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_TF};
+use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
 use crate::{emergency, exit, fault, machine_check, publish};
 
 /// Length of VMMCALL in bytes.
@@ -175,7 +175,9 @@ pub fn skip(area: &mut Area, length: u64) {
     }
 }
 
+/// A fault has RF in the RFLAGS that it pushes (APM vol. 2, "Resume flag").
 fn inject(area: &mut Area, fault: Fault) {
+    area.control.rflags |= RFLAGS_RF;
     area.control.inject_event = match fault {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
         Fault::GeneralProtection => event::GENERAL_PROTECTION,

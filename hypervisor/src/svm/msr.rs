@@ -128,7 +128,7 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
 /// detach leaves behind and which QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry is not
 /// write-back would change the type of the nested tables themselves: the CPU leaves.
 fn write_pat(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
-    if super::refusal::illegal_pat(value) != 0 {
+    if crate::msr::illegal_pat(value) != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
     if value & 7 != 6 {

@@ -416,7 +416,7 @@ fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, numbe
 /// where they differ.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
-    area.cpu.gate.outward.efer = 0;
+    (area.cpu.gate.outward.efer, area.cpu.gate.outward.debugctl) = (0, 0);
     let differing = loaded_msrs(area)
         .into_iter()
         .fold(0, |bits, (_, field, loaded)| bits | hardware.vmread(field) ^ loaded);
@@ -448,10 +448,11 @@ fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
 fn write_changed_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     for (index, field, loaded) in loaded_msrs(area) {
         let value = hardware.vmread(field);
-        // Branches that are stored from here on would go through the hypervisor's page tables.
-        let value = if index == msr::DEBUGCTL { value & !debugctl::BTS } else { value };
         if index == msr::EFER && value & efer::NXE == 0 {
             area.cpu.gate.outward.efer = without_no_execute(value);
+        } else if index == msr::DEBUGCTL && value & debugctl::BTS != 0 {
+            // Branches that are stored here would go through the hypervisor's page tables.
+            area.cpu.gate.outward.debugctl = value & debugctl::KNOWN;
         } else if value != loaded {
             let _ = hardware.write_msr(index, value);
         }

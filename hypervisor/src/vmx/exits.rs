@@ -34,6 +34,8 @@ const VIOLATION_MAPPED: u64 = 0b111 << 3;
 const NMI_UNBLOCKED_BY_IRET: u64 = 1 << 12;
 /// Pending debug exception: single step ("Guest non-register state").
 const PENDING_BS: u64 = 1 << 14;
+/// Access rights of a segment: 64-bit code.
+const CS_LONG: u64 = 1 << 13;
 /// IA32_DEBUGCTL.BTF: single steps are of branches.
 const DEBUGCTL_BTF: u64 = 1 << 1;
 
@@ -190,7 +192,6 @@ fn vmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 
 /// As in [`super::run`], for the cases that are not answered there.
 fn cpuid(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
-    const CS_LONG: u64 = 1 << 13;
     publish::count(area, ExitReason::Cpuid);
     let registers = &area.cpu.gate.outward.registers;
     let (leaf, subleaf) = (registers[RAX] as u32, registers[RCX] as u32);
@@ -366,7 +367,11 @@ fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 pub fn skip(hardware: &mut impl Hardware) {
     let length = hardware.vmread(vmcs::EXIT_INSTRUCTION_LENGTH);
     let rip = hardware.vmread(vmcs::GUEST_RIP);
-    hardware.vmwrite(vmcs::GUEST_RIP, rip.wrapping_add(length));
+    let next = rip.wrapping_add(length);
+    hardware.vmwrite(vmcs::GUEST_RIP, next);
+    if (next ^ rip) >> 32 != 0 {
+        wrap_rip(hardware);
+    }
     let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);
     if blocked & (blocking::STI | blocking::MOV_SS) != 0 {
         hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, blocked & !(blocking::STI | blocking::MOV_SS));
@@ -381,7 +386,20 @@ pub fn skip(hardware: &mut impl Hardware) {
     }
 }
 
+/// Outside 64-bit code RIP has 32 bits, and an entry with more is refused (SDM, "Checks on guest RIP, RFLAGS").
+#[cold]
+#[inline(never)]
+fn wrap_rip(hardware: &mut impl Hardware) {
+    if hardware.vmread(vmcs::GUEST_CS_RIGHTS) & CS_LONG == 0 {
+        let rip = hardware.vmread(vmcs::GUEST_RIP);
+        hardware.vmwrite(vmcs::GUEST_RIP, rip & 0xFFFF_FFFF);
+    }
+}
+
+/// A fault has RF in the RFLAGS that it pushes (SDM, "Saving and loading of RFLAGS").
 fn inject(hardware: &mut impl Hardware, fault: Fault) {
+    let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+    hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags | RFLAGS_RF);
     let event = match fault {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
         // In real mode there are no error codes.
@@ -467,14 +485,18 @@ fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     area.cpu.gate.outward.cr2 = area.own.exit.cr2;
 }
 
-/// Whether the gate can go where the guest is: in long mode, with tables that map the gate. Those of another
-/// kernel do not, nor do user mode's own under page-table isolation; the kernel's first instructions run on them
-/// too, and they are the upper page of two.
+/// Whether the gate can go where the guest is: in long mode, with tables that map the gate.
 fn can_leave(area: &Area, hardware: &mut impl Hardware) -> bool {
+    hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && has_gate(area, hardware)
+}
+
+/// Whether the guest's tables map the gate. Those of another kernel do not, nor do user mode's own under page-table
+/// isolation; the kernel's first instructions run on them too, and they are the upper page of two.
+fn has_gate(area: &Area, hardware: &mut impl Hardware) -> bool {
     const USER_TABLES: u64 = 1 << 12;
     let isolated = area.cpu.features & feature::ISOLATED != 0
         && (privilege(hardware) == 3 || hardware.vmread(vmcs::GUEST_CR3) & USER_TABLES != 0);
-    area.own.foreign == 0 && hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && !isolated
+    area.own.foreign == 0 && !isolated
 }
 
 /// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no native
@@ -602,7 +624,23 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     // An entry that failed has not delivered what it was to inject.
     area.own.exit.event = hardware.vmread(vmcs::ENTRY_INTERRUPTION);
     lose_event(area, hardware);
+    if !has_gate(area, hardware) {
+        return enter_repaired(area, hardware);
+    }
     finish(area, hardware, Code::InvalidGuestState)
+}
+
+/// The gate cannot go where the guest is: what is known to be wrong is put right, and it leaves at a later exit. If
+/// that does not help, nothing does.
+fn enter_repaired(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.own.refused_to_leave != 0 {
+        return reset::shut_down(area, hardware);
+    }
+    area.own.refused_to_leave = 1;
+    area.cpu.leave_pending = Code::InvalidGuestState as u32;
+    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, 0);
+    wrap_rip(hardware);
+    enter(area, hardware)
 }
 
 /// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no corruption,

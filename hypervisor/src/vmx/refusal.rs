@@ -8,8 +8,8 @@ use mercury_preflight::vmx::entry;
 
 use super::Area;
 use super::vmcs::{self, UNUSABLE, activity, blocking, event, reason};
+use crate::msr::illegal_pat;
 use crate::paging::table::Depth;
-use crate::svm::refusal::illegal_pat;
 use crate::x86::{Hardware, RFLAGS_IF, RFLAGS_TF, msr::EFER_LMA, msr::EFER_LME};
 
 const FIRST_ERROR: u64 = Refusal::NoCurrentVmcs as u64;

@@ -101,8 +101,9 @@ mod switch {
     /// does behind a machine check: see [`super::resume_at`].
     ///
     /// An NMI is injected unless another event is to be, or the guest cannot take it (SDM, "Checks on guest
-    /// non-register state"): then the monitor trap flag brings the guest back after its next instruction or
-    /// delivered event.
+    /// non-register state"), or a single step has yet to be reported, which the NMI would replace ("Delivery of
+    /// pending debug exceptions after VM entry"): then the monitor trap flag brings the guest back after its next
+    /// instruction or delivered event.
     #[unsafe(naked)]
     extern "C" fn enter() -> ! {
         naked_asm!(
@@ -141,6 +142,10 @@ mod switch {
             "vmread rcx, rax",
             "cmp ecx, 1",
             "ja 5f",
+            "mov eax, {pending_debug}",
+            "vmread rcx, rax",
+            "test ecx, ecx",
+            "jnz 5f",
             "mov eax, {entry_interruption}",
             "mov ecx, {inject_nmi}",
             "vmwrite rax, rcx",
@@ -167,6 +172,7 @@ mod switch {
             interruptibility = const vmcs::GUEST_INTERRUPTIBILITY,
             blocked = const blocking::STI | blocking::MOV_SS | blocking::NMI,
             activity = const vmcs::GUEST_ACTIVITY,
+            pending_debug = const vmcs::GUEST_PENDING_DEBUG,
             inject_nmi = const event::INJECT_NMI,
             features = const offset_of!(Cpu, features),
             monitor_trap = const feature::MONITOR_TRAP,
@@ -228,16 +234,21 @@ mod switch {
             "jnz {save}",
             "cmp dword ptr [rdi + {leave_pending}], 0",
             "jne {save}",
-            "mov rbx, [rsp]",
-            "mov [rdi + {registers} + 56], rbx",
-            "mov rbx, [rdi + {shared_virt}]",
-            "inc qword ptr [rbx + {counter}]",
+            // Over the end of 4 GiB only 64-bit code goes on.
             "mov eax, {length}",
             "vmread rcx, rax",
             "mov eax, {rip}",
             "vmread rdx, rax",
-            "add rdx, rcx",
-            "vmwrite rax, rdx",
+            "add rcx, rdx",
+            "xor rdx, rcx",
+            "shr rdx, 32",
+            "jnz {save}",
+            "vmwrite rax, rcx",
+            "mov dword ptr [rdi + {entered}], 1",
+            "mov rbx, [rsp]",
+            "mov [rdi + {registers} + 56], rbx",
+            "mov rbx, [rdi + {shared_virt}]",
+            "inc qword ptr [rbx + {counter}]",
             "mov eax, [rdi + {registers}]",
             "mov ecx, [rdi + {registers} + 8]",
             "cmp eax, 1",
@@ -304,8 +315,14 @@ mod switch {
             "jnz {save}",
             "cmp dword ptr [rdi + {leave_pending}], 0",
             "jne {save}",
+            "mov dword ptr [rdi + {entered}], 1",
             "mov rbx, [rsp]",
             "mov [rdi + {registers} + 56], rbx",
+            // A fault has RF in the RFLAGS that it pushes.
+            "mov ecx, {rflags}",
+            "vmread rdx, rcx",
+            "or edx, {rf}",
+            "vmwrite rcx, rdx",
             "mov ecx, {entry_interruption}",
             "mov edx, {invalid_opcode}",
             "vmwrite rcx, rdx",
@@ -323,6 +340,8 @@ mod switch {
             save = sym save,
             rflags = const vmcs::GUEST_RFLAGS,
             tf_rf = const crate::x86::RFLAGS_TF | crate::x86::RFLAGS_RF,
+            rf = const crate::x86::RFLAGS_RF,
+            entered = const offset_of!(Cpu, entered),
             interruptibility = const vmcs::GUEST_INTERRUPTIBILITY,
             shadow = const blocking::STI | blocking::MOV_SS,
             leave_pending = const offset_of!(Cpu, leave_pending),

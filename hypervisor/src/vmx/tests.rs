@@ -310,6 +310,16 @@ fn detach_gives_the_processor_back() {
     assert_eq!(cpu.area.shared().left_because, 0);
 }
 
+/// A recording of branches that began while the CPU was attached goes on, but not through the hypervisor's tables.
+#[test]
+fn branches_are_stored_again_behind_the_gate() {
+    let mut cpu = Cpu::attached();
+    cpu.set(vmcs::GUEST_DEBUGCTL, 0x2C1);
+    assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
+    assert_eq!(cpu.hardware.msrs[&msr::DEBUGCTL], 0);
+    assert_eq!(cpu.area.cpu.gate.outward.debugctl, 0x2C1);
+}
+
 #[test]
 fn pat_and_efer_that_the_guest_changed_are_its_own_afterwards() {
     let mut cpu = Cpu::attached();
@@ -370,6 +380,29 @@ fn a_single_step_over_cpuid_traps() {
     cpu.set(vmcs::GUEST_DEBUGCTL, 2);
     assert_eq!(cpu.exit(reason::CPUID), Next::Run);
     assert_eq!(cpu.get(vmcs::GUEST_PENDING_DEBUG), 0, "single steps are of branches");
+}
+
+/// A user's 32-bit code ends at 4 GiB and goes on at 0; the processor refuses an entry with more in RIP.
+#[test]
+fn rip_has_32_bits_outside_64_bit_code() {
+    const LONG: u64 = 1 << 13;
+    for (rights, expected) in [(0xC0FB, 0), (0xA0FB | LONG, 1 << 32)] {
+        let mut cpu = Cpu::attached();
+        cpu.user_mode();
+        cpu.set(vmcs::GUEST_CS_RIGHTS, rights);
+        cpu.set(vmcs::GUEST_RIP, 0xFFFF_FFFE);
+        cpu.set(vmcs::EXIT_INSTRUCTION_LENGTH, 2);
+        assert_eq!(cpu.exit(reason::CPUID), Next::Run);
+        assert_eq!(cpu.get(vmcs::GUEST_RIP), expected);
+    }
+}
+
+#[test]
+fn a_fault_pushes_rf() {
+    let mut cpu = Cpu::attached();
+    cpu.user_mode();
+    assert_eq!(cpu.exit(reason::VMWRITE), Next::Run);
+    assert_eq!(cpu.get(vmcs::GUEST_RFLAGS), 2 | RFLAGS_RF);
 }
 
 #[test]
@@ -970,6 +1003,32 @@ fn page_table_isolation_leaves_from_the_kernel() {
     assert_eq!(cpu.exit(reason::CPUID), Next::Leave);
     assert_eq!(cpu.area.cpu.gate.outward.rip, RIP, "the instruction runs natively");
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+/// The gate cannot go where user mode is, under page-table isolation: the entry is tried once more, with what can be
+/// wrong by the guest's own doing put right.
+#[test]
+fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
+    let mut cpu = Cpu::attached();
+    cpu.area.cpu.features |= feature::ISOLATED;
+    let kernel = cpu.get(vmcs::GUEST_SS_RIGHTS);
+    cpu.user_mode();
+    cpu.set(vmcs::GUEST_CS_RIGHTS, 0xC0FB);
+    cpu.set(vmcs::GUEST_RIP, 1 << 32);
+    cpu.set(vmcs::ENTRY_INTERRUPTION, event::INVALID_OPCODE);
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Run);
+    assert_eq!((cpu.get(vmcs::GUEST_RIP), cpu.injected()), (0, 0));
+    cpu.set(vmcs::GUEST_SS_RIGHTS, kernel);
+    cpu.set(vmcs::GUEST_CR3, 0x1234_4000);
+    assert_eq!(cpu.exit(reason::CPUID), Next::Leave);
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::InvalidGuestState as u32));
+    // Where that does not help, nothing does.
+    let mut cpu = Cpu::attached();
+    cpu.area.cpu.features |= feature::ISOLATED;
+    cpu.user_mode();
+    assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Run);
+    let _ = cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE);
+    assert!(cpu.hardware.shut_down);
 }
 
 #[test]

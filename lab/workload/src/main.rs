@@ -3,7 +3,7 @@
 //!
 //! They watch what a mode switch could spoil: time (`spin`, `realtime`), results (`compute`), registers
 //! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
-//! `sampling`) and exceptions (`vmmcall`). `switch` is what they are to withstand, `state` compares a
+//! `sampling`) and exceptions (`vmmcall`, `wrap`). `switch` is what they are to withstand, `state` compares a
 //! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
 //! `cpuid` measures what that costs, and `kernel` talks to the test module.
 
@@ -34,6 +34,7 @@ mod switch;
 mod touch;
 mod tracee;
 mod vmmcall;
+mod wrap;
 
 use std::process::ExitCode;
 
@@ -79,6 +80,8 @@ enum Workload {
     Realtime(realtime::Args),
     /// Virtualization instructions in user mode fault as they do natively
     Vmmcall,
+    /// CPUID at the end of 4 GiB, in 32-bit code
+    Wrap,
     /// Attaches and detaches again and again, through the driver itself
     Switch(switch::Args),
     /// Compares the state of each CPU before, during and after
@@ -108,6 +111,7 @@ impl Workload {
             Self::ShadowStack(args) => shadow_stack::run(args, stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
             Self::Vmmcall => vmmcall::run(stop, report),
+            Self::Wrap => wrap::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
