@@ -419,14 +419,14 @@
 #define MERCURY_GATE_OUTWARD_IDTR_PADDING 392
 #define MERCURY_GATE_OUTWARD_IDTR_LIMIT 398
 #define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 400
-#define MERCURY_GATE_OUTWARD_SELECTORS 408
-#define MERCURY_GATE_OUTWARD_RIP 440
-#define MERCURY_GATE_OUTWARD_RFLAGS 448
-#define MERCURY_GATE_OUTWARD_REGISTERS 456
-#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 584
-#define MERCURY_GATE_OUTWARD_THREAD_BASES 600
-#define MERCURY_GATE_OUTWARD_EFER 616
-#define MERCURY_GATE_OUTWARD_DEBUGCTL 624
+#define MERCURY_GATE_OUTWARD_DEBUGCTL 408
+#define MERCURY_GATE_OUTWARD_SELECTORS 416
+#define MERCURY_GATE_OUTWARD_RIP 448
+#define MERCURY_GATE_OUTWARD_RFLAGS 456
+#define MERCURY_GATE_OUTWARD_REGISTERS 464
+#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 592
+#define MERCURY_GATE_OUTWARD_THREAD_BASES 608
+#define MERCURY_GATE_OUTWARD_EFER 624
 #define MERCURY_GATE_FRAME 632
 #define MERCURY_GATE_MACHINE_CHECK 672
 #define MERCURY_GATE_NMI 680
@@ -1101,6 +1101,11 @@ struct mercury_outward {
 	struct mercury_descriptor_table gdtr;
 	/* IDTR, as LIDT takes it. */
 	struct mercury_descriptor_table idtr;
+	/*
+	 * IA32_DEBUGCTL that only the gate can load (Intel): one that has branches
+	 * stored, through the page tables in use. 0: none.
+	 */
+	u64 debugctl;
 	/* Selectors ES, CS, SS, DS. */
 	u64 selectors[4];
 	/* RIP. */
@@ -1118,11 +1123,6 @@ struct mercury_outward {
 	 * hypervisor's tables need. 0: none.
 	 */
 	u64 efer;
-	/*
-	 * IA32_DEBUGCTL that only the gate can load (Intel): one that has branches
-	 * stored, through the page tables in use. 0: none.
-	 */
-	u64 debugctl;
 };
 
 static_assert(sizeof(struct mercury_outward) == 304);
@@ -1134,14 +1134,14 @@ static_assert(offsetof(struct mercury_outward, dr6) == 32);
 static_assert(offsetof(struct mercury_outward, dr7) == 40);
 static_assert(offsetof(struct mercury_outward, gdtr) == 48);
 static_assert(offsetof(struct mercury_outward, idtr) == 64);
-static_assert(offsetof(struct mercury_outward, selectors) == 80);
-static_assert(offsetof(struct mercury_outward, rip) == 112);
-static_assert(offsetof(struct mercury_outward, rflags) == 120);
-static_assert(offsetof(struct mercury_outward, registers) == 128);
-static_assert(offsetof(struct mercury_outward, thread_selectors) == 256);
-static_assert(offsetof(struct mercury_outward, thread_bases) == 272);
-static_assert(offsetof(struct mercury_outward, efer) == 288);
-static_assert(offsetof(struct mercury_outward, debugctl) == 296);
+static_assert(offsetof(struct mercury_outward, debugctl) == 80);
+static_assert(offsetof(struct mercury_outward, selectors) == 88);
+static_assert(offsetof(struct mercury_outward, rip) == 120);
+static_assert(offsetof(struct mercury_outward, rflags) == 128);
+static_assert(offsetof(struct mercury_outward, registers) == 136);
+static_assert(offsetof(struct mercury_outward, thread_selectors) == 264);
+static_assert(offsetof(struct mercury_outward, thread_bases) == 280);
+static_assert(offsetof(struct mercury_outward, efer) == 296);
 
 /*
  * NMIs on a processor without a global interrupt flag. One that strikes between the

@@ -202,6 +202,9 @@ pub struct Outward {
     pub gdtr: DescriptorTable,
     /// IDTR, as LIDT takes it.
     pub idtr: DescriptorTable,
+    /// IA32_DEBUGCTL that only the gate can load (Intel): one that has branches stored, through the page tables in
+    /// use. 0: none.
+    pub debugctl: u64,
     /// Selectors ES, CS, SS, DS.
     pub selectors: [u64; 4],
     /// RIP.
@@ -216,9 +219,6 @@ pub struct Outward {
     pub thread_bases: [u64; 2],
     /// EFER that only the gate can load (Intel): one without NXE, which the hypervisor's tables need. 0: none.
     pub efer: u64,
-    /// IA32_DEBUGCTL that only the gate can load (Intel): one that has branches stored, through the page tables in
-    /// use. 0: none.
-    pub debugctl: u64,
 }
 
 /// A pseudo-descriptor: LGDT and LIDT take the address of `limit`.

@@ -416,7 +416,8 @@ fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, numbe
 /// where they differ.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
-    (area.cpu.gate.outward.efer, area.cpu.gate.outward.debugctl) = (0, 0);
+    area.cpu.gate.outward.efer = 0;
+    area.cpu.gate.outward.debugctl = 0;
     let differing = loaded_msrs(area)
         .into_iter()
         .fold(0, |bits, (_, field, loaded)| bits | hardware.vmread(field) ^ loaded);
