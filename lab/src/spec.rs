@@ -438,6 +438,7 @@ impl Spec {
             ),
             (self.nic.is_some(), "Bochs has no network card that the lab uses"),
             (self.cpu_model != CPU || self.phys_bits.is_some(), "this is about a processor of QEMU's"),
+            (self.console == Console::Terminal, "Bochs shows its console on no terminal"),
             (self.max_cpus != 0, "Bochs has no hotplug of processors"),
             (self.wants_gdb, "Bochs has no gdb stub for several processors"),
             (self.icount.is_some(), "this counts instructions with QEMU's icount"),
