@@ -95,8 +95,8 @@ const SPOILT_SVM: &[Spoilt] = &[
 ];
 
 /// The same of VM entry (SDM volume 3, "VM entries"), in the manual's order: control fields, host state, MSRs
-/// to be loaded, the guest's registers, segments, tables, RFLAGS, and what is no register. Bochs enters with a RIP
-/// that is not canonical.
+/// to be loaded, the guest's registers, segments, tables, RFLAGS, and what is no register. Not SS: an interrupt of
+/// user mode loads null, and a segment that cannot be used is not checked. Bochs enters with a RIP that is not canonical.
 const SPOILT_VMX: &[Spoilt] = &[
     (0x201A, 0, 1 << 3, INVALID_CONTROLS), // EPT pointer: length of the walk
     (0x6C02, 60, 1, &[Refusal::InvalidHostState as u64]), // host CR3
@@ -105,7 +105,6 @@ const SPOILT_VMX: &[Spoilt] = &[
     (0x2804, 0, 4, &[Refusal::IllegalPat as u64]),
     (0x2806, 0, 1 << 1, &[Refusal::EferReserved as u64]),
     (0x4816, 0, 1 << 4, &[Refusal::CodeSegment as u64]),
-    (0x4818, 0, 1 << 4, &[Refusal::StackSegment as u64]),
     (0x481A, 0, 1 << 16, &[Refusal::DataSegment as u64]),
     (0x4822, 0, 1 << 1, &[Refusal::TaskRegister as u64]),
     (0x4820, 0, 1 << 16, &[Refusal::LdtRegister as u64]),
