@@ -61,6 +61,9 @@ pub enum Error {
     /// The machine is not there any more.
     #[error("{0}: the machine has gone")]
     Gone(String),
+    /// The emulator has crashed before anything of Mercury's was in the machine.
+    #[error("the emulator crashed while the machine booted ({0})")]
+    Crashed(String),
     /// The agent could not do what it was asked.
     #[error("the machine could not {what}: {reason}")]
     Agent {
@@ -98,6 +101,16 @@ pub enum Error {
 impl Error {
     /// How [`Error::Unsupported`] begins.
     pub const SKIPPED: &'static str = "skipped: ";
+
+    /// Whether the emulator crashed.
+    #[must_use]
+    pub fn is_crash(&self) -> bool {
+        match self {
+            Self::Crashed(_) => true,
+            Self::Scene { source, .. } => source.is_crash(),
+            _ => false,
+        }
+    }
 
     /// Whether something did not happen in time.
     #[must_use]

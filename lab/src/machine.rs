@@ -395,7 +395,8 @@ impl Prepared {
     }
 
     /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
-    /// emulator's or the kernel's hang on the way there is recorded, and the machine gets a second try.
+    /// emulator's or the kernel's hang on the way there, or the emulator's crash, is recorded, and the machine gets
+    /// a second try.
     fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
         let spec = self.spec.clone();
         let started = or_again(self.start(None), |error| {
@@ -429,6 +430,7 @@ impl Prepared {
         match self.connect(&mut process) {
             Ok(connected) => Ok((process, connected)),
             Err(error) => {
+                let error = crash_of(&mut process).map_or(error, Error::Crashed);
                 let _ = process.kill();
                 let _ = process.wait();
                 Err(self.scene.blame(error))
@@ -491,12 +493,22 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// What did not come in time gets a second try; what failed otherwise has failed.
+/// What did not come in time, or not for a crash of the emulator, gets a second try; what failed otherwise has failed.
 fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Result<T> {
     match first {
-        Err(error) if error.is_timeout() => again(&error),
+        Err(error) if error.is_timeout() || error.is_crash() => again(&error),
         first => first,
     }
+}
+
+/// How the emulator crashed, if it did: by a signal that nobody sent. It may be about to end.
+fn crash_of(process: &mut Child) -> Option<String> {
+    const OWN_FAULTS: [i32; 3] = [6, 7, 11];
+    let ended = wait_for("the emulator's end", Duration::from_secs(1), || {
+        process.try_wait().context(|| "look after the emulator".into())
+    });
+    let status = ended.ok()?;
+    status.signal().filter(|signal| OWN_FAULTS.contains(signal)).map(|_| status.to_string())
 }
 
 fn refuse_ended(process: &mut Child) -> Result<()> {
@@ -558,7 +570,10 @@ mod tests {
     }
 
     #[test]
-    fn only_silence_gets_a_second_try() {
+    fn silence_and_crashes_get_a_second_try() {
+        let crashed =
+            Error::Scene { source: Box::new(Error::Crashed("SIGSEGV".into())), scene: String::new() };
+        assert!(matches!(or_again(Err(crashed), |error| Ok(error.is_crash())), Ok(true)));
         assert!(matches!(or_again(Err(silence()), |error| Ok(error.is_timeout())), Ok(true)));
         assert!(or_again::<()>(Err(silence()), |_| Err(silence())).is_err_and(|error| error.is_timeout()));
         let gone = Err(Error::Gone("panic".into()));

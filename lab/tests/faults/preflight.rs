@@ -81,6 +81,7 @@ const UNIT_TESTED: &[Code] = &[
     Code::VmxFixedBits,
     Code::VmxRegion,
     Code::ProcessorTrace,
+    Code::DebugStore,
 ];
 
 #[test]
