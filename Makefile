@@ -1,6 +1,8 @@
 # One word for each thing that a person wants. The work is in `lab` (see lab/), which builds what it needs.
 
-LAB = cargo run -q -p mercury-lab --
+RUN = cargo run -q -p mercury-lab --
+# The machines' make: amd (QEMU), bochs-amd, intel, intel-haswell, intel-sandybridge, intel-tigerlake.
+export LAB ?= amd
 # Time limits of tests are stretched by this much: hosts are shared, and the emulator is slow.
 export MERCURY_LAB_PATIENCE ?= 3
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -10,24 +12,27 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
-	@echo 'make test      all tests; make test FILTER=machine'
+	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
 	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
-	@echo 'make soak      for hours'
+	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
 	@echo 'make deb       the Debian packages'
 	@echo 'make clean     removes all that was built, the images too'
 
 bootstrap:
 	@scripts/bootstrap
 
-demo bench soak deb check: bootstrap
-	@$(LAB) $@
+demo bench deb check: bootstrap
+	@$(RUN) $@
+
+soak: bootstrap
+	@$(RUN) soak $(if $(CYCLES),--cycles $(CYCLES))
 
 test: bootstrap
-	@$(LAB) test $(FILTER)
+	@$(RUN) test $(FILTER)
 
 shell: bootstrap
-	@$(LAB) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
+	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
 
 clean:
 	@rm -rf target 2>/dev/null || sudo rm -rf target

@@ -90,7 +90,7 @@ static u32 call_here(u32 operation, u64 argument, u64 detail[2])
 	m = this_cpu_ptr(&mercury_cpus);
 	code = mercury_can_enter(m->detail);
 	if (code == MERCURY_CODE_OK)
-		code = mercury_native_call(m, operation, argument);
+		code = mercury_vendor->native_call(m, operation, argument);
 	detail[0] = m->detail[0];
 	detail[1] = m->detail[1];
 	local_irq_restore(flags);
@@ -231,7 +231,7 @@ u32 mercury_check_cpu(struct mercury_cpu *m)
 		return code;
 	mercury_read_facts(facts);
 	mercury_fault(MERCURY_FAULT_POINT_FACTS);
-	return mercury_native_call(m, MERCURY_NATIVE_OP_PREFLIGHT, (u64)facts);
+	return mercury_vendor->native_call(m, MERCURY_NATIVE_OP_PREFLIGHT, (u64)facts);
 }
 
 /* One CPU after the other: they share the page of facts, and are compared with the first. */
@@ -261,11 +261,11 @@ static u32 self_test_cpu(struct mercury_cpu *m)
 	u32 code;
 
 	mercury_read_facts(&facts_before);
-	code = mercury_attach_cpu(m);
+	code = mercury_vendor->attach_cpu(m);
 	if (code != MERCURY_CODE_OK || !m->switched)
 		return code;
 	mercury_read_facts(&facts_after);
-	facts_after.efer &= ~(u64)EFER_SVME;
+	mercury_vendor->hide(&facts_after);
 	for (i = 0; i < sizeof(facts_before) / sizeof(u32); i++) {
 		if (before[i] == after[i])
 			continue;
@@ -320,7 +320,7 @@ static void roll_back(const struct cpumask *cpus)
 	for_each_cpu(cpu, cpus)
 		if (mercury_cpu(cpu)->switched)
 			cpumask_set_cpu(cpu, &switched);
-	mercury_on_cpus(&switched, mercury_detach_cpu);
+	mercury_on_cpus(&switched, mercury_vendor->detach_cpu);
 	for_each_cpu(cpu, cpus)
 		mercury_cpu(cpu)->switched = false;
 }
@@ -330,7 +330,7 @@ static u32 attach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 	u32 code = self_test(cpus, outcome);
 
 	if (code == MERCURY_CODE_OK) {
-		mercury_on_cpus(cpus, mercury_attach_cpu);
+		mercury_on_cpus(cpus, mercury_vendor->attach_cpu);
 		code = first_refusal(cpus, outcome);
 	}
 	if (code == MERCURY_CODE_OK)
@@ -398,7 +398,7 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 	else
 		cpumask_copy(&online, cpu_online_mask);
 	forget_switches();
-	mercury_on_cpus(&online, mercury_detach_cpu);
+	mercury_on_cpus(&online, mercury_vendor->detach_cpu);
 	code = verify(&online, MERCURY_MODE_NATIVE, outcome);
 	if (code == MERCURY_CODE_OK) {
 		if (cpus)

@@ -43,13 +43,13 @@ static u32 attach_here(void)
 		return MERCURY_CODE_CRASHED;
 	code = mercury_check_cpu(m);
 	if (code == MERCURY_CODE_OK)
-		code = mercury_attach_cpu(m);
+		code = mercury_vendor->attach_cpu(m);
 	return code;
 }
 
 static void detach_here(void)
 {
-	mercury_detach_cpu(this_cpu_ptr(&mercury_cpus));
+	mercury_vendor->detach_cpu(this_cpu_ptr(&mercury_cpus));
 }
 
 static bool is_wanted(unsigned int cpu)
@@ -177,7 +177,7 @@ static noinstr void emergency(void)
 
 	WRITE_ONCE(mercury.going_down, true);
 	if (mercury_mode() == MERCURY_MODE_ATTACHED)
-		mercury_detach_cpu(m);
+		mercury_vendor->detach_cpu(m);
 }
 
 /* Who holds the emergency slot, and whether KVM is there to want it. */
@@ -229,9 +229,10 @@ static int module_changes(struct notifier_block *block, unsigned long action, vo
 		update_slot();
 		mutex_unlock(&slot_lock);
 	}
-	if (strcmp(module->name, "kvm_amd") == 0 && action == MODULE_STATE_COMING &&
-	    READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
-		pr_notice("kvm_amd will find SVM in use: run `mercury detach` before using KVM\n");
+	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 &&
+	    action == MODULE_STATE_COMING && READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
+		pr_notice("%s will find %s in use: run `mercury detach` before using KVM\n",
+			  mercury_vendor->kvm, mercury_vendor->what);
 	return NOTIFY_DONE;
 }
 

@@ -19,9 +19,13 @@
 #define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \
 				 X86_EFLAGS_SF | X86_EFLAGS_OF)
 #define CPUID_1_ECX_HYPERVISOR	BIT(31)
-#define CPUID_80000001_ECX_SVM	BIT(2)
-#define CPUID_8000000A_EDX_NP	BIT(0)
-#define VM_CR_SVMDIS		BIT(4)
+#define CPUID_1_ECX_VMX		BIT(5)
+#define BASIC_TRUE_CONTROLS	BIT_ULL(55)
+/* Of capability MSRs: the upper halves say what may be 1. */
+#define PRIMARY_MAY_SECONDARY	BIT_ULL(32 + 31)
+#define PRIMARY_MAY_TERTIARY	BIT_ULL(32 + 17)
+#define SECONDARY_MAY_EPT_VPID	(BIT_ULL(32 + 1) | BIT_ULL(32 + 5))
+#define MSR_VMX_PROCBASED_CTLS3	0x492
 /* 6.1 does not know it. */
 #define CR4_FRED		BIT_ULL(32)
 #define MSR_MTRR_PHYS_BASE_0	0x200
@@ -56,6 +60,8 @@ static const struct {
 	OPTIONAL(MSR_K7_HWCR, hwcr, HWCR),
 	OPTIONAL(MSR_AMD64_PATCH_LEVEL, microcode, MICROCODE),
 	OPTIONAL(MSR_IA32_FEAT_CTL, feature_control, FEATURE_CONTROL),
+	OPTIONAL(MSR_IA32_RTIT_CTL, rtit_ctl, RTIT_CTL),
+	OPTIONAL(MSR_IA32_PEBS_ENABLE, pebs_enable, PEBS_ENABLE),
 #undef OPTIONAL
 };
 
@@ -174,6 +180,41 @@ static u64 mtrr_digest(void)
 	return hash;
 }
 
+/* An MSR of VMX's capabilities; `err` collects failures. */
+static int read_capability(int err, u32 msr, u64 *value)
+{
+	return rdmsrl_safe(msr, value) ? -EIO : err;
+}
+
+/* VMX's capabilities, as far as CPUID and the MSRs themselves promise that they are there. */
+static int read_vmx(struct mercury_cpu_facts *facts)
+{
+	int err = read_capability(0, MSR_IA32_VMX_BASIC, &facts->vmx_basic);
+	bool exact = facts->vmx_basic & BASIC_TRUE_CONTROLS;
+
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PINBASED_CTLS : MSR_IA32_VMX_PINBASED_CTLS,
+			      &facts->vmx_pin_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PROCBASED_CTLS :
+			      MSR_IA32_VMX_PROCBASED_CTLS, &facts->vmx_primary_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_EXIT_CTLS : MSR_IA32_VMX_EXIT_CTLS,
+			      &facts->vmx_exit_controls);
+	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_ENTRY_CTLS : MSR_IA32_VMX_ENTRY_CTLS,
+			      &facts->vmx_entry_controls);
+	err = read_capability(err, MSR_IA32_VMX_MISC, &facts->vmx_misc);
+	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED0, &facts->vmx_cr0_fixed0);
+	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED1, &facts->vmx_cr0_fixed1);
+	err = read_capability(err, MSR_IA32_VMX_CR4_FIXED0, &facts->vmx_cr4_fixed0);
+	err = read_capability(err, MSR_IA32_VMX_CR4_FIXED1, &facts->vmx_cr4_fixed1);
+	if (facts->vmx_primary_controls & PRIMARY_MAY_SECONDARY)
+		err = read_capability(err, MSR_IA32_VMX_PROCBASED_CTLS2,
+				      &facts->vmx_secondary_controls);
+	if (facts->vmx_primary_controls & PRIMARY_MAY_TERTIARY)
+		err = read_capability(err, MSR_VMX_PROCBASED_CTLS3, &facts->vmx_tertiary_controls);
+	if (facts->vmx_secondary_controls & SECONDARY_MAY_EPT_VPID)
+		err = read_capability(err, MSR_IA32_VMX_EPT_VPID_CAP, &facts->vmx_ept_vpid);
+	return err;
+}
+
 static void read_msrs(struct mercury_cpu_facts *facts)
 {
 	unsigned int i;
@@ -197,6 +238,8 @@ static void read_msrs(struct mercury_cpu_facts *facts)
 			*field = 0;
 	}
 	facts->mtrr_digest = mtrr_digest();
+	if (facts->cpuid_1.ecx & CPUID_1_ECX_VMX && !read_vmx(facts))
+		facts->readable |= MERCURY_READABLE_VMX;
 }
 
 static u64 system_bits(void)
@@ -238,7 +281,7 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 
 /*
  * The gate returns far and by frames of its own, and the hypervisor's IDT has gates: neither goes
- * together with FRED or a shadow stack of the kernel's.
+ * together with FRED or a shadow stack of the kernel's. What else of S_CET does is the vendor's to say.
  */
 static u32 can_return(u64 detail[2])
 {
@@ -251,7 +294,7 @@ static u32 can_return(u64 detail[2])
 	}
 	if (cr4 & X86_CR4_CET)
 		rdmsrl_safe(MSR_S_CET, &s_cet);
-	if (s_cet) {
+	if (s_cet & ~mercury_vendor->s_cet) {
 		detail[0] = s_cet;
 		detail[1] = cr4;
 		return MERCURY_CODE_SUPERVISOR_CET;
@@ -262,36 +305,16 @@ static u32 can_return(u64 detail[2])
 /* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
 u32 mercury_can_enter(u64 detail[2])
 {
-	u32 ebx = cpuid_ebx(0);
-	u64 value;
+	u32 code;
 
 	detail[0] = 0;
 	detail[1] = 0;
-	/* "Genu"ineIntel; "Auth"enticAMD; "Hygo"nGenuine */
-	if (ebx == 0x756e6547)
-		return MERCURY_CODE_INTEL_UNSUPPORTED;
-	if (ebx != 0x68747541 && ebx != 0x6f677948)
+	if (!mercury_vendor)
 		return MERCURY_CODE_VENDOR_UNSUPPORTED;
 	if (system_bits() & MERCURY_SYSTEM_PRIVILEGED_LAYER)
 		return MERCURY_CODE_PRIVILEGED_LAYER;
 	if (system_bits() & MERCURY_SYSTEM_SME)
 		return MERCURY_CODE_MEMORY_ENCRYPTION;
-	if (cpuid_eax(0x80000000) < 0x8000000a ||
-	    !(cpuid_ecx(0x80000001) & CPUID_80000001_ECX_SVM))
-		return MERCURY_CODE_NO_SVM;
-	if (rdmsrl_safe(MSR_VM_CR, &value))
-		return MERCURY_CODE_FACT_UNREADABLE;
-	detail[0] = value;
-	if (value & VM_CR_SVMDIS)
-		return MERCURY_CODE_SVM_DISABLED;
-	if (rdmsrl_safe(MSR_EFER, &value))
-		return MERCURY_CODE_FACT_UNREADABLE;
-	detail[0] = value;
-	if (value & EFER_SVME)
-		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
-	detail[0] = cpuid_edx(0x8000000a);
-	if (!(detail[0] & CPUID_8000000A_EDX_NP))
-		return MERCURY_CODE_NO_NESTED_PAGING;
-	detail[0] = 0;
-	return can_return(detail);
+	code = mercury_vendor->can_enter(detail);
+	return code == MERCURY_CODE_OK ? can_return(detail) : code;
 }

@@ -65,11 +65,18 @@ static u32 count_cpu(struct mercury_cpu *m)
 	return MERCURY_CODE_OK;
 }
 
+/* The points of the hypervisor give the offset other meanings. */
+static bool is_word_of_facts(const struct mercury_fault_request *request)
+{
+	return request->point >= HYPERVISOR_POINTS ||
+	       (request->offset % sizeof(u32) == 0 &&
+		request->offset <= sizeof(struct mercury_cpu_facts) - sizeof(u32));
+}
+
 /* Arms a point, in place of what was armed before; under mercury.lock. */
 u32 mercury_fault_arm(const struct mercury_fault_request *request)
 {
-	if (request->reserved || request->offset % sizeof(u32) ||
-	    request->offset > sizeof(struct mercury_cpu_facts) - sizeof(u32) ||
+	if (request->reserved || !is_word_of_facts(request) ||
 	    (request->point && !request->passage) || request->passage > INT_MAX ||
 	    (request->cpu != MERCURY_NO_CPU && request->cpu >= nr_cpu_ids))
 		return MERCURY_CODE_BAD_ARGUMENT;

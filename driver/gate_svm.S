@@ -11,61 +11,24 @@
  * exception strikes while the two worlds are mixed. Section numbers are those of the AMD64 Manual,
  * volume 2.
  */
-#include <linux/linkage.h>
-#include <linux/objtool.h>
-#include <linux/version.h>
-#include <asm/asm.h>
-#include <asm/msr-index.h>
-#include <asm/nospec-branch.h>
-#include <asm/processor-flags.h>
-#include <asm/trapnr.h>
-#include <asm/unwind_hints.h>
-
-#include "mercury_abi.h"
-
-#define REGISTER(n)	(MERCURY_GATE_OUTWARD_REGISTERS + 8 * (n))(%rdi)
-#define SELECTOR(n)	(MERCURY_GATE_OUTWARD_SELECTORS + 8 * (n))(%rdi)
-#define ES	0
-#define CS	1
-#define SS	2
-#define DS	3
-#define RSP	4
+#include "gate_common.S"
 
 #define EFER_SVME_BIT	12
 
-/* The stack means nothing to the unwinder. */
-#if KERNEL_VERSION(6, 4, 0) <= LINUX_VERSION_CODE
-#define UNWIND_HINT_NONE	UNWIND_HINT_UNDEFINED
-#else
-#define UNWIND_HINT_NONE	UNWIND_HINT_EMPTY
-#endif
-
-/* Loads a data segment that was readable a moment ago; a null selector keeps its RPL. */
-.macro LOAD_SEGMENT index register
-	movl	SELECTOR(\index), %eax
-	testl	$0xfffc, %eax
-	jz	.Lload\@
-	verr	%ax
-	jz	.Lload\@
-	xorl	%eax, %eax
-.Lload\@:
-	movl	%eax, %\register
-.endm
-
-	.section .text.mercury_gate, "ax", @progbits
+	.section .text.mercury_svm, "ax", @progbits
 	.balign	4096
-SYM_DATA_START_LOCAL(mercury_gate_page)
+SYM_DATA_START_LOCAL(mercury_svm_page)
 	/* Call-depth tracking looks for padding before a function. */
 	.fill	64, 1, 0x90
-SYM_DATA_END(mercury_gate_page)
+SYM_DATA_END(mercury_svm_page)
 
 /*
- * u64 mercury_gate_enter(struct mercury_gate_block *area)
+ * u64 mercury_svm_enter(struct mercury_gate_block *area)
  *
  * Interrupts off, EFER.SVME set, TF clear. Returns what the hypervisor left in RAX; as its guest, if
  * the operation was to attach.
  */
-SYM_CODE_START(mercury_gate_enter)
+SYM_CODE_START(mercury_svm_enter)
 	UNWIND_HINT_FUNC
 	endbr64
 	pushq	%rbp
@@ -114,15 +77,15 @@ SYM_CODE_START(mercury_gate_enter)
 	ANNOTATE_UNRET_SAFE
 	ret
 	int3
-SYM_CODE_END(mercury_gate_enter)
+SYM_CODE_END(mercury_svm_enter)
 /* A breakpoint in here would be one in an address space without the kernel's handlers. */
-_ASM_NOKPROBE(mercury_gate_enter)
+_ASM_NOKPROBE(mercury_svm_enter)
 
 /*
  * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
  * syscall MSRs and PAT hold the outward values already.
  */
-SYM_CODE_START(mercury_gate_leave)
+SYM_CODE_START(mercury_svm_leave)
 	UNWIND_HINT_NONE
 	endbr64
 	/* CR0 before CR4: CR4.CET needs CR0.WP. */
@@ -199,21 +162,7 @@ SYM_CODE_START(mercury_gate_leave)
 .Lraised:
 	leaq	MERCURY_GATE_FRAME(%rdi), %rax
 	cmpq	%rax, %rsp
-	movq	REGISTER(0), %rax
-	movq	REGISTER(1), %rcx
-	movq	REGISTER(2), %rdx
-	movq	REGISTER(3), %rbx
-	movq	REGISTER(5), %rbp
-	movq	REGISTER(6), %rsi
-	movq	REGISTER(8), %r8
-	movq	REGISTER(9), %r9
-	movq	REGISTER(10), %r10
-	movq	REGISTER(11), %r11
-	movq	REGISTER(12), %r12
-	movq	REGISTER(13), %r13
-	movq	REGISTER(14), %r14
-	movq	REGISTER(15), %r15
-	movq	REGISTER(7), %rdi
+	LOAD_REGISTERS
 	je	.Lframe
 	popfq
 	lretq
@@ -229,8 +178,8 @@ SYM_CODE_START(mercury_gate_leave)
 	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
 	int	$X86_TRAP_MC
 	jmp	.Lraised
-SYM_CODE_END(mercury_gate_leave)
-_ASM_NOKPROBE(mercury_gate_leave)
+SYM_CODE_END(mercury_svm_leave)
+_ASM_NOKPROBE(mercury_svm_leave)
 
 	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
-	.org	mercury_gate_page + 4096, 0xcc
+	.org	mercury_svm_page + 4096, 0xcc

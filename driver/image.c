@@ -38,7 +38,8 @@ u32 mercury_image_check(void)
 		return MERCURY_CODE_BAD_IMAGE;
 	if (header->memory_end > IMAGE_MAX || header->file_end > header->memory_end ||
 	    header->file_end > size || header->rodata_end > header->file_end ||
-	    header->text_end > header->rodata_end || header->entry_offset >= header->text_end ||
+	    header->text_end > header->rodata_end || !header->entry_offsets[mercury_vendor->number] ||
+	    header->entry_offsets[mercury_vendor->number] >= header->text_end ||
 	    !PAGE_ALIGNED(header->text_end) || !PAGE_ALIGNED(header->rodata_end))
 		return MERCURY_CODE_BAD_IMAGE;
 	if (header->rela_size % sizeof(Elf64_Rela) || header->rela_size > size ||

@@ -15,8 +15,10 @@ DEFINE_PER_CPU(struct mercury_cpu, mercury_cpus);
 
 static int __init mercury_init(void)
 {
-	int err = mercury_events_init();
+	int err;
 
+	mercury_vendor_init();
+	err = mercury_events_init();
 	if (err)
 		return err;
 	err = mercury_device_init();

@@ -268,11 +268,12 @@ static u32 place_area(int cpu, void *image)
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	gate->host_cr3 = mercury_tables_cr3();
 	gate->host_cr4 = mercury_tables_cr4();
-	gate->entry_virt = (u64)image + mercury_image_header()->entry_offset;
-	gate->leave_virt = (u64)mercury_gate_leave;
+	gate->entry_virt = (u64)image + mercury_image_header()->entry_offsets[mercury_vendor->number];
+	gate->leave_virt = (u64)mercury_vendor->leave;
 	gate->area_phys = virt_to_phys(gate);
 	gate->shared_virt = (u64)m->shared;
 	gate->cpu = cpu;
+	mercury_vendor->place(gate);
 	m->gate = gate;
 	code = mercury_map_owned(gate, MERCURY_AREA_PAGE_PROCESSOR, MERCURY_MAP_DATA);
 	if (code != MERCURY_CODE_OK)
@@ -283,7 +284,7 @@ static u32 place_area(int cpu, void *image)
 
 static u32 map_gate(void)
 {
-	void *page = (void *)((unsigned long)mercury_gate_enter & PAGE_MASK);
+	void *page = (void *)((unsigned long)mercury_vendor->gate & PAGE_MASK);
 
 	return mercury_map(page, page_to_phys(vmalloc_to_page(page)), 1, MERCURY_MAP_TEXT);
 }

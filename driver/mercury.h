@@ -5,8 +5,13 @@
  *	main.c		module start and end, the global state
  *	device.c	/dev/mercury: open, ioctl, mmap
  *	control.c	load, unload, attach, detach, status: one at a time
- *	switch.c	the switch itself, on one CPU, interrupts off
- *	gate_svm.S	the page on which the address space changes
+ *	vendor.c	whose hardware virtualization this machine has
+ *	switch_svm.c	the switch itself, on one CPU, interrupts off: AMD's
+ *	switch_vmx.c	and Intel's
+ *	switch.h	what they share
+ *	gate_svm.S	the page on which the address space changes: AMD's
+ *	gate_vmx.S	and Intel's
+ *	gate_common.S	what they share
  *	facts.c		what a preflight check reads of a CPU
  *	memory.c	the hypervisor's memory
  *	tables.c	the hypervisor's own page tables
@@ -26,7 +31,9 @@
 #include <linux/mutex.h>
 #include <linux/percpu.h>
 #include <linux/smp.h>
+#include <asm/alternative.h>
 #include <asm/asm.h>
+#include <asm/cpufeature.h>
 
 #include "mercury_abi.h"
 
@@ -48,6 +55,8 @@ struct mercury_cpu {
 	bool switched;
 	/* MERCURY_MODE_*, as the CPU answered when it was last asked. */
 	u32 mode;
+	/* Intel: CR4.VMXE is set by us. */
+	bool vmxe;
 	/* TSC ticks with interrupts off. */
 	u64 attach_ticks;
 	u64 detach_ticks;
@@ -81,15 +90,47 @@ static inline struct mercury_cpu *mercury_cpu(int cpu)
 	return per_cpu_ptr(&mercury_cpus, cpu);
 }
 
-/* gate_svm.S */
-asmlinkage u64 mercury_gate_enter(struct mercury_gate_block *area);
-void mercury_gate_leave(void);
+/* switch_svm.c, switch_vmx.c: what is the vendor's. Functions of a CPU run on it, interrupts off. */
+struct mercury_vendor {
+	/* MERCURY_VENDOR_* */
+	u32 number;
+	/* The module that uses the same hardware, and the hardware's name. */
+	const char *kvm;
+	const char *what;
+	/* What the hypervisor's CR4 needs besides. */
+	u64 host_cr4;
+	/* What S_CET may have. */
+	u64 s_cet;
+	/* The gate: its way in, which lies in its page, and its way out. */
+	u64 (*gate)(struct mercury_gate_block *area);
+	void (*leave)(void);
+	/* Whether this CPU can pass the gate at all. */
+	u32 (*can_enter)(u64 detail[2]);
+	/* MERCURY_MODE_*, asked of this CPU. */
+	u32 (*mode)(void);
+	/* Performs an operation of the hypervisor on this CPU, which must be native. */
+	u32 (*native_call)(struct mercury_cpu *m, u32 operation, u64 argument);
+	/* Attaches this CPU; one that is attached already stays so. */
+	u32 (*attach_cpu)(struct mercury_cpu *m);
+	/* Detaches this CPU; one that is native already stays so. May run in an NMI. */
+	u32 (*detach_cpu)(struct mercury_cpu *m);
+	/* Takes out of facts what shows that the CPU is attached. */
+	void (*hide)(struct mercury_cpu_facts *facts);
+	/* Fills what of a new area is the vendor's. */
+	void (*place)(struct mercury_gate_block *gate);
+};
 
-/* switch.c: on the CPU itself, interrupts off */
-u32 mercury_native_call(struct mercury_cpu *m, u32 operation, u64 argument);
-u32 mercury_attach_cpu(struct mercury_cpu *m);
-u32 mercury_detach_cpu(struct mercury_cpu *m);
-u32 mercury_mode(void);
+extern const struct mercury_vendor mercury_svm, mercury_vmx;
+
+/* vendor.c: this machine's, from the start of the module on; NULL on other processors. */
+extern const struct mercury_vendor *mercury_vendor;
+void mercury_vendor_init(void);
+
+/* The mode of this CPU, asked of it. */
+static __always_inline u32 mercury_mode(void)
+{
+	return mercury_vendor ? mercury_vendor->mode() : MERCURY_MODE_NATIVE;
+}
 
 /*
  * Asks the hypervisor beneath this CPU. On a native CPU the instruction is #UD, or another
@@ -100,7 +141,7 @@ static __always_inline u64 mercury_hypercall(u64 number, u64 a, u64 b, u64 *valu
 	u64 answer = number, native = 1;
 
 	*value = 0;
-	asm volatile("1:	vmmcall\n"
+	asm volatile("1:	" ALTERNATIVE("vmcall", "vmmcall", X86_FEATURE_VMMCALL) "\n"
 		     "	xorl	%k[native], %k[native]\n"
 		     "2:\n"
 		     _ASM_EXTABLE(1b, 2b)

@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 1
+#define MERCURY_ABI_VERSION 2
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -49,11 +49,20 @@
 #define MERCURY_READABLE_MICROCODE 32768
 /* IA32_FEATURE_CONTROL (3Ah). */
 #define MERCURY_READABLE_FEATURE_CONTROL 0x10000
+/*
+ * The capability MSRs of VMX (480h to 492h), those that CPUID and IA32_VMX_BASIC
+ * promise.
+ */
+#define MERCURY_READABLE_VMX 0x20000
+/* IA32_RTIT_CTL (570h). */
+#define MERCURY_READABLE_RTIT_CTL 0x40000
+/* IA32_PEBS_ENABLE (3F1h). */
+#define MERCURY_READABLE_PEBS_ENABLE 0x80000
 /* Page-table isolation is on (X86_FEATURE_PTI). */
 #define MERCURY_SYSTEM_PTI 1
 /* The kernel runs with memory encryption (sme_me_mask is not zero). */
 #define MERCURY_SYSTEM_SME 2
-/* The kernel runs as a Xen guest or under tboot. */
+/* The kernel runs as a Xen guest. */
 #define MERCURY_SYSTEM_PRIVILEGED_LAYER 4
 /* The kernel uses INVLPGB for TLB shootdowns. */
 #define MERCURY_SYSTEM_INVLPGB 8
@@ -63,6 +72,11 @@
 #define MERCURY_SHARED_CPU_SIZE 8192
 /* "MERCURY1" in ASCII, little-endian. */
 #define MERCURY_SHARED_MAGIC _UL(0x315952554352454d)
+/*
+ * Set in an exit code that is VMX's exit reason (bits 31:0); one of SVM has it clear or
+ * is negative.
+ */
+#define MERCURY_EXIT_CODE_VMX _UL(0x100000000)
 /* Number of ExitReasons that have a counter. */
 #define MERCURY_EXIT_REASONS 16
 /* Records in one CPU's log ring. */
@@ -113,6 +127,16 @@
 #define MERCURY_AREA_PAGE_PROCESSOR 4
 /* First page of the stack, which ends at the end of the area. */
 #define MERCURY_AREA_PAGE_STACK 5
+
+/*
+ * Whose hardware virtualization a machine has. The driver chooses the hypervisor's
+ * entry point by it; above that nothing depends on it.
+ */
+#define MERCURY_VENDOR_AMD 0
+#define MERCURY_VENDOR_INTEL 1
+
+/* Number of Vendors. */
+#define MERCURY_VENDORS 2
 /* "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image. */
 #define MERCURY_IMAGE_MAGIC _UL(0x525059484352454d)
 /* Where the hypervisor's private data starts in the gate page. */
@@ -164,6 +188,7 @@
 #define MERCURY_FAULT_POINT_RUN_EFER 42
 #define MERCURY_FAULT_POINT_RUN_CR3 43
 #define MERCURY_FAULT_POINT_RUN_DR7 44
+#define MERCURY_FAULT_POINT_RUN_FIELD 45
 #define MERCURY_FAULT_POINT_EXIT_PAGE_FAULT 64
 #define MERCURY_FAULT_POINT_EXIT_GENERAL_PROTECTION 65
 #define MERCURY_FAULT_POINT_EXIT_INVALID_OPCODE 66
@@ -182,7 +207,7 @@
 /* Fills a SystemInfo. */
 #define MERCURY_IOC_SYSTEM _UL(0xc060f500)
 /* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
-#define MERCURY_IOC_FACTS _UL(0xc250f501)
+#define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor. Takes a LoadRequest. */
 #define MERCURY_IOC_LOAD _UL(0xc028f502)
 /* Frees the pre-cached hypervisor; all CPUs must be native. Takes a LoadRequest. */
@@ -271,6 +296,18 @@
 #define MERCURY_CODE_HSAVE_IN_USE 76
 #define MERCURY_CODE_SELF_TEST_FAILED 77
 #define MERCURY_CODE_ERAPS_IN_USE 78
+#define MERCURY_CODE_NO_VMX 80
+#define MERCURY_CODE_VMX_DISABLED 81
+#define MERCURY_CODE_NO_EPT 82
+#define MERCURY_CODE_NO_UNRESTRICTED_GUEST 83
+#define MERCURY_CODE_EPT_UNSUPPORTED 84
+#define MERCURY_CODE_VMX_CONTROL_FORCED 85
+#define MERCURY_CODE_VMX_CONTROL_MISSING 86
+#define MERCURY_CODE_VMX_INSTRUCTION_LOST 87
+#define MERCURY_CODE_VMX_FIXED_BITS 88
+#define MERCURY_CODE_PROCESSOR_TRACE 89
+#define MERCURY_CODE_VMX_REGION 90
+#define MERCURY_CODE_DEBUG_STORE 91
 #define MERCURY_CODE_INVALID_GUEST_STATE 100
 #define MERCURY_CODE_INJECTED_FAULT 101
 #define MERCURY_CODE_FAULT_IN_SWITCH 102
@@ -282,6 +319,8 @@
 #define MERCURY_CODE_MICROCODE_UPDATE 124
 #define MERCURY_CODE_CPU_RESET 125
 #define MERCURY_CODE_NESTED_MAP_EXHAUSTED 126
+#define MERCURY_CODE_VMX_RELEASED 127
+#define MERCURY_CODE_MTRR_CHANGED 128
 
 /* Offsets in the gate block, for assembler. */
 #define MERCURY_GATE_HOST_CR3 0
@@ -331,27 +370,81 @@
 #define MERCURY_GATE_INWARD_ES_ATTRIBUTES 204
 #define MERCURY_GATE_INWARD_ES_LIMIT 208
 #define MERCURY_GATE_INWARD_ES_BASE 212
-#define MERCURY_GATE_OUTWARD 216
-#define MERCURY_GATE_OUTWARD_CR0 216
-#define MERCURY_GATE_OUTWARD_CR2 224
-#define MERCURY_GATE_OUTWARD_CR3 232
-#define MERCURY_GATE_OUTWARD_CR4 240
-#define MERCURY_GATE_OUTWARD_DR6 248
-#define MERCURY_GATE_OUTWARD_DR7 256
-#define MERCURY_GATE_OUTWARD_GDTR 264
-#define MERCURY_GATE_OUTWARD_GDTR_PADDING 264
-#define MERCURY_GATE_OUTWARD_GDTR_LIMIT 270
-#define MERCURY_GATE_OUTWARD_GDTR_BASE_VIRT 272
-#define MERCURY_GATE_OUTWARD_IDTR 280
-#define MERCURY_GATE_OUTWARD_IDTR_PADDING 280
-#define MERCURY_GATE_OUTWARD_IDTR_LIMIT 286
-#define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 288
-#define MERCURY_GATE_OUTWARD_SELECTORS 296
-#define MERCURY_GATE_OUTWARD_RIP 328
-#define MERCURY_GATE_OUTWARD_RFLAGS 336
-#define MERCURY_GATE_OUTWARD_REGISTERS 344
-#define MERCURY_GATE_FRAME 472
-#define MERCURY_GATE_MACHINE_CHECK 512
+#define MERCURY_GATE_INWARD_FS 216
+#define MERCURY_GATE_INWARD_FS_SELECTOR 216
+#define MERCURY_GATE_INWARD_FS_RESERVED 218
+#define MERCURY_GATE_INWARD_FS_ATTRIBUTES 220
+#define MERCURY_GATE_INWARD_FS_LIMIT 224
+#define MERCURY_GATE_INWARD_FS_BASE 228
+#define MERCURY_GATE_INWARD_GS 232
+#define MERCURY_GATE_INWARD_GS_SELECTOR 232
+#define MERCURY_GATE_INWARD_GS_RESERVED 234
+#define MERCURY_GATE_INWARD_GS_ATTRIBUTES 236
+#define MERCURY_GATE_INWARD_GS_LIMIT 240
+#define MERCURY_GATE_INWARD_GS_BASE 244
+#define MERCURY_GATE_INWARD_LDTR 248
+#define MERCURY_GATE_INWARD_LDTR_SELECTOR 248
+#define MERCURY_GATE_INWARD_LDTR_RESERVED 250
+#define MERCURY_GATE_INWARD_LDTR_ATTRIBUTES 252
+#define MERCURY_GATE_INWARD_LDTR_LIMIT 256
+#define MERCURY_GATE_INWARD_LDTR_BASE 260
+#define MERCURY_GATE_INWARD_TR 264
+#define MERCURY_GATE_INWARD_TR_SELECTOR 264
+#define MERCURY_GATE_INWARD_TR_RESERVED 266
+#define MERCURY_GATE_INWARD_TR_ATTRIBUTES 268
+#define MERCURY_GATE_INWARD_TR_LIMIT 272
+#define MERCURY_GATE_INWARD_TR_BASE 276
+#define MERCURY_GATE_INWARD_LDTR_BASE_VIRT 280
+#define MERCURY_GATE_INWARD_TR_BASE_VIRT 288
+#define MERCURY_GATE_INWARD_GDTR 296
+#define MERCURY_GATE_INWARD_GDTR_PADDING 296
+#define MERCURY_GATE_INWARD_GDTR_LIMIT 302
+#define MERCURY_GATE_INWARD_GDTR_BASE_VIRT 304
+#define MERCURY_GATE_INWARD_IDTR 312
+#define MERCURY_GATE_INWARD_IDTR_PADDING 312
+#define MERCURY_GATE_INWARD_IDTR_LIMIT 318
+#define MERCURY_GATE_INWARD_IDTR_BASE_VIRT 320
+#define MERCURY_GATE_OUTWARD 328
+#define MERCURY_GATE_OUTWARD_CR0 328
+#define MERCURY_GATE_OUTWARD_CR2 336
+#define MERCURY_GATE_OUTWARD_CR3 344
+#define MERCURY_GATE_OUTWARD_CR4 352
+#define MERCURY_GATE_OUTWARD_DR6 360
+#define MERCURY_GATE_OUTWARD_DR7 368
+#define MERCURY_GATE_OUTWARD_GDTR 376
+#define MERCURY_GATE_OUTWARD_GDTR_PADDING 376
+#define MERCURY_GATE_OUTWARD_GDTR_LIMIT 382
+#define MERCURY_GATE_OUTWARD_GDTR_BASE_VIRT 384
+#define MERCURY_GATE_OUTWARD_IDTR 392
+#define MERCURY_GATE_OUTWARD_IDTR_PADDING 392
+#define MERCURY_GATE_OUTWARD_IDTR_LIMIT 398
+#define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 400
+#define MERCURY_GATE_OUTWARD_DEBUGCTL 408
+#define MERCURY_GATE_OUTWARD_SELECTORS 416
+#define MERCURY_GATE_OUTWARD_RIP 448
+#define MERCURY_GATE_OUTWARD_RFLAGS 456
+#define MERCURY_GATE_OUTWARD_REGISTERS 464
+#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 592
+#define MERCURY_GATE_OUTWARD_THREAD_BASES 608
+#define MERCURY_GATE_OUTWARD_EFER 624
+#define MERCURY_GATE_FRAME 632
+#define MERCURY_GATE_MACHINE_CHECK 672
+#define MERCURY_GATE_NMI 680
+#define MERCURY_GATE_NMI_PENDING 680
+#define MERCURY_GATE_NMI_HANDLER_VIRT 688
+#define MERCURY_GATE_NMI_WINDOW_START_VIRT 696
+#define MERCURY_GATE_NMI_WINDOW_END_VIRT 704
+#define MERCURY_GATE_NMI_RESTART_VIRT 712
+#define MERCURY_GATE_NMI_GDT 720
+#define MERCURY_GATE_NMI_IDT 752
+#define MERCURY_GATE_NMI_GDTR 800
+#define MERCURY_GATE_NMI_GDTR_PADDING 800
+#define MERCURY_GATE_NMI_GDTR_LIMIT 806
+#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 808
+#define MERCURY_GATE_NMI_IDTR 816
+#define MERCURY_GATE_NMI_IDTR_PADDING 816
+#define MERCURY_GATE_NMI_IDTR_LIMIT 822
+#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 824
 
 #ifndef __ASSEMBLY__
 
@@ -531,9 +624,42 @@ struct mercury_cpu_facts {
 	u64 mtrr_def_type;
 	/* FNV-1a digest over all MTRRs, to compare CPUs. */
 	u64 mtrr_digest;
+	/* IA32_VMX_BASIC (480h; Intel). */
+	u64 vmx_basic;
+	/*
+	 * IA32_VMX_TRUE_PINBASED_CTLS (48Dh), or IA32_VMX_PINBASED_CTLS (481h) where
+	 * IA32_VMX_BASIC bit 55 is clear: bits 31:0 must be 1, bits 63:32 may be 1.
+	 */
+	u64 vmx_pin_controls;
+	/* IA32_VMX_TRUE_PROCBASED_CTLS (48Eh) or IA32_VMX_PROCBASED_CTLS (482h). */
+	u64 vmx_primary_controls;
+	/* IA32_VMX_PROCBASED_CTLS2 (48Bh). */
+	u64 vmx_secondary_controls;
+	/* IA32_VMX_PROCBASED_CTLS3 (492h): each bit may be 1. */
+	u64 vmx_tertiary_controls;
+	/* IA32_VMX_TRUE_EXIT_CTLS (48Fh) or IA32_VMX_EXIT_CTLS (483h). */
+	u64 vmx_exit_controls;
+	/* IA32_VMX_TRUE_ENTRY_CTLS (490h) or IA32_VMX_ENTRY_CTLS (484h). */
+	u64 vmx_entry_controls;
+	/* IA32_VMX_MISC (485h). */
+	u64 vmx_misc;
+	/* IA32_VMX_CR0_FIXED0 (486h): bits of CR0 that must be 1. */
+	u64 vmx_cr0_fixed0;
+	/* IA32_VMX_CR0_FIXED1 (487h): bits of CR0 that may be 1. */
+	u64 vmx_cr0_fixed1;
+	/* IA32_VMX_CR4_FIXED0 (488h): bits of CR4 that must be 1. */
+	u64 vmx_cr4_fixed0;
+	/* IA32_VMX_CR4_FIXED1 (489h): bits of CR4 that may be 1. */
+	u64 vmx_cr4_fixed1;
+	/* IA32_VMX_EPT_VPID_CAP (48Ch). */
+	u64 vmx_ept_vpid;
+	/* IA32_RTIT_CTL (570h): processor trace. */
+	u64 rtit_ctl;
+	/* IA32_PEBS_ENABLE (3F1h); 0 where there is none. */
+	u64 pebs_enable;
 };
 
-static_assert(sizeof(struct mercury_cpu_facts) == 592);
+static_assert(sizeof(struct mercury_cpu_facts) == 712);
 static_assert(offsetof(struct mercury_cpu_facts, header) == 0);
 static_assert(offsetof(struct mercury_cpu_facts, cpu) == 8);
 static_assert(offsetof(struct mercury_cpu_facts, apic_id) == 12);
@@ -595,6 +721,21 @@ static_assert(offsetof(struct mercury_cpu_facts, smca_ctl0) == 560);
 static_assert(offsetof(struct mercury_cpu_facts, feature_control) == 568);
 static_assert(offsetof(struct mercury_cpu_facts, mtrr_def_type) == 576);
 static_assert(offsetof(struct mercury_cpu_facts, mtrr_digest) == 584);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_basic) == 592);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_pin_controls) == 600);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_primary_controls) == 608);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_secondary_controls) == 616);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_tertiary_controls) == 624);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_exit_controls) == 632);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_entry_controls) == 640);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_misc) == 648);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_cr0_fixed0) == 656);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_cr0_fixed1) == 664);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_cr4_fixed0) == 672);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_cr4_fixed1) == 680);
+static_assert(offsetof(struct mercury_cpu_facts, vmx_ept_vpid) == 688);
+static_assert(offsetof(struct mercury_cpu_facts, rtit_ctl) == 696);
+static_assert(offsetof(struct mercury_cpu_facts, pebs_enable) == 704);
 
 /* One entry of the log, 64 bytes. */
 struct mercury_log_record {
@@ -639,7 +780,10 @@ struct mercury_crash_record {
 	u64 error_code;
 	/* CR2 in the hypervisor. */
 	u64 host_cr2;
-	/* Exit code of the last exit, as the processor gave it. */
+	/*
+	 * Exit code of the last exit, as the processor gave it; on Intel with
+	 * EXIT_CODE_VMX.
+	 */
 	u64 exit_code;
 	/* First exit qualification. */
 	u64 exit_info1;
@@ -760,13 +904,16 @@ struct mercury_image_header {
 	u64 rela_offset;
 	/* Bytes of the Rela table. */
 	u64 rela_size;
-	/* Offset of the native entry point. */
-	u64 entry_offset;
+	/*
+	 * Offsets of the native entry points, by Vendor; 0: this image has nothing for
+	 * that vendor.
+	 */
+	u64 entry_offsets[2];
 	/* Version, NUL-padded ASCII. */
 	u8 version[32];
 };
 
-static_assert(sizeof(struct mercury_image_header) == 104);
+static_assert(sizeof(struct mercury_image_header) == 112);
 static_assert(offsetof(struct mercury_image_header, magic) == 0);
 static_assert(offsetof(struct mercury_image_header, abi_version) == 8);
 static_assert(offsetof(struct mercury_image_header, fault_injection) == 12);
@@ -776,8 +923,8 @@ static_assert(offsetof(struct mercury_image_header, file_end) == 32);
 static_assert(offsetof(struct mercury_image_header, memory_end) == 40);
 static_assert(offsetof(struct mercury_image_header, rela_offset) == 48);
 static_assert(offsetof(struct mercury_image_header, rela_size) == 56);
-static_assert(offsetof(struct mercury_image_header, entry_offset) == 64);
-static_assert(offsetof(struct mercury_image_header, version) == 72);
+static_assert(offsetof(struct mercury_image_header, entry_offsets) == 64);
+static_assert(offsetof(struct mercury_image_header, version) == 80);
 
 /*
  * Physically contiguous memory that belongs to the hypervisor: mapped in its tables,
@@ -861,42 +1008,6 @@ static_assert(offsetof(struct mercury_segment, attributes) == 4);
 static_assert(offsetof(struct mercury_segment, limit) == 8);
 static_assert(offsetof(struct mercury_segment, base) == 12);
 
-/* What the driver and the gate's way in leave for the hypervisor. */
-struct mercury_inward {
-	/* RSP at the return label. */
-	u64 rsp;
-	/* The return label. */
-	u64 rip;
-	/* RFLAGS at the return label. */
-	u64 rflags;
-	/* CR3. */
-	u64 cr3;
-	/* CR4. */
-	u64 cr4;
-	/* VM_HSAVE_PA as it was before, restored at detach. */
-	u64 vm_hsave_pa;
-	/* CS. Filled by the driver. */
-	struct mercury_segment cs;
-	/* SS. Filled by the driver. */
-	struct mercury_segment ss;
-	/* DS. Filled by the driver. */
-	struct mercury_segment ds;
-	/* ES. Filled by the driver. */
-	struct mercury_segment es;
-};
-
-static_assert(sizeof(struct mercury_inward) == 112);
-static_assert(offsetof(struct mercury_inward, rsp) == 0);
-static_assert(offsetof(struct mercury_inward, rip) == 8);
-static_assert(offsetof(struct mercury_inward, rflags) == 16);
-static_assert(offsetof(struct mercury_inward, cr3) == 24);
-static_assert(offsetof(struct mercury_inward, cr4) == 32);
-static_assert(offsetof(struct mercury_inward, vm_hsave_pa) == 40);
-static_assert(offsetof(struct mercury_inward, cs) == 48);
-static_assert(offsetof(struct mercury_inward, ss) == 64);
-static_assert(offsetof(struct mercury_inward, ds) == 80);
-static_assert(offsetof(struct mercury_inward, es) == 96);
-
 /* A pseudo-descriptor: LGDT and LIDT take the address of limit. */
 struct mercury_descriptor_table {
 	/* Zero. */
@@ -911,6 +1022,66 @@ static_assert(sizeof(struct mercury_descriptor_table) == 16);
 static_assert(offsetof(struct mercury_descriptor_table, padding) == 0);
 static_assert(offsetof(struct mercury_descriptor_table, limit) == 6);
 static_assert(offsetof(struct mercury_descriptor_table, base_virt) == 8);
+
+/* What the driver and the gate's way in leave for the hypervisor. */
+struct mercury_inward {
+	/* RSP at the return label. */
+	u64 rsp;
+	/* The return label. */
+	u64 rip;
+	/* RFLAGS at the return label. */
+	u64 rflags;
+	/* CR3. */
+	u64 cr3;
+	/* CR4. */
+	u64 cr4;
+	/* VM_HSAVE_PA as it was before, restored at detach (AMD). */
+	u64 vm_hsave_pa;
+	/* CS. Filled by the driver. */
+	struct mercury_segment cs;
+	/* SS. Filled by the driver. */
+	struct mercury_segment ss;
+	/* DS. Filled by the driver. */
+	struct mercury_segment ds;
+	/* ES. Filled by the driver. */
+	struct mercury_segment es;
+	/* FS, without its base. Filled by the driver on Intel. */
+	struct mercury_segment fs;
+	/* GS, without its base. Filled by the driver on Intel. */
+	struct mercury_segment gs;
+	/* LDTR, without its base. Filled by the driver on Intel. */
+	struct mercury_segment ldtr;
+	/* TR, without its base. Filled by the driver on Intel. */
+	struct mercury_segment tr;
+	/* Base of LDTR, virtual; 0 for a null selector. */
+	u64 ldtr_base_virt;
+	/* Base of TR, virtual. */
+	u64 tr_base_virt;
+	/* GDTR. Filled by the gate on Intel; on AMD the hypervisor reads it itself. */
+	struct mercury_descriptor_table gdtr;
+	/* IDTR, likewise. */
+	struct mercury_descriptor_table idtr;
+};
+
+static_assert(sizeof(struct mercury_inward) == 224);
+static_assert(offsetof(struct mercury_inward, rsp) == 0);
+static_assert(offsetof(struct mercury_inward, rip) == 8);
+static_assert(offsetof(struct mercury_inward, rflags) == 16);
+static_assert(offsetof(struct mercury_inward, cr3) == 24);
+static_assert(offsetof(struct mercury_inward, cr4) == 32);
+static_assert(offsetof(struct mercury_inward, vm_hsave_pa) == 40);
+static_assert(offsetof(struct mercury_inward, cs) == 48);
+static_assert(offsetof(struct mercury_inward, ss) == 64);
+static_assert(offsetof(struct mercury_inward, ds) == 80);
+static_assert(offsetof(struct mercury_inward, es) == 96);
+static_assert(offsetof(struct mercury_inward, fs) == 112);
+static_assert(offsetof(struct mercury_inward, gs) == 128);
+static_assert(offsetof(struct mercury_inward, ldtr) == 144);
+static_assert(offsetof(struct mercury_inward, tr) == 160);
+static_assert(offsetof(struct mercury_inward, ldtr_base_virt) == 176);
+static_assert(offsetof(struct mercury_inward, tr_base_virt) == 184);
+static_assert(offsetof(struct mercury_inward, gdtr) == 192);
+static_assert(offsetof(struct mercury_inward, idtr) == 208);
 
 /* What the gate's way out puts back. */
 struct mercury_outward {
@@ -930,6 +1101,11 @@ struct mercury_outward {
 	struct mercury_descriptor_table gdtr;
 	/* IDTR, as LIDT takes it. */
 	struct mercury_descriptor_table idtr;
+	/*
+	 * IA32_DEBUGCTL that only the gate can load (Intel): one that has branches
+	 * stored, through the page tables in use. 0: none.
+	 */
+	u64 debugctl;
 	/* Selectors ES, CS, SS, DS. */
 	u64 selectors[4];
 	/* RIP. */
@@ -938,9 +1114,18 @@ struct mercury_outward {
 	u64 rflags;
 	/* General registers; entry 4 is RSP. */
 	u64 registers[16];
+	/* Selectors FS and GS (Intel; on AMD they are back before the gate). */
+	u64 thread_selectors[2];
+	/* Bases of FS and GS (Intel), virtual. */
+	u64 thread_bases[2];
+	/*
+	 * EFER that only the gate can load (Intel): one without NXE, which the
+	 * hypervisor's tables need. 0: none.
+	 */
+	u64 efer;
 };
 
-static_assert(sizeof(struct mercury_outward) == 256);
+static_assert(sizeof(struct mercury_outward) == 304);
 static_assert(offsetof(struct mercury_outward, cr0) == 0);
 static_assert(offsetof(struct mercury_outward, cr2) == 8);
 static_assert(offsetof(struct mercury_outward, cr3) == 16);
@@ -949,10 +1134,63 @@ static_assert(offsetof(struct mercury_outward, dr6) == 32);
 static_assert(offsetof(struct mercury_outward, dr7) == 40);
 static_assert(offsetof(struct mercury_outward, gdtr) == 48);
 static_assert(offsetof(struct mercury_outward, idtr) == 64);
-static_assert(offsetof(struct mercury_outward, selectors) == 80);
-static_assert(offsetof(struct mercury_outward, rip) == 112);
-static_assert(offsetof(struct mercury_outward, rflags) == 120);
-static_assert(offsetof(struct mercury_outward, registers) == 128);
+static_assert(offsetof(struct mercury_outward, debugctl) == 80);
+static_assert(offsetof(struct mercury_outward, selectors) == 88);
+static_assert(offsetof(struct mercury_outward, rip) == 120);
+static_assert(offsetof(struct mercury_outward, rflags) == 128);
+static_assert(offsetof(struct mercury_outward, registers) == 136);
+static_assert(offsetof(struct mercury_outward, thread_selectors) == 264);
+static_assert(offsetof(struct mercury_outward, thread_bases) == 280);
+static_assert(offsetof(struct mercury_outward, efer) == 296);
+
+/*
+ * NMIs on a processor without a global interrupt flag. One that strikes between the
+ * gate's first instruction and its last, or in the hypervisor, comes to the driver's
+ * handler in the gate page (NmiBlock::handler_virt), on whatever stack of the area is
+ * in use. The handler notes it in NmiBlock::pending and returns without IRET, so that
+ * NMIs stay blocked, as they would be in the handler of the system above: a second one
+ * waits in the processor. The next entry into the guest injects the NMI; the gate's way
+ * out raises it with INT 2 when the system's tables are back. If it strikes between the
+ * last look at pending and the entry (window_start_virt up to window_end_virt), the
+ * handler returns to restart_virt, which looks again.
+ */
+struct mercury_nmi_block {
+	/* How many NMIs are to be delivered. */
+	u64 pending;
+	/* The handler, virtual; 0: this processor needs none. Filled at load. */
+	u64 handler_virt;
+	/* Start of the window, virtual. Filled by the hypervisor. */
+	u64 window_start_virt;
+	/* End of the window, virtual. */
+	u64 window_end_virt;
+	/* Where to begin again, virtual. */
+	u64 restart_virt;
+	/*
+	 * The GDT of the passage: null, unused, code, data at the kernel's selectors.
+	 * Filled at load.
+	 */
+	u64 gdt[4];
+	/*
+	 * The IDT of the passage: vectors 0 to 2, of which only NMI is present. Filled
+	 * at load.
+	 */
+	u64 idt[6];
+	/* Its GDTR. Filled at load. */
+	struct mercury_descriptor_table gdtr;
+	/* Its IDTR. Filled at load. */
+	struct mercury_descriptor_table idtr;
+};
+
+static_assert(sizeof(struct mercury_nmi_block) == 152);
+static_assert(offsetof(struct mercury_nmi_block, pending) == 0);
+static_assert(offsetof(struct mercury_nmi_block, handler_virt) == 8);
+static_assert(offsetof(struct mercury_nmi_block, window_start_virt) == 16);
+static_assert(offsetof(struct mercury_nmi_block, window_end_virt) == 24);
+static_assert(offsetof(struct mercury_nmi_block, restart_virt) == 32);
+static_assert(offsetof(struct mercury_nmi_block, gdt) == 40);
+static_assert(offsetof(struct mercury_nmi_block, idt) == 72);
+static_assert(offsetof(struct mercury_nmi_block, gdtr) == 120);
+static_assert(offsetof(struct mercury_nmi_block, idtr) == 136);
 
 /* Arming of a fault point, kept by the driver and handed to the hypervisor in its area. */
 struct mercury_fault_arm {
@@ -962,10 +1200,13 @@ struct mercury_fault_arm {
 	u32 passage;
 	/*
 	 * For FaultPoint::Facts: byte offset of an aligned 32-bit word in
-	 * crate::facts::CpuFacts.
+	 * crate::facts::CpuFacts. For FaultPoint::RunField: what is described there.
 	 */
 	u32 offset;
-	/* For FaultPoint::Facts: its new value. */
+	/*
+	 * For FaultPoint::Facts: its new value. For FaultPoint::RunField: the bits to
+	 * be flipped.
+	 */
 	u32 value;
 };
 
@@ -984,7 +1225,7 @@ struct mercury_gate_block {
 	u64 host_cr3;
 	/*
 	 * CR4 in the hypervisor, from a white list: PAE, MCE, OSFXSR, OSXMMEXCPT, and
-	 * LA57 if the kernel has it. Filled at load.
+	 * LA57 if the kernel has it, VMXE on Intel. Filled at load.
 	 */
 	u64 host_cr4;
 	/* Native entry point, virtual. Filled at load. */
@@ -1021,9 +1262,11 @@ struct mercury_gate_block {
 	 * to get it. The gate raises it on the way out.
 	 */
 	u64 machine_check;
+	/* How an NMI finds its way where the processor cannot hold it back (Intel). */
+	struct mercury_nmi_block nmi;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 520);
+static_assert(sizeof(struct mercury_gate_block) == 832);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
@@ -1037,9 +1280,10 @@ static_assert(offsetof(struct mercury_gate_block, detail) == 64);
 static_assert(offsetof(struct mercury_gate_block, fault) == 80);
 static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
 static_assert(offsetof(struct mercury_gate_block, inward) == 104);
-static_assert(offsetof(struct mercury_gate_block, outward) == 216);
-static_assert(offsetof(struct mercury_gate_block, frame) == 472);
-static_assert(offsetof(struct mercury_gate_block, machine_check) == 512);
+static_assert(offsetof(struct mercury_gate_block, outward) == 328);
+static_assert(offsetof(struct mercury_gate_block, frame) == 632);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 672);
+static_assert(offsetof(struct mercury_gate_block, nmi) == 680);
 
 /* What the driver and the machine are. */
 struct mercury_system_info {

@@ -20,7 +20,7 @@ static void give_up(int cpu, u32 code)
 	mercury.state = MERCURY_STATE_CRASHED;
 	mercury.want_all = false;
 	cpumask_clear(&mercury.wanted);
-	mercury_on_cpus(cpu_online_mask, mercury_detach_cpu);
+	mercury_on_cpus(cpu_online_mask, mercury_vendor->detach_cpu);
 	pr_err("the hypervisor crashed on CPU %d (code %u): all CPUs are native again\n",
 	       cpu, code);
 }
@@ -31,12 +31,16 @@ static bool has_crashed(const struct mercury_shared_cpu *shared)
 	return READ_ONCE(shared->crash.code) != MERCURY_CODE_OK;
 }
 
-/* A CPU that should be attached and is not, through no wish of ours, stays native. */
+/*
+ * A CPU that should be attached and is not, through no wish of ours, stays native. To ask its mode has it
+ * give up what it still holds for the hypervisor.
+ */
 static void let_go(int cpu, const struct mercury_shared_cpu *shared)
 {
 	if (!cpumask_test_cpu(cpu, &mercury.wanted) || READ_ONCE(shared->attached))
 		return;
 	cpumask_clear_cpu(cpu, &mercury.wanted);
+	mercury_on_cpus(cpumask_of(cpu), mercury_ask_mode);
 	pr_notice("CPU %d left the hypervisor (code %llu) and stays native\n",
 		  cpu, READ_ONCE(shared->left_because));
 }

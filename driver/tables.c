@@ -33,7 +33,7 @@ u64 mercury_tables_cr3(void)
  */
 u64 mercury_tables_cr4(void)
 {
-	return X86_CR4_PAE | X86_CR4_OSFXSR | X86_CR4_OSXMMEXCPT |
+	return X86_CR4_PAE | X86_CR4_OSFXSR | X86_CR4_OSXMMEXCPT | mercury_vendor->host_cr4 |
 	       (native_read_cr4() & (X86_CR4_MCE | X86_CR4_LA57));
 }
 

@@ -122,7 +122,7 @@ codes! {
     Lockdown = 67, "lockdown";
     /// FRED event delivery is on.
     Fred = 68, "fred";
-    /// Xen, tboot or another privileged layer is beneath this kernel.
+    /// Xen or another privileged layer is beneath this kernel.
     PrivilegedLayer = 69, "privileged-layer";
     /// This machine is itself a virtual machine (a warning).
     InsideHypervisor = 70, "inside-hypervisor";
@@ -143,8 +143,33 @@ codes! {
     /// The kernel relies on the processor to protect return predictions (ERAPS).
     ErapsInUse = 78, "eraps-in-use";
 
+    /// CPUID reports no VMX.
+    NoVmx = 80, "no-vmx";
+    /// VMX is disabled by firmware (IA32_FEATURE_CONTROL).
+    VmxDisabled = 81, "vmx-disabled";
+    /// No extended page tables.
+    NoEpt = 82, "no-ept";
+    /// No unrestricted guest.
+    NoUnrestrictedGuest = 83, "no-unrestricted-guest";
+    /// Extended page tables without write-back memory, four levels, 2 MiB pages or INVEPT.
+    EptUnsupported = 84, "ept-unsupported";
+    /// VMX demands a control that Mercury does not know.
+    VmxControlForced = 85, "vmx-control-forced";
+    /// VMX lacks a control that Mercury needs.
+    VmxControlMissing = 86, "vmx-control-missing";
+    /// An instruction that CPUID announces would be undefined under VMX: its control is missing.
+    VmxInstructionLost = 87, "vmx-instruction-lost";
+    /// VMX does not allow CR0 or CR4 as they are.
+    VmxFixedBits = 88, "vmx-fixed-bits";
+    /// Processor trace is running, and VMX would stop it.
+    ProcessorTrace = 89, "processor-trace";
+    /// VMX wants its memory of another kind than Mercury's: not write-back, or below 4 GiB.
+    VmxRegion = 90, "vmx-region";
+    /// The processor stores records of samples or branches at virtual addresses (PEBS, BTS).
+    DebugStore = 91, "debug-store";
+
     // 100..: the switch
-    /// VMRUN refused the control block (VMEXIT_INVALID): an illegal state, named in the detail.
+    /// The processor refused the control block (VMRUN, VMLAUNCH): an illegal state, named in the detail.
     InvalidGuestState = 100, "invalid-guest-state";
     /// An injected fault (only in fault-injection builds).
     InjectedFault = 101, "injected-fault";
@@ -168,4 +193,8 @@ codes! {
     CpuReset = 125, "cpu-reset";
     /// The nested tables could not be extended.
     NestedMapExhausted = 126, "nested-map-exhausted";
+    /// The kernel executed VMXOFF, or cleared CR4.VMXE.
+    VmxReleased = 127, "vmx-released";
+    /// The kernel changed an MTRR, which the nested tables repeat.
+    MtrrChanged = 128, "mtrr-changed";
 }

@@ -39,6 +39,12 @@ pub mod readable {
     pub const MICROCODE: u64 = 1 << 15;
     /// IA32_FEATURE_CONTROL (3Ah).
     pub const FEATURE_CONTROL: u64 = 1 << 16;
+    /// The capability MSRs of VMX (480h to 492h), those that CPUID and IA32_VMX_BASIC promise.
+    pub const VMX: u64 = 1 << 17;
+    /// IA32_RTIT_CTL (570h).
+    pub const RTIT_CTL: u64 = 1 << 18;
+    /// IA32_PEBS_ENABLE (3F1h).
+    pub const PEBS_ENABLE: u64 = 1 << 19;
 }
 
 /// `CpuFacts::system` bits: what the kernel says of itself.
@@ -47,7 +53,7 @@ pub mod system {
     pub const PTI: u64 = 1 << 0;
     /// The kernel runs with memory encryption (`sme_me_mask` is not zero).
     pub const SME: u64 = 1 << 1;
-    /// The kernel runs as a Xen guest or under tboot.
+    /// The kernel runs as a Xen guest.
     pub const PRIVILEGED_LAYER: u64 = 1 << 2;
     /// The kernel uses INVLPGB for TLB shootdowns.
     pub const INVLPGB: u64 = 1 << 3;
@@ -209,4 +215,36 @@ pub struct CpuFacts {
     pub mtrr_def_type: u64,
     /// FNV-1a digest over all MTRRs, to compare CPUs.
     pub mtrr_digest: u64,
+
+    /// IA32_VMX_BASIC (480h; Intel).
+    pub vmx_basic: u64,
+    /// IA32_VMX_TRUE_PINBASED_CTLS (48Dh), or IA32_VMX_PINBASED_CTLS (481h) where IA32_VMX_BASIC bit 55 is clear:
+    /// bits 31:0 must be 1, bits 63:32 may be 1.
+    pub vmx_pin_controls: u64,
+    /// IA32_VMX_TRUE_PROCBASED_CTLS (48Eh) or IA32_VMX_PROCBASED_CTLS (482h).
+    pub vmx_primary_controls: u64,
+    /// IA32_VMX_PROCBASED_CTLS2 (48Bh).
+    pub vmx_secondary_controls: u64,
+    /// IA32_VMX_PROCBASED_CTLS3 (492h): each bit may be 1.
+    pub vmx_tertiary_controls: u64,
+    /// IA32_VMX_TRUE_EXIT_CTLS (48Fh) or IA32_VMX_EXIT_CTLS (483h).
+    pub vmx_exit_controls: u64,
+    /// IA32_VMX_TRUE_ENTRY_CTLS (490h) or IA32_VMX_ENTRY_CTLS (484h).
+    pub vmx_entry_controls: u64,
+    /// IA32_VMX_MISC (485h).
+    pub vmx_misc: u64,
+    /// IA32_VMX_CR0_FIXED0 (486h): bits of CR0 that must be 1.
+    pub vmx_cr0_fixed0: u64,
+    /// IA32_VMX_CR0_FIXED1 (487h): bits of CR0 that may be 1.
+    pub vmx_cr0_fixed1: u64,
+    /// IA32_VMX_CR4_FIXED0 (488h): bits of CR4 that must be 1.
+    pub vmx_cr4_fixed0: u64,
+    /// IA32_VMX_CR4_FIXED1 (489h): bits of CR4 that may be 1.
+    pub vmx_cr4_fixed1: u64,
+    /// IA32_VMX_EPT_VPID_CAP (48Ch).
+    pub vmx_ept_vpid: u64,
+    /// IA32_RTIT_CTL (570h): processor trace.
+    pub rtit_ctl: u64,
+    /// IA32_PEBS_ENABLE (3F1h); 0 where there is none.
+    pub pebs_enable: u64,
 }

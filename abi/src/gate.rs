@@ -9,7 +9,7 @@
 //! A page of the driver's text, mapped at its own address in the hypervisor's tables too. It has a
 //! way in and a way out:
 //!
-//! * **in** (`mercury_gate_enter(area)`, C calling convention, interrupts off, EFER.SVME set by the
+//! * **in** (`mercury_svm_enter(area)`, C calling convention, interrupts off, EFER.SVME set by the
 //!   caller): saves the callee-saved registers and RFLAGS on the stack; CLGI; stores RSP, the address
 //!   of its return label, RFLAGS, CR3 and CR4 in [`GateBlock::inward`]; loads
 //!   [`GateBlock::host_cr4`] and [`GateBlock::host_cr3`]; jumps to [`GateBlock::entry_virt`] with RDI
@@ -17,6 +17,9 @@
 //! * **out** (the hypervisor jumps to [`GateBlock::leave_virt`] with RDI = address of the area):
 //!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME, and continues at the
 //!   outward CS:RIP with the outward registers.
+//!
+//! That is AMD's gate. Intel's has no GIF: see [`NmiBlock`]. EFER.SVME is CR4.VMXE there, which the driver sets
+//! and clears; the hypervisor executes VMXON and VMXOFF.
 //!
 //! A native operation that ends without entering the guest leaves the same way, to the return label,
 //! with its result in RAX. A successful attach returns to the same label as the guest, RAX = 0.
@@ -37,6 +40,20 @@ pub const AREA_PAGE_HOST: usize = 2;
 pub const AREA_PAGE_PROCESSOR: usize = 4;
 /// First page of the stack, which ends at the end of the area.
 pub const AREA_PAGE_STACK: usize = 5;
+
+/// Whose hardware virtualization a machine has. The driver chooses the hypervisor's entry point by it; above
+/// that nothing depends on it.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// AMD: SVM.
+    Amd = 0,
+    /// Intel: VMX.
+    Intel = 1,
+}
+
+/// Number of [`Vendor`]s.
+pub const VENDORS: usize = 2;
 
 /// "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image.
 pub const IMAGE_MAGIC: u64 = 0x5250_5948_4352_454d;
@@ -64,8 +81,8 @@ pub struct ImageHeader {
     pub rela_offset: u64,
     /// Bytes of the Rela table.
     pub rela_size: u64,
-    /// Offset of the native entry point.
-    pub entry_offset: u64,
+    /// Offsets of the native entry points, by [`Vendor`]; 0: this image has nothing for that vendor.
+    pub entry_offsets: [u64; VENDORS],
     /// Version, NUL-padded ASCII.
     pub version: [u8; 32],
 }
@@ -137,7 +154,7 @@ pub struct Inward {
     pub cr3: u64,
     /// CR4.
     pub cr4: u64,
-    /// VM_HSAVE_PA as it was before, restored at detach.
+    /// VM_HSAVE_PA as it was before, restored at detach (AMD).
     pub vm_hsave_pa: u64,
     /// CS. Filled by the driver.
     pub cs: Segment,
@@ -147,6 +164,22 @@ pub struct Inward {
     pub ds: Segment,
     /// ES. Filled by the driver.
     pub es: Segment,
+    /// FS, without its base. Filled by the driver on Intel.
+    pub fs: Segment,
+    /// GS, without its base. Filled by the driver on Intel.
+    pub gs: Segment,
+    /// LDTR, without its base. Filled by the driver on Intel.
+    pub ldtr: Segment,
+    /// TR, without its base. Filled by the driver on Intel.
+    pub tr: Segment,
+    /// Base of LDTR, virtual; 0 for a null selector.
+    pub ldtr_base_virt: u64,
+    /// Base of TR, virtual.
+    pub tr_base_virt: u64,
+    /// GDTR. Filled by the gate on Intel; on AMD the hypervisor reads it itself.
+    pub gdtr: DescriptorTable,
+    /// IDTR, likewise.
+    pub idtr: DescriptorTable,
 }
 
 /// What the gate's way out puts back.
@@ -169,6 +202,9 @@ pub struct Outward {
     pub gdtr: DescriptorTable,
     /// IDTR, as LIDT takes it.
     pub idtr: DescriptorTable,
+    /// IA32_DEBUGCTL that only the gate can load (Intel): one that has branches stored, through the page tables in
+    /// use. 0: none.
+    pub debugctl: u64,
     /// Selectors ES, CS, SS, DS.
     pub selectors: [u64; 4],
     /// RIP.
@@ -177,6 +213,12 @@ pub struct Outward {
     pub rflags: u64,
     /// General registers; entry 4 is RSP.
     pub registers: Registers,
+    /// Selectors FS and GS (Intel; on AMD they are back before the gate).
+    pub thread_selectors: [u64; 2],
+    /// Bases of FS and GS (Intel), virtual.
+    pub thread_bases: [u64; 2],
+    /// EFER that only the gate can load (Intel): one without NXE, which the hypervisor's tables need. 0: none.
+    pub efer: u64,
 }
 
 /// A pseudo-descriptor: LGDT and LIDT take the address of `limit`.
@@ -207,7 +249,7 @@ pub struct GateBlock {
     /// CR3 of the hypervisor's tables. Filled at load.
     pub host_cr3: u64,
     /// CR4 in the hypervisor, from a white list: PAE, MCE, OSFXSR, OSXMMEXCPT, and LA57 if the kernel
-    /// has it. Filled at load.
+    /// has it, VMXE on Intel. Filled at load.
     pub host_cr4: u64,
     /// Native entry point, virtual. Filled at load.
     pub entry_virt: u64,
@@ -238,6 +280,41 @@ pub struct GateBlock {
     /// Not 0: a machine check struck in the hypervisor and the system above has yet to get it. The gate
     /// raises it on the way out.
     pub machine_check: u64,
+    /// How an NMI finds its way where the processor cannot hold it back (Intel).
+    pub nmi: NmiBlock,
+}
+
+/// NMIs on a processor without a global interrupt flag.
+///
+/// One that strikes between the gate's first instruction and its last, or in the hypervisor, comes to the
+/// driver's handler in the gate page ([`NmiBlock::handler_virt`]), on whatever stack of the area is in use.
+/// The handler notes it in [`NmiBlock::pending`] and returns without IRET, so that NMIs stay blocked, as they
+/// would be in the handler of the system above: a second one waits in the processor. The next entry into the
+/// guest injects the NMI; the gate's way out raises it with INT 2 when the system's tables are back.
+///
+/// If it strikes between the last look at `pending` and the entry (`window_start_virt` up to
+/// `window_end_virt`), the handler returns to `restart_virt`, which looks again.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NmiBlock {
+    /// How many NMIs are to be delivered.
+    pub pending: u64,
+    /// The handler, virtual; 0: this processor needs none. Filled at load.
+    pub handler_virt: u64,
+    /// Start of the window, virtual. Filled by the hypervisor.
+    pub window_start_virt: u64,
+    /// End of the window, virtual.
+    pub window_end_virt: u64,
+    /// Where to begin again, virtual.
+    pub restart_virt: u64,
+    /// The GDT of the passage: null, unused, code, data at the kernel's selectors. Filled at load.
+    pub gdt: [u64; 4],
+    /// The IDT of the passage: vectors 0 to 2, of which only NMI is present. Filled at load.
+    pub idt: [u64; 6],
+    /// Its GDTR. Filled at load.
+    pub gdtr: DescriptorTable,
+    /// Its IDTR. Filled at load.
+    pub idtr: DescriptorTable,
 }
 
 /// Where the hypervisor's private data starts in the gate page.
@@ -296,9 +373,9 @@ pub enum FaultPoint {
     LoadImage = 3,
     /// Attach, all CPUs: facts of the CPU are altered at [`FaultArm::offset`] to [`FaultArm::value`].
     Facts = 4,
-    /// Attach: refused just before EFER.SVME is set.
+    /// Attach: refused just before EFER.SVME (Intel: CR4.VMXE) is set.
     BeforeSvme = 5,
-    /// Attach: refused just after EFER.SVME is set.
+    /// Attach: refused just after EFER.SVME (Intel: CR4.VMXE) is set.
     AfterSvme = 6,
     /// Attach: the CPU reports the wrong mode after the switch.
     AfterSwitch = 7,
@@ -318,20 +395,24 @@ pub enum FaultPoint {
     EntryPageFault = 36,
     /// Panic on the way in.
     EntryPanic = 37,
-    /// Control block with address-space identifier 0.
+    /// Control block with address-space identifier (Intel: VPID) 0.
     RunAsidZero = 38,
-    /// Control block without the VMRUN intercept.
+    /// Control block without the VMRUN intercept (Intel: without a pin-based control that must be 1).
     RunNoIntercept = 39,
     /// Guest CR0 with bit 32 set.
     RunCr0 = 40,
     /// Guest CR4 with a reserved bit set.
     RunCr4 = 41,
-    /// Guest EFER without SVME.
+    /// Guest EFER without SVME (Intel: without LMA in long mode).
     RunEfer = 42,
     /// Guest CR3 with a reserved bit set.
     RunCr3 = 43,
     /// Guest DR7 with bit 32 set.
     RunDr7 = 44,
+    /// Any word of the control block, spoilt by an exclusive or with [`FaultArm::value`]: [`FaultArm::offset`]
+    /// names it in its low half (AMD: byte offset of an aligned 64-bit word; Intel: encoding of the field),
+    /// and in its high half how far the value is shifted to the left.
+    RunField = 45,
 
     // Hypervisor, in an exit
     /// #PF in the exit handler.
@@ -368,8 +449,9 @@ pub struct FaultArm {
     pub point: u32,
     /// Fires at this passage, counting down to 0.
     pub passage: u32,
-    /// For [`FaultPoint::Facts`]: byte offset of an aligned 32-bit word in [`crate::facts::CpuFacts`].
+    /// For [`FaultPoint::Facts`]: byte offset of an aligned 32-bit word in [`crate::facts::CpuFacts`]. For
+    /// [`FaultPoint::RunField`]: what is described there.
     pub offset: u32,
-    /// For [`FaultPoint::Facts`]: its new value.
+    /// For [`FaultPoint::Facts`]: its new value. For [`FaultPoint::RunField`]: the bits to be flipped.
     pub value: u32,
 }

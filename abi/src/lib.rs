@@ -6,7 +6,7 @@
 //!   by user space;
 //! * [`gate`]: what the driver hands to the hypervisor at load, and the per-CPU area in which both
 //!   worlds keep a processor's state while it changes sides;
-//! * [`code`]: the stable codes of every refusal.
+//! * [`code`]: the stable codes of every refusal; [`refusal`]: why VMX refused an entry.
 //!
 //! Every structure that crosses from user space carries its size and version in a [`Header`]; a
 //! mismatch is refused with [`code::Code::AbiMismatch`], never misread. The driver's
@@ -21,10 +21,11 @@ pub mod code;
 pub mod facts;
 pub mod gate;
 pub mod ioctl;
+pub mod refusal;
 pub mod shared;
 
 /// Version of everything in this crate. Raised with every change of a layout or a meaning.
-pub const MERCURY_ABI_VERSION: u32 = 1;
+pub const MERCURY_ABI_VERSION: u32 = 2;
 
 /// Size and version, at the start of every structure that user space passes to the driver.
 #[repr(C)]

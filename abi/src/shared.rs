@@ -12,6 +12,9 @@ pub const SHARED_CPU_SIZE: usize = 8192;
 /// "MERCURY1" in ASCII, little-endian.
 pub const SHARED_MAGIC: u64 = 0x3159_5255_4352_454d;
 
+/// Set in an exit code that is VMX's exit reason (bits 31:0); one of SVM has it clear or is negative.
+pub const EXIT_CODE_VMX: u64 = 1 << 32;
+
 /// Number of [`ExitReason`]s that have a counter.
 pub const EXIT_REASONS: usize = 16;
 
@@ -34,7 +37,7 @@ pub enum ExitReason {
     MsrPat = 4,
     /// The microcode trigger.
     MsrMicrocode = 5,
-    /// An MSR outside the permission bitmap (AMD's SMCA banks), executed for real.
+    /// An MSR outside the permission bitmap (AMD's SMCA banks), or an MTRR (Intel), executed for real.
     MsrPassThrough = 6,
     /// A virtualization instruction of the system above: answered with #UD.
     VirtInstruction = 7,
@@ -138,7 +141,7 @@ pub struct CrashRecord {
     pub error_code: u64,
     /// CR2 in the hypervisor.
     pub host_cr2: u64,
-    /// Exit code of the last exit, as the processor gave it.
+    /// Exit code of the last exit, as the processor gave it; on Intel with [`EXIT_CODE_VMX`].
     pub exit_code: u64,
     /// First exit qualification.
     pub exit_info1: u64,

@@ -1,10 +1,14 @@
 //! The details of codes in words: which bits, which register, which vendor.
 
-use mercury_abi::{code::Code, facts::readable};
+use mercury_abi::{code::Code, facts::readable, refusal::Refusal};
+
+/// Words of VMX controls, by [`mercury_preflight::vmx::Word`].
+const WORDS: [&str; 6] = ["pin-based", "primary", "secondary", "tertiary", "exit", "entry"];
 
 type Names = &'static [(u32, &'static str)];
 
-const CR0: Names = &[(0, "PE"), (2, "EM"), (3, "TS"), (16, "WP"), (29, "NW"), (30, "CD"), (31, "PG")];
+const CR0: Names =
+    &[(0, "PE"), (2, "EM"), (3, "TS"), (5, "NE"), (16, "WP"), (29, "NW"), (30, "CD"), (31, "PG")];
 
 const CR4: Names = &[
     (5, "PAE"),
@@ -26,6 +30,14 @@ const XCR0: Names = &[(19, "APX"), (62, "LWP")];
 
 const XSS: Names = &[(8, "PT"), (10, "PASID"), (13, "HDC"), (14, "UINTR"), (15, "LBR"), (16, "HWP")];
 
+const EPT_VPID: Names = &[
+    (6, "tables of four levels"),
+    (14, "write-back tables"),
+    (16, "2 MiB pages"),
+    (20, "INVEPT"),
+    (26, "INVEPT of all contexts"),
+];
+
 const READABLE: Names = &[
     (readable::VM_CR.trailing_zeros(), "VM_CR"),
     (readable::VM_HSAVE_PA.trailing_zeros(), "VM_HSAVE_PA"),
@@ -38,6 +50,9 @@ const READABLE: Names = &[
     (readable::MCG_STATUS.trailing_zeros(), "MCG_STATUS"),
     (readable::PAT.trailing_zeros(), "PAT"),
     (readable::MTRR.trailing_zeros(), "MTRRs"),
+    (readable::DEBUGCTL.trailing_zeros(), "DEBUGCTL"),
+    (readable::FEATURE_CONTROL.trailing_zeros(), "IA32_FEATURE_CONTROL"),
+    (readable::VMX.trailing_zeros(), "VMX capabilities"),
 ];
 
 /// What a code with its detail says, in a sentence without a full stop.
@@ -46,11 +61,23 @@ pub fn describe(code: Code, detail: [u64; 2]) -> String {
     let [first, second] = detail;
     match code {
         Code::VendorUnsupported => {
-            format!("the processor is from \"{}\", not from AMD", letters(&[first, second]))
+            format!("the processor is from \"{}\", not from AMD or Intel", letters(&[first, second]))
         }
         Code::FamilyUnsupported => format!("an AMD processor of family {first:#x}; 0x17 (Zen) is the oldest"),
         Code::SvmDisabled if first == 1 => "SVM is disabled by firmware, and the setting is locked".into(),
         Code::SvmDisabled => "SVM is disabled by firmware".into(),
+        Code::VmxDisabled if first == 1 => "VMX is disabled by firmware, and the setting is locked".into(),
+        Code::VmxDisabled => format!("VMX is not enabled: IA32_FEATURE_CONTROL is {second:#x}"),
+        Code::EptUnsupported => format!("extended page tables lack {}", names(EPT_VPID, first)),
+        Code::VmxControlForced | Code::VmxControlMissing | Code::VmxInstructionLost => {
+            let word = usize::try_from(first).ok().and_then(|word| WORDS.get(word)).unwrap_or(&"unknown");
+            let meaning = crate::explain::entry(code).meaning;
+            format!("{meaning}: {} of the {word} controls", names(&[], second))
+        }
+        Code::VmxFixedBits => {
+            let known = if first == 0 { CR0 } else { CR4 };
+            format!("VMX does not allow CR{first} as it is: {}", names(known, second))
+        }
         Code::NoAsids => format!("the processor has {first} address-space identifiers; 2 are needed"),
         Code::Cr0Unsupported => registers("CR0", CR0, first, second),
         Code::Cr4Unsupported => registers("CR4", CR4, first, second),
@@ -80,6 +107,10 @@ pub fn describe(code: Code, detail: [u64; 2]) -> String {
         Code::DebugActive => format!("debugging is active (DR7 {first:#x}, DEBUGCTL {second:#x})"),
         Code::AbiMismatch if first != 0 => {
             format!("the driver speaks version {first} of the interface, this command another")
+        }
+        Code::InvalidGuestState if Refusal::from_number(first).is_some() => {
+            let refusal = Refusal::from_number(first).map_or("", Refusal::text);
+            format!("{}: {refusal} ({second:#x})", crate::explain::entry(code).meaning)
         }
         Code::InvalidGuestState | Code::StateChanged | Code::FaultInSwitch | Code::WrongMode => {
             format!("{} (detail {first:#x}, {second:#x})", crate::explain::entry(code).meaning)
@@ -133,6 +164,16 @@ fn printable(byte: u8) -> char {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn vmx_has_words() {
+        let text = describe(Code::InvalidGuestState, [1121, 0x500]);
+        assert!(text.ends_with("EFER.LMA differs from the IA-32e-mode control (0x500)"), "{text}");
+        let text = describe(Code::VmxControlMissing, [4, 1 << 20]);
+        assert!(text.ends_with("bit 20 of the exit controls"), "{text}");
+        let text = describe(Code::VmxFixedBits, [4, 1 << 13]);
+        assert_eq!(text, "VMX does not allow CR4 as it is: VMXE");
+    }
 
     #[test]
     fn bits_have_names() {

@@ -125,8 +125,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::VendorUnsupported,
         "the processor is neither from AMD nor from Intel",
-        "Mercury uses AMD's SVM.",
-        "use a machine with an AMD processor of family 17h (Zen) or later",
+        "Mercury uses AMD's SVM or Intel's VMX.",
+        "use a machine with an AMD processor of family 17h (Zen) or later, or one by Intel with EPT",
     ),
     entry_of(
         Code::FamilyUnsupported,
@@ -169,14 +169,14 @@ pub const TABLE: &[Entry] = &[
         "hardware virtualization is in use already",
         "A CPU has one hypervisor at a time. KVM of Linux 6.12 takes the hardware as soon as it is \
          loaded, even without a virtual machine.",
-        "if no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm`; for \
-         good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
+        "if no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm` (kvm_intel on \
+         Intel); for good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
     ),
     entry_of(
         Code::IntelUnsupported,
         "Intel processors are not supported by this version",
-        "VMX comes in a later version.",
-        "use a machine with an AMD processor of family 17h (Zen) or later",
+        "Versions before 0.2 had no VMX; this one does not say so any more.",
+        "update the driver and the hypervisor",
     ),
     entry_of(
         Code::Cr0Unsupported,
@@ -212,9 +212,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SupervisorCet,
-        "the kernel itself uses shadow stacks or branch tracking",
+        "the kernel itself uses shadow stacks, or branch tracking where it cannot be carried",
         "Their state changes with each instruction of the switch.",
-        "boot with `ibt=off` and without kernel shadow stacks",
+        "boot without kernel shadow stacks; where it is branch tracking, with `ibt=off`",
     ),
     entry_of(
         Code::MemoryEncryption,
@@ -299,7 +299,7 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::PrivilegedLayer,
-        "Xen, tboot or another privileged layer is beneath this kernel",
+        "Xen or another privileged layer is beneath this kernel",
         "It owns the machine; Mercury would take it away.",
         "boot Linux without that layer",
     ),
@@ -356,6 +356,79 @@ pub const TABLE: &[Entry] = &[
         "the kernel relies on the processor to protect return predictions (ERAPS)",
         "What the processor does by itself for a native kernel it does in part only for an attached one.",
         "boot with `clearcpuid=664`",
+    ),
+    entry_of(
+        Code::NoVmx,
+        "the processor reports no VMX",
+        "Without hardware virtualization there is nothing that a hypervisor could be slipped in with.",
+        "in a virtual machine, ask for nested virtualization (QEMU: -cpu host,+vmx)",
+    ),
+    entry_of(
+        Code::VmxDisabled,
+        "VMX is disabled by firmware",
+        "The processor has it, but IA32_FEATURE_CONTROL does not allow it outside of SMX, or is not locked.",
+        "enable \"VT-x\" (or \"Virtualization\") in the firmware's setup and switch the machine off and on",
+    ),
+    entry_of(
+        Code::NoEpt,
+        "the processor has no extended page tables",
+        "Without them every page-table change of the kernel would have to be intercepted.",
+        "use a machine with an Intel processor of 2010 (Westmere) or later; in a virtual machine, switch EPT on",
+    ),
+    entry_of(
+        Code::NoUnrestrictedGuest,
+        "the processor has no unrestricted guest",
+        "A CPU that is reset starts in real mode, and must be able to do so with the hypervisor beneath.",
+        "use a machine with an Intel processor of 2010 (Westmere) or later",
+    ),
+    entry_of(
+        Code::EptUnsupported,
+        "the extended page tables lack something that Mercury needs",
+        "The map wants write-back tables of four levels, 2 MiB pages, and INVEPT for all contexts.",
+        "no processor with EPT is known to lack them: look at the emulation or the hypervisor beneath",
+    ),
+    entry_of(
+        Code::VmxControlForced,
+        "VMX demands a control that Mercury does not know",
+        "A control that must be set changes what the system sees, and what it does is not known.",
+        "report it with the processor's model",
+    ),
+    entry_of(
+        Code::VmxControlMissing,
+        "VMX lacks a control that Mercury needs",
+        "Without it state of the running system would be lost at each exit.",
+        "in a virtual machine, ask for more of VMX (QEMU: -cpu host); otherwise report it with the model",
+    ),
+    entry_of(
+        Code::VmxInstructionLost,
+        "an instruction that the kernel may use would be undefined under VMX",
+        "CPUID announces it, and the control that permits it to a guest is missing or not known.",
+        "boot with `clearcpuid=` for the feature, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::VmxFixedBits,
+        "VMX does not allow CR0 or CR4 as they are",
+        "In VMX operation some bits of them are fixed.",
+        "switch the named feature off on the kernel's command line, or report it with the processor's model",
+    ),
+    entry_of(
+        Code::ProcessorTrace,
+        "processor trace is running",
+        "On this processor it cannot run in VMX operation: attaching would stop it.",
+        "end the trace (`perf record -e intel_pt//`), then attach",
+    ),
+    entry_of(
+        Code::VmxRegion,
+        "VMX wants its memory of another kind",
+        "Its control structures must not lie in write-back memory, or only below 4 GiB.",
+        "no processor with EPT is known to want that: look at the emulation or the hypervisor beneath",
+    ),
+    entry_of(
+        Code::DebugStore,
+        "the processor stores records of samples or branches (PEBS, BTS)",
+        "It writes them to virtual addresses, through the hypervisor's page tables too while that runs, which do \
+         not map them. A CPU that is attached leaves when it begins.",
+        "end the recording, or let perf sample without them (`perf record -e cycles` and not `cycles:P`), then attach",
     ),
     entry_of(
         Code::InvalidGuestState,
@@ -425,6 +498,19 @@ pub const TABLE: &[Entry] = &[
         "A device was used at an address that lay outside everything the kernel knew at load, and the \
          donated pages ran out. The CPU was detached.",
         "unload and load the hypervisor while that device is present",
+    ),
+    entry_of(
+        Code::VmxReleased,
+        "the kernel switched VMX off on this CPU",
+        "VMXOFF, and clearing CR4.VMXE, are taken as a wish to detach: the kernel does it on a crash, a forced \
+         reboot, or when it unloads KVM.",
+        "unload KVM, or attach again when the other user is gone",
+    ),
+    entry_of(
+        Code::MtrrChanged,
+        "the kernel changed an MTRR",
+        "Under VMX the nested tables say of what type memory is, and they repeat the MTRRs of the load.",
+        "unload and load the hypervisor, then attach again",
     ),
 ];
 

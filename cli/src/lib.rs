@@ -4,7 +4,7 @@
 //! * [`commands`]: each command opens what it needs, does one thing, returns a report;
 //! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
-//! * [`explain`], [`bits`], [`svm`]: codes, bits and exits in words;
+//! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
 //!   scripts.
 //!
@@ -37,3 +37,4 @@ pub mod svm;
 pub mod switch;
 pub mod sysroot;
 pub mod tsc;
+pub mod vmx;

@@ -6,6 +6,7 @@ use crate::{
 };
 use mercury_abi::{
     code::Code,
+    refusal::Refusal,
     shared::{LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
 };
 use serde::Serialize;
@@ -123,7 +124,11 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
         ),
         7 => ("reinjected", format!("event {a:#x} handed over again after {}", svm::exit_name(b)), None),
         8 => ("crash", crash(a, b, c, d), Some(Tone::Bad)),
-        9 => ("invalid-state", format!("control block refused: check {a:#x}, value {b:#x}"), Some(Tone::Bad)),
+        9 => {
+            let check =
+                Refusal::from_number(a).map_or_else(|| format!("check {a:#x}"), |why| why.text().into());
+            ("invalid-state", format!("control block refused: {check}, value {b:#x}"), Some(Tone::Bad))
+        }
         10 => ("event-lost", format!("event {a:#x} lost after {}", svm::exit_name(b)), Some(Tone::Bad)),
         kind => ("unknown", format!("record of unknown kind {kind}"), None),
     }

@@ -92,9 +92,12 @@ const VECTORS: [&str; 22] = [
     "#CP",
 ];
 
-/// The name of an exit code: `VMEXIT_NPF`.
+/// The name of an exit code, of whichever vendor: `VMEXIT_NPF`.
 #[must_use]
 pub fn exit_name(code: u64) -> String {
+    if let Some(name) = crate::vmx::exit_name(code) {
+        return name;
+    }
     match code {
         0x00..=0x0f => format!("VMEXIT_CR{code}_READ"),
         0x10..=0x1f => format!("VMEXIT_CR{}_WRITE", code - 0x10),

@@ -3,8 +3,9 @@
 //! | page | content |
 //! |------|---------|
 //! | 0    | [`Cpu`]: the gate's block, then the hypervisor's own per-CPU data |
+//! |      | and the vendor's ([`Vendor::Own`]) |
 //! | 1    | the vendor's control block |
-//! | 2    | the hypervisor's own extended state (TR, FS, GS, syscall MSRs) |
+//! | 2    | the hypervisor's own extended state, where the processor takes it from memory |
 //! | 3    | stacks for exceptions |
 //! | 4    | a page that only the processor uses; not mapped: the guard beneath the stack |
 //! | 5–7  | the stack |
@@ -20,7 +21,7 @@ use mercury_abi::gate::{
 use mercury_abi::shared::SharedCpu;
 
 use crate::host::tables::{HostGdt, TaskState};
-use crate::svm::vmcb::{GuestState, Vmcb};
+use crate::vendor::Vendor;
 
 /// XMM0 to XMM15. The hypervisor's code may use them; the halves above bit 127 it never touches.
 #[repr(C, align(16))]
@@ -53,8 +54,8 @@ pub struct Interrupted {
     pub rdx: u64,
 }
 
-/// Page 0 of the area.
-#[repr(C, align(4096))]
+/// The start of page 0: what every vendor has. Offsets in it are the same for all.
+#[repr(C)]
 #[derive(Debug)]
 pub struct Cpu {
     /// Shared with the driver and the gate.
@@ -69,6 +70,8 @@ pub struct Cpu {
     pub sse_saved: u32,
     /// Where the CPU is.
     pub phase: Phase,
+    /// [`mercury_abi::gate::Vendor`] as a number: of what type the area is.
+    pub vendor: u32,
     /// Host-physical address of the control block.
     pub control_phys: u64,
     /// Host-physical address of the hypervisor's extended state.
@@ -83,28 +86,15 @@ pub struct Cpu {
     pub host_idtr: DescriptorTable,
     /// CR0 of the system above at the gate.
     pub guest_cr0: u64,
-    /// EFER of the guest: every write exits, so this is exact.
-    pub guest_efer: u64,
-    /// EFER at the attach, SVME set: what the processor has in the hypervisor.
-    pub attach_efer: u64,
-    /// VM_HSAVE_PA as the system above believes it to be.
-    pub guest_hsave: u64,
     /// What the current exit must not lose.
     pub interrupted: Interrupted,
     /// [`mercury_abi::code::Code`] of a departure that waits for an event to be delivered; 0 if none does.
     pub leave_pending: u32,
     /// 1 once the guest has run since the attach.
     pub entered: u32,
-    /// The guest's state at the last entry that [`crate::svm::exits`] made; an entry that the processor
-    /// refuses may spoil the block (QEMU's does).
-    pub entry_state: GuestState,
-    /// 1 while `entry_state` is that of the last entry.
-    pub entry_state_valid: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
-    /// 1 while the system's SPEC_CTRL is in the control block and not in the processor.
-    pub spec_ctrl_lent: u32,
-    /// Features of this processor that the switch depends on; see [`crate::svm::capture`].
+    /// Features of this processor that the switch depends on: the vendor's bits.
     pub features: u32,
     /// Whether descriptor tables and task state of this area are filled.
     pub prepared: u32,
@@ -115,18 +105,20 @@ pub struct Cpu {
 }
 
 const _: () = assert!(offset_of!(Cpu, xmm) == GATE_PRIVATE_OFFSET);
-const _: () = assert!(size_of::<Cpu>() == 4096);
+const _: () = assert!(size_of::<Cpu>() <= 2560);
 
 /// The whole area.
 #[repr(C, align(32768))]
 #[derive(Debug)]
-pub struct Area {
+pub struct Area<V: Vendor> {
     /// Page 0.
     pub cpu: Cpu,
+    /// The rest of page 0.
+    pub own: V::Own,
     /// Page 1.
-    pub control: Vmcb,
-    /// Page 2: only the fields of VMLOAD matter.
-    pub host: Vmcb,
+    pub control: V::Control,
+    /// Page 2.
+    pub host: V::Host,
     /// Page 3.
     pub exception_stacks: [u8; 4096],
     /// Page 4: never touched by software, not mapped.
@@ -135,14 +127,15 @@ pub struct Area {
     stack: [u8; 3 * 4096],
 }
 
-const _: () = {
-    assert!(size_of::<Area>() == AREA_SIZE && align_of::<Area>() == AREA_SIZE);
-    assert!(offset_of!(Area, control) == AREA_PAGE_CONTROL * 4096);
-    assert!(offset_of!(Area, host) == AREA_PAGE_HOST * 4096);
-    assert!(offset_of!(Area, processor) == AREA_PAGE_PROCESSOR * 4096);
-};
+impl<V: Vendor> Area<V> {
+    /// Fails to compile where a vendor's types do not fit the pages.
+    pub const FITS: () = {
+        assert!(size_of::<Self>() == AREA_SIZE && align_of::<Self>() == AREA_SIZE);
+        assert!(offset_of!(Self, control) == AREA_PAGE_CONTROL * 4096);
+        assert!(offset_of!(Self, host) == AREA_PAGE_HOST * 4096);
+        assert!(offset_of!(Self, processor) == AREA_PAGE_PROCESSOR * 4096);
+    };
 
-impl Area {
     /// Host-physical address of the page that only the processor uses.
     #[must_use]
     pub fn processor_page_phys(&self) -> u64 {
@@ -158,16 +151,13 @@ impl Area {
     }
 }
 
-/// The area that the current stack lies in.
+/// The start of the area that the current stack lies in; [`crate::vendor::visit`] knows of what type it is.
 ///
-/// # Safety
-/// Only on a stack of an [`Area`], and no other reference to it may be used meanwhile.
+/// Meaningful only on a stack of an [`Area`].
 #[must_use]
-pub unsafe fn area_of_stack<'a>() -> &'a mut Area {
+pub fn area_of_stack() -> *mut Cpu {
     let rsp: usize;
     // SAFETY: reads a register.
     unsafe { core::arch::asm!("mov {}, rsp", out(reg) rsp, options(nomem, nostack, preserves_flags)) };
-    let area = core::ptr::with_exposed_provenance_mut::<Area>(rsp.wrapping_sub(1) & !(AREA_SIZE - 1));
-    // SAFETY: areas are aligned to their size, and the caller runs on a stack inside one.
-    unsafe { &mut *area }
+    core::ptr::with_exposed_provenance_mut::<Cpu>(rsp.wrapping_sub(1) & !(AREA_SIZE - 1))
 }

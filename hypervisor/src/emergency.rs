@@ -7,13 +7,15 @@
 use core::fmt::{self, Write};
 
 use mercury_abi::code::Code;
+use mercury_abi::refusal::Refusal;
 use mercury_abi::shared::{CrashRecord, LogKind};
 
-use crate::cpu::{Area, Interrupted, Phase};
+use crate::cpu::{Area, Cpu, Phase, area_of_stack};
 use crate::host::entry::{self, Next};
 use crate::host::exceptions::Frame;
+use crate::machine_check;
 use crate::publish;
-use crate::svm::{capture, exits, machine_check, run};
+use crate::vendor::{self, LastExit, Vendor, Visitor};
 use crate::x86::{Hardware, Processor};
 
 const NO_VECTOR: u32 = u32::MAX;
@@ -22,8 +24,41 @@ const RDX: usize = 2;
 const RSP: usize = 4;
 
 /// Ends here: an exception in the hypervisor's code.
-#[cfg_attr(not(feature = "image"), allow(dead_code, reason = "only the image has exceptions"))]
-pub fn after_exception(area: &mut Area, frame: &Frame) -> ! {
+///
+/// # Safety
+/// `area` is this CPU's, prepared, and whatever used it will not run again.
+pub unsafe fn after_exception(area: *mut Cpu, frame: &Frame) -> ! {
+    // SAFETY: the caller's promise.
+    match unsafe { vendor::visit(area, Failure::Exception(frame)) } {}
+}
+
+/// Ends here: a panic in the hypervisor's code.
+///
+/// # Safety
+/// On a stack of the hypervisor's; whatever used its area will not run again.
+pub unsafe fn after_panic(info: &core::panic::PanicInfo<'_>) -> ! {
+    // SAFETY: the stack lies in this CPU's area, which was prepared before any code could panic.
+    match unsafe { vendor::visit(area_of_stack(), Failure::Panic(info)) } {}
+}
+
+/// What ended the hypervisor's own work.
+enum Failure<'a> {
+    Exception(&'a Frame),
+    Panic(&'a core::panic::PanicInfo<'a>),
+}
+
+impl Visitor for Failure<'_> {
+    type Output = core::convert::Infallible;
+
+    fn visit<V: Vendor>(self, area: &mut Area<V>) -> Self::Output {
+        match self {
+            Self::Exception(frame) => exception(area, frame),
+            Self::Panic(info) => panic(area, info),
+        }
+    }
+}
+
+fn exception<V: Vendor>(area: &mut Area<V>, frame: &Frame) -> ! {
     let phase = enter(area);
     let mut crash = describe(area, phase, Code::HostException);
     crash.vector = frame.vector as u32;
@@ -35,8 +70,7 @@ pub fn after_exception(area: &mut Area, frame: &Frame) -> ! {
     leave(area, phase, Code::HostException)
 }
 
-/// Ends here: a panic in the hypervisor's code.
-pub fn after_panic(area: &mut Area, info: &core::panic::PanicInfo<'_>) -> ! {
+fn panic<V: Vendor>(area: &mut Area<V>, info: &core::panic::PanicInfo<'_>) -> ! {
     let phase = enter(area);
     let crash = describe(area, phase, Code::HostPanic);
     record(area, crash, format_args!("{info}"));
@@ -44,21 +78,27 @@ pub fn after_panic(area: &mut Area, info: &core::panic::PanicInfo<'_>) -> ! {
 }
 
 /// The record of an exit that nobody knows.
-pub fn record_unknown_exit(area: &mut Area) {
+pub fn record_unknown_exit<V: Vendor>(area: &mut Area<V>) {
     let crash = describe(area, Phase::Exit, Code::UnknownExit);
     let exit_code = crash.exit_code;
     record(area, crash, format_args!("unknown exit {exit_code:#x}"));
 }
 
-/// The record of a control block that VMRUN refused after the guest had run.
-pub fn record_invalid_state(area: &mut Area) {
+/// The record of a control block that the processor refused after the guest had run.
+pub fn record_invalid_state<V: Vendor>(area: &mut Area<V>) {
     let [check, value] = area.cpu.gate.detail;
     let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
-    record(area, crash, format_args!("VMRUN refused the control block: check {check}, value {value:#x}"));
+    record(area, crash, format_args!("refused control block: check {check}, value {value:#x}"));
+}
+
+/// As [`record_invalid_state`], where the reason has words.
+pub fn record_refusal<V: Vendor>(area: &mut Area<V>, refusal: Refusal, value: u64) {
+    let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
+    record(area, crash, format_args!("refused entry: {} ({value:#x})", refusal.text()));
 }
 
 /// The phase in which it happened. A failure in the emergency path stops the CPU.
-fn enter(area: &mut Area) -> Phase {
+fn enter<V: Vendor>(area: &mut Area<V>) -> Phase {
     let phase = area.cpu.phase;
     if phase == Phase::Emergency {
         stop();
@@ -72,14 +112,13 @@ fn enter(area: &mut Area) -> Phase {
 
 /// The world switch and the driver's hypercalls note nothing when they begin: what they leave in the
 /// control block is a state to go on from at any moment.
-fn note_interrupted(area: &mut Area) {
-    let (rip, rax) = (area.control.rip, area.control.rax);
-    area.cpu.interrupted = Interrupted { rip, rax, rdx: area.cpu.gate.outward.registers[RDX] };
+fn note_interrupted<V: Vendor>(area: &mut Area<V>) {
+    area.cpu.interrupted = V::interrupted(area);
     area.cpu.exit_tsc = Processor.tsc();
 }
 
 /// Publishes a record, with its message, and logs it.
-fn record(area: &mut Area, mut crash: CrashRecord, message: fmt::Arguments<'_>) {
+fn record<V: Vendor>(area: &mut Area<V>, mut crash: CrashRecord, message: fmt::Arguments<'_>) {
     let _ = Message::new(&mut crash.message).write_fmt(message);
     let cause = if crash.vector == NO_VECTOR { crash.exit_code } else { u64::from(crash.vector) };
     let arguments = [u64::from(crash.code), cause, crash.host_rip_offset, crash.guest_rip, 0];
@@ -88,7 +127,7 @@ fn record(area: &mut Area, mut crash: CrashRecord, message: fmt::Arguments<'_>) 
 }
 
 /// What is known of the system above and of why it was left.
-fn describe(area: &Area, phase: Phase, code: Code) -> CrashRecord {
+fn describe<V: Vendor>(area: &Area<V>, phase: Phase, code: Code) -> CrashRecord {
     let known = CrashRecord {
         code: code as u32,
         vector: NO_VECTOR,
@@ -115,7 +154,7 @@ fn describe(area: &Area, phase: Phase, code: Code) -> CrashRecord {
 }
 
 /// There was no exit, and the system's general registers are on its own stack.
-fn describe_native(area: &Area, known: CrashRecord) -> CrashRecord {
+fn describe_native<V: Vendor>(area: &Area<V>, known: CrashRecord) -> CrashRecord {
     let inward = &area.cpu.gate.inward;
     let mut guest_registers = [0; 16];
     guest_registers[RSP] = inward.rsp;
@@ -131,52 +170,51 @@ fn describe_native(area: &Area, known: CrashRecord) -> CrashRecord {
     }
 }
 
-fn describe_exit(area: &Area, known: CrashRecord) -> CrashRecord {
-    let control = &area.control;
-    let mut guest_registers = area.cpu.gate.outward.registers;
+fn describe_exit<V: Vendor>(area: &Area<V>, known: CrashRecord) -> CrashRecord {
+    let exit: LastExit = V::last_exit(area);
+    let mut guest_registers = exit.registers;
     guest_registers[RAX] = area.cpu.interrupted.rax;
     guest_registers[RDX] = area.cpu.interrupted.rdx;
-    guest_registers[RSP] = control.rsp;
     CrashRecord {
-        exit_code: control.exit_code,
-        exit_info1: control.exit_info1,
-        exit_info2: control.exit_info2,
-        exit_event: control.exit_event,
+        exit_code: exit.code,
+        exit_info1: exit.info1,
+        exit_info2: exit.info2,
+        exit_event: exit.event,
         guest_rip: area.cpu.interrupted.rip,
-        guest_rflags: control.rflags,
-        guest_cr0: control.cr0,
-        guest_cr2: control.cr2,
-        guest_cr3: control.cr3,
-        guest_cr4: control.cr4,
-        guest_cs_ss: u64::from(control.cs.selector) | u64::from(control.ss.selector) << 16,
+        guest_rflags: exit.rflags,
+        guest_cr0: exit.cr0,
+        guest_cr2: exit.cr2,
+        guest_cr3: exit.cr3,
+        guest_cr4: exit.cr4,
+        guest_cs_ss: u64::from(exit.cs) | u64::from(exit.ss) << 16,
         guest_registers,
         ..known
     }
 }
 
-fn leave(area: &mut Area, phase: Phase, code: Code) -> ! {
+fn leave<V: Vendor>(area: &mut Area<V>, phase: Phase, code: Code) -> ! {
     let hardware = &mut Processor;
     let next = if phase == Phase::Native {
         area.cpu.gate.detail = [u64::from(code as u32), 0];
         publish::native(area, Code::FaultInSwitch);
-        capture::put_back_native(area, hardware, Code::FaultInSwitch);
+        V::put_back_native(area, hardware, Code::FaultInSwitch);
         Next::Leave
     } else {
-        exits::depart(area, hardware, code)
+        V::depart(area, hardware, code)
     };
     if next == Next::Leave {
-        run::return_extended_state(area);
+        V::return_extended_state(area);
     }
-    let next = machine_check::finish(area, next);
+    let next = machine_check::finish(area, hardware, next);
     abandon_stack(area, next)
 }
 
 /// Jumps to the world switch or to the gate with a fresh stack.
-fn abandon_stack(area: &mut Area, next: Next) -> ! {
+fn abandon_stack<V: Vendor>(area: &mut Area<V>, next: Next) -> ! {
     #[cfg(feature = "image")]
     let target = match next {
         Next::Leave => entry::leave as extern "C" fn() -> !,
-        Next::Run => run::run,
+        Next::Run => V::run(),
     };
     #[cfg(not(feature = "image"))]
     let target: extern "C" fn() -> ! = {
@@ -193,7 +231,7 @@ fn abandon_stack(area: &mut Area, next: Next) -> ! {
 /// Stops this CPU for good.
 extern "C" fn stop() -> ! {
     loop {
-        // SAFETY: GIF = 0 and interrupts are off; nothing follows.
+        // SAFETY: interrupts are off; nothing follows.
         unsafe { core::arch::asm!("cli", "hlt") };
     }
 }

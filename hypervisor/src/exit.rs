@@ -3,8 +3,13 @@
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
 use mercury_abi::gate::Hypercall;
+use mercury_abi::shared::{ExitReason, LogKind};
 
 use crate::cpu::Area;
+use crate::nested::NestedAnswer;
+use crate::vendor::Vendor;
+use crate::x86::Hardware;
+use crate::{event, machine_check, publish};
 
 /// An exception for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +39,15 @@ pub enum Answer {
     Inject(Fault),
     /// The instruction is done and this CPU is native from here on.
     Detach,
+    /// Likewise, and the system above wanted it so.
+    Released(Code),
     /// This CPU is native from here on and executes the instruction itself.
     Depart(Code),
 }
 
 /// A hypercall of the driver.
 #[inline]
-pub fn hypercall(area: &mut Area, number: u64, first: u64, second: u64) -> Answer {
+pub fn hypercall<V: Vendor>(area: &mut Area<V>, number: u64, first: u64, second: u64) -> Answer {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
@@ -51,5 +58,59 @@ pub fn hypercall(area: &mut Area, number: u64, first: u64, second: u64) -> Answe
         FLUSH => Answer::HypercallFlushed,
         ARM_FAULT => Answer::Hypercall(crate::fault::arm(area, first, second), 0),
         _ => Answer::Hypercall(Code::UnknownOperation, 0),
+    }
+}
+
+/// A nested fault, counted and logged with its address and the instruction's.
+pub fn nested_fault<V: Vendor>(
+    area: &mut Area<V>,
+    hardware: &mut impl Hardware,
+    nested: NestedAnswer,
+    [address, rip]: [u64; 2],
+) -> Answer {
+    let (reason, kind, answer) = nested_answer(nested);
+    publish::count(area, reason);
+    let tsc = hardware.tsc();
+    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
+    answer
+}
+
+/// What was cached, even as read-only, must be forgotten; what was absent is not cached.
+const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
+    match answer {
+        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
+        NestedAnswer::Raced => (ExitReason::NestedFill, LogKind::NestedFill, Answer::RetryFlushed),
+        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
+        NestedAnswer::Exhausted => {
+            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
+        }
+    }
+}
+
+/// An event that cannot be delivered any more by a CPU that leaves. A machine check the gate raises, other
+/// exceptions their instruction.
+pub fn lose_event<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, event: u64) {
+    if event == event::MACHINE_CHECK {
+        return machine_check::note(area, hardware, false);
+    }
+    if event::is_raised_again(event) {
+        return;
+    }
+    let exit_code = V::last_exit(area).code;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::EventLost, tsc, [event, exit_code, 0, 0, 0]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A processor that still knows a page as read-only would fault on it for ever.
+    #[test]
+    fn a_page_that_was_cached_is_flushed() {
+        let answer = |nested| nested_answer(nested).2;
+        assert_eq!(answer(NestedAnswer::Raced), Answer::RetryFlushed);
+        assert_eq!(answer(NestedAnswer::HiddenWrite), Answer::RetryFlushed);
+        assert_eq!(answer(NestedAnswer::Filled), Answer::Retry);
     }
 }

@@ -5,11 +5,12 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::FaultPoint;
 
 use crate::cpu::Area;
+use crate::vendor::Vendor;
 
 /// Whether this passage of `point` is the armed one.
 #[inline]
 #[must_use]
-pub fn fires(area: &mut Area, point: FaultPoint) -> bool {
+pub fn fires<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> bool {
     if !cfg!(feature = "fault-injection") {
         return false;
     }
@@ -26,10 +27,10 @@ pub fn fires(area: &mut Area, point: FaultPoint) -> bool {
     true
 }
 
-/// Whether the next exit has to look for armed points that lie beyond [`crate::svm::quick`].
+/// Whether the next exit has to look for armed points that lie beyond the vendor's `quick`.
 #[inline]
 #[must_use]
-pub fn is_armed_beyond_quick(area: &Area) -> bool {
+pub fn is_armed_beyond_quick<V: Vendor>(area: &Area<V>) -> bool {
     const NONE: u32 = FaultPoint::None as u32;
     const QUICK_PAGE_FAULT: u32 = FaultPoint::QuickPageFault as u32;
     cfg!(feature = "fault-injection") && !matches!(area.cpu.gate.fault.point, NONE | QUICK_PAGE_FAULT)
@@ -37,7 +38,7 @@ pub fn is_armed_beyond_quick(area: &Area) -> bool {
 
 /// Arms a point on this CPU.
 #[must_use]
-pub fn arm(area: &mut Area, point: u64, passage: u64) -> Code {
+pub fn arm<V: Vendor>(area: &mut Area<V>, point: u64, passage: u64) -> Code {
     if !cfg!(feature = "fault-injection") {
         return Code::UnknownOperation;
     }
@@ -49,12 +50,19 @@ pub fn arm(area: &mut Area, point: u64, passage: u64) -> Code {
     Code::Ok
 }
 
+/// What [`FaultPoint::RunField`] is to spoil: the name of the word, and the bits to flip.
+#[must_use]
+pub fn field_and_bits<V: Vendor>(area: &Area<V>) -> (u32, u64) {
+    let armed = &area.cpu.gate.fault;
+    (armed.offset & 0xFFFF, u64::from(armed.value) << (armed.offset >> 16 & 63))
+}
+
 /// An error code where an armed point fires.
 ///
 /// # Errors
 /// [`Code::InjectedFault`].
 #[inline]
-pub fn check(area: &mut Area, point: FaultPoint) -> Result<(), Code> {
+pub fn check<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> Result<(), Code> {
     if fires(area, point) { Err(Code::InjectedFault) } else { Ok(()) }
 }
 

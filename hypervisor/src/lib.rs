@@ -5,8 +5,10 @@
 //!
 //! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
 //!   preflight, attach;
-//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary;
-//! * [`svm`]: AMD's side of that boundary; Intel's will stand beside it with the same roles;
+//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary; [`event`]: what is delivered to it;
+//!   [`machine_check`]: those that strike in the hypervisor, handed to the system;
+//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same (but for INIT);
+//!   [`msr`]: what both make of MSRs;
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
@@ -17,15 +19,20 @@
 pub mod address;
 pub mod cpu;
 pub mod emergency;
+pub mod event;
 pub mod exit;
 pub mod fault;
 pub mod host;
+pub mod machine_check;
 #[cfg(test)]
 mod model;
+pub mod msr;
 pub mod mtrr;
 pub mod native;
 pub mod nested;
 pub mod paging;
 pub mod publish;
 pub mod svm;
+pub mod vendor;
+pub mod vmx;
 pub mod x86;

@@ -10,15 +10,14 @@
 //! 3. **Detach** gives the processor back exactly as the system has it. So does any exit that this code
 //!    does not know, and any failure of its own: the default is to let go.
 //!
-//! The way in is [`mercury_hypervisor::host::entry`], the world switch is
-//! [`mercury_hypervisor::svm::run`], and what an exit is answered with stands in
-//! [`mercury_hypervisor::svm::exits`] and [`mercury_hypervisor::exit`].
+//! The way in is [`mercury_hypervisor::host::entry`], the world switch is `run` in the vendor's folder, and
+//! what an exit is answered with stands in `exits` there and in [`mercury_hypervisor::exit`].
 
 #![no_std]
 #![no_main]
 
 use mercury_abi::MERCURY_ABI_VERSION;
-use mercury_abi::gate::IMAGE_MAGIC;
+use mercury_abi::gate::{IMAGE_MAGIC, VENDORS};
 
 mod memory;
 
@@ -53,14 +52,14 @@ const fn padded(text: &str) -> [u8; 32] {
 }
 
 #[used]
-static ENTRY: extern "C" fn() -> ! = mercury_hypervisor::host::entry::mercury_entry;
+static ENTRIES: [extern "C" fn() -> !; VENDORS] =
+    [mercury_hypervisor::svm::run::mercury_entry_svm, mercury_hypervisor::vmx::run::mercury_entry_vmx];
 
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     // SAFETY: the hypervisor runs on no other stacks than those of an area, and whatever used the area
     // will not run again.
-    let area = unsafe { mercury_hypervisor::cpu::area_of_stack() };
-    mercury_hypervisor::emergency::after_panic(area, info)
+    unsafe { mercury_hypervisor::emergency::after_panic(info) }
 }
 
 /// The precompiled core library names it; nothing ever unwinds.

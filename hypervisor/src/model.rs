@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use mercury_abi::shared::SharedCpu;
 
-use crate::cpu::Area;
+use crate::host::entry::Next;
+use crate::svm::Area;
 use crate::svm::vmcb::{INTERCEPT_MISC1, INTERCEPT_MISC2};
 use crate::x86::{Hardware, msr};
 
@@ -18,7 +19,26 @@ pub struct Model {
     pub efer_must: u64,
     /// Bits of EFER that it takes and forgets, as emulators do.
     pub efer_ignored: u64,
-    tsc: u64,
+    /// Fields of the current VMCS; what is not in it reads 0.
+    pub fields: BTreeMap<u32, u64>,
+    /// CPUID by leaf; every subleaf is the same.
+    pub leaves: BTreeMap<u32, [u32; 4]>,
+    /// In VMX operation.
+    pub vmx_on: bool,
+    /// What VMXON and VMPTRLD are to answer.
+    pub vmxon_fails: bool,
+    /// The VM-instruction error of loading a VMCS.
+    pub vmcs_error: Option<u64>,
+    /// Flushes of all guests' translations.
+    pub flushes: u32,
+    /// XCR0, if it was written.
+    pub xcr0: Option<u64>,
+    /// Caches were written back.
+    pub written_back: u32,
+    /// The processor shut down.
+    pub shut_down: bool,
+    /// Read last.
+    pub tsc: u64,
 }
 
 impl Hardware for Model {
@@ -55,6 +75,57 @@ impl Hardware for Model {
     fn dr7(&mut self) -> u64 {
         crate::x86::DR7_CLEAR
     }
+
+    fn cpuid(&mut self, leaf: u32, _: u32) -> [u32; 4] {
+        self.leaves.get(&leaf).copied().unwrap_or_default()
+    }
+
+    /// x87 must be on, and no component above bit 2 exists.
+    fn xsetbv(&mut self, index: u32, value: u64) -> bool {
+        let legal = index == 0 && value & 1 == 1 && value >> 3 == 0;
+        self.xcr0 = legal.then_some(value).or(self.xcr0);
+        legal
+    }
+
+    fn write_back_caches(&mut self) {
+        self.written_back += 1;
+    }
+
+    fn vmxon(&mut self, _: u64) -> bool {
+        self.vmx_on = !self.vmxon_fails;
+        self.vmx_on
+    }
+
+    fn vmcs_load(&mut self, _: u64) -> Result<(), u64> {
+        assert!(self.vmx_on, "VMPTRLD outside of VMX operation");
+        self.vmcs_error.map_or(Ok(()), Err)
+    }
+
+    fn vmxoff(&mut self, _: u64) {
+        assert!(self.vmx_on, "VMXOFF outside of VMX operation");
+        self.vmx_on = false;
+    }
+
+    fn vmread(&mut self, field: u32) -> u64 {
+        assert!(self.vmx_on, "VMREAD outside of VMX operation");
+        self.fields.get(&field).copied().unwrap_or(0)
+    }
+
+    fn vmwrite(&mut self, field: u32, value: u64) {
+        assert!(self.vmx_on, "VMWRITE outside of VMX operation");
+        assert!(field >> 10 & 3 != 1, "VMWRITE of {field:#x}, which is read-only");
+        self.fields.insert(field, value);
+    }
+
+    fn flush_guests(&mut self, _: bool) {
+        assert!(self.vmx_on, "INVEPT outside of VMX operation");
+        self.flushes += 1;
+    }
+
+    fn shut_down(&mut self) -> Next {
+        self.shut_down = true;
+        Next::Leave
+    }
 }
 
 /// EFER of a running Linux.
@@ -89,8 +160,8 @@ impl Attached {
         control.rip = 0xFFFF_FFFF_8100_0000;
         control.rsp = 0xFFFF_C900_0000_3F00;
         control.rflags = 2;
-        area.cpu.attach_efer = LINUX_EFER | msr::EFER_SVME;
-        area.cpu.guest_efer = LINUX_EFER | msr::EFER_SVME;
+        area.own.attach_efer = LINUX_EFER | msr::EFER_SVME;
+        area.own.guest_efer = LINUX_EFER | msr::EFER_SVME;
         area.cpu.entered = 1;
         let msrs = BTreeMap::from([
             (msr::EFER, LINUX_EFER | msr::EFER_SVME),
@@ -116,7 +187,7 @@ impl Attached {
         };
         self.area.cpu.phase = crate::cpu::Phase::Exit;
         let next = crate::svm::exits::handle(&mut self.area, &mut self.hardware);
-        crate::svm::machine_check::finish(&mut self.area, next)
+        crate::machine_check::finish(&mut self.area, &mut self.hardware, next)
     }
 
     /// A general register of the guest, in the order of the instruction encoding.

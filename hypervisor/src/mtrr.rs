@@ -188,6 +188,9 @@ pub struct Mtrrs {
 impl Mtrrs {
     /// From registers as read: MTRRdefType, the fixed ranges in the order of [`Mtrrs::fixed`], and the
     /// variable ranges, of which those beyond [`MAX_VARIABLE`] are ignored.
+    ///
+    /// Upper bits that no valid mask has count as set in all. Where the upper part of an address is a key
+    /// identifier, masks do not have it, and CPUID says nothing of that (SDM volume 3, "Memory encryption").
     #[must_use]
     pub fn from_registers(
         default: u64,
@@ -197,8 +200,12 @@ impl Mtrrs {
         top_of_memory_2: Option<u64>,
     ) -> Self {
         let mut ranges = [VariableRange::default(); MAX_VARIABLE];
+        let valid = variable.iter().filter(|range| range.is_valid());
+        let known = valid.fold(0, |bits, range| bits | range.address_mask());
+        let unknown = if known == 0 { 0 } else { ADDRESS_BITS & !below(u64::BITS - known.leading_zeros()) };
         for (slot, range) in ranges.iter_mut().zip(variable) {
-            *slot = *range;
+            let filled = if range.is_valid() { unknown } else { 0 };
+            *slot = VariableRange { base: range.base, mask: range.mask | filled };
         }
         Self {
             default_type: MemoryType::from_bits(default),

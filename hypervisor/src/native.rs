@@ -1,4 +1,4 @@
-//! Operations on a native CPU: the driver comes through the gate, interrupts off, GIF = 0.
+//! Operations on a native CPU: the driver comes through the gate, interrupts off.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -13,9 +13,9 @@ use spin::Mutex;
 use crate::address::{HostPhys, HostVirt};
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
-use crate::svm::{capture, machine_check, msr::PERMISSION_MAP, refusal, run};
+use crate::vendor::Vendor;
 use crate::x86::{Hardware, Processor};
-use crate::{fault, nested, publish};
+use crate::{fault, machine_check, nested, publish};
 
 /// Kernel virtual address of physical address 0.
 static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
@@ -45,35 +45,31 @@ pub fn phys_of<T>(own: &'static T) -> HostPhys {
 }
 
 /// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
-///
-/// # Safety
-/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
-pub unsafe extern "C" fn native_entry(area: *mut Area) -> Next {
-    // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
-    let area = unsafe { &mut *area };
+#[inline(always)]
+pub fn enter<V: Vendor>(area: &mut Area<V>) -> Next {
     area.cpu.phase = Phase::Native;
-    run::take_extended_state(area);
+    V::take_extended_state(area);
     let hardware = &mut Processor;
     match perform(area, hardware) {
-        Ok(Next::Run) => machine_check::finish(area, Next::Run),
+        Ok(Next::Run) => machine_check::finish(area, hardware, Next::Run),
         result => {
             let code = result.err().unwrap_or(Code::Ok);
-            capture::put_back_native(area, hardware, code);
-            run::return_extended_state(area);
-            machine_check::finish(area, Next::Leave)
+            V::put_back_native(area, hardware, code);
+            V::return_extended_state(area);
+            machine_check::finish(area, hardware, Next::Leave)
         }
     }
 }
 
-fn perform(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
+fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<Next, Code> {
     const INIT: u32 = NativeOp::Init as u32;
     const BUILD: u32 = NativeOp::Build as u32;
     const PREFLIGHT: u32 = NativeOp::Preflight as u32;
     const ATTACH: u32 = NativeOp::Attach as u32;
     match area.cpu.gate.operation {
-        INIT => init(&argument::<BootInfo>(area), area.cpu.gate.argument, hardware)?,
+        INIT => init::<V>(&argument::<V, BootInfo>(area), area.cpu.gate.argument, hardware)?,
         BUILD => build(area)?,
-        PREFLIGHT => preflight(area)?,
+        PREFLIGHT => preflight(area, hardware)?,
         ATTACH => return attach(area, hardware),
         _ => return Err(Code::UnknownOperation),
     }
@@ -81,14 +77,14 @@ fn perform(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> 
 }
 
 /// A copy of the operation's argument.
-fn argument<T: Copy>(area: &Area) -> T {
+fn argument<V: Vendor, T: Copy>(area: &Area<V>) -> T {
     let address = core::ptr::with_exposed_provenance::<T>(area.cpu.gate.argument as usize);
     // SAFETY: the driver, which is trusted as the system above is, passes the address of a `T` in memory
     // that it mapped for the hypervisor; T is made of integers only.
     unsafe { address.read() }
 }
 
-fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
+fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
     if boot.abi_version != MERCURY_ABI_VERSION {
         return Err(Code::AbiMismatch);
     }
@@ -96,19 +92,19 @@ fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result
     IMAGE_VIRT.store(boot.image_virt, Ordering::Relaxed);
     BUILT.store(0, Ordering::Relaxed);
     *REFERENCE.lock() = None;
-    nested::init(boot, boot_virt, hardware)
+    nested::init::<V>(boot, boot_virt, hardware)
 }
 
-fn build(area: &mut Area) -> Result<(), Code> {
-    nested::build().inspect_err(|_| area.cpu.gate.detail = [nested::wanted_pages(), 0])?;
+fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
+    nested::build::<V>().inspect_err(|_| area.cpu.gate.detail = [nested::wanted_pages(), 0])?;
     BUILT.store(1, Ordering::Release);
     Ok(())
 }
 
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
-fn preflight(area: &mut Area) -> Result<(), Code> {
-    let facts = argument::<CpuFacts>(area);
-    // An INIT is not intercepted and leaves no word (HARDWARE A-30).
+fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
+    let facts = argument::<V, CpuFacts>(area);
+    // Where the processor deals with an INIT by itself, it leaves no word (HARDWARE A-30).
     publish::native(area, Code::CpuReset);
     // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
@@ -116,7 +112,11 @@ fn preflight(area: &mut Area) -> Result<(), Code> {
         area.cpu.gate.detail = finding.detail;
         return Err(finding.code);
     }
-    area.cpu.features = capture::features(&facts);
+    if V::TYPES_FROM_MTRRS && !nested::types_are_current::<V>(hardware) {
+        return Err(Code::MtrrChanged);
+    }
+    area.cpu.features = V::features(&facts);
+    V::learn(area, &facts);
     publish::prepare(area);
     Ok(())
 }
@@ -134,8 +134,8 @@ fn first_refusal(facts: &CpuFacts, reference: &mut Option<CpuFacts>) -> Option<F
     mercury_preflight::compare(first, facts).first_refusal().copied()
 }
 
-/// The mode switch: the control block from the live state; what follows is VMRUN.
-fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
+/// The mode switch: the control block from the live state; what follows is the guest.
+fn attach<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<Next, Code> {
     fault::check(area, FaultPoint::Entry)?;
     if BUILT.load(Ordering::Acquire) == 0 {
         return Err(Code::NotLoaded);
@@ -147,18 +147,12 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
     }
     area.cpu.leave_pending = 0;
     area.cpu.entered = 0;
-    area.cpu.entry_state_valid = 0;
     inject_faults(area);
     fault::check(area, FaultPoint::AfterSave)?;
-    let roots = capture::Roots { nested: nested::root(), msrpm: phys_of(&PERMISSION_MAP) };
-    capture::fill(area, hardware, roots)?;
-    if !refusal::none(&area.control) {
-        let check = refusal::first(&area.control);
-        area.cpu.gate.detail = [check as u64, refusal::value(&area.control, check)];
-        return Err(Code::InvalidGuestState);
-    }
+    V::attach(area, hardware)?;
     fault::check(area, FaultPoint::AfterCapture)?;
-    corrupt(area);
+    #[cfg(feature = "fault-injection")]
+    V::corrupt(area);
     publish::attached(area);
     let tsc = hardware.tsc();
     publish::log(area, LogKind::Attached, tsc, [0; 5]);
@@ -170,37 +164,14 @@ fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<Next, Code> {
 }
 
 #[cfg(not(feature = "fault-injection"))]
-fn inject_faults(_: &mut Area) {}
+fn inject_faults<V: Vendor>(_: &mut Area<V>) {}
 
 #[cfg(feature = "fault-injection")]
-fn inject_faults(area: &mut Area) {
+fn inject_faults<V: Vendor>(area: &mut Area<V>) {
     if fault::fires(area, FaultPoint::EntryPageFault) {
         fault::real::page_fault();
     }
     assert!(!fault::fires(area, FaultPoint::EntryPanic), "injected: entry");
-}
-
-#[cfg(not(feature = "fault-injection"))]
-fn corrupt(_: &mut Area) {}
-
-/// Makes VMRUN refuse the block, one check at a time.
-#[cfg(feature = "fault-injection")]
-fn corrupt(area: &mut Area) {
-    type Spoil = fn(&mut crate::svm::vmcb::Vmcb);
-    let spoilers: [(FaultPoint, Spoil); 7] = [
-        (FaultPoint::RunAsidZero, |control| control.asid = 0),
-        (FaultPoint::RunNoIntercept, |control| control.intercept_misc2 &= !1),
-        (FaultPoint::RunCr0, |control| control.cr0 |= 1 << 32),
-        (FaultPoint::RunCr4, |control| control.cr4 |= 1 << 63),
-        (FaultPoint::RunEfer, |control| control.efer &= !crate::x86::msr::EFER_SVME),
-        (FaultPoint::RunCr3, |control| control.cr3 |= 1 << 60),
-        (FaultPoint::RunDr7, |control| control.dr7 |= 1 << 32),
-    ];
-    for (point, spoil) in spoilers {
-        if fault::fires(area, point) {
-            spoil(&mut area.control);
-        }
-    }
 }
 
 #[cfg(test)]

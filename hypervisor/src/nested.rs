@@ -6,20 +6,20 @@
 //! translation then still writes to the sink, which harms nobody. So no other CPU needs to be told
 //! (HARDWARE A-5); the CPU that faulted flushes its own translations where there was one.
 
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use mercury_abi::code::Code;
-use mercury_abi::facts::{CpuFacts, readable};
 use mercury_abi::gate::{BootInfo, OwnedRange};
 use spin::Mutex;
 
 use crate::address::{GuestPhys, HostPhys};
 use crate::mtrr::{Mtrrs, VariableRange};
 use crate::native::{direct_map, phys_of};
-use crate::paging::format::AmdNested;
+use crate::paging::format::Format;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
-use crate::paging::plan::{LargestPage, Layout};
+use crate::paging::plan::Layout;
 use crate::paging::table::{Depth, Table, TablePages};
+use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
 
 /// Table pages that one call of [`build`] touches at most: about twenty microseconds (HARDWARE M-5).
@@ -44,12 +44,40 @@ static ZERO_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
 /// Where its writes go after the first.
 static SINK_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
 
-static NESTED: Mutex<Option<Nested>> = Mutex::new(None);
 static ROOT_PHYS: AtomicU64 = AtomicU64::new(0);
+/// Whether the tables have five levels.
+static FIVE_LEVEL: AtomicBool = AtomicBool::new(false);
 static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
 
-struct Nested {
-    map: IdentityMap<AmdNested>,
+/// The tables of one format. Each vendor has a static one; those of the machine's vendor are filled.
+pub struct Tables<F>(Mutex<Option<Nested<F>>>);
+
+impl<F> Tables<F> {
+    /// None yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    fn lock(&self) -> Option<spin::MutexGuard<'_, Option<Nested<F>>>> {
+        for _ in 0..LOCK_ATTEMPTS {
+            if let Some(guard) = self.0.try_lock() {
+                return Some(guard);
+            }
+            core::hint::spin_loop();
+        }
+        None
+    }
+}
+
+impl<F> Default for Tables<F> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+struct Nested<F> {
+    map: IdentityMap<F>,
     pool: Pool,
     boot_virt: usize,
 }
@@ -88,6 +116,12 @@ pub fn root() -> HostPhys {
     HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
 }
 
+/// Levels of the nested tables.
+#[must_use]
+pub fn depth() -> Depth {
+    if FIVE_LEVEL.load(Ordering::Relaxed) { Depth::Five } else { Depth::Four }
+}
+
 /// How many pages the last [`build`] asked for.
 #[must_use]
 pub fn wanted_pages() -> u64 {
@@ -98,23 +132,25 @@ pub fn wanted_pages() -> u64 {
 ///
 /// # Errors
 /// The map cannot reach everything that the kernel knows of.
-pub fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
-    let depth = if boot.five_level != 0 { Depth::Five } else { Depth::Four };
-    let physical_bits = physical_bits(hardware);
+pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
+    let depth = V::depth(boot, hardware);
+    FIVE_LEVEL.store(depth == Depth::Five, Ordering::Relaxed);
+    let physical_bits = V::physical_bits(hardware);
     if boot.iomem_end_phys > 1 << physical_bits.min(depth.address_bits()) {
         return Err(Code::MemoryBeyondMap);
     }
     let layout = Layout {
         physical_bits,
         depth,
-        largest: largest_page(),
+        largest: V::largest_page(hardware),
         eager_end: GuestPhys::new(boot.iomem_end_phys.min(EAGER_MAX)),
         complete_pages: COMPLETE_PAGES,
         zero_page: phys_of(&ZERO_PAGE),
     };
-    let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits));
+    let top_of_memory_2 = V::top_of_memory_2(hardware);
+    let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
     let pool = Pool { pages_virt: boot.pool_virt, count: boot.pool_count, used: 0 };
-    *NESTED.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize });
+    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize });
     Ok(())
 }
 
@@ -122,8 +158,8 @@ pub fn init(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Re
 ///
 /// # Errors
 /// `More`: call again. `NeedPages`: donate [`wanted_pages`] and call again.
-pub fn build() -> Result<(), Code> {
-    let mut guard = NESTED.lock();
+pub fn build<V: Vendor>() -> Result<(), Code> {
+    let mut guard = V::tables().0.lock();
     let nested = guard.as_mut().ok_or(Code::NotLoaded)?;
     // SAFETY: the driver keeps its `BootInfo` at this address until unload and changes it between calls
     // only.
@@ -152,6 +188,16 @@ pub fn build() -> Result<(), Code> {
     }
 }
 
+/// Whether the MTRRs are still those that the tables were planned with.
+#[must_use]
+pub fn types_are_current<V: Vendor>(hardware: &mut impl Hardware) -> bool {
+    let physical_bits = V::physical_bits(hardware);
+    let top_of_memory_2 = V::top_of_memory_2(hardware);
+    let mtrrs = read_mtrrs(hardware, physical_bits, top_of_memory_2);
+    let guard = V::tables().lock();
+    guard.is_some_and(|nested| nested.as_ref().is_some_and(|nested| *nested.map.mtrrs() == mtrrs))
+}
+
 /// What became of a nested fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NestedAnswer {
@@ -168,12 +214,12 @@ pub enum NestedAnswer {
 /// Answers a nested fault at `address`, guest-physical. Never waits for long: the holder of the lock
 /// may be a CPU that died with it.
 #[must_use]
-pub fn fault(address: u64, write: bool) -> NestedAnswer {
-    let Some(mut guard) = lock() else { return NestedAnswer::Exhausted };
+pub fn fault<V: Vendor>(address: u64, write: bool) -> NestedAnswer {
+    let Some(mut guard) = V::tables().lock() else { return NestedAnswer::Exhausted };
     guard.as_mut().map_or(NestedAnswer::Exhausted, |nested| nested.answer(GuestPhys::new(address), write))
 }
 
-impl Nested {
+impl<F: Format<Address = GuestPhys>> Nested<F> {
     fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
         match self.map.fill(&mut self.pool, address) {
             Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
@@ -190,50 +236,9 @@ impl Nested {
     }
 }
 
-fn lock() -> Option<spin::MutexGuard<'static, Option<Nested>>> {
-    for _ in 0..LOCK_ATTEMPTS {
-        if let Some(guard) = NESTED.try_lock() {
-            return Some(guard);
-        }
-        core::hint::spin_loop();
-    }
-    None
-}
-
-/// Width of physical addresses, less what memory encryption takes.
-fn physical_bits(hardware: &mut impl Hardware) -> u32 {
-    let leaf = |number: u32| {
-        let result = core::arch::x86_64::__cpuid(number);
-        mercury_abi::facts::CpuidLeaf { eax: result.eax, ebx: result.ebx, ecx: result.ecx, edx: result.edx }
-    };
-    let highest = leaf(0x8000_0000);
-    let encryption = if highest.eax >= 0x8000_001F { leaf(0x8000_001F) } else { Default::default() };
-    let syscfg = hardware.read_msr(msr::SYSCFG);
-    mercury_preflight::physical_bits(&CpuFacts {
-        cpuid_8000_0000: highest,
-        cpuid_8000_0008: leaf(0x8000_0008),
-        cpuid_8000_001f: encryption,
-        syscfg: syscfg.unwrap_or(0),
-        readable: if syscfg.is_some() { readable::SYSCFG } else { 0 },
-        ..CpuFacts::default()
-    })
-}
-
-/// CPUID 8000_0001h EDX bit 26: 1 GiB pages (APM vol. 3, appendix E.4).
-fn largest_page() -> LargestPage {
-    const GIBIBYTE_PAGES: u32 = 1 << 26;
-    if core::arch::x86_64::__cpuid(0x8000_0001).edx & GIBIBYTE_PAGES != 0 {
-        LargestPage::OneGibibyte
-    } else {
-        LargestPage::TwoMebibytes
-    }
-}
-
-/// The MTRRs of this CPU. Without MTRRs everything is write-back as far as they are concerned, so one
-/// type covers all: the tables' own entries say nothing either (APM vol. 2, 15.25.8).
-fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32) -> Mtrrs {
+/// The MTRRs of this CPU. Where they are disabled or missing, so is one type for all: uncacheable.
+fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32, top_of_memory_2: Option<u64>) -> Mtrrs {
     const COUNT: u64 = 0xFF;
-    const SYSCFG_TOM2: u64 = 1 << 21 | 1 << 22;
     let mut variable = [VariableRange::default(); 32];
     let count = hardware.read_msr(msr::MTRR_CAP).unwrap_or(0) & COUNT;
     for (number, range) in variable.iter_mut().enumerate().take(count as usize) {
@@ -243,14 +248,14 @@ fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32) -> Mtrrs {
     }
     let fixed = msr::MTRR_FIXED.map(|index| hardware.read_msr(index).unwrap_or(0));
     let default = hardware.read_msr(msr::MTRR_DEF_TYPE).unwrap_or(0);
-    let syscfg = hardware.read_msr(msr::SYSCFG).unwrap_or(0);
-    let tom2 = (syscfg & SYSCFG_TOM2 == SYSCFG_TOM2).then(|| hardware.read_msr(msr::TOP_MEM2)).flatten();
-    Mtrrs::from_registers(default, fixed, &variable, physical_bits, tom2)
+    Mtrrs::from_registers(default, fixed, &variable, physical_bits, top_of_memory_2)
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::paging::format::{AmdNested, IntelExtended};
+    use crate::paging::plan::LargestPage;
 
     const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
     /// Nothing is mapped here yet.
@@ -259,7 +264,7 @@ pub(crate) mod tests {
     pub const BEYOND: u64 = 1 << 41;
 
     /// A map of 40 bits with one hidden page, in memory that stays.
-    fn small() -> Nested {
+    fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
         let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
         let pages: &[StandIn] = (0..64).map(|_| page()).collect::<Vec<_>>().leak();
         let addresses: &[u64] = pages
@@ -284,14 +289,19 @@ pub(crate) mod tests {
     }
 
     /// The nested tables of this machine are those of tests.
-    pub fn install() {
-        *NESTED.lock() = Some(small());
+    pub fn install<V: Vendor>() {
+        *V::tables().0.lock() = Some(small());
     }
 
     /// Two CPUs write to one hidden page: the second finds it sunk.
     #[test]
     fn a_write_that_another_cpu_was_answered_for_is_a_race() {
-        let mut nested = small();
+        race::<AmdNested>();
+        race::<IntelExtended>();
+    }
+
+    fn race<F: Format<Address = GuestPhys>>() {
+        let mut nested = small::<F>();
         assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::HiddenWrite);
         assert_eq!(nested.answer(HIDDEN, true), NestedAnswer::Raced);
         assert_eq!(nested.answer(GuestPhys::new(BEYOND), true), NestedAnswer::Exhausted);

@@ -4,9 +4,10 @@ use mercury_abi::code::Code;
 use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, SHARED_MAGIC};
 
 use crate::cpu::Area;
+use crate::vendor::Vendor;
 
 /// Makes a CPU's block valid. It was zeroed by the driver.
-pub fn prepare(area: &mut Area) {
+pub fn prepare<V: Vendor>(area: &mut Area<V>) {
     let cpu = area.cpu.gate.cpu;
     let shared = area.shared();
     shared.cpu = cpu;
@@ -15,7 +16,7 @@ pub fn prepare(area: &mut Area) {
 
 /// Counts an exit.
 #[inline]
-pub fn count(area: &mut Area, reason: ExitReason) {
+pub fn count<V: Vendor>(area: &mut Area<V>, reason: ExitReason) {
     // Only this CPU writes the block; the system above may scribble on it, so nothing is concluded from it.
     let counter = &mut area.shared().exits[reason as usize];
     *counter = counter.wrapping_add(1);
@@ -23,14 +24,14 @@ pub fn count(area: &mut Area, reason: ExitReason) {
 
 /// Adds the time of one exit.
 #[inline]
-pub fn add_ticks(area: &mut Area, ticks: u64) {
+pub fn add_ticks<V: Vendor>(area: &mut Area<V>, ticks: u64) {
     let shared = area.shared();
     shared.exit_ticks = shared.exit_ticks.wrapping_add(ticks);
 }
 
 /// This CPU is attached now.
 #[inline]
-pub fn attached(area: &mut Area) {
+pub fn attached<V: Vendor>(area: &mut Area<V>) {
     let shared = area.shared();
     shared.attached = 1;
     shared.attaches = shared.attaches.wrapping_add(1);
@@ -38,7 +39,7 @@ pub fn attached(area: &mut Area) {
 
 /// This CPU leaves; `because` is `Ok` for a detach that the driver asked for.
 #[inline]
-pub fn departed(area: &mut Area, because: Code) {
+pub fn departed<V: Vendor>(area: &mut Area<V>, because: Code) {
     let shared = area.shared();
     shared.attached = 0;
     shared.detaches = shared.detaches.wrapping_add(1);
@@ -49,7 +50,7 @@ pub fn departed(area: &mut Area, because: Code) {
 
 /// This CPU is native. If it is said to be attached, whoever looks after CPUs that leave is told that it is
 /// not, and why.
-pub fn native(area: &mut Area, because: Code) {
+pub fn native<V: Vendor>(area: &mut Area<V>, because: Code) {
     if area.shared().attached != 0 {
         departed(area, because);
     }
@@ -57,7 +58,7 @@ pub fn native(area: &mut Area, because: Code) {
 
 /// Writes a record to this CPU's ring.
 #[inline]
-pub fn log(area: &mut Area, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
+pub fn log<V: Vendor>(area: &mut Area<V>, kind: LogKind, tsc: u64, arguments: [u64; 5]) {
     let cpu = area.cpu.gate.cpu;
     let shared = area.shared();
     let sequence = shared.log_written.wrapping_add(1);

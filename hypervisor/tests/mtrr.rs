@@ -217,3 +217,12 @@ fn registers_as_read() {
     assert_eq!(uniform(&mtrrs, 0x8000_0000, 0x8000_0000), Some(Uncacheable));
     assert_eq!(at(&mtrrs, 0x1_0000_0000), WriteBack);
 }
+
+/// Six bits of an address are a key: CPUID says 52, and the masks have 46.
+#[test]
+fn masks_without_key_bits() {
+    let ranges = [VariableRange { base: 0x8000_0000, mask: 0x3fff_8000_0800 }];
+    let mtrrs = Mtrrs::from_registers(0xc06, [0; 11], &ranges, 52, None);
+    assert_eq!(mtrrs.variable[0].bounds(52), Some((0x8000_0000, 0xffff_ffff)));
+    assert_eq!(uniform(&mtrrs, 1 << 32, (1 << 50) - (1 << 32)), Some(WriteBack));
+}

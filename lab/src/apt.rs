@@ -228,6 +228,46 @@ impl Packages {
     }
 }
 
+/// Fetches the upstream archive of a source package into `dir`, which is made, with lists and a cache of its own.
+/// apt checks it against the release's signed list.
+///
+/// # Errors
+/// If it cannot be had; the error names the log.
+pub fn fetch_source(release: &str, package: &str, dir: &Path) -> Result<PathBuf> {
+    for part in ["lists/partial", "archives/partial"] {
+        fs::create_dir_all(dir.join(part)).context(|| format!("make {}", dir.display()))?;
+    }
+    let lines = host_sources_for(release)?.join("\n").replace("deb [", "deb-src [") + "\n";
+    let sources = dir.join("sources.list");
+    fs::write(&sources, lines).context(|| "write the list of sources".into())?;
+    let apt = |words: &[&str]| {
+        let mut command = Command::new("apt-get");
+        command.current_dir(dir).arg("-q").arg("-oDir::Etc::SourceParts=-").arg("-oAPT::Sandbox::User=");
+        let own = [("Etc::SourceList", &sources), ("State", &dir.to_owned()), ("Cache", &dir.to_owned())];
+        command.args(own.map(|(name, path)| format!("-oDir::{name}={}", path.display())));
+        command.args(
+            fetch_options()
+                .iter()
+                .map(|option| format!("-o{}", option.replacen(' ', "=", 1).replace('"', ""))),
+        );
+        command.args(words);
+        command
+    };
+    host::run("the list of Debian's source packages", "apt-update", &mut apt(&["update"]))?;
+    let what = format!("the source of {package}");
+    host::run(
+        &what,
+        &format!("source-{package}"),
+        &mut apt(&["--download-only", "--tar-only", "source", package]),
+    )?;
+    let archives = fs::read_dir(dir).context(|| format!("list {}", dir.display()))?;
+    let found = archives
+        .flatten()
+        .map(|entry| entry.path())
+        .find(|path| path.to_string_lossy().contains(".orig.tar."));
+    found.ok_or_else(|| Error::Host(format!("apt has fetched no archive of {package}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

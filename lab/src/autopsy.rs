@@ -4,9 +4,9 @@
 use std::{fmt::Write as _, fs, path::Path, thread, time::Duration};
 
 use crate::{
+    emulator::qmp::Qmp,
     error::{Context, Result},
     host,
-    qmp::Qmp,
     scene::Scene,
 };
 

@@ -2,7 +2,8 @@
 
 use std::{
     collections::HashMap,
-    os::unix::net::UnixStream,
+    fs::File,
+    os::fd::OwnedFd,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU32, Ordering},
@@ -13,6 +14,7 @@ use std::{
 };
 
 use mercury_lab_agent::protocol::{self, Event, Hello, Request, VERSION, send};
+use rustix::net::{Shutdown, shutdown};
 
 use crate::error::{Context, Error, Result};
 
@@ -40,17 +42,18 @@ impl Shared {
 /// A connection to a machine's agent.
 #[derive(Debug)]
 pub struct Client {
-    socket: Mutex<UnixStream>,
+    socket: Mutex<File>,
     shared: Arc<Shared>,
     next: AtomicU32,
 }
 
 impl Client {
-    /// Listens on a connected socket.
+    /// Listens on a connected socket, whatever its family.
     ///
     /// # Errors
     /// If the socket cannot be shared.
-    pub fn new(socket: UnixStream) -> Result<Self> {
+    pub fn new(socket: impl Into<OwnedFd>) -> Result<Self> {
+        let socket = File::from(socket.into());
         let reader = socket.try_clone().context(|| "share the agent's socket".into())?;
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
@@ -115,11 +118,11 @@ impl Client {
 impl Drop for Client {
     fn drop(&mut self) {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = socket.shutdown(std::net::Shutdown::Both);
+        let _ = shutdown(&*socket, Shutdown::Both);
     }
 }
 
-fn listen(socket: UnixStream, shared: &Shared) {
+fn listen(socket: File, shared: &Shared) {
     let mut events = protocol::Receiver::new(socket);
     while let Ok(Some(event)) = events.receive::<Event>() {
         let mut state = shared.lock();
@@ -165,6 +168,8 @@ pub fn next_event(events: &Receiver<Event>, end: Instant, what: &str) -> Result<
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     fn hello(boot_id: &str) -> Event {

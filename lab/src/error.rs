@@ -36,6 +36,12 @@ pub enum Error {
     /// The machine's description contradicts itself.
     #[error("no such machine: {0}")]
     Spec(String),
+    /// The emulator that was chosen cannot do this: a test that ends so counts as skipped.
+    #[error("{}{reason}", Error::SKIPPED)]
+    Unsupported {
+        /// What it lacks.
+        reason: &'static str,
+    },
     /// QEMU's monitor answered with an error.
     #[error("QEMU refuses {command}: {answer}")]
     Monitor {
@@ -55,6 +61,9 @@ pub enum Error {
     /// The machine is not there any more.
     #[error("{0}: the machine has gone")]
     Gone(String),
+    /// The emulator has crashed before anything of Mercury's was in the machine.
+    #[error("the emulator crashed while the machine booted ({0})")]
+    Crashed(String),
     /// The agent could not do what it was asked.
     #[error("the machine could not {what}: {reason}")]
     Agent {
@@ -90,6 +99,19 @@ pub enum Error {
 }
 
 impl Error {
+    /// How [`Error::Unsupported`] begins.
+    pub const SKIPPED: &'static str = "skipped: ";
+
+    /// Whether the emulator crashed.
+    #[must_use]
+    pub fn is_crash(&self) -> bool {
+        match self {
+            Self::Crashed(_) => true,
+            Self::Scene { source, .. } => source.is_crash(),
+            _ => false,
+        }
+    }
+
     /// Whether something did not happen in time.
     #[must_use]
     pub fn is_timeout(&self) -> bool {

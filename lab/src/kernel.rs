@@ -20,7 +20,7 @@ use crate::{
 
 /// Modules that the way to the root disk and to the host needs, unless they are built in.
 const BOOT_MODULES: &[&str] =
-    &["nvme", "virtio_pci", "virtio_blk", "ahci", "sd_mod", "ext4", "virtio_console"];
+    &["nvme", "virtio_pci", "virtio_blk", "ahci", "ata_piix", "sd_mod", "ext4", "virtio_console"];
 
 /// Implementations that the kernel would ask for by alias; there is no modprobe in an initramfs, so they
 /// come first. Some kernels have them built in, or not at all.

@@ -13,8 +13,7 @@
 //!
 //! From the bottom up: `apt` finds the package mirror; `image` makes a root disk and a build root of a
 //! Debian release; `kernel` finds its kernels and packs an initramfs; `driver` and `artefacts` build the
-//! project and put it on a disk; `spec` describes a machine and `machine` runs it, with `qmp` (QEMU's
-//! monitor) and `client` (the agent inside, see the crate `mercury-lab-agent`) at its sides.
+//! project and put it on a disk; `spec` describes a machine and `machine` runs it in an `emulator`, with `client` (the agent inside, see the crate `mercury-lab-agent`) at its sides.
 
 pub mod apt;
 pub mod artefacts;
@@ -28,6 +27,7 @@ mod cpio;
 pub mod deb;
 pub mod demo;
 pub mod driver;
+pub mod emulator;
 pub mod error;
 pub mod hash;
 pub mod host;
@@ -39,13 +39,10 @@ pub mod live;
 pub mod lock;
 pub mod machine;
 pub mod markdown;
-pub mod newer_qemu;
 pub mod operator;
 pub mod owner;
 pub mod paths;
 pub mod progress;
-pub mod qmp;
-pub mod repaired_qemu;
 pub mod scene;
 pub mod soak;
 pub mod spec;
@@ -54,11 +51,11 @@ pub mod testmod;
 
 pub use command::{Background, Output, Stream};
 pub use driver::Variant;
+pub use emulator::qmp::{MachineCheck, Qmp};
 pub use error::{Error, Result};
 pub use image::{Image, Release};
 pub use kernel::Kernel;
 pub use lock::Reservation;
 pub use machine::Machine;
 pub use mercury_lab_agent::protocol::Exit;
-pub use qmp::{MachineCheck, Qmp};
-pub use spec::{Bus, Console, Icount, Init, Nic, Qemu, Reset, Spec};
+pub use spec::{Bus, Console, Icount, Init, Model, Nic, Platform, Qemu, Reset, Spec, Vendor};

@@ -1,11 +1,11 @@
-//! A machine that runs: QEMU, its monitor, its agent, its logs. It ends when this is dropped, and when
+//! A machine that runs: the emulator, its monitor, the agent, the logs. It ends when this is dropped, and when
 //! the process ends, however that happens.
 
 use std::{
     fs::{self, File},
-    net::TcpListener,
-    os::unix::net::UnixStream,
-    path::PathBuf,
+    io,
+    net::{TcpListener, TcpStream},
+    os::{fd::OwnedFd, unix::process::ExitStatusExt},
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -19,24 +19,23 @@ use crate::{
     artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
+    emulator::{self, AgentSocket, Files, Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
     host, hung,
     image::Image,
     lock::Reservation,
-    newer_qemu, owner,
-    qmp::Qmp,
-    repaired_qemu,
+    owner,
     scene::Scene,
-    spec::{Console, Files, QEMU, Qemu as QemuVersion, Spec, file, qemu_arguments},
+    spec::{Console, Platform, Spec, Vendor},
 };
 
 /// A running machine.
 #[derive(Debug)]
 pub struct Machine {
     spec: Spec,
-    arguments: Vec<String>,
-    process: Qemu,
-    qmp: Qmp,
+    start: Start,
+    process: Emulator,
+    qmp: Option<Qmp>,
     link: Link,
     kernel: String,
     boot_time: Duration,
@@ -70,14 +69,14 @@ impl Machine {
     pub fn shell(spec: Spec) -> Result<()> {
         let prepared = Prepared::new(spec.console(Console::Terminal))?;
         let terminal = Terminal::save();
-        let mut process = prepared.start_qemu()?;
+        let mut process = prepared.start_emulator()?;
         let status = watch(&mut process, &terminal);
         drop(terminal);
         let status = status?;
-        if status.success() {
+        if prepared.meaning_of(status).success() {
             return Ok(());
         }
-        Err(prepared.scene.blame(Error::Gone(format!("QEMU ended with {status}"))))
+        Err(prepared.scene.blame(Error::Gone(format!("the emulator ended with {status}"))))
     }
 
     /// Cuts the power if it is still on, and starts the machine again with the disks as they are.
@@ -86,8 +85,20 @@ impl Machine {
     /// As for [`Machine::boot`].
     pub fn start_again(self) -> Result<Self> {
         self.power_cut()?;
-        let Self { spec, arguments, link, _slot, .. } = self;
-        Prepared { spec, arguments, scene: link.scene }.start(_slot)
+        let Self { spec, start, link, _slot, .. } = self;
+        Prepared { spec, start, scene: link.scene }.start(_slot)
+    }
+
+    /// Whose processor it has.
+    #[must_use]
+    pub fn vendor(&self) -> Vendor {
+        self.spec.platform.vendor()
+    }
+
+    /// Whether it has a network card.
+    #[must_use]
+    pub fn has_network(&self) -> bool {
+        self.spec.nic.is_some()
     }
 
     /// The release of the kernel that runs.
@@ -96,21 +107,21 @@ impl Machine {
         &self.kernel
     }
 
-    /// From QEMU's start to the agent's first word, in wall time.
+    /// From the emulator's start to the agent's first word, in wall time.
     #[must_use]
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
 
-    /// What QEMU was started with.
+    /// What the emulator was started with.
     #[must_use]
-    pub fn qemu_arguments(&self) -> &[String] {
-        &self.arguments
+    pub fn arguments(&self) -> &[String] {
+        &self.start.arguments
     }
 
-    /// QEMU's process ID on this host.
+    /// The emulator's process ID on this host.
     #[must_use]
-    pub fn qemu_pid(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.process.lock().id()
     }
 
@@ -219,9 +230,11 @@ impl Machine {
     }
 
     /// QEMU's monitor.
-    #[must_use]
-    pub fn qmp(&self) -> &Qmp {
-        &self.qmp
+    ///
+    /// # Errors
+    /// If the machine does not run in QEMU.
+    pub fn qmp(&self) -> Result<&Qmp> {
+        self.qmp.as_ref().ok_or(Error::Unsupported { reason: "Bochs has no monitor" })
     }
 
     /// The port on 127.0.0.1 for `target remote`, if the machine was asked to have one.
@@ -261,16 +274,16 @@ impl Machine {
         up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
-    /// How often this machine has booted since QEMU started.
+    /// How often this machine has booted since the emulator started.
     #[must_use]
     pub fn boots(&self) -> u32 {
         self.link.client.boots()
     }
 
-    /// Ends QEMU at once, as a power cut does; the disks stay as they are.
+    /// Ends the emulator at once, as a power cut does; the disks stay as they are.
     ///
     /// # Errors
-    /// If QEMU cannot be killed.
+    /// If it cannot be killed.
     pub fn power_cut(&self) -> Result<()> {
         self.process.kill()
     }
@@ -281,9 +294,10 @@ impl Machine {
     /// If `limit` passes.
     pub fn wait_shutdown(&self, limit: Duration) -> Result<ExitStatus> {
         let ended = wait_for("the machine to end", patient(limit), || {
-            self.process.lock().try_wait().context(|| "wait for QEMU".into())
+            self.process.lock().try_wait().context(|| "wait for the emulator".into())
         });
-        ended.map_err(|error| self.blame_silent(error))
+        let meaning = |status| meaning_of(self.spec.platform, &self.link.scene, status);
+        ended.map(meaning).map_err(|error| self.blame_silent(error))
     }
 
     /// Powers the machine off from inside.
@@ -303,8 +317,8 @@ impl Machine {
 
     /// For what did not happen in time: finds out what the machine is doing.
     fn blame_silent(&self, error: Error) -> Error {
-        if matches!(error, Error::Timeout { .. }) {
-            autopsy::perform(&self.qmp, &self.link.scene, u64::from(self.spec.memory_mib) << 20);
+        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.qmp) {
+            autopsy::perform(qmp, &self.link.scene, u64::from(self.spec.memory_mib) << 20);
         }
         self.link.scene.blame(error)
     }
@@ -315,32 +329,47 @@ impl Machine {
     }
 }
 
-/// QEMU's process, which ends with this.
-#[derive(Debug)]
-struct Qemu(Mutex<Child>);
+/// Bochs calls a power-off a failure.
+fn meaning_of(platform: Platform, scene: &Scene, status: ExitStatus) -> ExitStatus {
+    match platform {
+        Platform::Bochs(_) if bochs::has_powered_off(scene) => ExitStatus::from_raw(0),
+        _ => status,
+    }
+}
 
-impl Qemu {
+/// The emulator's process, which ends with this.
+#[derive(Debug)]
+struct Emulator(Mutex<Child>);
+
+impl Emulator {
     fn lock(&self) -> MutexGuard<'_, Child> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn kill(&self) -> Result<()> {
         let mut process = self.lock();
-        process.kill().context(|| "kill QEMU".into())?;
-        process.wait().context(|| "wait for QEMU".into()).map(drop)
+        process.kill().context(|| "kill the emulator".into())?;
+        process.wait().context(|| "wait for the emulator".into()).map(drop)
     }
 }
 
-impl Drop for Qemu {
+impl Drop for Emulator {
     fn drop(&mut self) {
         let _ = self.kill();
     }
 }
 
+/// The ways into a machine that has started.
+struct Connected {
+    qmp: Option<Qmp>,
+    client: Client,
+    hello: Hello,
+}
+
 /// A machine with everything in place, not started yet.
 struct Prepared {
     spec: Spec,
-    arguments: Vec<String>,
+    start: Start,
     scene: Arc<Scene>,
 }
 
@@ -354,21 +383,20 @@ impl Prepared {
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
         }
-        if let Some(program) = emulator(&spec)? {
-            spec.qemu = program.to_string_lossy().into_owned();
-        }
         let scene = Scene::new(&spec)?;
-        make_overlay(&scene, file::ROOT, &["-F", "raw", "-b", &image.disk().to_string_lossy()])?;
-        for (index, (_, mib)) in spec.disks.iter().enumerate() {
-            make_overlay(&scene, &file::disk(index), &[&format!("{mib}M")])?;
-        }
-        let files = Files { vmlinuz: &kernel.vmlinuz, initramfs: &initramfs, lab_disk: &artefacts.disk };
-        let arguments = qemu_arguments(&spec, &files);
-        Ok(Self { spec, arguments, scene: Arc::new(scene) })
+        let files = Files {
+            vmlinuz: &kernel.vmlinuz,
+            initramfs: &initramfs,
+            root_disk: &image.disk(),
+            lab_disk: &artefacts.disk,
+        };
+        let start = emulator::prepare(&spec, files, &scene)?;
+        Ok(Self { spec, start, scene: Arc::new(scene) })
     }
 
     /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
-    /// emulator's or the kernel's hang on the way there is recorded, and the machine gets a second try.
+    /// emulator's or the kernel's hang on the way there, or the emulator's crash, is recorded, and the machine gets
+    /// a second try.
     fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
         let spec = self.spec.clone();
         let started = or_again(self.start(None), |error| {
@@ -380,12 +408,12 @@ impl Prepared {
 
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
         let started = Instant::now();
-        let (process, (qmp, client, hello)) = self.start_and_connect()?;
+        let (process, Connected { qmp, client, hello }) = self.start_and_connect()?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
-            arguments: self.arguments,
-            process: Qemu(Mutex::new(process)),
+            start: self.start,
+            process: Emulator(Mutex::new(process)),
             qmp,
             kernel: hello.kernel,
             boot_time: started.elapsed(),
@@ -393,11 +421,16 @@ impl Prepared {
         })
     }
 
-    fn start_and_connect(&self) -> Result<(Child, (Qmp, Client, Hello))> {
-        let mut process = self.start_qemu()?;
+    fn meaning_of(&self, status: ExitStatus) -> ExitStatus {
+        meaning_of(self.spec.platform, &self.scene, status)
+    }
+
+    fn start_and_connect(&self) -> Result<(Child, Connected)> {
+        let mut process = self.start_emulator()?;
         match self.connect(&mut process) {
             Ok(connected) => Ok((process, connected)),
             Err(error) => {
+                let error = crash_of(&mut process).map_or(error, Error::Crashed);
                 let _ = process.kill();
                 let _ = process.wait();
                 Err(self.scene.blame(error))
@@ -405,74 +438,84 @@ impl Prepared {
         }
     }
 
-    fn start_qemu(&self) -> Result<Child> {
+    fn start_emulator(&self) -> Result<Child> {
         let dir = self.scene.dir();
-        let record = format!("{} {}\n", self.spec.qemu, host::quoted(&self.arguments));
-        fs::write(dir.join("qemu.args"), record).context(|| "record QEMU's arguments".into())?;
-        let log = File::create(dir.join("qemu.log")).context(|| "make QEMU's log".into())?;
-        let mut qemu = Program::new(&self.spec.qemu);
-        qemu.args(&self.arguments).current_dir(dir);
+        let Start { program, arguments, .. } = &self.start;
+        let record = format!("{} {}\n", program.display(), host::quoted(arguments));
+        fs::write(dir.join(file::COMMAND), record).context(|| "record the emulator's arguments".into())?;
+        let log = File::create(dir.join(file::EMULATOR)).context(|| "make the emulator's log".into())?;
+        let mut emulator = Program::new(program);
+        emulator.args(arguments).current_dir(dir);
         if self.spec.console == Console::Log {
-            let copy = log.try_clone().context(|| "share QEMU's log".into())?;
-            qemu.stdin(Stdio::null()).stdout(copy);
+            let copy = log.try_clone().context(|| "share the emulator's log".into())?;
+            emulator.stdin(Stdio::null()).stdout(copy);
         }
-        qemu.stderr(log);
-        owner::spawn(qemu).context(|| format!("start {}", self.spec.qemu))
+        emulator.stderr(log);
+        owner::spawn(emulator).context(|| format!("start {}", program.display()))
     }
 
-    fn connect(&self, process: &mut Child) -> Result<(Qmp, Client, Hello)> {
-        let monitor = self.connect_socket(process, file::MONITOR)?;
-        let qmp = Qmp::new(monitor, Some(Arc::clone(&self.scene)))?;
-        let client = Client::new(self.connect_socket(process, file::AGENT)?)?;
+    fn connect(&self, process: &mut Child) -> Result<Connected> {
+        let qmp = match self.spec.platform {
+            Platform::Qemu => {
+                let monitor = self.connect_socket(process, |scene| scene.connect(file::MONITOR))?;
+                Some(Qmp::new(monitor, Some(Arc::clone(&self.scene)))?)
+            }
+            Platform::Bochs(_) => None,
+        };
+        let agent: OwnedFd = match &self.start.agent {
+            AgentSocket::Unix(name) => self.connect_socket(process, |scene| scene.connect(name))?.into(),
+            AgentSocket::Tcp(listener) => self.connect_socket(process, |_| accept(listener))?.into(),
+        };
+        let client = Client::new(agent)?;
         let hello = wait_for("the machine to boot", patient(self.spec.boot_limit), || {
             refuse_ended(process)?;
             client.hello_after(0, Duration::from_millis(100))
         });
-        if matches!(hello, Err(Error::Timeout { .. })) {
-            autopsy::perform(&qmp, &self.scene, u64::from(self.spec.memory_mib) << 20);
+        if let (Err(Error::Timeout { .. }), Some(qmp)) = (&hello, &qmp) {
+            autopsy::perform(qmp, &self.scene, u64::from(self.spec.memory_mib) << 20);
         }
-        Ok((qmp, client, hello?))
+        Ok(Connected { qmp, client, hello: hello? })
     }
 
-    fn connect_socket(&self, process: &mut Child, name: &str) -> Result<UnixStream> {
-        wait_for("QEMU to listen", patient(Duration::from_secs(30)), || {
+    fn connect_socket<S>(&self, process: &mut Child, connect: impl Fn(&Scene) -> io::Result<S>) -> Result<S> {
+        wait_for("the emulator to be there", patient(Duration::from_secs(30)), || {
             refuse_ended(process)?;
-            Ok(self.scene.connect(name).ok())
+            Ok(connect(&self.scene).ok())
         })
     }
 }
 
-/// What did not come in time gets a second try; what failed otherwise has failed.
+/// A connection that is there already, to be read and written as usual.
+fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
+    listener.set_nonblocking(true)?;
+    let (stream, _) = listener.accept()?;
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// What did not come in time, or not for a crash of the emulator, gets a second try; what failed otherwise has failed.
 fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Result<T> {
     match first {
-        Err(error) if error.is_timeout() => again(&error),
+        Err(error) if error.is_timeout() || error.is_crash() => again(&error),
         first => first,
     }
 }
 
-/// The program of a version of QEMU, unless the machine names one of its own.
-fn emulator(spec: &Spec) -> Result<Option<PathBuf>> {
-    match spec.qemu_version {
-        QemuVersion::Newer => newer_qemu::ensure().map(Some),
-        QemuVersion::Host if spec.qemu == QEMU => repaired_qemu::ensure(QEMU).map(Some),
-        QemuVersion::Host => Ok(None),
-    }
+/// How the emulator crashed, if it did: by a signal that nobody sent. It may be about to end.
+fn crash_of(process: &mut Child) -> Option<String> {
+    const OWN_FAULTS: [i32; 3] = [6, 7, 11];
+    let ended = wait_for("the emulator's end", Duration::from_secs(1), || {
+        process.try_wait().context(|| "look after the emulator".into())
+    });
+    let status = ended.ok()?;
+    status.signal().filter(|signal| OWN_FAULTS.contains(signal)).map(|_| status.to_string())
 }
 
 fn refuse_ended(process: &mut Child) -> Result<()> {
-    match process.try_wait().context(|| "look after QEMU".into())? {
-        Some(status) => Err(Error::Gone(format!("QEMU ended while the machine booted ({status})"))),
+    match process.try_wait().context(|| "look after the emulator".into())? {
+        Some(status) => Err(Error::Gone(format!("the emulator ended while the machine booted ({status})"))),
         None => Ok(()),
     }
-}
-
-fn make_overlay(scene: &Scene, name: &str, arguments: &[&str]) -> Result<()> {
-    let mut command = Program::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2"]);
-    let (options, size): (Vec<&str>, Vec<&str>) =
-        if arguments.len() > 1 { (arguments.to_vec(), vec![]) } else { (vec![], arguments.to_vec()) };
-    command.args(options).arg(scene.dir().join(name)).args(size);
-    host::run("making a disk", "qemu-img", &mut command)
 }
 
 fn free_port() -> Result<u16> {
@@ -484,7 +527,7 @@ fn free_port() -> Result<u16> {
 /// between the terminal and us passes the hang-up on.
 fn watch(process: &mut Child, terminal: &Terminal) -> Result<ExitStatus> {
     loop {
-        if let Some(status) = process.try_wait().context(|| "wait for QEMU".into())? {
+        if let Some(status) = process.try_wait().context(|| "wait for the emulator".into())? {
             return Ok(status);
         }
         if terminal.is_closed() {
@@ -527,7 +570,10 @@ mod tests {
     }
 
     #[test]
-    fn only_silence_gets_a_second_try() {
+    fn silence_and_crashes_get_a_second_try() {
+        let crashed =
+            Error::Scene { source: Box::new(Error::Crashed("SIGSEGV".into())), scene: String::new() };
+        assert!(matches!(or_again(Err(crashed), |error| Ok(error.is_crash())), Ok(true)));
         assert!(matches!(or_again(Err(silence()), |error| Ok(error.is_timeout())), Ok(true)));
         assert!(or_again::<()>(Err(silence()), |_| Err(silence())).is_err_and(|error| error.is_timeout()));
         let gone = Err(Error::Gone("panic".into()));

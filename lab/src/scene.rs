@@ -11,11 +11,12 @@ use std::{
 
 use crate::{
     autopsy,
+    emulator::file,
     error::{Context, Error, Result},
     host,
     lock::Lock,
     paths,
-    spec::{Spec, file},
+    spec::Spec,
 };
 
 /// How long evidence is kept.
@@ -101,15 +102,15 @@ impl Scene {
 
     fn describe(&self) -> String {
         let serial = host::tail(&self.dir.join(file::SERIAL), SERIAL_LINES);
-        let qemu = fs::read_to_string(self.dir.join("qemu.log")).unwrap_or_default();
+        let said = fs::read_to_string(self.dir.join(file::EMULATOR)).unwrap_or_default();
         // QEMU says at each start what of the processor it does not emulate.
-        let qemu: Vec<&str> = qemu.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
-        let qemu = qemu.join("\n");
+        let said: Vec<&str> = said.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
+        let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
         let autopsy = fs::read_to_string(self.dir.join(autopsy::REPORT)).unwrap_or_default();
         let all = [
             ("the last of its serial console", serial),
-            ("the last of QEMU", qemu),
+            ("the last of the emulator", said),
             ("from outside", autopsy),
         ];
         for (name, said) in all {

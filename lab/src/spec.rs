@@ -1,6 +1,6 @@
-//! The description of a machine, and the QEMU command line that it comes to.
+//! The description of a machine.
 
-use std::{path::Path, time::Duration};
+use std::{fmt, str::FromStr, time::Duration};
 
 use crate::{
     driver::Variant,
@@ -12,8 +12,117 @@ use crate::{
 /// The processor unless a machine asks for another: SVM with nested paging, as far as QEMU emulates it.
 pub const CPU: &str = "EPYC,+svm,+npt";
 
+/// In seconds. A kernel in Bochs takes most of a minute for the checksum of a crash kernel.
+const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
+
 /// The emulator's name.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";
+
+/// What emulates a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Platform {
+    /// QEMU, with an AMD processor in the words of [`Spec::cpu`].
+    Qemu,
+    /// Bochs, with a processor that exists.
+    Bochs(Model),
+}
+
+/// A processor of Bochs's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Model {
+    /// AMD's Zen: SVM with next-RIP and flushes by address-space identifier.
+    Ryzen,
+    /// Intel's Core i7-2600K of 2011, without 1 GiB pages.
+    SandyBridge,
+    /// Intel's Core i7-4770 of 2013.
+    Haswell,
+    /// Intel's Core i7-7800X of 2017, with AVX-512.
+    SkylakeX,
+    /// Intel's Core i5-1135G7 of 2020, with control-flow enforcement and protection keys.
+    TigerLake,
+}
+
+/// Whose processor a machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// AMD: SVM.
+    Amd,
+    /// Intel: VMX.
+    Intel,
+}
+
+impl Vendor {
+    /// KVM's module for it.
+    #[must_use]
+    pub fn kvm_module(self) -> &'static str {
+        match self {
+            Self::Amd => "kvm_amd",
+            Self::Intel => "kvm_intel",
+        }
+    }
+
+    /// What names its code in the driver and in the hypervisor begin with.
+    #[must_use]
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Self::Amd => "svm",
+            Self::Intel => "vmx",
+        }
+    }
+}
+
+impl Platform {
+    const NAMES: [(&str, Self); 6] = [
+        ("amd", Self::Qemu),
+        ("bochs-amd", Self::Bochs(Model::Ryzen)),
+        ("intel", Self::Bochs(Model::SkylakeX)),
+        ("intel-sandybridge", Self::Bochs(Model::SandyBridge)),
+        ("intel-haswell", Self::Bochs(Model::Haswell)),
+        ("intel-tigerlake", Self::Bochs(Model::TigerLake)),
+    ];
+
+    /// Whose processor it has.
+    #[must_use]
+    pub fn vendor(self) -> Vendor {
+        match self {
+            Self::Qemu | Self::Bochs(Model::Ryzen) => Vendor::Amd,
+            Self::Bochs(_) => Vendor::Intel,
+        }
+    }
+
+    /// For a test that only machines of one vendor can run.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with `reason` if the chosen one is another's.
+    pub fn need(vendor: Vendor, reason: &'static str) -> Result<()> {
+        if Self::chosen()?.vendor() == vendor { Ok(()) } else { Err(Error::Unsupported { reason }) }
+    }
+
+    /// What `LAB` in the environment chooses for all machines that do not say otherwise.
+    ///
+    /// # Errors
+    /// If it names nothing that there is.
+    pub fn chosen() -> Result<Self> {
+        std::env::var("LAB").map_or(Ok(Self::Qemu), |name| name.parse().map_err(Error::Spec))
+    }
+}
+
+impl fmt::Display for Platform {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(_, platform)| platform == self).map_or("?", |(name, _)| *name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for Platform {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = Self::NAMES.iter().find(|(known, _)| *known == name);
+        let all = || Self::NAMES.map(|(name, _)| name).join(", ");
+        found.map(|(_, platform)| *platform).ok_or_else(|| format!("LAB={name}: there are {}", all()))
+    }
+}
 
 /// What a disk hangs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +179,7 @@ pub enum Icount {
 pub enum Qemu {
     /// The one that this host has.
     Host,
-    /// See [`crate::newer_qemu`].
+    /// See [`crate::emulator::newer_qemu`].
     Newer,
 }
 
@@ -87,6 +196,7 @@ pub enum Console {
 /// them, and the artefacts' disk at `/mercury`.
 #[derive(Clone, Debug)]
 pub struct Spec {
+    pub(crate) platform: Platform,
     pub(crate) kernel: Kernel,
     pub(crate) cpus: u32,
     pub(crate) max_cpus: u32,
@@ -115,6 +225,7 @@ impl Spec {
     #[must_use]
     pub fn new(kernel: Kernel) -> Self {
         Self {
+            platform: Platform::chosen().unwrap_or(Platform::Qemu),
             kernel,
             cpus: 2,
             max_cpus: 0,
@@ -139,6 +250,13 @@ impl Spec {
             console: Console::Log,
             boot_limit: Duration::from_secs(90),
         }
+    }
+
+    /// What emulates it, whatever `LAB` says.
+    #[must_use]
+    pub fn platform(mut self, platform: Platform) -> Self {
+        self.platform = platform;
+        self
     }
 
     /// Processors at the start.
@@ -284,7 +402,11 @@ impl Spec {
     /// One line for people.
     #[must_use]
     pub fn summary(&self) -> String {
-        format!("{}, {} CPUs ({}), {} MiB", self.kernel, self.cpus, self.cpu_model, self.memory_mib)
+        let cpu = match self.platform {
+            Platform::Qemu => self.cpu_model.clone(),
+            bochs @ Platform::Bochs(_) => bochs.to_string(),
+        };
+        format!("{}, {} CPUs ({cpu}), {} MiB", self.kernel, self.cpus, self.memory_mib)
     }
 
     /// Refuses what cannot work, by name.
@@ -298,203 +420,73 @@ impl Spec {
         if self.icount.is_some() && self.cpus.max(self.max_cpus) > 1 {
             return refuse("with icount a second processor never comes up");
         }
+        if let Some(reason) = self.unsupported() {
+            return Err(Error::Unsupported { reason });
+        }
         if cloud && (ahci || self.nic == Some(Nic::E1000e)) {
             return refuse("the cloud kernels have no driver for AHCI and e1000e");
         }
         Ok(())
     }
-}
 
-/// The files that a machine is booted from.
-#[derive(Clone, Debug)]
-pub(crate) struct Files<'a> {
-    pub vmlinuz: &'a Path,
-    pub initramfs: &'a Path,
-    pub lab_disk: &'a Path,
-}
-
-/// Names of a machine's own files, in its directory, which is QEMU's working directory.
-pub(crate) mod file {
-    pub const ROOT: &str = "root.qcow2";
-    pub const SERIAL: &str = "serial.log";
-    pub const AGENT: &str = "agent.sock";
-    pub const MONITOR: &str = "qmp.sock";
-
-    pub fn disk(index: usize) -> String {
-        format!("disk{index}.qcow2")
-    }
-}
-
-/// QEMU's arguments for a machine.
-pub(crate) fn qemu_arguments(spec: &Spec, files: &Files<'_>) -> Vec<String> {
-    let mut args = Arguments::default();
-    processors(&mut args, spec);
-    boot_and_disks(&mut args, spec, files);
-    channels(&mut args, spec);
-    if let Some(nic) = spec.nic {
-        let model = if nic == Nic::Virtio { "virtio-net-pci" } else { "e1000e" };
-        args.add("-netdev", "user,id=net0");
-        args.add("-device", &format!("{model},netdev=net0,romfile="));
-    }
-    if spec.reset == Reset::Ends {
-        args.flag("-no-reboot");
-    }
-    if let Some(port) = spec.gdb_port {
-        args.add("-gdb", &format!("tcp:127.0.0.1:{port}"));
-    }
-    args.0.extend(spec.qemu_args.iter().cloned());
-    args.0
-}
-
-#[derive(Default)]
-struct Arguments(Vec<String>);
-
-impl Arguments {
-    fn flag(&mut self, flag: &str) {
-        self.0.push(flag.to_owned());
+    /// What a machine in Bochs cannot have.
+    fn unsupported(&self) -> Option<&'static str> {
+        let wanted = [
+            (
+                !self.disks.is_empty() || self.root_bus != Bus::Nvme,
+                "Bochs has IDE disks only, and none to spare",
+            ),
+            (self.nic.is_some(), "Bochs has no network card that the lab uses"),
+            (self.cpu_model != CPU || self.phys_bits.is_some(), "this is about a processor of QEMU's"),
+            (self.console == Console::Terminal, "Bochs shows its console on no terminal"),
+            (self.max_cpus != 0, "Bochs has no hotplug of processors"),
+            (self.wants_gdb, "Bochs has no gdb stub for several processors"),
+            (self.icount.is_some(), "this counts instructions with QEMU's icount"),
+            (!self.qemu_args.is_empty(), "this is about a device of QEMU's"),
+        ];
+        let found = wanted.into_iter().find(|(wanted, _)| *wanted && self.platform != Platform::Qemu);
+        found.map(|(_, reason)| reason)
     }
 
-    fn add(&mut self, flag: &str, value: &str) {
-        self.flag(flag);
-        self.flag(value);
+    /// `panic=-1`: a panic ends the machine at once.
+    pub(crate) fn kernel_command_line(&self) -> String {
+        let init = if self.init == Init::Systemd { "systemd" } else { "agent" };
+        let mut words = vec![
+            "console=ttyS0".to_owned(),
+            "quiet".to_owned(),
+            "no_timer_check".to_owned(),
+            "panic=-1".to_owned(),
+            format!("lab.init={init}"),
+            format!("lab.host={}", self.kernel.release()),
+            format!("lab.modules={}", self.modules.directory()),
+        ];
+        words.extend(self.clock().iter().map(|&word| word.to_owned()));
+        if self.platform != Platform::Qemu {
+            words.push("lab.port=ttyS1".to_owned());
+        }
+        if self.console == Console::Terminal {
+            words.push("lab.shell=1".to_owned());
+        }
+        words.extend(self.kernel_args.iter().cloned());
+        words.join(" ")
     }
-}
 
-fn processors(args: &mut Arguments, spec: &Spec) {
-    args.flag("-nodefaults");
-    args.add("-display", "none");
-    args.add("-machine", "q35");
-    let threads = if spec.icount.is_some() { "single" } else { "multi" };
-    args.add("-accel", &format!("tcg,thread={threads}"));
-    let width = spec.phys_bits.map(|bits| format!(",phys-bits={bits}")).unwrap_or_default();
-    args.add("-cpu", &format!("{}{width}", spec.cpu_model));
-    let most = spec.cpus.max(spec.max_cpus);
-    args.add("-smp", &format!("{},maxcpus={most}", spec.cpus));
-    args.add("-m", &format!("{}M", spec.memory_mib));
-    match spec.icount {
-        Some(Icount::Exact) => args.add("-icount", "shift=0"),
-        Some(Icount::NoSleep { shift }) => args.add("-icount", &format!("shift={shift},sleep=off")),
-        None => {}
+    /// The emulated TSC is reliable, and without this the kernel would use the HPET; but for the frequency
+    /// that Bochs's later models say they have: time would pass fifty times too slowly, or more so.
+    fn clock(&self) -> &'static [&'static str] {
+        match self.platform {
+            Platform::Bochs(Model::SkylakeX | Model::TigerLake) => {
+                &["tsc=unstable", "clocksource=acpi_pm", PATIENT_WATCHDOG]
+            }
+            Platform::Bochs(_) => &["tsc=reliable", PATIENT_WATCHDOG],
+            Platform::Qemu => &["tsc=reliable"],
+        }
     }
-}
-
-fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: &Files<'_>) {
-    args.add("-kernel", &files.vmlinuz.to_string_lossy());
-    args.add("-initrd", &files.initramfs.to_string_lossy());
-    args.add("-append", &kernel_command_line(spec));
-    if uses_ahci(spec) {
-        args.add("-device", "ahci,id=sata");
-    }
-    disk(args, spec.root_bus, "root", &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
-    let lab = format!("file={},format=raw,read-only=on", files.lab_disk.to_string_lossy().replace(',', ",,"));
-    // AHCI's disks cannot be read-only.
-    let lab_bus = if spec.root_bus == Bus::Ahci { Bus::Virtio } else { spec.root_bus };
-    disk(args, lab_bus, "lab", &lab);
-    for (index, (bus, _)) in spec.disks.iter().enumerate() {
-        let backing = format!("file={},format=qcow2,cache=unsafe", file::disk(index));
-        disk(args, *bus, &format!("disk{index}"), &backing);
-    }
-}
-
-fn uses_ahci(spec: &Spec) -> bool {
-    spec.root_bus == Bus::Ahci || spec.disks.iter().any(|(bus, _)| *bus == Bus::Ahci)
-}
-
-fn disk(args: &mut Arguments, bus: Bus, id: &str, backing: &str) {
-    args.add("-drive", &format!("if=none,id={id},{backing}"));
-    let device = match bus {
-        Bus::Nvme => "nvme",
-        Bus::Virtio => "virtio-blk-pci",
-        // Each takes the next free port of the controller.
-        Bus::Ahci => "ide-hd",
-    };
-    args.add("-device", &format!("{device},drive={id},serial=mercury-{id}"));
-}
-
-fn channels(args: &mut Arguments, spec: &Spec) {
-    let log = format!("logfile={},logappend=on", file::SERIAL);
-    match spec.console {
-        Console::Log => args.add("-chardev", &format!("null,id=console,{log}")),
-        Console::Terminal => args.add("-chardev", &format!("stdio,id=console,signal=off,{log}")),
-    }
-    args.add("-serial", "chardev:console");
-    args.add("-chardev", &format!("socket,id=agent,path={},server=on,wait=off", file::AGENT));
-    args.add("-device", "virtio-serial-pci");
-    let port = mercury_lab_agent::PORT_NAME;
-    args.add("-device", &format!("virtserialport,chardev=agent,name={port}"));
-    args.add("-chardev", &format!("socket,id=qmp,path={},server=on,wait=off", file::MONITOR));
-    args.add("-mon", "chardev=qmp,mode=control");
-}
-
-/// `tsc=reliable`: the emulated TSC is, and without it the kernel would use the HPET. `panic=-1`: a
-/// panic ends the machine at once.
-fn kernel_command_line(spec: &Spec) -> String {
-    let init = if spec.init == Init::Systemd { "systemd" } else { "agent" };
-    let mut words = vec![
-        "console=ttyS0".to_owned(),
-        "quiet".to_owned(),
-        "tsc=reliable".to_owned(),
-        "no_timer_check".to_owned(),
-        "panic=-1".to_owned(),
-        format!("lab.init={init}"),
-        format!("lab.host={}", spec.kernel.release()),
-        format!("lab.modules={}", spec.modules.directory()),
-    ];
-    if spec.console == Console::Terminal {
-        words.push("lab.shell=1".to_owned());
-    }
-    words.extend(spec.kernel_args.iter().cloned());
-    words.join(" ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn arguments(spec: &Spec) -> String {
-        let files =
-            Files { vmlinuz: Path::new("/k"), initramfs: Path::new("/i"), lab_disk: Path::new("/a,b") };
-        qemu_arguments(spec, &files).join(" ")
-    }
-
-    #[test]
-    fn a_plain_machine() {
-        let line = arguments(&Spec::new(Kernel::BookwormCloud));
-        for part in
-            ["-cpu EPYC,+svm,+npt ", "-smp 2,maxcpus=2", "-m 1024M", "thread=multi", "-no-reboot", "/a,,b"]
-        {
-            assert!(line.contains(part), "{part} is not in {line}");
-        }
-        assert!(!line.contains("-netdev") && !line.contains("-gdb") && !line.contains("-icount"));
-    }
-
-    #[test]
-    fn what_is_asked_for_reaches_qemu() {
-        let spec = Spec::new(Kernel::TrixieGeneric)
-            .cpus(1)
-            .cpu_feature("-pdpe1gb")
-            .phys_bits(46)
-            .nic(Nic::E1000e)
-            .disk(Bus::Ahci, 64)
-            .icount(Icount::NoSleep { shift: 3 })
-            .kernel_arg("nokaslr")
-            .reset(Reset::Restarts)
-            .modules(Variant::Faults)
-            .qemu_arg("-S");
-        let line = arguments(&spec);
-        for part in [
-            "EPYC,+svm,+npt,-pdpe1gb,phys-bits=46",
-            "e1000e,netdev",
-            "ide-hd,drive=disk0",
-            "shift=3,sleep=off",
-            "nokaslr",
-            "lab.modules=modules-faults",
-            " -S",
-        ] {
-            assert!(line.contains(part), "{part} is not in {line}");
-        }
-        assert!(!line.contains("-no-reboot"));
-    }
 
     #[test]
     fn what_cannot_work_is_refused() {

@@ -6,7 +6,7 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
 };
@@ -15,11 +15,13 @@ use serde_json::Value;
 
 use crate::{
     artefacts, check,
+    emulator::{bochs_build, newer_qemu},
     error::{Context, Error, Result},
     hung,
     image::{Image, Release},
     lock::Reservation,
-    newer_qemu, paths,
+    paths,
+    spec::Platform,
 };
 
 /// Tests counted.
@@ -33,6 +35,8 @@ pub struct Tally {
     pub skipped: u32,
     /// Those that failed, by name.
     pub failures: Vec<String>,
+    /// Those that the chosen emulator cannot run, by name, and why.
+    pub unsupported: Vec<String>,
 }
 
 impl Tally {
@@ -41,6 +45,14 @@ impl Tally {
         self.failed += other.failed;
         self.skipped += other.skipped;
         self.failures.extend(other.failures);
+        self.unsupported.extend(other.unsupported);
+    }
+
+    /// Takes a test that has said that the emulator cannot run it from those that failed.
+    fn skip(&mut self, name: &str, reason: &str) {
+        let Some(place) = self.failures.iter().position(|failed| failed == name) else { return };
+        self.failures.remove(place);
+        self.unsupported.push(format!("{name}: {reason}"));
     }
 
     /// Adds what a test program says of a test that failed, `test NAME ... FAILED`, and at its end:
@@ -70,6 +82,7 @@ impl Tally {
 /// # Errors
 /// If the tests cannot be run at all.
 pub fn run(filter: Option<&str>) -> Result<Tally> {
+    Platform::chosen()?;
     ensure_artefacts()?;
     let mut tally = Tally::default();
     match filter {
@@ -89,6 +102,9 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
         }
     }
     tally.failures.iter().for_each(|name| println!("FAILED {name}"));
+    tally.unsupported.iter().for_each(|one| println!("SKIPPED {one}"));
+    tally.failed -= tally.unsupported.len() as u32;
+    tally.skipped += tally.unsupported.len() as u32;
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
     Ok(tally)
 }
@@ -114,6 +130,7 @@ fn ensure_artefacts() -> Result<()> {
         let mut all =
             Vec::from(Release::ALL.map(|release| scope.spawn(move || Image::ensure(release).map(drop))));
         all.push(scope.spawn(|| newer_qemu::ensure().map(drop)));
+        all.push(scope.spawn(|| bochs_build::ensure().map(drop)));
         all.push(
             scope.spawn(|| {
                 Release::ALL.into_iter().try_for_each(|release| artefacts::ensure(release).map(drop))
@@ -143,23 +160,61 @@ fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     run_counting("", &mut cargo)
 }
 
+/// Tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
+/// processor can show. `make test LAB=intel` runs all that one can.
+const ON_BOCHS: &[(&str, &str, &[&str])] = &[
+    ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
+    ("intel", "applications", &["registers_and_results"]),
+    ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
+    ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
+    ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
+    ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+    ("intel-tigerlake", "applications", &["shadow_stacks"]),
+    ("bochs-amd", "applications", &["segments_and_ports"]),
+];
+
 /// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
 /// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
 fn run_lab_tests() -> Result<Tally> {
     let programs = build_lab_tests()?;
+    let in_bochs = if Platform::chosen()? == Platform::Qemu { ON_BOCHS } else { &[] };
     thread::scope(|scope| {
-        let running: Vec<_> = programs
-            .iter()
-            .map(|(name, program)| {
-                let mut command = Command::new(program);
-                command.current_dir(paths::root().join("lab"));
-                scope.spawn(move || run_counting(&format!("{name}: "), &mut command))
-            })
-            .collect();
+        let mut running = Vec::new();
+        for (platform, file, tests) in in_bochs {
+            let program = programs.iter().find(|(name, _)| name == file);
+            let (_, program) =
+                program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
+            let mut command = lab_test(program);
+            command.env("LAB", platform).arg("--exact").args(*tests);
+            let prefix = format!("{platform} {file}: ");
+            running.push(scope.spawn(move || run_counting(&prefix, &mut command).map(all_of(tests, prefix))));
+        }
+        for (name, program) in &programs {
+            let mut command = lab_test(program);
+            running.push(scope.spawn(move || run_counting(&format!("{name}: "), &mut command)));
+        }
         let mut tally = Tally::default();
         running.into_iter().try_for_each(|one| joined(one.join())?.map(|part| tally.add(part)))?;
         Ok(tally)
     })
+}
+
+fn lab_test(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.current_dir(paths::root().join("lab"));
+    command
+}
+
+/// A test that was not found is one that failed: it has another name now.
+fn all_of(tests: &'static [&'static str], prefix: String) -> impl Fn(Tally) -> Tally {
+    move |mut tally| {
+        let missing = (tests.len() as u32).saturating_sub(tally.passed + tally.failed + tally.skipped);
+        if missing > 0 {
+            tally.failed += missing;
+            tally.failures.push(format!("{prefix}{missing} of {tests:?} not found"));
+        }
+        tally
+    }
 }
 
 /// The test programs of `lab/tests/` by name, as cargo builds them.
@@ -188,8 +243,17 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
     let mut running = command.stdout(Stdio::piped()).spawn().context(|| "start tests".into())?;
     let output = running.stdout.take().ok_or_else(|| Error::Host("tests have no output".into()))?;
     let mut tally = Tally::default();
+    let mut said_by = String::new();
     for line in BufReader::new(output).lines() {
         let line = line.context(|| "read the tests' output".into())?;
+        if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
+            said_by = format!("{prefix}{name}");
+        }
+        if let Some(reason) =
+            line.strip_prefix("Error: ").and_then(|error| error.strip_prefix(Error::SKIPPED))
+        {
+            tally.skip(&said_by, reason);
+        }
         // Most of them wait for their turn.
         if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
             println!("{prefix}{line}");
@@ -197,8 +261,8 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         tally.add_line(prefix, &line);
     }
     let status = running.wait().context(|| "wait for tests".into())?;
+    // Something did not build, or a test program crashed.
     if !status.success() && tally.failed == 0 {
-        // Something did not build, or a test program crashed.
         tally.failed += 1;
         tally.failures.push(format!("{prefix}{status}"));
     }
@@ -210,6 +274,7 @@ fn is_lab_test(name: &str) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -225,7 +290,38 @@ mod tests {
         ] {
             tally.add_line("file: ", line);
         }
-        assert_eq!(tally, Tally { passed: 5, failed: 1, skipped: 1, failures: vec!["file: b".to_owned()] });
+        assert_eq!(
+            tally,
+            Tally {
+                passed: 5,
+                failed: 1,
+                skipped: 1,
+                failures: vec!["file: b".to_owned()],
+                unsupported: vec![]
+            }
+        );
+    }
+
+    #[test]
+    fn what_the_emulator_cannot_run_is_no_failure() {
+        let mut tally = Tally::default();
+        tally.add_line("file: ", "test b ... FAILED");
+        tally.skip("file: a", "it has not failed");
+        tally.skip("file: b", "no monitor");
+        assert_eq!((tally.failures, tally.unsupported), (vec![], vec!["file: b: no monitor".to_owned()]));
+    }
+
+    #[test]
+    fn tests_that_are_not_there_have_failed() {
+        let ran = |passed| Tally { passed, ..Tally::default() };
+        assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(2)), ran(2));
+        assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(1)).failed, 1);
+        for (platform, file, tests) in ON_BOCHS {
+            assert!(platform.parse::<Platform>().is_ok() && is_lab_test(file));
+            let path = paths::root().join("lab/tests").join(format!("{file}.rs"));
+            let source = fs::read_to_string(path).unwrap();
+            assert!(tests.iter().all(|test| source.contains(&format!("fn {test}("))), "{file}: {tests:?}");
+        }
     }
 
     #[test]

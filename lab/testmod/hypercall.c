@@ -4,7 +4,9 @@
  * is left out: it would be obeyed.
  */
 #include <linux/sched/signal.h>
+#include <asm/alternative.h>
 #include <asm/asm.h>
+#include <asm/cpufeatures.h>
 
 #include "mercury_test.h"
 
@@ -13,7 +15,7 @@ struct call {
 };
 
 /* Whether the instruction was executed at all. */
-static noinline bool vmmcall(struct call *call)
+static noinline bool hypercall(struct call *call)
 {
 	register u64 r8 asm("r8") = call->r8;
 	register u64 r9 asm("r9") = call->r9;
@@ -21,7 +23,7 @@ static noinline bool vmmcall(struct call *call)
 	register u64 r11 asm("r11") = call->r11;
 	u64 faulted = 1;
 
-	asm volatile("1:	vmmcall\n"
+	asm volatile("1:	" ALTERNATIVE("vmcall", "vmmcall", X86_FEATURE_VMMCALL) "\n"
 		     "	xorl	%k[faulted], %k[faulted]\n"
 		     "2:\n"
 		     _ASM_EXTABLE(1b, 2b)
@@ -90,7 +92,7 @@ int test_hypercall(struct test_answer *answer, const u64 *arguments)
 
 		randomize(&asked, &state);
 		got = asked;
-		if (!vmmcall(&got)) {
+		if (!hypercall(&got)) {
 			if (memcmp(&asked, &got, sizeof(got)))
 				illegal++;
 			undefined++;

@@ -26,6 +26,8 @@ static const struct {
 	{ "hidden-write", 1, test_hidden_write },
 	{ "rdmsr", 2, test_rdmsr },
 	{ "wrmsr", 3, test_wrmsr },
+	{ "clear-cr4", 2, test_clear_cr4 },
+	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
 };
 

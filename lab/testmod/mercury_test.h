@@ -8,7 +8,7 @@
  *	hypercall.c	hypercalls that make no sense
  *	hidden.c	the hypervisor's memory, seen from the kernel
  *	map.c		physical pages for user mode
- *	state.c		MSRs, and all that can be read of a CPU
+ *	state.c		MSRs, CR4, and all that can be read of a CPU
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -56,6 +56,8 @@ int test_mmap(struct file *file, struct vm_area_struct *vma);
 /* state.c */
 int test_rdmsr(struct test_answer *answer, const u64 *arguments);
 int test_wrmsr(struct test_answer *answer, const u64 *arguments);
+int test_clear_cr4(struct test_answer *answer, const u64 *arguments);
+int test_vmxoff(struct test_answer *answer, const u64 *arguments);
 int test_state(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */

@@ -6,12 +6,14 @@
  */
 #include <linux/crc32.h>
 #include <linux/processor.h>
+#include <asm/asm.h>
 #include <asm/cpufeature.h>
 #include <asm/debugreg.h>
 #include <asm/desc.h>
 #include <asm/fpu/xcr.h>
 #include <asm/msr.h>
 #include <asm/special_insns.h>
+#include <asm/tlbflush.h>
 
 #include "mercury_test.h"
 
@@ -58,6 +60,40 @@ int test_wrmsr(struct test_answer *answer, const u64 *arguments)
 	struct msr_access access = { .index = arguments[1], .write = true, .value = arguments[2] };
 
 	return report_msr(answer, arguments[0], &access);
+}
+
+static void clear_cr4(void *bits)
+{
+	cr4_clear_bits_irqsoff(*(u64 *)bits);
+}
+
+/* clear-cr4 CPU BITS, in the kernel's own view as well */
+int test_clear_cr4(struct test_answer *answer, const u64 *arguments)
+{
+	u64 bits = arguments[1];
+	int err = test_on_cpu(arguments[0], clear_cr4, &bits);
+
+	test_say(answer, "cleared %#llx\n", bits);
+	return err;
+}
+
+static void vmxoff(void *fault)
+{
+	/* As KVM does; natively it is undefined. */
+	asm volatile goto("1: vmxoff\n" _ASM_EXTABLE(1b, %l[undefined]) : : : "cc", "memory" : undefined);
+	cr4_clear_bits_irqsoff(X86_CR4_VMXE);
+	return;
+undefined:
+	*(int *)fault = 1;
+}
+
+/* vmxoff CPU */
+int test_vmxoff(struct test_answer *answer, const u64 *arguments)
+{
+	int fault = 0, err = test_on_cpu(arguments[0], vmxoff, &fault);
+
+	test_say(answer, "fault %d\n", fault);
+	return err;
 }
 
 static const u32 msrs[] = {
@@ -134,6 +170,8 @@ static void say_state(void *argument)
 {
 	struct test_answer *answer = argument;
 
+	/* An interrupt in user mode leaves 0 there, a system call does not; it stays until the next one. */
+	loadsegment(ss, __KERNEL_DS);
 	say_control(answer);
 	say_tables(answer);
 	SAY_SEGMENT(answer, cs);

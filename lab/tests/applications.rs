@@ -7,7 +7,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Result, Spec};
+use mercury_lab::{Error, Kernel, Machine, Model, Platform, Result, Spec};
 use workloads::{Workloads, load, switch};
 
 /// Times in and out again: twice as many switches, on every CPU.
@@ -30,7 +30,7 @@ fn across(machine: &Machine, all: &[&str]) -> Result<()> {
 #[test]
 fn registers_and_results() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    across(&machine, &["compute", "fpu", "flags", "vmmcall"])
+    across(&machine, &["compute", "fpu", "flags", "vmmcall", "wrap"])
 }
 
 #[test]
@@ -39,16 +39,40 @@ fn segments_and_ports() -> Result<()> {
     across(&machine, &["ldt", "ioperm", "compute"])
 }
 
+/// What of hardware breakpoints and of single-stepping the emulator has. The QEMU of Debian 13's machines misses an
+/// execution breakpoint now and then, with no hypervisor beneath as well.
+fn debugging(kernel: Kernel) -> Result<[&'static str; 2]> {
+    Ok(match (Platform::chosen()?, kernel) {
+        (Platform::Qemu, Kernel::BookwormCloud) => ["breakpoint", "step"],
+        (Platform::Qemu, _) => ["breakpoint --stores", "step"],
+        (Platform::Bochs(_), _) => ["breakpoint --stores", "step --without-syscall"],
+    })
+}
+
 #[test]
 fn debug_registers_and_single_steps() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    across(&machine, &["breakpoint", "step"])
+    across(&machine, &debugging(Kernel::BookwormCloud)?)
 }
 
 #[test]
 fn samples_of_all_cpus() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     across(&machine, &["sampling", "compute"])
+}
+
+/// With the kernel's indirect-branch tracking on, too.
+#[test]
+fn shadow_stacks() -> Result<()> {
+    if Platform::chosen()? != Platform::Bochs(Model::TigerLake) {
+        return Err(Error::Unsupported { reason: "the processor has no shadow stacks" });
+    }
+    // This kernel's mitigation of ITS warns about itself on this processor.
+    let spec = Spec::new(Kernel::TrixieCloud).cpus(2).memory_mib(768);
+    let machine = Machine::boot(spec.kernel_arg("indirect_target_selection=off"))?;
+    load(&machine)?;
+    machine.run("dmesg | grep 'Indirect Branch Tracking enabled'")?;
+    across(&machine, &["shadow-stack --alone", "flags"])
 }
 
 #[test]
@@ -60,9 +84,8 @@ fn real_time_threads() -> Result<()> {
 #[test]
 fn all_of_them_on_debian_13() -> Result<()> {
     let machine = boot(Kernel::TrixieCloud)?;
-    let all =
-        ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "breakpoint", "step", "sampling", "realtime"];
-    across(&machine, &all)
+    let all = ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "sampling", "realtime"];
+    across(&machine, &[&all[..], &debugging(Kernel::TrixieCloud)?].concat())
 }
 
 /// The first instructions of a program that does not depend on chance, one at a time.
@@ -101,8 +124,8 @@ cd /sys/kernel/tracing
 echo 'p:lab/call smp_call_function_single_async' >> kprobe_events
 echo 'p:lab/sleep hrtimer_nanosleep' >> kprobe_events
 echo 'r:lab/ioctl __x64_sys_ioctl' >> kprobe_events
-for name in mercury_attach_cpu mercury_detach_cpu mercury_native_call mercury_mode \
-		mercury_gate_enter mercury_gate_leave; do
+for name in mercury_VENDOR_attach_cpu mercury_VENDOR_detach_cpu mercury_VENDOR_native_call mercury_VENDOR_mode \
+		mercury_VENDOR_enter mercury_VENDOR_leave; do
 	grep -qw "$name" /proc/kallsyms || { echo "no symbol $name" >&2; exit 1; }
 	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then echo "a probe on $name" >&2; exit 1; fi
 done
@@ -116,7 +139,7 @@ echo 1 > tracing_on
 #[test]
 fn tracers_and_probes() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
-    machine.sh(TRACERS)?;
+    machine.sh(&TRACERS.replace("VENDOR", machine.vendor().prefix()))?;
     let workloads = Workloads::start(&machine, &["compute", "sampling"])?;
     switch(&machine, CYCLES)?;
     workloads.finish()?;

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Bus, Kernel, Machine, MachineCheck, Qemu, Reset, Result, Spec,
+    Bus, Kernel, Machine, MachineCheck, Platform, Qemu, Reset, Result, Spec,
     operator::{Work, complaints},
 };
 use serde_json::Value;
@@ -123,15 +123,15 @@ fn processors_come_and_go_while_others_switch() -> Result<()> {
 #[test]
 fn new_processors_are_attached() -> Result<()> {
     let (machine, work) = attached(plain().cpus(2).max_cpus(4))?;
-    machine.qmp().cpu_add()?;
-    let last = machine.qmp().cpu_add()?;
+    machine.qmp()?.cpu_add()?;
+    let last = machine.qmp()?.cpu_add()?;
     machine.sh("until [ -e /sys/devices/system/cpu/cpu3/online ]; do sleep 0.1; done")?;
     machine.sh("for cpu in 2 3; do echo 1 > /sys/devices/system/cpu/cpu$cpu/online; done")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
     hotplug(&machine, 3, "2 3")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu3/online")?;
-    machine.qmp().cpu_del(&last, MINUTE)?;
+    machine.qmp()?.cpu_del(&last, MINUTE)?;
     assert_eq!(machine.modes()?, "attached attached attached offline");
     machine.check_next_attach()?;
     work.finish()
@@ -152,8 +152,10 @@ fn late_processors_are_attached() -> Result<()> {
 // The machine ends, or starts again.
 
 /// Has the machine come up again by `command`, and sees that it is well.
+/// On several CPUs Bochs's timers are in disorder after a reset, with no hypervisor beneath as well: kernels stall.
 fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
-    let (machine, _work) = attached(spec(kernel).cpus(4).reset(Reset::Restarts))?;
+    let cpus = if Platform::chosen()? == Platform::Qemu { 4 } else { 1 };
+    let (machine, _work) = attached(spec(kernel).cpus(cpus).reset(Reset::Restarts))?;
     let boots = machine.boots();
     machine.spawn(command)?;
     machine.wait_reboot(boots)?;
@@ -307,7 +309,7 @@ fn suspend_to_memory(kernel: Kernel) -> Result<()> {
     let (machine, work) = attached(spec(kernel).cpus(4))?;
     let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
     wait_status(&machine, "suspended")?;
-    machine.qmp().system_wakeup()?;
+    machine.qmp()?.system_wakeup()?;
     let said = sleeper.wait(2 * MINUTE)?.check()?.stdout;
     assert!(said.contains("awake"), "{said}");
     assert_eq!(machine.modes()?, ALL_FOUR);
@@ -317,7 +319,7 @@ fn suspend_to_memory(kernel: Kernel) -> Result<()> {
 
 fn wait_status(machine: &Machine, wanted: &str) -> Result<()> {
     mercury_lab::error::wait_for(&format!("the machine to be {wanted}"), 2 * MINUTE, || {
-        Ok((machine.qmp().status()? == wanted).then_some(()))
+        Ok((machine.qmp()?.status()? == wanted).then_some(()))
     })
 }
 
@@ -343,7 +345,7 @@ fn suspend_to_idle() -> Result<()> {
     // A key that comes too early ends nothing.
     while !sleeper.has_ended()? && Instant::now() < end {
         std::thread::sleep(Duration::from_secs(3));
-        machine.qmp().human("sendkey ret")?;
+        machine.qmp()?.human("sendkey ret")?;
     }
     let said = sleeper.wait(MINUTE)?.check()?.stdout;
     assert!(said.contains("awake"), "{said}");
@@ -401,7 +403,7 @@ fn nmis(machine: &Machine) -> Result<String> {
     machine.sh("dmesg -C")?;
     for _ in 0..10 {
         let before: u64 = machine.sh(count)?.parse().unwrap();
-        machine.qmp().inject_nmi()?;
+        machine.qmp()?.inject_nmi()?;
         machine.sh(&format!("until [ $({count}) -gt {before} ]; do sleep 0.02; done"))?;
     }
     machine.sh("dmesg -t | sed 's/reason [0-9a-f]*/reason/'")
@@ -431,7 +433,7 @@ fn machine_check(machine: &Machine) -> Result<String> {
         address: 0x1000,
         ..Default::default()
     };
-    machine.qmp().inject_mce(&check)?;
+    machine.qmp()?.inject_mce(&check)?;
     machine.sh("until grep -q mce_record: /sys/kernel/tracing/trace; do sleep 0.2; done")?;
     machine.sh("sed -n 's/.*mce_record: //; s/TSC: [0-9a-f]*//; s/TIME: [0-9]*//; /^CPU/p' /sys/kernel/tracing/trace")
 }
@@ -443,7 +445,7 @@ fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
     // Uncorrected, the context corrupt: #MC on CPU 1.
     let check =
         MachineCheck { cpu: 1, bank: 4, status: 0xb200_0000_0000_0800, mcg_status: 4, ..Default::default() };
-    machine.qmp().inject_mce(&check)?;
+    machine.qmp()?.inject_mce(&check)?;
     // What the kernel says in the exception itself comes on the console or not, as time allows.
     let perhaps = "Kernel panic - not syncing: Fatal local machine check";
     crash_kernel_runs_after(&machine, boots, "Machine Check Exception: 4 Bank 4", perhaps)?;

@@ -5,7 +5,7 @@
 
 mod workloads;
 
-use mercury_lab::{Kernel, Machine, Result, Spec};
+use mercury_lab::{Kernel, Machine, Platform, Result, Spec, Vendor};
 use serde_json::Value;
 use workloads::{Repeated, Workloads, exits, kernel, load, load_test_module, switch};
 
@@ -98,33 +98,65 @@ fn write_msr(machine: &Machine, index: u32, value: u64) -> Result<bool> {
 }
 
 const EFER: u32 = 0xC000_0080;
-const EFER_SVME: u64 = 1 << 12;
 const EFER_LME: u64 = 1 << 8;
 const PAT: u32 = 0x277;
 const VM_HSAVE_PA: u32 = 0xC001_0117;
 const PATCH_LOADER: u32 = 0xC001_0020;
-/// Machine-check banks: outside of the permission map, so always intercepted.
-const SMCA: [u32; 4] = [0xC000_2000, 0xC000_2001, 0xC000_2004, 0xC000_2010];
-/// Not intercepted: time-stamp counter's auxiliary value, SYSCALL's target, hardware configuration.
-const OTHERS: [u32; 4] = [0xC000_0103, 0xC000_0082, 0xC001_0015, 0xC001_0111];
+const MICROCODE_TRIGGER: u32 = 0x79;
+const PEBS_ENABLE: u32 = 0x3F1;
+const FEATURE_CONTROL: u32 = 0x3A;
+const CR4_VMXE: u64 = 1 << 13;
+
+/// What of MSRs is the vendor's own.
+struct Msrs {
+    /// Outside of the permission map, so always intercepted: machine-check banks; none that there is.
+    beyond: [u32; 4],
+    /// Not intercepted.
+    others: [u32; 4],
+    /// Refused by hardware, with these values.
+    illegal: Vec<(u32, u64)>,
+    /// Bits that EFER has while attached.
+    efer: u64,
+}
+
+fn msrs(machine: &Machine) -> Result<Msrs> {
+    // The auxiliary value of the time-stamp counter, SYSCALL's target.
+    const TSC_AUX: u32 = 0xC000_0103;
+    const LSTAR: u32 = 0xC000_0082;
+    Ok(match machine.vendor() {
+        Vendor::Amd => Msrs {
+            beyond: [0xC000_2000, 0xC000_2001, 0xC000_2004, 0xC000_2010],
+            others: [TSC_AUX, LSTAR, 0xC001_0015, 0xC001_0111],
+            illegal: vec![(VM_HSAVE_PA, 0x1234), (VM_HSAVE_PA, 1 << 60)],
+            efer: 1 << 12,
+        },
+        Vendor::Intel => Msrs {
+            beyond: [0x2000, 0x4000_0000, 0xC000_2000, 0xC001_0015],
+            // The first of VMX's capabilities is what it is natively.
+            others: [TSC_AUX, LSTAR, FEATURE_CONTROL, 0x480],
+            illegal: vec![(FEATURE_CONTROL, 1)],
+            efer: 0,
+        },
+    })
+}
 
 #[test]
 fn msrs_read_as_they_do_natively() -> Result<()> {
     let machine = boot(Kernel::BookwormGeneric, 2)?;
+    let Msrs { beyond, others, efer: bits, .. } = msrs(&machine)?;
     let read_all =
-        || SMCA.iter().chain(&OTHERS).map(|&index| read_msr(&machine, index)).collect::<Result<Vec<_>>>();
+        || beyond.iter().chain(&others).map(|&index| read_msr(&machine, index)).collect::<Result<Vec<_>>>();
     let (native, efer) = (read_all()?, read_msr(&machine, EFER)?.unwrap());
-    let written = write_msr(&machine, SMCA[0], 0)?;
+    let written = write_msr(&machine, beyond[0], 0)?;
     machine.mercury("attach")?;
     let before = exits(&machine, 1, "msr-pass-through")?;
     assert_eq!(read_all()?, native);
-    assert_eq!(write_msr(&machine, SMCA[0], 0)?, written);
-    assert_eq!(exits(&machine, 1, "msr-pass-through")?, before + SMCA.len() as u64 + 1);
-    assert_eq!(read_msr(&machine, EFER)?, Some(efer | EFER_SVME));
-    assert_eq!(read_msr(&machine, VM_HSAVE_PA)?, Some(0));
+    assert_eq!(write_msr(&machine, beyond[0], 0)?, written);
+    assert_eq!(exits(&machine, 1, "msr-pass-through")?, before + beyond.len() as u64 + 1);
+    assert_eq!(read_msr(&machine, EFER)?, Some(efer | bits));
     machine.mercury("detach")?;
     assert_eq!(read_all()?, native);
-    assert_eq!((read_msr(&machine, EFER)?, read_msr(&machine, VM_HSAVE_PA)?), (Some(efer), Some(0)));
+    assert_eq!(read_msr(&machine, EFER)?, Some(efer));
     machine.check_next_attach()
 }
 
@@ -136,19 +168,19 @@ fn msrs_that_may_not_be_written_unseen() -> Result<()> {
     let efer = read_msr(&machine, EFER)?.unwrap();
 
     // What hardware refuses is refused, and changes nothing.
-    for (index, value) in [
+    let mut illegal = vec![
         (PAT, pat & !0xFF00 | 0x0200),
         (PAT, pat & !0xFF00 | 0xFF00),
         (EFER, efer | 1 << 16),
         (EFER, efer | 1 << 63),
         (EFER, efer & !EFER_LME),
-        (VM_HSAVE_PA, 0x1234),
-        (VM_HSAVE_PA, 1 << 60),
-    ] {
+    ];
+    illegal.extend(msrs(&machine)?.illegal);
+    for (index, value) in illegal {
+        let before = read_msr(&machine, index)?;
         assert!(!write_msr(&machine, index, value)?, "MSR {index:#x} took {value:#x}");
+        assert_eq!(read_msr(&machine, index)?, before, "MSR {index:#x}");
     }
-    assert_eq!((read_msr(&machine, PAT)?, read_msr(&machine, EFER)?), (Some(pat), Some(efer)));
-    assert_eq!(read_msr(&machine, VM_HSAVE_PA)?, Some(0));
     // What is legal is taken, and outlives the hypervisor.
     assert!(write_msr(&machine, EFER, efer)?);
     let swapped = pat & !0xFFFF_0000_0000_0000 | 0x0405_0000_0000_0000;
@@ -161,19 +193,33 @@ fn msrs_that_may_not_be_written_unseen() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// Ways to make CPU 1 leave: a command for the test module, and the reason that it gives.
+fn ways_out(machine: &Machine, efer: u64) -> Result<Vec<(String, &'static str)>> {
+    let write = |index: u32, value: u64| format!("wrmsr 1 {index:#x} {value:#x}");
+    let address = 0xFFFF_8000_0000_0000;
+    Ok(match machine.vendor() {
+        Vendor::Amd => vec![
+            (write(EFER, efer), "svm-released"),
+            (write(VM_HSAVE_PA, 0), "svm-released"),
+            (write(PATCH_LOADER, address), "microcode-update"),
+        ],
+        Vendor::Intel => vec![
+            ("vmxoff 1".to_owned(), "vmx-released"),
+            (write(MICROCODE_TRIGGER, address), "microcode-update"),
+            (write(PEBS_ENABLE, 1), "debug-store"),
+        ],
+    })
+}
+
 #[test]
-fn msrs_that_let_go() -> Result<()> {
+fn what_makes_a_cpu_leave() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud, 2)?;
     let efer = read_msr(&machine, EFER)?.unwrap();
     let work = machine.start_work()?;
-    for (index, value, reason) in [
-        (EFER, efer, "svm-released"),
-        (VM_HSAVE_PA, 0, "svm-released"),
-        (PATCH_LOADER, 0xFFFF_8000_0000_0000, "microcode-update"),
-    ] {
+    for (command, reason) in ways_out(&machine, efer)? {
         machine.mercury("attach")?;
-        kernel(&machine, &format!("wrmsr 1 {index:#x} {value:#x}"))?;
-        assert_eq!(machine.modes()?, "attached native", "after a write to {index:#x}");
+        kernel(&machine, &command)?;
+        assert_eq!(machine.modes()?, "attached native", "after {command}");
         let status = machine.mercury("status")?;
         assert_eq!(status["cpus"][1]["left_because"], reason, "{status}");
         assert_eq!(read_msr(&machine, EFER)?, Some(efer));
@@ -182,6 +228,39 @@ fn msrs_that_let_go() -> Result<()> {
     }
     machine.check_next_attach()?;
     work.finish()
+}
+
+/// Whoever clears CR4.VMXE and no more is on the way to another kernel: the CPU stays, and is detached when it
+/// is asked.
+#[test]
+fn clearing_vmxe_is_no_release() -> Result<()> {
+    Platform::need(Vendor::Intel, "AMD's bit is another one, and clearing it is a release")?;
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    machine.mercury("attach")?;
+    kernel(&machine, &format!("clear-cr4 1 {CR4_VMXE:#x}"))?;
+    assert_eq!(machine.modes()?, "attached attached");
+    assert_eq!(machine.mercury("detach")?["count"], 2);
+    machine.check_next_attach()
+}
+
+/// A type of memory that changes makes the nested tables wrong: the CPU leaves, and does not come back.
+#[test]
+fn changed_memory_types_make_a_cpu_leave() -> Result<()> {
+    Platform::need(Vendor::Intel, "SVM's nested tables have no types of memory")?;
+    const PHYS_BASE_7: u32 = 0x20E;
+    let machine = boot(Kernel::BookwormCloud, 2)?;
+    let before = read_msr(&machine, PHYS_BASE_7)?.unwrap();
+    machine.mercury("attach")?;
+    assert!(write_msr(&machine, PHYS_BASE_7, before)?);
+    assert_eq!(machine.modes()?, "attached attached", "the same value changes nothing");
+    // Not valid by itself: its mask is clear.
+    assert!(write_msr(&machine, PHYS_BASE_7, before ^ 6)?);
+    assert_eq!(read_msr(&machine, PHYS_BASE_7)?, Some(before ^ 6));
+    assert_eq!(machine.modes()?, "attached native");
+    assert_eq!(machine.mercury("status")?["cpus"][1]["left_because"], "mtrr-changed");
+    assert!(write_msr(&machine, PHYS_BASE_7, before)?);
+    machine.mercury("detach")?;
+    machine.check_next_attach()
 }
 
 #[test]

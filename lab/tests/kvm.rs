@@ -45,7 +45,8 @@ fn vm_is_refused(machine: &Machine, error: &str) -> Result<()> {
 }
 
 fn notice(machine: &Machine) -> Result<()> {
-    machine.sh("dmesg | grep 'mercury: kvm_amd will find SVM in use'").map(drop)
+    let module = machine.vendor().kvm_module();
+    machine.sh(&format!("dmesg | grep 'mercury: {module} will find .* in use'")).map(drop)
 }
 
 /// Attach is refused because of KVM, and doctor has said so.
@@ -57,14 +58,16 @@ fn kvm_is_in_the_way(machine: &Machine, command: &str) -> Result<String> {
     }
     let refusal = machine.mercury_refused(command)?;
     assert_eq!((refusal.exit, refusal.code.as_str()), (3, "virtualization-in-use"), "{refusal:?}");
-    assert!(refusal.text.contains("kvm_amd"), "{refusal:?}");
+    assert!(refusal.text.contains(machine.vendor().kvm_module()), "{refusal:?}");
     assert!(!machine.modes()?.contains("attached"));
     Ok(refusal.text)
 }
 
-/// KVM enables SVM when its first virtual machine is made, not before.
+/// KVM enables the hardware when its first virtual machine is made, not before.
 fn kvm_that_enables_late(kernel: Kernel, load_kvm: &str, refused: &str) -> Result<()> {
     let machine = boot(kernel)?;
+    let module = machine.vendor().kvm_module();
+    let load_kvm = &load_kvm.replace("MODULE", module);
     let work = machine.start_work()?;
     machine.sh(load_kvm)?;
 
@@ -82,7 +85,7 @@ fn kvm_that_enables_late(kernel: Kernel, load_kvm: &str, refused: &str) -> Resul
     machine.mercury("attach")?;
 
     // KVM comes while the hypervisor is there.
-    machine.sh("rmmod kvm_amd kvm")?;
+    machine.sh(&format!("rmmod {module} kvm"))?;
     machine.sh(load_kvm)?;
     notice(&machine)?;
     vm_is_refused(&machine, refused)?;
@@ -95,20 +98,21 @@ fn kvm_that_enables_late(kernel: Kernel, load_kvm: &str, refused: &str) -> Resul
 
 #[test]
 fn kvm_on_6_1() -> Result<()> {
-    kvm_that_enables_late(Kernel::BookwormCloud, "modprobe kvm_amd", "EBUSY")
+    kvm_that_enables_late(Kernel::BookwormCloud, "modprobe MODULE", "EBUSY")
 }
 
 #[test]
 fn kvm_on_6_12_without_svm_at_load() -> Result<()> {
-    let load = "modprobe kvm enable_virt_at_load=0 && modprobe kvm_amd";
+    let load = "modprobe kvm enable_virt_at_load=0 && modprobe MODULE";
     kvm_that_enables_late(Kernel::TrixieCloud, load, "EIO")
 }
 
 #[test]
 fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     let machine = boot(Kernel::TrixieCloud)?;
+    let module = machine.vendor().kvm_module();
     let work = machine.start_work()?;
-    machine.sh("modprobe kvm_amd")?;
+    machine.sh(&format!("modprobe {module}"))?;
     kvm_is_in_the_way(&machine, "attach")?;
     let vm = make_vm(&machine)?;
     let text = kvm_is_in_the_way(&machine, "attach --unload-kvm")?;
@@ -116,17 +120,17 @@ fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     end_vm(vm)?;
     assert_eq!(machine.mercury("attach --unload-kvm")?["prepared"]["kvm_unloaded"], true);
     assert_eq!(machine.modes()?, "attached attached");
-    machine.sh("! grep -w ^kvm_amd /proc/modules")?;
+    machine.sh(&format!("! grep -w ^{module} /proc/modules"))?;
 
     // It wants to come back.
-    assert!(!machine.run("modprobe kvm_amd")?.success());
+    assert!(!machine.run(&format!("modprobe {module}"))?.success());
     notice(&machine)?;
     assert_eq!(machine.modes()?, "attached attached");
     machine.mercury("detach")?;
-    machine.sh("modprobe kvm_amd")?;
+    machine.sh(&format!("modprobe {module}"))?;
     end_vm(make_vm(&machine)?)?;
     kvm_is_in_the_way(&machine, "attach")?;
-    machine.sh("rmmod kvm_amd kvm")?;
+    machine.sh(&format!("rmmod {module} kvm"))?;
     machine.check_next_attach()?;
     work.finish()
 }
@@ -140,7 +144,7 @@ fn crash(kernel: Kernel, prepare: &str) -> Result<()> {
         "kexec -p /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio --reuse-cmdline",
     )?;
     machine.mercury("attach")?;
-    machine.sh(prepare)?;
+    machine.sh(&prepare.replace("MODULE", machine.vendor().kvm_module()))?;
     machine.check_health()?;
     let boots = machine.boots();
     machine.spawn("echo c > /proc/sysrq-trigger")?;
@@ -152,18 +156,18 @@ fn crash(kernel: Kernel, prepare: &str) -> Result<()> {
 
 #[test]
 fn a_crash_beside_idle_kvm_on_6_1() -> Result<()> {
-    crash(Kernel::BookwormCloud, "modprobe kvm_amd")
+    crash(Kernel::BookwormCloud, "modprobe MODULE")
 }
 
 #[test]
 fn a_crash_beside_idle_kvm_on_6_12() -> Result<()> {
-    crash(Kernel::TrixieCloud, "modprobe kvm enable_virt_at_load=0 && modprobe kvm_amd")
+    crash(Kernel::TrixieCloud, "modprobe kvm enable_virt_at_load=0 && modprobe MODULE")
 }
 
 #[test]
 fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
     crash(
         Kernel::TrixieCloud,
-        "modprobe kvm enable_virt_at_load=0 && modprobe kvm_amd && rmmod kvm_amd kvm && ! modprobe kvm_amd",
+        "modprobe kvm enable_virt_at_load=0 && modprobe MODULE && rmmod MODULE kvm && ! modprobe MODULE",
     )
 }

@@ -158,7 +158,7 @@ fn nmis_arrive() -> Result<()> {
     let machine = Machine::boot(plain())?;
     let count = "awk '/NMI:/ {print $2}' /proc/interrupts";
     let before: u64 = machine.sh(count)?.parse().unwrap();
-    machine.qmp().inject_nmi()?;
+    machine.qmp()?.inject_nmi()?;
     machine.sh(&format!("until [ $({count}) -gt {before} ]; do sleep 0.1; done"))?;
     Ok(())
 }
@@ -174,7 +174,7 @@ fn machine_checks_arrive() -> Result<()> {
         address: 0x1000,
         ..Default::default()
     };
-    machine.qmp().inject_mce(&check)?;
+    machine.qmp()?.inject_mce(&check)?;
     // Nothing announces a corrected error but the kernel's poll, every five minutes or when asked to.
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     machine.sh("until dmesg | grep -q 'Machine check events logged'; do sleep 0.2; done")?;
@@ -184,14 +184,14 @@ fn machine_checks_arrive() -> Result<()> {
 #[test]
 fn processors_come_and_go() -> Result<()> {
     let machine = Machine::boot(plain().cpus(2).max_cpus(4))?;
-    machine.qmp().cpu_add()?;
-    let cpu = machine.qmp().cpu_add()?;
-    assert!(machine.qmp().cpu_add().is_err());
+    machine.qmp()?.cpu_add()?;
+    let cpu = machine.qmp()?.cpu_add()?;
+    assert!(machine.qmp()?.cpu_add().is_err());
     machine.sh("until [ -e /sys/devices/system/cpu/cpu3/online ]; do sleep 0.1; done")?;
     machine.sh("for cpu in 2 3; do echo 1 > /sys/devices/system/cpu/cpu$cpu/online; done")?;
     assert_eq!(machine.sh("nproc")?, "4");
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu3/online")?;
-    machine.qmp().cpu_del(&cpu, MINUTE)?;
+    machine.qmp()?.cpu_del(&cpu, MINUTE)?;
     assert_eq!(machine.sh("nproc")?, "3");
     Ok(())
 }
@@ -223,13 +223,13 @@ fn a_power_cut_leaves_the_disk_and_no_qemu() -> Result<()> {
     let machine = Machine::boot(plain())?;
     machine.sh("echo written > /root/before; sync; sysctl -qw vm.dirty_writeback_centisecs=0")?;
     machine.sh("echo lost > /root/not-synced")?;
-    let pid = machine.qemu_pid();
+    let pid = machine.pid();
     machine.power_cut()?;
     assert!(!runs(pid));
     let machine = machine.start_again()?;
     assert_eq!(machine.sh("cat /root/before")?, "written");
     assert!(!machine.run("grep lost /root/not-synced")?.success());
-    let pid = machine.qemu_pid();
+    let pid = machine.pid();
     drop(machine);
     assert!(!runs(pid));
     Ok(())
@@ -317,7 +317,7 @@ fn machines_restart() -> Result<()> {
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     let boots = machine.boots();
     let mut job = machine.spawn("sleep 1000")?;
-    machine.qmp().system_reset()?;
+    machine.qmp()?.system_reset()?;
     machine.wait_reboot(boots)?;
     assert_ne!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
     assert!(job.has_ended().unwrap_err().to_string().contains("gone"));
@@ -346,12 +346,12 @@ fn a_saved_machine_comes_back() -> Result<()> {
     let machine = Machine::boot(plain().root_bus(Bus::Virtio))?;
     let job = machine.spawn("sleep 3; echo slept")?;
     machine.sh("echo then > /tmp/state")?;
-    machine.qmp().savevm("point")?;
+    machine.qmp()?.savevm("point")?;
     machine.sh("echo now > /tmp/state")?;
-    machine.qmp().loadvm("point")?;
+    machine.qmp()?.loadvm("point")?;
     assert_eq!(machine.sh("cat /tmp/state")?, "then");
     assert_eq!(job.wait(MINUTE)?.stdout, "slept\n");
-    assert!(machine.qmp().loadvm("nothing").is_err());
+    assert!(machine.qmp()?.loadvm("nothing").is_err());
     Ok(())
 }
 
@@ -404,9 +404,8 @@ fn a_reservation_holds_several_machines() -> Result<()> {
 
 #[test]
 fn evidence_is_kept_only_when_something_failed() -> Result<()> {
-    let directory = |machine: &Machine| -> PathBuf {
-        fs::read_link(format!("/proc/{}/cwd", machine.qemu_pid())).unwrap()
-    };
+    let directory =
+        |machine: &Machine| -> PathBuf { fs::read_link(format!("/proc/{}/cwd", machine.pid())).unwrap() };
     let machine = Machine::boot(plain().cpus(1))?;
     let clean = directory(&machine);
     drop(machine);
@@ -422,7 +421,7 @@ fn evidence_is_kept_only_when_something_failed() -> Result<()> {
 }
 
 fn has_evidence(directory: &Path) -> bool {
-    directory.join("serial.log").exists() && directory.join("qemu.args").exists()
+    directory.join("serial.log").exists() && directory.join("command").exists()
 }
 
 #[test]

@@ -89,7 +89,7 @@ rows! { refuses:
     no_svm = plain().cpu("EPYC,-svm"), "no-svm";
     no_nested_paging = plain().cpu("EPYC,+svm,-npt"), "no-nested-paging";
     an_old_family = plain().cpu("EPYC,+svm,+npt,family=22,model=48"), "family-unsupported";
-    intel = plain().cpu("Skylake-Client"), "intel-unsupported";
+    intel_without_vmx = plain().cpu("Skylake-Client"), "no-vmx";
     isolated_page_tables = plain().kernel_arg("pti=on"), "page-table-isolation";
     lockdown_on_6_1 = plain().kernel_arg("lockdown=integrity"), "lockdown";
     unsigned_modules_on_6_12 = trixie().kernel_arg("module.sig_enforce=1"), "lockdown";

@@ -5,23 +5,28 @@
 
 mod workloads;
 
-use mercury_lab::{Kernel, Machine, Result, Spec};
+use mercury_lab::{Kernel, Machine, Result, Spec, Vendor};
 use serde_json::Value;
 use workloads::{kernel, load, load_test_module, report};
 
-const SVME: u64 = 1 << 12;
-const EFER: &str = "msr_c0000080";
+/// The register and the bit by which others see that the hardware is taken: EFER.SVME, CR4.VMXE.
+fn taken(vendor: Vendor) -> (&'static str, u64) {
+    match vendor {
+        Vendor::Amd => ("msr_c0000080", 1 << 12),
+        Vendor::Intel => ("cr4", 1 << 13),
+    }
+}
 
 fn states(machine: &Machine, cpus: u32) -> Result<Vec<Value>> {
     (0..cpus).map(|cpu| kernel(machine, &format!("state {cpu}"))).collect()
 }
 
-/// With EFER.SVME as it is while attached.
-fn as_attached(native: &Value) -> Value {
+fn as_attached(vendor: Vendor, native: &Value) -> Value {
     let mut attached = native.clone();
-    let efer = native[EFER].as_str().unwrap().trim_start_matches("0x");
-    let efer = u64::from_str_radix(efer, 16).unwrap() | SVME;
-    attached[EFER] = format!("{efer:#x}").into();
+    let (name, bit) = taken(vendor);
+    let value = native[name].as_str().unwrap().trim_start_matches("0x");
+    let value = u64::from_str_radix(value, 16).unwrap() | bit;
+    attached[name] = format!("{value:#x}").into();
     attached
 }
 
@@ -45,7 +50,7 @@ fn compare_on(spec: Spec, cpus: u32) -> Result<()> {
     assert!(never_loaded[0].as_object().unwrap().len() > 60, "{}", never_loaded[0]);
     load(&machine)?;
     compare("loaded", &never_loaded, &states(&machine, cpus)?);
-    let attached: Vec<_> = never_loaded.iter().map(as_attached).collect();
+    let attached: Vec<_> = never_loaded.iter().map(|native| as_attached(machine.vendor(), native)).collect();
     for _ in 0..3 {
         machine.mercury("attach")?;
         compare("attached", &attached, &states(&machine, cpus)?);

@@ -2,8 +2,9 @@
 
 use crate::{
     Check, Finding,
-    bits::{cpuid, cr4, efer, syscfg, vm_cr},
-    common::{unreadable, white_list},
+    bits::{cpuid, cr4, syscfg, vm_cr},
+    common::{self, beyond, unreadable},
+    physical_bits,
 };
 use mercury_abi::{
     code::Code,
@@ -18,15 +19,17 @@ pub(crate) const CHECKS: &[Check] = &[
     nested_paging,
     asids,
     init_redirected,
-    in_use,
-    efer,
-    supervisor_cet,
+    common::in_use,
+    common::efer,
+    common::supervisor_cet,
     memory_encryption,
     snp,
     tsc_ratio,
     invlpgb,
     eraps,
     hsave_in_use,
+    memory_beyond_map,
+    page_table_isolation,
 ];
 
 /// The oldest family without the errata of 10h to 16h (HARDWARE A-49).
@@ -108,22 +111,6 @@ fn init_redirected(facts: &CpuFacts) -> Option<Finding> {
     redirected.then(|| Finding::refuse(Code::InitRedirected, vm_cr::R_INIT, facts.vm_cr))
 }
 
-/// Nobody else uses hardware virtualization (APM 15.4). Detail: EFER, CR4.
-fn in_use(facts: &CpuFacts) -> Option<Finding> {
-    let used = facts.efer & efer::SVME != 0 || facts.cr4 & cr4::VMXE != 0;
-    used.then(|| Finding::refuse(Code::VirtualizationInUse, facts.efer, facts.cr4))
-}
-
-/// EFER against the white list (APM 3.1.7, 15.5.1). SVME is reported apart.
-fn efer(facts: &CpuFacts) -> Option<Finding> {
-    white_list(Code::EferUnsupported, facts.efer, efer::KNOWN | efer::SVME, efer::REQUIRED)
-}
-
-/// The kernel itself uses neither shadow stacks nor branch tracking (APM 18.9).
-fn supervisor_cet(facts: &CpuFacts) -> Option<Finding> {
-    (facts.s_cet != 0).then(|| Finding::refuse(Code::SupervisorCet, facts.s_cet, facts.cr4))
-}
-
 /// No address of the kernel carries the encryption bit (APM 7.10.2). Detail: that bit, CR3.
 fn memory_encryption(facts: &CpuFacts) -> Option<Finding> {
     let encryption_bit = 1_u64.checked_shl(facts.cpuid_8000_001f.ebx & 0x3f).unwrap_or(0);
@@ -164,4 +151,20 @@ fn eraps(facts: &CpuFacts) -> Option<Finding> {
 /// Somebody used SVM before; the value is put back at detach (APM 15.30.4).
 fn hsave_in_use(facts: &CpuFacts) -> Option<Finding> {
     (facts.vm_hsave_pa != 0).then(|| Finding::warn(Code::HsaveInUse, facts.vm_hsave_pa, 0))
+}
+
+/// All RAM and devices lie inside the nested map. It covers the physical width, and with four levels
+/// no more than 48 bits (APM 15.25.3: the nested depth is the host's).
+fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
+    let depth_bits = if facts.cr4 & cr4::LA57 != 0 { 57 } else { 48 };
+    let bits = physical_bits(facts).min(depth_bits);
+    let outside = beyond(facts.iomem_end_phys, bits) != 0;
+    outside.then(|| Finding::refuse(Code::MemoryBeyondMap, facts.iomem_end_phys, u64::from(bits)))
+}
+
+/// The gate lies in the kernel's text, which the user half's tables do not map; AMD's processors need no
+/// isolation.
+fn page_table_isolation(facts: &CpuFacts) -> Option<Finding> {
+    let isolated = facts.system & system::PTI != 0;
+    isolated.then(|| Finding::refuse(Code::PageTableIsolation, system::PTI, facts.system))
 }

@@ -1,5 +1,5 @@
 //! The bits that the checks know, with the section that defines them. APM: AMD64 Architecture
-//! Programmer's Manual, volume 2 (and volume 3, appendix E, for CPUID).
+//! Programmer's Manual, volume 2 (and volume 3, appendix E, for CPUID). SDM: Intel's Software Developer's Manual.
 
 /// CR0 (APM 3.1.1).
 pub mod cr0 {
@@ -67,8 +67,8 @@ pub mod cr4 {
     pub const SMAP: u64 = 1 << 21;
     /// User protection keys.
     pub const PKE: u64 = 1 << 22;
-    /// Control-flow enforcement. Allowed while S_CET is 0: user shadow stacks live in registers that
-    /// no world switch touches (APM 18.9).
+    /// Control-flow enforcement: user shadow stacks live in registers that no world switch touches (APM
+    /// 18.9); for the kernel's own see [`super::s_cet`].
     pub const CET: u64 = 1 << 23;
     /// Flexible return and event delivery.
     pub const FRED: u64 = 1 << 32;
@@ -143,8 +143,15 @@ pub mod efer {
 pub mod xstate {
     /// XCR0: x87, SSE, AVX, MPX (3, 4), AVX-512 (5 to 7), PKRU (9), AMX (17, 18).
     pub const XCR0_KNOWN: u64 = 0b111 | 0b11 << 3 | 0b111 << 5 | 1 << 9 | 0b11 << 17;
-    /// XSS: user and supervisor shadow-stack state (11, 12).
-    pub const XSS_KNOWN: u64 = 0b11 << 11;
+    /// XSS: PASID (10), user and supervisor shadow-stack state (11, 12), last-branch records (15).
+    pub const XSS_KNOWN: u64 = 1 << 10 | 0b11 << 11 | 1 << 15;
+}
+
+/// S_CET, MSR 6A2h (SDM volume 1, "Control-flow enforcement technology").
+pub mod s_cet {
+    /// The kernel's indirect branches are tracked. Entries and exits of VMX carry that; SVM has nothing for it,
+    /// and AMD's processors have no tracking.
+    pub const ENDBR_EN: u64 = 1 << 2;
 }
 
 /// RFLAGS (APM 3.1.6).
@@ -189,6 +196,11 @@ pub mod debugctl {
     pub const LBR: u64 = 1 << 0;
     /// Single step on branches.
     pub const BTF: u64 = 1 << 1;
+    /// Intel: branch-trace messages, and their storage in memory (SDM volume 3, "Branch trace store").
+    pub const BTS: u64 = 0b11 << 6;
+    /// All that a processor may have: LBR, BTF, bus lock detection, TR to FREEZE_WHILE_SMM and RTM (SDM volume 4,
+    /// table 2-2).
+    pub const KNOWN: u64 = LBR | BTF | 1 << 2 | BTS | 0x7F << 8 | 1 << 15;
 }
 
 /// DR7 (APM 13.1.1.4).
@@ -199,20 +211,56 @@ pub mod dr7 {
     pub const GD: u64 = 1 << 13;
 }
 
-/// CPUID feature bits (APM volume 3, appendix E).
+/// IA32_FEATURE_CONTROL, MSR 3Ah (SDM volume 4, table 2-2).
+pub mod feature_control {
+    /// The register is locked until reset; VMXON faults before.
+    pub const LOCK: u64 = 1 << 0;
+    /// VMXON works outside of SMX.
+    pub const VMX_OUTSIDE_SMX: u64 = 1 << 2;
+}
+
+/// IA32_VMX_MISC, MSR 485h (SDM volume 3, appendix A.6).
+pub mod vmx_misc {
+    /// Processor trace may run in VMX operation.
+    pub const TRACE_IN_VMX: u64 = 1 << 14;
+}
+
+/// IA32_RTIT_CTL, MSR 570h (SDM volume 4, table 2-2).
+pub mod rtit_ctl {
+    /// A trace is running.
+    pub const TRACE_EN: u64 = 1 << 0;
+}
+
+/// CPUID feature bits (APM volume 3, appendix E; SDM volume 2, CPUID).
 pub mod cpuid {
+    /// Leaf 1 ECX: VMX.
+    pub const LEAF1_ECX_VMX: u32 = 1 << 5;
     /// Leaf 1 ECX: a hypervisor is present.
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
     /// Leaf 1 EDX: MTRRs.
     pub const LEAF1_EDX_MTRR: u32 = 1 << 12;
     /// Leaf 1 EDX: machine-check architecture.
     pub const LEAF1_EDX_MCA: u32 = 1 << 14;
+    /// Leaf 7 EBX: INVPCID.
+    pub const LEAF7_EBX_INVPCID: u32 = 1 << 10;
+    /// Leaf 7 ECX: TPAUSE, UMONITOR, UMWAIT.
+    pub const LEAF7_ECX_WAITPKG: u32 = 1 << 5;
+    /// Leaf 7 ECX: RDPID.
+    pub const LEAF7_ECX_RDPID: u32 = 1 << 22;
+    /// Leaf 7 EDX: PCONFIG.
+    pub const LEAF7_EDX_PCONFIG: u32 = 1 << 18;
+    /// Leaf 7, subleaf 1, EAX: RDMSRLIST and WRMSRLIST.
+    pub const LEAF71_EAX_MSRLIST: u32 = 1 << 27;
+    /// Leaf 7, subleaf 1, EDX: URDMSR and UWRMSR.
+    pub const LEAF71_EDX_USER_MSR: u32 = 1 << 15;
     /// Leaf 7 ECX: shadow stacks.
     pub const LEAF7_ECX_CET_SS: u32 = 1 << 7;
     /// Leaf Dh, subleaf 1, EAX: XSAVES and XSS.
     pub const LEAFD1_EAX_XSAVES: u32 = 1 << 3;
     /// Leaf 8000_0001 ECX: SVM.
     pub const EXT1_ECX_SVM: u32 = 1 << 2;
+    /// Leaf 8000_0001 EDX: RDTSCP.
+    pub const EXT1_EDX_RDTSCP: u32 = 1 << 27;
     /// Leaf 8000_0001 EDX: 1 GiB pages.
     pub const EXT1_EDX_PAGE_1G: u32 = 1 << 26;
     /// Leaf 8000_000A EDX: nested paging.

@@ -2,7 +2,7 @@
 
 use crate::{
     Check, Finding,
-    bits::{cpuid, cr0, cr4, debugctl, dr7, mcg_status, mtrr_def_type, rflags, xstate},
+    bits::{cpuid, cr0, cr4, debugctl, dr7, efer, mcg_status, mtrr_def_type, rflags, s_cet, xstate},
     physical_bits,
 };
 use mercury_abi::{
@@ -63,10 +63,8 @@ pub(crate) const CHECKS: &[Check] = &[
     cr3,
     xstate,
     pat,
-    memory_beyond_map,
     single_step,
     machine_check,
-    page_table_isolation,
     privileged_layer,
     inside_hypervisor,
     mtrrs_disabled,
@@ -98,6 +96,24 @@ fn common_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
             (facts.cpuid_d_1.eax & cpuid::LEAFD1_EAX_XSAVES != 0, readable::XSS),
         ],
     )
+}
+
+/// Nobody else uses hardware virtualization (APM 15.4; SDM, "Enabling and entering VMX operation"). Detail: EFER, CR4.
+pub(crate) fn in_use(facts: &CpuFacts) -> Option<Finding> {
+    let used = facts.efer & efer::SVME != 0 || facts.cr4 & cr4::VMXE != 0;
+    used.then(|| Finding::refuse(Code::VirtualizationInUse, facts.efer, facts.cr4))
+}
+
+/// EFER against the white list (APM 3.1.7, 15.5.1). SVME is reported apart.
+pub(crate) fn efer(facts: &CpuFacts) -> Option<Finding> {
+    white_list(Code::EferUnsupported, facts.efer, efer::KNOWN | efer::SVME, efer::REQUIRED)
+}
+
+/// The kernel itself uses no shadow stack (APM 18.9), and tracks branches only where that can be carried.
+pub(crate) fn supervisor_cet(facts: &CpuFacts) -> Option<Finding> {
+    let carried = if vendor(facts) == Vendor::Intel { s_cet::ENDBR_EN } else { 0 };
+    let wrong = facts.s_cet & !carried != 0;
+    wrong.then(|| Finding::refuse(Code::SupervisorCet, facts.s_cet, facts.cr4))
 }
 
 /// CR0 against the white list (APM 3.1.1, 15.5.1).
@@ -140,15 +156,6 @@ fn pat(facts: &CpuFacts) -> Option<Finding> {
     (readable && entry0 != 6).then(|| Finding::refuse(Code::PatUnsupported, entry0, facts.pat))
 }
 
-/// All RAM and devices lie inside the nested map. It covers the physical width, and with four levels
-/// no more than 48 bits (APM 15.25.3: the nested depth is the host's).
-fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
-    let depth_bits = if facts.cr4 & cr4::LA57 != 0 { 57 } else { 48 };
-    let bits = physical_bits(facts).min(depth_bits);
-    let outside = beyond(facts.iomem_end_phys, bits) != 0;
-    outside.then(|| Finding::refuse(Code::MemoryBeyondMap, facts.iomem_end_phys, u64::from(bits)))
-}
-
 /// Somebody single-steps the switch (APM 13.1.4).
 fn single_step(facts: &CpuFacts) -> Option<Finding> {
     let stepping = facts.rflags & rflags::TF != 0;
@@ -161,13 +168,7 @@ fn machine_check(facts: &CpuFacts) -> Option<Finding> {
     (in_progress != 0).then(|| Finding::refuse(Code::MachineCheckInProgress, in_progress, facts.mcg_status))
 }
 
-/// The gate lies in the kernel's text, which the user half's tables do not map.
-fn page_table_isolation(facts: &CpuFacts) -> Option<Finding> {
-    let isolated = facts.system & system::PTI != 0;
-    isolated.then(|| Finding::refuse(Code::PageTableIsolation, system::PTI, facts.system))
-}
-
-/// Xen or tboot is beneath this kernel.
+/// Xen is beneath this kernel.
 fn privileged_layer(facts: &CpuFacts) -> Option<Finding> {
     let layered = facts.system & system::PRIVILEGED_LAYER != 0;
     layered.then(|| Finding::refuse(Code::PrivilegedLayer, system::PRIVILEGED_LAYER, facts.system))
@@ -206,6 +207,6 @@ fn kernel_untested(facts: &CpuFacts) -> Option<Finding> {
 }
 
 /// The part of `address` at or above bit `bits`; `bits` is below 64.
-fn beyond(address: u64, bits: u32) -> u64 {
+pub(crate) fn beyond(address: u64, bits: u32) -> u64 {
     address & u64::MAX.checked_shl(bits).unwrap_or(0)
 }

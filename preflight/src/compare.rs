@@ -2,7 +2,7 @@
 
 use crate::{
     Finding, Findings, Severity,
-    bits::cr4,
+    bits::{cr4, vmx_misc},
     fields::{FIELDS, Field},
 };
 use mercury_abi::{code::Code, facts::CpuFacts};
@@ -55,6 +55,20 @@ const RULES: &[Rule] = &[
     refuse("xss"),
     refuse("syscfg"),
     refuse("feature_control"),
+    refuse("vmx_basic"),
+    refuse("vmx_pin_controls"),
+    refuse("vmx_primary_controls"),
+    refuse("vmx_secondary_controls"),
+    refuse("vmx_tertiary_controls"),
+    refuse("vmx_exit_controls"),
+    refuse("vmx_entry_controls"),
+    // Not the rate of a timer and the numbers of things that are not used.
+    Rule { field: "vmx_misc", mask: MISC_USED, severity: Severity::Refuse },
+    refuse("vmx_cr0_fixed0"),
+    refuse("vmx_cr0_fixed1"),
+    refuse("vmx_cr4_fixed0"),
+    refuse("vmx_cr4_fixed1"),
+    refuse("vmx_ept_vpid"),
     // Linux sets it after a CPU has come online when it wakes from suspend.
     warn("pat"),
     warn("cpuid_1.eax"),
@@ -62,6 +76,9 @@ const RULES: &[Rule] = &[
     warn("mtrr_def_type"),
     warn("mtrr_digest"),
 ];
+
+/// Activity states, bits 8:6, processor trace, and writes to read-only fields, bit 29 (SDM, "Miscellaneous data").
+const MISC_USED: u64 = 0b111 << 6 | vmx_misc::TRACE_IN_VMX | 1 << 29;
 
 const _: () = assert!(RULES.len() <= Findings::CAPACITY);
 

@@ -1,8 +1,8 @@
-//! Facts of a good machine, for tests: an EPYC of family 19h under Debian's 6.1.
+//! Facts of good machines, for tests: an EPYC of family 19h and a Xeon of Ice Lake's kind, under Debian's 6.1.
 
 use mercury_abi::{
     Header,
-    facts::{CpuFacts, CpuidLeaf, TableRegister},
+    facts::{CpuFacts, CpuidLeaf, TableRegister, readable},
 };
 
 const fn leaf(eax: u32, ebx: u32, ecx: u32, edx: u32) -> CpuidLeaf {
@@ -57,5 +57,51 @@ pub fn good_epyc(cpu: u32) -> CpuFacts {
         mtrr_def_type: 0xc00,
         mtrr_digest: 0x1234,
         ..CpuFacts::default()
+    }
+}
+
+/// Facts of CPU `cpu` of a good machine by Intel: every check passes and nothing is worth a note.
+#[must_use]
+pub fn good_xeon(cpu: u32) -> CpuFacts {
+    CpuFacts {
+        readable: readable::PAT
+            | readable::MTRR
+            | readable::MCG_STATUS
+            | readable::XSS
+            | readable::DEBUGCTL
+            | readable::SPEC_CTRL
+            | readable::TSC_AUX
+            | readable::MICROCODE
+            | readable::FEATURE_CONTROL
+            | readable::VMX
+            | readable::RTIT_CTL,
+        iomem_end_phys: 0x3fff_ffff_ffff,
+        cpuid_0: leaf(0x1b, 0x756e_6547, 0x6c65_746e, 0x4965_6e69),
+        cpuid_1: leaf(0x0006_06a6, cpu << 25, 0x7ffe_fbff, 0xbfeb_fbff),
+        cpuid_7_0: leaf(0, 0xf3bf_a7eb, 0x40_4f5e, 0xbc00_0400),
+        cpuid_8000_0000: leaf(0x8000_0008, 0, 0, 0),
+        cpuid_8000_0001: leaf(0, 0, 0x121, 0x2c10_0800),
+        cpuid_8000_0008: leaf(0x302e, 0, 0, 0),
+        cpuid_8000_000a: leaf(0, 0, 0, 0),
+        cpuid_8000_001f: leaf(0, 0, 0, 0),
+        cpuid_8000_0021: leaf(0, 0, 0, 0),
+        vm_cr: 0,
+        syscfg: 0,
+        tsc_ratio: 0,
+        feature_control: 0x5,
+        microcode: 0x0d00_03a5,
+        vmx_basic: 0x00da_0400_0000_0004,
+        vmx_pin_controls: 0x0000_00ff_0000_0016,
+        vmx_primary_controls: 0xfff9_fffe_0400_6172,
+        vmx_secondary_controls: 0x1f7f_ffff_0000_0000,
+        vmx_exit_controls: 0x01ff_ffff_0003_6dfb,
+        vmx_entry_controls: 0x0003_ffff_0000_11fb,
+        vmx_misc: 0x2004_c1e7,
+        vmx_cr0_fixed0: 0x8000_0021,
+        vmx_cr0_fixed1: 0xffff_ffff,
+        vmx_cr4_fixed0: 0x2000,
+        vmx_cr4_fixed1: 0x0077_7fff,
+        vmx_ept_vpid: 0x0000_0f01_0673_4141,
+        ..good_epyc(cpu)
     }
 }

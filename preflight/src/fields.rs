@@ -51,7 +51,10 @@ fields! {
     plain: cpu apic_id readable system iomem_end_phys kernel_version cr0 cr3 cr4 xcr0 dr6 dr7 rflags tr
         ldtr cs ss tr_limit efer star lstar cstar sfmask sysenter_cs sysenter_esp sysenter_eip gs_base
         apic_base pat vm_cr vm_hsave_pa syscfg spec_ctrl tsc_ratio debugctl s_cet isst_addr xss
-        mcg_status tsc_aux hwcr microcode smca_ctl0 feature_control mtrr_def_type mtrr_digest;
+        mcg_status tsc_aux hwcr microcode smca_ctl0 feature_control mtrr_def_type mtrr_digest vmx_basic
+        vmx_pin_controls vmx_primary_controls vmx_secondary_controls vmx_tertiary_controls vmx_exit_controls
+        vmx_entry_controls vmx_misc vmx_cr0_fixed0 vmx_cr0_fixed1 vmx_cr4_fixed0 vmx_cr4_fixed1 vmx_ept_vpid
+        rtit_ctl pebs_enable;
 }
 
 // Header (8 bytes), two words packed in one u64, four words packed in two: nothing is forgotten.

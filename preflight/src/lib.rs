@@ -6,6 +6,7 @@
 //!
 //! * [`check`]: everything that speaks against attaching one CPU. The vendors' lists stand side by
 //!   side (`amd`, `intel`); what holds for both is in `common`.
+//! * [`vmx`]: the controls that the hypervisor sets on Intel, so that what it cannot set is known before.
 //! * [`compare`]: whether two CPUs are equal in everything that the hypervisor relies on.
 //! * [`state_difference`]: which architectural state differs between two readings of one CPU.
 //!
@@ -27,6 +28,7 @@ mod intel;
 mod state;
 #[cfg(test)]
 mod tests;
+pub mod vmx;
 
 pub use common::{KernelSupport, Vendor, kernel_support, vendor};
 pub use compare::{compare, compared_field};
@@ -67,7 +69,7 @@ pub fn physical_bits(facts: &CpuFacts) -> u32 {
 fn applicable(facts: &CpuFacts) -> impl Iterator<Item = &'static Check> {
     let (own, common): (&[Check], &[Check]) = match vendor(facts) {
         Vendor::Amd => (amd::CHECKS, common::CHECKS),
-        Vendor::Intel => (intel::CHECKS, &[]),
+        Vendor::Intel => (intel::CHECKS, common::CHECKS),
         Vendor::Other => (&[vendor_unsupported], &[]),
     };
     own.iter().chain(common)

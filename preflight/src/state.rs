@@ -1,7 +1,10 @@
 //! One CPU against itself at another time: what is native after detach must be what was native
 //! before attach.
 
-use crate::{bits::efer, fields::FIELDS};
+use crate::{
+    bits::{cr4, efer},
+    fields::FIELDS,
+};
 use mercury_abi::facts::CpuFacts;
 
 /// A field that differs between two readings of one CPU.
@@ -37,11 +40,11 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME is the hypervisor's, and
-/// nothing else. VM_HSAVE_PA reads as what the system wrote.
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME or CR4.VMXE is the hypervisor's,
+/// and nothing else. VM_HSAVE_PA reads as what the system wrote.
 #[must_use]
 pub fn as_if_native(attached: &CpuFacts) -> CpuFacts {
-    CpuFacts { efer: attached.efer & !efer::SVME, ..*attached }
+    CpuFacts { efer: attached.efer & !efer::SVME, cr4: attached.cr4 & !cr4::VMXE, ..*attached }
 }
 
 /// Every quantity of the facts by name.

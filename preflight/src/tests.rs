@@ -2,6 +2,9 @@
 
 extern crate std;
 
+#[path = "tests_intel.rs"]
+mod intel;
+
 use crate::{
     Finding, KernelSupport, Severity, as_if_native, check, compare, compared_field, example::good_epyc,
     fields::FIELDS, first_refusal, kernel_support, physical_bits, state_difference,
@@ -51,9 +54,6 @@ fn a_good_machine_has_no_findings() {
 #[test]
 fn processors() {
     refused(Code::VendorUnsupported, |f| f.cpuid_0.ebx = 0);
-    refused(Code::IntelUnsupported, |f| {
-        (f.cpuid_0.ebx, f.cpuid_0.edx, f.cpuid_0.ecx) = (0x756e_6547, 0x4965_6e69, 0x6c65_746e);
-    });
     refused(Code::FamilyUnsupported, |f| f.cpuid_1.eax = 0x0060_0f20);
     refused(Code::FamilyUnsupported, |f| f.cpuid_1.eax = 0x623);
     accepted(|f| f.cpuid_1.eax = 0x0080_0f12);
@@ -120,6 +120,7 @@ fn extended_state() {
     refused(Code::XstateUnsupported, |f| f.xss |= 1 << 14);
     accepted(|f| f.xcr0 = 0x6_02ff);
     refused(Code::SupervisorCet, |f| f.s_cet = 1);
+    refused(Code::SupervisorCet, |f| f.s_cet = 4);
 }
 
 #[test]
@@ -260,6 +261,7 @@ fn attached_may_differ_in_what_is_the_hypervisors() {
     let before = good_epyc(0);
     let mut attached = before;
     attached.efer |= 1 << 12;
+    attached.cr4 |= 1 << 13;
     assert_eq!(state_difference(&before, &as_if_native(&attached)).next(), None);
     attached.pat = 0;
     attached.vm_hsave_pa = 0x1000;

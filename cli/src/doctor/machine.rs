@@ -246,5 +246,8 @@ mod tests {
         let found = mercury_preflight::check(&without_mercury(facts, &one));
         let codes: Vec<_> = found.iter().map(|finding| finding.code).collect();
         assert_eq!(codes, [mercury_abi::code::Code::HsaveInUse]);
+        let mut facts = mercury_preflight::example::good_xeon(1);
+        facts.cr4 |= 1 << 13;
+        assert!(mercury_preflight::check(&without_mercury(facts, &one)).is_empty());
     }
 }

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{bits, cpus::CpuSet, explain, module};
 use mercury_abi::{code::Code, facts::CpuFacts};
-use mercury_preflight::{Finding, Severity, bits::cpuid, physical_bits};
+use mercury_preflight::{Finding, Severity, Vendor, bits::cpuid, physical_bits, vendor, vmx};
 
 /// Checks that a reader takes as one.
 struct Group {
@@ -17,6 +17,8 @@ struct Group {
     by_cpuid: bool,
     /// What to say where nothing was found.
     fine: fn(&CpuFacts) -> String,
+    /// Whose processors it is about.
+    vendor: Option<Vendor>,
 }
 
 const GROUPS: &[Group] = &[
@@ -25,26 +27,42 @@ const GROUPS: &[Group] = &[
         codes: &[Code::VendorUnsupported, Code::FamilyUnsupported, Code::IntelUnsupported],
         by_cpuid: true,
         fine: model,
+        vendor: None,
     },
-    Group { name: "SVM", codes: &[Code::NoSvm, Code::NoAsids], by_cpuid: true, fine: svm },
-    Group { name: "nested paging", codes: &[Code::NoNestedPaging], by_cpuid: true, fine: nested_paging },
+    Group {
+        name: "SVM",
+        codes: &[Code::NoSvm, Code::NoAsids],
+        by_cpuid: true,
+        fine: svm,
+        vendor: Some(Vendor::Amd),
+    },
+    Group {
+        name: "nested paging",
+        codes: &[Code::NoNestedPaging],
+        by_cpuid: true,
+        fine: nested_paging,
+        vendor: Some(Vendor::Amd),
+    },
     Group {
         name: "bare metal",
         codes: &[Code::InsideHypervisor],
         by_cpuid: true,
         fine: |_| "no hypervisor beneath this machine".into(),
+        vendor: None,
     },
     Group {
         name: "firmware",
         codes: &[Code::SvmDisabled, Code::InitRedirected],
         by_cpuid: false,
         fine: |_| "SVM is enabled".into(),
+        vendor: Some(Vendor::Amd),
     },
     Group {
         name: "virtualization free",
         codes: &[Code::VirtualizationInUse, Code::HsaveInUse],
         by_cpuid: false,
-        fine: |_| "nobody uses SVM".into(),
+        fine: |_| "nobody uses it".into(),
+        vendor: None,
     },
     Group {
         name: "control registers",
@@ -57,73 +75,132 @@ const GROUPS: &[Group] = &[
         ],
         by_cpuid: false,
         fine: |facts| format!("CR0 {:#x}, CR4 {:#x}, EFER {:#x}", facts.cr0, facts.cr4, facts.efer),
+        vendor: None,
     },
     Group {
         name: "extended state",
         codes: &[Code::XstateUnsupported, Code::SupervisorCet],
         by_cpuid: false,
         fine: |facts| format!("XCR0 {:#x}, XSS {:#x}", facts.xcr0, facts.xss),
+        vendor: None,
     },
     Group {
         name: "readable registers",
         codes: &[Code::FactUnreadable],
         by_cpuid: false,
         fine: |_| "all that must be checked".into(),
+        vendor: None,
     },
     Group {
         name: "memory encryption",
         codes: &[Code::MemoryEncryption, Code::SnpEnabled],
         by_cpuid: false,
         fine: |_| "off".into(),
+        vendor: Some(Vendor::Amd),
     },
     Group {
         name: "memory types",
         codes: &[Code::PatUnsupported, Code::MtrrInconsistent],
         by_cpuid: false,
         fine: |facts| format!("PAT {:#x}, MTRRs enabled", facts.pat),
+        vendor: None,
     },
-    Group { name: "physical addresses", codes: &[Code::MemoryBeyondMap], by_cpuid: false, fine: addresses },
+    Group {
+        name: "physical addresses",
+        codes: &[Code::MemoryBeyondMap],
+        by_cpuid: false,
+        fine: addresses,
+        vendor: None,
+    },
     Group {
         name: "clock",
         codes: &[Code::TscRatio],
         by_cpuid: false,
         fine: |_| "the TSC is not scaled".into(),
+        vendor: Some(Vendor::Amd),
     },
     Group {
         name: "TLB broadcasts",
         codes: &[Code::InvlpgbInUse],
         by_cpuid: false,
         fine: |_| "not used by the kernel".into(),
+        vendor: Some(Vendor::Amd),
     },
     Group {
         name: "return predictions",
         codes: &[Code::ErapsInUse],
         by_cpuid: false,
         fine: |_| "not left to the processor".into(),
+        vendor: Some(Vendor::Amd),
     },
     Group {
         name: "kernel's mode",
         codes: &[Code::PageTableIsolation, Code::PrivilegedLayer],
         by_cpuid: false,
-        fine: |_| "no page-table isolation, no layer beneath".into(),
+        fine: |_| "no layer beneath, no page-table isolation in the way".into(),
+        vendor: None,
     },
     Group {
         name: "machine checks",
         codes: &[Code::MachineCheckInProgress],
         by_cpuid: false,
         fine: |_| "none in progress".into(),
+        vendor: None,
     },
     Group {
         name: "debugging",
         codes: &[Code::SingleStep, Code::DebugActive],
         by_cpuid: false,
         fine: |_| "no breakpoints, no branch recording".into(),
+        vendor: None,
     },
     Group {
         name: "CPUs are equal",
         codes: &[Code::CpusDiffer],
         by_cpuid: false,
         fine: |_| "in all that matters".into(),
+        vendor: None,
+    },
+    Group {
+        name: "VMX",
+        codes: &[Code::NoVmx],
+        by_cpuid: true,
+        fine: |_| "the processor has it".into(),
+        vendor: Some(Vendor::Intel),
+    },
+    Group {
+        name: "firmware",
+        codes: &[Code::VmxDisabled],
+        by_cpuid: false,
+        fine: |_| "VMX is enabled".into(),
+        vendor: Some(Vendor::Intel),
+    },
+    Group {
+        name: "nested paging",
+        codes: &[Code::NoEpt, Code::EptUnsupported, Code::NoUnrestrictedGuest],
+        by_cpuid: false,
+        fine: extended_paging,
+        vendor: Some(Vendor::Intel),
+    },
+    Group {
+        name: "VMX controls",
+        codes: &[
+            Code::VmxControlForced,
+            Code::VmxControlMissing,
+            Code::VmxInstructionLost,
+            Code::VmxFixedBits,
+            Code::VmxRegion,
+        ],
+        by_cpuid: false,
+        fine: |_| "all that is needed, none that is in the way".into(),
+        vendor: Some(Vendor::Intel),
+    },
+    Group {
+        name: "trace, debug store",
+        codes: &[Code::ProcessorTrace, Code::DebugStore],
+        by_cpuid: false,
+        fine: |_| "not in the way".into(),
+        vendor: Some(Vendor::Intel),
     },
 ];
 
@@ -139,18 +216,23 @@ pub fn items(machine: &Machine) -> Vec<Item> {
     match &machine.asked {
         Asked::Answered { facts, .. } => {
             let found = findings(facts);
-            GROUPS.iter().flat_map(|group| group_items(group, machine, facts, &found)).collect()
+            groups(facts).flat_map(|group| group_items(group, machine, facts, &found)).collect()
         }
         Asked::Unavailable(_) => {
             let facts = std::slice::from_ref(&machine.cpuid);
             let found = findings(facts);
-            GROUPS
-                .iter()
+            groups(facts)
                 .filter(|group| group.by_cpuid)
                 .flat_map(|group| group_items(group, machine, facts, &found))
                 .collect()
         }
     }
+}
+
+/// The groups that are about this machine.
+fn groups(facts: &[CpuFacts]) -> impl Iterator<Item = &'static Group> {
+    let maker = facts.first().map(vendor);
+    GROUPS.iter().filter(move |group| group.vendor.is_none() || group.vendor == maker)
 }
 
 /// Whether a group shows this code (the kernel's series is looked at elsewhere).
@@ -187,10 +269,11 @@ fn add(all: &mut Vec<Found>, finding: Finding, cpu: u32) {
 fn group_items(group: &Group, machine: &Machine, facts: &[CpuFacts], found: &[Found]) -> Vec<Item> {
     let own = found.iter().filter(|found| group.codes.contains(&found.finding.code));
     let items: Vec<_> = own.map(|found| item(group, machine, facts.len(), found)).collect();
-    let without_svm = found.iter().any(|found| found.finding.code == Code::NoSvm);
+    let none = |found: &Found| matches!(found.finding.code, Code::NoSvm | Code::NoVmx);
+    let without = found.iter().any(none);
     match (items.is_empty(), facts.first()) {
         // Its features mean nothing then.
-        (true, _) if without_svm && group.name == "nested paging" => Vec::new(),
+        (true, _) if without && ["nested paging", "VMX controls"].contains(&group.name) => Vec::new(),
         (true, Some(first)) => vec![Item::new(group.name, Grade::Ok, (group.fine)(first))],
         (true, None) => vec![Item::new(group.name, Grade::CannotTell, "no CPU could be read")],
         (false, _) => items,
@@ -245,13 +328,18 @@ fn model(facts: &CpuFacts) -> String {
     let eax = facts.cpuid_1.eax;
     let base = eax >> 8 & 0xf;
     let family = if base == 0xf { base + (eax >> 20 & 0xff) } else { base };
+    let maker = match vendor(facts) {
+        Vendor::Amd => "AMD",
+        Vendor::Intel => "Intel",
+        Vendor::Other => "unknown",
+    };
     let model = (eax >> 4 & 0xf) | (eax >> 16 & 0xf) << 4;
     let stepping = eax & 0xf;
     let microcode = match facts.microcode {
         0 => String::new(),
         revision => format!(", microcode {revision:#x}"),
     };
-    format!("AMD family {family:x}h, model {model:x}h, stepping {stepping}{microcode}")
+    format!("{maker} family {family:x}h, model {model:x}h, stepping {stepping}{microcode}")
 }
 
 fn svm(facts: &CpuFacts) -> String {
@@ -274,6 +362,17 @@ fn nested_paging(facts: &CpuFacts) -> String {
     } else {
         "in 2 MiB pages: the map takes more memory and grows on demand".into()
     }
+}
+
+fn extended_paging(facts: &CpuFacts) -> String {
+    let has = |bit: u64| facts.vmx_ept_vpid & bit != 0;
+    let pages = if has(vmx::ept_vpid::PAGE_1G) {
+        "in 1 GiB pages"
+    } else {
+        "in 2 MiB pages: the map takes more memory and grows on demand"
+    };
+    let tags = if has(vmx::ept_vpid::INVVPID) { "; VPID" } else { "; no VPID" };
+    format!("{pages}{tags}")
 }
 
 fn addresses(facts: &CpuFacts) -> String {

@@ -13,7 +13,7 @@ use crate::{
     sysroot::Module,
 };
 use mercury_abi::{code::Code, facts::CpuFacts};
-use mercury_preflight::example::good_epyc;
+use mercury_preflight::example::{good_epyc, good_xeon};
 
 fn good_machine() -> Machine {
     Machine {
@@ -68,6 +68,34 @@ fn a_good_machine() {
 #[test]
 fn quiet_says_only_what_is_wrong() {
     assert_eq!(rendered(&examine(&good_machine(), true)), "\nThis machine can attach: `mercury attach`\n");
+}
+
+/// A machine by Intel is asked about VMX and not about SVM.
+#[test]
+fn a_good_machine_by_intel() {
+    let mut machine = good_machine();
+    let facts = (0..4).map(good_xeon).collect();
+    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default() };
+    machine.cpuid = good_xeon(0);
+    let report = examine(&machine, false);
+    assert_eq!(report.exit(), Exit::Done);
+    let text = rendered(&report);
+    for words in ["Intel family 6h", "VMX is enabled", "in 1 GiB pages; VPID"] {
+        assert!(text.contains(words), "{words}\n{text}");
+    }
+    assert!(!text.contains("SVM") && !text.contains("ASID"), "{text}");
+}
+
+#[test]
+fn vmx_disabled_by_firmware() {
+    let mut machine = good_machine();
+    let facts = (0..4).map(|cpu| CpuFacts { feature_control: 1, ..good_xeon(cpu) }).collect();
+    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default() };
+    let report = examine(&machine, true);
+    assert_eq!(report.exit(), Exit::Impossible);
+    let text = rendered(&report);
+    assert!(text.contains("VMX is disabled by firmware, and the setting is locked"), "{text}");
+    assert!(text.contains("VT-x"), "{text}");
 }
 
 #[test]

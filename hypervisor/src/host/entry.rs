@@ -11,9 +11,7 @@ use core::mem::offset_of;
 use mercury_abi::gate::{AREA_SIZE, GateBlock};
 
 #[cfg(feature = "image")]
-use super::tables::{HOST_CS, HOST_DS};
-#[cfg(feature = "image")]
-use crate::{cpu::Cpu, x86::HOST_CR0};
+use crate::cpu::Cpu;
 
 /// Bytes from one exception stub to the next.
 pub const EXCEPTION_STUB_SIZE: u64 = 16;
@@ -32,63 +30,76 @@ pub enum Next {
     Run = 1,
 }
 
-/// Native entry: the gate jumps here on the hypervisor's tables, RDI = the CPU's area.
+/// The native entry of one vendor: the gate jumps here on the hypervisor's tables, RDI = the CPU's area.
 ///
-/// Takes its own stack, saves what the compiled code may change, loads the hypervisor's tables.
+/// Takes its own stack, saves what the compiled code may change, loads the hypervisor's tables. `$native`
+/// is the vendor's [`crate::native::enter`], `$run` its way into the guest.
 #[cfg(feature = "image")]
-#[unsafe(naked)]
-#[unsafe(no_mangle)]
-pub extern "C" fn mercury_entry() -> ! {
-    naked_asm!(
-        "lea rsp, [rdi + {area_size}]",
-        "mov rbx, rdi",
-        "mov rax, cr0",
-        "mov [rdi + {guest_cr0}], rax",
-        "mov eax, {host_cr0}",
-        "mov cr0, rax",
-        "call {save_sse}",
-        "sgdt [rdi + {guest_gdtr} + 6]",
-        "sidt [rdi + {guest_idtr} + 6]",
-        "cld",
-        "cmp dword ptr [rdi + {prepared}], 0",
-        "jne 2f",
-        "call {prepare}",
-        "2: lgdt [rbx + {host_gdtr} + 6]",
-        "lidt [rbx + {host_idtr} + 6]",
-        "mov eax, {host_ds}",
-        "mov ss, eax",
-        "mov ds, eax",
-        "mov es, eax",
-        "push {host_cs}",
-        "lea rax, [rip + 3f]",
-        "push rax",
-        "retfq",
-        "3: mov rdi, rbx",
-        "call {native}",
-        "mov rdi, rbx",
-        "test eax, eax",
-        "jz {leave}",
-        "jmp {run}",
-        area_size = const AREA_SIZE,
-        guest_cr0 = const offset_of!(Cpu, guest_cr0),
-        host_cr0 = const HOST_CR0,
-        save_sse = sym save_sse,
-        guest_gdtr = const offset_of!(Cpu, guest_gdtr),
-        guest_idtr = const offset_of!(Cpu, guest_idtr),
-        prepared = const offset_of!(Cpu, prepared),
-        prepare = sym prepare_area,
-        host_gdtr = const offset_of!(Cpu, host_gdtr),
-        host_idtr = const offset_of!(Cpu, host_idtr),
-        host_ds = const HOST_DS,
-        host_cs = const HOST_CS,
-        native = sym crate::native::native_entry,
-        leave = sym leave,
-        run = sym crate::svm::run::run,
-    )
+macro_rules! native_entry_point {
+    ($name:ident, $vendor:ty, $native:path, $run:path) => {
+        #[doc = "The native entry: see [`crate::host::entry`]."]
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name() -> ! {
+            core::arch::naked_asm!(
+                "lea rsp, [rdi + {area_size}]",
+                "mov rbx, rdi",
+                "mov rax, cr0",
+                "mov [rdi + {guest_cr0}], rax",
+                "mov eax, {host_cr0}",
+                "mov cr0, rax",
+                "call {save_sse}",
+                "sgdt [rdi + {guest_gdtr} + 6]",
+                "sidt [rdi + {guest_idtr} + 6]",
+                "cld",
+                "cmp dword ptr [rdi + {prepared}], 0",
+                "jne 2f",
+                "call {prepare}",
+                "2: lgdt [rbx + {host_gdtr} + 6]",
+                "lidt [rbx + {host_idtr} + 6]",
+                "mov eax, {host_ds}",
+                "mov ss, eax",
+                "mov ds, eax",
+                "mov es, eax",
+                "push {host_cs}",
+                "lea rax, [rip + 3f]",
+                "push rax",
+                "retfq",
+                "3: mov rdi, rbx",
+                "call {native}",
+                "mov rdi, rbx",
+                "test eax, eax",
+                "jz {leave}",
+                "jmp {run}",
+                area_size = const mercury_abi::gate::AREA_SIZE,
+                guest_cr0 = const core::mem::offset_of!($crate::cpu::Cpu, guest_cr0),
+                host_cr0 = const $crate::x86::HOST_CR0,
+                save_sse = sym $crate::host::entry::save_sse,
+                guest_gdtr = const core::mem::offset_of!($crate::cpu::Cpu, guest_gdtr),
+                guest_idtr = const core::mem::offset_of!($crate::cpu::Cpu, guest_idtr),
+                prepared = const core::mem::offset_of!($crate::cpu::Cpu, prepared),
+                prepare = sym $crate::host::entry::prepare_area::<$vendor>,
+                host_gdtr = const core::mem::offset_of!($crate::cpu::Cpu, host_gdtr),
+                host_idtr = const core::mem::offset_of!($crate::cpu::Cpu, host_idtr),
+                host_ds = const $crate::host::tables::HOST_DS,
+                host_cs = const $crate::host::tables::HOST_CS,
+                native = sym $native,
+                leave = sym $crate::host::entry::leave,
+                run = sym $run,
+            )
+        }
+    };
 }
 
 #[cfg(feature = "image")]
-unsafe extern "C" fn prepare_area(area: *mut crate::cpu::Area) {
+pub(crate) use native_entry_point;
+
+/// Fills an area before its first use.
+///
+/// # Safety
+/// `area` is this CPU's own, zeroed but for its gate block.
+#[cfg(feature = "image")]
+pub unsafe extern "C" fn prepare_area<V: crate::vendor::Vendor>(area: *mut crate::cpu::Area<V>) {
     // SAFETY: the gate passes this CPU's area, which the driver zeroed and mapped.
     super::tables::prepare(unsafe { &mut *area });
 }

@@ -1,6 +1,12 @@
 //! Exceptions inside the hypervisor: an expected one continues at its recovery address, a machine
 //! check is handed to the system above, everything else is the end of this CPU's attachment.
 
+#[cfg(feature = "image")]
+use crate::{
+    cpu::{Area, Cpu, area_of_stack},
+    vendor::{self, Vendor, Visitor},
+};
+
 /// What the exception stubs push.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -52,9 +58,24 @@ fn hand_over_machine_check(frame: &Frame) -> u64 {
     let intact = crate::x86::msr::read(MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
     // SAFETY: exception stacks lie in the area; what `note` changes, the interrupted code reads as volatile
     // or does not use any more.
-    let area = unsafe { crate::cpu::area_of_stack() };
-    crate::svm::machine_check::note(area, intact);
-    if intact { frame.rip } else { 0 }
+    let resume = unsafe { vendor::visit(area_of_stack(), HandOver { intact, rip: frame.rip }) };
+    if intact { resume } else { 0 }
+}
+
+#[cfg(feature = "image")]
+struct HandOver {
+    intact: bool,
+    rip: u64,
+}
+
+#[cfg(feature = "image")]
+impl Visitor for HandOver {
+    type Output = u64;
+
+    fn visit<V: Vendor>(self, area: &mut Area<V>) -> u64 {
+        crate::machine_check::note(area, &mut crate::x86::Processor, self.intact);
+        V::resume_at(self.rip)
+    }
 }
 
 /// The end: record and leave.
@@ -63,9 +84,8 @@ fn hand_over_machine_check(frame: &Frame) -> u64 {
 /// `area` is this CPU's own, with the system's vector registers saved in it, and `frame` is on one of its
 /// exception stacks. Whatever used the area before will not run again.
 #[cfg(feature = "image")]
-pub unsafe extern "C" fn fatal(area: *mut crate::cpu::Area, frame: *const Frame) -> ! {
+pub unsafe extern "C" fn fatal(area: *mut Cpu, frame: *const Frame) -> ! {
     // SAFETY: the stub passes this CPU's area and its own frame on the exception stack; whatever used
     // the area before will not run again.
-    let (area, frame) = unsafe { (&mut *area, &*frame) };
-    crate::emergency::after_exception(area, frame)
+    unsafe { crate::emergency::after_exception(area, &*frame) }
 }

@@ -1,9 +1,8 @@
 //! GDT, IDT and task state of the hypervisor.
 //!
-//! Every #VMEXIT reloads CS, SS, DS and ES from the GDT in memory (APM vol. 2, 15.6; HARDWARE A-52),
-//! so the selectors live at VMRUN are the ones below. Every vector has an interrupt stack: compiled
-//! code may use the red zone, and the guard page must be survivable. CR4.MCE stays as the system has
-//! it; vector 18 has a handler.
+//! An exit loads the selectors below, on AMD from the GDT in memory (APM vol. 2, 15.6; HARDWARE A-52).
+//! Every vector has an interrupt stack, for the guard page must be survivable. CR4.MCE stays as the
+//! system has it; vector 18 has a handler.
 
 use core::mem::offset_of;
 
@@ -12,7 +11,7 @@ use mercury_abi::gate::DescriptorTable;
 
 use super::entry::EXCEPTION_STUB_SIZE;
 use crate::cpu::Area;
-use crate::svm::vmcb::Segment;
+use crate::vendor::{TaskStateSegment, Vendor};
 
 /// Code selector of the hypervisor.
 pub const HOST_CS: u16 = 0x10;
@@ -20,6 +19,10 @@ pub const HOST_CS: u16 = 0x10;
 pub const HOST_DS: u16 = 0x18;
 /// Task-state selector of the hypervisor.
 pub const HOST_TR: u16 = 0x20;
+/// Descriptor of a 64-bit code segment at CPL 0.
+pub const CODE_DESCRIPTOR: u64 = 0x00AF_9B00_0000_FFFF;
+/// Descriptor of a flat data segment at CPL 0.
+pub const DATA_DESCRIPTOR: u64 = 0x00CF_9300_0000_FFFF;
 /// Exception vectors with a handler: all of them.
 pub const VECTORS: usize = 32;
 
@@ -80,10 +83,16 @@ unsafe impl Sync for Idt {}
 static IDT: Idt = Idt(core::cell::UnsafeCell::new([Gate { low: 0, high: 0 }; VECTORS]));
 
 impl Idt {
-    /// Writes every gate. `stubs_virt` is the address of the first exception stub.
-    fn fill(&self, stubs_virt: u64) {
+    /// Writes every gate. `stubs_virt` is the address of the first exception stub, `nmi_virt` that of the driver's
+    /// handler of NMIs, or 0. That one runs on whatever stack is in use: it must work under the system's task
+    /// state too.
+    fn fill(&self, stubs_virt: u64, nmi_virt: u64) {
         for vector in 0..VECTORS {
-            let gate = Gate::new(stubs_virt + vector as u64 * EXCEPTION_STUB_SIZE, stack_of(vector));
+            let gate = if vector == VECTOR_NMI && nmi_virt != 0 {
+                Gate::new(nmi_virt, 0)
+            } else {
+                Gate::new(stubs_virt + vector as u64 * EXCEPTION_STUB_SIZE, stack_of(vector))
+            };
             // SAFETY: in bounds; CPUs that race here write equal values.
             unsafe { self.0.get().cast::<Gate>().add(vector).write_volatile(gate) };
         }
@@ -99,23 +108,25 @@ const fn stack_of(vector: usize) -> u8 {
     }
 }
 
-/// Fills descriptor tables, task state and extended state of a CPU's area.
-pub fn prepare(area: &mut Area) {
+/// Fills descriptor tables and task state of a CPU's area, and what is the vendor's.
+pub fn prepare<V: Vendor>(area: &mut Area<V>) {
+    const { Area::<V>::FITS };
     let base = core::ptr::from_mut(area).expose_provenance() as u64;
     let tss = base + offset_of!(crate::cpu::Cpu, tss) as u64;
     let gdt = base + offset_of!(crate::cpu::Cpu, gdt) as u64;
     let idt = core::ptr::from_ref(&IDT).expose_provenance() as u64;
-    let stacks = base + offset_of!(Area, exception_stacks) as u64;
+    let stacks = base + offset_of!(Area<V>, exception_stacks) as u64;
 
-    IDT.fill(super::entry::exception_stubs_virt());
+    IDT.fill(super::entry::exception_stubs_virt(), area.cpu.gate.nmi.handler_virt);
     area.cpu.tss = TaskState::with_stacks(stacks);
     area.cpu.gdt = HostGdt::with_task_state(tss);
     area.cpu.host_gdtr = table(gdt, size_of::<HostGdt>());
     area.cpu.host_idtr = table(idt, size_of::<Idt>());
-    area.host.tr =
-        Segment { selector: HOST_TR, attributes: 0x8B, limit: size_of::<TaskState>() as u32 - 1, base: tss };
-    area.cpu.control_phys = area.cpu.gate.area_phys + offset_of!(Area, control) as u64;
-    area.cpu.host_phys = area.cpu.gate.area_phys + offset_of!(Area, host) as u64;
+    area.cpu.control_phys = area.cpu.gate.area_phys + offset_of!(Area<V>, control) as u64;
+    area.cpu.host_phys = area.cpu.gate.area_phys + offset_of!(Area<V>, host) as u64;
+    area.cpu.vendor = V::KIND as u32;
+    let limit = size_of::<TaskState>() as u32 - 1;
+    V::prepare(area, TaskStateSegment { selector: HOST_TR, limit, base_virt: tss });
     area.cpu.prepared = 1;
 }
 
@@ -129,7 +140,13 @@ impl HostGdt {
             | (tss_virt & 0xFF_FFFF) << 16
             | 0x8B << 40
             | (tss_virt >> 24 & 0xFF) << 56;
-        Self([0, 0, 0x00AF_9B00_0000_FFFF, 0x00CF_9300_0000_FFFF, low, tss_virt >> 32])
+        Self([0, 0, CODE_DESCRIPTOR, DATA_DESCRIPTOR, low, tss_virt >> 32])
+    }
+
+    /// Marks the task state available, as LTR wants it.
+    pub fn release_task_state(&mut self) {
+        const BUSY: u64 = 1 << 41;
+        self.0[4] &= !BUSY;
     }
 }
 

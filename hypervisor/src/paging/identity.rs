@@ -113,6 +113,12 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         self.tables.as_ref().map(PageTable::root)
     }
 
+    /// The MTRRs that it was planned with.
+    #[must_use]
+    pub const fn mtrrs(&self) -> &Mtrrs {
+        self.plan.mtrrs()
+    }
+
     /// Table pages in use.
     #[must_use]
     pub const fn pages_used(&self) -> usize {

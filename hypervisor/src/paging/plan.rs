@@ -62,6 +62,12 @@ impl Plan {
         Self { layout, mtrrs }
     }
 
+    /// Its memory types.
+    #[must_use]
+    pub const fn mtrrs(&self) -> &Mtrrs {
+        &self.mtrrs
+    }
+
     /// Its layout.
     #[must_use]
     pub const fn layout(&self) -> &Layout {

@@ -10,10 +10,13 @@ use mercury_abi::gate::{self, DescriptorTable};
 
 use mercury_preflight::bits::{cpuid, cr4};
 
+use super::Area;
+use super::msr::PERMISSION_MAP;
+use super::refusal;
 use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
 use crate::address::HostPhys;
-use crate::cpu::Area;
 use crate::x86::{CR4_PGE, Hardware, msr};
+use crate::{native, nested};
 
 /// Feature bits in [`crate::cpu::Cpu::features`].
 pub mod feature {
@@ -70,6 +73,23 @@ pub fn is_fresh(area: &Area) -> bool {
         && !area.cpu.control_phys.is_multiple_of(2 << 20)
 }
 
+/// Fills the control block, and looks for what VMRUN would refuse.
+///
+/// # Errors
+/// Those of [`fill`]; [`Code::InvalidGuestState`] with the failing check in the detail.
+#[inline]
+pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+    area.own.entry_state_valid = 0;
+    let roots = Roots { nested: nested::root(), msrpm: native::phys_of(&PERMISSION_MAP) };
+    fill(area, hardware, roots)?;
+    if !refusal::none(&area.control) {
+        let check = refusal::first(&area.control);
+        area.cpu.gate.detail = [check as u64, refusal::value(&area.control, check)];
+        return Err(Code::InvalidGuestState);
+    }
+    Ok(())
+}
+
 /// Where what all CPUs share is.
 #[derive(Clone, Copy, Debug)]
 pub struct Roots {
@@ -121,9 +141,9 @@ fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
 
 fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     let efer = hardware.read_msr(msr::EFER).ok_or(Code::FactUnreadable)?;
-    area.cpu.guest_efer = efer;
-    area.cpu.attach_efer = efer;
-    area.cpu.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
+    area.own.guest_efer = efer;
+    area.own.attach_efer = efer;
+    area.own.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
     area.control.efer = efer;
     area.control.g_pat = hardware.read_msr(msr::PAT).ok_or(Code::FactUnreadable)?;
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
@@ -145,7 +165,7 @@ fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), C
     if !hardware.write_msr(msr::SPEC_CTRL, 0) {
         return Err(Code::FactUnreadable);
     }
-    area.cpu.spec_ctrl_lent = 1;
+    area.own.spec_ctrl_lent = 1;
     debug_assert_eq!(hardware.read_msr(msr::SPEC_CTRL), Some(0));
     Ok(())
 }
@@ -153,8 +173,8 @@ fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), C
 /// Gives SPEC_CTRL back if it is lent: at any other time the kernel's own value is in the processor.
 #[inline]
 fn return_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) {
-    if area.cpu.spec_ctrl_lent != 0 {
-        area.cpu.spec_ctrl_lent = 0;
+    if area.own.spec_ctrl_lent != 0 {
+        area.own.spec_ctrl_lent = 0;
         let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
     }
 }
@@ -209,12 +229,12 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
 /// system after a check, so none of the writes can fault.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
-    if area.cpu.guest_efer != area.cpu.attach_efer {
-        let _ = hardware.write_msr(msr::EFER, area.cpu.guest_efer | msr::EFER_SVME);
+    if area.own.guest_efer != area.own.attach_efer {
+        let _ = hardware.write_msr(msr::EFER, area.own.guest_efer | msr::EFER_SVME);
     }
     // The PAT MSR needs nothing: it has had every value that the guest's PAT in the block has had
     // (see `msr::write_pat`; HARDWARE A-10).
-    let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.guest_hsave);
+    let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.own.guest_hsave);
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
         let _ = hardware.write_msr(msr::S_CET, area.control.s_cet);
         let _ = hardware.write_msr(msr::ISST_ADDR, area.control.isst_addr);

@@ -3,18 +3,17 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
 use mercury_abi::shared::{ExitReason, LogKind};
-
 use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{machine_check, msr, refusal, run};
-use crate::cpu::{Area, Interrupted, Phase};
+use super::{Area, Svm, msr, refusal, run};
+use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
-use crate::nested::{self, NestedAnswer};
-use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_TF};
-use crate::{emergency, exit, fault, publish};
+use crate::nested;
+use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
+use crate::{emergency, exit, fault, machine_check, publish};
 
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
@@ -52,12 +51,12 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     if next == Next::Leave {
         run::return_extended_state(area);
     }
-    machine_check::finish(area, next)
+    machine_check::finish(area, hardware, next)
 }
 
 /// Answers one exit.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    machine_check::exit_begins(area);
+    machine_check::exit_begins(area, hardware);
     if area.cpu.leave_pending != 0 {
         return leave_now(area, hardware);
     }
@@ -75,7 +74,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
         }
-        exit_code::VINTR if machine_check::is_awaited(area) => {
+        exit_code::VINTR if area.control.awaits_window() => {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
         }
@@ -116,23 +115,7 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
     let rip = area.control.rip;
-    let (reason, kind, answer) = nested_answer(nested::fault(address, write));
-    publish::count(area, reason);
-    let tsc = hardware.tsc();
-    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
-    answer
-}
-
-/// What was cached, even as read-only, must be forgotten; what was absent is not cached.
-pub(super) const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
-    match answer {
-        NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
-        NestedAnswer::Raced => (ExitReason::NestedFill, LogKind::NestedFill, Answer::RetryFlushed),
-        NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
-        NestedAnswer::Exhausted => {
-            (ExitReason::Other, LogKind::NestedFill, Answer::Depart(Code::NestedMapExhausted))
-        }
-    }
+    exit::nested_fault(area, hardware, nested::fault::<Svm>(address, write), [address, rip])
 }
 
 /// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not
@@ -158,7 +141,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         }
         Answer::Inject(fault) => inject(area, fault),
         Answer::Detach => return detach(area, hardware, length),
-        Answer::Depart(because) => return depart(area, hardware, because),
+        Answer::Released(because) | Answer::Depart(because) => return depart(area, hardware, because),
     }
     enter_again(area, hardware)
 }
@@ -171,8 +154,8 @@ fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         }
         return invalid(area, hardware);
     }
-    area.cpu.entry_state = GuestState::of(&area.control);
-    area.cpu.entry_state_valid = 1;
+    area.own.entry_state = GuestState::of(&area.control);
+    area.own.entry_state_valid = 1;
     #[cfg(feature = "fault-injection")]
     corrupt(area);
     Next::Run
@@ -192,7 +175,9 @@ pub fn skip(area: &mut Area, length: u64) {
     }
 }
 
+/// A fault has RF in the RFLAGS that it pushes (APM vol. 2, "Resume flag").
 fn inject(area: &mut Area, fault: Fault) {
+    area.control.rflags |= RFLAGS_RF;
     area.control.inject_event = match fault {
         Fault::InvalidOpcode => event::INVALID_OPCODE,
         Fault::GeneralProtection => event::GENERAL_PROTECTION,
@@ -260,7 +245,7 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
 /// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
 fn leave_later(area: &mut Area, because: Code) -> Next {
     area.cpu.leave_pending = because as u32;
-    area.control.await_window();
+    area.control.await_window(true);
     Next::Run
 }
 
@@ -273,7 +258,7 @@ fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             hand_over_event(area, hardware);
             return apply(area, hardware, answer, 0);
         }
-        lose_event(area, hardware, again);
+        exit::lose_event(area, hardware, again);
     }
     let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
     if area.control.exit_code == exit_code::INVALID {
@@ -289,20 +274,6 @@ fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
     }
     let answer = nested_fault(area, hardware);
     (!matches!(answer, Answer::Depart(_))).then_some(answer)
-}
-
-/// An event that cannot be delivered any more. A machine check the gate raises, other exceptions their
-/// instruction; but for #DB, whose instruction is done.
-fn lose_event(area: &mut Area, hardware: &mut impl Hardware, event: u64) {
-    if event == event::MACHINE_CHECK {
-        return machine_check::note(area, false);
-    }
-    if event & event::TYPE == event::EXCEPTION && event != event::DEBUG {
-        return;
-    }
-    let exit_code = area.control.exit_code;
-    let tsc = hardware.tsc();
-    publish::log(area, LogKind::EventLost, tsc, [event, exit_code, 0, 0, 0]);
 }
 
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
@@ -337,8 +308,8 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }
-    if area.control.exit_code == exit_code::INVALID && area.cpu.entry_state_valid != 0 {
-        let entry_state = area.cpu.entry_state;
+    if area.control.exit_code == exit_code::INVALID && area.own.entry_state_valid != 0 {
+        let entry_state = area.own.entry_state;
         entry_state.put(&mut area.control);
         let (rip, rax) = (area.control.rip, area.control.rax);
         area.cpu.interrupted = Interrupted { rip, rax, ..area.cpu.interrupted };
@@ -366,7 +337,7 @@ fn inject_faults(area: &mut Area) {
     use fault::real;
     /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
     const RESCHEDULE: u64 = 0xFD;
-    if fault::fires(area, FaultPoint::ExitEvent) {
+    if area.control.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
         area.control.exit_event = event::VALID | event::EXTERNAL | RESCHEDULE;
     }
     if fault::fires(area, FaultPoint::ExitPageFault) {
@@ -391,5 +362,29 @@ fn corrupt(area: &mut Area) {
     }
     if fault::fires(area, FaultPoint::ExitCorruptState) {
         area.control.efer = 0;
+    }
+}
+
+/// Makes VMRUN refuse the block, one check at a time.
+#[cfg(feature = "fault-injection")]
+pub fn corrupt_first(area: &mut Area) {
+    type Spoil = fn(&mut super::vmcb::Vmcb);
+    let spoilers: [(FaultPoint, Spoil); 7] = [
+        (FaultPoint::RunAsidZero, |control| control.asid = 0),
+        (FaultPoint::RunNoIntercept, |control| control.intercept_misc2 &= !1),
+        (FaultPoint::RunCr0, |control| control.cr0 |= 1 << 32),
+        (FaultPoint::RunCr4, |control| control.cr4 |= 1 << 63),
+        (FaultPoint::RunEfer, |control| control.efer &= !crate::x86::msr::EFER_SVME),
+        (FaultPoint::RunCr3, |control| control.cr3 |= 1 << 60),
+        (FaultPoint::RunDr7, |control| control.dr7 |= 1 << 32),
+    ];
+    for (point, spoil) in spoilers {
+        if fault::fires(area, point) {
+            spoil(&mut area.control);
+        }
+    }
+    if fault::fires(area, FaultPoint::RunField) {
+        let (offset, bits) = fault::field_and_bits(area);
+        area.control.flip(offset as usize, bits);
     }
 }

@@ -5,13 +5,11 @@
 //! * [`run`]: the world switch;
 //! * [`quick`]: the driver's hypercalls; [`exits`]: everything else that the processor reported, in the
 //!   words of [`crate::exit`];
-//! * [`machine_check`]: those that strike in the hypervisor, handed to the system;
 //! * [`msr`]: the MSRs that must not be written unseen;
 //! * [`refusal`]: which check of VMRUN a control block fails.
 
 pub mod capture;
 pub mod exits;
-pub mod machine_check;
 pub mod msr;
 pub mod quick;
 pub mod refusal;
@@ -19,3 +17,191 @@ pub mod run;
 #[cfg(test)]
 mod tests;
 pub mod vmcb;
+
+use mercury_abi::code::Code;
+use mercury_abi::facts::{CpuFacts, CpuidLeaf, readable};
+use mercury_abi::gate::{BootInfo, Vendor as Kind};
+
+use crate::cpu::Interrupted;
+use crate::host::entry::Next;
+use crate::nested::Tables;
+use crate::paging::format::AmdNested;
+use crate::paging::plan::LargestPage;
+use crate::paging::table::Depth;
+use crate::vendor::{LastExit, TaskStateSegment, Vendor};
+use crate::x86::{self, Hardware};
+use vmcb::{GuestState, Segment, Vmcb, exit_code};
+
+/// AMD's vendor folder, for [`crate::vendor`].
+#[derive(Debug)]
+pub struct Svm;
+
+/// A CPU's area on AMD. The second block is for VMLOAD only.
+pub type Area = crate::cpu::Area<Svm>;
+
+/// What AMD keeps of a CPU besides the control block.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Own {
+    /// EFER of the guest: every write exits, so this is exact.
+    pub guest_efer: u64,
+    /// EFER at the attach, SVME set: what the processor has in the hypervisor.
+    pub attach_efer: u64,
+    /// VM_HSAVE_PA as the system above believes it to be.
+    pub guest_hsave: u64,
+    /// The guest's state at the last entry that [`exits`] made; an entry that the processor refuses may
+    /// spoil the block (QEMU's does).
+    pub entry_state: GuestState,
+    /// 1 while `entry_state` is that of the last entry.
+    pub entry_state_valid: u32,
+    /// 1 while the system's SPEC_CTRL is in the control block and not in the processor.
+    pub spec_ctrl_lent: u32,
+}
+
+static TABLES: Tables<AmdNested> = Tables::new();
+
+fn leaf(number: u32) -> CpuidLeaf {
+    let result = core::arch::x86_64::__cpuid(number);
+    CpuidLeaf { eax: result.eax, ebx: result.ebx, ecx: result.ecx, edx: result.edx }
+}
+
+impl Vendor for Svm {
+    const KIND: Kind = Kind::Amd;
+    const TYPES_FROM_MTRRS: bool = false;
+    type Own = Own;
+    type Control = Vmcb;
+    type Host = Vmcb;
+    type Format = AmdNested;
+
+    fn tables() -> &'static Tables<AmdNested> {
+        &TABLES
+    }
+
+    fn physical_bits(hardware: &mut impl Hardware) -> u32 {
+        let highest = leaf(0x8000_0000);
+        let encryption = if highest.eax >= 0x8000_001F { leaf(0x8000_001F) } else { CpuidLeaf::default() };
+        let syscfg = hardware.read_msr(x86::msr::SYSCFG);
+        mercury_preflight::physical_bits(&CpuFacts {
+            cpuid_8000_0000: highest,
+            cpuid_8000_0008: leaf(0x8000_0008),
+            cpuid_8000_001f: encryption,
+            syscfg: syscfg.unwrap_or(0),
+            readable: if syscfg.is_some() { readable::SYSCFG } else { 0 },
+            ..CpuFacts::default()
+        })
+    }
+
+    /// CPUID 8000_0001h EDX bit 26: 1 GiB pages (APM vol. 3, appendix E.4).
+    fn largest_page(_: &mut impl Hardware) -> LargestPage {
+        const GIBIBYTE_PAGES: u32 = 1 << 26;
+        if leaf(0x8000_0001).edx & GIBIBYTE_PAGES != 0 {
+            LargestPage::OneGibibyte
+        } else {
+            LargestPage::TwoMebibytes
+        }
+    }
+
+    /// The nested depth is the host's (APM vol. 2, 15.25.3).
+    fn depth(boot: &BootInfo, _: &mut impl Hardware) -> Depth {
+        if boot.five_level != 0 { Depth::Five } else { Depth::Four }
+    }
+
+    fn top_of_memory_2(hardware: &mut impl Hardware) -> Option<u64> {
+        const SYSCFG_TOM2: u64 = 1 << 21 | 1 << 22;
+        let syscfg = hardware.read_msr(x86::msr::SYSCFG).unwrap_or(0);
+        (syscfg & SYSCFG_TOM2 == SYSCFG_TOM2).then(|| hardware.read_msr(x86::msr::TOP_MEM2)).flatten()
+    }
+
+    fn prepare(area: &mut Area, task_state: TaskStateSegment) {
+        area.host.tr = Segment {
+            selector: task_state.selector,
+            attributes: 0x8B,
+            limit: task_state.limit,
+            base: task_state.base_virt,
+        };
+    }
+
+    fn features(facts: &CpuFacts) -> u32 {
+        capture::features(facts)
+    }
+
+    fn learn(_: &mut Area, _: &CpuFacts) {}
+
+    #[inline(always)]
+    fn take_extended_state(area: &mut Area) {
+        run::take_extended_state(area);
+    }
+
+    #[inline(always)]
+    fn return_extended_state(area: &mut Area) {
+        run::return_extended_state(area);
+    }
+
+    #[inline(always)]
+    fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
+        capture::attach(area, hardware)
+    }
+
+    #[cfg(feature = "fault-injection")]
+    fn corrupt(area: &mut Area) {
+        exits::corrupt_first(area);
+    }
+
+    #[cfg(feature = "image")]
+    fn run() -> extern "C" fn() -> ! {
+        run::run
+    }
+
+    fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Code) {
+        capture::put_back_native(area, hardware, result);
+    }
+
+    fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+        exits::depart(area, hardware, because)
+    }
+
+    fn interrupted(area: &mut Area) -> Interrupted {
+        let rdx = area.cpu.gate.outward.registers[2];
+        Interrupted { rip: area.control.rip, rax: area.control.rax, rdx }
+    }
+
+    fn last_exit(area: &Area) -> LastExit {
+        let control = &area.control;
+        let mut registers = area.cpu.gate.outward.registers;
+        registers[4] = control.rsp;
+        LastExit {
+            code: control.exit_code,
+            info1: control.exit_info1,
+            info2: control.exit_info2,
+            event: control.exit_event,
+            rflags: control.rflags,
+            cr0: control.cr0,
+            cr2: control.cr2,
+            cr3: control.cr3,
+            cr4: control.cr4,
+            cs: control.cs.selector,
+            ss: control.ss.selector,
+            registers,
+        }
+    }
+
+    fn pending_event(area: &Area, _: &mut impl Hardware) -> Option<u64> {
+        Some(area.control.inject_event)
+    }
+
+    fn inject(area: &mut Area, _: &mut impl Hardware, event: u64) {
+        area.control.inject_event = event;
+    }
+
+    fn await_window(area: &mut Area, _: &mut impl Hardware, wanted: bool) {
+        area.control.await_window(wanted);
+    }
+
+    fn was_entered(area: &Area) -> bool {
+        area.control.exit_code != exit_code::INVALID
+    }
+
+    fn resume_at(rip: u64) -> u64 {
+        rip
+    }
+}

@@ -6,11 +6,12 @@
 //! (APM vol. 2, 15.11; HARDWARE 0.2): they are executed for real.
 
 use mercury_abi::code::Code;
-use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_abi::shared::ExitReason;
 use mercury_preflight::bits::efer;
 
-use crate::cpu::Area;
+use super::Area;
 use crate::exit::{Answer, Fault};
+use crate::msr::{log_access, read_through, write_through};
 use crate::publish;
 use crate::x86::{Hardware, msr};
 
@@ -51,12 +52,10 @@ impl PermissionMap {
 pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer {
     if index == msr::VM_HSAVE_PA {
         publish::count(area, ExitReason::MsrHsave);
-        return Answer::Value(area.cpu.guest_hsave);
+        return Answer::Value(area.own.guest_hsave);
     }
     publish::count(area, ExitReason::MsrPassThrough);
-    let value = hardware.read_msr(index);
-    log_access(area, hardware, index, value.unwrap_or(0), false, value.is_none());
-    value.map_or(Answer::Inject(Fault::GeneralProtection), Answer::Value)
+    read_through(area, hardware, index)
 }
 
 /// The guest writes an MSR.
@@ -74,30 +73,13 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
     answer
 }
 
-fn log_access(
-    area: &mut Area,
-    hardware: &mut impl Hardware,
-    index: u32,
-    value: u64,
-    write: bool,
-    faulted: bool,
-) {
-    let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), 0];
-    let tsc = hardware.tsc();
-    publish::log(area, LogKind::Msr, tsc, arguments);
-}
-
-fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
-    if hardware.write_msr(index, value) { Answer::Skip } else { Answer::Inject(Fault::GeneralProtection) }
-}
-
 /// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a
 /// detach, and the write is then executed natively (HARDWARE L-4). So are writes that set bits which Mercury
 /// does not carry, or clear bits which the hypervisor itself needs: a detach writes the guest's EFER while the
 /// hypervisor's tables are in use. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
 /// reserved bits are #GP, and which of the rest there are the processor itself says.
 fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
-    let current = area.cpu.guest_efer;
+    let current = area.own.guest_efer;
     if value & msr::EFER_SVME == 0 {
         return Answer::Depart(Code::SvmReleased);
     }
@@ -113,7 +95,7 @@ fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answ
         return Answer::Inject(Fault::GeneralProtection);
     };
     let new = taken & !msr::EFER_LMA | current & msr::EFER_LMA;
-    area.cpu.guest_efer = new;
+    area.own.guest_efer = new;
     area.control.efer = new;
     Answer::Skip
 }
@@ -121,7 +103,7 @@ fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answ
 /// What this processor makes of a guest's EFER; `None` if it refuses. Tried on the processor itself: what is
 /// set now stays set meanwhile, for the hypervisor needs it.
 fn try_efer(area: &Area, hardware: &mut impl Hardware, value: u64) -> Option<u64> {
-    let own = area.cpu.attach_efer | msr::EFER_SVME;
+    let own = area.own.attach_efer | msr::EFER_SVME;
     if !hardware.write_msr(msr::EFER, value | own) {
         return None;
     }
@@ -138,7 +120,7 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
     if value & 0xFFF != 0 || value >> 52 != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    area.cpu.guest_hsave = value;
+    area.own.guest_hsave = value;
     Answer::Skip
 }
 
@@ -146,7 +128,7 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
 /// detach leaves behind and which QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry is not
 /// write-back would change the type of the nested tables themselves: the CPU leaves.
 fn write_pat(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
-    if super::refusal::illegal_pat(value) != 0 {
+    if crate::msr::illegal_pat(value) != 0 {
         return Answer::Inject(Fault::GeneralProtection);
     }
     if value & 7 != 6 {

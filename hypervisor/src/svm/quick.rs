@@ -12,10 +12,9 @@ use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{capture, exits, machine_check, run};
-use crate::cpu::Area;
+use super::{Area, capture, exits, run};
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
-use crate::{fault, publish};
+use crate::{fault, machine_check, publish};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
@@ -88,7 +87,7 @@ fn is_plain_hypercall(area: &Area) -> bool {
 #[inline]
 fn finish(area: &mut Area) {
     area.cpu.entered = 1;
-    area.cpu.entry_state_valid = 0;
+    area.own.entry_state_valid = 0;
     publish::count(area, ExitReason::Hypercall);
     exits::skip(area, exits::VMMCALL_LENGTH);
     area.control.rax = Code::Ok as u64;

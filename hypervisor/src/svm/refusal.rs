@@ -4,6 +4,7 @@
 use mercury_preflight::bits::{cr4, efer};
 
 use super::vmcb::Vmcb;
+use crate::msr::illegal_pat;
 use crate::x86::msr::{EFER_LME, EFER_SVME};
 
 /// A check of VMRUN. The numbers are the first detail of
@@ -89,14 +90,6 @@ const fn long_mode_is_legal(control: &Vmcb) -> bool {
     control.cr4 & CR4_PAE != 0
         && control.cr0 & CR0_PE != 0
         && control.cs.attributes & ATTRIBUTE_L_AND_D != ATTRIBUTE_L_AND_D
-}
-
-/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1).
-#[inline]
-#[must_use]
-pub const fn illegal_pat(pat: u64) -> u64 {
-    const EACH: u64 = 0x0101_0101_0101_0101;
-    pat & (0xF8 * EACH) | pat >> 1 & !(pat >> 2) & EACH
 }
 
 /// The first check, in the manual's order, that `control` fails.

@@ -12,10 +12,10 @@
 
 use core::arch::asm;
 
-use crate::cpu::Area;
+use super::Area;
 
 #[cfg(feature = "image")]
-pub use switch::run;
+pub use switch::{mercury_entry_svm, run};
 
 #[cfg(feature = "image")]
 mod switch {
@@ -25,15 +25,27 @@ mod switch {
     use mercury_abi::gate::{AREA_SIZE, GateBlock, Outward};
     use mercury_abi::shared::{ExitReason, SharedCpu};
 
-    use crate::cpu::{Area, Cpu};
+    use crate::cpu::Cpu;
     use crate::host::entry;
-    use crate::svm::machine_check;
+    use crate::machine_check;
+    use crate::svm::Area;
     use crate::svm::vmcb::{Vmcb, event, exit_code};
 
     const CONTROL: usize = offset_of!(Area, control);
     const REGISTERS: usize =
         offset_of!(Cpu, gate) + offset_of!(GateBlock, outward) + offset_of!(Outward, registers);
     const MACHINE_CHECK: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, machine_check);
+
+    entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run);
+
+    /// The driver's operations: see [`crate::native::enter`].
+    ///
+    /// # Safety
+    /// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
+    unsafe extern "C" fn svm_native(area: *mut Area) -> entry::Next {
+        // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
+        crate::native::enter(unsafe { &mut *area })
+    }
 
     /// Enters the guest, RDI = the CPU's area; does not return.
     #[unsafe(naked)]

@@ -6,13 +6,12 @@ use mercury_abi::shared::{ExitReason, LogKind};
 use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
-use super::machine_check;
 use super::quick::Quick;
 use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::address::HostPhys;
 use crate::cpu::Phase;
-use crate::exit::Answer;
 use crate::host::entry::Next;
+use crate::machine_check;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
 use crate::x86::{DR6_BS, RFLAGS_TF, msr};
 
@@ -79,7 +78,7 @@ fn flush_asks_for_an_acknowledged_flush() {
 fn detach_gives_the_processor_back() {
     let mut cpu = Attached::new();
     let rip = cpu.area.control.rip;
-    cpu.area.cpu.guest_hsave = 0;
+    cpu.area.own.guest_hsave = 0;
     assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
     let outward = &cpu.area.cpu.gate.outward;
     assert_eq!(outward.rip, rip + 3);
@@ -217,7 +216,7 @@ fn an_event_in_delivery_is_delivered_before_the_cpu_leaves() {
 /// Delivering the event may itself exit, on a stack or a table that nothing has touched before.
 #[test]
 fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
-    crate::nested::tests::install();
+    crate::nested::tests::install::<super::Svm>();
     let mut cpu = Attached::new();
     let timer = event::VALID | 0xEC;
     cpu.area.control.exit_event = timer;
@@ -234,7 +233,7 @@ fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
 /// What cannot be delivered and nothing raises again is told; a machine check is the gate's to raise.
 #[test]
 fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
-    crate::nested::tests::install();
+    crate::nested::tests::install::<super::Svm>();
     let page_fault = event::VALID | event::EXCEPTION | event::HAS_ERROR_CODE | 14;
     let is_told = [
         (event::VALID | 0xEC, true),
@@ -266,7 +265,7 @@ fn a_departure_waits_no_longer_than_for_interrupts() {
         cpu.area.control.exit_event = event::VALID | 0xEC;
         if machine_check {
             cpu.area.cpu.phase = Phase::Exit;
-            machine_check::note(&mut cpu.area, true);
+            machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
         }
         assert_eq!(cpu.exit(0x402), Next::Run);
         assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
@@ -284,7 +283,7 @@ fn a_departure_waits_behind_a_machine_check_too() {
     let mut cpu = Attached::new();
     cpu.area.control.cr4 |= LASS;
     cpu.area.cpu.phase = Phase::Exit;
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run, "the fault has no native counterpart");
     assert_eq!(cpu.enter(), event::MACHINE_CHECK);
     assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1 | INTERCEPT_VINTR);
@@ -405,7 +404,7 @@ fn every_attach_starts_afresh() {
 #[test]
 fn speculation_control_is_returned_once() {
     let mut cpu = Attached::new();
-    cpu.area.cpu.spec_ctrl_lent = 1;
+    cpu.area.own.spec_ctrl_lent = 1;
     cpu.area.control.spec_ctrl = 5;
     cpu.hardware.msrs.insert(msr::SPEC_CTRL, 0);
     assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);
@@ -455,7 +454,7 @@ fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
     let mut cpu = Attached::new();
     let rip = cpu.area.control.rip;
     cpu.area.cpu.phase = Phase::Exit;
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
     assert_eq!((cpu.enter(), cpu.area.control.rip), (event::MACHINE_CHECK, rip));
     assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
@@ -471,7 +470,7 @@ fn a_machine_check_waits_for_an_event_and_no_longer() {
     for first in [timer, event::DEBUG, event::VALID | event::NMI | 2] {
         cpu.area.control.exit_event = first;
         cpu.area.cpu.phase = Phase::Exit;
-        machine_check::note(&mut cpu.area, true);
+        machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
         assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
         assert_eq!(cpu.enter(), first);
         assert_eq!(cpu.area.control.virtual_interrupt, VIRTUAL_INTERRUPT);
@@ -487,7 +486,7 @@ fn a_machine_check_waits_for_an_event_and_no_longer() {
 fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
     let mut cpu = Attached::new();
     assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_eq!(cpu.area.control.inject_event, event::MACHINE_CHECK);
     // In the quick path, which then finds that this exit is none for it.
     assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
@@ -503,19 +502,19 @@ fn a_machine_check_outlives_every_departure() {
         |cpu| hypercall(cpu, Hypercall::Detach as u64),
         |cpu| cpu.exit(0x402),
         |cpu| {
-            machine_check::finish(&mut cpu.area, Next::Run);
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
             cpu.exit(exit_code::INVALID)
         },
         |cpu| {
             cpu.area.cpu.gate.inward.cr4 = 0x6F0;
             super::capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::Ok);
-            machine_check::finish(&mut cpu.area, Next::Leave)
+            machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Leave)
         },
     ];
     for (number, leave) in leave.iter().enumerate() {
         let mut cpu = Attached::new();
         cpu.area.cpu.phase = Phase::Exit;
-        machine_check::note(&mut cpu.area, false);
+        machine_check::note(&mut cpu.area, &mut cpu.hardware, false);
         assert_eq!(leave(&mut cpu), Next::Leave, "{number}");
         assert_ne!(cpu.area.cpu.gate.machine_check, 0, "{number}");
     }
@@ -527,10 +526,10 @@ fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     let mut cpu = Attached::new();
     cpu.area.cpu.control_phys = 0x20_1000;
     cpu.area.cpu.phase = Phase::Native;
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     let roots = super::capture::Roots { nested: HostPhys::new(0x5000), msrpm: HostPhys::new(0x6000) };
     assert_eq!(super::capture::fill(&mut cpu.area, &mut cpu.hardware, roots), Ok(()));
-    machine_check::finish(&mut cpu.area, Next::Run);
+    machine_check::finish(&mut cpu.area, &mut cpu.hardware, Next::Run);
     assert_eq!(cpu.enter(), event::MACHINE_CHECK);
 }
 
@@ -628,16 +627,6 @@ fn a_corrupt_cr4_is_not_carried_out() {
     assert_ne!(cpu.area.shared().crash.code, 0);
 }
 
-/// A processor that still knows a page as read-only would fault on it for ever.
-#[test]
-fn a_page_that_was_cached_is_flushed() {
-    use crate::nested::NestedAnswer;
-    let answer = |nested| super::exits::nested_answer(nested).2;
-    assert_eq!(answer(NestedAnswer::Raced), Answer::RetryFlushed);
-    assert_eq!(answer(NestedAnswer::HiddenWrite), Answer::RetryFlushed);
-    assert_eq!(answer(NestedAnswer::Filled), Answer::Retry);
-}
-
 /// An INIT leaves no word; the next native operation tells that the CPU is not attached any more.
 #[test]
 fn a_cpu_that_was_reset_is_not_taken_for_attached() {
@@ -662,11 +651,11 @@ fn a_machine_check_is_no_case_for_the_short_way() {
     };
     let mut cpu = Attached::new();
     assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Run);
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_eq!(quick(&mut cpu, Hypercall::Ping), Quick::Slow);
 
     let mut cpu = Attached::new();
     assert_eq!(quick(&mut cpu, Hypercall::Detach), Quick::Leave);
-    machine_check::note(&mut cpu.area, true);
+    machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_ne!(cpu.area.cpu.gate.machine_check, 0);
 }

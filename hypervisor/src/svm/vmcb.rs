@@ -161,17 +161,33 @@ const _: () = {
 };
 
 impl Vmcb {
-    /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
-    /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4).
-    pub fn await_window(&mut self) {
-        self.intercept_misc1 |= INTERCEPT_VINTR;
-        self.virtual_interrupt = VIRTUAL_INTERRUPT;
+    /// Flips bits of the aligned 64-bit word at a byte offset, if there is one.
+    #[cfg(feature = "fault-injection")]
+    pub fn flip(&mut self, offset: usize, bits: u64) {
+        let words = core::ptr::from_mut(self).cast::<u64>();
+        if offset.is_multiple_of(8) && offset < size_of::<Self>() {
+            // SAFETY: the word is inside of the block, which is larger and more aligned than a word, and all of
+            // whose fields are integers: any bits are a value.
+            unsafe { *words.add(offset / 8) ^= bits };
+        }
     }
 
-    /// Takes that back.
-    pub fn forget_window(&mut self) {
-        self.intercept_misc1 &= !INTERCEPT_VINTR;
-        self.virtual_interrupt = 0;
+    /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
+    /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4). Or takes that back.
+    pub fn await_window(&mut self, wanted: bool) {
+        if wanted {
+            self.intercept_misc1 |= INTERCEPT_VINTR;
+            self.virtual_interrupt = VIRTUAL_INTERRUPT;
+        } else {
+            self.intercept_misc1 &= !INTERCEPT_VINTR;
+            self.virtual_interrupt = 0;
+        }
+    }
+
+    /// Whether such an exit was asked for.
+    #[must_use]
+    pub const fn awaits_window(&self) -> bool {
+        self.intercept_misc1 & INTERCEPT_VINTR != 0
     }
 }
 
@@ -268,28 +284,5 @@ pub mod exit_code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// Event field of [`Vmcb::inject_event`] and [`Vmcb::exit_event`] (APM vol. 2, 15.20).
-pub mod event {
-    /// The field holds an event.
-    pub const VALID: u64 = 1 << 31;
-    /// The event has an error code, in bits 63:32.
-    pub const HAS_ERROR_CODE: u64 = 1 << 11;
-    /// Type 0: external interrupt.
-    pub const EXTERNAL: u64 = 0;
-    /// Type 2: NMI.
-    pub const NMI: u64 = 2 << 8;
-    /// Type 3: exception.
-    pub const EXCEPTION: u64 = 3 << 8;
-    /// Type 4: software interrupt.
-    pub const SOFTWARE: u64 = 4 << 8;
-    /// The type field.
-    pub const TYPE: u64 = 7 << 8;
-    /// #DB.
-    pub const DEBUG: u64 = VALID | EXCEPTION | 1;
-    /// #UD.
-    pub const INVALID_OPCODE: u64 = VALID | EXCEPTION | 6;
-    /// #MC.
-    pub const MACHINE_CHECK: u64 = VALID | EXCEPTION | 18;
-    /// #GP with error code 0.
-    pub const GENERAL_PROTECTION: u64 = VALID | EXCEPTION | HAS_ERROR_CODE | 13;
-}
+/// [`Vmcb::inject_event`] and [`Vmcb::exit_event`]; an error code is in bits 63:32.
+pub use crate::event;

@@ -3,11 +3,16 @@
 //! [`Hardware`] is what the exit handlers need of the processor; tests put a model in its place.
 
 pub mod msr;
+pub mod vmx;
 
 use core::arch::asm;
 
 /// RFLAGS.TF.
 pub const RFLAGS_TF: u64 = 1 << 8;
+/// RFLAGS.RF.
+pub const RFLAGS_RF: u64 = 1 << 16;
+/// RFLAGS.IF.
+pub const RFLAGS_IF: u64 = 1 << 9;
 /// DR6.BS: a single step caused the debug exception (APM vol. 2, 13.1.1.3).
 pub const DR6_BS: u64 = 1 << 14;
 /// DR7 with every breakpoint off (bit 10 reads as one).
@@ -32,6 +37,33 @@ pub trait Hardware {
     fn dr6(&mut self) -> u64;
     /// DR7.
     fn dr7(&mut self) -> u64;
+
+    /// CPUID: EAX, EBX, ECX, EDX.
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
+    /// XSETBV; `false` if the processor raised #GP.
+    #[must_use]
+    fn xsetbv(&mut self, index: u32, value: u64) -> bool;
+    /// Writes caches back and empties them.
+    fn write_back_caches(&mut self);
+
+    /// VMXON; `false` if it failed.
+    #[must_use]
+    fn vmxon(&mut self, region_phys: u64) -> bool;
+    /// Makes a VMCS of this CPU clear and current.
+    ///
+    /// # Errors
+    /// The processor refused; the number of the VM-instruction error.
+    fn vmcs_load(&mut self, vmcs_phys: u64) -> Result<(), u64>;
+    /// Clears the VMCS and leaves VMX operation.
+    fn vmxoff(&mut self, vmcs_phys: u64);
+    /// A field of the current VMCS.
+    fn vmread(&mut self, field: u32) -> u64;
+    /// Writes a field of the current VMCS.
+    fn vmwrite(&mut self, field: u32, value: u64);
+    /// Forgets every translation of guests.
+    fn flush_guests(&mut self, vpid: bool);
+    /// Ends as a triple fault does.
+    fn shut_down(&mut self) -> crate::host::entry::Next;
 }
 
 /// The value of a control or debug register.
@@ -80,5 +112,70 @@ impl Hardware for Processor {
     #[inline]
     fn dr7(&mut self) -> u64 {
         read_register!("dr7")
+    }
+
+    fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4] {
+        let result = core::arch::x86_64::__cpuid_count(leaf, subleaf);
+        [result.eax, result.ebx, result.ecx, result.edx]
+    }
+
+    fn xsetbv(&mut self, index: u32, value: u64) -> bool {
+        vmx::xsetbv(index, value)
+    }
+
+    fn write_back_caches(&mut self) {
+        vmx::wbinvd();
+    }
+
+    fn vmxon(&mut self, region_phys: u64) -> bool {
+        vmx::vmxon(region_phys)
+    }
+
+    fn vmcs_load(&mut self, vmcs_phys: u64) -> Result<(), u64> {
+        // SAFETY: only [`crate::vmx`] calls this, after VMXON, with the address of this CPU's control block.
+        let loaded = unsafe { vmx::vmclear(vmcs_phys).and_then(|()| vmx::vmptrld(vmcs_phys)) };
+        loaded.map_err(|failure| match failure {
+            vmx::Failure::Invalid => 0,
+            vmx::Failure::Valid => self.vmread(crate::vmx::vmcs::VM_INSTRUCTION_ERROR),
+        })
+    }
+
+    #[inline]
+    fn vmxoff(&mut self, vmcs_phys: u64) {
+        // SAFETY: only [`crate::vmx`] calls this, in root operation; clearing first leaves nothing of the VMCS in
+        // the processor (SDM, "Initializing a VMCS"; HARDWARE I-2).
+        unsafe {
+            let _ = vmx::vmclear(vmcs_phys);
+            vmx::vmxoff();
+        }
+    }
+
+    #[inline]
+    fn vmread(&mut self, field: u32) -> u64 {
+        // SAFETY: only [`crate::vmx`] calls this, in root operation.
+        unsafe { vmx::vmread(field) }
+    }
+
+    #[inline]
+    fn vmwrite(&mut self, field: u32, value: u64) {
+        // SAFETY: only [`crate::vmx`] calls this, in root operation.
+        let taken = unsafe { vmx::vmwrite(field, value) };
+        debug_assert!(taken);
+    }
+
+    #[inline]
+    fn flush_guests(&mut self, vpid: bool) {
+        // SAFETY: only [`crate::vmx`] calls this, in root operation; preflight has seen both instructions.
+        unsafe {
+            vmx::invept_all();
+            if vpid {
+                vmx::invvpid_all();
+            }
+        }
+    }
+
+    fn shut_down(&mut self) -> crate::host::entry::Next {
+        // SAFETY: the system above is gone, and nothing of this CPU is needed any more.
+        unsafe { vmx::shut_down() }
     }
 }

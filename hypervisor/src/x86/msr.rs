@@ -20,8 +20,26 @@ pub const PAT: u32 = 0x277;
 pub const SPEC_CTRL: u32 = 0x48;
 /// VM_HSAVE_PA (APM vol. 2, 15.30.4).
 pub const VM_HSAVE_PA: u32 = 0xC001_0117;
-/// The microcode trigger.
+/// The microcode trigger of AMD.
 pub const PATCH_LOADER: u32 = 0xC001_0020;
+/// The microcode trigger of Intel: IA32_BIOS_UPDT_TRIG (SDM volume 4, table 2-2, as those below).
+pub const MICROCODE_TRIGGER: u32 = 0x79;
+/// IA32_APIC_BASE.
+pub const APIC_BASE: u32 = 0x1B;
+/// IA32_PEBS_ENABLE.
+pub const PEBS_ENABLE: u32 = 0x3F1;
+/// IA32_SYSENTER_CS.
+pub const SYSENTER_CS: u32 = 0x174;
+/// IA32_SYSENTER_ESP.
+pub const SYSENTER_ESP: u32 = 0x175;
+/// IA32_SYSENTER_EIP.
+pub const SYSENTER_EIP: u32 = 0x176;
+/// IA32_VMX_EPT_VPID_CAP.
+pub const VMX_EPT_VPID_CAP: u32 = 0x48C;
+/// FS base (APM vol. 2, 4.5.3).
+pub const FS_BASE: u32 = 0xC000_0100;
+/// GS base.
+pub const GS_BASE: u32 = 0xC000_0101;
 /// SYSCFG (APM vol. 2, 3.2.1).
 pub const SYSCFG: u32 = 0xC001_0010;
 /// TOP_MEM2 (APM vol. 2, 7.9.4).

@@ -12,8 +12,9 @@ use mercury_lab_agent::{
     PORT_NAME,
     protocol::{Event, Hello, Receiver, Request, VERSION, send},
 };
+use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 
-use crate::{Result, environment, jobs::Jobs};
+use crate::{Result, cmdline::Cmdline, environment, jobs::Jobs};
 
 /// How often to look for the port, or for the host's return, while there is none.
 const RETRY: Duration = Duration::from_millis(20);
@@ -49,15 +50,27 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Opens the port as soon as it is there: its driver may still be loading.
+/// Opens the port as soon as it is there: its driver may still be loading. `lab.port` names a serial port
+/// where the machine has no other.
 fn open_port() -> File {
+    let serial = Cmdline::read().get("port").map(|name| Path::new("/dev").join(name));
     loop {
-        let port = find_port().and_then(|path| File::options().read(true).write(true).open(path).ok());
-        match port {
-            Some(port) => return port,
+        let path = serial.clone().or_else(find_port);
+        match path.and_then(|path| File::options().read(true).write(true).open(path).ok()) {
+            Some(port) => return if serial.is_some() { raw(port) } else { port },
             None => thread::sleep(RETRY),
         }
     }
+}
+
+/// A serial port that passes bytes on as they are, at the most that a PC's has.
+fn raw(port: File) -> File {
+    if let Ok(mut settings) = tcgetattr(&port) {
+        settings.make_raw();
+        let _ = settings.set_speed(115_200);
+        let _ = tcsetattr(&port, OptionalActions::Now, &settings);
+    }
+    port
 }
 
 fn find_port() -> Option<PathBuf> {

@@ -77,7 +77,11 @@ pub fn with_memory(memory_mib: u32) -> Result<Counts> {
     Ok(counts)
 }
 
-fn count(machine: &Machine, memory_mib: u32) -> Result<Counts> {
+/// Counts on a machine with one CPU, a tick of whose TSC is an instruction. It is native afterwards.
+///
+/// # Errors
+/// If the machine fails.
+pub fn count(machine: &Machine, memory_mib: u32) -> Result<Counts> {
     machine.mercury("load")?;
     let memory = Memory::of(machine)?;
     let report = machine.mercury(&format!("bench switch --cycles {CYCLES}"))?;

@@ -5,6 +5,7 @@
 
 pub mod counts;
 pub mod exits;
+pub mod intel;
 mod phases;
 mod report;
 mod stats;
@@ -25,6 +26,7 @@ use crate::{
 };
 use counts::{Counts, Memory};
 use exits::Exits;
+use intel::Intel;
 use phases::Compared;
 use suite::Amount;
 
@@ -40,12 +42,23 @@ struct Plan {
     timed_rounds: u32,
     exits: Duration,
     switch_cycles: u32,
+    intel: Duration,
 }
 
-const FULL: Plan =
-    Plan { counted_rounds: 3, timed_rounds: 3, exits: Duration::from_secs(60), switch_cycles: 200 };
-const QUICK: Plan =
-    Plan { counted_rounds: 1, timed_rounds: 0, exits: Duration::from_secs(10), switch_cycles: 50 };
+const FULL: Plan = Plan {
+    counted_rounds: 3,
+    timed_rounds: 3,
+    exits: Duration::from_secs(60),
+    switch_cycles: 200,
+    intel: Duration::from_secs(30),
+};
+const QUICK: Plan = Plan {
+    counted_rounds: 1,
+    timed_rounds: 0,
+    exits: Duration::from_secs(10),
+    switch_cycles: 50,
+    intel: Duration::from_secs(10),
+};
 
 /// How much of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +90,8 @@ struct Figures {
     switch_times_us: SwitchTimes,
     paper: Paper,
     peers: Peers,
+    /// The same switch on VMX.
+    intel: Intel,
 }
 
 /// On what it was measured.
@@ -156,6 +171,8 @@ fn measure(plan: &Plan) -> Result<Figures> {
     machine.check_health()?;
     machine.shut_down()?;
     let timed = timed(plan)?;
+    live::say("The same switch on Intel, in Bochs");
+    let intel = intel::measure(plan.intel)?;
     let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
     Ok(Figures {
         attach_instructions: most(|counts| counts.attach_instructions),
@@ -172,6 +189,7 @@ fn measure(plan: &Plan) -> Result<Figures> {
         switch_times_us: timed.switch_times,
         paper,
         peers: JAILHOUSE,
+        intel,
     })
 }
 

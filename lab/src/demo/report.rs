@@ -4,7 +4,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde_json::Value;
 
 use super::{CYCLES, Measured, Seen};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    spec::Vendor,
+};
 
 /// Prints everything that was seen.
 pub fn print(seen: &Seen) {
@@ -45,7 +48,7 @@ pub fn verdict(seen: &Seen) -> Result<()> {
         (cycles >= u64::from(CYCLES), format!("cycles of attach and detach on each CPU: {cycles}")),
         (
             seen.steady_exits == 0,
-            format!("exits while attached, beside the driver's own: {}", seen.steady_exits),
+            format!("exits while attached, beside {}: {}", expected_exits(seen), seen.steady_exits),
         ),
         (native, "every CPU is native again".to_owned()),
         (seen.complaint.is_none(), "the kernel has no complaint".to_owned()),
@@ -58,6 +61,14 @@ pub fn verdict(seen: &Seen) -> Result<()> {
         return Ok(());
     }
     Err(Error::Host(seen.complaint.clone().unwrap_or_else(|| "the demonstration failed".to_owned())))
+}
+
+/// Whose exits there are without anybody's asking.
+fn expected_exits(seen: &Seen) -> &'static str {
+    match seen.vendor {
+        Vendor::Amd => "the driver's own",
+        Vendor::Intel => "the driver's own and CPUID's",
+    }
 }
 
 fn cpus(value: &Value) -> &[Value] {
@@ -136,6 +147,7 @@ fn exits(seen: &Seen) -> Table {
             if reason == "hypercall" { " (the driver's own; most are measured round trips)" } else { "" };
         table.add_row([format!("{reason}{note}"), count.to_string()]);
     }
-    table.add_row(["while attached and left alone, beside those".to_owned(), seen.steady_exits.to_string()]);
+    let steady = format!("while attached and left alone, beside {}", expected_exits(seen));
+    table.add_row([steady, seen.steady_exits.to_string()]);
     table
 }

@@ -13,7 +13,7 @@ pub fn page(outcome: &Outcome) -> String {
     let minutes = outcome.elapsed.as_secs() / 60;
     format!(
         "# {} times there and back\n\n\
-        Written by `make soak`. One machine in QEMU's software emulation ({}), Debian's own kernel {}, Mercury {}.\n\
+        Written by `{}`. One machine emulated in software ({}), Debian's own kernel {}, Mercury {}.\n\
         The work below ran all the time, for {minutes} minutes of wall time, while all CPUs were attached and\n\
         detached {} times. In between CPUs were taken offline and brought back: {native} times while native, and {attached} times\n\
         beneath the attached hypervisor, which then has to take in the one that comes.\n\n\
@@ -25,8 +25,10 @@ pub fn page(outcome: &Outcome) -> String {
         host's CPU in the middle of a switch now and then: that is the maximum. What a switch costs is counted in\n\
         instructions: [benchmarks.md](benchmarks.md).\n\n{}\n\
         ## Exits\n\n{}\n\
-        `hypercall` is the driver itself: it asks a CPU for its mode, and it detaches. The others are attach's own checks.\n",
+        `hypercall` is the driver itself: it asks a CPU for its mode, and it detaches. The others are attach's own checks, and on\n\
+        Intel CPUID, which always exits.\n",
         thousands(outcome.cycles),
+        outcome.command,
         outcome.machine,
         outcome.kernel,
         outcome.version,

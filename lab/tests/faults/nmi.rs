@@ -48,7 +48,7 @@ fn no_nmi_is_lost_and_none_disturbs() -> Result<()> {
 fn inject_until(machine: &Machine, done: &AtomicBool) -> Result<u64> {
     let mut injected = 0;
     while !done.load(Ordering::Relaxed) {
-        machine.qmp().inject_nmi()?;
+        machine.qmp()?.inject_nmi()?;
         injected += 1;
         thread::sleep(Duration::from_millis(2));
     }

@@ -30,7 +30,7 @@ fn an_nmi_at_each_step_arrives_once() -> Result<()> {
     for (name, address) in steps {
         println!("{name} at {address:#x}");
         let before = nmis(&machine)?;
-        switch_with(&machine, &mut debugger, address, |machine, _| machine.qmp().inject_nmi())?;
+        switch_with(&machine, &mut debugger, address, |machine, _| machine.qmp()?.inject_nmi())?;
         same(&name, nmis(&machine)?, before + 1)?;
     }
     machine.check_health()?;
@@ -63,15 +63,15 @@ fn switch_with<T>(
 
 /// Where the processor is stopped, in the order in which it comes there.
 fn steps(machine: &Machine, debugger: &mut Debugger) -> Result<Vec<(String, u64)>> {
-    let enter = kernel_symbol(machine, "mercury_gate_enter")?;
-    let leave = kernel_symbol(machine, "mercury_gate_leave")?;
+    let enter = kernel_symbol(machine, "mercury_svm_enter")?;
+    let leave = kernel_symbol(machine, "mercury_svm_leave")?;
     let area = switch_with(machine, debugger, enter, |_, debugger| {
         let rdi = debugger.register(RDI)?;
         let entry = debugger.memory(rdi + GATE_ENTRY_VIRT, 8)?;
         Ok((rdi, u64::from_le_bytes(entry.try_into().unwrap())))
     })?;
     let symbols = image_symbols()?;
-    let image = area.1 - symbol(&symbols, "mercury_entry")?;
+    let image = area.1 - symbol(&symbols, "mercury_entry_svm")?;
     let run = image + symbol(&symbols, "3svm3run6switch3run")?;
     let (gate_in, gate_out) = (text(debugger, enter, 160)?, text(debugger, leave, 512)?);
     // The hypervisor's text is mapped in the kernel too, to be read.
@@ -81,11 +81,11 @@ fn steps(machine: &Machine, debugger: &mut Debugger) -> Result<Vec<(String, u64)
         ("before CLGI", enter + find(&gate_in, CLGI)?),
         ("after CLGI", enter + find(&gate_in, CLGI)? + 3),
         ("at the hypervisor's entry", area.1),
-        ("in the native operation", image + symbol(&symbols, "6native12native_entry")?),
+        ("in the native operation", image + symbol(&symbols, "6switch10svm_native")?),
         ("before VMRUN's registers are loaded", run),
         ("at VMRUN", vmrun),
         ("after the exit", vmrun + 3),
-        ("in the answer to the exit", image + symbol(&symbols, "5quick10quick_exit")?),
+        ("in the answer to the exit", image + symbol(&symbols, "3svm5quick10quick_exit")?),
         ("at the way out", leave),
         ("at STGI", stgi),
         ("after STGI", stgi + 3),

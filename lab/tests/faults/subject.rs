@@ -57,7 +57,7 @@ impl Subject {
     /// Boots a machine with the driver that has fault points, and puts it to work.
     pub fn boot(spec: Spec, cpus: u32) -> Result<Self> {
         let machine = Machine::boot(spec.cpus(cpus).modules(Variant::Faults))?;
-        println!("{}: {}", machine.kernel(), machine.qemu_arguments().join(" "));
+        println!("{}: {}", machine.kernel(), machine.arguments().join(" "));
         machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko")?;
         machine.mercury("load")?;
         let work = machine.spawn(WORK)?;

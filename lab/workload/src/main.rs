@@ -3,13 +3,14 @@
 //!
 //! They watch what a mode switch could spoil: time (`spin`, `realtime`), results (`compute`), registers
 //! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
-//! `sampling`) and exceptions (`vmmcall`). `switch` is what they are to withstand, `state` compares a
+//! `sampling`) and exceptions (`vmmcall`, `wrap`). `switch` is what they are to withstand, `state` compares a
 //! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
-//! and `kernel` talks to the test module.
+//! `cpuid` measures what that costs, and `kernel` talks to the test module.
 
 mod attr;
 mod breakpoint;
 mod compute;
+mod cpuid;
 mod cpus;
 mod device;
 mod flags;
@@ -24,6 +25,7 @@ mod recover;
 mod report;
 mod rng;
 mod sampling;
+mod shadow_stack;
 mod spin;
 mod state;
 mod step;
@@ -32,6 +34,7 @@ mod switch;
 mod touch;
 mod tracee;
 mod vmmcall;
+mod wrap;
 
 use std::process::ExitCode;
 
@@ -66,15 +69,19 @@ enum Workload {
     /// Ports that are permitted and ports that are not
     Ioperm,
     /// Hardware breakpoints by perf and by ptrace count exactly
-    Breakpoint,
+    Breakpoint(breakpoint::Args),
     /// A child is single-stepped; every instruction counts once
-    Step,
+    Step(step::Args),
     /// Samples flow on every CPU
     Sampling,
+    /// Shadow stacks match the calls
+    ShadowStack(shadow_stack::Args),
     /// Real-time threads wake up each millisecond
     Realtime(realtime::Args),
     /// Virtualization instructions in user mode fault as they do natively
     Vmmcall,
+    /// CPUID at the end of 4 GiB, in 32-bit code
+    Wrap,
     /// Attaches and detaches again and again, through the driver itself
     Switch(switch::Args),
     /// Compares the state of each CPU before, during and after
@@ -83,6 +90,8 @@ enum Workload {
     FuzzIoctl(fuzz::Args),
     /// Reads a physical address from user mode
     Touch(touch::Args),
+    /// Measures what CPUID costs
+    Cpuid(cpuid::Args),
     /// Gives a command to the test module and prints its answer
     Kernel(kernel::Args),
 }
@@ -96,15 +105,18 @@ impl Workload {
             Self::Flags => flags::run(stop, report),
             Self::Ldt => ldt::run(stop, report),
             Self::Ioperm => ioperm::run(stop, report),
-            Self::Breakpoint => breakpoint::run(stop, report),
-            Self::Step => step::run(stop, report),
+            Self::Breakpoint(args) => breakpoint::run(args, stop, report),
+            Self::Step(args) => step::run(args, stop, report),
             Self::Sampling => sampling::run(stop, report),
+            Self::ShadowStack(args) => shadow_stack::run(args, stop, report),
             Self::Realtime(args) => realtime::run(args, stop, report),
             Self::Vmmcall => vmmcall::run(stop, report),
+            Self::Wrap => wrap::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),
+            Self::Cpuid(args) => cpuid::run(args, stop, report),
             Self::Kernel(args) => kernel::run(args, report),
         }
     }

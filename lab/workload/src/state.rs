@@ -6,7 +6,11 @@ use mercury_abi::{
     facts::CpuFacts,
     ioctl::{MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH},
 };
-use mercury_preflight::{bits::efer, state_difference};
+use mercury_preflight::{
+    Vendor,
+    bits::{cr4, efer},
+    state_difference, vendor,
+};
 
 use crate::{Result, cpus, device, report::Report, stop::Stop};
 
@@ -39,9 +43,12 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// What is to be seen while attached: SVM is on, and the rest as before.
+/// What is to be seen while attached: the virtualization extension is on, and the rest as before.
 fn as_attached(native: &CpuFacts) -> CpuFacts {
-    CpuFacts { efer: native.efer | efer::SVME, ..*native }
+    match vendor(native) {
+        Vendor::Intel => CpuFacts { cr4: native.cr4 | cr4::VMXE, ..*native },
+        _ => CpuFacts { efer: native.efer | efer::SVME, ..*native },
+    }
 }
 
 /// Reads a CPU from itself, in this task's own system call: what belongs to a task (SS is whatever the last

@@ -1,6 +1,6 @@
-//! Virtualization instructions in user mode. Natively each is #UD, the hypervisor's own calls too. While
-//! attached, those that ask for privilege first are #GP, since EFER.SVME is visible (docs/hardware.md,
-//! Nothing may be executed, and no register may change.
+//! Virtualization instructions in user mode, AMD's and Intel's. Natively each is #UD, the hypervisor's own
+//! calls too. While attached, those of SVM that ask for privilege first are #GP, since EFER.SVME is visible
+//! (docs/hardware.md, A-51). Nothing may be executed, and no register may change.
 
 use mercury_abi::gate::HYPERCALL_MAGIC;
 use serde_json::json;
@@ -25,9 +25,12 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
         let mut not_permitted = 0u64;
         while !stop.is_set() {
             for _ in 0..STORM {
-                vmmcall(cpu, &mut rng, report);
+                hypercall(cpu, &mut rng, report);
             }
-            for (name, fault) in privileged() {
+            for (name, fault) in vmx() {
+                report.check(fault == Some(UNDEFINED), || format!("CPU {cpu}: {name} gave {fault:?}"));
+            }
+            for (name, fault) in svm() {
                 match fault {
                     Some(UNDEFINED) => {}
                     Some(NOT_PERMITTED) => not_permitted += 1,
@@ -48,20 +51,25 @@ fn arguments(rng: &mut Rng) -> [u64; 4] {
     [number, magic, rng.next(), rng.next()]
 }
 
-fn vmmcall(cpu: usize, rng: &mut Rng, report: &mut Report) {
+fn hypercall(cpu: usize, rng: &mut Rng, report: &mut Report) {
+    let name = if rng.once_in(2) { "VMMCALL" } else { "VMCALL" };
     let before = arguments(rng);
     let [mut rax, mut rcx, mut rdi, mut rsi] = before;
     let mut rdx = before[0] ^ before[2];
     // SAFETY: it faults; if it does not, that is what this is to find out.
     let fault = unsafe {
-        attempt!("vmmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+        if name == "VMCALL" {
+            attempt!("vmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+        } else {
+            attempt!("vmmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+        }
     };
-    report.check(fault == Some(UNDEFINED), || format!("CPU {cpu}: VMMCALL({before:x?}) gave {fault:?}"));
+    report.check(fault == Some(UNDEFINED), || format!("CPU {cpu}: {name}({before:x?}) gave {fault:?}"));
     let kept = [rax, rcx, rdi, rsi] == before && rdx == before[0] ^ before[2];
-    report.check(kept, || format!("CPU {cpu}: VMMCALL({before:x?}) changed registers"));
+    report.check(kept, || format!("CPU {cpu}: {name}({before:x?}) changed registers"));
 }
 
-fn privileged() -> [(&'static str, Option<Fault>); 7] {
+fn svm() -> [(&'static str, Option<Fault>); 7] {
     let address = 0x1000u64;
     // SAFETY: none of them can be executed in user mode.
     unsafe {
@@ -73,6 +81,28 @@ fn privileged() -> [(&'static str, Option<Fault>); 7] {
             ("CLGI", attempt!("clgi")),
             ("SKINIT", attempt!("skinit eax", in("rax") address)),
             ("INVLPGA", attempt!("invlpga rax, ecx", in("rax") address, in("rcx") 0u64)),
+        ]
+    }
+}
+
+fn vmx() -> [(&'static str, Option<Fault>); 12] {
+    let operand = [0x1000u64, 0];
+    let at = &raw const operand;
+    // SAFETY: as above; VMPTRST, which would write its operand, cannot either.
+    unsafe {
+        [
+            ("VMXON", attempt!("vmxon [{at}]", at = in(reg) at)),
+            ("VMXOFF", attempt!("vmxoff")),
+            ("VMLAUNCH", attempt!("vmlaunch")),
+            ("VMRESUME", attempt!("vmresume")),
+            ("VMCLEAR", attempt!("vmclear [{at}]", at = in(reg) at)),
+            ("VMPTRLD", attempt!("vmptrld [{at}]", at = in(reg) at)),
+            ("VMPTRST", attempt!("vmptrst [{at}]", at = in(reg) at)),
+            ("VMREAD", attempt!("vmread rax, {field}", out("rax") _, field = in(reg) 0x6800u64)),
+            ("VMWRITE", attempt!("vmwrite {field}, rax", in("rax") 0u64, field = in(reg) 0x6800u64)),
+            ("INVEPT", attempt!("invept rax, [{at}]", in("rax") 2u64, at = in(reg) at)),
+            ("INVVPID", attempt!("invvpid rax, [{at}]", in("rax") 2u64, at = in(reg) at)),
+            ("GETSEC", attempt!("getsec", inout("rax") 0u64 => _, inout("rcx") 0u64 => _)),
         ]
     }
 }

@@ -12,13 +12,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::repaired_qemu;
 use crate::{
     apt::Packages,
     error::{Context, Result},
     hash::Ingredients,
     host,
     lock::Lock,
-    paths, repaired_qemu,
+    paths,
 };
 
 const PACKAGES: Packages =

@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What the switches of both vendors share: short, inlined into each, with no branch on the vendor.
+ */
+#ifndef MERCURY_SWITCH_H
+#define MERCURY_SWITCH_H
+
+#include <asm/debugreg.h>
+#include <asm/desc.h>
+#include <asm/msr.h>
+
+#include "mercury.h"
+
+/* DR7 with every breakpoint disabled; bit 10 reads as 1. */
+#define DR7_DISARMED	0x400
+#define DR7_ARMED	0xff
+
+/* gate_svm.S */
+asmlinkage u64 mercury_svm_enter(struct mercury_gate_block *area);
+void mercury_svm_leave(void);
+
+/* gate_vmx.S */
+asmlinkage u64 mercury_vmx_enter(struct mercury_gate_block *area);
+void mercury_vmx_leave(void);
+void mercury_vmx_nmi(void);
+
+/* The base address in the descriptor of a selector that LAR accepted. */
+static __always_inline u32 segment_base(u16 selector)
+{
+	struct desc_ptr table;
+	const u8 *entry;
+	u16 ldt;
+
+	native_store_gdt(&table);
+	if (selector & SEGMENT_TI_MASK) {
+		const struct ldttss_desc *system;
+
+		asm volatile("sldt %0" : "=m" (ldt));
+		system = (void *)(table.address + (ldt & ~7));
+		table.address = system->base0 | system->base1 << 16 | (u32)system->base2 << 24 |
+				(u64)system->base3 << 32;
+	}
+	entry = (const u8 *)(table.address + (selector & ~7));
+	return *(const u16 *)(entry + 2) | entry[4] << 16 | (u32)entry[7] << 24;
+}
+
+/* What the descriptor tables say of a selector; false if they say nothing. */
+static __always_inline bool read_segment(struct mercury_segment *segment, u16 selector)
+{
+	u32 access, limit;
+	bool readable;
+
+	segment->selector = selector;
+	segment->attributes = 0;
+	segment->limit = 0;
+	segment->base = 0;
+	if (!(selector & ~SEGMENT_RPL_MASK))
+		return true;
+	asm volatile("lar %[selector], %[access]\n\t"
+		     "jnz 1f\n\t"
+		     "lsl %[selector], %[limit]\n"
+		     "1:\n\t"
+		     "setz %[readable]"
+		     : [access] "=&r" (access), [limit] "=&r" (limit), [readable] "=&r" (readable)
+		     : [selector] "r" ((u32)selector)
+		     : "cc");
+	if (!readable)
+		return false;
+	segment->attributes = (access >> 8) & 0xf0ff;
+	segment->limit = limit;
+	segment->base = segment_base(selector);
+	return true;
+}
+
+#define selector_of(register)						\
+({									\
+	u16 _selector;							\
+									\
+	asm volatile("mov %%" #register ", %0" : "=r" (_selector));	\
+	_selector;							\
+})
+
+static __always_inline unsigned long disarm_breakpoints(void)
+{
+	unsigned long dr7 = native_get_debugreg(7);
+
+	if (dr7 & DR7_ARMED)
+		native_set_debugreg(7, DR7_DISARMED);
+	return dr7;
+}
+
+static __always_inline void rearm_breakpoints(unsigned long dr7)
+{
+	if (dr7 & DR7_ARMED)
+		native_set_debugreg(7, dr7);
+}
+
+/* Attaches this CPU by `native_call`; one that is attached already, says `mode`, stays so. */
+static __always_inline u32
+mercury_switch_on(struct mercury_cpu *m,
+		  u32 (*native_call)(struct mercury_cpu *m, u32 operation, u64 argument),
+		  u32 (*mode)(void))
+{
+	u64 start = rdtsc_ordered();
+	u32 code = native_call(m, MERCURY_NATIVE_OP_ATTACH, 0);
+
+	if (code == MERCURY_CODE_OK) {
+		m->attach_ticks = rdtsc_ordered() - start;
+		m->switched = true;
+	} else if (code == MERCURY_CODE_VIRTUALIZATION_IN_USE &&
+		   mode() == MERCURY_MODE_ATTACHED) {
+		code = MERCURY_CODE_OK;
+	}
+	return code;
+}
+
+/* Detaches this CPU; one that is native already stays so. */
+static __always_inline u32 mercury_switch_off(struct mercury_cpu *m)
+{
+	u64 start = rdtsc_ordered(), unused;
+	unsigned long dr7 = disarm_breakpoints();
+	u64 code = mercury_hypercall(MERCURY_HYPERCALL_DETACH, 0, 0, &unused);
+
+	rearm_breakpoints(dr7);
+	if (code == MERCURY_CODE_OK) {
+		m->detach_ticks = rdtsc_ordered() - start;
+		m->switched = true;
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* Whether the hypervisor answers beneath this CPU. */
+static __always_inline u32 mercury_answered(void)
+{
+	u64 version;
+
+	if (mercury_hypercall(MERCURY_HYPERCALL_PING, 0, 0, &version) != MERCURY_CODE_OK ||
+	    version != MERCURY_ABI_VERSION)
+		return MERCURY_MODE_NATIVE;
+	return MERCURY_MODE_ATTACHED;
+}
+
+#endif /* MERCURY_SWITCH_H */

@@ -1,0 +1,732 @@
+//! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
+use mercury_abi::shared::{EXIT_CODE_VMX, ExitReason, LogKind};
+use mercury_preflight::bits::{cr0, cr4};
+use mercury_preflight::vmx::{primary, secondary};
+
+use super::capture::{self, feature, privilege};
+use super::vmcs::{self, blocking, event, reason};
+use super::{Area, Vmx, msr, refusal, reset, run};
+use crate::cpu::{Interrupted, Phase};
+use crate::exit::{Answer, Fault};
+use crate::host::entry::Next;
+use crate::nested;
+use crate::vendor::LastExit;
+use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF, msr::EFER_LMA};
+use crate::{emergency, exit, fault, machine_check, publish};
+
+const RAX: usize = 0;
+const RCX: usize = 1;
+const RDX: usize = 2;
+const RBX: usize = 3;
+const RSP: usize = 4;
+const RSI: usize = 6;
+const RDI: usize = 7;
+
+/// Bits of an EPT violation's qualification (SDM, table "Exit qualification for EPT violations").
+const VIOLATION_WRITE: u64 = 1 << 1;
+const VIOLATION_MAPPED: u64 = 0b111 << 3;
+/// NMIs were unblocked by the IRET that exited: the block must be there when it runs again.
+const NMI_UNBLOCKED_BY_IRET: u64 = 1 << 12;
+/// Pending debug exception: single step ("Guest non-register state").
+const PENDING_BS: u64 = 1 << 14;
+/// Access rights of a segment: 64-bit code.
+const CS_LONG: u64 = 1 << 13;
+/// IA32_DEBUGCTL.BTF: single steps are of branches.
+const DEBUGCTL_BTF: u64 = 1 << 1;
+
+/// Exits that are no case for [`super::run`] and [`super::quick`] arrive here from the world switch, with all of
+/// the system's registers saved.
+///
+/// # Safety
+/// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
+/// handler of NMIs, which touches the gate's NMI block only.
+pub unsafe extern "C" fn vmx_exit(area: *mut Area) -> Next {
+    // SAFETY: the world switch passes this CPU's area; nothing else uses it in an exit.
+    let area = unsafe { &mut *area };
+    let hardware = &mut Processor;
+    area.cpu.phase = Phase::Exit;
+    begin(area, hardware);
+    let next = handle(area, hardware);
+    let ticks = hardware.tsc().wrapping_sub(area.cpu.exit_tsc);
+    publish::add_ticks(area, ticks);
+    if next == Next::Leave {
+        run::return_extended_state(area);
+    }
+    machine_check::finish(area, hardware, next)
+}
+
+/// Notes what an exit must not lose, and whether the guest has run at all.
+pub fn begin(area: &mut Area, hardware: &mut impl Hardware) {
+    area.cpu.exit_tsc = hardware.tsc();
+    note_exit(area, hardware);
+    let registers = &area.cpu.gate.outward.registers;
+    let (rax, rdx) = (registers[RAX], registers[RDX]);
+    area.cpu.interrupted = Interrupted { rip: hardware.vmread(vmcs::GUEST_RIP), rax, rdx };
+    if !entry_failed(area.own.exit.code as u32) {
+        area.cpu.entered = 1;
+    }
+}
+
+/// Whether the processor refused to enter.
+#[must_use]
+pub const fn entry_failed(reason: u32) -> bool {
+    reason & (reason::ENTRY_FAILED | reason::INSTRUCTION_FAILED) != 0
+}
+
+/// Copies what the processor says of the exit, and the system at it: for the handler, and for the record of a
+/// crash.
+pub fn note_exit(area: &mut Area, hardware: &mut impl Hardware) {
+    let mut registers = area.cpu.gate.outward.registers;
+    registers[RSP] = hardware.vmread(vmcs::GUEST_RSP);
+    let (code, info1) = if area.own.failed != 0 {
+        let error =
+            if area.own.failed_invalid != 0 { 0 } else { hardware.vmread(vmcs::VM_INSTRUCTION_ERROR) };
+        (u64::from(reason::INSTRUCTION_FAILED), error)
+    } else {
+        (hardware.vmread(vmcs::EXIT_REASON) & 0xFFFF_FFFF, hardware.vmread(vmcs::EXIT_QUALIFICATION))
+    };
+    area.own.failed = 0;
+    let vectoring = if entry_failed(code as u32) { 0 } else { hardware.vmread(vmcs::VECTORING) };
+    area.own.exit = LastExit {
+        code,
+        info1,
+        info2: hardware.vmread(vmcs::GUEST_PHYSICAL_ADDRESS),
+        event: vectoring | hardware.vmread(vmcs::VECTORING_ERROR_CODE) << 32,
+        rflags: hardware.vmread(vmcs::GUEST_RFLAGS),
+        cr0: hardware.vmread(vmcs::GUEST_CR0),
+        cr2: hardware.cr2(),
+        cr3: hardware.vmread(vmcs::GUEST_CR3),
+        cr4: hardware.vmread(vmcs::GUEST_CR4),
+        cs: hardware.vmread(vmcs::GUEST_CS_SELECTOR) as u16,
+        ss: hardware.vmread(vmcs::GUEST_SS_SELECTOR) as u16,
+        registers,
+    };
+}
+
+/// Answers one exit.
+pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let reason = area.own.exit.code as u32;
+    machine_check::exit_begins(area, hardware);
+    if entry_failed(reason) {
+        return not_entered(area, hardware);
+    }
+    keep_nmis_blocked(area, hardware);
+    if area.cpu.leave_pending != 0 && can_leave(area, hardware) {
+        return leave_now(area, hardware);
+    }
+    #[cfg(feature = "fault-injection")]
+    inject_faults(area);
+    hand_over_event(area, hardware);
+    if fault::fires(area, FaultPoint::ExitUnknown) {
+        return unknown(area, hardware);
+    }
+    let answer = match reason & 0xFFFF {
+        reason::VMCALL => vmcall(area, hardware),
+        reason::CPUID => cpuid(area, hardware),
+        reason::RDMSR | reason::WRMSR => msr_access(area, hardware, reason & 0xFFFF),
+        reason::EPT_VIOLATION if is_explained(area.own.exit.info1) => nested_fault(area, hardware),
+        reason::XSETBV => xsetbv(area, hardware),
+        reason::INVD => invd(area, hardware),
+        reason::VMXOFF | reason::VMXON if privilege(hardware) == 0 => owner(area, reason & 0xFFFF),
+        reason::GETSEC if area.own.exit.cr4 & CR4_SMXE != 0 => return unknown(area, hardware),
+        reason::VMCLEAR..=reason::VMWRITE
+        | reason::VMXOFF
+        | reason::VMXON
+        | reason::INVEPT
+        | reason::INVVPID
+        | reason::GETSEC => undefined(area),
+        reason::CONTROL_REGISTER => control_register(area, hardware),
+        reason::MONITOR_TRAP => other(area, Answer::Retry),
+        // What still waits for one asks again.
+        reason::INTERRUPT_WINDOW if area.own.awaits_window != 0 => {
+            await_window(area, hardware, false);
+            other(area, Answer::Retry)
+        }
+        reason::INIT => return reset::init(area, hardware),
+        reason::SIPI => return reset::start_up(area, hardware),
+        reason::TRIPLE_FAULT => return reset::shut_down(area, hardware),
+        _ => return unknown(area, hardware),
+    };
+    apply(area, hardware, answer)
+}
+
+const CR4_SMXE: u64 = 1 << 14;
+
+fn other(area: &mut Area, answer: Answer) -> Answer {
+    publish::count(area, ExitReason::Other);
+    answer
+}
+
+/// An instruction that is #UD on a processor that is not in VMX operation.
+fn undefined(area: &mut Area) -> Answer {
+    publish::count(area, ExitReason::VirtInstruction);
+    Answer::Inject(Fault::InvalidOpcode)
+}
+
+/// The kernel sees CR4.VMXE set, so it may believe that VMX is its own: 6.1's crash path executes VMXOFF then,
+/// which is a detach (HARDWARE L-3); VMXON finds the hardware taken and faults, for which KVM has a fix-up (L-2).
+fn owner(area: &mut Area, reason: u32) -> Answer {
+    publish::count(area, ExitReason::VirtInstruction);
+    if reason == reason::VMXOFF {
+        Answer::Released(Code::VmxReleased)
+    } else {
+        Answer::Inject(Fault::GeneralProtection)
+    }
+}
+
+fn vmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    let registers = &area.cpu.gate.outward.registers;
+    if registers[RCX] != HYPERCALL_MAGIC || privilege(hardware) != 0 {
+        publish::count(area, ExitReason::ForeignHypercall);
+        return Answer::Inject(Fault::InvalidOpcode);
+    }
+    let (number, first, second) = (registers[RAX], registers[RDI], registers[RSI]);
+    publish::count(area, ExitReason::Hypercall);
+    exit::hypercall(area, number, first, second)
+}
+
+/// As in [`super::run`], for the cases that are not answered there.
+fn cpuid(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::Cpuid);
+    let registers = &area.cpu.gate.outward.registers;
+    let (leaf, subleaf) = (registers[RAX] as u32, registers[RCX] as u32);
+    let [eax, ebx, mut ecx, mut edx] = hardware.cpuid(leaf, subleaf);
+    let guest_cr4 = area.own.exit.cr4;
+    match (leaf, subleaf) {
+        (1, _) => ecx = ecx & !(1 << 27) | u32::from(guest_cr4 & cr4::OSXSAVE != 0) << 27,
+        (7, 0) => ecx = ecx & !(1 << 4) | u32::from(guest_cr4 & cr4::PKE != 0) << 4,
+        (0x8000_0001, _) if hardware.vmread(vmcs::GUEST_CS_RIGHTS) & CS_LONG == 0 => edx &= !(1 << 11),
+        _ => {}
+    }
+    let registers = &mut area.cpu.gate.outward.registers;
+    (registers[RAX], registers[RBX]) = (u64::from(eax), u64::from(ebx));
+    (registers[RCX], registers[RDX]) = (u64::from(ecx), u64::from(edx));
+    Answer::Skip
+}
+
+fn msr_access(area: &mut Area, hardware: &mut impl Hardware, reason: u32) -> Answer {
+    let registers = &area.cpu.gate.outward.registers;
+    let index = registers[RCX] as u32;
+    if reason == reason::RDMSR {
+        return msr::read(area, hardware, index);
+    }
+    let value = registers[RDX] << 32 | registers[RAX] & 0xFFFF_FFFF;
+    msr::write(area, hardware, index, value)
+}
+
+/// XSETBV always exits. It is executed for real, on values that the processor judges. Bochs exits before it
+/// looks at the CPL.
+fn xsetbv(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::Xsetbv);
+    if area.own.exit.cr4 & cr4::OSXSAVE == 0 {
+        return Answer::Inject(Fault::InvalidOpcode);
+    }
+    let registers = &area.cpu.gate.outward.registers;
+    let value = registers[RDX] << 32 | registers[RAX] & 0xFFFF_FFFF;
+    let index = registers[RCX] as u32;
+    if privilege(hardware) != 0 || !hardware.xsetbv(index, value) {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    Answer::Skip
+}
+
+/// INVD always exits. Dropping caches would drop the hypervisor's own lines too, so they are written back
+/// first, which no software can tell from INVD on a machine with devices (HARDWARE I-15).
+fn invd(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    if privilege(hardware) != 0 {
+        return other(area, Answer::Inject(Fault::GeneralProtection));
+    }
+    hardware.write_back_caches();
+    other(area, Answer::Skip)
+}
+
+/// Whether the tables explain an EPT violation: nothing is mapped there yet, or a page that cannot be written
+/// was written to. Any other would come again and again.
+const fn is_explained(qualification: u64) -> bool {
+    qualification & VIOLATION_MAPPED == 0 || qualification & VIOLATION_WRITE != 0
+}
+
+fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    let (address, rip) = (area.own.exit.info2, area.cpu.interrupted.rip);
+    let write = area.own.exit.info1 & VIOLATION_WRITE != 0;
+    exit::nested_fault(area, hardware, nested::fault::<Vmx>(address, write), [address, rip])
+}
+
+/// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE. All others are native.
+fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    const MOVE_TO: u64 = 0;
+    let qualification = area.own.exit.info1;
+    let (register, kind) = (qualification & 15, qualification >> 4 & 3);
+    let source = (qualification >> 8 & 15) as usize;
+    let value = area.own.exit.registers[source];
+    match (register, kind) {
+        (0, MOVE_TO) => other(area, reset::write_cr0(hardware, value)),
+        (4, MOVE_TO) => {
+            let answer = write_cr4(area, hardware, value);
+            other(area, answer)
+        }
+        _ => Answer::Depart(Code::UnknownExit),
+    }
+}
+
+/// VMXE is the guest's to clear and to set, in the shadow (HARDWARE I-4). Who gives the hardware up executes
+/// VMXOFF before. Who only clears it is on the way to another kernel (6.12's `relocate_kernel`, on tables of its
+/// own): from then on the CPU does not leave by itself.
+fn write_cr4(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
+    let current = area.own.exit.cr4;
+    let long_mode = hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0;
+    let changed = value ^ current;
+    let illegal = value & !area.own.cr4_allowed != 0
+        || long_mode && (value & cr4::PAE == 0 || changed & cr4::LA57 != 0)
+        || changed & value & cr4::PCIDE != 0 && (!long_mode || area.own.exit.cr3 & 0xFFF != 0);
+    if illegal {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    if value & cr4::VMXE == 0 {
+        area.own.foreign = 1;
+    }
+    hardware.vmwrite(vmcs::GUEST_CR4, value | cr4::VMXE);
+    hardware.vmwrite(vmcs::CR4_SHADOW, value);
+    flush(area, hardware);
+    Answer::Skip
+}
+
+/// Forgets this CPU's translations of the guest.
+pub fn flush(area: &Area, hardware: &mut impl Hardware) {
+    hardware.flush_guests(area.own.controls.secondary & secondary::VPID != 0);
+}
+
+/// Carries an answer out.
+fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer) -> Next {
+    match answer {
+        Answer::Retry => {}
+        Answer::RetryFlushed => flush(area, hardware),
+        Answer::Skip => skip(hardware),
+        Answer::Value(value) => {
+            skip(hardware);
+            put_pair(area, value & 0xFFFF_FFFF, value >> 32);
+        }
+        Answer::Hypercall(code, value) => {
+            skip(hardware);
+            put_pair(area, u64::from(code as u32), value);
+        }
+        Answer::HypercallFlushed => {
+            flush(area, hardware);
+            skip(hardware);
+            put_pair(area, 0, 0);
+        }
+        Answer::Inject(fault) => inject(hardware, fault),
+        Answer::Detach => return detach(area, hardware),
+        Answer::Released(because) => {
+            skip(hardware);
+            // VMsucceed ("Conventions").
+            const STATUS_FLAGS: u64 = 0x8D5;
+            let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+            hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags & !STATUS_FLAGS);
+            return finish(area, hardware, because);
+        }
+        Answer::Depart(because) => return depart(area, hardware, because),
+    }
+    enter_again(area, hardware)
+}
+
+fn put_pair(area: &mut Area, rax: u64, rdx: u64) {
+    area.cpu.gate.outward.registers[RAX] = rax;
+    area.cpu.gate.outward.registers[RDX] = rdx;
+}
+
+/// The guest goes on, if its CR4 is one that is known.
+fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let foreign = hardware.vmread(vmcs::GUEST_CR4) & !capture::CR4_CARRIED != 0;
+    if foreign && can_leave(area, hardware) {
+        return leave_with_foreign_state(area, hardware);
+    }
+    enter(area, hardware)
+}
+
+/// The guest goes on. The monitor trap flag has done what it was set for; where an NMI has to wait still, the
+/// entry sets it again.
+fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.cpu.features & feature::MONITOR_TRAP != 0 {
+        let window = if area.own.awaits_window != 0 { primary::INTERRUPT_WINDOW_EXITING } else { 0 };
+        hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary | window));
+    }
+    #[cfg(feature = "fault-injection")]
+    corrupt(area, hardware);
+    Next::Run
+}
+
+/// Moves past the instruction that exited as the processor would: no interrupt shadow, no RF, and a single step
+/// raises #DB (HARDWARE I-33).
+#[inline]
+pub fn skip(hardware: &mut impl Hardware) {
+    let length = hardware.vmread(vmcs::EXIT_INSTRUCTION_LENGTH);
+    let rip = hardware.vmread(vmcs::GUEST_RIP);
+    let next = rip.wrapping_add(length);
+    hardware.vmwrite(vmcs::GUEST_RIP, next);
+    if (next ^ rip) >> 32 != 0 {
+        wrap_rip(hardware);
+    }
+    let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);
+    if blocked & (blocking::STI | blocking::MOV_SS) != 0 {
+        hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, blocked & !(blocking::STI | blocking::MOV_SS));
+    }
+    let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+    if rflags & RFLAGS_RF != 0 {
+        hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags & !RFLAGS_RF);
+    }
+    if rflags & RFLAGS_TF != 0 && hardware.vmread(vmcs::GUEST_DEBUGCTL) & DEBUGCTL_BTF == 0 {
+        let pending = hardware.vmread(vmcs::GUEST_PENDING_DEBUG);
+        hardware.vmwrite(vmcs::GUEST_PENDING_DEBUG, pending | PENDING_BS);
+    }
+}
+
+/// Outside 64-bit code RIP has 32 bits, and an entry with more is refused (SDM, "Checks on guest RIP, RFLAGS").
+#[cold]
+#[inline(never)]
+fn wrap_rip(hardware: &mut impl Hardware) {
+    if hardware.vmread(vmcs::GUEST_CS_RIGHTS) & CS_LONG == 0 {
+        let rip = hardware.vmread(vmcs::GUEST_RIP);
+        hardware.vmwrite(vmcs::GUEST_RIP, rip & 0xFFFF_FFFF);
+    }
+}
+
+/// A fault has RF in the RFLAGS that it pushes (SDM, "Saving and loading of RFLAGS").
+fn inject(hardware: &mut impl Hardware, fault: Fault) {
+    let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+    hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags | RFLAGS_RF);
+    let event = match fault {
+        Fault::InvalidOpcode => event::INVALID_OPCODE,
+        // In real mode there are no error codes.
+        Fault::GeneralProtection if hardware.vmread(vmcs::GUEST_CR0) & cr0::PE == 0 => {
+            event::GENERAL_PROTECTION & !event::HAS_ERROR_CODE
+        }
+        Fault::GeneralProtection => {
+            hardware.vmwrite(vmcs::ENTRY_ERROR_CODE, 0);
+            event::GENERAL_PROTECTION
+        }
+    };
+    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event);
+}
+
+fn is_event_pending(hardware: &mut impl Hardware) -> bool {
+    hardware.vmread(vmcs::ENTRY_INTERRUPTION) & event::VALID != 0
+}
+
+/// An IRET that faulted has unblocked NMIs already, and will run again (SDM, "Information for VM exits due to
+/// ... IRET"; HARDWARE I-8). The bit means nothing where an event was being delivered.
+fn keep_nmis_blocked(area: &Area, hardware: &mut impl Hardware) {
+    let unblocked = area.own.exit.code as u32 == reason::EPT_VIOLATION
+        && area.own.exit.info1 & NMI_UNBLOCKED_BY_IRET != 0
+        && area.own.exit.event & event::VALID == 0;
+    if unblocked {
+        let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);
+        hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, blocked | blocking::NMI);
+    }
+}
+
+/// An event that was being delivered when the exit struck is delivered again. An NMI in delivery has blocked
+/// NMIs, which would refuse its injection.
+fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
+    let Some(event) = event_again(area) else { return };
+    area.own.exit.event = 0;
+    if event & event::TYPE == event::NMI {
+        let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);
+        hardware.vmwrite(vmcs::GUEST_INTERRUPTIBILITY, blocked & !blocking::NMI);
+    }
+    if event & event::HAS_ERROR_CODE != 0 {
+        hardware.vmwrite(vmcs::ENTRY_ERROR_CODE, event >> 32);
+    }
+    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event & 0xFFFF_FFFF);
+    let code = EXIT_CODE_VMX | area.own.exit.code;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::Reinjected, tsc, [event, code, 0, 0, 0]);
+}
+
+/// The event that was being delivered when the exit struck, if it is to be delivered again (SDM,
+/// "Information for VM exits that occur during event delivery"). Software interrupts and exceptions are not:
+/// their instruction runs again.
+const fn event_again(area: &Area) -> Option<u64> {
+    const FIELDS: u64 = event::VALID | event::HAS_ERROR_CODE | event::TYPE | 0xFF;
+    let event = area.own.exit.event;
+    let by_instruction =
+        matches!(event & event::TYPE, event::SOFTWARE | event::PRIVILEGED | event::SOFTWARE_EXCEPTION);
+    if event & event::VALID == 0 || by_instruction {
+        return None;
+    }
+    let error_code = if event & event::HAS_ERROR_CODE != 0 { event & !0xFFFF_FFFF } else { 0 };
+    Some(event & FIELDS | error_code)
+}
+
+fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    skip(hardware);
+    area.cpu.gate.outward.registers[RAX] = 0;
+    if fault::fires(area, FaultPoint::DetachPanic) {
+        panic!("injected: detach");
+    }
+    #[cfg(feature = "fault-injection")]
+    if fault::fires(area, FaultPoint::DetachPageFault) {
+        fault::real::page_fault();
+    }
+    publish::departed(area, Code::Ok);
+    publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
+    put_back(area, hardware);
+    Next::Leave
+}
+
+/// CR2 is that of the exit: a fault of the hypervisor's own may have changed it since.
+fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    capture::put_back(area, hardware);
+    area.cpu.gate.outward.cr2 = area.own.exit.cr2;
+}
+
+/// Whether the gate can go where the guest is: in long mode, with tables that map the gate.
+fn can_leave(area: &Area, hardware: &mut impl Hardware) -> bool {
+    hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && has_gate(area, hardware)
+}
+
+/// Whether the guest's tables map the gate. Those of another kernel do not, nor do user mode's own under page-table
+/// isolation; the kernel's first instructions run on them too, and they are the upper page of two.
+fn has_gate(area: &Area, hardware: &mut impl Hardware) -> bool {
+    const USER_TABLES: u64 = 1 << 12;
+    let isolated = area.cpu.features & feature::ISOLATED != 0
+        && (privilege(hardware) == 3 || hardware.vmread(vmcs::GUEST_CR3) & USER_TABLES != 0);
+    area.own.foreign == 0 && !isolated
+}
+
+/// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no native
+/// counterpart: the guest is entered once more with it and leaves at its next exit. So it does where the gate
+/// cannot go.
+pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    let interrupted = area.cpu.interrupted;
+    hardware.vmwrite(vmcs::GUEST_RIP, interrupted.rip);
+    area.cpu.gate.outward.registers[RAX] = interrupted.rax;
+    area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
+    // A failure may have struck before it was looked at.
+    hand_over_event(area, hardware);
+    if is_event_pending(hardware) {
+        return leave_later(area, hardware, because);
+    }
+    if !can_leave(area, hardware) {
+        return stay(area, hardware, because);
+    }
+    finish(area, hardware, because)
+}
+
+/// The CPU cannot leave here. What it could not answer is tried once more; then user mode is told that it is
+/// undefined, and a kernel is reset, as it would be by what it cannot handle: one that is still booting at once.
+fn stay(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    let (user, again) = (privilege(hardware) == 3, area.own.refused_to_leave != 0);
+    if !user && (again || hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA == 0) {
+        return reset::shut_down(area, hardware);
+    }
+    area.cpu.leave_pending = because as u32;
+    if again {
+        inject(hardware, Fault::InvalidOpcode);
+    }
+    area.own.refused_to_leave ^= 1;
+    enter(area, hardware)
+}
+
+/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+fn leave_later(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    area.cpu.leave_pending = because as u32;
+    await_window(area, hardware, true);
+    enter(area, hardware)
+}
+
+/// Asks for an exit as soon as the guest can take interrupts, or takes that back. The monitor trap flag stays as
+/// it is.
+pub fn await_window(area: &mut Area, hardware: &mut impl Hardware, wanted: bool) {
+    const WINDOW: u64 = primary::INTERRUPT_WINDOW_EXITING as u64;
+    area.own.awaits_window = u32::from(wanted);
+    let controls = hardware.vmread(vmcs::PRIMARY_CONTROLS);
+    hardware.vmwrite(vmcs::PRIMARY_CONTROLS, if wanted { controls | WINDOW } else { controls & !WINDOW });
+}
+
+/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
+/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
+fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if event_again(area).is_some() {
+        if let Some(answer) = cure(area, hardware) {
+            hand_over_event(area, hardware);
+            return apply(area, hardware, answer);
+        }
+        lose_event(area, hardware);
+    }
+    let because = Code::from_number(area.cpu.leave_pending).unwrap_or(Code::UnknownExit);
+    finish(area, hardware, because)
+}
+
+/// The answer to a nested fault that lets the guest go on.
+fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
+    if area.own.exit.code as u32 != reason::EPT_VIOLATION || !is_explained(area.own.exit.info1) {
+        return None;
+    }
+    let answer = nested_fault(area, hardware);
+    (!matches!(answer, Answer::Depart(_))).then_some(answer)
+}
+
+/// An event that cannot be delivered any more. An NMI the gate raises.
+fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
+    let Some(event) = event_again(area) else { return };
+    area.own.exit.event = 0;
+    if event & event::TYPE != event::NMI {
+        return exit::lose_event(area, hardware, event);
+    }
+    let pending = &raw mut area.cpu.gate.nmi.pending;
+    // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so does
+    // this.
+    let _ = unsafe { AtomicU64::from_ptr(pending) }.fetch_add(1, Ordering::Relaxed);
+}
+
+fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
+    area.cpu.leave_pending = 0;
+    area.own.refused_to_leave = 0;
+    let exit = &area.own.exit;
+    let rip = hardware.vmread(vmcs::GUEST_RIP);
+    let arguments = [u64::from(because as u32), EXIT_CODE_VMX | exit.code, rip, exit.info1, exit.info2];
+    publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
+    publish::departed(area, because);
+    put_back(area, hardware);
+    Next::Leave
+}
+
+/// An exit that nobody knows: a record, and the machine runs on natively.
+fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    publish::count(area, ExitReason::Unknown);
+    emergency::record_unknown_exit(area);
+    depart(area, hardware, Code::UnknownExit)
+}
+
+/// The processor refused to enter. The first time after an attach nothing of the guest has run: the driver gets
+/// the reason. Later the VMCS was corrupted: the CPU leaves with what is still good, behind the instruction that
+/// it has been answered for; of CR4, with what is known.
+fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    let (refusal, value) = refusal::of_entry(area, hardware);
+    let detail = [refusal as u64, value];
+    area.cpu.gate.detail = detail;
+    let tsc = hardware.tsc();
+    publish::log(area, LogKind::InvalidState, tsc, [detail[0], detail[1], 0, 0, 0]);
+    if area.cpu.entered == 0 {
+        publish::departed(area, Code::InvalidGuestState);
+        capture::put_back_native(area, hardware, Code::InvalidGuestState);
+        return Next::Leave;
+    }
+    let cr4 = hardware.vmread(vmcs::GUEST_CR4);
+    hardware.vmwrite(vmcs::GUEST_CR4, cr4 & capture::CR4_CARRIED);
+    emergency::record_refusal(area, refusal, value);
+    // An entry that failed has not delivered what it was to inject.
+    area.own.exit.event = hardware.vmread(vmcs::ENTRY_INTERRUPTION);
+    lose_event(area, hardware);
+    if !has_gate(area, hardware) {
+        return enter_repaired(area, hardware);
+    }
+    finish(area, hardware, Code::InvalidGuestState)
+}
+
+/// The gate cannot go where the guest is: what is known to be wrong is put right, and it leaves at a later exit. If
+/// that does not help, nothing does.
+fn enter_repaired(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.own.refused_to_leave != 0 {
+        return reset::shut_down(area, hardware);
+    }
+    area.own.refused_to_leave = 1;
+    area.cpu.leave_pending = Code::InvalidGuestState as u32;
+    hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, 0);
+    wrap_rip(hardware);
+    enter(area, hardware)
+}
+
+/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no corruption,
+/// but what it means for an attached CPU nobody knows. It leaves, behind the instruction that it has been answered
+/// for.
+fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    // It may have wanted to leave before.
+    let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
+    let because = because.unwrap_or(Code::Cr4Unsupported);
+    if is_event_pending(hardware) {
+        return leave_later(area, hardware, because);
+    }
+    finish(area, hardware, because)
+}
+
+/// VMLAUNCH or VMRESUME failed, or the processor came back before the guest. If a machine check was the cause
+/// (SDM, "Machine-check events during VM entry"), it is the system's, and nothing else is wrong.
+fn not_entered(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    if area.own.exit.code as u32 == reason::ENTRY_FAILED | reason::MACHINE_CHECK {
+        machine_check::note(area, hardware, false);
+        if area.cpu.entered != 0 {
+            publish::count(area, ExitReason::Other);
+            return enter(area, hardware);
+        }
+    }
+    invalid(area, hardware)
+}
+
+#[cfg(feature = "fault-injection")]
+fn inject_faults(area: &mut Area) {
+    use fault::real;
+    /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
+    const RESCHEDULE: u64 = 0xFD;
+    // An interrupt that is injected where none is taken is a refused entry (SDM, "Checks on guest RIP, RFLAGS").
+    if area.own.exit.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
+        area.own.exit.event = event::VALID | event::EXTERNAL | RESCHEDULE;
+    }
+    if fault::fires(area, FaultPoint::ExitPageFault) {
+        real::page_fault();
+    }
+    if fault::fires(area, FaultPoint::ExitGeneralProtection) {
+        real::general_protection();
+    }
+    if fault::fires(area, FaultPoint::ExitInvalidOpcode) {
+        real::invalid_opcode();
+    }
+    if fault::fires(area, FaultPoint::ExitStackOverflow) {
+        core::hint::black_box(real::stack_overflow(0));
+    }
+    assert!(!fault::fires(area, FaultPoint::ExitPanic), "injected: exit");
+}
+
+#[cfg(feature = "fault-injection")]
+fn corrupt(area: &mut Area, hardware: &mut impl Hardware) {
+    if fault::fires(area, FaultPoint::ExitCorruptControl) {
+        hardware.vmwrite(vmcs::PIN_CONTROLS, 0);
+    }
+    if fault::fires(area, FaultPoint::ExitCorruptState) {
+        hardware.vmwrite(vmcs::GUEST_EFER, 0);
+    }
+}
+
+/// Makes the first entry fail, one check at a time.
+#[cfg(feature = "fault-injection")]
+pub fn corrupt_first(area: &mut Area, hardware: &mut impl Hardware) {
+    type Spoil = fn(u64) -> u64;
+    let spoilers: [(FaultPoint, u32, Spoil); 7] = [
+        (FaultPoint::RunAsidZero, vmcs::VPID, |_| 0),
+        (FaultPoint::RunNoIntercept, vmcs::PIN_CONTROLS, |_| 0),
+        (FaultPoint::RunCr0, vmcs::GUEST_CR0, |cr0| cr0 | 1 << 32),
+        (FaultPoint::RunCr4, vmcs::GUEST_CR4, |cr4| cr4 | 1 << 63),
+        (FaultPoint::RunEfer, vmcs::GUEST_EFER, |efer| efer & !EFER_LMA),
+        (FaultPoint::RunCr3, vmcs::GUEST_CR3, |cr3| cr3 | 1 << 60),
+        (FaultPoint::RunDr7, vmcs::GUEST_DR7, |dr7| dr7 | 1 << 32),
+    ];
+    for (point, field, spoil) in spoilers {
+        if fault::fires(area, point) {
+            let value = hardware.vmread(field);
+            hardware.vmwrite(field, spoil(value));
+        }
+    }
+    if fault::fires(area, FaultPoint::RunField) {
+        let (field, bits) = fault::field_and_bits(area);
+        let value = hardware.vmread(field);
+        hardware.vmwrite(field, value ^ bits);
+    }
+}
+
+const _: () = assert!(primary::MONITOR_TRAP_FLAG & primary::RESERVED_ONES == 0);

@@ -1,0 +1,103 @@
+//! The driver's hypercalls: those that a switch waits for.
+//!
+//! The world switch comes here before it saves vector registers, so nothing below may use one: copies go
+//! field by field, and a test looks at the machine code (`lab/tests/image.rs`).
+
+use mercury_abi::MERCURY_ABI_VERSION;
+use mercury_abi::code::Code;
+#[cfg(feature = "fault-injection")]
+use mercury_abi::gate::FaultPoint;
+use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
+use mercury_abi::shared::{ExitReason, LogKind};
+
+use super::vmcs::{self, blocking, event, reason};
+use super::{Area, capture, run};
+use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
+use crate::{fault, machine_check, publish};
+
+/// Length of VMCALL in bytes.
+const VMCALL_LENGTH: u64 = 3;
+const RAX: usize = 0;
+const RCX: usize = 1;
+const RDX: usize = 2;
+
+/// What follows.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quick {
+    /// Leave through the gate.
+    Leave = 0,
+    /// Enter the guest.
+    Run = 1,
+    /// Not a case for here: nothing has been changed.
+    Slow = 2,
+}
+
+/// Answers a hypercall of the driver, if it is one.
+///
+/// # Safety
+/// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
+/// handler of NMIs, which touches the gate's NMI block only.
+pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
+    // SAFETY: the world switch passes this CPU's area; nothing else uses it in an exit.
+    let area = unsafe { &mut *area };
+    let quick = answer(area, &mut Processor);
+    if quick == Quick::Leave {
+        run::return_extended_state(area);
+    }
+    quick
+}
+
+#[inline]
+pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
+    const PING: u64 = Hypercall::Ping as u64;
+    const DETACH: u64 = Hypercall::Detach as u64;
+    if !is_plain_hypercall(area, hardware) {
+        return Quick::Slow;
+    }
+    match area.cpu.gate.outward.registers[RAX] {
+        PING => {
+            #[cfg(feature = "fault-injection")]
+            if fault::fires(area, FaultPoint::QuickPageFault) {
+                fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+            }
+            finish(area, hardware);
+            area.cpu.gate.outward.registers[RDX] = u64::from(MERCURY_ABI_VERSION);
+            Quick::Run
+        }
+        DETACH => {
+            finish(area, hardware);
+            let tsc = hardware.tsc();
+            publish::departed(area, Code::Ok);
+            publish::log(area, LogKind::Detached, tsc, [0; 5]);
+            capture::put_back(area, hardware);
+            Quick::Leave
+        }
+        _ => Quick::Slow,
+    }
+}
+
+/// Whether this exit is a hypercall of the driver and nothing besides.
+#[inline]
+fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
+    area.own.failed == 0
+        && area.cpu.leave_pending == 0
+        && !machine_check::is_noted(area)
+        && !fault::is_armed_beyond_quick(area)
+        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+        && hardware.vmread(vmcs::EXIT_REASON) as u32 == reason::VMCALL
+        && capture::privilege(hardware) == 0
+        && hardware.vmread(vmcs::GUEST_RFLAGS) & (RFLAGS_TF | RFLAGS_RF) == 0
+        && hardware.vmread(vmcs::VECTORING) & event::VALID == 0
+        && hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY) & (blocking::STI | blocking::MOV_SS) == 0
+}
+
+/// Counts the hypercall and moves past it: no single step, no shadow, no prefix (the driver's has none).
+#[inline]
+fn finish(area: &mut Area, hardware: &mut impl Hardware) {
+    area.cpu.entered = 1;
+    publish::count(area, ExitReason::Hypercall);
+    let rip = hardware.vmread(vmcs::GUEST_RIP);
+    hardware.vmwrite(vmcs::GUEST_RIP, rip.wrapping_add(VMCALL_LENGTH));
+    area.cpu.gate.outward.registers[RAX] = Code::Ok as u64;
+}
