@@ -7,8 +7,8 @@
 //!   preflight, attach;
 //! * [`exit`]: what an attached CPU comes in for, above the vendor boundary; [`event`]: what is delivered to it;
 //!   [`machine_check`]: those that strike in the hypervisor, handed to the system;
-//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same (but for INIT);
-//!   [`msr`]: what both make of MSRs;
+//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same (but for
+//!   INIT); [`msr`]: what both make of MSRs;
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;

@@ -34,7 +34,8 @@ pub fn log_access<V: Vendor>(
     publish::log(area, LogKind::Msr, tsc, arguments);
 }
 
-/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1; SDM volume 3, "Page attribute table").
+/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1; SDM volume 3, "Page
+/// attribute table").
 #[inline]
 #[must_use]
 pub const fn illegal_pat(pat: u64) -> u64 {

@@ -202,7 +202,7 @@ impl Mtrrs {
         let mut ranges = [VariableRange::default(); MAX_VARIABLE];
         let valid = variable.iter().filter(|range| range.is_valid());
         let known = valid.fold(0, |bits, range| bits | range.address_mask());
-        let unknown = if known == 0 { 0 } else { ADDRESS_BITS & !below(u64::BITS - known.leading_zeros()) };
+        let unknown = known.checked_ilog2().map_or(0, |top| ADDRESS_BITS & !below(top + 1));
         for (slot, range) in ranges.iter_mut().zip(variable) {
             let filled = if range.is_valid() { unknown } else { 0 };
             *slot = VariableRange { base: range.base, mask: range.mask | filled };

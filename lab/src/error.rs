@@ -102,23 +102,12 @@ impl Error {
     /// How [`Error::Unsupported`] begins.
     pub const SKIPPED: &'static str = "skipped: ";
 
-    /// Whether the emulator crashed.
+    /// What happened, without the scene.
     #[must_use]
-    pub fn is_crash(&self) -> bool {
+    pub fn cause(&self) -> &Self {
         match self {
-            Self::Crashed(_) => true,
-            Self::Scene { source, .. } => source.is_crash(),
-            _ => false,
-        }
-    }
-
-    /// Whether something did not happen in time.
-    #[must_use]
-    pub fn is_timeout(&self) -> bool {
-        match self {
-            Self::Timeout { .. } => true,
-            Self::Scene { source, .. } => source.is_timeout(),
-            _ => false,
+            Self::Scene { source, .. } => source.cause(),
+            cause => cause,
         }
     }
 }

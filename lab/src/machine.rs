@@ -15,6 +15,8 @@ use std::{
 use mercury_lab_agent::protocol::{CHUNK, End, Event, Hello, Request};
 use regex::Regex;
 
+use rustix::process::Signal;
+
 use crate::{
     artefacts, autopsy,
     client::{Client, next_event},
@@ -493,22 +495,24 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// What did not come in time, or not for a crash of the emulator, gets a second try; what failed otherwise has failed.
+/// What did not come in time, or not for a crash of the emulator, gets a second try; what failed otherwise has
+/// failed.
 fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Result<T> {
     match first {
-        Err(error) if error.is_timeout() || error.is_crash() => again(&error),
+        Err(error) if matches!(error.cause(), Error::Timeout { .. } | Error::Crashed(_)) => again(&error),
         first => first,
     }
 }
 
 /// How the emulator crashed, if it did: by a signal that nobody sent. It may be about to end.
 fn crash_of(process: &mut Child) -> Option<String> {
-    const OWN_FAULTS: [i32; 3] = [6, 7, 11];
+    const OWN_FAULTS: [Signal; 3] = [Signal::ABORT, Signal::BUS, Signal::SEGV];
     let ended = wait_for("the emulator's end", Duration::from_secs(1), || {
         process.try_wait().context(|| "look after the emulator".into())
     });
     let status = ended.ok()?;
-    status.signal().filter(|signal| OWN_FAULTS.contains(signal)).map(|_| status.to_string())
+    let signal = status.signal().and_then(Signal::from_named_raw)?;
+    OWN_FAULTS.contains(&signal).then(|| status.to_string())
 }
 
 fn refuse_ended(process: &mut Child) -> Result<()> {
@@ -561,6 +565,7 @@ impl Drop for Terminal {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -571,13 +576,29 @@ mod tests {
 
     #[test]
     fn silence_and_crashes_get_a_second_try() {
+        let in_time = |error: &Error| !matches!(error.cause(), Error::Timeout { .. });
         let crashed =
             Error::Scene { source: Box::new(Error::Crashed("SIGSEGV".into())), scene: String::new() };
-        assert!(matches!(or_again(Err(crashed), |error| Ok(error.is_crash())), Ok(true)));
-        assert!(matches!(or_again(Err(silence()), |error| Ok(error.is_timeout())), Ok(true)));
-        assert!(or_again::<()>(Err(silence()), |_| Err(silence())).is_err_and(|error| error.is_timeout()));
+        assert!(matches!(or_again(Err(crashed), |error| Ok(in_time(error))), Ok(true)));
+        assert!(matches!(or_again(Err(silence()), |error| Ok(in_time(error))), Ok(false)));
+        assert!(or_again::<()>(Err(silence()), |_| Err(silence())).is_err_and(|error| !in_time(&error)));
         let gone = Err(Error::Gone("panic".into()));
         assert!(matches!(or_again(gone, |_| Ok(true)), Err(Error::Gone(_))));
         assert!(matches!(or_again(Ok(false), |_| Ok(true)), Ok(false)));
+    }
+
+    #[test]
+    fn a_crash_is_told_from_an_end() {
+        let ended = |line: &str| {
+            let mut shell = Program::new("sh").args(["-c", line]).spawn().unwrap();
+            let crash = crash_of(&mut shell);
+            let _ = shell.kill();
+            let _ = shell.wait();
+            crash
+        };
+        assert!(ended("kill -SEGV $$").is_some_and(|crash| crash.contains("11")));
+        assert_eq!(ended("kill -TERM $$"), None);
+        assert_eq!(ended("exit 1"), None);
+        assert_eq!(ended("sleep 10"), None, "it hangs");
     }
 }

@@ -151,8 +151,8 @@ fn late_processors_are_attached() -> Result<()> {
 
 // The machine ends, or starts again.
 
-/// Has the machine come up again by `command`, and sees that it is well.
-/// On several CPUs Bochs's timers are in disorder after a reset, with no hypervisor beneath as well: kernels stall.
+/// Has the machine come up again by `command`, and sees that it is well. On several CPUs Bochs's timers are in
+/// disorder after a reset, with no hypervisor beneath as well: kernels stall.
 fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
     let cpus = if Platform::chosen()? == Platform::Qemu { 4 } else { 1 };
     let (machine, _work) = attached(spec(kernel).cpus(cpus).reset(Reset::Restarts))?;

@@ -135,7 +135,7 @@ const QUICK: Failure = (FaultPoint::QuickPageFault, Code::HostException, "except
 /// The processor refuses to go on.
 const CORRUPTIONS_SVM: &[Failure] = &[
     (FaultPoint::ExitCorruptControl, Code::InvalidGuestState, "check 13"),
-    (FaultPoint::ExitCorruptState, Code::InvalidGuestState, "refused control block"),
+    (FaultPoint::ExitCorruptState, Code::InvalidGuestState, "refused control block: check 1,"),
 ];
 const CORRUPTIONS_VMX: &[Failure] = &[
     (FaultPoint::ExitCorruptControl, Code::InvalidGuestState, "VM entry with invalid control fields"),

@@ -234,3 +234,16 @@ proptest! {
         }
     }
 }
+
+/// P and E cores may differ in what is not used of a word.
+#[test]
+fn what_vmx_does_not_use_may_differ() {
+    let mut other = good_xeon(1);
+    other.vmx_misc ^= 0x1F | 0b111 << 25;
+    assert!(compare(&good_xeon(0), &other).is_empty());
+    for used in [6, 14, 29] {
+        let mut other = good_xeon(1);
+        other.vmx_misc ^= 1 << used;
+        assert!(!compare(&good_xeon(0), &other).is_empty(), "bit {used}");
+    }
+}

@@ -13,7 +13,7 @@ use crate::cpu::Phase;
 use crate::host::entry::Next;
 use crate::machine_check;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
-use crate::x86::{DR6_BS, RFLAGS_TF, msr};
+use crate::x86::{DR6_BS, RFLAGS_RF, RFLAGS_TF, msr};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
@@ -183,6 +183,7 @@ fn virtualization_instructions_are_undefined() {
         let mut cpu = Attached::new();
         assert_eq!(cpu.exit(code), Next::Run);
         assert_eq!(cpu.area.control.inject_event, event::INVALID_OPCODE, "{code:#x}");
+        assert_ne!(cpu.area.control.rflags & RFLAGS_RF, 0, "a fault pushes RF");
         assert_eq!(count(&mut cpu, ExitReason::VirtInstruction), 1);
     }
 }

@@ -168,7 +168,8 @@ pub struct Own {
     /// 1 once the system above is not the one that attached any more: INIT has reset it, or it has cleared
     /// CR4.VMXE on its way to another kernel.
     pub foreign: u32,
-    /// 1 if the CPU wanted to leave beneath user mode and could not.
+    /// 1 if the CPU wanted to leave where the gate cannot go, or an entry there was refused, and could not: it gets
+    /// one more try.
     pub refused_to_leave: u32,
     /// 1 while an exit is asked for that comes as soon as the guest can take interrupts.
     pub awaits_window: u32,

@@ -983,14 +983,20 @@ fn what_cannot_leave_from_real_mode_shuts_down() {
     }
 }
 
-/// User mode's own tables do not map the gate: the CPU leaves from the kernel, and what user mode insists on is
-/// undefined.
-#[test]
-fn page_table_isolation_leaves_from_the_kernel() {
+/// In user mode under page-table isolation, and the access rights of SS in the kernel.
+fn isolated() -> (Cpu, u64) {
     let mut cpu = Cpu::attached();
     cpu.area.cpu.features |= feature::ISOLATED;
     let kernel = cpu.get(vmcs::GUEST_SS_RIGHTS);
     cpu.user_mode();
+    (cpu, kernel)
+}
+
+/// User mode's own tables do not map the gate: the CPU leaves from the kernel, and what user mode insists on is
+/// undefined.
+#[test]
+fn page_table_isolation_leaves_from_the_kernel() {
+    let (mut cpu, kernel) = isolated();
     cpu.set(vmcs::GUEST_CR3, 0x1234_5000);
     assert_eq!(cpu.exit(60), Next::Run);
     assert_eq!(cpu.injected(), 0);
@@ -1009,10 +1015,7 @@ fn page_table_isolation_leaves_from_the_kernel() {
 /// wrong by the guest's own doing put right.
 #[test]
 fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
-    let mut cpu = Cpu::attached();
-    cpu.area.cpu.features |= feature::ISOLATED;
-    let kernel = cpu.get(vmcs::GUEST_SS_RIGHTS);
-    cpu.user_mode();
+    let (mut cpu, kernel) = isolated();
     cpu.set(vmcs::GUEST_CS_RIGHTS, 0xC0FB);
     cpu.set(vmcs::GUEST_RIP, 1 << 32);
     cpu.set(vmcs::ENTRY_INTERRUPTION, event::INVALID_OPCODE);
@@ -1023,9 +1026,7 @@ fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
     assert_eq!(cpu.exit(reason::CPUID), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::InvalidGuestState as u32));
     // Where that does not help, nothing does.
-    let mut cpu = Cpu::attached();
-    cpu.area.cpu.features |= feature::ISOLATED;
-    cpu.user_mode();
+    let (mut cpu, _) = isolated();
     assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Run);
     let _ = cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE);
     assert!(cpu.hardware.shut_down);
