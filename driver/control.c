@@ -136,6 +136,8 @@ static u32 load(struct mercury_outcome *outcome)
 	if (code != MERCURY_CODE_OK)
 		return code;
 	code = build(outcome);
+	if (code == MERCURY_CODE_OK)
+		code = mercury_tables_copy();
 	if (code != MERCURY_CODE_OK)
 		mercury_memory_destroy();
 	return code;
@@ -207,6 +209,29 @@ u32 mercury_unload(struct mercury_outcome *outcome)
 	pr_info("hypervisor unloaded\n");
 	module_put(THIS_MODULE);
 	return MERCURY_CODE_OK;
+}
+
+/*
+ * The machine was brought back: it is native, there is no hypervisor, and what was its memory holds
+ * nothing. Under mercury.lock.
+ */
+void mercury_forget(void)
+{
+	int cpu;
+
+	cpus_read_lock();
+	/* Asked its mode, a CPU gives up what it holds for the hypervisor: the kernel's CR4 has it. */
+	mercury_on_cpus(cpu_online_mask, mercury_ask_mode);
+	for_each_possible_cpu(cpu)
+		mercury_cpu(cpu)->vmxe = false;
+	cpumask_clear(&mercury.wanted);
+	mercury.want_all = false;
+	mercury.state = MERCURY_STATE_UNLOADED;
+	cpus_read_unlock();
+	mercury_emergency_release();
+	mercury_memory_destroy();
+	mercury_fault_reset();
+	module_put(THIS_MODULE);
 }
 
 /* From here on, `switched` means: by this request. */
@@ -392,6 +417,7 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 
 	if (mercury.state == MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_NOT_LOADED;
+	mercury_snapshot_end();
 	cpus_read_lock();
 	if (cpus)
 		cpumask_and(&online, cpus, cpu_online_mask);

@@ -2,7 +2,7 @@
 /*
  * /dev/mercury: root only, one controller (a file open for writing) at a time. abi/src/ioctl.rs
  * describes the requests. State belongs to the driver, not to the file: a controller that is killed
- * leaves the machine as the last complete request left it.
+ * leaves the machine as the last complete request left it; only a snapshot and a restore end with it.
  *
  * A process that maps the shared blocks has references of its own to their pages: they outlive an
  * unload and show what was written last.
@@ -39,6 +39,10 @@ union request {
 	struct mercury_status_request status;
 	struct mercury_measure_request measure;
 	struct mercury_fault_request fault;
+	struct mercury_snapshot_request snapshot;
+	struct mercury_snapshot_take_request take;
+	struct mercury_restart_request restart;
+	struct mercury_load_frames_request load_frames;
 };
 
 /* What an ioctl is; each returns a MERCURY_CODE_* or a negative errno. */
@@ -300,6 +304,46 @@ static int run_status(union request *request, struct mercury_outcome *outcome)
 	return result;
 }
 
+static int run_snapshot_prepare(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_prepare(&request->snapshot);
+}
+
+static int run_snapshot_begin(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_begin(&request->snapshot, outcome);
+}
+
+static int run_snapshot_take(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_take(&request->take);
+}
+
+static int run_snapshot_end(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_finish(&request->snapshot);
+}
+
+static int run_snapshot_machine(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_machine(&request->restart);
+}
+
+static int run_restore_begin(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_restore_begin(&request->restart, outcome);
+}
+
+static int run_restore_load(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_restore_load(&request->load_frames, outcome);
+}
+
+static int run_restore_go(union request *request, struct mercury_outcome *outcome)
+{
+	return request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_restore_go();
+}
+
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
 static int run_fault(union request *request, struct mercury_outcome *outcome)
 {
@@ -320,6 +364,14 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_DETACH, false, OUTCOME(switch), run_detach },
 	{ MERCURY_IOC_STATUS, true, 0, run_status },
 	{ MERCURY_IOC_MEASURE, false, OUTCOME(measure), run_measure },
+	{ MERCURY_IOC_SNAPSHOT_PREPARE, false, OUTCOME(snapshot), run_snapshot_prepare },
+	{ MERCURY_IOC_SNAPSHOT_BEGIN, false, OUTCOME(snapshot), run_snapshot_begin },
+	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), run_snapshot_take },
+	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), run_snapshot_end },
+	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), run_snapshot_machine },
+	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
+	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
+	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
 	{ MERCURY_IOC_FAULT, false, 0, run_fault },
 #endif
@@ -418,6 +470,10 @@ static int device_release(struct inode *inode, struct file *file)
 {
 	if (!(file->f_mode & FMODE_WRITE))
 		return 0;
+	mutex_lock(&mercury.lock);
+	mercury_snapshot_end();
+	mercury_restore_end();
+	mutex_unlock(&mercury.lock);
 	mutex_lock(&controller_lock);
 	put_pid(controller);
 	controller = NULL;

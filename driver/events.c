@@ -79,6 +79,7 @@ static void attach_if_wanted(unsigned int cpu)
 
 static int cpu_comes(unsigned int cpu)
 {
+	mercury_snapshot_cpu_came();
 	attach_if_wanted(cpu);
 	return 0;
 }
@@ -106,17 +107,21 @@ static int cpu_is_dead(unsigned int cpu)
 	return 0;
 }
 
-/* The boot CPU goes through suspend, hibernation and kexec without a hotplug callback. */
+/*
+ * The boot CPU goes through suspend, hibernation and kexec without a hotplug callback. The instant of a
+ * snapshot is nothing of that kind.
+ */
 static int system_suspends(SYSCORE_ARGUMENT)
 {
-	if (mercury.state != MERCURY_STATE_UNLOADED)
+	if (mercury.state != MERCURY_STATE_UNLOADED && !mercury.at_instant)
 		detach_here();
 	return 0;
 }
 
 static void system_resumes(SYSCORE_ARGUMENT)
 {
-	attach_if_wanted(smp_processor_id());
+	if (!mercury.at_instant)
+		attach_if_wanted(smp_processor_id());
 }
 
 static void system_shuts_down(SYSCORE_ARGUMENT)

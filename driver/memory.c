@@ -138,6 +138,16 @@ void *mercury_carve(unsigned int pages, unsigned int align)
 	return page_address(chunk->page + start);
 }
 
+/* The owned range with this number; false if there is none. On an attached CPU `info` cannot be read. */
+bool mercury_owned(unsigned int number, struct mercury_owned_range *range)
+{
+	if (number >= chunk_count)
+		return false;
+	range->start_phys = page_to_phys(chunks[number].page);
+	range->pages = 1UL << chunks[number].order;
+	return true;
+}
+
 /* Tells the hypervisor, and whoever asks for the state, of all chunks there are. */
 static void publish_owned(void)
 {
@@ -145,8 +155,7 @@ static void publish_owned(void)
 	unsigned int i;
 
 	for (i = 0; i < chunk_count; i++) {
-		info->owned[i].start_phys = page_to_phys(chunks[i].page);
-		info->owned[i].pages = 1UL << chunks[i].order;
+		mercury_owned(i, &info->owned[i]);
 		pages += info->owned[i].pages;
 	}
 	info->boot.owned_count = chunk_count;
@@ -369,6 +378,7 @@ void mercury_memory_destroy(void)
 	unsigned int i, page;
 
 	free_shared();
+	mercury_tables_destroy();
 	for (i = 0; i < chunk_count; i++) {
 		for (page = 0; page < 1U << chunks[i].order; page++)
 			ClearPageReserved(chunks[i].page + page);

@@ -16,6 +16,11 @@
  *	memory.c	the hypervisor's memory
  *	tables.c	the hypervisor's own page tables
  *	image.c		the hypervisor's image: check, copy, relocate
+ *	snapshot.c	snapshots of memory, and the instant of one
+ *	dma.c		what devices write round the nested tables
+ *	cpu_state.c	what of a CPU is not in memory, and bringing it back
+ *	restore.c	going on in a machine that an image holds
+ *	resume.S	the way from here into it
  *	events.c	what the kernel tells: hotplug, suspend, reboot, panic, KVM
  *	monitor.c	CPUs that left the hypervisor by themselves
  *	fault.c		fault injection, in builds that have it
@@ -74,6 +79,8 @@ struct mercury {
 	bool want_all;
 	/* The machine goes down: no CPU is attached any more. */
 	bool going_down;
+	/* All CPUs meet for a snapshot, and the kernel's core is suspended for it. */
+	bool at_instant;
 	/* The first attach after a load compares the CPU before and after. */
 	bool self_tested;
 	/* Highest address in use, inclusive. */
@@ -160,6 +167,7 @@ u32 mercury_can_enter(u64 detail[2]);
 void mercury_on_cpus(const struct cpumask *cpus, u32 (*request)(struct mercury_cpu *m));
 u32 mercury_load(struct mercury_outcome *outcome);
 u32 mercury_unload(struct mercury_outcome *outcome);
+void mercury_forget(void);
 u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_outcome *outcome);
 u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome);
 u32 mercury_check_cpu(struct mercury_cpu *m);
@@ -173,6 +181,7 @@ u32 mercury_memory_create(void);
 u32 mercury_memory_donate(u64 pages);
 void mercury_memory_destroy(void);
 void mercury_memory_report(void);
+bool mercury_owned(unsigned int number, struct mercury_owned_range *range);
 void *mercury_carve(unsigned int pages, unsigned int align);
 int mercury_shared_map(struct vm_area_struct *vma);
 
@@ -185,6 +194,11 @@ u64 mercury_tables_cr3(void);
 u64 mercury_tables_cr4(void);
 u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind);
 u32 mercury_map_owned(void *virt, unsigned long pages, int kind);
+u32 mercury_map_memory(phys_addr_t start, phys_addr_t end);
+void mercury_unmap_memory(void);
+u32 mercury_tables_copy(void);
+u64 mercury_tables_wide_cr3(void);
+void mercury_tables_destroy(void);
 
 /* image.c, image_blob.S */
 extern const u8 mercury_image[], mercury_image_end[];
@@ -198,6 +212,47 @@ int mercury_events_init(void);
 void mercury_events_exit(void);
 void mercury_emergency_hold(void);
 void mercury_emergency_release(void);
+
+/* snapshot.c: under mercury.lock */
+u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request);
+u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome);
+u32 mercury_snapshot_finish(struct mercury_snapshot_request *request);
+int mercury_snapshot_take(struct mercury_snapshot_take_request *request);
+void mercury_snapshot_end(void);
+void mercury_snapshot_cpu_came(void);
+
+int mercury_snapshot_machine(struct mercury_restart_request *request);
+
+/* cpu_state.c: on the CPU itself, interrupts off, but for the room. */
+u32 mercury_states_allocate(const struct cpumask *cpus);
+void mercury_states_free(void);
+struct mercury_saved_cpu *mercury_state_of(int cpu);
+struct mercury_saved_cpu *mercury_state_save(void);
+void mercury_state_load(void);
+void mercury_requests_save(void);
+void mercury_requests_load(void);
+bool mercury_x2apic(void);
+u32 mercury_apic_id(void);
+
+/* resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back. */
+asmlinkage int mercury_save(struct mercury_saved_cpu *saved) __attribute__((returns_twice));
+void mercury_resume(void);
+void mercury_land(u64 root, u64 code, u64 landing, u64 index);
+extern const u8 mercury_landing[], mercury_landing_end[];
+
+/* restore.c: under mercury.lock */
+int mercury_restore_begin(const struct mercury_restart_request *request,
+			  struct mercury_outcome *outcome);
+int mercury_restore_load(const struct mercury_load_frames_request *request,
+			 struct mercury_outcome *outcome);
+int mercury_restore_go(void);
+void mercury_restore_end(void);
+
+/* dma.c */
+u32 mercury_dma_watch(void);
+bool mercury_dma_missed(void);
+void mercury_dma_unwatch(void);
+bool mercury_dma_is_lasting(unsigned long pfn);
 
 /* monitor.c */
 void mercury_monitor_start(void);

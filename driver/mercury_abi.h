@@ -97,6 +97,7 @@
 #define MERCURY_EXIT_REASON_XSETBV 11
 #define MERCURY_EXIT_REASON_OTHER 12
 #define MERCURY_EXIT_REASON_UNKNOWN 13
+#define MERCURY_EXIT_REASON_SNAPSHOT_WRITE 14
 
 
 /* What a LogRecord reports. */
@@ -160,6 +161,7 @@
 #define MERCURY_HYPERCALL_DETACH 1
 #define MERCURY_HYPERCALL_FLUSH 2
 #define MERCURY_HYPERCALL_ARM_FAULT 3
+#define MERCURY_HYPERCALL_SNAPSHOT 4
 
 
 /*
@@ -202,6 +204,35 @@
 #define MERCURY_FAULT_POINT_EXIT_EVENT 74
 #define MERCURY_FAULT_POINT_QUICK_PAGE_FAULT 75
 
+
+/* What to do. */
+#define MERCURY_SNAPSHOT_CALL_DONATE 0
+#define MERCURY_SNAPSHOT_CALL_BEGIN 1
+#define MERCURY_SNAPSHOT_CALL_ENTER 2
+#define MERCURY_SNAPSHOT_CALL_TAKE 3
+#define MERCURY_SNAPSHOT_CALL_LEAVE 4
+#define MERCURY_SNAPSHOT_CALL_END 5
+#define MERCURY_SNAPSHOT_CALL_STATUS 6
+#define MERCURY_SNAPSHOT_CALL_TABLES 7
+
+/* Pages of a PageList. */
+#define MERCURY_PAGE_LIST_MAX 511
+/* Entries of a TakeList: so many pages are copied with interrupts off. */
+#define MERCURY_TAKE_LIST_MAX 16
+/* Entries of a LandingList. */
+#define MERCURY_LANDING_LIST_MAX 255
+/* RestartRange::kind: memory that the image holds. */
+#define MERCURY_RANGE_KEPT 0
+/* Memory that the machine of the image has and the image does not need. */
+#define MERCURY_RANGE_FREE 1
+/* The kernel pages tables in five levels. */
+#define MERCURY_RESTART_FIVE_LEVEL 1
+/* Local APICs are in x2APIC mode. */
+#define MERCURY_RESTART_X2APIC 2
+/* What one frame is loaded from: the next page of the data. */
+#define MERCURY_LOAD_DATA 1
+/* All zeros. */
+#define MERCURY_LOAD_ZERO 2
 /* The ioctl type byte of every request. */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
@@ -222,6 +253,32 @@
 #define MERCURY_IOC_MEASURE _UL(0xc038f507)
 /* Arms a fault point; ENOTTY in builds without fault injection. Takes a FaultRequest. */
 #define MERCURY_IOC_FAULT _UL(0xc024f508)
+/*
+ * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
+ * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
+ */
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc068f509)
+/* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
+#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc050f50a)
+/* Ends the snapshot. Takes a SnapshotRequest. */
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc068f50b)
+/* Describes the machine of the snapshot. Takes a RestartRequest. */
+#define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
+/*
+ * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
+ * a SnapshotRequest.
+ */
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc068f510)
+/* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
+#define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
+/* Loads frames of it. Takes a LoadFramesRequest. */
+#define MERCURY_IOC_RESTORE_LOAD _UL(0xc038f50e)
+/* Goes on in it; returns only if that fails. Takes a LoadRequest. */
+#define MERCURY_IOC_RESTORE_GO _UL(0xc028f50f)
+/* SnapshotRequest::flags: keep a log of what is written from the instant on. */
+#define MERCURY_SNAPSHOT_LOG 1
+/* Hash every page at the instant (fault-injection builds only). */
+#define MERCURY_SNAPSHOT_HASH 2
 /* SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
 /* SystemInfo::state and Status: the driver is loaded, the hypervisor is not. */
@@ -321,6 +378,20 @@
 #define MERCURY_CODE_NESTED_MAP_EXHAUSTED 126
 #define MERCURY_CODE_VMX_RELEASED 127
 #define MERCURY_CODE_MTRR_CHANGED 128
+#define MERCURY_CODE_SNAPSHOT_LIVE 140
+#define MERCURY_CODE_NO_SNAPSHOT 141
+#define MERCURY_CODE_SNAPSHOT_MISSED 142
+#define MERCURY_CODE_SNAPSHOT_POOL 143
+#define MERCURY_CODE_SNAPSHOT_LOST 144
+#define MERCURY_CODE_SNAPSHOT_DEVICES 145
+#define MERCURY_CODE_SNAPSHOT_QUIESCE 146
+#define MERCURY_CODE_RESTORE_CPUS 160
+#define MERCURY_CODE_RESTORE_MODE 161
+#define MERCURY_CODE_RESTORE_OVERLAP 162
+#define MERCURY_CODE_RESTORE_ROOM 163
+#define MERCURY_CODE_RESTORE_INCOMPLETE 164
+#define MERCURY_CODE_RESTORE_FRAME 165
+#define MERCURY_CODE_RESTORE_QUIESCE 166
 
 /* Offsets in the gate block, for assembler. */
 #define MERCURY_GATE_HOST_CR3 0
@@ -445,6 +516,40 @@
 #define MERCURY_GATE_NMI_IDTR_PADDING 816
 #define MERCURY_GATE_NMI_IDTR_LIMIT 822
 #define MERCURY_GATE_NMI_IDTR_BASE_VIRT 824
+
+/* Offsets in what brings a machine back, for assembler. */
+#define MERCURY_SAVED_CPU_VIRT 0
+#define MERCURY_SAVED_CPU_CR0 8
+#define MERCURY_SAVED_CPU_CR3 16
+#define MERCURY_SAVED_CPU_CR4 24
+#define MERCURY_SAVED_CPU_RIP 32
+#define MERCURY_SAVED_CPU_RSP 40
+#define MERCURY_SAVED_CPU_RFLAGS 48
+#define MERCURY_SAVED_CPU_REGISTERS 56
+#define MERCURY_SAVED_CPU_FS_BASE 104
+#define MERCURY_SAVED_CPU_GS_BASE 112
+#define MERCURY_SAVED_CPU_KERNEL_GS_BASE 120
+#define MERCURY_SAVED_CPU_GDTR 128
+#define MERCURY_SAVED_CPU_GDTR_PADDING 128
+#define MERCURY_SAVED_CPU_GDTR_LIMIT 134
+#define MERCURY_SAVED_CPU_GDTR_BASE_VIRT 136
+#define MERCURY_SAVED_CPU_IDTR 144
+#define MERCURY_SAVED_CPU_IDTR_PADDING 144
+#define MERCURY_SAVED_CPU_IDTR_LIMIT 150
+#define MERCURY_SAVED_CPU_IDTR_BASE_VIRT 152
+#define MERCURY_SAVED_CPU_DATA_SELECTORS 160
+#define MERCURY_SAVED_CPU_SEED 176
+#define MERCURY_LANDING_ROOT_PHYS 0
+#define MERCURY_LANDING_LIST_PHYS 8
+#define MERCURY_LANDING_CPUS_PHYS 16
+#define MERCURY_LANDING_RESUME_VIRT 24
+#define MERCURY_LANDING_CPUS 32
+#define MERCURY_LANDING_ARRIVED 36
+#define MERCURY_LANDING_COPIED 40
+#define MERCURY_LANDING_RESERVED 44
+#define MERCURY_LANDING_LIST_NEXT_PHYS 0
+#define MERCURY_LANDING_LIST_COUNT 8
+#define MERCURY_LANDING_LIST_COPIES 16
 
 #ifndef __ASSEMBLY__
 
@@ -1285,6 +1390,258 @@ static_assert(offsetof(struct mercury_gate_block, frame) == 632);
 static_assert(offsetof(struct mercury_gate_block, machine_check) == 672);
 static_assert(offsetof(struct mercury_gate_block, nmi) == 680);
 
+/* Pages for the pool. */
+struct mercury_page_list {
+	/* How many. */
+	u64 count;
+	/* Host-physical addresses. */
+	u64 pages_phys[511];
+};
+
+static_assert(sizeof(struct mercury_page_list) == 4096);
+static_assert(offsetof(struct mercury_page_list, count) == 0);
+static_assert(offsetof(struct mercury_page_list, pages_phys) == 8);
+
+/* What is to be kept. */
+struct mercury_snapshot_setup {
+	/*
+	 * Address of an array of crate::gate::OwnedRange, ascending: the memory to
+	 * keep. It stays until the end.
+	 */
+	u64 memory_virt;
+	/* Number of entries in it. */
+	u64 memory_count;
+	/*
+	 * Address of a bitmap with a bit for each page that is kept, in their order:
+	 * those that devices write all the time, copied at the instant. 0: none.
+	 */
+	u64 lasting_virt;
+	/*
+	 * Address of an array of one hash for each page that is kept, in their order,
+	 * filled at the instant; 0: none (fault-injection builds only).
+	 */
+	u64 hashes_virt;
+	/* CPUs that will enter. */
+	u32 cpus;
+	/* 1 to keep a log of what is written from the instant on. */
+	u32 log;
+};
+
+static_assert(sizeof(struct mercury_snapshot_setup) == 40);
+static_assert(offsetof(struct mercury_snapshot_setup, memory_virt) == 0);
+static_assert(offsetof(struct mercury_snapshot_setup, memory_count) == 8);
+static_assert(offsetof(struct mercury_snapshot_setup, lasting_virt) == 16);
+static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 24);
+static_assert(offsetof(struct mercury_snapshot_setup, cpus) == 32);
+static_assert(offsetof(struct mercury_snapshot_setup, log) == 36);
+
+/* One frame to be taken. */
+struct mercury_take_entry {
+	/* The frame, guest-physical. */
+	u64 frame_phys;
+	/* Page that gets its content, host-physical: none that is kept. */
+	u64 to_phys;
+};
+
+static_assert(sizeof(struct mercury_take_entry) == 16);
+static_assert(offsetof(struct mercury_take_entry, frame_phys) == 0);
+static_assert(offsetof(struct mercury_take_entry, to_phys) == 8);
+
+/* Frames to be taken, best in ascending order. */
+struct mercury_take_list {
+	/* How many. */
+	u32 count;
+	/* Zero. */
+	u32 reserved;
+	/* Written by the hypervisor: bit n is set if entry n had been taken before. */
+	u64 taken_before;
+	/* The frames. */
+	struct mercury_take_entry entries[16];
+};
+
+static_assert(sizeof(struct mercury_take_list) == 272);
+static_assert(offsetof(struct mercury_take_list, count) == 0);
+static_assert(offsetof(struct mercury_take_list, reserved) == 4);
+static_assert(offsetof(struct mercury_take_list, taken_before) == 8);
+static_assert(offsetof(struct mercury_take_list, entries) == 16);
+
+/* What a snapshot costs. */
+struct mercury_snapshot_status {
+	/* 1 while there is one. */
+	u32 live;
+	/* 1 if it holds all that memory held at the instant. */
+	u32 exact;
+	/* Pages of the pool that are free. */
+	u64 free_pages;
+	/* Copies in the pool. */
+	u64 copies;
+	/* Copies ever made. */
+	u64 copied;
+	/* Frames taken. */
+	u64 taken;
+};
+
+static_assert(sizeof(struct mercury_snapshot_status) == 40);
+static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
+static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
+static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
+static_assert(offsetof(struct mercury_snapshot_status, copies) == 16);
+static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
+static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
+
+/*
+ * What has to be in a processor's registers before C code can restore the rest. Offsets
+ * are for assembler.
+ */
+struct mercury_saved_cpu {
+	/* This structure's own address in the kernel. */
+	u64 virt;
+	/* CR0. */
+	u64 cr0;
+	/* CR3. */
+	u64 cr3;
+	/* CR4, without what is there for hardware virtualization. */
+	u64 cr4;
+	/* Where to go on, with 1 in RAX. */
+	u64 rip;
+	/* The stack there. */
+	u64 rsp;
+	/* RFLAGS there. */
+	u64 rflags;
+	/* Callee-saved registers: RBX, RBP, R12 to R15. */
+	u64 registers[6];
+	/* FS base. */
+	u64 fs_base;
+	/* GS base: the kernel's. */
+	u64 gs_base;
+	/* GS base of user mode, while the kernel runs. */
+	u64 kernel_gs_base;
+	/* GDTR. */
+	struct mercury_descriptor_table gdtr;
+	/* IDTR. */
+	struct mercury_descriptor_table idtr;
+	/* DS and ES. */
+	u64 data_selectors[2];
+	/*
+	 * Zeros; whoever brings the machine back puts random bytes here, so that two
+	 * machines from one image do not share what they think is random.
+	 */
+	u64 seed[4];
+};
+
+static_assert(sizeof(struct mercury_saved_cpu) == 208);
+static_assert(offsetof(struct mercury_saved_cpu, virt) == 0);
+static_assert(offsetof(struct mercury_saved_cpu, cr0) == 8);
+static_assert(offsetof(struct mercury_saved_cpu, cr3) == 16);
+static_assert(offsetof(struct mercury_saved_cpu, cr4) == 24);
+static_assert(offsetof(struct mercury_saved_cpu, rip) == 32);
+static_assert(offsetof(struct mercury_saved_cpu, rsp) == 40);
+static_assert(offsetof(struct mercury_saved_cpu, rflags) == 48);
+static_assert(offsetof(struct mercury_saved_cpu, registers) == 56);
+static_assert(offsetof(struct mercury_saved_cpu, fs_base) == 104);
+static_assert(offsetof(struct mercury_saved_cpu, gs_base) == 112);
+static_assert(offsetof(struct mercury_saved_cpu, kernel_gs_base) == 120);
+static_assert(offsetof(struct mercury_saved_cpu, gdtr) == 128);
+static_assert(offsetof(struct mercury_saved_cpu, idtr) == 144);
+static_assert(offsetof(struct mercury_saved_cpu, data_selectors) == 160);
+static_assert(offsetof(struct mercury_saved_cpu, seed) == 176);
+
+/*
+ * Where CPUs land. Read at its physical address, on tables that map all memory at its
+ * own.
+ */
+struct mercury_landing {
+	/* Root of these tables. */
+	u64 root_phys;
+	/* First page of what is to be copied: a LandingList; 0: nothing. */
+	u64 list_phys;
+	/* An array of the physical address of each CPU's SavedCpu. */
+	u64 cpus_phys;
+	/* Address of mercury_resume in the system of the image. */
+	u64 resume_virt;
+	/* CPUs that will land. */
+	u32 cpus;
+	/* CPUs that have landed. */
+	u32 arrived;
+	/* 1 once everything is at home. */
+	u32 copied;
+	/* Zero. */
+	u32 reserved;
+};
+
+static_assert(sizeof(struct mercury_landing) == 48);
+static_assert(offsetof(struct mercury_landing, root_phys) == 0);
+static_assert(offsetof(struct mercury_landing, list_phys) == 8);
+static_assert(offsetof(struct mercury_landing, cpus_phys) == 16);
+static_assert(offsetof(struct mercury_landing, resume_virt) == 24);
+static_assert(offsetof(struct mercury_landing, cpus) == 32);
+static_assert(offsetof(struct mercury_landing, arrived) == 36);
+static_assert(offsetof(struct mercury_landing, copied) == 40);
+static_assert(offsetof(struct mercury_landing, reserved) == 44);
+
+/* A page of copies to make. */
+struct mercury_landing_list {
+	/* Physical address of the next one; 0: none. */
+	u64 next_phys;
+	/* Entries in use. */
+	u64 count;
+	/*
+	 * Physical addresses: a frame's home, and where its content waits; 0: it is all
+	 * zeros.
+	 */
+	u64 copies[510];
+};
+
+static_assert(sizeof(struct mercury_landing_list) == 4096);
+static_assert(offsetof(struct mercury_landing_list, next_phys) == 0);
+static_assert(offsetof(struct mercury_landing_list, count) == 8);
+static_assert(offsetof(struct mercury_landing_list, copies) == 16);
+
+/* A CPU of the machine in an image. */
+struct mercury_restart_cpu {
+	/* Linux's CPU number. */
+	u32 cpu;
+	/* Its local APIC's ID. */
+	u32 apic_id;
+	/* Physical address of its SavedCpu. */
+	u64 saved_phys;
+};
+
+static_assert(sizeof(struct mercury_restart_cpu) == 16);
+static_assert(offsetof(struct mercury_restart_cpu, cpu) == 0);
+static_assert(offsetof(struct mercury_restart_cpu, apic_id) == 4);
+static_assert(offsetof(struct mercury_restart_cpu, saved_phys) == 8);
+
+/* A range of physical memory, in an image. */
+struct mercury_restart_range {
+	/* Its start. */
+	u64 start_phys;
+	/* Its length in pages. */
+	u64 pages;
+	/* MERCURY_RANGE_*. */
+	u64 kind;
+};
+
+static_assert(sizeof(struct mercury_restart_range) == 24);
+static_assert(offsetof(struct mercury_restart_range, start_phys) == 0);
+static_assert(offsetof(struct mercury_restart_range, pages) == 8);
+static_assert(offsetof(struct mercury_restart_range, kind) == 16);
+
+/* One frame to be put home. */
+struct mercury_load_entry {
+	/* Its home, physical. */
+	u64 frame_phys;
+	/*
+	 * MERCURY_LOAD_*, or the home of a frame that was loaded before and has the
+	 * same content.
+	 */
+	u64 source;
+};
+
+static_assert(sizeof(struct mercury_load_entry) == 16);
+static_assert(offsetof(struct mercury_load_entry, frame_phys) == 0);
+static_assert(offsetof(struct mercury_load_entry, source) == 8);
+
 /* What the driver and the machine are. */
 struct mercury_system_info {
 	/* Size and version. */
@@ -1401,6 +1758,126 @@ static_assert(sizeof(struct mercury_switch_result) == 16);
 static_assert(offsetof(struct mercury_switch_result, cpu) == 0);
 static_assert(offsetof(struct mercury_switch_result, code) == 4);
 static_assert(offsetof(struct mercury_switch_result, ticks) == 8);
+
+/* Arguments of a snapshot's begin and end. */
+struct mercury_snapshot_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* In, at the begin: MERCURY_SNAPSHOT_*. */
+	u64 flags;
+	/* In, at the begin: pages of the pool. */
+	u64 pool_pages;
+	/* Out: pages of memory that the snapshot holds. */
+	u64 memory_pages;
+	/*
+	 * Out, at the begin: 1 in a machine that was brought back from an image of this
+	 * snapshot. There is none any more, and the hypervisor is unloaded.
+	 */
+	u64 restored;
+	/* Out: what it has cost so far. */
+	struct mercury_snapshot_status status;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_snapshot_request) == 104);
+static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
+static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
+static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
+static_assert(offsetof(struct mercury_snapshot_request, memory_pages) == 24);
+static_assert(offsetof(struct mercury_snapshot_request, restored) == 32);
+static_assert(offsetof(struct mercury_snapshot_request, status) == 40);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 80);
+
+/* Arguments of a take. */
+struct mercury_snapshot_take_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/*
+	 * In: where to begin, guest-physical. Out: where to go on; all ones behind the
+	 * last frame.
+	 */
+	u64 cursor_phys;
+	/* In: no frame from here on. */
+	u64 end_phys;
+	/* In: room for so many frames. Out: frames taken. */
+	u64 count;
+	/* User-space address of an array of guest-physical addresses: the frames. */
+	u64 frames_addr;
+	/* User-space address of their content, one page after the other. */
+	u64 data_addr;
+	/* User-space address of an array of what MERCURY_SNAPSHOT_HASH found, or 0. */
+	u64 hashes_addr;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_snapshot_take_request) == 80);
+static_assert(offsetof(struct mercury_snapshot_take_request, header) == 0);
+static_assert(offsetof(struct mercury_snapshot_take_request, cursor_phys) == 8);
+static_assert(offsetof(struct mercury_snapshot_take_request, end_phys) == 16);
+static_assert(offsetof(struct mercury_snapshot_take_request, count) == 24);
+static_assert(offsetof(struct mercury_snapshot_take_request, frames_addr) == 32);
+static_assert(offsetof(struct mercury_snapshot_take_request, data_addr) == 40);
+static_assert(offsetof(struct mercury_snapshot_take_request, hashes_addr) == 48);
+static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 56);
+
+/* The machine of a snapshot or of an image, without its memory's content. */
+struct mercury_restart_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_RESTART_*. */
+	u64 flags;
+	/* Address of mercury_resume in that system. */
+	u64 resume_virt;
+	/* Physical addresses of the page that it lies in, and of the next. */
+	u64 resume_phys[2];
+	/* User-space address of an array of crate::restart::RestartCpu. */
+	u64 cpus_addr;
+	/* User-space address of an array of crate::restart::RestartRange. */
+	u64 ranges_addr;
+	/*
+	 * Entries at cpus_addr; where they are asked for, in: room for so many, out:
+	 * how many there are.
+	 */
+	u32 cpus_count;
+	/* Entries at ranges_addr, likewise. */
+	u32 ranges_count;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_restart_request) == 88);
+static_assert(offsetof(struct mercury_restart_request, header) == 0);
+static_assert(offsetof(struct mercury_restart_request, flags) == 8);
+static_assert(offsetof(struct mercury_restart_request, resume_virt) == 16);
+static_assert(offsetof(struct mercury_restart_request, resume_phys) == 24);
+static_assert(offsetof(struct mercury_restart_request, cpus_addr) == 40);
+static_assert(offsetof(struct mercury_restart_request, ranges_addr) == 48);
+static_assert(offsetof(struct mercury_restart_request, cpus_count) == 56);
+static_assert(offsetof(struct mercury_restart_request, ranges_count) == 60);
+static_assert(offsetof(struct mercury_restart_request, outcome) == 64);
+
+/* Arguments of loading frames. */
+struct mercury_load_frames_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* User-space address of an array of crate::restart::LoadEntry. */
+	u64 entries_addr;
+	/* Entries in it. */
+	u64 count;
+	/* User-space address of pages, one for each entry that has data. */
+	u64 data_addr;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_load_frames_request) == 56);
+static_assert(offsetof(struct mercury_load_frames_request, header) == 0);
+static_assert(offsetof(struct mercury_load_frames_request, entries_addr) == 8);
+static_assert(offsetof(struct mercury_load_frames_request, count) == 16);
+static_assert(offsetof(struct mercury_load_frames_request, data_addr) == 24);
+static_assert(offsetof(struct mercury_load_frames_request, outcome) == 32);
 
 /* Arguments of status. */
 struct mercury_status_request {

@@ -70,9 +70,13 @@ void mercury_monitor_look(void)
 	cpus_read_unlock();
 }
 
+/* Does not wait: whoever holds the lock may be freezing this queue. */
 static void look(struct work_struct *work)
 {
-	mutex_lock(&mercury.lock);
+	if (!mutex_trylock(&mercury.lock)) {
+		mercury_monitor_start();
+		return;
+	}
 	mercury_monitor_look();
 	if (mercury.state == MERCURY_STATE_ATTACHED)
 		mercury_monitor_start();

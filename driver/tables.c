@@ -3,7 +3,13 @@
  * The hypervisor's own page tables: all that it can reach, in 4 KiB pages, each at the address that
  * the kernel knows it by. As deep as the kernel's tables. The table pages themselves are owned but
  * not mapped: the hypervisor never changes its address space.
+ *
+ * For the time of a snapshot there is a copy that maps all of the system's memory besides, in 2 MiB pages
+ * where nothing is mapped yet. The copy is made at load, while the tables can be read: on an attached CPU
+ * they are hidden. It is of ordinary pages, and all of it is kept until the hypervisor is unloaded, for
+ * processors may remember tables; what was mapped is taken out again.
  */
+#include <linux/gfp.h>
 #include <linux/mm.h>
 #include <asm/io.h>
 #include <asm/msr.h>
@@ -13,8 +19,13 @@
 #include "mercury.h"
 
 #define TABLE_FLAGS	(_PAGE_PRESENT | _PAGE_RW | _PAGE_ACCESSED)
+#define DATA_FLAGS	(TABLE_FLAGS | _PAGE_DIRTY)
+/* An entry that was made for a snapshot; processors ignore the bit. */
+#define FOR_SNAPSHOT	_PAGE_SOFTW1
 
 static u64 *root;
+/* The copy's. */
+static u64 *wide;
 
 u32 mercury_tables_create(void)
 {
@@ -37,10 +48,15 @@ u64 mercury_tables_cr4(void)
 	       (native_read_cr4() & (X86_CR4_MCE | X86_CR4_LA57));
 }
 
+static int top_shift(void)
+{
+	return native_read_cr4() & X86_CR4_LA57 ? 48 : 39;
+}
+
 /* The last-level entry for an address; tables on the way are made as needed. */
 static u64 *entry_of(unsigned long virt)
 {
-	int shift = native_read_cr4() & X86_CR4_LA57 ? 48 : 39;
+	int shift = top_shift();
 	u64 *table = root;
 
 	for (; shift > PAGE_SHIFT; shift -= 9) {
@@ -82,4 +98,131 @@ u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind)
 u32 mercury_map_owned(void *virt, unsigned long pages, int kind)
 {
 	return mercury_map(virt, virt_to_phys(virt), pages, kind);
+}
+
+/* The table that an entry leads to, made if there is none. */
+static u64 *table_below(u64 *entry)
+{
+	if (!*entry) {
+		unsigned long page = get_zeroed_page(GFP_KERNEL);
+
+		if (!page)
+			return NULL;
+		*entry = __pa(page) | TABLE_FLAGS | FOR_SNAPSHOT;
+	}
+	return phys_to_virt(*entry & PHYSICAL_PAGE_MASK);
+}
+
+/* Maps memory at its direct-map address, for a snapshot; what is mapped already stays as it is. */
+u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
+{
+	u64 flags = DATA_FLAGS | FOR_SNAPSHOT;
+	phys_addr_t phys, size;
+
+	if (__rdmsr(MSR_EFER) & EFER_NX)
+		flags |= _PAGE_NX;
+	for (phys = start; phys < end; phys += size) {
+		unsigned long virt = (unsigned long)phys_to_virt(phys);
+		u64 *table = wide, *entry;
+		int shift;
+
+		for (shift = top_shift(); table && shift > PMD_SHIFT; shift -= 9)
+			table = table_below(table + ((virt >> shift) & 511));
+		if (!table)
+			return MERCURY_CODE_NO_MEMORY;
+		entry = table + ((virt >> PMD_SHIFT) & 511);
+		size = PMD_SIZE;
+		if (!*entry && IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE) {
+			*entry = phys | flags | _PAGE_PSE;
+			continue;
+		}
+		table = table_below(entry);
+		if (!table)
+			return MERCURY_CODE_NO_MEMORY;
+		entry = table + ((virt >> PAGE_SHIFT) & 511);
+		size = PAGE_SIZE;
+		if (!*entry)
+			*entry = phys | flags;
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* Takes out what was mapped for a snapshot, and frees its tables if nobody can use them any more. */
+static void forget(u64 *table, int shift, bool free)
+{
+	unsigned int i;
+
+	for (i = 0; i < 512; i++) {
+		u64 *entry = table + i;
+
+		if (!*entry)
+			continue;
+		if (shift == PAGE_SHIFT || *entry & _PAGE_PSE) {
+			if (*entry & FOR_SNAPSHOT)
+				*entry = 0;
+			continue;
+		}
+		forget(phys_to_virt(*entry & PHYSICAL_PAGE_MASK), shift - 9, free);
+		if (free && *entry & FOR_SNAPSHOT) {
+			free_page((unsigned long)phys_to_virt(*entry & PHYSICAL_PAGE_MASK));
+			*entry = 0;
+		}
+	}
+}
+
+void mercury_unmap_memory(void)
+{
+	if (wide)
+		forget(wide, top_shift(), false);
+}
+
+/* A copy of a table and of those below. */
+static u64 *copy(const u64 *table, int shift)
+{
+	u64 *new = (u64 *)get_zeroed_page(GFP_KERNEL);
+	unsigned int i;
+
+	for (i = 0; new && i < 512; i++) {
+		u64 *below;
+
+		if (!table[i])
+			continue;
+		if (shift == PAGE_SHIFT) {
+			new[i] = table[i];
+			continue;
+		}
+		below = copy(phys_to_virt(table[i] & PHYSICAL_PAGE_MASK), shift - 9);
+		if (!below)
+			break;
+		new[i] = virt_to_phys(below) | TABLE_FLAGS | FOR_SNAPSHOT;
+	}
+	if (new && i < 512) {
+		forget(new, shift, true);
+		free_page((unsigned long)new);
+		new = NULL;
+	}
+	return new;
+}
+
+/* Makes the copy, on native CPUs, when everything else is mapped. */
+u32 mercury_tables_copy(void)
+{
+	wide = copy(root, top_shift());
+	return wide ? MERCURY_CODE_OK : MERCURY_CODE_NO_MEMORY;
+}
+
+u64 mercury_tables_wide_cr3(void)
+{
+	return virt_to_phys(wide);
+}
+
+/* Every CPU must be native. */
+void mercury_tables_destroy(void)
+{
+	if (wide) {
+		forget(wide, top_shift(), true);
+		free_page((unsigned long)wide);
+	}
+	wide = NULL;
+	root = NULL;
 }

@@ -197,4 +197,36 @@ codes! {
     VmxReleased = 127, "vmx-released";
     /// The kernel changed an MTRR, which the nested tables repeat.
     MtrrChanged = 128, "mtrr-changed";
+
+    // 140..: snapshots
+    /// There is a snapshot, and the request cannot be met beneath it.
+    SnapshotLive = 140, "snapshot-live";
+    /// There is no snapshot.
+    NoSnapshot = 141, "no-snapshot";
+    /// Not every CPU came to the instant in time.
+    SnapshotMissed = 142, "snapshot-missed";
+    /// The pool had no page for what was to be kept.
+    SnapshotPool = 143, "snapshot-pool";
+    /// A CPU left the hypervisor, and wrote where nobody saw it.
+    SnapshotLost = 144, "snapshot-lost";
+    /// The driver cannot see what devices are given to write.
+    SnapshotDevices = 145, "snapshot-devices";
+    /// The kernel could not stop its tasks and devices for the instant.
+    SnapshotQuiesce = 146, "snapshot-quiesce";
+
+    // 160..: bringing a machine back
+    /// The CPUs of the image are not those of this machine.
+    RestoreCpus = 160, "restore-cpus";
+    /// Paging depth or local APIC mode are not those of the image.
+    RestoreMode = 161, "restore-mode";
+    /// This kernel occupies memory that the image needs elsewhere.
+    RestoreOverlap = 162, "restore-overlap";
+    /// Too little memory is free beside the image.
+    RestoreRoom = 163, "restore-room";
+    /// Frames of the image are missing.
+    RestoreIncomplete = 164, "restore-incomplete";
+    /// A frame is not part of the image.
+    RestoreFrame = 165, "restore-frame";
+    /// The kernel could not stop its devices.
+    RestoreQuiesce = 166, "restore-quiesce";
 }

@@ -355,6 +355,8 @@ pub enum Hypercall {
     Flush = 2,
     /// Arms fault point RDI on this CPU for passage RSI (fault-injection builds).
     ArmFault = 3,
+    /// Does what [`crate::snapshot::SnapshotCall`] RDI says, with an argument at RSI.
+    Snapshot = 4,
 }
 
 /// Where a fault can be injected (fault-injection builds only). A point fires once per arming.

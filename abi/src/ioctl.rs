@@ -35,6 +35,31 @@ pub const MERCURY_IOC_MEASURE: u32 = iowr::<MeasureRequest>(7);
 /// Arms a fault point; ENOTTY in builds without fault injection. Takes a [`FaultRequest`].
 pub const MERCURY_IOC_FAULT: u32 = iowr::<FaultRequest>(8);
 
+/// Begins a snapshot of memory: all CPUs must be attached. Takes a [`SnapshotRequest`], the same as for
+/// [`MERCURY_IOC_SNAPSHOT_PREPARE`] if that was before it.
+pub const MERCURY_IOC_SNAPSHOT_BEGIN: u32 = iowr::<SnapshotRequest>(9);
+/// Takes frames of the snapshot. Takes a [`SnapshotTakeRequest`].
+pub const MERCURY_IOC_SNAPSHOT_TAKE: u32 = iowr::<SnapshotTakeRequest>(10);
+/// Ends the snapshot. Takes a [`SnapshotRequest`].
+pub const MERCURY_IOC_SNAPSHOT_END: u32 = iowr::<SnapshotRequest>(11);
+
+/// Describes the machine of the snapshot. Takes a [`RestartRequest`].
+pub const MERCURY_IOC_SNAPSHOT_MACHINE: u32 = iowr::<RestartRequest>(12);
+/// Makes everything ready for a snapshot, so that it needs no time at the instant. Takes a [`SnapshotRequest`].
+pub const MERCURY_IOC_SNAPSHOT_PREPARE: u32 = iowr::<SnapshotRequest>(16);
+
+/// Prepares to bring a machine back in place of this one. Takes a [`RestartRequest`].
+pub const MERCURY_IOC_RESTORE_BEGIN: u32 = iowr::<RestartRequest>(13);
+/// Loads frames of it. Takes a [`LoadFramesRequest`].
+pub const MERCURY_IOC_RESTORE_LOAD: u32 = iowr::<LoadFramesRequest>(14);
+/// Goes on in it; returns only if that fails. Takes a [`LoadRequest`].
+pub const MERCURY_IOC_RESTORE_GO: u32 = iowr::<LoadRequest>(15);
+
+/// [`SnapshotRequest::flags`]: keep a log of what is written from the instant on.
+pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
+/// Hash every page at the instant (fault-injection builds only).
+pub const MERCURY_SNAPSHOT_HASH: u64 = 1 << 1;
+
 /// [`SystemInfo::features`]: this build has fault points.
 pub const MERCURY_FEATURE_FAULT_INJECTION: u64 = 1 << 0;
 
@@ -129,6 +154,89 @@ pub struct SwitchResult {
     pub code: u32,
     /// TSC ticks that the switch kept interrupts off on this CPU.
     pub ticks: u64,
+}
+
+/// Arguments of a snapshot's begin and end.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotRequest {
+    /// Size and version.
+    pub header: Header,
+    /// In, at the begin: `MERCURY_SNAPSHOT_*`.
+    pub flags: u64,
+    /// In, at the begin: pages of the pool.
+    pub pool_pages: u64,
+    /// Out: pages of memory that the snapshot holds.
+    pub memory_pages: u64,
+    /// Out, at the begin: 1 in a machine that was brought back from an image of this snapshot. There is none any
+    /// more, and the hypervisor is unloaded.
+    pub restored: u64,
+    /// Out: what it has cost so far.
+    pub status: crate::snapshot::SnapshotStatus,
+    /// Out.
+    pub outcome: Outcome,
+}
+
+/// Arguments of a take.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotTakeRequest {
+    /// Size and version.
+    pub header: Header,
+    /// In: where to begin, guest-physical. Out: where to go on; all ones behind the last frame.
+    pub cursor_phys: u64,
+    /// In: no frame from here on.
+    pub end_phys: u64,
+    /// In: room for so many frames. Out: frames taken.
+    pub count: u64,
+    /// User-space address of an array of guest-physical addresses: the frames.
+    pub frames_addr: u64,
+    /// User-space address of their content, one page after the other.
+    pub data_addr: u64,
+    /// User-space address of an array of what [`MERCURY_SNAPSHOT_HASH`] found, or 0.
+    pub hashes_addr: u64,
+    /// Out.
+    pub outcome: Outcome,
+}
+
+/// The machine of a snapshot or of an image, without its memory's content.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RestartRequest {
+    /// Size and version.
+    pub header: Header,
+    /// `MERCURY_RESTART_*`.
+    pub flags: u64,
+    /// Address of `mercury_resume` in that system.
+    pub resume_virt: u64,
+    /// Physical addresses of the page that it lies in, and of the next.
+    pub resume_phys: [u64; 2],
+    /// User-space address of an array of [`crate::restart::RestartCpu`].
+    pub cpus_addr: u64,
+    /// User-space address of an array of [`crate::restart::RestartRange`].
+    pub ranges_addr: u64,
+    /// Entries at `cpus_addr`; where they are asked for, in: room for so many, out: how many there are.
+    pub cpus_count: u32,
+    /// Entries at `ranges_addr`, likewise.
+    pub ranges_count: u32,
+    /// Out.
+    pub outcome: Outcome,
+}
+
+/// Arguments of loading frames.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadFramesRequest {
+    /// Size and version.
+    pub header: Header,
+    /// User-space address of an array of [`crate::restart::LoadEntry`].
+    pub entries_addr: u64,
+    /// Entries in it.
+    pub count: u64,
+    /// User-space address of pages, one for each entry that has data.
+    pub data_addr: u64,
+    /// Out.
+    pub outcome: Outcome,
 }
 
 /// Arguments of status.

@@ -6,6 +6,7 @@
 //!   by user space;
 //! * [`gate`]: what the driver hands to the hypervisor at load, and the per-CPU area in which both
 //!   worlds keep a processor's state while it changes sides;
+//! * [`snapshot`]: what memory held at one instant; [`restart`]: bringing it back;
 //! * [`code`]: the stable codes of every refusal; [`refusal`]: why VMX refused an entry.
 //!
 //! Every structure that crosses from user space carries its size and version in a [`Header`]; a
@@ -22,7 +23,9 @@ pub mod facts;
 pub mod gate;
 pub mod ioctl;
 pub mod refusal;
+pub mod restart;
 pub mod shared;
+pub mod snapshot;
 
 /// Version of everything in this crate. Raised with every change of a layout or a meaning.
 pub const MERCURY_ABI_VERSION: u32 = 2;

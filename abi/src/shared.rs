@@ -53,11 +53,13 @@ pub enum ExitReason {
     Other = 12,
     /// Anything unknown: the CPU was detached.
     Unknown = 13,
+    /// The first write to a page beneath a snapshot: it was copied, or no copy was needed any more.
+    SnapshotWrite = 14,
 }
 
 impl ExitReason {
     /// Every reason with its name, in the order of the counters.
-    pub const NAMES: [(ExitReason, &'static str); 14] = [
+    pub const NAMES: [(ExitReason, &'static str); 15] = [
         (ExitReason::Hypercall, "hypercall"),
         (ExitReason::ForeignHypercall, "foreign-hypercall"),
         (ExitReason::MsrEfer, "msr-efer"),
@@ -72,6 +74,7 @@ impl ExitReason {
         (ExitReason::Xsetbv, "xsetbv"),
         (ExitReason::Other, "other"),
         (ExitReason::Unknown, "unknown"),
+        (ExitReason::SnapshotWrite, "snapshot-write"),
     ];
 }
 

@@ -1,6 +1,10 @@
 //! The command line. Manual pages and completions are generated from this definition.
 
-use crate::{cpus::CpuSet, exit};
+use crate::{
+    checkpoint::{series::Interval, target::Name},
+    cpus::CpuSet,
+    exit,
+};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -50,6 +54,24 @@ pub enum Command {
     /// Measure the mode switch, or the operating system above it
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Write the whole machine into a file, while it runs on
+    #[command(
+        long_about = "Writes the whole machine into a file, while it runs on: kernel, processes, connections. \
+        Applications stand still while the kernel stops its devices, and not for the length of the writing.\n\n\
+        What is in memory must never meet a disk that has moved on. On a machine with local disks an image can be \
+        restored only if they are as they were at the instant: --poweroff leaves them so; --hook runs a command \
+        that makes a snapshot of them at the same moment."
+    )]
+    Checkpoint(CheckpointArgs),
+    /// Bring a machine back from its image
+    #[command(
+        long_about = "Brings a machine back from its image, in place of this one: every page at its own address, \
+        and on from the instant. A small kernel does it, in memory that the image leaves free; by default this \
+        command checks the image, prepares that kernel and starts it. This system ends then; save your work."
+    )]
+    Restore(RestoreArgs),
+    /// Show what is in an image, and whether it is whole
+    Inspect(InspectArgs),
     /// Show what the hypervisor logged, all CPUs in the order of time
     Log(LogArgs),
     /// Explain a code: what it means, why it matters, what to do
@@ -57,6 +79,9 @@ pub enum Command {
     /// Generate manual pages or shell completions
     #[command(hide = true)]
     Generate(GenerateArgs),
+    /// Undo what a checkpoint did if it is killed
+    #[command(hide = true)]
+    Guard,
     /// Print everything that is read of each CPU
     #[command(hide = true)]
     Facts(CpusArgs),
@@ -147,6 +172,78 @@ pub struct StatusArgs {
     /// Show it again each second until Ctrl-C
     #[arg(short, long)]
     pub watch: bool,
+}
+
+/// Arguments of checkpoint.
+#[derive(Debug, Args)]
+pub struct CheckpointArgs {
+    /// The image: a file, a block device, - for standard output, or ssh://[user@]host/path
+    pub image: Name,
+    /// Power the machine off when the image is complete, with the disks as they were at the instant
+    #[arg(long)]
+    pub poweroff: bool,
+    /// Run this command at the instant, with applications held still and file systems frozen: to make snapshots of
+    /// disks. If it fails there is no image
+    #[arg(long, value_name = "COMMAND")]
+    pub hook: Option<String>,
+    /// Memory for pages that are written to before they have been streamed, in MiB [default: a quarter of what is
+    /// available]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    pub pool: Option<u64>,
+    /// Make one image after the other, so much time apart: 90s, 10m, 6h; FILE gets the time behind its name
+    #[arg(long, value_name = "TIME", conflicts_with = "poweroff")]
+    pub every: Option<Interval>,
+    /// With --every: so many images are kept
+    #[arg(long, value_name = "COUNT", default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..), requires = "every")]
+    pub keep: u16,
+    /// Write over a block device that holds something else than an image
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Make an image although devices write to memory where the driver cannot see it
+    #[arg(long)]
+    pub force_devices: bool,
+    /// How hard to compress: zstd's levels
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    pub level: i32,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of restore.
+#[derive(Debug, Args)]
+pub struct RestoreArgs {
+    /// The block device with the image
+    pub image: PathBuf,
+    /// Only write the kernel and the initial RAM disk that would do it into this folder, with the command line that
+    /// they want, for a boot menu
+    #[arg(long, value_name = "FOLDER", conflicts_with = "here")]
+    pub prepare: Option<PathBuf>,
+    /// Memory for the small kernel, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(64..=1024))]
+    pub memory: u64,
+    /// This is the small kernel: bring the machine back now
+    #[arg(long)]
+    pub here: bool,
+    /// Restore although disks are not as they were at the instant. This destroys file systems
+    #[arg(long)]
+    pub force_disks: bool,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of inspect.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The image: a file, a block device, or - for standard input
+    pub image: PathBuf,
+    /// Only read what it says of its machine; do not check the rest
+    #[arg(long, conflicts_with = "core")]
+    pub quick: bool,
+    /// Write its memory into this file as an ELF core, for crash and gdb
+    #[arg(long, value_name = "FILE")]
+    pub core: Option<PathBuf>,
 }
 
 /// Arguments of log.

@@ -5,19 +5,19 @@ use crate::{
         AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
         Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
     },
-    bench,
+    bench, checkpoint,
     cpus::CpuSet,
     device::{Access, Device},
     doctor::{self, machine::Machine},
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
-    explain, facts, generate,
+    explain, facts, generate, inspect,
     interrupt::Deferred,
     log::{self, Reader},
     module,
     output::{Format, Render, text},
-    progress, status,
+    progress, restore, status,
     status::Status,
     switch::{self, LoadReport, Prepared, UnloadReport},
     sysroot::Sysroot,
@@ -57,6 +57,10 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Status(_) => current_status().map(|status| say.done(&status)),
         Command::Top => watch(say),
         Command::Bench(args) => bench::run(args, say),
+        Command::Checkpoint(args) => checkpoint::run(args, say),
+        Command::Restore(args) => restore::run(args, say),
+        Command::Inspect(args) => inspect::run(args, say),
+        Command::Guard => Ok(checkpoint::guard::run()),
         Command::Log(args) => show_log(args, say),
         Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
         Command::Generate(args) => generate_files(args),
@@ -76,6 +80,10 @@ fn command_name(command: &Command) -> &'static str {
         Command::Status(_) | Command::Top => "status",
         Command::Bench(BenchCommand::Switch(_)) => "bench switch",
         Command::Bench(BenchCommand::Os(_)) => "bench os",
+        Command::Checkpoint(_) => "checkpoint",
+        Command::Restore(_) => "restore",
+        Command::Inspect(_) => "inspect",
+        Command::Guard => "guard",
         Command::Log(_) => "log",
         Command::Explain(_) => "explain",
         Command::Generate(_) => "generate",
@@ -102,7 +110,7 @@ impl Say<'_> {
     }
 
     /// Prints one of many results: JSON on one line.
-    fn one_of_many<T: Serialize + Render>(self, result: &T) -> bool {
+    pub fn one_of_many<T: Serialize + Render>(self, result: &T) -> bool {
         match self.format {
             Format::Text => print(&text(self.format, self.name, result)),
             Format::Json => print(&(serde_json::to_string(result).unwrap_or_default() + "\n")),
@@ -134,7 +142,8 @@ fn fail(error: &Error, format: Format, name: &str) -> Exit {
     error.exit
 }
 
-fn need_root(action: &str) -> Result<()> {
+/// Refuses whoever is not root.
+pub fn need_root(action: &str) -> Result<()> {
     let error = || {
         Error::new(Exit::Permission, format!("{action} needs root")).hint(format!("sudo mercury {action}"))
     };

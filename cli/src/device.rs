@@ -12,10 +12,15 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, FaultRequest, LoadRequest, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        CpuStatus, FaultRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
+        MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE,
+        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
+    restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
 };
 use rustix::{
@@ -202,6 +207,162 @@ impl Driver for Device {
         }
         let mapping = Mapping::new(&self.fd, bytes)?;
         Ok((0..bytes / SHARED_CPU_SIZE).map(|index| mapping.block(index)).collect())
+    }
+}
+
+/// Frames that were taken of a snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Frames {
+    /// Their physical addresses.
+    pub phys: Vec<u64>,
+    /// Their content, a page each.
+    pub data: Vec<u8>,
+}
+
+/// Where to take frames of a snapshot: from `next_phys` to before `end_phys`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    /// Where to go on; all ones behind the last.
+    pub next_phys: u64,
+    /// Where to end.
+    pub end_phys: u64,
+}
+
+impl Cursor {
+    /// Whether there is nothing left.
+    #[must_use]
+    pub fn is_done(self) -> bool {
+        self.next_phys == u64::MAX
+    }
+}
+
+/// A machine as the driver describes it, or is told of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restart {
+    /// `MERCURY_RESTART_*`.
+    pub flags: u64,
+    /// Kernel address at which it goes on.
+    pub resume_virt: u64,
+    /// Physical addresses of the page that it lies in, and of the next.
+    pub resume_phys: [u64; 2],
+    /// Its CPUs.
+    pub cpus: Vec<RestartCpu>,
+    /// Its memory.
+    pub ranges: Vec<RestartRange>,
+}
+
+const PAGE: usize = 4096;
+
+/// Snapshots, and bringing machines back.
+impl Device {
+    /// Makes everything ready for a snapshot with the same arguments.
+    pub fn snapshot_prepare(&self, pool_pages: u64, flags: u64) -> Result<()> {
+        let header = Header::of::<SnapshotRequest>();
+        let mut request = SnapshotRequest { header, flags, pool_pages, ..SnapshotRequest::default() };
+        let result = self.request::<MERCURY_IOC_SNAPSHOT_PREPARE, _>(&mut request);
+        failure("preparing the snapshot", result, &request.outcome)
+    }
+
+    /// Begins a snapshot; [`SnapshotRequest::restored`] tells in which machine this returns.
+    pub fn snapshot_begin(&self, pool_pages: u64, flags: u64) -> Result<SnapshotRequest> {
+        let header = Header::of::<SnapshotRequest>();
+        let mut request = SnapshotRequest { header, flags, pool_pages, ..SnapshotRequest::default() };
+        let result = self.request::<MERCURY_IOC_SNAPSHOT_BEGIN, _>(&mut request);
+        failure("the snapshot", result, &request.outcome)?;
+        Ok(request)
+    }
+
+    /// Takes up to `count` frames.
+    pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+        let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE] };
+        let mut request = SnapshotTakeRequest {
+            header: Header::of::<SnapshotTakeRequest>(),
+            cursor_phys: cursor.next_phys,
+            end_phys: cursor.end_phys,
+            count: count as u64,
+            frames_addr: address(frames.phys.as_mut_ptr()),
+            data_addr: address(frames.data.as_mut_ptr()),
+            ..SnapshotTakeRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_SNAPSHOT_TAKE, _>(&mut request);
+        failure("taking memory", result, &request.outcome)?;
+        cursor.next_phys = request.cursor_phys;
+        frames.phys.truncate(request.count as usize);
+        frames.data.truncate(request.count as usize * PAGE);
+        Ok(frames)
+    }
+
+    /// Ends the snapshot; says what it has cost.
+    pub fn snapshot_end(&self) -> Result<SnapshotRequest> {
+        let header = Header::of::<SnapshotRequest>();
+        let mut request = SnapshotRequest { header, ..SnapshotRequest::default() };
+        let result = self.request::<MERCURY_IOC_SNAPSHOT_END, _>(&mut request);
+        failure("ending the snapshot", result, &request.outcome)?;
+        Ok(request)
+    }
+
+    /// What it takes to bring the machine of the snapshot back, besides the content of its memory.
+    pub fn snapshot_machine(&self) -> Result<Restart> {
+        let (mut cpus, mut ranges) = (Vec::new(), Vec::new());
+        loop {
+            let mut request = RestartRequest {
+                header: Header::of::<RestartRequest>(),
+                cpus_addr: address(cpus.as_mut_ptr()),
+                cpus_count: cpus.len() as u32,
+                ranges_addr: address(ranges.as_mut_ptr()),
+                ranges_count: ranges.len() as u32,
+                ..RestartRequest::default()
+            };
+            let result = self.request::<MERCURY_IOC_SNAPSHOT_MACHINE, _>(&mut request);
+            failure("describing the machine", result, &request.outcome)?;
+            let (cpus_found, ranges_found) = (request.cpus_count as usize, request.ranges_count as usize);
+            let fits = cpus_found <= cpus.len() && ranges_found <= ranges.len();
+            cpus.resize(cpus_found, RestartCpu::default());
+            ranges.resize(ranges_found, RestartRange::default());
+            if fits {
+                let RestartRequest { flags, resume_virt, resume_phys, .. } = request;
+                return Ok(Restart { flags, resume_virt, resume_phys, cpus, ranges });
+            }
+        }
+    }
+
+    /// Prepares to bring a machine back in place of this one.
+    pub fn restore_begin(&self, machine: &Restart) -> Result<()> {
+        let mut request = RestartRequest {
+            header: Header::of::<RestartRequest>(),
+            flags: machine.flags,
+            resume_virt: machine.resume_virt,
+            resume_phys: machine.resume_phys,
+            cpus_addr: address(machine.cpus.as_ptr()),
+            cpus_count: machine.cpus.len() as u32,
+            ranges_addr: address(machine.ranges.as_ptr()),
+            ranges_count: machine.ranges.len() as u32,
+            ..RestartRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_RESTORE_BEGIN, _>(&mut request);
+        failure("the restore", result, &request.outcome)
+    }
+
+    /// Loads frames; `data` has a page for each entry that wants one.
+    pub fn restore_load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        let wanted = entries.iter().filter(|entry| entry.source == mercury_abi::restart::MERCURY_LOAD_DATA);
+        assert_eq!(wanted.count() * PAGE, data.len(), "a page for each");
+        let mut request = LoadFramesRequest {
+            header: Header::of::<LoadFramesRequest>(),
+            entries_addr: address(entries.as_ptr()),
+            count: entries.len() as u64,
+            data_addr: address(data.as_ptr()),
+            ..LoadFramesRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_RESTORE_LOAD, _>(&mut request);
+        failure("loading memory", result, &request.outcome)
+    }
+
+    /// Goes on in the machine that was loaded. Returns only if that fails.
+    pub fn restore_go(&self) -> Result<()> {
+        let mut request = LoadRequest { header: Header::of::<LoadRequest>(), ..LoadRequest::default() };
+        let result = self.request::<MERCURY_IOC_RESTORE_GO, _>(&mut request);
+        failure("going on in the image's machine", result, &request.outcome)
     }
 }
 

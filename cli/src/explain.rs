@@ -512,6 +512,96 @@ pub const TABLE: &[Entry] = &[
         "Under VMX the nested tables say of what type memory is, and they repeat the MTRRs of the load.",
         "unload and load the hypervisor, then attach again",
     ),
+    entry_of(
+        Code::SnapshotLive,
+        "there is a snapshot of memory",
+        "What was asked for cannot be had beneath one.",
+        "wait for what needs the snapshot, or end that",
+    ),
+    entry_of(
+        Code::NoSnapshot,
+        "there is no snapshot of memory",
+        "It has ended, or never began.",
+        "begin one first",
+    ),
+    entry_of(
+        Code::SnapshotMissed,
+        "not every CPU came to the instant of the snapshot",
+        "All CPUs meet in the hypervisor for a moment; one did not come within a second or two. The machine runs on \
+         without a snapshot.",
+        "try again; look for a CPU that is held up (`mercury status`, a virtual machine beneath this one)",
+    ),
+    entry_of(
+        Code::SnapshotPool,
+        "the pool had no page left for what the snapshot had to keep",
+        "The machine wrote more pages than there was room for copies, so the snapshot was given up. The machine \
+         itself lost nothing.",
+        "free memory, let the machine do less meanwhile, or stream to something faster",
+    ),
+    entry_of(
+        Code::SnapshotLost,
+        "a CPU left the hypervisor beneath a snapshot",
+        "What it wrote from then on nobody saw, so the snapshot was given up. The machine itself lost nothing.",
+        "look at `mercury log` for why it left, and try again",
+    ),
+    entry_of(
+        Code::SnapshotDevices,
+        "the driver cannot see what devices are given to write",
+        "Devices write to memory without asking the nested tables, so the driver looks at what the kernel gives them, \
+         by kprobes. One could not be set, or was passed without a look.",
+        "boot a kernel with CONFIG_KPROBES, and stop whoever else probes its DMA functions",
+    ),
+    entry_of(
+        Code::SnapshotQuiesce,
+        "the kernel could not stop its tasks and devices for the instant",
+        "A task did not freeze, or a driver refused to suspend its device. The machine runs on.",
+        "`dmesg` names the task or the driver",
+    ),
+    entry_of(
+        Code::RestoreCpus,
+        "the CPUs of the image are not those of this machine",
+        "Every CPU that was online has to be there again, with the same APIC ID, and no other.",
+        "restore it where it was made, or on a machine that is equal to that, with the same kernel options (nosmt, maxcpus)",
+    ),
+    entry_of(
+        Code::RestoreMode,
+        "paging depth or local APIC mode are not those of the image",
+        "The kernel of the image was booted with other options, or on a machine with other firmware settings.",
+        "boot the restore environment that `mercury restore` prepares: it takes over the options",
+    ),
+    entry_of(
+        Code::RestoreOverlap,
+        "this kernel occupies all the memory that the image needs",
+        "Frames go to their own addresses, so only a small kernel can bring a machine back: one that was booted with \
+         mem=.",
+        "let `mercury restore` start its own environment",
+    ),
+    entry_of(
+        Code::RestoreRoom,
+        "too little memory is free beside the image",
+        "What belongs where the small kernel is has to wait elsewhere: in memory that the image leaves out, or where \
+         the image has only zeros.",
+        "give the environment less memory (--memory), or make the image with a larger pool",
+    ),
+    entry_of(
+        Code::RestoreIncomplete,
+        "frames of the image are missing",
+        "The image ended before every page of memory had been loaded.",
+        "`mercury inspect --verify` says what is wrong with the image",
+    ),
+    entry_of(
+        Code::RestoreFrame,
+        "a frame is not part of the image, or is there twice",
+        "The image contradicts itself.",
+        "`mercury inspect --verify` says what is wrong with the image",
+    ),
+    entry_of(
+        Code::RestoreQuiesce,
+        "the kernel could not stop its devices",
+        "A driver of the restore environment refused to suspend its device. Nothing was changed; the image is as it \
+         was.",
+        "`dmesg` names the driver; start over",
+    ),
 ];
 
 /// The explanation of a code.

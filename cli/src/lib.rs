@@ -4,16 +4,18 @@
 //! * [`commands`]: each command opens what it needs, does one thing, returns a report;
 //! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
+//! * [`checkpoint`], [`restore`], [`inspect`]: the whole machine into a file, and back;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
 //!   scripts.
 //!
-//! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers), [`tsc`] and
-//! the benchmarks; nowhere else.
+//! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers), [`tsc`], the
+//! benchmarks, and the few system calls of checkpoint and restore that no library has; nowhere else.
 
 pub mod args;
 pub mod bench;
 pub mod bits;
+pub mod checkpoint;
 pub mod commands;
 pub mod cpus;
 pub mod device;
@@ -26,11 +28,13 @@ pub mod facts;
 #[cfg(test)]
 mod fake;
 pub mod generate;
+pub mod inspect;
 pub mod interrupt;
 pub mod log;
 pub mod module;
 pub mod output;
 pub mod progress;
+pub mod restore;
 pub mod stats;
 pub mod status;
 pub mod svm;

@@ -92,6 +92,8 @@ pub struct Cpu {
     pub leave_pending: u32,
     /// 1 once the guest has run since the attach.
     pub entered: u32,
+    /// 1 while the guest runs on the tables of a snapshot.
+    pub on_snapshot: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
     /// Features of this processor that the switch depends on: the vendor's bits.

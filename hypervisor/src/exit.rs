@@ -5,8 +5,10 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::Hypercall;
 use mercury_abi::shared::{ExitReason, LogKind};
 
+use crate::address::HostPhys;
 use crate::cpu::Area;
 use crate::nested::NestedAnswer;
+use crate::snapshot::live;
 use crate::vendor::Vendor;
 use crate::x86::Hardware;
 use crate::{event, machine_check, publish};
@@ -35,6 +37,8 @@ pub enum Answer {
     Hypercall(Code, u64),
     /// As `Hypercall(Ok, 0)`, with every translation of the guest flushed.
     HypercallFlushed,
+    /// Likewise, and the guest runs on these nested tables from here on.
+    NewTables(HostPhys),
     /// The instruction faults.
     Inject(Fault),
     /// The instruction is done and this CPU is native from here on.
@@ -47,7 +51,14 @@ pub enum Answer {
 
 /// A hypercall of the driver.
 #[inline]
-pub fn hypercall<V: Vendor>(area: &mut Area<V>, number: u64, first: u64, second: u64) -> Answer {
+pub fn hypercall<V: Vendor>(
+    area: &mut Area<V>,
+    hardware: &mut impl Hardware,
+    number: u64,
+    first: u64,
+    second: u64,
+) -> Answer {
+    const SNAPSHOT: u64 = Hypercall::Snapshot as u64;
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
@@ -56,9 +67,19 @@ pub fn hypercall<V: Vendor>(area: &mut Area<V>, number: u64, first: u64, second:
         PING => Answer::Hypercall(Code::Ok, u64::from(MERCURY_ABI_VERSION)),
         DETACH => Answer::Detach,
         FLUSH => Answer::HypercallFlushed,
+        SNAPSHOT => live::call(area, hardware, first, second),
         ARM_FAULT => Answer::Hypercall(crate::fault::arm(area, first, second), 0),
         _ => Answer::Hypercall(Code::UnknownOperation, 0),
     }
+}
+
+/// This CPU leaves, other than by the short way: `because` is `Ok` for a detach that the driver asked for. What it
+/// writes from here on a snapshot does not see.
+pub fn departs<V: Vendor>(area: &mut Area<V>, because: Code) {
+    if area.cpu.on_snapshot != 0 {
+        live::lose(area);
+    }
+    publish::departed(area, because);
 }
 
 /// A nested fault, counted and logged with its address and the instruction's.
@@ -70,8 +91,10 @@ pub fn nested_fault<V: Vendor>(
 ) -> Answer {
     let (reason, kind, answer) = nested_answer(nested);
     publish::count(area, reason);
-    let tsc = hardware.tsc();
-    publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
+    if kind != LogKind::None {
+        let tsc = hardware.tsc();
+        publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
+    }
     answer
 }
 
@@ -79,6 +102,7 @@ pub fn nested_fault<V: Vendor>(
 const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
     match answer {
         NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
+        NestedAnswer::Kept => (ExitReason::SnapshotWrite, LogKind::None, Answer::Retry),
         NestedAnswer::Raced => (ExitReason::NestedFill, LogKind::NestedFill, Answer::RetryFlushed),
         NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
         NestedAnswer::Exhausted => {

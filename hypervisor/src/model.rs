@@ -64,6 +64,12 @@ impl Hardware for Model {
         self.tsc
     }
 
+    fn own_tables(&mut self) -> u64 {
+        0x77_7000
+    }
+
+    fn load_own_tables(&mut self, _: u64) {}
+
     fn cr2(&mut self) -> u64 {
         0xC0FF_EE00
     }

@@ -13,12 +13,15 @@ use mercury_abi::gate::{BootInfo, OwnedRange};
 use spin::Mutex;
 
 use crate::address::{GuestPhys, HostPhys};
+use crate::cpu::Area;
 use crate::mtrr::{Mtrrs, VariableRange};
 use crate::native::{direct_map, phys_of};
 use crate::paging::format::Format;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::Layout;
-use crate::paging::table::{Depth, Table, TablePages};
+use crate::paging::table::{Depth, PageTable, Table, TablePages};
+use crate::snapshot::live::Live;
+use crate::snapshot::view::Access;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
 
@@ -29,8 +32,9 @@ const COMPLETE_PAGES: usize = 512;
 /// What lies beyond is mapped when it is touched, even if the kernel knows of it: bridge windows near the top
 /// of 52 bits would take more table pages than the driver can give.
 const EAGER_MAX: u64 = 1 << 48;
-/// Attempts at the lock in an exit before the CPU gives up; the holder needs a few microseconds.
-const LOCK_ATTEMPTS: usize = 1 << 20;
+/// Attempts at the lock in an exit before the CPU gives up: a good second. The holder needs some microseconds, or is
+/// a processor that its own host has stopped for a while.
+const LOCK_ATTEMPTS: usize = 1 << 25;
 
 /// A page that stands in for others.
 #[repr(C, align(4096))]
@@ -59,7 +63,8 @@ impl<F> Tables<F> {
         Self(Mutex::new(None))
     }
 
-    fn lock(&self) -> Option<spin::MutexGuard<'_, Option<Nested<F>>>> {
+    /// The tables, if the holder of the lock gives it away in time.
+    pub(crate) fn lock(&self) -> Option<spin::MutexGuard<'_, Option<Nested<F>>>> {
         for _ in 0..LOCK_ATTEMPTS {
             if let Some(guard) = self.0.try_lock() {
                 return Some(guard);
@@ -76,13 +81,17 @@ impl<F> Default for Tables<F> {
     }
 }
 
-struct Nested<F> {
+/// The identity map and its pages, and what looks at the same memory in another way for a while.
+#[derive(Debug)]
+pub(crate) struct Nested<F> {
     map: IdentityMap<F>,
     pool: Pool,
     boot_virt: usize,
+    pub(crate) live: Live<F>,
 }
 
 /// Table pages that the driver gave.
+#[derive(Debug)]
 struct Pool {
     /// Address of an array of host-physical addresses.
     pages_virt: u64,
@@ -150,7 +159,7 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
     let pool = Pool { pages_virt: boot.pool_virt, count: boot.pool_count, used: 0 };
-    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize });
+    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize, live: Live::new() });
     Ok(())
 }
 
@@ -209,17 +218,40 @@ pub enum NestedAnswer {
     Raced,
     /// There is no page for the tables, no such address, or no getting at the lock.
     Exhausted,
+    /// Beneath a snapshot: what is kept of the page has been copied, if it had to be.
+    Kept,
 }
 
-/// Answers a nested fault at `address`, guest-physical. Never waits for long: the holder of the lock
-/// may be a CPU that died with it.
+/// Answers a nested fault of this CPU at `address`, guest-physical; `access`: beyond reading. Never waits for long:
+/// the holder of the lock may be a CPU that died with it.
 #[must_use]
-pub fn fault<V: Vendor>(address: u64, write: bool) -> NestedAnswer {
+pub fn fault<V: Vendor>(area: &Area<V>, address: u64, access: Option<Access>) -> NestedAnswer {
     let Some(mut guard) = V::tables().lock() else { return NestedAnswer::Exhausted };
-    guard.as_mut().map_or(NestedAnswer::Exhausted, |nested| nested.answer(GuestPhys::new(address), write))
+    let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
+    let address = GuestPhys::new(address);
+    if area.cpu.on_snapshot != 0 {
+        nested.answer_beneath_snapshot(address, access)
+    } else {
+        nested.answer(address, access == Some(Access::Write))
+    }
 }
 
 impl<F: Format<Address = GuestPhys>> Nested<F> {
+    /// The identity map's tables, once they are built.
+    pub(crate) const fn tables(&self) -> Option<PageTable<F>> {
+        self.map.tables()
+    }
+
+    /// The snapshot's tables come first; what they only share is the identity map's to answer, and theirs to adopt.
+    fn answer_beneath_snapshot(&mut self, address: GuestPhys, access: Option<Access>) -> NestedAnswer {
+        if access.is_some_and(|access| self.live.keeps(address, access)) {
+            return NestedAnswer::Kept;
+        }
+        let answer = self.answer(address, access == Some(Access::Write));
+        self.live.adopt(address);
+        answer
+    }
+
     fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
         match self.map.fill(&mut self.pool, address) {
             Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
@@ -282,7 +314,8 @@ pub(crate) mod tests {
         };
         let mtrrs = Mtrrs::from_registers(0, [0; 11], &[], 40, None);
         let pool = Pool { pages_virt: addresses.as_ptr().expose_provenance() as u64, count: 64, used: 0 };
-        let mut nested = Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0 };
+        let mut nested =
+            Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0, live: Live::new() };
         let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];
         assert_eq!(nested.map.build_step(&mut nested.pool, &owned, 1000), Step::Done);
         nested

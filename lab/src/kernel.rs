@@ -9,8 +9,9 @@ use std::{
     str::FromStr,
 };
 
+use mercury_initramfs::Archive;
+
 use crate::{
-    cpio::Archive,
     error::{Context, Error, Result},
     hash::Ingredients,
     image::{Image, Release},

@@ -6,6 +6,7 @@ use std::{
     io,
     net::{TcpListener, TcpStream},
     os::{fd::OwnedFd, unix::process::ExitStatusExt},
+    path::PathBuf,
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -89,6 +90,18 @@ impl Machine {
         self.power_cut()?;
         let Self { spec, start, link, _slot, .. } = self;
         Prepared { spec, start, scene: link.scene }.start(_slot)
+    }
+
+    /// Cuts the power if it is still on, and starts another system on the disks as they are: one that brings back a
+    /// machine with the agent in it. Returns when that agent answers.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn start_other(self, other: &Boot) -> Result<Self> {
+        let _ = self.power_cut();
+        let Self { spec, mut start, link, _slot, .. } = self;
+        other.replace(&mut start.arguments);
+        Prepared { spec, start, scene: link.scene }.start_asking(_slot)
     }
 
     /// Whose processor it has.
@@ -276,6 +289,19 @@ impl Machine {
         up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
+    /// Waits until the agent of another life answers, which was there before; it has to be asked.
+    ///
+    /// # Errors
+    /// If it does not come.
+    pub fn wait_other(&self, boots_before: u32) -> Result<()> {
+        let what = "the machine to be brought back";
+        let up = wait_for(what, patient(self.spec.boot_limit), || {
+            self.ask(&Request::Hello)?;
+            self.link.client.hello_after(boots_before, Duration::from_secs(1))
+        });
+        up.map(drop).map_err(|error| self.blame_silent(error))
+    }
+
     /// How often this machine has booted since the emulator started.
     #[must_use]
     pub fn boots(&self) -> u32 {
@@ -328,6 +354,33 @@ impl Machine {
     /// The failure that was seen on this machine was expected: nothing of it needs to be kept.
     pub fn forgive(&self) {
         self.link.scene.forgive();
+    }
+}
+
+/// What is booted in place of the lab's own system.
+#[derive(Clone, Debug)]
+pub struct Boot {
+    /// The kernel, on this host.
+    pub kernel: PathBuf,
+    /// Its initial RAM disk, on this host.
+    pub initramfs: PathBuf,
+    /// Its command line.
+    pub command_line: String,
+}
+
+impl Boot {
+    /// Puts it in the place of what QEMU's arguments name.
+    fn replace(&self, arguments: &mut [String]) {
+        let words = [
+            ("-kernel", self.kernel.to_string_lossy().into_owned()),
+            ("-initrd", self.initramfs.to_string_lossy().into_owned()),
+            ("-append", self.command_line.clone()),
+        ];
+        for (flag, value) in words {
+            if let Some(at) = arguments.iter().position(|argument| argument == flag) {
+                arguments[at + 1] = value;
+            }
+        }
     }
 }
 
@@ -409,8 +462,17 @@ impl Prepared {
     }
 
     fn start(self, slot: Option<Reservation>) -> Result<Machine> {
+        self.start_with(slot, |_| Ok(()))
+    }
+
+    /// The same where the agent has introduced itself in another life: it is asked to, again and again.
+    fn start_asking(self, slot: Option<Reservation>) -> Result<Machine> {
+        self.start_with(slot, |client| client.send(&Request::Hello))
+    }
+
+    fn start_with(self, slot: Option<Reservation>, ask: impl Fn(&Client) -> Result<()>) -> Result<Machine> {
         let started = Instant::now();
-        let (process, Connected { qmp, client, hello }) = self.start_and_connect()?;
+        let (process, Connected { qmp, client, hello }) = self.start_and_connect(&ask)?;
         Ok(Machine {
             link: Link { client: Arc::new(client), scene: self.scene },
             spec: self.spec,
@@ -427,9 +489,9 @@ impl Prepared {
         meaning_of(self.spec.platform, &self.scene, status)
     }
 
-    fn start_and_connect(&self) -> Result<(Child, Connected)> {
+    fn start_and_connect(&self, ask: &impl Fn(&Client) -> Result<()>) -> Result<(Child, Connected)> {
         let mut process = self.start_emulator()?;
-        match self.connect(&mut process) {
+        match self.connect(&mut process, ask) {
             Ok(connected) => Ok((process, connected)),
             Err(error) => {
                 let error = crash_of(&mut process).map_or(error, Error::Crashed);
@@ -456,7 +518,7 @@ impl Prepared {
         owner::spawn(emulator).context(|| format!("start {}", program.display()))
     }
 
-    fn connect(&self, process: &mut Child) -> Result<Connected> {
+    fn connect(&self, process: &mut Child, ask: &impl Fn(&Client) -> Result<()>) -> Result<Connected> {
         let qmp = match self.spec.platform {
             Platform::Qemu => {
                 let monitor = self.connect_socket(process, |scene| scene.connect(file::MONITOR))?;
@@ -471,7 +533,8 @@ impl Prepared {
         let client = Client::new(agent)?;
         let hello = wait_for("the machine to boot", patient(self.spec.boot_limit), || {
             refuse_ended(process)?;
-            client.hello_after(0, Duration::from_millis(100))
+            ask(&client)?;
+            client.hello_after(0, Duration::from_millis(500))
         });
         if let (Err(Error::Timeout { .. }), Some(qmp)) = (&hello, &qmp) {
             autopsy::perform(qmp, &self.scene, u64::from(self.spec.memory_mib) << 20);

@@ -76,6 +76,8 @@ static bool is_legal(const struct call *asked, const struct call *got)
 		return got->rax == MERCURY_CODE_OK && got->rdx == MERCURY_ABI_VERSION;
 	case MERCURY_HYPERCALL_FLUSH:
 		return got->rax == MERCURY_CODE_OK;
+	case MERCURY_HYPERCALL_SNAPSHOT:
+		return got->rax == MERCURY_CODE_NO_SNAPSHOT;
 	default:
 		return got->rax == MERCURY_CODE_UNKNOWN_OPERATION ||
 		       got->rax == MERCURY_CODE_BAD_ARGUMENT;

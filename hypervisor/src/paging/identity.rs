@@ -113,6 +113,12 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         self.tables.as_ref().map(PageTable::root)
     }
 
+    /// The tables, once there are some.
+    #[must_use]
+    pub const fn tables(&self) -> Option<PageTable<F>> {
+        self.tables
+    }
+
     /// The MTRRs that it was planned with.
     #[must_use]
     pub const fn mtrrs(&self) -> &Mtrrs {

@@ -7,11 +7,12 @@ use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, Svm, msr, refusal, run};
+use super::{Area, msr, refusal, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::nested;
+use crate::snapshot::view::Access;
 use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
 use crate::{emergency, exit, fault, machine_check, publish};
 
@@ -67,7 +68,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         return unknown(area, hardware);
     }
     let (answer, length) = match area.control.exit_code {
-        exit_code::VMMCALL => (vmmcall(area), VMMCALL_LENGTH),
+        exit_code::VMMCALL => (vmmcall(area, hardware), VMMCALL_LENGTH),
         exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
         exit_code::NPF if is_explained(area.control.exit_info1) => (nested_fault(area, hardware), 0),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
@@ -84,7 +85,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     apply(area, hardware, answer, length)
 }
 
-fn vmmcall(area: &mut Area) -> Answer {
+fn vmmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let registers = &area.cpu.gate.outward.registers;
     if registers[RCX] != HYPERCALL_MAGIC || area.control.cpl != 0 {
         publish::count(area, ExitReason::ForeignHypercall);
@@ -92,7 +93,7 @@ fn vmmcall(area: &mut Area) -> Answer {
     }
     let (first, second) = (registers[RDI], registers[RSI]);
     publish::count(area, ExitReason::Hypercall);
-    exit::hypercall(area, area.control.rax, first, second)
+    exit::hypercall(area, hardware, area.control.rax, first, second)
 }
 
 fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
@@ -113,9 +114,10 @@ const fn is_explained(info: u64) -> bool {
 
 fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
-    let write = area.control.exit_info1 & NESTED_FAULT_WRITE != 0;
+    let access = (area.control.exit_info1 & NESTED_FAULT_WRITE != 0).then_some(Access::Write);
     let rip = area.control.rip;
-    exit::nested_fault(area, hardware, nested::fault::<Svm>(address, write), [address, rip])
+    let answer = nested::fault(area, address, access);
+    exit::nested_fault(area, hardware, answer, [address, rip])
 }
 
 /// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not
@@ -138,6 +140,10 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         Answer::HypercallFlushed => {
             area.control.tlb_control = TLB_FLUSH_ALL;
             return apply(area, hardware, Answer::Hypercall(Code::Ok, 0), length);
+        }
+        Answer::NewTables(root) => {
+            area.control.nested_cr3 = root.as_u64();
+            return apply(area, hardware, Answer::HypercallFlushed, length);
         }
         Answer::Inject(fault) => inject(area, fault),
         Answer::Detach => return detach(area, hardware, length),
@@ -221,7 +227,7 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
     if fault::fires(area, FaultPoint::DetachPageFault) {
         fault::real::page_fault();
     }
-    publish::departed(area, Code::Ok);
+    exit::departs(area, Code::Ok);
     publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
     capture::put_back(area, hardware);
     Next::Leave
@@ -282,7 +288,7 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     let arguments =
         [u64::from(because as u32), control.exit_code, control.rip, control.exit_info1, control.exit_info2];
     publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
-    publish::departed(area, because);
+    exit::departs(area, because);
     capture::put_back(area, hardware);
     Next::Leave
 }
@@ -304,7 +310,7 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let tsc = hardware.tsc();
     publish::log(area, LogKind::InvalidState, tsc, [detail[0], detail[1], 0, 0, 0]);
     if area.cpu.entered == 0 {
-        publish::departed(area, Code::InvalidGuestState);
+        exit::departs(area, Code::InvalidGuestState);
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }

@@ -79,6 +79,7 @@ fn is_plain_hypercall(area: &Area) -> bool {
         && control.exit_event & event::VALID == 0
         && control.rflags & RFLAGS_TF == 0
         && area.cpu.leave_pending == 0
+        && area.cpu.on_snapshot == 0
         && !machine_check::is_noted(area)
         && !fault::is_armed_beyond_quick(area)
 }

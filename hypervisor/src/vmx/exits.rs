@@ -10,11 +10,12 @@ use mercury_preflight::vmx::{primary, secondary};
 
 use super::capture::{self, feature, privilege};
 use super::vmcs::{self, blocking, event, reason};
-use super::{Area, Vmx, msr, refusal, reset, run};
+use super::{Area, msr, refusal, reset, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::nested;
+use crate::snapshot::view::Access;
 use crate::vendor::LastExit;
 use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF, msr::EFER_LMA};
 use crate::{emergency, exit, fault, machine_check, publish};
@@ -29,6 +30,7 @@ const RDI: usize = 7;
 
 /// Bits of an EPT violation's qualification (SDM, table "Exit qualification for EPT violations").
 const VIOLATION_WRITE: u64 = 1 << 1;
+const VIOLATION_EXECUTE: u64 = 1 << 2;
 const VIOLATION_MAPPED: u64 = 0b111 << 3;
 /// NMIs were unblocked by the IRET that exited: the block must be there when it runs again.
 const NMI_UNBLOCKED_BY_IRET: u64 = 1 << 12;
@@ -129,7 +131,9 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         reason::VMCALL => vmcall(area, hardware),
         reason::CPUID => cpuid(area, hardware),
         reason::RDMSR | reason::WRMSR => msr_access(area, hardware, reason & 0xFFFF),
-        reason::EPT_VIOLATION if is_explained(area.own.exit.info1) => nested_fault(area, hardware),
+        reason::EPT_VIOLATION if is_explained(area.own.exit.info1, area.cpu.on_snapshot != 0) => {
+            nested_fault(area, hardware)
+        }
         reason::XSETBV => xsetbv(area, hardware),
         reason::INVD => invd(area, hardware),
         reason::VMXOFF | reason::VMXON if privilege(hardware) == 0 => owner(area, reason & 0xFFFF),
@@ -187,7 +191,7 @@ fn vmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
     let (number, first, second) = (registers[RAX], registers[RDI], registers[RSI]);
     publish::count(area, ExitReason::Hypercall);
-    exit::hypercall(area, number, first, second)
+    exit::hypercall(area, hardware, number, first, second)
 }
 
 /// As in [`super::run`], for the cases that are not answered there.
@@ -247,14 +251,22 @@ fn invd(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 
 /// Whether the tables explain an EPT violation: nothing is mapped there yet, or a page that cannot be written
 /// was written to. Any other would come again and again.
-const fn is_explained(qualification: u64) -> bool {
-    qualification & VIOLATION_MAPPED == 0 || qualification & VIOLATION_WRITE != 0
+/// Beneath a snapshot, one that cannot be executed was executed.
+const fn is_explained(qualification: u64, on_snapshot: bool) -> bool {
+    qualification & VIOLATION_MAPPED == 0
+        || qualification & VIOLATION_WRITE != 0
+        || on_snapshot && qualification & VIOLATION_EXECUTE != 0
 }
 
 fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let (address, rip) = (area.own.exit.info2, area.cpu.interrupted.rip);
-    let write = area.own.exit.info1 & VIOLATION_WRITE != 0;
-    exit::nested_fault(area, hardware, nested::fault::<Vmx>(address, write), [address, rip])
+    let access = match area.own.exit.info1 {
+        violation if violation & VIOLATION_WRITE != 0 => Some(Access::Write),
+        violation if violation & VIOLATION_EXECUTE != 0 => Some(Access::Execute),
+        _ => None,
+    };
+    let answer = nested::fault(area, address, access);
+    exit::nested_fault(area, hardware, answer, [address, rip])
 }
 
 /// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE. All others are native.
@@ -319,6 +331,10 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer) -> Next 
             flush(area, hardware);
             skip(hardware);
             put_pair(area, 0, 0);
+        }
+        Answer::NewTables(root) => {
+            hardware.vmwrite(vmcs::EPT_POINTER, capture::ept_pointer(root, nested::depth()));
+            return apply(area, hardware, Answer::HypercallFlushed);
         }
         Answer::Inject(fault) => inject(hardware, fault),
         Answer::Detach => return detach(area, hardware),
@@ -473,7 +489,7 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if fault::fires(area, FaultPoint::DetachPageFault) {
         fault::real::page_fault();
     }
-    publish::departed(area, Code::Ok);
+    exit::departs(area, Code::Ok);
     publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
     put_back(area, hardware);
     Next::Leave
@@ -565,7 +581,9 @@ fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 
 /// The answer to a nested fault that lets the guest go on.
 fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
-    if area.own.exit.code as u32 != reason::EPT_VIOLATION || !is_explained(area.own.exit.info1) {
+    if area.own.exit.code as u32 != reason::EPT_VIOLATION
+        || !is_explained(area.own.exit.info1, area.cpu.on_snapshot != 0)
+    {
         return None;
     }
     let answer = nested_fault(area, hardware);
@@ -592,7 +610,7 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     let rip = hardware.vmread(vmcs::GUEST_RIP);
     let arguments = [u64::from(because as u32), EXIT_CODE_VMX | exit.code, rip, exit.info1, exit.info2];
     publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
-    publish::departed(area, because);
+    exit::departs(area, because);
     put_back(area, hardware);
     Next::Leave
 }
@@ -614,7 +632,7 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let tsc = hardware.tsc();
     publish::log(area, LogKind::InvalidState, tsc, [detail[0], detail[1], 0, 0, 0]);
     if area.cpu.entered == 0 {
-        publish::departed(area, Code::InvalidGuestState);
+        exit::departs(area, Code::InvalidGuestState);
         capture::put_back_native(area, hardware, Code::InvalidGuestState);
         return Next::Leave;
     }

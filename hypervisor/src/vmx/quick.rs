@@ -82,6 +82,7 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
 fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
     area.own.failed == 0
         && area.cpu.leave_pending == 0
+        && area.cpu.on_snapshot == 0
         && !machine_check::is_noted(area)
         && !fault::is_armed_beyond_quick(area)
         && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC

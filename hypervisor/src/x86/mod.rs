@@ -33,6 +33,10 @@ pub trait Hardware {
     fn tsc(&mut self) -> u64;
     /// CR2.
     fn cr2(&mut self) -> u64;
+    /// Host-physical address of the page tables in use, which are the hypervisor's own.
+    fn own_tables(&mut self) -> u64;
+    /// Goes on with these tables of its own, which map all that is in use at the same addresses.
+    fn load_own_tables(&mut self, root_phys: u64);
     /// DR6.
     fn dr6(&mut self) -> u64;
     /// DR7.
@@ -102,6 +106,17 @@ impl Hardware for Processor {
     #[inline]
     fn cr2(&mut self) -> u64 {
         read_register!("cr2")
+    }
+
+    #[inline]
+    fn own_tables(&mut self) -> u64 {
+        read_register!("cr3")
+    }
+
+    #[inline]
+    fn load_own_tables(&mut self, root_phys: u64) {
+        // SAFETY: by the contract; without PCIDs every translation is forgotten.
+        unsafe { asm!("mov cr3, {}", in(reg) root_phys, options(nostack, preserves_flags)) };
     }
 
     #[inline]

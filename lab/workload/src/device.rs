@@ -89,7 +89,8 @@ pub fn switch(device: &File, command: u32, mask: u64, flags: u64) -> Result<Vec<
     Ok(results)
 }
 
-fn explain(error: io::Error, outcome: Outcome) -> crate::Error {
+/// The driver's code in words.
+pub fn explain(error: io::Error, outcome: Outcome) -> crate::Error {
     let name = Code::from_number(outcome.code).map_or("an unknown code", Code::name);
     format!("{name} on CPU {} ({error}), details {:x?}", outcome.cpu as i32, outcome.detail).into()
 }

@@ -10,10 +10,13 @@ use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
     code::Code,
     ioctl::{
-        FaultRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
-        MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_STATUS,
-        MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED,
-        MeasureRequest, Outcome, StatusRequest, SwitchRequest,
+        FaultRequest, LoadFramesRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH,
+        MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE,
+        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome,
+        RestartRequest, SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -38,7 +41,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 8] = [
+const COMMANDS: [u32; 16] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -47,7 +50,17 @@ const COMMANDS: [u32; 8] = [
     MERCURY_IOC_DETACH,
     MERCURY_IOC_STATUS,
     MERCURY_IOC_MEASURE,
+    MERCURY_IOC_SNAPSHOT_PREPARE,
+    MERCURY_IOC_SNAPSHOT_BEGIN,
+    MERCURY_IOC_SNAPSHOT_TAKE,
+    MERCURY_IOC_SNAPSHOT_END,
+    MERCURY_IOC_SNAPSHOT_MACHINE,
+    MERCURY_IOC_RESTORE_BEGIN,
+    MERCURY_IOC_RESTORE_LOAD,
+    MERCURY_IOC_RESTORE_GO,
 ];
+/// The first number that is no request's.
+const NUMBERS_END: u32 = 17;
 
 /// How long, and what.
 #[derive(Debug, clap::Args)]
@@ -216,7 +229,7 @@ impl<'a> Fuzzer<'a> {
         match self.rng.below(20) {
             0 => known ^ 1 << (16 + self.rng.below(14)),
             1 => known ^ 1 << (30 + self.rng.below(2)),
-            2 => (known & !0xFF) | (9 + self.rng.below(200) as u32),
+            2 => (known & !0xFF) | (NUMBERS_END + self.rng.below(200) as u32),
             3 => known ^ 1 << (8 + self.rng.below(8)),
             4 => fault,
             _ => known,
@@ -265,7 +278,7 @@ impl<'a> Fuzzer<'a> {
     fn request(&mut self, command: u32, size: usize) -> Vec<u8> {
         let header = self.header(size);
         let mut bytes = match command {
-            MERCURY_IOC_LOAD | MERCURY_IOC_UNLOAD => {
+            MERCURY_IOC_LOAD | MERCURY_IOC_UNLOAD | MERCURY_IOC_RESTORE_GO => {
                 bytes_of(LoadRequest { header, flags: self.flags(), ..LoadRequest::default() })
             }
             MERCURY_IOC_ATTACH | MERCURY_IOC_DETACH => bytes_of(self.switch(header)),
@@ -281,6 +294,33 @@ impl<'a> Fuzzer<'a> {
                 count: self.count(),
                 ..MeasureRequest::default()
             }),
+            MERCURY_IOC_SNAPSHOT_PREPARE | MERCURY_IOC_SNAPSHOT_BEGIN | MERCURY_IOC_SNAPSHOT_END => {
+                let pool_pages = self.rng.pick(&[0, 1, 100, 2000, u64::MAX]);
+                bytes_of(SnapshotRequest {
+                    header,
+                    flags: self.flags(),
+                    pool_pages,
+                    ..SnapshotRequest::default()
+                })
+            }
+            MERCURY_IOC_SNAPSHOT_TAKE => bytes_of(SnapshotTakeRequest {
+                header,
+                cursor_phys: self.address(),
+                end_phys: self.address(),
+                count: u64::from(self.count()),
+                frames_addr: self.pointer(),
+                data_addr: self.pointer(),
+                hashes_addr: self.rng.pick(&[0, 1]) * self.pointer(),
+                ..SnapshotTakeRequest::default()
+            }),
+            MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => bytes_of(self.machine(header)),
+            MERCURY_IOC_RESTORE_LOAD => bytes_of(LoadFramesRequest {
+                header,
+                entries_addr: self.pointer(),
+                count: u64::from(self.count()),
+                data_addr: self.pointer(),
+                ..LoadFramesRequest::default()
+            }),
             MERCURY_IOC_FAULT => bytes_of(FaultRequest { header, ..FaultRequest::default() }),
             _ => bytes_of([u64::from(header.size) | u64::from(header.version) << 32, self.rng.below(4)]),
         };
@@ -290,6 +330,28 @@ impl<'a> Fuzzer<'a> {
             self.rng.fill(&mut bytes[known..]);
         }
         bytes
+    }
+
+    /// A physical one.
+    fn address(&mut self) -> u64 {
+        let random = self.rng.next();
+        self.rng.pick(&[0, 0, 1, 0x1000, 0x10_0000, 0x1000_0000, 1 << 52, u64::MAX, u64::MAX, random])
+    }
+
+    fn machine(&mut self, header: Header) -> RestartRequest {
+        let word = self.address();
+        self.memory.fill_scratch(word);
+        RestartRequest {
+            header,
+            flags: self.flags(),
+            resume_virt: self.pointer(),
+            resume_phys: [self.address(), self.address()],
+            cpus_addr: self.pointer(),
+            ranges_addr: self.pointer(),
+            cpus_count: self.count(),
+            ranges_count: self.count(),
+            ..RestartRequest::default()
+        }
     }
 
     fn switch(&mut self, header: Header) -> SwitchRequest {
@@ -428,7 +490,17 @@ impl Memory {
     /// The outcome in the request at the edge, for commands that have one.
     fn outcome(&mut self, command: u32, size: usize) -> Option<Outcome> {
         let offset = match command {
-            MERCURY_IOC_LOAD | MERCURY_IOC_UNLOAD => std::mem::offset_of!(LoadRequest, outcome),
+            MERCURY_IOC_LOAD | MERCURY_IOC_UNLOAD | MERCURY_IOC_RESTORE_GO => {
+                std::mem::offset_of!(LoadRequest, outcome)
+            }
+            MERCURY_IOC_SNAPSHOT_PREPARE | MERCURY_IOC_SNAPSHOT_BEGIN | MERCURY_IOC_SNAPSHOT_END => {
+                std::mem::offset_of!(SnapshotRequest, outcome)
+            }
+            MERCURY_IOC_SNAPSHOT_TAKE => std::mem::offset_of!(SnapshotTakeRequest, outcome),
+            MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => {
+                std::mem::offset_of!(RestartRequest, outcome)
+            }
+            MERCURY_IOC_RESTORE_LOAD => std::mem::offset_of!(LoadFramesRequest, outcome),
             MERCURY_IOC_ATTACH | MERCURY_IOC_DETACH => std::mem::offset_of!(SwitchRequest, outcome),
             MERCURY_IOC_MEASURE => std::mem::offset_of!(MeasureRequest, outcome),
             _ => return None,

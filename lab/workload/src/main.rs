@@ -26,6 +26,7 @@ mod report;
 mod rng;
 mod sampling;
 mod shadow_stack;
+mod snapshot;
 mod spin;
 mod state;
 mod step;
@@ -84,6 +85,8 @@ enum Workload {
     Wrap,
     /// Attaches and detaches again and again, through the driver itself
     Switch(switch::Args),
+    /// Takes snapshots of memory, and proves them by hashes
+    Snapshot(snapshot::Args),
     /// Compares the state of each CPU before, during and after
     State(state::Args),
     /// Calls the driver with nonsense
@@ -113,6 +116,7 @@ impl Workload {
             Self::Vmmcall => vmmcall::run(stop, report),
             Self::Wrap => wrap::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),
+            Self::Snapshot(args) => snapshot::run(args, stop, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),

@@ -1,0 +1,172 @@
+//! Holds all applications still, but for this process: with the control groups' freezer, which they do not notice.
+//!
+//! Groups at the top are frozen with all that is in them. What is in the root group, which cannot be frozen, is moved
+//! into one of ours meanwhile; so is this process, with those that it needs, into one that is not frozen.
+
+use super::guard::{Guard, Undo};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Where it is mounted if it is not.
+const OWN_MOUNT: &str = "/run/mercury/cgroup";
+const SELF: &str = "mercury.self";
+const REST: &str = "mercury.rest";
+/// How often the root group is emptied before what is left is taken for what cannot be moved.
+const ROUNDS: u32 = 100;
+/// How long applications may take to come to rest: one may wait for a disk.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Applications that are held still until this is dropped.
+#[derive(Debug)]
+pub struct Frozen {
+    root: PathBuf,
+    groups: Vec<PathBuf>,
+    /// The group that this process was in.
+    home: PathBuf,
+    mounted: bool,
+}
+
+/// Moves all processes of a group, and removes it.
+pub fn give_back(from: &Path, to: &Path) {
+    // Whatever fails, the rest is tried: a process that has ended is not there.
+    for pid in processes(from).unwrap_or_default() {
+        let _ = move_process(pid, to);
+    }
+    let _ = fs::remove_dir(from);
+}
+
+impl Frozen {
+    /// Holds them but for the processes that are `needed`; `guard` gives them back if this process does not.
+    ///
+    /// # Errors
+    /// If there are no control groups, or not all come to rest in time; they then run on.
+    pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
+        let (root, mounted) = hierarchy()?;
+        let home = own_group(&root)?;
+        let mut frozen = Self { root, groups: Vec::new(), home, mounted };
+        frozen.hold_all(guard, needed).map_err(|error| {
+            Error::new(Exit::Failed, format!("applications could not be held still: {error}"))
+                .hint("see /proc/PID/stack of one that is in state D")
+        })?;
+        Ok(frozen)
+    }
+
+    fn hold_all(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
+        let (own, rest) = (self.root.join(SELF), self.root.join(REST));
+        guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
+        make(&own)?;
+        move_process(std::process::id(), &own)?;
+        move_process(guard.pid(), &own)?;
+        needed.iter().try_for_each(|pid| move_process(*pid, &own))?;
+        guard.will(&Undo::Return { from: rest.clone(), to: self.root.clone() })?;
+        make(&rest)?;
+        // Until none is left: they have children meanwhile.
+        for _ in 0..ROUNDS {
+            let left: Vec<_> =
+                processes(&self.root)?.into_iter().filter(|pid| !is_kernel_thread(*pid)).collect();
+            if left.is_empty() {
+                break;
+            }
+            // One that has ended need not be moved.
+            left.into_iter().for_each(|pid| drop(move_process(pid, &rest)));
+        }
+        for entry in fs::read_dir(&self.root)? {
+            let group = entry?.path();
+            // One that is frozen already stays so.
+            let state = fs::read_to_string(group.join("cgroup.freeze"));
+            if state.is_ok_and(|state| state.trim() == "0") && !group.ends_with(SELF) {
+                guard.will(&Undo::Unfreeze(group.clone()))?;
+                fs::write(group.join("cgroup.freeze"), "1")?;
+                self.groups.push(group);
+            }
+        }
+        let end = Instant::now() + PATIENCE;
+        while let Some(group) = self.groups.iter().find(|group| !is_frozen(group)) {
+            if Instant::now() > end {
+                let name = group.file_name().unwrap_or_default().to_string_lossy();
+                return Err(io::Error::other(format!("a task of {name} does not come to rest")));
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        // A group that is gone holds nobody.
+        for group in &self.groups {
+            let _ = fs::write(group.join("cgroup.freeze"), "0");
+        }
+        give_back(&self.root.join(REST), &self.root);
+        give_back(&self.root.join(SELF), &self.home);
+        if self.mounted {
+            let _ = rustix::mount::unmount(OWN_MOUNT, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+}
+
+/// Where the hierarchy of version 2 is mounted; mounts it if it is nowhere.
+fn hierarchy() -> Result<(PathBuf, bool)> {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    if let Some(found) = fields.find(|fields| fields.get(2) == Some(&"cgroup2")) {
+        return Ok((PathBuf::from(found[1]), false));
+    }
+    let mounted = fs::create_dir_all(OWN_MOUNT).and_then(|()| {
+        let flags = rustix::mount::MountFlags::empty();
+        Ok(rustix::mount::mount("none", OWN_MOUNT, "cgroup2", flags, None::<&std::ffi::CStr>)?)
+    });
+    mounted.map(|()| (PathBuf::from(OWN_MOUNT), true)).map_err(|error| {
+        Error::new(Exit::Impossible, format!("control groups are not to be had: {error}")).hint(
+            "boot a kernel with CONFIG_CGROUPS, and without cgroup_no_v1=… options that take version 2 away",
+        )
+    })
+}
+
+/// The group of this process, from /proc/self/cgroup.
+fn own_group(root: &Path) -> Result<PathBuf> {
+    let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
+    path.map(|path| root.join(path))
+        .ok_or_else(|| Error::new(Exit::Impossible, "this process is in no control group of version 2"))
+}
+
+fn make(group: &Path) -> io::Result<()> {
+    match fs::create_dir(group) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        result => result,
+    }
+}
+
+fn processes(group: &Path) -> io::Result<Vec<u32>> {
+    let text = fs::read_to_string(group.join("cgroup.procs"))?;
+    Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
+}
+
+/// A group with a kernel thread in it never comes to rest.
+fn is_kernel_thread(pid: u32) -> bool {
+    const PF_KTHREAD: u64 = 0x0020_0000;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name, in parentheses, may have anything in it.
+    let flags = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(6)?.parse().ok());
+    flags.is_none_or(|flags: u64| flags & PF_KTHREAD != 0)
+}
+
+fn move_process(pid: u32, group: &Path) -> io::Result<()> {
+    fs::write(group.join("cgroup.procs"), pid.to_string())
+}
+
+/// A group without processes is not called frozen by older kernels.
+fn is_frozen(group: &Path) -> bool {
+    let events = fs::read_to_string(group.join("cgroup.events")).unwrap_or_default();
+    events.lines().any(|line| line == "frozen 1" || line == "populated 0")
+}

@@ -1,0 +1,132 @@
+//! What an image says of its machine, besides what the driver knows: from /proc and /sys.
+
+use crate::{device::Restart, sysroot::Sysroot};
+use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
+use mercury_image::{Cpu, Device, FirmwareRange, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
+use std::{collections::BTreeSet, time::SystemTime};
+
+/// This machine; what is the driver's comes from [`add_restart`], file systems from who freezes them.
+#[must_use]
+pub fn describe(sysroot: &Sysroot) -> Machine {
+    let text = |file| sysroot.text(file).unwrap_or_default();
+    Machine {
+        taken_at: SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs()),
+        host: text("proc/sys/kernel/hostname"),
+        kernel: text("proc/version"),
+        release: text("proc/sys/kernel/osrelease"),
+        command_line: text("proc/cmdline"),
+        boot_id: text("proc/sys/kernel/random/boot_id"),
+        mercury: env!("CARGO_PKG_VERSION").to_owned(),
+        processor: processor(&text("proc/cpuinfo")),
+        firmware: firmware(sysroot),
+        vmcoreinfo: vmcoreinfo(&text("sys/kernel/vmcoreinfo")),
+        devices: devices(sysroot),
+        ..Machine::default()
+    }
+}
+
+/// What the driver knows of it.
+pub fn add_restart(machine: &mut Machine, restart: &Restart) {
+    machine.cpus = restart
+        .cpus
+        .iter()
+        .map(|cpu| Cpu { cpu: cpu.cpu, apic_id: cpu.apic_id, saved_phys: cpu.saved_phys })
+        .collect();
+    machine.ranges = restart
+        .ranges
+        .iter()
+        .map(|range| Range {
+            start_phys: range.start_phys,
+            pages: range.pages,
+            kind: if range.kind == MERCURY_RANGE_KEPT { Kind::Kept } else { Kind::Free },
+        })
+        .collect();
+    machine.ranges.sort_by_key(|range| range.start_phys);
+    machine.resume = Resume {
+        virt: restart.resume_virt,
+        phys: restart.resume_phys,
+        five_level: restart.flags & MERCURY_RESTART_FIVE_LEVEL != 0,
+        x2apic: restart.flags & MERCURY_RESTART_X2APIC != 0,
+    };
+}
+
+/// From the first processor's part of /proc/cpuinfo.
+fn processor(cpuinfo: &str) -> Processor {
+    let first = cpuinfo.split("\n\n").next().unwrap_or_default();
+    let value = |name: &str| {
+        let line = first.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name));
+        line.and_then(|line| line.split_once(':'))
+            .map_or_else(String::new, |(_, value)| value.trim().to_owned())
+    };
+    let number = |name| value(name).parse().unwrap_or(0);
+    let flags: BTreeSet<String> = value("flags").split_whitespace().map(str::to_owned).collect();
+    Processor {
+        vendor: value("vendor_id"),
+        model: value("model name"),
+        signature: [number("cpu family"), number("model"), number("stepping")],
+        microcode: value("microcode"),
+        flags: flags.into_iter().collect(),
+    }
+}
+
+fn hexadecimal(text: &str) -> Option<u64> {
+    u64::from_str_radix(text.trim_start_matches("0x"), 16).ok()
+}
+
+fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
+    let entry = |name: &String| {
+        let field = |field| sysroot.text(&format!("sys/firmware/memmap/{name}/{field}"));
+        Some(FirmwareRange {
+            start_phys: hexadecimal(&field("start")?)?,
+            last_phys: hexadecimal(&field("end")?)?,
+            kind: field("type")?,
+        })
+    };
+    let mut ranges: Vec<_> = sysroot.names("sys/firmware/memmap").iter().filter_map(entry).collect();
+    ranges.sort();
+    ranges
+}
+
+/// Two hexadecimal numbers: where and how long.
+fn vmcoreinfo(text: &str) -> Option<VmCoreInfo> {
+    let (phys, bytes) = text.split_once(' ')?;
+    Some(VmCoreInfo { phys: hexadecimal(phys)?, bytes: hexadecimal(bytes)? })
+}
+
+fn devices(sysroot: &Sysroot) -> Vec<Device> {
+    let device = |address: &String| {
+        let folder = format!("sys/bus/pci/devices/{address}");
+        let field = |field: &str| sysroot.text(&format!("{folder}/{field}")).unwrap_or_default();
+        let number = |name| field(name).trim_start_matches("0x").to_owned();
+        let driver = std::fs::read_link(sysroot.path(&format!("{folder}/driver"))).ok();
+        Device {
+            address: address.clone(),
+            id: format!("{}:{}", number("vendor"), number("device")),
+            class: number("class"),
+            driver: driver.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())),
+        }
+    };
+    sysroot.names("sys/bus/pci/devices").iter().map(device).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors() {
+        let text = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 1\n\
+                    model name\t: EPYC\nstepping\t: 2\nmicrocode\t: 0x1000065\nflags\t\t: svm fpu svm\n\n\
+                    processor\t: 1\nvendor_id\t: Other\n";
+        let found = processor(text);
+        assert_eq!((found.vendor.as_str(), found.signature), ("AuthenticAMD", [25, 1, 2]));
+        assert_eq!(found.flags, ["fpu", "svm"]);
+        assert_eq!(found.microcode, "0x1000065");
+    }
+
+    #[test]
+    fn places() {
+        assert_eq!(vmcoreinfo("7ff2000 1024"), Some(VmCoreInfo { phys: 0x7ff_2000, bytes: 0x1024 }));
+        assert_eq!(vmcoreinfo(""), None);
+    }
+}

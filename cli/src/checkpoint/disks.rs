@@ -1,0 +1,360 @@
+//! File systems on block devices: held still for the instant, and marked, so that a restore can tell whether they are
+//! as they were.
+//!
+//! What is in memory must never meet a disk that has moved on. A file system that is frozen has written everything to
+//! its device, and whatever is written to it later changes a few known blocks: their hash is its mark.
+
+use super::guard::{Guard, Undo};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use mercury_image::FileSystem;
+use rustix::fs::{Mode, OFlags};
+use std::{
+    collections::BTreeSet,
+    fs::File,
+    io,
+    ops::Range,
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    path::{Path, PathBuf},
+};
+
+/// Direct reads want their buffers, offsets and lengths aligned to this.
+const ALIGN: usize = 4096;
+/// Bytes at the beginning of a device that say what it holds.
+const BEGINNING: usize = 128 << 10;
+
+/// A mounted file system on a block device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mounted {
+    /// Major and minor number, as in `/sys/dev/block`.
+    pub number: String,
+    /// Where it is mounted.
+    pub at: PathBuf,
+    /// Its type.
+    pub kind: String,
+    /// Its device.
+    pub device: PathBuf,
+    /// It can be written to. One that cannot must be as it was all the same: the kernel remembers what it read.
+    pub writable: bool,
+}
+
+/// All of them, each once.
+///
+/// # Errors
+/// If they cannot be told, or one is of a kind that is on disks without a device of its own.
+pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
+    let table = sysroot
+        .bytes("proc/self/mountinfo")
+        .ok_or_else(|| Error::new(Exit::Failed, "/proc/self/mountinfo cannot be read").hint("mount /proc"))?;
+    let table = String::from_utf8_lossy(&table);
+    if let Some(line) = table.lines().find(|line| line.contains(" - zfs ")) {
+        let at = line.split(' ').nth(4).unwrap_or_default();
+        return Err(Error::new(
+            Exit::Impossible,
+            format!("{at} is a ZFS file system, which cannot be held still"),
+        )
+        .hint("export the pool"));
+    }
+    let mut seen = BTreeSet::new();
+    Ok(table.lines().filter_map(mount).filter(|mount| seen.insert(mount.number.clone())).collect())
+}
+
+/// The file system that a file is on: the one mounted closest above it.
+#[must_use]
+pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Option<&'a Mounted> {
+    let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
+    let table = String::from_utf8_lossy(&table);
+    let points =
+        table.lines().filter_map(|line| line.split(' ').nth(4)).map(|at| PathBuf::from(unescaped(at)));
+    let closest = points.filter(|at| path.starts_with(at)).max_by_key(|at| at.components().count())?;
+    let line = table
+        .lines()
+        .rev()
+        .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))?;
+    let found = mount(line)?;
+    mounts.iter().find(|mount| mount.number == found.number)
+}
+
+/// Whether a device is made of others: device mapper, RAID. The small system cannot read those.
+#[must_use]
+pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(found) = std::fs::metadata(device) else { return true };
+    let link =
+        format!("sys/dev/block/{}:{}", rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+    let place = std::fs::canonicalize(sysroot.path(&link)).unwrap_or_default();
+    place.starts_with("/sys/devices/virtual/block")
+}
+
+/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+fn mount(line: &str) -> Option<Mounted> {
+    let (front, back) = line.split_once(" - ")?;
+    let front: Vec<_> = front.split(' ').collect();
+    let back: Vec<_> = back.split(' ').collect();
+    let (number, at) = (front.get(2)?, front.get(4)?);
+    let (kind, device, options) = (back.first()?, back.get(1)?, back.get(2)?);
+    // btrfs has numbers of its own, and a device all the same.
+    let on_disk = device.starts_with("/dev/") && (!number.starts_with("0:") || *kind == "btrfs");
+    let writable = options.split(',').any(|option| option == "rw");
+    on_disk.then(|| Mounted {
+        number: (*number).to_owned(),
+        at: unescaped(at).into(),
+        kind: (*kind).to_owned(),
+        device: unescaped(device).into(),
+        writable,
+    })
+}
+
+/// Spaces and the like are written as \040.
+fn unescaped(text: &str) -> String {
+    let mut result = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once('\\') {
+        result += before;
+        match after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                result.push(char::from(byte));
+                rest = &after[3..];
+            }
+            None => {
+                result.push('\\');
+                rest = after;
+            }
+        }
+    }
+    result + rest
+}
+
+/// File systems that are held still until this is dropped.
+#[derive(Debug, Default)]
+pub struct Still {
+    held: Vec<File>,
+}
+
+impl Still {
+    /// Freezes those that can be written to, in reverse order of mounting; `guard` thaws them if this process does not.
+    ///
+    /// # Errors
+    /// If one cannot be frozen; those that were are thawed again.
+    pub fn hold(mounts: &[Mounted], guard: &mut Guard) -> Result<Self> {
+        let mut still = Self::default();
+        for mount in mounts.iter().filter(|mount| mount.writable).rev() {
+            let named = |error: io::Error| {
+                let text =
+                    format!("the file system at {} could not be held still: {error}", mount.at.display());
+                Error::new(Exit::Failed, text).hint("unmount it, or mount it read-only")
+            };
+            let file = File::open(&mount.at).map_err(named)?;
+            guard.will(&Undo::Thaw(mount.at.clone())).map_err(named)?;
+            match freeze(&file) {
+                // Some cannot be frozen, such as that of the firmware: nobody is there to write to it.
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                    rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
+                }
+                result => {
+                    result.map_err(named)?;
+                    still.held.push(file);
+                }
+            }
+        }
+        Ok(still)
+    }
+}
+
+impl Drop for Still {
+    fn drop(&mut self) {
+        while let Some(file) = self.held.pop() {
+            // One that somebody else has thawed is as it should be.
+            let _ = thaw(&file);
+        }
+    }
+}
+
+/// What an image says of a file system, as it is now.
+#[must_use]
+pub fn describe(mount: &Mounted) -> FileSystem {
+    FileSystem {
+        mounted_at: mount.at.to_string_lossy().into_owned(),
+        kind: mount.kind.clone(),
+        device: mount.device.to_string_lossy().into_owned(),
+        uuid: identity(&mount.device, &mount.kind),
+        frozen: mount.writable,
+        mark: mark(&mount.device, &mount.kind).ok(),
+    }
+}
+
+fn freeze(file: &File) -> io::Result<()> {
+    const FIFREEZE: libc::c_ulong = 0xC004_5877;
+    ask(file, FIFREEZE)
+}
+
+/// Thaws a file system, by an open file on it.
+///
+/// # Errors
+/// If it is not frozen.
+pub fn thaw(file: &File) -> io::Result<()> {
+    const FITHAW: libc::c_ulong = 0xC004_5878;
+    ask(file, FITHAW)
+}
+
+fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
+    // SAFETY: both requests ignore their argument and touch no memory of this process.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), request, 0) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// What a file system calls itself, in hexadecimal digits; `None` where that is not known of its type.
+fn identity(device: &Path, kind: &str) -> Option<String> {
+    // Offset of the magic number, the number itself, and where the identity is.
+    let (magic_at, magic, at): (usize, &[u8], Range<usize>) = match kind {
+        "ext2" | "ext3" | "ext4" => (0x438, &[0x53, 0xEF], 0x468..0x478),
+        "xfs" => (0, b"XFSB", 32..48),
+        "btrfs" => (0x1_0040, b"_BHRfS_M", 0x1_0020..0x1_0030),
+        "vfat" => (0x52, b"FAT32", 0x43..0x47),
+        _ => return None,
+    };
+    let first = read(&open(device).ok()?, 0, BEGINNING).ok()?;
+    let bytes = first.get(at)?;
+    (first.get(magic_at..magic_at + magic.len())? == magic)
+        .then(|| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Where a file system of an image is now: devices have other names after each boot.
+///
+/// # Errors
+/// If it is nowhere, or several claim to be it.
+pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<PathBuf, String> {
+    if file_system.uuid.is_none() {
+        return Err("it has no identity that is known".into());
+    }
+    let names = sysroot.names("sys/class/block").into_iter().map(|name| Path::new("/dev").join(name));
+    let found: Vec<_> =
+        names.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect();
+    match &found[..] {
+        [] => Err("it is on no disk that is there".into()),
+        [device] => Ok(device.clone()),
+        several => Err(format!("{} disks claim to be it", several.len())),
+    }
+}
+
+fn open(device: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::open(device, flags, Mode::empty())?))
+}
+
+/// The hash of what changes on a device with whatever is written to its file system.
+///
+/// # Errors
+/// If the device cannot be read.
+pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
+    let file = open(device)?;
+    let mut hasher = blake3::Hasher::new();
+    let first = read(&file, 0, BEGINNING)?;
+    hasher.update(&first);
+    let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
+    let (start, length) = match kind {
+        "ext2" | "ext3" | "ext4" | "btrfs" => (0, 0),
+        "xfs" => xfs_log(&first).ok_or_else(unknown)?,
+        "vfat" => fat(&first).ok_or_else(unknown)?,
+        _ => return Err(unknown()),
+    };
+    let mut at = start;
+    while at < start + length {
+        let part = read(&file, at, (start + length - at).min(1 << 20) as usize)?;
+        if part.is_empty() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        hasher.update(&part);
+        at += part.len() as u64;
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+/// Reads directly: what the kernel has cached of a device is not what is on it.
+fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    let length = length.next_multiple_of(ALIGN);
+    let mut buffer = vec![0; length + ALIGN];
+    let start = buffer.as_ptr().align_offset(ALIGN);
+    let mut done = 0;
+    while done < length {
+        let read = file.read_at(&mut buffer[start + done..start + length], offset + done as u64)?;
+        if read == 0 {
+            break;
+        }
+        done += read;
+    }
+    Ok(buffer[start..start + done].to_vec())
+}
+
+/// Where the allocation tables of FAT32 lie: offset and length in bytes.
+fn fat(first: &[u8]) -> Option<(u64, u64)> {
+    let word = |at: usize, bytes: usize| {
+        first
+            .get(at..at + bytes)?
+            .iter()
+            .rev()
+            .try_fold(0_u64, |word, byte| Some(word << 8 | u64::from(*byte)))
+    };
+    let (sector, reserved, tables, length) = (word(11, 2)?, word(14, 2)?, word(16, 1)?, word(36, 4)?);
+    let start = (reserved * sector) & !(ALIGN as u64 - 1);
+    (sector != 0).then_some((start, tables * length * sector + ALIGN as u64))
+}
+
+/// Where the log of XFS lies on the device: offset and length in bytes, from its superblock.
+fn xfs_log(superblock: &[u8]) -> Option<(u64, u64)> {
+    let word = |at: usize, bytes: usize| {
+        superblock
+            .get(at..at + bytes)?
+            .iter()
+            .try_fold(0_u64, |word, byte| Some(word << 8 | u64::from(*byte)))
+    };
+    let (block, start, blocks) = (word(4, 4)?, word(48, 8)?, word(96, 4)?);
+    let (group_blocks, group_bits) = (word(84, 4)?, superblock.get(124).copied()?);
+    if word(0, 4)? != 0x5846_5342 || start == 0 || group_bits >= 32 {
+        return None;
+    }
+    let linear = (start >> group_bits) * group_blocks + (start & ((1 << group_bits) - 1));
+    Some((linear.checked_mul(block)?, blocks.checked_mul(block)?))
+}
+
+/// Swap that is in use, in bytes: what is there is in no image.
+#[must_use]
+pub fn swap_in_use(sysroot: &Sysroot) -> u64 {
+    let table = sysroot.text("proc/swaps").unwrap_or_default();
+    let used = |line: &str| line.split_whitespace().nth(3)?.parse::<u64>().ok();
+    table.lines().skip(1).filter_map(used).sum::<u64>() * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts() {
+        let line = "36 35 98:0 / /mnt\\040x rw,noatime master:1 - ext3 /dev/vda rw,errors=continue";
+        let found = mount(line).expect("a mount");
+        assert_eq!((found.at.to_str(), found.kind.as_str()), (Some("/mnt x"), "ext3"));
+        assert!(found.writable);
+        assert!(!mount(&line.replace(" rw,errors", " ro,errors")).expect("a mount").writable);
+        assert_eq!(mount(&line.replace("98:0", "0:22").replace("/dev/vda", "tmpfs")), None);
+        assert_eq!(mount("36 35"), None);
+    }
+
+    #[test]
+    fn escapes() {
+        assert_eq!(unescaped("a\\040b\\"), "a b\\");
+        assert_eq!(unescaped("\\9\\011"), "\\9\t");
+    }
+
+    #[test]
+    fn swap() {
+        let text = "Filename Type Size Used Priority\n/dev/vda2 partition 1048572 12 -2\n";
+        let root = tempfile::tempdir().expect("a folder");
+        std::fs::create_dir(root.path().join("proc")).expect("a folder");
+        std::fs::write(root.path().join("proc/swaps"), text).expect("a file");
+        assert_eq!(swap_in_use(&Sysroot::at(root.path())), 12 * 1024);
+    }
+}

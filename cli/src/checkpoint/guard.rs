@@ -1,0 +1,220 @@
+//! Undoes what a checkpoint does to the machine if its process does not live to do it, or does not get on: a child that
+//! is told of each step beforehand, and acts when the line to it breaks or is silent for long.
+
+use super::{applications, disks};
+use crate::{
+    device::{Access, Device},
+    driver::{Direction, Driver},
+    error::{Error, Result},
+    exit::Exit,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs,
+    io::{self, BufRead, Write},
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long nothing need be heard of a process that holds the machine still: it may wait for what it holds itself.
+const SILENCE: Duration = Duration::from_secs(60);
+/// How long the driver may be busy.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What there is to undo. The last step is undone first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Undo {
+    /// A half-written file.
+    Remove(PathBuf),
+    /// The hypervisor beneath the machine.
+    Detach,
+    /// A file system that is frozen, by where it is mounted.
+    Thaw(PathBuf),
+    /// A control group that is frozen.
+    Unfreeze(PathBuf),
+    /// Processes that were moved into a group of ours; it is removed.
+    Return {
+        /// Ours.
+        from: PathBuf,
+        /// Theirs.
+        to: PathBuf,
+    },
+}
+
+impl Undo {
+    /// Whether somebody stands still for it.
+    fn holds(&self) -> bool {
+        matches!(self, Self::Thaw(_) | Self::Unfreeze(_))
+    }
+
+    /// Undoes it. What is undone already is no error.
+    pub fn perform(&self) {
+        match self {
+            Self::Remove(path) => drop(fs::remove_file(path)),
+            Self::Detach => {
+                // The kernel ends a snapshot of the process that was killed first.
+                let end = Instant::now() + PATIENCE;
+                let mut device = Device::open(Access::Control);
+                while device.as_ref().is_err_and(|error| error.exit == Exit::Busy) && Instant::now() < end {
+                    thread::sleep(Duration::from_millis(10));
+                    device = Device::open(Access::Control);
+                }
+                drop(device.and_then(|device| device.switch(Direction::Detach, None)));
+            }
+            Self::Thaw(path) => drop(fs::File::open(path).and_then(|file| disks::thaw(&file))),
+            Self::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
+            Self::Return { from, to } => applications::give_back(from, to),
+        }
+    }
+}
+
+/// The child.
+#[derive(Debug)]
+pub struct Guard {
+    child: Child,
+    line: Option<ChildStdin>,
+    told: Instant,
+}
+
+impl Guard {
+    /// Starts it; it ends quietly when this is dropped.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start() -> Result<Self> {
+        let failed = |error: io::Error| {
+            Error::new(Exit::Failed, format!("the guard could not be started: {error}"))
+                .hint("nothing was changed")
+        };
+        let mut command = Command::new("/proc/self/exe");
+        // Signals of the terminal are for the parent.
+        command.arg("guard").stdin(Stdio::piped()).stdout(Stdio::null()).process_group(0);
+        let mut child = command.spawn().map_err(failed)?;
+        let line = child.stdin.take();
+        Ok(Self { child, line, told: Instant::now() })
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Tells it what is about to be done.
+    ///
+    /// # Errors
+    /// If it is gone.
+    pub fn will(&mut self, undo: &Undo) -> io::Result<()> {
+        self.say(&serde_json::to_string(undo)?)
+    }
+
+    /// This process gets on.
+    pub fn hear(&mut self) {
+        if self.told.elapsed() > Duration::from_secs(1) {
+            let _ = self.say(ALIVE);
+        }
+    }
+
+    /// All has been undone, so far.
+    pub fn is_undone(&mut self) {
+        // One that is gone need not know.
+        let _ = self.say(UNDONE);
+    }
+
+    fn say(&mut self, text: &str) -> io::Result<()> {
+        self.told = Instant::now();
+        let line = self.line.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+        line.write_all(format!("{text}\n").as_bytes())
+    }
+}
+
+const UNDONE: &str = "undone";
+const ALIVE: &str = "alive";
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.is_undone();
+        drop(self.line.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The child's life: `mercury guard`.
+#[must_use]
+pub fn run() -> Exit {
+    let (sender, lines) = channel();
+    thread::spawn(move || {
+        for line in io::stdin().lock().lines().map_while(io::Result::ok) {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    let (steps, broken) = to_undo(&lines, SILENCE);
+    if !broken && let Some(parent) = rustix::process::getppid() {
+        eprintln!("mercury: the checkpoint does not get on; what it held still is released");
+        let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
+    }
+    for undo in steps.iter().rev() {
+        undo.perform();
+    }
+    Exit::Done
+}
+
+/// What is left to undo when the line breaks, or when something is and nothing is heard; and whether it broke.
+fn to_undo(lines: &Receiver<String>, silence: Duration) -> (Vec<Undo>, bool) {
+    let mut steps = Vec::new();
+    loop {
+        match lines.recv_timeout(silence) {
+            Ok(text) => match serde_json::from_str(&text) {
+                Ok(undo) => steps.push(undo),
+                Err(_) if text == UNDONE => steps.clear(),
+                Err(_) => {}
+            },
+            Err(RecvTimeoutError::Timeout) if steps.iter().any(Undo::holds) => return (steps, false),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return (steps, true),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(texts: &[String]) -> Receiver<String> {
+        let (sender, lines) = channel();
+        texts.iter().for_each(|text| sender.send(text.clone()).expect("sent"));
+        lines
+    }
+
+    #[test]
+    fn what_was_not_undone_is_left() {
+        let line = |undo: &Undo| serde_json::to_string(undo).expect("JSON");
+        let thaw = Undo::Thaw("/".into());
+        let texts = [line(&Undo::Detach), UNDONE.into(), line(&Undo::Detach), line(&thaw), "{\"Tha".into()];
+        assert_eq!(to_undo(&told(&texts), SILENCE), (vec![Undo::Detach, thaw], true));
+        assert_eq!(to_undo(&told(&[UNDONE.into()]), SILENCE), (vec![], true));
+    }
+
+    /// Silence matters only while somebody stands still.
+    #[test]
+    fn silence_is_an_end() {
+        let (sender, lines) = channel();
+        let thaw = Undo::Thaw("/".into());
+        for undo in [Undo::Detach, thaw.clone()] {
+            sender.send(serde_json::to_string(&undo).expect("JSON")).expect("sent");
+        }
+        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (vec![Undo::Detach, thaw], false));
+        sender.send(serde_json::to_string(&Undo::Detach).expect("JSON")).expect("sent");
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(sender);
+        });
+        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (vec![Undo::Detach], true));
+    }
+}

@@ -1,0 +1,553 @@
+//! `mercury checkpoint`: the whole machine into a file, while it runs on.
+//!
+//! 1. The hypervisor is slipped beneath the machine, if it is not there.
+//! 2. Where there are local disks, applications are held still and file systems frozen ([`applications`], [`disks`]).
+//! 3. The driver has the kernel stop its devices; all CPUs meet in the hypervisor; memory is what it was from then on.
+//! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the image ([`stream`],
+//!    [`target`]), with what there is to be said of the machine ([`describe`]).
+//! 5. The hypervisor is taken out again, if it was not there before.
+//!
+//! If the process is killed in the midst of it, [`guard`] undoes what it did to the machine.
+//!
+//! A machine that is brought back from the image goes on behind step 3 too: see [`Instant`].
+
+pub mod applications;
+pub mod describe;
+pub mod devices;
+pub mod disks;
+pub mod guard;
+pub mod series;
+pub mod stream;
+pub mod target;
+
+use crate::{
+    args::CheckpointArgs,
+    commands::{self, Say},
+    device::Device,
+    driver::{Direction, Driver},
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    output::{Render, Text, bytes, duration, thousands},
+    progress, switch,
+    sysroot::Sysroot,
+};
+use applications::Frozen;
+use disks::Still;
+use guard::{Guard, Undo};
+use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
+use mercury_image::{Commit, Identity, Machine, Writer};
+use serde::Serialize;
+use std::{path::Path, process::Command, time};
+use stream::{Watch, image_error, stream};
+use target::Target;
+
+const PAGE: u64 = 4096;
+/// How long a hook may take: everything stands still for it.
+const HOOK_PATIENCE: time::Duration = time::Duration::from_secs(40);
+/// How often the line of progress changes.
+const INTERVAL: time::Duration = time::Duration::from_millis(500);
+
+/// What a checkpoint did.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The image's identity.
+    pub identity: String,
+    /// This is the machine that was brought back from the image.
+    pub restored: bool,
+    /// Bytes of memory in it.
+    pub memory: u64,
+    /// Bytes of the image.
+    pub image: u64,
+    /// Pages that are all zeros.
+    pub zero_pages: u64,
+    /// Pages that are like another.
+    pub duplicate_pages: u64,
+    /// Pages that had to be copied because somebody wrote to them.
+    pub copied_pages: u64,
+    /// Microseconds for which applications stood still.
+    pub pause_us: f64,
+    /// Seconds that it took in all.
+    pub seconds: f64,
+    /// What an operator has to know to restore it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        if self.restored {
+            to.line(format!("this machine was brought back from image {}", self.identity));
+            return;
+        }
+        to.line(format!("image {} is complete", self.identity));
+        to.line(format!(
+            "{} of memory in {}: {} pages of zeros, {} duplicates, {} copied because they were written to",
+            bytes(self.memory),
+            bytes(self.image),
+            thousands(self.zero_pages),
+            thousands(self.duplicate_pages),
+            thousands(self.copied_pages)
+        ));
+        let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
+        to.line(format!(
+            "applications stood still for {}; {:.1} s in all, {rate}/s of memory",
+            duration(self.pause_us),
+            self.seconds
+        ));
+        if let Some(warning) = &self.warning {
+            to.wrapped("note: ", warning);
+        }
+    }
+}
+
+/// Makes a checkpoint, or one after the other.
+///
+/// # Errors
+/// If there is no image in the end; the machine runs on as it did.
+pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
+    let deferred = Deferred::begin();
+    let sysroot = Sysroot::default();
+    commands::need_root("checkpoint")?;
+    stay_in_the_foreground();
+    refuse_untracked(args, &sysroot)?;
+    match (args.every, &args.image) {
+        (None, image) => {
+            let (report, held) = one(args, image, &sysroot, &deferred)?;
+            finish(args, say, &sysroot, &report, held)
+        }
+        (Some(interval), target::Name::Path(path)) if !path.starts_with("/dev/") => {
+            series(args, say, path, interval.0, &sysroot, &deferred)
+        }
+        (Some(_), _) => Err(Error::new(Exit::Usage, "--every makes files, one after the other")
+            .hint("name a file on a file system that may change, such as a network file system")),
+    }
+}
+
+/// One image after the other until Ctrl-C. That one fails is no reason not to try again.
+fn series(
+    args: &CheckpointArgs,
+    say: Say<'_>,
+    path: &Path,
+    interval: time::Duration,
+    sysroot: &Sysroot,
+    deferred: &Deferred,
+) -> Result<Exit> {
+    let mut made = 0_u64;
+    while !deferred.requested() {
+        let begun = time::Instant::now();
+        let image = target::Name::Path(series::next(path, time::SystemTime::now()));
+        match one(args, &image, sysroot, deferred) {
+            Ok((report, _)) => {
+                made += 1;
+                say.one_of_many(&report);
+                series::prune(path, args.keep.into())?;
+            }
+            Err(error) if made == 0 || error.exit == Exit::Interrupted => return Err(error),
+            Err(error) => eprintln!("mercury checkpoint: {error}; trying again"),
+        }
+        while !deferred.requested() && begun.elapsed() < interval {
+            std::thread::sleep(time::Duration::from_millis(100));
+        }
+    }
+    Ok(Exit::Done)
+}
+
+/// Whoever stops this process by the terminal would stop it while others stand still for it.
+fn stay_in_the_foreground() {
+    for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
+        // SAFETY: ignoring a signal installs no code.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+}
+
+/// Everything that stands still until the machine is off, and who releases it otherwise.
+struct Held {
+    _still: Option<(Still, Frozen)>,
+    _guard: Guard,
+}
+
+/// Says what was done, and powers the machine off if that is wanted.
+fn finish(
+    args: &CheckpointArgs,
+    say: Say<'_>,
+    sysroot: &Sysroot,
+    report: &Report,
+    held: Held,
+) -> Result<Exit> {
+    let off = args.poweroff && !report.restored;
+    if args.image == target::Name::Stdout {
+        // To standard output went the image.
+        let mut text = Text::new(false);
+        report.render(&mut text);
+        eprint!("{}", text.finish());
+    } else if !off || may_be_written(sysroot) {
+        say.done(report);
+    }
+    if !off {
+        return Ok(Exit::Done);
+    }
+    // Nothing is written to the disks any more, and frozen file systems cannot be unmounted.
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::reboot(libc::RB_POWER_OFF) };
+    let error = std::io::Error::last_os_error();
+    drop(held);
+    Err(Error::new(Exit::Failed, format!("the machine could not be powered off: {error}"))
+        .hint("it runs on, so its disks move on: the image can be restored only with the disks as they were"))
+}
+
+/// Names what writes to memory unseen.
+fn refuse_untracked(args: &CheckpointArgs, sysroot: &Sysroot) -> Result<()> {
+    let found = devices::untracked(sysroot);
+    if found.is_empty() || args.force_devices {
+        return Ok(());
+    }
+    let text = format!("these write to memory where the driver cannot see it: {}", found.join(", "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "stop what uses them and unload their drivers; --force-devices makes an image all the same, which is right \
+         only if they are idle",
+    ))
+}
+
+/// One image; with --poweroff the machine stands still after it.
+fn one(
+    args: &CheckpointArgs,
+    image: &target::Name,
+    sysroot: &Sysroot,
+    deferred: &Deferred,
+) -> Result<(Report, Held)> {
+    let begun = time::Instant::now();
+    refuse_swap(sysroot)?;
+    // Who controls the driver is the only one to write images.
+    let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
+    let target = Target::open(image, args.overwrite)?;
+    let mut guard = Guard::start()?;
+    let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
+    told.map_err(|error| image_error(error.into()))?;
+    let attached = Attached::make(&device, &mut guard)?;
+    let (mut report, still) = match checkpoint(args, &device, target, sysroot, deferred, &mut guard) {
+        Ok((report, still)) if report.restored => {
+            attached.forget();
+            (report, still)
+        }
+        result => {
+            let detached = attached.undo();
+            let done = result?;
+            detached?;
+            done
+        }
+    };
+    if !report.restored {
+        report.seconds = begun.elapsed().as_secs_f64();
+    }
+    if still.is_none() {
+        guard.is_undone();
+    }
+    Ok((report, Held { _still: still, _guard: guard }))
+}
+
+/// What is swapped out is in no image.
+fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
+    let swap = disks::swap_in_use(sysroot);
+    if swap == 0 {
+        return Ok(());
+    }
+    Err(Error::new(Exit::Failed, format!("{} of memory are swapped out", bytes(swap)))
+        .hint("what is on a disk is not in an image: swapoff -a"))
+}
+
+/// Whether standard output can be written to while file systems are frozen and nobody reads what we say.
+fn may_be_written(sysroot: &Sysroot) -> bool {
+    let Ok(path) = std::fs::read_link("/proc/self/fd/1") else { return false };
+    let mounts = disks::mounted(sysroot).unwrap_or_default();
+    !path.is_absolute() || !disks::holder(&mounts, &path, sysroot).is_some_and(|mount| mount.writable)
+}
+
+/// The hypervisor beneath the machine, taken out again if it was not there before.
+struct Attached<'a> {
+    device: &'a Device,
+    undo: bool,
+}
+
+impl<'a> Attached<'a> {
+    fn make(device: &'a Device, guard: &mut Guard) -> Result<Self> {
+        let undo = device.system()?.state != MERCURY_STATE_ATTACHED;
+        if undo {
+            guard.will(&Undo::Detach).map_err(|error| image_error(error.into()))?;
+        }
+        switch::switch(device, Direction::Attach, None, switch::Prepared::default())?;
+        Ok(Self { device, undo })
+    }
+
+    /// There is none any more.
+    fn forget(mut self) {
+        self.undo = false;
+    }
+
+    /// Takes it out.
+    fn undo(mut self) -> Result<()> {
+        let undo = std::mem::take(&mut self.undo);
+        if undo {
+            switch::switch(self.device, Direction::Detach, None, switch::Prepared::default())?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        if self.undo {
+            // The guard is still there for it.
+            let _ = switch::switch(self.device, Direction::Detach, None, switch::Prepared::default());
+        }
+    }
+}
+
+/// The instant, and what is held still for it.
+struct Instant {
+    machine: Machine,
+    restored: bool,
+    pause: time::Duration,
+    still: Option<(Still, Frozen)>,
+}
+
+fn checkpoint(
+    args: &CheckpointArgs,
+    device: &Device,
+    mut target: Target,
+    sysroot: &Sysroot,
+    deferred: &Deferred,
+    guard: &mut Guard,
+) -> Result<(Report, Option<(Still, Frozen)>)> {
+    let identity = identity()?;
+    let pool = pool_pages(args, sysroot);
+    let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
+    let mut report = Report {
+        identity: identity.to_string(),
+        restored: instant.restored,
+        memory: 0,
+        image: 0,
+        zero_pages: 0,
+        duplicate_pages: 0,
+        copied_pages: 0,
+        pause_us: instant.pause.as_secs_f64() * 1e6,
+        seconds: 0.0,
+        warning: None,
+    };
+    if instant.restored {
+        target.forget();
+        return Ok((report, None));
+    }
+    if !args.poweroff {
+        if instant.still.is_some() && args.hook.is_none() {
+            report.warning = Some(WARNING.to_owned());
+        }
+        instant.still = None;
+    }
+    let result = write(args, device, &mut target, identity, &mut instant, deferred, guard);
+    // The pool is the machine's again, whatever happened.
+    let status = device.snapshot_end();
+    let (commit, image) = result?;
+    let status = status?;
+    target.finish().map_err(|error| image_error(error.into()))?;
+    report.memory = commit.frames * PAGE;
+    report.image = image;
+    report.zero_pages = commit.zeros;
+    report.duplicate_pages = commit.duplicates;
+    report.copied_pages = status.status.copied;
+    Ok((report, instant.still.take()))
+}
+
+const WARNING: &str = "this machine has local disks, which go on changing; the image can only be restored with the \
+    disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of them at the same moment.";
+
+/// Random.
+fn identity() -> Result<Identity> {
+    use std::io::Read;
+    let mut identity = Identity::default();
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut identity.0));
+    read.map(|()| identity).map_err(|error| Error::new(Exit::Failed, format!("/dev/urandom: {error}")))
+}
+
+/// A quarter of what is available, if nothing else is wanted.
+fn pool_pages(args: &CheckpointArgs, sysroot: &Sysroot) -> u64 {
+    let meminfo = sysroot.text("proc/meminfo").unwrap_or_default();
+    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib: u64 = available.and_then(|rest| rest.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0);
+    args.pool.map_or(kib * 1024 / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
+}
+
+/// Brings everything to rest, and takes the instant.
+fn reach(
+    args: &CheckpointArgs,
+    device: &Device,
+    target: &Target,
+    sysroot: &Sysroot,
+    pool: u64,
+    guard: &mut Guard,
+) -> Result<Instant> {
+    let mounts = disks::mounted(sysroot)?;
+    refuse_blind(args, &mounts, sysroot)?;
+    if let Some(mount) = below(&mounts, target, sysroot).filter(|mount| mount.writable) {
+        let text = format!(
+            "the image would lie on the file system at {}, which must not change",
+            mount.at.display()
+        );
+        return Err(Error::new(Exit::Failed, text)
+            .hint("write it to a block device of its own, a network file system, or ssh://host/path"));
+    }
+    let mut machine = describe::describe(sysroot);
+    // What can be done before anybody has to stand still is done before: most of what is to be written, too.
+    device.snapshot_prepare(pool, 0)?;
+    rustix::fs::sync();
+    let begun = time::Instant::now();
+    // Applications that go on after the instant would act on the world in a life that ends with the machine.
+    let still = if args.poweroff || mounts.iter().any(|mount| mount.writable) {
+        let frozen = Frozen::hold(guard, &target.processes())?;
+        Some((Still::hold(&mounts, guard)?, frozen))
+    } else {
+        None
+    };
+    machine.file_systems = mounts.iter().map(disks::describe).collect();
+    if let Some(hook) = &args.hook {
+        run_hook(hook)?;
+    }
+    // What was made ready may have driven something out.
+    refuse_swap(sysroot)?;
+    guard.hear();
+    let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, sysroot))?;
+    let pause = begun.elapsed();
+    let restored = begin.restored != 0;
+    if !restored {
+        describe::add_restart(&mut machine, &device.snapshot_machine()?);
+    }
+    Ok(Instant { machine, restored, pause, still })
+}
+
+/// Who did not stop, as far as the kernel tells.
+fn name_culprit(mut error: Error, sysroot: &Sysroot) -> Error {
+    let stats =
+        |file| sysroot.text(&format!("sys/power/suspend_stats/{file}")).filter(|text| !text.is_empty());
+    if error.code == Some(Code::SnapshotQuiesce)
+        && let Some(device) = stats("last_failed_dev")
+    {
+        let step = stats("last_failed_step").map(|step| format!(", at step {step}")).unwrap_or_default();
+        error.message += &format!(": device {device}{step}");
+        error.hint = Some(format!("unbind the driver of {device}, or stop what uses it, and try again"));
+    }
+    error
+}
+
+/// The file system that a file-like target is on, if it is one that is held still.
+fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -> Option<&'a disks::Mounted> {
+    let part = target.part()?.canonicalize().ok()?;
+    disks::holder(mounts, &part, sysroot)
+}
+
+/// A machine that is to be off must be one that can be brought back.
+fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
+    if !args.poweroff {
+        return Ok(());
+    }
+    if args.image == target::Name::Stdout {
+        return Err(Error::new(Exit::Usage, "who reads standard output would stand still with all others")
+            .hint("write to a block device, or to ssh://host/path"));
+    }
+    let composed = mounts.iter().find(|mount| disks::is_composed(&mount.device, sysroot));
+    if let Some(mount) = composed.filter(|_| !args.force_devices) {
+        let text = format!(
+            "{} is on {}, which the small system that restores cannot read (device mapper, RAID): it could not tell \
+             whether it is as it was",
+            mount.at.display(),
+            mount.device.display()
+        );
+        return Err(Error::new(Exit::Impossible, text)
+            .hint("--force-devices goes on; `mercury restore` then needs --force-disks, and you must know"));
+    }
+    let watchdogs = sysroot.names("sys/class/watchdog").into_iter();
+    let armed = |name: &String| {
+        sysroot.text(&format!("sys/class/watchdog/{name}/state")).as_deref() == Some("active")
+    };
+    if let Some(watchdog) = watchdogs.into_iter().find(armed) {
+        return Err(Error::new(
+            Exit::Impossible,
+            format!("{watchdog} is armed, and who feeds it would stand still"),
+        )
+        .hint("disarm it (systemd: RuntimeWatchdogSec=0)"));
+    }
+    Ok(())
+}
+
+fn run_hook(hook: &str) -> Result<()> {
+    let failed = |why: String| {
+        Error::new(Exit::Failed, format!("the hook failed: {why}"))
+            .hint("there is no image; the machine runs on. File systems are frozen while it runs: it must not write to them")
+    };
+    let mut command = Command::new("/bin/sh");
+    // Standard output may be the image's.
+    command.args(["-c", hook]).stdout(std::io::stderr());
+    let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
+    let end = time::Instant::now() + HOOK_PATIENCE;
+    loop {
+        match child.try_wait().map_err(|error| failed(error.to_string()))? {
+            Some(status) if status.success() => return Ok(()),
+            Some(status) => return Err(failed(status.to_string())),
+            None if time::Instant::now() > end => {
+                let _ = child.kill();
+                return Err(failed(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs())));
+            }
+            None => std::thread::sleep(time::Duration::from_millis(5)),
+        }
+    }
+}
+
+fn write(
+    args: &CheckpointArgs,
+    device: &Device,
+    target: &mut Target,
+    identity: Identity,
+    instant: &mut Instant,
+    deferred: &Deferred,
+    guard: &mut Guard,
+) -> Result<(Commit, u64)> {
+    let total: u64 = instant
+        .machine
+        .ranges
+        .iter()
+        .filter(|range| range.kind == mercury_image::Kind::Kept)
+        .map(|range| range.pages)
+        .sum();
+    let mut writer = Writer::begin(target, identity, &instant.machine).map_err(image_error)?;
+    // Whoever shows a terminal's lines may stand still, and then the lines have nowhere to go.
+    let silent = instant.still.is_some();
+    let begun = time::Instant::now();
+    let mut shown = begun;
+    let mut progress = |frames: u64, image: u64| {
+        guard.hear();
+        if !silent && shown.elapsed() >= INTERVAL {
+            shown = time::Instant::now();
+            progress::line(&how_far(frames, total, image, begun.elapsed()));
+        }
+    };
+    let stop = || deferred.requested();
+    let mut watch = Watch { progress: &mut progress, stop: &stop };
+    let result = stream(device, &mut writer, args.level, &mut watch);
+    if !silent {
+        progress::line("");
+    }
+    result?;
+    writer.commit().map_err(image_error)
+}
+
+fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {
+    let rate = (frames * PAGE) as f64 / elapsed.as_secs_f64();
+    let left = (total.saturating_sub(frames) * PAGE) as f64 / rate.max(1.0);
+    format!(
+        "{} of {} ({} %), {}/s, image {}, {left:.0} s left",
+        bytes(frames * PAGE),
+        bytes(total * PAGE),
+        frames * 100 / total.max(1),
+        bytes(rate as u64),
+        bytes(image)
+    )
+}

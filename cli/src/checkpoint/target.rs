@@ -1,0 +1,279 @@
+//! Where an image is written to: a file, a block device, standard output, or a file on another host.
+
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use std::{
+    fmt,
+    fs::{self, File, OpenOptions},
+    io::{self, Seek, Write},
+    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, Command, Stdio},
+    str::FromStr,
+};
+
+/// What the operator names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Name {
+    /// `-`
+    Stdout,
+    /// A file or a block device.
+    Path(PathBuf),
+    /// `ssh://[user@]host/path`
+    Remote {
+        /// As ssh takes it.
+        host: String,
+        /// There.
+        path: String,
+    },
+}
+
+impl FromStr for Name {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        if text == "-" {
+            return Ok(Self::Stdout);
+        }
+        let Some(rest) = text.strip_prefix("ssh://") else { return Ok(Self::Path(text.into())) };
+        match rest.split_once('/') {
+            Some((host, path)) if !host.is_empty() && !host.starts_with('-') && !path.is_empty() => {
+                Ok(Self::Remote { host: host.to_owned(), path: format!("/{path}") })
+            }
+            _ => Err("it has the form ssh://[user@]host/path".into()),
+        }
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Stdout => f.write_str("standard output"),
+            Self::Path(path) => write!(f, "{}", path.display()),
+            Self::Remote { host, path } => write!(f, "ssh://{host}{path}"),
+        }
+    }
+}
+
+/// An image under construction. Dropped before [`Target::finish`], nothing of it stays.
+#[derive(Debug)]
+pub struct Target {
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    Stdout(io::Stdout),
+    Device(File),
+    File { file: File, part: PathBuf, path: PathBuf },
+    Remote { data: Connection, end: Connection },
+    Finished,
+}
+
+/// A command on another host.
+#[derive(Debug)]
+struct Connection {
+    child: Child,
+    input: Option<ChildStdin>,
+}
+
+impl Connection {
+    fn open(host: &str, script: &str) -> io::Result<Self> {
+        let mut command = Command::new("ssh");
+        command.args(["-o", "BatchMode=yes", "--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
+        let mut child = command.spawn()?;
+        let input = child.stdin.take();
+        Ok(Self { child, input })
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.input.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write(bytes)
+    }
+
+    /// Ends the input, and waits for a good end.
+    fn finish(&mut self) -> io::Result<()> {
+        drop(self.input.take());
+        let status = self.child.wait()?;
+        if status.success() { Ok(()) } else { Err(io::Error::other(format!("ssh ended with {status}"))) }
+    }
+}
+
+/// What the other host's second command waits for.
+const COMMIT: &[u8] = b"commit\n";
+
+impl Target {
+    /// Opens it. What was at a path stays there until the image is complete.
+    ///
+    /// # Errors
+    /// If it cannot be written to, or a device holds something that is no image and `overwrite` is not set.
+    pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
+        let result = match name {
+            Name::Stdout => Ok(Self { place: Place::Stdout(io::stdout()) }),
+            Name::Remote { host, path } => Self::open_remote(host, path),
+            Name::Path(path) => Self::open_path(path, overwrite),
+        };
+        result.map_err(|error| {
+            Error::new(Exit::Failed, format!("{name} cannot be written to: {error}"))
+                .hint("name a file in a folder that exists, an empty block device, - or ssh://host/path")
+        })
+    }
+
+    fn open_path(path: &Path, overwrite: bool) -> io::Result<Self> {
+        let found = fs::metadata(path).ok();
+        if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+            let mut options = OpenOptions::new();
+            let mut file = options.read(true).write(true).custom_flags(libc::O_EXCL).open(path)?;
+            if !overwrite && !is_free(&mut file)? {
+                return Err(io::Error::other(
+                    "it holds something that is no image (--overwrite if it may be lost)",
+                ));
+            }
+            file.rewind()?;
+            return Ok(Self { place: Place::Device(file) });
+        }
+        if found.is_some_and(|found| !found.is_file()) || path.starts_with("/dev/") {
+            return Err(io::Error::other("it is neither a file nor a block device"));
+        }
+        let mut part = path.as_os_str().to_owned();
+        part.push(".part");
+        let part = PathBuf::from(part);
+        // One that is left is nobody's: who writes one controls the driver.
+        let _ = fs::remove_file(&part);
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
+        Ok(Self { place: Place::File { file, part, path: path.to_owned() } })
+    }
+
+    /// Both connections are there from the start: later nobody may be there to make one.
+    fn open_remote(host: &str, path: &str) -> io::Result<Self> {
+        let (part, path) = (quoted(&format!("{path}.part")), quoted(path));
+        let data = Connection::open(host, &format!("umask 077 && cat > {part}"))?;
+        let end = format!(
+            "read word; if [ \"$word\" = commit ]; then sync {part} && mv {part} {path}; else rm -f {part}; fi"
+        );
+        let end = Connection::open(host, &end)?;
+        Ok(Self { place: Place::Remote { data, end } })
+    }
+
+    /// Processes that must not be held still.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        match &self.place {
+            Place::Remote { data, end } => vec![data.child.id(), end.child.id()],
+            _ => Vec::new(),
+        }
+    }
+
+    /// The image is complete: it is safe, and at its place, when this returns.
+    ///
+    /// # Errors
+    /// If it cannot be made so; there is no image then.
+    pub fn finish(mut self) -> io::Result<()> {
+        match std::mem::replace(&mut self.place, Place::Finished) {
+            Place::Stdout(mut stdout) => stdout.flush(),
+            Place::Device(file) => file.sync_all(),
+            Place::File { file, part, path } => {
+                let result = file.sync_all().and_then(|()| fs::rename(&part, &path));
+                if result.is_err() {
+                    let _ = fs::remove_file(&part);
+                }
+                result?;
+                let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+                File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+            }
+            Place::Remote { mut data, mut end } => {
+                // A connection that breaks ends like a file that is complete: only the other one's word counts.
+                data.finish()?;
+                end.send(COMMIT)?;
+                end.finish()
+            }
+            Place::Finished => Ok(()),
+        }
+    }
+
+    /// The file that is there until the image is complete.
+    #[must_use]
+    pub fn part(&self) -> Option<&Path> {
+        if let Place::File { part, .. } = &self.place { Some(part) } else { None }
+    }
+
+    /// Leaves everything as it is: this is not the machine that writes the image.
+    pub fn forget(mut self) {
+        self.place = Place::Finished;
+    }
+}
+
+impl Write for Target {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut self.place {
+            Place::Stdout(stdout) => stdout.write(bytes),
+            Place::Device(file) | Place::File { file, .. } => file.write(bytes),
+            Place::Remote { data, .. } => data.send(bytes),
+            Place::Finished => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        match &mut self.place {
+            Place::File { part, .. } => drop(fs::remove_file(part)),
+            Place::Remote { data, end } => {
+                let _ = data.child.kill();
+                let _ = data.child.wait();
+                // Without the word it removes what there is.
+                let _ = end.finish();
+            }
+            Place::Stdout(_) | Place::Device(_) | Place::Finished => {}
+        }
+    }
+}
+
+/// Whether a device is empty at its beginning, or holds an image.
+fn is_free(device: &mut File) -> io::Result<bool> {
+    let mut first = vec![0; 128 << 10];
+    let length = io::Read::read(device, &mut first)?;
+    Ok(first[..length].iter().all(|byte| *byte == 0) || first.starts_with(&mercury_image::MAGIC))
+}
+
+/// For the other host's shell.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        assert_eq!("-".parse(), Ok(Name::Stdout));
+        assert_eq!("a/b".parse(), Ok(Name::Path("a/b".into())));
+        let remote = Name::Remote { host: "root@spare".into(), path: "/var/x".into() };
+        assert_eq!("ssh://root@spare/var/x".parse(), Ok(remote));
+        assert!("ssh://-oProxyCommand=x/y".parse::<Name>().is_err());
+        assert!("ssh://host".parse::<Name>().is_err());
+    }
+
+    #[test]
+    fn a_file_appears_when_it_is_complete() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("image");
+        fs::write(&path, "old").expect("a file");
+        let mut target = Target::open(&Name::Path(path.clone()), false).expect("opened");
+        target.write_all(b"half").expect("written");
+        assert_eq!(fs::read(&path).expect("read"), b"old");
+        drop(target);
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
+        let mut target = Target::open(&Name::Path(path.clone()), false).expect("opened");
+        target.write_all(b"new").expect("written");
+        target.finish().expect("finished");
+        assert_eq!(fs::read(&path).expect("read"), b"new");
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
+    }
+}

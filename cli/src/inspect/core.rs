@@ -1,0 +1,331 @@
+//! An image's memory as an ELF core, for debuggers: the form of `/proc/vmcore` (ELF-64, `ET_CORE`).
+//!
+//! Every range of memory is a segment at its physical address, and at the address at which the kernel maps all memory;
+//! the kernel's own text and data are one more, at theirs. Notes say where each CPU was (`NT_PRSTATUS`), and what
+//! the kernel tells such tools (`VMCOREINFO`). Zeros are holes in the file.
+
+use crate::error::{Error, Result};
+use mercury_abi::restart::SavedCpu;
+use mercury_image::{Chunk, Kind, Machine, PAGE, Source};
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    mem::offset_of,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+const EHDR: usize = 64;
+const PHDR: usize = 56;
+const PT_LOAD: u32 = 1;
+const PT_NOTE: u32 = 4;
+const NT_PRSTATUS: u32 = 1;
+/// `struct elf_prstatus`: its length, and where its registers are.
+const PRSTATUS: usize = 336;
+const PRSTATUS_PID: usize = 32;
+const PRSTATUS_REGISTERS: usize = 112;
+/// Where the kernel maps its text and data (`__START_KERNEL_map`).
+const KERNEL_MAP: u64 = 0xFFFF_FFFF_8000_0000;
+/// More than any kernel's text and data take.
+const KERNEL_BYTES: u64 = 64 << 20;
+
+/// A stretch of memory in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Segment {
+    phys: u64,
+    bytes: u64,
+    offset: u64,
+}
+
+/// A core that is being written.
+#[derive(Debug)]
+pub struct Core {
+    file: File,
+    part: PathBuf,
+    path: PathBuf,
+    segments: Vec<Segment>,
+}
+
+impl Core {
+    /// Begins one in a new file.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn create(path: &Path, machine: &Machine) -> Result<Self> {
+        let mut part = path.as_os_str().to_owned();
+        part.push(".part");
+        let part = PathBuf::from(part);
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create_new(true).mode(0o600).open(&part);
+        let file = file.map_err(|error| failed(&error))?;
+        let kept: Vec<_> = machine.ranges.iter().filter(|range| range.kind == Kind::Kept).collect();
+        // More would need another way to count them.
+        if kept.len() + 2 >= usize::from(u16::MAX) {
+            let text = format!("memory is in {} pieces, too many for a core", kept.len());
+            return Err(Error::new(crate::exit::Exit::Failed, text).hint("the image itself is whole"));
+        }
+        // One for the notes, one for the kernel.
+        let headers = EHDR + PHDR * (kept.len() + 2);
+        let mut offset = headers.next_multiple_of(PAGE) as u64;
+        let mut segments = Vec::with_capacity(kept.len());
+        for range in kept {
+            let bytes = range.pages * PAGE as u64;
+            segments.push(Segment { phys: range.start_phys, bytes, offset });
+            offset += bytes;
+        }
+        file.set_len(offset).map_err(|error| failed(&error))?;
+        Ok(Self { file, part, path: path.to_owned(), segments })
+    }
+
+    /// Where physical memory is in the file.
+    fn offset_of(&self, phys: u64) -> io::Result<u64> {
+        let after = self.segments.partition_point(|segment| segment.phys <= phys);
+        let segment = after.checked_sub(1).map(|at| self.segments[at]);
+        segment
+            .filter(|segment| phys - segment.phys < segment.bytes)
+            .map(|segment| segment.offset + (phys - segment.phys))
+            .ok_or_else(|| io::Error::other(format!("{phys:#x} is not part of the image's memory")))
+    }
+
+    /// Adds frames. What they repeat has been added before.
+    ///
+    /// # Errors
+    /// If writing fails.
+    pub fn add(&mut self, chunk: &Chunk) -> Result<()> {
+        self.add_frames(chunk).map_err(|error| failed(&error))
+    }
+
+    fn add_frames(&mut self, chunk: &Chunk) -> io::Result<()> {
+        let mut pages = chunk.data.chunks(PAGE);
+        let mut twin = [0; PAGE];
+        for frame in &chunk.frames {
+            let offset = self.offset_of(frame.phys)?;
+            match frame.source {
+                Source::Zero => {}
+                Source::Data => self.file.write_all_at(pages.next().unwrap_or(&[0; PAGE]), offset)?,
+                Source::Frame(phys) => {
+                    self.file.read_exact_at(&mut twin, self.offset_of(phys)?)?;
+                    self.file.write_all_at(&twin, offset)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds headers and notes; the core is complete.
+    ///
+    /// # Errors
+    /// If the image lacks what they are made of.
+    pub fn finish(self, machine: &Machine) -> Result<()> {
+        let written = self.write_headers(machine).and_then(|()| fs::rename(&self.part, &self.path));
+        written.map_err(|error| failed(&error))
+    }
+
+    fn read(&self, phys: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(bytes, self.offset_of(phys)?)
+    }
+
+    fn word(&self, phys: u64) -> io::Result<u64> {
+        let mut bytes = [0; 8];
+        self.read(phys, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn write_headers(&self, machine: &Machine) -> io::Result<()> {
+        let first = machine.cpus.first().ok_or_else(|| io::Error::other("the image has no CPU"))?;
+        // Each CPU's state begins with its own address in the kernel.
+        let direct_map = self.word(first.saved_phys)?.wrapping_sub(first.saved_phys);
+        let mut notes = Vec::new();
+        for cpu in &machine.cpus {
+            notes.extend(note(b"CORE\0", NT_PRSTATUS, &self.status(cpu.cpu, cpu.saved_phys)?));
+        }
+        let mut kernel = None;
+        if let Some(place) = machine.vmcoreinfo {
+            let mut bytes = vec![0; place.bytes.min(1 << 20) as usize];
+            self.read(place.phys, &mut bytes)?;
+            kernel = self.kernel(&String::from_utf8_lossy(&bytes));
+            bytes.truncate(note_length(&bytes));
+            notes.extend(bytes);
+        }
+        let end = self.segments.last().map_or(EHDR as u64, |last| last.offset + last.bytes);
+        self.file.write_all_at(&notes, end)?;
+
+        let mut table = header(PT_NOTE, 0, end, 0, 0, notes.len() as u64).to_vec();
+        for segment in &self.segments {
+            let virt = direct_map.wrapping_add(segment.phys);
+            table.extend(header(PT_LOAD, 7, segment.offset, virt, segment.phys, segment.bytes));
+        }
+        if let Some((segment, virt)) = kernel {
+            table.extend(header(PT_LOAD, 7, segment.offset, virt, segment.phys, segment.bytes));
+        }
+        self.file.write_all_at(&file_header((table.len() / PHDR) as u16), 0)?;
+        self.file.write_all_at(&table, EHDR as u64)?;
+        self.file.sync_all()
+    }
+
+    /// The kernel's text and data, and their address, by what it tells tools.
+    fn kernel(&self, told: &str) -> Option<(Segment, u64)> {
+        let value = |name: &str| told.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        let text = u64::from_str_radix(value("SYMBOL(_stext)")?, 16).ok()? & !0x1F_FFFF;
+        let base = value("NUMBER(phys_base)")?.parse::<i64>().ok()?;
+        let phys = text.wrapping_sub(KERNEL_MAP).wrapping_add_signed(base);
+        let offset = self.offset_of(phys).ok()?;
+        let around = self
+            .segments
+            .iter()
+            .find(|segment| (segment.phys..segment.phys + segment.bytes).contains(&phys))?;
+        let bytes = (around.phys + around.bytes - phys).min(KERNEL_BYTES);
+        Some((Segment { phys, bytes, offset }, text))
+    }
+
+    /// Where a CPU was.
+    fn status(&self, cpu: u32, saved: u64) -> io::Result<Vec<u8>> {
+        let word = |offset: usize| self.word(saved + offset as u64);
+        let register = |number: usize| word(offset_of!(SavedCpu, registers) + 8 * number);
+        let mut status = vec![0; PRSTATUS];
+        status[PRSTATUS_PID..PRSTATUS_PID + 4].copy_from_slice(&cpu.to_le_bytes());
+        // In the order of `struct user_regs_struct`.
+        let registers = [
+            (0, register(5)?),
+            (1, register(4)?),
+            (2, register(3)?),
+            (3, register(2)?),
+            (4, register(1)?),
+            (5, register(0)?),
+            (16, word(offset_of!(SavedCpu, rip))?),
+            (17, 0x10),
+            (18, word(offset_of!(SavedCpu, rflags))?),
+            (19, word(offset_of!(SavedCpu, rsp))?),
+            (20, 0x18),
+            (21, word(offset_of!(SavedCpu, fs_base))?),
+            (22, word(offset_of!(SavedCpu, gs_base))?),
+        ];
+        for (number, value) in registers {
+            let at = PRSTATUS_REGISTERS + 8 * number;
+            status[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        Ok(status)
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        // One that is complete has another name.
+        let _ = fs::remove_file(&self.part);
+    }
+}
+
+fn failed(error: &io::Error) -> Error {
+    Error::new(crate::exit::Exit::Failed, format!("the core could not be written: {error}"))
+        .hint("it needs as much room as the machine had memory, but for zeros")
+}
+
+fn note(name: &[u8], kind: u32, content: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for word in [name.len() as u32, content.len() as u32, kind] {
+        bytes.extend(word.to_le_bytes());
+    }
+    for part in [name, content] {
+        bytes.extend(part);
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+    }
+    bytes
+}
+
+/// The length of the note at the beginning; the kernel keeps more room for it. 0: there is none.
+fn note_length(bytes: &[u8]) -> usize {
+    let word = |at: usize| {
+        let mut word = [0; 4];
+        word.copy_from_slice(bytes.get(at..at + 4)?);
+        Some(u32::from_le_bytes(word) as usize)
+    };
+    let parts = |name: usize, content: usize| 12 + name.next_multiple_of(4) + content.next_multiple_of(4);
+    let length = word(0).zip(word(4)).map_or(0, |(name, content)| parts(name, content));
+    if length > 12 && length <= bytes.len() { length } else { 0 }
+}
+
+fn header(kind: u32, flags: u32, offset: u64, virt: u64, phys: u64, bytes: u64) -> [u8; PHDR] {
+    let mut header = [0; PHDR];
+    header[0..4].copy_from_slice(&kind.to_le_bytes());
+    header[4..8].copy_from_slice(&flags.to_le_bytes());
+    for (index, word) in [offset, virt, phys, bytes, bytes, 0].into_iter().enumerate() {
+        header[8 + 8 * index..16 + 8 * index].copy_from_slice(&word.to_le_bytes());
+    }
+    header
+}
+
+fn file_header(segments: u16) -> [u8; EHDR] {
+    const ET_CORE: u16 = 4;
+    const EM_X86_64: u16 = 62;
+    let mut header = [0; EHDR];
+    header[..8].copy_from_slice(b"\x7fELF\x02\x01\x01\0");
+    header[16..18].copy_from_slice(&ET_CORE.to_le_bytes());
+    header[18..20].copy_from_slice(&EM_X86_64.to_le_bytes());
+    header[20..24].copy_from_slice(&1_u32.to_le_bytes());
+    header[32..40].copy_from_slice(&(EHDR as u64).to_le_bytes());
+    header[52..54].copy_from_slice(&(EHDR as u16).to_le_bytes());
+    header[54..56].copy_from_slice(&(PHDR as u16).to_le_bytes());
+    header[56..58].copy_from_slice(&segments.to_le_bytes());
+    header
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_image::{Cpu, Frame, Range, VmCoreInfo};
+
+    #[test]
+    fn notes_end_where_they_say() {
+        let mut bytes = note(b"VMCOREINFO\0", 0, b"OSRELEASE=6.1");
+        let length = bytes.len();
+        bytes.resize(100, 0);
+        assert_eq!(note_length(&bytes), length);
+        assert_eq!(note_length(&[0; 64]), 0);
+        assert_eq!(note_length(&[255; 64]), 0);
+        assert_eq!(note_length(&[]), 0);
+    }
+
+    #[test]
+    fn memory_is_where_it_belongs() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("core");
+        let kept = |start_phys, pages| Range { start_phys, pages, kind: Kind::Kept };
+        let machine = Machine {
+            ranges: vec![kept(0x1000, 2), kept(0x40_0000, 2)],
+            cpus: vec![Cpu { cpu: 3, apic_id: 0, saved_phys: 0x2000 }],
+            vmcoreinfo: Some(VmCoreInfo { phys: 0x1000, bytes: 64 }),
+            ..Machine::default()
+        };
+        let told = b"SYMBOL(_stext)=ffffffff80200000\nNUMBER(phys_base)=2097152\n";
+        let mut data = vec![0; 3 * PAGE];
+        data[..told.len()].copy_from_slice(told);
+        data[PAGE..PAGE + 8].copy_from_slice(&0xFFFF_8880_0000_2000_u64.to_le_bytes());
+        data[2 * PAGE] = 9;
+        let frame = |phys, source| Frame { phys, source };
+        let frames = vec![
+            frame(0x1000, Source::Data),
+            frame(0x2000, Source::Data),
+            frame(0x40_0000, Source::Data),
+            frame(0x40_1000, Source::Frame(0x40_0000)),
+        ];
+        let mut core = Core::create(&path, &machine).expect("begun");
+        core.add(&Chunk { frames, data }).expect("added");
+        core.finish(&machine).expect("finished");
+
+        let bytes = std::fs::read(&path).expect("a file");
+        let header = |number: usize| &bytes[EHDR + PHDR * number..][..PHDR];
+        let field = |number: usize, at: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&header(number)[at..at + 8]);
+            u64::from_le_bytes(word)
+        };
+        assert_eq!(u16::from_le_bytes([bytes[56], bytes[57]]), 4);
+        assert_eq!((field(2, 16), field(2, 24)), (0xFFFF_8880_0040_0000, 0x40_0000));
+        assert_eq!((field(3, 16), field(3, 24)), (0xFFFF_FFFF_8020_0000, 0x40_0000));
+        let offset = field(2, 8) as usize;
+        assert_eq!((bytes[offset], bytes[offset + PAGE]), (9, 9));
+        let notes = field(0, 8) as usize;
+        assert_eq!(&bytes[notes + 12..notes + 16], b"CORE");
+        assert_eq!(bytes[notes + 20 + PRSTATUS_PID], 3);
+    }
+}

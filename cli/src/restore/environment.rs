@@ -1,0 +1,384 @@
+//! The small system that brings a machine back: this system's own kernel, with an initial RAM disk that holds this
+//! program, what it needs, and the drivers for the image's disk.
+
+use super::{Prepared, init};
+use crate::{
+    args::RestoreArgs,
+    checkpoint::disks,
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use mercury_initramfs::Archive;
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// Words of the running kernel's command line that are not for the small one.
+const DROPPED: [&str; 29] = [
+    "BOOT_IMAGE",
+    "initrd",
+    "root",
+    "rootflags",
+    "rootfstype",
+    "ro",
+    "rw",
+    "resume",
+    "resume_offset",
+    "init",
+    "crashkernel",
+    "mem",
+    "memmap",
+    "panic",
+    "quiet",
+    "splash",
+    "hugepages",
+    "hugepagesz",
+    "default_hugepagesz",
+    "hugetlb_cma",
+    "cma",
+    "log_buf_len",
+    "swiotlb",
+    "movablecore",
+    "kernelcore",
+    "rdinit",
+    "maxcpus",
+    "nr_cpus",
+    "--",
+];
+
+fn failed(what: &str, error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
+}
+
+/// Writes kernel and initial RAM disk into a folder.
+///
+/// # Errors
+/// If something that they need is not there.
+pub fn write(args: &RestoreArgs, image: &Path, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
+    let from = kernel_image(sysroot)?;
+    let archive = archive(args, image, sysroot)?;
+    fs::create_dir_all(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
+    let (kernel, initramfs) = (folder.join("vmlinuz"), folder.join("initramfs"));
+    fs::copy(&from, &kernel).map_err(|error| failed(&from.display().to_string(), &error))?;
+    fs::write(&initramfs, archive).map_err(|error| failed(&initramfs.display().to_string(), &error))?;
+    Ok(Prepared { kernel, initramfs, command_line: command_line(args, image, sysroot) })
+}
+
+/// Starts it in place of this system. Returns only if that fails.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn start(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<()> {
+    let kernel = kernel_image(sysroot)?;
+    let archive = archive(args, image, sysroot)?;
+    let named = |error: io::Error| failed("the small kernel could not be prepared", &error);
+    let kernel = File::open(&kernel).map_err(named)?;
+    let initramfs = memory_file(&archive).map_err(named)?;
+    let mut line = command_line(args, image, sysroot).into_bytes();
+    line.push(0);
+    // SAFETY: the descriptors are open, and the command line is so long as is said, with its NUL.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_kexec_file_load,
+            kernel.as_raw_fd(),
+            initramfs.as_raw_fd(),
+            line.len(),
+            line.as_ptr(),
+            0_u64,
+        )
+    };
+    if result != 0 {
+        let error = io::Error::last_os_error();
+        return Err(failed("the kernel takes no other kernel (kexec)", &error)
+            .hint("`mercury restore --prepare` makes one for the boot menu"));
+    }
+    rustix::fs::sync();
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::reboot(libc::LINUX_REBOOT_CMD_KEXEC) };
+    Err(failed("starting the small kernel", &io::Error::last_os_error()))
+}
+
+fn memory_file(bytes: &[u8]) -> io::Result<File> {
+    let mut file = File::from(rustix::fs::memfd_create("mercury", rustix::fs::MemfdFlags::CLOEXEC)?);
+    io::Write::write_all(&mut file, bytes)?;
+    Ok(file)
+}
+
+fn release(sysroot: &Sysroot) -> String {
+    sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default()
+}
+
+fn kernel_image(sysroot: &Sysroot) -> Result<PathBuf> {
+    let release = release(sysroot);
+    let names = [format!("boot/vmlinuz-{release}"), format!("usr/lib/modules/{release}/vmlinuz")];
+    names.iter().map(|name| sysroot.path(name)).find(|path| path.exists()).ok_or_else(|| {
+        Error::new(Exit::Impossible, format!("the kernel {release} is not in /boot"))
+            .hint("mount /boot, or install the package of the running kernel")
+    })
+}
+
+/// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
+fn command_line(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> String {
+    let running = sysroot.text("proc/cmdline").unwrap_or_default();
+    let kept = running.split_whitespace().filter(|word| {
+        let name = word.split('=').next().unwrap_or(word);
+        !DROPPED.contains(&name) && !name.starts_with("systemd.") && !name.starts_with("rd.")
+    });
+    // What comes behind "--" is for the first process.
+    let kept = kept.take_while(|word| *word != "--");
+    let mut words: Vec<String> = kept.map(str::to_owned).collect();
+    words.push(format!("mem={}M", args.memory));
+    words.extend(["swiotlb=noforce", "numa=off", "panic=10", "nmi_watchdog=0", "quiet"].map(str::to_owned));
+    words.push(format!("{}={}", init::WORD, image.display()));
+    if args.force_disks {
+        words.push(init::FORCE_DISKS.to_owned());
+    }
+    words.join(" ")
+}
+
+/// What the small system is made of.
+fn archive(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    let mut folders = BTreeSet::new();
+    let mut add = |path: &Path, data: &[u8]| {
+        let name = path.to_string_lossy().trim_start_matches('/').to_owned();
+        for (at, _) in name.match_indices('/') {
+            if folders.insert(name[..at].to_owned()) {
+                archive.directory(&name[..at]);
+            }
+        }
+        archive.file(&name, data);
+    };
+    let named = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| failed(&path, &error)
+    };
+    let program = std::env::current_exe().map_err(named(Path::new("/proc/self/exe")))?;
+    add(Path::new("init"), &loadable(fs::read(&program).map_err(named(&program))?));
+    for library in libraries(sysroot, &program) {
+        add(&library, &loadable(fs::read(&library).map_err(named(&library))?));
+    }
+    let mut names = Vec::new();
+    for module in modules(args, image, sysroot)? {
+        let data = module_bytes(&module).map_err(named(&module))?;
+        let name = format!("modules/{:03}.ko", names.len());
+        add(Path::new(&name), &data);
+        names.push(name);
+    }
+    add(Path::new(init::MODULES), names.join("\n").as_bytes());
+    for folder in ["proc", "sys", "dev", "mnt"] {
+        archive.directory(folder);
+    }
+    archive.char_device("dev/console", (5, 1));
+    let mut bytes = early_microcode(sysroot);
+    bytes.extend(archive.finish());
+    Ok(bytes)
+}
+
+/// The archive in front of this system's own initial RAM disk that has microcode in it, if there is one: processors must
+/// be what they were.
+fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
+    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", release(sysroot))).unwrap_or_default();
+    let end = early_end(&whole).unwrap_or(0);
+    whole[..end].to_vec()
+}
+
+/// Where the first archive ends, if it is not compressed and has microcode in it.
+fn early_end(bytes: &[u8]) -> Option<usize> {
+    const HEADER: usize = 110;
+    let number = |at: usize| {
+        let digits = std::str::from_utf8(bytes.get(at..at + 8)?).ok()?;
+        usize::from_str_radix(digits, 16).ok()
+    };
+    let (mut at, mut found) = (0, false);
+    while bytes.get(at..at + 6)? == b"070701" {
+        let (size, name_size) = (number(at + 54)?, number(at + 94)?);
+        let name = bytes.get(at + HEADER..at + HEADER + name_size.checked_sub(1)?)?;
+        found |= name.starts_with(b"kernel/x86/microcode/");
+        at = (at + HEADER + name_size).next_multiple_of(4).checked_add(size)?.next_multiple_of(4);
+        if name == b"TRAILER!!!" {
+            // Up to the next archive there are zeros.
+            let zeros = bytes.get(at..)?.iter().take_while(|byte| **byte == 0).count();
+            return found.then_some(at + zeros);
+        }
+    }
+    None
+}
+
+/// What this program was linked with when it was started, its interpreter included.
+fn libraries(sysroot: &Sysroot, program: &Path) -> BTreeSet<PathBuf> {
+    let maps = sysroot.text("proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let mapped: BTreeSet<PathBuf> =
+        paths.filter(|path| path.starts_with('/') && path.contains(".so")).map(PathBuf::from).collect();
+    let interpreter = interpreter(program);
+    // Mapped by its real path, named in the program by another.
+    mapped.into_iter().chain(interpreter).filter(|path| path != program).collect()
+}
+
+/// A field of an ELF file.
+fn field(bytes: &[u8], at: usize, length: usize) -> Option<usize> {
+    let mut word = [0; 8];
+    word[..length].copy_from_slice(bytes.get(at..at + length)?);
+    usize::try_from(u64::from_le_bytes(word)).ok()
+}
+
+/// A program header: its type, and offset and length in the file.
+fn segments(elf: &[u8]) -> Option<Vec<(usize, usize, usize)>> {
+    let (table, size, count) = (field(elf, 32, 8)?, field(elf, 54, 2)?, field(elf, 56, 2)?);
+    let segment = |index: usize| {
+        let at = table + index * size;
+        Some((field(elf, at, 4)?, field(elf, at + 8, 8)?, field(elf, at + 32, 8)?))
+    };
+    (0..count).map(segment).collect()
+}
+
+/// The path of the ELF interpreter that a program names.
+fn interpreter(program: &Path) -> Option<PathBuf> {
+    const PT_INTERP: usize = 3;
+    let bytes = fs::read(program).ok()?;
+    let (_, offset, length) = segments(&bytes)?.into_iter().find(|(kind, ..)| *kind == PT_INTERP)?;
+    let text = bytes.get(offset..offset + length)?.split(|byte| *byte == 0).next()?;
+    Some(PathBuf::from(String::from_utf8_lossy(text).into_owned()))
+}
+
+/// What of an ELF file is needed to run it: no symbols, and nothing for debuggers.
+fn loadable(mut elf: Vec<u8>) -> Vec<u8> {
+    // Offset of the section headers; their size and number, and the one with the names.
+    const SECTION_TABLE: [std::ops::Range<usize>; 2] = [40..48, 58..64];
+    let ends = segments(&elf).unwrap_or_default().into_iter().map(|(_, offset, length)| offset + length);
+    if let Some(end) = ends.max().filter(|end| *end >= SECTION_TABLE[1].end && *end <= elf.len()) {
+        elf.truncate(end);
+        SECTION_TABLE.into_iter().for_each(|range| elf[range].fill(0));
+    }
+    elf
+}
+
+/// Files of modules in the order in which they are to be put in.
+fn modules(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
+    // The disks whose state is compared with the image's, besides the one that holds it.
+    let disks = disks::mounted(sysroot)?.into_iter().map(|mount| mount.device);
+    let mut wanted: Vec<String> =
+        disks.chain([image.to_owned()]).flat_map(|path| disk_modules(&path, sysroot)).collect();
+    wanted.splice(0..0, storage_modules(sysroot));
+    let mut files = Vec::new();
+    for name in wanted {
+        for file in with_dependencies(&name)? {
+            if !files.contains(&file) {
+                files.push(file);
+            }
+        }
+    }
+    let driver = match &args.module.module {
+        Some(path) => vec![path.clone()],
+        None => with_dependencies("mercury")?,
+    };
+    if driver.is_empty() {
+        return Err(Error::new(Exit::Failed, "the driver is not installed for the running kernel").hint(
+            "`dkms status mercury` shows its state; or name the file with --module or MERCURY_MODULE",
+        ));
+    }
+    files.extend(driver);
+    Ok(files)
+}
+
+/// The modules of whatever storage there is on PCI, and of USB's controllers: not all disks hang below their drivers.
+fn storage_modules(sysroot: &Sysroot) -> Vec<String> {
+    let is_storage = |class: &str| class.starts_with("0x01") || class.starts_with("0x0c03");
+    let module = |address: &String| {
+        let folder = format!("sys/bus/pci/devices/{address}");
+        let class = sysroot.text(&format!("{folder}/class"))?;
+        let module = fs::canonicalize(sysroot.path(&format!("{folder}/driver/module"))).ok()?;
+        is_storage(&class).then(|| module.file_name().map(|name| name.to_string_lossy().into_owned()))?
+    };
+    sysroot.names("sys/bus/pci/devices").iter().filter_map(module).collect()
+}
+
+/// The modules of the drivers on the way from a disk, or from a file on it, to the root of all devices.
+fn disk_modules(path: &Path, sysroot: &Sysroot) -> Vec<String> {
+    let Ok(found) = fs::metadata(path) else { return Vec::new() };
+    let number = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
+    let device = format!("sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    let Ok(mut folder) = fs::canonicalize(sysroot.path(&device)) else { return Vec::new() };
+    let mut names = Vec::new();
+    while folder.starts_with("/sys/devices") {
+        for link in ["driver/module", "device/driver/module"] {
+            if let Ok(module) = fs::canonicalize(folder.join(link))
+                && let Some(name) = module.file_name()
+            {
+                names.push(name.to_string_lossy().into_owned());
+            }
+        }
+        folder.pop();
+    }
+    names.reverse();
+    // A disk on SCSI is another module's than its controller.
+    names.push("sd_mod".into());
+    names
+}
+
+/// A module's file after those that it needs; nothing if it is built in.
+fn with_dependencies(name: &str) -> Result<Vec<PathBuf>> {
+    let output = Command::new("modprobe").args(["--show-depends", "--ignore-install", name]).output();
+    let output = output.map_err(|error| failed("modprobe", &error))?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    Ok(said
+        .lines()
+        .filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next())
+        .map(PathBuf::from)
+        .collect())
+}
+
+/// A module as the kernel takes it.
+fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
+    let tool = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        Some("gz") => "gzip",
+        _ => return fs::read(path),
+    };
+    let output = Command::new(tool).arg("-dc").arg(path).output()?;
+    if output.status.success() {
+        Ok(output.stdout)
+    } else {
+        Err(io::Error::other(format!("{tool}: {}", output.status)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn microcode_comes_first() {
+        let mut early = Archive::default();
+        early.file("kernel/x86/microcode/AuthenticAMD.bin", b"odd");
+        let mut early = early.finish();
+        early.resize(early.len().next_multiple_of(512), 0);
+        let whole = [&early[..], b"\x28\xb5\x2f\xfd compressed"].concat();
+        assert_eq!(early_end(&whole), Some(early.len()));
+        let mut other = Archive::default();
+        other.file("init", b"x");
+        assert_eq!(early_end(&other.finish()), None);
+        assert_eq!(early_end(&early[..100]), None);
+        assert_eq!(early_end(b""), None);
+    }
+
+    #[test]
+    fn programs_keep_what_runs() {
+        let program = fs::read(std::env::current_exe().expect("a path")).expect("a file");
+        let stripped = loadable(program.clone());
+        assert!(stripped.len() < program.len());
+        assert_eq!(segments(&stripped), segments(&program));
+        assert_eq!(loadable(b"#!/bin/sh".to_vec()), b"#!/bin/sh");
+    }
+}

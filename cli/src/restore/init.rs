@@ -1,0 +1,106 @@
+//! This program as the first process of the small system: it mounts what it needs, puts in drivers, waits for the
+//! image, and brings the machine back. If that fails it says why, and restarts the machine after a while.
+
+use rustix::{
+    fs::{Mode, OFlags},
+    mount::{MountFlags, mount},
+};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Names the image on the kernel's command line.
+pub const WORD: &str = "mercury.restore";
+/// On the command line too: see `--force-disks`.
+pub const FORCE_DISKS: &str = "mercury.force-disks";
+/// A list of modules, one file a line, in the order in which they are put in.
+pub const MODULES: &str = "modules/list";
+
+/// How long the disk may take to appear.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long the reason can be read before the machine restarts.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+
+/// Whether this process is the first, of the small system.
+#[must_use]
+pub fn is_init() -> bool {
+    std::process::id() == 1 && Path::new("/").join(MODULES).exists()
+}
+
+/// The first process.
+#[must_use]
+pub fn run() -> ExitCode {
+    for (source, target, kind) in
+        [("proc", "/proc", "proc"), ("sysfs", "/sys", "sysfs"), ("dev", "/dev", "devtmpfs")]
+    {
+        // One that the kernel has mounted itself is there.
+        let _ = mount(source, target, kind, MountFlags::empty(), None::<&std::ffi::CStr>);
+    }
+    insert_modules();
+    let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    let image = line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('='));
+    match image {
+        Some(image) => restore(image, line.split_whitespace().any(|word| word == FORCE_DISKS)),
+        None => eprintln!("mercury: the command line has no {WORD}=IMAGE"),
+    }
+    eprintln!("mercury: the machine could not be brought back; it restarts in {} s", LAST_WORDS.as_secs());
+    thread::sleep(LAST_WORDS);
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
+    ExitCode::FAILURE
+}
+
+fn insert_modules() {
+    let list = fs::read_to_string(Path::new("/").join(MODULES)).unwrap_or_default();
+    for name in list.lines() {
+        let file = rustix::fs::open(format!("/{name}"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let result = file.and_then(|file| rustix::system::finit_module(&file, c"", 0));
+        if let Err(error) = result
+            && error != rustix::io::Errno::EXIST
+        {
+            eprintln!("mercury: {name}: {error}");
+        }
+    }
+}
+
+/// The disk with the image: the one of that name, or the only one that has one. Names change from boot to boot.
+fn find(image: &str) -> Option<PathBuf> {
+    let has_one = |device: &PathBuf| {
+        let mut magic = [0; mercury_image::MAGIC.len()];
+        let read = fs::File::open(device).and_then(|mut file| io::Read::read_exact(&mut file, &mut magic));
+        read.is_ok() && magic == mercury_image::MAGIC
+    };
+    let named = PathBuf::from(image);
+    if has_one(&named) {
+        return Some(named);
+    }
+    let names = fs::read_dir("/sys/class/block").into_iter().flatten().flatten();
+    let mut found = names.map(|entry| Path::new("/dev").join(entry.file_name())).filter(has_one);
+    found.next().filter(|_| found.next().is_none())
+}
+
+fn restore(image: &str, force_disks: bool) {
+    let end = Instant::now() + PATIENCE;
+    let mut device = find(image);
+    while device.is_none() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(50));
+        device = find(image);
+    }
+    let Some(device) = device else {
+        eprintln!("mercury: there is no image on {image}, nor on any other disk alone");
+        return;
+    };
+    let mut command = Command::new("/init");
+    command.args(["restore", "--here"]).arg(device);
+    if force_disks {
+        command.arg("--force-disks");
+    }
+    match command.status() {
+        Ok(status) => eprintln!("mercury: {status}"),
+        Err(error) => eprintln!("mercury: {error}"),
+    }
+}

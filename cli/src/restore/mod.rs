@@ -1,0 +1,211 @@
+//! `mercury restore`: brings a machine back from its image, in place of this one.
+//!
+//! Only a small kernel can do it: one that was booted with `mem=` and knows little of memory ([`environment`] makes it
+//! of this system's own kernel; [`init`] is its first process). There every page of the image is loaded to its own
+//! address by the driver, and the machine goes on behind the instant at which the image was made.
+
+pub mod environment;
+pub mod fit;
+pub mod init;
+
+use crate::{
+    args::RestoreArgs,
+    checkpoint::{describe, stream::image_error},
+    commands::{self, Say},
+    device::{Access, Device, Restart},
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    module,
+    output::{Render, Text, bytes},
+    progress,
+    sysroot::Sysroot,
+};
+use mercury_abi::restart::{
+    LoadEntry, MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC,
+    RestartCpu, RestartRange,
+};
+use mercury_image::{Chunk, Kind, Machine, Reader};
+use serde::Serialize;
+use std::{
+    fs::File,
+    io::BufReader,
+    path::{Path, PathBuf},
+};
+
+const BUFFER: usize = 1 << 20;
+/// How long the small system waits for disks besides the image's.
+const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+
+/// What was prepared.
+#[derive(Clone, Debug, Serialize)]
+pub struct Prepared {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial RAM disk.
+    pub initramfs: PathBuf,
+    /// The kernel's command line.
+    pub command_line: String,
+}
+
+impl Render for Prepared {
+    fn render(&self, to: &mut Text) {
+        to.line(format!("kernel: {}", self.kernel.display()));
+        to.line(format!("initial RAM disk: {}", self.initramfs.display()));
+        to.wrapped("command line: ", &self.command_line);
+    }
+}
+
+/// Restores.
+///
+/// # Errors
+/// If the image is damaged or does not fit, or this machine cannot do it. Nothing was given up then.
+pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
+    commands::need_root("restore")?;
+    if args.here {
+        return bring_back(args).map(|()| Exit::Done);
+    }
+    let sysroot = Sysroot::default();
+    let image = block_device(&args.image)?;
+    if let Some(folder) = &args.prepare {
+        let prepared = environment::write(args, &image, folder, &sysroot)?;
+        say.done(&prepared);
+        return Ok(Exit::Done);
+    }
+    let machine = verify(&image)?;
+    let mut reasons = fit::differences(&machine, &describe::describe(&sysroot));
+    let (cpus, online) = (machine.cpus.len(), sysroot.online_cpus().iter().count());
+    if cpus != online {
+        reasons.push(format!("{online} CPUs are online, {cpus} were in the image's machine"));
+    }
+    refuse(&image, reasons)?;
+    refuse_disks(args, &machine)?;
+    environment::start(args, &image, &sysroot)?;
+    Ok(Exit::Done)
+}
+
+/// The small system has disks, and nothing mounted.
+fn block_device(image: &Path) -> Result<PathBuf> {
+    use std::os::unix::fs::FileTypeExt;
+    let path = image.canonicalize().map_err(|error| unreadable(image, &error))?;
+    let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
+    if is_device && !path.to_string_lossy().contains(char::is_whitespace) {
+        return Ok(path);
+    }
+    Err(Error::new(Exit::Failed, format!("{} is no block device", image.display())).hint(
+        "the small system that restores mounts nothing: copy the image to a partition of its own, \
+         `cp FILE /dev/…`, and name that",
+    ))
+}
+
+/// What is in memory must not meet disks that have moved on.
+fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
+    let changed = fit::changed_disks(&machine.file_systems);
+    if changed.is_empty() || args.force_disks {
+        return Ok(());
+    }
+    let text = format!("the disks are not as they were at the instant: {}", changed.join("; "));
+    Err(Error::new(Exit::Failed, text).hint(
+        "put back the snapshot that was made with the image; if they are mounted, unmount them, or start from the boot \
+         menu (--prepare). --force-disks restores all the same, and destroys file systems",
+    ))
+}
+
+/// Reads the whole image; what it says of its machine, if it is whole.
+fn verify(image: &Path) -> Result<Machine> {
+    let deferred = Deferred::begin();
+    let file = open(image)?;
+    let length = file.metadata().map_or(0, |found| found.len());
+    let mut shown = std::time::Instant::now();
+    let mut reader = Reader::open(BufReader::with_capacity(BUFFER, file)).map_err(image_error)?;
+    while reader.next_chunk().map_err(image_error)?.is_some() {
+        if deferred.requested() {
+            return Err(Error::new(Exit::Interrupted, "interrupted; nothing was changed"));
+        }
+        if shown.elapsed().as_millis() >= 500 {
+            shown = std::time::Instant::now();
+            let of = if length > 0 { format!(" of {}", bytes(length)) } else { String::new() };
+            progress::line(&format!("checking the image: {}{of}", bytes(reader.offset())));
+        }
+    }
+    progress::line("");
+    Ok(reader.machine().clone())
+}
+
+fn open(image: &Path) -> Result<File> {
+    File::open(image).map_err(|error| unreadable(image, &error))
+}
+
+fn unreadable(image: &Path, error: &std::io::Error) -> Error {
+    Error::new(Exit::Failed, format!("{} cannot be read: {error}", image.display()))
+        .hint("name the device that `mercury checkpoint` wrote")
+}
+
+fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    let text = format!("{} does not fit this machine: {}", image.display(), reasons.join("; "));
+    Err(Error::new(Exit::Impossible, text)
+        .hint("restore it where it was made, or on a machine that is equal to that"))
+}
+
+/// In the small kernel: loads the image and goes on in it. Returns only if that fails.
+fn bring_back(args: &RestoreArgs) -> Result<()> {
+    let machine = verify(&args.image)?;
+    refuse(&args.image, fit::differences(&machine, &describe::describe(&Sysroot::default())))?;
+    fit::wait_for_disks(&machine.file_systems, DISKS_PATIENCE);
+    refuse_disks(args, &machine)?;
+    module::insert(args.module.module.as_deref(), &Sysroot::default())?;
+    let device = Device::open(Access::Control)?;
+    device.restore_begin(&restart(&machine))?;
+    load(&device, &args.image)?;
+    device.restore_go()
+}
+
+fn load(device: &Device, image: &Path) -> Result<()> {
+    let file = open(image)?;
+    let mut reader = Reader::open(BufReader::with_capacity(BUFFER, file)).map_err(image_error)?;
+    let (mut frames, mut shown) = (0_u64, std::time::Instant::now());
+    while let Some(chunk) = reader.next_chunk().map_err(image_error)? {
+        let Chunk { frames: found, data } = chunk;
+        let entries: Vec<_> = found
+            .iter()
+            .map(|frame| LoadEntry { frame_phys: frame.phys, source: frame.source_word() })
+            .collect();
+        device.restore_load(&entries, &data)?;
+        frames += entries.len() as u64;
+        if shown.elapsed().as_millis() >= 500 {
+            shown = std::time::Instant::now();
+            progress::line(&format!("loading: {}", bytes(frames * 4096)));
+        }
+    }
+    progress::line("");
+    Ok(())
+}
+
+/// A machine as the driver is told of it.
+fn restart(machine: &Machine) -> Restart {
+    let kind = |kind| if kind == Kind::Kept { MERCURY_RANGE_KEPT } else { MERCURY_RANGE_FREE };
+    let flag = |set, flag| if set { flag } else { 0 };
+    Restart {
+        flags: flag(machine.resume.five_level, MERCURY_RESTART_FIVE_LEVEL)
+            | flag(machine.resume.x2apic, MERCURY_RESTART_X2APIC),
+        resume_virt: machine.resume.virt,
+        resume_phys: machine.resume.phys,
+        cpus: machine
+            .cpus
+            .iter()
+            .map(|cpu| RestartCpu { cpu: cpu.cpu, apic_id: cpu.apic_id, saved_phys: cpu.saved_phys })
+            .collect(),
+        ranges: machine
+            .ranges
+            .iter()
+            .map(|range| RestartRange {
+                start_phys: range.start_phys,
+                pages: range.pages,
+                kind: kind(range.kind),
+            })
+            .collect(),
+    }
+}

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What of a CPU is not in memory, and bringing it back. Everything here runs on the CPU itself, with
+ * interrupts off, while no other task can run.
+ *
+ * A machine is brought back by the same kernel on the same processors, so what the kernel sets once at boot
+ * is there already; kept is what differs between two boots or between two moments.
+ */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/gfp.h>
+#include <linux/io.h>
+#include <linux/mm.h>
+#include <linux/slab.h>
+#include <asm/apic.h>
+#include <asm/debugreg.h>
+#include <asm/desc.h>
+#include <asm/fpu/xcr.h>
+#include <asm/msr.h>
+
+#include "mercury.h"
+
+/* MSRs, in the order in which they are written; one that a processor lacks is skipped. */
+static const u32 kept_msrs[] = {
+	MSR_EFER, MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
+	MSR_IA32_SYSENTER_CS, MSR_IA32_SYSENTER_ESP, MSR_IA32_SYSENTER_EIP,
+	MSR_IA32_CR_PAT, MSR_TSC_AUX, MSR_IA32_MISC_ENABLE, MSR_IA32_SPEC_CTRL,
+	/* MSR_IA32_XSS, MSR_IA32_XFD, MSR_IA32_XFD_ERR */
+	0x00000da0, 0x000001c4, 0x000001c5,
+	/* CET: U_CET, PL3_SSP, then S_CET, PL0_SSP, the table of shadow stacks; PKRS */
+	0x000006a0, 0x000006a7, 0x000006a2, 0x000006a4, 0x000006a8, 0x000006e1,
+	/* AMD's virtual SPEC_CTRL, load-store and decode configuration; Intel's TSX_CTRL, MCU_OPT_CTRL */
+	0xc001011f, 0xc0011020, 0xc0011029, 0x00000122, 0x00000123,
+	/* UMWAIT_CONTROL, ENERGY_PERF_BIAS, HWP_REQUEST, MISC_FEATURES_ENABLES, PASID, PQR_ASSOC */
+	0x000000e1, 0x000001b0, 0x00000774, 0x00000140, 0x00000d93, 0x00000c8f,
+	/* KVM's clock, steal time, page faults and ends of interrupts: beneath KVM they are addresses */
+	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04,
+	/* DS_AREA */
+	0x00000600,
+	/* Performance counters: Intel's, then AMD's; what starts them comes last. */
+	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
+	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
+	0xc0010201, 0xc0010203, 0xc0010205, 0xc0010207, 0xc0010209, 0xc001020b,
+	0x00000186, 0x00000187, 0x00000188, 0x00000189, 0x0000018a, 0x0000018b, 0x0000018c, 0x0000018d,
+	0xc0010200, 0xc0010202, 0xc0010204, 0xc0010206, 0xc0010208, 0xc001020a,
+	0x0000038d, 0x0000038f, 0xc0000301,
+	MSR_IA32_DEBUGCTLMSR,
+};
+
+/* Registers of the local APIC that are kept, by their offset in xAPIC mode. */
+static const u16 kept_apic[] = {
+	APIC_SPIV, APIC_TASKPRI, APIC_LVTTHMR, APIC_LVTPC, APIC_LVT0, APIC_LVT1, APIC_LVTERR, APIC_LVTT,
+	APIC_TDCR, APIC_TMICT,
+};
+
+#define APIC_VECTOR_WORDS	8
+/* A timer that was running fires so many ticks after the machine has been brought back. */
+#define TIMER_SOON		2000
+#define TIMER_SOON_TSC		100000
+
+struct mercury_cpu_state {
+	/* First: what mercury_resume needs. */
+	struct mercury_saved_cpu saved;
+	u64 msr[ARRAY_SIZE(kept_msrs)];
+	u64 has_msr[BITS_TO_LONGS(ARRAY_SIZE(kept_msrs))];
+	unsigned long dr[4], dr6, dr7;
+	u16 ldt;
+	u64 xcr0;
+	u32 apic[ARRAY_SIZE(kept_apic)];
+	u32 apic_ldr, apic_dfr;
+	bool has_deadline;
+	/* Interrupts that were pending. */
+	u32 requests[APIC_VECTOR_WORDS];
+	u32 xsave_size;
+};
+
+static DEFINE_PER_CPU(struct mercury_cpu_state *, states);
+
+bool mercury_x2apic(void)
+{
+	return __rdmsr(MSR_IA32_APICBASE) & X2APIC_ENABLE;
+}
+
+static u32 apic_get(u32 offset)
+{
+	if (mercury_x2apic())
+		return __rdmsr(APIC_BASE_MSR + (offset >> 4));
+	return readl((void __iomem *)(APIC_BASE + offset));
+}
+
+static void apic_put(u32 offset, u32 value)
+{
+	if (mercury_x2apic())
+		native_wrmsr(APIC_BASE_MSR + (offset >> 4), value, 0);
+	else
+		writel(value, (void __iomem *)(APIC_BASE + offset));
+}
+
+/* The ID of this CPU's local APIC. */
+u32 mercury_apic_id(void)
+{
+	u32 id = apic_get(APIC_ID);
+
+	return mercury_x2apic() ? id : id >> 24;
+}
+
+static size_t xsave_offset(void)
+{
+	return ALIGN(sizeof(struct mercury_cpu_state), 64);
+}
+
+static void free_state(int cpu)
+{
+	struct mercury_cpu_state *state = per_cpu(states, cpu);
+
+	if (state)
+		free_pages_exact(state, xsave_offset() + state->xsave_size);
+	per_cpu(states, cpu) = NULL;
+}
+
+void mercury_states_free(void)
+{
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		free_state(cpu);
+}
+
+/* Room for the state of each CPU, in memory that a snapshot keeps. */
+u32 mercury_states_allocate(const struct cpumask *cpus)
+{
+	u32 size = 512;
+	int cpu;
+
+	if (native_read_cr4() & X86_CR4_OSXSAVE)
+		size = cpuid_ebx(0xd);
+	for_each_cpu(cpu, cpus) {
+		struct mercury_cpu_state *state;
+
+		state = alloc_pages_exact(xsave_offset() + size, GFP_KERNEL | __GFP_ZERO);
+		if (!state)
+			return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
+		state->xsave_size = size;
+		per_cpu(states, cpu) = state;
+	}
+	return MERCURY_CODE_OK;
+}
+
+struct mercury_saved_cpu *mercury_state_of(int cpu)
+{
+	return &per_cpu(states, cpu)->saved;
+}
+
+static void *xsave_area(const struct mercury_cpu_state *state)
+{
+	return (void *)state + xsave_offset();
+}
+
+static void save_extended(struct mercury_cpu_state *state)
+{
+	if (!(state->saved.cr4 & X86_CR4_OSXSAVE)) {
+		asm volatile("fxsaveq %0" : "=m" (*(u8 (*)[512])xsave_area(state)));
+		return;
+	}
+	state->xcr0 = xgetbv(XCR_XFEATURE_ENABLED_MASK);
+	asm volatile("xsaveq (%[area])"
+		     : : [area] "r" (xsave_area(state)), "a" (-1), "d" (-1) : "memory");
+}
+
+static void load_extended(const struct mercury_cpu_state *state)
+{
+	if (!(state->saved.cr4 & X86_CR4_OSXSAVE)) {
+		asm volatile("fxrstorq %0" : : "m" (*(u8 (*)[512])xsave_area(state)));
+		return;
+	}
+	xsetbv(XCR_XFEATURE_ENABLED_MASK, state->xcr0);
+	asm volatile("xrstorq (%[area])"
+		     : : [area] "r" (xsave_area(state)), "a" (-1), "d" (-1) : "memory");
+}
+
+static void save_msrs(struct mercury_cpu_state *state)
+{
+	unsigned int i;
+
+	memset(state->has_msr, 0, sizeof(state->has_msr));
+	for (i = 0; i < ARRAY_SIZE(kept_msrs); i++)
+		if (!rdmsrl_safe(kept_msrs[i], &state->msr[i]))
+			__set_bit(i, (unsigned long *)state->has_msr);
+	/* Nothing of hardware virtualization comes back. */
+	state->msr[0] &= ~(u64)EFER_SVME;
+}
+
+static void load_msrs(const struct mercury_cpu_state *state)
+{
+	unsigned int i;
+	u64 value;
+
+	for (i = 0; i < ARRAY_SIZE(kept_msrs); i++) {
+		if (!test_bit(i, (const unsigned long *)state->has_msr))
+			continue;
+		if (!rdmsrl_safe(kept_msrs[i], &value) && value != state->msr[i])
+			wrmsrl_safe(kept_msrs[i], state->msr[i]);
+	}
+}
+
+static void save_apic(struct mercury_cpu_state *state)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(kept_apic); i++)
+		state->apic[i] = apic_get(kept_apic[i]);
+	if (!mercury_x2apic()) {
+		state->apic_ldr = apic_get(APIC_LDR);
+		state->apic_dfr = apic_get(APIC_DFR);
+	}
+	state->has_deadline = (apic_get(APIC_LVTT) & APIC_LVT_TIMER_TSCDEADLINE) != 0;
+}
+
+/* The timer fires soon if it was to fire at all: the kernel then looks at its clock. */
+static void load_apic(const struct mercury_cpu_state *state)
+{
+	unsigned int i;
+
+	if (!mercury_x2apic()) {
+		apic_put(APIC_DFR, state->apic_dfr);
+		apic_put(APIC_LDR, state->apic_ldr);
+	}
+	for (i = 0; i < ARRAY_SIZE(kept_apic); i++) {
+		u32 value = state->apic[i];
+		bool periodic = (apic_get(APIC_LVTT) & APIC_LVT_TIMER_PERIODIC) != 0;
+
+		if (kept_apic[i] == APIC_TMICT && value && !periodic)
+			value = TIMER_SOON;
+		apic_put(kept_apic[i], value);
+	}
+	if (state->has_deadline)
+		wrmsrl_safe(MSR_IA32_TSC_DEADLINE, rdtsc() + TIMER_SOON_TSC);
+}
+
+/* Notes the interrupts that are pending at this CPU, before anything touches its local APIC. */
+void mercury_requests_save(void)
+{
+	struct mercury_cpu_state *state = this_cpu_read(states);
+	unsigned int i;
+
+	for (i = 0; i < APIC_VECTOR_WORDS; i++)
+		state->requests[i] = apic_get(APIC_IRR + 16 * i);
+}
+
+/* Makes them pending again, when the local APIC works. */
+void mercury_requests_load(void)
+{
+	const struct mercury_cpu_state *state = this_cpu_read(states);
+	unsigned int vector;
+
+	for (vector = 32; vector < 32 * APIC_VECTOR_WORDS; vector++) {
+		if (!(state->requests[vector / 32] >> (vector % 32) & 1))
+			continue;
+		if (mercury_x2apic()) {
+			native_wrmsr(APIC_BASE_MSR + (APIC_SELF_IPI >> 4), vector, 0);
+			continue;
+		}
+		while (apic_get(APIC_ICR) & APIC_ICR_BUSY)
+			cpu_relax();
+		apic_put(APIC_ICR, APIC_DEST_SELF | APIC_DM_FIXED | vector);
+	}
+}
+
+static void save_registers(struct mercury_cpu_state *state)
+{
+	struct mercury_saved_cpu *saved = &state->saved;
+	struct desc_ptr table;
+
+	saved->virt = (u64)saved;
+	saved->cr0 = read_cr0();
+	saved->cr3 = __native_read_cr3();
+	saved->cr4 = native_read_cr4();
+	if (mercury_cpu(smp_processor_id())->vmxe)
+		saved->cr4 &= ~X86_CR4_VMXE;
+	saved->fs_base = __rdmsr(MSR_FS_BASE);
+	saved->gs_base = __rdmsr(MSR_GS_BASE);
+	saved->kernel_gs_base = __rdmsr(MSR_KERNEL_GS_BASE);
+	native_store_gdt(&table);
+	saved->gdtr.limit = table.size;
+	saved->gdtr.base_virt = table.address;
+	store_idt(&table);
+	saved->idtr.limit = table.size;
+	saved->idtr.base_virt = table.address;
+	store_ldt(state->ldt);
+	state->dr[0] = native_get_debugreg(0);
+	state->dr[1] = native_get_debugreg(1);
+	state->dr[2] = native_get_debugreg(2);
+	state->dr[3] = native_get_debugreg(3);
+	state->dr6 = native_get_debugreg(6);
+	state->dr7 = native_get_debugreg(7);
+}
+
+/* LTR wants a descriptor that is not busy. The table that the CPU uses cannot be written to. */
+static void load_task_register(void)
+{
+	tss_desc *descriptor;
+	struct desc_ptr table;
+
+	load_direct_gdt(smp_processor_id());
+	native_store_gdt(&table);
+	descriptor = (void *)(table.address + GDT_ENTRY_TSS * 8);
+	descriptor->type = DESC_TSS;
+	asm volatile("ltr %w0" : : "q" (GDT_ENTRY_TSS * 8));
+	load_fixmap_gdt(smp_processor_id());
+}
+
+static void load_registers(const struct mercury_cpu_state *state)
+{
+	load_task_register();
+	asm volatile("lldt %w0" : : "q" (state->ldt));
+	native_set_debugreg(7, 0);
+	native_set_debugreg(0, state->dr[0]);
+	native_set_debugreg(1, state->dr[1]);
+	native_set_debugreg(2, state->dr[2]);
+	native_set_debugreg(3, state->dr[3]);
+	native_set_debugreg(6, state->dr6);
+}
+
+/* Saves all but what mercury_save() does, which wants its caller's stack: to be called with the result. */
+struct mercury_saved_cpu *mercury_state_save(void)
+{
+	struct mercury_cpu_state *state = this_cpu_read(states);
+	unsigned int i;
+
+	save_registers(state);
+	save_msrs(state);
+	save_extended(state);
+	save_apic(state);
+	/* What has come while the kernel's core was suspended. */
+	for (i = 0; i < APIC_VECTOR_WORDS; i++)
+		state->requests[i] |= apic_get(APIC_IRR + 16 * i);
+	return &state->saved;
+}
+
+/* The rest of what there is to be done when mercury_save() has returned for the second time. */
+void mercury_state_load(void)
+{
+	const struct mercury_cpu_state *state = this_cpu_read(states);
+
+	load_registers(state);
+	load_msrs(state);
+	load_extended(state);
+	load_apic(state);
+	native_set_debugreg(7, state->dr7);
+}

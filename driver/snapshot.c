@@ -1,0 +1,733 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Snapshots of memory: what the hypervisor needs for one, and the instant. abi/src/snapshot.rs has the
+ * order of its calls.
+ *
+ * While there is one the hypervisor maps all of the system's memory. What it keeps is System RAM, without
+ * what is written round the nested tables: the hypervisor's own memory, the shared blocks, and all that is
+ * here for the snapshot's sake. These pages are marked reserved, as the hypervisor's own are. The tables that
+ * map memory are written before the instant and after the end only.
+ */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/cpu.h>
+#include <linux/fs.h>
+#include <linux/gfp.h>
+#include <linux/ioport.h>
+#include <linux/mm.h>
+#include <linux/random.h>
+#include <linux/sizes.h>
+#include <linux/slab.h>
+#include <linux/sort.h>
+#include <linux/stop_machine.h>
+#include <linux/suspend.h>
+#include <linux/syscore_ops.h>
+#include <linux/uaccess.h>
+#include <linux/vmalloc.h>
+#include <asm/io.h>
+#include <asm/smp.h>
+#include <asm/special_insns.h>
+#include <asm/x86_init.h>
+
+#include "mercury.h"
+
+#define POOL_ORDER_MAX	9
+#define GFP_POOL	(GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY)
+/* Pieces of memory that are not kept, and ranges between them. */
+#define HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
+
+static struct {
+	bool live;
+	/* At the instant the kernel refused to stop what is its own; the CPU that asks it. */
+	int refused;
+	int first_cpu;
+	/* The first CPU is ready for the others. */
+	bool ready;
+	/* CPUs for which it was prepared; and another one came. */
+	struct cpumask cpus;
+	bool another_cpu;
+	/* This machine was brought back. */
+	bool restored;
+	/* All that was allocated for it, in pieces. */
+	struct page **pieces;
+	u8 *orders;
+	unsigned int piece_count;
+	/* What is kept, for the hypervisor. */
+	struct mercury_owned_range *memory;
+	unsigned int memory_count;
+	u64 memory_pages;
+	u64 *hashes;
+	/* Of what is kept: what devices write all the time. */
+	unsigned long *lasting;
+	unsigned long bits;
+	/* What it was prepared with. */
+	u64 flags, pool_pages;
+	/* Arguments of calls. */
+	struct mercury_page_list *list;
+	struct mercury_take_list *take;
+	void *buffer;
+} snapshot;
+
+static u32 call(u64 what, void *argument)
+{
+	u64 unused;
+
+	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, (u64)argument, &unused);
+}
+
+/* Pages that the snapshot does not keep; NULL if there are none. */
+static void *piece(unsigned int order, gfp_t flags)
+{
+	struct page *page;
+	unsigned int i;
+
+	if (snapshot.piece_count == HOLES_MAX)
+		return NULL;
+	page = alloc_pages(flags, order);
+	if (!page)
+		return NULL;
+	for (i = 0; i < 1U << order; i++)
+		SetPageReserved(page + i);
+	snapshot.orders[snapshot.piece_count] = order;
+	snapshot.pieces[snapshot.piece_count++] = page;
+	return page_address(page);
+}
+
+static void free_pieces(void)
+{
+	unsigned int i, page;
+
+	for (i = 0; i < snapshot.piece_count; i++) {
+		for (page = 0; page < 1U << snapshot.orders[i]; page++)
+			ClearPageReserved(snapshot.pieces[i] + page);
+		__free_pages(snapshot.pieces[i], snapshot.orders[i]);
+	}
+	kvfree(snapshot.pieces);
+	kvfree(snapshot.orders);
+	memset(&snapshot, 0, sizeof(snapshot));
+}
+
+/* Pages for the pool, in the largest pieces that can be had; a quarter of what is wanted will do. */
+static u32 allocate_pool(u64 pages)
+{
+	unsigned int order = POOL_ORDER_MAX;
+	u64 left = pages;
+
+	while (left) {
+		while (order && 1U << order > left)
+			order--;
+		if (piece(order, GFP_POOL)) {
+			left -= 1U << order;
+			cond_resched();
+		} else if (!order--) {
+			break;
+		}
+	}
+	return left <= pages - pages / 4 ? MERCURY_CODE_OK : MERCURY_CODE_NO_MEMORY;
+}
+
+/* Gives the pieces from `first` on to the hypervisor. */
+static u32 donate(unsigned int first)
+{
+	struct mercury_page_list *list = snapshot.list;
+	unsigned int i, page;
+	u32 code;
+
+	list->count = 0;
+	for (i = first; i < snapshot.piece_count; i++) {
+		for (page = 0; page < 1U << snapshot.orders[i]; page++) {
+			list->pages_phys[list->count++] = page_to_phys(snapshot.pieces[i] + page);
+			if (list->count < MERCURY_PAGE_LIST_MAX)
+				continue;
+			code = call(MERCURY_SNAPSHOT_CALL_DONATE, list);
+			if (code != MERCURY_CODE_OK)
+				return code;
+			list->count = 0;
+			cond_resched();
+		}
+	}
+	return call(MERCURY_SNAPSHOT_CALL_DONATE, list);
+}
+
+static int by_start(const void *left, const void *right)
+{
+	const struct mercury_owned_range *a = left, *b = right;
+
+	return a->start_phys < b->start_phys ? -1 : a->start_phys > b->start_phys;
+}
+
+struct holes {
+	struct mercury_owned_range *ranges;
+	unsigned int count;
+	u32 code;
+};
+
+static void add_hole(struct holes *holes, phys_addr_t start, u64 pages)
+{
+	if (holes->count == HOLES_MAX) {
+		holes->code = MERCURY_CODE_NO_MEMORY;
+		return;
+	}
+	holes->ranges[holes->count].start_phys = start;
+	holes->ranges[holes->count++].pages = pages;
+}
+
+/* Everything that is not to be kept, in order. */
+static void find_holes(struct holes *holes)
+{
+	struct mercury_owned_range owned;
+	unsigned int i;
+	int cpu;
+
+	for (i = 0; mercury_owned(i, &owned); i++)
+		add_hole(holes, owned.start_phys, owned.pages);
+	for_each_possible_cpu(cpu)
+		add_hole(holes, virt_to_phys(mercury_cpu(cpu)->shared),
+			 MERCURY_SHARED_CPU_SIZE / PAGE_SIZE);
+	for (i = 0; i < snapshot.piece_count; i++) {
+		phys_addr_t start = page_to_phys(snapshot.pieces[i]);
+
+		add_hole(holes, start, 1UL << snapshot.orders[i]);
+		if (holes->code == MERCURY_CODE_OK)
+			holes->code = mercury_map_memory(start,
+							 start + (PAGE_SIZE << snapshot.orders[i]));
+	}
+	sort(holes->ranges, holes->count, sizeof(*holes->ranges), by_start, NULL);
+}
+
+/* What is kept is mapped; of the hypervisor's own memory that would be too much: it has guards. */
+static int keep_sound(phys_addr_t start, phys_addr_t end, struct holes *holes)
+{
+	if (start >= end)
+		return 0;
+	if (snapshot.memory_count == HOLES_MAX) {
+		holes->code = MERCURY_CODE_NO_MEMORY;
+		return 1;
+	}
+	snapshot.memory[snapshot.memory_count].start_phys = start;
+	snapshot.memory[snapshot.memory_count++].pages = (end - start) / PAGE_SIZE;
+	snapshot.memory_pages += (end - start) / PAGE_SIZE;
+	holes->code = mercury_map_memory(start, end);
+	return holes->code != MERCURY_CODE_OK;
+}
+
+/* Memory that is broken is not read, for that would be a machine check. */
+static int keep(phys_addr_t start, phys_addr_t end, struct holes *holes)
+{
+	phys_addr_t phys;
+
+	for (phys = start; phys < end; phys += PAGE_SIZE) {
+		struct page *page = pfn_to_online_page(PHYS_PFN(phys));
+
+		if (!page || !PageHWPoison(page))
+			continue;
+		if (keep_sound(start, phys, holes))
+			return 1;
+		start = phys + PAGE_SIZE;
+	}
+	return keep_sound(start, end, holes);
+}
+
+/* One range of System RAM without the holes in it. */
+static int keep_ram(struct resource *ram, void *argument)
+{
+	phys_addr_t start = PAGE_ALIGN(ram->start), end = (ram->end + 1) & PAGE_MASK;
+	struct holes *holes = argument;
+	unsigned int i;
+
+	if (start >= end)
+		return 0;
+	for (i = 0; i < holes->count && start < end; i++) {
+		phys_addr_t hole = holes->ranges[i].start_phys;
+		phys_addr_t hole_end = hole + holes->ranges[i].pages * PAGE_SIZE;
+
+		if (hole_end <= start || hole >= end)
+			continue;
+		if (keep(start, hole, holes))
+			return 1;
+		start = hole_end;
+	}
+	return keep(start, end, holes);
+}
+
+static u32 find_memory(void)
+{
+	struct holes holes = {};
+
+	holes.ranges = kvmalloc_array(HOLES_MAX, sizeof(*holes.ranges), GFP_KERNEL);
+	if (!holes.ranges)
+		return MERCURY_CODE_NO_MEMORY;
+	find_holes(&holes);
+	if (holes.code == MERCURY_CODE_OK)
+		walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1,
+				    &holes, keep_ram);
+	kvfree(holes.ranges);
+	return holes.code;
+}
+
+static u32 allocate(const struct mercury_snapshot_request *request, unsigned int *pool)
+{
+	unsigned long pages = totalram_pages();
+
+	snapshot.pieces = kvmalloc_array(HOLES_MAX, sizeof(*snapshot.pieces), GFP_KERNEL);
+	snapshot.orders = kvmalloc_array(HOLES_MAX, sizeof(*snapshot.orders), GFP_KERNEL);
+	if (!snapshot.pieces || !snapshot.orders)
+		return MERCURY_CODE_NO_MEMORY;
+	snapshot.memory = piece(get_order(HOLES_MAX * sizeof(*snapshot.memory)), GFP_KERNEL);
+	snapshot.list = piece(0, GFP_KERNEL);
+	snapshot.take = piece(0, GFP_KERNEL);
+	snapshot.buffer = piece(ilog2(MERCURY_TAKE_LIST_MAX), GFP_KERNEL);
+	if (!snapshot.memory || !snapshot.list || !snapshot.take || !snapshot.buffer)
+		return MERCURY_CODE_NO_MEMORY;
+	/* Room for pages that memory has and the kernel does not count. */
+	pages += pages / 8;
+	snapshot.lasting = piece(get_order(pages / 8), GFP_KERNEL | __GFP_ZERO);
+	if (!snapshot.lasting)
+		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
+	snapshot.bits = pages;
+	if (request->flags & MERCURY_SNAPSHOT_HASH) {
+		snapshot.hashes = piece(get_order(pages * sizeof(u64)),
+					GFP_KERNEL | __GFP_NOWARN);
+		if (!snapshot.hashes)
+			return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
+	}
+	*pool = snapshot.piece_count;
+	return allocate_pool(request->pool_pages);
+}
+
+static u32 leave_cpu(struct mercury_cpu *m)
+{
+	call(MERCURY_SNAPSHOT_CALL_LEAVE, NULL);
+	return MERCURY_CODE_OK;
+}
+
+/* The machine is as it was before; under mercury.lock. */
+void mercury_snapshot_end(void)
+{
+	if (!snapshot.pieces && !snapshot.orders)
+		return;
+	if (snapshot.live && !snapshot.restored) {
+		cpus_read_lock();
+		mercury_on_cpus(cpu_online_mask, leave_cpu);
+		cpus_read_unlock();
+	}
+	if (!snapshot.restored)
+		call(MERCURY_SNAPSHOT_CALL_END, NULL);
+	mercury_dma_unwatch();
+	mercury_unmap_memory();
+	mercury_states_free();
+	free_pieces();
+}
+
+/* All that can be done before the instant. */
+static u32 prepare(const struct mercury_snapshot_request *request)
+{
+	unsigned int pool = 0;
+	u32 code = allocate(request, &pool);
+
+	cpus_read_lock();
+	cpumask_copy(&snapshot.cpus, cpu_online_mask);
+	if (code == MERCURY_CODE_OK)
+		code = mercury_states_allocate(&snapshot.cpus);
+	cpus_read_unlock();
+	if (code == MERCURY_CODE_OK)
+		code = find_memory();
+	if (code == MERCURY_CODE_OK)
+		code = call(MERCURY_SNAPSHOT_CALL_TABLES, (void *)mercury_tables_wide_cr3());
+	if (code == MERCURY_CODE_OK)
+		code = donate(pool);
+	if (code == MERCURY_CODE_OK && snapshot.memory_pages > snapshot.bits)
+		code = MERCURY_CODE_NO_MEMORY;
+	snapshot.flags = request->flags;
+	snapshot.pool_pages = request->pool_pages;
+	snapshot.another_cpu = false;
+	return code;
+}
+
+static u32 begin(void)
+{
+	struct mercury_snapshot_setup *setup = (void *)snapshot.take;
+	u32 code;
+
+	setup->memory_virt = (u64)snapshot.memory;
+	setup->memory_count = snapshot.memory_count;
+	setup->hashes_virt = (u64)snapshot.hashes;
+	setup->lasting_virt = (u64)snapshot.lasting;
+	setup->cpus = cpumask_weight(&snapshot.cpus);
+	setup->log = !!(snapshot.flags & MERCURY_SNAPSHOT_LOG);
+	code = call(MERCURY_SNAPSHOT_CALL_BEGIN, setup);
+	return code == MERCURY_CODE_OK ? mercury_dma_watch() : code;
+}
+
+/* Marks the pages that devices may have for good; all CPUs are here. */
+static void find_lasting(void)
+{
+	u64 number = 0, page;
+	unsigned int i;
+
+	for (i = 0; i < snapshot.memory_count; i++)
+		for (page = 0; page < snapshot.memory[i].pages; page++, number++)
+			if (mercury_dma_is_lasting(PHYS_PFN(snapshot.memory[i].start_phys) + page))
+				__set_bit(number, snapshot.lasting);
+}
+
+/*
+ * All CPUs at once, interrupts off: who comes last lets them all go on. A machine that is brought back goes
+ * on behind mercury_save(), without a hypervisor.
+ */
+static int enter(void *unused)
+{
+	bool first = smp_processor_id() == snapshot.first_cpu;
+	bool restored;
+
+	mercury_requests_save();
+	if (first) {
+		find_lasting();
+		mercury.at_instant = true;
+		snapshot.refused = syscore_suspend();
+		if (!snapshot.refused && x86_platform.save_sched_clock_state)
+			x86_platform.save_sched_clock_state();
+	}
+	/* Nobody is kept waiting in the hypervisor, where patience is limited. */
+	if (first)
+		WRITE_ONCE(snapshot.ready, true);
+	while (!READ_ONCE(snapshot.ready))
+		cpu_relax();
+	restored = mercury_save(mercury_state_save());
+	if (restored)
+		mercury_state_load();
+	else
+		this_cpu_ptr(&mercury_cpus)->code = call(MERCURY_SNAPSHOT_CALL_ENTER, NULL);
+	if (first && restored) {
+		snapshot.restored = true;
+		/* There is no hypervisor for a CPU that comes. */
+		mercury.state = MERCURY_STATE_UNLOADED;
+		mercury.want_all = false;
+		cpumask_clear(&mercury.wanted);
+		if (x86_platform.restore_sched_clock_state)
+			x86_platform.restore_sched_clock_state();
+	}
+	if (first) {
+		if (!snapshot.refused)
+			syscore_resume();
+		mercury.at_instant = false;
+	}
+	if (restored)
+		mercury_requests_load();
+	return 0;
+}
+
+/*
+ * The kernel's random generator starts afresh, before any task runs, with what the other kernel gave. It can
+ * be told so by the ioctl that user space has for it.
+ */
+static void reseed(void)
+{
+	struct mercury_saved_cpu *saved = mercury_state_of(snapshot.first_cpu);
+	struct file *file;
+	long err = -EOPNOTSUPP;
+
+	add_device_randomness(saved->seed, sizeof(saved->seed));
+	memzero_explicit(saved->seed, sizeof(saved->seed));
+	file = filp_open("/dev/urandom", O_WRONLY, 0);
+	if (IS_ERR(file)) {
+		err = PTR_ERR(file);
+	} else {
+		if (file->f_op->unlocked_ioctl)
+			err = file->f_op->unlocked_ioctl(file, RNDRESEEDCRNG, 0);
+		filp_close(file, NULL);
+	}
+	if (err)
+		pr_err("the random generator could not be seeded afresh: %ld\n", err);
+}
+
+/*
+ * In the midst of what the kernel does for hibernation: tasks are frozen and devices still. A machine that is
+ * brought back finds its devices as another kernel left them.
+ */
+static int instant(void *unused)
+{
+	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask))
+		return -EBUSY;
+	snapshot.ready = false;
+	snapshot.first_cpu = cpumask_first(cpu_online_mask);
+	stop_machine(enter, NULL, cpu_online_mask);
+	if (snapshot.restored) {
+		dpm_resume_start(PMSG_RESTORE);
+		dpm_resume_end(PMSG_RESTORE);
+		reseed();
+	}
+	return 0;
+}
+
+static u32 meet(struct mercury_outcome *outcome)
+{
+	u32 code = MERCURY_CODE_OK;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		mercury_cpu(cpu)->code = MERCURY_CODE_OK;
+	snapshot.live = true;
+	if (hibernate_quiet_exec(instant, NULL) || snapshot.refused)
+		return MERCURY_CODE_SNAPSHOT_QUIESCE;
+	if (snapshot.restored)
+		return MERCURY_CODE_OK;
+	for_each_possible_cpu(cpu) {
+		if (code != MERCURY_CODE_OK || mercury_cpu(cpu)->code == MERCURY_CODE_OK)
+			continue;
+		outcome->cpu = cpu;
+		code = mercury_cpu(cpu)->code;
+	}
+	return code;
+}
+
+static u32 fill_status(struct mercury_snapshot_request *request)
+{
+	u32 code = call(MERCURY_SNAPSHOT_CALL_STATUS, snapshot.list);
+
+	if (code == MERCURY_CODE_OK)
+		memcpy(&request->status, snapshot.list, sizeof(request->status));
+	request->memory_pages = snapshot.memory_pages;
+	return code;
+}
+
+static u32 check(const struct mercury_snapshot_request *request)
+{
+	u64 known = MERCURY_SNAPSHOT_LOG;
+
+	if (IS_ENABLED(CONFIG_MERCURY_FAULT_INJECTION))
+		known |= MERCURY_SNAPSHOT_HASH;
+	if (request->flags & ~known || request->pool_pages > totalram_pages())
+		return MERCURY_CODE_BAD_ARGUMENT;
+	if (mercury.state != MERCURY_STATE_ATTACHED ||
+	    !cpumask_subset(cpu_online_mask, &mercury.wanted))
+		return MERCURY_CODE_WRONG_MODE;
+	return MERCURY_CODE_OK;
+}
+
+/* Under mercury.lock, as all here. */
+u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request)
+{
+	u32 code = check(request);
+
+	if (code != MERCURY_CODE_OK)
+		return code;
+	if (snapshot.pieces)
+		return MERCURY_CODE_SNAPSHOT_LIVE;
+	code = prepare(request);
+	if (code != MERCURY_CODE_OK)
+		mercury_snapshot_end();
+	return code;
+}
+
+u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome)
+{
+	u32 code = check(request);
+
+	if (code != MERCURY_CODE_OK)
+		return code;
+	if (snapshot.live)
+		return MERCURY_CODE_SNAPSHOT_LIVE;
+	if (!snapshot.pieces)
+		code = prepare(request);
+	else if (request->flags != snapshot.flags || request->pool_pages != snapshot.pool_pages)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	if (code == MERCURY_CODE_OK)
+		code = begin();
+	if (code == MERCURY_CODE_OK)
+		code = meet(outcome);
+	if (snapshot.restored) {
+		mercury_snapshot_end();
+		mercury_forget();
+		request->restored = 1;
+		return MERCURY_CODE_OK;
+	}
+	if (code == MERCURY_CODE_OK)
+		code = fill_status(request);
+	if (code != MERCURY_CODE_OK)
+		mercury_snapshot_end();
+	return code;
+}
+
+/* A CPU came online beneath a snapshot: it knows nothing of that, and nobody sees what it writes. */
+void mercury_snapshot_cpu_came(void)
+{
+	WRITE_ONCE(snapshot.another_cpu, true);
+}
+
+/* What it has cost, and its end. */
+u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
+{
+	u32 code;
+
+	if (request->flags || request->pool_pages)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	if (!snapshot.live)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	code = fill_status(request);
+	if (code == MERCURY_CODE_OK && mercury_dma_missed())
+		code = MERCURY_CODE_SNAPSHOT_DEVICES;
+	if (code == MERCURY_CODE_OK && READ_ONCE(snapshot.another_cpu))
+		code = MERCURY_CODE_SNAPSHOT_LOST;
+	mercury_snapshot_end();
+	return code;
+}
+
+/* The next frames from `*cursor` on, as many as there is room for; the number of the first in *index. */
+static u32 next_frames(u64 *cursor, u64 limit, u64 room, u64 *index)
+{
+	struct mercury_take_list *take = snapshot.take;
+	u64 before = 0;
+	unsigned int i;
+
+	take->count = 0;
+	take->reserved = 0;
+	for (i = 0; i < snapshot.memory_count; i++) {
+		const struct mercury_owned_range *range = &snapshot.memory[i];
+		u64 end = min(range->start_phys + range->pages * PAGE_SIZE, limit);
+		u64 frame = max(*cursor, range->start_phys);
+
+		for (; frame < end; frame += PAGE_SIZE) {
+			if (take->count == min_t(u64, room, MERCURY_TAKE_LIST_MAX)) {
+				*cursor = frame;
+				return take->count;
+			}
+			if (!take->count)
+				*index = before + (frame - range->start_phys) / PAGE_SIZE;
+			take->entries[take->count].frame_phys = frame;
+			take->entries[take->count].to_phys =
+				virt_to_phys(snapshot.buffer) + take->count * PAGE_SIZE;
+			take->count++;
+		}
+		before += range->pages;
+	}
+	*cursor = U64_MAX;
+	return take->count;
+}
+
+/* Gives one frame that was taken to user space. */
+static int put_frame(const struct mercury_snapshot_take_request *request, u64 slot, u32 entry, u64 hash)
+{
+	u64 __user *frames = u64_to_user_ptr(request->frames_addr);
+	u64 __user *hashes = u64_to_user_ptr(request->hashes_addr);
+	void __user *data = u64_to_user_ptr(request->data_addr);
+
+	if (put_user(snapshot.take->entries[entry].frame_phys, frames + slot) ||
+	    copy_to_user(data + slot * PAGE_SIZE, snapshot.buffer + entry * PAGE_SIZE, PAGE_SIZE))
+		return -EFAULT;
+	if (request->hashes_addr && put_user(hash, hashes + slot))
+		return -EFAULT;
+	return 0;
+}
+
+int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
+{
+	u64 room = request->count, index = 0;
+	u32 count, i, code;
+
+	request->count = 0;
+	if (!snapshot.live)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
+	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))
+		return MERCURY_CODE_BAD_ARGUMENT;
+	while (request->count < room && request->cursor_phys != U64_MAX) {
+		count = next_frames(&request->cursor_phys, request->end_phys,
+				    room - request->count, &index);
+		if (!count)
+			break;
+		code = call(MERCURY_SNAPSHOT_CALL_TAKE, snapshot.take);
+		if (code != MERCURY_CODE_OK)
+			return code;
+		for (i = 0; i < count; i++) {
+			u64 hash = snapshot.hashes ? snapshot.hashes[index + i] : 0;
+
+			if (snapshot.take->taken_before & BIT_ULL(i))
+				continue;
+			if (put_frame(request, request->count, i, hash))
+				return -EFAULT;
+			request->count++;
+		}
+		if (signal_pending(current))
+			break;
+		cond_resched();
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* The CPUs of the snapshot, as far as there is room. */
+static int put_cpus(struct mercury_restart_request *request, u32 room)
+{
+	struct mercury_restart_cpu __user *cpus = u64_to_user_ptr(request->cpus_addr);
+	int cpu;
+
+	for_each_cpu(cpu, &snapshot.cpus) {
+		struct mercury_restart_cpu entry = {
+			.cpu = cpu,
+			.apic_id = per_cpu(x86_cpu_to_apicid, cpu),
+			.saved_phys = virt_to_phys(mercury_state_of(cpu)),
+		};
+
+		if (request->cpus_count < room &&
+		    copy_to_user(cpus + request->cpus_count, &entry, sizeof(entry)))
+			return -EFAULT;
+		request->cpus_count++;
+	}
+	return 0;
+}
+
+static int put_range(struct mercury_restart_request *request, u32 room, u64 start, u64 pages, u64 kind)
+{
+	struct mercury_restart_range __user *ranges = u64_to_user_ptr(request->ranges_addr);
+	struct mercury_restart_range entry = { .start_phys = start, .pages = pages, .kind = kind };
+
+	if (request->ranges_count < room &&
+	    copy_to_user(ranges + request->ranges_count, &entry, sizeof(entry)))
+		return -EFAULT;
+	request->ranges_count++;
+	return 0;
+}
+
+/* What the image holds, and what of this machine's memory it can do without. */
+static int put_ranges(struct mercury_restart_request *request, u32 room)
+{
+	struct mercury_owned_range owned;
+	unsigned int i;
+	int err = 0;
+
+	for (i = 0; !err && i < snapshot.memory_count; i++)
+		err = put_range(request, room, snapshot.memory[i].start_phys, snapshot.memory[i].pages,
+				MERCURY_RANGE_KEPT);
+	for (i = 0; !err && i < snapshot.piece_count; i++)
+		err = put_range(request, room, page_to_phys(snapshot.pieces[i]),
+				1ULL << snapshot.orders[i], MERCURY_RANGE_FREE);
+	for (i = 0; !err && mercury_owned(i, &owned); i++)
+		err = put_range(request, room, owned.start_phys, owned.pages, MERCURY_RANGE_FREE);
+	return err;
+}
+
+/* What an image must say besides the content of memory. */
+int mercury_snapshot_machine(struct mercury_restart_request *request)
+{
+	u32 cpus = request->cpus_count, ranges = request->ranges_count;
+	unsigned long text = (unsigned long)mercury_resume & PAGE_MASK;
+	struct page *next;
+	int err;
+
+	if (request->flags)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	if (!snapshot.live)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	if (native_read_cr4() & X86_CR4_LA57)
+		request->flags |= MERCURY_RESTART_FIVE_LEVEL;
+	if (mercury_x2apic())
+		request->flags |= MERCURY_RESTART_X2APIC;
+	request->resume_virt = (u64)mercury_resume;
+	request->resume_phys[0] = PFN_PHYS(vmalloc_to_pfn((void *)text));
+	next = vmalloc_to_page((void *)text + PAGE_SIZE);
+	request->resume_phys[1] = next ? page_to_phys(next) : 0;
+	request->cpus_count = 0;
+	request->ranges_count = 0;
+	err = put_cpus(request, cpus);
+	return err ? err : put_ranges(request, ranges);
+}

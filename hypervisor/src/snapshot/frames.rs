@@ -1,0 +1,79 @@
+//! One number for each frame of memory, in a tree of tables that has only what was set.
+
+use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
+use crate::paging::table::{Depth, Exhausted, TablePages};
+
+/// The numbers; 0 where none was set.
+#[derive(Clone, Copy, Debug)]
+pub struct FrameMap {
+    root: HostPhys,
+    top: PageSize,
+}
+
+impl FrameMap {
+    /// None set. Covers what nested tables of `depth` do.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no page for the root.
+    pub fn new(pages: &mut impl TablePages, depth: Depth) -> Result<Self, Exhausted> {
+        Ok(Self { root: empty_table(pages)?, top: depth.root_entry() })
+    }
+
+    /// The number of a frame.
+    pub fn get(&self, pages: &mut impl TablePages, frame: GuestPhys) -> u64 {
+        let (mut table, mut size) = (self.root, self.top);
+        loop {
+            let value = pages.table(table)[frame.index_at(size) % TABLE_ENTRIES];
+            match size.smaller() {
+                Some(smaller) if value != 0 => (table, size) = (HostPhys::new(value), smaller),
+                _ => return value,
+            }
+        }
+    }
+
+    /// Sets the number of a frame.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no page for a table: never where a number has been set before.
+    pub fn set(&self, pages: &mut impl TablePages, frame: GuestPhys, value: u64) -> Result<(), Exhausted> {
+        let (mut table, mut size) = (self.root, self.top);
+        while let Some(smaller) = size.smaller() {
+            let index = frame.index_at(size) % TABLE_ENTRIES;
+            let mut child = pages.table(table)[index];
+            if child == 0 {
+                child = empty_table(pages)?.as_u64();
+                pages.table(table)[index] = child;
+            }
+            (table, size) = (HostPhys::new(child), smaller);
+        }
+        pages.table(table)[frame.index_at(PageSize::Size4K) % TABLE_ENTRIES] = value;
+        Ok(())
+    }
+
+    /// The first frame at or after `from` with a number, and that.
+    pub fn next(&self, pages: &mut impl TablePages, from: GuestPhys) -> Option<(GuestPhys, u64)> {
+        let mut frame = from.align_down(PageSize::Size4K);
+        let end = self.top.bytes().saturating_mul(TABLE_ENTRIES as u64);
+        while frame.as_u64() < end {
+            let (mut table, mut size) = (self.root, self.top);
+            let value = loop {
+                let value = pages.table(table)[frame.index_at(size) % TABLE_ENTRIES];
+                match size.smaller() {
+                    Some(smaller) if value != 0 => (table, size) = (HostPhys::new(value), smaller),
+                    _ => break value,
+                }
+            };
+            if value != 0 {
+                return Some((frame, value));
+            }
+            frame = frame.block_end(size);
+        }
+        None
+    }
+}
+
+fn empty_table(pages: &mut impl TablePages) -> Result<HostPhys, Exhausted> {
+    let table = pages.allocate().ok_or(Exhausted)?;
+    pages.table(table).fill(0);
+    Ok(table)
+}

@@ -1,0 +1,522 @@
+//! The snapshot of this machine: what the driver's calls ([`mercury_abi::snapshot`]) do with it.
+//!
+//! It lies beside the identity map, under its lock, and lives from one call to another. No CPU is trusted to come:
+//! who waits for the others at the instant waits for a bounded time, and a CPU that leaves the hypervisor makes the
+//! snapshot worthless, not the machine.
+
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::OwnedRange;
+use mercury_abi::snapshot::{
+    PAGE_LIST_MAX, PageList, SnapshotCall, SnapshotSetup, SnapshotStatus, TAKE_LIST_MAX, TakeList,
+};
+
+use super::pool::{FreeList, Words};
+use super::view::Access;
+use super::{Counts, Log, Outcome, Pool, Snapshot};
+use crate::address::{GuestPhys, HostPhys, PAGE_SIZE};
+use crate::cpu::Area;
+use crate::exit::Answer;
+use crate::native::direct_map;
+use crate::nested::{self, Nested};
+use crate::paging::format::Format;
+use crate::paging::table::{PageTable, Table, TablePages};
+use crate::vendor::Vendor;
+use crate::x86::Hardware;
+
+/// Ticks of the TSC that a CPU waits for the others: a second, or a few.
+const PATIENCE: u64 = 1 << 32;
+
+/// CPUs that have come to the instant; [`MISSED`] and above: not all did.
+static ARRIVED: AtomicU32 = AtomicU32::new(0);
+const MISSED: u32 = 1 << 31;
+/// Root of page tables that map all of memory besides, while there may be a snapshot; 0: none.
+static WIDE_TABLES: AtomicU64 = AtomicU64::new(0);
+/// The last CPU has come and done its work.
+static OPEN: AtomicBool = AtomicBool::new(false);
+#[cfg(feature = "fault-injection")]
+const PAGE_WORDS: usize = PAGE_SIZE as usize / size_of::<u64>();
+
+/// Donated pages, at their direct-map addresses.
+#[derive(Debug)]
+struct Store {
+    free: FreeList,
+}
+
+/// A snapshot, if there is one, and the pages that it may use.
+#[derive(Debug)]
+pub(crate) struct Live<F> {
+    snapshot: Option<Snapshot<F>>,
+    store: Store,
+    memory_virt: u64,
+    memory_count: u64,
+    hashes_virt: u64,
+    lasting_virt: u64,
+    cpus: u32,
+    /// Why it is not exact, if it is not.
+    spoilt: Code,
+}
+
+/// The page at its direct-map address, as `T`.
+fn page<T>(phys: HostPhys) -> *mut T {
+    core::ptr::with_exposed_provenance_mut(phys.in_direct_map(direct_map()).as_u64() as usize)
+}
+
+struct Direct;
+
+impl Words for Direct {
+    fn first_word(&mut self, free: HostPhys) -> &mut u64 {
+        // SAFETY: a free page of the pool: the driver mapped it for the hypervisor alone, and the lock around `Live`
+        // makes this the only reference.
+        unsafe { &mut *page::<u64>(free) }
+    }
+}
+
+impl TablePages for Store {
+    fn allocate(&mut self) -> Option<HostPhys> {
+        self.free.pop(&mut Direct)
+    }
+
+    fn table(&mut self, phys: HostPhys) -> &mut Table {
+        // SAFETY: a table of the pool or of the identity map, mapped for the hypervisor alone; the lock around both
+        // makes this the only reference.
+        unsafe { &mut *page::<Table>(phys) }
+    }
+}
+
+impl Pool for Store {
+    fn release(&mut self, unused: HostPhys) {
+        self.free.push(&mut Direct, unused);
+    }
+
+    fn copy(&mut self, from: HostPhys, to: HostPhys) {
+        // SAFETY: one is the pool's or a buffer of the driver's, the other a page of the memory that the driver has
+        // mapped for the snapshot: they do not overlap. The system may write to its page meanwhile only where the
+        // content does not matter any more.
+        unsafe { core::ptr::copy_nonoverlapping(page::<u8>(from), page::<u8>(to), PAGE_SIZE as usize) };
+    }
+}
+
+impl<F> Live<F> {
+    /// None.
+    pub(crate) const fn new() -> Self {
+        let store = Store { free: FreeList::new() };
+        Self {
+            snapshot: None,
+            store,
+            memory_virt: 0,
+            memory_count: 0,
+            hashes_virt: 0,
+            lasting_virt: 0,
+            cpus: 0,
+            spoilt: Code::Ok,
+        }
+    }
+
+    /// The ranges that are kept.
+    fn memory(&self) -> &'static [OwnedRange] {
+        if self.memory_count == 0 {
+            return &[];
+        }
+        let first = core::ptr::with_exposed_provenance::<OwnedRange>(self.memory_virt as usize);
+        // SAFETY: the driver keeps the array of `Begin` where it is, and as it is, until `End`, which forgets it.
+        unsafe { core::slice::from_raw_parts(first, self.memory_count as usize) }
+    }
+}
+
+impl<F: Format<Address = GuestPhys>> Live<F> {
+    /// Whether an access beneath the snapshot can be made now. If not, it is for the identity map to answer.
+    #[inline(never)]
+    pub(crate) fn keeps(&mut self, address: GuestPhys, access: Access) -> bool {
+        let memory = self.memory();
+        let Some(snapshot) = self.snapshot.as_mut() else { return false };
+        let outcome = snapshot.fault(&mut self.store, memory, address, access);
+        if outcome != Outcome::Exhausted {
+            return matches!(outcome, Outcome::Copied | Outcome::Open);
+        }
+        self.spoil(Code::SnapshotPool);
+        true
+    }
+
+    /// After the identity map has changed.
+    pub(crate) fn adopt(&mut self, address: GuestPhys) {
+        if let Some(snapshot) = self.snapshot.as_ref() {
+            snapshot.adopt(&mut self.store, address);
+        }
+    }
+
+    /// It does not hold what memory held any more.
+    fn spoil(&mut self, because: Code) {
+        if let Some(snapshot) = self.snapshot.as_mut().filter(|snapshot| snapshot.is_exact()) {
+            snapshot.give_up();
+            self.spoilt = because;
+        }
+    }
+
+    fn donate(&mut self, list: &PageList) {
+        for phys in list.pages_phys.iter().take((list.count as usize).min(PAGE_LIST_MAX)) {
+            self.store.free.push(&mut Direct, HostPhys::new(*phys));
+        }
+    }
+
+    fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
+        if self.snapshot.is_some() {
+            return Err(Code::SnapshotLive);
+        }
+        (self.memory_virt, self.memory_count) = (setup.memory_virt, setup.memory_count);
+        (self.hashes_virt, self.lasting_virt) = (setup.hashes_virt, setup.lasting_virt);
+        (self.cpus, self.spoilt) = (setup.cpus, Code::Ok);
+        let log = if setup.log != 0 { Log::Kept } else { Log::None };
+        let memory = self.memory();
+        let snapshot = Snapshot::new(&mut self.store, base, memory, log);
+        self.snapshot = Some(snapshot.map_err(|_| Code::SnapshotPool)?);
+        Ok(())
+    }
+
+    fn take(&mut self, list: &mut TakeList) -> Result<(), Code> {
+        let memory = self.memory();
+        let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
+        list.taken_before = 0;
+        for (number, entry) in list.entries.iter().enumerate().take((list.count as usize).min(TAKE_LIST_MAX))
+        {
+            if !snapshot.is_exact() {
+                return Err(self.spoilt);
+            }
+            let (frame, to) = (GuestPhys::new(entry.frame_phys), HostPhys::new(entry.to_phys));
+            match snapshot.take(&mut self.store, memory, frame, to) {
+                Ok(true) => {}
+                Ok(false) => list.taken_before |= 1 << number,
+                Err(_) => return Err(Code::SnapshotPool),
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what devices write all the time.
+    fn copy_lasting(&mut self) {
+        if self.lasting_virt == 0 {
+            return;
+        }
+        let mut number = 0;
+        for range in self.memory() {
+            for page in 0..range.pages {
+                let word =
+                    core::ptr::with_exposed_provenance::<u64>(self.lasting_virt as usize + number / 64 * 8);
+                // SAFETY: the driver's bitmap has a bit for each page, in memory that it has mapped.
+                let lasting = unsafe { word.read() } >> (number % 64) & 1 != 0;
+                if lasting {
+                    self.keeps(GuestPhys::new(range.start_phys + page * PAGE_SIZE), Access::Write);
+                }
+                number += 1;
+            }
+        }
+    }
+
+    /// Hashes every page, for who wants to prove that what is taken is what was.
+    #[cfg(feature = "fault-injection")]
+    fn hash_all(&self) {
+        if self.hashes_virt == 0 {
+            return;
+        }
+        let mut hash = core::ptr::with_exposed_provenance_mut::<u64>(self.hashes_virt as usize);
+        for range in self.memory() {
+            for number in 0..range.pages {
+                let content = page::<u64>(HostPhys::new(range.start_phys + number * PAGE_SIZE));
+                // SAFETY: memory that the driver has mapped, while nobody writes to it; the array has a word for each
+                // page.
+                unsafe {
+                    hash.write(mercury_abi::snapshot::hash(core::slice::from_raw_parts(content, PAGE_WORDS)));
+                    hash = hash.add(1);
+                }
+            }
+        }
+    }
+
+    fn status(&self) -> SnapshotStatus {
+        let Some(snapshot) = self.snapshot.as_ref() else {
+            return SnapshotStatus { free_pages: self.store.free.count(), ..SnapshotStatus::default() };
+        };
+        let Counts { copies, copied, taken } = snapshot.counts();
+        SnapshotStatus {
+            live: 1,
+            exact: u32::from(snapshot.is_exact()),
+            free_pages: self.store.free.count(),
+            copies,
+            copied,
+            taken,
+        }
+    }
+}
+
+/// Answers [`mercury_abi::gate::Hypercall::Snapshot`]. Not a part of every exit's stack.
+#[cold]
+#[inline(never)]
+pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u64, argument: u64) -> Answer {
+    const ENTER: u64 = SnapshotCall::Enter as u64;
+    const LEAVE: u64 = SnapshotCall::Leave as u64;
+    const TABLES: u64 = SnapshotCall::Tables as u64;
+    match call {
+        ENTER => enter(area, hardware),
+        LEAVE => {
+            area.cpu.on_snapshot = 0;
+            let own = area.cpu.gate.host_cr3;
+            V::keep_own_tables(area, hardware, own);
+            Answer::NewTables(nested::root())
+        }
+        TABLES => {
+            WIDE_TABLES.store(argument, Ordering::Relaxed);
+            Answer::Hypercall(Code::Ok, 0)
+        }
+        _ => {
+            let own = hardware.own_tables();
+            let wide = WIDE_TABLES.load(Ordering::Relaxed);
+            if wide == 0 {
+                return Answer::Hypercall(Code::NoSnapshot, 0);
+            }
+            hardware.load_own_tables(wide);
+            let result = change::<V>(call, argument);
+            hardware.load_own_tables(own);
+            Answer::Hypercall(result.err().unwrap_or(Code::Ok), 0)
+        }
+    }
+}
+
+/// The argument of a call.
+fn argument<T>(address: u64) -> *mut T {
+    core::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn change<V: Vendor>(call: u64, address: u64) -> Result<(), Code> {
+    const DONATE: u64 = SnapshotCall::Donate as u64;
+    const BEGIN: u64 = SnapshotCall::Begin as u64;
+    const TAKE: u64 = SnapshotCall::Take as u64;
+    const END: u64 = SnapshotCall::End as u64;
+    const STATUS: u64 = SnapshotCall::Status as u64;
+    let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
+    let nested: &mut Nested<V::Format> = guard.as_mut().ok_or(Code::NotLoaded)?;
+    let base = nested.tables().ok_or(Code::NotLoaded)?;
+    let live = &mut nested.live;
+    // SAFETY: the driver, which is trusted as the system above is, passes the address of the call's argument in memory
+    // that it has mapped for the hypervisor, and nobody else looks at it during the call. All are made of integers.
+    unsafe {
+        match call {
+            DONATE => live.donate(&*argument(address)),
+            BEGIN => {
+                live.begin(base, &*argument(address))?;
+                ARRIVED.store(0, Ordering::Relaxed);
+                OPEN.store(false, Ordering::Relaxed);
+            }
+            TAKE => return live.take(&mut *argument(address)),
+            END => {
+                *live = Live::new();
+                WIDE_TABLES.store(0, Ordering::Relaxed);
+            }
+            STATUS => argument::<SnapshotStatus>(address).write(live.status()),
+            _ => return Err(Code::UnknownOperation),
+        }
+    }
+    Ok(())
+}
+
+/// The instant: when the last CPU is here, none of them is in the system, and they all go on with the new tables.
+fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
+    let refused = |code| Answer::Hypercall(code, 0);
+    let Some((root, cpus)) = wanted::<V>() else { return refused(Code::NoSnapshot) };
+    V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
+    let arrived = ARRIVED.fetch_add(1, Ordering::AcqRel) + 1;
+    if arrived == cpus {
+        at_the_instant::<V>();
+        OPEN.store(true, Ordering::Release);
+    } else if !wait(hardware, cpus) {
+        let own = area.cpu.gate.host_cr3;
+        V::keep_own_tables(area, hardware, own);
+        return refused(Code::SnapshotMissed);
+    }
+    area.cpu.on_snapshot = 1;
+    Answer::NewTables(root)
+}
+
+/// Waits until the last CPU says so; `false` if one did not come.
+fn wait(hardware: &mut impl Hardware, cpus: u32) -> bool {
+    let start = hardware.tsc();
+    while !OPEN.load(Ordering::Acquire) {
+        let arrived = ARRIVED.load(Ordering::Acquire);
+        if arrived & MISSED != 0 {
+            return false;
+        }
+        if arrived < cpus && hardware.tsc().wrapping_sub(start) > PATIENCE {
+            // Only while one is missing: nobody goes on then, who waits or comes later.
+            let missed = arrived | MISSED;
+            let _ = ARRIVED.compare_exchange(arrived, missed, Ordering::AcqRel, Ordering::Acquire);
+        }
+        core::hint::spin_loop();
+    }
+    true
+}
+
+/// What is done while no CPU is in the system, by one of them.
+fn at_the_instant<V: Vendor>() {
+    let Some(mut guard) = V::tables().lock() else { return };
+    let Some(nested) = guard.as_mut() else { return };
+    #[cfg(feature = "fault-injection")]
+    nested.live.hash_all();
+    nested.live.copy_lasting();
+}
+
+/// The tables to go on with, and how many CPUs.
+fn wanted<V: Vendor>() -> Option<(HostPhys, u32)> {
+    let guard = V::tables().lock()?;
+    let live = &guard.as_ref()?.live;
+    live.snapshot.as_ref().map(|snapshot| (snapshot.root(), live.cpus))
+}
+
+/// This CPU leaves the hypervisor: nobody sees what it writes.
+#[cold]
+pub fn lose<V: Vendor>(area: &mut Area<V>) {
+    area.cpu.on_snapshot = 0;
+    if let Some(mut guard) = V::tables().lock()
+        && let Some(nested) = guard.as_mut()
+    {
+        nested.live.spoil(Code::SnapshotLost);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mercury_abi::snapshot::TakeEntry;
+
+    use super::*;
+    use crate::mtrr::Mtrrs;
+    use crate::paging::format::{AmdNested, IntelExtended};
+    use crate::paging::identity::{IdentityMap, Step};
+    use crate::paging::plan::{LargestPage, Layout};
+    use crate::paging::table::Depth;
+
+    #[repr(C, align(4096))]
+    #[derive(Clone)]
+    struct Page([u8; 4096]);
+
+    /// Memory that stays. Tests' direct map begins at 0, so an address is its own frame.
+    fn leaked(count: usize) -> &'static mut [Page] {
+        vec![Page([0; 4096]); count].leak()
+    }
+
+    fn phys(page: &Page) -> u64 {
+        core::ptr::from_ref(page).expose_provenance() as u64
+    }
+
+    fn list(pages: &[Page]) -> PageList {
+        let mut list = PageList { count: pages.len() as u64, pages_phys: [0; PAGE_LIST_MAX] };
+        list.pages_phys.iter_mut().zip(pages).for_each(|(slot, page)| *slot = phys(page));
+        list
+    }
+
+    struct Machine<F> {
+        live: Live<F>,
+        base: PageTable<F>,
+        memory: &'static mut [Page],
+        buffer: &'static mut [Page],
+        setup: SnapshotSetup,
+    }
+
+    impl<F: Format<Address = GuestPhys>> Machine<F> {
+        fn new(pool: usize) -> Self {
+            let (memory, buffer) = (leaked(8), leaked(1));
+            memory.iter_mut().zip(1..).for_each(|(page, number)| page.0.fill(number));
+            let mut live = Live::<F>::new();
+            live.donate(&list(leaked(64)));
+            let layout = Layout {
+                physical_bits: 48,
+                depth: Depth::Four,
+                largest: LargestPage::OneGibibyte,
+                eager_end: GuestPhys::new(1 << 32),
+                complete_pages: 0,
+                zero_page: HostPhys::new(0x1000),
+            };
+            let mut map = IdentityMap::new(layout, Mtrrs::from_registers(0, [0; 11], &[], 48, None));
+            assert_eq!(map.build_step(&mut live.store, &[], 1000), Step::Done);
+            for page in memory.iter() {
+                assert!(map.fill(&mut live.store, GuestPhys::new(phys(page))).is_ok());
+            }
+            let base = map.tables().expect("tables");
+            // The identity map has what it needs; the snapshot gets its own.
+            live.store = Store { free: FreeList::new() };
+            live.donate(&list(leaked(pool)));
+            let range = OwnedRange { start_phys: phys(&memory[0]), pages: memory.len() as u64 };
+            let ranges: &[OwnedRange] = vec![range].leak();
+            let memory_virt = ranges.as_ptr().expose_provenance() as u64;
+            let setup = SnapshotSetup {
+                memory_virt,
+                memory_count: 1,
+                hashes_virt: 0,
+                lasting_virt: 0,
+                cpus: 1,
+                log: 0,
+            };
+            Self { live, base, memory, buffer, setup }
+        }
+
+        fn begin(&mut self) -> Result<(), Code> {
+            self.live.begin(self.base, &self.setup)
+        }
+
+        /// As a guest: the first write to a page faults.
+        fn write(&mut self, page: usize, value: u8) {
+            assert!(self.live.keeps(GuestPhys::new(phys(&self.memory[page])), Access::Write));
+            self.memory[page].0.fill(value);
+        }
+
+        fn take(&mut self, page: usize) -> Result<Option<u8>, Code> {
+            let entry = TakeEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
+            let mut list = TakeList { count: 1, ..TakeList::default() };
+            list.entries[0] = entry;
+            self.live.take(&mut list)?;
+            Ok((list.taken_before == 0).then_some(self.buffer[0].0[4095]))
+        }
+    }
+
+    fn what_was<F: Format<Address = GuestPhys>>() {
+        let mut machine = Machine::<F>::new(64);
+        assert_eq!(machine.take(0), Err(Code::NoSnapshot));
+        assert_eq!(machine.begin(), Ok(()));
+        assert_eq!(machine.begin(), Err(Code::SnapshotLive));
+        machine.write(3, 0xEE);
+        machine.write(3, 0xFF);
+        assert_eq!((machine.live.status().copies, machine.live.status().exact), (1, 1));
+        for page in 0..8 {
+            assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
+            assert_eq!(machine.take(page), Ok(None), "only once");
+            machine.write(page, 0);
+        }
+        let status = machine.live.status();
+        assert_eq!((status.copies, status.copied, status.taken), (0, 1, 8));
+    }
+
+    #[test]
+    fn what_is_taken_is_what_was() {
+        what_was::<AmdNested>();
+        what_was::<IntelExtended>();
+    }
+
+    /// The machine runs on without its snapshot, and whoever asks is told why.
+    #[test]
+    fn a_pool_that_is_too_small_spoils_the_snapshot() {
+        let mut machine = Machine::<AmdNested>::new(1);
+        assert_eq!(machine.begin(), Err(Code::SnapshotPool));
+        let mut machine = Machine::<AmdNested>::new(2);
+        assert_eq!(machine.begin(), Ok(()));
+        machine.write(5, 1);
+        assert_eq!(machine.live.status().exact, 0);
+        assert_eq!(machine.take(0), Err(Code::SnapshotPool));
+        machine.write(6, 1);
+    }
+
+    #[test]
+    fn a_cpu_that_left_spoils_the_snapshot() {
+        let mut machine = Machine::<IntelExtended>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        machine.live.spoil(Code::SnapshotLost);
+        assert_eq!(machine.take(0), Err(Code::SnapshotLost));
+    }
+}

@@ -1,0 +1,298 @@
+//! A snapshot of memory: what every page held at one instant, while the machine writes on.
+//!
+//! From the instant on the machine runs on a [`view::View`] in which nothing can be written that must be kept. A
+//! page is copied into the pool before the first write to it; who streams the snapshot out ([`Snapshot::take`])
+//! gets the copy where there is one and the page itself where there is none. What has been taken needs no copy any
+//! more. Where the pool is too small the snapshot is given up, and the machine runs on: never the other way round.
+//!
+//! With a log, the frames that were written since the instant are known ([`Snapshot::next_written`]): what the next
+//! snapshot must hold that this one does not.
+//!
+//! Everything here is under one lock, which the caller holds; nothing of it waits.
+
+pub mod frames;
+pub mod live;
+pub mod pool;
+pub mod view;
+
+use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
+use crate::paging::format::Format;
+use crate::paging::table::{Exhausted, PageTable, TablePages};
+use frames::FrameMap;
+use mercury_abi::gate::OwnedRange;
+use view::{Access, Found, Keep, View};
+
+/// The pool, and the memory that is kept in it.
+pub trait Pool: TablePages {
+    /// Gives a page back that came from [`TablePages::allocate`].
+    fn release(&mut self, page: HostPhys);
+
+    /// Copies a page.
+    fn copy(&mut self, from: HostPhys, to: HostPhys);
+}
+
+/// What became of a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The page was copied, and can be written.
+    Copied,
+    /// The page can be used.
+    Open,
+    /// It stands in for the hypervisor's memory: see [`crate::paging::identity::IdentityMap::sink`], and then
+    /// [`Snapshot::adopt`].
+    Hidden,
+    /// Nothing is mapped: see [`crate::paging::identity::IdentityMap::fill`], and then [`Snapshot::adopt`].
+    Absent,
+    /// The pool is empty. Nothing has changed: donate and try again, or [`Snapshot::give_up`].
+    Exhausted,
+}
+
+/// What is known of a frame; nothing is 0.
+mod mark {
+    /// It was written since the instant.
+    pub const WRITTEN: u64 = 1 << 0;
+    /// It has been taken.
+    pub const TAKEN: u64 = 1 << 1;
+    /// Host-physical address of its copy.
+    pub const COPY: u64 = 0x000f_ffff_ffff_f000;
+}
+
+/// How it is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Log {
+    /// Only what must be copied is restricted.
+    None,
+    /// Everything is, until it is written for the first time.
+    Kept,
+}
+
+/// What it costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Copies that are in the pool now.
+    pub copies: u64,
+    /// Copies ever made.
+    pub copied: u64,
+    /// Frames taken.
+    pub taken: u64,
+}
+
+/// A snapshot. `memory` in its functions: the ranges of system memory that it holds, ascending, always the same.
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot<F> {
+    view: View<F>,
+    frames: FrameMap,
+    log: Log,
+    given_up: bool,
+    /// All frames below have been taken.
+    cursor: GuestPhys,
+    counts: Counts,
+}
+
+impl<F: Format<Address = GuestPhys>> Snapshot<F> {
+    /// Prepares a snapshot over the tables of the identity map. The instant is when all processors have loaded
+    /// [`Snapshot::root`] and forgotten older translations, with none of them in the system in between.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if the pool has not enough pages to begin with.
+    pub fn new(
+        pool: &mut impl Pool,
+        base: PageTable<F>,
+        memory: &[OwnedRange],
+        log: Log,
+    ) -> Result<Self, Exhausted> {
+        let keeps = |block, size| of_memory(memory, block, size, GuestPhys::new(0));
+        let view = View::new(pool, base, &keeps)?;
+        let frames = FrameMap::new(pool, base.depth())?;
+        let cursor = GuestPhys::new(0);
+        Ok(Self { view, frames, log, given_up: false, cursor, counts: Counts::default() })
+    }
+
+    /// What nCR3 or the EPT pointer takes.
+    #[must_use]
+    pub const fn root(&self) -> HostPhys {
+        self.view.root()
+    }
+
+    /// The view.
+    #[must_use]
+    pub const fn view(&self) -> &View<F> {
+        &self.view
+    }
+
+    /// What it costs so far.
+    #[must_use]
+    pub const fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Whether it holds what memory held at the instant.
+    #[must_use]
+    pub const fn is_exact(&self) -> bool {
+        !self.given_up
+    }
+
+    /// Answers a fault at `gpa`.
+    pub fn fault(
+        &mut self,
+        pool: &mut impl Pool,
+        memory: &[OwnedRange],
+        gpa: GuestPhys,
+        access: Access,
+    ) -> Outcome {
+        let (cursor, log, given_up) = (self.cursor, self.log, self.given_up);
+        let keeps = |block: GuestPhys, size: PageSize| {
+            let from = if log == Log::None { cursor } else { GuestPhys::new(0) };
+            if given_up { Keep::Nothing } else { of_memory(memory, block, size, from) }
+        };
+        match self.view.open(pool, gpa, access, &keeps) {
+            Ok(Found::Open) => Outcome::Open,
+            Ok(Found::Hidden) => Outcome::Hidden,
+            Ok(Found::Absent) => Outcome::Absent,
+            Ok(Found::Kept(slot)) => match self.keep(pool, gpa.align_down(PageSize::Size4K)) {
+                Ok(outcome) => {
+                    self.view.permit(pool, slot);
+                    outcome
+                }
+                Err(Exhausted) => Outcome::Exhausted,
+            },
+            Err(Exhausted) => Outcome::Exhausted,
+        }
+    }
+
+    /// Copies a frame if it is still wanted, and notes that it is written.
+    fn keep(&mut self, pool: &mut impl Pool, frame: GuestPhys) -> Result<Outcome, Exhausted> {
+        let known = self.frames.get(pool, frame);
+        let is_kept = known & (mark::TAKEN | mark::COPY) != 0 || frame < self.cursor;
+        self.frames.set(pool, frame, known | mark::WRITTEN)?;
+        if is_kept {
+            return Ok(Outcome::Open);
+        }
+        let Some(copy) = pool.allocate() else {
+            self.frames.set(pool, frame, known)?;
+            return Err(Exhausted);
+        };
+        pool.copy(frame.identity(), copy);
+        self.frames.set(pool, frame, mark::WRITTEN | copy.as_u64())?;
+        self.counts.copies += 1;
+        self.counts.copied += 1;
+        Ok(Outcome::Copied)
+    }
+
+    /// Where the content of a frame at the instant is; `None` if it has been taken, or the snapshot was given up.
+    pub fn content(&self, pool: &mut impl Pool, frame: GuestPhys) -> Option<HostPhys> {
+        let known = self.frames.get(pool, frame);
+        if self.given_up || known & mark::TAKEN != 0 || frame < self.cursor {
+            return None;
+        }
+        let copy = HostPhys::new(known & mark::COPY);
+        Some(if known & mark::COPY != 0 { copy } else { frame.identity() })
+    }
+
+    /// Copies what a frame of `memory` held at the instant to `to`, and lets it go: from here on it can be written
+    /// without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no room for the note that it was taken: never in ascending order, nor for a frame
+    /// of which there is a copy.
+    pub fn take(
+        &mut self,
+        pool: &mut impl Pool,
+        memory: &[OwnedRange],
+        frame: GuestPhys,
+        to: HostPhys,
+    ) -> Result<bool, Exhausted> {
+        if next_of_memory(memory, self.cursor) == Some(frame) {
+            self.cursor = frame;
+        }
+        let Some(source) = self.content(pool, frame) else { return Ok(false) };
+        let known = self.frames.get(pool, frame);
+        if frame == self.cursor {
+            self.cursor = frame.block_end(PageSize::Size4K);
+        }
+        if known != 0 || frame >= self.cursor {
+            self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN)?;
+        }
+        pool.copy(source, to);
+        self.counts.taken += 1;
+        if known & mark::COPY != 0 {
+            self.drop_copy(pool, source);
+        }
+        Ok(true)
+    }
+
+    /// All frames below are taken, or not wanted: what lies between two ranges of memory, for one.
+    pub fn skip_to(&mut self, pool: &mut impl Pool, frame: GuestPhys) {
+        let frame = frame.align_down(PageSize::Size4K);
+        let mut from = self.cursor;
+        while let Some((unwanted, copy)) =
+            self.next_with(pool, from, mark::COPY).filter(|(at, _)| *at < frame)
+        {
+            // It has a number already.
+            let _ = self.frames.set(pool, unwanted, copy & mark::WRITTEN | mark::TAKEN);
+            self.drop_copy(pool, HostPhys::new(copy & mark::COPY));
+            from = unwanted;
+        }
+        self.cursor = self.cursor.max(frame);
+    }
+
+    fn drop_copy(&mut self, pool: &mut impl Pool, copy: HostPhys) {
+        pool.release(copy);
+        self.counts.copies -= 1;
+    }
+
+    /// The first frame at or after `from` of which there is a copy: those go first when the pool runs low.
+    pub fn next_copy(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
+        self.next_with(pool, from, mark::COPY).map(|(frame, _)| frame)
+    }
+
+    /// The first frame at or after `from` that was written since the instant, with a log.
+    pub fn next_written(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
+        self.next_with(pool, from, mark::WRITTEN).map(|(frame, _)| frame)
+    }
+
+    fn next_with(&self, pool: &mut impl Pool, from: GuestPhys, bits: u64) -> Option<(GuestPhys, u64)> {
+        let mut from = from;
+        loop {
+            let (frame, known) = self.frames.next(pool, from)?;
+            if known & bits != 0 {
+                return Some((frame, known));
+            }
+            from = frame.block_end(PageSize::Size4K);
+        }
+    }
+
+    /// It holds nothing any more, and nothing is in the way of a write: the machine runs on. The copies go back to
+    /// the pool with everything else when the pool is taken away.
+    pub fn give_up(&mut self) {
+        self.given_up = true;
+    }
+
+    /// After the identity map has changed at `gpa`.
+    pub fn adopt(&self, pool: &mut impl Pool, gpa: GuestPhys) {
+        self.view.adopt(pool, gpa);
+    }
+}
+
+/// How much of a block is in the ranges, at or after `from`.
+fn of_memory(memory: &[OwnedRange], block: GuestPhys, size: PageSize, from: GuestPhys) -> Keep {
+    let (start, end) = (block.max(from).as_u64(), block.block_end(size).as_u64());
+    let next = memory.partition_point(|range| end_of(range) <= start);
+    match memory.get(next) {
+        Some(range) if range.start_phys <= block.as_u64() && from <= block && end <= end_of(range) => {
+            Keep::Everything
+        }
+        Some(range) if range.start_phys < end && start < end => Keep::Something,
+        _ => Keep::Nothing,
+    }
+}
+
+/// The first page of the ranges at or after `from`.
+fn next_of_memory(memory: &[OwnedRange], from: GuestPhys) -> Option<GuestPhys> {
+    let next = memory.get(memory.partition_point(|range| end_of(range) <= from.as_u64()))?;
+    Some(from.max(GuestPhys::new(next.start_phys)))
+}
+
+fn end_of(range: &OwnedRange) -> u64 {
+    range.start_phys.saturating_add(range.pages.saturating_mul(PAGE_SIZE))
+}

@@ -1,0 +1,84 @@
+//! The pages that the driver gave for a snapshot: a list through the pages themselves, so that it takes no memory of
+//! its own and any number can come and go.
+
+use crate::address::HostPhys;
+
+/// How the content of a page is reached.
+pub trait Words {
+    /// The first word of a page.
+    fn first_word(&mut self, page: HostPhys) -> &mut u64;
+}
+
+/// Pages that nobody uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FreeList {
+    first: u64,
+    count: u64,
+}
+
+impl FreeList {
+    /// None.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { first: 0, count: 0 }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub const fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Adds a page, which is not the one at address 0.
+    pub fn push(&mut self, words: &mut impl Words, page: HostPhys) {
+        *words.first_word(page) = self.first;
+        self.first = page.as_u64();
+        self.count += 1;
+    }
+
+    /// Takes the page that was added last.
+    pub fn pop(&mut self, words: &mut impl Words) -> Option<HostPhys> {
+        if self.count == 0 {
+            return None;
+        }
+        let page = HostPhys::new(self.first);
+        self.first = *words.first_word(page);
+        self.count -= 1;
+        Some(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::address::{Address, PAGE_SIZE};
+
+    #[derive(Default)]
+    struct Memory(BTreeMap<HostPhys, u64>);
+
+    impl Words for Memory {
+        fn first_word(&mut self, page: HostPhys) -> &mut u64 {
+            self.0.entry(page).or_insert(0xdead)
+        }
+    }
+
+    #[test]
+    fn what_was_added_comes_back_once() {
+        let (mut memory, mut list) = (Memory::default(), FreeList::new());
+        assert_eq!(list.pop(&mut memory), None);
+        let page = |number: u64| HostPhys::new(0).saturating_add(number * PAGE_SIZE);
+        (1..=3).for_each(|number| list.push(&mut memory, page(number)));
+        assert_eq!(list.count(), 3);
+        // What a page held while it was in use is no matter.
+        let taken = [list.pop(&mut memory), list.pop(&mut memory)];
+        assert_eq!(taken, [Some(page(3)), Some(page(2))]);
+        list.push(&mut memory, page(3));
+        assert_eq!(
+            [list.pop(&mut memory), list.pop(&mut memory), list.pop(&mut memory)],
+            [Some(page(3)), Some(page(1)), None]
+        );
+        assert_eq!(list.count(), 0);
+    }
+}

@@ -1,0 +1,229 @@
+//! The nested tables of a frozen machine: the identity map's, seen through a root of their own.
+//!
+//! A view begins with a copy of the root whose entries are restricted; everything beneath is shared with the
+//! identity map, which is never changed. So freezing all of memory is to load another root, whatever its size.
+//! The first write beneath a restricted entry gives the view a table of its own there, whose entries are restricted
+//! in their turn, one level after the other down to 4 KiB. To end it is to load the old root.
+//!
+//! Permissions only grow while a view is in use, and a frame never moves: a processor that still has an older
+//! translation faults once more. No other processor needs to be told.
+
+use core::marker::PhantomData;
+
+use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
+use crate::paging::format::{Format, Permission};
+use crate::paging::table::{Exhausted, Mapping, PageTable, Slot, TablePages};
+
+/// What the guest wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// To write.
+    Write,
+    /// To execute.
+    Execute,
+}
+
+/// How much of a block must be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Nothing: it is not restricted.
+    Nothing,
+    /// Some of it.
+    Something,
+    /// All of it.
+    Everything,
+}
+
+/// What is where a restriction was met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// A page that must be kept before it is written: see [`View::permit`].
+    Kept(Slot),
+    /// Nothing is in the way, or not any more.
+    Open,
+    /// The identity map does not have the page: it stands in for the hypervisor's memory.
+    Hidden,
+    /// Nothing is mapped there.
+    Absent,
+}
+
+/// Tables over those of an identity map.
+#[derive(Clone, Copy, Debug)]
+pub struct View<F> {
+    base: PageTable<F>,
+    own: PageTable<F>,
+    format: PhantomData<F>,
+}
+
+impl<F: Format<Address = GuestPhys>> View<F> {
+    /// A view over `base`. What must be kept is for `keeps` to say.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no page for the root.
+    pub fn new(
+        pages: &mut impl TablePages,
+        base: PageTable<F>,
+        keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
+    ) -> Result<Self, Exhausted> {
+        let own = PageTable::new(pages, base.depth())?;
+        let block =
+            Block { start: GuestPhys::new(0), entry: base.depth().root_entry(), keep: Keep::Something };
+        block.restrict::<F>(pages, base.root(), own.root(), keeps);
+        Ok(Self { base, own, format: PhantomData })
+    }
+
+    /// What nCR3 or the EPT pointer takes.
+    #[must_use]
+    pub const fn root(&self) -> HostPhys {
+        self.own.root()
+    }
+
+    /// What `gpa` translates to, and whether the path to it lets writes through.
+    pub fn lookup(&self, pages: &mut impl TablePages, gpa: GuestPhys) -> Option<Mapping> {
+        let mapping = self.own.lookup(pages, gpa)?;
+        let mut writable = mapping.writable;
+        let mut size = Some(self.own.depth().root_entry());
+        while let Some(level) = size.filter(|level| *level > mapping.size) {
+            let slot = self.own.walk(pages, gpa, level);
+            writable &= F::permission(slot.entry) == Permission::Full;
+            size = level.smaller();
+        }
+        Some(Mapping { writable, ..mapping })
+    }
+
+    /// Takes what is in the way of an access out of the way, as far as nothing must be kept: restricted tables and
+    /// large pages get tables of the view's own.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no page for one. What was made stays.
+    pub fn open(
+        &self,
+        pages: &mut impl TablePages,
+        gpa: GuestPhys,
+        access: Access,
+        keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
+    ) -> Result<Found, Exhausted> {
+        let mut table = self.own.root();
+        let mut size = self.own.depth().root_entry();
+        loop {
+            let slot = slot_of(pages, table, gpa, size);
+            if !F::is_present(slot.entry) {
+                return Ok(Found::Absent);
+            }
+            let Some(smaller) = size.smaller() else {
+                return Ok(Self::at_page(pages, slot, gpa, access, keeps));
+            };
+            table = if F::is_restricted(slot.entry) {
+                let start = gpa.align_down(size);
+                let keep = keeps(start, size);
+                if keep == Keep::Nothing {
+                    PageTable::<F>::store(pages, slot, F::loosened(slot.entry));
+                    return Ok(Found::Open);
+                }
+                self.own_table(pages, slot, Block { start, entry: smaller, keep }, keeps)?
+            } else if F::is_leaf(slot.entry, size) {
+                return Ok(Found::Open);
+            } else {
+                F::address(slot.entry)
+            };
+            size = smaller;
+        }
+    }
+
+    /// Lets a page be written: what [`View::open`] found, once it has been kept.
+    pub fn permit(&self, pages: &mut impl TablePages, kept: Slot) {
+        PageTable::<F>::store(pages, kept, F::loosened(kept.entry));
+    }
+
+    /// After the identity map has changed at `gpa` (something was mapped, or a hidden page got a sink): takes that
+    /// over where the view has a table of its own. What is new there is not restricted.
+    pub fn adopt(&self, pages: &mut impl TablePages, gpa: GuestPhys) {
+        let own = self.own.walk(pages, gpa, PageSize::Size4K);
+        let base = self.base.walk(pages, gpa, own.size);
+        let shared = base.table == own.table;
+        if shared || base.size != own.size || !F::is_present(base.entry) {
+            return;
+        }
+        let stands_in = own.size == PageSize::Size4K && !is_identity::<F>(base, gpa);
+        if !F::is_present(own.entry) || stands_in {
+            PageTable::<F>::store(pages, own, base.entry);
+        }
+    }
+
+    fn at_page(
+        pages: &mut impl TablePages,
+        slot: Slot,
+        gpa: GuestPhys,
+        access: Access,
+        keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
+    ) -> Found {
+        if access == Access::Execute || F::permission(slot.entry) == Permission::Full {
+            return Found::Open;
+        }
+        if !is_identity::<F>(slot, gpa) {
+            return Found::Hidden;
+        }
+        if keeps(gpa.align_down(PageSize::Size4K), PageSize::Size4K) != Keep::Nothing {
+            return Found::Kept(slot);
+        }
+        PageTable::<F>::store(pages, slot, F::loosened(slot.entry));
+        Found::Open
+    }
+
+    /// Gives the view a table of its own beneath a restricted entry.
+    fn own_table(
+        &self,
+        pages: &mut impl TablePages,
+        slot: Slot,
+        block: Block,
+        keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
+    ) -> Result<HostPhys, Exhausted> {
+        let split = self.own.prepare_split(pages, Slot { entry: F::loosened(slot.entry), ..slot })?;
+        let (child, source) = match split {
+            Some(child) => (child, child),
+            None => (pages.allocate().ok_or(Exhausted)?, F::address(slot.entry)),
+        };
+        block.restrict::<F>(pages, source, child, keeps);
+        PageTable::<F>::link(pages, slot, child);
+        Ok(child)
+    }
+}
+
+/// What one table covers.
+struct Block {
+    start: GuestPhys,
+    /// What an entry of the table spans.
+    entry: PageSize,
+    /// How much of it all must be kept.
+    keep: Keep,
+}
+
+impl Block {
+    /// Copies the table `from` to `to`, which may be the same, and restricts what must be kept. Entry by entry: a
+    /// table is a third of the stack.
+    fn restrict<F: Format<Address = GuestPhys>>(
+        &self,
+        pages: &mut impl TablePages,
+        from: HostPhys,
+        to: HostPhys,
+        keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
+    ) {
+        let restrict = if self.entry == PageSize::Size4K { F::read_only } else { F::replaceable };
+        let mut start = self.start;
+        for index in 0..TABLE_ENTRIES {
+            let entry = pages.table(from)[index];
+            let keep = self.keep == Keep::Everything || keeps(start, self.entry) != Keep::Nothing;
+            pages.table(to)[index] = if F::is_present(entry) && keep { restrict(entry) } else { entry };
+            start = start.saturating_add(self.entry.bytes());
+        }
+    }
+}
+
+fn is_identity<F: Format>(slot: Slot, gpa: GuestPhys) -> bool {
+    F::address(slot.entry) == gpa.align_down(slot.size).identity()
+}
+
+fn slot_of(pages: &mut impl TablePages, table: HostPhys, gpa: GuestPhys, size: PageSize) -> Slot {
+    let index = gpa.index_at(size);
+    Slot { table, index, size, entry: pages.table(table)[index % TABLE_ENTRIES] }
+}

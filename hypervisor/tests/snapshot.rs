@@ -1,0 +1,372 @@
+//! A snapshot against a model: a machine that writes wherever it likes, whoever takes the frames in whatever order,
+//! a pool of any size that is filled up or not. What was taken is what memory held at the instant, or the snapshot
+//! says that it is not exact.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use common::{GIB, MIB, mtrrs, range};
+use mercury_abi::gate::OwnedRange;
+use mercury_hypervisor::address::{Address, GuestPhys, HostPhys, PageSize};
+use mercury_hypervisor::mtrr::MemoryType;
+use mercury_hypervisor::paging::format::{AmdNested, Format, IntelExtended};
+use mercury_hypervisor::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
+use mercury_hypervisor::paging::plan::{LargestPage, Layout};
+use mercury_hypervisor::paging::table::{Depth, Exhausted, Table, TablePages};
+use mercury_hypervisor::snapshot::view::Access;
+use mercury_hypervisor::snapshot::{Log, Outcome, Pool, Snapshot};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const ZERO: HostPhys = HostPhys::new(0x1234_5000);
+const SINK: HostPhys = HostPhys::new(0x1234_6000);
+/// Where a taken frame goes.
+const BUFFER: HostPhys = HostPhys::new(0x1234_7000);
+const POOL: u64 = 0x7_0000_0000;
+
+/// Ranges of system memory: two that share a 2 MiB block, one over the edge of two GiB, one above 4 GiB.
+const MEMORY: [OwnedRange; 4] = [
+    OwnedRange { start_phys: 0, pages: 0x9F },
+    OwnedRange { start_phys: 0x10_0000, pages: 0x280 },
+    OwnedRange { start_phys: GIB - 2 * MIB, pages: 0x500 },
+    OwnedRange { start_phys: 4 * GIB, pages: 0x133 },
+];
+/// Inside the second range, a whole 2 MiB block of the third, and a ragged end.
+const HIDDEN: [OwnedRange; 2] =
+    [OwnedRange { start_phys: 0x15_0000, pages: 3 }, OwnedRange { start_phys: GIB, pages: 0x210 }];
+/// A device, below and beyond what is mapped from the start.
+const DEVICES: [u64; 3] = [0xA_0000, 3 * GIB, 1 << 37];
+
+/// Table pages, copies, and what every page holds.
+struct Memory {
+    tables: Vec<Box<Table>>,
+    free: Vec<HostPhys>,
+    available: usize,
+    content: BTreeMap<u64, u64>,
+}
+
+impl Memory {
+    fn index(phys: HostPhys) -> usize {
+        usize::try_from((phys.as_u64() - POOL) / 4096).expect("an index")
+    }
+
+    fn content(&self, phys: HostPhys) -> u64 {
+        self.content.get(&phys.as_u64()).copied().unwrap_or(0)
+    }
+}
+
+impl TablePages for Memory {
+    fn allocate(&mut self) -> Option<HostPhys> {
+        self.available = self.available.checked_sub(1)?;
+        let page = self.free.pop().unwrap_or_else(|| {
+            self.tables.push(Box::new([0; 512]));
+            HostPhys::new(POOL + 4096 * (self.tables.len() as u64 - 1))
+        });
+        self.table(page).fill(0xdead_beef_dead_beef);
+        Some(page)
+    }
+
+    fn table(&mut self, phys: HostPhys) -> &mut Table {
+        &mut self.tables[Self::index(phys)]
+    }
+}
+
+impl Pool for Memory {
+    fn release(&mut self, page: HostPhys) {
+        self.content.remove(&page.as_u64());
+        self.available += 1;
+        self.free.push(page);
+    }
+
+    fn copy(&mut self, from: HostPhys, to: HostPhys) {
+        self.content.insert(to.as_u64(), self.content(from));
+    }
+}
+
+fn frames() -> Vec<u64> {
+    let hidden = |frame: &u64| {
+        HIDDEN.iter().any(|range| (range.start_phys..range.start_phys + 4096 * range.pages).contains(frame))
+    };
+    let all = MEMORY.iter().flat_map(|range| (0..range.pages).map(|page| range.start_phys + 4096 * page));
+    all.filter(|frame| !hidden(frame)).collect()
+}
+
+/// A machine, its snapshot, and what the snapshot must be.
+struct Machine<F> {
+    memory: Memory,
+    map: IdentityMap<F>,
+    snapshot: Snapshot<F>,
+    frames: Vec<u64>,
+    instant: BTreeMap<u64, u64>,
+    written: BTreeSet<u64>,
+    taken: BTreeMap<u64, u64>,
+    gives_up: bool,
+    /// Of `frames`: all before have been taken.
+    next: usize,
+}
+
+impl<F: Format<Address = GuestPhys>> Machine<F> {
+    fn new(layout: &(LargestPage, Depth), pool: usize, log: Log, gives_up: bool) -> Self {
+        let mut memory =
+            Memory { tables: Vec::new(), free: Vec::new(), available: 10_000, content: BTreeMap::new() };
+        let layout = Layout {
+            physical_bits: 40,
+            depth: layout.1,
+            largest: layout.0,
+            eager_end: GuestPhys::new(5 * GIB),
+            complete_pages: 0,
+            zero_page: ZERO,
+        };
+        let types = mtrrs(MemoryType::WriteBack, &[range(MemoryType::Uncacheable, 3, 30, 40)], 40);
+        let mut map = IdentityMap::<F>::new(layout, types);
+        assert_eq!(map.build_step(&mut memory, &HIDDEN, 100_000), Step::Done);
+        let frames = frames();
+        memory.content.extend(frames.iter().map(|frame| (*frame, frame ^ 0x5555)));
+        let instant = memory.content.clone();
+        // What a snapshot cannot do without.
+        memory.available = pool + 2;
+        let tables = map.tables().expect("tables");
+        let snapshot = Snapshot::new(&mut memory, tables, &MEMORY, log).expect("a root");
+        let (written, taken) = (BTreeSet::new(), BTreeMap::new());
+        Self { memory, map, snapshot, frames, instant, written, taken, gives_up, next: 0 }
+    }
+
+    /// As the hypervisor answers a nested fault.
+    fn fault(&mut self, gpa: GuestPhys, access: Access) {
+        match self.snapshot.fault(&mut self.memory, &MEMORY, gpa, access) {
+            Outcome::Copied | Outcome::Open => {}
+            Outcome::Hidden => {
+                let sunk = self.map.sink(&mut self.memory, gpa, SINK);
+                assert_ne!(sunk, SinkOutcome::Absent);
+                self.snapshot.adopt(&mut self.memory, gpa);
+            }
+            Outcome::Absent => {
+                let available = std::mem::replace(&mut self.memory.available, 10);
+                assert!(matches!(
+                    self.map.fill(&mut self.memory, gpa),
+                    Ok(FillOutcome::Filled | FillOutcome::Present)
+                ));
+                self.memory.available = available;
+                self.snapshot.adopt(&mut self.memory, gpa);
+            }
+            Outcome::Exhausted if self.gives_up => self.snapshot.give_up(),
+            Outcome::Exhausted => self.memory.available += 1,
+        }
+    }
+
+    /// Writes as a processor does, with nothing in its TLB.
+    fn write(&mut self, gpa: u64, value: u64) {
+        let address = GuestPhys::new(gpa);
+        for _ in 0..40 {
+            match self.snapshot.view().lookup(&mut self.memory, address) {
+                Some(mapping) if mapping.writable => {
+                    let stands_in = mapping.phys == SINK;
+                    assert!(stands_in || mapping.phys.as_u64() == gpa, "{gpa:#x} is at {mapping:?}");
+                    self.memory.content.insert(mapping.phys.as_u64(), value);
+                    if !stands_in {
+                        self.written.insert(gpa);
+                    }
+                    return;
+                }
+                _ => self.fault(address, Access::Write),
+            }
+        }
+        panic!("{gpa:#x} cannot be written");
+    }
+
+    fn take(&mut self, frame: u64) {
+        let (exact, known) = (self.snapshot.is_exact(), self.taken.contains_key(&frame));
+        let page = GuestPhys::new(frame);
+        match self.snapshot.take(&mut self.memory, &MEMORY, page, BUFFER) {
+            Ok(true) => {
+                assert!(exact && !known);
+                let content = self.memory.content(BUFFER);
+                assert_eq!(content, self.instant[&frame], "{frame:#x}");
+                self.taken.insert(frame, content);
+            }
+            Ok(false) => assert!(known || !exact, "{frame:#x} is not to be had"),
+            Err(Exhausted) => assert_eq!(self.memory.available, 0),
+        }
+    }
+
+    fn take_next(&mut self) {
+        while self.frames.get(self.next).is_some_and(|frame| self.taken.contains_key(frame)) {
+            self.next += 1;
+        }
+        if let Some(frame) = self.frames.get(self.next).copied() {
+            // What lies between is no memory, or has been taken.
+            self.snapshot.skip_to(&mut self.memory, GuestPhys::new(frame));
+            self.take(frame);
+            assert!(self.taken.contains_key(&frame) || !self.snapshot.is_exact());
+        }
+    }
+
+    fn act(&mut self, action: &Action) {
+        let frame = |frames: &[u64], index: usize| frames[index % frames.len()];
+        match *action {
+            Action::Write(index, value) => self.write(frame(&self.frames, index), value),
+            Action::Run(index, count) => {
+                (index..index + count).for_each(|index| self.write(frame(&self.frames, index), 1));
+            }
+            Action::WriteDevice(index) => self.write(DEVICES[index % DEVICES.len()], 7),
+            Action::WriteHidden(page) => {
+                self.write(HIDDEN[page % 2].start_phys + 4096 * (page as u64 % 3), 8)
+            }
+            Action::Execute(index) => {
+                let page = GuestPhys::new(frame(&self.frames, index));
+                self.fault(page, Access::Execute);
+            }
+            Action::TakeNext(count) => (0..count).for_each(|_| self.take_next()),
+            Action::TakeAny(index) => self.take(frame(&self.frames, index)),
+            Action::TakeCopy => {
+                if let Some(copy) = self.snapshot.next_copy(&mut self.memory, GuestPhys::new(0)) {
+                    self.take(copy.as_u64());
+                }
+            }
+            Action::Donate(count) => self.memory.available += count,
+        }
+    }
+
+    /// Takes the rest, and compares.
+    fn finish(mut self, log: Log) {
+        while self.snapshot.is_exact() && self.taken.len() < self.frames.len() {
+            self.take_next();
+        }
+        if self.snapshot.is_exact() {
+            assert_eq!(self.taken, self.instant);
+            assert_eq!(self.snapshot.counts().copies, 0);
+            assert_eq!(self.snapshot.next_copy(&mut self.memory, GuestPhys::new(0)), None);
+            if log == Log::Kept {
+                self.check_log();
+            }
+        }
+        // Whatever became of it, the machine runs on, with no page to spare.
+        self.memory.available = if self.snapshot.is_exact() { 10_000 } else { 0 };
+        for index in (0..self.frames.len()).step_by(97) {
+            self.write(self.frames[index], 9);
+        }
+        self.check_identity();
+    }
+
+    fn check_log(&mut self) {
+        let mut logged = BTreeSet::new();
+        let mut from = GuestPhys::new(0);
+        while let Some(frame) = self.snapshot.next_written(&mut self.memory, from) {
+            logged.insert(frame.as_u64());
+            from = frame.block_end(PageSize::Size4K);
+        }
+        let memory: BTreeSet<_> = self.frames.iter().copied().collect();
+        assert_eq!(logged, self.written.intersection(&memory).copied().collect());
+    }
+
+    /// The identity map is what it was.
+    fn check_identity(&mut self) {
+        for frame in &self.frames {
+            let mapping = self.map.lookup(&mut self.memory, GuestPhys::new(*frame)).expect("a mapping");
+            assert_eq!((mapping.phys.as_u64(), mapping.writable), (*frame, true));
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Write(usize, u64),
+    Run(usize, usize),
+    WriteDevice(usize),
+    WriteHidden(usize),
+    Execute(usize),
+    TakeNext(usize),
+    TakeAny(usize),
+    TakeCopy,
+    Donate(usize),
+}
+
+fn any_action() -> impl Strategy<Value = Action> {
+    let index = 0..0x700_usize;
+    prop_oneof![
+        8 => (index.clone(), any::<u64>()).prop_map(|(index, value)| Action::Write(index, value)),
+        2 => (index.clone(), 1..300_usize).prop_map(|(index, count)| Action::Run(index, count)),
+        1 => (0..3_usize).prop_map(Action::WriteDevice),
+        1 => (0..6_usize).prop_map(Action::WriteHidden),
+        1 => index.clone().prop_map(Action::Execute),
+        3 => (1..300_usize).prop_map(Action::TakeNext),
+        2 => index.prop_map(Action::TakeAny),
+        2 => Just(Action::TakeCopy),
+        1 => (0..300_usize).prop_map(Action::Donate),
+    ]
+}
+
+fn any_layout() -> impl Strategy<Value = (LargestPage, Depth)> {
+    let largest = prop_oneof![Just(LargestPage::TwoMebibytes), Just(LargestPage::OneGibibyte)];
+    (largest, prop_oneof![Just(Depth::Four), Just(Depth::Five)])
+}
+
+fn run<F: Format<Address = GuestPhys>>(
+    layout: &(LargestPage, Depth),
+    pool: usize,
+    log: Log,
+    gives_up: bool,
+    actions: &[Action],
+) {
+    let mut machine = Machine::<F>::new(layout, pool, log, gives_up);
+    actions.iter().for_each(|action| machine.act(action));
+    machine.finish(log);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn what_is_taken_is_what_was(
+        layout in any_layout(),
+        pool in prop_oneof![0..60_usize, 0..2500_usize],
+        log in prop_oneof![Just(Log::None), Just(Log::Kept)],
+        gives_up in any::<bool>(),
+        actions in vec(any_action(), 0..60),
+    ) {
+        run::<AmdNested>(&layout, pool, log, gives_up, &actions);
+        run::<IntelExtended>(&layout, pool, log, gives_up, &actions);
+    }
+}
+
+const SMALL: (LargestPage, Depth) = (LargestPage::OneGibibyte, Depth::Four);
+
+/// To freeze is to load another root: two pages, whatever the memory.
+#[test]
+fn a_snapshot_begins_with_two_pages() {
+    let machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, false);
+    assert_eq!(machine.memory.available, 0);
+    assert_eq!(machine.snapshot.counts(), Default::default());
+}
+
+#[test]
+fn without_a_page_nothing_begins() {
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Log::None, false);
+    let tables = machine.map.tables().expect("tables");
+    assert!(Snapshot::new(&mut machine.memory, tables, &MEMORY, Log::None).is_err());
+}
+
+/// Devices' registers are not memory: writing to them costs no copy, and no page once the way is open.
+#[test]
+fn devices_are_not_kept() {
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 100, Log::None, false);
+    machine.write(3 * GIB, 1);
+    let left = machine.memory.available;
+    machine.write(3 * GIB + MIB, 1);
+    assert_eq!((machine.memory.available, machine.snapshot.counts().copied), (left, 0));
+}
+
+/// What has been streamed out in order is given back in large pages, without tables.
+#[test]
+fn what_was_taken_in_order_costs_nothing() {
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, true);
+    machine.taken = machine.instant.clone();
+    machine.snapshot.skip_to(&mut machine.memory, GuestPhys::new(8 * GIB));
+    for frame in machine.frames.clone() {
+        machine.write(frame, 3);
+    }
+    assert_eq!((machine.memory.available, machine.snapshot.counts().copied), (0, 0));
+    assert!(machine.snapshot.is_exact());
+}

@@ -1,0 +1,58 @@
+//! What can be wrong with an image, and where.
+
+use std::{fmt, io};
+
+/// A place in an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Number of the record.
+    pub record: u64,
+    /// Byte in the file at which it begins.
+    pub offset: u64,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "record {} at byte {}", self.record, self.offset)
+    }
+}
+
+/// Why an image cannot be used or made.
+#[derive(Debug)]
+pub enum Error {
+    /// Reading or writing failed.
+    Io(io::Error),
+    /// It does not begin like an image.
+    NotAnImage,
+    /// It is of another version of the format.
+    Version(u32),
+    /// It ends too early.
+    Torn(Place),
+    /// Something in it is not what was written.
+    Damaged(Place, String),
+}
+
+/// A result with this module's error.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(error) => error.fmt(f),
+            Self::NotAnImage => f.write_str("this is no image of a machine"),
+            Self::Version(found) => {
+                write!(f, "it is of version {found} of the format; this command knows {}", crate::VERSION)
+            }
+            Self::Torn(place) => write!(f, "it ends in the midst of {place}: it was never finished"),
+            Self::Damaged(place, what) => write!(f, "{place}: {what}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}

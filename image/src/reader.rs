@@ -1,0 +1,163 @@
+//! Reads an image and believes nothing of it.
+
+use std::io::{ErrorKind, Read};
+
+use crate::{
+    error::{Error, Place, Result},
+    machine::Machine,
+    record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, RecordKind, VERSION},
+};
+
+/// An image that is being read. Each chunk has been checked by itself; that the image is whole is known at its end.
+#[derive(Debug)]
+pub struct Reader<R> {
+    from: R,
+    identity: Option<Identity>,
+    machine: Machine,
+    place: Place,
+    seen: Commit,
+    checksums: blake3::Hasher,
+    commit: Option<Commit>,
+}
+
+impl<R: Read> Reader<R> {
+    /// Reads what the image says of its machine.
+    ///
+    /// # Errors
+    /// If it is no image, or a damaged one.
+    pub fn open(from: R) -> Result<Self> {
+        let (place, seen) = (Place { record: 0, offset: 0 }, Commit::default());
+        let (machine, checksums) = (Machine::default(), blake3::Hasher::new());
+        let mut reader = Self { from, identity: None, machine, place, seen, checksums, commit: None };
+        let mut start = [0; MAGIC.len() + 4];
+        match reader.from.read_exact(&mut start) {
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(Error::NotAnImage),
+            result => result?,
+        }
+        let (magic, version) = start.split_at(MAGIC.len());
+        if magic != MAGIC {
+            return Err(Error::NotAnImage);
+        }
+        let version = u32::from_le_bytes([version[0], version[1], version[2], version[3]]);
+        if version != VERSION {
+            return Err(Error::Version(version));
+        }
+        reader.place.offset = start.len() as u64;
+        let (header, payload, place) = reader.record()?;
+        if header.kind != RecordKind::Machine {
+            return Err(Error::Damaged(place, "it is not the machine's".into()));
+        }
+        reader.machine = parse(&payload, place)?;
+        reader.count(&header, place);
+        Ok(reader)
+    }
+
+    /// What the image says of its machine.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Its identity.
+    pub fn identity(&self) -> Identity {
+        self.identity.unwrap_or_default()
+    }
+
+    /// Bytes read so far.
+    pub fn offset(&self) -> u64 {
+        self.place.offset
+    }
+
+    /// The end of the image, once it has been reached.
+    pub fn commit(&self) -> Option<&Commit> {
+        self.commit.as_ref()
+    }
+
+    /// The next chunk; `None` at the end of an image that is whole.
+    ///
+    /// # Errors
+    /// If the image is damaged or ends here.
+    pub fn next_chunk(&mut self) -> Result<Option<Chunk>> {
+        if self.commit.is_some() {
+            return Ok(None);
+        }
+        let (header, payload, place) = self.record()?;
+        match header.kind {
+            RecordKind::Machine => Err(Error::Damaged(place, "it is the machine's again".into())),
+            RecordKind::Frames => {
+                let chunk = Chunk::expand(&payload, header.raw_length, place)?;
+                self.seen.frames += chunk.frames.len() as u64;
+                self.count(&header, place);
+                Ok(Some(chunk))
+            }
+            RecordKind::Commit => {
+                self.finish(parse(&payload, place)?, place)?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn finish(&mut self, commit: Commit, place: Place) -> Result<()> {
+        let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
+        if commit.records != self.seen.records || commit.frames != self.seen.frames {
+            return damaged("it counts other records than there are");
+        }
+        if commit.checksum != self.checksums.finalize().to_string() {
+            return damaged("the checksum over the whole image is another");
+        }
+        self.commit = Some(commit);
+        Ok(())
+    }
+
+    fn count(&mut self, header: &Header, place: Place) {
+        self.checksums.update(&header.checksum);
+        self.seen.records = place.record + 1;
+    }
+
+    /// The next record; its checksum is right.
+    fn record(&mut self) -> Result<(Header, Vec<u8>, Place)> {
+        let place = self.place;
+        let mut bytes = [0; HEADER];
+        self.fill(&mut bytes)?;
+        let header = Header::parse(&bytes, place)?;
+        if *self.identity.get_or_insert(header.identity) != header.identity {
+            return Err(Error::Damaged(place, "it belongs to another image".into()));
+        }
+        // A length that is a lie must not cost memory: what is not there is not reserved.
+        let mut payload = Vec::new();
+        let read = (&mut self.from).take(header.length).read_to_end(&mut payload)?;
+        if read as u64 != header.length {
+            return Err(Error::Torn(place));
+        }
+        if header.checksum_with(&payload) != header.checksum {
+            return Err(Error::Damaged(place, "its checksum is another".into()));
+        }
+        self.place = Place { record: place.record + 1, offset: place.offset + HEADER as u64 + header.length };
+        Ok((header, payload, place))
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<()> {
+        match self.from.read_exact(bytes) {
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(Error::Torn(self.place)),
+            result => Ok(result?),
+        }
+    }
+}
+
+fn parse<T: serde::de::DeserializeOwned>(text: &[u8], place: Place) -> Result<T> {
+    serde_json::from_slice(text)
+        .map_err(|error| Error::Damaged(place, format!("it cannot be read ({error})")))
+}
+
+/// Reads an image to its end; `progress` is told after each record how many bytes have been read.
+///
+/// # Errors
+/// If it is not whole and as it was written.
+pub fn verify(from: impl Read, mut progress: impl FnMut(u64)) -> Result<(Machine, Identity, Commit)> {
+    let mut reader = Reader::open(from)?;
+    while reader.next_chunk()?.is_some() {
+        progress(reader.offset());
+    }
+    let identity = reader.identity();
+    let Reader { machine, commit, .. } = reader;
+    Ok((machine, identity, commit.unwrap_or_default()))
+}

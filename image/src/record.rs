@@ -1,0 +1,291 @@
+//! Records: what they are made of, packed and checked one by one.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Place, Result};
+
+/// How an image begins. The last bytes notice whoever takes it for text.
+pub const MAGIC: [u8; 16] = *b"\x89MercuryImage\r\n\x1a";
+/// Version of the format.
+pub const VERSION: u32 = 1;
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+/// Bytes of a record's header.
+pub const HEADER: usize = 80;
+/// Bytes of a header that its checksum covers.
+pub const CHECKED: usize = 48;
+/// Entries of a record of frames, and pages of data in it.
+pub const ENTRIES_MAX: usize = 4096;
+/// Pages of data in a record of frames.
+pub const PAGES_MAX: usize = 256;
+const ENTRY: usize = 16;
+/// Before compression, no record is longer.
+pub const RAW_MAX: u64 = (8 + ENTRIES_MAX * ENTRY + PAGES_MAX * PAGE) as u64;
+/// The longest record that is not of frames.
+pub const TEXT_MAX: u64 = 256 << 20;
+
+const RECORD: [u8; 4] = *b"MREC";
+
+/// An image's identity, random.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Identity(pub [u8; 16]);
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Kinds of records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordKind {
+    /// The machine.
+    Machine = 1,
+    /// Frames.
+    Frames = 2,
+    /// The end.
+    Commit = 3,
+}
+
+impl RecordKind {
+    fn of(number: u32) -> Option<Self> {
+        [Self::Machine, Self::Frames, Self::Commit].into_iter().find(|kind| *kind as u32 == number)
+    }
+}
+
+/// A record's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What it is.
+    pub kind: RecordKind,
+    /// Its number.
+    pub number: u64,
+    /// Whose it is.
+    pub identity: Identity,
+    /// Bytes of the payload.
+    pub length: u64,
+    /// Bytes of it before compression.
+    pub raw_length: u64,
+    /// BLAKE3 of all this and of the payload.
+    pub checksum: [u8; 32],
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+impl Header {
+    /// The header of a payload.
+    pub fn new(kind: RecordKind, number: u64, identity: Identity, payload: &[u8], raw_length: u64) -> Self {
+        let length = payload.len() as u64;
+        let mut header = Self { kind, number, identity, length, raw_length, checksum: [0; 32] };
+        header.checksum = header.checksum_with(payload);
+        header
+    }
+
+    fn checked(&self) -> [u8; CHECKED] {
+        let mut bytes = [0; CHECKED];
+        bytes[0..4].copy_from_slice(&RECORD);
+        bytes[4..8].copy_from_slice(&(self.kind as u32).to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.identity.0);
+        bytes[32..40].copy_from_slice(&self.length.to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.raw_length.to_le_bytes());
+        bytes
+    }
+
+    /// What the checksum has to be.
+    pub fn checksum_with(&self, payload: &[u8]) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.checked()).update(payload);
+        *hasher.finalize().as_bytes()
+    }
+
+    /// As it is written.
+    pub fn bytes(&self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..CHECKED].copy_from_slice(&self.checked());
+        bytes[CHECKED..].copy_from_slice(&self.checksum);
+        bytes
+    }
+
+    /// Reads one; nothing that it says has been checked but its bounds.
+    pub fn parse(bytes: &[u8; HEADER], place: Place) -> Result<Self> {
+        let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
+        if bytes[0..4] != RECORD {
+            return damaged("no record begins here");
+        }
+        let mut number = [0; 4];
+        number.copy_from_slice(&bytes[4..8]);
+        let Some(kind) = RecordKind::of(u32::from_le_bytes(number)) else {
+            return damaged("it is of no known kind");
+        };
+        let (length, raw_length) = (word(bytes, 32), word(bytes, 40));
+        let most = if kind == RecordKind::Frames { RAW_MAX } else { TEXT_MAX };
+        // zstd adds little to what it cannot compress.
+        if raw_length > most || length > most + most / 128 + 1024 {
+            return damaged("it is longer than records are");
+        }
+        let mut header = Self {
+            kind,
+            number: word(bytes, 8),
+            identity: Identity::default(),
+            length,
+            raw_length,
+            checksum: [0; 32],
+        };
+        header.identity.0.copy_from_slice(&bytes[16..32]);
+        header.checksum.copy_from_slice(&bytes[CHECKED..]);
+        if header.number != place.record {
+            return damaged("it is not the record that belongs here");
+        }
+        Ok(header)
+    }
+}
+
+/// Where a frame's content is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// In the chunk.
+    Data,
+    /// Nowhere: it is all zeros.
+    Zero,
+    /// In a frame before it, at this physical address.
+    Frame(u64),
+}
+
+/// A frame of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// Its physical address.
+    pub phys: u64,
+    /// Its content.
+    pub source: Source,
+}
+
+const SOURCE_DATA: u64 = 1;
+const SOURCE_ZERO: u64 = 2;
+
+impl Frame {
+    /// How [`Source`] is written.
+    #[must_use]
+    pub fn source_word(self) -> u64 {
+        match self.source {
+            Source::Data => SOURCE_DATA,
+            Source::Zero => SOURCE_ZERO,
+            Source::Frame(phys) => phys,
+        }
+    }
+
+    fn parse(phys: u64, source: u64) -> Option<Self> {
+        let aligned = |address: u64| address.is_multiple_of(PAGE as u64);
+        let source = match source {
+            SOURCE_DATA => Source::Data,
+            SOURCE_ZERO => Source::Zero,
+            frame if aligned(frame) => Source::Frame(frame),
+            _ => return None,
+        };
+        aligned(phys).then_some(Self { phys, source })
+    }
+}
+
+/// Frames, and the content of those that have data.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chunk {
+    /// The frames.
+    pub frames: Vec<Frame>,
+    /// A page for each whose source is [`Source::Data`], in their order.
+    pub data: Vec<u8>,
+}
+
+/// A chunk that is ready to be written.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Compressed {
+    pub(crate) payload: Vec<u8>,
+    pub(crate) raw_length: u64,
+    pub(crate) frames: u64,
+    pub(crate) zeros: u64,
+    pub(crate) duplicates: u64,
+}
+
+impl Compressed {
+    /// How many frames it has.
+    #[must_use]
+    pub fn frames(&self) -> u64 {
+        self.frames
+    }
+}
+
+impl Chunk {
+    /// Whether it should be written before anything is added.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.frames.len() >= ENTRIES_MAX || self.data.len() >= PAGES_MAX * PAGE
+    }
+
+    /// Compresses it, at a level of zstd.
+    ///
+    /// # Errors
+    /// If zstd fails.
+    pub fn compress(&self, level: i32) -> Result<Compressed> {
+        let mut raw = Vec::with_capacity(8 + self.frames.len() * ENTRY + self.data.len());
+        raw.extend_from_slice(&(self.frames.len() as u64).to_le_bytes());
+        for frame in &self.frames {
+            raw.extend_from_slice(&frame.phys.to_le_bytes());
+            raw.extend_from_slice(&frame.source_word().to_le_bytes());
+        }
+        raw.extend_from_slice(&self.data);
+        let count = |wanted: fn(&Source) -> bool| {
+            self.frames.iter().filter(|frame| wanted(&frame.source)).count() as u64
+        };
+        Ok(Compressed {
+            payload: zstd::bulk::compress(&raw, level)?,
+            raw_length: raw.len() as u64,
+            frames: self.frames.len() as u64,
+            zeros: count(|source| *source == Source::Zero),
+            duplicates: count(|source| matches!(source, Source::Frame(_))),
+        })
+    }
+
+    /// The chunk of a record whose checksum is right; it may have been made with ill will all the same.
+    pub(crate) fn expand(payload: &[u8], raw_length: u64, place: Place) -> Result<Self> {
+        let damaged = |what: &str| Error::Damaged(place, what.to_owned());
+        let raw = zstd::bulk::decompress(payload, raw_length as usize)
+            .map_err(|error| damaged(&format!("it cannot be decompressed ({error})")))?;
+        if raw.len() as u64 != raw_length || raw.len() < 8 {
+            return Err(damaged("it has another length than it says"));
+        }
+        let count = word(&raw, 0);
+        if count > ENTRIES_MAX as u64 || raw.len() < 8 + count as usize * ENTRY {
+            return Err(damaged("it has more entries than room for them"));
+        }
+        let (entries, data) = raw[8..].split_at(count as usize * ENTRY);
+        let frames: Option<Vec<_>> =
+            entries.chunks(ENTRY).map(|entry| Frame::parse(word(entry, 0), word(entry, 8))).collect();
+        let frames = frames.ok_or_else(|| damaged("an entry of it is none"))?;
+        let with_data = frames.iter().filter(|frame| frame.source == Source::Data).count();
+        if data.len() != with_data * PAGE {
+            return Err(damaged("its data are not those of its entries"));
+        }
+        Ok(Self { frames, data: data.to_vec() })
+    }
+}
+
+/// The end of an image: what there was.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commit {
+    /// Records before this one.
+    pub records: u64,
+    /// Frames.
+    pub frames: u64,
+    /// Those that are all zeros.
+    pub zeros: u64,
+    /// Those that are like another.
+    pub duplicates: u64,
+    /// BLAKE3 of the checksums of all records before this one, in hexadecimal digits.
+    pub checksum: String,
+}

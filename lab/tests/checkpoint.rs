@@ -1,0 +1,422 @@
+//! Checkpoint and restore of whole machines: what ran goes on behind the instant, in another emulator with the same
+//! disks, or nothing at all has happened.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{
+    fs,
+    path::PathBuf,
+    thread,
+    time::{Duration, SystemTime},
+};
+
+use mercury_lab::{
+    Boot, Bus, Init, Kernel, Machine, Platform, Reservation, Reset, Result, Spec, Variant, Vendor,
+};
+use workloads::{kernel, load_test_module};
+
+/// The disk that images are written to: the only one on this bus.
+const DISK: &str = "/dev/vda";
+
+/// For the scripts: a file that is never seen half written.
+const SAY: &str = r#"
+import os
+def say(name, count):
+    open(f"/run/{name}.new", "w").write(str(count))
+    os.rename(f"/run/{name}.new", f"/run/{name}")
+"#;
+
+/// Counts to itself, and writes how far it has come; notices when a second is lost or doubled.
+const CLOCK: &str = r#"
+import time, sys
+started, before, count = time.monotonic(), time.monotonic(), 0
+while True:
+    time.sleep(0.05)
+    now = time.monotonic()
+    if now < before:
+        open("/run/clock.wrong", "a").write(f"{before} {now}\n")
+    before, count = now, count + 1
+    say("clock", count)
+"#;
+
+/// Says what it has heard, on any number of connections.
+const ECHO: &str = r#"
+import socketserver
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while data := self.request.recv(64):
+            self.request.sendall(data)
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+socketserver.ThreadingTCPServer(("", 7), Echo).serve_forever()
+"#;
+
+/// One connection, on which every word must come back.
+const TALK: &str = r#"
+import socket, time
+peer, count = socket.create_connection(("10.9.0.1", 7)), 0
+while True:
+    word = b"%08d" % count
+    peer.sendall(word)
+    heard = b""
+    while len(heard) < 8:
+        part = peer.recv(8 - len(heard))
+        if not part:
+            open("/run/talk.wrong", "w").write("the connection has ended")
+        heard += part
+    if heard != word:
+        open("/run/talk.wrong", "w").write(f"{word} {heard}")
+    count += 1
+    say("talk", count)
+    time.sleep(0.1)
+"#;
+
+fn spec(kernel: Kernel) -> Spec {
+    Spec::new(kernel).disk(Bus::Virtio, 2048).modules(Variant::Faults)
+}
+
+/// Bochs's SVM forgets interrupts whose delivery makes a nested fault, and its other machines have no disk to spare.
+fn need_qemu() -> Result<()> {
+    if Platform::chosen()? == Platform::Qemu {
+        return Ok(());
+    }
+    Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
+    Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
+}
+
+/// Files on this host that end with this.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(machine: &Machine) -> Self {
+        let folder = std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid()));
+        fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// What brings the machine back, as its own command prepares it.
+fn prepare(machine: &Machine, more: &str) -> Result<(Boot, Folder)> {
+    let said = machine.sh(&format!("mercury restore --json --prepare /root/restore {more} {DISK}"))?;
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let folder = Folder::new(machine);
+    let fetch = |name: &str| -> Result<PathBuf> {
+        let path = folder.0.join(name);
+        fs::write(&path, machine.get(&format!("/root/restore/{name}"))?).unwrap();
+        Ok(path)
+    };
+    let (kernel, initramfs) = (fetch("vmlinuz")?, fetch("initramfs")?);
+    let command_line = said["command_line"].as_str().unwrap().to_owned();
+    Ok((Boot { kernel, initramfs, command_line }, folder))
+}
+
+/// Starts a script that goes on by itself.
+fn start(machine: &Machine, name: &str, script: &str) -> Result<()> {
+    machine.put(&format!("/run/{name}.py"), format!("{SAY}{script}").as_bytes(), 0o644)?;
+    machine.sh(&format!("setsid python3 /run/{name}.py > /run/{name}.said 2>&1 < /dev/null &"))?;
+    machine.sh(&format!("while ! test -s /run/{name}; do sleep 0.1; done")).map(drop)
+}
+
+fn number(machine: &Machine, path: &str) -> Result<u64> {
+    Ok(machine.sh(&format!("cat {path}"))?.parse().unwrap_or(0))
+}
+
+/// Ends with the machine off, and the disks as they were at the instant.
+fn checkpoint(machine: &Machine) -> Result<()> {
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {DISK}"))?;
+    machine.wait_shutdown(Duration::from_secs(180)).map(drop).inspect_err(|_| {
+        println!("{:?}", checkpoint.errors_so_far());
+    })
+}
+
+/// What must hold in a machine that was brought back.
+fn is_well(machine: &Machine, boot_id: &str) -> Result<()> {
+    assert_eq!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
+    let before = number(machine, "/run/clock")?;
+    thread::sleep(Duration::from_secs(1));
+    assert!(number(machine, "/run/clock")? > before, "what ran goes on");
+    assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
+    let ours = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let theirs = machine.sh("date +%s")?.parse::<u64>().unwrap();
+    assert!(ours.abs_diff(theirs) <= 3, "the time is {theirs}, not {ours}");
+    let log = machine.sh("dmesg")?;
+    assert!(!log.contains("Call Trace") && !log.contains("random generator could not"), "{log}");
+    machine.sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
+    machine.sh("! dmesg | grep -i 'ext4.*error'")?;
+    Ok(())
+}
+
+/// Again and again, each time in another emulator.
+fn goes_on(spec: Spec, times: u32) -> Result<Machine> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec)?;
+    start(&machine, "clock", CLOCK)?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    for _ in 0..times {
+        checkpoint(&machine)?;
+        machine = machine.start_other(&boot)?;
+        is_well(&machine, &boot_id)?;
+    }
+    machine.check_next_attach()?;
+    Ok(machine)
+}
+
+#[test]
+fn goes_on_three_times() -> Result<()> {
+    goes_on(spec(Kernel::BookwormCloud).cpus(2), 3).map(drop)
+}
+
+#[test]
+fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
+    let machine = goes_on(spec(Kernel::TrixieCloud).cpus(4).init(Init::Systemd), 1)?;
+    let failed = machine.sh("systemctl --failed --no-legend")?;
+    assert_eq!(failed, "");
+    Ok(())
+}
+
+#[test]
+fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
+    goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1).map(drop)
+}
+
+/// The other end of a cable between two machines.
+fn cable(port: u16, end: &str) -> [String; 4] {
+    let netdev = format!("socket,id=cable,{end}=127.0.0.1:{port}");
+    ["-netdev".into(), netdev, "-device".into(), "virtio-net-pci,netdev=cable,romfile=".into()]
+}
+
+fn wired(spec: Spec, port: u16, end: &str) -> Spec {
+    cable(port, end).iter().fold(spec, |spec, argument| spec.qemu_arg(argument))
+}
+
+fn plug_in(machine: &Machine, address: &str) -> Result<()> {
+    machine.sh("modprobe virtio_net")?;
+    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
+}
+
+/// A connection to a third machine survives the first one's end: neither side sees more than silence.
+#[test]
+fn connections_go_on() -> Result<()> {
+    need_qemu()?;
+    let both = Reservation::wait(2)?;
+    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = port.unwrap().port();
+    let peer = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud).cpus(1), port, "listen"), &both)?;
+    let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;
+    plug_in(&peer, "10.9.0.1")?;
+    plug_in(&machine, "10.9.0.2")?;
+    peer.put("/run/echo.py", ECHO.as_bytes(), 0o644)?;
+    let _echo = peer.spawn("python3 /run/echo.py")?;
+    start(&machine, "clock", CLOCK)?;
+    machine.sh("until ping -c 1 -W 1 10.9.0.1 > /dev/null; do sleep 0.2; done")?;
+    start(&machine, "talk", TALK)?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    let heard = number(&machine, "/run/talk")?;
+    machine.sh(&format!(
+        "for i in $(seq 600); do test $(cat /run/talk) -gt {heard} && exit 0; sleep 0.1; done; exit 1"
+    ))?;
+    assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
+    Ok(())
+}
+
+/// A database at work: what was committed is there, and every sum is right.
+#[test]
+fn a_database_goes_on() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(1536))?;
+    machine.start_postgres()?;
+    start(&machine, "clock", CLOCK)?;
+    machine.sh("setsid pgbench -n -c 4 -T 600 bench > /run/pgbench.said 2>&1 < /dev/null & sleep 2")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    let history = |machine: &Machine| -> Result<u64> {
+        Ok(machine.sh("psql -At bench -c 'select count(*) from pgbench_history'")?.parse().unwrap_or(0))
+    };
+    let before = history(&machine)?;
+    thread::sleep(Duration::from_secs(3));
+    assert!(history(&machine)? > before, "{}", machine.sh("cat /run/pgbench.said")?);
+    machine.sh("pkill -INT pgbench; sleep 1")?;
+    let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
+                (select sum(tbalance) from pgbench_tellers), (select sum(delta) from pgbench_history)";
+    let sums = machine.sh(&format!("psql -At bench -c '{sums}'"))?;
+    let mut different: Vec<_> = sums.split('|').collect();
+    different.dedup();
+    assert_eq!(different.len(), 1, "{sums}");
+    assert!(!machine.sh("cat /run/pgbench.said")?.contains("ERROR"));
+    Ok(())
+}
+
+/// The environment must end without having brought anything back, and say why.
+fn is_refused(machine: Machine, boot: &Boot, reason: &str) {
+    let error = machine.start_other(boot).map(drop).unwrap_err().to_string();
+    assert!(error.contains(reason) && error.contains("could not be brought back"), "{error}");
+}
+
+/// The image as a core: the kernel's banner is at its address, and each CPU where it was.
+fn debuggers_open(machine: &Machine) -> Result<()> {
+    machine.sh("mkdir -p /run/core && mount -t tmpfs -o size=700m none /run/core")?;
+    machine.sh(&format!("mercury inspect --core /run/core/core {DISK}"))?;
+    let banner = machine.sh("cat /root/banner")?;
+    let said =
+        machine.sh(&format!("gdb -batch -ex 'x/s 0x{banner}' -ex 'info threads' -c /run/core/core 2>&1"))?;
+    assert!(said.contains("Linux version 6.1"), "{said}");
+    assert_eq!(said.matches("LWP").count(), 2, "{said}");
+    machine.sh("umount /run/core").map(drop)
+}
+
+#[test]
+fn disks_that_have_moved_on_are_refused() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK)?;
+    machine.sh("grep ' linux_banner$' /proc/kallsyms | cut -d ' ' -f 1 > /root/banner")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    checkpoint(&machine)?;
+    let machine = machine.start_again()?;
+    machine.sh("echo later > /root/later; sync")?;
+    let said = machine.sh(&format!("mercury inspect {DISK}"))?;
+    assert!(said.contains("whole: "), "{said}");
+    debuggers_open(&machine)?;
+    is_refused(machine, &boot, "was written to after the instant");
+    Ok(())
+}
+
+/// The command itself starts the small system, from a system that has been booted since.
+#[test]
+fn restores_in_place() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).reset(Reset::Restarts))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    start(&machine, "clock", CLOCK)?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    checkpoint(&machine)?;
+    let machine = machine.start_again()?;
+    assert_ne!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
+    let boots = machine.boots();
+    let _restore =
+        machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
+    machine.wait_other(boots)?;
+    assert_eq!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
+    let before = number(&machine, "/run/clock")?;
+    machine.sh("sleep 1")?;
+    assert!(number(&machine, "/run/clock")? > before);
+    machine.check_next_attach()
+}
+
+/// Two machines from one image must not think the same thing random.
+#[test]
+fn two_of_one_image_differ() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK)?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE --force-disks")?;
+    checkpoint(&machine)?;
+    let random = |machine: &Machine| machine.sh("head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'");
+    let machine = machine.start_other(&boot)?;
+    let first = random(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    assert_ne!(random(&machine)?, first);
+    Ok(())
+}
+
+/// Nobody is left who undoes what a checkpoint did.
+const GUARD_ENDS: &str =
+    "for i in $(seq 300); do pgrep -f 'exe [g]uard' > /dev/null || exit 0; sleep 0.1; done; exit 1";
+
+fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+    let output = machine.run(line)?;
+    let said = format!("{}{}", output.stdout, output.stderr);
+    assert!(said.contains(reason), "{line}: {said}");
+    // The machine is as it was: native, nobody frozen, nothing held.
+    let status = machine.sh("mercury status --json")?;
+    assert!(!status.contains("\"attached\""), "{status}");
+    machine.sh("echo x > /root/x && sync && ! ls /sys/fs/cgroup | grep mercury")?;
+    Ok(())
+}
+
+/// Whatever goes wrong, the machine runs on as it did, and there is no half of an image.
+#[test]
+fn a_failure_changes_nothing() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK)?;
+    machine.sh("mkdir -p /run/small && mount -t tmpfs -o size=3m none /run/small")?;
+    fails_with(&machine, "mercury checkpoint /run/small/x", "No space left")?;
+    assert_eq!(machine.sh("ls /run/small")?, "");
+    fails_with(&machine, "mercury checkpoint /root/x", "must not change")?;
+    fails_with(&machine, "mercury checkpoint --hook 'exit 3' /run/x", "the hook failed")?;
+    // Killed with everything frozen: the guard releases it.
+    let killed = machine.run("mercury checkpoint --hook 'kill -9 $PPID; sleep 1' /run/x")?;
+    assert!(!killed.success());
+    machine.sh(GUARD_ENDS)?;
+    fails_with(&machine, "true", "")?;
+    fails_with(&machine, "mercury checkpoint /nowhere/x", "cannot be written to")?;
+    fails_with(&machine, "mercury checkpoint --pool 1 /run/x", "snapshot-pool")?;
+    fails_with(&machine, "mercury inspect /etc/passwd", "no image of a machine")?;
+    fails_with(&machine, "mercury restore /etc/passwd", "no block device")?;
+    fails_with(&machine, &format!("mercury restore {DISK}"), "no image of a machine")?;
+    fails_with(&machine, "mercury checkpoint /dev/nvme0n1", "Device or resource busy")?;
+    fails_with(&machine, "mercury checkpoint /dev/null", "neither a file nor a block device")?;
+    fails_with(&machine, "mercury checkpoint --poweroff -", "would stand still")?;
+    assert_eq!(machine.sh("ls /run/x* 2> /dev/null || true")?, "");
+
+    // A driver that does not stop its device is named.
+    load_test_module(&machine)?;
+    kernel(&machine, "refuse 1")?;
+    fails_with(&machine, "mercury checkpoint /run/x", "device mercury_refuser")?;
+    kernel(&machine, "refuse 0")?;
+
+    // One after the other: the last two are kept.
+    let series = machine.spawn("mercury checkpoint --every 1s --keep 2 --json /run/series")?;
+    machine.sh(
+        "for i in $(seq 900); do test $(ls /run/series.* | grep -vc part) = 2 && break; sleep 0.1; done",
+    )?;
+    machine.sh("sleep 12; pkill -INT -f '^mercury checkpoint'")?;
+    let _ = series.wait(Duration::from_secs(60))?;
+    assert_eq!(machine.sh("ls /run/series.* | wc -l")?, "2");
+    assert!(
+        machine.sh("mercury inspect $(ls /run/series.* | head -1); rm /run/series.*")?.contains("whole: ")
+    );
+
+    // A second one at once, then Ctrl-C, then a kill.
+    let slow = "mercury checkpoint - 2> /run/said | (sleep 8; cat > /run/x)";
+    let first = machine.spawn(slow)?;
+    machine.sh("until mercury status --json | grep -q '\"attached\"'; do sleep 0.1; done; sleep 3")?;
+    let second = machine.run("mercury checkpoint /run/y")?;
+    assert!(second.stderr.contains("controls Mercury"), "{}", second.stderr);
+    machine.sh("pkill -INT -f '^mercury checkpoint'")?;
+    first.wait(Duration::from_secs(60))?;
+    let said = machine.sh("cat /run/said; rm -f /run/x")?;
+    assert!(said.contains("interrupted"), "{said}");
+    fails_with(&machine, "true", "")?;
+
+    for moment in [0, 1, 2, 3, 5] {
+        let killed = machine.spawn("mercury checkpoint /run/x")?;
+        machine.sh(&format!("sleep {moment}; pkill -KILL -f '^mercury checkpoint'; true"))?;
+        let _ = killed.wait(Duration::from_secs(60));
+        machine.sh(GUARD_ENDS)?;
+        fails_with(&machine, "true", "")?;
+        assert_eq!(machine.sh("ls /run/x* 2> /dev/null || true")?, "", "after {moment} s");
+    }
+    let before = number(&machine, "/run/clock")?;
+    machine.sh("sleep 1")?;
+    assert!(number(&machine, "/run/clock")? > before);
+    machine.check_next_attach()
+}
