@@ -96,14 +96,6 @@ static void apic_put(u32 offset, u32 value)
 		writel(value, (void __iomem *)(APIC_BASE + offset));
 }
 
-/* The ID of this CPU's local APIC. */
-u32 mercury_apic_id(void)
-{
-	u32 id = apic_get(APIC_ID);
-
-	return mercury_x2apic() ? id : id >> 24;
-}
-
 static size_t xsave_offset(void)
 {
 	return ALIGN(sizeof(struct mercury_cpu_state), 64);

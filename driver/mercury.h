@@ -232,7 +232,6 @@ void mercury_state_load(void);
 void mercury_requests_save(void);
 void mercury_requests_load(void);
 bool mercury_x2apic(void);
-u32 mercury_apic_id(void);
 
 /* resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back. */
 asmlinkage int mercury_save(struct mercury_saved_cpu *saved) __attribute__((returns_twice));

@@ -43,8 +43,9 @@ static struct {
 	int first_cpu;
 	/* The first CPU is ready for the others. */
 	bool ready;
-	/* CPUs for which it was prepared; and another one came. */
+	/* CPUs for which it was prepared; at the instant there were others; and another one came later. */
 	struct cpumask cpus;
+	bool others;
 	bool another_cpu;
 	/* This machine was brought back. */
 	bool restored;
@@ -447,8 +448,9 @@ static void reseed(void)
  */
 static int instant(void *unused)
 {
-	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask))
-		return -EBUSY;
+	snapshot.others = !cpumask_equal(&snapshot.cpus, cpu_online_mask);
+	if (snapshot.others)
+		return 0;
 	snapshot.ready = false;
 	snapshot.first_cpu = cpumask_first(cpu_online_mask);
 	stop_machine(enter, NULL, cpu_online_mask);
@@ -470,6 +472,8 @@ static u32 meet(struct mercury_outcome *outcome)
 	snapshot.live = true;
 	if (hibernate_quiet_exec(instant, NULL) || snapshot.refused)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
+	if (snapshot.others)
+		return MERCURY_CODE_SNAPSHOT_MISSED;
 	if (snapshot.restored)
 		return MERCURY_CODE_OK;
 	for_each_possible_cpu(cpu) {

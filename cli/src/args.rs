@@ -211,7 +211,7 @@ pub struct CheckpointArgs {
 }
 
 /// Arguments of restore.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct RestoreArgs {
     /// The block device with the image
     pub image: PathBuf,

@@ -119,6 +119,18 @@ impl Guard {
         }
     }
 
+    /// Is told so for as long as `work` goes on. It must have an end of its own.
+    pub fn hear_during<T: Send>(&mut self, work: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| {
+            let work = scope.spawn(work);
+            while !work.is_finished() {
+                self.hear();
+                thread::sleep(Duration::from_millis(10));
+            }
+            work.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
     /// All has been undone, so far.
     pub fn is_undone(&mut self) {
         // One that is gone need not know.

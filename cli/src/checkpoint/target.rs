@@ -57,10 +57,16 @@ impl fmt::Display for Name {
     }
 }
 
+/// So many bytes are written before the disk is waited for: the end, for which everything may stand still, must not have
+/// all of the image left to write.
+const SYNC_EVERY: usize = 256 << 20;
+
 /// An image under construction. Dropped before [`Target::finish`], nothing of it stays.
 #[derive(Debug)]
 pub struct Target {
     place: Place,
+    /// Bytes since the disk was last waited for.
+    unsafe_bytes: usize,
 }
 
 #[derive(Debug)]
@@ -82,7 +88,9 @@ struct Connection {
 impl Connection {
     fn open(host: &str, script: &str) -> io::Result<Self> {
         let mut command = Command::new("ssh");
-        command.args(["-o", "BatchMode=yes", "--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
+        // A host that does not answer any more is an error, not a pause.
+        command.args(["-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]);
+        command.args(["--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
         let mut child = command.spawn()?;
         let input = child.stdin.take();
         Ok(Self { child, input })
@@ -110,17 +118,17 @@ impl Target {
     /// If it cannot be written to, or a device holds something that is no image and `overwrite` is not set.
     pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
         let result = match name {
-            Name::Stdout => Ok(Self { place: Place::Stdout(io::stdout()) }),
+            Name::Stdout => Ok(Place::Stdout(io::stdout())),
             Name::Remote { host, path } => Self::open_remote(host, path),
             Name::Path(path) => Self::open_path(path, overwrite),
         };
-        result.map_err(|error| {
+        result.map(|place| Self { place, unsafe_bytes: 0 }).map_err(|error| {
             Error::new(Exit::Failed, format!("{name} cannot be written to: {error}"))
                 .hint("name a file in a folder that exists, an empty block device, - or ssh://host/path")
         })
     }
 
-    fn open_path(path: &Path, overwrite: bool) -> io::Result<Self> {
+    fn open_path(path: &Path, overwrite: bool) -> io::Result<Place> {
         let found = fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
             let mut options = OpenOptions::new();
@@ -131,7 +139,7 @@ impl Target {
                 ));
             }
             file.rewind()?;
-            return Ok(Self { place: Place::Device(file) });
+            return Ok(Place::Device(file));
         }
         if found.is_some_and(|found| !found.is_file()) || path.starts_with("/dev/") {
             return Err(io::Error::other("it is neither a file nor a block device"));
@@ -142,18 +150,24 @@ impl Target {
         // One that is left is nobody's: who writes one controls the driver.
         let _ = fs::remove_file(&part);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
-        Ok(Self { place: Place::File { file, part, path: path.to_owned() } })
+        Ok(Place::File { file, part, path: path.to_owned() })
     }
 
     /// Both connections are there from the start: later nobody may be there to make one.
-    fn open_remote(host: &str, path: &str) -> io::Result<Self> {
+    fn open_remote(host: &str, path: &str) -> io::Result<Place> {
         let (part, path) = (quoted(&format!("{path}.part")), quoted(path));
         let data = Connection::open(host, &format!("umask 077 && cat > {part}"))?;
         let end = format!(
             "read word; if [ \"$word\" = commit ]; then sync {part} && mv {part} {path}; else rm -f {part}; fi"
         );
         let end = Connection::open(host, &end)?;
-        Ok(Self { place: Place::Remote { data, end } })
+        Ok(Place::Remote { data, end })
+    }
+
+    /// Whether another host has to say when the image is safe: that takes as long as it takes.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        matches!(self.place, Place::Remote { .. })
     }
 
     /// Processes that must not be held still.
@@ -208,7 +222,15 @@ impl Write for Target {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &mut self.place {
             Place::Stdout(stdout) => stdout.write(bytes),
-            Place::Device(file) | Place::File { file, .. } => file.write(bytes),
+            Place::Device(file) | Place::File { file, .. } => {
+                let written = file.write(bytes)?;
+                self.unsafe_bytes += written;
+                if self.unsafe_bytes >= SYNC_EVERY {
+                    self.unsafe_bytes = 0;
+                    file.sync_data()?;
+                }
+                Ok(written)
+            }
             Place::Remote { data, .. } => data.send(bytes),
             Place::Finished => Err(io::ErrorKind::BrokenPipe.into()),
         }

@@ -5,21 +5,15 @@ mod core;
 use self::core::Core;
 use crate::{
     args::InspectArgs,
-    checkpoint::stream::image_error,
     commands::Say,
-    error::{Error, Result},
+    error::Result,
     exit::Exit,
+    images::Image,
     interrupt::Deferred,
     output::{Render, Text, bytes, thousands},
-    progress,
 };
-use mercury_image::{Commit, Kind, Machine, Reader};
+use mercury_image::{Commit, Kind, Machine};
 use serde::Serialize;
-use std::{
-    fs::File,
-    io::{self, BufReader, Read},
-    time::{Duration, Instant},
-};
 
 /// What an image is.
 #[derive(Clone, Debug, Serialize)]
@@ -78,37 +72,17 @@ impl Render for Report {
 /// If it is none, or damaged.
 pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
-    let from: Box<dyn Read> = if args.image.as_os_str() == "-" {
-        Box::new(io::stdin())
-    } else {
-        let file = File::open(&args.image).map_err(|error| {
-            Error::new(Exit::Failed, format!("{} cannot be read: {error}", args.image.display()))
-                .hint("name the file or the device that `mercury checkpoint` wrote")
-        })?;
-        Box::new(BufReader::with_capacity(1 << 20, file))
-    };
-    let mut reader = Reader::open(from).map_err(image_error)?;
-    let mut core = args.core.as_ref().map(|path| Core::create(path, reader.machine())).transpose()?;
-    let mut shown = Instant::now();
-    while !args.quick
-        && let Some(chunk) = reader.next_chunk().map_err(image_error)?
-    {
-        core.as_mut().map_or(Ok(()), |core| core.add(&chunk))?;
-        if deferred.requested() {
-            return Err(Error::new(Exit::Interrupted, "interrupted"));
-        }
-        if shown.elapsed() > Duration::from_millis(500) {
-            shown = Instant::now();
-            progress::line(&format!("checking: {}", bytes(reader.offset())));
-        }
+    let mut image = Image::open(&args.image)?;
+    let mut core = args.core.as_ref().map(|path| Core::create(path, image.machine())).transpose()?;
+    if !args.quick {
+        image.read("checking", &deferred, |chunk| core.as_mut().map_or(Ok(()), |core| core.add(&chunk)))?;
     }
-    progress::line("");
-    core.map_or(Ok(()), |core| core.finish(reader.machine()))?;
+    core.map_or(Ok(()), |core| core.finish(image.machine()))?;
     say.done(&Report {
-        identity: reader.identity().to_string(),
-        machine: reader.machine().clone(),
-        bytes: reader.offset(),
-        commit: reader.commit().cloned(),
+        identity: image.identity().to_string(),
+        machine: image.machine().clone(),
+        bytes: image.offset(),
+        commit: image.commit().cloned(),
     });
     Ok(Exit::Done)
 }

@@ -23,7 +23,7 @@ use std::{
 };
 
 /// Words of the running kernel's command line that are not for the small one.
-const DROPPED: [&str; 29] = [
+const DROPPED: [&str; 28] = [
     "BOOT_IMAGE",
     "initrd",
     "root",
@@ -52,7 +52,6 @@ const DROPPED: [&str; 29] = [
     "rdinit",
     "maxcpus",
     "nr_cpus",
-    "--",
 ];
 
 fn failed(what: &str, error: &io::Error) -> Error {
@@ -129,12 +128,11 @@ fn kernel_image(sysroot: &Sysroot) -> Result<PathBuf> {
 /// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
 fn command_line(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> String {
     let running = sysroot.text("proc/cmdline").unwrap_or_default();
-    let kept = running.split_whitespace().filter(|word| {
+    // What comes behind "--" is for the first process.
+    let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);
         !DROPPED.contains(&name) && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
-    // What comes behind "--" is for the first process.
-    let kept = kept.take_while(|word| *word != "--");
     let mut words: Vec<String> = kept.map(str::to_owned).collect();
     words.push(format!("mem={}M", args.memory));
     words.extend(["swiotlb=noforce", "numa=off", "panic=10", "nmi_watchdog=0", "quiet"].map(str::to_owned));
@@ -357,6 +355,18 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_are_kept_and_tasks_are_not() {
+        let (folder, args) = (tempfile::tempdir().expect("a folder"), RestoreArgs::default());
+        fs::create_dir(folder.path().join("proc")).expect("a folder");
+        let running = "root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n";
+        fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
+        let line = command_line(&args, Path::new("/dev/vdb"), &Sysroot::at(folder.path()));
+        assert!(line.starts_with("iommu=off mem="), "{line}");
+        assert!(line.ends_with("mercury.restore=/dev/vdb"), "{line}");
+        assert!(!line.contains("single") && !line.contains("nosmt"), "{line}");
+    }
 
     #[test]
     fn microcode_comes_first() {

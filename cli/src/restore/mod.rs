@@ -10,30 +10,25 @@ pub mod init;
 
 use crate::{
     args::RestoreArgs,
-    checkpoint::{describe, stream::image_error},
+    checkpoint::describe,
     commands::{self, Say},
     device::{Access, Device, Restart},
     error::{Error, Result},
     exit::Exit,
+    images::{self, Image},
     interrupt::Deferred,
     module,
-    output::{Render, Text, bytes},
-    progress,
+    output::{Render, Text},
     sysroot::Sysroot,
 };
 use mercury_abi::restart::{
     LoadEntry, MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC,
     RestartCpu, RestartRange,
 };
-use mercury_image::{Chunk, Kind, Machine, Reader};
+use mercury_image::{Chunk, Frame, Kind, Machine};
 use serde::Serialize;
-use std::{
-    fs::File,
-    io::BufReader,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
-const BUFFER: usize = 1 << 20;
 /// How long the small system waits for disks besides the image's.
 const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
@@ -87,7 +82,7 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
 /// The small system has disks, and nothing mounted.
 fn block_device(image: &Path) -> Result<PathBuf> {
     use std::os::unix::fs::FileTypeExt;
-    let path = image.canonicalize().map_err(|error| unreadable(image, &error))?;
+    let path = image.canonicalize().map_err(|error| images::unreadable(image, &error))?;
     let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
     if is_device && !path.to_string_lossy().contains(char::is_whitespace) {
         return Ok(path);
@@ -113,32 +108,9 @@ fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
 
 /// Reads the whole image; what it says of its machine, if it is whole.
 fn verify(image: &Path) -> Result<Machine> {
-    let deferred = Deferred::begin();
-    let file = open(image)?;
-    let length = file.metadata().map_or(0, |found| found.len());
-    let mut shown = std::time::Instant::now();
-    let mut reader = Reader::open(BufReader::with_capacity(BUFFER, file)).map_err(image_error)?;
-    while reader.next_chunk().map_err(image_error)?.is_some() {
-        if deferred.requested() {
-            return Err(Error::new(Exit::Interrupted, "interrupted; nothing was changed"));
-        }
-        if shown.elapsed().as_millis() >= 500 {
-            shown = std::time::Instant::now();
-            let of = if length > 0 { format!(" of {}", bytes(length)) } else { String::new() };
-            progress::line(&format!("checking the image: {}{of}", bytes(reader.offset())));
-        }
-    }
-    progress::line("");
-    Ok(reader.machine().clone())
-}
-
-fn open(image: &Path) -> Result<File> {
-    File::open(image).map_err(|error| unreadable(image, &error))
-}
-
-fn unreadable(image: &Path, error: &std::io::Error) -> Error {
-    Error::new(Exit::Failed, format!("{} cannot be read: {error}", image.display()))
-        .hint("name the device that `mercury checkpoint` wrote")
+    let mut image = Image::open(image)?;
+    image.read("checking the image", &Deferred::begin(), |_| Ok(()))?;
+    Ok(image.machine().clone())
 }
 
 fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
@@ -150,38 +122,25 @@ fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
         .hint("restore it where it was made, or on a machine that is equal to that"))
 }
 
-/// In the small kernel: loads the image and goes on in it. Returns only if that fails.
+/// In the small kernel: loads the image and goes on in it. Returns only if that fails. Nothing of it runs before all of it
+/// has been read and is right.
 fn bring_back(args: &RestoreArgs) -> Result<()> {
-    let machine = verify(&args.image)?;
+    let mut image = Image::open(&args.image)?;
+    let machine = image.machine().clone();
     refuse(&args.image, fit::differences(&machine, &describe::describe(&Sysroot::default())))?;
     fit::wait_for_disks(&machine.file_systems, DISKS_PATIENCE);
     refuse_disks(args, &machine)?;
     module::insert(args.module.module.as_deref(), &Sysroot::default())?;
     let device = Device::open(Access::Control)?;
     device.restore_begin(&restart(&machine))?;
-    load(&device, &args.image)?;
+    image.read("loading", &Deferred::begin(), |chunk| load(&device, &chunk))?;
     device.restore_go()
 }
 
-fn load(device: &Device, image: &Path) -> Result<()> {
-    let file = open(image)?;
-    let mut reader = Reader::open(BufReader::with_capacity(BUFFER, file)).map_err(image_error)?;
-    let (mut frames, mut shown) = (0_u64, std::time::Instant::now());
-    while let Some(chunk) = reader.next_chunk().map_err(image_error)? {
-        let Chunk { frames: found, data } = chunk;
-        let entries: Vec<_> = found
-            .iter()
-            .map(|frame| LoadEntry { frame_phys: frame.phys, source: frame.source_word() })
-            .collect();
-        device.restore_load(&entries, &data)?;
-        frames += entries.len() as u64;
-        if shown.elapsed().as_millis() >= 500 {
-            shown = std::time::Instant::now();
-            progress::line(&format!("loading: {}", bytes(frames * 4096)));
-        }
-    }
-    progress::line("");
-    Ok(())
+fn load(device: &Device, chunk: &Chunk) -> Result<()> {
+    let entry = |frame: &Frame| LoadEntry { frame_phys: frame.phys, source: frame.source_word() };
+    let entries: Vec<_> = chunk.frames.iter().map(entry).collect();
+    device.restore_load(&entries, &chunk.data)
 }
 
 /// A machine as the driver is told of it.
