@@ -128,8 +128,22 @@ fn number(machine: &Machine, path: &str) -> Result<u64> {
     Ok(machine.sh(&format!("cat {path}"))?.parse().unwrap_or(0))
 }
 
+/// The machine's wall clock is this host's.
+fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
+    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let before = now();
+    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
+    let (time, uptime) = theirs.split_once(' ').unwrap();
+    // Whoever was asked may have taken long to answer.
+    let right = before - 3..=now() + 3;
+    let time = time.parse::<u64>().unwrap();
+    assert!(right.contains(&time), "the time {when} is {time}, not in {right:?}; up for {uptime} s");
+    Ok(())
+}
+
 /// Ends with the machine off, and the disks as they were at the instant.
 fn checkpoint(machine: &Machine) -> Result<()> {
+    knows_the_time(machine, "before")?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
     let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {DISK}"))?;
     machine.wait_shutdown(Duration::from_secs(180)).map(drop).inspect_err(|_| {
@@ -144,9 +158,7 @@ fn is_well(machine: &Machine, boot_id: &str) -> Result<()> {
     thread::sleep(Duration::from_secs(1));
     assert!(number(machine, "/run/clock")? > before, "what ran goes on");
     assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
-    let ours = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    let theirs = machine.sh("date +%s")?.parse::<u64>().unwrap();
-    assert!(ours.abs_diff(theirs) <= 3, "the time is {theirs}, not {ours}");
+    knows_the_time(machine, "after")?;
     let log = machine.sh("dmesg")?;
     assert!(!log.contains("Call Trace") && !log.contains("random generator could not"), "{log}");
     machine.sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
