@@ -47,6 +47,7 @@ pub mod soak;
 pub mod spec;
 pub mod testing;
 pub mod testmod;
+mod tsc;
 
 pub use command::{Background, Output, Stream};
 pub use driver::Variant;

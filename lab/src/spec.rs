@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Result},
     image::Release,
     kernel::Kernel,
+    tsc,
 };
 
 /// The processor unless a machine asks for another: SVM with nested paging, as far as QEMU emulates it.
@@ -460,7 +461,7 @@ impl Spec {
             format!("lab.host={}", self.kernel.release()),
             format!("lab.modules={}", self.modules.directory()),
         ];
-        words.extend(self.clock().iter().map(|&word| word.to_owned()));
+        words.extend(self.clock());
         if self.platform != Platform::Qemu {
             words.push("lab.port=ttyS1".to_owned());
         }
@@ -472,15 +473,19 @@ impl Spec {
     }
 
     /// The emulated TSC is reliable, and without this the kernel would use the HPET; but for the frequency
-    /// that Bochs's later models say they have: time would pass fifty times too slowly, or more so.
-    fn clock(&self) -> &'static [&'static str] {
-        match self.platform {
+    /// that Bochs's later models say they have: time would pass fifty times too slowly, or more so. Where it
+    /// counts instructions the kernel finds its frequency for itself.
+    fn clock(&self) -> Vec<String> {
+        let words: &[&str] = match self.platform {
             Platform::Bochs(Model::SkylakeX | Model::TigerLake) => {
                 &["tsc=unstable", "clocksource=acpi_pm", PATIENT_WATCHDOG]
             }
             Platform::Bochs(_) => &["tsc=reliable", PATIENT_WATCHDOG],
             Platform::Qemu => &["tsc=reliable"],
-        }
+        };
+        let frequency = (self.platform == Platform::Qemu && self.icount.is_none())
+            .then(|| format!("tsc_early_khz={}", tsc::khz()));
+        words.iter().map(|&word| word.to_owned()).chain(frequency).collect()
     }
 }
 

@@ -1,35 +1,129 @@
 //! Snapshots of memory beneath machines at work: every page that is taken is what it was at the instant, by the
-//! hypervisor's own hashes.
+//! hypervisor's own hashes, whatever devices write meanwhile.
 
-use mercury_lab::{Kernel, Machine, Platform, Result, Spec, Vendor, driver::Variant};
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    io::Write,
+    net::{Ipv4Addr, TcpListener},
+    thread,
+};
+
+use mercury_lab::{Bus, Kernel, Machine, Nic, Platform, Result, Spec, Vendor, driver::Variant};
 
 /// Direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the same again.
-const DISK_LOAD: &str = "while test ! -e /run/end; do cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
+const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
      dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct 2> /dev/null; \
-     dd if=/root/x of=/dev/null iflag=direct bs=1M 2> /dev/null; done";
+     dd if=/root/x of=/dev/null iflag=direct bs=1M 2> /dev/null";
 
-fn are_exact(spec: Spec, rounds: u32) -> Result<()> {
+/// The same two ways of reading, of a whole disk.
+fn disk_load(disk: &str) -> String {
+    format!(
+        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct 2> /dev/null; \
+         dd if={disk} of=/dev/null bs=1M count=50 2> /dev/null; echo 1 > /proc/sys/vm/drop_caches"
+    )
+}
+
+/// Whoever comes is sent numbers until he goes; the port.
+fn source() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::spawn(move || {
+        let numbers: Vec<u8> = (0..1_u32 << 14).flat_map(u32::to_le_bytes).collect();
+        for mut connection in listener.incoming().flatten() {
+            while connection.write_all(&numbers).is_ok() {}
+        }
+    });
+    port
+}
+
+/// Receives from the host for a while.
+fn network_load(port: u16) -> String {
+    format!("timeout 20 bash -c 'head -c 20M < /dev/tcp/10.0.2.2/{port} > /dev/null'")
+}
+
+fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         // Bochs's SVM forgets interrupts whose delivery makes a nested fault.
         Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")?;
     }
+    let has_network = loads.iter().any(|load| load.contains("/dev/tcp"));
     let machine = Machine::boot(spec.modules(Variant::Faults))?;
+    for module in modules.split_whitespace() {
+        machine.sh(&format!("modprobe {module}"))?;
+    }
+    if has_network {
+        machine.sh(
+            "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
+             ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done",
+        )?;
+    }
     let _work = machine.start_work()?;
     machine.mercury("attach")?;
-    let mut load = machine.spawn(DISK_LOAD)?;
+    let mut running = Vec::new();
+    for load in loads {
+        running.push(machine.spawn(&format!("while test ! -e /run/end; do {load} || exit 1; done"))?);
+    }
     println!("{}", machine.sh(&format!("mercury-workload snapshot --rounds {rounds}"))?);
-    assert!(!load.has_ended()?, "{}", load.output_so_far()?);
+    for load in &mut running {
+        assert!(!load.has_ended()?, "{}", load.output_so_far()?);
+    }
     machine.sh("touch /run/end")?;
     machine.check_next_attach()
 }
 
+fn virtio() -> Spec {
+    ["virtio-balloon-pci", "virtio-rng-pci", "virtio-serial-pci"]
+        .iter()
+        .fold(Spec::new(Kernel::BookwormCloud).cpus(2).nic(Nic::Virtio), |spec, device| {
+            spec.qemu_arg("-device").qemu_arg(device)
+        })
+}
+
 #[test]
-fn exact_under_disk_load() -> Result<()> {
-    are_exact(Spec::new(Kernel::BookwormCloud).cpus(2), 4)
+fn exact_with_virtio() -> Result<()> {
+    let loads = [
+        ROOT_LOAD.to_owned(),
+        network_load(source()),
+        "head -c 100000 /dev/hwrng > /dev/null; sleep 0.1".to_owned(),
+    ];
+    are_exact(virtio(), "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 4)
 }
 
 /// Debian zeroes pages before devices get them, which hides what devices write: not here.
 #[test]
 fn exact_where_pages_are_not_zeroed() -> Result<()> {
-    are_exact(Spec::new(Kernel::TrixieCloud).cpus(4).kernel_arg("init_on_alloc=0"), 3)
+    let spec = Spec::new(Kernel::TrixieCloud).cpus(4).kernel_arg("init_on_alloc=0");
+    are_exact(spec, "", &[ROOT_LOAD.to_owned()], 3)
+}
+
+/// What servers have that are no virtual machines.
+fn real_hardware() -> Spec {
+    let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
+    let stick = ["-drive", "if=none,id=stick,format=raw,file.driver=null-co,file.size=1073741824,read-only=on"];
+    let spec = Spec::new(Kernel::BookwormGeneric)
+        .cpus(2)
+        .memory_mib(1536)
+        .root_bus(Bus::Ahci)
+        .nic(Nic::E1000e)
+        .disk(Bus::Nvme, 256)
+        .kernel_arg("init_on_alloc=0");
+    usb.iter().chain(&stick).fold(spec, |spec, argument| spec.qemu_arg(argument))
+}
+
+fn real_loads() -> [String; 4] {
+    [ROOT_LOAD.to_owned(), disk_load("/dev/nvme0n1"), disk_load("/dev/sdb"), network_load(source())]
+}
+
+const REAL_MODULES: &str = "nvme e1000e xhci_pci usb_storage sd_mod";
+
+#[test]
+fn exact_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    are_exact(real_hardware(), REAL_MODULES, &real_loads(), 3)
+}
+
+#[test]
+fn exact_behind_an_iommu() -> Result<()> {
+    let spec = real_hardware().qemu_arg("-device").qemu_arg("amd-iommu");
+    are_exact(spec, REAL_MODULES, &real_loads(), 3)
 }

@@ -1,7 +1,7 @@
 //! Takes snapshots of memory through the driver, and proves them: the hypervisor has hashed every page at the
 //! instant, with no CPU in the system, and what is taken must have the same hashes. Needs a build with fault points.
 
-use std::fs::File;
+use std::{fs::File, os::unix::fs::FileExt};
 
 use mercury_abi::{
     Header,
@@ -59,7 +59,8 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
         .map_err(|error| device::explain(error, begin.outcome))?;
     let taken = take_all(device, report)?;
     let mut end = SnapshotRequest { header: Header::of::<SnapshotRequest>(), ..SnapshotRequest::default() };
-    device::request(device, MERCURY_IOC_SNAPSHOT_END, &mut end)?;
+    device::request(device, MERCURY_IOC_SNAPSHOT_END, &mut end)
+        .map_err(|error| device::explain(error, end.outcome))?;
     let status = end.status;
     report.check(status.exact == 1, || format!("it was spoilt: {status:?}"));
     report.check(taken == begin.memory_pages, || format!("{taken} of {} pages", begin.memory_pages));
@@ -88,12 +89,24 @@ fn take_all(device: &File, report: &mut Report) -> Result<u64> {
             .map_err(|error| device::explain(error, take.outcome))?;
         for ((page, frame), expected) in data.iter().zip(&frames).zip(&hashes).take(take.count as usize) {
             let found = hash(page);
-            report.check(found == *expected, || format!("{frame:#x} is not what it was"));
+            report.check(found == *expected, || {
+                format!("{frame:#x} is not what it was; it is of kind {}", kind(*frame))
+            });
         }
         taken += take.count;
         cursor = take.cursor_phys;
     }
     Ok(taken)
+}
+
+/// What the kernel says of a page now: flags as in its `kernel-page-flags.h`, and how often it is mapped.
+fn kind(frame: u64) -> String {
+    let word = |path: &str| {
+        let mut bytes = [0; 8];
+        let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, frame / 4096 * 8));
+        read.map_or_else(|error| error.to_string(), |()| format!("{:#x}", u64::from_le_bytes(bytes)))
+    };
+    format!("{}, mapped {}", word("/proc/kpageflags"), word("/proc/kpagecount"))
 }
 
 fn address<T>(room: &mut [T]) -> u64 {
