@@ -2,19 +2,27 @@
 /*
  * What devices write, they write round the nested tables. While there is a snapshot, every page that a
  * device may write is written to by the CPU first, without changing it, so that it is copied: at the
- * kernel's exported entry points of DMA, by kprobes. What devices may write all the time is found at the
- * instant: pages that are not anybody's data, but the kernel's own.
+ * kernel's exported entry points of DMA, by ftrace. (Not by kprobes: those on a function's entry leave
+ * interrupts on, and pass what happens in one.)
+ *
+ * Other pages are copied at the instant: what devices may have for good, pages that are not anybody's
+ * data, but the kernel's own; and what they had until they were stopped for it. Not all of them stop at
+ * once: a network card that is told to be no bus master any more receives on, in an emulator at least.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
 #include <linux/dma-direction.h>
+#include <linux/ftrace.h>
 #include <linux/hugetlb.h>
 #include <linux/iommu.h>
 #include <linux/kprobes.h>
 #include <linux/memory_hotplug.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 #include <linux/page-flags.h>
+#include <linux/pci.h>
 #include <linux/scatterlist.h>
+#include <linux/string.h>
 #include <asm/io.h>
 
 #include "mercury.h"
@@ -36,53 +44,66 @@ static void touch_list(struct scatterlist *list, unsigned int count)
 		touch(sg_virt(list), list->length);
 }
 
+/*
+ * Before the instant: a device that has just given a buffer back may not know it yet. Not with data of files
+ * and processes, of which there may be much: what reads those stops.
+ */
+static void mark(void *start, size_t length)
+{
+	unsigned long at = (unsigned long)start & PAGE_MASK;
+
+	if (mercury_snapshot_is_past() || !virt_addr_valid(start) || !length)
+		return;
+	for (; at < (unsigned long)start + length; at += PAGE_SIZE) {
+		struct page *page = virt_to_page((void *)at);
+
+		if (!PageLRU(page) && !PageAnon(page))
+			mercury_snapshot_mark(__pa(at));
+	}
+}
+
 static bool is_written(unsigned long direction)
 {
 	return direction != DMA_TO_DEVICE;
 }
 
 /* virtqueue_add_inbuf(queue, list, count, ...), and with a context */
-static int before_inbuf(struct kprobe *probe, struct pt_regs *regs)
+static void before_inbuf(const struct pt_regs *regs)
 {
 	touch_list((struct scatterlist *)regs->si, regs->dx);
-	return 0;
 }
 
 /* virtqueue_add_sgs(queue, lists, outgoing, incoming, ...) */
-static int before_sgs(struct kprobe *probe, struct pt_regs *regs)
+static void before_sgs(const struct pt_regs *regs)
 {
 	struct scatterlist **lists = (void *)regs->si;
 	unsigned int first = regs->dx, i;
 
 	for (i = first; i < first + (unsigned int)regs->cx; i++)
 		touch_list(lists[i], UINT_MAX);
-	return 0;
 }
 
 /* dma_map_page_attrs(device, page, offset, size, direction, ...) */
-static int before_map_page(struct kprobe *probe, struct pt_regs *regs)
+static void before_map_page(const struct pt_regs *regs)
 {
 	if (is_written(regs->r8))
 		touch(page_address((struct page *)regs->si) + regs->dx, regs->cx);
-	return 0;
 }
 
 /* dma_map_sg_attrs(device, list, count, direction, ...) */
-static int before_map_sg(struct kprobe *probe, struct pt_regs *regs)
+static void before_map_sg(const struct pt_regs *regs)
 {
 	if (is_written(regs->cx))
 		touch_list((struct scatterlist *)regs->si, regs->dx);
-	return 0;
 }
 
 /* dma_map_sgtable(device, table, direction, ...) */
-static int before_map_sgtable(struct kprobe *probe, struct pt_regs *regs)
+static void before_map_sgtable(const struct pt_regs *regs)
 {
 	struct sg_table *table = (void *)regs->si;
 
 	if (is_written(regs->dx))
 		touch_list(table->sgl, table->orig_nents);
-	return 0;
 }
 
 /* The memory at a device's address. */
@@ -97,88 +118,221 @@ static void *memory_of(struct device *device, dma_addr_t address)
 }
 
 /* dma_sync_single_for_device(device, address, size, direction) */
-static int before_sync_single(struct kprobe *probe, struct pt_regs *regs)
+static void before_sync_single(const struct pt_regs *regs)
 {
 	if (is_written(regs->cx))
 		touch(memory_of((struct device *)regs->di, regs->si), regs->dx);
-	return 0;
+}
+
+/* dma_unmap_page_attrs(device, address, size, direction, ...) */
+static void before_unmap_page(const struct pt_regs *regs)
+{
+	if (is_written(regs->cx))
+		mark(memory_of((struct device *)regs->di, regs->si), regs->dx);
+}
+
+/* dma_unmap_sg_attrs(device, list, count, direction, ...) */
+static void before_unmap_sg(const struct pt_regs *regs)
+{
+	struct scatterlist *list = (void *)regs->si;
+	unsigned int count = regs->dx;
+
+	for (; is_written(regs->cx) && list && count; count--, list = sg_next(list))
+		mark(sg_virt(list), list->length);
 }
 
 /* dma_sync_sg_for_device(device, list, count, direction) */
-static int before_sync_sg(struct kprobe *probe, struct pt_regs *regs)
+static void before_sync_sg(const struct pt_regs *regs)
 {
-	return before_map_sg(probe, regs);
+	before_map_sg(regs);
 }
 
-static struct kprobe probes[] = {
-	{ .symbol_name = "virtqueue_add_inbuf", .pre_handler = before_inbuf },
-	{ .symbol_name = "virtqueue_add_inbuf_ctx", .pre_handler = before_inbuf },
-	{ .symbol_name = "virtqueue_add_sgs", .pre_handler = before_sgs },
-	{ .symbol_name = "dma_map_page_attrs", .pre_handler = before_map_page },
-	{ .symbol_name = "dma_map_sg_attrs", .pre_handler = before_map_sg },
-	{ .symbol_name = "dma_map_sgtable", .pre_handler = before_map_sgtable },
-	{ .symbol_name = "dma_sync_single_for_device", .pre_handler = before_sync_single },
-	{ .symbol_name = "dma_sync_sg_for_device", .pre_handler = before_sync_sg },
+static struct entry {
+	const char *name;
+	void (*before)(const struct pt_regs *regs);
+	/* Where it is; 0: nowhere. */
+	unsigned long address;
+} entries[] = {
+	{ "virtqueue_add_inbuf", before_inbuf },
+	{ "virtqueue_add_inbuf_ctx", before_inbuf },
+	{ "virtqueue_add_sgs", before_sgs },
+	{ "dma_map_page_attrs", before_map_page },
+	{ "dma_map_sg_attrs", before_map_sg },
+	{ "dma_map_sgtable", before_map_sgtable },
+	{ "dma_unmap_page_attrs", before_unmap_page },
+	{ "dma_unmap_sg_attrs", before_unmap_sg },
+	{ "dma_sync_single_for_device", before_sync_single },
+	{ "dma_sync_sg_for_device", before_sync_sg },
 	/* Their names on later kernels. */
-	{ .symbol_name = "__dma_sync_single_for_device", .pre_handler = before_sync_single },
-	{ .symbol_name = "__dma_sync_sg_for_device", .pre_handler = before_sync_sg },
+	{ "__dma_sync_single_for_device", before_sync_single },
+	{ "__dma_sync_sg_for_device", before_sync_sg },
 };
 
-static u16 registered;
-static_assert(ARRAY_SIZE(probes) <= 8 * sizeof(registered));
+static bool watching, missed;
 
-/* From here on whatever is given to a device is written to first. */
-u32 mercury_dma_watch(void)
+static void notrace entered(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
+			    struct ftrace_regs *fregs)
+{
+	const struct pt_regs *regs = ftrace_get_regs(fregs);
+	unsigned int i;
+
+	for (i = 0; regs && i < ARRAY_SIZE(entries); i++) {
+		if (entries[i].address == ip) {
+			entries[i].before(regs);
+			return;
+		}
+	}
+	WRITE_ONCE(missed, true);
+}
+
+static struct ftrace_ops ops;
+
+/* Where a function calls ftrace: that is where a probe on it would be, behind an ENDBR. */
+static unsigned long address_of(const char *name)
+{
+	struct kprobe probe = { .symbol_name = name, .flags = KPROBE_FLAG_DISABLED };
+	unsigned long address;
+
+	if (register_kprobe(&probe))
+		return 0;
+	address = (unsigned long)probe.addr;
+	unregister_kprobe(&probe);
+	return address;
+}
+
+/* Virtual devices come with functions that nobody looks at yet. */
+static int module_comes(struct notifier_block *unused, unsigned long event, void *module)
+{
+	if (event == MODULE_STATE_COMING && !strcmp(((struct module *)module)->name, "virtio_ring"))
+		WRITE_ONCE(missed, true);
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block modules = { .notifier_call = module_comes };
+
+static int watch(void)
 {
 	unsigned int i;
 	int err;
 
-	for (i = 0; i < ARRAY_SIZE(probes); i++) {
-		probes[i].addr = NULL;
-		probes[i].flags = 0;
-		err = register_kprobe(&probes[i]);
+	/* Nothing of the last time: a filter that was freed is still pointed to. */
+	memset(&ops, 0, sizeof(ops));
+	ops.func = entered;
+	/* PERMANENT: nobody switches it off by a sysctl. */
+	ops.flags = FTRACE_OPS_FL_SAVE_REGS | FTRACE_OPS_FL_PERMANENT;
+	for (i = 0; i < ARRAY_SIZE(entries); i++) {
+		entries[i].address = address_of(entries[i].name);
 		/* Nobody can call what is not there. */
-		if (err == -ENOENT)
+		if (!entries[i].address)
 			continue;
+		err = ftrace_set_filter_ip(&ops, entries[i].address, 0, 0);
 		if (err) {
-			pr_err("no probe on %s: %d\n", probes[i].symbol_name, err);
-			mercury_dma_unwatch();
-			return MERCURY_CODE_SNAPSHOT_DEVICES;
+			pr_err("no look at %s: %d\n", entries[i].name, err);
+			return err;
 		}
-		registered |= BIT(i);
 	}
+	return register_ftrace_function(&ops);
+}
+
+/* From here on whatever is given to a device is written to first. */
+u32 mercury_dma_watch(void)
+{
+	int err = register_module_notifier(&modules);
+
+	if (err)
+		return MERCURY_CODE_SNAPSHOT_DEVICES;
+	missed = false;
+	err = watch();
+	if (err) {
+		pr_err("the entry points of DMA cannot be watched: %d\n", err);
+		ftrace_free_filter(&ops);
+		unregister_module_notifier(&modules);
+		return MERCURY_CODE_SNAPSHOT_DEVICES;
+	}
+	watching = true;
 	return MERCURY_CODE_OK;
 }
 
-/* Whether a probe was passed without a look: one within another. */
+/* Whether something was given to a device without a look. */
 bool mercury_dma_missed(void)
 {
-	unsigned int i;
-
-	for (i = 0; i < ARRAY_SIZE(probes); i++)
-		if (registered & BIT(i) && probes[i].nmissed)
-			return true;
-	return false;
+	return READ_ONCE(missed);
 }
 
 void mercury_dma_unwatch(void)
 {
-	unsigned int i;
-
-	for (i = 0; i < ARRAY_SIZE(probes); i++)
-		if (registered & BIT(i))
-			unregister_kprobe(&probes[i]);
-	registered = 0;
+	if (!watching)
+		return;
+	unregister_ftrace_function(&ops);
+	ftrace_free_filter(&ops);
+	unregister_module_notifier(&modules);
+	watching = false;
 }
 
 /*
  * Whether a device may have this page for good: no data of processes or files, be it in huge pages, no slab,
- * no page table.
+ * no page table. Nobody counts the references to the second page of several that were allocated at once.
  */
-bool mercury_dma_is_lasting(unsigned long pfn)
+static bool is_lasting(struct page *page)
+{
+	return !PageReserved(page) && !PageSlab(page) && !PageLRU(page) && !PageAnon(page) &&
+	       !PageTable(page) && !PageHuge(page);
+}
+
+/* From a page on: how many there are of which the same holds, and whether devices may have them. */
+unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting)
 {
 	struct page *page = pfn_to_online_page(pfn);
 
-	return page && !PageBuddy(page) && !PageReserved(page) && !PageSlab(page) && !PageLRU(page) &&
-	       !PageAnon(page) && !PageTable(page) && !PageHuge(page) && page_count(compound_head(page));
+	*lasting = page && !PageBuddy(page) && is_lasting(page);
+	/* Of several free pages only the first says so. */
+	return page && PageBuddy(page) ? 1UL << page_private(page) : 1;
+}
+
+/* Devices that were bus masters at the instant. */
+static struct pci_dev **masters;
+static unsigned int master_count;
+
+/* Until mercury_dma_start() no device on PCI reads or writes memory. */
+int mercury_dma_stop(void)
+{
+	struct pci_dev *device = NULL;
+	unsigned int count = 0;
+	u16 command;
+
+	for_each_pci_dev(device)
+		count++;
+	masters = kvmalloc_array(count, sizeof(*masters), GFP_KERNEL);
+	if (!masters)
+		return -ENOMEM;
+	master_count = 0;
+	for_each_pci_dev(device) {
+		/* Bridges pass on what comes from others. */
+		if (device->hdr_type != PCI_HEADER_TYPE_NORMAL || master_count == count ||
+		    pci_read_config_word(device, PCI_COMMAND, &command) ||
+		    command == (u16)~0 || !(command & PCI_COMMAND_MASTER))
+			continue;
+		pci_write_config_word(device, PCI_COMMAND, command & ~PCI_COMMAND_MASTER);
+		/* What it wrote before has come when it answers. */
+		pci_read_config_word(device, PCI_COMMAND, &command);
+		masters[master_count++] = pci_dev_get(device);
+	}
+	return 0;
+}
+
+/* They may again; where the machine was brought back the kernel tells them so itself. */
+void mercury_dma_start(bool restored)
+{
+	unsigned int i;
+	u16 command;
+
+	for (i = 0; i < master_count; i++) {
+		if (!restored && !pci_read_config_word(masters[i], PCI_COMMAND, &command))
+			pci_write_config_word(masters[i], PCI_COMMAND,
+					      command | PCI_COMMAND_MASTER);
+		pci_dev_put(masters[i]);
+	}
+	kvfree(masters);
+	masters = NULL;
+	master_count = 0;
 }

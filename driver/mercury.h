@@ -251,7 +251,11 @@ void mercury_restore_end(void);
 u32 mercury_dma_watch(void);
 bool mercury_dma_missed(void);
 void mercury_dma_unwatch(void);
-bool mercury_dma_is_lasting(unsigned long pfn);
+int mercury_dma_stop(void);
+void mercury_dma_start(bool restored);
+bool mercury_snapshot_is_past(void);
+void mercury_snapshot_mark(phys_addr_t phys);
+unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting);
 
 /* monitor.c */
 void mercury_monitor_start(void);

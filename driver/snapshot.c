@@ -43,6 +43,8 @@ static struct {
 	int first_cpu;
 	/* The first CPU is ready for the others. */
 	bool ready;
+	/* The instant has come, and from then on writes are seen. */
+	bool past;
 	/* CPUs for which it was prepared; at the instant there were others; and another one came later. */
 	struct cpumask cpus;
 	bool others;
@@ -57,6 +59,8 @@ static struct {
 	struct mercury_owned_range *memory;
 	unsigned int memory_count;
 	u64 memory_pages;
+	/* The number of the first page of each range of it. */
+	u64 *numbers;
 	u64 *hashes;
 	/* Of what is kept: what devices write all the time. */
 	unsigned long *lasting;
@@ -205,6 +209,7 @@ static int keep_sound(phys_addr_t start, phys_addr_t end, struct holes *holes)
 		holes->code = MERCURY_CODE_NO_MEMORY;
 		return 1;
 	}
+	snapshot.numbers[snapshot.memory_count] = snapshot.memory_pages;
 	snapshot.memory[snapshot.memory_count].start_phys = start;
 	snapshot.memory[snapshot.memory_count++].pages = (end - start) / PAGE_SIZE;
 	snapshot.memory_pages += (end - start) / PAGE_SIZE;
@@ -278,7 +283,8 @@ static u32 allocate(const struct mercury_snapshot_request *request, unsigned int
 	snapshot.list = piece(0, GFP_KERNEL);
 	snapshot.take = piece(0, GFP_KERNEL);
 	snapshot.buffer = piece(ilog2(MERCURY_TAKE_LIST_MAX), GFP_KERNEL);
-	if (!snapshot.memory || !snapshot.list || !snapshot.take || !snapshot.buffer)
+	snapshot.numbers = piece(get_order(HOLES_MAX * sizeof(*snapshot.numbers)), GFP_KERNEL);
+	if (!snapshot.memory || !snapshot.numbers || !snapshot.list || !snapshot.take || !snapshot.buffer)
 		return MERCURY_CODE_NO_MEMORY;
 	/* Room for pages that memory has and the kernel does not count. */
 	pages += pages / 8;
@@ -360,16 +366,57 @@ static u32 begin(void)
 	return code == MERCURY_CODE_OK ? mercury_dma_watch() : code;
 }
 
+bool mercury_snapshot_is_past(void)
+{
+	return READ_ONCE(snapshot.past);
+}
+
+/* The number of a page among those that are kept; -1: it is not. */
+static s64 number_of(phys_addr_t phys)
+{
+	unsigned int first = 0, last = snapshot.memory_count;
+
+	while (first < last) {
+		unsigned int middle = (first + last) / 2;
+		const struct mercury_owned_range *range = &snapshot.memory[middle];
+
+		if (phys < range->start_phys)
+			last = middle;
+		else if (phys >= range->start_phys + range->pages * PAGE_SIZE)
+			first = middle + 1;
+		else
+			return snapshot.numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
+	}
+	return -1;
+}
+
+/* A page that is to be copied at the instant. */
+void mercury_snapshot_mark(phys_addr_t phys)
+{
+	s64 number = number_of(phys);
+
+	if (number >= 0)
+		set_bit(number, snapshot.lasting);
+}
+
 /* Marks the pages that devices may have for good; all CPUs are here. */
 static void find_lasting(void)
 {
-	u64 number = 0, page;
 	unsigned int i;
 
-	for (i = 0; i < snapshot.memory_count; i++)
-		for (page = 0; page < snapshot.memory[i].pages; page++, number++)
-			if (mercury_dma_is_lasting(PHYS_PFN(snapshot.memory[i].start_phys) + page))
-				__set_bit(number, snapshot.lasting);
+	for (i = 0; i < snapshot.memory_count; i++) {
+		const struct mercury_owned_range *range = &snapshot.memory[i];
+		u64 page = 0;
+
+		while (page < range->pages) {
+			bool lasting;
+			u64 count = mercury_dma_stretch(PHYS_PFN(range->start_phys) + page, &lasting);
+
+			if (lasting)
+				__set_bit(snapshot.numbers[i] + page, snapshot.lasting);
+			page += count;
+		}
+	}
 }
 
 /*
@@ -384,6 +431,7 @@ static int enter(void *unused)
 	mercury_requests_save();
 	if (first) {
 		find_lasting();
+		WRITE_ONCE(snapshot.past, true);
 		mercury.at_instant = true;
 		snapshot.refused = syscore_suspend();
 		if (!snapshot.refused && x86_platform.save_sched_clock_state)
@@ -448,12 +496,18 @@ static void reseed(void)
  */
 static int instant(void *unused)
 {
+	int err;
+
 	snapshot.others = !cpumask_equal(&snapshot.cpus, cpu_online_mask);
 	if (snapshot.others)
 		return 0;
 	snapshot.ready = false;
 	snapshot.first_cpu = cpumask_first(cpu_online_mask);
+	err = mercury_dma_stop();
+	if (err)
+		return err;
 	stop_machine(enter, NULL, cpu_online_mask);
+	mercury_dma_start(snapshot.restored);
 	if (snapshot.restored) {
 		dpm_resume_start(PMSG_RESTORE);
 		dpm_resume_end(PMSG_RESTORE);

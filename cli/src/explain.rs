@@ -548,8 +548,9 @@ pub const TABLE: &[Entry] = &[
         Code::SnapshotDevices,
         "the driver cannot see what devices are given to write",
         "Devices write to memory without asking the nested tables, so the driver looks at what the kernel gives them, \
-         by kprobes. One could not be set, or was passed without a look.",
-        "boot a kernel with CONFIG_KPROBES, and stop whoever else probes its DMA functions",
+         by ftrace. It could not, or the first virtual device came while it looked.",
+        "boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, set the sysctl kernel.ftrace_enabled to 1, \
+         and try again",
     ),
     entry_of(
         Code::SnapshotQuiesce,
