@@ -102,6 +102,27 @@ fn how_far(doing: &str, offset: u64, length: Option<u64>) -> String {
     format!("{doing}: {}{}", bytes(offset), of.unwrap_or_default())
 }
 
+/// What is wrong with one of several images.
+pub fn named(path: &Path, error: mercury_image::Error) -> Error {
+    let Error { message, hint, .. } = image_error(error);
+    let hint = hint.unwrap_or_default();
+    Error::new(Exit::Failed, format!("{}: {message}", path.display())).hint(hint)
+}
+
+/// Refuses an image that is not all of a machine.
+///
+/// # Errors
+/// If it needs others.
+pub fn refuse_incremental(path: &Path, machine: &Machine) -> Result<()> {
+    let Some(parent) = machine.parents.last() else { return Ok(()) };
+    let path = path.display();
+    Err(Error::new(Exit::Failed, format!("{path} is an incremental image: it needs image {parent}")).hint(
+        format!(
+            "put it together with those that it was made on: `mercury merge OUT FULL … {path}`, and name OUT"
+        ),
+    ))
+}
+
 /// An image's file that cannot be read.
 pub fn unreadable(path: &Path, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{} cannot be read: {error}", path.display()))

@@ -30,6 +30,8 @@ pub enum Error {
     Torn(Place),
     /// Something in it is not what was written.
     Damaged(Place, String),
+    /// It is whole, but does not go with the others.
+    Unfit(String),
 }
 
 /// A result with this module's error.
@@ -41,10 +43,12 @@ impl fmt::Display for Error {
             Self::Io(error) => error.fmt(f),
             Self::NotAnImage => f.write_str("this is no image of a machine"),
             Self::Version(found) => {
-                write!(f, "it is of version {found} of the format; this command knows {}", crate::VERSION)
+                let (oldest, newest) = (crate::VERSION_OLDEST, crate::VERSION);
+                write!(f, "it is of version {found} of the format; this command knows {oldest} to {newest}")
             }
             Self::Torn(place) => write!(f, "it ends in the midst of {place}: it was never finished"),
             Self::Damaged(place, what) => write!(f, "{place}: {what}"),
+            Self::Unfit(why) => f.write_str(why),
         }
     }
 }

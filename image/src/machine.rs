@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::record::Identity;
+
 /// A machine as it was at the instant.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
@@ -35,6 +37,18 @@ pub struct Machine {
     pub devices: Vec<Device>,
     /// File systems on block devices that were mounted for writing.
     pub file_systems: Vec<FileSystem>,
+    /// Images that this one cannot do without, first the one that needs none, last its parent. None: it is a full one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parents: Vec<Identity>,
+}
+
+impl Machine {
+    /// How many pages the image holds.
+    #[must_use]
+    pub fn kept_pages(&self) -> u64 {
+        let kept = self.ranges.iter().filter(|range| range.kind == Kind::Kept);
+        kept.map(|range| range.pages).fold(0, u64::saturating_add)
+    }
 }
 
 /// What all processors have in common.

@@ -4,8 +4,9 @@ use std::io::{ErrorKind, Read};
 
 use crate::{
     error::{Error, Place, Result},
+    hashes::Hashes,
     machine::Machine,
-    record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, RecordKind, VERSION},
+    record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, Part, RecordKind, VERSION, VERSION_OLDEST},
 };
 
 /// An image that is being read. Each chunk has been checked by itself; that the image is whole is known at its end.
@@ -29,20 +30,7 @@ impl<R: Read> Reader<R> {
         let (place, seen) = (Place { record: 0, offset: 0 }, Commit::default());
         let (machine, checksums) = (Machine::default(), blake3::Hasher::new());
         let mut reader = Self { from, identity: None, machine, place, seen, checksums, commit: None };
-        let mut start = [0; MAGIC.len() + 4];
-        match reader.from.read_exact(&mut start) {
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(Error::NotAnImage),
-            result => result?,
-        }
-        let (magic, version) = start.split_at(MAGIC.len());
-        if magic != MAGIC {
-            return Err(Error::NotAnImage);
-        }
-        let version = u32::from_le_bytes([version[0], version[1], version[2], version[3]]);
-        if version != VERSION {
-            return Err(Error::Version(version));
-        }
-        reader.place.offset = start.len() as u64;
+        reader.place.offset = read_start(&mut reader.from)?;
         let (header, payload, place) = reader.record()?;
         if header.kind != RecordKind::Machine {
             return Err(Error::Damaged(place, "it is not the machine's".into()));
@@ -72,11 +60,35 @@ impl<R: Read> Reader<R> {
         self.commit.as_ref()
     }
 
+    /// Where the next record begins.
+    pub(crate) fn place(&self) -> Place {
+        self.place
+    }
+
+    /// What it was read from.
+    pub(crate) fn into_inner(self) -> R {
+        self.from
+    }
+
     /// The next chunk; `None` at the end of an image that is whole.
     ///
     /// # Errors
     /// If the image is damaged or ends here.
     pub fn next_chunk(&mut self) -> Result<Option<Chunk>> {
+        loop {
+            match self.next_part()? {
+                Some(Part::Frames(chunk)) => return Ok(Some(chunk)),
+                Some(Part::Hashes(_)) => {}
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// The next part; `None` at the end of an image that is whole.
+    ///
+    /// # Errors
+    /// If the image is damaged or ends here.
+    pub fn next_part(&mut self) -> Result<Option<Part>> {
         if self.commit.is_some() {
             return Ok(None);
         }
@@ -85,9 +97,22 @@ impl<R: Read> Reader<R> {
             RecordKind::Machine => Err(Error::Damaged(place, "it is the machine's again".into())),
             RecordKind::Frames => {
                 let chunk = Chunk::expand(&payload, header.raw_length, place)?;
-                self.seen.frames += chunk.frames.len() as u64;
+                let unchanged = chunk.unchanged();
+                if unchanged > 0 && self.machine.parents.is_empty() {
+                    return Err(Error::Damaged(
+                        place,
+                        "it leaves frames to a parent that there is not".into(),
+                    ));
+                }
+                self.seen.frames = self.seen.frames.saturating_add(chunk.pages());
+                self.seen.unchanged = self.seen.unchanged.saturating_add(unchanged);
                 self.count(&header, place);
-                Ok(Some(chunk))
+                Ok(Some(Part::Frames(chunk)))
+            }
+            RecordKind::Hashes => {
+                let hashes = Hashes::expand(&payload, header.raw_length, place)?;
+                self.count(&header, place);
+                Ok(Some(Part::Hashes(hashes)))
             }
             RecordKind::Commit => {
                 self.finish(parse(&payload, place)?, place)?;
@@ -98,7 +123,8 @@ impl<R: Read> Reader<R> {
 
     fn finish(&mut self, commit: Commit, place: Place) -> Result<()> {
         let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
-        if commit.records != self.seen.records || commit.frames != self.seen.frames {
+        let counts = |commit: &Commit| (commit.records, commit.frames, commit.unchanged);
+        if counts(&commit) != counts(&self.seen) {
             return damaged("it counts other records than there are");
         }
         if commit.checksum != self.checksums.finalize().to_string() {
@@ -116,34 +142,71 @@ impl<R: Read> Reader<R> {
     /// The next record; its checksum is right.
     fn record(&mut self) -> Result<(Header, Vec<u8>, Place)> {
         let place = self.place;
-        let mut bytes = [0; HEADER];
-        self.fill(&mut bytes)?;
-        let header = Header::parse(&bytes, place)?;
-        if *self.identity.get_or_insert(header.identity) != header.identity {
-            return Err(Error::Damaged(place, "it belongs to another image".into()));
-        }
-        // A length that is a lie must not cost memory: what is not there is not reserved.
-        let mut payload = Vec::new();
-        let read = (&mut self.from).take(header.length).read_to_end(&mut payload)?;
-        if read as u64 != header.length {
-            return Err(Error::Torn(place));
-        }
-        if header.checksum_with(&payload) != header.checksum {
-            return Err(Error::Damaged(place, "its checksum is another".into()));
-        }
-        self.place = Place { record: place.record + 1, offset: place.offset + HEADER as u64 + header.length };
+        let (header, payload) = read_record(&mut self.from, place, self.identity)?;
+        self.identity = Some(header.identity);
+        self.place = header.next(place);
         Ok((header, payload, place))
-    }
-
-    fn fill(&mut self, bytes: &mut [u8]) -> Result<()> {
-        match self.from.read_exact(bytes) {
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Err(Error::Torn(self.place)),
-            result => Ok(result?),
-        }
     }
 }
 
-fn parse<T: serde::de::DeserializeOwned>(text: &[u8], place: Place) -> Result<T> {
+/// Reads how an image begins; returns how long that is.
+pub fn read_start(from: &mut impl Read) -> Result<u64> {
+    let mut start = [0; MAGIC.len() + 4];
+    match from.read_exact(&mut start) {
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(Error::NotAnImage),
+        result => result?,
+    }
+    let (magic, version) = start.split_at(MAGIC.len());
+    if magic != MAGIC {
+        return Err(Error::NotAnImage);
+    }
+    let version = u32::from_le_bytes([version[0], version[1], version[2], version[3]]);
+    if !(VERSION_OLDEST..=VERSION).contains(&version) {
+        return Err(Error::Version(version));
+    }
+    Ok(start.len() as u64)
+}
+
+/// Reads a record's header; it belongs to the image, if that is known.
+pub fn read_header(from: &mut impl Read, place: Place, identity: Option<Identity>) -> Result<Header> {
+    let mut bytes = [0; HEADER];
+    match from.read_exact(&mut bytes) {
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(Error::Torn(place)),
+        result => result?,
+    }
+    let header = Header::parse(&bytes, place)?;
+    if identity.is_some_and(|identity| identity != header.identity) {
+        return Err(Error::Damaged(place, "it belongs to another image".into()));
+    }
+    Ok(header)
+}
+
+/// Reads the payload of a record whose header has been read; its checksum is right.
+pub fn read_payload(from: &mut impl Read, header: &Header, place: Place) -> Result<Vec<u8>> {
+    // A length that is a lie must not cost memory: what is not there is not reserved.
+    let mut payload = Vec::new();
+    let read = from.take(header.length).read_to_end(&mut payload)?;
+    if read as u64 != header.length {
+        return Err(Error::Torn(place));
+    }
+    if header.checksum_with(&payload) != header.checksum {
+        return Err(Error::Damaged(place, "its checksum is another".into()));
+    }
+    Ok(payload)
+}
+
+/// Reads a record; its checksum is right.
+pub fn read_record(
+    from: &mut impl Read,
+    place: Place,
+    identity: Option<Identity>,
+) -> Result<(Header, Vec<u8>)> {
+    let header = read_header(from, place, identity)?;
+    let payload = read_payload(from, &header, place)?;
+    Ok((header, payload))
+}
+
+pub fn parse<T: serde::de::DeserializeOwned>(text: &[u8], place: Place) -> Result<T> {
     serde_json::from_slice(text)
         .map_err(|error| Error::Damaged(place, format!("it cannot be read ({error})")))
 }

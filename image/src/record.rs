@@ -4,12 +4,17 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Place, Result};
+use crate::{
+    error::{Error, Place, Result},
+    hashes::Hashes,
+};
 
 /// How an image begins. The last bytes notice whoever takes it for text.
 pub const MAGIC: [u8; 16] = *b"\x89MercuryImage\r\n\x1a";
 /// Version of the format.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The oldest that is read: without hashes, and nothing is left to a parent.
+pub const VERSION_OLDEST: u32 = 1;
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 /// Bytes of a record's header.
@@ -28,9 +33,26 @@ pub const TEXT_MAX: u64 = 256 << 20;
 
 const RECORD: [u8; 4] = *b"MREC";
 
-/// An image's identity, random.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// An image's identity, random. In text it is 32 hexadecimal digits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Identity(pub [u8; 16]);
+
+impl From<Identity> for String {
+    fn from(identity: Identity) -> Self {
+        identity.to_string()
+    }
+}
+
+impl TryFrom<String> for Identity {
+    type Error = String;
+
+    fn try_from(text: String) -> std::result::Result<Self, String> {
+        let digits = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let number = u128::from_str_radix(&text, 16).ok().filter(|_| digits);
+        number.map(|number| Self(number.to_be_bytes())).ok_or_else(|| format!("{text} is no identity"))
+    }
+}
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -47,11 +69,14 @@ pub enum RecordKind {
     Frames = 2,
     /// The end.
     Commit = 3,
+    /// Hashes of frames.
+    Hashes = 4,
 }
 
 impl RecordKind {
     fn of(number: u32) -> Option<Self> {
-        [Self::Machine, Self::Frames, Self::Commit].into_iter().find(|kind| *kind as u32 == number)
+        let kinds = [Self::Machine, Self::Frames, Self::Commit, Self::Hashes];
+        kinds.into_iter().find(|kind| *kind as u32 == number)
     }
 }
 
@@ -72,7 +97,7 @@ pub struct Header {
     pub checksum: [u8; 32],
 }
 
-fn word(bytes: &[u8], at: usize) -> u64 {
+pub fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
@@ -113,6 +138,11 @@ impl Header {
         bytes
     }
 
+    /// Where the record behind this one begins.
+    pub fn next(&self, place: Place) -> Place {
+        Place { record: place.record + 1, offset: place.offset + HEADER as u64 + self.length }
+    }
+
     /// Reads one; nothing that it says has been checked but its bounds.
     pub fn parse(bytes: &[u8; HEADER], place: Place) -> Result<Self> {
         let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
@@ -125,7 +155,10 @@ impl Header {
             return damaged("it is of no known kind");
         };
         let (length, raw_length) = (word(bytes, 32), word(bytes, 40));
-        let most = if kind == RecordKind::Frames { RAW_MAX } else { TEXT_MAX };
+        let most = match kind {
+            RecordKind::Frames | RecordKind::Hashes => RAW_MAX,
+            RecordKind::Machine | RecordKind::Commit => TEXT_MAX,
+        };
         // zstd adds little to what it cannot compress.
         if raw_length > most || length > most + most / 128 + 1024 {
             return damaged("it is longer than records are");
@@ -156,9 +189,11 @@ pub enum Source {
     Zero,
     /// In a frame before it, at this physical address.
     Frame(u64),
+    /// Where the parent has it: that of so many frames, from this one on.
+    Parent(u64),
 }
 
-/// A frame of memory.
+/// A frame of memory; or several, if they are as in the parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame {
     /// Its physical address.
@@ -169,8 +204,17 @@ pub struct Frame {
 
 const SOURCE_DATA: u64 = 1;
 const SOURCE_ZERO: u64 = 2;
+/// With the number of frames above it.
+const SOURCE_PARENT: u64 = 3;
+const SOURCE_BITS: u32 = 12;
 
 impl Frame {
+    /// How many it stands for.
+    #[must_use]
+    pub fn pages(self) -> u64 {
+        if let Source::Parent(pages) = self.source { pages } else { 1 }
+    }
+
     /// How [`Source`] is written.
     #[must_use]
     pub fn source_word(self) -> u64 {
@@ -178,6 +222,7 @@ impl Frame {
             Source::Data => SOURCE_DATA,
             Source::Zero => SOURCE_ZERO,
             Source::Frame(phys) => phys,
+            Source::Parent(pages) => pages << SOURCE_BITS | SOURCE_PARENT,
         }
     }
 
@@ -187,10 +232,28 @@ impl Frame {
             SOURCE_DATA => Source::Data,
             SOURCE_ZERO => Source::Zero,
             frame if aligned(frame) => Source::Frame(frame),
+            run if run % PAGE as u64 == SOURCE_PARENT => Source::Parent(run >> SOURCE_BITS),
             _ => return None,
         };
-        aligned(phys).then_some(Self { phys, source })
+        let frame = Self { phys, source };
+        (aligned(phys) && is_run(phys, frame.pages())).then_some(frame)
     }
+}
+
+/// Whether there can be so many frames from an address on.
+pub fn is_run(phys: u64, pages: u64) -> bool {
+    pages > 0 && pages.checked_mul(PAGE as u64).and_then(|bytes| phys.checked_add(bytes)).is_some()
+}
+
+/// A payload as it was before compression.
+pub fn decompress(payload: &[u8], raw_length: u64, place: Place) -> Result<Vec<u8>> {
+    let damaged = |what: String| Error::Damaged(place, what);
+    let raw = zstd::bulk::decompress(payload, raw_length as usize)
+        .map_err(|error| damaged(format!("it cannot be decompressed ({error})")))?;
+    if raw.len() as u64 != raw_length {
+        return Err(damaged("it has another length than it says".into()));
+    }
+    Ok(raw)
 }
 
 /// Frames, and the content of those that have data.
@@ -202,14 +265,38 @@ pub struct Chunk {
     pub data: Vec<u8>,
 }
 
-/// A chunk that is ready to be written.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What an image is made of behind its first record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Frames.
+    Frames(Chunk),
+    /// Their hashes.
+    Hashes(Hashes),
+}
+
+impl Part {
+    /// Compresses it, at a level of zstd.
+    ///
+    /// # Errors
+    /// If zstd fails.
+    pub fn compress(&self, level: i32) -> Result<Compressed> {
+        match self {
+            Self::Frames(chunk) => chunk.compress(level),
+            Self::Hashes(hashes) => hashes.compress(level),
+        }
+    }
+}
+
+/// A part that is ready to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compressed {
+    pub(crate) kind: RecordKind,
     pub(crate) payload: Vec<u8>,
     pub(crate) raw_length: u64,
     pub(crate) frames: u64,
     pub(crate) zeros: u64,
     pub(crate) duplicates: u64,
+    pub(crate) unchanged: u64,
 }
 
 impl Compressed {
@@ -243,21 +330,35 @@ impl Chunk {
             self.frames.iter().filter(|frame| wanted(&frame.source)).count() as u64
         };
         Ok(Compressed {
+            kind: RecordKind::Frames,
             payload: zstd::bulk::compress(&raw, level)?,
             raw_length: raw.len() as u64,
-            frames: self.frames.len() as u64,
+            frames: self.pages(),
             zeros: count(|source| *source == Source::Zero),
             duplicates: count(|source| matches!(source, Source::Frame(_))),
+            unchanged: self.unchanged(),
         })
+    }
+
+    /// How many frames it has.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.frames.iter().map(|frame| frame.pages()).fold(0, u64::saturating_add)
+    }
+
+    /// How many of them are as in the parent.
+    #[must_use]
+    pub fn unchanged(&self) -> u64 {
+        let runs = self.frames.iter().filter(|frame| matches!(frame.source, Source::Parent(_)));
+        runs.map(|frame| frame.pages()).fold(0, u64::saturating_add)
     }
 
     /// The chunk of a record whose checksum is right; it may have been made with ill will all the same.
     pub(crate) fn expand(payload: &[u8], raw_length: u64, place: Place) -> Result<Self> {
         let damaged = |what: &str| Error::Damaged(place, what.to_owned());
-        let raw = zstd::bulk::decompress(payload, raw_length as usize)
-            .map_err(|error| damaged(&format!("it cannot be decompressed ({error})")))?;
-        if raw.len() as u64 != raw_length || raw.len() < 8 {
-            return Err(damaged("it has another length than it says"));
+        let raw = decompress(payload, raw_length, place)?;
+        if raw.len() < 8 {
+            return Err(damaged("it is too short"));
         }
         let count = word(&raw, 0);
         if count > ENTRIES_MAX as u64 || raw.len() < 8 + count as usize * ENTRY {
@@ -286,6 +387,9 @@ pub struct Commit {
     pub zeros: u64,
     /// Those that are like another.
     pub duplicates: u64,
+    /// Those that are as in the parent.
+    #[serde(default)]
+    pub unchanged: u64,
     /// BLAKE3 of the checksums of all records before this one, in hexadecimal digits.
     pub checksum: String,
 }

@@ -47,15 +47,16 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Adds frames.
+    /// Adds frames, or hashes of them.
     ///
     /// # Errors
     /// If writing fails.
-    pub fn add(&mut self, chunk: &Compressed) -> Result<()> {
-        self.record(RecordKind::Frames, &chunk.payload, chunk.raw_length)?;
-        self.commit.frames += chunk.frames;
-        self.commit.zeros += chunk.zeros;
-        self.commit.duplicates += chunk.duplicates;
+    pub fn add(&mut self, part: &Compressed) -> Result<()> {
+        self.record(part.kind, &part.payload, part.raw_length)?;
+        self.commit.frames += part.frames;
+        self.commit.zeros += part.zeros;
+        self.commit.duplicates += part.duplicates;
+        self.commit.unchanged += part.unchanged;
         Ok(())
     }
 

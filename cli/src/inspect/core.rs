@@ -102,6 +102,9 @@ impl Core {
             let offset = self.offset_of(frame.phys)?;
             match frame.source {
                 Source::Zero => {}
+                Source::Parent(_) => {
+                    return Err(io::Error::other(format!("{:#x} is in another image", frame.phys)));
+                }
                 Source::Data => self.file.write_all_at(pages.next().unwrap_or(&[0; PAGE]), offset)?,
                 Source::Frame(phys) => {
                     self.file.read_exact_at(&mut twin, self.offset_of(phys)?)?;

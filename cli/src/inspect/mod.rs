@@ -8,11 +8,11 @@ use crate::{
     commands::Say,
     error::Result,
     exit::Exit,
-    images::Image,
+    images::{self, Image},
     interrupt::Deferred,
     output::{Render, Text, bytes, thousands},
 };
-use mercury_image::{Commit, Kind, Machine};
+use mercury_image::{Commit, Machine};
 use serde::Serialize;
 
 /// What an image is.
@@ -29,9 +29,11 @@ pub struct Report {
 impl Render for Report {
     fn render(&self, to: &mut Text) {
         let Self { identity, machine, bytes: length, commit } = self;
-        let kept = machine.ranges.iter().filter(|range| range.kind == Kind::Kept);
-        let memory: u64 = kept.map(|range| range.pages * 4096).sum();
+        let memory = machine.kept_pages().saturating_mul(4096);
         to.line(format!("image {identity}, by mercury {}", machine.mercury));
+        if let Some(parent) = machine.parents.last() {
+            to.line(format!("incremental: made on image {parent}, {} in all", machine.parents.len() + 1));
+        }
         to.line(format!(
             "machine: {}, {} of memory, {} CPUs",
             machine.host,
@@ -53,16 +55,24 @@ impl Render for Report {
             ));
         }
         match commit {
-            Some(commit) => to.line(format!(
-                "whole: {} in {} records, {} frames, {} of zeros, {} duplicates",
-                bytes(*length),
-                thousands(commit.records + 1),
-                thousands(commit.frames),
-                thousands(commit.zeros),
-                thousands(commit.duplicates)
-            )),
+            Some(commit) => whole(commit, *length, to),
             None => to.line("not checked"),
         }
+    }
+}
+
+fn whole(commit: &Commit, length: u64, to: &mut Text) {
+    to.line(format!(
+        "whole: {} in {} records, {} frames, {} of zeros, {} duplicates",
+        bytes(length),
+        thousands(commit.records + 1),
+        thousands(commit.frames),
+        thousands(commit.zeros),
+        thousands(commit.duplicates)
+    ));
+    if commit.unchanged > 0 {
+        let share = commit.unchanged as f64 * 100.0 / commit.frames.max(1) as f64;
+        to.line(format!("as in its parent: {} frames, {share:.1} %", thousands(commit.unchanged)));
     }
 }
 
@@ -73,6 +83,9 @@ impl Render for Report {
 pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let mut image = Image::open(&args.image)?;
+    if args.core.is_some() {
+        images::refuse_incremental(&args.image, image.machine())?;
+    }
     let mut core = args.core.as_ref().map(|path| Core::create(path, image.machine())).transpose()?;
     if !args.quick {
         image.read("checking", &deferred, |chunk| core.as_mut().map_or(Ok(()), |core| core.add(&chunk)))?;

@@ -108,9 +108,10 @@ fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
 
 /// Reads the whole image; what it says of its machine, if it is whole.
 fn verify(image: &Path) -> Result<Machine> {
-    let mut image = Image::open(image)?;
-    image.read("checking the image", &Deferred::begin(), |_| Ok(()))?;
-    Ok(image.machine().clone())
+    let mut opened = Image::open(image)?;
+    images::refuse_incremental(image, opened.machine())?;
+    opened.read("checking the image", &Deferred::begin(), |_| Ok(()))?;
+    Ok(opened.machine().clone())
 }
 
 fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
@@ -127,6 +128,7 @@ fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
 fn bring_back(args: &RestoreArgs) -> Result<()> {
     let mut image = Image::open(&args.image)?;
     let machine = image.machine().clone();
+    images::refuse_incremental(&args.image, &machine)?;
     refuse(&args.image, fit::differences(&machine, &describe::describe(&Sysroot::default())))?;
     fit::wait_for_disks(&machine.file_systems, DISKS_PATIENCE);
     refuse_disks(args, &machine)?;
