@@ -4,7 +4,7 @@
 //! 2. Where there are local disks, applications are held still and file systems frozen ([`applications`], [`disks`]).
 //! 3. The driver has the kernel stop its devices; all CPUs meet in the hypervisor; memory is what it was from then on.
 //! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the image ([`stream`],
-//!    [`target`]), with what there is to be said of the machine ([`describe`]).
+//!    [`target`], [`writeback`]), with what there is to be said of the machine ([`describe`]).
 //! 5. The hypervisor is taken out again, if it was not there before.
 //!
 //! If the process is killed in the midst of it, [`guard`] undoes what it did to the machine.
@@ -19,6 +19,7 @@ pub mod guard;
 pub mod series;
 pub mod stream;
 pub mod target;
+mod writeback;
 
 use crate::{
     args::CheckpointArgs,

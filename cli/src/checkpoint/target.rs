@@ -1,12 +1,13 @@
 //! Where an image is written to: a file, a block device, standard output, or a file on another host.
 
+use super::writeback::Writeback;
 use crate::{
     error::{Error, Result},
     exit::Exit,
 };
 use std::{
     fmt,
-    fs::{self, File, OpenOptions},
+    fs::{self, File, OpenOptions, TryLockError},
     io::{self, Seek, Write},
     os::unix::fs::{FileTypeExt, OpenOptionsExt},
     path::{Path, PathBuf},
@@ -57,16 +58,11 @@ impl fmt::Display for Name {
     }
 }
 
-/// So many bytes are written before the disk is waited for: the end, for which everything may stand still, must not have
-/// all of the image left to write.
-const SYNC_EVERY: usize = 256 << 20;
-
 /// An image under construction. Dropped before [`Target::finish`], nothing of it stays.
 #[derive(Debug)]
 pub struct Target {
     place: Place,
-    /// Bytes since the disk was last waited for.
-    unsafe_bytes: usize,
+    writeback: Writeback,
 }
 
 #[derive(Debug)]
@@ -122,7 +118,7 @@ impl Target {
             Name::Remote { host, path } => Self::open_remote(host, path),
             Name::Path(path) => Self::open_path(path, overwrite),
         };
-        result.map(|place| Self { place, unsafe_bytes: 0 }).map_err(|error| {
+        result.map(|place| Self { place, writeback: Writeback::default() }).map_err(|error| {
             Error::new(Exit::Failed, format!("{name} cannot be written to: {error}"))
                 .hint("name a file in a folder that exists, an empty block device, - or ssh://host/path")
         })
@@ -147,9 +143,16 @@ impl Target {
         let mut part = path.as_os_str().to_owned();
         part.push(".part");
         let part = PathBuf::from(part);
-        // One that is left is nobody's: who writes one controls the driver.
+        // One that is left is nobody's, unless its writer still holds it.
+        let held =
+            File::open(&part).is_ok_and(|left| matches!(left.try_lock(), Err(TryLockError::WouldBlock)));
+        if held {
+            return Err(io::Error::other("another process is writing it"));
+        }
         let _ = fs::remove_file(&part);
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
+        // Not every file system has locks.
+        let _ = file.try_lock();
         Ok(Place::File { file, part, path: path.to_owned() })
     }
 
@@ -186,9 +189,14 @@ impl Target {
     pub fn finish(mut self) -> io::Result<()> {
         match std::mem::replace(&mut self.place, Place::Finished) {
             Place::Stdout(mut stdout) => stdout.flush(),
-            Place::Device(file) => file.sync_all(),
+            Place::Device(file) => {
+                file.sync_all()?;
+                self.writeback.finish(&file);
+                Ok(())
+            }
             Place::File { file, part, path } => {
                 let result = file.sync_all().and_then(|()| fs::rename(&part, &path));
+                self.writeback.finish(&file);
                 if result.is_err() {
                     let _ = fs::remove_file(&part);
                 }
@@ -224,11 +232,7 @@ impl Write for Target {
             Place::Stdout(stdout) => stdout.write(bytes),
             Place::Device(file) | Place::File { file, .. } => {
                 let written = file.write(bytes)?;
-                self.unsafe_bytes += written;
-                if self.unsafe_bytes >= SYNC_EVERY {
-                    self.unsafe_bytes = 0;
-                    file.sync_data()?;
-                }
+                self.writeback.add(file, written)?;
                 Ok(written)
             }
             Place::Remote { data, .. } => data.send(bytes),
@@ -289,6 +293,8 @@ mod tests {
         fs::write(&path, "old").expect("a file");
         let mut target = Target::open(&Name::Path(path.clone()), false).expect("opened");
         target.write_all(b"half").expect("written");
+        let second = Target::open(&Name::Path(path.clone()), false).expect_err("refused");
+        assert!(second.message.contains("another process"), "{second}");
         assert_eq!(fs::read(&path).expect("read"), b"old");
         drop(target);
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
