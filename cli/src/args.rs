@@ -72,6 +72,14 @@ pub enum Command {
     Restore(RestoreArgs),
     /// Show what is in an image, and whether it is whole
     Inspect(InspectArgs),
+    /// Put incremental images together with the full one that they were made on
+    #[command(
+        long_about = "Puts incremental images together with the full one that they were made on: into one image, \
+        which is the last of them, full. All of them are read and checked first, and every page that is written has the \
+        hash that it had when the last one was made.\n\nThe new image takes the last one's place: what was made on that \
+        goes on from this, and those before are no longer needed."
+    )]
+    Merge(MergeArgs),
     /// Show what the hypervisor logged, all CPUs in the order of time
     Log(LogArgs),
     /// Explain a code: what it means, why it matters, what to do
@@ -196,6 +204,13 @@ pub struct CheckpointArgs {
     /// With --every: so many images are kept
     #[arg(long, value_name = "COUNT", default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..), requires = "every")]
     pub keep: u16,
+    /// Write only what has changed since another image, which this one then needs (see `mercury merge`). With --every it
+    /// is the image before, and the first one is full unless IMAGE is given
+    #[arg(long, value_name = "IMAGE", num_args = 0..=1, require_equals = true)]
+    pub incremental: Option<Option<PathBuf>>,
+    /// With --every and --incremental: each so many images is a full one
+    #[arg(long, value_name = "COUNT", default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=256), requires_all = ["every", "incremental"])]
+    pub full_every: u16,
     /// Write over a block device that holds something else than an image
     #[arg(long)]
     pub overwrite: bool,
@@ -244,6 +259,22 @@ pub struct InspectArgs {
     /// Write its memory into this file as an ELF core, for crash and gdb
     #[arg(long, value_name = "FILE")]
     pub core: Option<PathBuf>,
+}
+
+/// Arguments of merge.
+#[derive(Debug, Args)]
+pub struct MergeArgs {
+    /// The new image: a file, a block device, - for standard output, or ssh://[user@]host/path
+    pub out: Name,
+    /// The images in their order, a full one first. What is missing before the first is looked for in its folder
+    #[arg(required = true)]
+    pub images: Vec<PathBuf>,
+    /// Write over a block device that holds something else than an image
+    #[arg(long)]
+    pub overwrite: bool,
+    /// How hard to compress: zstd's levels
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    pub level: i32,
 }
 
 /// Arguments of log.
@@ -354,12 +385,23 @@ mod tests {
             "mercury attach --cpus 0-3,8 --unload-kvm",
             "mercury --json status --watch",
             "mercury bench switch --cycles 200",
+            "mercury checkpoint --every 10m --keep 6 --incremental --full-every 4 /net/node7",
+            "mercury checkpoint --incremental=/net/base /net/next",
+            "mercury merge /dev/sdb1 /net/base /net/next",
             "mercury fault 4 --cpu 1 --offset 0x10",
         ] {
             let parsed = Cli::try_parse_from(line.split(' '));
             assert_eq!(parsed.is_ok(), !line.contains("0x10"), "{line}");
         }
-        assert!(Cli::try_parse_from(["mercury", "attach", "--cpus", "3-1"]).is_err());
+        let wrong = [
+            "attach --cpus 3-1",
+            "merge out",
+            "checkpoint --full-every 3 x",
+            "checkpoint --incremental base new",
+        ];
+        for line in wrong {
+            assert!(Cli::try_parse_from(format!("mercury {line}").split(' ')).is_err(), "{line}");
+        }
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! * [`commands`]: each command opens what it needs, does one thing, returns a report;
 //! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
-//! * [`checkpoint`], [`restore`], [`inspect`]: the whole machine into a file, and back; [`images`] reads such files;
+//! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back; [`images`] reads such
+//!   files;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
 //!   scripts.
@@ -32,6 +33,7 @@ pub mod images;
 pub mod inspect;
 pub mod interrupt;
 pub mod log;
+pub mod merge;
 pub mod module;
 pub mod output;
 pub mod progress;

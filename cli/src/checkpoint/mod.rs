@@ -7,6 +7,8 @@
 //!    [`target`], [`writeback`]), with what there is to be said of the machine ([`describe`]).
 //! 5. The hypervisor is taken out again, if it was not there before.
 //!
+//! What has not changed since a parent's instant may be left out: [`incremental`]. One image after the other: [`series`].
+//!
 //! If the process is killed in the midst of it, [`guard`] undoes what it did to the machine.
 //!
 //! A machine that is brought back from the image goes on behind step 3 too: see [`Instant`].
@@ -16,6 +18,7 @@ pub mod describe;
 pub mod devices;
 pub mod disks;
 pub mod guard;
+pub mod incremental;
 pub mod series;
 pub mod stream;
 pub mod target;
@@ -36,9 +39,11 @@ use crate::{
 use applications::Frozen;
 use disks::Still;
 use guard::{Guard, Undo};
+use incremental::Before;
 use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
 use mercury_image::{Commit, Identity, Machine, Writer};
 use serde::Serialize;
+use series::Series;
 use std::{path::Path, process::Command, time};
 use stream::{Watch, image_error, stream};
 use target::Target;
@@ -54,6 +59,8 @@ const INTERVAL: time::Duration = time::Duration::from_millis(500);
 pub struct Report {
     /// The image's identity.
     pub identity: String,
+    /// The image that it was made on: it is of no use without that.
+    pub parent: Option<String>,
     /// This is the machine that was brought back from the image.
     pub restored: bool,
     /// Bytes of memory in it.
@@ -64,6 +71,8 @@ pub struct Report {
     pub zero_pages: u64,
     /// Pages that are like another.
     pub duplicate_pages: u64,
+    /// Pages that are as in the parent.
+    pub unchanged_pages: u64,
     /// Pages that had to be copied because somebody wrote to them.
     pub copied_pages: u64,
     /// Microseconds for which applications stood still.
@@ -81,9 +90,14 @@ impl Render for Report {
             to.line(format!("this machine was brought back from image {}", self.identity));
             return;
         }
-        to.line(format!("image {} is complete", self.identity));
+        let parent = self.parent.as_ref().map(|parent| format!(", made on image {parent}"));
+        to.line(format!("image {} is complete{}", self.identity, parent.unwrap_or_default()));
+        let unchanged = match self.parent {
+            Some(_) => format!("{} pages as in that, ", thousands(self.unchanged_pages)),
+            None => String::new(),
+        };
         to.line(format!(
-            "{} of memory in {}: {} pages of zeros, {} duplicates, {} copied because they were written to",
+            "{} of memory in {}: {unchanged}{} pages of zeros, {} duplicates, {} copied because they were written to",
             bytes(self.memory),
             bytes(self.image),
             thousands(self.zero_pages),
@@ -114,7 +128,12 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     refuse_untracked(args, &sysroot)?;
     match (args.every, &args.image) {
         (None, image) => {
-            let (report, held) = one(args, image, &sysroot, &deferred)?;
+            let before = match &args.incremental {
+                Some(None) => return Err(no_parent()),
+                Some(Some(parent)) => Before::open(parent)?,
+                None => Before::default(),
+            };
+            let (report, held) = one(args, image, before, &sysroot, &deferred)?;
             finish(args, say, &sysroot, &report, held)
         }
         (Some(interval), target::Name::Path(path)) if !path.starts_with("/dev/") => {
@@ -123,6 +142,11 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
         (Some(_), _) => Err(Error::new(Exit::Usage, "--every makes files, one after the other")
             .hint("name a file on a file system that may change, such as a network file system")),
     }
+}
+
+fn no_parent() -> Error {
+    Error::new(Exit::Usage, "--incremental has to know the image that was made before")
+        .hint("name it: --incremental=IMAGE; with --every it is known")
 }
 
 /// One image after the other until Ctrl-C. That one fails is no reason not to try again.
@@ -135,12 +159,15 @@ fn series(
     deferred: &Deferred,
 ) -> Result<Exit> {
     let mut made = 0_u64;
+    let mut series = Series::new(args);
     while !deferred.requested() {
         let begun = time::Instant::now();
-        let image = target::Name::Path(series::next(path, time::SystemTime::now()));
-        match one(args, &image, sysroot, deferred) {
+        let next = series::next(path, time::SystemTime::now());
+        let image = target::Name::Path(next.clone());
+        match series.before(made == 0).and_then(|before| one(args, &image, before, sysroot, deferred)) {
             Ok((report, _)) => {
                 made += 1;
+                series.add(next, report.parent.is_some());
                 say.one_of_many(&report);
                 series::prune(path, args.keep.into())?;
             }
@@ -214,11 +241,13 @@ fn refuse_untracked(args: &CheckpointArgs, sysroot: &Sysroot) -> Result<()> {
 fn one(
     args: &CheckpointArgs,
     image: &target::Name,
+    before: Before,
     sysroot: &Sysroot,
     deferred: &Deferred,
 ) -> Result<(Report, Held)> {
     let begun = time::Instant::now();
     refuse_swap(sysroot)?;
+    before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
     let target = Target::open(image, args.overwrite)?;
@@ -226,7 +255,7 @@ fn one(
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
     told.map_err(|error| image_error(error.into()))?;
     let attached = Attached::make(&device, &mut guard)?;
-    let (mut report, still) = match checkpoint(args, &device, target, sysroot, deferred, &mut guard) {
+    let (mut report, still) = match checkpoint(args, &device, target, before, sysroot, deferred, &mut guard) {
         Ok((report, still)) if report.restored => {
             attached.forget();
             (report, still)
@@ -304,6 +333,12 @@ impl Drop for Attached<'_> {
     }
 }
 
+/// The image that is to be made.
+struct New {
+    identity: Identity,
+    before: Before,
+}
+
 /// The instant, and what is held still for it.
 struct Instant {
     machine: Machine,
@@ -316,20 +351,23 @@ fn checkpoint(
     args: &CheckpointArgs,
     device: &Device,
     mut target: Target,
+    before: Before,
     sysroot: &Sysroot,
     deferred: &Deferred,
     guard: &mut Guard,
 ) -> Result<(Report, Option<(Still, Frozen)>)> {
-    let identity = identity()?;
+    let new = New { identity: Identity(random()?), before };
     let pool = pool_pages(args, sysroot);
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
     let mut report = Report {
-        identity: identity.to_string(),
+        identity: new.identity.to_string(),
+        parent: new.before.line().last().map(Identity::to_string),
         restored: instant.restored,
         memory: 0,
         image: 0,
         zero_pages: 0,
         duplicate_pages: 0,
+        unchanged_pages: 0,
         copied_pages: 0,
         pause_us: instant.pause.as_secs_f64() * 1e6,
         seconds: 0.0,
@@ -345,7 +383,8 @@ fn checkpoint(
         }
         instant.still = None;
     }
-    let result = write(args, device, &mut target, identity, &mut instant, deferred, guard);
+    instant.machine.parents = new.before.line();
+    let result = write(args, device, &mut target, new, &mut instant, deferred, guard);
     // The pool is the machine's again, whatever happened.
     let status = device.snapshot_end();
     let (commit, image) = result?;
@@ -356,6 +395,7 @@ fn checkpoint(
     report.image = image;
     report.zero_pages = commit.zeros;
     report.duplicate_pages = commit.duplicates;
+    report.unchanged_pages = commit.unchanged;
     report.copied_pages = status.status.copied;
     Ok((report, instant.still.take()))
 }
@@ -363,12 +403,12 @@ fn checkpoint(
 const WARNING: &str = "this machine has local disks, which go on changing; the image can only be restored with the \
     disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of them at the same moment.";
 
-/// Random.
-fn identity() -> Result<Identity> {
+/// Random bytes.
+fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
-    let mut identity = Identity::default();
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut identity.0));
-    read.map(|()| identity).map_err(|error| Error::new(Exit::Failed, format!("/dev/urandom: {error}")))
+    let mut bytes = [0; COUNT];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut bytes));
+    read.map(|()| bytes).map_err(|error| Error::new(Exit::Failed, format!("/dev/urandom: {error}")))
 }
 
 /// A quarter of what is available, if nothing else is wanted.
@@ -507,19 +547,13 @@ fn write(
     args: &CheckpointArgs,
     device: &Device,
     target: &mut Target,
-    identity: Identity,
+    new: New,
     instant: &mut Instant,
     deferred: &Deferred,
     guard: &mut Guard,
 ) -> Result<(Commit, u64)> {
-    let total: u64 = instant
-        .machine
-        .ranges
-        .iter()
-        .filter(|range| range.kind == mercury_image::Kind::Kept)
-        .map(|range| range.pages)
-        .sum();
-    let mut writer = Writer::begin(target, identity, &instant.machine).map_err(image_error)?;
+    let total = instant.machine.kept_pages();
+    let mut writer = Writer::begin(target, new.identity, &instant.machine).map_err(image_error)?;
     // Whoever shows a terminal's lines may stand still, and then the lines have nowhere to go.
     let silent = instant.still.is_some();
     let begun = time::Instant::now();
@@ -531,9 +565,12 @@ fn write(
             progress::line(&how_far(frames, total, image, begun.elapsed()));
         }
     };
-    let stop = || deferred.requested();
+    let stop = || match deferred.requested() {
+        true => Err(Error::new(Exit::Interrupted, "interrupted: there is no image, and the machine runs on")),
+        false => Ok(()),
+    };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
-    let result = stream(device, &mut writer, args.level, &mut watch);
+    let result = stream(device, new.before, &mut writer, args.level, &mut watch);
     if !silent {
         progress::line("");
     }

@@ -1,10 +1,14 @@
-//! Images one after the other, of which the last few are kept.
+//! Images one after the other, of which the last few are kept, with all that they need.
 
+use super::incremental::Before;
 use crate::{
+    args::CheckpointArgs,
     error::{Error, Result},
     exit::Exit,
 };
+use mercury_image::{Identity, Reader};
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
     str::FromStr,
@@ -33,6 +37,49 @@ impl FromStr for Interval {
     }
 }
 
+/// What the next image is made on.
+#[derive(Debug)]
+pub struct Series {
+    /// Each so many images a full one; one after the other if they are all to be.
+    full_every: u16,
+    /// Incremental images since the last full one.
+    incremental: u16,
+    last: Option<PathBuf>,
+}
+
+impl Series {
+    /// As the operator wants it.
+    #[must_use]
+    pub fn new(args: &CheckpointArgs) -> Self {
+        let full_every = if args.incremental.is_some() { args.full_every } else { 1 };
+        Self { full_every, incremental: 0, last: args.incremental.clone().flatten() }
+    }
+
+    /// The image before, unless it is time for a full one. One that cannot be used is no reason to have none now, unless
+    /// the operator has just named it.
+    ///
+    /// # Errors
+    /// If the first one cannot be used.
+    pub fn before(&self, is_first: bool) -> Result<Before> {
+        let Some(last) = self.last.as_ref().filter(|_| self.incremental + 1 < self.full_every) else {
+            return Ok(Before::default());
+        };
+        match Before::open(last) {
+            Err(error) if !is_first => {
+                eprintln!("mercury checkpoint: {error}; this image is a full one");
+                Ok(Before::default())
+            }
+            result => result,
+        }
+    }
+
+    /// There is one more.
+    pub fn add(&mut self, path: PathBuf, is_incremental: bool) {
+        self.incremental = if is_incremental { self.incremental + 1 } else { 0 };
+        self.last = Some(path);
+    }
+}
+
 /// The next image's path: seconds since 1970 behind the name, so that names sort like times.
 #[must_use]
 pub fn next(path: &Path, now: SystemTime) -> PathBuf {
@@ -42,7 +89,8 @@ pub fn next(path: &Path, now: SystemTime) -> PathBuf {
     name.into()
 }
 
-/// Removes all but the last `keep` images of a series. Nothing else in the folder is touched.
+/// Removes all but the last `keep` images of a series, and those that these were made on. Nothing else in the folder is
+/// touched.
 ///
 /// # Errors
 /// If the folder cannot be read, or an image not be removed.
@@ -66,12 +114,49 @@ fn remove_old(path: &Path, keep: usize) -> io::Result<()> {
         .collect();
     images.sort();
     let old = images.len().saturating_sub(keep);
-    images[..old].iter().try_for_each(|image| fs::remove_file(folder.join(image)))
+    let images: Vec<_> = images.iter().map(|image| folder.join(image)).collect();
+    removable(&images, old).into_iter().try_for_each(fs::remove_file)
+}
+
+/// Which of the first `old` images no other one needs. If that cannot be told, none.
+fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
+    let lines: Vec<_> = images.iter().map(|image| line(image)).collect();
+    let known: BTreeMap<Identity, &Vec<Identity>> =
+        lines.iter().flatten().map(|(own, parents)| (*own, parents)).collect();
+    let mut needed = BTreeSet::new();
+    let mut missing = false;
+    for line in &lines[old..] {
+        let Some((_, parents)) = line else { return Vec::new() };
+        let mut parents = parents;
+        // One that was put together with those before it needs them no more: what is there says it best.
+        while let Some(parent) = parents.last() {
+            needed.insert(*parent);
+            let Some(found) = known.get(parent) else {
+                missing = true;
+                needed.extend(parents);
+                break;
+            };
+            parents = found;
+        }
+    }
+    let is_needed = |line: &Option<(Identity, Vec<Identity>)>| match line {
+        Some((own, _)) => needed.contains(own),
+        // It may be the one that is missing.
+        None => missing,
+    };
+    images.iter().zip(&lines).take(old).filter(|(_, line)| !is_needed(line)).map(|(image, _)| image).collect()
+}
+
+/// An image's identity, and what it was made on.
+fn line(path: &Path) -> Option<(Identity, Vec<Identity>)> {
+    let reader = Reader::open(fs::File::open(path).ok()?).ok()?;
+    Some((reader.identity(), reader.machine().parents.clone()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::incremental::tests::make;
 
     #[test]
     fn intervals() {
@@ -82,19 +167,81 @@ mod tests {
         }
     }
 
+    fn at(folder: &tempfile::TempDir, seconds: u64) -> PathBuf {
+        next(&folder.path().join("node7"), SystemTime::UNIX_EPOCH + Duration::from_secs(seconds))
+    }
+
+    /// Which of the images 1 to 8 are left.
+    fn left(folder: &tempfile::TempDir) -> Vec<u64> {
+        (1..=8).filter(|number| at(folder, *number).exists()).collect()
+    }
+
     #[test]
     fn the_last_ones_are_kept() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("node7");
-        let at = |seconds| next(&path, SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
-        for seconds in [1, 500, 1_700_000_000, 1_700_000_600] {
-            fs::write(at(seconds), "").expect("a file");
-        }
+        let images = [1, 500, 1_700_000_000, 1_700_000_600].map(|seconds| at(&folder, seconds));
+        images.iter().for_each(|image| make(image, 1, 9, None));
         let others = ["node7", "node7.old", "node7.0000000001.part", "node70.0000000001"];
         others.iter().for_each(|other| fs::write(folder.path().join(other), "").expect("a file"));
         prune(&path, 2).expect("pruned");
-        let exists = [1, 500, 1_700_000_000, 1_700_000_600].map(|seconds| at(seconds).exists());
-        assert_eq!(exists, [false, false, true, true]);
+        assert_eq!(images.map(|image| image.exists()), [false, false, true, true]);
         assert!(others.iter().all(|other| folder.path().join(other).exists()));
+    }
+
+    /// Full ones are 1, 4 and 7; each other is made on the one before it.
+    fn chains() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().expect("a folder");
+        for number in 1..=8_u8 {
+            let parent = at(&folder, u64::from(number) - 1);
+            let parent = Some(parent.as_path()).filter(|_| number % 3 != 1);
+            make(&at(&folder, number.into()), number, number + 10, parent);
+        }
+        folder
+    }
+
+    #[test]
+    fn what_a_kept_one_needs_is_kept() {
+        for (keep, expected) in [(8, 1), (6, 1), (5, 4), (3, 4), (2, 7), (1, 7)] {
+            let folder = chains();
+            prune(&folder.path().join("node7"), keep).expect("pruned");
+            assert_eq!(left(&folder), (expected..=8).collect::<Vec<_>>(), "{keep} kept");
+        }
+    }
+
+    #[test]
+    fn what_may_be_needed_is_kept() {
+        // What is kept cannot be read: who knows what it needs.
+        let folder = chains();
+        fs::write(at(&folder, 6), "damaged").expect("a file");
+        prune(&folder.path().join("node7"), 3).expect("pruned");
+        assert_eq!(left(&folder).len(), 8);
+        // What is needed cannot be read: it is that one, or the other.
+        let folder = chains();
+        fs::write(at(&folder, 2), "damaged").expect("a file");
+        fs::write(at(&folder, 4), "damaged").expect("a file");
+        prune(&folder.path().join("node7"), 3).expect("pruned");
+        assert_eq!(left(&folder), [2, 4, 5, 6, 7, 8]);
+        // One that nobody needs.
+        prune(&folder.path().join("node7"), 2).expect("pruned");
+        assert_eq!(left(&folder), [7, 8]);
+    }
+
+    #[test]
+    fn each_so_many_is_full() {
+        let folder = chains();
+        let mut series = Series { full_every: 3, incremental: 0, last: None };
+        let mut found = Vec::new();
+        for number in 1..=8 {
+            let before = series.before(number == 1).expect("something to go on from");
+            let is_incremental = !before.line().is_empty();
+            found.push(is_incremental);
+            series.add(at(&folder, number), is_incremental);
+        }
+        assert_eq!(found, [false, true, true, false, true, true, false, true]);
+        // One that is lost is no reason to stop, but for the operator's own.
+        series.last = Some(folder.path().join("lost"));
+        assert!(series.before(false).expect("a full one").line().is_empty());
+        assert!(series.before(true).is_err());
     }
 }

@@ -1,12 +1,13 @@
 //! Takes a snapshot's memory and writes it: one thread takes and finds what need not be written, others compress, and
 //! this one writes, in order.
 
+use super::incremental::Before;
 use crate::{
     device::{Cursor, Device},
     error::{Error, Result},
     exit::Exit,
 };
-use mercury_image::{Chunk, Compressed, Frame, PAGE, Source, Writer};
+use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
 use std::{
     io::Write,
     sync::mpsc::{Receiver, SyncSender, sync_channel},
@@ -15,25 +16,35 @@ use std::{
 
 /// Frames that are taken at once.
 const BATCH: usize = 128;
-/// Chunks that wait for each compressor, and behind it.
+/// Parts that wait for each compressor, and behind it.
 const QUEUE: usize = 2;
-/// Remembered pages: a power of two.
-const TWINS: usize = 1 << 16;
-/// The kernel that brings a machine back lies below. What is above comes first in an image: there it finds homes of
-/// zeros, where what is below can wait.
-const RESTORE_END_PHYS: u64 = 256 << 20;
+
+/// Takes parts; false if nobody wants any more.
+pub type Send<'a> = dyn FnMut(Part) -> bool + 'a;
 
 /// What is told while it goes on.
 pub struct Watch<'a> {
     /// Frames written so far, and bytes of the image.
     pub progress: &'a mut dyn FnMut(u64, u64),
-    /// Whether to give up.
-    pub stop: &'a dyn Fn() -> bool,
+    /// Says whether to go on.
+    pub stop: &'a dyn Fn() -> Result<()>,
 }
 
-/// Writes all of a snapshot's memory.
+/// Writes all of a snapshot's memory, but for what the parent has.
 pub fn stream<W: Write>(
     device: &Device,
+    before: Before,
+    to: &mut Writer<W>,
+    level: i32,
+    watch: &mut Watch<'_>,
+) -> Result<()> {
+    let packer = Packer::new(before.key()?);
+    pipe(|send| take(device, before, packer, send), to, level, watch)
+}
+
+/// Writes all that `produce` sends, in its order; that runs on a thread of its own.
+pub fn pipe<W: Write>(
+    produce: impl FnOnce(&mut Send<'_>) -> Result<()> + std::marker::Send,
     to: &mut Writer<W>,
     level: i32,
     watch: &mut Watch<'_>,
@@ -42,90 +53,64 @@ pub fn stream<W: Write>(
     thread::scope(|scope| {
         let (mut inputs, mut outputs) = (Vec::new(), Vec::new());
         for _ in 0..compressors {
-            let (input, chunks) = sync_channel::<Chunk>(QUEUE);
+            let (input, parts) = sync_channel::<Part>(QUEUE);
             let (compressed, output) = sync_channel(QUEUE);
-            scope.spawn(move || compress(&chunks, &compressed, level));
+            scope.spawn(move || compress(&parts, &compressed, level));
             inputs.push(input);
             outputs.push(output);
         }
-        let taker = scope.spawn(move || take(device, &inputs));
+        let producer = scope.spawn(move || {
+            // Dealt out to the compressors in turn. The writer ends when nothing comes any more, and says itself if it
+            // could not go on.
+            let mut deal = inputs.iter().cycle();
+            produce(&mut |part| deal.next().is_some_and(|to| to.send(part).is_ok()))
+        });
         let written = write(to, &outputs, watch);
         // Whoever still sends to a writer that has failed ends by that.
         drop(outputs);
-        let taken = taker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        // Where both failed the cause is the taker's only if the writer went on to the end.
+        let produced = producer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        // Where both failed the cause is the producer's only if the writer went on to the end.
         match written {
             Err(error) => Err(error),
-            Ok(()) => taken,
+            Ok(()) => produced,
         }
     })
 }
 
-fn compress(chunks: &Receiver<Chunk>, to: &SyncSender<mercury_image::Result<Compressed>>, level: i32) {
-    for chunk in chunks {
-        if to.send(chunk.compress(level)).is_err() {
+fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compressed>>, level: i32) {
+    for part in parts {
+        if to.send(part.compress(level)).is_err() {
             break;
         }
     }
 }
 
-/// Takes everything, and deals it out to the compressors in turn.
-fn take(device: &Device, to: &[SyncSender<Chunk>]) -> Result<()> {
-    let mut deal = to.iter().cycle();
-    // The writer ends when nothing comes any more, and says itself if it could not go on.
-    let mut send = |chunk: Chunk| deal.next().is_some_and(|to| to.send(chunk).is_ok());
-    let mut twins = Twins::new();
-    let mut chunk = Chunk::default();
-    let parts = [(RESTORE_END_PHYS, u64::MAX), (0, RESTORE_END_PHYS)];
-    for (next_phys, end_phys) in parts {
+/// Takes everything, in the image's order.
+fn take(device: &Device, mut before: Before, mut packer: Packer, send: &mut Send<'_>) -> Result<()> {
+    for (next_phys, end_phys) in [(LOW_END_PHYS, u64::MAX), (0, LOW_END_PHYS)] {
         let mut cursor = Cursor { next_phys, end_phys };
         while !cursor.is_done() {
             let frames = device.snapshot_take(&mut cursor, BATCH)?;
             for (phys, page) in frames.phys.iter().zip(frames.data.chunks(PAGE)) {
-                if chunk.is_full() && !send(std::mem::take(&mut chunk)) {
+                packer.add(*phys, page, before.hash_of(*phys)?);
+                if !send_full(&mut packer, send) {
                     return Ok(());
                 }
-                add(&mut chunk, *phys, page, &mut twins);
             }
         }
     }
-    send(chunk);
+    packer.finish().into_iter().all(send);
     Ok(())
 }
 
-fn add(chunk: &mut Chunk, phys: u64, page: &[u8], twins: &mut Twins) {
-    let source = if is_zero(page) { Source::Zero } else { twins.find(phys, page) };
-    if source == Source::Data {
-        chunk.data.extend_from_slice(page);
-    }
-    chunk.frames.push(Frame { phys, source });
-}
-
-fn is_zero(page: &[u8]) -> bool {
-    page.chunks_exact(8).all(|word| word == [0; 8])
-}
-
-/// Pages that were seen, by their hash: the last of each slot.
-struct Twins {
-    slots: Vec<([u8; 32], u64)>,
-}
-
-impl Twins {
-    fn new() -> Self {
-        Self { slots: vec![([0; 32], u64::MAX); TWINS] }
-    }
-
-    /// A frame before this one with the same content, by BLAKE3; or this one's own data.
-    fn find(&mut self, phys: u64, page: &[u8]) -> Source {
-        let hash = *blake3::hash(page).as_bytes();
-        let slot = usize::from(u16::from_le_bytes([hash[0], hash[1]])) % TWINS;
-        let (known, frame) = self.slots[slot];
-        if frame != u64::MAX && known == hash {
-            return Source::Frame(frame);
+/// Sends what is full. False if nobody wants any more.
+pub fn send_full(packer: &mut Packer, send: &mut Send<'_>) -> bool {
+    while let Some(part) = packer.full() {
+        if !send(part) {
+            return false;
         }
-        self.slots[slot] = (hash, phys);
-        Source::Data
     }
+    true
 }
 
 fn write<W: Write>(
@@ -135,12 +120,7 @@ fn write<W: Write>(
 ) -> Result<()> {
     let mut frames = 0;
     for from in from.iter().cycle() {
-        if (watch.stop)() {
-            return Err(Error::new(
-                Exit::Interrupted,
-                "interrupted: there is no image, and the machine runs on",
-            ));
-        }
+        (watch.stop)()?;
         let Ok(compressed) = from.recv() else { break };
         let compressed = compressed.map_err(image_error)?;
         frames += compressed.frames();
@@ -158,26 +138,12 @@ pub fn image_error(error: mercury_image::Error) -> Error {
             let hint = if full { "make room, or write to another place" } else { "`dmesg` may say more" };
             Error::new(Exit::Failed, format!("the image could not be read or written: {error}")).hint(hint)
         }
-        error => Error::new(Exit::Failed, format!("the image is refused: {error}"))
-            .hint("nothing was changed; use another image"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn zeros_and_twins_are_found() {
-        let mut data = vec![0; 4 * PAGE];
-        data[PAGE + 7] = 1;
-        data[3 * PAGE + 7] = 1;
-        let (mut chunk, mut twins) = (Chunk::default(), Twins::new());
-        for (number, page) in data.chunks(PAGE).enumerate() {
-            add(&mut chunk, 0x1000 * (number as u64 + 1), page, &mut twins);
+        error => {
+            let hint = match error {
+                mercury_image::Error::Unfit(_) => "name the images in their order, the full one first",
+                _ => "nothing was changed; use another image",
+            };
+            Error::new(Exit::Failed, format!("the image is refused: {error}")).hint(hint)
         }
-        let sources: Vec<_> = chunk.frames.iter().map(|frame| frame.source).collect();
-        assert_eq!(sources, [Source::Zero, Source::Data, Source::Zero, Source::Frame(0x2000)]);
-        assert_eq!(chunk.data.len(), PAGE);
     }
 }

@@ -1,0 +1,162 @@
+//! An image that is made on another one, its parent: only what has changed since is written.
+//!
+//! What has changed is told by hashes, which every image has of all its frames. So nothing has to watch the machine between
+//! two images (it is native then), and no write can be missed, whoever made it: a CPU, or a device round the nested tables.
+//! The price is that all memory is read and hashed again; that finds zeros and duplicates anyway.
+
+use super::{random, target::Name};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    images::{named, unreadable},
+    progress,
+};
+use mercury_image::{Hash, Identity, Key, PARENTS_MAX, Parent, Reader};
+use std::{
+    fs::{self, File},
+    io::BufReader,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+/// Between hashes frames are skipped: reading ahead would be for nothing.
+const BUFFER: usize = 4 << 10;
+const FULL: &str = "without --incremental the image is a full one";
+
+/// What an image is made on: a parent, or nothing.
+#[derive(Debug, Default)]
+pub struct Before {
+    parent: Option<(PathBuf, Parent<BufReader<File>>)>,
+}
+
+impl Before {
+    /// A parent, looked through to its end.
+    ///
+    /// # Errors
+    /// If it cannot be one.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| unreadable(path, &error).hint(FULL))?;
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+        let file = BufReader::with_capacity(BUFFER, file);
+        let parent = progress::during("reading the parent's hashes", || Parent::open(file));
+        let parent = parent.map_err(|error| named(path, error).hint(FULL))?;
+        if parent.machine().parents.len() >= PARENTS_MAX {
+            let text = format!("{} is made on {PARENTS_MAX} others, and no more can be", path.display());
+            return Err(Error::new(Exit::Failed, text).hint(
+                "make a full image, or put that one together with those it was made on (`mercury merge`)",
+            ));
+        }
+        Ok(Self { parent: Some((path.to_owned(), parent)) })
+    }
+
+    /// All that the new image cannot do without, its parent last.
+    #[must_use]
+    pub fn line(&self) -> Vec<Identity> {
+        self.parent.as_ref().map(|(_, parent)| parent.line()).unwrap_or_default()
+    }
+
+    /// What hashes are made with: one image's cannot be compared with another's if it is not the same.
+    ///
+    /// # Errors
+    /// If there is nothing random.
+    pub fn key(&self) -> Result<Key> {
+        self.parent.as_ref().map_or_else(|| random().map(Key), |(_, parent)| Ok(parent.key()))
+    }
+
+    /// What the parent has of a frame; see [`Parent::hash_of`].
+    ///
+    /// # Errors
+    /// If it can no longer be read.
+    pub fn hash_of(&mut self, phys: u64) -> Result<Option<Hash>> {
+        let Some((path, parent)) = &mut self.parent else { return Ok(None) };
+        parent.hash_of(phys).map_err(|error| named(path, error))
+    }
+
+    /// Refuses to write the new image over one that it needs.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub fn refuse_loss(&self, to: &Name) -> Result<()> {
+        let (Some((parent, _)), Name::Path(path)) = (&self.parent, to) else { return Ok(()) };
+        let held = File::open(path).ok().and_then(|file| Reader::open(file).ok());
+        let is_needed = held.is_some_and(|held| self.line().contains(&held.identity()));
+        if !is_needed && !are_one(parent, path) {
+            return Ok(());
+        }
+        let text = format!("{} holds an image that the new one would need", path.display());
+        Err(Error::new(Exit::Failed, text).hint("write it to another place"))
+    }
+}
+
+/// Whether two names are of the same file or the same device.
+#[must_use]
+pub fn are_one(one: &Path, other: &Path) -> bool {
+    let identity = |path: &Path| {
+        let found = fs::metadata(path).ok()?;
+        let is_device = found.file_type().is_block_device();
+        Some(if is_device { (true, found.rdev(), 0) } else { (false, found.dev(), found.ino()) })
+    };
+    identity(one).is_some_and(|found| identity(other) == Some(found))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use mercury_image::{Kind, Machine, PAGE, Packer, Range, Writer};
+
+    /// A small image of a few pages, made on another one.
+    pub fn make(path: &Path, identity: u8, content: u8, parent: Option<&Path>) {
+        let mut before = parent.map_or_else(Before::default, |path| Before::open(path).expect("a parent"));
+        let ranges = vec![Range { start_phys: 0x1000, pages: 4, kind: Kind::Kept }];
+        let machine = Machine { parents: before.line(), ranges, ..Machine::default() };
+        let mut packer = Packer::new(before.key().expect("a key"));
+        for number in 0..4_u8 {
+            let phys = 0x1000 * (u64::from(number) + 1);
+            let page = [if number == 2 { content } else { number }; PAGE];
+            packer.add(phys, &page, before.hash_of(phys).expect("a hash"));
+        }
+        let file = File::create(path).expect("a file");
+        let mut writer = Writer::begin(file, Identity([identity; 16]), &machine).expect("begun");
+        for part in packer.finish() {
+            writer.add(&part.compress(1).expect("compressed")).expect("added");
+        }
+        let (commit, _) = writer.commit().expect("committed");
+        assert_eq!(commit.unchanged, if parent.is_some() { 3 } else { 0 });
+    }
+
+    #[test]
+    fn what_an_image_needs_is_not_written_over() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name| folder.path().join(name);
+        make(&path("base"), 1, 10, None);
+        make(&path("next"), 2, 20, Some(&path("base")));
+        fs::copy(path("base"), path("copy")).expect("copied");
+        make(&path("other"), 9, 10, None);
+        std::os::unix::fs::symlink(path("next"), path("link")).expect("a link");
+        let before = Before::open(&path("next")).expect("a parent");
+        for (to, allowed) in [
+            ("base", false),
+            ("next", false),
+            ("copy", false),
+            ("link", false),
+            ("other", true),
+            ("new", true),
+        ] {
+            let refused = before.refuse_loss(&Name::Path(path(to)));
+            assert_eq!(refused.is_ok(), allowed, "{to}");
+        }
+        assert!(Before::default().refuse_loss(&Name::Path(path("base"))).is_ok());
+    }
+
+    #[test]
+    fn what_cannot_be_a_parent_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("x");
+        let error = Before::open(&path).map(drop).expect_err("refused");
+        assert!(error.message.contains("x cannot be read"), "{error}");
+        fs::write(&path, "something else").expect("a file");
+        let error = Before::open(&path).map(drop).expect_err("refused");
+        assert!(error.message.contains("no image of a machine"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some(FULL));
+    }
+}

@@ -1,0 +1,310 @@
+//! `mercury merge`: incremental images and the full one that they were made on, put together.
+
+use crate::{
+    args::MergeArgs,
+    checkpoint::{
+        incremental::are_one,
+        stream::{Send, Watch, image_error, pipe, send_full},
+        target::{Name, Target},
+    },
+    commands::Say,
+    error::{Error, Result},
+    exit::Exit,
+    images::{named, unreadable},
+    interrupt::Deferred,
+    output::{Render, Text, bytes, thousands},
+    progress,
+};
+use mercury_image::{Chain, Identity, Merged, PAGE, Packer, Reader, Writer};
+use serde::Serialize;
+use std::{
+    fs::{self, File},
+    io::BufReader,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+const BUFFER: usize = 1 << 20;
+/// How often the line of progress changes.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+type Opened = BufReader<File>;
+/// Says whether to go on.
+type Stop<'a> = dyn Fn() -> Result<()> + 'a;
+
+/// What came of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The image's identity: the last one's.
+    pub identity: String,
+    /// What it was made of.
+    pub images: Vec<PathBuf>,
+    /// Bytes of memory in it.
+    pub memory: u64,
+    /// Bytes of the image.
+    pub image: u64,
+    /// Pages that are all zeros.
+    pub zero_pages: u64,
+    /// Pages that are like another.
+    pub duplicate_pages: u64,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        to.line(format!("image {} is complete, of {}", self.identity, self.images.len()));
+        to.line(format!(
+            "{} of memory in {}: {} pages of zeros, {} duplicates; {:.1} s",
+            bytes(self.memory),
+            bytes(self.image),
+            thousands(self.zero_pages),
+            thousands(self.duplicate_pages),
+            self.seconds
+        ));
+    }
+}
+
+/// Puts images together.
+///
+/// # Errors
+/// If one is damaged or missing, or they do not go together; there is no new image then.
+pub fn run(args: &MergeArgs, say: Say<'_>) -> Result<Exit> {
+    let deferred = Deferred::begin();
+    let report = merge(args, &|| interrupted(&deferred))?;
+    if args.out == Name::Stdout {
+        // To standard output went the image.
+        let mut text = Text::new(false);
+        report.render(&mut text);
+        eprint!("{}", text.finish());
+        return Ok(Exit::Done);
+    }
+    Ok(say.done(&report))
+}
+
+fn merge(args: &MergeArgs, stop: &Stop<'_>) -> Result<Report> {
+    let begun = Instant::now();
+    let images = complete(&args.images)?;
+    refuse_loss(&args.out, &images)?;
+    let merged = read(&images, stop)?;
+    let mut target = Target::open(&args.out, args.overwrite)?;
+    let identity = merged.identity();
+    let mut writer = Writer::begin(&mut target, identity, merged.machine()).map_err(image_error)?;
+    write(merged, &images, &mut writer, args.level, stop)?;
+    let (commit, image) = writer.commit().map_err(image_error)?;
+    target.finish().map_err(|error| image_error(error.into()))?;
+    Ok(Report {
+        identity: identity.to_string(),
+        images,
+        memory: commit.frames * PAGE as u64,
+        image,
+        zero_pages: commit.zeros,
+        duplicate_pages: commit.duplicates,
+        seconds: begun.elapsed().as_secs_f64(),
+    })
+}
+
+/// The images, and before them what the first one needs, from its folder.
+fn complete(images: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let Some(first) = images.first() else { return Ok(Vec::new()) };
+    let open = |path: &Path| Some(Reader::open(File::open(path).ok()?));
+    let reader = open(first).transpose().map_err(|error| named(first, error))?;
+    let needed = reader.map(|reader| reader.machine().parents.clone()).unwrap_or_default();
+    let mut found: Vec<PathBuf> = Vec::new();
+    let folder = first.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let others: Vec<_> = match needed.is_empty() {
+        true => Vec::new(),
+        false => files(folder).into_iter().filter_map(|path| Some((open(&path)?.ok()?, path))).collect(),
+    };
+    let mut full = needed.is_empty();
+    // From the last to the first: one that was put together with those before it needs them no more.
+    for parent in needed.iter().rev() {
+        if full {
+            break;
+        }
+        let of = |(reader, _): &&(Reader<File>, PathBuf)| reader.identity() == *parent;
+        let candidates = || others.iter().filter(of);
+        let best =
+            candidates().find(|(reader, _)| reader.machine().parents.is_empty()).or(candidates().next());
+        let Some((reader, path)) = best else { return Err(missing(first, *parent)) };
+        full = reader.machine().parents.is_empty();
+        found.push(path.clone());
+    }
+    found.reverse();
+    found.extend_from_slice(images);
+    Ok(found)
+}
+
+fn missing(path: &Path, parent: Identity) -> Error {
+    let text = format!("{} needs image {parent}, which is not beside it", path.display());
+    Error::new(Exit::Failed, text).hint("name all images, the full one first")
+}
+
+/// Regular files of a folder, in the order of their names; what is not finished is none.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+    let files = files.map(|entry| entry.path());
+    let mut files: Vec<_> = files.filter(|path| path.extension().is_none_or(|end| end != "part")).collect();
+    files.sort();
+    files
+}
+
+/// A file is replaced when all is done; what is on a device is gone at once.
+fn refuse_loss(to: &Name, images: &[PathBuf]) -> Result<()> {
+    let Name::Path(path) = to else { return Ok(()) };
+    if path.is_file() || !images.iter().any(|image| are_one(image, path)) {
+        return Ok(());
+    }
+    let text = format!("{} holds one of the images", path.display());
+    Err(Error::new(Exit::Failed, text).hint("write the new image to another place"))
+}
+
+fn interrupted(deferred: &Deferred) -> Result<()> {
+    match deferred.requested() {
+        true => Err(Error::new(Exit::Interrupted, "interrupted; nothing was changed")),
+        false => Ok(()),
+    }
+}
+
+/// Reads all of them to their ends.
+fn read(images: &[PathBuf], stop: &Stop<'_>) -> Result<Merged<Opened>> {
+    let mut chain = Chain::default();
+    let mut shown = Instant::now();
+    for (number, path) in images.iter().enumerate() {
+        let at = |error| named(path, error);
+        let file = File::open(path).map_err(|error| unreadable(path, &error))?;
+        chain.begin(BufReader::with_capacity(BUFFER, file)).map_err(at)?;
+        while chain.step().map_err(at)? {
+            stop()?;
+            if shown.elapsed() >= INTERVAL {
+                shown = Instant::now();
+                let (number, read) = (number + 1, bytes(chain.offset()));
+                progress::line(&format!(
+                    "checking {} ({number} of {}): {read}",
+                    path.display(),
+                    images.len()
+                ));
+            }
+        }
+    }
+    progress::line("");
+    chain.merged().map_err(|error| named(images.last().map_or(Path::new(""), PathBuf::as_path), error))
+}
+
+fn write<W: std::io::Write>(
+    merged: Merged<Opened>,
+    images: &[PathBuf],
+    to: &mut Writer<W>,
+    level: i32,
+    stop: &Stop<'_>,
+) -> Result<()> {
+    let total = merged.machine().kept_pages();
+    let mut shown = Instant::now();
+    let mut progress = |frames: u64, image: u64| {
+        if shown.elapsed() >= INTERVAL {
+            shown = Instant::now();
+            let share = frames * 100 / total.max(1);
+            progress::line(&format!("{share} % of {}, image {}", bytes(total * PAGE as u64), bytes(image)));
+        }
+    };
+    let mut watch = Watch { progress: &mut progress, stop };
+    let result = pipe(|send| put_together(merged, images, send), to, level, &mut watch);
+    progress::line("");
+    result
+}
+
+/// Sends all frames of the last image.
+fn put_together(mut merged: Merged<Opened>, images: &[PathBuf], send: &mut Send<'_>) -> Result<()> {
+    let mut packer = Packer::new(merged.key());
+    loop {
+        let next = merged.next_frames().map_err(|error| named(&images[merged.image()], error))?;
+        let Some(hashes) = next else { break };
+        for (phys, hash) in hashes.iter() {
+            let added = packer.add_known(phys, hash, |to| merged.find(phys, hash, to));
+            added.map_err(|error| named(&images[merged.image()], error))?;
+            if !send_full(&mut packer, send) {
+                return Ok(());
+            }
+        }
+    }
+    packer.finish().into_iter().all(send);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::incremental::tests::make;
+    use mercury_image::verify;
+
+    struct Case(tempfile::TempDir);
+
+    impl Case {
+        /// A full image and two made on it.
+        fn new() -> Self {
+            let case = Self(tempfile::tempdir().expect("a folder"));
+            make(&case.path("base"), 1, 10, None);
+            make(&case.path("one"), 2, 20, Some(&case.path("base")));
+            make(&case.path("two"), 3, 30, Some(&case.path("one")));
+            case
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
+        fn merge(&self, out: &str, images: &[&str]) -> Result<Report> {
+            let images = images.iter().map(|name| self.path(name)).collect();
+            let out = Name::Path(self.path(out));
+            merge(&MergeArgs { out, images, overwrite: false, level: 1 }, &|| Ok(()))
+        }
+
+        fn content(&self, name: &str) -> u8 {
+            let mut reader = Reader::open(File::open(self.path(name)).expect("a file")).expect("an image");
+            assert!(reader.machine().parents.is_empty());
+            let chunk = reader.next_chunk().expect("read").expect("a chunk");
+            assert_eq!(chunk.data.len(), 3 * PAGE);
+            chunk.data[PAGE]
+        }
+    }
+
+    #[test]
+    fn parents_are_found_beside_their_image() {
+        let case = Case::new();
+        let report = case.merge("out", &["two"]).expect("merged");
+        assert_eq!((report.images.len(), case.content("out")), (3, 30));
+        assert_eq!(report.identity, Identity([3; 16]).to_string());
+        verify(File::open(case.path("out")).expect("a file"), |_| {}).expect("whole");
+        assert_eq!(case.merge("out", &["base", "one"]).expect("merged").images.len(), 2);
+        assert_eq!(case.content("out"), 20);
+        // In its own place; then those before are not needed, nor read.
+        case.merge("one", &["one"]).expect("merged");
+        fs::remove_file(case.path("base")).expect("removed");
+        fs::remove_file(case.path("out")).expect("removed");
+        assert_eq!(case.merge("out", &["two"]).expect("merged").images.len(), 2);
+        assert_eq!(case.content("out"), 30);
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_named() {
+        let case = Case::new();
+        let refused = |images: &[&str], reason: &str| {
+            let error = case.merge("out", images).expect_err("refused").message;
+            assert!(error.contains(reason), "{error}");
+            assert!(!case.path("out").exists() && !case.path("out.part").exists());
+        };
+        refused(&["base", "two"], "two: the image is refused: it was made on image 0202");
+        refused(&["two", "one"], "one: the image is refused: it was made on image 0101");
+        refused(&["nothing"], "nothing cannot be read");
+        fs::write(case.path("text"), "text").expect("a file");
+        refused(&["base", "text"], "text: the image is refused: this is no image");
+        let mut bytes = fs::read(case.path("one")).expect("read");
+        let at = bytes.len() - 300;
+        bytes[at] ^= 1;
+        fs::write(case.path("one"), bytes).expect("a file");
+        refused(&["two"], "one: the image is refused: record");
+        fs::remove_file(case.path("one")).expect("removed");
+        refused(&["two"], "two needs image 0202");
+    }
+}
