@@ -332,6 +332,80 @@ fn restores_in_place() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// Makes an image on a disk; what the command says of it.
+fn image(machine: &Machine, options: &str, disk: &str) -> Result<serde_json::Value> {
+    let said = machine.sh(&format!("mercury checkpoint --json {options} {disk}"))?;
+    Ok(serde_json::from_str(&said).unwrap())
+}
+
+/// Bytes of an image, and how many pages it leaves to its parent.
+fn cost(report: &serde_json::Value) -> (u64, u64) {
+    (report["image"].as_u64().unwrap(), report["unchanged_pages"].as_u64().unwrap())
+}
+
+/// A full image, one of an idle machine, and one of what was written: together they are the machine at the last instant.
+#[test]
+fn goes_on_from_incremental_images() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormCloud).cpus(2).reset(Reset::Restarts);
+    let disks = [1024; 3].iter().fold(spec, |spec, mib| spec.disk(Bus::Virtio, *mib));
+    let machine = Machine::boot(disks)?;
+    let (full, idle, last) = ("/dev/vdb", "/dev/vdc", "/dev/vdd");
+    machine.sh("sync; mount -o remount,ro /")?;
+    start(&machine, "clock", CLOCK)?;
+    machine.sh("head -c 64M /dev/urandom > /run/first")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    let first = image(&machine, "", full)?;
+    let second = image(&machine, &format!("--incremental={full}"), idle)?;
+    println!("full {:?}, idle {:?}", cost(&first), cost(&second));
+    assert_eq!((&first["parent"], &second["parent"]), (&serde_json::Value::Null, &first["identity"]));
+    let pages = first["memory"].as_u64().unwrap() / 4096;
+    // What the command itself uses has changed, and counts in a machine as small as this.
+    assert!(cost(&second).0 * 2 < cost(&first).0, "an idle machine's is not small");
+    assert!(cost(&second).1 * 10 > pages * 9, "hardly anything has changed");
+
+    machine
+        .sh("head -c 16M /dev/urandom > /run/second; head -c 1M /dev/zero | dd of=/run/first conv=notrunc")?;
+    let sums = machine.sh("sha256sum /run/first /run/second")?;
+    for over in [full, idle] {
+        says(&machine, &format!("mercury checkpoint --incremental={idle} {over}"), "would need")?;
+    }
+    let clock = number(&machine, "/run/clock")?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    let _checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff --incremental={idle} {last}"))?;
+    machine.wait_shutdown(Duration::from_secs(180))?;
+
+    let machine = machine.start_again()?;
+    let said = machine.sh(&format!("mercury inspect {last}"))?;
+    println!("{said}");
+    assert!(said.contains("3 in all") && said.contains("as in its parent: "), "{said}");
+    for line in [format!("restore --force-disks {last}"), format!("inspect --core /run/core {last}")] {
+        says(&machine, &format!("mercury {line}"), "is an incremental image")?;
+    }
+    let merge = |images: &str| format!("mercury merge {DISK} {images}");
+    says(&machine, &merge(&format!("{full} {last}")), "was made on image")?;
+    says(&machine, &merge(&format!("{full} {idle} {DISK}")), "holds one of the images")?;
+    println!("{}", machine.sh(&merge(&format!("{full} {idle} {last}")))?);
+    assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
+
+    let boots = machine.boots();
+    let _restore =
+        machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
+    machine.wait_other(boots)?;
+    assert_eq!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
+    assert_eq!(machine.sh("sha256sum /run/first /run/second")?, sums);
+    let before = number(&machine, "/run/clock")?;
+    assert!(before > clock, "it goes on at the last instant");
+    machine.sh("sleep 1")?;
+    assert!(number(&machine, "/run/clock")? > before);
+    assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
+    // What was merged is the last image: the next one can be made on it.
+    let next = image(&machine, &format!("--incremental={DISK}"), full)?;
+    println!("after the restore {:?}", cost(&next));
+    assert!(cost(&next).1 * 2 > pages);
+    machine.check_next_attach()
+}
+
 /// Two machines from one image must not think the same thing random.
 #[test]
 fn two_of_one_image_differ() -> Result<()> {
@@ -352,10 +426,15 @@ fn two_of_one_image_differ() -> Result<()> {
 const GUARD_ENDS: &str =
     "for i in $(seq 300); do pgrep -f 'exe [g]uard' > /dev/null || exit 0; sleep 0.1; done; exit 1";
 
-fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+fn says(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.run(line)?;
     let said = format!("{}{}", output.stdout, output.stderr);
     assert!(said.contains(reason), "{line}: {said}");
+    Ok(())
+}
+
+fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+    says(machine, line, reason)?;
     // The machine is as it was: native, nobody frozen, nothing held.
     let status = machine.sh("mercury status --json")?;
     assert!(!status.contains("\"attached\""), "{status}");
