@@ -259,7 +259,7 @@
  */
 #define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc068f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
-#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc050f50a)
+#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
 #define MERCURY_IOC_SNAPSHOT_END _UL(0xc068f50b)
 /* Describes the machine of the snapshot. Takes a RestartRequest. */
@@ -1808,11 +1808,16 @@ struct mercury_snapshot_take_request {
 	u64 data_addr;
 	/* User-space address of an array of what MERCURY_SNAPSHOT_HASH found, or 0. */
 	u64 hashes_addr;
+	/*
+	 * Out: 1 if the pool runs low. Whoever takes should hurry: writers have to wait
+	 * soon.
+	 */
+	u64 low;
 	/* Out. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_take_request) == 80);
+static_assert(sizeof(struct mercury_snapshot_take_request) == 88);
 static_assert(offsetof(struct mercury_snapshot_take_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_take_request, cursor_phys) == 8);
 static_assert(offsetof(struct mercury_snapshot_take_request, end_phys) == 16);
@@ -1820,7 +1825,8 @@ static_assert(offsetof(struct mercury_snapshot_take_request, count) == 24);
 static_assert(offsetof(struct mercury_snapshot_take_request, frames_addr) == 32);
 static_assert(offsetof(struct mercury_snapshot_take_request, data_addr) == 40);
 static_assert(offsetof(struct mercury_snapshot_take_request, hashes_addr) == 48);
-static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 56);
+static_assert(offsetof(struct mercury_snapshot_take_request, low) == 56);
+static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 64);
 
 /* The machine of a snapshot or of an image, without its memory's content. */
 struct mercury_restart_request {

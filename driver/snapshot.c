@@ -73,11 +73,16 @@ static struct {
 	void *buffer;
 } snapshot;
 
+static u32 call_for(u64 what, void *argument, u64 *value)
+{
+	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, (u64)argument, value);
+}
+
 static u32 call(u64 what, void *argument)
 {
 	u64 unused;
 
-	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, (u64)argument, &unused);
+	return call_for(what, argument, &unused);
 }
 
 /* Pages that the snapshot does not keep; NULL if there are none. */
@@ -631,11 +636,10 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 	return code;
 }
 
-/* The next frames from `*cursor` on, as many as there is room for; the number of the first in *index. */
-static u32 next_frames(u64 *cursor, u64 limit, u64 room, u64 *index)
+/* The next frames from `*cursor` on, as many as there is room for. */
+static u32 next_frames(u64 *cursor, u64 limit, u64 room)
 {
 	struct mercury_take_list *take = snapshot.take;
-	u64 before = 0;
 	unsigned int i;
 
 	take->count = 0;
@@ -650,14 +654,11 @@ static u32 next_frames(u64 *cursor, u64 limit, u64 room, u64 *index)
 				*cursor = frame;
 				return take->count;
 			}
-			if (!take->count)
-				*index = before + (frame - range->start_phys) / PAGE_SIZE;
 			take->entries[take->count].frame_phys = frame;
 			take->entries[take->count].to_phys =
 				virt_to_phys(snapshot.buffer) + take->count * PAGE_SIZE;
 			take->count++;
 		}
-		before += range->pages;
 	}
 	*cursor = U64_MAX;
 	return take->count;
@@ -678,34 +679,48 @@ static int put_frame(const struct mercury_snapshot_take_request *request, u64 sl
 	return 0;
 }
 
+/* Gives what was taken to user space. */
+static int put_frames(struct mercury_snapshot_take_request *request)
+{
+	struct mercury_take_list *take = snapshot.take;
+	u32 i;
+
+	for (i = 0; i < take->count; i++) {
+		u64 hash = 0;
+
+		if (take->taken_before & BIT_ULL(i))
+			continue;
+		if (snapshot.hashes)
+			hash = snapshot.hashes[number_of(take->entries[i].frame_phys)];
+		if (put_frame(request, request->count, i, hash))
+			return -EFAULT;
+		request->count++;
+	}
+	return MERCURY_CODE_OK;
+}
+
 int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
 {
-	u64 room = request->count, index = 0;
-	u32 count, i, code;
+	u64 room = request->count;
+	u32 code;
+	int err;
 
 	request->count = 0;
+	request->low = 0;
 	if (!snapshot.live)
 		return MERCURY_CODE_NO_SNAPSHOT;
 	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
 	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))
 		return MERCURY_CODE_BAD_ARGUMENT;
 	while (request->count < room && request->cursor_phys != U64_MAX) {
-		count = next_frames(&request->cursor_phys, request->end_phys,
-				    room - request->count, &index);
-		if (!count)
+		if (!next_frames(&request->cursor_phys, request->end_phys, room - request->count))
 			break;
-		code = call(MERCURY_SNAPSHOT_CALL_TAKE, snapshot.take);
+		code = call_for(MERCURY_SNAPSHOT_CALL_TAKE, snapshot.take, &request->low);
 		if (code != MERCURY_CODE_OK)
 			return code;
-		for (i = 0; i < count; i++) {
-			u64 hash = snapshot.hashes ? snapshot.hashes[index + i] : 0;
-
-			if (snapshot.take->taken_before & BIT_ULL(i))
-				continue;
-			if (put_frame(request, request->count, i, hash))
-				return -EFAULT;
-			request->count++;
-		}
+		err = put_frames(request);
+		if (err)
+			return err;
 		if (signal_pending(current))
 			break;
 		cond_resched();

@@ -195,6 +195,8 @@ pub struct SnapshotTakeRequest {
     pub data_addr: u64,
     /// User-space address of an array of what [`MERCURY_SNAPSHOT_HASH`] found, or 0.
     pub hashes_addr: u64,
+    /// Out: 1 if the pool runs low. Whoever takes should hurry: writers have to wait soon.
+    pub low: u64,
     /// Out.
     pub outcome: Outcome,
 }

@@ -20,7 +20,7 @@ pub enum SnapshotCall {
     Begin = 1,
     /// This CPU waits for the others, and then runs on the snapshot's tables. No argument.
     Enter = 2,
-    /// Takes frames: a [`TakeList`].
+    /// Takes frames: a [`TakeList`]. The value is 1 if the pool runs low.
     Take = 3,
     /// This CPU runs on the identity map again. No argument.
     Leave = 4,

@@ -217,6 +217,8 @@ pub struct Frames {
     pub phys: Vec<u64>,
     /// Their content, a page each.
     pub data: Vec<u8>,
+    /// The pool runs low: writers have to wait soon.
+    pub hurry: bool,
 }
 
 /// Where to take frames of a snapshot: from `next_phys` to before `end_phys`.
@@ -274,7 +276,7 @@ impl Device {
 
     /// Takes up to `count` frames.
     pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
-        let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE] };
+        let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE], hurry: false };
         let mut request = SnapshotTakeRequest {
             header: Header::of::<SnapshotTakeRequest>(),
             cursor_phys: cursor.next_phys,
@@ -289,6 +291,7 @@ impl Device {
         cursor.next_phys = request.cursor_phys;
         frames.phys.truncate(request.count as usize);
         frames.data.truncate(request.count as usize * PAGE);
+        frames.hurry = request.low != 0;
         Ok(frames)
     }
 

@@ -209,7 +209,7 @@ fn write<W: std::io::Write>(
         }
     };
     let mut watch = Watch { progress: &mut progress, stop };
-    let result = pipe(|send| put_together(merged, images, send), to, level, &mut watch);
+    let result = pipe(|send| put_together(merged, images, send), to, &level.into(), &mut watch);
     progress::line("");
     result
 }

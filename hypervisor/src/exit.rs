@@ -95,6 +95,12 @@ pub fn nested_fault<V: Vendor>(
         let tsc = hardware.tsc();
         publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
     }
+    if let NestedAnswer::Kept { wait: wait @ 1.. } = nested {
+        let start = hardware.tsc();
+        while hardware.tsc().wrapping_sub(start) < wait {
+            core::hint::spin_loop();
+        }
+    }
     answer
 }
 
@@ -102,7 +108,7 @@ pub fn nested_fault<V: Vendor>(
 const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
     match answer {
         NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
-        NestedAnswer::Kept => (ExitReason::SnapshotWrite, LogKind::None, Answer::Retry),
+        NestedAnswer::Kept { .. } => (ExitReason::SnapshotWrite, LogKind::None, Answer::Retry),
         NestedAnswer::Raced => (ExitReason::NestedFill, LogKind::NestedFill, Answer::RetryFlushed),
         NestedAnswer::HiddenWrite => (ExitReason::HiddenWrite, LogKind::HiddenWrite, Answer::RetryFlushed),
         NestedAnswer::Exhausted => {

@@ -219,7 +219,10 @@ pub enum NestedAnswer {
     /// There is no page for the tables, no such address, or no getting at the lock.
     Exhausted,
     /// Beneath a snapshot: what is kept of the page has been copied, if it had to be.
-    Kept,
+    Kept {
+        /// Ticks of the TSC for which the writer has to wait: the pool runs low.
+        wait: u64,
+    },
 }
 
 /// Answers a nested fault of this CPU at `address`, guest-physical; `access`: beyond reading. Never waits for long:
@@ -245,7 +248,7 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
     /// The snapshot's tables come first; what they only share is the identity map's to answer, and theirs to adopt.
     fn answer_beneath_snapshot(&mut self, address: GuestPhys, access: Option<Access>) -> NestedAnswer {
         if access.is_some_and(|access| self.live.keeps(address, access)) {
-            return NestedAnswer::Kept;
+            return NestedAnswer::Kept { wait: self.live.brake() };
         }
         let answer = self.answer(address, access == Some(Access::Write));
         self.live.adopt(address);

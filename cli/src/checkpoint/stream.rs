@@ -10,7 +10,10 @@ use crate::{
 use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
 use std::{
     io::Write,
-    sync::mpsc::{Receiver, SyncSender, sync_channel},
+    sync::{
+        atomic::{AtomicI32, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
     thread,
 };
 
@@ -18,6 +21,9 @@ use std::{
 const BATCH: usize = 128;
 /// Parts that wait for each compressor, and behind it.
 const QUEUE: usize = 2;
+
+/// The level of zstd when time matters more than the image's size.
+const FASTEST: i32 = -7;
 
 /// Takes parts; false if nobody wants any more.
 pub type Send<'a> = dyn FnMut(Part) -> bool + 'a;
@@ -39,14 +45,16 @@ pub fn stream<W: Write>(
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let packer = Packer::new(before.key()?);
-    pipe(|send| take(device, before, packer, send), to, level, watch)
+    let pace = AtomicI32::new(level);
+    let hurry = |hurry| pace.store(if hurry { level.min(FASTEST) } else { level }, Ordering::Relaxed);
+    pipe(|send| take(device, before, packer, &hurry, send), to, &pace, watch)
 }
 
 /// Writes all that `produce` sends, in its order; that runs on a thread of its own.
 pub fn pipe<W: Write>(
     produce: impl FnOnce(&mut Send<'_>) -> Result<()> + std::marker::Send,
     to: &mut Writer<W>,
-    level: i32,
+    level: &AtomicI32,
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let compressors = thread::available_parallelism().map_or(1, |count| count.get().saturating_sub(1).max(1));
@@ -77,20 +85,27 @@ pub fn pipe<W: Write>(
     })
 }
 
-fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compressed>>, level: i32) {
+fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compressed>>, level: &AtomicI32) {
     for part in parts {
-        if to.send(part.compress(level)).is_err() {
+        if to.send(part.compress(level.load(Ordering::Relaxed))).is_err() {
             break;
         }
     }
 }
 
 /// Takes everything, in the image's order.
-fn take(device: &Device, mut before: Before, mut packer: Packer, send: &mut Send<'_>) -> Result<()> {
+fn take(
+    device: &Device,
+    mut before: Before,
+    mut packer: Packer,
+    hurry: &(dyn Fn(bool) + Sync),
+    send: &mut Send<'_>,
+) -> Result<()> {
     for (next_phys, end_phys) in [(LOW_END_PHYS, u64::MAX), (0, LOW_END_PHYS)] {
         let mut cursor = Cursor { next_phys, end_phys };
         while !cursor.is_done() {
             let frames = device.snapshot_take(&mut cursor, BATCH)?;
+            hurry(frames.hurry);
             for (phys, page) in frames.phys.iter().zip(frames.data.chunks(PAGE)) {
                 packer.add(*phys, page, before.hash_of(*phys)?);
                 if !send_full(&mut packer, send) {

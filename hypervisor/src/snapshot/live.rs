@@ -12,7 +12,7 @@ use mercury_abi::snapshot::{
     PAGE_LIST_MAX, PageList, SnapshotCall, SnapshotSetup, SnapshotStatus, TAKE_LIST_MAX, TakeList,
 };
 
-use super::pool::{FreeList, Words};
+use super::pool::{self, FreeList, Words};
 use super::view::Access;
 use super::{Counts, Log, Outcome, Pool, Snapshot};
 use crate::address::{GuestPhys, HostPhys, PAGE_SIZE};
@@ -54,6 +54,8 @@ pub(crate) struct Live<F> {
     hashes_virt: u64,
     lasting_virt: u64,
     cpus: u32,
+    /// Pages that were ever given.
+    donated: u64,
     /// Why it is not exact, if it is not.
     spoilt: Code,
 }
@@ -110,6 +112,7 @@ impl<F> Live<F> {
             hashes_virt: 0,
             lasting_virt: 0,
             cpus: 0,
+            donated: 0,
             spoilt: Code::Ok,
         }
     }
@@ -157,7 +160,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     fn donate(&mut self, list: &PageList) {
         for phys in list.pages_phys.iter().take((list.count as usize).min(PAGE_LIST_MAX)) {
             self.store.free.push(&mut Direct, HostPhys::new(*phys));
+            self.donated += 1;
         }
+    }
+
+    /// How long whoever has just written has to wait: see [`pool::wait`].
+    pub(crate) fn brake(&self) -> u64 {
+        let is_exact = self.snapshot.as_ref().is_some_and(Snapshot::is_exact);
+        if is_exact { pool::wait(self.store.free.count(), self.donated) } else { 0 }
     }
 
     fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
@@ -174,7 +184,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         Ok(())
     }
 
-    fn take(&mut self, list: &mut TakeList) -> Result<(), Code> {
+    /// 1 if the pool runs low.
+    fn take(&mut self, list: &mut TakeList) -> Result<u64, Code> {
         let memory = self.memory();
         let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
         list.taken_before = 0;
@@ -190,7 +201,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 Err(_) => return Err(Code::SnapshotPool),
             }
         }
-        Ok(())
+        Ok(u64::from(pool::is_low(self.store.free.count(), self.donated)))
     }
 
     /// Copies what devices write all the time.
@@ -198,18 +209,26 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         if self.lasting_virt == 0 {
             return;
         }
-        let mut number = 0;
+        let bits = core::ptr::with_exposed_provenance::<u64>(self.lasting_virt as usize);
+        let mut first = 0;
         for range in self.memory() {
-            for page in 0..range.pages {
-                let word =
-                    core::ptr::with_exposed_provenance::<u64>(self.lasting_virt as usize + number / 64 * 8);
+            let end = first + range.pages as usize;
+            let mut number = first;
+            while number < end {
                 // SAFETY: the driver's bitmap has a bit for each page, in memory that it has mapped.
-                let lasting = unsafe { word.read() } >> (number % 64) & 1 != 0;
-                if lasting {
+                let rest = unsafe { bits.add(number / 64).read() } >> (number % 64);
+                if rest == 0 {
+                    number = (number / 64 + 1) * 64;
+                    continue;
+                }
+                number += rest.trailing_zeros() as usize;
+                if number < end {
+                    let page = (number - first) as u64;
                     self.keeps(GuestPhys::new(range.start_phys + page * PAGE_SIZE), Access::Write);
                 }
                 number += 1;
             }
+            first = end;
         }
     }
 
@@ -277,7 +296,10 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
             hardware.load_own_tables(wide);
             let result = change::<V>(call, argument);
             hardware.load_own_tables(own);
-            Answer::Hypercall(result.err().unwrap_or(Code::Ok), 0)
+            match result {
+                Ok(value) => Answer::Hypercall(Code::Ok, value),
+                Err(code) => Answer::Hypercall(code, 0),
+            }
         }
     }
 }
@@ -287,7 +309,7 @@ fn argument<T>(address: u64) -> *mut T {
     core::ptr::with_exposed_provenance_mut(address as usize)
 }
 
-fn change<V: Vendor>(call: u64, address: u64) -> Result<(), Code> {
+fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
     const DONATE: u64 = SnapshotCall::Donate as u64;
     const BEGIN: u64 = SnapshotCall::Begin as u64;
     const TAKE: u64 = SnapshotCall::Take as u64;
@@ -316,7 +338,7 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<(), Code> {
             _ => return Err(Code::UnknownOperation),
         }
     }
-    Ok(())
+    Ok(0)
 }
 
 /// The instant: when the last CPU is here, none of them is in the system, and they all go on with the new tables.
@@ -510,6 +532,21 @@ mod tests {
         assert_eq!(machine.live.status().exact, 0);
         assert_eq!(machine.take(0), Err(Code::SnapshotPool));
         machine.write(6, 1);
+    }
+
+    /// Writers wait then, and whoever takes the snapshot knows.
+    #[test]
+    fn a_pool_that_runs_low_is_told_of() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        machine.write(2, 0);
+        let mut none = TakeList::default();
+        assert_eq!((machine.live.take(&mut none), machine.live.brake()), (Ok(0), 0));
+        machine.live.donated *= 100;
+        assert_eq!(machine.live.take(&mut none), Ok(1));
+        assert!(machine.live.brake() > 0);
+        machine.live.spoil(Code::SnapshotLost);
+        assert_eq!(machine.live.brake(), 0, "nobody waits for nothing");
     }
 
     #[test]

@@ -48,6 +48,23 @@ impl FreeList {
     }
 }
 
+/// Longest that a writer waits, in ticks of the TSC: less than a millisecond, for interrupts wait with it.
+const WAIT_MAX: u64 = 1 << 21;
+
+/// Whether whoever takes the snapshot should hurry.
+#[must_use]
+pub const fn is_low(free: u64, all: u64) -> bool {
+    free < all / 4
+}
+
+/// How long a writer waits after its page was copied, in ticks of the TSC: not at all while there is enough, and longer
+/// the less is left, so that whoever takes the snapshot keeps up.
+#[must_use]
+pub const fn wait(free: u64, all: u64) -> u64 {
+    let little = all / 8;
+    if free >= little { 0 } else { (little - free) * WAIT_MAX / little }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -62,6 +79,14 @@ mod tests {
         fn first_word(&mut self, page: HostPhys) -> &mut u64 {
             self.0.entry(page).or_insert(0xdead)
         }
+    }
+
+    #[test]
+    fn writers_wait_when_little_is_left() {
+        assert!(is_low(249, 1000) && !is_low(250, 1000));
+        assert_eq!((wait(125, 1000), wait(1000, 1000), wait(0, 0)), (0, 0, 0));
+        assert_eq!(wait(0, 1000), WAIT_MAX);
+        assert!((1..WAIT_MAX).contains(&wait(100, 1000)) && wait(50, 1000) > wait(100, 1000));
     }
 
     #[test]
