@@ -13,14 +13,14 @@ use mercury_lab::{Bus, Kernel, Machine, Nic, Platform, Result, Spec, Vendor, dri
 
 /// Direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the same again.
 const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
-     dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct 2> /dev/null; \
-     dd if=/root/x of=/dev/null iflag=direct bs=1M 2> /dev/null";
+     dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct status=none; \
+     dd if=/root/x of=/dev/null iflag=direct bs=1M status=none";
 
 /// The same two ways of reading, of a whole disk.
 fn disk_load(disk: &str) -> String {
     format!(
-        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct 2> /dev/null; \
-         dd if={disk} of=/dev/null bs=1M count=50 2> /dev/null; echo 1 > /proc/sys/vm/drop_caches"
+        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct status=none; \
+         dd if={disk} of=/dev/null bs=1M count=50 status=none; echo 1 > /proc/sys/vm/drop_caches"
     )
 }
 
@@ -66,7 +66,7 @@ fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result
     }
     println!("{}", machine.sh(&format!("mercury-workload snapshot --pool-pages 100000 --rounds {rounds}"))?);
     for load in &mut running {
-        assert!(!load.has_ended()?, "{}", load.output_so_far()?);
+        assert!(!load.has_ended()?, "{:?}", load.errors_so_far());
     }
     if has_network {
         let received = machine.sh("cat /sys/class/net/e*/statistics/rx_bytes")?;
