@@ -289,11 +289,14 @@ unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting)
 	return page && PageBuddy(page) ? 1UL << page_private(page) : 1;
 }
 
-/* Devices that were bus masters at the instant. */
+/* Network cards that were bus masters at the instant. */
 static struct pci_dev **masters;
 static unsigned int master_count;
 
-/* Until mercury_dma_start() no device on PCI reads or writes memory. */
+/*
+ * Until mercury_dma_start() no network card reads or writes memory: they are the ones to which things
+ * happen that nobody asked for.
+ */
 int mercury_dma_stop(void)
 {
 	struct pci_dev *device = NULL;
@@ -307,8 +310,7 @@ int mercury_dma_stop(void)
 		return -ENOMEM;
 	master_count = 0;
 	for_each_pci_dev(device) {
-		/* Bridges pass on what comes from others. */
-		if (device->hdr_type != PCI_HEADER_TYPE_NORMAL || master_count == count ||
+		if (device->class >> 16 != PCI_BASE_CLASS_NETWORK || master_count == count ||
 		    pci_read_config_word(device, PCI_COMMAND, &command) ||
 		    command == (u16)~0 || !(command & PCI_COMMAND_MASTER))
 			continue;
