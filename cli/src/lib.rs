@@ -5,6 +5,7 @@
 //! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
 //! * [`checkpoint`], [`restore`], [`inspect`]: the whole machine into a file, and back; [`images`] reads such files;
+//! * [`snapshot`]: the whole machine back to what it was, in memory;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
 //!   scripts.
@@ -36,6 +37,7 @@ pub mod module;
 pub mod output;
 pub mod progress;
 pub mod restore;
+pub mod snapshot;
 pub mod stats;
 pub mod status;
 pub mod svm;

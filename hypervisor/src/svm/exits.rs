@@ -7,7 +7,7 @@ use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, msr, refusal, run};
+use super::{Area, msr, refusal, rollback, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -79,6 +79,12 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
         }
+        exit_code::NMI => (rollback::nmi(area, hardware), 0),
+        exit_code::IRET => (rollback::nmi_ends(area, hardware), 0),
+        exit_code::SHUTDOWN if area.cpu.on_snapshot != 0 => match rollback::shutdown(area, hardware) {
+            Ok(answer) => (answer, 0),
+            Err(next) => return next,
+        },
         exit_code::INVALID => return invalid(area, hardware),
         _ => return unknown(area, hardware),
     };

@@ -2,10 +2,14 @@
 //!
 //! [`Hardware`] is what the exit handlers need of the processor; tests put a model in its place.
 
+mod apic;
 pub mod msr;
+mod port;
 pub mod vmx;
 
 use core::arch::asm;
+
+use crate::pci::Register;
 
 /// RFLAGS.TF.
 pub const RFLAGS_TF: u64 = 1 << 8;
@@ -68,6 +72,13 @@ pub trait Hardware {
     fn flush_guests(&mut self, vpid: bool);
     /// Ends as a triple fault does.
     fn shut_down(&mut self) -> crate::host::entry::Next;
+
+    /// Sends an NMI to the CPU whose local APIC has this identifier. Its page is mapped.
+    fn send_nmi(&mut self, apic_id: u32);
+    /// Reads a register of a PCI function.
+    fn read_pci(&mut self, register: Register) -> u32;
+    /// Writes one.
+    fn write_pci(&mut self, register: Register, value: u32);
 }
 
 /// The value of a control or debug register.
@@ -192,5 +203,17 @@ impl Hardware for Processor {
     fn shut_down(&mut self) -> crate::host::entry::Next {
         // SAFETY: the system above is gone, and nothing of this CPU is needed any more.
         unsafe { vmx::shut_down() }
+    }
+
+    fn send_nmi(&mut self, apic_id: u32) {
+        apic::send_nmi(apic_id);
+    }
+
+    fn read_pci(&mut self, register: Register) -> u32 {
+        port::read_pci(register.address())
+    }
+
+    fn write_pci(&mut self, register: Register, value: u32) {
+        port::write_pci(register.address(), value);
     }
 }
