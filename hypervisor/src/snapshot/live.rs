@@ -101,7 +101,7 @@ impl Pool for Store {
         // SAFETY: one is the pool's or a buffer of the driver's, the other a page of the memory that the driver has
         // mapped for the snapshot: they do not overlap. The system may write to its page meanwhile only where the
         // content does not matter any more.
-        unsafe { core::ptr::copy_nonoverlapping(page::<u8>(from), page::<u8>(to), PAGE_SIZE as usize) };
+        unsafe { crate::x86::copy_page(page(from), page(to)) };
     }
 }
 

@@ -26,6 +26,23 @@ pub const CR4_PGE: u64 = 1 << 7;
 /// CR0 in the hypervisor: PE, MP, ET, NE, WP, PG and nothing that the system above has set.
 pub const HOST_CR0: u64 = 0x8001_0033;
 
+/// Copies a page by words: what processors do as fast as anything, and emulators eight times as fast as bytes.
+///
+/// # Safety
+/// Both are pages that may be read and written, and they do not overlap.
+pub unsafe fn copy_page(from: *const [u64; 512], to: *mut [u64; 512]) {
+    // SAFETY: by the caller's promise; the direction flag is clear.
+    unsafe {
+        asm!(
+            "rep movsq",
+            inout("rcx") 512 => _,
+            inout("rsi") from => _,
+            inout("rdi") to => _,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
 /// The processor as the exit handlers see it.
 pub trait Hardware {
     /// Reads an MSR; `None` if the processor raised #GP.
