@@ -217,6 +217,7 @@
 #define MERCURY_SNAPSHOT_CALL_TABLES 7
 #define MERCURY_SNAPSHOT_CALL_ROLLBACK 8
 #define MERCURY_SNAPSHOT_CALL_GIVE_UP 9
+#define MERCURY_SNAPSHOT_CALL_HOLD 10
 
 /* What a CPU of a machine that was put back finds in RAX where it goes on. */
 #define MERCURY_ROLLED_BACK 2

@@ -109,12 +109,11 @@ void mercury_rollback_read(u64 message[16])
 	memcpy(message, note->message, sizeof(note->message));
 }
 
-static __always_inline u32 ask(u64 reason)
+static __always_inline u32 call(u64 what, u64 argument)
 {
 	u64 unused;
 
-	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, MERCURY_SNAPSHOT_CALL_ROLLBACK, reason,
-				 &unused);
+	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, argument, &unused);
 }
 
 /* Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any context. */
@@ -130,14 +129,14 @@ u32 mercury_rollback(u32 reason, const char *message)
 	if (message)
 		strscpy(note->message, message, sizeof(note->message));
 	local_irq_save(flags);
-	code = ask(reason);
+	code = call(MERCURY_SNAPSHOT_CALL_ROLLBACK, reason);
 	local_irq_restore(flags);
 	return code;
 }
 
 /*
- * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked will ask for a rollback, unless a
- * crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it is to stay.
+ * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked asks for a rollback soon, unless
+ * a crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it is to stay.
  */
 noinstr bool mercury_rollback_waits(void)
 {
@@ -149,6 +148,6 @@ noinstr bool mercury_rollback_waits(void)
 	crash_kernel = kexec_crash_loaded();
 	instrumentation_end();
 	if (crash_kernel)
-		ask(MERCURY_ROLLBACK_REASON_STOP);
-	return !crash_kernel;
+		call(MERCURY_SNAPSHOT_CALL_ROLLBACK, MERCURY_ROLLBACK_REASON_STOP);
+	return !crash_kernel && call(MERCURY_SNAPSHOT_CALL_HOLD, 0) == MERCURY_CODE_OK;
 }

@@ -39,6 +39,9 @@ pub enum SnapshotCall {
     Rollback = 8,
     /// The snapshot is not exact any more: a [`crate::code::Code`] instead of an address. The machine runs on.
     GiveUp = 9,
+    /// This CPU is stopped by a kernel that panics, and is to be fetched from where it stops: if there is a snapshot to
+    /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. No argument.
+    Hold = 10,
 }
 
 /// What a CPU of a machine that was put back finds in RAX where it goes on.

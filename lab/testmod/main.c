@@ -30,6 +30,8 @@ static const struct {
 	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
 	{ "refuse", 1, test_refuse },
+	{ "hang", 1, test_hang },
+	{ "triple-fault", 1, test_triple_fault },
 };
 
 void test_say(struct test_answer *answer, const char *format, ...)

@@ -345,6 +345,7 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
     const LEAVE: u64 = SnapshotCall::Leave as u64;
     const TABLES: u64 = SnapshotCall::Tables as u64;
     const ROLLBACK: u64 = SnapshotCall::Rollback as u64;
+    const HOLD: u64 = SnapshotCall::Hold as u64;
     match call {
         ENTER => enter(area, hardware),
         ROLLBACK => {
@@ -354,9 +355,11 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
                 Err(code) => Answer::Hypercall(code, 0),
             }
         }
+        HOLD => Answer::Hypercall(rollback::hold(area).err().unwrap_or(Code::Ok), 0),
         LEAVE => {
             watch(area, Watch::Off);
             area.cpu.on_snapshot = 0;
+            area.cpu.is_held = 0;
             let own = area.cpu.gate.host_cr3;
             V::keep_own_tables(area, hardware, own);
             Answer::NewTables(nested::root())
@@ -485,6 +488,7 @@ fn wanted<V: Vendor>() -> Option<Wanted> {
 #[cold]
 pub fn lose<V: Vendor>(area: &mut Area<V>) {
     area.cpu.on_snapshot = 0;
+    area.cpu.is_held = 0;
     if let Some(mut guard) = V::tables().lock()
         && let Some(nested) = guard.as_mut()
     {

@@ -110,6 +110,16 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
     take_part(area, hardware, kept)
 }
 
+/// The kernel stops this CPU because it panics: until it goes back it stays.
+///
+/// # Errors
+/// There is no snapshot to go back to.
+pub fn hold<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
+    kept(area)?;
+    area.cpu.is_held = 1;
+    Ok(())
+}
+
 /// What this CPU would go back to.
 fn kept<V: Vendor>(area: &Area<V>) -> Result<Kept, Code> {
     if area.cpu.on_snapshot == 0 {
@@ -142,6 +152,7 @@ fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: 
     (means.resume)(area, &saved);
     area.cpu.leave_pending = 0;
     area.cpu.on_snapshot = 0;
+    area.cpu.is_held = 0;
     let tables = area.cpu.gate.host_cr3;
     V::keep_own_tables(area, hardware, tables);
     Ok(())

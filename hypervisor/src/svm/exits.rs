@@ -19,6 +19,7 @@ use crate::{emergency, exit, fault, machine_check, publish};
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
 const MSR_LENGTH: u64 = 2;
+const STGI_LENGTH: u64 = 3;
 /// Bits of a nested fault's first qualification (APM vol. 2, 15.25.6).
 const NESTED_FAULT_PRESENT: u64 = 1 << 0;
 const NESTED_FAULT_WRITE: u64 = 1 << 1;
@@ -71,6 +72,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::VMMCALL => (vmmcall(area, hardware), VMMCALL_LENGTH),
         exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
         exit_code::NPF if is_explained(area.control.exit_info1) => (nested_fault(area, hardware), 0),
+        exit_code::STGI if area.cpu.is_held != 0 => (Answer::Skip, STGI_LENGTH),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)

@@ -288,6 +288,8 @@ pub mod exit_code {
     pub const VMMCALL: u64 = 0x81;
     /// VMLOAD.
     pub const VMLOAD: u64 = 0x82;
+    /// STGI.
+    pub const STGI: u64 = 0x84;
     /// SKINIT.
     pub const SKINIT: u64 = 0x86;
     /// Nested page fault.

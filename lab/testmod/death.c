@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What a kernel does not come back from by itself.
+ */
+#include <asm/desc.h>
+#include <asm/processor.h>
+
+#include "mercury_test.h"
+
+static void hang(void *argument)
+{
+	for (;;)
+		cpu_relax();
+}
+
+/* hang CPU: with interrupts off, for ever */
+int test_hang(struct test_answer *answer, const u64 *arguments)
+{
+	return test_on_cpu(arguments[0], hang, NULL);
+}
+
+/* Without an interrupt table the exception cannot be delivered, nor can the next, nor the one after that. */
+static void triple_fault(void *argument)
+{
+	const struct desc_ptr nothing = {};
+
+	native_load_idt(&nothing);
+	asm volatile("int3");
+}
+
+/* triple-fault CPU */
+int test_triple_fault(struct test_answer *answer, const u64 *arguments)
+{
+	return test_on_cpu(arguments[0], triple_fault, NULL);
+}
