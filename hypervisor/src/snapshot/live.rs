@@ -627,6 +627,42 @@ mod tests {
         machine.write(6, 1);
     }
 
+    /// What was written is what it was again; then the snapshot is used up.
+    fn put_back<F: Format<Address = GuestPhys>>() {
+        let mut machine = Machine::<F>::new(64);
+        assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+        assert_eq!(machine.begin(), Ok(()));
+        assert_eq!(machine.live.kept().map(|_| ()), Err(Code::NoSnapshot), "it is to be taken");
+        let cpus: &[RestartCpu] = vec![RestartCpu { cpu: 3, ..RestartCpu::default() }].leak();
+        machine.live.keep_virt = cpus.as_ptr().expose_provenance() as u64;
+        assert_eq!(machine.live.kept().map(|kept| kept.cpus), Ok(cpus));
+        machine.write(2, 0xEE);
+        machine.write(7, 0xEE);
+        assert_eq!(machine.live.put_back(), Ok(2));
+        let content: Vec<u8> = machine.memory.iter().map(|page| page.0[4095]).collect();
+        assert_eq!(content, [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+        assert_eq!(machine.live.kept().map(|_| ()), Err(Code::NoSnapshot));
+        machine.write(2, 0xFF);
+    }
+
+    #[test]
+    fn what_was_written_is_put_back() {
+        put_back::<AmdNested>();
+        put_back::<IntelExtended>();
+    }
+
+    /// Half of the machine put back would be worse than none of it.
+    #[test]
+    fn what_is_not_exact_is_not_put_back() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        machine.write(2, 0xEE);
+        machine.live.spoil(Code::SnapshotPool);
+        assert_eq!(machine.live.put_back(), Err(Code::SnapshotPool));
+        assert_eq!(machine.memory[2].0[0], 0xEE);
+    }
+
     #[test]
     fn a_cpu_that_left_spoils_the_snapshot() {
         let mut machine = Machine::<IntelExtended>::new(64);

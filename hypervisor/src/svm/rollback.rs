@@ -105,3 +105,101 @@ fn data_segment(selector: u64) -> Segment {
     }
     Segment { selector, attributes: FLAT_DATA | (selector & 3) << 5, limit: u32::MAX, base: 0 }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Attached;
+    use crate::svm::vmcb::{INTERCEPT_MISC1, event, exit_code};
+    use crate::x86::msr;
+
+    const ALL: u32 = INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN;
+
+    fn watched() -> Attached {
+        let mut cpu = Attached::new();
+        cpu.area.cpu.on_snapshot = 1;
+        watch(&mut cpu.area, Watch::On);
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
+        cpu
+    }
+
+    /// The processor delivers it by itself, and blocks others until the handler's IRET.
+    #[test]
+    fn an_nmi_of_the_systems_is_let_through() {
+        let mut cpu = watched();
+        let rip = cpu.area.control.rip;
+        assert_eq!(cpu.exit(exit_code::NMI), Next::Run);
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
+        assert_eq!(cpu.exit(exit_code::IRET), Next::Run);
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
+        assert_eq!((cpu.area.control.rip, cpu.enter()), (rip, 0), "nothing is injected, nothing skipped");
+        watch(&mut cpu.area, Watch::Off);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1);
+    }
+
+    #[test]
+    fn a_shutdown_with_nothing_to_go_back_to_is_one() {
+        crate::nested::tests::install::<crate::svm::Svm>();
+        let mut cpu = watched();
+        assert_eq!(cpu.exit(exit_code::SHUTDOWN), Next::Leave);
+        assert!(cpu.hardware.shut_down && cpu.hardware.nmis.is_empty());
+    }
+
+    /// Linux 6.1 switches SVM off on a CPU that it stops in a panic.
+    #[test]
+    fn a_cpu_that_is_held_is_not_released() {
+        let release = |cpu: &mut Attached, index: u32| {
+            (*cpu.register(0), *cpu.register(2), *cpu.register(1)) = (0, 0, u64::from(index));
+            cpu.area.control.exit_info1 = 1;
+            cpu.exit(exit_code::MSR)
+        };
+        for index in [msr::EFER, msr::VM_HSAVE_PA] {
+            let mut cpu = Attached::new();
+            assert_eq!(release(&mut cpu, index), Next::Leave);
+            let mut cpu = Attached::new();
+            cpu.area.cpu.is_held = 1;
+            let efer = cpu.area.control.efer;
+            assert_eq!(release(&mut cpu, index), Next::Run);
+            assert_eq!(cpu.exit(exit_code::STGI), Next::Run);
+            assert_eq!((cpu.area.control.inject_event, cpu.area.control.efer), (0, efer));
+        }
+    }
+
+    #[test]
+    fn a_cpu_goes_on_where_it_was() {
+        let mut cpu = watched();
+        let control = &mut cpu.area.control;
+        // Whatever it came to.
+        (control.cpl, control.cr0, control.efer, control.rip) = (3, 0x11, 0, 0x1234);
+        (control.inject_event, control.exit_event) = (event::DEBUG, event::DEBUG);
+        control.interrupt_shadow = 1;
+        control.await_window(true);
+        cpu.area.own.guest_efer = 0;
+        cpu.area.cpu.gate.inward.cs.attributes = 0xA09B;
+        let saved = SavedCpu {
+            cr0: 0x8005_0033,
+            cr3: 0x1234_5000,
+            cr4: 0x6F0,
+            rip: 0xFFFF_FFFF_C000_0000,
+            rsp: 0xFFFF_C900_0000_0000,
+            rflags: 0x46,
+            registers: [3, 5, 12, 13, 14, 15],
+            gs_base: 0xFFFF_8880_0000_0000,
+            kernel_gs_base: 7,
+            data_selectors: [0, 0x2B],
+            ..SavedCpu::default()
+        };
+        resume(&mut cpu.area, &saved);
+        let control = &cpu.area.control;
+        assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
+        assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));
+        assert_eq!((control.rax, control.cpl, control.efer), (MERCURY_ROLLED_BACK, 0, cpu.area.own.attach_efer));
+        assert_eq!((control.gs.base, control.syscall[KERNEL_GS_BASE]), (saved.gs_base, 7));
+        assert_eq!((control.cs.attributes, control.ds.attributes, control.es.attributes), (0xA9B, 0, 0xCF3));
+        assert_eq!(control.inject_event | control.exit_event | control.interrupt_shadow, 0);
+        assert_eq!((control.intercept_misc1, control.virtual_interrupt), (INTERCEPT_MISC1, 0));
+        assert_eq!(control.tlb_control, TLB_FLUSH_ALL);
+        let registers = [3, 5, 12, 13, 14, 15].map(|number: usize| *cpu.register(number));
+        assert_eq!(registers, saved.registers);
+    }
+}
