@@ -40,7 +40,8 @@ pub enum SnapshotCall {
     /// The snapshot is not exact any more: a [`crate::code::Code`] instead of an address. The machine runs on.
     GiveUp = 9,
     /// This CPU is stopped by a kernel that panics, and is to be fetched from where it stops: if there is a snapshot to
-    /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. No argument.
+    /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. In a handler of
+    /// NMIs it waits for the rollback. No argument.
     Hold = 10,
 }
 

@@ -2,6 +2,9 @@
 /*
  * What a kernel does not come back from by itself.
  */
+#include <linux/delay.h>
+#include <linux/panic.h>
+#include <linux/smp.h>
 #include <asm/desc.h>
 #include <asm/processor.h>
 
@@ -17,6 +20,17 @@ static void hang(void *argument)
 int test_hang(struct test_answer *answer, const u64 *arguments)
 {
 	return test_on_cpu(arguments[0], hang, NULL);
+}
+
+/* hang-and-panic CPU: that one hangs, and this one panics */
+int test_hang_and_panic(struct test_answer *answer, const u64 *arguments)
+{
+	int err = smp_call_function_single(arguments[0], hang, NULL, 0);
+
+	if (err)
+		return err;
+	mdelay(100);
+	panic("CPU %llu hangs", arguments[0]);
 }
 
 /* Without an interrupt table the exception cannot be delivered, nor can the next, nor the one after that. */

@@ -21,6 +21,10 @@ const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k ifla
 /// Work of the kernel's: processes, pages, files in memory.
 const MEMORY_LOAD: &str = "while true; do cp /bin/bash /run/copy; /bin/true; done";
 
+/// Flows both ways; the card is the only one.
+const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip address add \
+     10.0.2.15/24 dev $card; ip link set $card up; while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
+
 /// Two lives: the first one keeps a snapshot, works on, and dies. The second one begins where the command ends for
 /// the second time, and says so where a host hears it that cannot ask.
 const LIVES: &str = r#"
@@ -181,19 +185,89 @@ fn from_a_panic_on_one_cpu() -> Result<()> {
 /// The others are halted with interrupts off by then.
 #[test]
 fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
-    goes_back(spec(4).nic(Nic::Virtio), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
+    need_qemu()?;
+    let machine = at_work(spec(4).nic(Nic::Virtio), &[DISK_LOAD, MEMORY_LOAD, NETWORK_LOAD])?;
+    machine.sh("until ping -c 1 -W 1 10.0.2.2; do sleep 0.2; done")?;
+    let report = live_twice(&machine, PANIC)?;
+    is_as_it_was(&machine, &report, "panic")?;
+    machine.sh("ping -c 3 10.0.2.2")?;
+    is_native_again(&machine)
 }
 
 /// A CPU that takes no interrupts any more is fetched by another.
 #[test]
 fn from_a_hung_cpu() -> Result<()> {
-    let death = "mercury-workload kernel hang 1 & sleep 1; taskset 1 mercury rollback";
-    goes_back(spec(2), &[DISK_LOAD], death, "command")
+    let death = "mercury-workload kernel hang 1 & sleep 0.2; taskset 1 mercury rollback";
+    goes_back(spec(2), &[], death, "command")
+}
+
+/// The kernel stops it by NMI, in whose handler no other reaches it.
+#[test]
+fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
+    let death = "taskset 1 mercury-workload kernel hang-and-panic 1";
+    goes_back(spec(2), &[DISK_LOAD], death, "panic")
 }
 
 #[test]
 fn from_a_triple_fault() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+    let output = machine.run(line)?;
+    assert!(!output.success() && output.stderr.contains(reason), "{line}: {}", output.stderr);
+    Ok(())
+}
+
+fn state(machine: &Machine) -> Result<Value> {
+    let status = machine.sh("mercury status --json")?;
+    Ok(serde_json::from_str::<Value>(&status).unwrap()["snapshot"].clone())
+}
+
+/// Whatever takes the snapshot away, the machine runs on, and says why it has none.
+#[test]
+fn without_a_snapshot_nothing_happens() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    refused(&machine, "mercury snapshot", "/ (/dev/")?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    refused(&machine, "mercury snapshot --hook 'exit 3'", "the hook failed")?;
+    assert!(!machine.sh("mercury status --json")?.contains("\"attached\""), "it is as it was");
+    machine.sh("mercury snapshot")?;
+    assert_eq!(state(&machine)?["state"], "kept");
+    refused(&machine, "mercury snapshot", "snapshot-live")?;
+    machine.sh("mercury snapshot --drop")?;
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+
+    machine.sh("mercury snapshot --pool 8; dd if=/dev/zero of=/run/x bs=1M count=60")?;
+    machine.sh("until mercury status | grep snapshot-pool; do sleep 0.2; done; rm /run/x")?;
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+
+    machine.sh("mercury snapshot; echo 0 > /sys/devices/system/cpu/cpu1/online")?;
+    machine.sh("until mercury status | grep snapshot-lost; do sleep 0.2; done")?;
+    machine.sh("mercury snapshot; echo 1 > /sys/devices/system/cpu/cpu1/online")?;
+    machine.sh("until mercury status | grep snapshot-hotplug; do sleep 0.2; done")?;
+    machine.sh("mercury attach; mercury snapshot; mercury detach")?;
+    assert_eq!(state(&machine)?, Value::Null, "detach gives it up");
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+    machine.check_next_attach()
+}
+
+/// NMIs of the system's own come through beneath a snapshot, each once.
+#[test]
+fn nmis_come_through() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    load_test_module(&machine)?;
+    machine.sh("mercury snapshot")?;
+    for cpu in [0, 1] {
+        let answer = workloads::kernel(&machine, &format!("nmi {cpu} 300"))?;
+        assert_eq!((&answer["sent"], &answer["lost"]), (&300.into(), &0.into()), "{answer}");
+    }
+    assert_eq!(state(&machine)?["state"], "kept");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
 }
 
 #[test]

@@ -355,7 +355,10 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
                 Err(code) => Answer::Hypercall(code, 0),
             }
         }
-        HOLD => Answer::Hypercall(rollback::hold(area).err().unwrap_or(Code::Ok), 0),
+        HOLD => match rollback::hold(area, hardware) {
+            Ok(true) => Answer::RetryFlushed,
+            held => Answer::Hypercall(held.err().unwrap_or(Code::Ok), 0),
+        },
         LEAVE => {
             watch(area, Watch::Off);
             area.cpu.on_snapshot = 0;

@@ -38,6 +38,8 @@ static RESULT: AtomicU32 = AtomicU32::new(0);
 pub struct Means<V: Vendor> {
     /// Has NMIs and shutdowns of this CPU come in, or not any more.
     pub watch: fn(&mut Area<V>, Watch),
+    /// Whether the system is in a handler of NMIs, where none reaches it.
+    pub is_in_nmi: fn(&Area<V>) -> bool,
     /// Sets the system's state to what was saved, on the identity map and with nothing pending.
     pub resume: fn(&mut Area<V>, &SavedCpu),
 }
@@ -110,14 +112,19 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
     take_part(area, hardware, kept)
 }
 
-/// The kernel stops this CPU because it panics: until it goes back it stays.
+/// The kernel stops this CPU because it panics: until it goes back it stays in reach. Where no NMI would reach it, it
+/// waits here, and has been put back when this returns `true`.
 ///
 /// # Errors
-/// There is no snapshot to go back to.
-pub fn hold<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
-    kept(area)?;
+/// There is no snapshot to go back to, or nobody asked for it in time.
+pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<bool, Code> {
+    let kept = kept(area)?;
+    let means = V::ROLLBACK.ok_or(Code::RollbackUnsupported)?;
     area.cpu.is_held = 1;
-    Ok(())
+    if (means.is_in_nmi)(area) {
+        return take_part(area, hardware, kept).map(|()| true);
+    }
+    Ok(false)
 }
 
 /// What this CPU would go back to.

@@ -18,7 +18,7 @@ use crate::x86::{DR7_CLEAR, Hardware};
 use crate::{machine_check, nested, publish};
 
 /// AMD's means.
-pub const MEANS: Means<super::Svm> = Means { watch, resume };
+pub const MEANS: Means<super::Svm> = Means { watch, is_in_nmi, resume };
 
 /// Index of KernelGSBase in [`super::vmcb::Vmcb::syscall`].
 const KERNEL_GS_BASE: usize = 4;
@@ -33,6 +33,11 @@ fn watch(area: &mut Area, watch: Watch) {
     if watch == Watch::On {
         *intercepts |= INTERCEPT_NMI | INTERCEPT_SHUTDOWN;
     }
+}
+
+/// One was let through, and its handler has not returned.
+fn is_in_nmi(area: &Area) -> bool {
+    area.control.intercept_misc1 & INTERCEPT_IRET != 0
 }
 
 /// An NMI: to fetch this CPU, or the system's.
@@ -130,7 +135,9 @@ mod tests {
         let rip = cpu.area.control.rip;
         assert_eq!(cpu.exit(exit_code::NMI), Next::Run);
         assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
+        assert!(is_in_nmi(&cpu.area));
         assert_eq!(cpu.exit(exit_code::IRET), Next::Run);
+        assert!(!is_in_nmi(&cpu.area));
         assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
         assert_eq!((cpu.area.control.rip, cpu.enter()), (rip, 0), "nothing is injected, nothing skipped");
         watch(&mut cpu.area, Watch::Off);
