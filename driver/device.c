@@ -2,8 +2,8 @@
 /*
  * /dev/mercury: root only, one controller (a file open for writing) at a time. abi/src/ioctl.rs
  * describes the requests. State belongs to the driver, not to the file: a controller that is killed
- * leaves the machine as the last complete request left it; only a restore ends with it, and a snapshot that is
- * not kept.
+ * leaves the machine as the last complete request left it; only a restore ends with it, and a snapshot
+ * that is not kept.
  *
  * A process that maps the shared blocks has references of its own to their pages: they outlive an
  * unload and show what was written last.

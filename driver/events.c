@@ -172,8 +172,8 @@ static struct notifier_block reboot_notifier = {
 };
 
 /*
- * A machine that can be put back to a snapshot is. Otherwise no CPU is attached any more; those that are do no
- * harm where they stop.
+ * A machine that can be put back to a snapshot is. Otherwise no CPU is attached any more; those that are do
+ * no harm where they stop.
  */
 static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
 {

@@ -252,8 +252,8 @@ void mercury_requests_drain(void);
 bool mercury_x2apic(void);
 
 /*
- * resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back, or MERCURY_ROLLED_BACK in
- * one that was put back.
+ * resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back, or
+ * MERCURY_ROLLED_BACK in one that was put back.
  */
 asmlinkage int mercury_save(struct mercury_saved_cpu *saved) __attribute__((returns_twice));
 void mercury_resume(void);

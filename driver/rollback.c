@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The machine put back to a snapshot that is kept. The hypervisor does it (hypervisor/src/snapshot/rollback.rs);
+ * The machine put back to a snapshot that is kept. The hypervisor does it, in its snapshot/rollback.rs;
  * here is who asks for it, and what it has to know.
  *
- * Everything that the driver remembers is put back too. What has to be known afterwards is in the note, in memory
- * that the snapshot does not keep.
+ * Everything that the driver remembers is put back too. What has to be known afterwards is in the note, in
+ * memory that the snapshot does not keep.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -30,8 +30,8 @@ static bool armed;
 static bool has_handler;
 
 /*
- * The hypervisor fetches CPUs by NMI. It reaches a CPU that was put back as soon as it runs again, which is at the
- * instant.
+ * The hypervisor fetches CPUs by NMI. It reaches a CPU that was put back as soon as it runs again, which is
+ * at the instant.
  */
 static int nmi_comes(unsigned int type, struct pt_regs *regs)
 {
@@ -116,7 +116,9 @@ static __always_inline u32 call(u64 what, u64 argument)
 	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, argument, &unused);
 }
 
-/* Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any context. */
+/*
+ * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any context.
+ */
 u32 mercury_rollback(u32 reason, const char *message)
 {
 	unsigned long flags;
@@ -135,8 +137,9 @@ u32 mercury_rollback(u32 reason, const char *message)
 }
 
 /*
- * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked asks for a rollback soon, unless
- * a crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it is to stay.
+ * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked asks for a rollback soon,
+ * unless a crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it
+ * is to stay.
  */
 noinstr bool mercury_rollback_waits(void)
 {

@@ -371,12 +371,12 @@ static void list_cpus(void)
 	struct mercury_restart_cpu *entry = snapshot.restart_cpus;
 	int cpu;
 
-	for_each_cpu(cpu, &snapshot.cpus)
-		*entry++ = (struct mercury_restart_cpu) {
-			.cpu = cpu,
-			.apic_id = per_cpu(x86_cpu_to_apicid, cpu),
-			.saved_phys = virt_to_phys(mercury_state_of(cpu)),
-		};
+	for_each_cpu(cpu, &snapshot.cpus) {
+		entry->cpu = cpu;
+		entry->apic_id = per_cpu(x86_cpu_to_apicid, cpu);
+		entry->saved_phys = virt_to_phys(mercury_state_of(cpu));
+		entry++;
+	}
 }
 
 static u32 begin(void)
@@ -683,7 +683,7 @@ void mercury_snapshot_status(struct mercury_snapshot_status *status)
 	status->rollback = last_rollback;
 }
 
-/* A CPU is about to come online: nobody would see what it writes. In no context in which mercury.lock is free. */
+/* A CPU is about to come online: nobody would see what it writes. Not under mercury.lock. */
 void mercury_snapshot_cpu_comes(void)
 {
 	if (READ_ONCE(snapshot.kept))

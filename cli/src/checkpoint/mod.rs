@@ -349,8 +349,7 @@ fn checkpoint(
     let status = device.snapshot_end();
     let (commit, image) = result?;
     let status = status?;
-    let finished =
-        if target.is_remote() { guard.hear_during(|| target.finish()) } else { target.finish() };
+    let finished = if target.is_remote() { guard.hear_during(|| target.finish()) } else { target.finish() };
     finished.map_err(|error| image_error(error.into()))?;
     report.memory = commit.frames * PAGE;
     report.image = image;

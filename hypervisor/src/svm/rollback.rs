@@ -200,7 +200,10 @@ mod tests {
         let control = &cpu.area.control;
         assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
         assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));
-        assert_eq!((control.rax, control.cpl, control.efer), (MERCURY_ROLLED_BACK, 0, cpu.area.own.attach_efer));
+        assert_eq!(
+            (control.rax, control.cpl, control.efer),
+            (MERCURY_ROLLED_BACK, 0, cpu.area.own.attach_efer)
+        );
         assert_eq!((control.gs.base, control.syscall[KERNEL_GS_BASE]), (saved.gs_base, 7));
         assert_eq!((control.cs.attributes, control.ds.attributes, control.es.attributes), (0xA9B, 0, 0xCF3));
         assert_eq!(control.inject_event | control.exit_event | control.interrupt_shadow, 0);
