@@ -66,7 +66,11 @@ fn need_qemu() -> Result<()> {
 }
 
 fn spec(cpus: u32) -> Spec {
-    Spec::new(Kernel::BookwormCloud).cpus(cpus).disk(Bus::Virtio, 64).modules(Variant::Faults)
+    spec_of(Kernel::BookwormCloud, cpus)
+}
+
+fn spec_of(kernel: Kernel, cpus: u32) -> Spec {
+    Spec::new(kernel).cpus(cpus).disk(Bus::Virtio, 64).modules(Variant::Faults)
 }
 
 fn start(machine: &Machine, line: &str) -> Result<()> {
@@ -175,6 +179,11 @@ fn on_command_on_one_cpu() -> Result<()> {
 #[test]
 fn from_a_panic() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
+}
+
+#[test]
+fn from_a_panic_on_a_later_kernel() -> Result<()> {
+    goes_back(spec_of(Kernel::TrixieCloud, 2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
 
 #[test]

@@ -100,7 +100,8 @@ fn exact_where_pages_are_not_zeroed() -> Result<()> {
 /// What servers have that are no virtual machines.
 fn real_hardware() -> Spec {
     let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
-    let stick = ["-drive", "if=none,id=stick,format=raw,file.driver=null-co,file.size=1073741824,read-only=on"];
+    let stick =
+        ["-drive", "if=none,id=stick,format=raw,file.driver=null-co,file.size=1073741824,read-only=on"];
     let spec = Spec::new(Kernel::BookwormGeneric)
         .cpus(2)
         .memory_mib(1536)
