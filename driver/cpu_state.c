@@ -76,6 +76,12 @@ struct mercury_cpu_state {
 
 static DEFINE_PER_CPU(struct mercury_cpu_state *, states);
 
+/* The kernel's exceptions, and interrupts that nobody handles: for mercury_requests_drain(). */
+static gate_desc drain_table[IDT_ENTRIES] __aligned(PAGE_SIZE);
+
+/* Interrupts that one CPU has in hand at most: two of each vector. */
+#define DRAIN_MAX		512
+
 bool mercury_x2apic(void)
 {
 	return __rdmsr(MSR_IA32_APICBASE) & X2APIC_ENABLE;
@@ -118,6 +124,25 @@ void mercury_states_free(void)
 		free_state(cpu);
 }
 
+static void fill_drain_table(void)
+{
+	unsigned long virt = (unsigned long)mercury_no_handler;
+	struct desc_ptr table;
+	unsigned int vector;
+
+	store_idt(&table);
+	memcpy(drain_table, (void *)table.address, min_t(size_t, table.size + 1, sizeof(drain_table)));
+	for (vector = FIRST_EXTERNAL_VECTOR; vector < IDT_ENTRIES; vector++)
+		drain_table[vector] = (gate_desc) {
+			.offset_low = virt,
+			.segment = __KERNEL_CS,
+			.bits.type = GATE_INTERRUPT,
+			.bits.p = 1,
+			.offset_middle = virt >> 16,
+			.offset_high = virt >> 32,
+		};
+}
+
 /* Room for the state of each CPU, in memory that a snapshot keeps. */
 u32 mercury_states_allocate(const struct cpumask *cpus)
 {
@@ -126,6 +151,7 @@ u32 mercury_states_allocate(const struct cpumask *cpus)
 
 	if (native_read_cr4() & X86_CR4_OSXSAVE)
 		size = cpuid_ebx(0xd);
+	fill_drain_table();
 	for_each_cpu(cpu, cpus) {
 		struct mercury_cpu_state *state;
 
@@ -185,13 +211,18 @@ static void save_msrs(struct mercury_cpu_state *state)
 static void load_msrs(const struct mercury_cpu_state *state)
 {
 	unsigned int i;
-	u64 value;
+	u64 value, wanted;
 
 	for (i = 0; i < ARRAY_SIZE(kept_msrs); i++) {
-		if (!test_bit(i, (const unsigned long *)state->has_msr))
+		if (!test_bit(i, (const unsigned long *)state->has_msr) ||
+		    rdmsrl_safe(kept_msrs[i], &value))
 			continue;
-		if (!rdmsrl_safe(kept_msrs[i], &value) && value != state->msr[i])
-			wrmsrl_safe(kept_msrs[i], state->msr[i]);
+		wanted = state->msr[i];
+		/* With a hypervisor beneath, to clear the bit is to leave it. */
+		if (kept_msrs[i] == MSR_EFER)
+			wanted |= value & EFER_SVME;
+		if (value != wanted)
+			wrmsrl_safe(kept_msrs[i], wanted);
 	}
 }
 
@@ -237,6 +268,45 @@ void mercury_requests_save(void)
 
 	for (i = 0; i < APIC_VECTOR_WORDS; i++)
 		state->requests[i] = apic_get(APIC_IRR + 16 * i);
+}
+
+static bool in_hand(u32 first)
+{
+	u32 any = 0;
+	unsigned int i;
+
+	for (i = 0; i < APIC_VECTOR_WORDS; i++)
+		any |= apic_get(first + 16 * i);
+	return any;
+}
+
+/*
+ * Takes all interrupts that this CPU was about to handle, and NMIs, and handles none: they belong to what
+ * has not happened. Its local APIC is to be loaded afterwards.
+ */
+void mercury_requests_drain(void)
+{
+	const struct desc_ptr drain = { sizeof(drain_table) - 1, (unsigned long)drain_table };
+	struct desc_ptr table;
+	unsigned int i;
+
+	/* One that is switched off holds them back. */
+	apic_put(APIC_SPIV, apic_get(APIC_SPIV) | APIC_SPIV_APIC_ENABLED);
+	apic_put(APIC_LVTT, apic_get(APIC_LVTT) | APIC_LVT_MASKED);
+	apic_put(APIC_TMICT, 0);
+	store_idt(&table);
+	native_load_idt(&drain);
+	/* It returns by IRET: from here on NMIs are not blocked any more. */
+	asm volatile("int %0" : : "i" (FIRST_EXTERNAL_VECTOR) : "memory");
+	for (i = 0; i < DRAIN_MAX && in_hand(APIC_ISR); i++)
+		apic_put(APIC_EOI, 0);
+	apic_put(APIC_TASKPRI, 0);
+	for (i = 0; i < DRAIN_MAX && in_hand(APIC_IRR); i++) {
+		asm volatile("sti; nop; nop; cli" : : : "memory");
+		if (in_hand(APIC_ISR))
+			apic_put(APIC_EOI, 0);
+	}
+	native_load_idt(&table);
 }
 
 /* Makes them pending again, when the local APIC works. */

@@ -2,7 +2,8 @@
 /*
  * /dev/mercury: root only, one controller (a file open for writing) at a time. abi/src/ioctl.rs
  * describes the requests. State belongs to the driver, not to the file: a controller that is killed
- * leaves the machine as the last complete request left it; only a snapshot and a restore end with it.
+ * leaves the machine as the last complete request left it; only a restore ends with it, and a snapshot
+ * that is not kept.
  *
  * A process that maps the shared blocks has references of its own to their pages: they outlive an
  * unload and show what was written last.
@@ -108,6 +109,7 @@ static int run_system(union request *request, struct mercury_outcome *outcome)
 	if (mercury.state != MERCURY_STATE_UNLOADED)
 		info->shared_size = (u64)nr_cpu_ids * MERCURY_SHARED_CPU_SIZE;
 	memcpy(info->version, mercury_image_header()->version, sizeof(info->version));
+	mercury_snapshot_status(&info->snapshot);
 	return MERCURY_CODE_OK;
 }
 
@@ -329,6 +331,13 @@ static int run_snapshot_machine(union request *request, struct mercury_outcome *
 	return mercury_snapshot_machine(&request->restart);
 }
 
+static int run_rollback(union request *request, struct mercury_outcome *outcome)
+{
+	if (request->snapshot.flags || request->snapshot.pool_pages)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	return mercury_rollback(MERCURY_ROLLBACK_REASON_COMMAND, NULL);
+}
+
 static int run_restore_begin(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_begin(&request->restart, outcome);
@@ -369,6 +378,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), run_snapshot_take },
 	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), run_snapshot_end },
 	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), run_snapshot_machine },
+	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), run_rollback },
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
@@ -471,7 +481,7 @@ static int device_release(struct inode *inode, struct file *file)
 	if (!(file->f_mode & FMODE_WRITE))
 		return 0;
 	mutex_lock(&mercury.lock);
-	mercury_snapshot_end();
+	mercury_snapshot_release();
 	mercury_restore_end();
 	mutex_unlock(&mercury.lock);
 	mutex_lock(&controller_lock);

@@ -97,6 +97,13 @@ static int cpu_goes(unsigned int cpu)
 	return 0;
 }
 
+/* Runs on another CPU, before this one starts. */
+static int cpu_will_come(unsigned int cpu)
+{
+	mercury_snapshot_cpu_comes();
+	return 0;
+}
+
 /* Runs on another CPU: this one can be asked no more, but it has published that it left. */
 static int cpu_is_dead(unsigned int cpu)
 {
@@ -164,15 +171,23 @@ static struct notifier_block reboot_notifier = {
 	.notifier_call = reboot_comes,
 };
 
-/* No CPU is attached any more; those that are do no harm where they stop. */
+/*
+ * A machine that can be put back to a snapshot is. Otherwise no CPU is attached any more; those that are do
+ * no harm where they stop.
+ */
 static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
 {
+	u32 code = mercury_rollback(MERCURY_ROLLBACK_REASON_PANIC, data);
+
+	if (code != MERCURY_CODE_NO_SNAPSHOT)
+		pr_emerg("the machine could not be put back to its snapshot (code %u)\n", code);
 	mercury.going_down = true;
 	return NOTIFY_DONE;
 }
 
 static struct notifier_block panic_notifier = {
 	.notifier_call = panic_comes,
+	.priority = INT_MAX,
 };
 
 /* On each CPU, perhaps in an NMI, before a crash kernel or a forced reset takes over. */
@@ -180,6 +195,8 @@ static noinstr void emergency(void)
 {
 	struct mercury_cpu *m = per_cpu_ptr(&mercury_cpus, raw_smp_processor_id());
 
+	if (mercury_rollback_waits())
+		return;
 	WRITE_ONCE(mercury.going_down, true);
 	if (mercury_mode() == MERCURY_MODE_ATTACHED)
 		mercury_vendor->detach_cpu(m);
@@ -219,6 +236,12 @@ void mercury_emergency_hold(void)
 void mercury_emergency_release(void)
 {
 	want_slot(false);
+}
+
+/* Whether we are told of an emergency, if the kernel tells anybody. */
+bool mercury_emergency_is_ours(void)
+{
+	return !HAVE_EMERGENCY_SLOT || READ_ONCE(slot_held);
 }
 
 static int module_changes(struct notifier_block *block, unsigned long action, void *data)
@@ -270,7 +293,7 @@ int mercury_events_init(void)
 		return hotplug_state;
 	}
 	dead_state = cpuhp_setup_state_nocalls(CPUHP_BP_PREPARE_DYN, "mercury:dead",
-					       NULL, cpu_is_dead);
+					       cpu_will_come, cpu_is_dead);
 	if (dead_state < 0) {
 		cpuhp_remove_state_nocalls(hotplug_state);
 		unregister_module_notifier(&module_notifier);

@@ -17,6 +17,7 @@
  *	tables.c	the hypervisor's own page tables
  *	image.c		the hypervisor's image: check, copy, relocate
  *	snapshot.c	snapshots of memory, and the instant of one
+ *	rollback.c	who has the machine put back to a snapshot
  *	dma.c		what devices write round the nested tables
  *	cpu_state.c	what of a CPU is not in memory, and bringing it back
  *	restore.c	going on in a machine that an image holds
@@ -195,6 +196,7 @@ u64 mercury_tables_cr4(void);
 u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind);
 u32 mercury_map_owned(void *virt, unsigned long pages, int kind);
 u32 mercury_map_memory(phys_addr_t start, phys_addr_t end);
+u32 mercury_map_registers(phys_addr_t phys);
 void mercury_unmap_memory(void);
 u32 mercury_tables_copy(void);
 u64 mercury_tables_wide_cr3(void);
@@ -212,6 +214,7 @@ int mercury_events_init(void);
 void mercury_events_exit(void);
 void mercury_emergency_hold(void);
 void mercury_emergency_release(void);
+bool mercury_emergency_is_ours(void);
 
 /* snapshot.c: under mercury.lock */
 u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request);
@@ -219,9 +222,23 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 u32 mercury_snapshot_finish(struct mercury_snapshot_request *request);
 int mercury_snapshot_take(struct mercury_snapshot_take_request *request);
 void mercury_snapshot_end(void);
+void mercury_snapshot_release(void);
+void mercury_snapshot_look(void);
+void mercury_snapshot_status(struct mercury_snapshot_status *status);
+void mercury_snapshot_cpu_comes(void);
 void mercury_snapshot_cpu_came(void);
 
 int mercury_snapshot_machine(struct mercury_restart_request *request);
+
+/* rollback.c: under mercury.lock, but for the last three */
+u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
+			     struct mercury_restart_cpu *cpus);
+void mercury_rollback_arm(void);
+void mercury_rollback_end(void);
+void mercury_rollback_read(u64 message[16]);
+void mercury_rollback_disarm(void);
+u32 mercury_rollback(u32 reason, const char *message);
+bool mercury_rollback_waits(void);
 
 /* cpu_state.c: on the CPU itself, interrupts off, but for the room. */
 u32 mercury_states_allocate(const struct cpumask *cpus);
@@ -231,11 +248,16 @@ struct mercury_saved_cpu *mercury_state_save(void);
 void mercury_state_load(void);
 void mercury_requests_save(void);
 void mercury_requests_load(void);
+void mercury_requests_drain(void);
 bool mercury_x2apic(void);
 
-/* resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back. */
+/*
+ * resume.S; the first returns twice: 0 now, and 1 in a machine that was brought back, or
+ * MERCURY_ROLLED_BACK in one that was put back.
+ */
 asmlinkage int mercury_save(struct mercury_saved_cpu *saved) __attribute__((returns_twice));
 void mercury_resume(void);
+void mercury_no_handler(void);
 void mercury_land(u64 root, u64 code, u64 landing, u64 index);
 extern const u8 mercury_landing[], mercury_landing_end[];
 

@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 2
+#define MERCURY_ABI_VERSION 3
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -112,6 +112,7 @@
 #define MERCURY_LOG_KIND_CRASH 8
 #define MERCURY_LOG_KIND_INVALID_STATE 9
 #define MERCURY_LOG_KIND_EVENT_LOST 10
+#define MERCURY_LOG_KIND_ROLLED_BACK 11
 
 /* Pages of one CPU's area: physically and virtually contiguous, aligned to its size. */
 #define MERCURY_AREA_PAGES 8
@@ -214,6 +215,19 @@
 #define MERCURY_SNAPSHOT_CALL_END 5
 #define MERCURY_SNAPSHOT_CALL_STATUS 6
 #define MERCURY_SNAPSHOT_CALL_TABLES 7
+#define MERCURY_SNAPSHOT_CALL_ROLLBACK 8
+#define MERCURY_SNAPSHOT_CALL_GIVE_UP 9
+#define MERCURY_SNAPSHOT_CALL_HOLD 10
+
+/* What a CPU of a machine that was put back finds in RAX where it goes on. */
+#define MERCURY_ROLLED_BACK 2
+
+/* Why a machine is put back. */
+#define MERCURY_ROLLBACK_REASON_NONE 0
+#define MERCURY_ROLLBACK_REASON_COMMAND 1
+#define MERCURY_ROLLBACK_REASON_PANIC 2
+#define MERCURY_ROLLBACK_REASON_STOP 3
+#define MERCURY_ROLLBACK_REASON_TRIPLE_FAULT 4
 
 /* Pages of a PageList. */
 #define MERCURY_PAGE_LIST_MAX 511
@@ -236,7 +250,7 @@
 /* The ioctl type byte of every request. */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
-#define MERCURY_IOC_SYSTEM _UL(0xc060f500)
+#define MERCURY_IOC_SYSTEM _UL(0xc0e0f500)
 /* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor. Takes a LoadRequest. */
@@ -257,18 +271,23 @@
  * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
  * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc068f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc148f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc068f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc148f50b)
 /* Describes the machine of the snapshot. Takes a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc068f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc148f510)
+/*
+ * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
+ * a SnapshotRequest.
+ */
+#define MERCURY_IOC_ROLLBACK _UL(0xc148f511)
 /* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
 #define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
 /* Loads frames of it. Takes a LoadFramesRequest. */
@@ -279,6 +298,11 @@
 #define MERCURY_SNAPSHOT_LOG 1
 /* Hash every page at the instant (fault-injection builds only). */
 #define MERCURY_SNAPSHOT_HASH 2
+/*
+ * Keep it, to go back to: it outlives the process, until it is ended, all CPUs are
+ * detached, or the machine was put back to it.
+ */
+#define MERCURY_SNAPSHOT_KEEP 4
 /* SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
 /* SystemInfo::state and Status: the driver is loaded, the hypervisor is not. */
@@ -385,6 +409,10 @@
 #define MERCURY_CODE_SNAPSHOT_LOST 144
 #define MERCURY_CODE_SNAPSHOT_DEVICES 145
 #define MERCURY_CODE_SNAPSHOT_QUIESCE 146
+#define MERCURY_CODE_SNAPSHOT_HOTPLUG 147
+#define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
+#define MERCURY_CODE_ROLLBACK_MISSED 151
+#define MERCURY_CODE_ROLLBACK_DEVICES 152
 #define MERCURY_CODE_RESTORE_CPUS 160
 #define MERCURY_CODE_RESTORE_MODE 161
 #define MERCURY_CODE_RESTORE_OVERLAP 162
@@ -1390,6 +1418,48 @@ static_assert(offsetof(struct mercury_gate_block, frame) == 632);
 static_assert(offsetof(struct mercury_gate_block, machine_check) == 672);
 static_assert(offsetof(struct mercury_gate_block, nmi) == 680);
 
+/* How a machine was put back. */
+struct mercury_rollback_report {
+	/* How often since load. */
+	u64 count;
+	/* RollbackReason of the last time. */
+	u32 reason;
+	/* The CPU that asked for it. */
+	u32 cpu;
+	/* Where that was: the system's RIP. */
+	u64 rip_virt;
+	/* Pages that were copied back. */
+	u64 pages;
+	/* PCI functions that were silenced. */
+	u64 functions;
+	/* TSC ticks from the request until all CPUs were there. */
+	u64 meet_ticks;
+	/* TSC ticks from there until everything was in place. */
+	u64 work_ticks;
+	/*
+	 * Pages that were compared with what they held at the instant (fault-injection
+	 * builds only).
+	 */
+	u64 compared;
+	/* Those that were different. */
+	u64 different;
+	/* The first of them, guest-physical. */
+	u64 different_phys;
+};
+
+static_assert(sizeof(struct mercury_rollback_report) == 80);
+static_assert(offsetof(struct mercury_rollback_report, count) == 0);
+static_assert(offsetof(struct mercury_rollback_report, reason) == 8);
+static_assert(offsetof(struct mercury_rollback_report, cpu) == 12);
+static_assert(offsetof(struct mercury_rollback_report, rip_virt) == 16);
+static_assert(offsetof(struct mercury_rollback_report, pages) == 24);
+static_assert(offsetof(struct mercury_rollback_report, functions) == 32);
+static_assert(offsetof(struct mercury_rollback_report, meet_ticks) == 40);
+static_assert(offsetof(struct mercury_rollback_report, work_ticks) == 48);
+static_assert(offsetof(struct mercury_rollback_report, compared) == 56);
+static_assert(offsetof(struct mercury_rollback_report, different) == 64);
+static_assert(offsetof(struct mercury_rollback_report, different_phys) == 72);
+
 /* Pages for the pool. */
 struct mercury_page_list {
 	/* How many. */
@@ -1425,15 +1495,27 @@ struct mercury_snapshot_setup {
 	u32 cpus;
 	/* 1 to keep a log of what is written from the instant on. */
 	u32 log;
+	/*
+	 * Address of an array of crate::restart::RestartCpu of these CPUs, for a
+	 * snapshot that is to be kept; it stays until the end. 0: it is to be taken.
+	 */
+	u64 keep_virt;
+	/* TSC ticks that devices are given to come to rest before memory is put back. */
+	u64 settle_ticks;
+	/* PCI buses with devices that are to be silenced then, a bit for each. */
+	u64 buses[4];
 };
 
-static_assert(sizeof(struct mercury_snapshot_setup) == 40);
+static_assert(sizeof(struct mercury_snapshot_setup) == 88);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_virt) == 0);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_count) == 8);
 static_assert(offsetof(struct mercury_snapshot_setup, lasting_virt) == 16);
 static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 24);
 static_assert(offsetof(struct mercury_snapshot_setup, cpus) == 32);
 static_assert(offsetof(struct mercury_snapshot_setup, log) == 36);
+static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 40);
+static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 48);
+static_assert(offsetof(struct mercury_snapshot_setup, buses) == 56);
 
 /* One frame to be taken. */
 struct mercury_take_entry {
@@ -1479,15 +1561,24 @@ struct mercury_snapshot_status {
 	u64 copied;
 	/* Frames taken. */
 	u64 taken;
+	/* crate::code::Code of why it is not exact. */
+	u32 spoilt;
+	/* 1 if it is kept. */
+	u32 kept;
+	/* How this machine was put back last. */
+	struct mercury_rollback_report rollback;
 };
 
-static_assert(sizeof(struct mercury_snapshot_status) == 40);
+static_assert(sizeof(struct mercury_snapshot_status) == 128);
 static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
 static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
 static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
 static_assert(offsetof(struct mercury_snapshot_status, copies) == 16);
 static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
 static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
+static_assert(offsetof(struct mercury_snapshot_status, spoilt) == 40);
+static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
+static_assert(offsetof(struct mercury_snapshot_status, rollback) == 48);
 
 /*
  * What has to be in a processor's registers before C code can restore the rest. Offsets
@@ -1666,9 +1757,11 @@ struct mercury_system_info {
 	u64 shared_size;
 	/* The hypervisor's version, NUL-padded ASCII. */
 	u8 version[32];
+	/* The snapshot, if there is one. */
+	struct mercury_snapshot_status snapshot;
 };
 
-static_assert(sizeof(struct mercury_system_info) == 96);
+static_assert(sizeof(struct mercury_system_info) == 224);
 static_assert(offsetof(struct mercury_system_info, header) == 0);
 static_assert(offsetof(struct mercury_system_info, state) == 8);
 static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
@@ -1680,6 +1773,7 @@ static_assert(offsetof(struct mercury_system_info, memory_fixed) == 40);
 static_assert(offsetof(struct mercury_system_info, memory_per_cpu) == 48);
 static_assert(offsetof(struct mercury_system_info, shared_size) == 56);
 static_assert(offsetof(struct mercury_system_info, version) == 64);
+static_assert(offsetof(struct mercury_system_info, snapshot) == 96);
 
 /* How an operation ended. */
 struct mercury_outcome {
@@ -1774,20 +1868,30 @@ struct mercury_snapshot_request {
 	 * snapshot. There is none any more, and the hypervisor is unloaded.
 	 */
 	u64 restored;
+	/*
+	 * Out, at the begin: 1 in a machine that was put back to this snapshot. There
+	 * is none any more; crate::snapshot::SnapshotStatus::rollback says how it came
+	 * to that.
+	 */
+	u64 rolled_back;
+	/* Out, then: what the kernel said last, NUL-padded text. */
+	u64 message[16];
 	/* Out: what it has cost so far. */
 	struct mercury_snapshot_status status;
 	/* Out. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 104);
+static_assert(sizeof(struct mercury_snapshot_request) == 328);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
 static_assert(offsetof(struct mercury_snapshot_request, memory_pages) == 24);
 static_assert(offsetof(struct mercury_snapshot_request, restored) == 32);
-static_assert(offsetof(struct mercury_snapshot_request, status) == 40);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 80);
+static_assert(offsetof(struct mercury_snapshot_request, rolled_back) == 40);
+static_assert(offsetof(struct mercury_snapshot_request, message) == 48);
+static_assert(offsetof(struct mercury_snapshot_request, status) == 176);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 304);
 
 /* Arguments of a take. */
 struct mercury_snapshot_take_request {

@@ -68,6 +68,7 @@ void mercury_monitor_look(void)
 	if (mercury.state == MERCURY_STATE_ATTACHED && cpumask_empty(&mercury.wanted))
 		mercury.state = MERCURY_STATE_LOADED;
 	cpus_read_unlock();
+	mercury_snapshot_look();
 }
 
 /* Does not wait: whoever holds the lock may be freezing this queue. */

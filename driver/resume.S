@@ -15,7 +15,8 @@
 /*
  * int mercury_save(struct mercury_saved_cpu *saved)
  *
- * Returns twice: 0 now, and 1 in a machine that was brought back.
+ * Returns twice: 0 now, and 1 in a machine that was brought back; or MERCURY_ROLLED_BACK in one that the
+ * hypervisor beneath it has put back.
  */
 SYM_FUNC_START(mercury_save)
 	movq	%rbx, SAVED(REGISTERS + 0)
@@ -101,6 +102,14 @@ SYM_CODE_START(mercury_resume)
 	int3
 SYM_CODE_END(mercury_resume)
 _ASM_NOKPROBE(mercury_resume)
+
+/* Where interrupts go that are not to be handled. */
+SYM_CODE_START(mercury_no_handler)
+	UNWIND_HINT_IRET_REGS
+	ENDBR
+	iretq
+SYM_CODE_END(mercury_no_handler)
+_ASM_NOKPROBE(mercury_no_handler)
 
 /*
  * void mercury_land(u64 root, u64 code, u64 landing, u64 index), all of them physical addresses but the last

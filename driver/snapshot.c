@@ -49,8 +49,13 @@ static struct {
 	struct cpumask cpus;
 	bool others;
 	bool another_cpu;
-	/* This machine was brought back. */
+	/* This machine was brought back from an image; it was put back to this snapshot. */
 	bool restored;
+	bool rolled_back;
+	/* CPUs that were, so far. */
+	atomic_t returned;
+	/* It is kept: no process owns it. */
+	bool kept;
 	/* All that was allocated for it, in pieces. */
 	struct page **pieces;
 	u8 *orders;
@@ -71,7 +76,14 @@ static struct {
 	struct mercury_page_list *list;
 	struct mercury_take_list *take;
 	void *buffer;
+	/* Of one that is kept: what it comes back to. */
+	struct mercury_restart_cpu *restart_cpus;
 } snapshot;
+
+/* Why the last one that was kept is none any more. */
+static u32 lost_because;
+/* How this machine was put back last. */
+static struct mercury_rollback_report last_rollback;
 
 static u32 call_for(u64 what, void *argument, u64 *value)
 {
@@ -303,6 +315,12 @@ static u32 allocate(const struct mercury_snapshot_request *request, unsigned int
 		if (!snapshot.hashes)
 			return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	}
+	if (request->flags & MERCURY_SNAPSHOT_KEEP) {
+		snapshot.restart_cpus =
+			piece(get_order(nr_cpu_ids * sizeof(*snapshot.restart_cpus)), GFP_KERNEL);
+		if (!snapshot.restart_cpus)
+			return MERCURY_CODE_NO_MEMORY;
+	}
 	*pool = snapshot.piece_count;
 	return allocate_pool(request->pool_pages);
 }
@@ -318,6 +336,7 @@ void mercury_snapshot_end(void)
 {
 	if (!snapshot.pieces && !snapshot.orders)
 		return;
+	mercury_rollback_disarm();
 	if (snapshot.live && !snapshot.restored) {
 		cpus_read_lock();
 		mercury_on_cpus(cpu_online_mask, leave_cpu);
@@ -325,6 +344,7 @@ void mercury_snapshot_end(void)
 	}
 	if (!snapshot.restored)
 		call(MERCURY_SNAPSHOT_CALL_END, NULL);
+	mercury_rollback_end();
 	mercury_dma_unwatch();
 	mercury_unmap_memory();
 	mercury_states_free();
@@ -356,11 +376,32 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 	return code;
 }
 
+/* Each CPU, how it is fetched and where it goes on. */
+static void list_cpus(void)
+{
+	struct mercury_restart_cpu *entry = snapshot.restart_cpus;
+	int cpu;
+
+	for_each_cpu(cpu, &snapshot.cpus) {
+		entry->cpu = cpu;
+		entry->apic_id = per_cpu(x86_cpu_to_apicid, cpu);
+		entry->saved_phys = virt_to_phys(mercury_state_of(cpu));
+		entry++;
+	}
+}
+
 static u32 begin(void)
 {
 	struct mercury_snapshot_setup *setup = (void *)snapshot.take;
 	u32 code;
 
+	setup->keep_virt = 0;
+	if (snapshot.flags & MERCURY_SNAPSHOT_KEEP) {
+		list_cpus();
+		code = mercury_rollback_prepare(setup, snapshot.buffer, snapshot.restart_cpus);
+		if (code != MERCURY_CODE_OK)
+			return code;
+	}
 	setup->memory_virt = (u64)snapshot.memory;
 	setup->memory_count = snapshot.memory_count;
 	setup->hashes_virt = (u64)snapshot.hashes;
@@ -424,14 +465,37 @@ static void find_lasting(void)
 	}
 }
 
+/* This machine was brought back, and there is no hypervisor for a CPU that comes; or it was put back. */
+static void note_return(int how)
+{
+	snapshot.restored = how != MERCURY_ROLLED_BACK;
+	snapshot.rolled_back = how == MERCURY_ROLLED_BACK;
+	if (snapshot.restored) {
+		mercury.state = MERCURY_STATE_UNLOADED;
+		mercury.want_all = false;
+		cpumask_clear(&mercury.wanted);
+	}
+	if (x86_platform.restore_sched_clock_state)
+		x86_platform.restore_sched_clock_state();
+}
+
+/* Nobody sends anybody an interrupt before all have done away with those of the other life. */
+static void drain(void)
+{
+	mercury_requests_drain();
+	atomic_inc(&snapshot.returned);
+	while (atomic_read(&snapshot.returned) < cpumask_weight(&snapshot.cpus))
+		cpu_relax();
+}
+
 /*
  * All CPUs at once, interrupts off: who comes last lets them all go on. A machine that is brought back goes
- * on behind mercury_save(), without a hypervisor.
+ * on behind mercury_save(), without a hypervisor; so does one that is put back, with it.
  */
 static int enter(void *unused)
 {
 	bool first = smp_processor_id() == snapshot.first_cpu;
-	bool restored;
+	int returned;
 
 	mercury_requests_save();
 	if (first) {
@@ -447,26 +511,21 @@ static int enter(void *unused)
 		WRITE_ONCE(snapshot.ready, true);
 	while (!READ_ONCE(snapshot.ready))
 		cpu_relax();
-	restored = mercury_save(mercury_state_save());
-	if (restored)
+	returned = mercury_save(mercury_state_save());
+	if (returned == MERCURY_ROLLED_BACK)
+		drain();
+	if (returned)
 		mercury_state_load();
 	else
 		this_cpu_ptr(&mercury_cpus)->code = call(MERCURY_SNAPSHOT_CALL_ENTER, NULL);
-	if (first && restored) {
-		snapshot.restored = true;
-		/* There is no hypervisor for a CPU that comes. */
-		mercury.state = MERCURY_STATE_UNLOADED;
-		mercury.want_all = false;
-		cpumask_clear(&mercury.wanted);
-		if (x86_platform.restore_sched_clock_state)
-			x86_platform.restore_sched_clock_state();
-	}
+	if (first && returned)
+		note_return(returned);
 	if (first) {
 		if (!snapshot.refused)
 			syscore_resume();
 		mercury.at_instant = false;
 	}
-	if (restored)
+	if (returned)
 		mercury_requests_load();
 	return 0;
 }
@@ -507,13 +566,14 @@ static int instant(void *unused)
 	if (snapshot.others)
 		return 0;
 	snapshot.ready = false;
+	atomic_set(&snapshot.returned, 0);
 	snapshot.first_cpu = cpumask_first(cpu_online_mask);
 	err = mercury_dma_stop();
 	if (err)
 		return err;
 	stop_machine(enter, NULL, cpu_online_mask);
-	mercury_dma_start(snapshot.restored);
-	if (snapshot.restored) {
+	mercury_dma_start(snapshot.restored || snapshot.rolled_back);
+	if (snapshot.restored || snapshot.rolled_back) {
 		dpm_resume_start(PMSG_RESTORE);
 		dpm_resume_end(PMSG_RESTORE);
 		reseed();
@@ -533,7 +593,7 @@ static u32 meet(struct mercury_outcome *outcome)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
 	if (snapshot.others)
 		return MERCURY_CODE_SNAPSHOT_MISSED;
-	if (snapshot.restored)
+	if (snapshot.restored || snapshot.rolled_back)
 		return MERCURY_CODE_OK;
 	for_each_possible_cpu(cpu) {
 		if (code != MERCURY_CODE_OK || mercury_cpu(cpu)->code == MERCURY_CODE_OK)
@@ -556,7 +616,7 @@ static u32 fill_status(struct mercury_snapshot_request *request)
 
 static u32 check(const struct mercury_snapshot_request *request)
 {
-	u64 known = MERCURY_SNAPSHOT_LOG;
+	u64 known = MERCURY_SNAPSHOT_LOG | MERCURY_SNAPSHOT_KEEP;
 
 	if (IS_ENABLED(CONFIG_MERCURY_FAULT_INJECTION))
 		known |= MERCURY_SNAPSHOT_HASH;
@@ -583,6 +643,21 @@ u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request)
 	return code;
 }
 
+/* In a machine that was put back to its snapshot: says so. There is none any more. */
+static u32 come_back(struct mercury_snapshot_request *request)
+{
+	u32 code = fill_status(request);
+
+	mercury_rollback_read(request->message);
+	request->rolled_back = 1;
+	last_rollback = request->status.rollback;
+	mercury_snapshot_end();
+	pr_warn("the machine was put back to its snapshot (reason %u, CPU %u): %llu pages; %.128s\n",
+		last_rollback.reason, last_rollback.cpu, last_rollback.pages,
+		(const char *)request->message);
+	return code;
+}
+
 u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome)
 {
 	u32 code = check(request);
@@ -605,11 +680,73 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		request->restored = 1;
 		return MERCURY_CODE_OK;
 	}
+	if (snapshot.rolled_back)
+		return come_back(request);
 	if (code == MERCURY_CODE_OK)
 		code = fill_status(request);
-	if (code != MERCURY_CODE_OK)
+	if (code != MERCURY_CODE_OK) {
 		mercury_snapshot_end();
-	return code;
+		return code;
+	}
+	snapshot.kept = request->flags & MERCURY_SNAPSHOT_KEEP;
+	if (snapshot.kept) {
+		lost_because = MERCURY_CODE_OK;
+		mercury_rollback_arm();
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* Whoever began it is gone. */
+void mercury_snapshot_release(void)
+{
+	if (!snapshot.kept)
+		mercury_snapshot_end();
+}
+
+/* Why the snapshot that is kept cannot be gone back to; what it has cost in *status. */
+static u32 look(struct mercury_snapshot_status *status)
+{
+	u32 code = call(MERCURY_SNAPSHOT_CALL_STATUS, snapshot.list);
+
+	if (code != MERCURY_CODE_OK)
+		return code;
+	memcpy(status, snapshot.list, sizeof(*status));
+	if (!status->exact)
+		return status->spoilt;
+	return mercury_dma_missed() ? MERCURY_CODE_SNAPSHOT_DEVICES : MERCURY_CODE_OK;
+}
+
+/* One that was lost is worth no memory. */
+void mercury_snapshot_look(void)
+{
+	struct mercury_snapshot_status status;
+
+	if (!snapshot.kept)
+		return;
+	lost_because = look(&status);
+	if (lost_because == MERCURY_CODE_OK)
+		return;
+	mercury_snapshot_end();
+	pr_notice("the snapshot of memory was lost (code %u)\n", lost_because);
+}
+
+void mercury_snapshot_status(struct mercury_snapshot_status *status)
+{
+	memset(status, 0, sizeof(*status));
+	if (snapshot.kept)
+		look(status);
+	else
+		status->live = snapshot.live;
+	if (!status->live)
+		status->spoilt = lost_because;
+	status->rollback = last_rollback;
+}
+
+/* A CPU is about to come online: nobody would see what it writes. Not under mercury.lock. */
+void mercury_snapshot_cpu_comes(void)
+{
+	if (READ_ONCE(snapshot.kept))
+		call(MERCURY_SNAPSHOT_CALL_GIVE_UP, (void *)MERCURY_CODE_SNAPSHOT_HOTPLUG);
 }
 
 /* A CPU came online beneath a snapshot: it knows nothing of that, and nobody sees what it writes. */
@@ -707,7 +844,7 @@ int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
 
 	request->count = 0;
 	request->low = 0;
-	if (!snapshot.live)
+	if (!snapshot.live || snapshot.kept)
 		return MERCURY_CODE_NO_SNAPSHOT;
 	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
 	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))

@@ -113,37 +113,56 @@ static u64 *table_below(u64 *entry)
 	return phys_to_virt(*entry & PHYSICAL_PAGE_MASK);
 }
 
+/* The copy's entry for an address, in the tables whose entries span 1 << shift; made if there are none. */
+static u64 *wide_entry(unsigned long virt, int shift)
+{
+	u64 *table = wide;
+	int level;
+
+	for (level = top_shift(); table && level > shift; level -= 9)
+		table = table_below(table + ((virt >> level) & 511));
+	return table ? table + ((virt >> shift) & 511) : NULL;
+}
+
+static u64 wide_flags(void)
+{
+	return DATA_FLAGS | FOR_SNAPSHOT | (__rdmsr(MSR_EFER) & EFER_NX ? _PAGE_NX : 0);
+}
+
 /* Maps memory at its direct-map address, for a snapshot; what is mapped already stays as it is. */
 u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 {
-	u64 flags = DATA_FLAGS | FOR_SNAPSHOT;
 	phys_addr_t phys, size;
 
-	if (__rdmsr(MSR_EFER) & EFER_NX)
-		flags |= _PAGE_NX;
 	for (phys = start; phys < end; phys += size) {
 		unsigned long virt = (unsigned long)phys_to_virt(phys);
-		u64 *table = wide, *entry;
-		int shift;
+		u64 *entry = wide_entry(virt, PMD_SHIFT);
 
-		for (shift = top_shift(); table && shift > PMD_SHIFT; shift -= 9)
-			table = table_below(table + ((virt >> shift) & 511));
-		if (!table)
+		if (!entry)
 			return MERCURY_CODE_NO_MEMORY;
-		entry = table + ((virt >> PMD_SHIFT) & 511);
 		size = PMD_SIZE;
 		if (!*entry && IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE) {
-			*entry = phys | flags | _PAGE_PSE;
+			*entry = phys | wide_flags() | _PAGE_PSE;
 			continue;
 		}
-		table = table_below(entry);
-		if (!table)
+		entry = wide_entry(virt, PAGE_SHIFT);
+		if (!entry)
 			return MERCURY_CODE_NO_MEMORY;
-		entry = table + ((virt >> PAGE_SHIFT) & 511);
 		size = PAGE_SIZE;
 		if (!*entry)
-			*entry = phys | flags;
+			*entry = phys | wide_flags();
 	}
+	return MERCURY_CODE_OK;
+}
+
+/* Maps a page of registers likewise, uncached. */
+u32 mercury_map_registers(phys_addr_t phys)
+{
+	u64 *entry = wide_entry((unsigned long)phys_to_virt(phys), PAGE_SHIFT);
+
+	if (!entry)
+		return MERCURY_CODE_NO_MEMORY;
+	*entry = phys | wide_flags() | _PAGE_PCD | _PAGE_PWT;
 	return MERCURY_CODE_OK;
 }
 

@@ -213,6 +213,16 @@ codes! {
     SnapshotDevices = 145, "snapshot-devices";
     /// The kernel could not stop its tasks and devices for the instant.
     SnapshotQuiesce = 146, "snapshot-quiesce";
+    /// A CPU came or went, and the snapshot could not be kept.
+    SnapshotHotplug = 147, "snapshot-hotplug";
+
+    // 150..: putting the machine back to a snapshot
+    /// This version cannot do it on this processor.
+    RollbackUnsupported = 150, "rollback-unsupported";
+    /// A CPU could not be fetched.
+    RollbackMissed = 151, "rollback-missed";
+    /// There are devices that the hypervisor could not silence.
+    RollbackDevices = 152, "rollback-devices";
 
     // 160..: bringing a machine back
     /// The CPUs of the image are not those of this machine.

@@ -48,6 +48,9 @@ pub const MERCURY_IOC_SNAPSHOT_MACHINE: u32 = iowr::<RestartRequest>(12);
 /// Makes everything ready for a snapshot, so that it needs no time at the instant. Takes a [`SnapshotRequest`].
 pub const MERCURY_IOC_SNAPSHOT_PREPARE: u32 = iowr::<SnapshotRequest>(16);
 
+/// Puts the machine back to the snapshot that is kept; returns only if that fails. Takes a [`SnapshotRequest`].
+pub const MERCURY_IOC_ROLLBACK: u32 = iowr::<SnapshotRequest>(17);
+
 /// Prepares to bring a machine back in place of this one. Takes a [`RestartRequest`].
 pub const MERCURY_IOC_RESTORE_BEGIN: u32 = iowr::<RestartRequest>(13);
 /// Loads frames of it. Takes a [`LoadFramesRequest`].
@@ -59,6 +62,9 @@ pub const MERCURY_IOC_RESTORE_GO: u32 = iowr::<LoadRequest>(15);
 pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
 /// Hash every page at the instant (fault-injection builds only).
 pub const MERCURY_SNAPSHOT_HASH: u64 = 1 << 1;
+/// Keep it, to go back to: it outlives the process, until it is ended, all CPUs are detached, or the machine was put
+/// back to it.
+pub const MERCURY_SNAPSHOT_KEEP: u64 = 1 << 2;
 
 /// [`SystemInfo::features`]: this build has fault points.
 pub const MERCURY_FEATURE_FAULT_INJECTION: u64 = 1 << 0;
@@ -98,6 +104,8 @@ pub struct SystemInfo {
     pub shared_size: u64,
     /// The hypervisor's version, NUL-padded ASCII.
     pub version: [u8; 32],
+    /// The snapshot, if there is one.
+    pub snapshot: crate::snapshot::SnapshotStatus,
 }
 
 /// How an operation ended.
@@ -171,6 +179,11 @@ pub struct SnapshotRequest {
     /// Out, at the begin: 1 in a machine that was brought back from an image of this snapshot. There is none any
     /// more, and the hypervisor is unloaded.
     pub restored: u64,
+    /// Out, at the begin: 1 in a machine that was put back to this snapshot. There is none any more;
+    /// [`crate::snapshot::SnapshotStatus::rollback`] says how it came to that.
+    pub rolled_back: u64,
+    /// Out, then: what the kernel said last, NUL-padded text.
+    pub message: [u64; 16],
     /// Out: what it has cost so far.
     pub status: crate::snapshot::SnapshotStatus,
     /// Out.

@@ -104,6 +104,8 @@ pub enum LogKind {
     InvalidState = 9,
     /// The CPU left while an event was in delivery that could not be handed over again: event, exit code.
     EventLost = 10,
+    /// The machine was put back to a snapshot: reason, CPU that asked, pages, ticks, guest RIP.
+    RolledBack = 11,
 }
 
 /// One entry of the log, 64 bytes.

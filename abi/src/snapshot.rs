@@ -6,6 +6,10 @@
 //! [`SnapshotCall::Take`], on any CPU, until everything has been taken. At the end [`SnapshotCall::Leave`] on every
 //! CPU, then [`SnapshotCall::End`]: what was donated is the driver's again.
 //!
+//! A snapshot that is *kept* ([`SnapshotSetup::keep`]) is not taken: [`SnapshotCall::Rollback`] on any CPU, or a triple
+//! fault, puts the machine back to it. Each CPU then goes on where it left its [`crate::restart::SavedCpu`], with
+//! [`MERCURY_ROLLED_BACK`] in RAX, still attached and as after [`SnapshotCall::Leave`].
+//!
 //! Arguments, donated pages and all memory that is kept lie at direct-map addresses, which the hypervisor does not map
 //! otherwise: the driver makes page tables for the time, which map what its own do besides. (Those are hidden from the
 //! driver on an attached CPU.)
@@ -30,6 +34,79 @@ pub enum SnapshotCall {
     Status = 6,
     /// The hypervisor's page tables until the end: host-physical address of their root, instead of an argument's.
     Tables = 7,
+    /// Puts the machine back to the snapshot that is kept: a [`RollbackReason`] instead of an address. Returns only if
+    /// that fails.
+    Rollback = 8,
+    /// The snapshot is not exact any more: a [`crate::code::Code`] instead of an address. The machine runs on.
+    GiveUp = 9,
+    /// This CPU is stopped by a kernel that panics, and is to be fetched from where it stops: if there is a snapshot to
+    /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. In a handler of
+    /// NMIs it waits for the rollback. No argument.
+    Hold = 10,
+}
+
+/// What a CPU of a machine that was put back finds in RAX where it goes on.
+pub const MERCURY_ROLLED_BACK: u64 = 2;
+
+/// Why a machine is put back.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RollbackReason {
+    /// It was not.
+    None = 0,
+    /// Somebody asked for it.
+    Command = 1,
+    /// The kernel panicked.
+    Panic = 2,
+    /// The kernel panicked, and stops this CPU.
+    Stop = 3,
+    /// A CPU shut down: a triple fault.
+    TripleFault = 4,
+}
+
+impl RollbackReason {
+    /// All of them, with their names.
+    pub const NAMES: [(RollbackReason, &'static str); 5] = [
+        (RollbackReason::None, "none"),
+        (RollbackReason::Command, "command"),
+        (RollbackReason::Panic, "panic"),
+        (RollbackReason::Stop, "panic elsewhere"),
+        (RollbackReason::TripleFault, "triple fault"),
+    ];
+
+    /// The reason with this number, if there is one.
+    #[must_use]
+    pub fn from_number(number: u64) -> Option<Self> {
+        Self::NAMES.iter().map(|(reason, _)| *reason).find(|reason| u64::from(*reason as u32) == number)
+    }
+}
+
+/// How a machine was put back.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RollbackReport {
+    /// How often since load.
+    pub count: u64,
+    /// [`RollbackReason`] of the last time.
+    pub reason: u32,
+    /// The CPU that asked for it.
+    pub cpu: u32,
+    /// Where that was: the system's RIP.
+    pub rip_virt: u64,
+    /// Pages that were copied back.
+    pub pages: u64,
+    /// PCI functions that were silenced.
+    pub functions: u64,
+    /// TSC ticks from the request until all CPUs were there.
+    pub meet_ticks: u64,
+    /// TSC ticks from there until everything was in place.
+    pub work_ticks: u64,
+    /// Pages that were compared with what they held at the instant (fault-injection builds only).
+    pub compared: u64,
+    /// Those that were different.
+    pub different: u64,
+    /// The first of them, guest-physical.
+    pub different_phys: u64,
 }
 
 /// Pages of a [`PageList`].
@@ -63,6 +140,13 @@ pub struct SnapshotSetup {
     pub cpus: u32,
     /// 1 to keep a log of what is written from the instant on.
     pub log: u32,
+    /// Address of an array of [`crate::restart::RestartCpu`] of these CPUs, for a snapshot that is to be kept; it stays
+    /// until the end. 0: it is to be taken.
+    pub keep_virt: u64,
+    /// TSC ticks that devices are given to come to rest before memory is put back.
+    pub settle_ticks: u64,
+    /// PCI buses with devices that are to be silenced then, a bit for each.
+    pub buses: [u64; 4],
 }
 
 /// Entries of a [`TakeList`]: so many pages are copied with interrupts off.
@@ -108,6 +192,12 @@ pub struct SnapshotStatus {
     pub copied: u64,
     /// Frames taken.
     pub taken: u64,
+    /// [`crate::code::Code`] of why it is not exact.
+    pub spoilt: u32,
+    /// 1 if it is kept.
+    pub kept: u32,
+    /// How this machine was put back last.
+    pub rollback: RollbackReport,
 }
 
 /// A hash of a page's words (FNV-1a, 64 bits at a time): what proves in tests that a page is what it was.

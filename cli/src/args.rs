@@ -63,6 +63,22 @@ pub enum Command {
         that makes a snapshot of them at the same moment."
     )]
     Checkpoint(CheckpointArgs),
+    /// Keep what memory holds now, so that the machine can be put back to it
+    #[command(
+        long_about = "Keeps what all of memory holds now: kernel, processes, connections. The machine runs on; \
+        whatever is written to is copied before. `mercury rollback` puts the machine back to this instant within \
+        milliseconds; so does the hypervisor by itself when the kernel panics, and when a processor shuts down. \
+        Then the snapshot is used up, and this command ends a second time, saying so.\n\nDisks are not put back. \
+        On a machine that has local ones mounted for writing a rollback would destroy their file systems, so it \
+        gets no snapshot: see --force-disks."
+    )]
+    Snapshot(SnapshotArgs),
+    /// Put the machine back to the snapshot that is kept
+    #[command(
+        long_about = "Puts the machine back to the instant of `mercury snapshot`. Everything that has happened \
+        since is lost, in memory; what others were told in the meantime is not taken back."
+    )]
+    Rollback,
     /// Bring a machine back from its image
     #[command(
         long_about = "Brings a machine back from its image, in place of this one: every page at its own address, \
@@ -220,6 +236,35 @@ pub struct CheckpointArgs {
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of snapshot.
+#[derive(Debug, Args)]
+pub struct SnapshotArgs {
+    /// Memory for copies of what is written to, in MiB; when it is full the snapshot is lost [default: a quarter of what
+    /// is available]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    pub pool: Option<u64>,
+    /// Give up the snapshot that is kept
+    #[arg(long, conflicts_with_all = ["pool", "hook", "force_disks", "force_devices"])]
+    pub drop: bool,
+    /// Run this command at the instant, with applications held still and file systems frozen: to make snapshots of
+    /// disks. If it fails there is no snapshot
+    #[arg(long, value_name = "COMMAND")]
+    pub hook: Option<String>,
+    /// Keep a snapshot although local file systems are mounted for writing. A rollback destroys them unless you put
+    /// their disks back to the same instant before anything reads them: device-mapper snapshots, made by --hook
+    #[arg(long)]
+    pub force_disks: bool,
+    /// Keep a snapshot although devices write to memory where the driver cannot see it
+    #[arg(long)]
+    pub force_devices: bool,
+    /// Compare all of memory after a rollback (test builds only)
+    #[arg(long, hide = true)]
+    pub compare: bool,
     /// Where the driver is.
     #[command(flatten)]
     pub module: ModuleArgs,

@@ -14,7 +14,7 @@ use mercury_abi::{
     ioctl::{
         CpuStatus, FaultRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
         MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE,
-        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_ROLLBACK,
         MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
         MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
         MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
@@ -302,6 +302,14 @@ impl Device {
         let result = self.request::<MERCURY_IOC_SNAPSHOT_END, _>(&mut request);
         failure("ending the snapshot", result, &request.outcome)?;
         Ok(request)
+    }
+
+    /// Puts the machine back to the snapshot that is kept. Returns only if that fails.
+    pub fn rollback(&self) -> Result<()> {
+        let header = Header::of::<SnapshotRequest>();
+        let mut request = SnapshotRequest { header, ..SnapshotRequest::default() };
+        let result = self.request::<MERCURY_IOC_ROLLBACK, _>(&mut request);
+        failure("the rollback", result, &request.outcome)
     }
 
     /// What it takes to bring the machine of the snapshot back, besides the content of its memory.

@@ -516,13 +516,13 @@ pub const TABLE: &[Entry] = &[
         Code::SnapshotLive,
         "there is a snapshot of memory",
         "What was asked for cannot be had beneath one.",
-        "wait for what needs the snapshot, or end that",
+        "wait for what needs the snapshot, or end it; `mercury snapshot --drop` gives up one that is kept",
     ),
     entry_of(
         Code::NoSnapshot,
         "there is no snapshot of memory",
         "It has ended, or never began.",
-        "begin one first",
+        "begin one first: `mercury snapshot`",
     ),
     entry_of(
         Code::SnapshotMissed,
@@ -557,6 +557,33 @@ pub const TABLE: &[Entry] = &[
         "the kernel could not stop its tasks and devices for the instant",
         "A task did not freeze, or a driver refused to suspend its device. The machine runs on.",
         "`dmesg` names the task or the driver",
+    ),
+    entry_of(
+        Code::SnapshotHotplug,
+        "a CPU came online beneath a snapshot that was kept",
+        "It starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The machine \
+         itself lost nothing.",
+        "`mercury snapshot` keeps another one",
+    ),
+    entry_of(
+        Code::RollbackUnsupported,
+        "this version cannot put a machine with this processor back to a snapshot",
+        "Fetching CPUs and setting their state is done for AMD's processors only, so far.",
+        "use `mercury checkpoint`, which works on this processor",
+    ),
+    entry_of(
+        Code::RollbackMissed,
+        "a CPU could not be fetched for the rollback",
+        "All CPUs meet in the hypervisor before anything is put back. One did not come within a second or two, even by \
+         NMI: it may be in a handler of NMIs that does not end. Nothing was put back, and the snapshot is lost.",
+        "reboot if the machine is not usable",
+    ),
+    entry_of(
+        Code::RollbackDevices,
+        "there are devices that the hypervisor could not keep from writing to memory",
+        "Before memory is put back all devices are silenced, by PCI's configuration ports, which reach the first \
+         segment only. `dmesg` names a device in another one.",
+        "disable it in the firmware, such as VMD",
     ),
     entry_of(
         Code::RestoreCpus,

@@ -6,6 +6,7 @@
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
 //! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back; [`images`] reads such
 //!   files;
+//! * [`snapshot`]: the whole machine back to what it was, in memory;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
 //!   scripts.
@@ -38,6 +39,7 @@ pub mod module;
 pub mod output;
 pub mod progress;
 pub mod restore;
+pub mod snapshot;
 pub mod stats;
 pub mod status;
 pub mod svm;

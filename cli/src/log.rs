@@ -8,6 +8,7 @@ use mercury_abi::{
     code::Code,
     refusal::Refusal,
     shared::{LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
+    snapshot::RollbackReason,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -130,6 +131,7 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
             ("invalid-state", format!("control block refused: {check}, value {b:#x}"), Some(Tone::Bad))
         }
         10 => ("event-lost", format!("event {a:#x} lost after {}", svm::exit_name(b)), Some(Tone::Bad)),
+        11 => ("rolled-back", rolled_back(a, b, c), Some(Tone::Doubtful)),
         kind => ("unknown", format!("record of unknown kind {kind}"), None),
     }
 }
@@ -137,6 +139,12 @@ fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
 fn code_name(number: u64) -> String {
     let code = u32::try_from(number).ok().and_then(Code::from_number);
     code.map_or_else(|| format!("code {number}"), |code| code.name().to_string())
+}
+
+fn rolled_back(reason: u64, cpu: u64, pages: u64) -> String {
+    let name = RollbackReason::NAMES.iter().find(|(known, _)| u64::from(*known as u32) == reason);
+    let name = name.map_or("unknown", |(_, name)| name);
+    format!("the machine was put back to its snapshot: {name} on CPU {cpu}; {pages} pages")
 }
 
 fn left(code: u64, exit: u64, rip: u64, detail: u64) -> String {

@@ -4,6 +4,7 @@ use crate::{
     driver::Driver,
     error::Result,
     output::{Hex, Render, Text, Tone, bytes, duration, thousands, ticks_to_us},
+    snapshot::Rollback,
     svm,
 };
 use mercury_abi::{
@@ -14,6 +15,7 @@ use mercury_abi::{
         MERCURY_STATE_UNLOADED, SystemInfo,
     },
     shared::{CrashRecord, ExitReason, SHARED_MAGIC, SharedCpu},
+    snapshot::SnapshotStatus,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -45,8 +47,53 @@ pub struct Status {
     pub memory: Memory,
     /// `fault-injection` in the lab's builds.
     pub features: Vec<&'static str>,
+    /// The snapshot of memory, if there is or was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<Snapshot>,
+    /// How this machine was put back to one last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollback: Option<Rollback>,
     /// One entry per possible CPU.
     pub cpus: Vec<Cpu>,
+}
+
+/// A snapshot of memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Snapshot {
+    /// `kept`: the machine can be put back to it; `in-use`: a checkpoint takes it; `lost`.
+    pub state: &'static str,
+    /// Why it was lost.
+    pub lost_because: Option<&'static str>,
+    /// Pages that had to be copied so far.
+    pub copied_pages: u64,
+    /// Bytes that are left for copies.
+    pub free_bytes: u64,
+}
+
+impl Snapshot {
+    fn new(status: &SnapshotStatus) -> Option<Self> {
+        let lost_because = Code::from_number(status.spoilt).filter(|code| *code != Code::Ok).map(Code::name);
+        let state = match (lost_because, status.live, status.kept) {
+            (Some(_), ..) => "lost",
+            (None, 0, _) => return None,
+            (None, _, 0) => "in-use",
+            (None, ..) => "kept",
+        };
+        let free_bytes = status.free_pages * 4096;
+        Some(Self { state, lost_because, copied_pages: status.copied, free_bytes })
+    }
+
+    fn line(&self) -> String {
+        match self.lost_because {
+            Some(why) => format!("the snapshot of memory was lost: {why} (`mercury explain {why}`)"),
+            None if self.state == "in-use" => "a snapshot of memory is being taken".into(),
+            None => format!(
+                "a snapshot of memory is kept: {} pages copied, room for {} more",
+                thousands(self.copied_pages),
+                bytes(self.free_bytes)
+            ),
+        }
+    }
 }
 
 /// Memory in bytes.
@@ -160,6 +207,9 @@ impl Status {
                 total_bytes: system.memory_fixed + system.memory_per_cpu * u64::from(system.possible_cpus),
             },
             features: features(system.features),
+            snapshot: Snapshot::new(&system.snapshot),
+            rollback: (system.snapshot.rollback.count != 0)
+                .then(|| Rollback::new(&system.snapshot.rollback, String::new(), system.tsc_khz)),
             cpus: cpus.iter().map(cpu).collect(),
         }
     }
@@ -281,6 +331,14 @@ impl Render for Status {
         to.line(self.memory_line());
         if let Some(pid) = self.controller_pid {
             to.line(format!("controlled by process {pid}"));
+        }
+        if let Some(snapshot) = &self.snapshot {
+            let tone = if snapshot.state == "lost" { Tone::Doubtful } else { Tone::Good };
+            to.line(to.tone(tone, &snapshot.line()));
+        }
+        if let Some(rollback) = &self.rollback {
+            let count = rollback.count;
+            to.line(format!("put back to a snapshot (so far: {count}); last by {}", rollback.text()));
         }
         if !self.cpus.is_empty() {
             to.line("");

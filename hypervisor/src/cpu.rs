@@ -94,6 +94,8 @@ pub struct Cpu {
     pub entered: u32,
     /// 1 while the guest runs on the tables of a snapshot.
     pub on_snapshot: u32,
+    /// 1 while it does not leave although the kernel switches virtualization off.
+    pub is_held: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
     /// Features of this processor that the switch depends on: the vendor's bits.

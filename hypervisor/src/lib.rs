@@ -12,7 +12,7 @@
 //! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
-//! * [`snapshot`]: what memory held at one instant;
+//! * [`snapshot`]: what memory held at one instant, and the way back to it; [`pci`]: devices that are silenced for it;
 //! * [`publish`]: counters and the log; [`fault`]: fault points; [`x86`]: instructions.
 
 #![cfg_attr(not(test), no_std)]
@@ -32,6 +32,7 @@ pub mod mtrr;
 pub mod native;
 pub mod nested;
 pub mod paging;
+pub mod pci;
 pub mod publish;
 pub mod snapshot;
 pub mod svm;

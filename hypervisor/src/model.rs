@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use mercury_abi::shared::SharedCpu;
 
 use crate::host::entry::Next;
+use crate::pci::Register;
 use crate::svm::Area;
 use crate::svm::vmcb::{INTERCEPT_MISC1, INTERCEPT_MISC2};
 use crate::x86::{Hardware, msr};
@@ -39,6 +40,10 @@ pub struct Model {
     pub shut_down: bool,
     /// Read last.
     pub tsc: u64,
+    /// Local APICs that were sent an NMI.
+    pub nmis: Vec<u32>,
+    /// Registers of PCI functions by their address; nobody answers at others.
+    pub pci: BTreeMap<u32, u32>,
 }
 
 impl Hardware for Model {
@@ -131,6 +136,18 @@ impl Hardware for Model {
     fn shut_down(&mut self) -> Next {
         self.shut_down = true;
         Next::Leave
+    }
+
+    fn send_nmi(&mut self, apic_id: u32) {
+        self.nmis.push(apic_id);
+    }
+
+    fn read_pci(&mut self, register: Register) -> u32 {
+        self.pci.get(&register.address()).copied().unwrap_or(u32::MAX)
+    }
+
+    fn write_pci(&mut self, register: Register, value: u32) {
+        self.pci.insert(register.address(), value);
     }
 }
 

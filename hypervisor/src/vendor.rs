@@ -7,7 +7,7 @@
 //!
 //! The vendors' folders mirror each other, file by file: the control block (`vmcb`, `vmcs`), `capture`,
 //! `run`, `quick`, `exits`, `msr`, `refusal`, `tests`. Only Intel's has `reset`: INIT is an exit there, and on AMD ends
-//! the attachment.
+//! the attachment. Only AMD's has `rollback`, so far.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
@@ -21,6 +21,7 @@ use crate::nested::Tables;
 use crate::paging::format::Format;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
+use crate::snapshot::rollback::Means;
 use crate::svm::Svm;
 use crate::vmx::Vmx;
 use crate::x86::Hardware;
@@ -113,6 +114,9 @@ pub trait Vendor: Sized + 'static {
 
     /// Whether the processor took the entry before the present exit.
     fn was_entered(area: &Area<Self>) -> bool;
+
+    /// How CPUs are put back to a snapshot; `None` where that cannot be done yet.
+    const ROLLBACK: Option<Means<Self>>;
 
     /// Where the interrupted code goes on behind the handler of a machine check.
     fn resume_at(rip: u64) -> u64;

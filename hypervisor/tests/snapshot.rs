@@ -1,6 +1,6 @@
 //! A snapshot against a model: a machine that writes wherever it likes, whoever takes the frames in whatever order,
 //! a pool of any size that is filled up or not. What was taken is what memory held at the instant, or the snapshot
-//! says that it is not exact.
+//! says that it is not exact. As long as nothing was taken, memory can be put back to it.
 #![allow(missing_docs)]
 
 mod common;
@@ -226,6 +226,22 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 }
             }
             Action::Donate(count) => self.memory.available += count,
+            Action::PutBack => self.put_back(),
+        }
+    }
+
+    /// Memory is what it was, unless something of that is gone: then nothing has happened.
+    fn put_back(&mut self) {
+        let before = self.memory.content.clone();
+        let whole = self.snapshot.is_exact() && self.taken.is_empty() && self.next == 0;
+        let pages = self.snapshot.put_back(&mut self.memory);
+        assert_eq!(pages, whole.then_some(self.snapshot.counts().copies));
+        if !whole {
+            assert_eq!(self.memory.content, before);
+            return;
+        }
+        for frame in &self.frames {
+            assert_eq!(self.memory.content[frame], self.instant[frame], "{frame:#x}");
         }
     }
 
@@ -281,6 +297,7 @@ enum Action {
     TakeAny(usize),
     TakeCopy,
     Donate(usize),
+    PutBack,
 }
 
 fn any_action() -> impl Strategy<Value = Action> {
@@ -295,6 +312,7 @@ fn any_action() -> impl Strategy<Value = Action> {
         2 => index.prop_map(Action::TakeAny),
         2 => Just(Action::TakeCopy),
         1 => (0..300_usize).prop_map(Action::Donate),
+        2 => Just(Action::PutBack),
     ]
 }
 

@@ -30,6 +30,9 @@ static const struct {
 	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
 	{ "refuse", 1, test_refuse },
+	{ "hang", 1, test_hang },
+	{ "hang-and-panic", 1, test_hang_and_panic },
+	{ "triple-fault", 1, test_triple_fault },
 };
 
 void test_say(struct test_answer *answer, const char *format, ...)

@@ -10,6 +10,7 @@
  *	map.c		physical pages for user mode
  *	state.c		MSRs, CR4, and all that can be read of a CPU
  *	refuse.c	a device that refuses to be quiesced
+ *	death.c		a CPU that hangs, and one that shuts down
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -65,5 +66,10 @@ int test_state(struct test_answer *answer, const u64 *arguments);
 int test_refuse(struct test_answer *answer, const u64 *arguments);
 int test_refuse_init(void);
 void test_refuse_exit(void);
+
+/* death.c */
+int test_hang(struct test_answer *answer, const u64 *arguments);
+int test_hang_and_panic(struct test_answer *answer, const u64 *arguments);
+int test_triple_fault(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */

@@ -125,7 +125,7 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     commands::need_root("checkpoint")?;
     stay_in_the_foreground();
-    refuse_untracked(args, &sysroot)?;
+    refuse_untracked(args.force_devices, &sysroot)?;
     match (args.every, &args.image) {
         (None, image) => {
             let before = match &args.incremental {
@@ -225,15 +225,15 @@ fn finish(
 }
 
 /// Names what writes to memory unseen.
-fn refuse_untracked(args: &CheckpointArgs, sysroot: &Sysroot) -> Result<()> {
+pub(crate) fn refuse_untracked(forced: bool, sysroot: &Sysroot) -> Result<()> {
     let found = devices::untracked(sysroot);
-    if found.is_empty() || args.force_devices {
+    if found.is_empty() || forced {
         return Ok(());
     }
     let text = format!("these write to memory where the driver cannot see it: {}", found.join(", "));
     Err(Error::new(Exit::Impossible, text).hint(
-        "stop what uses them and unload their drivers; --force-devices makes an image all the same, which is right \
-         only if they are idle",
+        "stop what uses them and unload their drivers; --force-devices goes on all the same, which is right only if \
+         they are idle",
     ))
 }
 
@@ -277,13 +277,13 @@ fn one(
 }
 
 /// What is swapped out is in no image.
-fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
+pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
     let swap = disks::swap_in_use(sysroot);
     if swap == 0 {
         return Ok(());
     }
     Err(Error::new(Exit::Failed, format!("{} of memory are swapped out", bytes(swap)))
-        .hint("what is on a disk is not in an image: swapoff -a"))
+        .hint("what is on a disk is not kept: swapoff -a"))
 }
 
 /// Whether standard output can be written to while file systems are frozen and nobody reads what we say.
@@ -294,13 +294,13 @@ fn may_be_written(sysroot: &Sysroot) -> bool {
 }
 
 /// The hypervisor beneath the machine, taken out again if it was not there before.
-struct Attached<'a> {
+pub(crate) struct Attached<'a> {
     device: &'a Device,
     undo: bool,
 }
 
 impl<'a> Attached<'a> {
-    fn make(device: &'a Device, guard: &mut Guard) -> Result<Self> {
+    pub(crate) fn make(device: &'a Device, guard: &mut Guard) -> Result<Self> {
         let undo = device.system()?.state != MERCURY_STATE_ATTACHED;
         if undo {
             guard.will(&Undo::Detach).map_err(|error| image_error(error.into()))?;
@@ -309,8 +309,8 @@ impl<'a> Attached<'a> {
         Ok(Self { device, undo })
     }
 
-    /// There is none any more.
-    fn forget(mut self) {
+    /// There is none any more, or it is to stay.
+    pub(crate) fn forget(mut self) {
         self.undo = false;
     }
 
@@ -357,7 +357,7 @@ fn checkpoint(
     guard: &mut Guard,
 ) -> Result<(Report, Option<(Still, Frozen)>)> {
     let new = New { identity: Identity(random()?), before };
-    let pool = pool_pages(args, sysroot);
+    let pool = pool_pages(args.pool, sysroot);
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
     let mut report = Report {
         identity: new.identity.to_string(),
@@ -412,11 +412,11 @@ fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
 }
 
 /// A quarter of what is available, if nothing else is wanted.
-fn pool_pages(args: &CheckpointArgs, sysroot: &Sysroot) -> u64 {
+pub(crate) fn pool_pages(mib: Option<u64>, sysroot: &Sysroot) -> u64 {
     let meminfo = sysroot.text("proc/meminfo").unwrap_or_default();
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib: u64 = available.and_then(|rest| rest.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0);
-    args.pool.map_or(kib * 1024 / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
+    mib.map_or(kib * 1024 / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
 }
 
 /// Brings everything to rest, and takes the instant.
@@ -467,7 +467,7 @@ fn reach(
 }
 
 /// Who did not stop, as far as the kernel tells.
-fn name_culprit(mut error: Error, sysroot: &Sysroot) -> Error {
+pub(crate) fn name_culprit(mut error: Error, sysroot: &Sysroot) -> Error {
     let stats =
         |file| sysroot.text(&format!("sys/power/suspend_stats/{file}")).filter(|text| !text.is_empty());
     if error.code == Some(Code::SnapshotQuiesce)
@@ -520,10 +520,10 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
     Ok(())
 }
 
-fn run_hook(hook: &str) -> Result<()> {
+pub(crate) fn run_hook(hook: &str) -> Result<()> {
     let failed = |why: String| {
         Error::new(Exit::Failed, format!("the hook failed: {why}"))
-            .hint("there is no image; the machine runs on. File systems are frozen while it runs: it must not write to them")
+            .hint("nothing was kept; the machine runs on. File systems are frozen while it runs: it must not write to them")
     };
     let mut command = Command::new("/bin/sh");
     // Standard output may be the image's.

@@ -4,15 +4,19 @@
 //! who waits for the others at the instant waits for a bounded time, and a CPU that leaves the hypervisor makes the
 //! snapshot worthless, not the machine.
 
-use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
+use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    PAGE_LIST_MAX, PageList, SnapshotCall, SnapshotSetup, SnapshotStatus, TAKE_LIST_MAX, TakeList,
+    PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup, SnapshotStatus,
+    TAKE_LIST_MAX, TakeList,
 };
 
+use super::muster::{Arrival, Muster};
 use super::pool::{self, FreeList, Words};
+use super::rollback::{self, Kept, Watch};
 use super::view::Access;
 use super::{Counts, Log, Outcome, Pool, Snapshot};
 use crate::address::{GuestPhys, HostPhys, PAGE_SIZE};
@@ -28,13 +32,10 @@ use crate::x86::Hardware;
 /// Ticks of the TSC that a CPU waits for the others: a second, or a few.
 const PATIENCE: u64 = 1 << 32;
 
-/// CPUs that have come to the instant; [`MISSED`] and above: not all did.
-static ARRIVED: AtomicU32 = AtomicU32::new(0);
-const MISSED: u32 = 1 << 31;
+/// Where CPUs meet for the instant.
+static MUSTER: Muster = Muster::new();
 /// Root of page tables that map all of memory besides, while there may be a snapshot; 0: none.
 static WIDE_TABLES: AtomicU64 = AtomicU64::new(0);
-/// The last CPU has come and done its work.
-static OPEN: AtomicBool = AtomicBool::new(false);
 #[cfg(feature = "fault-injection")]
 const PAGE_WORDS: usize = PAGE_SIZE as usize / size_of::<u64>();
 
@@ -56,12 +57,18 @@ pub(crate) struct Live<F> {
     cpus: u32,
     /// Pages that were ever given.
     donated: u64,
+    /// For a snapshot that is kept.
+    keep_virt: u64,
+    settle_ticks: u64,
+    buses: [u64; 4],
     /// Why it is not exact, if it is not.
     spoilt: Code,
+    /// How the machine was put back last.
+    rollback: RollbackReport,
 }
 
-/// The page at its direct-map address, as `T`.
-fn page<T>(phys: HostPhys) -> *mut T {
+/// What is there, at its direct-map address.
+pub(super) fn page<T>(phys: HostPhys) -> *mut T {
     core::ptr::with_exposed_provenance_mut(phys.in_direct_map(direct_map()).as_u64() as usize)
 }
 
@@ -96,7 +103,7 @@ impl Pool for Store {
         // SAFETY: one is the pool's or a buffer of the driver's, the other a page of the memory that the driver has
         // mapped for the snapshot: they do not overlap. The system may write to its page meanwhile only where the
         // content does not matter any more.
-        unsafe { core::ptr::copy_nonoverlapping(page::<u8>(from), page::<u8>(to), PAGE_SIZE as usize) };
+        unsafe { crate::x86::copy_page(page(from), page(to)) };
     }
 }
 
@@ -113,7 +120,23 @@ impl<F> Live<F> {
             lasting_virt: 0,
             cpus: 0,
             donated: 0,
+            keep_virt: 0,
+            settle_ticks: 0,
+            buses: [0; 4],
             spoilt: Code::Ok,
+            rollback: RollbackReport {
+                count: 0,
+                reason: RollbackReason::None as u32,
+                cpu: 0,
+                rip_virt: 0,
+                pages: 0,
+                functions: 0,
+                meet_ticks: 0,
+                work_ticks: 0,
+                compared: 0,
+                different: 0,
+                different_phys: 0,
+            },
         }
     }
 
@@ -125,6 +148,16 @@ impl<F> Live<F> {
         let first = core::ptr::with_exposed_provenance::<OwnedRange>(self.memory_virt as usize);
         // SAFETY: the driver keeps the array of `Begin` where it is, and as it is, until `End`, which forgets it.
         unsafe { core::slice::from_raw_parts(first, self.memory_count as usize) }
+    }
+
+    /// The CPUs of a snapshot that is kept.
+    fn kept_cpus(&self) -> &'static [RestartCpu] {
+        if self.keep_virt == 0 {
+            return &[];
+        }
+        let first = core::ptr::with_exposed_provenance::<RestartCpu>(self.keep_virt as usize);
+        // SAFETY: as for the ranges; the driver gives an entry for each CPU.
+        unsafe { core::slice::from_raw_parts(first, self.cpus as usize) }
     }
 }
 
@@ -149,8 +182,33 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
+    /// What it takes to go back to it, if it is kept and holds everything.
+    pub(super) fn kept(&self) -> Result<Kept, Code> {
+        let snapshot = self.snapshot.as_ref().filter(|_| self.keep_virt != 0).ok_or(Code::NoSnapshot)?;
+        if !snapshot.is_exact() {
+            return Err(self.spoilt);
+        }
+        Ok(Kept { cpus: self.kept_cpus(), settle_ticks: self.settle_ticks, buses: self.buses })
+    }
+
+    /// Puts memory back to it, and uses it up: how many pages that took.
+    pub(super) fn put_back(&mut self) -> Result<u64, Code> {
+        let snapshot = self.snapshot.as_ref().ok_or(Code::NoSnapshot)?;
+        let pages = snapshot.put_back(&mut self.store).ok_or(self.spoilt)?;
+        self.spoil(Code::NoSnapshot);
+        Ok(pages)
+    }
+
+    /// Notes how the machine was put back.
+    pub(super) fn note(&mut self, report: RollbackReport) {
+        let count = self.rollback.count + 1;
+        self.rollback = RollbackReport { count, ..report };
+        #[cfg(feature = "fault-injection")]
+        self.compare_all();
+    }
+
     /// It does not hold what memory held any more.
-    fn spoil(&mut self, because: Code) {
+    pub(super) fn spoil(&mut self, because: Code) {
         if let Some(snapshot) = self.snapshot.as_mut().filter(|snapshot| snapshot.is_exact()) {
             snapshot.give_up();
             self.spoilt = because;
@@ -164,10 +222,10 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    /// How long whoever has just written has to wait: see [`pool::wait`].
+    /// How long whoever has just written has to wait: see [`pool::wait`]. Nobody takes one that is kept.
     pub(crate) fn brake(&self) -> u64 {
         let is_exact = self.snapshot.as_ref().is_some_and(Snapshot::is_exact);
-        if is_exact { pool::wait(self.store.free.count(), self.donated) } else { 0 }
+        if is_exact && self.keep_virt == 0 { pool::wait(self.store.free.count(), self.donated) } else { 0 }
     }
 
     fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
@@ -177,6 +235,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         (self.memory_virt, self.memory_count) = (setup.memory_virt, setup.memory_count);
         (self.hashes_virt, self.lasting_virt) = (setup.hashes_virt, setup.lasting_virt);
         (self.cpus, self.spoilt) = (setup.cpus, Code::Ok);
+        (self.keep_virt, self.settle_ticks, self.buses) = (setup.keep_virt, setup.settle_ticks, setup.buses);
         let log = if setup.log != 0 { Log::Kept } else { Log::None };
         let memory = self.memory();
         let snapshot = Snapshot::new(&mut self.store, base, memory, log);
@@ -235,17 +294,39 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Hashes every page, for who wants to prove that what is taken is what was.
     #[cfg(feature = "fault-injection")]
     fn hash_all(&self) {
+        self.each_hash(|_, slot, found| *slot = found);
+    }
+
+    /// Compares every page with what it was.
+    #[cfg(feature = "fault-injection")]
+    fn compare_all(&mut self) {
+        let report = &mut RollbackReport { compared: 0, different: 0, ..self.rollback };
+        self.each_hash(|phys, slot, found| {
+            report.compared += 1;
+            if *slot != found {
+                report.different_phys = if report.different == 0 { phys } else { report.different_phys };
+                report.different += 1;
+            }
+        });
+        self.rollback = *report;
+    }
+
+    /// Each page's address, where its hash is kept, and its hash now.
+    #[cfg(feature = "fault-injection")]
+    fn each_hash(&self, mut look: impl FnMut(u64, &mut u64, u64)) {
         if self.hashes_virt == 0 {
             return;
         }
         let mut hash = core::ptr::with_exposed_provenance_mut::<u64>(self.hashes_virt as usize);
         for range in self.memory() {
             for number in 0..range.pages {
-                let content = page::<u64>(HostPhys::new(range.start_phys + number * PAGE_SIZE));
+                let phys = range.start_phys + number * PAGE_SIZE;
+                let content = page::<u64>(HostPhys::new(phys));
                 // SAFETY: memory that the driver has mapped, while nobody writes to it; the array has a word for each
                 // page.
                 unsafe {
-                    hash.write(mercury_abi::snapshot::hash(core::slice::from_raw_parts(content, PAGE_WORDS)));
+                    let found = mercury_abi::snapshot::hash(core::slice::from_raw_parts(content, PAGE_WORDS));
+                    look(phys, &mut *hash, found);
                     hash = hash.add(1);
                 }
             }
@@ -254,7 +335,11 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     fn status(&self) -> SnapshotStatus {
         let Some(snapshot) = self.snapshot.as_ref() else {
-            return SnapshotStatus { free_pages: self.store.free.count(), ..SnapshotStatus::default() };
+            return SnapshotStatus {
+                free_pages: self.store.free.count(),
+                rollback: self.rollback,
+                ..SnapshotStatus::default()
+            };
         };
         let Counts { copies, copied, taken } = snapshot.counts();
         SnapshotStatus {
@@ -264,6 +349,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             copies,
             copied,
             taken,
+            spoilt: self.spoilt as u32,
+            kept: u32::from(self.keep_virt != 0),
+            rollback: self.rollback,
         }
     }
 }
@@ -275,10 +363,25 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
     const ENTER: u64 = SnapshotCall::Enter as u64;
     const LEAVE: u64 = SnapshotCall::Leave as u64;
     const TABLES: u64 = SnapshotCall::Tables as u64;
+    const ROLLBACK: u64 = SnapshotCall::Rollback as u64;
+    const HOLD: u64 = SnapshotCall::Hold as u64;
     match call {
         ENTER => enter(area, hardware),
+        ROLLBACK => {
+            let reason = RollbackReason::from_number(argument).unwrap_or(RollbackReason::Command);
+            match rollback::ask(area, hardware, reason) {
+                Ok(()) => Answer::RetryFlushed,
+                Err(code) => Answer::Hypercall(code, 0),
+            }
+        }
+        HOLD => match rollback::hold(area, hardware) {
+            Ok(true) => Answer::RetryFlushed,
+            held => Answer::Hypercall(held.err().unwrap_or(Code::Ok), 0),
+        },
         LEAVE => {
+            watch(area, Watch::Off);
             area.cpu.on_snapshot = 0;
+            area.cpu.is_held = 0;
             let own = area.cpu.gate.host_cr3;
             V::keep_own_tables(area, hardware, own);
             Answer::NewTables(nested::root())
@@ -304,6 +407,13 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
     }
 }
 
+/// Has what asks for a rollback by itself come in.
+fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
+    if let Some(means) = V::ROLLBACK {
+        (means.watch)(area, watch);
+    }
+}
+
 /// The argument of a call.
 fn argument<T>(address: u64) -> *mut T {
     core::ptr::with_exposed_provenance_mut(address as usize)
@@ -315,6 +425,7 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
     const TAKE: u64 = SnapshotCall::Take as u64;
     const END: u64 = SnapshotCall::End as u64;
     const STATUS: u64 = SnapshotCall::Status as u64;
+    const GIVE_UP: u64 = SnapshotCall::GiveUp as u64;
     let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
     let nested: &mut Nested<V::Format> = guard.as_mut().ok_or(Code::NotLoaded)?;
     let base = nested.tables().ok_or(Code::NotLoaded)?;
@@ -325,16 +436,24 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
         match call {
             DONATE => live.donate(&*argument(address)),
             BEGIN => {
-                live.begin(base, &*argument(address))?;
-                ARRIVED.store(0, Ordering::Relaxed);
-                OPEN.store(false, Ordering::Relaxed);
+                let setup = &*argument::<SnapshotSetup>(address);
+                if setup.keep_virt != 0 && V::ROLLBACK.is_none() {
+                    return Err(Code::RollbackUnsupported);
+                }
+                live.begin(base, setup)?;
+                MUSTER.begin();
+                rollback::begin();
             }
             TAKE => return live.take(&mut *argument(address)),
             END => {
-                *live = Live::new();
+                *live = Live { rollback: live.rollback, ..Live::new() };
                 WIDE_TABLES.store(0, Ordering::Relaxed);
             }
             STATUS => argument::<SnapshotStatus>(address).write(live.status()),
+            GIVE_UP => {
+                let because = u32::try_from(address).ok().and_then(Code::from_number);
+                live.spoil(because.unwrap_or(Code::SnapshotLost));
+            }
             _ => return Err(Code::UnknownOperation),
         }
     }
@@ -344,37 +463,27 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
 /// The instant: when the last CPU is here, none of them is in the system, and they all go on with the new tables.
 fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
     let refused = |code| Answer::Hypercall(code, 0);
-    let Some((root, cpus)) = wanted::<V>() else { return refused(Code::NoSnapshot) };
+    let Some(Wanted { root, cpus, kept }) = wanted::<V>() else { return refused(Code::NoSnapshot) };
     V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
-    let arrived = ARRIVED.fetch_add(1, Ordering::AcqRel) + 1;
-    if arrived == cpus {
-        at_the_instant::<V>();
-        OPEN.store(true, Ordering::Release);
-    } else if !wait(hardware, cpus) {
+    let met = match MUSTER.arrive(cpus) {
+        Arrival::Last => {
+            at_the_instant::<V>();
+            MUSTER.open();
+            true
+        }
+        Arrival::Early => MUSTER.wait(hardware, cpus, PATIENCE),
+        Arrival::Late => false,
+    };
+    if !met {
         let own = area.cpu.gate.host_cr3;
         V::keep_own_tables(area, hardware, own);
         return refused(Code::SnapshotMissed);
     }
     area.cpu.on_snapshot = 1;
-    Answer::NewTables(root)
-}
-
-/// Waits until the last CPU says so; `false` if one did not come.
-fn wait(hardware: &mut impl Hardware, cpus: u32) -> bool {
-    let start = hardware.tsc();
-    while !OPEN.load(Ordering::Acquire) {
-        let arrived = ARRIVED.load(Ordering::Acquire);
-        if arrived & MISSED != 0 {
-            return false;
-        }
-        if arrived < cpus && hardware.tsc().wrapping_sub(start) > PATIENCE {
-            // Only while one is missing: nobody goes on then, who waits or comes later.
-            let missed = arrived | MISSED;
-            let _ = ARRIVED.compare_exchange(arrived, missed, Ordering::AcqRel, Ordering::Acquire);
-        }
-        core::hint::spin_loop();
+    if kept {
+        watch(area, Watch::On);
     }
-    true
+    Answer::NewTables(root)
 }
 
 /// What is done while no CPU is in the system, by one of them.
@@ -386,17 +495,25 @@ fn at_the_instant<V: Vendor>() {
     nested.live.copy_lasting();
 }
 
-/// The tables to go on with, and how many CPUs.
-fn wanted<V: Vendor>() -> Option<(HostPhys, u32)> {
+/// What the CPUs that meet go on with.
+struct Wanted {
+    root: HostPhys,
+    cpus: u32,
+    kept: bool,
+}
+
+fn wanted<V: Vendor>() -> Option<Wanted> {
     let guard = V::tables().lock()?;
     let live = &guard.as_ref()?.live;
-    live.snapshot.as_ref().map(|snapshot| (snapshot.root(), live.cpus))
+    let root = live.snapshot.as_ref()?.root();
+    Some(Wanted { root, cpus: live.cpus, kept: live.keep_virt != 0 })
 }
 
 /// This CPU leaves the hypervisor: nobody sees what it writes.
 #[cold]
 pub fn lose<V: Vendor>(area: &mut Area<V>) {
     area.cpu.on_snapshot = 0;
+    area.cpu.is_held = 0;
     if let Some(mut guard) = V::tables().lock()
         && let Some(nested) = guard.as_mut()
     {
@@ -475,6 +592,7 @@ mod tests {
                 lasting_virt: 0,
                 cpus: 1,
                 log: 0,
+                ..SnapshotSetup::default()
             };
             Self { live, base, memory, buffer, setup }
         }
@@ -545,8 +663,47 @@ mod tests {
         machine.live.donated *= 100;
         assert_eq!(machine.live.take(&mut none), Ok(1));
         assert!(machine.live.brake() > 0);
+        machine.live.keep_virt = 1;
+        assert_eq!(machine.live.brake(), 0, "nobody takes it");
+        machine.live.keep_virt = 0;
         machine.live.spoil(Code::SnapshotLost);
         assert_eq!(machine.live.brake(), 0, "nobody waits for nothing");
+    }
+
+    /// What was written is what it was again; then the snapshot is used up.
+    fn put_back<F: Format<Address = GuestPhys>>() {
+        let mut machine = Machine::<F>::new(64);
+        assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+        assert_eq!(machine.begin(), Ok(()));
+        assert_eq!(machine.live.kept().map(|_| ()), Err(Code::NoSnapshot), "it is to be taken");
+        let cpus: &[RestartCpu] = vec![RestartCpu { cpu: 3, ..RestartCpu::default() }].leak();
+        machine.live.keep_virt = cpus.as_ptr().expose_provenance() as u64;
+        assert_eq!(machine.live.kept().map(|kept| kept.cpus), Ok(cpus));
+        machine.write(2, 0xEE);
+        machine.write(7, 0xEE);
+        assert_eq!(machine.live.put_back(), Ok(2));
+        let content: Vec<u8> = machine.memory.iter().map(|page| page.0[4095]).collect();
+        assert_eq!(content, [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+        assert_eq!(machine.live.kept().map(|_| ()), Err(Code::NoSnapshot));
+        machine.write(2, 0xFF);
+    }
+
+    #[test]
+    fn what_was_written_is_put_back() {
+        put_back::<AmdNested>();
+        put_back::<IntelExtended>();
+    }
+
+    /// Half of the machine put back would be worse than none of it.
+    #[test]
+    fn what_is_not_exact_is_not_put_back() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        machine.write(2, 0xEE);
+        machine.live.spoil(Code::SnapshotPool);
+        assert_eq!(machine.live.put_back(), Err(Code::SnapshotPool));
+        assert_eq!(machine.memory[2].0[0], 0xEE);
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //! gets the copy where there is one and the page itself where there is none. What has been taken needs no copy any
 //! more. Where the pool is too small the snapshot is given up, and the machine runs on: never the other way round.
 //!
+//! Instead of being taken it may be kept: then it is what the machine can be put back to ([`Snapshot::put_back`]).
+//!
 //! With a log, the frames that were written since the instant are known ([`Snapshot::next_written`]): what the next
 //! snapshot must hold that this one does not.
 //!
@@ -12,7 +14,9 @@
 
 pub mod frames;
 pub mod live;
+pub mod muster;
 pub mod pool;
+pub mod rollback;
 pub mod view;
 
 use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
@@ -239,6 +243,21 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     fn drop_copy(&mut self, pool: &mut impl Pool, copy: HostPhys) {
         pool.release(copy);
         self.counts.copies -= 1;
+    }
+
+    /// Puts memory back to what it was: every page that was written to has its copy. Nobody may write meanwhile. How
+    /// many there were; `None`, and nothing has changed, if it does not hold everything any more.
+    pub fn put_back(&self, pool: &mut impl Pool) -> Option<u64> {
+        if self.given_up || self.counts.taken != 0 || self.cursor != GuestPhys::new(0) {
+            return None;
+        }
+        let (mut from, mut pages) = (GuestPhys::new(0), 0);
+        while let Some((frame, copy)) = self.next_with(pool, from, mark::COPY) {
+            pool.copy(HostPhys::new(copy & mark::COPY), frame.identity());
+            from = frame.block_end(PageSize::Size4K);
+            pages += 1;
+        }
+        Some(pages)
     }
 
     /// The first frame at or after `from` of which there is a copy: those go first when the pool runs low.

@@ -179,7 +179,7 @@ fn return_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-const fn segment(from: &gate::Segment) -> Segment {
+pub(super) const fn segment(from: &gate::Segment) -> Segment {
     // LAR's layout keeps AVL, L, D/B and G in bits 15:12; the block wants them in bits 11:8.
     let attributes = from.attributes & 0xFF | from.attributes >> 4 & 0xF00;
     Segment {
@@ -190,7 +190,7 @@ const fn segment(from: &gate::Segment) -> Segment {
     }
 }
 
-const fn table(from: &DescriptorTable) -> Segment {
+pub(super) const fn table(from: &DescriptorTable) -> Segment {
     Segment { selector: 0, attributes: 0, limit: from.limit as u32, base: from.base_virt }
 }
 

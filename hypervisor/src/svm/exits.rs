@@ -7,7 +7,7 @@ use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, msr, refusal, run};
+use super::{Area, msr, refusal, rollback, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -19,6 +19,7 @@ use crate::{emergency, exit, fault, machine_check, publish};
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
 const MSR_LENGTH: u64 = 2;
+const STGI_LENGTH: u64 = 3;
 /// Bits of a nested fault's first qualification (APM vol. 2, 15.25.6).
 const NESTED_FAULT_PRESENT: u64 = 1 << 0;
 const NESTED_FAULT_WRITE: u64 = 1 << 1;
@@ -71,6 +72,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::VMMCALL => (vmmcall(area, hardware), VMMCALL_LENGTH),
         exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
         exit_code::NPF if is_explained(area.control.exit_info1) => (nested_fault(area, hardware), 0),
+        exit_code::STGI if area.cpu.is_held != 0 => (Answer::Skip, STGI_LENGTH),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
@@ -79,6 +81,12 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
         }
+        exit_code::NMI => (rollback::nmi(area, hardware), 0),
+        exit_code::IRET => (rollback::nmi_ends(area, hardware), 0),
+        exit_code::SHUTDOWN if area.cpu.on_snapshot != 0 => match rollback::shutdown(area, hardware) {
+            Ok(answer) => (answer, 0),
+            Err(next) => return next,
+        },
         exit_code::INVALID => return invalid(area, hardware),
         _ => return unknown(area, hardware),
     };

@@ -6,13 +6,15 @@
 //! * [`quick`]: the driver's hypercalls; [`exits`]: everything else that the processor reported, in the
 //!   words of [`crate::exit`];
 //! * [`msr`]: the MSRs that must not be written unseen;
-//! * [`refusal`]: which check of VMRUN a control block fails.
+//! * [`refusal`]: which check of VMRUN a control block fails;
+//! * [`rollback`]: a CPU is fetched, and put back to a snapshot.
 
 pub mod capture;
 pub mod exits;
 pub mod msr;
 pub mod quick;
 pub mod refusal;
+pub mod rollback;
 pub mod run;
 #[cfg(test)]
 mod tests;
@@ -28,6 +30,7 @@ use crate::nested::Tables;
 use crate::paging::format::AmdNested;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
+use crate::snapshot::rollback::Means;
 use crate::vendor::{LastExit, TaskStateSegment, Vendor};
 use crate::x86::{self, Hardware};
 use vmcb::{GuestState, Segment, Vmcb, exit_code};
@@ -72,6 +75,8 @@ impl Vendor for Svm {
     type Control = Vmcb;
     type Host = Vmcb;
     type Format = AmdNested;
+
+    const ROLLBACK: Option<Means<Self>> = Some(rollback::MEANS);
 
     fn tables() -> &'static Tables<AmdNested> {
         &TABLES

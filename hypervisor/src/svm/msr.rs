@@ -68,6 +68,9 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
         msr::PATCH_LOADER => (ExitReason::MsrMicrocode, Answer::Depart(Code::MicrocodeUpdate)),
         _ => (ExitReason::MsrPassThrough, write_through(hardware, index, value)),
     };
+    // A kernel that panics wants no hypervisor any more, but may be put back to when it did.
+    let released = answer == Answer::Depart(Code::SvmReleased);
+    let answer = if released && area.cpu.is_held != 0 { Answer::Skip } else { answer };
     publish::count(area, reason);
     log_access(area, hardware, index, value, true, answer == Answer::Inject(Fault::GeneralProtection));
     answer

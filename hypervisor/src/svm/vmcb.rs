@@ -249,6 +249,12 @@ impl GuestState {
 pub const INTERCEPT_MISC1: u32 = 1 << 26 | 1 << 28;
 /// Intercept word 3: the guest could take a virtual interrupt.
 pub const INTERCEPT_VINTR: u32 = 1 << 4;
+/// Intercept word 3: NMIs. The processor holds one that comes in.
+pub const INTERCEPT_NMI: u32 = 1 << 1;
+/// Intercept word 3: IRET, before it unblocks NMIs.
+pub const INTERCEPT_IRET: u32 = 1 << 20;
+/// Intercept word 3: shutdown, which a triple fault is.
+pub const INTERCEPT_SHUTDOWN: u32 = 1 << 31;
 /// [`Vmcb::virtual_interrupt`]: one is pending, of the highest priority and whatever the TPR (V_IRQ,
 /// V_INTR_PRIO, V_IGN_TPR; APM vol. 2, 15.21.4).
 pub const VIRTUAL_INTERRUPT: u64 = 1 << 8 | 15 << 16 | 1 << 20;
@@ -264,6 +270,12 @@ pub const GUEST_ASID: u32 = 1;
 
 /// Exit codes (APM vol. 2, appendix C).
 pub mod exit_code {
+    /// An NMI.
+    pub const NMI: u64 = 0x61;
+    /// IRET.
+    pub const IRET: u64 = 0x74;
+    /// Shutdown.
+    pub const SHUTDOWN: u64 = 0x7F;
     /// An MSR access that the permission map intercepts.
     pub const MSR: u64 = 0x7C;
     /// The guest could take a virtual interrupt.
@@ -276,6 +288,8 @@ pub mod exit_code {
     pub const VMMCALL: u64 = 0x81;
     /// VMLOAD.
     pub const VMLOAD: u64 = 0x82;
+    /// STGI.
+    pub const STGI: u64 = 0x84;
     /// SKINIT.
     pub const SKINIT: u64 = 0x86;
     /// Nested page fault.

@@ -2,10 +2,14 @@
 //!
 //! [`Hardware`] is what the exit handlers need of the processor; tests put a model in its place.
 
+mod apic;
 pub mod msr;
+mod port;
 pub mod vmx;
 
 use core::arch::asm;
+
+use crate::pci::Register;
 
 /// RFLAGS.TF.
 pub const RFLAGS_TF: u64 = 1 << 8;
@@ -21,6 +25,23 @@ pub const DR7_CLEAR: u64 = 0x400;
 pub const CR4_PGE: u64 = 1 << 7;
 /// CR0 in the hypervisor: PE, MP, ET, NE, WP, PG and nothing that the system above has set.
 pub const HOST_CR0: u64 = 0x8001_0033;
+
+/// Copies a page by words: what processors do as fast as anything, and emulators eight times as fast as bytes.
+///
+/// # Safety
+/// Both are pages that may be read and written, and they do not overlap.
+pub unsafe fn copy_page(from: *const [u64; 512], to: *mut [u64; 512]) {
+    // SAFETY: by the caller's promise; the direction flag is clear.
+    unsafe {
+        asm!(
+            "rep movsq",
+            inout("rcx") 512 => _,
+            inout("rsi") from => _,
+            inout("rdi") to => _,
+            options(nostack, preserves_flags),
+        );
+    }
+}
 
 /// The processor as the exit handlers see it.
 pub trait Hardware {
@@ -68,6 +89,13 @@ pub trait Hardware {
     fn flush_guests(&mut self, vpid: bool);
     /// Ends as a triple fault does.
     fn shut_down(&mut self) -> crate::host::entry::Next;
+
+    /// Sends an NMI to the CPU whose local APIC has this identifier. Its page is mapped.
+    fn send_nmi(&mut self, apic_id: u32);
+    /// Reads a register of a PCI function.
+    fn read_pci(&mut self, register: Register) -> u32;
+    /// Writes one.
+    fn write_pci(&mut self, register: Register, value: u32);
 }
 
 /// The value of a control or debug register.
@@ -192,5 +220,17 @@ impl Hardware for Processor {
     fn shut_down(&mut self) -> crate::host::entry::Next {
         // SAFETY: the system above is gone, and nothing of this CPU is needed any more.
         unsafe { vmx::shut_down() }
+    }
+
+    fn send_nmi(&mut self, apic_id: u32) {
+        apic::send_nmi(apic_id);
+    }
+
+    fn read_pci(&mut self, register: Register) -> u32 {
+        port::read_pci(register.address())
+    }
+
+    fn write_pci(&mut self, register: Register, value: u32) {
+        port::write_pci(register.address(), value);
     }
 }

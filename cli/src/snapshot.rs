@@ -1,0 +1,287 @@
+//! `mercury snapshot` and `mercury rollback`: the whole machine back to what it was, in memory.
+//!
+//! What is kept lies in the hypervisor and outlives this command. When the machine is put back to it, this command
+//! is where everything goes on: it ends a second time.
+
+use crate::{
+    args::SnapshotArgs,
+    checkpoint::{
+        self, Attached,
+        applications::Frozen,
+        disks::{self, Mounted, Still},
+        guard::Guard,
+    },
+    commands::{self, Say},
+    device::{Access, Device},
+    driver::Driver,
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    output::{Hex, Render, Text, bytes, duration, thousands, ticks_to_us},
+    status::nul_padded,
+    sysroot::Sysroot,
+};
+use mercury_abi::{
+    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
+    snapshot::{RollbackReason, RollbackReport},
+};
+use serde::Serialize;
+use std::time;
+
+const PAGE: u64 = 4096;
+
+/// What `mercury snapshot` did.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "state", rename_all = "kebab-case")]
+pub enum Report {
+    /// There is a snapshot.
+    Kept {
+        /// Bytes of memory that it holds.
+        memory: u64,
+        /// Bytes for copies.
+        pool: u64,
+        /// Microseconds for which everything stood still.
+        pause_us: f64,
+    },
+    /// This machine was put back to it.
+    RolledBack(Rollback),
+    /// There is none any more.
+    Dropped {
+        /// Pages that had been copied.
+        copied_pages: u64,
+    },
+}
+
+/// How a machine was put back.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Rollback {
+    /// How often since the hypervisor was loaded.
+    pub count: u64,
+    /// Why.
+    pub reason: &'static str,
+    /// What the kernel said last.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
+    /// The CPU that asked for it.
+    pub cpu: u32,
+    /// The instruction there.
+    pub rip: Hex,
+    /// Pages that were copied back.
+    pub pages: u64,
+    /// Devices that were silenced.
+    pub devices: u64,
+    /// Microseconds until all CPUs had met.
+    pub meet_us: f64,
+    /// Microseconds from then until everything was in place.
+    pub work_us: f64,
+    /// Test builds: pages that were compared, and those that were different.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compared: Option<Compared>,
+}
+
+/// What a comparison of all of memory found.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Compared {
+    /// Pages.
+    pub pages: u64,
+    /// Those that were not what they had been.
+    pub different: u64,
+    /// The first of them.
+    pub first: Hex,
+}
+
+impl Rollback {
+    /// What the driver says.
+    #[must_use]
+    pub fn new(report: &RollbackReport, message: String, tsc_khz: u64) -> Self {
+        let name = RollbackReason::NAMES.iter().find(|(reason, _)| *reason as u32 == report.reason);
+        let compared = Compared {
+            pages: report.compared,
+            different: report.different,
+            first: Hex(report.different_phys),
+        };
+        Self {
+            count: report.count,
+            reason: name.map_or("unknown", |(_, name)| name),
+            message,
+            cpu: report.cpu,
+            rip: Hex(report.rip_virt),
+            pages: report.pages,
+            devices: report.functions,
+            meet_us: ticks_to_us(report.meet_ticks, tsc_khz),
+            work_us: ticks_to_us(report.work_ticks, tsc_khz),
+            compared: (report.compared != 0).then_some(compared),
+        }
+    }
+
+    /// One line.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let message = if self.message.is_empty() { String::new() } else { format!(" ({})", self.message) };
+        format!(
+            "{} on CPU {}{message}: {} pages in {}",
+            self.reason,
+            self.cpu,
+            thousands(self.pages),
+            duration(self.meet_us + self.work_us)
+        )
+    }
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        match self {
+            Self::Kept { memory, pool, pause_us } => {
+                to.line(format!("a snapshot of {} of memory is kept", bytes(*memory)));
+                to.line(format!(
+                    "everything stood still for {}; {} may be written to before it is lost",
+                    duration(*pause_us),
+                    bytes(*pool)
+                ));
+            }
+            Self::RolledBack(rollback) => {
+                to.line(format!("this machine was put back to its snapshot: {}", rollback.text()));
+            }
+            Self::Dropped { copied_pages } => {
+                to.line(format!(
+                    "the snapshot was given up; {} pages had been copied",
+                    thousands(*copied_pages)
+                ));
+            }
+        }
+    }
+}
+
+/// Keeps a snapshot, or gives it up.
+///
+/// # Errors
+/// If there is none in the end; the machine runs on as it did.
+pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
+    commands::need_root("snapshot")?;
+    if args.drop {
+        let status = Device::open(Access::Control)?.snapshot_end()?.status;
+        return Ok(say.done(&Report::Dropped { copied_pages: status.copied }));
+    }
+    let _deferred = Deferred::begin();
+    let sysroot = Sysroot::default();
+    checkpoint::refuse_untracked(args.force_devices, &sysroot)?;
+    checkpoint::refuse_swap(&sysroot)?;
+    let mounts = disks::mounted(&sysroot)?;
+    refuse_disks(args, &mounts)?;
+    let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
+    let mut guard = Guard::start()?;
+    let attached = Attached::make(&device, &mut guard)?;
+    let report = keep(args, &device, &mounts, &sysroot, &mut guard)?;
+    // What is beneath the machine is to stay there.
+    attached.forget();
+    drop(guard);
+    Ok(say.done(&report))
+}
+
+/// Puts the machine back.
+///
+/// # Errors
+/// If it cannot be done. There is no other way to return.
+pub fn rollback() -> Result<Exit> {
+    commands::need_root("rollback")?;
+    Device::open(Access::Control)?.rollback()?;
+    Err(Error::new(Exit::Failed, "the machine was not put back"))
+}
+
+/// What is in memory must never meet a disk that has moved on.
+fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
+    let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
+    if found.is_empty() || args.force_disks {
+        return Ok(());
+    }
+    let named = |mount: &&Mounted| format!("{} ({})", mount.at.display(), mount.device.display());
+    let text = format!(
+        "local file systems are mounted for writing, and a rollback puts back memory only: {}",
+        found.iter().map(named).collect::<Vec<_>>().join(", ")
+    );
+    Err(Error::new(Exit::Impossible, text).hint(
+        "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper \
+         snapshot, made by --hook and merged before anything is read again), --force-disks goes on",
+    ))
+}
+
+/// Whether a file system goes on while memory goes back. RAM disks are memory.
+fn is_left_behind(mount: &Mounted) -> bool {
+    let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
+    mount.writable && !name.starts_with("ram") && !name.starts_with("zram")
+}
+
+fn keep(
+    args: &SnapshotArgs,
+    device: &Device,
+    mounts: &[Mounted],
+    sysroot: &Sysroot,
+    guard: &mut Guard,
+) -> Result<Report> {
+    let pool = checkpoint::pool_pages(args.pool, sysroot);
+    let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
+    device.snapshot_prepare(pool, flags)?;
+    let begun = time::Instant::now();
+    // Where disks are to go back too, they must be what memory believes them to be.
+    let still = if mounts.iter().any(is_left_behind) {
+        rustix::fs::sync();
+        let frozen = Frozen::hold(guard, &[])?;
+        Some((Still::hold(mounts, guard)?, frozen))
+    } else {
+        None
+    };
+    if let Some(hook) = &args.hook {
+        checkpoint::run_hook(hook)?;
+    }
+    guard.hear();
+    let begin = device.snapshot_begin(pool, flags);
+    drop(still);
+    let begin = begin.map_err(|error| checkpoint::name_culprit(error, sysroot))?;
+    let pause_us = begun.elapsed().as_secs_f64() * 1e6;
+    if begin.rolled_back != 0 {
+        let tsc_khz = device.system()?.tsc_khz;
+        return Ok(Report::RolledBack(Rollback::new(&begin.status.rollback, message(&begin), tsc_khz)));
+    }
+    Ok(Report::Kept { memory: begin.memory_pages * PAGE, pool: begin.status.free_pages * PAGE, pause_us })
+}
+
+/// What the kernel said last.
+fn message(begin: &SnapshotRequest) -> String {
+    let bytes: Vec<u8> = begin.message.iter().flat_map(|word| word.to_le_bytes()).collect();
+    nul_padded(&bytes).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mount(device: &str, writable: bool) -> Mounted {
+        let (number, kind) = ("8:1".to_owned(), "ext4".to_owned());
+        Mounted { number, at: "/mnt".into(), kind, device: device.into(), writable }
+    }
+
+    #[test]
+    fn what_stays_behind() {
+        assert!(is_left_behind(&mount("/dev/sda1", true)));
+        assert!(is_left_behind(&mount("/dev/mapper/root", true)));
+        assert!(!is_left_behind(&mount("/dev/sda1", false)));
+        assert!(!is_left_behind(&mount("/dev/ram0", true)));
+        assert!(!is_left_behind(&mount("/dev/zram1", true)));
+    }
+
+    #[test]
+    fn a_rollback_in_words() {
+        let report = RollbackReport {
+            count: 1,
+            reason: RollbackReason::Panic as u32,
+            cpu: 3,
+            pages: 4096,
+            meet_ticks: 1_000_000,
+            work_ticks: 4_000_000,
+            ..RollbackReport::default()
+        };
+        let rollback = Rollback::new(&report, "sysrq triggered crash".into(), 1_000_000);
+        assert_eq!(rollback.text(), "panic on CPU 3 (sysrq triggered crash): 4,096 pages in 5.00 ms");
+        assert_eq!(rollback.compared, None);
+    }
+}

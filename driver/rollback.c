@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The machine put back to a snapshot that is kept. The hypervisor does it, in its snapshot/rollback.rs;
+ * here is who asks for it, and what it has to know.
+ *
+ * Everything that the driver remembers is put back too. What has to be known afterwards is in the note, in
+ * memory that the snapshot does not keep.
+ */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/kexec.h>
+#include <linux/pci.h>
+#include <asm/apicdef.h>
+#include <asm/msr.h>
+#include <asm/nmi.h>
+#include <asm/tsc.h>
+
+#include "mercury.h"
+
+/* What devices are given to come to rest in. */
+#define SETTLE_MS	3
+
+struct note {
+	char message[128];
+};
+
+static struct note *note;
+/* There is a snapshot to go back to. */
+static bool armed;
+static bool has_handler;
+
+/*
+ * The hypervisor fetches CPUs by NMI. It reaches a CPU that was put back as soon as it runs again, which is
+ * at the instant.
+ */
+static int nmi_comes(unsigned int type, struct pt_regs *regs)
+{
+	return READ_ONCE(mercury.at_instant) ? NMI_HANDLED : NMI_DONE;
+}
+
+/* Where there are devices, or may be. */
+static u32 find_buses(u64 buses[4])
+{
+	struct pci_dev *device = NULL;
+	unsigned int bus, last;
+
+	for_each_pci_dev(device) {
+		if (pci_domain_nr(device->bus)) {
+			pr_err("%s cannot be reached by the hypervisor\n", pci_name(device));
+			pci_dev_put(device);
+			return MERCURY_CODE_ROLLBACK_DEVICES;
+		}
+		last = device->subordinate ? device->subordinate->busn_res.end : device->bus->number;
+		last = clamp_t(unsigned int, last, device->bus->number, 255);
+		for (bus = device->bus->number; bus <= last; bus++)
+			buses[bus / 64] |= BIT_ULL(bus % 64);
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* All that it takes, before the snapshot begins. `page` is not kept, and neither are `cpus`. */
+u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
+			     struct mercury_restart_cpu *cpus)
+{
+	u32 code;
+
+	if (!mercury_emergency_is_ours())
+		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
+	memset(setup->buses, 0, sizeof(setup->buses));
+	code = find_buses(setup->buses);
+	if (code == MERCURY_CODE_OK && !mercury_x2apic())
+		code = mercury_map_registers(__rdmsr(MSR_IA32_APICBASE) & MSR_IA32_APICBASE_BASE);
+	if (code != MERCURY_CODE_OK)
+		return code;
+	if (register_nmi_handler(NMI_LOCAL, nmi_comes, 0, "mercury"))
+		return MERCURY_CODE_NO_MEMORY;
+	has_handler = true;
+	setup->keep_virt = (u64)cpus;
+	setup->settle_ticks = (u64)tsc_khz * SETTLE_MS;
+	note = page;
+	memset(note, 0, sizeof(*note));
+	return MERCURY_CODE_OK;
+}
+
+/* From here on whatever asks for it gets it. */
+void mercury_rollback_arm(void)
+{
+	WRITE_ONCE(armed, true);
+}
+
+void mercury_rollback_disarm(void)
+{
+	WRITE_ONCE(armed, false);
+}
+
+/* There is no snapshot any more. */
+void mercury_rollback_end(void)
+{
+	mercury_rollback_disarm();
+	if (has_handler)
+		unregister_nmi_handler(NMI_LOCAL, "mercury");
+	has_handler = false;
+	note = NULL;
+}
+
+/* In a machine that was put back: what was noted in its other life. */
+void mercury_rollback_read(u64 message[16])
+{
+	memcpy(message, note->message, sizeof(note->message));
+}
+
+static __always_inline u32 call(u64 what, u64 argument)
+{
+	u64 unused;
+
+	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, argument, &unused);
+}
+
+/*
+ * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any context.
+ */
+u32 mercury_rollback(u32 reason, const char *message)
+{
+	unsigned long flags;
+	u32 code;
+
+	if (!READ_ONCE(armed))
+		return MERCURY_CODE_NO_SNAPSHOT;
+	if (mercury_dma_missed())
+		return MERCURY_CODE_SNAPSHOT_DEVICES;
+	if (message)
+		strscpy(note->message, message, sizeof(note->message));
+	local_irq_save(flags);
+	code = call(MERCURY_SNAPSHOT_CALL_ROLLBACK, reason);
+	local_irq_restore(flags);
+	return code;
+}
+
+/*
+ * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked asks for a rollback soon,
+ * unless a crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it
+ * is to stay.
+ */
+noinstr bool mercury_rollback_waits(void)
+{
+	bool crash_kernel;
+
+	if (!READ_ONCE(armed) || !READ_ONCE(oops_in_progress))
+		return false;
+	instrumentation_begin();
+	crash_kernel = kexec_crash_loaded();
+	instrumentation_end();
+	if (crash_kernel)
+		call(MERCURY_SNAPSHOT_CALL_ROLLBACK, MERCURY_ROLLBACK_REASON_STOP);
+	return !crash_kernel && call(MERCURY_SNAPSHOT_CALL_HOLD, 0) == MERCURY_CODE_OK;
+}

@@ -1,0 +1,119 @@
+//! PCI functions, as far as they must be kept from writing to memory: while a machine is put back to a snapshot
+//! nobody else may change it.
+//!
+//! By the configuration ports, which reach the first segment (PCI Local Bus 3.0, 3.2.2.3.2). Whoever used them at the
+//! time is put back too.
+
+use crate::x86::Hardware;
+
+/// A register of a function, as the address port takes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Register(u32);
+
+const IDENTITY: u32 = 0x00;
+const COMMAND: u32 = 0x04;
+const COMMAND_BUS_MASTER: u32 = 1 << 2;
+/// The other half of the register is the status, in which ones that are written clear what is set.
+const COMMAND_BITS: u32 = 0xFFFF;
+const CLASS: u32 = 0x08;
+const CLASS_SHIFT: u32 = 16;
+const HEADER_TYPE: u32 = 0x0C;
+const HEADER_TYPE_MANY: u32 = 0x80 << 16;
+const NOBODY: u32 = 0xFFFF_FFFF;
+/// Bridges let through what devices behind them write.
+const CLASS_BRIDGE: u32 = 0x06;
+/// Without its own accesses nothing goes through an IOMMU, and it writes to no memory but its own.
+const CLASS_IOMMU: u32 = 0x0806;
+
+impl Register {
+    const ENABLE: u32 = 1 << 31;
+
+    const fn of(bus: u32, device: u32, function: u32, register: u32) -> Self {
+        Self(Self::ENABLE | bus << 16 | device << 11 | function << 8 | register)
+    }
+
+    const fn with(self, register: u32) -> Self {
+        Self(self.0 & !0xFF | register)
+    }
+
+    /// What the address port takes.
+    #[must_use]
+    pub const fn address(self) -> u32 {
+        self.0
+    }
+}
+
+/// Keeps all functions on these buses, a bit for each, from accessing memory; how many there were.
+pub fn silence(hardware: &mut impl Hardware, buses: &[u64; 4]) -> u64 {
+    let mut silenced = 0;
+    for bus in (0..256).filter(|bus| buses[*bus as usize / 64] >> (bus % 64) & 1 != 0) {
+        for device in 0..32 {
+            silenced += silence_device(hardware, bus, device);
+        }
+    }
+    silenced
+}
+
+fn silence_device(hardware: &mut impl Hardware, bus: u32, device: u32) -> u64 {
+    let first = Register::of(bus, device, 0, IDENTITY);
+    if hardware.read_pci(first) == NOBODY {
+        return 0;
+    }
+    let many = hardware.read_pci(first.with(HEADER_TYPE)) & HEADER_TYPE_MANY != 0;
+    let functions = if many { 8 } else { 1 };
+    (0..functions).map(|function| silence_function(hardware, Register::of(bus, device, function, 0))).sum()
+}
+
+fn silence_function(hardware: &mut impl Hardware, function: Register) -> u64 {
+    if hardware.read_pci(function.with(IDENTITY)) == NOBODY {
+        return 0;
+    }
+    let class = hardware.read_pci(function.with(CLASS)) >> CLASS_SHIFT;
+    let command = hardware.read_pci(function.with(COMMAND));
+    if class >> 8 == CLASS_BRIDGE || class == CLASS_IOMMU || command & COMMAND_BUS_MASTER == 0 {
+        return 0;
+    }
+    hardware.write_pci(function.with(COMMAND), command & COMMAND_BITS & !COMMAND_BUS_MASTER);
+    // Whatever it has written before is in memory when a read of it has come back.
+    let _ = hardware.read_pci(function.with(COMMAND));
+    1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Model;
+
+    const STATUS: u32 = 0x0010_0000;
+
+    fn add(model: &mut Model, function: Register, class: u32, header: u32) {
+        let registers = [(IDENTITY, 0x1111_1AF4), (COMMAND, STATUS | 7), (CLASS, class << 16 | 1)];
+        for (register, value) in registers.into_iter().chain([(HEADER_TYPE, header)]) {
+            model.pci.insert(function.with(register).address(), value);
+        }
+    }
+
+    #[test]
+    fn devices_are_silenced_and_bridges_are_not() {
+        let mut model = Model::default();
+        let function = |bus, device, function| Register::of(bus, device, function, 0);
+        let disk = [function(0, 3, 0), function(0, 3, 5), function(200, 31, 7)];
+        let others = [function(0, 0, 0), function(0, 1, 0), function(0, 2, 0), function(7, 0, 0)];
+        add(&mut model, disk[0], 0x0108, HEADER_TYPE_MANY);
+        add(&mut model, disk[1], 0x0200, 0);
+        add(&mut model, function(200, 31, 0), 0x0600, HEADER_TYPE_MANY);
+        add(&mut model, disk[2], 0x0106, 0);
+        add(&mut model, others[0], 0x0600, 0);
+        add(&mut model, others[1], 0x0604, 1 << 16);
+        add(&mut model, others[2], CLASS_IOMMU, 0);
+        add(&mut model, others[3], 0x0108, 0);
+        // Bus 7 is none that was asked for.
+        assert_eq!(silence(&mut model, &[1, 0, 0, 1 << (200 - 192)]), 3);
+        for disk in disk {
+            assert_eq!(model.pci[&disk.with(COMMAND).address()], 3, "{disk:?}, and no status is cleared");
+        }
+        for other in others {
+            assert_eq!(model.pci[&other.with(COMMAND).address()], STATUS | 7, "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! A CPU is fetched for a rollback, and put back.
+//!
+//! While a snapshot is kept NMIs exit. One that is the system's own is let through: intercepted no more, it is the first
+//! thing that the processor delivers, and it blocks others as ever. The IRET at its handler's end exits, so that the next
+//! NMI does again (APM vol. 2, 15.13.2 and 15.21.9).
+
+use mercury_abi::restart::SavedCpu;
+use mercury_abi::shared::ExitReason;
+use mercury_abi::snapshot::{MERCURY_ROLLED_BACK, RollbackReason};
+
+use super::Area;
+use super::capture::{segment, table};
+use super::vmcb::{INTERCEPT_IRET, INTERCEPT_NMI, INTERCEPT_SHUTDOWN, Segment, TLB_FLUSH_ALL};
+use crate::exit::Answer;
+use crate::host::entry::Next;
+use crate::snapshot::rollback::{self, Means, Watch};
+use crate::x86::{DR7_CLEAR, Hardware};
+use crate::{machine_check, nested, publish};
+
+/// AMD's means.
+pub const MEANS: Means<super::Svm> = Means { watch, is_in_nmi, resume };
+
+/// Index of KernelGSBase in [`super::vmcb::Vmcb::syscall`].
+const KERNEL_GS_BASE: usize = 4;
+/// DR6 with nothing to report.
+const DR6_CLEAR: u64 = 0xFFFF_0FF0;
+/// A flat data segment, present, writable and accessed; its privilege level is in bits 6:5.
+const FLAT_DATA: u16 = 0xC93;
+
+fn watch(area: &mut Area, watch: Watch) {
+    let intercepts = &mut area.control.intercept_misc1;
+    *intercepts &= !(INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
+    if watch == Watch::On {
+        *intercepts |= INTERCEPT_NMI | INTERCEPT_SHUTDOWN;
+    }
+}
+
+/// One was let through, and its handler has not returned.
+fn is_in_nmi(area: &Area) -> bool {
+    area.control.intercept_misc1 & INTERCEPT_IRET != 0
+}
+
+/// An NMI: to fetch this CPU, or the system's.
+pub fn nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::Other);
+    if rollback::wants(area) && rollback::join(area, hardware).is_ok() {
+        return Answer::RetryFlushed;
+    }
+    let intercepts = &mut area.control.intercept_misc1;
+    *intercepts = *intercepts & !INTERCEPT_NMI | INTERCEPT_IRET;
+    Answer::Retry
+}
+
+/// The handler of an NMI returns. Whoever was to be fetched meanwhile comes now.
+pub fn nmi_ends(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::Other);
+    if rollback::wants(area) && rollback::join(area, hardware).is_ok() {
+        return Answer::RetryFlushed;
+    }
+    watch(area, Watch::On);
+    Answer::Retry
+}
+
+/// The system cannot go on. If there is nothing to go back to, the machine ends as it would have natively: what the
+/// control block says of the CPU is not defined any more (APM vol. 2, 15.14.3).
+pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer, Next> {
+    publish::count(area, ExitReason::Other);
+    match rollback::ask(area, hardware, RollbackReason::TripleFault) {
+        Ok(()) => Ok(Answer::RetryFlushed),
+        Err(_) => Err(hardware.shut_down()),
+    }
+}
+
+/// What the kernel has in its registers at the instant of a snapshot; MSRs that only it writes it restores itself.
+fn resume(area: &mut Area, saved: &SavedCpu) {
+    let Area { cpu, own, control, .. } = area;
+    control.cs = segment(&cpu.gate.inward.cs);
+    control.ss = segment(&cpu.gate.inward.ss);
+    control.ds = data_segment(saved.data_selectors[0]);
+    control.es = data_segment(saved.data_selectors[1]);
+    control.fs = Segment { base: saved.fs_base, ..Segment::default() };
+    control.gs = Segment { base: saved.gs_base, ..Segment::default() };
+    control.syscall[KERNEL_GS_BASE] = saved.kernel_gs_base;
+    control.gdtr = table(&saved.gdtr);
+    control.idtr = table(&saved.idtr);
+    control.cpl = 0;
+    control.efer = own.attach_efer;
+    own.guest_efer = own.attach_efer;
+    (control.cr0, control.cr3, control.cr4) = (saved.cr0, saved.cr3, saved.cr4);
+    (control.dr6, control.dr7) = (DR6_CLEAR, DR7_CLEAR);
+    (control.rip, control.rsp, control.rflags) = (saved.rip, saved.rsp, saved.rflags);
+    control.rax = MERCURY_ROLLED_BACK;
+    let registers = &mut cpu.gate.outward.registers;
+    let [rbx, rbp, r12, r13, r14, r15] = saved.registers;
+    *registers = [0, 0, 0, rbx, 0, rbp, 0, 0, 0, 0, 0, 0, r12, r13, r14, r15];
+    control.interrupt_shadow = 0;
+    (control.inject_event, control.exit_event) = (0, 0);
+    control.nested_cr3 = nested::root().as_u64();
+    control.tlb_control = TLB_FLUSH_ALL;
+    control.await_window(false);
+    watch(area, Watch::Off);
+    machine_check::forget(area);
+}
+
+/// A data segment of 64-bit mode, by its selector.
+fn data_segment(selector: u64) -> Segment {
+    let selector = selector as u16;
+    if selector & !3 == 0 {
+        return Segment { selector, ..Segment::default() };
+    }
+    Segment { selector, attributes: FLAT_DATA | (selector & 3) << 5, limit: u32::MAX, base: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Attached;
+    use crate::svm::vmcb::{INTERCEPT_MISC1, event, exit_code};
+    use crate::x86::msr;
+
+    const ALL: u32 = INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN;
+
+    fn watched() -> Attached {
+        let mut cpu = Attached::new();
+        cpu.area.cpu.on_snapshot = 1;
+        watch(&mut cpu.area, Watch::On);
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
+        cpu
+    }
+
+    /// The processor delivers it by itself, and blocks others until the handler's IRET.
+    #[test]
+    fn an_nmi_of_the_systems_is_let_through() {
+        let mut cpu = watched();
+        let rip = cpu.area.control.rip;
+        assert_eq!(cpu.exit(exit_code::NMI), Next::Run);
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
+        assert!(is_in_nmi(&cpu.area));
+        assert_eq!(cpu.exit(exit_code::IRET), Next::Run);
+        assert!(!is_in_nmi(&cpu.area));
+        assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
+        assert_eq!((cpu.area.control.rip, cpu.enter()), (rip, 0), "nothing is injected, nothing skipped");
+        watch(&mut cpu.area, Watch::Off);
+        assert_eq!(cpu.area.control.intercept_misc1, INTERCEPT_MISC1);
+    }
+
+    #[test]
+    fn a_shutdown_with_nothing_to_go_back_to_is_one() {
+        crate::nested::tests::install::<crate::svm::Svm>();
+        let mut cpu = watched();
+        assert_eq!(cpu.exit(exit_code::SHUTDOWN), Next::Leave);
+        assert!(cpu.hardware.shut_down && cpu.hardware.nmis.is_empty());
+    }
+
+    /// Linux 6.1 switches SVM off on a CPU that it stops in a panic.
+    #[test]
+    fn a_cpu_that_is_held_is_not_released() {
+        let release = |cpu: &mut Attached, index: u32| {
+            (*cpu.register(0), *cpu.register(2), *cpu.register(1)) = (0, 0, u64::from(index));
+            cpu.area.control.exit_info1 = 1;
+            cpu.exit(exit_code::MSR)
+        };
+        for index in [msr::EFER, msr::VM_HSAVE_PA] {
+            let mut cpu = Attached::new();
+            assert_eq!(release(&mut cpu, index), Next::Leave);
+            let mut cpu = Attached::new();
+            cpu.area.cpu.is_held = 1;
+            let efer = cpu.area.control.efer;
+            assert_eq!(release(&mut cpu, index), Next::Run);
+            assert_eq!(cpu.exit(exit_code::STGI), Next::Run);
+            assert_eq!((cpu.area.control.inject_event, cpu.area.control.efer), (0, efer));
+        }
+    }
+
+    #[test]
+    fn a_cpu_goes_on_where_it_was() {
+        let mut cpu = watched();
+        let control = &mut cpu.area.control;
+        // Whatever it came to.
+        (control.cpl, control.cr0, control.efer, control.rip) = (3, 0x11, 0, 0x1234);
+        (control.inject_event, control.exit_event) = (event::DEBUG, event::DEBUG);
+        control.interrupt_shadow = 1;
+        control.await_window(true);
+        cpu.area.own.guest_efer = 0;
+        cpu.area.cpu.gate.inward.cs.attributes = 0xA09B;
+        let saved = SavedCpu {
+            cr0: 0x8005_0033,
+            cr3: 0x1234_5000,
+            cr4: 0x6F0,
+            rip: 0xFFFF_FFFF_C000_0000,
+            rsp: 0xFFFF_C900_0000_0000,
+            rflags: 0x46,
+            registers: [3, 5, 12, 13, 14, 15],
+            gs_base: 0xFFFF_8880_0000_0000,
+            kernel_gs_base: 7,
+            data_selectors: [0, 0x2B],
+            ..SavedCpu::default()
+        };
+        resume(&mut cpu.area, &saved);
+        let control = &cpu.area.control;
+        assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
+        assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));
+        assert_eq!(
+            (control.rax, control.cpl, control.efer),
+            (MERCURY_ROLLED_BACK, 0, cpu.area.own.attach_efer)
+        );
+        assert_eq!((control.gs.base, control.syscall[KERNEL_GS_BASE]), (saved.gs_base, 7));
+        assert_eq!((control.cs.attributes, control.ds.attributes, control.es.attributes), (0xA9B, 0, 0xCF3));
+        assert_eq!(control.inject_event | control.exit_event | control.interrupt_shadow, 0);
+        assert_eq!((control.intercept_misc1, control.virtual_interrupt), (INTERCEPT_MISC1, 0));
+        assert_eq!(control.tlb_control, TLB_FLUSH_ALL);
+        let registers = [3, 5, 12, 13, 14, 15].map(|number: usize| *cpu.register(number));
+        assert_eq!(registers, saved.registers);
+    }
+}

@@ -1,0 +1,285 @@
+//! A machine that is put back to a snapshot in memory, whatever became of it: every byte of memory is what it was, by
+//! the hypervisor's own hashes, what ran goes on, and devices work.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{
+    thread,
+    time::{Duration, SystemTime},
+};
+
+use mercury_lab::{Bus, Kernel, Machine, Nic, Platform, Result, Spec, Vendor, driver::Variant};
+use serde_json::Value;
+use workloads::load_test_module;
+
+/// Direct and buffered reads of a disk that nothing is mounted on.
+const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
+     bs=1M; echo 1 > /proc/sys/vm/drop_caches; done";
+
+/// Work of the kernel's: processes, pages, files in memory.
+const MEMORY_LOAD: &str = "while true; do cp /bin/bash /run/copy; /bin/true; done";
+
+/// Flows both ways; the card is the only one.
+const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip address add \
+     10.0.2.15/24 dev $card; ip link set $card up; while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
+
+/// Two lives: the first one keeps a snapshot, works on, and dies. The second one begins where the command ends for
+/// the second time, and says so where a host hears it that cannot ask.
+const LIVES: &str = r#"
+sleep 1
+mercury snapshot --compare --json > /run/said 2>&1
+if grep -q '"kept"' /run/said; then
+    date +%s > /run/first
+    ls -R /usr > /run/listing
+    sleep 1
+    eval "$1"
+    sleep 60
+    echo "<3>lives: still in the first" > /dev/kmsg
+else
+    echo "<3>lives: the second, after $(cat /run/said | tr -d '\n')" > /dev/kmsg
+fi
+"#;
+
+/// Counts, and notices a clock that goes back.
+const CLOCK: &str = r#"
+import time, os
+before, count = time.monotonic(), 0
+while True:
+    time.sleep(0.05)
+    now = time.monotonic()
+    if now < before:
+        open("/run/clock.wrong", "a").write(f"{before} {now}\n")
+    before, count = now, count + 1
+    open("/run/clock.new", "w").write(str(count))
+    os.rename("/run/clock.new", "/run/clock")
+"#;
+
+/// The hypervisor of this version cannot do it on Intel, and Bochs's SVM forgets interrupts.
+fn need_qemu() -> Result<()> {
+    if Platform::chosen()? == Platform::Qemu {
+        return Ok(());
+    }
+    Platform::need(Vendor::Amd, "this version cannot put back a machine with this processor")?;
+    Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
+}
+
+fn spec(cpus: u32) -> Spec {
+    spec_of(Kernel::BookwormCloud, cpus)
+}
+
+fn spec_of(kernel: Kernel, cpus: u32) -> Spec {
+    Spec::new(kernel).cpus(cpus).disk(Bus::Virtio, 64).modules(Variant::Faults)
+}
+
+fn start(machine: &Machine, line: &str) -> Result<()> {
+    machine.sh(&format!("setsid bash -c '{line}' > /dev/null 2>&1 < /dev/null &")).map(drop)
+}
+
+/// A machine whose root is only read, at work.
+fn at_work(spec: Spec, loads: &[&str]) -> Result<Machine> {
+    let machine = Machine::boot(spec)?;
+    machine.sh("sync; mount -o remount,ro /; yes mercury | head -c 60M > /dev/vda")?;
+    load_test_module(&machine)?;
+    machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+    machine.put("/run/clock.py", CLOCK.as_bytes(), 0o644)?;
+    start(&machine, "python3 /run/clock.py")?;
+    loads.iter().try_for_each(|load| start(&machine, load))?;
+    machine.sh("while ! test -s /run/clock; do sleep 0.1; done")?;
+    Ok(machine)
+}
+
+/// Lives once until `death`, and says how it came back.
+fn live_twice(machine: &Machine, death: &str) -> Result<Value> {
+    let said = machine.serial_log().len();
+    machine.sh(&format!("setsid bash /run/lives '{death}' > /run/lives.said 2>&1 < /dev/null &"))?;
+    // Nobody talks to it meanwhile: half a word would be lost.
+    loop {
+        machine.wait_serial("(?s)lives: .*\n", Duration::from_secs(120))?;
+        let log = machine.serial_log();
+        if let Some((_, line)) = log[said..].split_once("lives: ").filter(|(_, rest)| rest.contains('\n')) {
+            let line = line.lines().next().unwrap();
+            let report = line.strip_prefix("the second, after ");
+            let report = report.unwrap_or_else(|| panic!("{line}"));
+            println!("{report}");
+            return Ok(serde_json::from_str(report).unwrap());
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn number(machine: &Machine, path: &str) -> Result<u64> {
+    Ok(machine.sh(&format!("cat {path}"))?.parse().unwrap_or(0))
+}
+
+/// The machine's wall clock is this host's.
+fn knows_the_time(machine: &Machine) -> Result<()> {
+    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let before = now();
+    let time: u64 = machine.sh("date +%s")?.parse().unwrap();
+    let right = before - 3..=now() + 3;
+    assert!(right.contains(&time), "the time is {time}, not in {right:?}");
+    Ok(())
+}
+
+/// What must hold in a machine that was put back for `reason`.
+fn is_as_it_was(machine: &Machine, report: &Value, reason: &str) -> Result<()> {
+    assert_eq!((&report["state"], &report["reason"]), (&"rolled-back".into(), &reason.into()), "{report}");
+    assert!(report["pages"].as_u64() > Some(1000), "it did work: {report}");
+    assert!(report["devices"].as_u64() > Some(0), "{report}");
+    assert!(report["compared"]["pages"].as_u64() > Some(100_000), "all memory was compared: {report}");
+    assert_eq!(report["compared"]["different"], 0, "{report}");
+    assert_eq!(machine.sh("ls /run/first /run/listing 2> /dev/null || true")?, "", "it has not been");
+    let before = number(machine, "/run/clock")?;
+    machine.sh("sleep 1; dd if=/dev/vda of=/dev/null bs=1M iflag=direct; cat /bin/bash > /dev/null")?;
+    assert!(number(machine, "/run/clock")? > before, "what ran goes on");
+    assert_eq!(machine.sh("cat /run/clock.wrong 2> /dev/null || true")?, "");
+    assert_eq!(machine.sh("head -c 60M /dev/vda | cmp - <(yes mercury | head -c 60M)")?, "");
+    knows_the_time(machine)?;
+    let log = machine.sh("dmesg")?;
+    assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
+    let status: Value = serde_json::from_str(&machine.sh("mercury status --json")?).unwrap();
+    assert!(status["cpus"].as_array().unwrap().iter().all(|cpu| cpu["mode"] == "attached"), "{status}");
+    assert!(status["snapshot"].is_null(), "it is used up: {status}");
+    Ok(())
+}
+
+fn is_native_again(machine: &Machine) -> Result<()> {
+    for _ in 0..2 {
+        machine.mercury("detach")?;
+        assert!(!machine.sh("mercury status --json")?.contains("\"attached\""));
+        machine.mercury("attach")?;
+    }
+    machine.mercury("detach")?;
+    machine.check_log()
+}
+
+fn goes_back(spec: Spec, loads: &[&str], death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec, loads)?;
+    let report = live_twice(&machine, death)?;
+    is_as_it_was(&machine, &report, reason)?;
+    is_native_again(&machine)
+}
+
+const COMMAND: &str = "mercury rollback";
+const PANIC: &str = "echo c > /proc/sysrq-trigger";
+
+#[test]
+fn on_command() -> Result<()> {
+    goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+#[test]
+fn on_command_on_one_cpu() -> Result<()> {
+    goes_back(spec(1), &[DISK_LOAD], COMMAND, "command")
+}
+
+#[test]
+fn from_a_panic() -> Result<()> {
+    goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
+}
+
+#[test]
+fn from_a_panic_on_a_later_kernel() -> Result<()> {
+    goes_back(spec_of(Kernel::TrixieCloud, 2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
+}
+
+#[test]
+fn from_a_panic_on_one_cpu() -> Result<()> {
+    goes_back(spec(1), &[MEMORY_LOAD], PANIC, "panic")
+}
+
+/// The others are halted with interrupts off by then.
+#[test]
+fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(4).nic(Nic::Virtio), &[DISK_LOAD, MEMORY_LOAD, NETWORK_LOAD])?;
+    machine.sh("until ping -c 1 -W 1 10.0.2.2; do sleep 0.2; done")?;
+    let report = live_twice(&machine, PANIC)?;
+    is_as_it_was(&machine, &report, "panic")?;
+    machine.sh("ping -c 3 10.0.2.2")?;
+    is_native_again(&machine)
+}
+
+/// A CPU that takes no interrupts any more is fetched by another.
+#[test]
+fn from_a_hung_cpu() -> Result<()> {
+    let death = "mercury-workload kernel hang 1 & sleep 0.2; taskset 1 mercury rollback";
+    goes_back(spec(2), &[], death, "command")
+}
+
+/// The kernel stops it by NMI, in whose handler no other reaches it.
+#[test]
+fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
+    let death = "taskset 1 mercury-workload kernel hang-and-panic 1";
+    goes_back(spec(2), &[DISK_LOAD], death, "panic")
+}
+
+#[test]
+fn from_a_triple_fault() -> Result<()> {
+    goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+    let output = machine.run(line)?;
+    assert!(!output.success() && output.stderr.contains(reason), "{line}: {}", output.stderr);
+    Ok(())
+}
+
+fn state(machine: &Machine) -> Result<Value> {
+    let status = machine.sh("mercury status --json")?;
+    Ok(serde_json::from_str::<Value>(&status).unwrap()["snapshot"].clone())
+}
+
+/// Whatever takes the snapshot away, the machine runs on, and says why it has none.
+#[test]
+fn without_a_snapshot_nothing_happens() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    refused(&machine, "mercury snapshot", "/ (/dev/")?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    refused(&machine, "mercury snapshot --hook 'exit 3'", "the hook failed")?;
+    assert!(!machine.sh("mercury status --json")?.contains("\"attached\""), "it is as it was");
+    machine.sh("mercury snapshot")?;
+    assert_eq!(state(&machine)?["state"], "kept");
+    refused(&machine, "mercury snapshot", "snapshot-live")?;
+    machine.sh("mercury snapshot --drop")?;
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+
+    machine.sh("mercury snapshot --pool 8; dd if=/dev/zero of=/run/x bs=1M count=60")?;
+    machine.sh("until mercury status | grep snapshot-pool; do sleep 0.2; done; rm /run/x")?;
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+
+    machine.sh("mercury snapshot; echo 0 > /sys/devices/system/cpu/cpu1/online")?;
+    machine.sh("until mercury status | grep snapshot-lost; do sleep 0.2; done")?;
+    machine.sh("mercury snapshot; echo 1 > /sys/devices/system/cpu/cpu1/online")?;
+    machine.sh("until mercury status | grep snapshot-hotplug; do sleep 0.2; done")?;
+    machine.sh("mercury attach; mercury snapshot; mercury detach")?;
+    assert_eq!(state(&machine)?, Value::Null, "detach gives it up");
+    refused(&machine, "mercury rollback", "no-snapshot")?;
+    machine.check_next_attach()
+}
+
+/// NMIs of the system's own come through beneath a snapshot, each once.
+#[test]
+fn nmis_come_through() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    load_test_module(&machine)?;
+    machine.sh("mercury snapshot")?;
+    for cpu in [0, 1] {
+        let answer = workloads::kernel(&machine, &format!("nmi {cpu} 300"))?;
+        assert_eq!((&answer["sent"], &answer["lost"]), (&300.into(), &0.into()), "{answer}");
+    }
+    assert_eq!(state(&machine)?["state"], "kept");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
+#[test]
+fn from_a_triple_fault_on_one_cpu() -> Result<()> {
+    goes_back(spec(1), &[], "mercury-workload kernel triple-fault 0", "triple fault")
+}
