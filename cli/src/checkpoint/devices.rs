@@ -7,7 +7,7 @@ use crate::sysroot::Sysroot;
 #[must_use]
 pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
     let mut found = Vec::new();
-    // What is written through one was found missing in a snapshot, and why is not known yet.
+    // No emulator shows whether what is written through one is seen: docs/limits.md.
     let translates = |group: &String| {
         let kind = sysroot.text(&format!("sys/kernel/iommu_groups/{group}/type"));
         kind.is_some_and(|kind| kind.starts_with("DMA"))
