@@ -231,6 +231,8 @@
 
 /* Pages of a PageList. */
 #define MERCURY_PAGE_LIST_MAX 511
+/* Bits of a piece of the map in SnapshotSetup::lasting_virt. */
+#define MERCURY_LASTING_BITS 0x100000
 /* Entries of a TakeList: so many pages are copied with interrupts off. */
 #define MERCURY_TAKE_LIST_MAX 16
 /* Entries of a LandingList. */
@@ -1482,8 +1484,9 @@ struct mercury_snapshot_setup {
 	/* Number of entries in it. */
 	u64 memory_count;
 	/*
-	 * Address of a bitmap with a bit for each page that is kept, in their order:
-	 * those that devices write all the time, copied at the instant. 0: none.
+	 * Address of an array of addresses of bitmaps, of LASTING_BITS each: a bit for
+	 * each page that is kept, in their order, set for those that are copied at the
+	 * instant. 0: none.
 	 */
 	u64 lasting_virt;
 	/*

@@ -32,6 +32,8 @@
 #include "mercury.h"
 
 #define POOL_ORDER_MAX	9
+/* Of each piece of the map of what devices have for good: it is for 4 GiB of memory. */
+#define LASTING_ORDER	get_order(MERCURY_LASTING_BITS / BITS_PER_BYTE)
 #define GFP_POOL	(GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY)
 /* Pieces of memory that are not kept, and ranges between them. */
 #define HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
@@ -68,8 +70,10 @@ static struct {
 	u64 *numbers;
 	u64 *hashes;
 	/* Of what is kept: what devices write all the time. */
-	unsigned long *lasting;
+	unsigned long **lasting;
 	unsigned long bits;
+	/* CPUs that look for it at the instant, and those that have done their part. */
+	atomic_t looking, looked;
 	/* What it was prepared with. */
 	u64 flags, pool_pages;
 	/* Arguments of calls. */
@@ -288,6 +292,23 @@ static u32 find_memory(void)
 	return holes.code;
 }
 
+/* A bit for each page, in pieces. */
+static bool allocate_lasting(unsigned long pages)
+{
+	unsigned long count = DIV_ROUND_UP(pages, MERCURY_LASTING_BITS), i;
+
+	snapshot.lasting = piece(get_order(count * sizeof(*snapshot.lasting)), GFP_KERNEL);
+	if (!snapshot.lasting)
+		return false;
+	for (i = 0; i < count; i++) {
+		snapshot.lasting[i] = piece(LASTING_ORDER, GFP_KERNEL | __GFP_ZERO);
+		if (!snapshot.lasting[i])
+			return false;
+	}
+	snapshot.bits = count * MERCURY_LASTING_BITS;
+	return true;
+}
+
 static u32 allocate(const struct mercury_snapshot_request *request, unsigned int *pool)
 {
 	unsigned long pages = totalram_pages();
@@ -305,10 +326,8 @@ static u32 allocate(const struct mercury_snapshot_request *request, unsigned int
 		return MERCURY_CODE_NO_MEMORY;
 	/* Room for pages that memory has and the kernel does not count. */
 	pages += pages / 8;
-	snapshot.lasting = piece(get_order(pages / 8), GFP_KERNEL | __GFP_ZERO);
-	if (!snapshot.lasting)
+	if (!allocate_lasting(pages))
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
-	snapshot.bits = pages;
 	if (request->flags & MERCURY_SNAPSHOT_HASH) {
 		snapshot.hashes = piece(get_order(pages * sizeof(u64)),
 					GFP_KERNEL | __GFP_NOWARN);
@@ -436,31 +455,50 @@ static s64 number_of(phys_addr_t phys)
 	return -1;
 }
 
+static void mark(u64 number)
+{
+	set_bit(number % MERCURY_LASTING_BITS, snapshot.lasting[number / MERCURY_LASTING_BITS]);
+}
+
 /* A page that is to be copied at the instant. */
 void mercury_snapshot_mark(phys_addr_t phys)
 {
 	s64 number = number_of(phys);
 
 	if (number >= 0)
-		set_bit(number, snapshot.lasting);
+		mark(number);
 }
 
-/* Marks the pages that devices may have for good; all CPUs are here. */
-static void find_lasting(void)
+static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
+{
+	unsigned long first = PHYS_PFN(snapshot.memory[range].start_phys);
+
+	while (pfn < end) {
+		bool lasting;
+		unsigned long count = mercury_dma_stretch(pfn, &lasting);
+
+		if (lasting)
+			mark(snapshot.numbers[range] + pfn - first);
+		pfn += count;
+	}
+}
+
+/*
+ * Marks the pages that devices may have for good. All CPUs are here, and each does its part, in blocks that
+ * no stretch of free pages crosses.
+ */
+static void find_lasting(unsigned int part, unsigned int parts)
 {
 	unsigned int i;
 
 	for (i = 0; i < snapshot.memory_count; i++) {
-		const struct mercury_owned_range *range = &snapshot.memory[i];
-		u64 page = 0;
+		unsigned long pfn = PHYS_PFN(snapshot.memory[i].start_phys), next;
+		unsigned long end = pfn + snapshot.memory[i].pages;
 
-		while (page < range->pages) {
-			bool lasting;
-			u64 count = mercury_dma_stretch(PHYS_PFN(range->start_phys) + page, &lasting);
-
-			if (lasting)
-				__set_bit(snapshot.numbers[i] + page, snapshot.lasting);
-			page += count;
+		for (; pfn < end; pfn = next) {
+			next = min(end, ALIGN(pfn + 1, MAX_ORDER_NR_PAGES));
+			if (pfn / MAX_ORDER_NR_PAGES % parts == part)
+				look_at(i, pfn, next);
 		}
 	}
 }
@@ -498,8 +536,11 @@ static int enter(void *unused)
 	int returned;
 
 	mercury_requests_save();
+	find_lasting(atomic_inc_return(&snapshot.looking) - 1, cpumask_weight(&snapshot.cpus));
+	atomic_inc(&snapshot.looked);
 	if (first) {
-		find_lasting();
+		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
+			cpu_relax();
 		WRITE_ONCE(snapshot.past, true);
 		mercury.at_instant = true;
 		snapshot.refused = syscore_suspend();
@@ -566,6 +607,8 @@ static int instant(void *unused)
 	if (snapshot.others)
 		return 0;
 	snapshot.ready = false;
+	atomic_set(&snapshot.looking, 0);
+	atomic_set(&snapshot.looked, 0);
 	atomic_set(&snapshot.returned, 0);
 	snapshot.first_cpu = cpumask_first(cpu_online_mask);
 	err = mercury_dma_stop();

@@ -122,6 +122,9 @@ pub struct PageList {
     pub pages_phys: [u64; PAGE_LIST_MAX],
 }
 
+/// Bits of a piece of the map in [`SnapshotSetup::lasting_virt`].
+pub const LASTING_BITS: usize = 1 << 20;
+
 /// What is to be kept.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -130,8 +133,8 @@ pub struct SnapshotSetup {
     pub memory_virt: u64,
     /// Number of entries in it.
     pub memory_count: u64,
-    /// Address of a bitmap with a bit for each page that is kept, in their order: those that devices write all the
-    /// time, copied at the instant. 0: none.
+    /// Address of an array of addresses of bitmaps, of [`LASTING_BITS`] each: a bit for each page that is kept, in their
+    /// order, set for those that are copied at the instant. 0: none.
     pub lasting_virt: u64,
     /// Address of an array of one hash for each page that is kept, in their order, filled at the instant; 0: none
     /// (fault-injection builds only).

@@ -10,8 +10,8 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup, SnapshotStatus,
-    TAKE_LIST_MAX, TakeList,
+    LASTING_BITS, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup,
+    SnapshotStatus, TAKE_LIST_MAX, TakeList,
 };
 
 use super::muster::{Arrival, Muster};
@@ -268,14 +268,18 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         if self.lasting_virt == 0 {
             return;
         }
-        let bits = core::ptr::with_exposed_provenance::<u64>(self.lasting_virt as usize);
+        let pieces = core::ptr::with_exposed_provenance::<usize>(self.lasting_virt as usize);
         let mut first = 0;
         for range in self.memory() {
             let end = first + range.pages as usize;
             let mut number = first;
             while number < end {
-                // SAFETY: the driver's bitmap has a bit for each page, in memory that it has mapped.
-                let rest = unsafe { bits.add(number / 64).read() } >> (number % 64);
+                let (piece, bit) = (number / LASTING_BITS, number % LASTING_BITS);
+                // SAFETY: the driver's bitmaps have a bit for each page, in memory that it has mapped.
+                let rest = unsafe {
+                    let bits = core::ptr::with_exposed_provenance::<u64>(pieces.add(piece).read());
+                    bits.add(bit / 64).read() >> (bit % 64)
+                };
                 if rest == 0 {
                     number = (number / 64 + 1) * 64;
                     continue;
@@ -704,6 +708,23 @@ mod tests {
         machine.live.spoil(Code::SnapshotPool);
         assert_eq!(machine.live.put_back(), Err(Code::SnapshotPool));
         assert_eq!(machine.memory[2].0[0], 0xEE);
+    }
+
+    /// What devices have for good is copied before anybody writes.
+    #[test]
+    fn what_lasts_is_copied_at_the_instant() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        let bits: &[u64] = vec![0b1001_0010_u64, u64::MAX].leak();
+        let pieces: &[u64] = vec![bits.as_ptr().expose_provenance() as u64].leak();
+        machine.setup.lasting_virt = pieces.as_ptr().expose_provenance() as u64;
+        assert_eq!(machine.begin(), Ok(()));
+        machine.live.copy_lasting();
+        assert_eq!(machine.live.status().copies, 3, "and nothing behind the last page");
+        machine.memory.iter_mut().for_each(|page| page.0.fill(0xEE));
+        for page in [1, 4, 7] {
+            assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
+        }
+        assert_eq!(machine.take(0), Ok(Some(0xEE)), "a device's write that nobody was told of");
     }
 
     #[test]
