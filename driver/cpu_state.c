@@ -288,7 +288,7 @@ void mercury_requests_drain(void)
 {
 	const struct desc_ptr drain = { sizeof(drain_table) - 1, (unsigned long)drain_table };
 	struct desc_ptr table;
-	unsigned int i;
+	unsigned int i, end;
 
 	/* One that is switched off holds them back. */
 	apic_put(APIC_SPIV, apic_get(APIC_SPIV) | APIC_SPIV_APIC_ENABLED);
@@ -303,7 +303,8 @@ void mercury_requests_drain(void)
 	apic_put(APIC_TASKPRI, 0);
 	for (i = 0; i < DRAIN_MAX && in_hand(APIC_IRR); i++) {
 		asm volatile("sti; nop; nop; cli" : : : "memory");
-		if (in_hand(APIC_ISR))
+		/* One may have come in the midst of another. */
+		for (end = 0; end < DRAIN_MAX && in_hand(APIC_ISR); end++)
 			apic_put(APIC_EOI, 0);
 	}
 	native_load_idt(&table);

@@ -62,9 +62,10 @@ static void mark(void *start, size_t length)
 	}
 }
 
-static bool is_written(unsigned long direction)
+/* Of the register only the lower half is the argument's. */
+static bool is_written(u32 direction)
 {
-	return direction != DMA_TO_DEVICE;
+	return direction == DMA_FROM_DEVICE || direction == DMA_BIDIRECTIONAL;
 }
 
 /* virtqueue_add_inbuf(queue, list, count, ...), and with a context */
@@ -187,17 +188,19 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 
 static struct ftrace_ops ops;
 
-/* Where a function calls ftrace: that is where a probe on it would be, behind an ENDBR. */
-static unsigned long address_of(const char *name)
+/*
+ * Where a function calls ftrace: that is where a probe on it would be, behind an ENDBR. 0: there is no such
+ * function, so nobody can call it.
+ */
+static int find_address(struct entry *entry)
 {
-	struct kprobe probe = { .symbol_name = name, .flags = KPROBE_FLAG_DISABLED };
-	unsigned long address;
+	struct kprobe probe = { .symbol_name = entry->name, .flags = KPROBE_FLAG_DISABLED };
+	int err = register_kprobe(&probe);
 
-	if (register_kprobe(&probe))
-		return 0;
-	address = (unsigned long)probe.addr;
-	unregister_kprobe(&probe);
-	return address;
+	entry->address = err ? 0 : (unsigned long)probe.addr;
+	if (!err)
+		unregister_kprobe(&probe);
+	return err == -ENOENT ? 0 : err;
 }
 
 /* Virtual devices come with functions that nobody looks at yet. */
@@ -212,6 +215,7 @@ static struct notifier_block modules = { .notifier_call = module_comes };
 
 static int watch(void)
 {
+	bool found = false;
 	unsigned int i;
 	int err;
 
@@ -221,17 +225,19 @@ static int watch(void)
 	/* PERMANENT: nobody switches it off by a sysctl. */
 	ops.flags = FTRACE_OPS_FL_SAVE_REGS | FTRACE_OPS_FL_PERMANENT;
 	for (i = 0; i < ARRAY_SIZE(entries); i++) {
-		entries[i].address = address_of(entries[i].name);
-		/* Nobody can call what is not there. */
-		if (!entries[i].address)
+		err = find_address(&entries[i]);
+		if (!err && !entries[i].address)
 			continue;
-		err = ftrace_set_filter_ip(&ops, entries[i].address, 0, 0);
+		found = true;
+		if (!err)
+			err = ftrace_set_filter_ip(&ops, entries[i].address, 0, 0);
 		if (err) {
 			pr_err("no look at %s: %d\n", entries[i].name, err);
 			return err;
 		}
 	}
-	return register_ftrace_function(&ops);
+	/* Without a filter it would be all functions. */
+	return found ? register_ftrace_function(&ops) : -ENOENT;
 }
 
 /* From here on whatever is given to a device is written to first. */
@@ -275,8 +281,11 @@ void mercury_dma_unwatch(void)
  */
 static bool is_lasting(struct page *page)
 {
-	return !PageReserved(page) && !PageSlab(page) && !PageLRU(page) && !PageAnon(page) &&
-	       !PageTable(page) && !PageHuge(page);
+	if (PageReserved(page) || PageSlab(page) || PageTable(page) || PageOffline(page))
+		return false;
+	/* What processes have pinned is written for as long as they like. */
+	return (!PageLRU(page) && !PageAnon(page) && !PageHuge(page)) ||
+	       folio_maybe_dma_pinned(page_folio(page));
 }
 
 /* From a page on: how many there are of which the same holds, and whether devices may have them. */
@@ -305,7 +314,8 @@ int mercury_dma_stop(void)
 
 	for_each_pci_dev(device)
 		count++;
-	masters = kvmalloc_array(count, sizeof(*masters), GFP_KERNEL);
+	/* Disks stand still: there is no writing to them for the sake of memory. */
+	masters = kvmalloc_array(count, sizeof(*masters), GFP_NOIO);
 	if (!masters)
 		return -ENOMEM;
 	master_count = 0;

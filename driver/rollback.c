@@ -143,13 +143,16 @@ u32 mercury_rollback(u32 reason, const char *message)
  */
 noinstr bool mercury_rollback_waits(void)
 {
-	bool crash_kernel;
+	bool crash_kernel, exact;
 
 	if (!READ_ONCE(armed) || !READ_ONCE(oops_in_progress))
 		return false;
 	instrumentation_begin();
 	crash_kernel = kexec_crash_loaded();
+	exact = !mercury_dma_missed();
 	instrumentation_end();
+	if (!exact)
+		return false;
 	if (crash_kernel)
 		call(MERCURY_SNAPSHOT_CALL_ROLLBACK, MERCURY_ROLLBACK_REASON_STOP);
 	return !crash_kernel && call(MERCURY_SNAPSHOT_CALL_HOLD, 0) == MERCURY_CODE_OK;

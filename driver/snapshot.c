@@ -139,7 +139,8 @@ static u32 allocate_pool(u64 pages)
 	unsigned int order = POOL_ORDER_MAX;
 	u64 left = pages;
 
-	while (left) {
+	/* Holes are found among others': these must not fill the table. */
+	while (left && snapshot.piece_count < HOLES_MAX / 2) {
 		while (order && 1U << order > left)
 			order--;
 		if (piece(order, GFP_POOL)) {
@@ -701,6 +702,25 @@ static u32 come_back(struct mercury_snapshot_request *request)
 	return code;
 }
 
+/* From here on the machine can be put back, if nothing has happened since the instant. */
+static u32 keep_it(const struct mercury_snapshot_request *request)
+{
+	bool same;
+
+	if (!request->status.exact)
+		return request->status.spoilt;
+	/* No CPU is half-way up meanwhile. */
+	cpus_read_lock();
+	snapshot.kept = true;
+	same = !READ_ONCE(snapshot.another_cpu) && cpumask_equal(&snapshot.cpus, cpu_online_mask);
+	cpus_read_unlock();
+	if (!same)
+		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	lost_because = MERCURY_CODE_OK;
+	mercury_rollback_arm();
+	return MERCURY_CODE_OK;
+}
+
 u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome)
 {
 	u32 code = check(request);
@@ -731,12 +751,12 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		mercury_snapshot_end();
 		return code;
 	}
-	snapshot.kept = request->flags & MERCURY_SNAPSHOT_KEEP;
-	if (snapshot.kept) {
-		lost_because = MERCURY_CODE_OK;
-		mercury_rollback_arm();
+	if (request->flags & MERCURY_SNAPSHOT_KEEP) {
+		code = keep_it(request);
+		if (code != MERCURY_CODE_OK)
+			mercury_snapshot_end();
 	}
-	return MERCURY_CODE_OK;
+	return code;
 }
 
 /* Whoever began it is gone. */

@@ -15,7 +15,7 @@ use crate::{
     output::{Render, Text, bytes, thousands},
     progress,
 };
-use mercury_image::{Chain, Identity, Merged, PAGE, Packer, Reader, Writer};
+use mercury_image::{Chain, Identity, Merged, PAGE, PARENTS_MAX, Packer, Reader, Writer};
 use serde::Serialize;
 use std::{
     fs::{self, File},
@@ -112,9 +112,19 @@ fn complete(images: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let needed = reader.map(|reader| reader.machine().parents.clone()).unwrap_or_default();
     let mut found: Vec<PathBuf> = Vec::new();
     let folder = first.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if needed.len() > PARENTS_MAX {
+        return Err(Error::new(Exit::Failed, format!("{} has too many parents", first.display()))
+            .hint("no image is made on so many; use another one"));
+    }
     let others: Vec<_> = match needed.is_empty() {
         true => Vec::new(),
-        false => files(folder).into_iter().filter_map(|path| Some((open(&path)?.ok()?, path))).collect(),
+        false => files(folder)
+            .into_iter()
+            .filter_map(|path| {
+                let reader = open(&path)?.ok()?;
+                Some((reader.identity(), reader.machine().parents.is_empty(), path))
+            })
+            .collect(),
     };
     let mut full = needed.is_empty();
     // From the last to the first: one that was put together with those before it needs them no more.
@@ -122,12 +132,10 @@ fn complete(images: &[PathBuf]) -> Result<Vec<PathBuf>> {
         if full {
             break;
         }
-        let of = |(reader, _): &&(Reader<File>, PathBuf)| reader.identity() == *parent;
-        let candidates = || others.iter().filter(of);
-        let best =
-            candidates().find(|(reader, _)| reader.machine().parents.is_empty()).or(candidates().next());
-        let Some((reader, path)) = best else { return Err(missing(first, *parent)) };
-        full = reader.machine().parents.is_empty();
+        let candidates = || others.iter().filter(|(identity, ..)| identity == parent);
+        let best = candidates().find(|(_, is_full, _)| *is_full).or(candidates().next());
+        let Some((_, is_full, path)) = best else { return Err(missing(first, *parent)) };
+        full = *is_full;
         found.push(path.clone());
     }
     found.reverse();
@@ -150,10 +158,12 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A file is replaced when all is done; what is on a device is gone at once.
+/// A file is replaced when all is done, and only the last image's, by what it is in another form; what is on a device is
+/// gone at once.
 fn refuse_loss(to: &Name, images: &[PathBuf]) -> Result<()> {
-    let Name::Path(path) = to else { return Ok(()) };
-    if path.is_file() || !images.iter().any(|image| are_one(image, path)) {
+    let (Name::Path(path), Some((last, before))) = (to, images.split_last()) else { return Ok(()) };
+    let is_lost = before.iter().any(|image| are_one(image, path)) || !path.is_file() && are_one(last, path);
+    if !is_lost {
         return Ok(());
     }
     let text = format!("{} holds one of the images", path.display());
@@ -162,7 +172,7 @@ fn refuse_loss(to: &Name, images: &[PathBuf]) -> Result<()> {
 
 fn interrupted(deferred: &Deferred) -> Result<()> {
     match deferred.requested() {
-        true => Err(Error::new(Exit::Interrupted, "interrupted; nothing was changed")),
+        true => Err(Error::new(Exit::Interrupted, "interrupted: there is no new image")),
         false => Ok(()),
     }
 }
@@ -278,6 +288,9 @@ mod tests {
         verify(File::open(case.path("out")).expect("a file"), |_| {}).expect("whole");
         assert_eq!(case.merge("out", &["base", "one"]).expect("merged").images.len(), 2);
         assert_eq!(case.content("out"), 20);
+        for images in [&["base", "one", "two"][..], &["one", "two"]] {
+            assert!(case.merge("base", images).is_err(), "an image that others are made on is not replaced");
+        }
         // In its own place; then those before are not needed, nor read.
         case.merge("one", &["one"]).expect("merged");
         fs::remove_file(case.path("base")).expect("removed");

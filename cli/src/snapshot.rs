@@ -163,6 +163,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
         return Ok(say.done(&Report::Dropped { copied_pages: status.copied }));
     }
     let _deferred = Deferred::begin();
+    checkpoint::stay_in_the_foreground();
     let sysroot = Sysroot::default();
     checkpoint::refuse_untracked(args.force_devices, &sysroot)?;
     checkpoint::refuse_swap(&sysroot)?;
@@ -233,6 +234,8 @@ fn keep(
     if let Some(hook) = &args.hook {
         checkpoint::run_hook(hook)?;
     }
+    // What was made ready may have driven something out.
+    checkpoint::refuse_swap(sysroot)?;
     guard.hear();
     let begin = device.snapshot_begin(pool, flags);
     drop(still);

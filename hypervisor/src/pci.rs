@@ -10,18 +10,15 @@ use crate::x86::Hardware;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Register(u32);
 
-const IDENTITY: u32 = 0x00;
 const COMMAND: u32 = 0x04;
 const COMMAND_BUS_MASTER: u32 = 1 << 2;
 /// The other half of the register is the status, in which ones that are written clear what is set.
 const COMMAND_BITS: u32 = 0xFFFF;
 const CLASS: u32 = 0x08;
 const CLASS_SHIFT: u32 = 16;
-const HEADER_TYPE: u32 = 0x0C;
-const HEADER_TYPE_MANY: u32 = 0x80 << 16;
 const NOBODY: u32 = 0xFFFF_FFFF;
-/// Bridges let through what devices behind them write.
-const CLASS_BRIDGE: u32 = 0x06;
+/// Bridges let through what devices behind them write; other ones (0680h) write by themselves.
+const CLASS_BRIDGES: core::ops::RangeInclusive<u32> = 0x0600..=0x060A;
 /// Without its own accesses nothing goes through an IOMMU, and it writes to no memory but its own.
 const CLASS_IOMMU: u32 = 0x0806;
 
@@ -54,23 +51,18 @@ pub fn silence(hardware: &mut impl Hardware, buses: &[u64; 4]) -> u64 {
     silenced
 }
 
+/// Virtual functions have no identity of their own, and stand where there need be no function 0 (SR-IOV 1.1, 3.4.1.1).
 fn silence_device(hardware: &mut impl Hardware, bus: u32, device: u32) -> u64 {
-    let first = Register::of(bus, device, 0, IDENTITY);
-    if hardware.read_pci(first) == NOBODY {
-        return 0;
-    }
-    let many = hardware.read_pci(first.with(HEADER_TYPE)) & HEADER_TYPE_MANY != 0;
-    let functions = if many { 8 } else { 1 };
-    (0..functions).map(|function| silence_function(hardware, Register::of(bus, device, function, 0))).sum()
+    (0..8).map(|function| silence_function(hardware, Register::of(bus, device, function, 0))).sum()
 }
 
 fn silence_function(hardware: &mut impl Hardware, function: Register) -> u64 {
-    if hardware.read_pci(function.with(IDENTITY)) == NOBODY {
+    let command = hardware.read_pci(function.with(COMMAND));
+    if command == NOBODY || command & COMMAND_BUS_MASTER == 0 {
         return 0;
     }
     let class = hardware.read_pci(function.with(CLASS)) >> CLASS_SHIFT;
-    let command = hardware.read_pci(function.with(COMMAND));
-    if class >> 8 == CLASS_BRIDGE || class == CLASS_IOMMU || command & COMMAND_BUS_MASTER == 0 {
+    if CLASS_BRIDGES.contains(&class) || class == CLASS_IOMMU {
         return 0;
     }
     hardware.write_pci(function.with(COMMAND), command & COMMAND_BITS & !COMMAND_BUS_MASTER);
@@ -86,9 +78,8 @@ mod tests {
 
     const STATUS: u32 = 0x0010_0000;
 
-    fn add(model: &mut Model, function: Register, class: u32, header: u32) {
-        let registers = [(IDENTITY, 0x1111_1AF4), (COMMAND, STATUS | 7), (CLASS, class << 16 | 1)];
-        for (register, value) in registers.into_iter().chain([(HEADER_TYPE, header)]) {
+    fn add(model: &mut Model, function: Register, class: u32) {
+        for (register, value) in [(COMMAND, STATUS | 7), (CLASS, class << 16 | 1)] {
             model.pci.insert(function.with(register).address(), value);
         }
     }
@@ -97,16 +88,16 @@ mod tests {
     fn devices_are_silenced_and_bridges_are_not() {
         let mut model = Model::default();
         let function = |bus, device, function| Register::of(bus, device, function, 0);
+        // The last one is a virtual function: there is no other one of its device.
         let disk = [function(0, 3, 0), function(0, 3, 5), function(200, 31, 7)];
         let others = [function(0, 0, 0), function(0, 1, 0), function(0, 2, 0), function(7, 0, 0)];
-        add(&mut model, disk[0], 0x0108, HEADER_TYPE_MANY);
-        add(&mut model, disk[1], 0x0200, 0);
-        add(&mut model, function(200, 31, 0), 0x0600, HEADER_TYPE_MANY);
-        add(&mut model, disk[2], 0x0106, 0);
-        add(&mut model, others[0], 0x0600, 0);
-        add(&mut model, others[1], 0x0604, 1 << 16);
-        add(&mut model, others[2], CLASS_IOMMU, 0);
-        add(&mut model, others[3], 0x0108, 0);
+        add(&mut model, disk[0], 0x0108);
+        add(&mut model, disk[1], 0x0680);
+        add(&mut model, disk[2], 0x0106);
+        add(&mut model, others[0], 0x0600);
+        add(&mut model, others[1], 0x0604);
+        add(&mut model, others[2], CLASS_IOMMU);
+        add(&mut model, others[3], 0x0108);
         // Bus 7 is none that was asked for.
         assert_eq!(silence(&mut model, &[1, 0, 0, 1 << (200 - 192)]), 3);
         for disk in disk {

@@ -257,6 +257,9 @@ impl<R: Read + Seek> Chain<R> {
         if known.is_some_and(|key| key != hashes.key) {
             return Err("its hashes were made with another key".into());
         }
+        if hashes.iter().any(|(phys, _)| reading.spots.index_of(phys).is_none()) {
+            return Err("it has hashes of frames that are not the machine's".into());
+        }
         reading.last = Some((hashes.key, order(last)));
         reading.hashed += hashes.hashes.len() as u64;
         Ok(())
@@ -264,6 +267,9 @@ impl<R: Read + Seek> Chain<R> {
 
     fn end(&mut self, reading: Reading<R>, place: Place) -> Result<()> {
         let Reading { reader, offsets, spots, hashes, hashed, last } = reading;
+        if hashed == 0 && spots.is_full() && !spots.spots.is_empty() {
+            return Err(Error::Unfit("it has no hashes of its frames".into()));
+        }
         if !spots.is_full() || hashed != spots.spots.len() as u64 {
             return Err(Error::Damaged(place, "it does not have all of the machine's memory".into()));
         }

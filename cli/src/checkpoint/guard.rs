@@ -22,6 +22,8 @@ use std::{
 
 /// How long nothing need be heard of a process that holds the machine still: it may wait for what it holds itself.
 const SILENCE: Duration = Duration::from_secs(60);
+/// How long something may take of which nothing can be heard: another host that makes an image safe.
+const WORK_PATIENCE: Duration = Duration::from_secs(600);
 /// How long the driver may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -119,12 +121,15 @@ impl Guard {
         }
     }
 
-    /// Is told so for as long as `work` goes on. It must have an end of its own.
+    /// Is told so while `work` goes on, but not for ever.
     pub fn hear_during<T: Send>(&mut self, work: impl FnOnce() -> T + Send) -> T {
+        let end = Instant::now() + WORK_PATIENCE;
         thread::scope(|scope| {
             let work = scope.spawn(work);
             while !work.is_finished() {
-                self.hear();
+                if Instant::now() < end {
+                    self.hear();
+                }
                 thread::sleep(Duration::from_millis(10));
             }
             work.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

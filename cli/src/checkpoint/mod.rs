@@ -167,9 +167,12 @@ fn series(
         match series.before(made == 0).and_then(|before| one(args, &image, before, sysroot, deferred)) {
             Ok((report, _)) => {
                 made += 1;
-                series.add(next, report.parent.is_some());
                 say.one_of_many(&report);
-                series::prune(path, args.keep.into())?;
+                // The next one may find it better.
+                if let Err(error) = series::prune(path, &next, args.keep.into()) {
+                    eprintln!("mercury checkpoint: {error}");
+                }
+                series.add(next, report.parent.is_some());
             }
             Err(error) if made == 0 || error.exit == Exit::Interrupted => return Err(error),
             Err(error) => eprintln!("mercury checkpoint: {error}; trying again"),
@@ -182,7 +185,7 @@ fn series(
 }
 
 /// Whoever stops this process by the terminal would stop it while others stand still for it.
-fn stay_in_the_foreground() {
+pub(crate) fn stay_in_the_foreground() {
     for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
         // SAFETY: ignoring a signal installs no code.
         unsafe { libc::signal(signal, libc::SIG_IGN) };

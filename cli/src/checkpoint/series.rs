@@ -89,32 +89,37 @@ pub fn next(path: &Path, now: SystemTime) -> PathBuf {
     name.into()
 }
 
-/// Removes all but the last `keep` images of a series, and those that these were made on. Nothing else in the folder is
-/// touched.
+/// Removes all but the last `keep` images of a series, `newest` (the clock may have been set back), and those that these
+/// and other images in the folder were made on. Nothing else there is touched.
 ///
 /// # Errors
 /// If the folder cannot be read, or an image not be removed.
-pub fn prune(path: &Path, keep: usize) -> Result<()> {
-    remove_old(path, keep).map_err(|error| {
+pub fn prune(path: &Path, newest: &Path, keep: usize) -> Result<()> {
+    remove_old(path, newest, keep).map_err(|error| {
         Error::new(Exit::Failed, format!("old images could not be removed: {error}"))
             .hint("the new one is complete; remove old ones by hand")
     })
 }
 
-fn remove_old(path: &Path, keep: usize) -> io::Result<()> {
+fn remove_old(path: &Path, newest: &Path, keep: usize) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let is_ours = |file: &str| {
         let number = file.strip_prefix(&name).and_then(|rest| rest.strip_prefix('.'));
         number.is_some_and(|number| number.len() == 10 && number.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    let mut images: Vec<_> = fs::read_dir(folder)?
-        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
-        .filter(|file| is_ours(file))
-        .collect();
+    let files =
+        fs::read_dir(folder)?.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+    let names = files.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let (mut images, others): (Vec<_>, Vec<_>) = names.partition(|file| is_ours(file));
     images.sort();
-    let old = images.len().saturating_sub(keep);
-    let images: Vec<_> = images.iter().map(|image| folder.join(image)).collect();
+    let mut images: Vec<_> = images.iter().map(|image| folder.join(image)).collect();
+    // By its name it may be an old one.
+    let count = images.len();
+    images.retain(|image| image != newest);
+    let old = count.saturating_sub(keep).min(images.len());
+    let others = others.iter().map(|other| folder.join(other)).filter(|other| line(other).is_some());
+    images.extend(others.chain([newest.to_owned()].into_iter().filter(|newest| newest.exists())));
     removable(&images, old).into_iter().try_for_each(fs::remove_file)
 }
 
@@ -130,7 +135,9 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
         let mut parents = parents;
         // One that was put together with those before it needs them no more: what is there says it best.
         while let Some(parent) = parents.last() {
-            needed.insert(*parent);
+            if !needed.insert(*parent) {
+                break;
+            }
             let Some(found) = known.get(parent) else {
                 missing = true;
                 needed.extend(parents);
@@ -184,7 +191,7 @@ mod tests {
         images.iter().for_each(|image| make(image, 1, 9, None));
         let others = ["node7", "node7.old", "node7.0000000001.part", "node70.0000000001"];
         others.iter().for_each(|other| fs::write(folder.path().join(other), "").expect("a file"));
-        prune(&path, 2).expect("pruned");
+        prune(&path, Path::new("newest"), 2).expect("pruned");
         assert_eq!(images.map(|image| image.exists()), [false, false, true, true]);
         assert!(others.iter().all(|other| folder.path().join(other).exists()));
     }
@@ -204,7 +211,7 @@ mod tests {
     fn what_a_kept_one_needs_is_kept() {
         for (keep, expected) in [(8, 1), (6, 1), (5, 4), (3, 4), (2, 7), (1, 7)] {
             let folder = chains();
-            prune(&folder.path().join("node7"), keep).expect("pruned");
+            prune(&folder.path().join("node7"), Path::new("newest"), keep).expect("pruned");
             assert_eq!(left(&folder), (expected..=8).collect::<Vec<_>>(), "{keep} kept");
         }
     }
@@ -214,17 +221,29 @@ mod tests {
         // What is kept cannot be read: who knows what it needs.
         let folder = chains();
         fs::write(at(&folder, 6), "damaged").expect("a file");
-        prune(&folder.path().join("node7"), 3).expect("pruned");
+        prune(&folder.path().join("node7"), Path::new("newest"), 3).expect("pruned");
         assert_eq!(left(&folder).len(), 8);
         // What is needed cannot be read: it is that one, or the other.
         let folder = chains();
         fs::write(at(&folder, 2), "damaged").expect("a file");
         fs::write(at(&folder, 4), "damaged").expect("a file");
-        prune(&folder.path().join("node7"), 3).expect("pruned");
+        prune(&folder.path().join("node7"), Path::new("newest"), 3).expect("pruned");
         assert_eq!(left(&folder), [2, 4, 5, 6, 7, 8]);
         // One that nobody needs.
-        prune(&folder.path().join("node7"), 2).expect("pruned");
+        prune(&folder.path().join("node7"), Path::new("newest"), 2).expect("pruned");
         assert_eq!(left(&folder), [7, 8]);
+    }
+
+    /// Somebody has made one more by hand, and then the clock was set back.
+    #[test]
+    fn what_others_need_is_kept_and_so_is_the_newest() {
+        let folder = chains();
+        let (path, by_hand) = (folder.path().join("node7"), folder.path().join("by-hand"));
+        make(&by_hand, 20, 30, Some(&at(&folder, 2)));
+        make(&at(&folder, 0), 21, 31, Some(&at(&folder, 5)));
+        prune(&path, &at(&folder, 0), 2).expect("pruned");
+        assert_eq!(left(&folder), [1, 2, 4, 5, 7, 8]);
+        assert!(by_hand.exists() && at(&folder, 0).exists());
     }
 
     #[test]

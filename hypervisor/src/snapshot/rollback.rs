@@ -20,8 +20,9 @@ use crate::vendor::Vendor;
 use crate::x86::Hardware;
 use crate::{pci, publish};
 
-/// Ticks of the TSC that a CPU waits for the others: a second, or a few.
-const PATIENCE: u64 = 1 << 32;
+/// Ticks of the TSC that a CPU waits for the others: some ten seconds. A kernel that dies waits a second itself for
+/// those that it stops.
+const PATIENCE: u64 = 1 << 35;
 
 static MUSTER: Muster = Muster::new();
 /// Somebody has asked for it since the snapshot began.
@@ -181,6 +182,8 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: Kept)
     let asked = ASKED_TSC.load(Ordering::Relaxed);
     let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
     let live = &mut guard.as_mut().ok_or(Code::NotLoaded)?.live;
+    // A CPU that came late may have used the pool up meanwhile: then devices must go on.
+    live.kept()?;
     let functions = pci::silence(hardware, &kept.buses);
     while functions != 0 && hardware.tsc().wrapping_sub(met) < kept.settle_ticks {
         core::hint::spin_loop();
