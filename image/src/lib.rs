@@ -28,7 +28,7 @@
 //! * The *commit* record ([`Commit`], as JSON) says how much there was, and has the BLAKE3 of all records' checksums.
 //!
 //! So a file that was torn, cut short, mixed with another or changed in any bit is found out, and the place is named,
-//! before a byte of what it says is used: see [`Reader`].
+//! before anything that depends on all of it is done: see [`Reader`].
 
 //!
 //! # Images made on images
