@@ -36,11 +36,20 @@ pub struct Frozen {
 
 /// Moves all processes of a group, and removes it.
 pub fn give_back(from: &Path, to: &Path) {
-    // Whatever fails, the rest is tried: a process that has ended is not there.
-    for pid in processes(from).unwrap_or_default() {
-        let _ = move_process(pid, to);
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    loop {
+        // Whatever fails, the rest is tried: a process that has ended is not there.
+        for pid in processes(from).unwrap_or_default() {
+            let _ = move_process(pid, to);
+        }
+        // Another one may have been born there meanwhile, or a dead one not be gone.
+        match fs::remove_dir(from) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound && std::time::Instant::now() < end => {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            _ => return,
+        }
     }
-    let _ = fs::remove_dir(from);
 }
 
 impl Frozen {
