@@ -5,17 +5,12 @@
 
 mod workloads;
 
-use std::{
-    fs,
-    path::PathBuf,
-    thread,
-    time::{Duration, SystemTime},
-};
+use std::{fs, path::PathBuf, thread, time::Duration};
 
 use mercury_lab::{
     Boot, Bus, Init, Kernel, Machine, Platform, Qemu, Reservation, Reset, Result, Spec, Variant, Vendor,
 };
-use workloads::{kernel, load_test_module};
+use workloads::{kernel, knows_the_time, load_test_module, number};
 
 /// The disk that images are written to: the only one on this bus.
 const DISK: &str = "/dev/vda";
@@ -123,23 +118,6 @@ fn start(machine: &Machine, name: &str, script: &str) -> Result<()> {
     machine.put(&format!("/run/{name}.py"), format!("{SAY}{script}").as_bytes(), 0o644)?;
     machine.sh(&format!("setsid python3 /run/{name}.py > /run/{name}.said 2>&1 < /dev/null &"))?;
     machine.sh(&format!("while ! test -s /run/{name}; do sleep 0.1; done")).map(drop)
-}
-
-fn number(machine: &Machine, path: &str) -> Result<u64> {
-    Ok(machine.sh(&format!("cat {path}"))?.parse().unwrap_or(0))
-}
-
-/// The machine's wall clock is this host's.
-fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
-    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    let before = now();
-    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
-    let (time, uptime) = theirs.split_once(' ').unwrap();
-    // Whoever was asked may have taken long to answer.
-    let right = before - 3..=now() + 3;
-    let time = time.parse::<u64>().unwrap();
-    assert!(right.contains(&time), "the time {when} is {time}, not in {right:?}; up for {uptime} s");
-    Ok(())
 }
 
 /// Ends with the machine off, and the disks as they were at the instant.

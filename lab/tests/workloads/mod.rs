@@ -3,7 +3,10 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, SystemTime},
+};
 
 use mercury_lab::{Background, Machine, Output, Result};
 use serde_json::Value;
@@ -104,4 +107,22 @@ impl Repeated {
 /// Exits of a CPU so far, by reason.
 pub fn exits(machine: &Machine, cpu: usize, reason: &str) -> Result<u64> {
     Ok(machine.mercury("status")?["cpus"][cpu]["exits"][reason].as_u64().unwrap_or(0))
+}
+
+/// What a script of ours says in a file that it never leaves half written.
+pub fn number(machine: &Machine, path: &str) -> Result<u64> {
+    Ok(machine.sh(&format!("cat {path}"))?.trim().parse().unwrap())
+}
+
+/// The machine's wall clock is this host's.
+pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
+    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let before = now();
+    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
+    let (time, uptime) = theirs.split_once(' ').unwrap();
+    // Whoever was asked may have taken long to answer.
+    let right = before - 3..=now() + 3;
+    let time = time.parse::<u64>().unwrap();
+    assert!(right.contains(&time), "the time {when} is {time}, not in {right:?}; up for {uptime} s");
+    Ok(())
 }
