@@ -190,7 +190,8 @@ fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
 /// A CPU that takes no interrupts any more is fetched by another.
 #[test]
 fn from_a_hung_cpu() -> Result<()> {
-    let death = "mercury-workload kernel hang 1 & sleep 0.2; taskset 1 mercury rollback";
+    // Whoever has the other CPU hang would wait for it, and whoever was there would not be heard of again.
+    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
     goes_back(spec(2), &[], death, "command")
 }
 
