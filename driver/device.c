@@ -2,8 +2,8 @@
 /*
  * /dev/mercury: root only, one controller (a file open for writing) at a time. abi/src/ioctl.rs
  * describes the requests. State belongs to the driver, not to the file: a controller that is killed
- * leaves the machine as the last complete request left it; only a restore ends with it, and a snapshot
- * that is not kept.
+ * leaves the machine as the last complete request left it; only a restore ends with it, a snapshot
+ * that is not kept, and the fence.
  *
  * A process that maps the shared blocks has references of its own to their pages: they outlive an
  * unload and show what was written last.
@@ -44,6 +44,7 @@ union request {
 	struct mercury_snapshot_take_request take;
 	struct mercury_restart_request restart;
 	struct mercury_load_frames_request load_frames;
+	struct mercury_fence_request fence;
 };
 
 /* What an ioctl is; each returns a MERCURY_CODE_* or a negative errno. */
@@ -338,6 +339,11 @@ static int run_rollback(union request *request, struct mercury_outcome *outcome)
 	return mercury_rollback(MERCURY_ROLLBACK_REASON_COMMAND, NULL);
 }
 
+static int run_fence(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_fence(&request->fence);
+}
+
 static int run_restore_begin(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_begin(&request->restart, outcome);
@@ -379,6 +385,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), run_snapshot_end },
 	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), run_snapshot_machine },
 	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), run_rollback },
+	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), run_fence },
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
@@ -482,6 +489,7 @@ static int device_release(struct inode *inode, struct file *file)
 		return 0;
 	mutex_lock(&mercury.lock);
 	mercury_snapshot_release();
+	mercury_fence_down();
 	mercury_restore_end();
 	mutex_unlock(&mercury.lock);
 	mutex_lock(&controller_lock);

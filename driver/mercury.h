@@ -19,6 +19,7 @@
  *	snapshot.c	snapshots of memory, and the instant of one
  *	rollback.c	who has the machine put back to a snapshot
  *	dma.c		what devices write round the nested tables
+ *	fence.c		no packet passes once the instant has come
  *	cpu_state.c	what of a CPU is not in memory, and bringing it back
  *	restore.c	going on in a machine that an image holds
  *	resume.S	the way from here into it
@@ -278,6 +279,11 @@ void mercury_dma_start(bool restored);
 bool mercury_snapshot_is_past(void);
 void mercury_snapshot_mark(phys_addr_t phys);
 unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting);
+
+/* fence.c: under mercury.lock; the last one at the instant */
+int mercury_fence(struct mercury_fence_request *request);
+void mercury_fence_down(void);
+void mercury_fence_close(void);
 
 /* monitor.c */
 void mercury_monitor_start(void);

@@ -296,6 +296,11 @@
 #define MERCURY_IOC_RESTORE_LOAD _UL(0xc038f50e)
 /* Goes on in it; returns only if that fails. Takes a LoadRequest. */
 #define MERCURY_IOC_RESTORE_GO _UL(0xc028f50f)
+/*
+ * Lets no packet through from the instant of the next snapshot on. Takes a
+ * FenceRequest.
+ */
+#define MERCURY_IOC_FENCE _UL(0xc040f512)
 /* SnapshotRequest::flags: keep a log of what is written from the instant on. */
 #define MERCURY_SNAPSHOT_LOG 1
 /* Hash every page at the instant (fault-injection builds only). */
@@ -315,6 +320,10 @@
 #define MERCURY_STATE_ATTACHED 2
 /* The hypervisor crashed; unload and load it before the next attach. */
 #define MERCURY_STATE_CRASHED 3
+/* FenceRequest::flags: take the fence away. */
+#define MERCURY_FENCE_DOWN 1
+/* FenceRequest::peers_count at most. */
+#define MERCURY_FENCE_PEERS_MAX 64
 /* CpuStatus::mode: the CPU is offline. */
 #define MERCURY_MODE_OFFLINE 0
 /* The CPU answered that it runs on the bare hardware. */
@@ -412,6 +421,7 @@
 #define MERCURY_CODE_SNAPSHOT_DEVICES 145
 #define MERCURY_CODE_SNAPSHOT_QUIESCE 146
 #define MERCURY_CODE_SNAPSHOT_HOTPLUG 147
+#define MERCURY_CODE_FENCE_UNSUPPORTED 148
 #define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
@@ -1970,6 +1980,54 @@ static_assert(offsetof(struct mercury_restart_request, ranges_addr) == 48);
 static_assert(offsetof(struct mercury_restart_request, cpus_count) == 56);
 static_assert(offsetof(struct mercury_restart_request, ranges_count) == 60);
 static_assert(offsetof(struct mercury_restart_request, outcome) == 64);
+
+/*
+ * Arguments of the fence. It goes by itself when the controller does, and is not in the
+ * image.
+ */
+struct mercury_fence_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_FENCE_*. */
+	u64 flags;
+	/*
+	 * User-space address of an array of FencePeer: who may still talk to this
+	 * machine.
+	 */
+	u64 peers_addr;
+	/* Entries in it. */
+	u32 peers_count;
+	/* Zero. */
+	u32 reserved;
+	/* Out: packets that were stopped so far. */
+	u64 stopped;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_fence_request) == 64);
+static_assert(offsetof(struct mercury_fence_request, header) == 0);
+static_assert(offsetof(struct mercury_fence_request, flags) == 8);
+static_assert(offsetof(struct mercury_fence_request, peers_addr) == 16);
+static_assert(offsetof(struct mercury_fence_request, peers_count) == 24);
+static_assert(offsetof(struct mercury_fence_request, reserved) == 28);
+static_assert(offsetof(struct mercury_fence_request, stopped) == 32);
+static_assert(offsetof(struct mercury_fence_request, outcome) == 40);
+
+/* A peer that the fence lets through. */
+struct mercury_fence_peer {
+	/* Its address, in the order of the network; of IPv4 the first four bytes. */
+	u8 address[16];
+	/* 4 or 6. */
+	u32 version;
+	/* Its TCP or UDP port, or 0: all it says. */
+	u32 port;
+};
+
+static_assert(sizeof(struct mercury_fence_peer) == 24);
+static_assert(offsetof(struct mercury_fence_peer, address) == 0);
+static_assert(offsetof(struct mercury_fence_peer, version) == 16);
+static_assert(offsetof(struct mercury_fence_peer, port) == 20);
 
 /* Arguments of loading frames. */
 struct mercury_load_frames_request {

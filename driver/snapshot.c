@@ -560,6 +560,8 @@ static int enter(void *unused)
 		mercury_state_load();
 	else
 		this_cpu_ptr(&mercury_cpus)->code = call(MERCURY_SNAPSHOT_CALL_ENTER, NULL);
+	if (first && !returned)
+		mercury_fence_close();
 	if (first && returned)
 		note_return(returned);
 	if (first) {
@@ -738,6 +740,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 	if (code == MERCURY_CODE_OK)
 		code = meet(outcome);
 	if (snapshot.restored) {
+		mercury_fence_down();
 		mercury_snapshot_end();
 		mercury_forget();
 		request->restored = 1;

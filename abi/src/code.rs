@@ -215,6 +215,8 @@ codes! {
     SnapshotQuiesce = 146, "snapshot-quiesce";
     /// A CPU came or went, and the snapshot could not be kept.
     SnapshotHotplug = 147, "snapshot-hotplug";
+    /// This kernel has no hooks for packets, so the network cannot be fenced off.
+    FenceUnsupported = 148, "fence-unsupported";
 
     // 150..: putting the machine back to a snapshot
     /// This version cannot do it on this processor.

@@ -58,6 +58,9 @@ pub const MERCURY_IOC_RESTORE_LOAD: u32 = iowr::<LoadFramesRequest>(14);
 /// Goes on in it; returns only if that fails. Takes a [`LoadRequest`].
 pub const MERCURY_IOC_RESTORE_GO: u32 = iowr::<LoadRequest>(15);
 
+/// Lets no packet through from the instant of the next snapshot on. Takes a [`FenceRequest`].
+pub const MERCURY_IOC_FENCE: u32 = iowr::<FenceRequest>(18);
+
 /// [`SnapshotRequest::flags`]: keep a log of what is written from the instant on.
 pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
 /// Hash every page at the instant (fault-injection builds only).
@@ -236,6 +239,43 @@ pub struct RestartRequest {
     pub ranges_count: u32,
     /// Out.
     pub outcome: Outcome,
+}
+
+/// [`FenceRequest::flags`]: take the fence away.
+pub const MERCURY_FENCE_DOWN: u64 = 1 << 0;
+/// [`FenceRequest::peers_count`] at most.
+pub const MERCURY_FENCE_PEERS_MAX: u32 = 64;
+
+/// Arguments of the fence. It goes by itself when the controller does, and is not in the image.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FenceRequest {
+    /// Size and version.
+    pub header: Header,
+    /// `MERCURY_FENCE_*`.
+    pub flags: u64,
+    /// User-space address of an array of [`FencePeer`]: who may still talk to this machine.
+    pub peers_addr: u64,
+    /// Entries in it.
+    pub peers_count: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Out: packets that were stopped so far.
+    pub stopped: u64,
+    /// Out.
+    pub outcome: Outcome,
+}
+
+/// A peer that the fence lets through.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FencePeer {
+    /// Its address, in the order of the network; of IPv4 the first four bytes.
+    pub address: [u8; 16],
+    /// 4 or 6.
+    pub version: u32,
+    /// Its TCP or UDP port, or 0: all it says.
+    pub port: u32,
 }
 
 /// Arguments of loading frames.

@@ -206,6 +206,9 @@ pub struct CheckpointArgs {
     /// Power the machine off when the image is complete, with the disks as they were at the instant
     #[arg(long)]
     pub poweroff: bool,
+    /// With --poweroff: let peers talk to the machine until it is off. They will not know it any more afterwards
+    #[arg(long, requires = "poweroff")]
+    pub no_fence: bool,
     /// Run this command at the instant, with applications held still and file systems frozen: to make snapshots of
     /// disks. If it fails there is no image
     #[arg(long, value_name = "COMMAND")]

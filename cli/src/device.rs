@@ -12,13 +12,13 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, FaultRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
-        MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE,
-        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_ROLLBACK,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
-        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_ATTACH,
+        MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD,
+        MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
+        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
+        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -272,6 +272,18 @@ impl Device {
         let result = self.request::<MERCURY_IOC_SNAPSHOT_BEGIN, _>(&mut request);
         failure("the snapshot", result, &request.outcome)?;
         Ok(request)
+    }
+
+    /// Lets nothing through to or from anybody but `peers`, from the instant of the next snapshot on until this is closed.
+    pub fn fence(&self, peers: &[FencePeer]) -> Result<()> {
+        let mut request = FenceRequest {
+            header: Header::of::<FenceRequest>(),
+            peers_addr: address(peers.as_ptr()),
+            peers_count: peers.len() as u32,
+            ..FenceRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_FENCE, _>(&mut request);
+        failure("fencing off the network", result, &request.outcome)
     }
 
     /// Takes up to `count` frames.

@@ -566,6 +566,13 @@ pub const TABLE: &[Entry] = &[
         "`mercury snapshot` keeps another one",
     ),
     entry_of(
+        Code::FenceUnsupported,
+        "this kernel has no hooks for packets, so the network cannot be fenced off",
+        "From the instant on the machine must not answer its peers, for it goes on from there later. The driver stops \
+         packets by netfilter's hooks.",
+        "boot a kernel with CONFIG_NETFILTER, or take the network down by hand and say --no-fence",
+    ),
+    entry_of(
         Code::RollbackUnsupported,
         "this version cannot put a machine with this processor back to a snapshot",
         "Fetching CPUs and setting their state is done for AMD's processors only, so far.",

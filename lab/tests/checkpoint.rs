@@ -67,6 +67,36 @@ while True:
     time.sleep(0.1)
 "#;
 
+/// Hears numbers, of which none may be lost or doubled.
+const LISTEN: &str = r#"
+import socket
+listener = socket.create_server(("", 8))
+say("listen", 0)
+peer, count = listener.accept()[0], 0
+while True:
+    heard = b""
+    while len(heard) < 8:
+        part = peer.recv(8 - len(heard))
+        if not part:
+            open("/run/listen.wrong", "w").write("the connection has ended")
+            raise SystemExit
+        heard += part
+    if int(heard) != count:
+        open("/run/listen.wrong", "w").write(f"{count} {heard}")
+    count += 1
+    say("listen", count)
+"#;
+
+/// Says them, without being asked.
+const SAY_ON: &str = r#"
+import socket, time
+peer, count = socket.create_connection(("10.9.0.2", 8)), 0
+while True:
+    peer.sendall(b"%08d" % count)
+    count += 1
+    time.sleep(0.01)
+"#;
+
 fn spec(kernel: Kernel) -> Spec {
     // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
     Spec::new(kernel).disk(Bus::Virtio, 2048).modules(Variant::Faults).qemu_version(Qemu::Newer)
@@ -195,7 +225,7 @@ fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 
-/// A connection to a third machine survives the first one's end: neither side sees more than silence.
+/// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
 #[test]
 fn connections_go_on() -> Result<()> {
     need_qemu()?;
@@ -211,15 +241,21 @@ fn connections_go_on() -> Result<()> {
     start(&machine, "clock", CLOCK)?;
     machine.sh("until ping -c 1 -W 1 10.9.0.1 > /dev/null; do sleep 0.2; done")?;
     start(&machine, "talk", TALK)?;
+    start(&machine, "listen", LISTEN)?;
+    peer.put("/run/say_on.py", SAY_ON.as_bytes(), 0o644)?;
+    let mut says_on = peer.spawn("python3 /run/say_on.py")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     checkpoint(&machine)?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
-    let heard = number(&machine, "/run/talk")?;
-    machine.sh(&format!(
-        "for i in $(seq 600); do test $(cat /run/talk) -gt {heard} && exit 0; sleep 0.1; done; exit 1"
-    ))?;
+    for connection in ["talk", "listen"] {
+        let heard = number(&machine, &format!("/run/{connection}"))?;
+        machine.sh(&format!(
+            "for i in $(seq 600); do test $(cat /run/{connection}) -gt {heard} && exit 0; sleep 0.1; done; exit 1"
+        ))?;
+    }
+    assert!(!says_on.has_ended()?, "{:?}", says_on.errors_so_far());
     assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
     Ok(())
 }

@@ -17,6 +17,7 @@ pub mod applications;
 pub mod describe;
 pub mod devices;
 pub mod disks;
+pub mod fence;
 pub mod guard;
 pub mod incremental;
 pub mod series;
@@ -194,6 +195,8 @@ pub(crate) fn stay_in_the_foreground() {
 
 /// Everything that stands still until the machine is off, and who releases it otherwise.
 struct Held {
+    // With it goes the fence.
+    _device: Device,
     _still: Option<(Still, Frozen)>,
     _guard: Guard,
 }
@@ -276,7 +279,7 @@ fn one(
     if still.is_none() {
         guard.is_undone();
     }
-    Ok((report, Held { _still: still, _guard: guard }))
+    Ok((report, Held { _device: device, _still: still, _guard: guard }))
 }
 
 /// What is swapped out is in no image.
@@ -348,6 +351,7 @@ struct Instant {
     restored: bool,
     pause: time::Duration,
     still: Option<(Still, Frozen)>,
+    unfenced: Option<String>,
 }
 
 fn checkpoint(
@@ -380,6 +384,7 @@ fn checkpoint(
         target.forget();
         return Ok((report, None));
     }
+    report.warning = instant.unfenced.take();
     if !args.poweroff {
         if instant.still.is_some() && args.hook.is_none() {
             report.warning = Some(WARNING.to_owned());
@@ -445,6 +450,7 @@ fn reach(
     // What can be done before anybody has to stand still is done before: most of what is to be written, too.
     device.snapshot_prepare(pool, 0)?;
     rustix::fs::sync();
+    let unfenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world in a life that ends with the machine.
     let still = if args.poweroff || mounts.iter().any(|mount| mount.writable) {
@@ -466,7 +472,29 @@ fn reach(
     if !restored {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
     }
-    Ok(Instant { machine, restored, pause, still })
+    Ok(Instant { machine, restored, pause, still, unfenced })
+}
+
+/// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
+fn raise_fence(
+    args: &CheckpointArgs,
+    device: &Device,
+    target: &Target,
+    sysroot: &Sysroot,
+) -> Result<Option<String>> {
+    if !args.poweroff || args.no_fence {
+        return Ok(None);
+    }
+    match fence::peers(&target.processes(), sysroot) {
+        Ok(peers) => {
+            let peers: Vec<_> = peers.into_iter().map(Into::into).collect();
+            device.fence(&peers).map(|()| None)
+        }
+        Err(why) => Ok(Some(format!(
+            "the network was not fenced off, because {why}: connections on which a peer sent something after the \
+             instant will not survive"
+        ))),
+    }
 }
 
 /// Who did not stop, as far as the kernel tells.

@@ -86,6 +86,8 @@ impl Connection {
         let mut command = Command::new("ssh");
         // A host that does not answer any more is an error, not a pause.
         command.args(["-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]);
+        // A connection of its own: who shares one may have to stand still.
+        command.args(["-o", "ControlPath=none"]);
         command.args(["--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
         let mut child = command.spawn()?;
         let input = child.stdin.take();

@@ -10,13 +10,14 @@ use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
     code::Code,
     ioctl::{
-        FaultRequest, LoadFramesRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH,
-        MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE,
-        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome,
-        RestartRequest, SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
+        FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION,
+        MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE,
+        MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
+        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED,
+        MERCURY_STATE_UNLOADED, MeasureRequest, Outcome, RestartRequest, SnapshotRequest,
+        SnapshotTakeRequest, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -41,7 +42,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 16] = [
+const COMMANDS: [u32; 17] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -55,6 +56,7 @@ const COMMANDS: [u32; 16] = [
     MERCURY_IOC_SNAPSHOT_TAKE,
     MERCURY_IOC_SNAPSHOT_END,
     MERCURY_IOC_SNAPSHOT_MACHINE,
+    MERCURY_IOC_FENCE,
     MERCURY_IOC_RESTORE_BEGIN,
     MERCURY_IOC_RESTORE_LOAD,
     MERCURY_IOC_RESTORE_GO,
@@ -320,6 +322,13 @@ impl<'a> Fuzzer<'a> {
                 count: u64::from(self.count()),
                 data_addr: self.pointer(),
                 ..LoadFramesRequest::default()
+            }),
+            MERCURY_IOC_FENCE => bytes_of(FenceRequest {
+                header,
+                flags: self.flags(),
+                peers_addr: self.pointer(),
+                peers_count: self.count(),
+                ..FenceRequest::default()
             }),
             MERCURY_IOC_FAULT => bytes_of(FaultRequest { header, ..FaultRequest::default() }),
             _ => bytes_of([u64::from(header.size) | u64::from(header.version) << 32, self.rng.below(4)]),

@@ -1,0 +1,243 @@
+//! Who may still talk to a machine that stands still until it is powered off: the servers of its network storage, and
+//! the other end of the image's way. To all others the driver lets nothing through from the instant on, so that the
+//! kernel acknowledges nothing that the machine that goes on later has never heard of.
+
+use crate::sysroot::Sysroot;
+use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long ssh may take to have its connection.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// File systems whose servers mountinfo names.
+const NAMED: [&str; 4] = ["nfs", "nfs4", "cifs", "smb3"];
+/// Those that talk to servers which nothing names in one place.
+const UNNAMED: [&str; 8] = ["ceph", "lustre", "afs", "gpfs", "beegfs", "glusterfs", "ocfs2", "gfs2"];
+
+/// Somebody who is let through; without a port, whatever he says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Peer {
+    address: IpAddr,
+    port: u16,
+}
+
+impl Peer {
+    fn all_of(address: IpAddr) -> Self {
+        Self { address, port: 0 }
+    }
+}
+
+impl From<SocketAddr> for Peer {
+    fn from(from: SocketAddr) -> Self {
+        Self { address: from.ip().to_canonical(), port: from.port() }
+    }
+}
+
+impl From<Peer> for FencePeer {
+    fn from(peer: Peer) -> Self {
+        let mut address = [0; 16];
+        let version = match peer.address {
+            IpAddr::V4(v4) => {
+                address[..4].copy_from_slice(&v4.octets());
+                4
+            }
+            IpAddr::V6(v6) => {
+                address = v6.octets();
+                6
+            }
+        };
+        Self { address, version, port: peer.port.into() }
+    }
+}
+
+/// All of them: those of storage, and those that `processes`, which carry the image, are connected with.
+///
+/// # Errors
+/// If some cannot be named: why, as a clause.
+pub fn peers(processes: &[u32], sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
+    let mut peers = BTreeSet::new();
+    peers.extend(of_file_systems(&sysroot.text("proc/self/mountinfo").unwrap_or_default())?);
+    peers.extend(of_disks(sysroot)?);
+    let end = Instant::now() + PATIENCE;
+    for process in processes {
+        let mut found = connections(*process, sysroot);
+        while found.is_empty() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(20));
+            found = connections(*process, sysroot);
+        }
+        if found.is_empty() {
+            return Err(format!("process {process}, which carries the image, has no connection of its own"));
+        }
+        peers.extend(found);
+    }
+    if peers.len() > MERCURY_FENCE_PEERS_MAX as usize {
+        return Err(format!("there are {} servers of network storage", peers.len()));
+    }
+    Ok(peers.into_iter().collect())
+}
+
+fn of_file_systems(mountinfo: &str) -> Result<Vec<Peer>, String> {
+    let mut peers = Vec::new();
+    for line in mountinfo.lines() {
+        let Some((_, rest)) = line.split_once(" - ") else { continue };
+        let mut words = rest.split(' ');
+        let (Some(kind), Some(source), Some(options)) = (words.next(), words.next(), words.next()) else {
+            continue;
+        };
+        let mut options = options.split(',');
+        if NAMED.contains(&kind) {
+            let address = options.find_map(|option| option.strip_prefix("addr="));
+            let address = address.and_then(|text| text.parse().ok());
+            let address: IpAddr = address.ok_or_else(|| format!("nobody says where {source} is"))?;
+            peers.push(Peer::all_of(address));
+        } else if UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
+            return Err(format!("nobody says which servers {source} ({kind}) is on"));
+        }
+    }
+    Ok(peers)
+}
+
+fn of_disks(sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
+    let disks = sysroot.names("sys/block");
+    let unnamed = disks.iter().find(|disk| {
+        disk.starts_with("rbd")
+            || disk.starts_with("drbd")
+            || (disk.starts_with("nbd") && sysroot.exists(&format!("sys/block/{disk}/pid")))
+    });
+    if let Some(disk) = unnamed {
+        return Err(format!("nobody says which servers {disk} is on"));
+    }
+    let mut peers = Vec::new();
+    for connection in sysroot.names("sys/class/iscsi_connection") {
+        let value = |name| sysroot.text(&format!("sys/class/iscsi_connection/{connection}/{name}"));
+        let address = value("address").and_then(|text| text.parse().ok());
+        peers.push(Peer::all_of(address.ok_or_else(|| format!("nobody says where {connection} leads"))?));
+    }
+    for controller in sysroot.names("sys/class/nvme") {
+        let value = |name| sysroot.text(&format!("sys/class/nvme/{controller}/{name}")).unwrap_or_default();
+        if value("transport") != "tcp" {
+            continue;
+        }
+        let address = value("address");
+        let address = address.split(',').find_map(|part| part.trim().strip_prefix("traddr="));
+        let address = address.and_then(|text| text.parse().ok());
+        peers.push(Peer::all_of(address.ok_or_else(|| format!("nobody says where {controller} leads"))?));
+    }
+    Ok(peers)
+}
+
+/// Whom a process is connected with by TCP; if with nobody, its children: ssh's ProxyCommand.
+fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
+    let folder = format!("proc/{process}/fd");
+    let links = sysroot.names(&folder).into_iter();
+    let links = links.filter_map(|fd| std::fs::read_link(sysroot.path(&format!("{folder}/{fd}"))).ok());
+    let inodes: BTreeSet<u64> = links
+        .filter_map(|link| link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok())
+        .collect();
+    let table = |name| sysroot.text(&format!("proc/{process}/net/{name}")).unwrap_or_default();
+    let found: Vec<_> = [table("tcp"), table("tcp6")]
+        .iter()
+        .flat_map(|table| table.lines().filter_map(established).collect::<Vec<_>>())
+        .filter(|(_, inode)| inodes.contains(inode))
+        .map(|(peer, _)| peer.into())
+        .collect();
+    if !found.is_empty() {
+        return found;
+    }
+    let children = sysroot.text(&format!("proc/{process}/task/{process}/children")).unwrap_or_default();
+    children
+        .split(' ')
+        .filter_map(|child| child.parse().ok())
+        .flat_map(|child| connections(child, sysroot))
+        .collect()
+}
+
+/// The other end of an established connection and its inode, from a line of /proc/net/tcp or tcp6.
+fn established(line: &str) -> Option<(SocketAddr, u64)> {
+    const ESTABLISHED: &str = "01";
+    let words: Vec<_> = line.split_whitespace().collect();
+    let (address, port) = words.get(2)?.split_once(':')?;
+    if *words.get(3)? != ESTABLISHED {
+        return None;
+    }
+    // Words in the order of this machine's bytes.
+    let octets: Vec<u8> = (0..address.len() / 8)
+        .map(|word| address.get(word * 8..word * 8 + 8).and_then(|text| u32::from_str_radix(text, 16).ok()))
+        .collect::<Option<Vec<_>>>()?
+        .into_iter()
+        .flat_map(u32::to_ne_bytes)
+        .collect();
+    let address = match octets.len() {
+        4 => IpAddr::from(<[u8; 4]>::try_from(octets).ok()?),
+        16 => IpAddr::from(<[u8; 16]>::try_from(octets).ok()?),
+        _ => return None,
+    };
+    Some((SocketAddr::new(address, u16::from_str_radix(port, 16).ok()?), words.get(9)?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::symlink};
+
+    #[test]
+    fn servers_of_file_systems_are_named() {
+        let table = "22 1 0:20 / / rw,relatime shared:1 - nfs4 10.0.0.1:/root rw,vers=4.2,clientaddr=10.0.0.2,addr=10.0.0.1\n\
+                     30 22 0:30 / /proc rw - proc proc rw";
+        let peers = of_file_systems(table).expect("named");
+        assert_eq!(peers, [Peer::all_of("10.0.0.1".parse().expect("an address"))]);
+        let ceph = "30 22 0:30 / /x rw - ceph 1.2.3.4:/ rw,name=x";
+        assert!(of_file_systems(ceph).is_err());
+        assert!(of_file_systems("30 22 0:30 / /x rw - cifs //a/b rw").is_err());
+    }
+
+    #[test]
+    fn servers_of_disks_are_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(folder.path());
+        let put = |path: &str, text: &str| {
+            let path = sysroot.path(path);
+            fs::create_dir_all(path.parent().expect("a parent")).expect("made");
+            fs::write(path, text).expect("written");
+        };
+        put("sys/block/nbd0/size", "0");
+        put("sys/class/nvme/nvme0/transport", "pcie\n");
+        assert_eq!(of_disks(&sysroot), Ok(vec![]));
+        put("sys/class/nvme/nvme1/transport", "tcp\n");
+        put("sys/class/nvme/nvme1/address", "traddr=fd00::1,trsvcid=4420,src_addr=fd00::2\n");
+        put("sys/class/iscsi_connection/connection1:0/address", "10.0.0.3\n");
+        let found: Vec<_> =
+            of_disks(&sysroot).expect("named").iter().map(|peer| peer.address.to_string()).collect();
+        assert_eq!(found, ["10.0.0.3", "fd00::1"]);
+        put("sys/block/nbd0/pid", "7");
+        assert!(of_disks(&sysroot).is_err());
+    }
+
+    #[test]
+    fn connections_are_found() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(folder.path());
+        for process in [5, 6] {
+            fs::create_dir_all(sysroot.path(&format!("proc/{process}/fd"))).expect("made");
+            fs::create_dir_all(sysroot.path(&format!("proc/{process}/net"))).expect("made");
+            let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
+                0: 0200000A:C350 0100000A:0016 01 00000000:00000000 02:000A 00000000  0  0 77 2 0\n   \
+                1: 0200000A:C351 0300000A:0050 01 00000000:00000000 02:000A 00000000  0  0 78 2 0\n   \
+                2: 00000000:0016 00000000:0000 0A 00000000:00000000 00:0000 00000000  0  0 79 1 0\n";
+            fs::write(sysroot.path(&format!("proc/{process}/net/tcp")), table).expect("written");
+        }
+        fs::create_dir_all(sysroot.path("proc/5/task/5")).expect("made");
+        fs::write(sysroot.path("proc/5/task/5/children"), "6 ").expect("written");
+        symlink("socket:[77]", sysroot.path("proc/6/fd/3")).expect("linked");
+        symlink("socket:[79]", sysroot.path("proc/6/fd/4")).expect("linked");
+        let peer = Peer { address: "10.0.0.1".parse().expect("an address"), port: 22 };
+        assert_eq!(connections(6, &sysroot), [peer]);
+        assert_eq!(connections(5, &sysroot), [peer], "a child's");
+        let mapped = "1: 0:0 0000000000000000FFFF00000100000A:0016 01 0 0 0 0 0 77";
+        assert_eq!(established(mapped).map(|(address, _)| Peer::from(address)), Some(peer));
+    }
+}

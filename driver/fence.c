@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The fence. A machine that is to go on elsewhere, or later, from an instant must not talk any more once
+ * that has come: the kernel would acknowledge what peers send, and in the machine that goes on it never
+ * arrived. So packets are lost from then on, in all network namespaces, but for the loopback's and those
+ * of the peers by which the image goes its way. To the others it is silence, and they send again.
+ *
+ * The hooks are there before the instant, and idle. What makes them work is written behind the instant,
+ * with all CPUs in stop_machine(): there is no packet in between, and in the image they are idle.
+ */
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/atomic.h>
+#include <linux/icmpv6.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/netdevice.h>
+#include <linux/netfilter.h>
+#include <linux/netfilter_ipv4.h>
+#include <linux/netfilter_ipv6.h>
+#include <linux/skbuff.h>
+#include <linux/slab.h>
+#include <linux/uaccess.h>
+#include <net/ip.h>
+#include <net/ipv6.h>
+#include <net/net_namespace.h>
+
+#include "mercury.h"
+
+static struct {
+	bool up;
+	bool closed;
+	struct mercury_fence_peer *peers;
+	u32 peer_count;
+	atomic64_t stopped;
+} fence;
+
+#ifdef CONFIG_NETFILTER
+
+/* The address of the other end. */
+static const void *remote_of(const struct sk_buff *skb, bool incoming, u32 version)
+{
+	if (version == 4)
+		return incoming ? &ip_hdr(skb)->saddr : &ip_hdr(skb)->daddr;
+	return incoming ? &ipv6_hdr(skb)->saddr : &ipv6_hdr(skb)->daddr;
+}
+
+/* Where the header behind IP's is, and whose it is; negative: not in this packet. */
+static int payload_of(const struct sk_buff *skb, u32 version, u8 *protocol)
+{
+	__be16 fragment = 0;
+	int offset;
+
+	if (version == 4) {
+		*protocol = ip_hdr(skb)->protocol;
+		fragment = ip_hdr(skb)->frag_off & htons(IP_OFFSET);
+		offset = skb_network_offset(skb) + ip_hdrlen(skb);
+	} else {
+		*protocol = ipv6_hdr(skb)->nexthdr;
+		offset = ipv6_skip_exthdr(skb, skb_network_offset(skb) + sizeof(struct ipv6hdr),
+					  protocol, &fragment);
+		fragment &= htons(IP6_OFFSET);
+	}
+	return fragment ? -1 : offset;
+}
+
+static bool has_port(const struct sk_buff *skb, bool incoming, u32 version, u32 port)
+{
+	__be16 room[2];
+	const __be16 *ports;
+	u8 protocol;
+	int offset = payload_of(skb, version, &protocol);
+
+	if (offset < 0 || (protocol != IPPROTO_TCP && protocol != IPPROTO_UDP))
+		return false;
+	/* Source, destination: both have them there. */
+	ports = skb_header_pointer(skb, offset, sizeof(room), room);
+	return ports && ntohs(ports[incoming ? 0 : 1]) == port;
+}
+
+static bool is_let_through(const struct sk_buff *skb, bool incoming, u32 version)
+{
+	const void *remote = remote_of(skb, incoming, version);
+	size_t length = version == 4 ? sizeof(struct in_addr) : sizeof(struct in6_addr);
+	u32 i;
+
+	for (i = 0; i < fence.peer_count; i++) {
+		const struct mercury_fence_peer *peer = &fence.peers[i];
+
+		if (peer->version == version && !memcmp(remote, peer->address, length) &&
+		    (!peer->port || has_port(skb, incoming, version, peer->port)))
+			return true;
+	}
+	return false;
+}
+
+/* Without these no peer is found; IPv4 has ARP for it, which does not come here. */
+static bool is_discovery(const struct sk_buff *skb)
+{
+	u8 room, protocol;
+	const u8 *type;
+	int offset = payload_of(skb, 6, &protocol);
+
+	if (offset < 0 || protocol != IPPROTO_ICMPV6)
+		return false;
+	type = skb_header_pointer(skb, offset, sizeof(room), &room);
+	/* Router solicitation to redirect, RFC 4861 */
+	return type && *type >= 133 && *type <= 137;
+}
+
+static unsigned int pass(void *unused, struct sk_buff *skb, const struct nf_hook_state *state)
+{
+	bool incoming = state->hook == NF_INET_PRE_ROUTING;
+	const struct net_device *device = incoming ? state->in : state->out;
+	u32 version = state->pf == NFPROTO_IPV4 ? 4 : 6;
+
+	if (likely(!READ_ONCE(fence.closed)))
+		return NF_ACCEPT;
+	if (device && device->flags & IFF_LOOPBACK)
+		return NF_ACCEPT;
+	if (is_let_through(skb, incoming, version) || (version == 6 && is_discovery(skb)))
+		return NF_ACCEPT;
+	/* Lost on the way, as it seems to whoever sent it: not refused. */
+	atomic64_inc(&fence.stopped);
+	kfree_skb(skb);
+	return NF_STOLEN;
+}
+
+#define HOOK(family, number) { .hook = pass, .pf = family, .hooknum = number, .priority = INT_MIN }
+static const struct nf_hook_ops hooks[] = {
+	HOOK(NFPROTO_IPV4, NF_INET_PRE_ROUTING),
+	HOOK(NFPROTO_IPV4, NF_INET_LOCAL_OUT),
+#if IS_ENABLED(CONFIG_IPV6)
+	HOOK(NFPROTO_IPV6, NF_INET_PRE_ROUTING),
+	HOOK(NFPROTO_IPV6, NF_INET_LOCAL_OUT),
+#endif
+};
+
+static int __net_init add(struct net *net)
+{
+	return nf_register_net_hooks(net, hooks, ARRAY_SIZE(hooks));
+}
+
+static void __net_exit remove(struct net *net)
+{
+	nf_unregister_net_hooks(net, hooks, ARRAY_SIZE(hooks));
+}
+
+static struct pernet_operations namespaces = { .init = add, .exit = remove };
+
+static u32 raise(void)
+{
+	return register_pernet_subsys(&namespaces) ? MERCURY_CODE_NO_MEMORY : MERCURY_CODE_OK;
+}
+
+static void lower(void)
+{
+	unregister_pernet_subsys(&namespaces);
+}
+
+#else
+
+static u32 raise(void)
+{
+	return MERCURY_CODE_FENCE_UNSUPPORTED;
+}
+
+static void lower(void)
+{
+}
+
+#endif /* CONFIG_NETFILTER */
+
+/* Under mercury.lock; if it is up. */
+void mercury_fence_down(void)
+{
+	if (!fence.up)
+		return;
+	lower();
+	kfree(fence.peers);
+	memset(&fence, 0, sizeof(fence));
+}
+
+/* With all CPUs in stop_machine(), in the machine that does not go on. */
+void mercury_fence_close(void)
+{
+	WRITE_ONCE(fence.closed, fence.up);
+}
+
+static int read_peers(const struct mercury_fence_request *request)
+{
+	u32 i;
+
+	fence.peers = memdup_user(u64_to_user_ptr(request->peers_addr),
+				  request->peers_count * sizeof(*fence.peers));
+	if (IS_ERR(fence.peers))
+		return PTR_ERR(fence.peers);
+	for (i = 0; i < request->peers_count; i++) {
+		u32 version = fence.peers[i].version;
+
+		if ((version != 4 && version != 6) || fence.peers[i].port > U16_MAX)
+			return MERCURY_CODE_BAD_ARGUMENT;
+	}
+	fence.peer_count = request->peers_count;
+	return MERCURY_CODE_OK;
+}
+
+/* Under mercury.lock. */
+int mercury_fence(struct mercury_fence_request *request)
+{
+	int result;
+
+	if (request->flags & ~MERCURY_FENCE_DOWN || request->reserved ||
+	    request->peers_count > MERCURY_FENCE_PEERS_MAX)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	request->stopped = atomic64_read(&fence.stopped);
+	mercury_fence_down();
+	if (request->flags & MERCURY_FENCE_DOWN)
+		return MERCURY_CODE_OK;
+	result = request->peers_count ? read_peers(request) : MERCURY_CODE_OK;
+	if (result == MERCURY_CODE_OK)
+		result = raise();
+	if (result == MERCURY_CODE_OK) {
+		fence.up = true;
+	} else {
+		if (!IS_ERR(fence.peers))
+			kfree(fence.peers);
+		memset(&fence, 0, sizeof(fence));
+	}
+	return result;
+}
