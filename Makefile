@@ -5,6 +5,8 @@ RUN = cargo run -q -p mercury-lab --
 export LAB ?= amd
 # Time limits of tests are stretched by this much: hosts are shared, and the emulator is slow.
 export MERCURY_LAB_PATIENCE ?= 3
+# Long tests run as well, if this is not empty.
+export MERCURY_LAB_FULL = $(FULL)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
 .PHONY: help demo test shell bench soak deb check clean bootstrap
@@ -13,6 +15,7 @@ help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
+	@echo 'make test FULL=1   the long ones as well: twice the time'
 	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'

@@ -288,14 +288,17 @@ static bool is_lasting(struct page *page)
 	       folio_maybe_dma_pinned(page_folio(page));
 }
 
-/* From a page on: how many there are of which the same holds, and whether devices may have them. */
-unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting)
+/* From a page on: how many there are of which the same holds. */
+unsigned long mercury_dma_stretch(unsigned long pfn, enum mercury_page_use *use)
 {
 	struct page *page = pfn_to_online_page(pfn);
 
-	*lasting = page && !PageBuddy(page) && is_lasting(page);
+	*use = page && is_lasting(page) ? MERCURY_PAGE_LASTING : MERCURY_PAGE_USED;
+	if (!page || !PageBuddy(page))
+		return 1;
 	/* Of several free pages only the first says so. */
-	return page && PageBuddy(page) ? 1UL << page_private(page) : 1;
+	*use = MERCURY_PAGE_FREE;
+	return 1UL << page_private(page);
 }
 
 /* Network cards that were bus masters at the instant. */

@@ -278,7 +278,9 @@ int mercury_dma_stop(void);
 void mercury_dma_start(bool restored);
 bool mercury_snapshot_is_past(void);
 void mercury_snapshot_mark(phys_addr_t phys);
-unsigned long mercury_dma_stretch(unsigned long pfn, bool *lasting);
+/* Devices may have it for good; it is nobody's. */
+enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_LASTING, MERCURY_PAGE_FREE };
+unsigned long mercury_dma_stretch(unsigned long pfn, enum mercury_page_use *use);
 
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);

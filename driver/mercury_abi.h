@@ -218,6 +218,7 @@
 #define MERCURY_SNAPSHOT_CALL_ROLLBACK 8
 #define MERCURY_SNAPSHOT_CALL_GIVE_UP 9
 #define MERCURY_SNAPSHOT_CALL_HOLD 10
+#define MERCURY_SNAPSHOT_CALL_RECLAIM 11
 
 /* What a CPU of a machine that was put back finds in RAX where it goes on. */
 #define MERCURY_ROLLED_BACK 2
@@ -231,8 +232,8 @@
 
 /* Pages of a PageList. */
 #define MERCURY_PAGE_LIST_MAX 511
-/* Bits of a piece of the map in SnapshotSetup::lasting_virt. */
-#define MERCURY_LASTING_BITS 0x100000
+/* Bits of a piece of a map of pages: for 4 GiB. */
+#define MERCURY_MAP_BITS 0x100000
 /* Entries of a TakeList: so many pages are copied with interrupts off. */
 #define MERCURY_TAKE_LIST_MAX 16
 /* Entries of a LandingList. */
@@ -273,23 +274,23 @@
  * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
  * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc148f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc158f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc148f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc158f50b)
 /* Describes the machine of the snapshot. Takes a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc148f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc158f510)
 /*
  * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc148f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc158f511)
 /* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
 #define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
 /* Loads frames of it. Takes a LoadFramesRequest. */
@@ -1494,11 +1495,19 @@ struct mercury_snapshot_setup {
 	/* Number of entries in it. */
 	u64 memory_count;
 	/*
-	 * Address of an array of addresses of bitmaps, of LASTING_BITS each: a bit for
-	 * each page that is kept, in their order, set for those that are copied at the
+	 * Address of an array of addresses of bitmaps, of MAP_BITS each: a bit for each
+	 * page that is kept, in their order, set for those that are copied at the
 	 * instant. 0: none.
 	 */
 	u64 lasting_virt;
+	/*
+	 * Address of an array of free_count addresses of such bitmaps, or 0 where no
+	 * bit is set: a bit for each page of the address space, set for those that were
+	 * free at the instant. What they held does not matter: they are taken as zeros.
+	 */
+	u64 free_virt;
+	/* Number of entries in it. */
+	u64 free_count;
 	/*
 	 * Address of an array of one hash for each page that is kept, in their order,
 	 * filled at the instant; 0: none (fault-injection builds only).
@@ -1519,16 +1528,18 @@ struct mercury_snapshot_setup {
 	u64 buses[4];
 };
 
-static_assert(sizeof(struct mercury_snapshot_setup) == 88);
+static_assert(sizeof(struct mercury_snapshot_setup) == 104);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_virt) == 0);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_count) == 8);
 static_assert(offsetof(struct mercury_snapshot_setup, lasting_virt) == 16);
-static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 24);
-static_assert(offsetof(struct mercury_snapshot_setup, cpus) == 32);
-static_assert(offsetof(struct mercury_snapshot_setup, log) == 36);
-static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 40);
-static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 48);
-static_assert(offsetof(struct mercury_snapshot_setup, buses) == 56);
+static_assert(offsetof(struct mercury_snapshot_setup, free_virt) == 24);
+static_assert(offsetof(struct mercury_snapshot_setup, free_count) == 32);
+static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 40);
+static_assert(offsetof(struct mercury_snapshot_setup, cpus) == 48);
+static_assert(offsetof(struct mercury_snapshot_setup, log) == 52);
+static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 56);
+static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 64);
+static_assert(offsetof(struct mercury_snapshot_setup, buses) == 72);
 
 /* One frame to be taken. */
 struct mercury_take_entry {
@@ -1889,13 +1900,20 @@ struct mercury_snapshot_request {
 	u64 rolled_back;
 	/* Out, then: what the kernel said last, NUL-padded text. */
 	u64 message[16];
+	/* Out: pages that were added to the pool because it ran low. */
+	u64 added_pages;
+	/*
+	 * Out: pages of the pool that the system got back because it had no memory
+	 * left.
+	 */
+	u64 returned_pages;
 	/* Out: what it has cost so far. */
 	struct mercury_snapshot_status status;
 	/* Out. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 328);
+static_assert(sizeof(struct mercury_snapshot_request) == 344);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
@@ -1903,8 +1921,10 @@ static_assert(offsetof(struct mercury_snapshot_request, memory_pages) == 24);
 static_assert(offsetof(struct mercury_snapshot_request, restored) == 32);
 static_assert(offsetof(struct mercury_snapshot_request, rolled_back) == 40);
 static_assert(offsetof(struct mercury_snapshot_request, message) == 48);
-static_assert(offsetof(struct mercury_snapshot_request, status) == 176);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 304);
+static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 176);
+static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 184);
+static_assert(offsetof(struct mercury_snapshot_request, status) == 192);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 320);
 
 /* Arguments of a take. */
 struct mercury_snapshot_take_request {

@@ -15,6 +15,8 @@
 #include <linux/gfp.h>
 #include <linux/ioport.h>
 #include <linux/mm.h>
+#include <linux/notifier.h>
+#include <linux/oom.h>
 #include <linux/random.h>
 #include <linux/sizes.h>
 #include <linux/slab.h>
@@ -24,6 +26,7 @@
 #include <linux/syscore_ops.h>
 #include <linux/uaccess.h>
 #include <linux/vmalloc.h>
+#include <linux/workqueue.h>
 #include <asm/io.h>
 #include <asm/smp.h>
 #include <asm/special_insns.h>
@@ -32,8 +35,8 @@
 #include "mercury.h"
 
 #define POOL_ORDER_MAX	9
-/* Of each piece of the map of what devices have for good: it is for 4 GiB of memory. */
-#define LASTING_ORDER	get_order(MERCURY_LASTING_BITS / BITS_PER_BYTE)
+/* Of each piece of a map of pages: it is for 4 GiB of memory. */
+#define MAP_ORDER	get_order(MERCURY_MAP_BITS / BITS_PER_BYTE)
 #define GFP_POOL	(GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY)
 /* Pieces of memory that are not kept, and ranges between them. */
 #define HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
@@ -62,6 +65,11 @@ static struct {
 	struct page **pieces;
 	u8 *orders;
 	unsigned int piece_count;
+	/* From this one on, up to `pool_end`: the pool's at the instant. Its pages are in `pool`. */
+	unsigned int pool_first, pool_end;
+	u64 added_pages, returned_pages;
+	/* Arguments of calls: of whoever makes the pool larger, and smaller; that under pool_lock. */
+	struct mercury_page_list *more, *reclaimed;
 	/* What is kept, for the hypervisor. */
 	struct mercury_owned_range *memory;
 	unsigned int memory_count;
@@ -72,6 +80,11 @@ static struct {
 	/* Of what is kept: what devices write all the time. */
 	unsigned long **lasting;
 	unsigned long bits;
+	/* Of all addresses: what was free. Its pieces are there where there is memory. */
+	unsigned long **free;
+	unsigned long free_count;
+	/* The kernel's core is still, and nothing is allocated any more. */
+	bool still;
 	/* CPUs that look for it at the instant, and those that have done their part. */
 	atomic_t looking, looked;
 	/* What it was prepared with. */
@@ -83,6 +96,13 @@ static struct {
 	/* Of one that is kept: what it comes back to. */
 	struct mercury_restart_cpu *restart_cpus;
 } snapshot;
+
+/*
+ * The pages of the pool, each by itself: some come later, and some go before the end. The system may ask for
+ * them at any time.
+ */
+static LIST_HEAD(pool);
+static DEFINE_SPINLOCK(pool_lock);
 
 /* Why the last one that was kept is none any more. */
 static u32 lost_because;
@@ -119,11 +139,32 @@ static void *piece(unsigned int order, gfp_t flags)
 	return page_address(page);
 }
 
+static void pool_add(struct page *page)
+{
+	SetPageReserved(page);
+	spin_lock(&pool_lock);
+	list_add(&page->lru, &pool);
+	spin_unlock(&pool_lock);
+}
+
+/* Nobody but this one knows the page any more. */
+static void free_pool_page(struct page *page)
+{
+	list_del(&page->lru);
+	ClearPageReserved(page);
+	__free_page(page);
+}
+
 static void free_pieces(void)
 {
+	struct page *one, *next;
 	unsigned int i, page;
 
+	list_for_each_entry_safe(one, next, &pool, lru)
+		free_pool_page(one);
 	for (i = 0; i < snapshot.piece_count; i++) {
+		if (i >= snapshot.pool_first && i < snapshot.pool_end)
+			continue;
 		for (page = 0; page < 1U << snapshot.orders[i]; page++)
 			ClearPageReserved(snapshot.pieces[i] + page);
 		__free_pages(snapshot.pieces[i], snapshot.orders[i]);
@@ -136,8 +177,9 @@ static void free_pieces(void)
 /* Pages for the pool, in the largest pieces that can be had; a quarter of what is wanted will do. */
 static u32 allocate_pool(u64 pages)
 {
-	unsigned int order = POOL_ORDER_MAX;
+	unsigned int order = POOL_ORDER_MAX, i;
 	u64 left = pages;
+	struct page *page;
 
 	/* Holes are found among others': these must not fill the table. */
 	while (left && snapshot.piece_count < HOLES_MAX / 2) {
@@ -145,6 +187,10 @@ static u32 allocate_pool(u64 pages)
 			order--;
 		if (piece(order, GFP_POOL)) {
 			left -= 1U << order;
+			page = snapshot.pieces[snapshot.pool_end++];
+			split_page(page, order);
+			for (i = 0; i < 1U << order; i++)
+				pool_add(page + i);
 			cond_resched();
 		} else if (!order--) {
 			break;
@@ -153,15 +199,15 @@ static u32 allocate_pool(u64 pages)
 	return left <= pages - pages / 4 ? MERCURY_CODE_OK : MERCURY_CODE_NO_MEMORY;
 }
 
-/* Gives the pieces from `first` on to the hypervisor. */
-static u32 donate(unsigned int first)
+/* Gives the pool to the hypervisor. */
+static u32 donate(void)
 {
 	struct mercury_page_list *list = snapshot.list;
 	unsigned int i, page;
 	u32 code;
 
 	list->count = 0;
-	for (i = first; i < snapshot.piece_count; i++) {
+	for (i = snapshot.pool_first; i < snapshot.pool_end; i++) {
 		for (page = 0; page < 1U << snapshot.orders[i]; page++) {
 			list->pages_phys[list->count++] = page_to_phys(snapshot.pieces[i] + page);
 			if (list->count < MERCURY_PAGE_LIST_MAX)
@@ -175,6 +221,110 @@ static u32 donate(unsigned int first)
 	}
 	return call(MERCURY_SNAPSHOT_CALL_DONATE, list);
 }
+
+/* The number of a page among those that are kept; -1: it is not. */
+static s64 number_of(phys_addr_t phys)
+{
+	unsigned int first = 0, last = snapshot.memory_count;
+
+	while (first < last) {
+		unsigned int middle = (first + last) / 2;
+		const struct mercury_owned_range *range = &snapshot.memory[middle];
+
+		if (phys < range->start_phys)
+			last = middle;
+		else if (phys >= range->start_phys + range->pages * PAGE_SIZE)
+			first = middle + 1;
+		else
+			return snapshot.numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
+	}
+	return -1;
+}
+
+/*
+ * Smaller pieces come from lists of single CPUs, over and over the same: what is in these was not free at the
+ * instant, and may not have been taken.
+ */
+#define POOL_ORDER_MIN	(PAGE_ALLOC_COSTLY_ORDER + 1)
+
+/* What the system has to spare and was free, or has been taken, can be used for the pool. */
+static unsigned int grow_pool(void)
+{
+	struct mercury_page_list *list = snapshot.more;
+	unsigned int i, given = 0, kept = 0;
+	struct page *page;
+
+	while (given + (1U << POOL_ORDER_MIN) <= MERCURY_PAGE_LIST_MAX) {
+		page = alloc_pages(GFP_NOWAIT | __GFP_NOWARN | __GFP_NOMEMALLOC, POOL_ORDER_MIN);
+		if (!page)
+			break;
+		split_page(page, POOL_ORDER_MIN);
+		for (i = 0; i < 1U << POOL_ORDER_MIN; i++) {
+			/* One that the hypervisor does not map is no use. */
+			if (number_of(page_to_phys(page + i)) < 0) {
+				__free_page(page + i);
+				continue;
+			}
+			pool_add(page + i);
+			list->pages_phys[given++] = page_to_phys(page + i);
+		}
+	}
+	list->count = given;
+	if (given && call(MERCURY_SNAPSHOT_CALL_DONATE, list) == MERCURY_CODE_OK)
+		kept = given - list->count;
+	spin_lock(&pool_lock);
+	for (i = 0; i < given - kept; i++)
+		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
+	spin_unlock(&pool_lock);
+	snapshot.added_pages += kept;
+	return kept;
+}
+
+/* How often the pool is looked at: writers that have to wait for it fill the rest in some ten times that. */
+#define POOL_INTERVAL	msecs_to_jiffies(10)
+#define POOL_BATCHES	16
+
+static bool pool_is_low(void)
+{
+	struct mercury_snapshot_status *status = (void *)snapshot.more;
+	u64 all = snapshot.pool_pages + snapshot.added_pages - READ_ONCE(snapshot.returned_pages);
+
+	return call(MERCURY_SNAPSHOT_CALL_STATUS, status) == MERCURY_CODE_OK && status->exact &&
+	       status->free_pages < all / 4;
+}
+
+static void look_after_pool(struct work_struct *unused);
+static DECLARE_DELAYED_WORK(pool_work, look_after_pool);
+
+static void look_after_pool(struct work_struct *unused)
+{
+	unsigned int i;
+
+	for (i = 0; i < POOL_BATCHES && pool_is_low() && grow_pool(); i++)
+		cond_resched();
+	schedule_delayed_work(&pool_work, POOL_INTERVAL);
+}
+
+/* The system has no memory left: before it kills anybody it gets what is free of the pool. */
+static int give_back(struct notifier_block *unused, unsigned long event, void *freed)
+{
+	struct mercury_page_list *list;
+	unsigned int i;
+
+	spin_lock(&pool_lock);
+	list = snapshot.reclaimed;
+	list->count = MERCURY_PAGE_LIST_MAX;
+	if (call(MERCURY_SNAPSHOT_CALL_RECLAIM, list) != MERCURY_CODE_OK)
+		list->count = 0;
+	for (i = 0; i < list->count; i++)
+		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
+	snapshot.returned_pages += list->count;
+	*(unsigned long *)freed += list->count;
+	spin_unlock(&pool_lock);
+	return NOTIFY_OK;
+}
+
+static struct notifier_block no_memory = { .notifier_call = give_back };
 
 static int by_start(const void *left, const void *right)
 {
@@ -296,21 +446,59 @@ static u32 find_memory(void)
 /* A bit for each page, in pieces. */
 static bool allocate_lasting(unsigned long pages)
 {
-	unsigned long count = DIV_ROUND_UP(pages, MERCURY_LASTING_BITS), i;
+	unsigned long count = DIV_ROUND_UP(pages, MERCURY_MAP_BITS), i;
 
 	snapshot.lasting = piece(get_order(count * sizeof(*snapshot.lasting)), GFP_KERNEL);
 	if (!snapshot.lasting)
 		return false;
 	for (i = 0; i < count; i++) {
-		snapshot.lasting[i] = piece(LASTING_ORDER, GFP_KERNEL | __GFP_ZERO);
+		snapshot.lasting[i] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
 		if (!snapshot.lasting[i])
 			return false;
 	}
-	snapshot.bits = count * MERCURY_LASTING_BITS;
+	snapshot.bits = count * MERCURY_MAP_BITS;
 	return true;
 }
 
-static u32 allocate(const struct mercury_snapshot_request *request, unsigned int *pool)
+static int find_end(struct resource *ram, void *end)
+{
+	*(u64 *)end = max_t(u64, *(u64 *)end, ram->end + 1);
+	return 0;
+}
+
+static int allocate_free_piece(struct resource *ram, void *unused)
+{
+	unsigned long at, last = PHYS_PFN(ram->end) / MERCURY_MAP_BITS;
+
+	for (at = PHYS_PFN(ram->start) / MERCURY_MAP_BITS; at <= last; at++) {
+		if (!snapshot.free[at])
+			snapshot.free[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
+		if (!snapshot.free[at])
+			return 1;
+	}
+	return 0;
+}
+
+/*
+ * Free pages come back as zeros, which is nothing to anybody but a kernel that looks for what it wrote into
+ * them. One that is put back finds there what was written meanwhile: not where they have to be zeros.
+ */
+static bool allocate_free(u64 flags)
+{
+	unsigned long type = IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY;
+	u64 end = 0;
+
+	if (page_poisoning_enabled_static() || (flags & MERCURY_SNAPSHOT_KEEP && want_init_on_free()))
+		return true;
+	walk_iomem_res_desc(IORES_DESC_NONE, type, 0, -1, &end, find_end);
+	snapshot.free_count = DIV_ROUND_UP(PHYS_PFN(end), MERCURY_MAP_BITS);
+	snapshot.free = piece(get_order(snapshot.free_count * sizeof(*snapshot.free)),
+			      GFP_KERNEL | __GFP_ZERO);
+	return snapshot.free &&
+	       walk_iomem_res_desc(IORES_DESC_NONE, type, 0, -1, NULL, allocate_free_piece) <= 0;
+}
+
+static u32 allocate(const struct mercury_snapshot_request *request)
 {
 	unsigned long pages = totalram_pages();
 
@@ -321,13 +509,16 @@ static u32 allocate(const struct mercury_snapshot_request *request, unsigned int
 	snapshot.memory = piece(get_order(HOLES_MAX * sizeof(*snapshot.memory)), GFP_KERNEL);
 	snapshot.list = piece(0, GFP_KERNEL);
 	snapshot.take = piece(0, GFP_KERNEL);
+	snapshot.more = piece(0, GFP_KERNEL);
+	snapshot.reclaimed = piece(0, GFP_KERNEL);
 	snapshot.buffer = piece(ilog2(MERCURY_TAKE_LIST_MAX), GFP_KERNEL);
 	snapshot.numbers = piece(get_order(HOLES_MAX * sizeof(*snapshot.numbers)), GFP_KERNEL);
-	if (!snapshot.memory || !snapshot.numbers || !snapshot.list || !snapshot.take || !snapshot.buffer)
+	if (!snapshot.memory || !snapshot.numbers || !snapshot.list || !snapshot.take || !snapshot.buffer ||
+	    !snapshot.more || !snapshot.reclaimed)
 		return MERCURY_CODE_NO_MEMORY;
 	/* Room for pages that memory has and the kernel does not count. */
 	pages += pages / 8;
-	if (!allocate_lasting(pages))
+	if (!allocate_lasting(pages) || !allocate_free(request->flags))
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	if (request->flags & MERCURY_SNAPSHOT_HASH) {
 		snapshot.hashes = piece(get_order(pages * sizeof(u64)),
@@ -341,7 +532,8 @@ static u32 allocate(const struct mercury_snapshot_request *request, unsigned int
 		if (!snapshot.restart_cpus)
 			return MERCURY_CODE_NO_MEMORY;
 	}
-	*pool = snapshot.piece_count;
+	snapshot.pool_first = snapshot.piece_count;
+	snapshot.pool_end = snapshot.piece_count;
 	return allocate_pool(request->pool_pages);
 }
 
@@ -357,6 +549,8 @@ void mercury_snapshot_end(void)
 	if (!snapshot.pieces && !snapshot.orders)
 		return;
 	mercury_rollback_disarm();
+	cancel_delayed_work_sync(&pool_work);
+	unregister_oom_notifier(&no_memory);
 	if (snapshot.live && !snapshot.restored) {
 		cpus_read_lock();
 		mercury_on_cpus(cpu_online_mask, leave_cpu);
@@ -374,8 +568,7 @@ void mercury_snapshot_end(void)
 /* All that can be done before the instant. */
 static u32 prepare(const struct mercury_snapshot_request *request)
 {
-	unsigned int pool = 0;
-	u32 code = allocate(request, &pool);
+	u32 code = allocate(request);
 
 	cpus_read_lock();
 	cpumask_copy(&snapshot.cpus, cpu_online_mask);
@@ -387,12 +580,14 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 	if (code == MERCURY_CODE_OK)
 		code = call(MERCURY_SNAPSHOT_CALL_TABLES, (void *)mercury_tables_wide_cr3());
 	if (code == MERCURY_CODE_OK)
-		code = donate(pool);
+		code = donate();
 	if (code == MERCURY_CODE_OK && snapshot.memory_pages > snapshot.bits)
 		code = MERCURY_CODE_NO_MEMORY;
 	snapshot.flags = request->flags;
 	snapshot.pool_pages = request->pool_pages;
 	snapshot.another_cpu = false;
+	if (code == MERCURY_CODE_OK && register_oom_notifier(&no_memory))
+		code = MERCURY_CODE_NO_MEMORY;
 	return code;
 }
 
@@ -426,6 +621,8 @@ static u32 begin(void)
 	setup->memory_count = snapshot.memory_count;
 	setup->hashes_virt = (u64)snapshot.hashes;
 	setup->lasting_virt = (u64)snapshot.lasting;
+	setup->free_virt = (u64)snapshot.free;
+	setup->free_count = snapshot.free ? snapshot.free_count : 0;
 	setup->cpus = cpumask_weight(&snapshot.cpus);
 	setup->log = !!(snapshot.flags & MERCURY_SNAPSHOT_LOG);
 	code = call(MERCURY_SNAPSHOT_CALL_BEGIN, setup);
@@ -437,28 +634,9 @@ bool mercury_snapshot_is_past(void)
 	return READ_ONCE(snapshot.past);
 }
 
-/* The number of a page among those that are kept; -1: it is not. */
-static s64 number_of(phys_addr_t phys)
-{
-	unsigned int first = 0, last = snapshot.memory_count;
-
-	while (first < last) {
-		unsigned int middle = (first + last) / 2;
-		const struct mercury_owned_range *range = &snapshot.memory[middle];
-
-		if (phys < range->start_phys)
-			last = middle;
-		else if (phys >= range->start_phys + range->pages * PAGE_SIZE)
-			first = middle + 1;
-		else
-			return snapshot.numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
-	}
-	return -1;
-}
-
 static void mark(u64 number)
 {
-	set_bit(number % MERCURY_LASTING_BITS, snapshot.lasting[number / MERCURY_LASTING_BITS]);
+	set_bit(number % MERCURY_MAP_BITS, snapshot.lasting[number / MERCURY_MAP_BITS]);
 }
 
 /* A page that is to be copied at the instant. */
@@ -470,25 +648,34 @@ void mercury_snapshot_mark(phys_addr_t phys)
 		mark(number);
 }
 
+static void mark_free(unsigned long pfn, unsigned long count)
+{
+	if (snapshot.free)
+		bitmap_set(snapshot.free[pfn / MERCURY_MAP_BITS], pfn % MERCURY_MAP_BITS, count);
+}
+
 static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
 {
 	unsigned long first = PHYS_PFN(snapshot.memory[range].start_phys);
 
 	while (pfn < end) {
-		bool lasting;
-		unsigned long count = mercury_dma_stretch(pfn, &lasting);
+		enum mercury_page_use use;
+		unsigned long count = mercury_dma_stretch(pfn, &use);
 
-		if (lasting)
+		count = min(count, end - pfn);
+		if (use == MERCURY_PAGE_LASTING)
 			mark(snapshot.numbers[range] + pfn - first);
+		else if (use == MERCURY_PAGE_FREE)
+			mark_free(pfn, count);
 		pfn += count;
 	}
 }
 
 /*
- * Marks the pages that devices may have for good. All CPUs are here, and each does its part, in blocks that
- * no stretch of free pages crosses.
+ * Marks the pages that devices may have for good, and those that are free. All CPUs are here, and each does
+ * its part, in blocks that no stretch of free pages crosses, nor a word of the map of those.
  */
-static void find_lasting(unsigned int part, unsigned int parts)
+static void look_at_all(unsigned int part, unsigned int parts)
 {
 	unsigned int i;
 
@@ -537,20 +724,25 @@ static int enter(void *unused)
 	int returned;
 
 	mercury_requests_save();
-	find_lasting(atomic_inc_return(&snapshot.looking) - 1, cpumask_weight(&snapshot.cpus));
-	atomic_inc(&snapshot.looked);
 	if (first) {
-		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
-			cpu_relax();
-		WRITE_ONCE(snapshot.past, true);
 		mercury.at_instant = true;
 		snapshot.refused = syscore_suspend();
 		if (!snapshot.refused && x86_platform.save_sched_clock_state)
 			x86_platform.save_sched_clock_state();
+		WRITE_ONCE(snapshot.still, true);
 	}
+	/* What is free is told when nobody allocates any more. */
+	while (!READ_ONCE(snapshot.still))
+		cpu_relax();
+	look_at_all(atomic_inc_return(&snapshot.looking) - 1, cpumask_weight(&snapshot.cpus));
+	atomic_inc(&snapshot.looked);
 	/* Nobody is kept waiting in the hypervisor, where patience is limited. */
-	if (first)
+	if (first) {
+		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
+			cpu_relax();
+		WRITE_ONCE(snapshot.past, true);
 		WRITE_ONCE(snapshot.ready, true);
+	}
 	while (!READ_ONCE(snapshot.ready))
 		cpu_relax();
 	returned = mercury_save(mercury_state_save());
@@ -609,6 +801,7 @@ static int instant(void *unused)
 	snapshot.others = !cpumask_equal(&snapshot.cpus, cpu_online_mask);
 	if (snapshot.others)
 		return 0;
+	snapshot.still = false;
 	snapshot.ready = false;
 	atomic_set(&snapshot.looking, 0);
 	atomic_set(&snapshot.looked, 0);
@@ -657,6 +850,8 @@ static u32 fill_status(struct mercury_snapshot_request *request)
 	if (code == MERCURY_CODE_OK)
 		memcpy(&request->status, snapshot.list, sizeof(request->status));
 	request->memory_pages = snapshot.memory_pages;
+	request->added_pages = snapshot.added_pages;
+	request->returned_pages = READ_ONCE(snapshot.returned_pages);
 	return code;
 }
 
@@ -754,7 +949,9 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		mercury_snapshot_end();
 		return code;
 	}
-	if (request->flags & MERCURY_SNAPSHOT_KEEP) {
+	if (!(request->flags & MERCURY_SNAPSHOT_KEEP)) {
+		schedule_delayed_work(&pool_work, 0);
+	} else {
 		code = keep_it(request);
 		if (code != MERCURY_CODE_OK)
 			mercury_snapshot_end();

@@ -187,6 +187,10 @@ pub struct SnapshotRequest {
     pub rolled_back: u64,
     /// Out, then: what the kernel said last, NUL-padded text.
     pub message: [u64; 16],
+    /// Out: pages that were added to the pool because it ran low.
+    pub added_pages: u64,
+    /// Out: pages of the pool that the system got back because it had no memory left.
+    pub returned_pages: u64,
     /// Out: what it has cost so far.
     pub status: crate::snapshot::SnapshotStatus,
     /// Out.

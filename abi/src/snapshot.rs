@@ -18,7 +18,8 @@
 #[repr(u64)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SnapshotCall {
-    /// Gives pages: a [`PageList`].
+    /// Gives pages: a [`PageList`]. Once there is a snapshot, those of the memory that it keeps can be used only if they
+    /// have been taken: the others are left in the list.
     Donate = 0,
     /// Prepares a snapshot: a [`SnapshotSetup`].
     Begin = 1,
@@ -43,6 +44,8 @@ pub enum SnapshotCall {
     /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. In a handler of
     /// NMIs it waits for the rollback. No argument.
     Hold = 10,
+    /// Takes free pages back, at most as many as a [`PageList`] says, and half of what is free: the list has them then.
+    Reclaim = 11,
 }
 
 /// What a CPU of a machine that was put back finds in RAX where it goes on.
@@ -122,8 +125,8 @@ pub struct PageList {
     pub pages_phys: [u64; PAGE_LIST_MAX],
 }
 
-/// Bits of a piece of the map in [`SnapshotSetup::lasting_virt`].
-pub const LASTING_BITS: usize = 1 << 20;
+/// Bits of a piece of a map of pages: for 4 GiB.
+pub const MAP_BITS: usize = 1 << 20;
 
 /// What is to be kept.
 #[repr(C)]
@@ -133,9 +136,15 @@ pub struct SnapshotSetup {
     pub memory_virt: u64,
     /// Number of entries in it.
     pub memory_count: u64,
-    /// Address of an array of addresses of bitmaps, of [`LASTING_BITS`] each: a bit for each page that is kept, in their
+    /// Address of an array of addresses of bitmaps, of [`MAP_BITS`] each: a bit for each page that is kept, in their
     /// order, set for those that are copied at the instant. 0: none.
     pub lasting_virt: u64,
+    /// Address of an array of `free_count` addresses of such bitmaps, or 0 where no bit is set: a bit for each page of the
+    /// address space, set for those that were free at the instant. What they held does not matter: they are taken as
+    /// zeros.
+    pub free_virt: u64,
+    /// Number of entries in it.
+    pub free_count: u64,
     /// Address of an array of one hash for each page that is kept, in their order, filled at the instant; 0: none
     /// (fault-injection builds only).
     pub hashes_virt: u64,

@@ -15,8 +15,9 @@ use mercury_hypervisor::paging::format::{AmdNested, Format, IntelExtended};
 use mercury_hypervisor::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use mercury_hypervisor::paging::plan::{LargestPage, Layout};
 use mercury_hypervisor::paging::table::{Depth, Exhausted, Table, TablePages};
+use mercury_hypervisor::snapshot::free::{FreeMap, Piece};
 use mercury_hypervisor::snapshot::view::Access;
-use mercury_hypervisor::snapshot::{Log, Outcome, Pool, Snapshot};
+use mercury_hypervisor::snapshot::{Log, Memory as Held, Outcome, Pool, Snapshot};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -83,6 +84,10 @@ impl Pool for Memory {
     fn copy(&mut self, from: HostPhys, to: HostPhys) {
         self.content.insert(to.as_u64(), self.content(from));
     }
+
+    fn clear(&mut self, page: HostPhys) {
+        self.content.insert(page.as_u64(), 0);
+    }
 }
 
 fn frames() -> Vec<u64> {
@@ -93,12 +98,27 @@ fn frames() -> Vec<u64> {
     all.filter(|frame| !hidden(frame)).collect()
 }
 
+/// The map of pages that are free.
+fn free_map(free: &BTreeSet<u64>) -> FreeMap<'static> {
+    const BITS: u64 = 1 << 20;
+    // A test's: nobody frees it.
+    let piece = |first: u64| -> Option<&'static Piece> {
+        let numbers = free.iter().map(|frame| frame / 4096).filter(|number| number / BITS == first);
+        let mut piece = Box::new([0; BITS as usize / 64]);
+        numbers.for_each(|number| piece[(number % BITS / 64) as usize] |= 1 << (number % 64));
+        Some(Box::leak(piece))
+    };
+    FreeMap(if free.is_empty() { &[] } else { Box::leak(Box::new([piece(0), piece(1)])) })
+}
+
 /// A machine, its snapshot, and what the snapshot must be.
 struct Machine<F> {
     memory: Memory,
     map: IdentityMap<F>,
     snapshot: Snapshot<F>,
     frames: Vec<u64>,
+    held: Held<'static>,
+    free: BTreeSet<u64>,
     instant: BTreeMap<u64, u64>,
     written: BTreeSet<u64>,
     taken: BTreeMap<u64, u64>,
@@ -108,7 +128,13 @@ struct Machine<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> Machine<F> {
-    fn new(layout: &(LargestPage, Depth), pool: usize, log: Log, gives_up: bool) -> Self {
+    fn new(
+        layout: &(LargestPage, Depth),
+        pool: usize,
+        log: Log,
+        gives_up: bool,
+        free: &[(usize, usize)],
+    ) -> Self {
         let mut memory =
             Memory { tables: Vec::new(), free: Vec::new(), available: 10_000, content: BTreeMap::new() };
         let layout = Layout {
@@ -124,18 +150,22 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         assert_eq!(map.build_step(&mut memory, &HIDDEN, 100_000), Step::Done);
         let frames = frames();
         memory.content.extend(frames.iter().map(|frame| (*frame, frame ^ 0x5555)));
-        let instant = memory.content.clone();
+        let free: BTreeSet<u64> =
+            free.iter().flat_map(|(first, count)| frames.iter().skip(*first).take(*count)).copied().collect();
+        let mut instant = memory.content.clone();
+        instant.extend(free.iter().map(|frame| (*frame, 0)));
+        let held = Held { ranges: &MEMORY, free: free_map(&free) };
         // What a snapshot cannot do without.
         memory.available = pool + 2;
         let tables = map.tables().expect("tables");
-        let snapshot = Snapshot::new(&mut memory, tables, &MEMORY, log).expect("a root");
+        let snapshot = Snapshot::new(&mut memory, tables, held, log).expect("a root");
         let (written, taken) = (BTreeSet::new(), BTreeMap::new());
-        Self { memory, map, snapshot, frames, instant, written, taken, gives_up, next: 0 }
+        Self { memory, map, snapshot, frames, held, free, instant, written, taken, gives_up, next: 0 }
     }
 
     /// As the hypervisor answers a nested fault.
     fn fault(&mut self, gpa: GuestPhys, access: Access) {
-        match self.snapshot.fault(&mut self.memory, &MEMORY, gpa, access) {
+        match self.snapshot.fault(&mut self.memory, self.held, gpa, access) {
             Outcome::Copied | Outcome::Open => {}
             Outcome::Hidden => {
                 let sunk = self.map.sink(&mut self.memory, gpa, SINK);
@@ -179,7 +209,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     fn take(&mut self, frame: u64) {
         let (exact, known) = (self.snapshot.is_exact(), self.taken.contains_key(&frame));
         let page = GuestPhys::new(frame);
-        match self.snapshot.take(&mut self.memory, &MEMORY, page, BUFFER) {
+        match self.snapshot.take(&mut self.memory, self.held, page, BUFFER) {
             Ok(true) => {
                 assert!(exact && !known);
                 let content = self.memory.content(BUFFER);
@@ -227,6 +257,15 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
             }
             Action::Donate(count) => self.memory.available += count,
             Action::PutBack => self.put_back(),
+            Action::Use(index) => {
+                let page = frame(&self.frames, index);
+                let wanted = self.snapshot.is_wanted(&mut self.memory, self.held, GuestPhys::new(page));
+                let gone = self.taken.contains_key(&page) || self.free.contains(&page);
+                assert_eq!(wanted, self.snapshot.is_exact() && !gone, "{page:#x}");
+                if !wanted {
+                    self.memory.content.insert(page, 0xbad);
+                }
+            }
         }
     }
 
@@ -240,7 +279,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
             assert_eq!(self.memory.content, before);
             return;
         }
-        for frame in &self.frames {
+        for frame in self.frames.iter().filter(|frame| !self.free.contains(frame)) {
             assert_eq!(self.memory.content[frame], self.instant[frame], "{frame:#x}");
         }
     }
@@ -298,6 +337,8 @@ enum Action {
     TakeCopy,
     Donate(usize),
     PutBack,
+    /// For the pool.
+    Use(usize),
 }
 
 fn any_action() -> impl Strategy<Value = Action> {
@@ -309,6 +350,7 @@ fn any_action() -> impl Strategy<Value = Action> {
         1 => (0..6_usize).prop_map(Action::WriteHidden),
         1 => index.clone().prop_map(Action::Execute),
         3 => (1..300_usize).prop_map(Action::TakeNext),
+        2 => index.clone().prop_map(Action::Use),
         2 => index.prop_map(Action::TakeAny),
         2 => Just(Action::TakeCopy),
         1 => (0..300_usize).prop_map(Action::Donate),
@@ -326,9 +368,10 @@ fn run<F: Format<Address = GuestPhys>>(
     pool: usize,
     log: Log,
     gives_up: bool,
+    free: &[(usize, usize)],
     actions: &[Action],
 ) {
-    let mut machine = Machine::<F>::new(layout, pool, log, gives_up);
+    let mut machine = Machine::<F>::new(layout, pool, log, gives_up, free);
     actions.iter().for_each(|action| machine.act(action));
     machine.finish(log);
 }
@@ -342,10 +385,11 @@ proptest! {
         pool in prop_oneof![0..60_usize, 0..2500_usize],
         log in prop_oneof![Just(Log::None), Just(Log::Kept)],
         gives_up in any::<bool>(),
+        free in vec((0..0x900_usize, 1..700_usize), 0..4),
         actions in vec(any_action(), 0..60),
     ) {
-        run::<AmdNested>(&layout, pool, log, gives_up, &actions);
-        run::<IntelExtended>(&layout, pool, log, gives_up, &actions);
+        run::<AmdNested>(&layout, pool, log, gives_up, &free, &actions);
+        run::<IntelExtended>(&layout, pool, log, gives_up, &free, &actions);
     }
 }
 
@@ -354,22 +398,22 @@ const SMALL: (LargestPage, Depth) = (LargestPage::OneGibibyte, Depth::Four);
 /// To freeze is to load another root: two pages, whatever the memory.
 #[test]
 fn a_snapshot_begins_with_two_pages() {
-    let machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, false);
+    let machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, false, &[]);
     assert_eq!(machine.memory.available, 0);
     assert_eq!(machine.snapshot.counts(), Default::default());
 }
 
 #[test]
 fn without_a_page_nothing_begins() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Log::None, false);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Log::None, false, &[]);
     let tables = machine.map.tables().expect("tables");
-    assert!(Snapshot::new(&mut machine.memory, tables, &MEMORY, Log::None).is_err());
+    assert!(Snapshot::new(&mut machine.memory, tables, machine.held, Log::None).is_err());
 }
 
 /// Devices' registers are not memory: writing to them costs no copy, and no page once the way is open.
 #[test]
 fn devices_are_not_kept() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 100, Log::None, false);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 100, Log::None, false, &[]);
     machine.write(3 * GIB, 1);
     let left = machine.memory.available;
     machine.write(3 * GIB + MIB, 1);
@@ -379,7 +423,7 @@ fn devices_are_not_kept() {
 /// What has been streamed out in order is given back in large pages, without tables.
 #[test]
 fn what_was_taken_in_order_costs_nothing() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, true);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, true, &[]);
     machine.taken = machine.instant.clone();
     machine.snapshot.skip_to(&mut machine.memory, GuestPhys::new(8 * GIB));
     for frame in machine.frames.clone() {
@@ -387,4 +431,20 @@ fn what_was_taken_in_order_costs_nothing() {
     }
     assert_eq!((machine.memory.available, machine.snapshot.counts().copied), (0, 0));
     assert!(machine.snapshot.is_exact());
+}
+
+/// What was free costs no copy, and where a whole block was, no table either.
+#[test]
+fn what_was_free_costs_nothing() {
+    // The third range begins with a block that is free.
+    let first = frames().iter().position(|frame| *frame == GIB - 2 * MIB).expect("a frame");
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 3, Log::None, false, &[(first, 512)]);
+    for page in 0..512 {
+        machine.write(GIB - 2 * MIB + 4096 * page, 1);
+    }
+    let left = machine.memory.available;
+    assert_eq!((left, machine.snapshot.counts().copied), (1, 0));
+    machine.write(0x10_0000, 1);
+    assert_eq!(machine.snapshot.counts().copied, 1);
+    machine.finish(Log::None);
 }

@@ -86,7 +86,9 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     ensure_artefacts()?;
     let mut tally = Tally::default();
     match filter {
-        Some(name) if is_lab_test(name) => tally.add(run_cargo(&["-p", "mercury-lab", "--test", name], &[])?),
+        Some(name) if is_lab_test(name) => {
+            tally.add(run_cargo(&["-p", "mercury-lab", "--test", name], which())?);
+        }
         Some(name) => tally.add(run_cargo(&["--workspace"], &[name])?),
         None => {
             check_style(&mut tally);
@@ -167,17 +169,37 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "applications", &["registers_and_results"]),
     ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
     ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
-    ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
-    ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+    ("intel-haswell", "faults", &["refused_state_is_rolled_back"]),
     ("intel-tigerlake", "applications", &["shadow_stacks"]),
     ("bochs-amd", "applications", &["segments_and_ports"]),
 ];
+
+/// Those that run with the long tests only.
+const LONG_ON_BOCHS: &[(&str, &str, &[&str])] = &[
+    ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
+    ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+];
+
+/// `make test FULL=1`: the long tests as well, which are ignored otherwise. Together they take twice as long.
+const FULL: &str = "MERCURY_LAB_FULL";
+/// Ignored for another reason: that emulator cannot run them.
+const NEVER: &str = "on_qemu_7";
+
+/// Which of a file's tests run.
+fn which() -> &'static [&'static str] {
+    if is_full() { &["--include-ignored", "--skip", NEVER] } else { &[] }
+}
+
+fn is_full() -> bool {
+    std::env::var(FULL).is_ok_and(|value| !value.is_empty())
+}
 
 /// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
 /// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
 fn run_lab_tests() -> Result<Tally> {
     let programs = build_lab_tests()?;
-    let in_bochs = if Platform::chosen()? == Platform::Qemu { ON_BOCHS } else { &[] };
+    let (here, full) = (Platform::chosen()? == Platform::Qemu, is_full());
+    let in_bochs = ON_BOCHS.iter().filter(|_| here).chain(LONG_ON_BOCHS.iter().filter(|_| here && full));
     thread::scope(|scope| {
         let mut running = Vec::new();
         for (platform, file, tests) in in_bochs {
@@ -185,12 +207,13 @@ fn run_lab_tests() -> Result<Tally> {
             let (_, program) =
                 program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
             let mut command = lab_test(program);
-            command.env("LAB", platform).arg("--exact").args(*tests);
+            command.env("LAB", platform).args(["--include-ignored", "--exact"]).args(*tests);
             let prefix = format!("{platform} {file}: ");
             running.push(scope.spawn(move || run_counting(&prefix, &mut command).map(all_of(tests, prefix))));
         }
         for (name, program) in &programs {
             let mut command = lab_test(program);
+            command.args(which());
             running.push(scope.spawn(move || run_counting(&format!("{name}: "), &mut command)));
         }
         let mut tally = Tally::default();
@@ -316,7 +339,7 @@ mod tests {
         let ran = |passed| Tally { passed, ..Tally::default() };
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(2)), ran(2));
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(1)).failed, 1);
-        for (platform, file, tests) in ON_BOCHS {
+        for (platform, file, tests) in ON_BOCHS.iter().chain(LONG_ON_BOCHS) {
             assert!(platform.parse::<Platform>().is_ok() && is_lab_test(file));
             let path = paths::root().join("lab/tests").join(format!("{file}.rs"));
             let source = fs::read_to_string(path).unwrap();

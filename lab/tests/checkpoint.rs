@@ -421,6 +421,41 @@ fn goes_on_from_incremental_images() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// Takes all the memory there is, and more.
+const HOG: &str = r#"
+with open("/proc/meminfo") as table:
+    available = next(int(line.split()[1]) for line in table if line.startswith("MemAvailable"))
+room = bytearray((available + (100 << 10)) << 10)
+room[::4096] = b"x" * len(room[::4096])
+print(len(room))
+"#;
+
+/// The system gets memory of the pool before it kills anybody; a pool that runs low gets what the system can spare.
+#[test]
+fn the_pool_shrinks_and_grows() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2))?;
+    machine.put("/run/hog.py", HOG.as_bytes(), 0o644)?;
+    let slow = machine.spawn("mercury checkpoint --pool 300 - 2> /run/said | (until test -e /run/go; do sleep 0.1; done; cat > /dev/null)")?;
+    machine.sh("until mercury status --json | grep -q in-use; do sleep 0.1; done; sleep 1")?;
+    machine.sh("python3 /run/hog.py")?;
+    machine.sh("! dmesg | grep -i 'out of memory'; touch /run/go")?;
+    slow.wait(Duration::from_secs(120))?;
+    let said = machine.sh("cat /run/said")?;
+    assert!(said.contains("complete") && !said.contains("got 0 back"), "{said}");
+    assert!(said.contains("the system got"), "{said}");
+
+    machine.sh("head -c 200M /dev/urandom > /run/data")?;
+    let _writer =
+        machine.spawn("while :; do dd if=/dev/zero of=/run/data bs=64k count=3200 conv=notrunc; done")?;
+    let report = image(&machine, "--pool 40", DISK)?;
+    println!("{report}");
+    assert!(report["added_pages"].as_u64().unwrap() > 1000, "{report}");
+    assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
+    machine.sh("pkill dd; true")?;
+    machine.check_next_attach()
+}
+
 /// Two machines from one image must not think the same thing random.
 #[test]
 fn two_of_one_image_differ() -> Result<()> {

@@ -313,14 +313,25 @@ fn spoilt(subject: &mut Subject, (word, shift, bits, checks): Spoilt, cpu: u32) 
     subject.attaches_again(&[])
 }
 
+/// The first few of them; each is tried with the long tests.
 #[test]
+fn refused_state_is_rolled_back() -> Result<()> {
+    classes_are_rolled_back(3)
+}
+
+#[test]
+#[ignore = "long"]
 fn each_class_of_refused_state_is_rolled_back() -> Result<()> {
+    classes_are_rolled_back(usize::MAX)
+}
+
+fn classes_are_rolled_back(count: usize) -> Result<()> {
     let mut subject = Subject::boot(refusing()?, CPUS)?;
     let rows = match subject.machine.vendor() {
         Vendor::Amd => SPOILT_SVM,
         Vendor::Intel => SPOILT_VMX,
     };
-    for (row, cpu) in rows.iter().zip((0..CPUS).cycle()) {
+    for (row, cpu) in rows.iter().take(count).zip((0..CPUS).cycle()) {
         spoilt(&mut subject, *row, cpu)?;
     }
     subject.finish()

@@ -76,6 +76,10 @@ pub struct Report {
     pub unchanged_pages: u64,
     /// Pages that had to be copied because somebody wrote to them.
     pub copied_pages: u64,
+    /// Pages that were added to the pool because it ran low.
+    pub added_pages: u64,
+    /// Pages of the pool that the system got back because it had no memory left.
+    pub returned_pages: u64,
     /// Microseconds for which applications stood still.
     pub pause_us: f64,
     /// Seconds that it took in all.
@@ -105,6 +109,13 @@ impl Render for Report {
             thousands(self.duplicate_pages),
             thousands(self.copied_pages)
         ));
+        if self.added_pages + self.returned_pages > 0 {
+            to.line(format!(
+                "the pool got {} pages more; the system got {} back, for it had no memory left",
+                thousands(self.added_pages),
+                thousands(self.returned_pages)
+            ));
+        }
         let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
         to.line(format!(
             "applications stood still for {}; {:.1} s in all, {rate}/s of memory",
@@ -376,6 +387,8 @@ fn checkpoint(
         duplicate_pages: 0,
         unchanged_pages: 0,
         copied_pages: 0,
+        added_pages: 0,
+        returned_pages: 0,
         pause_us: instant.pause.as_secs_f64() * 1e6,
         seconds: 0.0,
         warning: None,
@@ -405,6 +418,7 @@ fn checkpoint(
     report.duplicate_pages = commit.duplicates;
     report.unchanged_pages = commit.unchanged;
     report.copied_pages = status.status.copied;
+    (report.added_pages, report.returned_pages) = (status.added_pages, status.returned_pages);
     Ok((report, instant.still.take()))
 }
 

@@ -10,15 +10,16 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    LASTING_BITS, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup,
+    MAP_BITS, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup,
     SnapshotStatus, TAKE_LIST_MAX, TakeList,
 };
 
+use super::free::{FreeMap, Piece};
 use super::muster::{Arrival, Muster};
 use super::pool::{self, FreeList, Words};
 use super::rollback::{self, Kept, Watch};
 use super::view::Access;
-use super::{Counts, Log, Outcome, Pool, Snapshot};
+use super::{Counts, Log, Memory, Outcome, Pool, Snapshot};
 use crate::address::{GuestPhys, HostPhys, PAGE_SIZE};
 use crate::cpu::Area;
 use crate::exit::Answer;
@@ -54,7 +55,11 @@ pub(crate) struct Live<F> {
     memory_count: u64,
     hashes_virt: u64,
     lasting_virt: u64,
+    free_virt: u64,
+    free_count: u64,
     cpus: u32,
+    /// How often in a row there was no page.
+    starved: u32,
     /// Pages that were ever given.
     donated: u64,
     /// For a snapshot that is kept.
@@ -105,6 +110,11 @@ impl Pool for Store {
         // content does not matter any more.
         unsafe { crate::x86::copy_page(page(from), page(to)) };
     }
+
+    fn clear(&mut self, unused: HostPhys) {
+        // SAFETY: a buffer of the driver's, mapped for the hypervisor; nobody has a reference to it.
+        unsafe { core::ptr::write_bytes(page::<u8>(unused), 0, PAGE_SIZE as usize) };
+    }
 }
 
 impl<F> Live<F> {
@@ -118,7 +128,10 @@ impl<F> Live<F> {
             memory_count: 0,
             hashes_virt: 0,
             lasting_virt: 0,
+            free_virt: 0,
+            free_count: 0,
             cpus: 0,
+            starved: 0,
             donated: 0,
             keep_virt: 0,
             settle_ticks: 0,
@@ -140,8 +153,23 @@ impl<F> Live<F> {
         }
     }
 
+    /// What is kept.
+    fn memory(&self) -> Memory<'static> {
+        Memory { ranges: self.ranges(), free: self.free() }
+    }
+
+    fn free(&self) -> FreeMap<'static> {
+        if self.free_count == 0 {
+            return FreeMap::default();
+        }
+        let first = core::ptr::with_exposed_provenance::<Option<&'static Piece>>(self.free_virt as usize);
+        // SAFETY: the driver keeps the array of `Begin`, and the bitmaps that it leads to, where they are until `End`, in
+        // memory that it has mapped. It fills them before `Enter`; nobody looks before that. No address is 0.
+        FreeMap(unsafe { core::slice::from_raw_parts(first, self.free_count as usize) })
+    }
+
     /// The ranges that are kept.
-    fn memory(&self) -> &'static [OwnedRange] {
+    fn ranges(&self) -> &'static [OwnedRange] {
         if self.memory_count == 0 {
             return &[];
         }
@@ -169,9 +197,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let Some(snapshot) = self.snapshot.as_mut() else { return false };
         let outcome = snapshot.fault(&mut self.store, memory, address, access);
         if outcome != Outcome::Exhausted {
+            self.starved = if outcome == Outcome::Copied { 0 } else { self.starved };
             return matches!(outcome, Outcome::Copied | Outcome::Open);
         }
-        self.spoil(Code::SnapshotPool);
+        // The system makes the same access again when it has waited, and what interrupts it goes first.
+        self.starved += 1;
+        if self.keep_virt != 0 || self.starved > pool::PATIENCE * self.cpus {
+            self.spoil(Code::SnapshotPool);
+        }
         true
     }
 
@@ -215,10 +248,36 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    fn donate(&mut self, list: &PageList) {
-        for phys in list.pages_phys.iter().take((list.count as usize).min(PAGE_LIST_MAX)) {
-            self.store.free.push(&mut Direct, HostPhys::new(*phys));
-            self.donated += 1;
+    /// Adds pages to the pool; leaves those in the list that are still wanted as they are.
+    fn donate(&mut self, list: &mut PageList) {
+        let memory = self.memory();
+        let count = (list.count as usize).min(PAGE_LIST_MAX);
+        let mut refused = 0;
+        for slot in 0..count {
+            let phys = list.pages_phys[slot];
+            let wanted = |snapshot: &Snapshot<F>| {
+                snapshot.is_wanted(&mut self.store, memory, GuestPhys::new(phys)) || self.keep_virt != 0
+            };
+            if self.snapshot.as_ref().is_some_and(wanted) {
+                list.pages_phys[refused] = phys;
+                refused += 1;
+            } else {
+                self.store.free.push(&mut Direct, HostPhys::new(phys));
+                self.donated += 1;
+            }
+        }
+        list.count = refused as u64;
+    }
+
+    /// Gives free pages back. Half of them stay: whoever writes must not wait at once.
+    fn reclaim(&mut self, list: &mut PageList) {
+        let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
+        list.count = 0;
+        for slot in list.pages_phys.iter_mut().take(room.min(self.store.free.count() / 2) as usize) {
+            let Some(page) = self.store.free.pop(&mut Direct) else { break };
+            *slot = page.as_u64();
+            list.count += 1;
+            self.donated -= 1;
         }
     }
 
@@ -234,6 +293,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
         (self.memory_virt, self.memory_count) = (setup.memory_virt, setup.memory_count);
         (self.hashes_virt, self.lasting_virt) = (setup.hashes_virt, setup.lasting_virt);
+        (self.free_virt, self.free_count) = (setup.free_virt, setup.free_count);
         (self.cpus, self.spoilt) = (setup.cpus, Code::Ok);
         (self.keep_virt, self.settle_ticks, self.buses) = (setup.keep_virt, setup.settle_ticks, setup.buses);
         let log = if setup.log != 0 { Log::Kept } else { Log::None };
@@ -270,11 +330,11 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
         let pieces = core::ptr::with_exposed_provenance::<usize>(self.lasting_virt as usize);
         let mut first = 0;
-        for range in self.memory() {
+        for range in self.ranges() {
             let end = first + range.pages as usize;
             let mut number = first;
             while number < end {
-                let (piece, bit) = (number / LASTING_BITS, number % LASTING_BITS);
+                let (piece, bit) = (number / MAP_BITS, number % MAP_BITS);
                 // SAFETY: the driver's bitmaps have a bit for each page, in memory that it has mapped.
                 let rest = unsafe {
                     let bits = core::ptr::with_exposed_provenance::<u64>(pieces.add(piece).read());
@@ -288,6 +348,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 if number < end {
                     let page = (number - first) as u64;
                     self.keeps(GuestPhys::new(range.start_phys + page * PAGE_SIZE), Access::Write);
+                    if self.starved != 0 {
+                        return self.spoil(Code::SnapshotPool);
+                    }
                 }
                 number += 1;
             }
@@ -322,14 +385,18 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             return;
         }
         let mut hash = core::ptr::with_exposed_provenance_mut::<u64>(self.hashes_virt as usize);
-        for range in self.memory() {
+        let free = self.free();
+        for range in self.ranges() {
             for number in 0..range.pages {
                 let phys = range.start_phys + number * PAGE_SIZE;
+                let is_free = free.has(GuestPhys::new(phys), crate::address::PageSize::Size4K);
                 let content = page::<u64>(HostPhys::new(phys));
                 // SAFETY: memory that the driver has mapped, while nobody writes to it; the array has a word for each
                 // page.
                 unsafe {
-                    let found = mercury_abi::snapshot::hash(core::slice::from_raw_parts(content, PAGE_WORDS));
+                    let content = core::slice::from_raw_parts(content, PAGE_WORDS);
+                    let zeros = [0; PAGE_WORDS];
+                    let found = mercury_abi::snapshot::hash(if is_free { &zeros } else { content });
                     look(phys, &mut *hash, found);
                     hash = hash.add(1);
                 }
@@ -425,6 +492,7 @@ fn argument<T>(address: u64) -> *mut T {
 
 fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
     const DONATE: u64 = SnapshotCall::Donate as u64;
+    const RECLAIM: u64 = SnapshotCall::Reclaim as u64;
     const BEGIN: u64 = SnapshotCall::Begin as u64;
     const TAKE: u64 = SnapshotCall::Take as u64;
     const END: u64 = SnapshotCall::End as u64;
@@ -438,7 +506,8 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
     // that it has mapped for the hypervisor, and nobody else looks at it during the call. All are made of integers.
     unsafe {
         match call {
-            DONATE => live.donate(&*argument(address)),
+            DONATE => live.donate(&mut *argument(address)),
+            RECLAIM => live.reclaim(&mut *argument(address)),
             BEGIN => {
                 let setup = &*argument::<SnapshotSetup>(address);
                 if setup.keep_virt != 0 && V::ROLLBACK.is_none() {
@@ -568,7 +637,7 @@ mod tests {
             let (memory, buffer) = (leaked(8), leaked(1));
             memory.iter_mut().zip(1..).for_each(|(page, number)| page.0.fill(number));
             let mut live = Live::<F>::new();
-            live.donate(&list(leaked(64)));
+            live.donate(&mut list(leaked(64)));
             let layout = Layout {
                 physical_bits: 48,
                 depth: Depth::Four,
@@ -585,7 +654,7 @@ mod tests {
             let base = map.tables().expect("tables");
             // The identity map has what it needs; the snapshot gets its own.
             live.store = Store { free: FreeList::new() };
-            live.donate(&list(leaked(pool)));
+            live.donate(&mut list(leaked(pool)));
             let range = OwnedRange { start_phys: phys(&memory[0]), pages: memory.len() as u64 };
             let ranges: &[OwnedRange] = vec![range].leak();
             let memory_virt = ranges.as_ptr().expose_provenance() as u64;
@@ -650,10 +719,52 @@ mod tests {
         assert_eq!(machine.begin(), Err(Code::SnapshotPool));
         let mut machine = Machine::<AmdNested>::new(2);
         assert_eq!(machine.begin(), Ok(()));
+        // It is not given up at once: somebody may be about to make it larger.
+        for _ in 0..pool::PATIENCE {
+            machine.write(5, 6);
+            assert_eq!(machine.live.status().exact, 1);
+        }
         machine.write(5, 1);
         assert_eq!(machine.live.status().exact, 0);
         assert_eq!(machine.take(0), Err(Code::SnapshotPool));
         machine.write(6, 1);
+    }
+
+    /// Memory that has been taken can be used for the pool; what is still wanted, or kept to go back to, cannot.
+    #[test]
+    fn a_pool_grows_by_what_was_taken() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        assert_eq!(machine.take(0), Ok(Some(1)));
+        let free = machine.live.status().free_pages;
+        let mut offer = list(&machine.memory[..2]);
+        machine.live.donate(&mut offer);
+        assert_eq!((offer.count, offer.pages_phys[0]), (1, phys(&machine.memory[1])));
+        assert_eq!(machine.live.status().free_pages, free + 1);
+        // The page that came last goes first.
+        machine.write(2, 0xEE);
+        assert_eq!(machine.take(2), Ok(Some(3)));
+        assert_eq!(machine.take(1), Ok(Some(2)));
+        machine.live.keep_virt = 1;
+        machine.live.donate(&mut offer);
+        assert_eq!(offer.count, 1);
+    }
+
+    #[test]
+    fn a_pool_gives_half_of_what_is_free() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        let mut list = list(&[]);
+        for left in [32, 16, 8] {
+            list.count = PAGE_LIST_MAX as u64;
+            machine.live.reclaim(&mut list);
+            assert_eq!(
+                (list.count, machine.live.store.free.count(), machine.live.donated),
+                (left, left, left + 64)
+            );
+        }
+        list.count = 1;
+        machine.live.reclaim(&mut list);
+        assert_eq!(list.count, 1);
     }
 
     /// Writers wait then, and whoever takes the snapshot knows.

@@ -13,6 +13,7 @@
 //! Everything here is under one lock, which the caller holds; nothing of it waits.
 
 pub mod frames;
+pub mod free;
 pub mod live;
 pub mod muster;
 pub mod pool;
@@ -23,6 +24,7 @@ use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
 use crate::paging::format::Format;
 use crate::paging::table::{Exhausted, PageTable, TablePages};
 use frames::FrameMap;
+use free::FreeMap;
 use mercury_abi::gate::OwnedRange;
 use view::{Access, Found, Keep, View};
 
@@ -33,6 +35,18 @@ pub trait Pool: TablePages {
 
     /// Copies a page.
     fn copy(&mut self, from: HostPhys, to: HostPhys);
+
+    /// Makes a page all zeros.
+    fn clear(&mut self, page: HostPhys);
+}
+
+/// System memory that a snapshot holds; always the same.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Memory<'a> {
+    /// Its ranges, ascending.
+    pub ranges: &'a [OwnedRange],
+    /// What of it was free at the instant.
+    pub free: FreeMap<'a>,
 }
 
 /// What became of a fault.
@@ -81,7 +95,7 @@ pub struct Counts {
     pub taken: u64,
 }
 
-/// A snapshot. `memory` in its functions: the ranges of system memory that it holds, ascending, always the same.
+/// A snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<F> {
     view: View<F>,
@@ -102,10 +116,10 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     pub fn new(
         pool: &mut impl Pool,
         base: PageTable<F>,
-        memory: &[OwnedRange],
+        memory: Memory<'_>,
         log: Log,
     ) -> Result<Self, Exhausted> {
-        let keeps = |block, size| of_memory(memory, block, size, GuestPhys::new(0));
+        let keeps = |block, size| of_memory(memory.ranges, block, size, GuestPhys::new(0));
         let view = View::new(pool, base, &keeps)?;
         let frames = FrameMap::new(pool, base.depth())?;
         let cursor = GuestPhys::new(0);
@@ -140,20 +154,21 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     pub fn fault(
         &mut self,
         pool: &mut impl Pool,
-        memory: &[OwnedRange],
+        memory: Memory<'_>,
         gpa: GuestPhys,
         access: Access,
     ) -> Outcome {
         let (cursor, log, given_up) = (self.cursor, self.log, self.given_up);
         let keeps = |block: GuestPhys, size: PageSize| {
             let from = if log == Log::None { cursor } else { GuestPhys::new(0) };
-            if given_up { Keep::Nothing } else { of_memory(memory, block, size, from) }
+            let is_free = log == Log::None && memory.free.has(block, size);
+            if given_up || is_free { Keep::Nothing } else { of_memory(memory.ranges, block, size, from) }
         };
         match self.view.open(pool, gpa, access, &keeps) {
             Ok(Found::Open) => Outcome::Open,
             Ok(Found::Hidden) => Outcome::Hidden,
             Ok(Found::Absent) => Outcome::Absent,
-            Ok(Found::Kept(slot)) => match self.keep(pool, gpa.align_down(PageSize::Size4K)) {
+            Ok(Found::Kept(slot)) => match self.keep(pool, memory, gpa.align_down(PageSize::Size4K)) {
                 Ok(outcome) => {
                     self.view.permit(pool, slot);
                     outcome
@@ -165,9 +180,16 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     }
 
     /// Copies a frame if it is still wanted, and notes that it is written.
-    fn keep(&mut self, pool: &mut impl Pool, frame: GuestPhys) -> Result<Outcome, Exhausted> {
+    fn keep(
+        &mut self,
+        pool: &mut impl Pool,
+        memory: Memory<'_>,
+        frame: GuestPhys,
+    ) -> Result<Outcome, Exhausted> {
         let known = self.frames.get(pool, frame);
-        let is_kept = known & (mark::TAKEN | mark::COPY) != 0 || frame < self.cursor;
+        let is_kept = known & (mark::TAKEN | mark::COPY) != 0
+            || frame < self.cursor
+            || memory.free.has(frame, PageSize::Size4K);
         self.frames.set(pool, frame, known | mark::WRITTEN)?;
         if is_kept {
             return Ok(Outcome::Open);
@@ -193,7 +215,14 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Some(if known & mark::COPY != 0 { copy } else { frame.identity() })
     }
 
-    /// Copies what a frame of `memory` held at the instant to `to`, and lets it go: from here on it can be written
+    /// Whether the frame is of `memory`, and what it held at the instant matters and has not been taken yet.
+    pub fn is_wanted(&self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys) -> bool {
+        next_of_memory(memory.ranges, frame) == Some(frame)
+            && !memory.free.has(frame, PageSize::Size4K)
+            && self.content(pool, frame).is_some()
+    }
+
+    /// Copies what a frame of `memory` held at the instant (zeros if it was free) to `to`, and lets it go: from here on it can be written
     /// without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
     ///
     /// # Errors
@@ -202,11 +231,11 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     pub fn take(
         &mut self,
         pool: &mut impl Pool,
-        memory: &[OwnedRange],
+        memory: Memory<'_>,
         frame: GuestPhys,
         to: HostPhys,
     ) -> Result<bool, Exhausted> {
-        if next_of_memory(memory, self.cursor) == Some(frame) {
+        if next_of_memory(memory.ranges, self.cursor) == Some(frame) {
             self.cursor = frame;
         }
         let Some(source) = self.content(pool, frame) else { return Ok(false) };
@@ -217,7 +246,10 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         if known != 0 || frame >= self.cursor {
             self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN)?;
         }
-        pool.copy(source, to);
+        match memory.free.has(frame, PageSize::Size4K) {
+            true => pool.clear(to),
+            false => pool.copy(source, to),
+        }
         self.counts.taken += 1;
         if known & mark::COPY != 0 {
             self.drop_copy(pool, source);

@@ -51,6 +51,10 @@ impl FreeList {
 /// Longest that a writer waits, in ticks of the TSC: less than a millisecond, for interrupts wait with it.
 const WAIT_MAX: u64 = 1 << 21;
 
+/// How often in a row a CPU may find no page, and wait [`WAIT_MAX`], before the snapshot is given up: for a quarter of a
+/// second, if all CPUs are at it.
+pub const PATIENCE: u32 = 256;
+
 /// Whether whoever takes the snapshot should hurry.
 #[must_use]
 pub const fn is_low(free: u64, all: u64) -> bool {
