@@ -3,7 +3,8 @@
  * What devices write, they write round the nested tables. While there is a snapshot, every page that a
  * device may write is written to by the CPU first, without changing it, so that it is copied: at the
  * kernel's exported entry points of DMA, by ftrace. (Not by kprobes: those on a function's entry leave
- * interrupts on, and pass what happens in one.)
+ * interrupts on, and pass what happens in one.) So is what a device is given to read only, for not all of
+ * them leave it as it is: an emulated network card puts a packet's checksum into the packet.
  *
  * Other pages are copied at the instant: what devices may have for good, pages that are not anybody's
  * data, but the kernel's own; and what they had until they were stopped for it. Not all of them stop at
@@ -27,39 +28,10 @@
 
 #include "mercury.h"
 
-/* Writes what is there to each page of a buffer in the direct map. */
-static void touch(void *start, size_t length)
+/* Whether it is data of processes or files, be it in huge pages: there may be much of it. */
+static bool is_data(struct page *page)
 {
-	unsigned long page = (unsigned long)start & PAGE_MASK;
-
-	if (!virt_addr_valid(start) || !length)
-		return;
-	for (; page < (unsigned long)start + length; page += PAGE_SIZE)
-		asm volatile("lock; orl $0, %0" : "+m" (*(u32 *)page) : : "cc");
-}
-
-static void touch_list(struct scatterlist *list, unsigned int count)
-{
-	for (; list && count; count--, list = sg_next(list))
-		touch(sg_virt(list), list->length);
-}
-
-/*
- * Before the instant: a device that has just given a buffer back may not know it yet. Not with data of files
- * and processes, of which there may be much: what reads those stops.
- */
-static void mark(void *start, size_t length)
-{
-	unsigned long at = (unsigned long)start & PAGE_MASK;
-
-	if (mercury_snapshot_is_past() || !virt_addr_valid(start) || !length)
-		return;
-	for (; at < (unsigned long)start + length; at += PAGE_SIZE) {
-		struct page *page = virt_to_page((void *)at);
-
-		if (!PageLRU(page) && !PageAnon(page))
-			mercury_snapshot_mark(__pa(at));
-	}
+	return PageLRU(page) || PageAnon(page) || PageHuge(page);
 }
 
 /* Of the register only the lower half is the argument's. */
@@ -68,10 +40,57 @@ static bool is_written(u32 direction)
 	return direction == DMA_FROM_DEVICE || direction == DMA_BIDIRECTIONAL;
 }
 
+/* Writes what is there to a page of the direct map. Some are read-only: those stay what they are. */
+static void rewrite(unsigned long page)
+{
+	asm volatile("1:	lock; orl $0, %0\n"
+		     "2:\n"
+		     _ASM_EXTABLE(1b, 2b)
+		     : "+m" (*(u32 *)page) : : "cc");
+}
+
+/*
+ * Writes what is there to each page of a buffer. Not to data that a device is to read, which would be copied
+ * for nothing: what devices change unasked is packets, and their heads are the kernel's own.
+ */
+static void touch(void *start, size_t length, u32 direction)
+{
+	unsigned long page = (unsigned long)start & PAGE_MASK;
+
+	if (!virt_addr_valid(start) || !length)
+		return;
+	for (; page < (unsigned long)start + length; page += PAGE_SIZE) {
+		if (is_written(direction) || !is_data(virt_to_page((void *)page)))
+			rewrite(page);
+	}
+}
+
+static void touch_list(struct scatterlist *list, unsigned int count, u32 direction)
+{
+	for (; list && count; count--, list = sg_next(list))
+		touch(sg_virt(list), list->length, direction);
+}
+
+/*
+ * Before the instant: a device that has just given a buffer back may not know it yet. Not with data: what reads
+ * that stops.
+ */
+static void mark(void *start, size_t length)
+{
+	unsigned long at = (unsigned long)start & PAGE_MASK;
+
+	if (mercury_snapshot_is_past() || !virt_addr_valid(start) || !length)
+		return;
+	for (; at < (unsigned long)start + length; at += PAGE_SIZE) {
+		if (!is_data(virt_to_page((void *)at)))
+			mercury_snapshot_mark(__pa(at));
+	}
+}
+
 /* virtqueue_add_inbuf(queue, list, count, ...), and with a context */
 static void before_inbuf(const struct pt_regs *regs)
 {
-	touch_list((struct scatterlist *)regs->si, regs->dx);
+	touch_list((struct scatterlist *)regs->si, regs->dx, DMA_FROM_DEVICE);
 }
 
 /* virtqueue_add_sgs(queue, lists, outgoing, incoming, ...) */
@@ -81,21 +100,19 @@ static void before_sgs(const struct pt_regs *regs)
 	unsigned int first = regs->dx, i;
 
 	for (i = first; i < first + (unsigned int)regs->cx; i++)
-		touch_list(lists[i], UINT_MAX);
+		touch_list(lists[i], UINT_MAX, DMA_FROM_DEVICE);
 }
 
 /* dma_map_page_attrs(device, page, offset, size, direction, ...) */
 static void before_map_page(const struct pt_regs *regs)
 {
-	if (is_written(regs->r8))
-		touch(page_address((struct page *)regs->si) + regs->dx, regs->cx);
+	touch(page_address((struct page *)regs->si) + regs->dx, regs->cx, regs->r8);
 }
 
 /* dma_map_sg_attrs(device, list, count, direction, ...) */
 static void before_map_sg(const struct pt_regs *regs)
 {
-	if (is_written(regs->cx))
-		touch_list((struct scatterlist *)regs->si, regs->dx);
+	touch_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
 }
 
 /* dma_map_sgtable(device, table, direction, ...) */
@@ -103,8 +120,7 @@ static void before_map_sgtable(const struct pt_regs *regs)
 {
 	struct sg_table *table = (void *)regs->si;
 
-	if (is_written(regs->dx))
-		touch_list(table->sgl, table->orig_nents);
+	touch_list(table->sgl, table->orig_nents, regs->dx);
 }
 
 /* The memory at a device's address. */
@@ -121,8 +137,7 @@ static void *memory_of(struct device *device, dma_addr_t address)
 /* dma_sync_single_for_device(device, address, size, direction) */
 static void before_sync_single(const struct pt_regs *regs)
 {
-	if (is_written(regs->cx))
-		touch(memory_of((struct device *)regs->di, regs->si), regs->dx);
+	touch(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
 /* dma_unmap_page_attrs(device, address, size, direction, ...) */
@@ -276,16 +291,14 @@ void mercury_dma_unwatch(void)
 }
 
 /*
- * Whether a device may have this page for good: no data of processes or files, be it in huge pages, no slab,
- * no page table. Nobody counts the references to the second page of several that were allocated at once.
+ * Whether a device may have this page for good: no data, no slab, no page table. Nobody counts the references to the second page of several that were allocated at once.
  */
 static bool is_lasting(struct page *page)
 {
 	if (PageReserved(page) || PageSlab(page) || PageTable(page) || PageOffline(page))
 		return false;
 	/* What processes have pinned is written for as long as they like. */
-	return (!PageLRU(page) && !PageAnon(page) && !PageHuge(page)) ||
-	       folio_maybe_dma_pinned(page_folio(page));
+	return !is_data(page) || folio_maybe_dma_pinned(page_folio(page));
 }
 
 /* From a page on: how many there are of which the same holds. */

@@ -11,6 +11,7 @@
  *	state.c		MSRs, CR4, and all that can be read of a CPU
  *	refuse.c	a device that refuses to be quiesced
  *	death.c		a CPU that hangs, and one that shuts down
+ *	send.c		a read-only page for a device
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -71,5 +72,8 @@ void test_refuse_exit(void);
 int test_hang(struct test_answer *answer, const u64 *arguments);
 int test_hang_and_panic(struct test_answer *answer, const u64 *arguments);
 int test_triple_fault(struct test_answer *answer, const u64 *arguments);
+
+/* send.c */
+int test_send_read_only(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */

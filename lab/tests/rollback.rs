@@ -266,6 +266,21 @@ fn nmis_come_through() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// What a device is to read is written to, lest it change it; not what nobody can write.
+#[test]
+fn a_device_is_given_what_is_read_only() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    load_test_module(&machine)?;
+    machine.sh("mercury snapshot")?;
+    let answer = workloads::kernel(&machine, "send-read-only")?;
+    assert_eq!((&answer["writable"], &answer["mapped"]), (&0.into(), &1.into()), "{answer}");
+    assert_eq!(state(&machine)?["state"], "kept");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
 #[test]
 fn from_a_triple_fault_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[], "mercury-workload kernel triple-fault 0", "triple fault")
