@@ -16,8 +16,11 @@ use crate::{
 
 /// So many images may an image be made on.
 pub const PARENTS_MAX: usize = 255;
-/// More frames than any machine has.
-const FRAMES_MAX: u64 = 1 << 36;
+/// No machine has more: 64 TiB are what Linux maps with four levels of page tables.
+const FRAMES_MAX: u64 = 1 << 34;
+/// Spots for which memory is taken at once, when the first of them is filled: an image may say that it is of more frames
+/// than it has.
+const BLOCK: usize = 1 << 15;
 
 /// Where a frame's content is: 0 nowhere, 1 it is zeros, otherwise image, record and page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +45,10 @@ impl Spot {
 struct Spots {
     /// Ascending; with the number of frames before each.
     runs: Vec<(Run, u64)>,
-    spots: Vec<Spot>,
+    /// How many frames there are.
+    frames: u64,
+    /// Empty as long as none of its frames has one.
+    blocks: Vec<Vec<Spot>>,
     /// How many have one.
     filled: u64,
 }
@@ -51,7 +57,7 @@ impl Spots {
     fn new(machine: &Machine) -> Result<Self> {
         let unfit = |what: &str| Err(Error::Unfit(format!("{what}: no machine has such memory")));
         let mut spots = Self::default();
-        let (mut frames, mut end_phys) = (0_u64, 0);
+        let mut end_phys = 0;
         for range in machine.ranges.iter().filter(|range| range.kind == Kind::Kept) {
             let run = Run { start_phys: range.start_phys, pages: range.pages };
             let aligned = run.start_phys.is_multiple_of(PAGE as u64);
@@ -59,13 +65,13 @@ impl Spots {
                 return unfit("its ranges are out of order");
             }
             end_phys = run.start_phys + run.pages * PAGE as u64;
-            spots.runs.push((run, frames));
-            frames += run.pages;
+            spots.runs.push((run, spots.frames));
+            spots.frames = spots.frames.saturating_add(run.pages);
         }
-        if frames > FRAMES_MAX || spots.spots.try_reserve_exact(frames as usize).is_err() {
+        if spots.frames > FRAMES_MAX {
             return unfit("it is too large");
         }
-        spots.spots.resize(frames as usize, Spot::default());
+        spots.blocks.resize(spots.frames.div_ceil(BLOCK as u64) as usize, Vec::new());
         Ok(spots)
     }
 
@@ -77,23 +83,28 @@ impl Spots {
 
     /// A frame's, if it has one.
     fn get(&self, phys: u64) -> Option<Spot> {
-        self.index_of(phys).map(|index| self.spots[index]).filter(|spot| *spot != Spot::default())
+        let index = self.index_of(phys)?;
+        self.blocks[index / BLOCK].get(index % BLOCK).copied().filter(|spot| *spot != Spot::default())
     }
 
     fn set(&mut self, phys: u64, spot: Spot) -> std::result::Result<(), String> {
         let Some(index) = self.index_of(phys) else {
             return Err(format!("frame {phys:#x} is not part of the machine's memory"));
         };
-        if self.spots[index] != Spot::default() {
+        let block = &mut self.blocks[index / BLOCK];
+        if block.is_empty() {
+            block.resize(BLOCK, Spot::default());
+        }
+        if block[index % BLOCK] != Spot::default() {
             return Err(format!("frame {phys:#x} is there twice"));
         }
-        self.spots[index] = spot;
+        block[index % BLOCK] = spot;
         self.filled += 1;
         Ok(())
     }
 
     fn is_full(&self) -> bool {
-        self.filled == self.spots.len() as u64
+        self.filled == self.frames
     }
 }
 
@@ -267,10 +278,10 @@ impl<R: Read + Seek> Chain<R> {
 
     fn end(&mut self, reading: Reading<R>, place: Place) -> Result<()> {
         let Reading { reader, offsets, spots, hashes, hashed, last } = reading;
-        if hashed == 0 && spots.is_full() && !spots.spots.is_empty() {
+        if hashed == 0 && spots.is_full() && spots.frames > 0 {
             return Err(Error::Unfit("it has no hashes of its frames".into()));
         }
-        if !spots.is_full() || hashed != spots.spots.len() as u64 {
+        if !spots.is_full() || hashed != spots.frames {
             return Err(Error::Damaged(place, "it does not have all of the machine's memory".into()));
         }
         self.key = last.map(|(key, _)| key);

@@ -314,9 +314,22 @@ fn a_full_image_is_full() {
     // Without hashes none can be made on it.
     let error = Parent::open(chunk(Source::Zero)).map(drop).expect_err("refused");
     assert!(error.to_string().contains("no hashes"), "{error}");
-    let huge = Range { start_phys: 0, pages: 1 << 50, kind: Kind::Kept };
-    let huge = written(1, &Machine { ranges: vec![huge], ..Machine::default() }, []);
-    assert!(refused(&[&huge]).contains("too large"));
+}
+
+/// What an image says of the size of memory costs none: what comes of its frames does.
+#[test]
+fn a_large_machine_without_frames_takes_no_memory() {
+    let empty = |pages| {
+        let range = Range { start_phys: 0, pages, kind: Kind::Kept };
+        refused(&[&written(1, &Machine { ranges: vec![range], ..Machine::default() }, [])])
+    };
+    assert!(empty(1 << 50).contains("too large"));
+    assert!(empty((1 << 34) + 1).contains("too large"));
+    assert!(empty(1 << 34).contains("does not have all of the machine's memory"));
+    let status = std::fs::read_to_string("/proc/self/status").expect("a status");
+    let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a line");
+    let most: u64 = most.trim().trim_end_matches(" kB").parse().expect("a number");
+    assert!(most < 2 << 20, "{most} KiB");
 }
 
 /// What version 1 wrote is still read.
