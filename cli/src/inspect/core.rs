@@ -20,6 +20,8 @@ const PHDR: usize = 56;
 const PT_LOAD: u32 = 1;
 const PT_NOTE: u32 = 4;
 const NT_PRSTATUS: u32 = 1;
+/// Who says so.
+const CORE: &[u8] = b"CORE\0";
 /// `struct elf_prstatus`: its length, and where its registers are.
 const PRSTATUS: usize = 336;
 const PRSTATUS_PID: usize = 32;
@@ -28,6 +30,8 @@ const PRSTATUS_REGISTERS: usize = 112;
 const KERNEL_MAP: u64 = 0xFFFF_FFFF_8000_0000;
 /// More than any kernel's text and data take.
 const KERNEL_BYTES: u64 = 64 << 20;
+/// More than `VMCOREINFO` takes.
+const VMCOREINFO_MAX: u64 = 1 << 20;
 
 /// A stretch of memory in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +47,8 @@ pub struct Core {
     file: File,
     part: PathBuf,
     path: PathBuf,
+    /// Notes are between the headers and memory, where crash looks for them.
+    notes: u64,
     segments: Vec<Segment>,
 }
 
@@ -65,8 +71,10 @@ impl Core {
             return Err(Error::new(crate::exit::Exit::Failed, text).hint("the image itself is whole"));
         }
         // One for the notes, one for the kernel.
-        let headers = EHDR + PHDR * (kept.len() + 2);
-        let mut offset = headers.next_multiple_of(PAGE) as u64;
+        let notes = (EHDR + PHDR * (kept.len() + 2)) as u64;
+        let told = machine.vmcoreinfo.map_or(0, |place| place.bytes.min(VMCOREINFO_MAX));
+        let end = notes + (machine.cpus.len() * note(CORE, NT_PRSTATUS, &[0; PRSTATUS]).len()) as u64 + told;
+        let mut offset = end.next_multiple_of(PAGE as u64);
         let mut segments = Vec::with_capacity(kept.len());
         for range in kept {
             let bytes = range.pages * PAGE as u64;
@@ -74,7 +82,7 @@ impl Core {
             offset += bytes;
         }
         file.set_len(offset).map_err(|error| failed(&error))?;
-        Ok(Self { file, part, path: path.to_owned(), segments })
+        Ok(Self { file, part, path: path.to_owned(), notes, segments })
     }
 
     /// Where physical memory is in the file.
@@ -140,20 +148,19 @@ impl Core {
         let direct_map = self.word(first.saved_phys)?.wrapping_sub(first.saved_phys);
         let mut notes = Vec::new();
         for cpu in &machine.cpus {
-            notes.extend(note(b"CORE\0", NT_PRSTATUS, &self.status(cpu.cpu, cpu.saved_phys)?));
+            notes.extend(note(CORE, NT_PRSTATUS, &self.status(cpu.cpu, cpu.saved_phys)?));
         }
         let mut kernel = None;
         if let Some(place) = machine.vmcoreinfo {
-            let mut bytes = vec![0; place.bytes.min(1 << 20) as usize];
+            let mut bytes = vec![0; place.bytes.min(VMCOREINFO_MAX) as usize];
             self.read(place.phys, &mut bytes)?;
             kernel = self.kernel(&String::from_utf8_lossy(&bytes));
             bytes.truncate(note_length(&bytes));
             notes.extend(bytes);
         }
-        let end = self.segments.last().map_or(EHDR as u64, |last| last.offset + last.bytes);
-        self.file.write_all_at(&notes, end)?;
+        self.file.write_all_at(&notes, self.notes)?;
 
-        let mut table = header(PT_NOTE, 0, end, 0, 0, notes.len() as u64).to_vec();
+        let mut table = header(PT_NOTE, 0, self.notes, 0, 0, notes.len() as u64).to_vec();
         for segment in &self.segments {
             let virt = direct_map.wrapping_add(segment.phys);
             table.extend(header(PT_LOAD, 7, segment.offset, virt, segment.phys, segment.bytes));
@@ -328,6 +335,7 @@ mod tests {
         let offset = field(2, 8) as usize;
         assert_eq!((bytes[offset], bytes[offset + PAGE]), (9, 9));
         let notes = field(0, 8) as usize;
+        assert!(notes >= EHDR + 4 * PHDR && notes + field(0, 32) as usize <= field(1, 8) as usize);
         assert_eq!(&bytes[notes + 12..notes + 16], b"CORE");
         assert_eq!(bytes[notes + 20 + PRSTATUS_PID], 3);
     }
