@@ -174,7 +174,7 @@ fn series(
     let mut series = Series::new(args);
     while !deferred.requested() {
         let begun = time::Instant::now();
-        let next = series::next(path, time::SystemTime::now());
+        let next = series::next(path, time::SystemTime::now())?;
         let image = target::Name::Path(next.clone());
         match series.before(made == 0).and_then(|before| one(args, &image, before, sysroot, deferred)) {
             Ok((report, _)) => {

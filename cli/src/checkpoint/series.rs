@@ -80,17 +80,48 @@ impl Series {
     }
 }
 
-/// The next image's path: seconds since 1970 behind the name, so that names sort like times.
-#[must_use]
-pub fn next(path: &Path, now: SystemTime) -> PathBuf {
+/// The next image's path: seconds since 1970 behind the name, but more than any other of the series has there, for the
+/// clock may have been set back. So names sort like the images were made.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn next(path: &Path, now: SystemTime) -> Result<PathBuf> {
     let seconds = now.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let names = names(path).map_err(|error| {
+        Error::new(Exit::Failed, format!("{} cannot be read: {error}", folder(path).display()))
+            .hint("name a file in a folder that exists")
+    })?;
+    let last = names.iter().filter_map(|name| number(path, name)).max();
+    Ok(numbered(path, last.map_or(seconds, |last| seconds.max(last + 1))))
+}
+
+fn numbered(path: &Path, number: u64) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{seconds:010}"));
+    name.push(format!(".{number:010}"));
     name.into()
 }
 
-/// Removes all but the last `keep` images of a series, `newest` (the clock may have been set back), and those that these
-/// and other images in the folder were made on. Nothing else there is touched.
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Files in the series' folder.
+fn names(path: &Path) -> io::Result<Vec<String>> {
+    let files = fs::read_dir(folder(path))?.flatten();
+    let files = files.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+    Ok(files.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+}
+
+/// What a file of the series has behind the name.
+fn number(path: &Path, file: &str) -> Option<u64> {
+    let name = path.file_name()?.to_string_lossy();
+    let digits = file.strip_prefix(&*name)?.strip_prefix('.')?;
+    let is_ours = digits.len() == 10 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    digits.parse().ok().filter(|_| is_ours)
+}
+
+/// Removes all but the last `keep` images of a series, `newest` among them, and those that these and other images in the
+/// folder were made on. Nothing else there is touched.
 ///
 /// # Errors
 /// If the folder cannot be read, or an image not be removed.
@@ -102,16 +133,9 @@ pub fn prune(path: &Path, newest: &Path, keep: usize) -> Result<()> {
 }
 
 fn remove_old(path: &Path, newest: &Path, keep: usize) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let is_ours = |file: &str| {
-        let number = file.strip_prefix(&name).and_then(|rest| rest.strip_prefix('.'));
-        number.is_some_and(|number| number.len() == 10 && number.bytes().all(|byte| byte.is_ascii_digit()))
-    };
-    let files =
-        fs::read_dir(folder)?.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
-    let names = files.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let (mut images, others): (Vec<_>, Vec<_>) = names.partition(|file| is_ours(file));
+    let folder = folder(path);
+    let (mut images, others): (Vec<_>, Vec<_>) =
+        names(path)?.into_iter().partition(|file| number(path, file).is_some());
     images.sort();
     let mut images: Vec<_> = images.iter().map(|image| folder.join(image)).collect();
     // By its name it may be an old one.
@@ -175,7 +199,28 @@ mod tests {
     }
 
     fn at(folder: &tempfile::TempDir, seconds: u64) -> PathBuf {
-        next(&folder.path().join("node7"), SystemTime::UNIX_EPOCH + Duration::from_secs(seconds))
+        numbered(&folder.path().join("node7"), seconds)
+    }
+
+    /// Three images, then the clock is set back: the next ones come behind them all the same, and the oldest go.
+    #[test]
+    fn names_sort_like_the_images_were_made() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node7");
+        let mut made = Vec::new();
+        for (identity, seconds) in (1..).zip([1000, 1600, 2200, 400, 1000, 3000]) {
+            let now = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+            let image = next(&path, now).expect("a name");
+            make(&image, identity, 9, None);
+            prune(&path, &image, 3).expect("pruned");
+            made.push(image);
+        }
+        assert_eq!(made, [1000, 1600, 2200, 2201, 2202, 3000].map(|seconds| at(&folder, seconds)));
+        assert_eq!(
+            made.iter().map(|image| image.exists()).collect::<Vec<_>>(),
+            [false, false, false, true, true, true]
+        );
+        assert!(next(Path::new("/nowhere/x"), SystemTime::UNIX_EPOCH).is_err());
     }
 
     /// Which of the images 1 to 8 are left.
