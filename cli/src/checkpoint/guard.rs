@@ -53,6 +53,11 @@ impl Undo {
         matches!(self, Self::Thaw(_) | Self::Unfreeze(_))
     }
 
+    /// Whether it is of what is done so that somebody stands still.
+    fn is_of_stillness(&self) -> bool {
+        self.holds() || matches!(self, Self::Return { .. })
+    }
+
     /// Undoes it. What is undone already is no error.
     pub fn perform(&self) {
         match self {
@@ -136,6 +141,11 @@ impl Guard {
         })
     }
 
+    /// Nobody is held still any more.
+    pub fn is_released(&mut self) {
+        let _ = self.say(RELEASED);
+    }
+
     /// All has been undone, so far.
     pub fn is_undone(&mut self) {
         // One that is gone need not know.
@@ -150,6 +160,7 @@ impl Guard {
 }
 
 const UNDONE: &str = "undone";
+const RELEASED: &str = "released";
 const ALIVE: &str = "alive";
 
 impl Drop for Guard {
@@ -190,6 +201,7 @@ fn to_undo(lines: &Receiver<String>, silence: Duration) -> (Vec<Undo>, bool) {
             Ok(text) => match serde_json::from_str(&text) {
                 Ok(undo) => steps.push(undo),
                 Err(_) if text == UNDONE => steps.clear(),
+                Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
                 Err(_) => {}
             },
             Err(RecvTimeoutError::Timeout) if steps.iter().any(Undo::holds) => return (steps, false),
@@ -227,7 +239,12 @@ mod tests {
             sender.send(serde_json::to_string(&undo).expect("JSON")).expect("sent");
         }
         assert_eq!(to_undo(&lines, Duration::from_millis(10)), (vec![Undo::Detach, thaw], false));
-        sender.send(serde_json::to_string(&Undo::Detach).expect("JSON")).expect("sent");
+        // Whoever reads the image may then take his time.
+        let returned = Undo::Return { from: "/a".into(), to: "/b".into() };
+        for undo in [Undo::Detach, returned, Undo::Unfreeze("/a".into())] {
+            sender.send(serde_json::to_string(&undo).expect("JSON")).expect("sent");
+        }
+        sender.send(RELEASED.into()).expect("sent");
         thread::spawn(move || {
             thread::sleep(Duration::from_millis(100));
             drop(sender);

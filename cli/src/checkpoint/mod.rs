@@ -403,6 +403,7 @@ fn checkpoint(
             report.warning = Some(WARNING.to_owned());
         }
         instant.still = None;
+        guard.is_released();
     }
     instant.machine.parents = new.before.line();
     let result = write(args, device, &mut target, new, &mut instant, deferred, guard);
