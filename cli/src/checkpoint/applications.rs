@@ -74,7 +74,8 @@ impl Frozen {
         make(&own)?;
         move_process(std::process::id(), &own)?;
         move_process(guard.pid(), &own)?;
-        needed.iter().try_for_each(|pid| move_process(*pid, &own))?;
+        // With those that they have started: ssh may reach its host through another program.
+        with_descendants(needed).into_iter().try_for_each(|pid| move_process(pid, &own))?;
         guard.will(&Undo::Return { from: rest.clone(), to: self.root.clone() })?;
         make(&rest)?;
         // Until none is left: they have children meanwhile.
@@ -161,6 +162,24 @@ fn processes(group: &Path) -> io::Result<Vec<u32>> {
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
+/// Processes, and all that they and their children have started.
+fn with_descendants(pids: &[u32]) -> Vec<u32> {
+    let mut all = pids.to_vec();
+    let mut next = 0;
+    while let Some(pid) = all.get(next) {
+        let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let lists = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
+        let children: Vec<u32> = lists
+            .flat_map(|list| {
+                list.unwrap_or_default().split_whitespace().flat_map(str::parse).collect::<Vec<_>>()
+            })
+            .collect();
+        all.extend(children);
+        next += 1;
+    }
+    all
+}
+
 /// A group with a kernel thread in it never comes to rest.
 fn is_kernel_thread(pid: u32) -> bool {
     const PF_KTHREAD: u64 = 0x0020_0000;
@@ -178,4 +197,31 @@ fn move_process(pid: u32, group: &Path) -> io::Result<()> {
 fn is_frozen(group: &Path) -> bool {
     let events = fs::read_to_string(group.join("cgroup.events")).unwrap_or_default();
     events.lines().any(|line| line == "frozen 1" || line == "populated 0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        io::{BufRead, BufReader},
+        process::{Command, Stdio},
+    };
+
+    #[test]
+    fn children_of_children_are_found() {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "sh -c 'sleep 60 & echo $!; wait' & wait"]).stdout(Stdio::piped());
+        let mut shell = shell.spawn().expect("a shell");
+        let mut last = String::new();
+        let said = shell.stdout.take().expect("its output");
+        BufReader::new(said).read_line(&mut last).expect("a number");
+        let last: u32 = last.trim().parse().expect("a number");
+        let found = with_descendants(&[shell.id()]);
+        for pid in [last, shell.id()] {
+            let pid = rustix::process::Pid::from_raw(pid as i32).expect("a process");
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+        let _ = shell.wait();
+        assert_eq!((found.len(), found.first(), found.last()), (3, Some(&shell.id()), Some(&last)));
+    }
 }
