@@ -723,6 +723,11 @@ static int enter(void *unused)
 	bool first = smp_processor_id() == snapshot.first_cpu;
 	int returned;
 
+	/* No CPU comes or goes here, so all find the same. */
+	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask)) {
+		WRITE_ONCE(snapshot.others, true);
+		return 0;
+	}
 	mercury_requests_save();
 	if (first) {
 		mercury.at_instant = true;
@@ -798,15 +803,13 @@ static int instant(void *unused)
 {
 	int err;
 
-	snapshot.others = !cpumask_equal(&snapshot.cpus, cpu_online_mask);
-	if (snapshot.others)
-		return 0;
+	snapshot.others = false;
 	snapshot.still = false;
 	snapshot.ready = false;
 	atomic_set(&snapshot.looking, 0);
 	atomic_set(&snapshot.looked, 0);
 	atomic_set(&snapshot.returned, 0);
-	snapshot.first_cpu = cpumask_first(cpu_online_mask);
+	snapshot.first_cpu = cpumask_first(&snapshot.cpus);
 	err = mercury_dma_stop();
 	if (err)
 		return err;
@@ -831,7 +834,7 @@ static u32 meet(struct mercury_outcome *outcome)
 	if (hibernate_quiet_exec(instant, NULL) || snapshot.refused)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
 	if (snapshot.others)
-		return MERCURY_CODE_SNAPSHOT_MISSED;
+		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	if (snapshot.restored || snapshot.rolled_back)
 		return MERCURY_CODE_OK;
 	for_each_possible_cpu(cpu) {
@@ -1031,7 +1034,7 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 	if (code == MERCURY_CODE_OK && mercury_dma_missed())
 		code = MERCURY_CODE_SNAPSHOT_DEVICES;
 	if (code == MERCURY_CODE_OK && READ_ONCE(snapshot.another_cpu))
-		code = MERCURY_CODE_SNAPSHOT_LOST;
+		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	mercury_snapshot_end();
 	return code;
 }

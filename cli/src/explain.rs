@@ -560,10 +560,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotHotplug,
-        "a CPU came online beneath a snapshot that was kept",
-        "It starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The machine \
-         itself lost nothing.",
-        "`mercury snapshot` keeps another one",
+        "a CPU came or went between a snapshot's beginning and its end",
+        "One that comes starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The \
+         machine itself lost nothing.",
+        "try again; `mercury snapshot` keeps another one",
     ),
     entry_of(
         Code::FenceUnsupported,

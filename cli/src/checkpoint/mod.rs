@@ -42,7 +42,7 @@ use disks::Still;
 use guard::{Guard, Undo};
 use incremental::Before;
 use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
-use mercury_image::{Commit, Identity, Machine, Writer};
+use mercury_image::{Identity, Machine, Writer};
 use serde::Serialize;
 use series::Series;
 use std::{path::Path, process::Command, time};
@@ -406,11 +406,16 @@ fn checkpoint(
         guard.is_released();
     }
     instant.machine.parents = new.before.line();
-    let result = write(args, device, &mut target, new, &mut instant, deferred, guard);
-    // The pool is the machine's again, whatever happened.
+    let begun = Writer::begin(&mut target, new.identity, &instant.machine).map_err(image_error);
+    let written = begun.and_then(|mut writer| {
+        write(args, device, &mut writer, new.before, &instant, deferred, guard).map(|()| writer)
+    });
+    // The pool is the machine's again, whatever happened. Only now it is known that all was as at the instant: without
+    // the commit record there is no image.
     let status = device.snapshot_end();
-    let (commit, image) = result?;
+    let writer = written?;
     let status = status?;
+    let (commit, image) = writer.commit().map_err(image_error)?;
     let finished = if target.is_remote() { guard.hear_during(|| target.finish()) } else { target.finish() };
     finished.map_err(|error| image_error(error.into()))?;
     report.memory = commit.frames * PAGE;
@@ -592,14 +597,13 @@ pub(crate) fn run_hook(hook: &str) -> Result<()> {
 fn write(
     args: &CheckpointArgs,
     device: &Device,
-    target: &mut Target,
-    new: New,
-    instant: &mut Instant,
+    writer: &mut Writer<&mut Target>,
+    before: Before,
+    instant: &Instant,
     deferred: &Deferred,
     guard: &mut Guard,
-) -> Result<(Commit, u64)> {
+) -> Result<()> {
     let total = instant.machine.kept_pages();
-    let mut writer = Writer::begin(target, new.identity, &instant.machine).map_err(image_error)?;
     // Whoever shows a terminal's lines may stand still, and then the lines have nowhere to go.
     let silent = instant.still.is_some();
     let begun = time::Instant::now();
@@ -616,12 +620,11 @@ fn write(
         false => Ok(()),
     };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
-    let result = stream(device, new.before, &mut writer, args.level, &mut watch);
+    let result = stream(device, before, writer, args.level, &mut watch);
     if !silent {
         progress::line("");
     }
-    result?;
-    writer.commit().map_err(image_error)
+    result
 }
 
 fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {
