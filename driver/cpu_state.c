@@ -390,6 +390,7 @@ struct mercury_saved_cpu *mercury_state_save(void)
 	struct mercury_cpu_state *state = this_cpu_read(states);
 	unsigned int i;
 
+	state->saved.thread = current->pid;
 	save_registers(state);
 	save_msrs(state);
 	save_extended(state);

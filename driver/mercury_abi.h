@@ -580,6 +580,7 @@
 #define MERCURY_SAVED_CPU_IDTR_BASE_VIRT 152
 #define MERCURY_SAVED_CPU_DATA_SELECTORS 160
 #define MERCURY_SAVED_CPU_SEED 176
+#define MERCURY_SAVED_CPU_THREAD 208
 #define MERCURY_LANDING_ROOT_PHYS 0
 #define MERCURY_LANDING_LIST_PHYS 8
 #define MERCURY_LANDING_CPUS_PHYS 16
@@ -1642,9 +1643,11 @@ struct mercury_saved_cpu {
 	 * machines from one image do not share what they think is random.
 	 */
 	u64 seed[4];
+	/* The thread that ran there, by Linux's number: for debuggers. */
+	u64 thread;
 };
 
-static_assert(sizeof(struct mercury_saved_cpu) == 208);
+static_assert(sizeof(struct mercury_saved_cpu) == 216);
 static_assert(offsetof(struct mercury_saved_cpu, virt) == 0);
 static_assert(offsetof(struct mercury_saved_cpu, cr0) == 8);
 static_assert(offsetof(struct mercury_saved_cpu, cr3) == 16);
@@ -1660,6 +1663,7 @@ static_assert(offsetof(struct mercury_saved_cpu, gdtr) == 128);
 static_assert(offsetof(struct mercury_saved_cpu, idtr) == 144);
 static_assert(offsetof(struct mercury_saved_cpu, data_selectors) == 160);
 static_assert(offsetof(struct mercury_saved_cpu, seed) == 176);
+static_assert(offsetof(struct mercury_saved_cpu, thread) == 208);
 
 /*
  * Where CPUs land. Read at its physical address, on tables that map all memory at its

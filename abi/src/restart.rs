@@ -44,6 +44,8 @@ pub struct SavedCpu {
     /// Zeros; whoever brings the machine back puts random bytes here, so that two machines from one image do not
     /// share what they think is random.
     pub seed: [u64; 4],
+    /// The thread that ran there, by Linux's number: for debuggers.
+    pub thread: u64,
 }
 
 /// Where CPUs land. Read at its physical address, on tables that map all memory at its own.

@@ -1,7 +1,7 @@
 //! An image's memory as an ELF core, for debuggers: the form of `/proc/vmcore` (ELF-64, `ET_CORE`).
 //!
 //! Every range of memory is a segment at its physical address, and at the address at which the kernel maps all memory;
-//! the kernel's own text and data are one more, at theirs. Notes say where each CPU was (`NT_PRSTATUS`), and what
+//! the kernel's own text and data are there once more, at theirs. Notes say where each CPU was (`NT_PRSTATUS`), and what
 //! the kernel tells such tools (`VMCOREINFO`). Zeros are holes in the file.
 
 use crate::error::{Error, Result};
@@ -65,13 +65,14 @@ impl Core {
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&part);
         let file = file.map_err(|error| failed(&error))?;
         let kept: Vec<_> = machine.ranges.iter().filter(|range| range.kind == Kind::Kept).collect();
-        // More would need another way to count them.
-        if kept.len() + 2 >= usize::from(u16::MAX) {
+        // One for the notes, one for each range, and another one where the kernel is. More would need another way to count
+        // them.
+        let headers = 1 + 2 * kept.len();
+        if headers >= usize::from(u16::MAX) {
             let text = format!("memory is in {} pieces, too many for a core", kept.len());
             return Err(Error::new(crate::exit::Exit::Failed, text).hint("the image itself is whole"));
         }
-        // One for the notes, one for the kernel.
-        let notes = (EHDR + PHDR * (kept.len() + 2)) as u64;
+        let notes = (EHDR + PHDR * headers) as u64;
         let told = machine.vmcoreinfo.map_or(0, |place| place.bytes.min(VMCOREINFO_MAX));
         let end = notes + (machine.cpus.len() * note(CORE, NT_PRSTATUS, &[0; PRSTATUS]).len()) as u64 + told;
         let mut offset = end.next_multiple_of(PAGE as u64);
@@ -148,9 +149,9 @@ impl Core {
         let direct_map = self.word(first.saved_phys)?.wrapping_sub(first.saved_phys);
         let mut notes = Vec::new();
         for cpu in &machine.cpus {
-            notes.extend(note(CORE, NT_PRSTATUS, &self.status(cpu.cpu, cpu.saved_phys)?));
+            notes.extend(note(CORE, NT_PRSTATUS, &self.status(cpu.saved_phys)?));
         }
-        let mut kernel = None;
+        let mut kernel = Vec::new();
         if let Some(place) = machine.vmcoreinfo {
             let mut bytes = vec![0; place.bytes.min(VMCOREINFO_MAX) as usize];
             self.read(place.phys, &mut bytes)?;
@@ -165,7 +166,7 @@ impl Core {
             let virt = direct_map.wrapping_add(segment.phys);
             table.extend(header(PT_LOAD, 7, segment.offset, virt, segment.phys, segment.bytes));
         }
-        if let Some((segment, virt)) = kernel {
+        for (segment, virt) in kernel {
             table.extend(header(PT_LOAD, 7, segment.offset, virt, segment.phys, segment.bytes));
         }
         self.file.write_all_at(&file_header((table.len() / PHDR) as u16), 0)?;
@@ -173,27 +174,32 @@ impl Core {
         self.file.sync_all()
     }
 
-    /// The kernel's text and data, and their address, by what it tells tools.
-    fn kernel(&self, told: &str) -> Option<(Segment, u64)> {
+    /// The kernel's text and data, and their addresses, by what it tells tools. What it needed at its start only is other
+    /// memory by now, and may be missing in between.
+    fn kernel(&self, told: &str) -> Vec<(Segment, u64)> {
         let value = |name: &str| told.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
-        let text = u64::from_str_radix(value("SYMBOL(_stext)")?, 16).ok()? & !0x1F_FFFF;
-        let base = value("NUMBER(phys_base)")?.parse::<i64>().ok()?;
+        let text = || u64::from_str_radix(value("SYMBOL(_stext)")?, 16).ok();
+        let base = || value("NUMBER(phys_base)")?.parse::<i64>().ok();
+        let Some((text, base)) = text().zip(base()) else { return Vec::new() };
+        let text = text & !0x1F_FFFF;
         let phys = text.wrapping_sub(KERNEL_MAP).wrapping_add_signed(base);
-        let offset = self.offset_of(phys).ok()?;
-        let around = self
-            .segments
-            .iter()
-            .find(|segment| (segment.phys..segment.phys + segment.bytes).contains(&phys))?;
-        let bytes = (around.phys + around.bytes - phys).min(KERNEL_BYTES);
-        Some((Segment { phys, bytes, offset }, text))
+        let part = |segment: &Segment| {
+            let start = segment.phys.max(phys);
+            let end = (segment.phys + segment.bytes).min(phys.saturating_add(KERNEL_BYTES));
+            let offset = segment.offset + start.checked_sub(segment.phys)?;
+            let bytes = end.checked_sub(start).filter(|bytes| *bytes > 0)?;
+            Some((Segment { phys: start, bytes, offset }, text + (start - phys)))
+        };
+        self.segments.iter().filter_map(part).collect()
     }
 
-    /// Where a CPU was.
-    fn status(&self, cpu: u32, saved: u64) -> io::Result<Vec<u8>> {
+    /// Where a CPU was, and which thread ran there: in the order of CPUs, as in `/proc/vmcore`.
+    fn status(&self, saved: u64) -> io::Result<Vec<u8>> {
         let word = |offset: usize| self.word(saved + offset as u64);
         let register = |number: usize| word(offset_of!(SavedCpu, registers) + 8 * number);
         let mut status = vec![0; PRSTATUS];
-        status[PRSTATUS_PID..PRSTATUS_PID + 4].copy_from_slice(&cpu.to_le_bytes());
+        let thread = word(offset_of!(SavedCpu, thread))? as u32;
+        status[PRSTATUS_PID..PRSTATUS_PID + 4].copy_from_slice(&thread.to_le_bytes());
         // In the order of `struct user_regs_struct`.
         let registers = [
             (0, register(5)?),
@@ -301,7 +307,7 @@ mod tests {
         let path = folder.path().join("core");
         let kept = |start_phys, pages| Range { start_phys, pages, kind: Kind::Kept };
         let machine = Machine {
-            ranges: vec![kept(0x1000, 2), kept(0x40_0000, 2)],
+            ranges: vec![kept(0x1000, 2), kept(0x40_0000, 2), kept(0x40_3000, 1), kept(0x800_0000, 1)],
             cpus: vec![Cpu { cpu: 3, apic_id: 0, saved_phys: 0x2000 }],
             vmcoreinfo: Some(VmCoreInfo { phys: 0x1000, bytes: 64 }),
             ..Machine::default()
@@ -310,6 +316,7 @@ mod tests {
         let mut data = vec![0; 3 * PAGE];
         data[..told.len()].copy_from_slice(told);
         data[PAGE..PAGE + 8].copy_from_slice(&0xFFFF_8880_0000_2000_u64.to_le_bytes());
+        data[PAGE + offset_of!(SavedCpu, thread)] = 16;
         data[2 * PAGE] = 9;
         let frame = |phys, source| Frame { phys, source };
         let frames = vec![
@@ -317,6 +324,8 @@ mod tests {
             frame(0x2000, Source::Data),
             frame(0x40_0000, Source::Data),
             frame(0x40_1000, Source::Frame(0x40_0000)),
+            frame(0x40_3000, Source::Zero),
+            frame(0x800_0000, Source::Zero),
         ];
         let mut core = Core::create(&path, &machine).expect("begun");
         core.add(&Chunk { frames, data }).expect("added");
@@ -329,14 +338,17 @@ mod tests {
             word.copy_from_slice(&header(number)[at..at + 8]);
             u64::from_le_bytes(word)
         };
-        assert_eq!(u16::from_le_bytes([bytes[56], bytes[57]]), 4);
+        assert_eq!(u16::from_le_bytes([bytes[56], bytes[57]]), 7);
         assert_eq!((field(2, 16), field(2, 24)), (0xFFFF_8880_0040_0000, 0x40_0000));
-        assert_eq!((field(3, 16), field(3, 24)), (0xFFFF_FFFF_8020_0000, 0x40_0000));
+        // The kernel, with a hole in it, and only so far as it goes.
+        assert_eq!((field(5, 16), field(5, 24), field(5, 32)), (0xFFFF_FFFF_8020_0000, 0x40_0000, 0x2000));
+        assert_eq!((field(6, 16), field(6, 24), field(6, 32)), (0xFFFF_FFFF_8020_3000, 0x40_3000, 0x1000));
+        assert_eq!((field(6, 8), field(5, 8)), (field(3, 8), field(2, 8)));
         let offset = field(2, 8) as usize;
         assert_eq!((bytes[offset], bytes[offset + PAGE]), (9, 9));
         let notes = field(0, 8) as usize;
-        assert!(notes >= EHDR + 4 * PHDR && notes + field(0, 32) as usize <= field(1, 8) as usize);
+        assert!(notes >= EHDR + 7 * PHDR && notes + field(0, 32) as usize <= field(1, 8) as usize);
         assert_eq!(&bytes[notes + 12..notes + 16], b"CORE");
-        assert_eq!(bytes[notes + 20 + PRSTATUS_PID], 3);
+        assert_eq!(bytes[notes + 20 + PRSTATUS_PID], 16);
     }
 }
