@@ -25,6 +25,7 @@ pub mod client;
 pub mod command;
 pub mod deb;
 pub mod demo;
+pub mod disks;
 pub mod driver;
 pub mod emulator;
 pub mod error;
@@ -50,6 +51,7 @@ pub mod testmod;
 mod tsc;
 
 pub use command::{Background, Output, Stream};
+pub use disks::{Cache, Disk, Disks};
 pub use driver::Variant;
 pub use emulator::qmp::{MachineCheck, Qmp};
 pub use error::{Error, Result};

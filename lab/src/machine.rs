@@ -6,7 +6,7 @@ use std::{
     io,
     net::{TcpListener, TcpStream},
     os::{fd::OwnedFd, unix::process::ExitStatusExt},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
@@ -22,6 +22,7 @@ use crate::{
     artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
+    disks::Disks,
     emulator::{self, AgentSocket, Files, Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
     host, hung,
@@ -102,6 +103,65 @@ impl Machine {
         let Self { spec, mut start, link, _slot, .. } = self;
         other.replace(&mut start.arguments);
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
+    }
+
+    /// Cuts the power if it is still on, and boots another machine with the disks as they are. It has as many, on the same
+    /// buses.
+    ///
+    /// # Errors
+    /// As for [`Machine::boot`].
+    pub fn start_as(self, spec: Spec) -> Result<Self> {
+        let _ = self.power_cut();
+        let Self { link, _slot, .. } = self;
+        Prepared::at(spec, Some(link.scene))?.start(_slot)
+    }
+
+    /// Cuts the power if it is still on, and starts another system on the disks as they are, with nobody at its other
+    /// end: until it ends by itself, or the power is cut when `limit` has passed. Returns what its console has said.
+    ///
+    /// # Errors
+    /// If the emulator does not start.
+    pub fn try_other(&self, other: &Boot, limit: Duration) -> Result<String> {
+        let _ = self.power_cut();
+        let before = self.serial_log().len();
+        let mut arguments = self.start.arguments.clone();
+        other.replace(&mut arguments);
+        let started = Instant::now();
+        let mut process = start_emulator(&self.link.scene, &self.spec, &self.start.program, &arguments)?;
+        while started.elapsed() < limit
+            && process.try_wait().context(|| "wait for the emulator".into())?.is_none()
+        {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Emulator(Mutex::new(process)).kill()?;
+        Ok(self.serial_log().get(before..).unwrap_or_default().to_owned())
+    }
+
+    /// Cuts the power if it is still on, and keeps the disks as they are.
+    ///
+    /// # Errors
+    /// If a file cannot be renamed or made.
+    pub fn keep_disks(&self) -> Result<Disks> {
+        let _ = self.power_cut();
+        Disks::keep(self.link.scene.dir(), self.spec.disks.len())
+    }
+
+    /// Copies the disks as a power cut would leave them now, and lets the machine run on: its emulator's process is stopped
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// If it cannot be stopped, or a file not be copied.
+    pub fn copy_disks(&self, disks: &Disks, to: &Path) -> Result<Disks> {
+        let pid = rustix::process::Pid::from_child(&self.process.lock());
+        let send = |signal| {
+            rustix::process::kill_process(pid, signal)
+                .map_err(std::io::Error::from)
+                .context(|| "stop the emulator".into())
+        };
+        send(Signal::STOP)?;
+        let copied = disks.copy_to(to);
+        send(Signal::CONT)?;
+        copied
     }
 
     /// Whose processor it has.
@@ -429,7 +489,12 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(mut spec: Spec) -> Result<Self> {
+    fn new(spec: Spec) -> Result<Self> {
+        Self::at(spec, None)
+    }
+
+    /// With the disks of another machine, if that is named.
+    fn at(mut spec: Spec, other: Option<Arc<Scene>>) -> Result<Self> {
         spec.check()?;
         let image = Image::ensure(spec.kernel.release())?;
         let artefacts = artefacts::ensure(spec.kernel.release())?;
@@ -438,15 +503,20 @@ impl Prepared {
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
         }
-        let scene = Scene::new(&spec)?;
         let files = Files {
             vmlinuz: &kernel.vmlinuz,
             initramfs: &initramfs,
             root_disk: &image.disk(),
             lab_disk: &artefacts.disk,
         };
-        let start = emulator::prepare(&spec, files, &scene)?;
-        Ok(Self { spec, start, scene: Arc::new(scene) })
+        let (start, scene) = match other {
+            Some(scene) => (emulator::prepare_again(&spec, files)?, scene),
+            None => {
+                let scene = Scene::new(&spec)?;
+                (emulator::prepare(&spec, files, &scene)?, Arc::new(scene))
+            }
+        };
+        Ok(Self { spec, start, scene })
     }
 
     /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
@@ -503,19 +573,7 @@ impl Prepared {
     }
 
     fn start_emulator(&self) -> Result<Child> {
-        let dir = self.scene.dir();
-        let Start { program, arguments, .. } = &self.start;
-        let record = format!("{} {}\n", program.display(), host::quoted(arguments));
-        fs::write(dir.join(file::COMMAND), record).context(|| "record the emulator's arguments".into())?;
-        let log = File::create(dir.join(file::EMULATOR)).context(|| "make the emulator's log".into())?;
-        let mut emulator = Program::new(program);
-        emulator.args(arguments).current_dir(dir);
-        if self.spec.console == Console::Log {
-            let copy = log.try_clone().context(|| "share the emulator's log".into())?;
-            emulator.stdin(Stdio::null()).stdout(copy);
-        }
-        emulator.stderr(log);
-        owner::spawn(emulator).context(|| format!("start {}", program.display()))
+        start_emulator(&self.scene, &self.spec, &self.start.program, &self.start.arguments)
     }
 
     fn connect(&self, process: &mut Child, ask: &impl Fn(&Client) -> Result<()>) -> Result<Connected> {
@@ -548,6 +606,21 @@ impl Prepared {
             Ok(connect(&self.scene).ok())
         })
     }
+}
+
+fn start_emulator(scene: &Scene, spec: &Spec, program: &Path, arguments: &[String]) -> Result<Child> {
+    let dir = scene.dir();
+    let record = format!("{} {}\n", program.display(), host::quoted(arguments));
+    fs::write(dir.join(file::COMMAND), record).context(|| "record the emulator's arguments".into())?;
+    let log = File::create(dir.join(file::EMULATOR)).context(|| "make the emulator's log".into())?;
+    let mut emulator = Program::new(program);
+    emulator.args(arguments).current_dir(dir);
+    if spec.console == Console::Log {
+        let copy = log.try_clone().context(|| "share the emulator's log".into())?;
+        emulator.stdin(Stdio::null()).stdout(copy);
+    }
+    emulator.stderr(log);
+    owner::spawn(emulator).context(|| format!("start {}", program.display()))
 }
 
 /// A connection that is there already, to be read and written as usual.

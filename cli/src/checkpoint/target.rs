@@ -95,7 +95,14 @@ impl Connection {
     }
 
     fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.input.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write(bytes)
+        let sent = self.input.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write(bytes);
+        match sent {
+            // How it ended says more.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                Err(self.finish().err().unwrap_or(error))
+            }
+            sent => sent,
+        }
     }
 
     /// Ends the input, and waits for a good end.

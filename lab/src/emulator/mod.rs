@@ -17,7 +17,7 @@ use std::{
 };
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     scene::Scene,
     spec::{Platform, Spec},
 };
@@ -72,5 +72,16 @@ pub(crate) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<St
     match spec.platform {
         Platform::Qemu => qemu::prepare(spec, files, scene),
         Platform::Bochs(model) => bochs::prepare(spec, model, files, scene),
+    }
+}
+
+/// Says what to start with the disks that are there: another machine gets them.
+///
+/// # Errors
+/// If it is to run in Bochs, or the QEMU that it wants cannot be made.
+pub(crate) fn prepare_again(spec: &Spec, files: Files<'_>) -> Result<Start> {
+    match spec.platform {
+        Platform::Qemu => qemu::start(spec, files),
+        Platform::Bochs(_) => Err(Error::Unsupported { reason: "Bochs has no disks to spare" }),
     }
 }

@@ -15,15 +15,23 @@ use crate::{
 /// # Errors
 /// If a disk cannot be made, or the QEMU that the machine wants.
 pub(super) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<Start> {
+    make_overlay(scene, file::ROOT, &["-F", "raw", "-b", &files.root_disk.to_string_lossy()])?;
+    for (index, (_, mib)) in spec.disks.iter().enumerate() {
+        make_overlay(scene, &file::disk(index), &[&format!("{mib}M")])?;
+    }
+    start(spec, files)
+}
+
+/// Says what to start where the disks are there.
+///
+/// # Errors
+/// If the QEMU that the machine wants cannot be made.
+pub(super) fn start(spec: &Spec, files: Files<'_>) -> Result<Start> {
     let program = match spec.qemu_version {
         Qemu::Newer => newer_qemu::ensure()?,
         Qemu::Host if spec.qemu == QEMU => repaired_qemu::ensure(QEMU)?,
         Qemu::Host => spec.qemu.clone().into(),
     };
-    make_overlay(scene, file::ROOT, &["-F", "raw", "-b", &files.root_disk.to_string_lossy()])?;
-    for (index, (_, mib)) in spec.disks.iter().enumerate() {
-        make_overlay(scene, &file::disk(index), &[&format!("{mib}M")])?;
-    }
     Ok(Start { program, arguments: arguments(spec, files), agent: AgentSocket::Unix(file::AGENT) })
 }
 

@@ -1,0 +1,128 @@
+//! The disks of a machine as they were at one moment: each start may begin from them again. What a power cut leaves is
+//! looked at with the host's tools.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::{
+    emulator::file,
+    error::{Context, Error, Result},
+    host,
+};
+
+/// Disks of which is known what they held.
+#[derive(Debug)]
+pub struct Disks {
+    dir: PathBuf,
+    kept: PathBuf,
+    spare: usize,
+}
+
+/// One of a machine's disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Disk {
+    /// The root file system's.
+    Root,
+    /// One of [`crate::Spec::disk`], by its number.
+    Spare(usize),
+}
+
+/// What a disk does with what was written and not flushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cache {
+    /// It is lost in a power cut, for the most part: where it lies becomes known with a flush (a layer of qcow2).
+    Back,
+    /// It is on the disk.
+    Through,
+}
+
+impl Disk {
+    fn name(self) -> String {
+        match self {
+            Self::Root => file::ROOT.to_owned(),
+            Self::Spare(index) => file::disk(index),
+        }
+    }
+}
+
+impl Disks {
+    /// Keeps those of a machine that is off, whose directory this is.
+    pub(crate) fn keep(dir: &Path, spare: usize) -> Result<Self> {
+        let disks = Self { dir: dir.to_owned(), kept: dir.to_owned(), spare };
+        for disk in disks.all() {
+            let (now, kept) = (disks.now(disk), disks.kept(disk));
+            fs::rename(&now, &kept).context(|| format!("keep {}", now.display()))?;
+            disks.put_back(disk, Cache::Back)?;
+        }
+        Ok(disks)
+    }
+
+    /// As they are now, beside the machine.
+    pub(crate) fn copy_to(&self, dir: &Path) -> Result<Self> {
+        fs::create_dir_all(dir).context(|| format!("make {}", dir.display()))?;
+        let copy = Self { dir: dir.to_owned(), kept: self.kept.clone(), spare: self.spare };
+        for disk in self.all() {
+            let mut command = Command::new("cp");
+            command.arg("--sparse=always").arg(self.now(disk)).arg(copy.now(disk));
+            host::run("copying a disk", "cp", &mut command)?;
+        }
+        Ok(copy)
+    }
+
+    fn all(&self) -> impl Iterator<Item = Disk> + use<> {
+        [Disk::Root].into_iter().chain((0..self.spare).map(Disk::Spare))
+    }
+
+    fn now(&self, disk: Disk) -> PathBuf {
+        self.dir.join(disk.name())
+    }
+
+    fn kept(&self, disk: Disk) -> PathBuf {
+        self.kept.join(format!("kept-{}", disk.name()))
+    }
+
+    /// A disk is again what it was. The machine is off.
+    ///
+    /// # Errors
+    /// If it cannot be made so.
+    pub fn put_back(&self, disk: Disk, cache: Cache) -> Result<()> {
+        let mut command = Command::new("qemu-img");
+        match cache {
+            Cache::Back => {
+                command.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(self.kept(disk));
+            }
+            Cache::Through => {
+                command.args(["convert", "-O", "qcow2", "-o", "preallocation=metadata"]).arg(self.kept(disk));
+            }
+        }
+        host::run("putting a disk back", "qemu-img", command.arg(self.now(disk)))
+    }
+
+    /// Whether a disk holds what it held, to the bit.
+    ///
+    /// # Errors
+    /// If that cannot be told.
+    pub fn is_as_kept(&self, disk: Disk) -> Result<bool> {
+        let mut command = Command::new("qemu-img");
+        command.args(["compare", "-q"]).arg(self.kept(disk)).arg(self.now(disk));
+        let status = command.status().context(|| "start qemu-img".into())?;
+        match status.code() {
+            Some(0) => Ok(true),
+            Some(1) => Ok(false),
+            _ => Err(Error::Host(format!("qemu-img compare: {status}"))),
+        }
+    }
+
+    /// What a disk holds now, as a file; where there are zeros it has holes.
+    ///
+    /// # Errors
+    /// If it cannot be read or written.
+    pub fn save(&self, disk: Disk, to: &Path) -> Result<()> {
+        let mut command = Command::new("qemu-img");
+        command.args(["convert", "-O", "raw"]).arg(self.now(disk)).arg(to);
+        host::run("copying a disk", "qemu-img", &mut command)
+    }
+}

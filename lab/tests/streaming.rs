@@ -1,0 +1,230 @@
+//! What goes wrong while an image is on its way: CPUs come and go, memory is short, the kernel panics, the destination
+//! vanishes. The machine runs on, or the image before is whole; and no image looks whole that is not.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{Background, Bus, Kernel, Machine, Qemu, Result, Spec, Variant};
+use serde_json::json;
+
+const DISK: &str = "/dev/vda";
+const OTHER: &str = "/dev/vdb";
+const MINUTES: Duration = Duration::from_secs(120);
+
+/// Takes memory until there is none.
+const HOG: &str = "
+import time
+open('/proc/self/oom_score_adj', 'w').write('1000')
+held = []
+while True:
+    held.append(b'x' * (4 << 20))
+    time.sleep(0.05)
+";
+
+/// In place of ssh: another end that runs the same commands, on this machine.
+const SSH: &str = r#"#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+test "$2" = spare || exit 255
+sh -c "$3"
+"#;
+
+fn spec() -> Spec {
+    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    let spec = Spec::new(Kernel::BookwormCloud).modules(Variant::Faults).qemu_version(Qemu::Newer);
+    spec.disk(Bus::Virtio, 1024).disk(Bus::Virtio, 1024)
+}
+
+fn boot(spec: Spec) -> Result<Machine> {
+    let machine = Machine::boot(spec)?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    Ok(machine)
+}
+
+/// An image to standard output, whose reader waits after the first bytes until it is let go.
+fn begin(machine: &Machine, options: &str) -> Result<Background> {
+    machine.sh("rm -f /run/streams; touch /run/hold")?;
+    let reader = "head -c 65536 > /run/x; touch /run/streams; while test -e /run/hold; do sleep 0.1; done; cat >> /run/x";
+    let line = format!("bash -o pipefail -c 'mercury checkpoint {options} - | {{ {reader}; }}'");
+    let stream = machine.spawn(&line)?;
+    machine.sh("until test -e /run/streams; do sleep 0.1; done")?;
+    Ok(stream)
+}
+
+/// Lets the reader go; what the command says.
+fn fails(machine: &Machine, stream: Background, reason: &str) -> Result<()> {
+    machine.sh("rm /run/hold")?;
+    let output = stream.wait(MINUTES)?;
+    assert!(!output.success() && output.stderr.contains(reason), "{}{}", output.stdout, output.stderr);
+    let said = machine.run("mercury inspect /run/x")?;
+    assert!(!said.success() && said.stderr.contains("the image is refused"), "{}", said.stderr);
+    runs_on(machine)
+}
+
+/// The machine is as it was: native, nobody frozen, nothing held.
+fn runs_on(machine: &Machine) -> Result<()> {
+    assert!(!machine.sh("mercury status --json")?.contains("\"attached\""));
+    machine.sh("echo x > /root/x && sync && ! ls /sys/fs/cgroup | grep mercury")?;
+    machine.sh("! dmesg | grep -E 'Oops|BUG:'").map(drop)
+}
+
+fn is_whole(machine: &Machine, image: &str) -> Result<()> {
+    let said = machine.sh(&format!("mercury inspect {image}"))?;
+    assert!(said.contains("whole: "), "{said}");
+    Ok(())
+}
+
+fn is_refused(machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
+    let output = machine.run(line)?;
+    assert!(!output.success(), "{line}: {}", output.stdout);
+    let missing: Vec<_> = reasons.iter().filter(|reason| !output.stderr.contains(*reason)).collect();
+    assert!(missing.is_empty(), "{line}: {missing:?} is not in {}", output.stderr);
+    Ok(())
+}
+
+fn online(machine: &Machine, cpu: u32, online: u32) -> Result<()> {
+    machine.sh(&format!("echo {online} > /sys/devices/system/cpu/cpu{cpu}/online")).map(drop)
+}
+
+/// A CPU that leaves writes where nobody sees it, and one that comes was not there at the instant.
+#[test]
+fn cpus_come_and_go() -> Result<()> {
+    let machine = boot(spec().cpus(3))?;
+    let stream = begin(&machine, "")?;
+    online(&machine, 1, 0)?;
+    fails(&machine, stream, "snapshot-lost")?;
+    let stream = begin(&machine, "")?;
+    online(&machine, 1, 1)?;
+    fails(&machine, stream, "snapshot-hotplug")?;
+    // Between what is prepared and the instant.
+    for (cpu, to) in [(2, 0), (2, 1)] {
+        let hook = format!("echo {to} > /sys/devices/system/cpu/cpu{cpu}/online");
+        is_refused(&machine, &format!("mercury checkpoint --hook '{hook}' /run/x"), &["snapshot-hotplug"])?;
+        runs_on(&machine)?;
+    }
+    assert_eq!(machine.sh("nproc; ls /run/x.part 2> /dev/null || true")?, "3");
+    machine.sh(&format!("mercury checkpoint {DISK}"))?;
+    is_whole(&machine, DISK)?;
+    machine.check_next_attach()
+}
+
+/// Somebody takes all memory while the image is written. There is an image that is right, or none.
+#[test]
+fn memory_is_short() -> Result<()> {
+    let machine = boot(spec())?;
+    let counter = |name: &str| -> Result<u64> {
+        Ok(machine.sh(&format!("grep '^{name} ' /proc/vmstat | cut -d ' ' -f 2"))?.parse().unwrap())
+    };
+    machine.put("/run/hog.py", HOG.as_bytes(), 0o644)?;
+    machine.sh("cat /usr/bin/* /usr/lib/x86_64-linux-gnu/*.so* > /dev/null 2>&1 || true")?;
+    let (reclaimed, killed) = (counter("pgsteal_kswapd")?, counter("oom_kill")?);
+    let stream = begin(&machine, "")?;
+    let hog = machine.spawn("python3 /run/hog.py")?;
+    machine.sh("for i in $(seq 1200); do dmesg | grep -q 'Killed process.*python3' && exit 0; sleep 0.1; done; exit 1")?;
+    assert!(!hog.wait(MINUTES)?.success());
+    println!("{} pages reclaimed", counter("pgsteal_kswapd")? - reclaimed);
+    assert!(counter("pgsteal_kswapd")? > reclaimed && counter("oom_kill")? > killed);
+    // Nobody took what was to be copied: more was written to than the pool has room for.
+    fails(&machine, stream, "snapshot-pool")?;
+
+    // Written as quickly as it goes.
+    let stream = machine.spawn(&format!("mercury checkpoint --json {DISK}"))?;
+    let hog = machine.spawn("python3 /run/hog.py")?;
+    assert!(!hog.wait(MINUTES)?.success());
+    let output = stream.wait(MINUTES)?;
+    println!("{}{}", output.stdout, output.stderr);
+    if output.success() {
+        is_whole(&machine, DISK)?;
+    } else {
+        assert!(output.stderr.contains("snapshot-pool"), "{}", output.stderr);
+        is_refused(&machine, &format!("mercury inspect {DISK}"), &["the image is refused"])?;
+    }
+    runs_on(&machine)?;
+    machine.check_next_attach()
+}
+
+/// Writes to a disk take their time.
+fn slow(machine: &Machine, disk: &str) -> Result<()> {
+    let mut arguments = json!({"device": disk, "bps": 0, "bps_rd": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
+    arguments["bps_wr"] = json!(4 << 20);
+    machine.qmp()?.execute("block_set_io_throttle", arguments).map(drop)
+}
+
+/// The machine crashes as it does natively, and the image before is whole.
+#[test]
+fn the_kernel_panics() -> Result<()> {
+    let machine = boot(spec())?;
+    machine.sh(&format!("mercury checkpoint {DISK}"))?;
+    slow(&machine, "disk1")?;
+    let _stream = machine.spawn(&format!("mercury checkpoint {OTHER}"))?;
+    machine.sh(&format!("until test \"$(head -c 8 {OTHER} | tr -d '\\0')\"; do sleep 0.2; done"))?;
+    let _panic = machine.spawn("echo c > /proc/sysrq-trigger")?;
+    machine.wait_shutdown(MINUTES)?;
+    assert!(machine.serial_log().contains("Kernel panic - not syncing: sysrq triggered crash"));
+    machine.forgive();
+    let machine = machine.start_again()?;
+    is_whole(&machine, DISK)?;
+    is_refused(&machine, &format!("mercury inspect {OTHER}"), &["the image is refused"])?;
+    machine.sh("! dmesg | grep -iE 'ext4.*error'")?;
+    // The console still shows the panic.
+    machine.mercury("attach")?;
+    machine.mercury("detach").map(drop)
+}
+
+/// A disk is pulled, a file is removed, the other host's end dies: no image, and the machine runs on.
+#[test]
+fn the_destination_vanishes() -> Result<()> {
+    let machine = boot(spec().qemu_arg("-device").qemu_arg("pcie-root-port,id=riser"))?;
+    let plug = [
+        ("blockdev-add", json!({"driver": "null-co", "node-name": "gone", "size": 1 << 30})),
+        ("device_add", json!({"driver": "virtio-blk-pci", "id": "gone", "drive": "gone", "bus": "riser"})),
+    ];
+    for (command, arguments) in plug {
+        machine.qmp()?.execute(command, arguments)?;
+    }
+    machine.sh("until test -b /dev/vdc; do sleep 0.1; done")?;
+    let stream = machine.spawn("mercury checkpoint /dev/vdc")?;
+    machine.sh("until mercury status --json | grep -q '\"attached\"'; do sleep 0.1; done; sleep 2")?;
+    machine.qmp()?.execute("device_del", json!({"id": "gone"}))?;
+    let output = stream.wait(MINUTES)?;
+    println!("{}{}", output.stdout, output.stderr);
+    assert!(!output.success() && output.stderr.contains("the image could not be"), "{}", output.stderr);
+    runs_on(&machine)?;
+    machine.check_next_attach()
+}
+
+fn stand_in(machine: &Machine) -> Result<()> {
+    machine.sh("mkdir -p /run/bin /run/spare")?;
+    machine.put("/run/bin/ssh", SSH.as_bytes(), 0o755)
+}
+
+/// All that is ssh's own is missing here; what runs on both sides of it is the real thing.
+#[test]
+fn an_image_goes_to_another_host() -> Result<()> {
+    let machine = boot(spec())?;
+    stand_in(&machine)?;
+    let checkpoint = "PATH=/run/bin:$PATH mercury checkpoint ssh://spare/run/spare/it\\'s";
+    machine.sh(checkpoint)?;
+    assert_eq!(machine.sh("ls /run/spare; stat -c %a /run/spare/*")?, "it's\n600");
+    is_whole(&machine, "\"/run/spare/it's\"")?;
+    machine.sh("mv /run/spare/it\\'s /run/before")?;
+
+    for victim in ["pkill -KILL -x cat", "pkill -KILL -f '/run/bin/ssh.*umask'"] {
+        let stream = machine.spawn(checkpoint)?;
+        machine.sh("until test -s /run/spare/*.part; do sleep 0.05; done")?;
+        machine.sh(victim)?;
+        let output = stream.wait(MINUTES)?;
+        println!("{}{}", output.stdout, output.stderr);
+        assert!(!output.success(), "{}", output.stderr);
+        assert_eq!(machine.sh("sleep 1; ls /run/spare")?, "", "{victim}");
+        runs_on(&machine)?;
+    }
+    is_refused(
+        &machine,
+        "PATH=/run/bin:$PATH mercury checkpoint ssh://nobody/x",
+        &["ssh ended with exit status: 255"],
+    )?;
+    runs_on(&machine)?;
+    is_whole(&machine, "/run/before")?;
+    machine.check_next_attach()
+}
