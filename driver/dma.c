@@ -184,7 +184,9 @@ static struct entry {
 	{ "__dma_sync_sg_for_device", before_sync_sg },
 };
 
-static bool watching, missed;
+/* The entry points are watched; and what is seen there matters. */
+static bool watching, armed;
+static bool missed;
 
 static void notrace entered(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
 			    struct ftrace_regs *fregs)
@@ -192,6 +194,8 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 	const struct pt_regs *regs = ftrace_get_regs(fregs);
 	unsigned int i;
 
+	if (!READ_ONCE(armed))
+		return;
 	for (i = 0; regs && i < ARRAY_SIZE(entries); i++) {
 		if (entries[i].address == ip) {
 			entries[i].before(regs);
@@ -255,7 +259,7 @@ static int watch(void)
 	return found ? register_ftrace_function(&ops) : -ENOENT;
 }
 
-/* From here on whatever is given to a device is written to first. */
+/* Makes the watch ready, which takes a while: every kernel text that is patched waits for all CPUs. */
 u32 mercury_dma_watch(void)
 {
 	int err = register_module_notifier(&modules);
@@ -274,6 +278,12 @@ u32 mercury_dma_watch(void)
 	return MERCURY_CODE_OK;
 }
 
+/* From here on whatever is given to a device is written to first. */
+void mercury_dma_arm(void)
+{
+	WRITE_ONCE(armed, true);
+}
+
 /* Whether something was given to a device without a look. */
 bool mercury_dma_missed(void)
 {
@@ -284,6 +294,7 @@ void mercury_dma_unwatch(void)
 {
 	if (!watching)
 		return;
+	WRITE_ONCE(armed, false);
 	unregister_ftrace_function(&ops);
 	ftrace_free_filter(&ops);
 	unregister_module_notifier(&modules);
@@ -302,12 +313,10 @@ static bool is_lasting(struct page *page)
 }
 
 /* From a page on: how many there are of which the same holds. */
-unsigned long mercury_dma_stretch(unsigned long pfn, enum mercury_page_use *use)
+unsigned long mercury_dma_stretch(struct page *page, enum mercury_page_use *use)
 {
-	struct page *page = pfn_to_online_page(pfn);
-
-	*use = page && is_lasting(page) ? MERCURY_PAGE_LASTING : MERCURY_PAGE_USED;
-	if (!page || !PageBuddy(page))
+	*use = is_lasting(page) ? MERCURY_PAGE_LASTING : MERCURY_PAGE_USED;
+	if (!PageBuddy(page))
 		return 1;
 	/* Of several free pages only the first says so. */
 	*use = MERCURY_PAGE_FREE;

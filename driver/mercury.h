@@ -272,6 +272,7 @@ void mercury_restore_end(void);
 
 /* dma.c */
 u32 mercury_dma_watch(void);
+void mercury_dma_arm(void);
 bool mercury_dma_missed(void);
 void mercury_dma_unwatch(void);
 int mercury_dma_stop(void);
@@ -280,7 +281,7 @@ bool mercury_snapshot_is_past(void);
 void mercury_snapshot_mark(phys_addr_t phys);
 /* Devices may have it for good; it is nobody's. */
 enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_LASTING, MERCURY_PAGE_FREE };
-unsigned long mercury_dma_stretch(unsigned long pfn, enum mercury_page_use *use);
+unsigned long mercury_dma_stretch(struct page *page, enum mercury_page_use *use);
 
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);

@@ -253,7 +253,7 @@
 /* The ioctl type byte of every request. */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
-#define MERCURY_IOC_SYSTEM _UL(0xc0e0f500)
+#define MERCURY_IOC_SYSTEM _UL(0xc0f8f500)
 /* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor. Takes a LoadRequest. */
@@ -274,23 +274,23 @@
  * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
  * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc158f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1b8f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc158f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1b8f50b)
 /* Describes the machine of the snapshot. Takes a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc158f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1b8f510)
 /*
  * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc158f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc1b8f511)
 /* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
 #define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
 /* Loads frames of it. Takes a LoadFramesRequest. */
@@ -1590,11 +1590,20 @@ struct mercury_snapshot_status {
 	u32 spoilt;
 	/* 1 if it is kept. */
 	u32 kept;
+	/* Pages that were copied at the instant: what devices have for good. */
+	u64 lasting;
+	/* TSC ticks that this took. */
+	u64 lasting_ticks;
+	/*
+	 * TSC ticks of the instant, in the hypervisor, on the CPU that came last: those
+	 * are part of it.
+	 */
+	u64 enter_ticks;
 	/* How this machine was put back last. */
 	struct mercury_rollback_report rollback;
 };
 
-static_assert(sizeof(struct mercury_snapshot_status) == 128);
+static_assert(sizeof(struct mercury_snapshot_status) == 152);
 static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
 static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
 static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
@@ -1603,7 +1612,49 @@ static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
 static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
 static_assert(offsetof(struct mercury_snapshot_status, spoilt) == 40);
 static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
-static_assert(offsetof(struct mercury_snapshot_status, rollback) == 48);
+static_assert(offsetof(struct mercury_snapshot_status, lasting) == 48);
+static_assert(offsetof(struct mercury_snapshot_status, lasting_ticks) == 56);
+static_assert(offsetof(struct mercury_snapshot_status, enter_ticks) == 64);
+static_assert(offsetof(struct mercury_snapshot_status, rollback) == 72);
+
+/* What the instant took, in TSC ticks: one step after the other, on the CPU that leads. */
+struct mercury_instant_ticks {
+	/* Until tasks are frozen and devices are quiesced. */
+	u64 quiesce;
+	/* Until all CPUs stand still, with interrupts off. */
+	u64 gather;
+	/* Until the core of the system is suspended. */
+	u64 suspend;
+	/*
+	 * Until all of them have looked for what devices have for good, and for what is
+	 * free.
+	 */
+	u64 search;
+	/* Until the state of this CPU is saved. */
+	u64 save;
+	/*
+	 * Until this CPU is back from the hypervisor, and has written for the first
+	 * time.
+	 */
+	u64 enter;
+	/* Until the core of the system goes on. */
+	u64 resume;
+	/* Until all CPUs go on. */
+	u64 release;
+	/* Until devices and tasks go on. */
+	u64 thaw;
+};
+
+static_assert(sizeof(struct mercury_instant_ticks) == 72);
+static_assert(offsetof(struct mercury_instant_ticks, quiesce) == 0);
+static_assert(offsetof(struct mercury_instant_ticks, gather) == 8);
+static_assert(offsetof(struct mercury_instant_ticks, suspend) == 16);
+static_assert(offsetof(struct mercury_instant_ticks, search) == 24);
+static_assert(offsetof(struct mercury_instant_ticks, save) == 32);
+static_assert(offsetof(struct mercury_instant_ticks, enter) == 40);
+static_assert(offsetof(struct mercury_instant_ticks, resume) == 48);
+static_assert(offsetof(struct mercury_instant_ticks, release) == 56);
+static_assert(offsetof(struct mercury_instant_ticks, thaw) == 64);
 
 /*
  * What has to be in a processor's registers before C code can restore the rest. Offsets
@@ -1789,7 +1840,7 @@ struct mercury_system_info {
 	struct mercury_snapshot_status snapshot;
 };
 
-static_assert(sizeof(struct mercury_system_info) == 224);
+static_assert(sizeof(struct mercury_system_info) == 248);
 static_assert(offsetof(struct mercury_system_info, header) == 0);
 static_assert(offsetof(struct mercury_system_info, state) == 8);
 static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
@@ -1913,11 +1964,13 @@ struct mercury_snapshot_request {
 	u64 returned_pages;
 	/* Out: what it has cost so far. */
 	struct mercury_snapshot_status status;
+	/* Out, at the begin. */
+	struct mercury_instant_ticks instant;
 	/* Out. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 344);
+static_assert(sizeof(struct mercury_snapshot_request) == 440);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
@@ -1928,7 +1981,8 @@ static_assert(offsetof(struct mercury_snapshot_request, message) == 48);
 static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 176);
 static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 184);
 static_assert(offsetof(struct mercury_snapshot_request, status) == 192);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 320);
+static_assert(offsetof(struct mercury_snapshot_request, instant) == 344);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 416);
 
 /* Arguments of a take. */
 struct mercury_snapshot_take_request {

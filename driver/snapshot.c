@@ -41,6 +41,21 @@
 /* Pieces of memory that are not kept, and ranges between them. */
 #define HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
 
+/* What has been done of an instant. */
+enum step {
+	BEGUN,
+	QUIESCED,
+	GATHERED,
+	SUSPENDED,
+	SEARCHED,
+	SAVED,
+	ENTERED,
+	RESUMED,
+	RELEASED,
+	THAWED,
+	STEPS,
+};
+
 static struct {
 	bool live;
 	/* At the instant the kernel refused to stop what is its own; the CPU that asks it. */
@@ -59,6 +74,8 @@ static struct {
 	bool rolled_back;
 	/* CPUs that were, so far. */
 	atomic_t returned;
+	/* When each step was done, by the clock of the CPU that leads. */
+	u64 done_tsc[STEPS];
 	/* It is kept: no process owns it. */
 	bool kept;
 	/* All that was allocated for it, in pieces. */
@@ -583,6 +600,8 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 		code = donate();
 	if (code == MERCURY_CODE_OK && snapshot.memory_pages > snapshot.bits)
 		code = MERCURY_CODE_NO_MEMORY;
+	if (code == MERCURY_CODE_OK)
+		code = mercury_dma_watch();
 	snapshot.flags = request->flags;
 	snapshot.pool_pages = request->pool_pages;
 	snapshot.another_cpu = false;
@@ -626,7 +645,9 @@ static u32 begin(void)
 	setup->cpus = cpumask_weight(&snapshot.cpus);
 	setup->log = !!(snapshot.flags & MERCURY_SNAPSHOT_LOG);
 	code = call(MERCURY_SNAPSHOT_CALL_BEGIN, setup);
-	return code == MERCURY_CODE_OK ? mercury_dma_watch() : code;
+	if (code == MERCURY_CODE_OK)
+		mercury_dma_arm();
+	return code;
 }
 
 bool mercury_snapshot_is_past(void)
@@ -654,20 +675,20 @@ static void mark_free(unsigned long pfn, unsigned long count)
 		bitmap_set(snapshot.free[pfn / MERCURY_MAP_BITS], pfn % MERCURY_MAP_BITS, count);
 }
 
+/* Pages of one block: they are online together, and what the kernel says of them lies side by side. */
 static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
 {
-	unsigned long first = PHYS_PFN(snapshot.memory[range].start_phys);
+	unsigned long first = PHYS_PFN(snapshot.memory[range].start_phys), count;
+	struct page *page = pfn_to_online_page(pfn);
 
-	while (pfn < end) {
+	for (; page && pfn < end; pfn += count, page += count) {
 		enum mercury_page_use use;
-		unsigned long count = mercury_dma_stretch(pfn, &use);
 
-		count = min(count, end - pfn);
+		count = min(mercury_dma_stretch(page, &use), end - pfn);
 		if (use == MERCURY_PAGE_LASTING)
 			mark(snapshot.numbers[range] + pfn - first);
 		else if (use == MERCURY_PAGE_FREE)
 			mark_free(pfn, count);
-		pfn += count;
 	}
 }
 
@@ -705,6 +726,29 @@ static void note_return(int how)
 		x86_platform.restore_sched_clock_state();
 }
 
+static void is_done(enum step step)
+{
+	snapshot.done_tsc[step] = rdtsc_ordered();
+}
+
+static u64 ticks_of(enum step step)
+{
+	return snapshot.done_tsc[step] - snapshot.done_tsc[step - 1];
+}
+
+static void fill_instant(struct mercury_instant_ticks *ticks)
+{
+	ticks->quiesce = ticks_of(QUIESCED);
+	ticks->gather = ticks_of(GATHERED);
+	ticks->suspend = ticks_of(SUSPENDED);
+	ticks->search = ticks_of(SEARCHED);
+	ticks->save = ticks_of(SAVED);
+	ticks->enter = ticks_of(ENTERED);
+	ticks->resume = ticks_of(RESUMED);
+	ticks->release = ticks_of(RELEASED);
+	ticks->thaw = ticks_of(THAWED);
+}
+
 /* Nobody sends anybody an interrupt before all have done away with those of the other life. */
 static void drain(void)
 {
@@ -712,6 +756,18 @@ static void drain(void)
 	atomic_inc(&snapshot.returned);
 	while (atomic_read(&snapshot.returned) < cpumask_weight(&snapshot.cpus))
 		cpu_relax();
+}
+
+static u32 enter_hypervisor(bool first)
+{
+	u32 code;
+
+	if (first)
+		is_done(SAVED);
+	code = call(MERCURY_SNAPSHOT_CALL_ENTER, NULL);
+	if (first)
+		is_done(ENTERED);
+	return code;
 }
 
 /*
@@ -728,12 +784,15 @@ static int enter(void *unused)
 		WRITE_ONCE(snapshot.others, true);
 		return 0;
 	}
+	if (first)
+		is_done(GATHERED);
 	mercury_requests_save();
 	if (first) {
 		mercury.at_instant = true;
 		snapshot.refused = syscore_suspend();
 		if (!snapshot.refused && x86_platform.save_sched_clock_state)
 			x86_platform.save_sched_clock_state();
+		is_done(SUSPENDED);
 		WRITE_ONCE(snapshot.still, true);
 	}
 	/* What is free is told when nobody allocates any more. */
@@ -746,6 +805,7 @@ static int enter(void *unused)
 		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
 			cpu_relax();
 		WRITE_ONCE(snapshot.past, true);
+		is_done(SEARCHED);
 		WRITE_ONCE(snapshot.ready, true);
 	}
 	while (!READ_ONCE(snapshot.ready))
@@ -756,7 +816,7 @@ static int enter(void *unused)
 	if (returned)
 		mercury_state_load();
 	else
-		this_cpu_ptr(&mercury_cpus)->code = call(MERCURY_SNAPSHOT_CALL_ENTER, NULL);
+		this_cpu_ptr(&mercury_cpus)->code = enter_hypervisor(first);
 	if (first && !returned)
 		mercury_fence_close();
 	if (first && returned)
@@ -765,6 +825,7 @@ static int enter(void *unused)
 		if (!snapshot.refused)
 			syscore_resume();
 		mercury.at_instant = false;
+		is_done(RESUMED);
 	}
 	if (returned)
 		mercury_requests_load();
@@ -810,11 +871,13 @@ static int instant(void *unused)
 	atomic_set(&snapshot.looked, 0);
 	atomic_set(&snapshot.returned, 0);
 	snapshot.first_cpu = cpumask_first(&snapshot.cpus);
+	is_done(QUIESCED);
 	err = mercury_dma_stop();
 	if (err)
 		return err;
 	stop_machine(enter, NULL, cpu_online_mask);
 	mercury_dma_start(snapshot.restored || snapshot.rolled_back);
+	is_done(RELEASED);
 	if (snapshot.restored || snapshot.rolled_back) {
 		dpm_resume_start(PMSG_RESTORE);
 		dpm_resume_end(PMSG_RESTORE);
@@ -831,8 +894,10 @@ static u32 meet(struct mercury_outcome *outcome)
 	for_each_possible_cpu(cpu)
 		mercury_cpu(cpu)->code = MERCURY_CODE_OK;
 	snapshot.live = true;
+	is_done(BEGUN);
 	if (hibernate_quiet_exec(instant, NULL) || snapshot.refused)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
+	is_done(THAWED);
 	if (snapshot.others)
 		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	if (snapshot.restored || snapshot.rolled_back)
@@ -948,6 +1013,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		return come_back(request);
 	if (code == MERCURY_CODE_OK)
 		code = fill_status(request);
+	fill_instant(&request->instant);
 	if (code != MERCURY_CODE_OK) {
 		mercury_snapshot_end();
 		return code;

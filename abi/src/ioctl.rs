@@ -193,6 +193,8 @@ pub struct SnapshotRequest {
     pub returned_pages: u64,
     /// Out: what it has cost so far.
     pub status: crate::snapshot::SnapshotStatus,
+    /// Out, at the begin.
+    pub instant: crate::snapshot::InstantTicks,
     /// Out.
     pub outcome: Outcome,
 }

@@ -208,8 +208,38 @@ pub struct SnapshotStatus {
     pub spoilt: u32,
     /// 1 if it is kept.
     pub kept: u32,
+    /// Pages that were copied at the instant: what devices have for good.
+    pub lasting: u64,
+    /// TSC ticks that this took.
+    pub lasting_ticks: u64,
+    /// TSC ticks of the instant, in the hypervisor, on the CPU that came last: those are part of it.
+    pub enter_ticks: u64,
     /// How this machine was put back last.
     pub rollback: RollbackReport,
+}
+
+/// What the instant took, in TSC ticks: one step after the other, on the CPU that leads.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InstantTicks {
+    /// Until tasks are frozen and devices are quiesced.
+    pub quiesce: u64,
+    /// Until all CPUs stand still, with interrupts off.
+    pub gather: u64,
+    /// Until the core of the system is suspended.
+    pub suspend: u64,
+    /// Until all of them have looked for what devices have for good, and for what is free.
+    pub search: u64,
+    /// Until the state of this CPU is saved.
+    pub save: u64,
+    /// Until this CPU is back from the hypervisor, and has written for the first time.
+    pub enter: u64,
+    /// Until the core of the system goes on.
+    pub resume: u64,
+    /// Until all CPUs go on.
+    pub release: u64,
+    /// Until devices and tasks go on.
+    pub thaw: u64,
 }
 
 /// A hash of a page's words (FNV-1a, 64 bits at a time): what proves in tests that a page is what it was.

@@ -10,6 +10,7 @@ use crate::{
         applications::Frozen,
         disks::{self, Mounted, Still},
         guard::Guard,
+        phases::Phases,
     },
     commands::{self, Say},
     device::{Access, Device},
@@ -42,6 +43,8 @@ pub enum Report {
         pool: u64,
         /// Microseconds for which everything stood still.
         pause_us: f64,
+        /// What it is made of.
+        phases: Phases,
     },
     /// This machine was put back to it.
     RolledBack(Rollback),
@@ -131,13 +134,14 @@ impl Rollback {
 impl Render for Report {
     fn render(&self, to: &mut Text) {
         match self {
-            Self::Kept { memory, pool, pause_us } => {
+            Self::Kept { memory, pool, pause_us, phases } => {
                 to.line(format!("a snapshot of {} of memory is kept", bytes(*memory)));
                 to.line(format!(
                     "everything stood still for {}; {} may be written to before it is lost",
                     duration(*pause_us),
                     bytes(*pool)
                 ));
+                phases.render(to);
             }
             Self::RolledBack(rollback) => {
                 to.line(format!("this machine was put back to its snapshot: {}", rollback.text()));
@@ -237,6 +241,7 @@ fn keep(
     // What was made ready may have driven something out.
     checkpoint::refuse_swap(sysroot)?;
     guard.hear();
+    let held = begun.elapsed();
     let begin = device.snapshot_begin(pool, flags);
     drop(still);
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, sysroot))?;
@@ -245,7 +250,13 @@ fn keep(
         let tsc_khz = device.system()?.tsc_khz;
         return Ok(Report::RolledBack(Rollback::new(&begin.status.rollback, message(&begin), tsc_khz)));
     }
-    Ok(Report::Kept { memory: begin.memory_pages * PAGE, pool: begin.status.free_pages * PAGE, pause_us })
+    let phases = Phases::of(held, &begin, device)?;
+    Ok(Report::Kept {
+        memory: begin.memory_pages * PAGE,
+        pool: begin.status.free_pages * PAGE,
+        pause_us,
+        phases,
+    })
 }
 
 /// What the kernel said last.

@@ -20,6 +20,7 @@ pub mod disks;
 pub mod fence;
 pub mod guard;
 pub mod incremental;
+pub mod phases;
 pub mod series;
 pub mod stream;
 pub mod target;
@@ -43,6 +44,7 @@ use guard::{Guard, Undo};
 use incremental::Before;
 use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
 use mercury_image::{Identity, Machine, Writer};
+use phases::Phases;
 use serde::Serialize;
 use series::Series;
 use std::{path::Path, process::Command, time};
@@ -82,6 +84,10 @@ pub struct Report {
     pub returned_pages: u64,
     /// Microseconds for which applications stood still.
     pub pause_us: f64,
+    /// What it is made of.
+    pub phases: Phases,
+    /// Seconds of streaming, after that.
+    pub stream_seconds: f64,
     /// Seconds that it took in all.
     pub seconds: f64,
     /// What an operator has to know to restore it.
@@ -122,6 +128,7 @@ impl Render for Report {
             duration(self.pause_us),
             self.seconds
         ));
+        self.phases.render(to);
         if let Some(warning) = &self.warning {
             to.wrapped("note: ", warning);
         }
@@ -361,6 +368,7 @@ struct Instant {
     machine: Machine,
     restored: bool,
     pause: time::Duration,
+    phases: Phases,
     still: Option<(Still, Frozen)>,
     unfenced: Option<String>,
 }
@@ -390,6 +398,8 @@ fn checkpoint(
         added_pages: 0,
         returned_pages: 0,
         pause_us: instant.pause.as_secs_f64() * 1e6,
+        phases: std::mem::take(&mut instant.phases),
+        stream_seconds: 0.0,
         seconds: 0.0,
         warning: None,
     };
@@ -406,6 +416,7 @@ fn checkpoint(
         guard.is_released();
     }
     instant.machine.parents = new.before.line();
+    let streaming = time::Instant::now();
     let begun = Writer::begin(&mut target, new.identity, &instant.machine).map_err(image_error);
     let written = begun.and_then(|mut writer| {
         write(args, device, &mut writer, new.before, &instant, deferred, guard).map(|()| writer)
@@ -413,6 +424,7 @@ fn checkpoint(
     // The pool is the machine's again, whatever happened. Only now it is known that all was as at the instant: without
     // the commit record there is no image.
     let status = device.snapshot_end();
+    report.stream_seconds = streaming.elapsed().as_secs_f64();
     let writer = written?;
     let status = status?;
     let (commit, image) = writer.commit().map_err(image_error)?;
@@ -486,13 +498,15 @@ fn reach(
     // What was made ready may have driven something out.
     refuse_swap(sysroot)?;
     guard.hear();
+    let held = begun.elapsed();
     let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, sysroot))?;
     let pause = begun.elapsed();
+    let phases = Phases::of(held, &begin, device)?;
     let restored = begin.restored != 0;
     if !restored {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
     }
-    Ok(Instant { machine, restored, pause, still, unfenced })
+    Ok(Instant { machine, restored, pause, phases, still, unfenced })
 }
 
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.

@@ -37,6 +37,8 @@ const PATIENCE: u64 = 1 << 32;
 static MUSTER: Muster = Muster::new();
 /// Root of page tables that map all of memory besides, while there may be a snapshot; 0: none.
 static WIDE_TABLES: AtomicU64 = AtomicU64::new(0);
+/// Ticks of the TSC that the last CPU that came was in [`enter`].
+static ENTER_TICKS: AtomicU64 = AtomicU64::new(0);
 #[cfg(feature = "fault-injection")]
 const PAGE_WORDS: usize = PAGE_SIZE as usize / size_of::<u64>();
 
@@ -66,6 +68,9 @@ pub(crate) struct Live<F> {
     keep_virt: u64,
     settle_ticks: u64,
     buses: [u64; 4],
+    /// Pages that were copied at the instant, and ticks of the TSC that this took.
+    lasting: u64,
+    lasting_ticks: u64,
     /// Why it is not exact, if it is not.
     spoilt: Code,
     /// How the machine was put back last.
@@ -136,6 +141,8 @@ impl<F> Live<F> {
             keep_virt: 0,
             settle_ticks: 0,
             buses: [0; 4],
+            lasting: 0,
+            lasting_ticks: 0,
             spoilt: Code::Ok,
             rollback: RollbackReport {
                 count: 0,
@@ -325,6 +332,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Copies what devices write all the time.
     fn copy_lasting(&mut self) {
+        self.lasting = 0;
         if self.lasting_virt == 0 {
             return;
         }
@@ -351,6 +359,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                     if self.starved != 0 {
                         return self.spoil(Code::SnapshotPool);
                     }
+                    self.lasting += 1;
                 }
                 number += 1;
             }
@@ -422,6 +431,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             taken,
             spoilt: self.spoilt as u32,
             kept: u32::from(self.keep_virt != 0),
+            lasting: self.lasting,
+            lasting_ticks: self.lasting_ticks,
+            enter_ticks: ENTER_TICKS.load(Ordering::Relaxed),
             rollback: self.rollback,
         }
     }
@@ -535,12 +547,14 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
 
 /// The instant: when the last CPU is here, none of them is in the system, and they all go on with the new tables.
 fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
+    let begun = hardware.tsc();
     let refused = |code| Answer::Hypercall(code, 0);
     let Some(Wanted { root, cpus, kept }) = wanted::<V>() else { return refused(Code::NoSnapshot) };
     V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
-    let met = match MUSTER.arrive(cpus) {
+    let arrival = MUSTER.arrive(cpus);
+    let met = match arrival {
         Arrival::Last => {
-            at_the_instant::<V>();
+            at_the_instant::<V>(hardware);
             MUSTER.open();
             true
         }
@@ -556,16 +570,21 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
     if kept {
         watch(area, Watch::On);
     }
+    if arrival == Arrival::Last {
+        ENTER_TICKS.store(hardware.tsc().wrapping_sub(begun), Ordering::Relaxed);
+    }
     Answer::NewTables(root)
 }
 
 /// What is done while no CPU is in the system, by one of them.
-fn at_the_instant<V: Vendor>() {
+fn at_the_instant<V: Vendor>(hardware: &mut impl Hardware) {
     let Some(mut guard) = V::tables().lock() else { return };
     let Some(nested) = guard.as_mut() else { return };
     #[cfg(feature = "fault-injection")]
     nested.live.hash_all();
+    let begun = hardware.tsc();
     nested.live.copy_lasting();
+    nested.live.lasting_ticks = hardware.tsc().wrapping_sub(begun);
 }
 
 /// What the CPUs that meet go on with.
@@ -831,6 +850,7 @@ mod tests {
         assert_eq!(machine.begin(), Ok(()));
         machine.live.copy_lasting();
         assert_eq!(machine.live.status().copies, 3, "and nothing behind the last page");
+        assert_eq!(machine.live.status().lasting, 3);
         machine.memory.iter_mut().for_each(|page| page.0.fill(0xEE));
         for page in [1, 4, 7] {
             assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));

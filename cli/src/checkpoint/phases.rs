@@ -1,0 +1,105 @@
+//! What the pause of an instant is made of.
+
+use crate::{
+    device::Device,
+    driver::Driver,
+    error::Result,
+    output::{Text, duration, ticks_to_us},
+};
+use mercury_abi::ioctl::SnapshotRequest;
+use serde::Serialize;
+use std::time::Duration;
+
+/// One step of it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Phase {
+    /// What was done.
+    pub name: &'static str,
+    /// Ticks of the TSC.
+    pub ticks: u64,
+    /// The same in microseconds.
+    pub us: f64,
+}
+
+/// A pause, step by step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Phases {
+    /// In their order.
+    pub steps: Vec<Phase>,
+    /// Pages that were copied at the instant, because devices have them for good.
+    pub lasting_pages: u64,
+    /// Ticks that this took, within the next.
+    pub lasting_ticks: u64,
+    /// Ticks in the hypervisor, within the step `hypervisor`.
+    pub hypervisor_ticks: u64,
+}
+
+impl Phases {
+    /// How long applications and file systems were held before, and what the driver measured then; nothing in another
+    /// machine than the one in which it did.
+    ///
+    /// # Errors
+    /// If the driver does not say how fast its clock is.
+    pub fn of(held: Duration, begin: &SnapshotRequest, device: &Device) -> Result<Self> {
+        if begin.restored != 0 || begin.rolled_back != 0 {
+            return Ok(Self::default());
+        }
+        Ok(Self::new(held, begin, device.system()?.tsc_khz))
+    }
+
+    fn new(held: Duration, begin: &SnapshotRequest, tsc_khz: u64) -> Self {
+        let instant = &begin.instant;
+        let held = (held.as_secs_f64() * tsc_khz as f64 * 1e3) as u64;
+        let steps = [
+            ("hold", held),
+            ("quiesce", instant.quiesce),
+            ("gather", instant.gather),
+            ("suspend", instant.suspend),
+            ("search", instant.search),
+            ("save", instant.save),
+            ("hypervisor", instant.enter),
+            ("resume", instant.resume),
+            ("release", instant.release),
+            ("thaw", instant.thaw),
+        ];
+        let step = |(name, ticks)| Phase { name, ticks, us: ticks_to_us(ticks, tsc_khz) };
+        Self {
+            steps: steps.map(step).into(),
+            lasting_pages: begin.status.lasting,
+            lasting_ticks: begin.status.lasting_ticks,
+            hypervisor_ticks: begin.status.enter_ticks,
+        }
+    }
+
+    /// One line.
+    pub fn render(&self, to: &mut Text) {
+        let told = |step: &Phase| format!("{} {}", step.name, duration(step.us));
+        if !self.steps.is_empty() {
+            to.wrapped("of that: ", &self.steps.iter().map(told).collect::<Vec<_>>().join(", "));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_abi::snapshot::{InstantTicks, SnapshotStatus};
+
+    #[test]
+    fn steps_are_in_their_order() {
+        let instant =
+            InstantTicks { quiesce: 5_000_000, enter: 2000, thaw: 3_000_000, ..InstantTicks::default() };
+        let status = SnapshotStatus { lasting: 7, lasting_ticks: 1000, ..SnapshotStatus::default() };
+        let held = Duration::from_millis(2);
+        let phases =
+            Phases::new(held, &SnapshotRequest { instant, status, ..SnapshotRequest::default() }, 1_000_000);
+        let named = |name: &str| phases.steps.iter().find(|step| step.name == name).map(|step| step.us);
+        assert_eq!(
+            (named("quiesce"), named("hypervisor"), named("thaw")),
+            (Some(5000.0), Some(2.0), Some(3000.0))
+        );
+        assert_eq!((phases.lasting_pages, phases.lasting_ticks), (7, 1000));
+        assert_eq!(phases.steps.first().map(|step| step.name), Some("hold"));
+        assert_eq!(named("hold"), Some(2000.0));
+    }
+}
