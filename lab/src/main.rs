@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand};
 use mercury_lab::{
     Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
     artefacts,
-    bench::{self, Depth},
+    bench::{self, Depth, Part},
     check, deb, demo, host, image, soak, testing,
 };
 
@@ -72,6 +72,9 @@ enum Command {
     Demo,
     /// Measure: the paper's tables, and what Mercury promises in numbers
     Bench {
+        /// Only this part, which takes its place in docs/: checkpoint
+        #[arg(value_parser = part)]
+        part: Option<Part>,
         /// A first look in a few minutes; leaves docs/ alone
         #[arg(long)]
         quick: bool,
@@ -151,6 +154,10 @@ fn release(name: &str) -> Result<Release, String> {
     found.ok_or_else(|| "there are bookworm and trixie".to_owned())
 }
 
+fn part(name: &str) -> Result<Part, String> {
+    if name == "checkpoint" { Ok(Part::Checkpoint) } else { Err("there is checkpoint".to_owned()) }
+}
+
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
         Ok(code) => code,
@@ -185,8 +192,9 @@ fn run(command: Command) -> Result<ExitCode> {
             }
         }
         Command::Demo => demo::run()?,
-        Command::Bench { quick: true } => bench::run(Depth::Quick)?,
-        Command::Bench { quick: false } => bench::run(Depth::Full)?,
+        Command::Bench { part, quick } => {
+            bench::run(part.unwrap_or(Part::All), if quick { Depth::Quick } else { Depth::Full })?;
+        }
         Command::Soak { cycles } => soak::command(cycles)?,
         Command::Deb => deb::run()?,
     }

@@ -3,6 +3,7 @@
 //! Three kinds of figures, none of which needs a quiet host: instructions, counted on a machine with one
 //! CPU; exits, counted on a machine at work; and ratios of times that were measured side by side.
 
+pub mod checkpoint;
 pub mod counts;
 pub mod exits;
 pub mod intel;
@@ -11,7 +12,13 @@ mod report;
 mod stats;
 mod suite;
 
-use std::{collections::BTreeMap, fs, path::PathBuf, process::Command, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -22,8 +29,9 @@ use crate::{
     live,
     machine::Machine,
     paths,
-    spec::Spec,
+    spec::{QEMU, Spec},
 };
+use checkpoint::Checkpoint;
 use counts::{Counts, Memory};
 use exits::Exits;
 use intel::Intel;
@@ -69,6 +77,15 @@ pub enum Depth {
     Quick,
 }
 
+/// Of which figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All of them.
+    All,
+    /// Those of checkpoint, snapshot and rollback.
+    Checkpoint,
+}
+
 /// All figures, in the order in which docs/benchmarks.json has them.
 #[derive(Debug, Serialize)]
 struct Figures {
@@ -92,6 +109,8 @@ struct Figures {
     peers: Peers,
     /// The same switch on VMX.
     intel: Intel,
+    /// Last, for it is also written alone.
+    checkpoint: Checkpoint,
 }
 
 /// On what it was measured.
@@ -133,23 +152,54 @@ const JAILHOUSE: Peers =
     Peers { jailhouse_enable_instructions: 22_900_000, jailhouse_disable_instructions: 12_300 };
 
 /// `lab bench`: measures, and writes docs/benchmarks.md and docs/benchmarks.json, or with
-/// [`Depth::Quick`] the same under target/lab/bench/.
+/// [`Depth::Quick`] the same under target/lab/bench/. A part takes its place in what is there.
 ///
 /// # Errors
 /// If a machine fails, or a promise is not kept.
-pub fn run(depth: Depth) -> Result<()> {
-    let plan = if depth == Depth::Full { FULL } else { QUICK };
-    let figures = measure(&plan)?;
-    let page = report::page(&figures);
-    println!("\n{page}");
+pub fn run(part: Part, depth: Depth) -> Result<()> {
     let directory = match depth {
         Depth::Full => paths::root().join("docs"),
         Depth::Quick => paths::lab_dir("bench")?,
     };
-    let json = serde_json::to_string_pretty(&figures).map_err(|error| Error::Host(error.to_string()))?;
-    write(directory.join("benchmarks.md"), &page)?;
-    write(directory.join("benchmarks.json"), &(json + "\n"))?;
-    report::verdict(&figures)
+    let (page, json) = (directory.join("benchmarks.md"), directory.join("benchmarks.json"));
+    match part {
+        Part::All => {
+            let figures = measure(if depth == Depth::Full { &FULL } else { &QUICK }, depth)?;
+            let text = report::page(&figures);
+            println!("\n{text}");
+            write(page, &text)?;
+            write(json, &(pretty(&figures)? + "\n"))?;
+            report::verdict(&figures)
+        }
+        Part::Checkpoint => {
+            let figures = checkpoint::measure(depth)?;
+            let section = checkpoint::section(&figures);
+            println!("\n{section}");
+            let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+            let (text, figures_text) = (
+                checkpoint::replace_in(&old(&page), &section),
+                with_checkpoint(&old(&json), &pretty(&figures)?),
+            );
+            write(page, &text)?;
+            write(json, &figures_text)?;
+            checkpoint::verdict(&figures)
+        }
+    }
+}
+
+fn pretty(figures: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(figures).map_err(|error| Error::Host(error.to_string()))
+}
+
+/// Puts the last key into a text of JSON, in place of the one that is there.
+fn with_checkpoint(json: &str, figures: &str) -> String {
+    const KEY: &str = "\n  \"checkpoint\": ";
+    let others = match json.split_once(KEY) {
+        Some((others, _)) => others.trim_end_matches(','),
+        None => json.trim_end().strip_suffix('}').unwrap_or_default().trim_end(),
+    };
+    let (others, comma) = if others.len() > 1 { (others, ",") } else { ("{", "") };
+    format!("{others}{comma}{KEY}{}\n}}\n", figures.replace('\n', "\n  "))
 }
 
 fn write(path: PathBuf, text: &str) -> Result<()> {
@@ -158,7 +208,7 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
     Ok(())
 }
 
-fn measure(plan: &Plan) -> Result<Figures> {
+fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     live::say("Instructions of a switch, on one CPU");
     let switch_by_memory = SIZES_MIB.into_iter().map(count_with).collect::<Result<Vec<_>>>()?;
     live::say("The paper's benchmarks in instructions, on one CPU");
@@ -173,6 +223,7 @@ fn measure(plan: &Plan) -> Result<Figures> {
     let timed = timed(plan)?;
     live::say("The same switch on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
+    let checkpoint = checkpoint::measure(depth)?;
     let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
     Ok(Figures {
         attach_instructions: most(|counts| counts.attach_instructions),
@@ -190,6 +241,7 @@ fn measure(plan: &Plan) -> Result<Figures> {
         paper,
         peers: JAILHOUSE,
         intel,
+        checkpoint,
     })
 }
 
@@ -231,7 +283,7 @@ fn timed(plan: &Plan) -> Result<Timed> {
     let switch_times = switch_times(&machine, plan.switch_cycles)?;
     machine.check_health()?;
     let machine_description = Description {
-        emulator: emulator(),
+        emulator: emulator(Path::new(QEMU)),
         processor: machine.sh("sed -n 's/^model name.*: //p' /proc/cpuinfo | head -1")?,
         kernel: machine.kernel().to_owned(),
         version,
@@ -268,8 +320,8 @@ fn tenths(object: &Value) -> Value {
     Value::Object(fields.collect())
 }
 
-fn emulator() -> String {
-    let said = Command::new("qemu-system-x86_64").arg("--version").output();
+fn emulator(program: &Path) -> String {
+    let said = Command::new(program).arg("--version").output();
     let said = said.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
     said.lines().next().unwrap_or("QEMU").to_owned()
 }
@@ -296,4 +348,22 @@ fn paper(machine: &Machine) -> Result<Paper> {
         attached_over_native_linux: all("mercury_attached_up_us"),
         native_mercury_over_native_linux: all("mercury_native_up_us"),
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_takes_its_place_among_the_figures() {
+        let figures = "{\n  \"a\": 1\n}";
+        let with = with_checkpoint("{\n  \"x\": {\n    \"y\": 2\n  }\n}\n", figures);
+        assert_eq!(with, "{\n  \"x\": {\n    \"y\": 2\n  },\n  \"checkpoint\": {\n    \"a\": 1\n  }\n}\n");
+        assert_eq!(with_checkpoint(&with, figures), with);
+        let alone = with_checkpoint("", figures);
+        let alone: Value = serde_json::from_str(&alone).unwrap();
+        assert_eq!(alone["checkpoint"]["a"], 1);
+        assert_eq!(with_checkpoint(&with_checkpoint("", figures), figures), with_checkpoint("", figures));
+    }
 }

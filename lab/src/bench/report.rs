@@ -1,6 +1,6 @@
 //! docs/benchmarks.md, and whether the promises are kept.
 
-use super::{Compared, Counts, Figures, intel::Processor};
+use super::{Compared, Counts, Figures, checkpoint, intel::Processor};
 use crate::{
     error::{Error, Result},
     markdown::{table, thousands},
@@ -26,6 +26,7 @@ pub fn page(figures: &Figures) -> String {
         timed(figures),
         times(figures),
         memory(figures),
+        checkpoint::section(&figures.checkpoint),
     ];
     parts.join("\n")
 }
@@ -276,6 +277,8 @@ pub fn verdict(figures: &Figures) -> Result<()> {
         let ratio = compared.after_detach.median;
         (compared.is_native_after_detach(), format!("{} after detach is {ratio:.4} of native", compared.name))
     }));
+    let promises = checkpoint::promises(&figures.checkpoint);
+    checks.extend(promises.map(|(kept, what)| (kept, what.to_owned())));
     let broken: Vec<String> = checks.into_iter().filter(|(kept, _)| !kept).map(|(_, what)| what).collect();
     if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
 }
@@ -348,6 +351,7 @@ mod tests {
             },
             peers: JAILHOUSE,
             intel: intel(),
+            checkpoint: checkpoint::kept_promises(),
         }
     }
 

@@ -5,10 +5,12 @@
 //! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
 //! `sampling`) and exceptions (`vmmcall`, `wrap`). `switch` is what they are to withstand, `state` compares a
 //! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
-//! `cpuid` measures what that costs, and `kernel` talks to the test module.
+//! `cpuid` measures what that costs, and `kernel` talks to the test module. `gap` and `compress` measure for the
+//! benchmarks.
 
 mod attr;
 mod breakpoint;
+mod compress;
 mod compute;
 mod cpuid;
 mod cpus;
@@ -16,6 +18,7 @@ mod device;
 mod flags;
 mod fpu;
 mod fuzz;
+mod gap;
 mod ioperm;
 mod kernel;
 mod ldt;
@@ -95,6 +98,10 @@ enum Workload {
     Touch(touch::Args),
     /// Measures what CPUID costs
     Cpuid(cpuid::Args),
+    /// Wakes up each millisecond and keeps the longest time in which it did not
+    Gap,
+    /// Compresses a file with zstd alone
+    Compress(compress::Args),
     /// Gives a command to the test module and prints its answer
     Kernel(kernel::Args),
 }
@@ -121,6 +128,11 @@ impl Workload {
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),
             Self::Cpuid(args) => cpuid::run(args, stop, report),
+            Self::Gap => {
+                gap::run(stop, report);
+                Ok(())
+            }
+            Self::Compress(args) => compress::run(args, report),
             Self::Kernel(args) => kernel::run(args, report),
         }
     }
