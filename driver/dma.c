@@ -72,8 +72,8 @@ static void touch_list(struct scatterlist *list, unsigned int count, u32 directi
 }
 
 /*
- * Before the instant: a device that has just given a buffer back may not know it yet. Not with data: what reads
- * that stops.
+ * Before the instant: a device that has just given a buffer back may not know it yet. Not with data: what
+ * reads that stops.
  */
 static void mark(void *start, size_t length)
 {
@@ -302,7 +302,8 @@ void mercury_dma_unwatch(void)
 }
 
 /*
- * Whether a device may have this page for good: no data, no slab, no page table. Nobody counts the references to the second page of several that were allocated at once.
+ * Whether a device may have this page for good: no data, no slab, no page table. Nobody counts the references
+ * to the second page of several that were allocated at once.
  */
 static bool is_lasting(struct page *page)
 {

@@ -170,7 +170,6 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
     ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
     ("intel-haswell", "faults", &["refused_state_is_rolled_back"]),
-    ("intel-tigerlake", "applications", &["shadow_stacks"]),
     ("bochs-amd", "applications", &["segments_and_ports"]),
 ];
 
@@ -178,6 +177,7 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
 const LONG_ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
     ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
+    ("intel-tigerlake", "applications", &["shadow_stacks"]),
 ];
 
 /// `make test FULL=1`: the long tests as well, which are ignored otherwise. Together they take twice as long.

@@ -276,11 +276,13 @@ fn crash_on_cpu_0_on_6_1() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn crash_on_cpu_3_on_6_1() -> Result<()> {
     crash(Kernel::BookwormCloud, 3)
 }
 
 #[test]
+#[ignore = "long"]
 fn crash_on_cpu_0_on_6_12() -> Result<()> {
     crash(Kernel::TrixieCloud, 0)
 }

@@ -40,6 +40,7 @@ fn ioctls() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn ioctls_on_debian_13() -> Result<()> {
     fuzz_ioctl(Kernel::TrixieCloud)
 }

@@ -81,6 +81,7 @@ fn no_nmi_is_lost() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn no_nmi_is_lost_on_debian_13() -> Result<()> {
     nmi_storm(Kernel::TrixieCloud)
 }

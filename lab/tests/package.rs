@@ -154,6 +154,7 @@ fn nothing_is_left(operator: &Operator, before: &HashSet<String>) -> Result<()> 
 }
 
 #[test]
+#[ignore = "long"]
 fn package_on_debian_12() -> Result<()> {
     let operator = Operator::boot(Kernel::BookwormCloud)?;
     let before = operator.files()?;
