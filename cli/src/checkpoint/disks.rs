@@ -67,15 +67,21 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
 pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Option<&'a Mounted> {
     let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
     let table = String::from_utf8_lossy(&table);
+    let line = line_of(&table, path)?;
+    let found = mount(line)?;
+    mounts.iter().find(|mount| mount.number == found.number)
+}
+
+/// The line of mountinfo of the file system that a file is on.
+#[must_use]
+pub fn line_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
     let points =
         table.lines().filter_map(|line| line.split(' ').nth(4)).map(|at| PathBuf::from(unescaped(at)));
     let closest = points.filter(|at| path.starts_with(at)).max_by_key(|at| at.components().count())?;
-    let line = table
+    table
         .lines()
         .rev()
-        .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))?;
-    let found = mount(line)?;
-    mounts.iter().find(|mount| mount.number == found.number)
+        .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))
 }
 
 /// Whether a device is made of others: device mapper, RAID. The small system cannot read those.

@@ -1,12 +1,16 @@
-//! Who may still talk to a machine that stands still until it is powered off: the servers of its network storage, and
-//! the other end of the image's way. To all others the driver lets nothing through from the instant on, so that the
-//! kernel acknowledges nothing that the machine that goes on later has never heard of.
+//! Who may still talk to a machine that stands still until it is powered off: the servers of network storage that the
+//! image needs, and the other end of its way. To all others the driver lets nothing through from the instant on, so that
+//! the kernel acknowledges nothing that the machine that goes on later has never heard of. That is true of a network file
+//! system's server as well: a connection that went on behind the instant stands still for minutes in the machine that
+//! is brought back.
 
+use super::disks;
 use crate::sysroot::Sysroot;
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
 use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -54,13 +58,18 @@ impl From<Peer> for FencePeer {
     }
 }
 
-/// All of them: those of storage, and those that `processes`, which carry the image, are connected with.
+/// All of them: those of the file systems that `files` are on, those of disks, and those that `processes`, which carry
+/// the image, are connected with.
 ///
 /// # Errors
 /// If some cannot be named: why, as a clause.
-pub fn peers(processes: &[u32], sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
+pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
     let mut peers = BTreeSet::new();
-    peers.extend(of_file_systems(&sysroot.text("proc/self/mountinfo").unwrap_or_default())?);
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    for file in files {
+        let file = file.canonicalize().map_err(|error| format!("{}: {error}", file.display()))?;
+        peers.extend(of_file_system(disks::line_of(&mountinfo, &file).unwrap_or_default())?);
+    }
     peers.extend(of_disks(sysroot)?);
     let end = Instant::now() + PATIENCE;
     for process in processes {
@@ -80,25 +89,22 @@ pub fn peers(processes: &[u32], sysroot: &Sysroot) -> Result<Vec<Peer>, String> 
     Ok(peers.into_iter().collect())
 }
 
-fn of_file_systems(mountinfo: &str) -> Result<Vec<Peer>, String> {
-    let mut peers = Vec::new();
-    for line in mountinfo.lines() {
-        let Some((_, rest)) = line.split_once(" - ") else { continue };
-        let mut words = rest.split(' ');
-        let (Some(kind), Some(source), Some(options)) = (words.next(), words.next(), words.next()) else {
-            continue;
-        };
-        let mut options = options.split(',');
-        if NAMED.contains(&kind) {
-            let address = options.find_map(|option| option.strip_prefix("addr="));
-            let address = address.and_then(|text| text.parse().ok());
-            let address: IpAddr = address.ok_or_else(|| format!("nobody says where {source} is"))?;
-            peers.push(Peer::all_of(address));
-        } else if UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
-            return Err(format!("nobody says which servers {source} ({kind}) is on"));
-        }
+/// The server of a file system, by its line of mountinfo; none for one that is no network's.
+fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
+    let mut words = line.split_once(" - ").map_or("", |(_, rest)| rest).split(' ');
+    let (Some(kind), Some(source), Some(options)) = (words.next(), words.next(), words.next()) else {
+        return Ok(None);
+    };
+    let mut options = options.split(',');
+    if NAMED.contains(&kind) {
+        let address = options.find_map(|option| option.strip_prefix("addr="));
+        let address = address.and_then(|text| text.parse().ok());
+        return address.map(Peer::all_of).map(Some).ok_or_else(|| format!("nobody says where {source} is"));
     }
-    Ok(peers)
+    if UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
+        return Err(format!("nobody says which servers {source} ({kind}) is on"));
+    }
+    Ok(None)
 }
 
 fn of_disks(sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
@@ -185,14 +191,29 @@ mod tests {
     use std::{fs, os::unix::fs::symlink};
 
     #[test]
-    fn servers_of_file_systems_are_named() {
-        let table = "22 1 0:20 / / rw,relatime shared:1 - nfs4 10.0.0.1:/root rw,vers=4.2,clientaddr=10.0.0.2,addr=10.0.0.1\n\
-                     30 22 0:30 / /proc rw - proc proc rw";
-        let peers = of_file_systems(table).expect("named");
-        assert_eq!(peers, [Peer::all_of("10.0.0.1".parse().expect("an address"))]);
+    fn the_image_s_server_is_named_and_no_other() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = folder.path().canonicalize().expect("a path");
+        let sysroot = Sysroot::at(&at);
+        let image = at.join("net/image");
+        for path in ["net", "proc/self"] {
+            fs::create_dir_all(at.join(path)).expect("made");
+        }
+        fs::write(&image, "").expect("written");
+        let options = "rw,vers=4.2,clientaddr=10.0.0.9";
+        let table = format!(
+            "22 1 0:20 / / rw,relatime shared:1 - nfs4 10.0.0.1:/root {options},addr=10.0.0.1\n\
+             30 22 0:30 / {} rw - nfs4 10.0.0.2:/images {options},addr=10.0.0.2\n",
+            at.join("net").display()
+        );
+        fs::write(at.join("proc/self/mountinfo"), table).expect("written");
+        let peer = |address: &str| Peer::all_of(address.parse().expect("an address"));
+        assert_eq!(peers(&[&image], &[], &sysroot), Ok(vec![peer("10.0.0.2")]));
+        assert_eq!(peers(&[], &[], &sysroot), Ok(vec![]), "a root on a network is fenced off as well");
+        assert_eq!(peers(&[&at], &[], &sysroot), Ok(vec![peer("10.0.0.1")]));
         let ceph = "30 22 0:30 / /x rw - ceph 1.2.3.4:/ rw,name=x";
-        assert!(of_file_systems(ceph).is_err());
-        assert!(of_file_systems("30 22 0:30 / /x rw - cifs //a/b rw").is_err());
+        assert!(of_file_system(ceph).is_err());
+        assert!(of_file_system("30 22 0:30 / /x rw - cifs //a/b rw").is_err());
     }
 
     #[test]

@@ -519,8 +519,13 @@ fn raise_fence(
     if !args.poweroff || args.no_fence {
         return Ok(None);
     }
-    match fence::peers(&target.processes(), sysroot) {
+    let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
+    let files: Vec<_> = target.part().into_iter().chain(parent).collect();
+    match fence::peers(&files, &target.processes(), sysroot) {
         Ok(peers) => {
+            // Nothing of this program comes over the network any more.
+            rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+                .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
             let peers: Vec<_> = peers.into_iter().map(Into::into).collect();
             device.fence(&peers).map(|()| None)
         }
