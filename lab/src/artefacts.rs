@@ -41,6 +41,7 @@ pub struct Artefacts {
 const SCRIPTS: &[(&str, &str)] = &[
     ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
     ("lib/lab-network", include_str!("../guest/lab-network")),
+    ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
     ("lib/bashrc", include_str!("../guest/bashrc")),
 ];
 

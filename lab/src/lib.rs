@@ -43,6 +43,7 @@ pub mod operator;
 pub mod owner;
 pub mod paths;
 pub mod progress;
+pub mod restart;
 pub mod scene;
 pub mod soak;
 pub mod spec;

@@ -81,9 +81,12 @@ enum Command {
     },
     /// Attach and detach beneath everything that machines do, for hours
     Soak {
-        /// How often to attach and detach
-        #[arg(long, default_value_t = 10_000)]
-        cycles: u64,
+        /// How often: 10,000 times, or 100 with --checkpoint
+        #[arg(long)]
+        cycles: Option<u64>,
+        /// Checkpoint machines to a disk, end them and bring them back instead
+        #[arg(long)]
+        checkpoint: bool,
     },
     /// Make the Debian packages
     Deb,
@@ -195,7 +198,8 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench { part, quick } => {
             bench::run(part.unwrap_or(Part::All), if quick { Depth::Quick } else { Depth::Full })?;
         }
-        Command::Soak { cycles } => soak::command(cycles)?,
+        Command::Soak { cycles, checkpoint: true } => soak::restart::command(cycles.unwrap_or(100))?,
+        Command::Soak { cycles, checkpoint: false } => soak::command(cycles.unwrap_or(10_000))?,
         Command::Deb => deb::run()?,
     }
     Ok(ExitCode::SUCCESS)

@@ -5,181 +5,26 @@
 
 mod workloads;
 
-use std::{fs, path::PathBuf, thread, time::Duration};
+use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Boot, Bus, Init, Kernel, Machine, Platform, Qemu, Reservation, Reset, Result, Spec, Variant, Vendor,
+    Boot, Bus, Init, Kernel, Machine, Reservation, Reset, Result, Spec,
+    restart::{
+        comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, ECHO, HEAR, TALK, TELL},
+        start,
+    },
 };
-use workloads::{kernel, knows_the_time, load_test_module, number};
-
-/// The disk that images are written to: the only one on this bus.
-const DISK: &str = "/dev/vda";
-
-/// For the scripts: a file that is never seen half written.
-const SAY: &str = r#"
-import os
-def say(name, count):
-    open(f"/run/{name}.new", "w").write(str(count))
-    os.rename(f"/run/{name}.new", f"/run/{name}")
-"#;
-
-/// Counts to itself, and writes how far it has come; notices when a second is lost or doubled.
-const CLOCK: &str = r#"
-import time, sys
-started, before, count = time.monotonic(), time.monotonic(), 0
-while True:
-    time.sleep(0.05)
-    now = time.monotonic()
-    if now < before:
-        open("/run/clock.wrong", "a").write(f"{before} {now}\n")
-    before, count = now, count + 1
-    say("clock", count)
-"#;
-
-/// Says what it has heard, on any number of connections.
-const ECHO: &str = r#"
-import socketserver
-class Echo(socketserver.BaseRequestHandler):
-    def handle(self):
-        while data := self.request.recv(64):
-            self.request.sendall(data)
-socketserver.ThreadingTCPServer.allow_reuse_address = True
-socketserver.ThreadingTCPServer(("", 7), Echo).serve_forever()
-"#;
-
-/// One connection, on which every word must come back.
-const TALK: &str = r#"
-import socket, time
-peer, count = socket.create_connection(("10.9.0.1", 7)), 0
-while True:
-    word = b"%08d" % count
-    peer.sendall(word)
-    heard = b""
-    while len(heard) < 8:
-        part = peer.recv(8 - len(heard))
-        if not part:
-            open("/run/talk.wrong", "w").write("the connection has ended")
-        heard += part
-    if heard != word:
-        open("/run/talk.wrong", "w").write(f"{word} {heard}")
-    count += 1
-    say("talk", count)
-    time.sleep(0.1)
-"#;
-
-/// Hears numbers, of which none may be lost or doubled.
-const LISTEN: &str = r#"
-import socket
-listener = socket.create_server(("", 8))
-say("listen", 0)
-peer, count = listener.accept()[0], 0
-while True:
-    heard = b""
-    while len(heard) < 8:
-        part = peer.recv(8 - len(heard))
-        if not part:
-            open("/run/listen.wrong", "w").write("the connection has ended")
-            raise SystemExit
-        heard += part
-    if int(heard) != count:
-        open("/run/listen.wrong", "w").write(f"{count} {heard}")
-    count += 1
-    say("listen", count)
-"#;
-
-/// Says them, without being asked.
-const SAY_ON: &str = r#"
-import socket, time
-peer, count = socket.create_connection(("10.9.0.2", 8)), 0
-while True:
-    peer.sendall(b"%08d" % count)
-    count += 1
-    time.sleep(0.01)
-"#;
-
-fn spec(kernel: Kernel) -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
-    Spec::new(kernel).disk(Bus::Virtio, 2048).modules(Variant::Faults).qemu_version(Qemu::Newer)
-}
-
-/// Bochs's SVM forgets interrupts whose delivery makes a nested fault, and its other machines have no disk to spare.
-fn need_qemu() -> Result<()> {
-    if Platform::chosen()? == Platform::Qemu {
-        return Ok(());
-    }
-    Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
-    Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
-}
-
-/// Files on this host that end with this.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(machine: &Machine) -> Self {
-        let folder = std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid()));
-        fs::create_dir_all(&folder).unwrap();
-        Self(folder)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// What brings the machine back, as its own command prepares it.
-fn prepare(machine: &Machine, more: &str) -> Result<(Boot, Folder)> {
-    let said = machine.sh(&format!("mercury restore --json --prepare /root/restore {more} {DISK}"))?;
-    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
-    let folder = Folder::new(machine);
-    let fetch = |name: &str| -> Result<PathBuf> {
-        let path = folder.0.join(name);
-        fs::write(&path, machine.get(&format!("/root/restore/{name}"))?).unwrap();
-        Ok(path)
-    };
-    let (kernel, initramfs) = (fetch("vmlinuz")?, fetch("initramfs")?);
-    let command_line = said["command_line"].as_str().unwrap().to_owned();
-    Ok((Boot { kernel, initramfs, command_line }, folder))
-}
-
-/// Starts a script that goes on by itself.
-fn start(machine: &Machine, name: &str, script: &str) -> Result<()> {
-    machine.put(&format!("/run/{name}.py"), format!("{SAY}{script}").as_bytes(), 0o644)?;
-    machine.sh(&format!("setsid python3 /run/{name}.py > /run/{name}.said 2>&1 < /dev/null &"))?;
-    machine.sh(&format!("while ! test -s /run/{name}; do sleep 0.1; done")).map(drop)
-}
-
-/// Ends with the machine off, and the disks as they were at the instant.
-fn checkpoint(machine: &Machine) -> Result<()> {
-    knows_the_time(machine, "before")?;
-    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-    let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {DISK}"))?;
-    machine.wait_shutdown(Duration::from_secs(180)).map(drop).inspect_err(|_| {
-        println!("{:?}", checkpoint.errors_so_far());
-    })
-}
-
-/// What must hold in a machine that was brought back.
-fn is_well(machine: &Machine, boot_id: &str) -> Result<()> {
-    assert_eq!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
-    let before = number(machine, "/run/clock")?;
-    thread::sleep(Duration::from_secs(1));
-    assert!(number(machine, "/run/clock")? > before, "what ran goes on");
-    assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
-    knows_the_time(machine, "after")?;
-    let log = machine.sh("dmesg")?;
-    assert!(!log.contains("Call Trace") && !log.contains("random generator could not"), "{log}");
-    machine.sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
-    machine.sh("! dmesg | grep -i 'ext4.*error'")?;
-    Ok(())
-}
+use workloads::{
+    kernel, load_test_module, number,
+    restart::{DISK, balances_agree, checkpoint, free_port, need_qemu, plug_in, prepare, spec, wired},
+};
 
 /// Again and again, each time in another emulator.
 fn goes_on(spec: Spec, times: u32) -> Result<Machine> {
     need_qemu()?;
     let mut machine = Machine::boot(spec)?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     for _ in 0..times {
@@ -209,55 +54,30 @@ fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
     goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1).map(drop)
 }
 
-/// The other end of a cable between two machines.
-fn cable(port: u16, end: &str) -> [String; 4] {
-    let netdev = format!("socket,id=cable,{end}=127.0.0.1:{port}");
-    ["-netdev".into(), netdev, "-device".into(), "virtio-net-pci,netdev=cable,romfile=".into()]
-}
-
-fn wired(spec: Spec, port: u16, end: &str) -> Spec {
-    cable(port, end).iter().fold(spec, |spec, argument| spec.qemu_arg(argument))
-}
-
-fn plug_in(machine: &Machine, address: &str) -> Result<()> {
-    machine.sh("modprobe virtio_net")?;
-    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
-    machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
-}
-
 /// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
 #[test]
 fn connections_go_on() -> Result<()> {
     need_qemu()?;
     let both = Reservation::wait(2)?;
-    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let port = port.unwrap().port();
+    let port = free_port();
     let peer = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud).cpus(1), port, "listen"), &both)?;
     let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;
     plug_in(&peer, "10.9.0.1")?;
     plug_in(&machine, "10.9.0.2")?;
-    peer.put("/run/echo.py", ECHO.as_bytes(), 0o644)?;
-    let _echo = peer.spawn("python3 /run/echo.py")?;
-    start(&machine, "clock", CLOCK)?;
+    start(&peer, "echo", ECHO, "")?;
+    start(&machine, "clock", CLOCK, "")?;
     machine.sh("until ping -c 1 -W 1 10.9.0.1 > /dev/null; do sleep 0.2; done")?;
-    start(&machine, "talk", TALK)?;
-    start(&machine, "listen", LISTEN)?;
-    peer.put("/run/say_on.py", SAY_ON.as_bytes(), 0o644)?;
-    let mut says_on = peer.spawn("python3 /run/say_on.py")?;
+    start(&machine, "talk", TALK, "10.9.0.1")?;
+    start(&machine, "hear", HEAR, "")?;
+    start(&peer, "tell", TELL, "10.9.0.2")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     checkpoint(&machine)?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
-    for connection in ["talk", "listen"] {
-        let heard = number(&machine, &format!("/run/{connection}"))?;
-        machine.sh(&format!(
-            "for i in $(seq 600); do test $(cat /run/{connection}) -gt {heard} && exit 0; sleep 0.1; done; exit 1"
-        ))?;
-    }
-    assert!(!says_on.has_ended()?, "{:?}", says_on.errors_so_far());
-    assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
-    Ok(())
+    comes_further(&machine, "talk", count(&machine, "talk")?)?;
+    comes_further(&machine, "hear", count(&machine, "hear")?)?;
+    nothing_wrong(&peer)
 }
 
 /// A database at work: what was committed is there, and every sum is right.
@@ -266,7 +86,7 @@ fn a_database_goes_on() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(1536))?;
     machine.start_postgres()?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     machine.sh("setsid pgbench -n -c 4 -T 600 bench > /run/pgbench.said 2>&1 < /dev/null & sleep 2")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
@@ -280,12 +100,7 @@ fn a_database_goes_on() -> Result<()> {
     thread::sleep(Duration::from_secs(3));
     assert!(history(&machine)? > before, "{}", machine.sh("cat /run/pgbench.said")?);
     machine.sh("pkill -INT pgbench; sleep 1")?;
-    let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
-                (select sum(tbalance) from pgbench_tellers), (select sum(delta) from pgbench_history)";
-    let sums = machine.sh(&format!("psql -At bench -c '{sums}'"))?;
-    let mut different: Vec<_> = sums.split('|').collect();
-    different.dedup();
-    assert_eq!(different.len(), 1, "{sums}");
+    balances_agree(&machine)?;
     assert!(!machine.sh("cat /run/pgbench.said")?.contains("ERROR"));
     Ok(())
 }
@@ -312,7 +127,7 @@ fn debuggers_open(machine: &Machine) -> Result<()> {
 fn disks_that_have_moved_on_are_refused() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     machine.sh("grep ' linux_banner$' /proc/kallsyms | cut -d ' ' -f 1 > /root/banner")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     checkpoint(&machine)?;
@@ -331,7 +146,7 @@ fn restores_in_place() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).reset(Reset::Restarts))?;
     machine.sh("sync; mount -o remount,ro /")?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     checkpoint(&machine)?;
     let machine = machine.start_again()?;
@@ -367,7 +182,7 @@ fn goes_on_from_incremental_images() -> Result<()> {
     let machine = Machine::boot(disks)?;
     let (full, idle, last) = ("/dev/vdb", "/dev/vdc", "/dev/vdd");
     machine.sh("sync; mount -o remount,ro /")?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     machine.sh("head -c 64M /dev/urandom > /run/first")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
     let first = image(&machine, "", full)?;
@@ -461,7 +276,7 @@ fn the_pool_shrinks_and_grows() -> Result<()> {
 fn two_of_one_image_differ() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE --force-disks")?;
     checkpoint(&machine)?;
     let random = |machine: &Machine| machine.sh("head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'");
@@ -497,7 +312,7 @@ fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
 fn a_failure_changes_nothing() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
-    start(&machine, "clock", CLOCK)?;
+    start(&machine, "clock", CLOCK, "")?;
     machine.sh("mkdir -p /run/small && mount -t tmpfs -o size=3m none /run/small")?;
     fails_with(&machine, "mercury checkpoint /run/small/x", "No space left")?;
     assert_eq!(machine.sh("ls /run/small")?, "");

@@ -7,9 +7,11 @@ mod workloads;
 
 use std::{thread, time::Duration};
 
-use mercury_lab::{Bus, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant};
+use mercury_lab::{
+    Bus, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, restart::knows_the_time,
+};
 use serde_json::Value;
-use workloads::{knows_the_time, load_test_module, number};
+use workloads::{load_test_module, number};
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
 const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \

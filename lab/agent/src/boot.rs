@@ -17,7 +17,7 @@ use rustix::{
     mount::{MountFlags, mount, mount_move},
 };
 
-use crate::Result;
+use crate::{Result, cmdline::Cmdline};
 
 /// How long the disks may take to appear.
 const DISK_TIMEOUT: Duration = Duration::from_secs(60);
@@ -28,7 +28,8 @@ pub fn enter_root() -> Result<()> {
     mount_kernel_trees()?;
     load_modules()?;
     fs::create_dir_all(NEW_ROOT)?;
-    mount_labelled(ROOT_LABEL, Path::new(NEW_ROOT), MountFlags::NOATIME)?;
+    let only_read = if Cmdline::read().has("ro") { MountFlags::RDONLY } else { MountFlags::empty() };
+    mount_labelled(ROOT_LABEL, Path::new(NEW_ROOT), MountFlags::NOATIME | only_read)?;
     let lab = Path::new(NEW_ROOT).join(&LAB_DIR[1..]);
     fs::create_dir_all(&lab)?;
     mount_labelled(LAB_LABEL, &lab, MountFlags::RDONLY)?;

@@ -19,6 +19,11 @@ impl Cmdline {
             .rev()
             .find_map(|word| word.strip_prefix("lab.")?.strip_prefix(key)?.strip_prefix('='))
     }
+
+    /// Whether a word of the kernel's own is there.
+    pub fn has(&self, word: &str) -> bool {
+        self.0.split_whitespace().any(|found| found == word)
+    }
 }
 
 #[cfg(test)]
@@ -31,5 +36,6 @@ mod tests {
         assert_eq!(line.get("init"), Some("systemd"));
         assert_eq!(line.get("initial"), Some("x"));
         assert_eq!(line.get("shell"), None);
+        assert!(line.has("quiet") && !line.has("init"));
     }
 }

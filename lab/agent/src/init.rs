@@ -25,11 +25,21 @@ pub const AGENT: &str = "/mercury/bin/mercury-lab-agent";
 pub fn run() -> Result<()> {
     boot::enter_root()?;
     let cmdline = Cmdline::read();
+    if let Some((server, address)) = cmdline.get("nfs").and_then(|words| words.split_once(',')) {
+        enter_nfs_root(server, address)?;
+    }
     if cmdline.get("init") == Some("systemd") {
         return become_systemd();
     }
     set_up(&cmdline)?;
     supervise(&cmdline)
+}
+
+/// Goes on from the root disk to another machine's root.
+fn enter_nfs_root(server: &str, address: &str) -> Result<()> {
+    let script = format!("{LAB_DIR}/lib/lab-nfs-root");
+    let status = Command::new("/bin/sh").args([&script, server, address]).env("PATH", PATH).status()?;
+    if status.success() { Ok(()) } else { Err(format!("{script}: {status}").into()) }
 }
 
 fn become_systemd() -> Result<()> {

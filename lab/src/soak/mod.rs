@@ -7,6 +7,7 @@
 
 mod load;
 mod report;
+pub mod restart;
 
 use std::{fs, time::Duration};
 

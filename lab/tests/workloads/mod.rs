@@ -3,10 +3,9 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, SystemTime},
-};
+pub mod restart;
+
+use std::{collections::BTreeMap, time::Duration};
 
 use mercury_lab::{Background, Machine, Output, Result};
 use serde_json::Value;
@@ -112,17 +111,4 @@ pub fn exits(machine: &Machine, cpu: usize, reason: &str) -> Result<u64> {
 /// What a script of ours says in a file that it never leaves half written.
 pub fn number(machine: &Machine, path: &str) -> Result<u64> {
     Ok(machine.sh(&format!("cat {path}"))?.trim().parse().unwrap())
-}
-
-/// The machine's wall clock is this host's.
-pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
-    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
-    let before = now();
-    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
-    let (time, uptime) = theirs.split_once(' ').unwrap();
-    // Whoever was asked may have taken long to answer.
-    let right = before - 3..=now() + 3;
-    let time = time.parse::<u64>().unwrap();
-    assert!(right.contains(&time), "the time {when} is {time}, not in {right:?}; up for {uptime} s");
-    Ok(())
 }

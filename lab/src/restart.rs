@@ -1,0 +1,239 @@
+//! Machines that are brought back from an image: what prepares it, the work that goes on across it, and whether it did.
+
+use std::{
+    fs,
+    path::PathBuf,
+    time::{Duration, Instant, SystemTime},
+};
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::{
+    command::patient,
+    error::{Context, Error, Result},
+    machine::{Boot, Machine},
+};
+
+/// How long a checkpoint may take, and what was asked to end.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// How long a count may stand still: a TCP connection waits about as long as its peer was away before it tries again.
+const STILL_LIMIT: Duration = Duration::from_secs(60);
+
+/// Work that goes on by itself, and says how far it has come in `/run/NAME`, what was wrong in `/run/NAME.wrong`, and
+/// for some of it, when `/run/end` is there, what came of it in `/run/NAME.ended`.
+pub mod script {
+    /// Before each of them.
+    pub(super) const SAY: &str = include_str!("../guest/restart/say");
+    /// A process that looks at its clock.
+    pub const CLOCK: &str = include_str!("../guest/restart/clock");
+    /// What TALK talks to.
+    pub const ECHO: &str = include_str!("../guest/restart/echo");
+    /// A TCP connection; its argument is the address of ECHO.
+    pub const TALK: &str = include_str!("../guest/restart/talk");
+    /// What TELL tells something.
+    pub const HEAR: &str = include_str!("../guest/restart/hear");
+    /// Sends without waiting for an answer; its argument is the address of HEAR.
+    pub const TELL: &str = include_str!("../guest/restart/tell");
+    /// A client of PostgreSQL's; its argument is its number.
+    pub const CLIENT: &str = include_str!("../guest/restart/client");
+    /// An NFS server for the machine's own root.
+    pub const EXPORTS: &str = include_str!("../guest/restart/exports");
+    /// A long computation.
+    pub const CHAIN: &str = include_str!("../guest/restart/chain");
+    /// Processes with pipes and shared memory.
+    pub const RING: &str = include_str!("../guest/restart/ring");
+    /// `make` and gcc.
+    pub const BUILDS: &str = include_str!("../guest/restart/builds");
+}
+
+/// Files on this host that end with this.
+#[derive(Debug)]
+pub struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// What brings the machine back from an image on `disk`, as its own command prepares it.
+///
+/// # Errors
+/// If it does not, or the files do not reach this host.
+pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Folder)> {
+    let line = format!("mercury restore --json --prepare /run/restore {options} {disk}");
+    let said: Value = serde_json::from_str(&machine.sh(&line)?)
+        .map_err(|error| Error::Host(format!("`{line}` gave no JSON: {error}")))?;
+    let folder = Folder(std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid())));
+    fs::create_dir_all(&folder.0).context(|| format!("make {}", folder.0.display()))?;
+    let fetch = |name: &str| -> Result<PathBuf> {
+        let path = folder.0.join(name);
+        fs::write(&path, machine.get(&format!("/run/restore/{name}"))?)
+            .context(|| format!("write {}", path.display()))?;
+        Ok(path)
+    };
+    let (kernel, initramfs) = (fetch("vmlinuz")?, fetch("initramfs")?);
+    // It would be in the image.
+    machine.sh("rm -r /run/restore")?;
+    let command_line = said["command_line"].as_str().unwrap_or_default().to_owned();
+    Ok((Boot { kernel, initramfs, command_line }, folder))
+}
+
+/// Starts work and waits until it has come to something; `arguments` are its script's.
+///
+/// # Errors
+/// If it does not.
+pub fn start(machine: &Machine, name: &str, script: &str, arguments: &str) -> Result<()> {
+    machine.put(&format!("/run/{name}.py"), format!("{}{script}", script::SAY).as_bytes(), 0o644)?;
+    machine.sh(&format!(
+        "rm -f /run/{name}; setsid python3 /run/{name}.py {arguments} > /run/{name}.said 2>&1 < /dev/null &"
+    ))?;
+    let started = format!(
+        "for i in $(seq 1200); do test -s /run/{name} && exit; sleep 0.1; done; cat /run/{name}.said; exit 1"
+    );
+    machine.command(&started).timeout(LIMIT).run()?.check().map(drop)
+}
+
+/// How far work has come.
+///
+/// # Errors
+/// If it has not said so.
+pub fn count(machine: &Machine, name: &str) -> Result<u64> {
+    let said = machine.sh(&format!("cat /run/{name}"))?;
+    said.trim().parse().map_err(|_| Error::Host(format!("{name} has come to `{said}`")))
+}
+
+/// Waits until work has come further than `before`.
+///
+/// # Errors
+/// If it does not.
+pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
+    let end = Instant::now() + patient(STILL_LIMIT);
+    while count(machine, name)? <= before {
+        if Instant::now() > end {
+            let said = machine.sh(&format!("cat /run/{name}.said"))?;
+            let stuck = format!("{name} stands still at {before}: {said}");
+            return Err(machine.blame(Error::Unhealthy(stuck)));
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    nothing_wrong(machine)
+}
+
+/// Whether no work has seen anything wrong.
+///
+/// # Errors
+/// With what it has seen.
+pub fn nothing_wrong(machine: &Machine) -> Result<()> {
+    let wrong = machine.sh("cat /run/*.wrong 2> /dev/null || true")?;
+    if wrong.is_empty() { Ok(()) } else { Err(machine.blame(Error::Unhealthy(wrong))) }
+}
+
+/// Has work come to its end; what came of it.
+///
+/// # Errors
+/// If it does not end, or something was wrong.
+pub fn results(machine: &Machine, names: &[&str]) -> Result<Vec<String>> {
+    machine.sh("touch /run/end")?;
+    let result = |name: &&str| {
+        let ended = format!(
+            "for i in $(seq 1800); do test -s /run/{name}.ended && exec cat /run/{name}.ended; sleep 0.1; done; \
+             cat /run/{name}.said; exit 1"
+        );
+        let output = machine.command(&ended).timeout(LIMIT * 2).run()?.check()?;
+        Ok(output.stdout.trim().to_owned())
+    };
+    let all = names.iter().map(result).collect::<Result<_>>()?;
+    nothing_wrong(machine)?;
+    machine.sh("rm /run/end")?;
+    Ok(all)
+}
+
+/// Whether CHAIN's result is what this host makes of as many links.
+///
+/// # Errors
+/// If it is not.
+pub fn check_chain(result: &str) -> Result<()> {
+    let (links, end) = result.split_once(' ').unwrap_or_default();
+    let links = links.parse::<u64>().unwrap_or(0);
+    let expected = (0..links).fold([0; 32], |link: [u8; 32], _| Sha256::digest(link).into());
+    let expected: String = expected.iter().map(|byte| format!("{byte:02x}")).collect();
+    if links > 0 && end == expected {
+        return Ok(());
+    }
+    Err(Error::Unhealthy(format!("{links} hashes of hashes end in {end}, not in {expected}")))
+}
+
+/// Which boot of its kernel a machine is.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn boot_id(machine: &Machine) -> Result<String> {
+    machine.sh("cat /proc/sys/kernel/random/boot_id")
+}
+
+/// Writes the machine to `disk`. Ends with the machine off, and the disks as they were at the instant.
+///
+/// # Errors
+/// If it is not off in time.
+pub fn checkpoint(machine: &Machine, options: &str, disk: &str) -> Result<()> {
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {options} {disk}"))?;
+    machine.wait_shutdown(LIMIT).map(drop).inspect_err(|_| {
+        println!("{:?}", checkpoint.errors_so_far());
+    })
+}
+
+/// Whether a machine is the one that was `boot_id`, and works.
+///
+/// # Errors
+/// With what is wrong.
+pub fn is_well(machine: &Machine, before: &str) -> Result<()> {
+    let unhealthy = |what: String| Err(machine.blame(Error::Unhealthy(what)));
+    if boot_id(machine)? != before {
+        return unhealthy("it has booted, and was not brought back".into());
+    }
+    comes_further(machine, "clock", count(machine, "clock")?)?;
+    knows_the_time(machine, "after")?;
+    let log = machine.sh("dmesg")?;
+    if log.contains("Call Trace") || log.contains("random generator could not") {
+        return unhealthy(log);
+    }
+    machine.sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
+    machine.sh("! dmesg | grep -i 'ext4.*error'").map(drop)
+}
+
+/// Whether the machine's wall clock is this host's.
+///
+/// # Errors
+/// If it is not.
+pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
+    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
+    let before = now();
+    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
+    let (time, uptime) = theirs.split_once(' ').unwrap_or_default();
+    // Whoever was asked may have taken long to answer.
+    let right = before - 3..=now() + 3;
+    if time.parse::<u64>().is_ok_and(|time| right.contains(&time)) {
+        return Ok(());
+    }
+    let wrong = format!("the time {when} is {time}, not in {right:?}; up for {uptime} s");
+    Err(machine.blame(Error::Unhealthy(wrong)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_is_followed() {
+        // As in `mercury-workload compute`.
+        let end = "36c1cb4f826ae42c";
+        let error = check_chain("1000 00").unwrap_err().to_string();
+        assert!(error.contains(&format!("not in {end}")), "{error}");
+        assert!(check_chain("").is_err() && check_chain("0 ").is_err());
+    }
+}

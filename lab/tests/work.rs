@@ -1,0 +1,258 @@
+//! Real work across a checkpoint and a restore: it goes on as if nothing had been, and its results are right.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use mercury_lab::{
+    Bus, Kernel, Machine, Reservation, Result,
+    restart::{
+        boot_id, check_chain, comes_further, count, is_well, nothing_wrong, results,
+        script::{BUILDS, CHAIN, CLIENT, CLOCK, EXPORTS, HEAR, RING, TELL},
+        start,
+    },
+};
+use workloads::restart::{
+    DISK, balances_agree, checkpoint, free_port, need_qemu, plug_in, prepare, spec, wired,
+};
+
+const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
+
+/// Accounts with 1000 each, and what was done with them. Nothing keeps anything from being done twice.
+const LEDGER: &str = "create table account (id int primary key, balance bigint not null); \
+    insert into account select id, 1000 from generate_series(0, 19) id; \
+    create table done (client int, seq int, source int, target int, amount bigint)";
+
+/// PostgreSQL with an empty ledger, for whoever is on the cable.
+fn serve_ledger(machine: &Machine) -> Result<()> {
+    machine.sh("cd /etc/postgresql/*/main && echo \"listen_addresses = '*'\" >> postgresql.conf && \
+         echo 'host all all 10.9.0.0/24 trust' >> pg_hba.conf")?;
+    machine.start_postgres()?;
+    machine.sh(&format!("psql -q bench -c '{LEDGER}'")).map(drop)
+}
+
+/// What was acknowledged is there, once, and nothing else is.
+fn is_right(machine: &Machine, acknowledged: &[String]) -> Result<()> {
+    let ask = |query: &str| machine.sh(&format!("psql -At bench -c '{query}'"));
+    for (client, count) in acknowledged.iter().enumerate() {
+        let query =
+            format!("select count(*), count(distinct seq), max(seq) + 1 from done where client = {client}");
+        assert_eq!(ask(&query)?, format!("{count}|{count}|{count}"), "client {client}");
+    }
+    assert_eq!(ask("select sum(balance) from account")?, "20000");
+    let sums = "select count(*) from account where balance != 1000 \
+                - coalesce((select sum(amount) from done where source = id), 0) \
+                + coalesce((select sum(amount) from done where target = id), 0)";
+    assert_eq!(ask(sums)?, "0");
+    Ok(())
+}
+
+/// Clients on a third machine never notice more than a pause: their connections go on, what they were told is
+/// committed is there, and nothing was done twice. One of them sends all the time, whoever hears it.
+#[test]
+fn clients_outside_go_on() -> Result<()> {
+    need_qemu()?;
+    let both = Reservation::wait(2)?;
+    let port = free_port();
+    let peer = wired(spec(Kernel::BookwormCloud).cpus(1).memory_mib(768), port, "listen");
+    let peer = Machine::boot_reserved(peer, &both)?;
+    let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;
+    plug_in(&peer, "10.9.0.1")?;
+    plug_in(&machine, "10.9.0.2")?;
+    serve_ledger(&machine)?;
+    start(&machine, "clock", CLOCK, "")?;
+    for (number, name) in CLIENTS.iter().enumerate() {
+        start(&peer, name, CLIENT, &number.to_string())?;
+    }
+    start(&machine, "hear", HEAR, "")?;
+    start(&peer, "tell", TELL, "10.9.0.2")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    checkpoint(&machine)?;
+    let counts = || CLIENTS.iter().map(|name| count(&peer, name)).collect::<Result<Vec<_>>>();
+    let before = counts()?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    CLIENTS.iter().zip(&before).try_for_each(|(name, before)| comes_further(&peer, name, *before))?;
+    comes_further(&machine, "hear", count(&peer, "tell")?)?;
+    let acknowledged = results(&peer, &CLIENTS)?;
+    println!("acknowledged before {before:?}, in all {acknowledged:?}");
+    is_right(&machine, &acknowledged)?;
+    nothing_wrong(&machine)?;
+    machine.check_next_attach()
+}
+
+/// Starts PostgreSQL with all that it keeps on a file system of its own, on `data`, a device of device mapper's on a
+/// disk; everything else is only read.
+const DATABASE_ON_DATA: &str = r#"
+set -e
+modprobe dm-snapshot
+sectors=$(blockdev --getsz /dev/vdb)
+dmsetup create data --noudevsync --table "0 $sectors snapshot-origin /dev/vdb"
+mke2fs -q -t ext4 /dev/dm-0
+mkdir /run/data /run/postgresql
+mount /dev/dm-0 /run/data
+cp -a /var/lib/postgresql/*/main /run/data/main
+chown postgres: /run/postgresql
+set -- /usr/lib/postgresql/*/bin/postgres -D /run/data/main -c data_directory=/run/data/main \
+    -c config_file=$(ls /etc/postgresql/*/main/postgresql.conf)
+setsid setpriv --reuid postgres --regid postgres --init-groups "$@" > /run/postgres.said 2>&1 < /dev/null &
+for i in $(seq 60); do psql -c 'create table note (said text)' bench && exit; sleep 1; done
+cat /run/postgres.said
+exit 1
+"#;
+
+/// While everything is still: from then on what the origin held goes to the third disk before it is overwritten.
+const FREEZE_DATA: &str = r#"
+set -e
+dmsetup suspend --nolockfs --noudevsync data
+sectors=$(blockdev --getsz /dev/vdb)
+dmsetup create frozen --noudevsync --table "0 $sectors snapshot /dev/vdb /dev/vdc P 16"
+dmsetup resume --noudevsync data
+"#;
+
+/// Puts the origin back to what it was, in a system that has not looked at it.
+const PUT_DATA_BACK: &str = r#"
+set -e
+modprobe dm-snapshot
+sectors=$(blockdev --getsz /dev/vdb)
+dmsetup create back --noudevsync --table "0 $sectors snapshot-merge /dev/vdb /dev/vdc P 16"
+dmsetup status back
+for i in $(seq 600); do
+    set -- $(dmsetup status back)
+    # Sectors in use, of all, and those of them that only say what is where.
+    if [ "${4%/*}" = "$5" ]; then
+        dmsetup remove --noudevsync back
+        exit
+    fi
+    sleep 0.1
+done
+exit 1
+"#;
+
+/// A checkpoint of a machine that runs on. Its database lies on a disk of which device mapper has a snapshot of the same
+/// moment; with that put back the machine is what it was then, and without it is refused.
+#[test]
+fn a_database_goes_back_with_its_disk() -> Result<()> {
+    need_qemu()?;
+    let disks = spec(Kernel::BookwormCloud).disk(Bus::Virtio, 512).disk(Bus::Virtio, 512);
+    let machine = Machine::boot(disks.kernel_arg("ro").memory_mib(1280))?;
+    machine.sh(DATABASE_ON_DATA)?;
+    start(&machine, "clock", CLOCK, "")?;
+    machine.put("/run/freeze", FREEZE_DATA.as_bytes(), 0o755)?;
+    machine.sh("setsid pgbench -n -c 4 -T 3600 bench > /run/pgbench.said 2>&1 < /dev/null & sleep 2")?;
+    let ask = |machine: &Machine, query: &str| machine.sh(&format!("psql -qAt bench -c \"{query}\""));
+    let history = |machine: &Machine| -> Result<u64> {
+        Ok(ask(machine, "select count(*) from pgbench_history")?.parse().unwrap())
+    };
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    ask(&machine, "insert into note values ('before')")?;
+    let earlier = history(&machine)?;
+    machine.sh(&format!(
+        "modprobe -r kvm_amd 2> /dev/null; mercury checkpoint --hook 'sh /run/freeze' {DISK}"
+    ))?;
+    ask(&machine, "insert into note values ('after')")?;
+    let later = history(&machine)?;
+    comes_further(&machine, "clock", count(&machine, "clock")? + 40)?;
+    let moved_on = machine.sh("dmsetup status frozen; sync")?;
+    let last = history(&machine)?;
+    println!("transactions: {earlier} before, {later} after, {last} at the end; {moved_on}");
+    assert!(later < last, "it ran on");
+
+    let machine = machine.start_again()?;
+    let refused = machine.run(&format!("mercury restore --module $MERCURY_MODULE {DISK}"))?;
+    assert!(!refused.success() && refused.stderr.contains("was written to after the instant"), "{refused:?}");
+    println!("{}", machine.sh(PUT_DATA_BACK)?);
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    assert_eq!(ask(&machine, "select said from note")?, "before");
+    let restored = history(&machine)?;
+    assert!((earlier..=later).contains(&restored), "{restored} transactions");
+    machine.sh("dmsetup remove --noudevsync frozen")?;
+    comes_further(&machine, "clock", count(&machine, "clock")? + 40)?;
+    assert!(history(&machine)? > restored, "{}", machine.sh("cat /run/pgbench.said")?);
+    machine.sh("pkill pgbench; while pgrep pgbench; do sleep 0.1; done")?;
+    assert!(!machine.sh("cat /run/pgbench.said")?.contains("ERROR"));
+    balances_agree(&machine)?;
+    machine.sh(
+        "kill -INT $(head -1 /run/data/main/postmaster.pid); while pgrep postgres; do sleep 0.1; done; \
+         umount /run/data",
+    )?;
+    println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
+    machine.check_next_attach()
+}
+
+/// What goes on across a restore, each with a result that would be another if a byte were.
+fn work_goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(kernel).cpus(cpus))?;
+    start(&machine, "clock", CLOCK, "")?;
+    let work = [("chain", CHAIN), ("ring", RING), ("builds", BUILDS)];
+    work.iter().try_for_each(|(name, script)| start(&machine, name, script, ""))?;
+    let compute = "mercury-workload --until-file /run/end compute --rest 1 > /run/compute 2>&1";
+    machine.sh(&format!("setsid sh -c '{compute}; mv /run/compute /run/compute.ended' < /dev/null &"))?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    let names = work.map(|(name, _)| name);
+    let counts =
+        |machine: &Machine| names.iter().map(|name| count(machine, name)).collect::<Result<Vec<_>>>();
+    let before = counts(&machine)?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    let brought_back = counts(&machine)?;
+    println!("done before {before:?}, when brought back {brought_back:?}");
+    for (name, count) in names.iter().zip(&brought_back) {
+        comes_further(&machine, name, *count)?;
+    }
+    let ended = results(&machine, &["chain", "ring", "builds", "compute"])?;
+    println!("{ended:?}");
+    check_chain(&ended[0])?;
+    let computed: serde_json::Value = serde_json::from_str(ended[3].lines().last().unwrap()).unwrap();
+    assert_eq!(computed["violations"], 0, "{computed}");
+    assert!(computed["passes"].as_u64() > Some(0), "{computed}");
+    machine.check_next_attach()
+}
+
+#[test]
+fn work_goes_on_on_one_cpu() -> Result<()> {
+    work_goes_on(Kernel::BookwormCloud, 1)
+}
+
+#[test]
+fn work_goes_on_on_debian_13() -> Result<()> {
+    work_goes_on(Kernel::TrixieCloud, 2)
+}
+
+#[test]
+fn work_goes_on_on_four_cpus() -> Result<()> {
+    work_goes_on(Kernel::BookwormCloud, 4)
+}
+
+/// A machine without a disk of its own that it writes to: all its files are another one's, which serves them on while it
+/// is away.
+#[test]
+fn a_machine_on_nfs_goes_on() -> Result<()> {
+    need_qemu()?;
+    let both = Reservation::wait(2)?;
+    let port = free_port();
+    let server = wired(spec(Kernel::BookwormCloud).cpus(1).memory_mib(768), port, "listen");
+    let server = Machine::boot_reserved(server, &both)?;
+    plug_in(&server, "10.9.0.1")?;
+    start(&server, "exports", EXPORTS, "")?;
+    let spec = spec(Kernel::BookwormCloud).kernel_arg("lab.nfs=10.9.0.1,10.9.0.2");
+    let machine = Machine::boot_reserved(wired(spec, port, "connect"), &both)?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "nfs4\n/mercury");
+    start(&machine, "clock", CLOCK, "")?;
+    start(&machine, "builds", BUILDS, "")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    comes_further(&machine, "builds", count(&machine, "builds")? + 1)?;
+    println!("{:?} builds", results(&machine, &["builds"])?);
+    assert_eq!(server.sh("cat /root/after")?, "written");
+    machine.check_next_attach()
+}

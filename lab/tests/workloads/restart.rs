@@ -1,0 +1,65 @@
+//! What the tests of checkpoints share: a machine with a disk for the image, a cable to another one.
+
+use std::net::TcpListener;
+
+use mercury_lab::{
+    Boot, Bus, Kernel, Machine, Platform, Qemu, Result, Spec, Variant, Vendor,
+    restart::{self, Folder, knows_the_time},
+};
+
+/// The disk that images are written to: the only one on this bus.
+pub const DISK: &str = "/dev/vda";
+
+pub fn spec(kernel: Kernel) -> Spec {
+    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    Spec::new(kernel).disk(Bus::Virtio, 2048).modules(Variant::Faults).qemu_version(Qemu::Newer)
+}
+
+/// Bochs's SVM forgets interrupts whose delivery makes a nested fault, and its other machines have no disk to spare.
+pub fn need_qemu() -> Result<()> {
+    if Platform::chosen()? == Platform::Qemu {
+        return Ok(());
+    }
+    Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
+    Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
+}
+
+/// What brings the machine back, as its own command prepares it.
+pub fn prepare(machine: &Machine, more: &str) -> Result<(Boot, Folder)> {
+    restart::prepare(machine, DISK, more)
+}
+
+/// Ends with the machine off, and the disks as they were at the instant.
+pub fn checkpoint(machine: &Machine) -> Result<()> {
+    knows_the_time(machine, "before")?;
+    restart::checkpoint(machine, "", DISK)
+}
+
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap().port()
+}
+
+/// One end of a cable between two machines.
+pub fn wired(spec: Spec, port: u16, end: &str) -> Spec {
+    let last = if end == "listen" { 1 } else { 2 };
+    let card = format!("virtio-net-pci,netdev=cable,romfile=,mac=52:54:00:09:00:0{last}");
+    let netdev = format!("socket,id=cable,{end}=127.0.0.1:{port}");
+    ["-netdev", &netdev, "-device", &card].into_iter().fold(spec, Spec::qemu_arg)
+}
+
+pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
+    machine.sh("modprobe virtio_net")?;
+    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
+}
+
+/// Every sum of pgbench's is right.
+pub fn balances_agree(machine: &Machine) -> Result<()> {
+    let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
+                (select sum(tbalance) from pgbench_tellers), (select sum(delta) from pgbench_history)";
+    let sums = machine.sh(&format!("psql -At bench -c '{sums}'"))?;
+    let mut different: Vec<_> = sums.split('|').collect();
+    different.dedup();
+    assert_eq!(different.len(), 1, "{sums}");
+    Ok(())
+}
