@@ -8,7 +8,7 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Boot, Bus, Init, Kernel, Machine, Reservation, Reset, Result, Spec,
+    Boot, Bus, Init, Kernel, Machine, Nic, Reservation, Reset, Result, Spec,
     restart::{
         comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, ECHO, HEAR, TALK, TELL},
@@ -19,6 +19,9 @@ use workloads::{
     kernel, load_test_module, number,
     restart::{DISK, balances_agree, checkpoint, free_port, need_qemu, plug_in, prepare, spec, wired},
 };
+
+/// Where an image says of which version it is.
+const VERSION_AT: u32 = 16;
 
 /// Again and again, each time in another emulator.
 fn goes_on(spec: Spec, times: u32) -> Result<Machine> {
@@ -115,11 +118,14 @@ fn is_refused(machine: Machine, boot: &Boot, reason: &str) {
 fn debuggers_open(machine: &Machine) -> Result<()> {
     machine.sh("mkdir -p /run/core && mount -t tmpfs -o size=700m none /run/core")?;
     machine.sh(&format!("mercury inspect --core /run/core/core {DISK}"))?;
-    let banner = machine.sh("cat /root/banner")?;
-    let said =
-        machine.sh(&format!("gdb -batch -ex 'x/s 0x{banner}' -ex 'info threads' -c /run/core/core 2>&1"))?;
-    assert!(said.contains("Linux version 6.1"), "{said}");
-    assert_eq!(said.matches("LWP").count(), 2, "{said}");
+    // What the kernel cannot write to, and what it can: what it needed for its start is missing in between.
+    let [banner, names] = ["banner", "names"].map(|name| machine.sh(&format!("echo 0x$(cat /root/{name})")));
+    let (banner, names) = (banner?, names?);
+    let line =
+        format!("gdb -batch -ex 'x/s {banner}' -ex 'x/s {names}' -ex 'info threads' -c /run/core/core 2>&1");
+    let said = machine.sh(&line)?;
+    assert!(said.contains("Linux version 6.1") && said.contains("\"Linux\""), "{said}");
+    assert_eq!(said.matches("New LWP").count(), 2, "{said}");
     machine.sh("umount /run/core").map(drop)
 }
 
@@ -128,7 +134,9 @@ fn disks_that_have_moved_on_are_refused() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
     start(&machine, "clock", CLOCK, "")?;
-    machine.sh("grep ' linux_banner$' /proc/kallsyms | cut -d ' ' -f 1 > /root/banner")?;
+    for (symbol, file) in [("linux_banner", "banner"), ("init_uts_ns", "names")] {
+        machine.sh(&format!("grep ' {symbol}$' /proc/kallsyms | cut -d ' ' -f 1 > /root/{file}"))?;
+    }
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     checkpoint(&machine)?;
     let machine = machine.start_again()?;
@@ -138,6 +146,94 @@ fn disks_that_have_moved_on_are_refused() -> Result<()> {
     debuggers_open(&machine)?;
     is_refused(machine, &boot, "was written to after the instant");
     Ok(())
+}
+
+/// Every reason is given, and nothing is given up: the system that was to be left runs on.
+#[test]
+fn images_of_others_are_refused() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    let said = image(&machine, "", DISK)?;
+    assert_eq!(said["restored"], false);
+    let other = spec(Kernel::BookwormGeneric).cpus(1).memory_mib(1280).nic(Nic::Virtio);
+    let other = other.cpu("EPYC,+svm,+npt,-avx2,-rdrand");
+    let machine = machine.start_as(other)?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    let line = format!("mercury restore --module $MERCURY_MODULE {DISK}");
+    let output = machine.run(&line)?;
+    println!("{}", output.stderr);
+    let reasons = [
+        "the kernel is ",
+        "the processor lacks avx2,",
+        ", rdrand;",
+        "the firmware's memory map",
+        "is new",
+        "1 CPUs are online, 2",
+    ];
+    for reason in reasons {
+        assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
+    }
+    // Of another version of the format.
+    machine.sh(&format!("printf '\\011' | dd of={DISK} bs=1 seek={VERSION_AT} conv=notrunc 2> /dev/null"))?;
+    fails_with(&machine, &line, "it is of version 9 of the format; this command knows 1 to")?;
+    fails_with(&machine, &format!("mercury inspect {DISK}"), "it is of version 9")?;
+    assert_eq!(machine.sh("cat /proc/sys/kernel/random/boot_id")?, boot_id);
+    machine.check_next_attach()
+}
+
+/// What may be lost is not written over unless somebody says so.
+#[test]
+fn a_disk_in_use_is_not_written_over() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(1))?;
+    machine.sh(&format!("mkfs.ext4 -q {DISK} && mount {DISK} /mnt && echo mine > /mnt/x && umount /mnt"))?;
+    fails_with(&machine, &format!("mercury checkpoint {DISK}"), "it holds something that is no image")?;
+    machine.sh(&format!("mount {DISK} /mnt"))?;
+    assert_eq!(machine.sh("cat /mnt/x")?, "mine");
+    fails_with(&machine, &format!("mercury checkpoint --overwrite {DISK}"), "Device or resource busy")?;
+    machine.sh("umount /mnt")?;
+    machine.sh(&format!("mercury checkpoint --overwrite {DISK}"))?;
+    assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
+    // An image may give way to the next one.
+    machine.sh(&format!("mercury checkpoint {DISK}"))?;
+    machine.check_next_attach()
+}
+
+/// A page, its memory, and that the memory is broken from now on.
+const POISON: &str = r#"
+import mmap, struct, time
+page = mmap.mmap(-1, 4096)
+page[:] = b"broken" + bytes(4090)
+import ctypes
+address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+with open("/proc/self/pagemap", "rb") as pagemap:
+    pagemap.seek(address // 4096 * 8)
+    frame = struct.unpack("Q", pagemap.read(8))[0] & ((1 << 55) - 1)
+page.madvise(mmap.MADV_HWPOISON)
+say("poison", frame * 4096)
+time.sleep(10000)
+"#;
+
+/// Broken memory is read by nobody: it is in no image.
+#[test]
+fn broken_memory_is_left_out() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
+    start(&machine, "poison", POISON, "")?;
+    let phys = number(&machine, "/run/poison")?;
+    machine.sh("grep '^HardwareCorrupted: *4 kB' /proc/meminfo")?;
+    image(&machine, "", DISK)?;
+    let said = machine.sh(&format!("mercury inspect --json {DISK}"))?;
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let ranges = said["machine"]["ranges"].as_array().unwrap();
+    let holds = |range: &serde_json::Value| {
+        let (start, pages) = (range["start_phys"].as_u64().unwrap(), range["pages"].as_u64().unwrap());
+        (start..start + pages * 4096).contains(&phys)
+    };
+    let holder = ranges.iter().find(|range| holds(range));
+    assert_eq!(holder, None, "{phys:#x}");
+    machine.check_next_attach()
 }
 
 /// The command itself starts the small system, from a system that has been booted since.
@@ -198,7 +294,7 @@ fn goes_on_from_incremental_images() -> Result<()> {
         .sh("head -c 16M /dev/urandom > /run/second; head -c 1M /dev/zero | dd of=/run/first conv=notrunc")?;
     let sums = machine.sh("sha256sum /run/first /run/second")?;
     for over in [full, idle] {
-        says(&machine, &format!("mercury checkpoint --incremental={idle} {over}"), "would need")?;
+        is_refused_with(&machine, &format!("mercury checkpoint --incremental={idle} {over}"), "would need")?;
     }
     let clock = number(&machine, "/run/clock")?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
@@ -210,11 +306,11 @@ fn goes_on_from_incremental_images() -> Result<()> {
     println!("{said}");
     assert!(said.contains("3 in all") && said.contains("as in its parent: "), "{said}");
     for line in [format!("restore --force-disks {last}"), format!("inspect --core /run/core {last}")] {
-        says(&machine, &format!("mercury {line}"), "is an incremental image")?;
+        is_refused_with(&machine, &format!("mercury {line}"), "is an incremental image")?;
     }
     let merge = |images: &str| format!("mercury merge {DISK} {images}");
-    says(&machine, &merge(&format!("{full} {last}")), "was made on image")?;
-    says(&machine, &merge(&format!("{full} {idle} {DISK}")), "holds one of the images")?;
+    is_refused_with(&machine, &merge(&format!("{full} {last}")), "was made on image")?;
+    is_refused_with(&machine, &merge(&format!("{full} {idle} {DISK}")), "holds one of the images")?;
     println!("{}", machine.sh(&merge(&format!("{full} {idle} {last}")))?);
     assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
 
@@ -291,16 +387,24 @@ fn two_of_one_image_differ() -> Result<()> {
 const GUARD_ENDS: &str =
     "for i in $(seq 300); do pgrep -f 'exe [g]uard' > /dev/null || exit 0; sleep 0.1; done; exit 1";
 
-fn says(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+fn is_refused_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.run(line)?;
-    let said = format!("{}{}", output.stdout, output.stderr);
-    assert!(said.contains(reason), "{line}: {said}");
+    assert!(
+        !output.success() && output.stderr.contains(reason),
+        "{line}: {}{}",
+        output.stdout,
+        output.stderr
+    );
     Ok(())
 }
 
 fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
-    says(machine, line, reason)?;
-    // The machine is as it was: native, nobody frozen, nothing held.
+    is_refused_with(machine, line, reason)?;
+    is_as_before(machine)
+}
+
+/// Native, nobody frozen, nothing held.
+fn is_as_before(machine: &Machine) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     assert!(!status.contains("\"attached\""), "{status}");
     machine.sh("echo x > /root/x && sync && ! ls /sys/fs/cgroup | grep mercury")?;
@@ -322,7 +426,7 @@ fn a_failure_changes_nothing() -> Result<()> {
     let killed = machine.run("mercury checkpoint --hook 'kill -9 $PPID; sleep 1' /run/x")?;
     assert!(!killed.success());
     machine.sh(GUARD_ENDS)?;
-    fails_with(&machine, "true", "")?;
+    is_as_before(&machine)?;
     fails_with(&machine, "mercury checkpoint /nowhere/x", "cannot be written to")?;
     fails_with(&machine, "mercury checkpoint --pool 1 /run/x", "snapshot-pool")?;
     fails_with(&machine, "mercury inspect /etc/passwd", "no image of a machine")?;
@@ -361,14 +465,14 @@ fn a_failure_changes_nothing() -> Result<()> {
     first.wait(Duration::from_secs(60))?;
     let said = machine.sh("cat /run/said; rm -f /run/x")?;
     assert!(said.contains("interrupted"), "{said}");
-    fails_with(&machine, "true", "")?;
+    is_as_before(&machine)?;
 
     for moment in [0, 1, 2, 3, 5] {
         let killed = machine.spawn("mercury checkpoint /run/x")?;
         machine.sh(&format!("sleep {moment}; pkill -KILL -f '^mercury checkpoint'; true"))?;
         let _ = killed.wait(Duration::from_secs(60));
         machine.sh(GUARD_ENDS)?;
-        fails_with(&machine, "true", "")?;
+        is_as_before(&machine)?;
         assert_eq!(machine.sh("ls /run/x* 2> /dev/null || true")?, "", "after {moment} s");
     }
     let before = number(&machine, "/run/clock")?;
