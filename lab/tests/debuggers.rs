@@ -75,7 +75,6 @@ fn crash_opens_a_core() -> Result<()> {
     assert!(tasks.contains("[kthreadd]") && tasks.lines().count() > 30, "{tasks}");
     let trace = said(&format!("bt {pid}"));
     assert!(trace.contains("schedule at ") && trace.contains("entry_SYSCALL_64_after_hwframe"), "{trace}");
-    assert!(trace.contains("nanosleep"), "{trace}");
     let log = said("log");
     assert!(log.contains("Linux version 6.1") && log.contains("this is the machine"), "{log}");
     fs::remove_dir_all(folder).unwrap();
