@@ -40,16 +40,16 @@ struct Plan {
 
 const FULL: Plan = Plan {
     sizes_mib: &[512, 4096, 12 * 1024],
-    snapshots: 5,
-    alternations: 5,
-    quiet: Duration::from_secs(20),
+    snapshots: 3,
+    alternations: 3,
+    quiet: Duration::from_secs(15),
     rates: 3,
-    peers: 3,
+    peers: 2,
     rollbacks_mib: &[0, 8, 32, 128],
-    checkpoints: 10,
+    checkpoints: 4,
 };
 const QUICK: Plan = Plan {
-    sizes_mib: &[512, 2048],
+    sizes_mib: &[512, 12 * 1024],
     snapshots: 2,
     alternations: 2,
     quiet: Duration::from_secs(10),

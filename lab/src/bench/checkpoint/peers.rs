@@ -6,12 +6,12 @@ use std::{
 };
 
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{number, tools};
 use crate::{
     bench::stats::median,
-    error::{Context, Error, Result},
+    error::{Context, Error, Result, wait_for},
     kernel::Kernel,
     machine::Machine,
     paths,
@@ -61,23 +61,23 @@ struct Once {
 
 type Means = fn(&Machine) -> Result<Once>;
 
-const WAYS: [(&str, Means); 5] = [
+/// On one machine, in turn.
+const WAYS: [(&str, Means); 4] = [
     ("Mercury", mercury),
-    ("the kernel's hibernation", hibernation),
     ("QEMU savevm", savevm),
     ("QEMU migrate to a file", migrate),
     ("CRIU, PostgreSQL alone", criu),
 ];
-const KDUMP: &str = "kdump, makedumpfile -d 31";
+/// On a machine of its own, which is of no use afterwards.
+const LAST_WAYS: [(&str, Means); 2] =
+    [("the kernel's hibernation", hibernation), ("kdump, makedumpfile -d 31", kdump)];
 
-/// Each way in turn, so many times; a crash dump at the end, for there is nothing after it.
+/// Each way so many times.
 ///
 /// # Errors
 /// If a machine fails, or a way does.
 pub fn measure(rounds: usize) -> Result<Peers> {
-    let machine = Machine::boot(spec()?)?;
-    machine.start_postgres()?;
-    machine.command("pgbench -n -c 2 -T 10 bench").run()?.check()?;
+    let machine = at_rest(spec()?)?;
     machine.sh(&format!(
         "{}modprobe -a unix_diag tcp_diag udp_diag inet_diag 2> /dev/null; true",
         tools::SHELL
@@ -87,17 +87,34 @@ pub fn measure(rounds: usize) -> Result<Peers> {
         WAYS.iter().map(|(name, _)| (*name, Vec::new())).collect();
     for _ in 0..rounds {
         for ((name, means), (_, times)) in WAYS.iter().zip(&mut found) {
-            let once = means(&machine)?;
-            println!("    {name}: {once:?}");
+            times.push(once(name, *means, &machine)?);
             // What ran before goes on.
             machine.sh("psql -At bench -c 'select count(*) from pgbench_branches'")?;
-            times.push(once);
         }
     }
     machine.check_health()?;
     machine.shut_down()?;
-    found.push((KDUMP, (0..rounds).map(|_| kdump()).collect::<Result<Vec<_>>>()?));
+    for (name, means) in LAST_WAYS {
+        let alone =
+            |_| once(name, means, &at_rest(spec()?.kernel_arg("crashkernel=256M").reset(Reset::Restarts))?);
+        found.push((name, (0..rounds).map(alone).collect::<Result<Vec<_>>>()?));
+    }
     Ok(Peers { ways: compare(&found), rounds, machine: spec()?.summary() })
+}
+
+/// A machine whose database has worked, and rests.
+fn at_rest(spec: Spec) -> Result<Machine> {
+    let machine = Machine::boot(spec)?;
+    // CRIU wants what processes share to be theirs alone.
+    machine.sh("unshare --ipc lab-postgres start")?;
+    machine.command("pgbench -n -c 2 -T 10 bench").run()?.check()?;
+    Ok(machine)
+}
+
+fn once(name: &str, means: Means, machine: &Machine) -> Result<Once> {
+    let once = means(machine)?;
+    println!("    {name}: {once:?}");
+    Ok(once)
 }
 
 fn compare(found: &[(&'static str, Vec<Once>)]) -> Vec<Way> {
@@ -149,7 +166,7 @@ fn watched(machine: &Machine, line: &str) -> Result<(f64, f64, String)> {
     machine.sh("touch /run/gap.end")?;
     let _ = watcher.has_ended()?;
     let gap = watcher.wait(LIMIT)?.check()?.stdout;
-    let gap: serde_json::Value = serde_json::from_str(&gap).map_err(|_| Error::Host(gap))?;
+    let gap: Value = serde_json::from_str(&gap).map_err(|_| Error::Host(gap))?;
     Ok((number(&gap, "longest_us")? / 1e6, total, said))
 }
 
@@ -159,18 +176,40 @@ fn mercury(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(gap), total, bytes: number(&report, "image")? })
 }
 
-/// Without its power cycle: the image is written, and read again at once. Nobody runs from its instant until then.
+/// Says on the console how many bytes were written, and what the watcher saw.
+const HIBERNATE: &str = r#"
+mercury-workload gap --until-file /run/gap.end > /run/gap.said 2> /dev/null &
+swap=$(disk disk1); mkswap $swap > /dev/null; swapon $swap
+written() { awk '{print $7}' /sys/block/${swap##*/}/stat; }
+images() { dmesg | grep -c 'hibernation: Wrote'; }
+sleep 1
+echo test_resume > /sys/power/disk
+before=$(written); had=$(images)
+echo disk > /sys/power/state
+bytes=$(( ($(written) - before) * 512 ))
+test $(images) -gt $had || bytes=none
+touch /run/gap.end; wait
+echo "<3>hibernated: {\"image\": $bytes, \"watched\": $(cat /run/gap.said)}" > /dev/kmsg
+"#;
+
+/// Until its image is written: the test of hibernation that ends there, for Linux 6.1 cannot open the swap space again
+/// that it has in use, and does not give it up any more. Nobody runs from its instant until then, nor until the image has
+/// been read again.
 fn hibernation(machine: &Machine) -> Result<Once> {
-    let line = r"
-        swap=$(disk disk1); mkswap $swap > /dev/null; swapon $swap
-        echo test_resume > /sys/power/disk
-        before=$(awk '{print $7}' /sys/block/${swap##*/}/stat)
-        echo disk > /sys/power/state
-        echo $(( ($(awk '{print $7}' /sys/block/${swap##*/}/stat) - before) * 512 ))
-        swapoff $swap";
-    let (gap, total, said) = watched(machine, line)?;
-    let written: f64 = said.trim().parse().map_err(|_| Error::Host(format!("hibernation: {said}")))?;
-    Ok(Once { pause: Some(gap), total, bytes: written })
+    let before = machine.serial_log().len();
+    machine.put("/run/hibernate", format!("{}{HIBERNATE}", tools::SHELL).as_bytes(), 0o755)?;
+    machine.sh("rm -f /run/gap.end; setsid sh /run/hibernate > /run/hibernate.said 2>&1 < /dev/null &")?;
+    // Nobody talks to it meanwhile: half a word would be lost.
+    let said = wait_for("the image of a hibernation", LIMIT, || {
+        let log = machine.serial_log();
+        let line = log.get(before..).and_then(|new| new.split_once("hibernated: "));
+        Ok(line.and_then(|(_, rest)| rest.split_once('\n')).map(|(line, _)| line.trim().to_owned()))
+    })?;
+    let report: Value = serde_json::from_str(&said)
+        .map_err(|_| machine.blame(Error::Host(format!("hibernation: {said}"))))?;
+    machine.power_cut()?;
+    let gap = number(&report["watched"], "longest_us")? / 1e6;
+    Ok(Once { pause: Some(gap), total: gap, bytes: number(&report, "image")? })
 }
 
 /// The machine stands still for all of it.
@@ -272,10 +311,7 @@ fn number_of(bytes: &mut &[u8]) -> Option<u64> {
 }
 
 /// The machine dies of it: from the panic until the other kernel has written the dump, as Debian's kdump-tools does.
-fn kdump() -> Result<Once> {
-    let machine = Machine::boot(spec()?.kernel_arg("crashkernel=256M").reset(Reset::Restarts))?;
-    machine.start_postgres()?;
-    machine.command("pgbench -n -c 2 -T 10 bench").run()?.check()?;
+fn kdump(machine: &Machine) -> Result<Once> {
     machine.sh(
         "kexec -p /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio --reuse-cmdline --append=nr_cpus=1",
     )?;
@@ -290,11 +326,8 @@ fn kdump() -> Result<Once> {
     let said = machine.command(&line).timeout(LIMIT).run()?.check()?.stdout;
     let total = begun.elapsed().as_secs_f64();
     machine.forgive();
-    machine.power_cut()?;
     let bytes = said.trim().parse().map_err(|_| Error::Host(format!("makedumpfile: {said}")))?;
-    let once = Once { pause: None, total, bytes };
-    println!("    {KDUMP}: {once:?}");
-    Ok(once)
+    Ok(Once { pause: None, total, bytes })
 }
 
 #[cfg(test)]

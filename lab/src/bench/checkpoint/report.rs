@@ -117,9 +117,9 @@ fn peers(figures: &Checkpoint) -> String {
         {}, with PostgreSQL and pgbench's database, which has worked and rests: each way {} times, in turn, in one run; medians. Times are\n\
         the emulator's on a shared host: look at the ratios. Pauses of Mercury and of hibernation are the longest time in which a\n\
         process that wakes up each millisecond did not; QEMU's and CRIU's are what they report, or the command's time where the machine stands still\n\
-        for all of it. Mercury's image is compressed by zstd and has all of memory, free pages too. Hibernation is\n\
-        `test_resume`: the image is written and read again at once, without the power cycle, the firmware and the other\n\
-        kernel's boot that come with it in use; nobody runs from its instant on. QEMU's ways need the machine to be virtual; memory is not compressed;\n\
+        for all of it. Mercury's image is compressed by zstd and has all of memory, free pages too. Hibernation\n\
+        is counted until its image is written (the kernel's `test_resume`, which on 6.1 ends there): powering off, the firmware, another\n\
+        boot and reading the image come on top in use, and nobody runs meanwhile. QEMU's ways need the machine to be virtual; they do not compress, and QEMU works at the host's speed, while all else here is emulated;\n\
         `migrate` sends memory while the machine runs, and stops it for the rest. CRIU dumps PostgreSQL's processes\n\
         (`--leave-running`), not the kernel, the files or anybody else. kdump is a panic: what ran is lost, and the dump (compressed by zlib, without\n\
         free pages, caches and processes) is for looking at only; its time includes the crash kernel's boot.\n\n{}",

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{ask, number, pause::counting_machine};
 use crate::{
     bench::counts::Memory,
-    error::{Error, Result},
+    error::{Error, Result, wait_for},
     kernel::Kernel,
     machine::Machine,
     spec::{Bus, Qemu, Spec},
@@ -62,7 +62,7 @@ fn once(machine: &Machine, mib: u64) -> Result<Rollback> {
     let before = machine.serial_log().len();
     machine.sh(&format!("setsid sh /run/lives {} > /dev/null 2>&1 < /dev/null &", mib << 20))?;
     // Nobody talks to it meanwhile: half a word would be lost.
-    let report = crate::error::wait_for("the machine to be put back", LIMIT, || {
+    let report = wait_for("the machine to be put back", LIMIT, || {
         let log = machine.serial_log();
         let line = log.get(before..).and_then(|new| new.split_once("lives: "));
         Ok(line.and_then(|(_, rest)| rest.split_once('\n')).map(|(line, _)| line.trim().to_owned()))

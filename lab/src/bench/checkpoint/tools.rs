@@ -18,7 +18,7 @@ const SIZE: &str = "1500M";
 
 /// For a machine's shell: finds a disk by its serial number, and calls a program of the tools' disk.
 pub const SHELL: &str = r#"
-disk() { for d in /sys/block/vd*; do test "$(cat $d/serial)" = "mercury-$1" && echo /dev/${d##*/}; done; }
+disk() { for d in /sys/block/vd*; do test "$(cat $d/serial)" = "mercury-$1" && echo /dev/${d##*/}; done; true; }
 tool() { program=$1; shift; LD_LIBRARY_PATH=/run/peers/usr/lib/x86_64-linux-gnu:/run/peers/lib/x86_64-linux-gnu /run/peers/usr/$program "$@"; }
 mkdir -p /run/peers; mountpoint -q /run/peers || mount -o ro $(disk peers) /run/peers
 "#;
