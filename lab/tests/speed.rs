@@ -6,6 +6,7 @@ use std::time::Duration;
 use mercury_lab::{
     Kernel, Machine, Model, Platform, Result, Spec, Vendor,
     bench::{
+        checkpoint::pause::{self, Pause},
         counts::{self, Counts, Memory},
         exits, intel,
     },
@@ -32,6 +33,23 @@ fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
     // But for the size itself and the tables that cover it, there is no difference.
     let comparable = |counts: &Counts| Counts { memory_mib: 0, memory: small.memory, ..counts.clone() };
     assert_eq!(comparable(&small), comparable(&large));
+    Ok(())
+}
+
+/// The hypervisor's part is short, whatever the size of memory; nothing that takes long happens in the pause besides what
+/// it is told to be made of: the watch on DMA once was set up there.
+#[test]
+fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
+    let pauses = [pause::with_memory(512, 2)?, pause::with_memory(4096, 2)?];
+    for pause in &pauses {
+        println!("{pause:?}");
+        assert!(pause.snapshot_instructions <= 5000, "{pause:?}");
+        assert!(pause.lasting_pages > 0 && pause.phases.copy_lasting > 0, "{pause:?}");
+        let steps = pause.totals.iter().max().copied().unwrap_or(0);
+        assert!(pause.seen_ns <= steps + steps / 4, "{pause:?}");
+    }
+    let costs = |pause: &Pause| (pause.snapshot_instructions_min, pause.snapshot_instructions);
+    assert_eq!(costs(&pauses[0]), costs(&pauses[1]));
     Ok(())
 }
 

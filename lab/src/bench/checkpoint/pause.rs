@@ -170,6 +170,8 @@ pub struct Pause {
     pub phases: Phases,
     /// The whole, each round.
     pub totals: Vec<u64>,
+    /// The longest pause as the command saw it, by the kernel's clock, in nanoseconds: nothing is left out of the steps.
+    pub seen_ns: u64,
     /// Pages that devices have for good.
     pub lasting_pages: u64,
     /// Pages of memory.
@@ -202,13 +204,14 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
     machine.sh("sync; mount -o remount,ro /; mercury load")?;
     machine.sh(TRACE)?;
     let exit = exit_instructions(&machine)?;
-    let (mut all, mut last) = (Vec::new(), Value::Null);
+    let (mut all, mut last, mut seen_ns) = (Vec::new(), Value::Null, 0);
     for _ in 0..rounds {
         last = ask(&machine, "mercury --json snapshot", LIMIT)?;
         let trace = machine.sh(READ_TRACE)?;
         ask(&machine, "mercury --json snapshot --drop", LIMIT)?;
         let devices = Devices::read(&trace)
             .ok_or_else(|| Error::Host(format!("the kernel's trace is strange: {trace}")))?;
+        seen_ns = seen_ns.max((number(&last, "pause_us")? * 1e3) as u64);
         all.push(Phases::read(&last["phases"], &devices)?);
     }
     machine.check_health()?;
@@ -222,6 +225,7 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
         exit_instructions: exit,
         phases: Phases::medians(&all),
         totals: all.iter().map(Phases::total).collect(),
+        seen_ns,
         lasting_pages: number(&last["phases"], "lasting_pages")? as u64,
         memory_pages: number(&last, "memory")? as u64 / 4096,
     })

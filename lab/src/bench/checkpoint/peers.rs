@@ -320,7 +320,7 @@ fn kdump(machine: &Machine) -> Result<Once> {
     let _dead = machine.spawn("echo c > /proc/sysrq-trigger")?;
     machine.wait_reboot(boots)?;
     let line = format!(
-        "{}test -s /proc/vmcore && tool sbin/makedumpfile -c -d 31 /proc/vmcore /root/vmcore > /dev/null && sync && stat -c %s /root/vmcore",
+        "{}test -s /proc/vmcore && tool bin/makedumpfile -c -d 31 /proc/vmcore /root/vmcore > /dev/null && sync && stat -c %s /root/vmcore",
         tools::SHELL
     );
     let said = machine.command(&line).timeout(LIMIT).run()?.check()?.stdout;
