@@ -211,7 +211,7 @@ with open("/proc/self/pagemap", "rb") as pagemap:
     pagemap.seek(address // 4096 * 8)
     frame = struct.unpack("Q", pagemap.read(8))[0] & ((1 << 55) - 1)
 page.madvise(mmap.MADV_HWPOISON)
-say("poison", frame * 4096)
+say(frame * 4096)
 time.sleep(10000)
 "#;
 
