@@ -4,7 +4,7 @@ use crate::{
     args::MergeArgs,
     checkpoint::{
         incremental::are_one,
-        stream::{Send, Watch, image_error, pipe, send_full},
+        stream::{Pace, Send, Watch, image_error, pipe, send_full},
         target::{Name, Target},
     },
     commands::Say,
@@ -219,7 +219,7 @@ fn write<W: std::io::Write>(
         }
     };
     let mut watch = Watch { progress: &mut progress, stop };
-    let result = pipe(|send| put_together(merged, images, send), to, &level.into(), &mut watch);
+    let result = pipe(|send| put_together(merged, images, send), to, &Pace::steady(level), &mut watch);
     progress::line("");
     result
 }

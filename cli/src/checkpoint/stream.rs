@@ -8,10 +8,11 @@ use crate::{
     exit::Exit,
 };
 use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
+use rustix::process::setpriority_process;
 use std::{
     io::Write,
     sync::{
-        atomic::{AtomicI32, Ordering},
+        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
     },
     thread,
@@ -24,6 +25,40 @@ const QUEUE: usize = 2;
 
 /// The level of zstd when time matters more than the image's size.
 const FASTEST: i32 = -7;
+
+/// By how much who takes and compresses gives way to others.
+const NICENESS: i32 = 10;
+
+/// How hard the threads work: they give way to whatever else runs, until the pool runs low.
+#[derive(Debug)]
+pub struct Pace {
+    level: i32,
+    niceness: i32,
+    hurry: AtomicBool,
+}
+
+impl Pace {
+    /// Always at this level of zstd, and nobody gives way.
+    #[must_use]
+    pub const fn steady(level: i32) -> Self {
+        Self { level, niceness: 0, hurry: AtomicBool::new(false) }
+    }
+
+    fn hurry(&self, hurry: bool) {
+        self.hurry.store(hurry, Ordering::Relaxed);
+    }
+
+    /// The level of zstd for now. The calling thread's niceness is as it should be after that, if it was `niceness`.
+    fn keep(&self, niceness: &mut i32) -> i32 {
+        let hurry = self.hurry.load(Ordering::Relaxed);
+        let wanted = if hurry { 0 } else { self.niceness };
+        // For Linux, no process is the calling thread. Without the right to it, it stays as it is.
+        if *niceness != wanted && setpriority_process(None, wanted).is_ok() {
+            *niceness = wanted;
+        }
+        if hurry { self.level.min(FASTEST) } else { self.level }
+    }
+}
 
 /// Takes parts; false if nobody wants any more.
 pub type Send<'a> = dyn FnMut(Part) -> bool + 'a;
@@ -45,16 +80,15 @@ pub fn stream<W: Write>(
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let packer = Packer::new(before.key()?);
-    let pace = AtomicI32::new(level);
-    let hurry = |hurry| pace.store(if hurry { level.min(FASTEST) } else { level }, Ordering::Relaxed);
-    pipe(|send| take(device, before, packer, &hurry, send), to, &pace, watch)
+    let pace = Pace { niceness: NICENESS, ..Pace::steady(level) };
+    pipe(|send| take(device, before, packer, &pace, send), to, &pace, watch)
 }
 
 /// Writes all that `produce` sends, in its order; that runs on a thread of its own.
 pub fn pipe<W: Write>(
     produce: impl FnOnce(&mut Send<'_>) -> Result<()> + std::marker::Send,
     to: &mut Writer<W>,
-    level: &AtomicI32,
+    pace: &Pace,
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let compressors = thread::available_parallelism().map_or(1, |count| count.get().saturating_sub(1).max(1));
@@ -63,7 +97,7 @@ pub fn pipe<W: Write>(
         for _ in 0..compressors {
             let (input, parts) = sync_channel::<Part>(QUEUE);
             let (compressed, output) = sync_channel(QUEUE);
-            scope.spawn(move || compress(&parts, &compressed, level));
+            scope.spawn(move || compress(&parts, &compressed, pace));
             inputs.push(input);
             outputs.push(output);
         }
@@ -85,9 +119,10 @@ pub fn pipe<W: Write>(
     })
 }
 
-fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compressed>>, level: &AtomicI32) {
+fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compressed>>, pace: &Pace) {
+    let mut niceness = 0;
     for part in parts {
-        if to.send(part.compress(level.load(Ordering::Relaxed))).is_err() {
+        if to.send(part.compress(pace.keep(&mut niceness))).is_err() {
             break;
         }
     }
@@ -98,14 +133,16 @@ fn take(
     device: &Device,
     mut before: Before,
     mut packer: Packer,
-    hurry: &(dyn Fn(bool) + Sync),
+    pace: &Pace,
     send: &mut Send<'_>,
 ) -> Result<()> {
+    let mut niceness = 0;
     for (next_phys, end_phys) in [(LOW_END_PHYS, u64::MAX), (0, LOW_END_PHYS)] {
         let mut cursor = Cursor { next_phys, end_phys };
         while !cursor.is_done() {
             let frames = device.snapshot_take(&mut cursor, BATCH)?;
-            hurry(frames.hurry);
+            pace.hurry(frames.hurry);
+            pace.keep(&mut niceness);
             for (phys, page) in frames.phys.iter().zip(frames.data.chunks(PAGE)) {
                 packer.add(*phys, page, before.hash_of(*phys)?);
                 if !send_full(&mut packer, send) {

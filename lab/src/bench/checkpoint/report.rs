@@ -117,7 +117,7 @@ fn peers(figures: &Checkpoint) -> String {
         {}, with PostgreSQL and pgbench's database, which has worked and rests: each way {} times, in turn, in one run; medians. Times are\n\
         the emulator's on a shared host: look at the ratios. Pauses of Mercury and of hibernation are the longest time in which a\n\
         process that wakes up each millisecond did not; QEMU's and CRIU's are what they report, or the command's time where the machine stands still\n\
-        for all of it. Mercury's image is compressed by zstd and has all of memory, free pages too. Hibernation\n\
+        for all of it. Mercury's image is compressed by zstd and has all of memory that is not free. Hibernation\n\
         is counted until its image is written (the kernel's `test_resume`, which on 6.1 ends there): powering off, the firmware, another\n\
         boot and reading the image come on top in use, and nobody runs meanwhile. QEMU's ways need the machine to be virtual; they do not compress, and QEMU works at the host's speed, while all else here is emulated;\n\
         `migrate` sends memory while the machine runs, and stops it for the rest. CRIU dumps PostgreSQL's processes\n\
