@@ -24,9 +24,10 @@
 #include <linux/stop_machine.h>
 #include <linux/suspend.h>
 #include <linux/syscore_ops.h>
+#include <linux/timer.h>
 #include <linux/uaccess.h>
+#include <linux/version.h>
 #include <linux/vmalloc.h>
-#include <linux/workqueue.h>
 #include <asm/io.h>
 #include <asm/smp.h>
 #include <asm/special_insns.h>
@@ -159,9 +160,9 @@ static void *piece(unsigned int order, gfp_t flags)
 static void pool_add(struct page *page)
 {
 	SetPageReserved(page);
-	spin_lock(&pool_lock);
+	spin_lock_bh(&pool_lock);
 	list_add(&page->lru, &pool);
-	spin_unlock(&pool_lock);
+	spin_unlock_bh(&pool_lock);
 }
 
 /* Nobody but this one knows the page any more. */
@@ -289,17 +290,16 @@ static unsigned int grow_pool(void)
 	list->count = given;
 	if (given && call(MERCURY_SNAPSHOT_CALL_DONATE, list) == MERCURY_CODE_OK)
 		kept = given - list->count;
-	spin_lock(&pool_lock);
+	spin_lock_bh(&pool_lock);
 	for (i = 0; i < given - kept; i++)
 		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
-	spin_unlock(&pool_lock);
+	spin_unlock_bh(&pool_lock);
 	snapshot.added_pages += kept;
 	return kept;
 }
 
-/* How often the pool is looked at: writers that have to wait for it fill the rest in some ten times that. */
-#define POOL_INTERVAL	msecs_to_jiffies(10)
-#define POOL_BATCHES	16
+/* At each look at most: 8 MiB. */
+#define POOL_BATCHES	4
 
 static bool pool_is_low(void)
 {
@@ -310,16 +310,29 @@ static bool pool_is_low(void)
 	       status->free_pages < all / 4;
 }
 
-static void look_after_pool(struct work_struct *unused);
-static DECLARE_DELAYED_WORK(pool_work, look_after_pool);
+static void look_after_pool(struct timer_list *unused);
+static DEFINE_TIMER(pool_timer, look_after_pool);
 
-static void look_after_pool(struct work_struct *unused)
+/*
+ * In each tick. Not by a task: a CPU whose writer waits in the kernel for the pool runs no other one, but it takes
+ * interrupts.
+ */
+static void look_after_pool(struct timer_list *unused)
 {
-	unsigned int i;
+	unsigned int i = 0;
 
-	for (i = 0; i < POOL_BATCHES && pool_is_low() && grow_pool(); i++)
-		cond_resched();
-	schedule_delayed_work(&pool_work, POOL_INTERVAL);
+	while (i < POOL_BATCHES && pool_is_low() && grow_pool())
+		i++;
+	mod_timer(&pool_timer, jiffies + 1);
+}
+
+static void leave_pool_alone(void)
+{
+#if KERNEL_VERSION(6, 2, 0) <= LINUX_VERSION_CODE
+	timer_delete_sync(&pool_timer);
+#else
+	del_timer_sync(&pool_timer);
+#endif
 }
 
 /* The system has no memory left: before it kills anybody it gets what is free of the pool. */
@@ -328,7 +341,7 @@ static int give_back(struct notifier_block *unused, unsigned long event, void *f
 	struct mercury_page_list *list;
 	unsigned int i;
 
-	spin_lock(&pool_lock);
+	spin_lock_bh(&pool_lock);
 	list = snapshot.reclaimed;
 	list->count = MERCURY_PAGE_LIST_MAX;
 	if (call(MERCURY_SNAPSHOT_CALL_RECLAIM, list) != MERCURY_CODE_OK)
@@ -337,7 +350,7 @@ static int give_back(struct notifier_block *unused, unsigned long event, void *f
 		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
 	snapshot.returned_pages += list->count;
 	*(unsigned long *)freed += list->count;
-	spin_unlock(&pool_lock);
+	spin_unlock_bh(&pool_lock);
 	return NOTIFY_OK;
 }
 
@@ -566,7 +579,7 @@ void mercury_snapshot_end(void)
 	if (!snapshot.pieces && !snapshot.orders)
 		return;
 	mercury_rollback_disarm();
-	cancel_delayed_work_sync(&pool_work);
+	leave_pool_alone();
 	unregister_oom_notifier(&no_memory);
 	if (snapshot.live && !snapshot.restored) {
 		cpus_read_lock();
@@ -1019,7 +1032,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		return code;
 	}
 	if (!(request->flags & MERCURY_SNAPSHOT_KEEP)) {
-		schedule_delayed_work(&pool_work, 0);
+		mod_timer(&pool_timer, jiffies + 1);
 	} else {
 		code = keep_it(request);
 		if (code != MERCURY_CODE_OK)
