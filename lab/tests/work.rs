@@ -216,11 +216,13 @@ fn work_goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn work_goes_on_on_one_cpu() -> Result<()> {
     work_goes_on(Kernel::BookwormCloud, 1)
 }
 
 #[test]
+#[ignore = "long"]
 fn work_goes_on_on_debian_13() -> Result<()> {
     work_goes_on(Kernel::TrixieCloud, 2)
 }
