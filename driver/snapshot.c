@@ -314,8 +314,8 @@ static void look_after_pool(struct timer_list *unused);
 static DEFINE_TIMER(pool_timer, look_after_pool);
 
 /*
- * In each tick. Not by a task: a CPU whose writer waits in the kernel for the pool runs no other one, but it takes
- * interrupts.
+ * In each tick. Not by a task: a CPU whose writer waits in the kernel for the pool runs no other one, but
+ * it takes interrupts.
  */
 static void look_after_pool(struct timer_list *unused)
 {
