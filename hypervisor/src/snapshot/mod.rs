@@ -222,8 +222,8 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
             && self.content(pool, frame).is_some()
     }
 
-    /// Copies what a frame of `memory` held at the instant (zeros if it was free) to `to`, and lets it go: from here on it can be written
-    /// without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
+    /// Copies what a frame of `memory` held at the instant (zeros if it was free) to `to`, and lets it go: from here on it
+    /// can be written without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
     ///
     /// # Errors
     /// [`Exhausted`] if there is no room for the note that it was taken: never in ascending order, nor for a frame
