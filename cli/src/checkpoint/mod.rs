@@ -115,12 +115,12 @@ impl Render for Report {
             thousands(self.duplicate_pages),
             thousands(self.copied_pages)
         ));
-        if self.added_pages + self.returned_pages > 0 {
-            to.line(format!(
-                "the pool got {} pages more; the system got {} back, for it had no memory left",
-                thousands(self.added_pages),
-                thousands(self.returned_pages)
-            ));
+        if self.added_pages > 0 {
+            to.line(format!("the pool ran low, and got {} pages more", thousands(self.added_pages)));
+        }
+        if self.returned_pages > 0 {
+            let pages = thousands(self.returned_pages);
+            to.line(format!("the system got {pages} pages of the pool back, for it had no memory left"));
         }
         let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
         to.line(format!(
