@@ -1,0 +1,96 @@
+//! The command line.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use clap::{Parser, Subcommand};
+
+/// The whole of it.
+#[derive(Debug, Parser)]
+#[command(
+    name = "afterburner",
+    version,
+    about = "Makes a Linux kernel pre-virtualized while it is built",
+    long_about = "Makes a Linux kernel pre-virtualized while it is built, without a change of its source: each instruction \
+                  that a virtual machine's monitor must replace gets room for a jump, and is written down in a section \
+                  of the kernel. Called by the name `as`, it stands in for the assembler.",
+    after_help = TABLE
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Exit statuses, for people.
+pub const TABLE: &str = "\
+Exit status:
+  0    done; verify: every sensitive instruction is accounted for
+  1    failed; verify: something is not
+  2    wrong usage
+  of make and of the assembler: theirs";
+
+/// What it can do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a kernel's `make` with the afterburner in the assembler's place
+    ///
+    /// Everything behind `make` is handed on. The same by hand: a directory with a link `as` to this program, and `make
+    /// CC="gcc -BDIRECTORY/"`.
+    Make {
+        /// Make's own arguments, in the kernel's source: -j4 O=../build bzImage modules
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Disassemble a kernel and its modules, and account for every sensitive instruction
+    Verify {
+        /// The vmlinux of the build, and modules (*.ko)
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+        /// For programs: one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// List the slots of a kernel or a module
+    List {
+        /// The vmlinux of the build, or a module
+        file: PathBuf,
+        /// For programs: one JSON object a line
+        #[arg(long)]
+        json: bool,
+    },
+    /// Write manual pages or shell completions
+    #[command(hide = true)]
+    Generate {
+        /// Which
+        what: Generated,
+        /// Where to
+        directory: PathBuf,
+    },
+}
+
+/// What is made of the definition of the command line.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub enum Generated {
+    /// Manual pages.
+    Man,
+    /// Completions for bash, zsh and fish.
+    Completions,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn makes_arguments_are_handed_on() {
+        let cli = Cli::parse_from(["afterburner", "make", "-j2", "O=x", "--", "vmlinux"]);
+        let Command::Make { arguments } = cli.command else { panic!("{cli:?}") };
+        assert_eq!(arguments[..2], ["-j2", "O=x"].map(OsString::from));
+    }
+}

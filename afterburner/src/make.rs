@@ -1,0 +1,125 @@
+//! `afterburner make`: a kernel's own build with the stand-in in the assembler's place.
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    hash::{DefaultHasher, Hasher},
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
+
+use crate::{
+    assembler,
+    error::{Error, Result},
+};
+
+/// In the directory that the build writes to; kernels' makefiles and git leave such names alone.
+const DIRECTORY: &str = ".afterburner";
+
+/// Runs `make` with `CC` set so that gcc takes this program for the assembler. A compiler that the caller has chosen with
+/// `CC=` is kept. The kernel's build makes everything anew when `CC` changes, so it names this program by its contents:
+/// nothing is made twice, and nothing stays that another afterburner has made.
+///
+/// # Errors
+/// If the link that stands for the assembler cannot be made, or make not be started.
+pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
+    let own = own_path()?;
+    let contents = fs::read(&own).map_err(|error| Error::file("read", &own, error))?;
+    let here =
+        env::current_dir().map_err(|error| Error::new(format!("cannot tell the directory: {error}")))?;
+    let directory = output(&here, arguments).join(DIRECTORY).join(name(&contents));
+    stand_in(&own, &directory)?;
+    let (words, compiler) = without_compiler(arguments);
+    let mut make = Command::new("make");
+    make.args(words).arg(compiler_word(&compiler, &directory));
+    let status = make.status().map_err(|error| Error::start(Path::new("make"), &error))?;
+    Ok(assembler::code(status))
+}
+
+/// This program. Where there is no /proc, as in a bare root, its name must be a path.
+fn own_path() -> Result<PathBuf> {
+    let named = || env::args_os().next().map(PathBuf::from).filter(|name| name.components().count() > 1);
+    let found = env::current_exe().ok().or_else(|| fs::canonicalize(named()?).ok());
+    found.ok_or_else(|| Error::new("cannot find this program: call it by its path"))
+}
+
+/// Makes the directory in which gcc is to find its assembler.
+fn stand_in(own: &Path, directory: &Path) -> Result<()> {
+    fs::create_dir_all(directory).map_err(|error| Error::file("make", directory, error))?;
+    let link = directory.join(assembler::NAME);
+    // It may be there, and point to where this program was before.
+    let _ = fs::remove_file(&link);
+    symlink(own, &link).map_err(|error| Error::file("make", &link, error))
+}
+
+fn name(contents: &[u8]) -> String {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(contents);
+    format!("{:016x}", hasher.finish())
+}
+
+/// Where the build writes to: a module's directory, `O=`, or where make is sent or started.
+fn output(here: &Path, arguments: &[OsString]) -> PathBuf {
+    let words: Vec<&str> = arguments.iter().filter_map(|word| word.to_str()).collect();
+    let value = |prefix: &str| words.iter().rev().find_map(|word| word.strip_prefix(prefix));
+    let sent = words.iter().position(|word| *word == "-C").and_then(|at| words.get(at + 1)).copied();
+    let sent = sent.or_else(|| value("--directory=")).map_or(here.to_owned(), |to| here.join(to));
+    match value("M=").or_else(|| value("O=")).filter(|to| !to.is_empty()) {
+        Some(to) => sent.join(to),
+        None => sent,
+    }
+}
+
+/// The arguments but for `CC=`, and its value.
+fn without_compiler(arguments: &[OsString]) -> (Vec<OsString>, String) {
+    let chosen = |word: &OsString| word.to_str().and_then(|word| word.strip_prefix("CC=")).map(str::to_owned);
+    let compiler = arguments.iter().rev().find_map(chosen).unwrap_or_else(|| "gcc".to_owned());
+    (arguments.iter().filter(|word| chosen(word).is_none()).cloned().collect(), compiler)
+}
+
+fn compiler_word(compiler: &str, directory: &Path) -> String {
+    format!("CC={compiler} -B{}/", directory.display())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_callers_compiler_is_kept() {
+        let words: Vec<OsString> = ["-j2", "CC=gcc-12", "O=x"].map(Into::into).into();
+        let (rest, compiler) = without_compiler(&words);
+        assert_eq!(rest, ["-j2", "O=x"].map(OsString::from));
+        assert_eq!(compiler_word(&compiler, Path::new("/t")), "CC=gcc-12 -B/t/");
+        assert_eq!(without_compiler(&[]).1, "gcc");
+    }
+
+    #[test]
+    fn the_stand_in_lies_where_the_build_writes() {
+        for (line, expected) in [
+            ("-j2 vmlinux", "/h"),
+            ("-C /k O=/o vmlinux", "/o"),
+            ("-C k O=../o", "/h/k/../o"),
+            ("--directory=/k", "/k"),
+            ("-C /k M=/m modules", "/m"),
+        ] {
+            let words: Vec<OsString> = line.split(' ').map(Into::into).collect();
+            assert_eq!(output(Path::new("/h"), &words), Path::new(expected), "{line}");
+        }
+    }
+
+    #[test]
+    fn another_program_has_another_name() {
+        assert_eq!(name(b"a"), name(b"a"));
+        assert_ne!(name(b"a"), name(b"b"));
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join("x/y");
+        for program in ["/bin/true", "/bin/false"] {
+            stand_in(Path::new(program), &place).unwrap();
+            assert_eq!(fs::read_link(place.join("as")).unwrap(), Path::new(program));
+        }
+    }
+}

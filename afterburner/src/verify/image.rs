@@ -1,0 +1,278 @@
+//! A kernel or a module as the linker left it: code, symbols, records, and what points into code.
+//!
+//! The sections of a module have no addresses yet; they get some here, far apart.
+
+use std::{collections::HashMap, fs, path::Path};
+
+use object::{
+    Architecture, Object, ObjectKind, ObjectSection, ObjectSymbol, RelocationTarget, SectionIndex,
+    SectionKind, SymbolKind, SymbolSection, elf,
+};
+
+use crate::{
+    error::{Error, Result},
+    record::{self, Record, SECTION},
+};
+
+/// A section of code.
+#[derive(Clone, Debug)]
+pub struct Code {
+    /// Its name.
+    pub name: String,
+    /// Its address, or the one that it was given here.
+    pub address: u64,
+    /// Its contents.
+    pub bytes: Vec<u8>,
+}
+
+impl Code {
+    /// The address behind it.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.address + self.bytes.len() as u64
+    }
+}
+
+/// A symbol in code.
+#[derive(Clone, Debug)]
+pub struct Symbol {
+    /// Where it is.
+    pub address: u64,
+    /// How long, if it says so.
+    pub size: u64,
+    /// Its name.
+    pub name: String,
+    /// Whether it is data among code.
+    pub is_data: bool,
+}
+
+/// A pointer into code that is not an instruction's.
+#[derive(Clone, Debug)]
+pub struct Pointer {
+    /// Where to.
+    pub to: u64,
+    /// The section that holds it.
+    pub section: String,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default)]
+pub struct Image {
+    /// Code, by address.
+    pub code: Vec<Code>,
+    /// Symbols in code, by address.
+    pub symbols: Vec<Symbol>,
+    /// Source files by the address of the first symbol that is known to be theirs.
+    pub sources: Vec<(u64, String)>,
+    /// The records, by address of their slots; those of dropped code are left out.
+    pub records: Vec<Record>,
+    /// Whether there is a section of records; what has nothing sensitive has none.
+    pub has_records: bool,
+    /// What else points into code.
+    pub pointers: Vec<Pointer>,
+}
+
+/// Sections given addresses here are this far apart.
+const APART: u64 = 1 << 32;
+
+/// Sections that describe code without sending anyone there. Return addresses and states of the stack are looked up for
+/// where execution *is*.
+const DESCRIPTIVE: &[&str] =
+    &[".orc_unwind", ".debug", ".stab", ".eh_frame", ".discard", ".comment", ".note", ".gnu"];
+
+impl Image {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// If it cannot be read, is no x86-64 ELF file, or its records are of another version.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bytes = fs::read(path).map_err(|error| Error::file("read", path, error))?;
+        Self::parse(&bytes).map_err(|error| Error::new(format!("{}: {error}", path.display())))
+    }
+
+    /// The same from memory.
+    ///
+    /// # Errors
+    /// As for [`Image::read`].
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let not_elf = |error| Error::new(format!("this is no kernel and no module: {error}"));
+        let file = object::File::parse(bytes).map_err(not_elf)?;
+        if file.architecture() != Architecture::X86_64 || file.format() != object::BinaryFormat::Elf {
+            return Err(Error::new("this is no ELF file for x86-64"));
+        }
+        let placed = Placed::new(&file);
+        let mut image = Self {
+            code: placed.code(&file)?,
+            records: placed.records(&file)?,
+            has_records: file.section_by_name(SECTION).is_some(),
+            pointers: placed.pointers(&file),
+            ..Self::default()
+        };
+        placed.symbols(&file, &mut image);
+        Ok(image)
+    }
+
+    /// The function and the source file at an address, as far as the symbols tell.
+    #[must_use]
+    pub fn name(&self, address: u64) -> (String, String) {
+        let symbol = self.symbols[..self.symbols.partition_point(|symbol| symbol.address <= address)].last();
+        let source = self.sources[..self.sources.partition_point(|(first, _)| *first <= address)].last();
+        let function = symbol.map_or_else(String::new, |symbol| match address - symbol.address {
+            0 => symbol.name.clone(),
+            offset => format!("{}+{offset:#x}", symbol.name),
+        });
+        (function, source.map_or_else(String::new, |(_, name)| name.clone()))
+    }
+
+    /// The section of code at an address.
+    #[must_use]
+    pub fn section(&self, address: u64) -> Option<&Code> {
+        self.code.iter().find(|code| (code.address..code.end()).contains(&address))
+    }
+}
+
+/// Where sections are.
+struct Placed {
+    linked: bool,
+    bases: HashMap<SectionIndex, u64>,
+}
+
+impl Placed {
+    fn new(file: &object::File<'_>) -> Self {
+        let linked = file.kind() != ObjectKind::Relocatable;
+        let base = |section: &object::Section<'_, '_>| match linked {
+            true => section.address(),
+            false => (section.index().0 as u64) * APART,
+        };
+        let bases = file.sections().map(|section| (section.index(), base(&section))).collect();
+        Self { linked, bases }
+    }
+
+    fn base(&self, section: SectionIndex) -> u64 {
+        self.bases.get(&section).copied().unwrap_or(0)
+    }
+
+    fn address(&self, symbol: &object::Symbol<'_, '_>) -> Option<u64> {
+        match symbol.section() {
+            SymbolSection::Section(_) if self.linked => Some(symbol.address()),
+            SymbolSection::Section(section) => Some(self.base(section).wrapping_add(symbol.address())),
+            _ => None,
+        }
+    }
+
+    fn code(&self, file: &object::File<'_>) -> Result<Vec<Code>> {
+        let mut all = Vec::new();
+        for section in file.sections().filter(is_code) {
+            let bytes =
+                section.data().map_err(|error| Error::new(format!("a section cannot be read: {error}")))?;
+            let name = section.name().unwrap_or_default().to_owned();
+            all.push(Code { name, address: self.base(section.index()), bytes: bytes.to_vec() });
+        }
+        all.sort_by_key(|code| code.address);
+        Ok(all)
+    }
+
+    fn symbols(&self, file: &object::File<'_>, image: &mut Image) {
+        let mut source: Option<String> = None;
+        for symbol in file.symbols() {
+            let name = symbol.name().unwrap_or_default();
+            if symbol.kind() == SymbolKind::File {
+                source = Some(name.to_owned());
+                continue;
+            }
+            let Some(address) = self.address(&symbol) else { continue };
+            if image.section(address).is_none() || symbol.kind() == SymbolKind::Section || name.is_empty() {
+                continue;
+            }
+            if let (true, Some(source)) = (symbol.is_local(), &source) {
+                image.sources.push((address, source.clone()));
+            }
+            let is_data = symbol.kind() == SymbolKind::Data;
+            image.symbols.push(Symbol { address, size: symbol.size(), name: name.to_owned(), is_data });
+        }
+        image.symbols.sort_by_key(|symbol| symbol.address);
+        image.sources.sort();
+    }
+
+    fn records(&self, file: &object::File<'_>) -> Result<Vec<Record>> {
+        let Some(section) = file.section_by_name(SECTION) else { return Ok(Vec::new()) };
+        let bad = || Error::new(format!("{SECTION} holds something else than records of this version"));
+        let mut bytes = section
+            .uncompressed_data()
+            .map_err(|error| Error::new(format!("{SECTION} cannot be read: {error}")))?
+            .into_owned();
+        if !self.linked {
+            self.relocate(file, &section, &mut bytes)?;
+        }
+        let (records, rest) = bytes.as_chunks::<{ record::SIZE }>();
+        if !rest.is_empty() {
+            return Err(bad());
+        }
+        let records: Option<Vec<Record>> = records.iter().map(Record::read).collect();
+        let mut records = records.ok_or_else(bad)?;
+        records.retain(|record| record.slot != 0);
+        records.sort_by_key(|record| (record.slot, record.offset));
+        Ok(records)
+    }
+
+    /// Does what the linker would do with the records' addresses.
+    fn relocate(
+        &self,
+        file: &object::File<'_>,
+        section: &object::Section<'_, '_>,
+        bytes: &mut [u8],
+    ) -> Result<()> {
+        for (offset, relocation) in section.relocations() {
+            let place = bytes.get_mut(offset as usize..).and_then(|rest| rest.first_chunk_mut::<8>());
+            let target = self.target(file, &relocation, 0);
+            match (place, target) {
+                (Some(place), Some(target)) => *place = target.to_le_bytes(),
+                _ => {
+                    return Err(Error::new(format!(
+                        "{SECTION} has a relocation at {offset:#x} that is none"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a relocation points at; `place` is where it is, as far as its addend counts from there.
+    fn target(&self, file: &object::File<'_>, relocation: &object::Relocation, place: i64) -> Option<u64> {
+        let base = match relocation.target() {
+            RelocationTarget::Symbol(symbol) => {
+                let symbol = file.symbol_by_index(symbol).ok()?;
+                match symbol.kind() {
+                    SymbolKind::Section if self.linked => symbol.address(),
+                    SymbolKind::Section => self.base(symbol.section_index()?),
+                    _ => self.address(&symbol)?,
+                }
+            }
+            RelocationTarget::Section(section) => self.base(section),
+            _ => return None,
+        };
+        Some(base.wrapping_add_signed(relocation.addend().wrapping_add(place)))
+    }
+
+    /// Pointers that the linker knows of, from sections other than code.
+    fn pointers(&self, file: &object::File<'_>) -> Vec<Pointer> {
+        let mut all = Vec::new();
+        for section in file.sections() {
+            let name = section.name().unwrap_or_default().to_owned();
+            if is_code(&section) || DESCRIPTIVE.iter().any(|prefix| name.starts_with(prefix)) {
+                continue;
+            }
+            for (_, relocation) in section.relocations() {
+                all.extend(self.target(file, &relocation, 0).map(|to| Pointer { to, section: name.clone() }));
+            }
+        }
+        all
+    }
+}
+
+fn is_code(section: &object::Section<'_, '_>) -> bool {
+    let object::SectionFlags::Elf { sh_flags } = section.flags() else { return false };
+    let executable = sh_flags & u64::from(elf::SHF_ALLOC | elf::SHF_EXECINSTR)
+        == u64::from(elf::SHF_ALLOC | elf::SHF_EXECINSTR);
+    executable && section.kind() != SectionKind::UninitializedData
+}

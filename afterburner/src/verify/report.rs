@@ -1,0 +1,156 @@
+//! What people and programs are told.
+
+use std::{
+    io::{self, Write},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use serde::Serialize;
+
+use super::{Account, Finding, image::Image, verify};
+use crate::{
+    error::{Error, Result},
+    operand::Operand,
+    record::{Flags, Record},
+};
+
+/// So many findings of a file are shown to people.
+const SHOWN: usize = 40;
+
+/// `afterburner verify`.
+///
+/// # Errors
+/// If a file cannot be accounted for at all.
+pub fn run(files: &[PathBuf], json: bool) -> Result<ExitCode> {
+    let accounts = files.iter().map(|file| verify(file)).collect::<Result<Vec<_>>>()?;
+    let mut out = io::stdout().lock();
+    let said = if json {
+        writeln!(out, "{}", to_json(&Totals::of(&accounts))?)
+    } else {
+        accounts.iter().try_for_each(|account| out.write_all(page(account).as_bytes()))
+    };
+    said.map_err(|error| Error::new(format!("cannot write: {error}")))?;
+    let clean = accounts.iter().all(|account| account.findings.is_empty());
+    Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[derive(Serialize)]
+struct Totals<'a> {
+    sensitive: usize,
+    uncovered: usize,
+    findings: usize,
+    files: &'a [Account],
+}
+
+impl<'a> Totals<'a> {
+    fn of(files: &'a [Account]) -> Self {
+        Self {
+            sensitive: files.iter().map(|account| account.sensitive).sum(),
+            uncovered: files.iter().map(|account| account.uncovered).sum(),
+            findings: files.iter().map(|account| account.findings.len()).sum(),
+            files,
+        }
+    }
+}
+
+fn page(account: &Account) -> String {
+    let Account { file, sensitive, uncovered, left, slots, without_nop, filled_bytes, code_bytes, .. } =
+        account;
+    let share = if *code_bytes == 0 { 0.0 } else { 100.0 * *filled_bytes as f64 / *code_bytes as f64 };
+    let mut text = format!(
+        "{file}: {sensitive} sensitive instructions, {uncovered} uncovered\n  \
+         {slots} slots, {without_nop} of them without a NOP; {left} instructions left as they are; \
+         {filled_bytes} bytes filled in, {share:.2} % of the code\n"
+    );
+    for finding in account.findings.iter().take(SHOWN) {
+        text += &line(finding);
+    }
+    if account.findings.len() > SHOWN {
+        text += &format!("  and {} more\n", account.findings.len() - SHOWN);
+    }
+    text
+}
+
+fn line(finding: &Finding) -> String {
+    let Finding { what, address, section, function, source } = finding;
+    let near = if source.is_empty() { String::new() } else { format!(", near {source}") };
+    format!("  {what}: {function} ({section}, {address:#x}{near})\n")
+}
+
+#[derive(Serialize)]
+struct Listed {
+    slot: u64,
+    length: u8,
+    offset: u8,
+    size: u8,
+    kind: &'static str,
+    source: String,
+    target: String,
+    alternative: bool,
+    left: bool,
+    relative: bool,
+    borrowed: bool,
+    calls: bool,
+    function: String,
+}
+
+impl Listed {
+    fn new(image: &Image, record: &Record) -> Self {
+        let [source, target] = record.operands.map(Operand::describe);
+        Self {
+            slot: record.slot,
+            length: record.length,
+            offset: record.offset,
+            size: record.size,
+            kind: record.kind.name(),
+            source,
+            target,
+            alternative: record.flags.has(Flags::ALTERNATIVE),
+            left: record.flags.has(Flags::LEFT),
+            relative: record.flags.has(Flags::RELATIVE),
+            borrowed: record.flags.has(Flags::BORROWED),
+            calls: record.flags.has(Flags::CALLS),
+            function: image.name(record.slot).0,
+        }
+    }
+
+    fn line(&self) -> String {
+        let flag = |set: bool, letter: char| if set { letter } else { '-' };
+        format!(
+            "{:#018x} {:>2} {:>2}+{} {}{}{}{}{} {:<12} {:<6} {:<6} {}",
+            self.slot,
+            self.length,
+            self.offset,
+            self.size,
+            flag(self.alternative, 'a'),
+            flag(self.left, 'l'),
+            flag(self.relative, 'r'),
+            flag(self.borrowed, 'b'),
+            flag(self.calls, 'c'),
+            self.kind,
+            self.source,
+            self.target,
+            self.function
+        )
+    }
+}
+
+/// `afterburner list`.
+///
+/// # Errors
+/// If the file has no records.
+pub fn list(file: &Path, json: bool) -> Result<ExitCode> {
+    let image = Image::read(file)?;
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    for record in &image.records {
+        let listed = Listed::new(&image, record);
+        let text = if json { to_json(&listed)? } else { listed.line() };
+        writeln!(out, "{text}").map_err(|error| Error::new(format!("cannot write: {error}")))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn to_json(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value).map_err(|error| Error::new(error.to_string()))
+}
