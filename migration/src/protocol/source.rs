@@ -1,0 +1,421 @@
+//! The machine that moves.
+
+use std::{fmt, time::Duration};
+
+use super::{Attempt, Digest, Message, Patience, Word};
+
+/// What a source has on its disk, with the attempt. Looked at before anything of a restarted machine acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mark {
+    /// The destination may be told, or has been told, to start.
+    Committed,
+    /// The machine runs elsewhere, for good.
+    GivenUp,
+    /// Nothing of the above holds.
+    Cleared,
+}
+
+/// Where the frozen machine is after a restart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// In memory still: only the sender was started again.
+    Kept,
+    /// Gone with the power. What can go on here is a system that boots from the disks.
+    Gone,
+}
+
+/// Whether an operator was asked for help.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Asked {
+    /// Not yet.
+    No,
+    /// Yes.
+    Yes,
+}
+
+/// Where an attempt stands at the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// Offered; applications run.
+    Offering,
+    /// Rounds of pages are sent; applications run.
+    Copying,
+    /// The machine is quiesced, its instant is taken, and the last pages are sent.
+    Stopping,
+    /// All was sent; what arrived is being verified.
+    Asking(Digest),
+    /// Verified. [`Mark::Committed`] is being written; `Commit` was not said.
+    Recording,
+    /// It is not to be after all, but `Committed` may be on the disk, and has to come off it.
+    Withdrawing(Asked),
+    /// `Commit` was said, or may have been: whether the destination has started is not known.
+    InDoubt(Memory, Asked),
+    /// Applications run, here.
+    Resumed,
+    /// The machine runs elsewhere. Nothing here acts any more.
+    GivenUp,
+}
+
+/// What may act at the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Applications {
+    /// Everything.
+    Run,
+    /// Only the sender: applications frozen, file systems quiet, the network open to the destination alone.
+    Frozen,
+    /// Nothing, and nothing ever again.
+    GivenUp,
+}
+
+/// What an operator decides at a source that cannot know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Decision {
+    /// Go on here: nothing runs at the destination, and nothing will.
+    Resume,
+    /// Give this machine up: it runs at the destination.
+    Abandon,
+}
+
+/// What happens to a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// A connection to the destination is there (again), authenticated both ways.
+    Connected,
+    /// It is gone.
+    Disconnected,
+    /// Something was said.
+    Heard(Message),
+    /// [`Source::patience`] is over.
+    TimedOut,
+    /// The policy of rounds says that the rest fits: stop and copy it.
+    StopNow,
+    /// The machine was quiesced, and all pages of its instant were sent.
+    Streamed(Digest),
+    /// Something here went wrong: a page was not readable, the dirty log was lost, the machine would not quiesce.
+    Failed,
+    /// A mark is safe on the disk, and with it all that were asked for before it.
+    Recorded(Attempt, Mark),
+    /// It could not be written; it may be there all the same.
+    RecordFailed(Attempt, Mark),
+    /// The operator wants it stopped (Ctrl-C).
+    Cancel,
+    /// The operator has decided.
+    Operator(Decision),
+}
+
+/// What a source has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Say it, if there is a connection.
+    Send(Message),
+    /// Send pages, round by round.
+    CopyRounds,
+    /// Freeze, fence, take the instant, and send what is missing.
+    StopAndCopy,
+    /// Write this on the disk, with the attempt.
+    Record(Mark),
+    /// Connect to the destination, again and again.
+    Connect,
+    /// Thaw, take the fence away, end the snapshot: as if nothing had been tried.
+    Resume,
+    /// Boot from the disks: the machine that was frozen is gone, and nothing of it runs elsewhere.
+    Boot,
+    /// Let go of the machine: power off, and release its memory.
+    GiveUp,
+    /// Tell the operator.
+    Tell(Advice),
+}
+
+/// What an operator has to be told at the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Advice {
+    /// The destination was told to start and does not answer.
+    NoAnswer,
+    /// The destination has started it, or may have, and has lost it.
+    DestinationLostIt,
+    /// The destination knows nothing of the attempt.
+    DestinationForgot,
+    /// The mark cannot be taken off the disk, and the destination does not answer.
+    MarkStays,
+    /// It is too late to cancel.
+    TooLate,
+    /// The destination says that it has started what nobody told it to start.
+    StartedUnasked,
+    /// The machine that was here runs elsewhere.
+    Moved,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoAnswer => {
+                "The destination was told to start this machine and does not answer. Nothing runs here. This end keeps \
+                 asking, and goes on by itself as soon as it is answered. If that cannot be: look at the destination's \
+                 console. If the machine runs there: type `abandon` here. If it does not, see to it that it never will \
+                 (type `discard` there, or switch that machine off): then type `resume` here."
+            }
+            Self::DestinationLostIt => {
+                "The destination started this machine, or may have, and was then restarted. Nothing runs here. \
+                 `resume` goes on from the instant of the move: whatever the machine did at the destination since is \
+                 undone here, but not in the world. Look at what its clients and disks have seen before. `abandon` \
+                 gives up what is here."
+            }
+            Self::DestinationForgot => {
+                "The destination knows nothing of this move; it was restarted without its records, or it is another \
+                 machine. Nothing runs here. Make sure that the machine does not run there: then type `resume` here. \
+                 If it does: `abandon`."
+            }
+            Self::MarkStays => {
+                "The move was called off before the destination was told to start, but this machine's record of it \
+                 cannot be cleared, and the destination does not answer. Nothing runs here. Mend the disk that holds \
+                 the record or the connection. Or make sure that the destination has discarded the arrival (type \
+                 `discard` there, or switch it off): then type `resume` here."
+            }
+            Self::TooLate => "It is too late to cancel: the destination may have started.",
+            Self::StartedUnasked => {
+                "The destination says that it runs this machine, though nobody told it to. This machine goes on. \
+                 Switch the destination off before anything else."
+            }
+            Self::Moved => {
+                "The machine that was here has moved, and runs elsewhere. Nothing of it may be \
+                 started here."
+            }
+        })
+    }
+}
+
+/// The source's end of one attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    pub(super) attempt: Attempt,
+    pub(super) state: State,
+}
+
+impl Source {
+    /// Begins an attempt on a connection that is there. The name must never have been used.
+    #[must_use]
+    pub fn begin(attempt: Attempt) -> (Self, Vec<Action>) {
+        let source = Self { attempt, state: State::Offering };
+        (source, vec![source.say(Word::Offer)])
+    }
+
+    /// What becomes of an attempt after the sender or the whole machine was started again, by what is on the disk.
+    #[must_use]
+    pub fn restart(attempt: Attempt, mark: Mark, memory: Memory) -> (Self, Vec<Action>) {
+        let (state, action) = match (mark, memory) {
+            (Mark::Cleared, memory) => (State::Resumed, go_on(memory)),
+            (Mark::Committed, Memory::Kept) => (State::InDoubt(memory, Asked::No), Action::Connect),
+            // Whoever switches a machine on looks at it: it is told why it does not boot.
+            (Mark::Committed, Memory::Gone) => (State::InDoubt(memory, Asked::Yes), Action::Connect),
+            (Mark::GivenUp, _) => (State::GivenUp, Action::Tell(Advice::Moved)),
+        };
+        let told =
+            (state == State::InDoubt(Memory::Gone, Asked::Yes)).then_some(Action::Tell(Advice::NoAnswer));
+        (Self { attempt, state }, told.into_iter().chain([action]).collect())
+    }
+
+    /// Where it stands.
+    #[must_use]
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// What may act.
+    #[must_use]
+    pub fn applications(&self) -> Applications {
+        match self.state {
+            State::Offering | State::Copying | State::Resumed => Applications::Run,
+            State::Stopping
+            | State::Asking(_)
+            | State::Recording
+            | State::Withdrawing(_)
+            | State::InDoubt(..) => Applications::Frozen,
+            State::GivenUp => Applications::GivenUp,
+        }
+    }
+
+    /// Whether Ctrl-C still stops it.
+    #[must_use]
+    pub fn may_cancel(&self) -> bool {
+        self.is_before_verdict() || self.state == State::Recording
+    }
+
+    /// Whether an operator may decide, because this end cannot.
+    #[must_use]
+    pub fn may_decide(&self) -> bool {
+        matches!(self.state, State::Withdrawing(_) | State::InDoubt(..))
+    }
+
+    /// After how long without anything heard it is to be told that time is up.
+    #[must_use]
+    pub fn patience(&self, patience: &Patience) -> Option<Duration> {
+        match self.state {
+            State::Offering | State::Copying => Some(patience.running),
+            State::Stopping | State::Asking(_) | State::Recording => Some(patience.frozen),
+            State::Withdrawing(_) | State::InDoubt(..) => Some(patience.doubt),
+            State::Resumed | State::GivenUp => None,
+        }
+    }
+
+    /// Something happened.
+    #[must_use]
+    pub fn on(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Heard(Message { attempt, .. })
+            | Event::Recorded(attempt, _)
+            | Event::RecordFailed(attempt, _)
+                if attempt != self.attempt =>
+            {
+                Vec::new()
+            }
+            _ if self.is_before_verdict() => self.before_verdict(event),
+            _ => match self.state {
+                State::Recording => self.recording(event),
+                State::Withdrawing(asked) => self.withdrawing(event, asked),
+                State::InDoubt(memory, asked) => self.in_doubt(event, memory, asked),
+                _ => Vec::new(),
+            },
+        }
+    }
+
+    fn is_before_verdict(&self) -> bool {
+        matches!(self.state, State::Offering | State::Copying | State::Stopping | State::Asking(_))
+    }
+
+    fn say(&self, word: Word) -> Action {
+        Action::Send(Message { attempt: self.attempt, word })
+    }
+
+    fn before_verdict(&mut self, event: Event) -> Vec<Action> {
+        match (self.state, event) {
+            (State::Copying, Event::StopNow) => self.enter(State::Stopping, [Action::StopAndCopy]),
+            (State::Stopping, Event::Streamed(digest)) => {
+                let last = self.say(Word::Final(digest));
+                self.enter(State::Asking(digest), [last])
+            }
+            (_, Event::Heard(message)) => self.heard_before_verdict(message.word),
+            (_, Event::Disconnected | Event::TimedOut | Event::Failed | Event::Cancel) => self.call_off(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn heard_before_verdict(&mut self, word: Word) -> Vec<Action> {
+        match (self.state, word) {
+            (State::Offering, Word::Accept) => self.enter(State::Copying, [Action::CopyRounds]),
+            (State::Asking(sent), Word::Verified(found)) if sent == found => {
+                self.enter(State::Recording, [Action::Record(Mark::Committed)])
+            }
+            // Said twice, by a connection that says things twice.
+            (_, Word::Accept) => Vec::new(),
+            (_, Word::Started) => {
+                let mut actions = self.call_off();
+                actions.push(Action::Tell(Advice::StartedUnasked));
+                actions
+            }
+            _ => self.call_off(),
+        }
+    }
+
+    /// Nothing is on the disk, nothing was committed: as if nothing had been tried.
+    fn call_off(&mut self) -> Vec<Action> {
+        let cancel = self.say(Word::Cancel);
+        self.enter(State::Resumed, [Action::Resume, cancel])
+    }
+
+    fn recording(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Recorded(_, Mark::Committed) => {
+                let commit = self.say(Word::Commit);
+                self.enter(State::InDoubt(Memory::Kept, Asked::No), [commit])
+            }
+            Event::Heard(Message { word: Word::Discarded, .. }) => self.go_on(Memory::Kept),
+            Event::RecordFailed(..)
+            | Event::TimedOut
+            | Event::Disconnected
+            | Event::Failed
+            | Event::Cancel => {
+                let cancel = self.say(Word::Cancel);
+                self.enter(State::Withdrawing(Asked::No), [Action::Record(Mark::Cleared), cancel])
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// The machine must not go on while `Committed` may be on the disk and the arrival may be whole: if the power failed
+    /// later, a restarted source would commit to a machine that has moved on.
+    fn withdrawing(&mut self, event: Event, asked: Asked) -> Vec<Action> {
+        let cancel = self.say(Word::Cancel);
+        match event {
+            Event::Recorded(_, Mark::Cleared) => self.enter(State::Resumed, [Action::Resume]),
+            Event::Heard(Message { word: Word::Discarded, .. }) => self.go_on(Memory::Kept),
+            Event::Operator(Decision::Resume) => self.go_on(Memory::Kept),
+            Event::Connected => vec![cancel],
+            Event::Disconnected => vec![Action::Connect],
+            Event::TimedOut | Event::RecordFailed(_, Mark::Cleared) => {
+                let again = [Action::Record(Mark::Cleared), cancel];
+                let mut actions = self.enter(State::Withdrawing(Asked::Yes), again);
+                if asked == Asked::No {
+                    actions.push(Action::Tell(Advice::MarkStays));
+                }
+                actions
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn in_doubt(&mut self, event: Event, memory: Memory, asked: Asked) -> Vec<Action> {
+        let commit = self.say(Word::Commit);
+        match event {
+            Event::Connected => vec![commit],
+            Event::Disconnected => vec![Action::Connect],
+            Event::Heard(message) => self.heard_in_doubt(message.word, memory, asked),
+            Event::TimedOut => {
+                let mut actions = self.ask(memory, asked, Advice::NoAnswer);
+                actions.push(commit);
+                actions
+            }
+            Event::Cancel => vec![Action::Tell(Advice::TooLate)],
+            Event::Operator(Decision::Resume) => self.go_on(memory),
+            Event::Operator(Decision::Abandon) => self.give_up(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn heard_in_doubt(&mut self, word: Word, memory: Memory, asked: Asked) -> Vec<Action> {
+        match word {
+            Word::Started => self.give_up(),
+            Word::Discarded => self.go_on(memory),
+            Word::Lost => self.ask(memory, asked, Advice::DestinationLostIt),
+            Word::Unknown => self.ask(memory, asked, Advice::DestinationForgot),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Asks the operator. That nobody answers is said once; an answer is said whenever it comes.
+    fn ask(&mut self, memory: Memory, asked: Asked, advice: Advice) -> Vec<Action> {
+        let is_news = asked == Asked::No || advice != Advice::NoAnswer;
+        let actions = self.enter(State::InDoubt(memory, Asked::Yes), []);
+        actions.into_iter().chain(is_news.then_some(Action::Tell(advice))).collect()
+    }
+
+    /// The destination will never start it.
+    fn go_on(&mut self, memory: Memory) -> Vec<Action> {
+        self.enter(State::Resumed, [Action::Record(Mark::Cleared), go_on(memory)])
+    }
+
+    fn give_up(&mut self) -> Vec<Action> {
+        self.enter(State::GivenUp, [Action::Record(Mark::GivenUp), Action::GiveUp])
+    }
+
+    fn enter<const N: usize>(&mut self, state: State, actions: [Action; N]) -> Vec<Action> {
+        self.state = state;
+        actions.into()
+    }
+}
+
+fn go_on(memory: Memory) -> Action {
+    match memory {
+        Memory::Kept => Action::Resume,
+        Memory::Gone => Action::Boot,
+    }
+}

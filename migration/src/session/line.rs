@@ -1,0 +1,100 @@
+//! The line that a receiver prints, and a sender is given.
+
+use std::{fmt, str::FromStr};
+
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
+
+use super::Error;
+
+const PREFIX: &str = "mercury-receive-1-";
+const SECRET: usize = 16;
+const PIN: usize = 32;
+const CHECK: usize = 4;
+const BYTES: usize = SECRET + PIN + CHECK;
+/// What the sender's key is derived with.
+const CONTEXT: &str = "mercury migration 1: the sender's Ed25519 key";
+const HAIL_CONTEXT: &str = "mercury migration 1: hails";
+/// RFC 8410, 7: what stands before the 32 bytes of a private key.
+const PKCS8: [u8; 16] = [0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
+
+/// A receiver's identity, and the right to send to it: `mercury-receive-1-` and 104 hexadecimal digits.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Line {
+    secret: [u8; SECRET],
+    pin: [u8; PIN],
+}
+
+impl Line {
+    pub(super) fn new(secret: [u8; SECRET], certificate: &CertificateDer<'_>) -> Self {
+        Self { secret, pin: pin(certificate) }
+    }
+
+    pub(super) fn is_pinned(&self, certificate: &CertificateDer<'_>) -> bool {
+        self.pin == pin(certificate)
+    }
+
+    /// The sender's seed.
+    pub(super) fn sender_seed(&self) -> [u8; 32] {
+        blake3::derive_key(CONTEXT, &self.secret)
+    }
+
+    pub(super) fn sender_key(&self) -> PrivatePkcs8KeyDer<'static> {
+        PrivatePkcs8KeyDer::from([&PKCS8[..], &self.sender_seed()].concat())
+    }
+
+    /// What hails are authenticated with.
+    pub(crate) fn hail_key(&self) -> [u8; 32] {
+        blake3::derive_key(HAIL_CONTEXT, &self.secret)
+    }
+
+    fn check(bytes: &[u8]) -> [u8; CHECK] {
+        let mut check = [0; CHECK];
+        check.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECK]);
+        check
+    }
+}
+
+fn pin(certificate: &CertificateDer<'_>) -> [u8; PIN] {
+    *blake3::hash(certificate).as_bytes()
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = [&self.secret[..], &self.pin].concat();
+        f.write_str(PREFIX)?;
+        bytes.iter().chain(&Self::check(&bytes)).try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Logs need not have the secret.
+impl fmt::Debug for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Line(..)")
+    }
+}
+
+impl FromStr for Line {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let digits = text.trim().strip_prefix(PREFIX).ok_or(Error::Line(
+            "this is not the line that `mercury receive` prints: it begins with mercury-receive-1-",
+        ))?;
+        if digits.len() != 2 * BYTES || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(Error::Line("the line of `mercury receive` is not complete"));
+        }
+        let mut bytes = [0; BYTES];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16)
+                .map_err(|_| Error::Line("the line of `mercury receive` is not complete"))?;
+        }
+        let (told, check) = bytes.split_at(SECRET + PIN);
+        if Self::check(told) != check {
+            return Err(Error::Line("the line of `mercury receive` has a mistake in it"));
+        }
+        let mut line = Self { secret: [0; SECRET], pin: [0; PIN] };
+        line.secret.copy_from_slice(&told[..SECRET]);
+        line.pin.copy_from_slice(&told[SECRET..]);
+        Ok(line)
+    }
+}

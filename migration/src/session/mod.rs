@@ -1,0 +1,270 @@
+//! Who talks to whom: TLS 1.3, both ends authenticated, by one line.
+//!
+//! `mercury receive` is to print a [`Line`], and `mercury migrate` to be given it. In it are the hash of the receiver's
+//! certificate, made for this one arrival, and a secret, from which both ends derive the sender's key pair. So the sender talks
+//! to that receiver alone, and the receiver takes only a sender that was given the line. Whoever sees the line can send a
+//! machine to the receiver, but cannot read or change what another one sends.
+//!
+//! Sessions are never resumed and there is no early data, so what was said in one is worth nothing in another. Neither
+//! end gets at a byte of payload before both are authenticated: [`Receiver::accept`] and [`connect`] return after
+//! the handshake, and after the receiver has said so inside of it.
+
+mod line;
+mod verify;
+
+pub use line::Line;
+
+use std::{
+    fmt,
+    io::{self, Read, Write},
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use rcgen::{CertificateParams, KeyPair};
+use ring::rand::{SecureRandom, SystemRandom};
+use rustls::{
+    ClientConfig, ClientConnection, ServerConfig, ServerConnection, StreamOwned,
+    client::Resumption,
+    crypto::CryptoProvider,
+    pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName},
+    server::NoServerSessionStorage,
+    version::TLS13,
+};
+
+use verify::{PinnedReceiver, PinnedSender};
+
+/// The protocol's name inside of TLS.
+const PROTOCOL: &[u8] = b"mercury-migration/1";
+/// The name in certificates; what counts is the pin.
+const NAME: &str = "mercury-receive";
+/// What the receiver says first, and so that it has taken the sender.
+const WELCOME: [u8; 1] = [1];
+/// Clocks of two machines may differ by so much.
+const CLOCKS_DIFFER: Duration = Duration::from_secs(24 * 3600);
+
+/// Why there is no session.
+#[derive(Debug)]
+pub enum Error {
+    /// The line is none.
+    Line(&'static str),
+    /// The other end is not who it should be, or does not speak this.
+    Refused(io::Error),
+    /// Something here did not work: random numbers, certificates.
+    Local(String),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Line(why) => f.write_str(why),
+            Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
+            Self::Local(why) => f.write_str(why),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+fn local(error: impl fmt::Display) -> Error {
+    Error::Local(error.to_string())
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+/// The end that takes a machine in.
+#[derive(Debug)]
+pub struct Receiver {
+    config: Arc<ServerConfig>,
+    line: Line,
+}
+
+/// A receiver's identity, to be carried where it is to receive: whoever has it is that receiver.
+#[derive(Clone)]
+pub struct Identity {
+    secret: [u8; 16],
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+}
+
+/// Logs need not have the key.
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Identity(..)")
+    }
+}
+
+impl Identity {
+    /// A new one, and its line; both are good for so long.
+    ///
+    /// # Errors
+    /// If there are no random numbers, or no certificate can be made.
+    pub fn new(now: SystemTime, lifetime: Duration) -> Result<(Self, Line), Error> {
+        let key = KeyPair::generate_for(&rcgen::PKCS_ED25519).map_err(local)?;
+        let certificate = certificate(&key, now, lifetime)?;
+        let mut secret = [0; 16];
+        SystemRandom::new().fill(&mut secret).map_err(local)?;
+        let line = Line::new(secret, &certificate);
+        Ok((Self { secret, certificate: certificate.to_vec(), key: key.serialize_der() }, line))
+    }
+
+    /// As bytes: the secret, the length of the certificate (4 bytes, little-endian), that, and the key.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let length = (self.certificate.len() as u32).to_le_bytes();
+        [&self.secret[..], &length, &self.certificate, &self.key].concat()
+    }
+
+    /// What [`Self::to_bytes`] has made.
+    ///
+    /// # Errors
+    /// If it was not that.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let none = || Error::Local("this is no receiver's identity".into());
+        let (secret, rest) = bytes.split_first_chunk::<16>().ok_or_else(none)?;
+        let (length, rest) = rest.split_first_chunk::<4>().ok_or_else(none)?;
+        let (certificate, key) =
+            rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or_else(none)?;
+        Ok(Self { secret: *secret, certificate: certificate.to_vec(), key: key.to_vec() })
+    }
+}
+
+impl Receiver {
+    /// One with a certificate of its own, and the line for the sender. Both are good for so long.
+    ///
+    /// # Errors
+    /// If there are no random numbers, or no certificate can be made.
+    pub fn new(lifetime: Duration) -> Result<(Self, Line), Error> {
+        Self::at(SystemTime::now(), lifetime)
+    }
+
+    /// The same, at another time.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn at(now: SystemTime, lifetime: Duration) -> Result<(Self, Line), Error> {
+        let (identity, line) = Identity::new(now, lifetime)?;
+        Ok((Self::with(&identity)?, line))
+    }
+
+    /// The one with an identity.
+    ///
+    /// # Errors
+    /// If that is none.
+    pub fn with(identity: &Identity) -> Result<Self, Error> {
+        let certificate = CertificateDer::from(identity.certificate.clone());
+        let line = Line::new(identity.secret, &certificate);
+        let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(identity.key.clone()));
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(local)?
+            .with_client_cert_verifier(Arc::new(PinnedSender::new(&line, provider())?))
+            .with_single_cert(vec![certificate], key)
+            .map_err(local)?;
+        config.alpn_protocols = vec![PROTOCOL.to_vec()];
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        config.max_early_data_size = 0;
+        Ok(Self { config: Arc::new(config), line })
+    }
+
+    /// Its line.
+    #[must_use]
+    pub fn line(&self) -> &Line {
+        &self.line
+    }
+
+    /// Takes a sender, or refuses it. How long it may take is the socket's to say.
+    ///
+    /// # Errors
+    /// If it was not given the line.
+    pub fn accept<S: Read + Write>(&self, mut socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
+        let mut connection = ServerConnection::new(Arc::clone(&self.config)).map_err(local)?;
+        while connection.is_handshaking() {
+            connection.complete_io(&mut socket).map_err(Error::Refused)?;
+        }
+        known(connection.alpn_protocol(), connection.peer_certificates())?;
+        let mut session = StreamOwned::new(connection, socket);
+        session.write_all(&WELCOME).and_then(|()| session.flush()).map_err(Error::Refused)?;
+        Ok(session)
+    }
+}
+
+/// Connects to the receiver that has printed the line.
+///
+/// # Errors
+/// If it is another one, or does not take this sender.
+pub fn connect<S: Read + Write>(line: &Line, socket: S) -> Result<StreamOwned<ClientConnection, S>, Error> {
+    connect_with(sender(line, SystemTime::now())?, socket)
+}
+
+fn sender(line: &Line, now: SystemTime) -> Result<ClientConfig, Error> {
+    let key = line.sender_key();
+    let pair = KeyPair::from_pkcs8_der_and_sign_algo(&key, &rcgen::PKCS_ED25519).map_err(local)?;
+    let certificate = certificate(&pair, now, CLOCKS_DIFFER)?;
+    let mut config =
+        builder(line)?.with_client_auth_cert(vec![certificate], PrivateKeyDer::from(key)).map_err(local)?;
+    prepare(&mut config);
+    Ok(config)
+}
+
+fn builder(
+    line: &Line,
+) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, Error> {
+    let builder = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&TLS13])
+        .map_err(local)?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(PinnedReceiver::new(line, provider())));
+    Ok(builder)
+}
+
+fn prepare(config: &mut ClientConfig) {
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    config.resumption = Resumption::disabled();
+    config.enable_early_data = false;
+}
+
+fn connect_with<S: Read + Write>(
+    config: ClientConfig,
+    mut socket: S,
+) -> Result<StreamOwned<ClientConnection, S>, Error> {
+    let name = ServerName::try_from(NAME).map_err(local)?;
+    let mut connection = ClientConnection::new(Arc::new(config), name).map_err(local)?;
+    while connection.is_handshaking() {
+        connection.complete_io(&mut socket).map_err(Error::Refused)?;
+    }
+    known(connection.alpn_protocol(), connection.peer_certificates())?;
+    let mut session = StreamOwned::new(connection, socket);
+    // Whether the receiver has taken this sender is known only when it says something.
+    let mut welcome = [0; WELCOME.len()];
+    session.read_exact(&mut welcome).map_err(Error::Refused)?;
+    if welcome == WELCOME { Ok(session) } else { Err(refused("it does not say that it takes this machine")) }
+}
+
+fn refused(why: &'static str) -> Error {
+    Error::Refused(io::Error::new(io::ErrorKind::InvalidData, why))
+}
+
+/// A handshake is over that could not be without these; that is asked again all the same.
+fn known(protocol: Option<&[u8]>, certificates: Option<&[CertificateDer<'_>]>) -> Result<(), Error> {
+    if protocol != Some(PROTOCOL) {
+        return Err(refused("it speaks another protocol"));
+    }
+    if certificates.is_none_or(<[_]>::is_empty) {
+        return Err(refused("it has not said who it is"));
+    }
+    Ok(())
+}
+
+fn certificate(key: &KeyPair, now: SystemTime, lifetime: Duration) -> Result<CertificateDer<'static>, Error> {
+    let mut params = CertificateParams::new(vec![NAME.to_owned()]).map_err(local)?;
+    params.not_before = (now - CLOCKS_DIFFER).into();
+    params.not_after = (now + lifetime).into();
+    Ok(params.self_signed(key).map_err(local)?.der().clone())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,221 @@
+//! Over sockets of the loopback's kind: whoever should not be let in is not, and reads and says nothing.
+
+use std::{
+    io::{self, Read, Write},
+    os::unix::net::UnixStream,
+    sync::{Arc, Mutex},
+    thread,
+};
+
+use super::*;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn pair() -> (UnixStream, UnixStream) {
+    let (near, far) = UnixStream::pair().expect("a pair");
+    for socket in [&near, &far] {
+        socket.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
+    }
+    (near, far)
+}
+
+/// What each end comes to when one connects to the other and says something.
+fn meet(receiver: &Receiver, config: ClientConfig) -> (Result<Vec<u8>, Error>, Result<(), Error>) {
+    let (near, far) = pair();
+    thread::scope(|scope| {
+        let sender = scope.spawn(move || {
+            let mut session = connect_with(config, near)?;
+            session.write_all(b"payload").map_err(Error::Refused)?;
+            session.conn.send_close_notify();
+            session.flush().map_err(Error::Refused)
+        });
+        let received = receiver.accept(far).and_then(|mut session| {
+            let mut payload = Vec::new();
+            session.read_to_end(&mut payload).map_err(Error::Refused)?;
+            Ok(payload)
+        });
+        (received, sender.join().expect("no panic"))
+    })
+}
+
+fn config(line: &Line) -> ClientConfig {
+    sender(line, SystemTime::now()).expect("a sender")
+}
+
+fn refuses_both(receiver: &Receiver, config: ClientConfig) -> [String; 2] {
+    let (received, sent) = meet(receiver, config);
+    [received.expect_err("received").to_string(), sent.expect_err("sent").to_string()]
+}
+
+#[test]
+fn the_line_is_enough() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let pasted: Line = format!("  {line}\n").parse().expect("a line");
+    let (received, sent) = meet(&receiver, config(&pasted));
+    sent.expect("sent");
+    assert_eq!(received.expect("received"), b"payload");
+    assert_eq!(format!("{line:?}"), "Line(..)");
+}
+
+#[test]
+fn mistakes_in_the_line_are_found() {
+    let (_, line) = Receiver::new(HOUR).expect("a receiver");
+    let text = line.to_string();
+    assert_eq!(text.len(), "mercury-receive-1-".len() + 104);
+    for at in 0..text.len() {
+        let mut bytes = text.clone().into_bytes();
+        bytes[at] = if bytes[at] == b'3' { b'4' } else { b'3' };
+        let wrong = String::from_utf8(bytes).expect("text");
+        assert!(wrong.parse::<Line>().is_err(), "{wrong}");
+        assert!(text[..at].parse::<Line>().is_err());
+    }
+    assert!("mercury-receive-1-é".parse::<Line>().is_err());
+}
+
+/// The right receiver, and another secret: the key is wrong.
+#[test]
+fn a_wrong_key_is_refused() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let certificate = receiver_certificate(&receiver, &line);
+    let wrong = Line::new([9; 16], &certificate);
+    let [received, _] = refuses_both(&receiver, config(&wrong));
+    assert!(received.contains("certificate"), "{received}");
+}
+
+/// The receiver's certificate, as a client sees it.
+fn receiver_certificate(receiver: &Receiver, line: &Line) -> CertificateDer<'static> {
+    let (near, far) = pair();
+    thread::scope(|scope| {
+        let sender = scope.spawn(move || connect(line, near).expect("a session"));
+        receiver.accept(far).expect("a session");
+        let session = sender.join().expect("no panic");
+        session.conn.peer_certificates().expect("certificates")[0].clone().into_owned()
+    })
+}
+
+#[test]
+fn another_receiver_is_refused() {
+    let (_, line) = Receiver::new(HOUR).expect("a receiver");
+    let (other, _) = Receiver::new(HOUR).expect("a receiver");
+    let [_, sent] = refuses_both(&other, config(&line));
+    assert!(sent.contains("certificate"), "{sent}");
+}
+
+#[test]
+fn no_certificate_is_refused() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let mut config = builder(&line).expect("a builder").with_no_client_auth();
+    prepare(&mut config);
+    let [received, _] = refuses_both(&receiver, config);
+    assert!(received.contains("certificate"), "{received}");
+}
+
+#[test]
+fn what_has_expired_is_refused() {
+    let long_ago = SystemTime::now() - 72 * HOUR;
+    let (receiver, line) = Receiver::at(long_ago, HOUR).expect("a receiver");
+    let [_, sent] = refuses_both(&receiver, config(&line));
+    assert!(sent.contains("xpired"), "{sent}");
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let [received, _] = refuses_both(&receiver, sender(&line, long_ago).expect("a sender"));
+    assert!(received.contains("xpired"), "{received}");
+}
+
+#[test]
+fn another_protocol_is_refused() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    for protocols in [Vec::new(), vec![b"http/1.1".to_vec()]] {
+        let mut config = config(&line);
+        config.alpn_protocols = protocols;
+        let _ = refuses_both(&receiver, config);
+    }
+}
+
+/// A socket that keeps what it has sent.
+struct Tapped {
+    socket: UnixStream,
+    sent: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Read for Tapped {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.socket.read(buffer)
+    }
+}
+
+impl Write for Tapped {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.socket.write(bytes)?;
+        self.sent.lock().expect("no panic").extend_from_slice(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.socket.flush()
+    }
+}
+
+/// All that a good sender has sent, up to the end of its payload.
+fn recorded(receiver: &Receiver, line: &Line) -> Vec<u8> {
+    let (near, far) = pair();
+    let sent = Arc::new(Mutex::new(Vec::new()));
+    let tapped = Tapped { socket: near, sent: Arc::clone(&sent) };
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut session = connect(line, tapped).expect("a session");
+            session.write_all(b"payload").and_then(|()| session.flush()).expect("said");
+        });
+        let mut payload = [0; 7];
+        receiver.accept(far).expect("a session").read_exact(&mut payload).expect("heard");
+        assert_eq!(&payload, b"payload");
+    });
+    let sent = sent.lock().expect("no panic");
+    sent.clone()
+}
+
+/// What the receiver makes of bytes.
+fn played(receiver: &Receiver, bytes: &[u8]) -> Result<(), Error> {
+    let (mut near, far) = pair();
+    let drain = near.try_clone().expect("a socket");
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let _ = near.write_all(bytes);
+            let _ = near.shutdown(std::net::Shutdown::Write);
+        });
+        let drain = scope.spawn(move || io::copy(&mut { drain }, &mut io::sink()));
+        let result = receiver.accept(far).map(|_| ());
+        let _ = drain.join();
+        result
+    })
+}
+
+#[test]
+fn a_replay_is_refused() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let sent = recorded(&receiver, &line);
+    assert!(played(&receiver, &sent).is_err());
+    // Nothing but the replay was wrong with it.
+    let (received, sent) = meet(&receiver, config(&line));
+    assert!(received.is_ok() && sent.is_ok());
+}
+
+#[test]
+fn handshakes_cut_short_or_damaged_are_refused() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let sent = recorded(&receiver, &line);
+    for length in (0..sent.len()).step_by(29) {
+        assert!(played(&receiver, &sent[..length]).is_err());
+        let mut damaged = sent.clone();
+        damaged[length] ^= 0x20;
+        assert!(played(&receiver, &damaged).is_err());
+    }
+    assert!(played(&receiver, b"\x89MMove\r\n payload without a handshake").is_err());
+}
+
+#[test]
+fn an_identity_can_be_carried() {
+    let (identity, line) = Identity::new(SystemTime::now(), Duration::from_secs(60)).expect("one");
+    let carried = Identity::from_bytes(&identity.to_bytes()).expect("the same");
+    assert_eq!(Receiver::with(&carried).expect("a receiver").line(), &line);
+    assert!(Identity::from_bytes(&identity.to_bytes()[..40]).is_err());
+}

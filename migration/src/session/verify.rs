@@ -1,0 +1,162 @@
+//! Whether the other end is who the line says. Each certificate is its own authority: what makes it good is the pin;
+//! that it is well formed, in time, and that its key is in the other end's hands is checked by rustls.
+
+use std::sync::Arc;
+
+use ring::signature::{Ed25519KeyPair, KeyPair};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
+    client::{
+        WebPkiServerVerifier,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{CryptoProvider, verify_tls13_signature},
+    pki_types::{CertificateDer, ServerName, UnixTime},
+    server::{
+        ParsedCertificate, WebPkiClientVerifier,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+};
+
+use super::Line;
+
+/// RFC 8410, 4: what stands before the 32 bytes of a public key.
+const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21, 0];
+
+fn stranger() -> Error {
+    Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
+}
+
+/// TLS 1.2 is not spoken.
+fn too_old() -> Error {
+    Error::General("TLS 1.2 is not spoken".into())
+}
+
+fn alone(
+    certificate: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Result<Arc<RootCertStore>, Error> {
+    if !intermediates.is_empty() {
+        return Err(stranger());
+    }
+    let mut roots = RootCertStore::empty();
+    roots.add(certificate.clone().into_owned())?;
+    Ok(Arc::new(roots))
+}
+
+/// The sender's check of the receiver.
+#[derive(Debug)]
+pub struct PinnedReceiver {
+    line: Line,
+    provider: Arc<CryptoProvider>,
+}
+
+impl PinnedReceiver {
+    pub fn new(line: &Line, provider: Arc<CryptoProvider>) -> Self {
+        Self { line: line.clone(), provider }
+    }
+}
+
+impl ServerCertVerifier for PinnedReceiver {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        if !self.line.is_pinned(end_entity) {
+            return Err(stranger());
+        }
+        let roots = alone(end_entity, intermediates)?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&self.provider))
+            .build()
+            .map_err(|error| Error::General(error.to_string()))?;
+        verifier.verify_server_cert(end_entity, &[], server_name, ocsp_response, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(too_old())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+}
+
+/// The receiver's check of the sender.
+#[derive(Debug)]
+pub struct PinnedSender {
+    /// The public key that the line's secret makes.
+    key: Vec<u8>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl PinnedSender {
+    pub fn new(line: &Line, provider: Arc<CryptoProvider>) -> Result<Self, super::Error> {
+        let pair = Ed25519KeyPair::from_seed_unchecked(&line.sender_seed()).map_err(super::local)?;
+        Ok(Self { key: [&SPKI[..], pair.public_key().as_ref()].concat(), provider })
+    }
+}
+
+impl ClientCertVerifier for PinnedSender {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let key = ParsedCertificate::try_from(end_entity)?.subject_public_key_info();
+        if key.as_ref() != self.key {
+            return Err(stranger());
+        }
+        let roots = alone(end_entity, intermediates)?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&self.provider))
+            .build()
+            .map_err(|error| Error::General(error.to_string()))?;
+        verifier.verify_client_cert(end_entity, &[], now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(too_old())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let algorithms = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+}

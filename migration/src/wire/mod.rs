@@ -1,0 +1,37 @@
+//! What goes over a connection, once both ends know each other.
+//!
+//! # The format
+//!
+//! Numbers are little-endian. A stream is, in each direction, a greeting of 32 bytes ([`MAGIC`], [`VERSION`] as four
+//! bytes, the number of the stream as four, the attempt), and then frames. A frame is a header of 32 bytes and its payload:
+//!
+//! | bytes | what |
+//! |-------|------|
+//! | 4     | its kind: 1 message, 2 round, 3 pages |
+//! | 4     | length of the payload |
+//! | 8     | its number in this stream, from 0 |
+//! | 16    | the first half of BLAKE3 of the greeting, of the 16 bytes before it and of the payload |
+//!
+//! * A *message* is a word of the [protocol](crate::protocol) (1 byte), its digest (32, zeros if it has none), and what
+//!   goes with it: at most [`TEXT_MAX`] bytes of text. Long ones are [packed](pack_text).
+//! * A *round* is the number of the round that begins (8 bytes), from 0, each one more than the one before.
+//! * *Pages* are the length before compression (4 bytes) and a zstd frame of: the number of entries (4), the entries (8
+//!   each), and 4,096 bytes for each entry that has data. An entry is a page's physical address, with what it holds in
+//!   the low twelve bits: 1 the next page of data, 2 all zeros, 3 the same as the entry before it. No record leans on
+//!   another, so several streams need no order among them.
+//!
+//! The checksum finds what a broken machine does, not what an enemy does: that is the session's. A sender
+//! that is authenticated is believed nothing all the same: lengths are limited before anything is allocated, pages must
+//! lie in the memory that was offered ([`Ledger`]), and a refusal names the place.
+
+mod error;
+mod ledger;
+mod pages;
+mod stream;
+mod text;
+
+pub use error::{Error, Place, Result};
+pub use ledger::{Ledger, hash_of};
+pub use pages::{Content, PAGE, PAGES_MAX, Page, Pages};
+pub use stream::{Frame, MAGIC, Reader, TEXT_MAX, VERSION, Writer};
+pub use text::{pack_text, unpack_text};

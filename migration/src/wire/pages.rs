@@ -1,0 +1,141 @@
+//! Records of pages.
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+/// Pages of a record.
+pub const PAGES_MAX: usize = 256;
+const COUNT: usize = 4;
+const ENTRY: usize = 8;
+/// Before compression, no record is longer.
+pub const RAW_MAX: usize = COUNT + PAGES_MAX * (ENTRY + PAGE);
+/// With its length before it; zstd adds little to what it cannot compress.
+pub const PACKED_MAX: usize = 4 + RAW_MAX + RAW_MAX / 128 + 1024;
+
+const DATA: u64 = 1;
+const ZERO: u64 = 2;
+const SAME: u64 = 3;
+const KIND: u64 = PAGE as u64 - 1;
+
+/// What a page holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content<'a> {
+    /// This.
+    Data(&'a [u8; PAGE]),
+    /// All zeros.
+    Zero,
+}
+
+/// A page of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Page<'a> {
+    /// Its physical address.
+    pub phys: u64,
+    /// What it holds.
+    pub content: Content<'a>,
+}
+
+/// Pages that go over the wire together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pages {
+    entries: Vec<u64>,
+    data: Vec<u8>,
+}
+
+impl Pages {
+    /// Whether there is room for no more.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.entries.len() >= PAGES_MAX
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Adds one. Zeros, and what is as the page before, take no room.
+    ///
+    /// # Panics
+    /// If it [is full](Self::is_full), or the address is not that of a page.
+    pub fn add(&mut self, phys: u64, page: &[u8; PAGE]) {
+        assert!(!self.is_full() && phys & KIND == 0, "no room, or no page's address");
+        let kind = if page.iter().all(|byte| *byte == 0) {
+            ZERO
+        } else if self.data.last_chunk() == Some(page)
+            && self.entries.last().is_some_and(|last| last & KIND != ZERO)
+        {
+            SAME
+        } else {
+            self.data.extend_from_slice(page);
+            DATA
+        };
+        self.entries.push(phys | kind);
+    }
+
+    /// The pages, in their order.
+    pub fn iter(&self) -> impl Iterator<Item = Page<'_>> {
+        let (pages, _) = self.data.as_chunks::<PAGE>();
+        let mut rest = pages.iter();
+        let mut last = Content::Zero;
+        self.entries.iter().map(move |entry| {
+            last = match entry & KIND {
+                ZERO => Content::Zero,
+                // There is one for each, or it would have been refused.
+                DATA => rest.next().map_or(Content::Zero, Content::Data),
+                _ => last,
+            };
+            Page { phys: entry & !KIND, content: last }
+        })
+    }
+
+    /// As it goes over the wire.
+    ///
+    /// # Errors
+    /// If zstd fails.
+    pub fn pack(&self, level: i32) -> std::io::Result<Vec<u8>> {
+        let mut raw = Vec::with_capacity(COUNT + self.entries.len() * ENTRY + self.data.len());
+        raw.extend_from_slice(&(self.entries.len() as u32).to_le_bytes());
+        self.entries.iter().for_each(|entry| raw.extend_from_slice(&entry.to_le_bytes()));
+        raw.extend_from_slice(&self.data);
+        let mut packed = (raw.len() as u32).to_le_bytes().to_vec();
+        packed.extend(zstd::bulk::compress(&raw, level)?);
+        Ok(packed)
+    }
+
+    /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
+    pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
+        let (length, packed) = payload.split_first_chunk().ok_or("it is too short")?;
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > RAW_MAX {
+            return Err("it is longer than pages are");
+        }
+        let raw = zstd::bulk::decompress(packed, length).map_err(|_| "it cannot be decompressed")?;
+        if raw.len() != length {
+            return Err("it has another length than it says");
+        }
+        let (count, rest) = raw.split_first_chunk().ok_or("it is too short")?;
+        let count = u32::from_le_bytes(*count) as usize;
+        if count == 0 || count > PAGES_MAX || rest.len() < count * ENTRY {
+            return Err("its number of entries cannot be");
+        }
+        let (entries, data) = rest.split_at(count * ENTRY);
+        let (entries, _) = entries.as_chunks::<ENTRY>();
+        let entries: Vec<_> = entries.iter().map(|entry| u64::from_le_bytes(*entry)).collect();
+        if !entries.iter().all(|entry| matches!(entry & KIND, DATA | ZERO | SAME))
+            || entries[0] & KIND == SAME
+        {
+            return Err("an entry of it is none");
+        }
+        if data.len() != entries.iter().filter(|entry| *entry & KIND == DATA).count() * PAGE {
+            return Err("its data are not those of its entries");
+        }
+        Ok(Self { entries, data: data.to_vec() })
+    }
+}
