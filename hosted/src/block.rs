@@ -1,0 +1,147 @@
+//! The processor's block: what code in slots, the way into the monitor and the way out of it address by its number.
+
+use std::{mem::offset_of, ptr};
+
+use crate::{
+    error::{Error, Result},
+    layout::{BLOCK, PAGE},
+};
+
+/// The interrupt flag.
+pub const IF: u64 = 1 << 9;
+
+/// General registers in the order of their numbers, then instruction pointer and flags.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Registers {
+    /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
+    pub general: [u64; 16],
+    /// Where the guest goes on.
+    pub rip: u64,
+    /// What the processor really has; the guest's interrupt flag is in [`Block::flags`].
+    pub rflags: u64,
+}
+
+/// RAX
+pub const RAX: usize = 0;
+/// RCX
+pub const RCX: usize = 1;
+/// RDX
+pub const RDX: usize = 2;
+/// RBX
+pub const RBX: usize = 3;
+/// RSP
+pub const RSP: usize = 4;
+/// RSI
+pub const RSI: usize = 6;
+/// RDI
+pub const RDI: usize = 7;
+/// R11
+pub const R11: usize = 11;
+
+/// The block.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Block {
+    /// Flags as PUSHF in the kernel shows them: the guest's interrupt flag, and bit 1.
+    pub flags: u64,
+    /// Something waits for the guest to take interrupts. Signals set it.
+    pub pending: u8,
+    /// Whether system calls are the guest's: the host's kernel reads it.
+    pub selector: u8,
+    reserved: [u8; 2],
+    /// Which slot the guest left by.
+    pub exit: u32,
+    /// Where slots jump to.
+    pub entry: u64,
+    /// The monitor's stack.
+    pub stack: u64,
+    /// The monitor's base of FS.
+    pub monitor_fs: u64,
+    /// The guest's base of FS.
+    pub fs: u64,
+    /// The guest's base of GS.
+    pub gs: u64,
+    /// What SWAPGS exchanges it with.
+    pub gs_other: u64,
+    /// A register is kept here for a moment.
+    pub scratch: u64,
+    /// Where the floating-point registers are kept.
+    pub extended: u64,
+    /// The guest's registers while the monitor runs.
+    pub registers: Registers,
+}
+
+/// Offsets for what is written in assembler.
+pub mod at {
+    use super::{BLOCK, Block, offset_of};
+
+    /// [`Block::flags`]
+    pub const FLAGS: u64 = BLOCK + offset_of!(Block, flags) as u64;
+    /// The byte of it with the interrupt flag, which is its bit 1.
+    pub const IF_BYTE: u64 = FLAGS + 1;
+    /// [`Block::pending`]
+    pub const PENDING: u64 = BLOCK + offset_of!(Block, pending) as u64;
+    /// [`Block::selector`]
+    pub const SELECTOR: u64 = BLOCK + offset_of!(Block, selector) as u64;
+    /// [`Block::exit`]
+    pub const EXIT: u64 = BLOCK + offset_of!(Block, exit) as u64;
+    /// [`Block::entry`]
+    pub const ENTRY: u64 = BLOCK + offset_of!(Block, entry) as u64;
+    /// [`Block::stack`]
+    pub const STACK: u64 = BLOCK + offset_of!(Block, stack) as u64;
+    /// [`Block::monitor_fs`]
+    pub const MONITOR_FS: u64 = BLOCK + offset_of!(Block, monitor_fs) as u64;
+    /// [`Block::fs`]
+    pub const FS: u64 = BLOCK + offset_of!(Block, fs) as u64;
+    /// [`Block::gs`]
+    pub const GS: u64 = BLOCK + offset_of!(Block, gs) as u64;
+    /// [`Block::gs_other`]
+    pub const GS_OTHER: u64 = BLOCK + offset_of!(Block, gs_other) as u64;
+    /// [`Block::scratch`]
+    pub const SCRATCH: u64 = BLOCK + offset_of!(Block, scratch) as u64;
+    /// [`Block::extended`]
+    pub const EXTENDED: u64 = BLOCK + offset_of!(Block, extended) as u64;
+    /// [`Block::registers`]
+    pub const REGISTERS: u64 = BLOCK + offset_of!(Block, registers) as u64;
+    /// The instruction pointer in them.
+    pub const RIP: u64 = REGISTERS + 16 * 8;
+    /// The flags in them.
+    pub const RFLAGS: u64 = RIP + 8;
+}
+
+/// Maps the block.
+///
+/// # Errors
+/// If something is there.
+pub fn map() -> Result<()> {
+    map_private(BLOCK, PAGE, libc::PROT_READ | libc::PROT_WRITE)
+}
+
+/// Maps private memory at an address where nothing is.
+///
+/// # Errors
+/// If something is there.
+pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
+    // SAFETY: What is mapped already is not replaced: the flag forbids it.
+    let mapped = unsafe {
+        libc::mmap(
+            ptr::with_exposed_provenance_mut(address as usize),
+            length as usize,
+            protection,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
+            -1,
+            0,
+        )
+    };
+    if mapped.addr() as u64 == address {
+        return Ok(());
+    }
+    Err(Error::system(&format!("map memory at {address:#x}")).hint("something else of this process is there"))
+}
+
+/// The block, after [`map`].
+#[must_use]
+pub fn pointer() -> *mut Block {
+    ptr::with_exposed_provenance_mut(BLOCK as usize)
+}

@@ -1,0 +1,152 @@
+//! The terminal: a thread of its own reads it, so that the guest is interrupted when somebody types.
+
+use std::{
+    collections::VecDeque,
+    io::{self, Read, Write},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use crate::error::{Error, Result};
+
+/// Ctrl-A, and then `x`, ends the machine.
+const ESCAPE: u8 = 1;
+const LEAVE: u8 = b'x';
+/// Written out at the latest then.
+const FULL: usize = 4096;
+
+#[derive(Debug, Default)]
+struct Typed {
+    bytes: Mutex<VecDeque<u8>>,
+    ended: AtomicBool,
+}
+
+/// The terminal.
+#[derive(Debug)]
+pub struct Console {
+    typed: Arc<Typed>,
+    output: Vec<u8>,
+    saved: Option<libc::termios>,
+}
+
+impl Console {
+    /// Makes the terminal give every key, and begins to listen; the calling thread is sent SIGUSR1 when there is something.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn open() -> Result<Self> {
+        let typed = Arc::new(Typed::default());
+        let saved = make_raw();
+        // SAFETY: It takes nothing.
+        let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
+        let shared = Arc::clone(&typed);
+        let is_terminal = saved.is_some();
+        // What a thread does at its beginning is forbidden soon.
+        let (ready, begun) = mpsc::channel();
+        let spawn = || {
+            thread::Builder::new().name("console".into()).spawn(move || {
+                let _ = ready.send(());
+                listen(&shared, is_terminal, process, listener);
+            })
+        };
+        without_signals(spawn)
+            .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))?;
+        let _ = begun.recv();
+        Ok(Self { typed, output: Vec::new(), saved })
+    }
+
+    /// What was typed, at most so much.
+    pub fn take(&mut self, most: usize) -> Vec<u8> {
+        let mut bytes = self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = most.min(bytes.len());
+        bytes.drain(..count).collect()
+    }
+
+    /// Whether somebody wants the machine's end.
+    #[must_use]
+    pub fn was_ended(&self) -> bool {
+        self.typed.ended.load(Ordering::Acquire)
+    }
+
+    /// Shows what the guest has sent, when a line is complete or the guest sleeps.
+    pub fn put(&mut self, bytes: &[u8]) {
+        self.output.extend(bytes);
+        if bytes.contains(&b'\n') || self.output.len() >= FULL {
+            self.flush();
+        }
+    }
+
+    /// Shows all of it now.
+    pub fn flush(&mut self) {
+        if !self.output.is_empty() {
+            // Nobody may be listening any more; the machine runs on.
+            let _ = io::stdout().write_all(&self.output);
+            let _ = io::stdout().flush();
+            self.output.clear();
+        }
+    }
+
+    /// Gives the terminal back as it was.
+    pub fn restore(&mut self) {
+        self.flush();
+        if let Some(saved) = self.saved.take() {
+            // SAFETY: These are the settings that were read from it.
+            unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const saved) };
+        }
+    }
+}
+
+/// A thread that is made here gets no signals: all of them are for the processor's.
+fn without_signals<T>(make: impl FnOnce() -> T) -> T {
+    // SAFETY: The sets are filled by the calls, and the thread's mask is put back.
+    unsafe {
+        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        let made = make();
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
+        made
+    }
+}
+
+/// Every key at once, and Ctrl-C for the guest. `None` if it is no terminal.
+fn make_raw() -> Option<libc::termios> {
+    // SAFETY: The structure is filled before it is used.
+    unsafe {
+        let mut settings: libc::termios = std::mem::zeroed();
+        if libc::tcgetattr(libc::STDIN_FILENO, &raw mut settings) != 0 {
+            return None;
+        }
+        let saved = settings;
+        libc::cfmakeraw(&raw mut settings);
+        libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const settings);
+        Some(saved)
+    }
+}
+
+fn listen(typed: &Typed, is_terminal: bool, process: libc::pid_t, listener: libc::pid_t) {
+    let mut buffer = [0; 1024];
+    let mut escaped = false;
+    while let Ok(count @ 1..) = io::stdin().read(&mut buffer) {
+        {
+            let mut bytes = typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            for &byte in &buffer[..count] {
+                match (is_terminal && escaped, byte) {
+                    (true, LEAVE) => typed.ended.store(true, Ordering::Release),
+                    (false, ESCAPE) if is_terminal => {
+                        escaped = true;
+                        continue;
+                    }
+                    _ => bytes.push_back(byte),
+                }
+                escaped = false;
+            }
+        }
+        // SAFETY: The thread lives as long as the process.
+        unsafe { libc::syscall(libc::SYS_tgkill, process, listener, libc::SIGUSR1) };
+    }
+}

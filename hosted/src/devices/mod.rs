@@ -1,0 +1,261 @@
+//! The devices of a small PC, by their ports: interrupt controllers, timer, clock, serial port.
+
+mod block;
+mod clock;
+mod console;
+mod pic;
+mod pit;
+mod serial;
+mod virtio;
+
+use std::{io, ptr};
+
+pub use block::Block;
+pub use console::Console;
+
+use crate::{
+    error::{Error, Result},
+    machine::End,
+    memory::Memory,
+};
+use clock::Clock;
+use pic::Pics;
+use pit::Pit;
+use serial::Serial;
+use virtio::{Disk, View, WINDOW};
+
+const TIMER_LINE: u8 = 0;
+const SERIAL_LINE: u8 = 4;
+/// Lines for disks, which nothing else of a PC has.
+const DISK_LINES: [u8; 6] = [5, 7, 9, 10, 11, 12];
+/// The keyboard controller's command that pulls the processor's reset line.
+const RESET: (u16, u8) = (0x64, 0xFE);
+
+/// All of them.
+#[derive(Debug)]
+pub struct Devices {
+    /// The terminal.
+    pub console: Console,
+    pics: Pics,
+    pit: Pit,
+    clock: Clock,
+    serial: Serial,
+    alarm: Alarm,
+    ended: Option<End>,
+    disks: Vec<Disk>,
+    view: View,
+    window: u64,
+}
+
+impl Devices {
+    /// Makes them; from now on the calling thread gets signals for them.
+    ///
+    /// # Errors
+    /// If the host refuses a timer.
+    pub fn new(console: Console, memory: &Memory, disks: Vec<Block>) -> Result<Self> {
+        if disks.len() > DISK_LINES.len() {
+            return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
+        }
+        Ok(Self {
+            disks: disks.into_iter().map(Disk::new).collect::<Result<_>>()?,
+            view: virtio::view(memory)?,
+            window: window(memory),
+            console,
+            pics: Pics::default(),
+            pit: Pit::default(),
+            clock: Clock::default(),
+            serial: Serial::default(),
+            alarm: Alarm::new()?,
+            ended: None,
+        })
+    }
+
+    /// Reads a register in memory. `None` if there is no device.
+    #[must_use]
+    pub fn read_memory(&self, physical: u64, size: usize) -> Option<u64> {
+        let offset = physical.checked_sub(self.window)?;
+        let disk = self.disks.get((offset / WINDOW) as usize)?;
+        Some(disk.read(offset % WINDOW, size))
+    }
+
+    /// Writes a register in memory. `None` if there is no device.
+    pub fn write_memory(&mut self, physical: u64, value: u64, memory: &Memory) -> Option<()> {
+        let offset = physical.checked_sub(self.window)?;
+        let number = (offset / WINDOW) as usize;
+        if self.disks.get_mut(number)?.write(offset % WINDOW, value, memory, &self.view) {
+            self.pics.raise(DISK_LINES[number]);
+        }
+        Some(())
+    }
+
+    /// Looks at what has come from outside.
+    pub fn poll(&mut self) {
+        if self.pit.expired(now()) {
+            self.pics.raise(TIMER_LINE);
+        }
+        self.set_alarm();
+        self.receive_typed();
+        if self.console.was_ended() || crate::signal::is_end_wanted() {
+            self.ended = Some(End::Ended);
+        }
+        self.raise_serial();
+    }
+
+    fn receive_typed(&mut self) {
+        let room = self.serial.room();
+        if room > 0 {
+            let typed = self.console.take(room);
+            self.serial.receive(&typed);
+        }
+    }
+
+    fn raise_serial(&mut self) {
+        if self.serial.wants_attention() {
+            self.pics.raise(SERIAL_LINE);
+        }
+    }
+
+    fn set_alarm(&mut self) {
+        if let Some(when) = self.pit.next() {
+            self.alarm.set(when);
+        }
+    }
+
+    /// Whether an interrupt waits.
+    #[must_use]
+    pub fn has_interrupt(&self) -> bool {
+        self.pics.has_interrupt()
+    }
+
+    /// The vector of the interrupt that is delivered now.
+    pub fn acknowledge(&mut self) -> Option<u8> {
+        self.pics.acknowledge()
+    }
+
+    /// Whether the machine has come to its end.
+    #[must_use]
+    pub fn ended(&self) -> Option<End> {
+        self.ended
+    }
+
+    /// Sleeps until a signal says that there is something.
+    pub fn wait(&mut self) {
+        self.console.flush();
+        // SAFETY: The sets are initialized by the calls; the thread's mask is put back.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&raw mut all);
+            libc::sigprocmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+            if crate::machine::pending().load(std::sync::atomic::Ordering::Acquire) == 0 {
+                libc::ppoll(ptr::null_mut(), 0, ptr::null(), &raw const before);
+            }
+            libc::sigprocmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+        }
+    }
+
+    /// Reads a port.
+    pub fn read(&mut self, port: u16, size: usize) -> u32 {
+        let byte = match port {
+            0x20 | 0x21 | 0xA0 | 0xA1 => self.pics.read(port),
+            0x40..=0x43 => self.pit.read(port, now()),
+            0x61 => 0x20,
+            0x64 => 0,
+            0x70 | 0x71 => self.clock.read(port),
+            0x3F8..=0x3FF => {
+                let byte = self.serial.read(port);
+                self.receive_typed();
+                self.raise_serial();
+                byte
+            }
+            _ => return u32::MAX >> (32 - 8 * size.clamp(1, 4)),
+        };
+        byte.into()
+    }
+
+    /// Writes a port.
+    pub fn write(&mut self, port: u16, size: usize, value: u32) {
+        let byte = value as u8;
+        match port {
+            _ if size != 1 => {}
+            0x20 | 0x21 | 0xA0 | 0xA1 => self.pics.write(port, byte),
+            0x40..=0x43 => {
+                self.pit.write(port, byte, now());
+                self.set_alarm();
+            }
+            0x70 | 0x71 => self.clock.write(port, byte),
+            0x3F8..=0x3FF => {
+                self.serial.write(port, byte, &mut self.console);
+                self.receive_typed();
+                self.raise_serial();
+            }
+            _ if (port, byte) == RESET => self.ended = Some(End::Reset),
+            _ => {}
+        }
+    }
+}
+
+/// Where devices' registers are: a gigabyte behind memory.
+fn window(memory: &Memory) -> u64 {
+    const GIB: u64 = 1 << 30;
+    memory.size().next_multiple_of(GIB) + GIB
+}
+
+/// What a kernel is told of its disks.
+#[must_use]
+pub fn describe_disks(memory: &Memory, count: usize) -> String {
+    let words = DISK_LINES.iter().take(count).enumerate().map(|(number, line)| {
+        let at = window(memory) + number as u64 * WINDOW;
+        format!(" virtio_mmio.device={WINDOW}@{at:#x}:{line}:{number}")
+    });
+    words.collect()
+}
+
+/// Nanoseconds of the host's clock that never goes back.
+#[must_use]
+pub fn now() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: It is given room for the answer.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
+}
+
+/// A timer of the host's that sends this thread SIGALRM.
+#[derive(Debug)]
+struct Alarm {
+    timer: libc::timer_t,
+    set_for: u64,
+}
+
+impl Alarm {
+    fn new() -> Result<Self> {
+        let mut timer = ptr::null_mut();
+        // SAFETY: All zeros are a valid event, of which the fields are set that this kind has.
+        let made = unsafe {
+            let mut event: libc::sigevent = std::mem::zeroed();
+            event.sigev_notify = libc::SIGEV_THREAD_ID;
+            event.sigev_signo = libc::SIGALRM;
+            event.sigev_notify_thread_id = libc::gettid();
+            libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer)
+        };
+        if made != 0 {
+            let error = io::Error::last_os_error();
+            return Err(crate::error::Error::new(format!("cannot make a timer: {error}")));
+        }
+        Ok(Self { timer, set_for: 0 })
+    }
+
+    fn set(&mut self, when: u64) {
+        if when == self.set_for {
+            return;
+        }
+        self.set_for = when;
+        let value = libc::timespec {
+            tv_sec: (when / 1_000_000_000).cast_signed(),
+            tv_nsec: (when % 1_000_000_000).cast_signed(),
+        };
+        let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let setting = libc::itimerspec { it_interval: none, it_value: value };
+        // SAFETY: The timer was made by `new`.
+        unsafe { libc::timer_settime(self.timer, libc::TIMER_ABSTIME, &raw const setting, ptr::null_mut()) };
+    }
+}

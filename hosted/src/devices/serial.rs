@@ -1,0 +1,102 @@
+//! The first serial port (rust-vmm's model of a 16550A), with the terminal at its other end.
+
+use std::{cell::Cell, convert::Infallible, fmt, io, rc::Rc};
+
+use vm_superio::{Serial as Uart, Trigger, serial::NoEvents};
+
+use super::Console;
+
+const BASE: u16 = 0x3F8;
+const INTERRUPT_ENABLE: u16 = 1;
+const LINE_CONTROL: u16 = 3;
+
+/// Remembers that the port wants attention.
+#[derive(Clone, Debug, Default)]
+struct Line(Rc<Cell<bool>>);
+
+impl Trigger for Line {
+    type E = Infallible;
+
+    fn trigger(&self) -> Result<(), Infallible> {
+        self.0.set(true);
+        Ok(())
+    }
+}
+
+/// What the guest has sent, until it is given to the terminal.
+#[derive(Clone, Debug, Default)]
+struct Sent(Rc<std::cell::RefCell<Vec<u8>>>);
+
+impl io::Write for Sent {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.borrow_mut().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The port.
+pub struct Serial {
+    uart: Uart<Line, NoEvents, Sent>,
+    line: Line,
+    sent: Sent,
+    /// The divisor is in the first two registers' place.
+    shows_divisor: bool,
+    listens: bool,
+}
+
+impl fmt::Debug for Serial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Serial").field("line", &self.line).finish_non_exhaustive()
+    }
+}
+
+impl Default for Serial {
+    fn default() -> Self {
+        let (line, sent) = (Line::default(), Sent::default());
+        Self { uart: Uart::new(line.clone(), sent.clone()), line, sent, shows_divisor: false, listens: false }
+    }
+}
+
+impl Serial {
+    /// How many bytes it can take. While no driver wants to be interrupted for them it takes none, so that what is typed
+    /// before the guest listens is not lost.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        if self.listens { self.uart.fifo_capacity() } else { 0 }
+    }
+
+    /// Somebody has typed.
+    pub fn receive(&mut self, bytes: &[u8]) {
+        if !bytes.is_empty() {
+            // There is room for them; while the port is being tested they are lost, as on a wire.
+            let _ = self.uart.enqueue_raw_bytes(bytes);
+        }
+    }
+
+    /// Whether it wants attention; the answer is given once.
+    pub fn wants_attention(&mut self) -> bool {
+        self.line.0.take()
+    }
+
+    /// Reads a port.
+    pub fn read(&mut self, port: u16) -> u8 {
+        self.uart.read((port - BASE) as u8)
+    }
+
+    /// Writes a port.
+    pub fn write(&mut self, port: u16, value: u8, console: &mut Console) {
+        match port - BASE {
+            INTERRUPT_ENABLE if !self.shows_divisor => self.listens = value & 1 != 0,
+            LINE_CONTROL => self.shows_divisor = value & 0x80 != 0,
+            _ => {}
+        }
+        // The line and what is sent are memory, and never fail.
+        let _ = self.uart.write((port - BASE) as u8, value);
+        let sent = std::mem::take(&mut *self.sent.0.borrow_mut());
+        console.put(&sent);
+    }
+}

@@ -1,0 +1,180 @@
+//! The ways between guest and monitor, in assembler.
+//!
+//! - From a slot: [`hosted_exit`] keeps the registers in the block, takes the monitor's stack and base of FS, and calls
+//!   [`handle_exit`](crate::machine::handle_exit). The guest's stack is not touched: it may be a program's.
+//! - By a signal: [`hosted_signal`] runs on the signal stack; the registers are in the signal's frame.
+//! - Back: [`hosted_resume`]. A signal that comes between its last look at `pending` and its jump makes it begin again: until
+//!   then it has only read.
+//!
+//! While the guest runs, the selector of Syscall User Dispatch says that system calls are its own, but for the one that
+//! returns from a signal, [`hosted_restorer`].
+
+use std::arch::global_asm;
+
+use crate::block::at;
+
+unsafe extern "C" {
+    /// Where slots jump to.
+    pub fn hosted_exit();
+    /// Makes the guest run.
+    pub fn hosted_resume();
+    /// The part of it that may be begun again ...
+    pub fn hosted_resume_start();
+    /// ... up to here.
+    pub fn hosted_resume_end();
+    /// Where it is begun again.
+    pub fn hosted_resume_pending();
+    /// All signals' handler.
+    pub fn hosted_signal();
+    /// Returns from a signal.
+    pub fn hosted_restorer();
+    /// Behind it.
+    pub fn hosted_restorer_end();
+    /// Keeps the floating-point registers at an address.
+    pub fn hosted_save_extended(area: u64);
+}
+
+global_asm!(
+    ".pushsection .text.hosted,\"ax\",@progbits",
+    ".p2align 6",
+    ".global hosted_exit",
+    "hosted_exit:",
+    "mov qword ptr [{regs} + 32], rsp",
+    "mov qword ptr [{regs}], rax",
+    "mov qword ptr [{regs} + 8], rcx",
+    "mov qword ptr [{regs} + 16], rdx",
+    "mov qword ptr [{regs} + 24], rbx",
+    "mov qword ptr [{regs} + 40], rbp",
+    "mov qword ptr [{regs} + 48], rsi",
+    "mov qword ptr [{regs} + 56], rdi",
+    "mov qword ptr [{regs} + 64], r8",
+    "mov qword ptr [{regs} + 72], r9",
+    "mov qword ptr [{regs} + 80], r10",
+    "mov qword ptr [{regs} + 88], r11",
+    "mov qword ptr [{regs} + 96], r12",
+    "mov qword ptr [{regs} + 104], r13",
+    "mov qword ptr [{regs} + 112], r14",
+    "mov qword ptr [{regs} + 120], r15",
+    "mov rsp, qword ptr [{stack}]",
+    "pushfq",
+    "pop qword ptr [{rflags}]",
+    "cld",
+    "mov byte ptr [{selector}], 0",
+    "rdfsbase rax",
+    "mov qword ptr [{fs}], rax",
+    "rdgsbase rax",
+    "mov qword ptr [{gs}], rax",
+    "mov rax, qword ptr [{monitor_fs}]",
+    "wrfsbase rax",
+    "mov rdi, qword ptr [{extended}]",
+    "call hosted_save_extended",
+    "call {handle_exit}",
+    ".global hosted_resume",
+    "hosted_resume:",
+    "mov rsp, qword ptr [{stack}]",
+    "mov rdi, qword ptr [{extended}]",
+    "mov eax, -1",
+    "mov edx, -1",
+    "xrstor64 [rdi]",
+    ".global hosted_resume_start",
+    "hosted_resume_start:",
+    "cmp byte ptr [{pending}], 0",
+    "je 1f",
+    "test byte ptr [{if_byte}], 2",
+    "jnz hosted_resume_pending",
+    "1:",
+    "mov rax, qword ptr [{fs}]",
+    "wrfsbase rax",
+    "mov rax, qword ptr [{gs}]",
+    "wrgsbase rax",
+    "mov byte ptr [{selector}], 1",
+    "push qword ptr [{rflags}]",
+    "popfq",
+    "mov rax, qword ptr [{regs}]",
+    "mov rcx, qword ptr [{regs} + 8]",
+    "mov rdx, qword ptr [{regs} + 16]",
+    "mov rbx, qword ptr [{regs} + 24]",
+    "mov rbp, qword ptr [{regs} + 40]",
+    "mov rsi, qword ptr [{regs} + 48]",
+    "mov rdi, qword ptr [{regs} + 56]",
+    "mov r8, qword ptr [{regs} + 64]",
+    "mov r9, qword ptr [{regs} + 72]",
+    "mov r10, qword ptr [{regs} + 80]",
+    "mov r11, qword ptr [{regs} + 88]",
+    "mov r12, qword ptr [{regs} + 96]",
+    "mov r13, qword ptr [{regs} + 104]",
+    "mov r14, qword ptr [{regs} + 112]",
+    "mov r15, qword ptr [{regs} + 120]",
+    "mov rsp, qword ptr [{regs} + 32]",
+    "jmp qword ptr [{rip}]",
+    ".global hosted_resume_end",
+    "hosted_resume_end:",
+    ".global hosted_resume_pending",
+    "hosted_resume_pending:",
+    "mov byte ptr [{selector}], 0",
+    "mov rsp, qword ptr [{stack}]",
+    "mov rax, qword ptr [{monitor_fs}]",
+    "wrfsbase rax",
+    "cld",
+    "call {handle_pending}",
+    "jmp hosted_resume",
+    "",
+    ".global hosted_save_extended",
+    "hosted_save_extended:",
+    "mov eax, -1",
+    "mov edx, -1",
+    "xsave64 [rdi]",
+    "ret",
+    "",
+    ".global hosted_signal",
+    "hosted_signal:",
+    "push rbx",
+    "push r12",
+    "push r13",
+    "rdfsbase rbx",
+    "mov r12b, byte ptr [{selector}]",
+    "mov byte ptr [{selector}], 0",
+    "mov rax, qword ptr [{monitor_fs}]",
+    "wrfsbase rax",
+    "mov rcx, rbx",
+    "call {handle_signal}",
+    "test eax, eax",
+    "jnz 1f",
+    "wrfsbase rbx",
+    "mov byte ptr [{selector}], r12b",
+    "jmp 2f",
+    "1:",
+    "mov rax, qword ptr [{fs}]",
+    "wrfsbase rax",
+    "mov rax, qword ptr [{gs}]",
+    "wrgsbase rax",
+    "mov byte ptr [{selector}], 1",
+    "2:",
+    "pop r13",
+    "pop r12",
+    "pop rbx",
+    "ret",
+    ".p2align 6",
+    ".global hosted_restorer",
+    "hosted_restorer:",
+    "mov eax, 15",
+    "syscall",
+    "ud2",
+    ".global hosted_restorer_end",
+    "hosted_restorer_end:",
+    ".popsection",
+    regs = const at::REGISTERS,
+    rip = const at::RIP,
+    rflags = const at::RFLAGS,
+    stack = const at::STACK,
+    selector = const at::SELECTOR,
+    pending = const at::PENDING,
+    if_byte = const at::IF_BYTE,
+    fs = const at::FS,
+    gs = const at::GS,
+    monitor_fs = const at::MONITOR_FS,
+    extended = const at::EXTENDED,
+    handle_exit = sym crate::machine::handle_exit,
+    handle_pending = sym crate::machine::handle_pending,
+    handle_signal = sym crate::signal::handle_signal,
+);

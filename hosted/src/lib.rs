@@ -1,0 +1,34 @@
+//! The hosted machine: a pre-virtualized Linux kernel as an ordinary process of a Linux host, without hardware
+//! virtualization, privileges, `ptrace` or changes of the host.
+//!
+//! The kernel's image is moved to where a process can have it, and the slots that the afterburner made in it are filled with
+//! jumps to code that works on the state of a processor in memory. What the kernel maps, a signal handler maps. Its
+//! programs' system calls come as signals. Guest kernel, guest programs and this monitor share one address space: the
+//! kernel is not protected from its programs, nor the monitor from either.
+//!
+//! - [`layout`]: where everything is.
+//! - [`kernel`] reads the `vmlinux`, [`load`] moves it and fills its slots ([`thunks`], [`constants`]), [`boot`] tells it what
+//!   it runs on, [`run`] does these in order.
+//! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
+//! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
+//! - [`devices`]: those of a small PC. `sandbox`: what is left of the host once the guest runs.
+
+pub mod block;
+pub mod boot;
+pub mod constants;
+pub mod cpuid;
+pub mod devices;
+pub mod entry;
+pub mod error;
+pub mod kernel;
+pub mod layout;
+pub mod load;
+pub mod machine;
+pub mod memory;
+pub mod mmu;
+mod perform;
+pub mod run;
+mod sandbox;
+pub mod signal;
+pub mod thunks;
+pub mod vcpu;

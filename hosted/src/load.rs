@@ -1,0 +1,273 @@
+//! Puts a kernel into memory: moves it, gives it its layout, fills its slots.
+
+use std::collections::HashSet;
+
+use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
+use mercury_afterburner::record::Record;
+
+use crate::{
+    constants::{self, Function, SPECIAL},
+    error::{Error, Result},
+    kernel::{Change, Kernel},
+    layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
+    memory::Memory,
+    mmu::bits,
+    thunks::{self, Exit, Slot},
+};
+
+/// Where kernels are linked to have physical address 0.
+const LINKED: u64 = 0xFFFF_FFFF_8000_0000;
+/// What an address of the image grows by.
+pub const DISTANCE: u64 = DIRECT_MAP.wrapping_sub(LINKED);
+/// Code of a slot begins at such a multiple.
+const ALIGNMENT: usize = 16;
+
+/// A kernel in memory.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The code for slots, to be put at [`THUNKS`].
+    pub thunks: Vec<u8>,
+    /// Places where it leaves the guest.
+    pub exits: Vec<Exit>,
+    /// Physical address of the kernel's own page tables.
+    pub root: u64,
+    /// Slots that were filled.
+    pub filled: usize,
+    /// Slots that were left as they are.
+    pub unfilled: usize,
+    /// Constants that were changed.
+    pub constants: usize,
+    /// Places that were relocated.
+    pub relocated: usize,
+}
+
+fn outside() -> Error {
+    Error::new("the guest has too little memory for its kernel").hint("give it more with --memory")
+}
+
+/// Where a linked address is now.
+///
+/// # Errors
+/// If the kernel has no such symbol.
+pub fn address_of(kernel: &Kernel, symbol: &str) -> Result<u64> {
+    Ok(kernel.symbol(symbol)?.wrapping_add(DISTANCE))
+}
+
+fn physical_of(kernel: &Kernel, symbol: &str) -> Result<u64> {
+    let missing = || Error::new(format!("the kernel's {symbol} is not loaded"));
+    kernel.physical(kernel.symbol(symbol)?).ok_or_else(missing)
+}
+
+/// Loads it.
+///
+/// # Errors
+/// If there is too little memory, or the kernel is not what its records and relocations say.
+pub fn load(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
+    for segment in &kernel.segments {
+        let place = memory.contains(segment.physical, segment.size).then_some(());
+        place.and_then(|()| memory.write(segment.physical, &segment.bytes)).ok_or_else(outside)?;
+    }
+    relocate(kernel, memory)?;
+    let constants = change_constants(kernel, memory)?;
+    give_layout(kernel, memory)?;
+    let root = prepare_tables(kernel, memory)?;
+    let mut loaded = fill_slots(kernel, memory)?;
+    (loaded.root, loaded.constants, loaded.relocated) = (root, constants, kernel.relocations.len());
+    Ok(loaded)
+}
+
+fn relocate(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    for relocation in &kernel.relocations {
+        let at = relocation.physical;
+        if relocation.change == Change::Long {
+            let value = memory.read_long(at).ok_or_else(outside)?;
+            memory.write_long(at, value.wrapping_add(DISTANCE)).ok_or_else(outside)?;
+            continue;
+        }
+        let mut bytes = [0; 4];
+        memory.read(at, &mut bytes).ok_or_else(outside)?;
+        let value = u32::from_le_bytes(bytes);
+        let moved = match relocation.change {
+            Change::Backwards => value.wrapping_sub(DISTANCE as u32),
+            _ => value.wrapping_add(DISTANCE as u32),
+        };
+        memory.write(at, &moved.to_le_bytes()).ok_or_else(outside)?;
+    }
+    Ok(())
+}
+
+fn change_constants(kernel: &Kernel, memory: &Memory) -> Result<usize> {
+    let moved: HashSet<u64> = kernel.relocations.iter().map(|relocation| relocation.physical).collect();
+    let special: Vec<_> = SPECIAL
+        .iter()
+        .flat_map(|&(function, names)| kernel.functions(names).map(move |range| (function, range)))
+        .collect();
+    let function_at = |at| {
+        let found = special.iter().find(|(_, range)| range.contains(&at));
+        found.map_or(Function::Other, |(function, _)| *function)
+    };
+    let mut changed = 0;
+    for code in &kernel.code {
+        let mut bytes = vec![0; code.size as usize];
+        memory.read(code.physical, &mut bytes).ok_or_else(outside)?;
+        let patches = constants::find(
+            &bytes,
+            code.address,
+            |at| moved.contains(&(at - code.address + code.physical)),
+            function_at,
+        );
+        changed += patches.len();
+        for patch in patches {
+            let at = patch.address - code.address + code.physical;
+            memory.write(at, &patch.new.to_le_bytes()[..usize::from(patch.length)]).ok_or_else(outside)?;
+        }
+    }
+    Ok(changed)
+}
+
+/// What the kernel finds through variables.
+fn give_layout(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    let set = |symbol: &str, value: u64| -> Result<()> {
+        memory.write_long(physical_of(kernel, symbol)?, value).ok_or_else(outside)
+    };
+    set("page_offset_base", DIRECT_MAP)?;
+    set("vmalloc_base", VMALLOC)?;
+    set("vmemmap_base", VMEMMAP)?;
+    // The physical address of something in the image is its address less LINKED, plus this.
+    set("phys_base", LINKED.wrapping_sub(DIRECT_MAP))?;
+    allow_own_addresses(kernel, memory)?;
+    refuse_modules(kernel, memory)?;
+    separate_programs(kernel, memory)
+}
+
+/// Where the kernel reads what may not be there it asks first whether the address is in the upper half. Here it reads, and
+/// takes the fault that it is prepared for: the function says yes.
+fn allow_own_addresses(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    // mov $1,%eax ; ret
+    const YES: &[u8] = &[0xB8, 1, 0, 0, 0, 0xC3];
+    memory.write(physical_of(kernel, "copy_from_kernel_nofault_allowed")?, YES).ok_or_else(outside)
+}
+
+/// Nobody fills the slots of modules, and there is no place for them near the image: the kernel finds no memory for one.
+fn refuse_modules(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    // xor %eax,%eax ; ret
+    const NOTHING: &[u8] = &[0x31, 0xC0, 0xC3];
+    match physical_of(kernel, "module_alloc") {
+        Ok(at) => memory.write(at, NOTHING).ok_or_else(outside),
+        Err(_) => Ok(()),
+    }
+}
+
+/// A new address space shares the kernel's part of the top-level table, which begins where the direct map does. Here that
+/// would be all of it. So the function that makes one gets its own idea of where the kernel begins, in a variable of its
+/// own; nothing of the kernel's below is ever looked up in a program's tables.
+fn separate_programs(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    memory.write_long(SPARE, KERNEL_TABLES).ok_or_else(outside)?;
+    let (start, size) = kernel.find("pgd_alloc")?;
+    let physical = physical_of(kernel, "pgd_alloc")?;
+    let mut bytes = vec![0; size as usize];
+    memory.read(physical, &mut bytes).ok_or_else(outside)?;
+    let found = boundary_loads(&bytes, start, kernel.symbol("page_offset_base")?);
+    for at in &found {
+        let here = start.wrapping_add(DISTANCE) + at + 4;
+        let to = (DIRECT_MAP + SPARE).wrapping_sub(here) as u32;
+        memory.write(physical + at, &to.to_le_bytes()).ok_or_else(outside)?;
+    }
+    if found.is_empty() {
+        return Err(Error::new(
+            "the kernel's pgd_alloc does not say where the kernel's address space begins",
+        )
+        .hint("kernels from 6.1 on are known; build with RANDOMIZE_MEMORY=y"));
+    }
+    Ok(())
+}
+
+/// Where, in a function, the fields are by which instructions load the variable, to make the index of an entry of a
+/// top-level table of it: it is shifted by 39 soon afterwards. Other uses are for physical addresses.
+fn boundary_loads(code: &[u8], address: u64, variable: u64) -> Vec<u64> {
+    const SOON: usize = 6;
+    let mut decoder = Decoder::with_ip(64, code, address, DecoderOptions::NONE);
+    let instructions: Vec<Instruction> = decoder.iter().collect();
+    let loads = instructions.iter().enumerate().filter(|(at, load)| {
+        load.mnemonic() == Mnemonic::Mov
+            && load.is_ip_rel_memory_operand()
+            && load.ip_rel_memory_address() == variable
+            && instructions[at + 1..].iter().take(SOON).any(|shift| {
+                shift.mnemonic() == Mnemonic::Shr
+                    && shift.op0_register() == load.op0_register()
+                    && shift.try_immediate(1).is_ok_and(|by| by == 39)
+            })
+    });
+    // The displacement is a load's last field.
+    loads.map(|(_, load)| load.next_ip() - 4 - address).collect()
+}
+
+/// A page that the guest is told is not its own.
+pub const SPARE: u64 = 0x9_F000;
+
+/// The page tables' static parts have physical addresses, which relocation has changed; and the kernel's fixed addresses
+/// have come into another gigabyte than where they were linked.
+fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
+    const TABLE: u64 = bits::PRESENT | bits::WRITE | bits::ACCESSED | bits::DIRTY;
+    for table in ["level3_kernel_pgt", "level2_fixmap_pgt"] {
+        let physical = physical_of(kernel, table)?;
+        for at in (0..512).map(|index| physical + index * 8) {
+            let entry = memory.read_long(at).ok_or_else(outside)?;
+            if entry & bits::PRESENT != 0 {
+                memory.write_long(at, entry.wrapping_sub(DISTANCE)).ok_or_else(outside)?;
+            }
+        }
+    }
+    let root = physical_of(kernel, "init_top_pgt")?;
+    let upper = physical_of(kernel, "level3_kernel_pgt")?;
+    let fixed = physical_of(kernel, "level2_fixmap_pgt")?;
+    let index = crate::layout::FIXMAP >> 30;
+    for linked in [LINKED >> 30 & 511, (LINKED >> 30 & 511) + 1] {
+        memory.write_long(upper + linked * 8, 0).ok_or_else(outside)?;
+    }
+    memory.write_long(root, upper | TABLE).ok_or_else(outside)?;
+    memory.write_long(upper + index * 8, fixed | TABLE).ok_or_else(outside)?;
+    Ok(root)
+}
+
+fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
+    let mut loaded = Loaded {
+        thunks: Vec::new(),
+        exits: Vec::new(),
+        root: 0,
+        filled: 0,
+        unfilled: 0,
+        constants: 0,
+        relocated: 0,
+    };
+    for (&linked, records) in &kernel.slots {
+        let Some(physical) = kernel.physical(linked).filter(|_| thunks::is_filled(records)) else {
+            loaded.unfilled += 1;
+            continue;
+        };
+        fill(&mut loaded, memory, linked, physical, records)?;
+        loaded.filled += 1;
+    }
+    if loaded.thunks.len() as u64 > THUNKS_SIZE {
+        return Err(Error::new("the kernel has more slots than there is room for"));
+    }
+    Ok(loaded)
+}
+
+fn fill(loaded: &mut Loaded, memory: &Memory, linked: u64, physical: u64, records: &[Record]) -> Result<()> {
+    let length = usize::from(records.first().map_or(0, |record| record.length));
+    let mut bytes = vec![0; length];
+    memory.read(physical, &mut bytes).ok_or_else(outside)?;
+    let address = linked.wrapping_add(DISTANCE);
+    let at = THUNKS + loaded.thunks.len() as u64;
+    let thunk = thunks::build(&Slot { address, bytes: &bytes, records }, at, loaded.exits.len())?;
+    loaded.exits.extend(thunk.exits);
+    loaded.thunks.extend(thunk.code);
+    loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
+    let jump = at.wrapping_sub(address + 5) as u32;
+    // What is left of it is never reached: a trap shows it if it is.
+    let mut slot = vec![0xCC; length];
+    slot[0] = 0xE9;
+    slot[1..5].copy_from_slice(&jump.to_le_bytes());
+    memory.write(physical, &slot).ok_or_else(outside)
+}

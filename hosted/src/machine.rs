@@ -1,0 +1,511 @@
+//! The machine: a processor, its memory and its devices, and what it does when the guest is left.
+
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+
+use crate::{
+    block::{self, Block, IF},
+    devices::Devices,
+    entry,
+    layout::{self, PAGE},
+    memory::{Memory, Rights},
+    mmu::{self, Access, Privilege, Translation},
+    thunks::{self, Cause, Exit},
+    vcpu::Vcpu,
+};
+
+/// Pages mapped beside the one that was missing, at most, to each side.
+const NEIGHBOURS: u64 = 64;
+
+/// The process' exit status after the guest has asked for a reset, as it does after a panic.
+pub const RESET_STATUS: i32 = 10;
+/// The process' exit status if the guest cannot go on.
+pub const BROKEN_STATUS: i32 = 11;
+
+/// The only one of this process. Handlers of signals and slots find it here.
+static MACHINE: AtomicPtr<Machine> = AtomicPtr::new(std::ptr::null_mut());
+
+/// How the machine has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The guest halted with interrupts off.
+    Halted,
+    /// The guest asked for a reset.
+    Reset,
+    /// The guest did something that nobody can go on from.
+    Broken,
+    /// Somebody at the terminal ended it.
+    Ended,
+}
+
+/// An exception that the guest gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// Its vector.
+    pub vector: u8,
+    /// Its error code, if it has one.
+    pub error: Option<u32>,
+    /// The address that a page fault is about.
+    pub address: Option<u64>,
+}
+
+impl Exception {
+    /// An instruction that does not exist.
+    pub const UNDEFINED: Self = Self { vector: 6, error: None, address: None };
+    /// Something that is not allowed.
+    pub const PROTECTION: Self = Self { vector: 13, error: Some(0), address: None };
+
+    /// A page fault.
+    #[must_use]
+    pub fn page(error: u32, address: u64) -> Self {
+        Self { vector: 14, error: Some(error), address: Some(address) }
+    }
+}
+
+/// What has been counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Slots that left the guest.
+    pub exits: u64,
+    /// Faults that the guest's page tables answered.
+    pub fills: u64,
+    /// Faults that the guest got.
+    pub faults: u64,
+    /// System calls of programs.
+    pub system_calls: u64,
+    /// Interrupts delivered.
+    pub interrupts: u64,
+    /// Changes of the address space.
+    pub switches: u64,
+    /// Instructions recognized by their trap, not by their slot.
+    pub trapped: u64,
+}
+
+/// All of it.
+#[derive(Debug)]
+pub struct Machine {
+    /// The processor, but for what is in the block.
+    pub vcpu: Vcpu,
+    /// Memory.
+    pub memory: Memory,
+    /// Devices.
+    pub devices: Devices,
+    /// Places where slots leave the guest.
+    pub exits: Vec<Exit>,
+    /// Where they jump to the monitor, in order.
+    pub exit_jumps: Vec<u64>,
+    /// The kernel's own page tables.
+    pub kernel_root: u64,
+    /// What has been counted.
+    pub counters: Counters,
+    /// Mappings made since all were dropped.
+    pub mapped: u64,
+    /// Whether any of them are a program's.
+    pub user_mapped: bool,
+    /// How many the host allows.
+    pub most_mapped: u64,
+    /// Say what is strange.
+    pub verbose: bool,
+}
+
+impl Machine {
+    /// The block.
+    #[must_use]
+    pub fn block(&self) -> &'static mut Block {
+        // SAFETY: It is mapped before there is a machine, stays mapped, and only this thread uses it; signals write one
+        // byte of it, which is accessed atomically.
+        unsafe { &mut *block::pointer() }
+    }
+
+    /// Whether a program runs, or the kernel.
+    #[must_use]
+    pub fn privilege(&self) -> Privilege {
+        if self.vcpu.cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
+    }
+
+    /// Lets the guest run. Comes back never: the process ends when the machine does.
+    pub fn run(self) -> ! {
+        let machine = Box::leak(Box::new(self));
+        let block = machine.block();
+        // SAFETY: The area is as large as the processor says, and at a multiple of 64.
+        unsafe { entry::hosted_save_extended(block.extended) };
+        MACHINE.store(machine, Ordering::Release);
+        // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
+        unsafe { entry::hosted_resume() };
+        unreachable!("the guest does not return");
+    }
+
+    /// Says why, gives the terminal back, and ends the process.
+    pub fn end(&mut self, how: End, why: &str) -> ! {
+        self.devices.console.restore();
+        if !why.is_empty() {
+            eprintln!("mercury hosted: {why}");
+        }
+        if how == End::Broken {
+            eprintln!("{}", self.describe());
+        }
+        if self.verbose {
+            eprintln!("mercury hosted: {:?}", self.counters);
+        }
+        std::process::exit(match how {
+            End::Halted | End::Ended => 0,
+            End::Reset => RESET_STATUS,
+            End::Broken => BROKEN_STATUS,
+        })
+    }
+
+    /// The processor's state for people.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let registers = self.block().registers;
+        let names = ["rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi"];
+        let mut text = format!(
+            "  rip {:#x} cs {:#x} flags {:#x} cr2 {:#x} cr3 {:#x} gs {:#x}",
+            registers.rip,
+            self.vcpu.cs,
+            self.flags(),
+            self.vcpu.cr2,
+            self.vcpu.cr3,
+            self.block().gs
+        );
+        for (at, value) in registers.general.iter().enumerate() {
+            let name = names.get(at).map_or_else(|| format!("r{at}"), |name| (*name).to_owned());
+            text += &format!("{}{name} {value:#x}", if at % 4 == 0 { "\n  " } else { " " });
+        }
+        text
+    }
+
+    /// The page tables that an address is looked up in: those of the kernel's low addresses are not in programs' tables.
+    fn root(&self, address: u64) -> u64 {
+        if (layout::FIXMAP..layout::DIRECT_MAP).contains(&address) { self.kernel_root } else { self.vcpu.cr3 }
+    }
+
+    /// Translates for the guest.
+    ///
+    /// # Errors
+    /// The fault that it gets.
+    pub fn translate(
+        &self,
+        address: u64,
+        access: Access,
+        privilege: Privilege,
+    ) -> Result<Translation, Exception> {
+        if let Some(physical) = self.memory.direct(address) {
+            let (write, may_write, execute) = (true, true, true);
+            return Ok(Translation { physical, size: PAGE, entry: 0, write, may_write, execute });
+        }
+        mmu::walk(&self.memory, self.root(address), address, access, privilege)
+            .map_err(|error| Exception::page(error, address))
+    }
+
+    /// Reads what the kernel sees at an address.
+    ///
+    /// # Errors
+    /// The fault that it gets.
+    pub fn read(&self, address: u64, into: &mut [u8]) -> Result<(), Exception> {
+        let mut done = 0;
+        while done < into.len() {
+            let at = address.wrapping_add(done as u64);
+            let length = (Memory::rest_of_page(at) as usize).min(into.len() - done);
+            let physical = self.translate(at, Access::Read, Privilege::Kernel)?.physical;
+            let read = self.memory.read(physical, &mut into[done..done + length]);
+            read.ok_or(Exception::page(0, at))?;
+            done += length;
+        }
+        Ok(())
+    }
+
+    /// Writes what the kernel sees at an address.
+    ///
+    /// # Errors
+    /// The fault that it gets.
+    pub fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Exception> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = address.wrapping_add(done as u64);
+            let length = (Memory::rest_of_page(at) as usize).min(bytes.len() - done);
+            let physical = self.translate(at, Access::Write, Privilege::Kernel)?.physical;
+            let written = self.memory.write(physical, &bytes[done..done + length]);
+            written.ok_or(Exception::page(2, at))?;
+            done += length;
+        }
+        Ok(())
+    }
+
+    /// Reads a number.
+    ///
+    /// # Errors
+    /// The fault that the guest gets.
+    pub fn read_long(&self, address: u64) -> Result<u64, Exception> {
+        let mut bytes = [0; 8];
+        self.read(address, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    /// The flags as the guest knows them.
+    #[must_use]
+    pub fn flags(&self) -> u64 {
+        self.block().registers.rflags & VISIBLE | 2 | self.block().flags & IF
+    }
+
+    /// Sets the flags as the guest knows them.
+    pub fn set_flags(&mut self, flags: u64) {
+        self.block().registers.rflags = flags & VISIBLE | 2 | IF;
+        self.block().flags = 2 | flags & IF;
+    }
+
+    /// Whether the guest takes interrupts.
+    #[must_use]
+    pub fn interruptible(&self) -> bool {
+        self.block().flags & IF != 0
+    }
+
+    /// An interrupt may come between a slot's naming the exit and its jump to the monitor, and whatever handles it will use
+    /// others: the name has to be written again afterwards.
+    pub fn begin_exit_again(&mut self) {
+        let registers = &mut self.block().registers;
+        if self.exit_jumps.binary_search(&registers.rip).is_ok() {
+            registers.rip -= thunks::NAMING_LENGTH;
+        }
+    }
+
+    /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
+    pub fn service(&mut self) {
+        pending().store(0, Ordering::Release);
+        self.devices.poll();
+        if self.interruptible()
+            && let Some(vector) = self.devices.acknowledge()
+        {
+            self.counters.interrupts += 1;
+            self.inject(Exception { vector, error: None, address: None });
+        }
+        if self.devices.has_interrupt() {
+            pending().store(1, Ordering::Release);
+        }
+        if let Some(how) = self.devices.ended() {
+            self.end(how, "");
+        }
+    }
+
+    /// An address that is not mapped, or not so: maps what the guest's page tables have there, or gives it the fault.
+    pub fn page_fault(&mut self, address: u64, code: u64) {
+        let access = match code {
+            _ if code & 16 != 0 => Access::Execute,
+            _ if code & 2 != 0 => Access::Write,
+            _ => Access::Read,
+        };
+        if self.privilege() == Privilege::User && !self.may_belong_to_program(address) {
+            // The kernel would find its page tables in order and let the program try again, for ever.
+            return self.inject(Exception::PROTECTION);
+        }
+        match self.fill(address, access) {
+            Ok(()) => self.counters.fills += 1,
+            Err(exception) => {
+                self.counters.faults += 1;
+                self.inject(exception);
+            }
+        }
+    }
+
+    /// Whether a program could have this address if its kernel said so.
+    fn may_belong_to_program(&self, address: u64) -> bool {
+        const ANYWHERE: std::ops::Range<u64> = layout::USER_START..layout::USER_END;
+        !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
+    }
+
+    fn fill(&mut self, address: u64, access: Access) -> Result<(), Exception> {
+        let found = self.translate(address, access, self.privilege())?;
+        if self.memory.direct(address).is_some() || !layout::is_translated(address) {
+            let why = format!("the guest cannot have the address {address:#x}");
+            self.end(End::Broken, &why);
+        }
+        let page = address & !(PAGE - 1);
+        let physical = found.physical & !(PAGE - 1);
+        if !self.memory.contains(physical, PAGE) {
+            return self.touch_device(found.physical);
+        }
+        let rights = Rights { write: found.write, execute: found.execute };
+        let large = !(found.size - 1);
+        let (start, from, length) =
+            if found.size > PAGE && self.memory.contains(found.physical & large, found.size) {
+                let size = found.size.min(2 << 20);
+                (address & !(size - 1), found.physical & !(size - 1), size)
+            } else if found.size > PAGE {
+                (page, physical, PAGE)
+            } else {
+                let (before, after) = mmu::neighbours(&self.memory, &found, NEIGHBOURS);
+                (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
+            };
+        self.map(start, length, from, rights);
+        self.user_mapped |= layout::is_user(address);
+        Ok(())
+    }
+
+    /// Does an access to a device's registers in memory, which is not mapped for that.
+    fn touch_device(&mut self, physical: u64) -> Result<(), Exception> {
+        if self.perform_access(physical)?.is_none() {
+            let rip = self.block().registers.rip;
+            let why = format!(
+                "the guest uses the physical address {physical:#x}, where it has nothing, at {rip:#x}"
+            );
+            self.end(End::Broken, &why);
+        }
+        Ok(())
+    }
+
+    fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights) {
+        self.mapped += 1;
+        if self.mapped > self.most_mapped {
+            self.drop_all();
+        }
+        if self.memory.map(address, length, physical, rights).is_ok() {
+            return;
+        }
+        self.drop_all();
+        if let Err(error) = self.memory.map(address, length, physical, rights) {
+            self.end(End::Broken, &format!("cannot map the guest's memory: {error}"));
+        }
+    }
+
+    /// Drops the mappings of programs' memory.
+    pub fn drop_user(&mut self) {
+        if !self.user_mapped {
+            return;
+        }
+        self.memory.unmap(layout::USER_START, layout::THUNKS - layout::USER_START);
+        let above = layout::DIRECT_MAP + self.memory.size();
+        self.memory.unmap(above, layout::USER_END - above);
+        self.user_mapped = false;
+    }
+
+    /// Drops all mappings but the direct map.
+    pub fn drop_all(&mut self) {
+        self.user_mapped = true;
+        self.drop_user();
+        self.memory.unmap(layout::FIXMAP, layout::DIRECT_MAP - layout::FIXMAP);
+        self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
+        self.mapped = 0;
+    }
+
+    /// Drops one.
+    pub fn drop_page(&mut self, address: u64) {
+        let page = address & !(PAGE - 1);
+        if layout::is_translated(page) && self.memory.direct(page).is_none() {
+            self.memory.unmap(page, PAGE);
+        }
+    }
+
+    /// Delivers an exception or an interrupt as the processor would.
+    pub fn inject(&mut self, exception: Exception) {
+        if let Some(address) = exception.address {
+            self.vcpu.cr2 = address;
+        }
+        if let Err(second) = self.deliver(exception) {
+            let why = format!("the guest cannot take {exception:x?}: {second:x?}");
+            self.end(End::Broken, &why);
+        }
+    }
+
+    fn deliver(&mut self, exception: Exception) -> Result<(), Exception> {
+        let at = u64::from(exception.vector) * 16;
+        if at + 15 > u64::from(self.vcpu.idt.limit) {
+            return Err(Exception::PROTECTION);
+        }
+        let low = self.read_long(self.vcpu.idt.base.wrapping_add(at))?;
+        let high = self.read_long(self.vcpu.idt.base.wrapping_add(at + 8))?;
+        if low >> 47 & 1 == 0 {
+            return Err(Exception::PROTECTION);
+        }
+        let target = low & 0xFFFF | low >> 32 & 0xFFFF_0000 | high << 32;
+        let from_user = self.privilege() == Privilege::User;
+        let registers = &mut self.block().registers;
+        let stack = match low >> 32 & 7 {
+            0 if from_user => self.read_long(self.vcpu.task_base + 4)?,
+            0 => registers.general[block::RSP],
+            list => self.read_long(self.vcpu.task_base + 0x24 + (list - 1) * 8)?,
+        } & !15;
+        let words = [
+            registers.rip,
+            u64::from(self.vcpu.cs),
+            self.flags(),
+            registers.general[block::RSP],
+            u64::from(self.vcpu.ss),
+        ];
+        let mut frame = Vec::with_capacity(48);
+        frame.extend(exception.error.map(u64::from).iter().chain(&words).flat_map(|word| word.to_le_bytes()));
+        let top = stack - frame.len() as u64;
+        self.write(top, &frame)?;
+        let is_trap = low >> 40 & 0xF == 0xF;
+        self.set_flags(self.flags() & !(ALIGNMENT | if is_trap { 0 } else { IF }));
+        registers.general[block::RSP] = top;
+        registers.rip = target;
+        self.vcpu.cs = (low >> 16 & 0xFFFF) as u16;
+        if from_user {
+            self.vcpu.ss = 0;
+        }
+        Ok(())
+    }
+
+    /// A program's system call.
+    pub fn system_call(&mut self) {
+        self.counters.system_calls += 1;
+        let flags = self.flags();
+        let registers = &mut self.block().registers;
+        registers.general[block::RCX] = registers.rip;
+        registers.general[block::R11] = flags;
+        registers.rip = self.vcpu.lstar;
+        self.vcpu.cs = (self.vcpu.star >> 32) as u16 & !3;
+        self.vcpu.ss = self.vcpu.cs + 8;
+        self.set_flags(flags & !self.vcpu.syscall_mask);
+    }
+
+    fn exit(&mut self) {
+        self.counters.exits += 1;
+        let index = self.block().exit as usize;
+        let Some(exit) = self.exits.get(index).copied() else {
+            self.end(End::Broken, &format!("a slot with the unknown number {index}"));
+        };
+        self.block().registers.rip = exit.resume;
+        if let Cause::Sensitive(instruction) = exit.cause
+            && let Err(exception) = self.perform(&instruction)
+        {
+            self.block().registers.rip = exit.original;
+            self.inject(exception);
+        }
+        if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
+            self.service();
+        }
+    }
+}
+
+/// Flags that a process can have, and that mean the same in it: no single steps.
+const VISIBLE: u64 = 0x24_0CD5;
+/// Faults when something is not aligned; kernels are not asked.
+const ALIGNMENT: u64 = 1 << 18;
+
+/// The block's byte.
+#[must_use]
+pub fn pending() -> &'static AtomicU8 {
+    // SAFETY: The block is mapped for as long as the process lives; all accesses to this byte are atomic, or by code in
+    // assembler, which reads it.
+    unsafe { AtomicU8::from_ptr(&raw mut (*block::pointer()).pending) }
+}
+
+/// The machine, once it runs.
+pub fn running() -> Option<&'static mut Machine> {
+    // SAFETY: The machine is leaked, and used by the one thread that it runs on, while the guest does not.
+    unsafe { MACHINE.load(Ordering::Acquire).as_mut() }
+}
+
+/// A slot has left the guest.
+pub extern "C" fn handle_exit() {
+    if let Some(machine) = running() {
+        machine.exit();
+    }
+}
+
+/// Something waits, and the guest takes interrupts.
+pub extern "C" fn handle_pending() {
+    if let Some(machine) = running() {
+        machine.service();
+    }
+}

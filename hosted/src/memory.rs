@@ -1,0 +1,179 @@
+//! The guest's memory: a file without a name, mapped once as the kernel's direct map, and in parts wherever the guest's page
+//! tables say.
+
+use std::{
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    ptr,
+};
+
+use crate::{
+    error::{Error, Result},
+    layout::{DIRECT_MAP, PAGE},
+};
+
+/// What may be done with mapped memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rights {
+    /// Written to.
+    pub write: bool,
+    /// Executed.
+    pub execute: bool,
+}
+
+impl Rights {
+    fn flags(self) -> i32 {
+        let write = if self.write { libc::PROT_WRITE } else { 0 };
+        let execute = if self.execute { libc::PROT_EXEC } else { 0 };
+        libc::PROT_READ | write | execute
+    }
+}
+
+/// All of the guest's memory.
+#[derive(Debug)]
+pub struct Memory {
+    file: OwnedFd,
+    size: u64,
+}
+
+impl Memory {
+    /// Makes it, and maps it where [`crate::layout`] says.
+    ///
+    /// # Errors
+    /// If the host has not so much, or the addresses are taken.
+    pub fn new(size: u64) -> Result<Self> {
+        // SAFETY: The name is a string with its end, and the descriptor is checked.
+        let file = unsafe { libc::memfd_create(c"mercury-hosted".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(Error::system("make the guest's memory"));
+        }
+        // SAFETY: The descriptor was made above and belongs to nobody else.
+        let memory = Self { file: unsafe { OwnedFd::from_raw_fd(file) }, size };
+        // SAFETY: It takes a descriptor and a number.
+        if unsafe { libc::ftruncate(file, size.cast_signed()) } != 0 {
+            return Err(Error::system("give the guest its memory").hint("choose less with --memory"));
+        }
+        memory.map_new(DIRECT_MAP, size, 0, Rights { write: true, execute: true })?;
+        Ok(memory)
+    }
+
+    fn map_new(&self, address: u64, length: u64, physical: u64, rights: Rights) -> Result<()> {
+        // SAFETY: What is mapped already is not replaced: the flag forbids it.
+        let mapped = unsafe {
+            libc::mmap(
+                ptr::with_exposed_provenance_mut(address as usize),
+                length as usize,
+                rights.flags(),
+                libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE,
+                self.file.as_raw_fd(),
+                physical.cast_signed(),
+            )
+        };
+        if mapped.addr() as u64 == address {
+            return Ok(());
+        }
+        let what = format!("map the guest's memory at {address:#x}");
+        Err(Error::system(&what).hint(
+            "something else of this process is there, or the host forbids memory that can be \
+            written and executed (SELinux: deny_execmem)",
+        ))
+    }
+
+    /// Maps a part of it where the guest wants it, over what was there.
+    ///
+    /// # Errors
+    /// What the host said.
+    pub fn map(&self, address: u64, length: u64, physical: u64, rights: Rights) -> std::io::Result<()> {
+        debug_assert!(crate::layout::is_translated(address) && self.contains(physical, length));
+        // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
+        let mapped = unsafe {
+            libc::mmap(
+                ptr::with_exposed_provenance_mut(address as usize),
+                length as usize,
+                rights.flags(),
+                libc::MAP_SHARED | libc::MAP_FIXED,
+                self.file.as_raw_fd(),
+                physical.cast_signed(),
+            )
+        };
+        if mapped == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Removes mappings of a range that the guest translates.
+    pub fn unmap(&self, address: u64, length: u64) {
+        debug_assert!(crate::layout::is_translated(address));
+        // SAFETY: As for `map`.
+        unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address as usize), length as usize) };
+    }
+
+    /// Whether the guest has this memory.
+    #[must_use]
+    pub fn contains(&self, physical: u64, length: u64) -> bool {
+        physical < self.size && length <= self.size - physical
+    }
+
+    /// Where the monitor, and the kernel, see it.
+    #[must_use]
+    pub fn pointer(&self, physical: u64, length: u64) -> Option<*mut u8> {
+        self.contains(physical, length)
+            .then(|| ptr::with_exposed_provenance_mut((DIRECT_MAP + physical) as usize))
+    }
+
+    /// Whether an address lies in the direct map, and the physical one if so.
+    #[must_use]
+    pub fn direct(&self, address: u64) -> Option<u64> {
+        let physical = address.checked_sub(DIRECT_MAP)?;
+        self.contains(physical, 1).then_some(physical)
+    }
+
+    /// How much it is.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Copies into it. `None` if it is not there.
+    #[must_use]
+    pub fn write(&self, physical: u64, bytes: &[u8]) -> Option<()> {
+        let to = self.pointer(physical, bytes.len() as u64)?;
+        // SAFETY: The range was checked, and the guest does not run while the monitor does.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Some(())
+    }
+
+    /// Copies out of it. `None` if it is not there.
+    #[must_use]
+    pub fn read(&self, physical: u64, into: &mut [u8]) -> Option<()> {
+        let from = self.pointer(physical, into.len() as u64)?;
+        // SAFETY: As for `write`.
+        unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        Some(())
+    }
+
+    /// A number of 64 bits.
+    #[must_use]
+    pub fn read_long(&self, physical: u64) -> Option<u64> {
+        let mut bytes = [0; 8];
+        self.read(physical, &mut bytes)?;
+        Some(u64::from_le_bytes(bytes))
+    }
+
+    /// A number of 64 bits.
+    #[must_use]
+    pub fn write_long(&self, physical: u64, value: u64) -> Option<()> {
+        self.write(physical, &value.to_le_bytes())
+    }
+
+    /// Sets bits of an entry of a page table. Kernels clear entries with other processors in mind, so this is one access.
+    pub fn set_bits(&self, physical: u64, bits: u64) {
+        let Some(at) = self.pointer(physical, 8) else { return };
+        // SAFETY: The range was checked; entries lie at multiples of eight.
+        let entry = unsafe { std::sync::atomic::AtomicU64::from_ptr(at.cast()) };
+        entry.fetch_or(bits, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Bytes of a page that are left behind an address.
+    #[must_use]
+    pub fn rest_of_page(address: u64) -> u64 {
+        PAGE - address % PAGE
+    }
+}

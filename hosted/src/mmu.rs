@@ -1,0 +1,156 @@
+//! Walks the guest's page tables as the processor would: four levels, pages of 4 KiB, 2 MiB and 1 GiB.
+
+use crate::{layout::PAGE, memory::Memory};
+
+/// What is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// To read.
+    Read,
+    /// To write.
+    Write,
+    /// To execute.
+    Execute,
+}
+
+/// On whose behalf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Privilege {
+    /// The kernel's.
+    Kernel,
+    /// A program's.
+    User,
+}
+
+/// Bits of an entry.
+pub mod bits {
+    /// It is valid.
+    pub const PRESENT: u64 = 1;
+    /// It can be written to.
+    pub const WRITE: u64 = 1 << 1;
+    /// Programs may use it.
+    pub const USER: u64 = 1 << 2;
+    /// It was used.
+    pub const ACCESSED: u64 = 1 << 5;
+    /// It was written to.
+    pub const DIRTY: u64 = 1 << 6;
+    /// A large page.
+    pub const LARGE: u64 = 1 << 7;
+    /// No code.
+    pub const NO_EXECUTE: u64 = 1 << 63;
+    /// The physical address.
+    pub const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
+}
+
+/// Bits of a page fault's error code.
+mod error {
+    pub const PRESENT: u32 = 1;
+    pub const WRITE: u32 = 2;
+    pub const USER: u32 = 4;
+    pub const FETCH: u32 = 16;
+}
+
+/// Where an address leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Translation {
+    /// The physical address.
+    pub physical: u64,
+    /// Size of its page.
+    pub size: u64,
+    /// Where the entry is.
+    pub entry: u64,
+    /// All levels allow to write, and the entry is marked dirty.
+    pub write: bool,
+    /// All levels allow to write.
+    pub may_write: bool,
+    /// All levels allow code.
+    pub execute: bool,
+}
+
+/// Translates an address and marks the entries used.
+///
+/// # Errors
+/// The error code of the page fault that the guest gets.
+pub fn walk(
+    memory: &Memory,
+    root: u64,
+    address: u64,
+    access: Access,
+    privilege: Privilege,
+) -> Result<Translation, u32> {
+    let code = code(access, privilege);
+    if address >> 47 != 0 {
+        return Err(code);
+    }
+    let mut table = root & bits::ADDRESS;
+    let (mut write, mut user, mut execute) = (true, true, true);
+    for shift in [39, 30, 21, 12] {
+        let entry_at = table + (address >> shift & 511) * 8;
+        let entry = memory.read_long(entry_at).unwrap_or(0);
+        if entry & bits::PRESENT == 0 {
+            return Err(code);
+        }
+        write &= entry & bits::WRITE != 0;
+        user &= entry & bits::USER != 0;
+        execute &= entry & bits::NO_EXECUTE == 0;
+        let is_leaf = shift == 12 || (shift < 39 && entry & bits::LARGE != 0);
+        if !is_leaf {
+            table = entry & bits::ADDRESS;
+            continue;
+        }
+        let denied = (privilege == Privilege::User && !user)
+            || (access == Access::Write && !write)
+            || (access == Access::Execute && !execute);
+        if denied {
+            return Err(code | error::PRESENT);
+        }
+        let mark = if access == Access::Write { bits::ACCESSED | bits::DIRTY } else { bits::ACCESSED };
+        if entry & mark != mark {
+            memory.set_bits(entry_at, mark);
+        }
+        let size = 1 << shift;
+        let base = entry & bits::ADDRESS & !(size - 1);
+        return Ok(Translation {
+            physical: base + (address & (size - 1)),
+            size,
+            entry: entry_at,
+            write: write && (entry | mark) & bits::DIRTY != 0,
+            may_write: write,
+            execute,
+        });
+    }
+    Err(code)
+}
+
+fn code(access: Access, privilege: Privilege) -> u32 {
+    let access = match access {
+        Access::Read => 0,
+        Access::Write => error::WRITE,
+        Access::Execute => error::FETCH,
+    };
+    access | if privilege == Privilege::User { error::USER } else { 0 }
+}
+
+/// Pages beside one of 4 KiB that its table maps in the same way, to memory that lies beside its own: how many before it, and
+/// how many from it on. They are marked used, as a processor may that looks ahead.
+#[must_use]
+pub fn neighbours(memory: &Memory, of: &Translation, most: u64) -> (u64, u64) {
+    const SAME: u64 = bits::PRESENT | bits::WRITE | bits::USER | bits::NO_EXECUTE | bits::LARGE;
+    let own = memory.read_long(of.entry).unwrap_or(0);
+    let index = of.entry / 8 % 512;
+    let follows = |step: i64| {
+        let at = of.entry.wrapping_add_signed(step * 8);
+        let Some(entry) = memory.read_long(at) else { return false };
+        let physical = (own & bits::ADDRESS).wrapping_add_signed(step * PAGE.cast_signed());
+        let dirty = !of.write || entry & bits::DIRTY != 0;
+        let same = entry & SAME == own & SAME && entry & bits::ADDRESS == physical && dirty;
+        if same && memory.contains(physical, PAGE) {
+            memory.set_bits(at, bits::ACCESSED);
+            return true;
+        }
+        false
+    };
+    let after = (1..(512 - index).min(most)).take_while(|&step| follows(step.cast_signed())).count() as u64;
+    let before = (1..=index.min(most)).take_while(|&step| follows(-step.cast_signed())).count() as u64;
+    (before, after + 1)
+}

@@ -1,0 +1,488 @@
+//! Does what sensitive instructions do.
+
+use std::arch::x86_64::_rdtsc;
+
+use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
+use mercury_afterburner::kind::Kind;
+
+use crate::{
+    block::{self, IF},
+    cpuid, layout,
+    machine::{End, Exception, Machine},
+    vcpu::{CR4_GLOBAL, Table},
+};
+
+type Done = Result<(), Exception>;
+
+/// Bits of CR3 that are no address.
+const NO_FLUSH: u64 = 1 << 63;
+
+impl Machine {
+    /// Does what an instruction does; the guest's instruction pointer is already behind it.
+    ///
+    /// # Errors
+    /// The exception that the guest gets for it.
+    pub fn perform(&mut self, instruction: &Instruction) -> Done {
+        match Kind::of(instruction).ok_or(Exception::UNDEFINED)? {
+            Kind::Cli => self.block().flags &= !IF,
+            Kind::Sti => self.block().flags |= IF,
+            Kind::Hlt | Kind::Mwait => self.halt(),
+            Kind::Pushf => {
+                let flags = self.flags();
+                return self.push(flags);
+            }
+            Kind::Popf => {
+                let flags = self.pop()?;
+                self.set_flags(flags);
+            }
+            Kind::Iret => return self.interrupt_return(),
+            Kind::FarReturn => {
+                let (rip, cs) = (self.pop()?, self.pop()?);
+                self.block().registers.rip = rip;
+                self.vcpu.cs = cs as u16;
+            }
+            Kind::Lgdt => self.vcpu.gdt = self.table(instruction)?,
+            Kind::Lidt => self.vcpu.idt = self.table(instruction)?,
+            Kind::Sgdt => return self.store_table(instruction, self.vcpu.gdt),
+            Kind::Sidt => return self.store_table(instruction, self.vcpu.idt),
+            Kind::Lldt => self.vcpu.ldt = self.get(instruction, 0)? as u16,
+            Kind::Sldt => return self.set(instruction, 0, u64::from(self.vcpu.ldt)),
+            Kind::Ltr => return self.load_task(instruction),
+            Kind::Str => return self.set(instruction, 0, u64::from(self.vcpu.task)),
+            Kind::Smsw => return self.set(instruction, 0, self.vcpu.cr0),
+            Kind::Lmsw => self.vcpu.cr0 = self.vcpu.cr0 & !0xF | self.get(instruction, 0)? & 0xF,
+            Kind::Clts => self.vcpu.cr0 &= !8,
+            Kind::Invd | Kind::Wbinvd | Kind::Monitor | Kind::Clac | Kind::Stac | Kind::Verify => {}
+            Kind::Invlpg => {
+                let address = self.address(instruction);
+                self.drop_page(address);
+            }
+            Kind::Invpcid => self.drop_all(),
+            Kind::Rdmsr => self.read_msr(),
+            Kind::Wrmsr => self.write_msr(),
+            Kind::Rdpmc => self.set_pair(0),
+            Kind::Swapgs => std::mem::swap(&mut self.block().gs, &mut self.block().gs_other),
+            Kind::Cpuid => self.cpuid(),
+            Kind::Xsetbv => return self.set_extended(),
+            Kind::Xgetbv => self.set_pair(self.vcpu.xcr0),
+            Kind::Lar | Kind::Lsl => return self.look_up(instruction),
+            Kind::ReadControl => return self.read_control(instruction),
+            Kind::WriteControl => return self.write_control(instruction),
+            Kind::ReadDebug => {
+                let value = self.vcpu.debug[instruction.op1_register().number() & 7];
+                return self.set(instruction, 0, value);
+            }
+            Kind::WriteDebug => {
+                self.vcpu.debug[instruction.op0_register().number() & 7] = self.get(instruction, 1)?;
+            }
+            Kind::LoadSegment => return self.load_segment(instruction),
+            Kind::StoreSegment => return self.store_segment(instruction),
+            Kind::In => return self.port_in(instruction),
+            Kind::Out => return self.port_out(instruction),
+            Kind::Ins | Kind::Outs => {
+                self.end(End::Broken, "the guest uses string instructions for ports");
+            }
+            Kind::Sysret => self.system_return(),
+            _ => return Err(Exception::UNDEFINED),
+        }
+        Ok(())
+    }
+
+    fn general(&mut self, register: Register) -> &'static mut u64 {
+        &mut self.block().registers.general[register.full_register().number() & 15]
+    }
+
+    fn push(&mut self, value: u64) -> Done {
+        let top = self.block().registers.general[block::RSP] - 8;
+        self.write(top, &value.to_le_bytes())?;
+        self.block().registers.general[block::RSP] = top;
+        Ok(())
+    }
+
+    fn pop(&mut self) -> Result<u64, Exception> {
+        let top = self.block().registers.general[block::RSP];
+        let value = self.read_long(top)?;
+        self.block().registers.general[block::RSP] = top + 8;
+        Ok(value)
+    }
+
+    /// The address of an instruction's operand in memory.
+    fn address(&self, instruction: &Instruction) -> u64 {
+        let registers = &self.block().registers.general;
+        let value = |register: Register, _: usize, _: usize| {
+            Some(match register {
+                Register::GS => self.block().gs,
+                Register::FS => self.block().fs,
+                _ if register.is_segment_register() => 0,
+                _ => {
+                    let value = registers[register.full_register().number() & 15];
+                    if register.size() == 4 { value & 0xFFFF_FFFF } else { value }
+                }
+            })
+        };
+        let operand =
+            (0..instruction.op_count()).find(|&n| instruction.op_kind(n) == OpKind::Memory).unwrap_or(0);
+        instruction.virtual_address(operand, 0, value).unwrap_or(0)
+    }
+
+    /// An operand of the instruction's own size.
+    fn get(&mut self, instruction: &Instruction, operand: u32) -> Result<u64, Exception> {
+        if instruction.op_kind(operand) == OpKind::Register {
+            let register = instruction.op_register(operand);
+            let value = *self.general(register);
+            return Ok(match register.size() {
+                2 => value & 0xFFFF,
+                4 => value & 0xFFFF_FFFF,
+                _ => value,
+            });
+        }
+        let mut bytes = [0; 8];
+        let size = instruction.memory_size().size().min(8);
+        self.read(self.address(instruction), &mut bytes[..size])?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn set(&mut self, instruction: &Instruction, operand: u32, value: u64) -> Done {
+        if instruction.op_kind(operand) == OpKind::Register {
+            self.set_register(instruction.op_register(operand), value);
+            return Ok(());
+        }
+        let size = instruction.memory_size().size().min(8);
+        self.write(self.address(instruction), &value.to_le_bytes()[..size])
+    }
+
+    fn set_register(&mut self, register: Register, value: u64) {
+        let old = *self.general(register);
+        *self.general(register) = match register.size() {
+            1 => old & !0xFF | value & 0xFF,
+            2 => old & !0xFFFF | value & 0xFFFF,
+            4 => value & 0xFFFF_FFFF,
+            _ => value,
+        };
+    }
+
+    fn pair(&self) -> u64 {
+        let general = &self.block().registers.general;
+        general[block::RDX] << 32 | general[block::RAX] & 0xFFFF_FFFF
+    }
+
+    fn set_pair(&mut self, value: u64) {
+        let general = &mut self.block().registers.general;
+        general[block::RAX] = value & 0xFFFF_FFFF;
+        general[block::RDX] = value >> 32;
+    }
+
+    fn table(&mut self, instruction: &Instruction) -> Result<Table, Exception> {
+        let mut bytes = [0; 10];
+        self.read(self.address(instruction), &mut bytes)?;
+        let [low, high, base @ ..] = bytes;
+        Ok(Table { base: u64::from_le_bytes(base), limit: u16::from_le_bytes([low, high]) })
+    }
+
+    fn store_table(&mut self, instruction: &Instruction, table: Table) -> Done {
+        let bytes = [&table.limit.to_le_bytes()[..], &table.base.to_le_bytes()].concat();
+        self.write(self.address(instruction), &bytes)
+    }
+
+    /// A descriptor's two halves.
+    fn descriptor(&self, selector: u16) -> Result<[u64; 2], Exception> {
+        let at = u64::from(selector & !7);
+        if selector & 4 != 0 || at == 0 || at + 7 > u64::from(self.vcpu.gdt.limit) {
+            return Err(Exception::PROTECTION);
+        }
+        let low = self.read_long(self.vcpu.gdt.base + at)?;
+        Ok([low, self.read_long(self.vcpu.gdt.base + at + 8).unwrap_or(0)])
+    }
+
+    fn load_task(&mut self, instruction: &Instruction) -> Done {
+        let selector = self.get(instruction, 0)? as u16;
+        let [low, high] = self.descriptor(selector)?;
+        self.vcpu.task = selector;
+        self.vcpu.task_base = low >> 16 & 0xFF_FFFF | low >> 32 & 0xFF00_0000 | high << 32;
+        Ok(())
+    }
+
+    /// LSL and LAR: a limit, or rights, and whether there is such a descriptor.
+    fn look_up(&mut self, instruction: &Instruction) -> Done {
+        const ZERO: u64 = 1 << 6;
+        let selector = self.get(instruction, 1)? as u16;
+        let found = self.descriptor(selector);
+        let flags = &mut self.block().registers.rflags;
+        let Ok([low, _]) = found else {
+            *flags &= !ZERO;
+            return Ok(());
+        };
+        *flags |= ZERO;
+        let limit = low & 0xFFFF | low >> 32 & 0xF_0000;
+        let limit = if low >> 55 & 1 == 1 { limit << 12 | 0xFFF } else { limit };
+        let rights = low >> 32 & 0x00FF_FF00;
+        let value = if Kind::of(instruction) == Some(Kind::Lsl) { limit } else { rights };
+        self.set(instruction, 0, value)
+    }
+
+    fn load_segment(&mut self, instruction: &Instruction) -> Done {
+        let register = instruction.op0_register();
+        let selector = match instruction.op_count() {
+            1 => self.pop()? as u16,
+            _ => self.get(instruction, 1)? as u16,
+        };
+        let base = match selector & !3 {
+            0 => 0,
+            _ => {
+                let [low, _] = self.descriptor(selector)?;
+                low >> 16 & 0xFF_FFFF | low >> 32 & 0xFF00_0000
+            }
+        };
+        self.vcpu.data[register.number() % 6] = selector;
+        match register {
+            Register::SS => self.vcpu.ss = selector,
+            Register::FS => self.block().fs = base,
+            Register::GS => self.block().gs = base,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn store_segment(&mut self, instruction: &Instruction) -> Done {
+        let is_push = instruction.op_count() == 1;
+        let register = if is_push { instruction.op0_register() } else { instruction.op1_register() };
+        let value = u64::from(match register {
+            Register::CS => self.vcpu.cs,
+            Register::SS => self.vcpu.ss,
+            other => self.vcpu.data[other.number() % 6],
+        });
+        if is_push { self.push(value) } else { self.set(instruction, 0, value) }
+    }
+
+    fn interrupt_return(&mut self) -> Done {
+        let mut frame = [0; 40];
+        self.read(self.block().registers.general[block::RSP], &mut frame)?;
+        let (words, _) = frame.as_chunks::<8>();
+        let [rip, cs, flags, rsp, ss] = [0, 1, 2, 3, 4].map(|at| u64::from_le_bytes(words[at]));
+        let registers = &mut self.block().registers;
+        registers.rip = rip;
+        registers.general[block::RSP] = rsp;
+        (self.vcpu.cs, self.vcpu.ss) = (cs as u16, ss as u16);
+        self.set_flags(flags);
+        Ok(())
+    }
+
+    fn system_return(&mut self) {
+        let general = self.block().registers.general;
+        self.block().registers.rip = general[block::RCX];
+        self.set_flags(general[block::R11]);
+        let base = (self.vcpu.star >> 48) as u16 | 3;
+        (self.vcpu.cs, self.vcpu.ss) = (base + 16, base + 8);
+    }
+
+    fn halt(&mut self) {
+        if !self.interruptible() {
+            self.end(End::Halted, "");
+        }
+        self.service_and_wait();
+    }
+
+    fn service_and_wait(&mut self) {
+        let rip = self.block().registers.rip;
+        loop {
+            self.service();
+            if self.block().registers.rip != rip || !self.interruptible() {
+                return;
+            }
+            self.devices.wait();
+        }
+    }
+
+    fn cpuid(&mut self) {
+        let general = &mut self.block().registers.general;
+        let leaf = cpuid::guest(general[block::RAX] as u32, general[block::RCX] as u32, self.vcpu.cr4);
+        general[block::RAX] = leaf[0].into();
+        general[block::RBX] = leaf[1].into();
+        general[block::RCX] = leaf[2].into();
+        general[block::RDX] = leaf[3].into();
+    }
+
+    /// XSETBV: the host has chosen, and a guest that wants less of it is content.
+    fn set_extended(&mut self) -> Done {
+        let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
+        if index != 0 || value & !cpuid::extended_states() != 0 {
+            return Err(Exception::PROTECTION);
+        }
+        self.vcpu.xcr0 = value;
+        Ok(())
+    }
+
+    fn read_msr(&mut self) {
+        let index = self.block().registers.general[block::RCX] as u32;
+        let value = match index {
+            // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was checked at the start.
+            0x10 => unsafe { _rdtsc() },
+            0xC000_0080 => self.vcpu.efer,
+            0xC000_0081 => self.vcpu.star,
+            0xC000_0082 => self.vcpu.lstar,
+            0xC000_0084 => self.vcpu.syscall_mask,
+            0xC000_0100 => self.block().fs,
+            0xC000_0101 => self.block().gs,
+            0xC000_0102 => self.block().gs_other,
+            _ => self.vcpu.others.get(&index).copied().unwrap_or_else(|| {
+                if self.verbose {
+                    eprintln!("mercury hosted: the guest reads the unknown register {index:#x}\r");
+                }
+                0
+            }),
+        };
+        self.set_pair(value);
+    }
+
+    fn write_msr(&mut self) {
+        let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
+        match index {
+            0xC000_0080 => self.vcpu.efer = value,
+            0xC000_0081 => self.vcpu.star = value,
+            0xC000_0082 => self.vcpu.lstar = value,
+            0xC000_0084 => self.vcpu.syscall_mask = value,
+            0xC000_0100 => self.block().fs = value,
+            0xC000_0101 => self.block().gs = value,
+            0xC000_0102 => self.block().gs_other = value,
+            _ => {
+                self.vcpu.others.insert(index, value);
+            }
+        }
+    }
+
+    fn read_control(&mut self, instruction: &Instruction) -> Done {
+        let value = match instruction.op1_register() {
+            Register::CR0 => self.vcpu.cr0,
+            Register::CR2 => self.vcpu.cr2,
+            Register::CR3 => self.vcpu.cr3,
+            Register::CR4 => self.vcpu.cr4,
+            Register::CR8 => self.vcpu.cr8,
+            _ => return Err(Exception::UNDEFINED),
+        };
+        self.set(instruction, 0, value)
+    }
+
+    fn write_control(&mut self, instruction: &Instruction) -> Done {
+        let value = self.get(instruction, 1)?;
+        match instruction.op0_register() {
+            Register::CR0 => self.vcpu.cr0 = value,
+            Register::CR2 => self.vcpu.cr2 = value,
+            Register::CR3 => {
+                self.counters.switches += 1;
+                self.vcpu.cr3 = value & !NO_FLUSH;
+                self.drop_user();
+            }
+            Register::CR4 => {
+                if (self.vcpu.cr4 ^ value) & CR4_GLOBAL != 0 {
+                    self.drop_all();
+                }
+                self.vcpu.cr4 = value;
+            }
+            Register::CR8 => self.vcpu.cr8 = value,
+            _ => return Err(Exception::UNDEFINED),
+        }
+        Ok(())
+    }
+
+    fn port_in(&mut self, instruction: &Instruction) -> Done {
+        let port = self.port(instruction, 1)?;
+        let register = instruction.op0_register();
+        let value = self.devices.read(port, register.size());
+        self.set_register(register, value.into());
+        Ok(())
+    }
+
+    fn port_out(&mut self, instruction: &Instruction) -> Done {
+        let port = self.port(instruction, 0)?;
+        let register = instruction.op1_register();
+        let value = *self.general(register) as u32;
+        self.devices.write(port, register.size(), value);
+        self.look_at_devices();
+        Ok(())
+    }
+
+    /// What was written may have raised an interrupt, or ended the machine.
+    fn look_at_devices(&mut self) {
+        if self.devices.has_interrupt() {
+            crate::machine::pending().store(1, std::sync::atomic::Ordering::Release);
+        }
+        if let Some(how) = self.devices.ended() {
+            self.end(how, "");
+        }
+    }
+
+    fn port(&mut self, instruction: &Instruction, operand: u32) -> Result<u16, Exception> {
+        if instruction.op_kind(operand) == OpKind::Register {
+            return Ok(*self.general(Register::DX) as u16);
+        }
+        let port = instruction.try_immediate(operand).map_err(|_| Exception::UNDEFINED)?;
+        Ok(port as u16)
+    }
+
+    /// An instruction that trapped because it may not be executed in a process, and has no slot: does it, if it is
+    /// sensitive and the kernel's.
+    pub fn trapped(&mut self) -> Option<()> {
+        let address = self.block().registers.rip;
+        if self.privilege() == crate::mmu::Privilege::User || layout::is_user(address) {
+            return None;
+        }
+        let instruction = self.instruction()?;
+        Kind::of(&instruction)?;
+        self.counters.trapped += 1;
+        self.block().registers.rip = instruction.next_ip();
+        if let Err(exception) = self.perform(&instruction) {
+            self.block().registers.rip = address;
+            self.inject(exception);
+        }
+        Some(())
+    }
+
+    /// The instruction that the guest is at.
+    fn instruction(&self) -> Option<Instruction> {
+        let address = self.block().registers.rip;
+        let mut bytes = [0; 15];
+        let length = (1..=bytes.len())
+            .rev()
+            .find(|&length| self.read_code(address, &mut bytes[..length]).is_some())?;
+        let code = &bytes[..length];
+        Some(Decoder::with_ip(64, code, address, DecoderOptions::NONE).decode())
+    }
+
+    fn read_code(&self, address: u64, into: &mut [u8]) -> Option<()> {
+        const THUNKS: std::ops::Range<u64> = layout::THUNKS..layout::THUNKS + layout::THUNKS_SIZE - 15;
+        if !THUNKS.contains(&address) {
+            return self.read(address, into).ok();
+        }
+        let from: *const u8 = std::ptr::with_exposed_provenance(address as usize);
+        // SAFETY: All of the thunks' range is mapped for reading.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        Some(())
+    }
+
+    /// Does a move to or from a device's register in memory. `None` if there is no device, or it is no simple move.
+    ///
+    /// # Errors
+    /// The exception that the guest gets.
+    pub fn perform_access(&mut self, physical: u64) -> Result<Option<()>, Exception> {
+        let Some(instruction) = self.instruction() else { return Ok(None) };
+        if !matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx) {
+            return Ok(None);
+        }
+        if instruction.op0_kind() == OpKind::Memory {
+            let value = match instruction.try_immediate(1) {
+                Ok(value) => value,
+                Err(_) => self.get(&instruction, 1)?,
+            };
+            if self.devices.write_memory(physical, value, &self.memory).is_none() {
+                return Ok(None);
+            }
+        } else {
+            let size = instruction.memory_size().size();
+            let Some(value) = self.devices.read_memory(physical, size) else { return Ok(None) };
+            self.set_register(instruction.op0_register(), value);
+        }
+        self.block().registers.rip = instruction.next_ip();
+        self.look_at_devices();
+        Ok(Some(()))
+    }
+}

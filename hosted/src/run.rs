@@ -1,0 +1,283 @@
+//! Starts a machine: everything that can be wrong is found before the guest runs.
+
+use std::{
+    arch::x86_64::_rdtsc, convert::Infallible, ffi::CString, fs, path::PathBuf, thread, time::Duration,
+};
+
+use crate::{
+    block, boot, cpuid,
+    devices::{Block, Console, Devices, describe_disks, now},
+    entry,
+    error::{Error, Result},
+    kernel::Kernel,
+    layout::{THUNKS, THUNKS_SIZE},
+    load,
+    machine::{Counters, Machine},
+    memory::Memory,
+    sandbox, signal,
+    thunks::Exit,
+    vcpu::Vcpu,
+};
+
+/// What is wanted.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The pre-virtualized `vmlinux`.
+    pub kernel: PathBuf,
+    /// Its first file system.
+    pub initramfs: Option<PathBuf>,
+    /// Its disks.
+    pub disks: Vec<DiskOption>,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// More for the command line.
+    pub append: String,
+    /// Say what is strange, and what was counted.
+    pub verbose: bool,
+}
+
+/// A disk that is wanted: a file, and `,ro` if it is only to be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskOption {
+    /// The file.
+    pub path: PathBuf,
+    /// Whether the guest only reads it.
+    pub read_only: bool,
+}
+
+impl From<&str> for DiskOption {
+    fn from(text: &str) -> Self {
+        let (path, read_only) = text.strip_suffix(",ro").map_or((text, false), |path| (path, true));
+        Self { path: path.into(), read_only }
+    }
+}
+
+/// What was found in a kernel that was loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Report {
+    /// Slots that were filled.
+    pub filled: usize,
+    /// Slots that were left: what is in them traps, or may be executed.
+    pub left: usize,
+    /// Places where the guest leaves for the monitor.
+    pub exits: usize,
+    /// Bytes of code for slots.
+    pub code_bytes: usize,
+    /// Places that were relocated.
+    pub relocations: usize,
+    /// Numbers in the code that were addresses, and were changed.
+    pub constants: usize,
+}
+
+/// A kernel of this kind does not start with less.
+pub const LEAST_MEMORY: u64 = 64 << 20;
+const STACK: u64 = 1 << 20;
+/// Mappings that the host's own libraries and the monitor need.
+const OWN_MAPPINGS: u64 = 2000;
+const LEAST_MAPPINGS: u64 = 8192;
+
+/// Loads the kernel as for a start, and says what was found.
+///
+/// # Errors
+/// Whatever would be in the way of a start.
+pub fn check(options: &Options) -> Result<Report> {
+    let prepared = prepare(options)?;
+    let loaded = &prepared.loaded;
+    Ok(Report {
+        filled: loaded.filled,
+        left: loaded.unfilled,
+        exits: loaded.exits.len(),
+        code_bytes: loaded.thunks.len(),
+        relocations: loaded.relocated,
+        constants: loaded.constants,
+    })
+}
+
+/// Starts it. The process ends when the machine does; this comes back only with an error.
+///
+/// # Errors
+/// Whatever is in the way.
+pub fn run(options: &Options) -> Result<Infallible> {
+    without_randomization()?;
+    let most_mapped = check_mappings()?;
+    let Prepared { kernel, memory, loaded } = prepare(options)?;
+    let initramfs = match &options.initramfs {
+        Some(path) => fs::read(path).map_err(|error| Error::file("read", path, error))?,
+        None => Vec::new(),
+    };
+    let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
+    let disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
+    let line = boot::command_line(&options.append, clock_khz()) + &describe_disks(&memory, disks.len());
+    boot::describe(&memory, &kernel, &line, &initramfs)?;
+    let entry = place_code(&kernel, &loaded.thunks)?;
+    if !sandbox::forbid_files()? && options.verbose {
+        eprintln!("mercury hosted: the host's kernel has no Landlock");
+    }
+    let console = Console::open()?;
+    let devices = Devices::new(console, &memory, disks)?;
+    start(options, &kernel, loaded, memory, devices, entry, most_mapped)
+}
+
+struct Prepared {
+    kernel: Kernel,
+    memory: Memory,
+    loaded: load::Loaded,
+}
+
+fn prepare(options: &Options) -> Result<Prepared> {
+    check_host()?;
+    if options.memory < LEAST_MEMORY {
+        return Err(Error::new(format!("{} MiB of memory are too little", options.memory >> 20))
+            .hint(format!("a kernel needs {} MiB or more: --memory", LEAST_MEMORY >> 20)));
+    }
+    let bytes = fs::read(&options.kernel).map_err(|error| Error::file("read", &options.kernel, error))?;
+    let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
+    drop(bytes);
+    let memory = Memory::new(options.memory)?;
+    let loaded = load::load(&kernel, &memory)?;
+    Ok(Prepared { kernel, memory, loaded })
+}
+
+fn start(
+    options: &Options,
+    kernel: &Kernel,
+    loaded: load::Loaded,
+    memory: Memory,
+    devices: Devices,
+    entry: u64,
+    most_mapped: u64,
+) -> Result<Infallible> {
+    prepare_block()?;
+    signal::install()?;
+    let mut machine = Machine {
+        vcpu: Vcpu::default(),
+        memory,
+        devices,
+        exits: Vec::new(),
+        exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
+        kernel_root: loaded.root,
+        counters: Counters::default(),
+        mapped: 0,
+        user_mapped: false,
+        most_mapped,
+        verbose: options.verbose,
+    };
+    boot::processor(&mut machine, kernel, &loaded, entry)
+        .inspect_err(|_| machine.devices.console.restore())?;
+    machine.exits = loaded.exits;
+    signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
+    sandbox::forbid_calls().inspect_err(|_| machine.devices.console.restore())?;
+    machine.run()
+}
+
+/// Puts the code for slots where it was made for, and the stub behind it. Says where that is.
+fn place_code(kernel: &Kernel, thunks: &[u8]) -> Result<u64> {
+    block::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
+    let entry = THUNKS + (thunks.len() as u64).next_multiple_of(16);
+    let stub = boot::stub(kernel, entry)?;
+    let place = |at: u64, bytes: &[u8]| {
+        let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at as usize);
+        // SAFETY: The range was mapped above, and all of it fits: the loader has checked it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+    };
+    place(THUNKS, thunks);
+    place(entry, &stub);
+    // SAFETY: The range was mapped above.
+    let done = unsafe {
+        libc::mprotect(
+            std::ptr::with_exposed_provenance_mut(THUNKS as usize),
+            THUNKS_SIZE as usize,
+            libc::PROT_READ | libc::PROT_EXEC,
+        )
+    };
+    if done != 0 {
+        return Err(Error::system("make the code for slots executable"));
+    }
+    Ok(entry)
+}
+
+fn prepare_block() -> Result<()> {
+    block::map()?;
+    let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
+    let extended = Box::leak(vec![0_u8; cpuid::extended_size() as usize + 128].into_boxed_slice());
+    // SAFETY: It has just been mapped, and is zero, which is a valid block.
+    let block = unsafe { &mut *block::pointer() };
+    block.entry = entry::hosted_exit as *const () as u64;
+    block.stack = (stack.as_ptr().expose_provenance() as u64 + STACK) & !63;
+    block.extended = (extended.as_mut_ptr().expose_provenance() as u64).next_multiple_of(64);
+    // SAFETY: `check_host` has seen that it is allowed.
+    unsafe {
+        std::arch::asm!("rdfsbase {}", out(reg) block.monitor_fs, options(nomem, nostack, preserves_flags))
+    };
+    Ok(())
+}
+
+/// What the processor and the kernel of the host must have.
+fn check_host() -> Result<()> {
+    const FSGSBASE: u64 = 2;
+    // SAFETY: It takes a number.
+    let capabilities = unsafe { libc::getauxval(libc::AT_HWCAP2) };
+    if capabilities & FSGSBASE == 0 {
+        return Err(Error::host("the host does not let processes set the bases of FS and GS (FSGSBASE)")
+            .hint(
+                "the processor has to be of 2012 (Intel) or 2017 (AMD) or later, the kernel 5.9 or later",
+            ));
+    }
+    if !cpuid::has_xsave() {
+        return Err(Error::host("the host's processor or kernel has no XSAVE"));
+    }
+    Ok(())
+}
+
+/// How many mappings the guest may have.
+fn check_mappings() -> Result<u64> {
+    const NAME: &str = "/proc/sys/vm/max_map_count";
+    let text = fs::read_to_string(NAME).unwrap_or_default();
+    let most: u64 = text.trim().parse().unwrap_or(LEAST_MAPPINGS + OWN_MAPPINGS);
+    if most < LEAST_MAPPINGS {
+        return Err(Error::new(format!(
+            "the host allows a process {most} mappings, and a guest needs {LEAST_MAPPINGS}"
+        ))
+        .hint(format!("sysctl vm.max_map_count=65530 (the usual value; {NAME})")));
+    }
+    Ok(most - OWN_MAPPINGS.min(most / 4))
+}
+
+/// The frequency of the time stamp counter, by the host's clock.
+fn clock_khz() -> u64 {
+    const MEASURE: Duration = Duration::from_millis(30);
+    // SAFETY: Reading it is allowed, or the C library would not work.
+    let read = || unsafe { (_rdtsc(), now()) };
+    let (ticks, time) = read();
+    thread::sleep(MEASURE);
+    let (later_ticks, later) = read();
+    let elapsed = (later - time).max(1);
+    u64::try_from(u128::from(later_ticks - ticks) * 1_000_000 / u128::from(elapsed)).unwrap_or(0)
+}
+
+/// Addresses are only where [`crate::layout`] expects them if the host has not chosen others at random: starts this
+/// program again without that.
+///
+/// # Errors
+/// If the host does not allow it.
+fn without_randomization() -> Result<()> {
+    const UNCHANGED: libc::c_ulong = 0xFFFF_FFFF;
+    // SAFETY: It takes a number.
+    let now = unsafe { libc::personality(UNCHANGED) };
+    if now & libc::ADDR_NO_RANDOMIZE != 0 {
+        return Ok(());
+    }
+    // SAFETY: It takes a number.
+    if now < 0 || unsafe { libc::personality((now | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) } < 0 {
+        return Err(Error::system("have fixed addresses (personality)"));
+    }
+    let words: std::result::Result<Vec<CString>, _> = std::env::args_os()
+        .map(|word| CString::new(std::os::unix::ffi::OsStringExt::into_vec(word)))
+        .collect();
+    let words = words.map_err(|_| Error::new("an argument has a zero byte"))?;
+    let pointers: Vec<*const libc::c_char> =
+        words.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]).collect();
+    // SAFETY: The list of strings ends with a null pointer.
+    unsafe { libc::execv(c"/proc/self/exe".as_ptr(), pointers.as_ptr()) };
+    Err(Error::system("start again with fixed addresses"))
+}

@@ -1,0 +1,228 @@
+//! Signals of the host: the guest's faults and system calls, and those that say that a device has something.
+
+use std::{
+    ffi::c_void,
+    ptr,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use crate::{
+    block, entry,
+    error::{Error, Result},
+    layout,
+    machine::{self, End, Exception, Machine},
+    mmu::Privilege,
+};
+
+/// Room for registers of any length.
+const STACK: usize = 512 << 10;
+/// Numbers of x86's exceptions, as the host's kernel gives them with a signal.
+mod trap {
+    pub const DIVISION: i64 = 0;
+    pub const BREAKPOINT: i64 = 3;
+    pub const UNDEFINED: i64 = 6;
+    pub const PROTECTION: i64 = 13;
+    pub const PAGE: i64 = 14;
+}
+/// Of the structure that a signal's handler gets, in the order of the block's.
+const ORDER: [i32; 16] = [
+    libc::REG_RAX,
+    libc::REG_RCX,
+    libc::REG_RDX,
+    libc::REG_RBX,
+    libc::REG_RSP,
+    libc::REG_RBP,
+    libc::REG_RSI,
+    libc::REG_RDI,
+    libc::REG_R8,
+    libc::REG_R9,
+    libc::REG_R10,
+    libc::REG_R11,
+    libc::REG_R12,
+    libc::REG_R13,
+    libc::REG_R14,
+    libc::REG_R15,
+];
+
+/// Somebody wants the machine's end.
+static END: AtomicBool = AtomicBool::new(false);
+
+/// Whether a signal has asked for the machine's end.
+#[must_use]
+pub fn is_end_wanted() -> bool {
+    END.load(Ordering::Acquire)
+}
+
+/// As the kernel wants it; the library's function insists on its own way back.
+#[repr(C)]
+struct Action {
+    handler: u64,
+    flags: u64,
+    restorer: u64,
+    mask: u64,
+}
+
+/// Makes the guest's faults and system calls ours.
+///
+/// # Errors
+/// If the host refuses.
+pub fn install() -> Result<()> {
+    let stack = Box::leak(vec![0_u8; STACK].into_boxed_slice());
+    let stack = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: STACK };
+    // SAFETY: The stack is never freed.
+    if unsafe { libc::sigaltstack(&raw const stack, ptr::null_mut()) } != 0 {
+        return Err(Error::system("set the stack for signals"));
+    }
+    const RESTORER: u64 = 0x0400_0000;
+    let action = Action {
+        handler: entry::hosted_signal as *const () as u64,
+        flags: (libc::SA_SIGINFO | libc::SA_ONSTACK) as u64 | RESTORER,
+        restorer: entry::hosted_restorer as *const () as u64,
+        mask: !0,
+    };
+    for signal in [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGILL,
+        libc::SIGFPE,
+        libc::SIGTRAP,
+        libc::SIGSYS,
+        libc::SIGALRM,
+        libc::SIGUSR1,
+        libc::SIGTERM,
+        libc::SIGINT,
+        libc::SIGHUP,
+    ] {
+        // SAFETY: The structure is the kernel's, and the handler is made for it.
+        let done = unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, &raw const action, ptr::null_mut::<c_void>(), 8)
+        };
+        if done != 0 {
+            return Err(Error::system("handle signals"));
+        }
+    }
+    Ok(())
+}
+
+/// Makes system calls signals while the block's selector says so.
+///
+/// # Errors
+/// If the host's kernel cannot do that.
+pub fn dispatch_system_calls() -> Result<()> {
+    const DISPATCH: i32 = 59;
+    const ON: u64 = 1;
+    let start = entry::hosted_restorer as *const () as u64;
+    let length = entry::hosted_restorer_end as *const () as u64 - start;
+    // SAFETY: The selector is in the block, which stays; it says "allow" now.
+    if unsafe { libc::prctl(DISPATCH, ON, start, length, block::at::SELECTOR) } == 0 {
+        return Ok(());
+    }
+    Err(Error::system("have system calls dispatched (Syscall User Dispatch)")
+        .hint("the host's kernel has to be 5.11 or later"))
+}
+
+/// Called by the handler in assembler. Says whether it was the guest that was interrupted: then its bases of FS and GS are
+/// in the block.
+///
+/// # Safety
+/// The arguments are those of a signal's handler, and the base of FS before it.
+pub unsafe extern "C" fn handle_signal(
+    signal: i32,
+    _: *const libc::siginfo_t,
+    context: *mut libc::ucontext_t,
+    fs: u64,
+) -> u32 {
+    // SAFETY: The kernel has put it on the stack for us.
+    let registers = unsafe { &mut (*context).uc_mcontext.gregs };
+    let rip = registers[libc::REG_RIP as usize].cast_unsigned();
+    let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
+    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1);
+    if is_end {
+        END.store(true, Ordering::Release);
+    }
+    if is_notice {
+        machine::pending().store(1, Ordering::Release);
+    }
+    let Some(machine) = machine::running() else { return if is_notice { 0 } else { die(signal, registers) } };
+    if !layout::is_guest_code(rip) {
+        if !is_notice {
+            die(signal, registers);
+        }
+        let start = entry::hosted_resume_start as *const () as u64;
+        let end = entry::hosted_resume_end as *const () as u64;
+        if (start..end).contains(&rip) {
+            registers[libc::REG_RIP as usize] =
+                (entry::hosted_resume_pending as *const () as u64).cast_signed();
+        }
+        return 0;
+    }
+    take(machine, registers, fs);
+    match is_notice {
+        _ if is_end => machine.end(End::Ended, "ended by a signal"),
+        true if machine.interruptible() => {
+            machine.begin_exit_again();
+            machine.service();
+        }
+        true => {}
+        false => answer(machine, signal, registers),
+    }
+    give(machine, registers);
+    1
+}
+
+fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
+    let block = machine.block();
+    for (to, index) in block.registers.general.iter_mut().zip(ORDER) {
+        *to = from[index as usize].cast_unsigned();
+    }
+    block.registers.rip = from[libc::REG_RIP as usize].cast_unsigned();
+    block.registers.rflags = from[libc::REG_EFL as usize].cast_unsigned();
+    block.fs = fs;
+    // SAFETY: The start requires that processes may read it.
+    unsafe { std::arch::asm!("rdgsbase {}", out(reg) block.gs, options(nomem, nostack, preserves_flags)) };
+}
+
+fn give(machine: &Machine, to: &mut [libc::greg_t; 23]) {
+    let block = machine.block();
+    for (from, index) in block.registers.general.iter().zip(ORDER) {
+        to[index as usize] = from.cast_signed();
+    }
+    to[libc::REG_RIP as usize] = block.registers.rip.cast_signed();
+    to[libc::REG_EFL as usize] = block.registers.rflags.cast_signed();
+}
+
+fn answer(machine: &mut Machine, signal: i32, registers: &[libc::greg_t; 23]) {
+    if signal == libc::SIGSYS {
+        return machine.system_call();
+    }
+    let error = registers[libc::REG_ERR as usize] as u32;
+    let simple = |vector| Exception { vector, error: None, address: None };
+    match registers[libc::REG_TRAPNO as usize] {
+        trap::PAGE => machine.page_fault(registers[libc::REG_CR2 as usize].cast_unsigned(), error.into()),
+        trap::PROTECTION if machine.privilege() == Privilege::Kernel && machine.trapped().is_some() => {}
+        trap::PROTECTION => machine.inject(Exception { error: Some(error), ..Exception::PROTECTION }),
+        trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
+        number @ (trap::DIVISION | 1 | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
+            machine.inject(simple(number as u8))
+        }
+        number @ (12 | 17) => machine.inject(Exception { error: Some(error), ..simple(number as u8) }),
+        other => machine.end(End::Broken, &format!("the host reports exception {other} (signal {signal})")),
+    }
+}
+
+/// The monitor itself has done something wrong.
+fn die(signal: i32, registers: &[libc::greg_t; 23]) -> u32 {
+    let of = |index: i32| registers[index as usize];
+    eprintln!(
+        "mercury hosted: signal {signal} in the monitor at {:#x}, address {:#x}, stack {:#x}: this is a bug",
+        of(libc::REG_RIP),
+        of(libc::REG_CR2),
+        of(libc::REG_RSP)
+    );
+    if let Some(machine) = machine::running() {
+        machine.devices.console.restore();
+        eprintln!("{}", machine.describe());
+    }
+    // SAFETY: It ends the process.
+    unsafe { libc::_exit(machine::BROKEN_STATUS) }
+}

@@ -1,0 +1,331 @@
+//! Code for slots.
+//!
+//! A slot becomes a jump to a piece of code that does what the slot did, in order, and jumps back behind it. Borrowed
+//! instructions are executed from their copy there. Of the sensitive ones the frequent ones are done on the spot, on the
+//! processor's block; for the others the guest is left.
+//!
+//! A signal may come between any two instructions. So nothing here keeps state anywhere but in the guest's registers, its
+//! stack and the block while interrupts are on: an interrupt may be delivered in the middle, and the guest comes back.
+//! The stack is used only where an interrupt could use it on a bare machine: behind STI, and by PUSHF and POPF.
+
+use iced_x86::{
+    BlockEncoderOptions, Decoder, DecoderOptions, FlowControl, Instruction,
+    code_asm::{CodeAssembler, byte_ptr, dword_ptr, qword_ptr, rax, rsp},
+};
+use mercury_afterburner::{
+    kind::Kind,
+    record::{Flags, Record},
+};
+
+use crate::{
+    block::at,
+    error::{Error, Result},
+};
+
+/// Why the guest was left.
+#[derive(Clone, Copy, Debug)]
+pub enum Cause {
+    /// For an instruction that is done by the monitor.
+    Sensitive(Instruction),
+    /// Interrupts have come on, and something waits.
+    Pending,
+}
+
+/// A place where the guest is left.
+#[derive(Clone, Copy, Debug)]
+pub struct Exit {
+    /// Why.
+    pub cause: Cause,
+    /// The instruction's own address, which a fault belongs to.
+    pub original: u64,
+    /// Where it goes on.
+    pub resume: u64,
+}
+
+/// Bytes of the instruction that names an exit: MOV of a number to an address of 32 bits.
+pub const NAMING_LENGTH: u64 = 11;
+/// Bytes of the jump behind it.
+const JUMP_LENGTH: u64 = 7;
+
+impl Exit {
+    /// Where the jump to the monitor is.
+    #[must_use]
+    pub fn jump(&self) -> u64 {
+        self.resume - JUMP_LENGTH
+    }
+}
+
+/// A slot as it is loaded.
+#[derive(Debug)]
+pub struct Slot<'a> {
+    /// Its address now.
+    pub address: u64,
+    /// Its bytes, relocated.
+    pub bytes: &'a [u8],
+    /// Its sensitive instructions, by offset.
+    pub records: &'a [Record],
+}
+
+/// The code for a slot.
+#[derive(Debug)]
+pub struct Thunk {
+    /// To be put where it was made for.
+    pub code: Vec<u8>,
+    /// Places where it leaves the guest.
+    pub exits: Vec<Exit>,
+}
+
+/// Whether a slot is filled. What is not stays as it is: what traps in a process is recognized then; what neither shows nor
+/// changes anything there may be executed.
+#[must_use]
+pub fn is_filled(records: &[Record]) -> bool {
+    let stays = |record: &Record| record.flags.has(Flags::LEFT) || record.flags.has(Flags::ALTERNATIVE);
+    !records.iter().any(stays) && !records.iter().all(|record| may_be_executed(record.kind))
+}
+
+/// Whether a process may execute it with the same effect: the bases of FS and GS are the guest's while it runs, and what it
+/// may do with memory of programs does not depend on a flag.
+fn may_be_executed(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Mode | Kind::Clac | Kind::Stac | Kind::ReadBase | Kind::WriteBase | Kind::Xgetbv | Kind::Verify
+    )
+}
+
+struct Builder<'a> {
+    assembler: CodeAssembler,
+    /// With the label behind each.
+    exits: Vec<(Cause, u64, iced_x86::code_asm::CodeLabel)>,
+    /// The number of the first exit.
+    first: usize,
+    slot: &'a Slot<'a>,
+}
+
+/// Makes the code for a slot, to be put at an address; its exits are numbered from `first` on.
+///
+/// # Errors
+/// If the slot is not what its records say.
+pub fn build(slot: &Slot<'_>, at: u64, first: usize) -> Result<Thunk> {
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the slot at {:#x}: {error}", slot.address));
+    let assembler = CodeAssembler::new(64).map_err(wrong)?;
+    let mut builder = Builder { assembler, exits: Vec::new(), first, slot };
+    builder.all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = builder.assembler.assemble_options(at, options).map_err(wrong)?;
+    let mut exits = Vec::new();
+    for (cause, original, label) in &builder.exits {
+        exits.push(Exit { cause: *cause, original: *original, resume: done.label_ip(label).map_err(wrong)? });
+    }
+    Ok(Thunk { code: done.inner.code_buffer, exits })
+}
+
+impl Builder<'_> {
+    fn all(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
+        let end = self.slot.address + self.slot.bytes.len() as u64;
+        let instructions: Vec<Instruction> =
+            Decoder::with_ip(64, self.slot.bytes, self.slot.address, DecoderOptions::NONE).iter().collect();
+        let mut flows = true;
+        let mut at = 0;
+        while at < instructions.len() && flows {
+            let instruction = &instructions[at];
+            at += 1;
+            let kind = self.sensitive(instruction);
+            let halts = kind == Some(Kind::Sti)
+                && instructions.get(at).is_some_and(|next| self.sensitive(next) == Some(Kind::Hlt));
+            flows = match kind {
+                // Nothing may come between: HLT looks for what waits.
+                Some(Kind::Sti) if halts => self.interrupts_on_only(),
+                Some(Kind::Clac | Kind::Stac) => Ok(true),
+                Some(kind) if !may_be_executed(kind) => self.perform(kind, instruction),
+                _ => self.copy(instruction, end),
+            }?;
+        }
+        if flows {
+            self.assembler.jmp(end)?;
+        } else if self.exits.last().is_some() {
+            // A label needs an instruction behind it.
+            self.assembler.ud2()?;
+        }
+        Ok(())
+    }
+
+    fn sensitive(&self, instruction: &Instruction) -> Option<Kind> {
+        let offset = instruction.ip() - self.slot.address;
+        self.slot.records.iter().find(|record| u64::from(record.offset) == offset).map(|record| record.kind)
+    }
+
+    /// A borrowed instruction. Says whether the next one is reached.
+    fn copy(
+        &mut self,
+        instruction: &Instruction,
+        end: u64,
+    ) -> std::result::Result<bool, iced_x86::IcedError> {
+        match instruction.flow_control() {
+            FlowControl::Call => {
+                self.assembler.push(end as i32)?;
+                self.assembler.jmp(instruction.near_branch_target())?;
+                Ok(false)
+            }
+            FlowControl::IndirectCall => {
+                // The return address is pushed before the target is read, which RSP must not be part of.
+                let mut jump = *instruction;
+                // Of another form there is none in 64-bit code; the encoder refuses it.
+                if instruction.code() == iced_x86::Code::Call_rm64 {
+                    jump.set_code(iced_x86::Code::Jmp_rm64);
+                }
+                self.assembler.push(end as i32)?;
+                self.assembler.add_instruction(jump)?;
+                Ok(false)
+            }
+            FlowControl::UnconditionalBranch | FlowControl::IndirectBranch | FlowControl::Return => {
+                self.assembler.add_instruction(*instruction)?;
+                Ok(false)
+            }
+            _ => {
+                self.assembler.add_instruction(*instruction)?;
+                Ok(true)
+            }
+        }
+    }
+
+    fn interrupts_on_only(&mut self) -> std::result::Result<bool, iced_x86::IcedError> {
+        self.assembler.mov(byte_ptr(at::IF_BYTE), 2)?;
+        Ok(true)
+    }
+
+    fn perform(
+        &mut self,
+        kind: Kind,
+        instruction: &Instruction,
+    ) -> std::result::Result<bool, iced_x86::IcedError> {
+        let is_quad = matches!(instruction.code(), iced_x86::Code::Pushfq | iced_x86::Code::Popfq);
+        match kind {
+            Kind::Cli => self.assembler.mov(byte_ptr(at::IF_BYTE), 0)?,
+            Kind::Sti => self.interrupts_on()?,
+            Kind::Pushf if is_quad => self.assembler.push(qword_ptr(at::FLAGS))?,
+            Kind::Popf if is_quad => self.flags_from_stack()?,
+            Kind::Swapgs => self.exchange_bases()?,
+            _ => self.leave(Cause::Sensitive(*instruction), instruction.ip())?,
+        }
+        Ok(!kind.ends_flow())
+    }
+
+    /// STI, and a look at what waits; flags stay as they are.
+    fn interrupts_on(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
+        let mut quiet = self.assembler.create_label();
+        self.assembler.mov(byte_ptr(at::IF_BYTE), 2)?;
+        self.assembler.pushfq()?;
+        self.assembler.cmp(byte_ptr(at::PENDING), 0)?;
+        self.assembler.je(quiet)?;
+        self.leave(Cause::Pending, 0)?;
+        self.assembler.set_label(&mut quiet)?;
+        self.assembler.popfq()
+    }
+
+    /// POPF. The kernel's interrupt flag is bit 1 of the second byte; the processor ignores it in a process.
+    fn flags_from_stack(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
+        let (mut on, mut done) = (self.assembler.create_label(), self.assembler.create_label());
+        self.assembler.test(byte_ptr(rsp + 1), 2)?;
+        self.assembler.jne(on)?;
+        self.assembler.mov(byte_ptr(at::IF_BYTE), 0)?;
+        self.assembler.jmp(done)?;
+        self.assembler.set_label(&mut on)?;
+        self.assembler.mov(byte_ptr(at::IF_BYTE), 2)?;
+        self.assembler.cmp(byte_ptr(at::PENDING), 0)?;
+        self.assembler.je(done)?;
+        self.leave(Cause::Pending, 0)?;
+        self.assembler.set_label(&mut done)?;
+        self.assembler.popfq()
+    }
+
+    /// SWAPGS: interrupts are off wherever a kernel does it, so that the scratch register is nobody else's.
+    fn exchange_bases(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
+        self.assembler.mov(qword_ptr(at::SCRATCH), rax)?;
+        self.assembler.rdgsbase(rax)?;
+        self.assembler.xchg(qword_ptr(at::GS_OTHER), rax)?;
+        self.assembler.wrgsbase(rax)?;
+        self.assembler.mov(rax, qword_ptr(at::SCRATCH))
+    }
+
+    fn leave(&mut self, cause: Cause, original: u64) -> std::result::Result<(), iced_x86::IcedError> {
+        let mut behind = self.assembler.create_label();
+        self.assembler.mov(dword_ptr(at::EXIT), (self.first + self.exits.len()) as i32)?;
+        self.assembler.jmp(qword_ptr(at::ENTRY))?;
+        self.assembler.set_label(&mut behind)?;
+        // A label names an instruction, which another label may have to name too.
+        self.assembler.nop()?;
+        self.exits.push((cause, original, behind));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use mercury_afterburner::operand::Operand;
+
+    const PLACE: u64 = 0x4100_0000;
+    const AT: u64 = crate::layout::THUNKS;
+
+    fn record(kind: Kind, offset: u8, size: u8, length: u8) -> Record {
+        let operands = [Operand::NONE; 2];
+        Record { slot: PLACE, length, offset, size, kind, flags: Flags::default(), operands }
+    }
+
+    fn text(code: &[u8]) -> Vec<Instruction> {
+        Decoder::with_ip(64, code, AT, DecoderOptions::NONE).iter().collect()
+    }
+
+    #[test]
+    fn what_was_borrowed_is_executed_and_the_guest_goes_on_behind() {
+        // cli ; movl $1,%eax
+        let bytes = [0xFA, 0xB8, 1, 0, 0, 0];
+        let records = [record(Kind::Cli, 0, 1, 6)];
+        let thunk = build(&Slot { address: PLACE, bytes: &bytes, records: &records }, AT, 0).unwrap();
+        assert!(thunk.exits.is_empty());
+        let code = text(&thunk.code);
+        assert_eq!(code[0].memory_displacement64(), at::IF_BYTE);
+        assert_eq!(code[1].immediate32(), 1);
+        assert_eq!(code[2].near_branch_target(), PLACE + 6);
+    }
+
+    #[test]
+    fn exits_are_where_they_say() {
+        // out %al,%dx ; mov (%rip+0x10),%eax
+        let bytes = [0xEE, 0x8B, 0x05, 0x10, 0, 0, 0];
+        let records = [record(Kind::Out, 0, 1, 7)];
+        let thunk = build(&Slot { address: PLACE, bytes: &bytes, records: &records }, AT, 5).unwrap();
+        let code = text(&thunk.code);
+        let exit = thunk.exits[0];
+        assert_eq!((exit.original, code[0].immediate32(), code[0].len() as u64), (PLACE, 5, NAMING_LENGTH));
+        assert_eq!((code[1].ip(), code[1].next_ip()), (exit.jump(), exit.resume));
+        assert_eq!(code[1].memory_displacement64(), at::ENTRY);
+        // Relative to itself it would address something else there.
+        assert!(
+            code.iter()
+                .any(|one| one.is_ip_rel_memory_operand() && one.ip_rel_memory_address() == PLACE + 7 + 0x10)
+        );
+    }
+
+    #[test]
+    fn a_call_returns_behind_the_slot() {
+        // cli ; call +0x100
+        let bytes = [0xFA, 0xE8, 0, 1, 0, 0];
+        let records = [record(Kind::Cli, 0, 1, 6)];
+        let thunk = build(&Slot { address: PLACE, bytes: &bytes, records: &records }, AT, 0).unwrap();
+        let code = text(&thunk.code);
+        assert_eq!(code[1].immediate32to64().cast_unsigned(), PLACE + 6);
+        assert_eq!(code[2].near_branch_target(), PLACE + 6 + 0x100);
+        assert_eq!(code.len(), 3);
+    }
+
+    #[test]
+    fn what_a_process_may_do_is_left() {
+        assert!(!is_filled(&[record(Kind::Stac, 0, 3, 3)]));
+        assert!(is_filled(&[record(Kind::Swapgs, 0, 3, 8), record(Kind::ReadBase, 3, 5, 8)]));
+        let mut alternative = record(Kind::Cli, 0, 1, 5);
+        alternative.flags = Flags::ALTERNATIVE;
+        assert!(!is_filled(&[alternative]));
+    }
+}
