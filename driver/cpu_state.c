@@ -20,9 +20,17 @@
 
 #include "mercury.h"
 
+/* By what the TSC of virtual machines is scaled; other kernels give it other names. */
+#define TSC_RATIO		0xc0000104
+/* Where what only KVM uses ends in the list. */
+#define KVMS_END		3
+
 /* MSRs, in the order in which they are written; one that a processor lacks is skipped. */
 static const u32 kept_msrs[] = {
-	MSR_EFER, MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
+	MSR_EFER,
+	/* What only KVM uses, on AMD */
+	MSR_VM_HSAVE_PA, TSC_RATIO,
+	MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
 	MSR_IA32_SYSENTER_CS, MSR_IA32_SYSENTER_ESP, MSR_IA32_SYSENTER_EIP,
 	MSR_IA32_CR_PAT, MSR_TSC_AUX, MSR_IA32_MISC_ENABLE, MSR_IA32_SPEC_CTRL,
 	/* MSR_IA32_XSS, MSR_IA32_XFD, MSR_IA32_XFD_ERR */
@@ -201,11 +209,16 @@ static void save_msrs(struct mercury_cpu_state *state)
 	unsigned int i;
 
 	memset(state->has_msr, 0, sizeof(state->has_msr));
-	for (i = 0; i < ARRAY_SIZE(kept_msrs); i++)
+	/* It exits on an attached CPU of AMD's, the short way. */
+	state->msr[0] = mercury_ask_efer() & ~MERCURY_EFER_ATTACHED;
+	__set_bit(0, (unsigned long *)state->has_msr);
+	/* What only KVM uses costs time in each snapshot: it is looked at where KVM is. */
+	for (i = mercury.kvm_may ? 1 : KVMS_END; i < ARRAY_SIZE(kept_msrs); i++)
 		if (!rdmsrl_safe(kept_msrs[i], &state->msr[i]))
 			__set_bit(i, (unsigned long *)state->has_msr);
-	/* Nothing of hardware virtualization comes back. */
-	state->msr[0] &= ~(u64)EFER_SVME;
+	/* Of hardware virtualization only what is KVM's comes back. */
+	if (!mercury.kvm_may)
+		state->msr[0] &= ~(u64)EFER_SVME;
 }
 
 static void load_msrs(const struct mercury_cpu_state *state)
@@ -218,8 +231,8 @@ static void load_msrs(const struct mercury_cpu_state *state)
 		    rdmsrl_safe(kept_msrs[i], &value))
 			continue;
 		wanted = state->msr[i];
-		/* With a hypervisor beneath, to clear the bit is to leave it. */
-		if (kept_msrs[i] == MSR_EFER)
+		/* With a hypervisor beneath, to clear the bit is to leave it, unless it is KVM's. */
+		if (kept_msrs[i] == MSR_EFER && !mercury.kvm_may)
 			wanted |= value & EFER_SVME;
 		if (value != wanted)
 			wrmsrl_safe(kept_msrs[i], wanted);

@@ -354,6 +354,16 @@ static int run_restore_load(union request *request, struct mercury_outcome *outc
 	return mercury_restore_load(&request->load_frames, outcome);
 }
 
+static int run_snapshot_look(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_look_at(&request->take);
+}
+
+static int run_restore_read(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_restore_read(&request->load_frames, outcome);
+}
+
 static int run_restore_go(union request *request, struct mercury_outcome *outcome)
 {
 	return request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_restore_go();
@@ -388,6 +398,8 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), run_fence },
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
+	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), run_snapshot_look },
+	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
 	{ MERCURY_IOC_FAULT, false, 0, run_fault },
@@ -489,7 +501,7 @@ static int device_release(struct inode *inode, struct file *file)
 		return 0;
 	mutex_lock(&mercury.lock);
 	mercury_snapshot_release();
-	mercury_fence_down();
+	mercury_fence_release();
 	mercury_restore_end();
 	mutex_unlock(&mercury.lock);
 	mutex_lock(&controller_lock);

@@ -140,6 +140,12 @@ static void before_sync_single(const struct pt_regs *regs)
 	touch(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
+/* balloon_page_enqueue(balloon, page): the host takes it, whatever was there. */
+static void before_balloon(const struct pt_regs *regs)
+{
+	touch(page_address((struct page *)regs->si), PAGE_SIZE, DMA_FROM_DEVICE);
+}
+
 /* dma_unmap_page_attrs(device, address, size, direction, ...) */
 static void before_unmap_page(const struct pt_regs *regs)
 {
@@ -172,6 +178,7 @@ static struct entry {
 	{ "virtqueue_add_inbuf", before_inbuf },
 	{ "virtqueue_add_inbuf_ctx", before_inbuf },
 	{ "virtqueue_add_sgs", before_sgs },
+	{ "balloon_page_enqueue", before_balloon },
 	{ "dma_map_page_attrs", before_map_page },
 	{ "dma_map_sg_attrs", before_map_sg },
 	{ "dma_map_sgtable", before_map_sgtable },

@@ -5,12 +5,14 @@
  *
  * A panic reaches us through the kernel's emergency callback. There is one slot, which KVM's modules
  * want too: it is held while the hypervisor is loaded and KVM is not. Without it, Linux 6.1 still
- * clears EFER.SVME by itself in an emergency, and that write is a detach.
+ * clears EFER.SVME by itself in an emergency, and that write is a detach. Beside KVM a probe on the
+ * kernel's way to a crash kernel takes the CPU out that crashes.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
 #include <linux/cpu.h>
 #include <linux/cpuhotplug.h>
+#include <linux/kprobes.h>
 #include <linux/module.h>
 #include <linux/panic_notifier.h>
 #include <linux/reboot.h>
@@ -161,7 +163,15 @@ static int reboot_comes(struct notifier_block *block, unsigned long action, void
 	struct mercury_outcome outcome = {};
 
 	mercury.going_down = true;
-	mutex_lock(&mercury.lock);
+	/*
+	 * Who reboots may hold what keeps the system from sleeping, and a snapshot waits for that with our
+	 * lock. It waits in vain then, and CPUs leave one by one as the kernel stops them.
+	 */
+	while (!mutex_trylock(&mercury.lock)) {
+		if (READ_ONCE(mercury.waits_for_sleep))
+			return NOTIFY_DONE;
+		schedule_timeout_uninterruptible(1);
+	}
 	mercury_detach(NULL, &outcome);
 	mutex_unlock(&mercury.lock);
 	return NOTIFY_DONE;
@@ -200,6 +210,34 @@ static noinstr void emergency(void)
 	WRITE_ONCE(mercury.going_down, true);
 	if (mercury_mode() == MERCURY_MODE_ATTACHED)
 		mercury_vendor->detach_cpu(m);
+}
+
+/*
+ * The kernel goes down, and another one takes over: whoever clears EFER.SVME now wants no hypervisor any
+ * more, and this CPU leaves it. The emergency callback may be somebody else's, or there is none.
+ */
+static int crash_comes(struct kprobe *probe, struct pt_regs *regs)
+{
+	unsigned long flags;
+
+	mercury_kvm_allow_now(false);
+	local_irq_save(flags);
+	emergency();
+	local_irq_restore(flags);
+	return 0;
+}
+
+static struct kprobe crash_probe = {
+	.symbol_name = "machine_crash_shutdown",
+	.pre_handler = crash_comes,
+};
+
+static bool crash_is_told;
+
+/* KVM runs above the hypervisor where that can be, and where its end can be told from the kernel's. */
+static void kvm_is_there(bool there)
+{
+	mercury_kvm_allow(there && crash_is_told && mercury_vendor && mercury_vendor->shares);
 }
 
 /* Who holds the emergency slot, and whether KVM is there to want it. */
@@ -254,11 +292,13 @@ static int module_changes(struct notifier_block *block, unsigned long action, vo
 			kvm_present = true;
 		if (action == MODULE_STATE_GOING)
 			kvm_present = false;
+		kvm_is_there(kvm_present);
 		update_slot();
 		mutex_unlock(&slot_lock);
 	}
 	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 &&
-	    action == MODULE_STATE_COMING && READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
+	    action == MODULE_STATE_COMING && !READ_ONCE(mercury.kvm_may) &&
+	    READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
 		pr_notice("%s will find %s in use: run `mercury detach` before using KVM\n",
 			  mercury_vendor->kvm, mercury_vendor->what);
 	return NOTIFY_DONE;
@@ -275,8 +315,16 @@ static void find_kvm(void)
 	if (__symbol_get("kvm_init")) {
 		__symbol_put("kvm_init");
 		kvm_present = true;
+		kvm_is_there(true);
 	}
 	mutex_unlock(&slot_lock);
+}
+
+static void forget_modules(void)
+{
+	if (crash_is_told)
+		unregister_kprobe(&crash_probe);
+	unregister_module_notifier(&module_notifier);
 }
 
 int mercury_events_init(void)
@@ -285,18 +333,19 @@ int mercury_events_init(void)
 
 	if (err)
 		return err;
+	crash_is_told = !register_kprobe(&crash_probe);
 	find_kvm();
 	hotplug_state = cpuhp_setup_state_nocalls(CPUHP_AP_ONLINE_DYN, "mercury:online",
 						  cpu_comes, cpu_goes);
 	if (hotplug_state < 0) {
-		unregister_module_notifier(&module_notifier);
+		forget_modules();
 		return hotplug_state;
 	}
 	dead_state = cpuhp_setup_state_nocalls(CPUHP_BP_PREPARE_DYN, "mercury:dead",
 					       cpu_will_come, cpu_is_dead);
 	if (dead_state < 0) {
 		cpuhp_remove_state_nocalls(hotplug_state);
-		unregister_module_notifier(&module_notifier);
+		forget_modules();
 		return dead_state;
 	}
 	register_syscore(&syscore);
@@ -313,5 +362,5 @@ void mercury_events_exit(void)
 	unregister_syscore(&syscore);
 	cpuhp_remove_state_nocalls(dead_state);
 	cpuhp_remove_state_nocalls(hotplug_state);
-	unregister_module_notifier(&module_notifier);
+	forget_modules();
 }

@@ -260,6 +260,8 @@ static u64 system_bits(void)
 	if (boot_cpu_has(X86_FEATURE_ERAPS))
 		bits |= MERCURY_SYSTEM_ERAPS;
 #endif
+	if (READ_ONCE(mercury.kvm_may))
+		bits |= MERCURY_SYSTEM_KVM_MAY;
 	return bits;
 }
 

@@ -30,6 +30,8 @@
 static struct {
 	bool up;
 	bool closed;
+	/* Whoever raised it may go. */
+	bool stays;
 	struct mercury_fence_peer *peers;
 	u32 peer_count;
 	atomic64_t stopped;
@@ -176,9 +178,19 @@ void mercury_fence_down(void)
 {
 	if (!fence.up)
 		return;
+	/* A packet may be on its way through it. */
+	WRITE_ONCE(fence.closed, false);
 	lower();
+	synchronize_net();
 	kfree(fence.peers);
 	memset(&fence, 0, sizeof(fence));
+}
+
+/* Under mercury.lock: whoever raised it is gone. */
+void mercury_fence_release(void)
+{
+	if (!fence.stays)
+		mercury_fence_down();
 }
 
 /* With all CPUs in stop_machine(), in the machine that does not go on. */
@@ -210,10 +222,14 @@ int mercury_fence(struct mercury_fence_request *request)
 {
 	int result;
 
-	if (request->flags & ~MERCURY_FENCE_DOWN || request->reserved ||
+	if (request->flags & ~(MERCURY_FENCE_DOWN | MERCURY_FENCE_STAYS) || request->reserved ||
 	    request->peers_count > MERCURY_FENCE_PEERS_MAX)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	request->stopped = atomic64_read(&fence.stopped);
+	if (request->flags & MERCURY_FENCE_STAYS) {
+		fence.stays = fence.up;
+		return fence.up ? MERCURY_CODE_OK : MERCURY_CODE_BAD_ARGUMENT;
+	}
 	mercury_fence_down();
 	if (request->flags & MERCURY_FENCE_DOWN)
 		return MERCURY_CODE_OK;

@@ -151,12 +151,18 @@ SYM_CODE_START(mercury_svm_leave)
 	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
 
 .Lready:
+	/* KVM may have left GIF clear, and SVM on. */
+	testl	$MERCURY_KEEP_GIF_CLEAR, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jnz	.Lkept
 	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
 	stgi
+	testl	$MERCURY_KEEP_SVME, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jnz	.Lkept
 	movl	$MSR_EFER, %ecx
 	rdmsr
 	btrl	$EFER_SVME_BIT, %eax
 	wrmsr
+.Lkept:
 	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
 	jne	.Lmachine_check
 .Lraised:

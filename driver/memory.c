@@ -57,7 +57,7 @@ static unsigned int chunk_count;
 /* What is still to be carved, by estimate: how large the next chunk should be. */
 static unsigned long remaining;
 static struct info *info;
-/* The first page of each CPU's shared block; the lock is only for mmap. */
+/* The first page of each CPU's shared block; the lock is for mmap, and for who writes to all. */
 static struct page **shared;
 static DEFINE_MUTEX(shared_lock);
 
@@ -261,9 +261,38 @@ static u32 place_shared(int cpu)
 	if (!page)
 		return MERCURY_CODE_NO_MEMORY;
 	split_page(page, order);
+	mutex_lock(&shared_lock);
 	shared[cpu] = page;
 	m->shared = page_address(page);
+	m->shared->kvm_may = READ_ONCE(mercury.kvm_may);
+	mutex_unlock(&shared_lock);
 	return mercury_map_owned(m->shared, 1UL << order, MERCURY_MAP_DATA);
+}
+
+/*
+ * Tells the hypervisor. In a crash and when the machine was put back nobody may wait; the hypervisor is in
+ * memory then, or all other CPUs are stopped, and what is shared stays. Everybody else calls
+ * mercury_kvm_allow().
+ */
+void mercury_kvm_allow_now(bool may)
+{
+	int cpu;
+
+	WRITE_ONCE(mercury.kvm_may, may);
+	for_each_possible_cpu(cpu) {
+		struct mercury_shared_cpu *block = READ_ONCE(mercury_cpu(cpu)->shared);
+
+		if (block)
+			WRITE_ONCE(block->kvm_may, may);
+	}
+}
+
+/* The same for who can wait until memory that is being freed, or made, is. */
+void mercury_kvm_allow(bool may)
+{
+	mutex_lock(&shared_lock);
+	mercury_kvm_allow_now(may);
+	mutex_unlock(&shared_lock);
 }
 
 /* One CPU's area. The page that only the processor uses stays unmapped: it guards the stack. */
@@ -284,6 +313,9 @@ static u32 place_area(int cpu, void *image)
 	gate->cpu = cpu;
 	mercury_vendor->place(gate);
 	m->gate = gate;
+	code = mercury_map_window(gate);
+	if (code != MERCURY_CODE_OK)
+		return code;
 	code = mercury_map_owned(gate, MERCURY_AREA_PAGE_PROCESSOR, MERCURY_MAP_DATA);
 	if (code != MERCURY_CODE_OK)
 		return code;
@@ -362,10 +394,11 @@ static void free_shared(void)
 
 	mutex_lock(&shared_lock);
 	for_each_possible_cpu(cpu) {
+		/* Forgotten first: a CPU that crashes now looks here. */
+		mercury_cpu(cpu)->gate = NULL;
+		WRITE_ONCE(mercury_cpu(cpu)->shared, NULL);
 		for (i = 0; shared && shared[cpu] && i < SHARED_PAGES; i++)
 			__free_page(shared[cpu] + i);
-		mercury_cpu(cpu)->gate = NULL;
-		mercury_cpu(cpu)->shared = NULL;
 	}
 	kfree(shared);
 	shared = NULL;

@@ -41,6 +41,7 @@
 #include <asm/alternative.h>
 #include <asm/asm.h>
 #include <asm/cpufeature.h>
+#include <asm/msr-index.h>
 
 #include "mercury_abi.h"
 
@@ -83,6 +84,10 @@ struct mercury {
 	bool going_down;
 	/* All CPUs meet for a snapshot, and the kernel's core is suspended for it. */
 	bool at_instant;
+	/* Who holds the lock waits for the system's sleep to be allowed, or does not hold it any more. */
+	bool waits_for_sleep;
+	/* KVM may use the hardware above the hypervisor. */
+	bool kvm_may;
 	/* The first attach after a load compares the CPU before and after. */
 	bool self_tested;
 	/* Highest address in use, inclusive. */
@@ -103,6 +108,8 @@ static inline struct mercury_cpu *mercury_cpu(int cpu)
 struct mercury_vendor {
 	/* MERCURY_VENDOR_* */
 	u32 number;
+	/* KVM can run above the hypervisor. */
+	bool shares;
 	/* The module that uses the same hardware, and the hardware's name. */
 	const char *kvm;
 	const char *what;
@@ -160,6 +167,19 @@ static __always_inline u64 mercury_hypercall(u64 number, u64 a, u64 b, u64 *valu
 	return native ? MERCURY_CODE_UNKNOWN_OPERATION : answer;
 }
 
+/*
+ * EFER as this CPU shows it. AMD's hypervisor beneath sees who asks, says that it is there, and is quicker
+ * than for others.
+ */
+static __always_inline u64 mercury_ask_efer(void)
+{
+	u32 low, high;
+
+	asm volatile("rdmsr" : "=a" (low), "=d" (high)
+		     : "c" (MSR_EFER), "S" (MERCURY_HYPERCALL_MAGIC) : "memory");
+	return low | (u64)high << 32;
+}
+
 /* facts.c */
 u64 mercury_iomem_end(void);
 void mercury_read_facts(struct mercury_cpu_facts *facts);
@@ -186,6 +206,8 @@ void mercury_memory_report(void);
 bool mercury_owned(unsigned int number, struct mercury_owned_range *range);
 void *mercury_carve(unsigned int pages, unsigned int align);
 int mercury_shared_map(struct vm_area_struct *vma);
+void mercury_kvm_allow(bool may);
+void mercury_kvm_allow_now(bool may);
 
 /* tables.c */
 #define MERCURY_MAP_TEXT	0
@@ -196,6 +218,7 @@ u64 mercury_tables_cr3(void);
 u64 mercury_tables_cr4(void);
 u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind);
 u32 mercury_map_owned(void *virt, unsigned long pages, int kind);
+u32 mercury_map_window(struct mercury_gate_block *gate);
 u32 mercury_map_memory(phys_addr_t start, phys_addr_t end);
 u32 mercury_map_registers(phys_addr_t phys);
 void mercury_unmap_memory(void);
@@ -222,6 +245,7 @@ u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request);
 u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome);
 u32 mercury_snapshot_finish(struct mercury_snapshot_request *request);
 int mercury_snapshot_take(struct mercury_snapshot_take_request *request);
+int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request);
 void mercury_snapshot_end(void);
 void mercury_snapshot_release(void);
 void mercury_snapshot_look(void);
@@ -267,6 +291,8 @@ int mercury_restore_begin(const struct mercury_restart_request *request,
 			  struct mercury_outcome *outcome);
 int mercury_restore_load(const struct mercury_load_frames_request *request,
 			 struct mercury_outcome *outcome);
+int mercury_restore_read(const struct mercury_load_frames_request *request,
+			 struct mercury_outcome *outcome);
 int mercury_restore_go(void);
 void mercury_restore_end(void);
 
@@ -286,6 +312,7 @@ unsigned long mercury_dma_stretch(struct page *page, enum mercury_page_use *use)
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);
 void mercury_fence_down(void);
+void mercury_fence_release(void);
 void mercury_fence_close(void);
 
 /* monitor.c */

@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 3
+#define MERCURY_ABI_VERSION 4
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -68,6 +68,8 @@
 #define MERCURY_SYSTEM_INVLPGB 8
 /* The kernel relies on the return predictor's own protection (ERAPS). */
 #define MERCURY_SYSTEM_ERAPS 16
+/* KVM is loaded, and what it has of the hardware it may keep (AMD). */
+#define MERCURY_SYSTEM_KVM_MAY 32
 /* Bytes of one CPU's block: two pages. */
 #define MERCURY_SHARED_CPU_SIZE 8192
 /* "MERCURY1" in ASCII, little-endian. */
@@ -78,7 +80,7 @@
  */
 #define MERCURY_EXIT_CODE_VMX _UL(0x100000000)
 /* Number of ExitReasons that have a counter. */
-#define MERCURY_EXIT_REASONS 16
+#define MERCURY_EXIT_REASONS 24
 /* Records in one CPU's log ring. */
 #define MERCURY_LOG_RECORDS 64
 
@@ -98,6 +100,9 @@
 #define MERCURY_EXIT_REASON_OTHER 12
 #define MERCURY_EXIT_REASON_UNKNOWN 13
 #define MERCURY_EXIT_REASON_SNAPSHOT_WRITE 14
+#define MERCURY_EXIT_REASON_GUEST_RUN 15
+#define MERCURY_EXIT_REASON_GUEST_END 16
+#define MERCURY_EXIT_REASON_HELD_NMI 17
 
 
 /* What a LogRecord reports. */
@@ -141,6 +146,10 @@
 #define MERCURY_VENDORS 2
 /* "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image. */
 #define MERCURY_IMAGE_MAGIC _UL(0x525059484352454d)
+/* Outward::svm: EFER.SVME stays set, for KVM has set it. */
+#define MERCURY_KEEP_SVME 1
+/* Outward::svm: GIF stays 0, for KVM has cleared it. */
+#define MERCURY_KEEP_GIF_CLEAR 2
 /* Where the hypervisor's private data starts in the gate page. */
 #define MERCURY_GATE_PRIVATE_OFFSET 1024
 
@@ -152,6 +161,12 @@
 
 /* "MERC" in ASCII: RCX of every hypercall. */
 #define MERCURY_HYPERCALL_MAGIC 0x4352454d
+/*
+ * Set in what RDMSR of EFER answers on an attached AMD CPU if RSI holds
+ * HYPERCALL_MAGIC: so a CPU is asked for its mode without an exception. The processor's
+ * own EFER never has it.
+ */
+#define MERCURY_EFER_ATTACHED _UL(0x8000000000000000)
 
 /*
  * Hypercalls of the driver: number in RAX, HYPERCALL_MAGIC in RCX, arguments in RDI and
@@ -246,6 +261,11 @@
 #define MERCURY_RESTART_FIVE_LEVEL 1
 /* Local APICs are in x2APIC mode. */
 #define MERCURY_RESTART_X2APIC 2
+/*
+ * Not of the machine, but of how it comes: each frame may be loaded again, and holds
+ * then what it was loaded with last.
+ */
+#define MERCURY_RESTART_AGAIN 256
 /* What one frame is loaded from: the next page of the data. */
 #define MERCURY_LOAD_DATA 1
 /* All zeros. */
@@ -279,7 +299,10 @@
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
 #define MERCURY_IOC_SNAPSHOT_END _UL(0xc1b8f50b)
-/* Describes the machine of the snapshot. Takes a RestartRequest. */
+/*
+ * Describes the machine of the snapshot, or of one that is only prepared. Takes a
+ * RestartRequest.
+ */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
@@ -302,6 +325,17 @@
  * FenceRequest.
  */
 #define MERCURY_IOC_FENCE _UL(0xc040f512)
+/*
+ * Reads frames of a snapshot that is only prepared, as they are now. Each may change
+ * meanwhile: whoever wants what they held at one instant compares then. Takes a
+ * SnapshotTakeRequest.
+ */
+#define MERCURY_IOC_SNAPSHOT_LOOK _UL(0xc058f518)
+/*
+ * Reads frames that were loaded, from where they lie. Takes a LoadFramesRequest, whose
+ * data is written.
+ */
+#define MERCURY_IOC_RESTORE_READ _UL(0xc038f519)
 /* SnapshotRequest::flags: keep a log of what is written from the instant on. */
 #define MERCURY_SNAPSHOT_LOG 1
 /* Hash every page at the instant (fault-injection builds only). */
@@ -323,6 +357,11 @@
 #define MERCURY_STATE_CRASHED 3
 /* FenceRequest::flags: take the fence away. */
 #define MERCURY_FENCE_DOWN 1
+/*
+ * FenceRequest::flags: the fence that is up stays when the controller goes, until one
+ * takes it away.
+ */
+#define MERCURY_FENCE_STAYS 2
 /* FenceRequest::peers_count at most. */
 #define MERCURY_FENCE_PEERS_MAX 64
 /* CpuStatus::mode: the CPU is offline. */
@@ -414,6 +453,7 @@
 #define MERCURY_CODE_NESTED_MAP_EXHAUSTED 126
 #define MERCURY_CODE_VMX_RELEASED 127
 #define MERCURY_CODE_MTRR_CHANGED 128
+#define MERCURY_CODE_GUEST_UNSUPPORTED 129
 #define MERCURY_CODE_SNAPSHOT_LIVE 140
 #define MERCURY_CODE_NO_SNAPSHOT 141
 #define MERCURY_CODE_SNAPSHOT_MISSED 142
@@ -423,6 +463,7 @@
 #define MERCURY_CODE_SNAPSHOT_QUIESCE 146
 #define MERCURY_CODE_SNAPSHOT_HOTPLUG 147
 #define MERCURY_CODE_FENCE_UNSUPPORTED 148
+#define MERCURY_CODE_SNAPSHOT_GUEST 149
 #define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
@@ -441,122 +482,126 @@
 #define MERCURY_GATE_LEAVE_VIRT 24
 #define MERCURY_GATE_AREA_PHYS 32
 #define MERCURY_GATE_SHARED_VIRT 40
-#define MERCURY_GATE_CPU 48
-#define MERCURY_GATE_OPERATION 52
-#define MERCURY_GATE_ARGUMENT 56
-#define MERCURY_GATE_DETAIL 64
-#define MERCURY_GATE_FAULT 80
-#define MERCURY_GATE_FAULT_POINT 80
-#define MERCURY_GATE_FAULT_PASSAGE 84
-#define MERCURY_GATE_FAULT_OFFSET 88
-#define MERCURY_GATE_FAULT_VALUE 92
-#define MERCURY_GATE_FAULT_FIRED 96
-#define MERCURY_GATE_INWARD 104
-#define MERCURY_GATE_INWARD_RSP 104
-#define MERCURY_GATE_INWARD_RIP 112
-#define MERCURY_GATE_INWARD_RFLAGS 120
-#define MERCURY_GATE_INWARD_CR3 128
-#define MERCURY_GATE_INWARD_CR4 136
-#define MERCURY_GATE_INWARD_VM_HSAVE_PA 144
-#define MERCURY_GATE_INWARD_CS 152
-#define MERCURY_GATE_INWARD_CS_SELECTOR 152
-#define MERCURY_GATE_INWARD_CS_RESERVED 154
-#define MERCURY_GATE_INWARD_CS_ATTRIBUTES 156
-#define MERCURY_GATE_INWARD_CS_LIMIT 160
-#define MERCURY_GATE_INWARD_CS_BASE 164
-#define MERCURY_GATE_INWARD_SS 168
-#define MERCURY_GATE_INWARD_SS_SELECTOR 168
-#define MERCURY_GATE_INWARD_SS_RESERVED 170
-#define MERCURY_GATE_INWARD_SS_ATTRIBUTES 172
-#define MERCURY_GATE_INWARD_SS_LIMIT 176
-#define MERCURY_GATE_INWARD_SS_BASE 180
-#define MERCURY_GATE_INWARD_DS 184
-#define MERCURY_GATE_INWARD_DS_SELECTOR 184
-#define MERCURY_GATE_INWARD_DS_RESERVED 186
-#define MERCURY_GATE_INWARD_DS_ATTRIBUTES 188
-#define MERCURY_GATE_INWARD_DS_LIMIT 192
-#define MERCURY_GATE_INWARD_DS_BASE 196
-#define MERCURY_GATE_INWARD_ES 200
-#define MERCURY_GATE_INWARD_ES_SELECTOR 200
-#define MERCURY_GATE_INWARD_ES_RESERVED 202
-#define MERCURY_GATE_INWARD_ES_ATTRIBUTES 204
-#define MERCURY_GATE_INWARD_ES_LIMIT 208
-#define MERCURY_GATE_INWARD_ES_BASE 212
-#define MERCURY_GATE_INWARD_FS 216
-#define MERCURY_GATE_INWARD_FS_SELECTOR 216
-#define MERCURY_GATE_INWARD_FS_RESERVED 218
-#define MERCURY_GATE_INWARD_FS_ATTRIBUTES 220
-#define MERCURY_GATE_INWARD_FS_LIMIT 224
-#define MERCURY_GATE_INWARD_FS_BASE 228
-#define MERCURY_GATE_INWARD_GS 232
-#define MERCURY_GATE_INWARD_GS_SELECTOR 232
-#define MERCURY_GATE_INWARD_GS_RESERVED 234
-#define MERCURY_GATE_INWARD_GS_ATTRIBUTES 236
-#define MERCURY_GATE_INWARD_GS_LIMIT 240
-#define MERCURY_GATE_INWARD_GS_BASE 244
-#define MERCURY_GATE_INWARD_LDTR 248
-#define MERCURY_GATE_INWARD_LDTR_SELECTOR 248
-#define MERCURY_GATE_INWARD_LDTR_RESERVED 250
-#define MERCURY_GATE_INWARD_LDTR_ATTRIBUTES 252
-#define MERCURY_GATE_INWARD_LDTR_LIMIT 256
-#define MERCURY_GATE_INWARD_LDTR_BASE 260
-#define MERCURY_GATE_INWARD_TR 264
-#define MERCURY_GATE_INWARD_TR_SELECTOR 264
-#define MERCURY_GATE_INWARD_TR_RESERVED 266
-#define MERCURY_GATE_INWARD_TR_ATTRIBUTES 268
-#define MERCURY_GATE_INWARD_TR_LIMIT 272
-#define MERCURY_GATE_INWARD_TR_BASE 276
-#define MERCURY_GATE_INWARD_LDTR_BASE_VIRT 280
-#define MERCURY_GATE_INWARD_TR_BASE_VIRT 288
-#define MERCURY_GATE_INWARD_GDTR 296
-#define MERCURY_GATE_INWARD_GDTR_PADDING 296
-#define MERCURY_GATE_INWARD_GDTR_LIMIT 302
-#define MERCURY_GATE_INWARD_GDTR_BASE_VIRT 304
-#define MERCURY_GATE_INWARD_IDTR 312
-#define MERCURY_GATE_INWARD_IDTR_PADDING 312
-#define MERCURY_GATE_INWARD_IDTR_LIMIT 318
-#define MERCURY_GATE_INWARD_IDTR_BASE_VIRT 320
-#define MERCURY_GATE_OUTWARD 328
-#define MERCURY_GATE_OUTWARD_CR0 328
-#define MERCURY_GATE_OUTWARD_CR2 336
-#define MERCURY_GATE_OUTWARD_CR3 344
-#define MERCURY_GATE_OUTWARD_CR4 352
-#define MERCURY_GATE_OUTWARD_DR6 360
-#define MERCURY_GATE_OUTWARD_DR7 368
-#define MERCURY_GATE_OUTWARD_GDTR 376
-#define MERCURY_GATE_OUTWARD_GDTR_PADDING 376
-#define MERCURY_GATE_OUTWARD_GDTR_LIMIT 382
-#define MERCURY_GATE_OUTWARD_GDTR_BASE_VIRT 384
-#define MERCURY_GATE_OUTWARD_IDTR 392
-#define MERCURY_GATE_OUTWARD_IDTR_PADDING 392
-#define MERCURY_GATE_OUTWARD_IDTR_LIMIT 398
-#define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 400
-#define MERCURY_GATE_OUTWARD_DEBUGCTL 408
-#define MERCURY_GATE_OUTWARD_SELECTORS 416
-#define MERCURY_GATE_OUTWARD_RIP 448
-#define MERCURY_GATE_OUTWARD_RFLAGS 456
-#define MERCURY_GATE_OUTWARD_REGISTERS 464
-#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 592
-#define MERCURY_GATE_OUTWARD_THREAD_BASES 608
-#define MERCURY_GATE_OUTWARD_EFER 624
-#define MERCURY_GATE_FRAME 632
-#define MERCURY_GATE_MACHINE_CHECK 672
-#define MERCURY_GATE_NMI 680
-#define MERCURY_GATE_NMI_PENDING 680
-#define MERCURY_GATE_NMI_HANDLER_VIRT 688
-#define MERCURY_GATE_NMI_WINDOW_START_VIRT 696
-#define MERCURY_GATE_NMI_WINDOW_END_VIRT 704
-#define MERCURY_GATE_NMI_RESTART_VIRT 712
-#define MERCURY_GATE_NMI_GDT 720
-#define MERCURY_GATE_NMI_IDT 752
-#define MERCURY_GATE_NMI_GDTR 800
-#define MERCURY_GATE_NMI_GDTR_PADDING 800
-#define MERCURY_GATE_NMI_GDTR_LIMIT 806
-#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 808
-#define MERCURY_GATE_NMI_IDTR 816
-#define MERCURY_GATE_NMI_IDTR_PADDING 816
-#define MERCURY_GATE_NMI_IDTR_LIMIT 822
-#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 824
+#define MERCURY_GATE_WINDOW_VIRT 48
+#define MERCURY_GATE_WINDOW_ENTRY_VIRT 56
+#define MERCURY_GATE_CPU 64
+#define MERCURY_GATE_OPERATION 68
+#define MERCURY_GATE_ARGUMENT 72
+#define MERCURY_GATE_DETAIL 80
+#define MERCURY_GATE_FAULT 96
+#define MERCURY_GATE_FAULT_POINT 96
+#define MERCURY_GATE_FAULT_PASSAGE 100
+#define MERCURY_GATE_FAULT_OFFSET 104
+#define MERCURY_GATE_FAULT_VALUE 108
+#define MERCURY_GATE_FAULT_FIRED 112
+#define MERCURY_GATE_INWARD 120
+#define MERCURY_GATE_INWARD_RSP 120
+#define MERCURY_GATE_INWARD_RIP 128
+#define MERCURY_GATE_INWARD_RFLAGS 136
+#define MERCURY_GATE_INWARD_CR3 144
+#define MERCURY_GATE_INWARD_CR4 152
+#define MERCURY_GATE_INWARD_EFER 160
+#define MERCURY_GATE_INWARD_VM_HSAVE_PA 168
+#define MERCURY_GATE_INWARD_CS 176
+#define MERCURY_GATE_INWARD_CS_SELECTOR 176
+#define MERCURY_GATE_INWARD_CS_RESERVED 178
+#define MERCURY_GATE_INWARD_CS_ATTRIBUTES 180
+#define MERCURY_GATE_INWARD_CS_LIMIT 184
+#define MERCURY_GATE_INWARD_CS_BASE 188
+#define MERCURY_GATE_INWARD_SS 192
+#define MERCURY_GATE_INWARD_SS_SELECTOR 192
+#define MERCURY_GATE_INWARD_SS_RESERVED 194
+#define MERCURY_GATE_INWARD_SS_ATTRIBUTES 196
+#define MERCURY_GATE_INWARD_SS_LIMIT 200
+#define MERCURY_GATE_INWARD_SS_BASE 204
+#define MERCURY_GATE_INWARD_DS 208
+#define MERCURY_GATE_INWARD_DS_SELECTOR 208
+#define MERCURY_GATE_INWARD_DS_RESERVED 210
+#define MERCURY_GATE_INWARD_DS_ATTRIBUTES 212
+#define MERCURY_GATE_INWARD_DS_LIMIT 216
+#define MERCURY_GATE_INWARD_DS_BASE 220
+#define MERCURY_GATE_INWARD_ES 224
+#define MERCURY_GATE_INWARD_ES_SELECTOR 224
+#define MERCURY_GATE_INWARD_ES_RESERVED 226
+#define MERCURY_GATE_INWARD_ES_ATTRIBUTES 228
+#define MERCURY_GATE_INWARD_ES_LIMIT 232
+#define MERCURY_GATE_INWARD_ES_BASE 236
+#define MERCURY_GATE_INWARD_FS 240
+#define MERCURY_GATE_INWARD_FS_SELECTOR 240
+#define MERCURY_GATE_INWARD_FS_RESERVED 242
+#define MERCURY_GATE_INWARD_FS_ATTRIBUTES 244
+#define MERCURY_GATE_INWARD_FS_LIMIT 248
+#define MERCURY_GATE_INWARD_FS_BASE 252
+#define MERCURY_GATE_INWARD_GS 256
+#define MERCURY_GATE_INWARD_GS_SELECTOR 256
+#define MERCURY_GATE_INWARD_GS_RESERVED 258
+#define MERCURY_GATE_INWARD_GS_ATTRIBUTES 260
+#define MERCURY_GATE_INWARD_GS_LIMIT 264
+#define MERCURY_GATE_INWARD_GS_BASE 268
+#define MERCURY_GATE_INWARD_LDTR 272
+#define MERCURY_GATE_INWARD_LDTR_SELECTOR 272
+#define MERCURY_GATE_INWARD_LDTR_RESERVED 274
+#define MERCURY_GATE_INWARD_LDTR_ATTRIBUTES 276
+#define MERCURY_GATE_INWARD_LDTR_LIMIT 280
+#define MERCURY_GATE_INWARD_LDTR_BASE 284
+#define MERCURY_GATE_INWARD_TR 288
+#define MERCURY_GATE_INWARD_TR_SELECTOR 288
+#define MERCURY_GATE_INWARD_TR_RESERVED 290
+#define MERCURY_GATE_INWARD_TR_ATTRIBUTES 292
+#define MERCURY_GATE_INWARD_TR_LIMIT 296
+#define MERCURY_GATE_INWARD_TR_BASE 300
+#define MERCURY_GATE_INWARD_LDTR_BASE_VIRT 304
+#define MERCURY_GATE_INWARD_TR_BASE_VIRT 312
+#define MERCURY_GATE_INWARD_GDTR 320
+#define MERCURY_GATE_INWARD_GDTR_PADDING 320
+#define MERCURY_GATE_INWARD_GDTR_LIMIT 326
+#define MERCURY_GATE_INWARD_GDTR_BASE_VIRT 328
+#define MERCURY_GATE_INWARD_IDTR 336
+#define MERCURY_GATE_INWARD_IDTR_PADDING 336
+#define MERCURY_GATE_INWARD_IDTR_LIMIT 342
+#define MERCURY_GATE_INWARD_IDTR_BASE_VIRT 344
+#define MERCURY_GATE_OUTWARD 352
+#define MERCURY_GATE_OUTWARD_CR0 352
+#define MERCURY_GATE_OUTWARD_CR2 360
+#define MERCURY_GATE_OUTWARD_CR3 368
+#define MERCURY_GATE_OUTWARD_CR4 376
+#define MERCURY_GATE_OUTWARD_DR6 384
+#define MERCURY_GATE_OUTWARD_DR7 392
+#define MERCURY_GATE_OUTWARD_GDTR 400
+#define MERCURY_GATE_OUTWARD_GDTR_PADDING 400
+#define MERCURY_GATE_OUTWARD_GDTR_LIMIT 406
+#define MERCURY_GATE_OUTWARD_GDTR_BASE_VIRT 408
+#define MERCURY_GATE_OUTWARD_IDTR 416
+#define MERCURY_GATE_OUTWARD_IDTR_PADDING 416
+#define MERCURY_GATE_OUTWARD_IDTR_LIMIT 422
+#define MERCURY_GATE_OUTWARD_IDTR_BASE_VIRT 424
+#define MERCURY_GATE_OUTWARD_DEBUGCTL 432
+#define MERCURY_GATE_OUTWARD_SELECTORS 440
+#define MERCURY_GATE_OUTWARD_RIP 472
+#define MERCURY_GATE_OUTWARD_RFLAGS 480
+#define MERCURY_GATE_OUTWARD_REGISTERS 488
+#define MERCURY_GATE_OUTWARD_THREAD_SELECTORS 616
+#define MERCURY_GATE_OUTWARD_THREAD_BASES 632
+#define MERCURY_GATE_OUTWARD_EFER 648
+#define MERCURY_GATE_OUTWARD_SVM 656
+#define MERCURY_GATE_FRAME 664
+#define MERCURY_GATE_MACHINE_CHECK 704
+#define MERCURY_GATE_NMI 712
+#define MERCURY_GATE_NMI_PENDING 712
+#define MERCURY_GATE_NMI_HANDLER_VIRT 720
+#define MERCURY_GATE_NMI_WINDOW_START_VIRT 728
+#define MERCURY_GATE_NMI_WINDOW_END_VIRT 736
+#define MERCURY_GATE_NMI_RESTART_VIRT 744
+#define MERCURY_GATE_NMI_GDT 752
+#define MERCURY_GATE_NMI_IDT 784
+#define MERCURY_GATE_NMI_GDTR 832
+#define MERCURY_GATE_NMI_GDTR_PADDING 832
+#define MERCURY_GATE_NMI_GDTR_LIMIT 838
+#define MERCURY_GATE_NMI_GDTR_BASE_VIRT 840
+#define MERCURY_GATE_NMI_IDTR 848
+#define MERCURY_GATE_NMI_IDTR_PADDING 848
+#define MERCURY_GATE_NMI_IDTR_LIMIT 854
+#define MERCURY_GATE_NMI_IDTR_BASE_VIRT 856
 
 /* Offsets in what brings a machine back, for assembler. */
 #define MERCURY_SAVED_CPU_VIRT 0
@@ -992,7 +1037,7 @@ struct mercury_shared_cpu {
 	 */
 	u32 attached;
 	/* Exits by ExitReason since load. */
-	u64 exits[16];
+	u64 exits[24];
 	/* TSC ticks spent in the hypervisor by exits since load. */
 	u64 exit_ticks;
 	/* Attaches since load. */
@@ -1008,8 +1053,13 @@ struct mercury_shared_cpu {
 	u64 log_written;
 	/* The last crash. */
 	struct mercury_crash_record crash;
+	/*
+	 * Written by the driver: 1 while KVM may use SVM above the hypervisor.
+	 * Otherwise EFER shows the hypervisor's own SVME, and to clear it is to leave.
+	 */
+	u32 kvm_may;
 	/* Padding to the second page. */
-	u64 reserved[441];
+	u32 reserved[865];
 	/* The ring; record n (from 1) is at index (n - 1) % LOG_RECORDS. */
 	struct mercury_log_record log[64];
 };
@@ -1019,13 +1069,14 @@ static_assert(offsetof(struct mercury_shared_cpu, magic) == 0);
 static_assert(offsetof(struct mercury_shared_cpu, cpu) == 8);
 static_assert(offsetof(struct mercury_shared_cpu, attached) == 12);
 static_assert(offsetof(struct mercury_shared_cpu, exits) == 16);
-static_assert(offsetof(struct mercury_shared_cpu, exit_ticks) == 144);
-static_assert(offsetof(struct mercury_shared_cpu, attaches) == 152);
-static_assert(offsetof(struct mercury_shared_cpu, detaches) == 160);
-static_assert(offsetof(struct mercury_shared_cpu, left_because) == 168);
-static_assert(offsetof(struct mercury_shared_cpu, log_written) == 176);
-static_assert(offsetof(struct mercury_shared_cpu, crash) == 184);
-static_assert(offsetof(struct mercury_shared_cpu, reserved) == 568);
+static_assert(offsetof(struct mercury_shared_cpu, exit_ticks) == 208);
+static_assert(offsetof(struct mercury_shared_cpu, attaches) == 216);
+static_assert(offsetof(struct mercury_shared_cpu, detaches) == 224);
+static_assert(offsetof(struct mercury_shared_cpu, left_because) == 232);
+static_assert(offsetof(struct mercury_shared_cpu, log_written) == 240);
+static_assert(offsetof(struct mercury_shared_cpu, crash) == 248);
+static_assert(offsetof(struct mercury_shared_cpu, kvm_may) == 632);
+static_assert(offsetof(struct mercury_shared_cpu, reserved) == 636);
 static_assert(offsetof(struct mercury_shared_cpu, log) == 4096);
 
 /*
@@ -1182,6 +1233,8 @@ struct mercury_inward {
 	u64 cr3;
 	/* CR4. */
 	u64 cr4;
+	/* EFER as it was before SVME was set for the gate (AMD). */
+	u64 efer;
 	/* VM_HSAVE_PA as it was before, restored at detach (AMD). */
 	u64 vm_hsave_pa;
 	/* CS. Filled by the driver. */
@@ -1210,25 +1263,26 @@ struct mercury_inward {
 	struct mercury_descriptor_table idtr;
 };
 
-static_assert(sizeof(struct mercury_inward) == 224);
+static_assert(sizeof(struct mercury_inward) == 232);
 static_assert(offsetof(struct mercury_inward, rsp) == 0);
 static_assert(offsetof(struct mercury_inward, rip) == 8);
 static_assert(offsetof(struct mercury_inward, rflags) == 16);
 static_assert(offsetof(struct mercury_inward, cr3) == 24);
 static_assert(offsetof(struct mercury_inward, cr4) == 32);
-static_assert(offsetof(struct mercury_inward, vm_hsave_pa) == 40);
-static_assert(offsetof(struct mercury_inward, cs) == 48);
-static_assert(offsetof(struct mercury_inward, ss) == 64);
-static_assert(offsetof(struct mercury_inward, ds) == 80);
-static_assert(offsetof(struct mercury_inward, es) == 96);
-static_assert(offsetof(struct mercury_inward, fs) == 112);
-static_assert(offsetof(struct mercury_inward, gs) == 128);
-static_assert(offsetof(struct mercury_inward, ldtr) == 144);
-static_assert(offsetof(struct mercury_inward, tr) == 160);
-static_assert(offsetof(struct mercury_inward, ldtr_base_virt) == 176);
-static_assert(offsetof(struct mercury_inward, tr_base_virt) == 184);
-static_assert(offsetof(struct mercury_inward, gdtr) == 192);
-static_assert(offsetof(struct mercury_inward, idtr) == 208);
+static_assert(offsetof(struct mercury_inward, efer) == 40);
+static_assert(offsetof(struct mercury_inward, vm_hsave_pa) == 48);
+static_assert(offsetof(struct mercury_inward, cs) == 56);
+static_assert(offsetof(struct mercury_inward, ss) == 72);
+static_assert(offsetof(struct mercury_inward, ds) == 88);
+static_assert(offsetof(struct mercury_inward, es) == 104);
+static_assert(offsetof(struct mercury_inward, fs) == 120);
+static_assert(offsetof(struct mercury_inward, gs) == 136);
+static_assert(offsetof(struct mercury_inward, ldtr) == 152);
+static_assert(offsetof(struct mercury_inward, tr) == 168);
+static_assert(offsetof(struct mercury_inward, ldtr_base_virt) == 184);
+static_assert(offsetof(struct mercury_inward, tr_base_virt) == 192);
+static_assert(offsetof(struct mercury_inward, gdtr) == 200);
+static_assert(offsetof(struct mercury_inward, idtr) == 216);
 
 /* What the gate's way out puts back. */
 struct mercury_outward {
@@ -1270,9 +1324,11 @@ struct mercury_outward {
 	 * hypervisor's tables need. 0: none.
 	 */
 	u64 efer;
+	/* What the gate leaves in SVM (AMD): KEEP_SVME, KEEP_GIF_CLEAR. */
+	u64 svm;
 };
 
-static_assert(sizeof(struct mercury_outward) == 304);
+static_assert(sizeof(struct mercury_outward) == 312);
 static_assert(offsetof(struct mercury_outward, cr0) == 0);
 static_assert(offsetof(struct mercury_outward, cr2) == 8);
 static_assert(offsetof(struct mercury_outward, cr3) == 16);
@@ -1289,6 +1345,7 @@ static_assert(offsetof(struct mercury_outward, registers) == 136);
 static_assert(offsetof(struct mercury_outward, thread_selectors) == 264);
 static_assert(offsetof(struct mercury_outward, thread_bases) == 280);
 static_assert(offsetof(struct mercury_outward, efer) == 296);
+static_assert(offsetof(struct mercury_outward, svm) == 304);
 
 /*
  * NMIs on a processor without a global interrupt flag. One that strikes between the
@@ -1383,6 +1440,13 @@ struct mercury_gate_block {
 	u64 area_phys;
 	/* Virtual address of this CPU's crate::shared::SharedCpu. Filled at load. */
 	u64 shared_virt;
+	/*
+	 * A virtual page of the hypervisor's that shows a guest's control block of
+	 * KVM's, read-only. Filled at load.
+	 */
+	u64 window_virt;
+	/* Virtual address of the page-table entry behind it. Filled at load. */
+	u64 window_entry_virt;
 	/* Linux's CPU number. Filled at load. */
 	u32 cpu;
 	/* NativeOp to perform. Filled by the driver before each call. */
@@ -1413,24 +1477,26 @@ struct mercury_gate_block {
 	struct mercury_nmi_block nmi;
 };
 
-static_assert(sizeof(struct mercury_gate_block) == 832);
+static_assert(sizeof(struct mercury_gate_block) == 864);
 static_assert(offsetof(struct mercury_gate_block, host_cr3) == 0);
 static_assert(offsetof(struct mercury_gate_block, host_cr4) == 8);
 static_assert(offsetof(struct mercury_gate_block, entry_virt) == 16);
 static_assert(offsetof(struct mercury_gate_block, leave_virt) == 24);
 static_assert(offsetof(struct mercury_gate_block, area_phys) == 32);
 static_assert(offsetof(struct mercury_gate_block, shared_virt) == 40);
-static_assert(offsetof(struct mercury_gate_block, cpu) == 48);
-static_assert(offsetof(struct mercury_gate_block, operation) == 52);
-static_assert(offsetof(struct mercury_gate_block, argument) == 56);
-static_assert(offsetof(struct mercury_gate_block, detail) == 64);
-static_assert(offsetof(struct mercury_gate_block, fault) == 80);
-static_assert(offsetof(struct mercury_gate_block, fault_fired) == 96);
-static_assert(offsetof(struct mercury_gate_block, inward) == 104);
-static_assert(offsetof(struct mercury_gate_block, outward) == 328);
-static_assert(offsetof(struct mercury_gate_block, frame) == 632);
-static_assert(offsetof(struct mercury_gate_block, machine_check) == 672);
-static_assert(offsetof(struct mercury_gate_block, nmi) == 680);
+static_assert(offsetof(struct mercury_gate_block, window_virt) == 48);
+static_assert(offsetof(struct mercury_gate_block, window_entry_virt) == 56);
+static_assert(offsetof(struct mercury_gate_block, cpu) == 64);
+static_assert(offsetof(struct mercury_gate_block, operation) == 68);
+static_assert(offsetof(struct mercury_gate_block, argument) == 72);
+static_assert(offsetof(struct mercury_gate_block, detail) == 80);
+static_assert(offsetof(struct mercury_gate_block, fault) == 96);
+static_assert(offsetof(struct mercury_gate_block, fault_fired) == 112);
+static_assert(offsetof(struct mercury_gate_block, inward) == 120);
+static_assert(offsetof(struct mercury_gate_block, outward) == 352);
+static_assert(offsetof(struct mercury_gate_block, frame) == 664);
+static_assert(offsetof(struct mercury_gate_block, machine_check) == 704);
+static_assert(offsetof(struct mercury_gate_block, nmi) == 712);
 
 /* How a machine was put back. */
 struct mercury_rollback_report {
@@ -2060,8 +2126,8 @@ static_assert(offsetof(struct mercury_restart_request, ranges_count) == 60);
 static_assert(offsetof(struct mercury_restart_request, outcome) == 64);
 
 /*
- * Arguments of the fence. It goes by itself when the controller does, and is not in the
- * image.
+ * Arguments of the fence. It goes by itself when the controller does, unless it is to
+ * stay, and is not in the image.
  */
 struct mercury_fence_request {
 	/* Size and version. */

@@ -7,6 +7,9 @@
  * the image leaves out, or at the home of a frame that is all zeros, until nobody uses this kernel any
  * more. All that the landing needs lies there too. Nothing is lost before the landing: to give up is to
  * close the device.
+ *
+ * A machine that comes while it still runs elsewhere comes in rounds, and a frame may come again. Then it has
+ * one place from the first time on, and none waits at the home of zeros, which may be something else later.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -63,6 +66,8 @@ static struct {
 	struct mercury_restart_cpu *cpus;
 	u32 cpu_count;
 	u64 resume_virt, resume_phys[2];
+	/* Frames may come again. */
+	bool again;
 	/* What this kernel occupies, ascending; and how many pages that are. */
 	struct stretch occupied[OCCUPIED_MAX];
 	unsigned int occupied_count;
@@ -165,12 +170,47 @@ static phys_addr_t reserved_page(void)
 	return phys;
 }
 
+/* How many pages of a range this kernel occupies. */
+static u64 occupied_of(const struct mercury_restart_range *range)
+{
+	phys_addr_t start = range->start_phys, end = start + range->pages * PAGE_SIZE;
+	unsigned int i;
+	u64 pages = 0;
+
+	for (i = 0; i < restore.occupied_count; i++) {
+		const struct stretch *stretch = &restore.occupied[i];
+
+		if (stretch->start < end && stretch->end > start)
+			pages += PHYS_PFN(min(end, stretch->end) - max(start, stretch->start));
+	}
+	return pages;
+}
+
+/* Whether there is room for every frame whose home this kernel occupies, and for so many pages more. */
+static bool has_room(u64 aside)
+{
+	u64 unused = 0, wanted = aside;
+	u32 i;
+
+	for (i = 0; i < restore.range_count; i++) {
+		const struct mercury_restart_range *range = &restore.ranges[i];
+
+		if (range->kind == MERCURY_RANGE_FREE)
+			unused += range->pages - occupied_of(range);
+		else
+			wanted += occupied_of(range);
+	}
+	return wanted <= unused;
+}
+
 /* Sets pages aside: for lists, tables, and the landing itself. */
 static u32 set_aside(void)
 {
 	u64 pages = 2 * (restore.occupied_pages / MERCURY_LANDING_LIST_MAX + 1);
 
 	pages += (restore.top >> PUD_SHIFT) + (restore.top >> 39) + 16;
+	if (restore.again && !has_room(pages))
+		return MERCURY_CODE_RESTORE_ROOM;
 	while (pages--) {
 		phys_addr_t phys = unused_page();
 
@@ -187,7 +227,7 @@ static phys_addr_t spare_page(void)
 {
 	phys_addr_t phys = unused_page();
 
-	if (phys || !restore.zero_homes)
+	if (phys || restore.again || !restore.zero_homes)
 		return phys;
 	phys = restore.zero_homes;
 	restore.zero_homes = *(u64 *)virt_of(phys);
@@ -264,7 +304,7 @@ static int read_arrays(const struct mercury_restart_request *request)
 	restore.ranges = kvmalloc(ranges, GFP_KERNEL);
 	restore.numbers = kvmalloc_array(request->ranges_count, sizeof(u64), GFP_KERNEL);
 	restore.cpus = kvmalloc(cpus, GFP_KERNEL);
-	restore.windows = kvmalloc_array(request->ranges_count + OCCUPIED_MAX, sizeof(*restore.windows),
+	restore.windows = kvmalloc_array(2 * (request->ranges_count + OCCUPIED_MAX), sizeof(*restore.windows),
 					 GFP_KERNEL);
 	if (!restore.ranges || !restore.numbers || !restore.cpus || !restore.windows)
 		return MERCURY_CODE_NO_MEMORY;
@@ -276,6 +316,7 @@ static int read_arrays(const struct mercury_restart_request *request)
 	restore.resume_virt = request->resume_virt;
 	restore.resume_phys[0] = request->resume_phys[0];
 	restore.resume_phys[1] = request->resume_phys[1];
+	restore.again = request->flags & MERCURY_RESTART_AGAIN;
 	return MERCURY_CODE_OK;
 }
 
@@ -336,7 +377,7 @@ static u32 check_machine(const struct mercury_restart_request *request, struct m
 		flags |= MERCURY_RESTART_FIVE_LEVEL;
 	if (mercury_x2apic())
 		flags |= MERCURY_RESTART_X2APIC;
-	if (request->flags != flags) {
+	if ((request->flags & ~MERCURY_RESTART_AGAIN) != flags) {
 		outcome->detail[0] = request->flags;
 		outcome->detail[1] = flags;
 		return MERCURY_CODE_RESTORE_MODE;
@@ -383,9 +424,16 @@ static bool is_device(phys_addr_t start, phys_addr_t end)
 static u32 add_window(phys_addr_t start, phys_addr_t end)
 {
 	struct window *window = &restore.windows[restore.window_count];
+	phys_addr_t large = ALIGN(start, PMD_SIZE);
+	u32 code;
 
 	if (start >= end)
 		return MERCURY_CODE_OK;
+	/* What begins at no large page is mapped in small ones, all of it: up to one it is another window. */
+	if (start < large && large < end) {
+		code = add_window(start, large);
+		return code == MERCURY_CODE_OK ? add_window(large, end) : code;
+	}
 	if (is_device(start, end))
 		return MERCURY_CODE_RESTORE_OVERLAP;
 	window->range.start = start;
@@ -433,13 +481,19 @@ static u32 map_memory(void)
 	return MERCURY_CODE_OK;
 }
 
-/* Devices that no driver has stopped must not write to memory. */
+#define PCI_CLASS_IOMMU	0x0806
+
+/*
+ * Devices that no driver has stopped must not write to memory. An IOMMU has no driver here, and is needed
+ * by the kernel of the image before that gives devices their bus mastering back.
+ */
 static void stop_other_devices(void)
 {
 	struct pci_dev *device = NULL;
 
 	for_each_pci_dev(device)
-		if (!device->driver && device->hdr_type == PCI_HEADER_TYPE_NORMAL)
+		if (!device->driver && device->hdr_type == PCI_HEADER_TYPE_NORMAL &&
+		    device->class >> 8 != PCI_CLASS_IOMMU)
 			pci_clear_master(device);
 }
 
@@ -546,6 +600,9 @@ static void *place_for(phys_addr_t home)
 
 	if (occupied == U64_MAX)
 		return virt_of(home);
+	/* It has come before. */
+	if (restore.waiting[occupied])
+		return virt_of(restore.waiting[occupied]);
 	spare = spare_page();
 	if (!spare || !add_copy(&restore.copies, home, spare))
 		return NULL;
@@ -559,16 +616,16 @@ static int load_one(const struct mercury_load_entry *entry, const void __user **
 	const void *twin = NULL;
 	void *place;
 
-	if (number == U64_MAX || test_bit(number, restore.loaded))
+	if (number == U64_MAX || (test_bit(number, restore.loaded) && !restore.again))
 		return MERCURY_CODE_RESTORE_FRAME;
-	if (entry->source == MERCURY_LOAD_ZERO) {
+	if (entry->source == MERCURY_LOAD_ZERO && !restore.again) {
 		u32 code = load_zero(entry->frame_phys);
 
 		if (code != MERCURY_CODE_OK)
 			return code;
 		goto loaded;
 	}
-	if (entry->source != MERCURY_LOAD_DATA) {
+	if (entry->source != MERCURY_LOAD_DATA && entry->source != MERCURY_LOAD_ZERO) {
 		twin = content_of(entry->source);
 		if (!twin)
 			return MERCURY_CODE_RESTORE_FRAME;
@@ -580,12 +637,16 @@ static int load_one(const struct mercury_load_entry *entry, const void __user **
 		memcpy(place, twin, PAGE_SIZE);
 		goto loaded;
 	}
+	if (entry->source == MERCURY_LOAD_ZERO) {
+		memset(place, 0, PAGE_SIZE);
+		goto loaded;
+	}
 	if (copy_from_user(place, *data, PAGE_SIZE))
 		return -EFAULT;
 	*data += PAGE_SIZE;
 loaded:
-	__set_bit(number, restore.loaded);
-	restore.loaded_count++;
+	if (!__test_and_set_bit(number, restore.loaded))
+		restore.loaded_count++;
 	return MERCURY_CODE_OK;
 }
 
@@ -611,6 +672,32 @@ int mercury_restore_load(const struct mercury_load_frames_request *request,
 			return result;
 		if (fatal_signal_pending(current))
 			return -EINTR;
+		cond_resched();
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* Gives frames back to who has loaded them. */
+int mercury_restore_read(const struct mercury_load_frames_request *request,
+			 struct mercury_outcome *outcome)
+{
+	const struct mercury_load_entry __user *entries = u64_to_user_ptr(request->entries_addr);
+	void __user *data = u64_to_user_ptr(request->data_addr);
+	struct mercury_load_entry entry;
+	const void *content;
+	u64 i;
+
+	if (!restore.ranges)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	for (i = 0; i < request->count; i++, data += PAGE_SIZE) {
+		if (copy_from_user(&entry, entries + i, sizeof(entry)))
+			return -EFAULT;
+		outcome->detail[0] = entry.frame_phys;
+		content = content_of(entry.frame_phys);
+		if (!content)
+			return MERCURY_CODE_RESTORE_FRAME;
+		if (copy_to_user(data, content, PAGE_SIZE))
+			return -EFAULT;
 		cond_resched();
 	}
 	return MERCURY_CODE_OK;
@@ -794,6 +881,8 @@ int mercury_restore_go(void)
 	if (code != MERCURY_CODE_OK)
 		return code;
 	pr_info("going on in the machine of the image\n");
+	WRITE_ONCE(mercury.waits_for_sleep, true);
 	hibernate_quiet_exec(leave, NULL);
+	WRITE_ONCE(mercury.waits_for_sleep, false);
 	return MERCURY_CODE_RESTORE_QUIESCE;
 }

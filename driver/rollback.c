@@ -64,7 +64,11 @@ u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
 {
 	u32 code;
 
-	if (!mercury_emergency_is_ours())
+	/*
+	 * A CPU that the kernel stops must stay: without KVM the emergency callback holds it, beside KVM it
+	 * gives up what KVM had, and that is no wish to leave.
+	 */
+	if (!mercury_emergency_is_ours() && !READ_ONCE(mercury.kvm_may))
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	memset(setup->buses, 0, sizeof(setup->buses));
 	code = find_buses(setup->buses);

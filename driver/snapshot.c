@@ -70,6 +70,9 @@ static struct {
 	struct cpumask cpus;
 	bool others;
 	bool another_cpu;
+	/* Pages of memory when it was prepared; more came before the instant. */
+	unsigned long ram_pages;
+	bool more_memory;
 	/* This machine was brought back from an image; it was put back to this snapshot. */
 	bool restored;
 	bool rolled_back;
@@ -103,7 +106,7 @@ static struct {
 	unsigned long free_count;
 	/* The kernel's core is still, and nothing is allocated any more. */
 	bool still;
-	/* CPUs that look for it at the instant, and those that have done their part. */
+	/* CPUs that have looked at their own lists at the instant, and at their part of the rest. */
 	atomic_t looking, looked;
 	/* What it was prepared with. */
 	u64 flags, pool_pages;
@@ -335,12 +338,17 @@ static void leave_pool_alone(void)
 #endif
 }
 
-/* The system has no memory left: before it kills anybody it gets what is free of the pool. */
+/*
+ * The system has no memory left: before it kills anybody it gets what is free of the pool. Not before the
+ * instant: what it does with these pages would not be kept, for they were left out as the pool's.
+ */
 static int give_back(struct notifier_block *unused, unsigned long event, void *freed)
 {
 	struct mercury_page_list *list;
 	unsigned int i;
 
+	if (!mercury_snapshot_is_past())
+		return NOTIFY_OK;
 	spin_lock_bh(&pool_lock);
 	list = snapshot.reclaimed;
 	list->count = MERCURY_PAGE_LIST_MAX;
@@ -490,6 +498,22 @@ static bool allocate_lasting(unsigned long pages)
 	return true;
 }
 
+static int count_ram(struct resource *ram, void *pages)
+{
+	*(unsigned long *)pages += PHYS_PFN(ram->end) - PHYS_PFN(ram->start) + 1;
+	return 0;
+}
+
+/* Pages of all memory: what the kernel keeps for itself or for a crash kernel, and balloons hold, too. */
+static unsigned long ram_pages(void)
+{
+	unsigned long pages = 0;
+
+	walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1, &pages,
+			    count_ram);
+	return pages;
+}
+
 static int find_end(struct resource *ram, void *end)
 {
 	*(u64 *)end = max_t(u64, *(u64 *)end, ram->end + 1);
@@ -530,8 +554,9 @@ static bool allocate_free(u64 flags)
 
 static u32 allocate(const struct mercury_snapshot_request *request)
 {
-	unsigned long pages = totalram_pages();
+	unsigned long pages = ram_pages();
 
+	snapshot.ram_pages = pages;
 	snapshot.pieces = kvmalloc_array(HOLES_MAX, sizeof(*snapshot.pieces), GFP_KERNEL);
 	snapshot.orders = kvmalloc_array(HOLES_MAX, sizeof(*snapshot.orders), GFP_KERNEL);
 	if (!snapshot.pieces || !snapshot.orders)
@@ -546,8 +571,6 @@ static u32 allocate(const struct mercury_snapshot_request *request)
 	if (!snapshot.memory || !snapshot.numbers || !snapshot.list || !snapshot.take || !snapshot.buffer ||
 	    !snapshot.more || !snapshot.reclaimed)
 		return MERCURY_CODE_NO_MEMORY;
-	/* Room for pages that memory has and the kernel does not count. */
-	pages += pages / 8;
 	if (!allocate_lasting(pages) || !allocate_free(request->flags))
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	if (request->flags & MERCURY_SNAPSHOT_HASH) {
@@ -688,6 +711,50 @@ static void mark_free(unsigned long pfn, unsigned long count)
 		bitmap_set(snapshot.free[pfn / MERCURY_MAP_BITS], pfn % MERCURY_MAP_BITS, count);
 }
 
+/* CPUs do this side by side, and their pages may share a word of the map. */
+static void mark_free_block(unsigned long pfn, unsigned int order)
+{
+	unsigned long end = pfn + (1UL << order);
+
+	for (; pfn < end; pfn++)
+		set_bit(pfn % MERCURY_MAP_BITS, snapshot.free[pfn / MERCURY_MAP_BITS]);
+}
+
+/* There are some for each order that is asked for often, and behind them those of huge pages. */
+static unsigned int order_of_list(int list)
+{
+	int order = list / MIGRATE_PCPTYPES;
+
+	return order <= PAGE_ALLOC_COSTLY_ORDER ? order : PMD_SHIFT - PAGE_SHIFT;
+}
+
+static bool is_free(unsigned long pfn)
+{
+	return snapshot.free &&
+	       test_bit(pfn % MERCURY_MAP_BITS, snapshot.free[pfn / MERCURY_MAP_BITS]);
+}
+
+/* Those that this CPU has for whoever allocates next: nothing else tells them from the kernel's own. */
+static void look_at_lists(void)
+{
+	struct per_cpu_pages *lists;
+	struct page *page;
+	int node, zone, list;
+
+	if (!snapshot.free)
+		return;
+	for_each_online_node(node) {
+		for (zone = 0; zone < MAX_NR_ZONES; zone++) {
+			if (!populated_zone(&NODE_DATA(node)->node_zones[zone]))
+				continue;
+			lists = this_cpu_ptr(NODE_DATA(node)->node_zones[zone].per_cpu_pageset);
+			for (list = 0; list < NR_PCP_LISTS; list++)
+				list_for_each_entry(page, &lists->lists[list], pcp_list)
+					mark_free_block(page_to_pfn(page), order_of_list(list));
+		}
+	}
+}
+
 /* Pages of one block: they are online together, and what the kernel says of them lies side by side. */
 static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
 {
@@ -698,7 +765,7 @@ static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
 		enum mercury_page_use use;
 
 		count = min(mercury_dma_stretch(page, &use), end - pfn);
-		if (use == MERCURY_PAGE_LASTING)
+		if (use == MERCURY_PAGE_LASTING && !is_free(pfn))
 			mark(snapshot.numbers[range] + pfn - first);
 		else if (use == MERCURY_PAGE_FREE)
 			mark_free(pfn, count);
@@ -735,6 +802,8 @@ static void note_return(int how)
 		mercury.want_all = false;
 		cpumask_clear(&mercury.wanted);
 	}
+	/* What the hypervisor is told is in memory that did not come back. */
+	mercury_kvm_allow_now(mercury.kvm_may);
 	if (x86_platform.restore_sched_clock_state)
 		x86_platform.restore_sched_clock_state();
 }
@@ -790,7 +859,7 @@ static u32 enter_hypervisor(bool first)
 static int enter(void *unused)
 {
 	bool first = smp_processor_id() == snapshot.first_cpu;
-	int returned;
+	int returned, part;
 
 	/* No CPU comes or goes here, so all find the same. */
 	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask)) {
@@ -811,7 +880,11 @@ static int enter(void *unused)
 	/* What is free is told when nobody allocates any more. */
 	while (!READ_ONCE(snapshot.still))
 		cpu_relax();
-	look_at_all(atomic_inc_return(&snapshot.looking) - 1, cpumask_weight(&snapshot.cpus));
+	look_at_lists();
+	part = atomic_inc_return(&snapshot.looking) - 1;
+	while (atomic_read(&snapshot.looking) < cpumask_weight(&snapshot.cpus))
+		cpu_relax();
+	look_at_all(part, cpumask_weight(&snapshot.cpus));
 	atomic_inc(&snapshot.looked);
 	/* Nobody is kept waiting in the hypervisor, where patience is limited. */
 	if (first) {
@@ -877,6 +950,11 @@ static int instant(void *unused)
 {
 	int err;
 
+	WRITE_ONCE(mercury.waits_for_sleep, false);
+	/* It is said before anything is looked at: maps are as large as memory was. */
+	snapshot.more_memory = ram_pages() != snapshot.ram_pages;
+	if (snapshot.more_memory)
+		return -EBUSY;
 	snapshot.others = false;
 	snapshot.still = false;
 	snapshot.ready = false;
@@ -902,13 +980,19 @@ static int instant(void *unused)
 static u32 meet(struct mercury_outcome *outcome)
 {
 	u32 code = MERCURY_CODE_OK;
-	int cpu;
+	int cpu, err;
 
 	for_each_possible_cpu(cpu)
 		mercury_cpu(cpu)->code = MERCURY_CODE_OK;
 	snapshot.live = true;
 	is_done(BEGUN);
-	if (hibernate_quiet_exec(instant, NULL) || snapshot.refused)
+	snapshot.more_memory = false;
+	WRITE_ONCE(mercury.waits_for_sleep, true);
+	err = hibernate_quiet_exec(instant, NULL);
+	WRITE_ONCE(mercury.waits_for_sleep, false);
+	if (snapshot.more_memory)
+		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	if (err || snapshot.refused)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
 	is_done(THAWED);
 	if (snapshot.others)
@@ -1210,6 +1294,62 @@ int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
 	return MERCURY_CODE_OK;
 }
 
+/*
+ * How many frames from this one on were free just now; they may be somebody's already. What the kernel says
+ * of the block may be of another one: no block is larger than one of these.
+ */
+static u64 free_frames(phys_addr_t frame)
+{
+	struct page *page = pfn_to_online_page(PHYS_PFN(frame));
+	enum mercury_page_use use;
+	unsigned long count;
+
+	if (!page)
+		return 0;
+	count = mercury_dma_stretch(page, &use);
+	return use == MERCURY_PAGE_FREE ? min_t(unsigned long, count, MAX_ORDER_NR_PAGES) : 0;
+}
+
+/* A frame as it is now; zeros if it is free, or nobody but the hypervisor can read it. */
+static void look_at_frame(phys_addr_t frame, void *to, phys_addr_t *free_end)
+{
+	if (frame >= *free_end)
+		*free_end = frame + free_frames(frame) * PAGE_SIZE;
+	if (frame < *free_end || copy_from_kernel_nofault(to, __va(frame), PAGE_SIZE))
+		memset(to, 0, PAGE_SIZE);
+}
+
+int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request)
+{
+	struct mercury_take_list *take = snapshot.take;
+	phys_addr_t free_end = 0;
+	u64 room = request->count;
+	u32 i;
+
+	request->count = 0;
+	request->low = 0;
+	if (!snapshot.pieces || snapshot.live)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
+	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))
+		return MERCURY_CODE_BAD_ARGUMENT;
+	while (request->count < room && request->cursor_phys != U64_MAX) {
+		if (!next_frames(&request->cursor_phys, request->end_phys, room - request->count))
+			break;
+		for (i = 0; i < take->count; i++) {
+			look_at_frame(take->entries[i].frame_phys, snapshot.buffer + i * PAGE_SIZE,
+				      &free_end);
+			if (put_frame(request, request->count, i, 0))
+				return -EFAULT;
+			request->count++;
+		}
+		if (signal_pending(current))
+			break;
+		cond_resched();
+	}
+	return MERCURY_CODE_OK;
+}
+
 /* The CPUs of the snapshot, as far as there is room. */
 static int put_cpus(struct mercury_restart_request *request, u32 room)
 {
@@ -1271,7 +1411,8 @@ int mercury_snapshot_machine(struct mercury_restart_request *request)
 
 	if (request->flags)
 		return MERCURY_CODE_BAD_ARGUMENT;
-	if (!snapshot.live)
+	/* All of it is known when it is prepared. */
+	if (!snapshot.pieces)
 		return MERCURY_CODE_NO_SNAPSHOT;
 	if (native_read_cr4() & X86_CR4_LA57)
 		request->flags |= MERCURY_RESTART_FIVE_LEVEL;

@@ -15,15 +15,17 @@
 #define CPUID_8000000A_EDX_NP	BIT(0)
 #define VM_CR_SVMDIS		BIT(4)
 
-static __always_inline bool svm_enabled(void)
+/* SVM is on, and whoever has it does not share it. */
+static __always_inline bool in_use(u64 efer)
 {
-	return __rdmsr(MSR_EFER) & EFER_SVME;
+	return efer & MERCURY_EFER_ATTACHED ||
+	       (efer & EFER_SVME && !READ_ONCE(mercury.kvm_may));
 }
 
-/* The mode of this CPU, asked of it: the hypervisor never hides EFER.SVME. */
+/* The mode of this CPU, asked of it. */
 static noinstr u32 mercury_svm_mode(void)
 {
-	return svm_enabled() ? mercury_answered() : MERCURY_MODE_NATIVE;
+	return mercury_ask_efer() & MERCURY_EFER_ATTACHED ? MERCURY_MODE_ATTACHED : MERCURY_MODE_NATIVE;
 }
 
 /* Fills what the gate's way in does not; returns the selector that could not be read, or -1. */
@@ -44,11 +46,11 @@ static __always_inline int capture(struct mercury_inward *inward)
 /*
  * Performs an operation of the hypervisor on this CPU, which must be native: through the gate and
  * back, natively or, if the operation was to attach and succeeded, as a guest. The gate clears SVME
- * on every native way back.
+ * on every native way back, unless it was set before.
  */
 static noinstr u32 mercury_svm_native_call(struct mercury_cpu *m, u32 operation, u64 argument)
 {
-	u64 efer = __rdmsr(MSR_EFER);
+	u64 efer = mercury_ask_efer();
 	struct mercury_gate_block *gate = m->gate;
 	unsigned long dr7;
 	int unreadable;
@@ -56,7 +58,7 @@ static noinstr u32 mercury_svm_native_call(struct mercury_cpu *m, u32 operation,
 
 	m->detail[0] = 0;
 	m->detail[1] = 0;
-	if (efer & EFER_SVME)
+	if (in_use(efer))
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	if (native_save_fl() & X86_EFLAGS_TF)
 		return MERCURY_CODE_SINGLE_STEP;
@@ -65,6 +67,7 @@ static noinstr u32 mercury_svm_native_call(struct mercury_cpu *m, u32 operation,
 		m->detail[0] = unreadable;
 		return MERCURY_CODE_SEGMENT_UNREADABLE;
 	}
+	gate->inward.efer = efer;
 	gate->operation = operation;
 	gate->argument = argument;
 	if (operation == MERCURY_NATIVE_OP_ATTACH && mercury_fault(MERCURY_FAULT_POINT_BEFORE_SVME))
@@ -109,10 +112,9 @@ static u32 can_enter(u64 detail[2])
 	detail[0] = value;
 	if (value & VM_CR_SVMDIS)
 		return MERCURY_CODE_SVM_DISABLED;
-	if (rdmsrl_safe(MSR_EFER, &value))
-		return MERCURY_CODE_FACT_UNREADABLE;
+	value = mercury_ask_efer();
 	detail[0] = value;
-	if (value & EFER_SVME)
+	if (in_use(value))
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	detail[0] = cpuid_edx(0x8000000a);
 	if (!(detail[0] & CPUID_8000000A_EDX_NP))
@@ -121,10 +123,11 @@ static u32 can_enter(u64 detail[2])
 	return MERCURY_CODE_OK;
 }
 
-/* SVME is set while attached, and shows. */
+/* SVME is set while attached, and shows, unless KVM may have a say in it. */
 static void hide(struct mercury_cpu_facts *facts)
 {
-	facts->efer &= ~(u64)EFER_SVME;
+	if (!READ_ONCE(mercury.kvm_may))
+		facts->efer &= ~(u64)EFER_SVME;
 }
 
 static void place(struct mercury_gate_block *gate)
@@ -133,6 +136,7 @@ static void place(struct mercury_gate_block *gate)
 
 const struct mercury_vendor mercury_svm = {
 	.number = MERCURY_VENDOR_AMD,
+	.shares = true,
 	.kvm = "kvm_amd",
 	.what = "SVM",
 	.gate = mercury_svm_enter,

@@ -2,7 +2,7 @@
 /*
  * The hypervisor's own page tables: all that it can reach, in 4 KiB pages, each at the address that
  * the kernel knows it by. As deep as the kernel's tables. The table pages themselves are owned but
- * not mapped: the hypervisor never changes its address space.
+ * not mapped, except for that of the windows: the hypervisor changes nothing else of its address space.
  *
  * For the time of a snapshot there is a copy that maps all of the system's memory besides, in 2 MiB pages
  * where nothing is mapped yet. The copy is made at load, while the tables can be read: on an attached CPU
@@ -22,6 +22,10 @@
 #define DATA_FLAGS	(TABLE_FLAGS | _PAGE_DIRTY)
 /* An entry that was made for a snapshot; processors ignore the bit. */
 #define FOR_SNAPSHOT	_PAGE_SOFTW1
+/* An entry whose table of windows both have. */
+#define WINDOWS		_PAGE_SOFTW2
+/* The hypervisor's windows: a page for each CPU, in the half of addresses where it has nothing else. */
+#define WINDOWS_VIRT	0x600000000000UL
 
 static u64 *root;
 /* The copy's. */
@@ -53,13 +57,13 @@ static int top_shift(void)
 	return native_read_cr4() & X86_CR4_LA57 ? 48 : 39;
 }
 
-/* The last-level entry for an address; tables on the way are made as needed. */
-static u64 *entry_of(unsigned long virt)
+/* The entry for an address, of those that span 1 << last; tables on the way are made as needed. */
+static u64 *entry_at(unsigned long virt, int last)
 {
 	int shift = top_shift();
 	u64 *table = root;
 
-	for (; shift > PAGE_SHIFT; shift -= 9) {
+	for (; shift > last; shift -= 9) {
 		u64 *entry = table + ((virt >> shift) & 511);
 
 		if (!*entry) {
@@ -71,7 +75,13 @@ static u64 *entry_of(unsigned long virt)
 		}
 		table = phys_to_virt(*entry & PHYSICAL_PAGE_MASK);
 	}
-	return table + ((virt >> PAGE_SHIFT) & 511);
+	return table + ((virt >> last) & 511);
+}
+
+/* The last-level entry. */
+static u64 *entry_of(unsigned long virt)
+{
+	return entry_at(virt, PAGE_SHIFT);
 }
 
 /* Maps pages; kind is MERCURY_MAP_*. */
@@ -98,6 +108,20 @@ u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind)
 u32 mercury_map_owned(void *virt, unsigned long pages, int kind)
 {
 	return mercury_map(virt, virt_to_phys(virt), pages, kind);
+}
+
+/* A CPU's window: the hypervisor itself fills the entry behind it, in a table that is mapped for that. */
+u32 mercury_map_window(struct mercury_gate_block *gate)
+{
+	unsigned long virt = WINDOWS_VIRT + (unsigned long)gate->cpu * PAGE_SIZE;
+	u64 *directory = entry_at(virt, PMD_SHIFT), *entry = entry_of(virt);
+
+	if (!directory || !entry)
+		return MERCURY_CODE_NO_MEMORY;
+	*directory |= WINDOWS;
+	gate->window_virt = virt;
+	gate->window_entry_virt = (u64)entry;
+	return mercury_map_owned((void *)((unsigned long)entry & PAGE_MASK), 1, MERCURY_MAP_DATA);
 }
 
 /* The table that an entry leads to, made if there is none. */
@@ -176,7 +200,7 @@ static void forget(u64 *table, int shift, bool free)
 
 		if (!*entry)
 			continue;
-		if (shift == PAGE_SHIFT || *entry & _PAGE_PSE) {
+		if (shift == PAGE_SHIFT || *entry & (_PAGE_PSE | WINDOWS)) {
 			if (*entry & FOR_SNAPSHOT)
 				*entry = 0;
 			continue;
@@ -206,7 +230,7 @@ static u64 *copy(const u64 *table, int shift)
 
 		if (!table[i])
 			continue;
-		if (shift == PAGE_SHIFT) {
+		if (shift == PAGE_SHIFT || table[i] & WINDOWS) {
 			new[i] = table[i];
 			continue;
 		}

@@ -197,6 +197,8 @@ codes! {
     VmxReleased = 127, "vmx-released";
     /// The kernel changed an MTRR, which the nested tables repeat.
     MtrrChanged = 128, "mtrr-changed";
+    /// KVM ran a guest that cannot run beneath Mercury: encrypted (SEV), with AVIC, or of the only identifier there is.
+    GuestUnsupported = 129, "guest-unsupported";
 
     // 140..: snapshots
     /// There is a snapshot, and the request cannot be met beneath it.
@@ -217,6 +219,8 @@ codes! {
     SnapshotHotplug = 147, "snapshot-hotplug";
     /// This kernel has no hooks for packets, so the network cannot be fenced off.
     FenceUnsupported = 148, "fence-unsupported";
+    /// A virtual machine ran on a CPU, and wrote round the tables of the snapshot.
+    SnapshotGuest = 149, "snapshot-guest";
 
     // 150..: putting the machine back to a snapshot
     /// This version cannot do it on this processor.

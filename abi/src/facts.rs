@@ -59,6 +59,8 @@ pub mod system {
     pub const INVLPGB: u64 = 1 << 3;
     /// The kernel relies on the return predictor's own protection (ERAPS).
     pub const ERAPS: u64 = 1 << 4;
+    /// KVM is loaded, and what it has of the hardware it may keep (AMD).
+    pub const KVM_MAY: u64 = 1 << 5;
 }
 
 /// One CPUID leaf as the processor returned it.

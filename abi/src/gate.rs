@@ -15,8 +15,8 @@
 //!   [`GateBlock::host_cr4`] and [`GateBlock::host_cr3`]; jumps to [`GateBlock::entry_virt`] with RDI
 //!   = address of the area.
 //! * **out** (the hypervisor jumps to [`GateBlock::leave_virt`] with RDI = address of the area):
-//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME, and continues at the
-//!   outward CS:RIP with the outward registers.
+//!   puts [`GateBlock::outward`] back into the processor, STGI, clears EFER.SVME (neither where KVM wants it
+//!   otherwise: [`Outward::svm`]), and continues at the outward CS:RIP with the outward registers.
 //!
 //! That is AMD's gate. Intel's has no GIF: see [`NmiBlock`]. EFER.SVME is CR4.VMXE there, which the driver sets
 //! and clears; the hypervisor executes VMXON and VMXOFF.
@@ -154,6 +154,8 @@ pub struct Inward {
     pub cr3: u64,
     /// CR4.
     pub cr4: u64,
+    /// EFER as it was before SVME was set for the gate (AMD).
+    pub efer: u64,
     /// VM_HSAVE_PA as it was before, restored at detach (AMD).
     pub vm_hsave_pa: u64,
     /// CS. Filled by the driver.
@@ -219,7 +221,14 @@ pub struct Outward {
     pub thread_bases: [u64; 2],
     /// EFER that only the gate can load (Intel): one without NXE, which the hypervisor's tables need. 0: none.
     pub efer: u64,
+    /// What the gate leaves in SVM (AMD): [`KEEP_SVME`], [`KEEP_GIF_CLEAR`].
+    pub svm: u64,
 }
+
+/// [`Outward::svm`]: EFER.SVME stays set, for KVM has set it.
+pub const KEEP_SVME: u64 = 1 << 0;
+/// [`Outward::svm`]: GIF stays 0, for KVM has cleared it.
+pub const KEEP_GIF_CLEAR: u64 = 1 << 1;
 
 /// A pseudo-descriptor: LGDT and LIDT take the address of `limit`.
 #[repr(C)]
@@ -259,6 +268,10 @@ pub struct GateBlock {
     pub area_phys: u64,
     /// Virtual address of this CPU's [`crate::shared::SharedCpu`]. Filled at load.
     pub shared_virt: u64,
+    /// A virtual page of the hypervisor's that shows a guest's control block of KVM's, read-only. Filled at load.
+    pub window_virt: u64,
+    /// Virtual address of the page-table entry behind it. Filled at load.
+    pub window_entry_virt: u64,
     /// Linux's CPU number. Filled at load.
     pub cpu: u32,
     /// [`NativeOp`] to perform. Filled by the driver before each call.
@@ -340,6 +353,10 @@ pub enum NativeOp {
 
 /// "MERC" in ASCII: RCX of every hypercall.
 pub const HYPERCALL_MAGIC: u64 = 0x4352_454d;
+
+/// Set in what RDMSR of EFER answers on an attached AMD CPU if RSI holds [`HYPERCALL_MAGIC`]: so a CPU is asked for its
+/// mode without an exception. The processor's own EFER never has it.
+pub const EFER_ATTACHED: u64 = 1 << 63;
 
 /// Hypercalls of the driver: number in RAX, [`HYPERCALL_MAGIC`] in RCX, arguments in RDI and RSI;
 /// result code in RAX, value in RDX. Other registers are preserved. From user mode, with another RCX

@@ -43,7 +43,7 @@ pub const MERCURY_IOC_SNAPSHOT_TAKE: u32 = iowr::<SnapshotTakeRequest>(10);
 /// Ends the snapshot. Takes a [`SnapshotRequest`].
 pub const MERCURY_IOC_SNAPSHOT_END: u32 = iowr::<SnapshotRequest>(11);
 
-/// Describes the machine of the snapshot. Takes a [`RestartRequest`].
+/// Describes the machine of the snapshot, or of one that is only prepared. Takes a [`RestartRequest`].
 pub const MERCURY_IOC_SNAPSHOT_MACHINE: u32 = iowr::<RestartRequest>(12);
 /// Makes everything ready for a snapshot, so that it needs no time at the instant. Takes a [`SnapshotRequest`].
 pub const MERCURY_IOC_SNAPSHOT_PREPARE: u32 = iowr::<SnapshotRequest>(16);
@@ -60,6 +60,12 @@ pub const MERCURY_IOC_RESTORE_GO: u32 = iowr::<LoadRequest>(15);
 
 /// Lets no packet through from the instant of the next snapshot on. Takes a [`FenceRequest`].
 pub const MERCURY_IOC_FENCE: u32 = iowr::<FenceRequest>(18);
+
+/// Reads frames of a snapshot that is only prepared, as they are now. Each may change meanwhile: whoever wants what they
+/// held at one instant compares then. Takes a [`SnapshotTakeRequest`].
+pub const MERCURY_IOC_SNAPSHOT_LOOK: u32 = iowr::<SnapshotTakeRequest>(24);
+/// Reads frames that were loaded, from where they lie. Takes a [`LoadFramesRequest`], whose data is written.
+pub const MERCURY_IOC_RESTORE_READ: u32 = iowr::<LoadFramesRequest>(25);
 
 /// [`SnapshotRequest::flags`]: keep a log of what is written from the instant on.
 pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
@@ -249,10 +255,12 @@ pub struct RestartRequest {
 
 /// [`FenceRequest::flags`]: take the fence away.
 pub const MERCURY_FENCE_DOWN: u64 = 1 << 0;
+/// [`FenceRequest::flags`]: the fence that is up stays when the controller goes, until one takes it away.
+pub const MERCURY_FENCE_STAYS: u64 = 1 << 1;
 /// [`FenceRequest::peers_count`] at most.
 pub const MERCURY_FENCE_PEERS_MAX: u32 = 64;
 
-/// Arguments of the fence. It goes by itself when the controller does, and is not in the image.
+/// Arguments of the fence. It goes by itself when the controller does, unless it is to stay, and is not in the image.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FenceRequest {

@@ -119,6 +119,9 @@ pub const MERCURY_RESTART_FIVE_LEVEL: u64 = 1 << 0;
 /// Local APICs are in x2APIC mode.
 pub const MERCURY_RESTART_X2APIC: u64 = 1 << 1;
 
+/// Not of the machine, but of how it comes: each frame may be loaded again, and holds then what it was loaded with last.
+pub const MERCURY_RESTART_AGAIN: u64 = 1 << 8;
+
 /// What one frame is loaded from: the next page of the data.
 pub const MERCURY_LOAD_DATA: u64 = 1;
 /// All zeros.

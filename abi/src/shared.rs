@@ -2,8 +2,9 @@
 //! in the order of Linux's CPU numbers, mapped read-only by user space at offset 0 of
 //! `/dev/mercury`.
 //!
-//! Each block has one writer, the hypervisor on that CPU. It never reads back what it wrote to
-//! decide anything: these pages are ordinary memory of the system above. A reader takes
+//! Each block has one writer, the hypervisor on that CPU, but for what the driver says in
+//! [`SharedCpu::kvm_may`]. It never reads back what it wrote to decide anything: these pages are ordinary
+//! memory of the system above. A reader takes
 //! [`LogRecord::sequence`] before and after it copies a record and discards it if they differ.
 
 /// Bytes of one CPU's block: two pages.
@@ -16,7 +17,7 @@ pub const SHARED_MAGIC: u64 = 0x3159_5255_4352_454d;
 pub const EXIT_CODE_VMX: u64 = 1 << 32;
 
 /// Number of [`ExitReason`]s that have a counter.
-pub const EXIT_REASONS: usize = 16;
+pub const EXIT_REASONS: usize = 24;
 
 /// Records in one CPU's log ring.
 pub const LOG_RECORDS: usize = 64;
@@ -55,11 +56,17 @@ pub enum ExitReason {
     Unknown = 13,
     /// The first write to a page beneath a snapshot: it was copied, or no copy was needed any more.
     SnapshotWrite = 14,
+    /// VMRUN of the system above: its guest ran in place (AMD).
+    GuestRun = 15,
+    /// STGI of the system above, after a guest of its own (AMD).
+    GuestEnd = 16,
+    /// An NMI that struck while the system above had GIF = 0 (AMD).
+    HeldNmi = 17,
 }
 
 impl ExitReason {
     /// Every reason with its name, in the order of the counters.
-    pub const NAMES: [(ExitReason, &'static str); 15] = [
+    pub const NAMES: [(ExitReason, &'static str); 18] = [
         (ExitReason::Hypercall, "hypercall"),
         (ExitReason::ForeignHypercall, "foreign-hypercall"),
         (ExitReason::MsrEfer, "msr-efer"),
@@ -75,6 +82,9 @@ impl ExitReason {
         (ExitReason::Other, "other"),
         (ExitReason::Unknown, "unknown"),
         (ExitReason::SnapshotWrite, "snapshot-write"),
+        (ExitReason::GuestRun, "guest-run"),
+        (ExitReason::GuestEnd, "guest-end"),
+        (ExitReason::HeldNmi, "held-nmi"),
     ];
 }
 
@@ -198,8 +208,11 @@ pub struct SharedCpu {
     pub log_written: u64,
     /// The last crash.
     pub crash: CrashRecord,
+    /// Written by the driver: 1 while KVM may use SVM above the hypervisor. Otherwise EFER shows the
+    /// hypervisor's own SVME, and to clear it is to leave.
+    pub kvm_may: u32,
     /// Padding to the second page.
-    pub reserved: [u64; 441],
+    pub reserved: [u32; 865],
     /// The ring; record `n` (from 1) is at index `(n - 1) % LOG_RECORDS`.
     pub log: [LogRecord; LOG_RECORDS],
 }

@@ -95,13 +95,21 @@ pub fn nested_fault<V: Vendor>(
         let tsc = hardware.tsc();
         publish::log(area, kind, tsc, [address, rip, 0, 0, 0]);
     }
-    if let NestedAnswer::Kept { wait: wait @ 1.. } = nested {
-        let start = hardware.tsc();
-        while hardware.tsc().wrapping_sub(start) < wait {
-            core::hint::spin_loop();
-        }
+    if let NestedAnswer::Kept { wait } = nested {
+        hold_back(hardware, wait);
     }
     answer
+}
+
+/// Whoever writes waits so many ticks of the TSC, for the pool runs low.
+pub fn hold_back(hardware: &mut impl Hardware, wait: u64) {
+    if wait == 0 {
+        return;
+    }
+    let start = hardware.tsc();
+    while hardware.tsc().wrapping_sub(start) < wait {
+        core::hint::spin_loop();
+    }
 }
 
 /// What was cached, even as read-only, must be forgotten; what was absent is not cached.

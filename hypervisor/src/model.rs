@@ -38,6 +38,8 @@ pub struct Model {
     pub written_back: u32,
     /// The processor shut down.
     pub shut_down: bool,
+    /// NMIs that were taken with GIF open for a moment.
+    pub nmis_taken: u32,
     /// Read last.
     pub tsc: u64,
     /// Local APICs that were sent an NMI.
@@ -138,6 +140,16 @@ impl Hardware for Model {
         Next::Leave
     }
 
+    fn take_nmi(&mut self) {
+        self.nmis_taken += 1;
+    }
+
+    fn flush_by_entry(&mut self, _: &mut crate::svm::vmcb::Vmcb, _: u64) {
+        self.flushes += 1;
+    }
+
+    fn forget_page(&mut self, _: u64) {}
+
     fn send_nmi(&mut self, apic_id: u32) {
         self.nmis.push(apic_id);
     }
@@ -173,7 +185,7 @@ impl Attached {
         let control = &mut area.control;
         control.intercept_misc1 = INTERCEPT_MISC1;
         control.intercept_misc2 = INTERCEPT_MISC2;
-        control.asid = 1;
+        control.asid = 15;
         control.nested_control = 1;
         control.efer = LINUX_EFER | msr::EFER_SVME;
         control.cr0 = 0x8005_0033;
@@ -184,7 +196,9 @@ impl Attached {
         control.rsp = 0xFFFF_C900_0000_3F00;
         control.rflags = 2;
         area.own.attach_efer = LINUX_EFER | msr::EFER_SVME;
-        area.own.guest_efer = LINUX_EFER | msr::EFER_SVME;
+        area.own.guest_efer = LINUX_EFER;
+        area.own.asids = [15, 14];
+        area.own.block_phys = crate::svm::guests::NO_BLOCK;
         area.cpu.entered = 1;
         let msrs = BTreeMap::from([
             (msr::EFER, LINUX_EFER | msr::EFER_SVME),

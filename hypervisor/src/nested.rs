@@ -239,7 +239,22 @@ pub fn fault<V: Vendor>(area: &Area<V>, address: u64, access: Option<Access>) ->
     }
 }
 
+/// Whether the system reaches, at this address, the same of memory, and can write there: it is not hidden.
+#[must_use]
+pub fn is_identity<V: Vendor>(address: GuestPhys) -> bool {
+    V::tables()
+        .lock()
+        .is_some_and(|mut guard| guard.as_mut().is_some_and(|nested| nested.is_identity(address)))
+}
+
 impl<F: Format<Address = GuestPhys>> Nested<F> {
+    fn is_identity(&mut self, address: GuestPhys) -> bool {
+        let Some(tables) = self.map.tables() else { return false };
+        tables
+            .lookup(&mut self.pool, address)
+            .is_some_and(|mapping| mapping.writable && mapping.phys.as_u64() == address.as_u64())
+    }
+
     /// The identity map's tables, once they are built.
     pub(crate) const fn tables(&self) -> Option<PageTable<F>> {
         self.map.tables()
@@ -292,7 +307,8 @@ pub(crate) mod tests {
     use crate::paging::format::{AmdNested, IntelExtended};
     use crate::paging::plan::LargestPage;
 
-    const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
+    /// Hidden.
+    pub const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
     /// Nothing is mapped here yet.
     pub const UNTOUCHED: u64 = 1 << 33;
     /// Nothing can be mapped here.

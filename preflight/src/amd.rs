@@ -148,9 +148,10 @@ fn eraps(facts: &CpuFacts) -> Option<Finding> {
     used.then(|| Finding::refuse(Code::ErapsInUse, system::ERAPS, facts.system))
 }
 
-/// Somebody used SVM before; the value is put back at detach (APM 15.30.4).
+/// Somebody used SVM before, who is not KVM; the value is put back at detach (APM 15.30.4).
 fn hsave_in_use(facts: &CpuFacts) -> Option<Finding> {
-    (facts.vm_hsave_pa != 0).then(|| Finding::warn(Code::HsaveInUse, facts.vm_hsave_pa, 0))
+    (facts.vm_hsave_pa != 0 && facts.system & system::KVM_MAY == 0)
+        .then(|| Finding::warn(Code::HsaveInUse, facts.vm_hsave_pa, 0))
 }
 
 /// All RAM and devices lie inside the nested map. It covers the physical width, and with four levels

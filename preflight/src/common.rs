@@ -98,9 +98,11 @@ fn common_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
     )
 }
 
-/// Nobody else uses hardware virtualization (APM 15.4; SDM, "Enabling and entering VMX operation"). Detail: EFER, CR4.
+/// Nobody else uses hardware virtualization (APM 15.4; SDM, "Enabling and entering VMX operation"), but for KVM on AMD,
+/// which goes on above. Detail: EFER, CR4.
 pub(crate) fn in_use(facts: &CpuFacts) -> Option<Finding> {
-    let used = facts.efer & efer::SVME != 0 || facts.cr4 & cr4::VMXE != 0;
+    let shared = facts.system & system::KVM_MAY != 0;
+    let used = facts.efer & efer::SVME != 0 && !shared || facts.cr4 & cr4::VMXE != 0;
     used.then(|| Finding::refuse(Code::VirtualizationInUse, facts.efer, facts.cr4))
 }
 

@@ -2,10 +2,13 @@
 
 use crate::{
     Finding, Findings, Severity,
-    bits::{cr4, vmx_misc},
+    bits::{cr4, efer, vmx_misc},
     fields::{FIELDS, Field},
 };
-use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_abi::{
+    code::Code,
+    facts::{CpuFacts, system},
+};
 
 /// One quantity in which CPUs must agree.
 struct Rule {
@@ -48,9 +51,10 @@ const RULES: &[Rule] = &[
     refuse("cpuid_8000_001f.ebx"),
     refuse("cpuid_8000_0021.eax"),
     refuse("readable"),
-    refuse("system"),
+    // KVM may be loaded, and enable one CPU after the other, at any time; who has SVM on is asked of each by itself.
+    Rule { field: "system", mask: !system::KVM_MAY, severity: Severity::Refuse },
     Rule { field: "cr4", mask: !cr4::MAY_DIFFER, severity: Severity::Refuse },
-    refuse("efer"),
+    Rule { field: "efer", mask: !efer::SVME, severity: Severity::Refuse },
     refuse("xcr0"),
     refuse("xss"),
     refuse("syscfg"),
@@ -109,6 +113,14 @@ fn find(name: &str) -> Option<&'static Field> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kvm_comes_while_a_cpu_is_offline() {
+        let before = crate::example::good_epyc(0);
+        let mut later = crate::example::good_epyc(1);
+        (later.system, later.efer) = (later.system | system::KVM_MAY, later.efer | efer::SVME);
+        assert_eq!(compare(&before, &later).first_refusal(), None);
+    }
 
     #[test]
     fn every_rule_names_a_field() {

@@ -5,7 +5,7 @@ use crate::{
     bits::{cr4, efer},
     fields::FIELDS,
 };
-use mercury_abi::facts::CpuFacts;
+use mercury_abi::facts::{CpuFacts, system};
 
 /// A field that differs between two readings of one CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,11 +40,12 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME or CR4.VMXE is the hypervisor's,
-/// and nothing else. VM_HSAVE_PA reads as what the system wrote.
+/// A reading taken while attached as it would be on the native CPU: EFER.SVME (unless KVM may have a say in it) or
+/// CR4.VMXE is the hypervisor's, and nothing else. VM_HSAVE_PA reads as what the system wrote.
 #[must_use]
 pub fn as_if_native(attached: &CpuFacts) -> CpuFacts {
-    CpuFacts { efer: attached.efer & !efer::SVME, cr4: attached.cr4 & !cr4::VMXE, ..*attached }
+    let ours = if attached.system & system::KVM_MAY == 0 { efer::SVME } else { 0 };
+    CpuFacts { efer: attached.efer & !ours, cr4: attached.cr4 & !cr4::VMXE, ..*attached }
 }
 
 /// Every quantity of the facts by name.

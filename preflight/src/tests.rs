@@ -81,6 +81,8 @@ fn svm_state() {
     refused(Code::VirtualizationInUse, |f| f.efer |= 1 << 12);
     refused(Code::VirtualizationInUse, |f| f.cr4 |= 1 << 13);
     only(Code::HsaveInUse, Severity::Warn, |f| f.vm_hsave_pa = 0x1000);
+    // What KVM has it keeps.
+    accepted(|f| (f.efer, f.vm_hsave_pa, f.system) = (f.efer | 1 << 12, 0x1000, system::KVM_MAY));
     refused(Code::TscRatio, |f| f.tsc_ratio = 1 << 31);
     accepted(|f| {
         f.cpuid_8000_000a.edx &= !(1 << 4);

@@ -100,6 +100,12 @@ impl<F: Format> PageTable<F> {
         Ok(Self { root, depth, format: PhantomData })
     }
 
+    /// The tree of this root, which [`PageTable::new`] made.
+    #[must_use]
+    pub const fn at(root: HostPhys, depth: Depth) -> Self {
+        Self { root, depth, format: PhantomData }
+    }
+
     /// The root: what nCR3 or the EPT pointer takes.
     #[must_use]
     pub const fn root(&self) -> HostPhys {

@@ -44,8 +44,19 @@ const PAGE_WORDS: usize = PAGE_SIZE as usize / size_of::<u64>();
 
 /// Donated pages, at their direct-map addresses.
 #[derive(Debug)]
-struct Store {
+pub(crate) struct Store {
     free: FreeList,
+}
+
+/// Whether the hypervisor may write to a page itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Touch {
+    /// What it held is safe.
+    Open,
+    /// There is no page for a copy.
+    Wait,
+    /// It is not the system's.
+    Foreign,
 }
 
 /// A snapshot, if there is one, and the pages that it may use.
@@ -78,7 +89,7 @@ pub(crate) struct Live<F> {
 }
 
 /// What is there, at its direct-map address.
-pub(super) fn page<T>(phys: HostPhys) -> *mut T {
+pub(crate) fn page<T>(phys: HostPhys) -> *mut T {
     core::ptr::with_exposed_provenance_mut(phys.in_direct_map(direct_map()).as_u64() as usize)
 }
 
@@ -208,11 +219,48 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             return matches!(outcome, Outcome::Copied | Outcome::Open);
         }
         // The system makes the same access again when it has waited, and what interrupts it goes first.
+        self.starve();
+        true
+    }
+
+    /// There was no page. Not for ever.
+    pub(crate) fn starve(&mut self) {
         self.starved += 1;
         if self.keep_virt != 0 || self.starved > pool::PATIENCE * self.cpus {
             self.spoil(Code::SnapshotPool);
         }
-        true
+    }
+
+    /// Keeps what a page held, before it is written from here or round the tables.
+    pub(crate) fn touch(&mut self, address: GuestPhys) -> Touch {
+        let memory = self.memory();
+        let Some(snapshot) = self.snapshot.as_mut() else { return Touch::Open };
+        match snapshot.fault(&mut self.store, memory, address, Access::Write) {
+            Outcome::Copied | Outcome::Open | Outcome::Absent => {
+                self.starved = 0;
+                Touch::Open
+            }
+            Outcome::Hidden => Touch::Foreign,
+            Outcome::Exhausted => {
+                self.starve();
+                Touch::Wait
+            }
+        }
+    }
+
+    /// Whether an address is of the memory that is kept.
+    pub(crate) fn is_memory(&self, address: GuestPhys) -> bool {
+        super::next_of_memory(self.ranges(), address) == Some(address)
+    }
+
+    /// Whether it still holds what memory held.
+    pub(crate) fn is_exact(&self) -> bool {
+        self.snapshot.as_ref().is_some_and(Snapshot::is_exact)
+    }
+
+    /// The pool.
+    pub(crate) fn pages(&mut self) -> &mut Store {
+        &mut self.store
     }
 
     /// After the identity map has changed.
@@ -248,7 +296,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// It does not hold what memory held any more.
-    pub(super) fn spoil(&mut self, because: Code) {
+    pub(crate) fn spoil(&mut self, because: Code) {
         if let Some(snapshot) = self.snapshot.as_mut().filter(|snapshot| snapshot.is_exact()) {
             snapshot.give_up();
             self.spoilt = because;
@@ -601,6 +649,16 @@ fn wanted<V: Vendor>() -> Option<Wanted> {
     Some(Wanted { root, cpus: live.cpus, kept: live.keep_virt != 0 })
 }
 
+/// The snapshot cannot be kept any more; this CPU stays on its tables until the end.
+#[cold]
+pub fn give_up<V: Vendor>(_: &Area<V>, because: Code) {
+    if let Some(mut guard) = V::tables().lock()
+        && let Some(nested) = guard.as_mut()
+    {
+        nested.live.spoil(because);
+    }
+}
+
 /// This CPU leaves the hypervisor: nobody sees what it writes.
 #[cold]
 pub fn lose<V: Vendor>(area: &mut Area<V>) {
@@ -614,7 +672,7 @@ pub fn lose<V: Vendor>(area: &mut Area<V>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use mercury_abi::snapshot::TakeEntry;
 
     use super::*;
@@ -626,14 +684,14 @@ mod tests {
 
     #[repr(C, align(4096))]
     #[derive(Clone)]
-    struct Page([u8; 4096]);
+    pub struct Page(pub [u8; 4096]);
 
     /// Memory that stays. Tests' direct map begins at 0, so an address is its own frame.
     fn leaked(count: usize) -> &'static mut [Page] {
         vec![Page([0; 4096]); count].leak()
     }
 
-    fn phys(page: &Page) -> u64 {
+    pub fn phys(page: &Page) -> u64 {
         core::ptr::from_ref(page).expose_provenance() as u64
     }
 
@@ -643,16 +701,17 @@ mod tests {
         list
     }
 
-    struct Machine<F> {
-        live: Live<F>,
+    /// With a memory of eight pages, filled with their numbers.
+    pub struct Machine<F> {
+        pub live: Live<F>,
         base: PageTable<F>,
-        memory: &'static mut [Page],
+        pub memory: &'static mut [Page],
         buffer: &'static mut [Page],
         setup: SnapshotSetup,
     }
 
     impl<F: Format<Address = GuestPhys>> Machine<F> {
-        fn new(pool: usize) -> Self {
+        pub fn new(pool: usize) -> Self {
             let (memory, buffer) = (leaked(8), leaked(1));
             memory.iter_mut().zip(1..).for_each(|(page, number)| page.0.fill(number));
             let mut live = Live::<F>::new();
@@ -689,7 +748,7 @@ mod tests {
             Self { live, base, memory, buffer, setup }
         }
 
-        fn begin(&mut self) -> Result<(), Code> {
+        pub fn begin(&mut self) -> Result<(), Code> {
             self.live.begin(self.base, &self.setup)
         }
 
@@ -697,6 +756,11 @@ mod tests {
         fn write(&mut self, page: usize, value: u8) {
             assert!(self.live.keeps(GuestPhys::new(phys(&self.memory[page])), Access::Write));
             self.memory[page].0.fill(value);
+        }
+
+        /// What a page held at the instant.
+        pub fn taken(&mut self, page: usize) -> Option<Page> {
+            self.take(page).expect("a snapshot").map(|_| self.buffer[0].clone())
         }
 
         fn take(&mut self, page: usize) -> Result<Option<u8>, Code> {

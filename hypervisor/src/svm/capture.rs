@@ -11,9 +11,10 @@ use mercury_abi::gate::{self, DescriptorTable};
 use mercury_preflight::bits::{cpuid, cr4};
 
 use super::Area;
+use super::guests;
 use super::msr::PERMISSION_MAP;
 use super::refusal;
-use super::vmcb::{self, GUEST_ASID, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
+use super::vmcb::{self, INTERCEPT_MISC1, INTERCEPT_MISC2, Segment, TLB_FLUSH_ALL, Vmcb};
 use crate::address::HostPhys;
 use crate::x86::{CR4_PGE, Hardware, msr};
 use crate::{native, nested};
@@ -49,6 +50,7 @@ pub fn features(facts: &CpuFacts) -> u32 {
 /// An MSR that the switch needs cannot be read or written.
 pub fn fill(area: &mut Area, hardware: &mut impl Hardware, root: Roots) -> Result<(), Code> {
     fill_control(&mut area.control, root);
+    area.control.asid = area.own.asids[0];
     fill_registers(area, hardware);
     fill_msrs(area, hardware)?;
     debug_assert!(is_fresh(area));
@@ -67,7 +69,8 @@ pub fn is_fresh(area: &Area) -> bool {
     let control = &area.control;
     let off = control.virtual_interrupt | control.lbr_control | control.interrupt_shadow | control.clean;
     control.tlb_control == TLB_FLUSH_ALL
-        && control.asid == GUEST_ASID
+        && control.asid == area.own.asids[0]
+        && control.asid != 0
         && off | control.inject_event | control.exit_event == 0
         && control.nested_control == 1
         && !area.cpu.control_phys.is_multiple_of(2 << 20)
@@ -105,7 +108,6 @@ fn fill_control(control: &mut Vmcb, root: Roots) {
     control.intercept_misc2 = INTERCEPT_MISC2;
     control.msrpm_phys = root.msrpm.as_u64();
     control.tsc_offset = 0;
-    control.asid = GUEST_ASID;
     // The guest's identifier may still have translations of the last attachment (HARDWARE A-3).
     control.tlb_control = TLB_FLUSH_ALL;
     control.virtual_interrupt = 0;
@@ -141,10 +143,11 @@ fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
 
 fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     let efer = hardware.read_msr(msr::EFER).ok_or(Code::FactUnreadable)?;
-    area.own.guest_efer = efer;
+    area.own.guest_efer = area.cpu.gate.inward.efer;
     area.own.attach_efer = efer;
     area.own.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
     area.control.efer = efer;
+    guests::attach(area);
     area.control.g_pat = hardware.read_msr(msr::PAT).ok_or(Code::FactUnreadable)?;
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
         area.control.s_cet = hardware.read_msr(msr::S_CET).ok_or(Code::FactUnreadable)?;
@@ -165,7 +168,7 @@ fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), C
     if !hardware.write_msr(msr::SPEC_CTRL, 0) {
         return Err(Code::FactUnreadable);
     }
-    area.own.spec_ctrl_lent = 1;
+    area.own.around_guest |= guests::LENT;
     debug_assert_eq!(hardware.read_msr(msr::SPEC_CTRL), Some(0));
     Ok(())
 }
@@ -173,8 +176,8 @@ fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), C
 /// Gives SPEC_CTRL back if it is lent: at any other time the kernel's own value is in the processor.
 #[inline]
 fn return_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) {
-    if area.own.spec_ctrl_lent != 0 {
-        area.own.spec_ctrl_lent = 0;
+    if area.own.around_guest & guests::LENT != 0 {
+        area.own.around_guest &= !guests::LENT;
         let _ = hardware.write_msr(msr::SPEC_CTRL, area.control.spec_ctrl);
     }
 }
@@ -222,6 +225,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.rflags = control.rflags;
     outward.registers[0] = control.rax;
     outward.registers[4] = control.rsp;
+    guests::leave(area, hardware);
     return_msrs(area, hardware);
 }
 
@@ -229,7 +233,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
 /// system after a check, so none of the writes can fault.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
-    if area.own.guest_efer != area.own.attach_efer {
+    if area.own.guest_efer | msr::EFER_SVME != area.own.attach_efer {
         let _ = hardware.write_msr(msr::EFER, area.own.guest_efer | msr::EFER_SVME);
     }
     // The PAT MSR needs nothing: it has had every value that the guest's PAT in the block has had
@@ -277,6 +281,7 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.rflags = inward.rflags;
     outward.registers[0] = u64::from(result as u32);
     outward.registers[4] = inward.rsp;
+    outward.svm = guests::keep(inward.efer, false);
 }
 
 /// Takes back what [`fill`] changed in the processor, and empties the block: what made the processor

@@ -7,7 +7,7 @@ use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, msr, refusal, rollback, run};
+use super::{Area, guests, msr, quick, refusal, rollback, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -18,8 +18,11 @@ use crate::{emergency, exit, fault, machine_check, publish};
 
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
-const MSR_LENGTH: u64 = 2;
+/// Length of RDMSR and WRMSR in bytes.
+pub const MSR_LENGTH: u64 = 2;
 const STGI_LENGTH: u64 = 3;
+const VMRUN_LENGTH: u64 = 3;
+const VMSAVE_LENGTH: u64 = 3;
 /// Bits of a nested fault's first qualification (APM vol. 2, 15.25.6).
 const NESTED_FAULT_PRESENT: u64 = 1 << 0;
 const NESTED_FAULT_WRITE: u64 = 1 << 1;
@@ -47,7 +50,11 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     if area.control.exit_code != exit_code::INVALID {
         area.cpu.entered = 1;
     }
-    let next = handle(area, hardware);
+    let next = match area.own.guest_exited {
+        0 => handle(area, hardware),
+        _ => guests::exited(area, hardware),
+    };
+    guests::settle(area, next);
     let ticks = hardware.tsc().wrapping_sub(area.cpu.exit_tsc);
     publish::add_ticks(area, ticks);
     if next == Next::Leave {
@@ -73,6 +80,9 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::MSR => (msr_access(area, hardware), MSR_LENGTH),
         exit_code::NPF if is_explained(area.control.exit_info1) => (nested_fault(area, hardware), 0),
         exit_code::STGI if area.cpu.is_held != 0 => (Answer::Skip, STGI_LENGTH),
+        exit_code::VMRUN if guests::has_svm(area) => (guests::run(area, hardware), VMRUN_LENGTH),
+        exit_code::STGI if guests::has_svm(area) => (guests::set_gif(area), STGI_LENGTH),
+        exit_code::VMSAVE if guests::has_svm(area) => (guests::save_state(area), VMSAVE_LENGTH),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
@@ -80,6 +90,9 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::VINTR if area.control.awaits_window() => {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
+        }
+        exit_code::NMI if area.own.gif_is_clear != 0 && !crate::snapshot::rollback::wants(area) => {
+            (guests::hold_nmi(area, hardware), 0)
         }
         exit_code::NMI => (rollback::nmi(area, hardware), 0),
         exit_code::IRET => (rollback::nmi_ends(area, hardware), 0),
@@ -107,6 +120,10 @@ fn vmmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let registers = &area.cpu.gate.outward.registers;
     let index = registers[RCX] as u32;
+    if quick::is_question(area) {
+        publish::count(area, ExitReason::MsrEfer);
+        return Answer::Value(quick::told_efer(area));
+    }
     if area.control.exit_info1 == 0 {
         return msr::read(area, hardware, index);
     }
@@ -215,7 +232,7 @@ fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
 }
 
 /// What to inject for an interrupted delivery; `None` if the instruction raises it again by itself.
-fn event_again(event: u64) -> Option<u64> {
+pub(super) fn event_again(event: u64) -> Option<u64> {
     let vector = event & 0xFF;
     match (event & event::TYPE, vector) {
         (event::SOFTWARE, _) | (event::EXCEPTION, 3 | 4) => None,

@@ -6,16 +6,19 @@
 //! * [`quick`]: the driver's hypercalls; [`exits`]: everything else that the processor reported, in the
 //!   words of [`crate::exit`];
 //! * [`msr`]: the MSRs that must not be written unseen;
+//! * [`guests`]: the system above uses SVM itself; [`shadow`]: beneath a snapshot;
 //! * [`refusal`]: which check of VMRUN a control block fails;
 //! * [`rollback`]: a CPU is fetched, and put back to a snapshot.
 
 pub mod capture;
 pub mod exits;
+pub mod guests;
 pub mod msr;
 pub mod quick;
 pub mod refusal;
 pub mod rollback;
 pub mod run;
+pub mod shadow;
 #[cfg(test)]
 mod tests;
 pub mod vmcb;
@@ -46,7 +49,7 @@ pub type Area = crate::cpu::Area<Svm>;
 #[repr(C)]
 #[derive(Debug)]
 pub struct Own {
-    /// EFER of the guest: every write exits, so this is exact.
+    /// EFER of the guest: every write exits, so this is exact. SVME is what the system above has set itself.
     pub guest_efer: u64,
     /// EFER at the attach, SVME set: what the processor has in the hypervisor.
     pub attach_efer: u64,
@@ -57,8 +60,61 @@ pub struct Own {
     pub entry_state: GuestState,
     /// 1 while `entry_state` is that of the last entry.
     pub entry_state_valid: u32,
-    /// 1 while the system's SPEC_CTRL is in the control block and not in the processor.
-    pub spec_ctrl_lent: u32,
+    /// What is to be done around a run of the system's guest: [`guests::LENT`], [`guests::SHADOWED`].
+    pub around_guest: u32,
+    /// 1 if the world switch may answer VMRUN and STGI of the system above by itself.
+    pub quick_guests: u32,
+    /// 1: the next entry is into the guest of the system above that its RAX names.
+    pub enter_guest: u32,
+    /// 1 while GIF is 0 as far as the system above knows.
+    pub gif_is_clear: u32,
+    /// 1: an NMI was taken from the processor meanwhile.
+    pub nmi_held: u32,
+    /// 1: this exit is that of the system's guest, which runs on a shadow.
+    pub guest_exited: u32,
+    /// Address-space identifiers for the system above: the two highest that there are. 0: none.
+    pub asids: [u32; 2],
+    /// Host-physical address of the control block in the window, or [`guests::NO_BLOCK`].
+    pub block_phys: u64,
+    /// The system's own TR, LDTR and MSRs of system calls at the instant of a snapshot that is kept: later a guest's
+    /// may be in their place.
+    pub extended: ExtendedState,
+    /// KVM's nested root, while the block has the shadow's.
+    pub guest_nested_cr3: u64,
+    /// What the system's guest runs on beneath a snapshot.
+    pub shadow: shadow::Shadow,
+}
+
+/// What VMSAVE saves, but for FS and GS (APM vol. 2, 15.5.2).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExtendedState {
+    tr: Segment,
+    ldtr: Segment,
+    syscall: [u64; 8],
+    /// 1: it is that of the instant.
+    is_kept: u32,
+}
+
+impl ExtendedState {
+    /// Keeps what is in a block, if nothing is kept.
+    pub const fn keep(&mut self, block: &Vmcb) {
+        if self.is_kept == 0 {
+            *self = Self { tr: block.tr, ldtr: block.ldtr, syscall: block.syscall, is_kept: 1 };
+        }
+    }
+
+    /// Forgets it.
+    pub const fn forget(&mut self) {
+        self.is_kept = 0;
+    }
+
+    /// Puts it into a block, if there is any.
+    pub const fn put(&self, block: &mut Vmcb) {
+        if self.is_kept != 0 {
+            (block.tr, block.ldtr, block.syscall) = (self.tr, self.ldtr, self.syscall);
+        }
+    }
 }
 
 static TABLES: Tables<AmdNested> = Tables::new();
@@ -130,7 +186,9 @@ impl Vendor for Svm {
         capture::features(facts)
     }
 
-    fn learn(_: &mut Area, _: &CpuFacts) {}
+    fn learn(area: &mut Area, facts: &CpuFacts) {
+        guests::learn(area, facts);
+    }
 
     #[inline(always)]
     fn take_extended_state(area: &mut Area) {

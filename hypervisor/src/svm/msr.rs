@@ -1,7 +1,7 @@
 //! MSRs of the guest: which are intercepted, and what a write to them means.
 //!
-//! Intercepted are writes of EFER (its SVME bit is the switch itself), PAT (lives in the control block
-//! under nested paging) and the microcode trigger, and every access to VM_HSAVE_PA. Beyond those the
+//! Intercepted are EFER (its SVME bit is the switch itself) and VM_HSAVE_PA, and writes of PAT (lives in the control
+//! block under nested paging) and of the microcode trigger. Beyond those the
 //! processor intercepts by itself all MSRs outside the map's three ranges, AMD's SMCA banks among them
 //! (APM vol. 2, 15.11; HARDWARE 0.2): they are executed for real.
 
@@ -9,7 +9,7 @@ use mercury_abi::code::Code;
 use mercury_abi::shared::ExitReason;
 use mercury_preflight::bits::efer;
 
-use super::Area;
+use super::{Area, guests};
 use crate::exit::{Answer, Fault};
 use crate::msr::{log_access, read_through, write_through};
 use crate::publish;
@@ -22,7 +22,7 @@ pub struct PermissionMap([u8; 8192]);
 
 /// The map of all CPUs.
 pub static PERMISSION_MAP: PermissionMap = PermissionMap::new()
-    .intercept(msr::EFER, WRITE)
+    .intercept(msr::EFER, READ | WRITE)
     .intercept(msr::PAT, WRITE)
     .intercept(msr::PATCH_LOADER, WRITE)
     .intercept(msr::VM_HSAVE_PA, READ | WRITE);
@@ -54,6 +54,10 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
         publish::count(area, ExitReason::MsrHsave);
         return Answer::Value(area.own.guest_hsave);
     }
+    if index == msr::EFER {
+        publish::count(area, ExitReason::MsrEfer);
+        return Answer::Value(shown_efer(area));
+    }
     publish::count(area, ExitReason::MsrPassThrough);
     read_through(area, hardware, index)
 }
@@ -76,14 +80,22 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
     answer
 }
 
-/// Clearing SVME is how a kernel takes the processor out of SVM (KVM, 6.1's crash path): it is a
-/// detach, and the write is then executed natively (HARDWARE L-4). So are writes that set bits which Mercury
+/// EFER as the system reads it: while KVM may use SVM it shows what that has set itself; otherwise, that SVM is in use.
+#[inline]
+pub fn shown_efer(area: &mut Area) -> u64 {
+    let ours = if guests::may(area) { 0 } else { msr::EFER_SVME };
+    area.own.guest_efer | ours
+}
+
+/// Clearing SVME is how a kernel takes the processor out of SVM (6.1's crash path): it is a
+/// detach, and the write is then executed natively (HARDWARE L-4), unless it is KVM that does it. So are writes that set bits which Mercury
 /// does not carry, or clear bits which the hypervisor itself needs: a detach writes the guest's EFER while the
 /// hypervisor's tables are in use. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
 /// reserved bits are #GP, and which of the rest there are the processor itself says.
 fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.own.guest_efer;
-    if value & msr::EFER_SVME == 0 {
+    let shared = guests::may(area);
+    if value & msr::EFER_SVME == 0 && !shared {
         return Answer::Depart(Code::SvmReleased);
     }
     let reserved = !(efer::KNOWN | efer::FOREIGN | efer::SVME);
@@ -97,9 +109,11 @@ fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answ
     let Some(taken) = try_efer(area, hardware, value) else {
         return Answer::Inject(Fault::GeneralProtection);
     };
-    let new = taken & !msr::EFER_LMA | current & msr::EFER_LMA;
-    area.own.guest_efer = new;
-    area.control.efer = new;
+    let of_guest = if shared { value } else { current };
+    let new = taken & !(msr::EFER_LMA | msr::EFER_SVME) | current & msr::EFER_LMA;
+    area.own.guest_efer = new | of_guest & msr::EFER_SVME;
+    area.control.efer = new | msr::EFER_SVME;
+    guests::arrange(area);
     Answer::Skip
 }
 
@@ -115,9 +129,10 @@ fn try_efer(area: &Area, hardware: &mut impl Hardware, value: u64) -> Option<u64
     Some(value & kept?)
 }
 
-/// Zero releases SVM (SNP initialization demands it, HARDWARE A-47); another value is remembered.
+/// Zero releases SVM (SNP initialization demands it, HARDWARE A-47), unless it is KVM that does it; another value is
+/// remembered.
 fn write_hsave(area: &mut Area, value: u64) -> Answer {
-    if value == 0 {
+    if value == 0 && !guests::may(area) {
         return Answer::Depart(Code::SvmReleased);
     }
     if value & 0xFFF != 0 || value >> 52 != 0 {
@@ -157,15 +172,15 @@ mod tests {
 
     #[test]
     fn map_holds_what_the_manual_says_and_nothing_else() {
-        assert_eq!(intercepted(msr::EFER), WRITE);
+        assert_eq!(intercepted(msr::EFER), READ | WRITE);
         assert_eq!(intercepted(msr::PAT), WRITE);
         assert_eq!(intercepted(msr::PATCH_LOADER), WRITE);
         assert_eq!(intercepted(msr::VM_HSAVE_PA), READ | WRITE);
         // The prototype's bytes, found by trial on two emulators.
-        assert_eq!(PERMISSION_MAP.0[0x820], 2);
+        assert_eq!(PERMISSION_MAP.0[0x820], 3);
         assert_eq!(PERMISSION_MAP.0[0x1045], 0xC0);
         assert_eq!(PERMISSION_MAP.0[0x9D], 0x80);
         let bits: u32 = PERMISSION_MAP.0.iter().map(|byte| byte.count_ones()).sum();
-        assert_eq!(bits, 5);
+        assert_eq!(bits, 6);
     }
 }

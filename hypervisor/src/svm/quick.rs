@@ -1,5 +1,5 @@
-//! The driver's hypercalls: the only exits that a working machine has while it is attached, and those
-//! that a switch waits for.
+//! The driver's hypercalls, and its question for the mode: the only exits that a working machine has while it is
+//! attached, and those that a switch waits for.
 //!
 //! The world switch comes here before it saves vector registers, so nothing below may use one: copies go
 //! field by field, and a test looks at the machine code (`lab/tests/image.rs`).
@@ -8,16 +8,18 @@ use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
 #[cfg(feature = "fault-injection")]
 use mercury_abi::gate::FaultPoint;
-use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
+use mercury_abi::gate::{EFER_ATTACHED, HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, capture, exits, run};
+use super::{Area, capture, exits, guests, msr, run};
+use crate::x86::msr::EFER;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
 use crate::{fault, machine_check, publish};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
+const RSI: usize = 6;
 
 /// What follows.
 #[repr(u32)]
@@ -50,12 +52,20 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
-    if !is_plain_hypercall(area) {
+    if !is_plain(area) {
+        return Quick::Slow;
+    }
+    if is_question(area) {
+        return tell_mode(area);
+    }
+    if !is_hypercall(area) {
         return Quick::Slow;
     }
     let (flush, value) = match area.control.rax {
         PING => (TLB_KEEP, u64::from(MERCURY_ABI_VERSION)),
         FLUSH => (TLB_FLUSH_ALL, 0),
+        // KVM goes on natively: there is more to do.
+        DETACH if guests::has_svm(area) => return Quick::Slow,
         DETACH => return detach(area, hardware),
         _ => return Quick::Slow,
     };
@@ -65,17 +75,49 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     }
     area.control.tlb_control = flush;
     area.cpu.gate.outward.registers[RDX] = value;
-    finish(area);
+    finish(area, exits::VMMCALL_LENGTH, Code::Ok as u64);
     Quick::Run
 }
 
-/// Whether this exit is a hypercall of the driver and nothing besides.
 #[inline]
-fn is_plain_hypercall(area: &Area) -> bool {
+fn is_hypercall(area: &Area) -> bool {
+    area.control.exit_code == exit_code::VMMCALL && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+}
+
+/// Whether the driver asks for the mode of this CPU: it reads EFER, with its mark in RSI.
+#[inline]
+pub(super) fn is_question(area: &Area) -> bool {
+    let registers = &area.cpu.gate.outward.registers;
+    area.control.exit_code == exit_code::MSR
+        && area.control.exit_info1 == 0
+        && registers[RCX] as u32 == EFER
+        && registers[RSI] == HYPERCALL_MAGIC
+}
+
+/// EFER as it is shown, and that the CPU is attached.
+#[inline]
+pub(super) fn told_efer(area: &mut Area) -> u64 {
+    msr::shown_efer(area) | EFER_ATTACHED
+}
+
+#[inline]
+fn tell_mode(area: &mut Area) -> Quick {
+    #[cfg(feature = "fault-injection")]
+    if fault::fires(area, FaultPoint::QuickPageFault) {
+        fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+    }
+    let value = told_efer(area);
+    area.control.tlb_control = TLB_KEEP;
+    area.cpu.gate.outward.registers[RDX] = value >> 32;
+    finish(area, exits::MSR_LENGTH, value & 0xFFFF_FFFF);
+    Quick::Run
+}
+
+/// Whether this exit is the kernel's own and nothing is to be done besides.
+#[inline]
+fn is_plain(area: &Area) -> bool {
     let control = &area.control;
-    control.exit_code == exit_code::VMMCALL
-        && control.cpl == 0
-        && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
+    control.cpl == 0
         && control.exit_event & event::VALID == 0
         && control.rflags & RFLAGS_TF == 0
         && area.cpu.leave_pending == 0
@@ -84,19 +126,19 @@ fn is_plain_hypercall(area: &Area) -> bool {
         && !fault::is_armed_beyond_quick(area)
 }
 
-/// Counts the hypercall and moves past it.
+/// Counts the hypercall and moves past it, with this in RAX.
 #[inline]
-fn finish(area: &mut Area) {
+fn finish(area: &mut Area, length: u64, rax: u64) {
     area.cpu.entered = 1;
     area.own.entry_state_valid = 0;
     publish::count(area, ExitReason::Hypercall);
-    exits::skip(area, exits::VMMCALL_LENGTH);
-    area.control.rax = Code::Ok as u64;
+    exits::skip(area, length);
+    area.control.rax = rax;
 }
 
 #[inline]
 fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
-    finish(area);
+    finish(area, exits::VMMCALL_LENGTH, Code::Ok as u64);
     let tsc = hardware.tsc();
     publish::departed(area, Code::Ok);
     publish::log(area, LogKind::Detached, tsc, [0; 5]);

@@ -8,12 +8,13 @@ use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::ExitReason;
 use mercury_abi::snapshot::{MERCURY_ROLLED_BACK, RollbackReason};
 
-use super::Area;
 use super::capture::{segment, table};
 use super::vmcb::{INTERCEPT_IRET, INTERCEPT_NMI, INTERCEPT_SHUTDOWN, Segment, TLB_FLUSH_ALL};
+use super::{Area, guests};
 use crate::exit::Answer;
 use crate::host::entry::Next;
 use crate::snapshot::rollback::{self, Means, Watch};
+use crate::x86::msr::EFER_SVME;
 use crate::x86::{DR7_CLEAR, Hardware};
 use crate::{machine_check, nested, publish};
 
@@ -32,6 +33,10 @@ fn watch(area: &mut Area, watch: Watch) {
     *intercepts &= !(INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
     if watch == Watch::On {
         *intercepts |= INTERCEPT_NMI | INTERCEPT_SHUTDOWN;
+        // The first time it is the instant, when no guest of the system's has its own there.
+        area.own.extended.keep(&area.control);
+    } else {
+        area.own.extended.forget();
     }
 }
 
@@ -80,12 +85,17 @@ fn resume(area: &mut Area, saved: &SavedCpu) {
     control.es = data_segment(saved.data_selectors[1]);
     control.fs = Segment { base: saved.fs_base, ..Segment::default() };
     control.gs = Segment { base: saved.gs_base, ..Segment::default() };
+    // An NMI may come before the kernel has set these again, and finds its stack by the task register.
+    own.extended.put(control);
     control.syscall[KERNEL_GS_BASE] = saved.kernel_gs_base;
     control.gdtr = table(&saved.gdtr);
     control.idtr = table(&saved.idtr);
     control.cpl = 0;
     control.efer = own.attach_efer;
-    own.guest_efer = own.attach_efer;
+    // What the system has set of SVM it sets again itself.
+    own.guest_efer = own.attach_efer & !EFER_SVME;
+    (own.gif_is_clear, own.nmi_held, own.enter_guest) = (0, 0, 0);
+    guests::forget(own);
     (control.cr0, control.cr3, control.cr4) = (saved.cr0, saved.cr3, saved.cr4);
     (control.dr6, control.dr7) = (DR6_CLEAR, DR7_CLEAR);
     (control.rip, control.rsp, control.rflags) = (saved.rip, saved.rsp, saved.rflags);
@@ -98,6 +108,8 @@ fn resume(area: &mut Area, saved: &SavedCpu) {
     control.nested_cr3 = nested::root().as_u64();
     control.tlb_control = TLB_FLUSH_ALL;
     control.await_window(false);
+    control.virtual_interrupt = 0;
+    guests::arrange(area);
     watch(area, Watch::Off);
     machine_check::forget(area);
 }
@@ -126,6 +138,26 @@ mod tests {
         watch(&mut cpu.area, Watch::On);
         assert_eq!(cpu.area.control.intercept_misc1 & ALL, INTERCEPT_NMI | INTERCEPT_SHUTDOWN);
         cpu
+    }
+
+    /// The guest of the system's may have its own task register in the processor when its CPU is fetched.
+    #[test]
+    fn a_guests_registers_do_not_come_along() {
+        let mut cpu = Attached::new();
+        cpu.area.control.tr.base = 0x1234_0000;
+        cpu.area.control.syscall[1] = 0x5678;
+        watch(&mut cpu.area, Watch::On);
+        (cpu.area.control.tr.base, cpu.area.control.syscall[1]) = (0, 0);
+        watch(&mut cpu.area, Watch::On);
+        resume(&mut cpu.area, &SavedCpu::default());
+        assert_eq!((cpu.area.control.tr.base, cpu.area.control.syscall[1]), (0x1234_0000, 0x5678));
+        // The next snapshot keeps its own.
+        watch(&mut cpu.area, Watch::On);
+        assert_eq!(cpu.area.own.extended.tr.base, 0x1234_0000);
+        cpu.area.control.tr.base = 0x9000;
+        watch(&mut cpu.area, Watch::Off);
+        watch(&mut cpu.area, Watch::On);
+        assert_eq!(cpu.area.own.extended.tr.base, 0x9000);
     }
 
     /// The processor delivers it by itself, and blocks others until the handler's IRET.

@@ -6,6 +6,7 @@ use mercury_abi::shared::{ExitReason, LogKind};
 use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
+use super::guests;
 use super::quick::Quick;
 use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::address::HostPhys;
@@ -405,7 +406,7 @@ fn every_attach_starts_afresh() {
 #[test]
 fn speculation_control_is_returned_once() {
     let mut cpu = Attached::new();
-    cpu.area.own.spec_ctrl_lent = 1;
+    cpu.area.own.around_guest = guests::LENT;
     cpu.area.control.spec_ctrl = 5;
     cpu.hardware.msrs.insert(msr::SPEC_CTRL, 0);
     assert_eq!(hypercall(&mut cpu, Hypercall::Detach as u64), Next::Leave);

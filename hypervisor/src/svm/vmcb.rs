@@ -177,10 +177,10 @@ impl Vmcb {
     pub fn await_window(&mut self, wanted: bool) {
         if wanted {
             self.intercept_misc1 |= INTERCEPT_VINTR;
-            self.virtual_interrupt = VIRTUAL_INTERRUPT;
+            self.virtual_interrupt |= VIRTUAL_INTERRUPT;
         } else {
             self.intercept_misc1 &= !INTERCEPT_VINTR;
-            self.virtual_interrupt = 0;
+            self.virtual_interrupt &= !VIRTUAL_INTERRUPT;
         }
     }
 
@@ -246,7 +246,11 @@ impl GuestState {
 /// Intercept word 3: INVLPGA and the MSR permission map (APM vol. 2, B.1). Not INIT: an INIT that is
 /// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
 /// reset is right (M-1). Not SMI.
-pub const INTERCEPT_MISC1: u32 = 1 << 26 | 1 << 28;
+pub const INTERCEPT_MISC1: u32 = INTERCEPT_INVLPGA | 1 << 28;
+/// Intercept word 3: INVLPGA.
+pub const INTERCEPT_INVLPGA: u32 = 1 << 26;
+/// Intercept word 3: physical interrupts, NMIs, SMIs, INIT and virtual interrupts, so that nothing is delivered.
+pub const INTERCEPT_ALL_EVENTS: u32 = 0x1F;
 /// Intercept word 3: the guest could take a virtual interrupt.
 pub const INTERCEPT_VINTR: u32 = 1 << 4;
 /// Intercept word 3: NMIs. The processor holds one that comes in.
@@ -258,18 +262,31 @@ pub const INTERCEPT_SHUTDOWN: u32 = 1 << 31;
 /// [`Vmcb::virtual_interrupt`]: one is pending, of the highest priority and whatever the TPR (V_IRQ,
 /// V_INTR_PRIO, V_IGN_TPR; APM vol. 2, 15.21.4).
 pub const VIRTUAL_INTERRUPT: u64 = 1 << 8 | 15 << 16 | 1 << 20;
+/// [`Vmcb::virtual_interrupt`]: RFLAGS.IF as it was at VMRUN masks physical interrupts, not the guest's own
+/// (V_INTR_MASKING; APM vol. 2, 15.21.1).
+pub const VIRTUAL_MASKING: u64 = 1 << 24;
+/// [`Vmcb::virtual_interrupt`]: AVIC is on (APM vol. 2, 15.29).
+pub const VIRTUAL_APIC: u64 = 1 << 31;
+/// [`Vmcb::nested_control`]: the guest's memory or its registers are encrypted (SEV, SEV-ES; APM vol. 2, 15.34).
+pub const NESTED_CONTROL_ENCRYPTED: u8 = 1 << 1 | 1 << 2;
 /// Intercept word 4: VMRUN (the processor demands it), VMMCALL, VMLOAD, VMSAVE, STGI, CLGI, SKINIT.
 pub const INTERCEPT_MISC2: u32 = 0x7F;
+/// Intercept word 4 while the system above uses SVM: VMRUN, VMMCALL and SKINIT.
+pub const INTERCEPT_MISC2_SHARED: u32 = 0x43;
+/// Intercept word 4: VMSAVE.
+pub const INTERCEPT_VMSAVE: u32 = 1 << 3;
+/// Intercept word 4: STGI.
+pub const INTERCEPT_STGI: u32 = 1 << 4;
 /// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
 /// is right by APM vol. 2, 15.16.1, table 15-9, and every exit clears it again.
 pub const TLB_FLUSH_ALL: u32 = 1;
 /// [`Vmcb::tlb_control`]: flush nothing.
 pub const TLB_KEEP: u32 = 0;
-/// The guest's address-space identifier; 0 is the hypervisor's (APM vol. 2, 15.5.1).
-pub const GUEST_ASID: u32 = 1;
 
 /// Exit codes (APM vol. 2, appendix C).
 pub mod exit_code {
+    /// A physical interrupt.
+    pub const INTR: u64 = 0x60;
     /// An NMI.
     pub const NMI: u64 = 0x61;
     /// IRET.
@@ -288,8 +305,12 @@ pub mod exit_code {
     pub const VMMCALL: u64 = 0x81;
     /// VMLOAD.
     pub const VMLOAD: u64 = 0x82;
+    /// VMSAVE.
+    pub const VMSAVE: u64 = 0x83;
     /// STGI.
     pub const STGI: u64 = 0x84;
+    /// CLGI.
+    pub const CLGI: u64 = 0x85;
     /// SKINIT.
     pub const SKINIT: u64 = 0x86;
     /// Nested page fault.

@@ -90,6 +90,14 @@ pub trait Hardware {
     /// Ends as a triple fault does.
     fn shut_down(&mut self) -> crate::host::entry::Next;
 
+    /// Opens GIF for a moment, interrupts being off: takes an NMI that is pending.
+    fn take_nmi(&mut self);
+    /// Forgets every translation of every address-space identifier (AMD): enters the guest of this block, whose
+    /// intercepts let nothing of it run.
+    fn flush_by_entry(&mut self, control: &mut crate::svm::vmcb::Vmcb, control_phys: u64);
+    /// Forgets what a virtual page was mapped to.
+    fn forget_page(&mut self, virt: u64);
+
     /// Sends an NMI to the CPU whose local APIC has this identifier. Its page is mapped.
     fn send_nmi(&mut self, apic_id: u32);
     /// Reads a register of a PCI function.
@@ -220,6 +228,24 @@ impl Hardware for Processor {
     fn shut_down(&mut self) -> crate::host::entry::Next {
         // SAFETY: the system above is gone, and nothing of this CPU is needed any more.
         unsafe { vmx::shut_down() }
+    }
+
+    fn take_nmi(&mut self) {
+        // SAFETY: EFER.SVME is set, and the hypervisor's IDT is loaded: the handler of vector 2 comes back here.
+        unsafe { asm!("stgi", "nop", "nop", "clgi", options(nostack)) };
+    }
+
+    #[inline]
+    fn flush_by_entry(&mut self, control: &mut crate::svm::vmcb::Vmcb, control_phys: u64) {
+        // SAFETY: by the contract no instruction of the guest is executed, so that all registers but RAX are as they
+        // were; #VMEXIT brings the hypervisor's own state back. The compiler learns which memory it is.
+        unsafe { asm!("vmrun rax", inout("rax") control_phys => _, in("rcx") &raw mut *control) };
+    }
+
+    #[inline]
+    fn forget_page(&mut self, virt: u64) {
+        // SAFETY: forgetting a translation changes nothing but time.
+        unsafe { asm!("invlpg [{}]", in(reg) virt, options(nostack, preserves_flags)) };
     }
 
     fn send_nmi(&mut self, apic_id: u32) {

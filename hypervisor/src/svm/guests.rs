@@ -1,0 +1,715 @@
+//! The system above uses SVM itself: KVM, with virtual machines.
+//!
+//! The nested tables are the identity map, so every physical address in a control block of KVM's is a host-physical
+//! one, and its block runs *in place*: VMRUN of the system exits, the same address is given to VMRUN here, and the
+//! guest's exit is KVM's alone: nothing of it is looked at, copied or merged. VMLOAD, VMSAVE, CLGI and INVLPGA are not
+//! intercepted. What is left to do:
+//!
+//! * **EFER.SVME and VM_HSAVE_PA** are numbers that the system reads back ([`super::msr`]); the processor has the
+//!   hypervisor's.
+//! * **GIF** is 0 after a guest's exit until the system's STGI, but entering the system sets it (APM vol. 2, 15.17). So
+//!   the system is entered with V_INTR_MASKING, under which the hypervisor's RFLAGS.IF, 0, holds physical interrupts
+//!   back; NMIs exit, are taken from the processor and injected at STGI, which exits until then. SMIs and INIT are not
+//!   held back.
+//! * **The address-space identifier** of the system above must not be the guest's: it is the highest that there is, or
+//!   the one below when KVM has come to that. The block is read through a window: a page whose page-table entry
+//!   is all that the hypervisor ever changes in its own tables.
+//!
+//! CLGI runs unseen, so an exit between KVM's CLGI and its VMRUN would open GIF. There is none: KVM executes nothing
+//! there that exits, and interrupts are off.
+//!
+//! While a snapshot is live, guests run on shadows of KVM's nested tables ([`super::shadow`]): every exit of theirs comes
+//! here first. Their blocks are KVM's own then as well, but for the root. VMSAVE, which writes by physical address, exits.
+//!
+//! A guest whose memory or registers are encrypted needs the host's own save area in the processor, and cannot run so;
+//! of interrupts that reach a guest without an exit (AVIC) no emulator shows anything. There the CPU leaves
+//! ([`Code::GuestUnsupported`]) and executes VMRUN natively.
+
+use mercury_abi::code::Code;
+use mercury_abi::facts::CpuFacts;
+use mercury_abi::gate::{KEEP_GIF_CLEAR, KEEP_SVME};
+use mercury_abi::shared::ExitReason;
+
+use super::shadow::{self, Fault as ShadowFault, Prepared};
+use super::vmcb::{
+    INTERCEPT_ALL_EVENTS, INTERCEPT_INVLPGA, INTERCEPT_IRET, INTERCEPT_MISC2, INTERCEPT_MISC2_SHARED,
+    INTERCEPT_NMI, INTERCEPT_SHUTDOWN, INTERCEPT_STGI, INTERCEPT_VMSAVE, NESTED_CONTROL_ENCRYPTED,
+    TLB_FLUSH_ALL, TLB_KEEP, VIRTUAL_APIC, VIRTUAL_INTERRUPT, VIRTUAL_MASKING, Vmcb, event, exit_code,
+};
+use super::{Area, Own, Svm, exits};
+use crate::address::{GuestPhys, HostPhys};
+use crate::exit::{Answer, Fault};
+use crate::host::entry::Next;
+use crate::snapshot::live;
+use crate::vendor::Vendor;
+use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, msr};
+use crate::{exit, nested, publish};
+
+/// [`super::Own::block_phys`]: the window shows nothing. No block begins there.
+pub const NO_BLOCK: u64 = u64::MAX;
+/// An NMI, as [`Vmcb::inject_event`] has it.
+pub const NMI: u64 = event::VALID | event::NMI | 2;
+
+/// [`super::Own::around_guest`]: the system's SPEC_CTRL is in the control block and not in the processor.
+pub const LENT: u32 = 1 << 0;
+/// [`super::Own::around_guest`]: the guest runs on a shadow.
+pub const SHADOWED: u32 = 1 << 1;
+
+/// Which address-space identifiers the system above gets (CPUID 8000_000Ah EBX; APM vol. 2, 15.5.1).
+pub fn learn(area: &mut Area, facts: &CpuFacts) {
+    let count = facts.cpuid_8000_000a.ebx;
+    area.own.asids = [count.saturating_sub(1), count.saturating_sub(2)];
+}
+
+/// Whether KVM may use SVM: the driver says so.
+pub fn may(area: &mut Area) -> bool {
+    // SAFETY: a field behind a reference; the driver may write it at any time.
+    unsafe { (&raw const area.shared().kvm_may).read_volatile() != 0 }
+}
+
+/// Whether the system above has SVM on for itself.
+#[must_use]
+pub const fn has_svm(area: &Area) -> bool {
+    area.own.guest_efer & msr::EFER_SVME != 0
+}
+
+/// A CPU is being attached.
+pub fn attach(area: &mut Area) {
+    let own = &mut area.own;
+    (own.enter_guest, own.gif_is_clear, own.nmi_held, own.quick_guests) = (0, 0, 0, 0);
+    forget(own);
+    arrange(area);
+}
+
+/// Nothing is known of a guest: blocks and tables are others now.
+pub const fn forget(own: &mut Own) {
+    own.guest_exited = 0;
+    own.around_guest &= !SHADOWED;
+    own.shadow.forget();
+    own.block_phys = NO_BLOCK;
+}
+
+/// Intercepts of SVM's instructions, by whether the system above has SVM on.
+pub fn arrange(area: &mut Area) {
+    let shared = has_svm(area);
+    let control = &mut area.control;
+    if shared {
+        control.intercept_misc1 &= !INTERCEPT_INVLPGA;
+        control.intercept_misc2 = INTERCEPT_MISC2_SHARED;
+    } else {
+        control.intercept_misc1 |= INTERCEPT_INVLPGA;
+        control.intercept_misc2 = INTERCEPT_MISC2;
+    }
+    if area.own.gif_is_clear != 0 {
+        control.intercept_misc2 |= INTERCEPT_STGI;
+    }
+    if area.cpu.on_snapshot != 0 {
+        control.intercept_misc2 |= INTERCEPT_VMSAVE;
+    }
+}
+
+/// An exit has been answered: whether the world switch may answer the next ones by itself.
+pub fn settle(area: &mut Area, next: Next) {
+    let plain = area.cpu.on_snapshot | area.cpu.leave_pending == 0 && next == Next::Run;
+    area.own.quick_guests = u32::from(plain && has_svm(area));
+    let on_snapshot = area.cpu.on_snapshot != 0;
+    if has_svm(area) && on_snapshot != (area.control.intercept_misc2 & INTERCEPT_VMSAVE != 0) {
+        arrange(area);
+    }
+    if !on_snapshot && area.own.shadow.is_there() {
+        // The processor may have kept what it read of blocks: each of them is entered the long way once more.
+        area.own.shadow.forget();
+        area.own.block_phys = NO_BLOCK;
+    }
+    if next == Next::Leave {
+        area.own.enter_guest = 0;
+        take_shadow_off(area);
+    }
+}
+
+/// VMRUN of the system above: its guest is entered next, on its own block. What KVM left in the processor for it is
+/// there still: FS, GS, TR and the syscall MSRs, which an exit saves with the system's control block.
+pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::GuestRun);
+    let block = area.control.rax;
+    if !block.is_multiple_of(4096) || !show(area, hardware, block) {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    let shown = window(area);
+    let encrypted = shown.nested_control as u8 & NESTED_CONTROL_ENCRYPTED != 0;
+    if encrypted || shown.virtual_interrupt & VIRTUAL_APIC != 0 {
+        return Answer::Depart(Code::GuestUnsupported);
+    }
+    if shown.asid == area.control.asid {
+        let [first, second] = area.own.asids;
+        let other = if area.control.asid == first { second } else { first };
+        if other == 0 {
+            return Answer::Depart(Code::GuestUnsupported);
+        }
+        area.control.asid = other;
+        area.control.tlb_control = TLB_FLUSH_ALL;
+    }
+    if area.cpu.on_snapshot != 0 {
+        match shadow::prepare(area) {
+            Prepared::InPlace => {}
+            Prepared::Shadowed => area.own.around_guest |= SHADOWED,
+            Prepared::Wait => return Answer::Retry,
+            // It writes where the snapshot's tables do not see it.
+            Prepared::Impossible => live::give_up(area, Code::SnapshotGuest),
+        }
+    }
+    forget_block(area);
+    area.own.enter_guest = 1;
+    Answer::Skip
+}
+
+/// An exit of the system's guest, which runs on a shadow: either that is what it needs, or it is KVM's, as the world
+/// switch would have left it (APM vol. 2, 15.6).
+pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+    area.own.guest_exited = 0;
+    let block = block(area);
+    // SAFETY: a control block of KVM's in the window; nobody else uses it before KVM goes on.
+    let (code, qualification, address) =
+        unsafe { ((*block).exit_code, (*block).exit_info1, (*block).exit_info2) };
+    if code == exit_code::NPF {
+        let write = qualification & shadow::info::WRITE != 0;
+        publish::count(area, if write { ExitReason::SnapshotWrite } else { ExitReason::NestedFill });
+        let bits = Svm::physical_bits(hardware);
+        match shadow::fault(area, address, qualification, bits) {
+            ShadowFault::Filled { wait } => {
+                exit::hold_back(hardware, wait);
+                return enter_again(area, qualification);
+            }
+            // SAFETY: as above.
+            ShadowFault::Guests(qualification) => unsafe { (*block).exit_info1 = qualification },
+            // As if an interrupt had come: KVM takes interrupts, and comes again.
+            // SAFETY: as above.
+            ShadowFault::Wait => unsafe {
+                ((*block).exit_code, (*block).exit_info1, (*block).exit_info2) = (exit_code::INTR, 0, 0);
+            },
+        }
+    }
+    take_shadow_off(area);
+    let Area { own, control, .. } = area;
+    own.gif_is_clear = 1;
+    own.entry_state_valid = 0;
+    control.dr7 = DR7_CLEAR;
+    control.rflags &= !RFLAGS_IF;
+    control.virtual_interrupt |= VIRTUAL_MASKING;
+    control.intercept_misc1 |= INTERCEPT_NMI;
+    control.intercept_misc2 |= INTERCEPT_STGI;
+    Next::Run
+}
+
+/// The guest goes on, with the event that its fault has interrupted (APM vol. 2, 15.7.2).
+fn enter_again(area: &mut Area, qualification: u64) -> Next {
+    // SAFETY: a control block of KVM's in the window; nobody else uses it before the guest runs.
+    let block = unsafe { &mut *block(area) };
+    let event = block.exit_event;
+    block.inject_event = if event & event::VALID != 0 { exits::event_again(event).unwrap_or(0) } else { 0 };
+    // What was absent is cached nowhere.
+    let cached = qualification & shadow::info::PRESENT != 0;
+    block.tlb_control = if cached { TLB_FLUSH_ALL } else { TLB_KEEP };
+    block.clean = 0;
+    area.own.enter_guest = 1;
+    Next::Run
+}
+
+/// KVM's block is KVM's again.
+fn take_shadow_off(area: &mut Area) {
+    if area.own.around_guest & SHADOWED == 0 {
+        return;
+    }
+    area.own.around_guest &= !SHADOWED;
+    // SAFETY: as for every other use of the window; the guest does not run.
+    unsafe { (*block(area)).nested_cr3 = area.own.guest_nested_cr3 };
+}
+
+/// The processor reads all of the block again: it may have been entered with something else in it meanwhile
+/// (APM vol. 2, 15.15.3).
+fn forget_block(area: &mut Area) {
+    // SAFETY: as for every other use of the window; the guest does not run.
+    unsafe { (*block(area)).clean = 0 };
+}
+
+/// VMSAVE of the system above beneath a snapshot: to a page that has been copied. What it saves was saved by the
+/// world switch (APM vol. 2, 15.5.2 and VMSAVE).
+pub fn save_state(area: &mut Area) -> Answer {
+    publish::count(area, ExitReason::Other);
+    let to = area.control.rax;
+    if !to.is_multiple_of(4096) || !nested::is_identity::<Svm>(GuestPhys::new(to)) {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    let Some(mut guard) = Svm::tables().lock() else { return Answer::Depart(Code::Crashed) };
+    let touched = guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(to)));
+    drop(guard);
+    match touched {
+        Some(live::Touch::Open) => {}
+        Some(live::Touch::Wait) => return Answer::Retry,
+        _ => return Answer::Inject(Fault::GeneralProtection),
+    }
+    let to = live::page::<Vmcb>(HostPhys::new(to));
+    let from = &area.control;
+    // SAFETY: memory of the system's that the hypervisor's tables map while a snapshot is live; the system gave it to
+    // the processor for this.
+    unsafe {
+        ((*to).fs, (*to).gs, (*to).tr, (*to).ldtr) = (from.fs, from.gs, from.tr, from.ldtr);
+        (*to).syscall = from.syscall;
+    }
+    Answer::Skip
+}
+
+/// STGI of the system above. Before a guest has run GIF is 1 as far as is known here, and the instruction is done.
+pub fn set_gif(area: &mut Area) -> Answer {
+    publish::count(area, ExitReason::GuestEnd);
+    open(area);
+    if area.own.nmi_held != 0 {
+        area.own.nmi_held = 0;
+        area.control.inject_event = NMI;
+    }
+    Answer::Skip
+}
+
+/// GIF is 1 again.
+fn open(area: &mut Area) {
+    area.own.gif_is_clear = 0;
+    let control = &mut area.control;
+    control.virtual_interrupt &= !VIRTUAL_MASKING;
+    control.intercept_misc2 &= !INTERCEPT_STGI;
+    // While a snapshot is kept NMIs exit, but for the one that is being handled.
+    if control.intercept_misc1 & INTERCEPT_SHUTDOWN == 0 || control.intercept_misc1 & INTERCEPT_IRET != 0 {
+        control.intercept_misc1 &= !INTERCEPT_NMI;
+    }
+}
+
+/// An NMI while GIF is 0 for the system above. The processor would make the same exit again and again, so it is taken:
+/// others are blocked from here to the end of the system's handler, which STGI starts.
+pub fn hold_nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
+    publish::count(area, ExitReason::HeldNmi);
+    hardware.take_nmi();
+    area.own.nmi_held = 1;
+    Answer::Retry
+}
+
+/// What the gate leaves of SVM to a system with this EFER.
+#[must_use]
+pub const fn keep(efer: u64, gif_is_clear: bool) -> u64 {
+    match (efer & msr::EFER_SVME != 0, gif_is_clear) {
+        (false, _) => 0,
+        (true, false) => KEEP_SVME,
+        (true, true) => KEEP_SVME | KEEP_GIF_CLEAR,
+    }
+}
+
+/// The CPU becomes native, and KVM goes on with what it has. GIF is as KVM knows it: 0 at VMRUN too, for which
+/// it has executed CLGI unseen. An NMI that was taken meanwhile is lost: nothing but a failure makes a CPU leave there.
+#[inline]
+pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
+    take_shadow_off(area);
+    if !has_svm(area) {
+        area.cpu.gate.outward.svm = 0;
+        return;
+    }
+    forget_translations(area, hardware);
+    let at_run = area.control.exit_code == super::vmcb::exit_code::VMRUN;
+    let gif_is_clear = area.own.gif_is_clear != 0 || at_run;
+    area.cpu.gate.outward.svm = keep(area.own.guest_efer, gif_is_clear);
+    if area.own.nmi_held != 0 {
+        area.own.nmi_held = 0;
+        exit::lose_event(area, hardware, NMI);
+    }
+}
+
+/// KVM may give the identifier that the system had here to a guest, and flushes only when it has used up all
+/// (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry: this one ends before the first instruction, by a virtual
+/// interrupt that exits, or by whatever else is pending. No emulator keeps translations that long.
+#[inline]
+fn forget_translations(area: &mut Area, hardware: &mut impl Hardware) {
+    let control = &mut area.control;
+    let before = (
+        control.intercept_misc1,
+        control.virtual_interrupt,
+        control.rflags,
+        control.interrupt_shadow,
+        control.inject_event,
+        control.exit_code,
+        control.exit_event,
+        control.dr7,
+    );
+    control.intercept_misc1 |= INTERCEPT_ALL_EVENTS;
+    control.virtual_interrupt |= VIRTUAL_INTERRUPT;
+    control.rflags |= RFLAGS_IF;
+    control.interrupt_shadow = 0;
+    control.inject_event = 0;
+    control.tlb_control = TLB_FLUSH_ALL;
+    hardware.flush_by_entry(control, area.cpu.control_phys);
+    (
+        control.intercept_misc1,
+        control.virtual_interrupt,
+        control.rflags,
+        control.interrupt_shadow,
+        control.inject_event,
+        control.exit_code,
+        control.exit_event,
+        control.dr7,
+    ) = before;
+}
+
+/// Has the window show the page at `phys`; not if it is beyond memory, or hidden: the processor would write its guest's
+/// state there, round the nested tables.
+fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
+    /// Present, writable, accessed and dirty (APM vol. 2, 5.4).
+    const WRITABLE: u64 = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6;
+    if area.own.block_phys == phys {
+        return true;
+    }
+    if !nested::is_identity::<super::Svm>(GuestPhys::new(phys)) {
+        return false;
+    }
+    let gate = &area.cpu.gate;
+    let entry = core::ptr::with_exposed_provenance_mut::<u64>(gate.window_entry_virt as usize);
+    // SAFETY: the driver has mapped the table with this entry, which nobody else writes; the page that it maps is used
+    // through `block` and by the world switch only.
+    unsafe { entry.write_volatile(phys | WRITABLE) };
+    hardware.forget_page(gate.window_virt);
+    area.own.block_phys = phys;
+    true
+}
+
+/// The page of KVM's that the window shows.
+struct Shown {
+    asid: u32,
+    nested_control: u64,
+    virtual_interrupt: u64,
+}
+
+/// The control block in the window.
+pub(super) fn block(area: &Area) -> *mut Vmcb {
+    core::ptr::with_exposed_provenance_mut(area.cpu.gate.window_virt as usize)
+}
+
+fn window(area: &Area) -> Shown {
+    let block = block(area);
+    // SAFETY: the driver has made a page-table entry for this address, and `show` has filled it with a page of memory.
+    // Other CPUs do not run this block; KVM, on this one, does not change it meanwhile.
+    unsafe {
+        Shown {
+            asid: (&raw const (*block).asid).read_volatile(),
+            nested_control: (&raw const (*block).nested_control).read_volatile(),
+            virtual_interrupt: (&raw const (*block).virtual_interrupt).read_volatile(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::model::{Attached, LINUX_EFER};
+    use crate::svm::vmcb::{INTERCEPT_MISC1, exit_code};
+
+    const RCX: usize = 1;
+    const RDX: usize = 2;
+    const RSI: usize = 6;
+    const KVMS_PAGE: u64 = 0x7_7000;
+    const BLOCK: u64 = 0x12_3000;
+
+    /// A CPU with a window, and what KVM's block looks like through it.
+    struct Host {
+        cpu: Attached,
+        block: Box<Vmcb>,
+        entry: Box<u64>,
+    }
+
+    impl Host {
+        fn new() -> Self {
+            nested::tests::install::<super::super::Svm>();
+            let mut host = Self { cpu: Attached::new(), block: Vmcb::zeroed(), entry: Box::new(0) };
+            host.block.asid = 3;
+            let gate = &mut host.cpu.area.cpu.gate;
+            gate.window_virt = (&raw mut *host.block).expose_provenance() as u64;
+            gate.window_entry_virt = (&raw mut *host.entry).expose_provenance() as u64;
+            host.allow(1);
+            host
+        }
+
+        /// KVM has SVM on.
+        fn with_svm() -> Self {
+            let mut host = Self::new();
+            assert_eq!(host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME), Next::Run);
+            assert_eq!(host.write(msr::VM_HSAVE_PA, KVMS_PAGE), Next::Run);
+            host
+        }
+
+        fn allow(&mut self, may: u32) {
+            self.cpu.area.shared().kvm_may = may;
+        }
+
+        fn exit(&mut self, code: u64) -> Next {
+            let next = self.cpu.exit(code);
+            settle(&mut self.cpu.area, next);
+            next
+        }
+
+        fn write(&mut self, index: u32, value: u64) -> Next {
+            *self.cpu.register(0) = value & 0xFFFF_FFFF;
+            *self.cpu.register(RDX) = value >> 32;
+            *self.cpu.register(RCX) = u64::from(index);
+            self.cpu.area.control.exit_info1 = 1;
+            self.exit(exit_code::MSR)
+        }
+
+        fn read(&mut self, index: u32) -> u64 {
+            *self.cpu.register(RCX) = u64::from(index);
+            self.cpu.area.control.exit_info1 = 0;
+            assert_eq!(self.exit(exit_code::MSR), Next::Run);
+            *self.cpu.register(0) | *self.cpu.register(RDX) << 32
+        }
+
+        fn run(&mut self, block: u64) -> Next {
+            *self.cpu.register(0) = block;
+            self.exit(exit_code::VMRUN)
+        }
+
+        /// What the world switch does when a guest has exited.
+        fn guest_exits(&mut self) {
+            let Area { own, control, .. } = &mut *self.cpu.area;
+            (own.enter_guest, own.gif_is_clear) = (0, 1);
+            control.virtual_interrupt |= VIRTUAL_MASKING;
+            control.intercept_misc1 |= INTERCEPT_NMI;
+            control.intercept_misc2 |= INTERCEPT_STGI;
+        }
+    }
+
+    #[test]
+    fn kvm_reads_what_it_wrote_and_the_processor_has_ours() {
+        let mut host = Host::new();
+        assert_eq!(host.read(msr::EFER), LINUX_EFER, "SVM is free");
+        assert_eq!(host.cpu.area.control.intercept_misc2, INTERCEPT_MISC2);
+        let mut host = Host::with_svm();
+        assert_eq!(host.read(msr::EFER), LINUX_EFER | msr::EFER_SVME);
+        assert_eq!(host.read(msr::VM_HSAVE_PA), KVMS_PAGE);
+        assert_eq!(host.cpu.hardware.msrs[&msr::VM_HSAVE_PA], 0x7000, "the hypervisor's");
+        assert_eq!(host.cpu.area.control.intercept_misc2, INTERCEPT_MISC2_SHARED);
+        assert_eq!(host.cpu.area.control.intercept_misc1, INTERCEPT_MISC1 & !INTERCEPT_INVLPGA);
+        assert_eq!(host.cpu.area.own.quick_guests, 1);
+        // The last virtual machine has gone: no wish to detach.
+        assert_eq!(host.write(msr::VM_HSAVE_PA, 0), Next::Run);
+        assert_eq!(host.write(msr::EFER, LINUX_EFER), Next::Run);
+        assert_eq!(host.cpu.area.control.efer, LINUX_EFER | msr::EFER_SVME, "the hypervisor's");
+        assert_eq!(host.cpu.area.control.intercept_misc2, INTERCEPT_MISC2);
+        assert_eq!(host.cpu.area.control.intercept_misc1, INTERCEPT_MISC1);
+        assert_eq!(host.cpu.area.own.quick_guests, 0);
+    }
+
+    #[test]
+    fn without_kvm_svm_shows_as_in_use_and_to_clear_it_is_to_leave() {
+        let mut host = Host::new();
+        host.allow(0);
+        assert_eq!(host.read(msr::EFER), LINUX_EFER | msr::EFER_SVME);
+        // A write of what was read turns nothing on.
+        assert_eq!(host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME), Next::Run);
+        assert!(!has_svm(&host.cpu.area));
+        assert_eq!(host.write(msr::EFER, LINUX_EFER), Next::Leave);
+    }
+
+    #[test]
+    fn a_kernel_that_crashes_beside_kvm_leaves_with_svm_on() {
+        let mut host = Host::with_svm();
+        host.allow(0);
+        assert_eq!(host.write(msr::VM_HSAVE_PA, 0), Next::Leave);
+        assert_eq!(host.cpu.area.cpu.gate.outward.svm, KEEP_SVME);
+        assert_eq!(host.cpu.hardware.msrs[&msr::VM_HSAVE_PA], KVMS_PAGE);
+    }
+
+    #[test]
+    fn only_the_driver_is_told_that_the_cpu_is_attached() {
+        use crate::svm::quick::{Quick, answer};
+        const ATTACHED: u64 = mercury_abi::gate::EFER_ATTACHED;
+        let mut host = Host::with_svm();
+        assert_eq!(host.read(msr::EFER) & ATTACHED, 0);
+        *host.cpu.register(RCX) = u64::from(msr::EFER);
+        let (area, hardware) = (&mut host.cpu.area, &mut host.cpu.hardware);
+        (area.control.exit_code, area.control.exit_info1) = (exit_code::MSR, 0);
+        assert_eq!(answer(area, hardware), Quick::Slow, "anybody");
+        area.cpu.gate.outward.registers[RSI] = mercury_abi::gate::HYPERCALL_MAGIC;
+        area.control.cpl = 3;
+        assert_eq!(answer(area, hardware), Quick::Slow, "user mode");
+        area.control.cpl = 0;
+        let rip = area.control.rip;
+        assert_eq!(answer(area, hardware), Quick::Run);
+        assert_eq!(area.control.rip, rip + 2);
+        let told = *host.cpu.register(0) | *host.cpu.register(RDX) << 32;
+        assert_eq!(told, LINUX_EFER | msr::EFER_SVME | ATTACHED);
+    }
+
+    #[test]
+    fn the_driver_is_told_on_the_long_way_as_well() {
+        const ATTACHED: u64 = mercury_abi::gate::EFER_ATTACHED;
+        let mut host = Host::new();
+        host.allow(0);
+        host.cpu.area.cpu.on_snapshot = 1;
+        assert_eq!(host.read(msr::EFER), LINUX_EFER | msr::EFER_SVME);
+        *host.cpu.register(RSI) = mercury_abi::gate::HYPERCALL_MAGIC;
+        assert_eq!(host.read(msr::EFER), LINUX_EFER | msr::EFER_SVME | ATTACHED);
+    }
+
+    #[test]
+    fn a_guest_is_entered_on_its_own_block() {
+        let mut host = Host::with_svm();
+        let rip = host.cpu.area.control.rip;
+        assert_eq!(host.run(BLOCK), Next::Run);
+        assert_eq!((host.cpu.area.own.enter_guest, host.cpu.area.own.block_phys), (1, BLOCK));
+        assert_eq!(*host.entry & 0x000F_FFFF_FFFF_F003, BLOCK | 3, "present");
+        assert_eq!((host.cpu.area.control.rip, host.cpu.area.control.rax), (rip + 3, BLOCK));
+        assert_eq!(host.cpu.area.shared().exits[ExitReason::GuestRun as usize], 1);
+        assert_eq!(host.cpu.area.control.tlb_control, 0);
+    }
+
+    #[test]
+    fn what_is_no_block_faults() {
+        let mut host = Host::with_svm();
+        for address in [BLOCK + 8, nested::tests::BEYOND, nested::tests::HIDDEN.as_u64()] {
+            let rip = host.cpu.area.control.rip;
+            assert_eq!(host.run(address), Next::Run);
+            assert_eq!(host.cpu.area.control.inject_event, event::GENERAL_PROTECTION, "{address:#x}");
+            assert_eq!((host.cpu.area.control.rip, host.cpu.area.own.enter_guest), (rip, 0));
+            assert_eq!(*host.entry, 0);
+            host.cpu.enter();
+        }
+    }
+
+    #[test]
+    fn without_svm_its_instructions_are_undefined() {
+        for code in [exit_code::VMRUN, exit_code::STGI, exit_code::CLGI] {
+            let mut host = Host::new();
+            *host.cpu.register(0) = BLOCK;
+            assert_eq!(host.exit(code), Next::Run);
+            assert_eq!(host.cpu.area.control.inject_event, event::INVALID_OPCODE);
+        }
+    }
+
+    #[test]
+    fn the_system_and_its_guest_never_share_an_identifier() {
+        let mut host = Host::with_svm();
+        for asid in [15, 14, 15] {
+            host.block.asid = asid;
+            assert_eq!(host.run(BLOCK), Next::Run);
+            assert_eq!(host.cpu.area.control.asid, 29 - asid);
+            assert_eq!(host.cpu.area.control.tlb_control, TLB_FLUSH_ALL);
+        }
+        // Two identifiers in all: one for each, if they do not want the same one.
+        let mut host = Host::with_svm();
+        (host.cpu.area.own.asids, host.cpu.area.control.asid, host.block.asid) = ([1, 0], 1, 1);
+        assert_eq!(host.run(BLOCK), Next::Leave);
+    }
+
+    #[test]
+    fn an_encrypted_guest_and_one_with_avic_run_natively() {
+        runs_natively(|block| block.nested_control = 3);
+        runs_natively(|block| block.virtual_interrupt = VIRTUAL_APIC);
+    }
+
+    fn runs_natively(make: fn(&mut Vmcb)) {
+        let mut host = Host::with_svm();
+        make(&mut host.block);
+        let rip = host.cpu.area.control.rip;
+        assert_eq!(host.run(BLOCK), Next::Leave);
+        let outward = &host.cpu.area.cpu.gate.outward;
+        assert_eq!((outward.rip, outward.registers[0]), (rip, BLOCK), "VMRUN is executed again");
+        assert_eq!(outward.svm, KEEP_SVME | KEEP_GIF_CLEAR);
+        assert_eq!(host.cpu.area.shared().left_because, Code::GuestUnsupported as u64);
+    }
+
+    #[test]
+    fn an_nmi_waits_for_stgi() {
+        let mut host = Host::with_svm();
+        assert_eq!(host.run(BLOCK), Next::Run);
+        host.guest_exits();
+        assert_eq!(host.exit(exit_code::NMI), Next::Run);
+        assert_eq!((host.cpu.hardware.nmis_taken, host.cpu.area.control.inject_event), (1, 0));
+        assert_eq!(host.exit(exit_code::STGI), Next::Run);
+        let control = &host.cpu.area.control;
+        assert_eq!(control.inject_event, NMI);
+        assert_eq!(control.virtual_interrupt, 0);
+        assert_eq!(control.intercept_misc1 & INTERCEPT_NMI, 0);
+        assert_eq!(control.intercept_misc2, INTERCEPT_MISC2_SHARED);
+        // The next one finds nothing.
+        host.cpu.enter();
+        host.guest_exits();
+        assert_eq!(host.exit(exit_code::STGI), Next::Run);
+        assert_eq!(host.cpu.area.control.inject_event, 0);
+    }
+
+    #[test]
+    fn while_a_snapshot_is_kept_nmis_go_on_to_exit() {
+        let mut host = Host::with_svm();
+        host.cpu.area.control.intercept_misc1 |= INTERCEPT_NMI | INTERCEPT_SHUTDOWN;
+        host.guest_exits();
+        assert_eq!(host.exit(exit_code::STGI), Next::Run);
+        assert_ne!(host.cpu.area.control.intercept_misc1 & INTERCEPT_NMI, 0);
+    }
+
+    #[test]
+    fn a_detach_beneath_kvm_leaves_it_everything() {
+        let mut host = Host::with_svm();
+        *host.cpu.register(0) = mercury_abi::gate::Hypercall::Detach as u64;
+        *host.cpu.register(RCX) = mercury_abi::gate::HYPERCALL_MAGIC;
+        let (rip, rflags) = (host.cpu.area.control.rip, host.cpu.area.control.rflags);
+        assert_eq!(host.exit(exit_code::VMMCALL), Next::Leave);
+        let outward = &host.cpu.area.cpu.gate.outward;
+        assert_eq!((outward.svm, outward.rip, outward.rflags), (KEEP_SVME, rip + 3, rflags));
+        assert_eq!(host.cpu.hardware.msrs[&msr::VM_HSAVE_PA], KVMS_PAGE);
+        assert_eq!(host.cpu.hardware.flushes, 1, "the system's own identifier may be a guest's next");
+        assert_eq!(host.cpu.area.control.intercept_misc1 & INTERCEPT_ALL_EVENTS, 0);
+    }
+
+    proptest! {
+        /// Whatever KVM and the rest of the system do: what the processor is told is what they would have natively.
+        #[test]
+        fn gif_and_intercepts_agree(steps in prop::collection::vec(0..6u8, 1..40)) {
+            let mut host = Host::new();
+            let (mut svm, mut gif, mut held) = (false, true, false);
+            for step in steps {
+                match step {
+                    0 if gif => {
+                        host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME);
+                        svm = true;
+                    }
+                    1 if gif => {
+                        host.write(msr::EFER, LINUX_EFER);
+                        svm = false;
+                    }
+                    2 if svm => {
+                        host.run(BLOCK);
+                        prop_assert_eq!(host.cpu.area.own.enter_guest, 1);
+                        host.guest_exits();
+                        gif = false;
+                    }
+                    3 if svm && !gif => {
+                        host.exit(exit_code::STGI);
+                        prop_assert_eq!(host.cpu.area.control.inject_event == NMI, held);
+                        (gif, held) = (true, false);
+                    }
+                    4 if !gif => {
+                        host.exit(exit_code::NMI);
+                        held = true;
+                    }
+                    _ => {
+                        prop_assert_eq!(host.read(msr::EFER) & msr::EFER_SVME != 0, svm);
+                    }
+                }
+                host.cpu.enter();
+                let control = &host.cpu.area.control;
+                prop_assert_eq!(control.virtual_interrupt & VIRTUAL_MASKING != 0, !gif);
+                prop_assert_eq!(control.intercept_misc1 & INTERCEPT_NMI != 0, !gif);
+                prop_assert_eq!(control.intercept_misc2 & INTERCEPT_STGI != 0, !svm || !gif);
+                prop_assert_eq!(control.intercept_misc2 & 0x43, 0x43);
+                prop_assert_eq!(control.intercept_misc2 & 0x2C != 0, !svm);
+                prop_assert_eq!(control.intercept_misc1 & INTERCEPT_INVLPGA != 0, !svm);
+                prop_assert!(control.efer & msr::EFER_SVME != 0);
+            }
+        }
+    }
+}
