@@ -4,6 +4,8 @@ use crate::{
     checkpoint::{series::Interval, target::Name},
     cpus::CpuSet,
     exit,
+    receive::Listen,
+    span::Span,
 };
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -86,6 +88,25 @@ pub enum Command {
         command checks the image, prepares that kernel and starts it. This system ends then; save your work."
     )]
     Restore(RestoreArgs),
+    /// Make this machine a spare that takes another one in (see migrate)
+    #[command(
+        long_about = "Makes this machine a spare that takes another one in: prints the line that `mercury migrate` needs \
+        there, and starts a small kernel that waits for it. This system ends then, without being shut down; save your \
+        work. The machine that comes must be equal: processor, memory map, devices. It is refused with every reason if it \
+        is not, and after that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
+        machines must be on the same network, and reach the same disks or network file systems."
+    )]
+    Receive(ReceiveArgs),
+    /// Move this machine, with all that runs on it, to another one
+    #[command(
+        long_about = "Moves this machine, with all that runs on it, to another one that waits in `mercury receive`: kernel, \
+        processes, connections, addresses. Memory is sent while everything runs; then applications stand still while the \
+        rest is sent, and go on there. This machine is powered off when the other one says that it runs.\n\nWhatever \
+        goes wrong before the other machine is told to start, this one goes on as if nothing had been tried; so it does \
+        after Ctrl-C. If the other one was told to start and does not answer, this machine stands still and says on its \
+        console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there."
+    )]
+    Migrate(MigrateArgs),
     /// Show what is in an image, and whether it is whole
     Inspect(InspectArgs),
     /// Put incremental images together with the full one that they were made on
@@ -96,6 +117,9 @@ pub enum Command {
         goes on from this, and those before are no longer needed."
     )]
     Merge(MergeArgs),
+    /// Run a pre-virtualized Linux as an ordinary process
+    #[command(subcommand)]
+    Hosted(HostedCommand),
     /// Show what the hypervisor logged, all CPUs in the order of time
     Log(LogArgs),
     /// Explain a code: what it means, why it matters, what to do
@@ -106,6 +130,9 @@ pub enum Command {
     /// Undo what a checkpoint did if it is killed
     #[command(hide = true)]
     Guard,
+    /// Say that a machine has arrived, to whoever asks
+    #[command(hide = true)]
+    Answer,
     /// Print everything that is read of each CPU
     #[command(hide = true)]
     Facts(CpusArgs),
@@ -236,6 +263,9 @@ pub struct CheckpointArgs {
     /// Make an image although devices write to memory where the driver cannot see it
     #[arg(long)]
     pub force_devices: bool,
+    /// Make an image although CPUs are offline: it can be looked into, and not be brought back where they are there
+    #[arg(long)]
+    pub force_offline: bool,
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
@@ -279,9 +309,12 @@ pub struct RestoreArgs {
     /// The block device with the image
     pub image: PathBuf,
     /// Only write the kernel and the initial RAM disk that would do it into this folder, with the command line that
-    /// they want, for a boot menu
+    /// they want; see --boot-menu
     #[arg(long, value_name = "FOLDER", conflicts_with = "here")]
     pub prepare: Option<PathBuf>,
+    /// Make an entry of it in the boot menu, too: GRUB's or systemd-boot's, which must be able to read the folder
+    #[arg(long, requires = "prepare")]
+    pub boot_menu: bool,
     /// Memory for the small kernel, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(64..=1024))]
     pub memory: u64,
@@ -291,6 +324,82 @@ pub struct RestoreArgs {
     /// Restore although disks are not as they were at the instant. This destroys file systems
     #[arg(long)]
     pub force_disks: bool,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of receive.
+#[derive(Debug, Default, Args)]
+pub struct ReceiveArgs {
+    /// Where to wait: an IPv4 address of this machine, with a port or without (4747) [default: that of the network that
+    /// has a gateway, or of the only one]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<Listen>,
+    /// Only write the kernel and the initial RAM disk that would do it into this folder, with the command line that
+    /// they want. Whoever can read them can take machines in in this one's place
+    #[arg(long, value_name = "FOLDER", conflicts_with = "here")]
+    pub prepare: Option<PathBuf>,
+    /// How long the line is good for
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub lifetime: Span,
+    /// How long to wait before this system ends, so that the line can be read
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub delay: Span,
+    /// Keep an arrival that is whole for ever if its source falls silent, and not for ten minutes
+    #[arg(long)]
+    pub hold_for_ever: bool,
+    /// Memory for the small kernel, in MiB [default: by the size of this machine]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=65536))]
+    pub memory: Option<u64>,
+    /// This is the small kernel: wait now
+    #[arg(long, hide = true)]
+    pub here: bool,
+    /// Where the driver is.
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+/// Arguments of migrate.
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// The machine that waits in `mercury receive`: HOST or HOST:PORT
+    #[arg(default_value = "", hide_default_value = true, required_unless_present = "dry_run")]
+    pub host: String,
+    /// The line that `mercury receive` has printed; - reads it from standard input, where `ps` does not show it
+    #[arg(
+        long,
+        env = "MERCURY_KEY",
+        hide_env_values = true,
+        value_name = "LINE",
+        allow_hyphen_values = true
+    )]
+    pub key: Option<String>,
+    /// Measure what a move would come to, and do nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Copy on until applications need stand still for no longer than this, as far as that helps [default: 500ms]
+    #[arg(long, value_name = "TIME")]
+    pub max_downtime: Option<Span>,
+    /// If that cannot be had: give the move up, instead of letting them stand still for longer
+    #[arg(long)]
+    pub or_give_up: bool,
+    /// So many rounds at most while everything runs; 0: stop first, then copy
+    #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub rounds: u32,
+    /// Send no more than this in a second while everything runs, in MiB
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    pub bandwidth: Option<u64>,
+    /// Memory for pages that are written to after the instant, and for what of this machine's memory the other one's
+    /// small kernel occupies, in MiB [default: a quarter of what is available, and 192 at least]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    pub pool: Option<u64>,
+    /// Move although devices write to memory where the driver cannot see it
+    #[arg(long)]
+    pub force_devices: bool,
+    /// How hard to compress: zstd's levels
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    pub level: i32,
     /// Where the driver is.
     #[command(flatten)]
     pub module: ModuleArgs,
@@ -323,6 +432,45 @@ pub struct MergeArgs {
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
+}
+
+/// What to do with a hosted machine.
+#[derive(Debug, Subcommand)]
+pub enum HostedCommand {
+    /// Start a kernel in this process, with its console on this terminal
+    #[command(
+        long_about = "Starts a kernel that was built with the afterburner in this process: without root, without hardware \
+        virtualization. Its first serial port is this terminal; Ctrl-A x ends it.\n\nThe guest's kernel, its programs and \
+        this program share one address space: what runs there is not kept apart from each other.\n\nThe exit status is 0 \
+        when the guest has halted, 10 when it has asked for a reset (as after a panic), 11 when it cannot go on."
+    )]
+    Run(HostedArgs),
+}
+
+/// Arguments of hosted run.
+#[derive(Debug, Args)]
+pub struct HostedArgs {
+    /// The vmlinux that the build with the afterburner has left, not stripped
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+    /// Its first file system, a cpio archive
+    #[arg(long, value_name = "FILE")]
+    pub initramfs: Option<PathBuf>,
+    /// A disk: a file or a block device, with `,ro` behind it if the guest may only read it. The first one is /dev/vda
+    #[arg(long, value_name = "FILE[,ro]")]
+    pub disk: Vec<String>,
+    /// Memory in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    pub memory: u64,
+    /// Words for the kernel's command line
+    #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
+    pub append: String,
+    /// Say what the guest does that is strange, and at its end what was counted
+    #[arg(long)]
+    pub verbose: bool,
+    /// Load the kernel and say what was found, but do not start it
+    #[arg(long)]
+    pub check: bool,
 }
 
 /// Arguments of log.
@@ -436,6 +584,10 @@ mod tests {
             "mercury checkpoint --every 10m --keep 6 --incremental --full-every 4 /net/node7",
             "mercury checkpoint --incremental=/net/base /net/next",
             "mercury merge /dev/sdb1 /net/base /net/next",
+            "mercury receive --listen 10.9.0.3",
+            "mercury receive --listen 10.9.0.3:99 --delay 10s --prepare /run/x",
+            "mercury migrate 10.9.0.3 --key - --max-downtime 300ms --or-give-up",
+            "mercury migrate --dry-run",
             "mercury fault 4 --cpu 1 --offset 0x10",
         ] {
             let parsed = Cli::try_parse_from(line.split(' '));
@@ -444,6 +596,8 @@ mod tests {
         let wrong = [
             "attach --cpus 3-1",
             "merge out",
+            "migrate",
+            "receive --listen ::1",
             "checkpoint --full-every 3 x",
             "checkpoint --incremental base new",
         ];

@@ -12,10 +12,11 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_ATTACH,
-        MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD,
-        MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
-        MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
+        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_FENCE_DOWN,
+        MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT,
+        MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN,
+        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK,
         MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
         MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
         SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
@@ -286,8 +287,34 @@ impl Device {
         failure("fencing off the network", result, &request.outcome)
     }
 
+    /// Takes the fence away.
+    pub fn fence_down(&self) -> Result<()> {
+        self.change_fence("taking the fence away", MERCURY_FENCE_DOWN)
+    }
+
+    /// Lets the fence stay when this process ends, however that happens.
+    pub fn fence_stays(&self) -> Result<()> {
+        self.change_fence("keeping the fence", MERCURY_FENCE_STAYS)
+    }
+
+    fn change_fence(&self, what: &str, flags: u64) -> Result<()> {
+        let mut request =
+            FenceRequest { header: Header::of::<FenceRequest>(), flags, ..FenceRequest::default() };
+        let result = self.request::<MERCURY_IOC_FENCE, _>(&mut request);
+        failure(what, result, &request.outcome)
+    }
+
     /// Takes up to `count` frames.
     pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count)
+    }
+
+    /// Reads up to `count` frames of a snapshot that is only prepared, as they are now.
+    pub fn snapshot_look(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count)
+    }
+
+    fn frames<const REQUEST: u32>(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
         let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE], hurry: false };
         let mut request = SnapshotTakeRequest {
             header: Header::of::<SnapshotTakeRequest>(),
@@ -298,7 +325,7 @@ impl Device {
             data_addr: address(frames.data.as_mut_ptr()),
             ..SnapshotTakeRequest::default()
         };
-        let result = self.request::<MERCURY_IOC_SNAPSHOT_TAKE, _>(&mut request);
+        let result = self.request::<REQUEST, _>(&mut request);
         failure("taking memory", result, &request.outcome)?;
         cursor.next_phys = request.cursor_phys;
         frames.phys.truncate(request.count as usize);
@@ -379,6 +406,20 @@ impl Device {
         };
         let result = self.request::<MERCURY_IOC_RESTORE_LOAD, _>(&mut request);
         failure("loading memory", result, &request.outcome)
+    }
+
+    /// Reads frames that were loaded, from where they lie: a page for each.
+    pub fn restore_read(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        let mut data = vec![0; entries.len() * PAGE];
+        let mut request = LoadFramesRequest {
+            header: Header::of::<LoadFramesRequest>(),
+            entries_addr: address(entries.as_ptr()),
+            count: entries.len() as u64,
+            data_addr: address(data.as_mut_ptr()),
+            ..LoadFramesRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_RESTORE_READ, _>(&mut request);
+        failure("reading memory back", result, &request.outcome).map(|()| data)
     }
 
     /// Goes on in the machine that was loaded. Returns only if that fails.

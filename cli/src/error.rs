@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 
 /// The result of nearly everything.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A failure with its exit status, and a way out where there is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -513,6 +513,13 @@ pub const TABLE: &[Entry] = &[
         "unload and load the hypervisor, then attach again",
     ),
     entry_of(
+        Code::GuestUnsupported,
+        "a virtual machine of KVM's cannot run beneath Mercury",
+        "Its memory or registers are encrypted (SEV), interrupts reach it without an exit (AVIC), or the processor has \
+         no address-space identifier left. The CPU that was to run it detached itself, and runs it natively.",
+        "stop that virtual machine, or set `kvm_amd.avic=0`, and attach again",
+    ),
+    entry_of(
         Code::SnapshotLive,
         "there is a snapshot of memory",
         "What was asked for cannot be had beneath one.",
@@ -560,8 +567,8 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotHotplug,
-        "a CPU came or went between a snapshot's beginning and its end",
-        "One that comes starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The \
+        "a CPU or memory came or went between a snapshot's beginning and its end",
+        "A CPU that comes starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The \
          machine itself lost nothing.",
         "try again; `mercury snapshot` keeps another one",
     ),
@@ -571,6 +578,13 @@ pub const TABLE: &[Entry] = &[
         "From the instant on the machine must not answer its peers, for it goes on from there later. The driver stops \
          packets by netfilter's hooks.",
         "boot a kernel with CONFIG_NETFILTER, or take the network down by hand and say --no-fence",
+    ),
+    entry_of(
+        Code::SnapshotGuest,
+        "a virtual machine ran that the snapshot cannot see",
+        "KVM runs it without nested paging, or its memory is encrypted: it writes round the tables of the snapshot, \
+         which was given up. The machine itself lost nothing.",
+        "shut such virtual machines down first, or load kvm_amd with npt=1",
     ),
     entry_of(
         Code::RollbackUnsupported,
@@ -596,7 +610,7 @@ pub const TABLE: &[Entry] = &[
         Code::RestoreCpus,
         "the CPUs of the image are not those of this machine",
         "Every CPU that was online has to be there again, with the same APIC ID, and no other.",
-        "restore it where it was made, or on a machine that is equal to that, with the same kernel options (nosmt, maxcpus)",
+        "restore it where it was made, or on a machine that is equal to that; all its CPUs must be online, so boot without nosmt and maxcpus",
     ),
     entry_of(
         Code::RestoreMode,

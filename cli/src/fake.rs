@@ -58,7 +58,7 @@ pub fn shared_cpu(cpu: u32) -> SharedCpu {
         magic: SHARED_MAGIC,
         cpu,
         attached: 0,
-        exits: [0; 16],
+        exits: [0; mercury_abi::shared::EXIT_REASONS],
         exit_ticks: 0,
         attaches: 0,
         detaches: 0,
@@ -86,7 +86,8 @@ pub fn shared_cpu(cpu: u32) -> SharedCpu {
             guest_registers: [0; 16],
             message: [0; 120],
         },
-        reserved: [0; 441],
+        kvm_may: 0,
+        reserved: [0; 865],
         log: [LogRecord::default(); LOG_RECORDS],
     }
 }

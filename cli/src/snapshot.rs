@@ -171,7 +171,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     checkpoint::refuse_untracked(args.force_devices, &sysroot)?;
     checkpoint::refuse_swap(&sysroot)?;
-    let mounts = disks::mounted(&sysroot)?;
+    let mounts = disks::all(&sysroot)?;
     refuse_disks(args, &mounts)?;
     let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
@@ -235,6 +235,7 @@ fn keep(
     } else {
         None
     };
+    disks::are_still(mounts, sysroot)?;
     if let Some(hook) = &args.hook {
         checkpoint::run_hook(hook)?;
     }
@@ -242,9 +243,10 @@ fn keep(
     checkpoint::refuse_swap(sysroot)?;
     guard.hear();
     let held = begun.elapsed();
+    let failures = checkpoint::quiesce_failures(sysroot);
     let begin = device.snapshot_begin(pool, flags);
     drop(still);
-    let begin = begin.map_err(|error| checkpoint::name_culprit(error, sysroot))?;
+    let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
     if begin.rolled_back != 0 {
         let tsc_khz = device.system()?.tsc_khz;

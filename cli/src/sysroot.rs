@@ -84,6 +84,13 @@ impl Sysroot {
         self.cpu_list("sys/devices/system/cpu/online")
     }
 
+    /// CPUs that are there and offline.
+    #[must_use]
+    pub fn offline_cpus(&self) -> CpuSet {
+        let online = self.online_cpus();
+        self.cpu_list("sys/devices/system/cpu/present").iter().filter(|cpu| !online.contains(*cpu)).collect()
+    }
+
     /// A file that holds a CPU list; empty if it is missing.
     #[must_use]
     pub fn cpu_list(&self, file: &str) -> CpuSet {

@@ -35,6 +35,9 @@ pub struct Machine {
     pub vmcoreinfo: Option<VmCoreInfo>,
     /// PCI devices, in the order of their addresses.
     pub devices: Vec<Device>,
+    /// IOMMUs that it used, by name. None: an earlier Mercury did not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iommus: Option<Vec<Iommu>>,
     /// File systems on block devices that were mounted for writing.
     pub file_systems: Vec<FileSystem>,
     /// Images that this one cannot do without, first the one that needs none, last its parent. None: it is a full one.
@@ -142,6 +145,15 @@ pub struct Device {
     pub class: String,
     /// The driver that it had.
     pub driver: Option<String>,
+}
+
+/// An IOMMU. Its tables are in memory; its registers the kernel sets anew.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Iommu {
+    /// The kernel's name of it.
+    pub name: String,
+    /// Where its registers are, and what it can do, as far as the kernel says.
+    pub registers: Vec<String>,
 }
 
 /// A file system that the machine could write to.

@@ -88,6 +88,10 @@ impl Frozen {
             // One that has ended need not be moved.
             left.into_iter().for_each(|pid| drop(move_process(pid, &rest)));
         }
+        let left = processes(&self.root)?.into_iter().find(|pid| !is_kernel_thread(*pid));
+        if let Some(pid) = left {
+            return Err(io::Error::other(format!("process {pid} cannot be moved to a control group")));
+        }
         for entry in fs::read_dir(&self.root)? {
             let group = entry?.path();
             // One that is frozen already stays so.

@@ -2,7 +2,7 @@
 
 use crate::{device::Restart, sysroot::Sysroot};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
-use mercury_image::{Cpu, Device, FirmwareRange, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
+use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
 use std::{collections::BTreeSet, time::SystemTime};
 
 /// This machine; what is the driver's comes from [`add_restart`], file systems from who freezes them.
@@ -21,6 +21,7 @@ pub fn describe(sysroot: &Sysroot) -> Machine {
         firmware: firmware(sysroot),
         vmcoreinfo: vmcoreinfo(&text("sys/kernel/vmcoreinfo")),
         devices: devices(sysroot),
+        iommus: Some(iommus(sysroot)),
         ..Machine::default()
     }
 }
@@ -109,9 +110,38 @@ fn devices(sysroot: &Sysroot) -> Vec<Device> {
     sysroot.names("sys/bus/pci/devices").iter().map(device).collect()
 }
 
+/// Intel's say where they are and what they can do, AMD's the latter only: they are PCI devices besides.
+fn iommus(sysroot: &Sysroot) -> Vec<Iommu> {
+    const REGISTERS: [&str; 5] =
+        ["intel-iommu/address", "intel-iommu/cap", "intel-iommu/ecap", "amd-iommu/cap", "amd-iommu/features"];
+    let iommu = |name: &String| {
+        let register = |file: &&str| sysroot.text(&format!("sys/class/iommu/{name}/{file}"));
+        Iommu { name: name.clone(), registers: REGISTERS.iter().filter_map(register).collect() }
+    };
+    sysroot.names("sys/class/iommu").iter().map(iommu).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
+    #[test]
+    fn iommus_are_told_apart() {
+        let root = tempfile::tempdir().expect("a folder");
+        let file = |path: &str, text: &str| {
+            let path = root.path().join("sys/class/iommu").join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        };
+        assert_eq!(iommus(&Sysroot::at(root.path())), []);
+        file("dmar0/intel-iommu/address", "fed90000\n");
+        file("dmar0/intel-iommu/cap", "d2008c222f0606\n");
+        file("dmar0/intel-iommu/domains_used", "3\n");
+        let found = iommus(&Sysroot::at(root.path()));
+        assert_eq!(found[0].name, "dmar0");
+        assert_eq!(found[0].registers, ["fed90000", "d2008c222f0606"], "and nothing that changes");
+    }
 
     #[test]
     fn processors() {

@@ -1,5 +1,5 @@
-//! Devices that write to memory without the kernel's DMA interface being asked each time: what they write at the wrong
-//! moment would be missing in an image.
+//! Devices that write to memory without the kernel's DMA interface being asked each time, and virtual machines that write
+//! to it round the hypervisor's tables: what they write at the wrong moment would be missing in an image.
 
 use crate::sysroot::Sysroot;
 
@@ -7,13 +7,11 @@ use crate::sysroot::Sysroot;
 #[must_use]
 pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
     let mut found = Vec::new();
-    // No emulator shows whether what is written through one is seen: docs/limits.md.
-    let translates = |group: &String| {
-        let kind = sysroot.text(&format!("sys/kernel/iommu_groups/{group}/type"));
-        kind.is_some_and(|kind| kind.starts_with("DMA"))
-    };
-    if sysroot.names("sys/kernel/iommu_groups").iter().any(translates) {
-        found.push("devices behind an IOMMU that translates (boot with iommu.passthrough=1)".into());
+    if posts_interrupts(&sysroot.text("proc/cmdline").unwrap_or_default()) {
+        found.push("an IOMMU that keeps interrupts in memory (boot without intremap=posted_msi)".into());
+    }
+    for name in sysroot.names("sys/class/uacce") {
+        found.push(format!("accelerator {name}, which shares the memory of processes"));
     }
     for name in sysroot.names("sys/class/infiniband") {
         found.push(format!("RDMA device {name}"));
@@ -26,13 +24,53 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
         else {
             continue;
         };
-        if driver == "vfio-pci" {
-            found.push(format!("device {address}, which a process drives by itself (VFIO)"));
+        if driver.contains("vfio") || driver.contains("uio") {
+            found.push(format!("device {address}, which a process drives by itself ({driver})"));
+        } else if driver == "idxd" {
+            found.push(format!("accelerator {address} ({driver}), which shares the memory of processes"));
         } else if is_accelerator(&class) && !is_plain(&driver) {
             found.push(format!("GPU {address} ({driver})"));
         }
     }
+    if !guests_are_seen(sysroot) {
+        found.extend(virtual_machines(sysroot));
+    }
     found
+}
+
+/// Whether virtual machines run on tables that the hypervisor can shadow: KVM's nested ones, on AMD. Their interrupts must
+/// come by exits, too.
+fn guests_are_seen(sysroot: &Sysroot) -> bool {
+    let is = |name: &str, values: [&str; 2]| {
+        let value = sysroot.text(&format!("sys/module/kvm_amd/parameters/{name}"));
+        value.is_some_and(|value| values.contains(&value.as_str()))
+    };
+    is("npt", ["Y", "1"]) && is("avic", ["N", "0"])
+}
+
+/// Processes with virtual machines of KVM's, such as "a virtual machine of qemu-system-x86 (1234)".
+fn virtual_machines(sysroot: &Sysroot) -> Vec<String> {
+    let has_one = |process: &str| {
+        let folder = format!("proc/{process}/fd");
+        let is_one = |name: &String| {
+            std::fs::read_link(sysroot.path(&format!("{folder}/{name}")))
+                .is_ok_and(|target| target.as_os_str() == "anon_inode:kvm-vm")
+        };
+        sysroot.names(&folder).iter().any(is_one)
+    };
+    let described = |process: &String| {
+        let name = sysroot.text(&format!("proc/{process}/comm")).unwrap_or_default();
+        format!("a virtual machine of {} ({process})", name.trim())
+    };
+    let numbers =
+        sysroot.names("proc").into_iter().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
+    numbers.filter(|process| has_one(process)).map(|process| described(&process)).collect()
+}
+
+/// Whether the kernel was told to have the IOMMU note interrupts in memory. It does not do so by itself.
+fn posts_interrupts(command_line: &str) -> bool {
+    let options = command_line.split_whitespace().filter_map(|word| word.strip_prefix("intremap="));
+    options.flat_map(|options| options.split(',')).any(|option| option == "posted_msi")
 }
 
 /// PCI classes of GPUs and accelerators: display controllers and processing accelerators.
@@ -67,17 +105,35 @@ mod tests {
         device("0000:00:03.0", "0x020000", "vfio-pci");
         device("0000:00:04.0", "0x020000", "e1000e");
         fs::create_dir_all(root.path().join("sys/class/infiniband/mlx5_0")).expect("a folder");
-        let group = |number: &str, kind: &str| {
-            let folder = root.path().join("sys/kernel/iommu_groups").join(number);
-            fs::create_dir_all(&folder).expect("a folder");
-            fs::write(folder.join("type"), kind).expect("a file");
+        device("0000:00:05.0", "0x088000", "idxd");
+        fs::create_dir_all(root.path().join("sys/class/uacce/hisi_zip-0")).expect("a folder");
+        let command_line = |words: &str| {
+            fs::create_dir_all(root.path().join("proc")).expect("a folder");
+            fs::write(root.path().join("proc/cmdline"), words).expect("a file");
         };
-        group("0", "identity");
-        assert_eq!(untracked(&Sysroot::at(root.path())).len(), 3);
-        group("1", "DMA-FQ");
+        let process = root.path().join("proc/77");
+        fs::create_dir_all(process.join("fd")).expect("a folder");
+        fs::write(process.join("comm"), "qemu\n").expect("a file");
+        symlink("anon_inode:kvm-vm", process.join("fd/9")).expect("a link");
+        command_line("quiet intremap=nosid intel_iommu=on");
+        assert_eq!(untracked(&Sysroot::at(root.path())).len(), 6);
+        let parameter = |name: &str, value: &str| {
+            let folder = root.path().join("sys/module/kvm_amd/parameters");
+            fs::create_dir_all(&folder).expect("a folder");
+            fs::write(folder.join(name), value).expect("a file");
+        };
+        parameter("npt", "Y");
+        parameter("avic", "N");
+        assert_eq!(untracked(&Sysroot::at(root.path())).len(), 5);
+        parameter("npt", "N");
+        command_line("intremap=nosid,posted_msi quiet");
         let found = untracked(&Sysroot::at(root.path()));
-        assert_eq!(found.len(), 4, "{found:?}");
-        assert!(found[0].contains("IOMMU") && found[1].contains("mlx5_0"), "{found:?}");
-        assert!(found[2].contains("nvidia") && found[3].contains("VFIO"), "{found:?}");
+        for (index, name) in
+            ["IOMMU", "hisi_zip-0", "mlx5_0", "nvidia", "vfio-pci", "idxd", "virtual machine of qemu (77)"]
+                .iter()
+                .enumerate()
+        {
+            assert!(found.len() == 7 && found[index].contains(name), "{name}: {found:?}");
+        }
     }
 }

@@ -62,6 +62,65 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     Ok(table.lines().filter_map(mount).filter(|mount| seen.insert(mount.number.clone())).collect())
 }
 
+/// All of them; refuses if there are others that cannot be held still because only other mount namespaces have them
+/// (containers, services with mounts of their own).
+///
+/// # Errors
+/// Naming those.
+pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
+    let mounts = mounted(sysroot)?;
+    let found = elsewhere(&mounts, sysroot);
+    if found.is_empty() {
+        return Ok(mounts);
+    }
+    let text =
+        format!("file systems are mounted where this command cannot hold them still: {}", found.join(", "));
+    Err(Error::new(Exit::Impossible, text)
+        .hint("stop those processes, or mount the file systems in the system's own namespace as well"))
+}
+
+/// Refuses if others are mounted than before.
+///
+/// # Errors
+/// If they are.
+pub fn are_still(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
+    let now = all(sysroot)?;
+    let numbers =
+        |mounts: &[Mounted]| mounts.iter().map(|mount| mount.number.clone()).collect::<BTreeSet<_>>();
+    if numbers(mounts) == numbers(&now) {
+        return Ok(());
+    }
+    Err(Error::new(Exit::Failed, "a file system was mounted or unmounted meanwhile").hint("try again"))
+}
+
+/// Disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77".
+fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
+    let mut numbers: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
+    let mut namespaces = BTreeSet::new();
+    let mut found = Vec::new();
+    for process in
+        sysroot.names("proc").into_iter().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
+    {
+        let Ok(namespace) = std::fs::read_link(sysroot.path(&format!("proc/{process}/ns/mnt"))) else {
+            continue;
+        };
+        if !namespaces.insert(namespace) {
+            continue;
+        }
+        let table = sysroot.bytes(&format!("proc/{process}/mountinfo")).unwrap_or_default();
+        for mount in String::from_utf8_lossy(&table).lines().filter_map(mount) {
+            if numbers.insert(mount.number.clone()) {
+                found.push(format!(
+                    "{} ({}) of process {process}",
+                    mount.at.display(),
+                    mount.device.display()
+                ));
+            }
+        }
+    }
+    found
+}
+
 /// The file system that a file is on: the one mounted closest above it.
 #[must_use]
 pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Option<&'a Mounted> {
@@ -115,7 +174,7 @@ fn mount(line: &str) -> Option<Mounted> {
 }
 
 /// Spaces and the like are written as \040.
-fn unescaped(text: &str) -> String {
+pub fn unescaped(text: &str) -> String {
     let mut result = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once('\\') {
@@ -182,19 +241,26 @@ impl Drop for Still {
 /// What an image says of a file system, as it is now.
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
-    FileSystem {
-        mounted_at: mount.at.to_string_lossy().into_owned(),
-        kind: mount.kind.clone(),
-        device: mount.device.to_string_lossy().into_owned(),
-        uuid: identity(&mount.device, &mount.kind),
-        frozen: mount.writable,
-        mark: mark(&mount.device, &mount.kind).ok(),
-    }
+    let mark = mark(&mount.device, &mount.kind).ok();
+    FileSystem { frozen: mount.writable, mark, ..name(mount) }
 }
 
 fn freeze(file: &File) -> io::Result<()> {
     const FIFREEZE: libc::c_ulong = 0xC004_5877;
     ask(file, FIFREEZE)
+}
+
+/// A file system without its mark, which it has only when it is held still.
+#[must_use]
+pub fn name(mount: &Mounted) -> FileSystem {
+    FileSystem {
+        mounted_at: mount.at.to_string_lossy().into_owned(),
+        kind: mount.kind.clone(),
+        device: mount.device.to_string_lossy().into_owned(),
+        uuid: identity(&mount.device, &mount.kind),
+        frozen: false,
+        mark: None,
+    }
 }
 
 /// Thaws a file system, by an open file on it.
@@ -347,6 +413,34 @@ mod tests {
         assert!(!mount(&line.replace(" rw,errors", " ro,errors")).expect("a mount").writable);
         assert_eq!(mount(&line.replace("98:0", "0:22").replace("/dev/vda", "tmpfs")), None);
         assert_eq!(mount("36 35"), None);
+    }
+
+    #[test]
+    fn what_only_others_have_is_named() {
+        let root = tempfile::tempdir().expect("a folder");
+        let process = |name: &str, namespace: &str, table: &str| {
+            let folder = root.path().join("proc").join(name);
+            std::fs::create_dir_all(folder.join("ns")).expect("folders");
+            std::fs::write(folder.join("mountinfo"), table).expect("a file");
+            std::os::unix::fs::symlink(namespace, folder.join("ns/mnt")).expect("a link");
+        };
+        let ours = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n";
+        process("self", "mnt:[1]", ours);
+        process("7", "mnt:[1]", ours);
+        process("77", "mnt:[2]", &format!("{ours}2 1 0:5 / /tmp rw - tmpfs tmpfs rw\n"));
+        let sysroot = Sysroot::at(root.path());
+        let mounts = all(&sysroot).expect("nothing else");
+        assert!(are_still(&mounts, &sysroot).is_ok());
+        process("78", "mnt:[3]", &format!("{ours}3 1 8:17 / /data rw - xfs /dev/sdb1 rw\n"));
+        process("79", "mnt:[3]", "");
+        let error = all(&sysroot).expect_err("refused");
+        assert!(error.message.ends_with(": /data (/dev/sdb1) of process 78"), "{}", error.message);
+        assert!(are_still(&mounts, &sysroot).is_err());
+        std::fs::remove_dir_all(root.path().join("proc/78")).expect("gone");
+        std::fs::write(root.path().join("proc/self/mountinfo"), ours.replace("8:1", "8:2")).expect("a file");
+        std::fs::write(root.path().join("proc/77/mountinfo"), "").expect("a file");
+        std::fs::write(root.path().join("proc/7/mountinfo"), "").expect("a file");
+        assert!(are_still(&mounts, &sysroot).is_err());
     }
 
     #[test]

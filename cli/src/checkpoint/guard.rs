@@ -184,7 +184,7 @@ pub fn run() -> Exit {
     });
     let (steps, broken) = to_undo(&lines, SILENCE);
     if !broken && let Some(parent) = rustix::process::getppid() {
-        eprintln!("mercury: the checkpoint does not get on; what it held still is released");
+        eprintln!("mercury: the command does not get on; what it held still is released");
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
     for undo in steps.iter().rev() {

@@ -144,7 +144,6 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     commands::need_root("checkpoint")?;
     stay_in_the_foreground();
-    refuse_untracked(args.force_devices, &sysroot)?;
     match (args.every, &args.image) {
         (None, image) => {
             let before = match &args.incremental {
@@ -181,10 +180,14 @@ fn series(
     let mut series = Series::new(args);
     while !deferred.requested() {
         let begun = time::Instant::now();
-        let next = series::next(path, time::SystemTime::now())?;
-        let image = target::Name::Path(next.clone());
-        match series.before(made == 0).and_then(|before| one(args, &image, before, sysroot, deferred)) {
-            Ok((report, _)) => {
+        let next = series::next(path, time::SystemTime::now());
+        let made_one = next.and_then(|next| {
+            let image = target::Name::Path(next.clone());
+            let before = series.before(made == 0)?;
+            Ok((one(args, &image, before, sysroot, deferred)?.0, next))
+        });
+        match made_one {
+            Ok((report, next)) => {
                 made += 1;
                 say.one_of_many(&report);
                 // The next one may find it better.
@@ -271,6 +274,10 @@ fn one(
 ) -> Result<(Report, Held)> {
     let begun = time::Instant::now();
     refuse_swap(sysroot)?;
+    refuse_untracked(args.force_devices, sysroot)?;
+    if !args.force_offline {
+        refuse_offline(sysroot)?;
+    }
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
@@ -300,6 +307,19 @@ fn one(
     Ok((report, Held { _device: device, _still: still, _guard: guard }))
 }
 
+/// A CPU that is there and offline would wait in text that a restore writes over: such a machine cannot be brought back.
+pub(crate) fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
+    let offline = sysroot.offline_cpus();
+    if offline.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("CPUs {offline} are there and offline: a machine of which some are cannot be brought back");
+    Err(Error::new(Exit::Impossible, text)
+        .hint("bring them online (/sys/devices/system/cpu/cpu…/online), or boot without nosmt or maxcpus; `mercury checkpoint \
+             --force-offline` makes an image to be looked into"))
+}
+
 /// What is swapped out is in no image.
 pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
     let swap = disks::swap_in_use(sysroot);
@@ -311,7 +331,7 @@ pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
 }
 
 /// Whether standard output can be written to while file systems are frozen and nobody reads what we say.
-fn may_be_written(sysroot: &Sysroot) -> bool {
+pub(crate) fn may_be_written(sysroot: &Sysroot) -> bool {
     let Ok(path) = std::fs::read_link("/proc/self/fd/1") else { return false };
     let mounts = disks::mounted(sysroot).unwrap_or_default();
     !path.is_absolute() || !disks::holder(&mounts, &path, sysroot).is_some_and(|mount| mount.writable)
@@ -339,7 +359,7 @@ impl<'a> Attached<'a> {
     }
 
     /// Takes it out.
-    fn undo(mut self) -> Result<()> {
+    pub(crate) fn undo(mut self) -> Result<()> {
         let undo = std::mem::take(&mut self.undo);
         if undo {
             switch::switch(self.device, Direction::Detach, None, switch::Prepared::default())?;
@@ -444,7 +464,7 @@ const WARNING: &str = "this machine has local disks, which go on changing; the i
     disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of them at the same moment.";
 
 /// Random bytes.
-fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
+pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
     let mut bytes = [0; COUNT];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut bytes));
@@ -468,7 +488,7 @@ fn reach(
     pool: u64,
     guard: &mut Guard,
 ) -> Result<Instant> {
-    let mounts = disks::mounted(sysroot)?;
+    let mounts = disks::all(sysroot)?;
     refuse_blind(args, &mounts, sysroot)?;
     if let Some(mount) = below(&mounts, target, sysroot).filter(|mount| mount.writable) {
         let text = format!(
@@ -491,7 +511,9 @@ fn reach(
     } else {
         None
     };
+    disks::are_still(&mounts, sysroot)?;
     machine.file_systems = mounts.iter().map(disks::describe).collect();
+    guard.hear();
     if let Some(hook) = &args.hook {
         run_hook(hook)?;
     }
@@ -499,7 +521,8 @@ fn reach(
     refuse_swap(sysroot)?;
     guard.hear();
     let held = begun.elapsed();
-    let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, sysroot))?;
+    let failures = quiesce_failures(sysroot);
+    let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let phases = Phases::of(held, &begin, device)?;
     let restored = begin.restored != 0;
@@ -536,8 +559,18 @@ fn raise_fence(
     }
 }
 
-/// Who did not stop, as far as the kernel tells.
-pub(crate) fn name_culprit(mut error: Error, sysroot: &Sysroot) -> Error {
+/// How often a device did not stop since boot: the kernel never forgets who did not last.
+pub(crate) fn quiesce_failures(sysroot: &Sysroot) -> u64 {
+    let folder = "sys/power/suspend_stats";
+    let count = |name: &String| sysroot.text(&format!("{folder}/{name}"))?.parse::<u64>().ok();
+    sysroot.names(folder).iter().filter(|name| name.starts_with("failed_")).filter_map(count).sum()
+}
+
+/// Who did not stop, as far as the kernel tells; before, [`quiesce_failures`] was `failures`.
+pub(crate) fn name_culprit(mut error: Error, failures: u64, sysroot: &Sysroot) -> Error {
+    if quiesce_failures(sysroot) == failures {
+        return error;
+    }
     let stats =
         |file| sysroot.text(&format!("sys/power/suspend_stats/{file}")).filter(|text| !text.is_empty());
     if error.code == Some(Code::SnapshotQuiesce)
@@ -576,6 +609,11 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
         return Err(Error::new(Exit::Impossible, text)
             .hint("--force-devices goes on; `mercury restore` then needs --force-disks, and you must know"));
     }
+    refuse_watchdogs(sysroot)
+}
+
+/// Nobody feeds one while everything stands still.
+pub(crate) fn refuse_watchdogs(sysroot: &Sysroot) -> Result<()> {
     let watchdogs = sysroot.names("sys/class/watchdog").into_iter();
     let armed = |name: &String| {
         sysroot.text(&format!("sys/class/watchdog/{name}/state")).as_deref() == Some("active")

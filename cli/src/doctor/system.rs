@@ -134,16 +134,28 @@ fn memory(machine: &Machine) -> Item {
 /// Modules that could want the hardware. Whether one holds it now is the processor's to say.
 fn other_hypervisors(machine: &Machine) -> Item {
     let name = "other hypervisors";
+    let above = |module: &str| kvm_may(machine) && matches!(module, "kvm" | "kvm_amd");
     let names: Vec<_> = machine.holders.iter().map(|module| module.name.as_str()).collect();
+    let in_the_way: Vec<_> = names.iter().copied().filter(|module| !above(module)).collect();
     if names.is_empty() {
         return Item::new(name, Grade::Ok, "none loaded");
     }
-    let text = format!("{} loaded; virtual machines cannot start while attached", names.join(", "));
+    if in_the_way.is_empty() {
+        let text = format!("{} loaded: virtual machines go on while attached", names.join(", "));
+        return Item::new(name, Grade::Ok, text);
+    }
+    let text = format!("{} loaded; virtual machines cannot start while attached", in_the_way.join(", "));
     match machine.kvm_enables_at_load {
         Some(true) => Item::new(name, Grade::Note, format!("{text}; KVM takes the hardware when it is loaded"))
             .hint("`options kvm enable_virt_at_load=0` in /etc/modprobe.d/mercury.conf makes it wait for a virtual machine"),
         _ => Item::new(name, Grade::Note, text),
     }
+}
+
+/// Whether KVM goes on above the hypervisor, as it does on AMD; the driver says so with each CPU's facts.
+fn kvm_may(machine: &Machine) -> bool {
+    let Asked::Answered { facts, .. } = &machine.asked else { return false };
+    facts.iter().any(|facts| facts.system & mercury_abi::facts::system::KVM_MAY != 0)
 }
 
 /// Without a driver most of the processor's state is unknown.

@@ -120,6 +120,25 @@ fn debian_13_with_kvm() {
 }
 
 #[test]
+fn kvm_goes_on_above() {
+    let mut machine = with_facts(|facts| {
+        facts.efer |= 1 << 12;
+        facts.system |= mercury_abi::facts::system::KVM_MAY;
+    });
+    machine.holders = vec![Module { name: "kvm_amd".into(), references: 2, used_by: vec![] }];
+    machine.kvm_enables_at_load = Some(true);
+    let report = examine(&machine, false);
+    assert_eq!(report.exit(), Exit::Done);
+    let text = rendered(&report);
+    assert!(text.contains("kvm_amd loaded: virtual machines go on while attached"), "{text}");
+    assert!(!text.contains("cannot start") && !text.contains("modprobe"), "{text}");
+    // What else there is stays in the way.
+    machine.holders.push(Module { name: "vboxdrv".into(), references: 0, used_by: vec![] });
+    let text = rendered(&examine(&machine, false));
+    assert!(text.contains("vboxdrv loaded; virtual machines cannot start while attached"), "{text}");
+}
+
+#[test]
 fn one_cpu_of_its_own_kind() {
     let machine = with_facts(|facts| facts.microcode += u64::from(facts.cpu == 3));
     let report = examine(&machine, true);

@@ -1,9 +1,8 @@
-//! The small system that brings a machine back: this system's own kernel, with an initial RAM disk that holds this
-//! program, what it needs, and the drivers for the image's disk.
+//! The small system that brings a machine back, or takes one in: this system's own kernel, with an initial RAM disk that
+//! holds this program, what it needs, and the drivers for the image's disk or the network's card.
 
-use super::{Prepared, init};
+use super::{Prepared, init, menu};
 use crate::{
-    args::RestoreArgs,
     checkpoint::disks,
     error::{Error, Result},
     exit::Exit,
@@ -54,6 +53,25 @@ const DROPPED: [&str; 28] = [
     "nr_cpus",
 ];
 
+/// What a small system is for.
+#[derive(Debug, Default)]
+pub struct Purpose<'a> {
+    /// Memory for its kernel, in MiB.
+    pub memory: u64,
+    /// The driver's file, where modprobe does not find it.
+    pub module: Option<&'a Path>,
+    /// What its command line says besides: what it is to do.
+    pub words: Vec<String>,
+    /// Disks that it has to read, besides those that have file systems on them.
+    pub disks: Vec<PathBuf>,
+    /// Network cards that it needs, by name.
+    pub cards: Vec<String>,
+    /// Files, by their path in it.
+    pub files: Vec<(&'static str, Vec<u8>)>,
+    /// The line in the boot menu, if it is to be there.
+    pub menu_title: Option<String>,
+}
+
 fn failed(what: &str, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
 }
@@ -62,27 +80,52 @@ fn failed(what: &str, error: &io::Error) -> Error {
 ///
 /// # Errors
 /// If something that they need is not there.
-pub fn write(args: &RestoreArgs, image: &Path, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
+pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel_image(sysroot)?;
-    let archive = archive(args, image, sysroot)?;
-    fs::create_dir_all(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
+    let archive = archive(purpose, sysroot)?;
+    let named = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: io::Error| failed(&path, &error)
+    };
+    fs::create_dir_all(folder).map_err(named(folder))?;
+    let title = purpose.menu_title.clone();
+    let loader = title.as_ref().map(|_| menu::Loader::find(folder, sysroot)).transpose()?;
     let (kernel, initramfs) = (folder.join("vmlinuz"), folder.join("initramfs"));
-    fs::copy(&from, &kernel).map_err(|error| failed(&from.display().to_string(), &error))?;
-    fs::write(&initramfs, archive).map_err(|error| failed(&initramfs.display().to_string(), &error))?;
-    Ok(Prepared { kernel, initramfs, command_line: command_line(args, image, sysroot) })
+    put(&kernel, &fs::read(&from).map_err(named(&from))?).map_err(named(&kernel))?;
+    put(&initramfs, &archive).map_err(named(&initramfs))?;
+    let entry = menu::Entry {
+        title: title.unwrap_or_default(),
+        kernel,
+        initramfs,
+        command_line: command_line(purpose, sysroot),
+    };
+    let boot_menu = loader.map(|loader| loader.write(&entry)).transpose()?;
+    let menu::Entry { kernel, initramfs, command_line, .. } = entry;
+    Ok(Prepared { kernel, initramfs, command_line, boot_menu })
 }
 
-/// Starts it in place of this system. Returns only if that fails.
+/// A file that is there after a power cut, too.
+fn put(path: &Path, data: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    io::Write::write_all(&mut file, data)?;
+    file.sync_all()
+}
+
+/// A small system that the kernel has taken, and that can be started.
+#[derive(Debug)]
+pub struct Ready(());
+
+/// Gives it to the kernel.
 ///
 /// # Errors
 /// If the kernel refuses.
-pub fn start(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<()> {
+pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
     let kernel = kernel_image(sysroot)?;
-    let archive = archive(args, image, sysroot)?;
+    let archive = archive(purpose, sysroot)?;
     let named = |error: io::Error| failed("the small kernel could not be prepared", &error);
     let kernel = File::open(&kernel).map_err(named)?;
     let initramfs = memory_file(&archive).map_err(named)?;
-    let mut line = command_line(args, image, sysroot).into_bytes();
+    let mut line = command_line(purpose, sysroot).into_bytes();
     line.push(0);
     // SAFETY: the descriptors are open, and the command line is so long as is said, with its NUL.
     let result = unsafe {
@@ -98,8 +141,23 @@ pub fn start(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<()> 
     if result != 0 {
         let error = io::Error::last_os_error();
         return Err(failed("the kernel takes no other kernel (kexec)", &error)
-            .hint("`mercury restore --prepare` makes one for the boot menu"));
+            .hint("--prepare makes one for the boot menu"));
     }
+    Ok(Ready(()))
+}
+
+/// Has the kernel forget it.
+pub fn unload(_ready: Ready) {
+    const KEXEC_FILE_UNLOAD: u64 = 1;
+    // SAFETY: with this flag nothing else is looked at.
+    unsafe { libc::syscall(libc::SYS_kexec_file_load, -1, -1, 0, std::ptr::null::<u8>(), KEXEC_FILE_UNLOAD) };
+}
+
+/// Starts it in place of this system. Returns only if that fails.
+///
+/// # Errors
+/// Always, then.
+pub fn start(_ready: Ready) -> Result<()> {
     rustix::fs::sync();
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::LINUX_REBOOT_CMD_KEXEC) };
@@ -126,7 +184,7 @@ fn kernel_image(sysroot: &Sysroot) -> Result<PathBuf> {
 }
 
 /// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
-fn command_line(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> String {
+fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
     let running = sysroot.text("proc/cmdline").unwrap_or_default();
     // What comes behind "--" is for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
@@ -134,17 +192,14 @@ fn command_line(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> String {
         !DROPPED.contains(&name) && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
     let mut words: Vec<String> = kept.map(str::to_owned).collect();
-    words.push(format!("mem={}M", args.memory));
+    words.push(format!("mem={}M", purpose.memory));
     words.extend(["swiotlb=noforce", "numa=off", "panic=10", "nmi_watchdog=0", "quiet"].map(str::to_owned));
-    words.push(format!("{}={}", init::WORD, image.display()));
-    if args.force_disks {
-        words.push(init::FORCE_DISKS.to_owned());
-    }
+    words.extend(purpose.words.iter().cloned());
     words.join(" ")
 }
 
 /// What the small system is made of.
-fn archive(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<u8>> {
+fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     let mut folders = BTreeSet::new();
     let mut add = |path: &Path, data: &[u8]| {
@@ -166,7 +221,10 @@ fn archive(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<u8
         add(&library, &loadable(fs::read(&library).map_err(named(&library))?));
     }
     let mut names = Vec::new();
-    for module in modules(args, image, sysroot)? {
+    for (name, data) in &purpose.files {
+        add(Path::new(name), data);
+    }
+    for module in modules(purpose, sysroot)? {
         let data = module_bytes(&module).map_err(named(&module))?;
         let name = format!("modules/{:03}.ko", names.len());
         add(Path::new(&name), &data);
@@ -262,12 +320,16 @@ fn loadable(mut elf: Vec<u8>) -> Vec<u8> {
 }
 
 /// Files of modules in the order in which they are to be put in.
-fn modules(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
+fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     // The disks whose state is compared with the image's, besides the one that holds it.
     let disks = disks::mounted(sysroot)?.into_iter().map(|mount| mount.device);
-    let mut wanted: Vec<String> =
-        disks.chain([image.to_owned()]).flat_map(|path| disk_modules(&path, sysroot)).collect();
+    let disks = disks.chain(purpose.disks.iter().cloned());
+    let mut wanted: Vec<String> = disks.flat_map(|path| disk_modules(&path, sysroot)).collect();
     wanted.splice(0..0, storage_modules(sysroot));
+    for card in &purpose.cards {
+        let device = fs::canonicalize(sysroot.path(&format!("sys/class/net/{card}/device")));
+        wanted.extend(device.map(|folder| modules_above(folder, &["driver/module"])).unwrap_or_default());
+    }
     let mut files = Vec::new();
     for name in wanted {
         for file in with_dependencies(&name)? {
@@ -276,8 +338,8 @@ fn modules(args: &RestoreArgs, image: &Path, sysroot: &Sysroot) -> Result<Vec<Pa
             }
         }
     }
-    let driver = match &args.module.module {
-        Some(path) => vec![path.clone()],
+    let driver = match purpose.module {
+        Some(path) => vec![path.to_owned()],
         None => with_dependencies("mercury")?,
     };
     if driver.is_empty() {
@@ -306,10 +368,18 @@ fn disk_modules(path: &Path, sysroot: &Sysroot) -> Vec<String> {
     let Ok(found) = fs::metadata(path) else { return Vec::new() };
     let number = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
     let device = format!("sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
-    let Ok(mut folder) = fs::canonicalize(sysroot.path(&device)) else { return Vec::new() };
+    let Ok(folder) = fs::canonicalize(sysroot.path(&device)) else { return Vec::new() };
+    let mut names = modules_above(folder, &["driver/module", "device/driver/module"]);
+    // A disk on SCSI is another module's than its controller.
+    names.push("sd_mod".into());
+    names
+}
+
+/// The modules of the drivers of a device and of those that it hangs on, the root's first; `links` lead to them.
+fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
     let mut names = Vec::new();
     while folder.starts_with("/sys/devices") {
-        for link in ["driver/module", "device/driver/module"] {
+        for link in links {
             if let Ok(module) = fs::canonicalize(folder.join(link))
                 && let Some(name) = module.file_name()
             {
@@ -319,8 +389,6 @@ fn disk_modules(path: &Path, sysroot: &Sysroot) -> Vec<String> {
         folder.pop();
     }
     names.reverse();
-    // A disk on SCSI is another module's than its controller.
-    names.push("sd_mod".into());
     names
 }
 
@@ -358,13 +426,14 @@ mod tests {
 
     #[test]
     fn options_are_kept_and_tasks_are_not() {
-        let (folder, args) = (tempfile::tempdir().expect("a folder"), RestoreArgs::default());
+        let folder = tempfile::tempdir().expect("a folder");
         fs::create_dir(folder.path().join("proc")).expect("a folder");
         let running = "root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n";
         fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
-        let line = command_line(&args, Path::new("/dev/vdb"), &Sysroot::at(folder.path()));
-        assert!(line.starts_with("iommu=off mem="), "{line}");
-        assert!(line.ends_with("mercury.restore=/dev/vdb"), "{line}");
+        let purpose = Purpose { memory: 96, words: vec!["x=1".into()], ..Purpose::default() };
+        let line = command_line(&purpose, &Sysroot::at(folder.path()));
+        assert!(line.starts_with("iommu=off mem=96M "), "{line}");
+        assert!(line.ends_with(" x=1"), "{line}");
         assert!(!line.contains("single") && !line.contains("nosmt"), "{line}");
     }
 

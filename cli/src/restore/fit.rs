@@ -1,7 +1,7 @@
 //! Whether an image fits this machine: every reason why not, before anything is given up.
 
 use crate::{checkpoint::disks, output::bytes, sysroot::Sysroot};
-use mercury_image::{Device, FileSystem, Machine};
+use mercury_image::{Device, FileSystem, Frame, Iommu, Kind, Machine, PAGE, Range, Source};
 use std::{
     thread,
     time::{Duration, Instant},
@@ -22,6 +22,9 @@ pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
         found.push(memory(image, here));
     }
     devices(image, here, &mut found);
+    if let (Some(theirs), Some(ours)) = (&image.iommus, &here.iommus) {
+        iommus(theirs, ours, &mut found);
+    }
     found
 }
 
@@ -82,10 +85,85 @@ fn devices(image: &Machine, here: &Machine, found: &mut Vec<String>) {
     }
 }
 
+/// The kernel of the image goes on with those that it knows, at the same addresses, and with what they could do.
+fn iommus(theirs: &[Iommu], ours: &[Iommu], found: &mut Vec<String>) {
+    for iommu in theirs {
+        match ours.iter().find(|here| here.name == iommu.name) {
+            None => found.push(format!("IOMMU {} is missing, or not used", iommu.name)),
+            Some(here) if here.registers != iommu.registers => found.push(format!(
+                "IOMMU {} is another: {}, the image's {}",
+                iommu.name,
+                here.registers.join(" "),
+                iommu.registers.join(" ")
+            )),
+            Some(_) => {}
+        }
+    }
+    for iommu in ours {
+        if !theirs.iter().any(|there| there.name == iommu.name) {
+            found.push(format!("IOMMU {} is new, or was not used", iommu.name));
+        }
+    }
+}
+
+/// Whether what waits in the small system finds room: a frame whose home that system occupies is laid where nothing
+/// of the image is, or where a frame of zeros has its home (`driver/restore.c` has the last word).
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    limit: u64,
+    waiting: u64,
+    places: u64,
+}
+
+impl Room {
+    /// With the memory ranges of the image, in a small system of so many MiB.
+    #[must_use]
+    pub fn new(ranges: &[Range], memory_mib: u64) -> Self {
+        let limit = memory_mib << 20;
+        let above = |range: &Range| {
+            let end = range.start_phys.saturating_add(range.pages.saturating_mul(PAGE as u64));
+            end.saturating_sub(range.start_phys.max(limit)) / PAGE as u64
+        };
+        let free = ranges.iter().filter(|range| range.kind != Kind::Kept).map(above);
+        Self { limit, waiting: 0, places: free.sum() }
+    }
+
+    /// Takes a frame into account.
+    pub fn add(&mut self, frame: &Frame) {
+        match (frame.phys < self.limit, frame.source == Source::Zero) {
+            (true, false) => self.waiting += 1,
+            (false, true) => self.places += 1,
+            _ => {}
+        }
+    }
+
+    /// The reason why not, if there is not enough.
+    #[must_use]
+    pub fn lacking(&self) -> Option<String> {
+        let missing = self.waiting.checked_sub(self.places).filter(|missing| *missing > 0)? * PAGE as u64;
+        Some(format!(
+            "{} of its memory would find no room in the small system (try less --memory, or a larger --pool for the \
+             next checkpoint)",
+            bytes(missing)
+        ))
+    }
+}
+
 /// Which of the image's file systems are not as they were at the instant.
 #[must_use]
 pub fn changed_disks(file_systems: &[FileSystem]) -> Vec<String> {
     file_systems.iter().filter_map(changed).collect()
+}
+
+/// Which of the image's file systems are not here.
+#[must_use]
+pub fn missing_disks(file_systems: &[FileSystem]) -> Vec<String> {
+    let missing = |file_system: &FileSystem| {
+        let why = disks::find(file_system, &Sysroot::default()).err()?;
+        let FileSystem { kind, mounted_at, device, .. } = file_system;
+        Some(format!("the {kind} file system of {mounted_at} ({device}) is on no disk here: {why}"))
+    };
+    file_systems.iter().filter_map(missing).collect()
 }
 
 fn changed(file_system: &FileSystem) -> Option<String> {
@@ -129,8 +207,48 @@ mod tests {
             processor: Processor { vendor: "A".into(), flags: vec!["fpu".into()], ..Processor::default() },
             firmware: vec![ram],
             devices: vec![Device { address: "0000:00:01.0".into(), id: "1:2".into(), ..Device::default() }],
+            iommus: Some(vec![iommu("dmar0", "a")]),
             ..Machine::default()
         }
+    }
+
+    fn iommu(name: &str, register: &str) -> Iommu {
+        Iommu { name: name.into(), registers: vec![register.into()] }
+    }
+
+    #[test]
+    fn what_waits_needs_room() {
+        let range = |start_mib: u64, pages, kind| Range { start_phys: start_mib << 20, pages, kind };
+        let ranges = [range(0, 512, Kind::Kept), range(63, 512, Kind::Free), range(65, 3, Kind::Free)];
+        let mut room = Room::new(&ranges, 64);
+        // Of the second range one MiB is above.
+        let free = 256 + 3;
+        let frame = |mib: u64, source| Frame { phys: mib << 20, source };
+        for _ in 0..free {
+            room.add(&frame(1, Source::Data));
+            room.add(&frame(2, Source::Zero));
+            room.add(&frame(100, Source::Data));
+        }
+        assert_eq!(room.lacking(), None);
+        room.add(&frame(1, Source::Frame(0)));
+        assert!(room.lacking().is_some_and(|text| text.starts_with("4.00 KiB")), "{:?}", room.lacking());
+        room.add(&frame(64, Source::Zero));
+        assert_eq!(room.lacking(), None);
+    }
+
+    #[test]
+    fn iommus_are_the_same() {
+        let mut other = machine();
+        other.iommus = Some(vec![iommu("dmar0", "b"), iommu("dmar1", "a")]);
+        let found = differences(&machine(), &other);
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("dmar0 is another: b") && found[1].contains("dmar1 is new"), "{found:?}");
+        other.iommus = Some(Vec::new());
+        let found = differences(&machine(), &other);
+        assert!(found.len() == 1 && found[0].contains("dmar0 is missing"), "{found:?}");
+        // Images of earlier versions do not say.
+        other.iommus = None;
+        assert_eq!(differences(&other, &machine()), Vec::<String>::new());
     }
 
     #[test]

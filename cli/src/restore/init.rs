@@ -1,5 +1,5 @@
 //! This program as the first process of the small system: it mounts what it needs, puts in drivers, waits for the
-//! image, and brings the machine back. If that fails it says why, and restarts the machine after a while.
+//! image, and brings the machine back; or waits for a machine that moves here. If that fails it says why, and restarts the machine after a while.
 
 use rustix::{
     fs::{Mode, OFlags},
@@ -15,6 +15,8 @@ use std::{
 
 /// Names the image on the kernel's command line.
 pub const WORD: &str = "mercury.restore";
+/// On the command line instead: a machine is taken in. How is in a file.
+pub const RECEIVE: &str = "mercury.receive";
 /// On the command line too: see `--force-disks`.
 pub const FORCE_DISKS: &str = "mercury.force-disks";
 /// A list of modules, one file a line, in the order in which they are put in.
@@ -44,6 +46,7 @@ pub fn run() -> ExitCode {
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     let image = line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('='));
     match image {
+        None if line.split_whitespace().any(|word| word == RECEIVE) => run_again(&["receive", "--here"]),
         Some(image) => restore(image, line.split_whitespace().any(|word| word == FORCE_DISKS)),
         None => eprintln!("mercury: the command line has no {WORD}=IMAGE"),
     }
@@ -94,12 +97,14 @@ fn restore(image: &str, force_disks: bool) {
         eprintln!("mercury: there is no image on {image}, nor on any other disk alone");
         return;
     };
-    let mut command = Command::new("/init");
-    command.args(["restore", "--here"]).arg(device);
-    if force_disks {
-        command.arg("--force-disks");
-    }
-    match command.status() {
+    let device = device.to_string_lossy();
+    let force = force_disks.then_some("--force-disks");
+    run_again(&["restore", "--here", &device].into_iter().chain(force).collect::<Vec<_>>());
+}
+
+/// Runs this program as a process of its own, and says how it ended.
+fn run_again(arguments: &[&str]) {
+    match Command::new("/init").args(arguments).status() {
         Ok(status) => eprintln!("mercury: {status}"),
         Err(error) => eprintln!("mercury: {error}"),
     }

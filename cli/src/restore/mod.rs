@@ -7,6 +7,7 @@
 pub mod environment;
 pub mod fit;
 pub mod init;
+pub mod menu;
 
 use crate::{
     args::RestoreArgs,
@@ -21,6 +22,7 @@ use crate::{
     output::{Render, Text},
     sysroot::Sysroot,
 };
+use environment::Purpose;
 use mercury_abi::restart::{
     LoadEntry, MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC,
     RestartCpu, RestartRange,
@@ -41,6 +43,8 @@ pub struct Prepared {
     pub initramfs: PathBuf,
     /// The kernel's command line.
     pub command_line: String,
+    /// What was entered in the boot menu.
+    pub boot_menu: Option<menu::Made>,
 }
 
 impl Render for Prepared {
@@ -48,6 +52,9 @@ impl Render for Prepared {
         to.line(format!("kernel: {}", self.kernel.display()));
         to.line(format!("initial RAM disk: {}", self.initramfs.display()));
         to.wrapped("command line: ", &self.command_line);
+        if let Some(made) = &self.boot_menu {
+            made.render(to);
+        }
     }
 }
 
@@ -62,21 +69,40 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     }
     let sysroot = Sysroot::default();
     let image = block_device(&args.image)?;
+    let purpose = purpose(args, &image);
     if let Some(folder) = &args.prepare {
-        let prepared = environment::write(args, &image, folder, &sysroot)?;
+        let prepared = environment::write(&purpose, folder, &sysroot)?;
         say.done(&prepared);
         return Ok(Exit::Done);
     }
-    let machine = verify(&image)?;
+    let (machine, room) = verify(&image, args.memory)?;
     let mut reasons = fit::differences(&machine, &describe::describe(&sysroot));
+    reasons.extend(room.lacking());
+    let offline = sysroot.offline_cpus();
+    if !offline.is_empty() {
+        reasons.push(format!("CPUs {offline} are there and offline"));
+    }
     let (cpus, online) = (machine.cpus.len(), sysroot.online_cpus().iter().count());
     if cpus != online {
         reasons.push(format!("{online} CPUs are online, {cpus} were in the image's machine"));
     }
     refuse(&image, reasons)?;
     refuse_disks(args, &machine)?;
-    environment::start(args, &image, &sysroot)?;
+    environment::start(environment::load(&purpose, &sysroot)?)?;
     Ok(Exit::Done)
+}
+
+/// What the small system is for.
+fn purpose<'a>(args: &'a RestoreArgs, image: &Path) -> Purpose<'a> {
+    let force = args.force_disks.then(|| init::FORCE_DISKS.to_owned());
+    Purpose {
+        memory: args.memory,
+        module: args.module.module.as_deref(),
+        words: [format!("{}={}", init::WORD, image.display())].into_iter().chain(force).collect(),
+        disks: vec![image.to_owned()],
+        menu_title: args.boot_menu.then(|| format!("Mercury: restore {}", image.display())),
+        ..Purpose::default()
+    }
 }
 
 /// The small system has disks, and nothing mounted.
@@ -106,12 +132,16 @@ fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
     ))
 }
 
-/// Reads the whole image; what it says of its machine, if it is whole.
-fn verify(image: &Path) -> Result<Machine> {
+/// Reads the whole image; what it says of its machine, if it is whole, and whether its frames find room.
+fn verify(image: &Path, memory_mib: u64) -> Result<(Machine, fit::Room)> {
     let mut opened = Image::open(image)?;
     images::refuse_incremental(image, opened.machine())?;
-    opened.read("checking the image", &Deferred::begin(), |_| Ok(()))?;
-    Ok(opened.machine().clone())
+    let mut room = fit::Room::new(&opened.machine().ranges, memory_mib);
+    opened.read("checking the image", &Deferred::begin(), |chunk| {
+        chunk.frames.iter().for_each(|frame| room.add(frame));
+        Ok(())
+    })?;
+    Ok((opened.machine().clone(), room))
 }
 
 fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
@@ -146,7 +176,7 @@ fn load(device: &Device, chunk: &Chunk) -> Result<()> {
 }
 
 /// A machine as the driver is told of it.
-fn restart(machine: &Machine) -> Restart {
+pub(crate) fn restart(machine: &Machine) -> Restart {
     let kind = |kind| if kind == Kind::Kept { MERCURY_RANGE_KEPT } else { MERCURY_RANGE_FREE };
     let flag = |set, flag| if set { flag } else { 0 };
     Restart {

@@ -1,0 +1,77 @@
+//! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`).
+
+use mercury_hosted::run::{self, Options, Report};
+use serde::Serialize;
+
+use crate::{
+    args::HostedArgs,
+    commands::Say,
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text},
+};
+
+/// Starts it: this process is the machine from then on. Comes back if it was only to be checked, or cannot be started.
+pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
+    let options = Options {
+        kernel: args.kernel.clone(),
+        initramfs: args.initramfs.clone(),
+        disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
+        memory: args.memory << 20,
+        append: args.append.clone(),
+        verbose: args.verbose,
+    };
+    if args.check {
+        return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
+    }
+    match run::run(&options) {
+        Ok(never) => match never {},
+        Err(error) => Err(refused(error)),
+    }
+}
+
+fn refused(error: mercury_hosted::error::Error) -> Error {
+    let exit = if error.is_hosts() { Exit::Impossible } else { Exit::Failed };
+    let plain = Error::new(exit, error.message());
+    match error.remedy() {
+        Some(hint) => plain.hint(hint),
+        None => plain,
+    }
+}
+
+/// What was found in a kernel.
+#[derive(Debug, Serialize)]
+struct Found {
+    slots_filled: usize,
+    slots_left: usize,
+    exits: usize,
+    code_bytes: usize,
+    relocations: usize,
+    constants: usize,
+}
+
+impl From<Report> for Found {
+    fn from(report: Report) -> Self {
+        Self {
+            slots_filled: report.filled,
+            slots_left: report.left,
+            exits: report.exits,
+            code_bytes: report.code_bytes,
+            relocations: report.relocations,
+            constants: report.constants,
+        }
+    }
+}
+
+impl Render for Found {
+    fn render(&self, text: &mut Text) {
+        text.line(format!(
+            "{} slots are filled with {} bytes of code that leaves the kernel in {} places; {} are left as they are",
+            self.slots_filled, self.code_bytes, self.exits, self.slots_left
+        ));
+        text.line(format!(
+            "{} places are relocated, {} addresses in code changed",
+            self.relocations, self.constants
+        ));
+    }
+}

@@ -1,0 +1,136 @@
+//! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
+//! and the one that it was waits to hear of it.
+
+use super::mover::Held;
+use crate::{
+    ethernet::{self, Card, Mac, packets},
+    exit::Exit,
+};
+use mercury_migration::{
+    hail::{ETHER_TYPE, Hailer, LENGTH, Speaker},
+    protocol::{Attempt, Message, Word},
+    session::Line,
+};
+use rustix::event::{PollFd, PollFlags};
+use serde::{Deserialize, Serialize};
+use std::{
+    io::Write,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Between things that are said again, in milliseconds.
+const AGAIN_MS: [u64; 5] = [0, 20, 100, 300, 600];
+/// How long whoever asks is answered.
+const ANSWERED: Duration = Duration::from_secs(600);
+
+/// All that has to be known before the instant.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Arrival {
+    /// The receiver's line, from which the key for hails is derived.
+    pub line: String,
+    /// The attempt's name.
+    pub attempt: [u8; 16],
+    /// The machine's cards.
+    pub cards: Vec<Card>,
+    /// Those of the other machine, which these are now.
+    pub theirs: Vec<Card>,
+}
+
+impl Arrival {
+    fn hailer(&self) -> Option<Hailer> {
+        let line: Line = self.line.parse().ok()?;
+        Some(Hailer::new(&line))
+    }
+
+    fn started(&self, hailer: &Hailer) -> [u8; LENGTH] {
+        let message = Message { attempt: Attempt(self.attempt), word: Word::Started };
+        hailer.say(Speaker::Destination, message)
+    }
+
+    fn say(&self, word: [u8; LENGTH]) {
+        if let Ok(packets) = packets::Packets::open(ETHER_TYPE) {
+            for card in self.cards.iter().filter(|card| card.up) {
+                let _ = packets.say(card, &word);
+            }
+        }
+    }
+
+    /// Makes the machine known, lets it go on, and says that it runs. A card that does not do what it should is no reason
+    /// not to go on.
+    pub fn settle(&mut self, held: Held) {
+        for card in self.cards.iter_mut().filter(|card| card.up) {
+            let theirs = self.theirs.iter().find(|theirs| theirs.place == card.place);
+            let mac = theirs.map_or(card.mac, |theirs| theirs.mac);
+            match tell_card(card, mac) {
+                Ok(()) => card.mac = mac,
+                Err(error) => {
+                    eprintln!("mercury migrate: {} does not take its address: {error}", card.name);
+                }
+            }
+        }
+        self.announce();
+        drop(held);
+        let Some(hailer) = self.hailer() else { return };
+        let started = self.started(&hailer);
+        for pause in AGAIN_MS {
+            thread::sleep(Duration::from_millis(pause));
+            self.say(started);
+            self.announce();
+        }
+        if let Err(error) = self.keep_answering() {
+            eprintln!("mercury migrate: nobody answers any more if the other machine asks: {error}");
+        }
+    }
+
+    fn announce(&self) {
+        for card in self.cards.iter().filter(|card| card.up) {
+            let _ = packets::announce(card);
+        }
+    }
+
+    /// A process of its own does, for a while.
+    fn keep_answering(&self) -> std::io::Result<()> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("answer").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn()?;
+        let mut line = child.stdin.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
+        line.write_all(&serde_json::to_vec(self)?)
+    }
+}
+
+/// The kernel knows the card by the address that the machine's card had where it came from. That one may be switched on
+/// again; so the card gets its own address, if that is known.
+fn tell_card(card: &Card, mac: Mac) -> std::io::Result<()> {
+    if mac == card.mac {
+        // What it has already it is not told by all kernels. The bit makes it an address of nobody's.
+        let mut other: Mac = mac;
+        other[0] ^= 2;
+        other[5] ^= 1;
+        ethernet::set_mac(&card.name, other)?;
+    }
+    ethernet::set_mac(&card.name, mac)
+}
+
+/// The life of who answers: `mercury answer`.
+#[must_use]
+pub fn answer() -> Exit {
+    let read = serde_json::from_reader::<_, Arrival>(std::io::stdin().lock());
+    let (Ok(arrival), Ok(packets)) = (read, packets::Packets::open(ETHER_TYPE)) else {
+        return Exit::Failed;
+    };
+    let Some(hailer) = arrival.hailer() else { return Exit::Failed };
+    let end = Instant::now() + ANSWERED;
+    while Instant::now() < end {
+        let mut all = [PollFd::new(&packets, PollFlags::IN)];
+        super::link::wait_for(&mut all, Duration::from_secs(10));
+        while let Some(frame) = packets.hear() {
+            let commit = Message { attempt: Attempt(arrival.attempt), word: Word::Commit };
+            if hailer.hear(Speaker::Source, &frame) == Some(commit) {
+                arrival.say(arrival.started(&hailer));
+            }
+        }
+    }
+    Exit::Done
+}

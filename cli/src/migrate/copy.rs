@@ -1,0 +1,241 @@
+//! Copying memory: one thread reads frames, others hash them, leave out what has been sent so, and compress; the caller's
+//! sends.
+//!
+//! What has changed since it was sent is told by hashes of what every frame holds, not by a log of writes: so nothing can
+//! be missed, whoever wrote it. The price is that each round, the last one too, reads all of memory.
+
+use super::link::Link;
+use crate::{
+    device::{Cursor, Device, Frames},
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_migration::{
+    rounds::{Limits, wait},
+    wire::{Content, Ledger, PAGE, Page, Pages, hash_of},
+};
+use rustix::process::setpriority_process;
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Frames that are read at once.
+const BATCH: usize = 128;
+/// Batches that wait for each worker, and behind it.
+const QUEUE: usize = 2;
+/// The other end may take silence for an end: something is sent so often.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
+/// By how much who copies gives way to the load.
+const NICENESS: i32 = 10;
+
+/// What frames are read from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum From {
+    /// Memory as it is now, while everything runs.
+    Now,
+    /// Memory as it was at the instant.
+    Instant,
+}
+
+/// What a pass over memory has come to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pass {
+    /// Frames that were read.
+    pub looked: u64,
+    /// Pages that were sent: those that are not what was sent before.
+    pub sent: u64,
+    /// Of these, all zeros.
+    pub zeros: u64,
+    /// Bytes that this took on the wire.
+    pub bytes: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// Of that, waiting for the bandwidth limit's sake.
+    pub waited: Duration,
+}
+
+/// What is read, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Reading<'a> {
+    /// The driver.
+    pub device: &'a Device,
+    /// Which memory.
+    pub from: From,
+    /// zstd's level.
+    pub level: i32,
+    /// How many threads hash and compress.
+    pub workers: usize,
+}
+
+/// Why a pass came to no end.
+#[derive(Debug)]
+pub enum Stopped {
+    /// Frames could not be read.
+    Failed(Error),
+    /// The connection is gone.
+    Gone(String),
+    /// Whoever watches wants it so.
+    Wanted,
+}
+
+/// What goes out of a worker.
+struct Record {
+    packed: Vec<u8>,
+    looked: u64,
+    sent: u64,
+    zeros: u64,
+}
+
+/// Sends every page that is not what was sent before. `watch` is told of how far it is, again and again, and says
+/// whether to go on.
+///
+/// # Errors
+/// If it came to no end.
+pub fn pass(
+    reading: &Reading<'_>,
+    ledger: &mut Ledger,
+    limits: &Limits,
+    link: &mut Link,
+    watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
+) -> std::result::Result<Pass, Stopped> {
+    let begun = Instant::now();
+    let ledger = Mutex::new(ledger);
+    let (hurry, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+    let Reading { device, from, level, workers } = *reading;
+    let mut total = Pass::default();
+    let ended = thread::scope(|scope| {
+        let (out, records) = sync_channel::<Result<Record>>(QUEUE * workers);
+        let mut inputs = Vec::new();
+        for _ in 0..workers {
+            let (input, frames) = sync_channel::<Frames>(QUEUE);
+            let (out, ledger, hurry) = (out.clone(), &ledger, &hurry);
+            scope.spawn(move || {
+                give_way(from);
+                for frames in frames {
+                    if out.send(digest(&frames, ledger, level, hurry)).is_err() {
+                        break;
+                    }
+                }
+            });
+            inputs.push(input);
+        }
+        let stop = &stop;
+        scope.spawn(move || {
+            give_way(from);
+            if let Err(error) = read(device, from, &inputs, stop) {
+                let _ = out.send(Err(error));
+            }
+        });
+        let sent = send(&records, limits, link, &hurry, begun, &mut total, watch);
+        stop.store(true, Ordering::Relaxed);
+        // Whoever still has something to send ends by that.
+        drop(records);
+        sent
+    });
+    total.took = begun.elapsed();
+    ended.map(|()| total)
+}
+
+/// While the load runs.
+fn give_way(from: From) {
+    if from == From::Now {
+        // For Linux, no process is the calling thread.
+        let _ = setpriority_process(None, NICENESS);
+    }
+}
+
+fn read(device: &Device, from: From, to: &[SyncSender<Frames>], stop: &AtomicBool) -> Result<()> {
+    let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
+    for to in to.iter().cycle() {
+        if cursor.is_done() || stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let frames = match from {
+            From::Now => device.snapshot_look(&mut cursor, BATCH)?,
+            From::Instant => device.snapshot_take(&mut cursor, BATCH)?,
+        };
+        if to.send(frames).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Packs what of some frames has to be sent.
+fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &AtomicBool) -> Result<Record> {
+    let failed = |why: String| Error::new(Exit::Failed, why).hint("nothing was changed; try again");
+    let (all, _) = frames.data.as_chunks::<PAGE>();
+    let is_zero: Vec<bool> = all.iter().map(|page| page.iter().all(|byte| *byte == 0)).collect();
+    let hashes: Vec<_> =
+        all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
+    let mut pages = Pages::default();
+    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, zeros: 0 };
+    {
+        let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        for (((phys, page), zero), hash) in frames.phys.iter().zip(all).zip(&is_zero).zip(&hashes) {
+            let is_other = match hash {
+                Some(hash) => ledger.note_hash(*phys, *hash),
+                None => ledger.note(Page { phys: *phys, content: Content::Zero }),
+            };
+            let is_other = is_other.map_err(|why| failed(why.to_owned()))?;
+            if is_other || hurry.swap(false, Ordering::Relaxed) {
+                pages.add(*phys, page);
+                record.sent += 1;
+                record.zeros += u64::from(*zero);
+            }
+        }
+    }
+    if !pages.is_empty() {
+        record.packed = pages.pack(level).map_err(|error| failed(error.to_string()))?;
+    }
+    Ok(record)
+}
+
+fn send(
+    records: &Receiver<Result<Record>>,
+    limits: &Limits,
+    link: &mut Link,
+    hurry: &AtomicBool,
+    begun: Instant,
+    total: &mut Pass,
+    watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
+) -> std::result::Result<(), Stopped> {
+    let mut sent_at = Instant::now();
+    let gone = |error: std::io::Error| Stopped::Gone(error.to_string());
+    loop {
+        if !watch(total, link) {
+            return Err(Stopped::Wanted);
+        }
+        let record = match records.recv_timeout(Duration::from_millis(100)) {
+            Ok(record) => record.map_err(Stopped::Failed)?,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        total.looked += record.looked;
+        if record.packed.is_empty() {
+            if sent_at.elapsed() > SIGN_OF_LIFE {
+                hurry.store(true, Ordering::Relaxed);
+            }
+            continue;
+        }
+        link.pages(&record.packed).map_err(gone)?;
+        sent_at = Instant::now();
+        total.sent += record.sent;
+        total.zeros += record.zeros;
+        total.bytes += record.packed.len() as u64;
+        let pause = wait(limits, total.bytes, begun.elapsed());
+        if !pause.is_zero() {
+            // In pieces, so that whoever watches is not kept waiting.
+            let pause = pause.min(Duration::from_millis(200));
+            thread::sleep(pause);
+            total.waited += pause;
+        }
+    }
+    link.flush().map_err(gone)
+}

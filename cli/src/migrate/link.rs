@@ -1,0 +1,341 @@
+//! The connection between the two machines: TLS on TCP, and the frames of the protocol in it. Both ends use it.
+
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_migration::{
+    protocol::{Attempt, Message, Word},
+    session::{self, Line, Receiver},
+    wire::{Frame, Reader, Writer},
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustls::{ClientConnection, ServerConnection, StreamOwned};
+use std::{
+    cell::RefCell,
+    io::{self, Read, Write},
+    net::{SocketAddr, TcpStream},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    rc::Rc,
+    time::Duration,
+};
+
+/// How long the other end may take to have a connection, and to say who it is.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+const CLOSED: &str = "the other end has closed it";
+/// The only stream there is.
+const STREAM: u32 = 0;
+
+/// TLS, whichever end it is.
+trait Session: Read + Write {
+    /// Whether there is something to be read that has left the socket already.
+    fn has_more(&mut self) -> bool;
+}
+
+impl Session for StreamOwned<ClientConnection, TcpStream> {
+    fn has_more(&mut self) -> bool {
+        self.conn.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
+    }
+}
+
+impl Session for StreamOwned<ServerConnection, TcpStream> {
+    fn has_more(&mut self) -> bool {
+        self.conn.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
+    }
+}
+
+/// The one session, for who reads and who writes.
+#[derive(Clone)]
+struct Shared(Rc<RefCell<Box<dyn Session>>>);
+
+impl Read for Shared {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.borrow_mut().read(buffer)
+    }
+}
+
+impl Write for Shared {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.0.borrow_mut().write(buffer)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.borrow_mut().flush()
+    }
+}
+
+/// A connection on which both ends know each other.
+pub struct Link {
+    session: Shared,
+    /// The same socket, to wait on.
+    socket: OwnedFd,
+    writer: Option<Writer<Shared>>,
+    reader: Option<Reader<Shared>>,
+    attempt: Option<Attempt>,
+    /// Bytes of pages that were written.
+    pub sent: u64,
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Link({:?})", self.attempt)
+    }
+}
+
+/// What there is to be read.
+#[derive(Debug)]
+pub enum Heard {
+    /// A frame.
+    Frame(Frame),
+    /// Nothing, in the time that it had.
+    Nothing,
+    /// The connection is gone, and why.
+    Gone(String),
+}
+
+fn prepare(socket: &TcpStream, patience: Duration) -> io::Result<OwnedFd> {
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(patience))?;
+    socket.set_write_timeout(Some(patience))?;
+    socket.as_fd().try_clone_to_owned()
+}
+
+impl Link {
+    fn new(session: Box<dyn Session>, socket: OwnedFd) -> Self {
+        let session = Shared(Rc::new(RefCell::new(session)));
+        Self { session, socket, writer: None, reader: None, attempt: None, sent: 0 }
+    }
+
+    /// The source's end: connects to the receiver that has printed the line.
+    ///
+    /// # Errors
+    /// If it is not there, or another one, or does not take this machine.
+    pub fn connect(to: SocketAddr, line: &Line, patience: Duration) -> Result<Self> {
+        let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
+            Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
+                .hint("is `mercury receive` waiting there, and does no firewall keep this machine from it?")
+        })?;
+        let made = prepare(&socket, patience).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        let session = session::connect(line, socket).map_err(|error| refused(&error))?;
+        Ok(Self::new(Box::new(session), made))
+    }
+
+    /// The destination's end: takes a sender that was given the line.
+    ///
+    /// # Errors
+    /// If it was not.
+    pub fn accept(receiver: &Receiver, socket: TcpStream, patience: Duration) -> Result<Self> {
+        let made = prepare(&socket, CONNECT_PATIENCE)
+            .map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        let session = receiver.accept(socket).map_err(|error| refused(&error))?;
+        let link = Self::new(Box::new(session), made);
+        link.be_patient(patience);
+        Ok(link)
+    }
+
+    /// How long the other end may be silent in the midst of something.
+    pub fn be_patient(&self, patience: Duration) {
+        for which in [rustix::net::sockopt::Timeout::Recv, rustix::net::sockopt::Timeout::Send] {
+            // What was there before remains.
+            let _ = rustix::net::sockopt::set_socket_timeout(&self.socket, which, Some(patience));
+        }
+    }
+
+    /// Lets go of it so that the other end's machine is not waited for.
+    pub fn abandon(self) {
+        let _ = rustix::net::sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO));
+    }
+
+    /// Begins to talk about an attempt: the source's end.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn begin(&mut self, attempt: Attempt) -> io::Result<()> {
+        self.attempt = Some(attempt);
+        self.writer = Some(Writer::begin(self.session.clone(), attempt, STREAM).map_err(io_error)?);
+        self.session.flush()
+    }
+
+    /// Which attempt the other end talks about: the destination's end. Answers are of the same.
+    ///
+    /// # Errors
+    /// If it talks of none, or the connection is gone.
+    pub fn learn(&mut self) -> mercury_migration::wire::Result<Attempt> {
+        let reader = Reader::open(self.session.clone())?;
+        let attempt = reader.attempt();
+        self.reader = Some(reader.expect(attempt, STREAM)?);
+        self.begin(attempt)?;
+        Ok(attempt)
+    }
+
+    /// The attempt that is talked about.
+    #[must_use]
+    pub fn attempt(&self) -> Option<Attempt> {
+        self.attempt
+    }
+
+    /// Says a word, and what goes with it.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn say(&mut self, word: Word, text: &[u8]) -> io::Result<()> {
+        let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        writer.say(word, text).map_err(io_error)?;
+        self.session.flush()
+    }
+
+    /// Begins a round.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn round(&mut self, number: u64) -> io::Result<()> {
+        let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        writer.round(number).map_err(io_error)
+    }
+
+    /// Sends pages, as they are packed.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn pages(&mut self, packed: &[u8]) -> io::Result<()> {
+        let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        writer.pages(packed).map_err(io_error)?;
+        self.sent += packed.len() as u64;
+        Ok(())
+    }
+
+    /// What is behind it on its way.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.session.flush()
+    }
+
+    /// Whether something can be read now.
+    #[must_use]
+    pub fn is_readable(&mut self) -> bool {
+        self.wait(&[], Duration::ZERO)
+    }
+
+    /// Waits until something can be read here, or from one of the others. Whether it is here.
+    pub fn wait(&mut self, others: &[BorrowedFd<'_>], limit: Duration) -> bool {
+        if self.session.0.borrow_mut().has_more() {
+            return true;
+        }
+        let here = PollFd::new(&self.socket, PollFlags::IN);
+        let others = others.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN));
+        let mut all: Vec<_> = std::iter::once(here).chain(others).collect();
+        wait_for(&mut all, limit);
+        !all[0].revents().is_empty()
+    }
+
+    /// The next frame, if there is one in time.
+    pub fn hear(&mut self, limit: Duration) -> Heard {
+        if !self.wait(&[], limit) {
+            return Heard::Nothing;
+        }
+        if self.reader.is_none() {
+            let opened = match self.attempt {
+                Some(attempt) => {
+                    Reader::open(self.session.clone()).and_then(|reader| reader.expect(attempt, STREAM))
+                }
+                None => return Heard::Gone("nothing was said of any attempt".into()),
+            };
+            match opened {
+                Ok(reader) => self.reader = Some(reader),
+                Err(error) => return Heard::Gone(error.to_string()),
+            }
+        }
+        match self.reader.as_mut().map(Reader::next_frame) {
+            Some(Ok(Some(frame))) => Heard::Frame(frame),
+            Some(Ok(None)) | None => Heard::Gone(CLOSED.into()),
+            // A machine that is gone says no good-bye.
+            Some(Err(mercury_migration::wire::Error::Io(error)))
+                if error.kind() == io::ErrorKind::UnexpectedEof =>
+            {
+                Heard::Gone(CLOSED.into())
+            }
+            Some(Err(error)) => Heard::Gone(error.to_string()),
+        }
+    }
+
+    /// The next message, if there is one in time; pages and rounds are passed over.
+    pub fn hear_message(&mut self, limit: Duration) -> Result<Option<(Message, Vec<u8>)>, String> {
+        match self.hear(limit) {
+            Heard::Frame(Frame::Message(message, text)) => Ok(Some((message, text))),
+            Heard::Frame(_) | Heard::Nothing => Ok(None),
+            Heard::Gone(why) => Err(why),
+        }
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Waits until one of them can be read.
+pub fn wait_for(all: &mut [PollFd<'_>], limit: Duration) {
+    let limit = Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    };
+    // Who is interrupted by a signal looks why.
+    let _ = poll(all, Some(&limit));
+}
+
+fn refused(error: &session::Error) -> Error {
+    let (exit, hint) = match error {
+        session::Error::Line(_) => (Exit::Usage, "paste the whole line that `mercury receive` has printed"),
+        session::Error::Refused(_) => (
+            Exit::Failed,
+            "is it the line of the `mercury receive` that waits there now? Each one prints another",
+        ),
+        session::Error::Local(_) => (Exit::Failed, "`dmesg` may say more"),
+    };
+    Error::new(exit, error.to_string()).hint(hint)
+}
+
+/// An error in words, for who waits.
+fn io_error(error: mercury_migration::wire::Error) -> io::Error {
+    match error {
+        mercury_migration::wire::Error::Io(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "the other end takes nothing any more")
+        }
+        mercury_migration::wire::Error::Io(error) => error,
+        error => io::Error::other(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{net::TcpListener, thread};
+
+    #[test]
+    fn both_ends_talk_and_end() {
+        let (receiver, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let to = listener.local_addr().expect("its address");
+        let patience = Duration::from_secs(30);
+        let attempt = Attempt([7; 16]);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let (socket, _) = listener.accept().expect("a sender");
+                let mut link = Link::accept(&receiver, socket, patience).expect("let in");
+                assert_eq!(link.learn().expect("an attempt"), attempt);
+                let (message, text) = link.hear_message(patience).expect("there").expect("said");
+                assert_eq!((message.word, &text[..]), (Word::Offer, &b"it"[..]));
+                link.say(Word::Refuse, b"no").expect("said");
+            });
+            let mut link = Link::connect(to, &line, patience).expect("a link");
+            link.begin(attempt).expect("begun");
+            link.say(Word::Offer, b"it").expect("said");
+            let (message, text) = link.hear_message(patience).expect("there").expect("said");
+            assert_eq!((message.word, &text[..]), (Word::Refuse, &b"no"[..]));
+            assert!(link.hear_message(patience).is_err(), "it is gone");
+        });
+    }
+}

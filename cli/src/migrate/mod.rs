@@ -1,0 +1,194 @@
+//! `mercury migrate`: this machine to another one, which waits in `mercury receive`.
+//!
+//! 1. The two ends find that they know each other ([`link`]); the hypervisor is slipped beneath this machine, and
+//!    everything is made ready for a snapshot. What this machine is goes over ([`offer`]); the other end refuses it with
+//!    every reason, or takes it.
+//! 2. Memory is sent while everything runs, round by round: each sends what is not any more what was sent ([`copy`]).
+//! 3. Applications are held still, file systems frozen, and the network fenced off but for this connection; then the
+//!    instant is taken as for a checkpoint, and what is not as it was sent goes over.
+//! 4. The hand-over ([`mercury_migration::protocol`], which says what is to be done; [`mover`] does it). Whatever fails
+//!    before the commit, this machine goes on as if nothing had been tried.
+//! 5. What has arrived says so ([`arrival`]), and this machine is powered off.
+
+pub mod arrival;
+pub mod copy;
+mod dry_run;
+pub mod link;
+mod mover;
+pub mod offer;
+pub mod operator;
+mod report;
+
+use crate::{
+    args::MigrateArgs,
+    checkpoint::{self, Attached, disks, guard::Guard},
+    commands::{self, Say},
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    receive::PORT,
+    sysroot::Sysroot,
+};
+use link::Link;
+use mercury_migration::session::Line;
+use mover::{Mover, Outcome, Rest};
+use operator::Operator;
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, ToSocketAddrs},
+    time::Duration,
+};
+
+/// How long the other end may be silent in the midst of something, while everything runs.
+const RUNNING: Duration = Duration::from_secs(30);
+/// While everything stands still.
+const FROZEN: Duration = Duration::from_secs(20);
+
+/// Migrates.
+///
+/// # Errors
+/// If this machine has not moved; it goes on as it did.
+pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
+    let deferred = Deferred::begin();
+    let sysroot = Sysroot::default();
+    commands::need_root("migrate")?;
+    if args.dry_run {
+        return dry_run::run(args, say, &sysroot, &deferred);
+    }
+    checkpoint::stay_in_the_foreground();
+    refuse_unmovable(args, &sysroot)?;
+    let line = key(args)?;
+    let to = resolve(&args.host)?;
+    let link = Link::connect(to, &line, RUNNING)?;
+    let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    let mut guard = Guard::start()?;
+    let attached = Attached::make(&device, &mut guard)?;
+    let mut mover = Mover::new(args, say, &sysroot, &deferred, &device, &mut guard, (to, line, link))?;
+    let outcome = mover.run();
+    let report = mover.report();
+    let Rest { failure, held, operator, may_write } = mover.into_rest();
+    match outcome {
+        Ok(Outcome::Arrived(mut arrived)) => {
+            // There is no hypervisor beneath this machine any more.
+            attached.forget();
+            guard.is_undone();
+            arrived.settle(held);
+            say.done(&report);
+            Ok(Exit::Done)
+        }
+        Ok(Outcome::GivenUp) => {
+            attached.forget();
+            power_off(say, &report, operator, may_write)
+        }
+        Ok(Outcome::Resumed) => {
+            drop(held);
+            attached.undo()?;
+            guard.is_undone();
+            Err(failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved")))
+        }
+        Err(error) => {
+            drop(held);
+            attached.undo()?;
+            guard.is_undone();
+            Err(error)
+        }
+    }
+}
+
+/// It runs elsewhere.
+fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> Result<Exit> {
+    if may_write {
+        say_if_anybody_reads(crate::output::text(say.format, say.name, report));
+    }
+    operator.tell(&format!(
+        "this machine has moved: {} rounds; applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for \
+         the last pages). It is powered off",
+        report.rounds,
+        report.downtime_us / 1e3,
+        report.quiesce_us / 1e3,
+        report.last_us / 1e3
+    ));
+    // Nothing is written to the disks any more: they are the other machine's.
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::reboot(libc::RB_POWER_OFF) };
+    operator.tell("it could not be powered off: switch it off. Nothing may run here any more");
+    loop {
+        std::thread::sleep(Duration::from_secs(3600));
+    }
+}
+
+/// Who reads it may stand still, and a file may be on the other side of the fence.
+fn say_if_anybody_reads(text: String) {
+    let said = std::thread::spawn(move || {
+        let mut stdout = std::io::stdout().lock();
+        stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+    });
+    let end = std::time::Instant::now() + Duration::from_millis(500);
+    while !said.is_finished() && std::time::Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What can be seen before anything is tried.
+fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
+    checkpoint::refuse_swap(sysroot)?;
+    checkpoint::refuse_untracked(args.force_devices, sysroot)?;
+    checkpoint::refuse_watchdogs(sysroot)?;
+    checkpoint::refuse_offline(sysroot)?;
+    let mounts = disks::all(sysroot)?;
+    if let Some(mount) = mounts.iter().find(|mount| disks::is_composed(&mount.device, sysroot)) {
+        let text = format!(
+            "{} is on {}, which the small system that takes machines in cannot read (device mapper, RAID)",
+            mount.at.display(),
+            mount.device.display()
+        );
+        return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
+    }
+    Ok(())
+}
+
+/// The receiver's line.
+fn key(args: &MigrateArgs) -> Result<Line> {
+    let text = match args.key.as_deref() {
+        Some("-") => {
+            let mut text = String::new();
+            std::io::stdin()
+                .read_to_string(&mut text)
+                .map_err(|error| Error::new(Exit::Failed, format!("standard input: {error}")))?;
+            text
+        }
+        Some(text) => text.to_owned(),
+        None => {
+            return Err(Error::new(Exit::Usage, "the line that `mercury receive` has printed is missing")
+                .hint("--key LINE, --key - for standard input, or MERCURY_KEY"));
+        }
+    };
+    text.parse().map_err(|error: mercury_migration::session::Error| {
+        Error::new(Exit::Usage, error.to_string())
+            .hint("paste the whole line that `mercury receive` has printed")
+    })
+}
+
+fn resolve(host: &str) -> Result<SocketAddr> {
+    let failed = |why: String| {
+        Error::new(Exit::Failed, format!("{host}: {why}")).hint("HOST or HOST:PORT, with an IPv4 address")
+    };
+    let has_port = host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+    let named = if has_port { host.to_owned() } else { format!("{host}:{PORT}") };
+    let all = named.to_socket_addrs().map_err(|error| failed(error.to_string()))?;
+    let mut all = all.filter(SocketAddr::is_ipv4);
+    all.next().ok_or_else(|| failed("it has no IPv4 address".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_may_have_ports() {
+        let of = |host| resolve(host).map(|to| to.to_string());
+        assert_eq!(of("10.9.0.3"), Ok("10.9.0.3:4747".into()));
+        assert_eq!(of("10.9.0.3:99"), Ok("10.9.0.3:99".into()));
+        assert!(of("::1").is_err() && of("").is_err());
+    }
+}

@@ -1,0 +1,679 @@
+//! The source's end of a move: what [`mercury_migration::protocol::Source`] says is to be done is done here.
+
+use super::{
+    FROZEN, RUNNING,
+    arrival::Arrival,
+    copy::{From, Pass, Reading, Stopped, pass},
+    link::Link,
+    offer::Offer,
+    operator::Operator,
+    report::{Report, Told, how_far},
+};
+use crate::{
+    args::MigrateArgs,
+    checkpoint::{
+        self,
+        applications::Frozen,
+        describe,
+        disks::{self, Mounted, Still},
+        fence,
+        guard::Guard,
+    },
+    commands::Say,
+    device::Device,
+    error::{Error, Result},
+    ethernet::{self, Card, packets::Packets},
+    exit::Exit,
+    interrupt::Deferred,
+    output::Format,
+    progress,
+    sysroot::Sysroot,
+};
+use mercury_migration::{
+    hail::{ETHER_TYPE, Hailer, Speaker},
+    protocol::{
+        Attempt, Mark, Message, Patience, Source, Word,
+        source::{Action, Decision, Event, State},
+    },
+    rounds::{Fixed, Limits, Next, Otherwise, Policy, Round},
+    session::Line,
+    wire::Ledger,
+};
+use std::{
+    collections::VecDeque,
+    fs::File,
+    net::SocketAddr,
+    os::unix::fs::FileExt,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The pool has room for what the small kernel of the other end occupies, in MiB.
+const POOL_LEAST: u64 = 192;
+/// How often progress is shown.
+const INTERVAL: Duration = Duration::from_millis(500);
+/// Between two tries to be heard, once nothing else can be done.
+const AGAIN: Duration = Duration::from_millis(500);
+/// How long a connection is kept after the commit.
+const LINK_PATIENCE: Duration = Duration::from_secs(5);
+/// How long an answer may take then before the operator is told. A large machine with many devices takes a while to start.
+const DOUBT: Duration = Duration::from_secs(10);
+/// What the instant and the arrival take, before they are known.
+const GUESS: Fixed = Fixed {
+    quiesce: Duration::from_millis(200),
+    hand_over: Duration::from_millis(50),
+    start: Duration::from_millis(200),
+};
+
+/// What stands still, until it is dropped.
+#[derive(Debug, Default)]
+pub struct Held {
+    // In the order in which they go on.
+    _still: Option<Still>,
+    _frozen: Option<Frozen>,
+}
+
+/// How a move has ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// This is the machine that has arrived.
+    Arrived(Arrival),
+    /// It runs elsewhere.
+    GivenUp,
+    /// It goes on here.
+    Resumed,
+}
+
+/// From the commit on this machine does not say that it has its addresses: another one may have them.
+#[derive(Debug)]
+struct Silence {
+    /// A setting of the kernel's, opened while names can be looked up.
+    file: Option<File>,
+    before: Vec<u8>,
+}
+
+impl Silence {
+    const SETTING: &str = "/proc/sys/net/ipv4/conf/all/arp_ignore";
+    /// No answer for any address.
+    const NOTHING: &[u8] = b"8";
+
+    fn prepare() -> Self {
+        let before = std::fs::read(Self::SETTING).unwrap_or_else(|_| b"0".to_vec());
+        Self { file: File::options().write(true).open(Self::SETTING).ok(), before }
+    }
+
+    fn set(&mut self, value: &[u8]) {
+        if let Some(file) = &self.file {
+            // Where ARP cannot be kept quiet, neighbours may be led astray until this machine is off.
+            let _ = file.write_at(value, 0);
+        }
+    }
+
+    fn keep(&mut self) {
+        self.set(Self::NOTHING);
+    }
+
+    fn end(&mut self) {
+        let before = std::mem::take(&mut self.before);
+        self.set(&before);
+        self.before = before;
+    }
+}
+
+/// What is left of a mover.
+#[derive(Debug)]
+pub struct Rest {
+    /// Why the machine has not moved, if it has not.
+    pub failure: Option<Error>,
+    /// What still stands still.
+    pub held: Held,
+    /// Whoever is at the console.
+    pub operator: Operator,
+    /// Whether standard output can be written to when everything stands still.
+    pub may_write: bool,
+}
+
+/// What an action comes to.
+enum Step {
+    None,
+    Event(Event),
+    Arrived,
+}
+
+/// The source, and what it has.
+pub struct Mover<'a> {
+    args: &'a MigrateArgs,
+    say: Say<'a>,
+    sysroot: &'a Sysroot,
+    deferred: &'a Deferred,
+    device: &'a Device,
+    guard: &'a mut Guard,
+    to: SocketAddr,
+    line: Line,
+    link: Option<Link>,
+    packets: Packets,
+    cards: Vec<Card>,
+    hailer: Hailer,
+    attempt: Attempt,
+    source: Source,
+    begin: Vec<Action>,
+    patience: Patience,
+    pool: u64,
+    mounts: Vec<Mounted>,
+    offer: Offer,
+    ledger: Ledger,
+    held: Held,
+    failure: Option<Error>,
+    is_cancelled: bool,
+    committed: Option<Instant>,
+    /// The other machine's cards, which this one's will be.
+    theirs: Vec<Card>,
+    silence: Silence,
+    hailed: Instant,
+    heard: Instant,
+    operator: Operator,
+    /// Whether standard output can be written to when everything stands still.
+    may_write: bool,
+    workers: usize,
+    begun: Instant,
+    stopped: Option<Instant>,
+    report: Report,
+}
+
+impl<'a> Mover<'a> {
+    /// Makes everything ready; nothing stands still yet.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn new(
+        args: &'a MigrateArgs,
+        say: Say<'a>,
+        sysroot: &'a Sysroot,
+        deferred: &'a Deferred,
+        device: &'a Device,
+        guard: &'a mut Guard,
+        (to, line, mut link): (SocketAddr, Line, Link),
+    ) -> Result<Self> {
+        let failed = |what: &str, error: std::io::Error| {
+            Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
+        };
+        let attempt = Attempt(checkpoint::random()?);
+        let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
+        let pool = checkpoint::pool_pages(args.pool, sysroot);
+        let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
+        device.snapshot_prepare(pool, 0)?;
+        let mounts = disks::all(sysroot)?;
+        let mut machine = describe::describe(sysroot);
+        describe::add_restart(&mut machine, &device.snapshot_machine()?);
+        machine.file_systems = mounts.iter().map(disks::name).collect();
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count() };
+        let ledger = Ledger::new(offer.memory());
+        link.begin(attempt).map_err(|error| failed("the connection", error))?;
+        let (source, begin) = Source::begin(attempt);
+        let report = Report {
+            attempt: attempt.to_string(),
+            memory: offer.machine.kept_pages() * 4096,
+            ..Report::default()
+        };
+        Ok(Self {
+            hailer: Hailer::new(&line),
+            cards: ethernet::cards(sysroot),
+            link: Some(link),
+            patience: Patience { running: RUNNING, frozen: FROZEN, doubt: DOUBT, hold: None },
+            held: Held::default(),
+            failure: None,
+            is_cancelled: false,
+            committed: None,
+            theirs: Vec::new(),
+            silence: Silence::prepare(),
+            hailed: Instant::now(),
+            heard: Instant::now(),
+            operator: Operator::at_console(),
+            may_write: checkpoint::may_be_written(sysroot),
+            workers: thread::available_parallelism().map_or(1, usize::from),
+            begun: Instant::now(),
+            stopped: None,
+            args,
+            say,
+            sysroot,
+            deferred,
+            device,
+            guard,
+            to,
+            line,
+            packets,
+            attempt,
+            source,
+            begin,
+            pool,
+            mounts,
+            offer,
+            ledger,
+            report,
+        })
+    }
+
+    /// Moves the machine, as far as that goes.
+    ///
+    /// # Errors
+    /// If this end cannot do what it has to, before anything stands still.
+    pub fn run(&mut self) -> Result<Outcome> {
+        let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        loop {
+            while let Some(action) = todo.pop_front() {
+                match self.perform(action) {
+                    Step::None => {}
+                    Step::Event(event) => todo.extend(self.source.on(event)),
+                    Step::Arrived => return Ok(Outcome::Arrived(self.arrive())),
+                }
+            }
+            match self.source.state() {
+                State::Resumed => return Ok(Outcome::Resumed),
+                State::GivenUp => return Ok(Outcome::GivenUp),
+                _ => {}
+            }
+            let event = self.next_event();
+            todo.extend(self.source.on(event));
+        }
+    }
+
+    /// What it has come to.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        self.report.clone()
+    }
+
+    /// Why it has not moved, and what still stands still.
+    #[must_use]
+    pub fn into_rest(self) -> Rest {
+        let Self { failure, held, operator, may_write, .. } = self;
+        Rest { failure, held, operator, may_write }
+    }
+
+    fn is_in_doubt(&self) -> bool {
+        self.source.may_decide()
+    }
+
+    /// Waits until something has happened.
+    fn next_event(&mut self) -> Event {
+        self.heard = Instant::now();
+        loop {
+            self.guard.hear();
+            if self.is_wanted_to_stop() {
+                return Event::Cancel;
+            }
+            if let Some(event) = self.look_around() {
+                return event;
+            }
+            if let Some(mut link) = self.link.take() {
+                match link.hear_message(Duration::from_millis(20)) {
+                    Ok(None) => self.link = Some(link),
+                    Ok(Some((message, text))) => {
+                        self.link = Some(link);
+                        return self.understand(message, &text);
+                    }
+                    Err(why) => return self.is_gone(&why),
+                }
+            } else {
+                thread::sleep(Duration::from_millis(20));
+            }
+            if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
+                let silent = Error::new(Exit::Failed, "the other machine does not answer");
+                self.failure.get_or_insert(silent.hint("look at its console"));
+                return Event::TimedOut;
+            }
+        }
+    }
+
+    /// Ctrl-C, once.
+    fn is_wanted_to_stop(&mut self) -> bool {
+        if self.is_cancelled || !self.deferred.requested() {
+            return false;
+        }
+        self.is_cancelled = true;
+        let why = Error::new(Exit::Interrupted, "interrupted: the machine has not moved, and runs on");
+        self.failure.get_or_insert(why);
+        true
+    }
+
+    /// Where no connection need be: what was said to all, and what the operator says.
+    fn look_around(&mut self) -> Option<Event> {
+        if !self.is_in_doubt() {
+            return None;
+        }
+        // A connection that is not answered makes the kernel ask all for the other end, and so say where it is itself.
+        if self.committed.is_some_and(|since| since.elapsed() > LINK_PATIENCE)
+            && let Some(link) = self.link.take()
+        {
+            link.abandon();
+        }
+        while let Some(frame) = self.packets.hear() {
+            if let Some(message) = self.hailer.hear(Speaker::Destination, &frame) {
+                return Some(Event::Heard(message));
+            }
+        }
+        if matches!(self.source.state(), State::InDoubt(..)) && self.hailed.elapsed() > AGAIN {
+            self.hail(Word::Commit);
+        }
+        match self.operator.word(&["resume", "abandon"]) {
+            Some("resume") => return Some(Event::Operator(Decision::Resume)),
+            Some(_) => return Some(Event::Operator(Decision::Abandon)),
+            None => {}
+        }
+        None
+    }
+
+    fn understand(&mut self, message: Message, text: &[u8]) -> Event {
+        let text = String::from_utf8_lossy(text);
+        let failure = match message.word {
+            Word::Refuse => Some(
+                Error::new(Exit::Impossible, format!("the other machine does not take this one: {text}"))
+                    .hint("this machine goes on; the other one must be equal to it"),
+            ),
+            Word::Discarded => Some(
+                Error::new(Exit::Failed, format!("the other machine has given up: {text}"))
+                    .hint("this machine goes on as if nothing had been tried"),
+            ),
+            Word::Accept => {
+                self.theirs = serde_json::from_str(&text).unwrap_or_default();
+                None
+            }
+            _ => None,
+        };
+        if let Some(failure) = failure {
+            self.failure.get_or_insert(failure);
+        }
+        Event::Heard(message)
+    }
+
+    fn is_gone(&mut self, why: &str) -> Event {
+        let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
+        self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
+        self.link = None;
+        Event::Disconnected
+    }
+
+    fn fail(&mut self, error: Error) -> Event {
+        self.failure.get_or_insert(error);
+        Event::Failed
+    }
+
+    fn perform(&mut self, action: Action) -> Step {
+        match action {
+            Action::Send(message) => self.send(message.word),
+            Action::CopyRounds => Step::Event(self.copy_rounds()),
+            Action::StopAndCopy => match self.stop_and_copy() {
+                Ok(step) => step,
+                Err(error) => Step::Event(self.fail(error)),
+            },
+            // The frozen machine's memory is all that knows of it: docs/migration.md says what that means.
+            Action::Record(mark) => {
+                if mark == Mark::Committed {
+                    // From here on nobody but this process may set the machine going, nor let it be heard.
+                    if let Err(error) = self.device.fence_stays() {
+                        self.failure.get_or_insert(error);
+                        return Step::Event(Event::RecordFailed(self.attempt, mark));
+                    }
+                    self.guard.is_undone();
+                    self.silence.keep();
+                    self.committed = Some(Instant::now());
+                }
+                Step::Event(Event::Recorded(self.attempt, mark))
+            }
+            // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
+            // What has to be said is hailed.
+            Action::Connect => Step::None,
+            Action::Resume => {
+                self.resume();
+                Step::None
+            }
+            // Only after a restart, which knows nothing of the move.
+            Action::Boot => Step::None,
+            Action::GiveUp => {
+                self.report.downtime_us =
+                    self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
+                self.report.seconds = self.begun.elapsed().as_secs_f64();
+                Step::None
+            }
+            Action::Tell(advice) => {
+                self.operator.tell(&advice.to_string());
+                Step::None
+            }
+        }
+    }
+
+    /// Goes on as if nothing had been tried.
+    fn resume(&mut self) {
+        // Who was silent must not be so when applications run.
+        let _ = self.device.fence_down();
+        self.silence.end();
+        self.held = Held::default();
+        self.guard.is_released();
+        // One that is over, or that was only prepared, goes with the device.
+        let _ = self.device.snapshot_end();
+    }
+
+    fn send(&mut self, word: Word) -> Step {
+        if self.is_in_doubt() && matches!(word, Word::Commit | Word::Cancel) {
+            self.hail(word);
+        }
+        let text = match word {
+            Word::Offer | Word::Final(_) => self.offer.pack(),
+            _ => Ok(Vec::new()),
+        };
+        let Some(link) = self.link.as_mut() else { return Step::None };
+        match text.and_then(|text| link.say(word, &text)) {
+            Ok(()) => Step::None,
+            Err(error) => Step::Event(self.is_gone(&error.to_string())),
+        }
+    }
+
+    /// Says it to all: what has arrived cannot be told otherwise.
+    fn hail(&mut self, word: Word) {
+        self.hailed = Instant::now();
+        let message = Message { attempt: self.attempt, word };
+        for card in self.cards.iter().filter(|card| card.up) {
+            let _ = self.packets.say(card, &self.hailer.say(Speaker::Source, message));
+        }
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            max_downtime: self.args.max_downtime.map_or(Limits::default().max_downtime, |span| span.0),
+            max_bytes_per_second: self.args.bandwidth.map(|mib| mib << 20),
+            // The load is not held back yet.
+            max_throttle_percent: 0,
+            max_rounds: self.args.rounds,
+            otherwise: if self.args.or_give_up { Otherwise::GiveUp } else { Otherwise::Stop },
+        }
+    }
+
+    /// Rounds, until the machine is to be stopped.
+    fn copy_rounds(&mut self) -> Event {
+        let limits = self.limits();
+        let mut policy = Policy::new(limits, GUESS);
+        let mut before: Option<Pass> = None;
+        for number in 0..u64::from(self.args.rounds) {
+            let done = match self.round(number, &limits) {
+                Ok(done) => done,
+                Err(event) => return event,
+            };
+            self.report.rounds = number + 1;
+            self.report.pages[0] += done.sent;
+            self.report.bytes[0] += done.bytes;
+            // What is dirty now is known only when it is looked for: as much as was, in as much time. The first round sends
+            // what nobody has written.
+            let seconds = |pass: &Pass| pass.took.as_secs_f64().max(0.001);
+            let per_second = before.map(|before| done.sent as f64 / seconds(&before));
+            let dirty = per_second.map_or(done.sent, |rate| (rate * seconds(&done)) as u64);
+            // The last round reads all of memory as well.
+            let reading = before.map_or(done.took, |_| done.took.saturating_sub(done.waited));
+            policy.expect(Fixed { quiesce: GUESS.quiesce + reading, ..GUESS });
+            let round = Round {
+                bytes_sent: done.bytes,
+                pages_sent: done.sent,
+                took: done.took,
+                waited: done.waited,
+                dirty_pages: dirty,
+            };
+            let next = if before.is_none() && self.args.rounds > 1 {
+                Next::Copy { throttle_percent: 0 }
+            } else {
+                policy.next(&round)
+            };
+            let told = Told::Round {
+                round: number,
+                pages: done.sent,
+                zero_pages: done.zeros,
+                bytes: done.bytes,
+                seconds: done.took.as_secs_f64(),
+                dirty_pages_per_second: per_second.unwrap_or(0.0),
+                downtime_ms: policy.downtime(&round).as_secs_f64() * 1e3,
+            };
+            self.tell(&told);
+            match next {
+                Next::Copy { .. } => before = Some(done),
+                Next::Stop { .. } => return Event::StopNow,
+                Next::GiveUp { downtime } => {
+                    let text = format!(
+                        "the downtime would be about {:.1} s, and {:.1} s are allowed",
+                        downtime.as_secs_f64(),
+                        limits.max_downtime.as_secs_f64()
+                    );
+                    return self.fail(
+                        Error::new(Exit::Failed, text).hint(
+                            "allow more with --max-downtime, or let the load rest; the machine runs on",
+                        ),
+                    );
+                }
+            }
+        }
+        Event::StopNow
+    }
+
+    fn round(&mut self, number: u64, limits: &Limits) -> std::result::Result<Pass, Event> {
+        if let Some(link) = self.link.as_mut()
+            && let Err(error) = link.round(number)
+        {
+            return Err(self.is_gone(&error.to_string()));
+        }
+        self.pass(From::Now, &format!("round {number}"), limits)
+    }
+
+    /// One pass over memory; otherwise what has happened.
+    fn pass(&mut self, from: From, name: &str, limits: &Limits) -> std::result::Result<Pass, Event> {
+        let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
+        let (begun, mut shown) = (Instant::now(), Instant::now());
+        let total = self.offer.machine.kept_pages();
+        // Whoever shows a terminal's lines may stand still.
+        let is_shown = from == From::Now && self.say.format == Format::Text;
+        let (deferred, guard) = (self.deferred, &mut *self.guard);
+        let was_cancelled = self.is_cancelled;
+        let mut watch = |pass: &Pass, link: &mut Link| {
+            guard.hear();
+            if is_shown && shown.elapsed() > INTERVAL {
+                shown = Instant::now();
+                progress::line(&how_far(name, pass, total, begun.elapsed().as_secs_f64()));
+            }
+            (was_cancelled || !deferred.requested()) && !link.is_readable()
+        };
+        let passed = pass(
+            &Reading { device: self.device, from, level: self.args.level, workers: self.workers },
+            &mut self.ledger,
+            limits,
+            &mut link,
+            &mut watch,
+        );
+        if is_shown {
+            progress::line("");
+        }
+        match passed {
+            Ok(pass) => {
+                self.link = Some(link);
+                Ok(pass)
+            }
+            Err(Stopped::Failed(error)) => {
+                self.link = Some(link);
+                Err(self.fail(error))
+            }
+            Err(Stopped::Gone(why)) => Err(self.is_gone(&why)),
+            Err(Stopped::Wanted) => {
+                self.link = Some(link);
+                Err(self.next_event())
+            }
+        }
+    }
+
+    fn tell(&self, told: &Told) {
+        self.say.one_of_many(told);
+    }
+
+    /// Everything stands still; the instant; and what is not as it was sent goes over.
+    fn stop_and_copy(&mut self) -> Result<Step> {
+        rustix::fs::sync();
+        // Nothing of this program comes from a disk any more, which may be fenced off.
+        rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+            .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+        let peer: fence::Peer = self.to.into();
+        self.device.fence(&[peer.into()])?;
+        let begun = Instant::now();
+        self.stopped = Some(begun);
+        let frozen = Frozen::hold(self.guard, &[])?;
+        // What was there when the move began may have changed.
+        let mounts = disks::all(self.sysroot)?;
+        if mounts != self.mounts {
+            return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
+                .hint("try again"));
+        }
+        self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
+        self.offer.machine.file_systems = mounts.iter().map(disks::describe).collect();
+        checkpoint::refuse_swap(self.sysroot)?;
+        self.guard.hear();
+        let failures = checkpoint::quiesce_failures(self.sysroot);
+        let begin = self
+            .device
+            .snapshot_begin(self.pool, 0)
+            .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
+        if begin.restored != 0 {
+            return Ok(Step::Arrived);
+        }
+        self.report.quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        if let Some(link) = &self.link {
+            link.be_patient(FROZEN);
+        }
+        let last = Instant::now();
+        let limits = Limits { max_bytes_per_second: None, ..self.limits() };
+        let done = match self.pass(From::Instant, "the last pages", &limits) {
+            Ok(done) => done,
+            Err(event) => return Ok(Step::Event(event)),
+        };
+        // Only now it is known that all was as at the instant.
+        self.device.snapshot_end()?;
+        if !self.ledger.is_complete() {
+            return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
+        }
+        self.report.last_us = last.elapsed().as_secs_f64() * 1e6;
+        self.report.pages[1] = done.sent;
+        self.report.bytes[1] = done.bytes;
+        Ok(Step::Event(Event::Streamed(self.ledger.digest(self.attempt))))
+    }
+
+    /// This machine has arrived: its connection was another one's.
+    fn arrive(&mut self) -> Arrival {
+        if let Some(link) = self.link.take() {
+            link.abandon();
+        }
+        self.report.arrived = true;
+        Arrival {
+            line: self.line.to_string(),
+            attempt: self.attempt.0,
+            cards: std::mem::take(&mut self.cards),
+            theirs: std::mem::take(&mut self.theirs),
+        }
+    }
+}
+
+/// For who looks at what copying comes to without a connection.
+pub(super) fn guess(reading: Duration) -> Fixed {
+    Fixed { quiesce: GUESS.quiesce + reading, ..GUESS }
+}

@@ -1,0 +1,76 @@
+//! The operator of a machine that stands still, or of a small system: all terminals stand still or are not there, but
+//! for the console.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{Read, Write},
+    os::unix::fs::OpenOptionsExt,
+};
+
+const CONSOLE: &str = "/dev/console";
+
+/// Talks to whoever is at the console. It is opened before anything stands still: where the root is another machine's,
+/// no name can be looked up any more then.
+#[derive(Debug, Default)]
+pub struct Operator {
+    console: Option<File>,
+    line: Vec<u8>,
+}
+
+impl Operator {
+    /// Opens the console, if there is one.
+    #[must_use]
+    pub fn at_console() -> Self {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+        Self { console: options.open(CONSOLE).ok(), line: Vec::new() }
+    }
+
+    /// Says something, whoever else is there.
+    pub fn tell(&mut self, text: &str) {
+        if let Some(console) = &mut self.console {
+            // What nobody can read is no reason to fail.
+            let _ = write!(console, "\r\nmercury migrate: {text}\r\n");
+        }
+    }
+
+    /// Which of these words was typed, alone on a line.
+    pub fn word(&mut self, words: &[&'static str]) -> Option<&'static str> {
+        let mut buffer = [0; 64];
+        let read = self.console.as_mut()?.read(&mut buffer).unwrap_or(0);
+        self.type_in(&buffer[..read], words)
+    }
+
+    fn type_in(&mut self, typed: &[u8], words: &[&'static str]) -> Option<&'static str> {
+        for byte in typed {
+            if !matches!(byte, b'\r' | b'\n') {
+                self.line.truncate(64);
+                self.line.push(*byte);
+                continue;
+            }
+            let line = std::mem::take(&mut self.line);
+            let found = words.iter().find(|word| word.as_bytes() == line.trim_ascii());
+            if let Some(word) = found {
+                return Some(word);
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_words_decide() {
+        let mut operator = Operator::default();
+        let mut typed = |text: &[u8]| operator.type_in(text, &["resume", "abandon"]);
+        assert_eq!(typed(b"resu"), None);
+        assert_eq!(typed(b"me\r"), Some("resume"));
+        assert_eq!(typed(b"resumed\nabandon now\nadopt\n"), None);
+        assert_eq!(typed(b" abandon \n"), Some("abandon"));
+        assert_eq!(typed(&[b'x'; 1000]), None);
+        assert_eq!(typed(b"\nresume\n"), Some("resume"));
+    }
+}

@@ -1,0 +1,227 @@
+//! `mercury receive`: makes this machine a spare that takes another one in.
+//!
+//! Only a small kernel can do it, one that knows little of memory, as for a restore: [`environment`] makes it, with the
+//! network as it is now. Before it is started the line is printed that `mercury migrate` needs. In the small kernel
+//! [`host`] waits, takes the machine in, and goes on in it.
+
+mod host;
+mod serve;
+
+use crate::{
+    args::ReceiveArgs,
+    commands::{self, Say},
+    error::{Error, Result},
+    ethernet::{self, Card},
+    exit::Exit,
+    interrupt::Deferred,
+    output::{Render, Text},
+    restore::{
+        Prepared,
+        environment::{self, Purpose},
+        init,
+    },
+    sysroot::Sysroot,
+};
+use mercury_migration::session::Identity;
+use serde::{Deserialize, Serialize};
+use std::{
+    net::{Ipv4Addr, SocketAddrV4},
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+/// Where it listens if nothing else is said.
+pub const PORT: u16 = 4747;
+/// Where the small system finds what it is to do.
+const CONFIGURATION: &str = "receive.json";
+/// Of the machine's memory one part in so many is for hashes of its pages, 16 bytes each, and some room.
+const MEMORY_PART: u64 = 200;
+/// What the small kernel needs besides, in MiB.
+const MEMORY_LEAST: u64 = 128;
+
+/// An IPv4 address to wait at, with a port or without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listen(pub SocketAddrV4);
+
+impl std::str::FromStr for Listen {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let alone = || text.parse::<Ipv4Addr>().map(|address| SocketAddrV4::new(address, PORT));
+        let found = text.parse().or_else(|_| alone());
+        found.map(Self).map_err(|_| "such as 10.9.0.3 or 10.9.0.3:4747".into())
+    }
+}
+
+/// What the small system is told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Configuration {
+    /// Who it is: [`Identity`].
+    identity: Vec<u8>,
+    listen: SocketAddrV4,
+    card: Card,
+    /// How long it waits for the verdict on an arrival that is whole, in seconds; `None`: until somebody decides.
+    hold: Option<u64>,
+}
+
+/// What was prepared.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// What `mercury migrate` is given.
+    key: String,
+    address: SocketAddrV4,
+    /// Files, where somebody else starts them.
+    #[serde(flatten)]
+    prepared: Option<Prepared>,
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        let port =
+            if self.address.port() == PORT { String::new() } else { format!(":{}", self.address.port()) };
+        to.line("on the machine that is to move here:");
+        to.line(format!("  mercury migrate {}{port} --key {}", self.address.ip(), self.key));
+        if let Some(prepared) = &self.prepared {
+            prepared.render(to);
+        }
+    }
+}
+
+/// Receives.
+///
+/// # Errors
+/// If this machine cannot, or it is stopped. Nothing was given up then.
+pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
+    commands::need_root("receive")?;
+    if args.here {
+        return host::run().map(|()| Exit::Done);
+    }
+    let sysroot = Sysroot::default();
+    let card = choose(args, ethernet::cards(&sysroot))?;
+    let named = args.listen.map(|listen| *listen.0.ip()).filter(|ip| !ip.is_unspecified());
+    let address = named.unwrap_or(card.addresses[0].0);
+    let listen = SocketAddrV4::new(address, args.listen.map_or(PORT, |listen| listen.0.port()));
+    let (identity, line) = Identity::new(SystemTime::now(), args.lifetime.0)
+        .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
+    let cards = vec![card.name.clone()];
+    let configuration = Configuration {
+        identity: identity.to_bytes(),
+        listen,
+        card,
+        hold: (!args.hold_for_ever).then_some(600),
+    };
+    let file = serde_json::to_vec(&configuration)
+        .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
+    let purpose = Purpose {
+        memory: args.memory.unwrap_or_else(|| memory(&sysroot)),
+        module: args.module.module.as_deref(),
+        words: vec![init::RECEIVE.to_owned()],
+        cards,
+        files: vec![(CONFIGURATION, file)],
+        ..Purpose::default()
+    };
+    let mut report = Report { key: line.to_string(), address: listen, prepared: None };
+    if let Some(folder) = &args.prepare {
+        report.prepared = Some(environment::write(&purpose, folder, &sysroot)?);
+        say.done(&report);
+        return Ok(Exit::Done);
+    }
+    let deferred = Deferred::begin();
+    let ready = environment::load(&purpose, &sysroot)?;
+    say.done(&report);
+    eprintln!("this system ends in {} s, and what runs on it; Ctrl-C keeps it", args.delay.0.as_secs());
+    let end = Instant::now() + args.delay.0;
+    while Instant::now() < end {
+        if deferred.requested() {
+            environment::unload(ready);
+            return Err(Error::new(Exit::Interrupted, "interrupted: this machine goes on as it was"));
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    environment::start(ready)?;
+    Ok(Exit::Done)
+}
+
+/// The card that the machine will come in by.
+fn choose(args: &ReceiveArgs, cards: Vec<Card>) -> Result<Card> {
+    let mut usable: Vec<_> = cards.into_iter().filter(|card| card.up && !card.addresses.is_empty()).collect();
+    if let Some(listen) = args.listen.filter(|listen| !listen.0.ip().is_unspecified()) {
+        let ip = *listen.0.ip();
+        return ethernet::card_for(&usable, ip).cloned().ok_or_else(|| {
+            Error::new(Exit::Failed, format!("no Ethernet card of this machine has the address {ip}"))
+                .hint("name an address that `ip address` shows; bonds, bridges and VLANs cannot be used")
+        });
+    }
+    if usable.iter().any(|card| card.gateway.is_some()) {
+        usable.retain(|card| card.gateway.is_some());
+    }
+    match usable.len() {
+        0 => Err(Error::new(Exit::Impossible, "no Ethernet card of this machine is up with an IPv4 address")
+            .hint("give one an address; bonds, bridges, VLANs and IPv6 cannot be used yet")),
+        1 if usable[0].addresses.len() == 1 => Ok(usable.remove(0)),
+        _ => {
+            let all = usable.iter().flat_map(|card| &card.addresses);
+            let all: Vec<_> = all.map(|(address, _): &(Ipv4Addr, u8)| address.to_string()).collect();
+            Err(Error::new(Exit::Usage, format!("there are several addresses: {}", all.join(", ")))
+                .hint("choose one with --listen ADDRESS"))
+        }
+    }
+}
+
+/// Memory for the small kernel, in MiB, by what a machine of this size needs.
+fn memory(sysroot: &Sysroot) -> u64 {
+    let meminfo = sysroot.text("proc/meminfo").unwrap_or_default();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib: u64 = total.and_then(|rest| rest.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0);
+    (MEMORY_LEAST + kib / 1024 / MEMORY_PART).next_multiple_of(16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn card(name: &str, address: Option<[u8; 4]>, gateway: Option<[u8; 4]>) -> Card {
+        Card {
+            name: name.into(),
+            mac: [2; 6],
+            place: String::new(),
+            index: 2,
+            up: true,
+            addresses: address.map(|address| (address.into(), 24)).into_iter().collect(),
+            gateway: gateway.map(Into::into),
+        }
+    }
+
+    #[test]
+    fn the_card_in_use_is_chosen() {
+        let mut args = ReceiveArgs::default();
+        let (plain, other) = (card("a", Some([10, 0, 0, 1]), None), card("b", Some([10, 1, 0, 1]), None));
+        let out = card("c", Some([10, 2, 0, 1]), Some([10, 2, 0, 9]));
+        assert!(choose(&args, vec![card("x", None, None)]).is_err());
+        assert_eq!(choose(&args, vec![plain.clone()]).expect("one"), plain);
+        let both = choose(&args, vec![plain.clone(), other.clone()]).expect_err("two");
+        assert!(both.message.contains("10.0.0.1, 10.1.0.1"), "{both}");
+        assert_eq!(choose(&args, vec![plain.clone(), out.clone()]).expect("one has a gateway"), out);
+        let mut two = plain.clone();
+        two.addresses.push(([10, 3, 0, 1].into(), 24));
+        assert!(choose(&args, vec![two]).is_err());
+        args.listen = Some("10.1.0.1".parse().expect("an address"));
+        assert_eq!(choose(&args, vec![plain.clone(), other.clone()]).expect("named"), other);
+        assert!(choose(&args, vec![plain]).is_err());
+    }
+
+    #[test]
+    fn larger_machines_need_larger_kernels() {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::create_dir(folder.path().join("proc")).expect("a folder");
+        let with = |gib: u64| {
+            let text = format!("MemTotal: {:>14} kB\nMemFree: 1 kB\n", gib << 20);
+            fs::write(folder.path().join("proc/meminfo"), text).expect("a file");
+            memory(&Sysroot::at(folder.path()))
+        };
+        assert_eq!(with(1), 144);
+        // 16 bytes for each page.
+        assert!((with(64) - MEMORY_LEAST) << 20 >= (64 << 30) / 4096 * 16);
+    }
+}

@@ -1,0 +1,466 @@
+//! The destination's end of a move: what [`mercury_migration::protocol::Destination`] says is to be done is done here.
+
+use crate::{
+    checkpoint::describe,
+    device::{Access, Device},
+    error::{Error, Result},
+    ethernet::{self, Card, packets::Packets},
+    exit::Exit,
+    migrate::{
+        link::{Heard, Link, wait_for},
+        offer::{Offer, kept},
+        operator::Operator,
+    },
+    output::bytes,
+    restore::{fit, restart},
+    sysroot::Sysroot,
+};
+use mercury_abi::{
+    code::Code,
+    restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO, MERCURY_RESTART_AGAIN},
+};
+use mercury_migration::{
+    hail::{ETHER_TYPE, Hailer, Speaker},
+    protocol::{
+        Destination, Digest, Message, Patience, Word,
+        destination::{Action, Decision, Event, Phase},
+    },
+    session::Receiver,
+    wire::{Content, Frame, Ledger, PAGE, Page, Pages},
+};
+use rustix::event::{PollFd, PollFlags};
+use std::{
+    collections::VecDeque,
+    net::TcpListener,
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+/// How long a source may be silent while it sends: it quiesces in between.
+const RUNNING: Duration = Duration::from_secs(90);
+/// How long disks besides those of the small system may take to appear.
+const DISKS_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The destination, and what it has.
+pub struct Host {
+    receiver: Receiver,
+    listener: TcpListener,
+    card: Option<Card>,
+    packets: Option<Packets>,
+    hailer: Hailer,
+    patience: Patience,
+    destination: Destination,
+    device: Device,
+    link: Option<Link>,
+    arrival: Option<Arrival>,
+    /// What goes with the next refusal, or with a promise that nothing has run.
+    reason: String,
+    heard: Instant,
+    operator: Operator,
+}
+
+/// What has come of a machine.
+struct Arrival {
+    offer: Offer,
+    ledger: Ledger,
+    /// What went with what was said last.
+    text: Vec<u8>,
+    pages: u64,
+    round: u64,
+}
+
+impl Host {
+    /// One that waits at `listener`.
+    ///
+    /// # Errors
+    /// If the driver is not there.
+    pub fn new(
+        receiver: Receiver,
+        listener: TcpListener,
+        card: Option<Card>,
+        hold: Option<Duration>,
+    ) -> Result<Self> {
+        Ok(Self {
+            hailer: Hailer::new(receiver.line()),
+            receiver,
+            listener,
+            card,
+            packets: Packets::open(ETHER_TYPE).ok(),
+            patience: Patience { running: RUNNING, hold, ..Patience::default() },
+            destination: Destination::default(),
+            device: Device::open(Access::Control)?,
+            link: None,
+            arrival: None,
+            reason: String::new(),
+            heard: Instant::now(),
+            operator: Operator::at_console(),
+        })
+    }
+
+    /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
+    ///
+    /// # Errors
+    /// Always, then.
+    pub fn serve(mut self) -> Result<()> {
+        loop {
+            let event = self.next_event();
+            let mut todo = VecDeque::from(self.destination.on(event));
+            while let Some(action) = todo.pop_front() {
+                let Some(event) = self.perform(action)? else { continue };
+                todo.extend(self.destination.on(event));
+            }
+        }
+    }
+
+    /// Waits until something has happened.
+    fn next_event(&mut self) -> Event {
+        loop {
+            let limit = self.destination.patience(&self.patience);
+            let left = limit.map(|limit| limit.saturating_sub(self.heard.elapsed()));
+            if left == Some(Duration::ZERO) {
+                self.heard = Instant::now();
+                return Event::TimedOut;
+            }
+            let wait = left.unwrap_or(Duration::from_secs(3600)).min(Duration::from_secs(1));
+            let event = match self.link.take() {
+                Some(link) => self.listen_to(link, wait),
+                None => self.wait_for_link(wait),
+            };
+            if let Some(event) = event.or_else(|| self.decision()) {
+                self.heard = Instant::now();
+                return event;
+            }
+        }
+    }
+
+    /// What the operator has decided, where that may be.
+    fn decision(&mut self) -> Option<Event> {
+        let decision = match self.operator.word(&["adopt", "discard"])? {
+            "adopt" if self.destination.may_adopt() => Decision::Adopt,
+            "discard" if self.destination.may_discard() => Decision::Discard,
+            word => {
+                eprintln!("mercury: there is nothing to {word}");
+                return None;
+            }
+        };
+        self.reason = "its operator wanted it so".into();
+        Some(Event::Operator(decision))
+    }
+
+    /// What the source says, or that another connection has taken its place.
+    fn listen_to(&mut self, mut link: Link, wait: Duration) -> Option<Event> {
+        // A source that has lost its connection comes back on another one while this one seems to be there.
+        let may_come_again = !self.destination.takes_pages();
+        let others: Vec<_> = may_come_again.then_some(self.listener.as_fd()).into_iter().collect();
+        if !link.wait(&others, wait) {
+            self.link = Some(link);
+            return if may_come_again && self.take_link() { Some(Event::Disconnected) } else { self.hail() };
+        }
+        match link.hear(wait) {
+            Heard::Nothing => {
+                self.link = Some(link);
+                None
+            }
+            Heard::Gone(why) => {
+                eprintln!("mercury: the connection has ended: {why}");
+                self.reason = format!("the connection has ended: {why}");
+                Some(Event::Disconnected)
+            }
+            Heard::Frame(frame) => {
+                self.link = Some(link);
+                self.understand(frame)
+            }
+        }
+    }
+
+    fn understand(&mut self, frame: Frame) -> Option<Event> {
+        match frame {
+            Frame::Message(message, text) => {
+                self.note_text(message, text);
+                Some(Event::Heard(message))
+            }
+            Frame::Round(number) => {
+                if let Some(arrival) = &mut self.arrival {
+                    arrival.round = number;
+                    if number > 0 {
+                        eprintln!("mercury: round {number}; {} pages so far", arrival.pages);
+                    }
+                }
+                self.heard = Instant::now();
+                None
+            }
+            Frame::Pages(pages) => {
+                self.heard = Instant::now();
+                match self.load(&pages) {
+                    Ok(()) => None,
+                    Err(error) => {
+                        self.reason = error.message;
+                        Some(Event::Failed)
+                    }
+                }
+            }
+        }
+    }
+
+    fn note_text(&mut self, message: Message, text: Vec<u8>) {
+        if message.word == Word::Offer && self.destination.phase().is_none() {
+            self.arrival = Some(Arrival {
+                offer: Offer::default(),
+                ledger: Ledger::new(Vec::new()),
+                text,
+                pages: 0,
+                round: 0,
+            });
+        } else if let Some(arrival) = &mut self.arrival {
+            arrival.text = text;
+        }
+    }
+
+    fn wait_for_link(&mut self, wait: Duration) -> Option<Event> {
+        let mut all = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        all.extend(self.packets.iter().map(|packets| PollFd::new(packets, PollFlags::IN)));
+        wait_for(&mut all, wait);
+        let is_there = !all[0].revents().is_empty();
+        if is_there {
+            self.take_link();
+        }
+        self.hail()
+    }
+
+    /// Takes who waits at the door, if anybody does and has the line.
+    fn take_link(&mut self) -> bool {
+        let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
+        wait_for(&mut door, Duration::ZERO);
+        if door[0].revents().is_empty() {
+            return false;
+        }
+        let Ok((socket, from)) = self.listener.accept() else { return false };
+        let linked = Link::accept(&self.receiver, socket, RUNNING);
+        match linked.map(|mut link| link.learn().map(|_| link)) {
+            Ok(Ok(link)) => {
+                eprintln!("mercury: {from} is connected");
+                self.link = Some(link);
+                self.heard = Instant::now();
+                true
+            }
+            Ok(Err(error)) => {
+                eprintln!("mercury: {from} was refused: {error}");
+                false
+            }
+            Err(error) => {
+                eprintln!("mercury: {from} was refused: {error}");
+                false
+            }
+        }
+    }
+
+    /// What a source has said without a connection.
+    fn hail(&self) -> Option<Event> {
+        let packets = self.packets.as_ref()?;
+        while let Some(frame) = packets.hear() {
+            if let Some(message) = self.hailer.hear(Speaker::Source, &frame) {
+                return Some(Event::Heard(message));
+            }
+        }
+        None
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Event>> {
+        Ok(match action {
+            Action::Send(message) => {
+                self.say(message);
+                None
+            }
+            Action::Check => Some(self.check()),
+            // There is no disk here: nothing of it is known after a restart, which the source is told then.
+            Action::Record(attempt, verdict) => Some(Event::Recorded(attempt, verdict)),
+            Action::Verify(digest) => Some(self.verify(digest)),
+            Action::Release => {
+                self.release()?;
+                None
+            }
+            Action::Start => {
+                eprintln!("mercury: going on in the machine that has arrived");
+                let error = self.device.restore_go().err();
+                self.reason = error.map_or_else(|| "it could not be started".into(), |error| error.message);
+                Some(Event::StartFailed)
+            }
+            Action::Tell(advice) => {
+                eprintln!("mercury: {advice}");
+                None
+            }
+        })
+    }
+
+    fn say(&mut self, message: Message) {
+        let text = match message.word {
+            Word::Refuse | Word::Discarded => std::mem::take(&mut self.reason),
+            // What arrives finds cards that have these addresses.
+            Word::Accept => serde_json::to_string(&ethernet::cards(&Sysroot::default())).unwrap_or_default(),
+            _ => String::new(),
+        };
+        if matches!(message.word, Word::Refuse | Word::Discarded) {
+            let how = if message.word == Word::Refuse { "was refused" } else { "was thrown away" };
+            eprintln!("mercury: the machine {how}: {text}");
+        }
+        if let Some(link) = self.link.as_mut().filter(|link| link.attempt() == Some(message.attempt)) {
+            // One that is gone is heard of when it is listened to.
+            let _ = link.say(message.word, text.as_bytes());
+        }
+        let is_answer = matches!(message.word, Word::Discarded | Word::Lost | Word::Started | Word::Unknown);
+        if let (true, Some(packets), Some(card)) = (is_answer, &self.packets, &self.card) {
+            // To all, if there should be no connection.
+            let _ = packets.say(card, &self.hailer.say(Speaker::Destination, message));
+        }
+    }
+
+    /// Whether the machine that is offered can be held; then memory is ready for it.
+    fn check(&mut self) -> Event {
+        match self.prepare() {
+            Ok(()) => {
+                eprintln!("mercury: a machine comes");
+                self.reason = "the source has called it off".into();
+                Event::Fits
+            }
+            Err(reason) => {
+                self.reason = reason;
+                Event::DoesNotFit
+            }
+        }
+    }
+
+    fn prepare(&mut self) -> Result<(), String> {
+        let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
+        let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
+        let sysroot = Sysroot::default();
+        let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
+        let online = sysroot.online_cpus().iter().count();
+        if online != offer.cpus {
+            reasons.push(format!("{online} CPUs are online, {} in the machine that comes", offer.cpus));
+        }
+        fit::wait_for_disks(&offer.machine.file_systems, DISKS_PATIENCE);
+        reasons.extend(fit::missing_disks(&offer.machine.file_systems));
+        let mut restart = restart(&offer.machine);
+        restart.flags |= MERCURY_RESTART_AGAIN;
+        // What the driver finds is worth knowing together with the rest.
+        if let Err(error) = self.device.restore_begin(&restart) {
+            let more = match error.code {
+                Some(Code::RestoreRoom) => {
+                    "; `mercury migrate --pool` with more than this small kernel's memory makes room"
+                }
+                _ => "",
+            };
+            reasons.push(error.message + more);
+        }
+        if !reasons.is_empty() {
+            return Err(reasons.join("; "));
+        }
+        arrival.ledger = Ledger::new(offer.memory());
+        arrival.offer = offer;
+        Ok(())
+    }
+
+    /// Puts pages where they belong, and notes what lies there then.
+    fn load(&mut self, pages: &Pages) -> Result<()> {
+        let breach = |what: &str| Error::new(Exit::Failed, what);
+        if !self.destination.takes_pages() {
+            return Err(breach("pages came that nobody had asked for"));
+        }
+        let arrival = self.arrival.as_mut().ok_or_else(|| breach("pages came of no machine"))?;
+        let mut data = Vec::with_capacity(pages.len() * PAGE);
+        let mut entries = Vec::with_capacity(pages.len());
+        for Page { phys, content } in pages.iter() {
+            if !arrival.ledger.has_room_for(phys) {
+                return Err(breach("a page came that does not lie in the memory that was offered"));
+            }
+            let source = match content {
+                Content::Data(bytes) => {
+                    data.extend_from_slice(bytes);
+                    MERCURY_LOAD_DATA
+                }
+                Content::Zero => MERCURY_LOAD_ZERO,
+            };
+            entries.push(LoadEntry { frame_phys: phys, source });
+        }
+        self.device.restore_load(&entries, &data)?;
+        let there = self.device.restore_read(&entries)?;
+        let (there, _) = there.as_chunks::<PAGE>();
+        for (entry, page) in entries.iter().zip(there) {
+            let zero = page.iter().all(|byte| *byte == 0);
+            let content = if zero { Content::Zero } else { Content::Data(page) };
+            arrival.ledger.note(Page { phys: entry.frame_phys, content }).map_err(breach)?;
+        }
+        arrival.pages += entries.len() as u64;
+        Ok(())
+    }
+
+    /// Whether all of it is here, and its disks are as they were at the instant.
+    fn verify(&mut self, digest: Digest) -> Event {
+        match self.is_right(digest) {
+            Ok(()) => Event::Verified,
+            Err(reason) => {
+                self.reason = reason;
+                Event::Failed
+            }
+        }
+    }
+
+    fn is_right(&mut self, digest: Digest) -> Result<(), String> {
+        let attempt = match self.destination.phase() {
+            Some(Phase::Verifying(_)) => self.link.as_ref().and_then(Link::attempt).ok_or("it is gone")?,
+            _ => return Err("nothing is to be verified".into()),
+        };
+        let arrival = self.arrival.as_mut().ok_or("nothing has come")?;
+        if !arrival.ledger.is_complete() {
+            return Err("not all of its memory has come".into());
+        }
+        if arrival.ledger.digest(attempt) != digest {
+            return Err("its memory is not what was sent".into());
+        }
+        let last = Offer::unpack(&arrival.text).map_err(|error| format!("the last word: {error}"))?;
+        if kept(&last.machine) != kept(&arrival.offer.machine)
+            || last.machine.cpus != arrival.offer.machine.cpus
+        {
+            return Err("it is another machine than the one that was offered".into());
+        }
+        let changed = fit::changed_disks(&last.machine.file_systems);
+        if !changed.is_empty() {
+            return Err(format!(
+                "the disks here are not as they were at the instant: {}",
+                changed.join("; ")
+            ));
+        }
+        eprintln!(
+            "mercury: the machine is here: {} of memory",
+            bytes(arrival.ledger.len() as u64 * PAGE as u64)
+        );
+        Ok(())
+    }
+
+    /// Forgets what has come. The driver lets go of it with the device.
+    fn release(&mut self) -> Result<()> {
+        self.arrival = None;
+        // One process controls it at a time.
+        self.device = {
+            let observer = Device::open(Access::Observe)?;
+            drop(std::mem::replace(&mut self.device, observer));
+            Device::open(Access::Control)?
+        };
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_migration::wire::hash_of;
+
+    /// Both ends hash alike, however a page came.
+    #[test]
+    fn zeros_hash_like_zeros() {
+        let mut ledger = Ledger::new(vec![0..4096, 8192..12288]);
+        assert_eq!(ledger.note(Page { phys: 0, content: Content::Zero }), Ok(true));
+        assert_eq!(ledger.note_hash(0, hash_of(&[0; PAGE])), Ok(false));
+        assert_eq!(ledger.note(Page { phys: 0, content: Content::Data(&[0; PAGE]) }), Ok(false));
+    }
+}

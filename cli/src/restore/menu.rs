@@ -1,0 +1,344 @@
+//! An entry in the boot menu, for a machine that cannot be asked any more: GRUB's `custom.cfg`, which Debian's `grub.cfg`
+//! reads at each boot, or a file of its own where a loader reads the Boot Loader Specification's (systemd-boot).
+
+use crate::{
+    checkpoint::disks::{line_of, unescaped},
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text},
+    sysroot::Sysroot,
+};
+use serde::Serialize;
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
+
+/// What GRUB reads besides its own configuration.
+const GRUB: &str = "boot/grub/custom.cfg";
+/// What includes that (grub-mkconfig's `41_custom`).
+const GRUB_MAIN: &str = "boot/grub/grub.cfg";
+/// Where the Boot Loader Specification has entries, on the partitions that it knows.
+const ENTRIES: [&str; 3] = ["boot/loader/entries", "boot/efi/loader/entries", "efi/loader/entries"];
+
+/// What to start, and what it is called.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The line in the menu.
+    pub title: String,
+    /// The kernel's file.
+    pub kernel: PathBuf,
+    /// The initial RAM disk's.
+    pub initramfs: PathBuf,
+    /// The kernel's command line.
+    pub command_line: String,
+}
+
+/// The entry that was made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Made {
+    /// The file that has it.
+    pub file: PathBuf,
+    /// The line in the menu.
+    pub title: String,
+}
+
+impl Render for Made {
+    fn render(&self, to: &mut Text) {
+        to.line(format!("boot menu: “{}”, in {}", self.title, self.file.display()));
+    }
+}
+
+/// A boot loader that was found, and what it calls the folder with kernel and initial RAM disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Loader {
+    /// GRUB: its file, the file system's identity, the folder in it.
+    Grub {
+        /// `custom.cfg`.
+        file: PathBuf,
+        /// As in `/dev/disk/by-uuid`.
+        uuid: String,
+        /// From the file system's own root.
+        folder: String,
+    },
+    /// systemd-boot and others: their folder of entries, and the folder on that partition.
+    Entries {
+        /// Has a file for each entry.
+        entries: PathBuf,
+        /// From the partition's root.
+        folder: String,
+    },
+}
+
+impl Loader {
+    /// The loader of this system, which must be able to read `folder`.
+    ///
+    /// # Errors
+    /// If there is none that is known, or it cannot.
+    pub fn find(folder: &Path, sysroot: &Sysroot) -> Result<Self> {
+        let folder = folder.canonicalize().map_err(|error| failed(folder, &error))?;
+        let refused = |why: String| {
+            Err(Error::new(Exit::Failed, why).hint(
+                "leave --boot-menu away, and enter what is printed into the boot menu by hand, or start it over the network",
+            ))
+        };
+        if let Some(entries) = ENTRIES.iter().map(|name| sysroot.path(name)).find(|path| path.is_dir()) {
+            let (at, theirs) = (place(&entries, sysroot)?, place(&folder, sysroot)?);
+            if at.number != theirs.number {
+                let (entries, folder) = (entries.display(), folder.display());
+                return refused(format!(
+                    "{folder} is not on the boot loader's partition, where {entries} is"
+                ));
+            }
+            return Ok(Self::Entries { entries, folder: theirs.in_file_system });
+        }
+        let main = sysroot.text(GRUB_MAIN).unwrap_or_default();
+        if main.is_empty() {
+            return refused(
+                "no boot loader is known here: there is neither GRUB's nor systemd-boot's".into(),
+            );
+        }
+        let file = sysroot.path(GRUB);
+        if !main.contains("custom.cfg") {
+            return refused(format!(
+                "{} does not read {}",
+                sysroot.path(GRUB_MAIN).display(),
+                file.display()
+            ));
+        }
+        let theirs = place(&folder, sysroot)?;
+        if theirs.number != place(&sysroot.path("boot/grub"), sysroot)?.number {
+            return refused(format!("{} is not on the file system of /boot/grub", folder.display()));
+        }
+        let device = fs::canonicalize(&theirs.device).unwrap_or_default();
+        let names = sysroot.names("dev/disk/by-uuid").into_iter();
+        let mut names = names.filter(|name| {
+            fs::canonicalize(sysroot.path("dev/disk/by-uuid").join(name)).is_ok_and(|found| found == device)
+        });
+        let Some(uuid) = names.next() else {
+            return refused(format!("{} is on {}, which has no identity", folder.display(), theirs.device));
+        };
+        Ok(Self::Grub { file, uuid, folder: theirs.in_file_system })
+    }
+
+    /// Makes the entry, in place of one with the same title. What the loader reads is whole at any moment.
+    ///
+    /// # Errors
+    /// If it cannot be written; then there is the one before.
+    pub fn write(&self, entry: &Entry) -> Result<Made> {
+        let (file, text) = match self {
+            Self::Grub { file, uuid, folder } => {
+                let now = fs::read_to_string(file).or_else(|error| match error.kind() {
+                    io::ErrorKind::NotFound => Ok(String::new()),
+                    _ => Err(failed(file, &error)),
+                })?;
+                (file.clone(), with_block(&now, &entry.title, &grub_entry(entry, uuid, folder)))
+            }
+            Self::Entries { entries, folder } => {
+                (entries.join(format!("{}.conf", file_name(&entry.title))), specified(entry, folder))
+            }
+        };
+        replace(&file, &text).map_err(|error| failed(&file, &error))?;
+        Ok(Made { file, title: entry.title.clone() })
+    }
+}
+
+fn failed(path: &Path, error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("{}: {error}", path.display())).hint("the boot menu is as it was")
+}
+
+/// Where a path is: the device's number and name, and the path from the file system's own root.
+struct Place {
+    number: String,
+    device: String,
+    in_file_system: String,
+}
+
+/// `36 35 98:0 /@root /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+fn place(path: &Path, sysroot: &Sysroot) -> Result<Place> {
+    let table = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let found = line_of(&table, path).and_then(|line| {
+        let (front, back) = line.split_once(" - ")?;
+        let mut front = front.split(' ').skip(2).map(unescaped);
+        let (number, root, at) = (front.next()?, front.next()?, front.next()?);
+        let below = path.strip_prefix(&at).ok()?;
+        let in_file_system = Path::new(&root).join(below).to_string_lossy().into_owned();
+        Some(Place { number, device: unescaped(back.split(' ').nth(1)?), in_file_system })
+    });
+    found.ok_or_else(|| {
+        Error::new(Exit::Failed, format!("the file system of {} is not known", path.display()))
+            .hint("name a folder on the disk that this system boots from")
+    })
+}
+
+/// A file in the folder is known to the loader by its name.
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// An entry as GRUB's script has it.
+fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
+    let file = |path: &Path| word(&format!("{}/{}", folder.trim_end_matches('/'), name_of(path)));
+    let words: Vec<String> = entry.command_line.split_whitespace().map(word).collect();
+    format!(
+        "menuentry {} {{\n\tsearch --no-floppy --fs-uuid --set=root {}\n\tlinux {} {}\n\tinitrd {}\n}}\n",
+        word(&entry.title),
+        word(uuid),
+        file(&entry.kernel),
+        words.join(" "),
+        file(&entry.initramfs),
+    )
+}
+
+/// A word of GRUB's script; in single quotes nothing means anything but their end.
+fn word(text: &str) -> String {
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "/._-=:,+@%".contains(letter);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+/// An entry as the Boot Loader Specification has it.
+fn specified(entry: &Entry, folder: &str) -> String {
+    let file = |path: &Path| format!("{}/{}", folder.trim_end_matches('/'), name_of(path));
+    format!(
+        "title {}\nlinux {}\ninitrd {}\noptions {}\n",
+        entry.title,
+        file(&entry.kernel),
+        file(&entry.initramfs),
+        entry.command_line
+    )
+}
+
+fn file_name(title: &str) -> String {
+    let letter =
+        |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' };
+    title.chars().map(letter).collect()
+}
+
+/// The text with this block in place of the one of the same title, or at its end.
+fn with_block(text: &str, title: &str, block: &str) -> String {
+    let (begin, end) = (format!("# BEGIN {title}\n"), format!("# END {title}\n"));
+    let new = format!("{begin}{block}{end}");
+    let old = text.find(&begin).and_then(|from| Some(from..from + text[from..].find(&end)? + end.len()));
+    match old {
+        Some(range) => [&text[..range.start], &new, &text[range.end..]].concat(),
+        None => {
+            let newline = if text.is_empty() || text.ends_with('\n') { "" } else { "\n" };
+            format!("{text}{newline}{new}")
+        }
+    }
+}
+
+/// Written beside it, made safe, and renamed.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let beside = path.with_extension("mercury-new");
+    let mut file = File::create(&beside)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&beside, path)?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::os::unix::fs::symlink;
+
+    fn entry() -> Entry {
+        Entry {
+            title: "Mercury: restore /dev/vdb".into(),
+            kernel: "/boot/mercury/vmlinuz".into(),
+            initramfs: "/boot/mercury/initramfs".into(),
+            command_line: "mem=128M dyndbg='file x +p' mercury.restore=/dev/vdb".into(),
+        }
+    }
+
+    /// A system with a boot loader, whose root is one file system.
+    fn system(files: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
+        let root = tempfile::tempdir().expect("a folder");
+        let at = root.path().canonicalize().expect("a path");
+        let mounts = format!("1 0 254:1 /@rootfs {} rw - btrfs {}/dev/vda1 rw", at.display(), at.display());
+        let always = [("proc/self/mountinfo", &*mounts), ("dev/vda1", ""), ("boot/mercury/vmlinuz", "")];
+        for (name, text) in always.iter().chain(files) {
+            let path = at.join(name);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            fs::write(path, text).expect("a file");
+        }
+        fs::create_dir_all(at.join("dev/disk/by-uuid")).expect("folders");
+        symlink("../../vda1", at.join("dev/disk/by-uuid/1234-abcd")).expect("a link");
+        let sysroot = Sysroot::at(&at);
+        (root, sysroot)
+    }
+
+    #[test]
+    fn grub_gets_an_entry_and_keeps_what_it_has() {
+        let (root, sysroot) = system(&[(GRUB_MAIN, "source custom.cfg"), (GRUB, "set timeout=3")]);
+        let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("GRUB");
+        loader.write(&entry()).expect("written");
+        let made = loader.write(&entry()).expect("written");
+        let text = fs::read_to_string(&made.file).expect("a file");
+        insta::assert_snapshot!(text, @r"
+        set timeout=3
+        # BEGIN Mercury: restore /dev/vdb
+        menuentry 'Mercury: restore /dev/vdb' {
+        	search --no-floppy --fs-uuid --set=root 1234-abcd
+        	linux /@rootfs/boot/mercury/vmlinuz mem=128M 'dyndbg='\''file' x '+p'\''' mercury.restore=/dev/vdb
+        	initrd /@rootfs/boot/mercury/initramfs
+        }
+        # END Mercury: restore /dev/vdb
+        ");
+    }
+
+    #[test]
+    fn others_get_a_file() {
+        let (root, sysroot) = system(&[("boot/loader/entries/debian.conf", "title Debian")]);
+        let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("systemd-boot");
+        let made = loader.write(&entry()).expect("written");
+        assert!(made.file.ends_with("boot/loader/entries/mercury--restore--dev-vdb.conf"), "{made:?}");
+        insta::assert_snapshot!(fs::read_to_string(&made.file).expect("a file"), @r"
+        title Mercury: restore /dev/vdb
+        linux /@rootfs/boot/mercury/vmlinuz
+        initrd /@rootfs/boot/mercury/initramfs
+        options mem=128M dyndbg='file x +p' mercury.restore=/dev/vdb
+        ");
+    }
+
+    #[test]
+    fn what_cannot_be_read_at_boot_is_refused() {
+        let refused = |files: &[(&str, &str)], reason: &str| {
+            let (root, sysroot) = system(files);
+            let error = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect_err("refused");
+            assert!(error.message.contains(reason), "{}", error.message);
+        };
+        refused(&[], "no boot loader is known");
+        refused(&[(GRUB_MAIN, "menuentry x {}")], "does not read");
+        let (root, sysroot) = system(&[(GRUB_MAIN, "source custom.cfg")]);
+        let elsewhere = tempfile::tempdir_in("/proc/self/cwd").expect("a folder");
+        let table = sysroot.text("proc/self/mountinfo").expect("text");
+        let other = elsewhere.path().canonicalize().expect("a path");
+        let table = format!("{table}\n2 0 254:2 / {} rw - ext4 /dev/vdb1 rw", other.display());
+        fs::write(root.path().join("proc/self/mountinfo"), table).expect("a file");
+        let error = Loader::find(&other, &sysroot).expect_err("refused");
+        assert!(error.message.contains("not on the file system of /boot/grub"), "{}", error.message);
+    }
+
+    proptest! {
+        /// A POSIX shell reads single quotes as GRUB does.
+        #[test]
+        fn words_are_read_as_they_are(text in "[ -~äß]{0,24}") {
+            let output = std::process::Command::new("sh").args(["-c", &format!("printf %s {}", word(&text))]).output();
+            prop_assert_eq!(String::from_utf8(output.expect("sh").stdout).expect("text"), text);
+        }
+
+        #[test]
+        fn the_rest_of_the_file_stays(text in "([a-z# ]{0,12}\n){0,6}", old in "[a-z\n]{0,20}", new in "[a-z]{1,20}\n") {
+            let with_old = with_block(&text, "T", &format!("{old}\n"));
+            prop_assert_eq!(with_block(&with_old, "T", &new), with_block(&text, "T", &new));
+            prop_assert!(with_old.starts_with(&text));
+        }
+    }
+}
