@@ -134,24 +134,12 @@ impl Files {
             .with_path(agent)?
             .name();
         let path = paths::lab_dir("initramfs")?.join(format!("{}-{name}.cpio", self.version));
-        let _lock = Lock::wait("initramfs")?;
-        if !path.exists() {
-            let archive = self.pack(agent)?;
-            let unfinished = path.with_extension("new");
-            fs::write(&unfinished, archive).context(|| "write the initramfs".into())?;
-            fs::rename(&unfinished, &path).context(|| "name the initramfs".into())?;
-        }
+        ensure_initramfs(&path, || self.pack(agent))?;
         Ok(path)
     }
 
     fn pack(&self, agent: &Path) -> Result<Vec<u8>> {
-        let mut archive = Archive::default();
-        for directory in ["dev", "proc", "sys", "lib"] {
-            archive.directory(directory);
-        }
-        archive.char_device("dev/console", (5, 1));
-        let program = fs::read(agent).context(|| format!("read {}", agent.display()))?;
-        archive.file("init", &program);
+        let mut archive = with_agent(agent)?;
         let dependencies = self.modules.join("modules.dep");
         let dependencies =
             fs::read_to_string(&dependencies).context(|| format!("read {}", dependencies.display()))?;
@@ -164,6 +152,43 @@ impl Files {
         archive.file("modules", names.as_bytes());
         Ok(archive.finish())
     }
+}
+
+/// An initramfs with `agent` as its first program and nothing else, made if it is not there.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn initramfs_without_modules(agent: &Path) -> Result<PathBuf> {
+    let name = Ingredients::default().with("no modules").with_path(agent)?.name();
+    let path = paths::lab_dir("initramfs")?.join(format!("own-{name}.cpio"));
+    ensure_initramfs(&path, || {
+        let mut archive = with_agent(agent)?;
+        archive.file("modules", b"");
+        Ok(archive.finish())
+    })?;
+    Ok(path)
+}
+
+fn ensure_initramfs(path: &Path, pack: impl FnOnce() -> Result<Vec<u8>>) -> Result<()> {
+    let _lock = Lock::wait("initramfs")?;
+    if path.exists() {
+        return Ok(());
+    }
+    let unfinished = path.with_extension("new");
+    fs::write(&unfinished, pack()?).context(|| "write the initramfs".into())?;
+    fs::rename(&unfinished, path).context(|| "name the initramfs".into())
+}
+
+/// What every initramfs has.
+fn with_agent(agent: &Path) -> Result<Archive> {
+    let mut archive = Archive::default();
+    for directory in ["dev", "proc", "sys", "lib"] {
+        archive.directory(directory);
+    }
+    archive.char_device("dev/console", (5, 1));
+    let program = fs::read(agent).context(|| format!("read {}", agent.display()))?;
+    archive.file("init", &program);
+    Ok(archive)
 }
 
 /// The paths of the wanted modules and of all that they need, each after what it needs. Modules that are

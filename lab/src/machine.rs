@@ -27,6 +27,8 @@ use crate::{
     error::{Context, Error, Result, wait_for},
     host, hung,
     image::Image,
+    iommu::Iommu,
+    kernel,
     lock::Reservation,
     owner,
     scene::Scene,
@@ -176,6 +178,12 @@ impl Machine {
         self.spec.nic.is_some()
     }
 
+    /// The IOMMU that its devices are behind.
+    #[must_use]
+    pub fn iommu(&self) -> Option<Iommu> {
+        self.spec.iommu
+    }
+
     /// The release of the kernel that runs.
     #[must_use]
     pub fn kernel(&self) -> &str {
@@ -198,6 +206,19 @@ impl Machine {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.process.lock().id()
+    }
+
+    /// What the emulator has taken of this host's processors, shared out among the machine's CPUs: the time that counts
+    /// where the host has other things to do.
+    ///
+    /// # Errors
+    /// If the emulator is not there any more.
+    pub fn worked(&self) -> Result<Duration> {
+        let path = format!("/proc/{}/stat", self.pid());
+        let stat = fs::read_to_string(&path).context(|| format!("read {path}"))?;
+        let ticks = ticks_of(&stat).ok_or_else(|| Error::Host(format!("{path} says `{stat}`")))?;
+        let seconds = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
+        Ok(Duration::from_secs_f64(seconds / f64::from(self.spec.cpus)))
     }
 
     /// A command line for the machine's shell.
@@ -498,13 +519,16 @@ impl Prepared {
         spec.check()?;
         let image = Image::ensure(spec.kernel.release())?;
         let artefacts = artefacts::ensure(spec.kernel.release())?;
-        let kernel = spec.kernel.files(&image)?;
-        let initramfs = kernel.initramfs(&artefacts.agent)?;
+        let debians = spec.kernel.files(&image)?;
+        let initramfs = match &spec.own_kernel {
+            Some(_) => kernel::initramfs_without_modules(&artefacts.agent)?,
+            None => debians.initramfs(&artefacts.agent)?,
+        };
         if spec.wants_gdb {
             spec.gdb_port = Some(free_port()?);
         }
         let files = Files {
-            vmlinuz: &kernel.vmlinuz,
+            vmlinuz: spec.own_kernel.as_ref().unwrap_or(&debians.vmlinuz),
             initramfs: &initramfs,
             root_disk: &image.disk(),
             lab_disk: &artefacts.disk,
@@ -640,6 +664,13 @@ fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Res
     }
 }
 
+/// User and system time of a process, from its `stat` (proc(5)); its name may have spaces and parentheses.
+fn ticks_of(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut times = rest.split_whitespace().skip(11).map(|ticks| ticks.parse::<u64>().ok());
+    Some(times.next()?? + times.next()??)
+}
+
 /// How the emulator crashed, if it did: by a signal that nobody sent. It may be about to end.
 fn crash_of(process: &mut Child) -> Option<String> {
     const OWN_FAULTS: [Signal; 3] = [Signal::ABORT, Signal::BUS, Signal::SEGV];
@@ -721,6 +752,13 @@ mod tests {
         let gone = Err(Error::Gone("panic".into()));
         assert!(matches!(or_again(gone, |_| Ok(true)), Err(Error::Gone(_))));
         assert!(matches!(or_again(Ok(false), |_| Ok(true)), Ok(false)));
+    }
+
+    #[test]
+    fn what_a_process_worked_is_read() {
+        let stat = "42 (qemu (x) y) S 1 1 1 0 -1 4194560 100 0 0 0 1500 250 0 0 20 0 5 0 100 1000 10";
+        assert_eq!(ticks_of(stat), Some(1750));
+        assert_eq!(ticks_of("42 (qemu) S 1"), None);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::{
     io::{IsTerminal, Write},
+    path::PathBuf,
     process::ExitCode,
     time::Duration,
 };
@@ -11,7 +12,9 @@ use mercury_lab::{
     Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
     artefacts,
     bench::{self, Depth, Part},
-    check, deb, demo, host, image, soak, testing,
+    check, deb, demo, host, image,
+    previrtualization::{self, Flavour},
+    soak, testing,
 };
 
 #[derive(Parser)]
@@ -44,6 +47,15 @@ enum Command {
         #[arg(long)]
         kernel: Option<Kernel>,
     },
+    /// Build a small kernel from Debian's sources with the afterburner, account for it, and print where it is
+    Kernel {
+        /// Of this release: bookworm or trixie
+        #[arg(long, value_parser = release, default_value = "bookworm")]
+        release: Release,
+        /// Without the afterburner
+        #[arg(long)]
+        plain: bool,
+    },
     /// Boot a machine with a shell on this terminal
     #[command(visible_alias = "boot")]
     Shell {
@@ -72,7 +84,7 @@ enum Command {
     Demo,
     /// Measure: the paper's tables, and what Mercury promises in numbers
     Bench {
-        /// Only this part, which takes its place in docs/: checkpoint
+        /// Only this part, which takes its place in docs/: checkpoint, kvm, previrtualization, previrtualization-6.1
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// A first look in a few minutes; leaves docs/ alone
@@ -97,6 +109,9 @@ struct MachineArgs {
     /// bookworm-cloud, bookworm-generic, trixie-cloud or trixie-generic
     #[arg(long, default_value = "bookworm-cloud")]
     kernel: Kernel,
+    /// A kernel that was built elsewhere (a bzImage, with its drivers built in), in place of the release's
+    #[arg(long, value_name = "FILE")]
+    own_kernel: Option<PathBuf>,
     /// Processors
     #[arg(long, default_value_t = 2)]
     cpus: u32,
@@ -132,6 +147,9 @@ struct MachineArgs {
 impl MachineArgs {
     fn spec(&self) -> Spec {
         let mut spec = Spec::new(self.kernel).cpus(self.cpus).memory_mib(self.memory).cpu(&self.cpu);
+        if let Some(image) = &self.own_kernel {
+            spec = spec.own_kernel(image);
+        }
         if self.systemd {
             spec = spec.init(Init::Systemd);
         }
@@ -158,7 +176,13 @@ fn release(name: &str) -> Result<Release, String> {
 }
 
 fn part(name: &str) -> Result<Part, String> {
-    if name == "checkpoint" { Ok(Part::Checkpoint) } else { Err("there is checkpoint".to_owned()) }
+    match name {
+        "checkpoint" => Ok(Part::Checkpoint),
+        "kvm" => Ok(Part::Kvm),
+        "previrtualization" => Ok(Part::Previrtualization(&Release::ALL)),
+        "previrtualization-6.1" => Ok(Part::Previrtualization(&[Release::Bookworm])),
+        _ => Err("there are checkpoint, kvm, previrtualization and previrtualization-6.1".to_owned()),
+    }
 }
 
 fn main() -> ExitCode {
@@ -178,6 +202,14 @@ fn run(command: Command) -> Result<ExitCode> {
             for release in chosen(release) {
                 println!("{}", artefacts::ensure(release)?.disk.display());
             }
+        }
+        Command::Kernel { release, plain } => {
+            let flavour = if plain { Flavour::Plain } else { Flavour::PreVirtualized };
+            let built = previrtualization::build(release, flavour)?;
+            if !plain {
+                println!("{}", bench::previrtualization::account(&built)?);
+            }
+            println!("{}", built.image.display());
         }
         Command::BuildDriver { kernel } => build_driver(kernel)?,
         Command::Shell { machine } => Machine::shell(with_terminal(machine.spec()))?,

@@ -36,6 +36,17 @@ pub fn thousands(number: u64) -> String {
     head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
 }
 
+/// Puts a section into a page, in place of the one with that heading, or behind all others.
+#[must_use]
+pub fn replace_section(page: &str, heading: &str, section: &str) -> String {
+    let Some(at) = page.find(&format!("{heading}\n")) else {
+        return format!("{}\n\n{section}", page.trim_end());
+    };
+    let rest = &page[at + heading.len()..];
+    let rest = rest.find("\n## ").map_or("", |next| &rest[next..]);
+    format!("{}{}\n{}", &page[..at], section.trim_end(), rest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -18,8 +18,12 @@ use crate::{
 /// How long a checkpoint may take, and what was asked to end.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// How long a count may stand still: a TCP connection waits about as long as its peer was away before it tries again.
+/// How long a count may stand still, in what the emulator works meanwhile: a TCP connection waits about as long as its
+/// peer was away before it tries again.
 const STILL_LIMIT: Duration = Duration::from_secs(60);
+
+/// So much longer in wall time: a machine that has stopped does not work, and hosts are shared.
+const WALL_TIME: u32 = 5;
 
 /// Work that goes on by itself, and says how far it has come in `/run/NAME`, what was wrong in `/run/NAME.wrong`, and
 /// for some of it, when `/run/end` is there, what came of it in `/run/NAME.ended`.
@@ -110,9 +114,10 @@ pub fn count(machine: &Machine, name: &str) -> Result<u64> {
 /// # Errors
 /// If it does not.
 pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
-    let end = Instant::now() + patient(STILL_LIMIT);
+    let limit = patient(STILL_LIMIT);
+    let (end, worked) = (Instant::now() + limit * WALL_TIME, machine.worked()?);
     while count(machine, name)? <= before {
-        if Instant::now() > end {
+        if Instant::now() > end || machine.worked()? - worked > limit {
             let said = machine.sh(&format!("cat /run/{name}.said"))?;
             let stuck = format!("{name} stands still at {before}: {said}");
             return Err(machine.blame(Error::Unhealthy(stuck)));

@@ -1,11 +1,17 @@
 //! The description of a machine.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
 
 use crate::{
     driver::Variant,
     error::{Error, Result},
     image::Release,
+    iommu::Iommu,
     kernel::Kernel,
     tsc,
 };
@@ -199,6 +205,7 @@ pub enum Console {
 pub struct Spec {
     pub(crate) platform: Platform,
     pub(crate) kernel: Kernel,
+    pub(crate) own_kernel: Option<PathBuf>,
     pub(crate) cpus: u32,
     pub(crate) max_cpus: u32,
     pub(crate) memory_mib: u32,
@@ -207,6 +214,7 @@ pub struct Spec {
     pub(crate) root_bus: Bus,
     pub(crate) disks: Vec<(Bus, u32)>,
     pub(crate) nic: Option<Nic>,
+    pub(crate) iommu: Option<Iommu>,
     pub(crate) icount: Option<Icount>,
     pub(crate) kernel_args: Vec<String>,
     pub(crate) init: Init,
@@ -228,6 +236,7 @@ impl Spec {
         Self {
             platform: Platform::chosen().unwrap_or(Platform::Qemu),
             kernel,
+            own_kernel: None,
             cpus: 2,
             max_cpus: 0,
             memory_mib: 1024,
@@ -236,6 +245,7 @@ impl Spec {
             root_bus: Bus::Nvme,
             disks: Vec::new(),
             nic: None,
+            iommu: None,
             icount: None,
             kernel_args: Vec::new(),
             init: Init::Agent,
@@ -257,6 +267,15 @@ impl Spec {
     #[must_use]
     pub fn platform(mut self, platform: Platform) -> Self {
         self.platform = platform;
+        self
+    }
+
+    /// A kernel that was built here, with all drivers that it needs built in, in place of Debian's. The rest of the
+    /// machine is the release's.
+    #[must_use]
+    pub fn own_kernel(mut self, image: &Path) -> Self {
+        // The emulator runs in a directory of its own.
+        self.own_kernel = Some(std::path::absolute(image).unwrap_or_else(|_| image.to_owned()));
         self
     }
 
@@ -321,6 +340,13 @@ impl Spec {
     pub fn nic(mut self, nic: Nic) -> Self {
         self.nic = Some(nic);
         self
+    }
+
+    /// An IOMMU in front of all devices, in a QEMU that has one that translates.
+    #[must_use]
+    pub fn iommu(mut self, iommu: Iommu) -> Self {
+        self.iommu = Some(iommu);
+        self.qemu_version(Qemu::Newer)
     }
 
     /// Counts instructions; the machine must have one processor.
@@ -427,6 +453,12 @@ impl Spec {
         if cloud && (ahci || self.nic == Some(Nic::E1000e)) {
             return refuse("the cloud kernels have no driver for AHCI and e1000e");
         }
+        if self.iommu.is_some() && self.qemu_version != Qemu::Newer {
+            return refuse("this host's QEMU translates for no AMD IOMMU");
+        }
+        if cloud && self.iommu == Some(Iommu::Amd) {
+            return refuse("the cloud kernels have no driver for AMD's IOMMU");
+        }
         Ok(())
     }
 
@@ -438,6 +470,7 @@ impl Spec {
                 "Bochs has IDE disks only, and none to spare",
             ),
             (self.nic.is_some(), "Bochs has no network card that the lab uses"),
+            (self.iommu.is_some(), "Bochs has no IOMMU"),
             (self.cpu_model != CPU || self.phys_bits.is_some(), "this is about a processor of QEMU's"),
             (self.console == Console::Terminal, "Bochs shows its console on no terminal"),
             (self.max_cpus != 0, "Bochs has no hotplug of processors"),
@@ -468,6 +501,7 @@ impl Spec {
         if self.console == Console::Terminal {
             words.push("lab.shell=1".to_owned());
         }
+        words.extend(self.iommu.and_then(Iommu::kernel_argument).map(str::to_owned));
         words.extend(self.kernel_args.iter().cloned());
         words.join(" ")
     }
@@ -501,6 +535,9 @@ mod tests {
         assert!(spec().icount(Icount::Exact).check().is_err());
         assert!(spec().root_bus(Bus::Ahci).check().is_err());
         assert!(spec().nic(Nic::E1000e).check().is_err());
+        assert!(spec().iommu(Iommu::Amd).check().is_err());
+        assert!(spec().iommu(Iommu::Intel).qemu_version(Qemu::Host).check().is_err());
+        assert!(spec().iommu(Iommu::Intel).check().is_ok());
         assert!(spec().cpus(1).icount(Icount::Exact).check().is_ok());
     }
 }

@@ -89,7 +89,7 @@ fn all_of_them_on_debian_13() -> Result<()> {
 }
 
 /// The first instructions of a program that does not depend on chance, one at a time.
-const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 4000' \
+const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 1500' \
      -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
 
 #[test]

@@ -82,6 +82,7 @@ fn processors_go_and_come_back_on_6_1() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn processors_go_and_come_back_on_6_12() -> Result<()> {
     processors_go_and_come_back(Kernel::TrixieCloud, "1 2 3", "quiet")
 }
@@ -170,6 +171,7 @@ fn reboot() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn reboot_on_6_12() -> Result<()> {
     comes_up_again(Kernel::TrixieCloud, "reboot")
 }
@@ -185,6 +187,7 @@ fn reset_by_sysrq() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn reset_by_sysrq_on_6_12() -> Result<()> {
     comes_up_again(Kernel::TrixieCloud, "echo b > /proc/sysrq-trigger")
 }
@@ -221,6 +224,7 @@ fn kexec(kernel: Kernel) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn kexec_on_6_1() -> Result<()> {
     kexec(Kernel::BookwormCloud)
 }
@@ -326,6 +330,7 @@ fn wait_status(machine: &Machine, wanted: &str) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn suspend_to_memory_on_6_1() -> Result<()> {
     suspend_to_memory(Kernel::BookwormCloud)
 }

@@ -149,12 +149,12 @@ fn corruptions() -> Result<&'static [Failure]> {
     })
 }
 
-/// Whether a crash has the exit code of a hypercall: VMEXIT_VMMCALL, or VMX's reason 18. One of a refused
-/// entry is VMEXIT_INVALID, or the reason has one of two bits that say so.
+/// Whether a crash has the exit code of a hypercall: VMEXIT_VMMCALL, or VMX's reason 18; on AMD the question for a CPU's
+/// mode is VMEXIT_MSR. One of a refused entry is VMEXIT_INVALID, or the reason has one of two bits that say so.
 fn is_right_exit(vendor: Vendor, code: Code, exit_code: u64) -> bool {
     match (vendor, code) {
         (Vendor::Amd, Code::InvalidGuestState) => exit_code == u64::MAX,
-        (Vendor::Amd, _) => exit_code == 0x81,
+        (Vendor::Amd, _) => matches!(exit_code, 0x81 | 0x7C),
         (Vendor::Intel, Code::InvalidGuestState) => exit_code >> 32 == 1 && exit_code >> 30 & 3 != 0,
         (Vendor::Intel, _) => exit_code == 1 << 32 | 18,
     }

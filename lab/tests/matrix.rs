@@ -50,37 +50,49 @@ fn refuses(spec: Spec, code: &str) -> Result<()> {
 }
 
 macro_rules! rows {
-    ($how:ident: $($name:ident = $($argument:expr),+;)*) => {
-        $(#[test] fn $name() -> Result<()> { $how($($argument),+) })*
+    ($how:ident: $($(#[$mark:meta])* $name:ident = $($argument:expr),+;)*) => {
+        $(#[test] $(#[$mark])* fn $name() -> Result<()> { $how($($argument),+) })*
     };
 }
 
 rows! { works:
     kernel_6_1_cloud = plain();
+    #[ignore = "long"]
     kernel_6_1_generic = Spec::new(Kernel::BookwormGeneric);
     kernel_6_12_cloud = trixie();
     kernel_6_12_generic = Spec::new(Kernel::TrixieGeneric);
 
     cpus_1_on_6_1 = plain().cpus(1);
+    #[ignore = "long"]
     cpus_4_on_6_1 = plain().cpus(4);
     cpus_8_on_6_1 = plain().cpus(8);
+    #[ignore = "long"]
     cpus_1_on_6_12 = trixie().cpus(1);
     cpus_8_on_6_12 = trixie().cpus(8);
 
     memory_512_mib_on_6_1 = plain().memory_mib(512);
+    #[ignore = "long"]
     memory_512_mib_on_6_12 = trixie().memory_mib(512);
+    #[ignore = "long"]
     memory_4_gib = plain().memory_mib(4096);
+    #[ignore = "long"]
     memory_8_gib = plain().memory_mib(8192);
+    #[ignore = "long"]
     memory_16_gib_on_6_1 = plain().memory_mib(16384);
     memory_16_gib_on_6_12 = trixie().memory_mib(16384);
 
+    #[ignore = "long"]
     no_1_gib_pages = plain().cpu_feature("-pdpe1gb");
     no_1_gib_pages_and_16_gib = plain().cpu_feature("-pdpe1gb").memory_mib(16384);
     five_levels_on_6_1 = plain().cpu_feature("+la57");
+    #[ignore = "long"]
     five_levels_on_6_12 = trixie().cpu_feature("+la57");
+    #[ignore = "long"]
     five_levels_and_no_1_gib_pages = plain().cpu_feature("+la57").cpu_feature("-pdpe1gb");
+    #[ignore = "long"]
     epyc_rome = plain().cpu("EPYC-Rome,+svm,+npt");
     epyc_milan = trixie().cpu("EPYC-Milan,+svm,+npt");
+    #[ignore = "long"]
     addresses_of_48_bits = plain().phys_bits(48);
     addresses_of_48_bits_and_no_1_gib_pages = trixie().phys_bits(48).cpu_feature("-pdpe1gb");
 }

@@ -22,7 +22,7 @@ use mercury_lab::{
 /// The last good image, and the one that is written over an older one.
 const GOOD: (&str, Disk) = ("/dev/vda", Disk::Spare(0));
 const NEXT: (&str, Disk) = ("/dev/vdb", Disk::Spare(1));
-const FEW: u32 = 3;
+const FEW: u32 = 2;
 /// While one image is written, so many.
 const A_ROUND: u32 = 13;
 /// Of cuts of a restore so many are followed by a whole one.

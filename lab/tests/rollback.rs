@@ -8,7 +8,8 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Bus, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, restart::knows_the_time,
+    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
+    restart::knows_the_time,
 };
 use serde_json::Value;
 use workloads::{load_test_module, number};
@@ -80,14 +81,18 @@ fn start(machine: &Machine, line: &str) -> Result<()> {
 /// A machine whose root is only read, at work.
 fn at_work(spec: Spec, loads: &[&str]) -> Result<Machine> {
     let machine = Machine::boot(spec)?;
+    set_to_work(&machine, loads)?;
+    Ok(machine)
+}
+
+fn set_to_work(machine: &Machine, loads: &[&str]) -> Result<()> {
     machine.sh("sync; mount -o remount,ro /; yes mercury | head -c 60M > /dev/vda")?;
-    load_test_module(&machine)?;
+    load_test_module(machine)?;
     machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
     machine.put("/run/clock.py", CLOCK.as_bytes(), 0o644)?;
-    start(&machine, "python3 /run/clock.py")?;
-    loads.iter().try_for_each(|load| start(&machine, load))?;
-    machine.sh("while ! test -s /run/clock; do sleep 0.1; done")?;
-    Ok(machine)
+    start(machine, "python3 /run/clock.py")?;
+    loads.iter().try_for_each(|load| start(machine, load))?;
+    machine.sh("while ! test -s /run/clock; do sleep 0.1; done").map(drop)
 }
 
 /// Lives once until `death`, and says how it came back.
@@ -146,7 +151,41 @@ fn goes_back(spec: Spec, loads: &[&str], death: &str, reason: &str) -> Result<()
     let machine = at_work(spec, loads)?;
     let report = live_twice(&machine, death)?;
     is_as_it_was(&machine, &report, reason)?;
+    iommu::check(&machine)?;
     is_native_again(&machine)
+}
+
+/// Three virtual machines of KVM's, which write to memory and look at it.
+const GUESTS_LOAD: &str = "sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & \
+     sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & \
+     sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & wait";
+
+/// Virtual machines go back with everything else, and count on from where they were.
+fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec_of(kernel, 2))?;
+    machine.put("/run/vm", include_bytes!("../guest/kvm/counter"), 0o755)?;
+    machine.sh("mkdir /run/guests; modprobe kvm_amd")?;
+    start(&machine, GUESTS_LOAD)?;
+    machine.sh("until test $(cat /run/guests/* | grep -c made) = 3; do sleep 0.2; done")?;
+    set_to_work(&machine, &[MEMORY_LOAD])?;
+    let report = live_twice(&machine, death)?;
+    is_as_it_was(&machine, &report, reason)?;
+    // A program that read another number than it had written has said so.
+    assert_eq!(machine.sh("cat /run/guests/*")?, "made\nmade\nmade");
+    assert_eq!(machine.sh("pgrep -fc '^python3 /run/vm'")?, "3");
+    is_native_again(&machine)
+}
+
+#[test]
+fn with_virtual_machines() -> Result<()> {
+    goes_back_with_guests(Kernel::BookwormCloud, COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn with_virtual_machines_from_a_panic_on_a_later_kernel() -> Result<()> {
+    goes_back_with_guests(Kernel::TrixieCloud, PANIC, "panic")
 }
 
 const COMMAND: &str = "mercury rollback";
@@ -158,6 +197,7 @@ fn on_command() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn on_command_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[DISK_LOAD], COMMAND, "command")
 }
@@ -187,6 +227,22 @@ fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
     is_as_it_was(&machine, &report, "panic")?;
     machine.sh("ping -c 3 10.0.2.2")?;
     is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_behind_intels_iommu() -> Result<()> {
+    let spec = spec(2).nic(Nic::Virtio).iommu(Iommu::Intel);
+    goes_back(spec, &[DISK_LOAD, MEMORY_LOAD, NETWORK_LOAD], PANIC, "panic")
+}
+
+/// The disk that is read besides is virtio's, and not behind it; the root's is.
+#[test]
+#[ignore = "long"]
+fn on_command_behind_amds_iommu() -> Result<()> {
+    let root_load = DISK_LOAD.replace("vda", "nvme0n1");
+    let spec = spec_of(Kernel::BookwormGeneric, 2).iommu(Iommu::Amd);
+    goes_back(spec, &[&root_load, DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
 /// A CPU that takes no interrupts any more is fetched by another.
@@ -286,6 +342,7 @@ fn a_device_is_given_what_is_read_only() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn from_a_triple_fault_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[], "mercury-workload kernel triple-fault 0", "triple fault")
 }

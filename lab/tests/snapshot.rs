@@ -9,7 +9,9 @@ use std::{
     thread,
 };
 
-use mercury_lab::{Bus, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant};
+use mercury_lab::{
+    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
+};
 
 /// Direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the same again.
 const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
@@ -86,25 +88,30 @@ fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result
         assert!(!uses(protocol) || count.parse::<u64>().unwrap() > enough, "{count} {counter}");
     }
     machine.sh("touch /run/end")?;
+    iommu::check(&machine)?;
     machine.check_next_attach()
 }
 
 fn virtio() -> Spec {
+    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).nic(Nic::Virtio).disk(Bus::Virtio, 256);
     ["virtio-balloon-pci", "virtio-rng-pci", "virtio-serial-pci"]
         .iter()
-        .fold(Spec::new(Kernel::BookwormCloud).cpus(2).nic(Nic::Virtio), |spec, device| {
-            spec.qemu_arg("-device").qemu_arg(device)
-        })
+        .fold(spec, |spec, device| spec.qemu_arg("-device").qemu_arg(device))
+}
+
+fn virtio_at_work(spec: Spec) -> Result<()> {
+    let loads = [
+        ROOT_LOAD.to_owned(),
+        disk_load("/dev/vda"),
+        network_load(source(), PATIENCE),
+        "head -c 100000 /dev/hwrng > /dev/null; sleep 0.1".to_owned(),
+    ];
+    are_exact(spec, "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 4)
 }
 
 #[test]
 fn exact_with_virtio() -> Result<()> {
-    let loads = [
-        ROOT_LOAD.to_owned(),
-        network_load(source(), PATIENCE),
-        "head -c 100000 /dev/hwrng > /dev/null; sleep 0.1".to_owned(),
-    ];
-    are_exact(virtio(), "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 4)
+    virtio_at_work(virtio())
 }
 
 /// Debian zeroes pages before devices get them, which hides what devices write: not here.
@@ -137,14 +144,36 @@ fn exact_with_packets_that_wait() -> Result<()> {
     are_exact(spec, "e1000e sch_netem", &[PACKETS_THAT_WAIT.to_owned()], 2)
 }
 
-/// Not behind an IOMMU: QEMU 7 shows wrong pages now and then, and QEMU 11 loses the disks when the IOMMU comes back.
-#[test]
-fn exact_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+/// Reads of all its disks, and whatever comes through its network.
+fn all_at_once(spec: Spec, rounds: u32) -> Result<()> {
     let loads = [
         ROOT_LOAD.to_owned(),
         disk_load("/dev/nvme0n1"),
         disk_load("/dev/sdb"),
         network_load(source(), FRESH_CARD),
     ];
-    are_exact(real_hardware(), "nvme e1000e xhci_pci usb_storage sd_mod", &loads, 3)
+    are_exact(spec, "nvme e1000e xhci_pci usb_storage sd_mod", &loads, rounds)
+}
+
+#[test]
+fn exact_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    all_at_once(real_hardware(), 3)
+}
+
+/// What devices are told is no memory's address, and the IOMMU writes to memory itself, also when it comes back.
+#[test]
+#[ignore = "long"]
+fn exact_behind_amds_iommu() -> Result<()> {
+    all_at_once(real_hardware().iommu(Iommu::Amd), 3)
+}
+
+#[test]
+fn exact_behind_intels_iommu() -> Result<()> {
+    all_at_once(real_hardware().iommu(Iommu::Intel), 3)
+}
+
+#[test]
+#[ignore = "long"]
+fn exact_with_virtio_behind_intels_iommu() -> Result<()> {
+    virtio_at_work(virtio().iommu(Iommu::Intel))
 }

@@ -93,13 +93,18 @@ fn cpus_come_and_go() -> Result<()> {
     let stream = begin(&machine, "")?;
     online(&machine, 1, 0)?;
     fails(&machine, stream, "snapshot-lost")?;
-    let stream = begin(&machine, "")?;
+    is_refused(&machine, &format!("mercury checkpoint {DISK}"), &["CPUs 1 are there and offline"])?;
+    let stream = begin(&machine, "--force-offline")?;
     online(&machine, 1, 1)?;
     fails(&machine, stream, "snapshot-hotplug")?;
     // Between what is prepared and the instant.
     for (cpu, to) in [(2, 0), (2, 1)] {
         let hook = format!("echo {to} > /sys/devices/system/cpu/cpu{cpu}/online");
-        is_refused(&machine, &format!("mercury checkpoint --hook '{hook}' /run/x"), &["snapshot-hotplug"])?;
+        is_refused(
+            &machine,
+            &format!("mercury checkpoint --force-offline --hook '{hook}' /run/x"),
+            &["snapshot-hotplug"],
+        )?;
         runs_on(&machine)?;
     }
     assert_eq!(machine.sh("nproc; ls /run/x.part 2> /dev/null || true")?, "3");

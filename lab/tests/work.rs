@@ -228,6 +228,7 @@ fn work_goes_on_on_debian_13() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn work_goes_on_on_four_cpus() -> Result<()> {
     work_goes_on(Kernel::BookwormCloud, 4)
 }

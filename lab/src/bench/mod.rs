@@ -7,7 +7,9 @@ pub mod checkpoint;
 pub mod counts;
 pub mod exits;
 pub mod intel;
+pub mod kvm;
 mod phases;
+pub mod previrtualization;
 mod report;
 mod stats;
 mod suite;
@@ -25,23 +27,29 @@ use serde_json::Value;
 
 use crate::{
     error::{Context, Error, Result},
+    image::Release,
     kernel::Kernel,
     live,
     machine::Machine,
-    paths,
+    markdown, paths,
     spec::{QEMU, Spec},
 };
 use checkpoint::Checkpoint;
 use counts::{Counts, Memory};
 use exits::Exits;
 use intel::Intel;
+use kvm::Kvm;
 use phases::Compared;
+use previrtualization::Previrtualization;
 use suite::Amount;
 
 /// The smallest and the largest machine on which switches are counted.
 const SIZES_MIB: [u32; 2] = [512, 16 * 1024];
 /// The machines on which the benchmarks run.
 const MEMORY_MIB: u32 = 1024;
+
+/// Samples of each of lmbench's on a small kernel.
+const PREVIRTUALIZED_SAMPLES: u32 = 5;
 
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
@@ -51,6 +59,7 @@ struct Plan {
     exits: Duration,
     switch_cycles: u32,
     intel: Duration,
+    cycles_under_guests: u64,
 }
 
 const FULL: Plan = Plan {
@@ -59,6 +68,7 @@ const FULL: Plan = Plan {
     exits: Duration::from_secs(60),
     switch_cycles: 200,
     intel: Duration::from_secs(30),
+    cycles_under_guests: 2000,
 };
 const QUICK: Plan = Plan {
     counted_rounds: 1,
@@ -66,6 +76,7 @@ const QUICK: Plan = Plan {
     exits: Duration::from_secs(10),
     switch_cycles: 50,
     intel: Duration::from_secs(10),
+    cycles_under_guests: 100,
 };
 
 /// How much of it.
@@ -84,6 +95,10 @@ pub enum Part {
     All,
     /// Those of checkpoint, snapshot and rollback.
     Checkpoint,
+    /// Those of KVM above the hypervisor.
+    Kvm,
+    /// Those of kernels that the afterburner has built, from these releases' sources.
+    Previrtualization(&'static [Release]),
 }
 
 /// All figures, in the order in which docs/benchmarks.json has them.
@@ -109,7 +124,8 @@ struct Figures {
     peers: Peers,
     /// The same switch on VMX.
     intel: Intel,
-    /// Last, for it is also written alone.
+    kvm: Kvm,
+    previrtualization: Previrtualization,
     checkpoint: Checkpoint,
 }
 
@@ -162,44 +178,63 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
         Depth::Quick => paths::lab_dir("bench")?,
     };
     let (page, json) = (directory.join("benchmarks.md"), directory.join("benchmarks.json"));
+    let plan = if depth == Depth::Full { &FULL } else { &QUICK };
+    let replace = |heading: &str, section: &str, key: &str, figures: &str| {
+        println!("\n{section}");
+        let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+        write(page.clone(), &markdown::replace_section(&old(&page), heading, section))?;
+        write(json.clone(), &with_part(&old(&json), key, figures))
+    };
     match part {
         Part::All => {
-            let figures = measure(if depth == Depth::Full { &FULL } else { &QUICK }, depth)?;
+            let figures = measure(plan, depth)?;
             let text = report::page(&figures);
             println!("\n{text}");
-            write(page, &text)?;
-            write(json, &(pretty(&figures)? + "\n"))?;
+            write(page.clone(), &text)?;
+            write(json.clone(), &(pretty(&figures)? + "\n"))?;
             report::verdict(&figures)
         }
         Part::Checkpoint => {
             let figures = checkpoint::measure(depth)?;
             let section = checkpoint::section(&figures);
-            println!("\n{section}");
-            let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
-            let (text, figures_text) = (
-                checkpoint::replace_in(&old(&page), &section),
-                with_checkpoint(&old(&json), &pretty(&figures)?),
-            );
-            write(page, &text)?;
-            write(json, &figures_text)?;
-            checkpoint::verdict(&figures)
+            replace(checkpoint::HEADING, &section, "checkpoint", &pretty(&figures)?)?;
+            report::judge(&checkpoint::promises(&figures))
+        }
+        Part::Kvm => {
+            let figures = kvm::measure(plan.cycles_under_guests)?;
+            replace(kvm::HEADING, &kvm::section(&figures), "kvm", &pretty(&figures)?)?;
+            report::judge(&kvm::promises(&figures))
+        }
+        Part::Previrtualization(releases) => {
+            let figures = previrtualized(releases, depth)?;
+            let section = previrtualization::section(&figures);
+            replace(previrtualization::HEADING, &section, previrtualization::KEY, &pretty(&figures)?)?;
+            previrtualization::verdict(&figures)
         }
     }
+}
+
+fn previrtualized(releases: &[Release], depth: Depth) -> Result<Previrtualization> {
+    let samples = if depth == Depth::Full { PREVIRTUALIZED_SAMPLES } else { 1 };
+    previrtualization::measure(releases, samples)
 }
 
 fn pretty(figures: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(figures).map_err(|error| Error::Host(error.to_string()))
 }
 
-/// Puts the last key into a text of JSON, in place of the one that is there.
-fn with_checkpoint(json: &str, figures: &str) -> String {
-    const KEY: &str = "\n  \"checkpoint\": ";
-    let others = match json.split_once(KEY) {
-        Some((others, _)) => others.trim_end_matches(','),
-        None => json.trim_end().strip_suffix('}').unwrap_or_default().trim_end(),
-    };
+/// Puts an object into a text of JSON as [`pretty`] writes it: in place of the one with this key, or last.
+fn with_part(json: &str, key: &str, figures: &str) -> String {
+    const END: &str = "\n  }";
+    let key = format!("\n  \"{key}\": ");
+    let figures = figures.replace('\n', "\n  ");
+    if let Some((before, rest)) = json.split_once(&key) {
+        let after = rest.find(END).map_or("\n}\n", |end| &rest[end + END.len()..]);
+        return format!("{before}{key}{figures}{after}");
+    }
+    let others = json.trim_end().strip_suffix('}').unwrap_or_default().trim_end();
     let (others, comma) = if others.len() > 1 { (others, ",") } else { ("{", "") };
-    format!("{others}{comma}{KEY}{}\n}}\n", figures.replace('\n', "\n  "))
+    format!("{others}{comma}{key}{figures}\n}}\n")
 }
 
 fn write(path: PathBuf, text: &str) -> Result<()> {
@@ -223,6 +258,8 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let timed = timed(plan)?;
     live::say("The same switch on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
+    let kvm = kvm::measure(plan.cycles_under_guests)?;
+    let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
     let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
     Ok(Figures {
@@ -241,6 +278,8 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         paper,
         peers: JAILHOUSE,
         intel,
+        kvm,
+        previrtualization,
         checkpoint,
     })
 }
@@ -358,12 +397,14 @@ mod tests {
     #[test]
     fn a_part_takes_its_place_among_the_figures() {
         let figures = "{\n  \"a\": 1\n}";
-        let with = with_checkpoint("{\n  \"x\": {\n    \"y\": 2\n  }\n}\n", figures);
-        assert_eq!(with, "{\n  \"x\": {\n    \"y\": 2\n  },\n  \"checkpoint\": {\n    \"a\": 1\n  }\n}\n");
-        assert_eq!(with_checkpoint(&with, figures), with);
-        let alone = with_checkpoint("", figures);
-        let alone: Value = serde_json::from_str(&alone).unwrap();
-        assert_eq!(alone["checkpoint"]["a"], 1);
-        assert_eq!(with_checkpoint(&with_checkpoint("", figures), figures), with_checkpoint("", figures));
+        let with = with_part("{\n  \"x\": {\n    \"y\": 2\n  }\n}\n", "new", figures);
+        assert_eq!(with, "{\n  \"x\": {\n    \"y\": 2\n  },\n  \"new\": {\n    \"a\": 1\n  }\n}\n");
+        assert_eq!(with_part(&with, "new", figures), with);
+        let first = with_part(&with, "x", figures);
+        assert_eq!(first, "{\n  \"x\": {\n    \"a\": 1\n  },\n  \"new\": {\n    \"a\": 1\n  }\n}\n");
+        let alone = with_part("", "new", figures);
+        let parsed: Value = serde_json::from_str(&alone).unwrap();
+        assert_eq!(parsed["new"]["a"], 1);
+        assert_eq!(with_part(&alone, "new", figures), alone);
     }
 }

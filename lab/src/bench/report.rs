@@ -1,6 +1,6 @@
 //! docs/benchmarks.md, and whether the promises are kept.
 
-use super::{Compared, Counts, Figures, checkpoint, intel::Processor};
+use super::{Compared, Counts, Figures, checkpoint, intel::Processor, kvm, previrtualization};
 use crate::{
     error::{Error, Result},
     markdown::{table, thousands},
@@ -26,9 +26,17 @@ pub fn page(figures: &Figures) -> String {
         timed(figures),
         times(figures),
         memory(figures),
+        kvm::section(&figures.kvm),
+        previrtualization::section(&figures.previrtualization),
         checkpoint::section(&figures.checkpoint),
     ];
     parts.join("\n")
+}
+
+/// Whether all promises are kept; the error has those that are not.
+pub fn judge(promises: &[(bool, &'static str)]) -> Result<()> {
+    let broken: Vec<&str> = promises.iter().filter(|(kept, _)| !kept).map(|(_, what)| *what).collect();
+    if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
 }
 
 fn head(figures: &Figures) -> String {
@@ -278,8 +286,10 @@ pub fn verdict(figures: &Figures) -> Result<()> {
         (compared.is_native_after_detach(), format!("{} after detach is {ratio:.4} of native", compared.name))
     }));
     let promises = checkpoint::promises(&figures.checkpoint);
+    let promises = promises.into_iter().chain(kvm::promises(&figures.kvm));
     checks.extend(promises.map(|(kept, what)| (kept, what.to_owned())));
-    let broken: Vec<String> = checks.into_iter().filter(|(kept, _)| !kept).map(|(_, what)| what).collect();
+    let broken = checks.into_iter().filter(|(kept, _)| !kept).map(|(_, what)| what);
+    let broken: Vec<String> = broken.chain(previrtualization::broken(&figures.previrtualization)).collect();
     if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
 }
 
@@ -351,6 +361,17 @@ mod tests {
             },
             peers: JAILHOUSE,
             intel: intel(),
+            kvm: kvm::Kvm {
+                added_instructions_per_exit: 60.0,
+                exit_instructions_native: 3000.0,
+                exit_instructions_attached: 3060.0,
+                added_after_detach: 0.0,
+                world_switches_per_exit: 3.0,
+                cycles_under_guests: 2000,
+                errors: 0,
+                exits_meanwhile: 10,
+            },
+            previrtualization: previrtualization::tests::figures(),
             checkpoint: checkpoint::kept_promises(),
         }
     }

@@ -139,7 +139,10 @@ pub fn measure(machine: &Machine, amount: &Amount) -> Result<Vec<(String, f64)>>
 }
 
 /// The part of lmbench that the paper has, by `mercury bench os`.
-fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, f64)>> {
+///
+/// # Errors
+/// If it fails.
+pub fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, f64)>> {
     let line = format!("mercury --json bench os --samples {samples}");
     let output = machine.command(&line).timeout(LIMIT).run()?.check()?;
     let report: Value = serde_json::from_str(&output.stdout)

@@ -6,6 +6,7 @@ use super::{AgentSocket, Files, Start, file, newer_qemu, repaired_qemu};
 use crate::{
     error::Result,
     host,
+    iommu::Iommu,
     scene::Scene,
     spec::{Bus, Console, Icount, Nic, QEMU, Qemu, Reset, Spec},
 };
@@ -47,6 +48,7 @@ fn make_overlay(scene: &Scene, name: &str, arguments: &[&str]) -> Result<()> {
 fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
     let mut args = Arguments::default();
     processors(&mut args, spec);
+    args.0.extend(spec.iommu.into_iter().flat_map(Iommu::arguments));
     boot_and_disks(&mut args, spec, files);
     channels(&mut args, spec);
     if let Some(nic) = spec.nic {
@@ -179,6 +181,7 @@ mod tests {
             .kernel_arg("nokaslr")
             .reset(Reset::Restarts)
             .modules(Variant::Faults)
+            .iommu(Iommu::Intel)
             .qemu_arg("-S");
         let line = line(&spec);
         for part in [
@@ -186,7 +189,9 @@ mod tests {
             "e1000e,netdev",
             "ide-hd,drive=disk0",
             "shift=3,sleep=off",
-            "nokaslr",
+            "intel-iommu,intremap=on",
+            "iommu_platform=on",
+            "intel_iommu=on nokaslr",
             "lab.modules=modules-faults",
             " -S",
         ] {

@@ -22,7 +22,7 @@ use pause::Pause;
 use peers::Peers;
 #[cfg(test)]
 pub use report::tests::figures as kept_promises;
-pub use report::{promises, replace_in, section, verdict};
+pub use report::{HEADING, promises, section};
 use rollback::{Kept, Rollback};
 use streaming::Streaming;
 

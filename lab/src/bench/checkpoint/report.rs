@@ -3,7 +3,6 @@
 use super::{Checkpoint, label, pause::Pause, peers::Way};
 use crate::{
     bench::stats::Ratio,
-    error::{Error, Result},
     markdown::{table, thousands},
 };
 
@@ -218,33 +217,13 @@ pub fn promises(figures: &Checkpoint) -> [(bool, &'static str); 3] {
     ]
 }
 
-/// Whether they are kept.
-///
-/// # Errors
-/// With those that are not.
-pub fn verdict(figures: &Checkpoint) -> Result<()> {
-    let broken: Vec<&str> =
-        promises(figures).iter().filter(|(kept, _)| !kept).map(|(_, what)| *what).collect();
-    if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
-}
-
-/// Puts this part into the page, in place of the one that is there.
-#[must_use]
-pub fn replace_in(page: &str, section: &str) -> String {
-    let Some(at) = page.find(&format!("{HEADING}\n")) else {
-        return format!("{}\n\n{section}", page.trim_end());
-    };
-    let rest = &page[at + HEADING.len()..];
-    let rest = rest.find("\n## ").map_or("", |next| &rest[next..]);
-    format!("{}{}\n{}", &page[..at], section.trim_end(), rest)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::bench::report::judge;
     use crate::bench::{
         checkpoint::{
             pause::Phases,
@@ -254,6 +233,7 @@ pub mod tests {
         },
         counts::Memory,
     };
+    use crate::markdown::replace_section;
 
     /// Of a machine that keeps all promises.
     pub fn figures() -> Checkpoint {
@@ -340,11 +320,11 @@ pub mod tests {
         let mut missed = figures();
         missed.streaming.during_over_before.median = 0.5;
         assert!(section(&missed).contains("(**missed**: 0.50)"));
-        assert!(verdict(&figures()).is_ok());
+        assert!(judge(&promises(&figures())).is_ok());
         missed.snapshot_instructions.insert(12_288, 4601);
-        assert!(verdict(&missed).unwrap_err().to_string().contains("depends on the size"));
+        assert!(judge(&promises(&missed)).unwrap_err().to_string().contains("depends on the size"));
         missed.kept.after.fixed_bytes += 1;
-        assert!(verdict(&missed).unwrap_err().to_string().contains("leave memory behind"));
+        assert!(judge(&promises(&missed)).unwrap_err().to_string().contains("leave memory behind"));
     }
 
     #[test]
@@ -352,8 +332,11 @@ pub mod tests {
         let section = format!("{HEADING}\n\nnew\n");
         let page = format!("# All\n\n## One\n\n1\n\n{HEADING}\n\nold\n\n### Sub\n\nold\n\n## Two\n\n2\n");
         let expected = format!("# All\n\n## One\n\n1\n\n{HEADING}\n\nnew\n\n## Two\n\n2\n");
-        assert_eq!(replace_in(&page, &section), expected);
-        assert_eq!(replace_in(&expected, &section), expected);
-        assert_eq!(replace_in("# All\n\n1\n", &section), format!("# All\n\n1\n\n{HEADING}\n\nnew\n"));
+        assert_eq!(replace_section(&page, HEADING, &section), expected);
+        assert_eq!(replace_section(&expected, HEADING, &section), expected);
+        assert_eq!(
+            replace_section("# All\n\n1\n", HEADING, &section),
+            format!("# All\n\n1\n\n{HEADING}\n\nnew\n")
+        );
     }
 }

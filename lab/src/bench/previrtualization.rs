@@ -1,0 +1,314 @@
+//! What slots cost a bare machine: a small kernel as it is and pre-virtualized, on a machine that counts instructions.
+
+use std::{collections::BTreeMap, path::Path, process::Command};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::suite;
+use crate::{
+    error::{Error, Result},
+    image::Release,
+    kernel::Kernel,
+    live,
+    machine::Machine,
+    markdown::{table, thousands},
+    previrtualization::{self, Built, Flavour},
+    spec::{Icount, Spec},
+};
+
+/// The heading of its section in docs/benchmarks.md.
+pub const HEADING: &str = "## Pre-virtualization";
+/// Its key in docs/benchmarks.json.
+pub const KEY: &str = "previrtualization";
+
+/// Upper bound that the project promises, for instructions and for nothing else.
+const AT_MOST: f64 = 1.01;
+/// The same for the size of code.
+const CODE_AT_MOST: f64 = 1.02;
+
+/// How often each kernel is booted: what it finds where is chance.
+const ROUNDS: u32 = 3;
+
+/// A fault maps what is in memory of the file around it, so exec takes two per cent more where reading ahead has not
+/// brought in everything.
+const WARM: &str = "cat /mercury/bin/* /bin/sh /bin/true /lib64/ld-linux-x86-64.so.2 /lib/x86_64-linux-gnu/lib*.so* \
+                    >/dev/null 2>&1 || true";
+
+/// What is compared, by the names of `mercury bench os`.
+const BENCHMARKS: &[&str] = &["null-call", "ctx-2p-0k", "page-fault", "fork", "exec"];
+
+/// All figures.
+#[derive(Clone, Debug, Serialize)]
+pub struct Previrtualization {
+    /// Sensitive instructions that are in no record, over all kernels and modules.
+    pub uncovered: u64,
+    /// The worst ratio of instructions of all kernels and benchmarks.
+    pub padded_over_unpadded: f64,
+    /// By kernel.
+    pub kernels: Vec<Compared>,
+}
+
+/// One kernel, both ways.
+#[derive(Clone, Debug, Serialize)]
+pub struct Compared {
+    /// What `uname -r` says.
+    pub kernel: String,
+    /// Sensitive instructions.
+    pub sensitive: u64,
+    /// Of them, those in no record.
+    pub uncovered: u64,
+    /// Slots.
+    pub slots: u64,
+    /// Of them, those that need no NOP.
+    pub slots_without_nop: u64,
+    /// Bytes of code, padded ÷ unpadded.
+    pub code_over_unpadded: f64,
+    /// By benchmark.
+    pub instructions: BTreeMap<String, Instructions>,
+}
+
+/// Of one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Instructions {
+    /// Of the kernel as it is.
+    pub unpadded: f64,
+    /// Of the pre-virtualized one.
+    pub padded: f64,
+    /// Of both.
+    pub ratio: f64,
+}
+
+impl Instructions {
+    fn new(unpadded: f64, padded: f64) -> Self {
+        let rounded = |number: f64, to: f64| (number * to).round() / to;
+        let [unpadded, padded] = [unpadded, padded].map(|number| rounded(number, 10.0));
+        Self { unpadded, padded, ratio: rounded(padded / unpadded, 1e4) }
+    }
+}
+
+/// Measures the kernels of `releases`.
+///
+/// # Errors
+/// If one does not build, or a machine fails.
+pub fn measure(releases: &[Release], samples: u32) -> Result<Previrtualization> {
+    let kernels = releases.iter().map(|release| compare(*release, samples)).collect::<Result<Vec<_>>>()?;
+    Ok(Previrtualization::of(kernels))
+}
+
+impl Previrtualization {
+    /// Of kernels that have been measured.
+    #[must_use]
+    pub fn of(kernels: Vec<Compared>) -> Self {
+        let ratios = kernels.iter().flat_map(|kernel| kernel.instructions.values()).map(|one| one.ratio);
+        Self {
+            uncovered: kernels.iter().map(|kernel| kernel.uncovered).sum(),
+            padded_over_unpadded: ratios.fold(0.0, f64::max),
+            kernels,
+        }
+    }
+}
+
+/// Builds a release's kernel both ways, accounts for the padded one, and counts on both.
+///
+/// # Errors
+/// As for [`measure`].
+pub fn compare(release: Release, samples: u32) -> Result<Compared> {
+    let plain = previrtualization::build(release, Flavour::Plain)?;
+    let padded = previrtualization::build(release, Flavour::PreVirtualized)?;
+    let account = account(&padded)?;
+    live::say(&format!("{release}'s kernel, as it is and pre-virtualized, on one CPU"));
+    let (mut kernel, mut unpadded, mut with_slots) = (String::new(), BTreeMap::new(), BTreeMap::new());
+    for _ in 0..ROUNDS {
+        kernel = count(release, &plain, samples, &mut unpadded)?;
+        count(release, &padded, samples, &mut with_slots)?;
+    }
+    let both =
+        |name: &str| Some((name.to_owned(), Instructions::new(*unpadded.get(name)?, *with_slots.get(name)?)));
+    let number = |key: &str| account[key].as_u64().unwrap_or(0);
+    let files = account["files"].as_array().into_iter().flatten();
+    let sum = |key: &str| files.clone().filter_map(|file| file[key].as_u64()).sum();
+    Ok(Compared {
+        kernel,
+        sensitive: number("sensitive"),
+        uncovered: number("uncovered"),
+        slots: sum("slots"),
+        slots_without_nop: sum("without_nop"),
+        code_over_unpadded: code_bytes(&padded.vmlinux)? / code_bytes(&plain.vmlinux)?,
+        instructions: BENCHMARKS.iter().filter_map(|name| both(name)).collect(),
+    })
+}
+
+/// What `afterburner verify` says of a kernel and its modules; it fails if anything is wrong.
+///
+/// # Errors
+/// If something is not accounted for.
+pub fn account(built: &Built) -> Result<Value> {
+    let mut verify = Command::new(&built.afterburner);
+    verify.args(["verify", "--json"]).arg(&built.vmlinux).args(&built.modules);
+    let output =
+        verify.output().map_err(|error| Error::Host(format!("cannot start the afterburner: {error}")))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(Error::Host(format!("not everything is accounted for: {said}{text}")));
+    }
+    serde_json::from_str(&text)
+        .map_err(|error| Error::Host(format!("`afterburner verify` says no JSON: {error}")))
+}
+
+/// Boots a machine, and keeps the lowest cost of each benchmark; what the kernel calls itself.
+fn count(
+    release: Release,
+    built: &Built,
+    samples: u32,
+    lowest: &mut BTreeMap<String, f64>,
+) -> Result<String> {
+    let machine = Machine::boot(machine(release, &built.image))?;
+    machine.sh(WARM)?;
+    for (name, cost) in suite::operating_system(&machine, samples)? {
+        lowest.entry(name).and_modify(|lowest| *lowest = lowest.min(cost)).or_insert(cost);
+    }
+    let kernel = machine.kernel().to_owned();
+    machine.shut_down()?;
+    Ok(kernel)
+}
+
+/// The kernel of Debian's whose place a small one takes.
+#[must_use]
+pub fn kernel_of(release: Release) -> Kernel {
+    match release {
+        Release::Bookworm => Kernel::BookwormCloud,
+        Release::Trixie => Kernel::TrixieCloud,
+    }
+}
+
+/// The machine that a small kernel is counted on: everything lies where it lay the time before.
+#[must_use]
+pub fn machine(release: Release, image: &Path) -> Spec {
+    let spec = Spec::new(kernel_of(release)).cpus(1).memory_mib(1024).icount(Icount::Exact).own_kernel(image);
+    spec.kernel_arg("nokaslr").kernel_arg("norandmaps")
+}
+
+fn code_bytes(vmlinux: &Path) -> Result<f64> {
+    use object::{Object, ObjectSection, SectionKind};
+    let what =
+        |error: &dyn std::fmt::Display| Error::Host(format!("cannot read {}: {error}", vmlinux.display()));
+    let bytes = std::fs::read(vmlinux).map_err(|error| what(&error))?;
+    let file = object::File::parse(&*bytes).map_err(|error| what(&error))?;
+    let code = file.sections().filter(|section| section.kind() == SectionKind::Text);
+    Ok(code.map(|section| section.size()).sum::<u64>() as f64)
+}
+
+/// What falls short of the promises.
+#[must_use]
+pub fn broken(figures: &Previrtualization) -> Vec<String> {
+    figures.kernels.iter().flat_map(Compared::broken).collect()
+}
+
+/// The same as an error.
+///
+/// # Errors
+/// If something falls short.
+pub fn verdict(figures: &Previrtualization) -> Result<()> {
+    let broken = broken(figures);
+    if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
+}
+
+impl Compared {
+    fn broken(&self) -> Vec<String> {
+        let checks = [
+            (self.uncovered > 0, format!("{} sensitive instructions are uncovered", self.uncovered)),
+            (
+                self.code_over_unpadded > CODE_AT_MOST,
+                format!("code is {:.4} times as long", self.code_over_unpadded),
+            ),
+            (self.instructions.len() < BENCHMARKS.len(), "a benchmark is missing".to_owned()),
+        ];
+        let slow = |(name, one): (&String, &Instructions)| {
+            (one.ratio > AT_MOST, format!("{name} takes {} times the instructions", one.ratio))
+        };
+        let all = checks.into_iter().chain(self.instructions.iter().map(slow));
+        all.filter(|(broken, _)| *broken).map(|(_, what)| format!("{}: {what}", self.kernel)).collect()
+    }
+}
+
+/// Its section of docs/benchmarks.md.
+#[must_use]
+pub fn section(figures: &Previrtualization) -> String {
+    let parts: Vec<String> = figures.kernels.iter().map(kernel_section).collect();
+    format!(
+        "{HEADING}\n\n\
+        A small kernel, as it is and as `afterburner make` builds it, on a machine with one CPU that counts instructions\n\
+        (the lowest of {ROUNDS} boots of each): [previrtualization.md](previrtualization.md). Promised: no sensitive instruction uncovered, at most {AT_MOST} times\n\
+        the instructions of each benchmark, at most {CODE_AT_MOST} times the code.\n\n{}",
+        parts.join("\n")
+    )
+}
+
+fn kernel_section(kernel: &Compared) -> String {
+    let row = |(name, one): (&String, &Instructions)| {
+        let count = |number: f64| thousands(number.round() as u64);
+        vec![name.clone(), count(one.unpadded), count(one.padded), format!("{:.4}", one.ratio)]
+    };
+    let rows: Vec<Vec<String>> = kernel.instructions.iter().map(row).collect();
+    format!(
+        "{}: {} sensitive instructions, **{} uncovered**, in {} slots, {} of which need no NOP; code {:+.2} %.\n\n{}",
+        kernel.kernel,
+        thousands(kernel.sensitive),
+        kernel.uncovered,
+        thousands(kernel.slots),
+        thousands(kernel.slots_without_nop),
+        (kernel.code_over_unpadded - 1.0) * 100.0,
+        table(&["instructions", "as it is", "pre-virtualized", "ratio"], &rows)
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+/// Figures for others' tests.
+pub mod tests {
+    use super::*;
+
+    /// Of a kernel that keeps all promises.
+    #[must_use]
+    pub fn figures() -> Previrtualization {
+        let instructions =
+            BENCHMARKS.iter().map(|name| ((*name).to_owned(), Instructions::new(1000.0, 1009.0))).collect();
+        let kernel = Compared {
+            kernel: "6.1.0-small".into(),
+            sensitive: 5000,
+            uncovered: 0,
+            slots: 4000,
+            slots_without_nop: 3000,
+            code_over_unpadded: 1.005,
+            instructions,
+        };
+        Previrtualization::of(vec![kernel])
+    }
+
+    #[test]
+    fn the_section_has_all_figures() {
+        let section = section(&figures());
+        for part in ["**0 uncovered**", "4,000 slots, 3,000 of which", "code +0.50 %", "1.0090"] {
+            assert!(section.contains(part), "{part}: {section}");
+        }
+    }
+
+    #[test]
+    fn each_broken_promise_is_named() {
+        let broken = |change: fn(&mut Compared)| {
+            let mut figures = figures();
+            change(&mut figures.kernels[0]);
+            verdict(&figures).unwrap_err().to_string()
+        };
+        assert!(verdict(&figures()).is_ok());
+        assert!(broken(|kernel| kernel.uncovered = 1).contains("1 sensitive instructions are uncovered"));
+        assert!(broken(|kernel| kernel.code_over_unpadded = 1.021).contains("1.0210 times as long"));
+        assert!(broken(|kernel| assert!(kernel.instructions.remove("fork").is_some())).contains("missing"));
+        let slow = |kernel: &mut Compared| {
+            kernel.instructions.insert("fork".into(), Instructions::new(1000.0, 1011.0));
+        };
+        assert!(broken(slow).contains("fork takes 1.011"));
+    }
+}

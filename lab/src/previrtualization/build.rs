@@ -1,0 +1,176 @@
+//! Builds a release's kernel, with the afterburner or without.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use super::root;
+use crate::{
+    artefacts,
+    error::{Context, Error, Result},
+    hash::Ingredients,
+    host,
+    image::Release,
+    lock::Lock,
+};
+
+/// Lines of a configuration, on top of `allnoconfig`.
+const CONFIGURATION: &str = include_str!("../../guest/kernel/small.config");
+
+/// Without these it is not the kernel that was wanted, whatever names the release has for the others.
+const NEEDED: &[&str] = &[
+    "CONFIG_SMP=y",
+    "CONFIG_MODULES=y",
+    "CONFIG_RANDOMIZE_MEMORY=y",
+    "CONFIG_DYNAMIC_MEMORY_LAYOUT=y",
+    "CONFIG_JUMP_LABEL=y",
+    "CONFIG_VIRTIO_CONSOLE=y",
+    "CONFIG_BLK_DEV_NVME=y",
+    "CONFIG_EXT4_FS=y",
+    "CONFIG_INET=y",
+    "CONFIG_BLK_DEV_LOOP=m",
+];
+
+/// How a kernel is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flavour {
+    /// As it is.
+    Plain,
+    /// With the afterburner.
+    PreVirtualized,
+}
+
+impl Flavour {
+    fn directory(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::PreVirtualized => "previrtualized",
+        }
+    }
+}
+
+/// What a build leaves.
+#[derive(Clone, Debug)]
+pub struct Built {
+    /// With symbols, and the records of slots.
+    pub vmlinux: PathBuf,
+    /// To be booted.
+    pub image: PathBuf,
+    /// The modules.
+    pub modules: Vec<PathBuf>,
+    /// The afterburner that has built it, or could have.
+    pub afterburner: PathBuf,
+}
+
+/// The same for both flavours, but for the assembler. What a kernel says of its making is always the same.
+const BUILD: &str = r#"set -e
+source=$1 flavour=$2 make=$3
+export KBUILD_BUILD_TIMESTAMP=@0 KBUILD_BUILD_USER=lab KBUILD_BUILD_HOST=lab KBUILD_BUILD_VERSION=1
+cd /build
+if ! cmp -s small.config $flavour/small.config; then
+	rm -rf $flavour
+	mkdir $flavour
+	make -s -C $source O=/build/$flavour KCONFIG_ALLCONFIG=/build/small.config allnoconfig
+	cp small.config $flavour
+fi
+exec $make -C $source O=/build/$flavour -j2 bzImage modules"#;
+
+/// Builds it, as far as it has not been built already.
+///
+/// # Errors
+/// If it does not build; the error names the log.
+pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
+    let afterburner = artefacts::build_program("mercury-afterburner", "afterburner")?;
+    let tree = root::ensure(release)?;
+    let _lock = Lock::wait(&format!("kernel-{release}"))?;
+    let directory = tree.join("build").join(flavour.directory());
+    let stamp = directory.join("lab.stamp");
+    let inputs = inputs(flavour, &afterburner)?;
+    if !fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
+        make(release, &tree, flavour, &afterburner)?;
+        check(&directory.join(".config"))?;
+        put(&inputs, &stamp)?;
+    }
+    Ok(Built {
+        vmlinux: directory.join("vmlinux"),
+        image: directory.join("arch/x86/boot/bzImage"),
+        modules: modules(&directory)?,
+        afterburner,
+    })
+}
+
+fn inputs(flavour: Flavour, afterburner: &Path) -> Result<String> {
+    let all = Ingredients::default().with(CONFIGURATION).with(BUILD);
+    match flavour {
+        Flavour::Plain => Ok(all.name()),
+        Flavour::PreVirtualized => Ok(all.with_path(afterburner)?.name()),
+    }
+}
+
+fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> Result<()> {
+    let build = tree.join("build");
+    put(CONFIGURATION, &build.join("small.config"))?;
+    let make = match flavour {
+        Flavour::Plain => "make",
+        Flavour::PreVirtualized => {
+            let mut copy = host::as_root("cp");
+            copy.arg("--remove-destination").arg(afterburner).arg(build.join("afterburner"));
+            host::run("copying the afterburner", "kernel-copy", &mut copy)?;
+            "/build/afterburner make"
+        }
+    };
+    let mut command = host::as_root("chroot");
+    command.arg(tree).args([
+        "/bin/sh",
+        "-c",
+        BUILD,
+        "build",
+        root::source(release),
+        flavour.directory(),
+        make,
+    ]);
+    let what = format!("{release}'s kernel, small, {}", flavour.directory());
+    host::run(&what, &format!("kernel-{release}-{}", flavour.directory()), &mut command)
+}
+
+/// Writes a file that may be root's.
+fn put(text: &str, to: &Path) -> Result<()> {
+    let own = tempfile(text)?;
+    let mut copy: Command = host::as_root("cp");
+    host::run("writing into the root for kernels", "kernel-copy", copy.arg(&own).arg(to))?;
+    fs::remove_file(&own).context(|| format!("remove {}", own.display()))
+}
+
+fn tempfile(text: &str) -> Result<PathBuf> {
+    let path = crate::paths::lab_dir("tools")?.join(format!("put-{}", std::process::id()));
+    fs::write(&path, text).context(|| format!("write {}", path.display()))?;
+    Ok(path)
+}
+
+fn check(configuration: &Path) -> Result<()> {
+    let text = fs::read_to_string(configuration).context(|| format!("read {}", configuration.display()))?;
+    let missing: Vec<&str> =
+        NEEDED.iter().copied().filter(|line| !text.lines().any(|one| one == *line)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Host(format!("the kernel's configuration lacks {}", missing.join(", "))))
+}
+
+/// All modules beneath a directory.
+fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let entries = fs::read_dir(directory).context(|| format!("list {}", directory.display()))?;
+    for entry in entries.flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(kind) if kind.is_dir() => found.extend(modules(&path)?),
+            Ok(_) if path.extension().is_some_and(|ending| ending == "ko") => found.push(path),
+            _ => {}
+        }
+    }
+    found.sort();
+    Ok(found)
+}

@@ -1,0 +1,394 @@
+//! Pre-virtualized kernels as processes of this host: no emulator, no privileges. They come up, their programs compute what
+//! the same programs compute on the host, and what cannot be started is refused with the reason.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::{fs::PermissionsExt, process::ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use mercury_initramfs::Archive;
+use mercury_lab::{
+    Image, Release, Result, artefacts, host,
+    previrtualization::{self, Flavour},
+};
+
+/// Who has no rights at all.
+const NOBODY: &str = "65534";
+/// The guest has halted.
+const HALTED: Option<i32> = Some(0);
+/// The guest has asked for a reset: here, after the panic that follows when its first program ends.
+const RESET: Option<i32> = Some(10);
+/// The host's kernel ends whoever makes a forbidden system call.
+const SIGSYS: i32 = 31;
+const PATIENCE: Duration = Duration::from_secs(240);
+
+/// What a machine needs, where anybody may read it.
+struct Place {
+    directory: PathBuf,
+    command: PathBuf,
+    kernel: PathBuf,
+}
+
+impl Place {
+    fn new(name: &str) -> Result<Self> {
+        let built = previrtualization::build(Release::Bookworm, Flavour::PreVirtualized)?;
+        let program = artefacts::build_program("mercury-cli", "mercury")?;
+        let directory = std::env::temp_dir().join(format!("mercury-{name}-{}", std::process::id()));
+        fs::create_dir_all(&directory).expect("a directory");
+        let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
+        fs::copy(program, &place.command).expect("the command's copy");
+        fs::copy(built.vmlinux, &place.kernel).expect("the kernel's copy");
+        for path in [&place.directory, &place.command, &place.kernel] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its rights");
+        }
+        Ok(place)
+    }
+
+    fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.directory.join(name);
+        fs::write(&path, bytes).expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("its rights");
+        path
+    }
+
+    /// A copy of Debian's root disk.
+    fn root_disk(&self, image: &Image) -> Result<PathBuf> {
+        let disk = self.directory.join("root.img");
+        let mut copy = Command::new("cp");
+        host::run(
+            "the root disk's copy",
+            "hosted-disk",
+            copy.arg("--sparse=always").arg(image.disk()).arg(&disk),
+        )?;
+        fs::set_permissions(&disk, fs::Permissions::from_mode(0o666)).expect("its rights");
+        Ok(disk)
+    }
+
+    /// `mercury hosted run`, as nobody.
+    fn run(&self) -> Command {
+        let mut command = match rustix::process::geteuid().is_root() {
+            true => {
+                let mut command = Command::new("setpriv");
+                command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs"]);
+                command.arg(&self.command);
+                command
+            }
+            false => Command::new(&self.command),
+        };
+        command.args(["hosted", "run", "--kernel"]).arg(&self.kernel);
+        command
+    }
+
+    fn refusal(&self, arguments: &[&Path]) -> String {
+        let output = self.run().args(arguments).stdin(Stdio::null()).output().expect("the command");
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// A machine, its console, and everything it has said.
+struct Machine {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Machine {
+    fn start(place: &Place, command: &mut Command) -> Self {
+        let log = place.directory.join("console");
+        let file = File::create(&log).expect("a log");
+        let errors = file.try_clone().expect("the same log");
+        let child = command.stdin(Stdio::piped()).stdout(file).stderr(errors).spawn().expect("a machine");
+        Self { child, log }
+    }
+
+    fn said(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).replace('\r', "")
+    }
+
+    fn wait_for(&mut self, text: &str) {
+        let start = Instant::now();
+        while !self.said().contains(text) {
+            let ended = self.child.try_wait().expect("its state");
+            assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", self.said());
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn type_line(&mut self, line: &str) {
+        let input = self.child.stdin.as_mut().expect("a console");
+        writeln!(input, "{line}").and_then(|()| input.flush()).expect("a line on the console");
+    }
+
+    fn end(mut self, expected: Option<i32>) -> String {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("its state") {
+                assert_eq!(status.code(), expected, "{}", self.said());
+                return self.said();
+            }
+            assert!(start.elapsed() < PATIENCE, "it does not end\n{}", self.said());
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a kernel says when something is wrong with it.
+fn assert_well(log: &str) {
+    for word in ["BUG:", "WARNING: CPU", "Oops", "rcu: INFO", "apply_alternatives", "Unable to handle"] {
+        assert!(!log.contains(word), "{word}: {log}");
+    }
+}
+
+/// A shell with its libraries.
+fn archive(tree: &Path, init: &str) -> Vec<u8> {
+    let mut archive = Archive::default();
+    for directory in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
+        archive.directory(directory);
+    }
+    archive.char_device("dev/console", (5, 1));
+    for (name, from) in [
+        ("bin/sh", "usr/bin/dash"),
+        ("bin/uname", "usr/bin/uname"),
+        ("lib/x86_64-linux-gnu/libc.so.6", "usr/lib/x86_64-linux-gnu/libc.so.6"),
+        ("lib64/ld-linux-x86-64.so.2", "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
+    ] {
+        archive.file(name, &fs::read(tree.join(from)).expect("a file of the image"));
+    }
+    archive.file("init", init.as_bytes());
+    archive.finish()
+}
+
+#[test]
+#[ignore = "long"]
+fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> {
+    let place = Place::new("shell")?;
+    let image = Image::ensure(Release::Bookworm)?;
+    let init = "#!/bin/sh\necho up: $(uname -r)\nread word\necho read: $word $((6 * 7))\n";
+    let archive = place.file("initramfs", &archive(&image.tree(), init));
+    for memory in ["64", "3000"] {
+        let mut machine =
+            Machine::start(&place, place.run().arg("--initramfs").arg(&archive).args(["--memory", memory]));
+        machine.wait_for("up: 6.1");
+        machine.type_line("something");
+        machine.wait_for("read: something 42");
+        let log = machine.end(RESET);
+        assert!(log.contains("-mercury-small") && log.contains("Attempted to kill init"), "{log}");
+    }
+    Ok(())
+}
+
+/// A terminal is given back, and Ctrl-A x ends the machine.
+#[test]
+#[ignore = "long"]
+fn a_terminal_is_the_console_until_ctrl_a_x() -> Result<()> {
+    const ESCAPE: &str = "\u{1}x";
+    let place = Place::new("terminal")?;
+    let image = Image::ensure(Release::Bookworm)?;
+    let init = "#!/bin/sh\necho up: $(uname -r)\nread word\necho read: $word\nread word\n";
+    place.file("initramfs", &archive(&image.tree(), init));
+    let line =
+        "stty -a | cksum; ./mercury hosted run --kernel vmlinux --initramfs initramfs; stty -a | cksum";
+    let mut command = Command::new("script");
+    let mut machine =
+        Machine::start(&place, command.args(["-qec", line, "/dev/null"]).current_dir(&place.directory));
+    machine.wait_for("up: 6.1");
+    machine.type_line("something");
+    machine.wait_for("read: something");
+    machine.type_line(ESCAPE);
+    let log = machine.end(HALTED);
+    let settings = |line: Option<&str>| line.and_then(|line| line.split(' ').next()).map(str::to_owned);
+    assert_eq!(settings(log.lines().next()), settings(log.lines().last()), "{log}");
+    Ok(())
+}
+
+/// Programs whose output depends on nothing but the processor and the kernel.
+const PROGRAMS: &[&str] = &[
+    "seq 1 100000 | sort -R --random-source=/usr/bin/bash | sort -n | sha256sum",
+    "xz -1 -c /usr/bin/bash | xz -dc | sha256sum",
+    "gzip -c /usr/bin/python3.11 | sha256sum",
+    "tar -C /usr/share/perl5 --sort=name --mtime=@0 -cf - . | sha512sum",
+    "openssl enc -aes-256-cbc -K 00 -iv 00 -in /usr/bin/bash 2>&- | openssl dgst -sha3-256",
+    "awk 'BEGIN { for (i = 0; i < 200000; i++) s += sin(i) * i; printf \"%.9f\\n\", s }'",
+    "perl -e '$s = 0; for (1 .. 300000) { $s = ($s * 31 + $_) % 1000003 } print \"$s\\n\"'",
+    "python3 -c 'import math; print(math.fsum(math.sqrt(i) for i in range(200000)))'",
+    "python3 -c 'import threading as t; l = []; ts = [t.Thread(target=lambda n=n: l.append(n * n)) for n in range(50)]; \
+     [x.start() for x in ts]; [x.join() for x in ts]; print(sum(l))'",
+    "python3 -c 'import os; r, w = os.pipe(); p = [os.fork() for _ in range(1)][0]; \
+     os._exit(0 if os.write(w, b\"child\") else 1) if p == 0 else print(os.read(r, 9), os.waitpid(p, 0)[1])'",
+    "python3 -c 'import signal, os; signal.signal(signal.SIGUSR1, lambda *a: print(\"signal\")); \
+     os.kill(os.getpid(), signal.SIGUSR1)'",
+    "python3 -c 'import mmap; m = mmap.mmap(-1, 64 << 20); m[::4096] = b\"x\" * (16 << 10); print(m[:].count(b\"x\"))'",
+    "python3 -c 'import ctypes; ctypes.string_at(1)'; echo status $?",
+    "for i in $(seq 200); do /bin/true || echo no; done; echo started",
+    "sh -c 'kill -9 $$'; echo status $?",
+    "find /usr/include/linux -type f | LC_ALL=C sort | head -500 | sha256sum",
+];
+
+#[test]
+#[ignore = "long"]
+fn debian_s_programs_compute_what_they_compute_on_the_host() -> Result<()> {
+    let place = Place::new("debian")?;
+    let image = Image::ensure(Release::Bookworm)?;
+    let disk = place.root_disk(&image)?;
+    let mut machine = Machine::start(
+        &place,
+        place.run().arg("--disk").arg(&disk).args([
+            "--memory",
+            "1024",
+            "--append",
+            "root=/dev/vda rw init=/bin/sh",
+        ]),
+    );
+    machine.wait_for("Run /bin/sh as init");
+    // The markers are not in the lines that the console repeats.
+    machine.type_line("stty -echo; mount -t proc proc /proc; dmesg -n 1; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; ulimit -c 0");
+    machine.type_line("exec 2>&1; echo re''ady");
+    machine.wait_for("ready\n");
+    for (number, program) in PROGRAMS.iter().enumerate() {
+        machine.type_line(&format!("echo be''gin {number}; {program}; echo e''nd {number}"));
+        machine.wait_for(&format!("end {number}\n"));
+    }
+    machine.type_line("mount -o remount,ro /dev/vda /; poweroff -f");
+    let log = machine.end(HALTED);
+    assert_well(&log);
+    for (number, program) in PROGRAMS.iter().enumerate() {
+        let here = between(&log, &format!("begin {number}\n"), &format!("end {number}\n"));
+        let there = on_the_host(&image.tree(), program);
+        assert_eq!(here.trim(), there.trim(), "{program}");
+    }
+    let mut check = Command::new("e2fsck");
+    host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))
+}
+
+fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
+    let rest = text.split_once(start).unwrap_or_else(|| panic!("no {start:?} in {text}")).1;
+    // Between them there may be prompts, and what the kernel says by itself.
+    rest.split_once(end).unwrap_or_else(|| panic!("no {end:?} in {text}")).0
+}
+
+fn on_the_host(tree: &Path, program: &str) -> String {
+    let mut command = host::as_root("chroot");
+    let line = format!("exec 2>&1; ulimit -c 0; {program}");
+    let output = command.arg(tree).args(["/bin/sh", "-c", &line]).output().expect("the program");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+#[ignore = "long"]
+fn postgresql_works_on_a_disk() -> Result<()> {
+    let place = Place::new("postgres")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut machine = Machine::start(
+        &place,
+        place.run().arg("--disk").arg(&disk).args([
+            "--memory",
+            "1024",
+            "--append",
+            "root=/dev/vda rw init=/bin/sh",
+        ]),
+    );
+    machine.wait_for("Run /bin/sh as init");
+    for line in [
+        "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; mount -t devtmpfs d /dev",
+        "mkdir /dev/shm; mount -t tmpfs t /dev/shm; mount -t tmpfs t /run; dmesg -n 1; ip link set lo up",
+        "install -d -o postgres /run/postgresql; pg_ctlcluster 15 main start; echo start''ed $?",
+    ] {
+        machine.type_line(line);
+    }
+    machine.wait_for("started 0\n");
+    machine.type_line("pgbench -n -c 3 -t 20 bench; echo do''ne $?");
+    machine.wait_for("done 0\n");
+    machine.type_line("pg_ctlcluster 15 main stop; mount -o remount,ro /dev/vda /; poweroff -f");
+    let log = machine.end(HALTED);
+    assert!(log.contains("actually processed: 60/60") && log.contains("failed transactions: 0"), "{log}");
+    assert_well(&log);
+    let mut check = Command::new("e2fsck");
+    host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))
+}
+
+/// Isolation between guest kernel, guest programs and the monitor there is none; but the host is none of theirs.
+#[test]
+#[ignore = "long"]
+fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> {
+    let place = Place::new("escape")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut machine = Machine::start(
+        &place,
+        place.run().arg("--disk").arg(&disk).args([
+            "--memory",
+            "512",
+            "--append",
+            "root=/dev/vda rw init=/bin/sh",
+        ]),
+    );
+    machine.wait_for("Run /bin/sh as init");
+    machine.type_line("export PATH=/usr/bin; echo re''ady");
+    machine.wait_for("ready\n");
+    // It tells the host's kernel that its system calls are the monitor's, and makes one that the monitor does not need.
+    let selector = mercury_hosted::block::at::SELECTOR;
+    machine.type_line(&format!(
+        "python3 -c 'import ctypes, os\nwhile 1: ctypes.memset({selector}, 0, 1); os.getppid()'"
+    ));
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = machine.child.try_wait().expect("its state") {
+            break status;
+        }
+        assert!(start.elapsed() < PATIENCE, "it still runs\n{}", machine.said());
+        thread::sleep(Duration::from_millis(100));
+    };
+    assert_eq!(status.signal(), Some(SIGSYS), "{}", machine.said());
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
+    let place = Place::new("refused")?;
+    let path = |text: &'static str| Path::new(text);
+    let refused = |arguments: &[&Path], reason: &str| {
+        let said = place.refusal(arguments);
+        assert!(said.contains(reason) && !said.contains("panicked"), "{reason}: {said}");
+    };
+    refused(&[path("--memory"), path("20")], "20 MiB of memory are too little");
+    refused(&[path("--initramfs"), path("/nowhere")], "cannot read /nowhere");
+    refused(&[path("--disk"), path("/nowhere")], "cannot open the disk /nowhere");
+    let empty = place.file("empty", b"");
+    refused(&[path("--disk"), &empty], "is empty");
+    let disk = place.file("disk", &[0; 4096]);
+    let held = File::open(&disk).expect("the disk");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    refused(&[path("--disk"), &disk], "is in use");
+    let kernel = fs::read(&place.kernel).expect("the kernel");
+    for (bytes, reason) in [
+        (&b"no kernel"[..], "this is no ELF file"),
+        (&fs::read("/bin/true").expect("a program")[..], "this is a program or a part of one"),
+        (&kernel[..kernel.len() / 3], "vmlinux: "),
+    ] {
+        fs::write(&place.kernel, bytes).expect("another kernel");
+        refused(&[], reason);
+    }
+    fs::write(&place.kernel, &kernel).expect("the kernel");
+    let strip = Command::new("strip").arg(&place.kernel).status().expect("strip");
+    assert!(strip.success());
+    refused(&[], "it was not pre-virtualized, or has been stripped");
+    Ok(())
+}

@@ -1,0 +1,315 @@
+//! Machines that move while they work: three of them on one network, of which one is the switch, the server of the root
+//! file system, and who talks to the one that moves.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{io::Write, net::TcpStream, thread, time::Duration};
+
+use mercury_lab::{
+    Kernel, Machine, Qemu, Reservation, Result, Spec, Variant,
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, ECHO, EXPORTS, HEAR, TALK, TELL},
+        start,
+    },
+};
+use serde_json::json;
+use workloads::restart::{free_port, need_qemu, plug_in};
+
+/// How long a move may take.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// The third machine's cards are a switch's ports.
+const SWITCH: &str = "modprobe -a virtio_net bridge; ip link add switch type bridge forward_delay 0; \
+    for card in $(ls /sys/class/net | grep -v -e lo -e switch); do ip link set $card master switch up; done; \
+    ip address add 10.9.0.1/24 dev switch; ip link set switch up";
+
+fn spec(kernel: Kernel) -> Spec {
+    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    Spec::new(kernel).modules(Variant::Faults).qemu_version(Qemu::Newer)
+}
+
+fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
+    let netdev = format!("{netdev},id=cable{id}");
+    let device = format!("virtio-net-pci,netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
+    ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
+}
+
+/// One machine with all its files on another, and a spare.
+struct Scene {
+    peer: Machine,
+    machine: Machine,
+    spare: Machine,
+    ports: [u16; 2],
+    _slots: Reservation,
+}
+
+/// A machine at one of the switch's ports.
+fn plugged(kernel: Kernel, cpus: u32, memory_mib: u32, number: u8, ports: [u16; 2]) -> Spec {
+    let spec = spec(kernel).cpus(cpus).memory_mib(memory_mib);
+    card(spec, number, &format!("socket,connect=127.0.0.1:{}", ports[usize::from(number) - 2]))
+}
+
+impl Scene {
+    /// The machines' kernel; both have the same processors and devices.
+    fn new(kernel: Kernel, cpus: u32, memory_mib: u32) -> Result<Self> {
+        Self::with(kernel, cpus, [memory_mib; 2])
+    }
+
+    fn with(kernel: Kernel, cpus: u32, memory_mib: [u32; 2]) -> Result<Self> {
+        let slots = Reservation::wait(3)?;
+        let ports = [free_port(), free_port()];
+        let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
+        let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);
+        let peer = card(card(peer, 0x11, &listen(ports[0])), 0x12, &listen(ports[1]));
+        let peer = Machine::boot_reserved(peer, &slots)?;
+        peer.sh(SWITCH)?;
+        start(&peer, "exports", EXPORTS, "")?;
+        start(&peer, "echo", ECHO, "")?;
+        let moving = plugged(kernel, cpus, memory_mib[0], 2, ports);
+        let moving = moving.kernel_arg("lab.nfs=10.9.0.1,10.9.0.2");
+        let machine = Machine::boot_reserved(moving, &slots)?;
+        let spare = plugged(kernel, cpus, memory_mib[1], 3, ports);
+        let spare = Machine::boot_reserved(spare, &slots)?;
+        plug_in(&spare, "10.9.0.3")?;
+        start(&machine, "clock", CLOCK, "")?;
+        start(&machine, "talk", TALK, "10.9.0.1")?;
+        start(&machine, "hear", HEAR, "")?;
+        start(&peer, "tell", TELL, "10.9.0.2")?;
+        machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+        Ok(Self { peer, machine, spare, ports, _slots: slots })
+    }
+}
+
+/// What the spare says on its console, and how often it has said so.
+const WAITS: &str = "mercury: waiting for a machine at";
+const COMES: &str = "mercury: a machine comes";
+const THROWN: &str = "was thrown away";
+
+fn times(machine: &Machine, text: &str) -> usize {
+    machine.serial_log().matches(text).count()
+}
+
+/// Waits until the console has said it more often than `before`.
+fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
+    let pattern = format!("(?s)(?:{text}.*){{{}}}", before + 1);
+    machine.wait_serial(&pattern, LIMIT).map(drop)
+}
+
+/// Has a machine wait for another one; what the other one is to be told.
+fn receive(spare: &Machine, address: &str) -> Result<String> {
+    let before = times(spare, WAITS);
+    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s"))?;
+    receive.wait_output("--key mercury-receive-1-", LIMIT)?;
+    thread::sleep(Duration::from_millis(200));
+    let said = receive.output_so_far()?;
+    let words = said.split_once("mercury migrate ").unwrap().1.lines().next().unwrap().to_owned();
+    wait_more(spare, WAITS, before)?;
+    Ok(words)
+}
+
+/// What the machine's console has said of moves.
+fn said(machine: &Machine) -> String {
+    let log = machine.serial_log();
+    log.lines().filter(|line| line.contains("mercury migrate")).collect::<Vec<_>>().join("\n")
+}
+
+/// The machine moves to the spare, which is it then.
+fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
+    let id = boot_id(machine)?;
+    let boots = spare.boots();
+    let key = receive(spare, address)?;
+    let before = times(spare, "going on in the machine");
+    let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
+    thread::sleep(Duration::from_secs(2));
+    while times(spare, "going on in the machine") == before && !moving.has_ended()? {
+        thread::sleep(Duration::from_millis(100));
+    }
+    if moving.has_ended()? {
+        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+    }
+    let ended = machine.wait_shutdown(Duration::from_secs(30));
+    println!("{}", said(machine));
+    if ended.is_err() {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
+    }
+    ended?;
+    spare.wait_other(boots)?;
+    is_well(spare, &id)?;
+    goes_on(peer, spare)
+}
+
+/// Native, at work, and everybody it talks to content.
+fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
+    let status = machine.sh("mercury status --json")?;
+    assert!(!status.contains("\"attached\""), "{status}");
+    for work in ["talk", "hear"] {
+        comes_further(machine, work, count(machine, work)? + 5)?;
+    }
+    nothing_wrong(peer)
+}
+
+/// Stop and copy: no byte is sent before everything stands still.
+#[test]
+#[ignore = "long"]
+fn a_machine_that_stands_still_moves() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 0")?;
+    spare.check_next_attach()
+}
+
+/// While it works, to another machine, and back to the one that was switched off meanwhile.
+#[test]
+fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    moves(&peer, &machine, &spare, "10.9.0.3", "")?;
+    // What boots there is a spare now: the machine's root is in use.
+    let repaired = machine.start_as(plugged(Kernel::BookwormCloud, 2, 768, 2, ports))?;
+    plug_in(&repaired, "10.9.0.4")?;
+    moves(&peer, &spare, &repaired, "10.9.0.4", "")?;
+    repaired.check_next_attach()
+}
+
+/// The move fails, and the machine goes on as if nothing had been tried.
+fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
+    let output = machine.command(line).timeout(LIMIT).run()?;
+    println!("{}", output.stderr);
+    for reason in reasons {
+        assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
+    }
+    machine.sh("! ls /sys/fs/cgroup | grep mercury; ls /")?;
+    goes_on(peer, machine)
+}
+
+/// Whoever has not the line gets nowhere; a machine of another size does not take this one, and says why.
+#[test]
+fn who_does_not_fit_is_refused() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, .. } = &Scene::with(Kernel::BookwormCloud, 2, [768, 896])?;
+    let other = machine.sh(
+        "mercury receive --listen 10.9.0.2 --prepare /run/x | grep -o 'mercury-receive.*'; rm -r /run/x",
+    )?;
+    let words = receive(spare, "10.9.0.3")?;
+    let wrong = format!("mercury migrate 10.9.0.3 --key {other}");
+    fails(peer, machine, &wrong, &["no session with the other machine"])?;
+    fails(peer, machine, "mercury migrate 10.9.0.3:5 --key x", &["it begins with mercury-receive-1-"])?;
+    fails(peer, machine, &format!("mercury migrate 10.9.0.3:5 --key {other}"), &["no connection with"])?;
+    let line = format!("mercury migrate {words}");
+    fails(peer, machine, &line, &["does not take this one", "the firmware's memory map"])?;
+    // It still waits, and still says so.
+    fails(peer, machine, &line, &["the firmware's memory map"])?;
+    let predicted = machine.sh("mercury migrate --dry-run")?;
+    println!("{predicted}");
+    assert!(predicted.contains("applications stand still for about"), "{predicted}");
+    goes_on(peer, machine)?;
+    machine.check_next_attach()
+}
+
+/// Types at the console, which nothing is connected to otherwise.
+fn type_in(machine: &Machine, text: &str) -> Result<()> {
+    let port = free_port();
+    let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
+    let socket =
+        json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
+    let backend = json!({"type": "socket", "data": socket});
+    machine.qmp()?.execute("chardev-change", json!({"id": "console", "backend": backend}))?;
+    let mut console = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    console.write_all(text.as_bytes()).unwrap();
+    thread::sleep(Duration::from_secs(1));
+    Ok(())
+}
+
+/// The other machine dies when it has been told to start, and nobody can know whether it has: this one stands still, says
+/// so, and goes on when an operator has looked.
+#[test]
+#[ignore = "long"]
+fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(spare, "10.9.0.3")?;
+    let mut moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    wait_more(spare, "going on in the machine", 0)?;
+    spare.power_cut()?;
+    wait_more(machine, "does not answer. Nothing runs here", 0)?;
+    // It stays so.
+    thread::sleep(Duration::from_secs(10));
+    assert!(!moving.has_ended()?);
+    nothing_wrong(peer)?;
+    type_in(machine, "abandon ship\rresume\r")?;
+    let output = moving.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(!output.success(), "{}", output.stderr);
+    machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
+    goes_on(peer, machine)?;
+    machine.check_next_attach()
+}
+
+/// The spare's operator does not want it after all.
+#[test]
+#[ignore = "long"]
+fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(spare, "10.9.0.3")?;
+    let moving = machine.spawn(&format!("mercury migrate {words} --bandwidth 1"))?;
+    wait_more(spare, COMES, 0)?;
+    type_in(spare, "adopt\rdiscard\r")?;
+    let output = moving.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(output.stderr.contains("its operator wanted it so"), "{}", output.stderr);
+    goes_on(peer, machine)?;
+    machine.check_next_attach()
+}
+
+/// Ctrl-C in the rounds; the other machine dies in the rounds, and when everything stands still; the machine goes on.
+/// Where it dies itself, the other one throws away what has come, and takes the next.
+#[test]
+#[ignore = "long"]
+fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(&spare, "10.9.0.3")?;
+    let slowly = format!("mercury migrate {words} --bandwidth 1");
+    let interrupted = machine.spawn(&slowly)?;
+    wait_more(&spare, COMES, 0)?;
+    machine.sh("sleep 4; pkill -INT -f '^mercury migrate'")?;
+    let output = interrupted.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
+    goes_on(&peer, &machine)?;
+    wait_more(&spare, THROWN, 0)?;
+
+    let dies = machine.spawn(&slowly)?;
+    wait_more(&spare, COMES, 1)?;
+    thread::sleep(Duration::from_secs(4));
+    spare.power_cut()?;
+    let output = dies.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(output.stderr.contains("goes on as if nothing had been tried"), "{}", output.stderr);
+    goes_on(&peer, &machine)?;
+
+    let spare = spare.start_as(plugged(Kernel::BookwormCloud, 2, 768, 3, ports))?;
+    plug_in(&spare, "10.9.0.3")?;
+    let still = format!("mercury migrate {} --rounds 0", receive(&spare, "10.9.0.3")?);
+    let dies = machine.spawn(&still)?;
+    wait_more(&spare, COMES, 2)?;
+    thread::sleep(Duration::from_millis(2500));
+    spare.power_cut()?;
+    let output = dies.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(!output.success() && !output.stderr.is_empty(), "{}", output.stderr);
+    goes_on(&peer, &machine)?;
+
+    let spare = spare.start_as(plugged(Kernel::BookwormCloud, 2, 768, 3, ports))?;
+    plug_in(&spare, "10.9.0.3")?;
+    let words = receive(&spare, "10.9.0.3")?;
+    let _gone = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    wait_more(&spare, COMES, 3)?;
+    thread::sleep(Duration::from_secs(2));
+    machine.power_cut()?;
+    wait_more(&spare, THROWN, 1)
+}
