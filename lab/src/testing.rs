@@ -3,7 +3,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     fs,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
@@ -37,7 +37,12 @@ pub struct Tally {
     pub failures: Vec<String>,
     /// Those that the chosen emulator cannot run, by name, and why.
     pub unsupported: Vec<String>,
+    /// The last that tests which failed have said, by name.
+    pub said: BTreeMap<String, VecDeque<String>>,
 }
+
+/// How much is repeated of what a test has said that failed: lines, and characters of each.
+const LAST_WORDS: (usize, usize) = (8, 300);
 
 impl Tally {
     fn add(&mut self, other: Self) {
@@ -46,6 +51,16 @@ impl Tally {
         self.skipped += other.skipped;
         self.failures.extend(other.failures);
         self.unsupported.extend(other.unsupported);
+        self.said.extend(other.said);
+    }
+
+    /// Keeps the last lines of what a test has said.
+    fn keep_line(&mut self, name: &str, line: &str) {
+        let said = self.said.entry(name.to_owned()).or_default();
+        if said.len() == LAST_WORDS.0 {
+            said.pop_front();
+        }
+        said.push_back(line.chars().take(LAST_WORDS.1).collect());
     }
 
     /// Takes a test that has said that the emulator cannot run it from those that failed.
@@ -103,8 +118,11 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
             println!("{count} machines hung on their first way up, and were started again\n{machines}");
         }
     }
-    tally.failures.iter().for_each(|name| println!("FAILED {name}"));
     tally.unsupported.iter().for_each(|one| println!("SKIPPED {one}"));
+    for name in &tally.failures {
+        println!("FAILED {name}");
+        tally.said.get(name).into_iter().flatten().for_each(|line| println!("    {line}"));
+    }
     tally.failed -= tally.unsupported.len() as u32;
     tally.skipped += tally.unsupported.len() as u32;
     println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
@@ -271,6 +289,10 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         let line = line.context(|| "read the tests' output".into())?;
         if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
             said_by = format!("{prefix}{name}");
+        } else if line == "failures:" || line.starts_with("test ") {
+            said_by.clear();
+        } else if !said_by.is_empty() && !line.is_empty() {
+            tally.keep_line(&said_by, &line);
         }
         if let Some(reason) =
             line.strip_prefix("Error: ").and_then(|error| error.strip_prefix(Error::SKIPPED))
@@ -320,7 +342,7 @@ mod tests {
                 failed: 1,
                 skipped: 1,
                 failures: vec!["file: b".to_owned()],
-                unsupported: vec![]
+                ..Tally::default()
             }
         );
     }
@@ -332,6 +354,20 @@ mod tests {
         tally.skip("file: a", "it has not failed");
         tally.skip("file: b", "no monitor");
         assert_eq!((tally.failures, tally.unsupported), (vec![], vec!["file: b: no monitor".to_owned()]));
+    }
+
+    #[test]
+    fn the_last_words_of_a_failed_test_are_repeated() {
+        let mut running = Command::new("sh");
+        running.args([
+            "-c",
+            "printf 'test b ... FAILED\\n\\nfailures:\\n\\n---- b stdout ----\\n\\n'; seq 12; \
+             printf '\\nfailures:\\n    b\\n\\ntest result: FAILED. 0 passed; 1 failed\\n'; exit 101",
+        ]);
+        let tally = run_counting("file: ", &mut running).unwrap();
+        assert_eq!((tally.failed, &tally.failures), (1, &vec!["file: b".to_owned()]));
+        let lines: Vec<String> = (5..=12).map(|line| line.to_string()).collect();
+        assert_eq!(tally.said["file: b"], lines);
     }
 
     #[test]
