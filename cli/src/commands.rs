@@ -175,10 +175,33 @@ fn doctor(args: &DoctorArgs, say: Say<'_>) -> Result<Exit> {
 /// Puts in the driver and opens it for control.
 pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
     need_root(action)?;
-    let driver_inserted =
-        progress::during("loading the driver", || module::insert(module, &Sysroot::default()))?;
-    let device = Device::open(Access::Control)?;
-    Ok((device, Prepared { driver_inserted, ..Prepared::default() }))
+    let mut driver_inserted = false;
+    for _ in 0..INSERTIONS {
+        driver_inserted |=
+            progress::during("loading the driver", || module::insert(module, &Sysroot::default()))?;
+        match Device::open(Access::Control) {
+            // Somebody else has taken it out since.
+            Err(error) if error.code == Some(Code::NotLoaded) => {}
+            opened => return Ok((opened?, Prepared { driver_inserted, ..Prepared::default() })),
+        }
+    }
+    Err(Error::new(Exit::Busy, "another process takes the driver out, again and again")
+        .hint("wait until `mercury unload` is not run any more, and repeat the command"))
+}
+
+/// How often the driver is put in if it is taken out at once.
+const INSERTIONS: usize = 3;
+
+/// The device, to control it, once nobody puts the driver in or takes it out any more; none without a driver.
+fn control_if_loaded() -> Result<Option<Device>> {
+    if !module::settles_as_loaded(&Sysroot::default())? {
+        return Ok(None);
+    }
+    match Device::open(Access::Control) {
+        // It has been taken out since.
+        Err(error) if error.code == Some(Code::NotLoaded) => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
 /// The same with the hypervisor in memory.
@@ -209,11 +232,10 @@ fn load(args: &ModuleArgs) -> Result<LoadReport> {
 
 fn unload(args: &UnloadArgs) -> Result<UnloadReport> {
     need_root("unload")?;
-    if !module::is_loaded(&Sysroot::default()) {
-        return Ok(UnloadReport { detached: 0, hypervisor_freed: false, driver_removed: false });
-    }
     let _deferred = Deferred::begin();
-    let device = Device::open(Access::Control)?;
+    let Some(device) = control_if_loaded()? else {
+        return Ok(UnloadReport { detached: 0, hypervisor_freed: false, driver_removed: false });
+    };
     let mut report = progress::during("unloading", || switch::free(&device, args.detach))?;
     drop(device);
     if !args.keep_driver {
@@ -295,10 +317,7 @@ fn agreed(holder: &str) -> bool {
 fn detach(args: &DetachArgs) -> Result<switch::SwitchReport> {
     need_root("detach")?;
     all_online("detach", args.cpus.as_ref())?;
-    if !module::is_loaded(&Sysroot::default()) {
-        return Ok(switch::nothing_to_detach());
-    }
-    let device = Device::open(Access::Control)?;
+    let Some(device) = control_if_loaded()? else { return Ok(switch::nothing_to_detach()) };
     switch_deferred(&device, Direction::Detach, args.cpus.as_ref(), Prepared::default())
 }
 

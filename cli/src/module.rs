@@ -46,20 +46,37 @@ pub fn is_loaded(sysroot: &Sysroot) -> bool {
 }
 
 /// Puts the module in if it is not: from `path`, or from the running kernel's module directory.
-/// Returns whether it was put in now.
+/// Returns whether it was put in now. Somebody else may put it in or take it out meanwhile.
+///
+/// # Errors
+/// If the kernel refuses it, or its device does not appear.
 pub fn insert(path: Option<&Path>, sysroot: &Sysroot) -> Result<bool> {
-    if settles_as_loaded(sysroot)? {
-        return Ok(false);
+    let start = Instant::now();
+    let mut inserted = false;
+    while !settles_as_loaded(sysroot)? {
+        let result = path.map_or_else(modprobe, insert_file);
+        inserted |= match result {
+            Err(failed) if failed.is_passing && start.elapsed() < NODE_TIMEOUT => false,
+            result => result.map_err(|failed| failed.error)?,
+        };
     }
-    let inserted = match path {
-        Some(path) => insert_file(path)?,
-        None => modprobe()?,
-    };
-    wait_for_node()?;
     Ok(inserted)
 }
 
-fn insert_file(path: &Path) -> Result<bool> {
+/// Why the module could not be put in.
+struct Insertion {
+    error: Error,
+    /// The one that was in is on its way out.
+    is_passing: bool,
+}
+
+impl From<Error> for Insertion {
+    fn from(error: Error) -> Self {
+        Self { error, is_passing: false }
+    }
+}
+
+fn insert_file(path: &Path) -> Result<bool, Insertion> {
     let action = || format!("loading {}", path.display());
     let file = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|errno| {
         Error::system(&action(), errno).hint("check the path given by --module or MERCURY_MODULE")
@@ -67,7 +84,9 @@ fn insert_file(path: &Path) -> Result<bool> {
     match rustix::system::finit_module(&file, c"", 0) {
         Ok(()) => Ok(true),
         Err(Errno::EXIST) => Ok(false),
-        Err(errno) => Err(insertion_error(&action(), errno)),
+        Err(errno) => {
+            Err(Insertion { error: insertion_error(&action(), errno), is_passing: errno == Errno::BUSY })
+        }
     }
 }
 
@@ -85,7 +104,7 @@ fn insertion_error(action: &str, errno: Errno) -> Error {
     }
 }
 
-fn modprobe() -> Result<bool> {
+fn modprobe() -> Result<bool, Insertion> {
     let output = Command::new("modprobe").arg("mercury").output();
     let missing = |why: String| {
         Error::new(Exit::Failed, format!("the driver could not be loaded: {why}")).hint(
@@ -98,26 +117,28 @@ fn modprobe() -> Result<bool> {
     match (output.status.success(), said.as_str()) {
         (true, _) => Ok(true),
         (_, said) if said.contains("ey was rejected") || said.contains("Required key") => {
-            Err(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]))
+            Err(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]).into())
         }
         (_, said) if said.contains("Operation not permitted") => {
-            Err(insertion_error("loading the driver", Errno::PERM))
+            Err(insertion_error("loading the driver", Errno::PERM).into())
         }
         (_, said) if said.contains("not found") => {
-            Err(missing("it is not installed for the running kernel".into()))
+            Err(missing("it is not installed for the running kernel".into()).into())
         }
-        (_, said) => Err(missing(said.to_string())),
+        (_, said) => Err(Insertion {
+            error: missing(said.to_string()),
+            is_passing: said.contains("Device or resource busy"),
+        }),
     }
 }
 
 /// Whether the module is in, once nobody is putting it in or taking it out any more.
-fn settles_as_loaded(sysroot: &Sysroot) -> Result<bool> {
+///
+/// # Errors
+/// If it is in and its device does not appear.
+pub fn settles_as_loaded(sysroot: &Sysroot) -> Result<bool> {
     let loaded = wait_until(|| !is_loaded(sysroot) || Path::new(device::PATH).exists());
     loaded.map(|()| is_loaded(sysroot))
-}
-
-fn wait_for_node() -> Result<()> {
-    wait_until(|| Path::new(device::PATH).exists())
 }
 
 fn wait_until(ready: impl Fn() -> bool) -> Result<()> {

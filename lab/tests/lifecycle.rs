@@ -234,6 +234,31 @@ fn a_killed_controller_leaves_no_trace() -> Result<()> {
     work.finish()
 }
 
+/// Two that load and unload, each as if it were alone: "busy" is an answer, and no other failure is.
+const RIVALS: &str = r#"
+rival() {
+	for round in $(seq "$1"); do
+		for next in $2; do
+			said=$(mercury --json $next) && continue
+			case $said in *'"busy"'*) ;; *) echo "round $round: $next: $said" ;; esac
+		done
+	done
+}
+rival "$1" 'load unload' 2>&1 &
+rival "$1" 'detach unload' 2>&1 &
+wait
+echo rested
+"#;
+
+#[test]
+fn a_driver_that_comes_or_goes_is_waited_for() -> Result<()> {
+    let machine = Machine::boot(plain())?;
+    machine.put("/root/rivals", RIVALS.as_bytes(), 0o755)?;
+    let rivals = machine.command("bash /root/rivals 60").timeout(Duration::from_secs(240)).run()?.check()?;
+    assert_eq!(rivals.stdout, "rested\n");
+    machine.check_next_attach()
+}
+
 #[test]
 fn nothing_goes_that_is_in_use() -> Result<()> {
     let machine = Machine::boot(plain())?;
