@@ -309,26 +309,38 @@ void mercury_dma_unwatch(void)
 }
 
 /*
- * Whether a device may have this page for good: no data, no slab, no page table. Nobody counts the references
- * to the second page of several that were allocated at once.
+ * Whether a device may have this page for good, which is not reserved: no data, no slab, no page table.
+ * Nobody counts the references to the second page of several that were allocated at once.
  */
 static bool is_lasting(struct page *page)
 {
-	if (PageReserved(page) || PageSlab(page) || PageTable(page) || PageOffline(page))
+	if (PageSlab(page) || PageTable(page) || PageOffline(page))
 		return false;
 	/* What processes have pinned is written for as long as they like. */
 	return !is_data(page) || folio_maybe_dma_pinned(page_folio(page));
 }
 
-/* From a page on: how many there are of which the same holds. */
-unsigned long mercury_dma_stretch(struct page *page, enum mercury_page_use *use)
+/*
+ * From a page on: how many there are of which the same holds, of those that are reserved at most `most`.
+ * These are many: what describes memory is reserved, and there is the more of it the more memory there is.
+ */
+unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use)
 {
-	*use = is_lasting(page) ? MERCURY_PAGE_LASTING : MERCURY_PAGE_USED;
-	if (!PageBuddy(page))
-		return 1;
+	unsigned long count = 0;
+
+	*use = MERCURY_PAGE_USED;
+	while (count < most && PageReserved(page + count))
+		count++;
+	if (count)
+		return count;
 	/* Of several free pages only the first says so. */
-	*use = MERCURY_PAGE_FREE;
-	return 1UL << page_private(page);
+	if (PageBuddy(page)) {
+		*use = MERCURY_PAGE_FREE;
+		return 1UL << page_private(page);
+	}
+	if (is_lasting(page))
+		*use = MERCURY_PAGE_LASTING;
+	return 1;
 }
 
 /* Network cards that were bus masters at the instant. */

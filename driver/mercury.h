@@ -307,7 +307,7 @@ bool mercury_snapshot_is_past(void);
 void mercury_snapshot_mark(phys_addr_t phys);
 /* Devices may have it for good; it is nobody's. */
 enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_LASTING, MERCURY_PAGE_FREE };
-unsigned long mercury_dma_stretch(struct page *page, enum mercury_page_use *use);
+unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use);
 
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);

@@ -764,7 +764,7 @@ static void look_at(unsigned int range, unsigned long pfn, unsigned long end)
 	for (; page && pfn < end; pfn += count, page += count) {
 		enum mercury_page_use use;
 
-		count = min(mercury_dma_stretch(page, &use), end - pfn);
+		count = min(mercury_dma_stretch(page, end - pfn, &use), end - pfn);
 		if (use == MERCURY_PAGE_LASTING && !is_free(pfn))
 			mark(snapshot.numbers[range] + pfn - first);
 		else if (use == MERCURY_PAGE_FREE)
@@ -1306,7 +1306,7 @@ static u64 free_frames(phys_addr_t frame)
 
 	if (!page)
 		return 0;
-	count = mercury_dma_stretch(page, &use);
+	count = mercury_dma_stretch(page, 1, &use);
 	return use == MERCURY_PAGE_FREE ? min_t(unsigned long, count, MAX_ORDER_NR_PAGES) : 0;
 }
 
