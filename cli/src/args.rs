@@ -107,6 +107,15 @@ pub enum Command {
         console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there."
     )]
     Migrate(MigrateArgs),
+    /// Move this machine to another one, and back when its own hardware has been seen to
+    #[command(
+        long_about = "Moves this machine to another one that waits in `mercury receive`, as `mercury migrate` does, and \
+        then waits there: the machine that it came from is powered off, and can be repaired. When that is running again, start \
+        `mercury receive` on it and type what it says (HOST --key LINE) here: the machine moves back.\n\nThis command goes \
+        along with the machine, and so does the session that it runs in. End of input or Ctrl-C while it waits leaves the \
+        machine where it is; `mercury migrate` can bring it back at any time."
+    )]
+    Maintenance(MaintenanceArgs),
     /// Show what is in an image, and whether it is whole
     Inspect(InspectArgs),
     /// Put incremental images together with the full one that they were made on
@@ -360,8 +369,16 @@ pub struct ReceiveArgs {
     pub module: ModuleArgs,
 }
 
-/// Arguments of migrate.
+/// Arguments of maintenance.
 #[derive(Debug, Args)]
+pub struct MaintenanceArgs {
+    /// How to move, both times.
+    #[command(flatten)]
+    pub migrate: MigrateArgs,
+}
+
+/// Arguments of migrate.
+#[derive(Clone, Debug, Args)]
 pub struct MigrateArgs {
     /// The machine that waits in `mercury receive`: HOST or HOST:PORT
     #[arg(default_value = "", hide_default_value = true, required_unless_present = "dry_run")]

@@ -36,6 +36,7 @@ pub mod images;
 pub mod inspect;
 pub mod interrupt;
 pub mod log;
+pub mod maintenance;
 pub mod merge;
 pub mod migrate;
 pub mod module;

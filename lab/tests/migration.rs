@@ -174,6 +174,39 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     repaired.check_next_attach()
 }
 
+/// One command for both ways, which goes along. What is no way back is said to be none.
+#[test]
+#[ignore = "long"]
+fn maintenance_goes_along_and_comes_back() -> Result<()> {
+    const WORDS: &str = "/run/words";
+    need_qemu()?;
+    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let (id, boots) = (boot_id(&machine)?, spare.boots());
+    let there = receive(&spare, "10.9.0.3")?;
+    let maintenance = format!("exec 3<>{WORDS}; exec mercury maintenance {there} <&3 >/run/said 2>&1");
+    machine.sh(&format!("mkfifo {WORDS}; setsid sh -c '{maintenance}' > /dev/null 2>&1 &"))?;
+    machine.wait_shutdown(LIMIT)?;
+    spare.wait_other(boots)?;
+    is_well(&spare, &id)?;
+    goes_on(&peer, &spare)?;
+    spare.sh(&format!("grep '^2/3' /run/said; echo back, please > {WORDS}"))?;
+    spare.sh("sleep 1; grep 'what is wanted is HOST --key LINE' /run/said")?;
+
+    let repaired = machine.start_as(plugged(Kernel::BookwormCloud, 2, 768, 2, ports))?;
+    plug_in(&repaired, "10.9.0.4")?;
+    let boots = repaired.boots();
+    let back = receive(&repaired, "10.9.0.4")?;
+    spare.sh(&format!("echo '{back}' > {WORDS}"))?;
+    spare.wait_shutdown(LIMIT)?;
+    repaired.wait_other(boots)?;
+    is_well(&repaired, &id)?;
+    goes_on(&peer, &repaired)?;
+    let said = repaired.sh("sleep 2; cat /run/said; ! pgrep -f '^mercury maintenance'")?;
+    println!("{said}");
+    assert!(said.contains("this machine is back"), "{said}");
+    repaired.check_next_attach()
+}
+
 /// The move fails, and the machine goes on as if nothing had been tried.
 fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
     let output = machine.command(line).timeout(LIMIT).run()?;

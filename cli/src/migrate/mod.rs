@@ -17,7 +17,7 @@ pub mod link;
 mod mover;
 pub mod offer;
 pub mod operator;
-mod report;
+pub mod report;
 
 use crate::{
     args::MigrateArgs,
@@ -50,12 +50,20 @@ const FROZEN: Duration = Duration::from_secs(20);
 /// If this machine has not moved; it goes on as it did.
 pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
-    let sysroot = Sysroot::default();
     commands::need_root("migrate")?;
     if args.dry_run {
-        return dry_run::run(args, say, &sysroot, &deferred);
+        return dry_run::run(args, say, &Sysroot::default(), &deferred);
     }
     checkpoint::stay_in_the_foreground();
+    move_away(args, say, &deferred).map(|report| say.done(&report))
+}
+
+/// Moves this machine. Returns where it has arrived: where it came from, it is powered off.
+///
+/// # Errors
+/// If it has not moved; it goes on as it did.
+pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+    let sysroot = Sysroot::default();
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
@@ -63,7 +71,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
-    let mut mover = Mover::new(args, say, &sysroot, &deferred, &device, &mut guard, (to, line, link))?;
+    let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
     let outcome = mover.run();
     let report = mover.report();
     let Rest { failure, held, operator, may_write } = mover.into_rest();
@@ -73,8 +81,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
             attached.forget();
             guard.is_undone();
             arrived.settle(held);
-            say.done(&report);
-            Ok(Exit::Done)
+            Ok(report)
         }
         Ok(Outcome::GivenUp) => {
             attached.forget();
@@ -96,7 +103,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 /// It runs elsewhere.
-fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> Result<Exit> {
+fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> ! {
     if may_write {
         say_if_anybody_reads(crate::output::text(say.format, say.name, report));
     }

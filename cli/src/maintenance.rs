@@ -1,0 +1,188 @@
+//! `mercury maintenance`: this machine moves to another one, its hardware is seen to, and it moves back.
+//!
+//! This process is one of those that move. So it is the same one that leaves, that waits on the other machine until an
+//! operator says where to come back to, and that has come back in the end.
+
+use crate::{
+    args::{MaintenanceArgs, MigrateArgs},
+    checkpoint,
+    commands::{self, Say},
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    migrate::{self, report::Report},
+    output::{Render, Text},
+};
+use mercury_migration::session::Line;
+use serde::Serialize;
+use std::{
+    io::BufRead,
+    sync::mpsc::{self, RecvTimeoutError},
+    time::Duration,
+};
+
+/// How often it looks whether it was told to stop waiting.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What it is at.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+enum Step<'a> {
+    /// It moves.
+    Leaving {
+        /// To this machine.
+        to: &'a str,
+    },
+    /// It has arrived, and waits for words on standard input.
+    Away,
+    /// It moves back.
+    Returning {
+        /// To this machine.
+        to: &'a str,
+    },
+}
+
+impl Render for Step<'_> {
+    fn render(&self, to: &mut Text) {
+        match self {
+            Self::Leaving { to: host } => to.line(format!("1/3  moving to {host}")),
+            Self::Away => {
+                to.line("2/3  this machine has moved. What it ran on is powered off, and can be repaired.");
+                to.line("     Then start it, run `mercury receive` there, and type here what that says:");
+                to.line("     HOST --key LINE");
+            }
+            Self::Returning { to: host } => to.line(format!("3/3  moving back to {host}")),
+        };
+    }
+}
+
+/// Both moves.
+#[derive(Debug, Serialize)]
+struct Maintained {
+    /// There, and back.
+    moves: [Report; 2],
+}
+
+impl Render for Maintained {
+    fn render(&self, to: &mut Text) {
+        to.line("this machine is back");
+        for (way, report) in ["there", "back"].iter().zip(&self.moves) {
+            to.line(format!(
+                "{way}: {} rounds while everything ran; {:.0} ms until the instant",
+                report.rounds,
+                report.quiesce_us / 1e3
+            ));
+        }
+    }
+}
+
+/// Moves there, waits, and moves back.
+///
+/// # Errors
+/// If a move has failed: the machine goes on where it was. If it was told no place to come back to.
+pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
+    let args = &args.migrate;
+    if args.dry_run {
+        return migrate::run(args, say);
+    }
+    let deferred = Deferred::begin();
+    commands::need_root("maintenance")?;
+    checkpoint::stay_in_the_foreground();
+    if args.key.as_deref() == Some("-") {
+        return Err(Error::new(Exit::Usage, "standard input is for the way back")
+            .hint("give the line with --key LINE, or in MERCURY_KEY"));
+    }
+    say.one_of_many(&Step::Leaving { to: &args.host });
+    let there = migrate::move_away(args, say, &deferred)?;
+    say.one_of_many(&Step::Away);
+    let back = loop {
+        let Words { host, key } = wait_for_words(&deferred)?;
+        let way = MigrateArgs { host, key: Some(key), ..args.clone() };
+        say.one_of_many(&Step::Returning { to: &way.host });
+        match migrate::move_away(&way, say, &deferred) {
+            Ok(report) => break report,
+            Err(error) if deferred.requested() => return Err(error),
+            Err(error) => {
+                eprintln!("mercury maintenance: it has not moved back: {error}");
+                if let Some(hint) = error.hint {
+                    eprintln!("  → {hint}");
+                }
+                say.one_of_many(&Step::Away);
+            }
+        }
+    };
+    Ok(say.done(&Maintained { moves: [there, back] }))
+}
+
+/// Where to come back to.
+#[derive(Debug, PartialEq)]
+struct Words {
+    host: String,
+    key: String,
+}
+
+/// Reads lines until one says it.
+fn wait_for_words(deferred: &Deferred) -> Result<Words> {
+    let stays = |why: &str| {
+        Error::new(Exit::Interrupted, format!("{why}: the machine stays where it is"))
+            .hint("`mercury migrate HOST --key LINE` brings it back")
+    };
+    let (said, words) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines().map_while(std::io::Result::ok) {
+            match parse(&line) {
+                Ok(words) => return said.send(words),
+                Err(_) if line.trim().is_empty() => {}
+                Err(why) => eprintln!("mercury maintenance: {why}"),
+            }
+        }
+        Ok(())
+    });
+    loop {
+        match words.recv_timeout(LOOK) {
+            Ok(words) => return Ok(words),
+            Err(RecvTimeoutError::Disconnected) => return Err(stays("end of input")),
+            Err(RecvTimeoutError::Timeout) if deferred.requested() => return Err(stays("interrupted")),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+/// What `mercury receive` has printed, with the command's name or without.
+fn parse(line: &str) -> std::result::Result<Words, String> {
+    let mut words = line.split_whitespace().skip_while(|word| ["sudo", "mercury", "migrate"].contains(word));
+    match (words.next(), words.next(), words.next(), words.next()) {
+        (Some(host), Some("--key"), Some(key), None) if !host.starts_with('-') => {
+            key.parse::<Line>().map_err(|error| error.to_string())?;
+            Ok(Words { host: host.to_owned(), key: key.to_owned() })
+        }
+        _ => Err("what is wanted is HOST --key LINE, as `mercury receive` has printed it".to_owned()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use mercury_migration::session::Receiver;
+
+    #[test]
+    fn words_are_as_the_receiver_prints_them() {
+        let (_, line) = Receiver::new(Duration::from_secs(60)).unwrap();
+        let key = line.to_string();
+        for line in ["", "mercury migrate ", "  sudo mercury migrate "] {
+            let words = Words { host: "10.9.0.3:4747".into(), key: key.clone() };
+            assert_eq!(parse(&format!("{line}10.9.0.3:4747 --key {key}")), Ok(words));
+        }
+        let damaged = format!("{}x", &key[..key.len() - 1]);
+        for line in [
+            String::new(),
+            key.clone(),
+            format!("--key {key}"),
+            format!("10.9.0.3 --key {damaged}"),
+            format!("10.9.0.3 --key {key} --force"),
+        ] {
+            assert!(parse(&line).is_err(), "{line}");
+        }
+    }
+}
