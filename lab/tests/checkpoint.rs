@@ -190,6 +190,7 @@ fn connections_go_on() -> Result<()> {
 
 /// A database at work: what was committed is there, and every sum is right.
 #[test]
+#[ignore = "long"]
 fn a_database_goes_on() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(1536))?;

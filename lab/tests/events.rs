@@ -275,6 +275,7 @@ fn crash(kernel: Kernel, cpu: u32) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn crash_on_cpu_0_on_6_1() -> Result<()> {
     crash(Kernel::BookwormCloud, 0)
 }
@@ -380,6 +381,7 @@ fn hibernation() -> Result<()> {
 
 /// All that hibernation does with devices and processors, up to the image and back.
 #[test]
+#[ignore = "long"]
 fn hibernation_without_an_image() -> Result<()> {
     let spec = spec(Kernel::BookwormGeneric).cpus(4).disk(Bus::Virtio, 1024);
     let (machine, work) = attached(spec)?;

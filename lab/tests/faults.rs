@@ -448,6 +448,7 @@ fn detach_succeeds_even_if_it_fails() -> Result<()> {
 
 /// The other emulator, with x2APIC, and with a nested map of 2 MiB pages: each point once.
 #[test]
+#[ignore = "long"]
 fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
     let mut subject = Subject::boot(newer_in_x2apic_mode().cpu_feature("-pdpe1gb"), CPUS)?;
     subject.must(&["dmesg | grep -i 'x2apic enabled'"])?;

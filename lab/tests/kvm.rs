@@ -106,6 +106,7 @@ fn kvm_on_6_1() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn kvm_on_6_12_without_svm_at_load() -> Result<()> {
     if Platform::chosen()?.vendor() == Vendor::Amd {
         return it_comes_and_goes_above(Kernel::TrixieCloud);
@@ -360,6 +361,7 @@ fn a_crash_beneath_a_virtual_machine() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
     crash(
         Kernel::TrixieCloud,

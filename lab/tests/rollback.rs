@@ -208,17 +208,20 @@ fn from_a_panic() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn from_a_panic_on_a_later_kernel() -> Result<()> {
     goes_back(spec_of(Kernel::TrixieCloud, 2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
 
 #[test]
+#[ignore = "long"]
 fn from_a_panic_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[MEMORY_LOAD], PANIC, "panic")
 }
 
 /// The others are halted with interrupts off by then.
 #[test]
+#[ignore = "long"]
 fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
     need_qemu()?;
     let machine = at_work(spec(4).nic(Nic::Virtio), &[DISK_LOAD, MEMORY_LOAD, NETWORK_LOAD])?;
@@ -255,6 +258,7 @@ fn from_a_hung_cpu() -> Result<()> {
 
 /// The kernel stops it by NMI, in whose handler no other reaches it.
 #[test]
+#[ignore = "long"]
 fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
     let death = "taskset 1 mercury-workload kernel hang-and-panic 1";
     goes_back(spec(2), &[DISK_LOAD], death, "panic")

@@ -116,6 +116,7 @@ fn exact_with_virtio() -> Result<()> {
 
 /// Debian zeroes pages before devices get them, which hides what devices write: not here.
 #[test]
+#[ignore = "long"]
 fn exact_where_pages_are_not_zeroed() -> Result<()> {
     let spec = Spec::new(Kernel::TrixieCloud).cpus(4).kernel_arg("init_on_alloc=0");
     are_exact(spec, "", &[ROOT_LOAD.to_owned()], 3)
