@@ -48,6 +48,7 @@ pub mod previrtualization;
 pub mod progress;
 pub mod restart;
 pub mod scene;
+pub mod selftests;
 pub mod soak;
 pub mod spec;
 pub mod testing;

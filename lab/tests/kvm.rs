@@ -9,7 +9,7 @@ mod workloads;
 
 use mercury_lab::{
     Background, Error, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, bench::kvm, driver::Variant,
-    guests, operator::complaints,
+    guests, operator::complaints, selftests,
 };
 use workloads::{Repeated, kernel as ask_kernel, load, load_test_module, switch};
 
@@ -367,4 +367,66 @@ fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
         Kernel::TrixieCloud,
         "modprobe kvm enable_virt_at_load=0 && modprobe MODULE && rmmod MODULE kvm && (modprobe MODULE || true)",
     )
+}
+
+/// Linux's own tests of KVM on this machine's kernel.
+const SELFTESTS: &str = include_str!("../guest/kvm/selftests");
+/// How long one of them may take, in seconds. Two wait for ever in this emulator.
+const SELFTEST: u64 = 60;
+
+/// One of them: its exit status (0: passed, 4: it cannot run here, 124: not in time), and the last that it has said.
+#[derive(Debug)]
+struct Selftest {
+    name: String,
+    status: String,
+    said: String,
+}
+
+impl Selftest {
+    fn all(machine: &Machine, only: &str) -> Result<Vec<Self>> {
+        let line = format!("bash /root/selftests {SELFTEST} {only}");
+        let output = machine.command(&line).timeout(40 * MINUTE).run()?.check()?;
+        let mut tests = Vec::new();
+        for line in output.stdout.lines() {
+            let mut words = line.splitn(3, ' ').map(str::to_owned);
+            let mut next = || words.next().unwrap_or_default();
+            tests.push(Self { name: next(), status: next(), said: next() });
+        }
+        Ok(tests)
+    }
+}
+
+/// Each of Linux's own tests of KVM says the same natively and above the hypervisor; that of one that does not is looked
+/// at a second time both ways, for some depend on time.
+#[test]
+#[ignore = "long"]
+fn the_kernels_own_tests_of_kvm_say_the_same() -> Result<()> {
+    let spec = Spec::new(Kernel::BookwormCloud).memory_mib(2048).qemu_version(Qemu::Newer);
+    let machine = Machine::boot(selftests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
+    machine.put("/root/selftests", SELFTESTS.as_bytes(), 0o755)?;
+    machine.sh("modprobe kvm_amd; mount LABEL=mercury-tests /mnt")?;
+    let native = Selftest::all(&machine, "")?;
+    machine.mercury("attach")?;
+    let attached = Selftest::all(&machine, "")?;
+    assert_eq!(machine.modes()?, "attached attached");
+    let mut different = Vec::new();
+    for (native, attached) in native.iter().zip(&attached) {
+        let Selftest { name, status, said } = native;
+        println!("| `{name}` | {status} | {} | {said} |", attached.status);
+        if *status != attached.status {
+            different.push(name.as_str());
+        }
+    }
+    let ran = native.iter().filter(|test| test.status == "0").count();
+    println!("{} tests, {ran} of them pass natively; different: {different:?}", native.len());
+    assert!(native.len() == attached.len() && ran >= 25, "{native:?}");
+    if !different.is_empty() {
+        let above = Selftest::all(&machine, &different.join(" "))?;
+        machine.mercury("detach")?;
+        let beside = Selftest::all(&machine, &different.join(" "))?;
+        for (above, beside) in above.iter().zip(&beside) {
+            assert_eq!(above.status, beside.status, "{above:?} {beside:?}");
+        }
+    }
+    machine.check_next_attach()
 }

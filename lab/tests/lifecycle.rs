@@ -222,8 +222,7 @@ fn a_killed_controller_leaves_no_trace() -> Result<()> {
     let machine = Machine::boot(plain().cpus(3))?;
     let work = machine.start_work()?;
     machine.put("/root/kills", KILLS.as_bytes(), 0o755)?;
-    let kills =
-        machine.command("bash -x /root/kills 40").timeout(Duration::from_secs(240)).run()?.check()?;
+    let kills = machine.command("bash -x /root/kills 40").timeout(Duration::from_secs(240)).run()?.check()?;
     assert!(kills.stdout.ends_with("40 kills\n"), "{}", kills.stdout);
     for cpu in machine.mercury("status")?["cpus"].as_array().unwrap_or(&Vec::new()) {
         assert!(cpu["left_because"].is_null() && cpu["crash"].is_null(), "{cpu}");

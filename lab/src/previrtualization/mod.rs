@@ -4,6 +4,6 @@
 //! kept from one build to the next.
 
 mod build;
-mod root;
+pub(crate) mod root;
 
 pub use build::{Built, Flavour, build};
