@@ -211,6 +211,8 @@ impl Place {
     /// On one processor, so that all ways have the same.
     fn command(&self, way: Way) -> Command {
         let mut command = host::as_root("taskset");
+        // User Mode Linux aborts when its first program ends, and may leave a core.
+        command.current_dir(self.archive.parent().unwrap_or(Path::new("/tmp")));
         command.args(["-c", "0", "timeout", LIMIT]);
         match way {
             Way::Native => command.arg("chroot").arg(&self.tree).arg("/init"),

@@ -52,7 +52,7 @@ const MEMORY_MIB: u32 = 1024;
 /// Samples of each of lmbench's on a small kernel.
 const PREVIRTUALIZED_SAMPLES: u32 = 5;
 /// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
-const HOSTED_ROUNDS: [u32; 2] = [7, 1];
+const HOSTED_ROUNDS: [u32; 2] = [5, 1];
 
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
