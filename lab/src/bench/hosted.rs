@@ -135,7 +135,7 @@ pub fn measure(release: Release, rounds: u32) -> Result<Hosted> {
     };
     let benchmarks = BENCHMARKS.iter().map(|(name, _)| Row::new(name, |way| median(way, name)));
     Ok(Hosted {
-        host: line(Command::new("uname").arg("-r"))?,
+        host: line(Command::new("uname").arg("-r"))?.split('-').next().unwrap_or_default().to_owned(),
         kernel: release.to_string(),
         uml: line(Command::new(UML).arg("--version"))?,
         rounds,
@@ -178,6 +178,8 @@ impl Place {
         }
         archive.char_device("dev/console", (5, 1));
         archive.char_device("dev/null", (1, 3));
+        // Natively a file does.
+        fs::write(tree.join("dev/null"), b"").context(|| "write dev/null".into())?;
         let debian = Image::ensure(release)?.tree().join("usr");
         let mut put = |name: &str, bytes: &[u8]| {
             let path = tree.join(name);
