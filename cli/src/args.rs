@@ -482,6 +482,9 @@ pub struct HostedArgs {
     /// Words for the kernel's command line
     #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
     pub append: String,
+    /// Leave programs as they are: each of their system calls is a signal
+    #[arg(long)]
+    pub no_rewrite: bool,
     /// Say what the guest does that is strange, and at its end what was counted
     #[arg(long)]
     pub verbose: bool,

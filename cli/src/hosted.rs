@@ -19,6 +19,7 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
         memory: args.memory << 20,
         append: args.append.clone(),
+        rewrite: !args.no_rewrite,
         verbose: args.verbose,
     };
     if args.check {

@@ -39,6 +39,16 @@ pub const RDI: usize = 7;
 /// R11
 pub const R11: usize = 11;
 
+/// Selectors, which say whether a program runs, or the kernel.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Segments {
+    /// CS
+    pub cs: u16,
+    /// SS
+    pub ss: u16,
+}
+
 /// The block.
 #[repr(C)]
 #[derive(Debug)]
@@ -70,6 +80,18 @@ pub struct Block {
     pub extended: u64,
     /// The guest's registers while the monitor runs.
     pub registers: Registers,
+    /// Of the guest.
+    pub segments: Segments,
+    /// Those that a system call loads.
+    pub call_segments: Segments,
+    /// Those that its return loads.
+    pub return_segments: Segments,
+    /// Where system calls go.
+    pub lstar: u64,
+    /// Where slots jump to return from one.
+    pub system_return: u64,
+    /// A stack for what needs one while the guest's is a program's; interrupts are off.
+    pub small_stack: [u64; 4],
 }
 
 /// Offsets for what is written in assembler.
@@ -102,6 +124,18 @@ pub mod at {
     pub const SCRATCH: u64 = BLOCK + offset_of!(Block, scratch) as u64;
     /// [`Block::extended`]
     pub const EXTENDED: u64 = BLOCK + offset_of!(Block, extended) as u64;
+    /// [`Block::segments`]
+    pub const SEGMENTS: u64 = BLOCK + offset_of!(Block, segments) as u64;
+    /// [`Block::call_segments`]
+    pub const CALL_SEGMENTS: u64 = BLOCK + offset_of!(Block, call_segments) as u64;
+    /// [`Block::return_segments`]
+    pub const RETURN_SEGMENTS: u64 = BLOCK + offset_of!(Block, return_segments) as u64;
+    /// [`Block::lstar`]
+    pub const LSTAR: u64 = BLOCK + offset_of!(Block, lstar) as u64;
+    /// [`Block::system_return`]
+    pub const SYSTEM_RETURN: u64 = BLOCK + offset_of!(Block, system_return) as u64;
+    /// The end of [`Block::small_stack`]
+    pub const SMALL_STACK_END: u64 = BLOCK + offset_of!(Block, small_stack) as u64 + 32;
     /// [`Block::registers`]
     pub const REGISTERS: u64 = BLOCK + offset_of!(Block, registers) as u64;
     /// The instruction pointer in them.

@@ -2,7 +2,7 @@
 //! processor as the kernel's own assembler would have left it.
 
 use crate::{
-    block::{self, Registers},
+    block::{self, Registers, Segments},
     error::{Error, Result},
     kernel::Kernel,
     layout::{DIRECT_MAP, PAGE},
@@ -116,12 +116,11 @@ pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry:
         cr4: CR4,
         efer: EFER,
         gdt: Table { base: gdt, limit: 127 },
-        cs: KERNEL_CODE,
-        ss: KERNEL_DATA,
         xcr0: 1,
         ..Vcpu::default()
     };
     let block = machine.block();
+    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
     block.gs = percpu;
     block.gs_other = 0;
     block.flags = 2;

@@ -10,8 +10,10 @@
 //! |------|------|
 //! | 0x10000 | the guest's programs, up to [`USER_END`], except for what is next |
 //! | [`THUNKS`] | the monitor's code for slots |
+//! | [`CELLS`] | the monitor's code for programs' system calls |
 //! | [`BLOCK`] | the processor's block, which that code addresses by its number |
 //! | [`FIXMAP`] | the kernel's fixed addresses |
+//! | [`POINTERS`] | pointers into [`CELLS`] |
 //! | [`DIRECT_MAP`] | the guest's memory, with the kernel's image in it; behind it the guest's programs again |
 //! | [`USER_END`] | the host's program: monitor, its heap |
 //! | [`VMALLOC`], [`VMEMMAP`], [`ENTRY_AREA`] | what the kernel maps for itself |
@@ -26,6 +28,17 @@ pub const BLOCK: u64 = 0x3E00_0000;
 /// Where the kernel's constants for fixed addresses go: the same low 30 bits. Kernels clear what is left of a gigabyte of
 /// their direct map's tables, so these are in another one.
 pub const FIXMAP: u64 = 0x3F00_0000;
+/// Pointers to the code of rewritten sites. Their addresses' upper bytes are no instructions (see [`crate::sites`]); kernels'
+/// fixed addresses end below.
+pub const POINTERS: u64 = 0x3FEA_0000;
+/// Bytes of them.
+pub const POINTERS_SIZE: u64 = 0x1_0000;
+/// Behind them: the addresses that programs have copies of their pages at.
+pub const VIRTUALS: u64 = POINTERS + POINTERS_SIZE;
+/// Code of rewritten sites.
+pub const CELLS: u64 = 0x3C00_0000;
+/// Bytes of it.
+pub const CELLS_SIZE: u64 = 0x8_0000;
 /// Guest-physical address 0.
 pub const DIRECT_MAP: u64 = 0x4000_0000;
 /// The guest's programs live below.
@@ -56,7 +69,7 @@ pub fn is_translated(address: u64) -> bool {
 /// Whether it is one of the addresses that only the kernel maps.
 #[must_use]
 pub fn is_kernel_translated(address: u64) -> bool {
-    matches!(address, FIXMAP..DIRECT_MAP | VMALLOC..ENTRY_AREA_END)
+    matches!(address, FIXMAP..POINTERS | VMALLOC..ENTRY_AREA_END)
 }
 
 /// Whether one of the guest's programs may have it, if the direct map does not reach so far.

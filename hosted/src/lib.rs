@@ -11,6 +11,7 @@
 //!   it runs on, [`run`] does these in order.
 //! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
 //! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
+//! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
 //! - [`devices`]: those of a small PC. `sandbox`: what is left of the host once the guest runs.
 
 pub mod block;
@@ -29,6 +30,8 @@ pub mod mmu;
 mod perform;
 pub mod run;
 mod sandbox;
+pub mod shadow;
 pub mod signal;
+pub mod sites;
 pub mod thunks;
 pub mod vcpu;

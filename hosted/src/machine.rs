@@ -1,6 +1,9 @@
 //! The machine: a processor, its memory and its devices, and what it does when the guest is left.
 
-use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicPtr, AtomicU8, Ordering},
+};
 
 use crate::{
     block::{self, Block, IF},
@@ -9,6 +12,7 @@ use crate::{
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
+    shadow::{Mapped, Shadows},
     thunks::{self, Cause, Exit},
     vcpu::Vcpu,
 };
@@ -103,6 +107,10 @@ pub struct Machine {
     pub user_mapped: bool,
     /// How many the host allows.
     pub most_mapped: u64,
+    /// Copies of programs' pages, in which system calls are rewritten; unless they are to be left.
+    pub shadows: Option<Shadows>,
+    /// The code that returns from a system call, behind its look at what waits.
+    pub returning: Range<u64>,
     /// Say what is strange.
     pub verbose: bool,
 }
@@ -119,7 +127,7 @@ impl Machine {
     /// Whether a program runs, or the kernel.
     #[must_use]
     pub fn privilege(&self) -> Privilege {
-        if self.vcpu.cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
+        if self.block().segments.cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
     }
 
     /// Lets the guest run. Comes back never: the process ends when the machine does.
@@ -145,6 +153,7 @@ impl Machine {
         }
         if self.verbose {
             eprintln!("mercury hosted: {:?}", self.counters);
+            eprintln!("mercury hosted: {:?}", self.shadows.as_ref().map(|shadows| shadows.counters));
         }
         std::process::exit(match how {
             End::Halted | End::Ended => 0,
@@ -161,7 +170,7 @@ impl Machine {
         let mut text = format!(
             "  rip {:#x} cs {:#x} flags {:#x} cr2 {:#x} cr3 {:#x} gs {:#x}",
             registers.rip,
-            self.vcpu.cs,
+            self.block().segments.cs,
             self.flags(),
             self.vcpu.cr2,
             self.vcpu.cr3,
@@ -297,6 +306,9 @@ impl Machine {
             // The kernel would find its page tables in order and let the program try again, for ever.
             return self.inject(Exception::PROTECTION);
         }
+        if self.is_for_a_copy(address, access) {
+            return;
+        }
         match self.fill(address, access) {
             Ok(()) => self.counters.fills += 1,
             Err(exception) => {
@@ -304,6 +316,13 @@ impl Machine {
                 self.inject(exception);
             }
         }
+    }
+
+    /// Whether the kernel writes to a page by its direct map, which was only forbidden for a copy's sake.
+    fn is_for_a_copy(&mut self, address: u64, access: Access) -> bool {
+        let physical = self.memory.direct(address).filter(|_| access == Access::Write);
+        let (Some(physical), Some(shadows)) = (physical, &mut self.shadows) else { return false };
+        shadows.written(&self.memory, physical)
     }
 
     /// Whether a program could have this address if its kernel said so.
@@ -336,7 +355,16 @@ impl Machine {
                 (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
             };
         self.map(start, length, from, rights);
-        self.user_mapped |= layout::is_user(address);
+        let by_program = layout::is_user(address);
+        self.user_mapped |= by_program;
+        if let Some(shadows) = &mut self.shadows {
+            let how = match rights {
+                Rights { write: true, .. } => Mapped::Writable { by_program },
+                Rights { execute: true, .. } => Mapped::Code,
+                _ => Mapped::Data,
+            };
+            shadows.range_mapped(&self.memory, start, from..from + length, how);
+        }
         Ok(())
     }
 
@@ -375,15 +403,21 @@ impl Machine {
         let above = layout::DIRECT_MAP + self.memory.size();
         self.memory.unmap(above, layout::USER_END - above);
         self.user_mapped = false;
+        if let Some(shadows) = &mut self.shadows {
+            shadows.all_dropped(false);
+        }
     }
 
     /// Drops all mappings but the direct map.
     pub fn drop_all(&mut self) {
         self.user_mapped = true;
         self.drop_user();
-        self.memory.unmap(layout::FIXMAP, layout::DIRECT_MAP - layout::FIXMAP);
+        self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
         self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
         self.mapped = 0;
+        if let Some(shadows) = &mut self.shadows {
+            shadows.all_dropped(true);
+        }
     }
 
     /// Drops one.
@@ -391,6 +425,9 @@ impl Machine {
         let page = address & !(PAGE - 1);
         if layout::is_translated(page) && self.memory.direct(page).is_none() {
             self.memory.unmap(page, PAGE);
+            if let Some(shadows) = &mut self.shadows {
+                shadows.page_dropped(page);
+            }
         }
     }
 
@@ -423,12 +460,13 @@ impl Machine {
             0 => registers.general[block::RSP],
             list => self.read_long(self.vcpu.task_base + 0x24 + (list - 1) * 8)?,
         } & !15;
+        let rip = self.shadows.as_ref().map_or(registers.rip, |shadows| shadows.visible(registers.rip));
         let words = [
-            registers.rip,
-            u64::from(self.vcpu.cs),
+            rip,
+            u64::from(self.block().segments.cs),
             self.flags(),
             registers.general[block::RSP],
-            u64::from(self.vcpu.ss),
+            u64::from(self.block().segments.ss),
         ];
         let mut frame = Vec::with_capacity(48);
         frame.extend(exception.error.map(u64::from).iter().chain(&words).flat_map(|word| word.to_le_bytes()));
@@ -438,24 +476,62 @@ impl Machine {
         self.set_flags(self.flags() & !(ALIGNMENT | if is_trap { 0 } else { IF }));
         registers.general[block::RSP] = top;
         registers.rip = target;
-        self.vcpu.cs = (low >> 16 & 0xFFFF) as u16;
+        self.block().segments.cs = (low >> 16 & 0xFFFF) as u16;
         if from_user {
-            self.vcpu.ss = 0;
+            self.block().segments.ss = 0;
         }
         Ok(())
     }
 
     /// A program's system call.
     pub fn system_call(&mut self) {
+        const LENGTH: u64 = 2;
         self.counters.system_calls += 1;
+        self.rewrite(self.block().registers.rip.wrapping_sub(LENGTH));
         let flags = self.flags();
         let registers = &mut self.block().registers;
         registers.general[block::RCX] = registers.rip;
         registers.general[block::R11] = flags;
-        registers.rip = self.vcpu.lstar;
-        self.vcpu.cs = (self.vcpu.star >> 32) as u16 & !3;
-        self.vcpu.ss = self.vcpu.cs + 8;
+        registers.rip = self.block().lstar;
+        self.block().segments = self.block().call_segments;
         self.set_flags(flags & !self.vcpu.syscall_mask);
+    }
+
+    /// Has a site rewritten if it is worth it, and a program cannot write there.
+    fn rewrite(&mut self, site: u64) {
+        let mask = VISIBLE | IF;
+        if self.shadows.is_none() || self.vcpu.syscall_mask & mask != mask || !layout::is_user(site) {
+            return;
+        }
+        let Ok(found) = self.translate(site, Access::Execute, Privilege::User) else { return };
+        if found.may_write || found.size != PAGE || !self.memory.contains(found.physical, 2) {
+            return;
+        }
+        if let Some(shadows) = &mut self.shadows
+            && shadows.trapped(&self.memory, site, found.physical)
+        {
+            self.user_mapped = true;
+            self.mapped += 1;
+        }
+    }
+
+    /// An instruction that there is not: if it lies below the jump of a rewritten site, the program goes on where it would have.
+    pub fn resume_below_a_jump(&mut self) -> bool {
+        let registers = &mut self.block().registers;
+        let shadows = self.shadows.as_mut().filter(|_| layout::is_user(registers.rip));
+        let found = shadows.and_then(|shadows| shadows.below_a_jump(&self.memory, registers.rip));
+        if let Some(to) = found {
+            registers.rip = to;
+        }
+        found.is_some()
+    }
+
+    /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
+    pub fn finish_return(&mut self) {
+        if self.returning.contains(&self.block().registers.rip) {
+            self.block().registers.general[block::RSP] = self.block().scratch;
+            self.system_return();
+        }
     }
 
     fn exit(&mut self) {
@@ -478,7 +554,7 @@ impl Machine {
 }
 
 /// Flags that a process can have, and that mean the same in it: no single steps.
-const VISIBLE: u64 = 0x24_0CD5;
+pub const VISIBLE: u64 = 0x24_0CD5;
 /// Faults when something is not aligned; kernels are not asked.
 const ALIGNMENT: u64 = 1 << 18;
 

@@ -33,6 +33,8 @@ impl Rights {
 pub struct Memory {
     file: OwnedFd,
     size: u64,
+    /// Where the monitor sees it: it may write to what it has made read-only for the kernel.
+    window: usize,
 }
 
 impl Memory {
@@ -47,12 +49,19 @@ impl Memory {
             return Err(Error::system("make the guest's memory"));
         }
         // SAFETY: The descriptor was made above and belongs to nobody else.
-        let memory = Self { file: unsafe { OwnedFd::from_raw_fd(file) }, size };
+        let mut memory = Self { file: unsafe { OwnedFd::from_raw_fd(file) }, size, window: 0 };
         // SAFETY: It takes a descriptor and a number.
         if unsafe { libc::ftruncate(file, size.cast_signed()) } != 0 {
             return Err(Error::system("give the guest its memory").hint("choose less with --memory"));
         }
         memory.map_new(DIRECT_MAP, size, 0, Rights { write: true, execute: true })?;
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: A new mapping where the host likes.
+        let window = unsafe { libc::mmap(ptr::null_mut(), size as usize, rights, libc::MAP_SHARED, file, 0) };
+        if window == libc::MAP_FAILED {
+            return Err(Error::system("map the guest's memory for the monitor"));
+        }
+        memory.window = window.expose_provenance();
         Ok(memory)
     }
 
@@ -111,11 +120,11 @@ impl Memory {
         physical < self.size && length <= self.size - physical
     }
 
-    /// Where the monitor, and the kernel, see it.
+    /// Where the monitor sees it.
     #[must_use]
     pub fn pointer(&self, physical: u64, length: u64) -> Option<*mut u8> {
         self.contains(physical, length)
-            .then(|| ptr::with_exposed_provenance_mut((DIRECT_MAP + physical) as usize))
+            .then(|| ptr::with_exposed_provenance_mut(self.window + physical as usize))
     }
 
     /// Whether an address lies in the direct map, and the physical one if so.

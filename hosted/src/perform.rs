@@ -6,7 +6,7 @@ use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register}
 use mercury_afterburner::kind::Kind;
 
 use crate::{
-    block::{self, IF},
+    block::{self, IF, Segments},
     cpuid, layout,
     machine::{End, Exception, Machine},
     vcpu::{CR4_GLOBAL, Table},
@@ -39,7 +39,7 @@ impl Machine {
             Kind::FarReturn => {
                 let (rip, cs) = (self.pop()?, self.pop()?);
                 self.block().registers.rip = rip;
-                self.vcpu.cs = cs as u16;
+                self.block().segments.cs = cs as u16;
             }
             Kind::Lgdt => self.vcpu.gdt = self.table(instruction)?,
             Kind::Lidt => self.vcpu.idt = self.table(instruction)?,
@@ -235,7 +235,7 @@ impl Machine {
         };
         self.vcpu.data[register.number() % 6] = selector;
         match register {
-            Register::SS => self.vcpu.ss = selector,
+            Register::SS => self.block().segments.ss = selector,
             Register::FS => self.block().fs = base,
             Register::GS => self.block().gs = base,
             _ => {}
@@ -247,8 +247,8 @@ impl Machine {
         let is_push = instruction.op_count() == 1;
         let register = if is_push { instruction.op0_register() } else { instruction.op1_register() };
         let value = u64::from(match register {
-            Register::CS => self.vcpu.cs,
-            Register::SS => self.vcpu.ss,
+            Register::CS => self.block().segments.cs,
+            Register::SS => self.block().segments.ss,
             other => self.vcpu.data[other.number() % 6],
         });
         if is_push { self.push(value) } else { self.set(instruction, 0, value) }
@@ -262,17 +262,17 @@ impl Machine {
         let registers = &mut self.block().registers;
         registers.rip = rip;
         registers.general[block::RSP] = rsp;
-        (self.vcpu.cs, self.vcpu.ss) = (cs as u16, ss as u16);
+        self.block().segments = Segments { cs: cs as u16, ss: ss as u16 };
         self.set_flags(flags);
         Ok(())
     }
 
-    fn system_return(&mut self) {
+    /// SYSRET.
+    pub fn system_return(&mut self) {
         let general = self.block().registers.general;
         self.block().registers.rip = general[block::RCX];
         self.set_flags(general[block::R11]);
-        let base = (self.vcpu.star >> 48) as u16 | 3;
-        (self.vcpu.cs, self.vcpu.ss) = (base + 16, base + 8);
+        self.block().segments = self.block().return_segments;
     }
 
     fn halt(&mut self) {
@@ -319,7 +319,7 @@ impl Machine {
             0x10 => unsafe { _rdtsc() },
             0xC000_0080 => self.vcpu.efer,
             0xC000_0081 => self.vcpu.star,
-            0xC000_0082 => self.vcpu.lstar,
+            0xC000_0082 => self.block().lstar,
             0xC000_0084 => self.vcpu.syscall_mask,
             0xC000_0100 => self.block().fs,
             0xC000_0101 => self.block().gs,
@@ -338,8 +338,8 @@ impl Machine {
         let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
         match index {
             0xC000_0080 => self.vcpu.efer = value,
-            0xC000_0081 => self.vcpu.star = value,
-            0xC000_0082 => self.vcpu.lstar = value,
+            0xC000_0081 => self.set_star(value),
+            0xC000_0082 => self.block().lstar = value,
             0xC000_0084 => self.vcpu.syscall_mask = value,
             0xC000_0100 => self.block().fs = value,
             0xC000_0101 => self.block().gs = value,
@@ -348,6 +348,14 @@ impl Machine {
                 self.vcpu.others.insert(index, value);
             }
         }
+    }
+
+    fn set_star(&mut self, value: u64) {
+        self.vcpu.star = value;
+        let (to_kernel, to_program) = ((value >> 32) as u16 & !3, (value >> 48) as u16 | 3);
+        self.block().call_segments = Segments { cs: to_kernel, ss: to_kernel.wrapping_add(8) };
+        self.block().return_segments =
+            Segments { cs: to_program.wrapping_add(16), ss: to_program.wrapping_add(8) };
     }
 
     fn read_control(&mut self, instruction: &Instruction) -> Done {

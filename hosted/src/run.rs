@@ -14,8 +14,10 @@ use crate::{
     load,
     machine::{Counters, Machine},
     memory::Memory,
-    sandbox, signal,
-    thunks::Exit,
+    sandbox,
+    shadow::Shadows,
+    signal,
+    thunks::{self, Exit, Gates},
     vcpu::Vcpu,
 };
 
@@ -32,6 +34,8 @@ pub struct Options {
     pub memory: u64,
     /// More for the command line.
     pub append: String,
+    /// Rewrite programs' system calls.
+    pub rewrite: bool,
     /// Say what is strange, and what was counted.
     pub verbose: bool,
 }
@@ -109,13 +113,13 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
     let line = boot::command_line(&options.append, clock_khz()) + &describe_disks(&memory, disks.len());
     boot::describe(&memory, &kernel, &line, &initramfs)?;
-    let entry = place_code(&kernel, &loaded.thunks)?;
+    let placed = place_code(&kernel, &loaded)?;
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
     let console = Console::open()?;
     let devices = Devices::new(console, &memory, disks)?;
-    start(options, &kernel, loaded, memory, devices, entry, most_mapped)
+    start(options, &kernel, loaded, memory, devices, placed, most_mapped)
 }
 
 struct Prepared {
@@ -144,10 +148,11 @@ fn start(
     loaded: load::Loaded,
     memory: Memory,
     devices: Devices,
-    entry: u64,
+    placed: Placed,
     most_mapped: u64,
 ) -> Result<Infallible> {
-    prepare_block()?;
+    let Placed { entry, gates } = placed;
+    prepare_block(gates.system_return)?;
     signal::install()?;
     let mut machine = Machine {
         vcpu: Vcpu::default(),
@@ -160,21 +165,33 @@ fn start(
         mapped: 0,
         user_mapped: false,
         most_mapped,
+        shadows: options.rewrite.then(|| Shadows::new(gates.system_call)).transpose()?,
+        returning: gates.returning,
         verbose: options.verbose,
     };
     boot::processor(&mut machine, kernel, &loaded, entry)
         .inspect_err(|_| machine.devices.console.restore())?;
     machine.exits = loaded.exits;
+    machine.exits.push(gates.exit);
     signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
     sandbox::forbid_calls().inspect_err(|_| machine.devices.console.restore())?;
     machine.run()
 }
 
-/// Puts the code for slots where it was made for, and the stub behind it. Says where that is.
-fn place_code(kernel: &Kernel, thunks: &[u8]) -> Result<u64> {
+/// The stub to start with, and the code of system calls.
+struct Placed {
+    entry: u64,
+    gates: Gates,
+}
+
+/// Puts the code for slots where it was made for, and the stub and the code of system calls behind it.
+fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
+    let thunks = &loaded.thunks;
     block::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
     let entry = THUNKS + (thunks.len() as u64).next_multiple_of(16);
     let stub = boot::stub(kernel, entry)?;
+    let behind = (entry + stub.len() as u64).next_multiple_of(64);
+    let gates = thunks::gates(behind, loaded.exits.len())?;
     let place = |at: u64, bytes: &[u8]| {
         let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at as usize);
         // SAFETY: The range was mapped above, and all of it fits: the loader has checked it.
@@ -182,6 +199,7 @@ fn place_code(kernel: &Kernel, thunks: &[u8]) -> Result<u64> {
     };
     place(THUNKS, thunks);
     place(entry, &stub);
+    place(behind, &gates.code);
     // SAFETY: The range was mapped above.
     let done = unsafe {
         libc::mprotect(
@@ -193,16 +211,17 @@ fn place_code(kernel: &Kernel, thunks: &[u8]) -> Result<u64> {
     if done != 0 {
         return Err(Error::system("make the code for slots executable"));
     }
-    Ok(entry)
+    Ok(Placed { entry, gates })
 }
 
-fn prepare_block() -> Result<()> {
+fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
     let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
     let extended = Box::leak(vec![0_u8; cpuid::extended_size() as usize + 128].into_boxed_slice());
     // SAFETY: It has just been mapped, and is zero, which is a valid block.
     let block = unsafe { &mut *block::pointer() };
     block.entry = entry::hosted_exit as *const () as u64;
+    block.system_return = system_return;
     block.stack = (stack.as_ptr().expose_provenance() as u64 + STACK) & !63;
     block.extended = (extended.as_mut_ptr().expose_provenance() as u64).next_multiple_of(64);
     // SAFETY: `check_host` has seen that it is allowed.

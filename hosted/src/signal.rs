@@ -159,7 +159,7 @@ pub unsafe extern "C" fn handle_signal(
     take(machine, registers, fs);
     match is_notice {
         _ if is_end => machine.end(End::Ended, "ended by a signal"),
-        true if machine.interruptible() => {
+        true if is_ready(machine) => {
             machine.begin_exit_again();
             machine.service();
         }
@@ -168,6 +168,12 @@ pub unsafe extern "C" fn handle_signal(
     }
     give(machine, registers);
     1
+}
+
+/// Whether the guest takes interrupts, or would if it had come a few instructions further.
+fn is_ready(machine: &mut Machine) -> bool {
+    machine.finish_return();
+    machine.interruptible()
 }
 
 fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
@@ -201,6 +207,7 @@ fn answer(machine: &mut Machine, signal: i32, registers: &[libc::greg_t; 23]) {
         trap::PAGE => machine.page_fault(registers[libc::REG_CR2 as usize].cast_unsigned(), error.into()),
         trap::PROTECTION if machine.privilege() == Privilege::Kernel && machine.trapped().is_some() => {}
         trap::PROTECTION => machine.inject(Exception { error: Some(error), ..Exception::PROTECTION }),
+        trap::UNDEFINED if machine.resume_below_a_jump() => {}
         trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
         number @ (trap::DIVISION | 1 | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))

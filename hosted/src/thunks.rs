@@ -20,6 +20,7 @@ use mercury_afterburner::{
 use crate::{
     block::at,
     error::{Error, Result},
+    machine::VISIBLE,
 };
 
 /// Why the guest was left.
@@ -90,6 +91,110 @@ fn may_be_executed(kind: Kind) -> bool {
         kind,
         Kind::Mode | Kind::Clac | Kind::Stac | Kind::ReadBase | Kind::WriteBase | Kind::Xgetbv | Kind::Verify
     )
+}
+
+/// What all system calls of programs have in common.
+#[derive(Debug)]
+pub struct Gates {
+    /// To be put where it was made for.
+    pub code: Vec<u8>,
+    /// Where rewritten sites go on.
+    pub system_call: u64,
+    /// Where slots go on that return from one.
+    pub system_return: u64,
+    /// The part of it between its look at what waits and its end.
+    pub returning: std::ops::Range<u64>,
+    /// The instruction for which it leaves the guest if something waits.
+    pub exit: Exit,
+}
+
+/// Makes it, to be put at an address; its exit has this number.
+///
+/// Both work on the small stack, for the guest's is a program's, which may keep something below it. Interrupts are off.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn gates(place: u64, exit: usize) -> Result<Gates> {
+    use iced_x86::code_asm::{r11, r11d, rcx};
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for system calls: {error}"));
+    const SET: i32 = 0x202;
+    const INTERRUPTS: i32 = 0x200;
+    let mut code = CodeAssembler::new(64).map_err(wrong)?;
+    let [mut call, mut back, mut looked, mut end, mut slow] = std::array::from_fn(|_| code.create_label());
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        // R11 gets the flags, and the kernel those that every bit of its mask is cleared in.
+        code.set_label(&mut call)?;
+        code.mov(qword_ptr(at::SCRATCH), rsp)?;
+        code.mov(rsp, at::SMALL_STACK_END)?;
+        code.pushfq()?;
+        code.pop(r11)?;
+        code.and(r11d, VISIBLE as i32)?;
+        code.or(r11d, SET)?;
+        code.push(SET)?;
+        code.popfq()?;
+        code.push(qword_ptr(at::CALL_SEGMENTS))?;
+        code.pop(qword_ptr(at::SEGMENTS))?;
+        code.mov(rsp, qword_ptr(at::SCRATCH))?;
+        code.jmp(qword_ptr(at::LSTAR))?;
+
+        code.set_label(&mut back)?;
+        code.mov(qword_ptr(at::SCRATCH), rsp)?;
+        code.set_label(&mut looked)?;
+        code.mov(rsp, at::SMALL_STACK_END)?;
+        code.cmp(byte_ptr(at::PENDING), 0)?;
+        code.jne(slow)?;
+        code.test(r11d, INTERRUPTS)?;
+        code.je(slow)?;
+        code.push(r11)?;
+        code.and(dword_ptr(rsp), VISIBLE as i32)?;
+        code.or(dword_ptr(rsp), SET)?;
+        code.popfq()?;
+        code.push(qword_ptr(at::RETURN_SEGMENTS))?;
+        code.pop(qword_ptr(at::SEGMENTS))?;
+        code.mov(rsp, qword_ptr(at::SCRATCH))?;
+        code.mov(byte_ptr(at::IF_BYTE), 2)?;
+        code.jmp(rcx)?;
+        code.set_label(&mut end)?;
+        code.nop()?;
+
+        code.set_label(&mut slow)?;
+        code.mov(rsp, qword_ptr(at::SCRATCH))?;
+        code.mov(dword_ptr(at::EXIT), exit as i32)?;
+        code.jmp(qword_ptr(at::ENTRY))
+    };
+    all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = code.assemble_options(place, options).map_err(wrong)?;
+    let ip = |label| done.label_ip(label).map_err(wrong);
+    let cause = Cause::Sensitive(Instruction::with(iced_x86::Code::Sysretq));
+    Ok(Gates {
+        system_call: ip(&call)?,
+        system_return: ip(&back)?,
+        returning: ip(&looked)?..ip(&end)?,
+        exit: Exit { cause, original: ip(&back)?, resume: ip(&back)? },
+        code: done.inner.code_buffer,
+    })
+}
+
+/// Makes the code for a rewritten site, to be put at an address: what was displaced, then what SYSCALL does, from the page's
+/// address, which is in memory, and the offset behind the site.
+///
+/// Interrupts go off first. Until then nothing has happened, and an interrupt finds the program in its own code; afterwards
+/// nothing can come between.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u64) -> Result<Vec<u8>> {
+    use iced_x86::code_asm::rcx;
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for a system call: {error}"));
+    let mut code = CodeAssembler::new(64).map_err(wrong)?;
+    code.mov(byte_ptr(at::IF_BYTE), 0).map_err(wrong)?;
+    code.mov(rcx, qword_ptr(page)).map_err(wrong)?;
+    // Not ADD: flags are the program's.
+    code.lea(rcx, rcx + behind as i32).map_err(wrong)?;
+    code.jmp(system_call).map_err(wrong)?;
+    let rest = code.assemble(place + displaced.len() as u64).map_err(wrong)?;
+    Ok([displaced, &rest].concat())
 }
 
 struct Builder<'a> {
@@ -205,6 +310,9 @@ impl Builder<'_> {
             Kind::Pushf if is_quad => self.assembler.push(qword_ptr(at::FLAGS))?,
             Kind::Popf if is_quad => self.flags_from_stack()?,
             Kind::Swapgs => self.exchange_bases()?,
+            Kind::Sysret if instruction.code() == iced_x86::Code::Sysretq => {
+                self.assembler.jmp(qword_ptr(at::SYSTEM_RETURN))?;
+            }
             _ => self.leave(Cause::Sensitive(*instruction), instruction.ip())?,
         }
         Ok(!kind.ends_flow())
@@ -318,6 +426,36 @@ mod tests {
         assert_eq!(code[1].immediate32to64().cast_unsigned(), PLACE + 6);
         assert_eq!(code[2].near_branch_target(), PLACE + 6 + 0x100);
         assert_eq!(code.len(), 3);
+    }
+
+    #[test]
+    fn a_site_executes_what_it_displaced_and_touches_no_stack_and_no_flags() {
+        // mov $39,%eax
+        let bytes = [0xB8, 39, 0, 0, 0];
+        let code = text(&site(&bytes, 0x3FEB_0008, 0x207, AT, AT + 0x1000).unwrap());
+        assert_eq!(code[0].immediate32(), 39);
+        assert_eq!((code[1].memory_displacement64(), code[1].immediate8()), (at::IF_BYTE, 0));
+        assert_eq!(code[2].memory_displacement64(), 0x3FEB_0008);
+        assert_eq!((code[3].mnemonic(), code[3].memory_displacement64()), (iced_x86::Mnemonic::Lea, 0x207));
+        assert_eq!(code[4].near_branch_target(), AT + 0x1000);
+        assert!(code.iter().all(|one| one.rflags_modified() == 0 && one.stack_pointer_increment() == 0));
+    }
+
+    #[test]
+    fn the_way_back_can_be_finished_for_it_once_it_has_looked() {
+        let gates = gates(AT, 7).unwrap();
+        let code = text(&gates.code);
+        let at = |ip: u64| code.iter().position(|one| one.ip() == ip).unwrap();
+        let (looked, end) = (at(gates.returning.start), at(gates.returning.end));
+        assert_eq!(looked, at(gates.system_return) + 1);
+        // It keeps the stack before, and its last is the jump to the program, behind the interrupt flag.
+        assert_eq!(code[looked - 1].memory_displacement64(), at::SCRATCH);
+        assert_eq!(code[end - 1].mnemonic(), iced_x86::Mnemonic::Jmp);
+        assert_eq!(code[end - 2].memory_displacement64(), at::IF_BYTE);
+        assert!(code[looked..end].iter().any(|one| one.memory_displacement64() == at::PENDING));
+        assert!(
+            code[end..].iter().any(|one| one.memory_displacement64() == at::EXIT && one.immediate32() == 7)
+        );
     }
 
     #[test]

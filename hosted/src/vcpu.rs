@@ -36,14 +36,8 @@ pub struct Vcpu {
     pub task: u16,
     /// The task's segment.
     pub task_base: u64,
-    /// Selectors.
-    pub cs: u16,
-    /// Selectors.
-    pub ss: u16,
     /// ES, CS, SS, DS, FS, GS: those that mean nothing in 64-bit mode.
     pub data: [u16; 6],
-    /// Where system calls go.
-    pub lstar: u64,
     /// Their selectors.
     pub star: u64,
     /// Flags that they clear.

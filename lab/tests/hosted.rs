@@ -223,7 +223,7 @@ fn a_terminal_is_the_console_until_ctrl_a_x() -> Result<()> {
 const PROGRAMS: &[&str] = &[
     "seq 1 100000 | sort -R --random-source=/usr/bin/bash | sort -n | sha256sum",
     "xz -1 -c /usr/bin/bash | xz -dc | sha256sum",
-    "gzip -c /usr/bin/python3.11 | sha256sum",
+    "gzip -nc /usr/bin/python3.11 | sha256sum",
     "tar -C /usr/share/perl5 --sort=name --mtime=@0 -cf - . | sha512sum",
     "openssl enc -aes-256-cbc -K 00 -iv 00 -in /usr/bin/bash 2>&- | openssl dgst -sha3-256",
     "awk 'BEGIN { for (i = 0; i < 200000; i++) s += sin(i) * i; printf \"%.9f\\n\", s }'",
@@ -322,6 +322,120 @@ fn postgresql_works_on_a_disk() -> Result<()> {
     assert_well(&log);
     let mut check = Command::new("e2fsck");
     host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))
+}
+
+/// What a program does whose system calls are rewritten: it reads its own code by its file and by its kernel, is interrupted by a
+/// timer between calls, has threads, a child that shares its memory, one that may not make the call,
+/// and a call that a signal interrupts and that is started again.
+const REWRITTEN: &str = r#"
+import ctypes, os, signal, subprocess, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+at = ctypes.cast(libc.getppid, ctypes.c_void_p).value
+line = [l.split() for l in open('/proc/self/maps') if 'libc.so' in l and int(l.split('-')[0], 16) <= at < int(l.split('-')[1].split()[0], 16)][0]
+page, length = at & ~4095, 4096
+in_file = page - int(line[0].split('-')[0], 16) + int(line[2], 16)
+with open(line[5], 'rb') as file: file.seek(in_file); before = file.read(length)
+ticks = 0
+def tick(*_):
+    global ticks
+    ticks += 1
+signal.signal(signal.SIGALRM, tick)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+parent = os.getppid()
+print('parent', all(os.getppid() == parent for _ in range(400000)))
+print('ticks', ticks > 3)
+def work(results):
+    results.append(all(os.getppid() == parent for _ in range(30000)))
+results = []
+threads = [threading.Thread(target=work, args=(results,)) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print('threads', results)
+signal.setitimer(signal.ITIMER_REAL, 0, 0)
+print('children', [subprocess.call(['/bin/true']) for _ in range(20)])
+with open(line[5], 'rb') as file: file.seek(in_file); print('file', file.read(length) == before)
+with open('/proc/self/mem', 'rb') as memory: memory.seek(page); print('kernel', memory.read(length) == before)
+for _ in range(10): os.getppid()
+print('rewritten', ctypes.string_at(page, length) != before)
+# A child makes calls at the same places, and writes there as a debugger would.
+child = os.fork()
+if child == 0:
+    for _ in range(1000): os.getppid()
+    memory = os.open('/proc/self/mem', os.O_RDWR)
+    os.lseek(memory, at, 0)
+    os.write(memory, b'\xb8\x2a\x00\x00\x00\xc3')
+    os._exit(libc.getppid())
+print('debugged', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print('mine', os.getppid() == parent)
+child = os.fork()
+if child == 0:
+    for _ in range(1000): os.getppid()
+    libc.prctl(22, 1, 0, 0, 0)
+    os.getppid()
+    libc.syscall(60, 7)
+print('seccomp', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+# A call that is interrupted, and started again by the kernel.
+before = ticks
+for again in range(20):
+    child = os.fork()
+    if child == 0:
+        for _ in range(5):
+            time.sleep(0.002)
+            os.kill(os.getppid(), signal.SIGALRM)
+        os._exit(3)
+    signal.siginterrupt(signal.SIGALRM, False)
+    status = ctypes.c_int()
+    assert libc.wait4(child, ctypes.byref(status), 0, None) == child and status.value == 3 << 8
+print('restarted', ticks >= before + 20)
+"#;
+
+#[test]
+#[ignore = "long"]
+fn system_calls_are_rewritten_and_only_in_what_the_program_executes() -> Result<()> {
+    let place = Place::new("rewritten")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    for (options, rewritten) in [(&["--verbose"][..], "True"), (&["--verbose", "--no-rewrite"], "False")] {
+        let mut machine = Machine::start(
+            &place,
+            place.run().arg("--disk").arg(&disk).args(options).args([
+                "--memory",
+                "512",
+                "--append",
+                "root=/dev/vda rw init=/bin/sh",
+            ]),
+        );
+        machine.wait_for("Run /bin/sh as init");
+        machine.type_line(
+            "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; dmesg -n 1",
+        );
+        machine.type_line("cat > /tmp/rewritten.py <<'E''ND'");
+        REWRITTEN.lines().for_each(|line| machine.type_line(line));
+        machine.type_line("END");
+        machine.type_line(
+            "python3 /tmp/rewritten.py 2>&1; echo do''ne $?; mount -o remount,ro /dev/vda /; poweroff -f",
+        );
+        machine.wait_for("done 0\n");
+        let log = machine.end(HALTED);
+        for line in [
+            "parent True",
+            "ticks True",
+            "threads [True, True, True, True]",
+            "file True",
+            "kernel True",
+            &format!("rewritten {rewritten}"),
+            "debugged 42",
+            "mine True",
+            "seccomp -9",
+            "restarted True",
+        ] {
+            assert!(log.contains(&format!("{line}\n")), "{line}: {log}");
+        }
+        assert_well(&log);
+        // With signals alone there are more than the program makes.
+        let calls = between(&log, "system_calls: ", ",").parse::<u64>().expect("a count");
+        assert_eq!(calls < 200_000, rewritten == "True", "{log}");
+    }
+    Ok(())
 }
 
 /// Isolation between guest kernel, guest programs and the monitor there is none; but the host is none of theirs.

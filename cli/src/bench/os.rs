@@ -48,6 +48,7 @@ const BENCHMARKS: &[Benchmark] = &[
     Benchmark { name: "fork", paper: Some(paper::FORK), set_up: workloads::fork },
     Benchmark { name: "exec", paper: Some(paper::EXEC), set_up: workloads::exec },
     Benchmark { name: "sh", paper: Some(paper::SH), set_up: workloads::sh },
+    Benchmark { name: "pipe", paper: None, set_up: workloads::pipe_latency },
     Benchmark {
         name: "ctx-2p-0k",
         paper: Some(paper::CTX_2P_0K),

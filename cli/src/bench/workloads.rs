@@ -149,6 +149,11 @@ pub fn context_switch(processes: usize, kib: usize) -> io::Result<Workload> {
     Ok(Workload { run: Box::new(run), operations_per_round: processes as u64, overhead_us })
 }
 
+/// A token's way through a pipe to another process, writing and reading included.
+pub fn pipe_latency() -> io::Result<Workload> {
+    Ok(Workload { overhead_us: 0.0, ..context_switch(2, 0)? })
+}
+
 /// The processes of a ring: process `i` reads pipe `i` and writes pipe `i + 1`.
 struct Ring {
     children: Vec<libc::pid_t>,

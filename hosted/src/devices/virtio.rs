@@ -6,7 +6,6 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 use super::block::Block;
 use crate::{
     error::{Error, Result},
-    layout::DIRECT_MAP,
     memory::Memory,
 };
 
@@ -53,9 +52,9 @@ pub type View = GuestMemoryMmap<()>;
 /// If the library does not like it.
 pub fn view(memory: &Memory) -> Result<View> {
     let wrong = |what: &str| Error::new(format!("cannot give devices the guest's memory: {what}"));
-    let start = std::ptr::with_exposed_provenance_mut(DIRECT_MAP as usize);
+    let start = memory.pointer(0, memory.size()).ok_or_else(|| wrong("there is none"))?;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: The direct map is mapped there for as long as the process lives.
+    // SAFETY: The guest's memory is mapped there for as long as the process lives.
     let region =
         unsafe { MmapRegion::build_raw(start, memory.size() as usize, protection, libc::MAP_SHARED) };
     let region = region.map_err(|error| wrong(&error.to_string()))?;

@@ -6,6 +6,7 @@
 pub mod checkpoint;
 pub mod counts;
 pub mod exits;
+pub mod hosted;
 pub mod intel;
 pub mod kvm;
 mod phases;
@@ -50,6 +51,8 @@ const MEMORY_MIB: u32 = 1024;
 
 /// Samples of each of lmbench's on a small kernel.
 const PREVIRTUALIZED_SAMPLES: u32 = 5;
+/// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
+const HOSTED_ROUNDS: [u32; 2] = [5, 1];
 
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
@@ -99,6 +102,8 @@ pub enum Part {
     Kvm,
     /// Those of kernels that the afterburner has built, from these releases' sources.
     Previrtualization(&'static [Release]),
+    /// Of these, those of hosted kernels and their likes.
+    Hosted,
 }
 
 /// All figures, in the order in which docs/benchmarks.json has them.
@@ -211,12 +216,23 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             replace(previrtualization::HEADING, &section, previrtualization::KEY, &pretty(&figures)?)?;
             previrtualization::verdict(&figures)
         }
+        Part::Hosted => {
+            let [all, few] = HOSTED_ROUNDS;
+            let rounds = if depth == Depth::Full { all } else { few };
+            let figures = hosted::measure(Release::Bookworm, rounds)?;
+            let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+            let others = alone_of(&old(&json), previrtualization::KEY).unwrap_or_else(|| "{}".to_owned());
+            let section = previrtualization::with_hosted(&old(&page), &hosted::section(&figures));
+            let figures = with_part(&others, "hosted", &pretty(&figures)?);
+            replace(previrtualization::HEADING, &section, previrtualization::KEY, figures.trim_end())
+        }
     }
 }
 
 fn previrtualized(releases: &[Release], depth: Depth) -> Result<Previrtualization> {
-    let samples = if depth == Depth::Full { PREVIRTUALIZED_SAMPLES } else { 1 };
-    previrtualization::measure(releases, samples)
+    let [all, few] = HOSTED_ROUNDS;
+    let (samples, rounds) = if depth == Depth::Full { (PREVIRTUALIZED_SAMPLES, all) } else { (1, few) };
+    previrtualization::measure(releases, samples, rounds)
 }
 
 fn pretty(figures: &impl Serialize) -> Result<String> {
@@ -235,6 +251,14 @@ fn with_part(json: &str, key: &str, figures: &str) -> String {
     let others = json.trim_end().strip_suffix('}').unwrap_or_default().trim_end();
     let (others, comma) = if others.len() > 1 { (others, ",") } else { ("{", "") };
     format!("{others}{comma}{key}{figures}\n}}\n")
+}
+
+/// The object with this key, as it would be written alone.
+fn alone_of(json: &str, key: &str) -> Option<String> {
+    const END: &str = "\n  }";
+    let (_, rest) = json.split_once(&format!("\n  \"{key}\": "))?;
+    let object = &rest[..rest.find(END)? + END.len()];
+    Some(object.replace("\n  ", "\n"))
 }
 
 fn write(path: PathBuf, text: &str) -> Result<()> {
@@ -402,6 +426,9 @@ mod tests {
         assert_eq!(with_part(&with, "new", figures), with);
         let first = with_part(&with, "x", figures);
         assert_eq!(first, "{\n  \"x\": {\n    \"a\": 1\n  },\n  \"new\": {\n    \"a\": 1\n  }\n}\n");
+        assert_eq!(alone_of(&with, "x").unwrap(), "{\n  \"y\": 2\n}");
+        assert_eq!(alone_of(&with, "new").unwrap(), figures);
+        assert!(alone_of(&with, "y").is_none());
         let alone = with_part("", "new", figures);
         let parsed: Value = serde_json::from_str(&alone).unwrap();
         assert_eq!(parsed["new"]["a"], 1);

@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, path::Path, process::Command};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::suite;
+use super::{
+    hosted::{self, Hosted},
+    suite,
+};
 use crate::{
     error::{Error, Result},
     image::Release,
@@ -47,6 +50,9 @@ pub struct Previrtualization {
     pub padded_over_unpadded: f64,
     /// By kernel.
     pub kernels: Vec<Compared>,
+    /// A hosted kernel beside its likes; `None` if it was not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hosted: Option<Hosted>,
 }
 
 /// One kernel, both ways.
@@ -91,9 +97,10 @@ impl Instructions {
 ///
 /// # Errors
 /// If one does not build, or a machine fails.
-pub fn measure(releases: &[Release], samples: u32) -> Result<Previrtualization> {
+pub fn measure(releases: &[Release], samples: u32, rounds: u32) -> Result<Previrtualization> {
+    let hosted = hosted::measure(Release::Bookworm, rounds)?;
     let kernels = releases.iter().map(|release| compare(*release, samples)).collect::<Result<Vec<_>>>()?;
-    Ok(Previrtualization::of(kernels))
+    Ok(Previrtualization { hosted: Some(hosted), ..Previrtualization::of(kernels) })
 }
 
 impl Previrtualization {
@@ -105,6 +112,7 @@ impl Previrtualization {
             uncovered: kernels.iter().map(|kernel| kernel.uncovered).sum(),
             padded_over_unpadded: ratios.fold(0.0, f64::max),
             kernels,
+            hosted: None,
         }
     }
 }
@@ -236,7 +244,8 @@ impl Compared {
 /// Its section of docs/benchmarks.md.
 #[must_use]
 pub fn section(figures: &Previrtualization) -> String {
-    let parts: Vec<String> = figures.kernels.iter().map(kernel_section).collect();
+    let hosted = figures.hosted.iter().map(hosted::section);
+    let parts: Vec<String> = figures.kernels.iter().map(kernel_section).chain(hosted).collect();
     format!(
         "{HEADING}\n\n\
         A small kernel, as it is and as `afterburner make` builds it, on a machine with one CPU that counts instructions\n\
@@ -244,6 +253,15 @@ pub fn section(figures: &Previrtualization) -> String {
         the instructions of each benchmark, at most {CODE_AT_MOST} times the code.\n\n{}",
         parts.join("\n")
     )
+}
+
+/// The section as a page has it, with another part for hosted kernels.
+#[must_use]
+pub fn with_hosted(page: &str, hosted: &str) -> String {
+    let section = page.find(&format!("{HEADING}\n")).map_or(HEADING, |at| &page[at..]);
+    let section = section.find("\n## ").map_or(section, |next| &section[..next]);
+    let others = section.find(&format!("\n{}\n", hosted::HEADING)).map_or(section, |at| &section[..at]);
+    format!("{}\n\n{hosted}", others.trim_end())
 }
 
 fn kernel_section(kernel: &Compared) -> String {
@@ -284,15 +302,29 @@ pub mod tests {
             code_over_unpadded: 1.005,
             instructions,
         };
-        Previrtualization::of(vec![kernel])
+        Previrtualization { hosted: Some(hosted::tests::figures()), ..Previrtualization::of(vec![kernel]) }
     }
 
     #[test]
     fn the_section_has_all_figures() {
         let section = section(&figures());
-        for part in ["**0 uncovered**", "4,000 slots, 3,000 of which", "code +0.50 %", "1.0090"] {
+        for part in ["**0 uncovered**", "4,000 slots, 3,000 of which", "code +0.50 %", "1.0090", "### Hosted"]
+        {
             assert!(section.contains(part), "{part}: {section}");
         }
+    }
+
+    #[test]
+    fn the_part_for_hosted_kernels_is_replaced_alone() {
+        let page = format!("# Page\n\n{}\n## Next\n\nText\n", section(&figures()));
+        let replaced = with_hosted(&page, "### Hosted\n\nNew\n");
+        assert!(replaced.starts_with(HEADING) && replaced.ends_with("\n\n### Hosted\n\nNew\n"), "{replaced}");
+        assert!(
+            replaced.contains("1.0090")
+                && !replaced.contains("User Mode Linux")
+                && !replaced.contains("Next")
+        );
+        assert_eq!(with_hosted("", "New"), format!("{HEADING}\n\nNew"));
     }
 
     #[test]

@@ -1,0 +1,431 @@
+//! Pages of programs whose system calls are rewritten ([`crate::sites`]).
+//!
+//! Not the guest's memory is changed, but a copy of a page, which the program gets mapped in its place where it executes it.
+//! Whoever reads the file, or the page by its physical address, sees what was always there. A copy is good as long as
+//! the page is what it was: it is only made of what the program cannot write to; the kernel's own way to the page is
+//! made read-only, and a write there, or a mapping that allows one, drops the copy; and before a copy is mapped it is
+//! compared.
+//!
+//! A copy is mapped when the program has trapped in its page twice since the address space was last changed: mapping costs
+//! about as much.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    ptr,
+};
+
+use crate::{
+    block,
+    error::{Error, Result},
+    layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
+    memory::Memory,
+    sites::{self, PAGE, Plan},
+    thunks,
+};
+
+/// Pages at most. Each takes two mappings of the host's.
+const MOST_PAGES: usize = 512;
+/// Bytes of code for a site.
+const CELL: u64 = 64;
+/// So many traps make a site worth it.
+const WORTH: u32 = 3;
+/// So many traps since the address space was changed make a mapping worth it.
+const WORTH_MAPPING: u32 = 2;
+/// Sites whose traps are counted.
+const MOST_COUNTED: usize = 1 << 16;
+/// A page that changes so often is left alone.
+const MOST_CHANGES: u32 = 4;
+
+/// What has been counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Sites that were rewritten.
+    pub rewritten: u64,
+    /// Sites that were left as they are.
+    pub refused: u64,
+    /// Copies mapped.
+    pub mapped: u64,
+    /// Copies dropped because their page was changed, or could be.
+    pub dropped: u64,
+    /// Traps at an instruction that lies below a jump.
+    pub recovered: u64,
+}
+
+/// A page's copy.
+#[derive(Debug)]
+struct Copy {
+    /// Its place in the file, and that of its address.
+    index: usize,
+    original: Box<[u8; PAGE]>,
+    sites: Vec<Site>,
+    refused: Vec<usize>,
+    /// Traps in this generation.
+    traps: (u64, u32),
+}
+
+#[derive(Debug)]
+struct Site {
+    plan: Plan,
+    cell: u64,
+}
+
+/// Where a cell belongs.
+#[derive(Clone, Copy, Debug)]
+struct Cell {
+    index: usize,
+    start: usize,
+    /// Bytes that are executed from a copy.
+    displaced: usize,
+}
+
+/// All of it.
+#[derive(Debug)]
+pub struct Shadows {
+    file: OwnedFd,
+    /// Where the monitor writes copies.
+    window: usize,
+    copies: BTreeMap<u64, Copy>,
+    cells: Vec<Cell>,
+    pointers: [Vec<u32>; 2],
+    /// By the program's address: whose copy is mapped there.
+    mapped: BTreeMap<u64, u64>,
+    /// What programs, and the kernel, have mapped to be written to.
+    writable: [Vec<Range<u64>>; 2],
+    /// Traps by physical address, until there is a copy.
+    traps: HashMap<u64, u32>,
+    changes: HashMap<u64, u32>,
+    generation: u64,
+    /// Where the code of all sites goes on.
+    system_call: u64,
+    /// What has been counted.
+    pub counters: Counters,
+}
+
+fn at<T>(address: u64) -> *mut T {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn page_of(address: u64) -> u64 {
+    address & !(PAGE as u64 - 1)
+}
+
+/// Addresses for pointers: any, and those of which each byte that is asked for is a trap. They do not overlap.
+fn pointers() -> [Vec<u32>; 2] {
+    let mut both = [Vec::new(), Vec::new()];
+    for row in 0..POINTERS_SIZE as u32 / 256 {
+        let base = POINTERS as u32 + row * 256;
+        if !sites::is_trap(row as u8) {
+            both[0].extend((0..256).step_by(8).map(|low| base + low));
+            continue;
+        }
+        let mut free = 0;
+        for low in (0..=255_u8).filter(|low| sites::is_trap(*low)) {
+            if u32::from(low) >= free && u32::from(low) + 8 <= 256 {
+                both[1].push(base + u32::from(low));
+                free = u32::from(low) + 8;
+            }
+        }
+    }
+    both
+}
+
+impl Shadows {
+    /// None yet. Sites go on at `system_call`.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new(system_call: u64) -> Result<Self> {
+        // SAFETY: The name is a string with its end, and the descriptor is checked.
+        let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(Error::system("make memory for copies of programs"));
+        }
+        // SAFETY: The descriptor was made above and belongs to nobody else.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let size = MOST_PAGES * PAGE;
+        // SAFETY: It takes a descriptor and a number.
+        if unsafe { libc::ftruncate(file.as_raw_fd(), size as i64) } != 0 {
+            return Err(Error::system("give copies of programs their memory"));
+        }
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: A new mapping where the host likes.
+        let window =
+            unsafe { libc::mmap(ptr::null_mut(), size, rights, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        if window == libc::MAP_FAILED {
+            return Err(Error::system("map copies of programs"));
+        }
+        block::map_private(POINTERS, POINTERS_SIZE + PAGE as u64, rights)?;
+        block::map_private(CELLS, CELLS_SIZE, rights | libc::PROT_EXEC)?;
+        Ok(Self {
+            file,
+            window: window.expose_provenance(),
+            copies: BTreeMap::new(),
+            cells: Vec::new(),
+            pointers: pointers(),
+            mapped: BTreeMap::new(),
+            writable: [Vec::new(), Vec::new()],
+            traps: HashMap::new(),
+            changes: HashMap::new(),
+            generation: 0,
+            system_call,
+            counters: Counters::default(),
+        })
+    }
+
+    /// A program has trapped at a site, at this address and physical address. Rewrites it if it is worth that. Says whether a
+    /// copy was mapped.
+    pub fn trapped(&mut self, memory: &Memory, address: u64, physical: u64) -> bool {
+        let (page, offset) = (page_of(physical), physical as usize % PAGE);
+        let generation = self.generation;
+        let is_mapped = self.mapped.get(&page_of(address)) == Some(&page);
+        if let Some(copy) = self.copies.get_mut(&page) {
+            if copy.refused.contains(&offset) {
+                return false;
+            }
+            if copy.sites.iter().any(|site| site.plan.site == offset) {
+                let before = if copy.traps.0 == generation { copy.traps.1 } else { 0 };
+                copy.traps = (generation, before + 1);
+                return !is_mapped && before + 1 >= WORTH_MAPPING && self.map(memory, page_of(address), page);
+            }
+        }
+        if self.changes.get(&page).is_some_and(|changes| *changes >= MOST_CHANGES) {
+            return false;
+        }
+        if self.traps.len() == MOST_COUNTED {
+            self.traps.clear();
+        }
+        let traps = self.traps.entry(physical).or_default();
+        *traps += 1;
+        if *traps < WORTH {
+            return false;
+        }
+        self.traps.remove(&physical);
+        self.rewrite(memory, page, offset).is_some() && !is_mapped && self.map(memory, page_of(address), page)
+    }
+
+    fn rewrite(&mut self, memory: &Memory, page: u64, offset: usize) -> Option<()> {
+        if self.copies.len() == MOST_PAGES || self.cells.len() as u64 == CELLS_SIZE / CELL {
+            self.drop_all(memory);
+        }
+        if !self.copies.contains_key(&page) {
+            self.copy(memory, page)?;
+        }
+        let copy = self.copies.get_mut(&page)?;
+        let taken: Vec<Range<usize>> = copy.sites.iter().flat_map(|site| site.plan.ranges()).collect();
+        let planned = sites::plan(&copy.original, offset, &taken).ok();
+        let pointer = planned.as_ref().and_then(|plan| self.pointers[usize::from(plan.all_trap)].pop());
+        let (Some(plan), Some(pointer)) = (planned, pointer) else {
+            copy.refused.push(offset);
+            self.counters.refused += 1;
+            return None;
+        };
+        let cell = CELLS + self.cells.len() as u64 * CELL;
+        let displaced = &copy.original[plan.start..plan.site];
+        let virtual_at = VIRTUALS + copy.index as u64 * 8;
+        let behind = (offset + 2) as u32;
+        let code = thunks::site(displaced, virtual_at, behind, cell, self.system_call).ok()?;
+        assert!(code.len() as u64 <= CELL, "a site's code is too long");
+        // SAFETY: The cell and the pointer are mapped for as long as the process lives, and nobody else's; the guest does not
+        // run.
+        unsafe {
+            ptr::copy_nonoverlapping(code.as_ptr(), at::<u8>(cell), code.len());
+            at::<u64>(pointer.into()).write_unaligned(cell);
+        }
+        for (from, bytes) in plan.edits(pointer) {
+            // SAFETY: The copy's page is in the window, and an edit in its page, as the plan has made sure.
+            unsafe {
+                let to = ptr::with_exposed_provenance_mut::<u8>(self.window + copy.index * PAGE + from);
+                ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+            }
+        }
+        self.cells.push(Cell { index: copy.index, start: plan.start, displaced: displaced.len() });
+        copy.sites.push(Site { plan, cell });
+        self.counters.rewritten += 1;
+        Some(())
+    }
+
+    fn copy(&mut self, memory: &Memory, page: u64) -> Option<()> {
+        let mut original = Box::new([0; PAGE]);
+        memory.read(page, &mut original[..])?;
+        let used: Vec<usize> = self.copies.values().map(|copy| copy.index).collect();
+        let index = (0..MOST_PAGES).find(|index| !used.contains(index))?;
+        let to = ptr::with_exposed_provenance_mut::<u8>(self.window + index * PAGE);
+        // SAFETY: The place is in the window, and no copy's.
+        unsafe { ptr::copy_nonoverlapping(original.as_ptr(), to, PAGE) };
+        if !protect(page, libc::PROT_READ | libc::PROT_EXEC) {
+            return None;
+        }
+        let copy = Copy { index, original, sites: Vec::new(), refused: Vec::new(), traps: (0, 0) };
+        self.copies.insert(page, copy);
+        Some(())
+    }
+
+    /// Maps the copy of a page where the program has the page.
+    fn map(&mut self, memory: &Memory, address: u64, page: u64) -> bool {
+        let Some(copy) = self.copies.get(&page) else { return false };
+        let mut now = [0; PAGE];
+        if memory.read(page, &mut now).is_none() || now != *copy.original {
+            self.drop_copy(memory, page);
+            return false;
+        }
+        let is_writable = self.writable.iter().flatten().any(|range| range.contains(&page));
+        let is_elsewhere = self.mapped.iter().any(|(at, of)| *of == page && *at != address);
+        if is_writable || is_elsewhere {
+            return false;
+        }
+        // SAFETY: The address is the program's, of which the monitor keeps nothing (layout).
+        let mapped = unsafe {
+            libc::mmap(
+                at(address),
+                PAGE,
+                libc::PROT_READ | libc::PROT_EXEC,
+                libc::MAP_SHARED | libc::MAP_FIXED,
+                self.file.as_raw_fd(),
+                (copy.index * PAGE) as i64,
+            )
+        };
+        if mapped == libc::MAP_FAILED {
+            return false;
+        }
+        // SAFETY: The list of addresses is mapped, and has one for each copy.
+        unsafe { at::<u64>(VIRTUALS + copy.index as u64 * 8).write(address) };
+        self.mapped.insert(address, page);
+        self.counters.mapped += 1;
+        true
+    }
+
+    /// A range has been mapped, to be written to by the program or the kernel, or not.
+    pub fn range_mapped(&mut self, memory: &Memory, address: u64, physical: Range<u64>, how: Mapped) {
+        if let Mapped::Writable { by_program } = how {
+            let changed: Vec<u64> = self.copies.range(physical.clone()).map(|(page, _)| *page).collect();
+            changed.into_iter().for_each(|page| self.drop_copy(memory, page));
+            self.writable[usize::from(by_program)].push(physical.clone());
+        }
+        let end = address + (physical.end - physical.start);
+        let over: Vec<(u64, u64)> = self.mapped.range(address..end).map(|(at, page)| (*at, *page)).collect();
+        for (at, page) in over {
+            self.mapped.remove(&at);
+            if how == Mapped::Code && physical.start + (at - address) == page {
+                self.map(memory, at, page);
+            }
+        }
+    }
+
+    /// The kernel writes to a page, by its own way: if that was forbidden for a copy's sake, the copy is dropped.
+    pub fn written(&mut self, memory: &Memory, physical: u64) -> bool {
+        let page = page_of(physical);
+        let known = self.copies.contains_key(&page);
+        self.drop_copy(memory, page);
+        known
+    }
+
+    fn drop_copy(&mut self, memory: &Memory, page: u64) {
+        if self.copies.remove(&page).is_none() {
+            return;
+        }
+        self.counters.dropped += 1;
+        *self.changes.entry(page).or_default() += 1;
+        let places: Vec<u64> = self.mapped.iter().filter(|(_, of)| **of == page).map(|(at, _)| *at).collect();
+        for place in places {
+            self.mapped.remove(&place);
+            memory.unmap(place, PAGE as u64);
+        }
+        protect(page, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
+    }
+
+    /// All places are used: begins anew. No program is in a cell.
+    fn drop_all(&mut self, memory: &Memory) {
+        let pages: Vec<u64> = self.copies.keys().copied().collect();
+        pages.into_iter().for_each(|page| self.drop_copy(memory, page));
+        self.changes.clear();
+        self.cells.clear();
+        self.pointers = pointers();
+    }
+
+    /// The mapping of a page was dropped.
+    pub fn page_dropped(&mut self, address: u64) {
+        self.mapped.remove(&page_of(address));
+    }
+
+    /// All mappings of programs were dropped, and the kernel's too if it says so.
+    pub fn all_dropped(&mut self, kernel: bool) {
+        self.generation += 1;
+        self.mapped.clear();
+        self.writable[1].clear();
+        if kernel {
+            self.writable[0].clear();
+        }
+    }
+
+    /// A program has trapped at an address: where it goes on, if that is below a jump.
+    pub fn below_a_jump(&mut self, memory: &Memory, address: u64) -> Option<u64> {
+        let page = *self.mapped.get(&page_of(address))?;
+        let offset = address as usize % PAGE;
+        let below = |site: &&Site| (site.plan.jump + 1..site.plan.jump + sites::LONG_JUMP).contains(&offset);
+        let site = self.copies.get(&page)?.sites.iter().find(below)?;
+        self.counters.recovered += 1;
+        if site.plan.inside.contains(&offset) {
+            return Some(site.cell + (offset - site.plan.start) as u64);
+        }
+        // It is at what nobody took for an instruction's beginning: it gets what was there, and keeps it.
+        self.changes.insert(page, MOST_CHANGES);
+        self.drop_copy(memory, page);
+        Some(address)
+    }
+
+    /// The address that the guest is to see for one in a site's code: where the program would be if it was not rewritten.
+    #[must_use]
+    pub fn visible(&self, address: u64) -> u64 {
+        let offset = address.wrapping_sub(CELLS);
+        let Some(cell) = self.cells.get((offset / CELL) as usize) else { return address };
+        let within = (offset % CELL) as usize;
+        if within > cell.displaced {
+            // Interrupts are off there, and nothing faults.
+            return address;
+        }
+        // SAFETY: The list of addresses is mapped, and has one for each copy.
+        let page = unsafe { at::<u64>(VIRTUALS + cell.index as u64 * 8).read() };
+        page + (cell.start + within) as u64
+    }
+}
+
+/// How a range was mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mapped {
+    /// To be written to.
+    Writable {
+        /// By a program, or by the kernel.
+        by_program: bool,
+    },
+    /// To be executed.
+    Code,
+    /// Neither.
+    Data,
+}
+
+/// Sets what the kernel may do with a page by the direct map.
+fn protect(page: u64, rights: i32) -> bool {
+    // SAFETY: The page is in the direct map, which the monitor itself does not use.
+    unsafe { libc::mprotect(at(DIRECT_MAP + page), PAGE, rights) == 0 }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pointers_do_not_overlap_and_trap_where_they_must() {
+        let [any, traps] = pointers();
+        let mut all: Vec<u32> = any.iter().chain(&traps).copied().collect();
+        all.sort_unstable();
+        assert!(all.windows(2).all(|two| two[1] - two[0] >= 8) && all.len() > 6000 && traps.len() > 200);
+        for pointer in all {
+            let bytes = pointer.to_le_bytes();
+            assert!(sites::is_trap(bytes[2]) && sites::is_trap(bytes[3]), "{pointer:#x}");
+        }
+        assert!(traps.iter().all(|one| one.to_le_bytes().into_iter().all(sites::is_trap)));
+    }
+}
