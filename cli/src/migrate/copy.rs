@@ -53,7 +53,9 @@ pub struct Pass {
     pub looked: u64,
     /// Pages that were sent: those that are not what was sent before.
     pub sent: u64,
-    /// Of these, all zeros.
+    /// Pages that are not what was sent before; to be heard of, another one is sent now and then.
+    pub changed: u64,
+    /// Of those that were sent, all zeros.
     pub zeros: u64,
     /// Bytes that this took on the wire.
     pub bytes: u64,
@@ -94,6 +96,7 @@ struct Record {
     packed: Vec<u8>,
     looked: u64,
     sent: u64,
+    changed: u64,
     zeros: u64,
 }
 
@@ -185,7 +188,7 @@ fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &Atom
     let hashes: Vec<_> =
         all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
     let mut pages = Pages::default();
-    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, zeros: 0 };
+    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, changed: 0, zeros: 0 };
     {
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         for (((phys, page), zero), hash) in frames.phys.iter().zip(all).zip(&is_zero).zip(&hashes) {
@@ -194,6 +197,7 @@ fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &Atom
                 None => ledger.note(Page { phys: *phys, content: Content::Zero }),
             };
             let is_other = is_other.map_err(|why| failed(why.to_owned()))?;
+            record.changed += u64::from(is_other);
             if is_other || hurry.swap(false, Ordering::Relaxed) {
                 pages.add(*phys, page);
                 record.sent += 1;
@@ -237,6 +241,7 @@ fn send(
         link.pages(&record.packed).map_err(gone)?;
         sent_at = Instant::now();
         total.sent += record.sent;
+        total.changed += record.changed;
         total.zeros += record.zeros;
         total.bytes += record.packed.len() as u64;
         let pause = wait(limits, total.bytes, begun.elapsed());

@@ -639,10 +639,10 @@ impl<'a> Mover<'a> {
     /// Takes the frames that were not in the log as well, and counts those that it should have had.
     fn verify_log(&mut self, limits: &Limits) -> std::result::Result<(), Event> {
         let rest = self.pass(From::Instant, MERCURY_TAKE_USED, "the rest, to compare", limits)?;
-        self.report.missed = Some(rest.sent);
+        self.report.missed = Some(rest.changed);
         self.operator.tell(&format!(
             "{} pages were not in the log of writes, of which {} should have been",
-            rest.looked, rest.sent
+            rest.looked, rest.changed
         ));
         Ok(())
     }
