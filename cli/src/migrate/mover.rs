@@ -243,7 +243,7 @@ impl<'a> Mover<'a> {
         let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
-        let log = prepare(device, pool, args.hash_all)?;
+        let log = prepare(device, pool, !args.log)?;
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
