@@ -45,6 +45,7 @@ union request {
 	struct mercury_restart_request restart;
 	struct mercury_load_frames_request load_frames;
 	struct mercury_fence_request fence;
+	struct mercury_log_request log;
 };
 
 /* What an ioctl is; each returns a MERCURY_CODE_* or a negative errno. */
@@ -359,6 +360,16 @@ static int run_snapshot_look(union request *request, struct mercury_outcome *out
 	return mercury_snapshot_look_at(&request->take);
 }
 
+static int run_log_begin(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_log_begin();
+}
+
+static int run_log_collect(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_log_collect(&request->log);
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -399,6 +410,8 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
 	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), run_snapshot_look },
+	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), run_log_begin },
+	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), run_log_collect },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

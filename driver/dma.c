@@ -28,6 +28,10 @@
 
 #include "mercury.h"
 
+/* The entry points are watched; and what is seen there matters for a snapshot. */
+static bool watching, armed;
+static bool missed;
+
 /* Whether it is data of processes or files, be it in huge pages: there may be much of it. */
 static bool is_data(struct page *page)
 {
@@ -57,7 +61,7 @@ static void touch(void *start, size_t length, u32 direction)
 {
 	unsigned long page = (unsigned long)start & PAGE_MASK;
 
-	if (!virt_addr_valid(start) || !length)
+	if (!READ_ONCE(armed) || !virt_addr_valid(start) || !length)
 		return;
 	for (; page < (unsigned long)start + length; page += PAGE_SIZE) {
 		if (is_written(direction) || !is_data(virt_to_page((void *)page)))
@@ -71,6 +75,36 @@ static void touch_list(struct scatterlist *list, unsigned int count, u32 directi
 		touch(sg_virt(list), list->length, direction);
 }
 
+/* A buffer that a device has until it is taken back. */
+static void give(void *start, size_t length, u32 direction)
+{
+	touch(start, length, direction);
+	if (mercury_log_is_on() && is_written(direction))
+		mercury_log_give(start, length);
+}
+
+static void give_list(struct scatterlist *list, unsigned int count, u32 direction)
+{
+	for (; list && count; count--, list = sg_next(list))
+		give(sg_virt(list), list->length, direction);
+}
+
+/* Of what it was to read only, it may have changed what is no data. */
+static void take_back(void *start, size_t length, u32 direction)
+{
+	unsigned long page = (unsigned long)start & PAGE_MASK;
+
+	if (!mercury_log_is_on() || !virt_addr_valid(start) || !length)
+		return;
+	if (is_written(direction)) {
+		mercury_log_note(start, length, true);
+		return;
+	}
+	for (; page < (unsigned long)start + length; page += PAGE_SIZE)
+		if (!is_data(virt_to_page((void *)page)))
+			mercury_log_note((void *)page, PAGE_SIZE, false);
+}
+
 /*
  * Before the instant: a device that has just given a buffer back may not know it yet. Not with data: what
  * reads that stops.
@@ -79,7 +113,7 @@ static void mark(void *start, size_t length)
 {
 	unsigned long at = (unsigned long)start & PAGE_MASK;
 
-	if (mercury_snapshot_is_past() || !virt_addr_valid(start) || !length)
+	if (!READ_ONCE(armed) || mercury_snapshot_is_past() || !virt_addr_valid(start) || !length)
 		return;
 	for (; at < (unsigned long)start + length; at += PAGE_SIZE) {
 		if (!is_data(virt_to_page((void *)at)))
@@ -91,6 +125,8 @@ static void mark(void *start, size_t length)
 static void before_inbuf(const struct pt_regs *regs)
 {
 	touch_list((struct scatterlist *)regs->si, regs->dx, DMA_FROM_DEVICE);
+	if (mercury_log_is_on())
+		mercury_log_queue((struct virtqueue *)regs->di, (struct scatterlist *)regs->si, regs->dx);
 }
 
 /* virtqueue_add_sgs(queue, lists, outgoing, incoming, ...) */
@@ -99,20 +135,23 @@ static void before_sgs(const struct pt_regs *regs)
 	struct scatterlist **lists = (void *)regs->si;
 	unsigned int first = regs->dx, i;
 
-	for (i = first; i < first + (unsigned int)regs->cx; i++)
+	for (i = first; i < first + (unsigned int)regs->cx; i++) {
 		touch_list(lists[i], UINT_MAX, DMA_FROM_DEVICE);
+		if (mercury_log_is_on())
+			mercury_log_queue((struct virtqueue *)regs->di, lists[i], UINT_MAX);
+	}
 }
 
 /* dma_map_page_attrs(device, page, offset, size, direction, ...) */
 static void before_map_page(const struct pt_regs *regs)
 {
-	touch(page_address((struct page *)regs->si) + regs->dx, regs->cx, regs->r8);
+	give(page_address((struct page *)regs->si) + regs->dx, regs->cx, regs->r8);
 }
 
 /* dma_map_sg_attrs(device, list, count, direction, ...) */
 static void before_map_sg(const struct pt_regs *regs)
 {
-	touch_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
+	give_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
 }
 
 /* dma_map_sgtable(device, table, direction, ...) */
@@ -120,7 +159,7 @@ static void before_map_sgtable(const struct pt_regs *regs)
 {
 	struct sg_table *table = (void *)regs->si;
 
-	touch_list(table->sgl, table->orig_nents, regs->dx);
+	give_list(table->sgl, table->orig_nents, regs->dx);
 }
 
 /* The memory at a device's address. */
@@ -140,17 +179,39 @@ static void before_sync_single(const struct pt_regs *regs)
 	touch(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
+/* dma_sync_single_for_cpu(device, address, size, direction): the device keeps it. */
+static void before_look_at_single(const struct pt_regs *regs)
+{
+	if (mercury_log_is_on() && is_written(regs->cx))
+		mercury_log_note(memory_of((struct device *)regs->di, regs->si), regs->dx, false);
+}
+
+/* dma_sync_sg_for_cpu(device, list, count, direction) */
+static void before_look_at_sg(const struct pt_regs *regs)
+{
+	struct scatterlist *list = (void *)regs->si;
+	unsigned int count = regs->dx;
+
+	if (!mercury_log_is_on() || !is_written(regs->cx))
+		return;
+	for (; list && count; count--, list = sg_next(list))
+		mercury_log_note(sg_virt(list), list->length, false);
+}
+
 /* balloon_page_enqueue(balloon, page): the host takes it, whatever was there. */
 static void before_balloon(const struct pt_regs *regs)
 {
-	touch(page_address((struct page *)regs->si), PAGE_SIZE, DMA_FROM_DEVICE);
+	give(page_address((struct page *)regs->si), PAGE_SIZE, DMA_FROM_DEVICE);
 }
 
 /* dma_unmap_page_attrs(device, address, size, direction, ...) */
 static void before_unmap_page(const struct pt_regs *regs)
 {
+	void *start = memory_of((struct device *)regs->di, regs->si);
+
+	take_back(start, regs->dx, regs->cx);
 	if (is_written(regs->cx))
-		mark(memory_of((struct device *)regs->di, regs->si), regs->dx);
+		mark(start, regs->dx);
 }
 
 /* dma_unmap_sg_attrs(device, list, count, direction, ...) */
@@ -159,14 +220,17 @@ static void before_unmap_sg(const struct pt_regs *regs)
 	struct scatterlist *list = (void *)regs->si;
 	unsigned int count = regs->dx;
 
-	for (; is_written(regs->cx) && list && count; count--, list = sg_next(list))
-		mark(sg_virt(list), list->length);
+	for (; list && count; count--, list = sg_next(list)) {
+		take_back(sg_virt(list), list->length, regs->cx);
+		if (is_written(regs->cx))
+			mark(sg_virt(list), list->length);
+	}
 }
 
 /* dma_sync_sg_for_device(device, list, count, direction) */
 static void before_sync_sg(const struct pt_regs *regs)
 {
-	before_map_sg(regs);
+	touch_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
 }
 
 static struct entry {
@@ -186,14 +250,14 @@ static struct entry {
 	{ "dma_unmap_sg_attrs", before_unmap_sg },
 	{ "dma_sync_single_for_device", before_sync_single },
 	{ "dma_sync_sg_for_device", before_sync_sg },
+	{ "dma_sync_single_for_cpu", before_look_at_single },
+	{ "dma_sync_sg_for_cpu", before_look_at_sg },
 	/* Their names on later kernels. */
 	{ "__dma_sync_single_for_device", before_sync_single },
 	{ "__dma_sync_sg_for_device", before_sync_sg },
+	{ "__dma_sync_single_for_cpu", before_look_at_single },
+	{ "__dma_sync_sg_for_cpu", before_look_at_sg },
 };
-
-/* The entry points are watched; and what is seen there matters. */
-static bool watching, armed;
-static bool missed;
 
 static void notrace entered(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
 			    struct ftrace_regs *fregs)
@@ -201,7 +265,7 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 	const struct pt_regs *regs = ftrace_get_regs(fregs);
 	unsigned int i;
 
-	if (!READ_ONCE(armed))
+	if (!READ_ONCE(armed) && !mercury_log_is_on())
 		return;
 	for (i = 0; regs && i < ARRAY_SIZE(entries); i++) {
 		if (entries[i].address == ip) {

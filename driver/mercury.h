@@ -246,6 +246,8 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 u32 mercury_snapshot_finish(struct mercury_snapshot_request *request);
 int mercury_snapshot_take(struct mercury_snapshot_take_request *request);
 int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request);
+u32 mercury_snapshot_log_begin(void);
+u32 mercury_snapshot_log_collect(struct mercury_log_request *request);
 void mercury_snapshot_end(void);
 void mercury_snapshot_release(void);
 void mercury_snapshot_look(void);
@@ -308,6 +310,18 @@ void mercury_snapshot_mark(phys_addr_t phys);
 /* Devices may have it for good; it is nobody's. */
 enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_LASTING, MERCURY_PAGE_FREE };
 unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use);
+
+/* log.c */
+struct scatterlist;
+struct virtqueue;
+u32 mercury_log_start(unsigned long **written, unsigned long count);
+void mercury_log_stop(void);
+void mercury_log_free(void);
+bool mercury_log_is_on(void);
+void mercury_log_give(const void *start, size_t length);
+void mercury_log_note(const void *start, size_t length, bool returned);
+void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
+unsigned long mercury_log_collect(unsigned long **to);
 
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);

@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 4
+#define MERCURY_ABI_VERSION 5
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -234,6 +234,9 @@
 #define MERCURY_SNAPSHOT_CALL_GIVE_UP 9
 #define MERCURY_SNAPSHOT_CALL_HOLD 10
 #define MERCURY_SNAPSHOT_CALL_RECLAIM 11
+#define MERCURY_SNAPSHOT_CALL_LOG_BEGIN 12
+#define MERCURY_SNAPSHOT_CALL_LOG_ENTER 13
+#define MERCURY_SNAPSHOT_CALL_LOG_COLLECT 14
 
 /* What a CPU of a machine that was put back finds in RAX where it goes on. */
 #define MERCURY_ROLLED_BACK 2
@@ -296,7 +299,7 @@
  */
 #define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1b8f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
-#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc058f50a)
+#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc060f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
 #define MERCURY_IOC_SNAPSHOT_END _UL(0xc1b8f50b)
 /*
@@ -330,12 +333,23 @@
  * meanwhile: whoever wants what they held at one instant compares then. Takes a
  * SnapshotTakeRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_LOOK _UL(0xc058f518)
+#define MERCURY_IOC_SNAPSHOT_LOOK _UL(0xc060f518)
 /*
  * Reads frames that were loaded, from where they lie. Takes a LoadFramesRequest, whose
  * data is written.
  */
 #define MERCURY_IOC_RESTORE_READ _UL(0xc038f519)
+/*
+ * Begins a log of what is written, by CPUs and devices, before the instant of a
+ * snapshot that is only prepared, with MERCURY_SNAPSHOT_TRACK. Takes a LogRequest.
+ */
+#define MERCURY_IOC_LOG_BEGIN _UL(0xc030f51a)
+/*
+ * Collects what may have been written since the last time, or since the begin: what
+ * MERCURY_TAKE_LOGGED means from here on. After the instant: what may have been written
+ * until then. Takes a LogRequest.
+ */
+#define MERCURY_IOC_LOG_COLLECT _UL(0xc030f51b)
 /* SnapshotRequest::flags: keep a log of what is written from the instant on. */
 #define MERCURY_SNAPSHOT_LOG 1
 /* Hash every page at the instant (fault-injection builds only). */
@@ -345,6 +359,12 @@
  * detached, or the machine was put back to it.
  */
 #define MERCURY_SNAPSHOT_KEEP 4
+/* Make room for a log of what is written before the instant. */
+#define MERCURY_SNAPSHOT_TRACK 8
+/* SnapshotTakeRequest::flags: only frames that the log had when it was collected last. */
+#define MERCURY_TAKE_LOGGED 1
+/* No frames that were free at the instant. */
+#define MERCURY_TAKE_USED 2
 /* SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
 /* SystemInfo::state and Status: the driver is loaded, the hypervisor is not. */
@@ -467,6 +487,7 @@
 #define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
+#define MERCURY_CODE_LOG_UNSUPPORTED 155
 #define MERCURY_CODE_RESTORE_CPUS 160
 #define MERCURY_CODE_RESTORE_MODE 161
 #define MERCURY_CODE_RESTORE_OVERLAP 162
@@ -1608,6 +1629,52 @@ static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 56);
 static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 64);
 static_assert(offsetof(struct mercury_snapshot_setup, buses) == 72);
 
+/*
+ * A log of what CPUs write before a snapshot's instant. It ends for each CPU when that
+ * enters the snapshot.
+ */
+struct mercury_log_setup {
+	/* As SnapshotSetup::memory_virt; the snapshot's must be the same. */
+	u64 memory_virt;
+	/* Number of entries in it. */
+	u64 memory_count;
+	/*
+	 * Address of an array of map_count addresses of bitmaps as of
+	 * SnapshotSetup::free_virt: what has been written since it was collected last.
+	 * Both sides set bits in them, by locked instructions.
+	 */
+	u64 written_virt;
+	/*
+	 * Address of another such array, with bitmaps in the same places: what is
+	 * collected. Bits are only set.
+	 */
+	u64 collected_virt;
+	/* Number of entries in each. */
+	u64 map_count;
+};
+
+static_assert(sizeof(struct mercury_log_setup) == 40);
+static_assert(offsetof(struct mercury_log_setup, memory_virt) == 0);
+static_assert(offsetof(struct mercury_log_setup, memory_count) == 8);
+static_assert(offsetof(struct mercury_log_setup, written_virt) == 16);
+static_assert(offsetof(struct mercury_log_setup, collected_virt) == 24);
+static_assert(offsetof(struct mercury_log_setup, map_count) == 32);
+
+/* How far a collection of the log is. */
+struct mercury_log_collect {
+	/*
+	 * In: where to begin, guest-physical. Out: where to go on; all ones behind the
+	 * last frame.
+	 */
+	u64 next_phys;
+	/* Out: frames that were moved, added to what was there. */
+	u64 pages;
+};
+
+static_assert(sizeof(struct mercury_log_collect) == 16);
+static_assert(offsetof(struct mercury_log_collect, next_phys) == 0);
+static_assert(offsetof(struct mercury_log_collect, pages) == 8);
+
 /* One frame to be taken. */
 struct mercury_take_entry {
 	/* The frame, guest-physical. */
@@ -2074,11 +2141,13 @@ struct mercury_snapshot_take_request {
 	 * soon.
 	 */
 	u64 low;
+	/* MERCURY_TAKE_*. */
+	u64 flags;
 	/* Out. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_take_request) == 88);
+static_assert(sizeof(struct mercury_snapshot_take_request) == 96);
 static_assert(offsetof(struct mercury_snapshot_take_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_take_request, cursor_phys) == 8);
 static_assert(offsetof(struct mercury_snapshot_take_request, end_phys) == 16);
@@ -2087,7 +2156,29 @@ static_assert(offsetof(struct mercury_snapshot_take_request, frames_addr) == 32)
 static_assert(offsetof(struct mercury_snapshot_take_request, data_addr) == 40);
 static_assert(offsetof(struct mercury_snapshot_take_request, hashes_addr) == 48);
 static_assert(offsetof(struct mercury_snapshot_take_request, low) == 56);
-static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 64);
+static_assert(offsetof(struct mercury_snapshot_take_request, flags) == 64);
+static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 72);
+
+/* What a log of writes has come to. */
+struct mercury_log_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* Out: frames that were collected. */
+	u64 pages;
+	/*
+	 * Out: of these, those that are there only because a device may still write to
+	 * them, or may have at the instant.
+	 */
+	u64 device_pages;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_log_request) == 48);
+static_assert(offsetof(struct mercury_log_request, header) == 0);
+static_assert(offsetof(struct mercury_log_request, pages) == 8);
+static_assert(offsetof(struct mercury_log_request, device_pages) == 16);
+static_assert(offsetof(struct mercury_log_request, outcome) == 24);
 
 /* The machine of a snapshot or of an image, without its memory's content. */
 struct mercury_restart_request {

@@ -104,6 +104,9 @@ static struct {
 	/* Of all addresses: what was free. Its pieces are there where there is memory. */
 	unsigned long **free;
 	unsigned long free_count;
+	/* Likewise: what was written since it was collected last, and what was collected. There is a log. */
+	unsigned long **written, **collected;
+	bool logging;
 	/* The kernel's core is still, and nothing is allocated any more. */
 	bool still;
 	/* CPUs that have looked at their own lists at the instant, and at their part of the rest. */
@@ -552,6 +555,40 @@ static bool allocate_free(u64 flags)
 	       walk_iomem_res_desc(IORES_DESC_NONE, type, 0, -1, NULL, allocate_free_piece) <= 0;
 }
 
+static int allocate_log_piece(struct resource *ram, void *unused)
+{
+	unsigned long at, last = PHYS_PFN(ram->end) / MERCURY_MAP_BITS;
+
+	for (at = PHYS_PFN(ram->start) / MERCURY_MAP_BITS; at <= last; at++) {
+		if (snapshot.written[at])
+			continue;
+		snapshot.written[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
+		snapshot.collected[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
+		if (!snapshot.written[at] || !snapshot.collected[at])
+			return 1;
+	}
+	return 0;
+}
+
+/*
+ * Where free pages have to hold something, it would not be enough to know what was written: they were sent as
+ * zeros.
+ */
+static u32 allocate_log(void)
+{
+	unsigned int order = get_order(snapshot.free_count * sizeof(*snapshot.written));
+
+	if (mercury_vendor != &mercury_svm || !snapshot.free)
+		return MERCURY_CODE_LOG_UNSUPPORTED;
+	snapshot.written = piece(order, GFP_KERNEL | __GFP_ZERO);
+	snapshot.collected = piece(order, GFP_KERNEL | __GFP_ZERO);
+	if (!snapshot.written || !snapshot.collected ||
+	    walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1, NULL,
+				allocate_log_piece) > 0)
+		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
+	return mercury_log_start(snapshot.written, snapshot.free_count);
+}
+
 static u32 allocate(const struct mercury_snapshot_request *request)
 {
 	unsigned long pages = ram_pages();
@@ -585,6 +622,12 @@ static u32 allocate(const struct mercury_snapshot_request *request)
 		if (!snapshot.restart_cpus)
 			return MERCURY_CODE_NO_MEMORY;
 	}
+	if (request->flags & MERCURY_SNAPSHOT_TRACK) {
+		u32 code = allocate_log();
+
+		if (code != MERCURY_CODE_OK)
+			return code;
+	}
 	snapshot.pool_first = snapshot.piece_count;
 	snapshot.pool_end = snapshot.piece_count;
 	return allocate_pool(request->pool_pages);
@@ -604,7 +647,8 @@ void mercury_snapshot_end(void)
 	mercury_rollback_disarm();
 	leave_pool_alone();
 	unregister_oom_notifier(&no_memory);
-	if (snapshot.live && !snapshot.restored) {
+	mercury_log_stop();
+	if ((snapshot.live || snapshot.logging) && !snapshot.restored) {
 		cpus_read_lock();
 		mercury_on_cpus(cpu_online_mask, leave_cpu);
 		cpus_read_unlock();
@@ -613,6 +657,7 @@ void mercury_snapshot_end(void)
 		call(MERCURY_SNAPSHOT_CALL_END, NULL);
 	mercury_rollback_end();
 	mercury_dma_unwatch();
+	mercury_log_free();
 	mercury_unmap_memory();
 	mercury_states_free();
 	free_pieces();
@@ -891,6 +936,8 @@ static int enter(void *unused)
 		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
 			cpu_relax();
 		WRITE_ONCE(snapshot.past, true);
+		/* It ends here, before the CPUs are saved: a machine that arrives elsewhere has not its maps. */
+		mercury_log_stop();
 		is_done(SEARCHED);
 		WRITE_ONCE(snapshot.ready, true);
 	}
@@ -1022,11 +1069,13 @@ static u32 fill_status(struct mercury_snapshot_request *request)
 
 static u32 check(const struct mercury_snapshot_request *request)
 {
-	u64 known = MERCURY_SNAPSHOT_LOG | MERCURY_SNAPSHOT_KEEP;
+	u64 known = MERCURY_SNAPSHOT_LOG | MERCURY_SNAPSHOT_KEEP | MERCURY_SNAPSHOT_TRACK;
 
 	if (IS_ENABLED(CONFIG_MERCURY_FAULT_INJECTION))
 		known |= MERCURY_SNAPSHOT_HASH;
-	if (request->flags & ~known || request->pool_pages > totalram_pages())
+	/* One that is kept is not waited for. */
+	if ((request->flags & MERCURY_SNAPSHOT_TRACK && request->flags & MERCURY_SNAPSHOT_KEEP) ||
+	    request->flags & ~known || request->pool_pages > totalram_pages())
 		return MERCURY_CODE_BAD_ARGUMENT;
 	if (mercury.state != MERCURY_STATE_ATTACHED ||
 	    !cpumask_subset(cpu_online_mask, &mercury.wanted))
@@ -1202,8 +1251,41 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 	return code;
 }
 
+/* The first frame at or after this one that is wanted; the end, if none is before it. */
+static u64 next_wanted(u64 flags, u64 frame, u64 end)
+{
+	unsigned long pfn = PHYS_PFN(frame), last = PHYS_PFN(end);
+
+	while (pfn < last) {
+		unsigned long at = pfn / MERCURY_MAP_BITS, next = (at + 1) * MERCURY_MAP_BITS;
+
+		if (flags & MERCURY_TAKE_LOGGED) {
+			unsigned long bit = MERCURY_MAP_BITS;
+
+			if (at < snapshot.free_count && snapshot.collected[at])
+				bit = find_next_bit(snapshot.collected[at], MERCURY_MAP_BITS,
+						    pfn % MERCURY_MAP_BITS);
+			pfn = at * MERCURY_MAP_BITS + bit;
+			if (bit == MERCURY_MAP_BITS) {
+				pfn = next;
+				continue;
+			}
+		}
+		if (!(flags & MERCURY_TAKE_USED) || !is_free(pfn))
+			break;
+		pfn++;
+	}
+	return min_t(u64, PFN_PHYS(pfn), end);
+}
+
+static bool knows(u64 flags)
+{
+	return !(flags & ~(MERCURY_TAKE_LOGGED | MERCURY_TAKE_USED)) &&
+	       (!(flags & MERCURY_TAKE_LOGGED) || snapshot.logging);
+}
+
 /* The next frames from `*cursor` on, as many as there is room for. */
-static u32 next_frames(u64 *cursor, u64 limit, u64 room)
+static u32 next_frames(u64 flags, u64 *cursor, u64 limit, u64 room)
 {
 	struct mercury_take_list *take = snapshot.take;
 	unsigned int i;
@@ -1216,6 +1298,9 @@ static u32 next_frames(u64 *cursor, u64 limit, u64 room)
 		u64 frame = max(*cursor, range->start_phys);
 
 		for (; frame < end; frame += PAGE_SIZE) {
+			frame = next_wanted(flags, frame, end);
+			if (frame == end)
+				break;
 			if (take->count == min_t(u64, room, MERCURY_TAKE_LIST_MAX)) {
 				*cursor = frame;
 				return take->count;
@@ -1275,11 +1360,13 @@ int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
 	request->low = 0;
 	if (!snapshot.live || snapshot.kept)
 		return MERCURY_CODE_NO_SNAPSHOT;
-	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
+	if (!knows(request->flags) ||
+	    (!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
 	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))
 		return MERCURY_CODE_BAD_ARGUMENT;
 	while (request->count < room && request->cursor_phys != U64_MAX) {
-		if (!next_frames(&request->cursor_phys, request->end_phys, room - request->count))
+		if (!next_frames(request->flags, &request->cursor_phys, request->end_phys,
+				 room - request->count))
 			break;
 		code = call_for(MERCURY_SNAPSHOT_CALL_TAKE, snapshot.take, &request->low);
 		if (code != MERCURY_CODE_OK)
@@ -1330,11 +1417,13 @@ int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request)
 	request->low = 0;
 	if (!snapshot.pieces || snapshot.live)
 		return MERCURY_CODE_NO_SNAPSHOT;
-	if ((!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
+	if (!knows(request->flags) ||
+	    (!PAGE_ALIGNED(request->cursor_phys) && request->cursor_phys != U64_MAX) ||
 	    (!PAGE_ALIGNED(request->end_phys) && request->end_phys != U64_MAX))
 		return MERCURY_CODE_BAD_ARGUMENT;
 	while (request->count < room && request->cursor_phys != U64_MAX) {
-		if (!next_frames(&request->cursor_phys, request->end_phys, room - request->count))
+		if (!next_frames(request->flags, &request->cursor_phys, request->end_phys,
+				 room - request->count))
 			break;
 		for (i = 0; i < take->count; i++) {
 			look_at_frame(take->entries[i].frame_phys, snapshot.buffer + i * PAGE_SIZE,
@@ -1348,6 +1437,112 @@ int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request)
 		cond_resched();
 	}
 	return MERCURY_CODE_OK;
+}
+
+static u32 enter_log(struct mercury_cpu *m)
+{
+	return call(MERCURY_SNAPSHOT_CALL_LOG_ENTER, NULL);
+}
+
+/* All CPUs are on the log's tables, and have forgotten what they knew of them. */
+static u32 enter_log_everywhere(void)
+{
+	u32 code = MERCURY_CODE_OK;
+	int cpu;
+
+	cpus_read_lock();
+	mercury_on_cpus(cpu_online_mask, enter_log);
+	for_each_online_cpu(cpu)
+		if (code == MERCURY_CODE_OK)
+			code = mercury_cpu(cpu)->code;
+	if (code == MERCURY_CODE_OK && !cpumask_equal(&snapshot.cpus, cpu_online_mask))
+		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	cpus_read_unlock();
+	return code;
+}
+
+/* A log that is not whole is asked for no more; its tables go with the snapshot. */
+u32 mercury_snapshot_log_begin(void)
+{
+	struct mercury_log_setup *setup = (void *)snapshot.take;
+	u32 code;
+
+	if (!snapshot.written || snapshot.live || snapshot.logging)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	setup->memory_virt = (u64)snapshot.memory;
+	setup->memory_count = snapshot.memory_count;
+	setup->written_virt = (u64)snapshot.written;
+	setup->collected_virt = (u64)snapshot.collected;
+	setup->map_count = snapshot.free_count;
+	code = call(MERCURY_SNAPSHOT_CALL_LOG_BEGIN, setup);
+	if (code != MERCURY_CODE_OK)
+		return code;
+	snapshot.logging = true;
+	return enter_log_everywhere();
+}
+
+/* Into the collection: what devices have for good, which was looked for at the instant. */
+static unsigned long collect_lasting(void)
+{
+	unsigned long added = 0;
+	unsigned int i;
+	u64 page;
+
+	for (i = 0; i < snapshot.memory_count; i++) {
+		unsigned long first = PHYS_PFN(snapshot.memory[i].start_phys);
+
+		for (page = 0; page < snapshot.memory[i].pages; page++) {
+			u64 number = snapshot.numbers[i] + page;
+			unsigned long pfn = first + page;
+
+			if (!snapshot.lasting[number / MERCURY_MAP_BITS][number % MERCURY_MAP_BITS /
+									  BITS_PER_LONG]) {
+				page += BITS_PER_LONG - 1 - number % BITS_PER_LONG;
+				continue;
+			}
+			if (test_bit(number % MERCURY_MAP_BITS,
+				     snapshot.lasting[number / MERCURY_MAP_BITS]))
+				added += !test_and_set_bit(pfn % MERCURY_MAP_BITS,
+							   snapshot.collected[pfn / MERCURY_MAP_BITS]);
+		}
+		cond_resched();
+	}
+	return added;
+}
+
+/*
+ * What may have been written since the last time. The frames are read after this: what is written meanwhile
+ * was either noted again or will be read.
+ */
+u32 mercury_snapshot_log_collect(struct mercury_log_request *request)
+{
+	struct mercury_log_collect *collect = (void *)snapshot.take;
+	unsigned long at;
+	u32 code;
+
+	if (!snapshot.logging)
+		return MERCURY_CODE_NO_SNAPSHOT;
+	for (at = 0; at < snapshot.free_count; at++)
+		if (snapshot.collected[at])
+			memset(snapshot.collected[at], 0, MERCURY_MAP_BITS / BITS_PER_BYTE);
+	collect->next_phys = 0;
+	collect->pages = 0;
+	do {
+		code = call(MERCURY_SNAPSHOT_CALL_LOG_COLLECT, collect);
+		cond_resched();
+	} while (code == MERCURY_CODE_OK && collect->next_phys != U64_MAX);
+	/* After the instant they run on the snapshot's tables. */
+	if (code == MERCURY_CODE_OK && !snapshot.live)
+		code = enter_log_everywhere();
+	request->device_pages = mercury_log_collect(snapshot.collected);
+	if (snapshot.live)
+		request->device_pages += collect_lasting();
+	request->pages = collect->pages + request->device_pages;
+	if (code == MERCURY_CODE_OK && mercury_dma_missed())
+		code = MERCURY_CODE_SNAPSHOT_DEVICES;
+	if (code == MERCURY_CODE_OK && READ_ONCE(snapshot.another_cpu))
+		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	return code;
 }
 
 /* The CPUs of the snapshot, as far as there is room. */

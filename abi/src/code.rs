@@ -230,6 +230,10 @@ codes! {
     /// There are devices that the hypervisor could not silence.
     RollbackDevices = 152, "rollback-devices";
 
+    // 155..: the log of writes
+    /// There is none on this processor, or beneath this kernel.
+    LogUnsupported = 155, "log-unsupported";
+
     // 160..: bringing a machine back
     /// The CPUs of the image are not those of this machine.
     RestoreCpus = 160, "restore-cpus";

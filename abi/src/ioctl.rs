@@ -67,6 +67,13 @@ pub const MERCURY_IOC_SNAPSHOT_LOOK: u32 = iowr::<SnapshotTakeRequest>(24);
 /// Reads frames that were loaded, from where they lie. Takes a [`LoadFramesRequest`], whose data is written.
 pub const MERCURY_IOC_RESTORE_READ: u32 = iowr::<LoadFramesRequest>(25);
 
+/// Begins a log of what is written, by CPUs and devices, before the instant of a snapshot that is only prepared, with
+/// [`MERCURY_SNAPSHOT_TRACK`]. Takes a [`LogRequest`].
+pub const MERCURY_IOC_LOG_BEGIN: u32 = iowr::<LogRequest>(26);
+/// Collects what may have been written since the last time, or since the begin: what [`MERCURY_TAKE_LOGGED`] means from
+/// here on. After the instant: what may have been written until then. Takes a [`LogRequest`].
+pub const MERCURY_IOC_LOG_COLLECT: u32 = iowr::<LogRequest>(27);
+
 /// [`SnapshotRequest::flags`]: keep a log of what is written from the instant on.
 pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
 /// Hash every page at the instant (fault-injection builds only).
@@ -74,6 +81,14 @@ pub const MERCURY_SNAPSHOT_HASH: u64 = 1 << 1;
 /// Keep it, to go back to: it outlives the process, until it is ended, all CPUs are detached, or the machine was put
 /// back to it.
 pub const MERCURY_SNAPSHOT_KEEP: u64 = 1 << 2;
+
+/// Make room for a log of what is written before the instant.
+pub const MERCURY_SNAPSHOT_TRACK: u64 = 1 << 3;
+
+/// [`SnapshotTakeRequest::flags`]: only frames that the log had when it was collected last.
+pub const MERCURY_TAKE_LOGGED: u64 = 1 << 0;
+/// No frames that were free at the instant.
+pub const MERCURY_TAKE_USED: u64 = 1 << 1;
 
 /// [`SystemInfo::features`]: this build has fault points.
 pub const MERCURY_FEATURE_FAULT_INJECTION: u64 = 1 << 0;
@@ -225,6 +240,22 @@ pub struct SnapshotTakeRequest {
     pub hashes_addr: u64,
     /// Out: 1 if the pool runs low. Whoever takes should hurry: writers have to wait soon.
     pub low: u64,
+    /// `MERCURY_TAKE_*`.
+    pub flags: u64,
+    /// Out.
+    pub outcome: Outcome,
+}
+
+/// What a log of writes has come to.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogRequest {
+    /// Size and version.
+    pub header: Header,
+    /// Out: frames that were collected.
+    pub pages: u64,
+    /// Out: of these, those that are there only because a device may still write to them, or may have at the instant.
+    pub device_pages: u64,
     /// Out.
     pub outcome: Outcome,
 }

@@ -46,6 +46,14 @@ pub enum SnapshotCall {
     Hold = 10,
     /// Takes free pages back, at most as many as a [`PageList`] says, and half of what is free: the list has them then.
     Reclaim = 11,
+    /// Prepares a log of what CPUs write from [`SnapshotCall::LogEnter`] on: a [`LogSetup`].
+    LogBegin = 12,
+    /// From here on what this CPU writes is in the log; where it is already, every translation is flushed. No argument.
+    LogEnter = 13,
+    /// Moves what was written into the other map: a [`LogCollect`], again and again until that is at its end. Then
+    /// [`SnapshotCall::LogEnter`] on every CPU, and only then the frames may be read: a CPU that has not forgotten its
+    /// translations yet writes to them unseen.
+    LogCollect = 14,
 }
 
 /// What a CPU of a machine that was put back finds in RAX where it goes on.
@@ -159,6 +167,33 @@ pub struct SnapshotSetup {
     pub settle_ticks: u64,
     /// PCI buses with devices that are to be silenced then, a bit for each.
     pub buses: [u64; 4],
+}
+
+/// A log of what CPUs write before a snapshot's instant. It ends for each CPU when that enters the snapshot.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogSetup {
+    /// As [`SnapshotSetup::memory_virt`]; the snapshot's must be the same.
+    pub memory_virt: u64,
+    /// Number of entries in it.
+    pub memory_count: u64,
+    /// Address of an array of `map_count` addresses of bitmaps as of [`SnapshotSetup::free_virt`]: what has been written
+    /// since it was collected last. Both sides set bits in them, by locked instructions.
+    pub written_virt: u64,
+    /// Address of another such array, with bitmaps in the same places: what is collected. Bits are only set.
+    pub collected_virt: u64,
+    /// Number of entries in each.
+    pub map_count: u64,
+}
+
+/// How far a collection of the log is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogCollect {
+    /// In: where to begin, guest-physical. Out: where to go on; all ones behind the last frame.
+    pub next_phys: u64,
+    /// Out: frames that were moved, added to what was there.
+    pub pages: u64,
 }
 
 /// Entries of a [`TakeList`]: so many pages are copied with interrupts off.

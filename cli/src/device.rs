@@ -12,14 +12,15 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_FENCE_DOWN,
-        MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT,
-        MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN,
-        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK,
-        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
-        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
-        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
+        MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS,
+        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
+        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -306,15 +307,40 @@ impl Device {
 
     /// Takes up to `count` frames.
     pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count)
+        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0)
+    }
+
+    /// Likewise, of those that `MERCURY_TAKE_*` say.
+    pub fn snapshot_take_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags)
     }
 
     /// Reads up to `count` frames of a snapshot that is only prepared, as they are now.
     pub fn snapshot_look(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count)
+        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, 0)
     }
 
-    fn frames<const REQUEST: u32>(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+    /// Likewise, of those that `MERCURY_TAKE_*` say.
+    pub fn snapshot_look_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, flags)
+    }
+
+    /// Begins a log of what is written, for a snapshot that was prepared with room for one.
+    pub fn log_begin(&self) -> Result<()> {
+        let mut request = LogRequest { header: Header::of::<LogRequest>(), ..LogRequest::default() };
+        let result = self.request::<MERCURY_IOC_LOG_BEGIN, _>(&mut request);
+        failure("the log of writes", result, &request.outcome)
+    }
+
+    /// Collects what was written since the last time; how many frames.
+    pub fn log_collect(&self) -> Result<u64> {
+        let mut request = LogRequest { header: Header::of::<LogRequest>(), ..LogRequest::default() };
+        let result = self.request::<MERCURY_IOC_LOG_COLLECT, _>(&mut request);
+        failure("the log of writes", result, &request.outcome)?;
+        Ok(request.pages)
+    }
+
+    fn frames<const REQUEST: u32>(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
         let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE], hurry: false };
         let mut request = SnapshotTakeRequest {
             header: Header::of::<SnapshotTakeRequest>(),
@@ -323,6 +349,7 @@ impl Device {
             count: count as u64,
             frames_addr: address(frames.phys.as_mut_ptr()),
             data_addr: address(frames.data.as_mut_ptr()),
+            flags,
             ..SnapshotTakeRequest::default()
         };
         let result = self.request::<REQUEST, _>(&mut request);

@@ -92,7 +92,8 @@ pub struct Cpu {
     pub leave_pending: u32,
     /// 1 once the guest has run since the attach.
     pub entered: u32,
-    /// 1 while the guest runs on the tables of a snapshot.
+    /// [`crate::snapshot::live::ON_SNAPSHOT`] or [`crate::snapshot::live::ON_LOG`] while the guest runs on the tables of
+    /// one; otherwise 0.
     pub on_snapshot: u32,
     /// 1 while it does not leave although the kernel switches virtualization off.
     pub is_held: u32,

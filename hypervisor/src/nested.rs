@@ -20,7 +20,7 @@ use crate::paging::format::Format;
 use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::Layout;
 use crate::paging::table::{Depth, PageTable, Table, TablePages};
-use crate::snapshot::live::Live;
+use crate::snapshot::live::{self, Live};
 use crate::snapshot::view::Access;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
@@ -233,7 +233,7 @@ pub fn fault<V: Vendor>(area: &Area<V>, address: u64, access: Option<Access>) ->
     let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
     let address = GuestPhys::new(address);
     if area.cpu.on_snapshot != 0 {
-        nested.answer_beneath_snapshot(address, access)
+        nested.answer_beneath_snapshot(address, access, area.cpu.on_snapshot)
     } else {
         nested.answer(address, access == Some(Access::Write))
     }
@@ -260,9 +260,19 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
         self.map.tables()
     }
 
-    /// The snapshot's tables come first; what they only share is the identity map's to answer, and theirs to adopt.
-    fn answer_beneath_snapshot(&mut self, address: GuestPhys, access: Option<Access>) -> NestedAnswer {
-        if access.is_some_and(|access| self.live.keeps(address, access)) {
+    /// The snapshot's tables come first, or the log's; what they only share is the identity map's to answer, and theirs
+    /// to adopt.
+    fn answer_beneath_snapshot(
+        &mut self,
+        address: GuestPhys,
+        access: Option<Access>,
+        tables: u32,
+    ) -> NestedAnswer {
+        let keeps = |access| match tables {
+            live::ON_LOG => self.live.logs(address, access),
+            _ => self.live.keeps(address, access),
+        };
+        if access.is_some_and(keeps) {
             return NestedAnswer::Kept { wait: self.live.brake() };
         }
         let answer = self.answer(address, access == Some(Access::Write));

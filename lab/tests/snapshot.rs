@@ -57,6 +57,11 @@ const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev $(ls /sys/class/net | grep
      for i in $(seq 200); do echo $i > /dev/udp/10.0.2.2/9 || true; done";
 
 fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {
+    proves(&format!("snapshot --pool-pages 100000 --rounds {rounds}"), spec, modules, loads)
+}
+
+/// The workload's proof beneath these loads.
+fn proves(what: &str, spec: Spec, modules: &str, loads: &[String]) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         // Bochs's SVM forgets interrupts whose delivery makes a nested fault.
         Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")?;
@@ -79,7 +84,7 @@ fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result
     for load in loads {
         running.push(machine.spawn(&format!("while test ! -e /run/end; do {{ {load}; }} || exit 1; done"))?);
     }
-    println!("{}", machine.sh(&format!("mercury-workload snapshot --pool-pages 100000 --rounds {rounds}"))?);
+    println!("{}", machine.sh(&format!("mercury-workload {what}"))?);
     for load in &mut running {
         assert!(!load.has_ended()?, "{:?}", load.errors_so_far());
     }
@@ -177,4 +182,37 @@ fn exact_behind_intels_iommu() -> Result<()> {
 #[ignore = "long"]
 fn exact_with_virtio_behind_intels_iommu() -> Result<()> {
     virtio_at_work(virtio().iommu(Iommu::Intel))
+}
+
+/// The same work beneath a log of writes, which devices' writes are to be in as well.
+fn log_is_whole(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {
+    Platform::need(Vendor::Amd, "there is no log of writes yet")?;
+    proves(&format!("log --pool-pages 20000 --rounds {rounds}"), spec, modules, loads)
+}
+
+#[test]
+fn the_log_misses_nothing_with_virtio() -> Result<()> {
+    let loads = [
+        ROOT_LOAD.to_owned(),
+        disk_load("/dev/vda"),
+        network_load(source(), PATIENCE),
+        "head -c 100000 /dev/hwrng > /dev/null; sleep 0.1".to_owned(),
+    ];
+    log_is_whole(virtio(), "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 3)
+}
+
+/// Devices that say when they give pages back.
+#[test]
+#[ignore = "long"]
+fn the_log_misses_nothing_with_ahci_nvme_and_e1000e() -> Result<()> {
+    let spec =
+        Spec::new(Kernel::BookwormGeneric).cpus(2).root_bus(Bus::Ahci).nic(Nic::E1000e).disk(Bus::Nvme, 256);
+    let loads = [ROOT_LOAD.to_owned(), disk_load("/dev/nvme0n1"), network_load(source(), FRESH_CARD)];
+    log_is_whole(spec, "nvme e1000e", &loads, 3)
+}
+
+#[test]
+#[ignore = "long"]
+fn the_log_misses_nothing_on_a_later_kernel() -> Result<()> {
+    log_is_whole(Spec::new(Kernel::TrixieCloud).cpus(4), "", &[ROOT_LOAD.to_owned()], 3)
 }

@@ -1,8 +1,11 @@
 //! Copying memory: one thread reads frames, others hash them, leave out what has been sent so, and compress; the caller's
 //! sends.
 //!
-//! What has changed since it was sent is told by hashes of what every frame holds, not by a log of writes: so nothing can
-//! be missed, whoever wrote it. The price is that each round, the last one too, reads all of memory.
+//! Which frames may have changed since they were sent is told by the driver's log of writes, where there is one; otherwise
+//! all are read. Whether one of these is to be sent is told by its hash.
+//!
+//! A frame that was free and is in use now is in the log: who takes it writes to it or has a device do so. What it held
+//! before matters to nobody, so it may as well be what was sent of it.
 
 use super::link::Link;
 use crate::{
@@ -50,7 +53,9 @@ pub struct Pass {
     pub looked: u64,
     /// Pages that were sent: those that are not what was sent before.
     pub sent: u64,
-    /// Of these, all zeros.
+    /// Pages that are not what was sent before; to be heard of, another one is sent now and then.
+    pub changed: u64,
+    /// Of those that were sent, all zeros.
     pub zeros: u64,
     /// Bytes that this took on the wire.
     pub bytes: u64,
@@ -67,6 +72,8 @@ pub struct Reading<'a> {
     pub device: &'a Device,
     /// Which memory.
     pub from: From,
+    /// Of it, the frames that `MERCURY_TAKE_*` say.
+    pub only: u64,
     /// zstd's level.
     pub level: i32,
     /// How many threads hash and compress.
@@ -89,6 +96,7 @@ struct Record {
     packed: Vec<u8>,
     looked: u64,
     sent: u64,
+    changed: u64,
     zeros: u64,
 }
 
@@ -107,7 +115,7 @@ pub fn pass(
     let begun = Instant::now();
     let ledger = Mutex::new(ledger);
     let (hurry, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-    let Reading { device, from, level, workers } = *reading;
+    let Reading { device, from, only, level, workers } = *reading;
     let mut total = Pass::default();
     let ended = thread::scope(|scope| {
         let (out, records) = sync_channel::<Result<Record>>(QUEUE * workers);
@@ -128,7 +136,7 @@ pub fn pass(
         let stop = &stop;
         scope.spawn(move || {
             give_way(from);
-            if let Err(error) = read(device, from, &inputs, stop) {
+            if let Err(error) = read(device, (from, only), &inputs, stop) {
                 let _ = out.send(Err(error));
             }
         });
@@ -150,15 +158,20 @@ fn give_way(from: From) {
     }
 }
 
-fn read(device: &Device, from: From, to: &[SyncSender<Frames>], stop: &AtomicBool) -> Result<()> {
+fn read(
+    device: &Device,
+    (from, only): (From, u64),
+    to: &[SyncSender<Frames>],
+    stop: &AtomicBool,
+) -> Result<()> {
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     for to in to.iter().cycle() {
         if cursor.is_done() || stop.load(Ordering::Relaxed) {
             break;
         }
         let frames = match from {
-            From::Now => device.snapshot_look(&mut cursor, BATCH)?,
-            From::Instant => device.snapshot_take(&mut cursor, BATCH)?,
+            From::Now => device.snapshot_look_some(&mut cursor, BATCH, only)?,
+            From::Instant => device.snapshot_take_some(&mut cursor, BATCH, only)?,
         };
         if to.send(frames).is_err() {
             break;
@@ -175,7 +188,7 @@ fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &Atom
     let hashes: Vec<_> =
         all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
     let mut pages = Pages::default();
-    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, zeros: 0 };
+    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, changed: 0, zeros: 0 };
     {
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         for (((phys, page), zero), hash) in frames.phys.iter().zip(all).zip(&is_zero).zip(&hashes) {
@@ -184,6 +197,7 @@ fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &Atom
                 None => ledger.note(Page { phys: *phys, content: Content::Zero }),
             };
             let is_other = is_other.map_err(|why| failed(why.to_owned()))?;
+            record.changed += u64::from(is_other);
             if is_other || hurry.swap(false, Ordering::Relaxed) {
                 pages.add(*phys, page);
                 record.sent += 1;
@@ -227,6 +241,7 @@ fn send(
         link.pages(&record.packed).map_err(gone)?;
         sent_at = Instant::now();
         total.sent += record.sent;
+        total.changed += record.changed;
         total.zeros += record.zeros;
         total.bytes += record.packed.len() as u64;
         let pause = wait(limits, total.bytes, begun.elapsed());

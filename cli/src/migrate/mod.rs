@@ -108,9 +108,11 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
         say_if_anybody_reads(crate::output::text(say.format, say.name, report));
     }
     operator.tell(&format!(
-        "this machine has moved: {} rounds; applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for \
-         the last pages). It is powered off",
+        "this machine has moved: {} rounds; what had changed was found by {}, which read {} pages at the end; \
+         applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages). It is powered off",
         report.rounds,
+        report.found_by,
+        report.looked,
         report.downtime_us / 1e3,
         report.quiesce_us / 1e3,
         report.last_us / 1e3

@@ -29,6 +29,7 @@ use crate::{
     progress,
     sysroot::Sysroot,
 };
+use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED};
 use mercury_migration::{
     hail::{ETHER_TYPE, Hailer, Speaker},
     protocol::{
@@ -58,12 +59,51 @@ const AGAIN: Duration = Duration::from_millis(500);
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an answer may take then before the operator is told. A large machine with many devices takes a while to start.
 const DOUBT: Duration = Duration::from_secs(10);
+/// What the last round takes for reading what devices have for good, with a log.
+const READING_LOGGED: Duration = Duration::from_millis(100);
 /// What the instant and the arrival take, before they are known.
 const GUESS: Fixed = Fixed {
     quiesce: Duration::from_millis(200),
     hand_over: Duration::from_millis(50),
     start: Duration::from_millis(200),
 };
+
+/// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
+#[derive(Debug)]
+enum Log {
+    /// There is none, for this reason.
+    None(String),
+    /// There is room for one.
+    Prepared,
+    /// All that is written since the first frame was read is in it.
+    Live,
+}
+
+impl Log {
+    /// What is said of it.
+    fn found_by(&self) -> String {
+        match self {
+            Self::None(why) => format!("hashes of all memory: {why}"),
+            Self::Prepared => "reading all of memory: nothing was sent before".into(),
+            Self::Live => "a log of writes".into(),
+        }
+    }
+}
+
+/// Makes the snapshot ready, with room for a log if there can be one.
+fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
+    if !hash_all {
+        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK) {
+            Ok(()) => return Ok(Log::Prepared),
+            Err(why) => {
+                device.snapshot_prepare(pool, 0)?;
+                return Ok(Log::None(why.to_string()));
+            }
+        }
+    }
+    device.snapshot_prepare(pool, 0)?;
+    Ok(Log::None("it was wanted so".into()))
+}
 
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
@@ -159,6 +199,8 @@ pub struct Mover<'a> {
     begin: Vec<Action>,
     patience: Patience,
     pool: u64,
+    has_room_for_log: bool,
+    log: Log,
     mounts: Vec<Mounted>,
     offer: Offer,
     ledger: Ledger,
@@ -201,7 +243,7 @@ impl<'a> Mover<'a> {
         let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
-        device.snapshot_prepare(pool, 0)?;
+        let log = prepare(device, pool, !args.log)?;
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
@@ -246,6 +288,8 @@ impl<'a> Mover<'a> {
             source,
             begin,
             pool,
+            has_room_for_log: matches!(log, Log::Prepared),
+            log,
             mounts,
             offer,
             ledger,
@@ -507,7 +551,11 @@ impl<'a> Mover<'a> {
             let per_second = before.map(|before| done.sent as f64 / seconds(&before));
             let dirty = per_second.map_or(done.sent, |rate| (rate * seconds(&done)) as u64);
             // The last round reads all of memory as well.
-            let reading = before.map_or(done.took, |_| done.took.saturating_sub(done.waited));
+            let reading = match self.log {
+                // But for what devices have for good, it reads what it has to send.
+                Log::Live => READING_LOGGED,
+                _ => before.map_or(done.took, |_| done.took.saturating_sub(done.waited)),
+            };
             policy.expect(Fixed { quiesce: GUESS.quiesce + reading, ..GUESS });
             let round = Round {
                 bytes_sent: done.bytes,
@@ -557,11 +605,56 @@ impl<'a> Mover<'a> {
         {
             return Err(self.is_gone(&error.to_string()));
         }
-        self.pass(From::Now, &format!("round {number}"), limits)
+        if number == 0 {
+            self.begin_log();
+        }
+        let only = if number == 0 { 0 } else { self.collect_log() };
+        self.pass(From::Now, only, &format!("round {number}"), limits)
+    }
+
+    /// Before the first frame is read. Where there is no log, hashes do it.
+    fn begin_log(&mut self) {
+        if matches!(self.log, Log::Prepared) {
+            self.log = match self.device.log_begin() {
+                Ok(()) => Log::Live,
+                Err(why) => Log::None(why.to_string()),
+            };
+        }
+    }
+
+    /// Which frames the next pass has to read.
+    fn collect_log(&mut self) -> u64 {
+        if !matches!(self.log, Log::Live) {
+            return 0;
+        }
+        match self.device.log_collect() {
+            Ok(_) => MERCURY_TAKE_LOGGED,
+            Err(why) => {
+                self.log = Log::None(why.to_string());
+                0
+            }
+        }
+    }
+
+    /// Takes the frames that were not in the log as well, and counts those that it should have had.
+    fn verify_log(&mut self, limits: &Limits) -> std::result::Result<(), Event> {
+        let rest = self.pass(From::Instant, MERCURY_TAKE_USED, "the rest, to compare", limits)?;
+        self.report.missed = Some(rest.changed);
+        self.operator.tell(&format!(
+            "{} pages were not in the log of writes, of which {} should have been",
+            rest.looked, rest.changed
+        ));
+        Ok(())
     }
 
     /// One pass over memory; otherwise what has happened.
-    fn pass(&mut self, from: From, name: &str, limits: &Limits) -> std::result::Result<Pass, Event> {
+    fn pass(
+        &mut self,
+        from: From,
+        only: u64,
+        name: &str,
+        limits: &Limits,
+    ) -> std::result::Result<Pass, Event> {
         let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
         let (begun, mut shown) = (Instant::now(), Instant::now());
         let total = self.offer.machine.kept_pages();
@@ -578,7 +671,7 @@ impl<'a> Mover<'a> {
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
         let passed = pass(
-            &Reading { device: self.device, from, level: self.args.level, workers: self.workers },
+            &Reading { device: self.device, from, only, level: self.args.level, workers: self.workers },
             &mut self.ledger,
             limits,
             &mut link,
@@ -630,9 +723,10 @@ impl<'a> Mover<'a> {
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
+        let flags = if self.has_room_for_log { MERCURY_SNAPSHOT_TRACK } else { 0 };
         let begin = self
             .device
-            .snapshot_begin(self.pool, 0)
+            .snapshot_begin(self.pool, flags)
             .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
         if begin.restored != 0 {
             return Ok(Step::Arrived);
@@ -643,16 +737,26 @@ impl<'a> Mover<'a> {
         }
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..self.limits() };
-        let done = match self.pass(From::Instant, "the last pages", &limits) {
+        let only = self.collect_log();
+        self.report.found_by = self.log.found_by();
+        let done = match self.pass(From::Instant, only, "the last pages", &limits) {
             Ok(done) => done,
             Err(event) => return Ok(Step::Event(event)),
         };
+        let last_took = last.elapsed();
+        if self.args.verify_log
+            && only != 0
+            && let Err(event) = self.verify_log(&limits)
+        {
+            return Ok(Step::Event(event));
+        }
         // Only now it is known that all was as at the instant.
         self.device.snapshot_end()?;
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
         }
-        self.report.last_us = last.elapsed().as_secs_f64() * 1e6;
+        self.report.looked = done.looked;
+        self.report.last_us = last_took.as_secs_f64() * 1e6;
         self.report.pages[1] = done.sent;
         self.report.bytes[1] = done.bytes;
         Ok(Step::Event(Event::Streamed(self.ledger.digest(self.attempt))))

@@ -19,6 +19,13 @@ pub struct Report {
     pub pages: [u64; 2],
     /// Bytes on the wire, likewise.
     pub bytes: [u64; 2],
+    /// What told which pages had changed: a log of writes, or hashes of all memory and why.
+    pub found_by: String,
+    /// Pages that were read after the instant.
+    pub looked: u64,
+    /// With `--verify-log`: pages that had changed and were not in the log. They were sent all the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missed: Option<u64>,
     /// Microseconds until everything stood still, with the instant.
     pub quiesce_us: f64,
     /// Microseconds from the instant until the last page was sent.
@@ -45,6 +52,10 @@ impl Render for Report {
             thousands(self.pages[1]),
             bytes(self.bytes[1])
         ));
+        to.line(format!("what had changed was found by {}", self.found_by));
+        if let Some(missed) = self.missed {
+            to.line(format!("{} pages were missing in the log", thousands(missed)));
+        }
         to.line(format!(
             "applications stood still for {}: {} until the instant, {} for the last pages; {:.1} s in all",
             duration(self.downtime_us),

@@ -10,11 +10,12 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    MAP_BITS, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall, SnapshotSetup,
-    SnapshotStatus, TAKE_LIST_MAX, TakeList,
+    LogCollect, LogSetup, MAP_BITS, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotCall,
+    SnapshotSetup, SnapshotStatus, TAKE_LIST_MAX, TakeList,
 };
 
 use super::free::{FreeMap, Piece};
+use super::log::{self, Budget, WriteLog, WrittenMap};
 use super::muster::{Arrival, Muster};
 use super::pool::{self, FreeList, Words};
 use super::rollback::{self, Kept, Watch};
@@ -29,6 +30,13 @@ use crate::paging::format::Format;
 use crate::paging::table::{PageTable, Table, TablePages};
 use crate::vendor::Vendor;
 use crate::x86::Hardware;
+
+/// [`crate::cpu::Cpu::on_snapshot`]: the tables of the snapshot.
+pub const ON_SNAPSHOT: u32 = 1;
+/// The tables of the log.
+pub const ON_LOG: u32 = 2;
+/// How much of the log one call collects: some ten microseconds.
+const LOG_BUDGET: Budget = Budget { words: 4096, pages: 128 };
 
 /// Ticks of the TSC that a CPU waits for the others: a second, or a few.
 const PATIENCE: u64 = 1 << 32;
@@ -84,6 +92,13 @@ pub(crate) struct Live<F> {
     lasting_ticks: u64,
     /// Why it is not exact, if it is not.
     spoilt: Code,
+    /// What is written before the instant.
+    log: Option<WriteLog<F>>,
+    written_virt: u64,
+    collected_virt: u64,
+    map_count: u64,
+    /// Why it has not everything, if it has not.
+    log_spoilt: Code,
     /// How the machine was put back last.
     rollback: RollbackReport,
 }
@@ -155,6 +170,11 @@ impl<F> Live<F> {
             lasting: 0,
             lasting_ticks: 0,
             spoilt: Code::Ok,
+            log: None,
+            written_virt: 0,
+            collected_virt: 0,
+            map_count: 0,
+            log_spoilt: Code::Ok,
             rollback: RollbackReport {
                 count: 0,
                 reason: RollbackReason::None as u32,
@@ -184,6 +204,17 @@ impl<F> Live<F> {
         // SAFETY: the driver keeps the array of `Begin`, and the bitmaps that it leads to, where they are until `End`, in
         // memory that it has mapped. It fills them before `Enter`; nobody looks before that. No address is 0.
         FreeMap(unsafe { core::slice::from_raw_parts(first, self.free_count as usize) })
+    }
+
+    /// One of the maps of the log.
+    fn map_of_log(&self, virt: u64) -> WrittenMap<'static> {
+        if self.map_count == 0 {
+            return WrittenMap::default();
+        }
+        let first = core::ptr::with_exposed_provenance::<Option<&'static log::Piece>>(virt as usize);
+        // SAFETY: the driver keeps the arrays of `LogBegin`, and the bitmaps that they lead to, where they are until `End`,
+        // in memory that it has mapped. Both sides change bits by locked instructions only. No address is 0.
+        WrittenMap(unsafe { core::slice::from_raw_parts(first, self.map_count as usize) })
     }
 
     /// The ranges that are kept.
@@ -223,6 +254,22 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         true
     }
 
+    /// Whether an access of a CPU that is on the log's tables can be made now. If not, it is for the identity map to
+    /// answer.
+    #[inline(never)]
+    pub(crate) fn logs(&mut self, address: GuestPhys, access: Access) -> bool {
+        let (ranges, written) = (self.ranges(), self.map_of_log(self.written_virt));
+        let Some(log) = self.log.as_mut() else { return false };
+        let mut outcome = log.fault(&mut self.store, ranges, written, address, access);
+        if outcome == Outcome::Exhausted {
+            self.log_spoilt = Code::SnapshotPool;
+            log.give_up();
+            // Now nothing must be kept, and no page is needed.
+            outcome = log.fault(&mut self.store, ranges, written, address, access);
+        }
+        outcome == Outcome::Open
+    }
+
     /// There was no page. Not for ever.
     pub(crate) fn starve(&mut self) {
         self.starved += 1;
@@ -233,7 +280,10 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Keeps what a page held, before it is written from here or round the tables.
     pub(crate) fn touch(&mut self, address: GuestPhys) -> Touch {
-        let memory = self.memory();
+        let (memory, written) = (self.memory(), self.map_of_log(self.written_virt));
+        if let Some(log) = self.log.as_ref() {
+            log.note(written, address);
+        }
         let Some(snapshot) = self.snapshot.as_mut() else { return Touch::Open };
         match snapshot.fault(&mut self.store, memory, address, Access::Write) {
             Outcome::Copied | Outcome::Open | Outcome::Absent => {
@@ -268,6 +318,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         if let Some(snapshot) = self.snapshot.as_ref() {
             snapshot.adopt(&mut self.store, address);
         }
+        if let Some(log) = self.log.as_ref() {
+            log.view().adopt(&mut self.store, address);
+        }
     }
 
     /// What it takes to go back to it, if it is kept and holds everything.
@@ -295,8 +348,12 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         self.compare_all();
     }
 
-    /// It does not hold what memory held any more.
+    /// It does not hold what memory held any more, nor has a log everything that was written.
     pub(crate) fn spoil(&mut self, because: Code) {
+        if let Some(log) = self.log.as_mut().filter(|log| log.is_whole()) {
+            log.give_up();
+            self.log_spoilt = because;
+        }
         if let Some(snapshot) = self.snapshot.as_mut().filter(|snapshot| snapshot.is_exact()) {
             snapshot.give_up();
             self.spoilt = because;
@@ -355,6 +412,32 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let memory = self.memory();
         let snapshot = Snapshot::new(&mut self.store, base, memory, log);
         self.snapshot = Some(snapshot.map_err(|_| Code::SnapshotPool)?);
+        Ok(())
+    }
+
+    fn begin_log(&mut self, base: PageTable<F>, setup: &LogSetup) -> Result<(), Code> {
+        if self.snapshot.is_some() || self.log.is_some() {
+            return Err(Code::SnapshotLive);
+        }
+        (self.memory_virt, self.memory_count) = (setup.memory_virt, setup.memory_count);
+        (self.written_virt, self.collected_virt) = (setup.written_virt, setup.collected_virt);
+        (self.map_count, self.log_spoilt) = (setup.map_count, Code::Ok);
+        let ranges = self.ranges();
+        let log = WriteLog::new(&mut self.store, base, ranges);
+        self.log = Some(log.map_err(|_| Code::SnapshotPool)?);
+        Ok(())
+    }
+
+    fn collect_log(&mut self, collect: &mut LogCollect) -> Result<(), Code> {
+        let (from, to) = (self.map_of_log(self.written_virt), self.map_of_log(self.collected_virt));
+        let log = self.log.as_ref().ok_or(Code::NoSnapshot)?;
+        if !log.is_whole() {
+            return Err(self.log_spoilt);
+        }
+        let cursor = GuestPhys::new(collect.next_phys);
+        let (moved, next) = log.collect(&mut self.store, from, to, cursor, LOG_BUDGET);
+        collect.pages += moved;
+        collect.next_phys = next.map_or(u64::MAX, |next| next.as_u64());
         Ok(())
     }
 
@@ -496,8 +579,10 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
     const TABLES: u64 = SnapshotCall::Tables as u64;
     const ROLLBACK: u64 = SnapshotCall::Rollback as u64;
     const HOLD: u64 = SnapshotCall::Hold as u64;
+    const LOG_ENTER: u64 = SnapshotCall::LogEnter as u64;
     match call {
         ENTER => enter(area, hardware),
+        LOG_ENTER => enter_log(area, hardware),
         ROLLBACK => {
             let reason = RollbackReason::from_number(argument).unwrap_or(RollbackReason::Command);
             match rollback::ask(area, hardware, reason) {
@@ -558,6 +643,8 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
     const END: u64 = SnapshotCall::End as u64;
     const STATUS: u64 = SnapshotCall::Status as u64;
     const GIVE_UP: u64 = SnapshotCall::GiveUp as u64;
+    const LOG_BEGIN: u64 = SnapshotCall::LogBegin as u64;
+    const LOG_COLLECT: u64 = SnapshotCall::LogCollect as u64;
     let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
     let nested: &mut Nested<V::Format> = guard.as_mut().ok_or(Code::NotLoaded)?;
     let base = nested.tables().ok_or(Code::NotLoaded)?;
@@ -577,6 +664,8 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
                 MUSTER.begin();
                 rollback::begin();
             }
+            LOG_BEGIN => live.begin_log(base, &*argument::<LogSetup>(address))?,
+            LOG_COLLECT => live.collect_log(&mut *argument(address))?,
             TAKE => return live.take(&mut *argument(address)),
             END => {
                 *live = Live { rollback: live.rollback, ..Live::new() };
@@ -610,17 +699,34 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
         Arrival::Late => false,
     };
     if !met {
-        let own = area.cpu.gate.host_cr3;
-        V::keep_own_tables(area, hardware, own);
+        // What the log needs stays mapped.
+        if area.cpu.on_snapshot == 0 {
+            let own = area.cpu.gate.host_cr3;
+            V::keep_own_tables(area, hardware, own);
+        }
         return refused(Code::SnapshotMissed);
     }
-    area.cpu.on_snapshot = 1;
+    area.cpu.on_snapshot = ON_SNAPSHOT;
     if kept {
         watch(area, Watch::On);
     }
     if arrival == Arrival::Last {
         ENTER_TICKS.store(hardware.tsc().wrapping_sub(begun), Ordering::Relaxed);
     }
+    Answer::NewTables(root)
+}
+
+/// This CPU runs on the tables of the log, with no older translation.
+fn enter_log<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
+    if area.cpu.on_snapshot == ON_SNAPSHOT {
+        return Answer::Hypercall(Code::SnapshotLive, 0);
+    }
+    let root = V::tables()
+        .lock()
+        .and_then(|guard| guard.as_ref().and_then(|nested| nested.live.log.as_ref().map(WriteLog::root)));
+    let Some(root) = root else { return Answer::Hypercall(Code::NoSnapshot, 0) };
+    V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
+    area.cpu.on_snapshot = ON_LOG;
     Answer::NewTables(root)
 }
 

@@ -15,6 +15,7 @@
 pub mod frames;
 pub mod free;
 pub mod live;
+pub mod log;
 pub mod muster;
 pub mod pool;
 pub mod rollback;

@@ -135,6 +135,18 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         PageTable::<F>::store(pages, kept, F::loosened(kept.entry));
     }
 
+    /// Takes back what [`View::permit`] gave. A processor that has the translation writes on until it is flushed.
+    pub fn restrict(&self, pages: &mut impl TablePages, gpa: GuestPhys) {
+        let own = self.own.walk(pages, gpa, PageSize::Size4K);
+        if own.size != PageSize::Size4K || !F::is_present(own.entry) || !is_identity::<F>(own, gpa) {
+            return;
+        }
+        // A table that is the identity map's as well was never opened by a fault: what leads there is restricted.
+        if self.base.walk(pages, gpa, PageSize::Size4K).table != own.table {
+            PageTable::<F>::store(pages, own, F::read_only(own.entry));
+        }
+    }
+
     /// After the identity map has changed at `gpa` (something was mapped, or a hidden page got a sink): takes that
     /// over where the view has a table of its own. What is new there is not restricted.
     pub fn adopt(&self, pages: &mut impl TablePages, gpa: GuestPhys) {

@@ -149,7 +149,10 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         area.control.asid = other;
         area.control.tlb_control = TLB_FLUSH_ALL;
     }
-    if area.cpu.on_snapshot != 0 {
+    if area.cpu.on_snapshot == live::ON_LOG {
+        // It writes by KVM's table, and the processor to its block.
+        live::give_up(area, Code::SnapshotGuest);
+    } else if area.cpu.on_snapshot != 0 {
         match shadow::prepare(area) {
             Prepared::InPlace => {}
             Prepared::Shadowed => area.own.around_guest |= SHADOWED,

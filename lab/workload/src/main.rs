@@ -22,6 +22,7 @@ mod gap;
 mod ioperm;
 mod kernel;
 mod ldt;
+mod log;
 mod perf;
 mod realtime;
 mod recover;
@@ -90,6 +91,8 @@ enum Workload {
     Switch(switch::Args),
     /// Takes snapshots of memory, and proves them by hashes
     Snapshot(snapshot::Args),
+    /// Logs what is written, and proves by hashes that nothing is missing
+    Log(log::Args),
     /// Compares the state of each CPU before, during and after
     State(state::Args),
     /// Calls the driver with nonsense
@@ -124,6 +127,7 @@ impl Workload {
             Self::Wrap => wrap::run(stop, report),
             Self::Switch(args) => switch::run(args, stop, report),
             Self::Snapshot(args) => snapshot::run(args, stop, report),
+            Self::Log(args) => log::run(args, stop, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),

@@ -100,7 +100,7 @@ fn take_all(device: &File, report: &mut Report) -> Result<u64> {
 }
 
 /// What the kernel says of a page now: flags as in its `kernel-page-flags.h`, and how often it is mapped.
-fn kind(frame: u64) -> String {
+pub fn kind(frame: u64) -> String {
     let word = |path: &str| {
         let mut bytes = [0; 8];
         let read = File::open(path).and_then(|file| file.read_exact_at(&mut bytes, frame / 4096 * 8));

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The devices' part of a log of writes. What CPUs write the hypervisor notes; what devices write goes round
+ * its tables. So a page is noted when it is taken back from a device, and when the CPU is to look at it; and
+ * it is in each collection for as long as a device has it.
+ *
+ * Of virtio's buffers, where the DMA API has no part in them, nothing says when they are taken back. They are
+ * carried from one collection to the next until their queue is seen empty. Of a queue that never is, the last
+ * ones are known; older pages stay for good, but for those that are the kernel's own and nothing else's: at
+ * the instant all of these are taken to be written (dma.c), and no other one can have come of such a page
+ * while a device had it.
+ *
+ * What a device got before the log began is noted when it comes back. What has not come back at the instant
+ * is the kernel's own, or was taken from the device when that was stopped.
+ */
+#include <linux/bitmap.h>
+#include <linux/mm.h>
+#include <linux/page-flags.h>
+#include <linux/scatterlist.h>
+#include <linux/spinlock.h>
+#include <linux/vmalloc.h>
+#include <linux/virtio.h>
+
+#include "mercury.h"
+
+/* More queues than this, and more pages of one, are not told apart. */
+#define QUEUES		32
+#define QUEUE_PAGES	2048
+
+/* Pages that a queue of virtio's has got since it was empty: the last ones, the oldest of them at `next`. */
+struct queue {
+	const struct virtqueue *queue;
+	unsigned int count, next;
+	unsigned long pfns[QUEUE_PAGES];
+};
+
+static struct {
+	bool on;
+	/* By page frame number, in pieces: what was written; and how often devices have a page. */
+	unsigned long **written;
+	u8 **held;
+	unsigned long count;
+	struct queue *queues;
+} devices;
+static DEFINE_SPINLOCK(queues_lock);
+
+/* It is full: such a page is in every collection. */
+#define HELD_MAX	U8_MAX
+
+bool mercury_log_is_on(void)
+{
+	return READ_ONCE(devices.on);
+}
+
+static void note(unsigned long pfn)
+{
+	unsigned long at = pfn / MERCURY_MAP_BITS;
+
+	if (at < devices.count && devices.written[at])
+		set_bit(pfn % MERCURY_MAP_BITS, devices.written[at]);
+}
+
+static void hold(unsigned long pfn, int by)
+{
+	unsigned long at = pfn / MERCURY_MAP_BITS;
+	u8 *held, old;
+
+	if (at >= devices.count || !devices.held[at])
+		return;
+	held = devices.held[at] + pfn % MERCURY_MAP_BITS;
+	old = READ_ONCE(*held);
+	do {
+		/* One that came before the log began is not counted. */
+		if (old == HELD_MAX || (by < 0 && !old))
+			return;
+	} while (!try_cmpxchg(held, &old, (u8)(old + by)));
+}
+
+static unsigned long pages_of(const void *start, size_t length)
+{
+	return DIV_ROUND_UP(offset_in_page(start) + length, PAGE_SIZE);
+}
+
+/* A device may write to these pages from here on. */
+void mercury_log_give(const void *start, size_t length)
+{
+	unsigned long pfn, end;
+
+	if (!virt_addr_valid(start) || !length)
+		return;
+	pfn = PHYS_PFN(__pa(start));
+	for (end = pfn + pages_of(start, length); pfn < end; pfn++)
+		hold(pfn, 1);
+}
+
+/* It may have until now; and if it does not have them any more, it is noted first. */
+void mercury_log_note(const void *start, size_t length, bool returned)
+{
+	unsigned long pfn, end;
+
+	if (!virt_addr_valid(start) || !length)
+		return;
+	pfn = PHYS_PFN(__pa(start));
+	for (end = pfn + pages_of(start, length); pfn < end; pfn++) {
+		note(pfn);
+		if (returned)
+			hold(pfn, -1);
+	}
+}
+
+static bool is_kernels_own(unsigned long pfn)
+{
+	struct page *page = pfn_to_page(pfn);
+
+	return !PageLRU(page) && !PageSlab(page) && !page->mapping;
+}
+
+static void forget_oldest(struct queue *queue)
+{
+	unsigned long pfn = queue->pfns[queue->next];
+
+	note(pfn);
+	if (!is_kernels_own(pfn))
+		hold(pfn, HELD_MAX);
+	queue->count--;
+}
+
+static void add(struct queue *queue, unsigned long pfn)
+{
+	if (queue->count == QUEUE_PAGES)
+		forget_oldest(queue);
+	queue->pfns[queue->next] = pfn;
+	queue->next = (queue->next + 1) % QUEUE_PAGES;
+	queue->count++;
+}
+
+/* The number of the one that is so many behind the newest. */
+static unsigned long before_newest(const struct queue *queue, unsigned int number)
+{
+	return queue->pfns[(queue->next + QUEUE_PAGES - 1 - number) % QUEUE_PAGES];
+}
+
+static struct queue *find_queue(const struct virtqueue *virtqueue)
+{
+	unsigned int i;
+
+	for (i = 0; i < QUEUES; i++) {
+		struct queue *queue = &devices.queues[i];
+
+		if (!queue->queue)
+			queue->queue = virtqueue;
+		if (queue->queue == virtqueue)
+			return queue;
+	}
+	return NULL;
+}
+
+/* Whoever adds to it and takes from it has locked it: nothing that it had is with the device. */
+static void look_whether_empty(struct queue *queue)
+{
+	unsigned int i;
+
+	if (queue->queue->num_free != queue->queue->num_max)
+		return;
+	for (i = 0; i < queue->count; i++)
+		note(before_newest(queue, i));
+	queue->count = 0;
+}
+
+/* Buffers are about to be added to a queue for a device to write to. */
+void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count)
+{
+	struct queue *queue;
+	unsigned long flags;
+
+	spin_lock_irqsave(&queues_lock, flags);
+	queue = find_queue(virtqueue);
+	if (queue)
+		look_whether_empty(queue);
+	for (; list && count; count--, list = sg_next(list)) {
+		unsigned long pfn = page_to_pfn(sg_page(list)) + list->offset / PAGE_SIZE;
+		unsigned long end = pfn + DIV_ROUND_UP(list->offset % PAGE_SIZE + list->length, PAGE_SIZE);
+
+		for (; pfn < end; pfn++) {
+			if (queue)
+				add(queue, pfn);
+			else
+				hold(pfn, HELD_MAX);
+		}
+	}
+	spin_unlock_irqrestore(&queues_lock, flags);
+}
+
+static unsigned long put(unsigned long **to, unsigned long pfn)
+{
+	unsigned long at = pfn / MERCURY_MAP_BITS;
+
+	return at < devices.count && to[at] && !test_and_set_bit(pfn % MERCURY_MAP_BITS, to[at]);
+}
+
+static unsigned long put_queues(unsigned long **to)
+{
+	unsigned long added = 0, flags;
+	unsigned int i, page;
+
+	spin_lock_irqsave(&queues_lock, flags);
+	for (i = 0; i < QUEUES; i++)
+		for (page = 0; page < devices.queues[i].count; page++)
+			added += put(to, before_newest(&devices.queues[i], page));
+	spin_unlock_irqrestore(&queues_lock, flags);
+	return added;
+}
+
+/* Puts what devices have into a collection; how many pages were not there. */
+unsigned long mercury_log_collect(unsigned long **to)
+{
+	unsigned long added = put_queues(to), at, i;
+
+	for (at = 0; at < devices.count; at++) {
+		const u64 *words = (void *)devices.held[at];
+
+		/* Eight counters at once: most are 0. */
+		for (i = 0; words && i < MERCURY_MAP_BITS; i += sizeof(u64)) {
+			unsigned long pfn = at * MERCURY_MAP_BITS + i, end;
+
+			if (!READ_ONCE(words[i / sizeof(u64)]))
+				continue;
+			for (end = pfn + sizeof(u64); pfn < end; pfn++)
+				if (devices.held[at][pfn % MERCURY_MAP_BITS])
+					added += put(to, pfn);
+		}
+		cond_resched();
+	}
+	return added;
+}
+
+/* Notes from here on, in a map that has a piece wherever there is memory. */
+u32 mercury_log_start(unsigned long **written, unsigned long count)
+{
+	unsigned long at;
+
+	devices.written = written;
+	devices.held = kvcalloc(count, sizeof(*devices.held), GFP_KERNEL);
+	devices.queues = kvcalloc(QUEUES, sizeof(*devices.queues), GFP_KERNEL);
+	if (!devices.held || !devices.queues)
+		return MERCURY_CODE_NO_MEMORY;
+	devices.count = count;
+	for (at = 0; at < count; at++) {
+		if (written[at])
+			devices.held[at] = kvzalloc(MERCURY_MAP_BITS, GFP_KERNEL);
+		if (written[at] && !devices.held[at])
+			return MERCURY_CODE_NO_MEMORY;
+	}
+	smp_store_release(&devices.on, true);
+	return MERCURY_CODE_OK;
+}
+
+/* Before the watch on DMA ends. */
+void mercury_log_stop(void)
+{
+	WRITE_ONCE(devices.on, false);
+}
+
+/* After it has ended: nobody notes anything any more. */
+void mercury_log_free(void)
+{
+	unsigned long at;
+
+	for (at = 0; at < devices.count; at++)
+		kvfree(devices.held[at]);
+	kvfree(devices.held);
+	kvfree(devices.queues);
+	memset(&devices, 0, sizeof(devices));
+}

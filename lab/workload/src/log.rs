@@ -1,0 +1,141 @@
+//! Keeps a log of what is written through the driver, and proves it: what is not in it is at the instant what it was when
+//! it was read last, whoever writes.
+
+use std::{collections::HashMap, fs::File, thread, time::Duration};
+
+use mercury_abi::{
+    Header,
+    ioctl::{
+        LogRequest, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED,
+        SnapshotRequest, SnapshotTakeRequest,
+    },
+    snapshot::hash,
+};
+
+use crate::{Result, device, report::Report, snapshot::kind, stop::Stop};
+
+const PAGE_WORDS: usize = 512;
+/// Frames of one request.
+const BATCH: usize = 256;
+/// Missed pages that are told one by one.
+const TOLD: u64 = 20;
+
+/// What to log.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Pages of the pool
+    #[arg(long, default_value_t = 20_000)]
+    pool_pages: u64,
+    /// End after so many logs
+    #[arg(long)]
+    rounds: Option<u64>,
+    /// Collections before the instant
+    #[arg(long, default_value_t = 4)]
+    collections: u64,
+}
+
+#[derive(Default)]
+struct Totals {
+    memory: u64,
+    logged: u64,
+    last: u64,
+    last_of_devices: u64,
+    changed_last: u64,
+    missed: u64,
+}
+
+/// One after the other. All CPUs are attached.
+pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
+    let device = device::open_to_control()?;
+    let mut totals = Totals::default();
+    while !stop.now() && args.rounds.is_none_or(|rounds| report.passes() < rounds) {
+        round(&device, args, report, &mut totals)?;
+        report.pass();
+    }
+    report.fact("memory_pages", totals.memory);
+    report.fact("logged_pages", totals.logged);
+    report.fact("last_pages", totals.last);
+    report.fact("last_device_pages", totals.last_of_devices);
+    report.fact("last_changed_pages", totals.changed_last);
+    report.fact("missed_pages", totals.missed);
+    Ok(())
+}
+
+fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -> Result<()> {
+    let mut known = HashMap::new();
+    snapshot(device, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_SNAPSHOT_TRACK, args.pool_pages)?;
+    log(device, MERCURY_IOC_LOG_BEGIN)?;
+    let mut note = |frame: u64, found: u64| known.insert(frame, found) != Some(found);
+    totals.memory += read(device, MERCURY_IOC_SNAPSHOT_LOOK, 0, &mut note)?.0;
+    for _ in 0..args.collections {
+        thread::sleep(Duration::from_millis(200));
+        log(device, MERCURY_IOC_LOG_COLLECT)?;
+        totals.logged += read(device, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_TAKE_LOGGED, &mut note)?.0;
+    }
+    let begun = snapshot(device, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_SNAPSHOT_TRACK, args.pool_pages)?;
+    let collected = log(device, MERCURY_IOC_LOG_COLLECT)?;
+    let last = read(device, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_TAKE_LOGGED, &mut note)?;
+    totals.last += last.0;
+    totals.changed_last += last.1;
+    totals.last_of_devices += collected.device_pages;
+    // What is left was not in the log.
+    let mut missed = 0;
+    let mut compare = |frame: u64, found: u64| {
+        let is_missed = known.get(&frame) != Some(&found);
+        missed += u64::from(is_missed);
+        report.check(!is_missed || missed > TOLD, || {
+            format!("{frame:#x} was written, and is not in the log; it is of kind {}", kind(frame))
+        });
+        is_missed
+    };
+    let rest = read(device, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_TAKE_USED, &mut compare)?.0;
+    totals.missed += missed;
+    report.check(last.0 + rest <= begun.memory_pages, || {
+        format!("{} and {rest} of {} pages", last.0, begun.memory_pages)
+    });
+    report.check(rest > last.0, || format!("only {rest} pages were not in the log"));
+    let ended = snapshot(device, MERCURY_IOC_SNAPSHOT_END, 0, 0)?;
+    report.check(ended.status.exact == 1, || format!("it was spoilt: {:?}", ended.status));
+    Ok(())
+}
+
+fn snapshot(device: &File, what: u32, flags: u64, pool_pages: u64) -> Result<SnapshotRequest> {
+    let header = Header::of::<SnapshotRequest>();
+    let mut request = SnapshotRequest { header, flags, pool_pages, ..SnapshotRequest::default() };
+    device::request(device, what, &mut request).map_err(|error| device::explain(error, request.outcome))?;
+    Ok(request)
+}
+
+fn log(device: &File, what: u32) -> Result<LogRequest> {
+    let mut request = LogRequest { header: Header::of::<LogRequest>(), ..LogRequest::default() };
+    device::request(device, what, &mut request).map_err(|error| device::explain(error, request.outcome))?;
+    Ok(request)
+}
+
+/// Reads frames and hands on their hashes: how many, and of how many `each` says that they are others.
+fn read(device: &File, what: u32, flags: u64, each: &mut impl FnMut(u64, u64) -> bool) -> Result<(u64, u64)> {
+    let mut frames = vec![0_u64; BATCH];
+    let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];
+    let (mut cursor, mut count, mut others) = (0, 0, 0);
+    while cursor != u64::MAX {
+        let mut take = SnapshotTakeRequest {
+            header: Header::of::<SnapshotTakeRequest>(),
+            cursor_phys: cursor,
+            end_phys: u64::MAX,
+            count: BATCH as u64,
+            frames_addr: frames.as_mut_ptr().expose_provenance() as u64,
+            data_addr: data.as_mut_ptr().expose_provenance() as u64,
+            flags,
+            ..SnapshotTakeRequest::default()
+        };
+        device::request(device, what, &mut take).map_err(|error| device::explain(error, take.outcome))?;
+        for (page, frame) in data.iter().zip(&frames).take(take.count as usize) {
+            others += u64::from(each(*frame, hash(page)));
+        }
+        count += take.count;
+        cursor = take.cursor_phys;
+    }
+    Ok((count, others))
+}
