@@ -936,7 +936,7 @@ static int enter(void *unused)
 		while (atomic_read(&snapshot.looked) < cpumask_weight(&snapshot.cpus))
 			cpu_relax();
 		WRITE_ONCE(snapshot.past, true);
-		/* It ends here, before the CPUs are saved: a machine that arrives elsewhere has not its maps. */
+		/* Before the CPUs are saved: a machine that arrives elsewhere has not its maps. */
 		mercury_log_stop();
 		is_done(SEARCHED);
 		WRITE_ONCE(snapshot.ready, true);
