@@ -587,14 +587,6 @@ pub const TABLE: &[Entry] = &[
         "shut such virtual machines down first, or load kvm_amd with npt=1",
     ),
     entry_of(
-        Code::LogUnsupported,
-        "there is no log of writes on this processor, or beneath this kernel",
-        "What has changed between two rounds of a migration is told by a log of writes, so far on AMD's processors only, \
-         and not beneath a kernel that looks for what it wrote into free pages (page_poison=1). Hashes of all memory tell \
-         it as well; applications stand still for longer.",
-        "nothing needs to be done",
-    ),
-    entry_of(
         Code::RollbackUnsupported,
         "this version cannot put a machine with this processor back to a snapshot",
         "Fetching CPUs and setting their state is done for AMD's processors only, so far.",
@@ -613,6 +605,14 @@ pub const TABLE: &[Entry] = &[
         "Before memory is put back all devices are silenced, by PCI's configuration ports, which reach the first \
          segment only. `dmesg` names a device in another one.",
         "disable it in the firmware, such as VMD",
+    ),
+    entry_of(
+        Code::LogUnsupported,
+        "there is no log of writes on this processor, or beneath this kernel",
+        "What has changed between two rounds of a migration is told by a log of writes, so far on AMD's processors only, \
+         and not beneath a kernel that looks for what it wrote into free pages (page_poison=1). Hashes of all memory tell \
+         it as well; applications stand still for longer.",
+        "nothing needs to be done",
     ),
     entry_of(
         Code::RestoreCpus,
