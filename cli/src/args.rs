@@ -116,6 +116,20 @@ pub enum Command {
         machine where it is; `mercury migrate` can bring it back at any time."
     )]
     Maintenance(MaintenanceArgs),
+    /// Order this machine to leave for the spare that mercuryd was told of, before it fails
+    #[command(
+        long_about = "Orders this machine to leave for the spare that mercuryd was told of: for scripts that see a failure \
+        come, such as Slurm's HealthCheckProgram. The order is given, not waited for; --status says what has come of it. \
+        Where there is no mercuryd, or it does not take the order, the exit status says so."
+    )]
+    Evacuate(EvacuateArgs),
+    /// Wait for the order to leave this machine: what mercuryd.service runs
+    #[command(
+        long_about = "Waits for the order to leave this machine, by `mercury evacuate` or SIGUSR1, and then moves it by \
+        `mercury migrate`. The line of the spare is read from its file at each order.\n\nmercuryd.service runs this with \
+        what /etc/default/mercuryd says."
+    )]
+    Daemon(DaemonArgs),
     /// Show what is in an image, and whether it is whole
     Inspect(InspectArgs),
     /// Put incremental images together with the full one that they were made on
@@ -375,6 +389,40 @@ pub struct MaintenanceArgs {
     /// How to move, both times.
     #[command(flatten)]
     pub migrate: MigrateArgs,
+}
+
+/// Where the daemon takes orders.
+const SOCKET: &str = "/run/mercury/control";
+
+/// Arguments of evacuate.
+#[derive(Debug, Args)]
+pub struct EvacuateArgs {
+    /// Why, for the log and for those who ask
+    #[arg(long, value_name = "TEXT", default_value = "by order")]
+    pub reason: String,
+    /// Give no order: say what the daemon is at
+    #[arg(long, conflicts_with = "reason")]
+    pub status: bool,
+    /// Where the daemon takes orders
+    #[arg(long, value_name = "FILE", default_value = SOCKET)]
+    pub socket: PathBuf,
+}
+
+/// Arguments of daemon.
+#[derive(Debug, Args)]
+pub struct DaemonArgs {
+    /// The spare that waits in `mercury receive`: HOST or HOST:PORT
+    #[arg(long, env = "MERCURY_SPARE", value_name = "HOST")]
+    pub to: String,
+    /// The file with the line that `mercury receive` has printed there; nobody but root may read it
+    #[arg(long, env = "MERCURY_KEY_FILE", value_name = "FILE", default_value = "/etc/mercury/spare.key")]
+    pub key_file: PathBuf,
+    /// Where to take orders
+    #[arg(long, value_name = "FILE", default_value = SOCKET)]
+    pub socket: PathBuf,
+    /// Options for `mercury migrate`
+    #[arg(last = true, value_name = "OPTION")]
+    pub migrate: Vec<String>,
 }
 
 /// Arguments of migrate.

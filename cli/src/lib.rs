@@ -20,6 +20,7 @@ pub mod bits;
 pub mod checkpoint;
 pub mod commands;
 pub mod cpus;
+pub mod daemon;
 pub mod device;
 pub mod doctor;
 pub mod driver;

@@ -8,7 +8,7 @@ mod workloads;
 use std::{io::Write, net::TcpStream, thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, Qemu, Reservation, Result, Spec, Variant,
+    Kernel, Machine, MachineCheck, Qemu, Reservation, Result, Spec, Variant,
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, ECHO, EXPORTS, HEAR, TALK, TELL},
@@ -205,6 +205,40 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     println!("{said}");
     assert!(said.contains("this machine is back"), "{said}");
     repaired.check_next_attach()
+}
+
+/// The sensor that comes with the package.
+const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
+
+/// Nobody gives an order but a script that counts the memory's errors, and knows neither where to nor the secret.
+#[test]
+#[ignore = "long"]
+fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
+    need_qemu()?;
+    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormGeneric, 2, 1024)?;
+    machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
+    machine.put("/root/sensor", SENSOR.as_bytes(), 0o755)?;
+    let (id, boots) = (boot_id(machine)?, spare.boots());
+    let words = receive(spare, "10.9.0.3")?;
+    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
+    machine.sh("setsid mercury daemon --to 10.9.0.3 > /run/said 2>&1 &")?;
+    machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
+    machine.sh("/root/sensor 1; mercury evacuate --status | grep 'waits for orders'")?;
+    let corrected = 0x9400_0000_0000_0001;
+    let check = MachineCheck { cpu: 1, bank: 5, status: corrected, address: 0x1000, ..Default::default() };
+    machine.qmp()?.inject_mce(&check)?;
+    machine.sh("until dmesg | grep -q 'Machine check events logged'; do sleep 0.2; done")?;
+    machine.sh("/root/sensor 1")?;
+    machine.wait_shutdown(LIMIT)?;
+    spare.wait_other(boots)?;
+    is_well(spare, &id)?;
+    goes_on(peer, spare)?;
+    spare.sh(
+        "until mercury evacuate --status | grep 'has moved to 10.9.0.3: 1 corrected'; do sleep 0.2; done",
+    )?;
+    // The line is used up, and no other one is there.
+    assert!(spare.run("mercury evacuate")?.stderr.contains("the line was used for the last move"));
+    spare.check_next_attach()
 }
 
 /// The move fails, and the machine goes on as if nothing had been tried.

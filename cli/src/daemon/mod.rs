@@ -1,0 +1,359 @@
+//! `mercury daemon`, which the unit mercuryd runs: waits for the order to leave this machine, from its socket
+//! (`mercury evacuate`) or as SIGUSR1, and then moves it to the spare that it was told of.
+//!
+//! Whoever foresees that a machine will fail (counters of memory errors, Slurm's HealthCheckProgram) need not know where
+//! to, nor any secret. The move itself is `mercury migrate`, as a process of its own. Both processes move along: the daemon
+//! that has arrived says so, and waits for the next order, for which it wants another spare's line.
+
+pub mod evacuate;
+pub mod order;
+
+use crate::{
+    args::DaemonArgs,
+    checkpoint, commands,
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+};
+use order::{Answer, Desk, LINE_MAX, Order};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    fs::{self, Permissions},
+    io::{self, BufRead, BufReader, Read, Write},
+    os::unix::{
+        fs::{MetadataExt, PermissionsExt},
+        net::{UnixListener, UnixStream},
+    },
+    path::Path,
+    process::{Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, TryRecvError, channel},
+    },
+    thread,
+    time::Duration,
+};
+
+/// How often it looks for signals, and whether a move has ended.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+/// How long a client may take for its line, and for reading the answer.
+const CLIENT: Duration = Duration::from_secs(2);
+
+static SIGNALLED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn remember(_: i32) {
+    SIGNALLED.store(true, Ordering::Relaxed);
+}
+
+/// What moves this machine: to this host, with this line. An error says why it is still here.
+type Mover = Arc<dyn Fn(&str, &str) -> std::result::Result<(), String> + Send + Sync>;
+
+/// Runs until it is told to end.
+///
+/// # Errors
+/// If there is another one, or the socket cannot be made.
+pub fn run(args: &DaemonArgs) -> Result<Exit> {
+    commands::need_root("daemon")?;
+    let deferred = Deferred::begin();
+    checkpoint::stay_in_the_foreground();
+    watch_for_signals();
+    let options = args.migrate.clone();
+    let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
+    let listener = listen(&args.socket)?;
+    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None };
+    eprintln!("mercuryd: waiting for orders at {}", args.socket.display());
+    let ended = daemon.serve(&listener, &|| deferred.requested());
+    let _ = fs::remove_file(&args.socket);
+    ended.map(|()| Exit::Done)
+}
+
+fn watch_for_signals() {
+    // SAFETY: all zeroes is a valid sigaction; the handler only stores to an atomic, which is async-signal-safe.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = remember as *const () as usize;
+        action.sa_flags = libc::SA_RESTART;
+        libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut());
+    }
+}
+
+struct Daemon<'a> {
+    desk: Desk,
+    args: &'a DaemonArgs,
+    mover: Mover,
+    moving: Option<Receiver<std::result::Result<(), String>>>,
+}
+
+impl Daemon<'_> {
+    fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
+        loop {
+            self.look_after_the_move();
+            // A move ends by itself, or by the signal that it was sent as well.
+            if wants_to_end() && self.moving.is_none() {
+                return Ok(());
+            }
+            if SIGNALLED.swap(false, Ordering::Relaxed) {
+                self.answer(Order::Evacuate { reason: "SIGUSR1".into() });
+            }
+            let mut ready = [PollFd::new(listener, PollFlags::IN)];
+            match poll(&mut ready, Some(&LOOK)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(errno) => return Err(Error::system("waiting for orders", errno)),
+            }
+            if let Ok((client, _)) = listener.accept()
+                && let Err(error) = self.attend_to(&client)
+            {
+                eprintln!("mercuryd: a client: {error}");
+            }
+        }
+    }
+
+    /// One order, one answer. Who says nothing is waited for no longer than two seconds.
+    fn attend_to(&mut self, client: &UnixStream) -> io::Result<()> {
+        client.set_nonblocking(false)?;
+        client.set_read_timeout(Some(CLIENT))?;
+        client.set_write_timeout(Some(CLIENT))?;
+        let mut line = String::new();
+        BufReader::new(client.take(LINE_MAX)).read_line(&mut line)?;
+        let answer = match serde_json::from_str(&line) {
+            Ok(order) => self.answer(order),
+            Err(error) => Answer::refused(&self.desk, format!("this is no order: {error}")),
+        };
+        let mut text = serde_json::to_string(&answer)?;
+        text.push('\n');
+        (&mut &*client).write_all(text.as_bytes())
+    }
+
+    fn answer(&mut self, order: Order) -> Answer {
+        let Order::Evacuate { reason } = order else { return Answer::taken(&self.desk) };
+        let to = &self.args.to;
+        let begun = read_line(&self.args.key_file).and_then(|line| {
+            self.desk.begin(&reason, to, &line)?;
+            Ok(line)
+        });
+        match begun {
+            Ok(line) => {
+                eprintln!("mercuryd: this machine is to leave for {to}: {}", order::printable(&reason));
+                self.start(line);
+                Answer::taken(&self.desk)
+            }
+            Err(why) => {
+                eprintln!("mercuryd: not leaving ({}): {why}", order::printable(&reason));
+                Answer::refused(&self.desk, why)
+            }
+        }
+    }
+
+    fn start(&mut self, line: String) {
+        let (said, moving) = channel();
+        let (mover, to) = (Arc::clone(&self.mover), self.args.to.clone());
+        thread::spawn(move || said.send(mover(&to, &line)));
+        self.moving = Some(moving);
+    }
+
+    fn look_after_the_move(&mut self) {
+        let Some(moving) = self.moving.as_ref() else { return };
+        let ended = match moving.try_recv() {
+            Ok(ended) => ended,
+            Err(TryRecvError::Disconnected) => Err("whoever moves it has crashed".into()),
+            Err(TryRecvError::Empty) => return,
+        };
+        match &ended {
+            Ok(()) => eprintln!("mercuryd: this machine has moved to {}", self.args.to),
+            Err(why) => eprintln!("mercuryd: this machine has not moved: {why}"),
+        }
+        self.desk.end(ended);
+        self.moving = None;
+    }
+}
+
+/// The receiver's line. It is a secret, and it is read for each order: an operator may have put another spare's there.
+fn read_line(file: &Path) -> std::result::Result<String, String> {
+    let failed = |why: String| format!("{}: {why}", file.display());
+    let status = fs::metadata(file).map_err(|error| failed(error.to_string()))?;
+    if status.mode() & 0o077 != 0 {
+        return Err(failed(format!("others than root may read it: chmod 600 {}", file.display())));
+    }
+    let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+    let line = text.split_whitespace().last().unwrap_or_default();
+    line.parse::<mercury_migration::session::Line>().map_err(|error| failed(error.to_string()))?;
+    Ok(line.to_owned())
+}
+
+/// Moves by `mercury migrate`, which gets the line where `ps` does not show it.
+fn migrate(host: &str, line: &str, options: &[String]) -> std::result::Result<(), String> {
+    let failed = |error: io::Error| format!("mercury migrate: {error}");
+    let mut child = Command::new(std::env::current_exe().map_err(failed)?)
+        .args(["migrate", host, "--key", "-"])
+        .args(options)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    if let Some(mut input) = child.stdin.take() {
+        input.write_all(line.as_bytes()).map_err(failed)?;
+    }
+    let output = child.wait_with_output().map_err(failed)?;
+    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).trim().into()) }
+}
+
+/// The socket is root's alone. One that nobody listens at was left by a daemon that was killed.
+fn listen(path: &Path) -> Result<UnixListener> {
+    let failed = |error: io::Error| Error::new(Exit::Failed, format!("{}: {error}", path.display()));
+    if UnixStream::connect(path).is_ok() {
+        return Err(Error::new(Exit::Busy, format!("another daemon takes orders at {}", path.display()))
+            .hint("`systemctl stop mercuryd` ends the system's own"));
+    }
+    if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
+        fs::create_dir_all(folder).map_err(failed)?;
+        fs::set_permissions(folder, Permissions::from_mode(0o700)).map_err(failed)?;
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o177));
+    let listener = UnixListener::bind(path);
+    rustix::process::umask(before);
+    let listener = listener.map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use order::State;
+    use std::{path::PathBuf, sync::mpsc::Sender, sync::mpsc::channel, time::Duration};
+
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("mercuryd-{name}-{}", std::process::id()));
+            fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+
+        fn key(&self, line: &str) -> PathBuf {
+            let file = self.0.join("key");
+            fs::write(&file, line).unwrap();
+            fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+            file
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn some_line() -> String {
+        let (_, line) = mercury_migration::session::Receiver::new(Duration::from_secs(60)).unwrap();
+        line.to_string()
+    }
+
+    /// A daemon whose moves end as the test says.
+    fn with_daemon(name: &str, test: impl FnOnce(&Folder, &Path, &Sender<std::result::Result<(), String>>)) {
+        let folder = Folder::new(name);
+        let socket = folder.0.join("run/control");
+        let key_file = folder.key(&format!("mercury migrate 10.0.0.2 --key {}\n", some_line()));
+        let args = DaemonArgs { to: "10.0.0.2".into(), key_file, socket: socket.clone(), migrate: vec![] };
+        let (end, ends) = channel();
+        let ends = std::sync::Mutex::new(ends);
+        let mover: Mover = Arc::new(move |host, line| {
+            assert!(host == "10.0.0.2" && line.starts_with("mercury-receive-1-"));
+            ends.lock().unwrap().recv().unwrap()
+        });
+        let listener = listen(&socket).unwrap();
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None };
+            let stop = &stop;
+            scope.spawn(move || daemon.serve(&listener, &|| stop.load(Ordering::Relaxed)).unwrap());
+            test(&folder, &socket, &end);
+            let _ = end.send(Ok(()));
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+
+    fn evacuate(socket: &Path, reason: &str) -> Answer {
+        evacuate::ask(socket, &Order::Evacuate { reason: reason.into() }).unwrap()
+    }
+
+    /// The state that it comes to.
+    fn wait_for(socket: &Path, wanted: fn(&State) -> bool) -> State {
+        for _ in 0..100 {
+            let state = evacuate::ask(socket, &Order::Status {}).unwrap().state;
+            if wanted(&state) {
+                return state;
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+        panic!("it has not come to that");
+    }
+
+    #[test]
+    fn one_order_at_a_time_and_each_with_its_own_line() {
+        with_daemon("orders", |folder, socket, end| {
+            assert_eq!(evacuate::ask(socket, &Order::Status {}).unwrap().state, State::Waiting);
+            assert!(evacuate(socket, "errors").refused.is_none());
+            let again = evacuate(socket, "more errors");
+            assert!(again.busy && again.refused.is_some(), "{again:?}");
+            end.send(Err("no connection".into())).unwrap();
+            let failed = wait_for(socket, |state| matches!(state, State::Failed { .. }));
+            assert!(
+                matches!(&failed, State::Failed { why, reason, .. } if why == "no connection" && reason == "errors")
+            );
+            // The line may still be good: nothing was taken in.
+            assert!(evacuate(socket, "errors").refused.is_none());
+            end.send(Ok(())).unwrap();
+            wait_for(socket, |state| matches!(state, State::Moved { .. }));
+            let used = evacuate(socket, "errors").refused.unwrap();
+            assert!(used.contains("was used"), "{used}");
+            folder.key(&some_line());
+            assert!(evacuate(socket, "errors").refused.is_none());
+        });
+    }
+
+    #[test]
+    fn what_is_no_order_is_refused_and_the_next_one_is_heard() {
+        with_daemon("noise", |folder, socket, _| {
+            for noise in
+                ["\n", "evacuate\n", "{\"order\":\"evacuate\"}\n", "{\"order\":\"status\",\"more\":1}\n"]
+            {
+                let mut client = UnixStream::connect(socket).unwrap();
+                client.write_all(noise.as_bytes()).unwrap();
+                let mut said = String::new();
+                client.read_to_string(&mut said).unwrap();
+                assert!(said.contains("this is no order"), "{noise}: {said}");
+            }
+            let mut long = UnixStream::connect(socket).unwrap();
+            let _ = long.write_all(&[b'x'; 100_000]);
+            drop(UnixStream::connect(socket).unwrap());
+            fs::set_permissions(folder.0.join("key"), Permissions::from_mode(0o644)).unwrap();
+            assert!(evacuate(socket, "errors").refused.unwrap().contains("chmod 600"));
+            folder.key("nonsense");
+            assert!(evacuate(socket, "errors").refused.is_some());
+            fs::remove_file(folder.0.join("key")).unwrap();
+            assert!(evacuate(socket, "errors").refused.is_some());
+            assert_eq!(evacuate::ask(socket, &Order::Status {}).unwrap().state, State::Waiting);
+        });
+    }
+
+    #[test]
+    fn a_socket_is_taken_over_only_from_the_dead() {
+        let folder = Folder::new("socket");
+        let socket = folder.0.join("control");
+        let first = listen(&socket).unwrap();
+        assert_eq!(fs::metadata(&socket).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(listen(&socket).unwrap_err().exit, Exit::Busy);
+        drop(first);
+        listen(&socket).unwrap();
+    }
+}
