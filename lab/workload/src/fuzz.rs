@@ -10,14 +10,15 @@ use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
     code::Code,
     ioctl::{
-        FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, MERCURY_FEATURE_FAULT_INJECTION,
-        MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE,
-        MERCURY_IOC_LOAD, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
-        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
-        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED,
-        MERCURY_STATE_UNLOADED, MeasureRequest, Outcome, RestartRequest, SnapshotRequest,
-        SnapshotTakeRequest, StatusRequest, SwitchRequest,
+        FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
+        MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS,
+        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
+        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome,
+        RestartRequest, SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -42,7 +43,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 17] = [
+const COMMANDS: [u32; 21] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -54,11 +55,15 @@ const COMMANDS: [u32; 17] = [
     MERCURY_IOC_SNAPSHOT_PREPARE,
     MERCURY_IOC_SNAPSHOT_BEGIN,
     MERCURY_IOC_SNAPSHOT_TAKE,
+    MERCURY_IOC_SNAPSHOT_LOOK,
     MERCURY_IOC_SNAPSHOT_END,
+    MERCURY_IOC_LOG_BEGIN,
+    MERCURY_IOC_LOG_COLLECT,
     MERCURY_IOC_SNAPSHOT_MACHINE,
     MERCURY_IOC_FENCE,
     MERCURY_IOC_RESTORE_BEGIN,
     MERCURY_IOC_RESTORE_LOAD,
+    MERCURY_IOC_RESTORE_READ,
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number that is no request's.
@@ -273,7 +278,7 @@ impl<'a> Fuzzer<'a> {
 
     fn flags(&mut self) -> u64 {
         let random = self.rng.next();
-        self.rng.pick(&[0, 0, 0, 0, 0, 1, 1, 2, 1 << 63, random])
+        self.rng.pick(&[0, 0, 0, 0, 0, 1, 1, 2, 8, 8, 1 << 63, random])
     }
 
     /// Its bytes; a random tail where the command is not known.
@@ -305,8 +310,9 @@ impl<'a> Fuzzer<'a> {
                     ..SnapshotRequest::default()
                 })
             }
-            MERCURY_IOC_SNAPSHOT_TAKE => bytes_of(SnapshotTakeRequest {
+            MERCURY_IOC_SNAPSHOT_TAKE | MERCURY_IOC_SNAPSHOT_LOOK => bytes_of(SnapshotTakeRequest {
                 header,
+                flags: self.flags(),
                 cursor_phys: self.address(),
                 end_phys: self.address(),
                 count: u64::from(self.count()),
@@ -316,13 +322,16 @@ impl<'a> Fuzzer<'a> {
                 ..SnapshotTakeRequest::default()
             }),
             MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => bytes_of(self.machine(header)),
-            MERCURY_IOC_RESTORE_LOAD => bytes_of(LoadFramesRequest {
+            MERCURY_IOC_RESTORE_LOAD | MERCURY_IOC_RESTORE_READ => bytes_of(LoadFramesRequest {
                 header,
                 entries_addr: self.pointer(),
                 count: u64::from(self.count()),
                 data_addr: self.pointer(),
                 ..LoadFramesRequest::default()
             }),
+            MERCURY_IOC_LOG_BEGIN | MERCURY_IOC_LOG_COLLECT => {
+                bytes_of(LogRequest { header, pages: self.address(), ..LogRequest::default() })
+            }
             MERCURY_IOC_FENCE => bytes_of(FenceRequest {
                 header,
                 flags: self.flags(),
@@ -505,11 +514,16 @@ impl Memory {
             MERCURY_IOC_SNAPSHOT_PREPARE | MERCURY_IOC_SNAPSHOT_BEGIN | MERCURY_IOC_SNAPSHOT_END => {
                 std::mem::offset_of!(SnapshotRequest, outcome)
             }
-            MERCURY_IOC_SNAPSHOT_TAKE => std::mem::offset_of!(SnapshotTakeRequest, outcome),
+            MERCURY_IOC_SNAPSHOT_TAKE | MERCURY_IOC_SNAPSHOT_LOOK => {
+                std::mem::offset_of!(SnapshotTakeRequest, outcome)
+            }
+            MERCURY_IOC_LOG_BEGIN | MERCURY_IOC_LOG_COLLECT => std::mem::offset_of!(LogRequest, outcome),
             MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => {
                 std::mem::offset_of!(RestartRequest, outcome)
             }
-            MERCURY_IOC_RESTORE_LOAD => std::mem::offset_of!(LoadFramesRequest, outcome),
+            MERCURY_IOC_RESTORE_LOAD | MERCURY_IOC_RESTORE_READ => {
+                std::mem::offset_of!(LoadFramesRequest, outcome)
+            }
             MERCURY_IOC_ATTACH | MERCURY_IOC_DETACH => std::mem::offset_of!(SwitchRequest, outcome),
             MERCURY_IOC_MEASURE => std::mem::offset_of!(MeasureRequest, outcome),
             _ => return None,
