@@ -67,7 +67,7 @@ const COMMANDS: [u32; 21] = [
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number that is no request's.
-const NUMBERS_END: u32 = 17;
+const NUMBERS_END: u32 = 28;
 
 /// How long, and what.
 #[derive(Debug, clap::Args)]
