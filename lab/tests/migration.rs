@@ -153,7 +153,6 @@ fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
 
 /// Stop and copy: no byte is sent before everything stands still.
 #[test]
-#[ignore = "long"]
 fn a_machine_that_stands_still_moves() -> Result<()> {
     need_qemu()?;
     let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
@@ -163,6 +162,7 @@ fn a_machine_that_stands_still_moves() -> Result<()> {
 
 /// While it works, to another machine, and back to the one that was switched off meanwhile.
 #[test]
+#[ignore = "long"]
 fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     need_qemu()?;
     let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
