@@ -49,7 +49,8 @@ static DEFINE_SPINLOCK(queues_lock);
 
 bool mercury_log_is_on(void)
 {
-	return READ_ONCE(devices.on);
+	/* Pairs with mercury_log_start(). */
+	return smp_load_acquire(&devices.on);
 }
 
 static void note(unsigned long pfn)
@@ -251,6 +252,7 @@ u32 mercury_log_start(unsigned long **written, unsigned long count)
 		if (written[at] && !devices.held[at])
 			return MERCURY_CODE_NO_MEMORY;
 	}
+	/* Pairs with mercury_log_is_on(): whoever sees it on sees its maps. */
 	smp_store_release(&devices.on, true);
 	return MERCURY_CODE_OK;
 }
