@@ -102,7 +102,7 @@ fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
         }
     }
     device.snapshot_prepare(pool, 0)?;
-    Ok(Log::None("it was wanted so".into()))
+    Ok(Log::None("no log was asked for".into()))
 }
 
 /// What stands still, until it is dropped.
