@@ -371,7 +371,7 @@ fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
 
 /// Linux's own tests of KVM on this machine's kernel.
 const SELFTESTS: &str = include_str!("../guest/kvm/selftests");
-/// How long one of them may take, in seconds. Two wait for ever in this emulator.
+/// How long one of them may take, in seconds. One takes longer in this emulator.
 const SELFTEST: u64 = 60;
 
 /// One of them: its exit status (0: passed, 4: it cannot run here, 124: not in time), and the last that it has said.
