@@ -15,7 +15,7 @@ help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
-	@echo 'make test FULL=1   the long ones as well: twice the time'
+	@echo 'make test FULL=1   the long ones as well: four times the time'
 	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'

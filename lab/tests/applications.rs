@@ -56,6 +56,7 @@ fn debug_registers_and_single_steps() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn samples_of_all_cpus() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     across(&machine, &["sampling", "compute"])
@@ -63,6 +64,7 @@ fn samples_of_all_cpus() -> Result<()> {
 
 /// With the kernel's indirect-branch tracking on, too.
 #[test]
+#[ignore = "long"]
 fn shadow_stacks() -> Result<()> {
     if Platform::chosen()? != Platform::Bochs(Model::TigerLake) {
         return Err(Error::Unsupported { reason: "the processor has no shadow stacks" });
@@ -76,12 +78,14 @@ fn shadow_stacks() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn real_time_threads() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     across(&machine, &["realtime --limit-us 5000000", "spin"])
 }
 
 #[test]
+#[ignore = "long"]
 fn all_of_them_on_debian_13() -> Result<()> {
     let machine = boot(Kernel::TrixieCloud)?;
     let all = ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "sampling", "realtime"];
@@ -93,6 +97,7 @@ const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex start
      -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
 
 #[test]
+#[ignore = "long"]
 fn gdb_single_steps() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     let alone = machine.sh(STEPS)?;

@@ -99,6 +99,7 @@ fn checkpoint_beside_kvm(machine: &Machine) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn guests_go_on_on_6_1() -> Result<()> {
     guests_go_on(Kernel::BookwormCloud)
 }
@@ -126,6 +127,7 @@ fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn goes_on_behind_intels_iommu() -> Result<()> {
     goes_on_behind(spec(Kernel::BookwormCloud).nic(Nic::Virtio).iommu(Iommu::Intel), DISK, 2)
 }
@@ -149,6 +151,7 @@ fn goes_on_in_x2apic_mode() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
     let machine = goes_on(spec(Kernel::TrixieCloud).cpus(4).init(Init::Systemd), 1)?;
     let failed = machine.sh("systemctl --failed --no-legend")?;
@@ -291,6 +294,7 @@ fn images_of_others_are_refused() -> Result<()> {
 
 /// What may be lost is not written over unless somebody says so.
 #[test]
+#[ignore = "long"]
 fn a_disk_in_use_is_not_written_over() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(1))?;
@@ -366,6 +370,7 @@ fn comes_back_in_place(spec: Spec) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn restores_in_place() -> Result<()> {
     comes_back_in_place(spec(Kernel::BookwormCloud))
 }
@@ -462,6 +467,7 @@ print(len(room))
 
 /// The system gets memory of the pool before it kills anybody; a pool that runs low gets what the system can spare.
 #[test]
+#[ignore = "long"]
 fn the_pool_shrinks_and_grows() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2))?;
@@ -488,6 +494,7 @@ fn the_pool_shrinks_and_grows() -> Result<()> {
 
 /// Two machines from one image must not think the same thing random.
 #[test]
+#[ignore = "long"]
 fn two_of_one_image_differ() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;

@@ -88,6 +88,7 @@ fn processors_go_and_come_back_on_6_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn processors_that_were_not_asked_for_stay_native() -> Result<()> {
     let machine = Machine::boot(plain().cpus(4))?;
     let work = machine.start_work()?;
@@ -106,6 +107,7 @@ fn processors_that_were_not_asked_for_stay_native() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn processors_come_and_go_while_others_switch() -> Result<()> {
     let machine = Machine::boot(plain().cpus(4))?;
     machine.mercury("load")?;
@@ -141,6 +143,7 @@ fn new_processors_are_attached() -> Result<()> {
 /// Two of them are brought up by hand only. (Sibling threads go the same way when `smt/control` says so;
 /// QEMU has none for AMD's processors.)
 #[test]
+#[ignore = "long"]
 fn late_processors_are_attached() -> Result<()> {
     let (machine, work) = attached(plain().cpus(4).kernel_arg("maxcpus=2"))?;
     assert_eq!(machine.modes()?, "attached attached offline offline");
@@ -177,11 +180,13 @@ fn reboot_on_6_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn reboot_at_once() -> Result<()> {
     comes_up_again(Kernel::BookwormCloud, REBOOT_AT_ONCE)
 }
 
 #[test]
+#[ignore = "long"]
 fn reset_by_sysrq() -> Result<()> {
     comes_up_again(Kernel::BookwormCloud, "echo b > /proc/sysrq-trigger")
 }
@@ -193,6 +198,7 @@ fn reset_by_sysrq_on_6_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn poweroff() -> Result<()> {
     let (machine, _work) = attached(plain().cpus(4))?;
     machine.spawn("poweroff")?;
@@ -298,6 +304,7 @@ fn crash_on_cpu_3_on_6_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn panic_without_a_crash_kernel() -> Result<()> {
     let (machine, _work) = attached(plain().cpus(4).reset(Reset::Restarts))?;
     let boots = machine.boots();
@@ -366,6 +373,7 @@ fn suspend_to_idle() -> Result<()> {
 /// The image is written to the disk, read back, and the machine goes on from it. 6.1 holds the disk too
 /// firmly for that (`test_resume` says EBUSY there, natively too).
 #[test]
+#[ignore = "long"]
 fn hibernation() -> Result<()> {
     let (machine, work) = attached(spec(Kernel::TrixieCloud).cpus(4).disk(Bus::Virtio, 1024))?;
     machine.sh("mkswap /dev/vda && swapon /dev/vda && cat /sys/class/block/vda/dev > /sys/power/resume")?;

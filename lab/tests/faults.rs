@@ -338,6 +338,7 @@ fn classes_are_rolled_back(count: usize) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn what_the_processor_refuses_is_rolled_back() -> Result<()> {
     on_all_cpus(refusing()?, REFUSED_BY_PROCESSOR, refused_by_processor)
 }
@@ -405,6 +406,7 @@ fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
 
 /// Programs have their vector registers in the processor while a hypercall is answered beneath them.
 #[test]
+#[ignore = "long"]
 fn a_failure_in_a_hypercall_leaves_vector_registers_alone() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     let registers = subject.machine.spawn("exec mercury-workload --until-file /run/end fpu")?;
@@ -472,6 +474,7 @@ fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_cpu_in_the_wrong_mode_after_the_switch_is_noticed() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     for cpu in subject.cpus() {
@@ -549,6 +552,7 @@ fn with_small_map() -> Result<(Spec, u64)> {
 
 /// An exit in the midst of a user's program, which ends in a departure: back by IRETQ.
 #[test]
+#[ignore = "long"]
 fn a_failure_beneath_user_mode_goes_unnoticed_there() -> Result<()> {
     const UNKNOWN: Failure = (FaultPoint::ExitUnknown, Code::UnknownExit, "unknown exit 0x");
     let (spec, exit_code) = with_small_map()?;

@@ -162,6 +162,7 @@ fn msrs_read_as_they_do_natively() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn msrs_that_may_not_be_written_unseen() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud, 2)?;
     let pat = read_msr(&machine, PAT)?.unwrap();
@@ -234,6 +235,7 @@ fn what_makes_a_cpu_leave() -> Result<()> {
 /// Whoever clears CR4.VMXE and no more is on the way to another kernel: the CPU stays, and is detached when it
 /// is asked.
 #[test]
+#[ignore = "long"]
 fn clearing_vmxe_is_no_release() -> Result<()> {
     Platform::need(Vendor::Intel, "AMD's bit is another one, and clearing it is a release")?;
     let machine = boot(Kernel::BookwormCloud, 2)?;
@@ -246,6 +248,7 @@ fn clearing_vmxe_is_no_release() -> Result<()> {
 
 /// A type of memory that changes makes the nested tables wrong: the CPU leaves, and does not come back.
 #[test]
+#[ignore = "long"]
 fn changed_memory_types_make_a_cpu_leave() -> Result<()> {
     Platform::need(Vendor::Intel, "SVM's nested tables have no types of memory")?;
     const PHYS_BASE_7: u32 = 0x20E;

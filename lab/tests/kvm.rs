@@ -116,6 +116,7 @@ fn kvm_on_6_12_without_svm_at_load() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     if Platform::chosen()?.vendor() == Vendor::Amd {
         return guests_above(Kernel::TrixieCloud);
@@ -294,6 +295,7 @@ fn snapshots_are_exact_beneath_guests(kernel: Kernel) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn snapshots_are_exact_beneath_guests_on_6_1() -> Result<()> {
     snapshots_are_exact_beneath_guests(Kernel::BookwormCloud)
 }

@@ -41,11 +41,13 @@ fn bookworm_cloud_boots() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn bookworm_generic_boots() -> Result<()> {
     boots(Kernel::BookwormGeneric)
 }
 
 #[test]
+#[ignore = "long"]
 fn trixie_cloud_boots() -> Result<()> {
     boots(Kernel::TrixieCloud)
 }
@@ -182,6 +184,7 @@ fn machine_checks_arrive() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn processors_come_and_go() -> Result<()> {
     let machine = Machine::boot(plain().cpus(2).max_cpus(4))?;
     machine.qmp()?.cpu_add()?;
@@ -197,6 +200,7 @@ fn processors_come_and_go() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn processors_are_as_described() -> Result<()> {
     let flags = |machine: &Machine| machine.sh("grep -wm1 flags /proc/cpuinfo");
     let machine = Machine::boot(plain().cpu("EPYC,-svm").cpu_feature("-pdpe1gb").phys_bits(46))?;
@@ -241,6 +245,7 @@ fn runs(pid: u32) -> bool {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_killed_owner_takes_its_machine_along() {
     let mut lab = Command::new(env!("CARGO_BIN_EXE_lab"))
         .args(["run", "--", "echo up; sleep 1000"])
@@ -280,6 +285,7 @@ fn the_lab_command_runs_a_command_and_ends_with_its_code() {
 }
 
 #[test]
+#[ignore = "long"]
 fn the_shell_is_interactive_and_ends_with_the_machine() {
     let mut lab = Command::new(env!("CARGO_BIN_EXE_lab"))
         .args(["shell", "--cpus", "1"])
@@ -330,6 +336,7 @@ fn machines_restart() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn kexec_starts_another_kernel() -> Result<()> {
     let machine = Machine::boot(plain())?;
     let boots = machine.boots();
@@ -342,6 +349,7 @@ fn kexec_starts_another_kernel() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_saved_machine_comes_back() -> Result<()> {
     let machine = Machine::boot(plain().root_bus(Bus::Virtio))?;
     let job = machine.spawn("sleep 3; echo slept")?;
@@ -356,6 +364,7 @@ fn a_saved_machine_comes_back() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn disks_cards_and_gdb() -> Result<()> {
     let spec = Spec::new(Kernel::BookwormGeneric).root_bus(Bus::Ahci).nic(Nic::E1000e);
     let machine = Machine::boot(spec.disk(Bus::Nvme, 64).disk(Bus::Virtio, 32).gdb())?;
@@ -371,6 +380,7 @@ fn disks_cards_and_gdb() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn postgres_answers() -> Result<()> {
     let machine = Machine::boot(plain().memory_mib(1536))?;
     machine.start_postgres()?;
@@ -380,6 +390,7 @@ fn postgres_answers() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn systemd_runs_the_machine() -> Result<()> {
     let machine = Machine::boot(plain().init(Init::Systemd))?;
     assert_eq!(machine.sh("cat /proc/1/comm")?, "systemd");
@@ -390,6 +401,7 @@ fn systemd_runs_the_machine() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_reservation_holds_several_machines() -> Result<()> {
     // Two machines with one processor are as heavy as one with two; whoever waits for all slots keeps some idle.
     let reservation = Reservation::wait(1)?;

@@ -56,18 +56,22 @@ macro_rules! rows {
 }
 
 rows! { works:
+    #[ignore = "long"]
     kernel_6_1_cloud = plain();
     #[ignore = "long"]
     kernel_6_1_generic = Spec::new(Kernel::BookwormGeneric);
+    #[ignore = "long"]
     kernel_6_12_cloud = trixie();
     kernel_6_12_generic = Spec::new(Kernel::TrixieGeneric);
 
+    #[ignore = "long"]
     cpus_1_on_6_1 = plain().cpus(1);
     #[ignore = "long"]
     cpus_4_on_6_1 = plain().cpus(4);
     cpus_8_on_6_1 = plain().cpus(8);
     #[ignore = "long"]
     cpus_1_on_6_12 = trixie().cpus(1);
+    #[ignore = "long"]
     cpus_8_on_6_12 = trixie().cpus(8);
 
     memory_512_mib_on_6_1 = plain().memory_mib(512);
@@ -79,6 +83,7 @@ rows! { works:
     memory_8_gib = plain().memory_mib(8192);
     #[ignore = "long"]
     memory_16_gib_on_6_1 = plain().memory_mib(16384);
+    #[ignore = "long"]
     memory_16_gib_on_6_12 = trixie().memory_mib(16384);
 
     #[ignore = "long"]
@@ -94,14 +99,17 @@ rows! { works:
     epyc_milan = trixie().cpu("EPYC-Milan,+svm,+npt");
     #[ignore = "long"]
     addresses_of_48_bits = plain().phys_bits(48);
+    #[ignore = "long"]
     addresses_of_48_bits_and_no_1_gib_pages = trixie().phys_bits(48).cpu_feature("-pdpe1gb");
 }
 
 rows! { refuses:
     no_svm = plain().cpu("EPYC,-svm"), "no-svm";
     no_nested_paging = plain().cpu("EPYC,+svm,-npt"), "no-nested-paging";
+    #[ignore = "long"]
     an_old_family = plain().cpu("EPYC,+svm,+npt,family=22,model=48"), "family-unsupported";
     intel_without_vmx = plain().cpu("Skylake-Client"), "no-vmx";
+    #[ignore = "long"]
     isolated_page_tables = plain().kernel_arg("pti=on"), "page-table-isolation";
     lockdown_on_6_1 = plain().kernel_arg("lockdown=integrity"), "lockdown";
     unsigned_modules_on_6_12 = trixie().kernel_arg("module.sig_enforce=1"), "lockdown";

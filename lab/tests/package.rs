@@ -171,6 +171,7 @@ fn package_on_debian_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn package_on_debian_13() -> Result<()> {
     let operator = Operator::boot(Kernel::TrixieCloud)?;
     let before = operator.files()?;

@@ -270,6 +270,7 @@ fn while_restoring(mut subject: Subject, moments: &mut Moments) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn nothing_is_lost() -> Result<()> {
     let mut moments = Moments::new();
     let subject = while_writing(Subject::new()?, &mut moments)?;

@@ -178,6 +178,7 @@ fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()
 }
 
 #[test]
+#[ignore = "long"]
 fn with_virtual_machines() -> Result<()> {
     goes_back_with_guests(Kernel::BookwormCloud, COMMAND, "command")
 }
@@ -250,6 +251,7 @@ fn on_command_behind_amds_iommu() -> Result<()> {
 
 /// A CPU that takes no interrupts any more is fetched by another.
 #[test]
+#[ignore = "long"]
 fn from_a_hung_cpu() -> Result<()> {
     // Whoever has the other CPU hang would wait for it, and whoever was there would not be heard of again.
     let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
@@ -265,6 +267,7 @@ fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn from_a_triple_fault() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
 }

@@ -162,6 +162,7 @@ fn all_at_once(spec: Spec, rounds: u32) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn exact_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
     all_at_once(real_hardware(), 3)
 }
@@ -174,6 +175,7 @@ fn exact_behind_amds_iommu() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn exact_behind_intels_iommu() -> Result<()> {
     all_at_once(real_hardware().iommu(Iommu::Intel), 3)
 }

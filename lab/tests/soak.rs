@@ -10,12 +10,14 @@ use mercury_lab::{
 use workloads::{Workloads, load, switch};
 
 #[test]
+#[ignore = "long"]
 fn three_hundred_cycles_beneath_everything() -> Result<()> {
     soak::run(Plan { batch: 60, ..Plan::new(Platform::chosen()?, 300) })?.check()
 }
 
 /// On one CPU nothing waits for another.
 #[test]
+#[ignore = "long"]
 fn ten_thousand_cycles_on_one_cpu() -> Result<()> {
     let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(768))?;
     load(&machine)?;

@@ -71,6 +71,7 @@ fn debian_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn debian_13() -> Result<()> {
     compare_on(Spec::new(Kernel::TrixieCloud), 2)
 }
@@ -81,6 +82,7 @@ fn five_level_paging() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn the_generic_kernel_with_machine_checks() -> Result<()> {
     compare_on(Spec::new(Kernel::BookwormGeneric), 2)
 }

@@ -124,6 +124,7 @@ fn is_right_or_refused(machine: &Machine, output: &Output, image: &str) -> Resul
 
 /// Somebody takes all memory while the image is written. There is an image that is right, or none.
 #[test]
+#[ignore = "long"]
 fn memory_is_short() -> Result<()> {
     let machine = boot(spec())?;
     let counter = |name: &str| -> Result<u64> {
@@ -160,6 +161,7 @@ fn slow(machine: &Machine, disk: &str) -> Result<()> {
 
 /// The machine crashes as it does natively, and the image before is whole.
 #[test]
+#[ignore = "long"]
 fn the_kernel_panics() -> Result<()> {
     let machine = boot(spec())?;
     machine.sh(&format!("mercury checkpoint {DISK}"))?;
@@ -208,6 +210,7 @@ fn stand_in(machine: &Machine) -> Result<()> {
 
 /// All that is ssh's own is missing here; what runs on both sides of it is the real thing.
 #[test]
+#[ignore = "long"]
 fn an_image_goes_to_another_host() -> Result<()> {
     let machine = boot(spec())?;
     stand_in(&machine)?;

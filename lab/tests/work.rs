@@ -133,6 +133,7 @@ exit 1
 /// A checkpoint of a machine that runs on. Its database lies on a disk of which device mapper has a snapshot of the same
 /// moment; with that put back the machine is what it was then, and without it is refused.
 #[test]
+#[ignore = "long"]
 fn a_database_goes_back_with_its_disk() -> Result<()> {
     need_qemu()?;
     let disks = spec(Kernel::BookwormCloud).disk(Bus::Virtio, 512).disk(Bus::Virtio, 512);
@@ -236,6 +237,7 @@ fn work_goes_on_on_four_cpus() -> Result<()> {
 /// A machine without a disk of its own that it writes to: all its files are another one's, which serves them on while it
 /// is away.
 #[test]
+#[ignore = "long"]
 fn a_machine_on_nfs_goes_on() -> Result<()> {
     need_qemu()?;
     let both = Reservation::wait(2)?;
