@@ -182,13 +182,12 @@ fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
 
 /// Tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
 /// processor can show. `make test LAB=intel` runs all that one can.
-const ON_BOCHS: &[(&str, &str, &[&str])] =
-    &[("intel", "applications", &["registers_and_results"]), ("intel", "kernel", &["no_nmi_is_lost"])];
+const ON_BOCHS: &[(&str, &str, &[&str])] = &[("intel", "applications", &["registers_and_results"])];
 
 /// Those that run with the long tests only.
 const LONG_ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
-    ("intel", "kernel", &["what_makes_a_cpu_leave"]),
+    ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
     ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
     ("intel-haswell", "faults", &["refused_state_is_rolled_back"]),
     ("bochs-amd", "applications", &["segments_and_ports"]),

@@ -124,6 +124,7 @@ fn processors_come_and_go_while_others_switch() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn new_processors_are_attached() -> Result<()> {
     let (machine, work) = attached(plain().cpus(2).max_cpus(4))?;
     machine.qmp()?.cpu_add()?;
@@ -350,6 +351,7 @@ fn suspend_to_memory_on_6_12() -> Result<()> {
 
 /// The keyboard wakes the machine; the cloud kernel has none.
 #[test]
+#[ignore = "long"]
 fn suspend_to_idle() -> Result<()> {
     let (machine, work) = attached(spec(Kernel::BookwormGeneric).cpus(4))?;
     machine.sh("modprobe i8042 && modprobe atkbd && udevadm settle 2>/dev/null; \
@@ -427,6 +429,7 @@ fn nmis(machine: &Machine) -> Result<String> {
 }
 
 #[test]
+#[ignore = "long"]
 fn corrected_machine_checks_are_logged_as_natively() -> Result<()> {
     let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
     let work = machine.start_work()?;

@@ -221,6 +221,7 @@ fn explanations() -> String {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_failed_load_leaves_nothing() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     subject.must(&[&explanations()])?;
@@ -315,6 +316,7 @@ fn spoilt(subject: &mut Subject, (word, shift, bits, checks): Spoilt, cpu: u32) 
 
 /// The first few of them; each is tried with the long tests.
 #[test]
+#[ignore = "long"]
 fn refused_state_is_rolled_back() -> Result<()> {
     classes_are_rolled_back(3)
 }
@@ -400,6 +402,7 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
 }
 
 #[test]
+#[ignore = "long"]
 fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
     on_all_cpus(plain(), FAILURES_IN_EXITS, failure_in_exit)
 }

@@ -40,6 +40,7 @@ fn while_held(machine: &Machine, switch: &str) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn no_cpu_waits_for_another() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud, 3)?;
     while_held(&machine, "--cycles 50 --cpus 0,1")?;
@@ -214,6 +215,7 @@ fn ways_out(machine: &Machine, efer: u64) -> Result<Vec<(String, &'static str)>>
 }
 
 #[test]
+#[ignore = "long"]
 fn what_makes_a_cpu_leave() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud, 2)?;
     let efer = read_msr(&machine, EFER)?.unwrap();

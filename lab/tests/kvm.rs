@@ -353,6 +353,7 @@ fn a_crash_beside_idle_kvm_on_6_12() -> Result<()> {
 
 /// A virtual machine runs, too.
 #[test]
+#[ignore = "long"]
 fn a_crash_beneath_a_virtual_machine() -> Result<()> {
     if Platform::chosen()?.vendor() != Vendor::Amd {
         return Ok(());

@@ -53,6 +53,7 @@ fn trixie_cloud_boots() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn trixie_generic_boots() -> Result<()> {
     boots(Kernel::TrixieGeneric)
 }
@@ -213,6 +214,7 @@ fn processors_are_as_described() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn one_processor_counts_instructions() -> Result<()> {
     let machine = Machine::boot(plain().cpus(1).icount(Icount::NoSleep { shift: 3 }))?;
     assert_eq!(machine.sh("echo $((6 * 7))")?, "42");
@@ -318,6 +320,7 @@ fn read_until(screen: &mut impl Read, seen: &mut String, text: &str) {
 }
 
 #[test]
+#[ignore = "long"]
 fn machines_restart() -> Result<()> {
     let machine = Machine::boot(plain().reset(Reset::Restarts))?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;

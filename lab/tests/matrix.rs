@@ -74,6 +74,7 @@ rows! { works:
     #[ignore = "long"]
     cpus_8_on_6_12 = trixie().cpus(8);
 
+    #[ignore = "long"]
     memory_512_mib_on_6_1 = plain().memory_mib(512);
     #[ignore = "long"]
     memory_512_mib_on_6_12 = trixie().memory_mib(512);
@@ -96,6 +97,7 @@ rows! { works:
     five_levels_and_no_1_gib_pages = plain().cpu_feature("+la57").cpu_feature("-pdpe1gb");
     #[ignore = "long"]
     epyc_rome = plain().cpu("EPYC-Rome,+svm,+npt");
+    #[ignore = "long"]
     epyc_milan = trixie().cpu("EPYC-Milan,+svm,+npt");
     #[ignore = "long"]
     addresses_of_48_bits = plain().phys_bits(48);
@@ -108,9 +110,11 @@ rows! { refuses:
     no_nested_paging = plain().cpu("EPYC,+svm,-npt"), "no-nested-paging";
     #[ignore = "long"]
     an_old_family = plain().cpu("EPYC,+svm,+npt,family=22,model=48"), "family-unsupported";
+    #[ignore = "long"]
     intel_without_vmx = plain().cpu("Skylake-Client"), "no-vmx";
     #[ignore = "long"]
     isolated_page_tables = plain().kernel_arg("pti=on"), "page-table-isolation";
     lockdown_on_6_1 = plain().kernel_arg("lockdown=integrity"), "lockdown";
+    #[ignore = "long"]
     unsigned_modules_on_6_12 = trixie().kernel_arg("module.sig_enforce=1"), "lockdown";
 }

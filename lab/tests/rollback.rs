@@ -204,6 +204,7 @@ fn on_command_on_one_cpu() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn from_a_panic() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }

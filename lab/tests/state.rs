@@ -77,6 +77,7 @@ fn debian_13() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn five_level_paging() -> Result<()> {
     compare_on(Spec::new(Kernel::BookwormCloud).cpu_feature("+la57"), 2)
 }
