@@ -329,7 +329,7 @@ pub struct SnapshotArgs {
 /// Arguments of restore.
 #[derive(Debug, Default, Args)]
 pub struct RestoreArgs {
-    /// The block device with the image
+    /// The image: a block device, or a file on NFS, or on ext4, XFS, btrfs or FAT on a partition
     pub image: PathBuf,
     /// Only write the kernel and the initial RAM disk that would do it into this folder, with the command line that
     /// they want; see --boot-menu

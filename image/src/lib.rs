@@ -53,7 +53,7 @@ pub use chain::{Chain, Merged, PARENTS_MAX};
 pub use error::{Error, Place, Result};
 pub use hashes::{Hash, Hashes, Key, Run, order};
 pub use machine::{
-    Cpu, Device, FileSystem, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo,
+    Cpu, Device, FileSystem, FirmwareRange, Iommu, Kind, Machine, Piece, Processor, Range, Resume, VmCoreInfo,
 };
 pub use pack::Packer;
 pub use parent::Parent;

@@ -171,4 +171,18 @@ pub struct FileSystem {
     pub frozen: bool,
     /// BLAKE3 of the blocks that change with whatever is written to it, as they were then.
     pub mark: Option<String>,
+    /// Where those blocks really lie, if the device is made of others; the mark is of what is there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<Piece>,
+}
+
+/// A stretch of a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// What the disk is called by what is written on it.
+    pub disk: String,
+    /// Where it begins, in bytes.
+    pub offset: u64,
+    /// How long it is, in bytes.
+    pub length: u64,
 }

@@ -59,6 +59,10 @@ const PACKAGES: &[&str] = &[
     "gdb",
     "strace",
     "linux-perf",
+    // Volumes: logical, encrypted, mirrored.
+    "lvm2",
+    "cryptsetup-bin",
+    "mdadm",
     "python3-minimal",
 ];
 

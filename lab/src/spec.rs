@@ -412,6 +412,12 @@ impl Spec {
         self
     }
 
+    /// UEFI's firmware in place of a BIOS, on QEMU.
+    #[must_use]
+    pub fn uefi(self) -> Self {
+        self.qemu_arg("-bios").qemu_arg("/usr/share/ovmf/OVMF.fd")
+    }
+
     /// Where the console goes.
     #[must_use]
     pub fn console(mut self, console: Console) -> Self {

@@ -56,6 +56,16 @@ fn goes_on_three_times() -> Result<()> {
     goes_on(spec(Kernel::BookwormCloud).cpus(2), 3).map(drop)
 }
 
+/// What belongs to the firmware stays the firmware's, and its services can be called afterwards.
+#[test]
+#[ignore = "long"]
+fn goes_on_with_uefi() -> Result<()> {
+    let machine = goes_on(spec(Kernel::BookwormCloud).uefi(), 2)?;
+    let variables = "mount -t efivarfs none /sys/firmware/efi/efivars; ls /sys/firmware/efi/efivars | wc -l";
+    assert_ne!(machine.sh(variables)?, "0");
+    machine.check_health()
+}
+
 /// A host of KVM's, with its virtual machines at work: they count on in another emulator, with what they had in memory.
 fn guests_go_on(kernel: Kernel) -> Result<()> {
     need_qemu()?;
@@ -257,6 +267,52 @@ fn disks_that_have_moved_on_are_refused() -> Result<()> {
     Ok(())
 }
 
+/// A file system on two disks that are each other's mirror, encrypted, and divided by LVM, one of LVM's parts behind the
+/// other.
+const VOLUMES: &str = r"
+set -e
+export DM_DISABLE_UDEV=1
+modprobe -a raid1 dm-crypt dm-mod
+mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --raid-devices=2 /dev/vdb /dev/vdc
+echo a secret | cryptsetup luksFormat -q --pbkdf pbkdf2 --pbkdf-force-iterations 1000 /dev/md0 -
+echo a secret | cryptsetup open --key-file - /dev/md0 safe
+pvcreate -q /dev/mapper/safe
+vgcreate -q group /dev/mapper/safe
+lvcreate -q -Zn -l 4 -n first group
+lvcreate -q -Zn -l 8 -n gap group
+lvextend -q -l +8 group/first
+mkfs.ext4 -q /dev/mapper/group-first
+mkdir -p /data
+mount /dev/mapper/group-first /data
+echo there > /data/file
+mdadm --wait /dev/md0 || true
+";
+
+/// What volumes lie on is compared where it lies: nothing is put together in the small system.
+#[test]
+#[ignore = "long"]
+fn goes_on_with_volumes() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormCloud).disk(Bus::Virtio, 256).disk(Bus::Virtio, 256);
+    let machine = Machine::boot(spec)?;
+    machine.command(VOLUMES).timeout(Duration::from_secs(180)).run()?.check()?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    assert_eq!(
+        machine.sh("cat /data/file; echo on >> /data/file; sync /data/file; cat /data/file")?,
+        "there\nthere\non"
+    );
+    assert_eq!(machine.sh("cat /sys/block/md0/md/degraded")?, "0");
+    let said = machine.sh(&format!("mercury inspect --json {DISK}"))?;
+    assert!(said.contains("\"disk\":\"md ") || said.contains("\"disk\": \"md "), "{said}");
+    is_refused(machine, &boot, "/data (/dev/mapper/group-first) was written to after the instant");
+    Ok(())
+}
+
 /// Every reason is given, and nothing is given up: the system that was to be left runs on.
 #[test]
 fn images_of_others_are_refused() -> Result<()> {
@@ -328,6 +384,7 @@ time.sleep(10000)
 
 /// Broken memory is read by nobody: it is in no image.
 #[test]
+#[ignore = "long"]
 fn broken_memory_is_left_out() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
@@ -395,6 +452,7 @@ fn cost(report: &serde_json::Value) -> (u64, u64) {
 
 /// A full image, one of an idle machine, and one of what was written: together they are the machine at the last instant.
 #[test]
+#[ignore = "long"]
 fn goes_on_from_incremental_images() -> Result<()> {
     need_qemu()?;
     let spec = spec(Kernel::BookwormCloud).cpus(2).reset(Reset::Restarts);

@@ -4,13 +4,16 @@
 //! What is in memory must never meet a disk that has moved on. A file system that is frozen has written everything to
 //! its device, and whatever is written to it later changes a few known blocks: their hash is its mark.
 
-use super::guard::{Guard, Undo};
+use super::{
+    guard::{Guard, Undo},
+    layers,
+};
 use crate::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
-use mercury_image::FileSystem;
+use mercury_image::{FileSystem, Piece};
 use rustix::fs::{Mode, OFlags};
 use std::{
     collections::BTreeSet,
@@ -143,7 +146,7 @@ pub fn line_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
         .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))
 }
 
-/// Whether a device is made of others: device mapper, RAID. The small system cannot read those.
+/// Whether a device is made of others: device mapper, RAID. The small system puts none together.
 #[must_use]
 pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -241,8 +244,13 @@ impl Drop for Still {
 /// What an image says of a file system, as it is now.
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
-    let mark = mark(&mount.device, &mount.kind).ok();
-    FileSystem { frozen: mount.writable, mark, ..name(mount) }
+    let named = name(mount);
+    let mark = if named.pieces.is_empty() {
+        mark(&mount.device, &mount.kind).ok()
+    } else {
+        mark_of(&named.pieces, &Sysroot::default()).ok()
+    };
+    FileSystem { frozen: mount.writable, mark, ..named }
 }
 
 fn freeze(file: &File) -> io::Result<()> {
@@ -260,6 +268,7 @@ pub fn name(mount: &Mounted) -> FileSystem {
         uuid: identity(&mount.device, &mount.kind),
         frozen: false,
         mark: None,
+        pieces: pieces(mount, &Sysroot::default()).unwrap_or_default(),
     }
 }
 
@@ -312,7 +321,8 @@ pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<
     }
 }
 
-fn open(device: &Path) -> io::Result<File> {
+/// Opens a device for [`read`].
+pub(super) fn open(device: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
     Ok(File::from(rustix::fs::open(device, flags, Mode::empty())?))
 }
@@ -324,8 +334,88 @@ fn open(device: &Path) -> io::Result<File> {
 pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
     let file = open(device)?;
     let mut hasher = blake3::Hasher::new();
-    let first = read(&file, 0, BEGINNING)?;
-    hasher.update(&first);
+    for range in ranges(&file, kind)? {
+        hash(&mut hasher, &file, range, false)?;
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+/// The same of a file system whose device is made of others.
+fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, String> {
+    let mut hasher = blake3::Hasher::new();
+    let mut disk: Option<(&str, File)> = None;
+    for piece in pieces {
+        let (_, file) = match disk.take().filter(|(name, _)| *name == piece.disk) {
+            Some(same) => disk.insert(same),
+            None => {
+                let path = layers::find(&piece.disk, sysroot)?;
+                let file =
+                    open(&path).map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+                disk.insert((&piece.disk, file))
+            }
+        };
+        hash(&mut hasher, file, piece.offset..piece.offset.saturating_add(piece.length), true)
+            .map_err(|error| format!("a part of it, {}, cannot be read: {error}", piece.disk))?;
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+/// The mark of an image's file system, as it is now.
+///
+/// # Errors
+/// If it is nowhere, several claim to be it, or it cannot be read.
+pub fn mark_now(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<String, String> {
+    if !file_system.pieces.is_empty() {
+        return mark_of(&file_system.pieces, sysroot);
+    }
+    let device = find(file_system, sysroot)?;
+    mark(&device, &file_system.kind).map_err(|error| format!("it cannot be read: {error}"))
+}
+
+/// Whether a file system of an image is here, with all that it is on.
+///
+/// # Errors
+/// If it is nowhere, or several claim to be it.
+pub fn is_here(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<(), String> {
+    let mut disks: Vec<_> = file_system.pieces.iter().map(|piece| &piece.disk).collect();
+    if disks.is_empty() {
+        return find(file_system, sysroot).map(drop);
+    }
+    disks.dedup();
+    disks.into_iter().try_for_each(|disk| layers::find(disk, sysroot).map(drop))
+}
+
+/// Refuses file systems of which the small system could not tell whether they are as they were.
+///
+/// # Errors
+/// Naming the first of them, and why.
+pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
+    for mount in mounts {
+        if let Err(why) = pieces(mount, sysroot) {
+            let text = format!(
+                "{} is on {}, of which the small system that restores could not tell whether it is as it was: {why}",
+                mount.at.display(),
+                mount.device.display()
+            );
+            return Err(Error::new(Exit::Impossible, text));
+        }
+    }
+    Ok(())
+}
+
+/// Where what changes really lies, if a file system's device is made of others.
+fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>, String> {
+    if !is_composed(&mount.device, sysroot) {
+        return Ok(Vec::new());
+    }
+    let ranges = open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
+    let ranges = ranges.map_err(|error| format!("it cannot be read: {error}"))?;
+    layers::pieces(&mount.device, &ranges, sysroot)
+}
+
+/// Where that is which changes with whatever is written to a file system, in bytes.
+fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
+    let first = read(file, 0, BEGINNING)?;
     let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
     let (start, length) = match kind {
         "ext2" | "ext3" | "ext4" | "btrfs" => (0, 0),
@@ -333,20 +423,30 @@ pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
         "vfat" => fat(&first).ok_or_else(unknown)?,
         _ => return Err(unknown()),
     };
-    let mut at = start;
-    while at < start + length {
-        let part = read(&file, at, (start + length - at).min(1 << 20) as usize)?;
-        if part.is_empty() {
+    let more = (length > 0).then_some(start..start + length);
+    Ok([0..first.len() as u64].into_iter().chain(more).collect())
+}
+
+/// Adds what is there; `exactly` that, and not what follows up to the end of a block.
+fn hash(hasher: &mut blake3::Hasher, file: &File, range: Range<u64>, exactly: bool) -> io::Result<()> {
+    let mut at = range.start;
+    while at < range.end {
+        let wanted = (range.end - at).min(1 << 20) as usize;
+        let mut part = read(file, at, wanted)?;
+        if exactly {
+            part.truncate(wanted);
+        }
+        if part.is_empty() || (exactly && part.len() < wanted) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         hasher.update(&part);
         at += part.len() as u64;
     }
-    Ok(hasher.finalize().to_string())
+    Ok(())
 }
 
 /// Reads directly: what the kernel has cached of a device is not what is on it.
-fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+pub(super) fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     let length = length.next_multiple_of(ALIGN);
     let mut buffer = vec![0; length + ALIGN];
     let start = buffer.as_ptr().align_offset(ALIGN);

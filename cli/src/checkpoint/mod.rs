@@ -20,6 +20,7 @@ pub mod disks;
 pub mod fence;
 pub mod guard;
 pub mod incremental;
+mod layers;
 pub mod phases;
 pub mod series;
 pub mod stream;
@@ -598,16 +599,12 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
         return Err(Error::new(Exit::Usage, "who reads standard output would stand still with all others")
             .hint("write to a block device, or to ssh://host/path"));
     }
-    let composed = mounts.iter().find(|mount| disks::is_composed(&mount.device, sysroot));
-    if let Some(mount) = composed.filter(|_| !args.force_devices) {
-        let text = format!(
-            "{} is on {}, which the small system that restores cannot read (device mapper, RAID): it could not tell \
-             whether it is as it was",
-            mount.at.display(),
-            mount.device.display()
-        );
-        return Err(Error::new(Exit::Impossible, text)
-            .hint("--force-devices goes on; `mercury restore` then needs --force-disks, and you must know"));
+    if !args.force_devices {
+        disks::refuse_unreadable(mounts, sysroot).map_err(|error| {
+            error.hint(
+                "--force-devices goes on; `mercury restore` then needs --force-disks, and you must know",
+            )
+        })?;
     }
     refuse_watchdogs(sysroot)
 }

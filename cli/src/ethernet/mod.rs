@@ -9,7 +9,12 @@ use std::{
     io,
     net::{Ipv4Addr, SocketAddrV4},
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    thread,
+    time::{Duration, Instant},
 };
+
+/// How long a card may take to be there.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// `ARPHRD_ETHER`, as `/sys/class/net/CARD/type` says it.
 const ETHERNET: &str = "1";
@@ -34,6 +39,22 @@ pub struct Card {
     pub addresses: Vec<(Ipv4Addr, u8)>,
     /// Where packets go that are for nobody on this network, if they go out here.
     pub gateway: Option<Ipv4Addr>,
+}
+
+impl Card {
+    /// How near an address is by it: 2 on its own network, 1 behind its gateway, 0 nowhere.
+    #[must_use]
+    pub fn nearness(&self, to: Ipv4Addr) -> u8 {
+        let network = |address: Ipv4Addr, prefix: u8| {
+            u32::from(address) & u32::MAX.checked_shl(32 - u32::from(prefix.min(32))).unwrap_or(0)
+        };
+        let is_on = |(own, prefix): &(Ipv4Addr, u8)| network(*own, *prefix) == network(to, *prefix);
+        match (self.addresses.iter().any(is_on), self.gateway) {
+            (true, _) => 2,
+            (false, Some(_)) => 1,
+            (false, None) => 0,
+        }
+    }
 }
 
 /// All Ethernet cards that are real devices.
@@ -199,6 +220,29 @@ pub fn bring_up(name: &str) -> io::Result<()> {
     let flags = unsafe { one.ifr_ifru.ifru_flags };
     one.ifr_ifru.ifru_flags = flags | libc::IFF_UP as i16 | libc::IFF_RUNNING as i16;
     ask(libc::SIOCSIFFLAGS, &mut one)
+}
+
+/// Sets the network up as it was when `was` was described, and returns the card's name, which may be another one.
+///
+/// # Errors
+/// If the card does not appear, or the kernel refuses.
+pub fn set_up(was: &Card) -> io::Result<String> {
+    let end = Instant::now() + PATIENCE;
+    let name = loop {
+        if let Some(card) = cards(&Sysroot::default()).into_iter().find(|card| card.mac == was.mac) {
+            break card.name;
+        }
+        if Instant::now() > end {
+            return Err(io::Error::other(format!("the card that was {} is not there", was.name)));
+        }
+        thread::sleep(Duration::from_millis(50));
+    };
+    bring_up("lo")?;
+    configure(&name, &was.addresses)?;
+    if let Some(Err(error)) = was.gateway.map(route_by) {
+        eprintln!("mercury: only this network can be reached: {error}");
+    }
+    Ok(name)
 }
 
 /// Sends what is for nobody on this network to `gateway`.

@@ -144,16 +144,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    let mounts = disks::all(sysroot)?;
-    if let Some(mount) = mounts.iter().find(|mount| disks::is_composed(&mount.device, sysroot)) {
-        let text = format!(
-            "{} is on {}, which the small system that takes machines in cannot read (device mapper, RAID)",
-            mount.at.display(),
-            mount.device.display()
-        );
-        return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
-    }
-    Ok(())
+    disks::refuse_unreadable(&disks::all(sysroot)?, sysroot).map_err(|error| error.hint("unmount it"))
 }
 
 /// The receiver's line.

@@ -66,6 +66,8 @@ pub struct Purpose<'a> {
     pub disks: Vec<PathBuf>,
     /// Network cards that it needs, by name.
     pub cards: Vec<String>,
+    /// Other modules, such as of file systems.
+    pub modules: Vec<String>,
     /// Files, by their path in it.
     pub files: Vec<(&'static str, Vec<u8>)>,
     /// The line in the boot menu, if it is to be there.
@@ -330,6 +332,7 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
         let device = fs::canonicalize(sysroot.path(&format!("sys/class/net/{card}/device")));
         wanted.extend(device.map(|folder| modules_above(folder, &["driver/module"])).unwrap_or_default());
     }
+    wanted.extend(purpose.modules.iter().cloned());
     let mut files = Vec::new();
     for name in wanted {
         for file in with_dependencies(&name)? {

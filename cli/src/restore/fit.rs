@@ -159,7 +159,7 @@ pub fn changed_disks(file_systems: &[FileSystem]) -> Vec<String> {
 #[must_use]
 pub fn missing_disks(file_systems: &[FileSystem]) -> Vec<String> {
     let missing = |file_system: &FileSystem| {
-        let why = disks::find(file_system, &Sysroot::default()).err()?;
+        let why = disks::is_here(file_system, &Sysroot::default()).err()?;
         let FileSystem { kind, mounted_at, device, .. } = file_system;
         Some(format!("the {kind} file system of {mounted_at} ({device}) is on no disk here: {why}"))
     };
@@ -174,14 +174,10 @@ fn changed(file_system: &FileSystem) -> Option<String> {
     let Some(mark) = &file_system.mark else {
         return Some(format!("{name} could not be marked at the instant: whether it changed cannot be told"));
     };
-    let device = match disks::find(file_system, &Sysroot::default()) {
-        Ok(device) => device,
-        Err(why) => return Some(format!("{name}: {why}")),
-    };
-    match disks::mark(&device, &file_system.kind) {
+    match disks::mark_now(file_system, &Sysroot::default()) {
         Ok(found) if found == *mark => None,
         Ok(_) => Some(format!("{name} was written to after the instant")),
-        Err(error) => Some(format!("{name} cannot be read: {error}")),
+        Err(why) => Some(format!("{name}: {why}")),
     }
 }
 
@@ -189,7 +185,8 @@ fn changed(file_system: &FileSystem) -> Option<String> {
 pub fn wait_for_disks(file_systems: &[FileSystem], patience: Duration) {
     let end = Instant::now() + patience;
     let missing = |file_system: &FileSystem| {
-        file_system.uuid.is_some() && disks::find(file_system, &Sysroot::default()).is_err()
+        let known = file_system.uuid.is_some() || !file_system.pieces.is_empty();
+        known && disks::is_here(file_system, &Sysroot::default()).is_err()
     };
     while file_systems.iter().any(missing) && Instant::now() < end {
         thread::sleep(Duration::from_millis(100));

@@ -1,6 +1,7 @@
 //! This program as the first process of the small system: it mounts what it needs, puts in drivers, waits for the
 //! image, and brings the machine back; or waits for a machine that moves here. If that fails it says why, and restarts the machine after a while.
 
+use super::place::Place;
 use rustix::{
     fs::{Mode, OFlags},
     mount::{MountFlags, mount},
@@ -19,6 +20,8 @@ pub const WORD: &str = "mercury.restore";
 pub const RECEIVE: &str = "mercury.receive";
 /// On the command line too: see `--force-disks`.
 pub const FORCE_DISKS: &str = "mercury.force-disks";
+/// Where the image lies: a [`Place`].
+pub const PLACE: &str = "place.json";
 /// A list of modules, one file a line, in the order in which they are put in.
 pub const MODULES: &str = "modules/list";
 
@@ -87,19 +90,30 @@ fn find(image: &str) -> Option<PathBuf> {
 }
 
 fn restore(image: &str, force_disks: bool) {
+    let Some(path) = reach(image) else { return };
+    let path = path.to_string_lossy();
+    let force = force_disks.then_some("--force-disks");
+    run_again(&["restore", "--here", &path].into_iter().chain(force).collect::<Vec<_>>());
+}
+
+/// The image: in its file, or on its disk, which the command line names.
+fn reach(image: &str) -> Option<PathBuf> {
+    let place = fs::read(Path::new("/").join(PLACE)).ok();
+    let place = place.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    if let Some(Place::File(mount)) = place {
+        let reached = mount.reach();
+        return reached.inspect_err(|error| eprintln!("mercury: the image cannot be reached: {error}")).ok();
+    }
     let end = Instant::now() + PATIENCE;
     let mut device = find(image);
     while device.is_none() && Instant::now() < end {
         thread::sleep(Duration::from_millis(50));
         device = find(image);
     }
-    let Some(device) = device else {
+    if device.is_none() {
         eprintln!("mercury: there is no image on {image}, nor on any other disk alone");
-        return;
-    };
-    let device = device.to_string_lossy();
-    let force = force_disks.then_some("--force-disks");
-    run_again(&["restore", "--here", &device].into_iter().chain(force).collect::<Vec<_>>());
+    }
+    device
 }
 
 /// Runs this program as a process of its own, and says how it ended.

@@ -8,6 +8,7 @@ pub mod environment;
 pub mod fit;
 pub mod init;
 pub mod menu;
+pub mod place;
 
 use crate::{
     args::RestoreArgs,
@@ -28,6 +29,7 @@ use mercury_abi::restart::{
     RestartCpu, RestartRange,
 };
 use mercury_image::{Chunk, Frame, Kind, Machine};
+use place::Place;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -68,14 +70,15 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
         return bring_back(args).map(|()| Exit::Done);
     }
     let sysroot = Sysroot::default();
-    let image = block_device(&args.image)?;
-    let purpose = purpose(args, &image);
+    let place = Place::of(&args.image, &sysroot)?;
+    let purpose = purpose(args, &place)?;
+    let image = args.image.as_path();
     if let Some(folder) = &args.prepare {
         let prepared = environment::write(&purpose, folder, &sysroot)?;
         say.done(&prepared);
         return Ok(Exit::Done);
     }
-    let (machine, room) = verify(&image, args.memory)?;
+    let (machine, room) = verify(image, args.memory)?;
     let mut reasons = fit::differences(&machine, &describe::describe(&sysroot));
     reasons.extend(room.lacking());
     let offline = sysroot.offline_cpus();
@@ -86,37 +89,27 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     if cpus != online {
         reasons.push(format!("{online} CPUs are online, {cpus} were in the image's machine"));
     }
-    refuse(&image, reasons)?;
+    refuse(image, reasons)?;
     refuse_disks(args, &machine)?;
     environment::start(environment::load(&purpose, &sysroot)?)?;
     Ok(Exit::Done)
 }
 
 /// What the small system is for.
-fn purpose<'a>(args: &'a RestoreArgs, image: &Path) -> Purpose<'a> {
+fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
     let force = args.force_disks.then(|| init::FORCE_DISKS.to_owned());
-    Purpose {
+    let file = serde_json::to_vec(place)
+        .map_err(|error| Error::new(Exit::Failed, format!("the image's place: {error}")))?;
+    Ok(Purpose {
         memory: args.memory,
         module: args.module.module.as_deref(),
-        words: [format!("{}={}", init::WORD, image.display())].into_iter().chain(force).collect(),
-        disks: vec![image.to_owned()],
-        menu_title: args.boot_menu.then(|| format!("Mercury: restore {}", image.display())),
-        ..Purpose::default()
-    }
-}
-
-/// The small system has disks, and nothing mounted.
-fn block_device(image: &Path) -> Result<PathBuf> {
-    use std::os::unix::fs::FileTypeExt;
-    let path = image.canonicalize().map_err(|error| images::unreadable(image, &error))?;
-    let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
-    if is_device && !path.to_string_lossy().contains(char::is_whitespace) {
-        return Ok(path);
-    }
-    Err(Error::new(Exit::Failed, format!("{} is no block device", image.display())).hint(
-        "the small system that restores mounts nothing: copy the image to a partition of its own, \
-         `cp FILE /dev/…`, and name that",
-    ))
+        words: [format!("{}={}", init::WORD, place.word())].into_iter().chain(force).collect(),
+        disks: place.disk().into_iter().collect(),
+        cards: place.card().into_iter().collect(),
+        modules: place.modules(),
+        files: vec![(init::PLACE, file)],
+        menu_title: args.boot_menu.then(|| format!("Mercury: restore {}", args.image.display())),
+    })
 }
 
 /// What is in memory must not meet disks that have moved on.

@@ -31,8 +31,13 @@ pub fn prepare(machine: &Machine, more: &str) -> Result<(Boot, Folder)> {
 
 /// Ends with the machine off, and the disks as they were at the instant.
 pub fn checkpoint(machine: &Machine) -> Result<()> {
+    checkpoint_to(machine, DISK)
+}
+
+/// The same with the image elsewhere.
+pub fn checkpoint_to(machine: &Machine, image: &str) -> Result<()> {
     knows_the_time(machine, "before")?;
-    restart::checkpoint(machine, "", DISK)
+    restart::checkpoint(machine, "", image)
 }
 
 pub fn free_port() -> u16 {

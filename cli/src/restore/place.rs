@@ -1,0 +1,353 @@
+//! Where an image lies, and how the small system comes to it: on a block device, or in a file, on a file system that is
+//! mounted there for reading. No journal is replayed: nothing of any disk changes before the machine is back.
+
+use crate::{
+    checkpoint::disks,
+    error::{Error, Result},
+    ethernet::{self, Card},
+    exit::Exit,
+    images,
+    sysroot::Sysroot,
+};
+use mercury_image::FileSystem;
+use rustix::mount::{MountFlags, mount};
+use serde::{Deserialize, Serialize};
+use std::{
+    ffi::CString,
+    io,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// In the small system: where the file system with the image is mounted.
+const MOUNTED_AT: &str = "/mnt";
+/// How long a server or a disk may take to be there.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Where an image lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Place {
+    /// From the first byte of a block device.
+    Device(PathBuf),
+    /// In a file.
+    File(Mount),
+}
+
+/// A file, and the file system that it is on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mount {
+    /// The file, from the root of its file system.
+    path: PathBuf,
+    /// Type of the file system, as `mount` takes it.
+    kind: String,
+    /// Its options, as the kernel takes them.
+    options: String,
+    medium: Medium,
+}
+
+/// What a file system is on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Medium {
+    /// A disk, which may have another name by then.
+    Disk(FileSystem),
+    /// A server, by what NFS calls it, and the card that it is reached by.
+    Server { source: String, card: Card },
+}
+
+fn refused(text: String) -> Error {
+    Error::new(Exit::Failed, text).hint(
+        "the small system that restores can read NFS, and ext4, XFS, btrfs and FAT on partitions; or copy the image to a \
+         partition of its own, `cp FILE /dev/…`, and name that",
+    )
+}
+
+impl Place {
+    /// Where `image` lies. If it is yet to be made, its folder has to be there.
+    ///
+    /// # Errors
+    /// If the small system cannot get there.
+    pub fn of(image: &Path, sysroot: &Sysroot) -> Result<Self> {
+        use std::os::unix::fs::FileTypeExt;
+        let path = whole_path(image).map_err(|error| images::unreadable(image, &error))?;
+        let kind = path.metadata().map(|found| found.file_type());
+        if kind.as_ref().is_ok_and(FileTypeExt::is_block_device) {
+            if path.to_string_lossy().contains(char::is_whitespace) {
+                return Err(refused(format!("{} has a space in its name", path.display())));
+            }
+            return Ok(Self::Device(path));
+        }
+        if kind.is_ok_and(|kind| !kind.is_file()) {
+            return Err(refused(format!("{} is neither a file nor a block device", image.display())));
+        }
+        let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
+        let table = String::from_utf8_lossy(&table);
+        let line = disks::line_of(&table, &path);
+        let on = line
+            .and_then(Line::parse)
+            .ok_or_else(|| refused("/proc/self/mountinfo cannot be read".into()))?;
+        on.place(&path, ethernet::cards(sysroot), sysroot).map(Self::File).map_err(|why| {
+            refused(format!("{} is on a file system that cannot be used: {why}", image.display()))
+        })
+    }
+
+    /// The word for the kernel's command line.
+    #[must_use]
+    pub fn word(&self) -> String {
+        match self {
+            Self::Device(device) => device.display().to_string(),
+            Self::File(_) => "file".into(),
+        }
+    }
+
+    /// The disk that has to be read, if it is one.
+    #[must_use]
+    pub fn disk(&self) -> Option<PathBuf> {
+        match self {
+            Self::Device(device) => Some(device.clone()),
+            Self::File(Mount { medium: Medium::Disk(file_system), .. }) => {
+                Some(file_system.device.clone().into())
+            }
+            Self::File(_) => None,
+        }
+    }
+
+    /// The network card that is needed, if one is.
+    #[must_use]
+    pub fn card(&self) -> Option<String> {
+        match self {
+            Self::File(Mount { medium: Medium::Server { card, .. }, .. }) => Some(card.name.clone()),
+            _ => None,
+        }
+    }
+
+    /// Modules of the file system.
+    #[must_use]
+    pub fn modules(&self) -> Vec<String> {
+        match self {
+            Self::Device(_) => Vec::new(),
+            Self::File(mount) => mount.modules(),
+        }
+    }
+}
+
+/// Of a file that may not be there yet.
+fn whole_path(image: &Path) -> io::Result<PathBuf> {
+    match image.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let folder = image.parent().filter(|folder| !folder.as_os_str().is_empty());
+            let folder = folder.unwrap_or(Path::new(".")).canonicalize()?;
+            Ok(folder.join(image.file_name().ok_or(error)?))
+        }
+        result => result,
+    }
+}
+
+/// What a line of mountinfo says.
+struct Line {
+    /// What of the file system is mounted.
+    root: PathBuf,
+    at: PathBuf,
+    kind: String,
+    source: String,
+    options: String,
+}
+
+impl Line {
+    fn parse(line: &str) -> Option<Self> {
+        let (front, back) = line.split_once(" - ")?;
+        let front: Vec<_> = front.split(' ').collect();
+        let back: Vec<_> = back.split(' ').collect();
+        Some(Self {
+            root: disks::unescaped(front.get(3)?).into(),
+            at: disks::unescaped(front.get(4)?).into(),
+            kind: (*back.first()?).to_owned(),
+            source: disks::unescaped(back.get(1)?),
+            options: (*back.get(2)?).to_owned(),
+        })
+    }
+
+    /// The file on it; why not, as a clause.
+    fn place(self, path: &Path, cards: Vec<Card>, sysroot: &Sysroot) -> std::result::Result<Mount, String> {
+        let options = match self.kind.as_str() {
+            "nfs" | "nfs4" => return self.on_server(path, cards),
+            "ext2" | "ext3" | "ext4" => "noload",
+            "xfs" => "norecovery",
+            // What the root is may have been chosen; its file is where it is in the whole of it.
+            "btrfs" => "rescue=nologreplay,subvolid=5",
+            "vfat" => "",
+            other => return Err(format!("its type is {other}")),
+        };
+        let device = PathBuf::from(&self.source);
+        if disks::is_composed(&device, sysroot) {
+            return Err(format!("it is on {}, which is made of other devices", self.source));
+        }
+        let mounted = disks::Mounted {
+            number: String::new(),
+            at: self.at.clone(),
+            kind: self.kind.clone(),
+            device,
+            writable: true,
+        };
+        let file_system = disks::name(&mounted);
+        if file_system.uuid.is_none() {
+            return Err("it has no identity that is known".into());
+        }
+        Ok(Mount {
+            path: self.from_root(path),
+            kind: self.kind,
+            options: options.into(),
+            medium: Medium::Disk(file_system),
+        })
+    }
+
+    fn on_server(self, path: &Path, cards: Vec<Card>) -> std::result::Result<Mount, String> {
+        let value = |name: &str| self.options.split(',').find_map(|option| option.strip_prefix(name));
+        let server = value("addr=").ok_or("nobody says where the server is")?;
+        let server: Ipv4Addr = server.parse().map_err(|_| format!("its server is {server}, and not IPv4"))?;
+        if let Some(secure) = value("sec=").filter(|secure| *secure != "sys" && *secure != "null") {
+            return Err(format!("it wants {secure}"));
+        }
+        let card = cards.into_iter().filter(|card| card.up).max_by_key(|card| card.nearness(server));
+        let card = card.filter(|card| card.nearness(server) > 0);
+        let card = card.ok_or("its server is not on the way of an Ethernet card with an IPv4 address (bonds, bridges and VLANs cannot be used)")?;
+        // For reading alone; what this client is to its server is made anew.
+        let dropped = ["rw", "ro", "fsc", "clientaddr"];
+        let kept = self.options.split(',').filter(|option| {
+            let name = option.split('=').next().unwrap_or(option);
+            !dropped.contains(&name)
+        });
+        let mut options: Vec<_> = kept.map(str::to_owned).collect();
+        if self.kind == "nfs" {
+            // Nobody answers for locks.
+            options.push("nolock".into());
+        }
+        Ok(Mount {
+            path: self.from_root(path),
+            kind: self.kind.clone(),
+            options: options.join(","),
+            medium: Medium::Server { source: self.source, card },
+        })
+    }
+
+    fn from_root(&self, path: &Path) -> PathBuf {
+        // Of NFS the root is what the source names.
+        let root = if self.kind.starts_with("nfs") { Path::new("/") } else { &self.root };
+        root.join(path.strip_prefix(&self.at).unwrap_or(path))
+    }
+}
+
+impl Mount {
+    fn modules(&self) -> Vec<String> {
+        match self.kind.as_str() {
+            "nfs" => vec!["nfs".into(), "nfsv3".into()],
+            "nfs4" => vec!["nfs".into(), "nfsv4".into()],
+            // The same driver.
+            "ext2" | "ext3" => vec!["ext4".into()],
+            // How names are written is a module of its own.
+            "vfat" => vec!["vfat".into(), "nls_cp437".into(), "nls_iso8859-1".into(), "nls_ascii".into()],
+            other => vec![other.into()],
+        }
+    }
+
+    /// In the small system: mounts it; the file's path there.
+    ///
+    /// # Errors
+    /// If that cannot be, after a while.
+    pub fn reach(&self) -> io::Result<PathBuf> {
+        if let Medium::Server { card, .. } = &self.medium {
+            ethernet::set_up(card)?;
+        }
+        let options = CString::new(self.options.as_str())?;
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let result = self.source().and_then(|source| {
+                let flags = MountFlags::RDONLY | MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC;
+                Ok(mount(source, MOUNTED_AT, self.kind.as_str(), flags, options.as_c_str())?)
+            });
+            match result {
+                Ok(()) => break,
+                Err(error) if Instant::now() > end => return Err(error),
+                Err(_) => thread::sleep(Duration::from_millis(200)),
+            }
+        }
+        Ok(Path::new(MOUNTED_AT).join(self.path.strip_prefix("/").unwrap_or(&self.path)))
+    }
+
+    fn source(&self) -> io::Result<PathBuf> {
+        match &self.medium {
+            Medium::Server { source, .. } => Ok(source.into()),
+            Medium::Disk(file_system) => {
+                disks::find(file_system, &Sysroot::default()).map_err(io::Error::other)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card(address: [u8; 4], gateway: Option<[u8; 4]>) -> Card {
+        Card {
+            name: format!("eth{}", address[2]),
+            mac: [2; 6],
+            place: String::new(),
+            index: 2,
+            up: true,
+            addresses: vec![(address.into(), 24)],
+            gateway: gateway.map(Into::into),
+        }
+    }
+
+    fn nfs(line: &str, cards: Vec<Card>) -> std::result::Result<Mount, String> {
+        Line::parse(line).expect("a line").place(Path::new("/srv/images/now"), cards, &Sysroot::default())
+    }
+
+    const V4: &str = "40 30 0:46 / /srv rw,relatime shared:1 - nfs4 server:/export rw,vers=4.2,rsize=65536,hard,\
+                      proto=tcp,sec=sys,clientaddr=10.9.0.2,local_lock=none,addr=10.9.0.1";
+
+    #[test]
+    fn what_is_on_a_server_is_mounted_as_it_was() {
+        let (near, out) = (card([10, 9, 0, 2], None), card([10, 8, 1, 2], Some([10, 8, 1, 1])));
+        let found = nfs(V4, vec![out.clone(), near.clone()]).expect("a place");
+        assert_eq!(found.path, Path::new("/images/now"));
+        assert_eq!(
+            found.options,
+            "vers=4.2,rsize=65536,hard,proto=tcp,sec=sys,local_lock=none,addr=10.9.0.1"
+        );
+        assert_eq!(found.medium, Medium::Server { source: "server:/export".into(), card: near });
+        let far = V4.replace("addr=10.9.0.1", "addr=192.0.2.1");
+        let found = nfs(&far, vec![card([10, 9, 0, 2], None), out.clone()]).expect("a place");
+        assert_eq!(found.medium, Medium::Server { source: "server:/export".into(), card: out });
+        let three = nfs(&V4.replace("nfs4", "nfs"), vec![card([10, 9, 0, 2], None)]).expect("a place");
+        assert!(three.options.ends_with(",nolock") && three.modules() == ["nfs", "nfsv3"]);
+    }
+
+    #[test]
+    fn what_cannot_be_reached_is_refused() {
+        let cards = || vec![card([10, 9, 0, 2], None)];
+        let why = |line: &str, cards| nfs(line, cards).expect_err("refused");
+        assert!(why(&V4.replace("sec=sys", "sec=krb5p"), cards()).contains("krb5p"));
+        assert!(why(&V4.replace("addr=10.9.0.1", "addr=fd00::1"), cards()).contains("not IPv4"));
+        assert!(why(&V4.replace("addr=10.9.0.1", "addr=192.0.2.1"), cards()).contains("Ethernet card"));
+        assert!(why("40 30 0:46 / /srv rw - tmpfs tmpfs rw", cards()).contains("tmpfs"));
+    }
+
+    #[test]
+    fn a_file_is_found_from_the_root_of_its_file_system() {
+        let line = |root: &str| format!("40 30 0:46 {root} /srv rw - btrfs /dev/sda1 rw");
+        let from = |root: &str| Line::parse(&line(root)).expect("a line").from_root(Path::new("/srv/x/now"));
+        assert_eq!(from("/"), Path::new("/x/now"));
+        assert_eq!(from("/@home"), Path::new("/@home/x/now"));
+    }
+
+    #[test]
+    fn a_file_may_be_made_later() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().canonicalize().expect("a path").join("image");
+        assert_eq!(whole_path(&path).expect("a path"), path);
+        assert!(whole_path(&path.join("image")).is_err());
+    }
+}
