@@ -439,6 +439,12 @@ fn restores_in_place_behind_an_iommu() -> Result<()> {
     comes_back_in_place(spec(Kernel::BookwormCloud).iommu(Iommu::Intel))
 }
 
+#[test]
+#[ignore = "long"]
+fn restores_in_place_with_uefi() -> Result<()> {
+    comes_back_in_place(spec(Kernel::BookwormCloud).uefi())
+}
+
 /// Makes an image on a disk; what the command says of it.
 fn image(machine: &Machine, options: &str, disk: &str) -> Result<serde_json::Value> {
     let said = machine.sh(&format!("mercury checkpoint --json {options} {disk}"))?;

@@ -95,6 +95,7 @@ rows! { works:
     five_levels_on_6_12 = trixie().cpu_feature("+la57");
     #[ignore = "long"]
     five_levels_and_no_1_gib_pages = plain().cpu_feature("+la57").cpu_feature("-pdpe1gb");
+    uefi = trixie().uefi();
     #[ignore = "long"]
     epyc_rome = plain().cpu("EPYC-Rome,+svm,+npt");
     #[ignore = "long"]

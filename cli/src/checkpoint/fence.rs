@@ -33,6 +33,11 @@ impl Peer {
     fn all_of(address: IpAddr) -> Self {
         Self { address, port: 0 }
     }
+
+    /// Whether a connection's other end is this.
+    pub(super) fn is(&self, end: SocketAddr) -> bool {
+        self.address == end.ip().to_canonical() && (self.port == 0 || self.port == end.port())
+    }
 }
 
 impl From<SocketAddr> for Peer {
@@ -148,8 +153,8 @@ fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
     let found: Vec<_> = [table("tcp"), table("tcp6")]
         .iter()
         .flat_map(|table| table.lines().filter_map(established).collect::<Vec<_>>())
-        .filter(|(_, inode)| inodes.contains(inode))
-        .map(|(peer, _)| peer.into())
+        .filter(|(_, _, inode)| inodes.contains(inode))
+        .map(|(_, peer, _)| peer.into())
         .collect();
     if !found.is_empty() {
         return found;
@@ -162,15 +167,19 @@ fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
         .collect()
 }
 
-/// The other end of an established connection and its inode, from a line of /proc/net/tcp or tcp6.
-fn established(line: &str) -> Option<(SocketAddr, u64)> {
+/// Both ends of an established connection, the own one first, and its inode, from a line of /proc/net/tcp or tcp6.
+pub(super) fn established(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
     const ESTABLISHED: &str = "01";
     let words: Vec<_> = line.split_whitespace().collect();
-    let (address, port) = words.get(2)?.split_once(':')?;
     if *words.get(3)? != ESTABLISHED {
         return None;
     }
-    // Words in the order of this machine's bytes.
+    Some((end(words.get(1)?)?, end(words.get(2)?)?, words.get(9)?.parse().ok()?))
+}
+
+/// Words in the order of this machine's bytes, and a port.
+fn end(text: &str) -> Option<SocketAddr> {
+    let (address, port) = text.split_once(':')?;
     let octets: Vec<u8> = (0..address.len() / 8)
         .map(|word| address.get(word * 8..word * 8 + 8).and_then(|text| u32::from_str_radix(text, 16).ok()))
         .collect::<Option<Vec<_>>>()?
@@ -182,7 +191,7 @@ fn established(line: &str) -> Option<(SocketAddr, u64)> {
         16 => IpAddr::from(<[u8; 16]>::try_from(octets).ok()?),
         _ => return None,
     };
-    Some((SocketAddr::new(address, u16::from_str_radix(port, 16).ok()?), words.get(9)?.parse().ok()?))
+    Some(SocketAddr::new(address, u16::from_str_radix(port, 16).ok()?))
 }
 
 #[cfg(test)]
@@ -258,7 +267,8 @@ mod tests {
         let peer = Peer { address: "10.0.0.1".parse().expect("an address"), port: 22 };
         assert_eq!(connections(6, &sysroot), [peer]);
         assert_eq!(connections(5, &sysroot), [peer], "a child's");
-        let mapped = "1: 0:0 0000000000000000FFFF00000100000A:0016 01 0 0 0 0 0 77";
-        assert_eq!(established(mapped).map(|(address, _)| Peer::from(address)), Some(peer));
+        let mapped =
+            "1: 0000000000000000FFFF00000200000A:C350 0000000000000000FFFF00000100000A:0016 01 0 0 0 0 0 77";
+        assert_eq!(established(mapped).map(|(_, peer, _)| Peer::from(peer)), Some(peer));
     }
 }

@@ -23,6 +23,7 @@ pub mod incremental;
 mod layers;
 pub mod phases;
 pub mod series;
+mod stale;
 pub mod stream;
 pub mod target;
 mod writeback;
@@ -48,6 +49,7 @@ use mercury_image::{Identity, Machine, Writer};
 use phases::Phases;
 use serde::Serialize;
 use series::Series;
+use stale::Stale;
 use std::{path::Path, process::Command, time};
 use stream::{Watch, image_error, stream};
 use target::Target;
@@ -503,7 +505,7 @@ fn reach(
     // What can be done before anybody has to stand still is done before: most of what is to be written, too.
     device.snapshot_prepare(pool, 0)?;
     rustix::fs::sync();
-    let unfenced = raise_fence(args, device, target, sysroot)?;
+    let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world in a life that ends with the machine.
     let still = if args.poweroff || mounts.iter().any(|mount| mount.writable) {
@@ -525,39 +527,50 @@ fn reach(
     let failures = quiesce_failures(sysroot);
     let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
-    let phases = Phases::of(held, &begin, device)?;
     let restored = begin.restored != 0;
+    if let Some(stale) = fenced.stale.as_mut().filter(|_| restored) {
+        stale.end(sysroot);
+    }
+    let phases = Phases::of(held, &begin, device)?;
     if !restored {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
     }
-    Ok(Instant { machine, restored, pause, phases, still, unfenced })
+    Ok(Instant { machine, restored, pause, phases, still, unfenced: fenced.unfenced })
+}
+
+/// What was done about the network.
+#[derive(Debug, Default)]
+struct Fenced {
+    /// Why nothing was, if it should have been.
+    unfenced: Option<String>,
+    /// What goes on behind the instant, and has to end in the machine that is brought back.
+    stale: Option<Stale>,
 }
 
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
-fn raise_fence(
-    args: &CheckpointArgs,
-    device: &Device,
-    target: &Target,
-    sysroot: &Sysroot,
-) -> Result<Option<String>> {
+fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
-        return Ok(None);
+        return Ok(Fenced::default());
     }
     let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
     let files: Vec<_> = target.part().into_iter().chain(parent).collect();
-    match fence::peers(&files, &target.processes(), sysroot) {
-        Ok(peers) => {
-            // Nothing of this program comes over the network any more.
-            rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-                .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
-            let peers: Vec<_> = peers.into_iter().map(Into::into).collect();
-            device.fence(&peers).map(|()| None)
-        }
-        Err(why) => Ok(Some(format!(
+    let unfenced = |why| {
+        format!(
             "the network was not fenced off, because {why}: connections on which a peer sent something after the \
              instant will not survive"
-        ))),
-    }
+        )
+    };
+    let peers = match fence::peers(&files, &target.processes(), sysroot) {
+        Ok(peers) => peers,
+        Err(why) => return Ok(Fenced { unfenced: Some(unfenced(why)), stale: None }),
+    };
+    // Nothing of this program comes over the network any more.
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+    device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>())?;
+    // Without it they end as well, after minutes.
+    let stale = if peers.is_empty() { None } else { Stale::prepare(peers).ok() };
+    Ok(Fenced { unfenced: None, stale })
 }
 
 /// How often a device did not stop since boot: the kernel never forgets who did not last.
