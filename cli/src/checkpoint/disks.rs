@@ -424,7 +424,7 @@ fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
         _ => return Err(unknown()),
     };
     let more = (length > 0).then_some(start..start + length);
-    Ok([0..first.len() as u64].into_iter().chain(more).collect())
+    Ok(std::iter::once(0..first.len() as u64).chain(more).collect())
 }
 
 /// Adds what is there; `exactly` that, and not what follows up to the end of a block.

@@ -195,7 +195,7 @@ impl Line {
             return Err("it has no identity that is known".into());
         }
         Ok(Mount {
-            path: self.from_root(path),
+            path: self.below_root(path),
             kind: self.kind,
             options: options.into(),
             medium: Medium::Disk(file_system),
@@ -224,14 +224,14 @@ impl Line {
             options.push("nolock".into());
         }
         Ok(Mount {
-            path: self.from_root(path),
+            path: self.below_root(path),
             kind: self.kind.clone(),
             options: options.join(","),
             medium: Medium::Server { source: self.source, card },
         })
     }
 
-    fn from_root(&self, path: &Path) -> PathBuf {
+    fn below_root(&self, path: &Path) -> PathBuf {
         // Of NFS the root is what the source names.
         let root = if self.kind.starts_with("nfs") { Path::new("/") } else { &self.root };
         root.join(path.strip_prefix(&self.at).unwrap_or(path))
@@ -338,7 +338,7 @@ mod tests {
     #[test]
     fn a_file_is_found_from_the_root_of_its_file_system() {
         let line = |root: &str| format!("40 30 0:46 {root} /srv rw - btrfs /dev/sda1 rw");
-        let from = |root: &str| Line::parse(&line(root)).expect("a line").from_root(Path::new("/srv/x/now"));
+        let from = |root: &str| Line::parse(&line(root)).expect("a line").below_root(Path::new("/srv/x/now"));
         assert_eq!(from("/"), Path::new("/x/now"));
         assert_eq!(from("/@home"), Path::new("/@home/x/now"));
     }
