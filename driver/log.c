@@ -11,15 +11,25 @@
  * while a device had it.
  *
  * What a device got before the log began is noted when it comes back. What has not come back at the instant
- * is the kernel's own, or was taken from the device when that was stopped.
+ * is the kernel's own, or was taken from the device when that was stopped. Virtio's buffers are not seen to
+ * come back, so those that are out when the log begins are looked for in the rings (see below).
  */
 #include <linux/bitmap.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 #include <linux/page-flags.h>
+#include <linux/pci.h>
+#include <linux/platform_device.h>
+#include <linux/rcupdate.h>
 #include <linux/scatterlist.h>
 #include <linux/spinlock.h>
+#include <linux/string.h>
+#include <linux/uaccess.h>
 #include <linux/vmalloc.h>
 #include <linux/virtio.h>
+#include <linux/virtio_config.h>
+#include <linux/virtio_ring.h>
+#include <asm/io.h>
 
 #include "mercury.h"
 
@@ -190,6 +200,116 @@ void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *li
 		}
 	}
 	spin_unlock_irqrestore(&queues_lock, flags);
+}
+
+/*
+ * What virtio's devices had before the watch: all that a queue's table of descriptors names for writing. What
+ * is out is in there, for an entry stays as it is until its buffer has come back. So may be what has come back
+ * long ago; that is read for nothing, until the queue is seen empty. What is added meanwhile is seen elsewhere.
+ */
+struct rings {
+	typeof(virtqueue_get_desc_addr) *table;
+	typeof(virtqueue_get_vring_size) *size;
+	/* Some cannot be read so. */
+	bool unknown;
+};
+
+static void carry_over_pages(const struct virtqueue *virtqueue, u64 start, u64 length)
+{
+	unsigned long pfn = PHYS_PFN(start), end = PHYS_PFN(start + length - 1), flags, i;
+	struct queue *queue;
+
+	/* A table that has come back may be anything by now. */
+	if (!length || start + length < start || end / MERCURY_MAP_BITS >= devices.count)
+		return;
+	for (i = pfn / MERCURY_MAP_BITS; i <= end / MERCURY_MAP_BITS; i++)
+		if (!devices.written[i])
+			return;
+	spin_lock_irqsave(&queues_lock, flags);
+	queue = find_queue(virtqueue);
+	for (; pfn <= end; pfn++) {
+		if (!pfn_valid(pfn))
+			continue;
+		if (queue)
+			add(queue, pfn);
+		else
+			hold(pfn, HELD_MAX);
+	}
+	spin_unlock_irqrestore(&queues_lock, flags);
+}
+
+static void carry_over_table(const struct virtqueue *queue, u64 table, unsigned int count, bool is_indirect)
+{
+	struct vring_desc entry;
+	unsigned int i;
+
+	for (i = 0; i < count; i++) {
+		const void *at = phys_to_virt(table + i * sizeof(entry));
+		u64 start;
+		u32 length;
+		u16 flags;
+
+		if (copy_from_kernel_nofault(&entry, at, sizeof(entry)))
+			return;
+		start = le64_to_cpu((__force __le64)entry.addr);
+		length = le32_to_cpu((__force __le32)entry.len);
+		flags = le16_to_cpu((__force __le16)entry.flags);
+		if (!(flags & VRING_DESC_F_INDIRECT)) {
+			if (flags & VRING_DESC_F_WRITE)
+				carry_over_pages(queue, start, length);
+		} else if (!is_indirect) {
+			carry_over_table(queue, start, length / sizeof(entry), true);
+		}
+	}
+}
+
+static int carry_over_device(struct device *device, void *argument)
+{
+	struct rings *rings = argument;
+	struct virtio_device *virtio;
+	struct virtqueue *queue;
+
+	if (!device->bus || strcmp(device->bus->name, "virtio"))
+		return 0;
+	virtio = dev_to_virtio(device);
+	/* The DMA API says when these come back. */
+	if (__virtio_test_bit(virtio, VIRTIO_F_ACCESS_PLATFORM))
+		return 0;
+	/* Devices write to these tables as well. */
+	if (!rings->table || !rings->size || __virtio_test_bit(virtio, VIRTIO_F_RING_PACKED)) {
+		rings->unknown = true;
+		return 0;
+	}
+	/* No queue goes meanwhile. */
+	spin_lock(&virtio->vqs_list_lock);
+	list_for_each_entry(queue, &virtio->vqs, list)
+		carry_over_table(queue, rings->table(queue), rings->size(queue), false);
+	spin_unlock(&virtio->vqs_list_lock);
+	return 0;
+}
+
+static int carry_over_children(struct device *device, void *rings)
+{
+	return device_for_each_child(device, rings, carry_over_device);
+}
+
+/* Before the first frame is read. Devices on other buses than these use the DMA API. */
+u32 mercury_log_carry_over(void)
+{
+	struct rings rings = {
+		.table = symbol_get(virtqueue_get_desc_addr),
+		.size = symbol_get(virtqueue_get_vring_size),
+	};
+
+	/* Who was about to add something when the watch began has added it. */
+	synchronize_rcu_tasks();
+	bus_for_each_dev(&pci_bus_type, NULL, &rings, carry_over_children);
+	bus_for_each_dev(&platform_bus_type, NULL, &rings, carry_over_children);
+	if (rings.table)
+		symbol_put(virtqueue_get_desc_addr);
+	if (rings.size)
+		symbol_put(virtqueue_get_vring_size);
+	return rings.unknown ? MERCURY_CODE_LOG_UNSUPPORTED : MERCURY_CODE_OK;
 }
 
 static unsigned long put(unsigned long **to, unsigned long pfn)

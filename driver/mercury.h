@@ -321,6 +321,7 @@ bool mercury_log_is_on(void);
 void mercury_log_give(const void *start, size_t length);
 void mercury_log_note(const void *start, size_t length, bool returned);
 void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
+u32 mercury_log_carry_over(void);
 unsigned long mercury_log_collect(unsigned long **to);
 
 /* fence.c: under mercury.lock; the last one at the instant */

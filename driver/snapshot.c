@@ -1469,6 +1469,9 @@ u32 mercury_snapshot_log_begin(void)
 
 	if (!snapshot.written || snapshot.live || snapshot.logging)
 		return MERCURY_CODE_NO_SNAPSHOT;
+	code = mercury_log_carry_over();
+	if (code != MERCURY_CODE_OK)
+		return code;
 	setup->memory_virt = (u64)snapshot.memory;
 	setup->memory_count = snapshot.memory_count;
 	setup->written_virt = (u64)snapshot.written;

@@ -465,9 +465,9 @@ pub struct MigrateArgs {
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
-    /// Find what has changed by a log of writes, not by hashes of all memory: no test has moved a machine so yet
-    #[arg(long, hide = true)]
-    pub log: bool,
+    /// Find what has changed by hashes of all memory, as where there can be no log of writes
+    #[arg(long, hide = true, conflicts_with = "verify_log")]
+    pub hash: bool,
     /// At the end, read what is not in the log of writes as well, and count what should have been
     #[arg(long, hide = true)]
     pub verify_log: bool,

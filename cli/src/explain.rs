@@ -608,10 +608,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::LogUnsupported,
-        "there is no log of writes on this processor, or beneath this kernel",
+        "there is no log of writes on this processor, beneath this kernel, or with these devices",
         "What has changed between two rounds of a migration is told by a log of writes, so far on AMD's processors only, \
-         and not beneath a kernel that looks for what it wrote into free pages (page_poison=1). Hashes of all memory tell \
-         it as well; applications stand still for longer.",
+         not beneath a kernel that looks for what it wrote into free pages (page_poison=1), and not where a virtio device \
+         has packed queues. Hashes of all memory tell it as well; applications stand still for longer.",
         "nothing needs to be done",
     ),
     entry_of(

@@ -41,6 +41,7 @@ pub mod live;
 pub mod lock;
 pub mod machine;
 pub mod markdown;
+pub mod moving;
 pub mod operator;
 pub mod owner;
 pub mod paths;

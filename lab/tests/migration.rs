@@ -8,48 +8,22 @@ mod workloads;
 use std::{io::Write, net::TcpStream, thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, MachineCheck, Qemu, Reservation, Result, Spec, Variant,
+    Kernel, Machine, MachineCheck, Result,
+    moving::{LIMIT, PEER, Switch, free_port, plug_in, receive, said, times, wait_more},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
-        script::{CLOCK, ECHO, EXPORTS, HEAR, TALK, TELL},
+        script::{CLOCK, HEAR, TALK},
         start,
     },
 };
 use serde_json::json;
-use workloads::restart::{free_port, need_qemu, plug_in};
-
-/// How long a move may take.
-const LIMIT: Duration = Duration::from_secs(240);
-
-/// The third machine's cards are a switch's ports.
-const SWITCH: &str = "modprobe -a virtio_net bridge; ip link add switch type bridge forward_delay 0; \
-    for card in $(ls /sys/class/net | grep -v -e lo -e switch); do ip link set $card master switch up; done; \
-    ip address add 10.9.0.1/24 dev switch; ip link set switch up";
-
-fn spec(kernel: Kernel) -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
-    Spec::new(kernel).modules(Variant::Faults).qemu_version(Qemu::Newer)
-}
-
-fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
-    let netdev = format!("{netdev},id=cable{id}");
-    let device = format!("virtio-net-pci,netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
-    ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
-}
+use workloads::restart::need_qemu;
 
 /// One machine with all its files on another, and a spare.
 struct Scene {
-    peer: Machine,
+    switch: Switch,
     machine: Machine,
     spare: Machine,
-    ports: [u16; 2],
-    _slots: Reservation,
-}
-
-/// A machine at one of the switch's ports.
-fn plugged(kernel: Kernel, cpus: u32, memory_mib: u32, number: u8, ports: [u16; 2]) -> Spec {
-    let spec = spec(kernel).cpus(cpus).memory_mib(memory_mib);
-    card(spec, number, &format!("socket,connect=127.0.0.1:{}", ports[usize::from(number) - 2]))
 }
 
 impl Scene {
@@ -59,62 +33,22 @@ impl Scene {
     }
 
     fn with(kernel: Kernel, cpus: u32, memory_mib: [u32; 2]) -> Result<Self> {
-        let slots = Reservation::wait(3)?;
-        let ports = [free_port(), free_port()];
-        let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
-        let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);
-        let peer = card(card(peer, 0x11, &listen(ports[0])), 0x12, &listen(ports[1]));
-        let peer = Machine::boot_reserved(peer, &slots)?;
-        peer.sh(SWITCH)?;
-        start(&peer, "exports", EXPORTS, "")?;
-        start(&peer, "echo", ECHO, "")?;
-        let moving = plugged(kernel, cpus, memory_mib[0], 2, ports);
-        let moving = moving.kernel_arg("lab.nfs=10.9.0.1,10.9.0.2");
-        let machine = Machine::boot_reserved(moving, &slots)?;
-        let spare = plugged(kernel, cpus, memory_mib[1], 3, ports);
-        let spare = Machine::boot_reserved(spare, &slots)?;
+        let switch = Switch::boot()?;
+        let machine = switch.boot_moving(switch.plugged(kernel, cpus, memory_mib[0], 2))?;
+        let spare = switch.boot_other(switch.plugged(kernel, cpus, memory_mib[1], 3))?;
         plug_in(&spare, "10.9.0.3")?;
         start(&machine, "clock", CLOCK, "")?;
-        start(&machine, "talk", TALK, "10.9.0.1")?;
+        start(&machine, "talk", TALK, PEER)?;
         start(&machine, "hear", HEAR, "")?;
-        start(&peer, "tell", TELL, "10.9.0.2")?;
+        switch.tell()?;
         machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-        Ok(Self { peer, machine, spare, ports, _slots: slots })
+        Ok(Self { switch, machine, spare })
     }
 }
 
-/// What the spare says on its console, and how often it has said so.
-const WAITS: &str = "mercury: waiting for a machine at";
+/// What the spare says on its console.
 const COMES: &str = "mercury: a machine comes";
 const THROWN: &str = "was thrown away";
-
-fn times(machine: &Machine, text: &str) -> usize {
-    machine.serial_log().matches(text).count()
-}
-
-/// Waits until the console has said it more often than `before`.
-fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
-    let pattern = format!("(?s)(?:{text}.*){{{}}}", before + 1);
-    machine.wait_serial(&pattern, LIMIT).map(drop)
-}
-
-/// Has a machine wait for another one; what the other one is to be told.
-fn receive(spare: &Machine, address: &str) -> Result<String> {
-    let before = times(spare, WAITS);
-    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s"))?;
-    receive.wait_output("--key mercury-receive-1-", LIMIT)?;
-    thread::sleep(Duration::from_millis(200));
-    let said = receive.output_so_far()?;
-    let words = said.split_once("mercury migrate ").unwrap().1.lines().next().unwrap().to_owned();
-    wait_more(spare, WAITS, before)?;
-    Ok(words)
-}
-
-/// What the machine's console has said of moves.
-fn said(machine: &Machine) -> String {
-    let log = machine.serial_log();
-    log.lines().filter(|line| line.contains("mercury migrate")).collect::<Vec<_>>().join("\n")
-}
 
 /// The machine moves to the spare, which is it then.
 fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
@@ -155,7 +89,7 @@ fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
 #[test]
 fn a_machine_that_stands_still_moves() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     moves(peer, machine, spare, "10.9.0.3", "--rounds 0")?;
     spare.check_next_attach()
 }
@@ -165,12 +99,17 @@ fn a_machine_that_stands_still_moves() -> Result<()> {
 #[ignore = "long"]
 fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    moves(&peer, &machine, &spare, "10.9.0.3", "")?;
+    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let peer = &switch.peer;
+    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log")?;
+    let said_there = said(&machine);
+    assert!(said_there.contains("found by a log of writes"), "{said_there}");
+    assert!(said_there.contains("not in the log of writes, of which 0 should have been"), "{said_there}");
     // What boots there is a spare now: the machine's root is in use.
-    let repaired = machine.start_as(plugged(Kernel::BookwormCloud, 2, 768, 2, ports))?;
+    let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
-    moves(&peer, &spare, &repaired, "10.9.0.4", "")?;
+    moves(peer, &spare, &repaired, "10.9.0.4", "")?;
+    assert!(said(&spare).contains("found by a log of writes"), "{}", said(&spare));
     repaired.check_next_attach()
 }
 
@@ -180,7 +119,8 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
 fn maintenance_goes_along_and_comes_back() -> Result<()> {
     const WORDS: &str = "/run/words";
     need_qemu()?;
-    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let peer = &switch.peer;
     let (id, boots) = (boot_id(&machine)?, spare.boots());
     let there = receive(&spare, "10.9.0.3")?;
     let maintenance = format!("exec 3<>{WORDS}; exec mercury maintenance {there} <&3 >/run/said 2>&1");
@@ -188,11 +128,11 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     machine.wait_shutdown(LIMIT)?;
     spare.wait_other(boots)?;
     is_well(&spare, &id)?;
-    goes_on(&peer, &spare)?;
+    goes_on(peer, &spare)?;
     spare.sh(&format!("grep '^2/3' /run/said; echo back, please > {WORDS}"))?;
     spare.sh("sleep 1; grep 'what is wanted is HOST --key LINE' /run/said")?;
 
-    let repaired = machine.start_as(plugged(Kernel::BookwormCloud, 2, 768, 2, ports))?;
+    let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
     let back = receive(&repaired, "10.9.0.4")?;
@@ -200,7 +140,7 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     spare.wait_shutdown(LIMIT)?;
     repaired.wait_other(boots)?;
     is_well(&repaired, &id)?;
-    goes_on(&peer, &repaired)?;
+    goes_on(peer, &repaired)?;
     let said = repaired.sh("sleep 2; cat /run/said; ! pgrep -f '^mercury maintenance'")?;
     println!("{said}");
     assert!(said.contains("this machine is back"), "{said}");
@@ -215,7 +155,8 @@ const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
 #[ignore = "long"]
 fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormGeneric, 2, 1024)?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } =
+        &Scene::new(Kernel::BookwormGeneric, 2, 1024)?;
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     machine.put("/root/sensor", SENSOR.as_bytes(), 0o755)?;
     let (id, boots) = (boot_id(machine)?, spare.boots());
@@ -257,7 +198,8 @@ fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Res
 #[ignore = "long"]
 fn who_does_not_fit_is_refused() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, .. } = &Scene::with(Kernel::BookwormCloud, 2, [768, 896])?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } =
+        &Scene::with(Kernel::BookwormCloud, 2, [768, 896])?;
     let other = machine.sh(
         "mercury receive --listen 10.9.0.2 --prepare /run/x | grep -o 'mercury-receive.*'; rm -r /run/x",
     )?;
@@ -279,7 +221,7 @@ fn who_does_not_fit_is_refused() -> Result<()> {
 
 /// Types at the console, which nothing is connected to otherwise.
 fn type_in(machine: &Machine, text: &str) -> Result<()> {
-    let port = free_port();
+    let port = free_port()?;
     let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
     let socket =
         json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
@@ -297,7 +239,7 @@ fn type_in(machine: &Machine, text: &str) -> Result<()> {
 #[ignore = "long"]
 fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
     let mut moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
     wait_more(spare, "going on in the machine", 0)?;
@@ -321,7 +263,7 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
 #[ignore = "long"]
 fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, .. } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
     let moving = machine.spawn(&format!("mercury migrate {words} --bandwidth 1"))?;
     wait_more(spare, COMES, 0)?;
@@ -339,7 +281,8 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
 #[ignore = "long"]
 fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     need_qemu()?;
-    let Scene { peer, machine, spare, ports, _slots } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let peer = &switch.peer;
     let words = receive(&spare, "10.9.0.3")?;
     let slowly = format!("mercury migrate {words} --bandwidth 1");
     let interrupted = machine.spawn(&slowly)?;
@@ -348,7 +291,7 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     let output = interrupted.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
-    goes_on(&peer, &machine)?;
+    goes_on(peer, &machine)?;
     wait_more(&spare, THROWN, 0)?;
 
     let dies = machine.spawn(&slowly)?;
@@ -358,9 +301,9 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     let output = dies.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("goes on as if nothing had been tried"), "{}", output.stderr);
-    goes_on(&peer, &machine)?;
+    goes_on(peer, &machine)?;
 
-    let spare = spare.start_as(plugged(Kernel::BookwormCloud, 2, 768, 3, ports))?;
+    let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
     plug_in(&spare, "10.9.0.3")?;
     let still = format!("mercury migrate {} --rounds 0", receive(&spare, "10.9.0.3")?);
     let dies = machine.spawn(&still)?;
@@ -370,9 +313,9 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     let output = dies.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(!output.success() && !output.stderr.is_empty(), "{}", output.stderr);
-    goes_on(&peer, &machine)?;
+    goes_on(peer, &machine)?;
 
-    let spare = spare.start_as(plugged(Kernel::BookwormCloud, 2, 768, 3, ports))?;
+    let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
     plug_in(&spare, "10.9.0.3")?;
     let words = receive(&spare, "10.9.0.3")?;
     let _gone = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;

@@ -7,11 +7,15 @@ use std::{
     io::Write,
     net::{Ipv4Addr, TcpListener},
     thread,
+    time::Duration,
 };
 
 use mercury_lab::{
     Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
 };
+use serde_json::json;
+
+const LIMIT: Duration = Duration::from_secs(180);
 
 /// Direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the same again.
 const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
@@ -217,4 +221,50 @@ fn the_log_misses_nothing_with_ahci_nvme_and_e1000e() -> Result<()> {
 #[ignore = "long"]
 fn the_log_misses_nothing_on_a_later_kernel() -> Result<()> {
     log_is_whole(Spec::new(Kernel::TrixieCloud).cpus(4), "", &[ROOT_LOAD.to_owned()], 3)
+}
+
+/// Reads of a disk that were under way when the log began, and come to their end when all of memory has been read: with
+/// virtio nobody says that.
+const SLOW_READ: &str = r#"
+import mmap, os
+disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
+buffer = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+buffer.write(b"\xff" * len(buffer))
+print("reads", flush=True)
+os.preadv(disk, [buffer], 16 << 20)
+print("has read", flush=True)
+input()
+"#;
+
+#[test]
+fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
+    Platform::need(Vendor::Amd, "there is no log of writes yet")?;
+    let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(512).disk(Bus::Virtio, 256);
+    let machine = Machine::boot(spec.modules(Variant::Faults).qemu_version(Qemu::Newer))?;
+    machine.mercury("attach")?;
+    machine.put("/run/slow.py", SLOW_READ.as_bytes(), 0o644)?;
+    let throttle = |bytes_per_second: u64| {
+        let mut limits =
+            json!({"device": "disk0", "bps": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
+        limits["bps_rd"] = bytes_per_second.into();
+        machine.qmp()?.execute("block_set_io_throttle", limits).map(drop)
+    };
+    throttle(100)?;
+    // QEMU lets one pass, and has the next wait.
+    machine.sh("dd if=/dev/vda of=/dev/null bs=64k count=1 iflag=direct status=none")?;
+    let mut reader = machine.spawn("python3 /run/slow.py")?;
+    reader.wait_output("reads", LIMIT)?;
+    machine.sh(
+        "for i in $(seq 300); do grep -q blk /proc/$(pgrep -f '^python3 /run/slow')/stack && exec sleep 1; sleep 0.1; \
+         done; cat /proc/$(pgrep -f '^python3 /run/slow')/stack; exit 1",
+    )?;
+    let mut log = machine.spawn("mercury-workload log --rounds 1 --wait-file /run/go")?;
+    log.wait_output("all of memory has been read", LIMIT)?;
+    assert!(!reader.output_so_far()?.contains("has read"));
+    throttle(0)?;
+    reader.wait_output("has read", LIMIT)?;
+    machine.sh("touch /run/go")?;
+    let output = log.wait(LIMIT)?.check()?;
+    println!("{}", output.stdout);
+    machine.check_next_attach()
 }

@@ -102,7 +102,7 @@ fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
         }
     }
     device.snapshot_prepare(pool, 0)?;
-    Ok(Log::None("no log was asked for".into()))
+    Ok(Log::None("it was wanted so".into()))
 }
 
 /// What stands still, until it is dropped.
@@ -243,7 +243,7 @@ impl<'a> Mover<'a> {
         let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
-        let log = prepare(device, pool, !args.log)?;
+        let log = prepare(device, pool, args.hash)?;
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);

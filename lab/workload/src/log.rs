@@ -1,7 +1,7 @@
 //! Keeps a log of what is written through the driver, and proves it: what is not in it is at the instant what it was when
 //! it was read last, whoever writes.
 
-use std::{collections::HashMap, fs::File, thread, time::Duration};
+use std::{collections::HashMap, fs::File, path::PathBuf, thread, time::Duration};
 
 use mercury_abi::{
     Header,
@@ -34,6 +34,9 @@ pub struct Args {
     /// Collections before the instant
     #[arg(long, default_value_t = 4)]
     collections: u64,
+    /// When all of memory has been read once, say so and wait for this file
+    #[arg(long)]
+    wait_file: Option<PathBuf>,
 }
 
 #[derive(Default)]
@@ -69,6 +72,12 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     log(device, MERCURY_IOC_LOG_BEGIN)?;
     let mut note = |frame: u64, found: u64| known.insert(frame, found) != Some(found);
     totals.memory += read(device, MERCURY_IOC_SNAPSHOT_LOOK, 0, &mut note)?.0;
+    if let Some(file) = &args.wait_file {
+        println!("all of memory has been read");
+        while !file.exists() {
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
     for _ in 0..args.collections {
         thread::sleep(Duration::from_millis(200));
         log(device, MERCURY_IOC_LOG_COLLECT)?;

@@ -1,0 +1,166 @@
+//! Machines that move: one at each of two ports of a switch, which is a third machine, and also the server of the root
+//! file system and who talks to the one that moves.
+
+use std::{net::TcpListener, thread, time::Duration};
+
+use crate::{
+    driver::Variant,
+    error::{Context, Error, Result},
+    kernel::Kernel,
+    lock::Reservation,
+    machine::Machine,
+    restart::{
+        script::{ECHO, EXPORTS, TELL},
+        start,
+    },
+    spec::{Bus, Qemu, Spec},
+};
+
+/// How long a move may take.
+pub const LIMIT: Duration = Duration::from_secs(240);
+
+/// The switch's own address.
+pub const PEER: &str = "10.9.0.1";
+/// The address of the machine that moves.
+pub const MOVING: &str = "10.9.0.2";
+
+/// The third machine's cards are a switch's ports.
+const SWITCH: &str = "modprobe -a virtio_net bridge; ip link add switch type bridge forward_delay 0; \
+    for card in $(ls /sys/class/net | grep -v -e lo -e switch); do ip link set $card master switch up; done; \
+    ip address add 10.9.0.1/24 dev switch; ip link set switch up";
+
+/// What the spare says on its console.
+pub const WAITS: &str = "mercury: waiting for a machine at";
+
+fn spec(kernel: Kernel) -> Spec {
+    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    Spec::new(kernel).modules(Variant::Faults).qemu_version(Qemu::Newer)
+}
+
+fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
+    let netdev = format!("{netdev},id=cable{id}");
+    let device = format!("virtio-net-pci,netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
+    ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
+}
+
+/// One of this host's ports that is free.
+///
+/// # Errors
+/// If there is none.
+pub fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0").context(|| "find a free port".into())?;
+    Ok(listener.local_addr().context(|| "find a free port".into())?.port())
+}
+
+/// The switch, and where machines are plugged in: places 2 and 3.
+#[derive(Debug)]
+pub struct Switch {
+    /// The machine that it is.
+    pub peer: Machine,
+    ports: [u16; 2],
+    slots: Reservation,
+}
+
+impl Switch {
+    /// Boots it, with room on this host for two machines more.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn boot() -> Result<Self> {
+        let slots = Reservation::wait(3)?;
+        let ports = [free_port()?, free_port()?];
+        let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
+        let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);
+        let peer = card(card(peer, 0x11, &listen(ports[0])), 0x12, &listen(ports[1]));
+        let peer = Machine::boot_reserved(peer, &slots)?;
+        peer.sh(SWITCH)?;
+        start(&peer, "exports", EXPORTS, "")?;
+        start(&peer, "echo", ECHO, "")?;
+        Ok(Self { peer, ports, slots })
+    }
+
+    /// A machine at this place.
+    #[must_use]
+    pub fn plugged(&self, kernel: Kernel, cpus: u32, memory_mib: u32, place: u8) -> Spec {
+        let spec = spec(kernel).cpus(cpus).memory_mib(memory_mib);
+        card(spec, place, &format!("socket,connect=127.0.0.1:{}", self.ports[usize::from(place) - 2]))
+    }
+
+    /// The same, all of whose devices QEMU can move, too.
+    #[must_use]
+    pub fn movable_by_qemu(&self, kernel: Kernel, cpus: u32, memory_mib: u32, place: u8) -> Spec {
+        self.plugged(kernel, cpus, memory_mib, place).root_bus(Bus::Virtio)
+    }
+
+    /// Boots a machine that has been plugged in, and whose root is the switch's: the one that moves.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn boot_moving(&self, spec: Spec) -> Result<Machine> {
+        Machine::boot_reserved(spec.kernel_arg(&format!("lab.nfs={PEER},{MOVING}")), &self.slots)
+    }
+
+    /// Boots any other one.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn boot_other(&self, spec: Spec) -> Result<Machine> {
+        Machine::boot_reserved(spec, &self.slots)
+    }
+
+    /// Tells the machine that moves something without an end; it hears already.
+    ///
+    /// # Errors
+    /// If that does not start.
+    pub fn tell(&self) -> Result<()> {
+        start(&self.peer, "tell", TELL, MOVING)
+    }
+}
+
+/// How often a machine's console has said something.
+#[must_use]
+pub fn times(machine: &Machine, text: &str) -> usize {
+    machine.serial_log().matches(text).count()
+}
+
+/// Waits until the console has said it more often than `before`.
+///
+/// # Errors
+/// If it does not.
+pub fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
+    let pattern = format!("(?s)(?:{text}.*){{{}}}", before + 1);
+    machine.wait_serial(&pattern, LIMIT).map(drop)
+}
+
+/// Gives a machine's only card an address.
+///
+/// # Errors
+/// If it has none.
+pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
+    machine.sh("modprobe virtio_net")?;
+    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
+}
+
+/// Has a machine wait for another one; what the other one is to be told.
+///
+/// # Errors
+/// If it does not wait.
+pub fn receive(spare: &Machine, address: &str) -> Result<String> {
+    let before = times(spare, WAITS);
+    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s"))?;
+    receive.wait_output("--key mercury-receive-1-", LIMIT)?;
+    thread::sleep(Duration::from_millis(200));
+    let said = receive.output_so_far()?;
+    let words = said.split_once("mercury migrate ").and_then(|(_, words)| words.lines().next());
+    let words = words.ok_or_else(|| Error::Host(format!("mercury receive says {said}")))?.to_owned();
+    wait_more(spare, WAITS, before)?;
+    Ok(words)
+}
+
+/// What the machine's console has said of moves.
+#[must_use]
+pub fn said(machine: &Machine) -> String {
+    let log = machine.serial_log();
+    log.lines().filter(|line| line.contains("mercury migrate")).collect::<Vec<_>>().join("\n")
+}
