@@ -37,6 +37,9 @@ const AMD_ECX: u32 = bits(&[2, 3, 9, 10, 12, 13, 15, 22, 23, 24, 26, 27, 28, 29,
 // those of leaf 1, in their places
 const AMD_EDX: u32 = bits(&[1, 2, 7, 9, 12, 14]);
 
+/// Process-context identifiers, in ECX of leaf 1: for a machine that makes use of them, whatever the host's processor has.
+pub const CONTEXT_IDENTIFIERS: u32 = 1 << 17;
+
 /// States of registers that both the host's kernel and this monitor keep.
 #[must_use]
 pub fn extended_states() -> u64 {

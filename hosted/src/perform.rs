@@ -295,7 +295,11 @@ impl Machine {
 
     fn cpuid(&mut self) {
         let general = &mut self.block().registers.general;
-        let leaf = cpuid::guest(general[block::RAX] as u32, general[block::RCX] as u32, self.vcpu.cr4);
+        let number = general[block::RAX] as u32;
+        let mut leaf = cpuid::guest(number, general[block::RCX] as u32, self.vcpu.cr4);
+        if self.spaces.is_some() && number == 1 {
+            leaf[2] |= cpuid::CONTEXT_IDENTIFIERS;
+        }
         general[block::RAX] = leaf[0].into();
         general[block::RBX] = leaf[1].into();
         general[block::RCX] = leaf[2].into();
@@ -377,8 +381,7 @@ impl Machine {
             Register::CR2 => self.vcpu.cr2 = value,
             Register::CR3 => {
                 self.counters.switches += 1;
-                self.vcpu.cr3 = value & !NO_FLUSH;
-                self.drop_user();
+                self.load_tables(value & !NO_FLUSH, value & NO_FLUSH == 0);
             }
             Register::CR4 => {
                 if (self.vcpu.cr4 ^ value) & CR4_GLOBAL != 0 {

@@ -102,6 +102,8 @@ pub struct Gates {
     pub system_call: u64,
     /// Where slots go on that return from one.
     pub system_return: u64,
+    /// Where slots go on that return from one, if programs run in processes of their own: it leaves the guest.
+    pub leaving: u64,
     /// The part of it between its look at what waits and its end.
     pub returning: std::ops::Range<u64>,
     /// The instruction for which it leaves the guest if something waits.
@@ -120,7 +122,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     const SET: i32 = 0x202;
     const INTERRUPTS: i32 = 0x200;
     let mut code = CodeAssembler::new(64).map_err(wrong)?;
-    let [mut call, mut back, mut looked, mut end, mut slow] = std::array::from_fn(|_| code.create_label());
+    let [mut call, mut back, mut looked, mut end, mut slow, mut leaving] = std::array::from_fn(|_| code.create_label());
     let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
         // R11 gets the flags, and the kernel those that every bit of its mask is cleared in.
         code.set_label(&mut call)?;
@@ -159,6 +161,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
 
         code.set_label(&mut slow)?;
         code.mov(rsp, qword_ptr(at::SCRATCH))?;
+        code.set_label(&mut leaving)?;
         code.mov(dword_ptr(at::EXIT), exit as i32)?;
         code.jmp(qword_ptr(at::ENTRY))
     };
@@ -170,6 +173,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     Ok(Gates {
         system_call: ip(&call)?,
         system_return: ip(&back)?,
+        leaving: ip(&leaving)?,
         returning: ip(&looked)?..ip(&end)?,
         exit: Exit { cause, original: ip(&back)?, resume: ip(&back)? },
         code: done.inner.code_buffer,
