@@ -341,6 +341,9 @@ impl Machine {
         if self.is_for_a_copy(address, access) {
             return;
         }
+        if self.is_a_single_use(address) && self.perform_moves() {
+            return;
+        }
         match self.fill(address, access) {
             Ok(()) => self.counters.fills += 1,
             Err(exception) => {
@@ -366,6 +369,16 @@ impl Machine {
     fn may_belong_to_program(&self, address: u64) -> bool {
         const ANYWHERE: std::ops::Range<u64> = layout::USER_START..layout::USER_END;
         !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
+    }
+
+    /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space
+    /// was changed. Mapping it is only worth it for more.
+    fn is_a_single_use(&mut self, address: u64) -> bool {
+        let is_kernel = self.privilege() == Privilege::Kernel && layout::is_user(address);
+        match &mut self.spaces {
+            Some(spaces) if is_kernel => spaces.is_first_use(address & !(PAGE - 1)),
+            _ => false,
+        }
     }
 
     fn fill(&mut self, address: u64, access: Access) -> Result<(), Exception> {
@@ -605,11 +618,15 @@ impl Machine {
             self.end(End::Broken, &format!("a slot with the unknown number {index}"));
         };
         self.block().registers.rip = exit.resume;
-        if let Cause::Sensitive(instruction) = exit.cause
-            && let Err(exception) = self.perform(&instruction)
-        {
-            self.block().registers.rip = exit.original;
-            self.inject(exception);
+        match exit.cause {
+            Cause::Sensitive(instruction) => {
+                if let Err(exception) = self.perform(&instruction) {
+                    self.block().registers.rip = exit.original;
+                    self.inject(exception);
+                }
+            }
+            Cause::Uses(what) => self.use_program(what),
+            Cause::Pending => {}
         }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
             self.service();

@@ -156,7 +156,7 @@ fn prepare(options: &Options) -> Result<Prepared> {
     let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
     drop(bytes);
     let memory = Memory::new(options.memory)?;
-    let loaded = load::load(&kernel, &memory)?;
+    let loaded = load::load(&kernel, &memory, options.isolation)?;
     Ok(Prepared { kernel, memory, loaded })
 }
 

@@ -30,7 +30,37 @@ pub enum Cause {
     Sensitive(Instruction),
     /// Interrupts have come on, and something waits.
     Pending,
+    /// A function of the kernel's has been called that uses a program's memory.
+    Uses(Use),
 }
+
+/// What a function does with a program's memory, by the kernel's own conventions. It returns 0 if it has been done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Copies EDX bytes from RSI to RDI; the result is in RAX.
+    Copy,
+    /// Reads so many bytes at RAX into RDX; the result is in RAX.
+    Get(usize),
+    /// Writes so many bytes of RAX to RCX; the result is in RCX.
+    Put(usize),
+}
+
+/// Functions that do it: those in which the kernel itself changes nothing at the beginning.
+pub const USES: [(&str, Use); 10] = [
+    ("copy_user_generic_unrolled", Use::Copy),
+    ("copy_user_generic_string", Use::Copy),
+    ("__get_user_1", Use::Get(1)),
+    ("__get_user_2", Use::Get(2)),
+    ("__get_user_4", Use::Get(4)),
+    ("__get_user_8", Use::Get(8)),
+    ("__put_user_1", Use::Put(1)),
+    ("__put_user_2", Use::Put(2)),
+    ("__put_user_4", Use::Put(4)),
+    ("__put_user_8", Use::Put(8)),
+];
+
+/// Bytes of the jump that takes the place of a function's beginning.
+pub const HOOK_LENGTH: usize = 5;
 
 /// A place where the guest is left.
 #[derive(Clone, Copy, Debug)]
@@ -199,6 +229,45 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
     code.jmp(system_call).map_err(wrong)?;
     let rest = code.assemble(place + displaced.len() as u64).map_err(wrong)?;
     Ok([displaced, &rest].concat())
+}
+
+/// Makes code for a function that leaves the guest first, to be put at an address; its exit has this number. If the guest is
+/// gone on with behind the exit, the function is what it was: what the jump has displaced comes, and its rest. `None` if
+/// it does not begin with instructions that mean the same elsewhere.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn hook(what: Use, code: &[u8], address: u64, place: u64, number: usize) -> Result<Option<(Thunk, usize)>> {
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
+    let mut displaced = Vec::new();
+    let mut length = 0;
+    for instruction in Decoder::with_ip(64, code, address, DecoderOptions::NONE).iter() {
+        if length >= HOOK_LENGTH {
+            break;
+        }
+        let stays = instruction.flow_control() != FlowControl::Next || instruction.is_ip_rel_memory_operand();
+        if stays || instruction.is_invalid() {
+            return Ok(None);
+        }
+        length += instruction.len();
+        displaced.push(instruction);
+    }
+    let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
+    let mut behind = assembler.create_label();
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        assembler.mov(dword_ptr(at::EXIT), number as i32)?;
+        assembler.jmp(qword_ptr(at::ENTRY))?;
+        assembler.set_label(&mut behind)?;
+        assembler.nop()?;
+        displaced.iter().try_for_each(|instruction| assembler.add_instruction(*instruction))?;
+        assembler.jmp(address + length as u64)
+    };
+    all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = assembler.assemble_options(place, options).map_err(wrong)?;
+    let resume = done.label_ip(&behind).map_err(wrong)?;
+    let exit = Exit { cause: Cause::Uses(what), original: address, resume };
+    Ok(Some((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, length)))
 }
 
 struct Builder<'a> {

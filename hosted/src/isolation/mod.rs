@@ -11,6 +11,7 @@
 pub mod filter;
 pub mod mappings;
 pub mod stub;
+mod uses;
 
 use crate::{
     block::Block,
@@ -32,6 +33,8 @@ const AROUND: u64 = 16;
 const AT_ONCE: u64 = 32;
 /// If more changes than that are needed, everything goes.
 const MOST_CHANGES: usize = 64;
+/// Of pages that the kernel uses so many are remembered.
+const MOST_USED: usize = 8;
 /// The identifier's bits of CR3.
 const IDENTIFIER: u64 = 0xFFF;
 
@@ -214,6 +217,8 @@ pub struct Spaces {
     /// How many mappings the host allows a process.
     most_mapped: u64,
     asked: Option<Asked>,
+    /// Pages that the kernel has used since CR3 was written.
+    used: Vec<u64>,
     /// Orders were refused, and no program has run since.
     refused: bool,
     /// What has been counted.
@@ -237,6 +242,7 @@ impl Spaces {
             file: file as u64,
             most_mapped,
             asked: None,
+            used: Vec::new(),
             refused: false,
             counters: Counters::default(),
             _common: common,
@@ -245,7 +251,17 @@ impl Spaces {
 
     /// CR3 was written.
     pub fn load(&mut self, cr3: u64, flush: bool) {
+        self.used.clear();
         self.tags.load(cr3, flush);
+    }
+
+    /// Whether the kernel has not used a page of the program's before.
+    pub fn is_first_use(&mut self, page: u64) -> bool {
+        let is_first = !self.used.contains(&page) && self.used.len() < MOST_USED;
+        if is_first {
+            self.used.push(page);
+        }
+        is_first
     }
 
     /// All translations were dropped.

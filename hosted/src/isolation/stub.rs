@@ -194,6 +194,16 @@ fn placed(symbol: unsafe extern "C" fn()) -> u64 {
     STUB + (symbol as *const () as u64 - hosted_stub as *const () as u64)
 }
 
+/// Where its system calls are.
+#[must_use]
+pub fn places() -> Places {
+    Places {
+        reported: placed(hosted_stub_reported),
+        ordered: placed(hosted_stub_ordered),
+        returned: placed(hosted_stub_returned),
+    }
+}
+
 /// The descriptor of the process that runs a program now, or a negative number. A signal of the monitor's interrupts it.
 static RUNNING: AtomicI32 = AtomicI32::new(-1);
 
@@ -286,14 +296,6 @@ impl Common {
         self.window + PAGE as usize + index * STUB_STATE_SIZE as usize
     }
 
-    fn filter(&self) -> Vec<libc::sock_filter> {
-        let places = Places {
-            reported: placed(hosted_stub_reported),
-            ordered: placed(hosted_stub_ordered),
-            returned: placed(hosted_stub_returned),
-        };
-        filter::program(&places, self.secret)
-    }
 }
 
 /// One of them.
@@ -324,7 +326,7 @@ impl Stub {
     /// If the host does not have what it needs.
     pub fn start(common: &Common, index: usize) -> Result<Self> {
         let area = common.area(index);
-        let program = common.filter();
+        let program = filter::program(&places(), common.secret);
         let process = spawn(common, index, &program)?;
         let listener = listener(area, &process)?;
         const WAKE_HERE: u64 = 1;
