@@ -246,7 +246,9 @@ fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()
         let mut code = [0; LONGEST];
         memory.read(physical, &mut code).ok_or_else(outside)?;
         let at = THUNKS + loaded.thunks.len() as u64;
-        let Some((thunk, length)) = thunks::hook(what, &code, address, at, loaded.exits.len())? else { continue };
+        let Some((thunk, length)) = thunks::hook(what, &code, address, at, loaded.exits.len())? else {
+            continue;
+        };
         put_thunk(loaded, memory, thunk, physical, address, length)?;
     }
     Ok(())

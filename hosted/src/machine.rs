@@ -13,8 +13,8 @@ use crate::{
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
-    signal,
     shadow::{Mapped, Shadows},
+    signal,
     thunks::{self, Cause, Exit},
     vcpu::Vcpu,
 };

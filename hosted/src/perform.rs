@@ -478,7 +478,9 @@ impl Machine {
         for _ in 0..MOST {
             let Some(instruction) = self.instruction() else { break };
             let is_move = self.is_simple_move(&instruction);
-            if instruction.mnemonic() != Mnemonic::Nop && (!is_move || self.perform_move(&instruction).is_err()) {
+            if instruction.mnemonic() != Mnemonic::Nop
+                && (!is_move || self.perform_move(&instruction).is_err())
+            {
                 break;
             }
             done |= is_move;
@@ -490,7 +492,8 @@ impl Machine {
     /// Whether it moves between a register, or a number, and a program's memory.
     fn is_simple_move(&self, instruction: &Instruction) -> bool {
         let is_simple = |register: Register| {
-            register.is_gpr() && !matches!(register, Register::AH | Register::BH | Register::CH | Register::DH)
+            register.is_gpr()
+                && !matches!(register, Register::AH | Register::BH | Register::CH | Register::DH)
         };
         let kinds = [instruction.op0_kind(), instruction.op1_kind()];
         matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx)

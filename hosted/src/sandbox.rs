@@ -92,7 +92,8 @@ fn filter(isolation: Isolation) -> std::result::Result<SeccompFilter, seccompile
     if isolation == Isolation::Process {
         rules.insert(libc::SYS_pidfd_send_signal, Vec::new());
     }
-    let requests = settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
+    let requests =
+        settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
     let own = SeccompRule::new(vec![equal(0, u64::from(std::process::id()))?])?;
     rules.insert(libc::SYS_tgkill, vec![own]);

@@ -152,7 +152,8 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     const SET: i32 = 0x202;
     const INTERRUPTS: i32 = 0x200;
     let mut code = CodeAssembler::new(64).map_err(wrong)?;
-    let [mut call, mut back, mut looked, mut end, mut slow, mut leaving] = std::array::from_fn(|_| code.create_label());
+    let [mut call, mut back, mut looked, mut end, mut slow, mut leaving] =
+        std::array::from_fn(|_| code.create_label());
     let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
         // R11 gets the flags, and the kernel those that every bit of its mask is cleared in.
         code.set_label(&mut call)?;
@@ -237,7 +238,13 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
 ///
 /// # Errors
 /// If the assembler does not like it.
-pub fn hook(what: Use, code: &[u8], address: u64, place: u64, number: usize) -> Result<Option<(Thunk, usize)>> {
+pub fn hook(
+    what: Use,
+    code: &[u8],
+    address: u64,
+    place: u64,
+    number: usize,
+) -> Result<Option<(Thunk, usize)>> {
     let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
     let mut displaced = Vec::new();
     let mut length = 0;
@@ -456,6 +463,24 @@ mod tests {
 
     fn text(code: &[u8]) -> Vec<Instruction> {
         Decoder::with_ip(64, code, AT, DecoderOptions::NONE).iter().collect()
+    }
+
+    #[test]
+    fn a_function_leaves_first_and_can_go_on() {
+        // nop ; nop ; nop ; cmp $8,%edx ; jb
+        let code = [0x90, 0x90, 0x90, 0x83, 0xFA, 8, 0x72, 0x27];
+        let (thunk, length) = hook(Use::Copy, &code, PLACE, AT, 7).unwrap().unwrap();
+        assert_eq!((length, thunk.exits.len()), (6, 1));
+        let behind = (thunk.exits[0].resume - AT) as usize;
+        assert_eq!(thunk.code[behind + 1..behind + 7], code[..6]);
+        let jump =
+            Decoder::with_ip(64, &thunk.code[behind + 7..], AT + behind as u64 + 7, DecoderOptions::NONE)
+                .decode();
+        assert_eq!(jump.near_branch_target(), PLACE + 6);
+        // What would lead elsewhere, or look elsewhere, is left alone.
+        for code in [&[0x90, 0x72, 0x27, 0x90, 0x90][..], &[0x48, 0x8B, 0x05, 0, 0, 0, 0]] {
+            assert!(hook(Use::Copy, code, PLACE, AT, 7).unwrap().is_none());
+        }
     }
 
     #[test]

@@ -74,11 +74,8 @@ pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
     let mut ordering = vec![Test::Load(data::NUMBER)];
     ordering.extend(ORDERS.map(|number| Test::To(number as u32, SECRET)));
     ordering.push(Test::Return(TRAP));
-    let returning = vec![
-        Test::Load(data::NUMBER),
-        Test::To(libc::SYS_rt_sigreturn as u32, SECRET),
-        Test::Return(TRAP),
-    ];
+    let returning =
+        vec![Test::Load(data::NUMBER), Test::To(libc::SYS_rt_sigreturn as u32, SECRET), Test::Return(TRAP)];
     let with_secret = vec![
         Test::Load(secret_word(0)),
         Test::Must(secret[0]),
@@ -143,7 +140,8 @@ mod tests {
             match u32::from(one.code) {
                 0x20 => {
                     let from = one.k as usize;
-                    word = u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]]);
+                    word =
+                        u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]]);
                 }
                 0x15 => at += usize::from(if word == one.k { one.jt } else { one.jf }),
                 0x06 => return one.k,

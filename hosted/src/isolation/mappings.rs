@@ -32,7 +32,7 @@ pub struct Mappings {
 impl Mappings {
     /// How many mappings the host has for it, about.
     #[must_use]
-    pub fn len(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.runs.len() as u64
     }
 
@@ -156,9 +156,9 @@ mod tests {
         mappings.insert(0x1000, 0x1000, 0x8000, READ);
         mappings.insert(0x3000, 0x1000, 0xA000, READ);
         mappings.insert(0x2000, 0x1000, 0x9000, READ);
-        assert_eq!((mappings.len(), mappings.page(0x3000)), (1, Some((0xA000, READ))));
+        assert_eq!((mappings.count(), mappings.page(0x3000)), (1, Some((0xA000, READ))));
         mappings.insert(0x4000, 0x1000, 0xB000, WRITE);
-        assert_eq!(mappings.len(), 2);
+        assert_eq!(mappings.count(), 2);
     }
 
     #[test]

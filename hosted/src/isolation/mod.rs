@@ -287,7 +287,7 @@ impl Spaces {
     pub fn map(&mut self, memory: &Memory, cr3: u64, address: u64, found: &Translation) {
         let index = self.index(cr3);
         let space = &mut self.spaces[index];
-        if space.mappings.len() > self.most_mapped {
+        if space.mappings.count() > self.most_mapped {
             space.unmap_all();
         }
         let page = address & !(PAGE - 1);

@@ -38,15 +38,8 @@ const AUTODISARM: i32 = 1 << 31;
 /// The highest address of a process.
 const END: u64 = 0x7FFF_FFFF_F000;
 /// Signals that come from the program, and the one by which the monitor interrupts it.
-const HANDLED: [i32; 7] = [
-    libc::SIGSEGV,
-    libc::SIGBUS,
-    libc::SIGILL,
-    libc::SIGFPE,
-    libc::SIGTRAP,
-    libc::SIGSYS,
-    libc::SIGALRM,
-];
+const HANDLED: [i32; 7] =
+    [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS, libc::SIGALRM];
 /// States of the floating-point registers that are handed over: not protection keys, which the monitor must not get.
 const STATES: u64 = 0xE7;
 /// Of their area: where the control word is, the host's note, the header.
@@ -295,7 +288,6 @@ impl Common {
     fn area(&self, index: usize) -> usize {
         self.window + PAGE as usize + index * STUB_STATE_SIZE as usize
     }
-
 }
 
 /// One of them.
@@ -405,9 +397,10 @@ impl Stub {
         if memory > 0 {
             orders.push(close(0, memory - 1));
         }
-        orders.extend([(0, STUB), (STUB + PAGE, STUB_STATE), (STUB_STATE + STUB_STATE_SIZE, END)].map(
-            |(start, end)| unmap(start, end - start),
-        ));
+        orders.extend(
+            [(0, STUB), (STUB + PAGE, STUB_STATE), (STUB_STATE + STUB_STATE_SIZE, END)]
+                .map(|(start, end)| unmap(start, end - start)),
+        );
         if self.order(&orders)? {
             return Ok(());
         }
@@ -477,13 +470,14 @@ impl Stub {
         let extended = self.frame.extended - STUB_STATE;
         let to: *mut u8 = ptr::with_exposed_provenance_mut(self.area + extended as usize);
         let from: *const u8 = ptr::with_exposed_provenance(block.extended as usize);
-        let frame: *mut Frame = ptr::with_exposed_provenance_mut(self.area + (self.frame_at - STUB_STATE) as usize);
+        let frame: *mut Frame =
+            ptr::with_exposed_provenance_mut(self.area + (self.frame_at - STUB_STATE) as usize);
         // SAFETY: Both areas are as long (`learn`), the frame and all offsets lie in what is shared, and the process waits.
         unsafe {
             frame.write_unaligned(self.frame);
             ptr::copy_nonoverlapping(from, to, self.extended);
             ptr::copy_nonoverlapping(self.note.as_ptr(), to.add(NOTE), HEADER - NOTE);
-            let header = to.add(HEADER).cast::<u64>();
+            let header: *mut u64 = ptr::with_exposed_provenance_mut(to.addr() + HEADER);
             header.write_unaligned(header.read_unaligned() & self.features);
             to.add(self.extended).cast::<u32>().write_unaligned(MAGIC_BEHIND);
             (*self.state()).fs = block.fs;
@@ -496,7 +490,8 @@ impl Stub {
         let extended = self.frame.extended - STUB_STATE;
         let from: *const u8 = ptr::with_exposed_provenance(self.area + extended as usize);
         let to: *mut u8 = ptr::with_exposed_provenance_mut(block.extended as usize);
-        let frame: *const Frame = ptr::with_exposed_provenance(self.area + (self.frame_at - STUB_STATE) as usize);
+        let frame: *const Frame =
+            ptr::with_exposed_provenance(self.area + (self.frame_at - STUB_STATE) as usize);
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
         let (frame, state) = unsafe { (frame.read_unaligned(), &*self.state()) };
         let (signal, failed, fs, gs) = (state.signal, state.failed, state.fs, state.gs);
@@ -513,9 +508,9 @@ impl Stub {
         // SAFETY: Both areas are as long (`learn`). What would make the processor refuse them is taken out of the copy.
         unsafe {
             ptr::copy_nonoverlapping(from, to, self.extended);
-            let control = to.add(CONTROL).cast::<u32>();
+            let control: *mut u32 = ptr::with_exposed_provenance_mut(to.addr() + CONTROL);
             control.write_unaligned(control.read_unaligned() & self.control_mask);
-            let header = to.add(HEADER).cast::<u64>();
+            let header: *mut u64 = ptr::with_exposed_provenance_mut(to.addr() + HEADER);
             header.write_unaligned(header.read_unaligned() & self.features);
             ptr::write_bytes(to.add(HEADER + 8), 0, HEADER_END - HEADER - 8);
         }
@@ -601,7 +596,9 @@ fn rseq() -> u64 {
 }
 
 fn gone() -> Error {
-    Error::host("a process that the guest's programs run in has ended: somebody has killed it, or the host has")
+    Error::host(
+        "a process that the guest's programs run in has ended: somebody has killed it, or the host has",
+    )
 }
 
 /// An order.
@@ -657,8 +654,9 @@ fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
         let is_ended = unsafe { libc::poll(&raw mut ended, 1, 0) } > 0;
         if number < 0 || is_ended {
             let error = io::Error::from_raw_os_error(-number as i32);
-            return Err(Error::host(format!("cannot start a process for programs: {error}"))
-                .hint("the host's kernel has to be 5.19 or later, with seccomp; --isolation=none needs less"));
+            return Err(Error::host(format!("cannot start a process for programs: {error}")).hint(
+                "the host's kernel has to be 5.19 or later, with seccomp; --isolation=none needs less",
+            ));
         }
         // SAFETY: It takes nothing.
         unsafe { libc::sched_yield() };
@@ -753,8 +751,7 @@ unsafe fn prepare_stub(
             8,
         ) as i32)?;
         done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-        let program =
-            libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+        let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
         let flags = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV;
         let set = u64::from(libc::SECCOMP_SET_MODE_FILTER);
         let listener = libc::syscall(libc::SYS_seccomp, set, flags, &raw const program);

@@ -17,7 +17,9 @@ impl Machine {
     pub fn use_program(&mut self, what: Use) {
         let general = self.block().registers.general;
         let done = match what {
-            Use::Copy => self.copy(general[RDI], general[RSI], general[RDX] & 0xFFFF_FFFF).map(|()| (RAX, None)),
+            Use::Copy => {
+                self.copy(general[RDI], general[RSI], general[RDX] & 0xFFFF_FFFF).map(|()| (RAX, None))
+            }
             Use::Get(size) => self.get_user(general[RAX], size).map(|value| (RAX, Some((RDX, value)))),
             Use::Put(size) => self.put_user(general[RCX], general[RAX], size).map(|()| (RCX, None)),
         };
@@ -41,7 +43,8 @@ impl Machine {
         while done < length {
             let (to, from) = (to.wrapping_add(done), from.wrapping_add(done));
             let some = Memory::rest_of_page(to).min(Memory::rest_of_page(from)).min(length - done);
-            let (target, source) = (self.find(to, some, Access::Write)?, self.find(from, some, Access::Read)?);
+            let (target, source) =
+                (self.find(to, some, Access::Write)?, self.find(from, some, Access::Read)?);
             // SAFETY: Both ranges are in the guest's memory, which the monitor has mapped; the guest does not run.
             unsafe { ptr::copy(source, target, some as usize) };
             done += some;
