@@ -512,10 +512,20 @@ pub enum HostedCommand {
     #[command(
         long_about = "Starts a kernel that was built with the afterburner in this process: without root, without hardware \
         virtualization. Its first serial port is this terminal; Ctrl-A x ends it.\n\nThe guest's kernel, its programs and \
-        this program share one address space: what runs there is not kept apart from each other.\n\nThe exit status is 0 \
+        this program share one address space: what runs there is not kept apart from each other, unless --isolation=process \
+        puts the programs into processes of their own.\n\nThe exit status is 0 \
         when the guest has halted, 10 when it has asked for a reset (as after a panic), 11 when it cannot go on."
     )]
     Run(HostedArgs),
+}
+
+/// What keeps a guest's programs apart from its kernel.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub enum Isolation {
+    /// Nothing: they share one address space
+    None,
+    /// Each address space is a process of its own; slower for system calls, faster for switches
+    Process,
 }
 
 /// Arguments of hosted run.
@@ -536,7 +546,10 @@ pub struct HostedArgs {
     /// Words for the kernel's command line
     #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
     pub append: String,
-    /// Leave programs as they are: each of their system calls is a signal
+    /// What keeps the guest's programs apart from its kernel and from this program: nothing, or processes of their own
+    #[arg(long, value_enum, default_value_t = Isolation::None)]
+    pub isolation: Isolation,
+    /// Leave programs as they are: each of their system calls is a signal (it always is with --isolation=process)
     #[arg(long)]
     pub no_rewrite: bool,
     /// Say what the guest does that is strange, and at its end what was counted

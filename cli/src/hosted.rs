@@ -1,10 +1,10 @@
 //! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`).
 
-use mercury_hosted::run::{self, Options, Report};
+use mercury_hosted::run::{self, Isolation, Options, Report};
 use serde::Serialize;
 
 use crate::{
-    args::HostedArgs,
+    args::{self, HostedArgs},
     commands::Say,
     error::{Error, Result},
     exit::Exit,
@@ -19,6 +19,10 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
         memory: args.memory << 20,
         append: args.append.clone(),
+        isolation: match args.isolation {
+            args::Isolation::None => Isolation::None,
+            args::Isolation::Process => Isolation::Process,
+        },
         rewrite: !args.no_rewrite,
         verbose: args.verbose,
     };

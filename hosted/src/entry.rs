@@ -24,6 +24,9 @@ unsafe extern "C" {
     pub fn hosted_resume_end();
     /// Where it is begun again.
     pub fn hosted_resume_pending();
+    /// Where a program of the guest's is gone on with that runs in a process of its own; its registers are in the block,
+    /// but for the floating-point registers.
+    pub fn hosted_enter_program();
     /// All signals' handler.
     pub fn hosted_signal();
     /// Returns from a signal.
@@ -119,6 +122,18 @@ global_asm!(
     "call {handle_pending}",
     "jmp hosted_resume",
     "",
+    ".global hosted_enter_program",
+    "hosted_enter_program:",
+    "mov byte ptr [{selector}], 0",
+    "mov rsp, qword ptr [{stack}]",
+    "mov rax, qword ptr [{monitor_fs}]",
+    "wrfsbase rax",
+    "cld",
+    "mov rdi, qword ptr [{extended}]",
+    "call hosted_save_extended",
+    "call {handle_program}",
+    "jmp hosted_resume",
+    "",
     ".global hosted_save_extended",
     "hosted_save_extended:",
     "mov eax, -1",
@@ -176,5 +191,6 @@ global_asm!(
     extended = const at::EXTENDED,
     handle_exit = sym crate::machine::handle_exit,
     handle_pending = sym crate::machine::handle_pending,
+    handle_program = sym crate::machine::handle_program,
     handle_signal = sym crate::signal::handle_signal,
 );

@@ -10,6 +10,7 @@
 //! |------|------|
 //! | 0x10000 | the guest's programs, up to [`USER_END`], except for what is next |
 //! | [`THUNKS`] | the monitor's code for slots |
+//! | [`STUB`] | in programs' own processes: the code that they have besides the program's, and what they share with the monitor |
 //! | [`CELLS`] | the monitor's code for programs' system calls |
 //! | [`BLOCK`] | the processor's block, which that code addresses by its number |
 //! | [`FIXMAP`] | the kernel's fixed addresses |
@@ -23,6 +24,12 @@
 pub const THUNKS: u64 = 0x3800_0000;
 /// At most as much of it.
 pub const THUNKS_SIZE: u64 = 0x0200_0000;
+/// The one page of code that is in the processes of programs ([`crate::isolation`]) besides the program.
+pub const STUB: u64 = 0x3B00_0000;
+/// What such a process shares with the monitor.
+pub const STUB_STATE: u64 = 0x3B01_0000;
+/// Bytes of it.
+pub const STUB_STATE_SIZE: u64 = 0x1_0000;
 /// The processor's block.
 pub const BLOCK: u64 = 0x3E00_0000;
 /// Where the kernel's constants for fixed addresses go: the same low 30 bits. Kernels clear what is left of a gigabyte of
@@ -76,6 +83,12 @@ pub fn is_kernel_translated(address: u64) -> bool {
 #[must_use]
 pub fn is_user(address: u64) -> bool {
     matches!(address, USER_START..THUNKS | DIRECT_MAP..USER_END)
+}
+
+/// Whether it is the code that a program's process has of its own.
+#[must_use]
+pub fn is_stub(address: u64) -> bool {
+    matches!(address, STUB..CELLS)
 }
 
 /// Whether code at this address is the guest's, or stands for it.

@@ -12,7 +12,8 @@ use crate::{
     layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
-    thunks::{self, Exit, Slot},
+    run::Isolation,
+    thunks::{self, Exit, Slot, Thunk, USES},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -62,7 +63,7 @@ fn physical_of(kernel: &Kernel, symbol: &str) -> Result<u64> {
 ///
 /// # Errors
 /// If there is too little memory, or the kernel is not what its records and relocations say.
-pub fn load(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
+pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Loaded> {
     for segment in &kernel.segments {
         let place = memory.contains(segment.physical, segment.size).then_some(());
         place.and_then(|()| memory.write(segment.physical, &segment.bytes)).ok_or_else(outside)?;
@@ -72,6 +73,12 @@ pub fn load(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
     give_layout(kernel, memory)?;
     let root = prepare_tables(kernel, memory)?;
     let mut loaded = fill_slots(kernel, memory)?;
+    if isolation == Isolation::Process {
+        hook_uses(kernel, memory, &mut loaded)?;
+    }
+    if loaded.thunks.len() as u64 > THUNKS_SIZE {
+        return Err(Error::new("the kernel has more slots than there is room for"));
+    }
     (loaded.root, loaded.constants, loaded.relocated) = (root, constants, kernel.relocations.len());
     Ok(loaded)
 }
@@ -230,6 +237,23 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     Ok(root)
 }
 
+/// Functions that use a program's memory leave the guest, which does it without mapping the memory.
+fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
+    const LONGEST: usize = 32;
+    for (name, what) in USES {
+        let Ok(physical) = physical_of(kernel, name) else { continue };
+        let address = address_of(kernel, name)?;
+        let mut code = [0; LONGEST];
+        memory.read(physical, &mut code).ok_or_else(outside)?;
+        let at = THUNKS + loaded.thunks.len() as u64;
+        let Some((thunk, length)) = thunks::hook(what, &code, address, at, loaded.exits.len())? else {
+            continue;
+        };
+        put_thunk(loaded, memory, thunk, physical, address, length)?;
+    }
+    Ok(())
+}
+
 fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
     let mut loaded = Loaded {
         thunks: Vec::new(),
@@ -248,9 +272,6 @@ fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
         fill(&mut loaded, memory, linked, physical, records)?;
         loaded.filled += 1;
     }
-    if loaded.thunks.len() as u64 > THUNKS_SIZE {
-        return Err(Error::new("the kernel has more slots than there is room for"));
-    }
     Ok(loaded)
 }
 
@@ -261,6 +282,19 @@ fn fill(loaded: &mut Loaded, memory: &Memory, linked: u64, physical: u64, record
     let address = linked.wrapping_add(DISTANCE);
     let at = THUNKS + loaded.thunks.len() as u64;
     let thunk = thunks::build(&Slot { address, bytes: &bytes, records }, at, loaded.exits.len())?;
+    put_thunk(loaded, memory, thunk, physical, address, length)
+}
+
+/// Puts code behind what there is already, and a jump to it in the place of so many bytes.
+fn put_thunk(
+    loaded: &mut Loaded,
+    memory: &Memory,
+    thunk: Thunk,
+    physical: u64,
+    address: u64,
+    length: usize,
+) -> Result<()> {
+    let at = THUNKS + loaded.thunks.len() as u64;
     loaded.exits.extend(thunk.exits);
     loaded.thunks.extend(thunk.code);
     loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);

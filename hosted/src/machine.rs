@@ -9,10 +9,12 @@ use crate::{
     block::{self, Block, IF},
     devices::Devices,
     entry,
+    isolation::{Spaces, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
     shadow::{Mapped, Shadows},
+    signal,
     thunks::{self, Cause, Exit},
     vcpu::Vcpu,
 };
@@ -109,6 +111,8 @@ pub struct Machine {
     pub most_mapped: u64,
     /// Copies of programs' pages, in which system calls are rewritten; unless they are to be left.
     pub shadows: Option<Shadows>,
+    /// The processes that programs run in, if they do not run in this one.
+    pub spaces: Option<Spaces>,
     /// The code that returns from a system call, behind its look at what waits.
     pub returning: Range<u64>,
     /// Say what is strange.
@@ -154,6 +158,7 @@ impl Machine {
         if self.verbose {
             eprintln!("mercury hosted: {:?}", self.counters);
             eprintln!("mercury hosted: {:?}", self.shadows.as_ref().map(|shadows| shadows.counters));
+            eprintln!("mercury hosted: {:?}", self.spaces.as_ref().map(|spaces| spaces.counters));
         }
         std::process::exit(match how {
             End::Halted | End::Ended => 0,
@@ -293,6 +298,33 @@ impl Machine {
         if let Some(how) = self.devices.ended() {
             self.end(how, "");
         }
+        if signal::is_child_gone() {
+            self.end(End::Broken, "a process that the guest's programs run in has ended");
+        }
+    }
+
+    /// Whether a program is to run now, in another process.
+    #[must_use]
+    pub fn is_program_elsewhere(&self) -> bool {
+        self.spaces.is_some() && self.privilege() == Privilege::User
+    }
+
+    /// Lets programs run in their processes until the guest's kernel has to.
+    pub fn run_programs(&mut self) {
+        while self.is_program_elsewhere() {
+            if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
+                self.service();
+                continue;
+            }
+            let block = self.block();
+            let Some(spaces) = &mut self.spaces else { return };
+            match spaces.run(&self.memory, self.vcpu.cr3, block) {
+                Ok(Stop::Fault(fault)) => signal::answer(self, fault),
+                Ok(Stop::Interrupted | Stop::Refused) => {}
+                Ok(Stop::Astray) => self.inject(Exception::PROTECTION),
+                Err(error) => self.end(End::Broken, error.message()),
+            }
+        }
     }
 
     /// An address that is not mapped, or not so: maps what the guest's page tables have there, or gives it the fault.
@@ -309,10 +341,18 @@ impl Machine {
         if self.is_for_a_copy(address, access) {
             return;
         }
+        if self.is_a_single_use(address) && self.perform_moves() {
+            return;
+        }
         match self.fill(address, access) {
             Ok(()) => self.counters.fills += 1,
             Err(exception) => {
                 self.counters.faults += 1;
+                if self.is_program_elsewhere()
+                    && let Some(spaces) = &mut self.spaces
+                {
+                    spaces.ask(self.vcpu.cr3, address, access);
+                }
                 self.inject(exception);
             }
         }
@@ -331,9 +371,22 @@ impl Machine {
         !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
     }
 
+    /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space
+    /// was changed. Mapping it is only worth it for more.
+    fn is_a_single_use(&mut self, address: u64) -> bool {
+        let is_kernel = self.privilege() == Privilege::Kernel && layout::is_user(address);
+        match &mut self.spaces {
+            Some(spaces) if is_kernel => spaces.is_first_use(address & !(PAGE - 1)),
+            _ => false,
+        }
+    }
+
     fn fill(&mut self, address: u64, access: Access) -> Result<(), Exception> {
         let found = self.translate(address, access, self.privilege())?;
         if self.memory.direct(address).is_some() || !layout::is_translated(address) {
+            if self.is_program_elsewhere() {
+                return Err(Exception::PROTECTION);
+            }
             let why = format!("the guest cannot have the address {address:#x}");
             self.end(End::Broken, &why);
         }
@@ -341,6 +394,12 @@ impl Machine {
         let physical = found.physical & !(PAGE - 1);
         if !self.memory.contains(physical, PAGE) {
             return self.touch_device(found.physical);
+        }
+        if self.is_program_elsewhere()
+            && let Some(spaces) = &mut self.spaces
+        {
+            spaces.map(&self.memory, self.vcpu.cr3, address, &found);
+            return Ok(());
         }
         let rights = Rights { write: found.write, execute: found.execute };
         let large = !(found.size - 1);
@@ -394,6 +453,18 @@ impl Machine {
         }
     }
 
+    /// CR3 is written: `flush` unless translations are to be kept.
+    pub fn load_tables(&mut self, cr3: u64, flush: bool) {
+        let is_same = self.vcpu.cr3 == cr3;
+        self.vcpu.cr3 = cr3;
+        if let Some(spaces) = &mut self.spaces {
+            spaces.load(cr3, flush);
+        }
+        if flush || !is_same {
+            self.drop_user();
+        }
+    }
+
     /// Drops the mappings of programs' memory.
     pub fn drop_user(&mut self) {
         if !self.user_mapped {
@@ -415,6 +486,9 @@ impl Machine {
         self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
         self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
         self.mapped = 0;
+        if let Some(spaces) = &mut self.spaces {
+            spaces.flush_all();
+        }
         if let Some(shadows) = &mut self.shadows {
             shadows.all_dropped(true);
         }
@@ -425,6 +499,9 @@ impl Machine {
         let page = address & !(PAGE - 1);
         if layout::is_translated(page) && self.memory.direct(page).is_none() {
             self.memory.unmap(page, PAGE);
+            if let Some(spaces) = &mut self.spaces {
+                spaces.flush_page(self.vcpu.cr3, page);
+            }
             if let Some(shadows) = &mut self.shadows {
                 shadows.page_dropped(page);
             }
@@ -541,11 +618,15 @@ impl Machine {
             self.end(End::Broken, &format!("a slot with the unknown number {index}"));
         };
         self.block().registers.rip = exit.resume;
-        if let Cause::Sensitive(instruction) = exit.cause
-            && let Err(exception) = self.perform(&instruction)
-        {
-            self.block().registers.rip = exit.original;
-            self.inject(exception);
+        match exit.cause {
+            Cause::Sensitive(instruction) => {
+                if let Err(exception) = self.perform(&instruction) {
+                    self.block().registers.rip = exit.original;
+                    self.inject(exception);
+                }
+            }
+            Cause::Uses(what) => self.use_program(what),
+            Cause::Pending => {}
         }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
             self.service();
@@ -576,6 +657,14 @@ pub fn running() -> Option<&'static mut Machine> {
 pub extern "C" fn handle_exit() {
     if let Some(machine) = running() {
         machine.exit();
+        machine.run_programs();
+    }
+}
+
+/// The guest's kernel goes on with a program, and was not left by a slot.
+pub extern "C" fn handle_program() {
+    if let Some(machine) = running() {
+        machine.run_programs();
     }
 }
 

@@ -120,6 +120,12 @@ impl Memory {
         physical < self.size && length <= self.size - physical
     }
 
+    /// The file's number in this process.
+    #[must_use]
+    pub fn descriptor(&self) -> i32 {
+        self.file.as_raw_fd()
+    }
+
     /// Where the monitor sees it.
     #[must_use]
     pub fn pointer(&self, physical: u64, length: u64) -> Option<*mut u8> {

@@ -1,6 +1,9 @@
 //! Walks the guest's page tables as the processor would: four levels, pages of 4 KiB, 2 MiB and 1 GiB.
 
-use crate::{layout::PAGE, memory::Memory};
+use crate::{
+    layout::PAGE,
+    memory::{Memory, Rights},
+};
 
 /// What is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,6 +123,81 @@ pub fn walk(
         });
     }
     Err(code)
+}
+
+/// What programs may do with pages, by the page tables, whose entries are not marked. Pages in order are looked up fast.
+#[derive(Debug)]
+pub struct Looker<'a> {
+    memory: &'a Memory,
+    root: u64,
+    /// The last table, and what the levels above it allow: of which 2 MiB.
+    table: Option<(u64, Option<Upper>)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Upper {
+    /// Of a table, or of a large page's entry.
+    entry: u64,
+    size: u64,
+    write: bool,
+    execute: bool,
+}
+
+impl<'a> Looker<'a> {
+    /// For one address space.
+    #[must_use]
+    pub fn new(memory: &'a Memory, root: u64) -> Self {
+        Self { memory, root, table: None }
+    }
+
+    /// Where a page leads, and whether it may be written to and executed: as long as the entry is marked as used, and written
+    /// to.
+    pub fn page(&mut self, page: u64) -> Option<(u64, Rights)> {
+        const USED: u64 = bits::PRESENT | bits::USER | bits::ACCESSED;
+        let of = page >> 21;
+        let upper = match self.table {
+            Some((known, upper)) if known == of => upper,
+            _ => {
+                let upper = self.upper(page);
+                self.table = Some((of, upper));
+                upper
+            }
+        }?;
+        let entry = match upper.size {
+            PAGE => self.memory.read_long((upper.entry & bits::ADDRESS) + (page >> 12 & 511) * 8)?,
+            _ => upper.entry,
+        };
+        if entry & USED != USED {
+            return None;
+        }
+        let within = page & (upper.size - 1) & !(PAGE - 1);
+        Some((
+            (entry & bits::ADDRESS & !(upper.size - 1)) + within,
+            Rights {
+                write: upper.write && entry & bits::WRITE != 0 && entry & bits::DIRTY != 0,
+                execute: upper.execute && entry & bits::NO_EXECUTE == 0,
+            },
+        ))
+    }
+
+    fn upper(&self, page: u64) -> Option<Upper> {
+        const NEEDED: u64 = bits::PRESENT | bits::USER;
+        let mut upper = Upper { entry: self.root, size: PAGE, write: true, execute: true };
+        for shift in [39, 30, 21] {
+            let at = (upper.entry & bits::ADDRESS) + (page >> shift & 511) * 8;
+            let entry = self.memory.read_long(at)?;
+            if entry & NEEDED != NEEDED {
+                return None;
+            }
+            upper.entry = entry;
+            if shift < 39 && entry & bits::LARGE != 0 {
+                return Some(Upper { size: 1 << shift, ..upper });
+            }
+            upper.write &= entry & bits::WRITE != 0;
+            upper.execute &= entry & bits::NO_EXECUTE == 0;
+        }
+        Some(upper)
+    }
 }
 
 fn code(access: Access, privilege: Privilege) -> u32 {

@@ -99,7 +99,7 @@ impl Machine {
         Ok(())
     }
 
-    fn pop(&mut self) -> Result<u64, Exception> {
+    pub(crate) fn pop(&mut self) -> Result<u64, Exception> {
         let top = self.block().registers.general[block::RSP];
         let value = self.read_long(top)?;
         self.block().registers.general[block::RSP] = top + 8;
@@ -295,7 +295,11 @@ impl Machine {
 
     fn cpuid(&mut self) {
         let general = &mut self.block().registers.general;
-        let leaf = cpuid::guest(general[block::RAX] as u32, general[block::RCX] as u32, self.vcpu.cr4);
+        let number = general[block::RAX] as u32;
+        let mut leaf = cpuid::guest(number, general[block::RCX] as u32, self.vcpu.cr4);
+        if self.spaces.is_some() {
+            cpuid::separate_programs(number, &mut leaf);
+        }
         general[block::RAX] = leaf[0].into();
         general[block::RBX] = leaf[1].into();
         general[block::RCX] = leaf[2].into();
@@ -377,8 +381,7 @@ impl Machine {
             Register::CR2 => self.vcpu.cr2 = value,
             Register::CR3 => {
                 self.counters.switches += 1;
-                self.vcpu.cr3 = value & !NO_FLUSH;
-                self.drop_user();
+                self.load_tables(value & !NO_FLUSH, value & NO_FLUSH == 0);
             }
             Register::CR4 => {
                 if (self.vcpu.cr4 ^ value) & CR4_GLOBAL != 0 {
@@ -465,6 +468,51 @@ impl Machine {
         // SAFETY: All of the thunks' range is mapped for reading.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
         Some(())
+    }
+
+    /// Does moves between registers and a program's memory, as long as one follows the other, for a kernel that does not have
+    /// the memory mapped. Says whether it did any.
+    pub fn perform_moves(&mut self) -> bool {
+        const MOST: usize = 8;
+        let mut done = false;
+        for _ in 0..MOST {
+            let Some(instruction) = self.instruction() else { break };
+            let is_move = self.is_simple_move(&instruction);
+            if instruction.mnemonic() != Mnemonic::Nop
+                && (!is_move || self.perform_move(&instruction).is_err())
+            {
+                break;
+            }
+            done |= is_move;
+            self.block().registers.rip = instruction.next_ip();
+        }
+        done
+    }
+
+    /// Whether it moves between a register, or a number, and a program's memory.
+    fn is_simple_move(&self, instruction: &Instruction) -> bool {
+        let is_simple = |register: Register| {
+            register.is_gpr()
+                && !matches!(register, Register::AH | Register::BH | Register::CH | Register::DH)
+        };
+        let kinds = [instruction.op0_kind(), instruction.op1_kind()];
+        matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx)
+            && kinds.contains(&OpKind::Memory)
+            && (0..2).all(|at| kinds[at] != OpKind::Register || is_simple(instruction.op_register(at as u32)))
+            && layout::is_user(self.address(instruction))
+    }
+
+    fn perform_move(&mut self, instruction: &Instruction) -> Done {
+        if instruction.op0_kind() == OpKind::Memory {
+            let value = match instruction.try_immediate(1) {
+                Ok(value) => value,
+                Err(_) => self.get(instruction, 1)?,
+            };
+            return self.set(instruction, 0, value);
+        }
+        let value = self.get(instruction, 1)?;
+        self.set_register(instruction.op0_register(), value);
+        Ok(())
     }
 
     /// Does a move to or from a device's register in memory. `None` if there is no device, or it is no simple move.

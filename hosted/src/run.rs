@@ -9,6 +9,7 @@ use crate::{
     devices::{Block, Console, Devices, describe_disks, now},
     entry,
     error::{Error, Result},
+    isolation::Spaces,
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     load,
@@ -34,10 +35,22 @@ pub struct Options {
     pub memory: u64,
     /// More for the command line.
     pub append: String,
-    /// Rewrite programs' system calls.
+    /// What programs are kept apart by.
+    pub isolation: Isolation,
+    /// Rewrite programs' system calls, if they run in this process.
     pub rewrite: bool,
     /// Say what is strange, and what was counted.
     pub verbose: bool,
+}
+
+/// What keeps the guest's programs apart from its kernel and from the monitor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Isolation {
+    /// Nothing.
+    #[default]
+    None,
+    /// The host: they run in processes of their own.
+    Process,
 }
 
 /// A disk that is wanted: a file, and `,ro` if it is only to be read.
@@ -117,9 +130,14 @@ pub fn run(options: &Options) -> Result<Infallible> {
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
+    drop(initramfs);
+    let spaces = match options.isolation {
+        Isolation::None => None,
+        Isolation::Process => Some(Spaces::start(&memory, most_mapped)?),
+    };
     let console = Console::open()?;
     let devices = Devices::new(console, &memory, disks)?;
-    start(options, &kernel, loaded, memory, devices, placed, most_mapped)
+    start(options, &kernel, loaded, memory, devices, placed, most_mapped, spaces)
 }
 
 struct Prepared {
@@ -138,10 +156,11 @@ fn prepare(options: &Options) -> Result<Prepared> {
     let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
     drop(bytes);
     let memory = Memory::new(options.memory)?;
-    let loaded = load::load(&kernel, &memory)?;
+    let loaded = load::load(&kernel, &memory, options.isolation)?;
     Ok(Prepared { kernel, memory, loaded })
 }
 
+#[allow(clippy::too_many_arguments)]
 fn start(
     options: &Options,
     kernel: &Kernel,
@@ -150,9 +169,11 @@ fn start(
     devices: Devices,
     placed: Placed,
     most_mapped: u64,
+    spaces: Option<Spaces>,
 ) -> Result<Infallible> {
     let Placed { entry, gates } = placed;
-    prepare_block(gates.system_return)?;
+    let isolation = options.isolation;
+    prepare_block(if isolation == Isolation::None { gates.system_return } else { gates.leaving })?;
     signal::install()?;
     let mut machine = Machine {
         vcpu: Vcpu::default(),
@@ -165,7 +186,10 @@ fn start(
         mapped: 0,
         user_mapped: false,
         most_mapped,
-        shadows: options.rewrite.then(|| Shadows::new(gates.system_call)).transpose()?,
+        shadows: (options.rewrite && isolation == Isolation::None)
+            .then(|| Shadows::new(gates.system_call))
+            .transpose()?,
+        spaces,
         returning: gates.returning,
         verbose: options.verbose,
     };
@@ -174,7 +198,7 @@ fn start(
     machine.exits = loaded.exits;
     machine.exits.push(gates.exit);
     signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
-    sandbox::forbid_calls().inspect_err(|_| machine.devices.console.restore())?;
+    sandbox::forbid_calls(isolation).inspect_err(|_| machine.devices.console.restore())?;
     machine.run()
 }
 

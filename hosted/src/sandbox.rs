@@ -12,7 +12,10 @@ use seccompiler::{
     TargetArch,
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    run::Isolation,
+};
 
 /// Allowed with any arguments: memory of this process, files that are open, time, signals of its own, its end.
 const ALLOWED: &[i64] = &[
@@ -68,22 +71,30 @@ pub fn forbid_files() -> Result<bool> {
 ///
 /// # Errors
 /// If the host does not do it.
-pub fn forbid_calls() -> Result<()> {
+pub fn forbid_calls(isolation: Isolation) -> Result<()> {
     let wrong = |error: &dyn std::fmt::Display| {
         Error::host(format!("cannot forbid this process system calls: {error}"))
     };
-    let filter = filter().map_err(|error| wrong(&error))?;
+    let filter = filter(isolation).map_err(|error| wrong(&error))?;
     let program: BpfProgram = filter.try_into().map_err(|error: seccompiler::BackendError| wrong(&error))?;
     seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))
 }
 
-fn filter() -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
+fn filter(isolation: Isolation) -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
     let equal =
         |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
     // The terminal's settings are put back at the end, which the C library makes sure of by reading them.
-    let settings = [libc::TCSETS, libc::TCGETS].map(|request| SeccompRule::new(vec![equal(1, request)?]));
-    rules.insert(libc::SYS_ioctl, settings.into_iter().collect::<std::result::Result<_, _>>()?);
+    let settings = [libc::TCSETS, libc::TCGETS];
+    // Programs' processes are waited for, answered, and interrupted; their descriptors are open.
+    let listening = [libc::SECCOMP_IOCTL_NOTIF_RECV, libc::SECCOMP_IOCTL_NOTIF_SEND];
+    let listening = listening.into_iter().filter(|_| isolation == Isolation::Process);
+    if isolation == Isolation::Process {
+        rules.insert(libc::SYS_pidfd_send_signal, Vec::new());
+    }
+    let requests =
+        settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
+    rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
     let own = SeccompRule::new(vec![equal(0, u64::from(std::process::id()))?])?;
     rules.insert(libc::SYS_tgkill, vec![own]);
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, TargetArch::x86_64)

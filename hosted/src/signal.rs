@@ -9,7 +9,7 @@ use std::{
 use crate::{
     block, entry,
     error::{Error, Result},
-    layout,
+    isolation, layout,
     machine::{self, End, Exception, Machine},
     mmu::Privilege,
 };
@@ -24,8 +24,21 @@ mod trap {
     pub const PROTECTION: i64 = 13;
     pub const PAGE: i64 = 14;
 }
+/// What a signal says that the guest has done.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    /// A program's system call; the rest means nothing then.
+    pub is_call: bool,
+    /// The exception's number.
+    pub number: i64,
+    /// Its error code.
+    pub error: u32,
+    /// The address that a page fault is about.
+    pub address: u64,
+}
+
 /// Of the structure that a signal's handler gets, in the order of the block's.
-const ORDER: [i32; 16] = [
+pub const ORDER: [i32; 16] = [
     libc::REG_RAX,
     libc::REG_RCX,
     libc::REG_RDX,
@@ -46,6 +59,15 @@ const ORDER: [i32; 16] = [
 
 /// Somebody wants the machine's end.
 static END: AtomicBool = AtomicBool::new(false);
+
+/// A process of ours has ended.
+static CHILD_GONE: AtomicBool = AtomicBool::new(false);
+
+/// Whether a process has ended that the guest's programs run in.
+#[must_use]
+pub fn is_child_gone() -> bool {
+    CHILD_GONE.load(Ordering::Acquire)
+}
 
 /// Whether a signal has asked for the machine's end.
 #[must_use]
@@ -76,7 +98,7 @@ pub fn install() -> Result<()> {
     const RESTORER: u64 = 0x0400_0000;
     let action = Action {
         handler: entry::hosted_signal as *const () as u64,
-        flags: (libc::SA_SIGINFO | libc::SA_ONSTACK) as u64 | RESTORER,
+        flags: (libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NOCLDSTOP) as u64 | RESTORER,
         restorer: entry::hosted_restorer as *const () as u64,
         mask: !0,
     };
@@ -92,6 +114,7 @@ pub fn install() -> Result<()> {
         libc::SIGTERM,
         libc::SIGINT,
         libc::SIGHUP,
+        libc::SIGCHLD,
     ] {
         // SAFETY: The structure is the kernel's, and the handler is made for it.
         let done = unsafe {
@@ -136,12 +159,16 @@ pub unsafe extern "C" fn handle_signal(
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
     let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
-    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1);
+    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | libc::SIGCHLD);
+    if signal == libc::SIGCHLD {
+        CHILD_GONE.store(true, Ordering::Release);
+    }
     if is_end {
         END.store(true, Ordering::Release);
     }
     if is_notice {
-        machine::pending().store(1, Ordering::Release);
+        machine::pending().store(1, Ordering::SeqCst);
+        isolation::stub::interrupt();
     }
     let Some(machine) = machine::running() else { return if is_notice { 0 } else { die(signal, registers) } };
     if !layout::is_guest_code(rip) {
@@ -164,9 +191,13 @@ pub unsafe extern "C" fn handle_signal(
             machine.service();
         }
         true => {}
-        false => answer(machine, signal, registers),
+        false => answer(machine, Fault::new(signal, registers)),
     }
     give(machine, registers);
+    if machine.is_program_elsewhere() {
+        registers[libc::REG_RIP as usize] = (entry::hosted_enter_program as *const () as u64).cast_signed();
+        return 0;
+    }
     1
 }
 
@@ -197,14 +228,26 @@ fn give(machine: &Machine, to: &mut [libc::greg_t; 23]) {
     to[libc::REG_EFL as usize] = block.registers.rflags.cast_signed();
 }
 
-fn answer(machine: &mut Machine, signal: i32, registers: &[libc::greg_t; 23]) {
-    if signal == libc::SIGSYS {
+impl Fault {
+    fn new(signal: i32, registers: &[libc::greg_t; 23]) -> Self {
+        Self {
+            is_call: signal == libc::SIGSYS,
+            number: registers[libc::REG_TRAPNO as usize],
+            error: registers[libc::REG_ERR as usize] as u32,
+            address: registers[libc::REG_CR2 as usize].cast_unsigned(),
+        }
+    }
+}
+
+/// Does what the guest has asked for, or gives it what the processor would.
+pub fn answer(machine: &mut Machine, fault: Fault) {
+    if fault.is_call {
         return machine.system_call();
     }
-    let error = registers[libc::REG_ERR as usize] as u32;
+    let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
-    match registers[libc::REG_TRAPNO as usize] {
-        trap::PAGE => machine.page_fault(registers[libc::REG_CR2 as usize].cast_unsigned(), error.into()),
+    match fault.number {
+        trap::PAGE => machine.page_fault(fault.address, error.into()),
         trap::PROTECTION if machine.privilege() == Privilege::Kernel && machine.trapped().is_some() => {}
         trap::PROTECTION => machine.inject(Exception { error: Some(error), ..Exception::PROTECTION }),
         trap::UNDEFINED if machine.resume_below_a_jump() => {}
@@ -213,7 +256,9 @@ fn answer(machine: &mut Machine, signal: i32, registers: &[libc::greg_t; 23]) {
             machine.inject(simple(number as u8))
         }
         number @ (12 | 17) => machine.inject(Exception { error: Some(error), ..simple(number as u8) }),
-        other => machine.end(End::Broken, &format!("the host reports exception {other} (signal {signal})")),
+        // Its process may report what it likes.
+        _ if machine.is_program_elsewhere() => machine.inject(Exception::PROTECTION),
+        other => machine.end(End::Broken, &format!("the host reports exception {other}")),
     }
 }
 

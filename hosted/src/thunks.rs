@@ -30,7 +30,37 @@ pub enum Cause {
     Sensitive(Instruction),
     /// Interrupts have come on, and something waits.
     Pending,
+    /// A function of the kernel's has been called that uses a program's memory.
+    Uses(Use),
 }
+
+/// What a function does with a program's memory, by the kernel's own conventions. It returns 0 if it has been done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Copies EDX bytes from RSI to RDI; the result is in RAX.
+    Copy,
+    /// Reads so many bytes at RAX into RDX; the result is in RAX.
+    Get(usize),
+    /// Writes so many bytes of RAX to RCX; the result is in RCX.
+    Put(usize),
+}
+
+/// Functions that do it: those in which the kernel itself changes nothing at the beginning.
+pub const USES: [(&str, Use); 10] = [
+    ("copy_user_generic_unrolled", Use::Copy),
+    ("copy_user_generic_string", Use::Copy),
+    ("__get_user_1", Use::Get(1)),
+    ("__get_user_2", Use::Get(2)),
+    ("__get_user_4", Use::Get(4)),
+    ("__get_user_8", Use::Get(8)),
+    ("__put_user_1", Use::Put(1)),
+    ("__put_user_2", Use::Put(2)),
+    ("__put_user_4", Use::Put(4)),
+    ("__put_user_8", Use::Put(8)),
+];
+
+/// Bytes of the jump that takes the place of a function's beginning.
+pub const HOOK_LENGTH: usize = 5;
 
 /// A place where the guest is left.
 #[derive(Clone, Copy, Debug)]
@@ -102,6 +132,8 @@ pub struct Gates {
     pub system_call: u64,
     /// Where slots go on that return from one.
     pub system_return: u64,
+    /// Where slots go on that return from one, if programs run in processes of their own: it leaves the guest.
+    pub leaving: u64,
     /// The part of it between its look at what waits and its end.
     pub returning: std::ops::Range<u64>,
     /// The instruction for which it leaves the guest if something waits.
@@ -120,7 +152,8 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     const SET: i32 = 0x202;
     const INTERRUPTS: i32 = 0x200;
     let mut code = CodeAssembler::new(64).map_err(wrong)?;
-    let [mut call, mut back, mut looked, mut end, mut slow] = std::array::from_fn(|_| code.create_label());
+    let [mut call, mut back, mut looked, mut end, mut slow, mut leaving] =
+        std::array::from_fn(|_| code.create_label());
     let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
         // R11 gets the flags, and the kernel those that every bit of its mask is cleared in.
         code.set_label(&mut call)?;
@@ -159,6 +192,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
 
         code.set_label(&mut slow)?;
         code.mov(rsp, qword_ptr(at::SCRATCH))?;
+        code.set_label(&mut leaving)?;
         code.mov(dword_ptr(at::EXIT), exit as i32)?;
         code.jmp(qword_ptr(at::ENTRY))
     };
@@ -170,6 +204,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     Ok(Gates {
         system_call: ip(&call)?,
         system_return: ip(&back)?,
+        leaving: ip(&leaving)?,
         returning: ip(&looked)?..ip(&end)?,
         exit: Exit { cause, original: ip(&back)?, resume: ip(&back)? },
         code: done.inner.code_buffer,
@@ -195,6 +230,51 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
     code.jmp(system_call).map_err(wrong)?;
     let rest = code.assemble(place + displaced.len() as u64).map_err(wrong)?;
     Ok([displaced, &rest].concat())
+}
+
+/// Makes code for a function that leaves the guest first, to be put at an address; its exit has this number. If the guest is
+/// gone on with behind the exit, the function is what it was: what the jump has displaced comes, and its rest. `None` if
+/// it does not begin with instructions that mean the same elsewhere.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn hook(
+    what: Use,
+    code: &[u8],
+    address: u64,
+    place: u64,
+    number: usize,
+) -> Result<Option<(Thunk, usize)>> {
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
+    let mut displaced = Vec::new();
+    let mut length = 0;
+    for instruction in Decoder::with_ip(64, code, address, DecoderOptions::NONE).iter() {
+        if length >= HOOK_LENGTH {
+            break;
+        }
+        let stays = instruction.flow_control() != FlowControl::Next || instruction.is_ip_rel_memory_operand();
+        if stays || instruction.is_invalid() {
+            return Ok(None);
+        }
+        length += instruction.len();
+        displaced.push(instruction);
+    }
+    let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
+    let mut behind = assembler.create_label();
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        assembler.mov(dword_ptr(at::EXIT), number as i32)?;
+        assembler.jmp(qword_ptr(at::ENTRY))?;
+        assembler.set_label(&mut behind)?;
+        assembler.nop()?;
+        displaced.iter().try_for_each(|instruction| assembler.add_instruction(*instruction))?;
+        assembler.jmp(address + length as u64)
+    };
+    all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = assembler.assemble_options(place, options).map_err(wrong)?;
+    let resume = done.label_ip(&behind).map_err(wrong)?;
+    let exit = Exit { cause: Cause::Uses(what), original: address, resume };
+    Ok(Some((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, length)))
 }
 
 struct Builder<'a> {
@@ -383,6 +463,24 @@ mod tests {
 
     fn text(code: &[u8]) -> Vec<Instruction> {
         Decoder::with_ip(64, code, AT, DecoderOptions::NONE).iter().collect()
+    }
+
+    #[test]
+    fn a_function_leaves_first_and_can_go_on() {
+        // nop ; nop ; nop ; cmp $8,%edx ; jb
+        let code = [0x90, 0x90, 0x90, 0x83, 0xFA, 8, 0x72, 0x27];
+        let (thunk, length) = hook(Use::Copy, &code, PLACE, AT, 7).unwrap().unwrap();
+        assert_eq!((length, thunk.exits.len()), (6, 1));
+        let behind = (thunk.exits[0].resume - AT) as usize;
+        assert_eq!(thunk.code[behind + 1..behind + 7], code[..6]);
+        let jump =
+            Decoder::with_ip(64, &thunk.code[behind + 7..], AT + behind as u64 + 7, DecoderOptions::NONE)
+                .decode();
+        assert_eq!(jump.near_branch_target(), PLACE + 6);
+        // What would lead elsewhere, or look elsewhere, is left alone.
+        for code in [&[0x90, 0x72, 0x27, 0x90, 0x90][..], &[0x48, 0x8B, 0x05, 0, 0, 0, 0]] {
+            assert!(hook(Use::Copy, code, PLACE, AT, 7).unwrap().is_none());
+        }
     }
 
     #[test]

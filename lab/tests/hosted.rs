@@ -25,6 +25,10 @@ const HALTED: Option<i32> = Some(0);
 const RESET: Option<i32> = Some(10);
 /// The host's kernel ends whoever makes a forbidden system call.
 const SIGSYS: i32 = 31;
+/// The guest cannot go on.
+const BROKEN: Option<i32> = Some(11);
+/// What keeps programs apart from their kernel: nothing, or processes of their own.
+const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
 const PATIENCE: Duration = Duration::from_secs(240);
 
 /// What a machine needs, where anybody may read it.
@@ -183,9 +187,10 @@ fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> 
     let image = Image::ensure(Release::Bookworm)?;
     let init = "#!/bin/sh\necho up: $(uname -r)\nread word\necho read: $word $((6 * 7))\n";
     let archive = place.file("initramfs", &archive(&image.tree(), init));
-    for memory in ["64", "3000"] {
-        let mut machine =
-            Machine::start(&place, place.run().arg("--initramfs").arg(&archive).args(["--memory", memory]));
+    for (memory, isolation) in [("64", 0), ("3000", 0), ("64", 1), ("3000", 1)] {
+        let mut command = place.run();
+        command.arg("--initramfs").arg(&archive).args(["--memory", memory, ISOLATIONS[isolation]]);
+        let mut machine = Machine::start(&place, &mut command);
         machine.wait_for("up: 6.1");
         machine.type_line("something");
         machine.wait_for("read: something 42");
@@ -245,12 +250,23 @@ const PROGRAMS: &[&str] = &[
 #[test]
 #[ignore = "long"]
 fn debian_s_programs_compute_what_they_compute_on_the_host() -> Result<()> {
+    compare_programs(ISOLATIONS[0])
+}
+
+#[test]
+#[ignore = "long"]
+fn debian_s_programs_compute_the_same_in_processes_of_their_own() -> Result<()> {
+    compare_programs(ISOLATIONS[1])
+}
+
+fn compare_programs(isolation: &str) -> Result<()> {
     let place = Place::new("debian")?;
     let image = Image::ensure(Release::Bookworm)?;
     let disk = place.root_disk(&image)?;
     let mut machine = Machine::start(
         &place,
         place.run().arg("--disk").arg(&disk).args([
+            isolation,
             "--memory",
             "1024",
             "--append",
@@ -294,11 +310,22 @@ fn on_the_host(tree: &Path, program: &str) -> String {
 #[test]
 #[ignore = "long"]
 fn postgresql_works_on_a_disk() -> Result<()> {
+    use_postgresql(ISOLATIONS[0])
+}
+
+#[test]
+#[ignore = "long"]
+fn postgresql_works_in_processes_of_its_own() -> Result<()> {
+    use_postgresql(ISOLATIONS[1])
+}
+
+fn use_postgresql(isolation: &str) -> Result<()> {
     let place = Place::new("postgres")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     let mut machine = Machine::start(
         &place,
         place.run().arg("--disk").arg(&disk).args([
+            isolation,
             "--memory",
             "1024",
             "--append",
@@ -438,7 +465,194 @@ fn system_calls_are_rewritten_and_only_in_what_the_program_executes() -> Result<
     Ok(())
 }
 
-/// Isolation between guest kernel, guest programs and the monitor there is none; but the host is none of theirs.
+/// What a program does that wants to reach its kernel, the monitor, or the host. Each attempt is a child's, and its status is
+/// shown: negative for a signal, 7 if nothing has happened to it. Addresses come before it.
+const ATTACKS: &str = r#"
+import ctypes, mmap, os, signal, time
+code = mmap.mmap(-1, 4096, prot=7)
+code_at = ctypes.addressof(ctypes.c_char.from_buffer(code))
+function = ctypes.CFUNCTYPE(None)(code_at)
+def jump(to, *arguments):
+    # mov to rax, rdi, rsi, rdx, r10, r8, r9 and r11 ; jmp *%r11
+    moves = [(72, 184), (72, 191), (72, 190), (72, 186), (73, 186), (73, 184), (73, 185)]
+    moves = list(zip(moves, arguments)) + [((73, 187), to)]
+    made = b''.join(bytes(move) + value.to_bytes(8, 'little') for move, value in moves) + bytes([65, 255, 227])
+    code[:len(made)] = made
+    function()
+small_call = mmap.mmap(-1, 4096, prot=7)
+small_call[:3] = bytes([205, 128, 195])
+small_call = ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(small_call)))
+def attempt(attack, patience=0):
+    child = os.fork()
+    if child == 0:
+        attack()
+        os._exit(7)
+    if patience:
+        time.sleep(patience)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print('kernel read', attempt(lambda: ctypes.string_at(KERNEL, 8)))
+print('kernel write', attempt(lambda: ctypes.memmove(KERNEL, ctypes.string_at(KERNEL, 8), 8)))
+print('block read', attempt(lambda: ctypes.string_at(BLOCK, 8)))
+print('monitor read', attempt(lambda: ctypes.string_at(MONITOR, 8)))
+if ORDERED:
+    print('blind write', attempt(lambda: ctypes.memset(KERNEL, 0, 8)))
+    print('stack', attempt(lambda: ctypes.string_at(0x7fffffffe000, 8)))
+    print('mmap', {attempt(lambda: jump(ORDERED - 2, 9, 0x10000000, 1 << 20, 3, 17, fd, 0)) for fd in range(64)})
+    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2)]:
+        print(name, {attempt(lambda: jump(at - 2, number, 1, 9, 0, 0, 0, 0)) for at in (ORDERED, REPORTED, RETURNED)})
+    print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
+    print('orders', attempt(lambda: jump(REPORTED, 0)))
+    # Reports what has not happened, again and again.
+    print('report', attempt(lambda: jump(REPORTED - 2, 4096), 1))
+    print('small call', attempt(small_call))
+    def scribble():
+        for byte in range(256): ctypes.memset(STATE, byte, 65536)
+        for byte in range(256): ctypes.memset(STATE, byte, 4096); os.getppid()
+    print('scribble', attempt(scribble))
+    def float_state():
+        total = 0.0
+        for number in range(20000):
+            total += number * 0.5
+            if number % 100 == 0: ctypes.memset(STATE + 16384, 255, 49152); os.getppid()
+        os._exit(7 if total == 99995000.0 else 8)
+    print('float', attempt(float_state))
+print('well', os.getpid() > 0)
+"#;
+
+/// With nothing between them a program reads its kernel's memory, and the monitor's; in a process of its own it does not,
+/// nor does it get anywhere by the code that it shares its process with.
+#[test]
+#[ignore = "long"]
+fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
+    use mercury_hosted::{isolation::stub, layout};
+    let place = Place::new("attacks")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let kernel = layout::DIRECT_MAP + (16 << 20);
+    // Programs of Rust are loaded there when addresses are not random.
+    let monitor = 0x5555_5555_4000_u64;
+    let places = stub::places();
+    for isolation in ISOLATIONS {
+        let ordered = if isolation == ISOLATIONS[1] { places.ordered } else { 0 };
+        let mut machine = Machine::start(
+            &place,
+            place.run().arg("--disk").arg(&disk).args([
+                isolation,
+                "--memory",
+                "512",
+                "--append",
+                "root=/dev/vda rw init=/bin/sh",
+            ]),
+        );
+        machine.wait_for("Run /bin/sh as init");
+        machine.type_line(
+            "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; dmesg -n 1; ulimit -c 0",
+        );
+        machine.type_line("cat > /tmp/attacks.py <<'E''ND'");
+        machine.type_line(&format!("KERNEL, BLOCK, MONITOR = {kernel}, {}, {monitor}", layout::BLOCK));
+        machine.type_line(&format!(
+            "ORDERED, REPORTED, RETURNED, STATE = {ordered}, {}, {}, {}",
+            places.reported,
+            places.returned,
+            layout::STUB_STATE
+        ));
+        ATTACKS.lines().for_each(|line| machine.type_line(line));
+        machine.type_line("END");
+        machine.type_line("python3 /tmp/attacks.py 2>&1; echo do''ne $?; poweroff -f");
+        machine.wait_for("done 0\n");
+        let log = machine.end(HALTED);
+        let (unhindered, segfault) = (7, -11);
+        let reads = if ordered == 0 { unhindered } else { segfault };
+        let mut expected: Vec<String> = ["kernel read", "kernel write", "block read", "monitor read"]
+            .map(|attack| format!("{attack} {reads}"))
+            .into();
+        if ordered != 0 {
+            expected.extend(
+                ["blind write", "stack", "sigreturn", "orders", "small call"]
+                    .map(|attack| format!("{attack} {segfault}")),
+            );
+            expected.extend(
+                ["mmap", "munmap", "kill", "ptrace", "clone", "execve", "process_vm_writev", "open"]
+                    .map(|attack| format!("{attack} {{{segfault}}}")),
+            );
+            expected.extend(["scribble", "float"].map(|attack| format!("{attack} {unhindered}")));
+            expected.push("report -9".into());
+        }
+        expected.push("well True".into());
+        for line in expected {
+            assert!(log.contains(&format!("{line}\n")), "{line}: {log}");
+        }
+        assert_well(&log);
+    }
+    Ok(())
+}
+
+/// Processes whose program this is.
+fn processes_of(program: &Path) -> Vec<i32> {
+    let numbers = fs::read_dir("/proc").expect("processes").flatten().filter_map(|entry| {
+        let number = entry.file_name().to_str()?.parse().ok()?;
+        (fs::read_link(entry.path().join("exe")).ok()? == program).then_some(number)
+    });
+    numbers.collect()
+}
+
+fn kill(process: i32) {
+    let process = rustix::process::Pid::from_raw(process).expect("a process");
+    let _ = rustix::process::kill_process(process, rustix::process::Signal::KILL);
+}
+
+/// Whatever is killed, nothing is left.
+#[test]
+#[ignore = "long"]
+fn nothing_is_left_of_a_machine_that_is_killed() -> Result<()> {
+    let place = Place::new("killed")?;
+    let image = Image::ensure(Release::Bookworm)?;
+    let init = "#!/bin/sh\necho up: $(uname -r)\nwhile :; do /bin/uname >/dev/console; done\n";
+    let archive = place.file("initramfs", &archive(&image.tree(), init));
+    let start = || {
+        let mut command = place.run();
+        command.arg("--initramfs").arg(&archive).args(["--memory", "128", ISOLATIONS[1]]);
+        Machine::start(&place, &mut command)
+    };
+    let is_gone = || {
+        let start = Instant::now();
+        while !processes_of(&place.command).is_empty() {
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", processes_of(&place.command));
+            thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let begin = Instant::now();
+    let mut machine = start();
+    machine.wait_for("up: 6.1");
+    let needed = begin.elapsed();
+    drop(machine);
+    is_gone();
+    const STEPS: u32 = 40;
+    let mut most = 0;
+    for step in 0..STEPS {
+        let mut machine = start();
+        thread::sleep(needed * 5 / 4 * step / STEPS);
+        most = most.max(processes_of(&place.command).len());
+        machine.child.kill().expect("its end");
+        machine.child.wait().expect("its state");
+        is_gone();
+    }
+    assert!(most > 10, "there were {most} processes at most");
+    // One of the programs' processes: the one that was started last is not in use, the first one is.
+    for which in [1, 40] {
+        let mut machine = start();
+        machine.wait_for("up: 6.1");
+        let mut processes = processes_of(&place.command);
+        processes.sort_unstable();
+        kill(processes[which]);
+        let log = machine.end(BROKEN);
+        assert!(log.contains("a process that the guest's programs run in has ended"), "{log}");
+        is_gone();
+    }
+    Ok(())
+}
+
+/// Without isolation between guest kernel, guest programs and the monitor there is none; but the host is none of theirs.
 #[test]
 #[ignore = "long"]
 fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> {

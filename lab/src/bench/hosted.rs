@@ -84,6 +84,8 @@ pub struct Row {
     pub hosted: f64,
     /// In a hosted kernel that leaves programs as they are.
     pub hosted_by_signals: f64,
+    /// In a hosted kernel whose programs are in processes of their own.
+    pub hosted_isolated: f64,
     /// In User Mode Linux.
     pub uml: f64,
     /// In an emulated machine.
@@ -96,11 +98,13 @@ enum Way {
     Native,
     Hosted,
     HostedBySignals,
+    HostedIsolated,
     Uml,
     Emulated,
 }
 
-const WAYS: [Way; 5] = [Way::Native, Way::Hosted, Way::HostedBySignals, Way::Uml, Way::Emulated];
+const WAYS: [Way; 6] =
+    [Way::Native, Way::Hosted, Way::HostedBySignals, Way::HostedIsolated, Way::Uml, Way::Emulated];
 
 /// What the ways need.
 struct Place {
@@ -153,6 +157,7 @@ impl Row {
             native_us: rounded(native, 1000.0),
             hosted: ratio(Way::Hosted)?,
             hosted_by_signals: ratio(Way::HostedBySignals)?,
+            hosted_isolated: ratio(Way::HostedIsolated)?,
             uml: ratio(Way::Uml)?,
             emulated: ratio(Way::Emulated)?,
         })
@@ -218,11 +223,13 @@ impl Place {
         command.args(["-c", "0", "timeout", LIMIT]);
         match way {
             Way::Native => command.arg("chroot").arg(&self.tree).arg("/init"),
-            Way::Hosted | Way::HostedBySignals => {
+            Way::Hosted | Way::HostedBySignals | Way::HostedIsolated => {
                 command.arg(&self.mercury).args(["hosted", "run", "--append", QUIET, "--memory"]);
                 command.arg(MEMORY_MIB.to_string()).arg("--kernel").arg(&self.vmlinux);
-                if way == Way::HostedBySignals {
-                    command.arg("--no-rewrite");
+                match way {
+                    Way::HostedBySignals => drop(command.arg("--no-rewrite")),
+                    Way::HostedIsolated => drop(command.arg("--isolation=process")),
+                    _ => {}
                 }
                 command.arg("--initramfs").arg(&self.archive)
             }
@@ -259,19 +266,26 @@ fn costs(text: &str) -> Option<Vec<(String, f64)>> {
 pub fn section(figures: &Hosted) -> String {
     let row = |row: &Row| {
         let what = BENCHMARKS.iter().find(|(name, _)| *name == row.name).map_or("", |(_, what)| what);
-        let ratios = [row.hosted, row.hosted_by_signals, row.uml, row.emulated];
+        let ratios = [row.hosted, row.hosted_by_signals, row.hosted_isolated, row.uml, row.emulated];
         let first = [what.to_owned(), format!("{:.2} µs", row.native_us)];
         first.into_iter().chain(ratios.map(|ratio| format!("{ratio:.1}"))).collect()
     };
     let rows: Vec<Vec<String>> = figures.benchmarks.iter().map(row).collect();
-    let header =
-        ["", "native", "hosted", "hosted, by signals", "User Mode Linux (ptrace)", "emulated (QEMU TCG)"];
+    let header = [
+        "",
+        "native",
+        "hosted",
+        "hosted, by signals",
+        "hosted, processes",
+        "User Mode Linux (ptrace)",
+        "emulated (QEMU TCG)",
+    ];
     format!(
         "{HEADING}\n\n\
         `mercury hosted run` ([hosted.md](hosted.md)) beside its likes: `mercury bench os` with Debian's C library in the same\n\
         file system in memory, on one processor of a host with Linux {}: as a native process; in the small kernel, hosted,\n\
-        and hosted with programs left as they are (`--no-rewrite`); in User Mode Linux {}; and in the same small kernel\n\
-        in an emulated machine. Medians of {} rounds, each with all ways side by side; times are this host's, the others are ratios to\n\
+        hosted with programs left as they are (`--no-rewrite`), and hosted with programs in processes of their own\n\
+        (`--isolation=process`); in User Mode Linux {}; and in the same small kernel in an emulated machine. Medians of {} rounds, each with all ways side by side; times are this host's, the others are ratios to\n\
         the native process.\n\n{}",
         figures.host,
         figures.uml,
@@ -294,6 +308,7 @@ pub mod tests {
             native_us: 1.5,
             hosted: 2.25,
             hosted_by_signals: 20.0,
+            hosted_isolated: 10.0,
             uml: 100.0,
             emulated: 30.0,
         };

@@ -1,0 +1,192 @@
+//! The filter of system calls that a program's process has.
+//!
+//! The program's own calls become signals. The process' own code makes its calls at three places: one that reports to the
+//! monitor and waits, one for the monitor's orders, one for the return from a signal. A program may jump there; so the
+//! last two are only allowed with a secret in the upper halves of two arguments, which the host ignores. It is in the
+//! process' memory only from the monitor's answer until the orders' beginning, while the program does not run.
+
+use libc::sock_filter;
+
+/// The number of the call that reports: the host has none.
+pub const REPORT: u32 = 0x1000;
+/// Orders.
+pub const ORDERS: [i64; 4] = [libc::SYS_mmap, libc::SYS_munmap, libc::SYS_mprotect, libc::SYS_close_range];
+/// The arguments whose upper halves hold the secret.
+pub const SECRET_IN: [u32; 2] = [3, 4];
+
+/// Addresses behind the three places.
+#[derive(Clone, Copy, Debug)]
+pub struct Places {
+    /// Behind the report.
+    pub reported: u64,
+    /// Behind an order.
+    pub ordered: u64,
+    /// Behind the return from a signal.
+    pub returned: u64,
+}
+
+/// Offsets in what a filter looks at.
+mod data {
+    pub const NUMBER: u32 = 0;
+    pub const ARCHITECTURE: u32 = 4;
+    pub const ADDRESS: u32 = 8;
+    pub const ARGUMENTS: u32 = 16;
+}
+
+/// Calls of 64-bit programs.
+pub const X86_64: u32 = 0xC000_003E;
+const TRAP: u32 = libc::SECCOMP_RET_TRAP;
+
+/// What is tried next if a number is not equal.
+enum Test {
+    /// Reads this word.
+    Load(u32),
+    /// Goes to a part if it is equal.
+    To(u32, usize),
+    /// Traps if it is not equal.
+    Must(u32),
+    /// The end.
+    Return(u32),
+}
+
+/// Makes it.
+#[must_use]
+pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
+    const REPORTING: usize = 1;
+    const ORDERING: usize = 2;
+    const RETURNING: usize = 3;
+    const SECRET: usize = 4;
+    let low = |address: u64| address as u32;
+    let secret_word = |which: usize| data::ARGUMENTS + SECRET_IN[which] * 8 + 4;
+    let start = vec![
+        Test::Load(data::ARCHITECTURE),
+        Test::Must(X86_64),
+        Test::Load(data::ADDRESS + 4),
+        Test::Must(0),
+        Test::Load(data::ADDRESS),
+        Test::To(low(places.reported), REPORTING),
+        Test::To(low(places.ordered), ORDERING),
+        Test::To(low(places.returned), RETURNING),
+        Test::Return(TRAP),
+    ];
+    let reporting =
+        vec![Test::Load(data::NUMBER), Test::Must(REPORT), Test::Return(libc::SECCOMP_RET_USER_NOTIF)];
+    let mut ordering = vec![Test::Load(data::NUMBER)];
+    ordering.extend(ORDERS.map(|number| Test::To(number as u32, SECRET)));
+    ordering.push(Test::Return(TRAP));
+    let returning =
+        vec![Test::Load(data::NUMBER), Test::To(libc::SYS_rt_sigreturn as u32, SECRET), Test::Return(TRAP)];
+    let with_secret = vec![
+        Test::Load(secret_word(0)),
+        Test::Must(secret[0]),
+        Test::Load(secret_word(1)),
+        Test::Must(secret[1]),
+        Test::Return(libc::SECCOMP_RET_ALLOW),
+        Test::Return(TRAP),
+    ];
+    assemble(&[start, reporting, ordering, returning, with_secret])
+}
+
+/// The last instruction is where it traps.
+fn assemble(parts: &[Vec<Test>]) -> Vec<sock_filter> {
+    const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    const EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
+    let begins: Vec<usize> = parts
+        .iter()
+        .scan(0, |at, part| {
+            let begin = *at;
+            *at += part.len();
+            Some(begin)
+        })
+        .collect();
+    let last = parts.iter().map(Vec::len).sum::<usize>() - 1;
+    let instruction = |code: u32, jt, jf, k| sock_filter { code: code as u16, jt, jf, k };
+    let from = |at: usize, to: usize| (to - at - 1) as u8;
+    let all = parts.iter().flatten().enumerate();
+    all.map(|(at, test)| match *test {
+        Test::Load(offset) => instruction(LOAD, 0, 0, offset),
+        Test::To(value, part) => instruction(EQUAL, from(at, begins[part]), 0, value),
+        Test::Must(value) => instruction(EQUAL, 0, from(at, last), value),
+        Test::Return(what) => instruction(RETURN, 0, 0, what),
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLACES: Places = Places { reported: 0x3B00_0020, ordered: 0x3B00_0060, returned: 0x3B00_0090 };
+    const SECRET: [u32; 2] = [0x1234_5678, 0x9ABC_DEF0];
+
+    struct Call {
+        number: i64,
+        architecture: u32,
+        address: u64,
+        arguments: [u64; 6],
+    }
+
+    /// What the host would do.
+    fn run(call: &Call) -> u32 {
+        let mut bytes = (call.number as u32).to_le_bytes().to_vec();
+        bytes.extend(call.architecture.to_le_bytes());
+        bytes.extend(call.address.to_le_bytes());
+        bytes.extend(call.arguments.iter().flat_map(|argument| argument.to_le_bytes()));
+        let (program, mut at, mut word) = (program(&PLACES, SECRET), 0, 0);
+        loop {
+            let one = &program[at];
+            at += 1;
+            match u32::from(one.code) {
+                0x20 => {
+                    let from = one.k as usize;
+                    word =
+                        u32::from_le_bytes([bytes[from], bytes[from + 1], bytes[from + 2], bytes[from + 3]]);
+                }
+                0x15 => at += usize::from(if word == one.k { one.jt } else { one.jf }),
+                0x06 => return one.k,
+                other => panic!("{other:#x}"),
+            }
+        }
+    }
+
+    fn call(number: i64, address: u64, secret: [u32; 2]) -> u32 {
+        let upper = |word: u32| u64::from(word) << 32 | 3;
+        let arguments = [1, 2, 3, upper(secret[0]), upper(secret[1]), 6];
+        run(&Call { number, architecture: X86_64, address, arguments })
+    }
+
+    #[test]
+    fn programs_calls_trap_wherever_they_are_made() {
+        for number in [0, 9, 11, 15, 59, 62, 101, 436, 0x4000_0009] {
+            assert_eq!(call(number, 0x40_1000, SECRET), TRAP);
+            assert_eq!(call(number, PLACES.ordered + (1 << 32), SECRET), TRAP);
+            assert_eq!(call(number, PLACES.reported, SECRET), TRAP);
+        }
+        let arguments = [0, 0, 0, u64::from(SECRET[0]) << 32, u64::from(SECRET[1]) << 32, 0];
+        let small = Call { number: 9, architecture: 0x4000_0003, address: PLACES.ordered, arguments };
+        assert_eq!(run(&small), TRAP);
+    }
+
+    #[test]
+    fn orders_and_returns_need_the_secret() {
+        for number in ORDERS {
+            assert_eq!(call(number, PLACES.ordered, SECRET), libc::SECCOMP_RET_ALLOW);
+            for wrong in [[0, 0], [SECRET[0], 0], [0, SECRET[1]], [SECRET[1], SECRET[0]]] {
+                assert_eq!(call(number, PLACES.ordered, wrong), TRAP);
+            }
+            assert_eq!(call(number, PLACES.returned, SECRET), TRAP);
+        }
+        assert_eq!(call(15, PLACES.returned, SECRET), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(call(15, PLACES.returned, [0, 0]), TRAP);
+        for number in [0, 1, 10 + 512, 15, 56, 59, 62, 101, 317] {
+            assert_eq!(call(number, PLACES.ordered, SECRET), TRAP);
+        }
+    }
+
+    #[test]
+    fn a_report_waits_for_the_monitor() {
+        assert_eq!(call(REPORT.into(), PLACES.reported, [0, 0]), libc::SECCOMP_RET_USER_NOTIF);
+        assert_eq!(call(REPORT.into(), PLACES.ordered, SECRET), TRAP);
+    }
+}

@@ -1,0 +1,472 @@
+//! Programs in processes of their own (`--isolation=process`): one for each address space of the guest.
+//!
+//! Guest kernel and monitor stay in their process; what a program can reach is what its kernel has mapped for it, and
+//! nothing else ([`stub`]). Its process keeps its mappings while others run. What the guest's kernel does to make a
+//! processor forget translations has the same effect here as there, but late: before a program runs again, what its
+//! process has mapped is compared with the page tables ([`mappings`]), and only what they do not allow any more is
+//! taken away.
+//!
+//! [`Tags`] decides when that is needed, by what a processor with process-context identifiers may keep.
+
+pub mod filter;
+pub mod mappings;
+pub mod stub;
+mod uses;
+
+use crate::{
+    block::Block,
+    error::Result,
+    layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
+    memory::{Memory, Rights},
+    mmu::{self, Access, Looker, Privilege, Translation, bits},
+};
+use mappings::Mappings;
+use stub::{Common, Order, Stop, Stub};
+
+/// Processes: more address spaces than that take turns.
+pub const PROCESSES: usize = 48;
+/// Pages mapped beside a missing one that lie beside it in memory, at most, to each side.
+const NEIGHBOURS: u64 = 64;
+/// The block of pages around a missing one of which those are mapped too that the program has used.
+const AROUND: u64 = 16;
+/// So many pages are looked up by the host at once; of larger ranges it looks up what is used.
+const AT_ONCE: u64 = 32;
+/// If more changes than that are needed, everything goes.
+const MOST_CHANGES: usize = 64;
+/// Of pages that the kernel uses so many are remembered.
+const MOST_USED: usize = 8;
+/// The identifier's bits of CR3.
+const IDENTIFIER: u64 = 0xFFF;
+
+/// What has been counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Programs entered.
+    pub entries: u64,
+    /// System calls that their processes made for the monitor.
+    pub orders: u64,
+    /// Times that a process' mappings were compared with the page tables.
+    pub revalidated: u64,
+    /// Address spaces that got another's process.
+    pub taken_over: u64,
+    /// Interruptions.
+    pub interrupted: u64,
+    /// Programs found in their process' own code.
+    pub astray: u64,
+}
+
+/// Which address space a process stands for, and what it may have kept.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tag {
+    /// Its page tables.
+    root: Option<u64>,
+    /// By which identifier the processor would know what it has kept.
+    identifier: Option<u64>,
+    /// It has to be compared with the page tables before it runs.
+    is_stale: bool,
+    used: u64,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub struct Tags {
+    tags: Vec<Tag>,
+    time: u64,
+}
+
+/// What there is for an address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// Its own.
+    Own(usize),
+    /// One that was another's.
+    Other(usize),
+}
+
+impl Tags {
+    /// For so many.
+    #[must_use]
+    pub fn new(count: usize) -> Self {
+        Self { tags: vec![Tag::default(); count], time: 0 }
+    }
+
+    fn own(&self, cr3: u64) -> Option<usize> {
+        let root = cr3 & bits::ADDRESS;
+        self.tags.iter().position(|tag| tag.root == Some(root))
+    }
+
+    /// CR3 was written: `flush` unless the bit was set that keeps translations.
+    pub fn load(&mut self, cr3: u64, flush: bool) {
+        let (root, identifier) = (cr3 & bits::ADDRESS, cr3 & IDENTIFIER);
+        for tag in &mut self.tags {
+            let is_root = tag.root == Some(root);
+            let is_known = tag.identifier == Some(identifier);
+            // By this identifier nothing of another address space, and nothing older, is found from now on.
+            if is_known && (flush || !is_root) || is_root && !is_known {
+                tag.is_stale = true;
+                tag.identifier = None;
+            }
+            if is_root {
+                tag.identifier = Some(identifier);
+            }
+        }
+    }
+
+    /// All translations were dropped.
+    pub fn flush_all(&mut self) {
+        self.tags.iter_mut().for_each(|tag| tag.is_stale = true);
+    }
+
+    /// The process for an address space: its own, or the one that was not used for longest.
+    pub fn choose(&mut self, cr3: u64) -> Found {
+        self.time += 1;
+        let (found, index) = match self.own(cr3) {
+            Some(index) => (Found::Own(index), index),
+            None => {
+                let oldest = self.tags.iter().enumerate().min_by_key(|(_, tag)| tag.used);
+                let index = oldest.map_or(0, |(index, _)| index);
+                (Found::Other(index), index)
+            }
+        };
+        let tag = &mut self.tags[index];
+        if let Found::Other(_) = found {
+            let (root, identifier) = (Some(cr3 & bits::ADDRESS), Some(cr3 & IDENTIFIER));
+            *tag = Tag { root, identifier, ..Tag::default() };
+        }
+        tag.used = self.time;
+        found
+    }
+
+    /// Whether one has to be compared now; it is then as it should be.
+    pub fn take_stale(&mut self, index: usize) -> bool {
+        std::mem::take(&mut self.tags[index].is_stale)
+    }
+}
+
+/// What a process is to do, and has.
+#[derive(Debug, Default)]
+struct Space {
+    mappings: Mappings,
+    orders: Vec<Order>,
+}
+
+impl Space {
+    fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights, file: u64) {
+        // What was to be unmapped just before is replaced anyway.
+        if self.orders.last() == Some(&stub::unmap(address, length)) {
+            self.orders.pop();
+        }
+        let populate = if length <= AT_ONCE * PAGE { libc::MAP_POPULATE } else { 0 };
+        let how = (libc::MAP_SHARED | libc::MAP_FIXED | populate) as u64;
+        self.orders.push([libc::SYS_mmap as u64, address, length, flags(rights), how, file, physical]);
+        self.mappings.insert(address, length, physical, rights);
+    }
+
+    fn unmap(&mut self, address: u64, length: u64) {
+        self.orders.push(stub::unmap(address, length));
+        self.mappings.remove(address, length);
+    }
+
+    fn unmap_all(&mut self) {
+        self.orders = vec![
+            stub::unmap(0, STUB),
+            stub::unmap(STUB_STATE + STUB_STATE_SIZE, layout::USER_END - STUB_STATE - STUB_STATE_SIZE),
+        ];
+        self.mappings.clear();
+    }
+
+    fn revalidate(&mut self, memory: &Memory, cr3: u64) {
+        let mut looker = Looker::new(memory, cr3);
+        let changes = self.mappings.revalidate(|page| looker.page(page));
+        if changes.len() > MOST_CHANGES {
+            return self.unmap_all();
+        }
+        for change in changes {
+            self.orders.push(match change.rights {
+                None => stub::unmap(change.address, change.length),
+                Some(rights) => {
+                    let number = libc::SYS_mprotect as u64;
+                    [number, change.address, change.length, flags(rights), 0, 0, 0]
+                }
+            });
+        }
+    }
+}
+
+fn flags(rights: Rights) -> u64 {
+    let write = if rights.write { libc::PROT_WRITE } else { 0 };
+    let execute = if rights.execute { libc::PROT_EXEC } else { 0 };
+    (libc::PROT_READ | write | execute) as u64
+}
+
+/// A fault that the guest's kernel was given for its program.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    cr3: u64,
+    address: u64,
+    access: Access,
+}
+
+/// All address spaces.
+#[derive(Debug)]
+pub struct Spaces {
+    stubs: Vec<Stub>,
+    spaces: Vec<Space>,
+    tags: Tags,
+    file: u64,
+    /// How many mappings the host allows a process.
+    most_mapped: u64,
+    asked: Option<Asked>,
+    /// Pages that the kernel has used since CR3 was written.
+    used: Vec<u64>,
+    /// Orders were refused, and no program has run since.
+    refused: bool,
+    /// What has been counted.
+    pub counters: Counters,
+    _common: Common,
+}
+
+impl Spaces {
+    /// Starts the processes.
+    ///
+    /// # Errors
+    /// If the host does not have what they need.
+    pub fn start(memory: &Memory, most_mapped: u64) -> Result<Self> {
+        let file = memory.descriptor();
+        let common = Common::new(PROCESSES, file)?;
+        let start = |index| Stub::start(&common, index);
+        Ok(Self {
+            stubs: (0..PROCESSES).map(start).collect::<Result<_>>()?,
+            spaces: (0..PROCESSES).map(|_| Space::default()).collect(),
+            tags: Tags::new(PROCESSES),
+            file: file as u64,
+            most_mapped,
+            asked: None,
+            used: Vec::new(),
+            refused: false,
+            counters: Counters::default(),
+            _common: common,
+        })
+    }
+
+    /// CR3 was written.
+    pub fn load(&mut self, cr3: u64, flush: bool) {
+        self.used.clear();
+        self.tags.load(cr3, flush);
+    }
+
+    /// Whether the kernel has not used a page of the program's before.
+    pub fn is_first_use(&mut self, page: u64) -> bool {
+        let is_first = !self.used.contains(&page) && self.used.len() < MOST_USED;
+        if is_first {
+            self.used.push(page);
+        }
+        is_first
+    }
+
+    /// All translations were dropped.
+    pub fn flush_all(&mut self) {
+        self.tags.flush_all();
+    }
+
+    /// The translation of a page was dropped.
+    pub fn flush_page(&mut self, cr3: u64, page: u64) {
+        if let Some(index) = self.tags.own(cr3)
+            && self.spaces[index].mappings.page(page).is_some()
+        {
+            self.spaces[index].unmap(page, PAGE);
+        }
+    }
+
+    /// The guest's kernel is given a fault: what it maps for it is mapped before the program goes on.
+    pub fn ask(&mut self, cr3: u64, address: u64, access: Access) {
+        self.asked = Some(Asked { cr3, address, access });
+    }
+
+    /// The program gets mapped what the page tables have at an address.
+    pub fn map(&mut self, memory: &Memory, cr3: u64, address: u64, found: &Translation) {
+        let index = self.index(cr3);
+        let space = &mut self.spaces[index];
+        if space.mappings.count() > self.most_mapped {
+            space.unmap_all();
+        }
+        let page = address & !(PAGE - 1);
+        let physical = found.physical & !(PAGE - 1);
+        let rights = Rights { write: found.write, execute: found.execute };
+        if found.size > PAGE {
+            let size = found.size.min(2 << 20);
+            let whole = found.physical & !(size - 1);
+            return match memory.contains(whole, size) {
+                true => space.map(address & !(size - 1), size, whole, rights, self.file),
+                false => space.map(page, PAGE, physical, rights, self.file),
+            };
+        }
+        let (before, after) = mmu::neighbours(memory, found, NEIGHBOURS);
+        let (start, length) = (page - before * PAGE, (before + after) * PAGE);
+        space.map(start, length, physical - before * PAGE, rights, self.file);
+        Self::map_around(space, memory, cr3, page, self.file);
+    }
+
+    /// What the program has used around a page.
+    fn map_around(space: &mut Space, memory: &Memory, cr3: u64, page: u64, file: u64) {
+        let mut looker = Looker::new(memory, cr3);
+        let start = page & !(AROUND * PAGE - 1);
+        let mut run: Option<(u64, u64, u64, Rights)> = None;
+        for at in (0..AROUND).map(|number| start + number * PAGE) {
+            let found = looker
+                .page(at)
+                .filter(|(physical, _)| memory.contains(*physical, PAGE))
+                .filter(|_| layout::is_user(at) && memory.direct(at).is_none())
+                .filter(|_| space.mappings.page(at).is_none());
+            run = match (run, found) {
+                (Some((begin, length, physical, rights)), Some((to, allowed)))
+                    if begin + length == at && physical + length == to && rights == allowed =>
+                {
+                    Some((begin, length + PAGE, physical, rights))
+                }
+                (before, found) => {
+                    if let Some((begin, length, physical, rights)) = before {
+                        space.map(begin, length, physical, rights, file);
+                    }
+                    found.map(|(to, allowed)| (at, PAGE, to, allowed))
+                }
+            };
+        }
+        if let Some((begin, length, physical, rights)) = run {
+            space.map(begin, length, physical, rights, file);
+        }
+    }
+
+    /// The process of an address space.
+    fn index(&mut self, cr3: u64) -> usize {
+        match self.tags.choose(cr3) {
+            Found::Own(index) => index,
+            Found::Other(index) => {
+                self.counters.taken_over += 1;
+                self.spaces[index].unmap_all();
+                self.stubs[index].wipe();
+                index
+            }
+        }
+    }
+
+    /// Lets the program run that the block's registers are of, until it stops.
+    ///
+    /// # Errors
+    /// If its process has ended.
+    pub fn run(&mut self, memory: &Memory, cr3: u64, block: &mut Block) -> Result<Stop> {
+        let index = self.index(cr3);
+        if self.tags.take_stale(index) {
+            self.counters.revalidated += 1;
+            self.spaces[index].revalidate(memory, cr3);
+        }
+        if let Some(asked) = self.asked.take_if(|asked| asked.cr3 == cr3) {
+            let found = mmu::walk(memory, cr3, asked.address, asked.access, Privilege::User);
+            if let Ok(found) = found
+                && memory.contains(found.physical & !(PAGE - 1), PAGE)
+            {
+                self.map(memory, cr3, asked.address, &found);
+            }
+        }
+        let space = &mut self.spaces[index];
+        self.counters.entries += 1;
+        self.counters.orders += space.orders.len() as u64;
+        let stop = self.stubs[index].run(&mut space.orders, block)?;
+        match stop {
+            Stop::Astray | Stop::Refused => space.unmap_all(),
+            _ => {}
+        }
+        let again = stop_again(stop, &mut self.refused);
+        match again {
+            Stop::Interrupted => self.counters.interrupted += 1,
+            Stop::Astray => self.counters.astray += 1,
+            _ => {}
+        }
+        Ok(again)
+    }
+}
+
+/// Orders that were refused are followed by fewer. If these are refused too, the program cannot go on.
+fn stop_again(stop: Stop, refused: &mut bool) -> Stop {
+    let before = std::mem::replace(refused, matches!(stop, Stop::Refused));
+    if before && *refused { Stop::Astray } else { stop }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: u64 = 0x10_0000;
+    const B: u64 = 0x20_0000;
+
+    fn stale(tags: &mut Tags, cr3: u64) -> bool {
+        let Found::Own(index) = tags.choose(cr3) else { panic!("{cr3:#x} has none") };
+        tags.take_stale(index)
+    }
+
+    fn two() -> Tags {
+        let mut tags = Tags::new(3);
+        for cr3 in [A | 1, B | 2] {
+            tags.load(cr3, true);
+            assert!(matches!(tags.choose(cr3), Found::Other(_)));
+        }
+        tags
+    }
+
+    #[test]
+    fn what_a_processor_may_keep_is_kept() {
+        let mut tags = two();
+        for cr3 in [A | 1, B | 2, A | 1] {
+            tags.load(cr3, false);
+            assert!(!stale(&mut tags, cr3));
+        }
+    }
+
+    #[test]
+    fn what_a_processor_must_drop_is_compared() {
+        let mut tags = two();
+        tags.load(A | 1, true);
+        assert!(stale(&mut tags, A | 1) && !stale(&mut tags, A | 1));
+        // Another identifier knows nothing of what the first one knew.
+        tags.load(A | 3, false);
+        assert!(stale(&mut tags, A | 3));
+        tags.load(A | 1, false);
+        assert!(stale(&mut tags, A | 1));
+        tags.flush_all();
+        assert!(stale(&mut tags, A | 1) && stale(&mut tags, B | 2));
+    }
+
+    #[test]
+    fn an_identifier_that_another_gets_is_lost() {
+        let mut tags = two();
+        tags.load(B | 1, true);
+        assert!(stale(&mut tags, B | 1));
+        tags.load(A | 1, false);
+        assert!(stale(&mut tags, A | 1));
+        // The first one's was dropped though it was not loaded.
+        tags.load(B | 1, true);
+        tags.load(A | 1, true);
+        assert!(stale(&mut tags, A | 1));
+    }
+
+    #[test]
+    fn the_one_that_was_not_used_for_longest_is_taken_over() {
+        let mut tags = Tags::new(2);
+        for cr3 in [A, B, A] {
+            tags.choose(cr3);
+        }
+        let third = 0x30_0000;
+        let Found::Other(index) = tags.choose(third) else { panic!("there are two") };
+        assert_eq!(tags.own(third), Some(index));
+        assert!(tags.own(A).is_some() && tags.own(B).is_none());
+    }
+
+    #[test]
+    fn orders_refused_twice_are_the_program_s_fault() {
+        let mut refused = false;
+        assert!(matches!(stop_again(Stop::Refused, &mut refused), Stop::Refused));
+        assert!(matches!(stop_again(Stop::Refused, &mut refused), Stop::Astray));
+        assert!(matches!(stop_again(Stop::Interrupted, &mut refused), Stop::Interrupted));
+        assert!(matches!(stop_again(Stop::Refused, &mut refused), Stop::Refused));
+    }
+}

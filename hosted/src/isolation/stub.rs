@@ -1,0 +1,779 @@
+//! A process that programs of one address space run in.
+//!
+//! It has nothing of the host's but a page of code, what it shares with the monitor ([`State`], and the stack that
+//! signals come on), and the parts of the guest's memory that the monitor orders it to map. Whatever a program does that
+//! its kernel or the host has to see is a signal. Its handler reports and waits: the report is a system call that the
+//! host hands to the monitor (a listener of seccomp's), so that who waits there has stopped, whatever is in memory. What
+//! follows an answer depends on nothing but what the monitor has written: orders, then the return from the signal with
+//! the registers that the program is to have.
+//!
+//! A program may write to the shared memory and jump into the code. It can report by that what did not happen; that is
+//! read as what the program has done. It cannot give orders ([`super::filter`]).
+
+use std::{
+    arch::global_asm,
+    ffi::c_void,
+    io,
+    mem::{offset_of, size_of},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    ptr,
+    sync::atomic::{AtomicI32, Ordering},
+};
+
+use libc::c_long;
+
+use super::filter::{self, Places};
+use crate::{
+    block::{Block, IF},
+    error::{Error, Result},
+    layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
+    machine::VISIBLE,
+    signal::{self, Fault, ORDER},
+};
+
+/// Where the stack for signals begins in the shared memory.
+const STACK: u64 = 0x4000;
+/// A stack that is not in use while a handler runs on it, so that each signal begins at its end.
+const AUTODISARM: i32 = 1 << 31;
+/// The highest address of a process.
+const END: u64 = 0x7FFF_FFFF_F000;
+/// Signals that come from the program, and the one by which the monitor interrupts it.
+const HANDLED: [i32; 7] =
+    [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS, libc::SIGALRM];
+/// States of the floating-point registers that are handed over: not protection keys, which the monitor must not get.
+const STATES: u64 = 0xE7;
+/// Of their area: where the control word is, the host's note, the header.
+const CONTROL: usize = 24;
+const CONTROL_MASK: usize = 28;
+const NOTE: usize = 464;
+const HEADER: usize = 512;
+const HEADER_END: usize = 576;
+const MAGIC: u32 = 0x4650_5853;
+const MAGIC_BEHIND: u32 = 0x4650_5845;
+
+/// A system call that the process makes for the monitor: its number and arguments.
+pub type Order = [u64; 7];
+
+/// At most so many at once.
+pub const MOST_ORDERS: usize = (STACK as usize - offset_of!(State, orders)) / size_of::<Order>();
+
+/// The beginning of what is shared.
+#[repr(C)]
+struct State {
+    /// Where the last signal's frame is.
+    frame: u64,
+    fs: u64,
+    gs: u64,
+    signal: u64,
+    /// An order was refused.
+    failed: u64,
+    /// Of orders.
+    count: u64,
+    /// Whether it reports after the orders, or returns to the program.
+    again: u64,
+    secret: [u64; 2],
+    /// At the start: the listener's number, more one; or the number of an error, negative.
+    listener: i64,
+    orders: [Order; 0],
+}
+
+/// What a signal puts on the stack (the host's `rt_sigframe`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Frame {
+    back: u64,
+    flags: u64,
+    link: u64,
+    stack: [u64; 3],
+    registers: [i64; 23],
+    extended: u64,
+    reserved: [u64; 8],
+    mask: u64,
+}
+
+unsafe extern "C" {
+    fn hosted_stub();
+    fn hosted_stub_handler();
+    fn hosted_stub_reported();
+    fn hosted_stub_ordered();
+    fn hosted_stub_returned();
+    fn hosted_stub_end();
+}
+
+global_asm!(
+    ".pushsection .text.hosted,\"ax\",@progbits",
+    ".p2align 6",
+    ".global hosted_stub",
+    "hosted_stub:",
+    // The first signal: the monitor learns what one looks like.
+    "int3",
+    ".global hosted_stub_handler",
+    "hosted_stub_handler:",
+    "rdfsbase rax",
+    "mov qword ptr [{fs}], rax",
+    "rdgsbase rax",
+    "mov qword ptr [{gs}], rax",
+    "mov qword ptr [{signal}], rdi",
+    "mov qword ptr [{frame}], rsp",
+    "2:",
+    "mov eax, {report}",
+    "syscall",
+    ".global hosted_stub_reported",
+    "hosted_stub_reported:",
+    // From here on nothing is used that was in a register, for a program may have come to the call.
+    "xor eax, eax",
+    "mov r14, qword ptr [{secret}]",
+    "mov r15, qword ptr [{secret} + 8]",
+    "mov qword ptr [{secret}], rax",
+    "mov qword ptr [{secret} + 8], rax",
+    "mov ebx, {orders}",
+    "mov ebp, dword ptr [{count}]",
+    "3:",
+    "sub ebp, 1",
+    "js 4f",
+    "mov rax, qword ptr [rbx]",
+    "mov rdi, qword ptr [rbx + 8]",
+    "mov rsi, qword ptr [rbx + 16]",
+    "mov rdx, qword ptr [rbx + 24]",
+    "mov r10, qword ptr [rbx + 32]",
+    "or r10, r14",
+    "mov r8, qword ptr [rbx + 40]",
+    "or r8, r15",
+    "mov r9, qword ptr [rbx + 48]",
+    "syscall",
+    ".global hosted_stub_ordered",
+    "hosted_stub_ordered:",
+    "add rbx, 56",
+    "cmp rax, -4095",
+    "jb 3b",
+    "mov qword ptr [{failed}], 1",
+    "5:",
+    "xor r14d, r14d",
+    "xor r15d, r15d",
+    "jmp 2b",
+    "4:",
+    "cmp byte ptr [{again}], 0",
+    "jne 5b",
+    "mov rax, qword ptr [{fs}]",
+    "wrfsbase rax",
+    "mov rax, qword ptr [{gs}]",
+    "wrgsbase rax",
+    "mov rsp, qword ptr [{frame}]",
+    "add rsp, 8",
+    "mov r10, r14",
+    "mov r8, r15",
+    "mov eax, 15",
+    "syscall",
+    ".global hosted_stub_returned",
+    "hosted_stub_returned:",
+    "ud2",
+    ".global hosted_stub_end",
+    "hosted_stub_end:",
+    ".popsection",
+    report = const filter::REPORT,
+    frame = const STUB_STATE + offset_of!(State, frame) as u64,
+    fs = const STUB_STATE + offset_of!(State, fs) as u64,
+    gs = const STUB_STATE + offset_of!(State, gs) as u64,
+    signal = const STUB_STATE + offset_of!(State, signal) as u64,
+    failed = const STUB_STATE + offset_of!(State, failed) as u64,
+    count = const STUB_STATE + offset_of!(State, count) as u64,
+    again = const STUB_STATE + offset_of!(State, again) as u64,
+    secret = const STUB_STATE + offset_of!(State, secret) as u64,
+    orders = const STUB_STATE + offset_of!(State, orders) as u64,
+);
+
+/// Where something of the code is in the process.
+fn placed(symbol: unsafe extern "C" fn()) -> u64 {
+    STUB + (symbol as *const () as u64 - hosted_stub as *const () as u64)
+}
+
+/// Where its system calls are.
+#[must_use]
+pub fn places() -> Places {
+    Places {
+        reported: placed(hosted_stub_reported),
+        ordered: placed(hosted_stub_ordered),
+        returned: placed(hosted_stub_returned),
+    }
+}
+
+/// The descriptor of the process that runs a program now, or a negative number. A signal of the monitor's interrupts it.
+static RUNNING: AtomicI32 = AtomicI32::new(-1);
+
+/// Interrupts the program that runs, if one does. It may be called by a signal's handler.
+pub fn interrupt() {
+    let process = RUNNING.load(Ordering::SeqCst);
+    if process >= 0 {
+        // SAFETY: Both take numbers; the interrupted code may be about to look at the error's number.
+        unsafe {
+            let error = *libc::__errno_location();
+            libc::syscall(libc::SYS_pidfd_send_signal, process, libc::SIGALRM, ptr::null::<c_void>(), 0);
+            *libc::__errno_location() = error;
+        }
+    }
+}
+
+/// Why a program has stopped.
+#[derive(Clone, Copy, Debug)]
+pub enum Stop {
+    /// A system call or a fault.
+    Fault(Fault),
+    /// The monitor has interrupted it, or something waits.
+    Interrupted,
+    /// It came into the process' own code, where it has nothing to look for.
+    Astray,
+    /// An order was refused: the program has not run.
+    Refused,
+}
+
+/// What all processes have in common.
+#[derive(Debug)]
+pub struct Common {
+    file: OwnedFd,
+    /// Where the monitor sees it.
+    window: usize,
+    memory: RawFd,
+    secret: [u32; 2],
+    /// Where the C library has the host write which processor a thread is on, which ends with its memory.
+    rseq: u64,
+}
+
+impl Common {
+    /// For so many processes, which map this file, the guest's memory.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new(count: usize, memory: RawFd) -> Result<Self> {
+        // SAFETY: It takes a number.
+        let needed = unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) };
+        if needed > STUB_STATE_SIZE - STACK {
+            return Err(Error::host("this processor's registers are too many for --isolation=process"));
+        }
+        let size = PAGE as usize + count * STUB_STATE_SIZE as usize;
+        // SAFETY: The name is a string with its end, and the descriptor is checked.
+        let file = unsafe { libc::memfd_create(c"mercury-hosted-programs".as_ptr(), libc::MFD_CLOEXEC) };
+        if file < 0 {
+            return Err(Error::system("make memory for programs' processes"));
+        }
+        // SAFETY: The descriptor was made above and belongs to nobody else.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: The first takes a descriptor and a number; the second makes a new mapping where the host likes.
+        let window = unsafe {
+            if libc::ftruncate(file.as_raw_fd(), size as i64) != 0 {
+                return Err(Error::system("give programs' processes their memory"));
+            }
+            libc::mmap(ptr::null_mut(), size, rights, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        if window == libc::MAP_FAILED {
+            return Err(Error::system("map the memory of programs' processes"));
+        }
+        let mut secret = [0_u32; 2];
+        // SAFETY: It is given room for eight bytes.
+        if unsafe { libc::getrandom(secret.as_mut_ptr().cast(), size_of_val(&secret), 0) } != 8 {
+            return Err(Error::system("get a random number"));
+        }
+        let code = hosted_stub as *const () as u64..hosted_stub_end as *const () as u64;
+        // SAFETY: The code lies in this program, is shorter than a page, and the window begins with a page for it.
+        unsafe {
+            ptr::copy_nonoverlapping(
+                ptr::with_exposed_provenance::<u8>(code.start as usize),
+                window.cast::<u8>(),
+                (code.end - code.start) as usize,
+            );
+        }
+        Ok(Self { file, window: window.expose_provenance(), memory, secret, rseq: rseq() })
+    }
+
+    fn area(&self, index: usize) -> usize {
+        self.window + PAGE as usize + index * STUB_STATE_SIZE as usize
+    }
+}
+
+/// One of them.
+#[derive(Debug)]
+pub struct Stub {
+    process: OwnedFd,
+    listener: OwnedFd,
+    /// The report that waits for an answer.
+    report: u64,
+    /// Where the monitor sees what is shared.
+    area: usize,
+    /// Signals' frames look like this, and are there.
+    frame: Frame,
+    frame_at: u64,
+    /// The host's note in the floating-point registers' area.
+    note: [u8; HEADER - NOTE],
+    /// The area's length.
+    extended: usize,
+    features: u64,
+    control_mask: u32,
+    secret: [u64; 2],
+}
+
+impl Stub {
+    /// Starts it. What it has of the monitor's is gone when this is done.
+    ///
+    /// # Errors
+    /// If the host does not have what it needs.
+    pub fn start(common: &Common, index: usize) -> Result<Self> {
+        let area = common.area(index);
+        let program = filter::program(&places(), common.secret);
+        let process = spawn(common, index, &program)?;
+        let listener = listener(area, &process)?;
+        const WAKE_HERE: u64 = 1;
+        // SAFETY: It takes a number. Hosts before 6.6 do not have it, and wake wherever they like.
+        unsafe { libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SET_FLAGS, WAKE_HERE) };
+        // SAFETY: All zeros are a valid frame.
+        let frame = unsafe { std::mem::zeroed() };
+        let mut stub = Self {
+            process,
+            listener,
+            report: 0,
+            area,
+            frame,
+            frame_at: 0,
+            note: [0; HEADER - NOTE],
+            extended: 0,
+            features: 0,
+            control_mask: 0,
+            secret: common.secret.map(|word| u64::from(word) << 32),
+        };
+        stub.wait()?;
+        stub.learn()?;
+        stub.leave_the_monitor(common)?;
+        Ok(stub)
+    }
+
+    fn state(&self) -> *mut State {
+        ptr::with_exposed_provenance_mut(self.area)
+    }
+
+    /// Where the monitor sees an address of what is shared, if there are so many bytes.
+    fn shared<T>(&self, address: u64, length: usize) -> Option<*mut T> {
+        let offset = address.checked_sub(STUB_STATE)?;
+        let fits = offset < STUB_STATE_SIZE && length as u64 <= STUB_STATE_SIZE - offset;
+        fits.then(|| ptr::with_exposed_provenance_mut(self.area + offset as usize))
+    }
+
+    /// What the first signal looks like: no program has run yet.
+    fn learn(&mut self) -> Result<()> {
+        let strange = || Error::host("the host's signals do not look as expected (--isolation=process)");
+        // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
+        let state = unsafe { &*self.state() };
+        self.frame_at = state.frame;
+        let frame = self.shared::<Frame>(self.frame_at, size_of::<Frame>()).ok_or_else(strange)?;
+        // SAFETY: It lies in the area, and any bytes are a frame.
+        self.frame = unsafe { frame.read_unaligned() };
+        let breakpoint = self.frame.registers[libc::REG_RIP as usize].cast_unsigned() == STUB + 1;
+        let extended = self.shared::<u8>(self.frame.extended, HEADER_END).ok_or_else(strange)?;
+        // SAFETY: It lies in the area.
+        let word = |at: usize| unsafe { extended.add(at).cast::<u32>().read_unaligned() };
+        self.extended = word(NOTE + 16) as usize;
+        self.features = (u64::from(word(NOTE + 8)) | u64::from(word(NOTE + 12)) << 32) & STATES;
+        self.control_mask = match word(CONTROL_MASK) {
+            0 => 0xFFBF,
+            mask => mask,
+        };
+        let known = crate::cpuid::extended_size() as usize + 64;
+        let whole = self.shared::<u8>(self.frame.extended, self.extended + 4).is_some();
+        if !breakpoint || word(NOTE) != MAGIC || !whole || !(HEADER_END..=known).contains(&self.extended) {
+            return Err(strange());
+        }
+        // SAFETY: As above.
+        unsafe { ptr::copy_nonoverlapping(extended.add(NOTE), self.note.as_mut_ptr(), HEADER - NOTE) };
+        self.frame.mask &= !HANDLED.iter().fold(0, |mask, signal| mask | 1 << (signal - 1));
+        Ok(())
+    }
+
+    /// Has it close and unmap all but what is its own.
+    fn leave_the_monitor(&mut self, common: &Common) -> Result<()> {
+        let memory = common.memory as u64;
+        let close = |first: u64, last: u64| {
+            let unshare = u64::from(libc::CLOSE_RANGE_UNSHARE);
+            [libc::SYS_close_range as u64, first, last, unshare, 0, 0, 0]
+        };
+        let mut orders = vec![close(memory + 1, u64::from(u32::MAX))];
+        if memory > 0 {
+            orders.push(close(0, memory - 1));
+        }
+        orders.extend(
+            [(0, STUB), (STUB + PAGE, STUB_STATE), (STUB_STATE + STUB_STATE_SIZE, END)]
+                .map(|(start, end)| unmap(start, end - start)),
+        );
+        if self.order(&orders)? {
+            return Ok(());
+        }
+        Err(Error::host("a program's process cannot give up the monitor's memory")
+            .hint("a host whose vDSO is sealed (MSEAL_SYSTEM_MAPPINGS) is not known to --isolation=process"))
+    }
+
+    /// Has orders carried out, and waits. Says whether none was refused.
+    ///
+    /// # Errors
+    /// If the process has ended.
+    pub fn order(&mut self, orders: &[Order]) -> Result<bool> {
+        for some in orders.chunks(MOST_ORDERS) {
+            self.answer(some, true)?;
+            self.wait()?;
+            // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
+            if unsafe { (*self.state()).failed } != 0 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has orders carried out, and the program run, from the block's registers to the block's registers. The list of orders
+    /// is empty afterwards, unless the program was interrupted before it ran.
+    ///
+    /// # Errors
+    /// If the process has ended.
+    pub fn run(&mut self, orders: &mut Vec<Order>, block: &mut Block) -> Result<Stop> {
+        let many = orders.len() - orders.len().min(MOST_ORDERS);
+        if !self.order(&orders[..many])? {
+            orders.clear();
+            return Ok(Stop::Refused);
+        }
+        orders.drain(..many);
+        RUNNING.store(self.process.as_raw_fd(), Ordering::SeqCst);
+        // Whoever sets this from now on interrupts the process, now or as soon as it runs.
+        if crate::machine::pending().load(Ordering::SeqCst) != 0 && block.flags & IF != 0 {
+            RUNNING.store(-1, Ordering::SeqCst);
+            return Ok(Stop::Interrupted);
+        }
+        self.give(block);
+        let done = self.answer(orders, false).and_then(|()| self.wait());
+        RUNNING.store(-1, Ordering::SeqCst);
+        orders.clear();
+        done?;
+        Ok(self.take(block))
+    }
+
+    /// Nothing of a program is left in what is shared.
+    pub fn wipe(&mut self) {
+        // SAFETY: The area is mapped for as long as the monitor lives, and the process waits; it needs nothing from it but
+        // what an answer writes.
+        unsafe {
+            ptr::write_bytes(ptr::with_exposed_provenance_mut::<u8>(self.area), 0, STUB_STATE_SIZE as usize);
+        }
+    }
+
+    /// The registers that the program goes on with.
+    fn give(&mut self, block: &Block) {
+        for (from, index) in block.registers.general.iter().zip(ORDER) {
+            self.frame.registers[index as usize] = from.cast_signed();
+        }
+        self.frame.registers[libc::REG_RIP as usize] = block.registers.rip.cast_signed();
+        let flags = block.registers.rflags & VISIBLE | 2 | IF;
+        self.frame.registers[libc::REG_EFL as usize] = flags.cast_signed();
+        let extended = self.frame.extended - STUB_STATE;
+        let to: *mut u8 = ptr::with_exposed_provenance_mut(self.area + extended as usize);
+        let from: *const u8 = ptr::with_exposed_provenance(block.extended as usize);
+        let frame: *mut Frame =
+            ptr::with_exposed_provenance_mut(self.area + (self.frame_at - STUB_STATE) as usize);
+        // SAFETY: Both areas are as long (`learn`), the frame and all offsets lie in what is shared, and the process waits.
+        unsafe {
+            frame.write_unaligned(self.frame);
+            ptr::copy_nonoverlapping(from, to, self.extended);
+            ptr::copy_nonoverlapping(self.note.as_ptr(), to.add(NOTE), HEADER - NOTE);
+            let header: *mut u64 = ptr::with_exposed_provenance_mut(to.addr() + HEADER);
+            header.write_unaligned(header.read_unaligned() & self.features);
+            to.add(self.extended).cast::<u32>().write_unaligned(MAGIC_BEHIND);
+            (*self.state()).fs = block.fs;
+            (*self.state()).gs = block.gs;
+        }
+    }
+
+    /// What the program has stopped with. It may have written all of it itself.
+    fn take(&mut self, block: &mut Block) -> Stop {
+        let extended = self.frame.extended - STUB_STATE;
+        let from: *const u8 = ptr::with_exposed_provenance(self.area + extended as usize);
+        let to: *mut u8 = ptr::with_exposed_provenance_mut(block.extended as usize);
+        let frame: *const Frame =
+            ptr::with_exposed_provenance(self.area + (self.frame_at - STUB_STATE) as usize);
+        // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
+        let (frame, state) = unsafe { (frame.read_unaligned(), &*self.state()) };
+        let (signal, failed, fs, gs) = (state.signal, state.failed, state.fs, state.gs);
+        if failed != 0 {
+            return Stop::Refused;
+        }
+        for (to, index) in block.registers.general.iter_mut().zip(ORDER) {
+            *to = frame.registers[index as usize].cast_unsigned();
+        }
+        block.registers.rip = frame.registers[libc::REG_RIP as usize].cast_unsigned();
+        let flags = frame.registers[libc::REG_EFL as usize].cast_unsigned();
+        block.registers.rflags = flags & VISIBLE | 2 | IF;
+        (block.fs, block.gs) = (canonical(fs), canonical(gs));
+        // SAFETY: Both areas are as long (`learn`). What would make the processor refuse them is taken out of the copy.
+        unsafe {
+            ptr::copy_nonoverlapping(from, to, self.extended);
+            let control: *mut u32 = ptr::with_exposed_provenance_mut(to.addr() + CONTROL);
+            control.write_unaligned(control.read_unaligned() & self.control_mask);
+            let header: *mut u64 = ptr::with_exposed_provenance_mut(to.addr() + HEADER);
+            header.write_unaligned(header.read_unaligned() & self.features);
+            ptr::write_bytes(to.add(HEADER + 8), 0, HEADER_END - HEADER - 8);
+        }
+        if layout::is_stub(block.registers.rip) {
+            return Stop::Astray;
+        }
+        if signal == libc::SIGALRM as u64 {
+            return Stop::Interrupted;
+        }
+        if signal == libc::SIGSYS as u64 && !self.is_call_of_64_bits() {
+            // INT $0x80, to a gate that programs may not use.
+            block.registers.rip = block.registers.rip.wrapping_sub(2);
+            return Stop::Fault(Fault { is_call: false, number: 13, error: 0x80 * 8 + 2, address: 0 });
+        }
+        Stop::Fault(Fault {
+            is_call: signal == libc::SIGSYS as u64,
+            number: frame.registers[libc::REG_TRAPNO as usize],
+            error: frame.registers[libc::REG_ERR as usize] as u32,
+            address: frame.registers[libc::REG_CR2 as usize].cast_unsigned(),
+        })
+    }
+
+    /// Of a signal for a system call: behind the frame is what the host says about it.
+    fn is_call_of_64_bits(&self) -> bool {
+        const ARCHITECTURE: u64 = size_of::<Frame>() as u64 + 28;
+        let at = self.shared::<u32>(self.frame_at + ARCHITECTURE, 4);
+        // SAFETY: It lies in the area, which is mapped for as long as the monitor lives.
+        at.is_some_and(|at| unsafe { at.read_unaligned() } == filter::X86_64)
+    }
+
+    fn answer(&mut self, orders: &[Order], again: bool) -> Result<()> {
+        let state = self.state();
+        // SAFETY: The area is mapped for as long as the monitor lives, there is room for so many orders, and the process
+        // waits.
+        unsafe {
+            (*state).frame = self.frame_at;
+            (*state).failed = 0;
+            (*state).count = orders.len() as u64;
+            (*state).again = again.into();
+            (*state).secret = self.secret;
+            let to = (&raw mut (*state).orders).cast::<Order>();
+            ptr::copy_nonoverlapping(orders.as_ptr(), to, orders.len());
+        }
+        let answer = libc::seccomp_notif_resp { id: self.report, val: 0, error: 0, flags: 0 };
+        // SAFETY: It reads the structure.
+        let sent = unsafe {
+            libc::ioctl(self.listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SEND, &raw const answer)
+        };
+        if sent == 0 { Ok(()) } else { Err(gone()) }
+    }
+
+    /// Waits for its report.
+    fn wait(&mut self) -> Result<()> {
+        loop {
+            // SAFETY: All zeros are what the host wants of the structure, which it then fills.
+            let (done, report) = unsafe {
+                let mut report: libc::seccomp_notif = std::mem::zeroed();
+                let listener = self.listener.as_raw_fd();
+                (libc::ioctl(listener, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut report), report)
+            };
+            if done == 0 {
+                self.report = report.id;
+                return Ok(());
+            }
+            let interrupted = io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
+            if !interrupted || signal::is_child_gone() {
+                return Err(gone());
+            }
+        }
+    }
+}
+
+/// Where this thread's area for restartable sequences is, if the C library has one.
+fn rseq() -> u64 {
+    // SAFETY: It looks up a symbol, which is a number of this type.
+    let offset = unsafe {
+        libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()).cast::<isize>().as_ref().copied()
+    };
+    let base: u64;
+    // SAFETY: The start requires that processes may read it.
+    unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    offset.map_or(0, |offset| base.wrapping_add_signed(offset as i64))
+}
+
+fn gone() -> Error {
+    Error::host(
+        "a process that the guest's programs run in has ended: somebody has killed it, or the host has",
+    )
+}
+
+/// An order.
+#[must_use]
+pub fn unmap(address: u64, length: u64) -> Order {
+    [libc::SYS_munmap as u64, address, length, 0, 0, 0, 0]
+}
+
+/// Bases that no instruction could set are not given to one.
+fn canonical(base: u64) -> u64 {
+    if base >> 47 == 0 || base >> 47 == (1 << 17) - 1 { base } else { 0 }
+}
+
+/// Starts the process, with the monitor's descriptors and a copy of its memory.
+fn spawn(common: &Common, index: usize, program: &[libc::sock_filter]) -> Result<OwnedFd> {
+    let mut process: i32 = -1;
+    let flags = libc::CLONE_FILES | libc::CLONE_PIDFD | libc::SIGCHLD;
+    // SAFETY: It takes nothing.
+    let parent = unsafe { libc::getpid() };
+    // SAFETY: Signals are off, so that the child has no handler of ours called; the child only makes system calls, from
+    // memory that is its own copy, and does not come back.
+    let pid = unsafe {
+        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        let pid = libc::syscall(libc::SYS_clone, c_long::from(flags), 0, &raw mut process, 0, 0);
+        if pid == 0 {
+            become_stub(common, index, program, parent);
+        }
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+        pid
+    };
+    if pid < 0 {
+        return Err(Error::system("start a process for programs")
+            .hint("the host limits a user's processes (ulimit -u); --isolation=none needs none"));
+    }
+    // SAFETY: The host has just made the descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(process) })
+}
+
+/// The number of the listener that the process has made, once it has. Descriptors are still common.
+fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
+    let state: *mut State = ptr::with_exposed_provenance_mut(area);
+    loop {
+        // SAFETY: The area is mapped; the process writes the number with one instruction.
+        let number = unsafe { (&raw const (*state).listener).read_volatile() };
+        if number > 0 {
+            // SAFETY: The process has made the descriptor, and leaves it to us.
+            return Ok(unsafe { OwnedFd::from_raw_fd(number as i32 - 1) });
+        }
+        let mut ended = libc::pollfd { fd: process.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: It reads and writes the one structure.
+        let is_ended = unsafe { libc::poll(&raw mut ended, 1, 0) } > 0;
+        if number < 0 || is_ended {
+            let error = io::Error::from_raw_os_error(-number as i32);
+            return Err(Error::host(format!("cannot start a process for programs: {error}")).hint(
+                "the host's kernel has to be 5.19 or later, with seccomp; --isolation=none needs less",
+            ));
+        }
+        // SAFETY: It takes nothing.
+        unsafe { libc::sched_yield() };
+    }
+}
+
+/// As the kernel wants it.
+#[repr(C)]
+struct Action {
+    handler: u64,
+    flags: u64,
+    restorer: u64,
+    mask: u64,
+}
+
+/// In the child.
+///
+/// # Safety
+/// It must be a process of its own, with signals off.
+unsafe fn become_stub(common: &Common, index: usize, program: &[libc::sock_filter], parent: i32) -> ! {
+    let state: *mut State = ptr::with_exposed_provenance_mut(common.area(index));
+    // SAFETY: The area is mapped.
+    let say = |number: i64| unsafe { (&raw mut (*state).listener).write_volatile(number) };
+    // SAFETY: All of it concerns this process only.
+    match unsafe { prepare_stub(common, index, program, parent) } {
+        Some(listener) => {
+            say(i64::from(listener) + 1);
+            // SAFETY: The code is mapped there; it never comes back.
+            unsafe { std::arch::asm!("jmp {}", in(reg) STUB, options(noreturn)) }
+        }
+        None => {
+            let error = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+            say(-i64::from(error));
+            // SAFETY: It ends the process.
+            unsafe { libc::_exit(1) }
+        }
+    }
+}
+
+/// Everything but what it is told by orders. Gives its listener.
+///
+/// # Safety
+/// As for [`become_stub`].
+unsafe fn prepare_stub(
+    common: &Common,
+    index: usize,
+    program: &[libc::sock_filter],
+    parent: i32,
+) -> Option<RawFd> {
+    const RESTORER: u64 = 0x0400_0000;
+    let done = |result: i32| (result == 0).then_some(());
+    // SAFETY: The caller says that it is a process of its own; structures are the kernel's.
+    unsafe {
+        done(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
+        // The monitor may have ended before that.
+        (libc::getppid() == parent).then_some(())?;
+        // Signals of the terminal are the monitor's.
+        libc::setsid();
+        libc::prctl(libc::PR_SET_NAME, c"mercury-program".as_ptr());
+        let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        done(libc::setrlimit(libc::RLIMIT_CORE, &raw const none))?;
+        map_own(common, index)?;
+        const UNREGISTER: u64 = 1;
+        const SIGNATURE: u64 = 0x5305_3053;
+        // Only with the length that it was registered with.
+        for length in (20..=256).step_by(4) {
+            libc::syscall(libc::SYS_rseq, common.rseq, length as u64, UNREGISTER, SIGNATURE);
+        }
+        let stack = libc::stack_t {
+            ss_sp: ptr::with_exposed_provenance_mut((STUB_STATE + STACK) as usize),
+            ss_flags: AUTODISARM,
+            ss_size: (STUB_STATE_SIZE - STACK) as usize,
+        };
+        done(libc::sigaltstack(&raw const stack, ptr::null_mut()))?;
+        let action = Action {
+            handler: placed(hosted_stub_handler),
+            flags: (libc::SA_SIGINFO | libc::SA_ONSTACK) as u64 | RESTORER,
+            restorer: placed(hosted_stub_returned),
+            mask: !0,
+        };
+        let mut blocked = !0_u64;
+        for signal in HANDLED {
+            blocked &= !(1 << (signal - 1));
+            let old = ptr::null_mut::<c_void>();
+            done(libc::syscall(libc::SYS_rt_sigaction, signal, &raw const action, old, 8) as i32)?;
+        }
+        done(libc::syscall(
+            libc::SYS_rt_sigprocmask,
+            libc::SIG_SETMASK,
+            &raw const blocked,
+            ptr::null_mut::<c_void>(),
+            8,
+        ) as i32)?;
+        done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+        let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+        let flags = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV;
+        let set = u64::from(libc::SECCOMP_SET_MODE_FILTER);
+        let listener = libc::syscall(libc::SYS_seccomp, set, flags, &raw const program);
+        (listener >= 0).then_some(listener as RawFd)
+    }
+}
+
+/// Maps its code and what it shares.
+///
+/// # Safety
+/// As for [`become_stub`].
+unsafe fn map_own(common: &Common, index: usize) -> Option<()> {
+    let code = (STUB, PAGE, libc::PROT_READ | libc::PROT_EXEC, 0);
+    let behind = PAGE + index as u64 * STUB_STATE_SIZE;
+    let state = (STUB_STATE, STUB_STATE_SIZE, libc::PROT_READ | libc::PROT_WRITE, behind);
+    for (address, length, rights, offset) in [code, state] {
+        let at = ptr::with_exposed_provenance_mut(address as usize);
+        let how = libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE;
+        let file = common.file.as_raw_fd();
+        // SAFETY: What is mapped already is not replaced: the flag forbids it.
+        let mapped = unsafe { libc::mmap(at, length as usize, rights, how, file, offset as i64) };
+        (mapped == at).then_some(())?;
+    }
+    Some(())
+}
