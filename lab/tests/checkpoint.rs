@@ -426,6 +426,29 @@ fn comes_back_in_place(spec: Spec) -> Result<()> {
     machine.check_next_attach()
 }
 
+/// The image is a file, on a file system that was not mounted at the instant.
+#[test]
+#[ignore = "long"]
+fn goes_on_from_a_file_on_a_disk() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK, "")?;
+    machine.sh(&format!("mkfs.ext4 -q {DISK} && mount {DISK} /mnt && mkdir '/mnt/a folder'"))?;
+    let (boot, _folder) = restart::prepare(&machine, "'/mnt/a folder/image'", "--module $MERCURY_MODULE")?;
+    machine.sh("umount /mnt; sync; mount -o remount,ro /")?;
+    let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
+    machine
+        .command("modprobe -r kvm_amd; mercury checkpoint - > /run/image")
+        .timeout(Duration::from_secs(180))
+        .run()?
+        .check()?;
+    machine.sh(&format!("mount {DISK} /mnt && mv /run/image '/mnt/a folder' && umount /mnt"))?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    assert_eq!(machine.sh(&format!("e2fsck -nf {DISK} > /dev/null && echo clean"))?, "clean");
+    machine.check_next_attach()
+}
+
 #[test]
 #[ignore = "long"]
 fn restores_in_place() -> Result<()> {

@@ -249,7 +249,6 @@ fn a_machine_on_nfs_goes_on() -> Result<()> {
     start(&server, "exports", EXPORTS, "")?;
     let spec = spec(Kernel::BookwormCloud).kernel_arg("lab.nfs=10.9.0.1,10.9.0.2");
     let machine = Machine::boot_reserved(wired(spec, port, "connect"), &both)?;
-    machine.sh(&format!("mkfs.ext4 -q {DISK}"))?;
     assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "nfs4\n/mercury");
     start(&machine, "clock", CLOCK, "")?;
     start(&machine, "builds", BUILDS, "")?;
@@ -258,12 +257,6 @@ fn a_machine_on_nfs_goes_on() -> Result<()> {
     checkpoint_to(&machine, "/root/image")?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
-    machine.sh(&format!("mount {DISK} /mnt && mkdir '/mnt/a folder' && mv /root/image '/mnt/a folder'"))?;
-    let (boot, _folder) = restart::prepare(&machine, "'/mnt/a folder/image'", "--module $MERCURY_MODULE")?;
-    machine.sh("umount /mnt")?;
-    let machine = machine.start_other(&boot)?;
-    is_well(&machine, &boot_id)?;
-    assert_eq!(machine.sh(&format!("fsck.ext4 -nf {DISK} > /dev/null && echo clean"))?, "clean");
     comes_further(&machine, "builds", count(&machine, "builds")? + 1)?;
     println!("{:?} builds", results(&machine, &["builds"])?);
     assert_eq!(server.sh("cat /root/after")?, "written");
