@@ -204,8 +204,8 @@ void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *li
 
 /*
  * What virtio's devices had before the watch: all that a queue's table of descriptors names for writing. What
- * is out is in there, for an entry stays as it is until its buffer has come back. So may be what has come back
- * long ago; that is read for nothing, until the queue is seen empty. What is added meanwhile is seen elsewhere.
+ * is out is there, for an entry stays as it is until its buffer has come back. So may be what has come back
+ * long ago: that is read for nothing, until the queue is seen empty. What is added meanwhile is seen anyway.
  */
 struct rings {
 	typeof(virtqueue_get_desc_addr) *table;

@@ -2,6 +2,7 @@
 //! the process ends, however that happens.
 
 use std::{
+    cell::OnceCell,
     fs::{self, File},
     io,
     net::{TcpListener, TcpStream},
@@ -15,6 +16,7 @@ use std::{
 
 use mercury_lab_agent::protocol::{CHUNK, End, Event, Hello, Request};
 use regex::Regex;
+use serde_json::Value;
 
 use rustix::process::Signal;
 
@@ -137,6 +139,26 @@ impl Machine {
         }
         Emulator(Mutex::new(process)).kill()?;
         Ok(self.serial_log().get(before..).unwrap_or_default().to_owned())
+    }
+
+    /// Moves the machine into a new emulator by QEMU's own live migration, with these parameters. Here it stands still
+    /// then, for good. Also returns what QEMU says of it.
+    ///
+    /// # Errors
+    /// If the other emulator does not start, or QEMU does not move it.
+    pub fn migrate_by_qemu(&self, to: Spec, parameters: Value) -> Result<(Self, Value)> {
+        let address = format!("tcp:127.0.0.1:{}", free_port()?);
+        let prepared = Prepared::new(to.qemu_arg("-incoming").qemu_arg(&address))?;
+        let qmp = self.qmp()?;
+        qmp.execute("migrate-set-parameters", parameters)?;
+        let moved = OnceCell::new();
+        let machine = prepared.start_with(None, |client| {
+            if moved.get().is_none() {
+                let _ = moved.set(qmp.migrate(&address)?);
+            }
+            client.send(&Request::Hello)
+        })?;
+        Ok((machine, moved.into_inner().unwrap_or_default()))
     }
 
     /// Cuts the power if it is still on, and keeps the disks as they are.

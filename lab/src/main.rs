@@ -84,7 +84,7 @@ enum Command {
     Demo,
     /// Measure: the paper's tables, and what Mercury promises in numbers
     Bench {
-        /// Only this part, which takes its place in docs/: checkpoint, kvm, previrtualization,
+        /// Only this part, which takes its place in docs/: checkpoint, kvm, migration, previrtualization,
         /// previrtualization-6.1, hosted
         #[arg(value_parser = part)]
         part: Option<Part>,
@@ -180,10 +180,12 @@ fn part(name: &str) -> Result<Part, String> {
     match name {
         "checkpoint" => Ok(Part::Checkpoint),
         "kvm" => Ok(Part::Kvm),
+        "migration" => Ok(Part::Migration),
         "previrtualization" => Ok(Part::Previrtualization(&Release::ALL)),
         "previrtualization-6.1" => Ok(Part::Previrtualization(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
-        _ => Err("there are checkpoint, kvm, previrtualization, previrtualization-6.1 and hosted".to_owned()),
+        _ => Err("there are checkpoint, kvm, migration, previrtualization, previrtualization-6.1 and hosted"
+            .to_owned()),
     }
 }
 

@@ -9,6 +9,7 @@ pub mod exits;
 pub mod hosted;
 pub mod intel;
 pub mod kvm;
+pub mod migration;
 mod phases;
 pub mod previrtualization;
 mod report;
@@ -40,6 +41,7 @@ use counts::{Counts, Memory};
 use exits::Exits;
 use intel::Intel;
 use kvm::Kvm;
+use migration::Migration;
 use phases::Compared;
 use previrtualization::Previrtualization;
 use suite::Amount;
@@ -100,6 +102,8 @@ pub enum Part {
     Checkpoint,
     /// Those of KVM above the hypervisor.
     Kvm,
+    /// Those of moves.
+    Migration,
     /// Those of kernels that the afterburner has built, from these releases' sources.
     Previrtualization(&'static [Release]),
     /// Of these, those of hosted kernels and their likes.
@@ -132,6 +136,7 @@ struct Figures {
     kvm: Kvm,
     previrtualization: Previrtualization,
     checkpoint: Checkpoint,
+    migration: Migration,
 }
 
 /// On what it was measured.
@@ -210,6 +215,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             replace(kvm::HEADING, &kvm::section(&figures), "kvm", &pretty(&figures)?)?;
             report::judge(&kvm::promises(&figures))
         }
+        Part::Migration => {
+            let figures = migration::measure(depth)?;
+            replace(migration::HEADING, &migration::section(&figures), "migration", &pretty(&figures)?)?;
+            report::judge(&migration::promises(&figures))
+        }
         Part::Previrtualization(releases) => {
             let figures = previrtualized(releases, depth)?;
             let section = previrtualization::section(&figures);
@@ -285,6 +295,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let kvm = kvm::measure(plan.cycles_under_guests)?;
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
+    let migration = migration::measure(depth)?;
     let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
     Ok(Figures {
         attach_instructions: most(|counts| counts.attach_instructions),
@@ -305,6 +316,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         kvm,
         previrtualization,
         checkpoint,
+        migration,
     })
 }
 

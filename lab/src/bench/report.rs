@@ -1,6 +1,6 @@
 //! docs/benchmarks.md, and whether the promises are kept.
 
-use super::{Compared, Counts, Figures, checkpoint, intel::Processor, kvm, previrtualization};
+use super::{Compared, Counts, Figures, checkpoint, intel::Processor, kvm, migration, previrtualization};
 use crate::{
     error::{Error, Result},
     markdown::{table, thousands},
@@ -29,6 +29,7 @@ pub fn page(figures: &Figures) -> String {
         kvm::section(&figures.kvm),
         previrtualization::section(&figures.previrtualization),
         checkpoint::section(&figures.checkpoint),
+        migration::section(&figures.migration),
     ];
     parts.join("\n")
 }
@@ -287,6 +288,7 @@ pub fn verdict(figures: &Figures) -> Result<()> {
     }));
     let promises = checkpoint::promises(&figures.checkpoint);
     let promises = promises.into_iter().chain(kvm::promises(&figures.kvm));
+    let promises = promises.chain(migration::promises(&figures.migration));
     checks.extend(promises.map(|(kept, what)| (kept, what.to_owned())));
     let broken = checks.into_iter().filter(|(kept, _)| !kept).map(|(_, what)| what);
     let broken: Vec<String> = broken.chain(previrtualization::broken(&figures.previrtualization)).collect();
@@ -373,6 +375,7 @@ mod tests {
             },
             previrtualization: previrtualization::tests::figures(),
             checkpoint: checkpoint::kept_promises(),
+            migration: migration::tests::figures(),
         }
     }
 

@@ -216,6 +216,24 @@ impl Qmp {
         self.human_silent(&format!("loadvm {name}"))
     }
 
+    /// Moves the machine to where another QEMU expects it; what `query-migrate` says in the end.
+    ///
+    /// # Errors
+    /// If it does not get there.
+    pub fn migrate(&self, uri: &str) -> Result<Value> {
+        self.execute("migrate", json!({"uri": uri}))?;
+        wait_for("QEMU to move the machine", ANSWER_LIMIT, || {
+            let said = self.execute("query-migrate", json!({}))?;
+            match said["status"].as_str() {
+                Some("completed") => Ok(Some(said)),
+                Some("failed" | "cancelled") => {
+                    Err(Error::Monitor { command: "migrate".to_owned(), answer: said.to_string() })
+                }
+                _ => Ok(None),
+            }
+        })
+    }
+
     /// Presses the reset button.
     ///
     /// # Errors

@@ -128,7 +128,7 @@ fn pause_with(memory_mib: u32, plan: &Plan) -> Result<Pause> {
 }
 
 /// The newer one.
-fn emulator() -> Result<String> {
+pub(super) fn emulator() -> Result<String> {
     Ok(super::emulator(&crate::emulator::newer_qemu::ensure()?))
 }
 
