@@ -8,6 +8,7 @@ use crate::{
     span::Span,
 };
 use clap::{Args, Parser, Subcommand};
+use mercury_hosted::devices::{Forward, Mac, Uplink};
 use std::path::PathBuf;
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
@@ -530,6 +531,16 @@ pub struct HostedArgs {
     /// A disk: a file or a block device, with `,ro` behind it if the guest may only read it. The first one is /dev/vda
     #[arg(long, value_name = "FILE[,ro]")]
     pub disk: Vec<String>,
+    /// A network card, connected to a passt of its own or to a tap interface of yours. With `passt,host` the guest reaches
+    /// this host's 127.0.0.1 at its gateway's address
+    #[arg(long, value_name = "passt[,host]|tap=NAME")]
+    pub net: Option<Uplink>,
+    /// The card's address, if not one that is always the same on this host
+    #[arg(long, value_name = "MAC", requires = "net")]
+    pub mac: Option<Mac>,
+    /// A port of this host's that leads to the guest's, in passt's words: 8080:80, udp:5353:53, 127.0.0.1/2222:22
+    #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
+    pub forward: Vec<Forward>,
     /// Memory in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub memory: u64,

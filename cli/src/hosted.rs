@@ -1,6 +1,9 @@
 //! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`).
 
-use mercury_hosted::run::{self, Options, Report};
+use mercury_hosted::{
+    devices::NetOption,
+    run::{self, Options, Report},
+};
 use serde::Serialize;
 
 use crate::{
@@ -17,6 +20,11 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
+        net: args.net.clone().map(|uplink| NetOption {
+            uplink,
+            mac: args.mac,
+            forwards: args.forward.clone(),
+        }),
         memory: args.memory << 20,
         append: args.append.clone(),
         rewrite: !args.no_rewrite,

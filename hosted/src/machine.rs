@@ -280,7 +280,7 @@ impl Machine {
     /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
     pub fn service(&mut self) {
         pending().store(0, Ordering::Release);
-        self.devices.poll();
+        self.devices.poll(&self.memory);
         if self.interruptible()
             && let Some(vector) = self.devices.acknowledge()
         {

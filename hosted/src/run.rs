@@ -6,7 +6,7 @@ use std::{
 
 use crate::{
     block, boot, cpuid,
-    devices::{Block, Console, Devices, describe_disks, now},
+    devices::{Block, Console, Devices, NetOption, Slots, now},
     entry,
     error::{Error, Result},
     kernel::Kernel,
@@ -30,6 +30,8 @@ pub struct Options {
     pub initramfs: Option<PathBuf>,
     /// Its disks.
     pub disks: Vec<DiskOption>,
+    /// Its network card.
+    pub net: Option<NetOption>,
     /// Bytes of memory.
     pub memory: u64,
     /// More for the command line.
@@ -111,14 +113,20 @@ pub fn run(options: &Options) -> Result<Infallible> {
     };
     let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
     let disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
-    let line = boot::command_line(&options.append, clock_khz()) + &describe_disks(&memory, disks.len());
-    boot::describe(&memory, &kernel, &line, &initramfs)?;
+    let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
+    prepare_block(placed.gates.system_return)?;
+    // Threads that listen to devices send signals from their start on.
+    signal::install()?;
+    let net = uplink.map(|uplink| uplink.start()).transpose()?;
+    let slots = Slots::new(disks, net)?;
+    let line = boot::command_line(&options.append, clock_khz()) + &slots.describe(&memory);
+    boot::describe(&memory, &kernel, &line, &initramfs)?;
     let console = Console::open()?;
-    let devices = Devices::new(console, &memory, disks)?;
+    let devices = Devices::new(console, &memory, slots)?;
     start(options, &kernel, loaded, memory, devices, placed, most_mapped)
 }
 
@@ -152,8 +160,6 @@ fn start(
     most_mapped: u64,
 ) -> Result<Infallible> {
     let Placed { entry, gates } = placed;
-    prepare_block(gates.system_return)?;
-    signal::install()?;
     let mut machine = Machine {
         vcpu: Vcpu::default(),
         memory,

@@ -7,9 +7,9 @@ use std::{
     path::Path,
 };
 
-use virtio_queue::{DescriptorChain, desc::split::Descriptor};
+use virtio_queue::desc::split::Descriptor;
 
-use super::virtio::View;
+use super::virtio::{Device, Ring};
 use crate::{
     error::{Error, Result},
     memory::Memory,
@@ -46,9 +46,6 @@ pub struct Block {
 }
 
 impl Block {
-    /// Its number among virtio's devices.
-    pub const DEVICE: u32 = 2;
-
     /// Opens a file, and keeps others from using it as a disk at the same time.
     ///
     /// # Errors
@@ -74,24 +71,9 @@ impl Block {
         Ok(Self { file, sectors: bytes / SECTOR, read_only })
     }
 
-    /// What it offers.
-    #[must_use]
-    pub fn features(&self) -> u64 {
-        FEATURE_FLUSH | if self.read_only { FEATURE_READ_ONLY } else { 0 }
-    }
-
-    /// A field of its configuration: of all of them only the size is not zero.
-    #[must_use]
-    pub fn configuration(&self, at: u64, size: usize) -> u64 {
-        let bytes = self.sectors.to_le_bytes();
-        let byte = |at: u64| bytes.get(at as usize).copied().unwrap_or(0);
-        (0..size.min(8) as u64).rev().fold(0, |value, index| value << 8 | u64::from(byte(at + index)))
-    }
-
     /// Does a request. Says how many bytes of the guest's memory were written.
-    pub fn perform(&mut self, chain: DescriptorChain<&View>, memory: &Memory) -> u32 {
-        let parts: Vec<Descriptor> = chain.collect();
-        let [header, data @ .., status] = &parts[..] else { return 0 };
+    fn perform(&mut self, parts: &[Descriptor], memory: &Memory) -> u32 {
+        let [header, data @ .., status] = parts else { return 0 };
         let mut words = [0; 16];
         if header.len() < 16 || memory.read(header.addr().0, &mut words).is_none() || !status.is_write_only()
         {
@@ -145,6 +127,30 @@ impl Block {
     }
 }
 
+impl Device for Block {
+    fn number(&self) -> u32 {
+        2
+    }
+
+    fn features(&self) -> u64 {
+        FEATURE_FLUSH | if self.read_only { FEATURE_READ_ONLY } else { 0 }
+    }
+
+    fn configuration(&self) -> Vec<u8> {
+        self.sectors.to_le_bytes().to_vec()
+    }
+
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, _: u64) -> bool {
+        let [ring] = rings else { return false };
+        while let Some(chain) = ring.pop() {
+            let head = chain.head_index();
+            let parts: Vec<Descriptor> = chain.collect();
+            ring.used(head, self.perform(&parts, memory));
+        }
+        false
+    }
+}
+
 fn identify(data: &[Descriptor], memory: &Memory) -> u32 {
     let mut name = [0; IDENTIFIER_LENGTH];
     name[..14].copy_from_slice(b"mercury-hosted");
@@ -152,5 +158,66 @@ fn identify(data: &[Descriptor], memory: &Memory) -> u32 {
     match part.and_then(|part| memory.write(part.addr().0, &name)) {
         Some(()) => IDENTIFIER_LENGTH as u32,
         None => 0,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::{
+        super::testing::{self, BUFFERS, Driver, with_driver},
+        *,
+    };
+    use proptest::prelude::*;
+
+    const HEADER: u64 = BUFFERS;
+    const DATA: u64 = BUFFERS + 0x1000;
+    const STATUS: u64 = BUFFERS + 0x2000;
+
+    fn disk() -> Block {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [0x5A; 4096]).unwrap();
+        Block::open(file.path(), false).unwrap()
+    }
+
+    /// One request of a header, data and a status.
+    fn request(driver: &mut Driver<'_>, kind: u32, sector: u64, reads: bool) -> u8 {
+        let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        driver.memory.write(HEADER, &header).unwrap();
+        driver.memory.write(STATUS, &[0xFF]).unwrap();
+        driver.begin(1 << 32, 1);
+        driver.offer(0, 0, &[(HEADER, 16, false), (DATA, 512, reads), (STATUS, 1, true)]);
+        assert!(driver.notify(0));
+        assert_eq!(driver.used(0).len(), 1);
+        driver.bytes(STATUS, 1)[0]
+    }
+
+    #[test]
+    fn sectors_are_written_and_read_and_others_refused() {
+        with_driver(disk(), |driver| {
+            driver.memory.write(DATA, &[7; 512]).unwrap();
+            assert_eq!(request(driver, request::WRITE, 3, false), 0);
+            driver.memory.write(DATA, &[0; 512]).unwrap();
+            assert_eq!(request(driver, request::READ, 3, true), 0);
+            assert_eq!(driver.bytes(DATA, 512), [7; 512]);
+            // Behind the end; a number that wraps; into what may only be read; of an unknown kind.
+            assert_eq!(request(driver, request::READ, 8, true), 1);
+            assert_eq!(request(driver, request::WRITE, u64::MAX, false), 1);
+            assert_eq!(request(driver, request::READ, 0, false), 1);
+            assert_eq!(request(driver, 77, 0, true), 2);
+            assert_eq!(driver.transport.read(0x100, 8), 8);
+        });
+    }
+
+    proptest! {
+        #[test]
+        fn no_driver_makes_it_panic(all in testing::anything()) {
+            with_driver(disk(), |driver| testing::torture(driver, all));
+        }
+
+        #[test]
+        fn no_chain_makes_it_panic(chains in testing::chains()) {
+            with_driver(disk(), |driver| testing::give_chains(driver, 1, &chains));
+        }
     }
 }
