@@ -175,6 +175,8 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
     let wrong = |error: io::Error| Error::host(format!("cannot connect passt: {error}"));
     let (ours, its) = UnixStream::pair().map_err(wrong)?;
     ours.set_nonblocking(true).map_err(wrong)?;
+    have_room(&its);
+    have_room(&ours);
     let number = its.as_raw_fd();
     let mut command = Command::new("passt");
     command.arg("--fd").arg(number.to_string()).args(["--mtu", &MTU.to_string()]);
@@ -212,6 +214,21 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
             .hint("--forward has ports as passt(1) has them; those below 1024 are root's"));
     }
     Ok((ours.into(), MTU))
+}
+
+/// What passt cannot send at once it drops, and sends again only after a while. So its end gets as much room as the host allows.
+fn have_room(socket: &UnixStream) {
+    let room: libc::c_int = 8 << 20;
+    // SAFETY: The value is a number of this size. The host allows less if it does not like it.
+    unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUF,
+            (&raw const room).cast(),
+            size_of_val(&room) as libc::socklen_t,
+        )
+    };
 }
 
 /// Opens a tap interface.
