@@ -14,7 +14,7 @@ use crate::{
     load,
     machine::{Counters, Machine},
     memory::Memory,
-    sandbox,
+    sandbox::{self, Special},
     shadow::Shadows,
     signal,
     thunks::{self, Exit, Gates},
@@ -112,7 +112,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
         None => Vec::new(),
     };
     let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
-    let disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
+    let mut disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
     let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
     if !sandbox::forbid_files()? && options.verbose {
@@ -121,13 +121,21 @@ pub fn run(options: &Options) -> Result<Infallible> {
     prepare_block(placed.gates.system_return)?;
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
+    for disk in &mut disks {
+        if let Err(error) = disk.overlap()
+            && options.verbose
+        {
+            eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
+        }
+    }
+    let special = Special { rings: disks.iter().filter_map(Block::ring).collect(), listener: None };
     let net = uplink.map(|uplink| uplink.start()).transpose()?;
     let slots = Slots::new(disks, net)?;
     let line = boot::command_line(&options.append, clock_khz()) + &slots.describe(&memory);
     boot::describe(&memory, &kernel, &line, &initramfs)?;
     let console = Console::open()?;
     let devices = Devices::new(console, &memory, slots)?;
-    start(options, &kernel, loaded, memory, devices, placed, most_mapped)
+    start(options, &kernel, loaded, memory, devices, placed, (most_mapped, special))
 }
 
 struct Prepared {
@@ -157,7 +165,7 @@ fn start(
     memory: Memory,
     devices: Devices,
     placed: Placed,
-    most_mapped: u64,
+    (most_mapped, special): (u64, Special),
 ) -> Result<Infallible> {
     let Placed { entry, gates } = placed;
     let mut machine = Machine {
@@ -180,7 +188,7 @@ fn start(
     machine.exits = loaded.exits;
     machine.exits.push(gates.exit);
     signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
-    sandbox::forbid_calls().inspect_err(|_| machine.devices.console.restore())?;
+    sandbox::forbid_calls(&special).inspect_err(|_| machine.devices.console.restore())?;
     machine.run()
 }
 

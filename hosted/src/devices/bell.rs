@@ -33,6 +33,14 @@ impl Bell {
         let _ = (&self.0).write(&1_u64.to_ne_bytes());
     }
 
+    /// Waits until it rings, and silences it.
+    pub fn wait(&self) {
+        let mut polled = libc::pollfd { fd: self.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: There is one, and no time limit.
+        unsafe { libc::ppoll(&raw mut polled, 1, std::ptr::null(), std::ptr::null()) };
+        self.silence();
+    }
+
     /// Makes it silent.
     pub fn silence(&self) {
         // It fails only if it is silent.

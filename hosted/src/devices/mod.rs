@@ -9,6 +9,7 @@ mod link;
 mod net;
 mod pic;
 mod pit;
+mod requests;
 mod rng;
 mod serial;
 #[cfg(test)]

@@ -183,13 +183,9 @@ mod tests {
     const ACCEPTED: u64 = 1 << 32 | FEATURE_MERGED;
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// A card, and the other end of its cable. The signal says nothing here: tests look for themselves.
+    /// A card, and the other end of its cable.
     fn card() -> (Net, UnixStream) {
-        static IGNORED: std::sync::Once = std::sync::Once::new();
-        // SAFETY: This program has no use for the signal.
-        IGNORED.call_once(|| unsafe {
-            libc::signal(libc::SIGUSR1, libc::SIG_IGN);
-        });
+        testing::ignore_signals();
         let (ours, others) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         (Net::new(Link::start(ours.into(), Framing::Stream).unwrap(), MAC, 1500), others)
