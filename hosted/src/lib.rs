@@ -12,7 +12,7 @@
 //! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
 //! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
 //! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
-//! - [`devices`]: those of a small PC. `sandbox`: what is left of the host once the guest runs.
+//! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
 pub mod block;
 pub mod boot;
@@ -21,6 +21,7 @@ pub mod cpuid;
 pub mod devices;
 pub mod entry;
 pub mod error;
+pub mod gdb;
 pub mod kernel;
 pub mod layout;
 pub mod load;

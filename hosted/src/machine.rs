@@ -9,6 +9,7 @@ use crate::{
     block::{self, Block, IF},
     devices::Devices,
     entry,
+    gdb::Debugger,
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
@@ -111,6 +112,8 @@ pub struct Machine {
     pub shadows: Option<Shadows>,
     /// The code that returns from a system call, behind its look at what waits.
     pub returning: Range<u64>,
+    /// The debugger's end.
+    pub debugger: Option<Debugger>,
     /// Say what is strange.
     pub verbose: bool,
 }
@@ -136,6 +139,7 @@ impl Machine {
         let block = machine.block();
         // SAFETY: The area is as large as the processor says, and at a multiple of 64.
         unsafe { entry::hosted_save_extended(block.extended) };
+        machine.attend_debugger();
         MACHINE.store(machine, Ordering::Release);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
@@ -280,6 +284,11 @@ impl Machine {
     /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
     pub fn service(&mut self) {
         pending().store(0, Ordering::Release);
+        self.attend_debugger();
+        if self.is_stepping() {
+            // Interrupts come when the step is over.
+            return;
+        }
         self.devices.poll(&self.memory);
         if self.interruptible()
             && let Some(vector) = self.devices.acknowledge()
@@ -433,6 +442,7 @@ impl Machine {
 
     /// Delivers an exception or an interrupt as the processor would.
     pub fn inject(&mut self, exception: Exception) {
+        self.step_was_left();
         if let Some(address) = exception.address {
             self.vcpu.cr2 = address;
         }

@@ -9,6 +9,7 @@ use crate::{
     devices::{Block, Console, Devices, NetOption, Slots, now},
     entry,
     error::{Error, Result},
+    gdb::{Debugger, GdbOption},
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     load,
@@ -30,6 +31,8 @@ pub struct Options {
     pub initramfs: Option<PathBuf>,
     /// Its disks.
     pub disks: Vec<DiskOption>,
+    /// Where gdb may connect to.
+    pub gdb: Option<GdbOption>,
     /// Its network card.
     pub net: Option<NetOption>,
     /// Bytes of memory.
@@ -113,6 +116,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     };
     let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
     let mut disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
+    let gdb = options.gdb.as_ref().map(GdbOption::open).transpose()?;
     let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
     if !sandbox::forbid_files()? && options.verbose {
@@ -128,14 +132,18 @@ pub fn run(options: &Options) -> Result<Infallible> {
             eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
         }
     }
-    let special = Special { rings: disks.iter().filter_map(Block::ring).collect(), listener: None };
+    let debugger = gdb.map(|gdb| Debugger::new(gdb, &kernel, &loaded)).transpose()?;
+    let special = Special {
+        rings: disks.iter().filter_map(Block::ring).collect(),
+        listener: debugger.as_ref().map(Debugger::descriptor),
+    };
     let net = uplink.map(|uplink| uplink.start()).transpose()?;
     let slots = Slots::new(disks, net)?;
     let line = boot::command_line(&options.append, clock_khz()) + &slots.describe(&memory);
     boot::describe(&memory, &kernel, &line, &initramfs)?;
     let console = Console::open()?;
     let devices = Devices::new(console, &memory, slots)?;
-    start(options, &kernel, loaded, memory, devices, placed, (most_mapped, special))
+    start(options, &kernel, loaded, memory, devices, placed, (most_mapped, special, debugger))
 }
 
 struct Prepared {
@@ -165,7 +173,7 @@ fn start(
     memory: Memory,
     devices: Devices,
     placed: Placed,
-    (most_mapped, special): (u64, Special),
+    (most_mapped, special, debugger): (u64, Special, Option<Debugger>),
 ) -> Result<Infallible> {
     let Placed { entry, gates } = placed;
     let mut machine = Machine {
@@ -181,6 +189,7 @@ fn start(
         most_mapped,
         shadows: options.rewrite.then(|| Shadows::new(gates.system_call)).transpose()?,
         returning: gates.returning,
+        debugger,
         verbose: options.verbose,
     };
     boot::processor(&mut machine, kernel, &loaded, entry)

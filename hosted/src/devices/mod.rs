@@ -22,6 +22,7 @@ use std::{io, ptr};
 
 pub use block::Block;
 pub use console::Console;
+pub(crate) use console::without_signals;
 pub use net::Net;
 pub use uplink::{Forward, Mac, NetOption, Uplink};
 
