@@ -309,6 +309,8 @@ impl Waiting {
                 libc::accept4(self.socket.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), libc::SOCK_CLOEXEC)
             };
             if descriptor < 0 {
+                // Not now: too many are open, or it is gone again.
+                is_readable(-1, Some(AGAIN));
                 continue;
             }
             // SAFETY: The descriptor was made above and belongs to nobody else. Until the state is `Nobody` again, it is not

@@ -21,6 +21,9 @@ pub fn successors(code: &[u8], address: u64, guest: &impl Guest) -> Vec<u64> {
         let top = guest.register(Register::RSP).wrapping_add_signed(stack);
         let flow = instruction.flow_control();
         match flow {
+            // To a program: that is no step of the kernel's.
+            FlowControl::Return if matches!(instruction.code(), Code::Sysretd | Code::Sysretq) => {}
+            // Interrupts' return address is where a call's is.
             FlowControl::Return => found.extend(guest.long(top)),
             FlowControl::ConditionalBranch | FlowControl::UnconditionalBranch | FlowControl::Call => {
                 found.push(instruction.near_branch_target());
@@ -30,9 +33,6 @@ pub fn successors(code: &[u8], address: u64, guest: &impl Guest) -> Vec<u64> {
             }
             _ => {}
         }
-        // Interrupts' return address is at the same place. System calls lead to programs.
-        let goes_back = matches!(instruction.code(), Code::Iretq | Code::Iretd | Code::Iretw);
-        found.extend(goes_back.then(|| guest.long(top)).flatten());
         if matches!(
             flow,
             FlowControl::Return | FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
@@ -112,6 +112,7 @@ mod tests {
             of(|code| code.cli().and_then(|()| code.jne(0x1070)).and_then(|()| code.nop())),
             [0x1070, 0x1004]
         );
-        assert_eq!(of(CodeAssembler::iretq), [0x7001, 0x1002]);
+        assert_eq!(of(CodeAssembler::iretq), [0x7001]);
+        assert_eq!(of(CodeAssembler::sysretq), [0_u64; 0]);
     }
 }
