@@ -8,7 +8,11 @@ use crate::{
     span::Span,
 };
 use clap::{Args, Parser, Subcommand};
-use std::path::PathBuf;
+use mercury_hosted::{
+    devices::{Forward, Mac, Uplink},
+    gdb::{Address, GdbOption},
+};
+use std::{ffi::OsString, path::PathBuf};
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
 #[derive(Debug, Parser)]
@@ -517,6 +521,26 @@ pub enum HostedCommand {
         when the guest has halted, 10 when it has asked for a reset (as after a panic), 11 when it cannot go on."
     )]
     Run(HostedArgs),
+    /// Start gdb at a machine that was started with --gdb
+    #[command(
+        long_about = "Starts gdb with a kernel's symbols, moved to where the kernel is, and connects it to a machine that was \
+        started with --gdb. The machine stops for it; gdb's `detach` lets it go on, `kill` ends it."
+    )]
+    Gdb(HostedGdbArgs),
+}
+
+/// Arguments of hosted gdb.
+#[derive(Debug, Args)]
+pub struct HostedGdbArgs {
+    /// The machine's socket, or its port
+    #[arg(value_name = "SOCKET|:PORT")]
+    pub address: Address,
+    /// The vmlinux that runs there
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+    /// More for gdb, behind --
+    #[arg(last = true)]
+    pub arguments: Vec<OsString>,
 }
 
 /// What keeps a guest's programs apart from its kernel.
@@ -540,6 +564,19 @@ pub struct HostedArgs {
     /// A disk: a file or a block device, with `,ro` behind it if the guest may only read it. The first one is /dev/vda
     #[arg(long, value_name = "FILE[,ro]")]
     pub disk: Vec<String>,
+    /// A network card, connected to a passt of its own or to a tap interface of yours. With `passt,host` the guest reaches
+    /// this host's 127.0.0.1 at its gateway's address
+    #[arg(long, value_name = "passt[,host]|tap=NAME")]
+    pub net: Option<Uplink>,
+    /// The card's address, if not one that is always the same on this host
+    #[arg(long, value_name = "MAC", requires = "net")]
+    pub mac: Option<Mac>,
+    /// A port of this host's that leads to the guest's, in passt's words: 8080:80, udp:5353:53, 127.0.0.1/2222:22
+    #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
+    pub forward: Vec<Forward>,
+    /// Where gdb may connect to: a socket, or a port of 127.0.0.1. With `,wait` behind it the kernel does not start before
+    #[arg(long, value_name = "SOCKET|:PORT[,wait]")]
+    pub gdb: Option<GdbOption>,
     /// Memory in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub memory: u64,

@@ -1,10 +1,18 @@
-//! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`).
+//! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`). `mercury hosted gdb`: gdb
+//! at such a kernel.
 
-use mercury_hosted::run::{self, Isolation, Options, Report};
+use std::{io::ErrorKind, os::unix::process::CommandExt, process::Command};
+
+use mercury_hosted::{
+    devices::NetOption,
+    gdb::Address,
+    load::DISTANCE,
+    run::{self, Isolation, Options, Report},
+};
 use serde::Serialize;
 
 use crate::{
-    args::{self, HostedArgs},
+    args::{self, HostedArgs, HostedGdbArgs},
     commands::Say,
     error::{Error, Result},
     exit::Exit,
@@ -17,6 +25,12 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
+        net: args.net.clone().map(|uplink| NetOption {
+            uplink,
+            mac: args.mac,
+            forwards: args.forward.clone(),
+        }),
+        gdb: args.gdb.clone(),
         memory: args.memory << 20,
         append: args.append.clone(),
         isolation: match args.isolation {
@@ -33,6 +47,24 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         Ok(never) => match never {},
         Err(error) => Err(refused(error)),
     }
+}
+
+/// Becomes gdb.
+pub fn gdb(args: &HostedGdbArgs) -> Result<Exit> {
+    let kernel = args.kernel.to_string_lossy().replace('\\', "\\\\").replace('"', "\\\"");
+    let target = match &args.address {
+        Address::Path(path) => path.display().to_string(),
+        Address::Port(port) => format!("127.0.0.1:{port}"),
+    };
+    let mut command = Command::new("gdb");
+    command.args(["-q", "-ex", &format!("symbol-file -o {DISTANCE:#x} \"{kernel}\"")]);
+    command.args(["-ex", &format!("target remote {target}")]).args(&args.arguments);
+    let error = command.exec();
+    let refused = Error::new(Exit::Failed, format!("cannot start gdb: {error}"));
+    Err(match error.kind() {
+        ErrorKind::NotFound => refused.hint("Debian's package is called gdb"),
+        _ => refused,
+    })
 }
 
 fn refused(error: mercury_hosted::error::Error) -> Error {

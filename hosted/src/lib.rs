@@ -13,7 +13,7 @@
 //! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
 //! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
 //! - [`isolation`]: if it is asked for, programs run in processes of their own.
-//! - [`devices`]: those of a small PC. `sandbox`: what is left of the host once the guest runs.
+//! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
 pub mod block;
 pub mod boot;
@@ -22,6 +22,7 @@ pub mod cpuid;
 pub mod devices;
 pub mod entry;
 pub mod error;
+pub mod gdb;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;

@@ -1,6 +1,6 @@
 //! Puts a kernel into memory: moves it, gives it its layout, fills its slots.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
 use mercury_afterburner::record::Record;
@@ -30,6 +30,8 @@ pub struct Loaded {
     pub thunks: Vec<u8>,
     /// Places where it leaves the guest.
     pub exits: Vec<Exit>,
+    /// Slots that were filled, by their addresses now.
+    pub slots: BTreeMap<u64, Filled>,
     /// Physical address of the kernel's own page tables.
     pub root: u64,
     /// Slots that were filled.
@@ -40,6 +42,15 @@ pub struct Loaded {
     pub constants: usize,
     /// Places that were relocated.
     pub relocated: usize,
+}
+
+/// A slot that was filled.
+#[derive(Clone, Debug)]
+pub struct Filled {
+    /// What was in it, relocated.
+    pub bytes: Vec<u8>,
+    /// Where its code is now.
+    pub code: u64,
 }
 
 fn outside() -> Error {
@@ -258,6 +269,7 @@ fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
     let mut loaded = Loaded {
         thunks: Vec::new(),
         exits: Vec::new(),
+        slots: BTreeMap::new(),
         root: 0,
         filled: 0,
         unfilled: 0,
@@ -295,6 +307,8 @@ fn put_thunk(
     length: usize,
 ) -> Result<()> {
     let at = THUNKS + loaded.thunks.len() as u64;
+    let mut bytes = vec![0; length];
+    memory.read(physical, &mut bytes).ok_or_else(outside)?;
     loaded.exits.extend(thunk.exits);
     loaded.thunks.extend(thunk.code);
     loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
@@ -303,5 +317,7 @@ fn put_thunk(
     let mut slot = vec![0xCC; length];
     slot[0] = 0xE9;
     slot[1..5].copy_from_slice(&jump.to_le_bytes());
-    memory.write(physical, &slot).ok_or_else(outside)
+    memory.write(physical, &slot).ok_or_else(outside)?;
+    loaded.slots.insert(address, Filled { bytes, code: at });
+    Ok(())
 }

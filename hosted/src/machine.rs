@@ -9,6 +9,7 @@ use crate::{
     block::{self, Block, IF},
     devices::Devices,
     entry,
+    gdb::Debugger,
     isolation::{Spaces, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
@@ -115,6 +116,8 @@ pub struct Machine {
     pub spaces: Option<Spaces>,
     /// The code that returns from a system call, behind its look at what waits.
     pub returning: Range<u64>,
+    /// The debugger's end.
+    pub debugger: Option<Debugger>,
     /// Say what is strange.
     pub verbose: bool,
 }
@@ -140,6 +143,7 @@ impl Machine {
         let block = machine.block();
         // SAFETY: The area is as large as the processor says, and at a multiple of 64.
         unsafe { entry::hosted_save_extended(block.extended) };
+        machine.attend_debugger();
         MACHINE.store(machine, Ordering::Release);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
@@ -285,7 +289,12 @@ impl Machine {
     /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
     pub fn service(&mut self) {
         pending().store(0, Ordering::Release);
-        self.devices.poll();
+        self.attend_debugger();
+        if self.is_stepping() {
+            // Interrupts come when the step is over.
+            return;
+        }
+        self.devices.poll(&self.memory);
         if self.interruptible()
             && let Some(vector) = self.devices.acknowledge()
         {
@@ -510,6 +519,7 @@ impl Machine {
 
     /// Delivers an exception or an interrupt as the processor would.
     pub fn inject(&mut self, exception: Exception) {
+        self.step_was_left();
         if let Some(address) = exception.address {
             self.vcpu.cr2 = address;
         }

@@ -276,6 +276,7 @@ impl Machine {
     }
 
     fn halt(&mut self) {
+        self.step_was_left();
         if !self.interruptible() {
             self.end(End::Halted, "");
         }
@@ -286,7 +287,7 @@ impl Machine {
         let rip = self.block().registers.rip;
         loop {
             self.service();
-            if self.block().registers.rip != rip || !self.interruptible() {
+            if self.block().registers.rip != rip || !self.interruptible() || self.is_stepping() {
                 return;
             }
             self.devices.wait();

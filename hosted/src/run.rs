@@ -6,16 +6,17 @@ use std::{
 
 use crate::{
     block, boot, cpuid,
-    devices::{Block, Console, Devices, describe_disks, now},
+    devices::{Block, Console, Devices, NetOption, Slots, now},
     entry,
     error::{Error, Result},
+    gdb::{Debugger, GdbOption},
     isolation::Spaces,
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     load,
     machine::{Counters, Machine},
     memory::Memory,
-    sandbox,
+    sandbox::{self, Special},
     shadow::Shadows,
     signal,
     thunks::{self, Exit, Gates},
@@ -31,6 +32,10 @@ pub struct Options {
     pub initramfs: Option<PathBuf>,
     /// Its disks.
     pub disks: Vec<DiskOption>,
+    /// Where gdb may connect to.
+    pub gdb: Option<GdbOption>,
+    /// Its network card.
+    pub net: Option<NetOption>,
     /// Bytes of memory.
     pub memory: u64,
     /// More for the command line.
@@ -123,21 +128,44 @@ pub fn run(options: &Options) -> Result<Infallible> {
         None => Vec::new(),
     };
     let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
-    let disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
-    let line = boot::command_line(&options.append, clock_khz()) + &describe_disks(&memory, disks.len());
-    boot::describe(&memory, &kernel, &line, &initramfs)?;
+    let mut disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
+    let gdb = options.gdb.as_ref().map(GdbOption::open).transpose()?;
+    let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
-    drop(initramfs);
+    // Before there are threads, for these processes begin as copies of this one.
     let spaces = match options.isolation {
         Isolation::None => None,
         Isolation::Process => Some(Spaces::start(&memory, most_mapped)?),
     };
+    let returning = &placed.gates;
+    prepare_block(match options.isolation {
+        Isolation::None => returning.system_return,
+        Isolation::Process => returning.leaving,
+    })?;
+    // Threads that listen to devices send signals from their start on.
+    signal::install()?;
+    for disk in &mut disks {
+        if let Err(error) = disk.overlap()
+            && options.verbose
+        {
+            eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
+        }
+    }
+    let debugger = gdb.map(|gdb| Debugger::new(gdb, &kernel, &loaded)).transpose()?;
+    let special = Special {
+        rings: disks.iter().filter_map(Block::ring).collect(),
+        listener: debugger.as_ref().map(Debugger::descriptor),
+    };
+    let net = uplink.map(|uplink| uplink.start()).transpose()?;
+    let slots = Slots::new(disks, net)?;
+    let line = boot::command_line(&options.append, clock_khz()) + &slots.describe(&memory);
+    boot::describe(&memory, &kernel, &line, &initramfs)?;
     let console = Console::open()?;
-    let devices = Devices::new(console, &memory, disks)?;
-    start(options, &kernel, loaded, memory, devices, placed, most_mapped, spaces)
+    let devices = Devices::new(console, &memory, slots)?;
+    start(options, &kernel, loaded, memory, devices, placed, (most_mapped, special, debugger), spaces)
 }
 
 struct Prepared {
@@ -168,13 +196,11 @@ fn start(
     memory: Memory,
     devices: Devices,
     placed: Placed,
-    most_mapped: u64,
+    (most_mapped, special, debugger): (u64, Special, Option<Debugger>),
     spaces: Option<Spaces>,
 ) -> Result<Infallible> {
     let Placed { entry, gates } = placed;
     let isolation = options.isolation;
-    prepare_block(if isolation == Isolation::None { gates.system_return } else { gates.leaving })?;
-    signal::install()?;
     let mut machine = Machine {
         vcpu: Vcpu::default(),
         memory,
@@ -191,6 +217,7 @@ fn start(
             .transpose()?,
         spaces,
         returning: gates.returning,
+        debugger,
         verbose: options.verbose,
     };
     boot::processor(&mut machine, kernel, &loaded, entry)
@@ -198,7 +225,7 @@ fn start(
     machine.exits = loaded.exits;
     machine.exits.push(gates.exit);
     signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
-    sandbox::forbid_calls(isolation).inspect_err(|_| machine.devices.console.restore())?;
+    sandbox::forbid_calls(isolation, &special).inspect_err(|_| machine.devices.console.restore())?;
     machine.run()
 }
 

@@ -1,7 +1,7 @@
 //! What this process may still ask of the host while the guest runs: no new files, no connections, and of the host's system
 //! calls only those that the monitor needs. A program of the guest's that gets past the monitor gets no further than this.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, os::fd::RawFd};
 
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus,
@@ -67,20 +67,32 @@ pub fn forbid_files() -> Result<bool> {
     Ok(status.ruleset != RulesetStatus::NotEnforced)
 }
 
+/// Descriptors with which more is allowed.
+#[derive(Debug, Default)]
+pub struct Special {
+    /// Restricted rings (io_uring): to begin what is in them and to wait for it.
+    pub rings: Vec<RawFd>,
+    /// The socket that gdb connects to: to accept its connection.
+    pub listener: Option<RawFd>,
+}
+
 /// Forbids all threads of this process other system calls: one ends it.
 ///
 /// # Errors
 /// If the host does not do it.
-pub fn forbid_calls(isolation: Isolation) -> Result<()> {
+pub fn forbid_calls(isolation: Isolation, special: &Special) -> Result<()> {
     let wrong = |error: &dyn std::fmt::Display| {
         Error::host(format!("cannot forbid this process system calls: {error}"))
     };
-    let filter = filter(isolation).map_err(|error| wrong(&error))?;
+    let filter = filter(isolation, special).map_err(|error| wrong(&error))?;
     let program: BpfProgram = filter.try_into().map_err(|error: seccompiler::BackendError| wrong(&error))?;
     seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))
 }
 
-fn filter(isolation: Isolation) -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
+fn filter(
+    isolation: Isolation,
+    special: &Special,
+) -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
     let equal =
         |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
@@ -97,5 +109,13 @@ fn filter(isolation: Isolation) -> std::result::Result<SeccompFilter, seccompile
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
     let own = SeccompRule::new(vec![equal(0, u64::from(std::process::id()))?])?;
     rules.insert(libc::SYS_tgkill, vec![own]);
+    let only = |descriptor: &RawFd| SeccompRule::new(vec![equal(0, u64::from(descriptor.cast_unsigned()))?]);
+    for (call, descriptors) in
+        [(libc::SYS_io_uring_enter, &special.rings[..]), (libc::SYS_accept4, special.listener.as_slice())]
+    {
+        if !descriptors.is_empty() {
+            rules.insert(call, descriptors.iter().map(only).collect::<std::result::Result<_, _>>()?);
+        }
+    }
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, TargetArch::x86_64)
 }

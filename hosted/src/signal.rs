@@ -186,11 +186,17 @@ pub unsafe extern "C" fn handle_signal(
     take(machine, registers, fs);
     match is_notice {
         _ if is_end => machine.end(End::Ended, "ended by a signal"),
-        true if is_ready(machine) => {
-            machine.begin_exit_again();
-            machine.service();
+        true => {
+            machine.finish_return();
+            if machine.is_debugger_wanted() {
+                machine.begin_exit_again();
+                machine.attend_debugger();
+            }
+            if machine.interruptible() {
+                machine.begin_exit_again();
+                machine.service();
+            }
         }
-        true => {}
         false => answer(machine, Fault::new(signal, registers)),
     }
     give(machine, registers);
@@ -199,12 +205,6 @@ pub unsafe extern "C" fn handle_signal(
         return 0;
     }
     1
-}
-
-/// Whether the guest takes interrupts, or would if it had come a few instructions further.
-fn is_ready(machine: &mut Machine) -> bool {
-    machine.finish_return();
-    machine.interruptible()
 }
 
 fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
@@ -252,6 +252,7 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         trap::PROTECTION => machine.inject(Exception { error: Some(error), ..Exception::PROTECTION }),
         trap::UNDEFINED if machine.resume_below_a_jump() => {}
         trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
+        trap::BREAKPOINT if machine.privilege() == Privilege::Kernel && machine.breakpoint() => {}
         number @ (trap::DIVISION | 1 | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))
         }

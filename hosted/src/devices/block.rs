@@ -1,15 +1,24 @@
-//! A disk (virtio 1.2, 5.2) from a file or a block device. Requests are done one after the other, when the driver asks.
+//! A disk (virtio 1.2, 5.2) from a file or a block device. Requests are done several at once, in whatever order, if the host
+//! has rings for that ([`Requests`]); otherwise one after the other, when the driver asks.
+//!
+//! A flush covers the writes whose end the driver has been told before it asks for it: these are the host's then.
 
 use std::{
     fs::{File, OpenOptions},
     io::{self, Seek, SeekFrom},
-    os::{fd::AsRawFd, unix::fs::FileExt},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::fs::FileExt,
+    },
     path::Path,
 };
 
-use virtio_queue::{DescriptorChain, desc::split::Descriptor};
+use virtio_queue::desc::split::Descriptor;
 
-use super::virtio::View;
+use super::{
+    requests::{Operation, Requests},
+    virtio::{Device, Ring},
+};
 use crate::{
     error::{Error, Result},
     memory::Memory,
@@ -43,12 +52,32 @@ pub struct Block {
     file: File,
     sectors: u64,
     read_only: bool,
+    requests: Option<Requests<Request>>,
+}
+
+/// A request that the host has.
+#[derive(Debug)]
+struct Request {
+    /// The first descriptor.
+    head: u16,
+    /// Where the data is, unless it is a flush.
+    data: Option<Data>,
+    /// Where to say how it ended.
+    status: u64,
+}
+
+/// Parts of the guest's memory, and what they belong to on the disk.
+#[derive(Debug)]
+struct Data {
+    parts: Vec<libc::iovec>,
+    /// Bytes.
+    at: u64,
+    /// Bytes.
+    total: u64,
+    reads: bool,
 }
 
 impl Block {
-    /// Its number among virtio's devices.
-    pub const DEVICE: u32 = 2;
-
     /// Opens a file, and keeps others from using it as a disk at the same time.
     ///
     /// # Errors
@@ -71,77 +100,179 @@ impl Block {
         if bytes < SECTOR {
             return Err(Error::new(format!("the disk {} is empty", path.display())));
         }
-        Ok(Self { file, sectors: bytes / SECTOR, read_only })
+        Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
     }
 
-    /// What it offers.
+    /// Lets requests be done while the guest runs, if the host has what it takes. The calling thread gets signals.
+    ///
+    /// # Errors
+    /// If it has not: requests are done one after the other.
+    pub fn overlap(&mut self) -> io::Result<()> {
+        self.requests = Some(Requests::new(&self.file)?);
+        Ok(())
+    }
+
+    /// The descriptor by which requests are made, if they may overlap.
     #[must_use]
-    pub fn features(&self) -> u64 {
-        FEATURE_FLUSH | if self.read_only { FEATURE_READ_ONLY } else { 0 }
+    pub fn ring(&self) -> Option<RawFd> {
+        self.requests.as_ref().map(Requests::descriptor)
     }
 
-    /// A field of its configuration: of all of them only the size is not zero.
-    #[must_use]
-    pub fn configuration(&self, at: u64, size: usize) -> u64 {
-        let bytes = self.sectors.to_le_bytes();
-        let byte = |at: u64| bytes.get(at as usize).copied().unwrap_or(0);
-        (0..size.min(8) as u64).rev().fold(0, |value, index| value << 8 | u64::from(byte(at + index)))
-    }
-
-    /// Does a request. Says how many bytes of the guest's memory were written.
-    pub fn perform(&mut self, chain: DescriptorChain<&View>, memory: &Memory) -> u32 {
-        let parts: Vec<Descriptor> = chain.collect();
-        let [header, data @ .., status] = &parts[..] else { return 0 };
+    /// Begins a request. Or it is done already: then how many bytes of the guest's memory were written.
+    fn begin(&mut self, head: u16, parts: &[Descriptor], memory: &Memory) -> Option<u32> {
+        let [header, data @ .., status] = parts else { return Some(0) };
         let mut words = [0; 16];
         if header.len() < 16 || memory.read(header.addr().0, &mut words).is_none() || !status.is_write_only()
         {
-            return 0;
+            return Some(0);
         }
         let [kind, _, low, high] = [0, 4, 8, 12]
             .map(|at| u32::from_le_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]]));
         let sector = u64::from(high) << 32 | u64::from(low);
-        let (how, written) = self.request(kind, sector, data, memory);
-        match memory.write(status.addr().0, &[how as u8]) {
-            Some(()) => written + 1,
-            None => 0,
-        }
+        let status = status.addr().0;
+        let reads = kind == request::READ;
+        let data = match kind {
+            request::WRITE if self.read_only => None,
+            request::READ | request::WRITE => self.data(sector, data, memory, reads).map(Some),
+            request::FLUSH => Some(None),
+            request::IDENTIFY => return Some(answer(memory, status, Status::Done, identify(data, memory))),
+            _ => return Some(answer(memory, status, Status::Unsupported, 0)),
+        };
+        let Some(data) = data else { return Some(answer(memory, status, Status::Failed, 0)) };
+        let request = Request { head, data, status };
+        let Some(requests) = &mut self.requests else { return Some(self.finish(&request, 0, memory)) };
+        let (operation, parts) = match &request.data {
+            None => (Operation::Flush, Vec::new()),
+            Some(data) if data.reads => (Operation::Read(data.at), data.parts.clone()),
+            Some(data) => (Operation::Write(data.at), data.parts.clone()),
+        };
+        // SAFETY: The parts are the guest's memory, which stays mapped.
+        unsafe { requests.ask(operation, parts, request) };
+        None
     }
 
-    fn request(&mut self, kind: u32, sector: u64, data: &[Descriptor], memory: &Memory) -> (Status, u32) {
-        let transferred = match kind {
-            request::READ => self.transfer(sector, data, memory, true),
-            request::WRITE if self.read_only => Err(io::ErrorKind::ReadOnlyFilesystem.into()),
-            request::WRITE => self.transfer(sector, data, memory, false),
-            request::FLUSH => self.file.sync_data().map(|()| 0),
-            request::IDENTIFY => Ok(identify(data, memory)),
-            _ => return (Status::Unsupported, 0),
+    /// What a request reads or writes. `None` if there is no such place on the disk or in memory.
+    fn data(&self, sector: u64, data: &[Descriptor], memory: &Memory, reads: bool) -> Option<Data> {
+        let total: u64 = data.iter().map(|part| u64::from(part.len())).sum();
+        let end = sector.checked_add(total.div_ceil(SECTOR))?;
+        if end > self.sectors || !total.is_multiple_of(SECTOR) {
+            return None;
+        }
+        let parts = data.iter().map(|part| {
+            let start = memory.pointer(part.addr().0, part.len().into())?;
+            (part.is_write_only() == reads)
+                .then_some(libc::iovec { iov_base: start.cast(), iov_len: part.len() as usize })
+        });
+        Some(Data { parts: parts.collect::<Option<_>>()?, at: sector * SECTOR, total, reads })
+    }
+
+    /// Does what is left of a request of which so many bytes are done, and says so to the driver. Says how many bytes of the
+    /// guest's memory were written.
+    fn finish(&self, request: &Request, done: u64, memory: &Memory) -> u32 {
+        let transferred = match &request.data {
+            None => self.file.sync_data().map(|()| 0),
+            Some(data) => self.transfer(data, done).map(|()| data.received()),
         };
         match transferred {
-            Ok(bytes) => (Status::Done, bytes),
-            Err(_) => (Status::Failed, 0),
+            Ok(bytes) => answer(memory, request.status, Status::Done, bytes),
+            Err(_) => answer(memory, request.status, Status::Failed, 0),
         }
     }
 
-    fn transfer(&self, sector: u64, data: &[Descriptor], memory: &Memory, reads: bool) -> io::Result<u32> {
-        let wrong = || io::Error::from(io::ErrorKind::InvalidInput);
-        let total: u64 = data.iter().map(|part| u64::from(part.len())).sum();
-        let end = sector.checked_add(total.div_ceil(SECTOR)).ok_or_else(wrong)?;
-        if end > self.sectors || !total.is_multiple_of(SECTOR) {
-            return Err(wrong());
+    fn transfer(&self, data: &Data, done: u64) -> io::Result<()> {
+        let mut at = data.at;
+        for part in &data.parts {
+            let behind = at + part.iov_len as u64;
+            let from = (data.at + done).clamp(at, behind);
+            // SAFETY: The range is the guest's memory, which stays mapped, and was checked; the guest does not run meanwhile.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(part.iov_base.cast::<u8>(), part.iov_len) };
+            let bytes = &mut bytes[(from - at) as usize..];
+            if data.reads {
+                self.file.read_exact_at(bytes, from)
+            } else {
+                self.file.write_all_at(bytes, from)
+            }?;
+            at = behind;
         }
-        let mut at = sector * SECTOR;
-        for part in data {
-            let length = u64::from(part.len());
-            let start = memory.pointer(part.addr().0, length).ok_or_else(wrong)?;
-            if part.is_write_only() != reads {
-                return Err(wrong());
+        Ok(())
+    }
+
+    /// Begins what was asked of the ring, and ends what it has answered.
+    fn submit(&mut self, ring: &mut Ring<'_>, memory: &Memory) {
+        let Some(mut requests) = self.requests.take() else { return };
+        requests.submit(|request, result| {
+            let done = u64::try_from(result).unwrap_or(0);
+            let total = request.data.as_ref().map_or(0, |data| data.total);
+            let written = match result {
+                // The host says when it wants to be asked again.
+                _ if matches!(-result, libc::EAGAIN | libc::EINTR | libc::ECANCELED) => {
+                    self.finish(&request, 0, memory)
+                }
+                ..0 => answer(memory, request.status, Status::Failed, 0),
+                _ if done < total => self.finish(&request, done, memory),
+                _ => {
+                    let received = request.data.as_ref().map_or(0, Data::received);
+                    answer(memory, request.status, Status::Done, received)
+                }
+            };
+            ring.used(request.head, written);
+        });
+        self.requests = Some(requests);
+    }
+}
+
+impl Data {
+    /// Bytes that the guest's memory has got of it.
+    fn received(&self) -> u32 {
+        if self.reads { u32::try_from(self.total).unwrap_or(u32::MAX - 1) } else { 0 }
+    }
+}
+
+/// Tells the driver how a request has ended. Says how many bytes of its memory were written in all.
+fn answer(memory: &Memory, status: u64, how: Status, written: u32) -> u32 {
+    memory.write(status, &[how as u8]).map_or(0, |()| written + 1)
+}
+
+impl Device for Block {
+    fn number(&self) -> u32 {
+        2
+    }
+
+    fn features(&self) -> u64 {
+        FEATURE_FLUSH | if self.read_only { FEATURE_READ_ONLY } else { 0 }
+    }
+
+    fn configuration(&self) -> Vec<u8> {
+        self.sectors.to_le_bytes().to_vec()
+    }
+
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, _: u64) -> bool {
+        let [ring] = rings else { return false };
+        self.submit(ring, memory);
+        loop {
+            while self.requests.as_ref().is_none_or(Requests::has_room) {
+                let Some(chain) = ring.pop() else {
+                    self.submit(ring, memory);
+                    return false;
+                };
+                let head = chain.head_index();
+                let parts: Vec<Descriptor> = chain.collect();
+                if let Some(written) = self.begin(head, &parts, memory) {
+                    ring.used(head, written);
+                }
             }
-            // SAFETY: The range is the guest's memory, which stays mapped; the guest does not run while a request is done.
-            let bytes = unsafe { std::slice::from_raw_parts_mut(start, length as usize) };
-            if reads { self.file.read_exact_at(bytes, at) } else { self.file.write_all_at(bytes, at) }?;
-            at += length;
+            self.submit(ring, memory);
+            if self.requests.as_ref().is_some_and(|requests| !requests.has_room()) {
+                // The next answer comes with a signal.
+                return false;
+            }
         }
-        Ok(if reads { u32::try_from(total).unwrap_or(u32::MAX - 1) } else { 0 })
+    }
+
+    fn reset(&mut self) {
+        if let Some(requests) = &mut self.requests {
+            requests.finish();
+        }
     }
 }
 
@@ -152,5 +283,137 @@ fn identify(data: &[Descriptor], memory: &Memory) -> u32 {
     match part.and_then(|part| memory.write(part.addr().0, &name)) {
         Some(()) => IDENTIFIER_LENGTH as u32,
         None => 0,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::{
+        super::testing::{self, BUFFERS, Driver, with_driver, with_memory},
+        *,
+    };
+    use proptest::prelude::*;
+
+    const HEADER: u64 = BUFFERS;
+    const DATA: u64 = BUFFERS + 0x1000;
+    const STATUS: u64 = BUFFERS + 0x2000;
+
+    fn disk() -> Block {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [0x5A; 4096]).unwrap();
+        Block::open(file.path(), false).unwrap()
+    }
+
+    fn overlapping() -> Block {
+        testing::ignore_signals();
+        let mut disk = disk();
+        disk.overlap().unwrap();
+        disk
+    }
+
+    /// One request of a header, data and a status.
+    fn request(driver: &mut Driver<'_>, kind: u32, sector: u64, reads: bool) -> u8 {
+        let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        driver.memory.write(HEADER, &header).unwrap();
+        driver.memory.write(STATUS, &[0xFF]).unwrap();
+        driver.begin(1 << 32, 1);
+        driver.offer(0, 0, &[(HEADER, 16, false), (DATA, 512, reads), (STATUS, 1, true)]);
+        let mut is_interrupted = driver.notify(0);
+        let mut used = driver.used(0).len();
+        while used == 0 {
+            is_interrupted |= driver.poll();
+            used += driver.used(0).len();
+        }
+        assert!(is_interrupted && used == 1);
+        driver.bytes(STATUS, 1)[0]
+    }
+
+    #[test]
+    fn sectors_are_written_and_read_and_others_refused() {
+        sectors(disk());
+    }
+
+    #[test]
+    fn and_so_they_are_if_requests_overlap() {
+        sectors(overlapping());
+    }
+
+    fn sectors(disk: Block) {
+        with_driver(disk, |driver| {
+            driver.memory.write(DATA, &[7; 512]).unwrap();
+            assert_eq!(request(driver, request::WRITE, 3, false), 0);
+            driver.memory.write(DATA, &[0; 512]).unwrap();
+            assert_eq!(request(driver, request::READ, 3, true), 0);
+            assert_eq!(driver.bytes(DATA, 512), [7; 512]);
+            // Behind the end; a number that wraps; into what may only be read; of an unknown kind.
+            assert_eq!(request(driver, request::READ, 8, true), 1);
+            assert_eq!(request(driver, request::WRITE, u64::MAX, false), 1);
+            assert_eq!(request(driver, request::READ, 0, false), 1);
+            assert_eq!(request(driver, 77, 0, true), 2);
+            assert_eq!(request(driver, request::FLUSH, 0, false), 0);
+            assert_eq!(driver.transport.read(0x100, 8), 8);
+        });
+    }
+
+    #[test]
+    fn nothing_of_memory_is_used_after_a_reset() {
+        with_driver(overlapping(), |driver| {
+            for _ in 0..50 {
+                let header = [&request::READ.to_le_bytes()[..], &[0; 12]].concat();
+                driver.memory.write(HEADER, &header).unwrap();
+                driver.begin(1 << 32, 1);
+                driver.offer(0, 0, &[(HEADER, 16, false), (DATA, 4096, true), (STATUS, 1, true)]);
+                driver.notify(0);
+                driver.write(0x70, 0);
+                driver.memory.write(DATA, &[9; 4096]).unwrap();
+                driver.poll();
+                assert_eq!(driver.bytes(DATA, 4096), [9; 4096]);
+            }
+        });
+    }
+
+    #[test]
+    fn what_the_host_has_not_done_of_a_request_is_done() {
+        with_memory(|memory| {
+            memory.write(BUFFERS, &[1; 1024]).unwrap();
+            let part = |at| libc::iovec { iov_base: memory.pointer(at, 512).unwrap().cast(), iov_len: 512 };
+            let data =
+                Data { parts: vec![part(BUFFERS), part(BUFFERS + 512)], at: 1024, total: 1024, reads: false };
+            let disk = disk();
+            for done in [0, 1, 511, 512, 513, 1024] {
+                disk.file.write_all_at(&[0; 4096], 0).unwrap();
+                disk.transfer(&data, done).unwrap();
+                let mut bytes = [0; 4096];
+                disk.file.read_exact_at(&mut bytes, 0).unwrap();
+                let written = 1024 + done as usize..2048;
+                assert!((0..4096).all(|at| bytes[at] == u8::from(written.contains(&at))), "{done}");
+            }
+        });
+    }
+
+    proptest! {
+        #[test]
+        fn no_driver_makes_it_panic(all in testing::anything()) {
+            with_driver(disk(), |driver| testing::torture(driver, all));
+        }
+
+        #[test]
+        fn no_driver_makes_it_panic_if_requests_overlap(all in testing::anything()) {
+            with_driver(overlapping(), |driver| testing::torture(driver, all));
+        }
+
+        #[test]
+        fn no_chain_makes_it_panic_if_requests_overlap(chains in testing::chains()) {
+            with_driver(overlapping(), |driver| {
+                testing::give_chains(driver, 1, &chains);
+                driver.write(0x70, 0);
+            });
+        }
+
+        #[test]
+        fn no_chain_makes_it_panic(chains in testing::chains()) {
+            with_driver(disk(), |driver| testing::give_chains(driver, 1, &chains));
+        }
     }
 }

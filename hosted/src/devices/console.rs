@@ -101,7 +101,7 @@ impl Console {
 }
 
 /// A thread that is made here gets no signals: all of them are for the processor's.
-fn without_signals<T>(make: impl FnOnce() -> T) -> T {
+pub fn without_signals<T>(make: impl FnOnce() -> T) -> T {
     // SAFETY: The sets are filled by the calls, and the thread's mask is put back.
     unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());

@@ -1,17 +1,30 @@
-//! The devices of a small PC, by their ports: interrupt controllers, timer, clock, serial port.
+//! The devices of a small PC, by their ports: interrupt controllers, timer, clock, serial port; and virtio's, by registers in
+//! memory.
 
+mod bell;
 mod block;
 mod clock;
 mod console;
+mod link;
+mod net;
 mod pic;
 mod pit;
+mod requests;
+mod rng;
 mod serial;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testing;
+mod uplink;
 mod virtio;
 
 use std::{io, ptr};
 
 pub use block::Block;
 pub use console::Console;
+pub(crate) use console::without_signals;
+pub use net::Net;
+pub use uplink::{Forward, Mac, NetOption, Uplink};
 
 use crate::{
     error::{Error, Result},
@@ -21,13 +34,18 @@ use crate::{
 use clock::Clock;
 use pic::Pics;
 use pit::Pit;
+use rng::Rng;
 use serial::Serial;
-use virtio::{Disk, View, WINDOW};
+use virtio::{Device, Transport, View, WINDOW};
 
 const TIMER_LINE: u8 = 0;
 const SERIAL_LINE: u8 = 4;
 /// Lines for disks, which nothing else of a PC has.
 const DISK_LINES: [u8; 6] = [5, 7, 9, 10, 11, 12];
+/// That of the network card: the second disk controller's.
+const NET_LINE: u8 = 15;
+/// That of the source of randomness: the second serial port's.
+const RNG_LINE: u8 = 3;
 /// The keyboard controller's command that pulls the processor's reset line.
 const RESET: (u16, u8) = (0x64, 0xFE);
 
@@ -42,9 +60,40 @@ pub struct Devices {
     serial: Serial,
     alarm: Alarm,
     ended: Option<End>,
-    disks: Vec<Disk>,
+    slots: Vec<(Transport, u8)>,
     view: View,
     window: u64,
+}
+
+/// Virtio's devices, and the lines by which they interrupt.
+#[derive(Debug, Default)]
+pub struct Slots(Vec<(Box<dyn Device>, u8)>);
+
+impl Slots {
+    /// Disks in their order, a network card, a source of randomness.
+    ///
+    /// # Errors
+    /// If there are too many disks.
+    pub fn new(disks: Vec<Block>, net: Option<Net>) -> Result<Self> {
+        if disks.len() > DISK_LINES.len() {
+            return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
+        }
+        let mut slots: Vec<(Box<dyn Device>, u8)> = Vec::new();
+        slots.extend(disks.into_iter().zip(DISK_LINES).map(|(disk, line)| (Box::new(disk) as _, line)));
+        slots.extend(net.map(|net| (Box::new(net) as _, NET_LINE)));
+        slots.push((Box::new(Rng), RNG_LINE));
+        Ok(Self(slots))
+    }
+
+    /// What a kernel is told of them.
+    #[must_use]
+    pub fn describe(&self, memory: &Memory) -> String {
+        let words = self.0.iter().enumerate().map(|(number, (_, line))| {
+            let at = window(memory) + number as u64 * WINDOW;
+            format!(" virtio_mmio.device={WINDOW}@{at:#x}:{line}:{number}")
+        });
+        words.collect()
+    }
 }
 
 impl Devices {
@@ -52,12 +101,10 @@ impl Devices {
     ///
     /// # Errors
     /// If the host refuses a timer.
-    pub fn new(console: Console, memory: &Memory, disks: Vec<Block>) -> Result<Self> {
-        if disks.len() > DISK_LINES.len() {
-            return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
-        }
+    pub fn new(console: Console, memory: &Memory, slots: Slots) -> Result<Self> {
+        let slots = slots.0.into_iter().map(|(device, line)| Ok((Transport::new(device)?, line)));
         Ok(Self {
-            disks: disks.into_iter().map(Disk::new).collect::<Result<_>>()?,
+            slots: slots.collect::<Result<_>>()?,
             view: virtio::view(memory)?,
             window: window(memory),
             console,
@@ -74,22 +121,22 @@ impl Devices {
     #[must_use]
     pub fn read_memory(&self, physical: u64, size: usize) -> Option<u64> {
         let offset = physical.checked_sub(self.window)?;
-        let disk = self.disks.get((offset / WINDOW) as usize)?;
-        Some(disk.read(offset % WINDOW, size))
+        let (transport, _) = self.slots.get((offset / WINDOW) as usize)?;
+        Some(transport.read(offset % WINDOW, size))
     }
 
     /// Writes a register in memory. `None` if there is no device.
     pub fn write_memory(&mut self, physical: u64, value: u64, memory: &Memory) -> Option<()> {
         let offset = physical.checked_sub(self.window)?;
-        let number = (offset / WINDOW) as usize;
-        if self.disks.get_mut(number)?.write(offset % WINDOW, value, memory, &self.view) {
-            self.pics.raise(DISK_LINES[number]);
+        let (transport, line) = self.slots.get_mut((offset / WINDOW) as usize)?;
+        if transport.write(offset % WINDOW, value, memory, &self.view) {
+            self.pics.raise(*line);
         }
         Some(())
     }
 
     /// Looks at what has come from outside.
-    pub fn poll(&mut self) {
+    pub fn poll(&mut self, memory: &Memory) {
         if self.pit.expired(now()) {
             self.pics.raise(TIMER_LINE);
         }
@@ -99,6 +146,11 @@ impl Devices {
             self.ended = Some(End::Ended);
         }
         self.raise_serial();
+        for (transport, line) in &mut self.slots {
+            if transport.work(memory, &self.view) {
+                self.pics.raise(*line);
+            }
+        }
     }
 
     fn receive_typed(&mut self) {
@@ -198,16 +250,6 @@ impl Devices {
 fn window(memory: &Memory) -> u64 {
     const GIB: u64 = 1 << 30;
     memory.size().next_multiple_of(GIB) + GIB
-}
-
-/// What a kernel is told of its disks.
-#[must_use]
-pub fn describe_disks(memory: &Memory, count: usize) -> String {
-    let words = DISK_LINES.iter().take(count).enumerate().map(|(number, line)| {
-        let at = window(memory) + number as u64 * WINDOW;
-        format!(" virtio_mmio.device={WINDOW}@{at:#x}:{line}:{number}")
-    });
-    words.collect()
 }
 
 /// Nanoseconds of the host's clock that never goes back.

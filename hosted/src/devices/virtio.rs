@@ -1,9 +1,10 @@
-//! The registers of a virtio device in memory (virtio 1.2, 4.2: version 2 of the transport), with one queue.
+//! The registers of a virtio device in memory (virtio 1.2, 4.2: version 2 of the transport), and its queues.
 
-use virtio_queue::{Queue, QueueT};
+use std::fmt;
+
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
-use super::block::Block;
 use crate::{
     error::{Error, Result},
     memory::Memory,
@@ -16,7 +17,13 @@ const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
 const VENDOR: u32 = 0x4372_654D;
 const VERSION_1: u64 = 1 << 32;
-const USED_BUFFER: u32 = 1;
+/// Why the driver is interrupted.
+mod interrupt {
+    pub const USED_BUFFER: u32 = 1;
+    pub const CONFIGURATION: u32 = 2;
+}
+/// A bit of the status: the driver has chosen from the features.
+const FEATURES_OK: u32 = 8;
 
 /// Offsets of registers.
 mod register {
@@ -62,51 +69,128 @@ pub fn view(memory: &Memory) -> Result<View> {
     View::from_regions(vec![region]).map_err(|error| wrong(&error.to_string()))
 }
 
-/// A disk behind its registers.
-#[derive(Debug)]
-pub struct Disk {
-    block: Block,
-    queue: Queue,
-    selected: u32,
-    features_half: u32,
-    status: u32,
-    interrupt: u32,
+/// What is behind the registers.
+pub trait Device: fmt::Debug {
+    /// Its number among virtio's devices.
+    fn number(&self) -> u32;
+
+    /// How many queues it has.
+    fn queues(&self) -> usize {
+        1
+    }
+
+    /// What it offers.
+    fn features(&self) -> u64 {
+        0
+    }
+
+    /// Its configuration, as far as it is not zero.
+    fn configuration(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Does what the driver wants, and gives it what has come from outside. Says whether the configuration has changed.
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, accepted: u64) -> bool;
+
+    /// Forgets what it was asked for: nothing of the guest's memory is used afterwards.
+    fn reset(&mut self) {}
 }
 
-impl Disk {
-    /// Of a file.
+/// A queue while its device works.
+#[derive(Debug)]
+pub struct Ring<'a> {
+    queue: &'a mut Queue,
+    view: &'a View,
+    is_valid: bool,
+    was_used: bool,
+}
+
+impl<'a> Ring<'a> {
+    fn new(queue: &'a mut Queue, view: &'a View) -> Self {
+        let is_valid = queue.ready() && queue.is_valid(view);
+        Self { queue, view, is_valid, was_used: false }
+    }
+
+    /// The next buffer that the driver has put there.
+    pub fn pop(&mut self) -> Option<DescriptorChain<&'a View>> {
+        if self.is_valid { self.queue.pop_descriptor_chain(self.view) } else { None }
+    }
+
+    /// Takes back the last pops: these buffers come again.
+    pub fn put_back(&mut self, count: usize) {
+        (0..count).for_each(|_| self.queue.go_to_previous_position());
+    }
+
+    /// Gives a buffer back, with so many bytes written. If the rings are not valid any more, the driver waits for what it
+    /// has destroyed.
+    pub fn used(&mut self, head: u16, written: u32) {
+        self.was_used |= self.is_valid && self.queue.add_used(self.view, head, written).is_ok();
+    }
+
+    fn wants_interrupt(&mut self) -> bool {
+        self.was_used && self.queue.needs_notification(self.view).unwrap_or(true)
+    }
+}
+
+/// A device and its registers.
+#[derive(Debug)]
+pub struct Transport {
+    device: Box<dyn Device>,
+    queues: Vec<Queue>,
+    selected: u32,
+    offered_half: u32,
+    accepted_half: u32,
+    accepted: u64,
+    status: u32,
+    interrupt: u32,
+    generation: u32,
+}
+
+impl Transport {
+    /// Registers for a device.
     ///
     /// # Errors
     /// If there can be no queue.
-    pub fn new(block: Block) -> Result<Self> {
-        let queue =
-            Queue::new(QUEUE_SIZE).map_err(|error| Error::new(format!("cannot make a queue: {error}")))?;
-        Ok(Self { block, queue, selected: 0, features_half: 0, status: 0, interrupt: 0 })
+    pub fn new(device: Box<dyn Device>) -> Result<Self> {
+        let wrong = |error| Error::new(format!("cannot make a queue: {error}"));
+        let queue = |_| Queue::new(QUEUE_SIZE).map_err(wrong);
+        let queues = (0..device.queues()).map(queue).collect::<Result<_>>()?;
+        Ok(Self {
+            device,
+            queues,
+            selected: 0,
+            offered_half: 0,
+            accepted_half: 0,
+            accepted: 0,
+            status: 0,
+            interrupt: 0,
+            generation: 0,
+        })
     }
 
     fn features(&self) -> u64 {
-        self.block.features() | VERSION_1
+        self.device.features() | VERSION_1
     }
 
     /// Reads a register.
     #[must_use]
     pub fn read(&self, offset: u64, size: usize) -> u64 {
         if let Some(at) = offset.checked_sub(register::CONFIGURATION) {
-            return self.block.configuration(at, size);
+            return field(&self.device.configuration(), at as usize, size);
         }
-        let is_first = self.selected == 0;
+        let queue = self.queues.get(self.selected as usize);
         let value = match offset {
             register::MAGIC => MAGIC,
             register::VERSION => VERSION,
-            register::DEVICE => Block::DEVICE,
+            register::DEVICE => self.device.number(),
             register::VENDOR => VENDOR,
-            register::FEATURES if self.features_half == 0 => self.features() as u32,
-            register::FEATURES if self.features_half == 1 => (self.features() >> 32) as u32,
-            register::QUEUE_MOST if is_first => self.queue.max_size().into(),
-            register::QUEUE_READY if is_first => self.queue.ready().into(),
+            register::FEATURES if self.offered_half == 0 => self.features() as u32,
+            register::FEATURES if self.offered_half == 1 => (self.features() >> 32) as u32,
+            register::QUEUE_MOST => queue.map_or(0, |queue| queue.max_size().into()),
+            register::QUEUE_READY => queue.is_some_and(QueueT::ready).into(),
             register::INTERRUPT => self.interrupt,
             register::STATUS => self.status,
-            register::GENERATION => 0,
+            register::GENERATION => self.generation,
             _ => 0,
         };
         value.into()
@@ -115,152 +199,74 @@ impl Disk {
     /// Writes a register. Says whether the driver is to be interrupted.
     pub fn write(&mut self, offset: u64, value: u64, memory: &Memory, view: &View) -> bool {
         let value = value as u32;
-        let is_first = self.selected == 0;
-        let half = |base: u64| match offset - base {
-            0 => (Some(value), None),
-            _ => (None, Some(value)),
-        };
         match offset {
-            register::FEATURES_SELECT => self.features_half = value,
-            // What is offered may be taken or not; nothing here depends on it.
-            register::DRIVER_FEATURES | register::DRIVER_FEATURES_SELECT => {}
+            register::FEATURES_SELECT => self.offered_half = value,
+            register::DRIVER_FEATURES_SELECT => self.accepted_half = value,
+            register::DRIVER_FEATURES if self.accepted_half < 2 => {
+                let shift = self.accepted_half * 32;
+                self.accepted = self.accepted & !(0xFFFF_FFFF << shift) | u64::from(value) << shift;
+            }
             register::QUEUE_SELECT => self.selected = value,
-            register::QUEUE_SIZE if is_first => self.queue.set_size(value.min(u32::from(QUEUE_SIZE)) as u16),
-            register::QUEUE_READY if is_first => self.queue.set_ready(value == 1),
-            register::NOTIFY if value == 0 => return self.work(memory, view),
+            register::NOTIFY => return self.work(memory, view),
             register::ACKNOWLEDGE => self.interrupt &= !value,
-            register::STATUS if value == 0 => {
-                self.queue.reset();
-                (self.status, self.interrupt, self.selected) = (0, 0, 0);
-            }
+            register::STATUS if value == 0 => self.reset(),
+            register::STATUS if self.accepted & !self.features() != 0 => self.status = value & !FEATURES_OK,
             register::STATUS => self.status = value,
-            at if is_first && at & !4 == register::DESCRIPTORS => {
-                let (low, high) = half(register::DESCRIPTORS);
-                self.queue.set_desc_table_address(low, high);
-            }
-            at if is_first && at & !4 == register::AVAILABLE => {
-                let (low, high) = half(register::AVAILABLE);
-                self.queue.set_avail_ring_address(low, high);
-            }
-            at if is_first && at & !4 == register::USED => {
-                let (low, high) = half(register::USED);
-                self.queue.set_used_ring_address(low, high);
-            }
-            _ => {}
+            _ => self.write_queue(offset, value),
         }
         false
     }
 
-    /// Does all requests that wait.
-    fn work(&mut self, memory: &Memory, view: &View) -> bool {
-        if !self.queue.ready() || !self.queue.is_valid(view) {
-            return false;
+    fn write_queue(&mut self, offset: u64, value: u32) {
+        let Some(queue) = self.queues.get_mut(self.selected as usize) else { return };
+        let (low, high) = if offset & 4 == 0 { (Some(value), None) } else { (None, Some(value)) };
+        match offset {
+            register::QUEUE_SIZE => queue.set_size(value.min(u32::from(QUEUE_SIZE)) as u16),
+            register::QUEUE_READY => queue.set_ready(value == 1),
+            at if at & !4 == register::DESCRIPTORS => queue.set_desc_table_address(low, high),
+            at if at & !4 == register::AVAILABLE => queue.set_avail_ring_address(low, high),
+            at if at & !4 == register::USED => queue.set_used_ring_address(low, high),
+            _ => {}
         }
-        let mut any = false;
-        while let Some(chain) = self.queue.pop_descriptor_chain(view) {
-            let head = chain.head_index();
-            let written = self.block.perform(chain, memory);
-            // The rings were valid above. If they are not any more, the driver waits for what it has destroyed.
-            any |= self.queue.add_used(view, head, written).is_ok();
+    }
+
+    fn reset(&mut self) {
+        self.device.reset();
+        self.queues.iter_mut().for_each(QueueT::reset);
+        (self.status, self.interrupt, self.selected, self.accepted) = (0, 0, 0, 0);
+    }
+
+    /// Lets the device work. Says whether the driver is to be interrupted.
+    pub fn work(&mut self, memory: &Memory, view: &View) -> bool {
+        let mut rings: Vec<Ring<'_>> = self.queues.iter_mut().map(|queue| Ring::new(queue, view)).collect();
+        let has_changed = self.device.work(&mut rings, memory, self.accepted);
+        if rings.iter().any(|ring| ring.was_used) {
+            self.interrupt |= interrupt::USED_BUFFER;
         }
-        if any {
-            self.interrupt |= USED_BUFFER;
+        if has_changed {
+            self.interrupt |= interrupt::CONFIGURATION;
+            self.generation = self.generation.wrapping_add(1);
         }
-        any && self.queue.needs_notification(view).unwrap_or(true)
+        rings.iter_mut().fold(has_changed, |wanted, ring| ring.wants_interrupt() || wanted)
     }
 }
 
+/// A little-endian field of a configuration, which is zero behind its end.
+fn field(bytes: &[u8], at: usize, size: usize) -> u64 {
+    let byte = |index: usize| bytes.get(at.saturating_add(index)).copied().unwrap_or(0);
+    (0..size.min(8)).rev().fold(0, |value, index| value << 8 | u64::from(byte(index)))
+}
+
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    /// Tests share the one address of the direct map.
-    static MEMORY: std::sync::Mutex<Option<Memory>> = std::sync::Mutex::new(None);
-    const SIZE: u64 = 1 << 20;
-
-    fn with_disk<T>(test: impl FnOnce(&mut Disk, &Memory, &View) -> T) -> T {
-        let mut shared = MEMORY.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let memory = shared.get_or_insert_with(|| Memory::new(SIZE).unwrap());
-        let view = view(memory).unwrap();
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), [0x5A; 4096]).unwrap();
-        let mut disk = Disk::new(Block::open(file.path(), false).unwrap()).unwrap();
-        test(&mut disk, memory, &view)
-    }
-
-    /// The rings at fixed places, and one request of a header, data and a status.
-    fn request(disk: &mut Disk, memory: &Memory, view: &View, kind: u32, sector: u64, reads: bool) -> u8 {
-        const NEXT: u16 = 1;
-        const WRITE: u16 = 2;
-        let data_flags = NEXT | if reads { WRITE } else { 0 };
-        let parts = [(0x4000, 16, NEXT, 1), (0x5000, 512, data_flags, 2), (0x6000, 1, WRITE, 0)];
-        for (index, (address, length, flags, next)) in parts.into_iter().enumerate() {
-            let mut bytes = u64::to_le_bytes(address).to_vec();
-            bytes.extend(u32::to_le_bytes(length));
-            bytes.extend(u16::to_le_bytes(flags));
-            bytes.extend(u16::to_le_bytes(next));
-            memory.write(0x1000 + index as u64 * 16, &bytes).unwrap();
-        }
-        let mut header = kind.to_le_bytes().to_vec();
-        header.extend([0; 4]);
-        header.extend(sector.to_le_bytes());
-        memory.write(0x4000, &header).unwrap();
-        memory.write(0x6000, &[0xFF]).unwrap();
-        memory.write(0x2000, &[0, 0, 1, 0, 0, 0]).unwrap();
-        memory.write(0x3000, &[0; 16]).unwrap();
-        disk.write(register::STATUS, 0, memory, view);
-        for (register, value) in [
-            (register::QUEUE_SIZE, 4),
-            (register::DESCRIPTORS, 0x1000),
-            (register::AVAILABLE, 0x2000),
-            (register::USED, 0x3000),
-            (register::QUEUE_READY, 1),
-        ] {
-            disk.write(register, value, memory, view);
-        }
-        assert!(disk.write(register::NOTIFY, 0, memory, view));
-        let mut status = [0];
-        memory.read(0x6000, &mut status).unwrap();
-        status[0]
-    }
 
     #[test]
-    fn sectors_are_written_and_read_and_others_refused() {
-        with_disk(|disk, memory, view| {
-            memory.write(0x5000, &[7; 512]).unwrap();
-            assert_eq!(request(disk, memory, view, 1, 3, false), 0);
-            memory.write(0x5000, &[0; 512]).unwrap();
-            assert_eq!(request(disk, memory, view, 0, 3, true), 0);
-            let mut read = [0; 512];
-            memory.read(0x5000, &mut read).unwrap();
-            assert_eq!(read, [7; 512]);
-            // Behind the end; a number that wraps; into what may only be read; of an unknown kind.
-            assert_eq!(request(disk, memory, view, 0, 8, true), 1);
-            assert_eq!(request(disk, memory, view, 1, u64::MAX, false), 1);
-            assert_eq!(request(disk, memory, view, 0, 0, false), 1);
-            assert_eq!(request(disk, memory, view, 77, 0, true), 2);
-            assert_eq!(disk.read(register::CONFIGURATION, 8), 8);
-        });
-    }
-
-    proptest! {
-        #[test]
-        fn no_driver_makes_it_panic(
-            writes in proptest::collection::vec((0_u64..0x110, 0_u64..0x4000), 1..60),
-            words in proptest::collection::vec((0_u64..0x4000, any::<u64>()), 0..40),
-        ) {
-            with_disk(|disk, memory, view| {
-                for (at, value) in words {
-                    memory.write_long(at, value).unwrap();
-                }
-                for (register, value) in writes {
-                    disk.write(register & !3, value, memory, view);
-                    disk.write(register::NOTIFY, 0, memory, view);
-                    let _ = disk.read(register, 4);
-                }
-            });
-        }
+    fn a_field_of_the_configuration_is_zero_behind_its_end() {
+        let bytes = [1, 2, 3];
+        assert_eq!(
+            [(0, 1), (0, 2), (1, 4), (3, 8), (usize::MAX, 8)].map(|(at, size)| field(&bytes, at, size)),
+            [1, 0x201, 0x302, 0, 0]
+        );
     }
 }

@@ -1,0 +1,313 @@
+//! What a network card is connected to: a `passt` of its own, or a tap interface of the host's. All of it is opened here,
+//! before the guest runs.
+
+use std::{
+    fmt,
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{fs::OpenOptionsExt, net::UnixStream, process::CommandExt},
+    },
+    path::Path,
+    process::{Command, Stdio},
+    str::FromStr,
+};
+
+use super::{
+    link::{Framing, Link},
+    net::Net,
+};
+use crate::error::{Error, Result};
+
+/// An Ethernet address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mac(pub [u8; 6]);
+
+impl FromStr for Mac {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let wrong = || "an Ethernet address is six bytes like 52:54:00:12:34:56".to_owned();
+        let bytes = text.split(':').map(|byte| match byte.len() {
+            1..=2 => u8::from_str_radix(byte, 16).ok(),
+            _ => None,
+        });
+        let bytes: Option<Vec<u8>> = bytes.collect();
+        let mac: [u8; 6] = bytes.and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)?;
+        match mac {
+            [0, 0, 0, 0, 0, 0] => Err("this is no card's address".to_owned()),
+            [first, ..] if first & 1 != 0 => Err("this is the address of a group, not of a card".to_owned()),
+            mac => Ok(Self(mac)),
+        }
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl Mac {
+    /// One that is always the same for a name on a host, and hardly ever another card's: locally administered, with a hash
+    /// (FNV-1a) of both.
+    #[must_use]
+    pub fn of(host: &str, name: &str) -> Self {
+        let bytes = host.trim().bytes().chain([0]).chain(name.bytes());
+        let hash = bytes.fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+        });
+        let [a, b, c, d, e, ..] = hash.to_le_bytes();
+        Self([2, a, b, c, d, e])
+    }
+}
+
+/// What a card is connected to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Uplink {
+    /// A `passt` of its own: the host's network without privileges.
+    Passt {
+        /// Whether the guest reaches the host's own addresses (127.0.0.1) at the gateway's.
+        reaches_host: bool,
+    },
+    /// A tap interface that is there.
+    Tap(String),
+}
+
+impl FromStr for Uplink {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match (text, text.strip_prefix("tap=")) {
+            ("passt", _) => Ok(Self::Passt { reaches_host: false }),
+            ("passt,host", _) => Ok(Self::Passt { reaches_host: true }),
+            (_, Some(name)) if is_name(name) => Ok(Self::Tap(name.to_owned())),
+            (_, Some(_)) => Err("an interface's name has 1 to 15 characters, without `/`".to_owned()),
+            _ => Err("there are passt, `passt,host` and tap=NAME".to_owned()),
+        }
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    (1..libc::IFNAMSIZ).contains(&name.len())
+        && !matches!(name, "." | "..")
+        && !name.contains(|c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace() || c == '\0')
+}
+
+/// A port of the host's that passt forwards to the guest, in its own words (`passt(1)`, `-t` and `-u`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Forward {
+    is_udp: bool,
+    ports: String,
+}
+
+impl FromStr for Forward {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let udp = text.strip_prefix("udp:");
+        let ports = udp.or_else(|| text.strip_prefix("tcp:")).unwrap_or(text);
+        if !ports.contains(|c: char| c.is_ascii_digit()) {
+            return Err("ports are like 8080, 8080:80 and udp:127.0.0.1/5353:53".to_owned());
+        }
+        Ok(Self { is_udp: udp.is_some(), ports: ports.to_owned() })
+    }
+}
+
+/// A card that is wanted.
+#[derive(Clone, Debug)]
+pub struct NetOption {
+    /// What it is connected to.
+    pub uplink: Uplink,
+    /// Its address, unless the default will do.
+    pub mac: Option<Mac>,
+    /// Ports of the host's, for passt.
+    pub forwards: Vec<Forward>,
+}
+
+/// An uplink that is open.
+#[derive(Debug)]
+pub struct Opened {
+    descriptor: OwnedFd,
+    framing: Framing,
+    mac: Mac,
+    mtu: u16,
+}
+
+impl NetOption {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// If it is not there, or not the user's.
+    pub fn open(&self) -> Result<Opened> {
+        const MACHINE: &str = "/etc/machine-id";
+        let host = std::fs::read_to_string(MACHINE).unwrap_or_default();
+        let (name, (descriptor, mtu), framing) = match &self.uplink {
+            Uplink::Passt { reaches_host } => {
+                ("passt", passt(*reaches_host, &self.forwards)?, Framing::Stream)
+            }
+            Uplink::Tap(_) if !self.forwards.is_empty() => {
+                return Err(Error::new("ports are forwarded by passt only").hint("leave out --forward"));
+            }
+            Uplink::Tap(name) => (name.as_str(), tap(name)?, Framing::Packets),
+        };
+        let mac = self.mac.unwrap_or_else(|| Mac::of(&host, name));
+        Ok(Opened { descriptor, framing, mac, mtu })
+    }
+}
+
+impl Opened {
+    /// The card for it; from now on the calling thread gets signals.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn start(self) -> Result<Net> {
+        Ok(Net::new(Link::start(self.descriptor, self.framing)?, self.mac, self.mtu))
+    }
+}
+
+/// Starts a passt, which is ready when the command is back, and ends with the connection.
+fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
+    // What passt tells by DHCP if it is not told otherwise.
+    const MTU: u16 = 65520;
+    let wrong = |error: io::Error| Error::host(format!("cannot connect passt: {error}"));
+    let (ours, its) = UnixStream::pair().map_err(wrong)?;
+    ours.set_nonblocking(true).map_err(wrong)?;
+    have_room(&its);
+    have_room(&ours);
+    let number = its.as_raw_fd();
+    let mut command = Command::new("passt");
+    command.arg("--fd").arg(number.to_string()).args(["--mtu", &MTU.to_string()]);
+    if !reaches_host {
+        command.arg("--no-map-gw");
+    }
+    for (option, is_udp) in [("--tcp-ports", false), ("--udp-ports", true)] {
+        let ports: Vec<&str> =
+            forwards.iter().filter(|one| one.is_udp == is_udp).map(|one| one.ports.as_str()).collect();
+        let ports = if ports.is_empty() { vec!["none"] } else { ports };
+        ports.iter().for_each(|ports| {
+            command.args([option, ports]);
+        });
+    }
+    // SAFETY: Both are system calls that take numbers, which a new process may make.
+    unsafe {
+        command.pre_exec(move || {
+            // This process has fixed addresses; nothing else needs them.
+            libc::personality(0);
+            match libc::fcntl(number, libc::F_SETFD, 0) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+    }
+    let output = command.stdin(Stdio::null()).output().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Error::host("there is no passt").hint("Debian's package is called passt"),
+        _ => Error::host(format!("cannot start passt: {error}")),
+    })?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        // The last line is the reason.
+        let why = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it does not say why");
+        return Err(Error::new(format!("passt does not start: {why}"))
+            .hint("--forward has ports as passt(1) has them; those below 1024 are root's"));
+    }
+    Ok((ours.into(), MTU))
+}
+
+/// What passt cannot send at once it drops, and sends again only after a while. So its end gets as much room as the host allows.
+fn have_room(socket: &UnixStream) {
+    let room: libc::c_int = 8 << 20;
+    // SAFETY: The value is a number of this size. The host allows less if it does not like it.
+    unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUF,
+            (&raw const room).cast(),
+            size_of_val(&room) as libc::socklen_t,
+        )
+    };
+}
+
+/// Opens a tap interface.
+fn tap(name: &str) -> Result<(OwnedFd, u16)> {
+    const DEVICE: &str = "/dev/net/tun";
+    const TUNSETIFF: libc::c_ulong = 0x4004_54CA;
+    let hint = format!("as root: ip tuntap add {name} mode tap user {}; ip link set {name} up", user());
+    let directory = Path::new("/sys/class/net").join(name);
+    let Ok(mtu) = std::fs::read_to_string(directory.join("mtu")) else {
+        return Err(Error::new(format!("there is no interface {name}")).hint(hint));
+    };
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
+    let file: File = opened.map_err(|error| Error::file("open", Path::new(DEVICE), error))?;
+    // SAFETY: All zeros are a valid request, of which the fields are set that this call has; its name ends with a zero.
+    let done = unsafe {
+        let mut request: libc::ifreq = std::mem::zeroed();
+        for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+            *to = from.cast_signed();
+        }
+        request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
+        libc::ioctl(file.as_raw_fd(), TUNSETIFF, &raw mut request)
+    };
+    if done != 0 {
+        let error = io::Error::last_os_error();
+        let refused = Error::new(format!("cannot open the interface {name}: {error}"));
+        return Err(match error.raw_os_error() {
+            Some(libc::EBUSY) => refused.hint("another machine has it"),
+            _ => refused.hint(hint),
+        });
+    }
+    Ok((file.into(), mtu.trim().parse().unwrap_or(1500)))
+}
+
+fn user() -> u32 {
+    // SAFETY: It takes nothing.
+    unsafe { libc::geteuid() }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_and_groups_are_none() {
+        let mac: Mac = "52:54:0:12:34:aB".parse().unwrap();
+        assert_eq!(mac.to_string(), "52:54:00:12:34:ab");
+        for wrong in [
+            "",
+            "52:54:00:12:34",
+            "52:54:00:12:34:56:78",
+            "52:54:00:12:34:1ab",
+            "01:00:5e:00:00:01",
+            "0:0:0:0:0:0",
+        ] {
+            assert!(wrong.parse::<Mac>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_default_address_is_a_card_s_and_depends_on_host_and_name() {
+        let [one, same, other, elsewhere] = [("a\n", "tap0"), ("a", "tap0"), ("a", "tap1"), ("b", "tap0")]
+            .map(|(host, name)| Mac::of(host, name));
+        assert!(one == same && one != other && one != elsewhere);
+        assert_eq!(one.0[0], 2);
+    }
+
+    #[test]
+    fn uplinks_and_ports_are_read() {
+        assert_eq!("passt".parse(), Ok(Uplink::Passt { reaches_host: false }));
+        assert_eq!("passt,host".parse(), Ok(Uplink::Passt { reaches_host: true }));
+        assert_eq!("tap=tap0".parse(), Ok(Uplink::Tap("tap0".to_owned())));
+        for wrong in ["", "tap", "tap=", "tap=a/b", "tap=sixteen-letters0", "tap=..", "passt,all", "bridge"] {
+            assert!(wrong.parse::<Uplink>().is_err(), "{wrong}");
+        }
+        let ports = |text: &str| text.parse::<Forward>().map(|one| (one.is_udp, one.ports));
+        assert_eq!(ports("8080:80"), Ok((false, "8080:80".to_owned())));
+        assert_eq!(ports("tcp:8080"), Ok((false, "8080".to_owned())));
+        assert_eq!(ports("udp:127.0.0.1/53"), Ok((true, "127.0.0.1/53".to_owned())));
+        assert!(ports("udp:").is_err() && ports("all").is_err());
+    }
+}

@@ -1,0 +1,360 @@
+//! The socket that gdb connects to. A thread of its own waits for it: it accepts one connection after the other, and interrupts
+//! the guest when gdb says something while it runs.
+
+use std::{
+    fs::File,
+    io::{self, ErrorKind, Read, Write},
+    net::{Ipv4Addr, TcpListener},
+    os::{
+        fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+        unix::{
+            fs::{FileTypeExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    ptr,
+    str::FromStr,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    devices::without_signals,
+    error::{Error, Result},
+    signal::is_end_wanted,
+};
+
+/// What may be missed is tried again after this.
+const AGAIN: Duration = Duration::from_millis(100);
+
+/// Where gdb connects to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A socket with a name.
+    Path(PathBuf),
+    /// A port of 127.0.0.1.
+    Port(u16),
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.strip_prefix(':').map(str::parse) {
+            Some(Ok(port @ 1..)) => Ok(Self::Port(port)),
+            Some(_) => Err("a port is a number from 1 to 65535".to_owned()),
+            None if text.is_empty() => Err("there are SOCKET and :PORT".to_owned()),
+            None => Ok(Self::Path(text.into())),
+        }
+    }
+}
+
+/// What is wanted of a machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GdbOption {
+    /// Where it listens.
+    pub address: Address,
+    /// Whether it waits for gdb before its first instruction.
+    pub waits: bool,
+}
+
+impl FromStr for GdbOption {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let (address, waits) = text.strip_suffix(",wait").map_or((text, false), |address| (address, true));
+        Ok(Self { address: address.parse()?, waits })
+    }
+}
+
+/// A socket that is open, and that nobody listens at yet.
+#[derive(Debug)]
+pub struct Opened {
+    socket: OwnedFd,
+    /// Whether the machine waits for gdb before its first instruction.
+    pub waits: bool,
+}
+
+impl GdbOption {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// If the address is not to be had.
+    pub fn open(&self) -> Result<Opened> {
+        let socket = match &self.address {
+            Address::Path(path) => listen_at(path)?,
+            Address::Port(port) => TcpListener::bind((Ipv4Addr::LOCALHOST, *port))
+                .map_err(|error| Error::new(format!("cannot listen at port {port}: {error}")))?
+                .into(),
+        };
+        Ok(Opened { socket, waits: self.waits })
+    }
+}
+
+/// Who has the connection.
+#[derive(Debug)]
+enum State {
+    /// There is none.
+    Nobody,
+    /// It has come, and the processor has not taken it yet.
+    New(Connection),
+    /// The guest runs; the thread listens.
+    Running,
+    /// The guest is stopped; the processor listens.
+    Stopped,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    has_changed: Condvar,
+    is_wanted: AtomicBool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, state: State) {
+        *self.state() = state;
+        self.has_changed.notify_all();
+    }
+}
+
+/// What the processor has of it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: RawFd,
+    shared: Arc<Shared>,
+}
+
+impl Listener {
+    /// Begins to listen.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn new(opened: Opened) -> Result<Self> {
+        let socket = opened.socket;
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State::Nobody),
+            has_changed: Condvar::new(),
+            is_wanted: AtomicBool::new(false),
+        });
+        // SAFETY: It takes nothing.
+        let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
+        let number = socket.as_raw_fd();
+        let waiting = Waiting { socket, shared: Arc::clone(&shared), process, listener };
+        // What a thread does at its beginning is forbidden soon.
+        let (ready, begun) = mpsc::channel();
+        let spawn = || {
+            thread::Builder::new().name("gdb".into()).spawn(move || {
+                let _ = ready.send(());
+                waiting.wait();
+            })
+        };
+        without_signals(spawn)
+            .map_err(|error| Error::new(format!("cannot start a thread for gdb: {error}")))?;
+        let _ = begun.recv();
+        Ok(Self { socket: number, shared })
+    }
+
+    /// The socket.
+    pub fn descriptor(&self) -> RawFd {
+        self.socket
+    }
+
+    /// Whether gdb has come, or said something while the guest ran.
+    pub fn is_wanted(&self) -> bool {
+        self.shared.is_wanted.load(Ordering::Acquire)
+    }
+
+    /// Waits until one of these is so if it is not yet, or until somebody wants the machine's end. Returns a connection if it is
+    /// new; it is the processor's from now on.
+    pub fn accept(&self) -> Option<Connection> {
+        let mut state = self.shared.state();
+        while !self.is_wanted() && !is_end_wanted() {
+            let waited = self.shared.has_changed.wait_timeout(state, AGAIN);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        self.shared.is_wanted.store(false, Ordering::Release);
+        let before = std::mem::replace(&mut *state, State::Stopped);
+        drop(state);
+        self.shared.has_changed.notify_all();
+        if let State::New(connection) = before { Some(connection) } else { None }
+    }
+
+    /// The guest has stopped by itself.
+    pub fn stop(&self) {
+        self.shared.set(State::Stopped);
+    }
+
+    /// The guest runs again, with gdb or without.
+    pub fn go_on(&self, is_connected: bool) {
+        self.shared.set(if is_connected { State::Running } else { State::Nobody });
+    }
+}
+
+/// A socket with a name, which only its user may connect to. One that nobody listens at any more is replaced.
+fn listen_at(path: &Path) -> Result<OwnedFd> {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    if is_socket && UnixStream::connect(path).is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    let listener = UnixListener::bind(path).map_err(|error| Error::file("listen at", path, error))?;
+    let own = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(path, own).map_err(|error| Error::file("keep others from", path, error))?;
+    Ok(listener.into())
+}
+
+/// A connection. What is sent is collected.
+#[derive(Debug)]
+pub struct Connection {
+    file: Option<File>,
+    received: Vec<u8>,
+    taken: usize,
+    unsent: Vec<u8>,
+}
+
+impl Connection {
+    fn new(file: File) -> Self {
+        Self { file: Some(file), received: Vec::new(), taken: 0, unsent: Vec::new() }
+    }
+
+    /// The next byte. `None` at the end.
+    pub fn read(&mut self) -> Option<u8> {
+        while self.taken == self.received.len() {
+            self.received.resize(4096, 0);
+            self.taken = 0;
+            let read = self.file.as_mut()?.read(&mut self.received);
+            self.received.truncate(*read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(1..) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted && !is_end_wanted() => {}
+                _ => return None,
+            }
+        }
+        self.taken += 1;
+        Some(self.received[self.taken - 1])
+    }
+
+    /// The next byte, if there is one now.
+    ///
+    /// # Errors
+    /// At the end.
+    pub fn read_now(&mut self) -> io::Result<Option<u8>> {
+        let there = self.taken < self.received.len()
+            || self.file.as_ref().is_some_and(|file| is_readable(file.as_raw_fd(), Some(Duration::ZERO)));
+        match there.then(|| self.read()) {
+            None => Ok(None),
+            Some(None) => Err(ErrorKind::UnexpectedEof.into()),
+            Some(byte) => Ok(byte),
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(file) = self.file.take() {
+            // The library's own way looks whether it is open, by a call that is forbidden.
+            // SAFETY: The descriptor belongs to nobody any more.
+            unsafe { libc::close(file.into_raw_fd()) };
+        }
+    }
+}
+
+/// Waits until there is something to read, or the end, but not longer than this.
+fn is_readable(descriptor: RawFd, most: Option<Duration>) -> bool {
+    let mut polled = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
+    let most = most.map(|time| libc::timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() });
+    let most = most.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: There is one, and the time lives until the call returns.
+    unsafe { libc::ppoll(&raw mut polled, 1, most, ptr::null()) > 0 }
+}
+
+impl gdbstub::conn::Connection for Connection {
+    type Error = io::Error;
+
+    fn write(&mut self, byte: u8) -> io::Result<()> {
+        self.unsent.push(byte);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let sent = self.file.as_mut().map_or(Ok(()), |file| file.write_all(&self.unsent));
+        self.unsent.clear();
+        sent
+    }
+}
+
+/// The thread.
+struct Waiting {
+    socket: OwnedFd,
+    shared: Arc<Shared>,
+    process: libc::pid_t,
+    listener: libc::pid_t,
+}
+
+impl Waiting {
+    fn wait(&self) {
+        loop {
+            // SAFETY: The address of the other end is not wanted.
+            let descriptor = unsafe {
+                libc::accept4(self.socket.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), libc::SOCK_CLOEXEC)
+            };
+            if descriptor < 0 {
+                // Not now: too many are open, or it is gone again.
+                is_readable(-1, Some(AGAIN));
+                continue;
+            }
+            // SAFETY: The descriptor was made above and belongs to nobody else. Until the state is `Nobody` again, it is not
+            // closed: the number stays its own.
+            let file = File::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
+            *self.shared.state() = State::New(Connection::new(file));
+            self.want();
+            self.follow(descriptor);
+        }
+    }
+
+    /// Watches a connection until it ends.
+    fn follow(&self, descriptor: RawFd) {
+        loop {
+            let mut state = self.shared.state();
+            while matches!(*state, State::Stopped | State::New(_)) {
+                state = self.shared.has_changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            let is_running = matches!(*state, State::Running);
+            drop(state);
+            if !is_running {
+                return;
+            }
+            // The guest may come to a breakpoint meanwhile, and go on; then this looks again.
+            if is_readable(descriptor, Some(AGAIN)) {
+                self.want();
+            }
+        }
+    }
+
+    /// Makes the processor stop if it has not.
+    fn want(&self) {
+        let mut held = self.shared.state();
+        if matches!(*held, State::Stopped | State::Nobody) {
+            return;
+        }
+        self.shared.is_wanted.store(true, Ordering::Release);
+        self.shared.has_changed.notify_all();
+        while self.shared.is_wanted.load(Ordering::Acquire) {
+            // One signal may come when it is no use, while the guest takes no interrupts.
+            // SAFETY: The thread lives as long as the process.
+            unsafe { libc::syscall(libc::SYS_tgkill, self.process, self.listener, libc::SIGUSR1) };
+            let waited = self.shared.has_changed.wait_timeout(held, AGAIN);
+            held = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

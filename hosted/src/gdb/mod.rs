@@ -1,0 +1,177 @@
+//! A debugger at the machine: gdb's remote protocol (the crate `gdbstub`) over a socket.
+//!
+//! The machine stops for it between two of the guest's instructions, wherever that is: the processor's thread does what gdb
+//! asks until gdb lets it go on. [`connection`] has the socket and the thread that listens to it, [`target`] what gdb sees,
+//! [`registers`] its processor, [`step`] where an instruction leads. Steps are breakpoints there.
+
+mod connection;
+mod registers;
+mod step;
+mod target;
+
+use std::{fmt, os::fd::RawFd};
+
+pub use connection::{Address, GdbOption, Opened};
+use connection::{Connection, Listener};
+use gdbstub::{
+    common::Signal,
+    stub::{DisconnectReason, GdbStub, SingleThreadStopReason, state_machine::GdbStubStateMachine},
+};
+use target::{Action, Target};
+
+use crate::{
+    error::Result,
+    kernel::Kernel,
+    load::{DISTANCE, Loaded},
+    machine::{End, Machine},
+};
+
+type Session = GdbStubStateMachine<'static, Target, Connection>;
+type Reason = SingleThreadStopReason<u64>;
+
+/// The debugger's end in the machine.
+pub struct Debugger {
+    listener: Listener,
+    target: Target,
+    session: Option<Session>,
+    waits: bool,
+}
+
+impl fmt::Debug for Debugger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Debugger").field("target", &self.target).finish_non_exhaustive()
+    }
+}
+
+impl Debugger {
+    /// Begins to listen; the calling thread is sent SIGUSR1 when somebody wants something.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn new(opened: Opened, kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
+        let code = kernel.code.iter().map(|code| {
+            let start = code.address.wrapping_add(DISTANCE);
+            start..start + code.size
+        });
+        let target = Target::new(code.collect(), loaded);
+        let waits = opened.waits;
+        Ok(Self { listener: Listener::new(opened)?, target, session: None, waits })
+    }
+
+    /// The socket that listens.
+    #[must_use]
+    pub fn descriptor(&self) -> RawFd {
+        self.listener.descriptor()
+    }
+
+    /// Does what gdb wants, if it wants something.
+    fn attend(&mut self, machine: &mut Machine) {
+        while std::mem::take(&mut self.waits) || self.listener.is_wanted() {
+            if let Some(connection) = self.listener.accept() {
+                let begun = GdbStub::new(connection).run_state_machine(&mut self.target);
+                self.session = begun.ok();
+            }
+            self.converse(machine, None);
+        }
+    }
+
+    /// The guest has come to a breakpoint, which is where it is now.
+    fn stopped(&mut self, machine: &mut Machine) {
+        let at = machine.block().registers.rip;
+        let reason = if self.target.has_step_to(at) { Reason::DoneStep } else { Reason::SwBreak(()) };
+        self.listener.stop();
+        self.converse(machine, Some(reason));
+    }
+
+    /// Listens to gdb until it lets the guest go on.
+    fn converse(&mut self, machine: &mut Machine, mut reason: Option<Reason>) {
+        self.target.end_step(machine);
+        self.target.enter(machine);
+        let mut session = self.session.take();
+        while let Some(now) = session.take() {
+            session = match now {
+                GdbStubStateMachine::Idle(mut idle) => match idle.borrow_conn().read() {
+                    Some(byte) => idle.incoming_data(&mut self.target, byte).ok(),
+                    None => None,
+                },
+                GdbStubStateMachine::Running(running) if reason.is_some() => {
+                    running.report_stop(&mut self.target, reason.take().unwrap_or(Reason::DoneStep)).ok()
+                }
+                GdbStubStateMachine::Running(mut running) => match running.borrow_conn().read_now() {
+                    Ok(Some(byte)) => running.incoming_data(&mut self.target, byte).ok(),
+                    Ok(None) => {
+                        session = Some(running.into());
+                        break;
+                    }
+                    Err(_) => None,
+                },
+                GdbStubStateMachine::CtrlCInterrupt(interrupt) => {
+                    let signal = Reason::Signal(Signal::SIGINT);
+                    interrupt.interrupt_handled(&mut self.target, Some(signal)).ok()
+                }
+                GdbStubStateMachine::Disconnected(end) => {
+                    if end.get_reason() == DisconnectReason::Kill {
+                        self.target.leave();
+                        machine.end(End::Ended, "ended by gdb");
+                    }
+                    None
+                }
+            };
+        }
+        self.target.leave();
+        self.session = session;
+        if self.session.is_none() {
+            self.target.remove_all(machine);
+        } else if self.target.action == Action::Step {
+            self.target.begin_step(machine);
+        }
+        self.listener.go_on(self.session.is_some());
+    }
+}
+
+impl Machine {
+    /// Lets the debugger do something with the machine. It is apart from it meanwhile.
+    fn debug<T>(&mut self, what: impl FnOnce(&mut Debugger, &mut Self) -> T) -> Option<T> {
+        let mut debugger = self.debugger.take()?;
+        let done = what(&mut debugger, self);
+        self.debugger = Some(debugger);
+        Some(done)
+    }
+
+    /// Whether gdb wants the machine to stop.
+    #[must_use]
+    pub fn is_debugger_wanted(&self) -> bool {
+        self.debugger.as_ref().is_some_and(|debugger| debugger.waits || debugger.listener.is_wanted())
+    }
+
+    /// Stops for gdb, if it wants that.
+    pub fn attend_debugger(&mut self) {
+        if self.is_debugger_wanted() {
+            self.debug(Debugger::attend);
+        }
+    }
+
+    /// Whether interrupts have to wait, for one instruction is to be executed and nothing else.
+    #[must_use]
+    pub fn is_stepping(&self) -> bool {
+        self.debugger.as_ref().is_some_and(|debugger| debugger.target.holds_interrupts)
+    }
+
+    /// A step has led somewhere else.
+    pub fn step_was_left(&mut self) {
+        if let Some(debugger) = &mut self.debugger {
+            debugger.target.holds_interrupts = false;
+        }
+    }
+
+    /// The guest has executed INT3. Says whether it was gdb's.
+    pub fn breakpoint(&mut self) -> bool {
+        let at = self.block().registers.rip.wrapping_sub(1);
+        if !self.debugger.as_ref().is_some_and(|debugger| debugger.target.has_breakpoint(at)) {
+            return false;
+        }
+        self.block().registers.rip = at;
+        self.debug(Debugger::stopped);
+        true
+    }
+}
