@@ -14,7 +14,7 @@ use crate::{
     live,
     machine::Machine,
     markdown::{table, thousands},
-    moving::{LIMIT, MOVING, PEER, Switch, plug_in, receive, said},
+    moving::{LIMIT, MOVING, PEER, Switch, plug_in, receive, said, times},
     restart::{
         boot_id, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -26,6 +26,8 @@ use crate::{
 pub const HEADING: &str = "## Live migration";
 /// Pages that are read after the instant, by those that hashes of all memory read.
 pub const READ_AT_MOST: f64 = 0.25;
+/// What a spare says on its console in the end.
+const GOES_ON: &str = "going on in the machine";
 const BANK: &str = include_str!("../../guest/migration/bank");
 const CUSTOMER: &str = include_str!("../../guest/migration/customer");
 const WRITER: &str = include_str!("../../guest/migration/writer");
@@ -50,13 +52,13 @@ enum Means {
     Qemu,
 }
 
-/// In turn, from one place to the other and back. QEMU's first: the machine has booted where it is. Of rounds there are
-/// three at most, for the run's length.
+/// In turn, from one place to the other and back. Of rounds there are three at most, for the run's length. QEMU's last: the
+/// machine takes its card's address along, which is that of a spare's in the place that it has left.
 const WAYS: [(&str, Means); 4] = [
-    (QEMU, Means::Qemu),
     (LOG, Means::Mercury("--rounds 3")),
     (HASHES, Means::Mercury("--hash --rounds 3")),
     ("Mercury, no rounds", Means::Mercury("--rounds 0")),
+    (QEMU, Means::Qemu),
 ];
 
 /// One move.
@@ -266,10 +268,16 @@ fn by_mercury(
     peer.sh("touch /run/customer.reset")?;
     let begun = Instant::now();
     let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
-    if let Err(error) = machine.wait_shutdown(LIMIT) {
-        println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
-        return Err(error);
+    let goes_on = times(&spare, GOES_ON);
+    let begins = wait_for("the machine to arrive", patient(LIMIT), || {
+        let has_arrived = times(&spare, GOES_ON) > goes_on;
+        Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
+    })?;
+    if !begins {
+        let why = format!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), said(machine));
+        return Err(Error::Host(format!("the machine has not moved: {why}")));
     }
+    machine.wait_shutdown(LIMIT)?;
     println!("    {way}: off after {:.1} s; {}", begun.elapsed().as_secs_f64(), said(machine));
     spare.wait_other(boots)?;
     let said = said(machine);
