@@ -3,8 +3,9 @@
 //!
 //! The kernel's image is moved to where a process can have it, and the slots that the afterburner made in it are filled with
 //! jumps to code that works on the state of a processor in memory. What the kernel maps, a signal handler maps. Its
-//! programs' system calls come as signals. Guest kernel, guest programs and this monitor share one address space: the
-//! kernel is not protected from its programs, nor the monitor from either.
+//! programs' system calls come as signals. Guest kernel, guest programs and this monitor share one address space,
+//! unless programs are asked to be in processes of their own: otherwise the kernel is not protected from its programs. The
+//! monitor is never protected from the kernel.
 //!
 //! - [`layout`]: where everything is.
 //! - [`kernel`] reads the `vmlinux`, [`load`] moves it and fills its slots ([`thunks`], [`constants`]), [`boot`] tells it what

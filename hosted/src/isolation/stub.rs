@@ -115,6 +115,8 @@ global_asm!(
     "mov qword ptr [{gs}], rax",
     "mov qword ptr [{signal}], rdi",
     "mov qword ptr [{frame}], rsp",
+    // A program may have written there.
+    "mov qword ptr [{failed}], 0",
     "2:",
     "mov eax, {report}",
     "syscall",

@@ -285,8 +285,8 @@ pub fn section(figures: &Hosted) -> String {
         `mercury hosted run` ([hosted.md](hosted.md)) beside its likes: `mercury bench os` with Debian's C library in the same\n\
         file system in memory, on one processor of a host with Linux {}: as a native process; in the small kernel, hosted,\n\
         hosted with programs left as they are (`--no-rewrite`), and hosted with programs in processes of their own\n\
-        (`--isolation=process`); in User Mode Linux {}; and in the same small kernel in an emulated machine. Medians of {} rounds, each with all ways side by side; times are this host's, the others are ratios to\n\
-        the native process.\n\n{}",
+        (`--isolation=process`); in User Mode Linux {}; and in the same small kernel in an emulated machine. Medians of {} rounds, each with\n\
+        all ways side by side; times are this host's, the others are ratios to the native process.\n\n{}",
         figures.host,
         figures.uml,
         figures.rounds,
