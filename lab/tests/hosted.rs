@@ -578,14 +578,15 @@ fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result
     // The file goes twice, the second time while the guest has nothing else to do than to wait.
     machine.type_line(
         "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", flush=True); \
-         [(lambda s: (s.sendfile(open(\"/tmp/bytes\", \"rb\")), s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
+         [(lambda s: (s.recv(1), s.sendfile(open(\"/tmp/bytes\", \"rb\")), s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
     );
     machine.wait_for("listening\n");
     for _ in 0..2 {
         let mut back = Vec::new();
         let mut connection = TcpStream::connect(("127.0.0.1", free)).expect("the forwarded port");
+        connection.write_all(b"?").expect("a request");
         connection.read_to_end(&mut back).expect("the bytes on their way back");
-        assert!(back == bytes, "{} bytes came back", back.len());
+        assert!(back == bytes, "{} bytes came back: {}", back.len(), machine.said());
         thread::sleep(Duration::from_secs(1));
     }
     machine.wait_for("sent\n");
