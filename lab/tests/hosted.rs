@@ -3,8 +3,9 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
-    os::unix::{fs::PermissionsExt, process::ExitStatusExt},
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::{fs::PermissionsExt, net::UnixStream, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
@@ -708,6 +709,9 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     let held = File::open(&disk).expect("the disk");
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
     refused(&[path("--disk"), &disk], "is in use");
+    refused(&[path("--net"), path("tap=mercury-none")], "there is no interface mercury-none");
+    refused(&[path("--net"), path("passt"), path("--forward"), path("1-")], "passt does not start");
+    refused(&[path("--gdb"), path("/nowhere/gdb")], "cannot listen at /nowhere/gdb");
     let kernel = fs::read(&place.kernel).expect("the kernel");
     for (bytes, reason) in [
         (&b"no kernel"[..], "this is no ELF file"),
@@ -721,5 +725,225 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     let strip = Command::new("strip").arg(&place.kernel).status().expect("strip");
     assert!(strip.success());
     refused(&[], "it was not pre-virtualized, or has been stripped");
+    Ok(())
+}
+
+/// What a machine in which a shell is the first program does before anything else.
+const SHELL: &str = "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; mount -t sysfs s /sys; \
+     mount -t devtmpfs d /dev; dmesg -n 1; echo re''ady";
+
+/// Debian's disk with a shell as the first program.
+fn shell_on_disk(place: &Place, disk: &Path, options: &[&str]) -> Machine {
+    let words = ["--memory", "512", "--append", "root=/dev/vda rw init=/bin/sh"];
+    let mut machine = Machine::start(place, place.run().arg("--disk").arg(disk).args(words).args(options));
+    machine.wait_for("Run /bin/sh as init");
+    machine.type_line(SHELL);
+    machine.wait_for("ready\n");
+    machine
+}
+
+/// This host's address with its length, and its gateway, which passt gives the guest too.
+fn addresses() -> (String, String) {
+    let said = |arguments: &[&str]| {
+        let output = Command::new("ip").args(arguments).output().expect("ip");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let after = |text: &str, word: &str| {
+        let mut words = text.split_whitespace().skip_while(|one| *one != word);
+        words
+            .nth(1)
+            .unwrap_or_else(|| panic!("no {word} in {text:?}: passt needs a default route"))
+            .to_owned()
+    };
+    let route = said(&["-4", "route", "show", "default"]);
+    let address = said(&["-4", "-o", "address", "show", "dev", &after(&route, "dev")]);
+    (after(&address, "inet"), after(&route, "via"))
+}
+
+/// Some megabytes go from a server on the host to the guest, and from a server in the guest back, by a port that passt forwards.
+#[test]
+#[ignore = "long"]
+fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result<()> {
+    const LENGTH: usize = 16 << 20;
+    let place = Place::new("network")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut bytes = vec![0; LENGTH];
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).expect("bytes");
+    let server = TcpListener::bind("127.0.0.1:0").expect("a server");
+    let port = server.local_addr().expect("its port").port();
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|one| one.local_addr()).expect("a port").port();
+    let forward = format!("127.0.0.1/{free}:8080");
+    let options = ["--net", "passt,host", "--mac", "52:54:00:12:34:56", "--forward", &forward];
+    let mut machine = shell_on_disk(&place, &disk, &options);
+    let (address, gateway) = addresses();
+    machine.type_line(&format!(
+        "ip address add {address} dev eth0; ip link set eth0 up; ip route add default via {gateway}; \
+         cat /sys/class/net/eth0/address /sys/class/misc/hw_random/rng_current; \
+         head -c 64 /dev/hwrng > /tmp/a; head -c 64 /dev/hwrng > /tmp/b; cmp -s /tmp/a /tmp/b; echo diff''ers $?"
+    ));
+    machine.wait_for("differs 1\n");
+    assert!(machine.said().contains("52:54:00:12:34:56\nvirtio_rng"), "{}", machine.said());
+    machine.type_line(&format!(
+        "python3 -c 'import socket, shutil; s = socket.create_connection((\"{gateway}\", {port})); \
+         shutil.copyfileobj(s.makefile(\"rb\"), open(\"/tmp/bytes\", \"wb\"))'; cksum < /tmp/bytes; echo re''ceived"
+    ));
+    let (mut connection, _) = server.accept().expect("a connection from the guest");
+    connection.write_all(&bytes).expect("the bytes on their way");
+    drop(connection);
+    machine.wait_for("received\n");
+    assert!(machine.said().contains(&format!(" {LENGTH}\n")), "{}", machine.said());
+    // The file goes twice, the second time while the guest has nothing else to do than to wait.
+    machine.type_line(
+        "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", flush=True); \
+         [(lambda s: (s.recv(1), s.sendfile(open(\"/tmp/bytes\", \"rb\")), s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
+    );
+    machine.wait_for("listening\n");
+    for _ in 0..2 {
+        let mut back = Vec::new();
+        let mut connection = TcpStream::connect(("127.0.0.1", free)).expect("the forwarded port");
+        connection.write_all(b"?").expect("a request");
+        connection.read_to_end(&mut back).expect("the bytes on their way back");
+        assert!(back == bytes, "{} bytes came back: {}", back.len(), machine.said());
+        thread::sleep(Duration::from_secs(1));
+    }
+    machine.wait_for("sent\n");
+    machine.type_line("mount -o remount,ro /dev/vda /; poweroff -f");
+    assert_well(&machine.end(HALTED));
+    Ok(())
+}
+
+/// gdb waits for a kernel's first function, stops it at a system call, looks around, steps, and lets it go.
+#[test]
+#[ignore = "long"]
+fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
+    let place = Place::new("gdb")?;
+    let image = Image::ensure(Release::Bookworm)?;
+    // A shell asks for its parent's number when it starts.
+    let init = "#!/bin/sh\necho up: $(uname -r)\nread word\nsh -c true\necho read: $word\nread word\n";
+    let archive = place.file("initramfs", &archive(&image.tree(), init));
+    let socket = place.directory.join("gdb");
+    // The user of the machine makes a socket there.
+    fs::set_permissions(&place.directory, fs::Permissions::from_mode(0o777)).expect("its rights");
+    let wait = format!("{},wait", socket.display());
+    let mut machine =
+        Machine::start(&place, place.run().arg("--initramfs").arg(&archive).args(["--gdb", &wait]));
+    let start = Instant::now();
+    while !socket.exists() {
+        assert!(start.elapsed() < PATIENCE, "no socket\n{}", machine.said());
+        thread::sleep(Duration::from_millis(50));
+    }
+    let script = [
+        "set pagination off",
+        "break start_kernel",
+        "continue",
+        "x/s (char*)&linux_banner",
+        "delete",
+        "break __x64_sys_uname",
+        "break __x64_sys_newuname",
+        "continue",
+        "stepi",
+        "stepi",
+        "stepi",
+        "printf \"at %#lx flags %#x jiffies %d\\n\", $rip, $eflags, *(long*)&jiffies != 0",
+        "delete",
+        "detach",
+        "quit",
+    ];
+    let script = place.file("script", script.join("\n").as_bytes());
+    let said = gdb(&place, &socket, &script);
+    for line in
+        ["Breakpoint 1, ", "in start_kernel ()", "Linux version 6.1", "uname ()", "jiffies 1\n", "detached"]
+    {
+        assert!(said.contains(line), "{line}: {said}\n{}", machine.said());
+    }
+    machine.wait_for("up: 6.1");
+    // It comes again, to a guest that sleeps; what it asks for at last is the machine's end.
+    let script = place
+        .file("script", b"info symbol $rip\nprintf \"jiffies %d\\n\", *(long*)&jiffies != 0\ndetach\nquit\n");
+    let said = gdb(&place, &socket, &script);
+    assert!(said.contains("jiffies 1") && said.contains("in section .text"), "{said}");
+    machine.type_line("something");
+    machine.wait_for("read: something");
+    interrupt(&socket);
+    let script = place.file("script", b"kill\nquit\n");
+    gdb(&place, &socket, &script);
+    let log = machine.end(HALTED);
+    assert!(log.contains("ended by gdb"), "{log}");
+    assert_well(&log);
+    Ok(())
+}
+
+/// In the protocol's own words, for a gdb without a terminal is hard to interrupt: the guest goes on, is stopped, and let go.
+fn interrupt(socket: &Path) {
+    let mut stream = UnixStream::connect(socket).expect("the machine");
+    stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
+    let packet = |text: &str| {
+        let sum = text.bytes().fold(0_u8, u8::wrapping_add);
+        format!("+${text}#{sum:02x}")
+    };
+    stream.write_all(packet("vCont;c").as_bytes()).expect("it goes on");
+    thread::sleep(Duration::from_secs(1));
+    stream.write_all(&[3]).expect("Ctrl-C");
+    let mut said = String::new();
+    while !said.contains('#') {
+        let mut bytes = [0; 100];
+        let count = stream.read(&mut bytes).expect("an answer");
+        assert_ne!(count, 0, "the end after {said}");
+        said += &String::from_utf8_lossy(&bytes[..count]);
+    }
+    assert!(said.contains("$S02") || said.contains("$T02"), "{said}");
+    stream.write_all(packet("D").as_bytes()).expect("it is let go");
+    let _ = stream.read(&mut [0; 100]);
+}
+
+fn gdb(place: &Place, socket: &Path, script: &Path) -> String {
+    let mut command = Command::new("timeout");
+    command.arg("120").arg(&place.command).args(["hosted", "gdb", "--kernel"]).arg(&place.kernel).arg(socket);
+    let output = command.args(["--", "-nx", "-batch", "-x"]).arg(script).output().expect("gdb");
+    let said = [output.stdout, output.stderr].concat();
+    String::from_utf8_lossy(&said).into_owned()
+}
+
+/// Several programs write and flush at once, and the machine is killed: the file system is whole, and has what was flushed.
+#[test]
+#[ignore = "long"]
+fn a_killed_machine_leaves_what_a_power_cut_leaves() -> Result<()> {
+    const WRITERS: usize = 4;
+    const LENGTH: usize = 5000;
+    let place = Place::new("killed")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut machine = shell_on_disk(&place, &disk, &[]);
+    machine.type_line(&format!(
+        "python3 -c 'import os, sys, itertools\n\
+         for n in range({WRITERS}):\n\
+         \x20 if os.fork() == 0:\n\
+         \x20   f = os.open(f\"/root/written-{{n}}\", os.O_CREAT | os.O_WRONLY)\n\
+         \x20   for i in itertools.count():\n\
+         \x20     os.write(f, b\"%06d\" % i + b\"x\" * {}); os.fsync(f); os.write(1, b\"flu%s %d %d\\n\" % (b\"shed\", n, i))\n\
+         os.wait()'",
+        LENGTH - 6
+    ));
+    for writer in 0..WRITERS {
+        machine.wait_for(&format!("flushed {writer} 40\n"));
+    }
+    machine.child.kill().expect("the machine killed");
+    machine.child.wait().expect("its end");
+    let log = machine.said();
+    let repaired = host::as_root("e2fsck").args(["-fp"]).arg(&disk).status().expect("e2fsck");
+    assert!(matches!(repaired.code(), Some(0 | 1)), "{repaired}");
+    let mut check = Command::new("e2fsck");
+    host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))?;
+    for writer in 0..WRITERS {
+        let numbers =
+            log.lines().filter_map(|line| line.strip_prefix(&format!("flushed {writer} "))?.parse().ok());
+        let last: usize = numbers.max().expect("it has flushed");
+        let request = format!("cat /root/written-{writer}");
+        let read = Command::new("debugfs").args(["-R", &request]).arg(&disk).output().expect("debugfs");
+        let records: Vec<&[u8]> = read.stdout.chunks(LENGTH).collect();
+        assert!(records.len() > last, "{writer} has flushed {last}, and {} are there", records.len());
+        for (number, record) in records[..=last].iter().enumerate() {
+            assert!(record.starts_with(format!("{number:06}xxx").as_bytes()), "{writer}: {number}");
+        }
+    }
     Ok(())
 }
