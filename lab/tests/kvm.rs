@@ -223,6 +223,7 @@ fn linux_above(release: Kernel) -> Result<()> {
     let spec = Spec::new(release).qemu_version(Qemu::Newer).cpus(2).memory_mib(1536);
     let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
     machine.put("/root/init.c", include_bytes!("../guest/kvm/init.c"), 0o644)?;
+    machine.put("/root/initrd", include_bytes!("../guest/kvm/initrd"), 0o755)?;
     machine.put("/root/boot", include_bytes!("../guest/kvm/boot"), 0o755)?;
     load(&machine)?;
     machine
