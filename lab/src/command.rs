@@ -227,8 +227,16 @@ impl Background {
     /// # Errors
     /// If it ends without, or `limit` passes.
     pub fn wait_output(&mut self, text: &str, limit: Duration) -> Result<()> {
+        self.wait_output_times(text, 1, limit)
+    }
+
+    /// Waits until its standard output contains `text` so many times.
+    ///
+    /// # Errors
+    /// If it ends without, or `limit` passes.
+    pub fn wait_output_times(&mut self, text: &str, times: usize, limit: Duration) -> Result<()> {
         let end = Instant::now() + patient(limit);
-        while !String::from_utf8_lossy(&self.stdout).contains(text) {
+        while String::from_utf8_lossy(&self.stdout).matches(text).count() < times {
             let more = self.exit.is_none() && self.next(end, &mut |_, _| {})?.is_some();
             if !more {
                 let said = said_so_far(&self.stdout, &self.stderr);

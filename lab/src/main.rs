@@ -94,12 +94,15 @@ enum Command {
     },
     /// Attach and detach beneath everything that machines do, for hours
     Soak {
-        /// How often: 10,000 times, or 100 with --checkpoint
+        /// How often: 10,000 times, 2,000 with --guests, or 100 with --checkpoint
         #[arg(long)]
         cycles: Option<u64>,
         /// Checkpoint machines to a disk, end them and bring them back instead
         #[arg(long)]
         checkpoint: bool,
+        /// Beneath virtual machines that are reset and crash instead
+        #[arg(long, conflicts_with = "checkpoint")]
+        guests: bool,
     },
     /// Make the Debian packages
     Deb,
@@ -234,8 +237,9 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench { part, quick } => {
             bench::run(part.unwrap_or(Part::All), if quick { Depth::Quick } else { Depth::Full })?;
         }
-        Command::Soak { cycles, checkpoint: true } => soak::restart::command(cycles.unwrap_or(100))?,
-        Command::Soak { cycles, checkpoint: false } => soak::command(cycles.unwrap_or(10_000))?,
+        Command::Soak { cycles, guests: true, .. } => soak::guests::command(cycles.unwrap_or(2000))?,
+        Command::Soak { cycles, checkpoint: true, .. } => soak::restart::command(cycles.unwrap_or(100))?,
+        Command::Soak { cycles, .. } => soak::command(cycles.unwrap_or(10_000))?,
         Command::Deb => deb::run()?,
     }
     Ok(ExitCode::SUCCESS)

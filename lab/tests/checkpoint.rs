@@ -8,7 +8,8 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, iommu,
+    Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, guests, iommu,
+    operator::complaints,
     restart::{
         self, comes_further, count, is_well, knows_the_time, nothing_wrong,
         script::{CLOCK, ECHO, HEAR, TALK, TELL},
@@ -101,6 +102,74 @@ fn guests_go_on(kernel: Kernel) -> Result<()> {
     machine.check_next_attach()
 }
 
+/// The same with stock QEMU and Linux in it, on one CPU and on two: it computes on, and its memory is what it was.
+fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
+    need_qemu()?;
+    let spec = spec(kernel).cpus(2).memory_mib(1280);
+    let mut machine =
+        Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
+    machine.put("/root/init.c", include_bytes!("../guest/kvm/init.c"), 0o644)?;
+    machine.put("/root/initrd", include_bytes!("../guest/kvm/initrd"), 0o755)?;
+    machine.put("/root/boot", include_bytes!("../guest/kvm/boot"), 0o755)?;
+    machine.sh(
+        "modprobe kvm_amd; mkdir /run/guests /run/lives; mount -o ro $(blkid -L mercury-guests) /run/guests",
+    )?;
+    start(&machine, "clock", CLOCK, "")?;
+    for cpus in GUESTS_CPUS {
+        machine.sh(&format!(
+            "mkfifo /run/lives/{cpus}; setsid bash -c '/root/boot {cpus} 1000000 < /run/lives/{cpus} > \
+             /run/lives/said{cpus} 2>&1' & exec 9> /run/lives/{cpus}; setsid sleep infinity >&9 &"
+        ))?;
+    }
+    let mut far = guests_come_further(&machine, [0, 0])?;
+    let (boot, _folder) = restart::prepare(&machine, DISK, "--module $MERCURY_MODULE")?;
+    let boot_id = restart::boot_id(&machine)?;
+    for _ in 0..2 {
+        checkpoint_beside_kvm(&machine)?;
+        machine = machine.start_other(&boot)?;
+        is_well(&machine, &boot_id)?;
+        far = guests_come_further(&machine, guests_are_at(&machine)?)?;
+    }
+    println!("they have come to {far:?}");
+    for cpus in GUESTS_CPUS {
+        machine.sh(&format!("echo > /run/lives/{cpus}"))?;
+        machine.sh(&format!("for i in $(seq 1200); do grep -q ' wrong ' /run/lives/said{cpus} && exit; sleep 0.1; done; exit 1"))?;
+        let said = machine.sh(&format!("cat /run/lives/said{cpus}"))?;
+        let ended = format!("cpus {cpus} processes ");
+        assert!(said.contains(&ended) && said.contains(" wrong 0") && complaints(&said).is_empty(), "{said}");
+        assert_eq!(said.matches("begins").count(), 1, "{said}");
+    }
+    // QEMU is run by the loader of its own libraries.
+    machine.sh("for i in $(seq 600); do pgrep -x ld-linux-x86-64 || exit 0; sleep 0.1; done; exit 1")?;
+    machine.check_next_attach()
+}
+
+const GUESTS_CPUS: [u32; 2] = [1, 2];
+
+/// How many processes Linux in each guest has had.
+fn guests_are_at(machine: &Machine) -> Result<[u64; 2]> {
+    let at = |cpus: u32| -> Result<u64> {
+        let said = machine.sh(&format!("cat /run/lives/said{cpus}"))?;
+        Ok(said
+            .rsplit("so far ")
+            .next()
+            .and_then(|rest| rest.lines().next()?.trim().parse().ok())
+            .unwrap_or(0))
+    };
+    Ok([at(GUESTS_CPUS[0])?, at(GUESTS_CPUS[1])?])
+}
+
+fn guests_come_further(machine: &Machine, before: [u64; 2]) -> Result<[u64; 2]> {
+    for _ in 0..900 {
+        let at = guests_are_at(machine)?;
+        if at[0] > before[0] && at[1] > before[1] {
+            return Ok(at);
+        }
+        thread::sleep(Duration::from_secs(1));
+    }
+    panic!("before {before:?}: {}", machine.sh("tail -n 50 /run/lives/said*")?);
+}
+
 fn checkpoint_beside_kvm(machine: &Machine) -> Result<()> {
     let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {DISK}"))?;
     machine.wait_shutdown(Duration::from_secs(180)).map(drop).inspect_err(|_| {
@@ -118,6 +187,12 @@ fn guests_go_on_on_6_1() -> Result<()> {
 #[ignore = "long"]
 fn guests_go_on_on_6_12() -> Result<()> {
     guests_go_on(Kernel::TrixieCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn linux_guests_go_on_on_6_1() -> Result<()> {
+    linux_guests_go_on(Kernel::BookwormCloud)
 }
 
 /// The IOMMU's tables are in the image; what it has in registers another kernel has set.

@@ -8,15 +8,18 @@ use std::time::Duration;
 mod workloads;
 
 use mercury_lab::{
-    Background, Error, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, bench::kvm, driver::Variant,
-    guests, operator::complaints, selftests,
+    Background, Error, Exit, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, bench::kvm,
+    driver::Variant, guests, operator::complaints, selftests,
 };
-use workloads::{Repeated, kernel as ask_kernel, load, load_test_module, switch};
+use workloads::{Repeated, kernel as ask_kernel, load, load_test_module, report, switch};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// A virtual machine that counts, and looks at what it has counted, until its standard input ends.
 const VM: &str = include_str!("../guest/kvm/counter");
+
+/// Virtual machines that end as their argument says.
+const LIVES: &str = include_str!("../guest/soak/lives");
 
 fn boot(kernel: Kernel) -> Result<Machine> {
     let machine = Machine::boot(Spec::new(kernel))?;
@@ -147,7 +150,8 @@ fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     work.finish()
 }
 
-/// Two virtual machines go on while the hypervisor comes and goes, with NMIs from everywhere.
+/// Two virtual machines go on while the hypervisor comes and goes, with NMIs from everywhere; others end in triple faults, and
+/// one is killed.
 fn guests_above(release: Kernel) -> Result<()> {
     let (cycles, storm) = if Platform::chosen()? == Platform::Qemu { (300, 300) } else { (40, 40) };
     let machine = boot(release)?;
@@ -155,6 +159,10 @@ fn guests_above(release: Kernel) -> Result<()> {
     load(&machine)?;
     machine.sh(&format!("modprobe {}", machine.vendor().kvm_module()))?;
     let vms = [make_vm(&machine)?, make_vm(&machine)?];
+    machine.sh("mkdir /run/soak")?;
+    machine.put("/run/soak/lives", LIVES.as_bytes(), 0o755)?;
+    let falling = machine.spawn("exec python3 /run/soak/lives fault")?;
+    let killed = make_vm(&machine)?;
     let storms = [
         Repeated::start(&machine, &format!("--on 0 nmi 1 {storm}"))?,
         Repeated::start(&machine, &format!("--on 1 nmi 0 {storm}"))?,
@@ -163,6 +171,8 @@ fn guests_above(release: Kernel) -> Result<()> {
     machine.mercury("attach")?;
     let another = make_vm(&machine)?;
     std::thread::sleep(Duration::from_secs(3));
+    killed.kill(9)?;
+    assert_eq!(killed.wait(MINUTE)?.exit, Exit::Signal(9));
     let status = machine.mercury("status")?;
     let above: u64 = status["cpus"]
         .as_array()
@@ -176,6 +186,10 @@ fn guests_above(release: Kernel) -> Result<()> {
         let sums = storm.finish()?;
         assert_eq!(sums["lost"], 0, "{sums:?}");
     }
+    machine.sh("touch /run/soak/end")?;
+    let fallen = report(&falling.wait(MINUTE)?.check()?);
+    println!("triple faults: {fallen}");
+    assert!(fallen["passes"].as_u64() > Some(0) && fallen["violations"] == 0, "{fallen}");
     let counted = [end_vm(another)?].into_iter().chain(vms.map(|vm| end_vm(vm).unwrap())).sum::<u64>();
     println!(
         "{above} runs of guests above the hypervisor, {counted} exits to their processes in all; {status}"
@@ -223,6 +237,7 @@ fn linux_above(release: Kernel) -> Result<()> {
     let spec = Spec::new(release).qemu_version(Qemu::Newer).cpus(2).memory_mib(1536);
     let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
     machine.put("/root/init.c", include_bytes!("../guest/kvm/init.c"), 0o644)?;
+    machine.put("/root/initrd", include_bytes!("../guest/kvm/initrd"), 0o755)?;
     machine.put("/root/boot", include_bytes!("../guest/kvm/boot"), 0o755)?;
     load(&machine)?;
     machine

@@ -15,6 +15,12 @@ fn three_hundred_cycles_beneath_everything() -> Result<()> {
     soak::run(Plan { batch: 60, ..Plan::new(Platform::chosen()?, 300) })?.check()
 }
 
+#[test]
+#[ignore = "long"]
+fn three_hundred_cycles_beneath_guests_that_crash() -> Result<()> {
+    soak::guests::run(300)?.check()
+}
+
 /// On one CPU nothing waits for another.
 #[test]
 #[ignore = "long"]

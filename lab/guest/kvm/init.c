@@ -1,16 +1,27 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * All that runs in a virtual machine of KVM's: processes that compute the same, for SECONDS. It says on the console how
- * many CPUs there are, how many processes there were, and how many of them came to another result.
+ * All that runs in a virtual machine of KVM's: processes that compute the same, and memory that is written and looked at,
+ * for SECONDS or until a line comes on the console. It says there how many CPUs there are, how many processes there
+ * were, and how much was wrong: processes that came to another result, pages that were not what was written. In between
+ * it says how far it is. With the argument "panic" its kernel dies in the end.
  */
+#include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/reboot.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
+
+#define WORDS 512
+#define PAGES 4096
+#define OFTEN 50
+
+static unsigned long memory[PAGES][WORDS];
 
 static int result(void)
 {
@@ -29,10 +40,41 @@ static int result(void)
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-int main(void)
+/* A page has the number of the pass that wrote it last; the first pass is 1. */
+static int page_is_wrong(unsigned long pass, int write)
+{
+	unsigned long *page = memory[pass % PAGES];
+	unsigned long expected = pass > PAGES ? pass - PAGES : 0;
+	int wrong = 0, i;
+
+	for (i = 0; i < WORDS; i++) {
+		wrong |= page[i] != expected;
+		if (write)
+			page[i] = pass;
+	}
+	return wrong;
+}
+
+static int is_over(time_t end)
+{
+	struct pollfd console = { .fd = 0, .events = POLLIN };
+
+	return time(NULL) >= end || poll(&console, 1, 0) > 0;
+}
+
+static void panic(void)
+{
+	int trigger = open("/proc/sysrq-trigger", O_WRONLY);
+
+	if (write(trigger, "c", 1) < 0)
+		perror("sysrq-trigger");
+}
+
+int main(int argc, char **argv)
 {
 	time_t end = time(NULL) + SECONDS;
-	int cpus = 0, processes = 0, wrong = 0, right;
+	int cpus = 0, wrong = 0, right, i;
+	unsigned long processes = 0;
 	char line[256];
 	FILE *info;
 
@@ -42,9 +84,21 @@ int main(void)
 	while (info && fgets(line, sizeof(line), info))
 		cpus += !strncmp(line, "processor", 9);
 	right = result();
-	for (; time(NULL) < end; processes++)
+	printf("begins\n");
+	for (; !is_over(end); processes++) {
 		wrong += result() != right;
-	printf("cpus %d processes %d wrong %d\n", cpus, processes, wrong);
+		wrong += page_is_wrong(processes + 1, 1);
+		if (processes % OFTEN == OFTEN - 1) {
+			printf("so far %lu\n", processes + 1);
+			fflush(stdout);
+		}
+	}
+	for (i = 1; i <= PAGES; i++)
+		wrong += page_is_wrong(processes + i, 0);
+	printf("cpus %d processes %lu wrong %d\n", cpus, processes, wrong);
 	fflush(stdout);
+	tcdrain(1);
+	if (argc > 1 && !strcmp(argv[1], "panic"))
+		panic();
 	return reboot(RB_POWER_OFF);
 }

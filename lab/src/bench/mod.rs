@@ -64,7 +64,7 @@ struct Plan {
     exits: Duration,
     switch_cycles: u32,
     intel: Duration,
-    cycles_under_guests: u64,
+    kvm: kvm::Plan,
 }
 
 const FULL: Plan = Plan {
@@ -73,7 +73,7 @@ const FULL: Plan = Plan {
     exits: Duration::from_secs(60),
     switch_cycles: 200,
     intel: Duration::from_secs(30),
-    cycles_under_guests: 2000,
+    kvm: kvm::Plan { cycles: 2000, rounds: kvm::Rounds { boots: 3, samples: 5 } },
 };
 const QUICK: Plan = Plan {
     counted_rounds: 1,
@@ -81,7 +81,7 @@ const QUICK: Plan = Plan {
     exits: Duration::from_secs(10),
     switch_cycles: 50,
     intel: Duration::from_secs(10),
-    cycles_under_guests: 100,
+    kvm: kvm::Plan { cycles: 100, rounds: kvm::Rounds { boots: 1, samples: 1 } },
 };
 
 /// How much of it.
@@ -211,7 +211,7 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             report::judge(&checkpoint::promises(&figures))
         }
         Part::Kvm => {
-            let figures = kvm::measure(plan.cycles_under_guests)?;
+            let figures = kvm::measure(plan.kvm)?;
             replace(kvm::HEADING, &kvm::section(&figures), "kvm", &pretty(&figures)?)?;
             report::judge(&kvm::promises(&figures))
         }
@@ -292,7 +292,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let timed = timed(plan)?;
     live::say("The same switch on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
-    let kvm = kvm::measure(plan.cycles_under_guests)?;
+    let kvm = kvm::measure(plan.kvm)?;
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
     let migration = migration::measure(depth)?;

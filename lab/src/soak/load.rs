@@ -159,7 +159,8 @@ fn commands(round: u64) -> [(&'static str, String); 6] {
     ]
 }
 
-fn done(name: &'static str, output: &str) -> Option<Work> {
+/// What one kind of work has said at its end.
+pub(super) fn done(name: &'static str, output: &str) -> Option<Work> {
     let report: Value = serde_json::from_str(output.lines().last()?).ok()?;
     Some(Work { name, passes: report["passes"].as_u64()?, violations: report["violations"].as_u64()? })
 }

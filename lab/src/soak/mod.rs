@@ -5,6 +5,7 @@
 //! and come back in between, attached and native. Nothing may be lost, nothing may be wrong, the kernel
 //! may not say a word, and at the end each CPU is as it was before the driver was ever loaded.
 
+pub mod guests;
 mod load;
 mod report;
 pub mod restart;
@@ -25,6 +26,8 @@ use load::{Database, Load, Work};
 
 /// Switch beneath a program takes this long at most for a batch, in wall time.
 const BATCH_LIMIT: Duration = Duration::from_secs(900);
+/// After each switch.
+const PAUSE: Duration = Duration::from_millis(2);
 /// The result of so many cycles is worth a page in docs/: in QEMU, and in Bochs, on fewer CPUs and more slowly.
 const WORTH_A_PAGE: [u64; 2] = [10_000, 1000];
 
@@ -140,7 +143,7 @@ pub fn run(plan: Plan) -> Result<Outcome> {
     let spec = if plan.platform == Platform::Qemu { spec.nic(Nic::Virtio) } else { spec };
     let summary = spec.summary();
     let machine = Machine::boot(spec)?;
-    let outcome = Soak { machine: &machine, plan, hotplugs: [0; 2] }.run(summary)?;
+    let outcome = Soak { machine: &machine, plan, hotplugs: [0; 2], pause: PAUSE }.run(summary)?;
     machine.shut_down()?;
     Ok(outcome)
 }
@@ -149,6 +152,8 @@ struct Soak<'a> {
     machine: &'a Machine,
     plan: Plan,
     hotplugs: [u64; 2],
+    /// After each switch.
+    pause: Duration,
 }
 
 impl Soak<'_> {
@@ -212,7 +217,8 @@ impl Soak<'_> {
 
     /// One batch, through the driver, at a priority above everything that runs.
     fn switch(&self, cycles: u64) -> Result<Value> {
-        let line = format!("mercury-workload switch --cycles {cycles} --fifo 50 --pause-us 2000");
+        let pause = self.pause.as_micros();
+        let line = format!("mercury-workload switch --cycles {cycles} --fifo 50 --pause-us {pause}");
         let output = self.machine.command(&line).timeout(BATCH_LIMIT).run()?.check()?;
         serde_json::from_str(output.stdout.trim())
             .map_err(|error| Error::Host(format!("no report ({error}): {}", output.stdout)))

@@ -56,12 +56,14 @@ fn work(outcome: &Outcome) -> String {
 }
 
 fn times(outcome: &Outcome) -> String {
-    let us = |ns: u64| format!("{:.1}", ns as f64 / 1000.0);
-    let row = |name: &str, times: &Times| {
-        vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]
-    };
-    let rows = [row("attach", &outcome.attach), row("detach", &outcome.detach)];
+    let rows = [times_of("attach", &outcome.attach), times_of("detach", &outcome.detach)];
     table(&["switch", "min", "median", "max"], &rows)
+}
+
+/// One direction's row of the table.
+pub(super) fn times_of(name: &str, times: &Times) -> Vec<String> {
+    let us = |ns: u64| format!("{:.1}", ns as f64 / 1000.0);
+    vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]
 }
 
 fn exits(outcome: &Outcome) -> String {
