@@ -718,7 +718,9 @@ fn a_failure_changes_nothing() -> Result<()> {
     fails_with(&machine, "mercury checkpoint /nowhere/x", "cannot be written to")?;
     fails_with(&machine, "mercury checkpoint --pool 1 /run/x", "snapshot-pool")?;
     fails_with(&machine, "mercury inspect /etc/passwd", "no image of a machine")?;
-    fails_with(&machine, "mercury restore /etc/passwd", "no block device")?;
+    fails_with(&machine, "mercury restore /etc/passwd", "no image of a machine")?;
+    fails_with(&machine, "mercury restore /run/clock", "its type is tmpfs")?;
+    fails_with(&machine, "mercury restore /dev/null", "neither a file nor a block device")?;
     fails_with(&machine, &format!("mercury restore {DISK}"), "no image of a machine")?;
     fails_with(&machine, "mercury checkpoint /dev/nvme0n1", "Device or resource busy")?;
     fails_with(&machine, "mercury checkpoint /dev/null", "neither a file nor a block device")?;
