@@ -77,11 +77,11 @@ pub fn is_end_wanted() -> bool {
 
 /// As the kernel wants it; the library's function insists on its own way back.
 #[repr(C)]
-struct Action {
-    handler: u64,
-    flags: u64,
-    restorer: u64,
-    mask: u64,
+pub(crate) struct Action {
+    pub(crate) handler: u64,
+    pub(crate) flags: u64,
+    pub(crate) restorer: u64,
+    pub(crate) mask: u64,
 }
 
 /// Makes the guest's faults and system calls ours.

@@ -333,6 +333,9 @@ mod tests {
         assert!(why(&V4.replace("addr=10.9.0.1", "addr=fd00::1"), cards()).contains("not IPv4"));
         assert!(why(&V4.replace("addr=10.9.0.1", "addr=192.0.2.1"), cards()).contains("Ethernet card"));
         assert!(why("40 30 0:46 / /srv rw - tmpfs tmpfs rw", cards()).contains("tmpfs"));
+        // Of a device that is not there nothing is known.
+        let gone = "40 30 8:1 / /srv rw - ext4 /dev/no-such-disk rw";
+        assert!(why(gone, cards()).contains("made of other devices"));
     }
 
     #[test]

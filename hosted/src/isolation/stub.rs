@@ -28,7 +28,7 @@ use crate::{
     error::{Error, Result},
     layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
     machine::VISIBLE,
-    signal::{self, Fault, ORDER},
+    signal::{self, Action, Fault, ORDER},
 };
 
 /// Where the stack for signals begins in the shared memory.
@@ -663,15 +663,6 @@ fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
         // SAFETY: It takes nothing.
         unsafe { libc::sched_yield() };
     }
-}
-
-/// As the kernel wants it.
-#[repr(C)]
-struct Action {
-    handler: u64,
-    flags: u64,
-    restorer: u64,
-    mask: u64,
 }
 
 /// In the child.
