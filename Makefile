@@ -7,6 +7,8 @@ export LAB ?= amd
 export MERCURY_LAB_PATIENCE ?= 3
 # Long tests run as well, if this is not empty.
 export MERCURY_LAB_FULL = $(FULL)
+# Tests that find no machine within so many minutes are left out, by name, if this is not empty.
+export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
 .PHONY: help demo test shell bench soak deb check clean bootstrap
@@ -15,7 +17,8 @@ help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
-	@echo 'make test FULL=1   the long ones as well: four times the time'
+	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
+	@echo 'make test MINUTES=40   no test begins later than that; those left out are named'
 	@echo 'make check     formatting, lints, style of the driver'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'

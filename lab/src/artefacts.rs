@@ -20,7 +20,7 @@ use std::{
 
 use crate::{
     driver::{self, Variant},
-    error::{Context, Result},
+    error::{Context, Error, Result},
     hash::Ingredients,
     host, hypervisor, image,
     image::Release,
@@ -50,18 +50,16 @@ const SCRIPTS: &[(&str, &str)] = &[
 /// # Errors
 /// If something does not build; the error names the log.
 pub fn ensure(release: Release) -> Result<Artefacts> {
-    static BUILT: Mutex<Vec<(Release, Artefacts)>> = Mutex::new(Vec::new());
-    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, artefacts)) = built.iter().find(|(of, _)| *of == release) {
-        return Ok(artefacts.clone());
+    static BUILT: [Mutex<Option<Artefacts>>; Release::ALL.len()] = [const { Mutex::new(None) }; _];
+    let mut built = BUILT[release as usize].lock().unwrap_or_else(PoisonError::into_inner);
+    if built.is_none() {
+        *built = Some(build(release)?);
     }
-    let artefacts = build(release)?;
-    built.push((release, artefacts.clone()));
-    Ok(artefacts)
+    built.clone().ok_or_else(|| Error::Host("what was built is gone".into()))
 }
 
 fn build(release: Release) -> Result<Artefacts> {
-    let _lock = Lock::wait("artefacts")?;
+    let _lock = Lock::wait(&format!("artefacts-{release}"))?;
     let agent = build_agent()?;
     let mut files = vec![
         (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),

@@ -4,9 +4,16 @@
 //! with relative relocations only (hypervisor/link.ld says the rest), in target directories of its own so
 //! that its flags disturb nothing else.
 
-use std::{path::PathBuf, process::Command};
+use std::{fs, path::PathBuf, process::Command};
 
-use crate::{artefacts, driver::Variant, error::Result, host, paths};
+use crate::{
+    artefacts,
+    driver::Variant,
+    error::{Context, Result},
+    host,
+    lock::Lock,
+    paths,
+};
 
 /// What the compiler must know beyond the profile: interrupts may strike below the stack pointer in
 /// root mode, the program is a position-independent one without an interpreter, and what user mode can
@@ -57,6 +64,7 @@ pub fn lints(variant: Variant) -> Result<Command> {
 /// If it does not build; the error names the log.
 pub fn build(variant: Variant) -> Result<PathBuf> {
     let name = name(variant);
+    let _lock = Lock::wait(name)?;
     let mut cargo = artefacts::cargo();
     cargo.arg("build");
     let target = freestanding(&mut cargo, variant)?;
@@ -66,10 +74,12 @@ pub fn build(variant: Variant) -> Result<PathBuf> {
     let elf = target.join(TARGET).join("hypervisor").join(NAME);
     let image = directory.join(format!("{name}.bin"));
     let mut flatten = Command::new("objcopy");
-    flatten.args(["-O", "binary"]).arg(&elf).arg(&image);
+    // Nobody reads half of one.
+    let unfinished = image.with_extension("new");
+    flatten.args(["-O", "binary"]).arg(&elf).arg(&unfinished);
     host::run(&format!("flattening the {name}"), &format!("flatten-{name}"), &mut flatten)?;
-    let mut symbols = Command::new("cp");
-    symbols.arg(&elf).arg(image.with_extension("elf"));
-    host::run(&format!("keeping the {name}'s symbols"), &format!("symbols-{name}"), &mut symbols)?;
+    fs::rename(&unfinished, &image).context(|| format!("name the {name}"))?;
+    fs::copy(&elf, &unfinished).context(|| format!("keep the {name}'s symbols"))?;
+    fs::rename(&unfinished, image.with_extension("elf")).context(|| format!("name the {name}'s symbols"))?;
     Ok(image)
 }

@@ -178,6 +178,8 @@ fn mmdebstrap(release: Release, tree: &Path, hook: &Path, sources: &Path) -> Com
     for path in EXCLUDED {
         command.arg(format!("--dpkgopt=path-exclude={path}"));
     }
+    // A tree that is not finished is thrown away: nothing of it has to be on the disk before the next package.
+    command.arg("--dpkgopt=force-unsafe-io");
     for option in apt::fetch_options() {
         command.arg(format!("--aptopt={option}"));
     }

@@ -68,3 +68,4 @@ pub use lock::Reservation;
 pub use machine::{Boot, Machine};
 pub use mercury_lab_agent::protocol::Exit;
 pub use spec::{Bus, Console, Icount, Init, Model, Nic, Platform, Qemu, Reset, Spec, Vendor};
+pub use testing::is_full;

@@ -6,7 +6,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use rustix::{
@@ -15,8 +15,8 @@ use rustix::{
 };
 
 use crate::{
-    error::{Context, Result},
-    paths,
+    error::{Context, Error, Result},
+    paths, testing,
 };
 
 /// A lock that is held as long as this lives.
@@ -75,7 +75,7 @@ impl Reservation {
     /// them. `MERCURY_LAB_SLOTS` changes how many there are.
     ///
     /// # Errors
-    /// If the locks cannot be made.
+    /// If the locks cannot be made; [`Error::Unsupported`] if the time is up that all tests have together.
     pub fn wait(count: usize) -> Result<Self> {
         let dir = paths::lab_dir("locks")?;
         let all = slots();
@@ -86,6 +86,9 @@ impl Reservation {
                 if taken.len() < count.min(all) {
                     taken.extend(Lock::take(&dir.join(format!("slot-{slot}")))?);
                 }
+            }
+            if time_is_up() {
+                return Err(Error::Unsupported { reason: "no time was left for it" });
             }
             if taken.len() >= count.min(all) {
                 return Ok(Self { _slots: taken, since: Instant::now() });
@@ -115,6 +118,13 @@ impl Drop for Reservation {
             .open(path)
             .map(|mut file| file.write_all(line.as_bytes()));
     }
+}
+
+/// Whether no test should begin any more.
+fn time_is_up() -> bool {
+    let deadline = std::env::var(testing::DEADLINE).ok().and_then(|text| text.parse().ok());
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    deadline.is_some_and(|second: u64| now.as_secs() > second)
 }
 
 fn slots() -> usize {

@@ -4,11 +4,13 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, VecDeque},
-    fs,
+    env, fs,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::OnceLock,
     thread,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use serde_json::Value;
@@ -20,7 +22,7 @@ use crate::{
     hung,
     image::{Image, Release},
     lock::Reservation,
-    paths,
+    paths, progress,
     spec::Platform,
 };
 
@@ -98,7 +100,9 @@ impl Tally {
 /// If the tests cannot be run at all.
 pub fn run(filter: Option<&str>) -> Result<Tally> {
     Platform::chosen()?;
-    ensure_artefacts()?;
+    elapsed();
+    let deadline = deadline()?;
+    ensure_artefacts(filter.is_none())?;
     let mut tally = Tally::default();
     match filter {
         Some(name) if is_lab_test(name) => {
@@ -106,13 +110,17 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
         }
         Some(name) => tally.add(run_cargo(&["--workspace"], &[name])?),
         None => {
-            check_style(&mut tally);
-            tally.add(run_cargo(&["--workspace", "--exclude", "mercury-lab"], &[])?);
-            tally.add(run_cargo(&["-p", "mercury-lab", "--lib", "--bins"], &[])?);
-            tally.add(run_cargo(&["--workspace", "--doc"], &[])?);
+            if is_full() {
+                check_style(&mut tally);
+            }
+            let (in_the_lab, on_the_host) =
+                build_tests()?.into_iter().partition::<Vec<_>, _>(Program::is_lab_test);
+            for program in &on_the_host {
+                tally.add(run_counting(&program.prefix(), &mut program.command())?);
+            }
             let _ = fs::remove_file(Reservation::times()?);
             hung::forget()?;
-            tally.add(run_lab_tests()?);
+            tally.add(run_lab_tests(&in_the_lab, deadline)?);
             print_times(&fs::read_to_string(Reservation::times()?).unwrap_or_default());
             let (count, machines) = hung::all()?;
             println!("{count} machines hung on their first way up, and were started again\n{machines}");
@@ -144,18 +152,20 @@ fn print_times(reservations: &str) {
     longest.iter().take(LONGEST).for_each(|(name, seconds)| println!("{seconds:>5} s  {name}"));
 }
 
-/// Everything that machines are made of, at once: much of it is waiting for the mirror.
-fn ensure_artefacts() -> Result<()> {
+/// Everything that machines are made of, at once: much of it is waiting for the mirror. The tests' programs are built
+/// beside it, if they are wanted.
+fn ensure_artefacts(tests: bool) -> Result<()> {
     thread::scope(|scope| {
         let mut all =
             Vec::from(Release::ALL.map(|release| scope.spawn(move || Image::ensure(release).map(drop))));
+        all.extend(Release::ALL.map(|release| scope.spawn(move || artefacts::ensure(release).map(drop))));
         all.push(scope.spawn(|| newer_qemu::ensure().map(drop)));
-        all.push(scope.spawn(|| bochs_build::ensure().map(drop)));
-        all.push(
-            scope.spawn(|| {
-                Release::ALL.into_iter().try_for_each(|release| artefacts::ensure(release).map(drop))
-            }),
-        );
+        if is_full() || Platform::chosen()? != Platform::Qemu {
+            all.push(scope.spawn(|| bochs_build::ensure().map(drop)));
+        }
+        if tests {
+            all.push(scope.spawn(|| build_tests().map(drop)));
+        }
         all.into_iter().try_for_each(|one| joined(one.join())?)
     })
 }
@@ -180,12 +190,10 @@ fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     run_counting("", &mut cargo)
 }
 
-/// Tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
+/// Long tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
 /// processor can show. `make test LAB=intel` runs all that one can.
-const ON_BOCHS: &[(&str, &str, &[&str])] = &[("intel", "applications", &["registers_and_results"])];
-
-/// Those that run with the long tests only.
-const LONG_ON_BOCHS: &[(&str, &str, &[&str])] = &[
+const ON_BOCHS: &[(&str, &str, &[&str])] = &[
+    ("intel", "applications", &["registers_and_results"]),
     ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
     ("intel", "kernel", &["no_nmi_is_lost", "what_makes_a_cpu_leave"]),
     ("intel", "soak", &["ten_thousand_cycles_on_one_cpu"]),
@@ -196,7 +204,7 @@ const LONG_ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel-tigerlake", "applications", &["shadow_stacks"]),
 ];
 
-/// `make test FULL=1`: the long tests as well, which are ignored otherwise. Together they take four times as long.
+/// `make test FULL=1`: the long tests as well, which are ignored otherwise, those in Bochs, and the checks of `make check`.
 const FULL: &str = "MERCURY_LAB_FULL";
 /// Ignored for another reason: that emulator cannot run them.
 const NEVER: &str = "on_qemu_7";
@@ -206,42 +214,54 @@ fn which() -> &'static [&'static str] {
     if is_full() { &["--include-ignored", "--skip", NEVER] } else { &[] }
 }
 
-fn is_full() -> bool {
-    std::env::var(FULL).is_ok_and(|value| !value.is_empty())
+/// Whether the long tests run as well; some others take longer then.
+#[must_use]
+pub fn is_full() -> bool {
+    env::var(FULL).is_ok_and(|value| !value.is_empty())
+}
+
+/// `make test MINUTES=40`: how long tests may be begun. What finds no machine by then is left out, by name.
+const MINUTES: &str = "MERCURY_LAB_MINUTES";
+
+/// When that time is up, in seconds since 1970, for the test programs.
+pub(crate) const DEADLINE: &str = "MERCURY_LAB_DEADLINE";
+
+fn deadline() -> Result<Option<u64>> {
+    let Some(minutes) = env::var(MINUTES).ok().filter(|minutes| !minutes.is_empty()) else { return Ok(None) };
+    let wrong = || Error::Host(format!("MINUTES is a number, and not {minutes:?}"));
+    let minutes: u64 = minutes.parse().ok().filter(|minutes| *minutes > 0).ok_or_else(wrong)?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Ok(Some(now.as_secs() + minutes * 60))
 }
 
 /// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
 /// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
-fn run_lab_tests() -> Result<Tally> {
-    let programs = build_lab_tests()?;
-    let (here, full) = (Platform::chosen()? == Platform::Qemu, is_full());
-    let in_bochs = ON_BOCHS.iter().filter(|_| here).chain(LONG_ON_BOCHS.iter().filter(|_| here && full));
+fn run_lab_tests(programs: &[Program], deadline: Option<u64>) -> Result<Tally> {
+    let until = deadline.map(|second| (DEADLINE, second.to_string()));
+    let in_bochs = Platform::chosen()? == Platform::Qemu && is_full();
     thread::scope(|scope| {
         let mut running = Vec::new();
-        for (platform, file, tests) in in_bochs {
-            let program = programs.iter().find(|(name, _)| name == file);
-            let (_, program) =
-                program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
-            let mut command = lab_test(program);
-            command.env("LAB", platform).args(["--include-ignored", "--exact"]).args(*tests);
+        for (platform, file, tests) in ON_BOCHS.iter().filter(|_| in_bochs) {
+            let program = programs.iter().find(|program| program.name == *file);
+            let program = program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
+            let mut command = program.command();
+            command
+                .env("LAB", platform)
+                .envs(until.clone())
+                .args(["--include-ignored", "--exact"])
+                .args(*tests);
             let prefix = format!("{platform} {file}: ");
             running.push(scope.spawn(move || run_counting(&prefix, &mut command).map(all_of(tests, prefix))));
         }
-        for (name, program) in &programs {
-            let mut command = lab_test(program);
-            command.args(which());
-            running.push(scope.spawn(move || run_counting(&format!("{name}: "), &mut command)));
+        for program in programs {
+            let mut command = program.command();
+            command.args(which()).envs(until.clone());
+            running.push(scope.spawn(move || run_counting(&program.prefix(), &mut command)));
         }
         let mut tally = Tally::default();
         running.into_iter().try_for_each(|one| joined(one.join())?.map(|part| tally.add(part)))?;
         Ok(tally)
     })
-}
-
-fn lab_test(program: &Path) -> Command {
-    let mut command = Command::new(program);
-    command.current_dir(paths::root().join("lab"));
-    command
 }
 
 /// A test that was not found is one that failed: it has another name now.
@@ -256,25 +276,82 @@ fn all_of(tests: &'static [&'static str], prefix: String) -> impl Fn(Tally) -> T
     }
 }
 
-/// The test programs of `lab/tests/` by name, as cargo builds them.
-fn build_lab_tests() -> Result<Vec<(String, PathBuf)>> {
-    let mut cargo = artefacts::cargo();
-    cargo.args(["test", "-p", "mercury-lab", "--test", "*", "--no-run", "--message-format=json"]);
-    let output = cargo.stderr(Stdio::inherit()).output().context(|| "build the lab's tests".into())?;
-    if !output.status.success() {
-        return Err(Error::Host("the lab's tests do not build".into()));
-    }
-    let messages = String::from_utf8_lossy(&output.stdout);
-    Ok(messages.lines().filter_map(test_program).collect())
+/// A program of tests, as cargo builds it.
+#[derive(Debug, PartialEq, Eq)]
+struct Program {
+    /// Of the library or the program whose unit tests these are, or of the file in `tests/`.
+    name: String,
+    path: PathBuf,
+    /// Of the package.
+    directory: PathBuf,
+    kind: Kind,
 }
 
-/// The name and the path of a test program that cargo has built, from its message.
-fn test_program(message: &str) -> Option<(String, PathBuf)> {
-    let message: Value = serde_json::from_str(message).ok()?;
-    let target = &message["target"];
-    let is_test = target["kind"].as_array()?.iter().any(|kind| kind == "test");
-    let program = message["executable"].as_str().filter(|_| is_test)?;
-    Some((target["name"].as_str()?.to_owned(), program.into()))
+#[derive(Debug, PartialEq, Eq)]
+enum Kind {
+    /// Tests inside of the sources.
+    Unit,
+    /// A file in `tests/`.
+    File,
+}
+
+impl Program {
+    /// From cargo's message about it.
+    fn of(message: &str) -> Option<Self> {
+        let message: Value = serde_json::from_str(message).ok()?;
+        let target = &message["target"];
+        let path = message["executable"].as_str().filter(|_| message["profile"]["test"] == true)?;
+        let is_file = target["kind"].as_array()?.iter().any(|kind| kind == "test");
+        Some(Self {
+            name: target["name"].as_str()?.to_owned(),
+            path: path.into(),
+            directory: Path::new(message["manifest_path"].as_str()?).parent()?.to_owned(),
+            kind: if is_file { Kind::File } else { Kind::Unit },
+        })
+    }
+
+    /// Whether it runs machines.
+    fn is_lab_test(&self) -> bool {
+        self.kind == Kind::File && self.directory.ends_with("lab")
+    }
+
+    /// As cargo would start it.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.current_dir(&self.directory);
+        command
+    }
+
+    /// Before each of its lines: `kvm: ` in the lab, `image, chain: ` elsewhere.
+    fn prefix(&self) -> String {
+        let package = self.directory.file_name().unwrap_or_default().to_string_lossy();
+        match self.kind {
+            Kind::Unit => format!("{package}: "),
+            Kind::File if self.is_lab_test() => format!("{}: ", self.name),
+            Kind::File => format!("{package}, {}: ", self.name),
+        }
+    }
+}
+
+/// All the project's test programs. They are built in one go, so that nothing is built twice.
+fn build_tests() -> Result<Vec<Program>> {
+    let mut cargo = artefacts::cargo();
+    cargo.args(["test", "-q", "--workspace", "--lib", "--bins", "--tests", "--no-run"]);
+    cargo.args(["--message-format=json-render-diagnostics"]);
+    let output = progress::step("building the tests", || cargo.stderr(Stdio::inherit()).output())
+        .context(|| "build the tests".into())?;
+    if !output.status.success() {
+        return Err(Error::Host("the tests do not build".into()));
+    }
+    let messages = String::from_utf8_lossy(&output.stdout);
+    Ok(messages.lines().filter_map(Program::of).collect())
+}
+
+/// Since the first that asked: `12:34`, minutes and seconds.
+fn elapsed() -> String {
+    static START: OnceLock<Instant> = OnceLock::new();
+    let seconds = START.get_or_init(Instant::now).elapsed().as_secs();
+    format!("{:02}:{:02}", seconds / 60, seconds % 60)
 }
 
 /// Runs test programs, lets their lines through with `prefix`, and counts.
@@ -299,7 +376,10 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         }
         // Most of them wait for their turn.
         if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
-            println!("{prefix}{line}");
+            match prefix {
+                "" => println!("{line}"),
+                prefix => println!("{} {prefix}{line}", elapsed()),
+            }
         }
         tally.add_line(prefix, &line);
     }
@@ -373,7 +453,7 @@ mod tests {
         let ran = |passed| Tally { passed, ..Tally::default() };
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(2)), ran(2));
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(1)).failed, 1);
-        for (platform, file, tests) in ON_BOCHS.iter().chain(LONG_ON_BOCHS) {
+        for (platform, file, tests) in ON_BOCHS {
             assert!(platform.parse::<Platform>().is_ok() && is_lab_test(file));
             let path = paths::root().join("lab/tests").join(format!("{file}.rs"));
             let source = fs::read_to_string(path).unwrap();
@@ -383,11 +463,16 @@ mod tests {
 
     #[test]
     fn test_programs_are_found_among_cargos_messages() {
-        let message =
-            r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"a"},"executable":"/x/a-1"}"#;
-        assert_eq!(test_program(message), Some(("a".to_owned(), "/x/a-1".into())));
-        assert_eq!(test_program(&message.replace("\"test\"", "\"lib\"")), None);
-        assert_eq!(test_program(r#"{"reason":"build-finished","success":true}"#), None);
-        assert_eq!(test_program("warning"), None);
+        let message = r#"{"reason":"compiler-artifact","manifest_path":"/p/image/Cargo.toml","profile":{"test":true},
+            "target":{"kind":["test"],"name":"chain"},"executable":"/x/a-1"}"#;
+        let file = Program::of(message).unwrap();
+        assert_eq!((file.path.as_path(), file.prefix().as_str()), (Path::new("/x/a-1"), "image, chain: "));
+        let unit = Program::of(&message.replace("\"test\"]", "\"lib\"]")).unwrap();
+        assert_eq!((unit.prefix().as_str(), unit.is_lab_test()), ("image: ", false));
+        let lab = Program::of(&message.replace("/image/", "/lab/")).unwrap();
+        assert_eq!((lab.prefix().as_str(), lab.is_lab_test()), ("chain: ", true));
+        assert_eq!(Program::of(&message.replace("true", "false")), None);
+        assert_eq!(Program::of(r#"{"reason":"build-finished","success":true}"#), None);
+        assert_eq!(Program::of("warning"), None);
     }
 }

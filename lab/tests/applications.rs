@@ -142,6 +142,7 @@ echo 1 > tracing_on
 "#;
 
 #[test]
+#[ignore = "long"]
 fn tracers_and_probes() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud)?;
     machine.sh(&TRACERS.replace("VENDOR", machine.vendor().prefix()))?;

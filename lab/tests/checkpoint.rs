@@ -8,7 +8,7 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, guests, iommu,
+    Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, guests, iommu, is_full,
     operator::complaints,
     restart::{
         self, comes_further, count, is_well, knows_the_time, nothing_wrong,
@@ -52,9 +52,10 @@ fn goes_on_from(spec: Spec, disk: &str, times: u32) -> Result<Machine> {
     Ok(machine)
 }
 
+/// As often as there is time for.
 #[test]
-fn goes_on_three_times() -> Result<()> {
-    goes_on(spec(Kernel::BookwormCloud).cpus(2), 3).map(drop)
+fn goes_on_again_and_again() -> Result<()> {
+    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 }).map(drop)
 }
 
 /// What belongs to the firmware stays the firmware's, and its services can be called afterwards.
@@ -252,6 +253,7 @@ fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
 
 /// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
 #[test]
+#[ignore = "long"]
 fn connections_go_on() -> Result<()> {
     need_qemu()?;
     let both = Reservation::wait(2)?;
@@ -324,6 +326,7 @@ fn debuggers_open(machine: &Machine) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn disks_that_have_moved_on_are_refused() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
@@ -390,6 +393,7 @@ fn goes_on_with_volumes() -> Result<()> {
 
 /// Every reason is given, and nothing is given up: the system that was to be left runs on.
 #[test]
+#[ignore = "long"]
 fn images_of_others_are_refused() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;

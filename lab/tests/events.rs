@@ -459,6 +459,7 @@ fn machine_check(machine: &Machine) -> Result<String> {
 }
 
 #[test]
+#[ignore = "long"]
 fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
     let machine = with_crash_kernel(Kernel::BookwormGeneric)?;
     let boots = machine.boots();

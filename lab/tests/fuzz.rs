@@ -7,7 +7,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Result, Spec};
+use mercury_lab::{Kernel, Machine, Result, Spec, is_full};
 use workloads::{Repeated, Workloads, load, load_test_module, report, switch};
 
 fn seed() -> u64 {
@@ -18,7 +18,7 @@ fn fuzz_ioctl(kernel: Kernel) -> Result<()> {
     let machine = Machine::boot(Spec::new(kernel).cpus(2).memory_mib(768))?;
     machine.mercury("load")?;
     let workloads = Workloads::start(&machine, &["compute", "fpu"])?;
-    for seed in seed()..seed() + 3 {
+    for seed in seed()..seed() + if is_full() { 3 } else { 1 } {
         let line = format!("mercury-workload fuzz-ioctl --seed {seed} --iterations 8000 --threads 4");
         let output = machine.command(&line).timeout(Duration::from_secs(120)).run()?.check()?;
         let report = report(&output);
@@ -46,6 +46,7 @@ fn ioctls_on_debian_13() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn hypercalls() -> Result<()> {
     let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(768))?;
     load_test_module(&machine)?;

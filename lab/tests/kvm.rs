@@ -263,6 +263,7 @@ fn linux_above(release: Kernel) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn linux_above_on_6_1() -> Result<()> {
     linux_above(Kernel::BookwormCloud)
 }
@@ -322,6 +323,7 @@ fn snapshots_are_exact_beneath_guests_on_6_12() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long"]
 fn exits_of_guests_are_short() -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Ok(());

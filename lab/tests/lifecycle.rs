@@ -7,7 +7,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Result, Spec, Vendor};
+use mercury_lab::{Kernel, Machine, Result, Spec, Vendor, is_full};
 use serde_json::Value;
 use workloads::load_test_module;
 
@@ -222,8 +222,13 @@ fn a_killed_controller_leaves_no_trace() -> Result<()> {
     let machine = Machine::boot(plain().cpus(3))?;
     let work = machine.start_work()?;
     machine.put("/root/kills", KILLS.as_bytes(), 0o755)?;
-    let kills = machine.command("bash -x /root/kills 40").timeout(Duration::from_secs(240)).run()?.check()?;
-    assert!(kills.stdout.ends_with("40 kills\n"), "{}", kills.stdout);
+    let count = if is_full() { 40 } else { 12 };
+    let kills = machine
+        .command(&format!("bash -x /root/kills {count}"))
+        .timeout(Duration::from_secs(240))
+        .run()?
+        .check()?;
+    assert!(kills.stdout.ends_with(&format!("{count} kills\n")), "{}", kills.stdout);
     for cpu in machine.mercury("status")?["cpus"].as_array().unwrap_or(&Vec::new()) {
         assert!(cpu["left_because"].is_null() && cpu["crash"].is_null(), "{cpu}");
     }
@@ -250,6 +255,7 @@ echo rested
 "#;
 
 #[test]
+#[ignore = "long"]
 fn a_driver_that_comes_or_goes_is_waited_for() -> Result<()> {
     let machine = Machine::boot(plain())?;
     machine.put("/root/rivals", RIVALS.as_bytes(), 0o755)?;

@@ -286,6 +286,7 @@ fn state(machine: &Machine) -> Result<Value> {
 
 /// Whatever takes the snapshot away, the machine runs on, and says why it has none.
 #[test]
+#[ignore = "long"]
 fn without_a_snapshot_nothing_happens() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(2))?;
@@ -336,6 +337,7 @@ fn nmis_come_through() -> Result<()> {
 
 /// What a device is to read is written to, lest it change it; not what nobody can write.
 #[test]
+#[ignore = "long"]
 fn a_device_is_given_what_is_read_only() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(2))?;

@@ -11,7 +11,7 @@ use std::{
 };
 
 use mercury_lab::{
-    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
+    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu, is_full,
 };
 use serde_json::json;
 
@@ -115,7 +115,12 @@ fn virtio_at_work(spec: Spec) -> Result<()> {
         network_load(source(), PATIENCE),
         "head -c 100000 /dev/hwrng > /dev/null; sleep 0.1".to_owned(),
     ];
-    are_exact(spec, "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 4)
+    are_exact(
+        spec,
+        "virtio_net virtio_balloon virtio_rng virtio_console",
+        &loads,
+        if is_full() { 4 } else { 1 },
+    )
 }
 
 #[test]
@@ -149,6 +154,7 @@ fn real_hardware() -> Spec {
 /// Packets that were made before the instant and are sent after it: this card of QEMU's writes their checksums where
 /// they lie.
 #[test]
+#[ignore = "long"]
 fn exact_with_packets_that_wait() -> Result<()> {
     let spec = Spec::new(Kernel::BookwormGeneric).cpus(2).nic(Nic::E1000e).kernel_arg("init_on_alloc=0");
     are_exact(spec, "e1000e sch_netem", &[PACKETS_THAT_WAIT.to_owned()], 2)
@@ -197,6 +203,7 @@ fn log_is_whole(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Res
 }
 
 #[test]
+#[ignore = "long"]
 fn the_log_misses_nothing_with_virtio() -> Result<()> {
     let loads = [
         ROOT_LOAD.to_owned(),

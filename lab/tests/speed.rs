@@ -54,6 +54,7 @@ fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> 
 }
 
 #[test]
+#[ignore = "long"]
 fn switches_on_intel_are_short() -> Result<()> {
     for model in [Model::Haswell, Model::SkylakeX] {
         let machine = Machine::boot(intel::machine(model))?;
@@ -69,6 +70,7 @@ fn switches_on_intel_are_short() -> Result<()> {
 
 /// On Intel's processors CPUID exits, whatever one wants, and each start of a program executes some.
 #[test]
+#[ignore = "long"]
 fn a_database_at_work_causes_no_exits() -> Result<()> {
     let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(4).memory_mib(1536))?;
     machine.start_postgres()?;

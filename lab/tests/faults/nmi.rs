@@ -18,6 +18,7 @@ const CYCLES: u32 = 300;
 
 /// CPU 0 gets NMIs from outside, and each CPU from another, while all of them switch.
 #[test]
+#[ignore = "long"]
 fn no_nmi_is_lost_and_none_disturbs() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     let done = AtomicBool::new(false);

@@ -106,6 +106,7 @@ fn no_check_is_left_out() {
 }
 
 #[test]
+#[ignore = "long"]
 fn every_check_refuses_and_doctor_says_so_before() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     let facts = subject.machine.mercury("facts")?;
