@@ -20,7 +20,7 @@ use std::{
 
 use crate::{
     driver::{self, Variant},
-    error::{Context, Error, Result},
+    error::{Context, Result},
     hash::Ingredients,
     host, hypervisor, image,
     image::Release,
@@ -52,20 +52,15 @@ const SCRIPTS: &[(&str, &str)] = &[
 pub fn ensure(release: Release) -> Result<Artefacts> {
     static BUILT: [Mutex<Option<Artefacts>>; Release::ALL.len()] = [const { Mutex::new(None) }; _];
     let mut built = BUILT[release as usize].lock().unwrap_or_else(PoisonError::into_inner);
-    if built.is_none() {
-        *built = Some(build(release)?);
+    match &*built {
+        Some(artefacts) => Ok(artefacts.clone()),
+        None => Ok(built.insert(build(release)?).clone()),
     }
-    built.clone().ok_or_else(|| Error::Host("what was built is gone".into()))
 }
 
 fn build(release: Release) -> Result<Artefacts> {
     let _lock = Lock::wait(&format!("artefacts-{release}"))?;
-    let agent = build_agent()?;
-    let mut files = vec![
-        (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
-        (PathBuf::from("bin/mercury"), build_program("mercury-cli", "mercury")?),
-        (PathBuf::from("bin/mercury-workload"), build_program("mercury-lab-workload", "mercury-workload")?),
-    ];
+    let (agent, mut files) = build_programs()?;
     for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.release() == release) {
         let version = kernel.files(&image::Image::ensure(release)?)?;
         files.push((format!("initramfs/{}.cpio", version.version).into(), version.initramfs(&agent)?));
@@ -77,6 +72,22 @@ fn build(release: Release) -> Result<Artefacts> {
         files.push((name, testmod::build(kernel)?));
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
+}
+
+/// The agent, and all programs with their places on the disk; built at most once in a process.
+fn build_programs() -> Result<(PathBuf, Vec<(PathBuf, PathBuf)>)> {
+    static BUILT: Mutex<Option<(PathBuf, Vec<(PathBuf, PathBuf)>)>> = Mutex::new(None);
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(programs) = &*built {
+        return Ok(programs.clone());
+    }
+    let agent = build_agent()?;
+    let files = vec![
+        (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
+        (PathBuf::from("bin/mercury"), build_program("mercury-cli", "mercury")?),
+        (PathBuf::from("bin/mercury-workload"), build_program("mercury-lab-workload", "mercury-workload")?),
+    ];
+    Ok(built.insert((agent, files)).clone())
 }
 
 /// Builds the module in both variants, or nothing as long as there is no driver.
