@@ -74,9 +74,12 @@ fn build(release: Release) -> Result<Artefacts> {
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }
 
+/// What goes on a disk: where, and from which file.
+type Files = Vec<(PathBuf, PathBuf)>;
+
 /// The agent, and all programs with their places on the disk; built at most once in a process.
-fn build_programs() -> Result<(PathBuf, Vec<(PathBuf, PathBuf)>)> {
-    static BUILT: Mutex<Option<(PathBuf, Vec<(PathBuf, PathBuf)>)>> = Mutex::new(None);
+fn build_programs() -> Result<(PathBuf, Files)> {
+    static BUILT: Mutex<Option<(PathBuf, Files)>> = Mutex::new(None);
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(programs) = &*built {
         return Ok(programs.clone());
