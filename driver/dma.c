@@ -296,8 +296,12 @@ static int find_address(struct entry *entry)
 /* Virtual devices come with functions that nobody looks at yet. */
 static int module_comes(struct notifier_block *unused, unsigned long event, void *module)
 {
-	if (event == MODULE_STATE_COMING && !strcmp(((struct module *)module)->name, "virtio_ring"))
+	if (event == MODULE_STATE_COMING &&
+	    !strcmp(((struct module *)module)->name, "virtio_ring")) {
 		WRITE_ONCE(missed, true);
+		/* A triple fault asks nobody here before it goes back. */
+		mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
+	}
 	return NOTIFY_DONE;
 }
 
@@ -390,17 +394,22 @@ static bool is_lasting(struct page *page)
  */
 unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use)
 {
-	unsigned long count = 0;
+	unsigned long count = 0, order;
 
 	*use = MERCURY_PAGE_USED;
 	while (count < most && PageReserved(page + count))
 		count++;
 	if (count)
 		return count;
-	/* Of several free pages only the first says so. */
+	/* Of several free pages only the first says so. It may be somebody's by now, and what it says be his. */
 	if (PageBuddy(page)) {
+		order = READ_ONCE(page->private);
+		smp_rmb();
+		if (!PageBuddy(page) || READ_ONCE(page->private) != order ||
+		    order >= BITS_PER_LONG || !IS_ALIGNED(page_to_pfn(page), 1UL << order))
+			return 1;
 		*use = MERCURY_PAGE_FREE;
-		return 1UL << page_private(page);
+		return 1UL << order;
 	}
 	if (is_lasting(page))
 		*use = MERCURY_PAGE_LASTING;

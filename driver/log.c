@@ -71,6 +71,13 @@ static void note(unsigned long pfn)
 		set_bit(pfn % MERCURY_MAP_BITS, devices.written[at]);
 }
 
+/* This page is in the next collection, whoever wrote to it. */
+void mercury_log_written(unsigned long pfn)
+{
+	if (mercury_log_is_on())
+		note(pfn);
+}
+
 static void hold(unsigned long pfn, int by)
 {
 	unsigned long at = pfn / MERCURY_MAP_BITS;
@@ -84,7 +91,7 @@ static void hold(unsigned long pfn, int by)
 		/* One that came before the log began is not counted. */
 		if (old == HELD_MAX || (by < 0 && !old))
 			return;
-	} while (!try_cmpxchg(held, &old, (u8)(old + by)));
+	} while (!try_cmpxchg(held, &old, (u8)min_t(int, old + by, HELD_MAX)));
 }
 
 static unsigned long pages_of(const void *start, size_t length)

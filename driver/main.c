@@ -21,9 +21,18 @@ static int __init mercury_init(void)
 	err = mercury_events_init();
 	if (err)
 		return err;
+	err = mercury_snapshot_init();
+	if (err)
+		goto no_snapshot;
 	err = mercury_device_init();
 	if (err)
-		mercury_events_exit();
+		goto no_device;
+	return 0;
+
+no_device:
+	mercury_snapshot_exit();
+no_snapshot:
+	mercury_events_exit();
 	return err;
 }
 
@@ -31,6 +40,7 @@ static int __init mercury_init(void)
 static void __exit mercury_exit(void)
 {
 	mercury_device_exit();
+	mercury_snapshot_exit();
 	mercury_events_exit();
 }
 

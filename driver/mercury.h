@@ -252,7 +252,10 @@ void mercury_snapshot_end(void);
 void mercury_snapshot_release(void);
 void mercury_snapshot_look(void);
 void mercury_snapshot_status(struct mercury_snapshot_status *status);
+int mercury_snapshot_init(void);
+void mercury_snapshot_exit(void);
 void mercury_snapshot_cpu_comes(void);
+void mercury_snapshot_give_up_kept(u32 because);
 void mercury_snapshot_cpu_came(void);
 
 int mercury_snapshot_machine(struct mercury_restart_request *request);
@@ -319,6 +322,7 @@ void mercury_log_stop(void);
 void mercury_log_free(void);
 bool mercury_log_is_on(void);
 void mercury_log_give(const void *start, size_t length);
+void mercury_log_written(unsigned long pfn);
 void mercury_log_note(const void *start, size_t length, bool returned);
 void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
 u32 mercury_log_carry_over(void);

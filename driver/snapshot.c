@@ -14,6 +14,7 @@
 #include <linux/fs.h>
 #include <linux/gfp.h>
 #include <linux/ioport.h>
+#include <linux/memory.h>
 #include <linux/mm.h>
 #include <linux/notifier.h>
 #include <linux/oom.h>
@@ -36,6 +37,8 @@
 #include "mercury.h"
 
 #define POOL_ORDER_MAX	9
+/* Pages that do where there is no more to be had. */
+#define POOL_ENOUGH	(SZ_512M / PAGE_SIZE)
 /* Of each piece of a map of pages: it is for 4 GiB of memory. */
 #define MAP_ORDER	get_order(MERCURY_MAP_BITS / BITS_PER_BYTE)
 #define GFP_POOL	(GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY)
@@ -70,6 +73,8 @@ static struct {
 	struct cpumask cpus;
 	bool others;
 	bool another_cpu;
+	/* Memory broke after it was looked through. */
+	bool broken;
 	/* Pages of memory when it was prepared; more came before the instant. */
 	unsigned long ram_pages;
 	bool more_memory;
@@ -198,12 +203,18 @@ static void free_pieces(void)
 	memset(&snapshot, 0, sizeof(snapshot));
 }
 
-/* Pages for the pool, in the largest pieces that can be had; a quarter of what is wanted will do. */
+/*
+ * Pages for the pool, in the largest pieces that can be had: large ones are tried again now and then, for what
+ * is freed for small ones makes some. A quarter of what is wanted will do, or POOL_ENOUGH.
+ */
 static u32 allocate_pool(u64 pages)
 {
 	unsigned int order = POOL_ORDER_MAX, i;
-	u64 left = pages;
+	u64 left;
 	struct page *page;
+
+	pages = min_t(u64, pages, (u64)(HOLES_MAX / 2) << POOL_ORDER_MAX);
+	left = pages;
 
 	/* Holes are found among others': these must not fill the table. */
 	while (left && snapshot.piece_count < HOLES_MAX / 2) {
@@ -215,12 +226,15 @@ static u32 allocate_pool(u64 pages)
 			split_page(page, order);
 			for (i = 0; i < 1U << order; i++)
 				pool_add(page + i);
+			if (!(snapshot.piece_count % 64))
+				order = POOL_ORDER_MAX;
 			cond_resched();
 		} else if (!order--) {
 			break;
 		}
 	}
-	return left <= pages - pages / 4 ? MERCURY_CODE_OK : MERCURY_CODE_NO_MEMORY;
+	return pages - left >= min_t(u64, pages / 4, POOL_ENOUGH) ? MERCURY_CODE_OK :
+								    MERCURY_CODE_NO_MEMORY;
 }
 
 /* Gives the pool to the hypervisor. */
@@ -1220,11 +1234,39 @@ void mercury_snapshot_status(struct mercury_snapshot_status *status)
 	status->rollback = last_rollback;
 }
 
+/* Nobody goes back to a snapshot that is kept any more. Not under mercury.lock. */
+void mercury_snapshot_give_up_kept(u32 because)
+{
+	if (READ_ONCE(snapshot.kept))
+		call(MERCURY_SNAPSHOT_CALL_GIVE_UP, (void *)(unsigned long)because);
+}
+
 /* A CPU is about to come online: nobody would see what it writes. Not under mercury.lock. */
 void mercury_snapshot_cpu_comes(void)
 {
-	if (READ_ONCE(snapshot.kept))
-		call(MERCURY_SNAPSHOT_CALL_GIVE_UP, (void *)MERCURY_CODE_SNAPSHOT_HOTPLUG);
+	/* It writes before it is online, and whoever ends a snapshot meanwhile must know. */
+	WRITE_ONCE(snapshot.another_cpu, true);
+	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_HOTPLUG);
+}
+
+/* Memory does not go beneath a snapshot: it is not written to on its way, and would be missed later. */
+static int memory_changes(struct notifier_block *block, unsigned long action, void *data)
+{
+	if (action == MEM_GOING_OFFLINE && READ_ONCE(snapshot.pieces))
+		return notifier_from_errno(-EBUSY);
+	return NOTIFY_OK;
+}
+
+static struct notifier_block memory_notifier = { .notifier_call = memory_changes };
+
+int mercury_snapshot_init(void)
+{
+	return register_memory_notifier(&memory_notifier);
+}
+
+void mercury_snapshot_exit(void)
+{
+	unregister_memory_notifier(&memory_notifier);
 }
 
 /* A CPU came online beneath a snapshot: it knows nothing of that, and nobody sees what it writes. */
@@ -1284,6 +1326,14 @@ static bool knows(u64 flags)
 	       (!(flags & MERCURY_TAKE_LOGGED) || snapshot.logging);
 }
 
+/* Whether the memory has broken since it was looked through: reading it would be a machine check. */
+static bool is_broken(u64 frame)
+{
+	struct page *page = pfn_to_online_page(PHYS_PFN(frame));
+
+	return page && PageHWPoison(page);
+}
+
 /* The next frames from `*cursor` on, as many as there is room for. */
 static u32 next_frames(u64 flags, u64 *cursor, u64 limit, u64 room)
 {
@@ -1304,6 +1354,11 @@ static u32 next_frames(u64 flags, u64 *cursor, u64 limit, u64 room)
 			if (take->count == min_t(u64, room, MERCURY_TAKE_LIST_MAX)) {
 				*cursor = frame;
 				return take->count;
+			}
+			if (is_broken(frame)) {
+				snapshot.broken = true;
+				take->count = 0;
+				return 0;
 			}
 			take->entries[take->count].frame_phys = frame;
 			take->entries[take->count].to_phys =
@@ -1367,7 +1422,7 @@ int mercury_snapshot_take(struct mercury_snapshot_take_request *request)
 	while (request->count < room && request->cursor_phys != U64_MAX) {
 		if (!next_frames(request->flags, &request->cursor_phys, request->end_phys,
 				 room - request->count))
-			break;
+			return snapshot.broken ? MERCURY_CODE_SNAPSHOT_HOTPLUG : MERCURY_CODE_OK;
 		code = call_for(MERCURY_SNAPSHOT_CALL_TAKE, snapshot.take, &request->low);
 		if (code != MERCURY_CODE_OK)
 			return code;
@@ -1397,13 +1452,20 @@ static u64 free_frames(phys_addr_t frame)
 	return use == MERCURY_PAGE_FREE ? min_t(unsigned long, count, MAX_ORDER_NR_PAGES) : 0;
 }
 
-/* A frame as it is now; zeros if it is free, or nobody but the hypervisor can read it. */
+/*
+ * A frame as it is now; zeros if it is free. One that only the hypervisor can read (memfd_secret) counts as
+ * written, so that it is read at the instant.
+ */
 static void look_at_frame(phys_addr_t frame, void *to, phys_addr_t *free_end)
 {
 	if (frame >= *free_end)
 		*free_end = frame + free_frames(frame) * PAGE_SIZE;
-	if (frame < *free_end || copy_from_kernel_nofault(to, __va(frame), PAGE_SIZE))
-		memset(to, 0, PAGE_SIZE);
+	if (frame >= *free_end) {
+		if (!copy_from_kernel_nofault(to, __va(frame), PAGE_SIZE))
+			return;
+		mercury_log_written(PHYS_PFN(frame));
+	}
+	memset(to, 0, PAGE_SIZE);
 }
 
 int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request)
@@ -1424,7 +1486,7 @@ int mercury_snapshot_look_at(struct mercury_snapshot_take_request *request)
 	while (request->count < room && request->cursor_phys != U64_MAX) {
 		if (!next_frames(request->flags, &request->cursor_phys, request->end_phys,
 				 room - request->count))
-			break;
+			return snapshot.broken ? MERCURY_CODE_SNAPSHOT_HOTPLUG : MERCURY_CODE_OK;
 		for (i = 0; i < take->count; i++) {
 			look_at_frame(take->entries[i].frame_phys, snapshot.buffer + i * PAGE_SIZE,
 				      &free_end);

@@ -567,10 +567,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotHotplug,
-        "a CPU or memory came or went between a snapshot's beginning and its end",
-        "A CPU that comes starts without the hypervisor, so what it writes nobody sees: the snapshot was given up. The \
-         machine itself lost nothing.",
-        "try again; `mercury snapshot` keeps another one",
+        "a CPU or memory came or went, or memory broke, between a snapshot's beginning and its end",
+        "A CPU that comes starts without the hypervisor, so what it writes nobody sees; and memory that the kernel has \
+         found broken cannot be read: the snapshot was given up. The machine itself lost nothing.",
+        "try again, broken memory is left out then; `mercury snapshot` keeps another one",
     ),
     entry_of(
         Code::FenceUnsupported,

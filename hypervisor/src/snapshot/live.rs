@@ -29,7 +29,7 @@ use crate::nested::{self, Nested};
 use crate::paging::format::Format;
 use crate::paging::table::{PageTable, Table, TablePages};
 use crate::vendor::Vendor;
-use crate::x86::Hardware;
+use crate::x86::{Hardware, Processor};
 
 /// [`crate::cpu::Cpu::on_snapshot`]: the tables of the snapshot.
 pub const ON_SNAPSHOT: u32 = 1;
@@ -79,8 +79,8 @@ pub(crate) struct Live<F> {
     free_virt: u64,
     free_count: u64,
     cpus: u32,
-    /// How often in a row there was no page.
-    starved: u32,
+    /// There was no page: when first in a row, and when last, in ticks of the TSC.
+    starved: Option<(u64, u64)>,
     /// Pages that were ever given.
     donated: u64,
     /// For a snapshot that is kept.
@@ -162,7 +162,7 @@ impl<F> Live<F> {
             free_virt: 0,
             free_count: 0,
             cpus: 0,
-            starved: 0,
+            starved: None,
             donated: 0,
             keep_virt: 0,
             settle_ticks: 0,
@@ -246,7 +246,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let Some(snapshot) = self.snapshot.as_mut() else { return false };
         let outcome = snapshot.fault(&mut self.store, memory, address, access);
         if outcome != Outcome::Exhausted {
-            self.starved = if outcome == Outcome::Copied { 0 } else { self.starved };
+            self.starved = self.starved.filter(|_| outcome != Outcome::Copied);
             return matches!(outcome, Outcome::Copied | Outcome::Open);
         }
         // The system makes the same access again when it has waited, and what interrupts it goes first.
@@ -272,8 +272,12 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// There was no page. Not for ever.
     pub(crate) fn starve(&mut self) {
-        self.starved += 1;
-        if self.keep_virt != 0 || self.starved > pool::PATIENCE * self.cpus {
+        let now = Processor.tsc();
+        // Whoever wrote may never come again, and another one much later.
+        let in_a_row = self.starved.filter(|(_, last)| now.wrapping_sub(*last) < pool::PATIENCE / 2);
+        let first = in_a_row.map_or(now, |(first, _)| first);
+        self.starved = Some((first, now));
+        if self.keep_virt != 0 || now.wrapping_sub(first) > pool::PATIENCE {
             self.spoil(Code::SnapshotPool);
         }
     }
@@ -287,7 +291,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let Some(snapshot) = self.snapshot.as_mut() else { return Touch::Open };
         match snapshot.fault(&mut self.store, memory, address, Access::Write) {
             Outcome::Copied | Outcome::Open | Outcome::Absent => {
-                self.starved = 0;
+                self.starved = None;
                 Touch::Open
             }
             Outcome::Hidden => Touch::Foreign,
@@ -452,10 +456,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 return Err(self.spoilt);
             }
             let (frame, to) = (GuestPhys::new(entry.frame_phys), HostPhys::new(entry.to_phys));
-            match snapshot.take(&mut self.store, memory, frame, to) {
-                Ok(true) => {}
-                Ok(false) => list.taken_before |= 1 << number,
-                Err(_) => return Err(Code::SnapshotPool),
+            if !snapshot.take(&mut self.store, memory, frame, to) {
+                list.taken_before |= 1 << number;
             }
         }
         Ok(u64::from(pool::is_low(self.store.free.count(), self.donated)))
@@ -487,7 +489,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 if number < end {
                     let page = (number - first) as u64;
                     self.keeps(GuestPhys::new(range.start_phys + page * PAGE_SIZE), Access::Write);
-                    if self.starved != 0 {
+                    if self.starved.is_some() {
                         return self.spoil(Code::SnapshotPool);
                     }
                     self.lasting += 1;
@@ -909,10 +911,16 @@ pub(crate) mod tests {
         let mut machine = Machine::<AmdNested>::new(2);
         assert_eq!(machine.begin(), Ok(()));
         // It is not given up at once: somebody may be about to make it larger.
-        for _ in 0..pool::PATIENCE {
+        for _ in 0..256 {
             machine.write(5, 6);
             assert_eq!(machine.live.status().exact, 1);
         }
+        // One that comes much later is the first again.
+        let ago = |ticks| Processor.tsc() - ticks;
+        machine.live.starved = Some((ago(4 * pool::PATIENCE), ago(3 * pool::PATIENCE)));
+        machine.write(5, 6);
+        assert_eq!(machine.live.status().exact, 1);
+        machine.live.starved = Some((ago(2 * pool::PATIENCE), ago(0)));
         machine.write(5, 1);
         assert_eq!(machine.live.status().exact, 0);
         assert_eq!(machine.take(0), Err(Code::SnapshotPool));

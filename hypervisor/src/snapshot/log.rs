@@ -70,7 +70,7 @@ impl<F: Format<Address = GuestPhys>> WriteLog<F> {
         base: PageTable<F>,
         ranges: &[OwnedRange],
     ) -> Result<Self, Exhausted> {
-        let keeps = |block, size| of_memory(ranges, block, size, GuestPhys::new(0));
+        let keeps = |block, size| of_memory(ranges, block, size);
         Ok(Self { view: View::new(pages, base, &keeps)?, given_up: false })
     }
 
@@ -108,7 +108,7 @@ impl<F: Format<Address = GuestPhys>> WriteLog<F> {
     ) -> Outcome {
         let keeps = |block: GuestPhys, size: PageSize| match self.given_up {
             true => Keep::Nothing,
-            false => of_memory(ranges, block, size, GuestPhys::new(0)),
+            false => of_memory(ranges, block, size),
         };
         match self.view.open(pages, gpa, access, &keeps) {
             Ok(Found::Kept(slot)) => {

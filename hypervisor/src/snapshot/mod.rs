@@ -21,6 +21,8 @@ pub mod pool;
 pub mod rollback;
 pub mod view;
 
+use core::ops::Range;
+
 use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
 use crate::paging::format::Format;
 use crate::paging::table::{Exhausted, PageTable, TablePages};
@@ -85,6 +87,9 @@ pub enum Log {
     Kept,
 }
 
+/// How many blocks may be passed over at once: nobody is interrupted meanwhile.
+const STEPS: usize = 1 << 14;
+
 /// What it costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
@@ -97,14 +102,14 @@ pub struct Counts {
 }
 
 /// A snapshot.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Snapshot<F> {
     view: View<F>,
     frames: FrameMap,
     log: Log,
     given_up: bool,
-    /// All frames below have been taken.
-    cursor: GuestPhys,
+    /// What was taken in ascending order, wherever that began: all frames of it have been taken, or were free.
+    stretch: Range<GuestPhys>,
     counts: Counts,
 }
 
@@ -120,11 +125,11 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         memory: Memory<'_>,
         log: Log,
     ) -> Result<Self, Exhausted> {
-        let keeps = |block, size| of_memory(memory.ranges, block, size, GuestPhys::new(0));
+        let keeps = |block, size| of_memory(memory.ranges, block, size);
         let view = View::new(pool, base, &keeps)?;
         let frames = FrameMap::new(pool, base.depth())?;
-        let cursor = GuestPhys::new(0);
-        Ok(Self { view, frames, log, given_up: false, cursor, counts: Counts::default() })
+        let stretch = GuestPhys::new(0)..GuestPhys::new(0);
+        Ok(Self { view, frames, log, given_up: false, stretch, counts: Counts::default() })
     }
 
     /// What nCR3 or the EPT pointer takes.
@@ -159,11 +164,16 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         gpa: GuestPhys,
         access: Access,
     ) -> Outcome {
-        let (cursor, log, given_up) = (self.cursor, self.log, self.given_up);
+        let (stretch, log, given_up) = (&self.stretch, self.log, self.given_up);
         let keeps = |block: GuestPhys, size: PageSize| {
-            let from = if log == Log::None { cursor } else { GuestPhys::new(0) };
+            let taken = if log == Log::None { part_of(stretch, block, size) } else { Part::None };
             let is_free = log == Log::None && memory.free.has(block, size);
-            if given_up || is_free { Keep::Nothing } else { of_memory(memory.ranges, block, size, from) }
+            match (of_memory(memory.ranges, block, size), taken) {
+                _ if given_up || is_free => Keep::Nothing,
+                (_, Part::Whole) => Keep::Nothing,
+                (Keep::Everything, Part::Some) => Keep::Something,
+                (keep, _) => keep,
+            }
         };
         match self.view.open(pool, gpa, access, &keeps) {
             Ok(Found::Open) => Outcome::Open,
@@ -189,7 +199,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     ) -> Result<Outcome, Exhausted> {
         let known = self.frames.get(pool, frame);
         let is_kept = known & (mark::TAKEN | mark::COPY) != 0
-            || frame < self.cursor
+            || self.stretch.contains(&frame)
             || memory.free.has(frame, PageSize::Size4K);
         self.frames.set(pool, frame, known | mark::WRITTEN)?;
         if is_kept {
@@ -206,10 +216,11 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Ok(Outcome::Copied)
     }
 
-    /// Where the content of a frame at the instant is; `None` if it has been taken, or the snapshot was given up.
+    /// Where the content of a frame at the instant is; `None` if it has been taken, or was free and passed over by whoever
+    /// takes in order, or the snapshot was given up.
     pub fn content(&self, pool: &mut impl Pool, frame: GuestPhys) -> Option<HostPhys> {
         let known = self.frames.get(pool, frame);
-        if self.given_up || known & mark::TAKEN != 0 || frame < self.cursor {
+        if self.given_up || known & mark::TAKEN != 0 || self.stretch.contains(&frame) {
             return None;
         }
         let copy = HostPhys::new(known & mark::COPY);
@@ -226,26 +237,19 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Copies what a frame of `memory` held at the instant (zeros if it was free) to `to`, and lets it go: from here on it
     /// can be written without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
     ///
-    /// # Errors
-    /// [`Exhausted`] if there is no room for the note that it was taken: never in ascending order, nor for a frame
-    /// of which there is a copy.
-    pub fn take(
-        &mut self,
-        pool: &mut impl Pool,
-        memory: Memory<'_>,
-        frame: GuestPhys,
-        to: HostPhys,
-    ) -> Result<bool, Exhausted> {
-        if next_of_memory(memory.ranges, self.cursor) == Some(frame) {
-            self.cursor = frame;
-        }
-        let Some(source) = self.content(pool, frame) else { return Ok(false) };
+    /// In ascending order, wherever that begins, it costs no page. Otherwise that it was taken is noted; where the pool has
+    /// no page for the note, the frame can be taken once more.
+    pub fn take(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys, to: HostPhys) -> bool {
+        self.reach(pool, memory, frame);
+        let Some(source) = self.content(pool, frame) else { return false };
         let known = self.frames.get(pool, frame);
-        if frame == self.cursor {
-            self.cursor = frame.block_end(PageSize::Size4K);
+        let in_order = frame == self.stretch.end;
+        if in_order {
+            self.stretch.end = frame.block_end(PageSize::Size4K);
         }
-        if known != 0 || frame >= self.cursor {
-            self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN)?;
+        if known != 0 || !in_order {
+            // What has a number already has room for another.
+            let _ = self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN);
         }
         match memory.free.has(frame, PageSize::Size4K) {
             true => pool.clear(to),
@@ -255,22 +259,34 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         if known & mark::COPY != 0 {
             self.drop_copy(pool, source);
         }
-        Ok(true)
+        true
     }
 
-    /// All frames below are taken, or not wanted: what lies between two ranges of memory, for one.
-    pub fn skip_to(&mut self, pool: &mut impl Pool, frame: GuestPhys) {
-        let frame = frame.align_down(PageSize::Size4K);
-        let mut from = self.cursor;
-        while let Some((unwanted, copy)) =
-            self.next_with(pool, from, mark::COPY).filter(|(at, _)| *at < frame)
-        {
-            // It has a number already.
-            let _ = self.frames.set(pool, unwanted, copy & mark::WRITTEN | mark::TAKEN);
-            self.drop_copy(pool, HostPhys::new(copy & mark::COPY));
-            from = unwanted;
+    /// Has the stretch end at `frame` if all that lies between has been taken or was free; or as far as there is time.
+    fn reach(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys) {
+        if self.stretch.is_empty() {
+            self.stretch = frame..frame;
+            return;
         }
-        self.cursor = self.cursor.max(frame);
+        for _ in 0..STEPS {
+            let next = next_of_memory(memory.ranges, self.stretch.end);
+            let Some(at) = next.filter(|at| *at <= frame) else { return };
+            let large = at.is_aligned(PageSize::Size2M)
+                && at.block_end(PageSize::Size2M) <= frame
+                && memory.free.has(at, PageSize::Size2M);
+            let passes = |pool| self.frames.get(pool, at) & mark::TAKEN != 0;
+            self.stretch.end = match large {
+                _ if at == frame => at,
+                true => at.block_end(PageSize::Size2M),
+                false if memory.free.has(at, PageSize::Size4K) || passes(pool) => {
+                    at.block_end(PageSize::Size4K)
+                }
+                false => return,
+            };
+            if at == frame {
+                return;
+            }
+        }
     }
 
     fn drop_copy(&mut self, pool: &mut impl Pool, copy: HostPhys) {
@@ -281,7 +297,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Puts memory back to what it was: every page that was written to has its copy. Nobody may write meanwhile. How
     /// many there were; `None`, and nothing has changed, if it does not hold everything any more.
     pub fn put_back(&self, pool: &mut impl Pool) -> Option<u64> {
-        if self.given_up || self.counts.taken != 0 || self.cursor != GuestPhys::new(0) {
+        if self.given_up || self.counts.taken != 0 {
             return None;
         }
         let (mut from, mut pages) = (GuestPhys::new(0), 0);
@@ -326,16 +342,30 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     }
 }
 
-/// How much of a block is in the ranges, at or after `from`.
-fn of_memory(memory: &[OwnedRange], block: GuestPhys, size: PageSize, from: GuestPhys) -> Keep {
-    let (start, end) = (block.max(from).as_u64(), block.block_end(size).as_u64());
+/// How much of a block is in the ranges.
+fn of_memory(memory: &[OwnedRange], block: GuestPhys, size: PageSize) -> Keep {
+    let (start, end) = (block.as_u64(), block.block_end(size).as_u64());
     let next = memory.partition_point(|range| end_of(range) <= start);
     match memory.get(next) {
-        Some(range) if range.start_phys <= block.as_u64() && from <= block && end <= end_of(range) => {
-            Keep::Everything
-        }
-        Some(range) if range.start_phys < end && start < end => Keep::Something,
+        Some(range) if range.start_phys <= start && end <= end_of(range) => Keep::Everything,
+        Some(range) if range.start_phys < end => Keep::Something,
         _ => Keep::Nothing,
+    }
+}
+
+/// How much of a block.
+enum Part {
+    None,
+    Some,
+    Whole,
+}
+
+fn part_of(stretch: &Range<GuestPhys>, block: GuestPhys, size: PageSize) -> Part {
+    let end = block.block_end(size);
+    match stretch {
+        stretch if stretch.start <= block && end <= stretch.end => Part::Whole,
+        stretch if stretch.start < end && block < stretch.end => Part::Some,
+        _ => Part::None,
     }
 }
 

@@ -51,9 +51,9 @@ impl FreeList {
 /// Longest that a writer waits, in ticks of the TSC: less than a millisecond, for interrupts wait with it.
 const WAIT_MAX: u64 = 1 << 21;
 
-/// How often in a row a CPU may find no page, and wait [`WAIT_MAX`], before the snapshot is given up: for a quarter of a
-/// second, if all CPUs are at it.
-pub const PATIENCE: u32 = 256;
+/// How long there may be no page for those who write, in ticks of the TSC, before the snapshot is given up: a fifth of a
+/// second or so, whether one CPU waits or all do.
+pub const PATIENCE: u64 = 1 << 29;
 
 /// Whether whoever takes the snapshot should hurry.
 #[must_use]

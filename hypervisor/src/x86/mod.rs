@@ -226,8 +226,15 @@ impl Hardware for Processor {
     }
 
     fn shut_down(&mut self) -> crate::host::entry::Next {
-        // SAFETY: the system above is gone, and nothing of this CPU is needed any more.
-        unsafe { vmx::shut_down() }
+        let has_gif = msr::read(msr::EFER).is_some_and(|efer| efer & msr::EFER_SVME != 0);
+        // SAFETY: the system above is gone, and nothing of this CPU is needed any more. Where the board answers a shutdown
+        // by INIT, the processor takes that with GIF = 1 only (APM vol. 2, 15.17).
+        unsafe {
+            if has_gif {
+                asm!("stgi", options(nostack));
+            }
+            vmx::shut_down()
+        }
     }
 
     fn take_nmi(&mut self) {
