@@ -401,9 +401,10 @@ unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum me
 		count++;
 	if (count)
 		return count;
-	/* Of several free pages only the first says so. It may be somebody's by now, and what it says be his. */
+	/* Of several free pages only the first says so. It may be somebody's by now. */
 	if (PageBuddy(page)) {
 		order = READ_ONCE(page->private);
+		/* What was read is the block's if it was free before and after. */
 		smp_rmb();
 		if (!PageBuddy(page) || READ_ONCE(page->private) != order ||
 		    order >= BITS_PER_LONG || !IS_ALIGNED(page_to_pfn(page), 1UL << order))

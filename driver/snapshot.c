@@ -204,8 +204,8 @@ static void free_pieces(void)
 }
 
 /*
- * Pages for the pool, in the largest pieces that can be had: large ones are tried again now and then, for what
- * is freed for small ones makes some. A quarter of what is wanted will do, or POOL_ENOUGH.
+ * Pages for the pool, in the largest pieces that can be had: large ones are tried again now and then, for
+ * what is freed for small ones makes some. A quarter of what is wanted will do, or POOL_ENOUGH.
  */
 static u32 allocate_pool(u64 pages)
 {
