@@ -21,7 +21,9 @@ use std::{
     process::Command,
 };
 
-/// Words of the running kernel's command line that are not for the small one.
+/// Words of the running kernel's command line that are not for the small one. What limits the CPUs that are there
+/// (`nr_cpus`, `possible_cpus`, `nosmp`) is for it, too; what leaves some offline is not, for a machine that has an image
+/// has brought them online since.
 const DROPPED: [&str; 28] = [
     "BOOT_IMAGE",
     "initrd",
@@ -50,7 +52,7 @@ const DROPPED: [&str; 28] = [
     "kernelcore",
     "rdinit",
     "maxcpus",
-    "nr_cpus",
+    "nosmt",
 ];
 
 /// What a small system is for.
@@ -191,7 +193,9 @@ fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
     // What comes behind "--" is for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);
-        !DROPPED.contains(&name) && !name.starts_with("systemd.") && !name.starts_with("rd.")
+        // With 0 it says that there is one.
+        let is_dropped = DROPPED.contains(&name) && *word != "maxcpus=0";
+        !is_dropped && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
     let mut words: Vec<String> = kept.map(str::to_owned).collect();
     words.push(format!("mem={}M", purpose.memory));
@@ -427,14 +431,24 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn options_are_kept_and_tasks_are_not() {
+    /// The small kernel's command line, of the running one's.
+    fn line_of(running: &str, words: &[&str]) -> String {
         let folder = tempfile::tempdir().expect("a folder");
         fs::create_dir(folder.path().join("proc")).expect("a folder");
-        let running = "root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n";
         fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
-        let purpose = Purpose { memory: 96, words: vec!["x=1".into()], ..Purpose::default() };
-        let line = command_line(&purpose, &Sysroot::at(folder.path()));
+        let words = words.iter().map(ToString::to_string).collect();
+        command_line(&Purpose { memory: 96, words, ..Purpose::default() }, &Sysroot::at(folder.path()))
+    }
+
+    #[test]
+    fn cpus_are_those_that_are_there() {
+        let line = line_of("nr_cpus=2 maxcpus=1 nosmt nosmt=force possible_cpus=4 maxcpus=0 quiet", &[]);
+        assert!(line.starts_with("nr_cpus=2 possible_cpus=4 maxcpus=0 mem=96M "), "{line}");
+    }
+
+    #[test]
+    fn options_are_kept_and_tasks_are_not() {
+        let line = line_of("root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n", &["x=1"]);
         assert!(line.starts_with("iommu=off mem=96M "), "{line}");
         assert!(line.ends_with(" x=1"), "{line}");
         assert!(!line.contains("single") && !line.contains("nosmt"), "{line}");
