@@ -1,7 +1,11 @@
 //! The small system that brings a machine back, or takes one in: this system's own kernel, with an initial RAM disk that
 //! holds this program, what it needs, and the drivers for the image's disk or the network's card.
 
-use super::{Prepared, init, menu};
+use super::{
+    Prepared,
+    beside::{Beside, Folders, Readers},
+    init, menu,
+};
 use crate::{
     checkpoint::disks,
     error::{Error, Result},
@@ -80,23 +84,19 @@ fn failed(what: &str, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
 }
 
-/// Writes kernel and initial RAM disk into a folder.
+/// Writes kernel and initial RAM disk into a folder. Those that are there stay until all is written.
 ///
 /// # Errors
 /// If something that they need is not there.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel_image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
-    let named = |path: &Path| {
-        let path = path.display().to_string();
-        move |error: io::Error| failed(&path, &error)
-    };
-    fs::create_dir_all(folder).map_err(named(folder))?;
+    let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
+    let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
     let title = purpose.menu_title.clone();
     let loader = title.as_ref().map(|_| menu::Loader::find(folder, sysroot)).transpose()?;
     let (kernel, initramfs) = (folder.join("vmlinuz"), folder.join("initramfs"));
-    put(&kernel, &fs::read(&from).map_err(named(&from))?).map_err(named(&kernel))?;
-    put(&initramfs, &archive).map_err(named(&initramfs))?;
+    put([(&kernel, &image), (&initramfs, &archive)])?;
     let entry = menu::Entry {
         title: title.unwrap_or_default(),
         kernel,
@@ -108,11 +108,19 @@ pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<
     Ok(Prepared { kernel, initramfs, command_line, boot_menu })
 }
 
-/// A file that is there after a power cut, too.
-fn put(path: &Path, data: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    io::Write::write_all(&mut file, data)?;
-    file.sync_all()
+/// Puts two files that belong together at their places. The initial RAM disk may hold a receiver's private key.
+fn put(files: [(&Path, &[u8]); 2]) -> Result<()> {
+    let written = files.map(|(path, bytes)| {
+        let new = Beside::write(path, bytes, Readers::Owner);
+        new.map_err(|error| failed(&path.display().to_string(), &error))
+    });
+    let [first, second] = written;
+    let (first, second) = (first?, second?);
+    first.put().and_then(|()| second.put()).map_err(|error| {
+        let [first, second] = files.map(|(path, _)| path.display().to_string());
+        failed(&format!("{first} and {second} could not be replaced"), &error)
+            .hint("they may not belong together now: prepare again, in another folder if need be")
+    })
 }
 
 /// A small system that the kernel has taken, and that can be started.
@@ -452,6 +460,23 @@ mod tests {
         assert!(line.starts_with("iommu=off mem=96M "), "{line}");
         assert!(line.ends_with(" x=1"), "{line}");
         assert!(!line.contains("single") && !line.contains("nosmt"), "{line}");
+    }
+
+    #[test]
+    fn what_works_stays_if_something_fails() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (kernel, initramfs) = (folder.path().join("vmlinuz"), folder.path().join("initramfs"));
+        let read = |path: &Path| fs::read_to_string(path).expect("a file");
+        put([(&kernel, b"old"), (&initramfs, b"its")]).expect("put");
+        // The second one cannot be written.
+        fs::create_dir_all(folder.path().join("initramfs.mercury-new/x")).expect("folders");
+        let error = put([(&kernel, b"new"), (&initramfs, b"other")]).expect_err("in the way");
+        assert_eq!(error.hint.as_deref(), Some("nothing was changed"));
+        assert_eq!((read(&kernel).as_str(), read(&initramfs).as_str()), ("old", "its"));
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
+        fs::remove_dir_all(folder.path().join("initramfs.mercury-new")).expect("gone");
+        put([(&kernel, b"new"), (&initramfs, b"other")]).expect("put");
+        assert_eq!((read(&kernel).as_str(), read(&initramfs).as_str()), ("new", "other"));
     }
 
     #[test]

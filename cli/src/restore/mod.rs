@@ -4,6 +4,7 @@
 //! of this system's own kernel; [`init`] is its first process). There every page of the image is loaded to its own
 //! address by the driver, and the machine goes on behind the instant at which the image was made.
 
+pub mod beside;
 pub mod environment;
 pub mod fit;
 pub mod init;
