@@ -22,6 +22,7 @@ pub mod guard;
 pub mod incremental;
 mod layers;
 pub mod phases;
+pub mod reachable;
 pub mod series;
 mod stale;
 pub mod stream;
@@ -50,7 +51,7 @@ use phases::Phases;
 use serde::Serialize;
 use series::Series;
 use stale::Stale;
-use std::{path::Path, process::Command, time};
+use std::{os::unix::fs::FileTypeExt, path::Path, process::Command, time};
 use stream::{Watch, image_error, stream};
 use target::Target;
 
@@ -281,6 +282,7 @@ fn one(
     if !args.force_offline {
         refuse_offline(sysroot)?;
     }
+    refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
@@ -620,6 +622,21 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
         })?;
     }
     refuse_watchdogs(sysroot)
+}
+
+/// The image of a machine that is to be off must lie where the small system that restores comes to.
+fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
+    let target::Name::Path(path) = image else { return Ok(()) };
+    let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+    if !args.poweroff || args.force_devices || !is_device {
+        return Ok(());
+    }
+    let Some(why) = reachable::obstacle(path, sysroot) else { return Ok(()) };
+    let text = format!("the small system that restores does not come to {}, which {why}", path.display());
+    Err(Error::new(Exit::Impossible, text).hint(
+        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it to one before it \
+         is restored",
+    ))
 }
 
 /// Nobody feeds one while everything stands still.
