@@ -518,6 +518,9 @@ fn reach(
     };
     disks::are_still(&mounts, sysroot)?;
     machine.file_systems = mounts.iter().map(disks::describe).collect();
+    if args.poweroff && !args.force_devices {
+        disks::refuse_unmarked(&machine.file_systems).map_err(|error| error.hint(FORCE_BLIND))?;
+    }
     guard.hear();
     if let Some(hook) = &args.hook {
         run_hook(hook)?;
@@ -605,6 +608,9 @@ fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -
     disks::holder(mounts, &part, sysroot)
 }
 
+const FORCE_BLIND: &str = "unmount it; or --force-devices goes on: `mercury restore` then needs --force-disks, and you \
+    must know whether the disks are as they were";
+
 /// A machine that is to be off must be one that can be brought back.
 fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
     if !args.poweroff {
@@ -615,11 +621,7 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
             .hint("write to a block device, or to ssh://host/path"));
     }
     if !args.force_devices {
-        disks::refuse_unreadable(mounts, sysroot).map_err(|error| {
-            error.hint(
-                "--force-devices goes on; `mercury restore` then needs --force-disks, and you must know",
-            )
-        })?;
+        disks::refuse_unreadable(mounts, sysroot).map_err(|error| error.hint(FORCE_BLIND))?;
     }
     refuse_watchdogs(sysroot)
 }
