@@ -4,7 +4,7 @@
 use super::{
     Prepared,
     beside::{Beside, Folders, Readers},
-    init, menu,
+    init, kernel, menu,
 };
 use crate::{
     checkpoint::disks,
@@ -22,7 +22,7 @@ use std::{
         unix::fs::{FileTypeExt, MetadataExt},
     },
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Output},
 };
 
 /// Words of the running kernel's command line that are not for the small one. What limits the CPUs that are there
@@ -89,7 +89,7 @@ fn failed(what: &str, error: &io::Error) -> Error {
 /// # Errors
 /// If something that they need is not there.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
-    let from = kernel_image(sysroot)?;
+    let from = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
     let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
     let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
@@ -132,7 +132,7 @@ pub struct Ready(());
 /// # Errors
 /// If the kernel refuses.
 pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
-    let kernel = kernel_image(sysroot)?;
+    let kernel = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
     let named = |error: io::Error| failed("the small kernel could not be prepared", &error);
     let kernel = File::open(&kernel).map_err(named)?;
@@ -180,19 +180,6 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
     let mut file = File::from(rustix::fs::memfd_create("mercury", rustix::fs::MemfdFlags::CLOEXEC)?);
     io::Write::write_all(&mut file, bytes)?;
     Ok(file)
-}
-
-fn release(sysroot: &Sysroot) -> String {
-    sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default()
-}
-
-fn kernel_image(sysroot: &Sysroot) -> Result<PathBuf> {
-    let release = release(sysroot);
-    let names = [format!("boot/vmlinuz-{release}"), format!("usr/lib/modules/{release}/vmlinuz")];
-    names.iter().map(|name| sysroot.path(name)).find(|path| path.exists()).ok_or_else(|| {
-        Error::new(Exit::Impossible, format!("the kernel {release} is not in /boot"))
-            .hint("mount /boot, or install the package of the running kernel")
-    })
 }
 
 /// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
@@ -257,7 +244,7 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
 /// The archive in front of this system's own initial RAM disk that has microcode in it, if there is one: processors must
 /// be what they were.
 fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
-    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", release(sysroot))).unwrap_or_default();
+    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", kernel::release(sysroot))).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
 }
@@ -347,7 +334,7 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     wanted.extend(purpose.modules.iter().cloned());
     let mut files = Vec::new();
     for name in wanted {
-        for file in with_dependencies(&name)? {
+        for file in with_dependencies(&name, sysroot)? {
             if !files.contains(&file) {
                 files.push(file);
             }
@@ -355,7 +342,8 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     }
     let driver = match purpose.module {
         Some(path) => vec![path.to_owned()],
-        None => with_dependencies("mercury")?,
+        // Put in from a file that is named only here, it may be found nowhere.
+        None => with_dependencies("mercury", sysroot).unwrap_or_default(),
     };
     if driver.is_empty() {
         return Err(Error::new(Exit::Failed, "the driver is not installed for the running kernel").hint(
@@ -408,15 +396,31 @@ fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
 }
 
 /// A module's file after those that it needs; nothing if it is built in.
-fn with_dependencies(name: &str) -> Result<Vec<PathBuf>> {
+fn with_dependencies(name: &str, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     let output = Command::new("modprobe").args(["--show-depends", "--ignore-install", name]).output();
-    let output = output.map_err(|error| failed("modprobe", &error))?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    Ok(said
-        .lines()
-        .filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next())
-        .map(PathBuf::from)
-        .collect())
+    files(name, &output.map_err(|error| failed("modprobe", &error))?, sysroot)
+}
+
+/// The files in what modprobe says of a module.
+fn files(name: &str, output: &Output, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
+    if output.status.success() {
+        let said = String::from_utf8_lossy(&output.stdout);
+        let names = said.lines().filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next());
+        return Ok(names.map(PathBuf::from).collect());
+    }
+    if !is_loaded(name, sysroot) {
+        // It is built in and no list has it, or it was a guess.
+        return Ok(Vec::new());
+    }
+    let why = String::from_utf8_lossy(&output.stderr);
+    let text = format!("the module {name} is in use, and its file is not found: {}", why.trim());
+    Err(Error::new(Exit::Failed, text)
+        .hint("install the package of the running kernel, or run depmod; nothing was changed"))
+}
+
+/// Whether a module was put in; what is built in has no such state.
+fn is_loaded(name: &str, sysroot: &Sysroot) -> bool {
+    sysroot.exists(&format!("sys/module/{}/initstate", name.replace('-', "_")))
 }
 
 /// A module as the kernel takes it.
@@ -438,6 +442,7 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{os::unix::process::ExitStatusExt, process::ExitStatus};
 
     /// The small kernel's command line, of the running one's.
     fn line_of(running: &str, words: &[&str]) -> String {
@@ -492,6 +497,30 @@ mod tests {
         assert_eq!(early_end(&other.finish()), None);
         assert_eq!(early_end(&early[..100]), None);
         assert_eq!(early_end(b""), None);
+    }
+
+    #[test]
+    fn modules_that_are_in_use_are_needed() {
+        let root = tempfile::tempdir().expect("a folder");
+        for folder in ["sys/module/pcieportdrv", "sys/module/dm_odd"] {
+            fs::create_dir_all(root.path().join(folder)).expect("folders");
+        }
+        fs::write(root.path().join("sys/module/dm_odd/initstate"), "live\n").expect("a file");
+        let said = |name: &str, status: i32, stdout: &str| {
+            let (stdout, stderr) = (stdout.into(), b"modprobe: FATAL: not found\n".to_vec());
+            let output = Output { status: ExitStatus::from_raw(status << 8), stdout, stderr };
+            files(name, &output, &Sysroot::at(root.path()))
+        };
+        let found = said("dm-odd", 0, "insmod /lib/a.ko.xz \nbuiltin b\ninsmod /lib/c.ko x=1\n");
+        assert_eq!(found.expect("found"), ["/lib/a.ko.xz", "/lib/c.ko"].map(PathBuf::from));
+        // Built in, and a guess.
+        for name in ["pcieportdrv", "nls_ascii"] {
+            assert_eq!(said(name, 1, "").expect("not needed"), Vec::<PathBuf>::new());
+        }
+        for name in ["dm-odd", "dm_odd"] {
+            let error = said(name, 1, "insmod /lib/a.ko.xz \n").expect_err("needed");
+            assert!(error.message.ends_with("is not found: modprobe: FATAL: not found"), "{error}");
+        }
     }
 
     #[test]

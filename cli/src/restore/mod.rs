@@ -8,6 +8,7 @@ pub mod beside;
 pub mod environment;
 pub mod fit;
 pub mod init;
+pub mod kernel;
 pub mod menu;
 pub mod place;
 
