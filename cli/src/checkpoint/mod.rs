@@ -38,7 +38,9 @@ use crate::{
     exit::Exit,
     interrupt::Deferred,
     output::{Render, Text, bytes, duration, thousands},
-    progress, switch,
+    progress,
+    restore::{MEMORY_LEAST_MIB, fit::Room},
+    switch,
     sysroot::Sysroot,
 };
 use applications::Frozen;
@@ -706,11 +708,28 @@ fn write(
         false => Ok(()),
     };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
-    let result = stream(device, before, writer, args.level, &mut watch);
+    let mut room = Room::new(&instant.machine.ranges, MEMORY_LEAST_MIB);
+    let result = stream(device, before, writer, args.level, &mut room, &mut watch);
     if !silent {
         progress::line("");
     }
-    result
+    result?;
+    // What a parent has may be zeros.
+    let is_whole = instant.machine.parents.is_empty();
+    if args.poweroff && is_whole && !args.force_devices { refuse_crowded(room) } else { Ok(()) }
+}
+
+/// An image that not even the smallest of small systems could load is of no use to a machine that is off.
+fn refuse_crowded(room: Room) -> Result<()> {
+    let missing = room.missing();
+    if missing == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "{} of memory would find no room in any small system that restores: there is no image, and the machine runs on",
+        bytes(missing)
+    );
+    Err(Error::new(Exit::Failed, text).hint("a larger --pool leaves more room"))
 }
 
 fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {

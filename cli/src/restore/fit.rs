@@ -142,16 +142,21 @@ impl Room {
         self.missing = self.missing.max(self.wanted.saturating_sub(self.places));
     }
 
+    /// For so many bytes there is no room.
+    #[must_use]
+    pub fn missing(&self) -> u64 {
+        self.missing * PAGE as u64
+    }
+
     /// The reason why not, if there is not enough.
     #[must_use]
     pub fn lacking(&self) -> Option<String> {
-        (self.missing > 0).then(|| {
-            format!(
-                "{} of its memory would find no room in the small system (try less --memory, or a larger --pool for the \
-                 next checkpoint)",
-                bytes(self.missing * PAGE as u64)
-            )
-        })
+        let missing = Some(self.missing()).filter(|missing| *missing > 0)?;
+        Some(format!(
+            "{} of its memory would find no room in the small system (try less --memory, or a larger --pool for the \
+             next checkpoint)",
+            bytes(missing)
+        ))
     }
 }
 

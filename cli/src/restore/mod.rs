@@ -35,6 +35,8 @@ use place::Place;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
+/// The least memory that a small kernel is given, in MiB.
+pub const MEMORY_LEAST_MIB: u64 = 64;
 /// How long the small system waits for disks besides the image's.
 const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
