@@ -5,6 +5,7 @@ use crate::{
     cpus::CpuSet,
     exit,
     receive::Listen,
+    restore::MEMORY_LEAST_MIB,
     span::Span,
 };
 use clap::{Args, Parser, Subcommand};
@@ -343,7 +344,7 @@ pub struct RestoreArgs {
     #[arg(long, requires = "prepare")]
     pub boot_menu: bool,
     /// Memory for the small kernel, in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(64..=1024))]
+    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=1024))]
     pub memory: u64,
     /// This is the small kernel: bring the machine back now
     #[arg(long)]
@@ -377,7 +378,7 @@ pub struct ReceiveArgs {
     #[arg(long)]
     pub hold_for_ever: bool,
     /// Memory for the small kernel, in MiB [default: by the size of this machine]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=65536))]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=65536))]
     pub memory: Option<u64>,
     /// This is the small kernel: wait now
     #[arg(long, hide = true)]

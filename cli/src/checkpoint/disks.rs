@@ -6,7 +6,7 @@
 
 use super::{
     guard::{Guard, Undo},
-    layers,
+    layers, reachable,
 };
 use crate::{
     error::{Error, Result},
@@ -28,6 +28,8 @@ use std::{
 const ALIGN: usize = 4096;
 /// Bytes at the beginning of a device that say what it holds.
 const BEGINNING: usize = 128 << 10;
+/// Bytes of an entry in a folder of FAT's.
+const FAT_ENTRY: u64 = 32;
 
 /// A mounted file system on a block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -245,12 +247,30 @@ impl Drop for Still {
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
     let named = name(mount);
-    let mark = if named.pieces.is_empty() {
-        mark(&mount.device, &mount.kind).ok()
-    } else {
-        mark_of(&named.pieces, &Sysroot::default()).ok()
-    };
+    let mark = mark_named(&named).ok();
     FileSystem { frozen: mount.writable, mark, ..named }
+}
+
+fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
+    if named.pieces.is_empty() {
+        return mark(Path::new(&named.device), &named.kind).map_err(|error| error.to_string());
+    }
+    mark_of(&named.pieces, &Sysroot::default())
+}
+
+/// Refuses file systems that were described without a mark: a restore would always refuse them.
+///
+/// # Errors
+/// Naming the first of them, and why.
+pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
+    let Some(unmarked) = described.iter().find(|one| one.mark.is_none()) else { return Ok(()) };
+    let why = mark_named(unmarked).err().map(|why| format!(": {why}")).unwrap_or_default();
+    let FileSystem { kind, mounted_at, device, .. } = unmarked;
+    let text = format!(
+        "the {kind} file system of {mounted_at} ({device}) cannot be marked, so that a restore could not tell whether it is as \
+         it was{why}"
+    );
+    Err(Error::new(Exit::Impossible, text))
 }
 
 fn freeze(file: &File) -> io::Result<()> {
@@ -289,18 +309,21 @@ fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
 
 /// What a file system calls itself, in hexadecimal digits; `None` where that is not known of its type.
 fn identity(device: &Path, kind: &str) -> Option<String> {
-    // Offset of the magic number, the number itself, and where the identity is.
-    let (magic_at, magic, at): (usize, &[u8], Range<usize>) = match kind {
-        "ext2" | "ext3" | "ext4" => (0x438, &[0x53, 0xEF], 0x468..0x478),
-        "xfs" => (0, b"XFSB", 32..48),
-        "btrfs" => (0x1_0040, b"_BHRfS_M", 0x1_0020..0x1_0030),
-        "vfat" => (0x52, b"FAT32", 0x43..0x47),
+    identity_in(&read(&open(device).ok()?, 0, BEGINNING).ok()?, kind)
+}
+
+/// The same of one that begins so.
+fn identity_in(first: &[u8], kind: &str) -> Option<String> {
+    let is = |at: usize, magic: &[u8]| first.get(at..at + magic.len()) == Some(magic);
+    let at = match kind {
+        "ext2" | "ext3" | "ext4" if is(0x438, &[0x53, 0xEF]) => 0x468..0x478,
+        "xfs" if is(0, b"XFSB") => 32..48,
+        "btrfs" if is(0x1_0040, b"_BHRfS_M") => 0x1_0020..0x1_0030,
+        "vfat" if is(0x52, b"FAT32") => 0x43..0x47,
+        "vfat" if is(0x36, b"FAT12   ") || is(0x36, b"FAT16   ") => 0x27..0x2B,
         _ => return None,
     };
-    let first = read(&open(device).ok()?, 0, BEGINNING).ok()?;
-    let bytes = first.get(at)?;
-    (first.get(magic_at..magic_at + magic.len())? == magic)
-        .then(|| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    first.get(at).map(|bytes| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Where a file system of an image is now: devices have other names after each boot.
@@ -311,9 +334,16 @@ pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<
     if file_system.uuid.is_none() {
         return Err("it has no identity that is known".into());
     }
+    only(claimants(file_system, sysroot))
+}
+
+/// Devices whose file system calls itself so.
+fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> Vec<PathBuf> {
     let names = sysroot.names("sys/class/block").into_iter().map(|name| Path::new("/dev").join(name));
-    let found: Vec<_> =
-        names.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect();
+    names.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect()
+}
+
+fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
     match &found[..] {
         [] => Err("it is on no disk that is there".into()),
         [device] => Ok(device.clone()),
@@ -391,7 +421,7 @@ pub fn is_here(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Resu
 /// Naming the first of them, and why.
 pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     for mount in mounts {
-        if let Err(why) = pieces(mount, sysroot) {
+        if let Err(why) = is_comparable(mount, sysroot) {
             let text = format!(
                 "{} is on {}, of which the small system that restores could not tell whether it is as it was: {why}",
                 mount.at.display(),
@@ -401,6 +431,29 @@ pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether the small system can tell if a file system is as it was; why not, as a clause.
+fn is_comparable(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<(), String> {
+    let reached = |device: &Path| match reachable::obstacle(device, sysroot) {
+        Some(why) => Err(format!("{} {why}", device.display())),
+        None => Ok(()),
+    };
+    let pieces = pieces(mount, sysroot)?;
+    if !pieces.is_empty() {
+        let disks: BTreeSet<_> = pieces.iter().map(|piece| &piece.disk).collect();
+        return disks.into_iter().try_for_each(|disk| reached(&layers::find(disk, sysroot)?));
+    }
+    reached(&mount.device)?;
+    let ranges = open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
+    ranges.map_err(|error| error.to_string())?;
+    let named = name(mount);
+    if named.uuid.is_none() {
+        return Err("it has no identity that is known".into());
+    }
+    let mut found = claimants(&named, sysroot);
+    found.retain(|device| reached(device).is_ok());
+    only(found).map(drop)
 }
 
 /// Where what changes really lies, if a file system's device is made of others.
@@ -461,7 +514,8 @@ pub(super) fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8
     Ok(buffer[start..start + done].to_vec())
 }
 
-/// Where the allocation tables of FAT32 lie: offset and length in bytes.
+/// Where the allocation tables of FAT lie, with the root folder that FAT12 and FAT16 have behind them: offset and length in
+/// bytes.
 fn fat(first: &[u8]) -> Option<(u64, u64)> {
     let word = |at: usize, bytes: usize| {
         first
@@ -470,9 +524,15 @@ fn fat(first: &[u8]) -> Option<(u64, u64)> {
             .rev()
             .try_fold(0_u64, |word, byte| Some(word << 8 | u64::from(*byte)))
     };
-    let (sector, reserved, tables, length) = (word(11, 2)?, word(14, 2)?, word(16, 1)?, word(36, 4)?);
+    let (sector, reserved, tables, root_entries) = (word(11, 2)?, word(14, 2)?, word(16, 1)?, word(17, 2)?);
+    // FAT32 has its own field, for this one is too small.
+    let length = match word(22, 2)? {
+        0 => word(36, 4)?,
+        small => small,
+    };
     let start = (reserved * sector) & !(ALIGN as u64 - 1);
-    (sector != 0).then_some((start, tables * length * sector + ALIGN as u64))
+    let bytes = tables * length * sector + root_entries * FAT_ENTRY;
+    (sector != 0 && tables != 0 && length != 0).then_some((start, bytes + ALIGN as u64))
 }
 
 /// Where the log of XFS lies on the device: offset and length in bytes, from its superblock.
@@ -541,6 +601,82 @@ mod tests {
         std::fs::write(root.path().join("proc/77/mountinfo"), "").expect("a file");
         std::fs::write(root.path().join("proc/7/mountinfo"), "").expect("a file");
         assert!(are_still(&mounts, &sysroot).is_err());
+    }
+
+    /// The first sector of a FAT file system: its type's name, tables of so many sectors, entries of its root folder.
+    fn fat_sector(kind: &[u8; 8], sectors: u16, root_entries: u16) -> Vec<u8> {
+        let mut sector = vec![0; 512];
+        let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
+        // 512 bytes a sector, 40 of them reserved, two tables.
+        put(11, &512_u16.to_le_bytes());
+        put(14, &40_u16.to_le_bytes());
+        put(16, &[2]);
+        put(17, &root_entries.to_le_bytes());
+        if kind.starts_with(b"FAT32") {
+            put(36, &u32::from(sectors).to_le_bytes());
+            put(0x43, &[1, 2, 3, 4]);
+            put(0x52, kind);
+        } else {
+            put(22, &sectors.to_le_bytes());
+            // What FAT32 has there is something else.
+            put(36, &[0x80, 0, 0x29]);
+            put(0x27, &[0xAB, 0xCD, 0xEF, 0x01]);
+            put(0x36, kind);
+        }
+        sector
+    }
+
+    #[test]
+    fn fat_of_each_size_is_known() {
+        let wide = fat_sector(b"FAT32   ", 1000, 0);
+        assert_eq!(identity_in(&wide, "vfat").as_deref(), Some("01020304"));
+        assert_eq!(fat(&wide), Some((20480, 2 * 1000 * 512 + 4096)));
+        for kind in [b"FAT12   ", b"FAT16   "] {
+            let small = fat_sector(kind, 9, 224);
+            assert_eq!(identity_in(&small, "vfat").as_deref(), Some("abcdef01"));
+            assert_eq!(fat(&small), Some((20480, 2 * 9 * 512 + 224 * 32 + 4096)));
+            assert_eq!(identity_in(&small, "ext4"), None);
+        }
+        assert_eq!(identity_in(&[0; 512], "vfat"), None);
+        assert_eq!((fat(&[0; 512]), fat(&wide[..30])), (None, None));
+    }
+
+    #[test]
+    fn others_are_known_by_their_magic_number() {
+        let with = |at: usize, magic: &[u8], uuid: usize, kind: &str| {
+            let mut first = vec![0; BEGINNING];
+            first[uuid..uuid + 16].fill(0x5A);
+            assert_eq!(identity_in(&first, kind), None, "{kind}");
+            first[at..at + magic.len()].copy_from_slice(magic);
+            assert_eq!(identity_in(&first, kind), Some("5a".repeat(16)), "{kind}");
+            assert_eq!(identity_in(&first, "iso9660"), None);
+        };
+        with(0x438, &[0x53, 0xEF], 0x468, "ext4");
+        with(0, b"XFSB", 32, "xfs");
+        with(0x1_0040, b"_BHRfS_M", 0x1_0020, "btrfs");
+    }
+
+    #[test]
+    fn what_has_no_mark_is_refused() {
+        let file_system = |mounted_at: &str, mark: Option<&str>| FileSystem {
+            mounted_at: mounted_at.into(),
+            kind: "iso9660".into(),
+            device: "/dev/no-such-disk".into(),
+            mark: mark.map(Into::into),
+            ..FileSystem::default()
+        };
+        let (marked, unmarked) = (file_system("/", Some("1")), file_system("/media", None));
+        assert!(refuse_unmarked(std::slice::from_ref(&marked)).is_ok());
+        let error = refuse_unmarked(&[marked, unmarked]).expect_err("refused");
+        assert!(error.message.contains("of /media (/dev/no-such-disk) cannot be marked"), "{error}");
+        assert!(error.message.contains("No such file"), "{error}");
+    }
+
+    #[test]
+    fn one_disk_alone_may_claim_to_be_it() {
+        assert!(only(Vec::new()).is_err_and(|why| why.contains("no disk")));
+        assert_eq!(only(vec!["/dev/a".into()]), Ok("/dev/a".into()));
+        assert!(only(vec!["/dev/a".into(), "/dev/b".into()]).is_err_and(|why| why.starts_with("2 disks")));
     }
 
     #[test]

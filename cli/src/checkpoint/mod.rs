@@ -22,6 +22,7 @@ pub mod guard;
 pub mod incremental;
 mod layers;
 pub mod phases;
+pub mod reachable;
 pub mod series;
 mod stale;
 pub mod stream;
@@ -37,7 +38,9 @@ use crate::{
     exit::Exit,
     interrupt::Deferred,
     output::{Render, Text, bytes, duration, thousands},
-    progress, switch,
+    progress,
+    restore::{MEMORY_LEAST_MIB, fit::Room},
+    switch,
     sysroot::Sysroot,
 };
 use applications::Frozen;
@@ -50,7 +53,7 @@ use phases::Phases;
 use serde::Serialize;
 use series::Series;
 use stale::Stale;
-use std::{path::Path, process::Command, time};
+use std::{os::unix::fs::FileTypeExt, path::Path, process::Command, time};
 use stream::{Watch, image_error, stream};
 use target::Target;
 
@@ -281,6 +284,7 @@ fn one(
     if !args.force_offline {
         refuse_offline(sysroot)?;
     }
+    refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
@@ -516,6 +520,9 @@ fn reach(
     };
     disks::are_still(&mounts, sysroot)?;
     machine.file_systems = mounts.iter().map(disks::describe).collect();
+    if args.poweroff && !args.force_devices {
+        disks::refuse_unmarked(&machine.file_systems).map_err(|error| error.hint(FORCE_BLIND))?;
+    }
     guard.hear();
     if let Some(hook) = &args.hook {
         run_hook(hook)?;
@@ -603,6 +610,9 @@ fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -
     disks::holder(mounts, &part, sysroot)
 }
 
+const FORCE_BLIND: &str = "unmount it; or --force-devices goes on: `mercury restore` then needs --force-disks, and you \
+    must know whether the disks are as they were";
+
 /// A machine that is to be off must be one that can be brought back.
 fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
     if !args.poweroff {
@@ -613,13 +623,24 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
             .hint("write to a block device, or to ssh://host/path"));
     }
     if !args.force_devices {
-        disks::refuse_unreadable(mounts, sysroot).map_err(|error| {
-            error.hint(
-                "--force-devices goes on; `mercury restore` then needs --force-disks, and you must know",
-            )
-        })?;
+        disks::refuse_unreadable(mounts, sysroot).map_err(|error| error.hint(FORCE_BLIND))?;
     }
     refuse_watchdogs(sysroot)
+}
+
+/// The image of a machine that is to be off must lie where the small system that restores comes to.
+fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
+    let target::Name::Path(path) = image else { return Ok(()) };
+    let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+    if !args.poweroff || args.force_devices || !is_device {
+        return Ok(());
+    }
+    let Some(why) = reachable::obstacle(path, sysroot) else { return Ok(()) };
+    let text = format!("the small system that restores does not come to {}, which {why}", path.display());
+    Err(Error::new(Exit::Impossible, text).hint(
+        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it to one before it \
+         is restored",
+    ))
 }
 
 /// Nobody feeds one while everything stands still.
@@ -687,11 +708,28 @@ fn write(
         false => Ok(()),
     };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
-    let result = stream(device, before, writer, args.level, &mut watch);
+    let mut room = Room::new(&instant.machine.ranges, MEMORY_LEAST_MIB);
+    let result = stream(device, before, writer, args.level, &mut room, &mut watch);
     if !silent {
         progress::line("");
     }
-    result
+    result?;
+    // What a parent has may be zeros.
+    let is_whole = instant.machine.parents.is_empty();
+    if args.poweroff && is_whole && !args.force_devices { refuse_crowded(room) } else { Ok(()) }
+}
+
+/// An image that not even the smallest of small systems could load is of no use to a machine that is off.
+fn refuse_crowded(room: Room) -> Result<()> {
+    let missing = room.missing();
+    if missing == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "{} of memory would find no room in any small system that restores: there is no image, and the machine runs on",
+        bytes(missing)
+    );
+    Err(Error::new(Exit::Failed, text).hint("a larger --pool leaves more room"))
 }
 
 fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {

@@ -6,6 +6,7 @@ use crate::{
     device::{Cursor, Device},
     error::{Error, Result},
     exit::Exit,
+    restore::fit::Room,
 };
 use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
 use rustix::process::setpriority_process;
@@ -71,17 +72,27 @@ pub struct Watch<'a> {
     pub stop: &'a dyn Fn() -> Result<()>,
 }
 
-/// Writes all of a snapshot's memory, but for what the parent has.
+/// Writes all of a snapshot's memory, but for what the parent has. What finds no room when it is loaded is seen by `room`.
 pub fn stream<W: Write>(
     device: &Device,
     before: Before,
     to: &mut Writer<W>,
     level: i32,
+    room: &mut Room,
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let packer = Packer::new(before.key()?);
     let pace = Pace { niceness: NICENESS, ..Pace::steady(level) };
-    pipe(|send| take(device, before, packer, &pace, send), to, &pace, watch)
+    let produce = |send: &mut Send<'_>| {
+        let mut counted = |part: Part| {
+            if let Part::Frames(chunk) = &part {
+                chunk.frames.iter().for_each(|frame| room.add(frame));
+            }
+            send(part)
+        };
+        take(device, before, packer, &pace, &mut counted)
+    };
+    pipe(produce, to, &pace, watch)
 }
 
 /// Writes all that `produce` sends, in its order; that runs on a thread of its own.

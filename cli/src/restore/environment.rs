@@ -1,7 +1,11 @@
 //! The small system that brings a machine back, or takes one in: this system's own kernel, with an initial RAM disk that
 //! holds this program, what it needs, and the drivers for the image's disk or the network's card.
 
-use super::{Prepared, init, menu};
+use super::{
+    Prepared,
+    beside::{Beside, Folders, Readers},
+    init, kernel, menu,
+};
 use crate::{
     checkpoint::disks,
     error::{Error, Result},
@@ -18,10 +22,12 @@ use std::{
         unix::fs::{FileTypeExt, MetadataExt},
     },
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Output},
 };
 
-/// Words of the running kernel's command line that are not for the small one.
+/// Words of the running kernel's command line that are not for the small one. What limits the CPUs that are there
+/// (`nr_cpus`, `possible_cpus`, `nosmp`) is for it, too; what leaves some offline is not, for a machine that has an image
+/// has brought them online since.
 const DROPPED: [&str; 28] = [
     "BOOT_IMAGE",
     "initrd",
@@ -50,7 +56,7 @@ const DROPPED: [&str; 28] = [
     "kernelcore",
     "rdinit",
     "maxcpus",
-    "nr_cpus",
+    "nosmt",
 ];
 
 /// What a small system is for.
@@ -78,23 +84,19 @@ fn failed(what: &str, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
 }
 
-/// Writes kernel and initial RAM disk into a folder.
+/// Writes kernel and initial RAM disk into a folder. Those that are there stay until all is written.
 ///
 /// # Errors
 /// If something that they need is not there.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
-    let from = kernel_image(sysroot)?;
+    let from = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
-    let named = |path: &Path| {
-        let path = path.display().to_string();
-        move |error: io::Error| failed(&path, &error)
-    };
-    fs::create_dir_all(folder).map_err(named(folder))?;
+    let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
+    let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
     let title = purpose.menu_title.clone();
     let loader = title.as_ref().map(|_| menu::Loader::find(folder, sysroot)).transpose()?;
     let (kernel, initramfs) = (folder.join("vmlinuz"), folder.join("initramfs"));
-    put(&kernel, &fs::read(&from).map_err(named(&from))?).map_err(named(&kernel))?;
-    put(&initramfs, &archive).map_err(named(&initramfs))?;
+    put([(&kernel, &image), (&initramfs, &archive)])?;
     let entry = menu::Entry {
         title: title.unwrap_or_default(),
         kernel,
@@ -106,11 +108,19 @@ pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<
     Ok(Prepared { kernel, initramfs, command_line, boot_menu })
 }
 
-/// A file that is there after a power cut, too.
-fn put(path: &Path, data: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    io::Write::write_all(&mut file, data)?;
-    file.sync_all()
+/// Puts two files that belong together at their places. The initial RAM disk may hold a receiver's private key.
+fn put(files: [(&Path, &[u8]); 2]) -> Result<()> {
+    let written = files.map(|(path, bytes)| {
+        let new = Beside::write(path, bytes, Readers::Owner);
+        new.map_err(|error| failed(&path.display().to_string(), &error))
+    });
+    let [first, second] = written;
+    let (first, second) = (first?, second?);
+    first.put().and_then(|()| second.put()).map_err(|error| {
+        let [first, second] = files.map(|(path, _)| path.display().to_string());
+        failed(&format!("{first} and {second} could not be replaced"), &error)
+            .hint("they may not belong together now: prepare again, in another folder if need be")
+    })
 }
 
 /// A small system that the kernel has taken, and that can be started.
@@ -122,7 +132,7 @@ pub struct Ready(());
 /// # Errors
 /// If the kernel refuses.
 pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
-    let kernel = kernel_image(sysroot)?;
+    let kernel = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
     let named = |error: io::Error| failed("the small kernel could not be prepared", &error);
     let kernel = File::open(&kernel).map_err(named)?;
@@ -172,26 +182,15 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-fn release(sysroot: &Sysroot) -> String {
-    sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default()
-}
-
-fn kernel_image(sysroot: &Sysroot) -> Result<PathBuf> {
-    let release = release(sysroot);
-    let names = [format!("boot/vmlinuz-{release}"), format!("usr/lib/modules/{release}/vmlinuz")];
-    names.iter().map(|name| sysroot.path(name)).find(|path| path.exists()).ok_or_else(|| {
-        Error::new(Exit::Impossible, format!("the kernel {release} is not in /boot"))
-            .hint("mount /boot, or install the package of the running kernel")
-    })
-}
-
 /// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
 fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
     let running = sysroot.text("proc/cmdline").unwrap_or_default();
     // What comes behind "--" is for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);
-        !DROPPED.contains(&name) && !name.starts_with("systemd.") && !name.starts_with("rd.")
+        // With 0 it says that there is one.
+        let is_dropped = DROPPED.contains(&name) && *word != "maxcpus=0";
+        !is_dropped && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
     let mut words: Vec<String> = kept.map(str::to_owned).collect();
     words.push(format!("mem={}M", purpose.memory));
@@ -245,7 +244,7 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
 /// The archive in front of this system's own initial RAM disk that has microcode in it, if there is one: processors must
 /// be what they were.
 fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
-    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", release(sysroot))).unwrap_or_default();
+    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", kernel::release(sysroot))).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
 }
@@ -335,7 +334,7 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     wanted.extend(purpose.modules.iter().cloned());
     let mut files = Vec::new();
     for name in wanted {
-        for file in with_dependencies(&name)? {
+        for file in with_dependencies(&name, sysroot)? {
             if !files.contains(&file) {
                 files.push(file);
             }
@@ -343,7 +342,8 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     }
     let driver = match purpose.module {
         Some(path) => vec![path.to_owned()],
-        None => with_dependencies("mercury")?,
+        // Put in from a file that is named only here, it may be found nowhere.
+        None => with_dependencies("mercury", sysroot).unwrap_or_default(),
     };
     if driver.is_empty() {
         return Err(Error::new(Exit::Failed, "the driver is not installed for the running kernel").hint(
@@ -396,15 +396,31 @@ fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
 }
 
 /// A module's file after those that it needs; nothing if it is built in.
-fn with_dependencies(name: &str) -> Result<Vec<PathBuf>> {
+fn with_dependencies(name: &str, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     let output = Command::new("modprobe").args(["--show-depends", "--ignore-install", name]).output();
-    let output = output.map_err(|error| failed("modprobe", &error))?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    Ok(said
-        .lines()
-        .filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next())
-        .map(PathBuf::from)
-        .collect())
+    files(name, &output.map_err(|error| failed("modprobe", &error))?, sysroot)
+}
+
+/// The files in what modprobe says of a module.
+fn files(name: &str, output: &Output, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
+    if output.status.success() {
+        let said = String::from_utf8_lossy(&output.stdout);
+        let names = said.lines().filter_map(|line| line.strip_prefix("insmod ")?.split_whitespace().next());
+        return Ok(names.map(PathBuf::from).collect());
+    }
+    if !is_loaded(name, sysroot) {
+        // It is built in and no list has it, or it was a guess.
+        return Ok(Vec::new());
+    }
+    let why = String::from_utf8_lossy(&output.stderr);
+    let text = format!("the module {name} is in use, and its file is not found: {}", why.trim());
+    Err(Error::new(Exit::Failed, text)
+        .hint("install the package of the running kernel, or run depmod; nothing was changed"))
+}
+
+/// Whether a module was put in; what is built in has no such state.
+fn is_loaded(name: &str, sysroot: &Sysroot) -> bool {
+    sysroot.exists(&format!("sys/module/{}/initstate", name.replace('-', "_")))
 }
 
 /// A module as the kernel takes it.
@@ -426,18 +442,46 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{os::unix::process::ExitStatusExt, process::ExitStatus};
+
+    /// The small kernel's command line, of the running one's.
+    fn line_of(running: &str, words: &[&str]) -> String {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::create_dir(folder.path().join("proc")).expect("a folder");
+        fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
+        let words = words.iter().map(ToString::to_string).collect();
+        command_line(&Purpose { memory: 96, words, ..Purpose::default() }, &Sysroot::at(folder.path()))
+    }
+
+    #[test]
+    fn cpus_are_those_that_are_there() {
+        let line = line_of("nr_cpus=2 maxcpus=1 nosmt nosmt=force possible_cpus=4 maxcpus=0 quiet", &[]);
+        assert!(line.starts_with("nr_cpus=2 possible_cpus=4 maxcpus=0 mem=96M "), "{line}");
+    }
 
     #[test]
     fn options_are_kept_and_tasks_are_not() {
-        let folder = tempfile::tempdir().expect("a folder");
-        fs::create_dir(folder.path().join("proc")).expect("a folder");
-        let running = "root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n";
-        fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
-        let purpose = Purpose { memory: 96, words: vec!["x=1".into()], ..Purpose::default() };
-        let line = command_line(&purpose, &Sysroot::at(folder.path()));
+        let line = line_of("root=/dev/vda1 ro iommu=off systemd.unit=x.target -- single nosmt\n", &["x=1"]);
         assert!(line.starts_with("iommu=off mem=96M "), "{line}");
         assert!(line.ends_with(" x=1"), "{line}");
         assert!(!line.contains("single") && !line.contains("nosmt"), "{line}");
+    }
+
+    #[test]
+    fn what_works_stays_if_something_fails() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (kernel, initramfs) = (folder.path().join("vmlinuz"), folder.path().join("initramfs"));
+        let read = |path: &Path| fs::read_to_string(path).expect("a file");
+        put([(&kernel, b"old"), (&initramfs, b"its")]).expect("put");
+        // The second one cannot be written.
+        fs::create_dir_all(folder.path().join("initramfs.mercury-new/x")).expect("folders");
+        let error = put([(&kernel, b"new"), (&initramfs, b"other")]).expect_err("in the way");
+        assert_eq!(error.hint.as_deref(), Some("nothing was changed"));
+        assert_eq!((read(&kernel).as_str(), read(&initramfs).as_str()), ("old", "its"));
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
+        fs::remove_dir_all(folder.path().join("initramfs.mercury-new")).expect("gone");
+        put([(&kernel, b"new"), (&initramfs, b"other")]).expect("put");
+        assert_eq!((read(&kernel).as_str(), read(&initramfs).as_str()), ("new", "other"));
     }
 
     #[test]
@@ -453,6 +497,30 @@ mod tests {
         assert_eq!(early_end(&other.finish()), None);
         assert_eq!(early_end(&early[..100]), None);
         assert_eq!(early_end(b""), None);
+    }
+
+    #[test]
+    fn modules_that_are_in_use_are_needed() {
+        let root = tempfile::tempdir().expect("a folder");
+        for folder in ["sys/module/pcieportdrv", "sys/module/dm_odd"] {
+            fs::create_dir_all(root.path().join(folder)).expect("folders");
+        }
+        fs::write(root.path().join("sys/module/dm_odd/initstate"), "live\n").expect("a file");
+        let said = |name: &str, status: i32, stdout: &str| {
+            let (stdout, stderr) = (stdout.into(), b"modprobe: FATAL: not found\n".to_vec());
+            let output = Output { status: ExitStatus::from_raw(status << 8), stdout, stderr };
+            files(name, &output, &Sysroot::at(root.path()))
+        };
+        let found = said("dm-odd", 0, "insmod /lib/a.ko.xz \nbuiltin b\ninsmod /lib/c.ko x=1\n");
+        assert_eq!(found.expect("found"), ["/lib/a.ko.xz", "/lib/c.ko"].map(PathBuf::from));
+        // Built in, and a guess.
+        for name in ["pcieportdrv", "nls_ascii"] {
+            assert_eq!(said(name, 1, "").expect("not needed"), Vec::<PathBuf>::new());
+        }
+        for name in ["dm-odd", "dm_odd"] {
+            let error = said(name, 1, "insmod /lib/a.ko.xz \n").expect_err("needed");
+            assert!(error.message.ends_with("is not found: modprobe: FATAL: not found"), "{error}");
+        }
     }
 
     #[test]

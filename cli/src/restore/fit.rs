@@ -1,6 +1,7 @@
 //! Whether an image fits this machine: every reason why not, before anything is given up.
 
 use crate::{checkpoint::disks, output::bytes, sysroot::Sysroot};
+use mercury_abi::restart::LANDING_LIST_MAX;
 use mercury_image::{Device, FileSystem, Frame, Iommu, Kind, Machine, PAGE, Range, Source};
 use std::{
     thread,
@@ -107,12 +108,15 @@ fn iommus(theirs: &[Iommu], ours: &[Iommu], found: &mut Vec<String>) {
 }
 
 /// Whether what waits in the small system finds room: a frame whose home that system occupies is laid where nothing
-/// of the image is, or where a frame of zeros has its home (`driver/restore.c` has the last word).
+/// of the image is, or where a frame of zeros has its home that has come before (`driver/restore.c` has the last word).
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     limit: u64,
-    waiting: u64,
+    /// Pages that are set aside, and frames that wait.
+    wanted: u64,
     places: u64,
+    /// The most that there was of the one without the other.
+    missing: u64,
 }
 
 impl Room {
@@ -120,33 +124,47 @@ impl Room {
     #[must_use]
     pub fn new(ranges: &[Range], memory_mib: u64) -> Self {
         let limit = memory_mib << 20;
-        let above = |range: &Range| {
-            let end = range.start_phys.saturating_add(range.pages.saturating_mul(PAGE as u64));
-            end.saturating_sub(range.start_phys.max(limit)) / PAGE as u64
-        };
+        let end = |range: &Range| range.start_phys.saturating_add(range.pages.saturating_mul(PAGE as u64));
+        let above = |range: &Range| end(range).saturating_sub(range.start_phys.max(limit)) / PAGE as u64;
         let free = ranges.iter().filter(|range| range.kind != Kind::Kept).map(above);
-        Self { limit, waiting: 0, places: free.sum() }
+        let (wanted, places) = (set_aside(limit, ranges.iter().map(end).max().unwrap_or(0)), free.sum());
+        Self { limit, wanted, places, missing: wanted.saturating_sub(places) }
     }
 
-    /// Takes a frame into account.
+    /// Takes a frame into account; they come in the image's order.
     pub fn add(&mut self, frame: &Frame) {
         match (frame.phys < self.limit, frame.source == Source::Zero) {
-            (true, false) => self.waiting += 1,
+            (true, false) => self.wanted += 1,
             (false, true) => self.places += 1,
             _ => {}
         }
+        // What comes later is no place for what waits now.
+        self.missing = self.missing.max(self.wanted.saturating_sub(self.places));
+    }
+
+    /// For so many bytes there is no room.
+    #[must_use]
+    pub fn missing(&self) -> u64 {
+        self.missing * PAGE as u64
     }
 
     /// The reason why not, if there is not enough.
     #[must_use]
     pub fn lacking(&self) -> Option<String> {
-        let missing = self.waiting.checked_sub(self.places).filter(|missing| *missing > 0)? * PAGE as u64;
+        let missing = Some(self.missing()).filter(|missing| *missing > 0)?;
         Some(format!(
             "{} of its memory would find no room in the small system (try less --memory, or a larger --pool for the \
              next checkpoint)",
             bytes(missing)
         ))
     }
+}
+
+/// How many pages the driver sets aside before the first frame comes (`set_aside` there): lists of what is to be copied,
+/// tables for all memory up to `top_phys`, and the landing itself.
+fn set_aside(occupied_bytes: u64, top_phys: u64) -> u64 {
+    let lists = 2 * (occupied_bytes / PAGE as u64 / LANDING_LIST_MAX as u64 + 1);
+    lists + (top_phys >> 30) + (top_phys >> 39) + 16
 }
 
 /// Which of the image's file systems are not as they were at the instant.
@@ -197,6 +215,7 @@ pub fn wait_for_disks(file_systems: &[FileSystem], patience: Duration) {
 mod tests {
     use super::*;
     use mercury_image::{FirmwareRange, Processor};
+    use proptest::prelude::*;
 
     fn machine() -> Machine {
         let ram = FirmwareRange { start_phys: 0, last_phys: 0xFFFF, kind: "System RAM".into() };
@@ -213,24 +232,80 @@ mod tests {
         Iommu { name: name.into(), registers: vec![register.into()] }
     }
 
+    const LIMIT_MIB: u64 = 64;
+
+    fn frame(mib: u64, source: Source) -> Frame {
+        Frame { phys: mib << 20, source }
+    }
+
+    /// Ranges with so many free pages that the small system does not occupy, and others that it does.
+    fn ranges(free: u64) -> Vec<Range> {
+        let range = |start_mib: u64, pages, kind| Range { start_phys: start_mib << 20, pages, kind };
+        // One MiB of the second is below the limit.
+        vec![
+            range(0, 512, Kind::Kept),
+            range(LIMIT_MIB - 1, 256 + free, Kind::Free),
+            range(1 << 20, 512, Kind::Kept),
+        ]
+    }
+
+    /// What the driver sets aside for these: 2 × (16384 / 255 + 1) pages of lists, tables for 1 TiB and 2 MiB, and 16.
+    const ASIDE: u64 = 130 + 1024 + 2 + 16;
+
     #[test]
     fn what_waits_needs_room() {
-        let range = |start_mib: u64, pages, kind| Range { start_phys: start_mib << 20, pages, kind };
-        let ranges = [range(0, 512, Kind::Kept), range(63, 512, Kind::Free), range(65, 3, Kind::Free)];
-        let mut room = Room::new(&ranges, 64);
-        // Of the second range one MiB is above.
-        let free = 256 + 3;
-        let frame = |mib: u64, source| Frame { phys: mib << 20, source };
-        for _ in 0..free {
+        let mut room = Room::new(&ranges(ASIDE + 3), LIMIT_MIB);
+        for _ in 0..3 {
             room.add(&frame(1, Source::Data));
             room.add(&frame(2, Source::Zero));
             room.add(&frame(100, Source::Data));
         }
         assert_eq!(room.lacking(), None);
+        let mut other = room;
         room.add(&frame(1, Source::Frame(0)));
         assert!(room.lacking().is_some_and(|text| text.starts_with("4.00 KiB")), "{:?}", room.lacking());
+        // The home of zeros is no place before they have come.
         room.add(&frame(64, Source::Zero));
-        assert_eq!(room.lacking(), None);
+        assert!(room.lacking().is_some_and(|text| text.starts_with("4.00 KiB")), "{:?}", room.lacking());
+        other.add(&frame(64, Source::Zero));
+        other.add(&frame(1, Source::Frame(0)));
+        assert_eq!(other.lacking(), None);
+        // What is set aside cannot be where zeros have their homes.
+        assert!(Room::new(&ranges(ASIDE - 1), LIMIT_MIB).lacking().is_some());
+    }
+
+    /// What the driver does, place by place; false if it finds none.
+    fn finds_room(free: u64, frames: &[Frame]) -> bool {
+        let Some(unused) = free.checked_sub(ASIDE) else { return false };
+        let left = frames.iter().try_fold(unused, |places, frame| {
+            match (frame.phys >> 20 < LIMIT_MIB, frame.source) {
+                (false, Source::Zero) => Some(places + 1),
+                (true, Source::Data | Source::Frame(_)) => places.checked_sub(1),
+                _ => Some(places),
+            }
+        });
+        left.is_some()
+    }
+
+    fn any_frame() -> impl Strategy<Value = Frame> {
+        let source = prop_oneof![Just(Source::Data), Just(Source::Zero), Just(Source::Frame(0))];
+        (prop_oneof![0..LIMIT_MIB, LIMIT_MIB..1 << 20], source).prop_map(|(mib, source)| frame(mib, source))
+    }
+
+    proptest! {
+        /// It says whether the driver finds room, and how much is missing: with so much more there is enough, with less
+        /// there is not.
+        #[test]
+        fn room_is_what_the_driver_finds(
+            free in ASIDE - 4..ASIDE + 24,
+            frames in proptest::collection::vec(any_frame(), 0..64),
+        ) {
+            let mut room = Room::new(&ranges(free), LIMIT_MIB);
+            frames.iter().for_each(|frame| room.add(frame));
+            prop_assert_eq!(room.lacking().is_none(), finds_room(free, &frames));
+            prop_assert!(finds_room(free + room.missing, &frames));
+            prop_assert!(room.missing == 0 || !finds_room(free + room.missing - 1, &frames));
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! An entry in the boot menu, for a machine that cannot be asked any more: GRUB's `custom.cfg`, which Debian's `grub.cfg`
 //! reads at each boot, or a file of its own where a loader reads the Boot Loader Specification's (systemd-boot).
 
+use super::beside::{Beside, Readers};
 use crate::{
     checkpoint::disks::{line_of, unescaped},
     error::{Error, Result},
@@ -10,8 +11,7 @@ use crate::{
 };
 use serde::Serialize;
 use std::{
-    fs::{self, File},
-    io::{self, Write as _},
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -139,7 +139,8 @@ impl Loader {
                 (entries.join(format!("{}.conf", file_name(&entry.title))), specified(entry, folder))
             }
         };
-        replace(&file, &text).map_err(|error| failed(&file, &error))?;
+        let new = Beside::write(&file, text.as_bytes(), Readers::AsBefore);
+        new.and_then(Beside::put).map_err(|error| failed(&file, &error))?;
         Ok(Made { file, title: entry.title.clone() })
     }
 }
@@ -230,16 +231,6 @@ fn with_block(text: &str, title: &str, block: &str) -> String {
             format!("{text}{newline}{new}")
         }
     }
-}
-
-/// Written beside it, made safe, and renamed.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let beside = path.with_extension("mercury-new");
-    let mut file = File::create(&beside)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()?;
-    fs::rename(&beside, path)?;
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 #[cfg(test)]

@@ -4,9 +4,11 @@
 //! of this system's own kernel; [`init`] is its first process). There every page of the image is loaded to its own
 //! address by the driver, and the machine goes on behind the instant at which the image was made.
 
+pub mod beside;
 pub mod environment;
 pub mod fit;
 pub mod init;
+pub mod kernel;
 pub mod menu;
 pub mod place;
 
@@ -33,6 +35,8 @@ use place::Place;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
+/// The least memory that a small kernel is given, in MiB.
+pub const MEMORY_LEAST_MIB: u64 = 64;
 /// How long the small system waits for disks besides the image's.
 const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 

@@ -2,7 +2,7 @@
 //! mounted there for reading. No journal is replayed: nothing of any disk changes before the machine is back.
 
 use crate::{
-    checkpoint::disks,
+    checkpoint::{disks, reachable},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -75,6 +75,9 @@ impl Place {
         if kind.as_ref().is_ok_and(FileTypeExt::is_block_device) {
             if path.to_string_lossy().contains(char::is_whitespace) {
                 return Err(refused(format!("{} has a space in its name", path.display())));
+            }
+            if let Some(why) = reachable::obstacle(&path, sysroot) {
+                return Err(refused(format!("{} {why}", image.display())));
             }
             return Ok(Self::Device(path));
         }
@@ -180,8 +183,8 @@ impl Line {
             other => return Err(format!("its type is {other}")),
         };
         let device = PathBuf::from(&self.source);
-        if disks::is_composed(&device, sysroot) {
-            return Err(format!("it is on {}, which is made of other devices", self.source));
+        if let Some(why) = reachable::obstacle(&device, sysroot) {
+            return Err(format!("it is on {}, which {why}", self.source));
         }
         let mounted = disks::Mounted {
             number: String::new(),

@@ -1,0 +1,113 @@
+//! Which disks the small system that restores comes to: those that the drivers of this machine's cards find by themselves. It
+//! puts nothing together, and logs in nowhere.
+
+use crate::sysroot::Sysroot;
+use rustix::fs::{major, minor};
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+/// Why it does not come to a device, such as "is made of other devices"; `None` if it does.
+#[must_use]
+pub fn obstacle(device: &Path, sysroot: &Sysroot) -> Option<String> {
+    const COMPOSED: &str = "is made of other devices";
+    let Ok(found) = fs::metadata(device) else { return Some(COMPOSED.into()) };
+    let link = format!("sys/dev/block/{}:{}", major(found.rdev()), minor(found.rdev()));
+    let folder = fs::canonicalize(sysroot.path(&link)).unwrap_or_default();
+    if folder.to_string_lossy().contains("/devices/virtual/block/") {
+        return Some(COMPOSED.into());
+    }
+    network(&folder).map(|network| format!("is a disk on a network ({network})"))
+}
+
+/// The network that a device's folder in /sys/devices hangs on.
+fn network(folder: &Path) -> Option<String> {
+    folder.ancestors().find_map(|above| {
+        let is_iscsi = ["iscsi_session", "iscsi_host"].iter().any(|name| above.join(name).exists());
+        match above.file_name()?.to_str()? {
+            _ if is_iscsi => Some("iSCSI".into()),
+            "rbd" => Some("Ceph".into()),
+            name if name.starts_with("nvme") => fabric(above),
+            _ => None,
+        }
+    })
+}
+
+/// How an NVMe controller is reached, or all those of a subsystem are, if it is not by PCI.
+fn fabric(folder: &Path) -> Option<String> {
+    let transport = |folder: PathBuf| fs::read_to_string(folder.join("transport")).ok();
+    let below = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found = std::iter::once(folder.to_owned()).chain(below).filter_map(transport).peekable();
+    let first = found.peek()?.trim().to_owned();
+    found.all(|transport| transport.trim() != "pcie").then(|| format!("NVMe, {first}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// What is said of a device whose folder in /sys/devices is this, with these files there.
+    fn of(folder: &str, files: &[(&str, &str)]) -> Option<String> {
+        let root = tempfile::tempdir().expect("a folder");
+        let devices = root.path().join("sys/devices");
+        fs::create_dir_all(devices.join(folder)).expect("folders");
+        for (name, text) in files {
+            let path = devices.join(name);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            fs::write(path, text).expect("a file");
+        }
+        fs::create_dir_all(root.path().join("sys/dev/block")).expect("folders");
+        // A file that is there; its device number does not matter.
+        let number = fs::metadata("/dev/null").expect("a device").rdev();
+        let link = format!("sys/dev/block/{}:{}", major(number), minor(number));
+        symlink(devices.join(folder), root.path().join(link)).expect("a link");
+        obstacle(Path::new("/dev/null"), &Sysroot::at(root.path()))
+    }
+
+    #[test]
+    fn disks_on_cards_are_reached() {
+        assert_eq!(of("pci0000:00/0000:00:04.0/virtio1/block/vda/vda1", &[]), None);
+        assert_eq!(of("pci0000:00/0000:00:1f.2/ata1/host0/target0:0:0/0:0:0:0/block/sda", &[]), None);
+        let nvme = "pci0000:00/0000:00:02.0/nvme/nvme0";
+        assert_eq!(
+            of(&format!("{nvme}/nvme0n1/nvme0n1p2"), &[(&format!("{nvme}/transport"), "pcie\n")]),
+            None
+        );
+    }
+
+    #[test]
+    fn what_is_put_together_is_not() {
+        assert_eq!(of("virtual/block/dm-0", &[]).as_deref(), Some("is made of other devices"));
+        assert_eq!(of("virtual/block/md0/md0p1", &[]).as_deref(), Some("is made of other devices"));
+        let gone = obstacle(Path::new("/dev/no-such-disk"), &Sysroot::default());
+        assert_eq!(gone.as_deref(), Some("is made of other devices"));
+    }
+
+    #[test]
+    fn disks_on_a_network_are_not() {
+        let session = "platform/host3/session1/target3:0:0/3:0:0:0/block/sda/sda1";
+        let file = "platform/host3/session1/iscsi_session/session1/state";
+        assert_eq!(of(session, &[(file, "")]).as_deref(), Some("is a disk on a network (iSCSI)"));
+        let host = ("pci0000:00/0000:00:05.0/host2/iscsi_host/host2/ipaddress", "");
+        let disk = "pci0000:00/0000:00:05.0/host2/target2:0:0/2:0:0:0/block/sdb";
+        assert_eq!(of(disk, &[host]).as_deref(), Some("is a disk on a network (iSCSI)"));
+        let ctl = "virtual/nvme-fabrics/ctl/nvme1";
+        let found = of(&format!("{ctl}/nvme1n1"), &[(&format!("{ctl}/transport"), "tcp\n")]);
+        assert_eq!(found.as_deref(), Some("is a disk on a network (NVMe, tcp)"));
+        assert_eq!(of("rbd/0/block/rbd0", &[]).as_deref(), Some("is a disk on a network (Ceph)"));
+    }
+
+    #[test]
+    fn one_way_that_is_reached_is_enough() {
+        let subsystem = "virtual/nvme-subsystem/nvme-subsys0";
+        let with = |transports: [&str; 2]| {
+            let [first, second] = ["nvme0", "nvme1"].map(|name| format!("{subsystem}/{name}/transport"));
+            of(&format!("{subsystem}/nvme0n1"), &[(&first, transports[0]), (&second, transports[1])])
+        };
+        assert_eq!(with(["pcie\n", "tcp\n"]), None);
+        assert!(with(["rdma\n", "rdma\n"]).is_some_and(|why| why.contains("NVMe, rdma")));
+    }
+}
