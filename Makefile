@@ -16,7 +16,7 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
-	@echo 'make test      all tests; make test FILTER=machine LAB=intel'
+	@echo 'make test      the tests that are not long; make test FILTER=machine LAB=intel'
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
 	@echo 'make test MINUTES=40   no test begins later than that; those left out are named'
 	@echo 'make check     formatting, lints, style of the driver'

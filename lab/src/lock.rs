@@ -59,7 +59,7 @@ fn open(path: &Path) -> Result<File> {
         .context(|| format!("open {}", path.display()))
 }
 
-/// How many machines may run at once on this host, whatever starts them.
+/// How many machines may run at once from one checkout, whatever starts them.
 const SLOTS: usize = 2;
 
 /// The right to run a number of machines at once. How long it was held is noted in [`Reservation::times`].

@@ -1,5 +1,5 @@
-//! `lab test`: runs every check and test of the project, lets their lines through, and sums them up in one
-//! line.
+//! `lab test`: runs the tests of the project, with `FULL=1` all of them and every check, lets their lines through, and
+//! sums them up in one line.
 
 use std::{
     cmp::Reverse,
@@ -93,7 +93,7 @@ impl Tally {
     }
 }
 
-/// Runs all tests, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
+/// Runs the tests, with `FULL=1` the long ones as well, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
 /// last lines are `FAILED NAME` for each that failed, and `N passed, N failed, N skipped`.
 ///
 /// # Errors
@@ -190,8 +190,8 @@ fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     run_counting("", &mut cargo)
 }
 
-/// Long tests that run in Bochs as well, by platform and file. There are hours of them: these are what only another
-/// processor can show. `make test LAB=intel` runs all that one can.
+/// Tests that run in Bochs as well with `FULL=1`, by platform and file. There are hours of them: these are what only another
+/// processor can show. `make test LAB=intel FULL=1` runs all that one can.
 const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "applications", &["registers_and_results"]),
     ("intel", "state", &["the_generic_kernel_with_machine_checks"]),

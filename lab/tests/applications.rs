@@ -1,4 +1,4 @@
-//! Applications that would notice: each runs while the hypervisor goes in and out beneath it a thousand
+//! Applications that would notice: each runs while the hypervisor goes in and out beneath it six hundred
 //! times on every CPU, and has nothing to complain about.
 
 #![allow(clippy::unwrap_used)]

@@ -1,7 +1,7 @@
 //! Power cuts while an image is written, and while a machine is brought back from one. Whatever the moment: the image
 //! before is whole, a torn one is refused, file systems are clean, and the next restore works.
 //!
-//! `make test` has a few moments, `MERCURY_POWER_CUTS=50` that many of both; `MERCURY_POWER_SEED` repeats a run's.
+//! `make test FULL=1` has a few moments, `MERCURY_POWER_CUTS=50` that many of both; `MERCURY_POWER_SEED` repeats a run's.
 
 #![allow(clippy::unwrap_used)]
 

@@ -182,7 +182,7 @@ fn the_kernel_panics() -> Result<()> {
     machine.mercury("detach").map(drop)
 }
 
-/// A disk is pulled, a file is removed, the other host's end dies: no image, and the machine runs on.
+/// A disk is pulled: no image, and the machine runs on.
 #[test]
 fn the_destination_vanishes() -> Result<()> {
     let machine = boot(spec().qemu_arg("-device").qemu_arg("pcie-root-port,id=riser"))?;

@@ -1,4 +1,4 @@
-//! NMIs at every moment of attach and detach: in a storm, and one at each step.
+//! NMIs at every moment of attach and detach: in a storm; `steps.rs` has one at each step.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
