@@ -1,7 +1,7 @@
 //! `mercury migrate --dry-run`: what a move would come to, measured on this machine alone. Nothing is sent, and nothing
 //! stands still.
 
-use super::mover::guess;
+use super::course::guess;
 use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, describe, guard::Guard},

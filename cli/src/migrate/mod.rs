@@ -12,6 +12,7 @@
 
 pub mod arrival;
 pub mod copy;
+mod course;
 mod dry_run;
 pub mod link;
 mod mover;
@@ -64,6 +65,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 /// If it has not moved; it goes on as it did.
 pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
+    course::refuse_hopeless(args)?;
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;

@@ -4,6 +4,7 @@ use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
     copy::{From, Pass, Reading, Stopped, pass},
+    course::{self, Course},
     link::Link,
     offer::Offer,
     operator::Operator,
@@ -36,7 +37,7 @@ use mercury_migration::{
         Attempt, Mark, Message, Patience, Source, Word,
         source::{Action, Decision, Event, State},
     },
-    rounds::{Fixed, Limits, Next, Otherwise, Policy, Round},
+    rounds::{Limits, Next, Otherwise},
     session::Line,
     wire::Ledger,
 };
@@ -59,14 +60,6 @@ const AGAIN: Duration = Duration::from_millis(500);
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an answer may take then before the operator is told. A large machine with many devices takes a while to start.
 const DOUBT: Duration = Duration::from_secs(10);
-/// What the last round takes for reading what devices have for good, with a log.
-const READING_LOGGED: Duration = Duration::from_millis(100);
-/// What the instant and the arrival take, before they are known.
-const GUESS: Fixed = Fixed {
-    quiesce: Duration::from_millis(200),
-    hand_over: Duration::from_millis(50),
-    start: Duration::from_millis(200),
-};
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -521,23 +514,11 @@ impl<'a> Mover<'a> {
         }
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
-            max_downtime: self.args.max_downtime.map_or(Limits::default().max_downtime, |span| span.0),
-            max_bytes_per_second: self.args.bandwidth.map(|mib| mib << 20),
-            // The load is not held back yet.
-            max_throttle_percent: 0,
-            max_rounds: self.args.rounds,
-            otherwise: if self.args.or_give_up { Otherwise::GiveUp } else { Otherwise::Stop },
-        }
-    }
-
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
-        let limits = self.limits();
-        let mut policy = Policy::new(limits, GUESS);
-        let mut before: Option<Pass> = None;
-        for number in 0..u64::from(self.args.rounds) {
+        let limits = course::limits(self.args);
+        let mut course = Course::new(limits);
+        for number in 0..u64::from(limits.max_rounds) {
             let done = match self.round(number, &limits) {
                 Ok(done) => done,
                 Err(event) => return event,
@@ -545,58 +526,28 @@ impl<'a> Mover<'a> {
             self.report.rounds = number + 1;
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
-            // What is dirty now is known only when it is looked for: as much as was, in as much time. The first round sends
-            // what nobody has written.
-            let seconds = |pass: &Pass| pass.took.as_secs_f64().max(0.001);
-            let per_second = before.map(|before| done.sent as f64 / seconds(&before));
-            let dirty = per_second.map_or(done.sent, |rate| (rate * seconds(&done)) as u64);
-            // The last round reads all of memory as well.
-            let reading = match self.log {
-                // But for what devices have for good, it reads what it has to send.
-                Log::Live => READING_LOGGED,
-                _ => before.map_or(done.took, |_| done.took.saturating_sub(done.waited)),
-            };
-            policy.expect(Fixed { quiesce: GUESS.quiesce + reading, ..GUESS });
-            let round = Round {
-                bytes_sent: done.bytes,
-                pages_sent: done.sent,
-                took: done.took,
-                waited: done.waited,
-                dirty_pages: dirty,
-            };
-            let next = if before.is_none() && self.args.rounds > 1 {
-                Next::Copy { throttle_percent: 0 }
-            } else {
-                policy.next(&round)
-            };
+            let outlook = course.after(&done, matches!(self.log, Log::Live));
             let told = Told::Round {
                 round: number,
                 pages: done.sent,
                 zero_pages: done.zeros,
                 bytes: done.bytes,
                 seconds: done.took.as_secs_f64(),
-                dirty_pages_per_second: per_second.unwrap_or(0.0),
-                downtime_ms: policy.downtime(&round).as_secs_f64() * 1e3,
+                dirty_pages_per_second: outlook.dirty_pages_per_second,
+                downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
             };
             self.tell(&told);
-            match next {
-                Next::Copy { .. } => before = Some(done),
+            match outlook.next {
+                Next::Copy { .. } => {}
                 Next::Stop { .. } => return Event::StopNow,
-                Next::GiveUp { downtime } => {
-                    let text = format!(
-                        "the downtime would be about {:.1} s, and {:.1} s are allowed",
-                        downtime.as_secs_f64(),
-                        limits.max_downtime.as_secs_f64()
-                    );
-                    return self.fail(
-                        Error::new(Exit::Failed, text).hint(
-                            "allow more with --max-downtime, or let the load rest; the machine runs on",
-                        ),
-                    );
-                }
+                Next::GiveUp { downtime } => return self.fail(course.too_long(downtime)),
             }
         }
-        Event::StopNow
+        match limits.otherwise {
+            Otherwise::Stop => Event::StopNow,
+            // No arguments lead here; whoever wants it given up is not to be moved.
+            Otherwise::GiveUp => self.fail(Error::new(Exit::Failed, "no downtime could be expected")),
+        }
     }
 
     fn round(&mut self, number: u64, limits: &Limits) -> std::result::Result<Pass, Event> {
@@ -736,7 +687,7 @@ impl<'a> Mover<'a> {
             link.be_patient(FROZEN);
         }
         let last = Instant::now();
-        let limits = Limits { max_bytes_per_second: None, ..self.limits() };
+        let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.collect_log();
         self.report.found_by = self.log.found_by();
         let done = match self.pass(From::Instant, only, "the last pages", &limits) {
@@ -775,9 +726,4 @@ impl<'a> Mover<'a> {
             theirs: std::mem::take(&mut self.theirs),
         }
     }
-}
-
-/// For who looks at what copying comes to without a connection.
-pub(super) fn guess(reading: Duration) -> Fixed {
-    Fixed { quiesce: GUESS.quiesce + reading, ..GUESS }
 }
