@@ -81,8 +81,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
         Ok(Outcome::Arrived(mut arrived)) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
-            guard.is_undone();
-            arrived.settle(held);
+            arrived.settle(held, &mut guard);
             Ok(report)
         }
         Ok(Outcome::GivenUp) => {
