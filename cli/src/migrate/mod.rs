@@ -16,6 +16,7 @@ mod course;
 mod dry_run;
 pub mod link;
 mod mover;
+mod no_way_back;
 pub mod offer;
 pub mod operator;
 pub mod report;
@@ -86,6 +87,8 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
         }
         Ok(Outcome::GivenUp) => {
             attached.forget();
+            // Whatever comes now, nothing here may go on.
+            std::mem::forget(held);
             power_off(say, &report, operator, may_write)
         }
         Ok(Outcome::Resumed) => {
@@ -132,10 +135,12 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
 
 /// Who reads it may stand still, and a file may be on the other side of the fence.
 fn say_if_anybody_reads(text: String) {
-    let said = std::thread::spawn(move || {
+    let writer = std::thread::Builder::new().spawn(move || {
         let mut stdout = std::io::stdout().lock();
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
     });
+    // The console is told, too.
+    let Ok(said) = writer else { return };
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
         std::thread::sleep(Duration::from_millis(5));

@@ -6,6 +6,7 @@ use super::{
     copy::{From, Pass, Reading, Stopped, pass},
     course::{self, Course},
     link::Link,
+    no_way_back,
     offer::Offer,
     operator::Operator,
     report::{Report, Told, how_far},
@@ -451,6 +452,7 @@ impl<'a> Mover<'a> {
                         self.failure.get_or_insert(error);
                         return Step::Event(Event::RecordFailed(self.attempt, mark));
                     }
+                    no_way_back::begin(self.operator.console());
                     self.guard.is_undone();
                     self.silence.keep();
                     self.committed = Some(Instant::now());
@@ -481,6 +483,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        no_way_back::end();
         // Who was silent must not be so when applications run.
         let _ = self.device.fence_down();
         self.silence.end();
