@@ -111,18 +111,19 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
     if may_write {
         say_if_anybody_reads(crate::output::text(say.format, say.name, report));
     }
+    let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(
         "this machine has moved: {} rounds; what had changed was found by {}, which read {} pages at the end; \
          applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages); {} bytes were sent, in \
          {:.1} s. It is powered off",
         report.rounds,
-        report.found_by,
-        report.looked,
-        report.downtime_us / 1e3,
-        report.quiesce_us / 1e3,
-        report.last_us / 1e3,
+        after.found_by,
+        after.looked,
+        after.downtime_us / 1e3,
+        after.quiesce_us / 1e3,
+        after.last_us / 1e3,
         report.bytes.iter().sum::<u64>(),
-        report.seconds
+        after.seconds
     ));
     // Nothing is written to the disks any more: they are the other machine's.
     // SAFETY: touches no memory of this process.

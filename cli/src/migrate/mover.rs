@@ -9,7 +9,7 @@ use super::{
     no_way_back,
     offer::Offer,
     operator::Operator,
-    report::{Report, Told, how_far},
+    report::{After, Report, Told, how_far},
 };
 use crate::{
     args::MigrateArgs,
@@ -246,11 +246,7 @@ impl<'a> Mover<'a> {
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
-        let report = Report {
-            attempt: attempt.to_string(),
-            memory: offer.machine.kept_pages() * 4096,
-            ..Report::default()
-        };
+        let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
             hailer: Hailer::new(&line),
             cards: ethernet::cards(sysroot),
@@ -469,9 +465,9 @@ impl<'a> Mover<'a> {
             // Only after a restart, which knows nothing of the move.
             Action::Boot => Step::None,
             Action::GiveUp => {
-                self.report.downtime_us =
-                    self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
-                self.report.seconds = self.begun.elapsed().as_secs_f64();
+                let after = self.report.after.get_or_insert_default();
+                after.downtime_us = self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
+                after.seconds = self.begun.elapsed().as_secs_f64();
                 Step::None
             }
             Action::Tell(advice) => {
@@ -685,14 +681,14 @@ impl<'a> Mover<'a> {
         if begin.restored != 0 {
             return Ok(Step::Arrived);
         }
-        self.report.quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.collect_log();
-        self.report.found_by = self.log.found_by();
+        let found_by = self.log.found_by();
         let done = match self.pass(From::Instant, only, "the last pages", &limits) {
             Ok(done) => done,
             Err(event) => return Ok(Step::Event(event)),
@@ -709,8 +705,9 @@ impl<'a> Mover<'a> {
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
         }
-        self.report.looked = done.looked;
-        self.report.last_us = last_took.as_secs_f64() * 1e6;
+        let last_us = last_took.as_secs_f64() * 1e6;
+        self.report.after =
+            Some(After { found_by, looked: done.looked, quiesce_us, last_us, ..After::default() });
         self.report.pages[1] = done.sent;
         self.report.bytes[1] = done.bytes;
         Ok(Step::Event(Event::Streamed(self.ledger.digest(self.attempt))))
@@ -721,7 +718,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
-        self.report.arrived = true;
+        self.report.arrive();
         Arrival {
             line: self.line.to_string(),
             attempt: self.attempt.0,
