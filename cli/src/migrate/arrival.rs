@@ -8,7 +8,7 @@ use crate::{
     exit::Exit,
 };
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, LENGTH, Speaker},
+    hail::{ETHER_TYPE, Hailer, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},
     session::Line,
 };
@@ -29,8 +29,10 @@ const ANSWERED: Duration = Duration::from_secs(600);
 /// All that has to be known before the instant.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Arrival {
-    /// The receiver's line, from which the key for hails is derived.
+    /// The receiver's line, from which the key for hails is derived, and from what went with the offer.
     pub line: String,
+    /// What went with the offer.
+    pub hails: Secret,
     /// The attempt's name.
     pub attempt: [u8; 16],
     /// The machine's cards.
@@ -42,7 +44,9 @@ pub struct Arrival {
 impl Arrival {
     fn hailer(&self) -> Option<Hailer> {
         let line: Line = self.line.parse().ok()?;
-        Some(Hailer::new(&line))
+        let mut hailer = Hailer::new(&line);
+        hailer.know(Attempt(self.attempt), &self.hails);
+        Some(hailer)
     }
 
     fn started(&self, hailer: &Hailer) -> [u8; LENGTH] {

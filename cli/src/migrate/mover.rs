@@ -234,6 +234,9 @@ impl<'a> Mover<'a> {
             Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
         };
         let attempt = Attempt(checkpoint::random()?);
+        let hails = checkpoint::random()?;
+        let mut hailer = Hailer::new(&line);
+        hailer.know(attempt, &hails);
         let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
@@ -242,13 +245,12 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count() };
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
-            hailer: Hailer::new(&line),
             cards: ethernet::cards(sysroot),
             link: Some(link),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: DOUBT, hold: None },
@@ -273,6 +275,7 @@ impl<'a> Mover<'a> {
             guard,
             to,
             line,
+            hailer,
             packets,
             attempt,
             source,
@@ -508,8 +511,15 @@ impl<'a> Mover<'a> {
     fn hail(&mut self, word: Word) {
         self.hailed = Instant::now();
         let message = Message { attempt: self.attempt, word };
+        // One that was restarted cannot understand the first, and must be able to say that it knows nothing.
+        let frames = [
+            self.hailer.say(Speaker::Source, message),
+            self.hailer.say_to_who_forgot(Speaker::Source, message),
+        ];
         for card in self.cards.iter().filter(|card| card.up) {
-            let _ = self.packets.say(card, &self.hailer.say(Speaker::Source, message));
+            for frame in &frames {
+                let _ = self.packets.say(card, frame);
+            }
         }
     }
 
@@ -721,6 +731,7 @@ impl<'a> Mover<'a> {
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),
+            hails: self.offer.hails,
             attempt: self.attempt.0,
             cards: std::mem::take(&mut self.cards),
             theirs: std::mem::take(&mut self.theirs),

@@ -346,6 +346,10 @@ impl Host {
     fn prepare(&mut self) -> Result<(), String> {
         let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
         let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
+        // Answers to what is said of it later have to be believed, also when it is thrown away by then.
+        if let Some(attempt) = self.link.as_ref().and_then(Link::attempt) {
+            self.hailer.know(attempt, &offer.hails);
+        }
         let sysroot = Sysroot::default();
         let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
         let online = sysroot.online_cpus().iter().count();
