@@ -448,10 +448,11 @@ pub struct MigrateArgs {
     /// Measure what a move would come to, and do nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Copy on until applications need stand still for no longer than this, as far as that helps [default: 500ms]
+    /// Copy on until applications need stand still for no longer than this, as far as that helps; 450 ms and more
+    /// are reckoned for the instant and the arrival alone [default: 1s]
     #[arg(long, value_name = "TIME")]
     pub max_downtime: Option<Span>,
-    /// If that cannot be had: give the move up, instead of letting them stand still for longer
+    /// If that cannot be had: give the move up, instead of letting them stand still for longer; not with --rounds 0
     #[arg(long)]
     pub or_give_up: bool,
     /// So many rounds at most while everything runs; 0: stop first, then copy

@@ -67,11 +67,7 @@ impl Render for Maintained {
     fn render(&self, to: &mut Text) {
         to.line("this machine is back");
         for (way, report) in ["there", "back"].iter().zip(&self.moves) {
-            to.line(format!(
-                "{way}: {} rounds while everything ran; {:.0} ms until the instant",
-                report.rounds,
-                report.quiesce_us / 1e3
-            ));
+            to.line(format!("{way}: {} rounds while everything ran", report.rounds));
         }
     }
 }

@@ -3,10 +3,15 @@
 //! reaches whoever listens.
 //!
 //! A hail is a message of the protocol in 58 bytes: [`MAGIC`] (8), who says it (1: the source, 2: the destination), the word
-//! (1, as in [`wire`](crate::wire)), the attempt (16), and BLAKE3 (32) of all that with a key that
-//! both ends derive from the receiver's line. It may be heard by anybody, and repeated by anybody: it says what is true for
-//! good ([`Word::Started`], [`Word::Discarded`]), or asks for it ([`Word::Commit`]), of an attempt whose name is used once.
-//! Whether that attempt is the one that matters is the state machines' to say.
+//! (1, as in [`wire`](crate::wire)), the attempt (16), and BLAKE3 (32) of all that with a key. It may be heard by anybody, and
+//! repeated by anybody: it says what is true for good ([`Word::Started`], [`Word::Discarded`]), or asks for it
+//! ([`Word::Commit`]), of an attempt whose name is used once. Whether that attempt is the one that matters is the state
+//! machines' to say.
+//!
+//! The key is the attempt's: both ends derive it from the receiver's line and from a [`Secret`] that goes with the offer, inside
+//! the session. So whoever has only seen the line decides nothing. A receiver that was restarted does not have it; what is said to
+//! it, and what it says, has a key that comes from the line alone, and is worth only that: [`Word::Unknown`], which decides
+//! nothing, and a question of whose attempt nothing is known.
 
 use crate::{
     protocol::{Attempt, Message, Word},
@@ -31,10 +36,18 @@ pub enum Speaker {
     Destination = 2,
 }
 
+/// What the source makes for an attempt, and sends with the offer: random, and used once.
+pub type Secret = [u8; 32];
+
+/// What an attempt's key is derived with.
+const CONTEXT: &str = "mercury migration 2: hails of an attempt";
+
 /// What both ends make and check hails with.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Hailer {
+    /// The line's key.
     key: [u8; 32],
+    known: Vec<(Attempt, [u8; 32])>,
 }
 
 impl std::fmt::Debug for Hailer {
@@ -47,12 +60,34 @@ impl Hailer {
     /// For moves to the receiver of a line.
     #[must_use]
     pub fn new(line: &Line) -> Self {
-        Self { key: line.hail_key() }
+        Self { key: line.hail_key(), known: Vec::new() }
     }
 
-    /// What goes into the frame.
+    /// An attempt is offered, with this. From here on the line's key is worth nothing for it.
+    pub fn know(&mut self, attempt: Attempt, secret: &Secret) {
+        let key = blake3::derive_key(CONTEXT, &[&self.key[..], &attempt.0, secret].concat());
+        if self.key_of(attempt).is_none() {
+            self.known.push((attempt, key));
+        }
+    }
+
+    fn key_of(&self, attempt: Attempt) -> Option<&[u8; 32]> {
+        self.known.iter().find(|(known, _)| *known == attempt).map(|(_, key)| key)
+    }
+
+    /// What goes into the frame. Of an attempt that is not known it has the line's key.
     #[must_use]
-    pub fn say(&self, speaker: Speaker, Message { attempt, word }: Message) -> [u8; LENGTH] {
+    pub fn say(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
+        Self::made(self.key_of(message.attempt).unwrap_or(&self.key), speaker, message)
+    }
+
+    /// The same for a receiver that was restarted, and cannot know the attempt.
+    #[must_use]
+    pub fn say_to_who_forgot(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
+        Self::made(&self.key, speaker, message)
+    }
+
+    fn made(key: &[u8; 32], speaker: Speaker, Message { attempt, word }: Message) -> [u8; LENGTH] {
         let number = match word {
             Word::Cancel => 3,
             Word::Commit => 4,
@@ -67,7 +102,7 @@ impl Hailer {
         bytes[8] = speaker as u8;
         bytes[9] = number;
         bytes[10..CHECKED].copy_from_slice(&attempt.0);
-        let sum = blake3::keyed_hash(&self.key, &bytes[..CHECKED]);
+        let sum = blake3::keyed_hash(key, &bytes[..CHECKED]);
         bytes[CHECKED..].copy_from_slice(sum.as_bytes());
         bytes
     }
@@ -80,8 +115,8 @@ impl Hailer {
         let mut found = [0; 32];
         found.copy_from_slice(sum);
         // Compared in constant time.
-        let is_right = blake3::keyed_hash(&self.key, checked) == blake3::Hash::from_bytes(found);
-        if !is_right || checked[..8] != MAGIC || checked[8] != speaker as u8 {
+        let is_by = |key| blake3::keyed_hash(key, checked) == blake3::Hash::from_bytes(found);
+        if checked[..8] != MAGIC || checked[8] != speaker as u8 {
             return None;
         }
         let mut attempt = Attempt([0; 16]);
@@ -95,7 +130,10 @@ impl Hailer {
             11 => Word::Unknown,
             _ => return None,
         };
-        Some(Message { attempt, word })
+        let own = self.key_of(attempt);
+        // What the line's key is enough for.
+        let decides_nothing = own.is_none() || word == Word::Unknown;
+        (own.is_some_and(is_by) || decides_nothing && is_by(&self.key)).then_some(Message { attempt, word })
     }
 }
 
@@ -132,5 +170,35 @@ mod tests {
             changed[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(one.hear(Speaker::Destination, &changed), None, "bit {bit}");
         }
+    }
+
+    /// Whoever has seen the line decides nothing; what both ends know does.
+    #[test]
+    fn the_line_is_not_enough() {
+        let stranger = hailer();
+        let (mut source, mut destination, mut other) = (stranger.clone(), stranger.clone(), stranger.clone());
+        source.know(STARTED.attempt, &[5; 32]);
+        destination.know(STARTED.attempt, &[5; 32]);
+        other.know(STARTED.attempt, &[6; 32]);
+        let commit = Message { word: Word::Commit, ..STARTED };
+        for word in [Word::Started, Word::Discarded, Word::Lost, Word::Commit, Word::Cancel] {
+            let message = Message { word, ..STARTED };
+            for forger in [&stranger, &other] {
+                let frame = forger.say(Speaker::Destination, message);
+                assert_eq!(source.hear(Speaker::Destination, &frame), None, "{word:?}");
+            }
+            let frame = destination.say(Speaker::Destination, message);
+            assert_eq!(source.hear(Speaker::Destination, &frame), Some(message));
+        }
+        // Who was restarted is asked, answers, and is understood; who was not takes the question for nothing.
+        let question = source.say_to_who_forgot(Speaker::Source, commit);
+        assert_eq!(stranger.hear(Speaker::Source, &question), Some(commit));
+        assert_eq!(destination.hear(Speaker::Source, &question), None);
+        let unknown = Message { word: Word::Unknown, ..STARTED };
+        let answer = stranger.say(Speaker::Destination, unknown);
+        assert_eq!(source.hear(Speaker::Destination, &answer), Some(unknown));
+        // Another attempt's secret does not replace it.
+        destination.know(STARTED.attempt, &[7; 32]);
+        assert_eq!(destination.hear(Speaker::Source, &source.say(Speaker::Source, commit)), Some(commit));
     }
 }

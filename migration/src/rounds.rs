@@ -135,6 +135,17 @@ impl Policy {
         fixed.into_iter().fold(time_to_send(round), Duration::saturating_add)
     }
 
+    /// What comes after the first round, which sends what nobody has written: it counts, and says nothing of how many pages
+    /// will be. Only where there may be no other one it decides.
+    #[must_use]
+    pub fn first(&mut self, round: &Round) -> Next {
+        if self.limits.max_rounds <= 1 {
+            return self.next(round);
+        }
+        self.rounds = self.rounds.saturating_add(1);
+        Next::Copy { throttle_percent: 0 }
+    }
+
     /// What comes after this round.
     #[must_use]
     pub fn next(&mut self, round: &Round) -> Next {

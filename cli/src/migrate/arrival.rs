@@ -3,11 +3,12 @@
 
 use super::mover::Held;
 use crate::{
+    checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},
     exit::Exit,
 };
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, LENGTH, Speaker},
+    hail::{ETHER_TYPE, Hailer, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},
     session::Line,
 };
@@ -28,8 +29,10 @@ const ANSWERED: Duration = Duration::from_secs(600);
 /// All that has to be known before the instant.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Arrival {
-    /// The receiver's line, from which the key for hails is derived.
+    /// The receiver's line, from which the key for hails is derived, and from what went with the offer.
     pub line: String,
+    /// What went with the offer.
+    pub hails: Secret,
     /// The attempt's name.
     pub attempt: [u8; 16],
     /// The machine's cards.
@@ -41,7 +44,9 @@ pub struct Arrival {
 impl Arrival {
     fn hailer(&self) -> Option<Hailer> {
         let line: Line = self.line.parse().ok()?;
-        Some(Hailer::new(&line))
+        let mut hailer = Hailer::new(&line);
+        hailer.know(Attempt(self.attempt), &self.hails);
+        Some(hailer)
     }
 
     fn started(&self, hailer: &Hailer) -> [u8; LENGTH] {
@@ -58,30 +63,46 @@ impl Arrival {
     }
 
     /// Makes the machine known, lets it go on, and says that it runs. A card that does not do what it should is no reason
-    /// not to go on.
-    pub fn settle(&mut self, held: Held) {
+    /// not to go on. If this process does not get so far, its guard lets the machine go on; whoever reads what is told stands
+    /// still until then, so it is told last.
+    pub fn settle(&mut self, held: Held, guard: &mut Guard) {
+        guard.hear();
+        let mut told = self.tell_cards();
+        self.announce();
+        drop(held);
+        guard.is_undone();
+        told.extend(self.say_started().err());
+        for text in told {
+            // What nobody reads is no reason to fail.
+            let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");
+        }
+    }
+
+    /// What the cards do not do.
+    fn tell_cards(&mut self) -> Vec<String> {
+        let mut told = Vec::new();
         for card in self.cards.iter_mut().filter(|card| card.up) {
             let theirs = self.theirs.iter().find(|theirs| theirs.place == card.place);
             let mac = theirs.map_or(card.mac, |theirs| theirs.mac);
             match tell_card(card, mac) {
                 Ok(()) => card.mac = mac,
-                Err(error) => {
-                    eprintln!("mercury migrate: {} does not take its address: {error}", card.name);
-                }
+                Err(error) => told.push(format!("{} does not take its address: {error}", card.name)),
             }
         }
-        self.announce();
-        drop(held);
-        let Some(hailer) = self.hailer() else { return };
+        told
+    }
+
+    /// Says that it runs, and has whoever asks answered.
+    fn say_started(&self) -> Result<(), String> {
+        let hailer = self.hailer().ok_or("the other machine cannot be told: the line is gone")?;
         let started = self.started(&hailer);
         for pause in AGAIN_MS {
             thread::sleep(Duration::from_millis(pause));
             self.say(started);
             self.announce();
         }
-        if let Err(error) = self.keep_answering() {
-            eprintln!("mercury migrate: nobody answers any more if the other machine asks: {error}");
-        }
+        let why = |error| format!("nobody answers any more if the other machine asks: {error}");
+        self.keep_answering().map_err(why)
     }
 
     fn announce(&self) {

@@ -34,6 +34,8 @@ const BATCH: usize = 128;
 const QUEUE: usize = 2;
 /// The other end may take silence for an end: something is sent so often.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
+/// Who watches is asked so often while the bandwidth limit makes it wait.
+const PIECE: Duration = Duration::from_millis(200);
 /// By how much who copies gives way to the load.
 const NICENESS: i32 = 10;
 
@@ -244,13 +246,43 @@ fn send(
         total.changed += record.changed;
         total.zeros += record.zeros;
         total.bytes += record.packed.len() as u64;
-        let pause = wait(limits, total.bytes, begun.elapsed());
-        if !pause.is_zero() {
-            // In pieces, so that whoever watches is not kept waiting.
-            let pause = pause.min(Duration::from_millis(200));
-            thread::sleep(pause);
-            total.waited += pause;
+        if !keep_to(limits, begun, total, &mut |total| watch(total, link)) {
+            return Err(Stopped::Wanted);
         }
     }
     link.flush().map_err(gone)
+}
+
+/// Waits until what was sent keeps to the bandwidth limit; whether to go on then. In pieces, so that whoever watches is not
+/// kept waiting.
+fn keep_to(limits: &Limits, begun: Instant, total: &mut Pass, watch: &mut dyn FnMut(&Pass) -> bool) -> bool {
+    loop {
+        let pause = wait(limits, total.bytes, begun.elapsed()).min(PIECE);
+        if pause.is_zero() {
+            return true;
+        }
+        thread::sleep(pause);
+        total.waited += pause;
+        if !watch(total) {
+            return false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What goes over at once may be more than a limit allows in several pieces of waiting.
+    #[test]
+    fn the_limit_is_kept() {
+        let limits = Limits { max_bytes_per_second: Some(1 << 20), ..Limits::default() };
+        let begun = Instant::now();
+        let mut total = Pass { bytes: 1 << 19, ..Pass::default() };
+        assert!(keep_to(&limits, begun, &mut total, &mut |_| true));
+        assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
+        assert!(total.waited >= 2 * PIECE, "{total:?}");
+        total.bytes = 1 << 40;
+        assert!(!keep_to(&limits, begun, &mut total, &mut |_| false), "nobody is asked");
+    }
 }

@@ -1,7 +1,7 @@
 //! `mercury migrate --dry-run`: what a move would come to, measured on this machine alone. Nothing is sent, and nothing
 //! stands still.
 
-use super::mover::guess;
+use super::course::guess;
 use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, describe, guard::Guard},
@@ -27,6 +27,8 @@ const WIRE: u64 = 125_000_000;
 /// What a move would come to.
 #[derive(Clone, Debug, Serialize)]
 struct Prediction {
+    /// How what has changed was found. A move goes by a log of writes where there can be one, and stands still for less then.
+    found_by: &'static str,
     /// Bytes of memory.
     memory: u64,
     /// Bytes that the first round sends.
@@ -62,6 +64,10 @@ impl Render for Prediction {
             bytes(self.wire),
             self.seconds,
             self.downtime_ms / 1e3
+        ));
+        to.line(format!(
+            "this is by {}; where there can be a log of writes a move goes by that, and applications stand still for less",
+            self.found_by
         ));
     }
 }
@@ -107,6 +113,7 @@ fn predict(
     let downtime = fixed + last;
     let first_round = first.took.as_secs_f64().max(first.packed as f64 / wire as f64);
     Ok(Prediction {
+        found_by: "hashes of all memory",
         memory: machine.kept_pages() * PAGE as u64,
         first_round_bytes: first.packed,
         reading_seconds: reading,

@@ -12,16 +12,18 @@ use mercury_migration::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::{ClientConnection, ServerConnection, StreamOwned};
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     rc::Rc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// How long the other end may take to have a connection, and to say who it is.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+/// How long who knocks may take in all to say who it is: nothing else is looked at meanwhile.
+pub const HANDSHAKE: Duration = Duration::from_secs(5);
 const CLOSED: &str = "the other end has closed it";
 /// The only stream there is.
 const STREAM: u32 = 0;
@@ -38,9 +40,46 @@ impl Session for StreamOwned<ClientConnection, TcpStream> {
     }
 }
 
-impl Session for StreamOwned<ServerConnection, TcpStream> {
+impl Session for StreamOwned<ServerConnection, Timed> {
     fn has_more(&mut self) -> bool {
         self.conn.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
+    }
+}
+
+/// Until when all must have been read that is read now, if there is such a time. Who sends a byte now and then gets no more.
+type Due = Rc<Cell<Option<Instant>>>;
+
+/// A socket that keeps to it.
+struct Timed {
+    socket: TcpStream,
+    due: Due,
+}
+
+impl Timed {
+    fn keep_to_it(&self) -> io::Result<()> {
+        let Some(due) = self.due.get() else { return Ok(()) };
+        let left = Some(due.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero());
+        let left = left.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "it takes too long"))?;
+        self.socket.set_read_timeout(Some(left))?;
+        self.socket.set_write_timeout(Some(left))
+    }
+}
+
+impl Read for Timed {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.keep_to_it()?;
+        self.socket.read(buffer)
+    }
+}
+
+impl Write for Timed {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.keep_to_it()?;
+        self.socket.write(buffer)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.socket.flush()
     }
 }
 
@@ -72,6 +111,7 @@ pub struct Link {
     writer: Option<Writer<Shared>>,
     reader: Option<Reader<Shared>>,
     attempt: Option<Attempt>,
+    due: Due,
     /// Bytes of pages that were written.
     pub sent: u64,
 }
@@ -101,9 +141,9 @@ fn prepare(socket: &TcpStream, patience: Duration) -> io::Result<OwnedFd> {
 }
 
 impl Link {
-    fn new(session: Box<dyn Session>, socket: OwnedFd) -> Self {
+    fn new(session: Box<dyn Session>, socket: OwnedFd, due: Due) -> Self {
         let session = Shared(Rc::new(RefCell::new(session)));
-        Self { session, socket, writer: None, reader: None, attempt: None, sent: 0 }
+        Self { session, socket, writer: None, reader: None, attempt: None, due, sent: 0 }
     }
 
     /// The source's end: connects to the receiver that has printed the line.
@@ -117,20 +157,22 @@ impl Link {
         })?;
         let made = prepare(&socket, patience).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
         let session = session::connect(line, socket).map_err(|error| refused(&error))?;
-        Ok(Self::new(Box::new(session), made))
+        Ok(Self::new(Box::new(session), made, Due::default()))
     }
 
-    /// The destination's end: takes a sender that was given the line.
+    /// The destination's end: takes a sender that was given the line, and says so in [`HANDSHAKE`]. What it talks about is
+    /// to be learned within `patience`.
     ///
     /// # Errors
-    /// If it was not.
+    /// If it was not, or says nothing.
     pub fn accept(receiver: &Receiver, socket: TcpStream, patience: Duration) -> Result<Self> {
-        let made = prepare(&socket, CONNECT_PATIENCE)
-            .map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
-        let session = receiver.accept(socket).map_err(|error| refused(&error))?;
-        let link = Self::new(Box::new(session), made);
-        link.be_patient(patience);
-        Ok(link)
+        let made =
+            prepare(&socket, HANDSHAKE).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
+        let session =
+            receiver.accept(Timed { socket, due: Rc::clone(&due) }).map_err(|error| refused(&error))?;
+        due.set(Some(Instant::now() + patience));
+        Ok(Self::new(Box::new(session), made, due))
     }
 
     /// How long the other end may be silent in the midst of something.
@@ -156,15 +198,18 @@ impl Link {
         self.session.flush()
     }
 
-    /// Which attempt the other end talks about: the destination's end. Answers are of the same.
+    /// Which attempt the other end talks about: the destination's end. Answers are of the same. From then on it may be silent
+    /// for `patience` in the midst of something.
     ///
     /// # Errors
     /// If it talks of none, or the connection is gone.
-    pub fn learn(&mut self) -> mercury_migration::wire::Result<Attempt> {
+    pub fn learn(&mut self, patience: Duration) -> mercury_migration::wire::Result<Attempt> {
         let reader = Reader::open(self.session.clone())?;
         let attempt = reader.attempt();
         self.reader = Some(reader.expect(attempt, STREAM)?);
         self.begin(attempt)?;
+        self.due.set(None);
+        self.be_patient(patience);
         Ok(attempt)
     }
 
@@ -325,7 +370,7 @@ mod tests {
             scope.spawn(move || {
                 let (socket, _) = listener.accept().expect("a sender");
                 let mut link = Link::accept(&receiver, socket, patience).expect("let in");
-                assert_eq!(link.learn().expect("an attempt"), attempt);
+                assert_eq!(link.learn(patience).expect("an attempt"), attempt);
                 let (message, text) = link.hear_message(patience).expect("there").expect("said");
                 assert_eq!((message.word, &text[..]), (Word::Offer, &b"it"[..]));
                 link.say(Word::Refuse, b"no").expect("said");
@@ -337,5 +382,27 @@ mod tests {
             assert_eq!((message.word, &text[..]), (Word::Refuse, &b"no"[..]));
             assert!(link.hear_message(patience).is_err(), "it is gone");
         });
+    }
+
+    /// Who knocks and says a byte now and then is not waited for as long as that goes on.
+    #[test]
+    fn a_stranger_has_little_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut stranger = TcpStream::connect(listener.local_addr().expect("its address")).expect("a socket");
+        let (socket, _) = listener.accept().expect("a socket");
+        let within = Duration::from_millis(300);
+        let due = Due::new(Cell::new(Some(Instant::now() + within)));
+        let mut timed = Timed { socket, due: Rc::clone(&due) };
+        thread::spawn(move || {
+            while stranger.write_all(b"x").is_ok() {
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let begun = Instant::now();
+        assert!(timed.read_exact(&mut [0; 1000]).is_err());
+        assert!(begun.elapsed() >= within && begun.elapsed() < Duration::from_secs(10));
+        due.set(None);
+        timed.socket.set_read_timeout(None).expect("set");
+        timed.read_exact(&mut [0; 3]).expect("who is known has time");
     }
 }

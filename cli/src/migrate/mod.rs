@@ -12,9 +12,11 @@
 
 pub mod arrival;
 pub mod copy;
+mod course;
 mod dry_run;
 pub mod link;
 mod mover;
+mod no_way_back;
 pub mod offer;
 pub mod operator;
 pub mod report;
@@ -64,6 +66,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 /// If it has not moved; it goes on as it did.
 pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
+    course::refuse_hopeless(args)?;
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
@@ -79,12 +82,13 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
         Ok(Outcome::Arrived(mut arrived)) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
-            guard.is_undone();
-            arrived.settle(held);
+            arrived.settle(held, &mut guard);
             Ok(report)
         }
         Ok(Outcome::GivenUp) => {
             attached.forget();
+            // Whatever comes now, nothing here may go on.
+            std::mem::forget(held);
             power_off(say, &report, operator, may_write)
         }
         Ok(Outcome::Resumed) => {
@@ -107,18 +111,19 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
     if may_write {
         say_if_anybody_reads(crate::output::text(say.format, say.name, report));
     }
+    let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(
         "this machine has moved: {} rounds; what had changed was found by {}, which read {} pages at the end; \
          applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages); {} bytes were sent, in \
          {:.1} s. It is powered off",
         report.rounds,
-        report.found_by,
-        report.looked,
-        report.downtime_us / 1e3,
-        report.quiesce_us / 1e3,
-        report.last_us / 1e3,
+        after.found_by,
+        after.looked,
+        after.downtime_us / 1e3,
+        after.quiesce_us / 1e3,
+        after.last_us / 1e3,
         report.bytes.iter().sum::<u64>(),
-        report.seconds
+        after.seconds
     ));
     // Nothing is written to the disks any more: they are the other machine's.
     // SAFETY: touches no memory of this process.
@@ -131,10 +136,12 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
 
 /// Who reads it may stand still, and a file may be on the other side of the fence.
 fn say_if_anybody_reads(text: String) {
-    let said = std::thread::spawn(move || {
+    let writer = std::thread::Builder::new().spawn(move || {
         let mut stdout = std::io::stdout().lock();
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
     });
+    // The console is told, too.
+    let Ok(said) = writer else { return };
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
         std::thread::sleep(Duration::from_millis(5));

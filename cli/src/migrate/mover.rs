@@ -4,10 +4,12 @@ use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
     copy::{From, Pass, Reading, Stopped, pass},
+    course::{self, Course},
     link::Link,
+    no_way_back,
     offer::Offer,
     operator::Operator,
-    report::{Report, Told, how_far},
+    report::{After, Report, Told, how_far},
 };
 use crate::{
     args::MigrateArgs,
@@ -36,7 +38,7 @@ use mercury_migration::{
         Attempt, Mark, Message, Patience, Source, Word,
         source::{Action, Decision, Event, State},
     },
-    rounds::{Fixed, Limits, Next, Otherwise, Policy, Round},
+    rounds::{Limits, Next, Otherwise},
     session::Line,
     wire::Ledger,
 };
@@ -59,14 +61,6 @@ const AGAIN: Duration = Duration::from_millis(500);
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an answer may take then before the operator is told. A large machine with many devices takes a while to start.
 const DOUBT: Duration = Duration::from_secs(10);
-/// What the last round takes for reading what devices have for good, with a log.
-const READING_LOGGED: Duration = Duration::from_millis(100);
-/// What the instant and the arrival take, before they are known.
-const GUESS: Fixed = Fixed {
-    quiesce: Duration::from_millis(200),
-    hand_over: Duration::from_millis(50),
-    start: Duration::from_millis(200),
-};
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -240,6 +234,9 @@ impl<'a> Mover<'a> {
             Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
         };
         let attempt = Attempt(checkpoint::random()?);
+        let hails = checkpoint::random()?;
+        let mut hailer = Hailer::new(&line);
+        hailer.know(attempt, &hails);
         let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
@@ -248,17 +245,12 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count() };
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
-        let report = Report {
-            attempt: attempt.to_string(),
-            memory: offer.machine.kept_pages() * 4096,
-            ..Report::default()
-        };
+        let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
-            hailer: Hailer::new(&line),
             cards: ethernet::cards(sysroot),
             link: Some(link),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: DOUBT, hold: None },
@@ -283,6 +275,7 @@ impl<'a> Mover<'a> {
             guard,
             to,
             line,
+            hailer,
             packets,
             attempt,
             source,
@@ -458,6 +451,7 @@ impl<'a> Mover<'a> {
                         self.failure.get_or_insert(error);
                         return Step::Event(Event::RecordFailed(self.attempt, mark));
                     }
+                    no_way_back::begin(self.operator.console());
                     self.guard.is_undone();
                     self.silence.keep();
                     self.committed = Some(Instant::now());
@@ -474,9 +468,9 @@ impl<'a> Mover<'a> {
             // Only after a restart, which knows nothing of the move.
             Action::Boot => Step::None,
             Action::GiveUp => {
-                self.report.downtime_us =
-                    self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
-                self.report.seconds = self.begun.elapsed().as_secs_f64();
+                let after = self.report.after.get_or_insert_default();
+                after.downtime_us = self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
+                after.seconds = self.begun.elapsed().as_secs_f64();
                 Step::None
             }
             Action::Tell(advice) => {
@@ -488,6 +482,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        no_way_back::end();
         // Who was silent must not be so when applications run.
         let _ = self.device.fence_down();
         self.silence.end();
@@ -516,28 +511,23 @@ impl<'a> Mover<'a> {
     fn hail(&mut self, word: Word) {
         self.hailed = Instant::now();
         let message = Message { attempt: self.attempt, word };
+        // One that was restarted cannot understand the first, and must be able to say that it knows nothing.
+        let frames = [
+            self.hailer.say(Speaker::Source, message),
+            self.hailer.say_to_who_forgot(Speaker::Source, message),
+        ];
         for card in self.cards.iter().filter(|card| card.up) {
-            let _ = self.packets.say(card, &self.hailer.say(Speaker::Source, message));
-        }
-    }
-
-    fn limits(&self) -> Limits {
-        Limits {
-            max_downtime: self.args.max_downtime.map_or(Limits::default().max_downtime, |span| span.0),
-            max_bytes_per_second: self.args.bandwidth.map(|mib| mib << 20),
-            // The load is not held back yet.
-            max_throttle_percent: 0,
-            max_rounds: self.args.rounds,
-            otherwise: if self.args.or_give_up { Otherwise::GiveUp } else { Otherwise::Stop },
+            for frame in &frames {
+                let _ = self.packets.say(card, frame);
+            }
         }
     }
 
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
-        let limits = self.limits();
-        let mut policy = Policy::new(limits, GUESS);
-        let mut before: Option<Pass> = None;
-        for number in 0..u64::from(self.args.rounds) {
+        let limits = course::limits(self.args);
+        let mut course = Course::new(limits);
+        for number in 0..u64::from(limits.max_rounds) {
             let done = match self.round(number, &limits) {
                 Ok(done) => done,
                 Err(event) => return event,
@@ -545,58 +535,28 @@ impl<'a> Mover<'a> {
             self.report.rounds = number + 1;
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
-            // What is dirty now is known only when it is looked for: as much as was, in as much time. The first round sends
-            // what nobody has written.
-            let seconds = |pass: &Pass| pass.took.as_secs_f64().max(0.001);
-            let per_second = before.map(|before| done.sent as f64 / seconds(&before));
-            let dirty = per_second.map_or(done.sent, |rate| (rate * seconds(&done)) as u64);
-            // The last round reads all of memory as well.
-            let reading = match self.log {
-                // But for what devices have for good, it reads what it has to send.
-                Log::Live => READING_LOGGED,
-                _ => before.map_or(done.took, |_| done.took.saturating_sub(done.waited)),
-            };
-            policy.expect(Fixed { quiesce: GUESS.quiesce + reading, ..GUESS });
-            let round = Round {
-                bytes_sent: done.bytes,
-                pages_sent: done.sent,
-                took: done.took,
-                waited: done.waited,
-                dirty_pages: dirty,
-            };
-            let next = if before.is_none() && self.args.rounds > 1 {
-                Next::Copy { throttle_percent: 0 }
-            } else {
-                policy.next(&round)
-            };
+            let outlook = course.after(&done, matches!(self.log, Log::Live));
             let told = Told::Round {
                 round: number,
                 pages: done.sent,
                 zero_pages: done.zeros,
                 bytes: done.bytes,
                 seconds: done.took.as_secs_f64(),
-                dirty_pages_per_second: per_second.unwrap_or(0.0),
-                downtime_ms: policy.downtime(&round).as_secs_f64() * 1e3,
+                dirty_pages_per_second: outlook.dirty_pages_per_second,
+                downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
             };
             self.tell(&told);
-            match next {
-                Next::Copy { .. } => before = Some(done),
+            match outlook.next {
+                Next::Copy { .. } => {}
                 Next::Stop { .. } => return Event::StopNow,
-                Next::GiveUp { downtime } => {
-                    let text = format!(
-                        "the downtime would be about {:.1} s, and {:.1} s are allowed",
-                        downtime.as_secs_f64(),
-                        limits.max_downtime.as_secs_f64()
-                    );
-                    return self.fail(
-                        Error::new(Exit::Failed, text).hint(
-                            "allow more with --max-downtime, or let the load rest; the machine runs on",
-                        ),
-                    );
-                }
+                Next::GiveUp { downtime } => return self.fail(course.too_long(downtime)),
             }
         }
-        Event::StopNow
+        match limits.otherwise {
+            Otherwise::Stop => Event::StopNow,
+            // No arguments lead here; whoever wants it given up is not to be moved.
+            Otherwise::GiveUp => self.fail(Error::new(Exit::Failed, "no downtime could be expected")),
+        }
     }
 
     fn round(&mut self, number: u64, limits: &Limits) -> std::result::Result<Pass, Event> {
@@ -731,14 +691,14 @@ impl<'a> Mover<'a> {
         if begin.restored != 0 {
             return Ok(Step::Arrived);
         }
-        self.report.quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
         let last = Instant::now();
-        let limits = Limits { max_bytes_per_second: None, ..self.limits() };
+        let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.collect_log();
-        self.report.found_by = self.log.found_by();
+        let found_by = self.log.found_by();
         let done = match self.pass(From::Instant, only, "the last pages", &limits) {
             Ok(done) => done,
             Err(event) => return Ok(Step::Event(event)),
@@ -755,8 +715,9 @@ impl<'a> Mover<'a> {
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
         }
-        self.report.looked = done.looked;
-        self.report.last_us = last_took.as_secs_f64() * 1e6;
+        let last_us = last_took.as_secs_f64() * 1e6;
+        self.report.after =
+            Some(After { found_by, looked: done.looked, quiesce_us, last_us, ..After::default() });
         self.report.pages[1] = done.sent;
         self.report.bytes[1] = done.bytes;
         Ok(Step::Event(Event::Streamed(self.ledger.digest(self.attempt))))
@@ -767,17 +728,13 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
-        self.report.arrived = true;
+        self.report.arrive();
         Arrival {
             line: self.line.to_string(),
+            hails: self.offer.hails,
             attempt: self.attempt.0,
             cards: std::mem::take(&mut self.cards),
             theirs: std::mem::take(&mut self.theirs),
         }
     }
-}
-
-/// For who looks at what copying comes to without a connection.
-pub(super) fn guess(reading: Duration) -> Fixed {
-    Fixed { quiesce: GUESS.quiesce + reading, ..GUESS }
 }

@@ -1,7 +1,10 @@
 //! What goes with an offer, and with the last word of what was sent: the machine, as an image says it too.
 
 use mercury_image::Machine;
-use mercury_migration::wire::{pack_text, unpack_text};
+use mercury_migration::{
+    hail::Secret,
+    wire::{pack_text, unpack_text},
+};
 use serde::{Deserialize, Serialize};
 use std::io;
 
@@ -12,6 +15,8 @@ pub struct Offer {
     pub machine: Machine,
     /// How many CPUs are online.
     pub cpus: usize,
+    /// What hails of this attempt are made with: nobody has it who has only seen the line.
+    pub hails: Secret,
 }
 
 impl Offer {
@@ -65,7 +70,7 @@ mod tests {
             ],
             ..Machine::default()
         };
-        let offer = Offer { machine, cpus: 2 };
+        let offer = Offer { machine, cpus: 2, hails: [3; 32] };
         let packed = offer.pack().expect("packed");
         let found = Offer::unpack(&packed).expect("unpacked");
         assert_eq!(found, offer);

@@ -26,6 +26,12 @@ impl Operator {
         Self { console: options.open(CONSOLE).ok(), line: Vec::new() }
     }
 
+    /// The console, for who says something at the very end.
+    #[must_use]
+    pub fn console(&self) -> Option<File> {
+        self.console.as_ref()?.try_clone().ok()
+    }
+
     /// Says something, whoever else is there.
     pub fn tell(&mut self, text: &str) {
         if let Some(console) = &mut self.console {

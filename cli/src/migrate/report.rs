@@ -15,17 +15,25 @@ pub struct Report {
     pub memory: u64,
     /// Rounds while everything ran.
     pub rounds: u64,
-    /// Pages that were sent in them, and after the instant.
-    pub pages: [u64; 2],
+    /// Pages that were sent in them, and after the instant as far as that is known here.
+    pub pages: Vec<u64>,
     /// Bytes on the wire, likewise.
-    pub bytes: [u64; 2],
+    pub bytes: Vec<u64>,
+    /// What came after the instant: what has arrived knows nothing of it.
+    #[serde(flatten)]
+    pub after: Option<After>,
+    /// With `--verify-log`: pages that had changed and were not in the log. They were sent all the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missed: Option<u64>,
+}
+
+/// What only the machine knows that the other one was.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct After {
     /// What told which pages had changed: a log of writes, or hashes of all memory and why.
     pub found_by: String,
     /// Pages that were read after the instant.
     pub looked: u64,
-    /// With `--verify-log`: pages that had changed and were not in the log. They were sent all the same.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub missed: Option<u64>,
     /// Microseconds until everything stood still, with the instant.
     pub quiesce_us: f64,
     /// Microseconds from the instant until the last page was sent.
@@ -36,32 +44,58 @@ pub struct Report {
     pub seconds: f64,
 }
 
+impl Report {
+    /// At the beginning, where it moves from.
+    #[must_use]
+    pub fn new(attempt: String, memory: u64) -> Self {
+        let sums = vec![0; 2];
+        Self {
+            attempt,
+            memory,
+            pages: sums.clone(),
+            bytes: sums,
+            after: Some(After::default()),
+            ..Self::default()
+        }
+    }
+
+    /// This is what has arrived: it knows what was at the instant.
+    pub fn arrive(&mut self) {
+        self.arrived = true;
+        self.pages.truncate(1);
+        self.bytes.truncate(1);
+        self.after = None;
+    }
+}
+
 impl Render for Report {
     fn render(&self, to: &mut Text) {
-        if self.arrived {
+        let (Some(after), [pages, last_pages], [sent, last_sent]) =
+            (&self.after, &self.pages[..], &self.bytes[..])
+        else {
             to.line(format!("this machine has moved here (attempt {})", self.attempt));
             return;
-        }
+        };
         to.line(format!("the machine has moved (attempt {})", self.attempt));
         to.line(format!(
             "{} of memory: {} pages in {} rounds ({}), {} after the instant ({})",
             bytes(self.memory),
-            thousands(self.pages[0]),
+            thousands(*pages),
             self.rounds,
-            bytes(self.bytes[0]),
-            thousands(self.pages[1]),
-            bytes(self.bytes[1])
+            bytes(*sent),
+            thousands(*last_pages),
+            bytes(*last_sent)
         ));
-        to.line(format!("what had changed was found by {}", self.found_by));
+        to.line(format!("what had changed was found by {}", after.found_by));
         if let Some(missed) = self.missed {
             to.line(format!("{} pages were missing in the log", thousands(missed)));
         }
         to.line(format!(
             "applications stood still for {}: {} until the instant, {} for the last pages; {:.1} s in all",
-            duration(self.downtime_us),
-            duration(self.quiesce_us),
-            duration(self.last_us),
-            self.seconds
+            duration(after.downtime_us),
+            duration(after.quiesce_us),
+            duration(after.last_us),
+            after.seconds
         ));
     }
 }
@@ -113,4 +147,23 @@ pub fn how_far(name: &str, pass: &Pass, total: u64, seconds: f64) -> String {
         pass.looked * 100 / total.max(1),
         bytes((pass.bytes as f64 / seconds.max(0.001)) as u64)
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What has arrived does not say nothing in numbers.
+    #[test]
+    fn what_is_not_known_is_left_out() {
+        let mut report = Report::new("one".into(), 4096);
+        let said = |report: &Report| serde_json::to_value(report).expect("JSON");
+        assert_eq!(said(&report)["downtime_us"], 0.0);
+        report.arrive();
+        let arrived = said(&report);
+        for name in ["found_by", "looked", "quiesce_us", "last_us", "downtime_us", "seconds"] {
+            assert!(arrived.get(name).is_none(), "{name}: {arrived}");
+        }
+        assert_eq!(arrived["pages"], serde_json::json!([0]));
+    }
 }

@@ -7,7 +7,7 @@ use crate::{
     ethernet::{self, Card, packets::Packets},
     exit::Exit,
     migrate::{
-        link::{Heard, Link, wait_for},
+        link::{HANDSHAKE, Heard, Link, wait_for},
         offer::{Offer, kept},
         operator::Operator,
     },
@@ -38,6 +38,8 @@ use std::{
 
 /// How long a source may be silent while it sends: it quiesces in between.
 const RUNNING: Duration = Duration::from_secs(90);
+/// Frames on the network that are looked at before everything else is: somebody may send them without end.
+const FRAMES: usize = 64;
 /// How long disks besides those of the small system may take to appear.
 const DISKS_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -122,14 +124,35 @@ impl Host {
                 return Event::TimedOut;
             }
             let wait = left.unwrap_or(Duration::from_secs(3600)).min(Duration::from_secs(1));
-            let event = match self.link.take() {
-                Some(link) => self.listen_to(link, wait),
-                None => self.wait_for_link(wait),
-            };
-            if let Some(event) = event.or_else(|| self.decision()) {
+            self.wait(wait);
+            // The operator comes first: what was thrown away is not started by a word that was on its way.
+            let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
+            if let Some(event) = event.or_else(|| self.open()) {
                 self.heard = Instant::now();
                 return event;
             }
+        }
+    }
+
+    /// Whether somebody is let in. As long as there is an arrival its source is heard on its own connection, and when that has
+    /// ended; while nothing has come, one that seems to be there may be one of a source that is gone.
+    fn is_open(&self) -> bool {
+        self.link.is_none() || self.destination.phase().is_none()
+    }
+
+    /// Waits until somebody says something, or is at the door where that may be.
+    fn wait(&mut self, limit: Duration) {
+        let is_open = self.is_open();
+        let mut others: Vec<_> = self.packets.iter().map(AsFd::as_fd).collect();
+        if is_open {
+            others.push(self.listener.as_fd());
+        }
+        if let Some(link) = &mut self.link {
+            link.wait(&others, limit);
+        } else {
+            let mut all: Vec<_> =
+                others.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+            wait_for(&mut all, limit);
         }
     }
 
@@ -147,16 +170,10 @@ impl Host {
         Some(Event::Operator(decision))
     }
 
-    /// What the source says, or that another connection has taken its place.
-    fn listen_to(&mut self, mut link: Link, wait: Duration) -> Option<Event> {
-        // A source that has lost its connection comes back on another one while this one seems to be there.
-        let may_come_again = !self.destination.takes_pages();
-        let others: Vec<_> = may_come_again.then_some(self.listener.as_fd()).into_iter().collect();
-        if !link.wait(&others, wait) {
-            self.link = Some(link);
-            return if may_come_again && self.take_link() { Some(Event::Disconnected) } else { self.hail() };
-        }
-        match link.hear(wait) {
+    /// What the source says, if it says something.
+    fn listen(&mut self) -> Option<Event> {
+        let mut link = self.link.take()?;
+        match link.hear(Duration::ZERO) {
             Heard::Nothing => {
                 self.link = Some(link);
                 None
@@ -216,15 +233,10 @@ impl Host {
         }
     }
 
-    fn wait_for_link(&mut self, wait: Duration) -> Option<Event> {
-        let mut all = vec![PollFd::new(&self.listener, PollFlags::IN)];
-        all.extend(self.packets.iter().map(|packets| PollFd::new(packets, PollFlags::IN)));
-        wait_for(&mut all, wait);
-        let is_there = !all[0].revents().is_empty();
-        if is_there {
-            self.take_link();
-        }
-        self.hail()
+    /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
+    fn open(&mut self) -> Option<Event> {
+        let had_one = self.link.is_some();
+        (self.is_open() && self.take_link() && had_one).then_some(Event::Disconnected)
     }
 
     /// Takes who waits at the door, if anybody does and has the line.
@@ -235,8 +247,10 @@ impl Host {
             return false;
         }
         let Ok((socket, from)) = self.listener.accept() else { return false };
-        let linked = Link::accept(&self.receiver, socket, RUNNING);
-        match linked.map(|mut link| link.learn().map(|_| link)) {
+        // Whoever comes first makes itself ready before it says what it wants; who comes again has something to say.
+        let patience = if self.destination.phase().is_none() { RUNNING } else { HANDSHAKE };
+        let linked = Link::accept(&self.receiver, socket, patience);
+        match linked.map(|mut link| link.learn(RUNNING).map(|_| link)) {
             Ok(Ok(link)) => {
                 eprintln!("mercury: {from} is connected");
                 self.link = Some(link);
@@ -257,7 +271,7 @@ impl Host {
     /// What a source has said without a connection.
     fn hail(&self) -> Option<Event> {
         let packets = self.packets.as_ref()?;
-        while let Some(frame) = packets.hear() {
+        for frame in std::iter::from_fn(|| packets.hear()).take(FRAMES) {
             if let Some(message) = self.hailer.hear(Speaker::Source, &frame) {
                 return Some(Event::Heard(message));
             }
@@ -332,6 +346,10 @@ impl Host {
     fn prepare(&mut self) -> Result<(), String> {
         let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
         let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
+        // Answers to what is said of it later have to be believed, also when it is thrown away by then.
+        if let Some(attempt) = self.link.as_ref().and_then(Link::attempt) {
+            self.hailer.know(attempt, &offer.hails);
+        }
         let sysroot = Sysroot::default();
         let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
         let online = sysroot.online_cpus().iter().count();

@@ -151,8 +151,9 @@ impl fmt::Display for Advice {
             Self::NoAnswer => {
                 "The destination was told to start this machine and does not answer. Nothing runs here. This end keeps \
                  asking, and goes on by itself as soon as it is answered. If that cannot be: look at the destination's \
-                 console. If the machine runs there: type `abandon` here. If it does not, see to it that it never will \
-                 (type `discard` there, or switch that machine off): then type `resume` here."
+                 console. If the machine runs there: type `abandon` here. If it does not, see to it that it never will: \
+                 type `discard` there, and wait until it says that the machine was thrown away; or switch that machine \
+                 off. Only then type `resume` here."
             }
             Self::DestinationLostIt => {
                 "The destination started this machine, or may have, and was then restarted. Nothing runs here. \
@@ -168,8 +169,9 @@ impl fmt::Display for Advice {
             Self::MarkStays => {
                 "The move was called off before the destination was told to start, but this machine's record of it \
                  cannot be cleared, and the destination does not answer. Nothing runs here. Mend the disk that holds \
-                 the record or the connection. Or make sure that the destination has discarded the arrival (type \
-                 `discard` there, or switch it off): then type `resume` here."
+                 the record or the connection. Or make sure that the destination has discarded the arrival: type \
+                 `discard` there, and wait until it says that the machine was thrown away; or switch it off. Only then \
+                 type `resume` here."
             }
             Self::TooLate => "It is too late to cancel: the destination may have started.",
             Self::StartedUnasked => {

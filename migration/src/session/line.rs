@@ -42,7 +42,7 @@ impl Line {
         PrivatePkcs8KeyDer::from([&PKCS8[..], &self.sender_seed()].concat())
     }
 
-    /// What hails are authenticated with.
+    /// What hails are authenticated with where no attempt is known, and what an attempt's key is derived from.
     pub(crate) fn hail_key(&self) -> [u8; 32] {
         blake3::derive_key(HAIL_CONTEXT, &self.secret)
     }

@@ -34,8 +34,8 @@ use rustls::{
 
 use verify::{PinnedReceiver, PinnedSender};
 
-/// The protocol's name inside of TLS.
-const PROTOCOL: &[u8] = b"mercury-migration/1";
+/// The protocol's name inside of TLS. Ends of other versions do not get as far as an offer: 2 has the secret for hails in it.
+const PROTOCOL: &[u8] = b"mercury-migration/2";
 /// The name in certificates; what counts is the pin.
 const NAME: &str = "mercury-receive";
 /// What the receiver says first, and so that it has taken the sender.
