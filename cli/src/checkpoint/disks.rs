@@ -20,7 +20,10 @@ use std::{
     fs::File,
     io,
     ops::Range,
-    os::{fd::AsRawFd, unix::fs::FileExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, MetadataExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -218,6 +221,9 @@ impl Still {
                 Error::new(Exit::Failed, text).hint("unmount it, or mount it read-only")
             };
             let file = File::open(&mount.at).map_err(named)?;
+            if is_covered(mount, file.metadata().map_err(named)?.dev()) {
+                return Err(named(io::Error::other("another one is mounted over it")));
+            }
             guard.will(&Undo::Thaw(mount.at.clone())).map_err(named)?;
             match freeze(&file) {
                 // Some cannot be frozen, such as that of the firmware: nobody is there to write to it.
@@ -232,6 +238,12 @@ impl Still {
         }
         Ok(still)
     }
+}
+
+/// Whether what is at the mount's place, on this device, is another file system. Volumes of btrfs have numbers of their own.
+fn is_covered(mount: &Mounted, found: u64) -> bool {
+    let found = format!("{}:{}", libc::major(found), libc::minor(found));
+    mount.kind != "btrfs" && mount.number != found
 }
 
 impl Drop for Still {
@@ -573,6 +585,15 @@ mod tests {
         assert!(!mount(&line.replace(" rw,errors", " ro,errors")).expect("a mount").writable);
         assert_eq!(mount(&line.replace("98:0", "0:22").replace("/dev/vda", "tmpfs")), None);
         assert_eq!(mount("36 35"), None);
+    }
+
+    #[test]
+    fn what_is_mounted_over_another_is_told() {
+        let line = "36 35 259:3 / /data rw,noatime master:1 - ext4 /dev/nvme0n1p3 rw";
+        let below = mount(line).expect("a mount");
+        assert!(!is_covered(&below, libc::makedev(259, 3)) && is_covered(&below, libc::makedev(0, 41)));
+        let volume = mount(&line.replace("259:3", "0:40").replace("ext4", "btrfs")).expect("a mount");
+        assert!(!is_covered(&volume, libc::makedev(0, 41)));
     }
 
     #[test]
