@@ -59,7 +59,10 @@ const PACKAGES: &[&str] = &[
     "gdb",
     "strace",
     "linux-perf",
-    // Volumes: logical, encrypted, mirrored.
+    // File systems besides ext4, and volumes: logical, encrypted, mirrored.
+    "xfsprogs",
+    "btrfs-progs",
+    "dosfstools",
     "lvm2",
     "cryptsetup-bin",
     "mdadm",

@@ -44,6 +44,8 @@ pub mod script {
     pub const CLIENT: &str = include_str!("../guest/restart/client");
     /// An NFS server for the machine's own root.
     pub const EXPORTS: &str = include_str!("../guest/restart/exports");
+    /// Memory that not even the kernel has mapped.
+    pub const SECRET: &str = include_str!("../guest/restart/secret");
     /// A long computation.
     pub const CHAIN: &str = include_str!("../guest/restart/chain");
     /// Processes with pipes and shared memory.

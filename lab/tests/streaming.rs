@@ -114,6 +114,25 @@ fn cpus_come_and_go() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// Memory stays while a snapshot is there: what left it would be nobody's, and what came back something else.
+#[test]
+#[ignore = "long"]
+fn memory_goes_nowhere() -> Result<()> {
+    const LEAVES: &str = "for state in /sys/devices/system/memory/memory*/state; do \
+         if echo offline > $state 2> /dev/null; then echo online_movable > $state && echo $state; fi; done";
+    let machine = boot(spec().kernel_arg("movablecore=384M"))?;
+    let natively = machine.sh(LEAVES)?;
+    assert_ne!(natively, "", "no memory can leave this machine");
+    let stream = begin(&machine, "")?;
+    assert_eq!(machine.sh(LEAVES)?, "");
+    machine.sh("rm /run/hold")?;
+    stream.wait(MINUTES)?.check()?;
+    is_whole(&machine, "/run/x")?;
+    runs_on(&machine)?;
+    assert_ne!(machine.sh(LEAVES)?, "", "memory is still held");
+    machine.check_next_attach()
+}
+
 fn is_right_or_refused(machine: &Machine, output: &Output, image: &str) -> Result<()> {
     println!("{}{}", output.stdout, output.stderr);
     if output.success() {

@@ -5,6 +5,7 @@
 //! its device, and whatever is written to it later changes a few known blocks: their hash is its mark.
 
 use super::{
+    fat,
     guard::{Guard, Undo},
     layers, reachable,
 };
@@ -31,8 +32,6 @@ use std::{
 const ALIGN: usize = 4096;
 /// Bytes at the beginning of a device that say what it holds.
 const BEGINNING: usize = 128 << 10;
-/// Bytes of an entry in a folder of FAT's.
-const FAT_ENTRY: u64 = 32;
 
 /// A mounted file system on a block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -204,7 +203,22 @@ pub fn unescaped(text: &str) -> String {
 /// File systems that are held still until this is dropped.
 #[derive(Debug, Default)]
 pub struct Still {
-    held: Vec<File>,
+    held: Vec<Root>,
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Root {
+    /// Where it is mounted.
+    folder: File,
+    /// Its first write after the thaw may leave its mark as it is for a while.
+    is_lazy: bool,
+}
+
+/// Whether what is written to a file system may leave its mark as it is for a while: XFS and btrfs note an overwritten file's
+/// time when they come to it. ext4 writes its superblock with every thaw.
+fn is_lazy(kind: &str) -> bool {
+    matches!(kind, "xfs" | "btrfs")
 }
 
 impl Still {
@@ -232,7 +246,7 @@ impl Still {
                 }
                 result => {
                     result.map_err(named)?;
-                    still.held.push(file);
+                    still.held.push(Root { folder: file, is_lazy: is_lazy(&mount.kind) });
                 }
             }
         }
@@ -248,9 +262,13 @@ fn is_covered(mount: &Mounted, found: u64) -> bool {
 
 impl Drop for Still {
     fn drop(&mut self) {
-        while let Some(file) = self.held.pop() {
+        while let Some(root) = self.held.pop() {
             // One that somebody else has thawed is as it should be.
-            let _ = thaw(&file);
+            let _ = thaw(&root.folder);
+            if root.is_lazy {
+                // Where this cannot be written, nothing else can.
+                let _ = move_on(&root.folder);
+            }
         }
     }
 }
@@ -311,6 +329,18 @@ pub fn name(mount: &Mounted) -> FileSystem {
 pub fn thaw(file: &File) -> io::Result<()> {
     const FITHAW: libc::c_ulong = 0xC004_5878;
     ask(file, FITHAW)
+}
+
+/// Has a file system write something of no account, so that its mark is another one before anybody else writes to it.
+fn move_on(root: &File) -> io::Result<()> {
+    let metadata = root.metadata()?;
+    let same = rustix::fs::Timespec { tv_sec: metadata.mtime(), tv_nsec: metadata.mtime_nsec() };
+    let times = rustix::fs::Timestamps {
+        last_access: rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT },
+        last_modification: same,
+    };
+    rustix::fs::futimens(root, &times)?;
+    Ok(rustix::fs::syncfs(root)?)
 }
 
 fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
@@ -482,14 +512,31 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
 fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let first = read(file, 0, BEGINNING)?;
     let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
-    let (start, length) = match kind {
-        "ext2" | "ext3" | "ext4" | "btrfs" => (0, 0),
-        "xfs" => xfs_log(&first).ok_or_else(unknown)?,
-        "vfat" => fat(&first).ok_or_else(unknown)?,
+    let more = match kind {
+        "ext2" | "ext3" | "ext4" | "btrfs" => Vec::new(),
+        "xfs" => {
+            let (start, length) = xfs_log(&first).ok_or_else(unknown)?;
+            vec![start..start + length]
+        }
+        "vfat" => {
+            let layout = fat::Layout::new(&first).ok_or_else(unknown)?;
+            layout.changing(|range| read_exactly(file, range))?
+        }
         _ => return Err(unknown()),
     };
-    let more = (length > 0).then_some(start..start + length);
     Ok(std::iter::once(0..first.len() as u64).chain(more).collect())
+}
+
+/// Bytes that begin anywhere.
+fn read_exactly(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
+    let start = range.start & !(ALIGN as u64 - 1);
+    let mut bytes = read(file, start, (range.end - start) as usize)?;
+    bytes.truncate((range.end - start) as usize);
+    if (bytes.len() as u64) < range.end - start {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    bytes.drain(..(range.start - start) as usize);
+    Ok(bytes)
 }
 
 /// Adds what is there; `exactly` that, and not what follows up to the end of a block.
@@ -524,27 +571,6 @@ pub(super) fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8
         done += read;
     }
     Ok(buffer[start..start + done].to_vec())
-}
-
-/// Where the allocation tables of FAT lie, with the root folder that FAT12 and FAT16 have behind them: offset and length in
-/// bytes.
-fn fat(first: &[u8]) -> Option<(u64, u64)> {
-    let word = |at: usize, bytes: usize| {
-        first
-            .get(at..at + bytes)?
-            .iter()
-            .rev()
-            .try_fold(0_u64, |word, byte| Some(word << 8 | u64::from(*byte)))
-    };
-    let (sector, reserved, tables, root_entries) = (word(11, 2)?, word(14, 2)?, word(16, 1)?, word(17, 2)?);
-    // FAT32 has its own field, for this one is too small.
-    let length = match word(22, 2)? {
-        0 => word(36, 4)?,
-        small => small,
-    };
-    let start = (reserved * sector) & !(ALIGN as u64 - 1);
-    let bytes = tables * length * sector + root_entries * FAT_ENTRY;
-    (sector != 0 && tables != 0 && length != 0).then_some((start, bytes + ALIGN as u64))
 }
 
 /// Where the log of XFS lies on the device: offset and length in bytes, from its superblock.
@@ -624,42 +650,16 @@ mod tests {
         assert!(are_still(&mounts, &sysroot).is_err());
     }
 
-    /// The first sector of a FAT file system: its type's name, tables of so many sectors, entries of its root folder.
-    fn fat_sector(kind: &[u8; 8], sectors: u16, root_entries: u16) -> Vec<u8> {
-        let mut sector = vec![0; 512];
-        let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
-        // 512 bytes a sector, 40 of them reserved, two tables.
-        put(11, &512_u16.to_le_bytes());
-        put(14, &40_u16.to_le_bytes());
-        put(16, &[2]);
-        put(17, &root_entries.to_le_bytes());
-        if kind.starts_with(b"FAT32") {
-            put(36, &u32::from(sectors).to_le_bytes());
-            put(0x43, &[1, 2, 3, 4]);
-            put(0x52, kind);
-        } else {
-            put(22, &sectors.to_le_bytes());
-            // What FAT32 has there is something else.
-            put(36, &[0x80, 0, 0x29]);
-            put(0x27, &[0xAB, 0xCD, 0xEF, 0x01]);
-            put(0x36, kind);
-        }
-        sector
-    }
-
     #[test]
     fn fat_of_each_size_is_known() {
-        let wide = fat_sector(b"FAT32   ", 1000, 0);
+        let wide = fat::tests::first_sector(b"FAT32   ", 1 << 20, 1000, 8, 0);
         assert_eq!(identity_in(&wide, "vfat").as_deref(), Some("01020304"));
-        assert_eq!(fat(&wide), Some((20480, 2 * 1000 * 512 + 4096)));
         for kind in [b"FAT12   ", b"FAT16   "] {
-            let small = fat_sector(kind, 9, 224);
+            let small = fat::tests::first_sector(kind, 2880, 9, 1, 224);
             assert_eq!(identity_in(&small, "vfat").as_deref(), Some("abcdef01"));
-            assert_eq!(fat(&small), Some((20480, 2 * 9 * 512 + 224 * 32 + 4096)));
             assert_eq!(identity_in(&small, "ext4"), None);
         }
         assert_eq!(identity_in(&[0; 512], "vfat"), None);
-        assert_eq!((fat(&[0; 512]), fat(&wide[..30])), (None, None));
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub mod applications;
 pub mod describe;
 pub mod devices;
 pub mod disks;
+mod fat;
 pub mod fence;
 pub mod guard;
 pub mod incremental;

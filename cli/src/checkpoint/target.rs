@@ -9,7 +9,10 @@ use std::{
     fmt,
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Seek, Write},
-    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    os::unix::{
+        fs::{FileTypeExt, OpenOptionsExt},
+        process::CommandExt,
+    },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
     str::FromStr,
@@ -89,6 +92,8 @@ impl Connection {
         // A connection of its own: who shares one may have to stand still.
         command.args(["-o", "ControlPath=none"]);
         command.args(["--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
+        // A key pressed at the terminal is meant for the command, which ends these when it has cleaned up.
+        command.process_group(0);
         let mut child = command.spawn()?;
         let input = child.stdin.take();
         Ok(Self { child, input })
@@ -124,7 +129,7 @@ impl Target {
     pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
         let result = match name {
             Name::Stdout => Ok(Place::Stdout(io::stdout())),
-            Name::Remote { host, path } => Self::open_remote(host, path),
+            Name::Remote { host, path } => Self::open_remote(host, path, super::random()?),
             Name::Path(path) => Self::open_path(path, overwrite),
         };
         result.map(|place| Self { place, writeback: Writeback::default() }).map_err(|error| {
@@ -166,13 +171,10 @@ impl Target {
     }
 
     /// Both connections are there from the start: later nobody may be there to make one.
-    fn open_remote(host: &str, path: &str) -> io::Result<Place> {
-        let (part, path) = (quoted(&format!("{path}.part")), quoted(path));
-        let data = Connection::open(host, &format!("umask 077 && cat > {part}"))?;
-        let end = format!(
-            "read word; if [ \"$word\" = commit ]; then sync {part} && mv {part} {path}; else rm -f {part}; fi"
-        );
-        let end = Connection::open(host, &end)?;
+    fn open_remote(host: &str, path: &str, key: [u8; 8]) -> io::Result<Place> {
+        let scripts = Scripts::new(path, key);
+        let data = Connection::open(host, &scripts.data)?;
+        let end = Connection::open(host, &scripts.end)?;
         Ok(Place::Remote { data, end })
     }
 
@@ -276,6 +278,30 @@ fn is_free(device: &mut File) -> io::Result<bool> {
     Ok(first[..length].iter().all(|byte| *byte == 0) || first.starts_with(&mercury_image::MAGIC))
 }
 
+/// What the other host's shell is asked to do, by two connections.
+struct Scripts {
+    /// Keeps what comes, in a file that nobody else has.
+    data: String,
+    /// Waits for the word, and makes the image safe, and then its place in the folder.
+    end: String,
+}
+
+impl Scripts {
+    fn new(path: &str, key: [u8; 8]) -> Self {
+        let folder = Path::new(path).parent().unwrap_or(Path::new("/"));
+        // Two that write to one place do not write to one file: the last one to end stays.
+        let part = quoted(&format!("{path}.{:016x}.part", u64::from_be_bytes(key)));
+        let (folder, path) = (quoted(&folder.to_string_lossy()), quoted(path));
+        let data = format!(
+            "if test -d {path}; then echo {path} is a folder >&2; exit 1; fi; set -C && umask 077 && cat > {part}"
+        );
+        let safe = format!("sync {part} && mv -f {part} {path} && sync {folder}");
+        let end =
+            format!("read word; test \"$word\" = commit && {safe} && exit; rm -f {part}; test -z \"$word\"");
+        Self { data, end }
+    }
+}
+
 /// For the other host's shell.
 fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
@@ -293,6 +319,34 @@ mod tests {
         assert_eq!("ssh://root@spare/var/x".parse(), Ok(remote));
         assert!("ssh://-oProxyCommand=x/y".parse::<Name>().is_err());
         assert!("ssh://host".parse::<Name>().is_err());
+    }
+
+    /// What the other host's shell does, as one of this host does it.
+    #[test]
+    fn another_host_keeps_an_image_only_when_it_has_the_word() {
+        let run = |script: &str, input: &str| {
+            let mut child =
+                Command::new("sh").args(["-c", script]).stdin(Stdio::piped()).spawn().expect("a shell");
+            child.stdin.take().expect("its input").write_all(input.as_bytes()).expect("written");
+            child.wait().expect("its end").success()
+        };
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("it's");
+        let scripts = |key: u8| Scripts::new(path.to_str().expect("a name"), [key; 8]);
+        let names = || fs::read_dir(folder.path()).expect("a folder").count();
+        // Two at a time, of whom one breaks off.
+        assert!(run(&scripts(1).data, "one") && run(&scripts(2).data, "two"));
+        assert!(!run(&scripts(1).data, "another"), "a file that is there is not written over");
+        assert_eq!((names(), path.exists()), (2, false));
+        assert!(run(&scripts(2).end, ""));
+        assert!(run(&scripts(1).end, "commit\n"));
+        assert_eq!((names(), fs::read(&path).expect("read")), (1, b"one".to_vec()));
+        // What cannot be made safe is no image.
+        assert!(!run(&scripts(3).end, "commit\n"));
+        fs::remove_file(&path).expect("gone");
+        fs::create_dir(&path).expect("a folder");
+        assert!(!run(&scripts(4).data, "x"));
+        assert_eq!(names(), 1);
     }
 
     #[test]
