@@ -381,8 +381,16 @@ pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<
 
 /// Devices whose file system calls itself so.
 fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> Vec<PathBuf> {
-    let names = sysroot.names("sys/class/block").into_iter().map(|name| Path::new("/dev").join(name));
-    names.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect()
+    let mut names = sysroot.names("sys/class/block");
+    names.retain(|name| !begins_with_its_disk(name, sysroot));
+    let devices = names.into_iter().map(|name| Path::new("/dev").join(name));
+    devices.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect()
+}
+
+/// Whether a device is a partition from its disk's first sector on, such as mkfs.vfat makes: what it holds is the disk's.
+fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
+    let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
+    of("partition").is_some() && of("start").is_some_and(|start| start.trim() == "0")
 }
 
 fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
@@ -691,6 +699,25 @@ mod tests {
         let error = refuse_unmarked(&[marked, unmarked]).expect_err("refused");
         assert!(error.message.contains("of /media (/dev/no-such-disk) cannot be marked"), "{error}");
         assert!(error.message.contains("No such file"), "{error}");
+    }
+
+    #[test]
+    fn a_partition_that_begins_with_its_disk_is_the_disk() {
+        let root = tempfile::tempdir().expect("a folder");
+        for (name, file, text) in [
+            ("sda", "start", "0\n"),
+            ("sda1", "partition", "1\n"),
+            ("sda1", "start", "0\n"),
+            ("sda2", "partition", "2\n"),
+            ("sda2", "start", "2048\n"),
+        ] {
+            let folder = root.path().join("sys/class/block").join(name);
+            std::fs::create_dir_all(&folder).expect("folders");
+            std::fs::write(folder.join(file), text).expect("a file");
+        }
+        let sysroot = Sysroot::at(root.path());
+        let found = ["sda", "sda1", "sda2", "sdb"].map(|name| begins_with_its_disk(name, &sysroot));
+        assert_eq!(found, [false, true, false, false]);
     }
 
     #[test]
