@@ -1,12 +1,15 @@
 //! Moves in figures, beside QEMU's own of the same machine: `lab bench migration`.
 
-use std::{mem, time::Instant};
+use std::{
+    mem,
+    time::{Duration, Instant},
+};
 
 use regex::Regex;
 use serde::Serialize;
 use serde_json::json;
 
-use super::{Depth, checkpoint, stats::rounded};
+use super::{Depth, checkpoint, counts::counting_machine, kvm::touched, stats::rounded};
 use crate::{
     command::patient,
     error::{Error, Result, wait_for},
@@ -20,6 +23,7 @@ use crate::{
         script::{CLOCK, HEAR, TALK},
         start,
     },
+    spec::Qemu,
 };
 
 /// The heading of its part of the page.
@@ -31,13 +35,20 @@ const GOES_ON: &str = "going on in the machine";
 const BANK: &str = include_str!("../../guest/migration/bank");
 const CUSTOMER: &str = include_str!("../../guest/migration/customer");
 const WRITER: &str = include_str!("../../guest/migration/writer");
-const SIZES_MIB: [u32; 2] = [512, 2048];
+const DIRTY: &[u8] = include_bytes!("../../guest/migration/dirty");
+const SIZES_MIB: [u32; 3] = [512, 2048, 4096];
 const CPUS: u32 = 2;
 /// What QEMU is allowed, as Mercury is by default; and a gigabit a second.
 const DOWNTIME_MS: u64 = 500;
 const WIRE: u64 = 125_000_000;
-/// Transactions before a move, and after it.
+/// Transactions after a move.
 const SETTLED: u64 = 50;
+/// And before it, in so many of which their rate is known.
+const BEFORE: u64 = 300;
+/// Of the machine on which the cost of a fault is counted.
+const COUNTED_MIB: u32 = 512;
+/// Until all of memory was read once.
+const LOG_LIMIT: Duration = Duration::from_secs(300);
 
 const LOG: &str = "Mercury, by a log of writes";
 const HASHES: &str = "Mercury, by hashes of all memory";
@@ -81,6 +92,23 @@ pub struct Move {
     pub rounds: u64,
     /// Pages that were read when the machine stood still; of QEMU's that is not known.
     pub read_pages: Option<u64>,
+    /// A client's transactions a second until the machine stands still, by those before.
+    #[serde(serialize_with = "rounded")]
+    pub load_during_over_before: f64,
+}
+
+/// What the log costs who writes, in instructions a page.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct DirtyFault {
+    /// Written natively.
+    #[serde(serialize_with = "rounded")]
+    pub native: f64,
+    /// Written for the first time in a round.
+    #[serde(serialize_with = "rounded")]
+    pub first: f64,
+    /// Written again.
+    #[serde(serialize_with = "rounded")]
+    pub again: f64,
 }
 
 /// All moves of a machine of one size.
@@ -104,6 +132,14 @@ pub struct Size {
 /// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Migration {
+    /// Of what a client saw of the largest machine's, with a log by QEMU's.
+    #[serde(serialize_with = "rounded")]
+    pub downtime_over_qemu: f64,
+    /// Of what a client saw with a log, of the largest machine's by the smallest one's.
+    #[serde(serialize_with = "rounded")]
+    pub downtime_largest_over_smallest: f64,
+    /// Of the log.
+    pub dirty_fault: DirtyFault,
     /// Of all sizes.
     pub moves: u64,
     /// What clients on another machine had done meanwhile.
@@ -118,6 +154,34 @@ pub struct Migration {
     pub machine: String,
     /// By size of memory.
     pub sizes: Vec<Size>,
+}
+
+impl Size {
+    fn new(memory_mib: u32, moves: Vec<Move>) -> Self {
+        let unknown = f64::NAN;
+        let mut size = Self {
+            memory_mib,
+            moves,
+            log_over_hashes: unknown,
+            log_over_qemu: unknown,
+            read_over_hashes: unknown,
+        };
+        let read = |way| size.of(way, |one| Some(one.read_pages? as f64));
+        let read_over_hashes = read(LOG) / read(HASHES);
+        let [log, hashes, qemu] = [LOG, HASHES, QEMU].map(|way| size.client(way));
+        (size.log_over_hashes, size.log_over_qemu) = (log / hashes, log / qemu);
+        size.read_over_hashes = read_over_hashes;
+        size
+    }
+
+    fn of(&self, way: &str, what: fn(&Move) -> Option<f64>) -> f64 {
+        self.moves.iter().find(|one| one.way == way).and_then(what).unwrap_or(f64::NAN)
+    }
+
+    /// Seconds without an answer.
+    fn client(&self, way: &str) -> f64 {
+        self.of(way, |one| Some(one.client_seconds))
+    }
 }
 
 /// What a client has seen.
@@ -149,13 +213,38 @@ impl Seen {
     }
 }
 
+/// How quickly a client's transactions are done from now on.
+struct Rate {
+    begun: Instant,
+    done: u64,
+}
+
+impl Rate {
+    fn begin(peer: &Machine) -> Result<Self> {
+        peer.sh("touch /run/customer.reset; while test -e /run/customer.reset; do sleep 0.1; done")?;
+        Ok(Self { done: Seen::by(peer)?.done, begun: Instant::now() })
+    }
+
+    /// Transactions a second, but for the time of the longest one without an answer.
+    fn end(&self, peer: &Machine) -> Result<f64> {
+        let (seen, seconds) = (Seen::by(peer)?, self.begun.elapsed().as_secs_f64());
+        Ok((seen.done - self.done) as f64 / (seconds - seen.longest_ms as f64 / 1e3))
+    }
+}
+
 /// Measures all of it.
 ///
 /// # Errors
 /// If a machine does not move, or not as it should.
 pub fn measure(depth: Depth) -> Result<Migration> {
     let sizes = if depth == Depth::Full { &SIZES_MIB[..] } else { &SIZES_MIB[..1] };
+    live::say("What a log of writes costs, on one CPU");
+    let dirty_fault = dirty_fault()?;
+    println!("    {dirty_fault:?}");
     let mut all = Migration {
+        downtime_over_qemu: f64::NAN,
+        downtime_largest_over_smallest: f64::NAN,
+        dirty_fault,
         moves: 0,
         transactions: 0,
         lost_transactions: 0,
@@ -174,7 +263,34 @@ pub fn measure(depth: Depth) -> Result<Migration> {
         all.doubled_transactions += seen.doubled;
         all.sizes.push(size);
     }
+    if let [first, .., last] | [first @ last] = &all.sizes[..] {
+        all.downtime_over_qemu = last.log_over_qemu;
+        all.downtime_largest_over_smallest = last.client(LOG) / first.client(LOG);
+    }
     Ok(all)
+}
+
+/// A process writes to its pages natively, in a log's round, and again.
+fn dirty_fault() -> Result<DirtyFault> {
+    let machine = Machine::boot(counting_machine(COUNTED_MIB).qemu_version(Qemu::Newer))?;
+    machine.put("/root/dirty", DIRTY, 0o755)?;
+    machine.mercury("attach")?;
+    let mut writer = machine.spawn("/root/dirty")?;
+    writer.wait_output("ready", LIMIT)?;
+    let mut write = || touched(&mut writer, "write");
+    // The first time they come into being.
+    write()?;
+    let native = write()?;
+    let mut log = machine.spawn("mercury-workload log --rounds 1 --wait-file /run/go")?;
+    log.wait_output("all of memory has been read", LOG_LIMIT)?;
+    let (first, again) = (write()?, write()?);
+    machine.sh("touch /run/go")?;
+    log.wait(LOG_LIMIT)?.check()?;
+    writer.close_stdin()?;
+    writer.wait(LIMIT)?.check()?;
+    machine.check_health()?;
+    machine.shut_down()?;
+    Ok(DirtyFault { native, first, again })
 }
 
 fn with_memory(memory_mib: u32) -> Result<(String, Size, Seen)> {
@@ -198,14 +314,17 @@ fn with_memory(memory_mib: u32) -> Result<(String, Size, Seen)> {
     let (mut vacant, mut moves) = (None::<Machine>, Vec::new());
     for (number, (way, means)) in WAYS.into_iter().enumerate() {
         let place = if number % 2 == 0 { 3 } else { 2 };
-        Seen::after(peer, SETTLED)?;
+        let before = Rate::begin(peer)?;
+        Seen::after(peer, BEFORE)?;
+        let before = before.end(peer)?;
         let (arrived, done) = match means {
             Means::Qemu => {
-                peer.sh("touch /run/customer.reset")?;
                 let limits = json!({"downtime-limit": DOWNTIME_MS, "max-bandwidth": WIRE});
+                let during = Rate::begin(peer)?;
                 let (arrived, done) = machine.migrate_by_qemu(at(place), limits)?;
+                let during = during.end(peer)?;
                 machine.power_cut()?;
-                (arrived, by_qemu(way, &done))
+                (arrived, Move { load_during_over_before: during / before, ..by_qemu(way, &done) })
             }
             Means::Mercury(options) => {
                 let spare = match vacant.take() {
@@ -214,7 +333,8 @@ fn with_memory(memory_mib: u32) -> Result<(String, Size, Seen)> {
                 };
                 let address = format!("10.9.0.1{place}");
                 plug_in(&spare, &address)?;
-                by_mercury(way, options, [&machine, peer], spare, &address)?
+                let (arrived, done, during) = by_mercury(way, options, [&machine, peer], spare, &address)?;
+                (arrived, Move { load_during_over_before: during / before, ..done })
             }
         };
         is_well(&arrived, &id)?;
@@ -225,18 +345,7 @@ fn with_memory(memory_mib: u32) -> Result<(String, Size, Seen)> {
         moves.push(done);
         vacant = Some(mem::replace(&mut machine, arrived));
     }
-    let of = |way: &str, what: fn(&Move) -> Option<f64>| {
-        moves.iter().find(|one| one.way == way).and_then(what).unwrap_or(f64::NAN)
-    };
-    let client = |way| of(way, |one| Some(one.client_seconds));
-    let read = |way| of(way, |one| Some(one.read_pages? as f64));
-    let size = Size {
-        memory_mib,
-        log_over_hashes: client(LOG) / client(HASHES),
-        log_over_qemu: client(LOG) / client(QEMU),
-        read_over_hashes: read(LOG) / read(HASHES),
-        moves,
-    };
+    let size = Size::new(memory_mib, moves);
     nothing_wrong(&machine)?;
     Ok((at(2).summary(), size, Seen::by(peer)?))
 }
@@ -247,6 +356,7 @@ fn by_qemu(way: &'static str, done: &serde_json::Value) -> Move {
     Move {
         way,
         client_seconds: 0.0,
+        load_during_over_before: 0.0,
         downtime_seconds: seconds("downtime"),
         total_seconds: seconds("total-time"),
         sent_bytes: done["ram"]["transferred"].as_u64().unwrap_or(0),
@@ -262,11 +372,10 @@ fn by_mercury(
     [machine, peer]: [&Machine; 2],
     spare: Machine,
     address: &str,
-) -> Result<(Machine, Move)> {
+) -> Result<(Machine, Move, f64)> {
     let key = receive(&spare, address)?;
     let boots = spare.boots();
-    peer.sh("touch /run/customer.reset")?;
-    let begun = Instant::now();
+    let during = Rate::begin(peer)?;
     let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
     let goes_on = times(&spare, GOES_ON);
     let begins = wait_for("the machine to arrive", patient(LIMIT), || {
@@ -278,11 +387,12 @@ fn by_mercury(
         return Err(Error::Host(format!("the machine has not moved: {why}")));
     }
     machine.wait_shutdown(LIMIT)?;
-    println!("    {way}: off after {:.1} s; {}", begun.elapsed().as_secs_f64(), said(machine));
+    println!("    {way}: off after {:.1} s; {}", during.begun.elapsed().as_secs_f64(), said(machine));
     spare.wait_other(boots)?;
+    let during = during.end(peer)?;
     let said = said(machine);
     let done = report(way, &said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;
-    Ok((spare, done))
+    Ok((spare, done, during))
 }
 
 /// The last words of a machine that has moved, on its console.
@@ -293,6 +403,7 @@ fn report(way: &'static str, said: &str) -> Option<Move> {
     Some(Move {
         way,
         client_seconds: 0.0,
+        load_during_over_before: 0.0,
         downtime_seconds: number(3)? as f64 / 1e3,
         total_seconds: found[5].parse().ok()?,
         sent_bytes: number(4)?,
@@ -311,7 +422,10 @@ pub fn section(figures: &Migration) -> String {
         {} moves in one run, from one emulator to another and on, of the same running machine: it talks over TCP in both\n\
         directions, its root is on NFS, and a process writes to up to a thousand pages a second. A client on a third machine has made {} transactions meanwhile\n\
         over one connection, each of which is counted on the machine that moves: **{} lost, {} done twice**. \"Seen by a client\" is the longest time\n\
-        without an answer over UDP.\n\n\
+        without an answer over UDP, \"load\" the rate of its transactions until the machine stands still, by that before the move.\n\
+        On the largest machine the move by the log takes {:.1} × as long from a client's view as QEMU's own, and {:.2} × as long as on\n\
+        the smallest one. A page that is written for the first time in a round costs {:.0} instructions more than natively ({:.0}),\n\
+        one that is written again {:.0}.\n\n\
         Each figure is one move, and times are those of an emulator whose host has two processors for three machines: look at the ratios.\n\
         QEMU's own migration is no equal: it needs the machine to be a virtual one, and QEMU itself runs at the host's speed, while\n\
         reading, hashing, compressing, TLS and both machines' network stacks are emulated for Mercury. It may stand still for {DOWNTIME_MS} ms as\n\
@@ -322,6 +436,11 @@ pub fn section(figures: &Migration) -> String {
         thousands(figures.transactions),
         figures.lost_transactions,
         figures.doubled_transactions,
+        figures.downtime_over_qemu,
+        figures.downtime_largest_over_smallest,
+        figures.dirty_fault.first - figures.dirty_fault.native,
+        figures.dirty_fault.native,
+        figures.dirty_fault.again - figures.dirty_fault.native,
         tables.join("\n")
     )
 }
@@ -334,6 +453,7 @@ fn by_size(size: &Size) -> String {
             format!("{:.2} s", one.downtime_seconds),
             format!("{:.1} s", one.total_seconds),
             one.rounds.to_string(),
+            format!("{:.2}", one.load_during_over_before),
             format!("{} MB", one.sent_bytes / 1_000_000),
             one.read_pages.map_or_else(|| "–".to_owned(), thousands),
         ]
@@ -344,6 +464,7 @@ fn by_size(size: &Size) -> String {
         "by its own report",
         "in all",
         "rounds",
+        "load",
         "sent",
         "pages read while still",
     ];
@@ -388,8 +509,12 @@ pub(super) mod tests {
             sent_bytes: 50_000_000,
             rounds: 4,
             read_pages,
+            load_during_over_before: 0.75,
         };
         Migration {
+            downtime_over_qemu: 3.0,
+            downtime_largest_over_smallest: 1.0,
+            dirty_fault: DirtyFault { native: 100.0, first: 1100.0, again: 101.0 },
             moves: 2,
             transactions: 1234,
             lost_transactions: 0,

@@ -23,6 +23,7 @@ use crate::{
 pub use linux::Rounds;
 use linux::{Compared, Linux};
 use pages::Touch;
+pub(super) use pages::touched;
 
 /// The heading of its part of the page.
 pub const HEADING: &str = "## KVM above the hypervisor";

@@ -72,8 +72,8 @@ pub fn measure() -> Result<Vec<Touch>> {
     if kept { Ok(all) } else { Err(Error::Unhealthy("the snapshot was lost meanwhile".into())) }
 }
 
-/// A nanosecond is an instruction.
-fn touched(guest: &mut Background, words: &str) -> Result<f64> {
+/// Has a process that waits for a line touch pages, and say so; a nanosecond is an instruction.
+pub(in crate::bench) fn touched(guest: &mut Background, words: &str) -> Result<f64> {
     let number = guest.output_so_far()?.matches("touched").count() + 1;
     guest.write_stdin(format!("{words}\n").as_bytes())?;
     guest.wait_output_times("touched ", number, TOUCH_LIMIT)?;
