@@ -522,10 +522,7 @@ fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
     let more = match kind {
         "ext2" | "ext3" | "ext4" | "btrfs" => Vec::new(),
-        "xfs" => {
-            let (start, length) = xfs_log(&first).ok_or_else(unknown)?;
-            vec![start..start + length]
-        }
+        "xfs" => Vec::from([xfs_log(&first).ok_or_else(unknown)?]),
         "vfat" => {
             let layout = fat::Layout::new(&first).ok_or_else(unknown)?;
             layout.changing(|range| read_exactly(file, range))?
@@ -581,8 +578,8 @@ pub(super) fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8
     Ok(buffer[start..start + done].to_vec())
 }
 
-/// Where the log of XFS lies on the device: offset and length in bytes, from its superblock.
-fn xfs_log(superblock: &[u8]) -> Option<(u64, u64)> {
+/// Where the log of XFS lies on the device: in bytes, from its superblock.
+fn xfs_log(superblock: &[u8]) -> Option<Range<u64>> {
     let word = |at: usize, bytes: usize| {
         superblock
             .get(at..at + bytes)?
@@ -595,7 +592,8 @@ fn xfs_log(superblock: &[u8]) -> Option<(u64, u64)> {
         return None;
     }
     let linear = (start >> group_bits) * group_blocks + (start & ((1 << group_bits) - 1));
-    Some((linear.checked_mul(block)?, blocks.checked_mul(block)?))
+    let start = linear.checked_mul(block)?;
+    Some(start..start.checked_add(blocks.checked_mul(block)?)?)
 }
 
 /// Swap that is in use, in bytes: what is there is in no image.

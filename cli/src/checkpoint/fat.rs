@@ -157,8 +157,9 @@ pub(super) mod tests {
     #[test]
     fn what_is_in_use_changes() {
         // Clusters 2, 3 and 6 are in use; an odd and an even one of 12 bits, and free ones that look used beside them.
-        let tables: [(&[u8; 8], u32, u16, u8, Vec<u8>); 3] = [
-            (b"FAT12   ", 2880, 9, 1, vec![0xF0, 0xFF, 0xFF, 0xFF, 0x0F, 0xF0, 0, 0, 0, 0xFF, 0x0F, 0]),
+        let twelve = vec![0xF0, 0xFF, 0xFF, 0xFF, 0x0F, 0xF0, 0, 0, 0, 0xFF, 0x0F, 0];
+        let tables = [
+            (b"FAT12   ", 2880, 9, 1, twelve),
             (
                 b"FAT16   ",
                 30000,
