@@ -458,6 +458,10 @@ pub struct MigrateArgs {
     /// So many rounds at most while everything runs; 0: stop first, then copy
     #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub rounds: u32,
+    /// Where rounds do not help because more is written than goes over: hold applications back step by step, for so much of
+    /// their time at most, in percent; 0: not at all
+    #[arg(long, value_name = "PERCENT", default_value_t = 75, value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub max_throttle: u8,
     /// Send no more than this in a second while everything runs, in MiB
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub bandwidth: Option<u64>,

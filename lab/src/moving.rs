@@ -4,8 +4,9 @@
 use std::{net::TcpListener, thread, time::Duration};
 
 use crate::{
+    command::{Background, patient},
     driver::Variant,
-    error::{Context, Error, Result},
+    error::{Context, Error, Result, wait_for},
     kernel::Kernel,
     lock::Reservation,
     machine::Machine,
@@ -18,6 +19,11 @@ use crate::{
 
 /// How long a move may take.
 pub const LIMIT: Duration = Duration::from_secs(240);
+
+/// How long a look at a machine that does not move may take.
+const LOOK: Duration = Duration::from_secs(20);
+/// What a spare says on its console in the end.
+pub const GOES_ON: &str = "going on in the machine";
 
 /// The switch's own address.
 pub const PEER: &str = "10.9.0.1";
@@ -121,6 +127,23 @@ impl Switch {
 #[must_use]
 pub fn times(machine: &Machine, text: &str) -> usize {
     machine.serial_log().matches(text).count()
+}
+
+/// Waits until a machine goes on at the spare, more often than `before`, or the command has ended; whether it goes on.
+///
+/// # Errors
+/// If neither happens; with what `from` is at.
+pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Background) -> Result<bool> {
+    wait_for("the machine to arrive", patient(LIMIT), || {
+        let has_arrived = times(spare, GOES_ON) > before;
+        Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
+    })
+    .map_err(|error| {
+        let looks = "ps axo stat,wchan:32,args | grep -v '\\]$'; cat /proc/$(pgrep -f '^mercury migrate')/stack; dmesg | tail -20";
+        let at = from.command(looks).timeout(LOOK).run().map(|output| output.stdout).unwrap_or_default();
+        println!("{}{}{at}", moving.output_so_far().unwrap_or_default(), moving.errors_so_far().unwrap_or_default());
+        from.blame(error)
+    })
 }
 
 /// Waits until the console has said it more often than `before`.

@@ -9,7 +9,7 @@ use std::{io::Write, net::TcpStream, thread, time::Duration};
 
 use mercury_lab::{
     Kernel, Machine, MachineCheck, Result,
-    moving::{LIMIT, PEER, Switch, free_port, plug_in, receive, said, times, wait_more},
+    moving::{GOES_ON, LIMIT, PEER, Switch, arrives, free_port, plug_in, receive, said, times, wait_more},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -52,16 +52,23 @@ const THROWN: &str = "was thrown away";
 
 /// The machine moves to the spare, which is it then.
 fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
-    let id = boot_id(machine)?;
     let boots = spare.boots();
     let key = receive(spare, address)?;
-    let before = times(spare, "going on in the machine");
+    moves_by(peer, machine, spare, (&key, boots), options)
+}
+
+/// To one that waits already, and had booted so often before.
+fn moves_by(
+    peer: &Machine,
+    machine: &Machine,
+    spare: &Machine,
+    (key, boots): (&str, u32),
+    options: &str,
+) -> Result<()> {
+    let id = boot_id(machine)?;
+    let before = times(spare, GOES_ON);
     let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
-    thread::sleep(Duration::from_secs(2));
-    while times(spare, "going on in the machine") == before && !moving.has_ended()? {
-        thread::sleep(Duration::from_millis(100));
-    }
-    if moving.has_ended()? {
+    if !arrives(machine, spare, before, &mut moving)? {
         println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
     }
     let ended = machine.wait_shutdown(Duration::from_secs(30));
@@ -101,16 +108,84 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     need_qemu()?;
     let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
-    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log")?;
+    // An emulator never keeps to the limit, and nobody writes so much that it would be for that.
+    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0")?;
     let said_there = said(&machine);
     assert!(said_there.contains("found by a log of writes"), "{said_there}");
     assert!(said_there.contains("not in the log of writes, of which 0 should have been"), "{said_there}");
     // What boots there is a spare now: the machine's root is in use.
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
-    moves(peer, &spare, &repaired, "10.9.0.4", "")?;
+    moves(peer, &spare, &repaired, "10.9.0.4", "--max-throttle 0")?;
     assert!(said(&spare).contains("found by a log of writes"), "{}", said(&spare));
     repaired.check_next_attach()
+}
+
+/// Writes to a thousand pages a second what cannot be compressed, as evenly as it may.
+const OUTRUNS: &str = "
+import os, time
+PAGES = 6000
+memory, count, page = bytearray(PAGES * 4096), 0, os.urandom(4096)
+while True:
+    for _ in range(20):
+        at = count % PAGES * 4096
+        memory[at:at + 4096] = page
+        memory[at:at + 8] = os.urandom(8)
+        count += 1
+    say(count)
+    time.sleep(0.02)
+";
+
+/// More is written than goes over: applications are held back until what is left fits.
+#[test]
+#[ignore = "long"]
+fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    start(machine, "outruns", OUTRUNS, "")?;
+    let boots = spare.boots();
+    let key = receive(spare, "10.9.0.3")?;
+    let limits = "--or-give-up --max-downtime 4s";
+    let line = format!("mercury migrate {key} {limits} --max-throttle 0");
+    fails(peer, machine, &line, &["the downtime would be about"])?;
+    moves_by(peer, machine, spare, (&key, boots), &format!("{limits} > /run/said"))?;
+    let said = spare.sh("cat /run/said")?;
+    println!("{said}");
+    assert!(said.contains("applications stand still for 15 % of the time now"), "{said}");
+    comes_further(spare, "outruns", count(spare, "outruns")?)?;
+    spare.check_next_attach()
+}
+
+/// Each frame that the switch sends may be lost.
+const LOSES: &str = "modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
+     tc qdisc replace dev $port root netem loss 10%; done";
+
+/// A tenth of what is sent is lost, also of what the machine and its files' server say to each other.
+#[test]
+#[ignore = "long"]
+fn a_machine_moves_over_a_link_that_loses_a_tenth() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    peer.sh(LOSES)?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    peer.sh("tc -s qdisc | grep -q 'dropped [1-9]'")?;
+    spare.check_next_attach()
+}
+
+/// At a megabit a second the move is given up, in time: nobody stands still for minutes.
+#[test]
+#[ignore = "long"]
+fn a_slow_link_is_given_up() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let key = receive(spare, "10.9.0.3")?;
+    peer.sh(&LOSES.replace("loss 10%", "rate 1mbit"))?;
+    let line = format!("mercury migrate {key} --rounds 1 --or-give-up");
+    let output = machine.command(&line).timeout(LIMIT * 4).run()?;
+    println!("{}", output.stderr);
+    assert!(!output.success() && output.stderr.contains("the downtime would be about"), "{}", output.stderr);
+    goes_on(peer, machine)?;
+    machine.check_next_attach()
 }
 
 /// One command for both ways, which goes along. What is no way back is said to be none.
@@ -242,7 +317,7 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
     let mut moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
-    wait_more(spare, "going on in the machine", 0)?;
+    wait_more(spare, GOES_ON, 0)?;
     spare.power_cut()?;
     wait_more(machine, "does not answer. Nothing runs here", 0)?;
     // It stays so.

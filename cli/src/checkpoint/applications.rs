@@ -1,7 +1,8 @@
 //! Holds all applications still, but for this process: with the control groups' freezer, which they do not notice.
 //!
 //! Groups at the top are frozen with all that is in them. What is in the root group, which cannot be frozen, is moved
-//! into one of ours meanwhile; so is this process, with those that it needs, into one that is not frozen.
+//! into one of ours meanwhile; so is this process, with those that it needs, into one that is not frozen. Frozen for a part of
+//! each period of time, they are held back: [`Brake`].
 
 use super::guard::{Guard, Undo};
 use crate::{
@@ -11,6 +12,11 @@ use crate::{
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -21,17 +27,33 @@ const SELF: &str = "mercury.self";
 const REST: &str = "mercury.rest";
 /// How often the root group is emptied before what is left is taken for what cannot be moved.
 const ROUNDS: u32 = 100;
+/// Of which who is held back stands still for a part.
+const PERIOD: Duration = Duration::from_millis(100);
 /// How long applications may take to come to rest: one may wait for a disk.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Applications that are held still until this is dropped.
+/// Applications in groups that can be frozen, until this is dropped.
 #[derive(Debug)]
-pub struct Frozen {
+struct Gathered {
     root: PathBuf,
     groups: Vec<PathBuf>,
     /// The group that this process was in.
     home: PathBuf,
     mounted: bool,
+}
+
+/// Applications that are held still until this is dropped.
+#[derive(Debug)]
+pub struct Frozen {
+    _gathered: Gathered,
+}
+
+/// Applications that run for a part of the time only, until this is dropped.
+#[derive(Debug)]
+pub struct Brake {
+    // In the order in which they end.
+    pulse: Pulse,
+    gathered: Gathered,
 }
 
 /// Moves all processes of a group, and removes it.
@@ -52,23 +74,17 @@ pub fn give_back(from: &Path, to: &Path) {
     }
 }
 
-impl Frozen {
-    /// Holds them but for the processes that are `needed`; `guard` gives them back if this process does not.
-    ///
-    /// # Errors
-    /// If there are no control groups, or not all come to rest in time; they then run on.
-    pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
+impl Gathered {
+    fn new(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
         let (root, mounted) = hierarchy()?;
         let home = own_group(&root)?;
-        let mut frozen = Self { root, groups: Vec::new(), home, mounted };
-        frozen.hold_all(guard, needed).map_err(|error| {
-            Error::new(Exit::Failed, format!("applications could not be held still: {error}"))
-                .hint("see /proc/PID/stack of one that is in state D")
-        })?;
-        Ok(frozen)
+        let mut gathered = Self { root, groups: Vec::new(), home, mounted };
+        gathered.gather(guard, needed).map_err(still_failed)?;
+        Ok(gathered)
     }
 
-    fn hold_all(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
+    /// Those as well that were born since, if this is called again.
+    fn gather(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
         let (own, rest) = (self.root.join(SELF), self.root.join(REST));
         guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
         make(&own)?;
@@ -96,36 +112,138 @@ impl Frozen {
             let group = entry?.path();
             // One that is frozen already stays so.
             let state = fs::read_to_string(group.join("cgroup.freeze"));
-            if state.is_ok_and(|state| state.trim() == "0") && !group.ends_with(SELF) {
+            let is_free = state.is_ok_and(|state| state.trim() == "0") && !group.ends_with(SELF);
+            if is_free && !self.groups.contains(&group) {
                 guard.will(&Undo::Unfreeze(group.clone()))?;
-                fs::write(group.join("cgroup.freeze"), "1")?;
                 self.groups.push(group);
             }
         }
-        let end = Instant::now() + PATIENCE;
-        while let Some(group) = self.groups.iter().find(|group| !is_frozen(group)) {
-            if Instant::now() > end {
-                let name = group.file_name().unwrap_or_default().to_string_lossy();
-                return Err(io::Error::other(format!("a task of {name} does not come to rest")));
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
         Ok(())
+    }
+
+    /// Freezes them, and waits until they are.
+    fn freeze(self) -> Result<Frozen> {
+        freeze(&self.groups).and_then(|()| wait_until_frozen(&self.groups)).map_err(still_failed)?;
+        Ok(Frozen { _gathered: self })
     }
 }
 
-impl Drop for Frozen {
+impl Drop for Gathered {
     fn drop(&mut self) {
-        // A group that is gone holds nobody.
-        for group in &self.groups {
-            let _ = fs::write(group.join("cgroup.freeze"), "0");
-        }
+        thaw(&self.groups);
         give_back(&self.root.join(REST), &self.root);
         give_back(&self.root.join(SELF), &self.home);
         if self.mounted {
             let _ = rustix::mount::unmount(OWN_MOUNT, rustix::mount::UnmountFlags::DETACH);
         }
     }
+}
+
+impl Frozen {
+    /// Holds them but for the processes that are `needed`; `guard` gives them back if this process does not.
+    ///
+    /// # Errors
+    /// If there are no control groups, or not all come to rest in time; they then run on.
+    pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
+        Gathered::new(guard, needed)?.freeze()
+    }
+}
+
+impl Brake {
+    /// Holds them back for no part of the time yet; `guard` has to hear of this process while there is one.
+    ///
+    /// # Errors
+    /// If there are no control groups, or a process cannot be moved.
+    pub fn new(guard: &mut Guard) -> Result<Self> {
+        let gathered = Gathered::new(guard, &[])?;
+        let pulse = Pulse::new(gathered.groups.clone());
+        Ok(Self { pulse, gathered })
+    }
+
+    /// Applications stand still for so many percent of the time from now on, at most 99.
+    pub fn set(&self, percent: u8) {
+        self.pulse.percent.store(percent.min(99), Ordering::Relaxed);
+    }
+
+    /// Holds them for good.
+    ///
+    /// # Errors
+    /// As [`Frozen::hold`].
+    pub fn hold(self, guard: &mut Guard) -> Result<Frozen> {
+        let Self { pulse, mut gathered } = self;
+        drop(pulse);
+        gathered.gather(guard, &[]).map_err(still_failed)?;
+        gathered.freeze()
+    }
+}
+
+/// A thread that freezes groups for a part of each period.
+#[derive(Debug)]
+struct Pulse {
+    percent: Arc<AtomicU8>,
+    /// Dropped, it ends the thread.
+    end: Option<Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Pulse {
+    fn new(groups: Vec<PathBuf>) -> Self {
+        let percent = Arc::new(AtomicU8::new(0));
+        let (end, ended) = channel();
+        let current = Arc::clone(&percent);
+        let thread = thread::spawn(move || {
+            loop {
+                let still = PERIOD * u32::from(current.load(Ordering::Relaxed)) / 100;
+                if !still.is_zero() {
+                    // Whoever cannot be frozen is not held back.
+                    let _ = freeze(&groups);
+                    let waited = ended.recv_timeout(still);
+                    thaw(&groups);
+                    if waited != Err(RecvTimeoutError::Timeout) {
+                        return;
+                    }
+                }
+                if ended.recv_timeout(PERIOD - still) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
+            }
+        });
+        Self { percent, end: Some(end), thread: Some(thread) }
+    }
+}
+
+impl Drop for Pulse {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        // It leaves nobody frozen.
+        let _ = self.thread.take().map(thread::JoinHandle::join);
+    }
+}
+
+fn still_failed(error: io::Error) -> Error {
+    Error::new(Exit::Failed, format!("applications could not be held still: {error}"))
+        .hint("see /proc/PID/stack of one that is in state D")
+}
+
+fn freeze(groups: &[PathBuf]) -> io::Result<()> {
+    groups.iter().try_for_each(|group| fs::write(group.join("cgroup.freeze"), "1"))
+}
+
+fn thaw(groups: &[PathBuf]) {
+    // A group that is gone holds nobody.
+    groups.iter().for_each(|group| drop(fs::write(group.join("cgroup.freeze"), "0")));
+}
+
+fn wait_until_frozen(groups: &[PathBuf]) -> io::Result<()> {
+    let end = Instant::now() + PATIENCE;
+    while let Some(group) = groups.iter().find(|group| !is_frozen(group)) {
+        if Instant::now() > end {
+            let name = group.file_name().unwrap_or_default().to_string_lossy();
+            return Err(io::Error::other(format!("a task of {name} does not come to rest")));
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
 }
 
 /// Where the hierarchy of version 2 is mounted; mounts it if it is nowhere.
@@ -210,6 +328,31 @@ mod tests {
         io::{BufRead, BufReader},
         process::{Command, Stdio},
     };
+
+    /// Any folder has such files.
+    #[test]
+    fn a_pulse_leaves_nobody_frozen() {
+        let group = tempfile::tempdir().expect("a folder");
+        let state = group.path().join("cgroup.freeze");
+        fs::write(&state, "0").expect("written");
+        let is_frozen = || fs::read_to_string(&state).expect("read") == "1";
+        let share = |pulse: &Pulse, percent: u8| {
+            pulse.percent.store(percent, Ordering::Relaxed);
+            thread::sleep(PERIOD * 2);
+            let looks = 400;
+            let frozen = (0..looks).filter(|_| {
+                thread::sleep(Duration::from_millis(2));
+                is_frozen()
+            });
+            frozen.count() * 100 / looks
+        };
+        let pulse = Pulse::new(vec![group.path().to_owned()]);
+        assert_eq!(share(&pulse, 0), 0);
+        let shares = [20, 80].map(|percent| share(&pulse, percent));
+        assert!(shares[0] > 0 && shares[0] < 50 && shares[1] > 50 && shares[1] < 100, "{shares:?}");
+        drop(pulse);
+        assert!(!is_frozen());
+    }
 
     #[test]
     fn children_of_children_are_found() {

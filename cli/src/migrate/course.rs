@@ -45,8 +45,7 @@ pub fn limits(args: &MigrateArgs) -> Limits {
     Limits {
         max_downtime: args.max_downtime.map_or(MAX_DOWNTIME, |span| span.0),
         max_bytes_per_second: args.bandwidth.map(|mib| mib << 20),
-        // The load is not held back yet.
-        max_throttle_percent: 0,
+        max_throttle_percent: args.max_throttle,
         max_rounds: args.rounds,
         otherwise: if args.or_give_up { Otherwise::GiveUp } else { Otherwise::Stop },
     }
@@ -87,6 +86,14 @@ pub struct Outlook {
     pub downtime: Duration,
     /// What comes next.
     pub next: Next,
+}
+
+impl Outlook {
+    /// How far the load is held back from now on, in percent of its time.
+    #[must_use]
+    pub fn throttle_percent(&self) -> u8 {
+        if let Next::Copy { throttle_percent } = self.next { throttle_percent } else { 0 }
+    }
 }
 
 /// The rounds of one move.

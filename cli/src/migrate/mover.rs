@@ -15,7 +15,7 @@ use crate::{
     args::MigrateArgs,
     checkpoint::{
         self,
-        applications::Frozen,
+        applications::{Brake, Frozen},
         describe,
         disks::{self, Mounted, Still},
         fence,
@@ -199,6 +199,8 @@ pub struct Mover<'a> {
     offer: Offer,
     ledger: Ledger,
     held: Held,
+    /// Where the load outruns the connection.
+    brake: Option<Brake>,
     failure: Option<Error>,
     is_cancelled: bool,
     committed: Option<Instant>,
@@ -255,6 +257,7 @@ impl<'a> Mover<'a> {
             link: Some(link),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: DOUBT, hold: None },
             held: Held::default(),
+            brake: None,
             failure: None,
             is_cancelled: false,
             committed: None,
@@ -487,6 +490,7 @@ impl<'a> Mover<'a> {
         let _ = self.device.fence_down();
         self.silence.end();
         self.held = Held::default();
+        self.brake = None;
         self.guard.is_released();
         // One that is over, or that was only prepared, goes with the device.
         let _ = self.device.snapshot_end();
@@ -536,6 +540,7 @@ impl<'a> Mover<'a> {
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
             let outlook = course.after(&done, matches!(self.log, Log::Live));
+            let throttle_percent = outlook.throttle_percent();
             let told = Told::Round {
                 round: number,
                 pages: done.sent,
@@ -544,10 +549,15 @@ impl<'a> Mover<'a> {
                 seconds: done.took.as_secs_f64(),
                 dirty_pages_per_second: outlook.dirty_pages_per_second,
                 downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
+                throttle_percent,
             };
             self.tell(&told);
             match outlook.next {
-                Next::Copy { .. } => {}
+                Next::Copy { .. } => {
+                    if let Err(error) = self.hold_back(throttle_percent) {
+                        return self.fail(error);
+                    }
+                }
                 Next::Stop { .. } => return Event::StopNow,
                 Next::GiveUp { downtime } => return self.fail(course.too_long(downtime)),
             }
@@ -557,6 +567,17 @@ impl<'a> Mover<'a> {
             // No arguments lead here; whoever wants it given up is not to be moved.
             Otherwise::GiveUp => self.fail(Error::new(Exit::Failed, "no downtime could be expected")),
         }
+    }
+
+    /// Applications run for a part of the time only.
+    fn hold_back(&mut self, percent: u8) -> Result<()> {
+        if percent > 0 && self.brake.is_none() {
+            self.brake = Some(Brake::new(self.guard)?);
+        }
+        if let Some(brake) = &self.brake {
+            brake.set(percent);
+        }
+        Ok(())
     }
 
     fn round(&mut self, number: u64, limits: &Limits) -> std::result::Result<Pass, Event> {
@@ -671,7 +692,10 @@ impl<'a> Mover<'a> {
         self.device.fence(&[peer.into()])?;
         let begun = Instant::now();
         self.stopped = Some(begun);
-        let frozen = Frozen::hold(self.guard, &[])?;
+        let frozen = match self.brake.take() {
+            Some(brake) => brake.hold(self.guard)?,
+            None => Frozen::hold(self.guard, &[])?,
+        };
         // What was there when the move began may have changed.
         let mounts = disks::all(self.sysroot)?;
         if mounts != self.mounts {

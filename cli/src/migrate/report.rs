@@ -120,16 +120,30 @@ pub enum Told {
         dirty_pages_per_second: f64,
         /// The downtime if the machine were stopped now.
         downtime_ms: f64,
+        /// How far the load is held back in the next round, in percent of its time.
+        throttle_percent: u8,
     },
 }
 
 impl Render for Told {
     fn render(&self, to: &mut Text) {
-        let Self::Round { round, pages, bytes: sent, seconds, dirty_pages_per_second, downtime_ms, .. } =
-            self;
+        let Self::Round {
+            round,
+            pages,
+            bytes: sent,
+            seconds,
+            dirty_pages_per_second,
+            downtime_ms,
+            throttle_percent,
+            ..
+        } = self;
+        let held_back = match throttle_percent {
+            0 => String::new(),
+            percent => format!("; applications stand still for {percent} % of the time now"),
+        };
         to.line(format!(
             "round {round}: {} pages, {} in {seconds:.1} s; {dirty_pages_per_second:.0} pages/s are written; downtime \
-             now about {downtime_ms:.0} ms",
+             now about {downtime_ms:.0} ms{held_back}",
             thousands(*pages),
             bytes(*sent)
         ));

@@ -17,7 +17,7 @@ use crate::{
     live,
     machine::Machine,
     markdown::{table, thousands},
-    moving::{LIMIT, MOVING, PEER, Switch, plug_in, receive, said, times},
+    moving::{GOES_ON, LIMIT, MOVING, PEER, Switch, arrives, plug_in, receive, said, times},
     restart::{
         boot_id, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -30,8 +30,6 @@ use crate::{
 pub const HEADING: &str = "## Live migration";
 /// Pages that are read after the instant, by those that hashes of all memory read.
 pub const READ_AT_MOST: f64 = 0.25;
-/// What a spare says on its console in the end.
-const GOES_ON: &str = "going on in the machine";
 const BANK: &str = include_str!("../../guest/migration/bank");
 const CUSTOMER: &str = include_str!("../../guest/migration/customer");
 const WRITER: &str = include_str!("../../guest/migration/writer");
@@ -378,10 +376,7 @@ fn by_mercury(
     let during = Rate::begin(peer)?;
     let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
     let goes_on = times(&spare, GOES_ON);
-    let begins = wait_for("the machine to arrive", patient(LIMIT), || {
-        let has_arrived = times(&spare, GOES_ON) > goes_on;
-        Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
-    })?;
+    let begins = arrives(machine, &spare, goes_on, &mut moving)?;
     if !begins {
         let why = format!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), said(machine));
         return Err(Error::Host(format!("the machine has not moved: {why}")));
