@@ -531,6 +531,7 @@ impl<'a> Mover<'a> {
     fn copy_rounds(&mut self) -> Event {
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
+        self.tell(&Told::Accepted { memory: self.report.memory });
         for number in 0..u64::from(limits.max_rounds) {
             let done = match self.round(number, &limits) {
                 Ok(done) => done,
@@ -684,6 +685,7 @@ impl<'a> Mover<'a> {
 
     /// Everything stands still; the instant; and what is not as it was sent goes over.
     fn stop_and_copy(&mut self) -> Result<Step> {
+        self.tell(&Told::Stops);
         rustix::fs::sync();
         // Nothing of this program comes from a disk any more, which may be fenced off.
         rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)

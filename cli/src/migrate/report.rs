@@ -100,10 +100,15 @@ impl Render for Report {
     }
 }
 
-/// A round that is over.
+/// How far the move is, as it is told while applications run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Told {
+    /// The other machine takes this one: it is equal to it, and has room.
+    Accepted {
+        /// Bytes of memory that there are to send.
+        memory: u64,
+    },
     /// A round that is over, while everything runs.
     Round {
         /// Its number, from 0.
@@ -123,6 +128,8 @@ pub enum Told {
         /// How far the load is held back in the next round, in percent of its time.
         throttle_percent: u8,
     },
+    /// Applications are about to stand still.
+    Stops,
 }
 
 impl Render for Told {
@@ -136,7 +143,15 @@ impl Render for Told {
             downtime_ms,
             throttle_percent,
             ..
-        } = self;
+        } = self
+        else {
+            return to.line(match self {
+                Self::Accepted { memory } => {
+                    format!("the other machine takes this one: {} of memory", bytes(*memory))
+                }
+                _ => "applications stand still now".to_owned(),
+            });
+        };
         let held_back = match throttle_percent {
             0 => String::new(),
             percent => format!("; applications stand still for {percent} % of the time now"),
