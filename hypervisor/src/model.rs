@@ -8,7 +8,7 @@ use crate::host::entry::Next;
 use crate::pci::Register;
 use crate::svm::Area;
 use crate::svm::vmcb::{INTERCEPT_MISC1, INTERCEPT_MISC2};
-use crate::x86::{Hardware, msr};
+use crate::x86::{Hardware, RFLAGS_IF, RFLAGS_TF, msr};
 
 /// MSRs as a table; what is not in it raises #GP.
 #[derive(Default)]
@@ -144,7 +144,11 @@ impl Hardware for Model {
         self.nmis_taken += 1;
     }
 
-    fn flush_by_entry(&mut self, _: &mut crate::svm::vmcb::Vmcb, _: u64) {
+    fn flush_by_entry(&mut self, control: &mut crate::svm::vmcb::Vmcb, _: u64) {
+        assert_eq!(control.nested_cr3, crate::nested::empty_root().as_u64(), "nothing may be fetched");
+        assert_eq!(control.rflags & (RFLAGS_IF | RFLAGS_TF), 0);
+        assert_eq!(control.tlb_control, crate::svm::vmcb::TLB_FLUSH_ALL);
+        (control.exit_code, control.exit_info1) = (crate::svm::vmcb::exit_code::NPF, 1 << 4);
         self.flushes += 1;
     }
 

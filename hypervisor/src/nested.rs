@@ -125,6 +125,12 @@ pub fn root() -> HostPhys {
     HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
 }
 
+/// The root of nested tables that map nothing.
+#[must_use]
+pub fn empty_root() -> HostPhys {
+    phys_of(&ZERO_PAGE)
+}
+
 /// Levels of the nested tables.
 #[must_use]
 pub fn depth() -> Depth {
@@ -154,7 +160,7 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
         largest: V::largest_page(hardware),
         eager_end: GuestPhys::new(boot.iomem_end_phys.min(EAGER_MAX)),
         complete_pages: COMPLETE_PAGES,
-        zero_page: phys_of(&ZERO_PAGE),
+        zero_page: empty_root(),
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));

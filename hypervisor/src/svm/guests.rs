@@ -42,7 +42,7 @@ use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::snapshot::live;
 use crate::vendor::Vendor;
-use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, msr};
+use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, RFLAGS_TF, msr};
 use crate::{exit, nested, publish};
 
 /// [`super::Own::block_phys`]: the window shows nothing. No block begins there.
@@ -324,37 +324,29 @@ pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
 }
 
 /// KVM may give the identifier that the system had here to a guest, and flushes only when it has used up all
-/// (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry: this one ends before the first instruction, by a virtual
-/// interrupt that exits, or by whatever else is pending. No emulator keeps translations that long.
+/// (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry: this one has nested tables without a single entry, so
+/// that it ends with the first fetch, whatever is pending or masked. No emulator keeps translations that long.
 #[inline]
 fn forget_translations(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &mut area.control;
     let before = (
-        control.intercept_misc1,
-        control.virtual_interrupt,
-        control.rflags,
-        control.interrupt_shadow,
-        control.inject_event,
-        control.exit_code,
-        control.exit_event,
-        control.dr7,
+        (control.intercept_misc1, control.virtual_interrupt, control.interrupt_shadow, control.inject_event),
+        (control.exit_code, control.exit_info1, control.exit_info2, control.exit_event),
+        (control.nested_cr3, control.rflags, control.dr7),
     );
     control.intercept_misc1 |= INTERCEPT_ALL_EVENTS;
-    control.virtual_interrupt |= VIRTUAL_INTERRUPT;
-    control.rflags |= RFLAGS_IF;
+    control.virtual_interrupt &= !VIRTUAL_INTERRUPT;
     control.interrupt_shadow = 0;
     control.inject_event = 0;
+    control.nested_cr3 = nested::empty_root().as_u64();
+    control.rflags &= !(RFLAGS_IF | RFLAGS_TF);
+    control.dr7 = DR7_CLEAR;
     control.tlb_control = TLB_FLUSH_ALL;
     hardware.flush_by_entry(control, area.cpu.control_phys);
     (
-        control.intercept_misc1,
-        control.virtual_interrupt,
-        control.rflags,
-        control.interrupt_shadow,
-        control.inject_event,
-        control.exit_code,
-        control.exit_event,
-        control.dr7,
+        (control.intercept_misc1, control.virtual_interrupt, control.interrupt_shadow, control.inject_event),
+        (control.exit_code, control.exit_info1, control.exit_info2, control.exit_event),
+        (control.nested_cr3, control.rflags, control.dr7),
     ) = before;
 }
 
@@ -660,7 +652,10 @@ mod tests {
         *host.cpu.register(0) = mercury_abi::gate::Hypercall::Detach as u64;
         *host.cpu.register(RCX) = mercury_abi::gate::HYPERCALL_MAGIC;
         let (rip, rflags) = (host.cpu.area.control.rip, host.cpu.area.control.rflags);
+        let root = host.cpu.area.control.nested_cr3;
         assert_eq!(host.exit(exit_code::VMMCALL), Next::Leave);
+        assert_eq!(host.cpu.area.control.nested_cr3, root);
+        assert_eq!(host.cpu.area.control.exit_code, exit_code::VMMCALL, "not the flush's own");
         let outward = &host.cpu.area.cpu.gate.outward;
         assert_eq!((outward.svm, outward.rip, outward.rflags), (KEEP_SVME, rip + 3, rflags));
         assert_eq!(host.cpu.hardware.msrs[&msr::VM_HSAVE_PA], KVMS_PAGE);
