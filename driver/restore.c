@@ -203,12 +203,29 @@ static bool has_room(u64 aside)
 	return wanted <= unused;
 }
 
+/* Where the memory ends that begins with this range; `next` becomes the first range behind it. */
+static phys_addr_t stretch_end(u32 *next)
+{
+	phys_addr_t end;
+
+	do {
+		const struct mercury_restart_range *range = &restore.ranges[(*next)++];
+
+		end = range->start_phys + range->pages * PAGE_SIZE;
+	} while (*next < restore.range_count && restore.ranges[*next].start_phys == end);
+	return end;
+}
+
 /* Sets pages aside: for lists, tables, and the landing itself. */
 static u32 set_aside(void)
 {
 	u64 pages = 2 * (restore.occupied_pages / MERCURY_LANDING_LIST_MAX + 1);
+	u32 i = 0;
 
 	pages += (restore.top >> PUD_SHIFT) + (restore.top >> 39) + 16;
+	/* Both edges of each stretch of memory may want a table of small pages. */
+	for (; i < restore.range_count; stretch_end(&i))
+		pages += 2;
 	if (restore.again && !has_room(pages))
 		return MERCURY_CODE_RESTORE_ROOM;
 	while (pages--) {
@@ -730,18 +747,24 @@ static u32 map(u64 *table, u64 virt, phys_addr_t phys, int size)
 	return MERCURY_CODE_OK;
 }
 
-/* The image's memory at its physical address, and nothing else; and the text that comes next at its own. */
+/*
+ * The image's memory at its physical address, and not a page more: what lies beside may be broken, or the
+ * firmware's, and must not be read even by speculation. And the text that comes next at its own.
+ */
 static u32 map_landing(u64 *root)
 {
 	u64 text = restore.resume_virt & PAGE_MASK;
-	u32 code = MERCURY_CODE_OK, i;
-	phys_addr_t phys = 0, end;
+	u32 code = MERCURY_CODE_OK, i = 0;
 
-	for (i = 0; code == MERCURY_CODE_OK && i < restore.range_count; i++) {
-		phys = max(phys, ALIGN_DOWN(restore.ranges[i].start_phys, PMD_SIZE));
-		end = restore.ranges[i].start_phys + restore.ranges[i].pages * PAGE_SIZE;
-		for (; code == MERCURY_CODE_OK && phys < end; phys += PMD_SIZE)
-			code = map(root, phys, phys, PMD_SHIFT);
+	while (code == MERCURY_CODE_OK && i < restore.range_count) {
+		phys_addr_t phys = restore.ranges[i].start_phys, end = stretch_end(&i);
+
+		while (code == MERCURY_CODE_OK && phys < end) {
+			bool large = IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE;
+
+			code = map(root, phys, phys, large ? PMD_SHIFT : PAGE_SHIFT);
+			phys += large ? PMD_SIZE : PAGE_SIZE;
+		}
 	}
 	for (i = 0; code == MERCURY_CODE_OK && i < 2; i++)
 		if (restore.resume_phys[i])
