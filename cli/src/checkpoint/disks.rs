@@ -65,8 +65,38 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
         )
         .hint("export the pool"));
     }
+    if let Some((kind, at)) = table.lines().find_map(|line| composed_of_several(line, sysroot)) {
+        let text = format!("{at} is a {kind} file system, which has disks that cannot be told");
+        return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
+    }
     let mut seen = BTreeSet::new();
-    Ok(table.lines().filter_map(mount).filter(|mount| seen.insert(mount.number.clone())).collect())
+    let mut mounts: Vec<_> =
+        table.lines().filter_map(mount).filter(|mount| seen.insert(mount.number.clone())).collect();
+    for mount in &mut mounts {
+        if !mount.device.is_absolute() || !mount.device.exists() {
+            find_device(mount, sysroot);
+        }
+    }
+    Ok(mounts)
+}
+
+/// The kernel's own name for a device that is mounted by a name which is none: `/dev/root`, or one that was relative.
+fn find_device(mount: &mut Mounted, sysroot: &Sysroot) {
+    let event = sysroot.text(&format!("sys/dev/block/{}/uevent", mount.number)).unwrap_or_default();
+    if let Some(name) = event.lines().find_map(|line| line.strip_prefix("DEVNAME=")) {
+        mount.device = Path::new("/dev").join(name);
+    }
+}
+
+/// Kind and place, if it is on disks and yet has no device's number: but for btrfs, nothing is known of those.
+fn composed_of_several(line: &str, sysroot: &Sysroot) -> Option<(String, String)> {
+    let (front, back) = line.split_once(" - ")?;
+    let (number, at) = (front.split(' ').nth(2)?, front.split(' ').nth(4)?);
+    let kind = back.split(' ').next()?;
+    let known = sysroot.text("proc/filesystems").unwrap_or_default();
+    // Those without a disk are written with a word before them.
+    let wants_disk = known.lines().any(|line| line.strip_prefix('\t') == Some(kind));
+    (wants_disk && number.starts_with("0:") && kind != "btrfs").then(|| (kind.to_owned(), unescaped(at)))
 }
 
 /// All of them; refuses if there are others that cannot be held still because only other mount namespaces have them
@@ -169,7 +199,7 @@ fn mount(line: &str) -> Option<Mounted> {
     let (number, at) = (front.get(2)?, front.get(4)?);
     let (kind, device, options) = (back.first()?, back.get(1)?, back.get(2)?);
     // btrfs has numbers of its own, and a device all the same.
-    let on_disk = device.starts_with("/dev/") && (!number.starts_with("0:") || *kind == "btrfs");
+    let on_disk = !number.starts_with("0:") || (*kind == "btrfs" && device.starts_with("/dev/"));
     let writable = options.split(',').any(|option| option == "rw");
     on_disk.then(|| Mounted {
         number: (*number).to_owned(),
@@ -234,6 +264,9 @@ impl Still {
                     format!("the file system at {} could not be held still: {error}", mount.at.display());
                 Error::new(Exit::Failed, text).hint("unmount it, or mount it read-only")
             };
+            if mount.kind == "fuseblk" {
+                return Err(named(io::Error::other("a process serves it, which stands still itself")));
+            }
             let file = File::open(&mount.at).map_err(named)?;
             if is_covered(mount, file.metadata().map_err(named)?.dev()) {
                 return Err(named(io::Error::other("another one is mounted over it")));
@@ -279,6 +312,16 @@ pub fn describe(mount: &Mounted) -> FileSystem {
     let named = name(mount);
     let mark = mark_named(&named).ok();
     FileSystem { frozen: mount.writable, mark, ..named }
+}
+
+/// All of them, at the same time.
+#[must_use]
+pub fn describe_all(mounts: &[Mounted]) -> Vec<FileSystem> {
+    std::thread::scope(|scope| {
+        let all: Vec<_> = mounts.iter().map(|mount| scope.spawn(|| describe(mount))).collect();
+        let joined = all.into_iter().map(|one| one.join());
+        joined.map(|one| one.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
 }
 
 fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
@@ -616,7 +659,39 @@ mod tests {
         assert!(found.writable);
         assert!(!mount(&line.replace(" rw,errors", " ro,errors")).expect("a mount").writable);
         assert_eq!(mount(&line.replace("98:0", "0:22").replace("/dev/vda", "tmpfs")), None);
+        assert!(mount(&line.replace("/dev/vda", "vda")).is_some(), "mounted from within /dev");
         assert_eq!(mount("36 35"), None);
+    }
+
+    fn with_files(files: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
+        let root = tempfile::tempdir().expect("a folder");
+        for (name, text) in files {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            std::fs::write(path, text).expect("a file");
+        }
+        let sysroot = Sysroot::at(root.path());
+        (root, sysroot)
+    }
+
+    #[test]
+    fn a_device_is_found_by_its_number() {
+        let (_root, sysroot) = with_files(&[
+            ("proc/self/mountinfo", "1 0 98:7 / / rw - ext4 /dev/root rw\n"),
+            ("sys/dev/block/98:7/uevent", "MAJOR=98\nMINOR=7\nDEVNAME=vdz7\nDEVTYPE=partition\n"),
+        ]);
+        assert_eq!(mounted(&sysroot).expect("mounts")[0].device, Path::new("/dev/vdz7"));
+    }
+
+    #[test]
+    fn disks_that_cannot_be_told_are_refused() {
+        let line = "1 0 0:44 / /pool rw - bcachefs /dev/sda:/dev/sdb rw\n2 0 0:5 / /tmp rw - tmpfs none rw";
+        let (_root, sysroot) = with_files(&[
+            ("proc/self/mountinfo", line),
+            ("proc/filesystems", "nodev\tsysfs\nnodev\ttmpfs\n\text4\n\tbcachefs\n"),
+        ]);
+        let error = mounted(&sysroot).expect_err("refused");
+        assert!(error.message.starts_with("/pool is a bcachefs file system"), "{}", error.message);
     }
 
     #[test]

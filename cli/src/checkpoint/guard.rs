@@ -24,6 +24,8 @@ use std::{
 const SILENCE: Duration = Duration::from_secs(60);
 /// How long something may take of which nothing can be heard: another host that makes an image safe.
 const WORK_PATIENCE: Duration = Duration::from_secs(600);
+/// How long one file system's thaw holds up the others, and applications.
+const THAW_PATIENCE: Duration = Duration::from_secs(5);
 /// How long the driver may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -187,10 +189,28 @@ pub fn run() -> Exit {
         eprintln!("mercury: the command does not get on; what it held still is released");
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
-    for undo in steps.iter().rev() {
-        undo.perform();
-    }
+    undo_all(steps, THAW_PATIENCE);
     Exit::Done
+}
+
+/// Undoes the steps, the last first. A file system whose device does not answer is not thawed before it does: nobody else
+/// waits for that.
+fn undo_all(mut steps: Vec<Undo>, patience: Duration) {
+    let (sender, ended) = channel();
+    while let Some(undo) = steps.pop() {
+        if !matches!(undo, Undo::Thaw(_)) {
+            undo.perform();
+            continue;
+        }
+        let sender = sender.clone();
+        thread::spawn(move || {
+            undo.perform();
+            let _ = sender.send(());
+        });
+        if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(patience) {
+            eprintln!("mercury: a file system does not thaw: its device does not answer");
+        }
+    }
 }
 
 /// What is left to undo when the line breaks, or when something is and nothing is heard; and whether it broke.
@@ -228,6 +248,20 @@ mod tests {
         let texts = [line(&Undo::Detach), UNDONE.into(), line(&Undo::Detach), line(&thaw), "{\"Tha".into()];
         assert_eq!(to_undo(&told(&texts), SILENCE), (vec![Undo::Detach, thaw], true));
         assert_eq!(to_undo(&told(&[UNDONE.into()]), SILENCE), (vec![], true));
+    }
+
+    /// A device that does not answer keeps nobody still but itself.
+    #[test]
+    fn a_thaw_that_hangs_holds_up_nobody() {
+        let root = tempfile::tempdir().expect("a folder");
+        let (pipe, group) = (root.path().join("pipe"), root.path().join("group"));
+        fs::create_dir(&group).expect("a folder");
+        fs::write(group.join("cgroup.freeze"), "1").expect("a file");
+        // Nobody ever writes: opening it does not return.
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
+        let steps = vec![Undo::Unfreeze(group.clone()), Undo::Thaw(pipe)];
+        undo_all(steps, Duration::from_millis(20));
+        assert_eq!(fs::read_to_string(group.join("cgroup.freeze")).expect("a file"), "0");
     }
 
     /// Silence matters only while somebody stands still.

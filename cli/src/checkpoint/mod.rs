@@ -51,10 +51,16 @@ use incremental::Before;
 use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
 use mercury_image::{Identity, Machine, Writer};
 use phases::Phases;
+use rustix::process::{Pid, Signal};
 use serde::Serialize;
 use series::Series;
 use stale::Stale;
-use std::{os::unix::fs::FileTypeExt, path::Path, process::Command, time};
+use std::{
+    os::unix::{fs::FileTypeExt, process::CommandExt},
+    path::Path,
+    process::{Command, Stdio},
+    time,
+};
 use stream::{Watch, image_error, stream};
 use target::Target;
 
@@ -520,8 +526,10 @@ fn reach(
         None
     };
     disks::are_still(&mounts, sysroot)?;
-    machine.file_systems = mounts.iter().map(disks::describe).collect();
-    if args.poweroff && !args.force_devices {
+    // A mark may want much to be read: all disks at once.
+    machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
+    // A hook's snapshot is of no use either if nothing can tell that it was put back.
+    if (args.poweroff || args.hook.is_some()) && !args.force_devices {
         disks::refuse_unmarked(&machine.file_systems).map_err(|error| error.hint(FORCE_BLIND))?;
     }
     guard.hear();
@@ -667,7 +675,9 @@ pub(crate) fn run_hook(hook: &str) -> Result<()> {
     };
     let mut command = Command::new("/bin/sh");
     // Standard output may be the image's.
-    command.args(["-c", hook]).stdout(std::io::stderr());
+    command.args(["-c", hook]).stdout(std::io::stderr()).stdin(Stdio::null());
+    // What it has started ends with it.
+    command.process_group(0);
     let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
     let end = time::Instant::now() + HOOK_PATIENCE;
     loop {
@@ -675,7 +685,10 @@ pub(crate) fn run_hook(hook: &str) -> Result<()> {
             Some(status) if status.success() => return Ok(()),
             Some(status) => return Err(failed(status.to_string())),
             None if time::Instant::now() > end => {
-                let _ = child.kill();
+                let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+                if let Some(group) = group {
+                    let _ = rustix::process::kill_process_group(group, Signal::KILL);
+                }
                 return Err(failed(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs())));
             }
             None => std::thread::sleep(time::Duration::from_millis(5)),

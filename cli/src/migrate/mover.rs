@@ -705,7 +705,7 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
-        self.offer.machine.file_systems = mounts.iter().map(disks::describe).collect();
+        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
