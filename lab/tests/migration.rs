@@ -124,7 +124,7 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
 /// Writes to a thousand pages a second what cannot be compressed, as evenly as it may.
 const OUTRUNS: &str = "
 import os, time
-PAGES = 6000
+PAGES = 8000
 memory, count, page = bytearray(PAGES * 4096), 0, os.urandom(4096)
 while True:
     for _ in range(20):
@@ -145,7 +145,7 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     start(machine, "outruns", OUTRUNS, "")?;
     let boots = spare.boots();
     let key = receive(spare, "10.9.0.3")?;
-    let limits = "--or-give-up --max-downtime 4s";
+    let limits = "--or-give-up --max-downtime 4s --bandwidth 3";
     let line = format!("mercury migrate {key} {limits} --max-throttle 0");
     fails(peer, machine, &line, &["the downtime would be about"])?;
     moves_by(peer, machine, spare, (&key, boots), &format!("{limits} > /run/said"))?;
