@@ -472,6 +472,12 @@ pub struct Boot {
 }
 
 impl Boot {
+    /// The same with another word on its command line.
+    #[must_use]
+    pub fn with(&self, word: &str) -> Self {
+        Self { command_line: format!("{} {word}", self.command_line), ..self.clone() }
+    }
+
     /// Puts it in the place of what QEMU's arguments name.
     fn replace(&self, arguments: &mut [String]) {
         let words = [

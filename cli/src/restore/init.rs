@@ -1,5 +1,5 @@
 //! This program as the first process of the small system: it mounts what it needs, puts in drivers, waits for the
-//! image, and brings the machine back; or waits for a machine that moves here. If that fails it says why, and restarts the machine after a while.
+//! image, and brings the machine back, trying again until it has; or waits for a machine that moves here.
 
 use super::place::Place;
 use rustix::{
@@ -20,6 +20,8 @@ pub const WORD: &str = "mercury.restore";
 pub const RECEIVE: &str = "mercury.receive";
 /// On the command line too: see `--force-disks`.
 pub const FORCE_DISKS: &str = "mercury.force-disks";
+/// On the command line too: a failure is the end, and the machine restarts. Otherwise it is tried again.
+pub const GIVE_UP: &str = "mercury.give-up";
 /// Where the image lies: a [`Place`].
 pub const PLACE: &str = "place.json";
 /// A list of modules, one file a line, in the order in which they are put in.
@@ -27,8 +29,10 @@ pub const MODULES: &str = "modules/list";
 
 /// How long the disk may take to appear.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long the reason can be read before the machine restarts.
+/// How long the reason can be read before the machine restarts, or it is tried again.
 const LAST_WORDS: Duration = Duration::from_secs(10);
+/// The longest pause between two attempts.
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// Whether this process is the first, of the small system.
 #[must_use]
@@ -48,9 +52,11 @@ pub fn run() -> ExitCode {
     insert_modules();
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     let image = line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('='));
+    let is_said = |wanted: &str| line.split_whitespace().any(|word| word == wanted);
     match image {
-        None if line.split_whitespace().any(|word| word == RECEIVE) => run_again(&["receive", "--here"]),
-        Some(image) => restore(image, line.split_whitespace().any(|word| word == FORCE_DISKS)),
+        None if is_said(RECEIVE) => run_again(&["receive", "--here"]),
+        Some(image) if is_said(GIVE_UP) => restore(image, is_said(FORCE_DISKS)),
+        Some(image) => restore_at_last(image, is_said(FORCE_DISKS)),
         None => eprintln!("mercury: the command line has no {WORD}=IMAGE"),
     }
     eprintln!("mercury: the machine could not be brought back; it restarts in {} s", LAST_WORDS.as_secs());
@@ -89,6 +95,25 @@ fn find(image: &str) -> Option<PathBuf> {
     found.next().filter(|_| found.next().is_none())
 }
 
+/// Tries for as long as it takes: what this machine boots otherwise may write to disks that the image must find as they were.
+/// A disk or a server may come late; for what remains as it is there is the key to restart.
+fn restore_at_last(image: &str, force_disks: bool) -> ! {
+    for pause in pauses() {
+        restore(image, force_disks);
+        eprintln!(
+            "mercury: the machine could not be brought back; it is tried again in {} s (Ctrl-Alt-Del restarts)",
+            pause.as_secs()
+        );
+        thread::sleep(pause);
+    }
+    unreachable!("pauses never end")
+}
+
+/// Between attempts: each twice as long as the one before, up to the longest.
+fn pauses() -> impl Iterator<Item = Duration> {
+    std::iter::successors(Some(LAST_WORDS), |pause| Some((*pause * 2).min(LONGEST_PAUSE)))
+}
+
 fn restore(image: &str, force_disks: bool) {
     let Some(path) = reach(image) else { return };
     let path = path.to_string_lossy();
@@ -121,5 +146,16 @@ fn run_again(arguments: &[&str]) {
     match Command::new("/init").args(arguments).status() {
         Ok(status) => eprintln!("mercury: {status}"),
         Err(error) => eprintln!("mercury: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_become_longer_up_to_a_point() {
+        let seconds: Vec<_> = pauses().take(7).map(|pause| pause.as_secs()).collect();
+        assert_eq!(seconds, [10, 20, 40, 80, 160, 300, 300]);
     }
 }
