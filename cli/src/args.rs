@@ -465,6 +465,9 @@ pub struct MigrateArgs {
     /// Send no more than this in a second while everything runs, in MiB
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub bandwidth: Option<u64>,
+    /// TCP's congestion control for the connection, one of the kernel's: bbr goes on over a link that loses packets
+    #[arg(long, value_name = "NAME")]
+    pub congestion_control: Option<String>,
     /// Memory for pages that are written to after the instant, and for what of this machine's memory the other one's
     /// small kernel occupies, in MiB [default: a quarter of what is available, and 192 at least]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]

@@ -94,7 +94,8 @@ pub enum Next {
 const THROTTLE_STEP: u8 = 15;
 /// A round must leave at most this share of what the one before left, in percent, or it did not help.
 const HELPED_PERCENT: u128 = 85;
-/// Rounds without help that are put up with before the load is held back (more).
+/// Rounds without help that are put up with before the load is held back at all, and where it is as far as it may be. In
+/// between each such round is one too many.
 const PATIENCE: u32 = 2;
 /// As long as no downtime may be: what stands for an estimate that cannot be made.
 const NEVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -156,7 +157,8 @@ impl Policy {
         }
         self.look_whether_it_helped(round.dirty_pages);
         let may_hold_back = self.throttle_percent < self.limits.max_throttle_percent.min(99);
-        let is_fruitless = self.fruitless > PATIENCE;
+        let patience = if self.throttle_percent > 0 && may_hold_back { 0 } else { PATIENCE };
+        let is_fruitless = self.fruitless > patience;
         if self.rounds >= self.limits.max_rounds || is_fruitless && !may_hold_back {
             return self.otherwise(downtime);
         }

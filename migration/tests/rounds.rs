@@ -66,6 +66,16 @@ fn a_busy_machine_is_held_back() {
     assert!(matches!(end, Next::Stop { downtime } if downtime > Duration::from_secs(1)), "{end:?}");
 }
 
+/// A load that has to be held back as far as allowed is, within the rounds that a move has.
+#[test]
+fn the_load_is_held_back_in_time() {
+    let busy = Load { writes_per_second: 600_000, working_set: 300_000, ..QUIET };
+    let limits = Limits { max_throttle_percent: 75, ..Limits::default() };
+    let (end, rounds, held_back) = run(limits, busy);
+    assert!(matches!(end, Next::Stop { downtime } if downtime <= limits.max_downtime), "{end:?}");
+    assert!(held_back == 75 && rounds <= 14, "{held_back} % after {rounds} rounds");
+}
+
 /// What cannot be shortened is more than what is allowed: no round helps.
 #[test]
 fn what_cannot_be_is_given_up() {

@@ -28,10 +28,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Frames that are read at once.
-const BATCH: usize = 128;
+/// Frames that are read at once. What holds them is written to, too, and so goes over again in the next round: few.
+const BATCH: usize = 32;
 /// Batches that wait for each worker, and behind it.
-const QUEUE: usize = 2;
+const QUEUE: usize = 1;
 /// The other end may take silence for an end: something is sent so often.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 /// Who watches is asked so often while the bandwidth limit makes it wait.

@@ -175,6 +175,19 @@ impl Link {
         Ok(Self::new(Box::new(session), made, due))
     }
 
+    /// Has TCP send by another congestion control of the kernel's (tcp(7), `TCP_CONGESTION`).
+    ///
+    /// # Errors
+    /// If the kernel has none of that name.
+    pub fn control_congestion(&self, name: &str) -> Result<()> {
+        rustix::net::sockopt::set_tcp_congestion(&self.socket, name).map_err(|error| {
+            Error::new(Exit::Usage, format!("no congestion control {name}: {error}")).hint(
+                "/proc/sys/net/ipv4/tcp_available_congestion_control has those that are loaded; `modprobe tcp_NAME` \
+                 loads another",
+            )
+        })
+    }
+
     /// How long the other end may be silent in the midst of something.
     pub fn be_patient(&self, patience: Duration) {
         for which in [rustix::net::sockopt::Timeout::Recv, rustix::net::sockopt::Timeout::Send] {
@@ -381,6 +394,22 @@ mod tests {
             let (message, text) = link.hear_message(patience).expect("there").expect("said");
             assert_eq!((message.word, &text[..]), (Word::Refuse, &b"no"[..]));
             assert!(link.hear_message(patience).is_err(), "it is gone");
+        });
+    }
+
+    #[test]
+    fn congestion_controls_have_names() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let socket = TcpStream::connect(listener.local_addr().expect("its address")).expect("a socket");
+        let (receiver, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        thread::scope(|scope| {
+            scope.spawn(move || receiver.accept(listener.accept().expect("a sender").0).map(drop));
+            let made = prepare(&socket, HANDSHAKE).expect("prepared");
+            let session = session::connect(&line, socket).expect("known");
+            let link = Link::new(Box::new(session), made, Due::default());
+            link.control_congestion("reno").expect("every kernel has it");
+            let error = link.control_congestion("nonesuch").expect_err("refused");
+            assert!(error.message.contains("nonesuch"), "{}", error.message);
         });
     }
 

@@ -71,6 +71,9 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     let line = key(args)?;
     let to = resolve(&args.host)?;
     let link = Link::connect(to, &line, RUNNING)?;
+    if let Some(name) = &args.congestion_control {
+        link.control_congestion(name)?;
+    }
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
