@@ -294,6 +294,9 @@ pub struct CheckpointArgs {
     /// Make an image although CPUs are offline: it can be looked into, and not be brought back where they are there
     #[arg(long)]
     pub force_offline: bool,
+    /// Also write what the hypervisor has hashed at the instant: address and hash of each frame, 16 bytes (test builds only)
+    #[arg(long, value_name = "FILE", hide = true, conflicts_with = "every")]
+    pub hashes: Option<PathBuf>,
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,

@@ -310,6 +310,15 @@ impl Device {
         self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0)
     }
 
+    /// Likewise, of a snapshot with `MERCURY_SNAPSHOT_HASH`: with what the hypervisor's hash of each was at the instant.
+    pub fn snapshot_take_hashed(&self, cursor: &mut Cursor, count: usize) -> Result<(Frames, Vec<u64>)> {
+        let mut hashes = vec![0; count];
+        let room = address(hashes.as_mut_ptr());
+        let frames = self.frames_and::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0, room)?;
+        hashes.truncate(frames.phys.len());
+        Ok((frames, hashes))
+    }
+
     /// Likewise, of those that `MERCURY_TAKE_*` say.
     pub fn snapshot_take_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
         self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags)
@@ -341,6 +350,17 @@ impl Device {
     }
 
     fn frames<const REQUEST: u32>(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
+        self.frames_and::<REQUEST>(cursor, count, flags, 0)
+    }
+
+    /// With room for the hashes at `hashes_addr`, or 0.
+    fn frames_and<const REQUEST: u32>(
+        &self,
+        cursor: &mut Cursor,
+        count: usize,
+        flags: u64,
+        hashes_addr: u64,
+    ) -> Result<Frames> {
         let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE], hurry: false };
         let mut request = SnapshotTakeRequest {
             header: Header::of::<SnapshotTakeRequest>(),
@@ -349,6 +369,7 @@ impl Device {
             count: count as u64,
             frames_addr: address(frames.phys.as_mut_ptr()),
             data_addr: address(frames.data.as_mut_ptr()),
+            hashes_addr,
             flags,
             ..SnapshotTakeRequest::default()
         };

@@ -259,12 +259,27 @@ fn from_a_hung_cpu() -> Result<()> {
     goes_back(spec(2), &[], death, "command")
 }
 
+/// The same with three that are at work; what waits for the one that hangs stands still with it.
+#[test]
+#[ignore = "long"]
+fn from_a_hung_cpu_of_four_at_work() -> Result<()> {
+    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
+    let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp 2-3 $$; {load}"));
+    goes_back(spec(4), &loads.each_ref().map(String::as_str), death, "command")
+}
+
 /// The kernel stops it by NMI, in whose handler no other reaches it.
 #[test]
 #[ignore = "long"]
 fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
     let death = "taskset 1 mercury-workload kernel hang-and-panic 1";
     goes_back(spec(2), &[DISK_LOAD], death, "panic")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_triple_fault_on_four_cpus() -> Result<()> {
+    goes_back(spec(4), &[DISK_LOAD, MEMORY_LOAD], "mercury-workload kernel triple-fault 2", "triple fault")
 }
 
 #[test]
@@ -354,5 +369,5 @@ fn a_device_is_given_what_is_read_only() -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn from_a_triple_fault_on_one_cpu() -> Result<()> {
-    goes_back(spec(1), &[], "mercury-workload kernel triple-fault 0", "triple fault")
+    goes_back(spec(1), &[DISK_LOAD], "mercury-workload kernel triple-fault 0", "triple fault")
 }

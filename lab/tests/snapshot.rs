@@ -4,14 +4,21 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
+    fs,
     io::Write,
     net::{Ipv4Addr, TcpListener},
+    process::Command,
     thread,
     time::Duration,
 };
 
 use mercury_lab::{
-    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu, is_full,
+    Bus, Disk, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, artefacts::build_program,
+    driver::Variant, iommu, is_full,
+};
+use object::{
+    Endianness, elf,
+    read::elf::{ElfFile64, ProgramHeader},
 };
 use serde_json::json;
 
@@ -121,6 +128,72 @@ fn virtio_at_work(spec: Spec) -> Result<()> {
         &loads,
         if is_full() { 4 } else { 1 },
     )
+}
+
+/// Where `phys` is in a core.
+fn place_in(core: &[u8]) -> impl Fn(u64) -> Option<usize> {
+    let endian = Endianness::Little;
+    let file = ElfFile64::<Endianness>::parse(core).unwrap();
+    let segments = file.elf_program_headers().iter().filter(|segment| segment.p_type(endian) == elf::PT_LOAD);
+    let segments: Vec<_> = segments
+        .map(|segment| (segment.p_paddr(endian), segment.p_filesz(endian), segment.p_offset(endian)))
+        .collect();
+    move |phys| {
+        let (start, _, offset) =
+            segments.iter().find(|(start, size, _)| phys >= *start && phys - start < *size)?;
+        Some((phys - start + offset) as usize)
+    }
+}
+
+/// The image that is written, as it lies on the disk, has every page as the hypervisor has hashed it at the instant. Devices
+/// are at work before and after.
+#[test]
+#[ignore = "long"]
+fn the_image_is_exact() -> Result<()> {
+    if Platform::chosen()? != Platform::Qemu {
+        Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
+        Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")?;
+    }
+    let spec = virtio().disk(Bus::Virtio, 1024).modules(Variant::Faults).qemu_version(Qemu::Newer);
+    let machine = Machine::boot(spec)?;
+    let mut running = Vec::new();
+    for load in [ROOT_LOAD.to_owned(), disk_load("/dev/vda")] {
+        running.push(machine.spawn(&format!("while test ! -e /run/end; do {{ {load}; }} || exit 1; done"))?);
+    }
+    machine.sh("mercury checkpoint --module $MERCURY_MODULE --hook true --hashes /run/hashes /dev/vdb")?;
+    for load in &mut running {
+        assert!(!load.has_ended()?, "{:?}", load.errors_so_far());
+    }
+    let hashes = machine.get("/run/hashes")?;
+    let folder = std::env::temp_dir().join(format!("mercury-exact-{}", machine.pid()));
+    fs::create_dir_all(&folder).unwrap();
+    let (image, core) = (folder.join("image"), folder.join("core"));
+    machine.keep_disks()?.save(Disk::Spare(1), &image)?;
+    let mut inspect = Command::new(build_program("mercury-cli", "mercury")?);
+    let inspect = inspect.arg("inspect").arg("--core").arg(&core).arg(&image).status().unwrap();
+    let core = fs::read(&core);
+    fs::remove_dir_all(&folder).unwrap();
+    assert!(inspect.success());
+    let core = core.unwrap();
+    let (pairs, rest) = hashes.as_chunks::<16>();
+    let place = place_in(&core);
+    let wrong: Vec<_> = pairs
+        .iter()
+        .map(|pair| {
+            let (phys, hash) = pair.split_at(8);
+            [phys, hash].map(|word| u64::from_le_bytes(word.try_into().unwrap()))
+        })
+        .filter(|[phys, expected]| {
+            let at = place(*phys).unwrap_or_else(|| panic!("{phys:#x} is not in the core"));
+            let (words, _) = core[at..at + 4096].as_chunks::<8>();
+            let words: Vec<_> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+            mercury_abi::snapshot::hash(&words) != *expected
+        })
+        .collect();
+    println!("{} pages of the image are compared", pairs.len());
+    assert!(pairs.len() > 20_000 && rest.is_empty(), "{} pages", pairs.len());
+    assert!(wrong.is_empty(), "{} pages are not what they were: {:x?}", wrong.len(), wrong.first());
+    Ok(())
 }
 
 #[test]

@@ -48,7 +48,10 @@ use applications::Frozen;
 use disks::Still;
 use guard::{Guard, Undo};
 use incremental::Before;
-use mercury_abi::{code::Code, ioctl::MERCURY_STATE_ATTACHED};
+use mercury_abi::{
+    code::Code,
+    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_STATE_ATTACHED},
+};
 use mercury_image::{Identity, Machine, Writer};
 use phases::Phases;
 use rustix::process::{Pid, Signal};
@@ -56,12 +59,14 @@ use serde::Serialize;
 use series::Series;
 use stale::Stale;
 use std::{
+    fs::File,
+    io::BufWriter,
     os::unix::{fs::FileTypeExt, process::CommandExt},
     path::Path,
     process::{Command, Stdio},
     time,
 };
-use stream::{Watch, image_error, stream};
+use stream::{Source, Watch, image_error, stream};
 use target::Target;
 
 const PAGE: u64 = 4096;
@@ -514,7 +519,8 @@ fn reach(
     }
     let mut machine = describe::describe(sysroot);
     // What can be done before anybody has to stand still is done before: most of what is to be written, too.
-    device.snapshot_prepare(pool, 0)?;
+    let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
+    device.snapshot_prepare(pool, flags)?;
     rustix::fs::sync();
     let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
@@ -541,7 +547,7 @@ fn reach(
     guard.hear();
     let held = begun.elapsed();
     let failures = quiesce_failures(sysroot);
-    let begin = device.snapshot_begin(pool, 0).map_err(|error| name_culprit(error, failures, sysroot))?;
+    let begin = device.snapshot_begin(pool, flags).map_err(|error| name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
     if let Some(stale) = fenced.stale.as_mut().filter(|_| restored) {
@@ -723,7 +729,10 @@ fn write(
     };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
     let mut room = Room::new(&instant.machine.ranges, MEMORY_LEAST_MIB);
-    let result = stream(device, before, writer, args.level, &mut room, &mut watch);
+    let hashes = args.hashes.as_ref().map(File::create).transpose();
+    let hashes = hashes.map_err(|error| Error::new(Exit::Failed, format!("--hashes: {error}")))?;
+    let source = Source { device, before, hashes: hashes.map(BufWriter::new) };
+    let result = stream(source, writer, args.level, &mut room, &mut watch);
     if !silent {
         progress::line("");
     }

@@ -3,7 +3,7 @@
 
 use super::incremental::Before;
 use crate::{
-    device::{Cursor, Device},
+    device::{Cursor, Device, Frames},
     error::{Error, Result},
     exit::Exit,
     restore::fit::Room,
@@ -11,7 +11,8 @@ use crate::{
 use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
 use rustix::process::setpriority_process;
 use std::{
-    io::Write,
+    fs::File,
+    io::{BufWriter, Write},
     sync::{
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
@@ -72,16 +73,37 @@ pub struct Watch<'a> {
     pub stop: &'a dyn Fn() -> Result<()>,
 }
 
+/// What is written.
+#[derive(Debug)]
+pub struct Source<'a> {
+    /// Takes the snapshot's memory.
+    pub device: &'a Device,
+    /// What need not be written.
+    pub before: Before,
+    /// Where the hypervisor's own hashes go, if it has made any.
+    pub hashes: Option<BufWriter<File>>,
+}
+
+impl Source<'_> {
+    fn take(&mut self, cursor: &mut Cursor) -> Result<Frames> {
+        let Some(to) = &mut self.hashes else { return self.device.snapshot_take(cursor, BATCH) };
+        let (frames, hashes) = self.device.snapshot_take_hashed(cursor, BATCH)?;
+        let mut words = frames.phys.iter().zip(&hashes).flat_map(|(phys, hash)| [*phys, *hash]);
+        let written = words.try_for_each(|word| to.write_all(&word.to_le_bytes())).and_then(|()| to.flush());
+        written.map_err(|error| Error::new(Exit::Failed, format!("--hashes: {error}")))?;
+        Ok(frames)
+    }
+}
+
 /// Writes all of a snapshot's memory, but for what the parent has. What finds no room when it is loaded is seen by `room`.
 pub fn stream<W: Write>(
-    device: &Device,
-    before: Before,
+    source: Source<'_>,
     to: &mut Writer<W>,
     level: i32,
     room: &mut Room,
     watch: &mut Watch<'_>,
 ) -> Result<()> {
-    let packer = Packer::new(before.key()?);
+    let packer = Packer::new(source.before.key()?);
     let pace = Pace { niceness: NICENESS, ..Pace::steady(level) };
     let produce = |send: &mut Send<'_>| {
         let mut counted = |part: Part| {
@@ -90,7 +112,7 @@ pub fn stream<W: Write>(
             }
             send(part)
         };
-        take(device, before, packer, &pace, &mut counted)
+        take(source, packer, &pace, &mut counted)
     };
     pipe(produce, to, &pace, watch)
 }
@@ -140,22 +162,16 @@ fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compre
 }
 
 /// Takes everything, in the image's order.
-fn take(
-    device: &Device,
-    mut before: Before,
-    mut packer: Packer,
-    pace: &Pace,
-    send: &mut Send<'_>,
-) -> Result<()> {
+fn take(mut source: Source<'_>, mut packer: Packer, pace: &Pace, send: &mut Send<'_>) -> Result<()> {
     let mut niceness = 0;
     for (next_phys, end_phys) in [(LOW_END_PHYS, u64::MAX), (0, LOW_END_PHYS)] {
         let mut cursor = Cursor { next_phys, end_phys };
         while !cursor.is_done() {
-            let frames = device.snapshot_take(&mut cursor, BATCH)?;
+            let frames = source.take(&mut cursor)?;
             pace.hurry(frames.hurry);
             pace.keep(&mut niceness);
             for (phys, page) in frames.phys.iter().zip(frames.data.chunks(PAGE)) {
-                packer.add(*phys, page, before.hash_of(*phys)?);
+                packer.add(*phys, page, source.before.hash_of(*phys)?);
                 if !send_full(&mut packer, send) {
                     return Ok(());
                 }
