@@ -150,7 +150,7 @@ static u32 call(u64 what, void *argument)
 	return call_for(what, argument, &unused);
 }
 
-/* Pages that the snapshot does not keep; NULL if there are none. */
+/* Pages that the snapshot does not keep; NULL if there are none, which the caller says in its own words. */
 static void *piece(unsigned int order, gfp_t flags)
 {
 	struct page *page;
@@ -158,7 +158,7 @@ static void *piece(unsigned int order, gfp_t flags)
 
 	if (snapshot.piece_count == HOLES_MAX)
 		return NULL;
-	page = alloc_pages(flags, order);
+	page = alloc_pages(flags | __GFP_NOWARN, order);
 	if (!page)
 		return NULL;
 	for (i = 0; i < 1U << order; i++)
@@ -576,8 +576,8 @@ static int allocate_log_piece(struct resource *ram, void *unused)
 	for (at = PHYS_PFN(ram->start) / MERCURY_MAP_BITS; at <= last; at++) {
 		if (snapshot.written[at])
 			continue;
-		snapshot.written[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
-		snapshot.collected[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
+		snapshot.written[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
+		snapshot.collected[at] = piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
 		if (!snapshot.written[at] || !snapshot.collected[at])
 			return 1;
 	}
@@ -625,8 +625,7 @@ static u32 allocate(const struct mercury_snapshot_request *request)
 	if (!allocate_lasting(pages) || !allocate_free(request->flags))
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	if (request->flags & MERCURY_SNAPSHOT_HASH) {
-		snapshot.hashes = piece(get_order(pages * sizeof(u64)),
-					GFP_KERNEL | __GFP_NOWARN);
+		snapshot.hashes = piece(get_order(pages * sizeof(u64)), GFP_KERNEL);
 		if (!snapshot.hashes)
 			return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
 	}
