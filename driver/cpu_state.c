@@ -269,7 +269,7 @@ static void load_apic(const struct mercury_cpu_state *state)
 			value = TIMER_SOON;
 		apic_put(kept_apic[i], value);
 	}
-	/* The timer's mode, a write to memory for an xAPIC, comes before its deadline (SDM vol. 3, 11.5.4.1). */
+	/* The timer's mode, in memory for an xAPIC, comes before its deadline (SDM vol. 3, 11.5.4.1). */
 	mb();
 	if (state->has_deadline)
 		wrmsrl_safe(MSR_IA32_TSC_DEADLINE, rdtsc() + TIMER_SOON_TSC);
