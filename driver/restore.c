@@ -534,7 +534,7 @@ static int begin(const struct mercury_restart_request *request, struct mercury_o
 	/* The ordinary kernel of this machine leaves no room. */
 	outcome->detail[0] = restore.occupied_pages;
 	outcome->detail[1] = restore.page_count;
-	if (restore.occupied_pages >= restore.page_count / 2)
+	if (restore.occupied_pages >= restore.page_count)
 		return MERCURY_CODE_RESTORE_OVERLAP;
 	restore.loaded = kvcalloc(BITS_TO_LONGS(restore.page_count), sizeof(long), GFP_KERNEL);
 	restore.waiting = kvcalloc(restore.occupied_pages, sizeof(u64), GFP_KERNEL);
