@@ -205,8 +205,22 @@ const fn put_table(to: &mut DescriptorTable, from: &Segment) {
 /// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
 /// processor. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the
 /// processor reported at this exit, and may hold bits that only a later kernel knows.
-#[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    put_registers_back(area);
+    guests::leave(area, hardware);
+    return_msrs(area, hardware);
+}
+
+/// The same where nobody has SVM, without vector registers: they are the system's still (see [`super::quick`]).
+#[inline]
+pub fn put_back_without_svm(area: &mut Area, hardware: &mut impl Hardware) {
+    put_registers_back(area);
+    guests::leave_without(area);
+    return_msrs(area, hardware);
+}
+
+#[inline]
+fn put_registers_back(area: &mut Area) {
     let control = &area.control;
     let outward = &mut area.cpu.gate.outward;
     outward.cr0 = control.cr0 & 0xFFFF_FFFF;
@@ -225,8 +239,6 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     outward.rflags = control.rflags;
     outward.registers[0] = control.rax;
     outward.registers[4] = control.rsp;
-    guests::leave(area, hardware);
-    return_msrs(area, hardware);
 }
 
 /// MSRs that the guest had in its control block. Each was read from this processor or written by the

@@ -306,13 +306,11 @@ pub const fn keep(efer: u64, gif_is_clear: bool) -> u64 {
 
 /// The CPU becomes native, and KVM goes on with what it has. GIF is as KVM knows it: 0 at VMRUN too, for which
 /// it has executed CLGI unseen. An NMI that was taken meanwhile is lost: nothing but a failure makes a CPU leave there.
-#[inline]
 pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
-    take_shadow_off(area);
     if !has_svm(area) {
-        area.cpu.gate.outward.svm = 0;
-        return;
+        return leave_without(area);
     }
+    take_shadow_off(area);
     forget_translations(area, hardware);
     let at_run = area.control.exit_code == super::vmcb::exit_code::VMRUN;
     let gif_is_clear = area.own.gif_is_clear != 0 || at_run;
@@ -323,10 +321,17 @@ pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
+/// The CPU becomes native, and nobody has SVM on it: the way of a detach that saves no vector registers.
+#[inline]
+pub fn leave_without(area: &mut Area) {
+    debug_assert!(!has_svm(area));
+    take_shadow_off(area);
+    area.cpu.gate.outward.svm = 0;
+}
+
 /// KVM may give the identifier that the system had here to a guest, and flushes only when it has used up all
 /// (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry: this one has nested tables without a single entry, so
 /// that it ends with the first fetch, whatever is pending or masked. No emulator keeps translations that long.
-#[inline]
 fn forget_translations(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &mut area.control;
     let before = (

@@ -142,6 +142,6 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     let tsc = hardware.tsc();
     publish::departed(area, Code::Ok);
     publish::log(area, LogKind::Detached, tsc, [0; 5]);
-    capture::put_back(area, hardware);
+    capture::put_back_without_svm(area, hardware);
     Quick::Leave
 }
