@@ -77,6 +77,11 @@ impl Shadow {
         self.root = 0;
     }
 
+    /// What is in it must not be used any more: the next guest gets another one, and flushes.
+    pub const fn expire(&mut self) {
+        self.block = guests::NO_BLOCK;
+    }
+
     /// Whether there is one.
     #[must_use]
     pub const fn is_there(&self) -> bool {
@@ -109,8 +114,10 @@ pub enum Prepared {
     InPlace,
     /// On the shadow, which is in its block now.
     Shadowed,
-    /// Not now: there is no page. The system executes VMRUN again.
+    /// Not now: there is no page, nor for a copy of the block. The system executes VMRUN again.
     Wait,
+    /// Not now: there is no page. The system is to do something else for a while.
+    WaitOutside,
     /// It would write what must be kept.
     Impossible,
 }
@@ -152,7 +159,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
     if !shadow.is_there() {
         let Ok(tables) = Tables::new(live.pages(), depth) else {
             live.starve();
-            return Prepared::Wait;
+            return Prepared::WaitOutside;
         };
         *shadow = Shadow { root: tables.root().as_u64(), ..wanted };
     }
