@@ -167,6 +167,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         }
         Answer::NewTables(root) => {
             area.control.nested_cr3 = root.as_u64();
+            area.own.shadow.expire();
             return apply(area, hardware, Answer::HypercallFlushed, length);
         }
         Answer::Inject(fault) => inject(area, fault),

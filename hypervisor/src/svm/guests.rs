@@ -18,7 +18,7 @@
 //! CLGI runs unseen, so an exit between KVM's CLGI and its VMRUN would open GIF, with the guest's FS, GS and TR in the
 //! processor already. There is none: KVM executes nothing there that exits.
 //!
-//! While a snapshot is live, any write exits that meets a page for the first time, there as well. So CLGI exits, and
+//! While a snapshot or a log of writes is live, any write exits that meets a page for the first time, there as well. So CLGI exits, and
 //! GIF is 0 from then on as it is after a guest's exit. It cannot begin or end while GIF is 0: the driver has each CPU
 //! come by an interrupt, which waits for STGI, and the others wait for it.
 //!
@@ -33,6 +33,7 @@ use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{KEEP_GIF_CLEAR, KEEP_SVME};
 use mercury_abi::shared::ExitReason;
+use mercury_preflight::bits::{cr4, efer};
 
 use super::shadow::{self, Fault as ShadowFault, Prepared};
 use super::vmcb::{
@@ -45,6 +46,7 @@ use super::{Area, Own, Svm, exits};
 use crate::address::{GuestPhys, HostPhys};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
+use crate::paging::table::Depth;
 use crate::snapshot::live;
 use crate::vendor::Vendor;
 use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, RFLAGS_TF, msr};
@@ -161,10 +163,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         area.control.asid = other;
         area.control.tlb_control = TLB_FLUSH_ALL;
     }
-    if area.cpu.on_snapshot == live::ON_LOG {
-        // It writes by KVM's table, and the processor to its block.
-        live::give_up(area, Code::SnapshotGuest);
-    } else if area.cpu.on_snapshot != 0 {
+    if area.cpu.on_snapshot != 0 {
         match shadow::prepare(area) {
             Prepared::InPlace => {}
             Prepared::Shadowed => area.own.around_guest |= SHADOWED,
@@ -176,8 +175,26 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         }
     }
     forget_block(area);
+    #[cfg(any(debug_assertions, feature = "fault-injection"))]
+    assert!(is_as_natively(area, hardware), "VMRUN would find what KVM has not");
     area.own.enter_guest = 1;
     Answer::Skip
+}
+
+/// What the processor takes from its own registers at VMRUN, and not from the block: the nested tables' depth and whether
+/// they have NX bits (CR4.LA57 and EFER.NXE; APM vol. 2, 15.25.3), the types of memory that they select (PAT; 15.25.8), and
+/// what is in force of SPEC_CTRL besides the guest's (15.35). Those are the hypervisor's here, and must be as KVM has them: the
+/// driver says how deep the system's tables are, and refuses where the PAT is unusual; the system cannot clear NXE or set another
+/// first type in the PAT and stay attached ([`super::msr`]); of SPEC_CTRL the processor has nothing, and gets the system's
+/// for that time. No emulator looks at the last two.
+#[must_use]
+pub fn is_as_natively(area: &Area, hardware: &mut impl Hardware) -> bool {
+    let five_level = area.control.cr4 & cr4::LA57 != 0;
+    let is_lent = area.own.around_guest & LENT != 0;
+    five_level == (nested::depth() == Depth::Five)
+        && hardware.read_msr(msr::EFER).is_some_and(|efer| (efer ^ area.own.guest_efer) & efer::NXE == 0)
+        && hardware.read_msr(msr::PAT) == Some(area.control.g_pat)
+        && (!is_lent || hardware.read_msr(msr::SPEC_CTRL) == Some(0))
 }
 
 /// VMRUN sets GIF, and what has been waiting ends the guest before its first instruction, with the event that it was to
@@ -214,11 +231,14 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             }
             // SAFETY: as above.
             ShadowFault::Guests(qualification) => unsafe { (*block).exit_info1 = qualification },
-            // As if an interrupt had come: KVM takes interrupts, and comes again.
-            // SAFETY: as above.
-            ShadowFault::Wait => unsafe {
-                ((*block).exit_code, (*block).exit_info1, (*block).exit_info2) = (exit_code::INTR, 0, 0);
-            },
+            // As if an interrupt had come: KVM takes interrupts, and comes again. The shadow's own pages may help.
+            ShadowFault::Wait => {
+                // SAFETY: as above.
+                unsafe {
+                    ((*block).exit_code, (*block).exit_info1, (*block).exit_info2) = (exit_code::INTR, 0, 0);
+                }
+                area.own.shadow.expire();
+            }
         }
     }
     take_shadow_off(area);
@@ -289,10 +309,10 @@ pub fn save_state(area: &mut Area) -> Answer {
     Answer::Skip
 }
 
-/// A page is about to be written round the tables: keeps what it held, if a snapshot needs it.
-fn touch(_: &Area, address: u64) -> Option<live::Touch> {
+/// A page is about to be written round the tables: keeps what it held, if a snapshot needs it, or has it in the log.
+fn touch(area: &Area, address: u64) -> Option<live::Touch> {
     let mut guard = Svm::tables().lock()?;
-    guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(address)))
+    guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(address), area.cpu.on_snapshot))
 }
 
 /// CLGI of the system above, beneath a snapshot.
@@ -674,6 +694,33 @@ mod tests {
     }
 
     #[test]
+    fn what_vmrun_takes_from_the_processor_is_what_kvm_has() {
+        let as_natively = |host: &mut Host| is_as_natively(&host.cpu.area, &mut host.cpu.hardware);
+        let differ: [fn(&mut Host); 4] = [
+            |host| host.cpu.area.own.guest_efer &= !efer::NXE,
+            |host| host.cpu.area.control.cr4 |= cr4::LA57,
+            |host| host.cpu.area.control.g_pat ^= 1 << 8,
+            |host| {
+                host.cpu.area.own.around_guest |= LENT;
+                host.cpu.hardware.msrs.insert(msr::SPEC_CTRL, 1);
+            },
+        ];
+        for (number, differ) in differ.into_iter().enumerate() {
+            let mut host = Host::with_svm();
+            assert!(as_natively(&mut host));
+            differ(&mut host);
+            assert!(!as_natively(&mut host), "{number}");
+        }
+        // Whatever the system sets of it, and stays attached, the processor has as well.
+        let mut host = Host::with_svm();
+        assert_eq!(host.write(msr::PAT, crate::model::LINUX_PAT ^ 1 << 24), Next::Run);
+        assert_eq!(host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME | efer::AUTOIBRS), Next::Run);
+        assert!(as_natively(&mut host));
+        assert_eq!(host.run(BLOCK), Next::Run);
+        assert_eq!(host.write(msr::EFER, LINUX_EFER & !efer::NXE | msr::EFER_SVME), Next::Leave);
+    }
+
+    #[test]
     fn an_nmi_waits_for_stgi() {
         let mut host = Host::with_svm();
         assert_eq!(host.run(BLOCK), Next::Run);
@@ -865,6 +912,22 @@ mod tests {
         }
     }
 
+    /// A collection of the log, or a snapshot, has this CPU forget translations: what a shadow lets through goes with them.
+    #[test]
+    fn a_shadow_expires_with_translations() {
+        const RDI: usize = 7;
+        let mut host = Host::with_svm();
+        host.cpu.area.cpu.on_snapshot = live::ON_LOG;
+        *host.cpu.register(0) = mercury_abi::gate::Hypercall::Snapshot as u64;
+        *host.cpu.register(RCX) = mercury_abi::gate::HYPERCALL_MAGIC;
+        *host.cpu.register(RDI) = mercury_abi::snapshot::SnapshotCall::Leave as u64;
+        let mut expired = shadow::Shadow::default();
+        expired.expire();
+        assert_ne!(host.cpu.area.own.shadow, expired);
+        assert_eq!(host.cpu.exit(exit_code::VMMCALL), Next::Run);
+        assert_eq!((host.cpu.area.own.shadow, host.cpu.area.control.tlb_control), (expired, TLB_FLUSH_ALL));
+    }
+
     /// A rollback that fails leaves the NMI that was to fetch this CPU; it is no better than another.
     #[test]
     fn an_nmi_that_fetches_nobody_waits_for_stgi() {
@@ -879,6 +942,28 @@ mod tests {
     }
 
     proptest! {
+        /// Intercepts, permission maps, what is to be injected and when, windows for interrupts and NMIs, what is to be
+        /// flushed, the guest's registers: the processor has them as KVM has made them.
+        #[test]
+        fn a_block_is_entered_as_kvm_has_made_it(words in prop::collection::vec(any::<u64>(), size_of::<Vmcb>() / 8)) {
+            let mut host = Host::with_svm();
+            let bytes = |block: &Vmcb| -> Vec<u64> {
+                // SAFETY: a block is made of integers, without gaps.
+                unsafe { core::slice::from_raw_parts(core::ptr::from_ref(block).cast(), words.len()) }.to_vec()
+            };
+            // SAFETY: likewise; any bits are a value.
+            unsafe { core::ptr::copy_nonoverlapping(words.as_ptr(), (&raw mut *host.block).cast(), words.len()) };
+            host.block.asid = 3;
+            host.block.nested_control &= !u64::from(NESTED_CONTROL_ENCRYPTED);
+            host.block.virtual_interrupt &= !VIRTUAL_APIC;
+            // What the processor keeps of a block it reads anew: another one may have been here.
+            let mut wanted = bytes(&host.block);
+            wanted[core::mem::offset_of!(Vmcb, clean) / 8] = 0;
+            prop_assert_eq!(host.run(BLOCK), Next::Run);
+            prop_assert_eq!(host.cpu.area.own.enter_guest, 1);
+            prop_assert_eq!(bytes(&host.block), wanted);
+        }
+
         /// Whatever KVM and the rest of the system do: what the processor is told is what they would have natively.
         #[test]
         fn gif_and_intercepts_agree(steps in prop::collection::vec(0..10u8, 1..40)) {
