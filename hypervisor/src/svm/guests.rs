@@ -18,9 +18,9 @@
 //! CLGI runs unseen, so an exit between KVM's CLGI and its VMRUN would open GIF, with the guest's FS, GS and TR in the
 //! processor already. There is none: KVM executes nothing there that exits.
 //!
-//! While a snapshot or a log of writes is live, any write exits that meets a page for the first time, there as well. So CLGI exits, and
-//! GIF is 0 from then on as it is after a guest's exit. It cannot begin or end while GIF is 0: the driver has each CPU
-//! come by an interrupt, which waits for STGI, and the others wait for it.
+//! While a snapshot or a log of writes is live, any write exits that meets a page for the first time, there as well. So
+//! CLGI exits, and GIF is 0 from then on as it is after a guest's exit. It cannot begin or end while GIF is 0: the driver
+//! has each CPU come by an interrupt, which waits for STGI, and the others wait for it.
 //!
 //! Guests run on shadows of KVM's nested tables then ([`super::shadow`]): every exit of theirs comes
 //! here first. Their blocks are KVM's own as well, but for the root. VMSAVE, which writes by physical address, exits.
@@ -285,8 +285,8 @@ fn forget_block(area: &mut Area) {
     unsafe { (*block(area)).clean = 0 };
 }
 
-/// VMSAVE of the system above beneath a snapshot: to a page that has been copied. What it saves was saved by the
-/// world switch (APM vol. 2, 15.5.2 and VMSAVE).
+/// VMSAVE of the system above beneath a snapshot or a log: to a page that has been copied, or that it has. What it saves was
+/// saved by the world switch (APM vol. 2, 15.5.2 and VMSAVE).
 pub fn save_state(area: &mut Area) -> Answer {
     publish::count(area, ExitReason::Other);
     let to = area.control.rax;
@@ -315,7 +315,7 @@ fn touch(area: &Area, address: u64) -> Option<live::Touch> {
     guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(address), area.cpu.on_snapshot))
 }
 
-/// CLGI of the system above, beneath a snapshot.
+/// CLGI of the system above, beneath a snapshot or a log.
 pub fn clear_gif(area: &mut Area) -> Answer {
     publish::count(area, ExitReason::Other);
     close(area);
