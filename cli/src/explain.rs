@@ -581,9 +581,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotGuest,
-        "a virtual machine ran that the snapshot cannot see",
-        "KVM runs it without nested paging, or its memory is encrypted: it writes round the tables of the snapshot, \
-         which was given up. The machine itself lost nothing.",
+        "a virtual machine ran that the snapshot, or the log of writes, cannot see",
+        "KVM runs it without nested paging, or its memory is encrypted: it writes round the tables of the snapshot or \
+         the log, which was given up. The machine itself lost nothing.",
         "shut such virtual machines down first, or load kvm_amd with npt=1",
     ),
     entry_of(

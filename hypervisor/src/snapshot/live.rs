@@ -256,10 +256,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Whether an access of a CPU that is on the log's tables can be made now. If not, it is for the identity map to
     /// answer.
-    #[inline(never)]
     pub(crate) fn logs(&mut self, address: GuestPhys, access: Access) -> bool {
+        self.log_access(address, access) == Some(Outcome::Open)
+    }
+
+    #[inline(never)]
+    fn log_access(&mut self, address: GuestPhys, access: Access) -> Option<Outcome> {
         let (ranges, written) = (self.ranges(), self.map_of_log(self.written_virt));
-        let Some(log) = self.log.as_mut() else { return false };
+        let log = self.log.as_mut()?;
         let mut outcome = log.fault(&mut self.store, ranges, written, address, access);
         if outcome == Outcome::Exhausted {
             self.log_spoilt = Code::SnapshotPool;
@@ -267,7 +271,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             // Now nothing must be kept, and no page is needed.
             outcome = log.fault(&mut self.store, ranges, written, address, access);
         }
-        outcome == Outcome::Open
+        Some(outcome)
     }
 
     /// There was no page. Not for ever.
@@ -282,12 +286,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    /// Keeps what a page held, before it is written from here or round the tables.
-    pub(crate) fn touch(&mut self, address: GuestPhys) -> Touch {
-        let (memory, written) = (self.memory(), self.map_of_log(self.written_virt));
-        if let Some(log) = self.log.as_ref() {
-            log.note(written, address);
+    /// Before a page is written from here or round the tables by a CPU that is on these ones: keeps what it held, or
+    /// notes that it is written.
+    pub(crate) fn touch(&mut self, address: GuestPhys, tables: u32) -> Touch {
+        if tables == ON_LOG {
+            let is_foreign = self.log_access(address, Access::Write) == Some(Outcome::Hidden);
+            return if is_foreign { Touch::Foreign } else { Touch::Open };
         }
+        let memory = self.memory();
         let Some(snapshot) = self.snapshot.as_mut() else { return Touch::Open };
         match snapshot.fault(&mut self.store, memory, address, Access::Write) {
             Outcome::Copied | Outcome::Open | Outcome::Absent => {
@@ -299,6 +305,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 self.starve();
                 Touch::Wait
             }
+        }
+    }
+
+    /// Whether what a CPU on these tables writes still matters.
+    pub(crate) fn watches(&self, tables: u32) -> bool {
+        match tables {
+            ON_LOG => self.log.as_ref().is_some_and(WriteLog::is_whole),
+            _ => self.is_exact(),
         }
     }
 
@@ -858,6 +872,44 @@ pub(crate) mod tests {
 
         pub fn begin(&mut self) -> Result<(), Code> {
             self.live.begin(self.base, &self.setup)
+        }
+
+        /// A log of writes: its two maps.
+        pub fn begin_log(&mut self) -> Result<(), Code> {
+            let pages = self.memory.iter().map(|page| (phys(page) / PAGE_SIZE) as usize / MAP_BITS);
+            let map = || -> &'static [Option<&'static log::Piece>] {
+                let mut map = vec![None; pages.clone().max().unwrap_or(0) + 1];
+                for piece in pages.clone() {
+                    map[piece].get_or_insert_with(|| {
+                        &*Box::leak(Box::new([const { AtomicU64::new(0) }; MAP_BITS / 64]))
+                    });
+                }
+                map.leak()
+            };
+            let (written, collected) = (map(), map());
+            let setup = LogSetup {
+                memory_virt: self.setup.memory_virt,
+                memory_count: self.setup.memory_count,
+                written_virt: written.as_ptr().expose_provenance() as u64,
+                collected_virt: collected.as_ptr().expose_provenance() as u64,
+                map_count: written.len() as u64,
+            };
+            self.live.begin_log(self.base, &setup)
+        }
+
+        /// Which pages the log has had since the last time.
+        pub fn collect(&mut self) -> Result<Vec<usize>, Code> {
+            // One call looks at many more pages than there are.
+            let mut collect = LogCollect { next_phys: phys(&self.memory[0]), ..LogCollect::default() };
+            self.live.collect_log(&mut collect)?;
+            let collected = self.live.map_of_log(self.live.collected_virt);
+            let take = |page: &Page| {
+                let number = (phys(page) / PAGE_SIZE) as usize;
+                let piece = collected.0[number / MAP_BITS].expect("a piece");
+                let bit = 1 << (number % 64);
+                piece[number % MAP_BITS / 64].fetch_and(!bit, Ordering::Relaxed) & bit != 0
+            };
+            Ok((0..self.memory.len()).filter(|page| take(&self.memory[*page])).collect())
         }
 
         /// As a guest: the first write to a page faults.
