@@ -450,3 +450,61 @@ fn the_kernels_own_tests_of_kvm_say_the_same() -> Result<()> {
     }
     machine.check_next_attach()
 }
+
+/// What stands for another hypervisor (lab/testmod/vboxdrv.c); `hold=1` has it take the hardware on each CPU.
+const RIVAL: &str = "insmod /mercury/lib/modules/$(uname -r)/vboxdrv.ko";
+
+/// Attach and doctor refuse, and say who may have the hardware; KVM need not go.
+fn a_rival_is_in_the_way(machine: &Machine) -> Result<()> {
+    let doctor = machine.run("mercury --json doctor")?;
+    assert_eq!(doctor.code(), Some(3));
+    assert!(doctor.stdout.contains("held by") && doctor.stdout.contains("modprobe -r vboxdrv"), "{doctor:?}");
+    let refusal = machine.mercury_refused("attach")?;
+    assert_eq!((refusal.exit, refusal.code.as_str()), (3, "virtualization-in-use"), "{refusal:?}");
+    assert!(refusal.text.contains("vboxdrv") && !refusal.text.contains("--unload-kvm"), "{refusal:?}");
+    assert!(!machine.modes()?.contains("attached"));
+    Ok(())
+}
+
+/// Beside another hypervisor's module SVM is not taken for KVM's: attach refuses by name, and who is attached leaves.
+#[test]
+#[ignore = "long"]
+fn other_hypervisors_are_refused_by_name() -> Result<()> {
+    let machine = boot(Kernel::BookwormCloud)?;
+    let shares = machine.vendor() == Vendor::Amd;
+    machine.sh(&format!("modprobe {}", machine.vendor().kvm_module()))?;
+    machine.sh(&format!("{RIVAL} hold=1"))?;
+    a_rival_is_in_the_way(&machine)?;
+    vm_is_refused(&machine, "EBUSY")?;
+    machine.sh("rmmod vboxdrv")?;
+
+    // It has nothing to do: the hardware is taken, for it as for KVM.
+    machine.sh(RIVAL)?;
+    machine.mercury("attach")?;
+    vm_is_refused(&machine, "EBUSY")?;
+    machine.sh("rmmod vboxdrv")?;
+    assert!(!machine.run(&format!("{RIVAL} hold=1"))?.success() || shares);
+    machine.mercury("detach")?;
+    if !shares {
+        return machine.check_next_attach();
+    }
+    machine.sh("if grep -q ^vboxdrv /proc/modules; then rmmod vboxdrv; fi")?;
+
+    // It comes where KVM's virtual machine runs above: what it finds is the native machine.
+    machine.mercury("attach")?;
+    let vm = make_vm(&machine)?;
+    assert!(!machine.run(&format!("{RIVAL} hold=1"))?.success());
+    machine.sh("dmesg | grep 'mercury: vboxdrv comes'")?;
+    assert_eq!(machine.modes()?, "native native");
+    machine.mercury("attach")?;
+    machine.sh("! dmesg | grep 'left the hypervisor'")?;
+    machine.sh(RIVAL)?;
+    assert_eq!(machine.modes()?, "native native");
+    a_rival_is_in_the_way(&machine)?;
+    machine.sh("rmmod vboxdrv")?;
+    machine.mercury("attach")?;
+    assert!(end_vm(vm)? > 0);
+    assert_eq!(machine.modes()?, "attached attached");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
