@@ -229,19 +229,26 @@ fn it_comes_and_goes_above(release: Kernel) -> Result<()> {
     machine.check_next_attach()
 }
 
+/// A machine with KVM and stock QEMU, and what that boots.
+fn linux_host(spec: Spec) -> Result<Machine> {
+    let spec = spec.qemu_version(Qemu::Newer).cpus(2);
+    let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
+    machine.put("/root/init.c", include_bytes!("../guest/kvm/init.c"), 0o644)?;
+    machine.put("/root/nested.c", include_bytes!("../guest/kvm/nested.c"), 0o644)?;
+    machine.put("/root/initrd", include_bytes!("../guest/kvm/initrd"), 0o755)?;
+    machine.put("/root/boot", include_bytes!("../guest/kvm/boot"), 0o755)?;
+    machine
+        .sh("modprobe kvm_amd; mkdir /run/guests && mount -o ro $(blkid -L mercury-guests) /run/guests")?;
+    Ok(machine)
+}
+
 /// Stock QEMU boots this machine's own kernel twice, on one CPU and on two, while the hypervisor comes and goes.
 fn linux_above(release: Kernel) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Ok(());
     }
-    let spec = Spec::new(release).qemu_version(Qemu::Newer).cpus(2).memory_mib(1536);
-    let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
-    machine.put("/root/init.c", include_bytes!("../guest/kvm/init.c"), 0o644)?;
-    machine.put("/root/initrd", include_bytes!("../guest/kvm/initrd"), 0o755)?;
-    machine.put("/root/boot", include_bytes!("../guest/kvm/boot"), 0o755)?;
+    let machine = linux_host(Spec::new(release).memory_mib(1536))?;
     load(&machine)?;
-    machine
-        .sh("modprobe kvm_amd; mkdir /run/guests && mount -o ro $(blkid -L mercury-guests) /run/guests")?;
     let linux = [machine.spawn("/root/boot 1 20")?, machine.spawn("/root/boot 2 20")?];
     switch(&machine, 200)?;
     machine.mercury("attach")?;
@@ -272,6 +279,44 @@ fn linux_above_on_6_1() -> Result<()> {
 #[ignore = "long"]
 fn linux_above_on_6_12() -> Result<()> {
     linux_above(Kernel::TrixieCloud)
+}
+
+/// Linux in a virtual machine is itself a host of KVM's: its guest counts on while the hypervisor comes and goes beneath
+/// all three.
+#[test]
+#[ignore = "long"]
+fn a_guest_of_a_guest_counts_on() -> Result<()> {
+    if Platform::chosen()? != Platform::Qemu {
+        return Ok(());
+    }
+    let machine = linux_host(Spec::new(Kernel::BookwormCloud).memory_mib(1024))?;
+    load(&machine)?;
+    machine.sh("grep -E '^(1|Y)$' /sys/module/kvm_amd/parameters/nested")?;
+    let mut linux = machine.spawn("GUEST=nested /root/boot 1 1000000")?;
+    linux.wait_output("so far ", 5 * MINUTE)?;
+    for round in 1..=10 {
+        switch(&machine, 5)?;
+        linux.wait_output_times("so far ", round + 1, MINUTE)?;
+    }
+    machine.mercury("attach")?;
+    linux.wait_output_times("so far ", 13, MINUTE)?;
+    linux.write_stdin(b"\n")?;
+    let console = linux.wait(2 * MINUTE)?.check()?.stdout;
+    println!("{console}");
+    assert!(console.contains("counted ") && console.contains(" wrong 0"), "{console}");
+    let runs = guest_runs(&machine)?;
+    println!("{runs} runs of guests above the hypervisor");
+    assert!(runs > 1000);
+    assert_eq!(machine.modes()?, "attached attached");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
+/// How often the CPUs have entered guests above the hypervisor.
+fn guest_runs(machine: &Machine) -> Result<u64> {
+    let status = machine.mercury("status")?;
+    let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
+    Ok(cpus.iter().filter_map(|cpu| cpu["exits"]["guest-run"].as_u64()).sum())
 }
 
 /// Every page of a snapshot is what it was at the instant, whatever virtual machines write meanwhile, and they know nothing
