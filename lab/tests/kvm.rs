@@ -367,6 +367,48 @@ fn snapshots_are_exact_beneath_guests_on_6_12() -> Result<()> {
     snapshots_are_exact_beneath_guests(Kernel::TrixieCloud)
 }
 
+/// The same beneath Linux in stock QEMU, on one CPU and on two: what it computes is right, and its memory is what it was.
+fn snapshots_are_exact_beneath_linux(kernel: Kernel) -> Result<()> {
+    if Platform::chosen()? != Platform::Qemu {
+        return Err(Error::Unsupported { reason: "this SVM reports no interrupts in delivery" });
+    }
+    let machine = linux_host(Spec::new(kernel).modules(Variant::Faults).memory_mib(1280))?;
+    load(&machine)?;
+    let mut linux = [machine.spawn("/root/boot 1 1000000")?, machine.spawn("/root/boot 2 1000000")?];
+    for guest in &mut linux {
+        guest.wait_output("so far ", 3 * MINUTE)?;
+    }
+    machine.mercury("attach")?;
+    let line = "mercury-workload snapshot --pool-pages 60000 --rounds 2";
+    println!("{}", machine.command(line).timeout(10 * MINUTE).run()?.check()?.stdout);
+    let runs = guest_runs(&machine)?;
+    println!("{runs} runs of guests");
+    assert!(runs > 1000);
+    for (mut guest, cpus) in linux.into_iter().zip([1, 2]) {
+        let far = guest.output_so_far()?.matches("so far ").count();
+        guest.wait_output_times("so far ", far + 1, MINUTE)?;
+        guest.write_stdin(b"\n")?;
+        let console = guest.wait(2 * MINUTE)?.check()?.stdout;
+        let ended = format!("cpus {cpus} processes ");
+        assert!(console.contains(&ended) && console.contains(" wrong 0"), "{console}");
+        assert!(complaints(&console).is_empty(), "{console}");
+    }
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
+#[test]
+#[ignore = "long"]
+fn snapshots_are_exact_beneath_linux_on_6_1() -> Result<()> {
+    snapshots_are_exact_beneath_linux(Kernel::BookwormCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn snapshots_are_exact_beneath_linux_on_6_12() -> Result<()> {
+    snapshots_are_exact_beneath_linux(Kernel::TrixieCloud)
+}
+
 #[test]
 #[ignore = "long"]
 fn exits_of_guests_are_short() -> Result<()> {
