@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM and other hypervisors, which
+ * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM and others, which
  * use the same hardware. Every handler may be called twice or in vain.
  *
  * A panic reaches us through the kernel's emergency callback. There is one slot, which KVM's modules
@@ -240,13 +240,13 @@ static bool crash_is_told;
 static DEFINE_MUTEX(slot_lock);
 static bool slot_wanted, slot_held, kvm_present;
 
-/* Modules of hypervisors other than KVM, and which of them are there. cli/src/module.rs names them too. */
+/* Modules of other hypervisors, and which of them are there. cli/src/module.rs names them too. */
 static const char * const rivals[] = { "vboxdrv", "vmmon", "jailhouse" };
 static unsigned long rivals_present;
 
 /*
- * KVM runs above the hypervisor where that can be, where its end can be told from the kernel's, and where
- * SVM is certainly KVM's. Beside another hypervisor's module it finds the hardware taken, and so does that.
+ * KVM runs above the hypervisor where that can be, where its end can be told from the kernel's, and
+ * where SVM is certainly KVM's. Beside another hypervisor's module both find the hardware taken.
  */
 static void decide(void)
 {
