@@ -196,6 +196,12 @@ fn linux_guests_go_on_on_6_1() -> Result<()> {
     linux_guests_go_on(Kernel::BookwormCloud)
 }
 
+#[test]
+#[ignore = "long"]
+fn linux_guests_go_on_on_6_12() -> Result<()> {
+    linux_guests_go_on(Kernel::TrixieCloud)
+}
+
 /// The IOMMU's tables are in the image; what it has in registers another kernel has set.
 fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
     let machine = goes_on_from(spec, disk, times)?;
