@@ -12,7 +12,10 @@ use mercury_lab::{
     restart::knows_the_time,
 };
 use serde_json::Value;
-use workloads::{load_test_module, number};
+use workloads::{
+    devices::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
+    load_test_module, number,
+};
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
 const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
@@ -81,12 +84,18 @@ fn start(machine: &Machine, line: &str) -> Result<()> {
 /// A machine whose root is only read, at work.
 fn at_work(spec: Spec, loads: &[&str]) -> Result<Machine> {
     let machine = Machine::boot(spec)?;
-    set_to_work(&machine, loads)?;
+    only_read_root(&machine)?;
+    set_to_work(&machine, "/dev/vda", loads)?;
     Ok(machine)
 }
 
-fn set_to_work(machine: &Machine, loads: &[&str]) -> Result<()> {
-    machine.sh("sync; mount -o remount,ro /; yes mercury | head -c 60M > /dev/vda")?;
+fn only_read_root(machine: &Machine) -> Result<()> {
+    machine.sh("sync; mount -o remount,ro /").map(drop)
+}
+
+/// Sets it to work, with something to read again on `disk`.
+fn set_to_work(machine: &Machine, disk: &str, loads: &[&str]) -> Result<()> {
+    machine.sh(&format!("ln -s {disk} /run/disk; yes mercury | head -c 60M > {disk}"))?;
     load_test_module(machine)?;
     machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
     machine.put("/run/clock.py", CLOCK.as_bytes(), 0o644)?;
@@ -123,10 +132,10 @@ fn is_as_it_was(machine: &Machine, report: &Value, reason: &str) -> Result<()> {
     assert_eq!(report["compared"]["different"], 0, "{report}");
     assert_eq!(machine.sh("ls /run/first /run/listing 2> /dev/null || true")?, "", "it has not been");
     let before = number(machine, "/run/clock")?;
-    machine.sh("sleep 1; dd if=/dev/vda of=/dev/null bs=1M iflag=direct; cat /bin/bash > /dev/null")?;
+    machine.sh("sleep 1; dd if=/run/disk of=/dev/null bs=1M iflag=direct; cat /bin/bash > /dev/null")?;
     assert!(number(machine, "/run/clock")? > before, "what ran goes on");
     assert_eq!(machine.sh("cat /run/clock.wrong 2> /dev/null || true")?, "");
-    assert_eq!(machine.sh("head -c 60M /dev/vda | cmp - <(yes mercury | head -c 60M)")?, "");
+    assert_eq!(machine.sh("head -c 60M /run/disk | cmp - <(yes mercury | head -c 60M)")?, "");
     knows_the_time(machine, "after")?;
     let log = machine.sh("dmesg")?;
     assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
@@ -168,7 +177,8 @@ fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()
     machine.sh("mkdir /run/guests; modprobe kvm_amd")?;
     start(&machine, GUESTS_LOAD)?;
     machine.sh("until test $(cat /run/guests/* | grep -c made) = 3; do sleep 0.2; done")?;
-    set_to_work(&machine, &[MEMORY_LOAD])?;
+    only_read_root(&machine)?;
+    set_to_work(&machine, "/dev/vda", &[MEMORY_LOAD])?;
     let report = live_twice(&machine, death)?;
     is_as_it_was(&machine, &report, reason)?;
     // A program that read another number than it had written has said so.
@@ -205,6 +215,18 @@ fn on_command_on_one_cpu() -> Result<()> {
 
 #[test]
 #[ignore = "long"]
+fn on_command_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_on_four_cpus() -> Result<()> {
+    goes_back(spec(4), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
 fn from_a_panic() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
@@ -219,6 +241,12 @@ fn from_a_panic_on_a_later_kernel() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[MEMORY_LOAD], PANIC, "panic")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
 
 /// The others are halted with interrupts off by then.
@@ -250,22 +278,42 @@ fn on_command_behind_amds_iommu() -> Result<()> {
     goes_back(spec, &[&root_load, DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
-/// A CPU that takes no interrupts any more is fetched by another.
+/// The second CPU hangs. Whoever has it hang would wait for it, and whoever was there would not be heard of again.
+const HANG: &str =
+    "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
+
+/// A CPU that takes no interrupts any more is fetched by another. Of one CPU there is none that could ask for it.
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu() -> Result<()> {
-    // Whoever has the other CPU hang would wait for it, and whoever was there would not be heard of again.
-    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
-    goes_back(spec(2), &[], death, "command")
+    goes_back(spec(2), &[], HANG, "command")
 }
 
-/// The same with three that are at work; what waits for the one that hangs stands still with it.
+/// What works does so on other CPUs than the one that hangs, as far as it does not wait for it.
+fn goes_back_from_a_hung_cpu(cpus: u32, at_work: &str, death: &str, reason: &str) -> Result<()> {
+    let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp {at_work} $$; {load}"));
+    goes_back(spec(cpus), &loads.each_ref().map(String::as_str), death, reason)
+}
+
+/// The only other CPU waits for it in the kernel before long, and then no command runs: the kernel's own watchdog sees it.
+#[test]
+#[ignore = "long"]
+fn from_a_hung_cpu_of_two_at_work() -> Result<()> {
+    let death = "echo 2 > /proc/sys/kernel/watchdog_thresh; echo 1 > /proc/sys/kernel/softlockup_panic; \
+         taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 &";
+    goes_back_from_a_hung_cpu(2, "0", death, "panic")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_hung_cpu_of_three_at_work() -> Result<()> {
+    goes_back_from_a_hung_cpu(3, "2", HANG, "command")
+}
+
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu_of_four_at_work() -> Result<()> {
-    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
-    let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp 2-3 $$; {load}"));
-    goes_back(spec(4), &loads.each_ref().map(String::as_str), death, "command")
+    goes_back_from_a_hung_cpu(4, "2-3", HANG, "command")
 }
 
 /// The kernel stops it by NMI, in whose handler no other reaches it.
@@ -284,8 +332,50 @@ fn from_a_triple_fault_on_four_cpus() -> Result<()> {
 
 #[test]
 #[ignore = "long"]
+fn from_a_triple_fault_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+#[test]
+#[ignore = "long"]
 fn from_a_triple_fault() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+/// AHCI with the root, NVMe, USB storage and e1000e, all at work.
+fn real_hardware_goes_back(spec: Spec, death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec.modules(Variant::Faults).qemu_version(Qemu::Newer))?;
+    machine.sh(&format!("modprobe -a {REAL_DRIVERS}"))?;
+    give_address(&machine)?;
+    only_read_root(&machine)?;
+    let port = source();
+    let loads = ["/dev/sda", "/dev/nvme0n1", "/dev/sdb"].map(disk_load);
+    let loads = loads.into_iter().chain([network_load(port, FRESH_CARD)]);
+    let loads: Vec<_> = loads.map(|load| format!("while true; do {load}; done")).collect();
+    set_to_work(&machine, "/dev/nvme0n1", &loads.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let direct = "dd if=/dev/sda bs=1M count=64 skip=64 iflag=direct status=none | sha256sum";
+    let root = machine.sh(direct)?;
+    let report = live_twice(&machine, death)?;
+    is_as_it_was(&machine, &report, reason)?;
+    assert_eq!(machine.sh(direct)?, root, "AHCI");
+    machine.sh("dd if=/dev/sdb bs=1M count=64 iflag=direct status=none | cmp - <(head -c 64M /dev/zero)")?;
+    let received = format!("timeout 60 head -c 5M < /dev/tcp/10.0.2.2/{port} | wc -c");
+    assert_eq!(machine.sh(&received)?, "5242880");
+    iommu::check(&machine)?;
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    real_hardware_goes_back(real_hardware(), COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    real_hardware_goes_back(real_hardware(), PANIC, "panic")
 }
 
 fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
