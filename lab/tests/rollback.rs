@@ -35,7 +35,7 @@ sleep 1
 mercury snapshot --compare --json > /run/said 2>&1
 if grep -q '"kept"' /run/said; then
     date +%s > /run/first
-    ls -R /usr > /run/listing
+    ls -lR /usr/bin > /run/listing
     sleep 1
     eval "$1"
     sleep 60
@@ -376,6 +376,64 @@ fn on_command_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
     real_hardware_goes_back(real_hardware(), PANIC, "panic")
+}
+
+/// Reads and writes on a root that can be written to; how often, for who asks.
+const ROOT_LOAD: &str = "n=0; while cat /usr/bin/python3 > /dev/null && cp /bin/bash /root/load && sync /root/load; do \
+     echo $((n += 1)) > /run/rounds.new; mv /run/rounds.new /run/rounds; echo 1 > /proc/sys/vm/drop_caches; done";
+
+/// What is done to the files of a root in the life that ends, and how it ends.
+fn after_a_change(death: &str) -> String {
+    format!("touch /root/first; yes first | head -c 20M > /root/file; rm /root/lost; sync; {death}")
+}
+
+/// A machine whose root can be written to, at work, with files to look at later.
+fn set_root_to_work(machine: &Machine) -> Result<()> {
+    machine.sh("yes before | head -c 20M > /root/file; echo kept > /root/lost; sync")?;
+    set_to_work(machine, "/dev/vda", &[DISK_LOAD, ROOT_LOAD])?;
+    machine.sh("until test -s /run/rounds; do sleep 0.1; done").map(drop)
+}
+
+/// The work on the root goes on.
+fn root_works(machine: &Machine) -> Result<()> {
+    let before = number(machine, "/run/rounds")?;
+    machine.sh(&format!(
+        "for i in $(seq 600); do test $(cat /run/rounds) -gt {} && exit; sleep 0.1; done; exit 1",
+        before + 1
+    ))?;
+    machine.sh("echo second > /root/second && sync").map(drop)
+}
+
+/// Files are what they were.
+fn root_is_back(machine: &Machine) -> Result<()> {
+    machine
+        .sh("cmp /root/file <(yes before | head -c 20M) && test ! -e /root/first && grep kept /root/lost")
+        .map(drop)
+}
+
+/// All its files are in memory.
+fn root_in_ram_goes_back(death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).memory_mib(1536).kernel_arg("lab.root=ram"))?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "tmpfs\n/mercury");
+    set_root_to_work(&machine)?;
+    let report = live_twice(&machine, &after_a_change(death))?;
+    is_as_it_was(&machine, &report, reason)?;
+    root_is_back(&machine)?;
+    root_works(&machine)?;
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_a_root_in_ram() -> Result<()> {
+    root_in_ram_goes_back(COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_a_root_in_ram() -> Result<()> {
+    root_in_ram_goes_back(PANIC, "panic")
 }
 
 fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
