@@ -206,7 +206,7 @@ fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
     );
     Err(Error::new(Exit::Impossible, text).hint(
         "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper \
-         snapshot, made by --hook and merged before anything is read again), --force-disks goes on",
+         snapshot, made by --hook and merged by --put-back), --force-disks goes on",
     ))
 }
 
@@ -236,6 +236,8 @@ fn keep(
         None
     };
     disks::are_still(mounts, sysroot)?;
+    let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
+    let were = guard.hear_during(|| marks(&left_behind));
     if let Some(hook) = &args.hook {
         checkpoint::run_hook(hook)?;
     }
@@ -245,6 +247,11 @@ fn keep(
     let held = begun.elapsed();
     let failures = checkpoint::quiesce_failures(sysroot);
     let begin = device.snapshot_begin(pool, flags);
+    if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0)
+        && let Err(why) = put_disks_back(args, &left_behind, &were, guard)
+    {
+        restart(&why);
+    }
     drop(still);
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
@@ -259,6 +266,49 @@ fn keep(
         pause_us,
         phases,
     })
+}
+
+/// What changes with whatever is written to frozen file systems; nothing where that is not known.
+fn marks(mounts: &[Mounted]) -> Vec<Option<String>> {
+    mounts.iter().map(|mount| disks::mark(&mount.device, &mount.kind).ok()).collect()
+}
+
+/// In a machine that was put back: has its disks follow; why they did not, as a clause.
+fn put_disks_back(
+    args: &SnapshotArgs,
+    mounts: &[Mounted],
+    were: &[Option<String>],
+    guard: &mut Guard,
+) -> std::result::Result<(), String> {
+    if let Some(command) = &args.put_back {
+        let run = || checkpoint::run_still(command);
+        guard.hear_during(run).map_err(|why| format!("the command of --put-back failed: {why}"))?;
+    }
+    match moved_on(mounts, were, &guard.hear_during(|| marks(mounts))) {
+        Some(mount) => Err(format!("{} was written to after the instant", mount.at.display())),
+        None => Ok(()),
+    }
+}
+
+/// The first file system that is not what it was; of one that had no mark nobody knows.
+fn moved_on<'a>(
+    mounts: &'a [Mounted],
+    were: &[Option<String>],
+    are: &[Option<String>],
+) -> Option<&'a Mounted> {
+    let pairs = were.iter().zip(are);
+    mounts.iter().zip(pairs).find(|(_, (was, is))| was.is_some() && was != is).map(|(mount, _)| mount)
+}
+
+/// Ends this machine before anybody writes to its disks, as a power cut would.
+fn restart(why: &str) -> ! {
+    let text = format!("<2>mercury: this machine was put back, and its disks were not: {why}; it restarts\n");
+    let _ = std::fs::write("/dev/kmsg", text);
+    loop {
+        // Without a sync: nothing of what memory holds belongs on these disks.
+        let _ = rustix::system::reboot(rustix::system::RebootCommand::Restart);
+        std::thread::sleep(time::Duration::from_secs(1));
+    }
 }
 
 /// What the kernel said last.
@@ -283,6 +333,18 @@ mod tests {
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
         assert!(!is_left_behind(&mount("/dev/ram0", true)));
         assert!(!is_left_behind(&mount("/dev/zram1", true)));
+    }
+
+    #[test]
+    fn what_has_moved_on() {
+        let mounts = [mount("/dev/sda1", true), mount("/dev/sdb1", true)];
+        let marks = |marks: [Option<&str>; 2]| marks.map(|mark| mark.map(str::to_owned));
+        let were = marks([None, Some("1")]);
+        assert_eq!(moved_on(&mounts, &were, &were), None);
+        assert_eq!(moved_on(&mounts, &were, &marks([Some("1"), Some("1")])), None, "it had no mark");
+        for is in [Some("2"), None] {
+            assert_eq!(moved_on(&mounts, &were, &marks([None, is])), Some(&mounts[1]));
+        }
     }
 
     #[test]

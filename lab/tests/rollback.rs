@@ -15,6 +15,7 @@ use serde_json::Value;
 use workloads::{
     devices::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
     load_test_module, number,
+    restart::snapshot_of,
 };
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
@@ -32,7 +33,7 @@ const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep
 /// the second time, and says so where a host hears it that cannot ask.
 const LIVES: &str = r#"
 sleep 1
-mercury snapshot --compare --json > /run/said 2>&1
+mercury snapshot --compare --json "${@:2}" > /run/said 2>&1
 if grep -q '"kept"' /run/said; then
     date +%s > /run/first
     ls -lR /usr/bin > /run/listing
@@ -106,8 +107,13 @@ fn set_to_work(machine: &Machine, disk: &str, loads: &[&str]) -> Result<()> {
 
 /// Lives once until `death`, and says how it came back.
 fn live_twice(machine: &Machine, death: &str) -> Result<Value> {
+    live_twice_with(machine, death, "")
+}
+
+/// The same with more words for `mercury snapshot`.
+fn live_twice_with(machine: &Machine, death: &str, words: &str) -> Result<Value> {
     let said = machine.serial_log().len();
-    machine.sh(&format!("setsid bash /run/lives '{death}' > /run/lives.said 2>&1 < /dev/null &"))?;
+    machine.sh(&format!("setsid bash /run/lives '{death}' {words} > /run/lives.said 2>&1 < /dev/null &"))?;
     // Nobody talks to it meanwhile: half a word would be lost.
     loop {
         machine.wait_serial("(?s)lives: .*\n", Duration::from_secs(120))?;
@@ -434,6 +440,87 @@ fn on_command_with_a_root_in_ram() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_with_a_root_in_ram() -> Result<()> {
     root_in_ram_goes_back(PANIC, "panic")
+}
+
+/// Puts the root's disk back: what goes through the device is as it was at once, and the disk is soon.
+const PUT_BACK: &str = r#"
+set -e
+read sectors < /run/sectors
+dmsetup suspend --nolockfs --noudevsync root
+dmsetup remove --noudevsync frozen
+dmsetup reload root --table "0 $sectors snapshot-merge /dev/nvme0n1 /dev/vdb P 16"
+dmsetup resume --noudevsync root
+"#;
+
+/// All of it is on the disk again: sectors in use, of all, and those of them that only say what is where.
+const MERGED: &str = "for i in $(seq 600); do set -- $(dmsetup status root); test ${4%/*} = $5 && exit; sleep 0.1; done; exit 1";
+
+/// A root that can be written to goes back by a snapshot of device mapper's, made and merged while everything is still.
+fn root_on_a_disk_goes_back(death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).disk(Bus::Virtio, 512).kernel_arg("lab.root=mapped"))?;
+    assert_eq!(machine.sh("findmnt -no SOURCE,FSTYPE /")?, "/dev/dm-0 ext4");
+    // What the scripts use must be in memory: it is not to be read from a disk that has moved on.
+    let hook = format!(
+        "cat /bin/sh /sbin/dmsetup $(ldd /sbin/dmsetup | grep -o \" /[^ ]*\") > /dev/null\n{}",
+        snapshot_of("root", "/dev/nvme0n1", "/dev/vdb")
+    );
+    machine.put("/run/freeze", hook.as_bytes(), 0o755)?;
+    machine.put("/run/put-back", PUT_BACK.as_bytes(), 0o755)?;
+    machine.sh("blockdev --getsz /dev/nvme0n1 > /run/sectors")?;
+    set_root_to_work(&machine)?;
+    let words = "--force-disks --hook \"sh /run/freeze\" --put-back \"sh /run/put-back\"";
+    let report = live_twice_with(&machine, &after_a_change(death), words)?;
+    machine.sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    root_is_back(&machine)?;
+    is_as_it_was(&machine, &report, reason)?;
+    root_works(&machine)?;
+    machine.sh(MERGED)?;
+    machine.sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    root_is_back(&machine)?;
+    machine.sh(
+        "pkill -f [r]ounds.new; while pgrep -f [r]ounds.new; do sleep 0.1; done; sync && mount -o remount,ro /",
+    )?;
+    println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_its_disk() -> Result<()> {
+    root_on_a_disk_goes_back(COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_its_disk() -> Result<()> {
+    root_on_a_disk_goes_back(PANIC, "panic")
+}
+
+/// Memory that was put back does not meet a disk that was not, whatever its owner has forced: the machine ends, and the
+/// disk is what its first life has left.
+#[test]
+#[ignore = "long"]
+fn a_disk_that_has_moved_on_is_not_met() -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(2))?;
+    for (words, why) in [
+        ("", "/ was written to after the instant"),
+        ("--put-back \"exit 3\"", "the command of --put-back failed: exit status: 3"),
+    ] {
+        machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+        machine.sh(&format!(
+            "setsid bash /run/lives \"touch /root/first; sync; mercury rollback\" --force-disks {words} \
+             > /run/lives.said 2>&1 < /dev/null &"
+        ))?;
+        machine.wait_serial(&format!("its disks were not: {why}; it restarts"), Duration::from_secs(120))?;
+        machine.wait_shutdown(Duration::from_secs(60))?;
+        machine = machine.start_again()?;
+        machine.sh(
+            "rm /root/first && mount -o remount,ro / && e2fsck -fn /dev/nvme0n1 && mount -o remount,rw /",
+        )?;
+    }
+    Ok(())
 }
 
 fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {

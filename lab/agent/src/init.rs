@@ -28,8 +28,11 @@ pub fn run() -> Result<()> {
     if let Some(words) = cmdline.get("nfs") {
         change_root("lab-nfs-root", &words.split(',').collect::<Vec<_>>())?;
     }
-    if cmdline.get("root") == Some("ram") {
+    if let Some(root @ ("ram" | "mapped")) = cmdline.get("root") {
         change_root("lab-ram-root", &[])?;
+        if root == "mapped" {
+            change_root("lab-mapped-root", &[])?;
+        }
     }
     if cmdline.get("init") == Some("systemd") {
         return become_systemd();
