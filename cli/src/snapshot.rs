@@ -9,8 +9,10 @@ use crate::{
         self, Attached,
         applications::Frozen,
         disks::{self, Mounted, Still},
+        fence,
         guard::Guard,
         phases::Phases,
+        stale::Stale,
     },
     commands::{self, Say},
     device::{Access, Device},
@@ -173,6 +175,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     checkpoint::refuse_swap(&sysroot)?;
     let mounts = disks::all(&sysroot)?;
     refuse_disks(args, &mounts)?;
+    refuse_sessions(&sysroot)?;
     let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
@@ -210,6 +213,21 @@ fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
     ))
 }
 
+/// From NFS 4.1 on requests are numbered, and a client that falls behind its server with that never gets on again.
+fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
+    let text = format!("{at} is on NFS {version}, which a machine that was put back cannot go on with");
+    Err(Error::new(Exit::Impossible, text).hint("mount it with vers=4.0 or vers=3"))
+}
+
+/// Where an NFS file system of such a version is mounted, and the version, from its line of mountinfo.
+fn numbered(line: &str) -> Option<(&str, &str)> {
+    let (front, back) = line.split_once(" - nfs4 ")?;
+    let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
+    (version != "4.0").then_some((front.split(' ').nth(4)?, version))
+}
+
 /// Whether a file system goes on while memory goes back. RAM disks are memory.
 fn is_left_behind(mount: &Mounted) -> bool {
     let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
@@ -226,6 +244,7 @@ fn keep(
     let pool = checkpoint::pool_pages(args.pool, sysroot);
     let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
     device.snapshot_prepare(pool, flags)?;
+    let mut stale = connections(sysroot)?;
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
     let still = if mounts.iter().any(is_left_behind) {
@@ -247,10 +266,13 @@ fn keep(
     let held = begun.elapsed();
     let failures = checkpoint::quiesce_failures(sysroot);
     let begin = device.snapshot_begin(pool, flags);
-    if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0)
-        && let Err(why) = put_disks_back(args, &left_behind, &were, guard)
-    {
-        restart(&why);
+    if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
+        if let Some(stale) = &mut stale {
+            stale.end(sysroot);
+        }
+        if let Err(why) = put_disks_back(args, &left_behind, &were, guard) {
+            restart(&why);
+        }
     }
     drop(still);
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
@@ -266,6 +288,19 @@ fn keep(
         pause_us,
         phases,
     })
+}
+
+/// Connections with the servers of network storage, which will have moved on: they are ended, and made anew. Without
+/// that they end as well, after minutes.
+fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
+    let servers = fence::servers(sysroot);
+    if servers.is_empty() {
+        return Ok(None);
+    }
+    // Until then nothing of this program comes over the network.
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+    Ok(Stale::prepare(servers).ok())
 }
 
 /// What changes with whatever is written to frozen file systems; nothing where that is not known.
@@ -333,6 +368,15 @@ mod tests {
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
         assert!(!is_left_behind(&mount("/dev/ram0", true)));
         assert!(!is_left_behind(&mount("/dev/zram1", true)));
+    }
+
+    #[test]
+    fn numbered_requests() {
+        let line = |version| format!("22 1 0:20 / /srv rw - nfs4 10.0.0.1:/ rw,vers={version},addr=10.0.0.1");
+        assert_eq!(numbered(&line("4.2")), Some(("/srv", "4.2")));
+        assert_eq!(numbered(&line("4.0")), None);
+        assert_eq!(numbered("22 1 0:20 / / rw - nfs 10.0.0.1:/ rw,vers=3,addr=10.0.0.1"), None);
+        assert_eq!(numbered("22 1 8:1 / / rw - ext4 /dev/sda1 rw"), None);
     }
 
     #[test]

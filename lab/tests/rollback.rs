@@ -5,17 +5,22 @@
 
 mod workloads;
 
-use std::{thread, time::Duration};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use mercury_lab::{
-    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
-    restart::knows_the_time,
+    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Reservation, Result, Spec, Vendor,
+    driver::Variant,
+    iommu,
+    restart::{self, knows_the_time, script::EXPORTS},
 };
 use serde_json::Value;
 use workloads::{
     devices::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
     load_test_module, number,
-    restart::snapshot_of,
+    restart::{free_port, plug_in, snapshot_of, wired},
 };
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
@@ -440,6 +445,44 @@ fn on_command_with_a_root_in_ram() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_with_a_root_in_ram() -> Result<()> {
     root_in_ram_goes_back(PANIC, "panic")
+}
+
+/// All its files are another machine's, which goes on: what was done to them stays, and the connection is made anew.
+fn root_on_nfs_goes_back(death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let both = Reservation::wait(2)?;
+    let port = free_port();
+    let server = Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(768).qemu_version(Qemu::Newer);
+    let server = Machine::boot_reserved(wired(server, port, "listen"), &both)?;
+    plug_in(&server, "10.9.0.1")?;
+    restart::start(&server, "exports", EXPORTS, "")?;
+    let spec = wired(spec(2).kernel_arg("lab.nfs=10.9.0.1,10.9.0.2,4.0"), port, "connect");
+    let machine = Machine::boot_reserved(spec, &both)?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "nfs4\n/mercury");
+    machine.sh("mount -i -t nfs4 10.9.0.1:/ /mnt -o vers=4.2,addr=10.9.0.1,clientaddr=10.9.0.2")?;
+    refused(&machine, "mercury snapshot", "/mnt is on NFS 4.2")?;
+    machine.sh("umount /mnt")?;
+    set_root_to_work(&machine)?;
+    let report = live_twice(&machine, &after_a_change(death))?;
+    let begun = Instant::now();
+    root_works(&machine)?;
+    println!("its root worked again after {:.1} s", begun.elapsed().as_secs_f64());
+    is_as_it_was(&machine, &report, reason)?;
+    machine.sh("cmp /root/file <(yes first | head -c 20M) && ls /root/first && test ! -e /root/lost")?;
+    assert_eq!(server.sh("cat /root/second")?, "second");
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_a_root_on_nfs() -> Result<()> {
+    root_on_nfs_goes_back(COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_a_root_on_nfs() -> Result<()> {
+    root_on_nfs_goes_back(PANIC, "panic")
 }
 
 /// Puts the root's disk back: what goes through the device is as it was at once, and the disk is soon.

@@ -25,7 +25,7 @@ mod layers;
 pub mod phases;
 pub mod reachable;
 pub mod series;
-mod stale;
+pub mod stale;
 pub mod stream;
 pub mod target;
 mod writeback;
