@@ -42,6 +42,8 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
     ("lib/lab-network", include_str!("../guest/lab-network")),
     ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
+    ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
+    ("lib/lab-mapped-root", include_str!("../guest/lab-mapped-root")),
     ("lib/bashrc", include_str!("../guest/bashrc")),
 ];
 

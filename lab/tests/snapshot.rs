@@ -3,14 +3,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    io::Write,
-    net::{Ipv4Addr, TcpListener},
-    process::Command,
-    thread,
-    time::Duration,
-};
+mod workloads;
+
+use std::{fs, process::Command, time::Duration};
 
 use mercury_lab::{
     Bus, Disk, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, artefacts::build_program,
@@ -21,6 +16,9 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 use serde_json::json;
+use workloads::devices::{
+    FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source,
+};
 
 const LIMIT: Duration = Duration::from_secs(180);
 
@@ -29,38 +27,8 @@ const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_cach
      dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct status=none; \
      dd if=/root/x of=/dev/null iflag=direct bs=1M status=none";
 
-/// The same two ways of reading, of a whole disk.
-fn disk_load(disk: &str) -> String {
-    format!(
-        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct status=none; \
-         dd if={disk} of=/dev/null bs=1M count=50 status=none; echo 1 > /proc/sys/vm/drop_caches"
-    )
-}
-
-/// Whoever comes is sent numbers until he goes; the port.
-fn source() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let port = listener.local_addr().unwrap().port();
-    thread::spawn(move || {
-        let numbers: Vec<u8> = (0..1_u32 << 14).flat_map(u32::to_le_bytes).collect();
-        for mut connection in listener.incoming().flatten() {
-            while connection.write_all(&numbers).is_ok() {}
-        }
-    });
-    port
-}
-
 /// What to do where nothing has come for a while: nothing; the emulator may be slow.
 const PATIENCE: &str = "test $? -eq 124";
-
-/// Starts a card afresh: QEMU's e1000e may receive nothing after a snapshot (docs/limits.md).
-const FRESH_CARD: &str =
-    "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
-
-/// Receives from the host for a while, as much as comes.
-fn network_load(port: u16, otherwise: &str) -> String {
-    format!("timeout 20 bash -c 'head -c 20M < /dev/tcp/10.0.2.2/{port} > /dev/null' || {{ {otherwise}; }}")
-}
 
 /// Many small packets, which wait for some seconds before the card gets them: longer than the machine takes to stand
 /// still.
@@ -84,10 +52,7 @@ fn proves(what: &str, spec: Spec, modules: &str, loads: &[String]) -> Result<()>
         machine.sh(&format!("modprobe {module}"))?;
     }
     if uses("10.0.2.2") {
-        machine.sh(
-            "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
-             ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done",
-        )?;
+        give_address(&machine)?;
     }
     let _work = machine.start_work()?;
     machine.mercury("attach")?;
@@ -209,21 +174,6 @@ fn exact_where_pages_are_not_zeroed() -> Result<()> {
     are_exact(spec, "", &[ROOT_LOAD.to_owned()], 3)
 }
 
-/// What servers have that are no virtual machines.
-fn real_hardware() -> Spec {
-    let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
-    let stick =
-        ["-drive", "if=none,id=stick,format=raw,file.driver=null-co,file.size=1073741824,read-only=on"];
-    let spec = Spec::new(Kernel::BookwormGeneric)
-        .cpus(2)
-        .memory_mib(1536)
-        .root_bus(Bus::Ahci)
-        .nic(Nic::E1000e)
-        .disk(Bus::Nvme, 256)
-        .kernel_arg("init_on_alloc=0");
-    usb.iter().chain(&stick).fold(spec, |spec, argument| spec.qemu_arg(argument))
-}
-
 /// Packets that were made before the instant and are sent after it: this card of QEMU's writes their checksums where
 /// they lie.
 #[test]
@@ -241,7 +191,7 @@ fn all_at_once(spec: Spec, rounds: u32) -> Result<()> {
         disk_load("/dev/sdb"),
         network_load(source(), FRESH_CARD),
     ];
-    are_exact(spec, "nvme e1000e xhci_pci usb_storage sd_mod", &loads, rounds)
+    are_exact(spec, REAL_DRIVERS, &loads, rounds)
 }
 
 #[test]

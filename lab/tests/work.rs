@@ -13,7 +13,8 @@ use mercury_lab::{
     },
 };
 use workloads::restart::{
-    DISK, balances_agree, checkpoint, checkpoint_to, free_port, need_qemu, plug_in, prepare, spec, wired,
+    DISK, balances_agree, checkpoint, checkpoint_to, free_port, need_qemu, plug_in, prepare, snapshot_of,
+    spec, wired,
 };
 
 const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
@@ -103,15 +104,6 @@ cat /run/postgres.said
 exit 1
 "#;
 
-/// While everything is still: from then on what the origin held goes to the third disk before it is overwritten.
-const FREEZE_DATA: &str = r#"
-set -e
-dmsetup suspend --nolockfs --noudevsync data
-sectors=$(blockdev --getsz /dev/vdb)
-dmsetup create frozen --noudevsync --table "0 $sectors snapshot /dev/vdb /dev/vdc P 16"
-dmsetup resume --noudevsync data
-"#;
-
 /// Puts the origin back to what it was, in a system that has not looked at it.
 const PUT_DATA_BACK: &str = r#"
 set -e
@@ -141,7 +133,7 @@ fn a_database_goes_back_with_its_disk() -> Result<()> {
     let machine = Machine::boot(disks.kernel_arg("ro").memory_mib(1280))?;
     machine.sh(DATABASE_ON_DATA)?;
     start(&machine, "clock", CLOCK, "")?;
-    machine.put("/run/freeze", FREEZE_DATA.as_bytes(), 0o755)?;
+    machine.put("/run/freeze", snapshot_of("data", "/dev/vdb", "/dev/vdc").as_bytes(), 0o755)?;
     machine.sh("setsid pgbench -n -c 4 -T 3600 bench > /run/pgbench.said 2>&1 < /dev/null & sleep 2")?;
     let ask = |machine: &Machine, query: &str| machine.sh(&format!("psql -qAt bench -c \"{query}\""));
     let history = |machine: &Machine| -> Result<u64> {

@@ -25,7 +25,7 @@ mod layers;
 pub mod phases;
 pub mod reachable;
 pub mod series;
-mod stale;
+pub mod stale;
 pub mod stream;
 pub mod target;
 mod writeback;
@@ -675,27 +675,31 @@ pub(crate) fn refuse_watchdogs(sysroot: &Sysroot) -> Result<()> {
 }
 
 pub(crate) fn run_hook(hook: &str) -> Result<()> {
-    let failed = |why: String| {
+    run_still(hook).map_err(|why| {
         Error::new(Exit::Failed, format!("the hook failed: {why}"))
             .hint("nothing was kept; the machine runs on. File systems are frozen while it runs: it must not write to them")
-    };
-    let mut command = Command::new("/bin/sh");
+    })
+}
+
+/// Runs a command while everything else stands still; why it failed, as a clause.
+pub(crate) fn run_still(command: &str) -> Result<(), String> {
+    let mut shell = Command::new("/bin/sh");
     // Standard output may be the image's.
-    command.args(["-c", hook]).stdout(std::io::stderr()).stdin(Stdio::null());
+    shell.args(["-c", command]).stdout(std::io::stderr()).stdin(Stdio::null());
     // What it has started ends with it.
-    command.process_group(0);
-    let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
+    shell.process_group(0);
+    let mut child = shell.spawn().map_err(|error| error.to_string())?;
     let end = time::Instant::now() + HOOK_PATIENCE;
     loop {
-        match child.try_wait().map_err(|error| failed(error.to_string()))? {
+        match child.try_wait().map_err(|error| error.to_string())? {
             Some(status) if status.success() => return Ok(()),
-            Some(status) => return Err(failed(status.to_string())),
+            Some(status) => return Err(status.to_string()),
             None if time::Instant::now() > end => {
                 let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
                 if let Some(group) = group {
                     let _ = rustix::process::kill_process_group(group, Signal::KILL);
                 }
-                return Err(failed(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs())));
+                return Err(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs()));
             }
             None => std::thread::sleep(time::Duration::from_millis(5)),
         }

@@ -58,6 +58,18 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 
+/// A script for while everything is still: from then on what `disk`, the origin of `device`, held goes to `copies` before it is
+/// overwritten.
+pub fn snapshot_of(device: &str, disk: &str, copies: &str) -> String {
+    format!(
+        "set -e\n\
+         sectors=$(blockdev --getsz {disk})\n\
+         dmsetup suspend --nolockfs --noudevsync {device}\n\
+         dmsetup create frozen --noudevsync --table \"0 $sectors snapshot {disk} {copies} P 16\"\n\
+         dmsetup resume --noudevsync {device}\n"
+    )
+}
+
 /// Every sum of pgbench's is right.
 pub fn balances_agree(machine: &Machine) -> Result<()> {
     let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
