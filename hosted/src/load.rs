@@ -8,12 +8,13 @@ use mercury_afterburner::record::Record;
 use crate::{
     constants::{self, Function, SPECIAL},
     error::{Error, Result},
+    guards::{self, Guard, Guards},
     kernel::{Change, Kernel},
     layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
-    thunks::{self, Exit, Slot, Thunk, USES},
+    thunks::{self, Exit, Slot, Thunk, USES, Use},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -32,6 +33,8 @@ pub struct Loaded {
     pub exits: Vec<Exit>,
     /// Slots that were filled, by their addresses now.
     pub slots: BTreeMap<u64, Filled>,
+    /// Instructions that have become traps, for they use programs' memory.
+    pub guards: Guards,
     /// Physical address of the kernel's own page tables.
     pub root: u64,
     /// Slots that were filled.
@@ -85,7 +88,8 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
     let root = prepare_tables(kernel, memory)?;
     let mut loaded = fill_slots(kernel, memory)?;
     if isolation == Isolation::Process {
-        hook_uses(kernel, memory, &mut loaded)?;
+        let hooked = hook_uses(kernel, memory, &mut loaded)?;
+        guard_accesses(kernel, memory, &mut loaded, &hooked)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
         return Err(Error::new("the kernel has more slots than there is room for"));
@@ -248,9 +252,10 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     Ok(root)
 }
 
-/// Functions that use a program's memory leave the guest, which does it without mapping the memory.
-fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
+/// Functions that use a program's memory leave the guest, which does it without mapping the memory. Says which.
+fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<HashSet<&'static str>> {
     const LONGEST: usize = 32;
+    let mut hooked = HashSet::new();
     for (name, what) in USES {
         let Ok(physical) = physical_of(kernel, name) else { continue };
         let address = address_of(kernel, name)?;
@@ -261,6 +266,38 @@ fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()
             continue;
         };
         put_thunk(loaded, memory, thunk, physical, address, length)?;
+        hooked.insert(name);
+    }
+    let gives = |(name, what): &&(&str, Use)| matches!(what, Use::Give(_)) && !hooked.contains(name);
+    match USES.iter().find(gives) {
+        Some((name, _)) => Err(guards::not_understood(format!("it has no {name}, or another"))),
+        None => Ok(hooked),
+    }
+}
+
+/// Instructions that use a program's memory become traps; what stands for them is in the code for slots.
+fn guard_accesses(
+    kernel: &Kernel,
+    memory: &Memory,
+    loaded: &mut Loaded,
+    hooked: &HashSet<&str>,
+) -> Result<()> {
+    const TRAP: u8 = 0xCC;
+    for instruction in guards::find(kernel, memory, hooked)? {
+        let (address, length) = (instruction.ip(), instruction.len());
+        let physical = address - DIRECT_MAP;
+        let before = loaded.slots.range(..address + length as u64).next_back();
+        if before.is_some_and(|(at, slot)| at + slot.bytes.len() as u64 > address) {
+            return Err(guards::not_understood(format!("a slot has borrowed what is at {address:#x}")));
+        }
+        let mut bytes = vec![0; length];
+        memory.read(physical, &mut bytes).ok_or_else(outside)?;
+        let code = THUNKS + loaded.thunks.len() as u64;
+        loaded.thunks.extend(thunks::stand_in(&instruction, code)?);
+        loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
+        memory.write(physical, &[TRAP]).ok_or_else(outside)?;
+        loaded.guards.insert(Guard { instruction, code });
+        loaded.slots.insert(address, Filled { bytes, code });
     }
     Ok(())
 }
@@ -270,6 +307,7 @@ fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
         thunks: Vec::new(),
         exits: Vec::new(),
         slots: BTreeMap::new(),
+        guards: Guards::default(),
         root: 0,
         filled: 0,
         unfilled: 0,

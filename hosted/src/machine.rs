@@ -10,6 +10,7 @@ use crate::{
     devices::Devices,
     entry,
     gdb::Debugger,
+    guards::Guards,
     isolation::{Spaces, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
@@ -85,6 +86,10 @@ pub struct Counters {
     pub switches: u64,
     /// Instructions recognized by their trap, not by their slot.
     pub trapped: u64,
+    /// Traps in place of what uses a program's memory.
+    pub guarded: u64,
+    /// Uses of an address that is not a program's.
+    pub refused: u64,
 }
 
 /// All of it.
@@ -100,6 +105,8 @@ pub struct Machine {
     pub exits: Vec<Exit>,
     /// Where they jump to the monitor, in order.
     pub exit_jumps: Vec<u64>,
+    /// Instructions of the kernel's that have become traps, for they use programs' memory.
+    pub guards: Guards,
     /// The kernel's own page tables.
     pub kernel_root: u64,
     /// What has been counted.
@@ -378,6 +385,15 @@ impl Machine {
     fn may_belong_to_program(&self, address: u64) -> bool {
         const ANYWHERE: std::ops::Range<u64> = layout::USER_START..layout::USER_END;
         !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
+    }
+
+    /// Whether all of these addresses may be a program's: neither the kernel's memory nor what the monitor has among them.
+    #[must_use]
+    pub fn are_a_program_s(&self, address: u64, length: u64) -> bool {
+        let Some(last) = address.checked_add(length.saturating_sub(1)) else { return false };
+        let below = layout::USER_START..layout::THUNKS;
+        let above = layout::DIRECT_MAP + self.memory.size()..layout::USER_END;
+        [below, above].iter().any(|range| range.contains(&address) && range.contains(&last))
     }
 
     /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space

@@ -206,6 +206,7 @@ fn start(
         memory,
         devices,
         exits: Vec::new(),
+        guards: loaded.guards.clone(),
         exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
         kernel_root: loaded.root,
         counters: Counters::default(),
