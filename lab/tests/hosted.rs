@@ -32,6 +32,8 @@ const RESET: Option<i32> = Some(10);
 const SIGSYS: i32 = 31;
 /// The guest cannot go on.
 const BROKEN: Option<i32> = Some(11);
+/// This host cannot do what was asked for, as it is.
+const UNFIT: Option<i32> = Some(3);
 /// What keeps programs apart from their kernel: nothing, or processes of their own.
 const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -80,16 +82,26 @@ impl Place {
 
     /// `mercury hosted run`, as nobody.
     fn run(&self) -> Command {
-        let mut command = match rustix::process::geteuid().is_root() {
-            true => {
-                let mut command = Command::new("setpriv");
-                command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs"]);
-                command.arg(&self.command);
-                command
-            }
-            false => Command::new(&self.command),
-        };
+        let mut command = as_nobody(&self.command);
         command.args(["hosted", "run", "--kernel"]).arg(&self.kernel);
+        command
+    }
+
+    /// The same where there can be no user namespaces.
+    fn run_without_user_namespaces(&self) -> Command {
+        const LINE: &str = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
+        let mut command = as_nobody(Path::new("unshare"));
+        command.args([
+            "--user",
+            "--keep-caps",
+            "--map-user=1000",
+            "--map-group=1000",
+            "sh",
+            "-c",
+            LINE,
+            "sh",
+        ]);
+        command.arg(&self.command).args(["hosted", "run", "--kernel"]).arg(&self.kernel);
         command
     }
 
@@ -98,6 +110,16 @@ impl Place {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
+}
+
+/// A program, as somebody without rights.
+fn as_nobody(program: &Path) -> Command {
+    if !rustix::process::geteuid().is_root() {
+        return Command::new(program);
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs"]).arg(program);
+    command
 }
 
 impl Drop for Place {
@@ -917,11 +939,20 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     let empty = place.file("empty", b"");
     refused(&[path("--disk"), &empty], "is empty");
     let disk = place.file("disk", &[0; 4096]);
+    let read_only = place.file("read-only", &[0; 4096]);
+    fs::set_permissions(&read_only, fs::Permissions::from_mode(0o444)).expect("its rights");
+    refused(&[path("--disk"), &read_only], "`,ro` behind its name opens it for reading only");
     let held = File::open(&disk).expect("the disk");
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
     refused(&[path("--disk"), &disk], "is in use");
     refused(&[path("--net"), path("tap=mercury-none")], "there is no interface mercury-none");
     refused(&[path("--net"), path("passt"), path("--forward"), path("1-")], "passt does not start");
+    let output = place.run_without_user_namespaces().args(["--net", "passt"]).output().expect("the command");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.code() == UNFIT && said.contains("the host allows no user namespaces"),
+        "{output:?}"
+    );
     refused(&[path("--gdb"), path("/nowhere/gdb")], "cannot listen at /nowhere/gdb");
     let kernel = fs::read(&place.kernel).expect("the kernel");
     for (bytes, reason) in [
