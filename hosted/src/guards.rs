@@ -2,8 +2,9 @@
 //!
 //! The kernel asks of a program's address only whether it is below the end of programs' memory. Here its own memory is
 //! below it, too, and what the monitor has beside it; and all of that is mapped where the kernel runs. So the address is
-//! looked at once more, where it is used: by functions that leave the guest at their beginning ([`USES`]), and by a trap in
-//! place of any other instruction that may use a program's memory. Which these are the kernel says itself: a program's
+//! looked at once more, where it is used: by functions that leave the guest at their beginning
+//! ([`USES`](crate::thunks::USES)), and by a jump or a trap
+//! in place of any other instruction that may use a program's memory. Which these are the kernel says itself: a program's
 //! address may be bad, so there is an entry in its table of exceptions for each.
 //!
 //! What an entry is for its type tells:
@@ -14,17 +15,22 @@
 //! | `IMM_REG` with -`EFAULT` | programs' memory; saving of floating-point registers in the kernel's |
 //! | `IMM_REG` with other numbers, `DEFAULT` and the rest | instructions that fault for themselves, the kernel's memory |
 //!
-//! A few functions use memory of either kind ([`EITHER`]): they are only called by some that are in [`USES`], or, for the kernel's
-//! memory, by the kernel for itself. What copies in one instruction is refused if neither end is a program's; and so are those
+//! A few functions use memory of either kind ([`EITHER`]): they are only called by some of those that leave the guest, or, for
+//! the kernel's memory, by the kernel for itself. What copies in one instruction is refused if neither end is a program's; and so are those
 //! copies that survive machine checks, which the kernel is not shown the processor for.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    ops::Range,
+};
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind};
 
+use mercury_afterburner::kind::Kind;
+
 use crate::{
     error::{Error, Result},
-    kernel::Kernel,
+    kernel::{Change, Kernel},
     load::DISTANCE,
     memory::Memory,
 };
@@ -48,6 +54,8 @@ mod kind {
 
 /// Bytes of an entry of the table of exceptions: where the instruction is, where to go on, what it is, 32 bits each.
 const ENTRY: u64 = 12;
+/// Bytes of an entry of the table of jumps that are switched: where they are, where they lead, by what.
+const JUMP: u64 = 16;
 /// Bytes of an entry of the table of alternatives: where they are, where their replacement is, what for, their lengths.
 const ALTERNATIVE: u64 = 12;
 
@@ -65,12 +73,12 @@ const EITHER: [(&str, &[&str]); 9] = [
     ("strncpy_from_kernel_nofault", &[]),
 ];
 
-/// An instruction that has become a trap.
+/// An instruction that has become a trap, or a jump that leaves the guest; or one that was behind it, in the jump's way.
 #[derive(Clone, Copy, Debug)]
 pub struct Guard {
     /// The instruction, at its own address.
     pub instruction: Instruction,
-    /// Where it can be executed, with a jump back behind it.
+    /// Where it can be executed, with what was behind it.
     pub code: u64,
 }
 
@@ -79,6 +87,7 @@ pub struct Guard {
 pub struct Guards {
     by_site: BTreeMap<u64, Guard>,
     sites: HashMap<u64, u64>,
+    displaced: BTreeMap<u64, Guard>,
 }
 
 impl Guards {
@@ -86,6 +95,23 @@ impl Guards {
     pub fn insert(&mut self, guard: Guard) {
         self.sites.insert(guard.code, guard.instruction.ip());
         self.by_site.insert(guard.instruction.ip(), guard);
+    }
+
+    /// One that was in the way of the jump before it.
+    pub fn insert_displaced(&mut self, guard: Guard) {
+        self.displaced.insert(guard.instruction.ip(), guard);
+    }
+
+    /// Where it can be executed, if it was in the way.
+    #[must_use]
+    pub fn displaced(&self, address: u64) -> Option<u64> {
+        self.displaced.get(&address).map(|guard| guard.code)
+    }
+
+    /// What was at an address where there is something else now.
+    #[must_use]
+    pub fn instruction(&self, address: u64) -> Option<Instruction> {
+        self.by_site.get(&address).or_else(|| self.displaced.get(&address)).map(|guard| guard.instruction)
     }
 
     /// The one at an address.
@@ -222,6 +248,66 @@ pub fn find(kernel: &Kernel, memory: &Memory, hooked: &HashSet<&str>) -> Result<
     Ok(found)
 }
 
+/// What cannot be moved to another place with the instruction before it, because something leads there or changes it: addresses now.
+#[derive(Debug)]
+pub struct Fixed {
+    targets: HashSet<u64>,
+    replaced: Vec<Range<u64>>,
+}
+
+impl Fixed {
+    /// Of a kernel that is loaded, and whose slots are as they were.
+    ///
+    /// # Errors
+    /// If its tables are not what they are in kernels that are known.
+    pub fn find(kernel: &Kernel, memory: &Memory) -> Result<Self> {
+        let mut targets: HashSet<u64> = kernel.code_symbols().keys().copied().collect();
+        for code in &kernel.code {
+            let mut bytes = vec![0; code.size as usize];
+            memory.read(code.physical, &mut bytes).ok_or_else(|| not_understood(&code.name))?;
+            for instruction in Decoder::with_ip(64, &bytes, code.address, DecoderOptions::NONE).iter() {
+                targets.extend(
+                    (instruction.near_branch_target() != 0).then(|| instruction.near_branch_target()),
+                );
+            }
+        }
+        for at in table(kernel, "__start___ex_table", "__stop___ex_table", ENTRY)? {
+            targets.extend([pointer(kernel, memory, at)?, pointer(kernel, memory, at + 4)?]);
+        }
+        for at in table(kernel, "__start___jump_table", "__stop___jump_table", JUMP)? {
+            targets.extend([pointer(kernel, memory, at)?, pointer(kernel, memory, at + 4)?]);
+        }
+        let mut targets: HashSet<u64> = targets.into_iter().map(|at| at.wrapping_add(DISTANCE)).collect();
+        // Whatever points somewhere has been moved.
+        for relocation in &kernel.relocations {
+            let mut bytes = [0; 4];
+            targets.extend(match relocation.change {
+                Change::Long => memory.read_long(relocation.physical),
+                _ => memory.read(relocation.physical, &mut bytes).map(|()| u32::from_le_bytes(bytes).into()),
+            });
+        }
+        let moved =
+            |one: Alternative| one.place.start.wrapping_add(DISTANCE)..one.place.end.wrapping_add(DISTANCE);
+        let replaced = alternatives(kernel, memory)?.into_iter().map(moved).collect();
+        Ok(Self { targets, replaced })
+    }
+
+    /// Whether an instruction can be moved along with the one before it.
+    #[must_use]
+    pub fn may_move(&self, instruction: &Instruction) -> bool {
+        let place = instruction.ip()..instruction.next_ip();
+        // What does nothing is where the kernel puts something else; locks are taken out on one processor.
+        instruction.flow_control() == FlowControl::Next
+            && !instruction.is_invalid()
+            && !instruction.is_ip_rel_memory_operand()
+            && !instruction.has_lock_prefix()
+            && instruction.mnemonic() != Mnemonic::Nop
+            && Kind::of(instruction).is_none()
+            && !self.targets.contains(&place.start)
+            && !self.replaced.iter().any(|one| one.start < place.end && place.start < one.end)
+    }
+}
+
 /// The table of exceptions: where each instruction was linked, its type, and the number that goes with it.
 fn exceptions(kernel: &Kernel, memory: &Memory) -> Result<Vec<(u64, u8, i16)>> {
     let table = table(kernel, "__start___ex_table", "__stop___ex_table", ENTRY)?;
@@ -234,7 +320,7 @@ fn exceptions(kernel: &Kernel, memory: &Memory) -> Result<Vec<(u64, u8, i16)>> {
 
 /// Code that the kernel puts something else in the place of.
 struct Alternative {
-    place: std::ops::Range<u64>,
+    place: Range<u64>,
     replacement: u64,
 }
 
@@ -315,6 +401,30 @@ mod tests {
         assert_eq!(operands(&[0xF3, 0xAA]), [0]);
         assert_eq!(operands(&[0xF3, 0xA4]), [0, 1]);
         assert!(operands(&[0x0F, 0xA2]).is_empty());
+    }
+
+    #[test]
+    fn what_something_leads_to_or_changes_is_not_moved() {
+        let at = 0x4100_0000;
+        let fixed =
+            |targets: &[u64], replaced| Fixed { targets: targets.iter().copied().collect(), replaced };
+        let free = fixed(&[at + 1], Vec::from([at + 3..at + 8, at + 20..at + 24]));
+        // add $8,%rax: as it is, if something leads there, and if it is in the place of an alternative
+        let add = instruction(&[0x48, 0x83, 0xC0, 8]);
+        assert!(fixed(&[], Vec::new()).may_move(&add));
+        assert!(!fixed(&[at], Vec::new()).may_move(&add) && !free.may_move(&add));
+        // inc %eax ; jne ; call ; nop ; lock inc (%rax) ; mov 0x10(%rip),%eax ; cli
+        assert!(free.may_move(&instruction(&[0xFF, 0xC0])));
+        for bytes in [
+            &[0x75, 0][..],
+            &[0xE8, 0, 0, 0, 0],
+            &[0x0F, 0x1F, 0],
+            &[0xF0, 0xFF, 0],
+            &[0x8B, 5, 0x10, 0, 0, 0],
+            &[0xFA],
+        ] {
+            assert!(!free.may_move(&instruction(bytes)), "{bytes:x?}");
+        }
     }
 
     #[test]

@@ -8,13 +8,13 @@ use mercury_afterburner::record::Record;
 use crate::{
     constants::{self, Function, SPECIAL},
     error::{Error, Result},
-    guards::{self, Guard, Guards},
+    guards::{self, Fixed, Guard, Guards},
     kernel::{Change, Kernel},
     layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
-    thunks::{self, Exit, Slot, Thunk, USES, Use},
+    thunks::{self, Exit, HOOK_LENGTH, Slot, Thunk, USES, Use},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -86,10 +86,11 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
     let constants = change_constants(kernel, memory)?;
     give_layout(kernel, memory)?;
     let root = prepare_tables(kernel, memory)?;
+    let fixed = (isolation == Isolation::Process).then(|| Fixed::find(kernel, memory)).transpose()?;
     let mut loaded = fill_slots(kernel, memory)?;
-    if isolation == Isolation::Process {
+    if let Some(fixed) = fixed {
         let hooked = hook_uses(kernel, memory, &mut loaded)?;
-        guard_accesses(kernel, memory, &mut loaded, &hooked)?;
+        guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
         return Err(Error::new("the kernel has more slots than there is room for"));
@@ -275,30 +276,84 @@ fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<Ha
     }
 }
 
-/// Instructions that use a program's memory become traps; what stands for them is in the code for slots.
+/// Instructions that use a program's memory become jumps that leave the guest, if what is behind them can be moved along as far
+/// as a jump is long, or else traps. What stands for them is in the code for slots.
 fn guard_accesses(
     kernel: &Kernel,
     memory: &Memory,
     loaded: &mut Loaded,
     hooked: &HashSet<&str>,
+    fixed: &Fixed,
 ) -> Result<()> {
-    const TRAP: u8 = 0xCC;
     for instruction in guards::find(kernel, memory, hooked)? {
         let (address, length) = (instruction.ip(), instruction.len());
-        let physical = address - DIRECT_MAP;
-        let before = loaded.slots.range(..address + length as u64).next_back();
-        if before.is_some_and(|(at, slot)| at + slot.bytes.len() as u64 > address) {
+        if slot_at(loaded, address..address + length as u64) {
             return Err(guards::not_understood(format!("a slot has borrowed what is at {address:#x}")));
         }
-        let mut bytes = vec![0; length];
-        memory.read(physical, &mut bytes).ok_or_else(outside)?;
-        let code = THUNKS + loaded.thunks.len() as u64;
-        loaded.thunks.extend(thunks::stand_in(&instruction, code)?);
-        loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
-        memory.write(physical, &[TRAP]).ok_or_else(outside)?;
-        loaded.guards.insert(Guard { instruction, code });
-        loaded.slots.insert(address, Filled { bytes, code });
+        match displaced(memory, loaded, fixed, &instruction)? {
+            Some(displaced) => guard_by_jump(memory, loaded, &displaced)?,
+            None => guard_by_trap(memory, loaded, &instruction)?,
+        }
     }
+    Ok(())
+}
+
+fn slot_at(loaded: &Loaded, place: std::ops::Range<u64>) -> bool {
+    let before = loaded.slots.range(..place.end).next_back();
+    before.is_some_and(|(at, slot)| at + slot.bytes.len() as u64 > place.start)
+}
+
+/// An instruction and those behind it that a jump in its place displaces, if they can be moved.
+fn displaced(
+    memory: &Memory,
+    loaded: &Loaded,
+    fixed: &Fixed,
+    first: &Instruction,
+) -> Result<Option<Vec<Instruction>>> {
+    const LONGEST: usize = 32;
+    let mut bytes = [0; LONGEST];
+    memory.read(first.ip() - DIRECT_MAP, &mut bytes).ok_or_else(outside)?;
+    let mut displaced = Vec::new();
+    let mut length = 0;
+    for instruction in Decoder::with_ip(64, &bytes, first.ip(), DecoderOptions::NONE).iter() {
+        let is_first = displaced.is_empty();
+        let is_free = !slot_at(loaded, instruction.ip()..instruction.next_ip());
+        if !is_free || !is_first && !fixed.may_move(&instruction) {
+            return Ok(None);
+        }
+        length += instruction.len();
+        displaced.push(instruction);
+        if length >= HOOK_LENGTH {
+            return Ok(Some(displaced));
+        }
+    }
+    Ok(None)
+}
+
+fn guard_by_jump(memory: &Memory, loaded: &mut Loaded, displaced: &[Instruction]) -> Result<()> {
+    let (Some(first), Some(last)) = (displaced.first(), displaced.last()) else { return Ok(()) };
+    let place = THUNKS + loaded.thunks.len() as u64;
+    let (thunk, places) = thunks::guard(displaced, place, loaded.exits.len())?;
+    let length = (last.next_ip() - first.ip()) as usize;
+    put_thunk(loaded, memory, thunk, first.ip() - DIRECT_MAP, first.ip(), length)?;
+    for (at, (&instruction, &code)) in displaced.iter().zip(&places).enumerate() {
+        let guard = Guard { instruction, code };
+        if at == 0 { loaded.guards.insert(guard) } else { loaded.guards.insert_displaced(guard) }
+    }
+    Ok(())
+}
+
+fn guard_by_trap(memory: &Memory, loaded: &mut Loaded, instruction: &Instruction) -> Result<()> {
+    const TRAP: u8 = 0xCC;
+    let physical = instruction.ip() - DIRECT_MAP;
+    let mut bytes = vec![0; instruction.len()];
+    memory.read(physical, &mut bytes).ok_or_else(outside)?;
+    let code = THUNKS + loaded.thunks.len() as u64;
+    loaded.thunks.extend(thunks::stand_in(instruction, code)?);
+    loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
+    memory.write(physical, &[TRAP]).ok_or_else(outside)?;
+    loaded.guards.insert(Guard { instruction: *instruction, code });
+    loaded.slots.insert(instruction.ip(), Filled { bytes, code });
     Ok(())
 }
 

@@ -652,6 +652,7 @@ impl Machine {
                 }
             }
             Cause::Uses(what) => self.use_program(what),
+            Cause::Guarded => self.use_guarded(exit.original),
             Cause::Pending => {}
         }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {

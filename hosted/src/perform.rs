@@ -455,8 +455,9 @@ impl Machine {
     /// The instruction that the guest is at.
     fn instruction(&self) -> Option<Instruction> {
         let address = self.block().registers.rip;
-        if let Some(guard) = self.guards.at(address).filter(|_| !self.has_breakpoint(address)) {
-            return Some(guard.instruction);
+        let replaced = self.guards.instruction(address).filter(|_| !self.has_breakpoint(address));
+        if replaced.is_some() {
+            return replaced;
         }
         let mut bytes = [0; 15];
         let length = (1..=bytes.len())
@@ -495,6 +496,9 @@ impl Machine {
             done |= is_move;
             self.block().registers.rip = instruction.next_ip();
         }
+        // It may have come to what a jump has displaced.
+        let registers = &mut self.block().registers;
+        registers.rip = self.guards.displaced(registers.rip).unwrap_or(registers.rip);
         done
     }
 
@@ -535,12 +539,21 @@ impl Machine {
             .any(|operand| self.are_a_program_s(self.address_of(instruction, operand), length))
     }
 
-    /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory: it is done if it is
-    /// a move, or else executed where it is not a trap. If the address is not a program's, the guest gets a fault, as for
-    /// one that is above programs' memory.
+    /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory.
     pub fn guarded(&mut self) -> bool {
         let at = self.block().registers.rip.wrapping_sub(1);
-        let Some(&guard) = self.guards.at(at) else { return false };
+        if self.guards.at(at).is_none() {
+            return false;
+        }
+        self.counters.trapped += 1;
+        self.use_guarded(at);
+        true
+    }
+
+    /// The guest has come to an instruction that uses a program's memory. It is done if it is a move, or else executed where it
+    /// is still itself. If the address is not a program's, the guest gets a fault, as for one that is above programs' memory.
+    pub fn use_guarded(&mut self, at: u64) {
+        let Some(&guard) = self.guards.at(at) else { return };
         self.counters.guarded += 1;
         self.block().registers.rip = at;
         if !self.uses_a_program_s_memory(&guard.instruction) {
@@ -551,10 +564,9 @@ impl Machine {
         } else if !self.perform_moves() {
             self.block().registers.rip = guard.code;
         }
-        true
     }
 
-    /// A fault of what stands for a trap is one of the instruction in its place.
+    /// A fault of what stands for such an instruction is one of the instruction.
     pub fn leave_stand_in(&mut self) {
         let registers = &mut self.block().registers;
         let site = self.guards.site(registers.rip).filter(|_| self.privilege() == Privilege::Kernel);

@@ -32,6 +32,8 @@ pub enum Cause {
     Pending,
     /// A function of the kernel's has been called that uses a program's memory.
     Uses(Use),
+    /// An instruction of the kernel's is about to use a program's memory.
+    Guarded,
 }
 
 /// What a function does with a program's memory, by the kernel's own conventions. If all of it is done, the result says so; if the
@@ -267,6 +269,35 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
     code.jmp(system_call).map_err(wrong)?;
     let rest = code.assemble(place + displaced.len() as u64).map_err(wrong)?;
     Ok([displaced, &rest].concat())
+}
+
+/// Makes code for an instruction that leaves the guest first, and for those behind it that the jump has displaced, to be put at
+/// an address; its exit has this number. Says where each can be executed.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn guard(displaced: &[Instruction], place: u64, number: usize) -> Result<(Thunk, Vec<u64>)> {
+    let address = displaced.first().map_or(0, Instruction::ip);
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code at {address:#x}: {error}"));
+    let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
+    let mut labels: Vec<_> = displaced.iter().map(|_| assembler.create_label()).collect();
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        assembler.mov(dword_ptr(at::EXIT), number as i32)?;
+        assembler.jmp(qword_ptr(at::ENTRY))?;
+        for (instruction, label) in displaced.iter().zip(&mut labels) {
+            assembler.set_label(label)?;
+            assembler.add_instruction(*instruction)?;
+        }
+        assembler.jmp(displaced.last().map_or(0, Instruction::next_ip))
+    };
+    all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = assembler.assemble_options(place, options).map_err(wrong)?;
+    let places =
+        labels.iter().map(|label| done.label_ip(label).map_err(wrong)).collect::<Result<Vec<_>>>()?;
+    let resume = places.first().copied().unwrap_or(place);
+    let exit = Exit { cause: Cause::Guarded, original: address, resume };
+    Ok((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, places))
 }
 
 /// Makes code for a function that leaves the guest first, to be put at an address; its exit has this number. If the guest is
@@ -532,6 +563,21 @@ mod tests {
         for code in [&[0x90, 0x72, 0x27, 0x90, 0x90][..], &[0x48, 0x8B, 0x05, 0, 0, 0, 0]] {
             assert!(hook(Use::Copy, code, PLACE, AT, 7).unwrap().is_none());
         }
+    }
+
+    #[test]
+    fn a_guarded_instruction_leaves_first_and_is_executed_with_those_behind_it() {
+        // mov %rdx,(%rax) ; add $8,%rax
+        let code = [0x48, 0x89, 0x10, 0x48, 0x83, 0xC0, 8];
+        let displaced: Vec<Instruction> =
+            Decoder::with_ip(64, &code, PLACE, DecoderOptions::NONE).iter().collect();
+        let (thunk, places) = guard(&displaced, AT, 7).unwrap();
+        let made = text(&thunk.code);
+        assert_eq!((made[0].immediate32(), made[0].len() as u64), (7, NAMING_LENGTH));
+        assert_eq!((made[1].ip(), thunk.exits[0].original), (thunk.exits[0].jump(), PLACE));
+        assert_eq!(places, [made[2].ip(), made[3].ip()]);
+        assert_eq!(thunk.code[(places[0] - AT) as usize..][..code.len()], code);
+        assert_eq!(made[4].near_branch_target(), PLACE + code.len() as u64);
     }
 
     #[test]
