@@ -307,8 +307,9 @@ fn one(
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
-    let target = Target::open(image, args.overwrite)?;
+    // It is there before the file, so that hardly a moment is left in which nobody removes that.
     let mut guard = Guard::start()?;
+    let target = Target::open(image, args.overwrite)?;
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
     told.map_err(|error| image_error(error.into()))?;
     let attached = Attached::make(&device, &mut guard)?;
