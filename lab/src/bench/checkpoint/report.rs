@@ -232,7 +232,8 @@ fn kept(figures: &Checkpoint) -> String {
         "### Memory besides the pool\n\n\
         The driver accounts for {} KiB before the first checkpoint and {} KiB after the last one, while native; {} checkpoints in\n\
         between. Of what the kernel has free once its caches are dropped each took {:.0} KiB, the first one aside: negative\n\
-        is more than before, and some hundred KiB either way are the kernel's own.\n",
+        is more than before, and some hundred KiB either way are the kernel's own: `checkpoints_leave_no_memory_behind` in\n\
+        lab/tests/speed.rs has the slope over thirty, beside that of as much of the like without a checkpoint.\n",
         bytes(&kept.before),
         bytes(&kept.after),
         kept.checkpoints,
