@@ -689,6 +689,68 @@ fn goes_on_from_incremental_images() -> Result<()> {
     machine.ends_clean()
 }
 
+/// Files whose sums are known from when they were made, and a new one all the time.
+const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do i=$((i+1)); \
+     head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; \
+     rm -f /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < /dev/null &";
+
+/// One image after the other, each third one full and the others made on the one before: the last one, put together with
+/// what it needs, brings the machine back to its instant.
+#[test]
+#[ignore = "long"]
+fn goes_on_from_a_series() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(2048).reset(Reset::Restarts))?;
+    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
+    start(&machine, "clock", CLOCK, "")?;
+    machine.sh(WRITES)?;
+    let boot_id = restart::boot_id(&machine)?;
+    let mut series = machine
+        .spawn("mercury checkpoint --every 1s --incremental --full-every 3 --keep 9 --json /run/series")?;
+    series.wait_output_times("\"identity\"", 5, Duration::from_secs(500))?;
+    machine.sh("pkill -INT -f '^mercury checkpoint'")?;
+    let said = series.wait(Duration::from_secs(60))?.stdout;
+    let reports = serde_json::Deserializer::from_str(&said).into_iter::<serde_json::Value>();
+    // The last word may be that one was interrupted.
+    let reports: Vec<_> =
+        reports.map(std::result::Result::unwrap).filter(|report| report["error"].is_null()).collect();
+    let of = |name: &str| reports.iter().map(|report| report[name].clone()).collect::<Vec<_>>();
+    let (identities, parents) = (of("identity"), of("parent"));
+    println!("bytes of {} images: {:?}", reports.len(), of("image"));
+    let made_on = |number: usize| {
+        if number.is_multiple_of(3) { serde_json::Value::Null } else { identities[number - 1].clone() }
+    };
+    assert_eq!(parents, (0..reports.len()).map(made_on).collect::<Vec<_>>());
+    let images = machine.sh("ls /run/series.*")?;
+    let images: Vec<_> = images.lines().collect();
+    assert_eq!(images.len(), reports.len(), "nothing is left of one that was interrupted");
+
+    let merge = format!("mercury merge {DISK} {}", images[4]);
+    println!("{}", machine.command(&merge).timeout(Duration::from_secs(180)).run()?.check()?.stdout);
+    let whole = machine.sh(&format!("mercury inspect {DISK}"))?;
+    assert!(whole.contains("whole: ") && whole.contains(identities[4].as_str().unwrap()), "{whole}");
+    let clock = number(&machine, "/run/clock")?;
+
+    let machine = machine.start_again()?;
+    let boots = machine.boots();
+    let _restore =
+        machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
+    machine.wait_other(boots)?;
+    // The series goes on here, too.
+    machine.sh(
+        "pkill -INT -f '^mercury checkpoint'; while pgrep -f '^mercury checkpoint'; do sleep 0.1; done",
+    )?;
+    let back = machine.sh("ls /run/series.*")?;
+    assert!(images[..4].iter().all(|image| back.lines().any(|line| line == *image)), "{back}");
+    assert!(!back.lines().any(|line| line == images[4]), "what was being written was not there yet: {back}");
+    assert!(number(&machine, "/run/clock")? < clock, "it is the machine of that instant");
+    machine.sh("touch /run/stop; until test -e /run/stopped; do sleep 0.1; done")?;
+    println!("{}", machine.sh("cat /run/sums/* | sha256sum -c")?);
+    is_well(&machine, &boot_id)?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
 /// Takes all the memory there is, and more.
 const HOG: &str = r#"
 with open("/proc/meminfo") as table:
