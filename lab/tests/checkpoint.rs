@@ -55,7 +55,7 @@ fn goes_on_from(spec: Spec, disk: &str, times: u32) -> Result<Machine> {
 /// As often as there is time for.
 #[test]
 fn goes_on_again_and_again() -> Result<()> {
-    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 }).map(drop)
+    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 })?.ends_clean()
 }
 
 /// What belongs to the firmware stays the firmware's, and its services can be called afterwards.
@@ -65,7 +65,8 @@ fn goes_on_with_uefi() -> Result<()> {
     let machine = goes_on(spec(Kernel::BookwormCloud).uefi(), 2)?;
     let variables = "mount -t efivarfs none /sys/firmware/efi/efivars; ls /sys/firmware/efi/efivars | wc -l";
     assert_ne!(machine.sh(variables)?, "0");
-    machine.check_health()
+    machine.check_health()?;
+    machine.ends_clean()
 }
 
 /// A host of KVM's, with its virtual machines at work: they count on in another emulator, with what they had in memory.
@@ -100,7 +101,8 @@ fn guests_go_on(kernel: Kernel) -> Result<()> {
     assert!(counted.len() == 2 && counted.iter().all(|count| *count > 1000), "{said}");
     // New ones can be made.
     machine.sh("sleep 3 | python3 /run/vm")?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// The same with stock QEMU and Linux in it, on one CPU and on two: it computes on, and its memory is what it was.
@@ -142,7 +144,8 @@ fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
     }
     // QEMU is run by the loader of its own libraries.
     machine.sh("for i in $(seq 600); do pgrep -x ld-linux-x86-64 || exit 0; sleep 0.1; done; exit 1")?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 const GUESTS_CPUS: [u32; 2] = [1, 2];
@@ -215,7 +218,8 @@ fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
     machine.mercury("attach")?;
     println!("{}", machine.sh("mercury-workload snapshot --pool-pages 50000 --rounds 2")?);
     machine.mercury("detach")?;
-    iommu::check(&machine)
+    iommu::check(&machine)?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -239,7 +243,8 @@ fn goes_on_in_x2apic_mode() -> Result<()> {
     let spec = spec(Kernel::BookwormCloud).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif");
     let machine = goes_on(spec.iommu(Iommu::Intel), 1)?;
     machine.sh("dmesg | grep -i 'x2apic enabled'")?;
-    iommu::check(&machine)
+    iommu::check(&machine)?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -248,13 +253,13 @@ fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
     let machine = goes_on(spec(Kernel::TrixieCloud).cpus(4).init(Init::Systemd), 1)?;
     let failed = machine.sh("systemctl --failed --no-legend")?;
     assert_eq!(failed, "");
-    Ok(())
+    machine.ends_clean()
 }
 
 #[test]
 #[ignore = "long"]
 fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
-    goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1).map(drop)
+    goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1)?.ends_clean()
 }
 
 /// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
@@ -281,7 +286,8 @@ fn connections_go_on() -> Result<()> {
     is_well(&machine, &boot_id)?;
     comes_further(&machine, "talk", count(&machine, "talk")?)?;
     comes_further(&machine, "hear", count(&machine, "hear")?)?;
-    nothing_wrong(&peer)
+    nothing_wrong(&peer)?;
+    machine.ends_clean()
 }
 
 /// A database at work: what was committed is there, and every sum is right.
@@ -307,7 +313,7 @@ fn a_database_goes_on() -> Result<()> {
     machine.sh("pkill -INT pgbench; sleep 1")?;
     balances_agree(&machine)?;
     assert!(!machine.sh("cat /run/pgbench.said")?.contains("ERROR"));
-    Ok(())
+    machine.ends_clean()
 }
 
 /// Has the environment end with a failure. It tries again otherwise.
@@ -400,6 +406,7 @@ fn goes_on_with_volumes() -> Result<()> {
     assert_eq!(machine.sh("cat /sys/block/md0/md/degraded")?, "0");
     let said = machine.sh(&format!("mercury inspect --json {DISK}"))?;
     assert!(said.contains("\"disk\":\"md ") || said.contains("\"disk\": \"md "), "{said}");
+    machine.ends_clean()?;
     is_refused(machine, &boot, "/data (/dev/mapper/group-first) was written to after the instant");
     Ok(())
 }
@@ -565,7 +572,8 @@ fn comes_back_in_place(spec: Spec) -> Result<()> {
     machine.sh("sleep 1")?;
     assert!(number(&machine, "/run/clock")? > before);
     iommu::check(&machine)?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// The image is a file, on a file system that was not mounted at the instant.
@@ -588,7 +596,8 @@ fn goes_on_from_a_file_on_a_disk() -> Result<()> {
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
     assert_eq!(machine.sh(&format!("e2fsck -nf {DISK} > /dev/null && echo clean"))?, "clean");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -682,7 +691,70 @@ fn goes_on_from_incremental_images() -> Result<()> {
     let next = image(&machine, &format!("--incremental={DISK}"), full)?;
     println!("after the restore {:?}", cost(&next));
     assert!(cost(&next).1 * 2 > pages);
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
+/// Files whose sums are known from when they were made, and a new one all the time.
+const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do i=$((i+1)); \
+     head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; \
+     rm -f /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < /dev/null &";
+
+/// One image after the other, each third one full and the others made on the one before: the last one, put together with
+/// what it needs, brings the machine back to its instant.
+#[test]
+#[ignore = "long"]
+fn goes_on_from_a_series() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(2048).reset(Reset::Restarts))?;
+    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
+    start(&machine, "clock", CLOCK, "")?;
+    machine.sh(WRITES)?;
+    let boot_id = restart::boot_id(&machine)?;
+    let mut series = machine
+        .spawn("mercury checkpoint --every 1s --incremental --full-every 3 --keep 9 --json /run/series")?;
+    series.wait_output_times("\"identity\"", 5, Duration::from_secs(500))?;
+    machine.sh("pkill -INT -f '^mercury checkpoint'")?;
+    let said = series.wait(Duration::from_secs(60))?.stdout;
+    let reports = serde_json::Deserializer::from_str(&said).into_iter::<serde_json::Value>();
+    // The last word may be that one was interrupted.
+    let reports: Vec<_> =
+        reports.map(std::result::Result::unwrap).filter(|report| report["error"].is_null()).collect();
+    let of = |name: &str| reports.iter().map(|report| report[name].clone()).collect::<Vec<_>>();
+    let (identities, parents) = (of("identity"), of("parent"));
+    println!("bytes of {} images: {:?}", reports.len(), of("image"));
+    let made_on = |number: usize| {
+        if number.is_multiple_of(3) { serde_json::Value::Null } else { identities[number - 1].clone() }
+    };
+    assert_eq!(parents, (0..reports.len()).map(made_on).collect::<Vec<_>>());
+    let images = machine.sh("ls /run/series.*")?;
+    let images: Vec<_> = images.lines().collect();
+    assert_eq!(images.len(), reports.len(), "nothing is left of one that was interrupted");
+
+    let merge = format!("mercury merge {DISK} {}", images[4]);
+    println!("{}", machine.command(&merge).timeout(Duration::from_secs(180)).run()?.check()?.stdout);
+    let whole = machine.sh(&format!("mercury inspect {DISK}"))?;
+    assert!(whole.contains("whole: ") && whole.contains(identities[4].as_str().unwrap()), "{whole}");
+    let clock = number(&machine, "/run/clock")?;
+
+    let machine = machine.start_again()?;
+    let boots = machine.boots();
+    let _restore =
+        machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
+    machine.wait_other(boots)?;
+    // The series goes on here, too.
+    machine.sh(
+        "pkill -INT -f '^mercury checkpoint'; while pgrep -f '^mercury checkpoint'; do sleep 0.1; done",
+    )?;
+    let back = machine.sh("ls /run/series.*")?;
+    assert!(images[..4].iter().all(|image| back.lines().any(|line| line == *image)), "{back}");
+    assert!(!back.lines().any(|line| line == images[4]), "what was being written was not there yet: {back}");
+    assert!(number(&machine, "/run/clock")? < clock, "it is the machine of that instant");
+    machine.sh("touch /run/stop; until test -e /run/stopped; do sleep 0.1; done")?;
+    println!("{}", machine.sh("cat /run/sums/* | sha256sum -c")?);
+    is_well(&machine, &boot_id)?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// Takes all the memory there is, and more.

@@ -81,7 +81,8 @@ fn clients_outside_go_on() -> Result<()> {
     println!("acknowledged before {before:?}, in all {acknowledged:?}");
     is_right(&machine, &acknowledged)?;
     nothing_wrong(&machine)?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// Starts PostgreSQL with all that it keeps on a file system of its own, on `data`, a device of device mapper's on a
@@ -174,7 +175,8 @@ fn a_database_goes_back_with_its_disk() -> Result<()> {
          umount /run/data",
     )?;
     println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// What goes on across a restore, each with a result that would be another if a byte were.
@@ -206,7 +208,8 @@ fn work_goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
     let computed: serde_json::Value = serde_json::from_str(ended[3].lines().last().unwrap()).unwrap();
     assert_eq!(computed["violations"], 0, "{computed}");
     assert!(computed["passes"].as_u64() > Some(0), "{computed}");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -252,5 +255,7 @@ fn a_machine_on_nfs_goes_on() -> Result<()> {
     comes_further(&machine, "builds", count(&machine, "builds")? + 1)?;
     println!("{:?} builds", results(&machine, &["builds"])?);
     assert_eq!(server.sh("cat /root/after")?, "written");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()?;
+    server.ends_clean()
 }

@@ -81,6 +81,9 @@ pub(crate) struct Live<F> {
     cpus: u32,
     /// There was no page: when first in a row, and when last, in ticks of the TSC.
     starved: Option<(u64, u64)>,
+    /// Takes that were told to hurry, and writers that waited.
+    hurries: u64,
+    waits: u64,
     /// Pages that were ever given.
     donated: u64,
     /// For a snapshot that is kept.
@@ -163,6 +166,8 @@ impl<F> Live<F> {
             free_count: 0,
             cpus: 0,
             starved: None,
+            hurries: 0,
+            waits: 0,
             donated: 0,
             keep_virt: 0,
             settle_ticks: 0,
@@ -277,6 +282,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     /// There was no page. Not for ever.
     pub(crate) fn starve(&mut self) {
         let now = Processor.tsc();
+        self.waits += 1;
         // Whoever wrote may never come again, and another one much later.
         let in_a_row = self.starved.filter(|(_, last)| now.wrapping_sub(*last) < pool::PATIENCE / 2);
         let first = in_a_row.map_or(now, |(first, _)| first);
@@ -412,9 +418,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// How long whoever has just written has to wait: see [`pool::wait`]. Nobody takes one that is kept.
-    pub(crate) fn brake(&self) -> u64 {
+    pub(crate) fn brake(&mut self) -> u64 {
         let is_exact = self.snapshot.as_ref().is_some_and(Snapshot::is_exact);
-        if is_exact && self.keep_virt == 0 { pool::wait(self.store.free.count(), self.donated) } else { 0 }
+        if !is_exact || self.keep_virt != 0 {
+            return 0;
+        }
+        let wait = pool::wait(self.store.free.count(), self.donated);
+        self.waits += u64::from(wait > 0);
+        wait
     }
 
     fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
@@ -474,7 +485,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 list.taken_before |= 1 << number;
             }
         }
-        Ok(u64::from(pool::is_low(self.store.free.count(), self.donated)))
+        let is_low = u64::from(pool::is_low(self.store.free.count(), self.donated));
+        self.hurries += is_low;
+        Ok(is_low)
     }
 
     /// Copies what devices write all the time.
@@ -581,6 +594,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             lasting: self.lasting,
             lasting_ticks: self.lasting_ticks,
             enter_ticks: ENTER_TICKS.load(Ordering::Relaxed),
+            hurries: self.hurries,
+            waits: self.waits,
             rollback: self.rollback,
         }
     }
@@ -1026,12 +1041,19 @@ pub(crate) mod tests {
         assert_eq!((machine.live.take(&mut none), machine.live.brake()), (Ok(0), 0));
         machine.live.donated *= 100;
         assert_eq!(machine.live.take(&mut none), Ok(1));
+        assert_eq!(
+            (machine.live.status().hurries, machine.live.status().waits),
+            (1, 0),
+            "who takes hurries first"
+        );
         assert!(machine.live.brake() > 0);
+        assert_eq!(machine.live.status().waits, 1);
         machine.live.keep_virt = 1;
         assert_eq!(machine.live.brake(), 0, "nobody takes it");
         machine.live.keep_virt = 0;
         machine.live.spoil(Code::SnapshotLost);
         assert_eq!(machine.live.brake(), 0, "nobody waits for nothing");
+        assert_eq!(machine.live.status().waits, 1);
     }
 
     /// What was written is what it was again; then the snapshot is used up.
