@@ -405,11 +405,17 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         list.count = refused as u64;
     }
 
-    /// Gives free pages back. Half of them stay: whoever writes must not wait at once.
+    /// Gives free pages back. Half of them stay: whoever writes must not wait at once. Of a snapshot that was given up
+    /// nothing is needed any more.
     fn reclaim(&mut self, list: &mut PageList) {
         let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
         list.count = 0;
-        for slot in list.pages_phys.iter_mut().take(room.min(self.store.free.count() / 2) as usize) {
+        let mut free = self.store.free.count() / 2;
+        if let Some(lost) = self.snapshot.as_mut().filter(|snapshot| !snapshot.is_exact()) {
+            lost.drop_copies(&mut self.store, room);
+            free = self.store.free.count();
+        }
+        for slot in list.pages_phys.iter_mut().take(room.min(free) as usize) {
             let Some(page) = self.store.free.pop(&mut Direct) else { break };
             *slot = page.as_u64();
             list.count += 1;
@@ -1029,6 +1035,29 @@ pub(crate) mod tests {
         list.count = 1;
         machine.live.reclaim(&mut list);
         assert_eq!(list.count, 1);
+    }
+
+    /// What it has copied is of no use to anybody; what is written then needs no page.
+    #[test]
+    fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        (0..5).for_each(|page| machine.write(page, 0xEE));
+        let free = machine.live.status().free_pages;
+        machine.live.spoil(Code::SnapshotPool);
+        let mut list = list(&[]);
+        for expected in [3, free + 2] {
+            list.count = expected;
+            machine.live.reclaim(&mut list);
+            assert_eq!(list.count, expected);
+            let given = &list.pages_phys[..expected as usize];
+            assert!(machine.memory.iter().all(|page| !given.contains(&phys(page))));
+        }
+        assert_eq!((machine.live.status().copies, machine.live.status().free_pages), (0, 0));
+        list.count = 9;
+        machine.live.reclaim(&mut list);
+        assert_eq!(list.count, 0);
+        (0..8).for_each(|page| machine.write(page, 0xFF));
     }
 
     /// Writers wait then, and whoever takes the snapshot knows.
