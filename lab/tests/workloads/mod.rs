@@ -3,6 +3,7 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod devices;
 pub mod restart;
 
 use std::{collections::BTreeMap, time::Duration};
