@@ -12,7 +12,10 @@ use mercury_lab::{
     restart::knows_the_time,
 };
 use serde_json::Value;
-use workloads::{load_test_module, number};
+use workloads::{
+    load_test_module, number,
+    restart::{hold_registers, registers_were_held},
+};
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
 const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
@@ -195,6 +198,19 @@ const PANIC: &str = "echo c > /proc/sysrq-trigger";
 #[test]
 fn on_command() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+/// Registers have in them what they had, and what is armed is armed.
+#[test]
+#[ignore = "long"]
+fn registers_go_back() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(2), &[MEMORY_LOAD])?;
+    hold_registers(&machine)?;
+    let report = live_twice(&machine, COMMAND)?;
+    is_as_it_was(&machine, &report, "command")?;
+    registers_were_held(&machine)?;
+    is_native_again(&machine)
 }
 
 #[test]
