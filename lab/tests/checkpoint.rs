@@ -11,14 +11,18 @@ use mercury_lab::{
     Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, guests, iommu, is_full,
     operator::complaints,
     restart::{
-        self, comes_further, count, is_well, knows_the_time, nothing_wrong,
+        self, boot_id, comes_further, count, is_well, knows_the_time, nothing_wrong,
         script::{CLOCK, ECHO, HEAR, SECRET, TALK, TELL},
         start,
     },
 };
 use workloads::{
+    devices::{Devices, inflate, real_hardware, virtio},
     kernel, load_test_module, number,
-    restart::{DISK, balances_agree, checkpoint, free_port, need_qemu, plug_in, prepare, spec, wired},
+    restart::{
+        DISK, balances_agree, checkpoint, free_port, hold_registers, need_qemu, plug_in, prepare,
+        registers_were_held, spec, wired, with_disk,
+    },
 };
 
 /// Where an image says of which version it is.
@@ -260,6 +264,102 @@ fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
 #[ignore = "long"]
 fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
     goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1)?.ends_clean()
+}
+
+/// What devices have under way at the instant, and their drivers have in memory, another emulator's devices go on with.
+fn devices_go_on(devices: Devices) -> Result<()> {
+    need_qemu()?;
+    let devices = devices.with(with_disk);
+    let machine = devices.boot()?;
+    start(&machine, "clock", CLOCK, "")?;
+    if devices.has_balloon() {
+        inflate(&machine, true)?;
+    }
+    // The only other disk of virtio's is at work, or holds the artefacts.
+    let disk = "/dev/vdb";
+    let (boot, _folder) = restart::prepare(&machine, disk, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    restart::checkpoint(&machine, "", disk)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    devices.go_on(&machine)?;
+    if devices.has_balloon() {
+        inflate(&machine, true)?;
+        inflate(&machine, false)?;
+        devices.go_on(&machine)?;
+    }
+    devices.end(&machine)?;
+    machine.check_next_attach()
+}
+
+#[test]
+#[ignore = "long"]
+fn virtio_goes_on_at_work() -> Result<()> {
+    devices_go_on(virtio())
+}
+
+#[test]
+#[ignore = "long"]
+fn real_hardware_goes_on_at_work() -> Result<()> {
+    devices_go_on(real_hardware())
+}
+
+/// What is in registers at the instant is in them again: extended state, flags, debug registers.
+#[test]
+#[ignore = "long"]
+fn registers_go_on() -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2))?;
+    start(&machine, "clock", CLOCK, "")?;
+    hold_registers(&machine)?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    for _ in 0..2 {
+        checkpoint(&machine)?;
+        machine = machine.start_other(&boot)?;
+        is_well(&machine, &boot_id)?;
+    }
+    registers_were_held(&machine)?;
+    machine.check_next_attach()
+}
+
+/// A process that has a card for itself, and says so: the arguments are its address and its IOMMU group.
+const USER_OF_A_CARD: &str = r#"
+import fcntl, os, time
+GROUP_GET_DEVICE_FD, GROUP_SET_CONTAINER, SET_IOMMU, TYPE_1 = 0x3b6a, 0x3b68, 0x3b66, 1
+address, number = sys.argv[1:]
+container, group = (os.open(f"/dev/vfio/{name}", os.O_RDWR) for name in ("vfio", number))
+fcntl.ioctl(group, GROUP_SET_CONTAINER, container.to_bytes(4, "little"))
+fcntl.ioctl(container, SET_IOMMU, TYPE_1)
+device = fcntl.ioctl(group, GROUP_GET_DEVICE_FD, address.encode() + b"\0")
+say(1)
+time.sleep(10000)
+"#;
+
+/// A device that a process drives by itself is named and refused, unless that is forced.
+#[test]
+#[ignore = "long"]
+fn devices_of_processes_are_refused() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormGeneric).nic(Nic::E1000e).iommu(Iommu::Intel))?;
+    let address = machine.sh("cd /sys/bus/pci/devices; dirname $(grep -l 0x020000 */class)")?;
+    let card = format!("/sys/bus/pci/devices/{address}");
+    machine.sh(&format!(
+        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; echo {address} > /sys/bus/pci/drivers_probe"
+    ))?;
+    let group = machine.sh(&format!("basename $(readlink {card}/iommu_group)"))?;
+    start(&machine, "card", USER_OF_A_CARD, &format!("{address} {group}"))?;
+    let named = format!("device {address}, which a process drives by itself (vfio-pci)");
+    for line in ["checkpoint --hook true /dev/vda", "checkpoint --poweroff /dev/vda", "snapshot"] {
+        fails_with(&machine, &format!("mercury {line}"), &named)?;
+    }
+    machine.sh("sync; mount -o remount,ro /")?;
+    image(&machine, "--force-devices", DISK)?;
+    assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
+    machine.sh("mercury snapshot --force-devices")?;
+    assert!(machine.sh("mercury status --json")?.contains("\"kept\""));
+    machine.sh("mercury snapshot --drop; mercury detach; pgrep -f '^python3 /run/card.py'")?;
+    machine.check_next_attach()
 }
 
 /// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.

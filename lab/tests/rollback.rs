@@ -18,9 +18,9 @@ use mercury_lab::{
 };
 use serde_json::Value;
 use workloads::{
-    devices::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
     load_test_module, number,
-    restart::{free_port, plug_in, snapshot_of, wired},
+    readers::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
+    restart::{free_port, hold_registers, plug_in, registers_were_held, snapshot_of, wired},
 };
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
@@ -216,6 +216,19 @@ const PANIC: &str = "echo c > /proc/sysrq-trigger";
 #[test]
 fn on_command() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+/// Registers have in them what they had, and what is armed is armed.
+#[test]
+#[ignore = "long"]
+fn registers_go_back() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(2), &[MEMORY_LOAD])?;
+    hold_registers(&machine)?;
+    let report = live_twice(&machine, COMMAND)?;
+    is_as_it_was(&machine, &report, "command")?;
+    registers_were_held(&machine)?;
+    is_native_again(&machine)
 }
 
 #[test]
