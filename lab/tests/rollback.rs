@@ -436,28 +436,18 @@ fn root_is_back(machine: &Machine) -> Result<()> {
 }
 
 /// All its files are in memory.
-fn root_in_ram_goes_back(death: &str, reason: &str) -> Result<()> {
+#[test]
+#[ignore = "long"]
+fn on_command_with_a_root_in_ram() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(2).memory_mib(1536).kernel_arg("lab.root=ram"))?;
     assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "tmpfs\n/mercury");
     set_root_to_work(&machine)?;
-    let report = live_twice(&machine, &after_a_change(death))?;
-    is_as_it_was(&machine, &report, reason)?;
+    let report = live_twice(&machine, &after_a_change(COMMAND))?;
+    is_as_it_was(&machine, &report, "command")?;
     root_is_back(&machine)?;
     root_works(&machine)?;
     is_native_again(&machine)
-}
-
-#[test]
-#[ignore = "long"]
-fn on_command_with_a_root_in_ram() -> Result<()> {
-    root_in_ram_goes_back(COMMAND, "command")
-}
-
-#[test]
-#[ignore = "long"]
-fn from_a_panic_with_a_root_in_ram() -> Result<()> {
-    root_in_ram_goes_back(PANIC, "panic")
 }
 
 /// All its files are another machine's, which goes on: what was done to them stays, and the connection is made anew.
