@@ -348,6 +348,31 @@ pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
     Err(Error::new(Exit::Impossible, text))
 }
 
+/// Has what was written to a file's file system be at its place. Boot loaders look there, and know nothing of what a journal
+/// says.
+///
+/// # Errors
+/// If it cannot be brought there.
+pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
+    let mounts = mounted(sysroot)?;
+    let named = |error: io::Error| {
+        Error::new(
+            Exit::Failed,
+            format!("the file system of {} could not be settled: {error}", path.display()),
+        )
+        .hint("unmount it, or restart the machine in good order, before the boot menu is relied upon")
+    };
+    let file = File::open(path).map_err(named)?;
+    rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
+    // This one's log is emptied only when it is held still.
+    let held = holder(&mounts, path, sysroot).filter(|mount| mount.kind == "xfs");
+    if let Some(mount) = held {
+        let mut guard = Guard::start()?;
+        drop(Still::hold(std::slice::from_ref(mount), &mut guard)?);
+    }
+    Ok(())
+}
+
 fn freeze(file: &File) -> io::Result<()> {
     const FIFREEZE: libc::c_ulong = 0xC004_5877;
     ask(file, FIFREEZE)
