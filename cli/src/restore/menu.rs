@@ -42,11 +42,14 @@ pub struct Made {
     pub file: PathBuf,
     /// The line in the menu.
     pub title: String,
+    /// The command that has it started by the next start, and by no other.
+    pub once: String,
 }
 
 impl Render for Made {
     fn render(&self, to: &mut Text) {
         to.line(format!("boot menu: “{}”, in {}", self.title, self.file.display()));
+        to.line(format!("for the next start: {}", self.once));
     }
 }
 
@@ -141,7 +144,15 @@ impl Loader {
         };
         let new = Beside::write(&file, text.as_bytes(), Readers::AsBefore);
         new.and_then(Beside::put).map_err(|error| failed(&file, &error))?;
-        Ok(Made { file, title: entry.title.clone() })
+        Ok(Made { once: self.once(&entry.title), file, title: entry.title.clone() })
+    }
+
+    /// What remains chosen otherwise stays chosen: a machine that runs on after its image was made boots as ever.
+    fn once(&self, title: &str) -> String {
+        match self {
+            Self::Grub { .. } => format!("grub-reboot {}", word(title)),
+            Self::Entries { .. } => format!("bootctl set-oneshot {}.conf", file_name(title)),
+        }
     }
 }
 
@@ -271,6 +282,7 @@ mod tests {
         let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("GRUB");
         loader.write(&entry()).expect("written");
         let made = loader.write(&entry()).expect("written");
+        assert_eq!(made.once, "grub-reboot 'Mercury: restore /dev/vdb'");
         let text = fs::read_to_string(&made.file).expect("a file");
         insta::assert_snapshot!(text, @r"
         set timeout=3
@@ -290,6 +302,7 @@ mod tests {
         let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("systemd-boot");
         let made = loader.write(&entry()).expect("written");
         assert!(made.file.ends_with("boot/loader/entries/mercury--restore--dev-vdb.conf"), "{made:?}");
+        assert_eq!(made.once, "bootctl set-oneshot mercury--restore--dev-vdb.conf");
         insta::assert_snapshot!(fs::read_to_string(&made.file).expect("a file"), @r"
         title Mercury: restore /dev/vdb
         linux /@rootfs/boot/mercury/vmlinuz
