@@ -192,7 +192,8 @@ fn name_of(path: &Path) -> String {
 /// An entry as GRUB's script has it.
 fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
     let file = |path: &Path| word(&format!("{}/{}", folder.trim_end_matches('/'), name_of(path)));
-    let words: Vec<String> = entry.command_line.split_whitespace().map(word).collect();
+    let words: Vec<String> =
+        entry.command_line.split_whitespace().map(|text| word(&limited_later(text))).collect();
     format!(
         "menuentry {} {{\n\tsearch --no-floppy --fs-uuid --set=root {}\n\tlinux {} {}\n\tinitrd {}\n}}\n",
         word(&entry.title),
@@ -201,6 +202,12 @@ fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
         words.join(" "),
         file(&entry.initramfs),
     )
+}
+
+/// The limit of memory in a word that only the kernel reads as one. GRUB would put the initial RAM disk below it, where by UEFI
+/// there is no room behind the kernel ("the initrd is too big"), and start the kernel without.
+fn limited_later(text: &str) -> String {
+    text.strip_prefix("mem=").map_or_else(|| text.to_owned(), |limit| format!("memmap={limit}"))
 }
 
 /// A word of GRUB's script; in single quotes nothing means anything but their end.
@@ -289,7 +296,7 @@ mod tests {
         # BEGIN Mercury: restore /dev/vdb
         menuentry 'Mercury: restore /dev/vdb' {
         	search --no-floppy --fs-uuid --set=root 1234-abcd
-        	linux /@rootfs/boot/mercury/vmlinuz mem=128M 'dyndbg='\''file' x '+p'\''' mercury.restore=/dev/vdb
+        	linux /@rootfs/boot/mercury/vmlinuz memmap=128M 'dyndbg='\''file' x '+p'\''' mercury.restore=/dev/vdb
         	initrd /@rootfs/boot/mercury/initramfs
         }
         # END Mercury: restore /dev/vdb
