@@ -30,6 +30,8 @@ use std::{
 
 /// Direct reads want their buffers, offsets and lengths aligned to this.
 const ALIGN: usize = 4096;
+/// File systems' own parts are aligned to this.
+const SECTOR: u64 = 512;
 /// Bytes at the beginning of a device that say what it holds.
 const BEGINNING: usize = 128 << 10;
 
@@ -346,6 +348,31 @@ pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
     Err(Error::new(Exit::Impossible, text))
 }
 
+/// Has what was written to a file's file system be at its place. Boot loaders look there, and know nothing of what a journal
+/// says.
+///
+/// # Errors
+/// If it cannot be brought there.
+pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
+    let mounts = mounted(sysroot)?;
+    let named = |error: io::Error| {
+        Error::new(
+            Exit::Failed,
+            format!("the file system of {} could not be settled: {error}", path.display()),
+        )
+        .hint("unmount it, or restart the machine in good order, before the boot menu is relied upon")
+    };
+    let file = File::open(path).map_err(named)?;
+    rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
+    // This one's log is emptied only when it is held still.
+    let held = holder(&mounts, path, sysroot).filter(|mount| mount.kind == "xfs");
+    if let Some(mount) = held {
+        let mut guard = Guard::start()?;
+        drop(Still::hold(std::slice::from_ref(mount), &mut guard)?);
+    }
+    Ok(())
+}
+
 fn freeze(file: &File) -> io::Result<()> {
     const FIFREEZE: libc::c_ulong = 0xC004_5877;
     ask(file, FIFREEZE)
@@ -457,8 +484,11 @@ pub(super) fn open(device: &Path) -> io::Result<File> {
 pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
     let file = open(device)?;
     let mut hasher = blake3::Hasher::new();
-    for range in ranges(&file, kind)? {
-        hash(&mut hasher, &file, range, false)?;
+    let ranges = ranges(&file, kind)?;
+    // Where something is left out, what is left out counts to the byte.
+    let exactly = ranges.iter().any(|range| range.start % SECTOR != 0);
+    for range in ranges {
+        hash(&mut hasher, &file, range, exactly)?;
     }
     Ok(hasher.finalize().to_string())
 }
@@ -568,7 +598,7 @@ fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
         "xfs" => Vec::from([xfs_log(&first).ok_or_else(unknown)?]),
         "vfat" => {
             let layout = fat::Layout::new(&first).ok_or_else(unknown)?;
-            layout.changing(|range| read_exactly(file, range))?
+            return layout.changing(0..first.len() as u64, |range| read_exactly(file, range));
         }
         _ => return Err(unknown()),
     };
@@ -592,11 +622,9 @@ fn hash(hasher: &mut blake3::Hasher, file: &File, range: Range<u64>, exactly: bo
     let mut at = range.start;
     while at < range.end {
         let wanted = (range.end - at).min(1 << 20) as usize;
-        let mut part = read(file, at, wanted)?;
-        if exactly {
-            part.truncate(wanted);
-        }
-        if part.is_empty() || (exactly && part.len() < wanted) {
+        let part =
+            if exactly { read_exactly(file, at..at + wanted as u64)? } else { read(file, at, wanted)? };
+        if part.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         hasher.update(&part);

@@ -2,6 +2,10 @@
 //! written over in place but the time, in its folder; so that is everything that is in use: tables, folders and files.
 //! Such file systems are small where machines are checkpointed: the firmware's own.
 //!
+//! Left out is what systemd-boot writes there on the way to every system that it starts, the small one included: the seed of
+//! random numbers in `/loader/random-seed`, in place, and when that was. What the kernel remembers of it does no harm: whoever
+//! writes it in Linux writes all of it.
+//!
 //! Microsoft's "FAT: General Overview of On-Disk Format", 1.03.
 
 use std::{io, ops::Range};
@@ -10,6 +14,19 @@ use std::{io, ops::Range};
 const MOST: u64 = 256 << 20;
 /// Bytes of an entry in a folder.
 const ENTRY: u64 = 32;
+/// Within an entry: its name, its attributes, and where its first cluster and its length are.
+const NAME: Range<usize> = 0..11;
+const ATTRIBUTES: usize = 11;
+const CLUSTER_HIGH: Range<usize> = 20..22;
+const CLUSTER_LOW: Range<usize> = 26..28;
+/// From the attributes, which say that it was written to, to behind the times.
+const TIMES: Range<u64> = 11..26;
+/// An entry's attributes: of a folder, of a part of a long name.
+const IS_FOLDER: u8 = 0x10;
+const IS_LONG_NAME: u8 = 0x0F;
+/// The folder and the file of the seed.
+const LOADER: &[u8; 11] = b"LOADER     ";
+const SEED: &str = "random-seed";
 /// Data clusters below which an entry of the table has 12 bits, and 16.
 const SMALL: [u64; 2] = [4085, 65525];
 
@@ -23,6 +40,14 @@ pub(super) struct Layout {
     /// Where cluster 2 begins, and where there are no more.
     data: Range<u64>,
     cluster: u64,
+    /// The root folder: on FAT32 its first cluster, on others where it is.
+    root: Root,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Root {
+    Cluster(u64),
+    Fixed(Range<u64>),
 }
 
 impl Layout {
@@ -52,20 +77,26 @@ impl Layout {
             tables: start..data,
             data: data..data + clusters * cluster * sector,
             cluster: cluster * sector,
+            root: if entries == 0 { Root::Cluster(word(44, 4)?) } else { Root::Fixed(behind..data) },
         })
     }
 
-    /// What changes, in order; `table` gives bytes of the device.
+    fn clusters(&self) -> u64 {
+        (self.data.end - self.data.start) / self.cluster
+    }
+
+    /// What changes, in order, after the device's beginning; `read` gives bytes of the device.
     ///
     /// # Errors
     /// If it cannot be read, or is too much.
     pub(super) fn changing(
         &self,
-        read: impl FnOnce(Range<u64>) -> io::Result<Vec<u8>>,
+        beginning: Range<u64>,
+        read: impl Fn(Range<u64>) -> io::Result<Vec<u8>>,
     ) -> io::Result<Vec<Range<u64>>> {
-        let mut ranges = vec![self.tables.clone()];
+        let mut ranges = vec![beginning, self.tables.clone()];
         let table = read(self.table.clone())?;
-        let clusters = (self.data.end - self.data.start) / self.cluster;
+        let clusters = self.clusters();
         let mut used = 0;
         for number in 0..clusters {
             if !is_used(&table, clusters, number + 2).ok_or(io::ErrorKind::UnexpectedEof)? {
@@ -84,26 +115,123 @@ impl Layout {
                 MOST >> 20
             )));
         }
-        Ok(ranges)
+        let seed = self.seed(&table, read)?;
+        Ok(without(ranges, &seed))
     }
+
+    /// What a boot loader writes for each system that it starts; nothing, if there is no such file.
+    fn seed(
+        &self,
+        table: &[u8],
+        read: impl Fn(Range<u64>) -> io::Result<Vec<u8>>,
+    ) -> io::Result<Vec<Range<u64>>> {
+        let root = match &self.root {
+            Root::Cluster(first) => self.chain(table, *first),
+            Root::Fixed(range) => vec![range.clone()],
+        };
+        let loader = folder(&root, &read)?.into_iter().find(|entry| entry.is_folder(LOADER));
+        let Some(loader) = loader else { return Ok(Vec::new()) };
+        let entries = folder(&self.chain(table, loader.cluster()), &read)?;
+        let named = entries.windows(2).find(|pair| pair[0].is_whole_name(SEED) && pair[1].is_file());
+        let Some([_, seed]) = named else { return Ok(Vec::new()) };
+        let times = seed.at + TIMES.start..seed.at + TIMES.end;
+        Ok(std::iter::once(times).chain(self.chain(table, seed.cluster())).collect())
+    }
+
+    /// Where a file or a folder is, from its first cluster on.
+    fn chain(&self, table: &[u8], first: u64) -> Vec<Range<u64>> {
+        let clusters = self.clusters();
+        let next = |number: &u64| entry(table, clusters, *number);
+        let numbers =
+            std::iter::successors(Some(first), next).take_while(|number| (2..clusters + 2).contains(number));
+        let place = |number: u64| self.data.start + (number - 2) * self.cluster;
+        // A chain that bites its tail has an end all the same.
+        let numbers = numbers.take(usize::try_from(MOST / self.cluster).unwrap_or(usize::MAX));
+        numbers.map(|number| place(number)..place(number) + self.cluster).collect()
+    }
+}
+
+/// An entry in a folder.
+#[derive(Debug)]
+struct Entry {
+    /// Where it is on the device.
+    at: u64,
+    bytes: Vec<u8>,
+}
+
+impl Entry {
+    fn is_folder(&self, name: &[u8; 11]) -> bool {
+        self.bytes[NAME] == name[..] && self.bytes[ATTRIBUTES] & IS_FOLDER != 0
+    }
+
+    fn is_file(&self) -> bool {
+        self.bytes[ATTRIBUTES] & IS_FOLDER == 0 && self.bytes[ATTRIBUTES] != IS_LONG_NAME
+    }
+
+    /// Whether it is the only part of a long name, and the name is this.
+    fn is_whole_name(&self, name: &str) -> bool {
+        const ONLY: u8 = 0x41;
+        let parts = [1..11, 14..26, 28..32].map(|part: Range<usize>| &self.bytes[part]).concat();
+        let letters = parts.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+        let found = letters.take_while(|letter| *letter != 0);
+        self.bytes[0] == ONLY && self.bytes[ATTRIBUTES] == IS_LONG_NAME && found.eq(name.encode_utf16())
+    }
+
+    fn cluster(&self) -> u64 {
+        let word = |at: Range<usize>| {
+            u64::from(u16::from_le_bytes([self.bytes[at.start], self.bytes[at.start + 1]]))
+        };
+        word(CLUSTER_HIGH) << 16 | word(CLUSTER_LOW)
+    }
+}
+
+/// The entries of a folder, which is at these places, up to its end.
+fn folder(places: &[Range<u64>], read: impl Fn(Range<u64>) -> io::Result<Vec<u8>>) -> io::Result<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for place in places {
+        let bytes = read(place.clone())?;
+        for (at, bytes) in (place.start..).step_by(ENTRY as usize).zip(bytes.chunks_exact(ENTRY as usize)) {
+            if bytes[0] == 0 {
+                return Ok(entries);
+            }
+            entries.push(Entry { at, bytes: bytes.to_vec() });
+        }
+    }
+    Ok(entries)
+}
+
+/// The ranges without those parts.
+fn without(ranges: Vec<Range<u64>>, parts: &[Range<u64>]) -> Vec<Range<u64>> {
+    let cut = |ranges: Vec<Range<u64>>, part: &Range<u64>| -> Vec<Range<u64>> {
+        let rest = |range: Range<u64>| {
+            [range.start..range.end.min(part.start), range.start.max(part.end)..range.end]
+        };
+        ranges.into_iter().flat_map(rest).filter(|range| !range.is_empty()).collect()
+    };
+    parts.iter().fold(ranges, cut)
 }
 
 /// Whether a cluster is anybody's; `None` if the table ends before it.
 fn is_used(table: &[u8], clusters: u64, number: u64) -> Option<bool> {
+    entry(table, clusters, number).map(|entry| entry != 0)
+}
+
+/// What the table says of a cluster; `None` if it ends before it.
+fn entry(table: &[u8], clusters: u64, number: u64) -> Option<u64> {
     let number = usize::try_from(number).ok()?;
-    let bytes = |at: usize, count: usize| table.get(at..at + count);
+    let word = |at: usize, count: usize| {
+        let bytes = table.get(at..at + count)?;
+        Some(bytes.iter().rev().fold(0_u64, |word, byte| word << 8 | u64::from(*byte)))
+    };
     if clusters < SMALL[0] {
-        let pair = bytes(number + number / 2, 2)?;
-        let pair = u16::from_le_bytes([pair[0], pair[1]]);
-        let entry = if number % 2 == 0 { pair & 0xFFF } else { pair >> 4 };
-        return Some(entry != 0);
+        let pair = word(number + number / 2, 2)?;
+        return Some(if number % 2 == 0 { pair & 0xFFF } else { pair >> 4 });
     }
     if clusters < SMALL[1] {
-        return Some(bytes(number * 2, 2)? != [0, 0]);
+        return word(number * 2, 2);
     }
-    let entry = bytes(number * 4, 4)?;
     // The four highest bits are nobody's.
-    Some(entry[..3] != [0, 0, 0] || entry[3] & 0xF != 0)
+    Some(word(number * 4, 4)? & 0x0FFF_FFFF)
 }
 
 #[cfg(test)]
@@ -184,13 +312,82 @@ pub(super) mod tests {
             };
             let (start, size) = (layout.data.start, layout.cluster);
             let six = start + 4 * size;
-            let found = layout.changing(read).expect("told");
-            assert_eq!(found, [layout.tables.start..start + 2 * size, six..six + size], "{kind:?}");
+            let found = layout.changing(0..512, read).expect("told");
+            assert_eq!(found, [0..512, layout.tables.start..start + 2 * size, six..six + size], "{kind:?}");
             // A table that ends early, and one of a file system that is full.
-            assert!(layout.changing(|_| Ok(vec![0; 3])).is_err());
+            assert!(layout.changing(0..512, |_| Ok(vec![0; 3])).is_err());
         }
         let large = Layout::new(&first_sector(b"FAT32   ", 1 << 20, 1024, 8, 0)).expect("known");
-        let error = large.changing(|_| Ok(vec![1; 1 << 20])).expect_err("too much");
+        let error = large.changing(0..512, |_| Ok(vec![1; 1 << 20])).expect_err("too much");
         assert!(error.to_string().contains("more than 256 MiB"), "{error}");
+    }
+
+    /// An entry of a folder, with the part of a long name before it if there is one.
+    fn entries(long: &str, short: &[u8; 11], attributes: u8, cluster: u16) -> Vec<u8> {
+        let mut part = vec![0xFF; 32];
+        (part[0], part[ATTRIBUTES], part[12], part[13]) = (0x41, IS_LONG_NAME, 0, 0);
+        part[26..28].fill(0);
+        let places = (1..11).chain(14..26).chain(28..32);
+        let letters = long.encode_utf16().chain([0]).flat_map(u16::to_le_bytes);
+        places.zip(letters).for_each(|(at, byte)| part[at] = byte);
+        let mut entry = vec![0xAA; 32];
+        entry[NAME].copy_from_slice(short);
+        entry[ATTRIBUTES] = attributes;
+        entry[CLUSTER_HIGH].fill(0);
+        entry[CLUSTER_LOW].copy_from_slice(&cluster.to_le_bytes());
+        if long.is_empty() { entry } else { [part, entry].concat() }
+    }
+
+    #[test]
+    fn the_seed_of_a_boot_loader_is_left_out() {
+        let mut first = first_sector(b"FAT32   ", 1 << 20, 1024, 8, 0);
+        first[44] = 2;
+        let layout = Layout::new(&first).expect("known");
+        let (start, size) = (layout.data.start, layout.cluster);
+        let end = 0x0FFF_FFFF_u32;
+        // The root folder, the loader's in two clusters, another file, and the seed's.
+        let table = [0, 0, end, 4, end, end, end].map(u32::to_le_bytes).concat();
+        let padding = entries("", b"\xE5OTHER     ", 0x20, 5).repeat(size as usize / 32);
+        let place = |number: u64| start + (number - 2) * size;
+        let found = |name: &str, attributes: u8| {
+            let folders = [
+                [entries("vmlinuz", b"VMLINUZ    ", 0x20, 5), entries("loader", LOADER, IS_FOLDER, 3)]
+                    .concat(),
+                padding.clone(),
+                [
+                    entries("random-thing", b"RANDOM~2   ", 0x20, 5),
+                    entries(name, b"RANDOM~1   ", attributes, 6),
+                ]
+                .concat(),
+            ];
+            let read = |range: Range<u64>| {
+                let mut bytes = if range == layout.table {
+                    table.clone()
+                } else {
+                    folders[usize::try_from((range.start - start) / size).expect("small")].clone()
+                };
+                bytes.resize((range.end - range.start) as usize, 0);
+                Ok(bytes)
+            };
+            layout.changing(0..512, read).expect("told")
+        };
+        let whole = [0..512, layout.tables.start..place(7)];
+        let at = place(4) + 3 * ENTRY;
+        assert_eq!(
+            found(SEED, 0x20),
+            [0..512, layout.tables.start..at + 11, at + 26..place(6)],
+            "its times and its cluster"
+        );
+        for (name, attributes) in [("random-sees", 0x20), ("random-seed2", 0x20), (SEED, IS_FOLDER)] {
+            assert_eq!(found(name, attributes), whole, "{name}");
+        }
+    }
+
+    #[test]
+    fn parts_are_cut_out() {
+        let cut = |parts: &[Range<u64>]| without(vec![0..10, 10..20, 30..40], parts);
+        assert_eq!(cut(&[]), [0..10, 10..20, 30..40]);
+        assert_eq!(cut(&[5..12, 35..36]), [0..5, 12..20, 30..35, 36..40]);
+        assert_eq!(cut(&[10..20, 0..1, 39..50]), [1..10, 30..39]);
     }
 }

@@ -104,6 +104,9 @@ pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<
         command_line: command_line(purpose, sysroot),
     };
     let boot_menu = loader.map(|loader| loader.write(&entry)).transpose()?;
+    if let Some(made) = &boot_menu {
+        disks::settle(&made.file, sysroot)?;
+    }
     let menu::Entry { kernel, initramfs, command_line, .. } = entry;
     Ok(Prepared { kernel, initramfs, command_line, boot_menu })
 }

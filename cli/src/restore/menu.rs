@@ -42,11 +42,14 @@ pub struct Made {
     pub file: PathBuf,
     /// The line in the menu.
     pub title: String,
+    /// The command that has it started by the next start, and by no other.
+    pub once: String,
 }
 
 impl Render for Made {
     fn render(&self, to: &mut Text) {
         to.line(format!("boot menu: “{}”, in {}", self.title, self.file.display()));
+        to.line(format!("for the next start: {}", self.once));
     }
 }
 
@@ -141,7 +144,15 @@ impl Loader {
         };
         let new = Beside::write(&file, text.as_bytes(), Readers::AsBefore);
         new.and_then(Beside::put).map_err(|error| failed(&file, &error))?;
-        Ok(Made { file, title: entry.title.clone() })
+        Ok(Made { once: self.once(&entry.title), file, title: entry.title.clone() })
+    }
+
+    /// What remains chosen otherwise stays chosen: a machine that runs on after its image was made boots as ever.
+    fn once(&self, title: &str) -> String {
+        match self {
+            Self::Grub { .. } => format!("grub-reboot {}", word(title)),
+            Self::Entries { .. } => format!("bootctl set-oneshot {}.conf", file_name(title)),
+        }
     }
 }
 
@@ -181,7 +192,8 @@ fn name_of(path: &Path) -> String {
 /// An entry as GRUB's script has it.
 fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
     let file = |path: &Path| word(&format!("{}/{}", folder.trim_end_matches('/'), name_of(path)));
-    let words: Vec<String> = entry.command_line.split_whitespace().map(word).collect();
+    let words: Vec<String> =
+        entry.command_line.split_whitespace().map(|text| word(&limited_later(text))).collect();
     format!(
         "menuentry {} {{\n\tsearch --no-floppy --fs-uuid --set=root {}\n\tlinux {} {}\n\tinitrd {}\n}}\n",
         word(&entry.title),
@@ -190,6 +202,12 @@ fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
         words.join(" "),
         file(&entry.initramfs),
     )
+}
+
+/// The limit of memory in a word that only the kernel reads as one. GRUB would put the initial RAM disk below it, where by UEFI
+/// there is no room behind the kernel ("the initrd is too big"), and start the kernel without.
+fn limited_later(text: &str) -> String {
+    text.strip_prefix("mem=").map_or_else(|| text.to_owned(), |limit| format!("memmap={limit}"))
 }
 
 /// A word of GRUB's script; in single quotes nothing means anything but their end.
@@ -271,13 +289,14 @@ mod tests {
         let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("GRUB");
         loader.write(&entry()).expect("written");
         let made = loader.write(&entry()).expect("written");
+        assert_eq!(made.once, "grub-reboot 'Mercury: restore /dev/vdb'");
         let text = fs::read_to_string(&made.file).expect("a file");
         insta::assert_snapshot!(text, @r"
         set timeout=3
         # BEGIN Mercury: restore /dev/vdb
         menuentry 'Mercury: restore /dev/vdb' {
         	search --no-floppy --fs-uuid --set=root 1234-abcd
-        	linux /@rootfs/boot/mercury/vmlinuz mem=128M 'dyndbg='\''file' x '+p'\''' mercury.restore=/dev/vdb
+        	linux /@rootfs/boot/mercury/vmlinuz memmap=128M 'dyndbg='\''file' x '+p'\''' mercury.restore=/dev/vdb
         	initrd /@rootfs/boot/mercury/initramfs
         }
         # END Mercury: restore /dev/vdb
@@ -290,6 +309,7 @@ mod tests {
         let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("systemd-boot");
         let made = loader.write(&entry()).expect("written");
         assert!(made.file.ends_with("boot/loader/entries/mercury--restore--dev-vdb.conf"), "{made:?}");
+        assert_eq!(made.once, "bootctl set-oneshot mercury--restore--dev-vdb.conf");
         insta::assert_snapshot!(fs::read_to_string(&made.file).expect("a file"), @r"
         title Mercury: restore /dev/vdb
         linux /@rootfs/boot/mercury/vmlinuz
