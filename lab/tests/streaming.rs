@@ -187,16 +187,16 @@ fn memory_is_short() -> Result<()> {
 }
 
 /// Fills memory but for its argument, in MiB, with what cannot be compressed, and when it is told to writes to every page
-/// of that: at first as quickly as a busy application, then as quickly as it goes. In the end it looks whether what it
-/// wrote is there. A part it gives back before that: the system has enough then, and the pool cannot grow by it, for what
-/// these pages held is still to be kept.
+/// of that: at first at leisure, so that streaming goes on meanwhile, then as quickly as it goes. When it is let go it looks whether what
+/// it wrote is there. As much as its other argument it gives back before that: the pool cannot grow by it, for what these
+/// pages held is still to be kept.
 const OVERWRITES: &str = r#"
 import mmap, os, sys, time
 with open("/proc/meminfo") as table:
     available = next(int(line.split()[1]) for line in table if line.startswith("MemAvailable"))
 block = os.urandom(16 << 20)
 size = (available // 1024 - int(sys.argv[1])) >> 4 << 24
-ballast = 192 << 20
+ballast = int(sys.argv[2]) << 20
 size -= ballast
 
 def filled(size):
@@ -214,8 +214,11 @@ while not os.path.exists("/run/write"):
 ballast.close()
 for at in range(0, size, 4096):
     room[at:at + 8] = (at + 1).to_bytes(8, "little")
-    if at < 96 << 20 and not at % (256 << 10):
-        time.sleep(0.02)
+    if at < 64 << 20 and not at % (256 << 10):
+        time.sleep(0.1)
+open("/run/written", "w").write("all")
+while not os.path.exists("/run/let-go"):
+    time.sleep(0.05)
 for at in range(0, size, 4096):
     assert room[at:at + 8] == (at + 1).to_bytes(8, "little"), at
 print(size >> 20, "MiB were written over")
@@ -232,32 +235,66 @@ fn number_before(text: &str, words: &str) -> u64 {
     digits.parse().unwrap_or_else(|_| panic!("{text}"))
 }
 
-/// More is written than the pool could ever hold, and whoever reads the image is slow: streaming hurries, who writes has
-/// to wait, and only then the snapshot is given up. There is no image, and everybody runs on.
+/// MiB.
+const POOL: u64 = 48;
+
+/// More is written than the pool could ever hold, and whoever reads the image is slow. Of what the writer has the system
+/// gets so many MiB when the instant is past. When all is written, and nobody has let go of anything yet, something more
+/// may be done. How many MiB are written, and what the command says.
+fn exhaust_the_pool(
+    machine: &Machine,
+    given_back: u64,
+    then: impl FnOnce(&Machine) -> Result<()>,
+) -> Result<(u64, String)> {
+    machine.put("/run/overwrites.py", OVERWRITES.as_bytes(), 0o644)?;
+    machine.sh(
+        "rm -f /run/filled /run/write /run/written /run/let-go; sync; echo 3 > /proc/sys/vm/drop_caches",
+    )?;
+    // What the command itself needs besides the pool.
+    let writer = machine.spawn(&format!("python3 /run/overwrites.py {} {given_back}", POOL + 96))?;
+    machine.sh("for i in $(seq 1200); do test -s /run/filled && exit 0; sleep 0.1; done; exit 1")?;
+    let size_mib = machine.sh("cat /run/filled")?.parse::<u64>().unwrap() >> 20;
+    let stream = begin_with(machine, &format!("--pool {POOL}"), "head -c 1048576 > /dev/null; sleep 0.05")?;
+    machine.sh("touch /run/write")?;
+    machine.sh("for i in $(seq 1200); do test -s /run/written && exit 0; sleep 0.1; done; exit 1")?;
+    then(machine)?;
+    machine.sh("touch /run/let-go")?;
+    println!("{}", writer.wait(MINUTES)?.check()?.stdout);
+    let said = fails(machine, stream, "snapshot-pool")?;
+    println!("{said}");
+    Ok((size_mib, said))
+}
+
+/// Streaming hurries, who writes has to wait, and only then the snapshot is given up. There is no image, and everybody
+/// runs on.
 #[test]
 #[ignore = "long"]
 fn the_pool_is_exhausted() -> Result<()> {
-    const POOL_MIB: u64 = 48;
     let machine = boot(spec())?;
-    machine.put("/run/overwrites.py", OVERWRITES.as_bytes(), 0o644)?;
-    machine.sh("rm -f /run/filled /run/write; sync; echo 3 > /proc/sys/vm/drop_caches")?;
-    // What the command itself needs besides the pool.
-    let writer = machine.spawn(&format!("python3 /run/overwrites.py {}", POOL_MIB + 96))?;
-    machine.sh("for i in $(seq 1200); do test -s /run/filled && exit 0; sleep 0.1; done; exit 1")?;
-    let size_mib = machine.sh("cat /run/filled")?.parse::<u64>().unwrap() >> 20;
-    let stream = begin_with(&machine, &format!("--pool {POOL_MIB}"), "head -c 65536 >> /run/x; sleep 0.05")?;
-    machine.sh("touch /run/write")?;
-    println!("{}", writer.wait(MINUTES)?.check()?.stdout);
-    let said = fails(&machine, stream, "snapshot-pool")?;
-    println!("{said}");
+    let (size_mib, said) = exhaust_the_pool(&machine, 192, |_| Ok(()))?;
     let (hurried, waited) =
         (number_before(&said, " times to hurry"), number_before(&said, " times, and the pool got"));
     assert!(hurried > 0 && waited > 0, "{said}");
     // It grew by what was free at the instant, and that was little.
     let grown_mib = number_before(&said, " pages more") / 256;
-    assert!(POOL_MIB + grown_mib < size_mib / 2, "{grown_mib} MiB more, of {size_mib} written: {said}");
+    assert!(POOL + grown_mib < size_mib / 2, "{grown_mib} MiB more, of {size_mib} written: {said}");
     machine.sh(&format!("mercury checkpoint {DISK}"))?;
     is_whole(&machine, DISK)?;
+    machine.check_next_attach()
+}
+
+/// The pool grows by all that the system has, and is full of copies when somebody wants memory that there would be without
+/// it: the system gets those back, for there is no snapshot any more, before anybody is killed.
+#[test]
+#[ignore = "long"]
+fn nobody_is_killed_for_the_pool() -> Result<()> {
+    let machine = boot(spec())?;
+    let needs = "python3 -c 'room = bytearray(80 << 20); room[::4096] = b\"x\" * len(room[::4096])'";
+    exhaust_the_pool(&machine, 16, |machine| {
+        println!("{}", machine.sh("free -m")?);
+        machine.sh(needs).map(drop)
+    })?;
+    assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
     machine.check_next_attach()
 }
 
