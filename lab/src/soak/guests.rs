@@ -133,7 +133,8 @@ fn beneath(machine: &Machine, cycles: u64, summary: String) -> Result<Outcome> {
         // NMIs are sent to CPUs that are there.
         machine.sh("touch /run/soak/calm; until flock -n /run/soak/storm true; do sleep 0.1; done")?;
         soak.hotplug(done / plan.batch)?;
-        machine.sh("rm /run/soak/calm")?;
+        // The kernel tells who may run on a CPU that has come back in its own time.
+        machine.sh("until taskset -c 1 true 2> /dev/null; do sleep 0.1; done; rm /run/soak/calm")?;
         machine.check_console()?;
         still_running(machine, &mut running)?;
         line.show(&format!("{done} of {cycles} cycles"));
@@ -187,8 +188,8 @@ fn finish(machine: &Machine, name: &'static str, lives: Background) -> Result<Wo
 /// NMIs from a CPU to another one, again and again, but for the time when a CPU leaves.
 fn storm(machine: &Machine, from: u32, to: u32) -> Result<Background> {
     machine.spawn(&format!(
-        "until [ -e /run/soak/end ]; do if [ -e /run/soak/calm ]; then sleep 0.1; continue; fi; \
-         flock -s /run/soak/storm mercury-workload kernel --on {from} nmi {to} {STORM} || exit; sleep 0.1; done"
+        "until [ -e /run/soak/end ]; do flock -s /run/soak/storm sh -c 'test -e /run/soak/calm || exec mercury-workload \
+         kernel --on {from} nmi {to} {STORM}' || exit; sleep 0.1; done"
     ))
 }
 
