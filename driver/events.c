@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM, which uses the same
- * hardware. Every handler may be called twice or in vain.
+ * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM and others, which
+ * use the same hardware. Every handler may be called twice or in vain.
  *
  * A panic reaches us through the kernel's emergency callback. There is one slot, which KVM's modules
  * want too: it is held while the hypervisor is loaded and KVM is not. Without it, Linux 6.1 still
@@ -12,10 +12,12 @@
 
 #include <linux/cpu.h>
 #include <linux/cpuhotplug.h>
+#include <linux/kobject.h>
 #include <linux/kprobes.h>
 #include <linux/module.h>
 #include <linux/panic_notifier.h>
 #include <linux/reboot.h>
+#include <linux/string.h>
 #include <linux/syscore_ops.h>
 #include <asm/reboot.h>
 
@@ -234,15 +236,24 @@ static struct kprobe crash_probe = {
 
 static bool crash_is_told;
 
-/* KVM runs above the hypervisor where that can be, and where its end can be told from the kernel's. */
-static void kvm_is_there(bool there)
-{
-	mercury_kvm_allow(there && crash_is_told && mercury_vendor && mercury_vendor->shares);
-}
-
 /* Who holds the emergency slot, and whether KVM is there to want it. */
 static DEFINE_MUTEX(slot_lock);
 static bool slot_wanted, slot_held, kvm_present;
+
+/* Modules of other hypervisors, and which of them are there. cli/src/module.rs names them too. */
+static const char * const rivals[] = { "vboxdrv", "vmmon", "jailhouse" };
+static unsigned long rivals_present;
+
+/*
+ * KVM runs above the hypervisor where that can be, where its end can be told from the kernel's, and
+ * where SVM is certainly KVM's. Beside another hypervisor's module both find the hardware taken.
+ */
+static void decide(void)
+{
+	lockdep_assert_held(&slot_lock);
+	mercury_kvm_allow(kvm_present && !rivals_present && crash_is_told && mercury_vendor &&
+			  mercury_vendor->shares);
+}
 
 static void update_slot(void)
 {
@@ -282,23 +293,47 @@ bool mercury_emergency_is_ours(void)
 	return !HAVE_EMERGENCY_SLOT || READ_ONCE(slot_held);
 }
 
+static void kvm_changes(bool there)
+{
+	mutex_lock(&slot_lock);
+	kvm_present = there;
+	decide();
+	update_slot();
+	mutex_unlock(&slot_lock);
+}
+
+/* A third one comes where SVM is KVM's and the hypervisor's: they are left to themselves. */
+static void rival_changes(int rival, bool there)
+{
+	struct mercury_outcome outcome = {};
+
+	mutex_lock(&mercury.lock);
+	if (there && mercury.kvm_may && mercury.state == MERCURY_STATE_ATTACHED) {
+		pr_notice("%s comes, which is not shared with as KVM is: all CPUs are detached\n",
+			  rivals[rival]);
+		mercury_detach(NULL, &outcome);
+	}
+	mutex_lock(&slot_lock);
+	__assign_bit(rival, &rivals_present, there);
+	decide();
+	mutex_unlock(&slot_lock);
+	mutex_unlock(&mercury.lock);
+}
+
 static int module_changes(struct notifier_block *block, unsigned long action, void *data)
 {
 	const struct module *module = data;
+	int rival = match_string(rivals, ARRAY_SIZE(rivals), module->name);
+	bool comes = action == MODULE_STATE_COMING;
 
-	if (strcmp(module->name, "kvm") == 0) {
-		mutex_lock(&slot_lock);
-		if (action == MODULE_STATE_COMING)
-			kvm_present = true;
-		if (action == MODULE_STATE_GOING)
-			kvm_present = false;
-		kvm_is_there(kvm_present);
-		update_slot();
-		mutex_unlock(&slot_lock);
-	}
-	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 &&
-	    action == MODULE_STATE_COMING && !READ_ONCE(mercury.kvm_may) &&
-	    READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
+	if (!comes && action != MODULE_STATE_GOING)
+		return NOTIFY_DONE;
+	if (strcmp(module->name, "kvm") == 0)
+		kvm_changes(comes);
+	if (rival >= 0)
+		rival_changes(rival, comes);
+	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 && comes &&
+	    !READ_ONCE(mercury.kvm_may) && READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
 		pr_notice("%s will find %s in use: run `mercury detach` before using KVM\n",
 			  mercury_vendor->kvm, mercury_vendor->what);
 	return NOTIFY_DONE;
@@ -311,12 +346,36 @@ static struct notifier_block module_notifier = {
 /* KVM may have been there before us. */
 static void find_kvm(void)
 {
-	mutex_lock(&slot_lock);
 	if (__symbol_get("kvm_init")) {
 		__symbol_put("kvm_init");
 		kvm_present = true;
-		kvm_is_there(true);
 	}
+}
+
+/* So may others: each module has a directory beside our own. One that goes is no longer counted. */
+static void find_rivals(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(rivals); i++) {
+		struct kobject *found = kset_find_obj(THIS_MODULE->mkobj.kobj.kset, rivals[i]);
+		const struct module *module;
+
+		if (!found)
+			continue;
+		module = container_of(found, struct module_kobject, kobj)->mod;
+		__assign_bit(i, &rivals_present, module && module->state != MODULE_STATE_GOING);
+		kobject_put(found);
+	}
+}
+
+/* Our notifier is registered: who comes or goes meanwhile waits for the lock. */
+static void find_others(void)
+{
+	mutex_lock(&slot_lock);
+	find_kvm();
+	find_rivals();
+	decide();
 	mutex_unlock(&slot_lock);
 }
 
@@ -334,7 +393,7 @@ int mercury_events_init(void)
 	if (err)
 		return err;
 	crash_is_told = !register_kprobe(&crash_probe);
-	find_kvm();
+	find_others();
 	hotplug_state = cpuhp_setup_state_nocalls(CPUHP_AP_ONLINE_DYN, "mercury:online",
 						  cpu_comes, cpu_goes);
 	if (hotplug_state < 0) {

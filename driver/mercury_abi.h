@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 5
+#define MERCURY_ABI_VERSION 6
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -276,7 +276,7 @@
 /* The ioctl type byte of every request. */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
-#define MERCURY_IOC_SYSTEM _UL(0xc0f8f500)
+#define MERCURY_IOC_SYSTEM _UL(0xc108f500)
 /* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor. Takes a LoadRequest. */
@@ -297,11 +297,11 @@
  * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
  * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1b8f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1c8f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc060f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1b8f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1c8f50b)
 /*
  * Describes the machine of the snapshot, or of one that is only prepared. Takes a
  * RestartRequest.
@@ -311,12 +311,12 @@
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1b8f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1c8f510)
 /*
  * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc1b8f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc1c8f511)
 /* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
 #define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
 /* Loads frames of it. Takes a LoadFramesRequest. */
@@ -1732,11 +1732,15 @@ struct mercury_snapshot_status {
 	 * are part of it.
 	 */
 	u64 enter_ticks;
+	/* Calls of SnapshotCall::Take that were told that the pool runs low. */
+	u64 hurries;
+	/* Times that a writer waited, because little of the pool was left or nothing. */
+	u64 waits;
 	/* How this machine was put back last. */
 	struct mercury_rollback_report rollback;
 };
 
-static_assert(sizeof(struct mercury_snapshot_status) == 152);
+static_assert(sizeof(struct mercury_snapshot_status) == 168);
 static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
 static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
 static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
@@ -1748,7 +1752,9 @@ static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
 static_assert(offsetof(struct mercury_snapshot_status, lasting) == 48);
 static_assert(offsetof(struct mercury_snapshot_status, lasting_ticks) == 56);
 static_assert(offsetof(struct mercury_snapshot_status, enter_ticks) == 64);
-static_assert(offsetof(struct mercury_snapshot_status, rollback) == 72);
+static_assert(offsetof(struct mercury_snapshot_status, hurries) == 72);
+static_assert(offsetof(struct mercury_snapshot_status, waits) == 80);
+static_assert(offsetof(struct mercury_snapshot_status, rollback) == 88);
 
 /* What the instant took, in TSC ticks: one step after the other, on the CPU that leads. */
 struct mercury_instant_ticks {
@@ -1973,7 +1979,7 @@ struct mercury_system_info {
 	struct mercury_snapshot_status snapshot;
 };
 
-static_assert(sizeof(struct mercury_system_info) == 248);
+static_assert(sizeof(struct mercury_system_info) == 264);
 static_assert(offsetof(struct mercury_system_info, header) == 0);
 static_assert(offsetof(struct mercury_system_info, state) == 8);
 static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
@@ -2103,7 +2109,7 @@ struct mercury_snapshot_request {
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 440);
+static_assert(sizeof(struct mercury_snapshot_request) == 456);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
@@ -2114,8 +2120,8 @@ static_assert(offsetof(struct mercury_snapshot_request, message) == 48);
 static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 176);
 static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 184);
 static_assert(offsetof(struct mercury_snapshot_request, status) == 192);
-static_assert(offsetof(struct mercury_snapshot_request, instant) == 344);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 416);
+static_assert(offsetof(struct mercury_snapshot_request, instant) == 360);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 432);
 
 /* Arguments of a take. */
 struct mercury_snapshot_take_request {

@@ -355,9 +355,17 @@ static void leave_pool_alone(void)
 #endif
 }
 
+static void reclaim(struct mercury_page_list *list)
+{
+	list->count = MERCURY_PAGE_LIST_MAX;
+	if (call(MERCURY_SNAPSHOT_CALL_RECLAIM, list) != MERCURY_CODE_OK)
+		list->count = 0;
+}
+
 /*
- * The system has no memory left: before it kills anybody it gets what is free of the pool. Not before the
- * instant: what it does with these pages would not be kept, for they were left out as the pool's.
+ * The system has no memory left: before it kills anybody it gets what is free of the pool, and then all of
+ * it, without a snapshot. Not before the instant: what it does with these pages would not be kept, for they
+ * were left out as the pool's.
  */
 static int give_back(struct notifier_block *unused, unsigned long event, void *freed)
 {
@@ -368,9 +376,12 @@ static int give_back(struct notifier_block *unused, unsigned long event, void *f
 		return NOTIFY_OK;
 	spin_lock_bh(&pool_lock);
 	list = snapshot.reclaimed;
-	list->count = MERCURY_PAGE_LIST_MAX;
-	if (call(MERCURY_SNAPSHOT_CALL_RECLAIM, list) != MERCURY_CODE_OK)
-		list->count = 0;
+	reclaim(list);
+	if (!list->count && !snapshot.kept) {
+		call(MERCURY_SNAPSHOT_CALL_GIVE_UP,
+		     (void *)(unsigned long)MERCURY_CODE_SNAPSHOT_POOL);
+		reclaim(list);
+	}
 	for (i = 0; i < list->count; i++)
 		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
 	snapshot.returned_pages += list->count;

@@ -249,6 +249,10 @@ pub struct SnapshotStatus {
     pub lasting_ticks: u64,
     /// TSC ticks of the instant, in the hypervisor, on the CPU that came last: those are part of it.
     pub enter_ticks: u64,
+    /// Calls of [`SnapshotCall::Take`] that were told that the pool runs low.
+    pub hurries: u64,
+    /// Times that a writer waited, because little of the pool was left or nothing.
+    pub waits: u64,
     /// How this machine was put back last.
     pub rollback: RollbackReport,
 }

@@ -25,9 +25,9 @@ pub struct Cli {
 pub const TABLE: &str = "\
 Exit status:
   0    done; verify: every sensitive instruction is accounted for
-  1    failed; verify: something is not
+  1    failed; verify, and make behind the build: something is not
   2    wrong usage
-  of make and of the assembler: theirs";
+  of make and of the assembler otherwise: theirs";
 
 /// What it can do.
 #[derive(Debug, Subcommand)]

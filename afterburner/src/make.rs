@@ -1,4 +1,4 @@
-//! `afterburner make`: a kernel's own build with the stand-in in the assembler's place.
+//! `afterburner make`: a kernel's own build with the stand-in in the assembler's place. What it has linked is accounted for.
 
 use std::{
     env,
@@ -8,34 +8,87 @@ use std::{
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
+    time::SystemTime,
 };
 
 use crate::{
     assembler,
     error::{Error, Result},
+    verify::report,
 };
 
 /// In the directory that the build writes to; kernels' makefiles and git leave such names alone.
 const DIRECTORY: &str = ".afterburner";
+/// A file beside the link that is as old as the last account without a finding.
+const STAMP: &str = "accounted";
+/// What a build links, besides modules.
+const KERNEL: &str = "vmlinux";
 
 /// Runs `make` with `CC` set so that gcc takes this program for the assembler. A compiler that the caller has chosen with
 /// `CC=` is kept. The kernel's build makes everything anew when `CC` changes, so it names this program by its contents:
 /// nothing is made twice, and nothing stays that another afterburner has made.
 ///
+/// If make succeeds, the kernel and the modules that are newer than the last that were in order are accounted for, and the
+/// status is that of [`report::complain`].
+///
 /// # Errors
-/// If the link that stands for the assembler cannot be made, or make not be started.
+/// If the link that stands for the assembler cannot be made, make not be started, or what it has made not be accounted for.
 pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let own = own_path()?;
     let contents = fs::read(&own).map_err(|error| Error::file("read", &own, error))?;
     let here =
         env::current_dir().map_err(|error| Error::new(format!("cannot tell the directory: {error}")))?;
-    let directory = output(&here, arguments).join(DIRECTORY).join(name(&contents));
+    let output = output(&here, arguments);
+    let directory = output.join(DIRECTORY).join(name(&contents));
     stand_in(&own, &directory)?;
     let (words, compiler) = without_compiler(arguments);
     let mut make = Command::new("make");
     make.args(words).arg(compiler_word(&compiler, &directory));
     let status = make.status().map_err(|error| Error::start(Path::new("make"), &error))?;
-    Ok(assembler::code(status))
+    if !status.success() {
+        return Ok(assembler::code(status));
+    }
+    let now = SystemTime::now();
+    let stamp = directory.join(STAMP);
+    let last = fs::metadata(&stamp).and_then(|data| data.modified()).ok();
+    let code = report::complain(&linked(&output, last)?)?;
+    if code == ExitCode::SUCCESS {
+        let file = fs::File::create(&stamp).and_then(|file| file.set_modified(now));
+        file.map_err(|error| Error::file("write", &stamp, error))?;
+    }
+    Ok(code)
+}
+
+/// The kernel in a build's directory and the modules beneath it, unless they were written before.
+fn linked(directory: &Path, since: Option<SystemTime>) -> Result<Vec<PathBuf>> {
+    let mut found = modules(directory)?;
+    found.push(directory.join(KERNEL));
+    let is_new = |path: &PathBuf| {
+        let written = fs::metadata(path).and_then(|data| data.modified());
+        written.is_ok_and(|written| since.is_none_or(|since| written >= since))
+    };
+    found.retain(is_new);
+    found.sort();
+    Ok(found)
+}
+
+/// Whether it is a module that was linked there, of what is named after it. Copies that are to be installed may have been stripped.
+fn is_module(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == "ko") && path.with_extension("mod.o").exists()
+}
+
+fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let entries = fs::read_dir(directory).map_err(|error| Error::file("list", directory, error))?;
+    for entry in entries.flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(kind) if kind.is_dir() && entry.file_name() != DIRECTORY => found.extend(modules(&path)?),
+            Ok(kind) if kind.is_file() && is_module(&path) => found.push(path),
+            _ => {}
+        }
+    }
+    Ok(found)
 }
 
 /// This program. Where there is no /proc, as in a bare root, its name must be a path.

@@ -313,14 +313,18 @@ pub struct SnapshotArgs {
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Give up the snapshot that is kept
-    #[arg(long, conflicts_with_all = ["pool", "hook", "force_disks", "force_devices"])]
+    #[arg(long, conflicts_with_all = ["pool", "hook", "put_back", "force_disks", "force_devices"])]
     pub drop: bool,
     /// Run this command at the instant, with applications held still and file systems frozen: to make snapshots of
     /// disks. If it fails there is no snapshot
     #[arg(long, value_name = "COMMAND")]
     pub hook: Option<String>,
-    /// Keep a snapshot although local file systems are mounted for writing. A rollback destroys them unless you put
-    /// their disks back to the same instant before anything reads them: device-mapper snapshots, made by --hook
+    /// Run this command when the machine has been put back, with applications held still and file systems frozen: to put
+    /// disks back to the snapshots that --hook has made. If it fails the machine restarts at once
+    #[arg(long, value_name = "COMMAND", requires = "force_disks")]
+    pub put_back: Option<String>,
+    /// Keep a snapshot although local file systems are mounted for writing. Those that are not what they were after a
+    /// rollback, by themselves or by --put-back, have the machine restart at once, as after a power cut
     #[arg(long)]
     pub force_disks: bool,
     /// Keep a snapshot although devices write to memory where the driver cannot see it

@@ -21,7 +21,7 @@ use crate::{
     progress, receive, restore, snapshot, status,
     status::Status,
     switch::{self, LoadReport, Prepared, UnloadReport},
-    sysroot::Sysroot,
+    sysroot::{Module, Sysroot},
     tsc,
 };
 use mercury_abi::{code::Code, ioctl::FaultRequest};
@@ -262,13 +262,21 @@ fn attach(args: &AttachArgs, format: Format) -> Result<switch::SwitchReport> {
         return Err(error);
     }
     let (device, mut prepared) = controlled(args.module.module.as_deref(), "attach")?;
-    match load_and_attach(&device, args.cpus.as_ref(), &mut prepared) {
+    let report = match load_and_attach(&device, args.cpus.as_ref(), &mut prepared) {
         Err(error) if error.code == Some(Code::VirtualizationInUse) => {
             make_kvm_let_go(args, format, error)?;
             prepared.kvm_unloaded = true;
             load_and_attach(&device, args.cpus.as_ref(), &mut prepared)
         }
         result => result,
+    };
+    let sysroot = Sysroot::default();
+    match report {
+        Ok(report) => Ok(report.note(module::departure(&module::kvm_departs(&sysroot)))),
+        Err(error) if error.code == Some(Code::VirtualizationInUse) && prepared.kvm_unloaded => {
+            Err(held_by(&module::holders(&sysroot), error))
+        }
+        Err(error) => Err(error),
     }
 }
 
@@ -294,22 +302,21 @@ fn switch_deferred(
     progress::during(&label, || switch::switch(device, direction, cpus, prepared))
 }
 
-/// Unloads a KVM that nobody uses, if the operator wants that; otherwise the error, with the holder.
+/// Unloads a KVM that nobody uses, if the operator wants that; otherwise the error, with who may hold the hardware.
 fn make_kvm_let_go(args: &AttachArgs, format: Format, error: Error) -> Result<()> {
     let holders = module::holders(&Sysroot::default());
-    let Some(holder) = holders.first() else { return Err(error) };
-    let held = Error { message: format!("{}; {} holds it", error.message, holder.name), ..error };
-    if !module::is_unused_kvm(holder) {
-        return Err(held.hint(format!(
-            "{} users of {} must stop first (`lsmod`); then `mercury attach --unload-kvm`",
-            holder.references, holder.name
-        )));
+    let unused = holders.iter().find(|module| module::is_unused_kvm(module));
+    let can_ask = format == Format::Text && !holders.iter().any(module::is_rival);
+    match unused.filter(|kvm| args.unload_kvm || (can_ask && agreed(&kvm.name))) {
+        Some(kvm) => module::remove_kvm(kvm),
+        None => Err(held_by(&holders, error)),
     }
-    let agreed = args.unload_kvm || (format == Format::Text && agreed(&holder.name));
-    if !agreed {
-        return Err(held.hint(explain::entry(Code::VirtualizationInUse).remedy));
-    }
-    module::remove_kvm(holder)
+}
+
+/// Who holds the hardware, and how to make them let go.
+fn held_by(holders: &[Module], error: Error) -> Error {
+    let Some(names) = module::names(holders) else { return error };
+    Error { message: format!("{}; {names} holds it", error.message), hint: module::release(holders), ..error }
 }
 
 /// Asks on the terminal, if there is one.

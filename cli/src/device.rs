@@ -26,15 +26,17 @@ use mercury_abi::{
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
 };
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{CWD, Mode, OFlags},
     io::Errno,
     ioctl::{Updater, ioctl},
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 /// The device's path.
 pub const PATH: &str = "/dev/mercury";
+/// Its name there.
+const NAME: &str = "mercury";
 
 /// How the device is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,11 +59,23 @@ const NO_OUTCOME: Outcome = Outcome { code: 0, cpu: u32::MAX, detail: [0; 2] };
 impl Device {
     /// Opens the device.
     pub fn open(access: Access) -> Result<Self> {
+        Self::open_at(CWD, PATH, access)
+    }
+
+    /// The same, by the folder of devices: where no name can be looked up from the root on.
+    ///
+    /// # Errors
+    /// As of [`Self::open`].
+    pub fn open_in(devices: impl AsFd, access: Access) -> Result<Self> {
+        Self::open_at(devices, NAME, access)
+    }
+
+    fn open_at(folder: impl AsFd, path: &str, access: Access) -> Result<Self> {
         let flags = match access {
             Access::Observe => OFlags::RDONLY,
             Access::Control => OFlags::RDWR,
         };
-        match rustix::fs::open(PATH, flags | OFlags::CLOEXEC, Mode::empty()) {
+        match rustix::fs::openat(folder, path, flags | OFlags::CLOEXEC, Mode::empty()) {
             Ok(fd) => Ok(Self { fd }),
             Err(Errno::BUSY) => Err(busy()),
             Err(Errno::NOENT | Errno::NXIO | Errno::NODEV) => Err(no_driver()),

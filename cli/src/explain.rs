@@ -168,8 +168,9 @@ pub const TABLE: &[Entry] = &[
         Code::VirtualizationInUse,
         "hardware virtualization is in use already",
         "A CPU has one hypervisor at a time. KVM of Linux 6.12 takes the hardware as soon as it is \
-         loaded, even without a virtual machine.",
-        "if no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm` (kvm_intel on \
+         loaded, even without a virtual machine. On AMD KVM alone goes on above Mercury, and only where no module of \
+         another hypervisor (VirtualBox's vboxdrv, VMware's vmmon) could be the one that has it.",
+        "unload the other hypervisor; if it is KVM, and no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm` (kvm_intel on \
          Intel); for good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
     ),
     entry_of(
@@ -581,10 +582,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotGuest,
-        "a virtual machine ran that the snapshot cannot see",
-        "KVM runs it without nested paging, or its memory is encrypted: it writes round the tables of the snapshot, \
-         which was given up. The machine itself lost nothing.",
-        "shut such virtual machines down first, or load kvm_amd with npt=1",
+        "a virtual machine ran that the snapshot, or the log of writes, cannot see",
+        "KVM runs it without nested paging, its memory is encrypted (SEV), or interrupts reach it without an exit \
+         (AVIC): it writes round the tables of the snapshot or the log, which was given up. The machine itself lost nothing.",
+        "shut such virtual machines down first, or load kvm_amd with npt=1 and avic=0",
     ),
     entry_of(
         Code::RollbackUnsupported,

@@ -24,19 +24,85 @@ pub const NAME: &CStr = c"mercury";
 /// How long the device node may take to appear after the module is in.
 const NODE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Modules that take hardware virtualization for themselves.
-const HOLDERS: [&str; 5] = ["kvm_amd", "kvm_intel", "vboxdrv", "vmmon", "jailhouse"];
+/// Modules that take hardware virtualization for themselves: KVM's.
+const KVM: [&str; 2] = ["kvm_amd", "kvm_intel"];
+
+/// And those of hypervisors that Mercury shares with on no processor. driver/events.c has the same.
+const RIVALS: [&str; 3] = ["vboxdrv", "vmmon", "jailhouse"];
 
 /// The modules that may hold hardware virtualization now.
 #[must_use]
 pub fn holders(sysroot: &Sysroot) -> Vec<Module> {
-    sysroot.modules().into_iter().filter(|module| HOLDERS.contains(&module.name.as_str())).collect()
+    sysroot.modules().into_iter().filter(|module| is_kvm(module) || is_rival(module)).collect()
+}
+
+fn is_kvm(module: &Module) -> bool {
+    KVM.contains(&module.name.as_str())
+}
+
+/// Whether it is another hypervisor's than KVM.
+#[must_use]
+pub fn is_rival(module: &Module) -> bool {
+    RIVALS.contains(&module.name.as_str())
 }
 
 /// Whether this holder can be unloaded: KVM that no virtual machine uses.
 #[must_use]
 pub fn is_unused_kvm(module: &Module) -> bool {
-    matches!(module.name.as_str(), "kvm_amd" | "kvm_intel") && module.references == 0
+    is_kvm(module) && module.references == 0
+}
+
+/// Whether a parameter of KVM's on AMD is on; `None` without it.
+#[must_use]
+pub fn kvm_amd_has(sysroot: &Sysroot, parameter: &str) -> Option<bool> {
+    sysroot.flag(&format!("sys/module/kvm_amd/parameters/{parameter}"))
+}
+
+/// What KVM on AMD may run its virtual machines with above which a CPU does not stay attached (`guest-unsupported`), while
+/// there are any.
+#[must_use]
+pub fn kvm_departs(sysroot: &Sysroot) -> Vec<&'static str> {
+    let runs = sysroot.module("kvm_amd").is_some_and(|module| module.references > 0);
+    let on = |parameter: &&str| runs && kvm_amd_has(sysroot, parameter) == Some(true);
+    ["avic", "sev"].into_iter().filter(on).collect()
+}
+
+/// What that means, for people.
+#[must_use]
+pub fn departure(with: &[&str]) -> Option<String> {
+    let who = match with {
+        [] => return None,
+        ["sev"] => "an encrypted virtual machine (kvm_amd sev=Y)",
+        // KVM runs all of them with it that it can.
+        _ => "a virtual machine with AVIC (kvm_amd avic=Y)",
+    };
+    Some(format!("a CPU that runs {who} leaves the hypervisor by itself and stays native"))
+}
+
+/// Which of them holds the hardware: any of them may. `None` if there is none.
+#[must_use]
+pub fn names(holders: &[Module]) -> Option<String> {
+    let names: Vec<_> = holders.iter().map(|module| module.name.as_str()).collect();
+    (!names.is_empty()).then(|| names.join(" or "))
+}
+
+/// How to make them let go: one of another hypervisor first, for on AMD KVM may stay.
+#[must_use]
+pub fn release(holders: &[Module]) -> Option<String> {
+    let order = |module: &&Module| (!is_rival(module), is_unused_kvm(module));
+    let holder = holders.iter().min_by_key(order)?;
+    let Module { name, references, .. } = holder;
+    Some(match (is_rival(holder), is_unused_kvm(holder)) {
+        (true, _) => format!("end the virtual machines of {name}, then `modprobe -r {name}`"),
+        (_, true) => format!(
+            "no virtual machine uses it: `mercury attach --unload-kvm`, or `modprobe -r {name} kvm`; for good: \
+             put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot"
+        ),
+        (_, false) => format!(
+            "{references} virtual machines or devices use it and must stop first (`lsmod`); then `mercury attach \
+             --unload-kvm`"
+        ),
+    })
 }
 
 /// Whether the module is in the kernel.
@@ -206,6 +272,50 @@ mod tests {
         assert!(is_unused_kvm(&module("kvm_amd", 0)));
         assert!(!is_unused_kvm(&module("kvm_amd", 1)));
         assert!(!is_unused_kvm(&module("vboxdrv", 0)));
+    }
+
+    #[test]
+    fn who_is_in_the_way_lets_go_first() {
+        let module = |name: &str, references| Module { name: name.into(), references, used_by: vec![] };
+        let both = [module("kvm_amd", 2), module("vboxdrv", 0)];
+        assert_eq!(names(&both).as_deref(), Some("kvm_amd or vboxdrv"));
+        assert_eq!(
+            release(&both).as_deref(),
+            Some("end the virtual machines of vboxdrv, then `modprobe -r vboxdrv`")
+        );
+        assert!(release(&both[..1]).is_some_and(|hint| hint.starts_with("2 virtual machines")));
+        assert_eq!((names(&[]), release(&[])), (None, None));
+    }
+
+    #[test]
+    fn what_makes_cpus_leave_is_told_beforehand() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let sysroot = Sysroot::at(root.path());
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+            std::fs::write(path, text).expect("file");
+        };
+        assert_eq!(kvm_departs(&sysroot), [""; 0]);
+        write("proc/modules", "kvm_amd 208896 0 - Live 0x0\n");
+        write("sys/module/kvm_amd/parameters/avic", "N\n");
+        write("sys/module/kvm_amd/parameters/sev", "Y\n");
+        assert_eq!(kvm_departs(&sysroot), [""; 0], "no virtual machine runs");
+        write("proc/modules", "kvm_amd 208896 3 - Live 0x0\n");
+        assert_eq!(kvm_departs(&sysroot), ["sev"]);
+        write("sys/module/kvm_amd/parameters/avic", "1\n");
+        assert_eq!(kvm_departs(&sysroot), ["avic", "sev"]);
+        assert_eq!(departure(&[]), None);
+        assert!(departure(&["sev"]).is_some_and(|text| text.contains("sev=Y")));
+        assert!(departure(&["avic", "sev"]).is_some_and(|text| text.contains("avic=Y")));
+    }
+
+    /// The driver looks for the same.
+    #[test]
+    fn the_driver_knows_the_same_rivals() {
+        let quoted = RIVALS.map(|name| format!("\"{name}\"")).join(", ");
+        let line = format!("static const char * const rivals[] = {{ {quoted} }};");
+        assert!(include_str!("../../driver/events.c").contains(&line), "{line}");
     }
 
     #[test]

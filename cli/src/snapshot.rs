@@ -9,8 +9,10 @@ use crate::{
         self, Attached,
         applications::Frozen,
         disks::{self, Mounted, Still},
+        fence,
         guard::Guard,
         phases::Phases,
+        stale::Stale,
     },
     commands::{self, Say},
     device::{Access, Device},
@@ -173,6 +175,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     checkpoint::refuse_swap(&sysroot)?;
     let mounts = disks::all(&sysroot)?;
     refuse_disks(args, &mounts)?;
+    refuse_sessions(&sysroot)?;
     let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
@@ -206,8 +209,23 @@ fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
     );
     Err(Error::new(Exit::Impossible, text).hint(
         "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper \
-         snapshot, made by --hook and merged before anything is read again), --force-disks goes on",
+         snapshot, made by --hook and merged by --put-back), --force-disks goes on",
     ))
+}
+
+/// From NFS 4.1 on requests are numbered, and a client that falls behind its server with that never gets on again.
+fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
+    let text = format!("{at} is on NFS {version}, which a machine that was put back cannot go on with");
+    Err(Error::new(Exit::Impossible, text).hint("mount it with vers=4.0 or vers=3"))
+}
+
+/// Where an NFS file system of such a version is mounted, and the version, from its line of mountinfo.
+fn numbered(line: &str) -> Option<(&str, &str)> {
+    let (front, back) = line.split_once(" - nfs4 ")?;
+    let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
+    (version != "4.0").then_some((front.split(' ').nth(4)?, version))
 }
 
 /// Whether a file system goes on while memory goes back. RAM disks are memory.
@@ -226,6 +244,7 @@ fn keep(
     let pool = checkpoint::pool_pages(args.pool, sysroot);
     let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
     device.snapshot_prepare(pool, flags)?;
+    let mut stale = connections(sysroot)?;
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
     let still = if mounts.iter().any(is_left_behind) {
@@ -236,6 +255,8 @@ fn keep(
         None
     };
     disks::are_still(mounts, sysroot)?;
+    let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
+    let were = guard.hear_during(|| marks(&left_behind));
     if let Some(hook) = &args.hook {
         checkpoint::run_hook(hook)?;
     }
@@ -245,6 +266,14 @@ fn keep(
     let held = begun.elapsed();
     let failures = checkpoint::quiesce_failures(sysroot);
     let begin = device.snapshot_begin(pool, flags);
+    if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
+        if let Some(stale) = &mut stale {
+            stale.end(sysroot);
+        }
+        if let Err(why) = put_disks_back(args, &left_behind, &were, guard) {
+            restart(&why);
+        }
+    }
     drop(still);
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
@@ -259,6 +288,62 @@ fn keep(
         pause_us,
         phases,
     })
+}
+
+/// Connections with the servers of network storage, which will have moved on: they are ended, and made anew. Without
+/// that they end as well, after minutes.
+fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
+    let servers = fence::servers(sysroot);
+    if servers.is_empty() {
+        return Ok(None);
+    }
+    // Until then nothing of this program comes over the network.
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+    Ok(Stale::prepare(servers).ok())
+}
+
+/// What changes with whatever is written to frozen file systems; nothing where that is not known.
+fn marks(mounts: &[Mounted]) -> Vec<Option<String>> {
+    mounts.iter().map(|mount| disks::mark(&mount.device, &mount.kind).ok()).collect()
+}
+
+/// In a machine that was put back: has its disks follow; why they did not, as a clause.
+fn put_disks_back(
+    args: &SnapshotArgs,
+    mounts: &[Mounted],
+    were: &[Option<String>],
+    guard: &mut Guard,
+) -> std::result::Result<(), String> {
+    if let Some(command) = &args.put_back {
+        let run = || checkpoint::run_still(command);
+        guard.hear_during(run).map_err(|why| format!("the command of --put-back failed: {why}"))?;
+    }
+    match moved_on(mounts, were, &guard.hear_during(|| marks(mounts))) {
+        Some(mount) => Err(format!("{} was written to after the instant", mount.at.display())),
+        None => Ok(()),
+    }
+}
+
+/// The first file system that is not what it was; of one that had no mark nobody knows.
+fn moved_on<'a>(
+    mounts: &'a [Mounted],
+    were: &[Option<String>],
+    are: &[Option<String>],
+) -> Option<&'a Mounted> {
+    let pairs = were.iter().zip(are);
+    mounts.iter().zip(pairs).find(|(_, (was, is))| was.is_some() && was != is).map(|(mount, _)| mount)
+}
+
+/// Ends this machine before anybody writes to its disks, as a power cut would.
+fn restart(why: &str) -> ! {
+    let text = format!("<2>mercury: this machine was put back, and its disks were not: {why}; it restarts\n");
+    let _ = std::fs::write("/dev/kmsg", text);
+    loop {
+        // Without a sync: nothing of what memory holds belongs on these disks.
+        let _ = rustix::system::reboot(rustix::system::RebootCommand::Restart);
+        std::thread::sleep(time::Duration::from_secs(1));
+    }
 }
 
 /// What the kernel said last.
@@ -283,6 +368,27 @@ mod tests {
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
         assert!(!is_left_behind(&mount("/dev/ram0", true)));
         assert!(!is_left_behind(&mount("/dev/zram1", true)));
+    }
+
+    #[test]
+    fn numbered_requests() {
+        let line = |version| format!("22 1 0:20 / /srv rw - nfs4 10.0.0.1:/ rw,vers={version},addr=10.0.0.1");
+        assert_eq!(numbered(&line("4.2")), Some(("/srv", "4.2")));
+        assert_eq!(numbered(&line("4.0")), None);
+        assert_eq!(numbered("22 1 0:20 / / rw - nfs 10.0.0.1:/ rw,vers=3,addr=10.0.0.1"), None);
+        assert_eq!(numbered("22 1 8:1 / / rw - ext4 /dev/sda1 rw"), None);
+    }
+
+    #[test]
+    fn what_has_moved_on() {
+        let mounts = [mount("/dev/sda1", true), mount("/dev/sdb1", true)];
+        let marks = |marks: [Option<&str>; 2]| marks.map(|mark| mark.map(str::to_owned));
+        let were = marks([None, Some("1")]);
+        assert_eq!(moved_on(&mounts, &were, &were), None);
+        assert_eq!(moved_on(&mounts, &were, &marks([Some("1"), Some("1")])), None, "it had no mark");
+        for is in [Some("2"), None] {
+            assert_eq!(moved_on(&mounts, &were, &marks([None, is])), Some(&mounts[1]));
+        }
     }
 
     #[test]

@@ -44,6 +44,9 @@ pub struct SwitchReport {
     pub ticks: Summary,
     /// The same in microseconds.
     pub us: Summary,
+    /// What will happen to CPUs that are attached, where that is known beforehand.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
     #[serde(skip)]
     past: &'static str,
 }
@@ -116,6 +119,7 @@ fn report(
         per_cpu: results.iter().map(|r| CpuTime { cpu: r.cpu, ticks: r.ticks, us: us(r.ticks) }).collect(),
         ticks: Summary::of(results.iter().map(|result| result.ticks as f64)),
         us: Summary::of(results.iter().map(|result| us(result.ticks))),
+        note: None,
         past: direction.past(),
     }
 }
@@ -135,10 +139,20 @@ impl Render for SwitchReport {
         if self.count > 0 && self.already > 0 {
             to.line(format!("{} {} already {}", self.already, plural(self.already, "CPU"), self.state()));
         }
+        if let Some(note) = &self.note {
+            to.line(format!("note: {note}"));
+        }
     }
 }
 
 impl SwitchReport {
+    /// The same with something to know.
+    #[must_use]
+    pub fn note(mut self, note: Option<String>) -> Self {
+        self.note = note;
+        self
+    }
+
     fn state(&self) -> &'static str {
         if self.past == Direction::Attach.past() { "attached" } else { "native" }
     }
@@ -283,6 +297,8 @@ mod tests {
         assert!(rendered(&report).ends_with("3 CPUs already attached\n"), "{}", rendered(&report));
         let report = switch(&driver, Direction::Attach, None, Prepared::default()).expect("attach");
         assert_eq!(rendered(&report), "nothing to do: every CPU is attached already\n");
+        let report = report.note(crate::module::departure(&["avic"]));
+        assert!(rendered(&report).contains("\nnote: a CPU that runs a virtual machine with AVIC"));
     }
 
     #[test]

@@ -66,6 +66,12 @@ impl Sysroot {
         names
     }
 
+    /// A file that says yes (`Y`, `1`) or no; `None` if it cannot be read.
+    #[must_use]
+    pub fn flag(&self, file: &str) -> Option<bool> {
+        self.text(file).map(|text| matches!(text.as_str(), "Y" | "1"))
+    }
+
     /// Loaded modules.
     #[must_use]
     pub fn modules(&self) -> Vec<Module> {

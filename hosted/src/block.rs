@@ -36,6 +36,8 @@ pub const RSP: usize = 4;
 pub const RSI: usize = 6;
 /// RDI
 pub const RDI: usize = 7;
+/// R8
+pub const R8: usize = 8;
 /// R11
 pub const R11: usize = 11;
 

@@ -73,10 +73,11 @@ pub fn extended_size() -> u32 {
     __cpuid_count(0xD, 0).ecx
 }
 
-/// How much room those take that the guest's kernel keeps.
-fn states_size() -> u32 {
+/// How much room those of these states take that the guest's kernel keeps.
+#[must_use]
+pub fn size_of(states: u64) -> u32 {
     const LEGACY: u32 = 576;
-    let ends = (2..32).filter(|state| extended_states() >> state & 1 == 1).map(|state| {
+    let ends = (2..32).filter(|state| (extended_states() & states) >> state & 1 == 1).map(|state| {
         let leaf = __cpuid_count(0xD, state);
         leaf.eax + leaf.ebx
     });
@@ -97,7 +98,7 @@ pub fn guest(leaf: u32, subleaf: u32, cr4: u64) -> [u32; 4] {
         2 => [a, b, c, d],
         4 if a & 0x1F != 0 => [a & 0x3FFF, b, c, d],
         7 if subleaf == 0 => [0, b & !EXTENDED_EBX, c & !EXTENDED_ECX, d & EXTENDED_EDX_KEPT],
-        0xD if subleaf == 0 => [a & STATES as u32, states_size(), states_size(), 0],
+        0xD if subleaf == 0 => [a & STATES as u32, size_of(STATES), size_of(STATES), 0],
         0xD if subleaf == 1 => [a & 1, 0, 0, 0],
         0xD if subleaf < 32 && STATES >> subleaf & 1 == 1 => [a, b, c, d],
         0x8000_0000 => [a.min(0x8000_0008), b, c, d],

@@ -151,6 +151,26 @@ impl Kernel {
             .map(|(address, size)| *address..address + size)
     }
 
+    /// Whether the kernel executes this only until there are programs.
+    #[must_use]
+    pub fn is_initial(&self, address: u64) -> bool {
+        let is_in = |code: &&Code| (code.address..code.address + code.size).contains(&address);
+        self.code.iter().find(is_in).is_some_and(|code| code.name.starts_with(".init"))
+    }
+
+    /// The symbols in code, by their addresses as linked.
+    #[must_use]
+    pub fn code_symbols(&self) -> BTreeMap<u64, Vec<&str>> {
+        let mut names: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
+        for (name, (address, _)) in &self.symbols {
+            let is_in = |code: &Code| (code.address..code.address + code.size).contains(address);
+            if self.code.iter().any(is_in) {
+                names.entry(*address).or_default().push(name);
+            }
+        }
+        names
+    }
+
     /// The physical address of a linked one, if it is loaded.
     #[must_use]
     pub fn physical(&self, address: u64) -> Option<u64> {

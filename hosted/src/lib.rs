@@ -9,11 +9,12 @@
 //!
 //! - [`layout`]: where everything is.
 //! - [`kernel`] reads the `vmlinux`, [`load`] moves it and fills its slots ([`thunks`], [`constants`]), [`boot`] tells it what
-//!   it runs on, [`run`] does these in order.
+//!   it runs on, [`run`] does these in order, unless the host's `limits` are in the way.
 //! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
 //! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
 //! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
-//! - [`isolation`]: if it is asked for, programs run in processes of their own.
+//! - [`isolation`]: if it is asked for, programs run in processes of their own; [`guards`] keep the kernel's own accesses from
+//!   what is not theirs.
 //! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
 pub mod block;
@@ -24,9 +25,11 @@ pub mod devices;
 pub mod entry;
 pub mod error;
 pub mod gdb;
+pub mod guards;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;
+mod limits;
 pub mod load;
 pub mod machine;
 pub mod memory;

@@ -8,12 +8,13 @@ use mercury_afterburner::record::Record;
 use crate::{
     constants::{self, Function, SPECIAL},
     error::{Error, Result},
+    guards::{self, Fixed, Guard, Guards},
     kernel::{Change, Kernel},
     layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
-    thunks::{self, Exit, Slot, Thunk, USES},
+    thunks::{self, Exit, HOOK_LENGTH, Slot, Thunk, USES, Use},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -32,6 +33,8 @@ pub struct Loaded {
     pub exits: Vec<Exit>,
     /// Slots that were filled, by their addresses now.
     pub slots: BTreeMap<u64, Filled>,
+    /// Instructions that have become traps, for they use programs' memory.
+    pub guards: Guards,
     /// Physical address of the kernel's own page tables.
     pub root: u64,
     /// Slots that were filled.
@@ -83,9 +86,11 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
     let constants = change_constants(kernel, memory)?;
     give_layout(kernel, memory)?;
     let root = prepare_tables(kernel, memory)?;
+    let fixed = (isolation == Isolation::Process).then(|| Fixed::find(kernel, memory)).transpose()?;
     let mut loaded = fill_slots(kernel, memory)?;
-    if isolation == Isolation::Process {
-        hook_uses(kernel, memory, &mut loaded)?;
+    if let Some(fixed) = fixed {
+        let hooked = hook_uses(kernel, memory, &mut loaded)?;
+        guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
         return Err(Error::new("the kernel has more slots than there is room for"));
@@ -248,9 +253,10 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     Ok(root)
 }
 
-/// Functions that use a program's memory leave the guest, which does it without mapping the memory.
-fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
+/// Functions that use a program's memory leave the guest, which does it without mapping the memory. Says which.
+fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<HashSet<&'static str>> {
     const LONGEST: usize = 32;
+    let mut hooked = HashSet::new();
     for (name, what) in USES {
         let Ok(physical) = physical_of(kernel, name) else { continue };
         let address = address_of(kernel, name)?;
@@ -261,7 +267,93 @@ fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()
             continue;
         };
         put_thunk(loaded, memory, thunk, physical, address, length)?;
+        hooked.insert(name);
     }
+    let gives = |(name, what): &&(&str, Use)| matches!(what, Use::Give(_)) && !hooked.contains(name);
+    match USES.iter().find(gives) {
+        Some((name, _)) => Err(guards::not_understood(format!("it has no {name}, or another"))),
+        None => Ok(hooked),
+    }
+}
+
+/// Instructions that use a program's memory become jumps that leave the guest, if what is behind them can be moved along as far
+/// as a jump is long, or else traps. What stands for them is in the code for slots.
+fn guard_accesses(
+    kernel: &Kernel,
+    memory: &Memory,
+    loaded: &mut Loaded,
+    hooked: &HashSet<&str>,
+    fixed: &Fixed,
+) -> Result<()> {
+    for instruction in guards::find(kernel, memory, hooked)? {
+        let (address, length) = (instruction.ip(), instruction.len());
+        if slot_at(loaded, address..address + length as u64) {
+            return Err(guards::not_understood(format!("a slot has borrowed what is at {address:#x}")));
+        }
+        match displaced(memory, loaded, fixed, &instruction)? {
+            Some(displaced) => guard_by_jump(memory, loaded, &displaced)?,
+            None => guard_by_trap(memory, loaded, &instruction)?,
+        }
+    }
+    Ok(())
+}
+
+fn slot_at(loaded: &Loaded, place: std::ops::Range<u64>) -> bool {
+    let before = loaded.slots.range(..place.end).next_back();
+    before.is_some_and(|(at, slot)| at + slot.bytes.len() as u64 > place.start)
+}
+
+/// An instruction and those behind it that a jump in its place displaces, if they can be moved.
+fn displaced(
+    memory: &Memory,
+    loaded: &Loaded,
+    fixed: &Fixed,
+    first: &Instruction,
+) -> Result<Option<Vec<Instruction>>> {
+    const LONGEST: usize = 32;
+    let mut bytes = [0; LONGEST];
+    memory.read(first.ip() - DIRECT_MAP, &mut bytes).ok_or_else(outside)?;
+    let mut displaced = Vec::new();
+    let mut length = 0;
+    for instruction in Decoder::with_ip(64, &bytes, first.ip(), DecoderOptions::NONE).iter() {
+        let is_first = displaced.is_empty();
+        let is_free = !slot_at(loaded, instruction.ip()..instruction.next_ip());
+        if !is_free || !is_first && !fixed.may_move(&instruction) {
+            return Ok(None);
+        }
+        length += instruction.len();
+        displaced.push(instruction);
+        if length >= HOOK_LENGTH {
+            return Ok(Some(displaced));
+        }
+    }
+    Ok(None)
+}
+
+fn guard_by_jump(memory: &Memory, loaded: &mut Loaded, displaced: &[Instruction]) -> Result<()> {
+    let (Some(first), Some(last)) = (displaced.first(), displaced.last()) else { return Ok(()) };
+    let place = THUNKS + loaded.thunks.len() as u64;
+    let (thunk, places) = thunks::guard(displaced, place, loaded.exits.len())?;
+    let length = (last.next_ip() - first.ip()) as usize;
+    put_thunk(loaded, memory, thunk, first.ip() - DIRECT_MAP, first.ip(), length)?;
+    for (at, (&instruction, &code)) in displaced.iter().zip(&places).enumerate() {
+        let guard = Guard { instruction, code };
+        if at == 0 { loaded.guards.insert(guard) } else { loaded.guards.insert_displaced(guard) }
+    }
+    Ok(())
+}
+
+fn guard_by_trap(memory: &Memory, loaded: &mut Loaded, instruction: &Instruction) -> Result<()> {
+    const TRAP: u8 = 0xCC;
+    let physical = instruction.ip() - DIRECT_MAP;
+    let mut bytes = vec![0; instruction.len()];
+    memory.read(physical, &mut bytes).ok_or_else(outside)?;
+    let code = THUNKS + loaded.thunks.len() as u64;
+    loaded.thunks.extend(thunks::stand_in(instruction, code)?);
+    loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
+    memory.write(physical, &[TRAP]).ok_or_else(outside)?;
+    loaded.guards.insert(Guard { instruction: *instruction, code });
+    loaded.slots.insert(instruction.ip(), Filled { bytes, code });
     Ok(())
 }
 
@@ -270,6 +362,7 @@ fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
         thunks: Vec::new(),
         exits: Vec::new(),
         slots: BTreeMap::new(),
+        guards: Guards::default(),
         root: 0,
         filled: 0,
         unfilled: 0,

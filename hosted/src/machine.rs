@@ -10,6 +10,7 @@ use crate::{
     devices::Devices,
     entry,
     gdb::Debugger,
+    guards::Guards,
     isolation::{Spaces, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
@@ -85,6 +86,10 @@ pub struct Counters {
     pub switches: u64,
     /// Instructions recognized by their trap, not by their slot.
     pub trapped: u64,
+    /// Traps in place of what uses a program's memory.
+    pub guarded: u64,
+    /// Uses of an address that is not a program's.
+    pub refused: u64,
 }
 
 /// All of it.
@@ -100,6 +105,8 @@ pub struct Machine {
     pub exits: Vec<Exit>,
     /// Where they jump to the monitor, in order.
     pub exit_jumps: Vec<u64>,
+    /// Instructions of the kernel's that have become traps, for they use programs' memory.
+    pub guards: Guards,
     /// The kernel's own page tables.
     pub kernel_root: u64,
     /// What has been counted.
@@ -380,6 +387,15 @@ impl Machine {
         !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
     }
 
+    /// Whether all of these addresses may be a program's: neither the kernel's memory nor what the monitor has among them.
+    #[must_use]
+    pub fn are_a_program_s(&self, address: u64, length: u64) -> bool {
+        let Some(last) = address.checked_add(length.saturating_sub(1)) else { return false };
+        let below = layout::USER_START..layout::THUNKS;
+        let above = layout::DIRECT_MAP + self.memory.size()..layout::USER_END;
+        [below, above].iter().any(|range| range.contains(&address) && range.contains(&last))
+    }
+
     /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space
     /// was changed. Mapping it is only worth it for more.
     fn is_a_single_use(&mut self, address: u64) -> bool {
@@ -636,6 +652,7 @@ impl Machine {
                 }
             }
             Cause::Uses(what) => self.use_program(what),
+            Cause::Guarded => self.use_guarded(exit.original),
             Cause::Pending => {}
         }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {

@@ -7,8 +7,9 @@ use mercury_afterburner::kind::Kind;
 
 use crate::{
     block::{self, IF, Segments},
-    cpuid, layout,
+    cpuid, guards, layout,
     machine::{End, Exception, Machine},
+    mmu::Privilege,
     vcpu::{CR4_GLOBAL, Table},
 };
 
@@ -108,6 +109,10 @@ impl Machine {
 
     /// The address of an instruction's operand in memory.
     fn address(&self, instruction: &Instruction) -> u64 {
+        self.address_of(instruction, guards::memory_operands(instruction).next().unwrap_or(0))
+    }
+
+    fn address_of(&self, instruction: &Instruction, operand: u32) -> u64 {
         let registers = &self.block().registers.general;
         let value = |register: Register, _: usize, _: usize| {
             Some(match register {
@@ -120,8 +125,6 @@ impl Machine {
                 }
             })
         };
-        let operand =
-            (0..instruction.op_count()).find(|&n| instruction.op_kind(n) == OpKind::Memory).unwrap_or(0);
         instruction.virtual_address(operand, 0, value).unwrap_or(0)
     }
 
@@ -435,7 +438,7 @@ impl Machine {
     /// sensitive and the kernel's.
     pub fn trapped(&mut self) -> Option<()> {
         let address = self.block().registers.rip;
-        if self.privilege() == crate::mmu::Privilege::User || layout::is_user(address) {
+        if self.privilege() == Privilege::User || layout::is_user(address) {
             return None;
         }
         let instruction = self.instruction()?;
@@ -452,6 +455,10 @@ impl Machine {
     /// The instruction that the guest is at.
     fn instruction(&self) -> Option<Instruction> {
         let address = self.block().registers.rip;
+        let replaced = self.guards.instruction(address).filter(|_| !self.has_breakpoint(address));
+        if replaced.is_some() {
+            return replaced;
+        }
         let mut bytes = [0; 15];
         let length = (1..=bytes.len())
             .rev()
@@ -474,19 +481,24 @@ impl Machine {
     /// Does moves between registers and a program's memory, as long as one follows the other, for a kernel that does not have
     /// the memory mapped. Says whether it did any.
     pub fn perform_moves(&mut self) -> bool {
-        const MOST: usize = 8;
+        const MOST: usize = 64;
+        let most = if self.is_stepping() { 1 } else { MOST };
         let mut done = false;
-        for _ in 0..MOST {
+        for _ in 0..most {
             let Some(instruction) = self.instruction() else { break };
             let is_move = self.is_simple_move(&instruction);
-            if instruction.mnemonic() != Mnemonic::Nop
-                && (!is_move || self.perform_move(&instruction).is_err())
-            {
+            let is_done = instruction.mnemonic() == Mnemonic::Nop
+                || (is_move || done && self.is_simple_load(&instruction))
+                    && self.perform_move(&instruction).is_ok();
+            if !is_done {
                 break;
             }
             done |= is_move;
             self.block().registers.rip = instruction.next_ip();
         }
+        // It may have come to what a jump has displaced.
+        let registers = &mut self.block().registers;
+        registers.rip = self.guards.displaced(registers.rip).unwrap_or(registers.rip);
         done
     }
 
@@ -500,7 +512,65 @@ impl Machine {
         matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx)
             && kinds.contains(&OpKind::Memory)
             && (0..2).all(|at| kinds[at] != OpKind::Register || is_simple(instruction.op_register(at as u32)))
-            && layout::is_user(self.address(instruction))
+            && self.uses_a_program_s_memory(instruction)
+    }
+
+    /// Whether it reads a register from the kernel's own memory, as those do that are between two moves to a program's.
+    fn is_simple_load(&self, instruction: &Instruction) -> bool {
+        let last = self.address(instruction).saturating_add(instruction.memory_size().size() as u64);
+        instruction.mnemonic() == Mnemonic::Mov
+            && instruction.op0_kind() == OpKind::Register
+            && instruction.op0_register().is_gpr()
+            && instruction.op0_register().size() >= 4
+            && instruction.op1_kind() == OpKind::Memory
+            && self.memory.direct(self.address(instruction)).is_some()
+            && self.memory.direct(last).is_some()
+    }
+
+    /// Whether all of an instruction's operand in memory may be a program's; of one that copies, one of both.
+    fn uses_a_program_s_memory(&self, instruction: &Instruction) -> bool {
+        let count = self.block().registers.general[block::RCX];
+        let length = match instruction.memory_size().size() as u64 {
+            _ if guards::is_extended_state(instruction) => cpuid::size_of(self.vcpu.xcr0).into(),
+            size if instruction.has_rep_prefix() => size.saturating_mul(count),
+            size => size,
+        };
+        guards::memory_operands(instruction)
+            .any(|operand| self.are_a_program_s(self.address_of(instruction, operand), length))
+    }
+
+    /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory.
+    pub fn guarded(&mut self) -> bool {
+        let at = self.block().registers.rip.wrapping_sub(1);
+        if self.guards.at(at).is_none() {
+            return false;
+        }
+        self.counters.trapped += 1;
+        self.use_guarded(at);
+        true
+    }
+
+    /// The guest has come to an instruction that uses a program's memory. It is done if it is a move, or else executed where it
+    /// is still itself. If the address is not a program's, the guest gets a fault, as for one that is above programs' memory.
+    pub fn use_guarded(&mut self, at: u64) {
+        let Some(&guard) = self.guards.at(at) else { return };
+        self.counters.guarded += 1;
+        self.block().registers.rip = at;
+        if !self.uses_a_program_s_memory(&guard.instruction) {
+            self.counters.refused += 1;
+            // Of a page fault the kernel would try to do something about the page, by a length of its own.
+            let is_state = guards::is_state(&guard.instruction);
+            self.inject(if is_state { Exception::PROTECTION } else { Exception::page(0, layout::USER_END) });
+        } else if !self.perform_moves() {
+            self.block().registers.rip = guard.code;
+        }
+    }
+
+    /// A fault of what stands for such an instruction is one of the instruction.
+    pub fn leave_stand_in(&mut self) {
+        let registers = &mut self.block().registers;
+        let site = self.guards.site(registers.rip).filter(|_| self.privilege() == Privilege::Kernel);
+        registers.rip = site.unwrap_or(registers.rip);
     }
 
     fn perform_move(&mut self, instruction: &Instruction) -> Done {

@@ -13,6 +13,7 @@ use crate::{
     isolation::Spaces,
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
+    limits::Limits,
     load,
     machine::{Counters, Machine},
     memory::Memory,
@@ -94,9 +95,6 @@ pub struct Report {
 /// A kernel of this kind does not start with less.
 pub const LEAST_MEMORY: u64 = 64 << 20;
 const STACK: u64 = 1 << 20;
-/// Mappings that the host's own libraries and the monitor need.
-const OWN_MAPPINGS: u64 = 2000;
-const LEAST_MAPPINGS: u64 = 8192;
 
 /// Loads the kernel as for a start, and says what was found.
 ///
@@ -121,7 +119,9 @@ pub fn check(options: &Options) -> Result<Report> {
 /// Whatever is in the way.
 pub fn run(options: &Options) -> Result<Infallible> {
     without_randomization()?;
-    let most_mapped = check_mappings()?;
+    let limits = Limits::default();
+    let most_mapped = limits.mappings()?;
+    limits.memory(options.memory)?;
     let Prepared { kernel, memory, loaded } = prepare(options)?;
     let initramfs = match &options.initramfs {
         Some(path) => fs::read(path).map_err(|error| Error::file("read", path, error))?,
@@ -206,6 +206,7 @@ fn start(
         memory,
         devices,
         exits: Vec::new(),
+        guards: loaded.guards.clone(),
         exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
         kernel_root: loaded.root,
         counters: Counters::default(),
@@ -297,20 +298,6 @@ fn check_host() -> Result<()> {
         return Err(Error::host("the host's processor or kernel has no XSAVE"));
     }
     Ok(())
-}
-
-/// How many mappings the guest may have.
-fn check_mappings() -> Result<u64> {
-    const NAME: &str = "/proc/sys/vm/max_map_count";
-    let text = fs::read_to_string(NAME).unwrap_or_default();
-    let most: u64 = text.trim().parse().unwrap_or(LEAST_MAPPINGS + OWN_MAPPINGS);
-    if most < LEAST_MAPPINGS {
-        return Err(Error::new(format!(
-            "the host allows a process {most} mappings, and a guest needs {LEAST_MAPPINGS}"
-        ))
-        .hint(format!("sysctl vm.max_map_count=65530 (the usual value; {NAME})")));
-    }
-    Ok(most - OWN_MAPPINGS.min(most / 4))
 }
 
 /// The frequency of the time stamp counter, by the host's clock.

@@ -244,6 +244,7 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
     if fault.is_call {
         return machine.system_call();
     }
+    machine.leave_stand_in();
     let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
     match fault.number {
@@ -252,7 +253,8 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         trap::PROTECTION => machine.inject(Exception { error: Some(error), ..Exception::PROTECTION }),
         trap::UNDEFINED if machine.resume_below_a_jump() => {}
         trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
-        trap::BREAKPOINT if machine.privilege() == Privilege::Kernel && machine.breakpoint() => {}
+        trap::BREAKPOINT
+            if machine.privilege() == Privilege::Kernel && (machine.breakpoint() || machine.guarded()) => {}
         number @ (trap::DIVISION | 1 | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))
         }

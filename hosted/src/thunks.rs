@@ -18,7 +18,7 @@ use mercury_afterburner::{
 };
 
 use crate::{
-    block::at,
+    block::{RDI, RSI, at},
     error::{Error, Result},
     machine::VISIBLE,
 };
@@ -32,23 +32,51 @@ pub enum Cause {
     Pending,
     /// A function of the kernel's has been called that uses a program's memory.
     Uses(Use),
+    /// An instruction of the kernel's is about to use a program's memory.
+    Guarded,
 }
 
-/// What a function does with a program's memory, by the kernel's own conventions. It returns 0 if it has been done.
+/// What a function does with a program's memory, by the kernel's own conventions. If all of it is done, the result says so; if the
+/// address is not a program's, the result says that it could not be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Copies EDX bytes from RSI to RDI; the result is in RAX.
+    /// Copies EDX bytes from RSI to RDI, one of which is a program's; the result, how many are left, is in RAX.
     Copy,
     /// Reads so many bytes at RAX into RDX; the result is in RAX.
     Get(usize),
     /// Writes so many bytes of RAX to RCX; the result is in RCX.
     Put(usize),
+    /// Clears RCX bytes at RDI; the result, how many are left, is in RCX.
+    Clear,
+    /// Copies a string of less than RDX bytes from RSI to RDI; the result, its length, is in RAX.
+    CopyString,
+    /// Finds the end of a string of at most RSI bytes at RDI; the result, its length with the zero, is in RAX, and 0 if it could not.
+    MeasureString,
+    /// Sums up EDX bytes at the address in this register; the result is in RAX, and 0 if it could not. All else is left to the function.
+    Sum(usize),
+    /// Gives a program addresses. All that could be done is left to the function.
+    Give(Giving),
+}
+
+/// How a function gives a program addresses: what it returns in RAX if it does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Giving {
+    /// Finds RDX bytes, at RSI if R8 says so, or near; an error.
+    Find,
+    /// Maps RDX bytes at RSI; an error.
+    Map,
+    /// Lets the mapping at RDI begin at RSI; an error.
+    Grow,
+    /// Has a mapping of RDX bytes moved to RSI; null.
+    Move,
 }
 
 /// Functions that do it: those in which the kernel itself changes nothing at the beginning.
-pub const USES: [(&str, Use); 10] = [
+pub const USES: [(&str, Use); 23] = [
     ("copy_user_generic_unrolled", Use::Copy),
     ("copy_user_generic_string", Use::Copy),
+    ("copy_user_enhanced_fast_string", Use::Copy),
+    ("__copy_user_nocache", Use::Copy),
     ("__get_user_1", Use::Get(1)),
     ("__get_user_2", Use::Get(2)),
     ("__get_user_4", Use::Get(4)),
@@ -57,6 +85,17 @@ pub const USES: [(&str, Use); 10] = [
     ("__put_user_2", Use::Put(2)),
     ("__put_user_4", Use::Put(4)),
     ("__put_user_8", Use::Put(8)),
+    ("clear_user_original", Use::Clear),
+    ("clear_user_rep_good", Use::Clear),
+    ("clear_user_erms", Use::Clear),
+    ("strncpy_from_user", Use::CopyString),
+    ("strnlen_user", Use::MeasureString),
+    ("csum_and_copy_from_user", Use::Sum(RDI)),
+    ("csum_and_copy_to_user", Use::Sum(RSI)),
+    ("get_unmapped_area", Use::Give(Giving::Find)),
+    ("mmap_region", Use::Give(Giving::Map)),
+    ("expand_downwards", Use::Give(Giving::Grow)),
+    ("copy_vma", Use::Give(Giving::Move)),
 ];
 
 /// Bytes of the jump that takes the place of a function's beginning.
@@ -232,6 +271,35 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
     Ok([displaced, &rest].concat())
 }
 
+/// Makes code for an instruction that leaves the guest first, and for those behind it that the jump has displaced, to be put at
+/// an address; its exit has this number. Says where each can be executed.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn guard(displaced: &[Instruction], place: u64, number: usize) -> Result<(Thunk, Vec<u64>)> {
+    let address = displaced.first().map_or(0, Instruction::ip);
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code at {address:#x}: {error}"));
+    let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
+    let mut labels: Vec<_> = displaced.iter().map(|_| assembler.create_label()).collect();
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        assembler.mov(dword_ptr(at::EXIT), number as i32)?;
+        assembler.jmp(qword_ptr(at::ENTRY))?;
+        for (instruction, label) in displaced.iter().zip(&mut labels) {
+            assembler.set_label(label)?;
+            assembler.add_instruction(*instruction)?;
+        }
+        assembler.jmp(displaced.last().map_or(0, Instruction::next_ip))
+    };
+    all().map_err(wrong)?;
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let done = assembler.assemble_options(place, options).map_err(wrong)?;
+    let places =
+        labels.iter().map(|label| done.label_ip(label).map_err(wrong)).collect::<Result<Vec<_>>>()?;
+    let resume = places.first().copied().unwrap_or(place);
+    let exit = Exit { cause: Cause::Guarded, original: address, resume };
+    Ok((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, places))
+}
+
 /// Makes code for a function that leaves the guest first, to be put at an address; its exit has this number. If the guest is
 /// gone on with behind the exit, the function is what it was: what the jump has displaced comes, and its rest. `None` if
 /// it does not begin with instructions that mean the same elsewhere.
@@ -275,6 +343,20 @@ pub fn hook(
     let resume = done.label_ip(&behind).map_err(wrong)?;
     let exit = Exit { cause: Cause::Uses(what), original: address, resume };
     Ok(Some((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, length)))
+}
+
+/// Makes code that stands for one instruction, to be put at an address: the instruction, and a jump behind where it was.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn stand_in(instruction: &Instruction, place: u64) -> Result<Vec<u8>> {
+    let wrong = |error: iced_x86::IcedError| {
+        Error::new(format!("the instruction at {:#x}: {error}", instruction.ip()))
+    };
+    let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
+    assembler.add_instruction(*instruction).map_err(wrong)?;
+    assembler.jmp(instruction.next_ip()).map_err(wrong)?;
+    assembler.assemble(place).map_err(wrong)
 }
 
 struct Builder<'a> {
@@ -481,6 +563,21 @@ mod tests {
         for code in [&[0x90, 0x72, 0x27, 0x90, 0x90][..], &[0x48, 0x8B, 0x05, 0, 0, 0, 0]] {
             assert!(hook(Use::Copy, code, PLACE, AT, 7).unwrap().is_none());
         }
+    }
+
+    #[test]
+    fn a_guarded_instruction_leaves_first_and_is_executed_with_those_behind_it() {
+        // mov %rdx,(%rax) ; add $8,%rax
+        let code = [0x48, 0x89, 0x10, 0x48, 0x83, 0xC0, 8];
+        let displaced: Vec<Instruction> =
+            Decoder::with_ip(64, &code, PLACE, DecoderOptions::NONE).iter().collect();
+        let (thunk, places) = guard(&displaced, AT, 7).unwrap();
+        let made = text(&thunk.code);
+        assert_eq!((made[0].immediate32(), made[0].len() as u64), (7, NAMING_LENGTH));
+        assert_eq!((made[1].ip(), thunk.exits[0].original), (thunk.exits[0].jump(), PLACE));
+        assert_eq!(places, [made[2].ip(), made[3].ip()]);
+        assert_eq!(thunk.code[(places[0] - AT) as usize..][..code.len()], code);
+        assert_eq!(made[4].near_branch_target(), PLACE + code.len() as u64);
     }
 
     #[test]

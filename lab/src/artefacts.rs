@@ -5,7 +5,7 @@
 //! /mercury/bin       first in the search path: mercury, mercury-workload, the agent, poweroff, scripts
 //! /mercury/lib       what those need
 //! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
-//! /mercury/lib/modules/<kernel version>/mercury_test.ko     see lab/testmod
+//! /mercury/lib/modules/<kernel version>/mercury_test.ko     and vboxdrv.ko, see lab/testmod
 //! /mercury/initramfs/<kernel version>.cpio                  for kexec
 //! ```
 
@@ -42,6 +42,8 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
     ("lib/lab-network", include_str!("../guest/lab-network")),
     ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
+    ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
+    ("lib/lab-mapped-root", include_str!("../guest/lab-mapped-root")),
     ("lib/bashrc", include_str!("../guest/bashrc")),
 ];
 
@@ -68,8 +70,8 @@ fn build(release: Release) -> Result<Artefacts> {
             let name = Path::new("lib").join(variant.directory()).join(&version.version);
             files.push((name.join("mercury.ko"), module));
         }
-        let name = Path::new("lib/modules").join(&version.version).join(testmod::FILE);
-        files.push((name, testmod::build(kernel)?));
+        let (name, built) = (Path::new("lib/modules").join(&version.version), testmod::build(kernel)?);
+        files.extend(testmod::FILES.map(|file| (name.join(file), built.join(file))));
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }

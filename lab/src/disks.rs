@@ -129,8 +129,49 @@ impl Disks {
     /// # Errors
     /// If it cannot be read or written.
     pub fn save(&self, disk: Disk, to: &Path) -> Result<()> {
-        let mut command = Command::new("qemu-img");
-        command.args(["convert", "-O", "raw"]).arg(self.now(disk)).arg(to);
-        host::run("copying a disk", "qemu-img", &mut command)
+        save(&self.now(disk), to)
     }
+
+    /// What a system does that comes up after a power cut: it replays the journal of its root. Then nothing is to be
+    /// repaired. Works on a copy in `folder`.
+    ///
+    /// # Errors
+    /// With what is to be repaired.
+    pub fn root_recovers(&self, folder: &Path) -> Result<()> {
+        on_a_copy(&self.now(Disk::Root), folder, |copy| {
+            repairs("-p", copy, 1)?;
+            repairs("-fn", copy, 0)
+        })
+    }
+}
+
+/// Whether nothing is to be repaired on the root disk of a machine that has ended properly, whose directory this is: not
+/// even a journal is to be replayed.
+pub(crate) fn root_is_clean(dir: &Path) -> Result<()> {
+    on_a_copy(&dir.join(file::ROOT), dir, |copy| repairs("-fn", copy, 0))
+}
+
+fn save(disk: &Path, to: &Path) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["convert", "-O", "raw"]).arg(disk).arg(to);
+    host::run("copying a disk", "qemu-img", &mut command)
+}
+
+fn on_a_copy(disk: &Path, folder: &Path, look: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let copy = folder.join("copy-of-root");
+    save(disk, &copy)?;
+    let found = look(&copy);
+    fs::remove_file(&copy).context(|| format!("remove {}", copy.display()))?;
+    found
+}
+
+/// Has e2fsck look at a file system; its exit code may be `most`: 0 is that nothing is to be done, 1 that something was.
+fn repairs(options: &str, file_system: &Path, most: i32) -> Result<()> {
+    let output = Command::new("/sbin/e2fsck").arg(options).arg(file_system).output();
+    let output = output.context(|| "start e2fsck".into())?;
+    if output.status.code().is_some_and(|code| code <= most) {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    Err(Error::Unhealthy(format!("e2fsck {options}: {}: {said}", output.status)))
 }

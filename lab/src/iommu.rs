@@ -42,6 +42,8 @@ done
 impl Iommu {
     /// QEMU's arguments. Without `dma-remap` AMD's lets everything pass as it is, whatever its tables say. virtio's devices
     /// go round both unless they are told not to, and are no old ones; behind AMD's they find no requests (docs/lab.md).
+    /// `strict` has the BIOS leave virtio's disks alone that nothing is booted from: it gives them queues where they may not read any more
+    /// once the IOMMU translates, and one that looks there is a fault of its.
     pub(crate) fn arguments(self) -> Vec<String> {
         let (iommu, behind): (_, &[&str]) = match self {
             Self::Amd => ("amd-iommu,dma-remap=on,intremap=on", &[]),
@@ -50,7 +52,9 @@ impl Iommu {
         let new = behind.iter().map(|device| format!("virtio-{device}-pci.disable-legacy=on"));
         let platform = (self == Self::Intel).then(|| "virtio-device.iommu_platform=on".to_owned());
         let globals = new.chain(platform).flat_map(|global| ["-global".to_owned(), global]);
-        ["-device", iommu].map(str::to_owned).into_iter().chain(globals).collect()
+        let all = ["-device", iommu].map(str::to_owned).into_iter().chain(globals);
+        let strict = (self == Self::Intel).then_some(["-boot", "strict=on"]);
+        all.chain(strict.into_iter().flatten().map(str::to_owned)).collect()
     }
 
     /// What the kernel is told. AMD's it uses without being told.

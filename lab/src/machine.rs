@@ -24,7 +24,7 @@ use crate::{
     artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
-    disks::{Disk, Disks},
+    disks::{self, Disk, Disks},
     emulator::{self, AgentSocket, Files, Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
     host, hung,
@@ -474,9 +474,27 @@ impl Machine {
     /// # Errors
     /// If it does not end.
     pub fn shut_down(self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&self) -> Result<()> {
         // The agent ends with the machine, so there may be no answer.
         let _background = self.spawn("poweroff");
         self.wait_shutdown(Duration::from_secs(60)).map(drop)
+    }
+
+    /// Powers the machine off from inside, and looks at its root disk from outside: nothing is to be repaired.
+    ///
+    /// # Errors
+    /// If it does not end, or with what is to be repaired.
+    pub fn ends_clean(&self) -> Result<()> {
+        let is_own = self.sh("findmnt -no FSTYPE /")? == "ext4";
+        self.end()?;
+        if is_own {
+            disks::root_is_clean(self.link.scene.dir()).map_err(|error| self.blame(error))
+        } else {
+            Ok(())
+        }
     }
 
     /// Adds to an error what was booted and the last that it said, and keeps the evidence.

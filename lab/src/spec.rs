@@ -140,6 +140,8 @@ pub enum Bus {
     Virtio,
     /// AHCI. The cloud kernels have no driver for it.
     Ahci,
+    /// USB storage, for a disk that no root is on. The cloud kernels have no driver for it.
+    Usb,
 }
 
 /// A network card on QEMU's user network.
@@ -456,7 +458,8 @@ impl Spec {
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |why: &str| Err(Error::Spec(why.to_owned()));
         let cloud = matches!(self.kernel, Kernel::BookwormCloud | Kernel::TrixieCloud);
-        let ahci = self.root_bus == Bus::Ahci || self.disks.iter().any(|(bus, _)| *bus == Bus::Ahci);
+        let other = self.root_bus == Bus::Ahci
+            || self.disks.iter().any(|(bus, _)| matches!(bus, Bus::Ahci | Bus::Usb));
         if self.cpus == 0 || (self.max_cpus != 0 && self.max_cpus < self.cpus) {
             return refuse("more processors at the start than it may grow to, or none");
         }
@@ -466,8 +469,11 @@ impl Spec {
         if let Some(reason) = self.unsupported() {
             return Err(Error::Unsupported { reason });
         }
-        if cloud && (ahci || self.nic == Some(Nic::E1000e)) {
-            return refuse("the cloud kernels have no driver for AHCI and e1000e");
+        if self.root_bus == Bus::Usb {
+            return refuse("the initramfs has no driver for USB");
+        }
+        if cloud && (other || self.nic == Some(Nic::E1000e)) {
+            return refuse("the cloud kernels have no driver for AHCI, USB and e1000e");
         }
         if self.iommu.is_some() && self.qemu_version != Qemu::Newer {
             return refuse("this host's QEMU translates for no AMD IOMMU");

@@ -200,6 +200,7 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel-haswell", "faults", &["refused_state_is_rolled_back"]),
     ("bochs-amd", "applications", &["segments_and_ports"]),
     ("bochs-amd", "kvm", &["kvm_on_6_1"]),
+    ("intel", "kvm", &["kvm_on_6_1", "other_hypervisors_are_refused_by_name"]),
     ("intel-haswell", "lifecycle", &["a_hundred_quick_cycles"]),
     ("intel-haswell", "faults", &["each_class_of_refused_state_is_rolled_back"]),
     ("intel-tigerlake", "applications", &["shadow_stacks"]),

@@ -1,5 +1,5 @@
-//! Builds the kernel module of the tests (lab/testmod) for the lab's kernels, as the driver is built: in
-//! each release's own build root, with warnings as errors. It is not shipped.
+//! Builds the kernel modules of the tests (lab/testmod) for the lab's kernels, as the driver is built: in
+//! each release's own build root, with warnings as errors. They are not shipped.
 
 use std::{
     fs,
@@ -16,34 +16,35 @@ use crate::{
     paths,
 };
 
-/// The module's file.
-pub const FILE: &str = "mercury_test.ko";
+/// The modules' files: what tests do in the kernel, and what stands for another hypervisor.
+pub const FILES: [&str; 2] = ["mercury_test.ko", "vboxdrv.ko"];
 /// Inside of the build root.
 const DIRECTORY: &str = "build-test";
 /// Inside of the build root; the argument is the kernel's version.
 const BUILD: &str = r#"exec make -C /build-test KDIR="/lib/modules/$1/build" KCFLAGS=-Werror"#;
 
-/// Builds the module for `kernel` unless it is there already; returns it.
+/// Builds the modules for `kernel` unless they are there already; returns their directory.
 ///
 /// # Errors
-/// If it does not build; the error names the log.
+/// If one does not build; the error names the log.
 pub fn build(kernel: Kernel) -> Result<PathBuf> {
     let root = Image::ensure(kernel.release())?;
     let version = kernel.files(&root)?.version;
-    let module = paths::lab_dir("modules-test")?.join(&version).join(FILE);
-    let stamp = module.with_extension("stamp");
+    let directory = paths::lab_dir("modules-test")?.join(&version);
+    let stamp = directory.join("stamp");
     let _lock = Lock::wait(&format!("testmod-{}", kernel.release()))?;
     let inputs = inputs(&version)?;
-    if module.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
-        return Ok(module);
+    if fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
+        return Ok(directory);
     }
     make_in(&root.tree(), &version)?;
-    let built = root.tree().join(DIRECTORY).join(FILE);
-    let directory = module.parent().unwrap_or(&module);
-    fs::create_dir_all(directory).context(|| format!("make {}", directory.display()))?;
-    fs::copy(&built, &module).context(|| format!("copy {}", built.display()))?;
+    fs::create_dir_all(&directory).context(|| format!("make {}", directory.display()))?;
+    for file in FILES {
+        let built = root.tree().join(DIRECTORY).join(file);
+        fs::copy(&built, directory.join(file)).context(|| format!("copy {}", built.display()))?;
+    }
     fs::write(&stamp, inputs).context(|| format!("write {}", stamp.display()))?;
-    Ok(module)
+    Ok(directory)
 }
 
 fn sources() -> PathBuf {
@@ -66,11 +67,11 @@ fn make_in(root: &Path, version: &str) -> Result<()> {
     host::remove_tree(&build)?;
     let copy = |from: &Path, to: &Path| {
         let mut copy = host::as_root("cp");
-        host::run("copying the test module", "testmod-copy", copy.arg("-r").arg(from).arg(to))
+        host::run("copying the test modules", "testmod-copy", copy.arg("-r").arg(from).arg(to))
     };
     copy(&sources(), &build)?;
     copy(&header(), &build)?;
     let mut make = host::as_root("chroot");
     make.arg(root).args(["/bin/sh", "-c", BUILD, "build", version]);
-    host::run(&format!("{FILE} for {version}"), &format!("testmod-{version}"), &mut make)
+    host::run(&format!("the test modules for {version}"), &format!("testmod-{version}"), &mut make)
 }

@@ -5,24 +5,25 @@
 
 mod workloads;
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::{thread, time::Duration};
 
 use mercury_lab::{
     Boot, Bus, Disk, Init, Iommu, Kernel, Loader, Machine, Nic, Reservation, Reset, Result, Spec, guests,
     iommu, is_full,
     operator::complaints,
     restart::{
-        self, comes_further, count, is_well, knows_the_time, nothing_wrong,
+        self, boot_id, comes_further, count, is_well, knows_the_time, nothing_wrong,
         script::{CLOCK, ECHO, HEAR, SECRET, TALK, TELL},
         start,
     },
 };
 use workloads::{
+    devices::{Devices, inflate, real_hardware, virtio},
     kernel, load_test_module, number,
-    restart::{DISK, balances_agree, checkpoint, free_port, need_qemu, plug_in, prepare, spec, wired},
+    restart::{
+        DISK, balances_agree, checkpoint, free_port, hold_registers, need_qemu, plug_in, prepare,
+        registers_were_held, spec, wired, with_disk,
+    },
 };
 
 /// Where an image says of which version it is.
@@ -59,7 +60,7 @@ fn goes_on_from(spec: Spec, disk: &str, times: u32) -> Result<Machine> {
 /// As often as there is time for.
 #[test]
 fn goes_on_again_and_again() -> Result<()> {
-    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 }).map(drop)
+    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 })?.ends_clean()
 }
 
 /// What belongs to the firmware stays the firmware's, and its services can be called afterwards.
@@ -69,7 +70,8 @@ fn goes_on_with_uefi() -> Result<()> {
     let machine = goes_on(spec(Kernel::BookwormCloud).uefi(), 2)?;
     let variables = "mount -t efivarfs none /sys/firmware/efi/efivars; ls /sys/firmware/efi/efivars | wc -l";
     assert_ne!(machine.sh(variables)?, "0");
-    machine.check_health()
+    machine.check_health()?;
+    machine.ends_clean()
 }
 
 /// A host of KVM's, with its virtual machines at work: they count on in another emulator, with what they had in memory.
@@ -104,7 +106,8 @@ fn guests_go_on(kernel: Kernel) -> Result<()> {
     assert!(counted.len() == 2 && counted.iter().all(|count| *count > 1000), "{said}");
     // New ones can be made.
     machine.sh("sleep 3 | python3 /run/vm")?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// The same with stock QEMU and Linux in it, on one CPU and on two: it computes on, and its memory is what it was.
@@ -146,7 +149,8 @@ fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
     }
     // QEMU is run by the loader of its own libraries.
     machine.sh("for i in $(seq 600); do pgrep -x ld-linux-x86-64 || exit 0; sleep 0.1; done; exit 1")?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 const GUESTS_CPUS: [u32; 2] = [1, 2];
@@ -200,6 +204,12 @@ fn linux_guests_go_on_on_6_1() -> Result<()> {
     linux_guests_go_on(Kernel::BookwormCloud)
 }
 
+#[test]
+#[ignore = "long"]
+fn linux_guests_go_on_on_6_12() -> Result<()> {
+    linux_guests_go_on(Kernel::TrixieCloud)
+}
+
 /// The IOMMU's tables are in the image; what it has in registers another kernel has set.
 fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
     let machine = goes_on_from(spec, disk, times)?;
@@ -213,7 +223,8 @@ fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
     machine.mercury("attach")?;
     println!("{}", machine.sh("mercury-workload snapshot --pool-pages 50000 --rounds 2")?);
     machine.mercury("detach")?;
-    iommu::check(&machine)
+    iommu::check(&machine)?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -237,7 +248,8 @@ fn goes_on_in_x2apic_mode() -> Result<()> {
     let spec = spec(Kernel::BookwormCloud).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif");
     let machine = goes_on(spec.iommu(Iommu::Intel), 1)?;
     machine.sh("dmesg | grep -i 'x2apic enabled'")?;
-    iommu::check(&machine)
+    iommu::check(&machine)?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -246,13 +258,121 @@ fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
     let machine = goes_on(spec(Kernel::TrixieCloud).cpus(4).init(Init::Systemd), 1)?;
     let failed = machine.sh("systemctl --failed --no-legend")?;
     assert_eq!(failed, "");
-    Ok(())
+    machine.ends_clean()
 }
 
 #[test]
 #[ignore = "long"]
 fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
-    goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1).map(drop)
+    goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1)?.ends_clean()
+}
+
+/// All its files are in memory, and go with it.
+#[test]
+#[ignore = "long"]
+fn goes_on_with_a_root_in_ram() -> Result<()> {
+    let spec = spec(Kernel::BookwormCloud).memory_mib(1536).kernel_arg("lab.root=ram");
+    let machine = goes_on(spec, 2)?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "tmpfs\n/mercury");
+    machine.sh("echo x > /root/x && grep x /root/x")?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
+/// What devices have under way at the instant, and their drivers have in memory, another emulator's devices go on with.
+fn devices_go_on(devices: Devices) -> Result<()> {
+    need_qemu()?;
+    let devices = devices.with(with_disk);
+    let machine = devices.boot()?;
+    start(&machine, "clock", CLOCK, "")?;
+    if devices.has_balloon() {
+        inflate(&machine, true)?;
+    }
+    // The only other disk of virtio's is at work, or holds the artefacts.
+    let disk = "/dev/vdb";
+    let (boot, _folder) = restart::prepare(&machine, disk, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    restart::checkpoint(&machine, "", disk)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    devices.go_on(&machine)?;
+    if devices.has_balloon() {
+        inflate(&machine, true)?;
+        inflate(&machine, false)?;
+        devices.go_on(&machine)?;
+    }
+    devices.end(&machine)?;
+    machine.check_next_attach()
+}
+
+#[test]
+#[ignore = "long"]
+fn virtio_goes_on_at_work() -> Result<()> {
+    devices_go_on(virtio())
+}
+
+#[test]
+#[ignore = "long"]
+fn real_hardware_goes_on_at_work() -> Result<()> {
+    devices_go_on(real_hardware())
+}
+
+/// What is in registers at the instant is in them again: extended state, flags, debug registers.
+#[test]
+#[ignore = "long"]
+fn registers_go_on() -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2))?;
+    start(&machine, "clock", CLOCK, "")?;
+    hold_registers(&machine)?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    for _ in 0..2 {
+        checkpoint(&machine)?;
+        machine = machine.start_other(&boot)?;
+        is_well(&machine, &boot_id)?;
+    }
+    registers_were_held(&machine)?;
+    machine.check_next_attach()
+}
+
+/// A process that has a card for itself, and says so: the arguments are its address and its IOMMU group.
+const USER_OF_A_CARD: &str = r#"
+import fcntl, os, time
+GROUP_GET_DEVICE_FD, GROUP_SET_CONTAINER, SET_IOMMU, TYPE_1 = 0x3b6a, 0x3b68, 0x3b66, 1
+address, number = sys.argv[1:]
+container, group = (os.open(f"/dev/vfio/{name}", os.O_RDWR) for name in ("vfio", number))
+fcntl.ioctl(group, GROUP_SET_CONTAINER, container.to_bytes(4, "little"))
+fcntl.ioctl(container, SET_IOMMU, TYPE_1)
+device = fcntl.ioctl(group, GROUP_GET_DEVICE_FD, address.encode() + b"\0")
+say(1)
+time.sleep(10000)
+"#;
+
+/// A device that a process drives by itself is named and refused, unless that is forced.
+#[test]
+#[ignore = "long"]
+fn devices_of_processes_are_refused() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormGeneric).nic(Nic::E1000e).iommu(Iommu::Intel))?;
+    let address = machine.sh("cd /sys/bus/pci/devices; dirname $(grep -l 0x020000 */class)")?;
+    let card = format!("/sys/bus/pci/devices/{address}");
+    machine.sh(&format!(
+        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; echo {address} > /sys/bus/pci/drivers_probe"
+    ))?;
+    let group = machine.sh(&format!("basename $(readlink {card}/iommu_group)"))?;
+    start(&machine, "card", USER_OF_A_CARD, &format!("{address} {group}"))?;
+    let named = format!("device {address}, which a process drives by itself (vfio-pci)");
+    for line in ["checkpoint --hook true /dev/vda", "checkpoint --poweroff /dev/vda", "snapshot"] {
+        fails_with(&machine, &format!("mercury {line}"), &named)?;
+    }
+    machine.sh("sync; mount -o remount,ro /")?;
+    image(&machine, "--force-devices", DISK)?;
+    assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
+    machine.sh("mercury snapshot --force-devices")?;
+    assert!(machine.sh("mercury status --json")?.contains("\"kept\""));
+    machine.sh("mercury snapshot --drop; mercury detach; pgrep -f '^python3 /run/card.py'")?;
+    machine.check_next_attach()
 }
 
 /// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
@@ -279,7 +399,8 @@ fn connections_go_on() -> Result<()> {
     is_well(&machine, &boot_id)?;
     comes_further(&machine, "talk", count(&machine, "talk")?)?;
     comes_further(&machine, "hear", count(&machine, "hear")?)?;
-    nothing_wrong(&peer)
+    nothing_wrong(&peer)?;
+    machine.ends_clean()
 }
 
 /// A database at work: what was committed is there, and every sum is right.
@@ -305,7 +426,7 @@ fn a_database_goes_on() -> Result<()> {
     machine.sh("pkill -INT pgbench; sleep 1")?;
     balances_agree(&machine)?;
     assert!(!machine.sh("cat /run/pgbench.said")?.contains("ERROR"));
-    Ok(())
+    machine.ends_clean()
 }
 
 /// Has the environment end with a failure. It tries again otherwise.
@@ -398,6 +519,7 @@ fn goes_on_with_volumes() -> Result<()> {
     assert_eq!(machine.sh("cat /sys/block/md0/md/degraded")?, "0");
     let said = machine.sh(&format!("mercury inspect --json {DISK}"))?;
     assert!(said.contains("\"disk\":\"md ") || said.contains("\"disk\": \"md "), "{said}");
+    machine.ends_clean()?;
     is_refused(machine, &boot, "/data (/dev/mapper/group-first) was written to after the instant");
     Ok(())
 }
@@ -563,7 +685,8 @@ fn comes_back_in_place(spec: Spec) -> Result<()> {
     machine.sh("sleep 1")?;
     assert!(number(&machine, "/run/clock")? > before);
     iommu::check(&machine)?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// The image is a file, on a file system that was not mounted at the instant.
@@ -586,7 +709,8 @@ fn goes_on_from_a_file_on_a_disk() -> Result<()> {
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
     assert_eq!(machine.sh(&format!("e2fsck -nf {DISK} > /dev/null && echo clean"))?, "clean");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -636,58 +760,29 @@ fn enters_the_menu(machine: &Machine, folder: &str) -> Result<[String; 2]> {
 const ONLY_READ: &str =
     "journalctl --relinquish-var; umount /boot/efi 2> /dev/null; sync; mount -o remount,ro /";
 
-/// As its owner would: goes to the last line of the menu, once it is there for another time, and has it started.
-fn chooses_the_last(machine: &Machine, title: &str) -> Result<()> {
-    let shown = |machine: &Machine| machine.serial_log().matches(title).count();
-    let before = shown(machine);
-    machine.crash()?;
-    let limit = Instant::now() + Duration::from_secs(180);
-    while shown(machine) == before {
-        assert!(Instant::now() < limit, "no menu: {}", machine.serial_log());
-        thread::sleep(Duration::from_millis(50));
-    }
-    for key in ["end", "ret"] {
-        let keys = serde_json::json!({ "keys": [{ "type": "qcode", "data": key }] });
-        machine.qmp()?.execute("send-key", keys)?;
-        thread::sleep(Duration::from_millis(500));
-    }
-    Ok(())
-}
-
 /// A machine that panics boots the system that it always has.
 fn starts_as_ever(machine: &Machine, before: &str) -> Result<()> {
     let boots = machine.boots();
     machine.crash()?;
     machine.wait_reboot(boots)?;
     assert_ne!(restart::boot_id(machine)?, before);
-    machine.check_next_attach()
+    // The console still shows the panic.
+    machine.mercury("attach")?;
+    machine.mercury("detach").map(drop)
 }
 
-/// Off at the instant, the machine comes back once by the entry that was chosen for its next start; and after a panic by the
-/// one that somebody chooses in the menu. Otherwise it starts as ever.
+/// Off at the instant, the machine comes back once by the entry that was chosen for its next start, and then starts as ever.
 fn comes_back_by_grub(kernel: Kernel) -> Result<()> {
     let machine = starts_by_itself(Loader::GrubEfi, kernel)?;
     machine.sh("grep BOOT_IMAGE= /proc/cmdline")?;
     start(&machine, "clock", CLOCK, "")?;
-    let [title, once] = enters_the_menu(&machine, "/boot/mercury")?;
+    let once = enters_the_menu(&machine, "/boot/mercury")?[1].clone();
     machine.sh(&once)?;
     let boot_id = restart::boot_id(&machine)?;
     checkpoint(&machine)?;
     let machine = machine.start_to_be_brought_back()?;
     is_well(&machine, &boot_id)?;
-
-    machine.sh(ONLY_READ)?;
-    image(&machine, "", DISK)?;
-    chooses_the_last(&machine, &title)?;
-    machine.wait_other(machine.boots())?;
-    is_well(&machine, &boot_id)?;
-
-    starts_as_ever(&machine, &boot_id)?;
-
-    // What is entered now is found at once, and refuses disks that have moved on.
-    enters_the_menu(&machine, "/boot/elsewhere")?;
-    chooses_the_last(&machine, &title)?;
-    machine.wait_serial("was written to after the instant", Duration::from_secs(120)).map(drop)
+    starts_as_ever(&machine, &boot_id)
 }
 
 #[test]
@@ -730,9 +825,10 @@ fn comes_back_unattended_by_grub_with_a_bios() -> Result<()> {
     machine.sh(ONLY_READ)?;
     let boot_id = restart::boot_id(&machine)?;
     image(&machine, "", DISK)?;
+    let mut machine = machine;
     for _ in 0..2 {
         machine.crash()?;
-        machine.wait_other(machine.boots())?;
+        machine = machine.start_to_be_brought_back()?;
         is_well(&machine, &boot_id)?;
     }
     machine.sh("mount -o remount,rw / && grub-set-default 0 && sync")?;
@@ -811,7 +907,70 @@ fn goes_on_from_incremental_images() -> Result<()> {
     let next = image(&machine, &format!("--incremental={DISK}"), full)?;
     println!("after the restore {:?}", cost(&next));
     assert!(cost(&next).1 * 2 > pages);
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
+/// Files whose sums are known from when they were made, and a new one all the time.
+const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do i=$((i+1)); \
+     head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; \
+     rm -f /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < /dev/null &";
+
+/// One image after the other, each third one full and the others made on the one before: the last one, put together with
+/// what it needs, brings the machine back to its instant.
+#[test]
+#[ignore = "long"]
+fn goes_on_from_a_series() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2).memory_mib(2048).reset(Reset::Restarts))?;
+    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
+    start(&machine, "clock", CLOCK, "")?;
+    machine.sh(WRITES)?;
+    let boot_id = restart::boot_id(&machine)?;
+    let mut series = machine
+        .spawn("mercury checkpoint --every 1s --incremental --full-every 3 --keep 9 --json /run/series")?;
+    series.wait_output_times("\"identity\"", 5, Duration::from_secs(500))?;
+    machine.sh("pkill -INT -f '^mercury checkpoint'")?;
+    let said = series.wait(Duration::from_secs(60))?.stdout;
+    let reports = serde_json::Deserializer::from_str(&said).into_iter::<serde_json::Value>();
+    // The last word may be that one was interrupted.
+    let reports: Vec<_> =
+        reports.map(std::result::Result::unwrap).filter(|report| report["error"].is_null()).collect();
+    let of = |name: &str| reports.iter().map(|report| report[name].clone()).collect::<Vec<_>>();
+    let (identities, parents) = (of("identity"), of("parent"));
+    println!("bytes of {} images: {:?}", reports.len(), of("image"));
+    let made_on = |number: usize| {
+        if number.is_multiple_of(3) { serde_json::Value::Null } else { identities[number - 1].clone() }
+    };
+    assert_eq!(parents, (0..reports.len()).map(made_on).collect::<Vec<_>>());
+    let images = machine.sh("ls /run/series.*")?;
+    let images: Vec<_> = images.lines().collect();
+    assert_eq!(images.len(), reports.len(), "nothing is left of one that was interrupted");
+
+    let merge = format!("mercury merge {DISK} {}", images[4]);
+    println!("{}", machine.command(&merge).timeout(Duration::from_secs(180)).run()?.check()?.stdout);
+    let whole = machine.sh(&format!("mercury inspect {DISK}"))?;
+    assert!(whole.contains("whole: ") && whole.contains(identities[4].as_str().unwrap()), "{whole}");
+    let clock = number(&machine, "/run/clock")?;
+
+    let machine = machine.start_again()?;
+    let boots = machine.boots();
+    let _restore =
+        machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
+    machine.wait_other(boots)?;
+    // The series goes on here, too.
+    machine.sh(
+        "pkill -INT -f '^mercury checkpoint'; while pgrep -f '^mercury checkpoint'; do sleep 0.1; done",
+    )?;
+    let back = machine.sh("ls /run/series.*")?;
+    assert!(images[..4].iter().all(|image| back.lines().any(|line| line == *image)), "{back}");
+    assert!(!back.lines().any(|line| line == images[4]), "what was being written was not there yet: {back}");
+    assert!(number(&machine, "/run/clock")? < clock, "it is the machine of that instant");
+    machine.sh("touch /run/stop; until test -e /run/stopped; do sleep 0.1; done")?;
+    println!("{}", machine.sh("cat /run/sums/* | sha256sum -c")?);
+    is_well(&machine, &boot_id)?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// Takes all the memory there is, and more.

@@ -5,7 +5,11 @@ use std::{
     fs::{self, File},
     io::{Read, Write},
     net::{TcpListener, TcpStream},
-    os::unix::{fs::PermissionsExt, net::UnixStream, process::ExitStatusExt},
+    os::unix::{
+        fs::{FileExt, PermissionsExt},
+        net::UnixStream,
+        process::ExitStatusExt,
+    },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
@@ -28,6 +32,8 @@ const RESET: Option<i32> = Some(10);
 const SIGSYS: i32 = 31;
 /// The guest cannot go on.
 const BROKEN: Option<i32> = Some(11);
+/// This host cannot do what was asked for, as it is.
+const UNFIT: Option<i32> = Some(3);
 /// What keeps programs apart from their kernel: nothing, or processes of their own.
 const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -76,16 +82,26 @@ impl Place {
 
     /// `mercury hosted run`, as nobody.
     fn run(&self) -> Command {
-        let mut command = match rustix::process::geteuid().is_root() {
-            true => {
-                let mut command = Command::new("setpriv");
-                command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs"]);
-                command.arg(&self.command);
-                command
-            }
-            false => Command::new(&self.command),
-        };
+        let mut command = as_nobody(&self.command);
         command.args(["hosted", "run", "--kernel"]).arg(&self.kernel);
+        command
+    }
+
+    /// The same where there can be no user namespaces.
+    fn run_without_user_namespaces(&self) -> Command {
+        const LINE: &str = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
+        let mut command = as_nobody(Path::new("unshare"));
+        command.args([
+            "--user",
+            "--keep-caps",
+            "--map-user=1000",
+            "--map-group=1000",
+            "sh",
+            "-c",
+            LINE,
+            "sh",
+        ]);
+        command.arg(&self.command).args(["hosted", "run", "--kernel"]).arg(&self.kernel);
         command
     }
 
@@ -94,6 +110,16 @@ impl Place {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
+}
+
+/// A program, as somebody without rights.
+fn as_nobody(program: &Path) -> Command {
+    if !rustix::process::geteuid().is_root() {
+        return Command::new(program);
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs"]).arg(program);
+    command
 }
 
 impl Drop for Place {
@@ -524,6 +550,147 @@ if ORDERED:
 print('well', os.getpid() > 0)
 "#;
 
+/// What a program does that wants its kernel to do that for it. The kernel knows these addresses for none of its own: they are below
+/// the end of programs' memory. Each call's error is shown, of all addresses; of what is done to a child, its status.
+const ERRANDS: &str = r#"
+import ctypes, errno, mmap, os, select, signal, socket, stat
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(one) for one in arguments])
+    return errno.errorcode[ctypes.get_errno()] if result == -1 else result
+def attempt(attack):
+    child = os.fork()
+    if child == 0:
+        attack()
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+kept = []
+def keep(one):
+    kept.append(one)
+    return one
+def at(words):
+    return ctypes.addressof(keep(words))
+def full():
+    reading, writing = os.pipe()
+    os.write(writing, b'x' * 4096)
+    return reading
+os.mknod('/tmp/zero', 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+zero = os.open('/tmp/zero', os.O_RDONLY)
+file = os.open('/tmp/written', os.O_RDWR | os.O_CREAT)
+os.write(file, b'x' * 4096)
+directory = os.open('/', os.O_RDONLY)
+writing = os.pipe()[1]
+word = (ctypes.c_int * 2)(0, 0)
+def vector(address): return (ctypes.c_long * 4)(address, 8, address, 8)
+def message(address, what):
+    parts = [0, 0, 0, 0, 0, 0, 0]
+    parts[what] = address
+    if what == 2: parts[3] = 1
+    if what == 4: parts[5] = 64
+    return (ctypes.c_long * 7)(*parts)
+def pair(send=lambda other: other.send(b'x' * 64)):
+    one, other = keep(socket.socketpair())
+    send(other)
+    return one
+def passed():
+    return pair(lambda other: socket.send_fds(other, [b'x'], [0]))
+poll = select.epoll()
+poll.register(full(), select.EPOLLIN)
+CALLS = {
+    'write to pipe': lambda to: call(1, writing, to, 8),
+    'write to file': lambda to: call(18, file, to, 8, 0),
+    'read from pipe': lambda to: call(0, full(), to, 8),
+    'read from file': lambda to: call(17, file, to, 8, 0),
+    'read zeros': lambda to: call(0, zero, to, 8),
+    'read many zeros': lambda to: call(0, zero, to, 4096),
+    'writev': lambda to: call(20, writing, to, 2),
+    'writev from': lambda to: call(20, writing, at(vector(to)), 2),
+    'readv to': lambda to: call(19, full(), at(vector(to)), 2),
+    'open': lambda to: call(2, to, 0),
+    'execve': lambda to: call(59, at(ctypes.create_string_buffer(b'/bin/true')), to, 0),
+    'stat': lambda to: call(4, at(ctypes.create_string_buffer(b'/')), to),
+    'getcwd': lambda to: call(79, to, 64),
+    'getdents': lambda to: call(217, directory, to, 4096),
+    'uname': lambda to: call(63, to),
+    'pipe': lambda to: call(22, to),
+    'poll': lambda to: call(7, to, 1, 0),
+    'select': lambda to: call(23, 8, to, 0, 0, at((ctypes.c_long * 2)(0, 0))),
+    'epoll_wait': lambda to: call(232, poll.fileno(), to, 1, 0),
+    'sigaction from': lambda to: call(13, 10, to, 0, 8),
+    'sigaction to': lambda to: call(13, 10, 0, to, 8),
+    'sigprocmask': lambda to: call(14, 0, 0, to, 8),
+    'sigaltstack': lambda to: call(131, 0, to),
+    'futex wait': lambda to: call(202, to, 128, 0, 0, 0, 0),
+    'futex wake': lambda to: call(202, at(word), 128 | 5, 1, 1, to, 0),
+    'futex or': lambda to: call(202, at(word), 128 | 5, 1, 1, to, 2 << 28),
+    'futex lock': lambda to: call(202, to, 128 | 6, 0, 0, 0, 0),
+    'waitid': lambda to: (os.fork() or os._exit(0)) and call(247, 0, 0, to, 4, 0),
+    'getrandom': lambda to: call(318, to, 64, 0),
+    'recvmsg': lambda to: call(47, pair().fileno(), to, 0),
+    'recvmsg to': lambda to: call(47, pair().fileno(), at(message(at(vector(to)), 2)), 0),
+    'sendmsg from': lambda to: call(46, pair().fileno(), at(message(at(vector(to)), 2)), 0),
+    'set_robust_list': lambda to: call(274, 0, to, to),
+    'gettimeofday': lambda to: call(96, to, 0),
+}
+for name, one in CALLS.items():
+    print('errand', name, {one(to) for to in PLACES})
+# A message with a descriptor: what cannot be told about it is left out.
+for to in PLACES: call(47, passed().fileno(), at(message(to, 4)), 0)
+code = mmap.mmap(-1, 4096, prot=7)
+code_at = ctypes.addressof(ctypes.c_char.from_buffer(code))
+def run(made):
+    code[:len(made)] = made
+    ctypes.CFUNCTYPE(None)(code_at)()
+def number(value): return value.to_bytes(8, 'little')
+caught = lambda *_: None
+def deliver(to):
+    # A signal's frame goes where the stack pointer is: mov $to,%rsp ; getpid ; kill(it, SIGUSR1)
+    signal.signal(signal.SIGUSR1, caught)
+    run(bytes.fromhex('48bc') + number(to + 4096) + bytes.fromhex('b8270000000f0589c7be0a000000b83e0000000f050f0b'))
+def come_back(to):
+    # Return from a signal, whose frame is there.
+    run(bytes.fromhex('48bc') + number(to) + bytes.fromhex('b80f0000000f050f0b'))
+def restore(to):
+    # The handler says that the floating-point registers are there: mov $to,%rax ; mov %rax,0xe0(%rdx) ; ret
+    made = bytes.fromhex('48b8') + number(to) + bytes.fromhex('488982e0000000c3')
+    code[:len(made)] = made
+    libc.signal(10, ctypes.c_void_p(code_at))
+    os.kill(os.getpid(), 10)
+def robust(to):
+    call(273, at(vector(to)), 24)
+    os._exit(7)
+print('errand signal', {attempt(lambda: deliver(to)) for to in PLACES})
+print('errand sigreturn', {attempt(lambda: come_back(to)) for to in PLACES})
+print('errand registers', {attempt(lambda: restore(to)) for to in PLACES})
+print('errand robust', {attempt(lambda: robust(to)) for to in PLACES})
+# What begins in a program's memory and ends beyond it.
+fixed = call(9, EDGE - 4096, 4096, 3, 0x32, -1, 0)
+ctypes.memset(EDGE - 4096, 65, 4096)
+print('edge', fixed == EDGE - 4096, call(1, writing, EDGE - 4, 8), call(0, full(), EDGE - 4, 8), call(2, EDGE - 4, 0), call(79, EDGE - 1, 64), ctypes.string_at(EDGE - 4, 4))
+# What is right is done.
+path = ctypes.create_string_buffer(b'/tmp/written')
+ctypes.memmove(EDGE - len(path), path, len(path))
+print('right', call(2, EDGE - len(path), 0) > 2, call(1, writing, EDGE - 4, 4), call(0, zero, EDGE - 4096, 4096), ctypes.string_at(EDGE - 4096, 4096) == bytes(4096))
+# Nobody is given these addresses, so that nobody can be told to try again for ever.
+print('given', {call(9, to & -4096, 4096, 3, 0x32, -1, 0) for to in PLACES}, call(9, EDGE - 4096, 8192, 3, 0x32, -1, 0))
+print('moved', {call(25, fixed, 4096, 4096, 3, to & -4096) for to in PLACES}, call(25, fixed, 4096, 8192, 0, 0))
+print('near', {call(9, to & -4096, 4096, 3, 0x22, -1, 0) > END for to in PLACES})
+print('grown', call(9, END, 4096, 3, 0x132, -1, 0) == END, call(202, END - 8, 128 | 6, 0, 0, 0, 0), call(1, writing, END - 8, 8))
+print('behind', call(1, writing, END, 8), call(202, END, 128 | 6, 0, 0, 0, 0))
+count = 0
+def counted(*_):
+    global count
+    count += 1
+signal.signal(signal.SIGUSR1, counted)
+half = 0.5
+for _ in range(200): os.kill(os.getpid(), signal.SIGUSR1); half *= 1.0
+print('signals', count, half)
+print('names', len(os.listdir('/usr/bin')) > 100, 'env' in os.listdir('/usr/bin'))
+print('end')
+"#;
+
 /// With nothing between them a program reads its kernel's memory, and the monitor's; in a process of its own it does not,
 /// nor does it get anywhere by the code that it shares its process with.
 #[test]
@@ -588,6 +755,72 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
         }
         assert_well(&log);
     }
+    Ok(())
+}
+
+/// What is in the monitor's process.
+fn monitor_s(machine: &Machine, address: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    let memory = File::open(format!("/proc/{}/mem", machine.child.id())).expect("the monitor's memory");
+    memory.read_exact_at(&mut bytes, address).expect("what is there");
+    bytes
+}
+
+/// A kernel does not do for a program what the program cannot do itself, though it could: what is its own has addresses that
+/// it takes for programs', and the monitor's have too.
+#[test]
+#[ignore = "long"]
+fn a_kernel_is_not_sent_to_what_its_programs_cannot_reach() -> Result<()> {
+    use mercury_hosted::{block, layout};
+    let place = Place::new("errands")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let (kernel, end) = (layout::DIRECT_MAP + (16 << 20), layout::DIRECT_MAP + (512 << 20));
+    let mut machine = shell_on_disk(&place, &disk, &[ISOLATIONS[1], "--verbose"]);
+    machine.type_line("cat > /tmp/errands.py <<'E''ND'");
+    machine.type_line(&format!(
+        "PLACES = [{kernel}, {}, {}, {}, {}]\nEDGE, END = {}, {end}",
+        block::at::ENTRY,
+        layout::THUNKS,
+        layout::FIXMAP,
+        end - 8192,
+        layout::THUNKS
+    ));
+    ERRANDS.lines().for_each(|line| machine.type_line(line));
+    machine.type_line("END");
+    let watched = [(kernel, 8192), (layout::THUNKS, 8192), (block::at::ENTRY, 8)];
+    let before = watched.map(|(address, length)| monitor_s(&machine, address, length));
+    machine.type_line("python3 /tmp/errands.py 2>&1; echo do''ne $?");
+    machine.wait_for("done 0\n");
+    let after = watched.map(|(address, length)| monitor_s(&machine, address, length));
+    assert!(before == after, "the kernel's memory or the monitor's has changed");
+    machine.type_line("poweroff -f");
+    let log = machine.end(HALTED);
+    let errands: Vec<&str> = log.lines().filter_map(|line| line.strip_prefix("errand ")).collect();
+    assert!(errands.len() > 30, "{log}");
+    for errand in errands {
+        let expected = match errand.split(" {").next() {
+            Some("signal" | "sigreturn" | "registers") => "{-11}",
+            // It is looked at when the program has ended.
+            Some("robust") => "{7}",
+            _ => "{'EFAULT'}",
+        };
+        assert!(errand.ends_with(expected), "{errand}: {log}");
+    }
+    for line in [
+        "edge True EFAULT EFAULT EFAULT EFAULT b'AAAA'",
+        "right True 4 4096 True",
+        "given {'ENOMEM'} ENOMEM",
+        "moved {'ENOMEM'} ENOMEM",
+        "near {True}",
+        "grown True EFAULT EFAULT",
+        "behind 8 0",
+        "signals 200 0.5",
+        "names True True",
+        "end",
+    ] {
+        assert!(log.contains(&format!("{line}\n")), "{line}: {log}");
+    }
+    assert_well(&log);
     Ok(())
 }
 
@@ -706,11 +939,20 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     let empty = place.file("empty", b"");
     refused(&[path("--disk"), &empty], "is empty");
     let disk = place.file("disk", &[0; 4096]);
+    let read_only = place.file("read-only", &[0; 4096]);
+    fs::set_permissions(&read_only, fs::Permissions::from_mode(0o444)).expect("its rights");
+    refused(&[path("--disk"), &read_only], "`,ro` behind its name opens it for reading only");
     let held = File::open(&disk).expect("the disk");
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
     refused(&[path("--disk"), &disk], "is in use");
     refused(&[path("--net"), path("tap=mercury-none")], "there is no interface mercury-none");
     refused(&[path("--net"), path("passt"), path("--forward"), path("1-")], "passt does not start");
+    let output = place.run_without_user_namespaces().args(["--net", "passt"]).output().expect("the command");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.code() == UNFIT && said.contains("the host allows no user namespaces"),
+        "{output:?}"
+    );
     refused(&[path("--gdb"), path("/nowhere/gdb")], "cannot listen at /nowhere/gdb");
     let kernel = fs::read(&place.kernel).expect("the kernel");
     for (bytes, reason) in [

@@ -299,16 +299,30 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Types at the console, which nothing is connected to otherwise.
-fn type_in(machine: &Machine, text: &str) -> Result<()> {
+/// The console, which nothing is connected to otherwise.
+fn console(machine: &Machine) -> Result<TcpStream> {
     let port = free_port()?;
     let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
     let socket =
         json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
     let backend = json!({"type": "socket", "data": socket});
     machine.qmp()?.execute("chardev-change", json!({"id": "console", "backend": backend}))?;
-    let mut console = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    console.write_all(text.as_bytes()).unwrap();
+    Ok(TcpStream::connect(("127.0.0.1", port)).unwrap())
+}
+
+/// Types at the console.
+fn type_in(machine: &Machine, text: &str) -> Result<()> {
+    console(machine)?.write_all(text.as_bytes()).unwrap();
+    thread::sleep(Duration::from_secs(1));
+    Ok(())
+}
+
+/// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.
+fn kill_somebody(machine: &Machine) -> Result<()> {
+    let mut console = console(machine)?;
+    machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
+    thread::sleep(Duration::from_millis(300));
+    console.write_all(b"f").unwrap();
     thread::sleep(Duration::from_secs(1));
     Ok(())
 }
@@ -335,6 +349,36 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     assert!(!output.success(), "{}", output.stderr);
     machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
     goes_on(peer, machine)?;
+    machine.check_next_attach()
+}
+
+/// The same, and the process that waits for an answer is killed: its guard asks on, and tells the operator.
+#[test]
+#[ignore = "long"]
+fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
+    const DOUBT: &str = "does not answer. Nothing runs here";
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(spare, "10.9.0.3")?;
+    machine.sh("sysctl -q kernel.sysrq=1")?;
+    let moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
+    wait_more(spare, GOES_ON, 0)?;
+    spare.power_cut()?;
+    wait_more(machine, DOUBT, 0)?;
+    kill_somebody(machine)?;
+    wait_more(machine, "the process that moved this machine is gone, after the commit", 0)?;
+    wait_more(machine, DOUBT, 1)?;
+    // It stays so, for longer than a guard is patient with who only does not get on.
+    thread::sleep(Duration::from_secs(70));
+    assert!(!machine.serial_log().contains("has not moved"));
+    nothing_wrong(peer)?;
+    type_in(machine, "resumed\rresume\r")?;
+    wait_more(machine, "this machine has not moved, and goes on", 0)?;
+    println!("{:?}", moving.wait(LIMIT)?);
+    machine.sh("until ! ls /sys/fs/cgroup | grep mercury; do sleep 0.1; done")?;
+    goes_on(peer, machine)?;
+    machine.sh("cat /proc/sys/net/ipv4/conf/all/arp_ignore | grep -x 0")?;
     machine.check_next_attach()
 }
 

@@ -12,11 +12,11 @@ use std::{
     process::Command,
     sync::OnceLock,
     thread,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use mercury_lab::{
-    Boot, Bus, Cache, Disk, Disks, Kernel, Machine, Qemu, Result, Spec, artefacts::build_program,
+    Boot, Bus, Cache, Disk, Disks, Kernel, Machine, Moments, Qemu, Result, Spec, artefacts::build_program,
 };
 
 /// The last good image, and the one that is written over an older one.
@@ -33,39 +33,6 @@ const MINUTES: Duration = Duration::from_secs(180);
 const WRITER: &str = "setsid sh -c 'i=0; while :; do i=$((i+1)); echo $i > /root/work.$((i%64)); \
      test $((i%16)) = 0 && sync /root/work.0; echo $i > /run/work.new; mv /run/work.new /run/work; \
      sleep 0.02; done' > /dev/null 2>&1 < /dev/null &";
-
-fn number(name: &str) -> Option<u64> {
-    env::var(name).ok().map(|text| text.parse().unwrap())
-}
-
-/// Moments in each part of a stretch of time, at random in that part (splitmix64).
-struct Moments {
-    state: u64,
-    cuts: u32,
-}
-
-impl Moments {
-    fn new() -> Self {
-        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
-        let state = number("MERCURY_POWER_SEED").unwrap_or(now);
-        let cuts = number("MERCURY_POWER_CUTS").map_or(FEW, |cuts| cuts as u32);
-        println!("MERCURY_POWER_SEED={state} MERCURY_POWER_CUTS={cuts}");
-        Self { state, cuts }
-    }
-
-    fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = (self.state ^ self.state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ mixed >> 31
-    }
-
-    fn over(&mut self, stretch: Duration) -> Vec<Duration> {
-        let part = stretch / self.cuts;
-        let in_part = |random: u64| part.mul_f64((random >> 11) as f64 / (1_u64 << 53) as f64);
-        (0..self.cuts).map(|number| part * number + in_part(self.next())).collect()
-    }
-}
 
 /// Files on this host that end with this.
 struct Folder(PathBuf);
@@ -106,22 +73,6 @@ fn inspect(disks: &Disks, disk: Disk, folder: &Path) -> Result<std::result::Resu
     let said = text(&output.stdout);
     assert!(said.contains("whole: "), "{said}");
     Ok(Ok(said.split([' ', ',']).nth(1).unwrap().to_owned()))
-}
-
-/// What a system does that comes up after the cut: it replays the journal. Then nothing is to be repaired.
-fn file_system_is_clean(disks: &Disks, folder: &Path) -> Result<()> {
-    let copy = folder.join("root");
-    disks.save(Disk::Root, &copy)?;
-    let check = |options: &str| {
-        let output = Command::new("/sbin/e2fsck").arg(options).arg(&copy).output().unwrap();
-        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
-    };
-    let (code, said) = check("-p");
-    assert!(matches!(code, Some(0 | 1)), "{said}");
-    let (code, said) = check("-fn");
-    assert_eq!(code, Some(0), "{said}");
-    fs::remove_file(&copy).unwrap();
-    Ok(())
 }
 
 /// What brings the machine back, as its own command prepares it.
@@ -206,7 +157,7 @@ fn kind(refusal: &str) -> String {
 fn while_writing(mut subject: Subject, moments: &mut Moments) -> Result<Subject> {
     let older = subject.inspect(&subject.disks, NEXT.1)?.unwrap();
     println!("writing takes {:.1?}", subject.writing);
-    let rounds = moments.cuts.div_ceil(A_ROUND) as usize;
+    let rounds = moments.count().div_ceil(A_ROUND) as usize;
     let all = moments.over(subject.writing.mul_f64(0.9));
     let mut found: BTreeMap<String, u32> = BTreeMap::new();
     for round in 0..rounds {
@@ -218,7 +169,7 @@ fn while_writing(mut subject: Subject, moments: &mut Moments) -> Result<Subject>
         for (moment, disks) in subject.cut_while_writing(&own)? {
             let disks = disks.as_ref().unwrap_or(&subject.disks);
             assert!(disks.is_as_kept(GOOD.1)?, "the image before, after {moment:?}");
-            file_system_is_clean(disks, &subject.folder.0)?;
+            disks.root_recovers(&subject.folder.0)?;
             let what = match subject.inspect(disks, NEXT.1)? {
                 Ok(identity) if identity == older => "nothing is written".to_owned(),
                 Ok(_) => "it is whole".to_owned(),
@@ -228,7 +179,7 @@ fn while_writing(mut subject: Subject, moments: &mut Moments) -> Result<Subject>
             *found.entry(format!("{cache:?}: {what}")).or_default() += 1;
         }
     }
-    println!("{} cuts while writing: {found:?}", moments.cuts);
+    println!("{} cuts while writing: {found:?}", moments.count());
     Ok(subject)
 }
 
@@ -252,18 +203,21 @@ fn while_restoring(mut subject: Subject, moments: &mut Moments) -> Result<()> {
         );
         if !is_untouched {
             landed += 1;
-            if landed == 1 && moments.cuts > FEW {
+            if landed == 1 && moments.count() > FEW {
                 let said = subject.machine.try_other(&subject.boot.with("mercury.give-up"), MINUTES)?;
                 assert!(said.contains("was written to after the instant"), "{said}");
             }
             subject.disks.put_back(Disk::Root, Cache::Back)?;
         }
-        if number % SAMPLE == 0 || number == moments.cuts {
+        if number % SAMPLE == 0 || number == moments.count() {
             restored += 1;
             subject = subject.restore()?;
         }
     }
-    println!("{} cuts while restoring: {landed} after the landing, {restored} restored again", moments.cuts);
+    println!(
+        "{} cuts while restoring: {landed} after the landing, {restored} restored again",
+        moments.count()
+    );
     subject.machine.power_cut()?;
     assert!(subject.inspect(&subject.disks, GOOD.1)?.is_ok());
     Ok(())
@@ -272,7 +226,7 @@ fn while_restoring(mut subject: Subject, moments: &mut Moments) -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn nothing_is_lost() -> Result<()> {
-    let mut moments = Moments::new();
+    let mut moments = Moments::new("MERCURY_POWER_SEED", "MERCURY_POWER_CUTS", FEW);
     let subject = while_writing(Subject::new()?, &mut moments)?;
     while_restoring(subject, &mut moments)
 }

@@ -5,14 +5,23 @@
 
 mod workloads;
 
-use std::{thread, time::Duration};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use mercury_lab::{
-    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, driver::Variant, iommu,
-    restart::knows_the_time,
+    Bus, Iommu, Kernel, Machine, Nic, Platform, Qemu, Reservation, Result, Spec, Vendor,
+    driver::Variant,
+    iommu,
+    restart::{self, knows_the_time, script::EXPORTS},
 };
 use serde_json::Value;
-use workloads::{load_test_module, number};
+use workloads::{
+    load_test_module, number,
+    readers::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
+    restart::{free_port, hold_registers, plug_in, registers_were_held, snapshot_of, wired},
+};
 
 /// Direct and buffered reads of a disk that nothing is mounted on.
 const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
@@ -29,10 +38,10 @@ const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep
 /// the second time, and says so where a host hears it that cannot ask.
 const LIVES: &str = r#"
 sleep 1
-mercury snapshot --compare --json > /run/said 2>&1
+mercury snapshot --compare --json "${@:2}" > /run/said 2>&1
 if grep -q '"kept"' /run/said; then
     date +%s > /run/first
-    ls -R /usr > /run/listing
+    ls -lR /usr/bin > /run/listing
     sleep 1
     eval "$1"
     sleep 60
@@ -81,12 +90,18 @@ fn start(machine: &Machine, line: &str) -> Result<()> {
 /// A machine whose root is only read, at work.
 fn at_work(spec: Spec, loads: &[&str]) -> Result<Machine> {
     let machine = Machine::boot(spec)?;
-    set_to_work(&machine, loads)?;
+    only_read_root(&machine)?;
+    set_to_work(&machine, "/dev/vda", loads)?;
     Ok(machine)
 }
 
-fn set_to_work(machine: &Machine, loads: &[&str]) -> Result<()> {
-    machine.sh("sync; mount -o remount,ro /; yes mercury | head -c 60M > /dev/vda")?;
+fn only_read_root(machine: &Machine) -> Result<()> {
+    machine.sh("sync; mount -o remount,ro /").map(drop)
+}
+
+/// Sets it to work, with something to read again on `disk`.
+fn set_to_work(machine: &Machine, disk: &str, loads: &[&str]) -> Result<()> {
+    machine.sh(&format!("ln -s {disk} /run/disk; yes mercury | head -c 60M > {disk}"))?;
     load_test_module(machine)?;
     machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
     machine.put("/run/clock.py", CLOCK.as_bytes(), 0o644)?;
@@ -97,8 +112,13 @@ fn set_to_work(machine: &Machine, loads: &[&str]) -> Result<()> {
 
 /// Lives once until `death`, and says how it came back.
 fn live_twice(machine: &Machine, death: &str) -> Result<Value> {
+    live_twice_with(machine, death, "")
+}
+
+/// The same with more words for `mercury snapshot`.
+fn live_twice_with(machine: &Machine, death: &str, words: &str) -> Result<Value> {
     let said = machine.serial_log().len();
-    machine.sh(&format!("setsid bash /run/lives '{death}' > /run/lives.said 2>&1 < /dev/null &"))?;
+    machine.sh(&format!("setsid bash /run/lives '{death}' {words} > /run/lives.said 2>&1 < /dev/null &"))?;
     // Nobody talks to it meanwhile: half a word would be lost.
     loop {
         machine.wait_serial("(?s)lives: .*\n", Duration::from_secs(120))?;
@@ -123,10 +143,10 @@ fn is_as_it_was(machine: &Machine, report: &Value, reason: &str) -> Result<()> {
     assert_eq!(report["compared"]["different"], 0, "{report}");
     assert_eq!(machine.sh("ls /run/first /run/listing 2> /dev/null || true")?, "", "it has not been");
     let before = number(machine, "/run/clock")?;
-    machine.sh("sleep 1; dd if=/dev/vda of=/dev/null bs=1M iflag=direct; cat /bin/bash > /dev/null")?;
+    machine.sh("sleep 1; dd if=/run/disk of=/dev/null bs=1M iflag=direct; cat /bin/bash > /dev/null")?;
     assert!(number(machine, "/run/clock")? > before, "what ran goes on");
     assert_eq!(machine.sh("cat /run/clock.wrong 2> /dev/null || true")?, "");
-    assert_eq!(machine.sh("head -c 60M /dev/vda | cmp - <(yes mercury | head -c 60M)")?, "");
+    assert_eq!(machine.sh("head -c 60M /run/disk | cmp - <(yes mercury | head -c 60M)")?, "");
     knows_the_time(machine, "after")?;
     let log = machine.sh("dmesg")?;
     assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
@@ -168,7 +188,8 @@ fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()
     machine.sh("mkdir /run/guests; modprobe kvm_amd")?;
     start(&machine, GUESTS_LOAD)?;
     machine.sh("until test $(cat /run/guests/* | grep -c made) = 3; do sleep 0.2; done")?;
-    set_to_work(&machine, &[MEMORY_LOAD])?;
+    only_read_root(&machine)?;
+    set_to_work(&machine, "/dev/vda", &[MEMORY_LOAD])?;
     let report = live_twice(&machine, death)?;
     is_as_it_was(&machine, &report, reason)?;
     // A program that read another number than it had written has said so.
@@ -197,10 +218,35 @@ fn on_command() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
+/// Registers have in them what they had, and what is armed is armed.
+#[test]
+#[ignore = "long"]
+fn registers_go_back() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(2), &[MEMORY_LOAD])?;
+    hold_registers(&machine)?;
+    let report = live_twice(&machine, COMMAND)?;
+    is_as_it_was(&machine, &report, "command")?;
+    registers_were_held(&machine)?;
+    is_native_again(&machine)
+}
+
 #[test]
 #[ignore = "long"]
 fn on_command_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[DISK_LOAD], COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_on_four_cpus() -> Result<()> {
+    goes_back(spec(4), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
 #[test]
@@ -219,6 +265,12 @@ fn from_a_panic_on_a_later_kernel() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[MEMORY_LOAD], PANIC, "panic")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
 
 /// The others are halted with interrupts off by then.
@@ -250,22 +302,42 @@ fn on_command_behind_amds_iommu() -> Result<()> {
     goes_back(spec, &[&root_load, DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
-/// A CPU that takes no interrupts any more is fetched by another.
+/// The second CPU hangs. Whoever has it hang would wait for it, and whoever was there would not be heard of again.
+const HANG: &str =
+    "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
+
+/// A CPU that takes no interrupts any more is fetched by another. Of one CPU there is none that could ask for it.
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu() -> Result<()> {
-    // Whoever has the other CPU hang would wait for it, and whoever was there would not be heard of again.
-    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
-    goes_back(spec(2), &[], death, "command")
+    goes_back(spec(2), &[], HANG, "command")
 }
 
-/// The same with three that are at work; what waits for the one that hangs stands still with it.
+/// What works does so on other CPUs than the one that hangs, as far as it does not wait for it.
+fn goes_back_from_a_hung_cpu(cpus: u32, at_work: &str, death: &str, reason: &str) -> Result<()> {
+    let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp {at_work} $$; {load}"));
+    goes_back(spec(cpus), &loads.each_ref().map(String::as_str), death, reason)
+}
+
+/// The only other CPU waits for it in the kernel before long, and then no command runs: the kernel's own watchdog sees it.
+#[test]
+#[ignore = "long"]
+fn from_a_hung_cpu_of_two_at_work() -> Result<()> {
+    let death = "echo 2 > /proc/sys/kernel/watchdog_thresh; echo 1 > /proc/sys/kernel/softlockup_panic; \
+         taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 &";
+    goes_back_from_a_hung_cpu(2, "0", death, "panic")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_hung_cpu_of_three_at_work() -> Result<()> {
+    goes_back_from_a_hung_cpu(3, "2", HANG, "command")
+}
+
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu_of_four_at_work() -> Result<()> {
-    let death = "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
-    let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp 2-3 $$; {load}"));
-    goes_back(spec(4), &loads.each_ref().map(String::as_str), death, "command")
+    goes_back_from_a_hung_cpu(4, "2-3", HANG, "command")
 }
 
 /// The kernel stops it by NMI, in whose handler no other reaches it.
@@ -284,8 +356,217 @@ fn from_a_triple_fault_on_four_cpus() -> Result<()> {
 
 #[test]
 #[ignore = "long"]
+fn from_a_triple_fault_on_three_cpus() -> Result<()> {
+    goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+#[test]
+#[ignore = "long"]
 fn from_a_triple_fault() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
+}
+
+/// AHCI with the root, NVMe, USB storage and e1000e, all at work.
+fn real_hardware_goes_back(spec: Spec, death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec.modules(Variant::Faults).qemu_version(Qemu::Newer))?;
+    machine.sh(&format!("modprobe -a {REAL_DRIVERS}"))?;
+    give_address(&machine)?;
+    only_read_root(&machine)?;
+    let port = source();
+    let loads = ["/dev/sda", "/dev/nvme0n1", "/dev/sdb"].map(disk_load);
+    let loads = loads.into_iter().chain([network_load(port, FRESH_CARD)]);
+    let loads: Vec<_> = loads.map(|load| format!("while true; do {load}; done")).collect();
+    set_to_work(&machine, "/dev/nvme0n1", &loads.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let direct = "dd if=/dev/sda bs=1M count=64 skip=64 iflag=direct status=none | sha256sum";
+    let root = machine.sh(direct)?;
+    let report = live_twice(&machine, death)?;
+    is_as_it_was(&machine, &report, reason)?;
+    assert_eq!(machine.sh(direct)?, root, "AHCI");
+    machine.sh("dd if=/dev/sdb bs=1M count=64 iflag=direct status=none | cmp - <(head -c 64M /dev/zero)")?;
+    let received = format!("timeout 60 head -c 5M < /dev/tcp/10.0.2.2/{port} | wc -c");
+    assert_eq!(machine.sh(&received)?, "5242880");
+    iommu::check(&machine)?;
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    real_hardware_goes_back(real_hardware(), COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
+    real_hardware_goes_back(real_hardware(), PANIC, "panic")
+}
+
+/// Reads and writes on a root that can be written to; how often, for who asks.
+const ROOT_LOAD: &str = "n=0; while cat /usr/bin/python3 > /dev/null && cp /bin/bash /root/load && sync /root/load; do \
+     echo $((n += 1)) > /run/rounds.new; mv /run/rounds.new /run/rounds; echo 1 > /proc/sys/vm/drop_caches; done";
+
+/// What is done to the files of a root in the life that ends, and how it ends.
+fn after_a_change(death: &str) -> String {
+    format!("touch /root/first; yes first | head -c 20M > /root/file; rm /root/lost; sync; {death}")
+}
+
+/// A machine whose root can be written to, at work, with files to look at later.
+fn set_root_to_work(machine: &Machine) -> Result<()> {
+    machine.sh("yes before | head -c 20M > /root/file; echo kept > /root/lost; sync")?;
+    set_to_work(machine, "/dev/vda", &[DISK_LOAD, ROOT_LOAD])?;
+    machine.sh("until test -s /run/rounds; do sleep 0.1; done").map(drop)
+}
+
+/// The work on the root goes on.
+fn root_works(machine: &Machine) -> Result<()> {
+    let before = number(machine, "/run/rounds")?;
+    machine.sh(&format!(
+        "for i in $(seq 600); do test $(cat /run/rounds) -gt {} && exit; sleep 0.1; done; exit 1",
+        before + 1
+    ))?;
+    machine.sh("echo second > /root/second && sync").map(drop)
+}
+
+/// Files are what they were.
+fn root_is_back(machine: &Machine) -> Result<()> {
+    machine
+        .sh("cmp /root/file <(yes before | head -c 20M) && test ! -e /root/first && grep kept /root/lost")
+        .map(drop)
+}
+
+/// All its files are in memory.
+#[test]
+#[ignore = "long"]
+fn on_command_with_a_root_in_ram() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).memory_mib(1536).kernel_arg("lab.root=ram"))?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "tmpfs\n/mercury");
+    set_root_to_work(&machine)?;
+    let report = live_twice(&machine, &after_a_change(COMMAND))?;
+    is_as_it_was(&machine, &report, "command")?;
+    root_is_back(&machine)?;
+    root_works(&machine)?;
+    is_native_again(&machine)
+}
+
+/// All its files are another machine's, which goes on: what was done to them stays, and the connection is made anew.
+fn root_on_nfs_goes_back(death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let both = Reservation::wait(2)?;
+    let port = free_port();
+    let server = Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(768).qemu_version(Qemu::Newer);
+    let server = Machine::boot_reserved(wired(server, port, "listen"), &both)?;
+    plug_in(&server, "10.9.0.1")?;
+    restart::start(&server, "exports", EXPORTS, "")?;
+    let spec = wired(spec(2).kernel_arg("lab.nfs=10.9.0.1,10.9.0.2,4.0"), port, "connect");
+    let machine = Machine::boot_reserved(spec, &both)?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "nfs4\n/mercury");
+    machine.sh("mount -i -t nfs4 10.9.0.1:/ /mnt -o vers=4.2,addr=10.9.0.1,clientaddr=10.9.0.2")?;
+    refused(&machine, "mercury snapshot", "/mnt is on NFS 4.2")?;
+    machine.sh("umount /mnt")?;
+    set_root_to_work(&machine)?;
+    let report = live_twice(&machine, &after_a_change(death))?;
+    let begun = Instant::now();
+    root_works(&machine)?;
+    println!("its root worked again after {:.1} s", begun.elapsed().as_secs_f64());
+    is_as_it_was(&machine, &report, reason)?;
+    machine.sh("cmp /root/file <(yes first | head -c 20M) && ls /root/first && test ! -e /root/lost")?;
+    assert_eq!(server.sh("cat /root/second")?, "second");
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_a_root_on_nfs() -> Result<()> {
+    root_on_nfs_goes_back(COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_a_root_on_nfs() -> Result<()> {
+    root_on_nfs_goes_back(PANIC, "panic")
+}
+
+/// Puts the root's disk back: what goes through the device is as it was at once, and the disk is soon.
+const PUT_BACK: &str = r#"
+set -e
+read sectors < /run/sectors
+dmsetup suspend --nolockfs --noudevsync root
+dmsetup remove --noudevsync frozen
+dmsetup reload root --table "0 $sectors snapshot-merge /dev/nvme0n1 /dev/vdb P 16"
+dmsetup resume --noudevsync root
+"#;
+
+/// All of it is on the disk again: sectors in use, of all, and those of them that only say what is where.
+const MERGED: &str = "for i in $(seq 600); do set -- $(dmsetup status root); test ${4%/*} = $5 && exit; sleep 0.1; done; exit 1";
+
+/// A root that can be written to goes back by a snapshot of device mapper's, made and merged while everything is still.
+fn root_on_a_disk_goes_back(death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).disk(Bus::Virtio, 512).kernel_arg("lab.root=mapped"))?;
+    assert_eq!(machine.sh("findmnt -no SOURCE,FSTYPE /")?, "/dev/dm-0 ext4");
+    // What the scripts use must be in memory: it is not to be read from a disk that has moved on.
+    let hook = format!(
+        "cat /bin/sh /sbin/dmsetup $(ldd /sbin/dmsetup | grep -o \" /[^ ]*\") > /dev/null\n{}",
+        snapshot_of("root", "/dev/nvme0n1", "/dev/vdb")
+    );
+    machine.put("/run/freeze", hook.as_bytes(), 0o755)?;
+    machine.put("/run/put-back", PUT_BACK.as_bytes(), 0o755)?;
+    machine.sh("blockdev --getsz /dev/nvme0n1 > /run/sectors")?;
+    set_root_to_work(&machine)?;
+    let words = "--force-disks --hook \"sh /run/freeze\" --put-back \"sh /run/put-back\"";
+    let report = live_twice_with(&machine, &after_a_change(death), words)?;
+    machine.sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    root_is_back(&machine)?;
+    is_as_it_was(&machine, &report, reason)?;
+    root_works(&machine)?;
+    machine.sh(MERGED)?;
+    machine.sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    root_is_back(&machine)?;
+    machine.sh(
+        "pkill -f [r]ounds.new; while pgrep -f [r]ounds.new; do sleep 0.1; done; sync && mount -o remount,ro /",
+    )?;
+    println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn on_command_with_its_disk() -> Result<()> {
+    root_on_a_disk_goes_back(COMMAND, "command")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_panic_with_its_disk() -> Result<()> {
+    root_on_a_disk_goes_back(PANIC, "panic")
+}
+
+/// Memory that was put back does not meet a disk that was not, whatever its owner has forced: the machine ends, and the
+/// disk is what its first life has left.
+#[test]
+#[ignore = "long"]
+fn a_disk_that_has_moved_on_is_not_met() -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(2))?;
+    for (words, why) in [
+        ("", "/ was written to after the instant"),
+        ("--put-back \"exit 3\"", "the command of --put-back failed: exit status: 3"),
+    ] {
+        machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+        machine.sh(&format!(
+            "setsid bash /run/lives \"touch /root/first; sync; mercury rollback\" --force-disks {words} \
+             > /run/lives.said 2>&1 < /dev/null &"
+        ))?;
+        machine.wait_serial(&format!("its disks were not: {why}; it restarts"), Duration::from_secs(120))?;
+        machine.wait_shutdown(Duration::from_secs(60))?;
+        machine = machine.start_again()?;
+        machine.sh(
+            "rm /root/first && mount -o remount,ro / && e2fsck -fn /dev/nvme0n1 && mount -o remount,rw /",
+        )?;
+    }
+    Ok(())
 }
 
 fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {

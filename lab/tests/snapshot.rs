@@ -3,14 +3,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    io::Write,
-    net::{Ipv4Addr, TcpListener},
-    process::Command,
-    thread,
-    time::Duration,
-};
+mod workloads;
+
+use std::{fs, process::Command, time::Duration};
 
 use mercury_lab::{
     Bus, Disk, Iommu, Kernel, Machine, Nic, Platform, Qemu, Result, Spec, Vendor, artefacts::build_program,
@@ -21,6 +16,10 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 use serde_json::json;
+use workloads::devices::{self, Devices, with_balloon};
+use workloads::readers::{
+    FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source,
+};
 
 const LIMIT: Duration = Duration::from_secs(180);
 
@@ -29,38 +28,8 @@ const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_cach
      dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct status=none; \
      dd if=/root/x of=/dev/null iflag=direct bs=1M status=none";
 
-/// The same two ways of reading, of a whole disk.
-fn disk_load(disk: &str) -> String {
-    format!(
-        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct status=none; \
-         dd if={disk} of=/dev/null bs=1M count=50 status=none; echo 1 > /proc/sys/vm/drop_caches"
-    )
-}
-
-/// Whoever comes is sent numbers until he goes; the port.
-fn source() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let port = listener.local_addr().unwrap().port();
-    thread::spawn(move || {
-        let numbers: Vec<u8> = (0..1_u32 << 14).flat_map(u32::to_le_bytes).collect();
-        for mut connection in listener.incoming().flatten() {
-            while connection.write_all(&numbers).is_ok() {}
-        }
-    });
-    port
-}
-
 /// What to do where nothing has come for a while: nothing; the emulator may be slow.
 const PATIENCE: &str = "test $? -eq 124";
-
-/// Starts a card afresh: QEMU's e1000e may receive nothing after a snapshot (docs/limits.md).
-const FRESH_CARD: &str =
-    "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
-
-/// Receives from the host for a while, as much as comes.
-fn network_load(port: u16, otherwise: &str) -> String {
-    format!("timeout 20 bash -c 'head -c 20M < /dev/tcp/10.0.2.2/{port} > /dev/null' || {{ {otherwise}; }}")
-}
 
 /// Many small packets, which wait for some seconds before the card gets them: longer than the machine takes to stand
 /// still.
@@ -73,21 +42,14 @@ fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result
 
 /// The workload's proof beneath these loads.
 fn proves(what: &str, spec: Spec, modules: &str, loads: &[String]) -> Result<()> {
-    if Platform::chosen()? != Platform::Qemu {
-        // Bochs's SVM forgets interrupts whose delivery makes a nested fault.
-        Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")?;
-    }
+    need_nested_faults()?;
     let uses = |what: &str| loads.iter().any(|load| load.contains(what));
-    // QEMU 7 executes what the kernel has patched meanwhile: DMA goes unseen then, or the machine hangs.
-    let machine = Machine::boot(spec.modules(Variant::Faults).qemu_version(Qemu::Newer))?;
+    let machine = Machine::boot(with_hashes(spec))?;
     for module in modules.split_whitespace() {
         machine.sh(&format!("modprobe {module}"))?;
     }
     if uses("10.0.2.2") {
-        machine.sh(
-            "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
-             ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done",
-        )?;
+        give_address(&machine)?;
     }
     let _work = machine.start_work()?;
     machine.mercury("attach")?;
@@ -145,30 +107,44 @@ fn place_in(core: &[u8]) -> impl Fn(u64) -> Option<usize> {
     }
 }
 
+/// As Debian does: pages are zeroed before devices get them, which hides what devices write.
+const ZEROED: bool = true;
+
+fn need_nested_faults() -> Result<()> {
+    if Platform::chosen()? == Platform::Qemu {
+        return Ok(());
+    }
+    // Bochs's SVM forgets interrupts whose delivery makes a nested fault.
+    Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
+}
+
+/// QEMU 7 executes what the kernel has patched meanwhile: DMA goes unseen then, or the machine hangs.
+fn with_hashes(spec: Spec) -> Spec {
+    spec.modules(Variant::Faults).qemu_version(Qemu::Newer)
+}
+
 /// The image that is written, as it lies on the disk, has every page as the hypervisor has hashed it at the instant. Devices
-/// are at work before and after.
-#[test]
-#[ignore = "long"]
-fn the_image_is_exact() -> Result<()> {
-    if Platform::chosen()? != Platform::Qemu {
-        Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
-        Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")?;
-    }
-    let spec = virtio().disk(Bus::Virtio, 1024).modules(Variant::Faults).qemu_version(Qemu::Newer);
-    let machine = Machine::boot(spec)?;
-    let mut running = Vec::new();
-    for load in [ROOT_LOAD.to_owned(), disk_load("/dev/vda")] {
-        running.push(machine.spawn(&format!("while test ! -e /run/end; do {{ {load}; }} || exit 1; done"))?);
-    }
-    machine.sh("mercury checkpoint --module $MERCURY_MODULE --hook true --hashes /run/hashes /dev/vdb")?;
-    for load in &mut running {
-        assert!(!load.has_ended()?, "{:?}", load.errors_so_far());
-    }
+/// are at work before, after, and while it is written.
+fn image_is_exact(devices: Devices, zeroed: bool) -> Result<()> {
+    need_nested_faults()?;
+    Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
+    let number = devices.disks;
+    // The only other disk of virtio's is that one's, or the artefacts'.
+    let small = |spec: Spec| spec.memory_mib(768).disk(Bus::Virtio, 1024);
+    let devices = devices.zeroed(zeroed).with(with_hashes).with(small);
+    let machine = devices.boot()?;
+    let write = || {
+        machine.sh("mercury checkpoint --module $MERCURY_MODULE --hook true --hashes /run/hashes /dev/vdb")
+    };
+    println!("{}", if devices.has_balloon() { with_balloon(&machine, write)? } else { write()? });
+    devices.go_on(&machine)?;
+    devices.end(&machine)?;
+    iommu::check(&machine)?;
     let hashes = machine.get("/run/hashes")?;
     let folder = std::env::temp_dir().join(format!("mercury-exact-{}", machine.pid()));
     fs::create_dir_all(&folder).unwrap();
     let (image, core) = (folder.join("image"), folder.join("core"));
-    machine.keep_disks()?.save(Disk::Spare(1), &image)?;
+    machine.keep_disks()?.save(Disk::Spare(number), &image)?;
     let mut inspect = Command::new(build_program("mercury-cli", "mercury")?);
     let inspect = inspect.arg("inspect").arg("--core").arg(&core).arg(&image).status().unwrap();
     let core = fs::read(&core);
@@ -196,6 +172,25 @@ fn the_image_is_exact() -> Result<()> {
     Ok(())
 }
 
+macro_rules! images {
+    ($($name:ident = $devices:expr, $zeroed:expr;)+) => {
+        $(#[test] #[ignore = "long"] fn $name() -> Result<()> { image_is_exact($devices, $zeroed) })+
+    };
+}
+
+images! {
+    the_image_is_exact = devices::virtio(), ZEROED;
+    the_image_is_exact_where_pages_are_not_zeroed = devices::virtio(), !ZEROED;
+    the_image_is_exact_with_real_hardware = devices::real_hardware(), !ZEROED;
+    the_image_is_exact_behind_amds_iommu = behind(Iommu::Amd), !ZEROED;
+    the_image_is_exact_behind_intels_iommu = behind(Iommu::Intel), !ZEROED;
+}
+
+/// What devices are told is no memory's address, and the IOMMU writes to memory itself, also when it comes back.
+fn behind(iommu: Iommu) -> Devices {
+    devices::real_hardware().with(|spec| spec.iommu(iommu))
+}
+
 #[test]
 fn exact_with_virtio() -> Result<()> {
     virtio_at_work(virtio())
@@ -207,21 +202,6 @@ fn exact_with_virtio() -> Result<()> {
 fn exact_where_pages_are_not_zeroed() -> Result<()> {
     let spec = Spec::new(Kernel::TrixieCloud).cpus(4).kernel_arg("init_on_alloc=0");
     are_exact(spec, "", &[ROOT_LOAD.to_owned()], 3)
-}
-
-/// What servers have that are no virtual machines.
-fn real_hardware() -> Spec {
-    let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
-    let stick =
-        ["-drive", "if=none,id=stick,format=raw,file.driver=null-co,file.size=1073741824,read-only=on"];
-    let spec = Spec::new(Kernel::BookwormGeneric)
-        .cpus(2)
-        .memory_mib(1536)
-        .root_bus(Bus::Ahci)
-        .nic(Nic::E1000e)
-        .disk(Bus::Nvme, 256)
-        .kernel_arg("init_on_alloc=0");
-    usb.iter().chain(&stick).fold(spec, |spec, argument| spec.qemu_arg(argument))
 }
 
 /// Packets that were made before the instant and are sent after it: this card of QEMU's writes their checksums where
@@ -241,7 +221,7 @@ fn all_at_once(spec: Spec, rounds: u32) -> Result<()> {
         disk_load("/dev/sdb"),
         network_load(source(), FRESH_CARD),
     ];
-    are_exact(spec, "nvme e1000e xhci_pci usb_storage sd_mod", &loads, rounds)
+    are_exact(spec, REAL_DRIVERS, &loads, rounds)
 }
 
 #[test]

@@ -6,7 +6,10 @@ use std::time::Duration;
 use mercury_lab::{
     Kernel, Machine, Model, Platform, Result, Spec, Vendor,
     bench::{
-        checkpoint::pause::{self, Pause},
+        checkpoint::{
+            pause::{self, Pause},
+            slope,
+        },
         counts::{self, Counts, Memory},
         exits, intel,
     },
@@ -50,6 +53,25 @@ fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> 
     }
     let costs = |pause: &Pause| (pause.snapshot_instructions_min, pause.snapshot_instructions);
     assert_eq!(costs(&pauses[0]), costs(&pauses[1]));
+    Ok(())
+}
+
+/// The kernel does not hold more with each checkpoint than with the like of it, whatever it counts that as.
+#[test]
+#[ignore = "long"]
+fn checkpoints_leave_no_memory_behind() -> Result<()> {
+    const ROUNDS: usize = 30;
+    /// What a slope may be unsure by, for a leak not to be overlooked, in KiB.
+    const SURE: f64 = 64.0;
+    let all = slope::measure(ROUNDS)?;
+    for held in &all {
+        println!("{:>12}: {:+.1} KiB more each, noise {:.1}; {held:?}", held.name, held.more(), held.noise());
+    }
+    assert!(all.iter().any(|held| held.name == "MemFree"), "{all:?}");
+    for held in &all {
+        assert!(held.noise() < SURE, "not to be told: {held:?}");
+        assert!(held.more() <= held.noise().max(4.0), "{held:?}");
+    }
     Ok(())
 }
 

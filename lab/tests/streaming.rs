@@ -1,11 +1,17 @@
 //! What goes wrong while an image is on its way: CPUs come and go, memory is short, the kernel panics, the destination
-//! vanishes. The machine runs on, or the image before is whole; and no image looks whole that is not.
+//! vanishes, somebody presses Ctrl-C or kills what writes it. The machine runs on, or the image before is whole; and no
+//! image looks whole that is not.
+//!
+//! `MERCURY_KILLS=20` has so many signals of each kind in place of a few, `MERCURY_KILL_SEED` repeats a run's.
 
 #![allow(clippy::unwrap_used)]
 
-use std::time::Duration;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
-use mercury_lab::{Background, Bus, Kernel, Machine, Output, Qemu, Result, Spec, Variant};
+use mercury_lab::{Background, Bus, Kernel, Machine, Moments, Output, Qemu, Result, Spec, Variant};
 use serde_json::json;
 
 const DISK: &str = "/dev/vda";
@@ -43,8 +49,15 @@ fn boot(spec: Spec) -> Result<Machine> {
 
 /// An image to standard output, whose reader waits after the first bytes until it is let go.
 fn begin(machine: &Machine, options: &str) -> Result<Background> {
+    begin_with(machine, options, "sleep 0.1")
+}
+
+/// The same with a reader that does something else again and again until it is let go.
+fn begin_with(machine: &Machine, options: &str, meanwhile: &str) -> Result<Background> {
     machine.sh("rm -f /run/streams; touch /run/hold")?;
-    let reader = "head -c 65536 > /run/x; touch /run/streams; while test -e /run/hold; do sleep 0.1; done; cat >> /run/x";
+    let reader = format!(
+        "head -c 65536 > /run/x; touch /run/streams; while test -e /run/hold; do {meanwhile}; done; cat >> /run/x"
+    );
     let line = format!("bash -o pipefail -c 'mercury checkpoint {options} - | {{ {reader}; }}'");
     let stream = machine.spawn(&line)?;
     machine.sh("until test -e /run/streams; do sleep 0.1; done")?;
@@ -52,13 +65,14 @@ fn begin(machine: &Machine, options: &str) -> Result<Background> {
 }
 
 /// Lets the reader go; what the command says.
-fn fails(machine: &Machine, stream: Background, reason: &str) -> Result<()> {
+fn fails(machine: &Machine, stream: Background, reason: &str) -> Result<String> {
     machine.sh("rm /run/hold")?;
     let output = stream.wait(MINUTES)?;
     assert!(!output.success() && output.stderr.contains(reason), "{}{}", output.stdout, output.stderr);
     let said = machine.run("mercury inspect /run/x")?;
     assert!(!said.success() && said.stderr.contains("the image is refused"), "{}", said.stderr);
-    runs_on(machine)
+    runs_on(machine)?;
+    Ok(output.stderr)
 }
 
 /// The machine is as it was: native, nobody frozen, nothing held.
@@ -172,6 +186,118 @@ fn memory_is_short() -> Result<()> {
     machine.check_next_attach()
 }
 
+/// Fills memory but for its argument, in MiB, with what cannot be compressed, and when it is told to writes to every page
+/// of that: at first at leisure, so that streaming goes on meanwhile, then as quickly as it goes. When it is let go it looks whether what
+/// it wrote is there. As much as its other argument it gives back before that: the pool cannot grow by it, for what these
+/// pages held is still to be kept.
+const OVERWRITES: &str = r#"
+import mmap, os, sys, time
+with open("/proc/meminfo") as table:
+    available = next(int(line.split()[1]) for line in table if line.startswith("MemAvailable"))
+block = os.urandom(16 << 20)
+size = (available // 1024 - int(sys.argv[1])) >> 4 << 24
+ballast = int(sys.argv[2]) << 20
+size -= ballast
+
+def filled(size):
+    room = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, size, len(block)):
+        room[at:at + len(block)] = block
+    for at in range(0, size, 4096):
+        room[at:at + 8] = at.to_bytes(8, "little")
+    return room
+
+room, ballast = filled(size), filled(ballast)
+open("/run/filled", "w").write(str(size))
+while not os.path.exists("/run/write"):
+    time.sleep(0.05)
+ballast.close()
+for at in range(0, size, 4096):
+    room[at:at + 8] = (at + 1).to_bytes(8, "little")
+    if at < 64 << 20 and not at % (256 << 10):
+        time.sleep(0.1)
+open("/run/written", "w").write("all")
+while not os.path.exists("/run/let-go"):
+    time.sleep(0.05)
+for at in range(0, size, 4096):
+    assert room[at:at + 8] == (at + 1).to_bytes(8, "little"), at
+print(size >> 20, "MiB were written over")
+"#;
+
+/// The number before some words.
+fn number_before(text: &str, words: &str) -> u64 {
+    let before = text
+        .split(words)
+        .next()
+        .filter(|before| before.len() < text.len())
+        .unwrap_or_else(|| panic!("{text}"));
+    let digits = before.split_whitespace().next_back().unwrap().replace(',', "");
+    digits.parse().unwrap_or_else(|_| panic!("{text}"))
+}
+
+/// MiB.
+const POOL: u64 = 48;
+
+/// More is written than the pool could ever hold, and whoever reads the image is slow. Of what the writer has the system
+/// gets so many MiB when the instant is past. When all is written, and nobody has let go of anything yet, something more
+/// may be done. How many MiB are written, and what the command says.
+fn exhaust_the_pool(
+    machine: &Machine,
+    given_back: u64,
+    then: impl FnOnce(&Machine) -> Result<()>,
+) -> Result<(u64, String)> {
+    machine.put("/run/overwrites.py", OVERWRITES.as_bytes(), 0o644)?;
+    machine.sh(
+        "rm -f /run/filled /run/write /run/written /run/let-go; sync; echo 3 > /proc/sys/vm/drop_caches",
+    )?;
+    // What the command itself needs besides the pool.
+    let writer = machine.spawn(&format!("python3 /run/overwrites.py {} {given_back}", POOL + 96))?;
+    machine.sh("for i in $(seq 1200); do test -s /run/filled && exit 0; sleep 0.1; done; exit 1")?;
+    let size_mib = machine.sh("cat /run/filled")?.parse::<u64>().unwrap() >> 20;
+    let stream = begin_with(machine, &format!("--pool {POOL}"), "head -c 1048576 > /dev/null; sleep 0.05")?;
+    machine.sh("touch /run/write")?;
+    machine.sh("for i in $(seq 1200); do test -s /run/written && exit 0; sleep 0.1; done; exit 1")?;
+    then(machine)?;
+    machine.sh("touch /run/let-go")?;
+    println!("{}", writer.wait(MINUTES)?.check()?.stdout);
+    let said = fails(machine, stream, "snapshot-pool")?;
+    println!("{said}");
+    Ok((size_mib, said))
+}
+
+/// Streaming hurries, who writes has to wait, and only then the snapshot is given up. There is no image, and everybody
+/// runs on.
+#[test]
+#[ignore = "long"]
+fn the_pool_is_exhausted() -> Result<()> {
+    let machine = boot(spec())?;
+    let (size_mib, said) = exhaust_the_pool(&machine, 192, |_| Ok(()))?;
+    let (hurried, waited) =
+        (number_before(&said, " times to hurry"), number_before(&said, " times, and the pool got"));
+    assert!(hurried > 0 && waited > 0, "{said}");
+    // It grew by what was free at the instant, and that was little.
+    let grown_mib = number_before(&said, " pages more") / 256;
+    assert!(POOL + grown_mib < size_mib / 2, "{grown_mib} MiB more, of {size_mib} written: {said}");
+    machine.sh(&format!("mercury checkpoint {DISK}"))?;
+    is_whole(&machine, DISK)?;
+    machine.check_next_attach()
+}
+
+/// The pool grows by all that the system has, and is full of copies when somebody wants memory that there would be without
+/// it: the system gets those back, for there is no snapshot any more, before anybody is killed.
+#[test]
+#[ignore = "long"]
+fn nobody_is_killed_for_the_pool() -> Result<()> {
+    let machine = boot(spec())?;
+    let needs = "python3 -c 'room = bytearray(80 << 20); room[::4096] = b\"x\" * len(room[::4096])'";
+    exhaust_the_pool(&machine, 16, |machine| {
+        println!("{}", machine.sh("free -m")?);
+        machine.sh(needs).map(drop)
+    })?;
+    assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
+    machine.check_next_attach()
+}
+
 /// Writes to a disk take their time.
 fn slow(machine: &Machine, disk: &str) -> Result<()> {
     let mut arguments = json!({"device": disk, "bps": 0, "bps_rd": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
@@ -257,5 +383,153 @@ fn an_image_goes_to_another_host() -> Result<()> {
     )?;
     runs_on(&machine)?;
     is_whole(&machine, "/run/before")?;
+    machine.check_next_attach()
+}
+
+/// Signals of each kind, if nobody wants more.
+const FEW: u32 = 3;
+/// Images, and what is put together of two.
+const IMAGE: &str = "/run/image";
+const MERGED: &str = "/run/merged";
+const COMMAND: &str = "^mercury (checkpoint|merge)";
+const GUARD: &str = "exe [g]uard";
+
+fn moments() -> Moments {
+    Moments::new("MERCURY_KILL_SEED", "MERCURY_KILLS", FEW)
+}
+
+/// Nobody is left who undoes what a checkpoint did.
+fn guard_ends(machine: &Machine) -> Result<()> {
+    let line =
+        format!("for i in $(seq 300); do pgrep -f '{GUARD}' > /dev/null || exit 0; sleep 0.1; done; exit 1");
+    machine.sh(&line).map(drop)
+}
+
+fn sum(machine: &Machine, image: &str) -> Result<String> {
+    machine.sh(&format!("sha256sum < {image}"))
+}
+
+/// How long a command takes that is not disturbed.
+fn time_of(machine: &Machine, line: &str) -> Result<Duration> {
+    let begun = Instant::now();
+    machine.sh(line)?;
+    println!("{line}: {:.1?}", begun.elapsed());
+    Ok(begun.elapsed())
+}
+
+/// A command that writes to a file, and a signal for somebody. What is there then is what was, or what was to be, whole.
+fn disturb(
+    machine: &Machine,
+    line: &str,
+    file: &str,
+    signal: &str,
+    whom: &str,
+    moment: Duration,
+) -> Result<()> {
+    let before = sum(machine, file)?;
+    let command = machine.spawn(line)?;
+    thread::sleep(moment);
+    let hit = machine.run(&format!("pkill -{signal} -f '{whom}'"))?.success();
+    let output = command.wait(MINUTES)?;
+    guard_ends(machine)?;
+    println!(
+        "{signal} to {whom} after {moment:.2?}, hit {hit}: {:?} {}",
+        output.exit,
+        output.stderr.trim_end()
+    );
+    assert!(hit || output.success(), "{}", output.stderr);
+    // Nobody tidies up behind a merge that was killed: the next one does.
+    if line.starts_with("mercury checkpoint") || signal == "INT" {
+        assert_eq!(machine.sh(&format!("ls {file}*"))?, file);
+    }
+    is_whole(machine, file)?;
+    // One that was killed may have been at its very end.
+    if signal == "INT" && !output.success() {
+        assert_eq!(sum(machine, file)?, before, "the image before");
+    }
+    runs_on(machine)
+}
+
+/// Ctrl-C, and kills of the command and of its guard.
+#[test]
+#[ignore = "long"]
+fn a_signal_leaves_the_image_before() -> Result<()> {
+    let mut moments = moments();
+    let machine = boot(spec())?;
+    let line = format!("mercury checkpoint {IMAGE}");
+    let stretch = time_of(&machine, &line)?;
+    for (signal, whom) in [("INT", COMMAND), ("KILL", COMMAND), ("KILL", GUARD)] {
+        for moment in moments.over(stretch) {
+            disturb(&machine, &line, IMAGE, signal, whom, moment)?;
+        }
+    }
+    machine.check_next_attach()
+}
+
+/// The same with what puts images together: those are what they were, and the next one works.
+#[test]
+#[ignore = "long"]
+fn a_signal_leaves_what_is_merged() -> Result<()> {
+    let mut moments = moments();
+    let machine = boot(spec())?;
+    machine.sh(&format!("mercury checkpoint {DISK} && mercury checkpoint --incremental={DISK} {OTHER}"))?;
+    let line = format!("mercury merge {MERGED} {DISK} {OTHER}");
+    let stretch = time_of(&machine, &line)?;
+    let sums = |machine: &Machine| Ok::<_, mercury_lab::Error>([sum(machine, DISK)?, sum(machine, OTHER)?]);
+    let before = sums(&machine)?;
+    for signal in ["INT", "KILL"] {
+        for moment in moments.over(stretch) {
+            disturb(&machine, &line, MERGED, signal, COMMAND, moment)?;
+        }
+    }
+    assert_eq!(sums(&machine)?, before);
+    machine.sh(&line)?;
+    assert_eq!(machine.sh(&format!("ls {MERGED}*"))?, MERGED);
+    is_whole(&machine, MERGED)
+}
+
+/// Kills a process at a moment of the machine's monotonic clock.
+const KILL_AT: &str = "
+import os, sys, time
+time.sleep(max(0, float(sys.argv[1]) - time.monotonic()))
+os.kill(int(sys.argv[2]), 9)
+";
+
+/// The command is killed at any moment before the machine is off, with everybody else frozen for most of the time: they run
+/// on, and the image is whole or refused. One that comes too late finds a machine that is off, and its image whole.
+#[test]
+#[ignore = "long"]
+fn a_kill_before_the_machine_is_off_lets_it_run_on() -> Result<()> {
+    let mut moments = moments();
+    let mut machine = boot(spec())?;
+    let stretch = time_of(&machine, &format!("mercury checkpoint {DISK}"))?;
+    for moment in moments.over(stretch) {
+        machine.put("/run/kill.py", KILL_AT.as_bytes(), 0o644)?;
+        let end = format!("$(awk '{{ print $1 + {:.3} }}' /proc/uptime)", moment.as_secs_f64());
+        // One before applications stand still, and one that does not stand still then.
+        let hook = "setsid python3 /run/kill.py $END $PPID > /dev/null 2>&1 < /dev/null &";
+        let line = format!(
+            "export END={end}; mercury checkpoint --poweroff --hook '{hook}' {DISK} & \
+             setsid python3 /run/kill.py $END $! > /dev/null 2>&1 < /dev/null & wait %1"
+        );
+        let ended = machine.spawn(&line)?.wait(MINUTES);
+        println!(
+            "killed after {moment:.2?}: {:?}",
+            ended.as_ref().map(|output| (&output.exit, &output.stderr)).ok()
+        );
+        if let Ok(output) = ended {
+            assert!(!output.success(), "{}", output.stderr);
+            guard_ends(&machine)?;
+            runs_on(&machine)?;
+        } else {
+            machine.wait_shutdown(MINUTES)?;
+            machine.forgive();
+            machine = machine.start_again()?;
+            machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+        }
+        // The commit record may be there, and the machine not be off yet.
+        let said = machine.run(&format!("mercury inspect {DISK}"))?;
+        assert!(said.success() || said.stderr.contains("the image is refused"), "{}", said.stderr);
+    }
     machine.check_next_attach()
 }

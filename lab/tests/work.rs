@@ -13,7 +13,8 @@ use mercury_lab::{
     },
 };
 use workloads::restart::{
-    DISK, balances_agree, checkpoint, checkpoint_to, free_port, need_qemu, plug_in, prepare, spec, wired,
+    DISK, balances_agree, checkpoint, checkpoint_to, free_port, need_qemu, plug_in, prepare, snapshot_of,
+    spec, wired,
 };
 
 const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
@@ -80,7 +81,8 @@ fn clients_outside_go_on() -> Result<()> {
     println!("acknowledged before {before:?}, in all {acknowledged:?}");
     is_right(&machine, &acknowledged)?;
     nothing_wrong(&machine)?;
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// Starts PostgreSQL with all that it keeps on a file system of its own, on `data`, a device of device mapper's on a
@@ -101,15 +103,6 @@ setsid setpriv --reuid postgres --regid postgres --init-groups "$@" > /run/postg
 for i in $(seq 60); do psql -c 'create table note (said text)' bench && exit; sleep 1; done
 cat /run/postgres.said
 exit 1
-"#;
-
-/// While everything is still: from then on what the origin held goes to the third disk before it is overwritten.
-const FREEZE_DATA: &str = r#"
-set -e
-dmsetup suspend --nolockfs --noudevsync data
-sectors=$(blockdev --getsz /dev/vdb)
-dmsetup create frozen --noudevsync --table "0 $sectors snapshot /dev/vdb /dev/vdc P 16"
-dmsetup resume --noudevsync data
 "#;
 
 /// Puts the origin back to what it was, in a system that has not looked at it.
@@ -141,7 +134,7 @@ fn a_database_goes_back_with_its_disk() -> Result<()> {
     let machine = Machine::boot(disks.kernel_arg("ro").memory_mib(1280))?;
     machine.sh(DATABASE_ON_DATA)?;
     start(&machine, "clock", CLOCK, "")?;
-    machine.put("/run/freeze", FREEZE_DATA.as_bytes(), 0o755)?;
+    machine.put("/run/freeze", snapshot_of("data", "/dev/vdb", "/dev/vdc").as_bytes(), 0o755)?;
     machine.sh("setsid pgbench -n -c 4 -T 3600 bench > /run/pgbench.said 2>&1 < /dev/null & sleep 2")?;
     let ask = |machine: &Machine, query: &str| machine.sh(&format!("psql -qAt bench -c \"{query}\""));
     let history = |machine: &Machine| -> Result<u64> {
@@ -182,7 +175,8 @@ fn a_database_goes_back_with_its_disk() -> Result<()> {
          umount /run/data",
     )?;
     println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// What goes on across a restore, each with a result that would be another if a byte were.
@@ -214,7 +208,8 @@ fn work_goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
     let computed: serde_json::Value = serde_json::from_str(ended[3].lines().last().unwrap()).unwrap();
     assert_eq!(computed["violations"], 0, "{computed}");
     assert!(computed["passes"].as_u64() > Some(0), "{computed}");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 #[test]
@@ -260,5 +255,7 @@ fn a_machine_on_nfs_goes_on() -> Result<()> {
     comes_further(&machine, "builds", count(&machine, "builds")? + 1)?;
     println!("{:?} builds", results(&machine, &["builds"])?);
     assert_eq!(server.sh("cat /root/after")?, "written");
-    machine.check_next_attach()
+    machine.check_next_attach()?;
+    machine.ends_clean()?;
+    server.ends_clean()
 }

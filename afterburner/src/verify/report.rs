@@ -35,6 +35,28 @@ pub fn run(files: &[PathBuf], json: bool) -> Result<ExitCode> {
     Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// For who has built something: what is wrong with it, with file and function, and how much was accounted for. The status says
+/// whether anything is wrong.
+///
+/// # Errors
+/// If a file cannot be accounted for at all.
+pub fn complain(files: &[PathBuf]) -> Result<ExitCode> {
+    let accounts = files.iter().map(|file| verify(file)).collect::<Result<Vec<_>>>()?;
+    let wrong: Vec<&Account> = accounts.iter().filter(|account| !account.findings.is_empty()).collect();
+    let Totals { sensitive, uncovered, findings, .. } = Totals::of(&accounts);
+    let mut said = String::new();
+    wrong.iter().for_each(|account| said += &page(account));
+    if !files.is_empty() {
+        said += &format!(
+            "afterburner: {} files, {sensitive} sensitive instructions, {uncovered} uncovered, {findings} findings\n",
+            files.len()
+        );
+    }
+    // Nobody may be listening.
+    let _ = io::stderr().lock().write_all(said.as_bytes());
+    Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
 #[derive(Serialize)]
 struct Totals<'a> {
     sensitive: usize,

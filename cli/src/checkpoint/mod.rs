@@ -25,7 +25,7 @@ mod layers;
 pub mod phases;
 pub mod reachable;
 pub mod series;
-mod stale;
+pub mod stale;
 pub mod stream;
 pub mod target;
 mod writeback;
@@ -50,7 +50,7 @@ use guard::{Guard, Undo};
 use incremental::Before;
 use mercury_abi::{
     code::Code,
-    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_STATE_ATTACHED},
+    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_STATE_ATTACHED, SnapshotRequest},
 };
 use mercury_image::{Identity, Machine, Writer};
 use phases::Phases;
@@ -100,6 +100,10 @@ pub struct Report {
     pub added_pages: u64,
     /// Pages of the pool that the system got back because it had no memory left.
     pub returned_pages: u64,
+    /// How often streaming was told to hurry because the pool ran low.
+    pub hurries: u64,
+    /// How often somebody who wrote had to wait because hardly anything of it was left.
+    pub waits: u64,
     /// Microseconds for which applications stood still.
     pub pause_us: f64,
     /// What it is made of.
@@ -139,6 +143,9 @@ impl Render for Report {
         if self.returned_pages > 0 {
             let pages = thousands(self.returned_pages);
             to.line(format!("the system got {pages} pages of the pool back, for it had no memory left"));
+        }
+        if self.waits > 0 {
+            to.line(format!("who wrote had to wait for the pool {} times", thousands(self.waits)));
         }
         let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
         to.line(format!(
@@ -300,8 +307,9 @@ fn one(
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
-    let target = Target::open(image, args.overwrite)?;
+    // It is there before the file, so that hardly a moment is left in which nobody removes that.
     let mut guard = Guard::start()?;
+    let target = Target::open(image, args.overwrite)?;
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
     told.map_err(|error| image_error(error.into()))?;
     let attached = Attached::make(&device, &mut guard)?;
@@ -436,6 +444,8 @@ fn checkpoint(
         copied_pages: 0,
         added_pages: 0,
         returned_pages: 0,
+        hurries: 0,
+        waits: 0,
         pause_us: instant.pause.as_secs_f64() * 1e6,
         phases: std::mem::take(&mut instant.phases),
         stream_seconds: 0.0,
@@ -464,7 +474,7 @@ fn checkpoint(
     // the commit record there is no image.
     let status = device.snapshot_end();
     report.stream_seconds = streaming.elapsed().as_secs_f64();
-    let writer = written?;
+    let writer = written.map_err(|error| tell_of_pool(error, status.as_ref().ok()))?;
     let status = status?;
     let (commit, image) = writer.commit().map_err(image_error)?;
     let finished = if target.is_remote() { guard.hear_during(|| target.finish()) } else { target.finish() };
@@ -476,7 +486,25 @@ fn checkpoint(
     report.unchanged_pages = commit.unchanged;
     report.copied_pages = status.status.copied;
     (report.added_pages, report.returned_pages) = (status.added_pages, status.returned_pages);
+    (report.hurries, report.waits) = (status.status.hurries, status.status.waits);
     Ok((report, instant.still.take()))
+}
+
+/// What was done before the snapshot was given up for its pool.
+fn tell_of_pool(mut error: Error, ended: Option<&SnapshotRequest>) -> Error {
+    if error.code == Some(Code::SnapshotPool)
+        && let Some(SnapshotRequest { status, added_pages, returned_pages, .. }) = ended
+    {
+        error.message += &format!(
+            "; before that, streaming was told {} times to hurry, who wrote had to wait {} times, and the pool got {} pages \
+             more and gave {} back",
+            thousands(status.hurries),
+            thousands(status.waits),
+            thousands(*added_pages),
+            thousands(*returned_pages)
+        );
+    }
+    error
 }
 
 const WARNING: &str = "this machine has local disks, which go on changing; the image can only be restored with the \
@@ -675,27 +703,31 @@ pub(crate) fn refuse_watchdogs(sysroot: &Sysroot) -> Result<()> {
 }
 
 pub(crate) fn run_hook(hook: &str) -> Result<()> {
-    let failed = |why: String| {
+    run_still(hook).map_err(|why| {
         Error::new(Exit::Failed, format!("the hook failed: {why}"))
             .hint("nothing was kept; the machine runs on. File systems are frozen while it runs: it must not write to them")
-    };
-    let mut command = Command::new("/bin/sh");
+    })
+}
+
+/// Runs a command while everything else stands still; why it failed, as a clause.
+pub(crate) fn run_still(command: &str) -> Result<(), String> {
+    let mut shell = Command::new("/bin/sh");
     // Standard output may be the image's.
-    command.args(["-c", hook]).stdout(std::io::stderr()).stdin(Stdio::null());
+    shell.args(["-c", command]).stdout(std::io::stderr()).stdin(Stdio::null());
     // What it has started ends with it.
-    command.process_group(0);
-    let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
+    shell.process_group(0);
+    let mut child = shell.spawn().map_err(|error| error.to_string())?;
     let end = time::Instant::now() + HOOK_PATIENCE;
     loop {
-        match child.try_wait().map_err(|error| failed(error.to_string()))? {
+        match child.try_wait().map_err(|error| error.to_string())? {
             Some(status) if status.success() => return Ok(()),
-            Some(status) => return Err(failed(status.to_string())),
+            Some(status) => return Err(status.to_string()),
             None if time::Instant::now() > end => {
                 let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
                 if let Some(group) = group {
                     let _ = rustix::process::kill_process_group(group, Signal::KILL);
                 }
-                return Err(failed(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs())));
+                return Err(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs()));
             }
             None => std::thread::sleep(time::Duration::from_millis(5)),
         }

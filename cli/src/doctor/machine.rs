@@ -51,6 +51,8 @@ pub struct Machine {
     pub offline: CpuSet,
     /// Modules that use hardware virtualization.
     pub holders: Vec<Module>,
+    /// What KVM runs virtual machines with above which a CPU does not stay attached; empty if there are none.
+    pub kvm_departs: Vec<&'static str>,
     /// KVM takes the hardware as soon as it is loaded; `None` where the parameter does not exist.
     pub kvm_enables_at_load: Option<bool>,
     /// The lockdown mode: `none`, `integrity`, `confidentiality`.
@@ -94,13 +96,14 @@ impl Machine {
     /// Everything that is in files.
     fn read_files(file: Option<&std::path::Path>, sysroot: &Sysroot) -> Self {
         let release = release();
-        let flag = |path: &str| sysroot.text(path).map(|text| matches!(text.as_str(), "Y" | "1"));
+        let flag = |path: &str| sysroot.flag(path);
         Self {
             root: false,
             asked: Asked::Unavailable(Error::new(crate::exit::Exit::State, "not asked")),
             cpuid: cpuid_facts(),
             offline: sysroot.cpu_list("sys/devices/system/cpu/offline"),
             holders: module::holders(sysroot),
+            kvm_departs: module::kvm_departs(sysroot),
             kvm_enables_at_load: flag("sys/module/kvm/parameters/enable_virt_at_load"),
             lockdown: sysroot.text("sys/kernel/security/lockdown").and_then(|text| bracketed(&text)),
             secure_boot: sysroot.bytes(SECURE_BOOT).map(|bytes| bytes.get(4) == Some(&1)),
@@ -227,6 +230,7 @@ mod tests {
         write("sys/kernel/kexec_crash_loaded", b"1\n");
         let machine = Machine::read_files(None, &Sysroot::at(root.path()));
         assert_eq!(machine.holders.len(), 1);
+        assert!(machine.kvm_departs.is_empty());
         assert_eq!(machine.kvm_enables_at_load, Some(true));
         assert_eq!(machine.signatures_enforced, Some(false));
         assert_eq!(machine.secure_boot, Some(true));

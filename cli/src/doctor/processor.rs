@@ -304,24 +304,13 @@ fn item(group: &Group, machine: &Machine, cpu_count: usize, found: &Found) -> It
 
 /// Who holds the hardware, and how to make them let go.
 fn in_use(machine: &Machine) -> (String, String) {
-    let Some(holder) = machine.holders.first() else {
-        let text = "hardware virtualization is in use, by something that is not a known module";
-        return (text.into(), "look for another hypervisor's module in `lsmod`, unload it, or reboot".into());
-    };
-    let name = &holder.name;
-    let text = format!("hardware virtualization is held by {name}");
-    let hint = match (module::is_unused_kvm(holder), name.starts_with("kvm_")) {
-        (true, _) => format!(
-            "no virtual machine uses it: `mercury attach --unload-kvm`, or `modprobe -r {name} kvm`; for good: \
-             put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot"
-        ),
-        (false, true) => format!(
-            "{} virtual machines or devices use it: shut them down, then `mercury attach --unload-kvm`",
-            holder.references
-        ),
-        (false, false) => format!("stop what uses it, then `modprobe -r {name}`"),
-    };
-    (text, hint)
+    let unknown = "something that is not a known module".to_string();
+    let holders = module::names(&machine.holders).unwrap_or(unknown);
+    let hint = module::release(&machine.holders);
+    (
+        format!("hardware virtualization is held by {holders}"),
+        hint.unwrap_or("look for another hypervisor's module in `lsmod`, unload it, or reboot".into()),
+    )
 }
 
 fn model(facts: &CpuFacts) -> String {

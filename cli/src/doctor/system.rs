@@ -4,7 +4,7 @@ use super::{
     Grade, Item,
     machine::{Asked, IMAGE_ORDER, Machine},
 };
-use crate::{bits, error::Error, explain};
+use crate::{bits, error::Error, explain, module};
 use mercury_abi::code::Code;
 use mercury_preflight::{KernelSupport, kernel_support};
 
@@ -14,6 +14,7 @@ pub fn items(machine: &Machine) -> Vec<Item> {
     let always =
         [kernel(machine), driver(machine), signing(machine), memory(machine), other_hypervisors(machine)];
     let sometimes = [
+        departures(machine),
         registers(machine),
         attached(machine),
         offline(machine),
@@ -156,6 +157,12 @@ fn other_hypervisors(machine: &Machine) -> Item {
 fn kvm_may(machine: &Machine) -> bool {
     let Asked::Answered { facts, .. } = &machine.asked else { return false };
     facts.iter().any(|facts| facts.system & mercury_abi::facts::system::KVM_MAY != 0)
+}
+
+/// Virtual machines above which CPUs do not stay attached.
+fn departures(machine: &Machine) -> Option<Item> {
+    let text = module::departure(&machine.kvm_departs).filter(|_| kvm_may(machine))?;
+    Some(Item::new("virtual machines", Grade::Note, text).hint(explain::entry(Code::GuestUnsupported).remedy))
 }
 
 /// Without a driver most of the processor's state is unknown.

@@ -27,6 +27,7 @@ fn good_machine() -> Machine {
         cpuid: good_epyc(0),
         offline: CpuSet::default(),
         holders: vec![],
+        kvm_departs: vec![],
         kvm_enables_at_load: None,
         lockdown: Some("none".into()),
         secure_boot: Some(false),
@@ -132,10 +133,25 @@ fn kvm_goes_on_above() {
     let text = rendered(&report);
     assert!(text.contains("kvm_amd loaded: virtual machines go on while attached"), "{text}");
     assert!(!text.contains("cannot start") && !text.contains("modprobe"), "{text}");
-    // What else there is stays in the way.
-    machine.holders.push(Module { name: "vboxdrv".into(), references: 0, used_by: vec![] });
+    machine.kvm_departs = vec!["avic"];
     let text = rendered(&examine(&machine, false));
+    assert!(text.contains("note        virtual machines") && text.contains("avic=Y"), "{text}");
+}
+
+/// Beside another hypervisor's module the driver does not share with KVM either.
+#[test]
+fn another_hypervisor_is_named() {
+    let mut machine = with_facts(|facts| facts.efer |= 1 << 12);
+    let module = |name: &str| Module { name: name.into(), references: 0, used_by: vec![] };
+    machine.holders = vec![module("kvm_amd"), module("vboxdrv")];
+    machine.kvm_departs = vec!["sev"];
+    let report = examine(&machine, false);
+    assert_eq!(report.exit(), Exit::Impossible);
+    let text = rendered(&report);
+    assert!(text.contains("is held by kvm_amd or vboxdrv [virtualization-in-use]"), "{text}");
+    assert!(text.contains("`modprobe -r vboxdrv`") && !text.contains("--unload-kvm"), "{text}");
     assert!(text.contains("vboxdrv loaded; virtual machines cannot start while attached"), "{text}");
+    assert!(!text.contains("leaves the hypervisor"), "{text}");
 }
 
 #[test]

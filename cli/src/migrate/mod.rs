@@ -13,6 +13,7 @@
 pub mod arrival;
 pub mod copy;
 mod course;
+pub mod doubt;
 mod dry_run;
 pub mod link;
 mod mover;
@@ -128,6 +129,11 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
         report.bytes.iter().sum::<u64>(),
         after.seconds
     ));
+    switch_off(&mut operator)
+}
+
+/// Switches this machine off, which runs elsewhere.
+fn switch_off(operator: &mut Operator) -> ! {
     // Nothing is written to the disks any more: they are the other machine's.
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::RB_POWER_OFF) };

@@ -5,6 +5,7 @@ use super::{
     arrival::Arrival,
     copy::{From, Pass, Reading, Stopped, pass},
     course::{self, Course},
+    doubt::{self, Doubt, Hails, Silence},
     link::Link,
     no_way_back,
     offer::Offer,
@@ -19,12 +20,12 @@ use crate::{
         describe,
         disks::{self, Mounted, Still},
         fence,
-        guard::Guard,
+        guard::{Guard, Undo},
     },
     commands::Say,
     device::Device,
     error::{Error, Result},
-    ethernet::{self, Card, packets::Packets},
+    ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
     output::Format,
@@ -33,10 +34,9 @@ use crate::{
 };
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED};
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, Speaker},
     protocol::{
         Attempt, Mark, Message, Patience, Source, Word,
-        source::{Action, Decision, Event, State},
+        source::{Action, Event, State},
     },
     rounds::{Limits, Next, Otherwise},
     session::Line,
@@ -44,9 +44,7 @@ use mercury_migration::{
 };
 use std::{
     collections::VecDeque,
-    fs::File,
     net::SocketAddr,
-    os::unix::fs::FileExt,
     thread,
     time::{Duration, Instant},
 };
@@ -55,12 +53,8 @@ use std::{
 const POOL_LEAST: u64 = 192;
 /// How often progress is shown.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// Between two tries to be heard, once nothing else can be done.
-const AGAIN: Duration = Duration::from_millis(500);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
-/// How long an answer may take then before the operator is told. A large machine with many devices takes a while to start.
-const DOUBT: Duration = Duration::from_secs(10);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -118,42 +112,6 @@ pub enum Outcome {
     Resumed,
 }
 
-/// From the commit on this machine does not say that it has its addresses: another one may have them.
-#[derive(Debug)]
-struct Silence {
-    /// A setting of the kernel's, opened while names can be looked up.
-    file: Option<File>,
-    before: Vec<u8>,
-}
-
-impl Silence {
-    const SETTING: &str = "/proc/sys/net/ipv4/conf/all/arp_ignore";
-    /// No answer for any address.
-    const NOTHING: &[u8] = b"8";
-
-    fn prepare() -> Self {
-        let before = std::fs::read(Self::SETTING).unwrap_or_else(|_| b"0".to_vec());
-        Self { file: File::options().write(true).open(Self::SETTING).ok(), before }
-    }
-
-    fn set(&mut self, value: &[u8]) {
-        if let Some(file) = &self.file {
-            // Where ARP cannot be kept quiet, neighbours may be led astray until this machine is off.
-            let _ = file.write_at(value, 0);
-        }
-    }
-
-    fn keep(&mut self) {
-        self.set(Self::NOTHING);
-    }
-
-    fn end(&mut self) {
-        let before = std::mem::take(&mut self.before);
-        self.set(&before);
-        self.before = before;
-    }
-}
-
 /// What is left of a mover.
 #[derive(Debug)]
 pub struct Rest {
@@ -185,9 +143,7 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
-    packets: Packets,
-    cards: Vec<Card>,
-    hailer: Hailer,
+    hails: Hails,
     attempt: Attempt,
     source: Source,
     begin: Vec<Action>,
@@ -207,7 +163,6 @@ pub struct Mover<'a> {
     /// The other machine's cards, which this one's will be.
     theirs: Vec<Card>,
     silence: Silence,
-    hailed: Instant,
     heard: Instant,
     operator: Operator,
     /// Whether standard output can be written to when everything stands still.
@@ -236,10 +191,9 @@ impl<'a> Mover<'a> {
             Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
         };
         let attempt = Attempt(checkpoint::random()?);
-        let hails = checkpoint::random()?;
-        let mut hailer = Hailer::new(&line);
-        hailer.know(attempt, &hails);
-        let packets = Packets::open(ETHER_TYPE).map_err(|error| failed("frames on the network", error))?;
+        let secret = checkpoint::random()?;
+        let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
+            .map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
         let log = prepare(device, pool, args.hash)?;
@@ -247,15 +201,14 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails };
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
-            cards: ethernet::cards(sysroot),
             link: Some(link),
-            patience: Patience { running: RUNNING, frozen: FROZEN, doubt: DOUBT, hold: None },
+            patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
             failure: None,
@@ -263,7 +216,6 @@ impl<'a> Mover<'a> {
             committed: None,
             theirs: Vec::new(),
             silence: Silence::prepare(),
-            hailed: Instant::now(),
             heard: Instant::now(),
             operator: Operator::at_console(),
             may_write: checkpoint::may_be_written(sysroot),
@@ -278,8 +230,7 @@ impl<'a> Mover<'a> {
             guard,
             to,
             line,
-            hailer,
-            packets,
+            hails,
             attempt,
             source,
             begin,
@@ -387,20 +338,13 @@ impl<'a> Mover<'a> {
         {
             link.abandon();
         }
-        while let Some(frame) = self.packets.hear() {
-            if let Some(message) = self.hailer.hear(Speaker::Destination, &frame) {
-                return Some(Event::Heard(message));
-            }
+        if let Some(message) = self.hails.hear() {
+            return Some(Event::Heard(message));
         }
-        if matches!(self.source.state(), State::InDoubt(..)) && self.hailed.elapsed() > AGAIN {
-            self.hail(Word::Commit);
+        if matches!(self.source.state(), State::InDoubt(..)) {
+            self.hails.say_again(Word::Commit);
         }
-        match self.operator.word(&["resume", "abandon"]) {
-            Some("resume") => return Some(Event::Operator(Decision::Resume)),
-            Some(_) => return Some(Event::Operator(Decision::Abandon)),
-            None => {}
-        }
-        None
+        doubt::decision(&mut self.operator).map(Event::Operator)
     }
 
     fn understand(&mut self, message: Message, text: &[u8]) -> Event {
@@ -449,14 +393,12 @@ impl<'a> Mover<'a> {
             // The frozen machine's memory is all that knows of it: docs/migration.md says what that means.
             Action::Record(mark) => {
                 if mark == Mark::Committed {
-                    // From here on nobody but this process may set the machine going, nor let it be heard.
-                    if let Err(error) = self.device.fence_stays() {
+                    // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has
+                    // ended: this process, and if it is killed, its guard.
+                    if let Err(error) = self.commit() {
                         self.failure.get_or_insert(error);
                         return Step::Event(Event::RecordFailed(self.attempt, mark));
                     }
-                    no_way_back::begin(self.operator.console());
-                    self.guard.is_undone();
-                    self.silence.keep();
                     self.committed = Some(Instant::now());
                 }
                 Step::Event(Event::Recorded(self.attempt, mark))
@@ -483,9 +425,26 @@ impl<'a> Mover<'a> {
         }
     }
 
+    fn commit(&mut self) -> Result<()> {
+        self.device.fence_stays()?;
+        no_way_back::begin(self.operator.console());
+        let doubt = Doubt {
+            line: self.line.to_string(),
+            hails: self.offer.hails,
+            attempt: self.attempt.0,
+            cards: self.hails.cards().to_vec(),
+        };
+        let told =
+            self.guard.will(&Undo::Open).and_then(|()| self.guard.will(&Undo::Decide(Box::new(doubt))));
+        told.map_err(|error| Error::new(Exit::Failed, format!("the guard is gone: {error}")))?;
+        self.silence.keep();
+        Ok(())
+    }
+
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
         no_way_back::end();
+        self.guard.is_decided();
         // Who was silent must not be so when applications run.
         let _ = self.device.fence_down();
         self.silence.end();
@@ -498,7 +457,7 @@ impl<'a> Mover<'a> {
 
     fn send(&mut self, word: Word) -> Step {
         if self.is_in_doubt() && matches!(word, Word::Commit | Word::Cancel) {
-            self.hail(word);
+            self.hails.say(word);
         }
         let text = match word {
             Word::Offer | Word::Final(_) => self.offer.pack(),
@@ -508,22 +467,6 @@ impl<'a> Mover<'a> {
         match text.and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
-        }
-    }
-
-    /// Says it to all: what has arrived cannot be told otherwise.
-    fn hail(&mut self, word: Word) {
-        self.hailed = Instant::now();
-        let message = Message { attempt: self.attempt, word };
-        // One that was restarted cannot understand the first, and must be able to say that it knows nothing.
-        let frames = [
-            self.hailer.say(Speaker::Source, message),
-            self.hailer.say_to_who_forgot(Speaker::Source, message),
-        ];
-        for card in self.cards.iter().filter(|card| card.up) {
-            for frame in &frames {
-                let _ = self.packets.say(card, frame);
-            }
         }
     }
 
@@ -759,7 +702,7 @@ impl<'a> Mover<'a> {
             line: self.line.to_string(),
             hails: self.offer.hails,
             attempt: self.attempt.0,
-            cards: std::mem::take(&mut self.cards),
+            cards: self.hails.cards().to_vec(),
             theirs: std::mem::take(&mut self.theirs),
         }
     }

@@ -9,8 +9,7 @@ pub fn begin(console: Option<File>) {
         if let Some(mut console) = console.as_ref() {
             let _ = write!(
                 console,
-                "\r\nmercury migrate: {panic}\r\nThis machine stands still for good. See to it that the other one runs, and \
-                 switch this one off\r\n"
+                "\r\nmercury migrate: {panic}\r\nThis process ends here; its guard asks on whether the other machine runs\r\n"
             );
         }
         std::process::abort();

@@ -2,10 +2,12 @@
 //! for the console.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io::{Read, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::fd::AsFd,
 };
+
+use rustix::fs::{CWD, Mode, OFlags};
 
 const CONSOLE: &str = "/dev/console";
 
@@ -21,9 +23,19 @@ impl Operator {
     /// Opens the console, if there is one.
     #[must_use]
     pub fn at_console() -> Self {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
-        Self { console: options.open(CONSOLE).ok(), line: Vec::new() }
+        Self::at(CWD, CONSOLE)
+    }
+
+    /// The same, by the folder of devices.
+    #[must_use]
+    pub fn at_console_in(devices: impl AsFd) -> Self {
+        Self::at(devices, "console")
+    }
+
+    fn at(folder: impl AsFd, name: &str) -> Self {
+        let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let console = rustix::fs::openat(folder, name, flags, Mode::empty()).ok();
+        Self { console: console.map(File::from), line: Vec::new() }
     }
 
     /// The console, for who says something at the very end.

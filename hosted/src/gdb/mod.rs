@@ -157,6 +157,12 @@ impl Machine {
         self.debugger.as_ref().is_some_and(|debugger| debugger.target.holds_interrupts)
     }
 
+    /// Whether there is a breakpoint of gdb's.
+    #[must_use]
+    pub fn has_breakpoint(&self, at: u64) -> bool {
+        self.debugger.as_ref().is_some_and(|debugger| debugger.target.has_breakpoint(at))
+    }
+
     /// A step has led somewhere else.
     pub fn step_was_left(&mut self) {
         if let Some(debugger) = &mut self.debugger {
@@ -167,7 +173,7 @@ impl Machine {
     /// The guest has executed INT3. Says whether it was gdb's.
     pub fn breakpoint(&mut self) -> bool {
         let at = self.block().registers.rip.wrapping_sub(1);
-        if !self.debugger.as_ref().is_some_and(|debugger| debugger.target.has_breakpoint(at)) {
+        if !self.has_breakpoint(at) {
             return false;
         }
         self.block().registers.rip = at;

@@ -1,35 +1,98 @@
 //! What the guest's kernel does with a program's memory by functions of its own. Done here, with the page tables and the
-//! guest's memory, it costs neither a mapping nor a signal. Whatever is not plain is left to the function.
+//! guest's memory, it costs neither a mapping nor a signal. An address that is not a program's cannot be reached, whatever
+//! is there in this process. Whatever else is not plain is left to the function.
 
 use std::ptr;
 
 use crate::{
-    block::{RAX, RCX, RDI, RDX, RSI},
+    block::{R8, RAX, RCX, RDI, RDX, RSI},
     layout,
     machine::Machine,
     memory::Memory,
     mmu::{Access, Privilege},
-    thunks::Use,
+    thunks::{Giving, Use},
 };
+
+/// `-EFAULT`.
+const FAULT: u64 = (-(libc::EFAULT as i64)).cast_unsigned();
+/// A pointer and a length that are beyond all.
+const ALL: u64 = u64::MAX;
 
 impl Machine {
     /// A function was called: does it, and returns from it, if all of its memory is there.
     pub fn use_program(&mut self, what: Use) {
-        let general = self.block().registers.general;
         let done = match what {
-            Use::Copy => {
-                self.copy(general[RDI], general[RSI], general[RDX] & 0xFFFF_FFFF).map(|()| (RAX, None))
-            }
-            Use::Get(size) => self.get_user(general[RAX], size).map(|value| (RAX, Some((RDX, value)))),
-            Use::Put(size) => self.put_user(general[RCX], general[RAX], size).map(|()| (RCX, None)),
+            Use::Give(how) => self.refuse_addresses(how).map(|result| (RAX, result)),
+            _ => self.use_memory(what),
         };
         let Some((result, value)) = done else { return };
         let Ok(back) = self.pop() else { return };
         let registers = &mut self.block().registers;
         registers.rip = back;
-        registers.general[result] = 0;
-        if let Some((register, value)) = value {
-            registers.general[register] = value;
+        registers.general[result] = value;
+    }
+
+    /// The register for the result, and the result, if it has been done, or must not be.
+    fn use_memory(&mut self, what: Use) -> Option<(usize, u64)> {
+        let general = self.block().registers.general;
+        let copied = general[RDX] & 0xFFFF_FFFF;
+        let (address, length) = match what {
+            // One of them is the kernel's.
+            Use::Copy if self.are_a_program_s(general[RDI], copied) => (general[RDI], copied),
+            Use::Copy => (general[RSI], copied),
+            Use::Get(size) => (general[RAX], size as u64),
+            Use::Put(size) => (general[RCX], size as u64),
+            Use::Clear => (general[RDI], general[RCX]),
+            Use::CopyString => (general[RSI], 1),
+            Use::MeasureString => (general[RDI], 1),
+            // A negative number of bytes is refused, as it is by the functions.
+            Use::Sum(register) if copied > ALL >> 33 => (general[register], ALL),
+            Use::Sum(register) => (general[register], copied),
+            Use::Give(_) => return None,
+        };
+        let is_reached = length == 0 || self.are_a_program_s(address, length);
+        self.counters.refused += u64::from(!is_reached);
+        match what {
+            Use::Copy if !is_reached => Some((RAX, copied)),
+            Use::Copy => self.copy(general[RDI], general[RSI], copied).map(|()| (RAX, 0)),
+            Use::Get(_) if !is_reached => Some((RAX, FAULT)),
+            Use::Get(size) => self.get_user(address, size).map(|()| (RAX, 0)),
+            Use::Put(_) if !is_reached => Some((RCX, FAULT & 0xFFFF_FFFF)),
+            Use::Put(size) => self.put_user(address, general[RAX], size).map(|()| (RCX, 0)),
+            Use::Clear if !is_reached => Some((RCX, length)),
+            Use::Clear => self.clear(address, length).map(|()| (RCX, 0)),
+            Use::CopyString if !is_reached => Some((RAX, FAULT)),
+            Use::CopyString => self.copy_string(general[RDI], address, general[RDX]).map(|to| (RAX, to)),
+            Use::MeasureString if !is_reached => Some((RAX, 0)),
+            Use::MeasureString => self.find_zero(address, general[RSI]).map(|at| (RAX, at + 1)),
+            Use::Sum(_) if !is_reached => Some((RAX, 0)),
+            Use::Sum(_) | Use::Give(_) => None,
+        }
+    }
+
+    /// A program is not given addresses of the kernel's memory, nor of what the monitor has beside it: it could use them no more
+    /// than its kernel for it, and both would try again for ever what the page tables allow. A wish for them is forgotten.
+    fn refuse_addresses(&mut self, how: Giving) -> Option<u64> {
+        const FIXED: u64 = libc::MAP_FIXED as u64;
+        const NO_MEMORY: u64 = (-(libc::ENOMEM as i64)).cast_unsigned();
+        let general = self.block().registers.general;
+        let start = general[RSI];
+        let length = match how {
+            // A mapping's first field is its beginning.
+            Giving::Grow => self.read_long(general[RDI]).ok()?.saturating_sub(start),
+            _ => general[RDX],
+        };
+        let hole = layout::THUNKS..layout::DIRECT_MAP + self.memory.size();
+        if start >= hole.end || start.saturating_add(length) <= hole.start {
+            return None;
+        }
+        match how {
+            Giving::Find if general[R8] & FIXED == 0 => {
+                self.block().registers.general[RSI] = 0;
+                None
+            }
+            Giving::Find | Giving::Map | Giving::Grow => Some(NO_MEMORY),
+            Giving::Move => Some(0),
         }
     }
 
@@ -52,15 +115,53 @@ impl Machine {
         Some(())
     }
 
-    fn get_user(&self, address: u64, size: usize) -> Option<u64> {
+    fn clear(&self, address: u64, length: u64) -> Option<()> {
+        let mut done = 0;
+        while done < length {
+            let at = address + done;
+            let some = Memory::rest_of_page(at).min(length - done);
+            let target = self.find(at, some, Access::Write)?;
+            // SAFETY: As for `copy`.
+            unsafe { ptr::write_bytes(target, 0, some as usize) };
+            done += some;
+        }
+        Some(())
+    }
+
+    /// How many bytes of a program's are before the first zero, if there is one among so many.
+    fn find_zero(&self, address: u64, most: u64) -> Option<u64> {
+        let mut done = 0;
+        // A negative number is left to the function.
+        while done < most && most <= ALL >> 1 {
+            let at = address.checked_add(done)?;
+            let some = Memory::rest_of_page(at).min(most - done);
+            self.are_a_program_s(at, some).then_some(())?;
+            let source = self.find(at, some, Access::Read)?;
+            // SAFETY: As for `copy`.
+            let bytes = unsafe { std::slice::from_raw_parts(source, some as usize) };
+            if let Some(before) = bytes.iter().position(|&byte| byte == 0) {
+                return Some(done + before as u64);
+            }
+            done += some;
+        }
+        None
+    }
+
+    /// Copies a string with its zero. Says how many bytes are before that.
+    fn copy_string(&self, to: u64, from: u64, most: u64) -> Option<u64> {
+        let length = self.find_zero(from, most)?;
+        self.copy(to, from, length + 1)?;
+        Some(length)
+    }
+
+    fn get_user(&self, address: u64, size: usize) -> Option<()> {
         let mut bytes = [0; 8];
-        layout::is_user(address).then_some(())?;
         self.read(address, &mut bytes[..size]).ok()?;
-        Some(u64::from_le_bytes(bytes))
+        self.block().registers.general[RDX] = u64::from_le_bytes(bytes);
+        Some(())
     }
 
     fn put_user(&self, address: u64, value: u64, size: usize) -> Option<()> {
-        layout::is_user(address).then_some(())?;
         self.write(address, &value.to_le_bytes()[..size]).ok()
     }
 }

@@ -81,6 +81,9 @@ pub(crate) struct Live<F> {
     cpus: u32,
     /// There was no page: when first in a row, and when last, in ticks of the TSC.
     starved: Option<(u64, u64)>,
+    /// Takes that were told to hurry, and writers that waited.
+    hurries: u64,
+    waits: u64,
     /// Pages that were ever given.
     donated: u64,
     /// For a snapshot that is kept.
@@ -163,6 +166,8 @@ impl<F> Live<F> {
             free_count: 0,
             cpus: 0,
             starved: None,
+            hurries: 0,
+            waits: 0,
             donated: 0,
             keep_virt: 0,
             settle_ticks: 0,
@@ -256,10 +261,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Whether an access of a CPU that is on the log's tables can be made now. If not, it is for the identity map to
     /// answer.
-    #[inline(never)]
     pub(crate) fn logs(&mut self, address: GuestPhys, access: Access) -> bool {
+        self.log_access(address, access) == Some(Outcome::Open)
+    }
+
+    #[inline(never)]
+    fn log_access(&mut self, address: GuestPhys, access: Access) -> Option<Outcome> {
         let (ranges, written) = (self.ranges(), self.map_of_log(self.written_virt));
-        let Some(log) = self.log.as_mut() else { return false };
+        let log = self.log.as_mut()?;
         let mut outcome = log.fault(&mut self.store, ranges, written, address, access);
         if outcome == Outcome::Exhausted {
             self.log_spoilt = Code::SnapshotPool;
@@ -267,12 +276,13 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             // Now nothing must be kept, and no page is needed.
             outcome = log.fault(&mut self.store, ranges, written, address, access);
         }
-        outcome == Outcome::Open
+        Some(outcome)
     }
 
     /// There was no page. Not for ever.
     pub(crate) fn starve(&mut self) {
         let now = Processor.tsc();
+        self.waits += 1;
         // Whoever wrote may never come again, and another one much later.
         let in_a_row = self.starved.filter(|(_, last)| now.wrapping_sub(*last) < pool::PATIENCE / 2);
         let first = in_a_row.map_or(now, |(first, _)| first);
@@ -282,12 +292,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    /// Keeps what a page held, before it is written from here or round the tables.
-    pub(crate) fn touch(&mut self, address: GuestPhys) -> Touch {
-        let (memory, written) = (self.memory(), self.map_of_log(self.written_virt));
-        if let Some(log) = self.log.as_ref() {
-            log.note(written, address);
+    /// Before a page is written from here or round the tables by a CPU that is on these ones: keeps what it held, or
+    /// notes that it is written.
+    pub(crate) fn touch(&mut self, address: GuestPhys, tables: u32) -> Touch {
+        if tables == ON_LOG {
+            let is_foreign = self.log_access(address, Access::Write) == Some(Outcome::Hidden);
+            return if is_foreign { Touch::Foreign } else { Touch::Open };
         }
+        let memory = self.memory();
         let Some(snapshot) = self.snapshot.as_mut() else { return Touch::Open };
         match snapshot.fault(&mut self.store, memory, address, Access::Write) {
             Outcome::Copied | Outcome::Open | Outcome::Absent => {
@@ -299,6 +311,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 self.starve();
                 Touch::Wait
             }
+        }
+    }
+
+    /// Whether what a CPU on these tables writes still matters.
+    pub(crate) fn watches(&self, tables: u32) -> bool {
+        match tables {
+            ON_LOG => self.log.as_ref().is_some_and(WriteLog::is_whole),
+            _ => self.is_exact(),
         }
     }
 
@@ -385,11 +405,17 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         list.count = refused as u64;
     }
 
-    /// Gives free pages back. Half of them stay: whoever writes must not wait at once.
+    /// Gives free pages back. Half of them stay: whoever writes must not wait at once. Of a snapshot that was given up
+    /// nothing is needed any more.
     fn reclaim(&mut self, list: &mut PageList) {
         let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
         list.count = 0;
-        for slot in list.pages_phys.iter_mut().take(room.min(self.store.free.count() / 2) as usize) {
+        let mut free = self.store.free.count() / 2;
+        if let Some(lost) = self.snapshot.as_mut().filter(|snapshot| !snapshot.is_exact()) {
+            lost.drop_copies(&mut self.store, room);
+            free = self.store.free.count();
+        }
+        for slot in list.pages_phys.iter_mut().take(room.min(free) as usize) {
             let Some(page) = self.store.free.pop(&mut Direct) else { break };
             *slot = page.as_u64();
             list.count += 1;
@@ -398,9 +424,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// How long whoever has just written has to wait: see [`pool::wait`]. Nobody takes one that is kept.
-    pub(crate) fn brake(&self) -> u64 {
+    pub(crate) fn brake(&mut self) -> u64 {
         let is_exact = self.snapshot.as_ref().is_some_and(Snapshot::is_exact);
-        if is_exact && self.keep_virt == 0 { pool::wait(self.store.free.count(), self.donated) } else { 0 }
+        if !is_exact || self.keep_virt != 0 {
+            return 0;
+        }
+        let wait = pool::wait(self.store.free.count(), self.donated);
+        self.waits += u64::from(wait > 0);
+        wait
     }
 
     fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
@@ -460,7 +491,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 list.taken_before |= 1 << number;
             }
         }
-        Ok(u64::from(pool::is_low(self.store.free.count(), self.donated)))
+        let is_low = u64::from(pool::is_low(self.store.free.count(), self.donated));
+        self.hurries += is_low;
+        Ok(is_low)
     }
 
     /// Copies what devices write all the time.
@@ -567,6 +600,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             lasting: self.lasting,
             lasting_ticks: self.lasting_ticks,
             enter_ticks: ENTER_TICKS.load(Ordering::Relaxed),
+            hurries: self.hurries,
+            waits: self.waits,
             rollback: self.rollback,
         }
     }
@@ -860,6 +895,44 @@ pub(crate) mod tests {
             self.live.begin(self.base, &self.setup)
         }
 
+        /// A log of writes: its two maps.
+        pub fn begin_log(&mut self) -> Result<(), Code> {
+            let pages = self.memory.iter().map(|page| (phys(page) / PAGE_SIZE) as usize / MAP_BITS);
+            let map = || -> &'static [Option<&'static log::Piece>] {
+                let mut map = vec![None; pages.clone().max().unwrap_or(0) + 1];
+                for piece in pages.clone() {
+                    map[piece].get_or_insert_with(|| {
+                        &*Box::leak(Box::new([const { AtomicU64::new(0) }; MAP_BITS / 64]))
+                    });
+                }
+                map.leak()
+            };
+            let (written, collected) = (map(), map());
+            let setup = LogSetup {
+                memory_virt: self.setup.memory_virt,
+                memory_count: self.setup.memory_count,
+                written_virt: written.as_ptr().expose_provenance() as u64,
+                collected_virt: collected.as_ptr().expose_provenance() as u64,
+                map_count: written.len() as u64,
+            };
+            self.live.begin_log(self.base, &setup)
+        }
+
+        /// Which pages the log has had since the last time.
+        pub fn collect(&mut self) -> Result<Vec<usize>, Code> {
+            // One call looks at many more pages than there are.
+            let mut collect = LogCollect { next_phys: phys(&self.memory[0]), ..LogCollect::default() };
+            self.live.collect_log(&mut collect)?;
+            let collected = self.live.map_of_log(self.live.collected_virt);
+            let take = |page: &Page| {
+                let number = (phys(page) / PAGE_SIZE) as usize;
+                let piece = collected.0[number / MAP_BITS].expect("a piece");
+                let bit = 1 << (number % 64);
+                piece[number % MAP_BITS / 64].fetch_and(!bit, Ordering::Relaxed) & bit != 0
+            };
+            Ok((0..self.memory.len()).filter(|page| take(&self.memory[*page])).collect())
+        }
+
         /// As a guest: the first write to a page faults.
         fn write(&mut self, page: usize, value: u8) {
             assert!(self.live.keeps(GuestPhys::new(phys(&self.memory[page])), Access::Write));
@@ -964,6 +1037,29 @@ pub(crate) mod tests {
         assert_eq!(list.count, 1);
     }
 
+    /// What it has copied is of no use to anybody; what is written then needs no page.
+    #[test]
+    fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
+        let mut machine = Machine::<AmdNested>::new(64);
+        assert_eq!(machine.begin(), Ok(()));
+        (0..5).for_each(|page| machine.write(page, 0xEE));
+        let free = machine.live.status().free_pages;
+        machine.live.spoil(Code::SnapshotPool);
+        let mut list = list(&[]);
+        for expected in [3, free + 2] {
+            list.count = expected;
+            machine.live.reclaim(&mut list);
+            assert_eq!(list.count, expected);
+            let given = &list.pages_phys[..expected as usize];
+            assert!(machine.memory.iter().all(|page| !given.contains(&phys(page))));
+        }
+        assert_eq!((machine.live.status().copies, machine.live.status().free_pages), (0, 0));
+        list.count = 9;
+        machine.live.reclaim(&mut list);
+        assert_eq!(list.count, 0);
+        (0..8).for_each(|page| machine.write(page, 0xFF));
+    }
+
     /// Writers wait then, and whoever takes the snapshot knows.
     #[test]
     fn a_pool_that_runs_low_is_told_of() {
@@ -974,12 +1070,19 @@ pub(crate) mod tests {
         assert_eq!((machine.live.take(&mut none), machine.live.brake()), (Ok(0), 0));
         machine.live.donated *= 100;
         assert_eq!(machine.live.take(&mut none), Ok(1));
+        assert_eq!(
+            (machine.live.status().hurries, machine.live.status().waits),
+            (1, 0),
+            "who takes hurries first"
+        );
         assert!(machine.live.brake() > 0);
+        assert_eq!(machine.live.status().waits, 1);
         machine.live.keep_virt = 1;
         assert_eq!(machine.live.brake(), 0, "nobody takes it");
         machine.live.keep_virt = 0;
         machine.live.spoil(Code::SnapshotLost);
         assert_eq!(machine.live.brake(), 0, "nobody waits for nothing");
+        assert_eq!(machine.live.status().waits, 1);
     }
 
     /// What was written is what it was again; then the snapshot is used up.

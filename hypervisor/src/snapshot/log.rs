@@ -123,11 +123,6 @@ impl<F: Format<Address = GuestPhys>> WriteLog<F> {
         }
     }
 
-    /// Notes a page that is about to be written round the tables.
-    pub fn note(&self, written: WrittenMap<'_>, gpa: GuestPhys) {
-        written.note(gpa);
-    }
-
     /// Moves what was written from `from` on to `to`: how many pages, and where to go on, if not all is done.
     pub fn collect(
         &self,

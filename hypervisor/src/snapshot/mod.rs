@@ -110,6 +110,8 @@ pub struct Snapshot<F> {
     given_up: bool,
     /// What was taken in ascending order, wherever that began: all frames of it have been taken, or were free.
     stretch: Range<GuestPhys>,
+    /// Once it was given up: there are no copies of what lies before this.
+    dropped: GuestPhys,
     counts: Counts,
 }
 
@@ -129,7 +131,8 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         let view = View::new(pool, base, &keeps)?;
         let frames = FrameMap::new(pool, base.depth())?;
         let stretch = GuestPhys::new(0)..GuestPhys::new(0);
-        Ok(Self { view, frames, log, given_up: false, stretch, counts: Counts::default() })
+        let dropped = GuestPhys::new(0);
+        Ok(Self { view, frames, log, given_up: false, stretch, dropped, counts: Counts::default() })
     }
 
     /// What nCR3 or the EPT pointer takes.
@@ -331,9 +334,21 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     }
 
     /// It holds nothing any more, and nothing is in the way of a write: the machine runs on. The copies go back to
-    /// the pool with everything else when the pool is taken away.
+    /// the pool by [`Snapshot::drop_copies`], or with everything else when the pool is taken away.
     pub fn give_up(&mut self) {
         self.given_up = true;
+    }
+
+    /// Lets so many copies go, if it was given up.
+    pub fn drop_copies(&mut self, pool: &mut impl Pool, most: u64) {
+        for _ in 0..most {
+            let next = self.next_with(pool, self.dropped, mark::COPY);
+            let Some((frame, known)) = next.filter(|_| self.given_up) else { return };
+            // What has a number needs no page for another.
+            let _ = self.frames.set(pool, frame, known & !mark::COPY);
+            self.drop_copy(pool, HostPhys::new(known & mark::COPY));
+            self.dropped = frame.block_end(PageSize::Size4K);
+        }
     }
 
     /// After the identity map has changed at `gpa`.

@@ -21,6 +21,7 @@ pub const VMMCALL_LENGTH: u64 = 3;
 /// Length of RDMSR and WRMSR in bytes.
 pub const MSR_LENGTH: u64 = 2;
 const STGI_LENGTH: u64 = 3;
+const CLGI_LENGTH: u64 = 3;
 const VMRUN_LENGTH: u64 = 3;
 const VMSAVE_LENGTH: u64 = 3;
 /// Bits of a nested fault's first qualification (APM vol. 2, 15.25.6).
@@ -82,6 +83,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::STGI if area.cpu.is_held != 0 => (Answer::Skip, STGI_LENGTH),
         exit_code::VMRUN if guests::has_svm(area) => (guests::run(area, hardware), VMRUN_LENGTH),
         exit_code::STGI if guests::has_svm(area) => (guests::set_gif(area), STGI_LENGTH),
+        exit_code::CLGI if guests::has_svm(area) => (guests::clear_gif(area), CLGI_LENGTH),
         exit_code::VMSAVE if guests::has_svm(area) => (guests::save_state(area), VMSAVE_LENGTH),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
@@ -90,9 +92,6 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::VINTR if area.control.awaits_window() => {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
-        }
-        exit_code::NMI if area.own.gif_is_clear != 0 && !crate::snapshot::rollback::wants(area) => {
-            (guests::hold_nmi(area, hardware), 0)
         }
         exit_code::NMI => (rollback::nmi(area, hardware), 0),
         exit_code::IRET => (rollback::nmi_ends(area, hardware), 0),
@@ -168,6 +167,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         }
         Answer::NewTables(root) => {
             area.control.nested_cr3 = root.as_u64();
+            area.own.shadow.expire();
             return apply(area, hardware, Answer::HypercallFlushed, length);
         }
         Answer::Inject(fault) => inject(area, fault),

@@ -38,6 +38,9 @@ fn watch(area: &mut Area, watch: Watch) {
     } else {
         area.own.extended.forget();
     }
+    if area.own.gif_is_clear != 0 {
+        area.control.intercept_misc1 |= INTERCEPT_NMI;
+    }
 }
 
 /// One was let through, and its handler has not returned.
@@ -45,12 +48,16 @@ fn is_in_nmi(area: &Area) -> bool {
     area.control.intercept_misc1 & INTERCEPT_IRET != 0
 }
 
-/// An NMI: to fetch this CPU, or the system's.
+/// An NMI: to fetch this CPU, or the system's, which waits while GIF is 0.
 pub fn nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
-    publish::count(area, ExitReason::Other);
     if rollback::wants(area) && rollback::join(area, hardware).is_ok() {
+        publish::count(area, ExitReason::Other);
         return Answer::RetryFlushed;
     }
+    if area.own.gif_is_clear != 0 {
+        return guests::hold_nmi(area, hardware);
+    }
+    publish::count(area, ExitReason::Other);
     let intercepts = &mut area.control.intercept_misc1;
     *intercepts = *intercepts & !INTERCEPT_NMI | INTERCEPT_IRET;
     Answer::Retry

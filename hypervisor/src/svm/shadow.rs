@@ -1,14 +1,16 @@
-//! Guests of the system above while a snapshot is live.
+//! Guests of the system above while a snapshot or a log of writes is live.
 //!
 //! A guest reaches memory through KVM's own nested table, round the tables that protect the snapshot. So for as
 //! long as there is one, it runs on a *shadow* of that table: empty at first, filled fault by fault with what KVM's table
-//! says, 4 KiB at a time, and writable only where the page's content at the instant is safe. All of it follows
+//! says, 4 KiB at a time, and writable only where the page's content at the instant is safe, or where the log has the
+//! page. A log takes its permissions back when it is collected: the shadow expires when its CPU forgets translations for it,
+//! and frames are read after that ([`crate::snapshot::log`]). All of it follows
 //! the rules that a processor's translations follow (APM vol. 2, 15.25): it may be forgotten at any time, it sets
 //! accessed and dirty bits in KVM's entries before it uses them, and KVM flushes it where it would flush those: by
 //! TLB_CONTROL, by another identifier, or by another root. A fault that KVM's table explains is KVM's, and is shown to
 //! it as the processor would have shown it.
 //!
-//! The guest's control block is written by the processor, and KVM's table here: both are copied first.
+//! The guest's control block is written by the processor, and KVM's table here: both are copied, or noted, first.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -77,6 +79,11 @@ impl Shadow {
         self.root = 0;
     }
 
+    /// What is in it must not be used any more: the next guest gets another one, and flushes.
+    pub const fn expire(&mut self) {
+        self.block = guests::NO_BLOCK;
+    }
+
     /// Whether there is one.
     #[must_use]
     pub const fn is_there(&self) -> bool {
@@ -109,8 +116,10 @@ pub enum Prepared {
     InPlace,
     /// On the shadow, which is in its block now.
     Shadowed,
-    /// Not now: there is no page. The system executes VMRUN again.
+    /// Not now: there is no page, nor for a copy of the block. The system executes VMRUN again.
     Wait,
+    /// Not now: there is no page. The system is to do something else for a while.
+    WaitOutside,
     /// It would write what must be kept.
     Impossible,
 }
@@ -123,7 +132,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
     let Some(nested) = guard.as_mut() else { return Prepared::Impossible };
     let Some(depth) = nested.tables().map(|tables| tables.depth()) else { return Prepared::Impossible };
     let live = &mut nested.live;
-    match live.touch(GuestPhys::new(phys)) {
+    match live.touch(GuestPhys::new(phys), area.cpu.on_snapshot) {
         Touch::Open => {}
         Touch::Wait => return Prepared::Wait,
         Touch::Foreign => return Prepared::Impossible,
@@ -132,7 +141,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
     // guest; all of its fields are integers.
     let block = unsafe { &mut *block };
     let shadow = &mut area.own.shadow;
-    if !live.is_exact() {
+    if !live.watches(area.cpu.on_snapshot) {
         if shadow.is_there() {
             block.tlb_control = TLB_FLUSH_ALL;
         }
@@ -152,7 +161,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
     if !shadow.is_there() {
         let Ok(tables) = Tables::new(live.pages(), depth) else {
             live.starve();
-            return Prepared::Wait;
+            return Prepared::WaitOutside;
         };
         *shadow = Shadow { root: tables.root().as_u64(), ..wanted };
     }
@@ -182,7 +191,7 @@ pub fn fault(area: &mut Area, address: u64, qualification: u64, physical_bits: u
     let Some(depth) = nested.tables().map(|tables| tables.depth()) else { return Fault::Wait };
     let own = &area.own;
     let shadow = Tables::at(HostPhys::new(own.shadow.root), depth);
-    let guest = Guest { root: own.guest_nested_cr3, depth, physical_bits };
+    let guest = Guest { root: own.guest_nested_cr3, depth, physical_bits, beneath: area.cpu.on_snapshot };
     fill(&mut nested.live, shadow, guest, GuestPhys::new(address), qualification)
 }
 
@@ -193,6 +202,8 @@ struct Guest {
     root: u64,
     depth: Depth,
     physical_bits: u32,
+    /// On which tables its CPU is: [`crate::cpu::Cpu::on_snapshot`].
+    beneath: u32,
 }
 
 /// An entry of KVM's: where it is, and what it was.
@@ -274,7 +285,7 @@ fn fill(
     let start = AmdNested::address(leaf).align_down(size);
     let frame = start.saturating_add(address.offset_in(size)).align_down(PageSize::Size4K);
     if write {
-        match live.touch(GuestPhys::new(frame.as_u64())) {
+        match live.touch(GuestPhys::new(frame.as_u64()), guest.beneath) {
             Touch::Open => {}
             Touch::Wait => return Fault::Wait,
             Touch::Foreign => return guests(info::PRESENT),
@@ -285,7 +296,7 @@ fn fill(
         if entry & used == used {
             continue;
         }
-        match live.touch(GuestPhys::new(at)) {
+        match live.touch(GuestPhys::new(at), guest.beneath) {
             Touch::Open => {}
             Touch::Wait | Touch::Foreign => return Fault::Wait,
         }
@@ -315,6 +326,7 @@ mod tests {
     use super::*;
     use crate::paging::table::TablePages;
     use crate::snapshot::live::tests::{Machine, Page, phys};
+    use crate::snapshot::view::Access;
 
     /// What the guest has at this address and behind it is in KVM's last table.
     const GUEST: u64 = 0x4060_0000;
@@ -339,6 +351,11 @@ mod tests {
 
     impl Host {
         fn new(pool: usize) -> Self {
+            Self::on(live::ON_SNAPSHOT, pool)
+        }
+
+        /// With a snapshot or a log.
+        fn on(beneath: u32, pool: usize) -> Self {
             let mut machine = Machine::new(pool);
             let tables: Vec<u64> = machine.memory.iter().map(phys).collect();
             let address = GuestPhys::new(GUEST);
@@ -347,19 +364,36 @@ mod tests {
             for (level, size) in sizes.into_iter().enumerate() {
                 set(&mut machine.memory[level], address.index_at(size), tables[level + 1] | FULL);
             }
-            machine.begin().expect("a snapshot");
+            let begun = if beneath == live::ON_LOG { machine.begin_log() } else { machine.begin() };
+            begun.expect("tables");
             let shadow = Tables::new(machine.live.pages(), Depth::Four).expect("a root");
-            let guest = Guest { root: tables[0], depth: Depth::Four, physical_bits: 48 };
+            let guest = Guest { root: tables[0], depth: Depth::Four, physical_bits: 48, beneath };
             Self { machine, shadow, guest }
         }
 
         /// KVM gives the guest this page of memory.
         fn give(&mut self, index: usize, page: usize, flags: u64) {
-            // KVM writes to its table as everybody does.
             let table = GuestPhys::new(phys(&self.machine.memory[LAST]));
-            assert_eq!(self.machine.live.touch(table), Touch::Open);
+            self.system_writes(table);
             let at = phys(&self.machine.memory[page]);
             set(&mut self.machine.memory[LAST], index, if flags == 0 { 0 } else { at | flags });
+        }
+
+        /// As everybody does above the tables of the snapshot, or of the log.
+        fn system_writes(&mut self, page: GuestPhys) {
+            let live = &mut self.machine.live;
+            let answered = match self.guest.beneath {
+                live::ON_LOG => live.logs(page, Access::Write),
+                _ => live.keeps(page, Access::Write),
+            };
+            assert!(answered);
+        }
+
+        /// The CPU has forgotten what it knew.
+        fn flush(&mut self) {
+            let mut shadow = Shadow { root: self.shadow.root().as_u64(), ..Shadow::default() };
+            shadow.drop_all(self.machine.live.pages(), Depth::Four);
+            self.shadow = Tables::new(self.machine.live.pages(), Depth::Four).expect("a root");
         }
 
         fn access(&mut self, index: usize, qualification: u64) -> Fault {
@@ -464,8 +498,17 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Op {
-        Give { index: usize, page: usize, flags: u64 },
-        Access { index: usize, write: bool },
+        Give {
+            index: usize,
+            page: usize,
+            flags: u64,
+        },
+        Access {
+            index: usize,
+            write: bool,
+        },
+        /// A collection begins, or its end is acknowledged: with a snapshot nothing.
+        Collect,
     }
 
     fn op() -> impl Strategy<Value = Op> {
@@ -477,6 +520,7 @@ mod tests {
                 flags
             }),
             (0..4_usize, any::<bool>()).prop_map(|(index, write)| Op::Access { index, write }),
+            Just(Op::Collect),
         ]
     }
 
@@ -493,10 +537,8 @@ mod tests {
                     Op::Give { index, page, flags } => {
                         host.give(index, page, flags);
                         given[index] = (page, flags);
-                        // KVM flushes.
-                        let mut shadow = Shadow { root: host.shadow.root().as_u64(), ..Shadow::default() };
-                        shadow.drop_all(host.machine.live.pages(), Depth::Four);
-                        host.shadow = Tables::new(host.machine.live.pages(), Depth::Four).expect("a root");
+                        // KVM does.
+                        host.flush();
                     }
                     Op::Access { index, write } => {
                         let (page, flags) = given[index];
@@ -512,11 +554,64 @@ mod tests {
                             }
                         }
                     }
+                    Op::Collect => {}
                 }
             }
             for (number, page) in before.iter().enumerate() {
                 let taken = host.machine.taken(number).expect("kept");
                 prop_assert!(taken.0 == page.0, "page {}", number);
+            }
+        }
+
+        /// Whatever KVM maps and the guest does, by what it has not forgotten yet as well: what was not in the log is what it
+        /// was when it was read last, and the guest's tables are KVM's.
+        #[test]
+        fn the_log_misses_nothing_beneath_guests(ops in prop::collection::vec(op(), 1..60)) {
+            let mut host = Host::on(live::ON_LOG, 256);
+            let mut read: Vec<Page> = host.machine.memory.to_vec();
+            let mut given = [(0, 0); 4];
+            let mut collected = None;
+            let mut value = 0_u32;
+            for op in ops.into_iter().chain([Op::Collect; 3]) {
+                match op {
+                    Op::Give { index, page, flags } => {
+                        host.give(index, page, flags);
+                        given[index] = (page, flags);
+                        host.flush();
+                    }
+                    Op::Access { index, write } => {
+                        let (page, flags) = given[index];
+                        let may = flags & bit::PRESENT != 0 && (!write || flags & bit::WRITE != 0);
+                        let known = host.translated(index).is_some_and(|(_, writable)| writable || !write);
+                        let qualification = if write { info::WRITE } else { 0 };
+                        let goes_on = known || host.access(index, qualification) == FILLED;
+                        prop_assert_eq!(goes_on, may);
+                        if may && write {
+                            value += 1;
+                            host.machine.memory[page].0[..4].copy_from_slice(&value.to_le_bytes());
+                        }
+                    }
+                    Op::Collect => match collected.take() {
+                        None => collected = Some(host.machine.collect().expect("the log is whole")),
+                        Some(pages) => {
+                            host.flush();
+                            for page in pages {
+                                read[page] = host.machine.memory[page].clone();
+                            }
+                        }
+                    },
+                }
+                // The instant could be now, with what is written since the collection, and until it is read.
+                if collected.is_none() {
+                    let last = host.machine.collect().expect("the log is whole");
+                    host.flush();
+                    for (number, page) in host.machine.memory.iter().enumerate() {
+                        prop_assert!(last.contains(&number) || read[number].0 == page.0, "page {}", number);
+                    }
+                    for page in last {
+                        read[page] = host.machine.memory[page].clone();
+                    }
+                }
             }
         }
     }

@@ -277,6 +277,8 @@ pub const INTERCEPT_MISC2_SHARED: u32 = 0x43;
 pub const INTERCEPT_VMSAVE: u32 = 1 << 3;
 /// Intercept word 4: STGI.
 pub const INTERCEPT_STGI: u32 = 1 << 4;
+/// Intercept word 4: CLGI.
+pub const INTERCEPT_CLGI: u32 = 1 << 5;
 /// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
 /// is right by APM vol. 2, 15.16.1, table 15-9, and every exit clears it again.
 pub const TLB_FLUSH_ALL: u32 = 1;

@@ -25,8 +25,14 @@ pub const AGENT: &str = "/mercury/bin/mercury-lab-agent";
 pub fn run() -> Result<()> {
     boot::enter_root()?;
     let cmdline = Cmdline::read();
-    if let Some((server, address)) = cmdline.get("nfs").and_then(|words| words.split_once(',')) {
-        enter_nfs_root(server, address)?;
+    if let Some(words) = cmdline.get("nfs") {
+        change_root("lab-nfs-root", &words.split(',').collect::<Vec<_>>())?;
+    }
+    if let Some(root @ ("ram" | "mapped")) = cmdline.get("root") {
+        change_root("lab-ram-root", &[])?;
+        if root == "mapped" {
+            change_root("lab-mapped-root", &[])?;
+        }
     }
     if cmdline.get("init") == Some("systemd") {
         return become_systemd();
@@ -35,11 +41,11 @@ pub fn run() -> Result<()> {
     supervise(&cmdline)
 }
 
-/// Goes on from the root disk to another machine's root.
-fn enter_nfs_root(server: &str, address: &str) -> Result<()> {
-    let script = format!("{LAB_DIR}/lib/lab-nfs-root");
-    let status = Command::new("/bin/sh").args([&script, server, address]).env("PATH", PATH).status()?;
-    if status.success() { Ok(()) } else { Err(format!("{script}: {status}").into()) }
+/// Goes on to another root, by a script of the lab's.
+fn change_root(script: &str, arguments: &[&str]) -> Result<()> {
+    let path = format!("{LAB_DIR}/lib/{script}");
+    let status = Command::new("/bin/sh").arg(&path).args(arguments).env("PATH", PATH).status()?;
+    if status.success() { Ok(()) } else { Err(format!("{path}: {status}").into()) }
 }
 
 fn become_systemd() -> Result<()> {

@@ -37,7 +37,7 @@ const DIRTY: &[u8] = include_bytes!("../../guest/migration/dirty");
 const SIZES_MIB: [u32; 3] = [512, 2048, 4096];
 const CPUS: u32 = 2;
 /// What QEMU is allowed, as Mercury is by default; and a gigabit a second.
-const DOWNTIME_MS: u64 = 500;
+const DOWNTIME_MS: u64 = 1000;
 const WIRE: u64 = 125_000_000;
 /// Transactions after a move.
 const SETTLED: u64 = 50;

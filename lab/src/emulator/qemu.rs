@@ -117,6 +117,9 @@ fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: Files<'_>) {
     if uses_ahci(spec) {
         args.add("-device", "ahci,id=sata");
     }
+    if spec.disks.iter().any(|(bus, _)| *bus == Bus::Usb) {
+        args.add("-device", "qemu-xhci");
+    }
     disk(args, spec.root_bus, &Disk::Root.id(), &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
     let lab = format!("file={},format=raw,read-only=on", files.lab_disk.to_string_lossy().replace(',', ",,"));
     // AHCI's disks cannot be read-only.
@@ -139,6 +142,7 @@ fn disk(args: &mut Arguments, bus: Bus, id: &str, backing: &str) {
         Bus::Virtio => "virtio-blk-pci",
         // Each takes the next free port of the controller.
         Bus::Ahci => "ide-hd",
+        Bus::Usb => "usb-storage",
     };
     args.add("-device", &format!("{device},drive={id},serial=mercury-{id}"));
 }
@@ -189,6 +193,7 @@ mod tests {
             .phys_bits(46)
             .nic(Nic::E1000e)
             .disk(Bus::Ahci, 64)
+            .disk(Bus::Usb, 64)
             .icount(Icount::NoSleep { shift: 3 })
             .kernel_arg("nokaslr")
             .reset(Reset::Restarts)
@@ -201,6 +206,8 @@ mod tests {
             "EPYC,+svm,+npt,-pdpe1gb,phys-bits=46",
             "e1000e,netdev",
             "ide-hd,drive=disk0",
+            "qemu-xhci -",
+            "usb-storage,drive=disk1",
             "shift=3,sleep=off",
             "intel-iommu,intremap=on",
             "iommu_platform=on",

@@ -219,7 +219,8 @@ impl Outcome {
     fn checks(&self) -> Vec<(bool, String)> {
         let cpus = self.status["cpus"].as_array().map_or(&[][..], Vec::as_slice);
         let all = |test: &dyn Fn(&Value) -> bool| !cpus.is_empty() && cpus.iter().all(test);
-        let runs: u64 = cpus.iter().filter_map(|cpu| cpu["exits"]["guest-run"].as_u64()).sum();
+        let sum = |reason: &str| cpus.iter().filter_map(|cpu| cpu["exits"][reason].as_u64()).sum::<u64>();
+        let (runs, held) = (sum("guest-run"), sum("held-nmi"));
         let lived = |work: &Work| {
             let what = format!("{}: {}, {} wrong", work.name, thousands(work.passes), work.violations);
             (work.passes > 0 && work.violations == 0, what)
@@ -241,6 +242,7 @@ impl Outcome {
                 self.nmis.sent > 0 && self.nmis.lost == 0,
                 format!("{} NMIs, {} lost", thousands(self.nmis.sent), self.nmis.lost),
             ),
+            (held > 0, format!("{} of them struck while GIF was 0 for KVM", thousands(held))),
             (
                 self.complaint.is_none(),
                 "KVM could be unloaded, the next attach worked, and the kernel has no complaint".to_owned(),

@@ -3,6 +3,8 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub mod devices;
+pub mod readers;
 pub mod restart;
 
 use std::{collections::BTreeMap, time::Duration};

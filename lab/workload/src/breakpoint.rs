@@ -1,5 +1,6 @@
 //! Hardware breakpoints. perf counts stores to a variable and calls of a function; a debugger watches a
-//! variable of its child. Both must see each hit exactly once.
+//! variable of its child. Both must see each hit exactly once. Or one of each CPU's is armed from beginning to end, whoever
+//! runs there, and none is missed meanwhile.
 //!
 //! There is one watched variable at a time: of two, QEMU 7.2 reports the one that was hit before along
 //! with the one that is hit.
@@ -9,13 +10,15 @@ use std::{
     hint::black_box,
     ptr,
     sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Duration,
 };
 
 use crate::{
     Result,
     attr::{BREAKPOINT_EXECUTE, BREAKPOINT_WRITE},
     cpus,
-    perf::Event,
+    perf::{Event, Target},
     report::Report,
     stop::Stop,
     tracee::{RIP, Tracee, debug_register},
@@ -55,10 +58,16 @@ pub struct Args {
     /// Stores only: Bochs does not honour RFLAGS.RF, and an execution breakpoint strikes for ever
     #[arg(long)]
     stores: bool,
+    /// One that is always armed on each CPU, for stores
+    #[arg(long)]
+    held: bool,
 }
 
 /// Counts on each CPU.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
+    if args.held {
+        return cpus::on_each(stop, report, hold);
+    }
     let with_calls = !args.stores;
     cpus::on_each(stop, report, |cpu, stop, report| {
         let counted = Counted::new(with_calls)?;
@@ -75,6 +84,27 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
+/// Between two looks at what is always armed.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Whoever runs on this CPU, its debug registers have this in them.
+fn hold(cpu: usize, stop: &Stop, report: &mut Report) -> Result<()> {
+    let variable = Box::new(AtomicU64::new(0));
+    let address = variable.as_ptr() as u64;
+    let armed = Event::breakpoint(Target::Cpu(cpu), BREAKPOINT_WRITE, address, size_of::<u64>() as u64)?;
+    armed.start()?;
+    let mut seen = 0;
+    while !stop.is_set() {
+        (0..COUNTED).for_each(|number| variable.store(number, Ordering::Relaxed));
+        let count = armed.count()?;
+        report.check(count == seen + COUNTED, || format!("CPU {cpu}: {} hits, not {COUNTED}", count - seen));
+        seen = count;
+        report.pass();
+        thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
 /// A variable, and the counters; the function is the same for all.
 struct Counted {
     variable: Box<AtomicU64>,
@@ -85,9 +115,15 @@ struct Counted {
 impl Counted {
     fn new(with_calls: bool) -> Result<Self> {
         let variable = Box::new(AtomicU64::new(0));
-        let stores = Event::breakpoint(BREAKPOINT_WRITE, variable.as_ptr() as u64, size_of::<u64>() as u64)?;
+        let stores = Event::breakpoint(
+            Target::ThisThread,
+            BREAKPOINT_WRITE,
+            variable.as_ptr() as u64,
+            size_of::<u64>() as u64,
+        )?;
         let function: extern "C" fn(u64) -> u64 = called;
-        let calls = || Event::breakpoint(BREAKPOINT_EXECUTE, function as usize as u64, INSTRUCTION);
+        let address = function as usize as u64;
+        let calls = || Event::breakpoint(Target::ThisThread, BREAKPOINT_EXECUTE, address, INSTRUCTION);
         let calls = with_calls.then(calls).transpose()?;
         Ok(Self { variable, stores, calls })
     }

@@ -57,8 +57,8 @@ impl Event {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
-    /// A breakpoint of this thread's, in user mode, off at first.
-    pub fn breakpoint(kind_of_access: u32, address: u64, length: u64) -> io::Result<Self> {
+    /// A breakpoint in user mode, off at first.
+    pub fn breakpoint(target: Target, kind_of_access: u32, address: u64, length: u64) -> io::Result<Self> {
         let attr = Attr {
             kind: kind::BREAKPOINT,
             sample_period: 0,
@@ -68,7 +68,7 @@ impl Event {
             breakpoint_len: length,
             ..Attr::default()
         };
-        Self::open(&attr, Target::ThisThread)
+        Self::open(&attr, target)
     }
 
     fn control(&self, request: libc::c_ulong) -> Result<()> {
@@ -86,6 +86,11 @@ impl Event {
     /// Stops, and says how far it has counted.
     pub fn finish(&self) -> Result<u64> {
         self.control(DISABLE)?;
+        self.count()
+    }
+
+    /// How far it has counted.
+    pub fn count(&self) -> Result<u64> {
         let mut count = [0; 8];
         // SAFETY: the buffer has the size that is passed.
         let size = unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };

@@ -4,6 +4,7 @@ pub mod pause;
 pub mod peers;
 mod report;
 pub mod rollback;
+pub mod slope;
 pub mod streaming;
 mod tools;
 

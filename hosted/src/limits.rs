@@ -1,0 +1,153 @@
+//! What the host allows a process, looked at before a machine starts: what is too little would end it later, in the middle of
+//! something.
+
+use std::{
+    fs,
+    path::{Component, Path, PathBuf},
+};
+
+use crate::error::{Error, Result};
+
+/// Mappings that the host's own libraries and the monitor need.
+const OWN_MAPPINGS: u64 = 2000;
+const LEAST_MAPPINGS: u64 = 8192;
+const MAPPINGS: &str = "proc/sys/vm/max_map_count";
+const GROUPS: &str = "proc/self/cgroup";
+
+/// The host's files.
+#[derive(Debug)]
+pub struct Limits {
+    root: PathBuf,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { root: "/".into() }
+    }
+}
+
+impl Limits {
+    fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
+        fs::read_to_string(self.root.join(path)).ok()?.trim().parse().ok()
+    }
+
+    /// How many mappings the guest may have.
+    ///
+    /// # Errors
+    /// If they are too few.
+    pub fn mappings(&self) -> Result<u64> {
+        let most = self.number(MAPPINGS).unwrap_or(LEAST_MAPPINGS + OWN_MAPPINGS);
+        if most < LEAST_MAPPINGS {
+            return Err(Error::host(format!(
+                "the host allows a process {most} mappings, and a guest needs {LEAST_MAPPINGS}"
+            ))
+            .hint(format!("sysctl vm.max_map_count=65530 (the usual value; /{MAPPINGS})")));
+        }
+        Ok(most - OWN_MAPPINGS.min(most / 4))
+    }
+
+    /// Whether the guest may have so many bytes of memory.
+    ///
+    /// # Errors
+    /// If a control group that this process is in allows less.
+    pub fn memory(&self, bytes: u64) -> Result<()> {
+        let groups = fs::read_to_string(self.root.join(GROUPS)).unwrap_or_default();
+        for (most, path) in groups.lines().filter_map(limit).flat_map(|one| self.limits(one)) {
+            if most < bytes {
+                return Err(Error::host(format!(
+                    "the control group allows {} MiB of memory, and the guest is to have {} MiB",
+                    most >> 20,
+                    bytes >> 20
+                ))
+                .hint(format!("give it less with --memory, or the group more (/{})", path.display())));
+            }
+        }
+        Ok(())
+    }
+
+    /// The limits of a group and those above it.
+    fn limits(&self, limit: Limit<'_>) -> Vec<(u64, PathBuf)> {
+        let mut found = Vec::new();
+        let mut group = PathBuf::from(limit.mounted);
+        let parts = Path::new(limit.group).components();
+        for part in std::iter::once(None).chain(parts.map(Some)) {
+            match part {
+                None => {}
+                Some(Component::Normal(name)) => group.push(name),
+                Some(_) => continue,
+            }
+            let path = group.join(limit.file);
+            found.extend(self.number(&path).map(|most| (most, path)));
+        }
+        found
+    }
+}
+
+/// Where a limit is.
+struct Limit<'a> {
+    mounted: &'static str,
+    group: &'a str,
+    file: &'static str,
+}
+
+/// The limit of memory that a line tells about: of the only hierarchy, or of that with memory.
+fn limit(line: &str) -> Option<Limit<'_>> {
+    let (_, rest) = line.split_once(':')?;
+    let (controllers, group) = rest.split_once(':')?;
+    if controllers.is_empty() {
+        return Some(Limit { mounted: "sys/fs/cgroup", group, file: "memory.max" });
+    }
+    let has_memory = controllers.split(',').any(|one| one == "memory");
+    has_memory.then_some(Limit { mounted: "sys/fs/cgroup/memory", group, file: "memory.limit_in_bytes" })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn host(files: &[(&str, &str)]) -> (tempfile::TempDir, Limits) {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = directory.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let root = directory.path().to_owned();
+        (directory, Limits { root })
+    }
+
+    #[test]
+    fn a_host_that_allows_few_mappings_is_refused() {
+        assert!(host(&[]).1.mappings().is_ok());
+        let (_directory, limits) = host(&[(MAPPINGS, "65530\n")]);
+        assert_eq!(limits.mappings().unwrap(), 65530 - OWN_MAPPINGS);
+        let (_directory, limits) = host(&[(MAPPINGS, "8191\n")]);
+        let error = limits.mappings().unwrap_err();
+        assert!(error.message().contains("allows a process 8191 mappings") && error.is_hosts());
+        assert!(error.remedy().unwrap().contains("sysctl vm.max_map_count=65530"));
+    }
+
+    #[test]
+    fn a_group_s_limit_of_memory_is_one_of_those_above_it_too() {
+        const MIB: u64 = 1 << 20;
+        let (_directory, limits) = host(&[
+            (GROUPS, "0::/a/b\n"),
+            ("sys/fs/cgroup/a/memory.max", "268435456\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+        ]);
+        assert!(limits.memory(256 * MIB).is_ok());
+        let error = limits.memory(257 * MIB).unwrap_err();
+        assert_eq!(
+            error.message(),
+            "the control group allows 256 MiB of memory, and the guest is to have 257 MiB"
+        );
+        assert!(error.remedy().unwrap().contains("/sys/fs/cgroup/a/memory.max"));
+        let (_directory, limits) = host(&[
+            (GROUPS, "5:cpu,memory:/x\n1:name=systemd:/y\n0::/y\n"),
+            ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "134217728\n"),
+        ]);
+        assert!(limits.memory(128 * MIB).is_ok() && limits.memory(129 * MIB).is_err());
+        assert!(host(&[]).1.memory(u64::MAX).is_ok());
+    }
+}

@@ -1,0 +1,68 @@
+//! Devices that are only read from, at work: in machines that go back while what is on their disks does not, and where each page is
+//! compared and nothing else. Those in [`super::devices`] write, too, and look at every byte.
+
+use std::{
+    io::Write,
+    net::{Ipv4Addr, TcpListener},
+    thread,
+};
+
+use mercury_lab::{Bus, Kernel, Machine, Nic, Result, Spec};
+
+/// What servers have that are no virtual machines.
+pub fn real_hardware() -> Spec {
+    let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
+    let stick = [
+        "-drive",
+        "if=none,id=stick,format=raw,file.driver=null-co,file.read-zeroes=on,file.size=1073741824,read-only=on",
+    ];
+    let spec = Spec::new(Kernel::BookwormGeneric)
+        .cpus(2)
+        .memory_mib(1536)
+        .root_bus(Bus::Ahci)
+        .nic(Nic::E1000e)
+        .disk(Bus::Nvme, 256)
+        .kernel_arg("init_on_alloc=0");
+    usb.iter().chain(&stick).fold(spec, |spec, argument| spec.qemu_arg(argument))
+}
+
+/// The drivers of its devices that it boots without.
+pub const REAL_DRIVERS: &str = "nvme e1000e xhci_pci usb_storage sd_mod";
+
+/// Gives the only network card an address, and waits until somebody answers.
+pub fn give_address(machine: &Machine) -> Result<()> {
+    machine
+        .sh("card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
+         ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done")
+        .map(drop)
+}
+
+/// Reads a whole disk, directly and buffered.
+pub fn disk_load(disk: &str) -> String {
+    format!(
+        "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct status=none; \
+         dd if={disk} of=/dev/null bs=1M count=50 status=none; echo 1 > /proc/sys/vm/drop_caches"
+    )
+}
+
+/// Whoever comes is sent numbers until he goes; the port.
+pub fn source() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::spawn(move || {
+        let numbers: Vec<u8> = (0..1_u32 << 14).flat_map(u32::to_le_bytes).collect();
+        for mut connection in listener.incoming().flatten() {
+            while connection.write_all(&numbers).is_ok() {}
+        }
+    });
+    port
+}
+
+/// Starts a card afresh: QEMU's e1000e may receive nothing after a snapshot (docs/limits.md).
+pub const FRESH_CARD: &str =
+    "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
+
+/// Receives from the host for a while, as much as comes.
+pub fn network_load(port: u16, otherwise: &str) -> String {
+    format!("timeout 20 bash -c \"head -c 20M < /dev/tcp/10.0.2.2/{port} > /dev/null\" || {{ {otherwise}; }}")
+}
