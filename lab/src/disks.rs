@@ -40,6 +40,14 @@ pub enum Cache {
 }
 
 impl Disk {
+    /// What QEMU's arguments call it.
+    pub(crate) fn id(self) -> String {
+        match self {
+            Self::Root => "root".to_owned(),
+            Self::Spare(index) => format!("disk{index}"),
+        }
+    }
+
     fn name(self) -> String {
         match self {
             Self::Root => file::ROOT.to_owned(),

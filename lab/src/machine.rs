@@ -24,7 +24,7 @@ use crate::{
     artefacts, autopsy,
     client::{Client, next_event},
     command::{Background, Command, LIMIT, Link, Output, patient},
-    disks::{self, Disks},
+    disks::{self, Disk, Disks},
     emulator::{self, AgentSocket, Files, Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
     host, hung,
@@ -107,6 +107,44 @@ impl Machine {
         let Self { spec, mut start, link, _slot, .. } = self;
         other.replace(&mut start.arguments);
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
+    }
+
+    /// Cuts the power if it is still on, and starts the machine as its owner would: its firmware finds a boot loader on this
+    /// disk. So does each start from now on.
+    ///
+    /// # Errors
+    /// As for [`Machine::boot`].
+    pub fn start_by_itself(self, from: Disk) -> Result<Self> {
+        let _ = self.power_cut();
+        let Self { spec, mut start, link, _slot, .. } = self;
+        boot_from(from, &mut start.arguments);
+        Prepared { spec, start, scene: link.scene }.start(_slot)
+    }
+
+    /// Cuts the power if it is still on, and starts the machine again with the disks as they are, where what it boots
+    /// brings back one with the agent in it. Returns when that agent answers.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn start_to_be_brought_back(self) -> Result<Self> {
+        let _ = self.power_cut();
+        let Self { spec, start, link, _slot, .. } = self;
+        Prepared { spec, start, scene: link.scene }.start_asking(_slot)
+    }
+
+    /// Has the kernel panic, and waits until the firmware has the machine.
+    ///
+    /// # Errors
+    /// If it is not reset.
+    pub fn crash(&self) -> Result<()> {
+        let resets = || {
+            let events = self.qmp()?.events();
+            Ok(events.iter().filter(|event| event.name == "RESET").count())
+        };
+        let before = resets()?;
+        let _panic = self.spawn("echo c > /proc/sysrq-trigger")?;
+        wait_for("the machine to be reset", patient(LIMIT), || Ok((resets()? > before).then_some(())))
+            .map_err(|error| self.blame_silent(error))
     }
 
     /// Cuts the power if it is still on, and boots another machine with the disks as they are. It has as many, on the same
@@ -507,6 +545,23 @@ impl Boot {
             if let Some(at) = arguments.iter().position(|argument| argument == flag) {
                 arguments[at + 1] = value;
             }
+        }
+    }
+}
+
+/// Has QEMU's arguments name no kernel any more, and this disk as the one to boot from.
+fn boot_from(disk: Disk, arguments: &mut Vec<String>) {
+    for flag in ["-kernel", "-initrd", "-append"] {
+        if let Some(at) = arguments.iter().position(|argument| argument == flag) {
+            arguments.drain(at..at + 2);
+        }
+    }
+    // UEFI's firmware knows no other disks than those that it is told to try.
+    let disks = if disk == Disk::Root { vec![disk] } else { vec![disk, Disk::Root] };
+    for (index, disk) in disks.into_iter().enumerate() {
+        let drive = format!("drive={},", disk.id());
+        if let Some(device) = arguments.iter_mut().find(|argument| argument.contains(&drive)) {
+            *device += &format!(",bootindex={index}");
         }
     }
 }

@@ -227,6 +227,7 @@ pub struct Spec {
     pub(crate) qemu: String,
     pub(crate) qemu_version: Qemu,
     pub(crate) qemu_args: Vec<String>,
+    pub(crate) uefi_variables: bool,
     pub(crate) console: Console,
     pub(crate) boot_limit: Duration,
 }
@@ -260,6 +261,7 @@ impl Spec {
             // again: a page could be written while it was translated, until 8.1.
             qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },
             qemu_args: Vec::new(),
+            uefi_variables: false,
             console: Console::Log,
             boot_limit: Duration::from_secs(90),
         }
@@ -420,6 +422,14 @@ impl Spec {
         self.qemu_arg("-bios").qemu_arg("/usr/share/ovmf/OVMF.fd")
     }
 
+    /// The same in a flash of the machine's own, which keeps its variables: otherwise it writes them to the first FAT file
+    /// system that it finds.
+    #[must_use]
+    pub fn uefi_with_variables(mut self) -> Self {
+        self.uefi_variables = true;
+        self
+    }
+
     /// Where the console goes.
     #[must_use]
     pub fn console(mut self, console: Console) -> Self {
@@ -488,7 +498,7 @@ impl Spec {
             (self.max_cpus != 0, "Bochs has no hotplug of processors"),
             (self.wants_gdb, "Bochs has no gdb stub for several processors"),
             (self.icount.is_some(), "this counts instructions with QEMU's icount"),
-            (!self.qemu_args.is_empty(), "this is about a device of QEMU's"),
+            (!self.qemu_args.is_empty() || self.uefi_variables, "this is about a device of QEMU's"),
         ];
         let found = wanted.into_iter().find(|(wanted, _)| *wanted && self.platform != Platform::Qemu);
         found.map(|(_, reason)| reason)

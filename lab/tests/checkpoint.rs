@@ -8,7 +8,8 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Boot, Bus, Init, Iommu, Kernel, Machine, Nic, Reservation, Reset, Result, Spec, guests, iommu, is_full,
+    Boot, Bus, Disk, Init, Iommu, Kernel, Loader, Machine, Nic, Reservation, Reset, Result, Spec, guests,
+    iommu, is_full,
     operator::complaints,
     restart::{
         self, boot_id, comes_further, count, is_well, knows_the_time, nothing_wrong,
@@ -264,6 +265,18 @@ fn goes_on_with_systemd_on_four_cpus() -> Result<()> {
 #[ignore = "long"]
 fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
     goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1)?.ends_clean()
+}
+
+/// All its files are in memory, and go with it.
+#[test]
+#[ignore = "long"]
+fn goes_on_with_a_root_in_ram() -> Result<()> {
+    let spec = spec(Kernel::BookwormCloud).memory_mib(1536).kernel_arg("lab.root=ram");
+    let machine = goes_on(spec, 2)?;
+    assert_eq!(machine.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4")?, "tmpfs\n/mercury");
+    machine.sh("echo x > /root/x && grep x /root/x")?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
 }
 
 /// What devices have under way at the instant, and their drivers have in memory, another emulator's devices go on with.
@@ -717,6 +730,109 @@ fn restores_in_place_behind_an_iommu() -> Result<()> {
 #[ignore = "long"]
 fn restores_in_place_with_uefi() -> Result<()> {
     comes_back_in_place(spec(Kernel::BookwormCloud).uefi())
+}
+
+/// In these machines, behind the image's disk.
+const FIRMWARE: (Disk, &str) = (Disk::Spare(1), "/dev/vdb");
+
+/// A machine that its own firmware and this boot loader have started, with systemd.
+fn starts_by_itself(loader: Loader, kernel: Kernel) -> Result<Machine> {
+    need_qemu()?;
+    let spec = spec(kernel).cpus(2).init(Init::Systemd).reset(Reset::Restarts);
+    let machine = Machine::boot(loader.with(spec)?)?;
+    loader.install(&machine, FIRMWARE.1)?;
+    let _off = machine.spawn("poweroff")?;
+    machine.wait_shutdown(Duration::from_secs(60))?;
+    let disk = if loader == Loader::GrubPc { Disk::Root } else { FIRMWARE.0 };
+    machine.start_by_itself(disk)
+}
+
+/// The line in the boot menu that brings the machine back, as its own command has entered it, and what has it started by the
+/// next start.
+fn enters_the_menu(machine: &Machine, folder: &str) -> Result<[String; 2]> {
+    let line =
+        format!("mercury restore --json --prepare {folder} --boot-menu --module $MERCURY_MODULE {DISK}");
+    let said: serde_json::Value = serde_json::from_str(&machine.sh(&line)?).unwrap();
+    Ok(["title", "once"].map(|name| said["boot_menu"][name].as_str().unwrap().to_owned()))
+}
+
+/// File systems on disks that nobody can write to, so that they are as they were whenever the machine crashes.
+const ONLY_READ: &str =
+    "journalctl --relinquish-var; umount /boot/efi 2> /dev/null; sync; mount -o remount,ro /";
+
+/// A machine that panics boots the system that it always has.
+fn starts_as_ever(machine: &Machine, before: &str) -> Result<()> {
+    let boots = machine.boots();
+    machine.crash()?;
+    machine.wait_reboot(boots)?;
+    assert_ne!(restart::boot_id(machine)?, before);
+    // The console still shows the panic.
+    machine.mercury("attach")?;
+    machine.mercury("detach").map(drop)
+}
+
+/// Off at the instant, the machine comes back once by the entry that was chosen for its next start, and then starts as ever.
+fn comes_back_by_grub(kernel: Kernel) -> Result<()> {
+    let machine = starts_by_itself(Loader::GrubEfi, kernel)?;
+    machine.sh("grep BOOT_IMAGE= /proc/cmdline")?;
+    start(&machine, "clock", CLOCK, "")?;
+    let once = enters_the_menu(&machine, "/boot/mercury")?[1].clone();
+    machine.sh(&once)?;
+    let boot_id = restart::boot_id(&machine)?;
+    checkpoint(&machine)?;
+    let machine = machine.start_to_be_brought_back()?;
+    is_well(&machine, &boot_id)?;
+    starts_as_ever(&machine, &boot_id)
+}
+
+#[test]
+#[ignore = "long"]
+fn comes_back_by_grub_with_uefi() -> Result<()> {
+    comes_back_by_grub(Kernel::BookwormCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn comes_back_by_grub_with_uefi_on_6_12() -> Result<()> {
+    comes_back_by_grub(Kernel::TrixieCloud)
+}
+
+/// The firmware's partition is the loader's, and is mounted at the instant.
+#[test]
+#[ignore = "long"]
+fn comes_back_by_systemd_boot() -> Result<()> {
+    let machine = starts_by_itself(Loader::SystemdBoot, Kernel::BookwormCloud)?;
+    machine.sh("ls /sys/firmware/efi/efivars/LoaderInfo-*; findmnt /boot/efi")?;
+    start(&machine, "clock", CLOCK, "")?;
+    let [_, once] = enters_the_menu(&machine, "/boot/efi/mercury")?;
+    machine.sh(&format!("export SYSTEMD_RELAX_ESP_CHECKS=1; {once}"))?;
+    let boot_id = restart::boot_id(&machine)?;
+    checkpoint(&machine)?;
+    let machine = machine.start_to_be_brought_back()?;
+    is_well(&machine, &boot_id)?;
+    starts_as_ever(&machine, &boot_id)
+}
+
+/// Where no disk is written to, a machine may come back by itself as often as it crashes, until it is told otherwise.
+#[test]
+#[ignore = "long"]
+fn comes_back_unattended_by_grub_with_a_bios() -> Result<()> {
+    let machine = starts_by_itself(Loader::GrubPc, Kernel::BookwormCloud)?;
+    machine.sh("grep BOOT_IMAGE= /proc/cmdline")?;
+    start(&machine, "clock", CLOCK, "")?;
+    let [title, _] = enters_the_menu(&machine, "/boot/mercury")?;
+    machine.sh(&format!("grub-set-default '{title}'"))?;
+    machine.sh(ONLY_READ)?;
+    let boot_id = restart::boot_id(&machine)?;
+    image(&machine, "", DISK)?;
+    let mut machine = machine;
+    for _ in 0..2 {
+        machine.crash()?;
+        machine = machine.start_to_be_brought_back()?;
+        is_well(&machine, &boot_id)?;
+    }
+    machine.sh("mount -o remount,rw / && grub-set-default 0 && sync")?;
+    starts_as_ever(&machine, &boot_id)
 }
 
 /// Makes an image on a disk; what the command says of it.

@@ -51,6 +51,8 @@ pub(crate) enum AgentSocket {
 /// Names of a machine's own files, in its directory, which is the emulator's working directory.
 pub(crate) mod file {
     pub const ROOT: &str = "root.qcow2";
+    /// What UEFI keeps.
+    pub const VARIABLES: &str = "variables.qcow2";
     pub const SERIAL: &str = "serial.log";
     pub const AGENT: &str = "agent.sock";
     pub const MONITOR: &str = "qmp.sock";

@@ -4,12 +4,17 @@ use std::process::Command;
 
 use super::{AgentSocket, Files, Start, file, newer_qemu, repaired_qemu};
 use crate::{
+    disks::Disk,
     error::Result,
     host,
     iommu::Iommu,
     scene::Scene,
     spec::{Bus, Console, Icount, Nic, QEMU, Qemu, Reset, Spec},
 };
+
+/// UEFI's firmware, and the variables that it begins with.
+const UEFI: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
+const UEFI_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
 /// Makes the machine's disks and says what to start.
 ///
@@ -19,6 +24,9 @@ pub(super) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<St
     make_overlay(scene, file::ROOT, &["-F", "raw", "-b", &files.root_disk.to_string_lossy()])?;
     for (index, (_, mib)) in spec.disks.iter().enumerate() {
         make_overlay(scene, &file::disk(index), &[&format!("{mib}M")])?;
+    }
+    if spec.uefi_variables {
+        make_overlay(scene, file::VARIABLES, &["-F", "raw", "-b", UEFI_VARIABLES])?;
     }
     start(spec, files)
 }
@@ -51,6 +59,10 @@ fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
     args.0.extend(spec.iommu.into_iter().flat_map(Iommu::arguments));
     boot_and_disks(&mut args, spec, files);
     channels(&mut args, spec);
+    if spec.uefi_variables {
+        args.add("-drive", &format!("if=pflash,format=raw,readonly=on,file={UEFI}"));
+        args.add("-drive", &format!("if=pflash,format=qcow2,file={}", file::VARIABLES));
+    }
     if let Some(nic) = spec.nic {
         let model = if nic == Nic::Virtio { "virtio-net-pci" } else { "e1000e" };
         args.add("-netdev", "user,id=net0");
@@ -108,14 +120,14 @@ fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: Files<'_>) {
     if spec.disks.iter().any(|(bus, _)| *bus == Bus::Usb) {
         args.add("-device", "qemu-xhci");
     }
-    disk(args, spec.root_bus, "root", &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
+    disk(args, spec.root_bus, &Disk::Root.id(), &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
     let lab = format!("file={},format=raw,read-only=on", files.lab_disk.to_string_lossy().replace(',', ",,"));
     // AHCI's disks cannot be read-only.
     let lab_bus = if spec.root_bus == Bus::Ahci { Bus::Virtio } else { spec.root_bus };
     disk(args, lab_bus, "lab", &lab);
     for (index, (bus, _)) in spec.disks.iter().enumerate() {
         let backing = format!("file={},format=qcow2,cache=unsafe", file::disk(index));
-        disk(args, *bus, &format!("disk{index}"), &backing);
+        disk(args, *bus, &Disk::Spare(index).id(), &backing);
     }
 }
 
@@ -187,6 +199,7 @@ mod tests {
             .reset(Reset::Restarts)
             .modules(Variant::Faults)
             .iommu(Iommu::Intel)
+            .uefi_with_variables()
             .qemu_arg("-S");
         let line = line(&spec);
         for part in [
@@ -200,6 +213,7 @@ mod tests {
             "iommu_platform=on",
             "intel_iommu=on nokaslr",
             "lab.modules=modules-faults",
+            "if=pflash,format=qcow2,file=variables.qcow2",
             " -S",
         ] {
             assert!(line.contains(part), "{part} is not in {line}");
