@@ -1,0 +1,124 @@
+//! Disks that are copied while they are written to: by the driver's log of what is written, which must miss nothing.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use mercury_lab::{Bus, Kernel, Machine, Qemu, Result, Spec, driver::Variant};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// A file system on the first part of a disk, and nothing on the second.
+const PREPARE: &str = "printf ',48M\\n,\\n' | sfdisk -q $disk && udevadm settle 2> /dev/null; sleep 1; \
+     set -- $(ls $disk?*); mkfs.ext4 -q $1 && mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
+
+/// Files are written, synchronised, renamed and removed, and what was theirs is discarded.
+const FILES: &str = "cd /run/mnt; n=0; while test ! -e /run/end; do n=$((n + 1)); \
+     dd if=/dev/urandom of=new bs=8k count=$((n % 60 + 1)) conv=fsync status=none && mv new file$((n % 9)); \
+     head -c 3000000 /dev/zero > lazy; test $((n % 7)) != 0 || { rm -f file*; fstrim .; }; done";
+
+/// The second part is written to past all caches and through them, zeroed, and written to by a command of one's own.
+const RAW: &str = r#"
+import ctypes, fcntl, mmap, os, random, struct, subprocess, sys, time
+path = sys.argv[1]
+direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+cached = os.open(path, os.O_RDWR)
+end = os.lseek(cached, 0, os.SEEK_END)
+page = mmap.mmap(-1, 65536)
+count = 0
+while not os.path.exists("/run/still"):
+    count += 1
+    length = random.choice([4096, 8192, 65536])
+    page[:length] = os.urandom(length)
+    at = random.randrange((end - 65536) // 4096) * 4096
+    os.pwritev(direct, [memoryview(page)[:length]], at)
+    os.pwrite(cached, os.urandom(100), random.randrange(end - 100))
+    if count % 50 == 0:
+        subprocess.run(["blkdiscard", "-f", "-z", "-o", str(at), "-l", "65536", path], check=True)
+    if count % 70 == 0:
+        subprocess.run(["blkdiscard", "-f", "-o", str(at), "-l", "65536", path], check=False)
+    if "nvme" in path and count % 90 == 0:
+        # struct nvme_passthru_cmd: Write, of one block.
+        number = random.randrange(end // 512 - 1) + int(open("/sys/class/block/%s/start" % os.path.basename(path)).read())
+        memory = ctypes.create_string_buffer(os.urandom(512), 512)
+        command = bytearray(struct.pack("<BBHIIIQQIIIIIIIIII", 1, 0, 0, 1, 0, 0, 0, ctypes.addressof(memory), 0, 512,
+                                        number & 0xffffffff, number >> 32, 0, 0, 0, 0, 0, 0))
+        fcntl.ioctl(os.open(path[:-2], os.O_RDWR), 0xc0484e43, command)
+    if count % 20 == 0:
+        time.sleep(0.02)
+os.fsync(cached)
+print("writes", count)
+"#;
+
+/// One of a machine's disks is copied to another, and is equal in the end.
+fn is_copied(machine: &Machine, disk: &str, to: &str) -> Result<()> {
+    machine.sh("rm -f /run/still /run/end /run/go")?;
+    machine.sh(&format!("disk={disk}; {PREPARE}"))?;
+    let part = machine.sh(&format!("ls {disk}?* | tail -1"))?;
+    let files = machine.spawn(FILES)?;
+    let raw = machine.spawn(&format!("python3 /run/raw.py {part}"))?;
+    // Nobody says of what was written before the log began.
+    machine.sh("sleep 1")?;
+    let mut copy =
+        machine.spawn(&format!("mercury-workload disk {disk} {to} --wait-file /run/go --freeze /run/mnt"))?;
+    copy.wait_output("it has been copied", LIMIT)?;
+    machine.sh("touch /run/still")?;
+    let raw = raw.wait(LIMIT)?.check()?;
+    machine.sh("touch /run/go")?;
+    let output = copy.wait(LIMIT)?.check()?;
+    println!("{disk}: {} {}", raw.stdout.trim(), output.stdout);
+    let fact = |name: &str| -> u64 {
+        let report: serde_json::Value = serde_json::from_str(output.stdout.lines().last().unwrap()).unwrap();
+        report[name].as_u64().unwrap_or_else(|| panic!("{name} is not in {report}"))
+    };
+    assert_eq!(fact("missed_chunks"), 0);
+    assert!(fact("logged_chunks") > 50 && fact("last_chunks") > 0, "{}", output.stdout);
+    machine.sh("touch /run/end")?;
+    files.wait(LIMIT)?.check()?;
+    machine.sh("umount /run/mnt").map(drop)
+}
+
+fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
+    let spec = Spec::new(kernel).cpus(2).modules(Variant::Faults).qemu_version(Qemu::Newer);
+    let machine = Machine::boot(buses.iter().fold(spec, |spec, bus| spec.disk(*bus, 128).disk(*bus, 128)))?;
+    machine.sh("mercury load")?;
+    machine.put("/run/raw.py", RAW.as_bytes(), 0o644)?;
+    Ok(machine)
+}
+
+/// What is refused, and that nothing is left behind: the module goes, and comes back.
+fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
+    machine.sh("mercury unload; rmmod mercury; dmesg | grep -E 'Oops|BUG:|WARNING:' && exit 1; mercury load")?;
+    // Its probes are gone with it.
+    machine.sh(&format!("dd if=/dev/zero of={disk} bs=1M count=1 oflag=direct status=none")).map(drop)
+}
+
+#[test]
+#[ignore = "long"]
+fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
+    let machine = machine(Kernel::BookwormGeneric, &[Bus::Virtio, Bus::Nvme, Bus::Ahci])?;
+    machine.sh("modprobe -a virtio_blk nvme ahci sd_mod")?;
+    // Artefacts and root are on NVMe, too.
+    for (first, second) in [("disk0", "disk1"), ("disk2", "disk3"), ("disk4", "disk5")] {
+        let named = |id: &str| {
+            let line = format!(
+                "for disk in $(lsblk -dno NAME); do grep -qs mercury-{id} /sys/block/$disk/serial \
+                 /sys/block/$disk/device/serial /sys/block/$disk/device/vpd_pg80 && echo /dev/$disk; done"
+            );
+            machine.sh(&line)
+        };
+        let (from, to) = (named(first)?, named(second)?);
+        is_copied(&machine, &from, &to)?;
+        leaves_nothing(&machine, &from)?;
+    }
+    machine.check_next_attach()
+}
+
+#[test]
+#[ignore = "long"]
+fn a_disk_is_copied_while_it_is_written_to_on_a_later_kernel() -> Result<()> {
+    let machine = machine(Kernel::TrixieCloud, &[Bus::Virtio])?;
+    is_copied(&machine, "/dev/vda", "/dev/vdb")?;
+    leaves_nothing(&machine, "/dev/vda")?;
+    machine.check_next_attach()
+}
