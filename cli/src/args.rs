@@ -384,6 +384,13 @@ pub struct ReceiveArgs {
     /// Keep an arrival that is whole for ever if its source falls silent, and not for ten minutes
     #[arg(long)]
     pub hold_for_ever: bool,
+    /// Give this disk to the machine that comes, which overwrites all of it with its own (--with-disk there). It is the disk at
+    /// the same place, and of the same size; may be given more than once
+    #[arg(long, value_name = "DISK")]
+    pub disk: Vec<PathBuf>,
+    /// Give disks that are in use or hold something, too: with all that is on them, this system itself if it is
+    #[arg(long, requires = "disk")]
+    pub force_disk: bool,
     /// Memory for the small kernel, in MiB [default: by the size of this machine]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=65536))]
     pub memory: Option<u64>,
@@ -479,6 +486,10 @@ pub struct MigrateArgs {
     /// small kernel occupies, in MiB [default: a quarter of what is available, and 192 at least]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub pool: Option<u64>,
+    /// Take this disk along: a whole one, which the other machine cannot reach. It goes to the disk at the same place there, which
+    /// `mercury receive --disk` gives; may be given more than once
+    #[arg(long, value_name = "DISK")]
+    pub with_disk: Vec<PathBuf>,
     /// Move although devices write to memory where the driver cannot see it
     #[arg(long)]
     pub force_devices: bool,

@@ -280,7 +280,7 @@ fn rounds_follow_each_other() {
 fn versions_are_named() {
     let (mut bytes, _) = written(&[]);
     bytes[8] = 9;
-    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 1");
+    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 2");
 }
 
 /// The digest is that of the last of each page, wherever it came in between, and of where it lies.

@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
-    migrate::offer::kept,
+    migrate::{mirror::Mirror, offer::kept},
     output::{Render, Text, bytes, thousands},
     progress,
     sysroot::Sysroot,
@@ -41,6 +41,10 @@ struct Prediction {
     bytes_per_page: f64,
     /// The wire that was reckoned with, in bytes a second.
     wire: u64,
+    /// Bytes of the disks that would go along, all of which are sent first.
+    disks: u64,
+    /// Of these, what the load writes to in a second, by chunks.
+    dirty_disk_bytes_per_second: f64,
     /// The downtime that is to be expected.
     downtime_ms: f64,
     /// All of it.
@@ -59,6 +63,13 @@ impl Render for Prediction {
             self.reading_seconds,
             thousands(self.dirty_pages_per_second as u64)
         ));
+        if self.disks > 0 {
+            to.line(format!(
+                "{} of disks go along, before memory; {}/s of them are written to",
+                bytes(self.disks),
+                bytes(self.dirty_disk_bytes_per_second as u64)
+            ));
+        }
         to.line(format!(
             "with {}/s on the wire: about {:.0} s in all, of which applications stand still for about {:.1} s",
             bytes(self.wire),
@@ -101,8 +112,15 @@ fn predict(
     let mut machine = Machine::default();
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     let mut ledger = Ledger::new(kept(&machine));
+    let disks = Mirror::open(&args.with_disk, sysroot)?;
+    disks.watch(device)?;
+    let begun = Instant::now();
     let first = look(device, &mut ledger, args.level, deferred, "what there is")?;
     let second = look(device, &mut ledger, args.level, deferred, "what is written")?;
+    // Where it was written but to memory, it will be written to the disk.
+    rustix::fs::sync();
+    let dirty_disk = disks.written(device)? as f64 / begun.elapsed().as_secs_f64().max(0.001);
+    disks.unwatch(device);
     let wire = args.bandwidth.map_or(WIRE, |mib| mib << 20).max(1);
     let reading = second.took.as_secs_f64();
     let rate = second.changed as f64 / first.took.as_secs_f64().max(0.001);
@@ -110,7 +128,9 @@ fn predict(
     let last = rate * reading * per_page / wire as f64;
     let fixed = guess(second.took);
     let fixed = (fixed.quiesce + fixed.hand_over + fixed.start).as_secs_f64();
-    let downtime = fixed + last;
+    // As long as what was written to disks takes, more of it is; nothing is known of how it can be compressed.
+    let last_disk = 2.0 * dirty_disk / wire as f64;
+    let downtime = fixed + last + last_disk;
     let first_round = first.took.as_secs_f64().max(first.packed as f64 / wire as f64);
     Ok(Prediction {
         found_by: "hashes of all memory",
@@ -120,8 +140,10 @@ fn predict(
         dirty_pages_per_second: rate,
         bytes_per_page: per_page,
         wire,
+        disks: disks.bytes(),
+        dirty_disk_bytes_per_second: dirty_disk,
         downtime_ms: downtime * 1e3,
-        seconds: first_round + reading + downtime,
+        seconds: disks.bytes() as f64 / wire as f64 + first_round + reading + downtime,
     })
 }
 

@@ -13,9 +13,11 @@
 pub mod arrival;
 pub mod copy;
 mod course;
+pub mod disk;
 pub mod doubt;
 mod dry_run;
 pub mod link;
+pub mod mirror;
 mod mover;
 mod no_way_back;
 pub mod offer;

@@ -7,6 +7,7 @@ use super::{
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
     link::Link,
+    mirror::{How, Mirror},
     no_way_back,
     offer::Offer,
     operator::Operator,
@@ -40,7 +41,7 @@ use mercury_migration::{
     },
     rounds::{Limits, Next, Otherwise},
     session::Line,
-    wire::Ledger,
+    wire::{Ledger, PAGE},
 };
 use std::{
     collections::VecDeque,
@@ -48,6 +49,9 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+
+/// Who is told how far a pass is, and says whether to go on.
+type Watch<'a> = dyn FnMut(&Pass, &mut Link) -> bool + 'a;
 
 /// The pool has room for what the small kernel of the other end occupies, in MiB.
 const POOL_LEAST: u64 = 192;
@@ -152,7 +156,10 @@ pub struct Mover<'a> {
     has_room_for_log: bool,
     log: Log,
     mounts: Vec<Mounted>,
+    /// How long the last pass over what was written to disks took.
+    mirrored: Duration,
     offer: Offer,
+    mirror: Mirror,
     ledger: Ledger,
     held: Held,
     /// Where the load outruns the connection.
@@ -201,11 +208,14 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
+        let mirror = Mirror::open(&args.with_disk, sysroot)?;
+        let disks = mirror.offered(&mounts, sysroot);
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), disks, hails: secret };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
-        let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
+        let mut report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
+        report.disks = mirror.bytes();
         Ok(Self {
             link: Some(link),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
@@ -238,7 +248,9 @@ impl<'a> Mover<'a> {
             has_room_for_log: matches!(log, Log::Prepared),
             log,
             mounts,
+            mirrored: Duration::ZERO,
             offer,
+            mirror,
             ledger,
             report,
         })
@@ -451,6 +463,7 @@ impl<'a> Mover<'a> {
         self.held = Held::default();
         self.brake = None;
         self.guard.is_released();
+        self.mirror.unwatch(self.device);
         // One that is over, or that was only prepared, goes with the device.
         let _ = self.device.snapshot_end();
     }
@@ -483,7 +496,7 @@ impl<'a> Mover<'a> {
             self.report.rounds = number + 1;
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
-            let outlook = course.after(&done, matches!(self.log, Log::Live));
+            let outlook = course.after(&done, matches!(self.log, Log::Live), self.mirrored);
             let throttle_percent = outlook.throttle_percent();
             let told = Told::Round {
                 round: number,
@@ -530,11 +543,65 @@ impl<'a> Mover<'a> {
         {
             return Err(self.is_gone(&error.to_string()));
         }
+        self.mirror_round(number, limits)?;
         if number == 0 {
             self.begin_log();
         }
         let only = if number == 0 { 0 } else { self.collect_log() };
         self.pass(From::Now, only, &format!("round {number}"), limits)
+    }
+
+    /// Disks go before memory: sending them takes long, and what has to be read again of them at the end is little.
+    fn mirror_round(&mut self, number: u64, limits: &Limits) -> std::result::Result<(), Event> {
+        if self.mirror.is_empty() {
+            return Ok(());
+        }
+        if number == 0 {
+            self.mirror.watch(self.device).map_err(|error| self.fail(error))?;
+        } else {
+            // What is only in memory of what was written to files would be written at the last moment.
+            self.guard.hear_during(rustix::fs::sync);
+        }
+        let done = self.mirror_pass(From::Now, &format!("disks, round {number}"), limits)?;
+        self.mirrored = if number == 0 { Duration::ZERO } else { done.took };
+        let told = Told::Mirrored {
+            round: number,
+            read: done.looked * PAGE as u64,
+            changed: done.sent * PAGE as u64,
+            bytes: done.bytes,
+            seconds: done.took.as_secs_f64(),
+        };
+        self.tell(&told);
+        Ok(())
+    }
+
+    /// One pass over what may have been written to disks; at the end until nothing has; otherwise what has happened.
+    fn mirror_pass(&mut self, from: From, name: &str, limits: &Limits) -> std::result::Result<Pass, Event> {
+        let total = self.mirror.bytes().div_ceil(PAGE as u64);
+        let mut mirror = std::mem::take(&mut self.mirror);
+        let how =
+            How { device: self.device, level: self.args.level, workers: self.workers, from, limits: *limits };
+        let passed = self.watched(from, name, total, |link, watch| match from {
+            From::Now => mirror.pass(&how, link, watch),
+            From::Instant => mirror.finish(&how, link, watch),
+        });
+        self.mirror = mirror;
+        if let Ok(done) = &passed {
+            self.report.disk_bytes += done.bytes;
+        }
+        passed
+    }
+
+    /// What was written to disks until their file systems were held still; nobody writes to them any more.
+    fn mirror_the_rest(&mut self) -> std::result::Result<(), Event> {
+        if self.mirror.is_empty() {
+            return Ok(());
+        }
+        if self.report.rounds == 0 {
+            self.mirror.watch(self.device).map_err(|error| self.fail(error))?;
+        }
+        let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
+        self.mirror_pass(From::Instant, "the rest of the disks", &limits).map(drop)
     }
 
     /// Before the first frame is read. Where there is no log, hashes do it.
@@ -580,9 +647,26 @@ impl<'a> Mover<'a> {
         name: &str,
         limits: &Limits,
     ) -> std::result::Result<Pass, Event> {
+        let reading =
+            Reading { device: self.device, from, only, level: self.args.level, workers: self.workers };
+        let total = self.offer.machine.kept_pages();
+        let mut ledger = std::mem::replace(&mut self.ledger, Ledger::new(Vec::new()));
+        let passed =
+            self.watched(from, name, total, |link, watch| pass(&reading, &mut ledger, limits, link, watch));
+        self.ledger = ledger;
+        passed
+    }
+
+    /// A pass over `total` pages, which is shown, and ends when somebody wants it.
+    fn watched(
+        &mut self,
+        from: From,
+        name: &str,
+        total: u64,
+        pass: impl FnOnce(&mut Link, &mut Watch<'_>) -> std::result::Result<Pass, Stopped>,
+    ) -> std::result::Result<Pass, Event> {
         let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
         let (begun, mut shown) = (Instant::now(), Instant::now());
-        let total = self.offer.machine.kept_pages();
         // Whoever shows a terminal's lines may stand still.
         let is_shown = from == From::Now && self.say.format == Format::Text;
         let (deferred, guard) = (self.deferred, &mut *self.guard);
@@ -595,13 +679,7 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let passed = pass(
-            &Reading { device: self.device, from, only, level: self.args.level, workers: self.workers },
-            &mut self.ledger,
-            limits,
-            &mut link,
-            &mut watch,
-        );
+        let passed = pass(&mut link, &mut watch);
         if is_shown {
             progress::line("");
         }
@@ -648,6 +726,9 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
+        if let Err(event) = self.mirror_the_rest() {
+            return Ok(Step::Event(event));
+        }
         self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
@@ -659,6 +740,10 @@ impl<'a> Mover<'a> {
             .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
         if begin.restored != 0 {
             return Ok(Step::Arrived);
+        }
+        self.mirror.is_still(self.device, self.sysroot)?;
+        for (disk, digest) in self.offer.disks.iter_mut().zip(self.mirror.digests(self.attempt)) {
+            disk.digest = digest;
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
         if let Some(link) = &self.link {
@@ -697,6 +782,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.mirror.unwatch(self.device);
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

@@ -42,6 +42,6 @@ pub fn run() -> Result<()> {
     eprintln!("mercury: waiting for a machine at {}", configuration.listen);
     let hold = configuration.hold.map(Duration::from_secs);
     let patience = Patience { running: RUNNING, hold, ..Patience::default() };
-    let spare = Box::new(Here::open(card)?);
+    let spare = Box::new(Here::open(card, configuration.disks)?);
     Host::new(receiver, listener, spare, patience, Operator::at_console()).serve()
 }

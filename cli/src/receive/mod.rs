@@ -4,6 +4,7 @@
 //! network as it is now. Before it is started the line is printed that `mercury migrate` needs. In the small kernel
 //! [`host`] waits, takes the machine in, and goes on in it.
 
+mod disks;
 mod host;
 mod serve;
 mod spare;
@@ -15,6 +16,7 @@ use crate::{
     ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
+    migrate::disk::Disk,
     output::{Render, Text},
     restore::{
         Prepared,
@@ -61,6 +63,8 @@ struct Configuration {
     identity: Vec<u8>,
     listen: SocketAddrV4,
     card: Card,
+    /// The disks that a machine may overwrite.
+    disks: Vec<Disk>,
     /// How long it waits for the verdict on an arrival that is whole, in seconds; `None`: until somebody decides.
     hold: Option<u64>,
 }
@@ -104,17 +108,21 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     let listen = SocketAddrV4::new(address, args.listen.map_or(PORT, |listen| listen.0.port()));
     let (identity, line) = Identity::new(SystemTime::now(), args.lifetime.0)
         .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
+    let disks = disks::give(&args.disk, args.force_disk, &sysroot)?;
+    let more = disks::memory(&disks);
     let cards = vec![card.name.clone()];
     let configuration = Configuration {
         identity: identity.to_bytes(),
         listen,
         card,
+        disks,
         hold: (!args.hold_for_ever).then_some(600),
     };
     let file = serde_json::to_vec(&configuration)
         .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
     let purpose = Purpose {
-        memory: args.memory.unwrap_or_else(|| memory(&sysroot)),
+        memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more.next_multiple_of(16)),
+        disks: args.disk.clone(),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
         cards,

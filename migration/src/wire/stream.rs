@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 
 use super::{
+    chunks::{self, Chunks},
     error::{Error, Place, Result},
     pages::{PACKED_MAX, Pages},
 };
@@ -11,7 +12,7 @@ use crate::protocol::{Attempt, Digest, Message, Word};
 /// How a stream begins. Its last bytes notice whoever takes it for text.
 pub const MAGIC: [u8; 8] = *b"\x89MMove\r\n";
 /// Version of the format.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of text that a message can have: a description of a machine, reasons for a refusal.
 pub const TEXT_MAX: usize = 1 << 20;
 
@@ -24,6 +25,7 @@ const MESSAGE: usize = 1 + 32;
 const KIND_MESSAGE: u32 = 1;
 const KIND_ROUND: u32 = 2;
 const KIND_PAGES: u32 = 3;
+const KIND_CHUNKS: u32 = 4;
 
 /// What comes out of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +36,8 @@ pub enum Frame {
     Round(u64),
     /// Pages.
     Pages(Pages),
+    /// Chunks of a disk.
+    Chunks(Chunks),
 }
 
 fn greeting(attempt: Attempt, stream: u32) -> [u8; GREETING] {
@@ -133,6 +137,14 @@ impl<W: Write> Writer<W> {
     /// If it cannot be written.
     pub fn pages(&mut self, packed: &[u8]) -> Result<()> {
         self.frame(KIND_PAGES, packed)
+    }
+
+    /// Writes what [`Chunks::pack`] has made.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn chunks(&mut self, packed: &[u8]) -> Result<()> {
+        self.frame(KIND_CHUNKS, packed)
     }
 
     /// What it writes to.
@@ -266,6 +278,7 @@ impl<R: Read> Reader<R> {
             KIND_MESSAGE => (MESSAGE, MESSAGE + TEXT_MAX),
             KIND_ROUND => (8, 8),
             KIND_PAGES => (4, PACKED_MAX),
+            KIND_CHUNKS => (4, chunks::PACKED_MAX),
             _ => return Err(self.damaged("it is of no known kind")),
         };
         if length < least || length > most {
@@ -278,7 +291,8 @@ impl<R: Read> Reader<R> {
         match kind {
             KIND_MESSAGE => self.message(payload),
             KIND_ROUND => self.round(payload),
-            _ => Pages::unpack(payload).map(Frame::Pages),
+            KIND_PAGES => Pages::unpack(payload).map(Frame::Pages),
+            _ => Chunks::unpack(payload).map(Frame::Chunks),
         }
     }
 
