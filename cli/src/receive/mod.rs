@@ -6,6 +6,8 @@
 
 mod disks;
 mod host;
+#[cfg(test)]
+mod liars;
 mod serve;
 mod spare;
 
