@@ -99,7 +99,8 @@ pub enum Command {
         there, and starts a small kernel that waits for it. This system ends then, without being shut down; save your \
         work. The machine that comes must be equal: processor, memory map, devices. It is refused with every reason if it \
         is not, and after that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
-        machines must be on the same network, and reach the same disks or network file systems."
+        machines must be on the same network, and reach the same disks or network file systems; or disks of this one are given \
+        for those that the other one brings along (--disk), which overwrites them."
     )]
     Receive(ReceiveArgs),
     /// Move this machine, with all that runs on it, to another one
@@ -109,7 +110,8 @@ pub enum Command {
         rest is sent, and go on there. This machine is powered off when the other one says that it runs.\n\nWhatever \
         goes wrong before the other machine is told to start, this one goes on as if nothing had been tried; so it does \
         after Ctrl-C. If the other one was told to start and does not answer, this machine stands still and says on its \
-        console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there."
+        console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there, \
+        or on such that go along (--with-disk): these are copied while everything runs, too."
     )]
     Migrate(MigrateArgs),
     /// Move this machine to another one, and back when its own hardware has been seen to

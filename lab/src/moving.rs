@@ -170,8 +170,16 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
 /// # Errors
 /// If it does not wait.
 pub fn receive(spare: &Machine, address: &str) -> Result<String> {
+    receive_with(spare, address, "")
+}
+
+/// The same with options.
+///
+/// # Errors
+/// If it does not wait.
+pub fn receive_with(spare: &Machine, address: &str, options: &str) -> Result<String> {
     let before = times(spare, WAITS);
-    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s"))?;
+    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s {options}"))?;
     receive.wait_output("--key mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;

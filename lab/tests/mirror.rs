@@ -2,9 +2,21 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod workloads;
+
 use std::time::Duration;
 
-use mercury_lab::{Bus, Kernel, Machine, Qemu, Result, Spec, driver::Variant};
+use mercury_lab::{
+    Bus, Kernel, Machine, Qemu, Result, Spec,
+    driver::Variant,
+    moving::{GOES_ON, MOVING, PEER, Switch, arrives, migrate, plug_in, receive_with, said, times},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, HEAR, TALK},
+        start,
+    },
+};
+use workloads::restart::need_qemu;
 
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -121,4 +133,91 @@ fn a_disk_is_copied_while_it_is_written_to_on_a_later_kernel() -> Result<()> {
     is_copied(&machine, "/dev/vda", "/dev/vdb")?;
     leaves_nothing(&machine, "/dev/vda")?;
     machine.check_next_attach()
+}
+
+/// The disk with the root file system.
+const ROOT: &str = "/dev/nvme0n1";
+
+/// Files with known content are written, synchronised, and read from the disk again later.
+const WRITES: &str = r#"
+import hashlib
+os.makedirs("/root/work", exist_ok=True)
+FILES, count = 40, 0
+def content(number):
+    return hashlib.sha256(str(number).encode()).digest() * 3000
+while True:
+    file = os.open(f"/root/work/{count % FILES}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.write(file, content(count))
+    os.fsync(file)
+    os.close(file)
+    count += 1
+    if count >= FILES:
+        file = os.open(f"/root/work/{count % FILES}", os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.read(file, 1 << 20) != content(count - FILES):
+            wrong(f"file {count % FILES} is not what it was")
+        os.close(file)
+    say(count)
+"#;
+
+/// What of the machine's own files is looked at, from the disk.
+const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* | sha256sum";
+
+/// The machine moves with its root's disk to the spare, whose own system is overwritten.
+fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, address: &str) -> Result<()> {
+    let (id, boots, before) = (boot_id(machine)?, spare.boots(), times(spare, GOES_ON));
+    let sum = machine.sh(SUM)?;
+    let words = receive_with(spare, address, &format!("--disk {ROOT} --force-disk"))?;
+    let line = migrate(&words, &format!("--with-disk {ROOT} --max-throttle 0"));
+    let mut moving = machine.spawn(&line)?;
+    if !arrives(machine, spare, before, &mut moving)? {
+        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+    }
+    let ended = machine.wait_shutdown(Duration::from_secs(30));
+    println!("{}", said(machine));
+    if ended.is_err() {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
+    }
+    ended?;
+    spare.wait_other(boots)?;
+    println!("{:?}", moving.output_so_far());
+    is_well(spare, &id)?;
+    assert!(!spare.sh("mercury status --json")?.contains("\"attached\""));
+    for work in ["talk", "hear", "writes"] {
+        // Every file has been read again by then.
+        comes_further(spare, work, count(spare, work)? + 45)?;
+    }
+    nothing_wrong(peer)?;
+    nothing_wrong(spare)?;
+    assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
+    // Nothing is under way in a file system that is frozen, and its journal is empty.
+    spare.sh(&format!("fsfreeze -f / && {{ e2fsck -fn {ROOT} > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; }}"))?;
+    let (code, told) = (spare.sh("cat /run/code")?, spare.sh("cat /run/fsck")?);
+    assert_eq!(code, "0", "{told}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_moves_with_its_disk_and_comes_back() -> Result<()> {
+    need_qemu()?;
+    let switch = Switch::boot()?;
+    let peer = &switch.peer;
+    let machine = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
+    plug_in(&machine, MOVING)?;
+    let spare = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
+    plug_in(&spare, "10.9.0.3")?;
+    start(&machine, "clock", CLOCK, "")?;
+    start(&machine, "talk", TALK, PEER)?;
+    start(&machine, "hear", HEAR, "")?;
+    start(&machine, "writes", WRITES, "")?;
+    switch.tell()?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    let refused = spare.run(&format!("mercury receive --listen 10.9.0.3 --disk {ROOT}"))?;
+    assert!(!refused.success() && refused.stderr.contains("/ is mounted from it"), "{}", refused.stderr);
+    moves_with_its_disk(peer, &machine, &spare, "10.9.0.3")?;
+    let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
+    plug_in(&repaired, "10.9.0.4")?;
+    moves_with_its_disk(peer, &spare, &repaired, "10.9.0.4")?;
+    repaired.check_next_attach()
 }

@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn places_are_found_again() {
-        let of = |folder, files: &[_]| place_of(folder, files).unwrap_or_default();
+        let of = |folder: &str, files: &[(&str, &str)]| place_of(folder, files).unwrap_or_default();
         for number in [1, 9] {
             let virtio = format!("pci0000:00/0000:00:04.0/virtio{number}/block/vd{number}");
             assert_eq!(of(&virtio, &[]), "0000:00:04.0");
