@@ -6,6 +6,7 @@
 
 mod host;
 mod serve;
+mod spare;
 
 use crate::{
     args::ReceiveArgs,
