@@ -7,15 +7,14 @@ mod workloads;
 use mercury_lab::{
     Background, Kernel, Machine, Result,
     error::wait_for,
-    moving::{LIMIT, MOVING, PEER, Switch, move_to, plug_in, receive},
-    restart::{
-        boot_id, comes_further, count, is_well, nothing_wrong, results,
-        script::{BUILDS, CLOCK},
-        start,
-    },
+    moving::{LIMIT, MOVING, PEER, Switch},
+    restart::{comes_further, count, nothing_wrong, results, script::BUILDS, start},
     soak::migration::{Plan, run},
 };
-use workloads::restart::need_qemu;
+use workloads::{
+    moves::{Scene, moves},
+    restart::need_qemu,
+};
 
 /// Processes that compute together, by TCP.
 const RANK: &str = include_str!("../guest/migration/rank");
@@ -102,36 +101,30 @@ impl Stream {
 #[ignore = "long"]
 fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
     need_qemu()?;
-    let switch = Switch::boot()?;
-    let peer = &switch.peer;
-    let machine = switch.boot_moving(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
-    let spare = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
-    plug_in(&spare, "10.9.0.3")?;
-    start(&machine, "clock", CLOCK, "")?;
-    start(&machine, "builds", BUILDS, "")?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    start(machine, "builds", BUILDS, "")?;
     let addresses = [PEER, MOVING, PEER, MOVING].join(",");
     for (number, (name, place)) in RANKS.into_iter().enumerate() {
-        compute([peer, &machine][place], name, number, &format!("{addresses} 7700"))?;
+        compute([peer, machine][place], name, number, &format!("{addresses} 7700"))?;
     }
     comes_further(peer, "rank0", 20)?;
-    let mut stream = Stream::begin(peer, &machine)?;
-    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-    let id = boot_id(&machine)?;
+    let mut stream = Stream::begin(peer, machine)?;
 
-    let words = receive(&spare, "10.9.0.3")?;
-    let before = ["builds", "rank1", "rank3"].map(|name| count(&machine, name).unwrap());
-    println!("{}", move_to(&machine, &spare, &words, "--rounds 2 --max-throttle 0")?);
-    is_well(&spare, &id)?;
+    let names = ["builds", "rank1", "rank3"];
+    let counts =
+        |machine: &Machine| names.iter().map(|name| count(machine, name)).collect::<Result<Vec<_>>>();
+    let before = counts(machine)?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2 --max-throttle 0")?;
     stream.flows(5)?;
-    let after = ["builds", "rank1", "rank3"].map(|name| count(&spare, name).unwrap());
-    for (name, count) in ["builds", "rank1", "rank3"].into_iter().zip(after) {
-        comes_further(&spare, name, count + 1)?;
+    let after = counts(spare)?;
+    for (name, count) in names.iter().zip(&after) {
+        comes_further(spare, name, count + 1)?;
     }
     println!("builds and steps: {before:?} before the move, {after:?} when it had arrived");
-    println!("{}", stream.end(&spare)?);
-    let [moved, alone] = computed([peer, &spare])?;
+    println!("{}", stream.end(spare)?);
+    let [moved, alone] = computed([peer, spare])?;
     assert_eq!(moved, alone);
-    println!("{moved:?}; {:?} builds", results(&spare, &["builds"])?);
+    println!("{moved:?}; {:?} builds", results(spare, &["builds"])?);
     nothing_wrong(peer)?;
     spare.check_next_attach()
 }

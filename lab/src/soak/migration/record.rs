@@ -263,8 +263,8 @@ fn page(records: &[&Record]) -> String {
         in all.\n\n\
         Two clients keep a ledger: each transaction has its number, and what they were told is committed must be in the tables \
         once. Four\nclients are pgbench's, which gives a client up when its connection breaks; what it was told must be as many as the \
-        history has, and all\nbalances must agree with it. Besides, a connection on which every word must come back and one on which the \
-        other side speaks all the time\ngo through all of it. Each client has one connection from the first move to the last.\n\n{}\n\
+        history has, and all\nbalances must agree with it. Besides, a connection of its own on which every word must come \
+        back goes through all of it. Each client has one connection from the first move to the last.\n\n{}\n\
         \"Stood still\" is the median's, by the mover's own account; \"silence\" is the longest time for which one of the ledger's \
         clients waited for\nan answer, over all moves. Both are times of an emulator: two processors ran six or twelve of other machines', and other \
         jobs besides.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
