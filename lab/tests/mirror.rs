@@ -167,7 +167,7 @@ const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* 
 fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, address: &str) -> Result<()> {
     let (id, boots, before) = (boot_id(machine)?, spare.boots(), times(spare, GOES_ON));
     let sum = machine.sh(SUM)?;
-    let words = receive_with(spare, address, &format!("--disk {ROOT} --force-disk"))?;
+    let words = receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))?;
     let line = migrate(&words, &format!("--with-disk {ROOT} --max-throttle 0"));
     let mut moving = machine.spawn(&line)?;
     if !arrives(machine, spare, before, &mut moving)? {
