@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A log of what is written to disks, so that a disk can be copied while it is written to. A chunk is noted when
- * a request that changes something in it is handed to the device, and when that is done, whether it failed or
- * not. So whoever takes the log and reads the chunks in it after that knows of each of them: what was not done
- * when it was read is noted again. What was handed over before the log began is noted when it is done, and what
- * was done by then is read anyway.
+ * A log of what is written to disks, so that a disk can be copied while it is written to. A chunk is noted
+ * when a request that changes something in it is handed to the device, and when that is done, whether it
+ * failed or not. So whoever takes the log and reads the chunks in it after that knows of each of them: what
+ * was not done when it was read is noted again. What was handed over before the log began is noted when it
+ * is done, and what was done by then is read anyway.
  *
- * The block layer's tracepoints say both, of all disks that have requests: of the whole disk, whatever part of
- * it is written to. Of what has none (device mapper, RAID, NVMe with several paths) there is no log.
+ * The block layer's tracepoints say both, of all disks that have requests: of the whole disk, whatever part
+ * of it is written to. Of what has none (device mapper, RAID, NVMe with several paths) there is no log.
  *
- * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write anywhere, if
- * they do not read: all chunks are noted then.
+ * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write anywhere,
+ * if they do not read: all chunks are noted then.
  */
 #include <linux/bitmap.h>
 #include <linux/blk-mq.h>

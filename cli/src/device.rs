@@ -12,15 +12,16 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
-        MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END, MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
-        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
-        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest,
+        LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
+        MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
+        MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD,
+        MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN,
+        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
+        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
+        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -245,7 +246,8 @@ impl DiskLog<'_> {
         if found == self.chunks {
             return Ok(());
         }
-        Err(Error::new(Exit::Failed, "the disk has another size than before").hint("nothing was changed; try again"))
+        Err(Error::new(Exit::Failed, "the disk has another size than before")
+            .hint("nothing was changed; try again"))
     }
 
     /// The chunks that may have been written to since the last time, in their order.

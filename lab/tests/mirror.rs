@@ -100,7 +100,8 @@ fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
 
 /// What is refused, and that nothing is left behind: the module goes, and comes back.
 fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
-    machine.sh("mercury unload; rmmod mercury; dmesg | grep -E 'Oops|BUG:|WARNING:' && exit 1; mercury load")?;
+    machine
+        .sh("mercury unload; rmmod mercury; dmesg | grep -E 'Oops|BUG:|WARNING:' && exit 1; mercury load")?;
     // Its probes are gone with it.
     machine.sh(&format!("dd if=/dev/zero of={disk} bs=1M count=1 oflag=direct status=none")).map(drop)
 }
@@ -191,7 +192,9 @@ fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, addre
     nothing_wrong(spare)?;
     assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
     // Nothing is under way in a file system that is frozen, and its journal is empty.
-    spare.sh(&format!("fsfreeze -f / && {{ e2fsck -fn {ROOT} > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; }}"))?;
+    spare.sh(&format!(
+        "fsfreeze -f / && {{ e2fsck -fn {ROOT} > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; }}"
+    ))?;
     let (code, told) = (spare.sh("cat /run/code")?, spare.sh("cat /run/fsck")?);
     assert_eq!(code, "0", "{told}");
     Ok(())

@@ -255,7 +255,12 @@ fn send(
 
 /// Waits until what was sent keeps to the bandwidth limit; whether to go on then. In pieces, so that whoever watches is not
 /// kept waiting.
-pub fn keep_to(limits: &Limits, begun: Instant, total: &mut Pass, watch: &mut dyn FnMut(&Pass) -> bool) -> bool {
+pub fn keep_to(
+    limits: &Limits,
+    begun: Instant,
+    total: &mut Pass,
+    watch: &mut dyn FnMut(&Pass) -> bool,
+) -> bool {
     loop {
         let pause = wait(limits, total.bytes, begun.elapsed()).min(PIECE);
         if pause.is_zero() {

@@ -71,9 +71,8 @@ impl Disk {
     #[must_use]
     pub fn at_place(place: &str, sysroot: &Sysroot) -> Option<Self> {
         let folders = sysroot.names("sys/block").into_iter();
-        let mut all = folders.filter_map(|name| {
-            Self::at(&fs::canonicalize(sysroot.path(&format!("sys/block/{name}"))).ok()?)
-        });
+        let mut all = folders
+            .filter_map(|name| Self::at(&fs::canonicalize(sysroot.path(&format!("sys/block/{name}"))).ok()?));
         all.find(|disk| disk.place == place)
     }
 
@@ -90,7 +89,8 @@ impl Disk {
     #[must_use]
     pub fn holds(&self, number: u64, sysroot: &Sysroot) -> bool {
         let Some(folder) = folder_of(number, sysroot) else { return false };
-        let Some(own) = fs::metadata(&self.path).ok().and_then(|found| folder_of(found.rdev(), sysroot)) else {
+        let Some(own) = fs::metadata(&self.path).ok().and_then(|found| folder_of(found.rdev(), sysroot))
+        else {
             return false;
         };
         is_within(&folder, &own)
@@ -104,13 +104,15 @@ impl Disk {
         let is_here = |path: &Path| fs::metadata(path).is_ok_and(|found| self.holds(found.rdev(), sysroot));
         let mounts = disks::mounted(sysroot).map_err(|error| io::Error::other(error.message))?;
         let mounted = mounts.iter().filter(|mount| is_here(&mount.device));
-        let mut found: Vec<_> = mounted.map(|mount| format!("{} is mounted from it", mount.at.display())).collect();
+        let mut found: Vec<_> =
+            mounted.map(|mount| format!("{} is mounted from it", mount.at.display())).collect();
         let swaps = sysroot.text("proc/swaps").unwrap_or_default();
         let swaps = swaps.lines().skip(1).filter_map(|line| line.split_whitespace().next());
         found.extend(swaps.filter(|path| is_here(Path::new(path))).map(|path| format!("{path} is swap")));
         let name = self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let holders = |name: &str| sysroot.names(&format!("sys/class/block/{name}/holders"));
-        let parts = sysroot.names(&format!("sys/block/{name}")).into_iter().filter(|part| part.starts_with(&name));
+        let parts =
+            sysroot.names(&format!("sys/block/{name}")).into_iter().filter(|part| part.starts_with(&name));
         let parts: Vec<_> = parts.collect();
         let users = parts.iter().chain([&name]).flat_map(|part| holders(part));
         found.extend(users.map(|user| format!("{user} is made of it")));
@@ -174,11 +176,13 @@ fn place(folder: &Path) -> Option<String> {
     let mut place = all[card].clone();
     for (index, part) in behind.iter().enumerate() {
         let numbered = |word: &str| {
-            part.strip_prefix(word).is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
+            part.strip_prefix(word)
+                .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
         };
         match part.as_str() {
             "block" | "nvme" => {}
-            _ if numbered("virtio") || numbered("host") || numbered("nvme") || part.starts_with("target") => {}
+            _ if numbered("virtio") || numbered("host") || numbered("nvme") || part.starts_with("target") => {
+            }
             _ if numbered("ata") => {
                 let above: PathBuf = all[..=card + 1 + index].iter().collect();
                 let port = fs::read_to_string(above.join("ata_port").join(part).join("port_no")).ok()?;
@@ -254,7 +258,10 @@ mod tests {
         assert_eq!(of(scsi, &[]), "0000:03:00.0-0:2:1");
         let nvme = "pci0000:00/0000:00:02.0/nvme/nvme7/nvme7n1";
         assert_eq!(of(nvme, &[(&format!("{nvme}/nsid"), "1\n")]), "0000:00:02.0-n1");
-        assert_eq!(place_of("pci0000:00/0000:00:14.0/usb1/1-1/1-1:1.0/host3/target3:0:0/3:0:0:0/block/sdc", &[]), None);
+        assert_eq!(
+            place_of("pci0000:00/0000:00:14.0/usb1/1-1/1-1:1.0/host3/target3:0:0/3:0:0:0/block/sdc", &[]),
+            None
+        );
         assert_eq!(place_of("virtual/block/dm-0", &[]), None);
     }
 

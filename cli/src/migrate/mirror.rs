@@ -127,7 +127,10 @@ impl Mirror {
     /// If the driver cannot do that.
     pub fn watch(&self, device: &Device) -> Result<()> {
         self.sources.iter().try_for_each(|source| {
-            source.log(device).begin().map_err(|error| error.hint("--with-disk takes whole disks on SATA, SCSI, NVMe or virtio"))
+            source
+                .log(device)
+                .begin()
+                .map_err(|error| error.hint("--with-disk takes whole disks on SATA, SCSI, NVMe or virtio"))
         })
     }
 
@@ -309,7 +312,8 @@ impl<'a> Work<'a> {
         let count = (CHUNKS_BYTES_MAX / chunk).max(1);
         while !self.stop.load(Ordering::Relaxed) {
             let at = self.next.fetch_add(count, Ordering::Relaxed);
-            let Some(part) = self.chunks.get(at..(at + count).min(self.chunks.len())).filter(|part| !part.is_empty())
+            let Some(part) =
+                self.chunks.get(at..(at + count).min(self.chunks.len())).filter(|part| !part.is_empty())
             else {
                 break;
             };
@@ -332,7 +336,9 @@ impl<'a> Work<'a> {
         let bytes = buffer.bytes();
         for run in places.chunk_by(|left, right| left.0 + left.1 as u64 == right.0) {
             let length: usize = run.iter().map(|(_, length)| length).sum();
-            self.file.read_exact_at(&mut bytes[at..at + length], run[0].0).map_err(|error| self.lost(&error))?;
+            self.file
+                .read_exact_at(&mut bytes[at..at + length], run[0].0)
+                .map_err(|error| self.lost(&error))?;
             for (offset, length) in run {
                 slices.push((*offset, at..at + length));
                 at += length;
@@ -347,7 +353,8 @@ impl<'a> Work<'a> {
             if is_other || self.hurry.swap(false, Ordering::Relaxed) {
                 let chunk = &bytes[range];
                 record.sent += chunk.len().div_ceil(PAGE) as u64;
-                record.zeros += if chunk.iter().all(|byte| *byte == 0) { chunk.len().div_ceil(PAGE) as u64 } else { 0 };
+                record.zeros +=
+                    if chunk.iter().all(|byte| *byte == 0) { chunk.len().div_ceil(PAGE) as u64 } else { 0 };
                 chunks.add(offset, chunk);
             }
         }
@@ -360,7 +367,8 @@ impl<'a> Work<'a> {
 
     fn lost(&self, error: &std::io::Error) -> Error {
         let text = format!("{} cannot be read: {error}", self.disk.path.display());
-        Error::new(Exit::Failed, text).hint("the machine has not moved, and runs on; is the disk still there?")
+        Error::new(Exit::Failed, text)
+            .hint("the machine has not moved, and runs on; is the disk still there?")
     }
 }
 

@@ -176,7 +176,9 @@ impl Targets {
             if !target.ledger.is_complete() {
                 return Err(format!("not all of the disk {name} has come"));
             }
-            target.put_first(&mut self.buffer).map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
+            target
+                .put_first(&mut self.buffer)
+                .map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
             if digits(&target.ledger, attempt) != *digest {
                 return Err(format!("the disk {name} is not what was sent"));
             }
@@ -269,7 +271,12 @@ mod tests {
 
     /// A file in place of a disk, with something on it.
     fn targets(folder: &std::path::Path) -> Targets {
-        let disk = Disk { place: "here".into(), path: folder.join("disk"), bytes: 2 * CHUNK as u64 + 512, sector: 512 };
+        let disk = Disk {
+            place: "here".into(),
+            path: folder.join("disk"),
+            bytes: 2 * CHUNK as u64 + 512,
+            sector: 512,
+        };
         std::fs::write(&disk.path, vec![7; 2 * CHUNK + 512]).expect("a file");
         let file = OpenOptions::new().read(true).write(true).open(&disk.path).expect("a file");
         let ledger = DiskLedger::new(disk.bytes);
@@ -325,7 +332,9 @@ mod tests {
     fn what_does_not_belong_there_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut targets = targets(folder.path());
-        for wrong in [chunks(&[(3 * CHUNK as u64, &[1; 512])]), chunks(&[(512, &[1; 512])]), chunks(&[(0, &[1; 512])])] {
+        for wrong in
+            [chunks(&[(3 * CHUNK as u64, &[1; 512])]), chunks(&[(512, &[1; 512])]), chunks(&[(0, &[1; 512])])]
+        {
             assert!(targets.write(&wrong).is_err());
         }
         let mut other = chunks(&[(0, &[1; CHUNK])]);

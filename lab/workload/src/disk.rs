@@ -88,7 +88,9 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     for chunk in 0..all {
         let is_missed = !copy.is_equal(chunk, &mut buffer)?;
         missed += u64::from(is_missed);
-        report.check(!is_missed || missed > TOLD, || format!("chunk {chunk} was written, and is not in the log"));
+        report.check(!is_missed || missed > TOLD, || {
+            format!("chunk {chunk} was written, and is not in the log")
+        });
     }
     drop(frozen);
     copy.ask(MERCURY_DISK_LOG_END, &mut [])?;

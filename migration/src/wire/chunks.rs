@@ -28,7 +28,9 @@ const KIND: u64 = SECTOR - 1;
 /// The size of a disk's chunks, as a power of two: small ones, but not too many.
 #[must_use]
 pub fn chunk_shift(bytes: u64) -> u32 {
-    (CHUNK_SHIFT_MIN..CHUNK_SHIFT_MAX).find(|shift| bytes >> shift <= CHUNKS_WANTED).unwrap_or(CHUNK_SHIFT_MAX)
+    (CHUNK_SHIFT_MIN..CHUNK_SHIFT_MAX)
+        .find(|shift| bytes >> shift <= CHUNKS_WANTED)
+        .unwrap_or(CHUNK_SHIFT_MAX)
 }
 
 /// A chunk of a record.
@@ -72,7 +74,9 @@ impl Chunks {
         let is_zero = bytes.iter().all(|byte| *byte == 0);
         let room = if is_zero { 0 } else { bytes.len() };
         assert!(
-            self.entries.len() < CHUNKS_MAX && self.data.len() + room <= CHUNKS_BYTES_MAX && is_length(bytes.len()),
+            self.entries.len() < CHUNKS_MAX
+                && self.data.len() + room <= CHUNKS_BYTES_MAX
+                && is_length(bytes.len()),
             "no room, or no chunk"
         );
         assert!(offset & KIND == 0, "it begins within a sector");
@@ -135,9 +139,8 @@ impl Chunks {
         let (entries, data) = rest.split_at(count * ENTRY);
         let (entries, _) = entries.as_chunks::<ENTRY>();
         let entries: Vec<_> = entries.iter().map(entry_of).collect();
-        let is_right = |(entry, length): &(u64, u32)| {
-            matches!(entry & KIND, DATA | ZERO) && is_length(*length as usize)
-        };
+        let is_right =
+            |(entry, length): &(u64, u32)| matches!(entry & KIND, DATA | ZERO) && is_length(*length as usize);
         if !entries.iter().all(is_right) {
             return Err("a chunk of it is none");
         }
@@ -173,7 +176,8 @@ impl DiskLedger {
     pub fn new(bytes: u64) -> Self {
         let shift = chunk_shift(bytes);
         let chunks = bytes.div_ceil(1 << shift);
-        Self { bytes, shift, ledger: Ledger::new(vec![0..chunks.saturating_mul(PAGE as u64)]) }
+        let all = std::iter::once(0..chunks.saturating_mul(PAGE as u64));
+        Self { bytes, shift, ledger: Ledger::new(all.collect()) }
     }
 
     /// The size of its chunks, as a power of two.
@@ -212,7 +216,8 @@ impl DiskLedger {
     /// # Errors
     /// If there is no such chunk: nothing may be written there.
     pub fn note(&mut self, offset: u64, length: usize, hash: [u8; 16]) -> Result<bool, &'static str> {
-        let number = self.number(offset, length).ok_or("a chunk of it is none of the disk that was offered")?;
+        let number =
+            self.number(offset, length).ok_or("a chunk of it is none of the disk that was offered")?;
         self.ledger.note_hash(number * PAGE as u64, hash)
     }
 
@@ -255,7 +260,10 @@ mod tests {
         chunks.add(5 << 16, &[9; 512]);
         let found = Chunks::unpack(&chunks.pack(3).expect("packed")).expect("unpacked");
         assert_eq!(found, chunks);
-        let all: Vec<_> = found.iter().map(|chunk| (chunk.offset >> 16, chunk.length, chunk.data.map(|data| data[0]))).collect();
+        let all: Vec<_> = found
+            .iter()
+            .map(|chunk| (chunk.offset >> 16, chunk.length, chunk.data.map(|data| data[0])))
+            .collect();
         assert_eq!(all, [(1, 1 << 16, Some(7)), (0, 1 << 16, None), (5, 512, Some(9))]);
     }
 
@@ -288,7 +296,9 @@ mod tests {
         // Two whole ones, and a sector.
         let mut ledger = DiskLedger::new((2 << 16) + 512);
         assert_eq!((ledger.chunks(), ledger.place(2)), (3, (2 << 16, 512)));
-        for (offset, length) in [(0, 512), (512, 1 << 16), (2 << 16, 1 << 16), (3 << 16, 512), (u64::MAX << 16, 1 << 16)] {
+        for (offset, length) in
+            [(0, 512), (512, 1 << 16), (2 << 16, 1 << 16), (3 << 16, 512), (u64::MAX << 16, 1 << 16)]
+        {
             assert!(!ledger.has_room_for(offset, length) && ledger.note(offset, length, [1; 16]).is_err());
         }
         assert_eq!(ledger.note(0, 1 << 16, [1; 16]), Ok(true));
