@@ -20,9 +20,21 @@ use workloads::restart::need_qemu;
 
 const LIMIT: Duration = Duration::from_secs(300);
 
+/// Divides a disk of 256 MiB into two.
+const DIVIDE: &str = r#"
+import fcntl, os, struct, sys
+disk = os.open(sys.argv[1], os.O_RDWR)
+entry = lambda start, count: struct.pack("<B3sB3sII", 0, bytes(3), 0x83, bytes(3), start, count)
+os.write(disk, bytes(446) + entry(2048, 262144) + entry(264192, 260096) + bytes(32) + b"\x55\xaa")
+os.fsync(disk)
+BLKRRPART = 0x125f
+fcntl.ioctl(disk, BLKRRPART)
+"#;
+
 /// A file system on the first part of a disk, and nothing on the second.
-const PREPARE: &str = "printf ',48M\\n,\\n' | sfdisk -q $disk && udevadm settle 2> /dev/null; sleep 1; \
-     set -- $(ls $disk?*); mkfs.ext4 -q $1 && mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
+const PREPARE: &str = "python3 /run/divide.py $disk; sleep 1; set -- $(ls $disk?*); modprobe -q btrfs || true; \
+     if command -v mkfs.ext4; then mkfs.ext4 -q $1; else mkfs.btrfs -q $1; fi; \
+     mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
 
 /// Files are written, synchronised, renamed and removed, and what was theirs is discarded.
 const FILES: &str = "cd /run/mnt; n=0; while test ! -e /run/end; do n=$((n + 1)); \
@@ -92,9 +104,12 @@ fn is_copied(machine: &Machine, disk: &str, to: &str) -> Result<()> {
 
 fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
     let spec = Spec::new(kernel).cpus(2).modules(Variant::Faults).qemu_version(Qemu::Newer);
-    let machine = Machine::boot(buses.iter().fold(spec, |spec, bus| spec.disk(*bus, 128).disk(*bus, 128)))?;
+    // The last one is what they are copied to.
+    let spec = buses.iter().fold(spec, |spec, bus| spec.disk(*bus, 256)).disk(Bus::Virtio, 256);
+    let machine = Machine::boot(spec)?;
     machine.sh("mercury load")?;
     machine.put("/run/raw.py", RAW.as_bytes(), 0o644)?;
+    machine.put("/run/divide.py", DIVIDE.as_bytes(), 0o644)?;
     Ok(machine)
 }
 
@@ -112,7 +127,7 @@ fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
     let machine = machine(Kernel::BookwormGeneric, &[Bus::Virtio, Bus::Nvme, Bus::Ahci])?;
     machine.sh("modprobe -a virtio_blk nvme ahci sd_mod")?;
     // Artefacts and root are on NVMe, too.
-    for (first, second) in [("disk0", "disk1"), ("disk2", "disk3"), ("disk4", "disk5")] {
+    for id in ["disk0", "disk1", "disk2"] {
         let named = |id: &str| {
             let line = format!(
                 "for disk in $(lsblk -dno NAME); do grep -qs mercury-{id} /sys/block/$disk/serial \
@@ -120,7 +135,7 @@ fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
             );
             machine.sh(&line)
         };
-        let (from, to) = (named(first)?, named(second)?);
+        let (from, to) = (named(id)?, named("disk3")?);
         is_copied(&machine, &from, &to)?;
         leaves_nothing(&machine, &from)?;
     }
