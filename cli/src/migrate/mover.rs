@@ -10,6 +10,7 @@ use super::{
     no_way_back,
     offer::Offer,
     operator::Operator,
+    pause::{self, Pause},
     report::{After, Report, Told, how_far},
 };
 use crate::{
@@ -123,6 +124,8 @@ pub struct Rest {
     pub operator: Operator,
     /// Whether standard output can be written to when everything stands still.
     pub may_write: bool,
+    /// Where a test wants it to hold still yet.
+    pub pause: Pause,
 }
 
 /// What an action comes to.
@@ -171,6 +174,7 @@ pub struct Mover<'a> {
     begun: Instant,
     stopped: Option<Instant>,
     report: Report,
+    pause: Pause,
 }
 
 impl<'a> Mover<'a> {
@@ -241,6 +245,7 @@ impl<'a> Mover<'a> {
             offer,
             ledger,
             report,
+            pause: Pause::at(args.pause_at.as_deref()),
         })
     }
 
@@ -250,11 +255,12 @@ impl<'a> Mover<'a> {
     /// If this end cannot do what it has to, before anything stands still.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        self.pause(self.source.state());
         loop {
             while let Some(action) = todo.pop_front() {
                 match self.perform(action) {
                     Step::None => {}
-                    Step::Event(event) => todo.extend(self.source.on(event)),
+                    Step::Event(event) => todo.extend(self.happened(event)),
                     Step::Arrived => return Ok(Outcome::Arrived(self.arrive())),
                 }
             }
@@ -264,7 +270,21 @@ impl<'a> Mover<'a> {
                 _ => {}
             }
             let event = self.next_event();
-            todo.extend(self.source.on(event));
+            todo.extend(self.happened(event));
+        }
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        let actions = self.source.on(event);
+        self.pause(self.source.state());
+        actions
+    }
+
+    /// Holds still here for a while, if a test wants that.
+    fn pause(&mut self, step: impl std::fmt::Debug) {
+        if let Some(text) = self.pause.reached(step) {
+            self.operator.tell(&text);
+            pause::hold(|| self.guard.hear());
         }
     }
 
@@ -277,8 +297,8 @@ impl<'a> Mover<'a> {
     /// Why it has not moved, and what still stands still.
     #[must_use]
     pub fn into_rest(self) -> Rest {
-        let Self { failure, held, operator, may_write, .. } = self;
-        Rest { failure, held, operator, may_write }
+        let Self { failure, held, operator, may_write, pause, .. } = self;
+        Rest { failure, held, operator, may_write, pause }
     }
 
     fn is_in_doubt(&self) -> bool {
@@ -661,6 +681,7 @@ impl<'a> Mover<'a> {
             return Ok(Step::Arrived);
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        self.pause("Instant");
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
