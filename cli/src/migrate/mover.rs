@@ -57,6 +57,11 @@ const INTERVAL: Duration = Duration::from_millis(500);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 
+/// How long what was written may take to be on its disks, or its servers, before anything stands still.
+const WRITE_PATIENCE: Duration = Duration::from_secs(300);
+/// The other end takes longer silence than this for an end.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
+
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
 enum Log {
@@ -646,10 +651,45 @@ impl<'a> Mover<'a> {
         self.say.one_of_many(told);
     }
 
+    /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
+    /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
+    fn write_back(&mut self) -> Result<Option<Event>> {
+        let written = thread::spawn(rustix::fs::sync);
+        let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
+        let mut rounds = self.report.rounds..;
+        while !written.is_finished() {
+            self.guard.hear();
+            if self.is_wanted_to_stop() {
+                return Ok(Some(Event::Cancel));
+            }
+            let Some(link) = self.link.as_mut() else { return Ok(Some(Event::Disconnected)) };
+            if link.is_readable() {
+                return Ok(Some(self.next_event()));
+            }
+            if said.elapsed() > SIGN_OF_LIFE
+                && let Some(number) = rounds.next()
+            {
+                said = Instant::now();
+                if let Err(error) = link.round(number).and_then(|()| link.flush()) {
+                    return Ok(Some(self.is_gone(&error.to_string())));
+                }
+            }
+            if Instant::now() > end {
+                let text = "what was written to files does not come to their disks or servers";
+                return Err(Error::new(Exit::Failed, text)
+                    .hint("find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(None)
+    }
+
     /// Everything stands still; the instant; and what is not as it was sent goes over.
     fn stop_and_copy(&mut self) -> Result<Step> {
         self.tell(&Told::Stops);
-        rustix::fs::sync();
+        if let Some(event) = self.write_back()? {
+            return Ok(Step::Event(event));
+        }
         // Nothing of this program comes from a disk any more, which may be fenced off.
         rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
             .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
