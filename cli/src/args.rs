@@ -498,6 +498,10 @@ pub struct MigrateArgs {
     /// Hold still at this step for a while, so that a test can have something fail there
     #[arg(long, hide = true, value_name = "STEP")]
     pub pause_at: Option<String>,
+    /// At the end, read all that was not free, and compare it with hashes that the hypervisor has made at the instant: for a driver
+    /// with fault points
+    #[arg(long, hide = true)]
+    pub verify_instant: bool,
     /// Where the driver is.
     #[command(flatten)]
     pub module: ModuleArgs,

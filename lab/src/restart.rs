@@ -69,28 +69,29 @@ impl Drop for Folder {
 /// # Errors
 /// If it does not, or the files do not reach this host.
 pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Folder)> {
-    let line = format!("mercury restore --json --prepare /run/prepared {options} {disk}");
-    prepared(machine, &line).map(|(boot, folder, _)| (boot, folder))
+    let (boot, folder, _) = prepared(machine, &format!("restore {options} {disk}"))?;
+    Ok((boot, folder))
 }
 
-/// What a command with `--json --prepare /run/prepared` has prepared, on this host, and what it has said.
+/// What a command of Mercury's prepares for a boot loader, and what it says.
 ///
 /// # Errors
-/// If it fails, or the files do not reach this host.
-pub fn prepared(machine: &Machine, line: &str) -> Result<(Boot, Folder, Value)> {
-    let said: Value = serde_json::from_str(&machine.sh(line)?)
+/// If it does not, or the files do not reach this host.
+pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value)> {
+    let line = format!("mercury {command} --json --prepare /run/restore");
+    let said: Value = serde_json::from_str(&machine.sh(&line)?)
         .map_err(|error| Error::Host(format!("`{line}` gave no JSON: {error}")))?;
     let folder = Folder(std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid())));
     fs::create_dir_all(&folder.0).context(|| format!("make {}", folder.0.display()))?;
     let fetch = |name: &str| -> Result<PathBuf> {
         let path = folder.0.join(name);
-        fs::write(&path, machine.get(&format!("/run/prepared/{name}"))?)
+        fs::write(&path, machine.get(&format!("/run/restore/{name}"))?)
             .context(|| format!("write {}", path.display()))?;
         Ok(path)
     };
     let (kernel, initramfs) = (fetch("vmlinuz")?, fetch("initramfs")?);
     // It would be in the image.
-    machine.sh("rm -r /run/prepared")?;
+    machine.sh("rm -r /run/restore")?;
     let command_line = said["command_line"].as_str().unwrap_or_default().to_owned();
     Ok((Boot { kernel, initramfs, command_line }, folder, said))
 }

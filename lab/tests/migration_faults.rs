@@ -98,8 +98,7 @@ impl Scene {
         let machine = switch.boot_moving(switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE))?;
         let spare = switch.boot_other(switch.plugged(KERNEL, 2, MEMORY_MIB, SPARE))?;
         plug_in(&spare, "10.9.0.3")?;
-        let line = "mercury receive --json --listen 10.9.0.3 --prepare /run/prepared";
-        let (small, folder, said) = prepared(&spare, line)?;
+        let (small, folder, said) = prepared(&spare, "receive --listen 10.9.0.3")?;
         let key = format!("10.9.0.3 --key {}", said["key"].as_str().unwrap());
         put_to_work(&switch, &machine)?;
         let id = boot_id(&machine)?;
