@@ -239,7 +239,7 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
 fn the_link_may_fail_at_every_step() -> Result<()> {
     need_qemu()?;
     let mut scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
-    for step in ["Offering", "Copying", "Instant", "Asking"] {
+    for step in ["Offering", "Copying", "Stopping", "Instant", "Asking"] {
         let thrown = times(&scene.spare, THROWN);
         let moving = scene.moves_up_to(At::Source(step), "--rounds 0")?;
         plug(&scene.spare, SPARE, false)?;

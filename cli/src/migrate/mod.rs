@@ -15,6 +15,8 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+#[cfg(test)]
+mod liars;
 pub mod link;
 mod mover;
 mod no_way_back;
