@@ -16,6 +16,7 @@ mod course;
 pub mod doubt;
 mod dry_run;
 pub mod link;
+pub mod marks;
 mod mover;
 mod no_way_back;
 pub mod offer;
@@ -33,6 +34,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use link::Link;
+use marks::Marks;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
@@ -71,6 +73,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
+    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
@@ -79,6 +82,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
+    mover.keep_marks(marks);
     let outcome = mover.run();
     let report = mover.report();
     let Rest { failure, held, operator, may_write } = mover.into_rest();
