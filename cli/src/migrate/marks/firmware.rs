@@ -17,8 +17,6 @@ use std::{
 pub const FOLDER: &str = "sys/firmware/efi/efivars";
 /// The source's mark, with Mercury's own vendor GUID.
 pub const MARK: &str = "MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e";
-/// What the small system of a spare keeps.
-pub const ARRIVALS: &str = "MercuryArrivals-b3391025-8533-46fd-88a9-0064a0d1c64e";
 
 /// Kept without power, and to be seen by the firmware and by the system.
 const ATTRIBUTES: [u8; 4] = 7_u32.to_le_bytes();
@@ -146,7 +144,7 @@ mod tests {
             assert_eq!(file, [&[7, 0, 0, 0][..], data].concat());
             assert_eq!(variables.read(MARK).expect("read").as_deref(), Some(&data[..]));
         }
-        assert_eq!(variables.read(ARRIVALS).expect("none"), None);
+        assert_eq!(variables.read("MercuryMark-another").expect("none"), None);
         variables.remove(MARK).expect("removed");
         variables.remove(MARK).expect("it is gone already");
         assert_eq!(variables.read(MARK).expect("none"), None);
