@@ -27,14 +27,17 @@ use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, disks, guard::Guard},
     commands::{self, Say},
+    device::{Access, Device},
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
+    output::Format,
     receive::PORT,
     sysroot::Sysroot,
 };
 use link::Link;
 use marks::Marks;
+use mercury_abi::code::Code;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
@@ -73,12 +76,14 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
-    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
+    refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
     }
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    // Nobody else moves this machine now, and its guard finds what is opened here.
+    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
@@ -103,7 +108,12 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             drop(held);
             attached.undo()?;
             guard.is_undone();
-            Err(failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved")))
+            let failure = failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved"));
+            // People read of it in the error.
+            if say.format == Format::Json {
+                say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
+            }
+            Err(failure)
         }
         Err(error) => {
             drop(held);
@@ -158,6 +168,15 @@ fn say_if_anybody_reads(text: String) {
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
         std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// While this machine moves already, or is being written to an image, the other end is not even asked.
+fn refuse_busy() -> Result<()> {
+    match Device::open(Access::Control) {
+        Err(error) if error.code == Some(Code::Busy) => Err(error),
+        // Where there is no driver yet it will be put in.
+        _ => Ok(()),
     }
 }
 
