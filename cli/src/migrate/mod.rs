@@ -15,6 +15,8 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+#[cfg(test)]
+mod liars;
 pub mod link;
 pub mod marks;
 mod mover;
