@@ -7,8 +7,9 @@ use crate::{
     kernel::Kernel,
     layout::{DIRECT_MAP, PAGE},
     load::{self, Loaded},
-    machine::Machine,
+    machine::{Exception, Machine},
     memory::Memory,
+    smp::apic,
     vcpu::{CR0, CR4, EFER, Table, Vcpu},
 };
 
@@ -36,9 +37,10 @@ mod offset {
 
 /// What every hosted kernel is told: what it need not look for, and the clock's frequency.
 #[must_use]
-pub fn command_line(append: &str, clock_khz: u64) -> String {
+pub fn command_line(append: &str, clock_khz: u64, processors: usize) -> String {
+    let one = if processors == 1 { " nolapic nosmp" } else { "" };
     let own = format!(
-        "console=ttyS0 acpi=off pci=off noapic nolapic nosmp mitigations=off tsc=reliable tsc_early_khz={clock_khz} \
+        "console=ttyS0 acpi=off pci=off noapic{one} mitigations=off tsc=reliable tsc_early_khz={clock_khz} \
          rodata=off panic=-1"
     );
     if append.is_empty() { own } else { format!("{own} {append}") }
@@ -68,9 +70,7 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
     }
     put(offset::COMMAND_LINE, &(COMMAND_LINE as u32).to_le_bytes())?;
     memory.write(COMMAND_LINE, line.as_bytes()).ok_or_else(little)?;
-    const RAM: u32 = 1;
-    const RESERVED: u32 = 2;
-    let map = [(0, LOW_END, RAM), (LOW_END, MIB - LOW_END, RESERVED), (MIB, memory.size() - MIB, RAM)];
+    let map = memory_map(memory.size());
     put(offset::E820_ENTRIES, &[map.len() as u8])?;
     let mut table = Vec::new();
     for (start, length, kind) in map {
@@ -79,6 +79,135 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
         table.extend(u32::to_le_bytes(kind));
     }
     put(offset::E820_TABLE, &table)
+}
+
+const RAM: u32 = 1;
+const RESERVED: u32 = 2;
+
+/// What of the addresses is memory; where interrupt controllers are, there is none.
+fn memory_map(size: u64) -> Vec<(u64, u64, u32)> {
+    let mut map = vec![(0, LOW_END, RAM), (LOW_END, MIB - LOW_END, RESERVED)];
+    let behind = apic::BASE + apic::SIZE;
+    map.push((MIB, size.min(apic::BASE) - MIB, RAM));
+    if size > behind {
+        map.extend([(apic::BASE, apic::SIZE, RESERVED), (behind, size - behind, RAM)]);
+    }
+    map
+}
+
+/// Puts the table of processors into memory (Intel's MultiProcessor Specification 1.4), where a kernel looks for it.
+///
+/// # Errors
+/// If there is too little memory.
+pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
+    const POINTER: u64 = 0xF_0000;
+    const TABLE: u64 = POINTER + 0x20;
+    const VERSION: u8 = 4;
+    let little = || Error::new("the guest has too little memory").hint("give it more with --memory");
+    // Without an interrupt controller for devices there is one line, from the old ones to the first processor.
+    let mut entries = Vec::new();
+    for number in 0..count {
+        const ENABLED: u8 = 1;
+        const FIRST: u8 = 2;
+        let flags = if number == 0 { ENABLED | FIRST } else { ENABLED };
+        entries.push([&[0, number as u8, 0x14, flags][..], &[0; 16]].concat());
+    }
+    const EXTERNAL: u8 = 3;
+    const EVERYBODY: u8 = 0xFF;
+    entries.push([&[1, 0][..], b"ISA   "].concat());
+    entries.push(vec![3, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
+    entries.push(vec![4, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
+    let body = entries.concat();
+    let mut table = Vec::new();
+    table.extend(b"PCMP");
+    table.extend((44 + body.len() as u16).to_le_bytes());
+    table.extend([VERSION, 0]);
+    table.extend(b"MERCURY HOSTED      ");
+    table.extend([0; 6]);
+    table.extend((entries.len() as u16).to_le_bytes());
+    table.extend((apic::BASE as u32).to_le_bytes());
+    table.extend([0; 4]);
+    table.extend(body);
+    let mut pointer = Vec::new();
+    pointer.extend(b"_MP_");
+    pointer.extend((TABLE as u32).to_le_bytes());
+    pointer.extend([1, VERSION, 0, 0, 0, 0, 0, 0]);
+    for (at, bytes, checked) in [(POINTER, &mut pointer, 10), (TABLE, &mut table, 7)] {
+        bytes[checked] = bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_sub(*byte));
+        memory.write(at, bytes).ok_or_else(little)?;
+    }
+    Ok(())
+}
+
+/// Where a kernel says how the processor that it starts is to begin: what its own assembler would read.
+#[derive(Clone, Copy, Debug)]
+pub struct Bringup {
+    code: u64,
+    stack: u64,
+    base: u64,
+    descriptors: u64,
+    root: u64,
+}
+
+impl Bringup {
+    /// A kernel's.
+    ///
+    /// # Errors
+    /// If the kernel has not got these variables.
+    pub fn of(kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
+        let at = |symbol| {
+            load::address_of(kernel, symbol)
+                .map_err(|error| error.hint("more processors than one are for kernels of 6.1 with SMP=y"))
+        };
+        Ok(Self {
+            code: at("initial_code")?,
+            stack: at("initial_stack")?,
+            base: at("initial_gs")?,
+            descriptors: at("early_gdt_descr")?,
+            root: loaded.root,
+        })
+    }
+
+    /// Makes the processor begin so.
+    ///
+    /// # Errors
+    /// If something is not mapped.
+    pub fn begin(&self, machine: &mut Machine) -> std::result::Result<(), Exception> {
+        let base = machine.read_long(self.descriptors.wrapping_add(2))?;
+        machine.vcpu = first_state(base, self.root);
+        let stack = machine.read_long(self.stack)? - 8;
+        let rip = machine.read_long(self.code)?;
+        let gs = machine.read_long(self.base)?;
+        // There is nothing to return to.
+        machine.write(stack, &[0; 8])?;
+        begin_at(machine, rip, stack, gs);
+        Ok(())
+    }
+}
+
+fn first_state(descriptors: u64, root: u64) -> Vcpu {
+    Vcpu {
+        cr0: CR0,
+        cr3: root,
+        cr4: CR4,
+        efer: EFER,
+        gdt: Table { base: descriptors, limit: 127 },
+        xcr0: 1,
+        ..Vcpu::default()
+    }
+}
+
+fn begin_at(machine: &Machine, rip: u64, stack: u64, base: u64) {
+    const KERNEL_CODE: u16 = 0x10;
+    const KERNEL_DATA: u16 = 0x18;
+    let block = machine.block();
+    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
+    block.fs = 0;
+    block.gs = base;
+    block.gs_other = 0;
+    block.flags = 2;
+    block.registers = Registers { rip, rflags: 0x202, ..Registers::default() };
+    block.registers.general[block::RSP] = stack;
 }
 
 /// A stub that does what is left of the kernel's way to its first function in C, for which it would build page tables.
@@ -102,30 +231,14 @@ pub fn stub(kernel: &Kernel, at: u64) -> Result<Vec<u8>> {
 /// # Errors
 /// If the kernel has not the symbols that it needs.
 pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry: u64) -> Result<()> {
-    const KERNEL_CODE: u16 = 0x10;
-    const KERNEL_DATA: u16 = 0x18;
     /// Registers and more are kept at the stack's end.
     const FRAME: u64 = 0x100;
     let percpu = load::address_of(kernel, "__per_cpu_load")?;
     let gdt = percpu.wrapping_add(kernel.symbol("gdt_page")?);
     let (stack, _) = kernel.find("init_thread_union")?;
     let stack_size = stack_size(kernel)?;
-    machine.vcpu = Vcpu {
-        cr0: CR0,
-        cr3: loaded.root,
-        cr4: CR4,
-        efer: EFER,
-        gdt: Table { base: gdt, limit: 127 },
-        xcr0: 1,
-        ..Vcpu::default()
-    };
-    let block = machine.block();
-    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
-    block.gs = percpu;
-    block.gs_other = 0;
-    block.flags = 2;
-    block.registers = Registers { rip: entry, rflags: 0x202, ..Registers::default() };
-    block.registers.general[block::RSP] = stack.wrapping_add(load::DISTANCE) + stack_size - FRAME;
+    machine.vcpu = first_state(gdt, loaded.root);
+    begin_at(machine, entry, stack.wrapping_add(load::DISTANCE) + stack_size - FRAME, percpu);
     debug_assert!(machine.memory.direct(gdt).is_some() && gdt >= DIRECT_MAP);
     Ok(())
 }

@@ -54,6 +54,23 @@ pub fn separate_programs(leaf: u32, registers: &mut [u32; 4]) {
     }
 }
 
+/// Changes a leaf for one of several processors: it has a number, a local interrupt controller, and a timer in that which goes
+/// on while it sleeps.
+pub fn add_controller(leaf: u32, number: usize, registers: &mut [u32; 4]) {
+    const CONTROLLER: u32 = 1 << 9;
+    const DEADLINE: u32 = 1 << 24;
+    const ALWAYS: u32 = 1 << 2;
+    match leaf {
+        1 => {
+            registers[1] |= (number as u32) << 24;
+            registers[2] |= DEADLINE;
+            registers[3] |= CONTROLLER;
+        }
+        6 => registers[0] |= ALWAYS,
+        _ => {}
+    }
+}
+
 /// States of registers that both the host's kernel and this monitor keep.
 #[must_use]
 pub fn extended_states() -> u64 {

@@ -248,6 +248,9 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     for linked in [LINKED >> 30 & 511, (LINKED >> 30 & 511) + 1] {
         memory.write_long(upper + linked * 8, 0).ok_or_else(outside)?;
     }
+    // Some code has the tables' indices as numbers, as they were linked, and finds the same table by them.
+    memory.write_long(root + 511 * 8, upper | TABLE).ok_or_else(outside)?;
+    memory.write_long(upper + 511 * 8, fixed | TABLE).ok_or_else(outside)?;
     memory.write_long(root, upper | TABLE).ok_or_else(outside)?;
     memory.write_long(upper + index * 8, fixed | TABLE).ok_or_else(outside)?;
     Ok(root)
