@@ -332,7 +332,7 @@ impl Machine {
             cpuid::separate_programs(number, &mut leaf);
         }
         if let Some(one) = self.processor {
-            cpuid::add_controller(number, one.number, &mut leaf);
+            cpuid::be_one_of(one.number, one.count, number, &mut leaf);
         }
         general[block::RAX] = leaf[0].into();
         general[block::RBX] = leaf[1].into();

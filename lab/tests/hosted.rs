@@ -22,6 +22,9 @@ use mercury_lab::{
     previrtualization::{self, Flavour},
 };
 
+#[path = "hosted/processors.rs"]
+mod processors;
+
 /// Who has no rights at all.
 const NOBODY: &str = "65534";
 /// The guest has halted.
@@ -337,22 +340,21 @@ fn on_the_host(tree: &Path, program: &str) -> String {
 #[test]
 #[ignore = "long"]
 fn postgresql_works_on_a_disk() -> Result<()> {
-    use_postgresql(ISOLATIONS[0])
+    use_postgresql(&[ISOLATIONS[0]])
 }
 
 #[test]
 #[ignore = "long"]
 fn postgresql_works_in_processes_of_its_own() -> Result<()> {
-    use_postgresql(ISOLATIONS[1])
+    use_postgresql(&[ISOLATIONS[1]])
 }
 
-fn use_postgresql(isolation: &str) -> Result<()> {
+fn use_postgresql(options: &[&str]) -> Result<()> {
     let place = Place::new("postgres")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     let mut machine = Machine::start(
         &place,
-        place.run().arg("--disk").arg(&disk).args([
-            isolation,
+        place.run().arg("--disk").arg(&disk).args(options).args([
             "--memory",
             "1024",
             "--append",
@@ -954,6 +956,10 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
         "{output:?}"
     );
     refused(&[path("--gdb"), path("/nowhere/gdb")], "cannot listen at /nowhere/gdb");
+    refused(
+        &[path("--gdb"), path("/nowhere/gdb"), path("--cpus"), path("2")],
+        "gdb is for machines with one processor",
+    );
     let kernel = fs::read(&place.kernel).expect("the kernel");
     for (bytes, reason) in [
         (&b"no kernel"[..], "this is no ELF file"),
