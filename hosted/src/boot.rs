@@ -95,31 +95,38 @@ fn memory_map(size: u64) -> Vec<(u64, u64, u32)> {
     map
 }
 
-/// Puts the table of processors into memory (Intel's MultiProcessor Specification 1.4), where a kernel looks for it.
+/// Where a kernel looks for a table of processors, and where that is.
+const POINTER: u64 = 0xF_0000;
+const TABLE: u64 = POINTER + 0x20;
+
+/// Puts the table of processors into memory (Intel's MultiProcessor Specification 1.4).
 ///
 /// # Errors
 /// If there is too little memory.
 pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
-    const POINTER: u64 = 0xF_0000;
-    const TABLE: u64 = POINTER + 0x20;
-    const VERSION: u8 = 4;
     let little = || Error::new("the guest has too little memory").hint("give it more with --memory");
-    // Without an interrupt controller for devices there is one line, from the old ones to the first processor.
-    let mut entries = Vec::new();
+    let (pointer, table) = processors(count);
+    memory.write(POINTER, &pointer).and_then(|()| memory.write(TABLE, &table)).ok_or_else(little)
+}
+
+/// The pointer to the table, and the table.
+fn processors(count: usize) -> (Vec<u8>, Vec<u8>) {
+    const VERSION: u8 = 4;
+    const ENABLED: u8 = 1;
+    const FIRST: u8 = 2;
+    const EXTERNAL: u8 = 3;
+    const EVERYBODY: u8 = 0xFF;
+    let mut entries: Vec<Vec<u8>> = Vec::new();
     for number in 0..count {
-        const ENABLED: u8 = 1;
-        const FIRST: u8 = 2;
         let flags = if number == 0 { ENABLED | FIRST } else { ENABLED };
         entries.push([&[0, number as u8, 0x14, flags][..], &[0; 16]].concat());
     }
-    const EXTERNAL: u8 = 3;
-    const EVERYBODY: u8 = 0xFF;
+    // There is no interrupt controller for devices but the old ones, whose one line goes to the first processor.
     entries.push([&[1, 0][..], b"ISA   "].concat());
     entries.push(vec![3, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
     entries.push(vec![4, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
     let body = entries.concat();
-    let mut table = Vec::new();
-    table.extend(b"PCMP");
+    let mut table = b"PCMP".to_vec();
     table.extend((44 + body.len() as u16).to_le_bytes());
     table.extend([VERSION, 0]);
     table.extend(b"MERCURY HOSTED      ");
@@ -128,15 +135,13 @@ pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
     table.extend((apic::BASE as u32).to_le_bytes());
     table.extend([0; 4]);
     table.extend(body);
-    let mut pointer = Vec::new();
-    pointer.extend(b"_MP_");
+    let mut pointer = b"_MP_".to_vec();
     pointer.extend((TABLE as u32).to_le_bytes());
     pointer.extend([1, VERSION, 0, 0, 0, 0, 0, 0]);
-    for (at, bytes, checked) in [(POINTER, &mut pointer, 10), (TABLE, &mut table, 7)] {
-        bytes[checked] = bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_sub(*byte));
-        memory.write(at, bytes).ok_or_else(little)?;
+    for (bytes, sum) in [(&mut pointer, 10), (&mut table, 7)] {
+        bytes[sum] = bytes.iter().fold(0, |sum, byte| sum.wrapping_sub(*byte));
     }
-    Ok(())
+    (pointer, table)
 }
 
 /// Where a kernel says how the processor that it starts is to begin: what its own assembler would read.
@@ -251,4 +256,36 @@ fn stack_size(kernel: &Kernel) -> Result<u64> {
     }
     let end = kernel.symbol("__end_init_task")?;
     Ok((end - start).min(16 << 10))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_no_memory_where_interrupt_controllers_are() {
+        for size in [64 * MIB, apic::BASE, 8 << 30] {
+            let map = memory_map(size);
+            assert_eq!(map.iter().map(|(_, length, _)| length).sum::<u64>(), size);
+            let is_ram =
+                |at| map.iter().any(|&(from, length, kind)| kind == RAM && at >= from && at - from < length);
+            assert!(is_ram(MIB) && is_ram(size - 1) && !is_ram(size));
+            assert!((apic::BASE..apic::BASE + apic::SIZE).step_by(PAGE as usize).all(|at| !is_ram(at)));
+        }
+    }
+
+    #[test]
+    fn the_table_of_processors_is_as_long_as_it_says_and_its_sums_are_right() {
+        for count in 1..=8 {
+            let (pointer, table) = processors(count);
+            assert_eq!((pointer.len(), &pointer[..4], pointer[8]), (16, &b"_MP_"[..], 1));
+            assert_eq!(usize::from(u16::from_le_bytes([table[4], table[5]])), table.len());
+            assert_eq!(table.len(), 44 + 20 * count + 3 * 8);
+            assert_eq!((usize::from(table[34]), table[44 + 3]), (count + 3, 3));
+            for bytes in [pointer, table] {
+                assert_eq!(bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)), 0);
+            }
+        }
+    }
 }

@@ -160,7 +160,8 @@ pub fn run(options: &Options) -> Result<Infallible> {
     signal::install()?;
     let apic = processor.map(|one| Apic::new(one, clock_khz)).transpose()?;
     let processors = processor.map_or_else(Vec::new, |one| one.processes());
-    let start = Start { options, kernel, loaded, memory, placed, most_mapped, spaces, processor, apic, bringup };
+    let start =
+        Start { options, kernel, loaded, memory, placed, most_mapped, spaces, processor, apic, bringup };
     if let Some(one) = processor
         && !is_first
     {

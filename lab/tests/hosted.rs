@@ -18,10 +18,14 @@ use std::{
 
 use mercury_initramfs::Archive;
 use mercury_lab::{
-    Image, Release, Result, artefacts, host,
-    previrtualization::{self, Flavour},
+    Image, Release, Result, artefacts,
+    bench::previrtualization::account,
+    host,
+    previrtualization::{self, Built, Flavour},
 };
 
+#[path = "hosted/deaths.rs"]
+mod deaths;
 #[path = "hosted/processors.rs"]
 mod processors;
 
@@ -50,13 +54,16 @@ struct Place {
 
 impl Place {
     fn new(name: &str) -> Result<Self> {
-        let built = previrtualization::build(Release::Bookworm, Flavour::PreVirtualized)?;
+        Self::with(name, &previrtualization::build(Release::Bookworm, Flavour::PreVirtualized)?)
+    }
+
+    fn with(name: &str, built: &Built) -> Result<Self> {
         let program = artefacts::build_program("mercury-cli", "mercury")?;
         let directory = std::env::temp_dir().join(format!("mercury-{name}-{}", std::process::id()));
         fs::create_dir_all(&directory).expect("a directory");
         let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
         fs::copy(program, &place.command).expect("the command's copy");
-        fs::copy(built.vmlinux, &place.kernel).expect("the kernel's copy");
+        fs::copy(&built.vmlinux, &place.kernel).expect("the kernel's copy");
         for path in [&place.directory, &place.command, &place.kernel] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its rights");
         }
@@ -201,6 +208,7 @@ fn archive(tree: &Path, init: &str) -> Vec<u8> {
     for (name, from) in [
         ("bin/sh", "usr/bin/dash"),
         ("bin/uname", "usr/bin/uname"),
+        ("bin/nproc", "usr/bin/nproc"),
         ("lib/x86_64-linux-gnu/libc.so.6", "usr/lib/x86_64-linux-gnu/libc.so.6"),
         ("lib64/ld-linux-x86-64.so.2", "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
     ] {
@@ -208,6 +216,29 @@ fn archive(tree: &Path, init: &str) -> Vec<u8> {
     }
     archive.file("init", init.as_bytes());
     archive.finish()
+}
+
+/// On every run of the tests: a kernel is built from Debian's sources as the afterburner is now, and nothing in it is uncovered; it
+/// comes up on one processor and on two, with both kinds of isolation.
+#[test]
+fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
+    let built = previrtualization::build(Release::Bookworm, Flavour::Tiny)?;
+    let account = account(&built)?;
+    assert_eq!(account["uncovered"], 0);
+    assert!(account["sensitive"].as_u64() > Some(1000), "{account}");
+    let place = Place::with("tiny", &built)?;
+    let init = "#!/bin/sh\necho up: $(uname -r) on $(nproc)\nread word\necho read: $word $((6 * 7))\n";
+    let archive = place.file("initramfs", &archive(&Image::ensure(Release::Bookworm)?.tree(), init));
+    for (cpus, isolation) in [("1", 0), ("2", 0), ("1", 1), ("2", 1)] {
+        let mut command = place.run();
+        command.arg("--initramfs").arg(&archive).args(["--cpus", cpus, ISOLATIONS[isolation]]);
+        let mut machine = Machine::start(&place, &mut command);
+        machine.wait_for(&format!("-mercury-tiny on {cpus}\n"));
+        machine.type_line("something");
+        machine.wait_for("read: something 42");
+        assert_well(&machine.end(RESET));
+    }
+    Ok(())
 }
 
 #[test]
