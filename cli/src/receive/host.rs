@@ -1,14 +1,22 @@
 //! In the small kernel: the network as it was, and then who comes ([`super::serve`]).
 
-use super::{CONFIGURATION, Configuration, serve::Host};
+use super::{
+    CONFIGURATION, Configuration,
+    serve::{Host, RUNNING},
+    spare::Here,
+};
 use crate::{
     error::{Error, Result},
     ethernet,
     exit::Exit,
+    migrate::operator::Operator,
     module,
     sysroot::Sysroot,
 };
-use mercury_migration::session::{Identity, Receiver};
+use mercury_migration::{
+    protocol::Patience,
+    session::{Identity, Receiver},
+};
 use std::{fs, net::TcpListener, path::Path, time::Duration};
 
 /// Waits for a machine, and goes on in it. Returns only if that cannot be.
@@ -33,5 +41,7 @@ pub fn run() -> Result<()> {
     let card = cards.into_iter().find(|card| card.name == name);
     eprintln!("mercury: waiting for a machine at {}", configuration.listen);
     let hold = configuration.hold.map(Duration::from_secs);
-    Host::new(receiver, listener, card, hold)?.serve()
+    let patience = Patience { running: RUNNING, hold, ..Patience::default() };
+    let spare = Box::new(Here::open(card)?);
+    Host::new(receiver, listener, spare, patience, Operator::at_console()).serve()
 }

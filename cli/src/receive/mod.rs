@@ -5,7 +5,10 @@
 //! [`host`] waits, takes the machine in, and goes on in it.
 
 mod host;
+#[cfg(test)]
+mod liars;
 mod serve;
+mod spare;
 
 use crate::{
     args::ReceiveArgs,

@@ -1,10 +1,8 @@
 //! The destination's end of a move: what [`mercury_migration::protocol::Destination`] says is to be done is done here.
 
+use super::spare::Spare;
 use crate::{
-    checkpoint::describe,
-    device::{Access, Device},
     error::{Error, Result},
-    ethernet::{self, Card, packets::Packets},
     exit::Exit,
     migrate::{
         link::{HANDSHAKE, Heard, Link, wait_for},
@@ -12,15 +10,10 @@ use crate::{
         operator::Operator,
     },
     output::bytes,
-    restore::{fit, restart},
-    sysroot::Sysroot,
 };
-use mercury_abi::{
-    code::Code,
-    restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO, MERCURY_RESTART_AGAIN},
-};
+use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, Speaker},
+    hail::{Hailer, Speaker},
     protocol::{
         Destination, Digest, Message, Patience, Word,
         destination::{Action, Decision, Event, Phase},
@@ -31,34 +24,35 @@ use mercury_migration::{
 use rustix::event::{PollFd, PollFlags};
 use std::{
     collections::VecDeque,
-    net::TcpListener,
+    net::{SocketAddr, TcpListener, TcpStream},
     os::fd::AsFd,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 /// How long a source may be silent while it sends: it quiesces in between.
-const RUNNING: Duration = Duration::from_secs(90);
+pub const RUNNING: Duration = Duration::from_secs(90);
 /// Frames on the network that are looked at before everything else is: somebody may send them without end.
 const FRAMES: usize = 64;
-/// How long disks besides those of the small system may take to appear.
-const DISKS_PATIENCE: Duration = Duration::from_secs(10);
+/// Why somebody is turned away who has the line.
+const TAKEN: &str = "another machine is on its way there";
 
 /// The destination, and what it has.
 pub struct Host {
     receiver: Receiver,
     listener: TcpListener,
-    card: Option<Card>,
-    packets: Option<Packets>,
     hailer: Hailer,
     patience: Patience,
     destination: Destination,
-    device: Device,
+    spare: Box<dyn Spare>,
     link: Option<Link>,
     arrival: Option<Arrival>,
     /// What goes with the next refusal, or with a promise that nothing has run.
     reason: String,
     heard: Instant,
     operator: Operator,
+    /// Who tells somebody else that there is no place now.
+    doorman: Option<JoinHandle<()>>,
 }
 
 /// What has come of a machine.
@@ -72,31 +66,29 @@ struct Arrival {
 }
 
 impl Host {
-    /// One that waits at `listener`.
-    ///
-    /// # Errors
-    /// If the driver is not there.
+    /// One that waits at `listener`, for so long.
+    #[must_use]
     pub fn new(
         receiver: Receiver,
         listener: TcpListener,
-        card: Option<Card>,
-        hold: Option<Duration>,
-    ) -> Result<Self> {
-        Ok(Self {
+        spare: Box<dyn Spare>,
+        patience: Patience,
+        operator: Operator,
+    ) -> Self {
+        Self {
             hailer: Hailer::new(receiver.line()),
             receiver,
             listener,
-            card,
-            packets: Packets::open(ETHER_TYPE).ok(),
-            patience: Patience { running: RUNNING, hold, ..Patience::default() },
+            patience,
             destination: Destination::default(),
-            device: Device::open(Access::Control)?,
+            spare,
             link: None,
             arrival: None,
             reason: String::new(),
             heard: Instant::now(),
-            operator: Operator::at_console(),
-        })
+            operator,
+            doorman: None,
+        }
     }
 
     /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
@@ -105,33 +97,33 @@ impl Host {
     /// Always, then.
     pub fn serve(mut self) -> Result<()> {
         loop {
-            let event = self.next_event();
-            let mut todo = VecDeque::from(self.destination.on(event));
-            while let Some(action) = todo.pop_front() {
-                let Some(event) = self.perform(action)? else { continue };
-                todo.extend(self.destination.on(event));
-            }
+            self.turn(Duration::from_secs(1))?;
         }
     }
 
-    /// Waits until something has happened.
-    fn next_event(&mut self) -> Event {
-        loop {
-            let limit = self.destination.patience(&self.patience);
-            let left = limit.map(|limit| limit.saturating_sub(self.heard.elapsed()));
-            if left == Some(Duration::ZERO) {
-                self.heard = Instant::now();
-                return Event::TimedOut;
-            }
-            let wait = left.unwrap_or(Duration::from_secs(3600)).min(Duration::from_secs(1));
-            self.wait(wait);
-            // The operator comes first: what was thrown away is not started by a word that was on its way.
-            let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
-            if let Some(event) = event.or_else(|| self.open()) {
-                self.heard = Instant::now();
-                return event;
-            }
+    /// Waits for at most so long, and does what is to be done if something has happened.
+    pub(super) fn turn(&mut self, limit: Duration) -> Result<()> {
+        let Some(event) = self.next_event(limit) else { return Ok(()) };
+        self.heard = Instant::now();
+        let mut todo = VecDeque::from(self.destination.on(event));
+        while let Some(action) = todo.pop_front() {
+            let Some(event) = self.perform(action)? else { continue };
+            todo.extend(self.destination.on(event));
         }
+        Ok(())
+    }
+
+    /// What has happened, if something has by then.
+    fn next_event(&mut self, limit: Duration) -> Option<Event> {
+        let patience = self.destination.patience(&self.patience);
+        let left = patience.map(|patience| patience.saturating_sub(self.heard.elapsed()));
+        if left == Some(Duration::ZERO) {
+            return Some(Event::TimedOut);
+        }
+        self.wait(left.unwrap_or(limit).min(limit));
+        // The operator comes first: what was thrown away is not started by a word that was on its way.
+        let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
+        event.or_else(|| self.open())
     }
 
     /// Whether somebody is let in. As long as there is an arrival its source is heard on its own connection, and when that has
@@ -143,8 +135,8 @@ impl Host {
     /// Waits until somebody says something, or is at the door where that may be.
     fn wait(&mut self, limit: Duration) {
         let is_open = self.is_open();
-        let mut others: Vec<_> = self.packets.iter().map(AsFd::as_fd).collect();
-        if is_open {
+        let mut others: Vec<_> = self.spare.ear().into_iter().collect();
+        if is_open || self.has_free_doorman() {
             others.push(self.listener.as_fd());
         }
         if let Some(link) = &mut self.link {
@@ -235,22 +227,51 @@ impl Host {
 
     /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
     fn open(&mut self) -> Option<Event> {
+        if !self.is_open() {
+            self.turn_away();
+            return None;
+        }
         let had_one = self.link.is_some();
-        (self.is_open() && self.take_link() && had_one).then_some(Event::Disconnected)
+        (self.take_link() && had_one).then_some(Event::Disconnected)
+    }
+
+    fn has_free_doorman(&self) -> bool {
+        self.doorman.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Tells who is at the door that another one has its place. The source that has it is not kept waiting meanwhile; who
+    /// comes then is.
+    fn turn_away(&mut self) {
+        if !self.has_free_doorman() {
+            return;
+        }
+        let Some((socket, from)) = self.knocking() else { return };
+        let receiver = self.receiver.clone();
+        let doorman = thread::Builder::new().spawn(move || {
+            let why = match Link::turn_away(&receiver, socket, TAKEN) {
+                Ok(()) => TAKEN.to_owned(),
+                Err(error) => error.to_string(),
+            };
+            eprintln!("mercury: {from} was refused: {why}");
+        });
+        // Where there can be no thread nobody is told.
+        self.doorman = doorman.ok();
+    }
+
+    /// Who is at the door, if anybody is.
+    fn knocking(&self) -> Option<(TcpStream, SocketAddr)> {
+        let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
+        wait_for(&mut door, Duration::ZERO);
+        if door[0].revents().is_empty() { None } else { self.listener.accept().ok() }
     }
 
     /// Takes who waits at the door, if anybody does and has the line.
     fn take_link(&mut self) -> bool {
-        let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
-        wait_for(&mut door, Duration::ZERO);
-        if door[0].revents().is_empty() {
-            return false;
-        }
-        let Ok((socket, from)) = self.listener.accept() else { return false };
+        let Some((socket, from)) = self.knocking() else { return false };
         // Whoever comes first makes itself ready before it says what it wants; who comes again has something to say.
-        let patience = if self.destination.phase().is_none() { RUNNING } else { HANDSHAKE };
+        let patience = if self.destination.phase().is_none() { self.patience.running } else { HANDSHAKE };
         let linked = Link::accept(&self.receiver, socket, patience);
-        match linked.map(|mut link| link.learn(RUNNING).map(|_| link)) {
+        match linked.map(|mut link| link.learn(self.patience.running).map(|_| link)) {
             Ok(Ok(link)) => {
                 eprintln!("mercury: {from} is connected");
                 self.link = Some(link);
@@ -270,8 +291,7 @@ impl Host {
 
     /// What a source has said without a connection.
     fn hail(&self) -> Option<Event> {
-        let packets = self.packets.as_ref()?;
-        for frame in std::iter::from_fn(|| packets.hear()).take(FRAMES) {
+        for frame in std::iter::from_fn(|| self.spare.hear()).take(FRAMES) {
             if let Some(message) = self.hailer.hear(Speaker::Source, &frame) {
                 return Some(Event::Heard(message));
             }
@@ -290,13 +310,13 @@ impl Host {
             Action::Record(attempt, verdict) => Some(Event::Recorded(attempt, verdict)),
             Action::Verify(digest) => Some(self.verify(digest)),
             Action::Release => {
-                self.release()?;
+                self.arrival = None;
+                self.spare.release()?;
                 None
             }
             Action::Start => {
                 eprintln!("mercury: going on in the machine that has arrived");
-                let error = self.device.restore_go().err();
-                self.reason = error.map_or_else(|| "it could not be started".into(), |error| error.message);
+                self.reason = self.spare.go().message;
                 Some(Event::StartFailed)
             }
             Action::Tell(advice) => {
@@ -310,7 +330,7 @@ impl Host {
         let text = match message.word {
             Word::Refuse | Word::Discarded => std::mem::take(&mut self.reason),
             // What arrives finds cards that have these addresses.
-            Word::Accept => serde_json::to_string(&ethernet::cards(&Sysroot::default())).unwrap_or_default(),
+            Word::Accept => serde_json::to_string(&self.spare.cards()).unwrap_or_default(),
             _ => String::new(),
         };
         if matches!(message.word, Word::Refuse | Word::Discarded) {
@@ -322,9 +342,9 @@ impl Host {
             let _ = link.say(message.word, text.as_bytes());
         }
         let is_answer = matches!(message.word, Word::Discarded | Word::Lost | Word::Started | Word::Unknown);
-        if let (true, Some(packets), Some(card)) = (is_answer, &self.packets, &self.card) {
+        if is_answer {
             // To all, if there should be no connection.
-            let _ = packets.say(card, &self.hailer.say(Speaker::Destination, message));
+            self.spare.hail(&self.hailer.say(Speaker::Destination, message));
         }
     }
 
@@ -350,29 +370,7 @@ impl Host {
         if let Some(attempt) = self.link.as_ref().and_then(Link::attempt) {
             self.hailer.know(attempt, &offer.hails);
         }
-        let sysroot = Sysroot::default();
-        let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
-        let online = sysroot.online_cpus().iter().count();
-        if online != offer.cpus {
-            reasons.push(format!("{online} CPUs are online, {} in the machine that comes", offer.cpus));
-        }
-        fit::wait_for_disks(&offer.machine.file_systems, DISKS_PATIENCE);
-        reasons.extend(fit::missing_disks(&offer.machine.file_systems));
-        let mut restart = restart(&offer.machine);
-        restart.flags |= MERCURY_RESTART_AGAIN;
-        // What the driver finds is worth knowing together with the rest.
-        if let Err(error) = self.device.restore_begin(&restart) {
-            let more = match error.code {
-                Some(Code::RestoreRoom) => {
-                    "; `mercury migrate --pool` with more than this small kernel's memory makes room"
-                }
-                _ => "",
-            };
-            reasons.push(error.message + more);
-        }
-        if !reasons.is_empty() {
-            return Err(reasons.join("; "));
-        }
+        self.spare.prepare(&offer)?;
         arrival.ledger = Ledger::new(offer.memory());
         arrival.offer = offer;
         Ok(())
@@ -400,8 +398,8 @@ impl Host {
             };
             entries.push(LoadEntry { frame_phys: phys, source });
         }
-        self.device.restore_load(&entries, &data)?;
-        let there = self.device.restore_read(&entries)?;
+        self.spare.load(&entries, &data)?;
+        let there = self.spare.read_back(&entries)?;
         let (there, _) = there.as_chunks::<PAGE>();
         for (entry, page) in entries.iter().zip(there) {
             let zero = page.iter().all(|byte| *byte == 0);
@@ -441,7 +439,7 @@ impl Host {
         {
             return Err("it is another machine than the one that was offered".into());
         }
-        let changed = fit::changed_disks(&last.machine.file_systems);
+        let changed = self.spare.changed_disks(&last.machine.file_systems);
         if !changed.is_empty() {
             return Err(format!(
                 "the disks here are not as they were at the instant: {}",
@@ -452,18 +450,6 @@ impl Host {
             "mercury: the machine is here: {} of memory",
             bytes(arrival.ledger.len() as u64 * PAGE as u64)
         );
-        Ok(())
-    }
-
-    /// Forgets what has come. The driver lets go of it with the device.
-    fn release(&mut self) -> Result<()> {
-        self.arrival = None;
-        // One process controls it at a time.
-        self.device = {
-            let observer = Device::open(Access::Observe)?;
-            drop(std::mem::replace(&mut self.device, observer));
-            Device::open(Access::Control)?
-        };
         Ok(())
     }
 }

@@ -17,7 +17,7 @@ use crate::{
     live,
     machine::Machine,
     markdown::{table, thousands},
-    moving::{GOES_ON, LIMIT, MOVING, PEER, Switch, arrives, plug_in, receive, said, times},
+    moving::{GOES_ON, LIMIT, MOVING, PEER, Switch, arrives, migrate, plug_in, receive, said, times},
     restart::{
         boot_id, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -374,7 +374,7 @@ fn by_mercury(
     let key = receive(&spare, address)?;
     let boots = spare.boots();
     let during = Rate::begin(peer)?;
-    let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
+    let mut moving = machine.spawn(&migrate(&key, options))?;
     let goes_on = times(&spare, GOES_ON);
     let begins = arrives(machine, &spare, goes_on, &mut moving)?;
     if !begins {
@@ -390,7 +390,11 @@ fn by_mercury(
     Ok((spare, done, during))
 }
 
-/// The last words of a machine that has moved, on its console.
+/// What the last words of a machine that has moved, on its console, say of the move.
+pub(crate) fn last_words(said: &str) -> Option<Move> {
+    report("", said)
+}
+
 fn report(way: &'static str, said: &str) -> Option<Move> {
     let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms .*; (\d+) bytes were sent, in ([0-9.]+) s";
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;

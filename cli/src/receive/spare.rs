@@ -1,0 +1,158 @@
+//! The spare: what a move's destination ([`super::serve`]) needs of the machine that it runs on. Its loop does not know
+//! whether it is [`Here`], or one of a test's that tells whether anything of a liar's was started.
+
+use crate::{
+    checkpoint::describe,
+    device::{Access, Device},
+    error::{Error, Result},
+    ethernet::{self, Card, packets::Packets},
+    migrate::offer::Offer,
+    restore::{fit, restart},
+    sysroot::Sysroot,
+};
+use mercury_abi::{
+    code::Code,
+    restart::{LoadEntry, MERCURY_RESTART_AGAIN},
+};
+use mercury_image::FileSystem;
+use mercury_migration::hail::ETHER_TYPE;
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    time::Duration,
+};
+
+/// How long disks besides those of the small system may take to appear.
+const DISKS_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A machine that takes another one in.
+pub trait Spare {
+    /// Whether what is offered can be held; memory is ready for it then.
+    ///
+    /// # Errors
+    /// Every reason why not.
+    fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
+
+    /// Puts pages where they belong; `data` has those that are not zeros.
+    ///
+    /// # Errors
+    /// If there is no room, or they belong nowhere.
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()>;
+
+    /// What lies where these pages were put.
+    ///
+    /// # Errors
+    /// If nothing does.
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>>;
+
+    /// Goes on in what has arrived. Returns only if that cannot be: why.
+    fn go(&mut self) -> Error;
+
+    /// Forgets what has come.
+    ///
+    /// # Errors
+    /// If nothing can come after it.
+    fn release(&mut self) -> Result<()>;
+
+    /// Of these file systems those that are not as they were at the instant, and why.
+    fn changed_disks(&self, file_systems: &[FileSystem]) -> Vec<String>;
+
+    /// Its cards, which what arrives finds.
+    fn cards(&self) -> Vec<Card>;
+
+    /// Says a frame to all.
+    fn hail(&self, frame: &[u8]);
+
+    /// A frame that somebody has said to all.
+    fn hear(&self) -> Option<Vec<u8>>;
+
+    /// What can be read when there is one, if they can be heard at all.
+    fn ear(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// This machine.
+#[derive(Debug)]
+pub struct Here {
+    card: Option<Card>,
+    packets: Option<Packets>,
+    device: Device,
+}
+
+impl Here {
+    /// With the card that a machine comes in by.
+    ///
+    /// # Errors
+    /// If the driver is not there.
+    pub fn open(card: Option<Card>) -> Result<Self> {
+        Ok(Self { card, packets: Packets::open(ETHER_TYPE).ok(), device: Device::open(Access::Control)? })
+    }
+}
+
+impl Spare for Here {
+    fn prepare(&mut self, offer: &Offer) -> Result<(), String> {
+        let sysroot = Sysroot::default();
+        let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
+        let online = sysroot.online_cpus().iter().count();
+        if online != offer.cpus {
+            reasons.push(format!("{online} CPUs are online, {} in the machine that comes", offer.cpus));
+        }
+        fit::wait_for_disks(&offer.machine.file_systems, DISKS_PATIENCE);
+        reasons.extend(fit::missing_disks(&offer.machine.file_systems));
+        let mut restart = restart(&offer.machine);
+        restart.flags |= MERCURY_RESTART_AGAIN;
+        // What the driver finds is worth knowing together with the rest.
+        if let Err(error) = self.device.restore_begin(&restart) {
+            let more = match error.code {
+                Some(Code::RestoreRoom) => {
+                    "; `mercury migrate --pool` with more than this small kernel's memory makes room"
+                }
+                _ => "",
+            };
+            reasons.push(error.message + more);
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(reasons.join("; ")) }
+    }
+
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        self.device.restore_load(entries, data)
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        self.device.restore_read(entries)
+    }
+
+    fn go(&mut self) -> Error {
+        let why = "it could not be started";
+        self.device.restore_go().err().unwrap_or_else(|| Error::new(crate::exit::Exit::Failed, why))
+    }
+
+    fn release(&mut self) -> Result<()> {
+        // The driver lets go of it with the device. One process controls it at a time.
+        let observer = Device::open(Access::Observe)?;
+        drop(std::mem::replace(&mut self.device, observer));
+        self.device = Device::open(Access::Control)?;
+        Ok(())
+    }
+
+    fn changed_disks(&self, file_systems: &[FileSystem]) -> Vec<String> {
+        fit::changed_disks(file_systems)
+    }
+
+    fn cards(&self) -> Vec<Card> {
+        ethernet::cards(&Sysroot::default())
+    }
+
+    fn hail(&self, frame: &[u8]) {
+        if let (Some(packets), Some(card)) = (&self.packets, &self.card) {
+            // There may be a connection besides.
+            let _ = packets.say(card, frame);
+        }
+    }
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        self.packets.as_ref()?.hear()
+    }
+
+    fn ear(&self) -> Option<BorrowedFd<'_>> {
+        self.packets.as_ref().map(AsFd::as_fd)
+    }
+}
