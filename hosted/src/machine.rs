@@ -351,8 +351,8 @@ impl Machine {
     /// Another processor may have called: it has a question for the first one, or has reset this one, which waits to be started,
     /// then.
     pub fn attend(&mut self) {
-        let Some(one) = self.processor else { return };
         smp::called().store(0, Ordering::SeqCst);
+        let Some(one) = self.processor else { return };
         if one.is_first() {
             self.devices.serve(&one, &self.memory);
             if self.has_interrupt() {
@@ -370,7 +370,8 @@ impl Machine {
     /// This processor, which is not the first, begins where the first wants it to.
     fn begin(&mut self) {
         self.drop_all();
-        if let Some(apic) = &mut self.apic {
+        if let (Some(one), Some(apic)) = (&self.processor, &mut self.apic) {
+            one.look();
             apic.reset();
         }
         let begun = self.bringup.is_some_and(|bringup| bringup.begin(self).is_ok());
