@@ -15,7 +15,10 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+#[cfg(test)]
+mod liars;
 pub mod link;
+pub mod marks;
 mod mover;
 mod no_way_back;
 pub mod offer;
@@ -30,10 +33,12 @@ use crate::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
+    output::Format,
     receive::PORT,
     sysroot::Sysroot,
 };
 use link::Link;
+use marks::Marks;
 use mercury_abi::code::Code;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
@@ -79,9 +84,12 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
         link.control_congestion(name)?;
     }
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    // Nobody else moves this machine now, and its guard finds what is opened here.
+    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
+    mover.keep_marks(marks);
     let outcome = mover.run();
     let report = mover.report();
     let Rest { failure, held, operator, may_write } = mover.into_rest();
@@ -102,7 +110,12 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             drop(held);
             attached.undo()?;
             guard.is_undone();
-            Err(failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved")))
+            let failure = failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved"));
+            // People read of it in the error.
+            if say.format == Format::Json {
+                say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
+            }
+            Err(failure)
         }
         Err(error) => {
             drop(held);

@@ -3,10 +3,11 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
     link::Link,
+    marks::Marks,
     no_way_back,
     offer::Offer,
     operator::Operator,
@@ -32,7 +33,9 @@ use crate::{
     progress,
     sysroot::Sysroot,
 };
-use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED};
+use mercury_abi::ioctl::{
+    MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED,
+};
 use mercury_migration::{
     protocol::{
         Attempt, Mark, Message, Patience, Source, Word,
@@ -58,7 +61,7 @@ const LINK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
-enum Log {
+pub enum Log {
     /// There is none, for this reason.
     None(String),
     /// There is room for one.
@@ -69,27 +72,54 @@ enum Log {
 
 impl Log {
     /// What is said of it.
-    fn found_by(&self) -> String {
+    pub fn found_by(&self) -> String {
         match self {
             Self::None(why) => format!("hashes of all memory: {why}"),
             Self::Prepared => "reading all of memory: nothing was sent before".into(),
             Self::Live => "a log of writes".into(),
         }
     }
+
+    /// Before the first frame is read. Where there is no log, hashes do it.
+    pub fn begin(&mut self, device: &Device) {
+        if matches!(self, Self::Prepared) {
+            *self = match device.log_begin() {
+                Ok(()) => Self::Live,
+                Err(why) => Self::None(why.to_string()),
+            };
+        }
+    }
+
+    /// Which frames have to be read next: `MERCURY_TAKE_*`.
+    pub fn collect(&mut self, device: &Device) -> u64 {
+        if !matches!(self, Self::Live) {
+            return 0;
+        }
+        match device.log_collect() {
+            Ok(_) => MERCURY_TAKE_LOGGED,
+            Err(why) => {
+                *self = Self::None(why.to_string());
+                0
+            }
+        }
+    }
 }
 
-/// Makes the snapshot ready, with room for a log if there can be one.
-fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
+/// Makes the snapshot ready, with room for a log if there can be one, and `flags` besides.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result<Log> {
     if !hash_all {
-        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK) {
+        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK | flags) {
             Ok(()) => return Ok(Log::Prepared),
             Err(why) => {
-                device.snapshot_prepare(pool, 0)?;
+                device.snapshot_prepare(pool, flags)?;
                 return Ok(Log::None(why.to_string()));
             }
         }
     }
-    device.snapshot_prepare(pool, 0)?;
+    device.snapshot_prepare(pool, flags)?;
     Ok(Log::None("it was wanted so".into()))
 }
 
@@ -149,7 +179,9 @@ pub struct Mover<'a> {
     begin: Vec<Action>,
     patience: Patience,
     pool: u64,
-    has_room_for_log: bool,
+    /// The snapshot's.
+    flags: u64,
+    proof: Option<Proof>,
     log: Log,
     mounts: Vec<Mounted>,
     offer: Offer,
@@ -163,6 +195,8 @@ pub struct Mover<'a> {
     /// The other machine's cards, which this one's will be.
     theirs: Vec<Card>,
     silence: Silence,
+    /// Where a mark outlasts a power cut, unless it is to do without.
+    marks: Option<Marks>,
     heard: Instant,
     operator: Operator,
     /// Whether standard output can be written to when everything stands still.
@@ -196,7 +230,9 @@ impl<'a> Mover<'a> {
             .map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
-        let log = prepare(device, pool, args.hash)?;
+        let proof = args.verify_instant.then(Proof::default);
+        let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
+        let log = prepare(device, pool, args.hash, hashes)?;
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
@@ -216,6 +252,7 @@ impl<'a> Mover<'a> {
             committed: None,
             theirs: Vec::new(),
             silence: Silence::prepare(),
+            marks: None,
             heard: Instant::now(),
             operator: Operator::at_console(),
             may_write: checkpoint::may_be_written(sysroot),
@@ -235,7 +272,8 @@ impl<'a> Mover<'a> {
             source,
             begin,
             pool,
-            has_room_for_log: matches!(log, Log::Prepared),
+            flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
+            proof,
             log,
             mounts,
             offer,
@@ -266,6 +304,11 @@ impl<'a> Mover<'a> {
             let event = self.next_event();
             todo.extend(self.source.on(event));
         }
+    }
+
+    /// Marks what is to outlast a power cut.
+    pub fn keep_marks(&mut self, marks: Option<Marks>) {
+        self.marks = marks.map(|marks| marks.of(self.attempt));
     }
 
     /// What it has come to.
@@ -390,19 +433,7 @@ impl<'a> Mover<'a> {
                 Ok(step) => step,
                 Err(error) => Step::Event(self.fail(error)),
             },
-            // The frozen machine's memory is all that knows of it: docs/migration.md says what that means.
-            Action::Record(mark) => {
-                if mark == Mark::Committed {
-                    // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has
-                    // ended: this process, and if it is killed, its guard.
-                    if let Err(error) = self.commit() {
-                        self.failure.get_or_insert(error);
-                        return Step::Event(Event::RecordFailed(self.attempt, mark));
-                    }
-                    self.committed = Some(Instant::now());
-                }
-                Step::Event(Event::Recorded(self.attempt, mark))
-            }
+            Action::Record(mark) => self.record(mark),
             // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
             // What has to be said is hailed.
             Action::Connect => Step::None,
@@ -420,9 +451,42 @@ impl<'a> Mover<'a> {
             }
             Action::Tell(advice) => {
                 self.operator.tell(&advice.to_string());
+                if self.may_write && self.say.format == Format::Json {
+                    self.tell(&Told::Doubt { advice: advice.to_string() });
+                }
                 Step::None
             }
         }
+    }
+
+    /// Has a mark written that outlasts a power cut.
+    fn record(&mut self, mark: Mark) -> Step {
+        if let Err(error) = self.try_record(mark) {
+            self.operator.tell(&error.to_string());
+            self.failure.get_or_insert(error);
+            // What cannot be taken back is tried again when time is up: the other end, and the operator, are listened to meanwhile.
+            return match mark {
+                Mark::Cleared => Step::None,
+                _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
+            };
+        }
+        if mark == Mark::Committed {
+            self.committed = Some(Instant::now());
+        }
+        Step::Event(Event::Recorded(self.attempt, mark))
+    }
+
+    fn try_record(&mut self, mark: Mark) -> Result<()> {
+        if mark == Mark::Committed {
+            // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has ended: this
+            // process, and if it is killed, its guard.
+            self.commit()?;
+        }
+        let Some(marks) = &mut self.marks else { return Ok(()) };
+        marks.write(mark).map_err(|why| {
+            Error::new(Exit::Failed, format!("the mark of this move cannot be written ({mark:?}): {why}"))
+                .hint("`mercury mark` shows what is there; while it is there, this machine does not start by itself")
+        })
     }
 
     fn commit(&mut self) -> Result<()> {
@@ -433,6 +497,7 @@ impl<'a> Mover<'a> {
             hails: self.offer.hails,
             attempt: self.attempt.0,
             cards: self.hails.cards().to_vec(),
+            mark: self.marks.as_ref().map(Marks::standing),
         };
         let told =
             self.guard.will(&Undo::Open).and_then(|()| self.guard.will(&Undo::Decide(Box::new(doubt))));
@@ -484,18 +549,8 @@ impl<'a> Mover<'a> {
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
             let outlook = course.after(&done, matches!(self.log, Log::Live));
+            self.tell(&Told::round(number, &done, &outlook));
             let throttle_percent = outlook.throttle_percent();
-            let told = Told::Round {
-                round: number,
-                pages: done.sent,
-                zero_pages: done.zeros,
-                bytes: done.bytes,
-                seconds: done.took.as_secs_f64(),
-                dirty_pages_per_second: outlook.dirty_pages_per_second,
-                downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
-                throttle_percent,
-            };
-            self.tell(&told);
             match outlook.next {
                 Next::Copy { .. } => {
                     if let Err(error) = self.hold_back(throttle_percent) {
@@ -531,34 +586,10 @@ impl<'a> Mover<'a> {
             return Err(self.is_gone(&error.to_string()));
         }
         if number == 0 {
-            self.begin_log();
+            self.log.begin(self.device);
         }
-        let only = if number == 0 { 0 } else { self.collect_log() };
+        let only = if number == 0 { 0 } else { self.log.collect(self.device) };
         self.pass(From::Now, only, &format!("round {number}"), limits)
-    }
-
-    /// Before the first frame is read. Where there is no log, hashes do it.
-    fn begin_log(&mut self) {
-        if matches!(self.log, Log::Prepared) {
-            self.log = match self.device.log_begin() {
-                Ok(()) => Log::Live,
-                Err(why) => Log::None(why.to_string()),
-            };
-        }
-    }
-
-    /// Which frames the next pass has to read.
-    fn collect_log(&mut self) -> u64 {
-        if !matches!(self.log, Log::Live) {
-            return 0;
-        }
-        match self.device.log_collect() {
-            Ok(_) => MERCURY_TAKE_LOGGED,
-            Err(why) => {
-                self.log = Log::None(why.to_string());
-                0
-            }
-        }
     }
 
     /// Takes the frames that were not in the log as well, and counts those that it should have had.
@@ -570,6 +601,16 @@ impl<'a> Mover<'a> {
             rest.looked, rest.changed
         ));
         Ok(())
+    }
+
+    /// What was read is what it was at the instant, or the machine does not move.
+    fn prove(&mut self) -> Result<()> {
+        let Some((compared, wrong)) = self.proof.as_ref().map(Proof::found) else { return Ok(()) };
+        let said = format!(
+            "{compared} pages were compared with the hypervisor's hashes of the instant, of which {wrong} are not what they were"
+        );
+        self.operator.tell(&said);
+        if wrong == 0 { Ok(()) } else { Err(Error::new(Exit::Failed, said).hint("the machine runs on")) }
     }
 
     /// One pass over memory; otherwise what has happened.
@@ -596,7 +637,14 @@ impl<'a> Mover<'a> {
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
         let passed = pass(
-            &Reading { device: self.device, from, only, level: self.args.level, workers: self.workers },
+            &Reading {
+                device: self.device,
+                from,
+                only,
+                level: self.args.level,
+                workers: self.workers,
+                proof: self.proof.as_ref(),
+            },
             &mut self.ledger,
             limits,
             &mut link,
@@ -652,10 +700,9 @@ impl<'a> Mover<'a> {
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
-        let flags = if self.has_room_for_log { MERCURY_SNAPSHOT_TRACK } else { 0 };
         let begin = self
             .device
-            .snapshot_begin(self.pool, flags)
+            .snapshot_begin(self.pool, self.flags)
             .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
         if begin.restored != 0 {
             return Ok(Step::Arrived);
@@ -666,19 +713,20 @@ impl<'a> Mover<'a> {
         }
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
-        let only = self.collect_log();
+        let only = self.log.collect(self.device);
         let found_by = self.log.found_by();
         let done = match self.pass(From::Instant, only, "the last pages", &limits) {
             Ok(done) => done,
             Err(event) => return Ok(Step::Event(event)),
         };
         let last_took = last.elapsed();
-        if self.args.verify_log
+        if (self.args.verify_log || self.proof.is_some())
             && only != 0
             && let Err(event) = self.verify_log(&limits)
         {
             return Ok(Step::Event(event));
         }
+        self.prove()?;
         // Only now it is known that all was as at the instant.
         self.device.snapshot_end()?;
         if !self.ledger.is_complete() {
