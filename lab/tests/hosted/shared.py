@@ -27,7 +27,10 @@ def read(cpu):
 
 readers = [threading.Thread(target=read, args=(cpu,)) for cpu in range(2)]
 [one.start() for one in readers]
-for number in range(1, 400):
+number, end = 0, time.monotonic() + 100
+# A busy host may let a reader come late.
+while (number < 400 or min(reads) < 20) and time.monotonic() < end:
+    number += 1
     changes[0] += 1
     assert libc.mmap(at, PAGE, 3, mmap.MAP_SHARED | 0x10, files[number % 2], 0) == at
     changes[0] += 1
