@@ -482,6 +482,10 @@ pub struct MigrateArgs {
     /// Move although devices write to memory where the driver cannot see it
     #[arg(long)]
     pub force_devices: bool,
+    /// Move although nothing outlasts a power cut that keeps this machine from booting while it runs at the other one: see to it
+    /// that it does not start by itself
+    #[arg(long)]
+    pub without_mark: bool,
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,

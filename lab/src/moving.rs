@@ -181,6 +181,13 @@ pub fn receive(spare: &Machine, address: &str) -> Result<String> {
     Ok(words)
 }
 
+/// The command by which a machine of the lab's moves: to where `words` say, which [`receive`] has been told. What has neither UEFI nor
+/// a disk of its own has no place for a mark.
+#[must_use]
+pub fn migrate(words: &str, options: &str) -> String {
+    format!("mercury migrate {words} --without-mark {options}")
+}
+
 /// What the machine's console has said of moves.
 #[must_use]
 pub fn said(machine: &Machine) -> String {

@@ -9,7 +9,9 @@ use std::{io::Write, net::TcpStream, thread, time::Duration};
 
 use mercury_lab::{
     Kernel, Machine, MachineCheck, Result,
-    moving::{GOES_ON, LIMIT, PEER, Switch, arrives, free_port, plug_in, receive, said, times, wait_more},
+    moving::{
+        GOES_ON, LIMIT, PEER, Switch, arrives, free_port, migrate, plug_in, receive, said, times, wait_more,
+    },
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -67,7 +69,7 @@ fn moves_by(
 ) -> Result<()> {
     let id = boot_id(machine)?;
     let before = times(spare, GOES_ON);
-    let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
+    let mut moving = machine.spawn(&migrate(key, options))?;
     if !arrives(machine, spare, before, &mut moving)? {
         println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
     }
@@ -145,7 +147,7 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     let boots = spare.boots();
     let key = receive(spare, "10.9.0.3")?;
     let limits = "--max-downtime 600ms --bandwidth 3";
-    let line = format!("mercury migrate {key} {limits} --or-give-up --max-throttle 0");
+    let line = migrate(&key, &format!("{limits} --or-give-up --max-throttle 0"));
     fails(peer, machine, &line, &["the downtime would be about"])?;
     moves_by(peer, machine, spare, (&key, boots), &format!("{limits} > /run/said"))?;
     let said = spare.sh("cat /run/said")?;
@@ -185,7 +187,7 @@ fn a_slow_link_is_given_up() -> Result<()> {
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let key = receive(spare, "10.9.0.3")?;
     peer.sh(&LOSES.replace("loss 10%", "rate 1mbit"))?;
-    let line = format!("mercury migrate {key} --rounds 1 --or-give-up");
+    let line = migrate(&key, "--rounds 1 --or-give-up");
     let output = machine.command(&line).timeout(LIMIT * 4).run()?;
     println!("{}", output.stderr);
     assert!(!output.success() && output.stderr.contains("the downtime would be about"), "{}", output.stderr);
@@ -203,7 +205,8 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     let peer = &switch.peer;
     let (id, boots) = (boot_id(&machine)?, spare.boots());
     let there = receive(&spare, "10.9.0.3")?;
-    let maintenance = format!("exec 3<>{WORDS}; exec mercury maintenance {there} <&3 >/run/said 2>&1");
+    let maintenance =
+        format!("exec 3<>{WORDS}; exec mercury maintenance {there} --without-mark <&3 >/run/said 2>&1");
     machine.sh(&format!("mkfifo {WORDS}; setsid sh -c '{maintenance}' > /dev/null 2>&1 &"))?;
     machine.wait_shutdown(LIMIT)?;
     spare.wait_other(boots)?;
@@ -242,7 +245,7 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     let (id, boots) = (boot_id(machine)?, spare.boots());
     let words = receive(spare, "10.9.0.3")?;
     machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
-    machine.sh("setsid mercury daemon --to 10.9.0.3 > /run/said 2>&1 &")?;
+    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/said 2>&1 &")?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
     machine.sh("/root/sensor 1; mercury evacuate --status | grep 'waits for orders'")?;
     let corrected = 0x9400_0000_0000_0001;
@@ -284,11 +287,11 @@ fn who_does_not_fit_is_refused() -> Result<()> {
         "mercury receive --listen 10.9.0.2 --prepare /run/x | grep -o 'mercury-receive.*'; rm -r /run/x",
     )?;
     let words = receive(spare, "10.9.0.3")?;
-    let wrong = format!("mercury migrate 10.9.0.3 --key {other}");
+    let wrong = migrate(&format!("10.9.0.3 --key {other}"), "");
     fails(peer, machine, &wrong, &["no session with the other machine"])?;
-    fails(peer, machine, "mercury migrate 10.9.0.3:5 --key x", &["it begins with mercury-receive-1-"])?;
-    fails(peer, machine, &format!("mercury migrate 10.9.0.3:5 --key {other}"), &["no connection with"])?;
-    let line = format!("mercury migrate {words}");
+    fails(peer, machine, &migrate("10.9.0.3:5 --key x", ""), &["it begins with mercury-receive-1-"])?;
+    fails(peer, machine, &migrate(&format!("10.9.0.3:5 --key {other}"), ""), &["no connection with"])?;
+    let line = migrate(&words, "");
     fails(peer, machine, &line, &["does not take this one", "the firmware's memory map"])?;
     // It still waits, and still says so.
     fails(peer, machine, &line, &["the firmware's memory map"])?;
@@ -335,7 +338,7 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
-    let mut moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    let mut moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
     wait_more(spare, GOES_ON, 0)?;
     spare.power_cut()?;
     wait_more(machine, "does not answer. Nothing runs here", 0)?;
@@ -361,7 +364,7 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
     machine.sh("sysctl -q kernel.sysrq=1")?;
-    let moving = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    let moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
     machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
     wait_more(spare, GOES_ON, 0)?;
     spare.power_cut()?;
@@ -389,7 +392,7 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
-    let moving = machine.spawn(&format!("mercury migrate {words} --bandwidth 1"))?;
+    let moving = machine.spawn(&migrate(&words, "--bandwidth 1"))?;
     wait_more(spare, COMES, 0)?;
     type_in(spare, "adopt\rdiscard\r")?;
     let output = moving.wait(LIMIT)?;
@@ -408,7 +411,7 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
     let words = receive(&spare, "10.9.0.3")?;
-    let slowly = format!("mercury migrate {words} --bandwidth 1");
+    let slowly = migrate(&words, "--bandwidth 1");
     let interrupted = machine.spawn(&slowly)?;
     wait_more(&spare, COMES, 0)?;
     machine.sh("sleep 4; pkill -INT -f '^mercury migrate'")?;
@@ -429,7 +432,7 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
 
     let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
     plug_in(&spare, "10.9.0.3")?;
-    let still = format!("mercury migrate {} --rounds 0", receive(&spare, "10.9.0.3")?);
+    let still = migrate(&receive(&spare, "10.9.0.3")?, "--rounds 0");
     let dies = machine.spawn(&still)?;
     wait_more(&spare, COMES, 2)?;
     thread::sleep(Duration::from_millis(2500));
@@ -442,7 +445,7 @@ fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
     plug_in(&spare, "10.9.0.3")?;
     let words = receive(&spare, "10.9.0.3")?;
-    let _gone = machine.spawn(&format!("mercury migrate {words} --rounds 0"))?;
+    let _gone = machine.spawn(&migrate(&words, "--rounds 0"))?;
     wait_more(&spare, COMES, 3)?;
     thread::sleep(Duration::from_secs(2));
     machine.power_cut()?;

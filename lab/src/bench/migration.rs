@@ -17,7 +17,7 @@ use crate::{
     live,
     machine::Machine,
     markdown::{table, thousands},
-    moving::{GOES_ON, LIMIT, MOVING, PEER, Switch, arrives, plug_in, receive, said, times},
+    moving::{GOES_ON, LIMIT, MOVING, PEER, Switch, arrives, migrate, plug_in, receive, said, times},
     restart::{
         boot_id, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -374,7 +374,7 @@ fn by_mercury(
     let key = receive(&spare, address)?;
     let boots = spare.boots();
     let during = Rate::begin(peer)?;
-    let mut moving = machine.spawn(&format!("mercury migrate {key} {options}"))?;
+    let mut moving = machine.spawn(&migrate(&key, options))?;
     let goes_on = times(&spare, GOES_ON);
     let begins = arrives(machine, &spare, goes_on, &mut moving)?;
     if !begins {
