@@ -15,6 +15,7 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+pub mod lane;
 pub mod link;
 mod mover;
 mod no_way_back;

@@ -3,9 +3,10 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Reading, Stopped, pass},
+    copy::{From, Pass, Reading, Stopped, Ways, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
+    lane::{Lane, Whose},
     link::Link,
     no_way_back,
     offer::Offer,
@@ -23,7 +24,7 @@ use crate::{
         guard::{Guard, Undo},
     },
     commands::Say,
-    device::Device,
+    device::{Cursor, Device},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -93,6 +94,13 @@ fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
     Ok(Log::None("it was wanted so".into()))
 }
 
+/// By how many streams pages go.
+fn streams(args: &MigrateArgs) -> u32 {
+    const USUAL_MOST: usize = 4;
+    let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
+    args.streams.unwrap_or(usual as u32)
+}
+
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
@@ -143,6 +151,8 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
     hails: Hails,
     attempt: Attempt,
     source: Source,
@@ -201,13 +211,14 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
+        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret, streams: streams(args) };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
             link: Some(link),
+            lanes: Vec::new(),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
@@ -374,6 +385,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
+        self.lanes.clear();
         Event::Disconnected
     }
 
@@ -426,6 +438,8 @@ impl<'a> Mover<'a> {
     }
 
     fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
         self.device.fence_stays()?;
         no_way_back::begin(self.operator.console());
         let doubt = Doubt {
@@ -443,6 +457,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        self.lanes.clear();
         no_way_back::end();
         self.guard.is_decided();
         // Who was silent must not be so when applications run.
@@ -464,14 +479,31 @@ impl<'a> Mover<'a> {
             _ => Ok(Vec::new()),
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
-        match text.and_then(|text| link.say(word, &text)) {
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
         }
     }
 
+    /// The streams besides the first, now that the other end wants pages.
+    fn open_lanes(&mut self) -> Result<()> {
+        let Self { to, line, attempt, offer, args, .. } = self;
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let control = args.congestion_control.as_deref();
+        let open = |stream| Lane::open(&whose, stream, RUNNING, control);
+        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
+        if let Err(error) = self.open_lanes() {
+            return self.fail(error);
+        }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
         self.tell(&Told::Accepted { memory: self.report.memory });
@@ -595,11 +627,16 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
+        let device = self.device;
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => device.snapshot_take_some(cursor, count, only),
+        };
         let passed = pass(
-            &Reading { device: self.device, from, only, level: self.args.level, workers: self.workers },
+            &Reading { read: &read, from, level: self.args.level, workers: self.workers },
             &mut self.ledger,
             limits,
-            &mut link,
+            Ways { link: &mut link, lanes: &self.lanes },
             &mut watch,
         );
         if is_shown {
@@ -664,6 +701,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
+        self.lanes.iter().for_each(|lane| lane.be_patient(FROZEN));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.collect_log();
@@ -697,6 +735,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.lanes.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

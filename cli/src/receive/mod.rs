@@ -5,8 +5,11 @@
 //! [`host`] waits, takes the machine in, and goes on in it.
 
 mod host;
+mod intake;
 mod serve;
 mod spare;
+#[cfg(test)]
+mod streams;
 
 use crate::{
     args::ReceiveArgs,

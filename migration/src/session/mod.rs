@@ -78,7 +78,7 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 /// The end that takes a machine in.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Receiver {
     config: Arc<ServerConfig>,
     line: Line,

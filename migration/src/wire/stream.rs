@@ -157,6 +157,11 @@ impl<W: Write> Writer<W> {
         Ok(self.to.flush()?)
     }
 
+    /// What it writes to, to read from it what the other end says.
+    pub fn get_mut(&mut self) -> &mut W {
+        &mut self.to
+    }
+
     /// What it writes to.
     pub fn into_inner(self) -> W {
         self.to
