@@ -217,9 +217,8 @@ fn digest(
     hurry: &AtomicBool,
     lanes: &[Lane],
 ) -> std::result::Result<Record, Stopped> {
-    let failed = |why: String| {
-        Stopped::Failed(Error::new(Exit::Failed, why).hint("nothing was changed; try again"))
-    };
+    let failed =
+        |why: String| Stopped::Failed(Error::new(Exit::Failed, why).hint("nothing was changed; try again"));
     let (all, _) = frames.data.as_chunks::<PAGE>();
     let is_zero: Vec<bool> = all.iter().map(|page| page.iter().all(|byte| *byte == 0)).collect();
     let hashes: Vec<_> =

@@ -280,7 +280,9 @@ impl Shared {
                     return Ok(digest);
                 }
                 Heard::Frame(_) => {
-                    return Err(Broken::Breach(format!("stream {stream} carries what is none of its business")));
+                    return Err(Broken::Breach(format!(
+                        "stream {stream} carries what is none of its business"
+                    )));
                 }
                 // Where nothing is written nothing has to come.
                 Heard::Nothing => {}

@@ -13,6 +13,7 @@ mod streams;
 
 use crate::{
     args::ReceiveArgs,
+    checkpoint::disks,
     commands::{self, Say},
     error::{Error, Result},
     ethernet::{self, Card},
@@ -120,6 +121,8 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot)),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
+        // What arrives may have a file system on one that this machine only reaches.
+        disks: disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()

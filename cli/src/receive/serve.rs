@@ -225,13 +225,8 @@ impl Host {
 
     fn note_text(&mut self, message: Message, text: Vec<u8>) {
         if message.word == Word::Offer && self.destination.phase().is_none() {
-            self.arrival = Some(Arrival {
-                offer: Offer::default(),
-                intake: None,
-                text,
-                round: 0,
-                last: None,
-            });
+            self.arrival =
+                Some(Arrival { offer: Offer::default(), intake: None, text, round: 0, last: None });
         } else if let Some(arrival) = &mut self.arrival {
             arrival.text = text;
         }
@@ -452,10 +447,7 @@ impl Host {
                 changed.join("; ")
             ));
         }
-        eprintln!(
-            "mercury: the machine is here: {} of memory",
-            bytes(ledger.len() as u64 * PAGE as u64)
-        );
+        eprintln!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
         Ok(())
     }
 }

@@ -100,7 +100,11 @@ impl Here {
     /// # Errors
     /// If the driver is not there.
     pub fn open(card: Option<Card>) -> Result<Self> {
-        Ok(Self { card, packets: Packets::open(ETHER_TYPE).ok(), device: Arc::new(Device::open(Access::Control)?) })
+        Ok(Self {
+            card,
+            packets: Packets::open(ETHER_TYPE).ok(),
+            device: Arc::new(Device::open(Access::Control)?),
+        })
     }
 }
 
