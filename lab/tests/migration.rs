@@ -5,114 +5,18 @@
 
 mod workloads;
 
-use std::{
-    fs::{self, File},
-    io::Write,
-    net::TcpStream,
-    os::unix::fs::FileExt,
-    path::PathBuf,
-    process,
-    sync::atomic::{AtomicBool, Ordering},
-    thread,
-    time::Duration,
-};
+use std::{io::Write, thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, MachineCheck, Result, Spec,
-    moving::{
-        GOES_ON, LIMIT, PEER, Switch, arrives, free_port, migrate, plug_in, receive, said, times, wait_more,
-    },
-    restart::{
-        boot_id, comes_further, count, is_well, nothing_wrong,
-        script::{ATTACH_BLOCKS, BLOCKS, CLOCK, HEAR, TALK},
-        start,
-    },
+    Kernel, Machine, MachineCheck, Result,
+    moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
+    restart::{boot_id, comes_further, count, is_well, nothing_wrong, start},
 };
 use serde_json::json;
-use workloads::restart::need_qemu;
-
-/// One machine with all its files on another, and a spare.
-struct Scene {
-    switch: Switch,
-    machine: Machine,
-    spare: Machine,
-}
-
-impl Scene {
-    /// The machines' kernel; both have the same processors and devices.
-    fn new(kernel: Kernel, cpus: u32, memory_mib: u32) -> Result<Self> {
-        Self::with(kernel, cpus, [memory_mib; 2])
-    }
-
-    fn with(kernel: Kernel, cpus: u32, memory_mib: [u32; 2]) -> Result<Self> {
-        Self::with_more(kernel, cpus, memory_mib, |spec| spec)
-    }
-
-    /// Both have something more.
-    fn with_more(
-        kernel: Kernel,
-        cpus: u32,
-        memory_mib: [u32; 2],
-        more: impl Fn(Spec) -> Spec,
-    ) -> Result<Self> {
-        let switch = Switch::boot()?;
-        let machine = switch.boot_moving(more(switch.plugged(kernel, cpus, memory_mib[0], 2)))?;
-        let spare = switch.boot_other(more(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
-        plug_in(&spare, "10.9.0.3")?;
-        start(&machine, "clock", CLOCK, "")?;
-        start(&machine, "talk", TALK, PEER)?;
-        start(&machine, "hear", HEAR, "")?;
-        switch.tell()?;
-        machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-        Ok(Self { switch, machine, spare })
-    }
-}
-
-/// What the spare says on its console.
-const COMES: &str = "mercury: a machine comes";
-const THROWN: &str = "was thrown away";
-
-/// The machine moves to the spare, which is it then.
-fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
-    let boots = spare.boots();
-    let key = receive(spare, address)?;
-    moves_by(peer, machine, spare, (&key, boots), options)
-}
-
-/// To one that waits already, and had booted so often before.
-fn moves_by(
-    peer: &Machine,
-    machine: &Machine,
-    spare: &Machine,
-    (key, boots): (&str, u32),
-    options: &str,
-) -> Result<()> {
-    let id = boot_id(machine)?;
-    let before = times(spare, GOES_ON);
-    let mut moving = machine.spawn(&migrate(key, options))?;
-    if !arrives(machine, spare, before, &mut moving)? {
-        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
-    }
-    let ended = machine.wait_shutdown(Duration::from_secs(30));
-    println!("{}", said(machine));
-    if ended.is_err() {
-        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
-    }
-    ended?;
-    spare.wait_other(boots)?;
-    is_well(spare, &id)?;
-    goes_on(peer, spare)
-}
-
-/// Native, at work, and everybody it talks to content.
-fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
-    let status = machine.sh("mercury status --json")?;
-    assert!(!status.contains("\"attached\""), "{status}");
-    for work in ["talk", "hear"] {
-        comes_further(machine, work, count(machine, work)? + 5)?;
-    }
-    nothing_wrong(peer)
-}
+use workloads::{
+    moves::{COMES, Scene, THROWN, console, fails, goes_on, moves, moves_by, type_in},
+    restart::need_qemu,
+};
 
 /// Stop and copy: no byte is sent before everything stands still.
 #[test]
@@ -142,140 +46,6 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     moves(peer, &spare, &repaired, "10.9.0.4", "--max-throttle 0")?;
     assert!(said(&spare).contains("found by a log of writes"), "{}", said(&spare));
     repaired.check_next_attach()
-}
-
-/// A disk that several machines have, until this is dropped.
-struct SharedDisk(PathBuf);
-
-impl SharedDisk {
-    fn new(mib: u64) -> Self {
-        let path = std::env::temp_dir().join(format!("mercury-shared-disk-{}", process::id()));
-        File::create(&path).unwrap().set_len(mib << 20).unwrap();
-        Self(path)
-    }
-
-    fn plugged(&self, spec: Spec) -> Spec {
-        let drive = format!("if=none,id=shared,format=raw,file.locking=off,file={}", self.0.display());
-        ["-drive", &drive, "-device", "virtio-blk-pci,drive=shared,share-rw=on"]
-            .into_iter()
-            .fold(spec, Spec::qemu_arg)
-    }
-}
-
-impl Drop for SharedDisk {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
-    }
-}
-
-/// Has each number on the disk before the next.
-const LEDGER: &str = "
-import os, sys, time
-count = 0
-with open(sys.argv[1], 'ab') as ledger:
-    while True:
-        ledger.write(b'%d\\n' % count)
-        ledger.flush()
-        os.fsync(ledger.fileno())
-        count += 1
-        say(count)
-        time.sleep(0.02)
-";
-
-/// No number is missing, and none is there twice.
-fn is_right(machine: &Machine, ledger: &str) -> Result<()> {
-    let counted = machine.sh(&format!(
-        "pkill -f '[p]ython3.* {ledger}'; sleep 1; lines=$(wc -l < {ledger}); test $lines -gt 5 && \
-         seq 0 $((lines - 1)) | cmp - {ledger} && echo $lines numbers in {ledger}"
-    ))?;
-    print!("{counted}");
-    Ok(())
-}
-
-/// A file system on a disk that both machines have goes along. If somebody else writes to it behind the instant, the machine
-/// does not.
-#[test]
-#[ignore = "long"]
-fn a_disk_that_both_reach_goes_along() -> Result<()> {
-    need_qemu()?;
-    let disk = SharedDisk::new(64);
-    let Scene { switch: Switch { peer, .. }, machine, spare } =
-        &Scene::with_more(Kernel::BookwormCloud, 2, [768; 2], |spec| disk.plugged(spec))?;
-    machine.sh(
-        "modprobe virtio_blk; mkfs.ext4 -q /dev/vda && mkdir -p /run/shared && mount /dev/vda /run/shared",
-    )?;
-    start(machine, "ledger", LEDGER, "/run/shared/ledger")?;
-    let boots = spare.boots();
-    let words = receive(spare, "10.9.0.3")?;
-    let (stop, file) = (AtomicBool::new(false), File::options().write(true).open(&disk.0).unwrap());
-    thread::scope(|scope| {
-        // The first bytes are nobody's: a boot loader could be there.
-        scope.spawn(|| {
-            for count in 0_u64.. {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                file.write_all_at(&count.to_le_bytes(), 0).unwrap();
-                thread::sleep(Duration::from_millis(20));
-            }
-        });
-        let refused = fails(
-            peer,
-            machine,
-            &migrate(&words, "--rounds 1"),
-            &["the disks here are not as they were", "was written to after the instant"],
-        );
-        stop.store(true, Ordering::Relaxed);
-        refused
-    })?;
-    comes_further(machine, "ledger", count(machine, "ledger")?)?;
-    moves_by(peer, machine, spare, (&words, boots), "--rounds 2")?;
-    comes_further(spare, "ledger", count(spare, "ledger")? + 5)?;
-    is_right(spare, "/run/shared/ledger")?;
-    println!("{}", spare.sh("umount /run/shared && e2fsck -f -n /dev/vda 2>&1")?);
-    spare.check_next_attach()
-}
-
-/// A disk of the switch's by NVMe over TCP.
-const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || \
-     mount -t configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; \
-     mkdir subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > subsystems/shared/attr_allow_any_host; \
-     cd subsystems/shared/namespaces/1; echo -n /run/nvme > device_path; echo 1 > enable; cd ../../../../ports/1; \
-     echo ipv4 > addr_adrfam; echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
-     ln -s ../../subsystems/shared subsystems/shared";
-const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.1,trsvcid=4420,nqn=shared > \
-     /dev/nvme-fabrics; for i in $(seq 100); do disk=$(ls -d /sys/block/nvme[1-9]*n1 2> /dev/null) && break; sleep 0.1; done; \
-     echo -n /dev/$(basename $disk)";
-
-/// File systems on disks that the machine has by connections of its kernel's go along with these.
-#[test]
-#[ignore = "long"]
-fn disks_on_a_network_go_along() -> Result<()> {
-    need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    start(peer, "blocks", BLOCKS, "")?;
-    peer.sh(NVME_TARGET)?;
-    machine.sh("modprobe nbd nbds_max=2")?;
-    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
-    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
-    let nvme = machine.sh(NVME_CONNECT)?;
-    for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
-        machine.sh(&format!(
-            "mkfs.ext4 -q {disk} && mkdir -p /run/{name}.d && mount {disk} /run/{name}.d && dmesg | tail -3"
-        ))?;
-        start(machine, name, LEDGER, &format!("/run/{name}.d/ledger"))?;
-    }
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
-    for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
-        println!("{name}: {}", count(spare, name)?);
-        if let Err(error) = comes_further(spare, name, count(spare, name)? + 5) {
-            println!("{}", spare.sh("dmesg | tail -40")?);
-            return Err(error);
-        }
-        is_right(spare, &format!("/run/{name}.d/ledger"))?;
-        println!("{}", spare.sh(&format!("umount /run/{name}.d && e2fsck -f -n {disk} 2>&1"))?);
-    }
-    spare.check_next_attach()
 }
 
 /// Writes to a thousand pages a second what cannot be compressed, as evenly as it may: 4 MB, more than the limit.
@@ -420,17 +190,6 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// The move fails, and the machine goes on as if nothing had been tried.
-fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
-    let output = machine.command(line).timeout(LIMIT).run()?;
-    println!("{}", output.stderr);
-    for reason in reasons {
-        assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
-    }
-    machine.sh("! ls /sys/fs/cgroup | grep mercury; ls /")?;
-    goes_on(peer, machine)
-}
-
 /// Whoever has not the line gets nowhere; a machine of another size does not take this one, and says why.
 #[test]
 #[ignore = "long"]
@@ -455,24 +214,6 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     assert!(predicted.contains("applications stand still for about"), "{predicted}");
     goes_on(peer, machine)?;
     machine.check_next_attach()
-}
-
-/// The console, which nothing is connected to otherwise.
-fn console(machine: &Machine) -> Result<TcpStream> {
-    let port = free_port()?;
-    let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
-    let socket =
-        json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
-    let backend = json!({"type": "socket", "data": socket});
-    machine.qmp()?.execute("chardev-change", json!({"id": "console", "backend": backend}))?;
-    Ok(TcpStream::connect(("127.0.0.1", port)).unwrap())
-}
-
-/// Types at the console.
-fn type_in(machine: &Machine, text: &str) -> Result<()> {
-    console(machine)?.write_all(text.as_bytes()).unwrap();
-    thread::sleep(Duration::from_secs(1));
-    Ok(())
 }
 
 /// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.

@@ -27,6 +27,7 @@ use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, disks, guard::Guard},
     commands::{self, Say},
+    device::{Access, Device},
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
@@ -34,6 +35,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use link::Link;
+use mercury_abi::code::Code;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
@@ -72,6 +74,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
+    refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
@@ -155,6 +158,15 @@ fn say_if_anybody_reads(text: String) {
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
         std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// While this machine moves already, or is being written to an image, the other end is not even asked.
+fn refuse_busy() -> Result<()> {
+    match Device::open(Access::Control) {
+        Err(error) if error.code == Some(Code::Busy) => Err(error),
+        // Where there is no driver yet it will be put in.
+        _ => Ok(()),
     }
 }
 

@@ -6,6 +6,8 @@
 
 mod host;
 mod intake;
+#[cfg(test)]
+mod liars;
 mod serve;
 mod spare;
 #[cfg(test)]

@@ -29,6 +29,7 @@ use std::{
     collections::VecDeque,
     net::{SocketAddr, TcpListener, TcpStream},
     os::fd::AsFd,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -36,6 +37,8 @@ use std::{
 pub const RUNNING: Duration = Duration::from_secs(90);
 /// Frames on the network that are looked at before everything else is: somebody may send them without end.
 const FRAMES: usize = 64;
+/// Why somebody is turned away who has the line.
+const TAKEN: &str = "another machine is on its way there";
 
 /// The destination, and what it has.
 pub struct Host {
@@ -51,6 +54,8 @@ pub struct Host {
     reason: String,
     heard: Instant,
     operator: Operator,
+    /// Who tells somebody else that there is no place now.
+    doorman: Option<JoinHandle<()>>,
 }
 
 /// What has come of a machine.
@@ -87,6 +92,7 @@ impl Host {
             reason: String::new(),
             heard: Instant::now(),
             operator,
+            doorman: None,
         }
     }
 
@@ -133,7 +139,7 @@ impl Host {
 
     /// Waits until somebody says something, or is at the door where that may be.
     fn wait(&mut self, limit: Duration) {
-        let is_open = self.is_open() || self.awaits_streams();
+        let is_open = self.is_open() || self.awaits_streams() || self.has_free_doorman();
         let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
         let mut others: Vec<_> = self.spare.ear().into_iter().chain(intake.map(AsFd::as_fd)).collect();
         if is_open {
@@ -240,14 +246,47 @@ impl Host {
 
     /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
     fn open(&mut self) -> Option<Event> {
-        if self.awaits_streams() && !self.is_open() {
-            let (socket, from) = self.knocking()?;
-            let intake = self.arrival.as_mut().and_then(|arrival| arrival.intake.as_mut())?;
-            intake.let_in(&self.receiver, socket, from);
+        if !self.is_open() {
+            if self.awaits_streams() {
+                self.open_stream();
+            } else {
+                self.turn_away();
+            }
             return None;
         }
         let had_one = self.link.is_some();
-        (self.is_open() && self.take_link() && had_one).then_some(Event::Disconnected)
+        (self.take_link() && had_one).then_some(Event::Disconnected)
+    }
+
+    /// Takes who is at the door for the source, which opens another stream.
+    fn open_stream(&mut self) {
+        let Some((socket, from)) = self.knocking() else { return };
+        if let Some(intake) = self.arrival.as_mut().and_then(|arrival| arrival.intake.as_mut()) {
+            intake.let_in(&self.receiver, socket, from);
+        }
+    }
+
+    fn has_free_doorman(&self) -> bool {
+        self.doorman.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Tells who is at the door that another one has its place. The source that has it is not kept waiting meanwhile; who
+    /// comes then is.
+    fn turn_away(&mut self) {
+        if !self.has_free_doorman() {
+            return;
+        }
+        let Some((socket, from)) = self.knocking() else { return };
+        let receiver = self.receiver.clone();
+        let doorman = thread::Builder::new().spawn(move || {
+            let why = match Link::turn_away(&receiver, socket, TAKEN) {
+                Ok(()) => TAKEN.to_owned(),
+                Err(error) => error.to_string(),
+            };
+            eprintln!("mercury: {from} was refused: {why}");
+        });
+        // Where there can be no thread nobody is told.
+        self.doorman = doorman.ok();
     }
 
     /// Who is at the door, if anybody is.
