@@ -10,7 +10,11 @@ use std::{io::Write, thread, time::Duration};
 use mercury_lab::{
     Kernel, Machine, MachineCheck, Result,
     moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
-    restart::{boot_id, comes_further, count, is_well, nothing_wrong, start},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{ECHO, TALK},
+        start,
+    },
 };
 use serde_json::json;
 use workloads::{
@@ -320,6 +324,31 @@ fn a_stream_that_breaks_changes_nothing() -> Result<()> {
     goes_on(peer, machine)?;
     wait_more(spare, THROWN, 0)?;
     moves_by(peer, machine, spare, (&words, boots), "--streams 3 --rounds 0")?;
+    spare.check_next_attach()
+}
+
+/// A VLAN on the machine's card, and IPv6: connections by both go along, and neighbours are told where both are.
+#[test]
+#[ignore = "long"]
+fn a_vlan_and_ipv6_go_along() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    peer.sh("modprobe 8021q; ip link add link switch name seven type vlan id 7; ip link set seven up; \
+         ip address add 10.9.7.1/24 dev seven; ip address add fd09::1/64 dev switch nodad")?;
+    let by_six =
+        "import socketserver, socket\nsocketserver.ThreadingTCPServer.address_family = socket.AF_INET6";
+    start(peer, "echo_six", &format!("{by_six}\n{}", ECHO.replace(", 7)", ", 8)")), "")?;
+    machine.sh("modprobe 8021q; card=$(ls /sys/class/net | grep -v lo | head -1); \
+         ip link add link $card name seven type vlan id 7; ip link set seven up; \
+         ip address add 10.9.7.2/24 dev seven; ip address add fd09::2/64 dev $card nodad")?;
+    start(machine, "talk_vlan", TALK, "10.9.7.1")?;
+    start(machine, "talk_six", &TALK.replace(", 7)", ", 8)"), "fd09::1")?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    println!("{}", peer.sh("ip neighbour")?);
+    for (work, address) in [("talk_vlan", "10.9.7.2"), ("talk_six", "fd09::2")] {
+        comes_further(spare, work, count(spare, work)? + 5)?;
+        peer.sh(&format!("ip neighbour show {address} | grep -i 52:54:00:09:00:03"))?;
+    }
     spare.check_next_attach()
 }
 
