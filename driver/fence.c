@@ -122,7 +122,7 @@ static unsigned int pass(void *unused, struct sk_buff *skb, const struct nf_hook
 		return NF_ACCEPT;
 	if (is_let_through(skb, incoming, version))
 		return NF_ACCEPT;
-	/* Behind the commit another machine may have the addresses: none is asked for any more, nor answered. */
+	/* Behind the commit another machine may have the addresses: nobody asks any more, or answers. */
 	if (version == 6 && !READ_ONCE(fence.stays) && is_discovery(skb))
 		return NF_ACCEPT;
 	/* Lost on the way, as it seems to whoever sent it: not refused. */
