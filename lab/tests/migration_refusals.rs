@@ -5,15 +5,15 @@
 
 mod workloads;
 
-use std::{fs, io::Write, path::PathBuf, time::Duration};
+use std::{io::Write, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, Result, Spec,
+    Kernel, Machine, Result,
     moving::{LIMIT, Switch, migrate, receive, times, wait_more},
     restart::nothing_wrong,
 };
 use workloads::{
-    moves::{COMES, Scene, THROWN, console, fails, goes_on},
+    moves::{COMES, Scene, Shared, THROWN, console, disk, fails, goes_on},
     restart::need_qemu,
 };
 
@@ -90,44 +90,6 @@ fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine
     peer.sh("for port in $(ls /sys/class/net/switch/brif); do tc qdisc del dev $port root; done")?;
     machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
     goes_on(peer, machine)
-}
-
-/// Files on this host, which are disks of more than one machine.
-struct Shared(PathBuf);
-
-impl Shared {
-    fn new(names: &[&str]) -> Self {
-        let folder = std::env::temp_dir().join(format!("mercury-shared-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        for name in names {
-            fs::File::create(folder.join(name)).unwrap().set_len(64 << 20).unwrap();
-        }
-        Self(folder)
-    }
-
-    fn plug(&self, names: &[&str], spec: Spec) -> Spec {
-        names.iter().fold(spec, |spec, name| {
-            let file = self.0.join(name);
-            let file = file.display();
-            spec.qemu_arg("-drive")
-                .qemu_arg(&format!(
-                    "if=none,id={name},file={file},format=raw,file.locking=off,cache=writethrough"
-                ))
-                .qemu_arg("-device")
-                .qemu_arg(&format!("virtio-blk-pci,drive={name},serial={name}"))
-        })
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A disk's name in a machine.
-fn disk(machine: &Machine, serial: &str) -> Result<String> {
-    machine.sh(&format!("echo /dev/$(grep -lx {serial} /sys/block/*/serial | cut -d/ -f4)"))
 }
 
 /// A disk that both reach, and that one of them does not reach any more when it matters.

@@ -22,7 +22,7 @@ use rustix::process::setpriority_process;
 use std::{
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     },
     thread,
@@ -84,6 +84,35 @@ pub struct Reading<'a> {
     pub level: i32,
     /// How many threads hash and compress.
     pub workers: usize,
+}
+
+/// That frames are what they were at the instant, by hashes that the hypervisor has made with no CPU in the system. So what
+/// the other end has, by the digest, is that as well.
+#[derive(Debug, Default)]
+pub struct Proof {
+    compared: AtomicU64,
+    wrong: AtomicU64,
+}
+
+impl Proof {
+    /// Compares frames with what they were.
+    pub fn compare(&self, frames: &Frames, hashes: &[u64]) {
+        let (pages, _) = frames.data.as_chunks::<PAGE>();
+        let is_wrong = |(page, expected): (&[u8; PAGE], &u64)| {
+            let (words, _) = page.as_chunks::<8>();
+            let words: Vec<_> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+            mercury_abi::snapshot::hash(&words) != *expected
+        };
+        let wrong = pages.iter().zip(hashes).filter(|pair| is_wrong(*pair)).count();
+        self.compared.fetch_add(pages.len() as u64, Ordering::Relaxed);
+        self.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
+    }
+
+    /// How many frames were compared, and how many of them are not what they were.
+    #[must_use]
+    pub fn found(&self) -> (u64, u64) {
+        (self.compared.load(Ordering::Relaxed), self.wrong.load(Ordering::Relaxed))
+    }
 }
 
 /// What it goes by.
@@ -315,6 +344,23 @@ fn keep_to(limits: &Limits, begun: Instant, total: &mut Pass, watch: &mut dyn Fn
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_frame_that_changed_is_found() {
+        let (mut data, phys) = (vec![0; 2 * PAGE], vec![0, PAGE as u64]);
+        data[PAGE + 7] = 1;
+        let word = |value: u64| {
+            let mut words = [0; PAGE / 8];
+            words[0] = value;
+            mercury_abi::snapshot::hash(&words)
+        };
+        let frames = Frames { phys, data, hurry: false };
+        let proof = Proof::default();
+        proof.compare(&frames, &[word(0), word(1 << 56)]);
+        assert_eq!(proof.found(), (2, 0));
+        proof.compare(&frames, &[word(0), word(0)]);
+        assert_eq!(proof.found(), (4, 1));
+    }
 
     /// What goes over at once may be more than a limit allows in several pieces of waiting.
     #[test]

@@ -31,6 +31,7 @@ use crate::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
+    output::Format,
     receive::PORT,
     sysroot::Sysroot,
 };
@@ -103,7 +104,12 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             drop(held);
             attached.undo()?;
             guard.is_undone();
-            Err(failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved")))
+            let failure = failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved"));
+            // People read of it in the error.
+            if say.format == Format::Json {
+                say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
+            }
+            Err(failure)
         }
         Err(error) => {
             drop(held);

@@ -1,7 +1,7 @@
 //! A machine that moves, for the tests of that: its files are on another one, which is also the switch and talks to it; and a
 //! spare.
 
-use std::{io::Write, net::TcpStream, thread, time::Duration};
+use std::{fs, io::Write, net::TcpStream, path::PathBuf, thread, time::Duration};
 
 use mercury_lab::{
     Kernel, Machine, Result, Spec,
@@ -124,4 +124,42 @@ pub fn type_in(machine: &Machine, text: &str) -> Result<()> {
     console(machine)?.write_all(text.as_bytes()).unwrap();
     thread::sleep(Duration::from_secs(1));
     Ok(())
+}
+
+/// Files on this host, which are disks of more than one machine.
+pub struct Shared(PathBuf);
+
+impl Shared {
+    pub fn new(names: &[&str]) -> Self {
+        let folder = std::env::temp_dir().join(format!("mercury-shared-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        for name in names {
+            fs::File::create(folder.join(name)).unwrap().set_len(64 << 20).unwrap();
+        }
+        Self(folder)
+    }
+
+    pub fn plug(&self, names: &[&str], spec: Spec) -> Spec {
+        names.iter().fold(spec, |spec, name| {
+            let file = self.0.join(name);
+            let file = file.display();
+            spec.qemu_arg("-drive")
+                .qemu_arg(&format!(
+                    "if=none,id={name},file={file},format=raw,file.locking=off,cache=writethrough"
+                ))
+                .qemu_arg("-device")
+                .qemu_arg(&format!("virtio-blk-pci,drive={name},serial={name}"))
+        })
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A disk's name in a machine.
+pub fn disk(machine: &Machine, serial: &str) -> Result<String> {
+    machine.sh(&format!("echo /dev/$(grep -lx {serial} /sys/block/*/serial | cut -d/ -f4)"))
 }
