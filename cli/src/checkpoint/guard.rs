@@ -290,7 +290,8 @@ mod tests {
     /// is not asked again.
     #[test]
     fn a_move_that_was_committed_is_decided_first() {
-        let doubt = Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new() };
+        let doubt =
+            Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
         let steps = [Undo::Detach, Undo::Unfreeze("/a".into()), Undo::Open, Undo::Decide(Box::new(doubt))];
         let texts: Vec<_> = steps.iter().map(|undo| serde_json::to_string(undo).expect("JSON")).collect();
         let (sender, lines) = channel();

@@ -1,7 +1,7 @@
 //! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
 //! and the one that it was waits to hear of it.
 
-use super::mover::Held;
+use super::{marks, mover::Held};
 use crate::{
     checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},
@@ -73,6 +73,8 @@ impl Arrival {
         drop(held);
         guard.is_undone();
         told.extend(self.say_started().err());
+        // From here one may have moved before, which is this one.
+        told.extend(marks::clear_here(&Sysroot::default()));
         for text in told {
             // What nobody reads is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");

@@ -8,6 +8,7 @@ use super::{
     doubt::{self, Doubt, Hails, Silence},
     lane::{Lane, Whose},
     link::Link,
+    marks::Marks,
     no_way_back,
     offer::Offer,
     operator::Operator,
@@ -204,6 +205,8 @@ pub struct Mover<'a> {
     /// The other machine's cards, which this one's will be.
     theirs: Vec<Card>,
     silence: Silence,
+    /// Where a mark outlasts a power cut, unless it is to do without.
+    marks: Option<Marks>,
     heard: Instant,
     operator: Operator,
     /// Whether standard output can be written to when everything stands still.
@@ -265,6 +268,7 @@ impl<'a> Mover<'a> {
             committed: None,
             theirs: Vec::new(),
             silence: Silence::prepare(),
+            marks: None,
             heard: Instant::now(),
             operator: Operator::at_console(),
             may_write: checkpoint::may_be_written(sysroot),
@@ -316,6 +320,11 @@ impl<'a> Mover<'a> {
             let event = self.next_event();
             todo.extend(self.source.on(event));
         }
+    }
+
+    /// Marks what is to outlast a power cut.
+    pub fn keep_marks(&mut self, marks: Option<Marks>) {
+        self.marks = marks.map(|marks| marks.of(self.attempt));
     }
 
     /// What it has come to.
@@ -441,19 +450,7 @@ impl<'a> Mover<'a> {
                 Ok(step) => step,
                 Err(error) => Step::Event(self.fail(error)),
             },
-            // The frozen machine's memory is all that knows of it: docs/migration.md says what that means.
-            Action::Record(mark) => {
-                if mark == Mark::Committed {
-                    // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has
-                    // ended: this process, and if it is killed, its guard.
-                    if let Err(error) = self.commit() {
-                        self.failure.get_or_insert(error);
-                        return Step::Event(Event::RecordFailed(self.attempt, mark));
-                    }
-                    self.committed = Some(Instant::now());
-                }
-                Step::Event(Event::Recorded(self.attempt, mark))
-            }
+            Action::Record(mark) => self.record(mark),
             // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
             // What has to be said is hailed.
             Action::Connect => Step::None,
@@ -479,6 +476,36 @@ impl<'a> Mover<'a> {
         }
     }
 
+    /// Has a mark written that outlasts a power cut.
+    fn record(&mut self, mark: Mark) -> Step {
+        if let Err(error) = self.try_record(mark) {
+            self.operator.tell(&error.to_string());
+            self.failure.get_or_insert(error);
+            // What cannot be taken back is tried again when time is up: the other end, and the operator, are listened to meanwhile.
+            return match mark {
+                Mark::Cleared => Step::None,
+                _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
+            };
+        }
+        if mark == Mark::Committed {
+            self.committed = Some(Instant::now());
+        }
+        Step::Event(Event::Recorded(self.attempt, mark))
+    }
+
+    fn try_record(&mut self, mark: Mark) -> Result<()> {
+        if mark == Mark::Committed {
+            // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has ended: this
+            // process, and if it is killed, its guard.
+            self.commit()?;
+        }
+        let Some(marks) = &mut self.marks else { return Ok(()) };
+        marks.write(mark).map_err(|why| {
+            Error::new(Exit::Failed, format!("the mark of this move cannot be written ({mark:?}): {why}"))
+                .hint("`mercury mark` shows what is there; while it is there, this machine does not start by itself")
+        })
+    }
+
     fn commit(&mut self) -> Result<()> {
         // All that they carried is there.
         self.lanes.clear();
@@ -489,6 +516,7 @@ impl<'a> Mover<'a> {
             hails: self.offer.hails,
             attempt: self.attempt.0,
             cards: self.hails.cards().to_vec(),
+            mark: self.marks.as_ref().map(Marks::standing),
         };
         let told =
             self.guard.will(&Undo::Open).and_then(|()| self.guard.will(&Undo::Decide(Box::new(doubt))));
