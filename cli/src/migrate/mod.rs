@@ -15,6 +15,7 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+pub mod lane;
 #[cfg(test)]
 mod liars;
 pub mod link;
@@ -23,6 +24,7 @@ mod mover;
 mod no_way_back;
 pub mod offer;
 pub mod operator;
+pub mod pause;
 pub mod report;
 
 use crate::{
@@ -92,12 +94,17 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     mover.keep_marks(marks);
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, held, operator, may_write } = mover.into_rest();
+    let Rest { failure, held, mut operator, may_write, mut pause } = mover.into_rest();
     match outcome {
         Ok(Outcome::Arrived(mut arrived)) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
-            arrived.settle(held, &mut guard);
+            arrived.settle(held, &mut guard, &mut |step| {
+                if let Some(text) = pause.reached(step) {
+                    operator.tell(&text);
+                    pause::hold(|| ());
+                }
+            });
             Ok(report)
         }
         Ok(Outcome::GivenUp) => {
@@ -188,7 +195,8 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    disks::refuse_unreadable(&disks::all(sysroot)?, sysroot).map_err(|error| error.hint("unmount it"))
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
+    disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 
 /// The receiver's line.

@@ -3,14 +3,16 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Proof, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, Ways, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
+    lane::{Lane, Whose},
     link::Link,
     marks::Marks,
     no_way_back,
     offer::Offer,
     operator::Operator,
+    pause::{self, Pause},
     report::{After, Report, Told, how_far},
 };
 use crate::{
@@ -24,7 +26,7 @@ use crate::{
         guard::{Guard, Undo},
     },
     commands::Say,
-    device::Device,
+    device::{Cursor, Device},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -58,6 +60,11 @@ const POOL_LEAST: u64 = 192;
 const INTERVAL: Duration = Duration::from_millis(500);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long what was written may take to be on its disks, or its servers, before anything stands still.
+const WRITE_PATIENCE: Duration = Duration::from_secs(300);
+/// The other end takes longer silence than this for an end.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -123,6 +130,13 @@ pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result
     Ok(Log::None("it was wanted so".into()))
 }
 
+/// By how many streams pages go.
+fn streams(args: &MigrateArgs) -> u32 {
+    const USUAL_MOST: usize = 4;
+    let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
+    args.streams.unwrap_or(usual as u32)
+}
+
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
@@ -153,6 +167,8 @@ pub struct Rest {
     pub operator: Operator,
     /// Whether standard output can be written to when everything stands still.
     pub may_write: bool,
+    /// Where a test wants it to hold still yet.
+    pub pause: Pause,
 }
 
 /// What an action comes to.
@@ -173,6 +189,8 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
     hails: Hails,
     attempt: Attempt,
     source: Source,
@@ -205,6 +223,7 @@ pub struct Mover<'a> {
     begun: Instant,
     stopped: Option<Instant>,
     report: Report,
+    pause: Pause,
 }
 
 impl<'a> Mover<'a> {
@@ -236,14 +255,20 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
+        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
+        let offer = Offer {
+            machine,
+            cpus: sysroot.online_cpus().iter().count(),
+            hails: secret,
+            streams: streams(args),
+        };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
             link: Some(link),
+            lanes: Vec::new(),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
@@ -279,6 +304,7 @@ impl<'a> Mover<'a> {
             offer,
             ledger,
             report,
+            pause: Pause::at(args.pause_at.as_deref()),
         })
     }
 
@@ -288,11 +314,12 @@ impl<'a> Mover<'a> {
     /// If this end cannot do what it has to, before anything stands still.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        self.pause(self.source.state());
         loop {
             while let Some(action) = todo.pop_front() {
                 match self.perform(action) {
                     Step::None => {}
-                    Step::Event(event) => todo.extend(self.source.on(event)),
+                    Step::Event(event) => todo.extend(self.happened(event)),
                     Step::Arrived => return Ok(Outcome::Arrived(self.arrive())),
                 }
             }
@@ -302,7 +329,21 @@ impl<'a> Mover<'a> {
                 _ => {}
             }
             let event = self.next_event();
-            todo.extend(self.source.on(event));
+            todo.extend(self.happened(event));
+        }
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        let actions = self.source.on(event);
+        self.pause(self.source.state());
+        actions
+    }
+
+    /// Holds still here for a while, if a test wants that.
+    fn pause(&mut self, step: impl std::fmt::Debug) {
+        if let Some(text) = self.pause.reached(step) {
+            self.operator.tell(&text);
+            pause::hold(|| self.guard.hear());
         }
     }
 
@@ -320,8 +361,8 @@ impl<'a> Mover<'a> {
     /// Why it has not moved, and what still stands still.
     #[must_use]
     pub fn into_rest(self) -> Rest {
-        let Self { failure, held, operator, may_write, .. } = self;
-        Rest { failure, held, operator, may_write }
+        let Self { failure, held, operator, may_write, pause, .. } = self;
+        Rest { failure, held, operator, may_write, pause }
     }
 
     fn is_in_doubt(&self) -> bool {
@@ -417,6 +458,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
+        self.lanes.clear();
         Event::Disconnected
     }
 
@@ -490,6 +532,8 @@ impl<'a> Mover<'a> {
     }
 
     fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
         self.device.fence_stays()?;
         no_way_back::begin(self.operator.console());
         let doubt = Doubt {
@@ -508,6 +552,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        self.lanes.clear();
         no_way_back::end();
         self.guard.is_decided();
         // Who was silent must not be so when applications run.
@@ -529,14 +574,31 @@ impl<'a> Mover<'a> {
             _ => Ok(Vec::new()),
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
-        match text.and_then(|text| link.say(word, &text)) {
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
         }
     }
 
+    /// The streams besides the first, now that the other end wants pages.
+    fn open_lanes(&mut self) -> Result<()> {
+        let Self { to, line, attempt, offer, args, .. } = self;
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let control = args.congestion_control.as_deref();
+        let open = |stream| Lane::open(&whose, stream, RUNNING, control);
+        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
+        if let Err(error) = self.open_lanes() {
+            return self.fail(error);
+        }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
         self.tell(&Told::Accepted { memory: self.report.memory });
@@ -636,18 +698,23 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let passed = pass(
-            &Reading {
-                device: self.device,
-                from,
-                only,
-                level: self.args.level,
-                workers: self.workers,
-                proof: self.proof.as_ref(),
+        let (device, proof) = (self.device, self.proof.as_ref());
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => match proof {
+                None => device.snapshot_take_some(cursor, count, only),
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
+                    proof.compare(&frames, &hashes);
+                    Ok(frames)
+                }
             },
+        };
+        let passed = pass(
+            &Reading { read: &read, from, level: self.args.level, workers: self.workers },
             &mut self.ledger,
             limits,
-            &mut link,
+            Ways { link: &mut link, lanes: &self.lanes },
             &mut watch,
         );
         if is_shown {
@@ -674,10 +741,45 @@ impl<'a> Mover<'a> {
         self.say.one_of_many(told);
     }
 
+    /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
+    /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
+    fn write_back(&mut self) -> Result<Option<Event>> {
+        let written = thread::spawn(rustix::fs::sync);
+        let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
+        let mut rounds = self.report.rounds..;
+        while !written.is_finished() {
+            self.guard.hear();
+            if self.is_wanted_to_stop() {
+                return Ok(Some(Event::Cancel));
+            }
+            let Some(link) = self.link.as_mut() else { return Ok(Some(Event::Disconnected)) };
+            if link.is_readable() {
+                return Ok(Some(self.next_event()));
+            }
+            if said.elapsed() > SIGN_OF_LIFE
+                && let Some(number) = rounds.next()
+            {
+                said = Instant::now();
+                if let Err(error) = link.round(number).and_then(|()| link.flush()) {
+                    return Ok(Some(self.is_gone(&error.to_string())));
+                }
+            }
+            if Instant::now() > end {
+                let text = "what was written to files does not come to their disks or servers";
+                return Err(Error::new(Exit::Failed, text)
+                    .hint("find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(None)
+    }
+
     /// Everything stands still; the instant; and what is not as it was sent goes over.
     fn stop_and_copy(&mut self) -> Result<Step> {
         self.tell(&Told::Stops);
-        rustix::fs::sync();
+        if let Some(event) = self.write_back()? {
+            return Ok(Step::Event(event));
+        }
         // Nothing of this program comes from a disk any more, which may be fenced off.
         rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
             .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
@@ -696,7 +798,8 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
-        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
+        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
@@ -708,9 +811,11 @@ impl<'a> Mover<'a> {
             return Ok(Step::Arrived);
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        self.pause("Instant");
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
+        self.lanes.iter().for_each(|lane| lane.be_patient(FROZEN));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.log.collect(self.device);
@@ -745,6 +850,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.lanes.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),
