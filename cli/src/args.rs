@@ -523,6 +523,9 @@ pub struct MigrateArgs {
     /// At the end, read what is not in the log of writes as well, and count what should have been
     #[arg(long, hide = true)]
     pub verify_log: bool,
+    /// Hold still at this step for a while, so that a test can have something fail there
+    #[arg(long, hide = true, value_name = "STEP")]
+    pub pause_at: Option<String>,
     /// At the end, read all that was not free, and compare it with hashes that the hypervisor has made at the instant: for a driver
     /// with fault points
     #[arg(long, hide = true)]

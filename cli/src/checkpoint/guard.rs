@@ -205,10 +205,13 @@ pub fn run() -> Exit {
     });
     let (steps, broken) = to_undo(&lines, SILENCE);
     if !broken && let Some(parent) = rustix::process::getppid() {
-        eprintln!("mercury: the command does not get on; what it held still is released");
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
     undo_all(steps, THAW_PATIENCE, &reach);
+    if !broken {
+        // Last: whoever reads it may have stood still.
+        eprintln!("mercury: the command did not get on; what it held still was released");
+    }
     Exit::Done
 }
 

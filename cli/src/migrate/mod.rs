@@ -23,6 +23,7 @@ mod mover;
 mod no_way_back;
 pub mod offer;
 pub mod operator;
+pub mod pause;
 pub mod report;
 
 use crate::{
@@ -92,12 +93,17 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     mover.keep_marks(marks);
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, held, operator, may_write } = mover.into_rest();
+    let Rest { failure, held, mut operator, may_write, mut pause } = mover.into_rest();
     match outcome {
         Ok(Outcome::Arrived(mut arrived)) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
-            arrived.settle(held, &mut guard);
+            arrived.settle(held, &mut guard, &mut |step| {
+                if let Some(text) = pause.reached(step) {
+                    operator.tell(&text);
+                    pause::hold(|| ());
+                }
+            });
             Ok(report)
         }
         Ok(Outcome::GivenUp) => {

@@ -11,6 +11,7 @@ use super::{
     no_way_back,
     offer::Offer,
     operator::Operator,
+    pause::{self, Pause},
     report::{After, Report, Told, how_far},
 };
 use crate::{
@@ -58,6 +59,11 @@ const POOL_LEAST: u64 = 192;
 const INTERVAL: Duration = Duration::from_millis(500);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long what was written may take to be on its disks, or its servers, before anything stands still.
+const WRITE_PATIENCE: Duration = Duration::from_secs(300);
+/// The other end takes longer silence than this for an end.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -153,6 +159,8 @@ pub struct Rest {
     pub operator: Operator,
     /// Whether standard output can be written to when everything stands still.
     pub may_write: bool,
+    /// Where a test wants it to hold still yet.
+    pub pause: Pause,
 }
 
 /// What an action comes to.
@@ -205,6 +213,7 @@ pub struct Mover<'a> {
     begun: Instant,
     stopped: Option<Instant>,
     report: Report,
+    pause: Pause,
 }
 
 impl<'a> Mover<'a> {
@@ -279,6 +288,7 @@ impl<'a> Mover<'a> {
             offer,
             ledger,
             report,
+            pause: Pause::at(args.pause_at.as_deref()),
         })
     }
 
@@ -288,11 +298,12 @@ impl<'a> Mover<'a> {
     /// If this end cannot do what it has to, before anything stands still.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        self.pause(self.source.state());
         loop {
             while let Some(action) = todo.pop_front() {
                 match self.perform(action) {
                     Step::None => {}
-                    Step::Event(event) => todo.extend(self.source.on(event)),
+                    Step::Event(event) => todo.extend(self.happened(event)),
                     Step::Arrived => return Ok(Outcome::Arrived(self.arrive())),
                 }
             }
@@ -302,7 +313,21 @@ impl<'a> Mover<'a> {
                 _ => {}
             }
             let event = self.next_event();
-            todo.extend(self.source.on(event));
+            todo.extend(self.happened(event));
+        }
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        let actions = self.source.on(event);
+        self.pause(self.source.state());
+        actions
+    }
+
+    /// Holds still here for a while, if a test wants that.
+    fn pause(&mut self, step: impl std::fmt::Debug) {
+        if let Some(text) = self.pause.reached(step) {
+            self.operator.tell(&text);
+            pause::hold(|| self.guard.hear());
         }
     }
 
@@ -320,8 +345,8 @@ impl<'a> Mover<'a> {
     /// Why it has not moved, and what still stands still.
     #[must_use]
     pub fn into_rest(self) -> Rest {
-        let Self { failure, held, operator, may_write, .. } = self;
-        Rest { failure, held, operator, may_write }
+        let Self { failure, held, operator, may_write, pause, .. } = self;
+        Rest { failure, held, operator, may_write, pause }
     }
 
     fn is_in_doubt(&self) -> bool {
@@ -674,10 +699,45 @@ impl<'a> Mover<'a> {
         self.say.one_of_many(told);
     }
 
+    /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
+    /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
+    fn write_back(&mut self) -> Result<Option<Event>> {
+        let written = thread::spawn(rustix::fs::sync);
+        let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
+        let mut rounds = self.report.rounds..;
+        while !written.is_finished() {
+            self.guard.hear();
+            if self.is_wanted_to_stop() {
+                return Ok(Some(Event::Cancel));
+            }
+            let Some(link) = self.link.as_mut() else { return Ok(Some(Event::Disconnected)) };
+            if link.is_readable() {
+                return Ok(Some(self.next_event()));
+            }
+            if said.elapsed() > SIGN_OF_LIFE
+                && let Some(number) = rounds.next()
+            {
+                said = Instant::now();
+                if let Err(error) = link.round(number).and_then(|()| link.flush()) {
+                    return Ok(Some(self.is_gone(&error.to_string())));
+                }
+            }
+            if Instant::now() > end {
+                let text = "what was written to files does not come to their disks or servers";
+                return Err(Error::new(Exit::Failed, text)
+                    .hint("find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(None)
+    }
+
     /// Everything stands still; the instant; and what is not as it was sent goes over.
     fn stop_and_copy(&mut self) -> Result<Step> {
         self.tell(&Told::Stops);
-        rustix::fs::sync();
+        if let Some(event) = self.write_back()? {
+            return Ok(Step::Event(event));
+        }
         // Nothing of this program comes from a disk any more, which may be fenced off.
         rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
             .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
@@ -708,6 +768,7 @@ impl<'a> Mover<'a> {
             return Ok(Step::Arrived);
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        self.pause("Instant");
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
