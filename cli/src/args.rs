@@ -13,6 +13,7 @@ use mercury_hosted::{
     devices::{Forward, Mac, Uplink},
     gdb::{Address, GdbOption},
 };
+use mercury_migration::streams::STREAMS_MAX;
 use std::{ffi::OsString, path::PathBuf};
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
@@ -500,6 +501,10 @@ pub struct MigrateArgs {
     /// Send no more than this in a second while everything runs, in MiB
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub bandwidth: Option<u64>,
+    /// By how many connections pages go, each of which is encrypted and decrypted by itself; 1 to 16 [default: as many as
+    /// there are CPUs, and 4 at most]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=i64::from(STREAMS_MAX)))]
+    pub streams: Option<u32>,
     /// TCP's congestion control for the connection, one of the kernel's: bbr goes on over a link that loses packets
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
