@@ -24,8 +24,6 @@ use mercury_lab::{
     previrtualization::{self, Built, Flavour},
 };
 
-#[path = "hosted/deaths.rs"]
-mod deaths;
 #[path = "hosted/processors.rs"]
 mod processors;
 
