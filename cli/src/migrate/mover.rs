@@ -3,9 +3,10 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Proof, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, Ways, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
+    lane::{Lane, Whose},
     link::Link,
     marks::Marks,
     mirror::{How, Mirror},
@@ -26,7 +27,7 @@ use crate::{
         guard::{Guard, Undo},
     },
     commands::Say,
-    device::Device,
+    device::{Cursor, Device},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -133,6 +134,13 @@ pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result
     Ok(Log::None("it was wanted so".into()))
 }
 
+/// By how many streams pages go.
+fn streams(args: &MigrateArgs) -> u32 {
+    const USUAL_MOST: usize = 4;
+    let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
+    args.streams.unwrap_or(usual as u32)
+}
+
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
@@ -185,6 +193,8 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
     hails: Hails,
     attempt: Attempt,
     source: Source,
@@ -252,10 +262,16 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = mounts.iter().map(disks::name).collect();
+        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
         let mirror = Mirror::open(&args.with_disk, sysroot)?;
         let disks = mirror.offered(&mounts, sysroot);
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), disks, hails: secret };
+        let offer = Offer {
+            machine,
+            cpus: sysroot.online_cpus().iter().count(),
+            disks,
+            hails: secret,
+            streams: streams(args),
+        };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
@@ -263,6 +279,7 @@ impl<'a> Mover<'a> {
         report.disks = mirror.bytes();
         Ok(Self {
             link: Some(link),
+            lanes: Vec::new(),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
@@ -454,6 +471,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
+        self.lanes.clear();
         Event::Disconnected
     }
 
@@ -527,6 +545,8 @@ impl<'a> Mover<'a> {
     }
 
     fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
         self.device.fence_stays()?;
         no_way_back::begin(self.operator.console());
         let doubt = Doubt {
@@ -545,6 +565,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        self.lanes.clear();
         no_way_back::end();
         self.guard.is_decided();
         // Who was silent must not be so when applications run.
@@ -567,14 +588,31 @@ impl<'a> Mover<'a> {
             _ => Ok(Vec::new()),
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
-        match text.and_then(|text| link.say(word, &text)) {
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
         }
     }
 
+    /// The streams besides the first, now that the other end wants pages.
+    fn open_lanes(&mut self) -> Result<()> {
+        let Self { to, line, attempt, offer, args, .. } = self;
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let control = args.congestion_control.as_deref();
+        let open = |stream| Lane::open(&whose, stream, RUNNING, control);
+        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
+        if let Err(error) = self.open_lanes() {
+            return self.fail(error);
+        }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
         self.tell(&Told::Accepted { memory: self.report.memory });
@@ -661,7 +699,7 @@ impl<'a> Mover<'a> {
         let mut mirror = std::mem::take(&mut self.mirror);
         let how =
             How { device: self.device, level: self.args.level, workers: self.workers, from, limits: *limits };
-        let passed = self.watched(from, name, total, |link, watch| match from {
+        let passed = self.watched(from, name, total, |Ways { link, .. }, watch| match from {
             From::Now => mirror.pass(&how, link, watch),
             From::Instant => mirror.finish(&how, link, watch),
         });
@@ -713,21 +751,26 @@ impl<'a> Mover<'a> {
         name: &str,
         limits: &Limits,
     ) -> std::result::Result<Pass, Event> {
-        let proof = self.proof.take();
-        let reading = Reading {
-            device: self.device,
-            from,
-            only,
-            level: self.args.level,
-            workers: self.workers,
-            proof: proof.as_ref(),
+        let (device, kept_proof) = (self.device, self.proof.take());
+        let proof = kept_proof.as_ref();
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => match proof {
+                None => device.snapshot_take_some(cursor, count, only),
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
+                    proof.compare(&frames, &hashes);
+                    Ok(frames)
+                }
+            },
         };
+        let reading = Reading { read: &read, from, level: self.args.level, workers: self.workers };
         let total = self.offer.machine.kept_pages();
         let mut ledger = std::mem::replace(&mut self.ledger, Ledger::new(Vec::new()));
         let passed =
-            self.watched(from, name, total, |link, watch| pass(&reading, &mut ledger, limits, link, watch));
+            self.watched(from, name, total, |ways, watch| pass(&reading, &mut ledger, limits, ways, watch));
         self.ledger = ledger;
-        self.proof = proof;
+        self.proof = kept_proof;
         passed
     }
 
@@ -737,7 +780,7 @@ impl<'a> Mover<'a> {
         from: From,
         name: &str,
         total: u64,
-        pass: impl FnOnce(&mut Link, &mut Watch<'_>) -> std::result::Result<Pass, Stopped>,
+        pass: impl FnOnce(Ways<'_>, &mut Watch<'_>) -> std::result::Result<Pass, Stopped>,
     ) -> std::result::Result<Pass, Event> {
         let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
         let (begun, mut shown) = (Instant::now(), Instant::now());
@@ -753,7 +796,7 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let passed = pass(&mut link, &mut watch);
+        let passed = pass(Ways { link: &mut link, lanes: &self.lanes }, &mut watch);
         if is_shown {
             progress::line("");
         }
@@ -838,7 +881,8 @@ impl<'a> Mover<'a> {
         if let Err(event) = self.mirror_the_rest() {
             return Ok(Step::Event(event));
         }
-        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
+        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
@@ -858,6 +902,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
+        self.lanes.iter().for_each(|lane| lane.be_patient(FROZEN));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.log.collect(self.device);
@@ -893,6 +938,7 @@ impl<'a> Mover<'a> {
             link.abandon();
         }
         self.mirror.unwatch(self.device);
+        self.lanes.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

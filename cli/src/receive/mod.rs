@@ -6,13 +6,17 @@
 
 mod disks;
 mod host;
+mod intake;
 #[cfg(test)]
 mod liars;
 mod serve;
 mod spare;
+#[cfg(test)]
+mod streams;
 
 use crate::{
     args::ReceiveArgs,
+    checkpoint,
     commands::{self, Say},
     error::{Error, Result},
     ethernet::{self, Card},
@@ -124,9 +128,10 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
     let purpose = Purpose {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more.next_multiple_of(16)),
-        disks: args.disk.clone(),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
+        // What arrives may have a file system on one that this machine only reaches, or bring its own to one that is given.
+        disks: checkpoint::disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()

@@ -22,20 +22,15 @@ use mercury_image::FileSystem;
 use mercury_migration::{hail::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use std::{
     os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
     time::Duration,
 };
 
 /// How long disks besides those of the small system may take to appear.
 const DISKS_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A machine that takes another one in.
-pub trait Spare {
-    /// Whether what is offered can be held; memory is ready for it then.
-    ///
-    /// # Errors
-    /// Every reason why not.
-    fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
-
+/// The memory of a machine that comes. Several threads put pages there.
+pub trait Memory: Send + Sync {
     /// Puts pages where they belong; `data` has those that are not zeros.
     ///
     /// # Errors
@@ -47,6 +42,28 @@ pub trait Spare {
     /// # Errors
     /// If nothing does.
     fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>>;
+}
+
+impl Memory for Device {
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        self.restore_load(entries, data)
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        self.restore_read(entries)
+    }
+}
+
+/// A machine that takes another one in.
+pub trait Spare {
+    /// Whether what is offered can be held; memory is ready for it then.
+    ///
+    /// # Errors
+    /// Every reason why not.
+    fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
+
+    /// Where what comes is put. Whoever has it lets go of it before what has come is forgotten.
+    fn memory(&self) -> Arc<dyn Memory>;
 
     /// Writes chunks of disks to where they belong.
     ///
@@ -90,7 +107,7 @@ pub trait Spare {
 pub struct Here {
     card: Option<Card>,
     packets: Option<Packets>,
-    device: Device,
+    device: Arc<Device>,
     disks: Targets,
 }
 
@@ -100,8 +117,12 @@ impl Here {
     /// # Errors
     /// If the driver is not there.
     pub fn open(card: Option<Card>, disks: Vec<Disk>) -> Result<Self> {
-        let device = Device::open(Access::Control)?;
-        Ok(Self { card, packets: Packets::open(ETHER_TYPE).ok(), device, disks: Targets::new(disks) })
+        Ok(Self {
+            card,
+            packets: Packets::open(ETHER_TYPE).ok(),
+            device: Arc::new(Device::open(Access::Control)?),
+            disks: Targets::new(disks),
+        })
     }
 }
 
@@ -132,12 +153,8 @@ impl Spare for Here {
         if reasons.is_empty() { Ok(()) } else { Err(reasons.join("; ")) }
     }
 
-    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
-        self.device.restore_load(entries, data)
-    }
-
-    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
-        self.device.restore_read(entries)
+    fn memory(&self) -> Arc<dyn Memory> {
+        Arc::<Device>::clone(&self.device)
     }
 
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
@@ -156,9 +173,9 @@ impl Spare for Here {
     fn release(&mut self) -> Result<()> {
         self.disks.release();
         // The driver lets go of it with the device. One process controls it at a time.
-        let observer = Device::open(Access::Observe)?;
+        let observer = Arc::new(Device::open(Access::Observe)?);
         drop(std::mem::replace(&mut self.device, observer));
-        self.device = Device::open(Access::Control)?;
+        self.device = Arc::new(Device::open(Access::Control)?);
         Ok(())
     }
 
