@@ -7,7 +7,7 @@ mod workloads;
 use std::time::Duration;
 
 use mercury_lab::{
-    Bus, Kernel, Machine, Qemu, Result, Spec,
+    Bus, Error, Kernel, Machine, Qemu, Result, Spec,
     driver::Variant,
     moving::{GOES_ON, MOVING, PEER, Switch, arrives, migrate, plug_in, receive_with, said, times},
     restart::{
@@ -188,6 +188,7 @@ fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, addre
     let mut moving = machine.spawn(&line)?;
     if !arrives(machine, spare, before, &mut moving)? {
         println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+        return Err(spare.blame(machine.blame(Error::Unhealthy("the machine has not moved".into()))));
     }
     let ended = machine.wait_shutdown(Duration::from_secs(30));
     println!("{}", said(machine));

@@ -5,6 +5,7 @@ use crate::{
     checkpoint::{disks, reachable},
     sysroot::Sysroot,
 };
+use mercury_migration::wire::{CHUNKS_BYTES_MAX, DiskLedger};
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -137,6 +138,15 @@ impl Disk {
         }
         Ok(true)
     }
+}
+
+/// What the small system needs to remember of the chunks of disks of these sizes, in MiB.
+#[must_use]
+pub fn memory(sizes: &[u64]) -> u64 {
+    let chunks: u64 = sizes.iter().map(|bytes| DiskLedger::new(*bytes).chunks()).sum();
+    // A hash for each, and room for what is under way.
+    let needed = if sizes.is_empty() { 0 } else { (chunks * 17 + 4 * CHUNKS_BYTES_MAX as u64) >> 20 };
+    needed.next_multiple_of(16)
 }
 
 /// Has the kernel look again at how a disk is divided.

@@ -3,7 +3,7 @@
 
 use super::{
     copy::{From, Pass, Stopped, give_way, keep_to},
-    disk::{Buffer, Disk},
+    disk::{Buffer, Disk, memory},
     link::Link,
     offer::OfferedDisk,
 };
@@ -101,6 +101,12 @@ impl Mirror {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.sources.iter().map(|source| source.disk.bytes).sum()
+    }
+
+    /// What the small system of the other end needs to remember of them, in MiB.
+    #[must_use]
+    pub fn memory_there(&self) -> u64 {
+        memory(&self.sources.iter().map(|source| source.disk.bytes).collect::<Vec<_>>())
     }
 
     /// What goes with the offer: the disks, and which of these file systems are on them.

@@ -254,8 +254,10 @@ impl<'a> Mover<'a> {
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("frames on the network", error))?;
+        let mirror = Mirror::open(&args.with_disk, sysroot)?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
-        let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
+        let least = POOL_LEAST + mirror.memory_there();
+        let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
         let proof = args.verify_instant.then(Proof::default);
         let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
         let log = prepare(device, pool, args.hash, hashes)?;
@@ -263,7 +265,6 @@ impl<'a> Mover<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
-        let mirror = Mirror::open(&args.with_disk, sysroot)?;
         let disks = mirror.offered(&mounts, sysroot);
         let offer = Offer {
             machine,

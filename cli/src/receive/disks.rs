@@ -60,14 +60,6 @@ pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Dis
     Ok(given)
 }
 
-/// What the small system needs to remember of the chunks of these disks, in MiB.
-#[must_use]
-pub fn memory(given: &[Disk]) -> u64 {
-    let chunks: u64 = given.iter().map(|disk| DiskLedger::new(disk.bytes).chunks()).sum();
-    // A hash for each, and room for what is under way.
-    if given.is_empty() { 0 } else { (chunks * 17 + 4 * CHUNKS_BYTES_MAX as u64) >> 20 }
-}
-
 /// One that is written.
 #[derive(Debug)]
 struct Target {

@@ -22,7 +22,7 @@ use crate::{
     ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
-    migrate::disk::Disk,
+    migrate::disk::{self, Disk},
     output::{Render, Text},
     restore::{
         Prepared,
@@ -115,7 +115,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     let (identity, line) = Identity::new(SystemTime::now(), args.lifetime.0)
         .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
     let disks = disks::give(&args.disk, args.force_disk, &sysroot)?;
-    let more = disks::memory(&disks);
+    let more = disk::memory(&disks.iter().map(|disk| disk.bytes).collect::<Vec<_>>());
     let cards = vec![card.name.clone()];
     let configuration = Configuration {
         identity: identity.to_bytes(),
@@ -127,7 +127,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     let file = serde_json::to_vec(&configuration)
         .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
     let purpose = Purpose {
-        memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more.next_multiple_of(16)),
+        memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
         // What arrives may have a file system on one that this machine only reaches, or bring its own to one that is given.
