@@ -188,7 +188,8 @@ fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, addre
     let mut moving = machine.spawn(&line)?;
     if !arrives(machine, spare, before, &mut moving)? {
         println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
-        return Err(spare.blame(machine.blame(Error::Unhealthy("the machine has not moved".into()))));
+        let why = format!("the machine has not moved\n{}\n{}", said(machine), spare.serial_log());
+        return Err(Error::Unhealthy(why));
     }
     let ended = machine.wait_shutdown(Duration::from_secs(30));
     println!("{}", said(machine));
