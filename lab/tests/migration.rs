@@ -5,16 +5,15 @@
 
 mod workloads;
 
-use std::{io::Write, thread, time::Duration};
+use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, MachineCheck, Result,
+    Kernel, MachineCheck, Result,
     moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
     restart::{boot_id, comes_further, count, is_well, nothing_wrong, start},
 };
-use serde_json::json;
 use workloads::{
-    moves::{COMES, Scene, THROWN, console, fails, goes_on, moves, moves_by, type_in},
+    moves::{COMES, Scene, THROWN, fails, goes_on, kill_somebody, moves, moves_by, type_in},
     restart::need_qemu,
 };
 
@@ -213,16 +212,6 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     assert!(predicted.contains("applications stand still for about"), "{predicted}");
     goes_on(peer, machine)?;
     machine.check_next_attach()
-}
-
-/// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.
-fn kill_somebody(machine: &Machine) -> Result<()> {
-    let mut console = console(machine)?;
-    machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
-    thread::sleep(Duration::from_millis(300));
-    console.write_all(b"f").unwrap();
-    thread::sleep(Duration::from_secs(1));
-    Ok(())
 }
 
 /// The other machine dies when it has been told to start, and nobody can know whether it has: this one stands still, says

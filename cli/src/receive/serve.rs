@@ -8,6 +8,7 @@ use crate::{
         link::{HANDSHAKE, Heard, Link, wait_for},
         offer::{Offer, kept},
         operator::Operator,
+        pause::{self, Pause},
     },
     output::bytes,
 };
@@ -51,6 +52,7 @@ pub struct Host {
     reason: String,
     heard: Instant,
     operator: Operator,
+    pause: Pause,
     /// Who tells somebody else that there is no place now.
     doorman: Option<JoinHandle<()>>,
 }
@@ -87,8 +89,15 @@ impl Host {
             reason: String::new(),
             heard: Instant::now(),
             operator,
+            pause: Pause::default(),
             doorman: None,
         }
+    }
+
+    /// One that holds still where a test wants it.
+    #[must_use]
+    pub fn pausing(self, pause: Pause) -> Self {
+        Self { pause, ..self }
     }
 
     /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
@@ -105,12 +114,28 @@ impl Host {
     pub(super) fn turn(&mut self, limit: Duration) -> Result<()> {
         let Some(event) = self.next_event(limit) else { return Ok(()) };
         self.heard = Instant::now();
-        let mut todo = VecDeque::from(self.destination.on(event));
+        let mut todo = VecDeque::from(self.happened(event));
         while let Some(action) = todo.pop_front() {
             let Some(event) = self.perform(action)? else { continue };
-            todo.extend(self.destination.on(event));
+            todo.extend(self.happened(event));
         }
         Ok(())
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Heard(Message { word: Word::Cancel, .. }) => {
+                self.reason = "the source has called it off".into();
+            }
+            Event::TimedOut => self.reason = "nothing was heard of the source for too long".into(),
+            _ => {}
+        }
+        let actions = self.destination.on(event);
+        if let Some(text) = self.destination.phase().and_then(|phase| self.pause.reached(phase)) {
+            eprintln!("mercury: {text}");
+            pause::hold(|| ());
+        }
+        actions
     }
 
     /// What has happened, if something has by then.
@@ -353,7 +378,7 @@ impl Host {
         match self.prepare() {
             Ok(()) => {
                 eprintln!("mercury: a machine comes");
-                self.reason = "the source has called it off".into();
+                self.reason = "the source was not understood".into();
                 Event::Fits
             }
             Err(reason) => {

@@ -223,7 +223,7 @@ pub(super) fn write_page() -> Result<()> {
     let path = paths::root().join("docs/soak-migration.md");
     fs::write(&path, page(&all)).context(|| format!("write {}", path.display()))?;
     println!("written: {}", path.display());
-    bench::add("migration_soak", &pretty(&Totals::of(&all))?)
+    bench::add_soak(&pretty(&Totals::of(&all))?)
 }
 
 fn kept() -> Result<Vec<Record>> {
