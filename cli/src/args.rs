@@ -13,6 +13,7 @@ use mercury_hosted::{
     devices::{Forward, Mac, Uplink},
     gdb::{Address, GdbOption},
 };
+use mercury_migration::streams::STREAMS_MAX;
 use std::{ffi::OsString, path::PathBuf};
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
@@ -500,6 +501,10 @@ pub struct MigrateArgs {
     /// Send no more than this in a second while everything runs, in MiB
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub bandwidth: Option<u64>,
+    /// By how many connections pages go, each of which is encrypted and decrypted by itself; 1 to 16 [default: as many as
+    /// there are CPUs, and 4 at most]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=i64::from(STREAMS_MAX)))]
+    pub streams: Option<u32>,
     /// TCP's congestion control for the connection, one of the kernel's: bbr goes on over a link that loses packets
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
@@ -635,6 +640,9 @@ pub struct HostedArgs {
     /// Memory in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub memory: u64,
+    /// Processors, each of them a process of this host's; 8 at most
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub cpus: u8,
     /// Words for the kernel's command line
     #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
     pub append: String,

@@ -82,6 +82,7 @@ impl Drop for Files {
 
 /// Has an initial RAM disk made as Debian makes it; and how the machine would be started with it.
 fn debians(switch: &Machine, machine: &Machine, files: &Files) -> Result<Boot> {
+    switch.sh("mkdir -p /usr/share/initramfs-tools/scripts/init-premount /etc/initramfs-tools/scripts")?;
     for (path, bytes) in FILES {
         switch.put(path, bytes, 0o755)?;
     }

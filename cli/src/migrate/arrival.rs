@@ -105,7 +105,7 @@ impl Arrival {
         for pause in AGAIN_MS {
             thread::sleep(Duration::from_millis(pause));
             self.say(started);
-            self.announce();
+            announce_all();
         }
         let why = |error| format!("nobody answers any more if the other machine asks: {error}");
         self.keep_answering().map_err(why)
@@ -125,6 +125,12 @@ impl Arrival {
         let mut line = child.stdin.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
         line.write_all(&serde_json::to_vec(self)?)
     }
+}
+
+/// What has addresses without being a card is looked for only when everything goes on: files may be on the other side of that.
+fn announce_all() {
+    // One that nobody hears of is found by those who ask.
+    let _ = packets::announce_all(&ethernet::interfaces(&Sysroot::default()));
 }
 
 /// The kernel knows the card by the address that the machine's card had where it came from. That one may be switched on

@@ -15,6 +15,7 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+pub mod lane;
 #[cfg(test)]
 mod liars;
 pub mod link;
@@ -194,7 +195,8 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    disks::refuse_unreadable(&disks::all(sysroot)?, sysroot).map_err(|error| error.hint("unmount it"))
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
+    disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 
 /// The receiver's line.

@@ -3,9 +3,10 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Proof, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, Ways, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
+    lane::{Lane, Whose},
     link::Link,
     marks::Marks,
     no_way_back,
@@ -25,7 +26,7 @@ use crate::{
         guard::{Guard, Undo},
     },
     commands::Say,
-    device::Device,
+    device::{Cursor, Device},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -129,6 +130,13 @@ pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result
     Ok(Log::None("it was wanted so".into()))
 }
 
+/// By how many streams pages go.
+fn streams(args: &MigrateArgs) -> u32 {
+    const USUAL_MOST: usize = 4;
+    let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
+    args.streams.unwrap_or(usual as u32)
+}
+
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
@@ -181,6 +189,8 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
     hails: Hails,
     attempt: Attempt,
     source: Source,
@@ -245,14 +255,20 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
+        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
+        let offer = Offer {
+            machine,
+            cpus: sysroot.online_cpus().iter().count(),
+            hails: secret,
+            streams: streams(args),
+        };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
             link: Some(link),
+            lanes: Vec::new(),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
@@ -442,6 +458,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
+        self.lanes.clear();
         Event::Disconnected
     }
 
@@ -515,6 +532,8 @@ impl<'a> Mover<'a> {
     }
 
     fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
         self.device.fence_stays()?;
         no_way_back::begin(self.operator.console());
         let doubt = Doubt {
@@ -533,6 +552,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        self.lanes.clear();
         no_way_back::end();
         self.guard.is_decided();
         // Who was silent must not be so when applications run.
@@ -554,14 +574,31 @@ impl<'a> Mover<'a> {
             _ => Ok(Vec::new()),
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
-        match text.and_then(|text| link.say(word, &text)) {
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
         }
     }
 
+    /// The streams besides the first, now that the other end wants pages.
+    fn open_lanes(&mut self) -> Result<()> {
+        let Self { to, line, attempt, offer, args, .. } = self;
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let control = args.congestion_control.as_deref();
+        let open = |stream| Lane::open(&whose, stream, RUNNING, control);
+        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
+        if let Err(error) = self.open_lanes() {
+            return self.fail(error);
+        }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
         self.tell(&Told::Accepted { memory: self.report.memory });
@@ -661,18 +698,23 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let passed = pass(
-            &Reading {
-                device: self.device,
-                from,
-                only,
-                level: self.args.level,
-                workers: self.workers,
-                proof: self.proof.as_ref(),
+        let (device, proof) = (self.device, self.proof.as_ref());
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => match proof {
+                None => device.snapshot_take_some(cursor, count, only),
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
+                    proof.compare(&frames, &hashes);
+                    Ok(frames)
+                }
             },
+        };
+        let passed = pass(
+            &Reading { read: &read, from, level: self.args.level, workers: self.workers },
             &mut self.ledger,
             limits,
-            &mut link,
+            Ways { link: &mut link, lanes: &self.lanes },
             &mut watch,
         );
         if is_shown {
@@ -756,7 +798,8 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
-        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
+        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
@@ -772,6 +815,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
+        self.lanes.iter().for_each(|lane| lane.be_patient(FROZEN));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.log.collect(self.device);
@@ -806,6 +850,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.lanes.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

@@ -48,7 +48,11 @@ impl Variables {
         let Ok(mut entries) = std::fs::read_dir(&folder) else { return Ok(None) };
         if entries.next().is_none() {
             let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-            mount("efivarfs", &folder, "efivarfs", flags, None)?;
+            match mount("efivarfs", &folder, "efivarfs", flags, None) {
+                // The kernel makes no use of the firmware once it runs: such as a real-time one, or with efi=noruntime.
+                Err(Errno::OPNOTSUPP | Errno::NODEV) => return Ok(None),
+                other => other?,
+            }
         }
         Self::at(&folder).map(Some)
     }

@@ -142,7 +142,7 @@ impl Marks {
         }
         if whys.is_empty() {
             whys.push(
-                "its firmware has no variables (no UEFI), and no place on a local disk was prepared".into(),
+                "the kernel reaches no variables of the firmware's (no UEFI), and no place on a local disk was prepared".into(),
             );
         }
         Err(refusal(&whys.join("; ")))
