@@ -185,6 +185,8 @@ impl Host {
             Frame::Round(number) => {
                 if let Some(arrival) = &mut self.arrival {
                     arrival.round = number;
+                    // While the machine still runs: its digest is short at the end.
+                    arrival.ledger.settle();
                     if number > 0 {
                         eprintln!("mercury: round {number}; {} pages so far", arrival.pages);
                     }
