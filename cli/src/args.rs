@@ -495,6 +495,10 @@ pub struct MigrateArgs {
     /// At the end, read what is not in the log of writes as well, and count what should have been
     #[arg(long, hide = true)]
     pub verify_log: bool,
+    /// At the end, read all that was not free, and compare it with hashes that the hypervisor has made at the instant: for a driver
+    /// with fault points
+    #[arg(long, hide = true)]
+    pub verify_instant: bool,
     /// Where the driver is.
     #[command(flatten)]
     pub module: ModuleArgs,

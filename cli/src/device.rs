@@ -324,11 +324,17 @@ impl Device {
         self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0)
     }
 
-    /// Likewise, of a snapshot with `MERCURY_SNAPSHOT_HASH`: with what the hypervisor's hash of each was at the instant.
-    pub fn snapshot_take_hashed(&self, cursor: &mut Cursor, count: usize) -> Result<(Frames, Vec<u64>)> {
+    /// Likewise, of a snapshot with `MERCURY_SNAPSHOT_HASH` those that `MERCURY_TAKE_*` say: with what the hypervisor's hash of
+    /// each was at the instant.
+    pub fn snapshot_take_hashed(
+        &self,
+        cursor: &mut Cursor,
+        count: usize,
+        flags: u64,
+    ) -> Result<(Frames, Vec<u64>)> {
         let mut hashes = vec![0; count];
         let room = address(hashes.as_mut_ptr());
-        let frames = self.frames_and::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0, room)?;
+        let frames = self.frames_and::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags, room)?;
         hashes.truncate(frames.phys.len());
         Ok((frames, hashes))
     }

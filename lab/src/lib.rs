@@ -37,6 +37,7 @@ pub mod hypervisor;
 pub mod image;
 pub mod iommu;
 pub mod kernel;
+pub mod ledger;
 pub mod live;
 pub mod loaders;
 pub mod lock;

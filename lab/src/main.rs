@@ -103,9 +103,44 @@ enum Command {
         /// Beneath virtual machines that are reset and crash instead
         #[arg(long, conflicts_with = "checkpoint")]
         guests: bool,
+        /// Move a machine whose PostgreSQL has clients outside, there and back, instead
+        #[arg(long, conflicts_with_all = ["checkpoint", "guests", "cycles"])]
+        migration: bool,
+        /// How it moves
+        #[command(flatten)]
+        moves: MovesArgs,
     },
     /// Make the Debian packages
     Deb,
+}
+
+#[derive(Args)]
+struct MovesArgs {
+    /// With --migration: how often
+    #[arg(long, default_value_t = 12, requires = "migration")]
+    moves: u64,
+    /// With --migration: processors of the machine that moves
+    #[arg(long, default_value_t = 2, requires = "migration")]
+    cpus: u32,
+    /// With --migration: its memory, in MiB
+    #[arg(long, default_value_t = 512, requires = "migration")]
+    memory: u32,
+    /// With --migration: its kernel
+    #[arg(long, default_value = "bookworm-cloud", requires = "migration")]
+    kernel: Kernel,
+    /// With --migration: move nothing; write docs/soak-migration.md, and the figures, of all runs so far
+    #[arg(long, requires = "migration", conflicts_with_all = ["moves", "cpus", "memory", "kernel"])]
+    page: bool,
+}
+
+impl MovesArgs {
+    fn run(self) -> Result<()> {
+        if self.page {
+            return soak::migration::write_page();
+        }
+        let Self { kernel, cpus, memory: memory_mib, moves, .. } = self;
+        soak::migration::command(soak::migration::Plan { kernel, cpus, memory_mib, moves })
+    }
 }
 
 #[derive(Args)]
@@ -237,6 +272,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench { part, quick } => {
             bench::run(part.unwrap_or(Part::All), if quick { Depth::Quick } else { Depth::Full })?;
         }
+        Command::Soak { migration: true, moves, .. } => moves.run()?,
         Command::Soak { cycles, guests: true, .. } => soak::guests::command(cycles.unwrap_or(2000))?,
         Command::Soak { cycles, checkpoint: true, .. } => soak::restart::command(cycles.unwrap_or(100))?,
         Command::Soak { cycles, .. } => soak::command(cycles.unwrap_or(10_000))?,

@@ -146,6 +146,24 @@ pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Back
     })
 }
 
+/// Moves a machine to a spare, which waits and has told `words`. Returns what the machine has said of it on its console: it is off
+/// then, and the spare is it.
+///
+/// # Errors
+/// If it does not arrive, with what both have said.
+pub fn move_to(machine: &Machine, spare: &Machine, words: &str, options: &str) -> Result<String> {
+    let (boots, before) = (spare.boots(), times(spare, GOES_ON));
+    let mut moving = machine.spawn(&migrate(words, options))?;
+    if !arrives(machine, spare, before, &mut moving)? {
+        let why = format!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+        let why = format!("the machine has not moved: {why}\n{}", said(machine));
+        return Err(spare.blame(machine.blame(Error::Unhealthy(why))));
+    }
+    let off = machine.wait_shutdown(LIMIT);
+    spare.wait_other(boots).map_err(|error| machine.blame(error))?;
+    off.map(|_| said(machine))
+}
+
 /// Waits until the console has said it more often than `before`.
 ///
 /// # Errors
@@ -170,8 +188,16 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
 /// # Errors
 /// If it does not wait.
 pub fn receive(spare: &Machine, address: &str) -> Result<String> {
+    receive_after(spare, address, "4s")
+}
+
+/// The same, so long after the line was printed.
+///
+/// # Errors
+/// If it does not wait.
+pub fn receive_after(spare: &Machine, address: &str, delay: &str) -> Result<String> {
     let before = times(spare, WAITS);
-    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay 4s"))?;
+    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay {delay}"))?;
     receive.wait_output("--key mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;

@@ -69,7 +69,16 @@ impl Drop for Folder {
 /// # Errors
 /// If it does not, or the files do not reach this host.
 pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Folder)> {
-    let line = format!("mercury restore --json --prepare /run/restore {options} {disk}");
+    let (boot, folder, _) = prepared(machine, &format!("restore {options} {disk}"))?;
+    Ok((boot, folder))
+}
+
+/// What a command of Mercury's prepares for a boot loader, and what it says.
+///
+/// # Errors
+/// If it does not, or the files do not reach this host.
+pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value)> {
+    let line = format!("mercury {command} --json --prepare /run/restore");
     let said: Value = serde_json::from_str(&machine.sh(&line)?)
         .map_err(|error| Error::Host(format!("`{line}` gave no JSON: {error}")))?;
     let folder = Folder(std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid())));
@@ -84,7 +93,7 @@ pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Fo
     // It would be in the image.
     machine.sh("rm -r /run/restore")?;
     let command_line = said["command_line"].as_str().unwrap_or_default().to_owned();
-    Ok((Boot { kernel, initramfs, command_line }, folder))
+    Ok((Boot { kernel, initramfs, command_line }, folder, said))
 }
 
 /// Starts work and waits until it has come to something; `arguments` are its script's.

@@ -5,94 +5,18 @@
 
 mod workloads;
 
-use std::{io::Write, net::TcpStream, thread, time::Duration};
+use std::{io::Write, thread, time::Duration};
 
 use mercury_lab::{
     Kernel, Machine, MachineCheck, Result,
-    moving::{
-        GOES_ON, LIMIT, PEER, Switch, arrives, free_port, migrate, plug_in, receive, said, times, wait_more,
-    },
-    restart::{
-        boot_id, comes_further, count, is_well, nothing_wrong,
-        script::{CLOCK, HEAR, TALK},
-        start,
-    },
+    moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
+    restart::{boot_id, comes_further, count, is_well, nothing_wrong, start},
 };
 use serde_json::json;
-use workloads::restart::need_qemu;
-
-/// One machine with all its files on another, and a spare.
-struct Scene {
-    switch: Switch,
-    machine: Machine,
-    spare: Machine,
-}
-
-impl Scene {
-    /// The machines' kernel; both have the same processors and devices.
-    fn new(kernel: Kernel, cpus: u32, memory_mib: u32) -> Result<Self> {
-        Self::with(kernel, cpus, [memory_mib; 2])
-    }
-
-    fn with(kernel: Kernel, cpus: u32, memory_mib: [u32; 2]) -> Result<Self> {
-        let switch = Switch::boot()?;
-        let machine = switch.boot_moving(switch.plugged(kernel, cpus, memory_mib[0], 2))?;
-        let spare = switch.boot_other(switch.plugged(kernel, cpus, memory_mib[1], 3))?;
-        plug_in(&spare, "10.9.0.3")?;
-        start(&machine, "clock", CLOCK, "")?;
-        start(&machine, "talk", TALK, PEER)?;
-        start(&machine, "hear", HEAR, "")?;
-        switch.tell()?;
-        machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-        Ok(Self { switch, machine, spare })
-    }
-}
-
-/// What the spare says on its console.
-const COMES: &str = "mercury: a machine comes";
-const THROWN: &str = "was thrown away";
-
-/// The machine moves to the spare, which is it then.
-fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
-    let boots = spare.boots();
-    let key = receive(spare, address)?;
-    moves_by(peer, machine, spare, (&key, boots), options)
-}
-
-/// To one that waits already, and had booted so often before.
-fn moves_by(
-    peer: &Machine,
-    machine: &Machine,
-    spare: &Machine,
-    (key, boots): (&str, u32),
-    options: &str,
-) -> Result<()> {
-    let id = boot_id(machine)?;
-    let before = times(spare, GOES_ON);
-    let mut moving = machine.spawn(&migrate(key, options))?;
-    if !arrives(machine, spare, before, &mut moving)? {
-        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
-    }
-    let ended = machine.wait_shutdown(Duration::from_secs(30));
-    println!("{}", said(machine));
-    if ended.is_err() {
-        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
-    }
-    ended?;
-    spare.wait_other(boots)?;
-    is_well(spare, &id)?;
-    goes_on(peer, spare)
-}
-
-/// Native, at work, and everybody it talks to content.
-fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
-    let status = machine.sh("mercury status --json")?;
-    assert!(!status.contains("\"attached\""), "{status}");
-    for work in ["talk", "hear"] {
-        comes_further(machine, work, count(machine, work)? + 5)?;
-    }
-    nothing_wrong(peer)
-}
+use workloads::{
+    moves::{COMES, Scene, THROWN, console, fails, goes_on, moves, moves_by, type_in},
+    restart::need_qemu,
+};
 
 /// Stop and copy: no byte is sent before everything stands still.
 #[test]
@@ -265,17 +189,6 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// The move fails, and the machine goes on as if nothing had been tried.
-fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
-    let output = machine.command(line).timeout(LIMIT).run()?;
-    println!("{}", output.stderr);
-    for reason in reasons {
-        assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
-    }
-    machine.sh("! ls /sys/fs/cgroup | grep mercury; ls /")?;
-    goes_on(peer, machine)
-}
-
 /// Whoever has not the line gets nowhere; a machine of another size does not take this one, and says why.
 #[test]
 #[ignore = "long"]
@@ -300,24 +213,6 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     assert!(predicted.contains("applications stand still for about"), "{predicted}");
     goes_on(peer, machine)?;
     machine.check_next_attach()
-}
-
-/// The console, which nothing is connected to otherwise.
-fn console(machine: &Machine) -> Result<TcpStream> {
-    let port = free_port()?;
-    let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
-    let socket =
-        json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
-    let backend = json!({"type": "socket", "data": socket});
-    machine.qmp()?.execute("chardev-change", json!({"id": "console", "backend": backend}))?;
-    Ok(TcpStream::connect(("127.0.0.1", port)).unwrap())
-}
-
-/// Types at the console.
-fn type_in(machine: &Machine, text: &str) -> Result<()> {
-    console(machine)?.write_all(text.as_bytes()).unwrap();
-    thread::sleep(Duration::from_secs(1));
-    Ok(())
 }
 
 /// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.

@@ -6,6 +6,7 @@ mod workloads;
 
 use mercury_lab::{
     Bus, Kernel, Machine, Reservation, Result,
+    ledger::{self, Ledger},
     restart::{
         self, boot_id, check_chain, comes_further, count, is_well, nothing_wrong, results,
         script::{BUILDS, CHAIN, CLIENT, CLOCK, EXPORTS, HEAR, RING, TELL},
@@ -18,35 +19,6 @@ use workloads::restart::{
 };
 
 const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
-
-/// Accounts with 1000 each, and what was done with them. Nothing keeps anything from being done twice.
-const LEDGER: &str = "create table account (id int primary key, balance bigint not null); \
-    insert into account select id, 1000 from generate_series(0, 19) id; \
-    create table done (client int, seq int, source int, target int, amount bigint)";
-
-/// PostgreSQL with an empty ledger, for whoever is on the cable.
-fn serve_ledger(machine: &Machine) -> Result<()> {
-    machine.sh("cd /etc/postgresql/*/main && echo \"listen_addresses = '*'\" >> postgresql.conf && \
-         echo 'host all all 10.9.0.0/24 trust' >> pg_hba.conf")?;
-    machine.start_postgres()?;
-    machine.sh(&format!("psql -q bench -c '{LEDGER}'")).map(drop)
-}
-
-/// What was acknowledged is there, once, and nothing else is.
-fn is_right(machine: &Machine, acknowledged: &[String]) -> Result<()> {
-    let ask = |query: &str| machine.sh(&format!("psql -At bench -c '{query}'"));
-    for (client, count) in acknowledged.iter().enumerate() {
-        let query =
-            format!("select count(*), count(distinct seq), max(seq) + 1 from done where client = {client}");
-        assert_eq!(ask(&query)?, format!("{count}|{count}|{count}"), "client {client}");
-    }
-    assert_eq!(ask("select sum(balance) from account")?, "20000");
-    let sums = "select count(*) from account where balance != 1000 \
-                - coalesce((select sum(amount) from done where source = id), 0) \
-                + coalesce((select sum(amount) from done where target = id), 0)";
-    assert_eq!(ask(sums)?, "0");
-    Ok(())
-}
 
 /// Clients on a third machine never notice more than a pause: their connections go on, what they were told is
 /// committed is there, and nothing was done twice. One of them sends all the time, whoever hears it.
@@ -61,7 +33,7 @@ fn clients_outside_go_on() -> Result<()> {
     let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;
     plug_in(&peer, "10.9.0.1")?;
     plug_in(&machine, "10.9.0.2")?;
-    serve_ledger(&machine)?;
+    ledger::serve(&machine)?;
     start(&machine, "clock", CLOCK, "")?;
     for (number, name) in CLIENTS.iter().enumerate() {
         start(&peer, name, CLIENT, &number.to_string())?;
@@ -79,7 +51,9 @@ fn clients_outside_go_on() -> Result<()> {
     comes_further(&machine, "hear", count(&peer, "tell")?)?;
     let acknowledged = results(&peer, &CLIENTS)?;
     println!("acknowledged before {before:?}, in all {acknowledged:?}");
-    is_right(&machine, &acknowledged)?;
+    let told: Vec<u64> = acknowledged.iter().map(|count| count.parse().unwrap()).collect();
+    let ledger = Ledger::of(&machine, &told)?;
+    assert!(ledger.is_right(), "{ledger:?}");
     nothing_wrong(&machine)?;
     machine.check_next_attach()?;
     machine.ends_clean()

@@ -70,6 +70,14 @@ pub struct Fixed {
     pub start: Duration,
 }
 
+impl Fixed {
+    /// All of it.
+    #[must_use]
+    pub fn sum(&self) -> Duration {
+        self.quiesce.saturating_add(self.hand_over).saturating_add(self.start)
+    }
+}
+
 /// What comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -132,8 +140,7 @@ impl Policy {
     /// The downtime if the machine were stopped after this round.
     #[must_use]
     pub fn downtime(&self, round: &Round) -> Duration {
-        let fixed = [self.fixed.quiesce, self.fixed.hand_over, self.fixed.start];
-        fixed.into_iter().fold(time_to_send(round), Duration::saturating_add)
+        time_to_send(round).saturating_add(self.fixed.sum())
     }
 
     /// What comes after the first round, which sends what nobody has written: it counts, and says nothing of how many pages

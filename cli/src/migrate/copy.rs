@@ -21,7 +21,7 @@ use rustix::process::setpriority_process;
 use std::{
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     },
     thread,
@@ -80,6 +80,36 @@ pub struct Reading<'a> {
     pub level: i32,
     /// How many threads hash and compress.
     pub workers: usize,
+    /// What frames of the instant are compared with, if they are.
+    pub proof: Option<&'a Proof>,
+}
+
+/// That frames are what they were at the instant, by hashes that the hypervisor has made with no CPU in the system. So what
+/// the other end has, by the digest, is that as well.
+#[derive(Debug, Default)]
+pub struct Proof {
+    compared: AtomicU64,
+    wrong: AtomicU64,
+}
+
+impl Proof {
+    fn compare(&self, frames: &Frames, hashes: &[u64]) {
+        let (pages, _) = frames.data.as_chunks::<PAGE>();
+        let is_wrong = |(page, expected): (&[u8; PAGE], &u64)| {
+            let (words, _) = page.as_chunks::<8>();
+            let words: Vec<_> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+            mercury_abi::snapshot::hash(&words) != *expected
+        };
+        let wrong = pages.iter().zip(hashes).filter(|pair| is_wrong(*pair)).count();
+        self.compared.fetch_add(pages.len() as u64, Ordering::Relaxed);
+        self.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
+    }
+
+    /// How many frames were compared, and how many of them are not what they were.
+    #[must_use]
+    pub fn found(&self) -> (u64, u64) {
+        (self.compared.load(Ordering::Relaxed), self.wrong.load(Ordering::Relaxed))
+    }
 }
 
 /// Why a pass came to no end.
@@ -117,7 +147,7 @@ pub fn pass(
     let begun = Instant::now();
     let ledger = Mutex::new(ledger);
     let (hurry, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-    let Reading { device, from, only, level, workers } = *reading;
+    let Reading { device, from, only, level, workers, proof } = *reading;
     let mut total = Pass::default();
     let ended = thread::scope(|scope| {
         let (out, records) = sync_channel::<Result<Record>>(QUEUE * workers);
@@ -138,7 +168,7 @@ pub fn pass(
         let stop = &stop;
         scope.spawn(move || {
             give_way(from);
-            if let Err(error) = read(device, (from, only), &inputs, stop) {
+            if let Err(error) = read(device, (from, only, proof), &inputs, stop) {
                 let _ = out.send(Err(error));
             }
         });
@@ -162,7 +192,7 @@ fn give_way(from: From) {
 
 fn read(
     device: &Device,
-    (from, only): (From, u64),
+    (from, only, proof): (From, u64, Option<&Proof>),
     to: &[SyncSender<Frames>],
     stop: &AtomicBool,
 ) -> Result<()> {
@@ -173,7 +203,14 @@ fn read(
         }
         let frames = match from {
             From::Now => device.snapshot_look_some(&mut cursor, BATCH, only)?,
-            From::Instant => device.snapshot_take_some(&mut cursor, BATCH, only)?,
+            From::Instant => match proof {
+                None => device.snapshot_take_some(&mut cursor, BATCH, only)?,
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(&mut cursor, BATCH, only)?;
+                    proof.compare(&frames, &hashes);
+                    frames
+                }
+            },
         };
         if to.send(frames).is_err() {
             break;
@@ -272,6 +309,23 @@ fn keep_to(limits: &Limits, begun: Instant, total: &mut Pass, watch: &mut dyn Fn
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_frame_that_changed_is_found() {
+        let (mut data, phys) = (vec![0; 2 * PAGE], vec![0, PAGE as u64]);
+        data[PAGE + 7] = 1;
+        let word = |value: u64| {
+            let mut words = [0; PAGE / 8];
+            words[0] = value;
+            mercury_abi::snapshot::hash(&words)
+        };
+        let frames = Frames { phys, data, hurry: false };
+        let proof = Proof::default();
+        proof.compare(&frames, &[word(0), word(1 << 56)]);
+        assert_eq!(proof.found(), (2, 0));
+        proof.compare(&frames, &[word(0), word(0)]);
+        assert_eq!(proof.found(), (4, 1));
+    }
 
     /// What goes over at once may be more than a limit allows in several pieces of waiting.
     #[test]

@@ -35,10 +35,6 @@ pub fn guess(reading: Duration) -> Fixed {
     Fixed { quiesce: GUESS.quiesce + reading, ..GUESS }
 }
 
-fn sum(fixed: &Fixed) -> Duration {
-    fixed.quiesce + fixed.hand_over + fixed.start
-}
-
 /// What an operator allows.
 #[must_use]
 pub fn limits(args: &MigrateArgs) -> Limits {
@@ -56,7 +52,7 @@ pub fn limits(args: &MigrateArgs) -> Limits {
 /// # Errors
 /// If it is that.
 pub fn refuse_hopeless(args: &MigrateArgs) -> Result<()> {
-    let (limits, least) = (limits(args), sum(&GUESS));
+    let (limits, least) = (limits(args), GUESS.sum());
     if !args.or_give_up {
         return Ok(());
     }
@@ -148,7 +144,7 @@ impl Course {
             "the downtime would be about {:.1} s, of which {:.2} s are reckoned for the instant and the arrival alone; \
              {:.2} s are allowed",
             downtime.as_secs_f64(),
-            sum(&GUESS).as_secs_f64(),
+            GUESS.sum().as_secs_f64(),
             self.limits.max_downtime.as_secs_f64()
         );
         Error::new(Exit::Failed, text)

@@ -1,7 +1,11 @@
 //! `mercury migrate --dry-run`: what a move would come to, measured on this machine alone. Nothing is sent, and nothing
 //! stands still.
 
-use super::course::guess;
+use super::{
+    copy::Pass,
+    course::{self, Course},
+    mover::prepare,
+};
 use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, describe, guard::Guard},
@@ -16,24 +20,32 @@ use crate::{
     sysroot::Sysroot,
 };
 use mercury_image::Machine;
-use mercury_migration::wire::{Content, Ledger, PAGE, Page, Pages};
+use mercury_migration::{
+    rounds::Next,
+    wire::{Content, Ledger, PAGE, Page, Pages},
+};
 use serde::Serialize;
-use std::time::{Duration, Instant};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 const BATCH: usize = 128;
 /// What a wire carries if nothing else is said: a gigabit a second.
 const WIRE: u64 = 125_000_000;
+/// What the load writes is looked at for at least so long: a round of a move takes as long.
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// What a move would come to.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 struct Prediction {
-    /// How what has changed was found. A move goes by a log of writes where there can be one, and stands still for less then.
-    found_by: &'static str,
+    /// What told which pages had changed: a log of writes, or hashes of all memory and why.
+    found_by: String,
     /// Bytes of memory.
     memory: u64,
     /// Bytes that the first round sends.
     first_round_bytes: u64,
-    /// Seconds for reading and hashing all of memory.
+    /// Seconds for reading and hashing what may have changed.
     reading_seconds: f64,
     /// Pages that the load writes in a second.
     dirty_pages_per_second: f64,
@@ -41,6 +53,12 @@ struct Prediction {
     bytes_per_page: f64,
     /// The wire that was reckoned with, in bytes a second.
     wire: u64,
+    /// Rounds.
+    rounds: u32,
+    /// Pages that are left for the time in which applications stand still.
+    last_pages: u64,
+    /// The move would be given up, as it is allowed to be.
+    gives_up: bool,
     /// The downtime that is to be expected.
     downtime_ms: f64,
     /// All of it.
@@ -55,25 +73,83 @@ impl Render for Prediction {
             bytes(self.first_round_bytes)
         ));
         to.line(format!(
-            "reading all of it takes {:.1} s; {} pages a second are written meanwhile",
-            self.reading_seconds,
-            thousands(self.dirty_pages_per_second as u64)
+            "{} pages a second are written, as found by {}; to look for them takes {:.1} s",
+            thousands(self.dirty_pages_per_second as u64),
+            self.found_by,
+            self.reading_seconds
         ));
+        let end = if self.gives_up { "after which it would be given up, for" } else { "of which" };
         to.line(format!(
-            "with {}/s on the wire: about {:.0} s in all, of which applications stand still for about {:.1} s",
+            "with {}/s on the wire: about {:.0} s in all, {} rounds, {end} applications {} still for about {:.1} s",
             bytes(self.wire),
             self.seconds,
+            self.rounds,
+            if self.gives_up { "would stand" } else { "stand" },
             self.downtime_ms / 1e3
-        ));
-        to.line(format!(
-            "this is by {}; where there can be a log of writes a move goes by that, and applications stand still for less",
-            self.found_by
         ));
     }
 }
 
-/// A look at all of memory.
+/// What was measured on this machine.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    first: Look,
+    /// Of what was written since the first.
+    second: Look,
+    /// How long that was.
+    between: Duration,
+    has_log: bool,
+    wire: u64,
+}
+
+impl Measured {
+    fn per_second(&self) -> f64 {
+        self.second.changed as f64 / self.between.as_secs_f64().max(0.001)
+    }
+
+    fn per_page(&self) -> f64 {
+        self.second.packed as f64 / self.second.changed.max(1) as f64
+    }
+
+    /// A round that sends so many bytes, after a look at memory.
+    fn round(&self, look: &Look, sent: u64, packed: u64) -> Pass {
+        let on_the_wire = Duration::from_secs_f64(packed as f64 / self.wire as f64);
+        let took = look.took.max(on_the_wire);
+        Pass { looked: look.looked, sent, changed: sent, bytes: packed, took, ..Pass::default() }
+    }
+
+    /// What the rounds come to, as the policy of a move decides: each sends what was written during the one before.
+    fn course(&self, mut course: Course, most: u32) -> (u32, Pass, Duration, Next) {
+        let mut pass = self.round(&self.first, self.first.changed, self.first.packed);
+        let mut total = pass.took;
+        let mut outlook = course.after(&pass, self.has_log);
+        let mut rounds = 1;
+        let mut share = 1.0;
+        while let Next::Copy { throttle_percent } = outlook.next
+            && rounds < most
+        {
+            let written = self.per_second() * share * pass.took.as_secs_f64();
+            share = 1.0 - f64::from(throttle_percent) / 100.0;
+            // More than there is cannot be written to.
+            let sent = (written as u64).min(self.first.looked);
+            // To look takes as long as there is to look at.
+            let part = sent as f64 / self.second.changed.max(1) as f64;
+            let took = if self.has_log { self.second.took.mul_f64(part.min(1e3)) } else { self.second.took };
+            let look = Look { took, ..self.second };
+            pass = self.round(&look, sent, (sent as f64 * self.per_page()) as u64);
+            total += pass.took;
+            outlook = course.after(&pass, self.has_log);
+            rounds += 1;
+        }
+        pass.took = total;
+        (rounds, pass, outlook.downtime, outlook.next)
+    }
+}
+
+/// A look at memory.
+#[derive(Clone, Copy, Debug, Default)]
 struct Look {
+    looked: u64,
     changed: u64,
     packed: u64,
     took: Duration,
@@ -97,43 +173,90 @@ fn predict(
     sysroot: &Sysroot,
     deferred: &Deferred,
 ) -> Result<Prediction> {
-    device.snapshot_prepare(checkpoint::pool_pages(args.pool, sysroot), 0)?;
+    let mut log = prepare(device, checkpoint::pool_pages(args.pool, sysroot), args.hash, 0)?;
     let mut machine = Machine::default();
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     let mut ledger = Ledger::new(kept(&machine));
-    let first = look(device, &mut ledger, args.level, deferred, "what there is")?;
-    let second = look(device, &mut ledger, args.level, deferred, "what is written")?;
-    let wire = args.bandwidth.map_or(WIRE, |mib| mib << 20).max(1);
-    let reading = second.took.as_secs_f64();
-    let rate = second.changed as f64 / first.took.as_secs_f64().max(0.001);
-    let per_page = second.packed as f64 / second.changed.max(1) as f64;
-    let last = rate * reading * per_page / wire as f64;
-    let fixed = guess(second.took);
-    let fixed = (fixed.quiesce + fixed.hand_over + fixed.start).as_secs_f64();
-    let downtime = fixed + last;
-    let first_round = first.took.as_secs_f64().max(first.packed as f64 / wire as f64);
-    Ok(Prediction {
-        found_by: "hashes of all memory",
-        memory: machine.kept_pages() * PAGE as u64,
-        first_round_bytes: first.packed,
-        reading_seconds: reading,
-        dirty_pages_per_second: rate,
-        bytes_per_page: per_page,
-        wire,
-        downtime_ms: downtime * 1e3,
-        seconds: first_round + reading + downtime,
-    })
+    log.begin(device);
+    let first = look(device, &mut ledger, args, 0, deferred, "what there is")?;
+    // What was written while all was read for the first time is no measure of what is in a second: that begins here.
+    let from = Instant::now();
+    look(device, &mut ledger, args, log.collect(device), deferred, "what was written meanwhile")?;
+    wait(INTERVAL, deferred)?;
+    let only = log.collect(device);
+    let between = from.elapsed();
+    let second = look(device, &mut ledger, args, only, deferred, "what is written")?;
+    // What is only prepared goes with the device otherwise.
+    let _ = device.snapshot_end();
+    let measured = Measured {
+        first,
+        second,
+        between,
+        has_log: only != 0,
+        wire: args.bandwidth.map_or(WIRE, |mib| mib << 20).max(1),
+    };
+    Ok(predicted(args, &measured, log.found_by(), machine.kept_pages() * PAGE as u64))
 }
 
-fn look(device: &Device, ledger: &mut Ledger, level: i32, deferred: &Deferred, what: &str) -> Result<Look> {
+fn predicted(args: &MigrateArgs, measured: &Measured, found_by: String, memory: u64) -> Prediction {
+    let limits = course::limits(args);
+    let (rounds, last, downtime, next) = if args.rounds == 0 {
+        // Everything goes over while applications stand still.
+        let all = measured.round(&measured.first, measured.first.changed, measured.first.packed);
+        (0, Pass { took: Duration::ZERO, ..all }, course::guess(Duration::ZERO).sum() + all.took, None)
+    } else {
+        let (rounds, last, downtime, next) = measured.course(Course::new(limits), args.rounds);
+        (rounds, last, downtime, Some(next))
+    };
+    let gives_up = matches!(next, Some(Next::GiveUp { .. }));
+    Prediction {
+        found_by,
+        memory,
+        first_round_bytes: measured.first.packed,
+        reading_seconds: measured.second.took.as_secs_f64(),
+        dirty_pages_per_second: measured.per_second(),
+        bytes_per_page: measured.per_page(),
+        wire: measured.wire,
+        rounds,
+        last_pages: last.sent,
+        gives_up,
+        downtime_ms: downtime.as_secs_f64() * 1e3,
+        seconds: (last.took + if gives_up { Duration::ZERO } else { downtime }).as_secs_f64(),
+    }
+}
+
+fn wait(interval: Duration, deferred: &Deferred) -> Result<()> {
+    let end = Instant::now() + interval;
+    while Instant::now() < end {
+        refuse_interrupted(deferred)?;
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+fn refuse_interrupted(deferred: &Deferred) -> Result<()> {
+    if deferred.requested() {
+        return Err(Error::new(Exit::Interrupted, "interrupted: nothing was changed"));
+    }
+    Ok(())
+}
+
+/// Of the frames that `MERCURY_TAKE_*` say.
+fn look(
+    device: &Device,
+    ledger: &mut Ledger,
+    args: &MigrateArgs,
+    only: u64,
+    deferred: &Deferred,
+    what: &str,
+) -> Result<Look> {
     let (begun, mut shown) = (Instant::now(), Instant::now());
-    let mut look = Look { changed: 0, packed: 0, took: Duration::ZERO };
+    let mut look = Look::default();
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     while !cursor.is_done() {
-        if deferred.requested() {
-            return Err(Error::new(Exit::Interrupted, "interrupted: nothing was changed"));
-        }
-        let frames = device.snapshot_look(&mut cursor, BATCH)?;
+        refuse_interrupted(deferred)?;
+        let frames = device.snapshot_look_some(&mut cursor, BATCH, only)?;
+        look.looked += frames.phys.len() as u64;
         let mut pages = Pages::default();
         let (all, _) = frames.data.as_chunks::<PAGE>();
         for (phys, page) in frames.phys.iter().zip(all) {
@@ -146,7 +269,8 @@ fn look(device: &Device, ledger: &mut Ledger, level: i32, deferred: &Deferred, w
         }
         if !pages.is_empty() {
             look.changed += pages.len() as u64;
-            let packed = pages.pack(level).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+            let packed =
+                pages.pack(args.level).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
             look.packed += packed.len() as u64;
         }
         if shown.elapsed() > Duration::from_millis(500) {
@@ -157,4 +281,59 @@ fn look(device: &Device, ledger: &mut Ledger, level: i32, deferred: &Deferred, w
     progress::line("");
     look.took = begun.elapsed();
     Ok(look)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    /// A machine of 2 GiB that writes so many pages a second.
+    fn predict(options: &str, per_second: u64) -> Prediction {
+        let line = format!("mercury migrate --dry-run {options}");
+        let Command::Migrate(args) = Cli::try_parse_from(line.split_whitespace()).expect("arguments").command
+        else {
+            panic!("another command");
+        };
+        let all = 500_000;
+        let measured = Measured {
+            first: Look { looked: all, changed: all, packed: all * 2048, took: Duration::from_secs(2) },
+            second: Look {
+                looked: per_second + 4000,
+                changed: per_second,
+                packed: per_second * 2048,
+                took: Duration::from_millis(50),
+            },
+            between: INTERVAL,
+            has_log: true,
+            wire: args.bandwidth.map_or(WIRE, |mib| mib << 20),
+        };
+        predicted(&args, &measured, "a log of writes".into(), all * PAGE as u64)
+    }
+
+    #[test]
+    fn who_writes_more_stands_still_for_longer() {
+        let mut before = predict("", 0);
+        assert!(before.rounds <= 3 && before.downtime_ms < 600.0, "{before:?}");
+        for rate in [1_000, 10_000, 100_000, 1_000_000] {
+            let next = predict("--max-throttle 0", rate);
+            assert!(next.downtime_ms >= before.downtime_ms - 1.0, "{before:?} {next:?}");
+            before = next;
+        }
+        assert!(before.downtime_ms > 2000.0, "{before:?}");
+    }
+
+    #[test]
+    fn it_is_given_up_as_a_move_would_be() {
+        assert!(predict("--or-give-up --max-throttle 0", 1_000_000).gives_up);
+        assert!(!predict("--or-give-up", 1_000).gives_up);
+        assert!(!predict("--max-throttle 0", 1_000_000).gives_up);
+    }
+
+    #[test]
+    fn without_rounds_all_goes_over_at_the_end() {
+        let all = predict("--rounds 0 --bandwidth 100", 1_000);
+        assert!(all.rounds == 0 && all.downtime_ms > 9_000.0 && all.last_pages == 500_000, "{all:?}");
+    }
 }

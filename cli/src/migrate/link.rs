@@ -175,6 +175,16 @@ impl Link {
         Ok(Self::new(Box::new(session), made, due))
     }
 
+    /// The destination's end: tells who has the line, in [`HANDSHAKE`], that it is not taken now, and why.
+    ///
+    /// # Errors
+    /// If it was not given the line.
+    pub fn turn_away(receiver: &Receiver, socket: TcpStream, why: &str) -> Result<()> {
+        prepare(&socket, HANDSHAKE).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
+        receiver.turn_away(Timed { socket, due }, why).map_err(|error| refused(&error))
+    }
+
     /// Has TCP send by another congestion control of the kernel's (tcp(7), `TCP_CONGESTION`).
     ///
     /// # Errors
@@ -351,6 +361,7 @@ fn refused(error: &session::Error) -> Error {
             Exit::Failed,
             "is it the line of the `mercury receive` that waits there now? Each one prints another",
         ),
+        session::Error::NotNow(_) => (Exit::Busy, "wait until that is over, or move to another machine"),
         session::Error::Local(_) => (Exit::Failed, "`dmesg` may say more"),
     };
     Error::new(exit, error.to_string()).hint(hint)

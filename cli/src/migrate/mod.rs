@@ -26,13 +26,16 @@ use crate::{
     args::MigrateArgs,
     checkpoint::{self, Attached, disks, guard::Guard},
     commands::{self, Say},
+    device::{Access, Device},
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
+    output::Format,
     receive::PORT,
     sysroot::Sysroot,
 };
 use link::Link;
+use mercury_abi::code::Code;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
@@ -71,6 +74,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
     let to = resolve(&args.host)?;
+    refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
@@ -99,7 +103,12 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             drop(held);
             attached.undo()?;
             guard.is_undone();
-            Err(failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved")))
+            let failure = failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved"));
+            // People read of it in the error.
+            if say.format == Format::Json {
+                say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
+            }
+            Err(failure)
         }
         Err(error) => {
             drop(held);
@@ -154,6 +163,15 @@ fn say_if_anybody_reads(text: String) {
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
         std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// While this machine moves already, or is being written to an image, the other end is not even asked.
+fn refuse_busy() -> Result<()> {
+    match Device::open(Access::Control) {
+        Err(error) if error.code == Some(Code::Busy) => Err(error),
+        // Where there is no driver yet it will be put in.
+        _ => Ok(()),
     }
 }
 

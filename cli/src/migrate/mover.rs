@@ -3,7 +3,7 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
     link::Link,
@@ -32,7 +32,9 @@ use crate::{
     progress,
     sysroot::Sysroot,
 };
-use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED};
+use mercury_abi::ioctl::{
+    MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED,
+};
 use mercury_migration::{
     protocol::{
         Attempt, Mark, Message, Patience, Source, Word,
@@ -58,7 +60,7 @@ const LINK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
-enum Log {
+pub enum Log {
     /// There is none, for this reason.
     None(String),
     /// There is room for one.
@@ -69,27 +71,54 @@ enum Log {
 
 impl Log {
     /// What is said of it.
-    fn found_by(&self) -> String {
+    pub fn found_by(&self) -> String {
         match self {
             Self::None(why) => format!("hashes of all memory: {why}"),
             Self::Prepared => "reading all of memory: nothing was sent before".into(),
             Self::Live => "a log of writes".into(),
         }
     }
+
+    /// Before the first frame is read. Where there is no log, hashes do it.
+    pub fn begin(&mut self, device: &Device) {
+        if matches!(self, Self::Prepared) {
+            *self = match device.log_begin() {
+                Ok(()) => Self::Live,
+                Err(why) => Self::None(why.to_string()),
+            };
+        }
+    }
+
+    /// Which frames have to be read next: `MERCURY_TAKE_*`.
+    pub fn collect(&mut self, device: &Device) -> u64 {
+        if !matches!(self, Self::Live) {
+            return 0;
+        }
+        match device.log_collect() {
+            Ok(_) => MERCURY_TAKE_LOGGED,
+            Err(why) => {
+                *self = Self::None(why.to_string());
+                0
+            }
+        }
+    }
 }
 
-/// Makes the snapshot ready, with room for a log if there can be one.
-fn prepare(device: &Device, pool: u64, hash_all: bool) -> Result<Log> {
+/// Makes the snapshot ready, with room for a log if there can be one, and `flags` besides.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result<Log> {
     if !hash_all {
-        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK) {
+        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK | flags) {
             Ok(()) => return Ok(Log::Prepared),
             Err(why) => {
-                device.snapshot_prepare(pool, 0)?;
+                device.snapshot_prepare(pool, flags)?;
                 return Ok(Log::None(why.to_string()));
             }
         }
     }
-    device.snapshot_prepare(pool, 0)?;
+    device.snapshot_prepare(pool, flags)?;
     Ok(Log::None("it was wanted so".into()))
 }
 
@@ -149,7 +178,9 @@ pub struct Mover<'a> {
     begin: Vec<Action>,
     patience: Patience,
     pool: u64,
-    has_room_for_log: bool,
+    /// The snapshot's.
+    flags: u64,
+    proof: Option<Proof>,
     log: Log,
     mounts: Vec<Mounted>,
     offer: Offer,
@@ -196,7 +227,9 @@ impl<'a> Mover<'a> {
             .map_err(|error| failed("frames on the network", error))?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
-        let log = prepare(device, pool, args.hash)?;
+        let proof = args.verify_instant.then(Proof::default);
+        let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
+        let log = prepare(device, pool, args.hash, hashes)?;
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
@@ -235,7 +268,8 @@ impl<'a> Mover<'a> {
             source,
             begin,
             pool,
-            has_room_for_log: matches!(log, Log::Prepared),
+            flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
+            proof,
             log,
             mounts,
             offer,
@@ -420,6 +454,9 @@ impl<'a> Mover<'a> {
             }
             Action::Tell(advice) => {
                 self.operator.tell(&advice.to_string());
+                if self.may_write && self.say.format == Format::Json {
+                    self.tell(&Told::Doubt { advice: advice.to_string() });
+                }
                 Step::None
             }
         }
@@ -486,18 +523,8 @@ impl<'a> Mover<'a> {
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
             let outlook = course.after(&done, matches!(self.log, Log::Live));
+            self.tell(&Told::round(number, &done, &outlook));
             let throttle_percent = outlook.throttle_percent();
-            let told = Told::Round {
-                round: number,
-                pages: done.sent,
-                zero_pages: done.zeros,
-                bytes: done.bytes,
-                seconds: done.took.as_secs_f64(),
-                dirty_pages_per_second: outlook.dirty_pages_per_second,
-                downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
-                throttle_percent,
-            };
-            self.tell(&told);
             match outlook.next {
                 Next::Copy { .. } => {
                     if let Err(error) = self.hold_back(throttle_percent) {
@@ -533,34 +560,10 @@ impl<'a> Mover<'a> {
             return Err(self.is_gone(&error.to_string()));
         }
         if number == 0 {
-            self.begin_log();
+            self.log.begin(self.device);
         }
-        let only = if number == 0 { 0 } else { self.collect_log() };
+        let only = if number == 0 { 0 } else { self.log.collect(self.device) };
         self.pass(From::Now, only, &format!("round {number}"), limits)
-    }
-
-    /// Before the first frame is read. Where there is no log, hashes do it.
-    fn begin_log(&mut self) {
-        if matches!(self.log, Log::Prepared) {
-            self.log = match self.device.log_begin() {
-                Ok(()) => Log::Live,
-                Err(why) => Log::None(why.to_string()),
-            };
-        }
-    }
-
-    /// Which frames the next pass has to read.
-    fn collect_log(&mut self) -> u64 {
-        if !matches!(self.log, Log::Live) {
-            return 0;
-        }
-        match self.device.log_collect() {
-            Ok(_) => MERCURY_TAKE_LOGGED,
-            Err(why) => {
-                self.log = Log::None(why.to_string());
-                0
-            }
-        }
     }
 
     /// Takes the frames that were not in the log as well, and counts those that it should have had.
@@ -572,6 +575,16 @@ impl<'a> Mover<'a> {
             rest.looked, rest.changed
         ));
         Ok(())
+    }
+
+    /// What was read is what it was at the instant, or the machine does not move.
+    fn prove(&mut self) -> Result<()> {
+        let Some((compared, wrong)) = self.proof.as_ref().map(Proof::found) else { return Ok(()) };
+        let said = format!(
+            "{compared} pages were compared with the hypervisor's hashes of the instant, of which {wrong} are not what they were"
+        );
+        self.operator.tell(&said);
+        if wrong == 0 { Ok(()) } else { Err(Error::new(Exit::Failed, said).hint("the machine runs on")) }
     }
 
     /// One pass over memory; otherwise what has happened.
@@ -598,7 +611,14 @@ impl<'a> Mover<'a> {
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
         let passed = pass(
-            &Reading { device: self.device, from, only, level: self.args.level, workers: self.workers },
+            &Reading {
+                device: self.device,
+                from,
+                only,
+                level: self.args.level,
+                workers: self.workers,
+                proof: self.proof.as_ref(),
+            },
             &mut self.ledger,
             limits,
             &mut link,
@@ -654,10 +674,9 @@ impl<'a> Mover<'a> {
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
-        let flags = if self.has_room_for_log { MERCURY_SNAPSHOT_TRACK } else { 0 };
         let begin = self
             .device
-            .snapshot_begin(self.pool, flags)
+            .snapshot_begin(self.pool, self.flags)
             .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
         if begin.restored != 0 {
             return Ok(Step::Arrived);
@@ -668,19 +687,20 @@ impl<'a> Mover<'a> {
         }
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
-        let only = self.collect_log();
+        let only = self.log.collect(self.device);
         let found_by = self.log.found_by();
         let done = match self.pass(From::Instant, only, "the last pages", &limits) {
             Ok(done) => done,
             Err(event) => return Ok(Step::Event(event)),
         };
         let last_took = last.elapsed();
-        if self.args.verify_log
+        if (self.args.verify_log || self.proof.is_some())
             && only != 0
             && let Err(event) = self.verify_log(&limits)
         {
             return Ok(Step::Event(event));
         }
+        self.prove()?;
         // Only now it is known that all was as at the instant.
         self.device.snapshot_end()?;
         if !self.ledger.is_complete() {

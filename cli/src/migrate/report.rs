@@ -1,6 +1,6 @@
 //! What a move has come to, and what is said while it goes on.
 
-use super::copy::Pass;
+use super::{copy::Pass, course::Outlook};
 use crate::output::{Render, Text, bytes, duration, thousands};
 use serde::Serialize;
 
@@ -101,7 +101,7 @@ impl Render for Report {
 }
 
 /// How far the move is, as it is told while applications run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Told {
     /// The other machine takes this one: it is equal to it, and has room.
@@ -121,6 +121,8 @@ pub enum Told {
         bytes: u64,
         /// How long it took.
         seconds: f64,
+        /// Bytes on the wire in a second of it.
+        bytes_per_second: f64,
         /// Pages that were not any more what had been sent, in a second of the round before.
         dirty_pages_per_second: f64,
         /// The downtime if the machine were stopped now.
@@ -130,6 +132,36 @@ pub enum Told {
     },
     /// Applications are about to stand still.
     Stops,
+    /// The other machine was told to start, and it is not known whether it has. Only where somebody can read it: applications stand
+    /// still.
+    Doubt {
+        /// What the operator is told at the console.
+        advice: String,
+    },
+    /// The machine has not moved, and goes on.
+    Resumed {
+        /// Why.
+        why: String,
+    },
+}
+
+impl Told {
+    /// A round that has come to this.
+    #[must_use]
+    pub fn round(round: u64, done: &Pass, outlook: &Outlook) -> Self {
+        let seconds = done.took.as_secs_f64();
+        Self::Round {
+            round,
+            pages: done.sent,
+            zero_pages: done.zeros,
+            bytes: done.bytes,
+            seconds,
+            bytes_per_second: done.bytes as f64 / seconds.max(0.001),
+            dirty_pages_per_second: outlook.dirty_pages_per_second,
+            downtime_ms: outlook.downtime.as_secs_f64() * 1e3,
+            throttle_percent: outlook.throttle_percent(),
+        }
+    }
 }
 
 impl Render for Told {
@@ -139,6 +171,7 @@ impl Render for Told {
             pages,
             bytes: sent,
             seconds,
+            bytes_per_second,
             dirty_pages_per_second,
             downtime_ms,
             throttle_percent,
@@ -149,6 +182,8 @@ impl Render for Told {
                 Self::Accepted { memory } => {
                     format!("the other machine takes this one: {} of memory", bytes(*memory))
                 }
+                Self::Doubt { advice } => advice.clone(),
+                Self::Resumed { .. } => "the machine has not moved, and goes on".to_owned(),
                 _ => "applications stand still now".to_owned(),
             });
         };
@@ -157,10 +192,11 @@ impl Render for Told {
             percent => format!("; applications stand still for {percent} % of the time now"),
         };
         to.line(format!(
-            "round {round}: {} pages, {} in {seconds:.1} s; {dirty_pages_per_second:.0} pages/s are written; downtime \
+            "round {round}: {} pages, {} in {seconds:.1} s ({}/s); {dirty_pages_per_second:.0} pages/s are written; downtime \
              now about {downtime_ms:.0} ms{held_back}",
             thousands(*pages),
-            bytes(*sent)
+            bytes(*sent),
+            bytes(*bytes_per_second as u64)
         ));
     }
 }
@@ -181,6 +217,50 @@ pub fn how_far(name: &str, pass: &Pass, total: u64, seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mercury_migration::rounds::Next;
+    use serde_json::{Value, json};
+    use std::time::Duration;
+
+    /// What scripts read: each kind, to the letter, and in docs/command.md.
+    #[test]
+    fn events_are_as_they_are_written_down() {
+        let done =
+            Pass { sent: 2, zeros: 1, bytes: 300, took: Duration::from_millis(500), ..Pass::default() };
+        let outlook = Outlook {
+            dirty_pages_per_second: 4.5,
+            downtime: Duration::from_millis(600),
+            next: Next::Copy { throttle_percent: 15 },
+        };
+        let round = json!({
+            "event": "round", "round": 1, "pages": 2, "zero_pages": 1, "bytes": 300, "seconds": 0.5, "bytes_per_second": 600.0,
+            "dirty_pages_per_second": 4.5, "downtime_ms": 600.0, "throttle_percent": 15
+        });
+        let all = [
+            (Told::Accepted { memory: 4096 }, json!({"event": "accepted", "memory": 4096})),
+            (Told::round(1, &done, &outlook), round),
+            (Told::Stops, json!({"event": "stops"})),
+            (Told::Doubt { advice: "look".into() }, json!({"event": "doubt", "advice": "look"})),
+            (Told::Resumed { why: "no".into() }, json!({"event": "resumed", "why": "no"})),
+        ];
+        let table = include_str!("../../../docs/command.md");
+        let row = table.lines().find(|line| line.starts_with("| `migrate` |")).expect("a row");
+        for (told, expected) in all {
+            // Whoever adds a kind adds it above.
+            match &told {
+                Told::Accepted { .. }
+                | Told::Round { .. }
+                | Told::Stops
+                | Told::Doubt { .. }
+                | Told::Resumed { .. } => {}
+            }
+            let said = serde_json::to_value(&told).expect("JSON");
+            assert_eq!(said, expected);
+            let Value::Object(fields) = said else { panic!("no object") };
+            for name in fields.keys().map(String::as_str).chain(fields["event"].as_str()) {
+                assert!(row.contains(&format!("`{name}`")), "{name} is not in docs/command.md");
+            }
+        }
+    }
 
     /// What has arrived does not say nothing in numbers.
     #[test]

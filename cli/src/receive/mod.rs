@@ -5,6 +5,8 @@
 //! [`host`] waits, takes the machine in, and goes on in it.
 
 mod host;
+#[cfg(test)]
+mod liars;
 mod serve;
 mod spare;
 

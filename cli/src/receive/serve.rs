@@ -24,8 +24,9 @@ use mercury_migration::{
 use rustix::event::{PollFd, PollFlags};
 use std::{
     collections::VecDeque,
-    net::TcpListener,
+    net::{SocketAddr, TcpListener, TcpStream},
     os::fd::AsFd,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -33,6 +34,8 @@ use std::{
 pub const RUNNING: Duration = Duration::from_secs(90);
 /// Frames on the network that are looked at before everything else is: somebody may send them without end.
 const FRAMES: usize = 64;
+/// Why somebody is turned away who has the line.
+const TAKEN: &str = "another machine is on its way there";
 
 /// The destination, and what it has.
 pub struct Host {
@@ -48,6 +51,8 @@ pub struct Host {
     reason: String,
     heard: Instant,
     operator: Operator,
+    /// Who tells somebody else that there is no place now.
+    doorman: Option<JoinHandle<()>>,
 }
 
 /// What has come of a machine.
@@ -82,6 +87,7 @@ impl Host {
             reason: String::new(),
             heard: Instant::now(),
             operator,
+            doorman: None,
         }
     }
 
@@ -96,7 +102,7 @@ impl Host {
     }
 
     /// Waits for at most so long, and does what is to be done if something has happened.
-    fn turn(&mut self, limit: Duration) -> Result<()> {
+    pub(super) fn turn(&mut self, limit: Duration) -> Result<()> {
         let Some(event) = self.next_event(limit) else { return Ok(()) };
         self.heard = Instant::now();
         let mut todo = VecDeque::from(self.destination.on(event));
@@ -130,7 +136,7 @@ impl Host {
     fn wait(&mut self, limit: Duration) {
         let is_open = self.is_open();
         let mut others: Vec<_> = self.spare.ear().into_iter().collect();
-        if is_open {
+        if is_open || self.has_free_doorman() {
             others.push(self.listener.as_fd());
         }
         if let Some(link) = &mut self.link {
@@ -223,18 +229,47 @@ impl Host {
 
     /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
     fn open(&mut self) -> Option<Event> {
+        if !self.is_open() {
+            self.turn_away();
+            return None;
+        }
         let had_one = self.link.is_some();
-        (self.is_open() && self.take_link() && had_one).then_some(Event::Disconnected)
+        (self.take_link() && had_one).then_some(Event::Disconnected)
+    }
+
+    fn has_free_doorman(&self) -> bool {
+        self.doorman.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Tells who is at the door that another one has its place. The source that has it is not kept waiting meanwhile; who
+    /// comes then is.
+    fn turn_away(&mut self) {
+        if !self.has_free_doorman() {
+            return;
+        }
+        let Some((socket, from)) = self.knocking() else { return };
+        let receiver = self.receiver.clone();
+        let doorman = thread::Builder::new().spawn(move || {
+            let why = match Link::turn_away(&receiver, socket, TAKEN) {
+                Ok(()) => TAKEN.to_owned(),
+                Err(error) => error.to_string(),
+            };
+            eprintln!("mercury: {from} was refused: {why}");
+        });
+        // Where there can be no thread nobody is told.
+        self.doorman = doorman.ok();
+    }
+
+    /// Who is at the door, if anybody is.
+    fn knocking(&self) -> Option<(TcpStream, SocketAddr)> {
+        let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
+        wait_for(&mut door, Duration::ZERO);
+        if door[0].revents().is_empty() { None } else { self.listener.accept().ok() }
     }
 
     /// Takes who waits at the door, if anybody does and has the line.
     fn take_link(&mut self) -> bool {
-        let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
-        wait_for(&mut door, Duration::ZERO);
-        if door[0].revents().is_empty() {
-            return false;
-        }
-        let Ok((socket, from)) = self.listener.accept() else { return false };
+        let Some((socket, from)) = self.knocking() else { return false };
         // Whoever comes first makes itself ready before it says what it wants; who comes again has something to say.
         let patience = if self.destination.phase().is_none() { self.patience.running } else { HANDSHAKE };
         let linked = Link::accept(&self.receiver, socket, patience);

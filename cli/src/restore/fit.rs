@@ -59,8 +59,12 @@ fn memory(image: &Machine, here: &Machine) -> String {
             format!("the firmware's memory map has {}, the image's {}", name(ours), name(theirs))
         }
         None => {
-            let total = |machine: &Machine| {
-                machine.firmware.iter().map(|range| range.last_phys - range.start_phys + 1).sum()
+            let total = |machine: &Machine| -> u64 {
+                let size = |range: &mercury_image::FirmwareRange| {
+                    range.last_phys.saturating_sub(range.start_phys).saturating_add(1)
+                };
+                // What comes from another machine may be made up.
+                machine.firmware.iter().map(size).fold(0, u64::saturating_add)
             };
             format!(
                 "the firmware's memory map is of {}, the image's of {}",

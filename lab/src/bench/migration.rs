@@ -390,7 +390,11 @@ fn by_mercury(
     Ok((spare, done, during))
 }
 
-/// The last words of a machine that has moved, on its console.
+/// What the last words of a machine that has moved, on its console, say of the move.
+pub(crate) fn last_words(said: &str) -> Option<Move> {
+    report("", said)
+}
+
 fn report(way: &'static str, said: &str) -> Option<Move> {
     let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms .*; (\d+) bytes were sent, in ([0-9.]+) s";
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;

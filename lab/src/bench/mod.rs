@@ -249,6 +249,16 @@ fn pretty(figures: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(figures).map_err(|error| Error::Host(error.to_string()))
 }
 
+/// Puts figures into docs/benchmarks.json, in place of those with this key, or last.
+///
+/// # Errors
+/// If the file cannot be written.
+pub(crate) fn add(key: &str, figures: &str) -> Result<()> {
+    let path = paths::root().join("docs/benchmarks.json");
+    let old = fs::read_to_string(&path).unwrap_or_default();
+    write(path, &with_part(&old, key, figures))
+}
+
 /// Puts an object into a text of JSON as [`pretty`] writes it: in place of the one with this key, or last.
 fn with_part(json: &str, key: &str, figures: &str) -> String {
     const END: &str = "\n  }";

@@ -5,7 +5,7 @@
 //! switched hundreds of times; then detached. Nothing may be lost, nothing may be wrong, and the kernel
 //! may not say a word.
 
-mod database;
+pub(crate) mod database;
 mod report;
 
 use std::{

@@ -7,6 +7,7 @@
 
 pub mod guests;
 mod load;
+pub mod migration;
 mod report;
 pub mod restart;
 

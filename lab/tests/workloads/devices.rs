@@ -143,7 +143,8 @@ impl Devices {
         Ok(machine)
     }
 
-    fn start(&self, machine: &Machine) -> Result<()> {
+    /// Has a machine work that was booted otherwise.
+    pub fn start(&self, machine: &Machine) -> Result<()> {
         for module in self.modules.split_whitespace() {
             machine.sh(&format!("modprobe {module}"))?;
         }
@@ -215,6 +216,11 @@ pub fn virtio() -> Devices {
         ],
         disks: 1,
     }
+}
+
+/// A disk that a machine has besides.
+pub fn one_disk(disk: &str) -> Devices {
+    Devices { spec: Spec::new(Kernel::BookwormCloud), modules: "", loads: vec![Load::disk(disk)], disks: 0 }
 }
 
 /// What servers have that are no virtual machines.

@@ -4,6 +4,7 @@
 #![allow(dead_code, clippy::unwrap_used)]
 
 pub mod devices;
+pub mod moves;
 pub mod readers;
 pub mod restart;
 

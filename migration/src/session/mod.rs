@@ -39,7 +39,9 @@ const PROTOCOL: &[u8] = b"mercury-migration/2";
 /// The name in certificates; what counts is the pin.
 const NAME: &str = "mercury-receive";
 /// What the receiver says first, and so that it has taken the sender.
-const WELCOME: [u8; 1] = [1];
+const WELCOME: u8 = 1;
+/// What it says instead to one that has the line, and that it does not take now: with a length, and why.
+const NOT_NOW: u8 = 2;
 /// Clocks of two machines may differ by so much.
 const CLOCKS_DIFFER: Duration = Duration::from_secs(24 * 3600);
 
@@ -50,6 +52,8 @@ pub enum Error {
     Line(&'static str),
     /// The other end is not who it should be, or does not speak this.
     Refused(io::Error),
+    /// The other end is who it should be, and does not take this one now: why.
+    NotNow(String),
     /// Something here did not work: random numbers, certificates.
     Local(String),
 }
@@ -59,6 +63,7 @@ impl fmt::Display for Error {
         match self {
             Self::Line(why) => f.write_str(why),
             Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
+            Self::NotNow(why) => write!(f, "the other machine does not take this one now: {why}"),
             Self::Local(why) => f.write_str(why),
         }
     }
@@ -75,7 +80,7 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 /// The end that takes a machine in.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Receiver {
     config: Arc<ServerConfig>,
     line: Line,
@@ -180,14 +185,31 @@ impl Receiver {
     ///
     /// # Errors
     /// If it was not given the line.
-    pub fn accept<S: Read + Write>(&self, mut socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
+    pub fn accept<S: Read + Write>(&self, socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
+        self.answer(socket, &[WELCOME])
+    }
+
+    /// Tells a sender that it is not taken now, and why: at most 255 bytes of it.
+    ///
+    /// # Errors
+    /// If it was not given the line: then it is told nothing.
+    pub fn turn_away<S: Read + Write>(&self, socket: S, why: &str) -> Result<(), Error> {
+        let why = &why.as_bytes()[..why.len().min(usize::from(u8::MAX))];
+        self.answer(socket, &[&[NOT_NOW, why.len() as u8], why].concat()).map(drop)
+    }
+
+    fn answer<S: Read + Write>(
+        &self,
+        mut socket: S,
+        answer: &[u8],
+    ) -> Result<StreamOwned<ServerConnection, S>, Error> {
         let mut connection = ServerConnection::new(Arc::clone(&self.config)).map_err(local)?;
         while connection.is_handshaking() {
             connection.complete_io(&mut socket).map_err(Error::Refused)?;
         }
         known(connection.alpn_protocol(), connection.peer_certificates())?;
         let mut session = StreamOwned::new(connection, socket);
-        session.write_all(&WELCOME).and_then(|()| session.flush()).map_err(Error::Refused)?;
+        session.write_all(answer).and_then(|()| session.flush()).map_err(Error::Refused)?;
         Ok(session)
     }
 }
@@ -239,9 +261,21 @@ fn connect_with<S: Read + Write>(
     known(connection.alpn_protocol(), connection.peer_certificates())?;
     let mut session = StreamOwned::new(connection, socket);
     // Whether the receiver has taken this sender is known only when it says something.
-    let mut welcome = [0; WELCOME.len()];
-    session.read_exact(&mut welcome).map_err(Error::Refused)?;
-    if welcome == WELCOME { Ok(session) } else { Err(refused("it does not say that it takes this machine")) }
+    let mut answer = [0];
+    session.read_exact(&mut answer).map_err(Error::Refused)?;
+    match answer[0] {
+        WELCOME => Ok(session),
+        NOT_NOW => Err(why_not_now(&mut session).map_or_else(Error::Refused, Error::NotNow)),
+        _ => Err(refused("it does not say that it takes this machine")),
+    }
+}
+
+fn why_not_now(from: &mut impl Read) -> io::Result<String> {
+    let mut length = [0];
+    from.read_exact(&mut length)?;
+    let mut why = vec![0; usize::from(length[0])];
+    from.read_exact(&mut why)?;
+    Ok(String::from_utf8_lossy(&why).into_owned())
 }
 
 fn refused(why: &'static str) -> Error {

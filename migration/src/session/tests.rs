@@ -219,3 +219,23 @@ fn an_identity_can_be_carried() {
     assert_eq!(Receiver::with(&carried).expect("a receiver").line(), &line);
     assert!(Identity::from_bytes(&identity.to_bytes()[..40]).is_err());
 }
+
+/// Whoever has the line is told why it is not taken now, and nobody else is.
+#[test]
+fn who_comes_second_is_told_why() {
+    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let (_, other) = Receiver::new(HOUR).expect("another one");
+    let why = "x".repeat(300);
+    for (line, is_known) in [(line, true), (other, false)] {
+        let (near, far) = pair();
+        thread::scope(|scope| {
+            let sender = scope.spawn(move || connect_with(config(&line), near).map(drop));
+            assert_eq!(receiver.turn_away(far, &why).is_ok(), is_known);
+            match sender.join().expect("no panic") {
+                Err(Error::NotNow(told)) => assert!(is_known && told == why[..255]),
+                Err(_) => assert!(!is_known),
+                Ok(()) => panic!("let in"),
+            }
+        });
+    }
+}

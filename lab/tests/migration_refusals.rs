@@ -1,0 +1,152 @@
+//! Moves that do not come about: a spare without room, a second move at once, disks that vanish, an operator who thinks better of
+//! it when everything stands still. Whoever is refused is told why, and what ran runs on.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{io::Write, time::Duration};
+
+use mercury_lab::{
+    Kernel, Machine, Result,
+    moving::{LIMIT, Switch, migrate, receive, times, wait_more},
+    restart::nothing_wrong,
+};
+use workloads::{
+    moves::{COMES, Scene, Shared, THROWN, console, disk, fails, goes_on},
+    restart::need_qemu,
+};
+
+/// What is said where another process has the driver.
+const BUSY: &str = "controls Mercury";
+
+/// Refused at once, with its reason, and nothing else has happened.
+fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
+    let output = machine.command(line).timeout(Duration::from_secs(60)).run()?;
+    println!("{line}: {}", output.stderr);
+    assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
+    Ok(())
+}
+
+/// While a machine moves, nothing else that wants to move it, or to move to its spare, gets anywhere, nor disturbs it.
+#[test]
+#[ignore = "long"]
+fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(spare, "10.9.0.3")?;
+    // No room for what waits until the small kernel is gone: said before the first page.
+    let line = migrate(&words, "--pool 8");
+    fails(peer, machine, &line, &["does not take this one", "too little memory is free"])?;
+    assert_eq!(times(spare, COMES), 0);
+
+    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
+    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/daemon 2>&1 &")?;
+    machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
+    let mut first = machine.spawn(&migrate(&words, "--bandwidth 1"))?;
+    wait_more(spare, COMES, 0)?;
+    let again = migrate(&words, "");
+    is_refused(machine, &again, BUSY)?;
+    is_refused(machine, "mercury migrate --dry-run", BUSY)?;
+    is_refused(machine, "mercury checkpoint /run/image", BUSY)?;
+    is_refused(machine, "mercury snapshot", BUSY)?;
+    machine.sh("mercury evacuate --reason errors")?;
+    let said = machine.sh("until mercury evacuate --status | grep 'and has not:' -A5; do sleep 0.2; done")?;
+    println!("{said}");
+    assert!(said.contains(BUSY), "{said}");
+    is_refused(peer, &again, "another machine is on its way there")?;
+    assert!(!first.has_ended()? && times(spare, THROWN) == 0, "{}", first.errors_so_far()?);
+    nothing_wrong(peer)?;
+    machine.sh("pkill -INT -f '^mercury migrate'")?;
+    let output = first.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
+    goes_on(peer, machine)?;
+    wait_more(spare, THROWN, 0)?;
+    machine.sh("pkill -f '^mercury daemon'")?;
+    interrupted_at_the_console(peer, machine, spare, &words)?;
+    machine.check_next_attach()
+}
+
+/// Ctrl-C reaches who moves a machine that stands still: from its terminal, which the kernel looks after.
+fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
+    peer.sh("modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
+             tc qdisc replace dev $port root netem rate 30mbit; done")?;
+    let line = migrate(words, "--rounds 0");
+    let (comes, thrown) = (times(spare, COMES), times(spare, THROWN));
+    let inner = format!("{line} > /run/still 2>&1; echo ended >> /run/still");
+    machine.sh(&format!("setsid -c sh -c '{inner}' < /dev/ttyS0 > /dev/null 2>&1 &"))?;
+    wait_more(spare, COMES, comes)?;
+    // Who is asked does not answer any more.
+    let stands = (0..60).any(|_| machine.command("true").timeout(Duration::from_secs(1)).run().is_err());
+    assert!(stands, "it never stands still: {}", machine.sh("cat /run/still")?);
+    console(machine)?.write_all(b"\x03").unwrap();
+    machine.command("until grep -q ended /run/still; do sleep 0.1; done").timeout(LIMIT).run()?.check()?;
+    let said = machine.sh("cat /run/still")?;
+    println!("{said}");
+    assert!(said.contains("applications stand still now"), "{said}");
+    assert!(said.contains("interrupted: the machine has not moved"), "{said}");
+    wait_more(spare, THROWN, thrown)?;
+    peer.sh("for port in $(ls /sys/class/net/switch/brif); do tc qdisc del dev $port root; done")?;
+    machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
+    goes_on(peer, machine)
+}
+
+/// A disk that both reach, and that one of them does not reach any more when it matters.
+#[test]
+#[ignore = "long"]
+fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
+    const DISKS: [&str; 2] = ["first", "second"];
+    need_qemu()?;
+    let shared = Shared::new(&DISKS);
+    let plug = |spec| shared.plug(&DISKS, spec);
+    let Scene { switch: Switch { peer, .. }, machine, spare } =
+        &Scene::changed(Kernel::BookwormCloud, 2, [768; 2], plug)?;
+    let [first, second] = DISKS.map(|name| disk(machine, name).unwrap());
+    for disk in [&first, &second] {
+        machine.sh(&format!("mkfs.ext4 -q {disk}"))?;
+    }
+    machine.sh(&format!("mount {first} /mnt; echo before > /mnt/file; sync"))?;
+    let words = receive(spare, "10.9.0.3")?;
+    let line = migrate(&words, "--bandwidth 4 --rounds 2");
+
+    // At the spare, when it has looked for it already.
+    let moving = machine.spawn(&line)?;
+    wait_more(spare, COMES, 0)?;
+    println!("{}", spare.qmp()?.human("drive_del first")?);
+    let output = moving.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(!output.success(), "{}", output.stderr);
+    assert!(
+        output.stderr.contains("the other machine has given up: the disks here are not"),
+        "{}",
+        output.stderr
+    );
+    assert!(output.stderr.contains("/mnt"), "{}", output.stderr);
+    goes_on(peer, machine)?;
+    machine.sh("grep -x before /mnt/file; echo after > /mnt/file; sync; umount /mnt")?;
+
+    // Here, while rounds run.
+    machine.sh(&format!("mount {second} /mnt; echo before > /mnt/file; sync"))?;
+    let moving = machine.spawn(&line)?;
+    wait_more(spare, COMES, 1)?;
+    println!("{}", machine.qmp()?.human("drive_del second")?);
+    let output = moving.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(!output.success() && output.stderr.contains("/mnt"), "{}", output.stderr);
+    machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
+    wait_more(spare, THROWN, 1)?;
+    goes_on(peer, machine)?;
+    machine.sh("umount -l /mnt")?;
+
+    // A move that comes while an image is being written. Nobody waits where it would go to.
+    let (_, key) = words.split_once(' ').unwrap();
+    let writes = machine.spawn(&format!("mercury checkpoint --overwrite {first}"))?;
+    let nowhere = migrate(&format!("10.9.0.1:9 {key}"), "");
+    let tries =
+        format!("for i in $(seq 300); do {nowhere} 2>&1 | grep '{BUSY}' && exit; sleep 0.1; done; exit 1");
+    println!("{}", machine.command(&tries).timeout(LIMIT).run()?.check()?.stdout);
+    println!("{:?}", writes.wait(LIMIT)?);
+    goes_on(peer, machine)?;
+    machine.check_next_attach()
+}

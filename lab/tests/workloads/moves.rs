@@ -1,0 +1,165 @@
+//! A machine that moves, for the tests of that: its files are on another one, which is also the switch and talks to it; and a
+//! spare.
+
+use std::{fs, io::Write, net::TcpStream, path::PathBuf, thread, time::Duration};
+
+use mercury_lab::{
+    Kernel, Machine, Result, Spec,
+    moving::{GOES_ON, LIMIT, PEER, Switch, arrives, free_port, migrate, plug_in, receive, said, times},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, HEAR, TALK},
+        start,
+    },
+};
+use serde_json::json;
+
+/// One machine with all its files on another, and a spare.
+pub struct Scene {
+    pub switch: Switch,
+    pub machine: Machine,
+    pub spare: Machine,
+}
+
+impl Scene {
+    /// The machines' kernel; both have the same processors and devices.
+    pub fn new(kernel: Kernel, cpus: u32, memory_mib: u32) -> Result<Self> {
+        Self::with(kernel, cpus, [memory_mib; 2])
+    }
+
+    pub fn with(kernel: Kernel, cpus: u32, memory_mib: [u32; 2]) -> Result<Self> {
+        Self::changed(kernel, cpus, memory_mib, |spec| spec)
+    }
+
+    /// Both with something more.
+    pub fn changed(
+        kernel: Kernel,
+        cpus: u32,
+        memory_mib: [u32; 2],
+        change: impl Fn(Spec) -> Spec,
+    ) -> Result<Self> {
+        let switch = Switch::boot()?;
+        let machine = switch.boot_moving(change(switch.plugged(kernel, cpus, memory_mib[0], 2)))?;
+        let spare = switch.boot_other(change(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
+        plug_in(&spare, "10.9.0.3")?;
+        start(&machine, "clock", CLOCK, "")?;
+        start(&machine, "talk", TALK, PEER)?;
+        start(&machine, "hear", HEAR, "")?;
+        switch.tell()?;
+        machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+        Ok(Self { switch, machine, spare })
+    }
+}
+
+/// What the spare says on its console.
+pub const COMES: &str = "mercury: a machine comes";
+pub const THROWN: &str = "was thrown away";
+
+/// The machine moves to the spare, which is it then.
+pub fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
+    let boots = spare.boots();
+    let key = receive(spare, address)?;
+    moves_by(peer, machine, spare, (&key, boots), options)
+}
+
+/// To one that waits already, and had booted so often before.
+pub fn moves_by(
+    peer: &Machine,
+    machine: &Machine,
+    spare: &Machine,
+    (key, boots): (&str, u32),
+    options: &str,
+) -> Result<()> {
+    let id = boot_id(machine)?;
+    let before = times(spare, GOES_ON);
+    let mut moving = machine.spawn(&migrate(key, options))?;
+    if !arrives(machine, spare, before, &mut moving)? {
+        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+    }
+    let ended = machine.wait_shutdown(Duration::from_secs(30));
+    println!("{}", said(machine));
+    if ended.is_err() {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
+    }
+    ended?;
+    spare.wait_other(boots)?;
+    is_well(spare, &id)?;
+    goes_on(peer, spare)
+}
+
+/// Native, at work, and everybody it talks to content.
+pub fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
+    let status = machine.sh("mercury status --json")?;
+    assert!(!status.contains("\"attached\""), "{status}");
+    for work in ["talk", "hear"] {
+        comes_further(machine, work, count(machine, work)? + 5)?;
+    }
+    nothing_wrong(peer)
+}
+
+/// The move fails, and the machine goes on as if nothing had been tried.
+pub fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
+    let output = machine.command(line).timeout(LIMIT).run()?;
+    println!("{}", output.stderr);
+    for reason in reasons {
+        assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
+    }
+    machine.sh("! ls /sys/fs/cgroup | grep mercury; ls /")?;
+    goes_on(peer, machine)
+}
+
+/// The console, which nothing is connected to otherwise.
+pub fn console(machine: &Machine) -> Result<TcpStream> {
+    let port = free_port()?;
+    let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
+    let socket =
+        json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
+    let backend = json!({"type": "socket", "data": socket});
+    machine.qmp()?.execute("chardev-change", json!({"id": "console", "backend": backend}))?;
+    Ok(TcpStream::connect(("127.0.0.1", port)).unwrap())
+}
+
+/// Types at the console.
+pub fn type_in(machine: &Machine, text: &str) -> Result<()> {
+    console(machine)?.write_all(text.as_bytes()).unwrap();
+    thread::sleep(Duration::from_secs(1));
+    Ok(())
+}
+
+/// Files on this host, which are disks of more than one machine.
+pub struct Shared(PathBuf);
+
+impl Shared {
+    pub fn new(names: &[&str]) -> Self {
+        let folder = std::env::temp_dir().join(format!("mercury-shared-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        for name in names {
+            fs::File::create(folder.join(name)).unwrap().set_len(64 << 20).unwrap();
+        }
+        Self(folder)
+    }
+
+    pub fn plug(&self, names: &[&str], spec: Spec) -> Spec {
+        names.iter().fold(spec, |spec, name| {
+            let file = self.0.join(name);
+            let file = file.display();
+            spec.qemu_arg("-drive")
+                .qemu_arg(&format!(
+                    "if=none,id={name},file={file},format=raw,file.locking=off,cache=writethrough"
+                ))
+                .qemu_arg("-device")
+                .qemu_arg(&format!("virtio-blk-pci,drive={name},serial={name}"))
+        })
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A disk's name in a machine.
+pub fn disk(machine: &Machine, serial: &str) -> Result<String> {
+    machine.sh(&format!("echo /dev/$(grep -lx {serial} /sys/block/*/serial | cut -d/ -f4)"))
+}
