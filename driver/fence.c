@@ -120,7 +120,10 @@ static unsigned int pass(void *unused, struct sk_buff *skb, const struct nf_hook
 		return NF_ACCEPT;
 	if (device && device->flags & IFF_LOOPBACK)
 		return NF_ACCEPT;
-	if (is_let_through(skb, incoming, version) || (version == 6 && is_discovery(skb)))
+	if (is_let_through(skb, incoming, version))
+		return NF_ACCEPT;
+	/* Behind the commit another machine may have the addresses: nobody asks any more, or answers. */
+	if (version == 6 && !READ_ONCE(fence.stays) && is_discovery(skb))
 		return NF_ACCEPT;
 	/* Lost on the way, as it seems to whoever sent it: not refused. */
 	atomic64_inc(&fence.stopped);

@@ -13,6 +13,7 @@ use mercury_hosted::{
     devices::{Forward, Mac, Uplink},
     gdb::{Address, GdbOption},
 };
+use mercury_migration::streams::STREAMS_MAX;
 use std::{ffi::OsString, path::PathBuf};
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
@@ -112,6 +113,17 @@ pub enum Command {
         console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there."
     )]
     Migrate(MigrateArgs),
+    /// Show the mark that keeps a system which has moved from starting here, and clear it
+    #[command(
+        long_about = "Shows the mark that keeps a system which has moved from starting here again: after a power cut this machine \
+        would otherwise start from disks that it shares with the one that it moved to. A system that comes back by `mercury \
+        migrate` clears it. --clear is for one that will not: only if it does not run elsewhere, and never will.\n\nThe mark is a \
+        variable of the firmware's (UEFI). For a machine without UEFI --prepare makes a file for it on a local disk, such as \
+        /boot/mercury.mark; have the initial RAM disk know it then (update-initramfs -u).\n\nAt a start, on the kernel's command \
+        line: mercury.mark=clear starts the system and clears the mark, mercury.mark=ignore starts it and leaves the mark, \
+        mercury.mark=poweroff powers off at once if there is one."
+    )]
+    Mark(MarkArgs),
     /// Move this machine to another one, and back when its own hardware has been seen to
     #[command(
         long_about = "Moves this machine to another one that waits in `mercury receive`, as `mercury migrate` does, and \
@@ -395,6 +407,23 @@ pub struct ReceiveArgs {
     pub module: ModuleArgs,
 }
 
+/// Arguments of mark.
+#[derive(Debug, Args)]
+pub struct MarkArgs {
+    /// Clear it: the system does not run elsewhere, and never will
+    #[arg(long)]
+    pub clear: bool,
+    /// Make a file on a local disk for it, where a starting system finds it
+    #[arg(long, value_name = "FILE", conflicts_with = "clear")]
+    pub prepare: Option<PathBuf>,
+    /// This is an initial RAM disk: look, and return only if the system may start
+    #[arg(long, hide = true, conflicts_with_all = ["clear", "prepare"])]
+    pub at_boot: bool,
+    /// Write what an initial RAM disk has to know into this folder
+    #[arg(long, hide = true, value_name = "FOLDER", conflicts_with_all = ["clear", "prepare", "at_boot"])]
+    pub initramfs: Option<PathBuf>,
+}
+
 /// Arguments of maintenance.
 #[derive(Debug, Args)]
 pub struct MaintenanceArgs {
@@ -472,6 +501,10 @@ pub struct MigrateArgs {
     /// Send no more than this in a second while everything runs, in MiB
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub bandwidth: Option<u64>,
+    /// By how many connections pages go, each of which is encrypted and decrypted by itself; 1 to 16 [default: as many as
+    /// there are CPUs, and 4 at most]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=i64::from(STREAMS_MAX)))]
+    pub streams: Option<u32>,
     /// TCP's congestion control for the connection, one of the kernel's: bbr goes on over a link that loses packets
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
@@ -482,8 +515,8 @@ pub struct MigrateArgs {
     /// Move although devices write to memory where the driver cannot see it
     #[arg(long)]
     pub force_devices: bool,
-    /// Move although nothing outlasts a power cut that keeps this machine from booting while it runs at the other one: see to it
-    /// that it does not start by itself
+    /// Move although nothing that outlasts a power cut will keep this machine from starting while it runs at the other one: see to
+    /// it that it does not start by itself when its power comes back
     #[arg(long)]
     pub without_mark: bool,
     /// How hard to compress: zstd's levels
@@ -495,6 +528,9 @@ pub struct MigrateArgs {
     /// At the end, read what is not in the log of writes as well, and count what should have been
     #[arg(long, hide = true)]
     pub verify_log: bool,
+    /// Hold still at this step for a while, so that a test can have something fail there
+    #[arg(long, hide = true, value_name = "STEP")]
+    pub pause_at: Option<String>,
     /// At the end, read all that was not free, and compare it with hashes that the hypervisor has made at the instant: for a driver
     /// with fault points
     #[arg(long, hide = true)]

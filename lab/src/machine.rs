@@ -109,6 +109,18 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
     }
 
+    /// Cuts the power if it is still on, and starts another system on the disks as they are, in which nobody answers yet: a
+    /// spare. What comes to it later may have the agent in it.
+    ///
+    /// # Errors
+    /// If the emulator does not start.
+    pub fn start_spare(self, other: &Boot) -> Result<Self> {
+        let _ = self.power_cut();
+        let Self { spec, mut start, link, kernel, _slot, .. } = self;
+        other.replace(&mut start.arguments);
+        Prepared { spec, start, scene: link.scene }.start_silent(_slot, kernel)
+    }
+
     /// Cuts the power if it is still on, and starts the machine as its owner would: its firmware finds a boot loader on this
     /// disk. So does each start from now on.
     ///
@@ -680,6 +692,22 @@ impl Prepared {
         })
     }
 
+    /// Nobody is waited for.
+    fn start_silent(self, slot: Option<Reservation>, kernel: String) -> Result<Machine> {
+        let mut process = Emulator(Mutex::new(self.start_emulator()?));
+        let (qmp, client) = self.reach(process.0.get_mut().unwrap_or_else(PoisonError::into_inner))?;
+        Ok(Machine {
+            link: Link { client: Arc::new(client), scene: self.scene },
+            spec: self.spec,
+            start: self.start,
+            process,
+            qmp,
+            kernel,
+            boot_time: Duration::ZERO,
+            _slot: slot,
+        })
+    }
+
     fn meaning_of(&self, status: ExitStatus) -> ExitStatus {
         meaning_of(self.spec.platform, &self.scene, status)
     }
@@ -701,7 +729,8 @@ impl Prepared {
         start_emulator(&self.scene, &self.spec, &self.start.program, &self.start.arguments)
     }
 
-    fn connect(&self, process: &mut Child, ask: &impl Fn(&Client) -> Result<()>) -> Result<Connected> {
+    /// The ways into a machine, whoever answers there.
+    fn reach(&self, process: &mut Child) -> Result<(Option<Qmp>, Client)> {
         let qmp = match self.spec.platform {
             Platform::Qemu => {
                 let monitor = self.connect_socket(process, |scene| scene.connect(file::MONITOR))?;
@@ -713,7 +742,11 @@ impl Prepared {
             AgentSocket::Unix(name) => self.connect_socket(process, |scene| scene.connect(name))?.into(),
             AgentSocket::Tcp(listener) => self.connect_socket(process, |_| accept(listener))?.into(),
         };
-        let client = Client::new(agent)?;
+        Ok((qmp, Client::new(agent)?))
+    }
+
+    fn connect(&self, process: &mut Child, ask: &impl Fn(&Client) -> Result<()>) -> Result<Connected> {
+        let (qmp, client) = self.reach(process)?;
         let hello = wait_for("the machine to boot", patient(self.spec.boot_limit), || {
             refuse_ended(process)?;
             ask(&client)?;

@@ -119,6 +119,9 @@ struct MovesArgs {
     /// With --migration: how often
     #[arg(long, default_value_t = 12, requires = "migration")]
     moves: u64,
+    /// With --migration: begin no more moves after so many minutes
+    #[arg(long, requires = "migration")]
+    minutes: Option<u64>,
     /// With --migration: processors of the machine that moves
     #[arg(long, default_value_t = 2, requires = "migration")]
     cpus: u32,
@@ -129,7 +132,7 @@ struct MovesArgs {
     #[arg(long, default_value = "bookworm-cloud", requires = "migration")]
     kernel: Kernel,
     /// With --migration: move nothing; write docs/soak-migration.md, and the figures, of all runs so far
-    #[arg(long, requires = "migration", conflicts_with_all = ["moves", "cpus", "memory", "kernel"])]
+    #[arg(long, requires = "migration", conflicts_with_all = ["moves", "minutes", "cpus", "memory", "kernel"])]
     page: bool,
 }
 
@@ -139,7 +142,8 @@ impl MovesArgs {
             return soak::migration::write_page();
         }
         let Self { kernel, cpus, memory: memory_mib, moves, .. } = self;
-        soak::migration::command(soak::migration::Plan { kernel, cpus, memory_mib, moves })
+        let time = self.minutes.map(|minutes| Duration::from_secs(60 * minutes));
+        soak::migration::command(soak::migration::Plan { kernel, cpus, memory_mib, moves, time })
     }
 }
 

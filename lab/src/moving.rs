@@ -3,6 +3,8 @@
 
 use std::{net::TcpListener, thread, time::Duration};
 
+use serde_json::json;
+
 use crate::{
     command::{Background, patient},
     driver::Variant,
@@ -103,7 +105,7 @@ impl Switch {
     /// # Errors
     /// If it does not come up.
     pub fn boot_moving(&self, spec: Spec) -> Result<Machine> {
-        Machine::boot_reserved(spec.kernel_arg(&format!("lab.nfs={PEER},{MOVING}")), &self.slots)
+        Machine::boot_reserved(moving(spec), &self.slots)
     }
 
     /// Boots any other one.
@@ -121,6 +123,12 @@ impl Switch {
     pub fn tell(&self) -> Result<()> {
         start(&self.peer, "tell", TELL, MOVING)
     }
+}
+
+/// The machine that moves: its root is the switch's.
+#[must_use]
+pub fn moving(spec: Spec) -> Spec {
+    spec.kernel_arg(&format!("lab.nfs={PEER},{MOVING}"))
 }
 
 /// How often a machine's console has said something.
@@ -219,4 +227,12 @@ pub fn migrate(words: &str, options: &str) -> String {
 pub fn said(machine: &Machine) -> String {
     let log = machine.serial_log();
     log.lines().filter(|line| line.contains("mercury migrate")).collect::<Vec<_>>().join("\n")
+}
+
+/// Pulls the cable of a machine's card, that with this number, or puts it in again.
+///
+/// # Errors
+/// If the emulator has none.
+pub fn plug(machine: &Machine, id: u8, is_in: bool) -> Result<()> {
+    machine.qmp()?.execute("set_link", json!({"name": format!("cable{id}"), "up": is_in})).map(drop)
 }

@@ -44,6 +44,10 @@ pub mod script {
     pub const CLIENT: &str = include_str!("../guest/restart/client");
     /// An NFS server for the machine's own root.
     pub const EXPORTS: &str = include_str!("../guest/restart/exports");
+    /// A server of a disk, by NBD.
+    pub const BLOCKS: &str = include_str!("../guest/restart/blocks");
+    /// Attaches that.
+    pub const ATTACH_BLOCKS: &str = include_str!("../guest/restart/attach_blocks");
     /// Memory that not even the kernel has mapped.
     pub const SECRET: &str = include_str!("../guest/restart/secret");
     /// A long computation.

@@ -5,16 +5,19 @@
 
 mod workloads;
 
-use std::{io::Write, thread, time::Duration};
+use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, MachineCheck, Result,
+    Kernel, MachineCheck, Result,
     moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
-    restart::{boot_id, comes_further, count, is_well, nothing_wrong, start},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{ECHO, TALK},
+        start,
+    },
 };
-use serde_json::json;
 use workloads::{
-    moves::{COMES, Scene, THROWN, console, fails, goes_on, moves, moves_by, type_in},
+    moves::{COMES, Scene, THROWN, fails, goes_on, kill_somebody, moves, moves_by, type_in},
     restart::need_qemu,
 };
 
@@ -35,7 +38,8 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
     // An emulator never keeps to the limit, and nobody writes so much that it would be for that.
-    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0")?;
+    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0 --streams 3")?;
+    spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
     let said_there = said(&machine);
     assert!(said_there.contains("found by a log of writes"), "{said_there}");
     assert!(said_there.contains("not in the log of writes, of which 0 should have been"), "{said_there}");
@@ -215,16 +219,6 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.
-fn kill_somebody(machine: &Machine) -> Result<()> {
-    let mut console = console(machine)?;
-    machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
-    thread::sleep(Duration::from_millis(300));
-    console.write_all(b"f").unwrap();
-    thread::sleep(Duration::from_secs(1));
-    Ok(())
-}
-
 /// The other machine dies when it has been told to start, and nobody can know whether it has: this one stands still, says
 /// so, and goes on when an operator has looked.
 #[test]
@@ -295,6 +289,56 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     assert!(output.stderr.contains("its operator wanted it so"), "{}", output.stderr);
     goes_on(peer, machine)?;
     machine.check_next_attach()
+}
+
+/// One of the streams that pages go by breaks: nothing has happened, and by the same line the machine is taken afterwards.
+#[test]
+#[ignore = "long"]
+fn a_stream_that_breaks_changes_nothing() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let boots = spare.boots();
+    let words = receive(spare, "10.9.0.3")?;
+    machine.sh("modprobe -a inet_diag tcp_diag")?;
+    let moving = machine.spawn(&migrate(&words, "--bandwidth 1 --streams 3"))?;
+    spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
+    let said_there = spare.serial_log();
+    let port =
+        said_there.split(" is connected: stream 2 of 3").next().and_then(|said| said.rsplit(':').next());
+    machine.sh(&format!("sleep 2; ss -K -t -n sport = :{} | grep 10.9.0.3:4747", port.unwrap()))?;
+    let output = moving.wait(LIMIT)?;
+    println!("{}{}", output.stderr, said(spare));
+    assert!(!output.success(), "{}", output.stderr);
+    machine.sh("! ls /sys/fs/cgroup | grep mercury; ! ss -t -n | grep 4747")?;
+    goes_on(peer, machine)?;
+    wait_more(spare, THROWN, 0)?;
+    moves_by(peer, machine, spare, (&words, boots), "--streams 3 --rounds 0")?;
+    spare.check_next_attach()
+}
+
+/// A VLAN on the machine's card, and IPv6: connections by both go along, and neighbours are told where both are.
+#[test]
+#[ignore = "long"]
+fn a_vlan_and_ipv6_go_along() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    peer.sh("modprobe 8021q; ip link add link switch name seven type vlan id 7; ip link set seven up; \
+         ip address add 10.9.7.1/24 dev seven; ip address add fd09::1/64 dev switch nodad")?;
+    let by_six =
+        "import socketserver, socket\nsocketserver.ThreadingTCPServer.address_family = socket.AF_INET6";
+    start(peer, "echo_six", &format!("{by_six}\n{}", ECHO.replace(", 7)", ", 8)")), "")?;
+    machine.sh("modprobe 8021q; card=$(ls /sys/class/net | grep -v lo | head -1); \
+         ip link add link $card name seven type vlan id 7; ip link set seven up; \
+         ip address add 10.9.7.2/24 dev seven; ip address add fd09::2/64 dev $card nodad")?;
+    start(machine, "talk_vlan", TALK, "10.9.7.1")?;
+    start(machine, "talk_six", &TALK.replace(", 7)", ", 8)"), "fd09::1")?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    println!("{}", peer.sh("ip neighbour")?);
+    for (work, address) in [("talk_vlan", "10.9.7.2"), ("talk_six", "fd09::2")] {
+        comes_further(spare, work, count(spare, work)? + 5)?;
+        peer.sh(&format!("ip neighbour show {address} | grep -i 52:54:00:09:00:03"))?;
+    }
+    spare.check_next_attach()
 }
 
 /// Ctrl-C in the rounds; the other machine dies in the rounds, and when everything stands still; the machine goes on.

@@ -133,5 +133,5 @@ fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn a_database_moves_and_comes_back() -> Result<()> {
-    run(Plan { kernel: Kernel::BookwormCloud, cpus: 2, memory_mib: 512, moves: 2 })?.check()
+    run(Plan { kernel: Kernel::BookwormCloud, cpus: 2, memory_mib: 512, moves: 2, time: None })?.check()
 }

@@ -56,6 +56,7 @@ enum Item {
     Say(Word, Vec<u8>),
     Round,
     Pages(Pages),
+    Proof([u8; 32]),
 }
 
 fn items() -> impl Strategy<Value = Vec<Item>> {
@@ -65,7 +66,9 @@ fn items() -> impl Strategy<Value = Vec<Item>> {
         Just(Item::Round),
         pages().prop_map(Item::Pages),
     ];
-    proptest::collection::vec(item, 0..8)
+    let proof = any::<Option<[u8; 32]>>().prop_map(|proof| proof.map(Item::Proof));
+    (proof, proptest::collection::vec(item, 0..8))
+        .prop_map(|(proof, items)| proof.into_iter().chain(items).collect())
 }
 
 fn written(items: &[Item]) -> (Vec<u8>, Vec<Frame>) {
@@ -84,6 +87,10 @@ fn written(items: &[Item]) -> (Vec<u8>, Vec<Frame>) {
         Item::Pages(pages) => {
             writer.pages(&pages.pack(1).expect("packed")).expect("written");
             Frame::Pages(pages.clone())
+        }
+        Item::Proof(proof) => {
+            writer.prove(proof).expect("shown");
+            Frame::Proof(*proof)
         }
     });
     let frames = frames.collect();
@@ -169,7 +176,7 @@ proptest! {
 
     /// Frames whose checksum is right and whose payload is anything at all.
     #[test]
-    fn no_payload_is_believed(kind in 1..5_u32, payload in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn no_payload_is_believed(kind in 1..6_u32, payload in proptest::collection::vec(any::<u8>(), 0..300)) {
         let (found, error) = read(&forged(kind, payload.len() as u32, &payload));
         prop_assert!(error.is_some() || found.len() == 1);
     }
@@ -266,6 +273,29 @@ fn frames_are_of_one_place() {
     assert_eq!(what, "stream 3, frame 1 at byte 97: it is not the frame that belongs here");
 }
 
+/// A proof is shown once, first, and by no stream that is the first one.
+#[test]
+fn proofs_have_their_place() {
+    let prove = |stream, first: bool| {
+        let mut writer = Writer::begin(Vec::new(), ATTEMPT, stream).expect("begun");
+        if !first {
+            writer.round(0).expect("written");
+        }
+        writer.prove(&[5; 32]).expect("shown");
+        let bytes = writer.into_inner();
+        let mut reader = Reader::open(&bytes[..]).expect("a stream");
+        assert_eq!(reader.stream(), stream);
+        if !first {
+            reader.next_frame().expect("a round");
+        }
+        reader.next_frame().map_err(|error| error.to_string())
+    };
+    assert_eq!(prove(1, true), Ok(Some(Frame::Proof([5; 32]))));
+    for (stream, first) in [(0, true), (1, false)] {
+        assert!(prove(stream, first).expect_err("taken").ends_with("it is no proof's place"));
+    }
+}
+
 #[test]
 fn rounds_follow_each_other() {
     let mut writer = Writer::begin(Vec::new(), ATTEMPT, 3).expect("begun");
@@ -280,7 +310,7 @@ fn rounds_follow_each_other() {
 fn versions_are_named() {
     let (mut bytes, _) = written(&[]);
     bytes[8] = 9;
-    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 1");
+    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 2");
 }
 
 /// The digest is that of the last of each page, wherever it came in between, and of where it lies.

@@ -82,6 +82,14 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     Ok(mounts)
 }
 
+/// All disks that are real devices, whether something of them is mounted or not.
+#[must_use]
+pub fn real(sysroot: &Sysroot) -> Vec<PathBuf> {
+    let mut names = sysroot.names("sys/block");
+    names.retain(|name| sysroot.exists(&format!("sys/block/{name}/device")));
+    names.iter().map(|name| Path::new("/dev").join(name)).collect()
+}
+
 /// The kernel's own name for a device that is mounted by a name which is none: `/dev/root`, or one that was relative.
 fn find_device(mount: &mut Mounted, sysroot: &Sysroot) {
     let event = sysroot.text(&format!("sys/dev/block/{}/uevent", mount.number)).unwrap_or_default();
@@ -116,6 +124,14 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
         format!("file systems are mounted where this command cannot hold them still: {}", found.join(", "));
     Err(Error::new(Exit::Impossible, text)
         .hint("stop those processes, or mount the file systems in the system's own namespace as well"))
+}
+
+/// Those on disks that do not go along with a machine that moves ([`reachable::goes_along`]): where it goes on they must be
+/// there, and as they were.
+#[must_use]
+pub fn to_be_compared(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<Mounted> {
+    let stays = |mount: &&Mounted| !reachable::goes_along(&mount.device, sysroot);
+    mounts.iter().filter(stays).cloned().collect()
 }
 
 /// Refuses if others are mounted than before.

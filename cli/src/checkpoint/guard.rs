@@ -205,10 +205,13 @@ pub fn run() -> Exit {
     });
     let (steps, broken) = to_undo(&lines, SILENCE);
     if !broken && let Some(parent) = rustix::process::getppid() {
-        eprintln!("mercury: the command does not get on; what it held still is released");
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
     undo_all(steps, THAW_PATIENCE, &reach);
+    if !broken {
+        // Last: whoever reads it may have stood still.
+        eprintln!("mercury: the command did not get on; what it held still was released");
+    }
     Exit::Done
 }
 
@@ -290,7 +293,8 @@ mod tests {
     /// is not asked again.
     #[test]
     fn a_move_that_was_committed_is_decided_first() {
-        let doubt = Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new() };
+        let doubt =
+            Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
         let steps = [Undo::Detach, Undo::Unfreeze("/a".into()), Undo::Open, Undo::Decide(Box::new(doubt))];
         let texts: Vec<_> = steps.iter().map(|undo| serde_json::to_string(undo).expect("JSON")).collect();
         let (sender, lines) = channel();

@@ -1,5 +1,8 @@
 //! Which disks the small system that restores comes to: those that the drivers of this machine's cards find by themselves. It
 //! puts nothing together, and logs in nowhere.
+//!
+//! A machine that moves brings its connections along, those to its disks' servers too: what it has of such a disk goes on
+//! where it has arrived, as a file of NFS's does. The small system need not come to it.
 
 use crate::sysroot::Sysroot;
 use rustix::fs::{major, minor};
@@ -13,13 +16,36 @@ use std::{
 #[must_use]
 pub fn obstacle(device: &Path, sysroot: &Sysroot) -> Option<String> {
     const COMPOSED: &str = "is made of other devices";
-    let Ok(found) = fs::metadata(device) else { return Some(COMPOSED.into()) };
-    let link = format!("sys/dev/block/{}:{}", major(found.rdev()), minor(found.rdev()));
-    let folder = fs::canonicalize(sysroot.path(&link)).unwrap_or_default();
+    if fs::metadata(device).is_err() {
+        return Some(COMPOSED.into());
+    }
+    let folder = folder(device, sysroot).unwrap_or_default();
     if folder.to_string_lossy().contains("/devices/virtual/block/") {
         return Some(COMPOSED.into());
     }
     network(&folder).map(|network| format!("is a disk on a network ({network})"))
+}
+
+/// Whether a device is reached by a TCP connection that the kernel alone holds, and that goes along with a machine that moves:
+/// NVMe over TCP, and NBD unless a process waits in it. Who stands still gives that up.
+#[must_use]
+pub fn goes_along(device: &Path, sysroot: &Sysroot) -> bool {
+    let Some(folder) = folder(device, sysroot) else { return false };
+    folder.ancestors().any(|above| {
+        let name = above.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.starts_with("nbd") {
+            let holder = fs::read_to_string(above.join("pid"));
+            return holder.is_ok_and(|pid| !sysroot.exists(&format!("proc/{}", pid.trim())));
+        }
+        name.starts_with("nvme") && transports(above).is_some_and(|all| all.iter().all(|one| one == "tcp"))
+    })
+}
+
+/// A device's folder in /sys/devices.
+fn folder(device: &Path, sysroot: &Sysroot) -> Option<PathBuf> {
+    let found = fs::metadata(device).ok()?;
+    let link = format!("sys/dev/block/{}:{}", major(found.rdev()), minor(found.rdev()));
+    fs::canonicalize(sysroot.path(&link)).ok()
 }
 
 /// The network that a device's folder in /sys/devices hangs on.
@@ -37,11 +63,17 @@ fn network(folder: &Path) -> Option<String> {
 
 /// How an NVMe controller is reached, or all those of a subsystem are, if it is not by PCI.
 fn fabric(folder: &Path) -> Option<String> {
+    let found = transports(folder)?;
+    found.iter().all(|transport| transport != "pcie").then(|| format!("NVMe, {}", found[0]))
+}
+
+/// How the controllers of a folder are reached, if there are any: it is one's, or a subsystem's with several in it.
+fn transports(folder: &Path) -> Option<Vec<String>> {
     let transport = |folder: PathBuf| fs::read_to_string(folder.join("transport")).ok();
     let below = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let mut found = std::iter::once(folder.to_owned()).chain(below).filter_map(transport).peekable();
-    let first = found.peek()?.trim().to_owned();
-    found.all(|transport| transport.trim() != "pcie").then(|| format!("NVMe, {first}"))
+    let found = std::iter::once(folder.to_owned()).chain(below).filter_map(transport);
+    let found: Vec<_> = found.map(|transport| transport.trim().to_owned()).collect();
+    (!found.is_empty()).then_some(found)
 }
 
 #[cfg(test)]
@@ -51,6 +83,10 @@ mod tests {
 
     /// What is said of a device whose folder in /sys/devices is this, with these files there.
     fn of(folder: &str, files: &[(&str, &str)]) -> Option<String> {
+        with(folder, files, obstacle)
+    }
+
+    fn with<T>(folder: &str, files: &[(&str, &str)], say: fn(&Path, &Sysroot) -> T) -> T {
         let root = tempfile::tempdir().expect("a folder");
         let devices = root.path().join("sys/devices");
         fs::create_dir_all(devices.join(folder)).expect("folders");
@@ -64,7 +100,7 @@ mod tests {
         let number = fs::metadata("/dev/null").expect("a device").rdev();
         let link = format!("sys/dev/block/{}:{}", major(number), minor(number));
         symlink(devices.join(folder), root.path().join(link)).expect("a link");
-        obstacle(Path::new("/dev/null"), &Sysroot::at(root.path()))
+        say(Path::new("/dev/null"), &Sysroot::at(root.path()))
     }
 
     #[test]
@@ -98,6 +134,21 @@ mod tests {
         let found = of(&format!("{ctl}/nvme1n1"), &[(&format!("{ctl}/transport"), "tcp\n")]);
         assert_eq!(found.as_deref(), Some("is a disk on a network (NVMe, tcp)"));
         assert_eq!(of("rbd/0/block/rbd0", &[]).as_deref(), Some("is a disk on a network (Ceph)"));
+    }
+
+    #[test]
+    fn connections_of_the_kernel_s_go_along() {
+        let along = |folder: &str, files: &[(&str, &str)]| with(folder, files, goes_along);
+        let (nbd, pid) = ("virtual/block/nbd0/nbd0p1", "virtual/block/nbd0/pid");
+        assert!(along(nbd, &[(pid, "77\n")]), "who made it is gone");
+        assert!(!along(nbd, &[(pid, "77\n"), ("../../proc/77/stat", "")]), "somebody holds it");
+        assert!(!along(nbd, &[]), "it is not connected");
+        let ctl = "virtual/nvme-fabrics/ctl/nvme1";
+        let nvme = |transport| along(&format!("{ctl}/nvme1n1"), &[(&format!("{ctl}/transport"), transport)]);
+        assert!(nvme("tcp\n") && !nvme("rdma\n"));
+        let local = "pci0000:00/0000:00:02.0/nvme/nvme0";
+        assert!(!along(&format!("{local}/nvme0n1"), &[(&format!("{local}/transport"), "pcie\n")]));
+        assert!(!along("pci0000:00/0000:00:04.0/virtio1/block/vda", &[]));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::sysroot::Sysroot;
 use serde::{Deserialize, Serialize};
 use std::{
     io,
-    net::{Ipv4Addr, SocketAddrV4},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4},
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     thread,
     time::{Duration, Instant},
@@ -86,6 +86,37 @@ pub fn cards(sysroot: &Sysroot) -> Vec<Card> {
     sysroot.names("sys/class/net").iter().filter_map(card).collect()
 }
 
+/// Whatever has addresses on an Ethernet: a card, or what is made of some (a bridge, a bond, a VLAN).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Interface {
+    /// The kernel's number of it.
+    pub index: i32,
+    /// Its own address.
+    pub mac: Mac,
+    /// Its IP addresses.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// All of them that are up.
+#[must_use]
+pub fn interfaces(sysroot: &Sysroot) -> Vec<Interface> {
+    let all = all_addresses();
+    let interface = |name: &String| {
+        let text = |file: &str| sysroot.text(&format!("sys/class/net/{name}/{file}"));
+        let flags = u32::from_str_radix(text("flags")?.trim_start_matches("0x"), 16).ok()?;
+        let of_it = all.iter().filter(|(label, ..)| label.split(':').next() == Some(name));
+        let addresses: Vec<_> = of_it.map(|(_, address, _)| *address).collect();
+        let speaks = flags & libc::IFF_UP as u32 != 0 && !addresses.is_empty();
+        (speaks && text("type").as_deref() == Some(ETHERNET)).then_some(())?;
+        Some(Interface {
+            index: text("ifindex")?.parse().ok()?,
+            mac: parse_mac(&text("address")?)?,
+            addresses,
+        })
+    };
+    sysroot.names("sys/class/net").iter().filter_map(interface).collect()
+}
+
 /// Virtio's devices are numbered as drivers come; the PCI device is behind them.
 fn place(name: &str, port: &str, sysroot: &Sysroot) -> String {
     let device = std::fs::canonicalize(sysroot.path(&format!("sys/class/net/{name}/device")));
@@ -114,6 +145,15 @@ fn gateway(routes: &str, name: &str) -> Option<Ipv4Addr> {
 
 /// IPv4 addresses in use: card, address, length of the prefix.
 fn addresses() -> Vec<(String, Ipv4Addr, u8)> {
+    let v4 = |(name, address, prefix)| match address {
+        IpAddr::V4(address) => Some((name, address, prefix)),
+        IpAddr::V6(_) => None,
+    };
+    all_addresses().into_iter().filter_map(v4).collect()
+}
+
+/// IP addresses in use: card, address, length of the prefix.
+fn all_addresses() -> Vec<(String, IpAddr, u8)> {
     let mut first = std::ptr::null_mut();
     // SAFETY: the kernel's answer is put where `first` is, and freed below.
     if unsafe { libc::getifaddrs(&raw mut first) } != 0 {
@@ -124,10 +164,10 @@ fn addresses() -> Vec<(String, Ipv4Addr, u8)> {
     // SAFETY: a list that libc has made, and that lives until it is freed; the last one's successor is null.
     while let Some(entry) = unsafe { next.as_ref() } {
         next = entry.ifa_next;
-        if let (Some(address), Some(mask)) = (ipv4(entry.ifa_addr), ipv4(entry.ifa_netmask)) {
+        if let (Some(address), Some(mask)) = (ip(entry.ifa_addr), ip(entry.ifa_netmask)) {
             // SAFETY: a name that ends with a NUL, of the same list.
             let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
-            found.push((name.to_string_lossy().into_owned(), address, u32::from(mask).count_ones() as u8));
+            found.push((name.to_string_lossy().into_owned(), address, ones(mask)));
         }
     }
     // SAFETY: what `getifaddrs` has made; nothing of it is kept.
@@ -135,15 +175,31 @@ fn addresses() -> Vec<(String, Ipv4Addr, u8)> {
     found
 }
 
-fn ipv4(address: *const libc::sockaddr) -> Option<Ipv4Addr> {
+/// How long a prefix of this mask is.
+fn ones(mask: IpAddr) -> u8 {
+    // At most 128.
+    (match mask {
+        IpAddr::V4(mask) => u32::from(mask).count_ones(),
+        IpAddr::V6(mask) => u128::from(mask).count_ones(),
+    }) as u8
+}
+
+fn ip(address: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: null, or the address of one of libc's list, which begins with its family.
     let family = unsafe { address.as_ref() }?.sa_family;
-    if i32::from(family) != libc::AF_INET {
-        return None;
+    match i32::from(family) {
+        libc::AF_INET => {
+            // SAFETY: what is of this family is of this type; it need not be aligned like one.
+            let address = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from(address.sin_addr.s_addr.to_ne_bytes()).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: likewise.
+            let address = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(address.sin6_addr.s6_addr).into())
+        }
+        _ => None,
     }
-    // SAFETY: what is of this family is of this type; it need not be aligned like one.
-    let address = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
-    Some(Ipv4Addr::from(address.sin_addr.s_addr.to_ne_bytes()))
 }
 
 fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
@@ -314,7 +370,8 @@ mod tests {
         assert_eq!(parse_mac("52:54:00:09:00:01"), Some([0x52, 0x54, 0, 9, 0, 1]));
         assert_eq!(parse_mac("52:54:00:09:00"), None);
         let raw = socket_address(Ipv4Addr::new(10, 9, 0, 200));
-        assert_eq!(ipv4(&raw const raw), Some(Ipv4Addr::new(10, 9, 0, 200)));
+        assert_eq!(ip(&raw const raw), Some(Ipv4Addr::new(10, 9, 0, 200).into()));
+        assert_eq!(ones("ffff:ffff:ffff:ffff::".parse().expect("a mask")), 64);
     }
 
     #[test]

@@ -1,15 +1,19 @@
 //! Frames to all of an Ethernet: for what has to be heard where there is no address to send it to.
 
-use super::{Card, Mac};
+use super::{Card, Interface, Mac};
 use std::{
     io,
-    net::Ipv4Addr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
 /// To all.
 const BROADCAST: Mac = [0xff; 6];
 const ARP: u16 = 0x0806;
+const IPV6: u16 = 0x86dd;
+/// All nodes of a network: `ff02::1` (RFC 4291), and how Ethernet has it (RFC 2464).
+const ALL_NODES: (Ipv6Addr, Mac) = (Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1), [0x33, 0x33, 0, 0, 0, 1]);
+const ICMPV6: u8 = 58;
 /// An Ethernet frame's payload is at least so long.
 const PAYLOAD_MIN: usize = 46;
 
@@ -42,15 +46,19 @@ impl Packets {
     /// # Errors
     /// If it cannot be sent.
     pub fn say(&self, card: &Card, payload: &[u8]) -> io::Result<()> {
+        self.say_to(BROADCAST, card.index, payload)
+    }
+
+    fn say_to(&self, mac: Mac, interface: i32, payload: &[u8]) -> io::Result<()> {
         let mut payload = payload.to_vec();
         payload.resize(payload.len().max(PAYLOAD_MIN), 0);
         // SAFETY: all zeros are a valid address.
         let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         to.sll_family = libc::AF_PACKET as libc::sa_family_t;
         to.sll_protocol = self.ether_type.to_be();
-        to.sll_ifindex = card.index;
-        to.sll_halen = BROADCAST.len() as u8;
-        to.sll_addr[..BROADCAST.len()].copy_from_slice(&BROADCAST);
+        to.sll_ifindex = interface;
+        to.sll_halen = mac.len() as u8;
+        to.sll_addr[..mac.len()].copy_from_slice(&mac);
         // SAFETY: both the payload and the address live, and are as long as is said.
         let sent = unsafe {
             libc::sendto(
@@ -91,6 +99,62 @@ pub fn announce(card: &Card) -> io::Result<()> {
     card.addresses.iter().try_for_each(|(address, _)| packets.say(card, &announcement(card.mac, *address)))
 }
 
+/// The same for whatever has addresses, of both kinds: by IPv6 that is an advertisement that nobody has asked for (RFC 4861,
+/// 7.2.6).
+///
+/// # Errors
+/// If they cannot be sent.
+pub fn announce_all(interfaces: &[Interface]) -> io::Result<()> {
+    let (arp, ipv6) = (Packets::open(ARP)?, Packets::open(IPV6)?);
+    for Interface { index, mac, addresses } in interfaces {
+        for address in addresses {
+            match address {
+                IpAddr::V4(address) => arp.say_to(BROADCAST, *index, &announcement(*mac, *address))?,
+                IpAddr::V6(address) => {
+                    ipv6.say_to(ALL_NODES.1, *index, &advertisement(*mac, *address))?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A neighbour advertisement to all, which overrides what they knew (RFC 4861, 4.4), in its packet.
+fn advertisement(mac: Mac, address: Ipv6Addr) -> [u8; 40 + 32] {
+    const LENGTH: u8 = 32;
+    let mut bytes = [0; 72];
+    bytes[0] = 6 << 4;
+    bytes[5] = LENGTH;
+    bytes[6] = ICMPV6;
+    // It has not gone through a router.
+    bytes[7] = 255;
+    bytes[8..24].copy_from_slice(&address.octets());
+    bytes[24..40].copy_from_slice(&ALL_NODES.0.octets());
+    let icmp = &mut bytes[40..];
+    // An advertisement; override.
+    icmp[0] = 136;
+    icmp[4] = 1 << 5;
+    icmp[8..24].copy_from_slice(&address.octets());
+    // The target's own address, in units of eight bytes.
+    icmp[24..26].copy_from_slice(&[2, 1]);
+    icmp[26..].copy_from_slice(&mac);
+    let sum = checksum(&bytes, LENGTH);
+    bytes[42..44].copy_from_slice(&sum.to_be_bytes());
+    bytes
+}
+
+/// Of a payload of ICMPv6 and what of the header before it is counted (RFC 8200, 8.1).
+fn checksum(packet: &[u8], length: u8) -> u16 {
+    let (pairs, _) = packet[8..].as_chunks::<2>();
+    let sum = pairs.iter().map(|pair| u32::from(u16::from_be_bytes(*pair))).sum::<u32>();
+    let mut sum = sum + u32::from(length) + u32::from(ICMPV6);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    // Folded.
+    !(sum as u16)
+}
+
 /// An ARP request for one's own address.
 fn announcement(mac: Mac, address: Ipv4Addr) -> [u8; 28] {
     let mut bytes = [0; 28];
@@ -105,6 +169,18 @@ fn announcement(mac: Mac, address: Ipv4Addr) -> [u8; 28] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn advertisements_say_who_one_is() {
+        let address = "fd09::2".parse().expect("an address");
+        let bytes = advertisement([1, 2, 3, 4, 5, 6], address);
+        assert_eq!(bytes[..8], [0x60, 0, 0, 0, 0, 32, 58, 255]);
+        assert_eq!((bytes[40], bytes[44], &bytes[66..]), (136, 0x20, &[1, 2, 3, 4, 5, 6][..]));
+        assert_eq!(bytes[48..64], address.octets());
+        // With the right sum in it all sums up to ones.
+        assert_eq!(checksum(&bytes, 32), 0);
+        assert_ne!([bytes[42], bytes[43]], [0, 0]);
+    }
 
     #[test]
     fn announcements_ask_for_oneself() {

@@ -1,11 +1,12 @@
 //! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
 //! and the one that it was waits to hear of it.
 
-use super::mover::Held;
+use super::{marks, mover::Held};
 use crate::{
     checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},
     exit::Exit,
+    sysroot::Sysroot,
 };
 use mercury_migration::{
     hail::{ETHER_TYPE, Hailer, LENGTH, Secret, Speaker},
@@ -64,14 +65,19 @@ impl Arrival {
 
     /// Makes the machine known, lets it go on, and says that it runs. A card that does not do what it should is no reason
     /// not to go on. If this process does not get so far, its guard lets the machine go on; whoever reads what is told stands
-    /// still until then, so it is told last.
-    pub fn settle(&mut self, held: Held, guard: &mut Guard) {
+    /// still until then, so it is told last. `step` is told of each step, for tests.
+    pub fn settle(&mut self, held: Held, guard: &mut Guard, step: &mut dyn FnMut(&str)) {
         guard.hear();
+        step("Arrived");
         let mut told = self.tell_cards();
         self.announce();
         drop(held);
         guard.is_undone();
+        step("Running");
         told.extend(self.say_started().err());
+        step("Started");
+        // From here one may have moved before, which is this one.
+        told.extend(marks::clear_here(&Sysroot::default()));
         for text in told {
             // What nobody reads is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");
@@ -99,7 +105,7 @@ impl Arrival {
         for pause in AGAIN_MS {
             thread::sleep(Duration::from_millis(pause));
             self.say(started);
-            self.announce();
+            announce_all();
         }
         let why = |error| format!("nobody answers any more if the other machine asks: {error}");
         self.keep_answering().map_err(why)
@@ -119,6 +125,12 @@ impl Arrival {
         let mut line = child.stdin.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
         line.write_all(&serde_json::to_vec(self)?)
     }
+}
+
+/// What has addresses without being a card is looked for only when everything goes on: files may be on the other side of that.
+fn announce_all() {
+    // One that nobody hears of is found by those who ask.
+    let _ = packets::announce_all(&ethernet::interfaces(&Sysroot::default()));
 }
 
 /// The kernel knows the card by the address that the machine's card had where it came from. That one may be switched on

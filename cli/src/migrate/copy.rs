@@ -1,5 +1,5 @@
-//! Copying memory: one thread reads frames, others hash them, leave out what has been sent so, and compress; the caller's
-//! sends.
+//! Copying memory: one thread reads frames, others hash them, leave out what has been sent so, and compress. What goes by the
+//! first stream is sent by the caller's thread, and what goes by another one by whoever has compressed it.
 //!
 //! Which frames may have changed since they were sent is told by the driver's log of writes, where there is one; otherwise
 //! all are read. Whether one of these is to be sent is told by its hash.
@@ -7,14 +7,15 @@
 //! A frame that was free and is in use now is in the log: who takes it writes to it or has a device do so. What it held
 //! before matters to nobody, so it may as well be what was sent of it.
 
-use super::link::Link;
+use super::{lane::Lane, link::Link};
 use crate::{
-    device::{Cursor, Device, Frames},
+    device::{Cursor, Frames},
     error::{Error, Result},
     exit::Exit,
 };
 use mercury_migration::{
     rounds::{Limits, wait},
+    streams::{STRIPE, stream_of},
     wire::{Content, Ledger, PAGE, Page, Pages, hash_of},
 };
 use rustix::process::setpriority_process;
@@ -29,7 +30,7 @@ use std::{
 };
 
 /// Frames that are read at once. What holds them is written to, too, and so goes over again in the next round: few.
-const BATCH: usize = 32;
+const BATCH: u64 = 32;
 /// Batches that wait for each worker, and behind it.
 const QUEUE: usize = 1;
 /// The other end may take silence for an end: something is sent so often.
@@ -38,6 +39,8 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 const PIECE: Duration = Duration::from_millis(200);
 /// By how much who copies gives way to the load.
 const NICENESS: i32 = 10;
+
+const _: () = assert!(STRIPE == BATCH * PAGE as u64, "frames that are read at once mostly go by one stream");
 
 /// What frames are read from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,21 +70,20 @@ pub struct Pass {
     pub waited: Duration,
 }
 
+/// Reads frames from a place on, so many at most.
+pub type Read<'a> = dyn Fn(&mut Cursor, usize) -> Result<Frames> + Sync + 'a;
+
 /// What is read, and how.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Reading<'a> {
-    /// The driver.
-    pub device: &'a Device,
+    /// Who reads.
+    pub read: &'a Read<'a>,
     /// Which memory.
     pub from: From,
-    /// Of it, the frames that `MERCURY_TAKE_*` say.
-    pub only: u64,
     /// zstd's level.
     pub level: i32,
     /// How many threads hash and compress.
     pub workers: usize,
-    /// What frames of the instant are compared with, if they are.
-    pub proof: Option<&'a Proof>,
 }
 
 /// That frames are what they were at the instant, by hashes that the hypervisor has made with no CPU in the system. So what
@@ -93,7 +95,8 @@ pub struct Proof {
 }
 
 impl Proof {
-    fn compare(&self, frames: &Frames, hashes: &[u64]) {
+    /// Compares frames with what they were.
+    pub fn compare(&self, frames: &Frames, hashes: &[u64]) {
         let (pages, _) = frames.data.as_chunks::<PAGE>();
         let is_wrong = |(page, expected): (&[u8; PAGE], &u64)| {
             let (words, _) = page.as_chunks::<8>();
@@ -112,6 +115,15 @@ impl Proof {
     }
 }
 
+/// What it goes by.
+#[derive(Debug)]
+pub struct Ways<'a> {
+    /// The first stream.
+    pub link: &'a mut Link,
+    /// The others.
+    pub lanes: &'a [Lane],
+}
+
 /// Why a pass came to no end.
 #[derive(Debug)]
 pub enum Stopped {
@@ -124,8 +136,12 @@ pub enum Stopped {
 }
 
 /// What goes out of a worker.
+#[derive(Default)]
 struct Record {
+    /// What goes by the first stream.
     packed: Vec<u8>,
+    /// Bytes that went by others.
+    elsewhere: u64,
     looked: u64,
     sent: u64,
     changed: u64,
@@ -141,16 +157,16 @@ pub fn pass(
     reading: &Reading<'_>,
     ledger: &mut Ledger,
     limits: &Limits,
-    link: &mut Link,
+    Ways { link, lanes }: Ways<'_>,
     watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
 ) -> std::result::Result<Pass, Stopped> {
     let begun = Instant::now();
     let ledger = Mutex::new(ledger);
     let (hurry, stop) = (AtomicBool::new(false), AtomicBool::new(false));
-    let Reading { device, from, only, level, workers, proof } = *reading;
+    let Reading { read, from, level, workers } = *reading;
     let mut total = Pass::default();
     let ended = thread::scope(|scope| {
-        let (out, records) = sync_channel::<Result<Record>>(QUEUE * workers);
+        let (out, records) = sync_channel::<std::result::Result<Record, Stopped>>(QUEUE * workers);
         let mut inputs = Vec::new();
         for _ in 0..workers {
             let (input, frames) = sync_channel::<Frames>(QUEUE);
@@ -158,7 +174,8 @@ pub fn pass(
             scope.spawn(move || {
                 give_way(from);
                 for frames in frames {
-                    if out.send(digest(&frames, ledger, level, hurry)).is_err() {
+                    let done = digest(&frames, ledger, level, hurry, lanes);
+                    if out.send(done).is_err() {
                         break;
                     }
                 }
@@ -168,18 +185,28 @@ pub fn pass(
         let stop = &stop;
         scope.spawn(move || {
             give_way(from);
-            if let Err(error) = read(device, (from, only, proof), &inputs, stop) {
-                let _ = out.send(Err(error));
+            if let Err(error) = hand_out(read, &inputs, stop) {
+                let _ = out.send(Err(Stopped::Failed(error)));
             }
         });
         let sent = send(&records, limits, link, &hurry, begun, &mut total, watch);
         stop.store(true, Ordering::Relaxed);
+        if sent.is_err() {
+            // The attempt is over: nobody waits for who takes nothing.
+            lanes.iter().for_each(Lane::cut);
+        }
         // Whoever still has something to send ends by that.
         drop(records);
         sent
     });
+    ended?;
+    lanes.iter().try_for_each(Lane::flush).map_err(gone)?;
     total.took = begun.elapsed();
-    ended.map(|()| total)
+    Ok(total)
+}
+
+fn gone(error: std::io::Error) -> Stopped {
+    Stopped::Gone(error.to_string())
 }
 
 /// While the load runs.
@@ -190,44 +217,45 @@ fn give_way(from: From) {
     }
 }
 
-fn read(
-    device: &Device,
-    (from, only, proof): (From, u64, Option<&Proof>),
-    to: &[SyncSender<Frames>],
-    stop: &AtomicBool,
-) -> Result<()> {
+fn hand_out(read: &Read<'_>, to: &[SyncSender<Frames>], stop: &AtomicBool) -> Result<()> {
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     for to in to.iter().cycle() {
         if cursor.is_done() || stop.load(Ordering::Relaxed) {
             break;
         }
-        let frames = match from {
-            From::Now => device.snapshot_look_some(&mut cursor, BATCH, only)?,
-            From::Instant => match proof {
-                None => device.snapshot_take_some(&mut cursor, BATCH, only)?,
-                Some(proof) => {
-                    let (frames, hashes) = device.snapshot_take_hashed(&mut cursor, BATCH, only)?;
-                    proof.compare(&frames, &hashes);
-                    frames
-                }
-            },
-        };
-        if to.send(frames).is_err() {
+        let count = count(cursor);
+        if to.send(read(&mut cursor, count)?).is_err() {
             break;
         }
     }
     Ok(())
 }
 
-/// Packs what of some frames has to be sent.
-fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &AtomicBool) -> Result<Record> {
-    let failed = |why: String| Error::new(Exit::Failed, why).hint("nothing was changed; try again");
+/// So many that those of a full stripe are read at once.
+fn count(cursor: Cursor) -> usize {
+    let is_in = cursor.next_phys / PAGE as u64 % BATCH;
+    // At most 32.
+    (BATCH - is_in) as usize
+}
+
+/// Packs what of some frames has to be sent, and sends what does not go by the first stream.
+fn digest(
+    frames: &Frames,
+    ledger: &Mutex<&mut Ledger>,
+    level: i32,
+    hurry: &AtomicBool,
+    lanes: &[Lane],
+) -> std::result::Result<Record, Stopped> {
+    let failed =
+        |why: String| Stopped::Failed(Error::new(Exit::Failed, why).hint("nothing was changed; try again"));
     let (all, _) = frames.data.as_chunks::<PAGE>();
     let is_zero: Vec<bool> = all.iter().map(|page| page.iter().all(|byte| *byte == 0)).collect();
     let hashes: Vec<_> =
         all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
-    let mut pages = Pages::default();
-    let mut record = Record { packed: Vec::new(), looked: all.len() as u64, sent: 0, changed: 0, zeros: 0 };
+    // There are no more than can be counted so.
+    let streams = 1 + lanes.len() as u32;
+    let mut pages = vec![Pages::default(); 1 + lanes.len()];
+    let mut record = Record { looked: all.len() as u64, ..Record::default() };
     {
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         for (((phys, page), zero), hash) in frames.phys.iter().zip(all).zip(&is_zero).zip(&hashes) {
@@ -238,20 +266,26 @@ fn digest(frames: &Frames, ledger: &Mutex<&mut Ledger>, level: i32, hurry: &Atom
             let is_other = is_other.map_err(|why| failed(why.to_owned()))?;
             record.changed += u64::from(is_other);
             if is_other || hurry.swap(false, Ordering::Relaxed) {
-                pages.add(*phys, page);
+                pages[stream_of(*phys, streams) as usize].add(*phys, page);
                 record.sent += 1;
                 record.zeros += u64::from(*zero);
             }
         }
     }
-    if !pages.is_empty() {
-        record.packed = pages.pack(level).map_err(|error| failed(error.to_string()))?;
+    let pack = |pages: &Pages| pages.pack(level).map_err(|error| failed(error.to_string()));
+    for (lane, pages) in lanes.iter().zip(&pages[1..]).filter(|(_, pages)| !pages.is_empty()) {
+        let packed = pack(pages)?;
+        lane.pages(&packed).map_err(gone)?;
+        record.elsewhere += packed.len() as u64;
+    }
+    if !pages[0].is_empty() {
+        record.packed = pack(&pages[0])?;
     }
     Ok(record)
 }
 
 fn send(
-    records: &Receiver<Result<Record>>,
+    records: &Receiver<std::result::Result<Record, Stopped>>,
     limits: &Limits,
     link: &mut Link,
     hurry: &AtomicBool,
@@ -260,29 +294,30 @@ fn send(
     watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
 ) -> std::result::Result<(), Stopped> {
     let mut sent_at = Instant::now();
-    let gone = |error: std::io::Error| Stopped::Gone(error.to_string());
     loop {
         if !watch(total, link) {
             return Err(Stopped::Wanted);
         }
         let record = match records.recv_timeout(Duration::from_millis(100)) {
-            Ok(record) => record.map_err(Stopped::Failed)?,
+            Ok(record) => record?,
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
         };
         total.looked += record.looked;
-        if record.packed.is_empty() {
+        if record.sent == 0 {
             if sent_at.elapsed() > SIGN_OF_LIFE {
                 hurry.store(true, Ordering::Relaxed);
             }
             continue;
         }
-        link.pages(&record.packed).map_err(gone)?;
+        if !record.packed.is_empty() {
+            link.pages(&record.packed).map_err(gone)?;
+        }
         sent_at = Instant::now();
         total.sent += record.sent;
         total.changed += record.changed;
         total.zeros += record.zeros;
-        total.bytes += record.packed.len() as u64;
+        total.bytes += record.packed.len() as u64 + record.elsewhere;
         if !keep_to(limits, begun, total, &mut |total| watch(total, link)) {
             return Err(Stopped::Wanted);
         }

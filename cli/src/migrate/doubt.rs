@@ -2,11 +2,15 @@
 //! answered or its operator decides. `mercury migrate` does ([`super::mover`]); if it does not live to, its guard asks on
 //! ([`Doubt::settle`]), and does what is to be done then.
 
-use super::operator::Operator;
+use super::{
+    marks::{Folders, Marks, Standing},
+    operator::Operator,
+};
 use crate::{
     device::{Access, Device},
     ethernet::{Card, packets::Packets},
     exit::Exit,
+    sysroot::Sysroot,
 };
 use mercury_migration::{
     hail::{ETHER_TYPE, Hailer, Secret, Speaker},
@@ -145,6 +149,7 @@ impl Silence {
 #[derive(Debug)]
 pub struct Reach {
     devices: Option<OwnedFd>,
+    folders: Folders,
     silence: Silence,
 }
 
@@ -154,7 +159,11 @@ impl Reach {
     pub fn open() -> Self {
         let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
         let devices = rustix::fs::openat(CWD, "/dev", flags, Mode::empty()).ok();
-        Self { devices, silence: Silence::prepare() }
+        Self { devices, folders: Folders::open(&Sysroot::default()), silence: Silence::prepare() }
+    }
+
+    fn marks(&self, standing: &Standing) -> io::Result<Marks> {
+        standing.open(&self.folders, self.devices.as_ref())
     }
 
     fn operator(&self) -> Operator {
@@ -197,6 +206,8 @@ pub struct Doubt {
     pub attempt: [u8; 16],
     /// This machine's cards.
     pub cards: Vec<Card>,
+    /// Its mark, if it has one that outlasts a power cut.
+    pub mark: Option<Standing>,
 }
 
 // The line is a secret.
@@ -219,7 +230,21 @@ impl Doubt {
             self.line.parse().ok().and_then(|line| {
                 Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
             });
-        let mut asker = AtConsole { hails, operator };
+        let mut keeper = Keeper { marks: None, fault: None };
+        if let Some(standing) = &self.mark {
+            keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
+        }
+        // Whoever is gone may not have come to it, and without it nobody is told to start.
+        let may_say = keeper.is_committed();
+        if !may_say {
+            operator.tell(&format!(
+                "the mark of this move cannot be written ({}). Nobody is told to start; if the other machine was told before, it \
+                 says so",
+                keeper.fault.as_deref().unwrap_or_default()
+            ));
+        }
+        let hails = hails.map(|hails| (hails, may_say));
+        let mut asker = AtConsole { hails, keeper, operator };
         match ask(Attempt(self.attempt), &mut asker, PATIENCE) {
             Ended::GoesOn => asker.operator.tell("this machine has not moved, and goes on"),
             Ended::Elsewhere => super::switch_off(&mut asker.operator),
@@ -233,30 +258,71 @@ trait Ask {
     fn say_again(&mut self, word: Word);
     fn hear(&mut self) -> Option<Message>;
     fn decision(&mut self) -> Option<Decision>;
+    fn record(&mut self, mark: Mark);
     fn tell(&mut self, text: &str);
 }
 
-/// The other end by hails, if they could be opened, and the operator.
+/// Keeps the mark, if there is one.
+struct Keeper {
+    marks: Option<Marks>,
+    /// Why it cannot be kept, where there should be one.
+    fault: Option<String>,
+}
+
+impl Keeper {
+    fn new(marks: Result<Marks, String>) -> Self {
+        match marks {
+            Ok(marks) => Self { marks: Some(marks), fault: None },
+            Err(fault) => Self { marks: None, fault: Some(fault) },
+        }
+    }
+
+    /// Whether it says that the machine may run elsewhere; written if it does not yet.
+    fn is_committed(&mut self) -> bool {
+        if let Some(marks) = self.marks.as_mut().filter(|marks| !marks.says(Mark::Committed))
+            && let Err(why) = marks.write(Mark::Committed)
+        {
+            self.fault = Some(why);
+        }
+        self.fault.is_none()
+    }
+
+    fn keep(&mut self, mark: Mark) -> Result<(), String> {
+        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(mark))
+    }
+}
+
+/// The other end by hails, if they could be opened, and whether it may be told to start; the mark; and the operator.
 struct AtConsole {
-    hails: Option<Hails>,
+    hails: Option<(Hails, bool)>,
+    keeper: Keeper,
     operator: Operator,
 }
 
 impl Ask for AtConsole {
     fn say(&mut self, word: Word) {
-        if let Some(hails) = &mut self.hails {
+        if let Some((hails, true)) = &mut self.hails {
             hails.say(word);
         }
     }
 
     fn say_again(&mut self, word: Word) {
-        if let Some(hails) = &mut self.hails {
+        if let Some((hails, true)) = &mut self.hails {
             hails.say_again(word);
         }
     }
 
     fn hear(&mut self) -> Option<Message> {
-        self.hails.as_ref()?.hear()
+        self.hails.as_ref()?.0.hear()
+    }
+
+    fn record(&mut self, mark: Mark) {
+        if let Err(why) = self.keeper.keep(mark) {
+            self.operator.tell(&format!(
+                "the mark of this move cannot be changed: {why}. While it is there this machine does not start by itself: \
+                 `mercury mark --clear`"
+            ));
+        }
     }
 
     fn decision(&mut self) -> Option<Decision> {
@@ -278,7 +344,8 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
             match action {
                 Action::Send(message) => asker.say(message.word),
                 Action::Tell(advice) => asker.tell(&advice.to_string()),
-                // What is done then is done by whoever asked for it; marks are in memory alone.
+                Action::Record(mark) => asker.record(mark),
+                // What is done then is done by whoever asked for it.
                 _ => {}
             }
         }
@@ -321,6 +388,7 @@ mod tests {
         answers: Vec<(usize, Message)>,
         decides: Option<(usize, Decision)>,
         told: Vec<String>,
+        marks: Vec<Mark>,
         questions: usize,
     }
 
@@ -342,6 +410,10 @@ mod tests {
             Some(decision)
         }
 
+        fn record(&mut self, mark: Mark) {
+            self.marks.push(mark);
+        }
+
         fn tell(&mut self, text: &str) {
             self.told.push(text.into());
         }
@@ -358,10 +430,14 @@ mod tests {
 
     #[test]
     fn an_answer_decides() {
-        for (word, ended) in [(Word::Started, Ended::Elsewhere), (Word::Discarded, Ended::GoesOn)] {
+        for (word, ended, mark) in [
+            (Word::Started, Ended::Elsewhere, Mark::GivenUp),
+            (Word::Discarded, Ended::GoesOn, Mark::Cleared),
+        ] {
             let mut script = answered(&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, word)]);
             assert_eq!(ask(ATTEMPT, &mut script, Duration::from_secs(60)), ended);
             assert_eq!(script.said, [Word::Commit], "it was asked");
+            assert_eq!(script.marks, [mark]);
             assert!(script.told.is_empty());
         }
     }
@@ -389,8 +465,13 @@ mod tests {
 
     #[test]
     fn a_doubt_can_be_handed_on() {
-        let doubt =
-            Doubt { line: "mercury-receive-1-x".into(), hails: [3; 32], attempt: [7; 16], cards: vec![] };
+        let doubt = Doubt {
+            line: "mercury-receive-1-x".into(),
+            hails: [3; 32],
+            attempt: [7; 16],
+            cards: vec![],
+            mark: None,
+        };
         let text = serde_json::to_string(&doubt).expect("JSON");
         assert_eq!(serde_json::from_str::<Doubt>(&text).expect("a doubt"), doubt);
         assert!(!format!("{doubt:?}").contains("mercury-receive"));

@@ -7,7 +7,8 @@ use crate::{
 use mercury_migration::{
     protocol::{Attempt, Message, Word},
     session::{self, Line, Receiver},
-    wire::{Frame, Reader, Writer},
+    streams::Proof,
+    wire::{Error as WireError, Frame, Reader, Writer},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::{ClientConnection, ServerConnection, StreamOwned};
@@ -25,24 +26,34 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// How long who knocks may take in all to say who it is: nothing else is looked at meanwhile.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 const CLOSED: &str = "the other end has closed it";
-/// The only stream there is.
+/// The stream that everything is said by.
 const STREAM: u32 = 0;
 
 /// TLS, whichever end it is.
 trait Session: Read + Write {
     /// Whether there is something to be read that has left the socket already.
     fn has_more(&mut self) -> bool;
+    /// What both ends of it can derive, and nobody else.
+    fn binding(&self) -> io::Result<[u8; 32]>;
 }
 
 impl Session for StreamOwned<ClientConnection, TcpStream> {
     fn has_more(&mut self) -> bool {
         self.conn.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
     }
+
+    fn binding(&self) -> io::Result<[u8; 32]> {
+        session::binding(&self.conn)
+    }
 }
 
 impl Session for StreamOwned<ServerConnection, Timed> {
     fn has_more(&mut self) -> bool {
         self.conn.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() > 0)
+    }
+
+    fn binding(&self) -> io::Result<[u8; 32]> {
+        session::binding(&self.conn)
     }
 }
 
@@ -151,12 +162,7 @@ impl Link {
     /// # Errors
     /// If it is not there, or another one, or does not take this machine.
     pub fn connect(to: SocketAddr, line: &Line, patience: Duration) -> Result<Self> {
-        let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
-            Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
-                .hint("is `mercury receive` waiting there, and does no firewall keep this machine from it?")
-        })?;
-        let made = prepare(&socket, patience).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
-        let session = session::connect(line, socket).map_err(|error| refused(&error))?;
+        let (session, made) = connect(to, line, patience)?;
         Ok(Self::new(Box::new(session), made, Due::default()))
     }
 
@@ -190,25 +196,17 @@ impl Link {
     /// # Errors
     /// If the kernel has none of that name.
     pub fn control_congestion(&self, name: &str) -> Result<()> {
-        rustix::net::sockopt::set_tcp_congestion(&self.socket, name).map_err(|error| {
-            Error::new(Exit::Usage, format!("no congestion control {name}: {error}")).hint(
-                "/proc/sys/net/ipv4/tcp_available_congestion_control has those that are loaded; `modprobe tcp_NAME` \
-                 loads another",
-            )
-        })
+        control_congestion(&self.socket, name)
     }
 
     /// How long the other end may be silent in the midst of something.
     pub fn be_patient(&self, patience: Duration) {
-        for which in [rustix::net::sockopt::Timeout::Recv, rustix::net::sockopt::Timeout::Send] {
-            // What was there before remains.
-            let _ = rustix::net::sockopt::set_socket_timeout(&self.socket, which, Some(patience));
-        }
+        be_patient(&self.socket, patience);
     }
 
     /// Lets go of it so that the other end's machine is not waited for.
     pub fn abandon(self) {
-        let _ = rustix::net::sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO));
+        do_not_linger(&self.socket);
     }
 
     /// Begins to talk about an attempt: the source's end.
@@ -234,6 +232,37 @@ impl Link {
         self.due.set(None);
         self.be_patient(patience);
         Ok(attempt)
+    }
+
+    /// Lets it be another stream of an attempt, if `may` says so, which is told its number, what it shows, and what binds
+    /// that to this session; the number. From then on it may be silent for `patience` in the midst of something.
+    ///
+    /// # Errors
+    /// If it is none, or the connection is gone.
+    pub fn admit(
+        &mut self,
+        attempt: Attempt,
+        patience: Duration,
+        may: impl FnOnce(u32, &Proof, &[u8; 32]) -> Result<(), &'static str>,
+    ) -> Result<u32, String> {
+        let said = |error: WireError| error.to_string();
+        let mut reader = Reader::open(self.session.clone()).map_err(said)?;
+        let stream = reader.stream();
+        if reader.attempt() != attempt {
+            return Err(said(WireError::Other));
+        }
+        let Some(Frame::Proof(proof)) = reader.next_frame().map_err(said)? else {
+            return Err("it does not show that it may".into());
+        };
+        let binding = self.session.0.borrow().binding().map_err(|error| error.to_string())?;
+        may(stream, &proof, &binding)?;
+        self.reader = Some(reader);
+        self.attempt = Some(attempt);
+        self.writer = Some(Writer::begin(self.session.clone(), attempt, stream).map_err(said)?);
+        self.session.flush().map_err(|error| error.to_string())?;
+        self.due.set(None);
+        self.be_patient(patience);
+        Ok(stream)
     }
 
     /// The attempt that is talked about.
@@ -338,6 +367,47 @@ impl Link {
     }
 }
 
+/// A connection to the receiver that has printed the line, and its socket.
+///
+/// # Errors
+/// As of [`Link::connect`].
+pub(super) fn connect(
+    to: SocketAddr,
+    line: &Line,
+    patience: Duration,
+) -> Result<(StreamOwned<ClientConnection, TcpStream>, OwnedFd)> {
+    let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
+        Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
+            .hint("is `mercury receive` waiting there, and does no firewall keep this machine from it?")
+    })?;
+    let made = prepare(&socket, patience).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+    let session = session::connect(line, socket).map_err(|error| refused(&error))?;
+    Ok((session, made))
+}
+
+/// See [`Link::control_congestion`].
+pub(super) fn control_congestion(socket: impl AsFd, name: &str) -> Result<()> {
+    rustix::net::sockopt::set_tcp_congestion(socket, name).map_err(|error| {
+        Error::new(Exit::Usage, format!("no congestion control {name}: {error}")).hint(
+            "/proc/sys/net/ipv4/tcp_available_congestion_control has those that are loaded; `modprobe tcp_NAME` \
+             loads another",
+        )
+    })
+}
+
+/// See [`Link::be_patient`].
+pub(super) fn be_patient(socket: impl AsFd, patience: Duration) {
+    for which in [rustix::net::sockopt::Timeout::Recv, rustix::net::sockopt::Timeout::Send] {
+        // What was there before remains.
+        let _ = rustix::net::sockopt::set_socket_timeout(&socket, which, Some(patience));
+    }
+}
+
+/// See [`Link::abandon`].
+pub(super) fn do_not_linger(socket: impl AsFd) {
+    let _ = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO));
+}
+
 impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
@@ -368,7 +438,7 @@ fn refused(error: &session::Error) -> Error {
 }
 
 /// An error in words, for who waits.
-fn io_error(error: mercury_migration::wire::Error) -> io::Error {
+pub(super) fn io_error(error: mercury_migration::wire::Error) -> io::Error {
     match error {
         mercury_migration::wire::Error::Io(error) if error.kind() == io::ErrorKind::WouldBlock => {
             io::Error::new(io::ErrorKind::TimedOut, "the other end takes nothing any more")

@@ -15,11 +15,16 @@ pub mod copy;
 mod course;
 pub mod doubt;
 mod dry_run;
+pub mod lane;
+#[cfg(test)]
+mod liars;
 pub mod link;
+pub mod marks;
 mod mover;
 mod no_way_back;
 pub mod offer;
 pub mod operator;
+pub mod pause;
 pub mod report;
 
 use crate::{
@@ -35,6 +40,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use link::Link;
+use marks::Marks;
 use mercury_abi::code::Code;
 use mercury_migration::session::Line;
 use mover::{Mover, Outcome, Rest};
@@ -80,17 +86,25 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
         link.control_congestion(name)?;
     }
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    // Nobody else moves this machine now, and its guard finds what is opened here.
+    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
+    mover.keep_marks(marks);
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, held, operator, may_write } = mover.into_rest();
+    let Rest { failure, held, mut operator, may_write, mut pause } = mover.into_rest();
     match outcome {
         Ok(Outcome::Arrived(mut arrived)) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
-            arrived.settle(held, &mut guard);
+            arrived.settle(held, &mut guard, &mut |step| {
+                if let Some(text) = pause.reached(step) {
+                    operator.tell(&text);
+                    pause::hold(|| ());
+                }
+            });
             Ok(report)
         }
         Ok(Outcome::GivenUp) => {
@@ -181,7 +195,8 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    disks::refuse_unreadable(&disks::all(sysroot)?, sysroot).map_err(|error| error.hint("unmount it"))
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
+    disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 
 /// The receiver's line.

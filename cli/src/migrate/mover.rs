@@ -3,13 +3,16 @@
 use super::{
     FROZEN, RUNNING,
     arrival::Arrival,
-    copy::{From, Pass, Proof, Reading, Stopped, pass},
+    copy::{From, Pass, Proof, Reading, Stopped, Ways, pass},
     course::{self, Course},
     doubt::{self, Doubt, Hails, Silence},
+    lane::{Lane, Whose},
     link::Link,
+    marks::Marks,
     no_way_back,
     offer::Offer,
     operator::Operator,
+    pause::{self, Pause},
     report::{After, Report, Told, how_far},
 };
 use crate::{
@@ -23,7 +26,7 @@ use crate::{
         guard::{Guard, Undo},
     },
     commands::Say,
-    device::Device,
+    device::{Cursor, Device},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -57,6 +60,11 @@ const POOL_LEAST: u64 = 192;
 const INTERVAL: Duration = Duration::from_millis(500);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long what was written may take to be on its disks, or its servers, before anything stands still.
+const WRITE_PATIENCE: Duration = Duration::from_secs(300);
+/// The other end takes longer silence than this for an end.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
 
 /// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
 #[derive(Debug)]
@@ -122,6 +130,13 @@ pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result
     Ok(Log::None("it was wanted so".into()))
 }
 
+/// By how many streams pages go.
+fn streams(args: &MigrateArgs) -> u32 {
+    const USUAL_MOST: usize = 4;
+    let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
+    args.streams.unwrap_or(usual as u32)
+}
+
 /// What stands still, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
@@ -152,6 +167,8 @@ pub struct Rest {
     pub operator: Operator,
     /// Whether standard output can be written to when everything stands still.
     pub may_write: bool,
+    /// Where a test wants it to hold still yet.
+    pub pause: Pause,
 }
 
 /// What an action comes to.
@@ -172,6 +189,8 @@ pub struct Mover<'a> {
     to: SocketAddr,
     line: Line,
     link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
     hails: Hails,
     attempt: Attempt,
     source: Source,
@@ -194,6 +213,8 @@ pub struct Mover<'a> {
     /// The other machine's cards, which this one's will be.
     theirs: Vec<Card>,
     silence: Silence,
+    /// Where a mark outlasts a power cut, unless it is to do without.
+    marks: Option<Marks>,
     heard: Instant,
     operator: Operator,
     /// Whether standard output can be written to when everything stands still.
@@ -202,6 +223,7 @@ pub struct Mover<'a> {
     begun: Instant,
     stopped: Option<Instant>,
     report: Report,
+    pause: Pause,
 }
 
 impl<'a> Mover<'a> {
@@ -233,14 +255,20 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = mounts.iter().map(disks::name).collect();
-        let offer = Offer { machine, cpus: sysroot.online_cpus().iter().count(), hails: secret };
+        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
+        let offer = Offer {
+            machine,
+            cpus: sysroot.online_cpus().iter().count(),
+            hails: secret,
+            streams: streams(args),
+        };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
         let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
         Ok(Self {
             link: Some(link),
+            lanes: Vec::new(),
             patience: Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None },
             held: Held::default(),
             brake: None,
@@ -249,6 +277,7 @@ impl<'a> Mover<'a> {
             committed: None,
             theirs: Vec::new(),
             silence: Silence::prepare(),
+            marks: None,
             heard: Instant::now(),
             operator: Operator::at_console(),
             may_write: checkpoint::may_be_written(sysroot),
@@ -275,6 +304,7 @@ impl<'a> Mover<'a> {
             offer,
             ledger,
             report,
+            pause: Pause::at(args.pause_at.as_deref()),
         })
     }
 
@@ -284,11 +314,12 @@ impl<'a> Mover<'a> {
     /// If this end cannot do what it has to, before anything stands still.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        self.pause(self.source.state());
         loop {
             while let Some(action) = todo.pop_front() {
                 match self.perform(action) {
                     Step::None => {}
-                    Step::Event(event) => todo.extend(self.source.on(event)),
+                    Step::Event(event) => todo.extend(self.happened(event)),
                     Step::Arrived => return Ok(Outcome::Arrived(self.arrive())),
                 }
             }
@@ -298,8 +329,27 @@ impl<'a> Mover<'a> {
                 _ => {}
             }
             let event = self.next_event();
-            todo.extend(self.source.on(event));
+            todo.extend(self.happened(event));
         }
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        let actions = self.source.on(event);
+        self.pause(self.source.state());
+        actions
+    }
+
+    /// Holds still here for a while, if a test wants that.
+    fn pause(&mut self, step: impl std::fmt::Debug) {
+        if let Some(text) = self.pause.reached(step) {
+            self.operator.tell(&text);
+            pause::hold(|| self.guard.hear());
+        }
+    }
+
+    /// Marks what is to outlast a power cut.
+    pub fn keep_marks(&mut self, marks: Option<Marks>) {
+        self.marks = marks.map(|marks| marks.of(self.attempt));
     }
 
     /// What it has come to.
@@ -311,8 +361,8 @@ impl<'a> Mover<'a> {
     /// Why it has not moved, and what still stands still.
     #[must_use]
     pub fn into_rest(self) -> Rest {
-        let Self { failure, held, operator, may_write, .. } = self;
-        Rest { failure, held, operator, may_write }
+        let Self { failure, held, operator, may_write, pause, .. } = self;
+        Rest { failure, held, operator, may_write, pause }
     }
 
     fn is_in_doubt(&self) -> bool {
@@ -408,6 +458,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
+        self.lanes.clear();
         Event::Disconnected
     }
 
@@ -424,19 +475,7 @@ impl<'a> Mover<'a> {
                 Ok(step) => step,
                 Err(error) => Step::Event(self.fail(error)),
             },
-            // The frozen machine's memory is all that knows of it: docs/migration.md says what that means.
-            Action::Record(mark) => {
-                if mark == Mark::Committed {
-                    // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has
-                    // ended: this process, and if it is killed, its guard.
-                    if let Err(error) = self.commit() {
-                        self.failure.get_or_insert(error);
-                        return Step::Event(Event::RecordFailed(self.attempt, mark));
-                    }
-                    self.committed = Some(Instant::now());
-                }
-                Step::Event(Event::Recorded(self.attempt, mark))
-            }
+            Action::Record(mark) => self.record(mark),
             // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
             // What has to be said is hailed.
             Action::Connect => Step::None,
@@ -462,7 +501,39 @@ impl<'a> Mover<'a> {
         }
     }
 
+    /// Has a mark written that outlasts a power cut.
+    fn record(&mut self, mark: Mark) -> Step {
+        if let Err(error) = self.try_record(mark) {
+            self.operator.tell(&error.to_string());
+            self.failure.get_or_insert(error);
+            // What cannot be taken back is tried again when time is up: the other end, and the operator, are listened to meanwhile.
+            return match mark {
+                Mark::Cleared => Step::None,
+                _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
+            };
+        }
+        if mark == Mark::Committed {
+            self.committed = Some(Instant::now());
+        }
+        Step::Event(Event::Recorded(self.attempt, mark))
+    }
+
+    fn try_record(&mut self, mark: Mark) -> Result<()> {
+        if mark == Mark::Committed {
+            // From here on nobody may set the machine going, nor let it be heard, who does not know how the move has ended: this
+            // process, and if it is killed, its guard.
+            self.commit()?;
+        }
+        let Some(marks) = &mut self.marks else { return Ok(()) };
+        marks.write(mark).map_err(|why| {
+            Error::new(Exit::Failed, format!("the mark of this move cannot be written ({mark:?}): {why}"))
+                .hint("`mercury mark` shows what is there; while it is there, this machine does not start by itself")
+        })
+    }
+
     fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
         self.device.fence_stays()?;
         no_way_back::begin(self.operator.console());
         let doubt = Doubt {
@@ -470,6 +541,7 @@ impl<'a> Mover<'a> {
             hails: self.offer.hails,
             attempt: self.attempt.0,
             cards: self.hails.cards().to_vec(),
+            mark: self.marks.as_ref().map(Marks::standing),
         };
         let told =
             self.guard.will(&Undo::Open).and_then(|()| self.guard.will(&Undo::Decide(Box::new(doubt))));
@@ -480,6 +552,7 @@ impl<'a> Mover<'a> {
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
+        self.lanes.clear();
         no_way_back::end();
         self.guard.is_decided();
         // Who was silent must not be so when applications run.
@@ -501,14 +574,31 @@ impl<'a> Mover<'a> {
             _ => Ok(Vec::new()),
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
-        match text.and_then(|text| link.say(word, &text)) {
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
             Err(error) => Step::Event(self.is_gone(&error.to_string())),
         }
     }
 
+    /// The streams besides the first, now that the other end wants pages.
+    fn open_lanes(&mut self) -> Result<()> {
+        let Self { to, line, attempt, offer, args, .. } = self;
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let control = args.congestion_control.as_deref();
+        let open = |stream| Lane::open(&whose, stream, RUNNING, control);
+        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        Ok(())
+    }
+
     /// Rounds, until the machine is to be stopped.
     fn copy_rounds(&mut self) -> Event {
+        if let Err(error) = self.open_lanes() {
+            return self.fail(error);
+        }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
         self.tell(&Told::Accepted { memory: self.report.memory });
@@ -610,18 +700,23 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let passed = pass(
-            &Reading {
-                device: self.device,
-                from,
-                only,
-                level: self.args.level,
-                workers: self.workers,
-                proof: self.proof.as_ref(),
+        let (device, proof) = (self.device, self.proof.as_ref());
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => match proof {
+                None => device.snapshot_take_some(cursor, count, only),
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
+                    proof.compare(&frames, &hashes);
+                    Ok(frames)
+                }
             },
+        };
+        let passed = pass(
+            &Reading { read: &read, from, level: self.args.level, workers: self.workers },
             &mut self.ledger,
             limits,
-            &mut link,
+            Ways { link: &mut link, lanes: &self.lanes },
             &mut watch,
         );
         if is_shown {
@@ -648,10 +743,45 @@ impl<'a> Mover<'a> {
         self.say.one_of_many(told);
     }
 
+    /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
+    /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
+    fn write_back(&mut self) -> Result<Option<Event>> {
+        let written = thread::spawn(rustix::fs::sync);
+        let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
+        let mut rounds = self.report.rounds..;
+        while !written.is_finished() {
+            self.guard.hear();
+            if self.is_wanted_to_stop() {
+                return Ok(Some(Event::Cancel));
+            }
+            let Some(link) = self.link.as_mut() else { return Ok(Some(Event::Disconnected)) };
+            if link.is_readable() {
+                return Ok(Some(self.next_event()));
+            }
+            if said.elapsed() > SIGN_OF_LIFE
+                && let Some(number) = rounds.next()
+            {
+                said = Instant::now();
+                if let Err(error) = link.round(number).and_then(|()| link.flush()) {
+                    return Ok(Some(self.is_gone(&error.to_string())));
+                }
+            }
+            if Instant::now() > end {
+                let text = "what was written to files does not come to their disks or servers";
+                return Err(Error::new(Exit::Failed, text)
+                    .hint("find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)"));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(None)
+    }
+
     /// Everything stands still; the instant; and what is not as it was sent goes over.
     fn stop_and_copy(&mut self) -> Result<Step> {
         self.tell(&Told::Stops);
-        rustix::fs::sync();
+        if let Some(event) = self.write_back()? {
+            return Ok(Step::Event(event));
+        }
         // Nothing of this program comes from a disk any more, which may be fenced off.
         rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
             .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
@@ -670,7 +800,8 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
-        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&mounts));
+        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
         let failures = checkpoint::quiesce_failures(self.sysroot);
@@ -682,9 +813,11 @@ impl<'a> Mover<'a> {
             return Ok(Step::Arrived);
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
+        self.pause("Instant");
         if let Some(link) = &self.link {
             link.be_patient(FROZEN);
         }
+        self.lanes.iter().for_each(|lane| lane.be_patient(FROZEN));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.log.collect(self.device);
@@ -719,6 +852,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.lanes.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

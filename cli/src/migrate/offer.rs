@@ -17,6 +17,8 @@ pub struct Offer {
     pub cpus: usize,
     /// What hails of this attempt are made with: nobody has it who has only seen the line.
     pub hails: Secret,
+    /// How many streams its pages come by.
+    pub streams: u32,
 }
 
 impl Offer {
@@ -70,7 +72,7 @@ mod tests {
             ],
             ..Machine::default()
         };
-        let offer = Offer { machine, cpus: 2, hails: [3; 32] };
+        let offer = Offer { machine, cpus: 2, hails: [3; 32], streams: 2 };
         let packed = offer.pack().expect("packed");
         let found = Offer::unpack(&packed).expect("unpacked");
         assert_eq!(found, offer);

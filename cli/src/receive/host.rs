@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     ethernet,
     exit::Exit,
-    migrate::operator::Operator,
+    migrate::{operator::Operator, pause::Pause},
     module,
     sysroot::Sysroot,
 };
@@ -43,5 +43,6 @@ pub fn run() -> Result<()> {
     let hold = configuration.hold.map(Duration::from_secs);
     let patience = Patience { running: RUNNING, hold, ..Patience::default() };
     let spare = Box::new(Here::open(card)?);
-    Host::new(receiver, listener, spare, patience, Operator::at_console()).serve()
+    let pause = Pause::of_command_line(&Sysroot::default().text("proc/cmdline").unwrap_or_default());
+    Host::new(receiver, listener, spare, patience, Operator::at_console()).pausing(pause).serve()
 }

@@ -2,7 +2,10 @@
 //! order, cut short, damaged, again, or not at all. Its machine is one of a test's, which holds against it that something
 //! was started: only after all that was offered lay where it belongs, as the source's last word had it, and after its `Commit`.
 
-use super::{serve::Host, spare::Spare};
+use super::{
+    serve::Host,
+    spare::{Memory, Spare},
+};
 use crate::{
     error::{Error, Result},
     ethernet::Card,
@@ -48,7 +51,7 @@ fn memory(seed: u8) -> Vec<(u64, [u8; PAGE])> {
 fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "liar".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, hails: SECRET }
+    Offer { machine, cpus: 1, hails: SECRET, streams: 1 }
 }
 
 fn digest_of(memory: &[(u64, [u8; PAGE])], attempt: Attempt) -> Digest {
@@ -106,7 +109,39 @@ impl Seen {
     }
 }
 
-/// The machine. It takes what the driver would.
+/// Its memory. It takes what the driver would.
+impl Memory for Mutex<Seen> {
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        let mut seen = self.lock().expect("no panic");
+        let (mut data, _) = data.as_chunks::<PAGE>();
+        for entry in entries {
+            if seen.prepared == seen.released
+                || !seen.offered.iter().any(|range| range.contains(&entry.frame_phys))
+            {
+                seen.broken.push(format!("{:#x} was loaded and was not offered", entry.frame_phys));
+            }
+            let page = if entry.source == MERCURY_LOAD_DATA {
+                let (first, rest) = data.split_first().expect("a page for each");
+                data = rest;
+                *first
+            } else {
+                [0; PAGE]
+            };
+            seen.memory.insert(entry.frame_phys, page);
+            if seen.room.is_some_and(|room| seen.memory.len() > room) {
+                return Err(Error::new(Exit::Failed, "there is no room left"));
+            }
+        }
+        Ok(())
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        let seen = self.lock().expect("no panic");
+        Ok(entries.iter().flat_map(|entry| seen.memory[&entry.frame_phys]).collect())
+    }
+}
+
+/// The machine.
 struct Fake(Arc<Mutex<Seen>>);
 
 impl Fake {
@@ -134,33 +169,8 @@ impl Spare for Fake {
         Ok(())
     }
 
-    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
-        let mut seen = self.seen();
-        let (mut data, _) = data.as_chunks::<PAGE>();
-        for entry in entries {
-            if seen.prepared == seen.released
-                || !seen.offered.iter().any(|range| range.contains(&entry.frame_phys))
-            {
-                seen.broken.push(format!("{:#x} was loaded and was not offered", entry.frame_phys));
-            }
-            let page = if entry.source == MERCURY_LOAD_DATA {
-                let (first, rest) = data.split_first().expect("a page for each");
-                data = rest;
-                *first
-            } else {
-                [0; PAGE]
-            };
-            seen.memory.insert(entry.frame_phys, page);
-            if seen.room.is_some_and(|room| seen.memory.len() > room) {
-                return Err(Error::new(Exit::Failed, "there is no room left"));
-            }
-        }
-        Ok(())
-    }
-
-    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
-        let seen = self.seen();
-        Ok(entries.iter().flat_map(|entry| seen.memory[&entry.frame_phys]).collect())
+    fn memory(&self) -> Arc<dyn Memory> {
+        Arc::<Mutex<Seen>>::clone(&self.0)
     }
 
     fn go(&mut self) -> Error {

@@ -5,13 +5,17 @@
 //! [`host`] waits, takes the machine in, and goes on in it.
 
 mod host;
+mod intake;
 #[cfg(test)]
 mod liars;
 mod serve;
 mod spare;
+#[cfg(test)]
+mod streams;
 
 use crate::{
     args::ReceiveArgs,
+    checkpoint::disks,
     commands::{self, Say},
     error::{Error, Result},
     ethernet::{self, Card},
@@ -119,6 +123,8 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot)),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
+        // What arrives may have a file system on one that this machine only reaches.
+        disks: disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()

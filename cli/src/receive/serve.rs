@@ -1,6 +1,9 @@
 //! The destination's end of a move: what [`mercury_migration::protocol::Destination`] says is to be done is done here.
 
-use super::spare::Spare;
+use super::{
+    intake::{Broken, Intake, State, Whose},
+    spare::Spare,
+};
 use crate::{
     error::{Error, Result},
     exit::Exit,
@@ -8,10 +11,10 @@ use crate::{
         link::{HANDSHAKE, Heard, Link, wait_for},
         offer::{Offer, kept},
         operator::Operator,
+        pause::{self, Pause},
     },
     output::bytes,
 };
-use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
 use mercury_migration::{
     hail::{Hailer, Speaker},
     protocol::{
@@ -19,7 +22,8 @@ use mercury_migration::{
         destination::{Action, Decision, Event, Phase},
     },
     session::Receiver,
-    wire::{Content, Frame, Ledger, PAGE, Page, Pages},
+    streams::STREAMS_MAX,
+    wire::{Frame, Ledger, PAGE, Pages},
 };
 use rustix::event::{PollFd, PollFlags};
 use std::{
@@ -51,6 +55,7 @@ pub struct Host {
     reason: String,
     heard: Instant,
     operator: Operator,
+    pause: Pause,
     /// Who tells somebody else that there is no place now.
     doorman: Option<JoinHandle<()>>,
 }
@@ -58,11 +63,13 @@ pub struct Host {
 /// What has come of a machine.
 struct Arrival {
     offer: Offer,
-    ledger: Ledger,
+    /// What has come of it, once it is taken in.
+    intake: Option<Intake>,
     /// What went with what was said last.
     text: Vec<u8>,
-    pages: u64,
     round: u64,
+    /// What the first stream has ended with, which is heard when all have.
+    last: Option<Message>,
 }
 
 impl Host {
@@ -87,8 +94,15 @@ impl Host {
             reason: String::new(),
             heard: Instant::now(),
             operator,
+            pause: Pause::default(),
             doorman: None,
         }
+    }
+
+    /// One that holds still where a test wants it.
+    #[must_use]
+    pub fn pausing(self, pause: Pause) -> Self {
+        Self { pause, ..self }
     }
 
     /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
@@ -105,12 +119,28 @@ impl Host {
     pub(super) fn turn(&mut self, limit: Duration) -> Result<()> {
         let Some(event) = self.next_event(limit) else { return Ok(()) };
         self.heard = Instant::now();
-        let mut todo = VecDeque::from(self.destination.on(event));
+        let mut todo = VecDeque::from(self.happened(event));
         while let Some(action) = todo.pop_front() {
             let Some(event) = self.perform(action)? else { continue };
-            todo.extend(self.destination.on(event));
+            todo.extend(self.happened(event));
         }
         Ok(())
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Heard(Message { word: Word::Cancel, .. }) => {
+                self.reason = "the source has called it off".into();
+            }
+            Event::TimedOut => self.reason = "nothing was heard of the source for too long".into(),
+            _ => {}
+        }
+        let actions = self.destination.on(event);
+        if let Some(text) = self.destination.phase().and_then(|phase| self.pause.reached(phase)) {
+            eprintln!("mercury: {text}");
+            pause::hold(|| ());
+        }
+        actions
     }
 
     /// What has happened, if something has by then.
@@ -123,7 +153,7 @@ impl Host {
         self.wait(left.unwrap_or(limit).min(limit));
         // The operator comes first: what was thrown away is not started by a word that was on its way.
         let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
-        event.or_else(|| self.open())
+        event.or_else(|| self.look_at_streams()).or_else(|| self.open())
     }
 
     /// Whether somebody is let in. As long as there is an arrival its source is heard on its own connection, and when that has
@@ -134,9 +164,10 @@ impl Host {
 
     /// Waits until somebody says something, or is at the door where that may be.
     fn wait(&mut self, limit: Duration) {
-        let is_open = self.is_open();
-        let mut others: Vec<_> = self.spare.ear().into_iter().collect();
-        if is_open || self.has_free_doorman() {
+        let is_open = self.is_open() || self.awaits_streams() || self.has_free_doorman();
+        let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
+        let mut others: Vec<_> = self.spare.ear().into_iter().chain(intake.map(AsFd::as_fd)).collect();
+        if is_open {
             others.push(self.listener.as_fd());
         }
         if let Some(link) = &mut self.link {
@@ -186,7 +217,14 @@ impl Host {
         match frame {
             Frame::Message(message, text) => {
                 self.note_text(message, text);
-                Some(Event::Heard(message))
+                let arrival = self.arrival.as_mut().filter(|_| self.destination.takes_pages());
+                match arrival {
+                    Some(arrival) if matches!(message.word, Word::Final(_)) => {
+                        arrival.last = Some(message);
+                        None
+                    }
+                    _ => Some(Event::Heard(message)),
+                }
             }
             Frame::Round(number) => {
                 if let Some(arrival) = &mut self.arrival {
@@ -194,11 +232,16 @@ impl Host {
                     // While the machine still runs: its digest is short at the end.
                     arrival.ledger.settle();
                     if number > 0 {
-                        eprintln!("mercury: round {number}; {} pages so far", arrival.pages);
+                        let pages = arrival.intake.as_ref().map_or(0, Intake::pages);
+                        eprintln!("mercury: round {number}; {pages} pages so far");
                     }
                 }
                 self.heard = Instant::now();
                 None
+            }
+            Frame::Proof(_) => {
+                self.reason = "a proof came where there is nothing to be proven".into();
+                Some(Event::Failed)
             }
             Frame::Pages(pages) => {
                 self.heard = Instant::now();
@@ -215,26 +258,39 @@ impl Host {
 
     fn note_text(&mut self, message: Message, text: Vec<u8>) {
         if message.word == Word::Offer && self.destination.phase().is_none() {
-            self.arrival = Some(Arrival {
-                offer: Offer::default(),
-                ledger: Ledger::new(Vec::new()),
-                text,
-                pages: 0,
-                round: 0,
-            });
+            self.arrival =
+                Some(Arrival { offer: Offer::default(), intake: None, text, round: 0, last: None });
         } else if let Some(arrival) = &mut self.arrival {
             arrival.text = text;
         }
     }
 
+    /// Whether the source may open another stream.
+    fn awaits_streams(&self) -> bool {
+        let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
+        self.destination.takes_pages() && intake.is_some_and(Intake::awaits_streams)
+    }
+
     /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
     fn open(&mut self) -> Option<Event> {
         if !self.is_open() {
-            self.turn_away();
+            if self.awaits_streams() {
+                self.open_stream();
+            } else {
+                self.turn_away();
+            }
             return None;
         }
         let had_one = self.link.is_some();
         (self.take_link() && had_one).then_some(Event::Disconnected)
+    }
+
+    /// Takes who is at the door for the source, which opens another stream.
+    fn open_stream(&mut self) {
+        let Some((socket, from)) = self.knocking() else { return };
+        if let Some(intake) = self.arrival.as_mut().and_then(|arrival| arrival.intake.as_mut()) {
+            intake.let_in(&self.receiver, socket, from);
+        }
     }
 
     fn has_free_doorman(&self) -> bool {
@@ -355,7 +411,7 @@ impl Host {
         match self.prepare() {
             Ok(()) => {
                 eprintln!("mercury: a machine comes");
-                self.reason = "the source has called it off".into();
+                self.reason = "the source was not understood".into();
                 Event::Fits
             }
             Err(reason) => {
@@ -369,47 +425,55 @@ impl Host {
         let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
         let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
         // Answers to what is said of it later have to be believed, also when it is thrown away by then.
-        if let Some(attempt) = self.link.as_ref().and_then(Link::attempt) {
-            self.hailer.know(attempt, &offer.hails);
+        let attempt = self.link.as_ref().and_then(Link::attempt).ok_or("it is gone")?;
+        self.hailer.know(attempt, &offer.hails);
+        if !(1..=STREAMS_MAX).contains(&offer.streams) {
+            return Err(format!("it would come by {} streams: 1 to {STREAMS_MAX} are taken", offer.streams));
         }
         self.spare.prepare(&offer)?;
-        arrival.ledger = Ledger::new(offer.memory());
+        let whose = Whose { attempt, secret: offer.hails, streams: offer.streams };
+        let ledger = Ledger::new(offer.memory());
+        let intake = Intake::new(whose, self.spare.memory(), ledger, self.patience.running);
+        arrival.intake = Some(intake.map_err(|error| error.message)?);
         arrival.offer = offer;
         Ok(())
     }
 
-    /// Puts pages where they belong, and notes what lies there then.
+    /// Takes what came by the first stream.
     fn load(&mut self, pages: &Pages) -> Result<()> {
         let breach = |what: &str| Error::new(Exit::Failed, what);
-        if !self.destination.takes_pages() {
-            return Err(breach("pages came that nobody had asked for"));
+        let arrival = self.arrival.as_ref().filter(|arrival| arrival.last.is_none());
+        let intake = arrival.and_then(|arrival| arrival.intake.as_ref());
+        match intake.filter(|_| self.destination.takes_pages()) {
+            Some(intake) => intake.load(pages),
+            None => Err(breach("pages came that nobody had asked for")),
         }
-        let arrival = self.arrival.as_mut().ok_or_else(|| breach("pages came of no machine"))?;
-        let mut data = Vec::with_capacity(pages.len() * PAGE);
-        let mut entries = Vec::with_capacity(pages.len());
-        for Page { phys, content } in pages.iter() {
-            if !arrival.ledger.has_room_for(phys) {
-                return Err(breach("a page came that does not lie in the memory that was offered"));
+    }
+
+    /// What the streams besides the first come to, while pages are taken: they break, or they end, and then what the first
+    /// one has said of the end is heard.
+    fn look_at_streams(&mut self) -> Option<Event> {
+        let arrival = self.arrival.as_mut().filter(|_| self.destination.takes_pages())?;
+        let intake = arrival.intake.as_ref()?;
+        if intake.was_alive() {
+            self.heard = Instant::now();
+        }
+        let (event, reason) = match (intake.state(), arrival.last) {
+            (State::Broken(Broken::Gone(why)), _) => (Event::Disconnected, why),
+            (State::Broken(Broken::Breach(why)), _) => (Event::Failed, why),
+            (_, None) => return None,
+            (State::Open, Some(_)) if intake.awaits_streams() => {
+                (Event::Failed, "it has not opened all of its streams".into())
             }
-            let source = match content {
-                Content::Data(bytes) => {
-                    data.extend_from_slice(bytes);
-                    MERCURY_LOAD_DATA
-                }
-                Content::Zero => MERCURY_LOAD_ZERO,
-            };
-            entries.push(LoadEntry { frame_phys: phys, source });
-        }
-        self.spare.load(&entries, &data)?;
-        let there = self.spare.read_back(&entries)?;
-        let (there, _) = there.as_chunks::<PAGE>();
-        for (entry, page) in entries.iter().zip(there) {
-            let zero = page.iter().all(|byte| *byte == 0);
-            let content = if zero { Content::Zero } else { Content::Data(page) };
-            arrival.ledger.note(Page { phys: entry.frame_phys, content }).map_err(breach)?;
-        }
-        arrival.pages += entries.len() as u64;
-        Ok(())
+            (State::Open, Some(_)) => return None,
+            (State::Ended(Some(digest)), Some(Message { word, .. })) if word != Word::Final(digest) => {
+                (Event::Failed, "its streams do not end alike".into())
+            }
+            (State::Ended(_), Some(last)) => return Some(Event::Heard(last)),
+        };
+        eprintln!("mercury: {reason}");
+        self.reason = reason;
+        Some(event)
     }
 
     /// Whether all of it is here, and its disks are as they were at the instant.
@@ -428,11 +492,12 @@ impl Host {
             Some(Phase::Verifying(_)) => self.link.as_ref().and_then(Link::attempt).ok_or("it is gone")?,
             _ => return Err("nothing is to be verified".into()),
         };
-        let arrival = self.arrival.as_mut().ok_or("nothing has come")?;
-        if !arrival.ledger.is_complete() {
+        let arrival = self.arrival.as_ref().ok_or("nothing has come")?;
+        let ledger = arrival.intake.as_ref().ok_or("nothing has come")?.ledger();
+        if !ledger.is_complete() {
             return Err("not all of its memory has come".into());
         }
-        if arrival.ledger.digest(attempt) != digest {
+        if ledger.digest(attempt) != digest {
             return Err("its memory is not what was sent".into());
         }
         let last = Offer::unpack(&arrival.text).map_err(|error| format!("the last word: {error}"))?;
@@ -448,25 +513,7 @@ impl Host {
                 changed.join("; ")
             ));
         }
-        eprintln!(
-            "mercury: the machine is here: {} of memory",
-            bytes(arrival.ledger.len() as u64 * PAGE as u64)
-        );
+        eprintln!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use mercury_migration::wire::hash_of;
-
-    /// Both ends hash alike, however a page came.
-    #[test]
-    fn zeros_hash_like_zeros() {
-        let mut ledger = Ledger::new(vec![0..4096, 8192..12288]);
-        assert_eq!(ledger.note(Page { phys: 0, content: Content::Zero }), Ok(true));
-        assert_eq!(ledger.note_hash(0, hash_of(&[0; PAGE])), Ok(false));
-        assert_eq!(ledger.note(Page { phys: 0, content: Content::Data(&[0; PAGE]) }), Ok(false));
     }
 }

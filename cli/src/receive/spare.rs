@@ -18,20 +18,15 @@ use mercury_image::FileSystem;
 use mercury_migration::hail::ETHER_TYPE;
 use std::{
     os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
     time::Duration,
 };
 
 /// How long disks besides those of the small system may take to appear.
 const DISKS_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A machine that takes another one in.
-pub trait Spare {
-    /// Whether what is offered can be held; memory is ready for it then.
-    ///
-    /// # Errors
-    /// Every reason why not.
-    fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
-
+/// The memory of a machine that comes. Several threads put pages there.
+pub trait Memory: Send + Sync {
     /// Puts pages where they belong; `data` has those that are not zeros.
     ///
     /// # Errors
@@ -43,6 +38,28 @@ pub trait Spare {
     /// # Errors
     /// If nothing does.
     fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>>;
+}
+
+impl Memory for Device {
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        self.restore_load(entries, data)
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        self.restore_read(entries)
+    }
+}
+
+/// A machine that takes another one in.
+pub trait Spare {
+    /// Whether what is offered can be held; memory is ready for it then.
+    ///
+    /// # Errors
+    /// Every reason why not.
+    fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
+
+    /// Where what comes is put. Whoever has it lets go of it before what has come is forgotten.
+    fn memory(&self) -> Arc<dyn Memory>;
 
     /// Goes on in what has arrived. Returns only if that cannot be: why.
     fn go(&mut self) -> Error;
@@ -74,7 +91,7 @@ pub trait Spare {
 pub struct Here {
     card: Option<Card>,
     packets: Option<Packets>,
-    device: Device,
+    device: Arc<Device>,
 }
 
 impl Here {
@@ -83,7 +100,11 @@ impl Here {
     /// # Errors
     /// If the driver is not there.
     pub fn open(card: Option<Card>) -> Result<Self> {
-        Ok(Self { card, packets: Packets::open(ETHER_TYPE).ok(), device: Device::open(Access::Control)? })
+        Ok(Self {
+            card,
+            packets: Packets::open(ETHER_TYPE).ok(),
+            device: Arc::new(Device::open(Access::Control)?),
+        })
     }
 }
 
@@ -112,12 +133,8 @@ impl Spare for Here {
         if reasons.is_empty() { Ok(()) } else { Err(reasons.join("; ")) }
     }
 
-    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
-        self.device.restore_load(entries, data)
-    }
-
-    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
-        self.device.restore_read(entries)
+    fn memory(&self) -> Arc<dyn Memory> {
+        Arc::<Device>::clone(&self.device)
     }
 
     fn go(&mut self) -> Error {
@@ -127,9 +144,9 @@ impl Spare for Here {
 
     fn release(&mut self) -> Result<()> {
         // The driver lets go of it with the device. One process controls it at a time.
-        let observer = Device::open(Access::Observe)?;
+        let observer = Arc::new(Device::open(Access::Observe)?);
         drop(std::mem::replace(&mut self.device, observer));
-        self.device = Device::open(Access::Control)?;
+        self.device = Arc::new(Device::open(Access::Control)?);
         Ok(())
     }
 

@@ -201,7 +201,9 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let text = report::page(&figures);
             println!("\n{text}");
             write(page.clone(), &text)?;
+            let soak = soak_in(&fs::read_to_string(&json).unwrap_or_default());
             write(json.clone(), &(pretty(&figures)? + "\n"))?;
+            soak.map_or(Ok(()), |soak| put_soak(json.clone(), &soak))?;
             report::verdict(&figures)
         }
         Part::Checkpoint => {
@@ -217,7 +219,9 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
         }
         Part::Migration => {
             let figures = migration::measure(depth)?;
+            let soak = soak_in(&fs::read_to_string(&json).unwrap_or_default());
             replace(migration::HEADING, &migration::section(&figures), "migration", &pretty(&figures)?)?;
+            soak.map_or(Ok(()), |soak| put_soak(json.clone(), &soak))?;
             report::judge(&migration::promises(&figures))
         }
         Part::Previrtualization(releases) => {
@@ -249,14 +253,50 @@ fn pretty(figures: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(figures).map_err(|error| Error::Host(error.to_string()))
 }
 
-/// Puts figures into docs/benchmarks.json, in place of those with this key, or last.
+/// What both a benchmark of moves and a soak count; the sums are the migration's.
+const COUNTED: [&str; 4] = ["moves", "transactions", "lost_transactions", "doubled_transactions"];
+const SOAK: &str = "soak";
+
+/// Puts a soak's figures into docs/benchmarks.json, among those of migration.
 ///
 /// # Errors
 /// If the file cannot be written.
-pub(crate) fn add(key: &str, figures: &str) -> Result<()> {
-    let path = paths::root().join("docs/benchmarks.json");
+pub(crate) fn add_soak(soak: &str) -> Result<()> {
+    put_soak(paths::root().join("docs/benchmarks.json"), soak)
+}
+
+fn put_soak(path: PathBuf, soak: &str) -> Result<()> {
     let old = fs::read_to_string(&path).unwrap_or_default();
-    write(path, &with_part(&old, key, figures))
+    let migration = alone_of(&old, "migration").unwrap_or_else(|| "{\n}".to_owned());
+    write(path, &with_part(&old, "migration", with_soak(&migration, soak).trim_end()))
+}
+
+/// The soak's figures that are among those of migration.
+fn soak_in(json: &str) -> Option<String> {
+    alone_of(&alone_of(json, "migration")?, SOAK)
+}
+
+/// Migration's figures with these of a soak, in place of others of one.
+fn with_soak(migration: &str, soak: &str) -> String {
+    let count = |json: &str, key: &str| {
+        serde_json::from_str(json).ok().and_then(|all: Value| all[key].as_u64()).unwrap_or(0)
+    };
+    let before = alone_of(migration, SOAK).unwrap_or_default();
+    let counted = COUNTED.iter().fold(migration.to_owned(), |text, key| {
+        let others = count(migration, key).saturating_sub(count(&before, key));
+        with_number(&text, key, others + count(soak, key))
+    });
+    with_part(&counted, SOAK, soak)
+}
+
+/// Puts a number into an object's text: in place of the one with this key, or last.
+fn with_number(json: &str, key: &str, number: u64) -> String {
+    let begin = format!("\n  \"{key}\": ");
+    let Some((before, rest)) = json.split_once(&begin) else {
+        return with_part(json, key, &number.to_string());
+    };
+    let end = rest.find([',', '\n']).unwrap_or(rest.len());
+    format!("{before}{begin}{number}{}", &rest[end..])
 }
 
 /// Puts an object into a text of JSON as [`pretty`] writes it: in place of the one with this key, or last.
@@ -439,6 +479,28 @@ fn paper(machine: &Machine) -> Result<Paper> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_soak_is_counted_with_the_benchmark() {
+        let soak = |moves: u64| format!("{{\n  \"moves\": {moves},\n  \"lost_transactions\": 0\n}}");
+        let parsed = |json: &str| serde_json::from_str::<Value>(json).unwrap();
+        let benchmark = "{\n  \"ratio\": 1.5,\n  \"moves\": 12,\n  \"transactions\": 300\n}";
+        let first = with_soak(benchmark, &soak(50));
+        assert!(
+            first.starts_with("{\n  \"ratio\": 1.5,\n  \"moves\": 62,\n  \"transactions\": 300,\n"),
+            "{first}"
+        );
+        assert_eq!(
+            (&parsed(&first)["soak"]["moves"], &parsed(&first)["lost_transactions"]),
+            (&50.into(), &0.into())
+        );
+        let second = parsed(&with_soak(&first, &soak(70)));
+        assert_eq!((&second["moves"], &second["soak"]["moves"]), (&82.into(), &70.into()));
+        let all = with_part("{\n  \"a\": 1\n}\n", "migration", first.trim_end());
+        assert_eq!(parsed(&soak_in(&all).unwrap())["moves"], 50);
+        let alone = parsed(&with_soak("{\n}", &soak(3)));
+        assert_eq!((&alone["moves"], &alone["soak"]["moves"]), (&3.into(), &3.into()));
+    }
 
     #[test]
     fn a_part_takes_its_place_among_the_figures() {

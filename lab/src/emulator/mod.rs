@@ -52,7 +52,7 @@ pub(crate) enum AgentSocket {
 pub(crate) mod file {
     pub const ROOT: &str = "root.qcow2";
     /// What UEFI keeps.
-    pub const VARIABLES: &str = "variables.qcow2";
+    pub const VARIABLES: &str = "variables.img";
     pub const SERIAL: &str = "serial.log";
     pub const AGENT: &str = "agent.sock";
     pub const MONITOR: &str = "qmp.sock";

@@ -1,11 +1,11 @@
 //! QEMU's command line for a machine. `newer` is another version of it, `qmp` its monitor.
 
-use std::process::Command;
+use std::{fs, process::Command};
 
 use super::{AgentSocket, Files, Start, file, newer_qemu, repaired_qemu};
 use crate::{
     disks::Disk,
-    error::Result,
+    error::{Context, Result},
     host,
     iommu::Iommu,
     scene::Scene,
@@ -26,7 +26,9 @@ pub(super) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<St
         make_overlay(scene, &file::disk(index), &[&format!("{mib}M")])?;
     }
     if spec.uefi_variables {
-        make_overlay(scene, file::VARIABLES, &["-F", "raw", "-b", UEFI_VARIABLES])?;
+        // As it is: a layer would lose in a power cut where it has put what the firmware has written.
+        let variables = scene.dir().join(file::VARIABLES);
+        fs::copy(UEFI_VARIABLES, &variables).context(|| format!("write {}", variables.display()))?;
     }
     start(spec, files)
 }
@@ -61,7 +63,7 @@ fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
     channels(&mut args, spec);
     if spec.uefi_variables {
         args.add("-drive", &format!("if=pflash,format=raw,readonly=on,file={UEFI}"));
-        args.add("-drive", &format!("if=pflash,format=qcow2,file={}", file::VARIABLES));
+        args.add("-drive", &format!("if=pflash,format=raw,file={}", file::VARIABLES));
     }
     if let Some(nic) = spec.nic {
         let model = if nic == Nic::Virtio { "virtio-net-pci" } else { "e1000e" };
@@ -213,7 +215,7 @@ mod tests {
             "iommu_platform=on",
             "intel_iommu=on nokaslr",
             "lab.modules=modules-faults",
-            "if=pflash,format=qcow2,file=variables.qcow2",
+            "if=pflash,format=raw,file=variables.img",
             " -S",
         ] {
             assert!(line.contains(part), "{part} is not in {line}");

@@ -126,6 +126,16 @@ pub fn type_in(machine: &Machine, text: &str) -> Result<()> {
     Ok(())
 }
 
+/// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.
+pub fn kill_somebody(machine: &Machine) -> Result<()> {
+    let mut console = console(machine)?;
+    machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
+    thread::sleep(Duration::from_millis(300));
+    console.write_all(b"f").unwrap();
+    thread::sleep(Duration::from_secs(1));
+    Ok(())
+}
+
 /// Files on this host, which are disks of more than one machine.
 pub struct Shared(PathBuf);
 

@@ -176,8 +176,9 @@ impl Destination {
     pub fn patience(&self, patience: &Patience) -> Option<Duration> {
         match self.phase()? {
             Phase::Checking | Phase::Admitting | Phase::Receiving => Some(patience.running),
-            Phase::Verifying(_) | Phase::Recording => Some(patience.frozen),
-            Phase::Ready(..) => patience.hold,
+            // A source whose power is gone ends no connection: its operator is told soon.
+            Phase::Verifying(_) | Phase::Recording | Phase::Ready(_, Asked::No) => Some(patience.frozen),
+            Phase::Ready(_, Asked::Yes) => patience.hold,
             Phase::Starting | Phase::Running => None,
         }
     }
@@ -251,7 +252,7 @@ impl Destination {
             (Phase::Recording, Event::Recorded(_, Verdict::Starting)) => {
                 self.enter(attempt, Phase::Starting, [Action::Start])
             }
-            (Phase::Ready(digest, Asked::No), Event::Disconnected) => {
+            (Phase::Ready(digest, Asked::No), Event::Disconnected | Event::TimedOut) => {
                 self.enter(attempt, Phase::Ready(digest, Asked::Yes), [Action::Tell(Advice::SourceSilent)])
             }
             (Phase::Ready(..) | Phase::Recording, Event::Disconnected) => Vec::new(),

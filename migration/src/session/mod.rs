@@ -34,8 +34,11 @@ use rustls::{
 
 use verify::{PinnedReceiver, PinnedSender};
 
-/// The protocol's name inside of TLS. Ends of other versions do not get as far as an offer: 2 has the secret for hails in it.
-const PROTOCOL: &[u8] = b"mercury-migration/2";
+/// The protocol's name inside of TLS. Ends of other versions do not get as far as an offer: 2 has the secret for hails in it, 3
+/// says how many streams there are.
+const PROTOCOL: &[u8] = b"mercury-migration/3";
+/// What a session's binding is derived with.
+const BINDING: &[u8] = b"EXPORTER-mercury-migration-stream";
 /// The name in certificates; what counts is the pin.
 const NAME: &str = "mercury-receive";
 /// What the receiver says first, and so that it has taken the sender.
@@ -276,6 +279,14 @@ fn why_not_now(from: &mut impl Read) -> io::Result<String> {
     let mut why = vec![0; usize::from(length[0])];
     from.read_exact(&mut why)?;
     Ok(String::from_utf8_lossy(&why).into_owned())
+}
+
+/// What both ends of a session, and nobody else, can derive from it, to say something of this session.
+///
+/// # Errors
+/// If it is over.
+pub fn binding<Side>(connection: &rustls::ConnectionCommon<Side>) -> io::Result<[u8; 32]> {
+    connection.export_keying_material([0; 32], BINDING, None).map_err(io::Error::other)
 }
 
 fn refused(why: &'static str) -> Error {

@@ -7,7 +7,7 @@
 //!
 //! | bytes | what |
 //! |-------|------|
-//! | 4     | its kind: 1 message, 2 round, 3 pages |
+//! | 4     | its kind: 1 message, 2 round, 3 pages, 4 proof |
 //! | 4     | length of the payload |
 //! | 8     | its number in this stream, from 0 |
 //! | 16    | the first half of BLAKE3 of the greeting, of the 16 bytes before it and of the payload |
@@ -19,6 +19,8 @@
 //!   each), and 4,096 bytes for each entry that has data. An entry is a page's physical address, with what it holds in
 //!   the low twelve bits: 1 the next page of data, 2 all zeros, 3 the same as the entry before it. No record leans on
 //!   another, so several streams need no order among them.
+//! * A *proof* (32 bytes) is the first frame of a stream that is not the first one, and of no other
+//!   ([`streams`](crate::streams)).
 //!
 //! The checksum finds what a broken machine does, not what an enemy does: that is the session's. A sender
 //! that is authenticated is believed nothing all the same: lengths are limited before anything is allocated, pages must

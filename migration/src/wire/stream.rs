@@ -6,12 +6,15 @@ use super::{
     error::{Error, Place, Result},
     pages::{PACKED_MAX, Pages},
 };
-use crate::protocol::{Attempt, Digest, Message, Word};
+use crate::{
+    protocol::{Attempt, Digest, Message, Word},
+    streams::Proof,
+};
 
 /// How a stream begins. Its last bytes notice whoever takes it for text.
 pub const MAGIC: [u8; 8] = *b"\x89MMove\r\n";
 /// Version of the format.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of text that a message can have: a description of a machine, reasons for a refusal.
 pub const TEXT_MAX: usize = 1 << 20;
 
@@ -24,6 +27,7 @@ const MESSAGE: usize = 1 + 32;
 const KIND_MESSAGE: u32 = 1;
 const KIND_ROUND: u32 = 2;
 const KIND_PAGES: u32 = 3;
+const KIND_PROOF: u32 = 4;
 
 /// What comes out of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +38,8 @@ pub enum Frame {
     Round(u64),
     /// Pages.
     Pages(Pages),
+    /// That whoever opens this stream may.
+    Proof(Proof),
 }
 
 fn greeting(attempt: Attempt, stream: u32) -> [u8; GREETING] {
@@ -135,6 +141,27 @@ impl<W: Write> Writer<W> {
         self.frame(KIND_PAGES, packed)
     }
 
+    /// Shows that it may open this stream.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn prove(&mut self, proof: &Proof) -> Result<()> {
+        self.frame(KIND_PROOF, proof)
+    }
+
+    /// Has all that was written on its way.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn flush(&mut self) -> Result<()> {
+        Ok(self.to.flush()?)
+    }
+
+    /// What it writes to, to read from it what the other end says.
+    pub fn get_mut(&mut self) -> &mut W {
+        &mut self.to
+    }
+
     /// What it writes to.
     pub fn into_inner(self) -> W {
         self.to
@@ -203,6 +230,12 @@ impl<R: Read> Reader<R> {
         self.attempt
     }
 
+    /// Its number.
+    #[must_use]
+    pub fn stream(&self) -> u32 {
+        self.place.stream
+    }
+
     /// Where the next frame begins.
     #[must_use]
     pub fn place(&self) -> Place {
@@ -266,6 +299,7 @@ impl<R: Read> Reader<R> {
             KIND_MESSAGE => (MESSAGE, MESSAGE + TEXT_MAX),
             KIND_ROUND => (8, 8),
             KIND_PAGES => (4, PACKED_MAX),
+            KIND_PROOF => (size_of::<Proof>(), size_of::<Proof>()),
             _ => return Err(self.damaged("it is of no known kind")),
         };
         if length < least || length > most {
@@ -278,6 +312,7 @@ impl<R: Read> Reader<R> {
         match kind {
             KIND_MESSAGE => self.message(payload),
             KIND_ROUND => self.round(payload),
+            KIND_PROOF => self.proof(payload),
             _ => Pages::unpack(payload).map(Frame::Pages),
         }
     }
@@ -288,6 +323,13 @@ impl<R: Read> Reader<R> {
         digest.copy_from_slice(&head[1..]);
         let word = word_of(head[0], digest).ok_or("it says nothing that is known")?;
         Ok(Frame::Message(Message { attempt: self.attempt, word }, text.to_vec()))
+    }
+
+    fn proof(&self, payload: &[u8]) -> Result<Frame, &'static str> {
+        if self.place.stream == 0 || self.place.frame != 0 {
+            return Err("it is no proof's place");
+        }
+        payload.first_chunk().map(|proof| Frame::Proof(*proof)).ok_or("it is too short")
     }
 
     fn round(&mut self, payload: &[u8]) -> Result<Frame, &'static str> {

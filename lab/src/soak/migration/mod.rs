@@ -55,6 +55,8 @@ pub struct Plan {
     pub memory_mib: u32,
     /// How often.
     pub moves: u64,
+    /// No more moves are begun when this has passed since the machines were at work.
+    pub time: Option<Duration>,
 }
 
 /// `lab soak --migration`: runs it, keeps the record, and prints it.
@@ -83,7 +85,7 @@ pub fn run(plan: Plan) -> Result<Record> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "Bochs has no network between machines" });
     }
-    let Plan { kernel, cpus, memory_mib, moves } = plan;
+    let Plan { kernel, cpus, memory_mib, moves, .. } = plan;
     live::say(&format!("{moves} moves with PostgreSQL: {kernel}, {cpus} CPUs, {memory_mib} MiB"));
     let mut record = Record::new(plan);
     let begun = Instant::now();
@@ -135,8 +137,12 @@ impl Scene {
 
     /// There and back, until all moves are made, and the ledger is compared.
     fn go(&mut self, plan: Plan, record: &mut Record) -> Result<()> {
-        let id = boot_id(&self.machine)?;
+        let (id, at_work) = (boot_id(&self.machine)?, Instant::now());
         for number in 1..=plan.moves {
+            if plan.time.is_some_and(|time| at_work.elapsed() >= time) {
+                record.planned = number - 1;
+                break;
+            }
             let begun = Instant::now();
             let place = if number % 2 == 1 { 3 } else { 2 };
             let (spare, words) = self.spare(plan, place)?;

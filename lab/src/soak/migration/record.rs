@@ -223,7 +223,7 @@ pub(super) fn write_page() -> Result<()> {
     let path = paths::root().join("docs/soak-migration.md");
     fs::write(&path, page(&all)).context(|| format!("write {}", path.display()))?;
     println!("written: {}", path.display());
-    bench::add("migration_soak", &pretty(&Totals::of(&all))?)
+    bench::add_soak(&pretty(&Totals::of(&all))?)
 }
 
 fn kept() -> Result<Vec<Record>> {
@@ -263,11 +263,11 @@ fn page(records: &[&Record]) -> String {
         in all.\n\n\
         Two clients keep a ledger: each transaction has its number, and what they were told is committed must be in the tables \
         once. Four\nclients are pgbench's, which gives a client up when its connection breaks; what it was told must be as many as the \
-        history has, and all\nbalances must agree with it. Besides, a connection of its own on which every word must come \
+        history has, and all\nbalances must agree with it. Besides, a connection of its own on which every word\nmust come \
         back goes through all of it. Each client has one connection from the first move to the last.\n\n{}\n\
         \"Stood still\" is the median's, by the mover's own account; \"silence\" is the longest time for which one of the ledger's \
-        clients waited for\nan answer, over all moves. Both are times of an emulator: two processors ran six or twelve of other machines', and other \
-        jobs besides.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
+        clients waited for\nan answer, over all moves. Both are times of an emulator: the host's two processors had all machines and other jobs to \
+        run.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
         totals.moves,
         lines.concat(),
         records.iter().map(|record| record.minutes).sum::<f64>(),

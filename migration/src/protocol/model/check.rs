@@ -7,7 +7,7 @@ use super::{
 use crate::protocol::{
     Verdict,
     destination::{self, Phase},
-    source::{self, Applications, State},
+    source::{self, Applications, Asked, State},
 };
 
 pub type Checked = Result<(), String>;
@@ -18,6 +18,7 @@ pub fn is_safe(world: &World) -> Checked {
     only_what_was_verified(world)?;
     never_given_up_for_nothing(world)?;
     as_if_nothing_had_been_tried(world)?;
+    never_thrown_away_without_a_word(world)?;
     never_none_without_a_word(world)
 }
 
@@ -65,6 +66,18 @@ fn as_if_nothing_had_been_tried(world: &World) -> Checked {
         ensure(after.source_runs() && after.source.pending == world.source.pending, &what)?;
     }
     Ok(())
+}
+
+/// An arrival that is whole may be all that there is: when time is up somebody is told of it, and it is kept until it is up again.
+fn never_thrown_away_without_a_word(world: &World) -> Checked {
+    if !matches!(world.destination.machine.phase(), Some(Phase::Ready(_, Asked::No))) {
+        return Ok(());
+    }
+    let mut after = world.clone();
+    after.destination.told = false;
+    after.take(Step::Destination(destination::Event::TimedOut));
+    let is_kept = after.destination.machine.may_adopt();
+    ensure(after.destination.told && is_kept, "an arrival that is whole goes, and nobody is told")
 }
 
 /// Where nothing runs, somebody is told what to do, at the latest when time is up, though nothing is ever heard again.

@@ -1,0 +1,259 @@
+//! A system that starts, in its initial RAM disk, before it touches any disk of its own or the network: if its hardware has a mark,
+//! the system may run elsewhere, and does not start here. Whoever is at the console is told where it is, and may decide otherwise.
+//! Left alone the machine powers off in the end: it has nothing to do, and switched on again it says the same.
+
+use super::{Place, Record, State, all, clear, initramfs, spots};
+use crate::{exit::Exit, migrate::operator::Operator, sysroot::Sysroot};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+/// On the kernel's command line: what is to be done about a mark.
+const WORD: &str = "mercury.mark=";
+/// How long a disk that may have a mark may take to appear.
+const DISK_PATIENCE: Duration = Duration::from_secs(30);
+/// How long whoever has switched it on may read.
+const READING: Duration = Duration::from_secs(300);
+const MOMENT: Duration = Duration::from_millis(200);
+
+/// What is to be done about a mark, as whoever starts the system says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// Nothing was said.
+    Ask,
+    /// It is over.
+    Clear,
+    /// Start, and leave it.
+    Ignore,
+    /// Do not wait for anybody.
+    PowerOff,
+}
+
+impl Wish {
+    fn of(command_line: &str) -> Self {
+        match command_line.split_whitespace().filter_map(|word| word.strip_prefix(WORD)).next_back() {
+            Some("clear") => Self::Clear,
+            Some("ignore") => Self::Ignore,
+            Some("poweroff") => Self::PowerOff,
+            _ => Self::Ask,
+        }
+    }
+}
+
+/// What a place says, by its name.
+type Found = (String, Result<Option<Record>, String>);
+
+/// Whether the system starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Verdict {
+    Starts,
+    /// Another one has moved from here, which this one does not concern.
+    StartsBeside(String),
+    /// Why it does not.
+    Stays(String),
+}
+
+/// What has been found decides; `system` is who would start.
+fn decide(found: &[Found], system: Option<&str>) -> Verdict {
+    let mut verdict = Verdict::Starts;
+    for (place, mark) in found {
+        let record = match mark {
+            Ok(Some(record)) if record.forbids() => record,
+            Ok(_) => continue,
+            Err(why) => {
+                return Verdict::Stays(format!(
+                    "Whether the system that starts here has moved to another machine cannot be told: {place}: {why}."
+                ));
+            }
+        };
+        let is_anothers = matches!((&record.system, system), (Some(its), Some(ours)) if its != ours);
+        if !is_anothers {
+            return Verdict::Stays(text(record));
+        }
+        verdict = Verdict::StartsBeside(format!(
+            "another system has moved from this hardware to {} ({}); this one starts",
+            record.to,
+            record.when()
+        ));
+    }
+    verdict
+}
+
+/// What has become of the system.
+fn text(record: &Record) -> String {
+    let (to, when, attempt) = (&record.to, record.when(), &record.attempt);
+    if record.state == State::Moved {
+        return format!(
+            "The system that starts here has moved to {to}, on {when} (attempt {attempt}), and runs there."
+        );
+    }
+    format!(
+        "The system that starts here was moved to {to}, on {when} (attempt {attempt}), and then this machine lost its power: \
+         the other one has been told to go on with it, or was about to be. Look at the console of {to}. If it runs there, leave this \
+         machine off. If a machine that has arrived waits there, `adopt` starts it there, and `discard` throws it away."
+    )
+}
+
+const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only if the system does not run \
+    elsewhere, and never will: type `clear` here, or start with mercury.mark=clear on the kernel's command line. \
+    mercury.mark=ignore starts this once and leaves the mark; mercury.mark=poweroff does not wait. `off` powers off, and so does \
+    this machine by itself in five minutes.";
+
+/// Looks, and returns only if the system may start.
+#[must_use]
+pub fn look(sysroot: &Sysroot) -> Exit {
+    let wish = Wish::of(&sysroot.text("proc/cmdline").unwrap_or_default());
+    let spots = spots(sysroot).unwrap_or_default();
+    let places = wait_for_places(&spots, sysroot);
+    let mut found: Vec<Found> = Vec::new();
+    for (named, place) in &places {
+        let read = place.as_ref().map_err(Clone::clone).and_then(Place::read);
+        found.push((named.to_string(), read));
+    }
+    if places.is_empty() && !spots.is_empty() {
+        let files: Vec<_> = spots.iter().map(|spot| &*spot.file).collect();
+        found.push((files.join(", "), Err("its disk is not there".into())));
+    }
+    let places: Vec<Place> = places.into_iter().filter_map(|(_, place)| place.ok()).collect();
+    match (decide(&found, initramfs::whose(sysroot).as_deref()), wish) {
+        (Verdict::Starts, _) => {}
+        (Verdict::StartsBeside(text), _) => say(&text),
+        (Verdict::Stays(text), Wish::Ignore) => {
+            say(&format!("{text} It starts all the same: mercury.mark=ignore"))
+        }
+        (Verdict::Stays(text), Wish::Clear) => {
+            say(&text);
+            clear_all(&places);
+        }
+        (Verdict::Stays(text), Wish::PowerOff) => {
+            say(&text);
+            power_off();
+        }
+        (Verdict::Stays(text), Wish::Ask) => {
+            say(&text);
+            say(WHAT_TO_DO);
+            ask();
+            clear_all(&places);
+        }
+    }
+    if let Err(error) = initramfs::say_looked(&spots, sysroot) {
+        say(&format!("that it has been looked for a mark cannot be noted: {error}"));
+    }
+    Exit::Done
+}
+
+type Places = Vec<(super::Named, Result<Place, String>)>;
+
+/// Of the places on disks one has to be there, if there are some.
+fn wait_for_places(spots: &[super::Spot], sysroot: &Sysroot) -> Places {
+    let end = Instant::now() + DISK_PATIENCE;
+    loop {
+        let places = all(spots, sysroot);
+        if !places.is_empty() || spots.is_empty() || Instant::now() > end {
+            return places;
+        }
+        thread::sleep(MOMENT);
+    }
+}
+
+/// Returns when the operator wants it.
+fn ask() {
+    let mut operator = Operator::at_console();
+    let end = Instant::now() + READING;
+    while Instant::now() < end {
+        match operator.word(&["clear", "off"]) {
+            Some("clear") => return,
+            Some(_) => break,
+            None => thread::sleep(MOMENT),
+        }
+    }
+    power_off()
+}
+
+fn clear_all(places: &[Place]) {
+    for place in places {
+        match clear(place) {
+            Ok(true) => say("the mark is cleared; the system starts"),
+            Ok(false) => {}
+            Err(why) => say(&format!("the mark cannot be cleared: {why}; the system starts all the same")),
+        }
+    }
+}
+
+fn power_off() -> ! {
+    say("this machine is powered off");
+    rustix::fs::sync();
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::reboot(libc::RB_POWER_OFF) };
+    say("it could not be powered off: switch it off");
+    loop {
+        thread::sleep(Duration::from_secs(3600));
+    }
+}
+
+fn say(text: &str) {
+    eprintln!("\nmercury: {text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::record::tests::record, *};
+
+    fn found(mark: Result<Option<Record>, String>) -> Vec<Found> {
+        vec![("a variable".into(), mark)]
+    }
+
+    #[test]
+    fn a_system_that_has_moved_stays() {
+        let ours = "ab".repeat(16);
+        for (state, words) in [
+            (
+                State::Committed,
+                ["was moved to 10.9.0.3:4747, on 2026-11-25 01:00:00 UTC", "Look at the console"],
+            ),
+            (State::Moved, ["has moved to 10.9.0.3:4747", "runs there"]),
+        ] {
+            for system in [None, Some(&*ours)] {
+                let Verdict::Stays(text) = decide(&found(Ok(Some(record(state, 1)))), system) else {
+                    panic!("{state:?} starts")
+                };
+                assert!(words.iter().all(|word| text.contains(word)), "{text}");
+            }
+            let other = "cd".repeat(16);
+            let verdict = decide(&found(Ok(Some(record(state, 1)))), Some(&other));
+            assert!(matches!(verdict, Verdict::StartsBeside(_)), "{verdict:?}");
+            let nameless = Record { system: None, ..record(state, 1) };
+            assert!(matches!(decide(&found(Ok(Some(nameless))), Some(&other)), Verdict::Stays(_)));
+        }
+    }
+
+    #[test]
+    fn one_without_a_mark_starts() {
+        assert_eq!(decide(&[], None), Verdict::Starts);
+        assert_eq!(decide(&found(Ok(None)), None), Verdict::Starts);
+        assert_eq!(decide(&found(Ok(Some(record(State::Cleared, 9)))), None), Verdict::Starts);
+    }
+
+    #[test]
+    fn what_cannot_be_read_may_be_a_mark() {
+        let mut all = found(Err("the mark is damaged".into()));
+        all.push(("two blocks".into(), Ok(None)));
+        assert!(matches!(decide(&all, None), Verdict::Stays(text) if text.contains("cannot be told")));
+        all.reverse();
+        assert!(matches!(decide(&all, None), Verdict::Stays(_)));
+    }
+
+    #[test]
+    fn the_command_line_decides() {
+        for (line, wish) in [
+            ("quiet", Wish::Ask),
+            ("quiet mercury.mark=clear ro", Wish::Clear),
+            ("mercury.mark=clear mercury.mark=ignore", Wish::Ignore),
+            ("mercury.mark=poweroff", Wish::PowerOff),
+            ("mercury.mark=yes xmercury.mark=clear", Wish::Ask),
+        ] {
+            assert_eq!(Wish::of(line), wish, "{line}");
+        }
+    }
+}

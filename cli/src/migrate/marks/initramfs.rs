@@ -1,0 +1,141 @@
+//! Whether a system that starts on this machine looks for the mark: the package's script in the initial RAM disk does
+//! (packaging/initramfs), and leaves a word that it has. Otherwise the file is looked into from which the running kernel would be
+//! started again.
+
+use super::{Named, Spot, WITHOUT, system};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use std::{fs, io, path::Path, process::Command};
+
+/// Where a system that has looked says so, with [`digest`].
+pub const LOOKED: &str = "run/mercury/mark-looked";
+/// The script, in an initial RAM disk.
+const SCRIPT: &str = "scripts/init-premount/mercury-mark";
+/// The places on disks that it knows, and which system it is, likewise.
+const FOLDER: &str = "etc/mercury";
+
+/// What stands for these places in an initial RAM disk.
+#[must_use]
+pub fn digest(spots: &[Spot]) -> String {
+    let text = serde_json::to_vec(spots).unwrap_or_default();
+    blake3::hash(&text).to_hex()[..16].to_owned()
+}
+
+/// # Errors
+/// If nobody looks at a mark in this place.
+pub fn refuse_blind(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> Result<()> {
+    let Err(why) = looks(named, spots, sysroot) else { return Ok(()) };
+    Err(Error::new(
+        Exit::Impossible,
+        format!("nothing in the initial RAM disk looks at this machine's mark when it starts again after a power cut: {why}"),
+    )
+    .hint(format!(
+        "`update-initramfs -u` puts what does into the initial RAM disk (package initramfs-tools); {WITHOUT}"
+    )))
+}
+
+fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Result<(), String> {
+    let wanted = digest(spots);
+    let needs_place = matches!(named, Named::Disk(..));
+    // Where the kernel comes by the network there may be no file of it here.
+    if let Some(looked) = sysroot.text(LOOKED)
+        && (!needs_place || looked.trim() == wanted)
+    {
+        return Ok(());
+    }
+    let release = sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default();
+    let file = sysroot.path(&format!("boot/initrd.img-{}", release.trim()));
+    if !file.exists() {
+        return Err(format!("nothing has this time, and there is no {}", file.display()));
+    }
+    let listed = Command::new("lsinitramfs").arg(&file).output();
+    let listed = listed.map_err(|error| format!("lsinitramfs: {error}"))?;
+    holds(&String::from_utf8_lossy(&listed.stdout), needs_place.then_some(&*wanted))
+        .map_err(|why| format!("{} {why}", file.display()))
+}
+
+/// Whether a list of an initial RAM disk's files has all that is needed.
+fn holds(list: &str, digest: Option<&str>) -> std::result::Result<(), &'static str> {
+    let has = |name: &str| list.lines().any(|line| line.trim_start_matches("./") == name);
+    if !has(SCRIPT) {
+        return Err("has no script for it");
+    }
+    if digest.is_some_and(|digest| !has(&format!("{FOLDER}/mark.places.{digest}"))) {
+        return Err("does not know the place that was prepared on a disk");
+    }
+    Ok(())
+}
+
+/// What the hook puts into a folder that becomes an initial RAM disk.
+///
+/// # Errors
+/// If it cannot be written.
+pub fn furnish(folder: &Path, spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
+    let to = folder.join(FOLDER);
+    fs::create_dir_all(&to)?;
+    fs::write(to.join("mark.places"), serde_json::to_vec(spots)?)?;
+    fs::write(to.join(format!("mark.places.{}", digest(spots))), "")?;
+    fs::write(to.join("mark.system"), system(sysroot).unwrap_or_default())
+}
+
+/// Which system an initial RAM disk is of, if it knows.
+#[must_use]
+pub fn whose(sysroot: &Sysroot) -> Option<String> {
+    let text = sysroot.text(&format!("{FOLDER}/mark.system"))?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+/// Says that it has looked.
+pub fn say_looked(spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
+    let path = sysroot.path(LOOKED);
+    fs::create_dir_all(path.parent().unwrap_or(&path))?;
+    fs::write(path, digest(spots))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spot(uuid: &str) -> Spot {
+        Spot { uuid: uuid.into(), kind: "ext4".into(), file: "/boot/mark".into(), offsets: [4096, 8192] }
+    }
+
+    #[test]
+    fn what_an_initial_ram_disk_holds() {
+        let digest = digest(&[spot("a")]);
+        let list = format!("./bin/sh\n{SCRIPT}\n{FOLDER}/mark.places.{digest}\n");
+        assert_eq!(holds(&list, None), Ok(()));
+        assert_eq!(holds(&list, Some(&digest)), Ok(()));
+        assert!(holds(&list, Some(&super::digest(&[spot("b")]))).is_err());
+        assert!(holds("scripts/init-premount/ORDER\n", None).is_err());
+        assert!(holds("", None).is_err());
+    }
+
+    #[test]
+    fn one_that_is_furnished_knows() {
+        let root = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(root.path());
+        let to = root.path().join("new");
+        fs::create_dir_all(root.path().join("etc")).expect("a folder");
+        fs::write(root.path().join("etc/machine-id"), "0".repeat(32)).expect("a file");
+        let spots = [spot("a")];
+        furnish(&to, &spots, &sysroot).expect("written");
+        let inside = Sysroot::at(&to);
+        assert_eq!(whose(&inside), system(&sysroot));
+        assert_eq!(super::super::spots(&inside).as_deref(), Ok(&spots[..]));
+        assert!(to.join(FOLDER).join(format!("mark.places.{}", digest(&spots))).exists());
+        // It has looked: that counts where its file is not.
+        let disk = Named::Disk("sda1".into(), [4096, 8192]);
+        assert!(looks(&disk, &spots, &sysroot).is_err());
+        say_looked(&spots, &sysroot).expect("written");
+        assert_eq!(looks(&disk, &spots, &sysroot), Ok(()));
+        assert!(looks(&disk, &[spot("b")], &sysroot).is_err());
+        assert_eq!(looks(&Named::Firmware, &[spot("b")], &sysroot), Ok(()));
+        fs::write(root.path().join("etc/machine-id"), "").expect("a file");
+        furnish(&to, &spots, &sysroot).expect("written");
+        assert_eq!(whose(&inside), None);
+    }
+}

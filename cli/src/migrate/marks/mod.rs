@@ -1,0 +1,421 @@
+//! Marks that outlast a power cut: what this machine's own hardware remembers of a move, so that it does not boot from disks that
+//! another machine has by then. docs/migration.md says why.
+//!
+//! A mark has one of two places: a variable of the firmware's ([`firmware`]), or two blocks of a local disk ([`disk`]) that
+//! `mercury mark --prepare` has made and whose place the initial RAM disk knows. The same record ([`record`]) lies in both. A
+//! starting system looks at it before it touches any other disk or the network ([`boot`]), if its initial RAM disk has the
+//! package's script ([`initramfs`]). [`Marks`] is what a source holds, with all that it needs open.
+
+pub mod boot;
+pub mod command;
+pub mod disk;
+pub mod firmware;
+pub mod initramfs;
+pub mod record;
+mod when;
+
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use disk::{Blocks, Spot};
+use firmware::Variables;
+use mercury_migration::protocol::{Attempt, Mark};
+use record::{Record, State};
+use rustix::fs::{CWD, Mode, OFlags};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt, io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+/// The places on disks that `mercury mark --prepare` has made. A machine that moves has those of all hardware that it is on.
+const SPOTS: &str = "etc/mercury/mark.places";
+/// What a person can do where there is no place.
+const WITHOUT: &str = "--without-mark moves all the same: then see to it that this machine does not start by itself when its power \
+    comes back";
+
+/// Where marks lie, as somebody else can be told who reaches them by descriptors that are open already.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Named {
+    /// A variable of the firmware's.
+    Firmware,
+    /// Two blocks of the device of this name in /dev.
+    Disk(String, [u64; 2]),
+}
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Firmware => f.write_str("a variable of the firmware's"),
+            Self::Disk(device, _) => write!(f, "two blocks of /dev/{device}"),
+        }
+    }
+}
+
+/// A place for a mark, open.
+#[derive(Debug)]
+enum Place {
+    Firmware(Variables),
+    Disk(Blocks),
+}
+
+impl Place {
+    fn read(&self) -> std::result::Result<Option<Record>, String> {
+        match self {
+            Self::Disk(blocks) => blocks.read(),
+            Self::Firmware(variables) => match variables.read(firmware::MARK) {
+                Ok(None) => Ok(None),
+                Ok(Some(bytes)) => {
+                    let found = Record::unpack(&bytes)?;
+                    found.map(Some).ok_or_else(|| "the variable holds something else".into())
+                }
+                Err(error) => Err(error.to_string()),
+            },
+        }
+    }
+
+    /// It is safe there when this returns.
+    fn write(&self, record: &Record) -> std::result::Result<(), String> {
+        let bytes = record.pack()?;
+        let written = match self {
+            Self::Disk(blocks) => blocks.write(&bytes),
+            Self::Firmware(variables) => variables.write(firmware::MARK, &bytes),
+        };
+        written.map_err(|error| error.to_string())?;
+        match self.read()? {
+            Some(found) if found == *record => Ok(()),
+            _ => Err("the place does not hold what was written to it".into()),
+        }
+    }
+}
+
+/// Folders in which names are looked up when no other one can be: opened while everything runs.
+#[derive(Debug, Default)]
+pub struct Folders {
+    variables: Option<Variables>,
+}
+
+impl Folders {
+    /// Opens them, as far as they are there.
+    #[must_use]
+    pub fn open(sysroot: &Sysroot) -> Self {
+        Self { variables: Variables::at(&sysroot.path(firmware::FOLDER)).ok() }
+    }
+}
+
+/// A place that holds this machine's mark, and the mark.
+#[derive(Debug)]
+pub struct Marks {
+    place: Place,
+    named: Named,
+    record: Record,
+}
+
+impl Marks {
+    /// Chooses a place that works, and shows that by writing to it.
+    ///
+    /// # Errors
+    /// If there is none, or it holds another system's mark.
+    pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
+        let spots = spots(sysroot).map_err(|why| refusal(&why))?;
+        let found = all(&spots, sysroot);
+        let mut whys: Vec<String> = Vec::new();
+        for (named, place) in found {
+            let place = match place {
+                Ok(place) => place,
+                Err(why) => {
+                    whys.push(format!("{named}: {why}"));
+                    continue;
+                }
+            };
+            let mut marks = Self { place, named, record: Record::new(Attempt([0; 16]), to, system(sysroot)) };
+            marks.refuse_anothers()?;
+            match marks.write(Mark::Cleared) {
+                Ok(()) => {
+                    initramfs::refuse_blind(&marks.named, &spots, sysroot)?;
+                    return Ok(marks);
+                }
+                Err(why) => whys.push(format!("{}: {why}", marks.named)),
+            }
+        }
+        if whys.is_empty() {
+            whys.push(
+                "the kernel reaches no variables of the firmware's (no UEFI), and no place on a local disk was prepared".into(),
+            );
+        }
+        Err(refusal(&whys.join("; ")))
+    }
+
+    /// For this attempt from now on.
+    #[must_use]
+    pub fn of(mut self, attempt: Attempt) -> Self {
+        self.record.attempt = attempt.to_string();
+        self
+    }
+
+    /// Writes it. It outlasts a power cut when this returns.
+    ///
+    /// # Errors
+    /// If that cannot be said. It may be there all the same.
+    pub fn write(&mut self, mark: Mark) -> std::result::Result<(), String> {
+        self.record.state = State::from(mark);
+        self.record.at = when::now();
+        self.record.number += 1;
+        self.place.write(&self.record)
+    }
+
+    /// Whether this is what it says there.
+    #[must_use]
+    pub fn says(&self, mark: Mark) -> bool {
+        let found = self.place.read().ok().flatten();
+        found.is_some_and(|found| found.attempt == self.record.attempt && found.state == State::from(mark))
+    }
+
+    /// For somebody else who has to write it.
+    #[must_use]
+    pub fn standing(&self) -> Standing {
+        Standing { named: self.named.clone(), record: self.record.clone() }
+    }
+
+    /// A mark that forbids another system to start stays. One of this system's own is over: it runs.
+    fn refuse_anothers(&mut self) -> Result<()> {
+        let Ok(Some(found)) = self.place.read() else { return Ok(()) };
+        self.record.number = found.number;
+        if !found.forbids() || found.system == self.record.system {
+            return Ok(());
+        }
+        Err(Error::new(
+            Exit::Impossible,
+            format!(
+                "this hardware has the mark of another system, which has moved to {} ({})",
+                found.to,
+                found.when()
+            ),
+        )
+        .hint("if that one will never start here: `mercury mark --clear`"))
+    }
+}
+
+/// A mark, for somebody who has the folders open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standing {
+    named: Named,
+    record: Record,
+}
+
+impl Standing {
+    /// Opens its place, without looking up a name from the root.
+    ///
+    /// # Errors
+    /// If that cannot be.
+    pub fn open(&self, folders: &Folders, devices: Option<&OwnedFd>) -> io::Result<Marks> {
+        let place = match &self.named {
+            Named::Firmware => {
+                let variables = folders.variables.as_ref().ok_or(io::ErrorKind::NotFound)?;
+                Place::Firmware(variables.again()?)
+            }
+            Named::Disk(device, offsets) => {
+                let devices = devices.ok_or(io::ErrorKind::NotFound)?;
+                Place::Disk(Blocks::open(devices, device, *offsets)?)
+            }
+        };
+        let mut record = self.record.clone();
+        // Whoever had it before may have written it since.
+        if let Ok(Some(found)) = place.read() {
+            record.number = record.number.max(found.number);
+        }
+        Ok(Marks { place, named: self.named.clone(), record })
+    }
+}
+
+fn refusal(why: &str) -> Error {
+    Error::new(
+        Exit::Impossible,
+        format!(
+            "there is no place for a mark that keeps this machine from starting here, after a power cut, while it runs at the \
+             other one: {why}"
+        ),
+    )
+    .hint(format!("`mercury mark --prepare FILE` makes one on a local disk; {WITHOUT}"))
+}
+
+/// Where marks may lie on disks, as it was prepared.
+fn spots(sysroot: &Sysroot) -> std::result::Result<Vec<Spot>, String> {
+    let Some(text) = sysroot.bytes(SPOTS) else { return Ok(Vec::new()) };
+    serde_json::from_slice(&text).map_err(|error| format!("/{SPOTS}: {error}"))
+}
+
+/// All places of this machine, or why one that should be there is not. One on a disk that is other hardware's is not here.
+fn all(spots: &[Spot], sysroot: &Sysroot) -> Vec<(Named, std::result::Result<Place, String>)> {
+    let mut found = Vec::new();
+    match Variables::of_this_machine(&sysroot.path("")) {
+        Ok(None) => {}
+        Ok(Some(variables)) => found.push((Named::Firmware, Ok(Place::Firmware(variables)))),
+        Err(error) => found.push((Named::Firmware, Err(error.to_string()))),
+    }
+    let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
+    let Ok(devices) = rustix::fs::openat(CWD, sysroot.path("dev"), flags, Mode::empty()) else {
+        return found;
+    };
+    for spot in spots {
+        let Ok(device) = spot.device(sysroot) else { continue };
+        let place = Blocks::open(devices.as_fd(), &device, spot.offsets).map_err(|error| error.to_string());
+        let place = place.and_then(|blocks| match blocks.read()? {
+            Some(_) => Ok(Place::Disk(blocks)),
+            // What lies there now is somebody else's.
+            None => Err(format!("{} is not where it was; prepare it again", spot.file)),
+        });
+        found.push((Named::Disk(device, spot.offsets), place));
+    }
+    found
+}
+
+/// Which system this is, for marks: one that has no identity of its own may be any.
+fn system(sysroot: &Sysroot) -> Option<String> {
+    let id = sysroot.text("etc/machine-id")?;
+    let id = id.trim();
+    if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let hash = blake3::derive_key("mercury 2026-11 the system that a mark is of", id.as_bytes());
+    Some(hash[..16].iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// This machine has come to this hardware, from which one may have moved before, and runs here: what is marked here is over. What
+/// could not be done.
+#[must_use]
+pub fn clear_here(sysroot: &Sysroot) -> Vec<String> {
+    let spots = spots(sysroot).unwrap_or_default();
+    let mut failed = Vec::new();
+    for (named, place) in all(&spots, sysroot) {
+        let Ok(place) = place else { continue };
+        if let Err(why) = clear(&place) {
+            failed.push(format!(
+                "the mark of an earlier move cannot be cleared ({named}: {why}): this machine will not start here by itself; \
+                 `mercury mark --clear` tries again"
+            ));
+        }
+    }
+    failed
+}
+
+/// Whether there was a mark.
+fn clear(place: &Place) -> std::result::Result<bool, String> {
+    let mut record = match place.read() {
+        Ok(Some(found)) if found.forbids() => found,
+        Ok(_) => return Ok(false),
+        // What cannot be read keeps the machine from starting, too.
+        Err(_) => Record::new(Attempt([0; 16]), "", None),
+    };
+    record.state = State::Cleared;
+    record.at = when::now();
+    record.number = record.number.saturating_add(1);
+    place.write(&record).map(|()| true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, path::Path};
+
+    const ATTEMPT: Attempt = Attempt([7; 16]);
+
+    /// A machine with the firmware's variables, whose initial RAM disk has looked for a mark.
+    fn machine(id: &str) -> (tempfile::TempDir, Sysroot) {
+        let root = tempfile::tempdir().expect("a folder");
+        let put = |name: &str, text: &str| {
+            let path = root.path().join(name);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            fs::write(path, text).expect("a file");
+        };
+        put("etc/machine-id", id);
+        // It is not to be mounted again.
+        put(&format!("{}/BootOrder-x", firmware::FOLDER), "");
+        put(initramfs::LOOKED, &initramfs::digest(&[]));
+        let sysroot = Sysroot::at(root.path());
+        (root, sysroot)
+    }
+
+    fn variable(root: &Path) -> Record {
+        let bytes = fs::read(root.join(firmware::FOLDER).join(firmware::MARK)).expect("a variable");
+        Record::unpack(&bytes[4..]).expect("whole").expect("a mark")
+    }
+
+    const ONE: &str = "00112233445566778899aabbccddeeff\n";
+
+    #[test]
+    fn a_move_is_marked() {
+        let (root, sysroot) = machine(ONE);
+        let mut marks = Marks::choose("b:4747", &sysroot).expect("a place").of(ATTEMPT);
+        assert_eq!(variable(root.path()).state, State::Cleared, "that it can be written is shown before");
+        assert!(!marks.says(Mark::Committed));
+        marks.write(Mark::Committed).expect("written");
+        assert!(marks.says(Mark::Committed) && !marks.says(Mark::Cleared));
+        let found = variable(root.path());
+        assert_eq!((found.attempt, found.to.as_str()), (ATTEMPT.to_string(), "b:4747"));
+        assert_eq!(found.system, system(&sysroot));
+        // Its guard goes on where it was, and what it writes counts.
+        let standing = serde_json::to_string(&marks.standing()).expect("JSON");
+        let standing: Standing = serde_json::from_str(&standing).expect("a mark");
+        let mut guards = standing.open(&Folders::open(&sysroot), None).expect("open");
+        assert!(guards.says(Mark::Committed));
+        guards.write(Mark::Cleared).expect("written");
+        assert_eq!(variable(root.path()).state, State::Cleared);
+        assert!(variable(root.path()).number > found.number);
+    }
+
+    #[test]
+    fn what_arrives_clears_what_is_there() {
+        let (root, sysroot) = machine(ONE);
+        assert!(clear_here(&sysroot).is_empty());
+        assert!(!root.path().join(firmware::FOLDER).join(firmware::MARK).exists(), "there was none");
+        let mut marks = Marks::choose("b", &sysroot).expect("a place").of(ATTEMPT);
+        marks.write(Mark::GivenUp).expect("written");
+        assert!(variable(root.path()).forbids());
+        assert!(clear_here(&sysroot).is_empty());
+        assert!(!variable(root.path()).forbids());
+        // Damaged, it would keep the machine from starting just the same.
+        fs::write(root.path().join(firmware::FOLDER).join(firmware::MARK), b"\x07\0\0\0MERCURY-MARK-1\0\0")
+            .expect("a file");
+        assert!(clear_here(&sysroot).is_empty());
+        assert!(!variable(root.path()).forbids());
+    }
+
+    /// What keeps another system from starting is not written over.
+    #[test]
+    fn anothers_mark_stays() {
+        let (root, sysroot) = machine(ONE);
+        Marks::choose("b", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
+        // This system's own is over: it runs.
+        Marks::choose("c", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
+        fs::write(root.path().join("etc/machine-id"), ONE.replace('0', "1")).expect("a file");
+        let error = Marks::choose("d", &sysroot).expect_err("refused");
+        assert!(error.message.contains("another system, which has moved to c"), "{error}");
+        assert!(variable(root.path()).forbids());
+    }
+
+    #[test]
+    fn without_a_place_or_eyes_it_is_refused() {
+        let (root, sysroot) = machine(ONE);
+        fs::remove_file(root.path().join(initramfs::LOOKED)).expect("gone");
+        let error = Marks::choose("b", &sysroot).expect_err("nobody looks");
+        assert!(error.message.contains("initial RAM disk"), "{error}");
+        fs::remove_dir_all(root.path().join("sys")).expect("gone");
+        let error = Marks::choose("b", &sysroot).expect_err("no place");
+        assert!(error.message.contains("no UEFI"), "{error}");
+        fs::create_dir_all(root.path().join("etc/mercury")).expect("a folder");
+        fs::write(root.path().join(SPOTS), "[").expect("a file");
+        assert!(Marks::choose("b", &sysroot).is_err());
+    }
+
+    #[test]
+    fn systems_without_an_identity_have_none() {
+        for id in ["", "uninitialized\n", "0011"] {
+            assert_eq!(system(&machine(id).1), None);
+        }
+        let id = system(&machine(ONE).1).expect("one");
+        assert!(id.len() == 32 && id != ONE.trim());
+    }
+}

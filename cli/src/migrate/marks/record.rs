@@ -1,0 +1,194 @@
+//! A mark as it lies in its place: the same bytes in a variable of the firmware's and in a block of a disk.
+//!
+//! ```text
+//! 0    16   "MERCURY-MARK-1" and two NULs
+//! 16   4    length of the text, little-endian
+//! 20   n    the text: JSON
+//! 20+n      zeros
+//! 480  32   BLAKE3 of all before
+//! ```
+
+use super::when;
+use mercury_migration::protocol::{Attempt, Mark};
+use serde::{Deserialize, Serialize};
+
+/// Bytes of a record: what a disk writes as a whole.
+pub const LENGTH: usize = 512;
+const MAGIC: &[u8; 16] = b"MERCURY-MARK-1\0\0";
+const TEXT: usize = 20;
+const HASH: usize = 480;
+
+/// What a mark says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// The other machine may run it.
+    Committed,
+    /// It runs elsewhere, for good.
+    Moved,
+    /// Nothing of the above holds.
+    Cleared,
+}
+
+impl From<Mark> for State {
+    fn from(mark: Mark) -> Self {
+        match mark {
+            Mark::Committed => Self::Committed,
+            Mark::GivenUp => Self::Moved,
+            Mark::Cleared => Self::Cleared,
+        }
+    }
+}
+
+/// A mark.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// What it says.
+    pub state: State,
+    /// The move's name.
+    pub attempt: String,
+    /// The machine that it moved to.
+    pub to: String,
+    /// Which system has moved, by a hash of its identity, if it has one.
+    pub system: Option<String>,
+    /// Seconds since 1970.
+    pub at: u64,
+    /// Of two copies the one with the higher number counts.
+    pub number: u64,
+}
+
+impl Record {
+    /// The first for an attempt.
+    #[must_use]
+    pub fn new(attempt: Attempt, to: &str, system: Option<String>) -> Self {
+        // A name of a host may be longer than the room.
+        let to = to.chars().take(64).collect();
+        Self { state: State::Cleared, attempt: attempt.to_string(), to, system, at: 0, number: 0 }
+    }
+
+    /// Whether the machine may run elsewhere.
+    #[must_use]
+    pub fn forbids(&self) -> bool {
+        self.state != State::Cleared
+    }
+
+    /// When it was written.
+    #[must_use]
+    pub fn when(&self) -> String {
+        when::utc(self.at)
+    }
+
+    /// As it lies in its place.
+    ///
+    /// # Errors
+    /// If it is too long.
+    pub fn pack(&self) -> Result<[u8; LENGTH], String> {
+        let text = serde_json::to_vec(self).map_err(|error| error.to_string())?;
+        let mut bytes = [0; LENGTH];
+        bytes[..MAGIC.len()].copy_from_slice(MAGIC);
+        bytes[MAGIC.len()..TEXT].copy_from_slice(&(text.len() as u32).to_le_bytes());
+        bytes[TEXT..HASH].get_mut(..text.len()).ok_or("the mark is too long")?.copy_from_slice(&text);
+        let hash = blake3::hash(&bytes[..HASH]);
+        bytes[HASH..].copy_from_slice(hash.as_bytes());
+        Ok(bytes)
+    }
+
+    /// What lies there; `None` if that never was a mark.
+    ///
+    /// # Errors
+    /// If it was one.
+    pub fn unpack(bytes: &[u8]) -> Result<Option<Self>, String> {
+        if !bytes.starts_with(MAGIC) {
+            return Ok(None);
+        }
+        let bytes: &[u8; LENGTH] = bytes.try_into().map_err(|_| "the mark has another length")?;
+        if blake3::hash(&bytes[..HASH]).as_bytes() != &bytes[HASH..] {
+            return Err("the mark is damaged".into());
+        }
+        let length = u32::from_le_bytes([bytes[16], bytes[17], bytes[18], bytes[19]]) as usize;
+        let text = bytes[TEXT..HASH].get(..length).ok_or("the mark's length is wrong")?;
+        serde_json::from_slice(text)
+            .map(Some)
+            .map_err(|error| format!("the mark is of another version: {error}"))
+    }
+}
+
+/// Which of the copies counts. One alone may be damaged: it was being written when the power went, and then the other one is what
+/// holds, for nothing was said on the strength of it.
+///
+/// # Errors
+/// If what was there cannot be read.
+pub fn newest(copies: &[Result<Option<Record>, String>]) -> Result<Option<Record>, String> {
+    let whole = copies.iter().filter_map(|copy| copy.as_ref().ok()?.as_ref());
+    if let Some(newest) = whole.max_by_key(|record| record.number) {
+        return Ok(Some(newest.clone()));
+    }
+    match copies.iter().find_map(|copy| copy.as_ref().err()) {
+        Some(error) => Err(error.clone()),
+        None => Ok(None),
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A mark with this number.
+    pub fn record(state: State, number: u64) -> Record {
+        let first = Record::new(Attempt([7; 16]), "10.9.0.3:4747", Some("ab".repeat(16)));
+        Record { state, at: 1_795_568_400, number, ..first }
+    }
+
+    #[test]
+    fn what_is_packed_is_found() {
+        for state in [State::Committed, State::Moved, State::Cleared] {
+            let record = record(state, u64::MAX);
+            let bytes = record.pack().expect("it fits");
+            assert_eq!(Record::unpack(&bytes), Ok(Some(record)));
+        }
+        let long = Record::new(Attempt([255; 16]), &"ä".repeat(300), Some("f".repeat(32)));
+        let long = Record { at: u64::MAX, number: u64::MAX, ..long };
+        assert_eq!(Record::unpack(&long.pack().expect("the longest fits")), Ok(Some(long)));
+    }
+
+    #[test]
+    fn what_never_was_a_mark_is_none() {
+        for bytes in [&[][..], &[0; LENGTH], &[0xFF; LENGTH], b"MERCURY-MARK-2"] {
+            assert_eq!(Record::unpack(bytes), Ok(None));
+        }
+        assert!(Record::unpack(b"MERCURY-MARK-1\0\0").is_err());
+    }
+
+    proptest! {
+        /// No bit may be other than it was written.
+        #[test]
+        fn damage_is_noticed(at in MAGIC.len()..LENGTH, bit in 0..8_u8) {
+            let mut bytes = record(State::Committed, 3).pack().expect("it fits");
+            bytes[at] ^= 1_u8 << bit;
+            prop_assert!(Record::unpack(&bytes).is_err());
+        }
+
+        #[test]
+        fn anything_can_be_read(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            let _ = Record::unpack(&bytes);
+            let mut marked = MAGIC.to_vec();
+            marked.extend(bytes);
+            prop_assert!(Record::unpack(&marked).is_err());
+        }
+    }
+
+    #[test]
+    fn a_copy_that_was_being_written_does_not_count() {
+        let (old, new) = (record(State::Cleared, 4), record(State::Committed, 5));
+        let damaged = || Err("the mark is damaged".to_owned());
+        let found = |copies: [Result<Option<Record>, String>; 2]| newest(&copies);
+        assert_eq!(found([Ok(Some(new.clone())), Ok(Some(old.clone()))]), Ok(Some(new.clone())));
+        assert_eq!(found([Ok(Some(old.clone())), Ok(Some(new.clone()))]), Ok(Some(new.clone())));
+        assert_eq!(found([damaged(), Ok(Some(old.clone()))]), Ok(Some(old)));
+        assert_eq!(found([Ok(Some(new.clone())), damaged()]), Ok(Some(new)));
+        assert!(found([damaged(), Ok(None)]).is_err());
+        assert!(found([damaged(), damaged()]).is_err());
+        assert_eq!(found([Ok(None), Ok(None)]), Ok(None));
+    }
+}

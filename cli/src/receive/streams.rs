@@ -1,0 +1,418 @@
+//! Machines that come by several streams, over this machine's loopback and into a table; and what liars do with streams.
+#![allow(clippy::unwrap_used)]
+
+use super::{
+    serve::Host,
+    spare::{Memory, Spare},
+};
+use crate::{
+    device::{Cursor, Frames},
+    error::{Error, Result},
+    ethernet::Card,
+    exit::Exit,
+    migrate::{
+        copy::{self, Reading, Ways, pass},
+        lane::{Lane, Whose},
+        link::Link,
+        offer::Offer,
+        operator::Operator,
+    },
+};
+use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
+use mercury_image::{FileSystem, Kind, Machine, Range};
+use mercury_migration::{
+    protocol::{Attempt, Digest, Patience, Word},
+    rounds::Limits,
+    session::{self, Line, Receiver},
+    streams::{STRIPE, proof, stream_of},
+    wire::{Ledger, PAGE, Pages, Reader, Writer},
+};
+use std::{
+    collections::HashMap,
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::fd::BorrowedFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const ATTEMPT: Attempt = Attempt([7; 16]);
+const SECRET: [u8; 32] = [3; 32];
+const DIGEST: Digest = Digest([1; 32]);
+
+/// Memory that is a table.
+#[derive(Debug, Default)]
+struct Shelf(Mutex<HashMap<u64, Vec<u8>>>);
+
+impl Memory for Shelf {
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        let mut data = data.chunks(PAGE);
+        let mut pages = self.0.lock().unwrap();
+        for entry in entries {
+            let is_zero = entry.source == MERCURY_LOAD_ZERO;
+            let page = if is_zero { vec![0; PAGE] } else { data.next().unwrap().to_vec() };
+            pages.insert(entry.frame_phys, page);
+        }
+        Ok(())
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        let pages = self.0.lock().unwrap();
+        Ok(entries.iter().flat_map(|entry| pages[&entry.frame_phys].clone()).collect())
+    }
+}
+
+/// A spare that takes everything.
+struct Table(Arc<Shelf>);
+
+impl Spare for Table {
+    fn prepare(&mut self, _: &Offer) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn memory(&self) -> Arc<dyn Memory> {
+        Arc::<Shelf>::clone(&self.0)
+    }
+
+    fn go(&mut self) -> Error {
+        Error::new(Exit::Failed, "a table goes nowhere")
+    }
+
+    fn release(&mut self) -> Result<()> {
+        // Nobody else has it any more.
+        assert_eq!(Arc::strong_count(&self.0), 2, "somebody still puts pages there");
+        self.0.0.lock().unwrap().clear();
+        Ok(())
+    }
+
+    fn changed_disks(&self, _: &[FileSystem]) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn cards(&self) -> Vec<Card> {
+        Vec::new()
+    }
+
+    fn hail(&self, _: &[u8]) {}
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        None
+    }
+
+    fn ear(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// A spare that waits, until it is dropped.
+struct Scene {
+    to: SocketAddr,
+    line: Line,
+    shelf: Arc<Shelf>,
+    stop: Arc<AtomicBool>,
+    host: Option<JoinHandle<()>>,
+}
+
+impl Scene {
+    fn new(running: Duration) -> Self {
+        let (receiver, line) = Receiver::new(Duration::from_secs(600)).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap();
+        let (shelf, stop) = (Arc::<Shelf>::default(), Arc::<AtomicBool>::default());
+        let (table, stopped) = (Arc::clone(&shelf), Arc::clone(&stop));
+        let host = thread::spawn(move || {
+            let patience = Patience { running, ..Patience::default() };
+            let spare = Box::new(Table(table));
+            let mut host = Host::new(receiver, listener, spare, patience, Operator::default());
+            while !stopped.load(Ordering::Relaxed) {
+                host.turn(Duration::from_millis(100)).unwrap();
+            }
+        });
+        Self { to, line, shelf, stop, host: Some(host) }
+    }
+
+    fn whose(&self) -> Whose<'_> {
+        Whose { to: self.to, line: &self.line, attempt: ATTEMPT, secret: &SECRET }
+    }
+
+    fn lane(&self, stream: u32) -> Lane {
+        Lane::open(&self.whose(), stream, PATIENCE, None).unwrap()
+    }
+
+    /// A machine of so many stripes is offered to come by so many streams, and taken.
+    fn offer(&self, stripes: u64, streams: u32) -> Sender {
+        let mut sender = self.begin(stripes, streams);
+        assert_eq!(sender.answer().0, Word::Accept);
+        sender
+    }
+
+    fn begin(&self, stripes: u64, streams: u32) -> Sender {
+        let range = Range { start_phys: 0, pages: stripes * STRIPE / PAGE as u64, kind: Kind::Kept };
+        let machine = Machine { ranges: vec![range], ..Machine::default() };
+        let offer = Offer { machine, cpus: 1, hails: SECRET, streams };
+        let mut link = Link::connect(self.to, &self.line, PATIENCE).unwrap();
+        link.begin(ATTEMPT).unwrap();
+        link.say(Word::Offer, &offer.pack().unwrap()).unwrap();
+        Sender { link, ledger: Ledger::new(offer.memory()), offer }
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = self.host.take().map(JoinHandle::join);
+        assert!(thread::panicking() || ended.is_none_or(|ended| ended.is_ok()));
+    }
+}
+
+/// The source's end.
+struct Sender {
+    link: Link,
+    ledger: Ledger,
+    offer: Offer,
+}
+
+impl Sender {
+    /// What is said next, and what goes with it.
+    fn answer(&mut self) -> (Word, String) {
+        let end = Instant::now() + PATIENCE;
+        while Instant::now() < end {
+            if let Some((message, text)) = self.link.hear_message(Duration::from_millis(100)).unwrap() {
+                return (message.word, String::from_utf8_lossy(&text).into_owned());
+            }
+        }
+        panic!("no answer");
+    }
+
+    /// Sends all that is not as it was sent.
+    fn pass(&mut self, memory: &[u8], lanes: &[Lane], workers: usize) -> u64 {
+        let read = |cursor: &mut Cursor, count: usize| {
+            let at = cursor.next_phys as usize;
+            let end = (at + count * PAGE).min(memory.len());
+            cursor.next_phys = if end == memory.len() { u64::MAX } else { end as u64 };
+            let phys = (at..end).step_by(PAGE).map(|phys| phys as u64).collect();
+            Ok(Frames { phys, data: memory[at..end].to_vec(), hurry: false })
+        };
+        let reading = Reading { read: &read, from: copy::From::Instant, level: 1, workers };
+        let ways = Ways { link: &mut self.link, lanes };
+        let done = pass(&reading, &mut self.ledger, &Limits::default(), ways, &mut |_, _| true);
+        done.unwrap().sent
+    }
+
+    /// Ends each stream, the first one last; what is answered.
+    fn end(&mut self, lanes: &[Lane]) -> (Word, String) {
+        let word = Word::Final(self.ledger.digest(ATTEMPT));
+        lanes.iter().for_each(|lane| lane.end(word).unwrap());
+        self.link.say(word, &self.offer.pack().unwrap()).unwrap();
+        self.answer()
+    }
+}
+
+/// Some of it zeros, some of it repeated, the rest noise of which a part can be compressed.
+fn memory(stripes: u64, seed: u64) -> Vec<u8> {
+    let mut noise = seed | 1;
+    let mut next = move || {
+        noise ^= noise << 13;
+        noise ^= noise >> 7;
+        noise ^= noise << 17;
+        noise
+    };
+    let page = |number: u64| match number % 8 {
+        0 => vec![0; PAGE],
+        1 => vec![number as u8; PAGE],
+        _ => (0..PAGE / 16).flat_map(|_| [next().to_le_bytes(), [number as u8; 8]].concat()).collect(),
+    };
+    (0..stripes * STRIPE / PAGE as u64).flat_map(page).collect()
+}
+
+/// A record of one page.
+fn page(phys: u64) -> Vec<u8> {
+    let mut pages = Pages::default();
+    pages.add(phys, &[9; PAGE]);
+    pages.pack(1).unwrap()
+}
+
+/// The first stripe of a stream.
+fn home(stream: u32, streams: u32) -> u64 {
+    (0..).map(|stripe| stripe * STRIPE).find(|phys| stream_of(*phys, streams) == stream).unwrap()
+}
+
+#[test]
+fn machines_come_by_several_streams() {
+    for streams in [1, 2, 3, 16] {
+        let scene = Scene::new(PATIENCE);
+        let mut sender = scene.offer(40, streams);
+        let lanes: Vec<_> = (1..streams).map(|stream| scene.lane(stream)).collect();
+        let mut memory = memory(40, 1);
+        assert_eq!(sender.pass(&memory, &lanes, 3), 40 * STRIPE / PAGE as u64);
+        // What is written again and again comes last as it was last.
+        for again in 0..20 {
+            memory.chunks_mut(5 * PAGE).for_each(|page| page[..8].fill(again));
+            assert!(sender.pass(&memory, &lanes, 3) > 0);
+        }
+        let (word, _) = sender.end(&lanes);
+        assert_eq!(word, Word::Verified(sender.ledger.digest(ATTEMPT)), "by {streams} streams");
+        let there = scene.shelf.0.lock().unwrap();
+        assert!(memory.chunks(PAGE).enumerate().all(|(at, page)| there[&((at * PAGE) as u64)] == page));
+    }
+}
+
+/// Whoever opens no stream that was offered gets nowhere, and disturbs nobody.
+#[test]
+fn streams_of_nobody_are_refused() {
+    let scene = Scene::new(PATIENCE);
+    let mut sender = scene.offer(8, 3);
+    let right = scene.whose();
+    for (whose, stream) in [
+        (Whose { secret: &[4; 32], ..right }, 1),
+        (Whose { attempt: Attempt([8; 16]), ..right }, 1),
+        (right, 0),
+        (right, 3),
+        (right, u32::MAX),
+    ] {
+        assert!(Lane::open(&whose, stream, PATIENCE, None).is_err(), "{whose:?} {stream}");
+    }
+    let first = scene.lane(1);
+    assert!(Lane::open(&right, 1, PATIENCE, None).is_err(), "one stream was opened twice");
+    // What was right in another session is wrong in this one; and without a proof there is no stream.
+    let open = || session::connect(&scene.line, TcpStream::connect(scene.to).unwrap()).unwrap();
+    let of_another = session::binding(&open().conn).unwrap();
+    let replayed = proof(&SECRET, ATTEMPT, 2, &of_another);
+    for shown in [Some(replayed), None] {
+        let mut writer = Writer::begin(open(), ATTEMPT, 2).unwrap();
+        match shown {
+            Some(proof) => writer.prove(&proof).unwrap(),
+            None => writer.pages(&page(home(2, 3))).unwrap(),
+        }
+        writer.flush().unwrap();
+        assert!(Reader::open(writer.get_mut()).is_err(), "taken by {shown:?}");
+    }
+    let lanes = [first, scene.lane(2)];
+    // All are there.
+    assert!(Lane::open(&right, 2, Duration::from_secs(1), None).is_err());
+    sender.pass(&memory(8, 2), &lanes, 2);
+    assert!(matches!(sender.end(&lanes).0, Word::Verified(_)));
+}
+
+/// What a source says whose streams are not what they should be ends its attempt.
+#[test]
+fn liars_are_thrown_away() {
+    type Lie = fn(&Scene, &mut Sender);
+    let lies: [(&str, Lie); 7] = [
+        ("another stream than its own", |scene, _| {
+            let lane = scene.lane(1);
+            let _ = lane.pages(&page(home(2, 3))).and_then(|()| lane.flush());
+            thread::sleep(Duration::from_millis(500));
+        }),
+        ("another stream than its own", |_, sender| {
+            sender.link.pages(&page(home(1, 3))).and_then(|()| sender.link.flush()).unwrap();
+        }),
+        ("the memory that was offered", |scene, _| {
+            let lane = scene.lane(1);
+            let _ = lane.pages(&page(home(1, 3) + 3 * 8 * STRIPE)).and_then(|()| lane.flush());
+            thread::sleep(Duration::from_millis(500));
+        }),
+        ("stream 2", |scene, _| drop(scene.lane(2))),
+        ("none of its business", |scene, _| {
+            let lane = scene.lane(1);
+            let _ = lane.end(Word::Commit);
+            thread::sleep(Duration::from_millis(500));
+        }),
+        ("not opened all", |scene, sender| {
+            let lane = scene.lane(1);
+            lane.end(Word::Final(DIGEST)).unwrap();
+            sender.link.say(Word::Final(DIGEST), &[]).unwrap();
+            thread::sleep(Duration::from_millis(500));
+        }),
+        ("do not end alike", |scene, sender| {
+            let lanes = [scene.lane(1), scene.lane(2)];
+            lanes[0].end(Word::Final(DIGEST)).unwrap();
+            lanes[1].end(Word::Final(Digest([2; 32]))).unwrap();
+            sender.link.say(Word::Final(DIGEST), &[]).unwrap();
+            thread::sleep(Duration::from_millis(500));
+        }),
+    ];
+    for (reason, lie) in lies {
+        let scene = Scene::new(PATIENCE);
+        let mut sender = scene.offer(8, 3);
+        lie(&scene, &mut sender);
+        let (word, why) = sender.answer();
+        assert!(word == Word::Discarded && why.contains(reason), "{reason}: {word:?} {why}");
+    }
+}
+
+/// One of the streams has no end: what came is not looked at, and thrown away when time is up.
+#[test]
+fn a_stream_without_an_end_is_waited_for_in_vain() {
+    let scene = Scene::new(Duration::from_secs(2));
+    let mut sender = scene.offer(8, 2);
+    let lanes = [scene.lane(1)];
+    sender.pass(&memory(8, 3), &lanes, 2);
+    let (word, _) = sender.end(&[]);
+    assert_eq!(word, Word::Discarded);
+    assert!(scene.shelf.0.lock().unwrap().is_empty());
+}
+
+#[test]
+fn no_more_streams_are_offered_than_are_taken() {
+    for streams in [0, 17, u32::MAX] {
+        let scene = Scene::new(PATIENCE);
+        let (word, why) = scene.begin(8, streams).answer();
+        assert!(word == Word::Refuse && why.contains("1 to 16 are taken"), "{word:?} {why}");
+    }
+}
+
+/// What this process has used of processors.
+fn used() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+/// What each of this process's threads has used of processors.
+fn used_by_threads() -> HashMap<String, Duration> {
+    let threads = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let used = |path: &std::path::Path| {
+        let text = std::fs::read_to_string(path.join("schedstat")).ok()?;
+        text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+    };
+    threads
+        .filter_map(|thread| Some((thread.file_name().into_string().ok()?, used(&thread.path())?)))
+        .collect()
+}
+
+/// What streams are worth where both ends share this machine's processors, and nothing is read from or written to a driver:
+/// `cargo test --release -p mercury-cli --lib what_streams_are_worth -- --ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn what_streams_are_worth() {
+    const STRIPES: u64 = 4096;
+    let memory = memory(STRIPES, 4);
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    println!("{} MiB, both ends on {cpus} CPUs", memory.len() >> 20);
+    for streams in [1, 2, 4, 1, 2, 4, 1, 2, 4] {
+        let scene = Scene::new(PATIENCE);
+        let mut sender = scene.offer(STRIPES, streams);
+        let lanes: Vec<_> = (1..streams).map(|stream| scene.lane(stream)).collect();
+        let (begun, before, threads) = (Instant::now(), used(), used_by_threads());
+        sender.pass(&memory, &lanes, cpus);
+        while scene.shelf.0.lock().unwrap().len() < memory.len() / PAGE {
+            thread::sleep(Duration::from_millis(10));
+        }
+        // Those that hash and compress are gone; they are as many as there are CPUs anyway.
+        let of_one =
+            |(name, now): (&String, &Duration)| *now - threads.get(name).copied().unwrap_or_default();
+        let busiest = used_by_threads().iter().map(of_one).max().unwrap_or_default().as_secs_f64();
+        assert!(matches!(sender.end(&lanes).0, Word::Verified(_)));
+        let (took, cost) = (begun.elapsed().as_secs_f64(), (used() - before).as_secs_f64());
+        println!(
+            "{streams} streams: {:.0} MiB/s, {took:.2} s, in which both ends used processors for {cost:.2} s, and the \
+             busiest end of a stream for {busiest:.2} s: no more than {:.0} MiB/s with any number of processors",
+            (memory.len() >> 20) as f64 / took,
+            (memory.len() >> 20) as f64 / busiest
+        );
+    }
+}

@@ -1,0 +1,164 @@
+//! Machines that move with file systems on disks that both ends reach: one that is at both, and those that the machine has by
+//! connections of its kernel's.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    process,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+
+use mercury_lab::{
+    Kernel, Machine, Result, Spec,
+    moving::{PEER, Switch, migrate, receive},
+    restart::{
+        comes_further, count,
+        script::{ATTACH_BLOCKS, BLOCKS},
+        start,
+    },
+};
+use workloads::{
+    moves::{Scene, fails, moves, moves_by},
+    restart::need_qemu,
+};
+
+/// A disk that several machines have, until this is dropped.
+struct SharedDisk(PathBuf);
+
+impl SharedDisk {
+    fn new(mib: u64) -> Self {
+        let path = std::env::temp_dir().join(format!("mercury-shared-disk-{}", process::id()));
+        File::create(&path).unwrap().set_len(mib << 20).unwrap();
+        Self(path)
+    }
+
+    fn plugged(&self, spec: Spec) -> Spec {
+        let drive = format!("if=none,id=shared,format=raw,file.locking=off,file={}", self.0.display());
+        ["-drive", &drive, "-device", "virtio-blk-pci,drive=shared,share-rw=on"]
+            .into_iter()
+            .fold(spec, Spec::qemu_arg)
+    }
+}
+
+impl Drop for SharedDisk {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Has each number on the disk before the next.
+const LEDGER: &str = "
+import os, sys, time
+count = 0
+with open(sys.argv[1], 'ab') as ledger:
+    while True:
+        ledger.write(b'%d\\n' % count)
+        ledger.flush()
+        os.fsync(ledger.fileno())
+        count += 1
+        say(count)
+        time.sleep(0.02)
+";
+
+/// No number is missing, and none is there twice.
+fn is_right(machine: &Machine, ledger: &str) -> Result<()> {
+    let counted = machine.sh(&format!(
+        "pkill -f '[p]ython3.* {ledger}'; sleep 1; lines=$(wc -l < {ledger}); test $lines -gt 5 && \
+         seq 0 $((lines - 1)) | cmp - {ledger} && echo $lines numbers in {ledger}"
+    ))?;
+    print!("{counted}");
+    Ok(())
+}
+
+/// A file system on a disk that both machines have goes along. If somebody else writes to it behind the instant, the machine
+/// does not.
+#[test]
+#[ignore = "long"]
+fn a_disk_that_both_reach_goes_along() -> Result<()> {
+    need_qemu()?;
+    let disk = SharedDisk::new(64);
+    let Scene { switch: Switch { peer, .. }, machine, spare } =
+        &Scene::changed(Kernel::BookwormCloud, 2, [768; 2], |spec| disk.plugged(spec))?;
+    machine.sh(
+        "modprobe virtio_blk; mkfs.ext4 -q /dev/vda && mkdir -p /run/shared && mount /dev/vda /run/shared",
+    )?;
+    start(machine, "ledger", LEDGER, "/run/shared/ledger")?;
+    let boots = spare.boots();
+    let words = receive(spare, "10.9.0.3")?;
+    let (stop, file) = (AtomicBool::new(false), File::options().write(true).open(&disk.0).unwrap());
+    thread::scope(|scope| {
+        // The first bytes are nobody's: a boot loader could be there.
+        scope.spawn(|| {
+            for count in 0_u64.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                file.write_all_at(&count.to_le_bytes(), 0).unwrap();
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let refused = fails(
+            peer,
+            machine,
+            &migrate(&words, "--rounds 1"),
+            &["the disks here are not as they were", "was written to after the instant"],
+        );
+        stop.store(true, Ordering::Relaxed);
+        refused
+    })?;
+    comes_further(machine, "ledger", count(machine, "ledger")?)?;
+    moves_by(peer, machine, spare, (&words, boots), "--rounds 2")?;
+    comes_further(spare, "ledger", count(spare, "ledger")? + 5)?;
+    is_right(spare, "/run/shared/ledger")?;
+    println!("{}", spare.sh("umount /run/shared && e2fsck -f -n /dev/vda 2>&1")?);
+    spare.check_next_attach()
+}
+
+/// A disk of the switch's by NVMe over TCP.
+const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || \
+     mount -t configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; \
+     mkdir subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > subsystems/shared/attr_allow_any_host; \
+     cd subsystems/shared/namespaces/1; echo -n /run/nvme > device_path; echo 1 > enable; cd ../../../../ports/1; \
+     echo ipv4 > addr_adrfam; echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
+     ln -s ../../subsystems/shared subsystems/shared";
+const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.1,trsvcid=4420,nqn=shared > \
+     /dev/nvme-fabrics; for i in $(seq 100); do disk=$(ls -d /sys/block/nvme[1-9]*n1 2> /dev/null) && break; sleep 0.1; done; \
+     echo -n /dev/$(basename $disk)";
+
+/// File systems on disks that the machine has by connections of its kernel's go along with these.
+#[test]
+#[ignore = "long"]
+fn disks_on_a_network_go_along() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    start(peer, "blocks", BLOCKS, "")?;
+    peer.sh(NVME_TARGET)?;
+    machine.sh("modprobe nbd nbds_max=2")?;
+    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
+    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
+    let nvme = machine.sh(NVME_CONNECT)?;
+    for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
+        machine.sh(&format!(
+            "mkfs.ext4 -q {disk} && mkdir -p /run/{name}.d && mount {disk} /run/{name}.d && dmesg | tail -3"
+        ))?;
+        start(machine, name, LEDGER, &format!("/run/{name}.d/ledger"))?;
+    }
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
+        println!("{name}: {}", count(spare, name)?);
+        if let Err(error) = comes_further(spare, name, count(spare, name)? + 5) {
+            println!("{}", spare.sh("dmesg | tail -40")?);
+            return Err(error);
+        }
+        is_right(spare, &format!("/run/{name}.d/ledger"))?;
+        println!("{}", spare.sh(&format!("umount /run/{name}.d && e2fsck -f -n {disk} 2>&1"))?);
+    }
+    spare.check_next_attach()
+}

@@ -1,0 +1,425 @@
+//! Whatever fails at whichever step of a move, one machine runs, or one stands still and says what to do: each end and the
+//! link between them fails where an end holds still for it (`--pause-at`), and then it is looked at who runs.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use mercury_lab::{
+    Boot, Kernel, Machine, Result,
+    command::Background,
+    moving::{GOES_ON, LIMIT, PEER, Switch, WAITS, migrate, moving, plug, plug_in, times, wait_more},
+    restart::{
+        Folder, boot_id, comes_further, count, is_well, nothing_wrong, prepared,
+        script::{CLOCK, HEAR, TALK},
+        start,
+    },
+};
+use workloads::{
+    moves::{COMES, THROWN, kill_somebody, type_in},
+    restart::need_qemu,
+};
+
+const KERNEL: Kernel = Kernel::BookwormCloud;
+const MEMORY_MIB: u32 = 768;
+/// The places of both at the switch, and the last byte of their cards' addresses.
+const SOURCE: u8 = 2;
+const SPARE: u8 = 3;
+
+/// What consoles say.
+const SILENT: &str = "its source has gone silent before it said what becomes of it";
+const NO_ANSWER: &str = "does not answer. Nothing runs here";
+const FORGOT: &str = "The destination knows nothing of this move";
+const GUARD_ASKS: &str = "the process that moved this machine is gone, after the commit";
+
+/// Who answers for the address of the machine that moves: the last bytes of their cards' addresses.
+const WHO_ANSWERS: &str = r#"python3 -c '
+import socket, struct, time
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0806))
+wire.bind(("switch", 0))
+wire.settimeout(0.1)
+own = wire.getsockname()[4]
+asked = socket.inet_aton("10.9.0.2")
+found, end, again = set(), time.time() + 3, 0
+while time.time() < end:
+    if time.time() > again:
+        wire.send(b"\xff" * 6 + own + struct.pack("!HHHBBH6s4s6s4s", 0x806, 1, 0x800, 6, 4, 1, own, socket.inet_aton("10.9.0.1"), bytes(6), asked))
+        again = time.time() + 0.5
+    try:
+        frame = wire.recv(2048)
+    except OSError:
+        continue
+    if frame[20:22] == b"\x00\x02" and frame[28:32] == asked:
+        found.add(frame[27])
+print(*sorted(found))
+'"#;
+
+/// Where an end holds still to be struck.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum At {
+    Source(&'static str),
+    Spare(&'static str),
+    /// The machine that has arrived at the spare.
+    Arrived(&'static str),
+}
+
+/// A machine that is to move, with its files on the switch, and a spare in its small system.
+struct Scene {
+    switch: Switch,
+    machine: Machine,
+    spare: Machine,
+    small: Boot,
+    key: String,
+    id: String,
+    begun: Instant,
+    _folder: Folder,
+}
+
+/// Has the machine do what it does all the time.
+fn put_to_work(switch: &Switch, machine: &Machine) -> Result<()> {
+    start(machine, "clock", CLOCK, "")?;
+    start(machine, "talk", TALK, PEER)?;
+    start(machine, "hear", HEAR, "")?;
+    switch.tell()?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true; sysctl -q kernel.sysrq=1")?;
+    // What is in memory goes over, and there are many moves.
+    machine.sh("sync; echo 3 > /proc/sys/vm/drop_caches").map(drop)
+}
+
+impl Scene {
+    fn new() -> Result<Self> {
+        let begun = Instant::now();
+        let switch = Switch::boot()?;
+        let machine = switch.boot_moving(switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE))?;
+        let spare = switch.boot_other(switch.plugged(KERNEL, 2, MEMORY_MIB, SPARE))?;
+        plug_in(&spare, "10.9.0.3")?;
+        let (small, folder, said) = prepared(&spare, "receive --listen 10.9.0.3")?;
+        let key = format!("10.9.0.3 --key {}", said["key"].as_str().unwrap());
+        put_to_work(&switch, &machine)?;
+        let id = boot_id(&machine)?;
+        Ok(Self { switch, machine, spare, small, key, id, begun, _folder: folder })
+    }
+
+    /// The spare loses its power, if it has any, and waits again; in its small system it holds still where that is wanted.
+    fn with_spare_at(self, at: At) -> Result<Self> {
+        let small = match at {
+            At::Spare(step) => self.small.with(&format!("mercury.pause-at={step}")),
+            _ => self.small.clone(),
+        };
+        let before = times(&self.spare, WAITS);
+        let spare = self.spare.start_spare(&small)?;
+        wait_more(&spare, WAITS, before)?;
+        Ok(Self { spare, ..self })
+    }
+
+    /// The source has power again, and boots, and works.
+    fn with_source_again(self) -> Result<Self> {
+        let machine = self.machine.start_as(moving(self.switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE)))?;
+        self.switch.peer.sh("pkill -f tell.py; rm -f /run/tell /run/tell.wrong")?;
+        put_to_work(&self.switch, &machine)?;
+        let id = boot_id(&machine)?;
+        Ok(Self { machine, id, ..self })
+    }
+
+    /// The move begins, and is where it is to be struck. The kernel would rather do without the process that moves.
+    fn moves_up_to(&self, at: At, options: &str) -> Result<Background> {
+        println!("--- {at:?}, {:?}", self.begun.elapsed());
+        let (who, step) = match at {
+            At::Source(step) => (&self.machine, step),
+            At::Spare(step) | At::Arrived(step) => (&self.spare, step),
+        };
+        let pause = if matches!(at, At::Spare(_)) { String::new() } else { format!("--pause-at {step}") };
+        let (said, before) = (format!("paused at {step}"), times(who, &format!("paused at {step}")));
+        let moving = self.machine.spawn(&migrate(&self.key, &format!("{options} {pause}")))?;
+        self.machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; \
+             echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
+        wait_more(who, &said, before)?;
+        Ok(moving)
+    }
+
+    /// Only the machine with this card is there.
+    fn answers(&self, who: &str) -> Result<()> {
+        assert_eq!(self.switch.peer.sh(WHO_ANSWERS)?.trim(), who, "who answers for the machine's address");
+        Ok(())
+    }
+
+    /// Nothing runs: nobody answers, and nobody goes on by himself.
+    fn stands_still(&self, moving: &mut Background) -> Result<()> {
+        self.answers("")?;
+        assert!(!moving.has_ended()?);
+        nothing_wrong(&self.switch.peer)
+    }
+
+    /// It works here, natively, and everybody it talks to is content.
+    fn works(&self, machine: &Machine) -> Result<()> {
+        machine.sh("until ! ls /sys/fs/cgroup | grep mercury; do sleep 0.1; done")?;
+        machine.sh("until ! mercury status --json | grep '\"attached\"'; do sleep 0.1; done")?;
+        is_well(machine, &self.id)?;
+        for work in ["talk", "hear"] {
+            comes_further(machine, work, count(machine, work)? + 5)?;
+        }
+        nothing_wrong(&self.switch.peer)
+    }
+
+    /// The source goes on as if nothing had been tried, and nothing has ever run at the spare since it was switched on.
+    fn goes_on(&self, arrivals: usize) -> Result<()> {
+        self.works(&self.machine)?;
+        self.answers("2")?;
+        assert_eq!(times(&self.spare, GOES_ON), arrivals, "{}", self.spare.serial_log());
+        Ok(())
+    }
+
+    /// It runs at the spare, and the source, if it had power, is off.
+    fn has_moved(&self) -> Result<()> {
+        self.machine.wait_shutdown(LIMIT)?;
+        self.spare.wait_other(0)?;
+        self.works(&self.spare)?;
+        self.answers("3")?;
+        assert!(!self.machine.serial_log().contains("has not moved"));
+        Ok(())
+    }
+
+    /// The spare's operator sees that it is of no use.
+    fn is_discarded(&self) -> Result<()> {
+        let before = times(&self.spare, THROWN);
+        type_in(&self.spare, "discard\r")?;
+        wait_more(&self.spare, THROWN, before)
+    }
+}
+
+/// The command has failed, and said why.
+fn has_failed(moving: Background) -> Result<()> {
+    let output = { moving }.wait(LIMIT)?;
+    println!("{}", output.stderr);
+    assert!(!output.success() && !output.stderr.is_empty(), "{}", output.stderr);
+    Ok(())
+}
+
+/// Up to the commit its guard sets the machine going; from then on it asks on.
+#[test]
+#[ignore = "long"]
+fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
+    need_qemu()?;
+    let scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    for (step, rounds) in
+        [("Offering", 0), ("Copying", 0), ("Stopping", 1), ("Instant", 0), ("Asking", 0), ("Recording", 0)]
+    {
+        let [thrown, silent] = [THROWN, SILENT].map(|text| times(&scene.spare, text));
+        let moving = scene.moves_up_to(At::Source(step), &format!("--rounds {rounds}"))?;
+        kill_somebody(&scene.machine)?;
+        println!("{:?}", { moving }.wait(LIMIT)?);
+        // The kernel says whom it has killed, with all that it knows.
+        scene.machine.sh("dmesg --clear")?;
+        scene.goes_on(0)?;
+        match step {
+            // Nothing had come.
+            "Offering" => {}
+            // It was whole, and nobody will say what becomes of it.
+            "Recording" => {
+                wait_more(&scene.spare, SILENT, silent)?;
+                scene.is_discarded()?;
+            }
+            _ => wait_more(&scene.spare, THROWN, thrown)?,
+        }
+    }
+    let _gone = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
+    kill_somebody(&scene.machine)?;
+    wait_more(&scene.machine, GUARD_ASKS, 0)?;
+    scene.has_moved()
+}
+
+/// The cable is pulled at each step, and put in again when each end has made up its mind.
+#[test]
+#[ignore = "long"]
+fn the_link_may_fail_at_every_step() -> Result<()> {
+    need_qemu()?;
+    let mut scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    for step in ["Offering", "Copying", "Stopping", "Instant", "Asking"] {
+        let thrown = times(&scene.spare, THROWN);
+        let moving = scene.moves_up_to(At::Source(step), "--rounds 0")?;
+        plug(&scene.spare, SPARE, false)?;
+        has_failed(moving)?;
+        scene.goes_on(0)?;
+        plug(&scene.spare, SPARE, true)?;
+        wait_more(&scene.spare, THROWN, thrown)?;
+    }
+
+    // The spare has promised that it never runs, and is believed as soon as it is heard.
+    let [silent, told] = [times(&scene.spare, SILENT), times(&scene.machine, NO_ANSWER)];
+    let mut moving = scene.moves_up_to(At::Source("Recording"), "--rounds 0")?;
+    plug(&scene.spare, SPARE, false)?;
+    wait_more(&scene.machine, NO_ANSWER, told)?;
+    wait_more(&scene.spare, SILENT, silent)?;
+    scene.stands_still(&mut moving)?;
+    scene.is_discarded()?;
+    plug(&scene.spare, SPARE, true)?;
+    has_failed(moving)?;
+    scene.goes_on(0)?;
+
+    // The source's operator has seen that promise.
+    let told = times(&scene.machine, NO_ANSWER);
+    let mut moving = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
+    plug(&scene.spare, SPARE, false)?;
+    wait_more(&scene.machine, NO_ANSWER, told)?;
+    scene.stands_still(&mut moving)?;
+    scene.is_discarded()?;
+    type_in(&scene.machine, "resume\r")?;
+    has_failed(moving)?;
+    scene.goes_on(0)?;
+    plug(&scene.spare, SPARE, true)?;
+
+    // It runs at the spare, and cannot say so.
+    scene = scene.with_spare_at(At::Spare("Starting"))?;
+    let told = times(&scene.machine, NO_ANSWER);
+    let mut moving = scene.moves_up_to(At::Spare("Starting"), "--rounds 0")?;
+    plug(&scene.spare, SPARE, false)?;
+    wait_more(&scene.machine, NO_ANSWER, told)?;
+    wait_more(&scene.spare, GOES_ON, 0)?;
+    scene.stands_still(&mut moving)?;
+    plug(&scene.spare, SPARE, true)?;
+    scene.has_moved()
+}
+
+/// The spare loses its power before the source has committed: nothing has happened.
+#[test]
+#[ignore = "long"]
+fn the_spare_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
+    need_qemu()?;
+    let mut scene = Scene::new()?;
+    for at in [
+        At::Spare("Checking"),
+        At::Spare("Admitting"),
+        At::Spare("Receiving"),
+        At::Source("Stopping"),
+        At::Source("Instant"),
+        At::Spare("Verifying"),
+        At::Spare("Ready"),
+    ] {
+        scene = scene.with_spare_at(at)?;
+        let moving = scene.moves_up_to(at, "--rounds 0")?;
+        scene.spare.power_cut()?;
+        has_failed(moving)?;
+        scene.goes_on(0)?;
+    }
+    Ok(())
+}
+
+/// Later than that nobody but an operator can know: the source stands still, says what to look at, and takes his word.
+#[test]
+#[ignore = "long"]
+fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
+    need_qemu()?;
+    let mut scene = Scene::new()?;
+    for at in [
+        At::Source("Recording"),
+        At::Source("InDoubt"),
+        At::Spare("Recording"),
+        At::Spare("Starting"),
+        At::Arrived("Arrived"),
+        At::Arrived("Running"),
+    ] {
+        scene = scene.with_spare_at(at)?;
+        let told = times(&scene.machine, NO_ANSWER);
+        let mut moving = scene.moves_up_to(at, "--rounds 0")?;
+        scene.spare.power_cut()?;
+        wait_more(&scene.machine, NO_ANSWER, told)?;
+        scene.stands_still(&mut moving)?;
+        if at == At::Arrived("Running") {
+            // It has acted since the instant, and is not to be set back.
+            type_in(&scene.machine, "abandon\r")?;
+            scene.machine.wait_shutdown(LIMIT)?;
+            assert!(!scene.machine.serial_log().contains("has not moved"));
+            break;
+        }
+        if at == At::Spare("Recording") {
+            // It has power again, and knows nothing.
+            let forgot = times(&scene.machine, FORGOT);
+            scene = scene.with_spare_at(at)?;
+            wait_more(&scene.machine, FORGOT, forgot)?;
+            scene.stands_still(&mut moving)?;
+        }
+        let arrivals = times(&scene.spare, GOES_ON);
+        type_in(&scene.machine, "resume\r")?;
+        has_failed(moving)?;
+        scene.goes_on(arrivals)?;
+    }
+    Ok(())
+}
+
+/// The source loses its power: up to the commit nothing runs at the spare, by itself or because somebody there says so.
+#[test]
+#[ignore = "long"]
+fn the_source_may_lose_power_at_every_step() -> Result<()> {
+    need_qemu()?;
+    let mut scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    for step in ["Offering", "Copying", "Stopping", "Instant", "Asking", "Recording"] {
+        let [comes, thrown, silent] = [COMES, THROWN, SILENT].map(|text| times(&scene.spare, text));
+        let _gone = scene.moves_up_to(At::Source(step), "--rounds 0")?;
+        scene.machine.power_cut()?;
+        scene = scene.with_source_again()?;
+        match step {
+            "Offering" => assert_eq!(times(&scene.spare, COMES), comes),
+            // By itself, when nothing has come for long.
+            "Copying" => {
+                wait_more(&scene.spare, "thrown away: nothing was heard of the source for too long", 0)?;
+            }
+            "Recording" => {
+                wait_more(&scene.spare, SILENT, silent)?;
+                scene.is_discarded()?;
+            }
+            _ => scene.is_discarded()?,
+        }
+        assert!(step == "Offering" || times(&scene.spare, THROWN) == thrown + 1);
+        scene.goes_on(0)?;
+    }
+    // It had committed, and whoever is at the spare knows that.
+    let silent = times(&scene.spare, SILENT);
+    let _gone = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
+    scene.machine.power_cut()?;
+    wait_more(&scene.spare, SILENT, silent)?;
+    scene.answers("")?;
+    type_in(&scene.spare, "adopt\r")?;
+    scene.has_moved()?;
+
+    // It runs at the spare by then.
+    scene = scene.with_source_again()?.with_spare_at(At::Source("GivenUp"))?;
+    let _gone = scene.moves_up_to(At::Source("GivenUp"), "--rounds 0")?;
+    scene.machine.power_cut()?;
+    thread::sleep(Duration::from_secs(1));
+    scene.has_moved()?;
+    scene.spare.check_next_attach()
+}
+
+/// What was written to files has to be on their server before everything stands still. One that does not answer keeps nobody from
+/// calling the move off.
+#[test]
+#[ignore = "long"]
+fn a_server_that_does_not_answer_ends_no_command() -> Result<()> {
+    need_qemu()?;
+    let scene = Scene::new()?.with_spare_at(At::Source("Stopping"))?;
+    let writes = scene.machine.spawn("exec 3> /root/written; read go; echo 1 >&3; read end")?;
+    let mut moving = scene.moves_up_to(At::Source("Stopping"), "--rounds 0")?;
+    writes.write_stdin(b"\n")?;
+    thread::sleep(Duration::from_millis(500));
+    plug(&scene.machine, SOURCE, false)?;
+    thread::sleep(Duration::from_secs(8));
+    assert!(!moving.has_ended()?, "it waits for what was written");
+    moving.kill(2)?;
+    for _ in 0..100 {
+        if moving.errors_so_far()?.contains("interrupted") {
+            break;
+        }
+        thread::sleep(Duration::from_millis(200));
+    }
+    let said = moving.errors_so_far()?;
+    plug(&scene.machine, SOURCE, true)?;
+    assert!(said.contains("interrupted: the machine has not moved"), "{said}");
+    has_failed(moving)?;
+    writes.close_stdin()?;
+    scene.goes_on(0)
+}
