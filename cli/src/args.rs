@@ -640,6 +640,9 @@ pub struct HostedArgs {
     /// Memory in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub memory: u64,
+    /// Processors, each of them a process of this host's; 8 at most
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub cpus: u8,
     /// Words for the kernel's command line
     #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
     pub append: String,

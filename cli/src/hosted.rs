@@ -32,6 +32,7 @@ pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
         }),
         gdb: args.gdb.clone(),
         memory: args.memory << 20,
+        cpus: args.cpus.into(),
         append: args.append.clone(),
         isolation: match args.isolation {
             args::Isolation::None => Isolation::None,

@@ -61,7 +61,9 @@ pub struct Block {
     pub pending: u8,
     /// Whether system calls are the guest's: the host's kernel reads it.
     pub selector: u8,
-    reserved: [u8; 2],
+    /// Another processor has called, and is answered whether the guest takes interrupts or not. Signals set it.
+    pub called: u8,
+    reserved: u8,
     /// Which slot the guest left by.
     pub exit: u32,
     /// Where slots jump to.
@@ -108,6 +110,8 @@ pub mod at {
     pub const PENDING: u64 = BLOCK + offset_of!(Block, pending) as u64;
     /// [`Block::selector`]
     pub const SELECTOR: u64 = BLOCK + offset_of!(Block, selector) as u64;
+    /// [`Block::called`]
+    pub const CALLED: u64 = BLOCK + offset_of!(Block, called) as u64;
     /// [`Block::exit`]
     pub const EXIT: u64 = BLOCK + offset_of!(Block, exit) as u64;
     /// [`Block::entry`]

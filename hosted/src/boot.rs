@@ -7,8 +7,9 @@ use crate::{
     kernel::Kernel,
     layout::{DIRECT_MAP, PAGE},
     load::{self, Loaded},
-    machine::Machine,
+    machine::{Exception, Machine},
     memory::Memory,
+    smp::apic,
     vcpu::{CR0, CR4, EFER, Table, Vcpu},
 };
 
@@ -36,9 +37,10 @@ mod offset {
 
 /// What every hosted kernel is told: what it need not look for, and the clock's frequency.
 #[must_use]
-pub fn command_line(append: &str, clock_khz: u64) -> String {
+pub fn command_line(append: &str, clock_khz: u64, processors: usize) -> String {
+    let one = if processors == 1 { " nolapic nosmp" } else { "" };
     let own = format!(
-        "console=ttyS0 acpi=off pci=off noapic nolapic nosmp mitigations=off tsc=reliable tsc_early_khz={clock_khz} \
+        "console=ttyS0 acpi=off pci=off noapic{one} mitigations=off tsc=reliable tsc_early_khz={clock_khz} \
          rodata=off panic=-1"
     );
     if append.is_empty() { own } else { format!("{own} {append}") }
@@ -68,9 +70,7 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
     }
     put(offset::COMMAND_LINE, &(COMMAND_LINE as u32).to_le_bytes())?;
     memory.write(COMMAND_LINE, line.as_bytes()).ok_or_else(little)?;
-    const RAM: u32 = 1;
-    const RESERVED: u32 = 2;
-    let map = [(0, LOW_END, RAM), (LOW_END, MIB - LOW_END, RESERVED), (MIB, memory.size() - MIB, RAM)];
+    let map = memory_map(memory.size());
     put(offset::E820_ENTRIES, &[map.len() as u8])?;
     let mut table = Vec::new();
     for (start, length, kind) in map {
@@ -79,6 +79,140 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
         table.extend(u32::to_le_bytes(kind));
     }
     put(offset::E820_TABLE, &table)
+}
+
+const RAM: u32 = 1;
+const RESERVED: u32 = 2;
+
+/// What of the addresses is memory; where interrupt controllers are, there is none.
+fn memory_map(size: u64) -> Vec<(u64, u64, u32)> {
+    let mut map = vec![(0, LOW_END, RAM), (LOW_END, MIB - LOW_END, RESERVED)];
+    let behind = apic::BASE + apic::SIZE;
+    map.push((MIB, size.min(apic::BASE) - MIB, RAM));
+    if size > behind {
+        map.extend([(apic::BASE, apic::SIZE, RESERVED), (behind, size - behind, RAM)]);
+    }
+    map
+}
+
+/// Where a kernel looks for a table of processors, and where that is.
+const POINTER: u64 = 0xF_0000;
+const TABLE: u64 = POINTER + 0x20;
+
+/// Puts the table of processors into memory (Intel's MultiProcessor Specification 1.4).
+///
+/// # Errors
+/// If there is too little memory.
+pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
+    let little = || Error::new("the guest has too little memory").hint("give it more with --memory");
+    let (pointer, table) = processors(count);
+    memory.write(POINTER, &pointer).and_then(|()| memory.write(TABLE, &table)).ok_or_else(little)
+}
+
+/// The pointer to the table, and the table.
+fn processors(count: usize) -> (Vec<u8>, Vec<u8>) {
+    const VERSION: u8 = 4;
+    const ENABLED: u8 = 1;
+    const FIRST: u8 = 2;
+    const EXTERNAL: u8 = 3;
+    const EVERYBODY: u8 = 0xFF;
+    let mut entries: Vec<Vec<u8>> = Vec::new();
+    for number in 0..count {
+        let flags = if number == 0 { ENABLED | FIRST } else { ENABLED };
+        entries.push([&[0, number as u8, 0x14, flags][..], &[0; 16]].concat());
+    }
+    // There is no interrupt controller for devices but the old ones, whose one line goes to the first processor.
+    entries.push([&[1, 0][..], b"ISA   "].concat());
+    entries.push(vec![3, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
+    entries.push(vec![4, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
+    let body = entries.concat();
+    let mut table = b"PCMP".to_vec();
+    table.extend((44 + body.len() as u16).to_le_bytes());
+    table.extend([VERSION, 0]);
+    table.extend(b"MERCURY HOSTED      ");
+    table.extend([0; 6]);
+    table.extend((entries.len() as u16).to_le_bytes());
+    table.extend((apic::BASE as u32).to_le_bytes());
+    table.extend([0; 4]);
+    table.extend(body);
+    let mut pointer = b"_MP_".to_vec();
+    pointer.extend((TABLE as u32).to_le_bytes());
+    pointer.extend([1, VERSION, 0, 0, 0, 0, 0, 0]);
+    for (bytes, sum) in [(&mut pointer, 10), (&mut table, 7)] {
+        bytes[sum] = bytes.iter().fold(0, |sum, byte| sum.wrapping_sub(*byte));
+    }
+    (pointer, table)
+}
+
+/// Where a kernel says how the processor that it starts is to begin: what its own assembler would read.
+#[derive(Clone, Copy, Debug)]
+pub struct Bringup {
+    code: u64,
+    stack: u64,
+    base: u64,
+    descriptors: u64,
+    root: u64,
+}
+
+impl Bringup {
+    /// A kernel's.
+    ///
+    /// # Errors
+    /// If the kernel has not got these variables.
+    pub fn of(kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
+        let at = |symbol| {
+            load::address_of(kernel, symbol)
+                .map_err(|error| error.hint("more processors than one are for kernels of 6.1 with SMP=y"))
+        };
+        Ok(Self {
+            code: at("initial_code")?,
+            stack: at("initial_stack")?,
+            base: at("initial_gs")?,
+            descriptors: at("early_gdt_descr")?,
+            root: loaded.root,
+        })
+    }
+
+    /// Makes the processor begin so.
+    ///
+    /// # Errors
+    /// If something is not mapped.
+    pub fn begin(&self, machine: &mut Machine) -> std::result::Result<(), Exception> {
+        let base = machine.read_long(self.descriptors.wrapping_add(2))?;
+        machine.vcpu = first_state(base, self.root);
+        let stack = machine.read_long(self.stack)? - 8;
+        let rip = machine.read_long(self.code)?;
+        let gs = machine.read_long(self.base)?;
+        // There is nothing to return to.
+        machine.write(stack, &[0; 8])?;
+        begin_at(machine, rip, stack, gs);
+        Ok(())
+    }
+}
+
+fn first_state(descriptors: u64, root: u64) -> Vcpu {
+    Vcpu {
+        cr0: CR0,
+        cr3: root,
+        cr4: CR4,
+        efer: EFER,
+        gdt: Table { base: descriptors, limit: 127 },
+        xcr0: 1,
+        ..Vcpu::default()
+    }
+}
+
+fn begin_at(machine: &Machine, rip: u64, stack: u64, base: u64) {
+    const KERNEL_CODE: u16 = 0x10;
+    const KERNEL_DATA: u16 = 0x18;
+    let block = machine.block();
+    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
+    block.fs = 0;
+    block.gs = base;
+    block.gs_other = 0;
+    block.flags = 2;
+    block.registers = Registers { rip, rflags: 0x202, ..Registers::default() };
+    block.registers.general[block::RSP] = stack;
 }
 
 /// A stub that does what is left of the kernel's way to its first function in C, for which it would build page tables.
@@ -102,30 +236,14 @@ pub fn stub(kernel: &Kernel, at: u64) -> Result<Vec<u8>> {
 /// # Errors
 /// If the kernel has not the symbols that it needs.
 pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry: u64) -> Result<()> {
-    const KERNEL_CODE: u16 = 0x10;
-    const KERNEL_DATA: u16 = 0x18;
     /// Registers and more are kept at the stack's end.
     const FRAME: u64 = 0x100;
     let percpu = load::address_of(kernel, "__per_cpu_load")?;
     let gdt = percpu.wrapping_add(kernel.symbol("gdt_page")?);
     let (stack, _) = kernel.find("init_thread_union")?;
     let stack_size = stack_size(kernel)?;
-    machine.vcpu = Vcpu {
-        cr0: CR0,
-        cr3: loaded.root,
-        cr4: CR4,
-        efer: EFER,
-        gdt: Table { base: gdt, limit: 127 },
-        xcr0: 1,
-        ..Vcpu::default()
-    };
-    let block = machine.block();
-    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
-    block.gs = percpu;
-    block.gs_other = 0;
-    block.flags = 2;
-    block.registers = Registers { rip: entry, rflags: 0x202, ..Registers::default() };
-    block.registers.general[block::RSP] = stack.wrapping_add(load::DISTANCE) + stack_size - FRAME;
+    machine.vcpu = first_state(gdt, loaded.root);
+    begin_at(machine, entry, stack.wrapping_add(load::DISTANCE) + stack_size - FRAME, percpu);
     debug_assert!(machine.memory.direct(gdt).is_some() && gdt >= DIRECT_MAP);
     Ok(())
 }
@@ -138,4 +256,36 @@ fn stack_size(kernel: &Kernel) -> Result<u64> {
     }
     let end = kernel.symbol("__end_init_task")?;
     Ok((end - start).min(16 << 10))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_no_memory_where_interrupt_controllers_are() {
+        for size in [64 * MIB, apic::BASE, 8 << 30] {
+            let map = memory_map(size);
+            assert_eq!(map.iter().map(|(_, length, _)| length).sum::<u64>(), size);
+            let is_ram =
+                |at| map.iter().any(|&(from, length, kind)| kind == RAM && at >= from && at - from < length);
+            assert!(is_ram(MIB) && is_ram(size - 1) && !is_ram(size));
+            assert!((apic::BASE..apic::BASE + apic::SIZE).step_by(PAGE as usize).all(|at| !is_ram(at)));
+        }
+    }
+
+    #[test]
+    fn the_table_of_processors_is_as_long_as_it_says_and_its_sums_are_right() {
+        for count in 1..=8 {
+            let (pointer, table) = processors(count);
+            assert_eq!((pointer.len(), &pointer[..4], pointer[8]), (16, &b"_MP_"[..], 1));
+            assert_eq!(usize::from(u16::from_le_bytes([table[4], table[5]])), table.len());
+            assert_eq!(table.len(), 44 + 20 * count + 3 * 8);
+            assert_eq!((usize::from(table[34]), table[44 + 3]), (count + 3, 3));
+            for bytes in [pointer, table] {
+                assert_eq!(bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)), 0);
+            }
+        }
+    }
 }

@@ -54,6 +54,33 @@ pub fn separate_programs(leaf: u32, registers: &mut [u32; 4]) {
     }
 }
 
+/// Changes a leaf for one of several processors: it has a number, a local interrupt controller, and a timer in that which goes
+/// on while it sleeps. All are of one package, so that a kernel knows the others' speed by the first one's; manufacturers
+/// differ in how they say that.
+pub fn be_one_of(number: usize, count: usize, leaf: u32, registers: &mut [u32; 4]) {
+    const CONTROLLER: u32 = 1 << 9;
+    const DEADLINE: u32 = 1 << 24;
+    const SEVERAL: u32 = 1 << 28;
+    const ALWAYS: u32 = 1 << 2;
+    // The last letters of AuthenticAMD and HygonGenuine.
+    let is_amd = [*b"cAMD", *b"uine"].contains(&__cpuid(0).ecx.to_le_bytes());
+    match leaf {
+        1 => {
+            registers[1] |= (number as u32) << 24;
+            registers[2] |= DEADLINE;
+            registers[3] |= CONTROLLER;
+            if !is_amd {
+                registers[1] = registers[1] & !0xFF_0000 | (count as u32) << 16;
+                registers[3] |= SEVERAL;
+            }
+        }
+        4 if !is_amd && registers[0] & 0x1F != 0 => registers[0] |= (count as u32 - 1) << 26,
+        6 => registers[0] |= ALWAYS,
+        0x8000_0008 if is_amd => registers[2] = count as u32 - 1,
+        _ => {}
+    }
+}
+
 /// States of registers that both the host's kernel and this monitor keep.
 #[must_use]
 pub fn extended_states() -> u64 {

@@ -3,7 +3,7 @@
 //! - From a slot: [`hosted_exit`] keeps the registers in the block, takes the monitor's stack and base of FS, and calls
 //!   [`handle_exit`](crate::machine::handle_exit). The guest's stack is not touched: it may be a program's.
 //! - By a signal: [`hosted_signal`] runs on the signal stack; the registers are in the signal's frame.
-//! - Back: [`hosted_resume`]. A signal that comes between its last look at `pending` and its jump makes it begin again: until
+//! - Back: [`hosted_resume`]. A signal that comes between its last look at what waits and its jump makes it begin again: until
 //!   then it has only read.
 //!
 //! While the guest runs, the selector of Syscall User Dispatch says that system calls are its own, but for the one that
@@ -81,6 +81,8 @@ global_asm!(
     "xrstor64 [rdi]",
     ".global hosted_resume_start",
     "hosted_resume_start:",
+    "cmp byte ptr [{called}], 0",
+    "jne hosted_resume_pending",
     "cmp byte ptr [{pending}], 0",
     "je 1f",
     "test byte ptr [{if_byte}], 2",
@@ -184,6 +186,7 @@ global_asm!(
     stack = const at::STACK,
     selector = const at::SELECTOR,
     pending = const at::PENDING,
+    called = const at::CALLED,
     if_byte = const at::IF_BYTE,
     fs = const at::FS,
     gs = const at::GS,

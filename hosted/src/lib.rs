@@ -15,6 +15,7 @@
 //! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
 //! - [`isolation`]: if it is asked for, programs run in processes of their own; [`guards`] keep the kernel's own accesses from
 //!   what is not theirs.
+//! - [`smp`]: more processors than one, each a process.
 //! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
 pub mod block;
@@ -40,5 +41,6 @@ mod sandbox;
 pub mod shadow;
 pub mod signal;
 pub mod sites;
+pub mod smp;
 pub mod thunks;
 pub mod vcpu;

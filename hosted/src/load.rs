@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
     guards::{self, Fixed, Guard, Guards},
     kernel::{Change, Kernel},
-    layout::{DIRECT_MAP, KERNEL_TABLES, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
+    layout::{DIRECT_MAP, KERNEL_TABLES, PAGE, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
@@ -227,6 +227,8 @@ fn boundary_loads(code: &[u8], address: u64, variable: u64) -> Vec<u64> {
 
 /// A page that the guest is told is not its own.
 pub const SPARE: u64 = 0x9_F000;
+/// Another one.
+const SPARE_TABLE: u64 = SPARE + PAGE;
 
 /// The page tables' static parts have physical addresses, which relocation has changed; and the kernel's fixed addresses
 /// have come into another gigabyte than where they were linked.
@@ -248,6 +250,10 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     for linked in [LINKED >> 30 & 511, (LINKED >> 30 & 511) + 1] {
         memory.write_long(upper + linked * 8, 0).ok_or_else(outside)?;
     }
+    // Some code has the indices of fixed addresses as numbers, as they were linked: it finds the same table by them.
+    const LAST: u64 = 511 * 8;
+    memory.write_long(root + LAST, SPARE_TABLE | TABLE).ok_or_else(outside)?;
+    memory.write_long(SPARE_TABLE + LAST, fixed | TABLE).ok_or_else(outside)?;
     memory.write_long(root, upper | TABLE).ok_or_else(outside)?;
     memory.write_long(upper + index * 8, fixed | TABLE).ok_or_else(outside)?;
     Ok(root)

@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     block::{self, Block, IF},
-    devices::Devices,
+    boot::Bringup,
     entry,
     gdb::Debugger,
     guards::Guards,
@@ -17,6 +17,11 @@ use crate::{
     mmu::{self, Access, Privilege, Translation},
     shadow::{Mapped, Shadows},
     signal,
+    smp::{
+        self, Processor,
+        apic::{self, Apic},
+        bus::Bus,
+    },
     thunks::{self, Cause, Exit},
     vcpu::Vcpu,
 };
@@ -99,8 +104,14 @@ pub struct Machine {
     pub vcpu: Vcpu,
     /// Memory.
     pub memory: Memory,
-    /// Devices.
-    pub devices: Devices,
+    /// Devices, or the way to them.
+    pub devices: Bus,
+    /// Which processor this is, if there are several.
+    pub processor: Option<Processor>,
+    /// Its interrupt controller, then.
+    pub apic: Option<Apic>,
+    /// How it begins, then, if it is not the first.
+    pub bringup: Option<Bringup>,
     /// Places where slots leave the guest.
     pub exits: Vec<Exit>,
     /// Where they jump to the monitor, in order.
@@ -152,6 +163,7 @@ impl Machine {
         unsafe { entry::hosted_save_extended(block.extended) };
         machine.attend_debugger();
         MACHINE.store(machine, Ordering::Release);
+        machine.attend();
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
         unreachable!("the guest does not return");
@@ -159,7 +171,7 @@ impl Machine {
 
     /// Says why, gives the terminal back, and ends the process.
     pub fn end(&mut self, how: End, why: &str) -> ! {
-        self.devices.console.restore();
+        self.devices.restore();
         if !why.is_empty() {
             eprintln!("mercury hosted: {why}");
         }
@@ -301,21 +313,70 @@ impl Machine {
             // Interrupts come when the step is over.
             return;
         }
+        self.attend();
         self.devices.poll(&self.memory);
+        if let (Some(one), Some(apic)) = (&self.processor, &mut self.apic) {
+            one.look();
+            apic.poll();
+        }
         if self.interruptible()
-            && let Some(vector) = self.devices.acknowledge()
+            && let Some(vector) = self.acknowledge()
         {
             self.counters.interrupts += 1;
             self.inject(Exception { vector, error: None, address: None });
         }
-        if self.devices.has_interrupt() {
+        if self.has_interrupt() {
             pending().store(1, Ordering::Release);
         }
         if let Some(how) = self.devices.ended() {
             self.end(how, "");
         }
         if signal::is_child_gone() {
-            self.end(End::Broken, "a process that the guest's programs run in has ended");
+            self.end(End::Broken, "a process has ended that a processor or the guest's programs run in");
+        }
+    }
+
+    /// The vector of the interrupt that is delivered now.
+    fn acknowledge(&mut self) -> Option<u8> {
+        let vector = self.apic.as_mut().and_then(Apic::acknowledge);
+        vector.or_else(|| self.devices.acknowledge())
+    }
+
+    /// Whether an interrupt waits.
+    #[must_use]
+    pub fn has_interrupt(&self) -> bool {
+        self.devices.has_interrupt() || self.apic.as_ref().is_some_and(Apic::has_interrupt)
+    }
+
+    /// Another processor may have called: it has a question for the first one, or has reset this one, which waits to be started,
+    /// then.
+    pub fn attend(&mut self) {
+        smp::called().store(0, Ordering::SeqCst);
+        let Some(one) = self.processor else { return };
+        if one.is_first() {
+            self.devices.serve(&one, &self.memory);
+            if self.has_interrupt() {
+                pending().store(1, Ordering::Release);
+            }
+        } else if one.is_reset() {
+            while !one.starts() {
+                smp::sleep();
+                pending().store(0, Ordering::Release);
+            }
+            self.begin();
+        }
+    }
+
+    /// This processor, which is not the first, begins where the first wants it to.
+    fn begin(&mut self) {
+        self.drop_all();
+        if let (Some(one), Some(apic)) = (&self.processor, &mut self.apic) {
+            one.look();
+            apic.reset();
+        }
+        let begun = self.bringup.is_some_and(|bringup| bringup.begin(self).is_ok());
+        if !begun {
+            self.end(End::Broken, "a processor was started without a stack");
         }
     }
 
@@ -417,7 +478,7 @@ impl Machine {
         }
         let page = address & !(PAGE - 1);
         let physical = found.physical & !(PAGE - 1);
-        if !self.memory.contains(physical, PAGE) {
+        if !self.memory.contains(physical, PAGE) || self.apic.is_some() && physical == apic::BASE {
             return self.touch_device(found.physical);
         }
         if self.is_program_elsewhere()
@@ -695,9 +756,12 @@ pub extern "C" fn handle_program() {
     }
 }
 
-/// Something waits, and the guest takes interrupts.
+/// Another processor has called, or something waits and the guest takes interrupts.
 pub extern "C" fn handle_pending() {
     if let Some(machine) = running() {
-        machine.service();
+        machine.attend();
+        if machine.interruptible() && pending().load(Ordering::Acquire) != 0 {
+            machine.service();
+        }
     }
 }

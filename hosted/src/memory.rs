@@ -4,6 +4,7 @@
 use std::{
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     ptr,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use crate::{
@@ -178,12 +179,14 @@ impl Memory {
         self.write(physical, &value.to_le_bytes())
     }
 
-    /// Sets bits of an entry of a page table. Kernels clear entries with other processors in mind, so this is one access.
-    pub fn set_bits(&self, physical: u64, bits: u64) {
-        let Some(at) = self.pointer(physical, 8) else { return };
+    /// Sets bits of an entry of a page table if it is still what it was. Other processors may clear it at any time. Says
+    /// whether it was.
+    #[must_use]
+    pub fn mark(&self, physical: u64, was: u64, bits: u64) -> bool {
+        let Some(at) = self.pointer(physical, 8) else { return false };
         // SAFETY: The range was checked; entries lie at multiples of eight.
-        let entry = unsafe { std::sync::atomic::AtomicU64::from_ptr(at.cast()) };
-        entry.fetch_or(bits, std::sync::atomic::Ordering::Relaxed);
+        let entry = unsafe { AtomicU64::from_ptr(at.cast()) };
+        entry.compare_exchange(was, was | bits, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
     /// Bytes of a page that are left behind an address.

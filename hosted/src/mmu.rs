@@ -81,9 +81,25 @@ pub fn walk(
     access: Access,
     privilege: Privilege,
 ) -> Result<Translation, u32> {
+    loop {
+        // An entry that another processor has changed in between is looked up again.
+        if let Some(found) = try_walk(memory, root, address, access, privilege) {
+            return found;
+        }
+    }
+}
+
+/// Does it, unless the last entry is changed meanwhile.
+fn try_walk(
+    memory: &Memory,
+    root: u64,
+    address: u64,
+    access: Access,
+    privilege: Privilege,
+) -> Option<Result<Translation, u32>> {
     let code = code(access, privilege);
     if address >> 47 != 0 {
-        return Err(code);
+        return Some(Err(code));
     }
     let mut table = root & bits::ADDRESS;
     let (mut write, mut user, mut execute) = (true, true, true);
@@ -91,7 +107,7 @@ pub fn walk(
         let entry_at = table + (address >> shift & 511) * 8;
         let entry = memory.read_long(entry_at).unwrap_or(0);
         if entry & bits::PRESENT == 0 {
-            return Err(code);
+            return Some(Err(code));
         }
         write &= entry & bits::WRITE != 0;
         user &= entry & bits::USER != 0;
@@ -105,24 +121,24 @@ pub fn walk(
             || (access == Access::Write && !write)
             || (access == Access::Execute && !execute);
         if denied {
-            return Err(code | error::PRESENT);
+            return Some(Err(code | error::PRESENT));
         }
         let mark = if access == Access::Write { bits::ACCESSED | bits::DIRTY } else { bits::ACCESSED };
-        if entry & mark != mark {
-            memory.set_bits(entry_at, mark);
+        if entry & mark != mark && memory.contains(entry_at, 8) && !memory.mark(entry_at, entry, mark) {
+            return None;
         }
         let size = 1 << shift;
         let base = entry & bits::ADDRESS & !(size - 1);
-        return Ok(Translation {
+        return Some(Ok(Translation {
             physical: base + (address & (size - 1)),
             size,
             entry: entry_at,
             write: write && (entry | mark) & bits::DIRTY != 0,
             may_write: write,
             execute,
-        });
+        }));
     }
-    Err(code)
+    Some(Err(code))
 }
 
 /// What programs may do with pages, by the page tables, whose entries are not marked. Pages in order are looked up fast.
@@ -222,11 +238,8 @@ pub fn neighbours(memory: &Memory, of: &Translation, most: u64) -> (u64, u64) {
         let physical = (own & bits::ADDRESS).wrapping_add_signed(step * PAGE.cast_signed());
         let dirty = !of.write || entry & bits::DIRTY != 0;
         let same = entry & SAME == own & SAME && entry & bits::ADDRESS == physical && dirty;
-        if same && memory.contains(physical, PAGE) {
-            memory.set_bits(at, bits::ACCESSED);
-            return true;
-        }
-        false
+        let is_used = entry & bits::ACCESSED != 0;
+        same && memory.contains(physical, PAGE) && (is_used || memory.mark(at, entry, bits::ACCESSED))
     };
     let after = (1..(512 - index).min(most)).take_while(|&step| follows(step.cast_signed())).count() as u64;
     let before = (1..=index.min(most)).take_while(|&step| follows(-step.cast_signed())).count() as u64;

@@ -10,11 +10,19 @@ use crate::{
     cpuid, guards, layout,
     machine::{End, Exception, Machine},
     mmu::Privilege,
+    smp::{
+        self, Processor,
+        apic::{self, Apic},
+    },
     vcpu::{CR4_GLOBAL, Table},
 };
 
 type Done = Result<(), Exception>;
 
+/// The model-specific register that says where the local interrupt controller is.
+const CONTROLLER_BASE: u32 = 0x1B;
+/// The one that says when its timer strikes.
+const DEADLINE: u32 = 0x6E0;
 /// Bits of CR3 that are no address.
 const NO_FLUSH: u64 = 1 << 63;
 
@@ -280,10 +288,28 @@ impl Machine {
 
     fn halt(&mut self) {
         self.step_was_left();
-        if !self.interruptible() {
-            self.end(End::Halted, "");
+        match self.processor {
+            _ if self.interruptible() => self.service_and_wait(),
+            None => self.end(End::Halted, ""),
+            Some(one) => self.park(one),
         }
-        self.service_and_wait();
+    }
+
+    /// Sleeps until this processor is started again. When all of them sleep so, the machine has halted.
+    fn park(&mut self, one: Processor) {
+        let rip = self.block().registers.rip;
+        one.park();
+        loop {
+            self.service();
+            if self.block().registers.rip != rip {
+                return;
+            }
+            if one.is_first() && one.are_all_parked() {
+                self.end(End::Halted, "");
+            }
+            self.devices.flush();
+            smp::sleep();
+        }
     }
 
     fn service_and_wait(&mut self) {
@@ -293,7 +319,8 @@ impl Machine {
             if self.block().registers.rip != rip || !self.interruptible() || self.is_stepping() {
                 return;
             }
-            self.devices.wait();
+            self.devices.flush();
+            smp::sleep();
         }
     }
 
@@ -303,6 +330,9 @@ impl Machine {
         let mut leaf = cpuid::guest(number, general[block::RCX] as u32, self.vcpu.cr4);
         if self.spaces.is_some() {
             cpuid::separate_programs(number, &mut leaf);
+        }
+        if let Some(one) = self.processor {
+            cpuid::be_one_of(one.number, one.count, number, &mut leaf);
         }
         general[block::RAX] = leaf[0].into();
         general[block::RBX] = leaf[1].into();
@@ -325,6 +355,8 @@ impl Machine {
         let value = match index {
             // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was checked at the start.
             0x10 => unsafe { _rdtsc() },
+            CONTROLLER_BASE if self.apic.is_some() => self.apic.as_ref().map_or(0, Apic::base),
+            DEADLINE if self.apic.is_some() => self.apic.as_ref().map_or(0, Apic::deadline),
             0xC000_0080 => self.vcpu.efer,
             0xC000_0081 => self.vcpu.star,
             0xC000_0082 => self.block().lstar,
@@ -344,6 +376,14 @@ impl Machine {
 
     fn write_msr(&mut self) {
         let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
+        match (index, &mut self.apic) {
+            (CONTROLLER_BASE, Some(_)) => return,
+            (DEADLINE, Some(apic)) => {
+                apic.set_deadline(value);
+                return self.look_at_devices();
+            }
+            _ => {}
+        }
         match index {
             0xC000_0080 => self.vcpu.efer = value,
             0xC000_0081 => self.set_star(value),
@@ -418,7 +458,7 @@ impl Machine {
 
     /// What was written may have raised an interrupt, or ended the machine.
     fn look_at_devices(&mut self) {
-        if self.devices.has_interrupt() {
+        if self.has_interrupt() {
             crate::machine::pending().store(1, std::sync::atomic::Ordering::Release);
         }
         if let Some(how) = self.devices.ended() {
@@ -586,6 +626,25 @@ impl Machine {
         Ok(())
     }
 
+    /// Reads a device's register in memory. `None` if there is none.
+    fn read_register(&self, physical: u64, size: usize) -> Option<u64> {
+        match (&self.apic, physical.checked_sub(apic::BASE)) {
+            (Some(apic), Some(offset @ 0..apic::SIZE)) => Some(apic.read(offset).into()),
+            _ => self.devices.read_memory(physical, size),
+        }
+    }
+
+    /// Writes one. `None` if there is none.
+    fn write_register(&mut self, physical: u64, value: u64) -> Option<()> {
+        match (&mut self.apic, physical.checked_sub(apic::BASE)) {
+            (Some(apic), Some(offset @ 0..apic::SIZE)) => {
+                apic.write(offset, value as u32);
+                Some(())
+            }
+            _ => self.devices.write_memory(physical, value, &self.memory),
+        }
+    }
+
     /// Does a move to or from a device's register in memory. `None` if there is no device, or it is no simple move.
     ///
     /// # Errors
@@ -600,12 +659,12 @@ impl Machine {
                 Ok(value) => value,
                 Err(_) => self.get(&instruction, 1)?,
             };
-            if self.devices.write_memory(physical, value, &self.memory).is_none() {
+            if self.write_register(physical, value).is_none() {
                 return Ok(None);
             }
         } else {
             let size = instruction.memory_size().size();
-            let Some(value) = self.devices.read_memory(physical, size) else { return Ok(None) };
+            let Some(value) = self.read_register(physical, size) else { return Ok(None) };
             self.set_register(instruction.op0_register(), value);
         }
         self.block().registers.rip = instruction.next_ip();

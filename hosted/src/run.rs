@@ -5,7 +5,9 @@ use std::{
 };
 
 use crate::{
-    block, boot, cpuid,
+    block,
+    boot::{self, Bringup},
+    cpuid,
     devices::{Block, Console, Devices, NetOption, Slots, now},
     entry,
     error::{Error, Result},
@@ -20,6 +22,7 @@ use crate::{
     sandbox::{self, Special},
     shadow::Shadows,
     signal,
+    smp::{self, Processor, apic::Apic, bus::Bus},
     thunks::{self, Exit, Gates},
     vcpu::Vcpu,
 };
@@ -41,6 +44,8 @@ pub struct Options {
     pub memory: u64,
     /// More for the command line.
     pub append: String,
+    /// Processors.
+    pub cpus: usize,
     /// What programs are kept apart by.
     pub isolation: Isolation,
     /// Rewrite programs' system calls, if they run in this process.
@@ -122,7 +127,9 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let limits = Limits::default();
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
+    check_processors(options)?;
     let Prepared { kernel, memory, loaded } = prepare(options)?;
+    let bringup = (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?;
     let initramfs = match &options.initramfs {
         Some(path) => fs::read(path).map_err(|error| Error::file("read", path, error))?,
         None => Vec::new(),
@@ -135,7 +142,11 @@ pub fn run(options: &Options) -> Result<Infallible> {
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
+    let clock_khz = clock_khz();
     // Before there are threads, for these processes begin as copies of this one.
+    let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
+    let processor = first.map(Processor::multiply).transpose()?;
+    let is_first = processor.is_none_or(|one| one.is_first());
     let spaces = match options.isolation {
         Isolation::None => None,
         Isolation::Process => Some(Spaces::start(&memory, most_mapped)?),
@@ -147,6 +158,17 @@ pub fn run(options: &Options) -> Result<Infallible> {
     })?;
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
+    let apic = processor.map(|one| Apic::new(one, clock_khz)).transpose()?;
+    let processors = processor.map_or_else(Vec::new, |one| one.processes());
+    let start =
+        Start { options, kernel, loaded, memory, placed, most_mapped, spaces, processor, apic, bringup };
+    if let Some(one) = processor
+        && !is_first
+    {
+        // They are the first processor's; what ends with them must not end here.
+        std::mem::forget((disks, uplink, gdb));
+        return start.run(Bus::Other(one), None, Special { processors, ..Special::default() });
+    }
     for disk in &mut disks {
         if let Err(error) = disk.overlap()
             && options.verbose
@@ -154,18 +176,33 @@ pub fn run(options: &Options) -> Result<Infallible> {
             eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
         }
     }
-    let debugger = gdb.map(|gdb| Debugger::new(gdb, &kernel, &loaded)).transpose()?;
+    let debugger = gdb.map(|gdb| Debugger::new(gdb, &start.kernel, &start.loaded)).transpose()?;
     let special = Special {
         rings: disks.iter().filter_map(Block::ring).collect(),
         listener: debugger.as_ref().map(Debugger::descriptor),
+        processors,
     };
     let net = uplink.map(|uplink| uplink.start()).transpose()?;
     let slots = Slots::new(disks, net)?;
-    let line = boot::command_line(&options.append, clock_khz()) + &slots.describe(&memory);
-    boot::describe(&memory, &kernel, &line, &initramfs)?;
+    let line = boot::command_line(&options.append, clock_khz, options.cpus) + &slots.describe(&start.memory);
+    boot::describe(&start.memory, &start.kernel, &line, &initramfs)?;
+    if options.cpus > 1 {
+        boot::describe_processors(&start.memory, options.cpus)?;
+    }
     let console = Console::open()?;
-    let devices = Devices::new(console, &memory, slots)?;
-    start(options, &kernel, loaded, memory, devices, placed, (most_mapped, special, debugger), spaces)
+    let devices = Devices::new(console, &start.memory, slots)?;
+    start.run(Bus::Own(Box::new(devices)), debugger, special)
+}
+
+fn check_processors(options: &Options) -> Result<()> {
+    if !(1..=smp::MOST).contains(&options.cpus) {
+        return Err(Error::new(format!("a machine has 1 to {} processors, not {}", smp::MOST, options.cpus))
+            .hint("choose another number with --cpus"));
+    }
+    if options.cpus > 1 && options.gdb.is_some() {
+        return Err(Error::new("gdb is for machines with one processor").hint("leave out --cpus or --gdb"));
+    }
+    Ok(())
 }
 
 struct Prepared {
@@ -188,46 +225,73 @@ fn prepare(options: &Options) -> Result<Prepared> {
     Ok(Prepared { kernel, memory, loaded })
 }
 
-#[allow(clippy::too_many_arguments)]
-fn start(
-    options: &Options,
-    kernel: &Kernel,
+/// What every processor's process has when it starts.
+struct Start<'a> {
+    options: &'a Options,
+    kernel: Kernel,
     loaded: load::Loaded,
     memory: Memory,
-    devices: Devices,
     placed: Placed,
-    (most_mapped, special, debugger): (u64, Special, Option<Debugger>),
+    most_mapped: u64,
     spaces: Option<Spaces>,
-) -> Result<Infallible> {
-    let Placed { entry, gates } = placed;
-    let isolation = options.isolation;
-    let mut machine = Machine {
-        vcpu: Vcpu::default(),
-        memory,
-        devices,
-        exits: Vec::new(),
-        guards: loaded.guards.clone(),
-        exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
-        kernel_root: loaded.root,
-        counters: Counters::default(),
-        mapped: 0,
-        user_mapped: false,
-        most_mapped,
-        shadows: (options.rewrite && isolation == Isolation::None)
-            .then(|| Shadows::new(gates.system_call))
-            .transpose()?,
-        spaces,
-        returning: gates.returning,
-        debugger,
-        verbose: options.verbose,
-    };
-    boot::processor(&mut machine, kernel, &loaded, entry)
-        .inspect_err(|_| machine.devices.console.restore())?;
-    machine.exits = loaded.exits;
-    machine.exits.push(gates.exit);
-    signal::dispatch_system_calls().inspect_err(|_| machine.devices.console.restore())?;
-    sandbox::forbid_calls(isolation, &special).inspect_err(|_| machine.devices.console.restore())?;
-    machine.run()
+    /// Only if there are several.
+    processor: Option<Processor>,
+    apic: Option<Apic>,
+    bringup: Option<Bringup>,
+}
+
+impl Start<'_> {
+    fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
+        let Placed { entry, gates } = self.placed;
+        let (loaded, processor, isolation) = (self.loaded, self.processor, self.options.isolation);
+        let rewrites = self.options.rewrite && isolation == Isolation::None && processor.is_none();
+        let mut machine = Machine {
+            vcpu: Vcpu::default(),
+            memory: self.memory,
+            devices,
+            processor,
+            apic: self.apic,
+            bringup: self.bringup,
+            exits: Vec::new(),
+            guards: loaded.guards.clone(),
+            exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
+            kernel_root: loaded.root,
+            counters: Counters::default(),
+            mapped: 0,
+            user_mapped: false,
+            most_mapped: self.most_mapped,
+            shadows: rewrites.then(|| Shadows::new(gates.system_call)).transpose()?,
+            spaces: self.spaces,
+            returning: gates.returning,
+            debugger,
+            verbose: self.options.verbose,
+        };
+        let prepared = prepare_processor(&mut machine, &self.kernel, &loaded, entry, isolation, &special);
+        prepared.inspect_err(|_| machine.devices.restore())?;
+        machine.exits = loaded.exits;
+        machine.exits.push(gates.exit);
+        machine.run()
+    }
+}
+
+/// Everything that can go wrong is done before the host's system calls are given up.
+fn prepare_processor(
+    machine: &mut Machine,
+    kernel: &Kernel,
+    loaded: &load::Loaded,
+    entry: u64,
+    isolation: Isolation,
+    special: &Special,
+) -> Result<()> {
+    boot::processor(machine, kernel, loaded, entry)?;
+    signal::dispatch_system_calls()?;
+    if let Some(one) = machine.processor {
+        one.is_ready();
+        if one.is_first() {
+            one.await_others()?;
+        }
+    }
+    sandbox::forbid_calls(isolation, special)
 }
 
 /// The stub to start with, and the code of system calls.

@@ -74,6 +74,8 @@ pub struct Special {
     pub rings: Vec<RawFd>,
     /// The socket that gdb connects to: to accept its connection.
     pub listener: Option<RawFd>,
+    /// Processes of the machine's processors, which call each other.
+    pub processors: Vec<u32>,
 }
 
 /// Forbids all threads of this process other system calls: one ends it.
@@ -107,8 +109,9 @@ fn filter(
     let requests =
         settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
-    let own = SeccompRule::new(vec![equal(0, u64::from(std::process::id()))?])?;
-    rules.insert(libc::SYS_tgkill, vec![own]);
+    let called = special.processors.iter().copied().chain([std::process::id()]);
+    let call = |process: u32| SeccompRule::new(vec![equal(0, process.into())?]);
+    rules.insert(libc::SYS_tgkill, called.map(call).collect::<std::result::Result<_, _>>()?);
     let only = |descriptor: &RawFd| SeccompRule::new(vec![equal(0, u64::from(descriptor.cast_unsigned()))?]);
     for (call, descriptors) in
         [(libc::SYS_io_uring_enter, &special.rings[..]), (libc::SYS_accept4, special.listener.as_slice())]

@@ -12,6 +12,7 @@ use crate::{
     isolation, layout,
     machine::{self, End, Exception, Machine},
     mmu::Privilege,
+    smp,
 };
 
 /// Room for registers of any length.
@@ -111,6 +112,7 @@ pub fn install() -> Result<()> {
         libc::SIGSYS,
         libc::SIGALRM,
         libc::SIGUSR1,
+        smp::CALL,
         libc::SIGTERM,
         libc::SIGINT,
         libc::SIGHUP,
@@ -159,7 +161,10 @@ pub unsafe extern "C" fn handle_signal(
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
     let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
-    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | libc::SIGCHLD);
+    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | smp::CALL | libc::SIGCHLD);
+    if signal == smp::CALL {
+        smp::called().store(1, Ordering::SeqCst);
+    }
     if signal == libc::SIGCHLD {
         CHILD_GONE.store(true, Ordering::Release);
     }
@@ -191,6 +196,9 @@ pub unsafe extern "C" fn handle_signal(
             if machine.is_debugger_wanted() {
                 machine.begin_exit_again();
                 machine.attend_debugger();
+            }
+            if signal == smp::CALL {
+                machine.attend();
             }
             if machine.interruptible() {
                 machine.begin_exit_again();
@@ -275,7 +283,7 @@ fn die(signal: i32, registers: &[libc::greg_t; 23]) -> u32 {
         of(libc::REG_RSP)
     );
     if let Some(machine) = machine::running() {
-        machine.devices.console.restore();
+        machine.devices.restore();
         eprintln!("{}", machine.describe());
     }
     // SAFETY: It ends the process.

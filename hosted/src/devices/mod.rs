@@ -190,21 +190,6 @@ impl Devices {
         self.ended
     }
 
-    /// Sleeps until a signal says that there is something.
-    pub fn wait(&mut self) {
-        self.console.flush();
-        // SAFETY: The sets are initialized by the calls; the thread's mask is put back.
-        unsafe {
-            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-            libc::sigfillset(&raw mut all);
-            libc::sigprocmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-            if crate::machine::pending().load(std::sync::atomic::Ordering::Acquire) == 0 {
-                libc::ppoll(ptr::null_mut(), 0, ptr::null(), &raw const before);
-            }
-            libc::sigprocmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
-        }
-    }
-
     /// Reads a port.
     pub fn read(&mut self, port: u16, size: usize) -> u32 {
         let byte = match port {
@@ -263,13 +248,17 @@ pub fn now() -> u64 {
 
 /// A timer of the host's that sends this thread SIGALRM.
 #[derive(Debug)]
-struct Alarm {
+pub struct Alarm {
     timer: libc::timer_t,
     set_for: u64,
 }
 
 impl Alarm {
-    fn new() -> Result<Self> {
+    /// One that is not set.
+    ///
+    /// # Errors
+    /// If the host refuses.
+    pub fn new() -> Result<Self> {
         let mut timer = ptr::null_mut();
         // SAFETY: All zeros are a valid event, of which the fields are set that this kind has.
         let made = unsafe {
@@ -286,7 +275,8 @@ impl Alarm {
         Ok(Self { timer, set_for: 0 })
     }
 
-    fn set(&mut self, when: u64) {
+    /// Sets it to a time of [`now`].
+    pub fn set(&mut self, when: u64) {
         if when == self.set_for {
             return;
         }

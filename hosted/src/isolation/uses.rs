@@ -150,7 +150,9 @@ impl Machine {
     /// Copies a string with its zero. Says how many bytes are before that.
     fn copy_string(&self, to: u64, from: u64, most: u64) -> Option<u64> {
         let length = self.find_zero(from, most)?;
-        self.copy(to, from, length + 1)?;
+        self.copy(to, from, length)?;
+        // Not the program's zero: another of its threads may have written over it.
+        self.write(to + length, &[0]).ok()?;
         Some(length)
     }
 

@@ -16,11 +16,13 @@ use crate::{
     lock::Lock,
 };
 
-/// Lines of a configuration, on top of `allnoconfig`.
-const CONFIGURATION: &str = include_str!("../../guest/kernel/small.config");
+/// Lines of configurations, on top of `allnoconfig`.
+const SMALL: &str = include_str!("../../guest/kernel/small.config");
+const TINY: &str = include_str!("../../guest/kernel/tiny.config");
 
 /// Without these it is not the kernel that was wanted, whatever names the release has for the others.
-const NEEDED: &[&str] = &[
+const NEEDED_SMALL: &[&str] = &[
+    "CONFIG_X86_MPPARSE=y",
     "CONFIG_SMP=y",
     "CONFIG_MODULES=y",
     "CONFIG_RANDOMIZE_MEMORY=y",
@@ -33,6 +35,16 @@ const NEEDED: &[&str] = &[
     "CONFIG_BLK_DEV_LOOP=m",
 ];
 
+const NEEDED_TINY: &[&str] = &[
+    "CONFIG_SMP=y",
+    "CONFIG_X86_MPPARSE=y",
+    "CONFIG_RANDOMIZE_MEMORY=y",
+    "CONFIG_DYNAMIC_MEMORY_LAYOUT=y",
+    "CONFIG_JUMP_LABEL=y",
+    "CONFIG_SERIAL_8250_CONSOLE=y",
+    "CONFIG_BLK_DEV_INITRD=y",
+];
+
 /// How a kernel is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
@@ -40,6 +52,8 @@ pub enum Flavour {
     Plain,
     /// With the afterburner.
     PreVirtualized,
+    /// With the afterburner, and with no more than a hosted shell needs: in a fraction of the time. No image to boot.
+    Tiny,
 }
 
 impl Flavour {
@@ -47,6 +61,22 @@ impl Flavour {
         match self {
             Self::Plain => "plain",
             Self::PreVirtualized => "previrtualized",
+            Self::Tiny => "tiny",
+        }
+    }
+
+    /// Its configuration, and what must have come of it.
+    fn configuration(self) -> (&'static str, &'static [&'static str]) {
+        match self {
+            Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
+            Self::Tiny => (TINY, NEEDED_TINY),
+        }
+    }
+
+    fn targets(self) -> &'static str {
+        match self {
+            Self::Plain | Self::PreVirtualized => "bzImage modules",
+            Self::Tiny => "vmlinux",
         }
     }
 }
@@ -64,18 +94,18 @@ pub struct Built {
     pub afterburner: PathBuf,
 }
 
-/// The same for both flavours, but for the assembler. What a kernel says of its making is always the same.
+/// The same for all flavours, but for the assembler and the configuration. What a kernel says of its making is always the same.
 const BUILD: &str = r#"set -e
-source=$1 flavour=$2 make=$3
+source=$1 flavour=$2 make=$3 targets=$4
 export KBUILD_BUILD_TIMESTAMP=@0 KBUILD_BUILD_USER=lab KBUILD_BUILD_HOST=lab KBUILD_BUILD_VERSION=1
 cd /build
-if ! cmp -s small.config $flavour/small.config; then
+if ! cmp -s $flavour.config $flavour/lab.config; then
 	rm -rf $flavour
 	mkdir $flavour
-	make -s -C $source O=/build/$flavour KCONFIG_ALLCONFIG=/build/small.config allnoconfig
-	cp small.config $flavour
+	make -s -C $source O=/build/$flavour KCONFIG_ALLCONFIG=/build/$flavour.config allnoconfig
+	cp $flavour.config $flavour/lab.config
 fi
-exec $make -C $source O=/build/$flavour -j2 bzImage modules"#;
+exec $make -C $source O=/build/$flavour -j2 $targets"#;
 
 /// Builds it, as far as it has not been built already.
 ///
@@ -90,7 +120,7 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     let inputs = inputs(flavour, &afterburner)?;
     if !fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         make(release, &tree, flavour, &afterburner)?;
-        check(&directory.join(".config"))?;
+        check(flavour, &directory.join(".config"))?;
         put(&inputs, &stamp)?;
     }
     Ok(Built {
@@ -102,19 +132,19 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
 }
 
 fn inputs(flavour: Flavour, afterburner: &Path) -> Result<String> {
-    let all = Ingredients::default().with(CONFIGURATION).with(BUILD);
+    let all = Ingredients::default().with(flavour.configuration().0).with(BUILD);
     match flavour {
         Flavour::Plain => Ok(all.name()),
-        Flavour::PreVirtualized => Ok(all.with_path(afterburner)?.name()),
+        Flavour::PreVirtualized | Flavour::Tiny => Ok(all.with_path(afterburner)?.name()),
     }
 }
 
 fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> Result<()> {
     let build = tree.join("build");
-    put(CONFIGURATION, &build.join("small.config"))?;
+    put(flavour.configuration().0, &build.join(format!("{}.config", flavour.directory())))?;
     let make = match flavour {
         Flavour::Plain => "make",
-        Flavour::PreVirtualized => {
+        Flavour::PreVirtualized | Flavour::Tiny => {
             let mut copy = host::as_root("cp");
             copy.arg("--remove-destination").arg(afterburner).arg(build.join("afterburner"));
             host::run("copying the afterburner", "kernel-copy", &mut copy)?;
@@ -130,8 +160,9 @@ fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> 
         root::source(release),
         flavour.directory(),
         make,
+        flavour.targets(),
     ]);
-    let what = format!("{release}'s kernel, small, {}", flavour.directory());
+    let what = format!("{release}'s kernel, {}", flavour.directory());
     host::run(&what, &format!("kernel-{release}-{}", flavour.directory()), &mut command)
 }
 
@@ -149,10 +180,15 @@ fn tempfile(text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn check(configuration: &Path) -> Result<()> {
+fn check(flavour: Flavour, configuration: &Path) -> Result<()> {
     let text = fs::read_to_string(configuration).context(|| format!("read {}", configuration.display()))?;
-    let missing: Vec<&str> =
-        NEEDED.iter().copied().filter(|line| !text.lines().any(|one| one == *line)).collect();
+    let missing: Vec<&str> = flavour
+        .configuration()
+        .1
+        .iter()
+        .copied()
+        .filter(|line| !text.lines().any(|one| one == *line))
+        .collect();
     if missing.is_empty() {
         return Ok(());
     }

@@ -1,0 +1,297 @@
+//! Several processors: each is a process of the host's, with its own block, its own mappings and its own timer. They have the
+//! guest's memory in common, and one page in which they ask each other for something.
+//!
+//! The first processor's process has the devices; the others ask it ([`bus`]). What a processor tells another by its local
+//! interrupt controller ([`apic`]) is a bit in the page, and a signal if the other may not have seen it yet.
+//!
+//! A processor that is not started, or that halts with interrupts off, waits until it is started; so a kernel can take one
+//! offline and back. If all of them wait so, the machine has halted.
+
+pub mod apic;
+pub mod bus;
+
+use std::{
+    ffi::c_void,
+    ptr,
+    sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering},
+};
+
+use crate::{
+    block,
+    error::{Error, Result},
+    layout::PAGE,
+};
+
+/// Processors at most: an identifier is a bit of eight in kernels' usual mode of addressing.
+pub const MOST: usize = 8;
+/// The signal by which one processor calls another.
+pub const CALL: i32 = libc::SIGUSR2;
+
+/// What a processor does, as others see it.
+pub mod state {
+    /// It waits to be started.
+    pub const WAITING: u32 = 0;
+    /// It has been told to start.
+    pub const STARTING: u32 = 1;
+    /// It runs.
+    pub const RUNNING: u32 = 2;
+}
+
+/// What all processors see of one.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Cpu {
+    process: AtomicI32,
+    state: AtomicU32,
+    /// It sleeps, and no interrupt wakes it.
+    parked: AtomicU32,
+    /// It has been called for an interrupt, and has not looked yet.
+    called: AtomicU32,
+    /// The register by which it is addressed.
+    logical: AtomicU32,
+    /// Its process is prepared.
+    ready: AtomicU32,
+    requested: [AtomicU64; 4],
+    /// What it asks the first processor for.
+    question: bus::Mailbox,
+}
+
+/// What all processors see.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Shared {
+    cpus: [Cpu; MOST],
+    /// All processes are there.
+    complete: AtomicU32,
+}
+
+const _: () = assert!(size_of::<Shared>() <= PAGE as usize);
+
+/// One of several processors.
+#[derive(Clone, Copy, Debug)]
+pub struct Processor {
+    /// Its number, which is its identifier, too.
+    pub number: usize,
+    /// How many there are.
+    pub count: usize,
+    shared: &'static Shared,
+}
+
+impl Processor {
+    /// The first one of so many.
+    ///
+    /// # Errors
+    /// If the host refuses a page of memory.
+    pub fn first(count: usize) -> Result<Self> {
+        debug_assert!((1..=MOST).contains(&count));
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        // SAFETY: A new mapping where the host likes.
+        let page = unsafe { libc::mmap(ptr::null_mut(), PAGE as usize, rights, how, -1, 0) };
+        if page == libc::MAP_FAILED {
+            return Err(Error::system("map what processors have in common"));
+        }
+        // SAFETY: The page is never unmapped, is large enough, and zero, which is a valid value; all of it is atomic.
+        let shared: &'static Shared = unsafe { &*page.cast::<Shared>() };
+        let first = Self { number: 0, count, shared };
+        for number in 0..count {
+            first.cpu(number).parked.store(u32::from(number > 0), Ordering::Relaxed);
+        }
+        // SAFETY: It takes nothing.
+        first.own().process.store(unsafe { libc::getpid() }, Ordering::Relaxed);
+        first.own().state.store(state::RUNNING, Ordering::Release);
+        Ok(first)
+    }
+
+    /// Makes the other processors' processes, which are copies of this one: there must be no threads yet. Gives, in each, which
+    /// one it is.
+    ///
+    /// # Errors
+    /// If the host refuses.
+    pub fn multiply(self) -> Result<Self> {
+        for number in 1..self.count {
+            // SAFETY: There is one thread.
+            match unsafe { libc::fork() } {
+                0 => return Self { number, ..self }.begin(),
+                pid if pid > 0 => self.cpu(number).process.store(pid, Ordering::Release),
+                _ => {
+                    return Err(Error::system("start a process for a processor")
+                        .hint("the host limits a user's processes (ulimit -u)"));
+                }
+            }
+        }
+        self.shared.complete.store(1, Ordering::Release);
+        wake(&self.shared.complete);
+        Ok(self)
+    }
+
+    /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
+    fn begin(self) -> Result<Self> {
+        let first = self.cpu(0).process.load(Ordering::Acquire);
+        // SAFETY: All of these take numbers.
+        unsafe {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
+                return Err(Error::system("begin as a processor"));
+            }
+            libc::setpgid(0, 0);
+            libc::prctl(libc::PR_SET_NAME, c"mercury-cpu".as_ptr());
+        }
+        while self.shared.complete.load(Ordering::Acquire) == 0 {
+            wait(&self.shared.complete, 0);
+        }
+        Ok(self)
+    }
+
+    /// Says that this process is prepared.
+    pub fn is_ready(&self) {
+        self.own().ready.store(1, Ordering::Release);
+        wake(&self.own().ready);
+    }
+
+    /// Waits until all others are prepared.
+    ///
+    /// # Errors
+    /// If one of them has ended before.
+    pub fn await_others(&self) -> Result<()> {
+        for number in 1..self.count {
+            let cpu = self.cpu(number);
+            while cpu.ready.load(Ordering::Acquire) == 0 {
+                let pid = cpu.process.load(Ordering::Acquire);
+                // SAFETY: It is not asked for the status.
+                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } == pid {
+                    return Err(Error::host(format!("processor {number} could not be started")));
+                }
+                wait(&cpu.ready, 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// The processes of all of them.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        let process = |number| self.cpu(number).process.load(Ordering::Acquire).cast_unsigned();
+        (0..self.count).map(process).collect()
+    }
+
+    /// Whether it is the first one, which has the devices.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.number == 0
+    }
+
+    fn cpu(&self, number: usize) -> &'static Cpu {
+        &self.shared.cpus[number]
+    }
+
+    fn own(&self) -> &'static Cpu {
+        self.cpu(self.number)
+    }
+
+    /// Calls another one: it stops whatever it does, and looks.
+    pub fn call(&self, number: usize) {
+        let process = self.cpu(number).process.load(Ordering::Acquire);
+        // SAFETY: It takes numbers; a processor's thread has its process' number.
+        unsafe { libc::syscall(libc::SYS_tgkill, process, process, CALL) };
+    }
+
+    /// Asks a processor for an interrupt, and calls it if it may not have seen the last time that it was asked. Itself it does
+    /// not call.
+    pub fn request(&self, number: usize, vector: u8) {
+        let cpu = self.cpu(number);
+        cpu.requested[usize::from(vector / 64)].fetch_or(1 << (vector % 64), Ordering::SeqCst);
+        if number != self.number && cpu.called.swap(1, Ordering::SeqCst) == 0 {
+            self.call(number);
+        }
+    }
+
+    /// This processor is about to look at what was asked of it.
+    pub fn look(&self) {
+        self.own().called.store(0, Ordering::SeqCst);
+    }
+
+    /// Resets another one: it waits to be started.
+    pub fn reset(&self, number: usize) {
+        if number != 0 && number != self.number {
+            self.cpu(number).state.store(state::WAITING, Ordering::SeqCst);
+            self.call(number);
+        }
+    }
+
+    /// Starts another one, if it waits for that.
+    pub fn start(&self, number: usize) {
+        let cpu = self.cpu(number);
+        let waits = cpu.state.load(Ordering::SeqCst) == state::WAITING;
+        if waits && number != self.number {
+            cpu.parked.store(0, Ordering::SeqCst);
+            cpu.state.store(state::STARTING, Ordering::SeqCst);
+            self.call(number);
+        }
+    }
+
+    /// Whether this one was reset, or never started.
+    #[must_use]
+    pub fn is_reset(&self) -> bool {
+        self.own().state.load(Ordering::SeqCst) != state::RUNNING
+    }
+
+    /// Whether this one was told to start. It does so.
+    #[must_use]
+    pub fn starts(&self) -> bool {
+        let (from, to) = (state::STARTING, state::RUNNING);
+        self.own().state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// This one sleeps, and no interrupt wakes it. The first one gets to know.
+    pub fn park(&self) {
+        self.own().parked.store(1, Ordering::SeqCst);
+        if !self.is_first() {
+            self.call(0);
+        }
+    }
+
+    /// Whether all of them sleep so.
+    #[must_use]
+    pub fn are_all_parked(&self) -> bool {
+        (0..self.count).all(|number| self.cpu(number).parked.load(Ordering::SeqCst) == 1)
+    }
+}
+
+/// Sleeps until a signal comes, unless one has come since the block's byte was cleared.
+pub fn sleep() {
+    // SAFETY: The sets are initialized by the calls; the thread's mask is put back.
+    unsafe {
+        let (mut all, mut none, mut before) = (std::mem::zeroed(), std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::sigemptyset(&raw mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        if crate::machine::pending().load(Ordering::Acquire) == 0 {
+            libc::ppoll(ptr::null_mut(), 0, ptr::null(), &raw const none);
+        }
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
+    }
+}
+
+/// Waits while a word is this, for a moment at most.
+fn wait(word: &AtomicU32, value: u32) {
+    let moment = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+    // SAFETY: The word stays, and so does the time during the call.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const moment, 0, 0);
+    }
+}
+
+/// Wakes all who wait for a word.
+fn wake(word: &AtomicU32) {
+    let none = ptr::null::<c_void>();
+    // SAFETY: The word stays.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, none, none, 0) };
+}
+
+/// The block's byte that says that another processor has called.
+#[must_use]
+pub fn called() -> &'static std::sync::atomic::AtomicU8 {
+    // SAFETY: The block is mapped for as long as the process lives; all accesses to this byte are atomic, or by code in
+    // assembler, which reads it.
+    unsafe { std::sync::atomic::AtomicU8::from_ptr(&raw mut (*block::pointer()).called) }
+}
