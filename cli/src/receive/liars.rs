@@ -99,7 +99,7 @@ impl Seen {
         if !ledger.is_complete() || ledger.is_empty() {
             self.broken.push("started without all of its memory".into());
         }
-        let is_right = |attempt: &Attempt| {
+        let mut is_right = |attempt: &Attempt| {
             self.said.contains(&(*attempt, Word::Final(ledger.digest(*attempt))))
                 && self.said.contains(&(*attempt, Word::Commit))
         };
