@@ -342,6 +342,35 @@ fn the_digest_is_of_what_is_there_at_the_end() {
     assert_ne!(zeros.digest(ATTEMPT), other.digest(Attempt([8; 16])));
 }
 
+/// What was hashed once is not hashed again, and it makes no difference when that was.
+#[test]
+fn the_digest_takes_as_long_as_what_has_changed() {
+    const REGION: u64 = 2 << 20;
+    // One range ends, one has no page, and one begins in the midst of a region.
+    let mut ledger = Ledger::new(vec![0x1000..0x30_0000, 0x40_0000..0x40_0000, 0x100_0000..0x4100_0000]);
+    let all = (0x1000..0x30_0000).chain(0x100_0000..0x4100_0000).step_by(PAGE);
+    let regions = all.clone().count().div_ceil(512);
+    for phys in all {
+        ledger.note(Page { phys, content: Content::Data(&page((phys >> 12) as u8)) }).expect("noted");
+    }
+    let mut late = ledger.clone();
+    assert_eq!(ledger.settle(), regions);
+    let digest = ledger.digest(ATTEMPT);
+    assert_eq!((ledger.settle(), late.digest(ATTEMPT)), (0, digest));
+    for phys in [0x100_0000, 0x100_0000 + 7 * REGION] {
+        let same = page((phys >> 12) as u8);
+        assert_eq!(ledger.note(Page { phys, content: Content::Data(&same) }), Ok(false));
+    }
+    assert_eq!(ledger.settle(), 0, "what is the same makes nothing stale");
+    for phys in [0x100_0000, 0x100_0000 + 7 * REGION] {
+        for ledger in [&mut ledger, &mut late] {
+            assert_eq!(ledger.note(Page { phys, content: Content::Data(&page(201)) }), Ok(true));
+        }
+    }
+    assert_ne!(late.digest(ATTEMPT), digest);
+    assert_eq!((ledger.settle(), ledger.digest(ATTEMPT)), (2, late.digest(ATTEMPT)));
+}
+
 #[test]
 fn a_full_record_goes_through() {
     let mut pages = Pages::default();

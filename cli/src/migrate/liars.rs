@@ -36,6 +36,11 @@ struct Seen {
 
 /// A source to which these bytes are said, in a session.
 fn told(bytes: &[u8], closes: bool) -> (State, Seen) {
+    told_to(SILENCE, bytes, closes)
+}
+
+/// To one that waits for so long.
+fn told_to(patience: Duration, bytes: &[u8], closes: bool) -> (State, Seen) {
     let (receiver, line) = Receiver::new(LIMIT).expect("a receiver");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let to = listener.local_addr().expect("its address");
@@ -50,14 +55,15 @@ fn told(bytes: &[u8], closes: bool) -> (State, Seen) {
                 let _ = session.read_to_end(&mut Vec::new());
             }
         });
-        let mut link = Link::connect(to, &line, SILENCE).expect("taken");
+        let mut link = Link::connect(to, &line, LIMIT).expect("taken");
+        link.be_patient(patience);
         link.begin(OURS).expect("begun");
-        moves(link)
+        moves(link, patience)
     })
 }
 
 /// As `mover.rs` does it.
-fn moves(link: Link) -> (State, Seen) {
+fn moves(link: Link, patience: Duration) -> (State, Seen) {
     let (mut source, begin) = Source::begin(OURS);
     let (mut todo, mut link, mut seen) = (VecDeque::from(begin), Some(link), Seen::default());
     loop {
@@ -82,7 +88,7 @@ fn moves(link: Link) -> (State, Seen) {
                 }
                 // There is nobody that it could be heard from any more, and no operator.
                 None => return (source.state(), seen),
-                Some(Ok(None)) if since.elapsed() > SILENCE => {
+                Some(Ok(None)) if since.elapsed() > patience => {
                     if source.may_decide() {
                         return (source.state(), seen);
                     }
@@ -176,7 +182,7 @@ fn honest() -> Vec<Says> {
 /// The others would prove nothing if it could not move.
 #[test]
 fn an_honest_destination_is_believed() {
-    let moved = told(&stream(OURS, &honest()), false);
+    let moved = told_to(LIMIT, &stream(OURS, &honest()), false);
     assert_eq!(moved.0, State::GivenUp);
     judge(&moved).expect("as it should be");
 }

@@ -39,8 +39,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a source may be silent here.
-const SILENCE: Duration = Duration::from_millis(400);
+/// How long a source may be silent where that is what matters.
+const SILENCE: Duration = Duration::from_secs(1);
 /// How long an answer may take: this machine may have much to do.
 const LIMIT: Duration = Duration::from_secs(60);
 /// The machine that is offered has so many pages, from here on.
@@ -103,7 +103,7 @@ impl Seen {
         if !ledger.is_complete() || ledger.is_empty() {
             self.broken.push("started without all of its memory".into());
         }
-        let is_right = |attempt: &Attempt| {
+        let mut is_right = |attempt: &Attempt| {
             self.said.contains(&(*attempt, Word::Final(ledger.digest(*attempt))))
                 && self.said.contains(&(*attempt, Word::Commit))
         };
@@ -230,6 +230,11 @@ struct Destination {
 
 impl Destination {
     fn new() -> Self {
+        Self::patient(LIMIT, LIMIT)
+    }
+
+    /// One that waits for so long, and for so long for the verdict.
+    fn patient(patience: Duration, hold: Duration) -> Self {
         let (receiver, line) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let to = listener.local_addr().expect("its address");
@@ -237,7 +242,7 @@ impl Destination {
         let (spare, ended) = (Fake(Arc::clone(&seen)), Arc::clone(&end));
         let host = thread::spawn(move || {
             let patience =
-                Patience { running: SILENCE, frozen: SILENCE, hold: Some(SILENCE), ..Patience::default() };
+                Patience { running: patience, frozen: patience, hold: Some(hold), ..Patience::default() };
             let mut host = Host::new(receiver, listener, Box::new(spare), patience, Operator::default());
             while !ended.load(Ordering::Relaxed) {
                 host.turn(Duration::from_millis(2)).expect("it goes on");
@@ -577,7 +582,7 @@ fn disks_that_have_changed_end_it() {
 /// Silence between two frames, in the midst of one, and after the verdict.
 #[test]
 fn who_falls_silent_is_given_up() {
-    let destination = Destination::new();
+    let destination = Destination::patient(SILENCE, SILENCE);
     let mut source = destination.connect(1);
     source.is_accepted();
     source.discarded();
@@ -606,7 +611,7 @@ fn who_falls_silent_is_given_up() {
 /// is told why.
 #[test]
 fn who_comes_second_is_turned_away() {
-    let destination = Destination::new();
+    let destination = Destination::patient(SILENCE, SILENCE);
     let mut source = destination.connect(1);
     source.is_accepted();
     let error = Link::connect(destination.to, &destination.line, LIMIT).expect_err("not now");
@@ -792,7 +797,8 @@ proptest! {
         let whole = recording(1);
         let bytes = damaged(whole.clone(), &damage);
         prop_assume!(bytes != whole);
-        let destination = Destination::new();
+        // Where the verdict is what was damaged, it is waited for.
+        let destination = Destination::patient(LIMIT, SILENCE);
         destination.seen(|seen| {
             let digest = digest_of(&memory(3), Attempt([1; 16]));
             seen.said.extend([(Attempt([1; 16]), Word::Final(digest)), (Attempt([1; 16]), Word::Commit)]);

@@ -229,6 +229,10 @@ impl Host {
             Frame::Round(number) => {
                 if let Some(arrival) = &mut self.arrival {
                     arrival.round = number;
+                    // While the machine still runs: its digest is short at the end.
+                    if let Some(intake) = &arrival.intake {
+                        intake.ledger().settle();
+                    }
                     if number > 0 {
                         let pages = arrival.intake.as_ref().map_or(0, Intake::pages);
                         eprintln!("mercury: round {number}; {pages} pages so far");
@@ -504,7 +508,7 @@ impl Host {
             _ => return Err("nothing is to be verified".into()),
         };
         let arrival = self.arrival.as_ref().ok_or("nothing has come")?;
-        let ledger = arrival.intake.as_ref().ok_or("nothing has come")?.ledger();
+        let mut ledger = arrival.intake.as_ref().ok_or("nothing has come")?.ledger();
         if !ledger.is_complete() {
             return Err("not all of its memory has come".into());
         }

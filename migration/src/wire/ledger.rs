@@ -7,9 +7,14 @@ use crate::protocol::{Attempt, Digest};
 
 const ZEROS: [u8; PAGE] = [0; PAGE];
 const WORD: usize = u64::BITS as usize;
+/// Pages whose part of the digest is kept together: 2 MiB.
+const REGION: usize = 512;
 
 /// Both ends have one. The destination's is made from what lies in its memory, not from what came: so the
 /// digest also says that every page was put where it belongs. It takes 16 bytes for each page of the machine.
+///
+/// The digest is that of the digests of regions, and a region's is kept until one of its pages is another one: while the
+/// machine stands still, only what has changed since [`Self::settle`] is hashed, however much memory there is.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     /// Ascending, with the number of the first page of each.
@@ -18,6 +23,8 @@ pub struct Ledger {
     /// A bit for each page that was noted.
     noted: Vec<u64>,
     count: usize,
+    /// Of [`REGION`] pages each, by their numbers; `None` where one has changed since it was made.
+    regions: Vec<Option<[u8; 32]>>,
     zero: [u8; 16],
 }
 
@@ -38,6 +45,7 @@ impl Ledger {
             hashes: vec![[0; 16]; pages],
             noted: vec![0; pages.div_ceil(WORD)],
             count: 0,
+            regions: vec![None; pages.div_ceil(REGION)],
             zero: hash_of(&ZEROS),
         }
     }
@@ -81,6 +89,9 @@ impl Ledger {
         self.noted[word] |= bit;
         self.count += usize::from(is_new);
         self.hashes[number] = hash;
+        if is_other {
+            self.regions[number / REGION] = None;
+        }
         Ok(is_other)
     }
 
@@ -108,17 +119,38 @@ impl Ledger {
         self.count == self.hashes.len()
     }
 
-    /// The digest of all pages, in order of their addresses, in this attempt.
-    #[must_use]
-    pub fn digest(&self, attempt: Attempt) -> Digest {
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(b"mercury migration 1").update(&attempt.0);
-        for (range, first) in &self.ranges {
-            for (phys, number) in range.clone().step_by(PAGE).zip(*first..) {
-                if self.noted.get(number / WORD).is_some_and(|word| word & 1 << (number % WORD) != 0) {
-                    hasher.update(&phys.to_le_bytes()).update(&self.hashes[number]);
-                }
+    /// Makes the digests of regions that have changed since theirs was made, and says how many these were. Whoever does so
+    /// when there is time makes [`Self::digest`] short.
+    pub fn settle(&mut self) -> usize {
+        let stale: Vec<usize> =
+            (0..self.regions.len()).filter(|region| self.regions[*region].is_none()).collect();
+        let mut bytes = Vec::with_capacity(REGION * 24);
+        for region in &stale {
+            bytes.clear();
+            let numbers = region * REGION..self.hashes.len().min((region + 1) * REGION);
+            for number in numbers.filter(|number| self.noted[number / WORD] & 1 << (number % WORD) != 0) {
+                bytes.extend_from_slice(&self.phys(number).to_le_bytes());
+                bytes.extend_from_slice(&self.hashes[number]);
             }
+            self.regions[*region] = Some(*blake3::hash(&bytes).as_bytes());
+        }
+        stale.len()
+    }
+
+    /// Where the page of a number that there is lies.
+    fn phys(&self, number: usize) -> u64 {
+        let next = self.ranges.partition_point(|(_, first)| *first <= number);
+        let (range, first) = &self.ranges[next - 1];
+        range.start + ((number - first) * PAGE) as u64
+    }
+
+    /// The digest of all pages, in order of their addresses, in this attempt.
+    pub fn digest(&mut self, attempt: Attempt) -> Digest {
+        self.settle();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(b"mercury migration 2").update(&attempt.0);
+        for region in self.regions.iter().flatten() {
+            hasher.update(region);
         }
         Digest(*hasher.finalize().as_bytes())
     }
