@@ -208,9 +208,11 @@ fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, addre
     nothing_wrong(peer)?;
     nothing_wrong(spare)?;
     assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
-    // Nothing is under way in a file system that is frozen, and its journal is empty.
+    // Nothing is under way in a file system that is frozen, and its journal is empty. Of one that is mounted at / e2fsck wants to
+    // know whether it can be written to, and would wait there for ever: it is shown the disk by another name.
     spare.sh(&format!(
-        "fsfreeze -f / && {{ e2fsck -fn {ROOT} > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; }}"
+        "modprobe loop; disk=$(losetup -r -f --show {ROOT}) && fsfreeze -f / && \
+         {{ e2fsck -fn $disk > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; losetup -d $disk; }}"
     ))?;
     let (code, told) = (spare.sh("cat /run/code")?, spare.sh("cat /run/fsck")?);
     assert_eq!(code, "0", "{told}");

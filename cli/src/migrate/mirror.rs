@@ -166,6 +166,10 @@ impl Mirror {
             let chunks = if source.is_begun { written } else { (0..source.ledger.chunks()).collect() };
             source.is_begun = true;
             source.send(number, &chunks, how, (link, begun), &mut total, watch)?;
+            if how.from == From::Now {
+                // The digest is short at the end.
+                source.ledger.settle();
+            }
         }
         total.took = begun.elapsed();
         Ok(total)
@@ -216,8 +220,8 @@ impl Mirror {
 
     /// What the disks are, in their order, as digits.
     #[must_use]
-    pub fn digests(&self, attempt: Attempt) -> Vec<String> {
-        self.sources.iter().map(|source| digits(&source.ledger, attempt)).collect()
+    pub fn digests(&mut self, attempt: Attempt) -> Vec<String> {
+        self.sources.iter_mut().map(|source| digits(&mut source.ledger, attempt)).collect()
     }
 
     /// Bytes of the chunks that were written to since the begin of the logs, or the last look.
@@ -235,7 +239,7 @@ impl Mirror {
 
 /// The digest of a disk, as it goes with the last word of what was sent.
 #[must_use]
-pub fn digits(ledger: &DiskLedger, attempt: Attempt) -> String {
+pub fn digits(ledger: &mut DiskLedger, attempt: Attempt) -> String {
     ledger.digest(attempt).0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

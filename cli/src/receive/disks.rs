@@ -171,7 +171,7 @@ impl Targets {
             target
                 .put_first(&mut self.buffer)
                 .map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
-            if digits(&target.ledger, attempt) != *digest {
+            if digits(&mut target.ledger, attempt) != *digest {
                 return Err(format!("the disk {name} is not what was sent"));
             }
             look_at_parts(&target.file);
@@ -292,7 +292,7 @@ mod tests {
         for (number, chunk) in (0..).zip(bytes.chunks(CHUNK)) {
             ledger.note(number * CHUNK as u64, chunk.len(), hash_of_chunk(chunk)).expect("noted");
         }
-        digits(&ledger, Attempt([1; 16]))
+        digits(&mut ledger, Attempt([1; 16]))
     }
 
     #[test]

@@ -227,9 +227,13 @@ impl DiskLedger {
         self.ledger.is_complete()
     }
 
+    /// Makes what of the digest can be made before the end.
+    pub fn settle(&mut self) {
+        self.ledger.settle();
+    }
+
     /// The digest of all chunks, in this attempt.
-    #[must_use]
-    pub fn digest(&self, attempt: Attempt) -> Digest {
+    pub fn digest(&mut self, attempt: Attempt) -> Digest {
         self.ledger.digest(attempt)
     }
 }
