@@ -195,7 +195,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 

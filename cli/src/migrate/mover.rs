@@ -255,7 +255,8 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
+        let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
+        machine.file_systems = compared.iter().map(disks::name).collect();
         let offer = Offer {
             machine,
             cpus: sysroot.online_cpus().iter().count(),
@@ -800,7 +801,7 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
-        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        let compared = disks::to_be_compared(&mounts, self.args.network_disks, self.sysroot);
         self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
