@@ -19,6 +19,7 @@ pub mod lane;
 #[cfg(test)]
 mod liars;
 pub mod link;
+mod log;
 pub mod marks;
 mod mover;
 mod no_way_back;
