@@ -4,7 +4,7 @@
 use super::{
     copy::Pass,
     course::{self, Course},
-    mover::prepare,
+    log::prepare,
 };
 use crate::{
     args::MigrateArgs,

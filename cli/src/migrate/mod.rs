@@ -20,6 +20,7 @@ pub mod lane;
 #[cfg(test)]
 mod liars;
 pub mod link;
+mod log;
 pub mod marks;
 pub mod mirror;
 mod mover;
@@ -197,7 +198,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
-    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 

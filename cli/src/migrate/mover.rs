@@ -8,6 +8,7 @@ use super::{
     doubt::{self, Doubt, Hails, Silence},
     lane::{Lane, Whose},
     link::Link,
+    log::{Log, prepare},
     marks::Marks,
     mirror::{How, Mirror},
     no_way_back,
@@ -36,9 +37,7 @@ use crate::{
     progress,
     sysroot::Sysroot,
 };
-use mercury_abi::ioctl::{
-    MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED,
-};
+use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_USED};
 use mercury_migration::{
     protocol::{
         Attempt, Mark, Message, Patience, Source, Word,
@@ -69,70 +68,6 @@ const LINK_PATIENCE: Duration = Duration::from_secs(5);
 const WRITE_PATIENCE: Duration = Duration::from_secs(300);
 /// The other end takes longer silence than this for an end.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
-
-/// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
-#[derive(Debug)]
-pub enum Log {
-    /// There is none, for this reason.
-    None(String),
-    /// There is room for one.
-    Prepared,
-    /// All that is written since the first frame was read is in it.
-    Live,
-}
-
-impl Log {
-    /// What is said of it.
-    pub fn found_by(&self) -> String {
-        match self {
-            Self::None(why) => format!("hashes of all memory: {why}"),
-            Self::Prepared => "reading all of memory: nothing was sent before".into(),
-            Self::Live => "a log of writes".into(),
-        }
-    }
-
-    /// Before the first frame is read. Where there is no log, hashes do it.
-    pub fn begin(&mut self, device: &Device) {
-        if matches!(self, Self::Prepared) {
-            *self = match device.log_begin() {
-                Ok(()) => Self::Live,
-                Err(why) => Self::None(why.to_string()),
-            };
-        }
-    }
-
-    /// Which frames have to be read next: `MERCURY_TAKE_*`.
-    pub fn collect(&mut self, device: &Device) -> u64 {
-        if !matches!(self, Self::Live) {
-            return 0;
-        }
-        match device.log_collect() {
-            Ok(_) => MERCURY_TAKE_LOGGED,
-            Err(why) => {
-                *self = Self::None(why.to_string());
-                0
-            }
-        }
-    }
-}
-
-/// Makes the snapshot ready, with room for a log if there can be one, and `flags` besides.
-///
-/// # Errors
-/// If it cannot be made.
-pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result<Log> {
-    if !hash_all {
-        match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK | flags) {
-            Ok(()) => return Ok(Log::Prepared),
-            Err(why) => {
-                device.snapshot_prepare(pool, flags)?;
-                return Ok(Log::None(why.to_string()));
-            }
-        }
-    }
-    device.snapshot_prepare(pool, flags)?;
-    Ok(Log::None("it was wanted so".into()))
-}
 
 /// By how many streams pages go.
 fn streams(args: &MigrateArgs) -> u32 {
@@ -264,7 +199,8 @@ impl<'a> Mover<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        machine.file_systems = disks::to_be_compared(&mounts, sysroot).iter().map(disks::name).collect();
+        let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
+        machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts, sysroot);
         let offer = Offer {
             machine,
@@ -884,7 +820,7 @@ impl<'a> Mover<'a> {
         if let Err(event) = self.mirror_the_rest() {
             return Ok(Step::Event(event));
         }
-        let compared = disks::to_be_compared(&mounts, self.sysroot);
+        let compared = disks::to_be_compared(&mounts, self.args.network_disks, self.sysroot);
         self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
         self.guard.hear();
