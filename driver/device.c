@@ -46,6 +46,7 @@ union request {
 	struct mercury_load_frames_request load_frames;
 	struct mercury_fence_request fence;
 	struct mercury_log_request log;
+	struct mercury_disk_log_request disk_log;
 };
 
 /* What an ioctl is; each returns a MERCURY_CODE_* or a negative errno. */
@@ -370,6 +371,11 @@ static int run_log_collect(union request *request, struct mercury_outcome *outco
 	return mercury_snapshot_log_collect(&request->log);
 }
 
+static int run_disk_log(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_disk_log(&request->disk_log);
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -412,6 +418,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), run_snapshot_look },
 	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), run_log_begin },
 	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), run_log_collect },
+	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), run_disk_log },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
@@ -516,6 +523,7 @@ static int device_release(struct inode *inode, struct file *file)
 	mercury_snapshot_release();
 	mercury_fence_release();
 	mercury_restore_end();
+	mercury_disk_log_release();
 	mutex_unlock(&mercury.lock);
 	mutex_lock(&controller_lock);
 	put_pid(controller);

@@ -19,6 +19,8 @@
  *	snapshot.c	snapshots of memory, and the instant of one
  *	rollback.c	who has the machine put back to a snapshot
  *	dma.c		what devices write round the nested tables
+ *	log.c		what devices write while a log of writes is kept
+ *	disk.c		what is written to disks
  *	fence.c		no packet passes once the instant has come
  *	cpu_state.c	what of a CPU is not in memory, and bringing it back
  *	restore.c	going on in a machine that an image holds
@@ -327,6 +329,10 @@ void mercury_log_note(const void *start, size_t length, bool returned);
 void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
 u32 mercury_log_carry_over(void);
 unsigned long mercury_log_collect(unsigned long **to);
+
+/* disk.c: under mercury.lock */
+int mercury_disk_log(struct mercury_disk_log_request *request);
+void mercury_disk_log_release(void);
 
 /* fence.c: under mercury.lock; the last one at the instant */
 int mercury_fence(struct mercury_fence_request *request);

@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 6
+#define MERCURY_ABI_VERSION 7
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -350,6 +350,23 @@
  * until then. Takes a LogRequest.
  */
 #define MERCURY_IOC_LOG_COLLECT _UL(0xc030f51b)
+/* Keeps a log of what is written to a disk. Takes a DiskLogRequest. */
+#define MERCURY_IOC_DISK_LOG _UL(0xc048f51c)
+/*
+ * DiskLogRequest::what: begin one. All that is written from here on is in it; it ends
+ * with the controller.
+ */
+#define MERCURY_DISK_LOG_BEGIN 0
+/* Take what may have been written since the last time, or since the begin. */
+#define MERCURY_DISK_LOG_COLLECT 1
+/* End it. */
+#define MERCURY_DISK_LOG_END 2
+/* So many disks can have a log at the same time. */
+#define MERCURY_DISK_LOGS_MAX 16
+/* DiskLogRequest::chunk_shift at least: 64 KiB. */
+#define MERCURY_DISK_CHUNK_SHIFT_MIN 16
+/* At most: 1 MiB. */
+#define MERCURY_DISK_CHUNK_SHIFT_MAX 20
 /* SnapshotRequest::flags: keep a log of what is written from the instant on. */
 #define MERCURY_SNAPSHOT_LOG 1
 /* Hash every page at the instant (fault-injection builds only). */
@@ -488,6 +505,9 @@
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
 #define MERCURY_CODE_LOG_UNSUPPORTED 155
+#define MERCURY_CODE_DISK_UNSUPPORTED 156
+#define MERCURY_CODE_DISK_LOGGED 157
+#define MERCURY_CODE_NO_DISK_LOG 158
 #define MERCURY_CODE_RESTORE_CPUS 160
 #define MERCURY_CODE_RESTORE_MODE 161
 #define MERCURY_CODE_RESTORE_OVERLAP 162
@@ -1951,6 +1971,57 @@ static_assert(sizeof(struct mercury_load_entry) == 16);
 static_assert(offsetof(struct mercury_load_entry, frame_phys) == 0);
 static_assert(offsetof(struct mercury_load_entry, source) == 8);
 
+/* How an operation ended. */
+struct mercury_outcome {
+	/* crate::code::Code as a number; 0 is success. */
+	u32 code;
+	/* The CPU it concerns, or u32::MAX where it concerns none in particular. */
+	u32 cpu;
+	/*
+	 * What the code's explanation refers to: the offending register, field or
+	 * address.
+	 */
+	u64 detail[2];
+};
+
+static_assert(sizeof(struct mercury_outcome) == 24);
+static_assert(offsetof(struct mercury_outcome, code) == 0);
+static_assert(offsetof(struct mercury_outcome, cpu) == 4);
+static_assert(offsetof(struct mercury_outcome, detail) == 8);
+
+/* Arguments of the log of what is written to a disk. */
+struct mercury_disk_log_request {
+	/* Size and version. */
+	struct mercury_header header;
+	/* MERCURY_DISK_LOG_*. */
+	u32 what;
+	/* A descriptor of the disk: a whole one. */
+	u32 disk_fd;
+	/* Begin: a chunk is of two to the power of so many bytes. */
+	u32 chunk_shift;
+	/* Zero. */
+	u32 reserved;
+	/* Collect: user-space address of an array of words, with a bit for each chunk. */
+	u64 map_addr;
+	/* Words in it. */
+	u64 map_words;
+	/* Out: chunks of the disk; of a collection, those that are in it. */
+	u64 chunks;
+	/* Out. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_disk_log_request) == 72);
+static_assert(offsetof(struct mercury_disk_log_request, header) == 0);
+static_assert(offsetof(struct mercury_disk_log_request, what) == 8);
+static_assert(offsetof(struct mercury_disk_log_request, disk_fd) == 12);
+static_assert(offsetof(struct mercury_disk_log_request, chunk_shift) == 16);
+static_assert(offsetof(struct mercury_disk_log_request, reserved) == 20);
+static_assert(offsetof(struct mercury_disk_log_request, map_addr) == 24);
+static_assert(offsetof(struct mercury_disk_log_request, map_words) == 32);
+static_assert(offsetof(struct mercury_disk_log_request, chunks) == 40);
+static_assert(offsetof(struct mercury_disk_log_request, outcome) == 48);
+
 /* What the driver and the machine are. */
 struct mercury_system_info {
 	/* Size and version. */
@@ -1992,24 +2063,6 @@ static_assert(offsetof(struct mercury_system_info, memory_per_cpu) == 48);
 static_assert(offsetof(struct mercury_system_info, shared_size) == 56);
 static_assert(offsetof(struct mercury_system_info, version) == 64);
 static_assert(offsetof(struct mercury_system_info, snapshot) == 96);
-
-/* How an operation ended. */
-struct mercury_outcome {
-	/* crate::code::Code as a number; 0 is success. */
-	u32 code;
-	/* The CPU it concerns, or u32::MAX where it concerns none in particular. */
-	u32 cpu;
-	/*
-	 * What the code's explanation refers to: the offending register, field or
-	 * address.
-	 */
-	u64 detail[2];
-};
-
-static_assert(sizeof(struct mercury_outcome) == 24);
-static_assert(offsetof(struct mercury_outcome, code) == 0);
-static_assert(offsetof(struct mercury_outcome, cpu) == 4);
-static_assert(offsetof(struct mercury_outcome, detail) == 8);
 
 /* Arguments of load and unload. */
 struct mercury_load_request {

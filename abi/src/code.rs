@@ -233,6 +233,12 @@ codes! {
     // 155..: the log of writes
     /// There is none on this processor, or beneath this kernel.
     LogUnsupported = 155, "log-unsupported";
+    /// Of this disk there can be no log, or beneath this kernel.
+    DiskUnsupported = 156, "disk-unsupported";
+    /// Of this disk there is a log already, or there are too many.
+    DiskLogged = 157, "disk-logged";
+    /// Of this disk there is no log.
+    NoDiskLog = 158, "no-disk-log";
 
     // 160..: bringing a machine back
     /// The CPUs of the image are not those of this machine.

@@ -74,6 +74,46 @@ pub const MERCURY_IOC_LOG_BEGIN: u32 = iowr::<LogRequest>(26);
 /// here on. After the instant: what may have been written until then. Takes a [`LogRequest`].
 pub const MERCURY_IOC_LOG_COLLECT: u32 = iowr::<LogRequest>(27);
 
+/// Keeps a log of what is written to a disk. Takes a [`DiskLogRequest`].
+pub const MERCURY_IOC_DISK_LOG: u32 = iowr::<DiskLogRequest>(28);
+
+/// [`DiskLogRequest::what`]: begin one. All that is written from here on is in it; it ends with the controller.
+pub const MERCURY_DISK_LOG_BEGIN: u32 = 0;
+/// Take what may have been written since the last time, or since the begin.
+pub const MERCURY_DISK_LOG_COLLECT: u32 = 1;
+/// End it.
+pub const MERCURY_DISK_LOG_END: u32 = 2;
+/// So many disks can have a log at the same time.
+pub const MERCURY_DISK_LOGS_MAX: u32 = 16;
+/// [`DiskLogRequest::chunk_shift`] at least: 64 KiB.
+pub const MERCURY_DISK_CHUNK_SHIFT_MIN: u32 = 16;
+/// At most: 1 MiB.
+pub const MERCURY_DISK_CHUNK_SHIFT_MAX: u32 = 20;
+
+/// Arguments of the log of what is written to a disk.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskLogRequest {
+    /// Size and version.
+    pub header: Header,
+    /// `MERCURY_DISK_LOG_*`.
+    pub what: u32,
+    /// A descriptor of the disk: a whole one.
+    pub disk_fd: u32,
+    /// Begin: a chunk is of two to the power of so many bytes.
+    pub chunk_shift: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Collect: user-space address of an array of words, with a bit for each chunk.
+    pub map_addr: u64,
+    /// Words in it.
+    pub map_words: u64,
+    /// Out: chunks of the disk; of a collection, those that are in it.
+    pub chunks: u64,
+    /// Out.
+    pub outcome: Outcome,
+}
+
 /// [`SnapshotRequest::flags`]: keep a log of what is written from the instant on.
 pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
 /// Hash every page at the instant (fault-injection builds only).

@@ -100,7 +100,8 @@ pub enum Command {
         there, and starts a small kernel that waits for it. This system ends then, without being shut down; save your \
         work. The machine that comes must be equal: processor, memory map, devices. It is refused with every reason if it \
         is not, and after that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
-        machines must be on the same network, and reach the same disks or network file systems."
+        machines must be on the same network, and reach the same disks or network file systems; or disks of this one are given \
+        for those that the other one brings along (--disk), which overwrites them."
     )]
     Receive(ReceiveArgs),
     /// Move this machine, with all that runs on it, to another one
@@ -110,7 +111,8 @@ pub enum Command {
         rest is sent, and go on there. This machine is powered off when the other one says that it runs.\n\nWhatever \
         goes wrong before the other machine is told to start, this one goes on as if nothing had been tried; so it does \
         after Ctrl-C. If the other one was told to start and does not answer, this machine stands still and says on its \
-        console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there."
+        console what to do.\n\nFile systems on disks must be on disks that both machines reach, and not be mounted there, \
+        or on such that go along (--with-disk): these are copied while everything runs, too."
     )]
     Migrate(MigrateArgs),
     /// Show the mark that keeps a system which has moved from starting here, and clear it
@@ -396,6 +398,13 @@ pub struct ReceiveArgs {
     /// Keep an arrival that is whole for ever if its source falls silent, and not for ten minutes
     #[arg(long)]
     pub hold_for_ever: bool,
+    /// Give this disk to the machine that comes, which overwrites all of it with its own (--with-disk there). It is the disk at
+    /// the same place, and of the same size; may be given more than once
+    #[arg(long, value_name = "DISK")]
+    pub disk: Vec<PathBuf>,
+    /// Give disks that are in use or hold something, too: with all that is on them, this system itself if it is
+    #[arg(long, requires = "disk")]
+    pub force_disk: bool,
     /// Memory for the small kernel, in MiB [default: by the size of this machine]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=65536))]
     pub memory: Option<u64>,
@@ -512,6 +521,10 @@ pub struct MigrateArgs {
     /// small kernel occupies, in MiB [default: a quarter of what is available, and 192 at least]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
     pub pool: Option<u64>,
+    /// Take this disk along: a whole one, which the other machine cannot reach. It goes to the disk at the same place there, which
+    /// `mercury receive --disk` gives; may be given more than once
+    #[arg(long, value_name = "DISK")]
+    pub with_disk: Vec<PathBuf>,
     /// Move although devices write to memory where the driver cannot see it
     #[arg(long)]
     pub force_devices: bool,

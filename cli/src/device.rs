@@ -12,15 +12,16 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
-        MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
-        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
-        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest,
+        LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
+        MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
+        MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD,
+        MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN,
+        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
+        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
+        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -31,7 +32,10 @@ use rustix::{
     ioctl::{Updater, ioctl},
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    fs::File,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+};
 
 /// The device's path.
 pub const PATH: &str = "/dev/mercury";
@@ -226,6 +230,57 @@ impl Driver for Device {
     }
 }
 
+/// A log of what is written to a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskLog<'a> {
+    device: &'a Device,
+    disk: &'a File,
+    chunk_shift: u32,
+    chunks: u64,
+}
+
+impl DiskLog<'_> {
+    /// All that is written is in it from here on. It ends with the device, too.
+    pub fn begin(&self) -> Result<()> {
+        let found = self.ask(MERCURY_DISK_LOG_BEGIN, &mut [])?;
+        if found == self.chunks {
+            return Ok(());
+        }
+        Err(Error::new(Exit::Failed, "the disk has another size than before")
+            .hint("nothing was changed; try again"))
+    }
+
+    /// The chunks that may have been written to since the last time, in their order.
+    pub fn collect(&self) -> Result<Vec<u64>> {
+        let mut map = vec![0_u64; self.chunks.div_ceil(64) as usize];
+        self.ask(MERCURY_DISK_LOG_COLLECT, &mut map)?;
+        let numbers = |(word, bits): (u64, u64)| {
+            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| word * 64 + bit)
+        };
+        Ok((0..).zip(map).filter(|(_, bits)| *bits != 0).flat_map(numbers).collect())
+    }
+
+    /// Ends it.
+    pub fn end(&self) -> Result<()> {
+        self.ask(MERCURY_DISK_LOG_END, &mut []).map(drop)
+    }
+
+    fn ask(&self, what: u32, map: &mut [u64]) -> Result<u64> {
+        let mut request = DiskLogRequest {
+            header: Header::of::<DiskLogRequest>(),
+            what,
+            disk_fd: self.disk.as_raw_fd().cast_unsigned(),
+            chunk_shift: self.chunk_shift,
+            map_addr: address(map.as_mut_ptr()),
+            map_words: map.len() as u64,
+            ..DiskLogRequest::default()
+        };
+        let result = self.device.request::<MERCURY_IOC_DISK_LOG, _>(&mut request);
+        failure("the log of the disk", result, &request.outcome)?;
+        Ok(request.chunks)
+    }
+}
+
 /// Frames that were taken of a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Frames {
@@ -367,6 +422,12 @@ impl Device {
         let result = self.request::<MERCURY_IOC_LOG_COLLECT, _>(&mut request);
         failure("the log of writes", result, &request.outcome)?;
         Ok(request.pages)
+    }
+
+    /// The log of what is written to a disk, which is open as a whole and divided into so many chunks.
+    #[must_use]
+    pub fn disk_log<'a>(&'a self, disk: &'a File, chunk_shift: u32, chunks: u64) -> DiskLog<'a> {
+        DiskLog { device: self, disk, chunk_shift, chunks }
     }
 
     fn frames<const REQUEST: u32>(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {

@@ -616,6 +616,26 @@ pub const TABLE: &[Entry] = &[
         "nothing needs to be done",
     ),
     entry_of(
+        Code::DiskUnsupported,
+        "of this disk there can be no log of writes",
+        "What is written to a disk while it is copied is told by the block layer's requests. Partitions, zoned disks and what \
+         is made of others (device mapper, RAID, NVMe with several paths) have none of their own, and a kernel without \
+         tracepoints tells nobody.",
+        "name the whole disk that is beneath; or move the machine with files on storage that both machines reach",
+    ),
+    entry_of(
+        Code::DiskLogged,
+        "there is a log of writes of this disk already, or of too many",
+        "A disk is copied once at a time, and at most 16 disks are.",
+        "name each disk once",
+    ),
+    entry_of(
+        Code::NoDiskLog,
+        "there is no log of writes of this disk",
+        "What was written to it cannot be told, for nobody has noted it.",
+        REPORT,
+    ),
+    entry_of(
         Code::RestoreCpus,
         "the CPUs of the image are not those of this machine",
         "Every CPU that was online has to be there again, with the same APIC ID, and no other.",

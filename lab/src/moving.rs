@@ -196,7 +196,7 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
 /// # Errors
 /// If it does not wait.
 pub fn receive(spare: &Machine, address: &str) -> Result<String> {
-    receive_after(spare, address, "4s")
+    receive_with(spare, address, "--delay 4s")
 }
 
 /// The same, so long after the line was printed.
@@ -204,8 +204,16 @@ pub fn receive(spare: &Machine, address: &str) -> Result<String> {
 /// # Errors
 /// If it does not wait.
 pub fn receive_after(spare: &Machine, address: &str, delay: &str) -> Result<String> {
+    receive_with(spare, address, &format!("--delay {delay}"))
+}
+
+/// The same with these options.
+///
+/// # Errors
+/// If it does not wait.
+pub fn receive_with(spare: &Machine, address: &str, options: &str) -> Result<String> {
     let before = times(spare, WAITS);
-    let mut receive = spare.spawn(&format!("mercury receive --listen {address} --delay {delay}"))?;
+    let mut receive = spare.spawn(&format!("mercury receive --listen {address} {options}"))?;
     receive.wait_output("--key mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;

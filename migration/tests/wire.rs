@@ -176,7 +176,7 @@ proptest! {
 
     /// Frames whose checksum is right and whose payload is anything at all.
     #[test]
-    fn no_payload_is_believed(kind in 1..6_u32, payload in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn no_payload_is_believed(kind in 1..7_u32, payload in proptest::collection::vec(any::<u8>(), 0..300)) {
         let (found, error) = read(&forged(kind, payload.len() as u32, &payload));
         prop_assert!(error.is_some() || found.len() == 1);
     }
@@ -310,7 +310,7 @@ fn rounds_follow_each_other() {
 fn versions_are_named() {
     let (mut bytes, _) = written(&[]);
     bytes[8] = 9;
-    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 2");
+    assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 3");
 }
 
 /// The digest is that of the last of each page, wherever it came in between, and of where it lies.

@@ -210,7 +210,7 @@ fn gone(error: std::io::Error) -> Stopped {
 }
 
 /// While the load runs.
-fn give_way(from: From) {
+pub fn give_way(from: From) {
     if from == From::Now {
         // For Linux, no process is the calling thread.
         let _ = setpriority_process(None, NICENESS);
@@ -327,7 +327,12 @@ fn send(
 
 /// Waits until what was sent keeps to the bandwidth limit; whether to go on then. In pieces, so that whoever watches is not
 /// kept waiting.
-fn keep_to(limits: &Limits, begun: Instant, total: &mut Pass, watch: &mut dyn FnMut(&Pass) -> bool) -> bool {
+pub fn keep_to(
+    limits: &Limits,
+    begun: Instant,
+    total: &mut Pass,
+    watch: &mut dyn FnMut(&Pass) -> bool,
+) -> bool {
     loop {
         let pause = wait(limits, total.bytes, begun.elapsed()).min(PIECE);
         if pause.is_zero() {

@@ -107,8 +107,8 @@ impl Course {
         Self { limits, policy: Policy::new(limits, GUESS), before: None }
     }
 
-    /// A round is over.
-    pub fn after(&mut self, done: &Pass, has_log: bool) -> Outlook {
+    /// A round is over, in which what was written to disks took so long.
+    pub fn after(&mut self, done: &Pass, has_log: bool, disks: Duration) -> Outlook {
         // What is dirty now is known only when it is looked for: as much as was, in as much time. The first round sends
         // what nobody has written.
         let seconds = |pass: &Pass| pass.took.as_secs_f64().max(0.001);
@@ -120,7 +120,7 @@ impl Course {
             (false, None) => done.took,
             (false, Some(_)) => done.took.saturating_sub(done.waited),
         };
-        self.policy.expect(guess(reading));
+        self.policy.expect(guess(reading + disks));
         let round = Round {
             bytes_sent: done.bytes,
             pages_sent: done.sent,
@@ -183,7 +183,7 @@ mod tests {
         let mut course = Course::new(limits(&args(options)));
         for number in 0..2000 {
             let sent = if number == 0 { 500_000 } else { dirty(number) };
-            match course.after(&round(sent), true).next {
+            match course.after(&round(sent), true, Duration::ZERO).next {
                 Next::Copy { .. } => {}
                 end => return (end, number + 1),
             }

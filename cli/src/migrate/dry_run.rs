@@ -14,7 +14,7 @@ use crate::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
-    migrate::offer::kept,
+    migrate::{mirror::Mirror, offer::kept},
     output::{Render, Text, bytes, thousands},
     progress,
     sysroot::Sysroot,
@@ -53,6 +53,10 @@ struct Prediction {
     bytes_per_page: f64,
     /// The wire that was reckoned with, in bytes a second.
     wire: u64,
+    /// Bytes of the disks that would go along, all of which are sent first.
+    disks: u64,
+    /// Of these, what the load writes to in a second, by chunks.
+    dirty_disk_bytes_per_second: f64,
     /// Rounds.
     rounds: u32,
     /// Pages that are left for the time in which applications stand still.
@@ -78,6 +82,13 @@ impl Render for Prediction {
             self.found_by,
             self.reading_seconds
         ));
+        if self.disks > 0 {
+            to.line(format!(
+                "{} of disks go along, before memory; {}/s of them are written to",
+                bytes(self.disks),
+                bytes(self.dirty_disk_bytes_per_second as u64)
+            ));
+        }
         let end = if self.gives_up { "after which it would be given up, for" } else { "of which" };
         to.line(format!(
             "with {}/s on the wire: about {:.0} s in all, {} rounds, {end} applications {} still for about {:.1} s",
@@ -122,7 +133,7 @@ impl Measured {
     fn course(&self, mut course: Course, most: u32) -> (u32, Pass, Duration, Next) {
         let mut pass = self.round(&self.first, self.first.changed, self.first.packed);
         let mut total = pass.took;
-        let mut outlook = course.after(&pass, self.has_log);
+        let mut outlook = course.after(&pass, self.has_log, Duration::ZERO);
         let mut rounds = 1;
         let mut share = 1.0;
         while let Next::Copy { throttle_percent } = outlook.next
@@ -138,7 +149,7 @@ impl Measured {
             let look = Look { took, ..self.second };
             pass = self.round(&look, sent, (sent as f64 * self.per_page()) as u64);
             total += pass.took;
-            outlook = course.after(&pass, self.has_log);
+            outlook = course.after(&pass, self.has_log, Duration::ZERO);
             rounds += 1;
         }
         pass.took = total;
@@ -167,6 +178,19 @@ pub fn run(args: &MigrateArgs, say: Say<'_>, sysroot: &Sysroot, deferred: &Defer
     Ok(Exit::Done)
 }
 
+/// The same with disks: they are sent first, and again as far as they were written to.
+fn with_disks(memory: Prediction, disks: u64, dirty_disk: f64) -> Prediction {
+    // As long as what was written takes, more of it is; nothing is known of how it can be compressed.
+    let last = 2.0 * dirty_disk / memory.wire as f64;
+    Prediction {
+        disks,
+        dirty_disk_bytes_per_second: dirty_disk,
+        downtime_ms: memory.downtime_ms + last * 1e3,
+        seconds: memory.seconds + disks as f64 / memory.wire as f64 + last,
+        ..memory
+    }
+}
+
 fn predict(
     args: &MigrateArgs,
     device: &Device,
@@ -177,6 +201,9 @@ fn predict(
     let mut machine = Machine::default();
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     let mut ledger = Ledger::new(kept(&machine));
+    let disks = Mirror::open(&args.with_disk, sysroot)?;
+    disks.watch(device)?;
+    let begun = Instant::now();
     log.begin(device);
     let first = look(device, &mut ledger, args, 0, deferred, "what there is")?;
     // What was written while all was read for the first time is no measure of what is in a second: that begins here.
@@ -186,6 +213,10 @@ fn predict(
     let only = log.collect(device);
     let between = from.elapsed();
     let second = look(device, &mut ledger, args, only, deferred, "what is written")?;
+    // What was written but to memory will be written to the disk.
+    rustix::fs::sync();
+    let dirty_disk = disks.written(device)? as f64 / begun.elapsed().as_secs_f64().max(0.001);
+    disks.unwatch(device);
     // What is only prepared goes with the device otherwise.
     let _ = device.snapshot_end();
     let measured = Measured {
@@ -195,7 +226,8 @@ fn predict(
         has_log: only != 0,
         wire: args.bandwidth.map_or(WIRE, |mib| mib << 20).max(1),
     };
-    Ok(predicted(args, &measured, log.found_by(), machine.kept_pages() * PAGE as u64))
+    let memory = predicted(args, &measured, log.found_by(), machine.kept_pages() * PAGE as u64);
+    Ok(with_disks(memory, disks.bytes(), dirty_disk))
 }
 
 fn predicted(args: &MigrateArgs, measured: &Measured, found_by: String, memory: u64) -> Prediction {
@@ -220,6 +252,8 @@ fn predicted(args: &MigrateArgs, measured: &Measured, found_by: String, memory: 
         rounds,
         last_pages: last.sent,
         gives_up,
+        disks: 0,
+        dirty_disk_bytes_per_second: 0.0,
         downtime_ms: downtime.as_secs_f64() * 1e3,
         seconds: (last.took + if gives_up { Duration::ZERO } else { downtime }).as_secs_f64(),
     }

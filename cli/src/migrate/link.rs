@@ -301,6 +301,15 @@ impl Link {
         Ok(())
     }
 
+    /// Sends chunks of a disk, as they are packed.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn chunks(&mut self, packed: &[u8]) -> io::Result<()> {
+        let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
+        writer.chunks(packed).map_err(io_error)
+    }
+
     /// What is behind it on its way.
     ///
     /// # Errors

@@ -13,6 +13,7 @@
 pub mod arrival;
 pub mod copy;
 mod course;
+pub mod disk;
 pub mod doubt;
 mod dry_run;
 pub mod lane;
@@ -21,6 +22,7 @@ mod liars;
 pub mod link;
 mod log;
 pub mod marks;
+pub mod mirror;
 mod mover;
 mod no_way_back;
 pub mod offer;

@@ -10,6 +10,7 @@ use super::{
     link::Link,
     log::{Log, prepare},
     marks::Marks,
+    mirror::{How, Mirror},
     no_way_back,
     offer::Offer,
     operator::Operator,
@@ -44,7 +45,7 @@ use mercury_migration::{
     },
     rounds::{Limits, Next, Otherwise},
     session::Line,
-    wire::Ledger,
+    wire::{Ledger, PAGE},
 };
 use std::{
     collections::VecDeque,
@@ -52,6 +53,9 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+
+/// Who is told how far a pass is, and says whether to go on.
+type Watch<'a> = dyn FnMut(&Pass, &mut Link) -> bool + 'a;
 
 /// The pool has room for what the small kernel of the other end occupies, in MiB.
 const POOL_LEAST: u64 = 192;
@@ -137,7 +141,10 @@ pub struct Mover<'a> {
     proof: Option<Proof>,
     log: Log,
     mounts: Vec<Mounted>,
+    /// How long the last pass over what was written to disks took.
+    mirrored: Duration,
     offer: Offer,
+    mirror: Mirror,
     ledger: Ledger,
     held: Held,
     /// Where the load outruns the connection.
@@ -182,8 +189,10 @@ impl<'a> Mover<'a> {
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("frames on the network", error))?;
+        let mirror = Mirror::open(&args.with_disk, sysroot)?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
-        let pool = if args.pool.is_some() { pool } else { pool.max(POOL_LEAST << 8) };
+        let least = POOL_LEAST + mirror.memory_there();
+        let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
         let proof = args.verify_instant.then(Proof::default);
         let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
         let log = prepare(device, pool, args.hash, hashes)?;
@@ -192,16 +201,19 @@ impl<'a> Mover<'a> {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
+        let disks = mirror.offered(&mounts, sysroot);
         let offer = Offer {
             machine,
             cpus: sysroot.online_cpus().iter().count(),
+            disks,
             hails: secret,
             streams: streams(args),
         };
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| failed("the connection", error))?;
         let (source, begin) = Source::begin(attempt);
-        let report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
+        let mut report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
+        report.disks = mirror.bytes();
         Ok(Self {
             link: Some(link),
             lanes: Vec::new(),
@@ -237,7 +249,9 @@ impl<'a> Mover<'a> {
             proof,
             log,
             mounts,
+            mirrored: Duration::ZERO,
             offer,
+            mirror,
             ledger,
             report,
             pause: Pause::at(args.pause_at.as_deref()),
@@ -497,6 +511,7 @@ impl<'a> Mover<'a> {
         self.held = Held::default();
         self.brake = None;
         self.guard.is_released();
+        self.mirror.unwatch(self.device);
         // One that is over, or that was only prepared, goes with the device.
         let _ = self.device.snapshot_end();
     }
@@ -548,7 +563,7 @@ impl<'a> Mover<'a> {
             self.report.rounds = number + 1;
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
-            let outlook = course.after(&done, matches!(self.log, Log::Live));
+            let outlook = course.after(&done, matches!(self.log, Log::Live), self.mirrored);
             self.tell(&Told::round(number, &done, &outlook));
             let throttle_percent = outlook.throttle_percent();
             match outlook.next {
@@ -585,11 +600,65 @@ impl<'a> Mover<'a> {
         {
             return Err(self.is_gone(&error.to_string()));
         }
+        self.mirror_round(number, limits)?;
         if number == 0 {
             self.log.begin(self.device);
         }
         let only = if number == 0 { 0 } else { self.log.collect(self.device) };
         self.pass(From::Now, only, &format!("round {number}"), limits)
+    }
+
+    /// Disks go before memory: sending them takes long, and what has to be read again of them at the end is little.
+    fn mirror_round(&mut self, number: u64, limits: &Limits) -> std::result::Result<(), Event> {
+        if self.mirror.is_empty() {
+            return Ok(());
+        }
+        if number == 0 {
+            self.mirror.watch(self.device).map_err(|error| self.fail(error))?;
+        } else {
+            // What is only in memory of what was written to files would be written at the last moment.
+            self.guard.hear_during(rustix::fs::sync);
+        }
+        let done = self.mirror_pass(From::Now, &format!("disks, round {number}"), limits)?;
+        self.mirrored = if number == 0 { Duration::ZERO } else { done.took };
+        let told = Told::Mirrored {
+            round: number,
+            read: done.looked * PAGE as u64,
+            changed: done.sent * PAGE as u64,
+            bytes: done.bytes,
+            seconds: done.took.as_secs_f64(),
+        };
+        self.tell(&told);
+        Ok(())
+    }
+
+    /// One pass over what may have been written to disks; at the end until nothing has; otherwise what has happened.
+    fn mirror_pass(&mut self, from: From, name: &str, limits: &Limits) -> std::result::Result<Pass, Event> {
+        let total = self.mirror.bytes().div_ceil(PAGE as u64);
+        let mut mirror = std::mem::take(&mut self.mirror);
+        let how =
+            How { device: self.device, level: self.args.level, workers: self.workers, from, limits: *limits };
+        let passed = self.watched(from, name, total, |Ways { link, .. }, watch| match from {
+            From::Now => mirror.pass(&how, link, watch),
+            From::Instant => mirror.finish(&how, link, watch),
+        });
+        self.mirror = mirror;
+        if let Ok(done) = &passed {
+            self.report.disk_bytes += done.bytes;
+        }
+        passed
+    }
+
+    /// What was written to disks until their file systems were held still; nobody writes to them any more.
+    fn mirror_the_rest(&mut self) -> std::result::Result<(), Event> {
+        if self.mirror.is_empty() {
+            return Ok(());
+        }
+        if self.report.rounds == 0 {
+            self.mirror.watch(self.device).map_err(|error| self.fail(error))?;
+        }
+        let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
+        self.mirror_pass(From::Instant, "the rest of the disks", &limits).map(drop)
     }
 
     /// Takes the frames that were not in the log as well, and counts those that it should have had.
@@ -621,9 +690,39 @@ impl<'a> Mover<'a> {
         name: &str,
         limits: &Limits,
     ) -> std::result::Result<Pass, Event> {
+        let (device, kept_proof) = (self.device, self.proof.take());
+        let proof = kept_proof.as_ref();
+        let read = |cursor: &mut Cursor, count| match from {
+            From::Now => device.snapshot_look_some(cursor, count, only),
+            From::Instant => match proof {
+                None => device.snapshot_take_some(cursor, count, only),
+                Some(proof) => {
+                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
+                    proof.compare(&frames, &hashes);
+                    Ok(frames)
+                }
+            },
+        };
+        let reading = Reading { read: &read, from, level: self.args.level, workers: self.workers };
+        let total = self.offer.machine.kept_pages();
+        let mut ledger = std::mem::replace(&mut self.ledger, Ledger::new(Vec::new()));
+        let passed =
+            self.watched(from, name, total, |ways, watch| pass(&reading, &mut ledger, limits, ways, watch));
+        self.ledger = ledger;
+        self.proof = kept_proof;
+        passed
+    }
+
+    /// A pass over `total` pages, which is shown, and ends when somebody wants it.
+    fn watched(
+        &mut self,
+        from: From,
+        name: &str,
+        total: u64,
+        pass: impl FnOnce(Ways<'_>, &mut Watch<'_>) -> std::result::Result<Pass, Stopped>,
+    ) -> std::result::Result<Pass, Event> {
         let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
         let (begun, mut shown) = (Instant::now(), Instant::now());
-        let total = self.offer.machine.kept_pages();
         // Whoever shows a terminal's lines may stand still.
         let is_shown = from == From::Now && self.say.format == Format::Text;
         let (deferred, guard) = (self.deferred, &mut *self.guard);
@@ -636,25 +735,7 @@ impl<'a> Mover<'a> {
             }
             (was_cancelled || !deferred.requested()) && !link.is_readable()
         };
-        let (device, proof) = (self.device, self.proof.as_ref());
-        let read = |cursor: &mut Cursor, count| match from {
-            From::Now => device.snapshot_look_some(cursor, count, only),
-            From::Instant => match proof {
-                None => device.snapshot_take_some(cursor, count, only),
-                Some(proof) => {
-                    let (frames, hashes) = device.snapshot_take_hashed(cursor, count, only)?;
-                    proof.compare(&frames, &hashes);
-                    Ok(frames)
-                }
-            },
-        };
-        let passed = pass(
-            &Reading { read: &read, from, level: self.args.level, workers: self.workers },
-            &mut self.ledger,
-            limits,
-            Ways { link: &mut link, lanes: &self.lanes },
-            &mut watch,
-        );
+        let passed = pass(Ways { link: &mut link, lanes: &self.lanes }, &mut watch);
         if is_shown {
             progress::line("");
         }
@@ -736,6 +817,9 @@ impl<'a> Mover<'a> {
                 .hint("try again"));
         }
         self.held = Held { _still: Some(Still::hold(&mounts, self.guard)?), _frozen: Some(frozen) };
+        if let Err(event) = self.mirror_the_rest() {
+            return Ok(Step::Event(event));
+        }
         let compared = disks::to_be_compared(&mounts, self.args.network_disks, self.sysroot);
         self.offer.machine.file_systems = self.guard.hear_during(|| disks::describe_all(&compared));
         checkpoint::refuse_swap(self.sysroot)?;
@@ -747,6 +831,10 @@ impl<'a> Mover<'a> {
             .map_err(|error| checkpoint::name_culprit(error, failures, self.sysroot))?;
         if begin.restored != 0 {
             return Ok(Step::Arrived);
+        }
+        self.mirror.is_still(self.device, self.sysroot)?;
+        for (disk, digest) in self.offer.disks.iter_mut().zip(self.mirror.digests(self.attempt)) {
+            disk.digest = digest;
         }
         let quiesce_us = begun.elapsed().as_secs_f64() * 1e6;
         self.pause("Instant");
@@ -788,6 +876,7 @@ impl<'a> Mover<'a> {
         if let Some(link) = self.link.take() {
             link.abandon();
         }
+        self.mirror.unwatch(self.device);
         self.lanes.clear();
         self.report.arrive();
         Arrival {

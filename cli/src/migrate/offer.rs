@@ -1,12 +1,24 @@
 //! What goes with an offer, and with the last word of what was sent: the machine, as an image says it too.
 
-use mercury_image::Machine;
+use super::disk::Disk;
+use mercury_image::{FileSystem, Machine};
 use mercury_migration::{
     hail::Secret,
     wire::{pack_text, unpack_text},
 };
 use serde::{Deserialize, Serialize};
 use std::io;
+
+/// A disk that goes along.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OfferedDisk {
+    /// What it is at the source.
+    pub disk: Disk,
+    /// The devices of the file systems that are on it: they are not there before it is.
+    pub file_systems: Vec<String>,
+    /// With the last word of what was sent: the digest of all its chunks.
+    pub digest: String,
+}
 
 /// A machine that is to move.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -15,6 +27,8 @@ pub struct Offer {
     pub machine: Machine,
     /// How many CPUs are online.
     pub cpus: usize,
+    /// The disks that go along.
+    pub disks: Vec<OfferedDisk>,
     /// What hails of this attempt are made with: nobody has it who has only seen the line.
     pub hails: Secret,
     /// How many streams its pages come by.
@@ -36,6 +50,13 @@ impl Offer {
     /// If it is no offer.
     pub fn unpack(packed: &[u8]) -> io::Result<Self> {
         Ok(serde_json::from_slice(&unpack_text(packed)?)?)
+    }
+
+    /// The file systems that must be here before anything comes: those that come with no disk.
+    #[must_use]
+    pub fn shared_file_systems(&self) -> Vec<FileSystem> {
+        let comes = |one: &&FileSystem| self.disks.iter().any(|disk| disk.file_systems.contains(&one.device));
+        self.machine.file_systems.iter().filter(|one| !comes(one)).cloned().collect()
     }
 
     /// The memory that is to come: physical addresses.
@@ -72,7 +93,7 @@ mod tests {
             ],
             ..Machine::default()
         };
-        let offer = Offer { machine, cpus: 2, hails: [3; 32], streams: 2 };
+        let offer = Offer { machine, cpus: 2, disks: Vec::new(), hails: [3; 32], streams: 2 };
         let packed = offer.pack().expect("packed");
         let found = Offer::unpack(&packed).expect("unpacked");
         assert_eq!(found, offer);

@@ -19,12 +19,24 @@ pub struct Report {
     pub pages: Vec<u64>,
     /// Bytes on the wire, likewise.
     pub bytes: Vec<u64>,
+    /// Bytes of the disks that went along.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub disks: u64,
+    /// What went over the wire for them, as far as that is known here.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub disk_bytes: u64,
     /// What came after the instant: what has arrived knows nothing of it.
     #[serde(flatten)]
     pub after: Option<After>,
     /// With `--verify-log`: pages that had changed and were not in the log. They were sent all the same.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missed: Option<u64>,
+}
+
+/// It is not said where there is nothing to be said.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// What only the machine knows that the other one was.
@@ -86,6 +98,9 @@ impl Render for Report {
             thousands(*last_pages),
             bytes(*last_sent)
         ));
+        if self.disks > 0 {
+            to.line(format!("{} of disks went along ({})", bytes(self.disks), bytes(self.disk_bytes)));
+        }
         to.line(format!("what had changed was found by {}", after.found_by));
         if let Some(missed) = self.missed {
             to.line(format!("{} pages were missing in the log", thousands(missed)));
@@ -129,6 +144,19 @@ pub enum Told {
         downtime_ms: f64,
         /// How far the load is held back in the next round, in percent of its time.
         throttle_percent: u8,
+    },
+    /// What of disks has been sent in a round, while everything runs: before memory.
+    Mirrored {
+        /// Its number, from 0.
+        round: u64,
+        /// Bytes that were read: all, and then what was written to.
+        read: u64,
+        /// Of these, what was not what had been sent.
+        changed: u64,
+        /// Bytes on the wire.
+        bytes: u64,
+        /// How long it took.
+        seconds: f64,
     },
     /// Applications are about to stand still.
     Stops,
@@ -179,6 +207,12 @@ impl Render for Told {
         } = self
         else {
             return to.line(match self {
+                Self::Mirrored { round, read, changed, bytes: sent, seconds } => format!(
+                    "round {round}: {} of disks were read, {} had changed, {} in {seconds:.1} s",
+                    bytes(*read),
+                    bytes(*changed),
+                    bytes(*sent)
+                ),
                 Self::Accepted { memory } => {
                     format!("the other machine takes this one: {} of memory", bytes(*memory))
                 }
@@ -235,9 +269,13 @@ mod tests {
             "event": "round", "round": 1, "pages": 2, "zero_pages": 1, "bytes": 300, "seconds": 0.5, "bytes_per_second": 600.0,
             "dirty_pages_per_second": 4.5, "downtime_ms": 600.0, "throttle_percent": 15
         });
+        let mirrored = json!({
+            "event": "mirrored", "round": 1, "read": 8, "changed": 4, "bytes": 2, "seconds": 0.5
+        });
         let all = [
             (Told::Accepted { memory: 4096 }, json!({"event": "accepted", "memory": 4096})),
             (Told::round(1, &done, &outlook), round),
+            (Told::Mirrored { round: 1, read: 8, changed: 4, bytes: 2, seconds: 0.5 }, mirrored),
             (Told::Stops, json!({"event": "stops"})),
             (Told::Doubt { advice: "look".into() }, json!({"event": "doubt", "advice": "look"})),
             (Told::Resumed { why: "no".into() }, json!({"event": "resumed", "why": "no"})),
@@ -249,6 +287,7 @@ mod tests {
             match &told {
                 Told::Accepted { .. }
                 | Told::Round { .. }
+                | Told::Mirrored { .. }
                 | Told::Stops
                 | Told::Doubt { .. }
                 | Told::Resumed { .. } => {}

@@ -42,7 +42,7 @@ pub fn run() -> Result<()> {
     eprintln!("mercury: waiting for a machine at {}", configuration.listen);
     let hold = configuration.hold.map(Duration::from_secs);
     let patience = Patience { running: RUNNING, hold, ..Patience::default() };
-    let spare = Box::new(Here::open(card)?);
+    let spare = Box::new(Here::open(card, configuration.disks)?);
     let pause = Pause::of_command_line(&Sysroot::default().text("proc/cmdline").unwrap_or_default());
     Host::new(receiver, listener, spare, patience, Operator::at_console()).pausing(pause).serve()
 }

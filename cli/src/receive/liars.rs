@@ -10,7 +10,11 @@ use crate::{
     error::{Error, Result},
     ethernet::Card,
     exit::Exit,
-    migrate::{link::Link, offer::Offer, operator::Operator},
+    migrate::{
+        link::Link,
+        offer::{Offer, OfferedDisk},
+        operator::Operator,
+    },
     restore::fit,
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA};
@@ -19,7 +23,7 @@ use mercury_migration::{
     hail::{Hailer, Secret, Speaker},
     protocol::{Attempt, Digest, Message, Patience, Word},
     session::{self, Line, Receiver},
-    wire::{Content, Ledger, PAGE, Page, Pages, Writer, pack_text},
+    wire::{Chunks, Content, Ledger, PAGE, Page, Pages, Writer, pack_text},
 };
 use proptest::prelude::*;
 use std::{
@@ -51,7 +55,7 @@ fn memory(seed: u8) -> Vec<(u64, [u8; PAGE])> {
 fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "liar".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, hails: SECRET, streams: 1 }
+    Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams: 1 }
 }
 
 fn digest_of(memory: &[(u64, [u8; PAGE])], attempt: Attempt) -> Digest {
@@ -171,6 +175,15 @@ impl Spare for Fake {
 
     fn memory(&self) -> Arc<dyn Memory> {
         Arc::<Mutex<Seen>>::clone(&self.0)
+    }
+
+    fn write_disk(&mut self, _: &Chunks) -> Result<()> {
+        // Nobody offers one that is taken.
+        Err(Error::new(Exit::Failed, "no disk was offered"))
+    }
+
+    fn complete_disks(&mut self, offered: &[OfferedDisk], _: Attempt) -> Result<(), String> {
+        if offered.is_empty() { Ok(()) } else { Err("no disk was given".into()) }
     }
 
     fn go(&mut self) -> Error {

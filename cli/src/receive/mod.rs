@@ -4,6 +4,7 @@
 //! network as it is now. Before it is started the line is printed that `mercury migrate` needs. In the small kernel
 //! [`host`] waits, takes the machine in, and goes on in it.
 
+mod disks;
 mod host;
 mod intake;
 #[cfg(test)]
@@ -15,12 +16,13 @@ mod streams;
 
 use crate::{
     args::ReceiveArgs,
-    checkpoint::disks,
+    checkpoint,
     commands::{self, Say},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
+    migrate::disk::{self, Disk},
     output::{Render, Text},
     restore::{
         Prepared,
@@ -67,6 +69,8 @@ struct Configuration {
     identity: Vec<u8>,
     listen: SocketAddrV4,
     card: Card,
+    /// The disks that a machine may overwrite.
+    disks: Vec<Disk>,
     /// How long it waits for the verdict on an arrival that is whole, in seconds; `None`: until somebody decides.
     hold: Option<u64>,
 }
@@ -110,21 +114,24 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     let listen = SocketAddrV4::new(address, args.listen.map_or(PORT, |listen| listen.0.port()));
     let (identity, line) = Identity::new(SystemTime::now(), args.lifetime.0)
         .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
+    let disks = disks::give(&args.disk, args.force_disk, &sysroot)?;
+    let more = disk::memory(&disks.iter().map(|disk| disk.bytes).collect::<Vec<_>>());
     let cards = vec![card.name.clone()];
     let configuration = Configuration {
         identity: identity.to_bytes(),
         listen,
         card,
+        disks,
         hold: (!args.hold_for_ever).then_some(600),
     };
     let file = serde_json::to_vec(&configuration)
         .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
     let purpose = Purpose {
-        memory: args.memory.unwrap_or_else(|| memory(&sysroot)),
+        memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
-        // What arrives may have a file system on one that this machine only reaches.
-        disks: disks::real(&sysroot),
+        // What arrives may have a file system on one that this machine only reaches, or bring its own to one that is given.
+        disks: checkpoint::disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()

@@ -23,7 +23,7 @@ use mercury_migration::{
     },
     session::Receiver,
     streams::STREAMS_MAX,
-    wire::{Frame, Ledger, PAGE, Pages},
+    wire::{Chunks, Frame, Ledger, PAGE, Pages},
 };
 use rustix::event::{PollFd, PollFlags};
 use std::{
@@ -246,16 +246,29 @@ impl Host {
                 Some(Event::Failed)
             }
             Frame::Pages(pages) => {
-                self.heard = Instant::now();
-                match self.load(&pages) {
-                    Ok(()) => None,
-                    Err(error) => {
-                        self.reason = error.message;
-                        Some(Event::Failed)
-                    }
-                }
+                let loaded = self.load(&pages);
+                self.has_taken(loaded)
+            }
+            Frame::Chunks(chunks) => {
+                let written = self.write_disk(&chunks);
+                self.has_taken(written)
             }
         }
+    }
+
+    fn has_taken(&mut self, taken: Result<()>) -> Option<Event> {
+        self.heard = Instant::now();
+        self.reason = taken.err()?.message;
+        Some(Event::Failed)
+    }
+
+    /// Puts chunks of disks where they belong.
+    fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
+        let is_over = self.arrival.as_ref().is_none_or(|arrival| arrival.last.is_some());
+        if is_over || !self.destination.takes_pages() {
+            return Err(Error::new(Exit::Failed, "chunks of a disk came that nobody had asked for"));
+        }
+        self.spare.write_disk(chunks)
     }
 
     fn note_text(&mut self, message: Message, text: Vec<u8>) {
@@ -508,6 +521,11 @@ impl Host {
         {
             return Err("it is another machine than the one that was offered".into());
         }
+        let known = |offer: &Offer| offer.disks.iter().map(|one| one.disk.clone()).collect::<Vec<_>>();
+        if known(&last) != known(&arrival.offer) {
+            return Err("these are other disks than those that were offered".into());
+        }
+        self.spare.complete_disks(&last.disks, attempt)?;
         let changed = self.spare.changed_disks(&last.machine.file_systems);
         if !changed.is_empty() {
             return Err(format!(

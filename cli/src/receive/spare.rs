@@ -1,12 +1,16 @@
 //! The spare: what a move's destination ([`super::serve`]) needs of the machine that it runs on. Its loop does not know
 //! whether it is [`Here`], or one of a test's that tells whether anything of a liar's was started.
 
+use super::disks::Targets;
 use crate::{
     checkpoint::describe,
     device::{Access, Device},
     error::{Error, Result},
     ethernet::{self, Card, packets::Packets},
-    migrate::offer::Offer,
+    migrate::{
+        disk::Disk,
+        offer::{Offer, OfferedDisk},
+    },
     restore::{fit, restart},
     sysroot::Sysroot,
 };
@@ -15,7 +19,7 @@ use mercury_abi::{
     restart::{LoadEntry, MERCURY_RESTART_AGAIN},
 };
 use mercury_image::FileSystem;
-use mercury_migration::hail::ETHER_TYPE;
+use mercury_migration::{hail::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
@@ -61,6 +65,18 @@ pub trait Spare {
     /// Where what comes is put. Whoever has it lets go of it before what has come is forgotten.
     fn memory(&self) -> Arc<dyn Memory>;
 
+    /// Writes chunks of disks to where they belong.
+    ///
+    /// # Errors
+    /// If they belong nowhere, or cannot be written.
+    fn write_disk(&mut self, chunks: &Chunks) -> Result<()>;
+
+    /// Whether all disks that were offered are what was sent.
+    ///
+    /// # Errors
+    /// Why not.
+    fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String>;
+
     /// Goes on in what has arrived. Returns only if that cannot be: why.
     fn go(&mut self) -> Error;
 
@@ -92,18 +108,20 @@ pub struct Here {
     card: Option<Card>,
     packets: Option<Packets>,
     device: Arc<Device>,
+    disks: Targets,
 }
 
 impl Here {
-    /// With the card that a machine comes in by.
+    /// With the card that a machine comes in by, and the disks that it may overwrite.
     ///
     /// # Errors
     /// If the driver is not there.
-    pub fn open(card: Option<Card>) -> Result<Self> {
+    pub fn open(card: Option<Card>, disks: Vec<Disk>) -> Result<Self> {
         Ok(Self {
             card,
             packets: Packets::open(ETHER_TYPE).ok(),
             device: Arc::new(Device::open(Access::Control)?),
+            disks: Targets::new(disks),
         })
     }
 }
@@ -116,8 +134,10 @@ impl Spare for Here {
         if online != offer.cpus {
             reasons.push(format!("{online} CPUs are online, {} in the machine that comes", offer.cpus));
         }
-        fit::wait_for_disks(&offer.machine.file_systems, DISKS_PATIENCE);
-        reasons.extend(fit::missing_disks(&offer.machine.file_systems));
+        let shared = offer.shared_file_systems();
+        fit::wait_for_disks(&shared, DISKS_PATIENCE);
+        reasons.extend(fit::missing_disks(&shared));
+        reasons.extend(self.disks.prepare(&offer.disks, &sysroot).err().into_iter().flatten());
         let mut restart = restart(&offer.machine);
         restart.flags |= MERCURY_RESTART_AGAIN;
         // What the driver finds is worth knowing together with the rest.
@@ -137,12 +157,21 @@ impl Spare for Here {
         Arc::<Device>::clone(&self.device)
     }
 
+    fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
+        self.disks.write(chunks)
+    }
+
+    fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String> {
+        self.disks.complete(offered, attempt)
+    }
+
     fn go(&mut self) -> Error {
         let why = "it could not be started";
         self.device.restore_go().err().unwrap_or_else(|| Error::new(crate::exit::Exit::Failed, why))
     }
 
     fn release(&mut self) -> Result<()> {
+        self.disks.release();
         // The driver lets go of it with the device. One process controls it at a time.
         let observer = Arc::new(Device::open(Access::Observe)?);
         drop(std::mem::replace(&mut self.device, observer));

@@ -14,7 +14,7 @@ use crate::{
         copy::{self, Reading, Ways, pass},
         lane::{Lane, Whose},
         link::Link,
-        offer::Offer,
+        offer::{Offer, OfferedDisk},
         operator::Operator,
     },
 };
@@ -25,7 +25,7 @@ use mercury_migration::{
     rounds::Limits,
     session::{self, Line, Receiver},
     streams::{STRIPE, proof, stream_of},
-    wire::{Ledger, PAGE, Pages, Reader, Writer},
+    wire::{Chunks, Ledger, PAGE, Pages, Reader, Writer},
 };
 use std::{
     collections::HashMap,
@@ -76,6 +76,14 @@ impl Spare for Table {
 
     fn memory(&self) -> Arc<dyn Memory> {
         Arc::<Shelf>::clone(&self.0)
+    }
+
+    fn write_disk(&mut self, _: &Chunks) -> Result<()> {
+        Err(Error::new(Exit::Failed, "a table has no disks"))
+    }
+
+    fn complete_disks(&mut self, offered: &[OfferedDisk], _: Attempt) -> Result<(), String> {
+        if offered.is_empty() { Ok(()) } else { Err("a table has no disks".into()) }
     }
 
     fn go(&mut self) -> Error {
@@ -153,7 +161,7 @@ impl Scene {
     fn begin(&self, stripes: u64, streams: u32) -> Sender {
         let range = Range { start_phys: 0, pages: stripes * STRIPE / PAGE as u64, kind: Kind::Kept };
         let machine = Machine { ranges: vec![range], ..Machine::default() };
-        let offer = Offer { machine, cpus: 1, hails: SECRET, streams };
+        let offer = Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams };
         let mut link = Link::connect(self.to, &self.line, PATIENCE).unwrap();
         link.begin(ATTEMPT).unwrap();
         link.say(Word::Offer, &offer.pack().unwrap()).unwrap();

@@ -10,9 +10,9 @@ use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
     code::Code,
     ioctl::{
-        FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
-        MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
+        DiskLogRequest, FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
+        MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG,
+        MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
         MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
         MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN,
         MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
@@ -43,7 +43,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 21] = [
+const COMMANDS: [u32; 22] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -59,6 +59,7 @@ const COMMANDS: [u32; 21] = [
     MERCURY_IOC_SNAPSHOT_END,
     MERCURY_IOC_LOG_BEGIN,
     MERCURY_IOC_LOG_COLLECT,
+    MERCURY_IOC_DISK_LOG,
     MERCURY_IOC_SNAPSHOT_MACHINE,
     MERCURY_IOC_FENCE,
     MERCURY_IOC_RESTORE_BEGIN,
@@ -67,7 +68,7 @@ const COMMANDS: [u32; 21] = [
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number that is no request's.
-const NUMBERS_END: u32 = 28;
+const NUMBERS_END: u32 = 29;
 
 /// How long, and what.
 #[derive(Debug, clap::Args)]
@@ -332,6 +333,15 @@ impl<'a> Fuzzer<'a> {
             MERCURY_IOC_LOG_BEGIN | MERCURY_IOC_LOG_COLLECT => {
                 bytes_of(LogRequest { header, pages: self.address(), ..LogRequest::default() })
             }
+            MERCURY_IOC_DISK_LOG => bytes_of(DiskLogRequest {
+                header,
+                what: self.count(),
+                disk_fd: self.rng.pick(&[0, 1, 2, 3, 4, u32::MAX]),
+                chunk_shift: self.rng.pick(&[0, 16, 20, 21, u32::MAX]),
+                map_addr: self.pointer(),
+                map_words: self.address(),
+                ..DiskLogRequest::default()
+            }),
             MERCURY_IOC_FENCE => bytes_of(FenceRequest {
                 header,
                 flags: self.flags(),
@@ -518,6 +528,7 @@ impl Memory {
                 std::mem::offset_of!(SnapshotTakeRequest, outcome)
             }
             MERCURY_IOC_LOG_BEGIN | MERCURY_IOC_LOG_COLLECT => std::mem::offset_of!(LogRequest, outcome),
+            MERCURY_IOC_DISK_LOG => std::mem::offset_of!(DiskLogRequest, outcome),
             MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => {
                 std::mem::offset_of!(RestartRequest, outcome)
             }

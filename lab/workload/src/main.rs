@@ -15,6 +15,7 @@ mod compute;
 mod cpuid;
 mod cpus;
 mod device;
+mod disk;
 mod flags;
 mod fpu;
 mod fuzz;
@@ -93,6 +94,8 @@ enum Workload {
     Snapshot(snapshot::Args),
     /// Logs what is written, and proves by hashes that nothing is missing
     Log(log::Args),
+    /// Copies a disk that is written to, by the log of what is, and compares the copy
+    Disk(disk::Args),
     /// Compares the state of each CPU before, during and after
     State(state::Args),
     /// Calls the driver with nonsense
@@ -128,6 +131,7 @@ impl Workload {
             Self::Switch(args) => switch::run(args, stop, report),
             Self::Snapshot(args) => snapshot::run(args, stop, report),
             Self::Log(args) => log::run(args, stop, report),
+            Self::Disk(args) => disk::run(args, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),

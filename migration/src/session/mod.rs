@@ -35,8 +35,8 @@ use rustls::{
 use verify::{PinnedReceiver, PinnedSender};
 
 /// The protocol's name inside of TLS. Ends of other versions do not get as far as an offer: 2 has the secret for hails in it, 3
-/// says how many streams there are.
-const PROTOCOL: &[u8] = b"mercury-migration/3";
+/// says how many streams there are, 4 which disks go along.
+const PROTOCOL: &[u8] = b"mercury-migration/4";
 /// What a session's binding is derived with.
 const BINDING: &[u8] = b"EXPORTER-mercury-migration-stream";
 /// The name in certificates; what counts is the pin.

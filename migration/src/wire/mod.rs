@@ -7,7 +7,7 @@
 //!
 //! | bytes | what |
 //! |-------|------|
-//! | 4     | its kind: 1 message, 2 round, 3 pages, 4 proof |
+//! | 4     | its kind: 1 message, 2 round, 3 pages, 4 proof, 5 chunks |
 //! | 4     | length of the payload |
 //! | 8     | its number in this stream, from 0 |
 //! | 16    | the first half of BLAKE3 of the greeting, of the 16 bytes before it and of the payload |
@@ -22,16 +22,23 @@
 //! * A *proof* (32 bytes) is the first frame of a stream that is not the first one, and of no other
 //!   ([`streams`](crate::streams)).
 //!
+//! * *Chunks* are of a disk: the length before compression (4 bytes) and a zstd frame of: the number of the disk in the offer
+//!   (4), the number of entries (4), the entries (12 each), and the data of those that have some. An entry is where the chunk
+//!   begins on the disk, with what it holds in the low nine bits (8): 1 data, 2 all zeros; and its length (4). Disks are
+//!   divided as [`DiskLedger`] says.
+//!
 //! The checksum finds what a broken machine does, not what an enemy does: that is the session's. A sender
 //! that is authenticated is believed nothing all the same: lengths are limited before anything is allocated, pages must
 //! lie in the memory that was offered ([`Ledger`]), and a refusal names the place.
 
+mod chunks;
 mod error;
 mod ledger;
 mod pages;
 mod stream;
 mod text;
 
+pub use chunks::{CHUNKS_BYTES_MAX, Chunk, Chunks, DiskLedger, chunk_shift, hash_of_chunk};
 pub use error::{Error, Place, Result};
 pub use ledger::{Ledger, hash_of};
 pub use pages::{Content, PAGE, PAGES_MAX, Page, Pages};

@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 
 use super::{
+    chunks::{self, Chunks},
     error::{Error, Place, Result},
     pages::{PACKED_MAX, Pages},
 };
@@ -14,7 +15,7 @@ use crate::{
 /// How a stream begins. Its last bytes notice whoever takes it for text.
 pub const MAGIC: [u8; 8] = *b"\x89MMove\r\n";
 /// Version of the format.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of text that a message can have: a description of a machine, reasons for a refusal.
 pub const TEXT_MAX: usize = 1 << 20;
 
@@ -28,6 +29,7 @@ const KIND_MESSAGE: u32 = 1;
 const KIND_ROUND: u32 = 2;
 const KIND_PAGES: u32 = 3;
 const KIND_PROOF: u32 = 4;
+const KIND_CHUNKS: u32 = 5;
 
 /// What comes out of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +42,8 @@ pub enum Frame {
     Pages(Pages),
     /// That whoever opens this stream may.
     Proof(Proof),
+    /// Chunks of a disk.
+    Chunks(Chunks),
 }
 
 fn greeting(attempt: Attempt, stream: u32) -> [u8; GREETING] {
@@ -139,6 +143,14 @@ impl<W: Write> Writer<W> {
     /// If it cannot be written.
     pub fn pages(&mut self, packed: &[u8]) -> Result<()> {
         self.frame(KIND_PAGES, packed)
+    }
+
+    /// Writes what [`Chunks::pack`] has made.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn chunks(&mut self, packed: &[u8]) -> Result<()> {
+        self.frame(KIND_CHUNKS, packed)
     }
 
     /// Shows that it may open this stream.
@@ -300,6 +312,7 @@ impl<R: Read> Reader<R> {
             KIND_ROUND => (8, 8),
             KIND_PAGES => (4, PACKED_MAX),
             KIND_PROOF => (size_of::<Proof>(), size_of::<Proof>()),
+            KIND_CHUNKS => (4, chunks::PACKED_MAX),
             _ => return Err(self.damaged("it is of no known kind")),
         };
         if length < least || length > most {
@@ -313,7 +326,8 @@ impl<R: Read> Reader<R> {
             KIND_MESSAGE => self.message(payload),
             KIND_ROUND => self.round(payload),
             KIND_PROOF => self.proof(payload),
-            _ => Pages::unpack(payload).map(Frame::Pages),
+            KIND_PAGES => Pages::unpack(payload).map(Frame::Pages),
+            _ => Chunks::unpack(payload).map(Frame::Chunks),
         }
     }
 

@@ -1,0 +1,301 @@
+//! Whole disks, as both ends of a move look at theirs: where they hang, how large they are, what is on them. What arrives
+//! has its drivers bound to the cards that it had; so the disk at the same place is its disk.
+
+use crate::{
+    checkpoint::{disks, reachable},
+    sysroot::Sysroot,
+};
+use mercury_migration::wire::{CHUNKS_BYTES_MAX, DiskLedger};
+use rustix::fs::{major, minor};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+};
+
+/// Direct reads and writes want their buffers aligned to this.
+const ALIGN: usize = 4096;
+/// Whoever looks for what is on a disk looks at so much of its beginning and its end.
+const ENDS: u64 = 1 << 20;
+
+/// A whole disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// Where it hangs: the PCI address of its card, and where it is on that.
+    pub place: String,
+    /// Its name here.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// Its logical sectors' size.
+    pub sector: u32,
+}
+
+impl Disk {
+    /// The disk of this name.
+    ///
+    /// # Errors
+    /// Why it cannot be mirrored, or is none.
+    pub fn find(path: &Path, sysroot: &Sysroot) -> Result<Self, String> {
+        let named = |why: &str| format!("{} {why}", path.display());
+        let found = fs::metadata(path).map_err(|error| named(&format!("cannot be opened: {error}")))?;
+        if !found.file_type().is_block_device() {
+            return Err(named("is no disk"));
+        }
+        let folder = folder_of(found.rdev(), sysroot).ok_or_else(|| named("is no disk"))?;
+        if folder.join("partition").exists() {
+            return Err(named("is a part of a disk: name the whole disk"));
+        }
+        if let Some(why) = reachable::obstacle(path, sysroot) {
+            return Err(named(&why));
+        }
+        Self::at(&folder).ok_or_else(|| named("hangs where it could not be found again at the other machine"))
+    }
+
+    /// The disk with this folder in sysfs.
+    fn at(folder: &Path) -> Option<Self> {
+        let number = |file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
+        Some(Self {
+            place: place(folder)?,
+            path: Path::new("/dev").join(folder.file_name()?),
+            bytes: number("size")? * 512,
+            sector: u32::try_from(number("queue/logical_block_size")?).ok()?,
+        })
+    }
+
+    /// The disk at this place.
+    #[must_use]
+    pub fn at_place(place: &str, sysroot: &Sysroot) -> Option<Self> {
+        let folders = sysroot.names("sys/block").into_iter();
+        let mut all = folders
+            .filter_map(|name| Self::at(&fs::canonicalize(sysroot.path(&format!("sys/block/{name}"))).ok()?));
+        all.find(|disk| disk.place == place)
+    }
+
+    /// Opens it past the kernel's cache.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn open(&self, write: bool) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(write).custom_flags(libc::O_DIRECT).open(&self.path)
+    }
+
+    /// Whether a device, by its number, is on this disk and on no other: it is the disk, a part of it, or made of such.
+    #[must_use]
+    pub fn holds(&self, number: u64, sysroot: &Sysroot) -> bool {
+        let Some(folder) = folder_of(number, sysroot) else { return false };
+        let Some(own) = fs::metadata(&self.path).ok().and_then(|found| folder_of(found.rdev(), sysroot))
+        else {
+            return false;
+        };
+        is_within(&folder, &own)
+    }
+
+    /// What of this machine is on it, in words: file systems, swap, what is made of it, and whatever else it holds.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn uses(&self, sysroot: &Sysroot) -> io::Result<Vec<String>> {
+        let is_here = |path: &Path| fs::metadata(path).is_ok_and(|found| self.holds(found.rdev(), sysroot));
+        let mounts = disks::mounted(sysroot).map_err(|error| io::Error::other(error.message))?;
+        let mounted = mounts.iter().filter(|mount| is_here(&mount.device));
+        let mut found: Vec<_> =
+            mounted.map(|mount| format!("{} is mounted from it", mount.at.display())).collect();
+        let swaps = sysroot.text("proc/swaps").unwrap_or_default();
+        let swaps = swaps.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+        found.extend(swaps.filter(|path| is_here(Path::new(path))).map(|path| format!("{path} is swap")));
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let holders = |name: &str| sysroot.names(&format!("sys/class/block/{name}/holders"));
+        let parts =
+            sysroot.names(&format!("sys/block/{name}")).into_iter().filter(|part| part.starts_with(&name));
+        let parts: Vec<_> = parts.collect();
+        let users = parts.iter().chain([&name]).flat_map(|part| holders(part));
+        found.extend(users.map(|user| format!("{user} is made of it")));
+        if !parts.is_empty() {
+            found.push(format!("it has {} partitions", parts.len()));
+        } else if found.is_empty() && !self.is_empty()? {
+            found.push("it holds something".into());
+        }
+        Ok(found)
+    }
+
+    /// Whether its beginning and its end are zeros.
+    fn is_empty(&self) -> io::Result<bool> {
+        let file = self.open(false)?;
+        let mut buffer = Buffer::new(self.bytes.min(ENDS) as usize);
+        for offset in [0, self.bytes.saturating_sub(ENDS)] {
+            let bytes = buffer.bytes();
+            file.read_exact_at(bytes, offset)?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// What the small system needs to remember of the chunks of disks of these sizes, in MiB.
+#[must_use]
+pub fn memory(sizes: &[u64]) -> u64 {
+    let chunks: u64 = sizes.iter().map(|bytes| DiskLedger::new(*bytes).chunks()).sum();
+    // A hash for each, and room for what is under way.
+    let needed = if sizes.is_empty() { 0 } else { (chunks * 17 + 4 * CHUNKS_BYTES_MAX as u64) >> 20 };
+    needed.next_multiple_of(16)
+}
+
+/// Has the kernel look again at how a disk is divided.
+pub fn look_at_parts(file: &File) {
+    const BLKRRPART: libc::c_ulong = 0x125F;
+    // One that somebody is about to look at is busy.
+    for _ in 0..20 {
+        // SAFETY: the request has no argument.
+        if unsafe { libc::ioctl(file.as_raw_fd(), BLKRRPART, 0) } == 0 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+}
+
+/// The folder of a block device in sysfs.
+fn folder_of(number: u64, sysroot: &Sysroot) -> Option<PathBuf> {
+    fs::canonicalize(sysroot.path(&format!("sys/dev/block/{}:{}", major(number), minor(number)))).ok()
+}
+
+/// Whether a device is within a disk; one that is made of others is if all of those are.
+fn is_within(folder: &Path, disk: &Path) -> bool {
+    if folder.starts_with(disk) {
+        return true;
+    }
+    let below = fs::read_dir(folder.join("slaves")).into_iter().flatten().flatten();
+    let below: Vec<_> = below.filter_map(|entry| fs::canonicalize(entry.path()).ok()).collect();
+    !below.is_empty() && below.iter().all(|folder| is_within(folder, disk))
+}
+
+/// Where a disk hangs, without what is numbered as it is found: the address of its card, the port, what SCSI calls it behind
+/// the controller, the number of NVMe's namespace.
+fn place(folder: &Path) -> Option<String> {
+    let all: Vec<_> = folder.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    let card = all.iter().rposition(|part| is_pci_address(part))?;
+    let (behind, name) = all[card + 1..].split_last().map(|(name, behind)| (behind, name))?;
+    let mut place = all[card].clone();
+    for (index, part) in behind.iter().enumerate() {
+        let numbered = |word: &str| {
+            part.strip_prefix(word)
+                .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
+        };
+        match part.as_str() {
+            "block" | "nvme" => {}
+            _ if numbered("virtio") || numbered("host") || numbered("nvme") || part.starts_with("target") => {
+            }
+            _ if numbered("ata") => {
+                let above: PathBuf = all[..=card + 1 + index].iter().collect();
+                let port = fs::read_to_string(above.join("ata_port").join(part).join("port_no")).ok()?;
+                place += &format!("-ata{}", port.trim());
+            }
+            // Host, channel, target, unit.
+            _ if part.split(':').count() == 4 => place += &format!("-{}", part.split_once(':')?.1),
+            _ => return None,
+        }
+    }
+    if name.starts_with("nvme") {
+        place += &format!("-n{}", fs::read_to_string(folder.join("nsid")).ok()?.trim());
+    }
+    Some(place)
+}
+
+/// Such as 0000:00:1f.2.
+fn is_pci_address(text: &str) -> bool {
+    let parts: Vec<_> = text.split([':', '.']).map(str::len).collect();
+    parts == [4, 2, 2, 1] && text.bytes().all(|byte| byte.is_ascii_hexdigit() || b":.".contains(&byte))
+}
+
+/// Bytes that begin where disks want it.
+#[derive(Debug)]
+pub struct Buffer {
+    all: Vec<u8>,
+    start: usize,
+    length: usize,
+}
+
+impl Buffer {
+    /// Of so many.
+    #[must_use]
+    pub fn new(length: usize) -> Self {
+        let all = vec![0; length + ALIGN];
+        let start = all.as_ptr().align_offset(ALIGN);
+        Self { all, start, length }
+    }
+
+    /// All of them.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        &mut self.all[self.start..self.start + self.length]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// The place of a disk with this folder in /sys/devices, with these files there.
+    fn place_of(folder: &str, files: &[(&str, &str)]) -> Option<String> {
+        let root = tempfile::tempdir().expect("a folder");
+        for (name, text) in files.iter().chain(&[("pci0000:00/uevent", "")]) {
+            let path = root.path().join(name);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            fs::write(path, text).expect("a file");
+        }
+        place(&root.path().join(folder))
+    }
+
+    #[test]
+    fn places_are_found_again() {
+        let of = |folder: &str, files: &[(&str, &str)]| place_of(folder, files).unwrap_or_default();
+        for number in [1, 9] {
+            let virtio = format!("pci0000:00/0000:00:04.0/virtio{number}/block/vd{number}");
+            assert_eq!(of(&virtio, &[]), "0000:00:04.0");
+        }
+        let sata = "pci0000:00/0000:00:1f.2/ata3/host2/target2:0:0/2:0:0:0/block/sda";
+        let port = ("pci0000:00/0000:00:1f.2/ata3/ata_port/ata3/port_no", "1\n");
+        assert_eq!(of(sata, &[port]), "0000:00:1f.2-ata1-0:0:0");
+        let scsi = "pci0000:00/0000:00:1c.0/0000:03:00.0/virtio4/host6/target6:0:2/6:0:2:1/block/sdb";
+        assert_eq!(of(scsi, &[]), "0000:03:00.0-0:2:1");
+        let nvme = "pci0000:00/0000:00:02.0/nvme/nvme7/nvme7n1";
+        assert_eq!(of(nvme, &[(&format!("{nvme}/nsid"), "1\n")]), "0000:00:02.0-n1");
+        assert_eq!(
+            place_of("pci0000:00/0000:00:14.0/usb1/1-1/1-1:1.0/host3/target3:0:0/3:0:0:0/block/sdc", &[]),
+            None
+        );
+        assert_eq!(place_of("virtual/block/dm-0", &[]), None);
+    }
+
+    #[test]
+    fn what_is_made_of_a_disk_is_on_it() {
+        let root = tempfile::tempdir().expect("a folder");
+        let folder = |name: &str| {
+            let path = root.path().join(name);
+            fs::create_dir_all(&path).expect("folders");
+            path
+        };
+        let (disk, part, other) = (folder("a/sda"), folder("a/sda/sda1"), folder("a/sdb"));
+        let (within, both) = (folder("virtual/dm-0"), folder("virtual/dm-1"));
+        for (made, of) in [(&within, &part), (&both, &part), (&both, &other)] {
+            fs::create_dir_all(made.join("slaves")).expect("a folder");
+            symlink(of, made.join("slaves").join(of.file_name().expect("a name"))).expect("a link");
+        }
+        assert!(is_within(&disk, &disk) && is_within(&part, &disk) && is_within(&within, &disk));
+        assert!(!is_within(&other, &disk) && !is_within(&both, &disk));
+    }
+
+    #[test]
+    fn buffers_are_aligned() {
+        let mut buffer = Buffer::new(100);
+        assert_eq!((buffer.bytes().len(), buffer.bytes().as_ptr().align_offset(ALIGN)), (100, 0));
+    }
+}

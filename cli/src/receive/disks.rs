@@ -1,0 +1,352 @@
+//! The disks that a machine may bring: which of this one's are given for them, and how they are written.
+//!
+//! A disk is written where it hangs at the source. Its first chunk is kept back until all of it is there and right, and zeros
+//! are in its place: nobody takes a part of a disk for one.
+
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    migrate::{
+        disk::{Buffer, Disk, look_at_parts},
+        mirror::digits,
+        offer::OfferedDisk,
+    },
+    output::bytes,
+    sysroot::Sysroot,
+};
+use mercury_migration::{
+    protocol::Attempt,
+    wire::{CHUNKS_BYTES_MAX, Chunk, Chunks, DiskLedger, hash_of_chunk},
+};
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a disk may take to appear in the small system.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Checks the disks that are given, and says what will be overwritten.
+///
+/// # Errors
+/// If one is no disk for it, or is in use and that is not what the operator wants.
+pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Disk>> {
+    let mut given: Vec<Disk> = Vec::new();
+    for path in paths {
+        let refused = |why: String| Error::new(Exit::Impossible, why).hint("nothing was changed");
+        let disk = Disk::find(path, sysroot).map_err(refused)?;
+        if given.iter().any(|other| other.place == disk.place) {
+            return Err(refused(format!("{} is named twice", path.display())));
+        }
+        let uses = disk.uses(sysroot).map_err(|error| refused(format!("{}: {error}", path.display())))?;
+        if !uses.is_empty() && !force {
+            let text = format!("{} would be overwritten: {}", path.display(), uses.join("; "));
+            return Err(Error::new(Exit::Impossible, text)
+                .hint("nothing was changed; --force-disk gives it all the same, with all that is on it"));
+        }
+        let what = if uses.is_empty() { "it is empty".into() } else { uses.join("; ") };
+        eprintln!(
+            "a machine that comes may overwrite {} ({}, at {}), all of it: {what}",
+            disk.path.display(),
+            bytes(disk.bytes),
+            disk.place
+        );
+        given.push(disk);
+    }
+    Ok(given)
+}
+
+/// One that is written.
+#[derive(Debug)]
+struct Target {
+    disk: Disk,
+    file: File,
+    ledger: DiskLedger,
+    /// The first chunk, which is kept back.
+    first: Option<Vec<u8>>,
+    /// Something of it was written.
+    is_touched: bool,
+}
+
+/// The disks that are given, and what of them is written.
+#[derive(Debug)]
+pub struct Targets {
+    given: Vec<Disk>,
+    open: Vec<Target>,
+    buffer: Buffer,
+}
+
+impl Targets {
+    /// With these.
+    #[must_use]
+    pub fn new(given: Vec<Disk>) -> Self {
+        Self { given, open: Vec::new(), buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+    }
+
+    /// Whether what is offered fits; nothing is written yet.
+    ///
+    /// # Errors
+    /// Every reason why not.
+    pub fn prepare(&mut self, offered: &[OfferedDisk], sysroot: &Sysroot) -> Result<(), Vec<String>> {
+        self.open.clear();
+        let mut reasons = Vec::new();
+        for OfferedDisk { disk, .. } in offered {
+            match self.open_for(disk, sysroot) {
+                Ok(target) if self.open.iter().any(|other| other.disk.place == target.disk.place) => {
+                    reasons.push(format!("{} was offered twice", disk.path.display()));
+                }
+                Ok(target) => self.open.push(target),
+                Err(why) => reasons.push(format!("its disk {} finds no place: {why}", disk.path.display())),
+            }
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+    }
+
+    fn open_for(&self, wanted: &Disk, sysroot: &Sysroot) -> Result<Target, String> {
+        let given = self.given.iter().find(|given| given.place == wanted.place).ok_or_else(|| {
+            format!("`mercury receive --disk` gave none at {}, where it hangs", wanted.place)
+        })?;
+        if (given.bytes, given.sector) != (wanted.bytes, wanted.sector) {
+            return Err(format!(
+                "{} has {} bytes in sectors of {}, it has {} in sectors of {}",
+                given.path.display(),
+                given.bytes,
+                given.sector,
+                wanted.bytes,
+                wanted.sector
+            ));
+        }
+        let end = Instant::now() + PATIENCE;
+        let here = loop {
+            match Disk::at_place(&given.place, sysroot) {
+                Some(disk) if disk.bytes > 0 => break disk,
+                _ if Instant::now() > end => return Err(format!("there is no disk at {}", given.place)),
+                _ => thread::sleep(Duration::from_millis(100)),
+            }
+        };
+        if (here.bytes, here.sector) != (given.bytes, given.sector) {
+            return Err(format!("the disk at {} is not the one that was given", given.place));
+        }
+        let file = here.open(true).map_err(|error| format!("{}: {error}", here.path.display()))?;
+        let ledger = DiskLedger::new(here.bytes);
+        Ok(Target { disk: here, file, ledger, first: None, is_touched: false })
+    }
+
+    /// Writes what has come, and notes what lies there then.
+    ///
+    /// # Errors
+    /// If it is of no disk that was offered, or cannot be written.
+    pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
+        let failed = |why: String| Error::new(Exit::Failed, why);
+        let target = self.open.get_mut(chunks.disk as usize);
+        let target = target.ok_or_else(|| failed("a chunk came of a disk that was not offered".into()))?;
+        for chunk in chunks.iter() {
+            target.put(&chunk, &mut self.buffer).map_err(|error| {
+                failed(format!("{} at byte {}: {error}", target.disk.path.display(), chunk.offset))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Whether all of them are what was sent; then they are complete.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn complete(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String> {
+        if offered.len() != self.open.len() {
+            return Err("these are other disks than those that were offered".into());
+        }
+        for (target, OfferedDisk { digest, disk, .. }) in self.open.iter_mut().zip(offered) {
+            let name = disk.path.display();
+            if target.disk.place != disk.place || target.disk.bytes != disk.bytes {
+                return Err(format!("{name} is another disk than the one that was offered"));
+            }
+            if !target.ledger.is_complete() {
+                return Err(format!("not all of the disk {name} has come"));
+            }
+            target
+                .put_first(&mut self.buffer)
+                .map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
+            if digits(&mut target.ledger, attempt) != *digest {
+                return Err(format!("the disk {name} is not what was sent"));
+            }
+            look_at_parts(&target.file);
+        }
+        Ok(())
+    }
+
+    /// Forgets what has come. What was written is not to be taken for a disk.
+    pub fn release(&mut self) {
+        for mut target in std::mem::take(&mut self.open) {
+            if target.is_touched {
+                let cleared = target.clear_first(&mut self.buffer).and_then(|()| target.file.sync_data());
+                let how = match cleared {
+                    Ok(()) => "its beginning is zeros now".into(),
+                    Err(error) => format!("its beginning could not be cleared ({error}): do not use it"),
+                };
+                eprintln!(
+                    "mercury: {} holds a part of a machine that did not come; {how}",
+                    target.disk.path.display()
+                );
+                look_at_parts(&target.file);
+            }
+        }
+    }
+}
+
+impl Target {
+    fn put(&mut self, chunk: &Chunk<'_>, buffer: &mut Buffer) -> io::Result<()> {
+        if !self.ledger.has_room_for(chunk.offset, chunk.length) {
+            return Err(io::Error::other("it is no chunk of the disk that was offered"));
+        }
+        if !self.is_touched {
+            self.is_touched = true;
+            self.clear_first(buffer)?;
+        }
+        if chunk.offset == 0 {
+            let data = chunk.data.map_or_else(|| vec![0; chunk.length], <[u8]>::to_vec);
+            self.note(0, &data)?;
+            self.first = Some(data);
+            return Ok(());
+        }
+        let room = &mut buffer.bytes()[..chunk.length];
+        if chunk.data.is_none() {
+            // A disk that was empty need not be written to.
+            self.file.read_exact_at(room, chunk.offset)?;
+            if room.iter().all(|byte| *byte == 0) {
+                return self.note(chunk.offset, room);
+            }
+        }
+        self.write(chunk.offset, chunk.data, room)
+    }
+
+    /// Writes a chunk, and notes what can be read there then.
+    fn write(&mut self, offset: u64, data: Option<&[u8]>, room: &mut [u8]) -> io::Result<()> {
+        match data {
+            Some(data) => room.copy_from_slice(data),
+            None => room.fill(0),
+        }
+        self.file.write_all_at(room, offset)?;
+        self.file.read_exact_at(room, offset)?;
+        self.note(offset, room)
+    }
+
+    fn note(&mut self, offset: u64, found: &[u8]) -> io::Result<()> {
+        self.ledger.note(offset, found.len(), hash_of_chunk(found)).map(drop).map_err(io::Error::other)
+    }
+
+    fn clear_first(&mut self, buffer: &mut Buffer) -> io::Result<()> {
+        let room = &mut buffer.bytes()[..self.ledger.place(0).1];
+        room.fill(0);
+        self.file.write_all_at(room, 0)
+    }
+
+    /// Puts the first chunk to its place, once all else is there for good.
+    fn put_first(&mut self, buffer: &mut Buffer) -> io::Result<()> {
+        self.file.sync_data()?;
+        let first = self.first.take().ok_or_else(|| io::Error::other("its beginning has not come"))?;
+        self.write(0, Some(&first), &mut buffer.bytes()[..first.len()])?;
+        self.file.sync_data()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::OpenOptions;
+
+    const CHUNK: usize = 1 << 16;
+
+    /// A file in place of a disk, with something on it.
+    fn targets(folder: &std::path::Path) -> Targets {
+        let disk = Disk {
+            place: "here".into(),
+            path: folder.join("disk"),
+            bytes: 2 * CHUNK as u64 + 512,
+            sector: 512,
+        };
+        std::fs::write(&disk.path, vec![7; 2 * CHUNK + 512]).expect("a file");
+        let file = OpenOptions::new().read(true).write(true).open(&disk.path).expect("a file");
+        let ledger = DiskLedger::new(disk.bytes);
+        let target = Target { disk: disk.clone(), file, ledger, first: None, is_touched: false };
+        Targets { given: vec![disk], open: vec![target], buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+    }
+
+    fn chunks(of: &[(u64, &[u8])]) -> Chunks {
+        let mut chunks = Chunks::of(0);
+        of.iter().for_each(|(offset, bytes)| chunks.add(*offset, bytes));
+        chunks
+    }
+
+    fn offered(targets: &Targets, digest: &str) -> Vec<OfferedDisk> {
+        vec![OfferedDisk { disk: targets.given[0].clone(), digest: digest.into(), ..OfferedDisk::default() }]
+    }
+
+    /// What the source says of a disk with this content.
+    fn digest(bytes: &[u8]) -> String {
+        let mut ledger = DiskLedger::new(bytes.len() as u64);
+        for (number, chunk) in (0..).zip(bytes.chunks(CHUNK)) {
+            ledger.note(number * CHUNK as u64, chunk.len(), hash_of_chunk(chunk)).expect("noted");
+        }
+        digits(&mut ledger, Attempt([1; 16]))
+    }
+
+    #[test]
+    fn a_disk_is_complete_when_all_of_it_is_right() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut targets = targets(folder.path());
+        let found = || std::fs::read(folder.path().join("disk")).expect("a file");
+        let mut wanted = vec![1; 2 * CHUNK + 512];
+        wanted[CHUNK..2 * CHUNK].fill(0);
+        wanted[2 * CHUNK..].fill(3);
+        let is_complete = |targets: &mut Targets, digest: &str| {
+            let offered = offered(targets, digest);
+            targets.complete(&offered, Attempt([1; 16]))
+        };
+        targets.write(&chunks(&[(0, &[9; CHUNK])])).expect("written");
+        targets.write(&chunks(&[(2 * CHUNK as u64, &[3; 512]), (0, &[1; CHUNK])])).expect("written");
+        let why = is_complete(&mut targets, &digest(&wanted)).expect_err("a chunk is missing");
+        assert!(why.contains("not all of the disk"), "{why}");
+        targets.write(&chunks(&[(CHUNK as u64, &[0; CHUNK])])).expect("written");
+        // Nobody takes it for a disk yet.
+        assert_eq!(found()[..CHUNK], [0; CHUNK]);
+        assert_eq!(is_complete(&mut targets, &digest(&wanted)), Ok(()));
+        assert_eq!(found(), wanted);
+        targets.release();
+        assert_eq!(found()[..CHUNK], [0; CHUNK]);
+    }
+
+    #[test]
+    fn what_does_not_belong_there_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut targets = targets(folder.path());
+        for wrong in
+            [chunks(&[(3 * CHUNK as u64, &[1; 512])]), chunks(&[(512, &[1; 512])]), chunks(&[(0, &[1; 512])])]
+        {
+            assert!(targets.write(&wrong).is_err());
+        }
+        let mut other = chunks(&[(0, &[1; CHUNK])]);
+        other.disk = 1;
+        assert!(targets.write(&other).is_err());
+        assert_eq!(std::fs::read(folder.path().join("disk")).expect("a file"), vec![7; 2 * CHUNK + 512]);
+        // One that was not touched stays as it is.
+        targets.release();
+        assert_eq!(std::fs::read(folder.path().join("disk")).expect("a file"), vec![7; 2 * CHUNK + 512]);
+    }
+
+    #[test]
+    fn another_disk_is_told_from_this_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut targets = targets(folder.path());
+        targets.write(&chunks(&[(0, &[1; CHUNK]), (CHUNK as u64, &[2; CHUNK])])).expect("written");
+        targets.write(&chunks(&[(2 * CHUNK as u64, &[2; 512])])).expect("written");
+        let offered = offered(&targets, &digest(&vec![2; 2 * CHUNK + 512]));
+        let why = targets.complete(&offered, Attempt([1; 16])).expect_err("another one");
+        assert!(why.ends_with("is not what was sent"), "{why}");
+        assert!(targets.complete(&[], Attempt([1; 16])).is_err());
+    }
+}

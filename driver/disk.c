@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * A log of what is written to disks, so that a disk can be copied while it is written to. A chunk is noted
+ * when a request that changes something in it is handed to the device, and when that is done, whether it
+ * failed or not. So whoever takes the log and reads the chunks in it after that knows of each of them: what
+ * was not done when it was read is noted again. What was handed over before the log began is noted when it
+ * is done, and what was done by then is read anyway.
+ *
+ * The block layer's tracepoints say both, of all disks that have requests: of the whole disk, whatever part
+ * of it is written to. Of what has none (device mapper, RAID, NVMe with several paths) there is no log.
+ *
+ * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write anywhere,
+ * if they do not read: all chunks are noted then.
+ */
+#include <linux/bitmap.h>
+#include <linux/blk-mq.h>
+#include <linux/blkdev.h>
+#include <linux/file.h>
+#include <linux/fs.h>
+#include <linux/mm.h>
+#include <linux/slab.h>
+#include <linux/tracepoint.h>
+#include <linux/uaccess.h>
+
+#include "mercury.h"
+
+struct disk_log {
+	/* Holds the disk, also when it is pulled out. */
+	struct file *file;
+	const struct gendisk *disk;
+	unsigned int chunk_shift;
+	unsigned long chunks;
+	/* All of it may have been written. */
+	unsigned long all;
+	unsigned long *written;
+};
+
+/* Who reads them does so with preemption disabled, in a tracepoint; who writes has mercury.lock. */
+static struct disk_log *logs[MERCURY_DISK_LOGS_MAX];
+
+static void note_bytes(struct disk_log *log, u64 start, u64 length)
+{
+	u64 chunk = start >> log->chunk_shift, end;
+
+	if (!length)
+		return;
+	/* What lies behind the end that it had is for whoever compares its size. */
+	end = min_t(u64, log->chunks, ((start + length - 1) >> log->chunk_shift) + 1);
+	for (; chunk < end; chunk++)
+		set_bit(chunk, log->written);
+}
+
+static void note(struct disk_log *log, const struct request *rq)
+{
+	const struct bio *bio;
+
+	if (blk_rq_is_passthrough((struct request *)rq)) {
+		if (req_op(rq) == REQ_OP_DRV_OUT || !blk_rq_bytes(rq))
+			WRITE_ONCE(log->all, 1);
+		return;
+	}
+	if (!op_is_write(req_op(rq)))
+		return;
+	/* What is discarded at once need not lie together. */
+	__rq_for_each_bio(bio, rq)
+		note_bytes(log, (u64)bio->bi_iter.bi_sector << SECTOR_SHIFT, bio->bi_iter.bi_size);
+}
+
+static void look_at(const struct request *rq)
+{
+	const struct gendisk *disk = READ_ONCE(rq->q->disk);
+	unsigned int i;
+
+	for (i = 0; disk && i < ARRAY_SIZE(logs); i++) {
+		/* Pairs with begin(): whoever sees it sees its map. */
+		struct disk_log *log = smp_load_acquire(&logs[i]);
+
+		if (log && log->disk == disk)
+			note(log, rq);
+	}
+}
+
+static void is_issued(void *data, struct request *rq)
+{
+	look_at(rq);
+}
+
+static void is_complete(void *data, struct request *rq, blk_status_t error, unsigned int bytes)
+{
+	look_at(rq);
+}
+
+static struct {
+	const char *name;
+	void *probe;
+	struct tracepoint *point;
+	bool registered;
+} probes[] = {
+	{ .name = "block_rq_issue", .probe = is_issued },
+	{ .name = "block_rq_complete", .probe = is_complete },
+};
+
+static void find(struct tracepoint *point, void *unused)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(probes); i++)
+		if (!strcmp(point->name, probes[i].name))
+			probes[i].point = point;
+}
+
+static void unwatch(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(probes); i++) {
+		if (probes[i].registered)
+			tracepoint_probe_unregister(probes[i].point, probes[i].probe, NULL);
+		probes[i].registered = false;
+	}
+}
+
+static u32 watch(void)
+{
+	unsigned int i;
+
+	for_each_kernel_tracepoint(find, NULL);
+	for (i = 0; i < ARRAY_SIZE(probes); i++) {
+		if (probes[i].registered)
+			continue;
+		if (!probes[i].point || tracepoint_probe_register(probes[i].point, probes[i].probe, NULL)) {
+			unwatch();
+			return MERCURY_CODE_DISK_UNSUPPORTED;
+		}
+		probes[i].registered = true;
+	}
+	return MERCURY_CODE_OK;
+}
+
+static void end(unsigned int number)
+{
+	struct disk_log *log = logs[number];
+	unsigned int i;
+
+	WRITE_ONCE(logs[number], NULL);
+	for (i = 0; i < ARRAY_SIZE(logs) && !logs[i]; i++)
+		;
+	if (i == ARRAY_SIZE(logs))
+		unwatch();
+	/* Nobody notes anything in it any more, nor runs in here if it was the last. */
+	tracepoint_synchronize_unregister();
+	fput(log->file);
+	kvfree(log->written);
+	kfree(log);
+}
+
+/* Under mercury.lock: all of them. */
+void mercury_disk_log_release(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(logs); i++)
+		if (logs[i])
+			end(i);
+}
+
+/* The number of a disk's log, or of a free place. */
+static int find_log(const struct gendisk *disk)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(logs); i++)
+		if (disk ? logs[i] && logs[i]->disk == disk : !logs[i])
+			return i;
+	return -1;
+}
+
+/* A disk with requests, as a whole. */
+static struct block_device *disk_of(const struct file *file)
+{
+	struct block_device *device;
+
+	if (!S_ISBLK(file_inode(file)->i_mode))
+		return NULL;
+	device = I_BDEV(file->f_mapping->host);
+	if (bdev_is_partition(device) || bdev_is_zoned(device) || !queue_is_mq(device->bd_disk->queue))
+		return NULL;
+	return device;
+}
+
+static u32 begin(struct file *file, struct mercury_disk_log_request *request)
+{
+	const struct block_device *device = disk_of(file);
+	int number = find_log(NULL);
+	struct disk_log *log;
+	u64 bytes;
+
+	bytes = (u64)get_capacity(device->bd_disk) << SECTOR_SHIFT;
+	if (number < 0 || find_log(device->bd_disk) >= 0)
+		return MERCURY_CODE_DISK_LOGGED;
+	if (!bytes || request->chunk_shift < MERCURY_DISK_CHUNK_SHIFT_MIN ||
+	    request->chunk_shift > MERCURY_DISK_CHUNK_SHIFT_MAX)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	log = kzalloc(sizeof(*log), GFP_KERNEL);
+	if (!log)
+		return MERCURY_CODE_NO_MEMORY;
+	log->disk = device->bd_disk;
+	log->chunk_shift = request->chunk_shift;
+	log->chunks = ((bytes - 1) >> log->chunk_shift) + 1;
+	log->written = kvcalloc(BITS_TO_LONGS(log->chunks), sizeof(long), GFP_KERNEL);
+	if (!log->written) {
+		kfree(log);
+		return MERCURY_CODE_NO_MEMORY;
+	}
+	log->file = get_file(file);
+	request->chunks = log->chunks;
+	/* Pairs with look_at(). */
+	smp_store_release(&logs[number], log);
+	if (watch() != MERCURY_CODE_OK) {
+		end(number);
+		return MERCURY_CODE_DISK_UNSUPPORTED;
+	}
+	return MERCURY_CODE_OK;
+}
+
+/* Takes what was noted. Where that cannot be handed on, all is noted again. */
+static int collect(struct disk_log *log, struct mercury_disk_log_request *request)
+{
+	u64 __user *to = u64_to_user_ptr(request->map_addr);
+	unsigned long words = BITS_TO_LONGS(log->chunks), i;
+	unsigned long all = xchg(&log->all, 0) ? ~0UL : 0;
+
+	if (request->map_words != words) {
+		if (all)
+			WRITE_ONCE(log->all, 1);
+		return MERCURY_CODE_BAD_ARGUMENT;
+	}
+	request->chunks = 0;
+	for (i = 0; i < words; i++) {
+		unsigned long found = all;
+
+		if (READ_ONCE(log->written[i]))
+			found |= xchg(&log->written[i], 0);
+		if (i == words - 1)
+			found &= BITMAP_LAST_WORD_MASK(log->chunks);
+		request->chunks += hweight_long(found);
+		if (put_user((u64)found, to + i)) {
+			WRITE_ONCE(log->all, 1);
+			return -EFAULT;
+		}
+		if (!(i % PAGE_SIZE))
+			cond_resched();
+	}
+	return MERCURY_CODE_OK;
+}
+
+static int act(struct file *file, struct mercury_disk_log_request *request)
+{
+	const struct block_device *device = disk_of(file);
+	int number;
+
+	if (!device)
+		return MERCURY_CODE_DISK_UNSUPPORTED;
+	if (request->what == MERCURY_DISK_LOG_BEGIN)
+		return begin(file, request);
+	number = find_log(device->bd_disk);
+	if (number < 0)
+		return MERCURY_CODE_NO_DISK_LOG;
+	if (request->what == MERCURY_DISK_LOG_COLLECT)
+		return collect(logs[number], request);
+	end(number);
+	return MERCURY_CODE_OK;
+}
+
+/* Under mercury.lock. */
+int mercury_disk_log(struct mercury_disk_log_request *request)
+{
+	struct file *file;
+	int result;
+
+	if (request->what > MERCURY_DISK_LOG_END || request->reserved)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	file = fget(request->disk_fd);
+	if (!file)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	result = act(file, request);
+	fput(file);
+	return result;
+}

@@ -1,0 +1,245 @@
+//! Disks that are copied while they are written to: by the driver's log of what is written, which must miss nothing.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::time::Duration;
+
+use mercury_lab::{
+    Bus, Error, Kernel, Machine, Qemu, Result, Spec,
+    driver::Variant,
+    moving::{GOES_ON, MOVING, PEER, Switch, arrives, migrate, plug_in, receive_with, said, times},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, HEAR, TALK},
+        start,
+    },
+};
+use workloads::restart::need_qemu;
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Divides a disk of 256 MiB into two.
+const DIVIDE: &str = r#"
+import fcntl, os, struct, sys
+disk = os.open(sys.argv[1], os.O_RDWR)
+entry = lambda start, count: struct.pack("<B3sB3sII", 0, bytes(3), 0x83, bytes(3), start, count)
+os.write(disk, bytes(446) + entry(2048, 262144) + entry(264192, 260096) + bytes(32) + b"\x55\xaa")
+os.fsync(disk)
+BLKRRPART = 0x125f
+fcntl.ioctl(disk, BLKRRPART)
+"#;
+
+/// A file system on the first part of a disk, and nothing on the second.
+const PREPARE: &str = "python3 /run/divide.py $disk; sleep 1; set -- $(ls $disk?*); modprobe -q btrfs || true; \
+     if command -v mkfs.ext4; then mkfs.ext4 -q $1; else mkfs.btrfs -q $1; fi; \
+     mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
+
+/// Files are written, synchronised, renamed and removed, and what was theirs is discarded.
+const FILES: &str = "cd /run/mnt; n=0; while test ! -e /run/end; do n=$((n + 1)); \
+     dd if=/dev/urandom of=new bs=8k count=$((n % 60 + 1)) conv=fsync status=none && mv new file$((n % 9)); \
+     head -c 3000000 /dev/zero > lazy; test $((n % 7)) != 0 || { rm -f file*; fstrim .; }; done";
+
+/// The second part is written to past all caches and through them, zeroed, and written to by a command of one's own.
+const RAW: &str = r#"
+import ctypes, fcntl, mmap, os, random, struct, subprocess, sys, time
+path = sys.argv[1]
+direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+cached = os.open(path, os.O_RDWR)
+end = os.lseek(cached, 0, os.SEEK_END)
+page = mmap.mmap(-1, 65536)
+count = 0
+while not os.path.exists("/run/still"):
+    count += 1
+    length = random.choice([4096, 8192, 65536])
+    page[:length] = os.urandom(length)
+    at = random.randrange((end - 65536) // 4096) * 4096
+    os.pwritev(direct, [memoryview(page)[:length]], at)
+    os.pwrite(cached, os.urandom(100), random.randrange(end - 100))
+    if count % 50 == 0:
+        subprocess.run(["blkdiscard", "-f", "-z", "-o", str(at), "-l", "65536", path], check=True)
+    if count % 70 == 0:
+        subprocess.run(["blkdiscard", "-f", "-o", str(at), "-l", "65536", path], check=False)
+    if "nvme" in path and count % 90 == 0:
+        # struct nvme_passthru_cmd: Write, of one block.
+        number = random.randrange(end // 512 - 1) + int(open("/sys/class/block/%s/start" % os.path.basename(path)).read())
+        memory = ctypes.create_string_buffer(os.urandom(512), 512)
+        command = bytearray(struct.pack("<BBHIIIQQIIIIIIIIII", 1, 0, 0, 1, 0, 0, 0, ctypes.addressof(memory), 0, 512,
+                                        number & 0xffffffff, number >> 32, 0, 0, 0, 0, 0, 0))
+        fcntl.ioctl(os.open(path[:-2], os.O_RDWR), 0xc0484e43, command)
+    if count % 20 == 0:
+        time.sleep(0.02)
+os.fsync(cached)
+print("writes", count)
+"#;
+
+/// One of a machine's disks is copied to another, and is equal in the end.
+fn is_copied(machine: &Machine, disk: &str, to: &str) -> Result<()> {
+    machine.sh("rm -f /run/still /run/end /run/go")?;
+    machine.sh(&format!("disk={disk}; {PREPARE}"))?;
+    let part = machine.sh(&format!("ls {disk}?* | tail -1"))?;
+    let files = machine.spawn(FILES)?;
+    let raw = machine.spawn(&format!("python3 /run/raw.py {part}"))?;
+    // Nobody says of what was written before the log began.
+    machine.sh("sleep 1")?;
+    let mut copy =
+        machine.spawn(&format!("mercury-workload disk {disk} {to} --wait-file /run/go --freeze /run/mnt"))?;
+    copy.wait_output("it has been copied", LIMIT)?;
+    machine.sh("touch /run/still")?;
+    let raw = raw.wait(LIMIT)?.check()?;
+    machine.sh("touch /run/go")?;
+    let output = copy.wait(LIMIT)?.check()?;
+    println!("{disk}: {} {}", raw.stdout.trim(), output.stdout);
+    let fact = |name: &str| -> u64 {
+        let report: serde_json::Value = serde_json::from_str(output.stdout.lines().last().unwrap()).unwrap();
+        report[name].as_u64().unwrap_or_else(|| panic!("{name} is not in {report}"))
+    };
+    assert_eq!(fact("missed_chunks"), 0);
+    assert!(fact("logged_chunks") > 50 && fact("last_chunks") > 0, "{}", output.stdout);
+    machine.sh("touch /run/end")?;
+    files.wait(LIMIT)?.check()?;
+    machine.sh("umount /run/mnt").map(drop)
+}
+
+fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
+    let spec = Spec::new(kernel).cpus(2).modules(Variant::Faults).qemu_version(Qemu::Newer);
+    // The last one is what they are copied to.
+    let spec = buses.iter().fold(spec, |spec, bus| spec.disk(*bus, 256)).disk(Bus::Virtio, 256);
+    let machine = Machine::boot(spec)?;
+    machine.sh("mercury load")?;
+    machine.put("/run/raw.py", RAW.as_bytes(), 0o644)?;
+    machine.put("/run/divide.py", DIVIDE.as_bytes(), 0o644)?;
+    Ok(machine)
+}
+
+/// What is refused, and that nothing is left behind: the module goes, and comes back.
+fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
+    machine
+        .sh("mercury unload && ! lsmod | grep '^mercury ' && ! dmesg | grep -E 'Oops|BUG:|WARNING: CPU' && mercury load")?;
+    // Its probes are gone with it.
+    machine.sh(&format!("dd if=/dev/zero of={disk} bs=1M count=1 oflag=direct status=none")).map(drop)
+}
+
+#[test]
+#[ignore = "long"]
+fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
+    let machine = machine(Kernel::BookwormGeneric, &[Bus::Virtio, Bus::Nvme, Bus::Ahci])?;
+    machine.sh("modprobe -a virtio_blk nvme ahci sd_mod")?;
+    // Artefacts and root are on NVMe, too.
+    for id in ["disk0", "disk1", "disk2"] {
+        let named = |id: &str| {
+            let line = format!(
+                "for disk in $(lsblk -dno NAME); do grep -qs mercury-{id} /sys/block/$disk/serial \
+                 /sys/block/$disk/device/serial /sys/block/$disk/device/vpd_pg80 && echo /dev/$disk || true; done"
+            );
+            machine.sh(&line)
+        };
+        let (from, to) = (named(id)?, named("disk3")?);
+        is_copied(&machine, &from, &to)?;
+        leaves_nothing(&machine, &from)?;
+    }
+    machine.check_next_attach()
+}
+
+#[test]
+#[ignore = "long"]
+fn a_disk_is_copied_while_it_is_written_to_on_a_later_kernel() -> Result<()> {
+    let machine = machine(Kernel::TrixieCloud, &[Bus::Virtio])?;
+    is_copied(&machine, "/dev/vda", "/dev/vdb")?;
+    leaves_nothing(&machine, "/dev/vda")?;
+    machine.check_next_attach()
+}
+
+/// The disk with the root file system.
+const ROOT: &str = "/dev/nvme0n1";
+
+/// Files with known content are written, synchronised, and read from the disk again later.
+const WRITES: &str = r#"
+import hashlib
+os.makedirs("/root/work", exist_ok=True)
+FILES, count = 40, 0
+def content(number):
+    return hashlib.sha256(str(number).encode()).digest() * 3000
+while True:
+    file = os.open(f"/root/work/{count % FILES}", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.write(file, content(count))
+    os.fsync(file)
+    os.close(file)
+    count += 1
+    if count >= FILES:
+        file = os.open(f"/root/work/{count % FILES}", os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.read(file, 1 << 20) != content(count - FILES):
+            wrong(f"file {count % FILES} is not what it was")
+        os.close(file)
+    say(count)
+"#;
+
+/// What of the machine's own files is looked at, from the disk.
+const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* | sha256sum";
+
+/// The machine moves with its root's disk to the spare, whose own system is overwritten.
+fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, address: &str) -> Result<()> {
+    let (id, boots, before) = (boot_id(machine)?, spare.boots(), times(spare, GOES_ON));
+    let sum = machine.sh(SUM)?;
+    let words = receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))?;
+    let line = migrate(&words, &format!("--with-disk {ROOT} --max-throttle 0"));
+    let mut moving = machine.spawn(&line)?;
+    if !arrives(machine, spare, before, &mut moving)? {
+        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
+        let why = format!("the machine has not moved\n{}\n{}", said(machine), spare.serial_log());
+        return Err(Error::Unhealthy(why));
+    }
+    let ended = machine.wait_shutdown(Duration::from_secs(30));
+    println!("{}", said(machine));
+    if ended.is_err() {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
+    }
+    ended?;
+    spare.wait_other(boots)?;
+    println!("{:?}", moving.output_so_far());
+    is_well(spare, &id)?;
+    assert!(!spare.sh("mercury status --json")?.contains("\"attached\""));
+    for work in ["talk", "hear", "writes"] {
+        // Every file has been read again by then.
+        comes_further(spare, work, count(spare, work)? + 45)?;
+    }
+    nothing_wrong(peer)?;
+    nothing_wrong(spare)?;
+    assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
+    // Nothing is under way in a file system that is frozen, and its journal is empty. Of one that is mounted at / e2fsck wants to
+    // know whether it can be written to, and would wait there for ever: it is shown the disk by another name.
+    spare.sh(&format!(
+        "modprobe loop; disk=$(losetup -r -f --show {ROOT}) && fsfreeze -f / && \
+         {{ e2fsck -fn $disk > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; losetup -d $disk; }}"
+    ))?;
+    let (code, told) = (spare.sh("cat /run/code")?, spare.sh("cat /run/fsck")?);
+    assert_eq!(code, "0", "{told}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_moves_with_its_disk_and_comes_back() -> Result<()> {
+    need_qemu()?;
+    let switch = Switch::boot()?;
+    let peer = &switch.peer;
+    let machine = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
+    plug_in(&machine, MOVING)?;
+    let spare = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
+    plug_in(&spare, "10.9.0.3")?;
+    start(&machine, "clock", CLOCK, "")?;
+    start(&machine, "talk", TALK, PEER)?;
+    start(&machine, "hear", HEAR, "")?;
+    start(&machine, "writes", WRITES, "")?;
+    switch.tell()?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    let refused = spare.run(&format!("mercury receive --listen 10.9.0.3 --disk {ROOT}"))?;
+    assert!(!refused.success() && refused.stderr.contains("/ is mounted from it"), "{}", refused.stderr);
+    moves_with_its_disk(peer, &machine, &spare, "10.9.0.3")?;
+    let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
+    plug_in(&repaired, "10.9.0.4")?;
+    moves_with_its_disk(peer, &spare, &repaired, "10.9.0.4")?;
+    repaired.check_next_attach()
+}

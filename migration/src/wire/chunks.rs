@@ -1,0 +1,341 @@
+//! Records of chunks of disks, and what a disk's chunks were when they were last sent.
+
+use super::ledger::Ledger;
+use super::pages::PAGE;
+use crate::protocol::{Attempt, Digest};
+
+/// A chunk has at least two to the power of so many bytes, but for a disk's last one.
+pub const CHUNK_SHIFT_MIN: u32 = 16;
+/// And at most.
+pub const CHUNK_SHIFT_MAX: u32 = 20;
+/// A disk has no more chunks than this, if it need not.
+const CHUNKS_WANTED: u64 = 4 << 20;
+/// Chunks of a record.
+pub const CHUNKS_MAX: usize = 256;
+/// Bytes of chunks in a record.
+pub const CHUNKS_BYTES_MAX: usize = 1 << CHUNK_SHIFT_MAX;
+const HEAD: usize = 8;
+const ENTRY: usize = 12;
+const RAW_MAX: usize = HEAD + CHUNKS_MAX * ENTRY + CHUNKS_BYTES_MAX;
+/// With its length before it; zstd adds little to what it cannot compress.
+pub const PACKED_MAX: usize = 4 + RAW_MAX + RAW_MAX / 128 + 1024;
+
+const SECTOR: u64 = 512;
+const DATA: u64 = 1;
+const ZERO: u64 = 2;
+const KIND: u64 = SECTOR - 1;
+
+/// The size of a disk's chunks, as a power of two: small ones, but not too many.
+#[must_use]
+pub fn chunk_shift(bytes: u64) -> u32 {
+    (CHUNK_SHIFT_MIN..CHUNK_SHIFT_MAX)
+        .find(|shift| bytes >> shift <= CHUNKS_WANTED)
+        .unwrap_or(CHUNK_SHIFT_MAX)
+}
+
+/// A chunk of a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk<'a> {
+    /// Where it begins on the disk.
+    pub offset: u64,
+    /// How long it is.
+    pub length: usize,
+    /// What it holds; `None`: zeros.
+    pub data: Option<&'a [u8]>,
+}
+
+/// Chunks of one disk that go over the wire together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chunks {
+    /// The number of the disk in the offer.
+    pub disk: u32,
+    entries: Vec<(u64, u32)>,
+    data: Vec<u8>,
+}
+
+impl Chunks {
+    /// Without any, of this disk.
+    #[must_use]
+    pub fn of(disk: u32) -> Self {
+        Self { disk, ..Self::default() }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Adds one. Zeros take no room.
+    ///
+    /// # Panics
+    /// If there is no room for it, or it does not begin and end with a sector.
+    pub fn add(&mut self, offset: u64, bytes: &[u8]) {
+        let is_zero = bytes.iter().all(|byte| *byte == 0);
+        let room = if is_zero { 0 } else { bytes.len() };
+        assert!(
+            self.entries.len() < CHUNKS_MAX
+                && self.data.len() + room <= CHUNKS_BYTES_MAX
+                && is_length(bytes.len()),
+            "no room, or no chunk"
+        );
+        assert!(offset & KIND == 0, "it begins within a sector");
+        if !is_zero {
+            self.data.extend_from_slice(bytes);
+        }
+        self.entries.push((offset | if is_zero { ZERO } else { DATA }, bytes.len() as u32));
+    }
+
+    /// The chunks, in their order.
+    pub fn iter(&self) -> impl Iterator<Item = Chunk<'_>> {
+        let mut rest = &self.data[..];
+        self.entries.iter().map(move |(entry, length)| {
+            let length = *length as usize;
+            let data = (entry & KIND == DATA).then(|| {
+                // There is as much as all of them say, or it would have been refused.
+                let (data, behind) = rest.split_at(length.min(rest.len()));
+                rest = behind;
+                data
+            });
+            Chunk { offset: entry & !KIND, length, data }
+        })
+    }
+
+    /// As it goes over the wire.
+    ///
+    /// # Errors
+    /// If zstd fails.
+    pub fn pack(&self, level: i32) -> std::io::Result<Vec<u8>> {
+        let mut raw = Vec::with_capacity(HEAD + self.entries.len() * ENTRY + self.data.len());
+        raw.extend_from_slice(&self.disk.to_le_bytes());
+        raw.extend_from_slice(&(self.entries.len() as u32).to_le_bytes());
+        for (entry, length) in &self.entries {
+            raw.extend_from_slice(&entry.to_le_bytes());
+            raw.extend_from_slice(&length.to_le_bytes());
+        }
+        raw.extend_from_slice(&self.data);
+        let mut packed = (raw.len() as u32).to_le_bytes().to_vec();
+        packed.extend(zstd::bulk::compress(&raw, level)?);
+        Ok(packed)
+    }
+
+    /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
+    pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
+        let (length, packed) = payload.split_first_chunk().ok_or("it is too short")?;
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > RAW_MAX {
+            return Err("it is longer than chunks are");
+        }
+        let raw = zstd::bulk::decompress(packed, length).map_err(|_| "it cannot be decompressed")?;
+        if raw.len() != length {
+            return Err("it has another length than it says");
+        }
+        let (disk, rest) = raw.split_first_chunk().ok_or("it is too short")?;
+        let (count, rest) = rest.split_first_chunk().ok_or("it is too short")?;
+        let count = u32::from_le_bytes(*count) as usize;
+        if count == 0 || count > CHUNKS_MAX || rest.len() < count * ENTRY {
+            return Err("its number of chunks cannot be");
+        }
+        let (entries, data) = rest.split_at(count * ENTRY);
+        let (entries, _) = entries.as_chunks::<ENTRY>();
+        let entries: Vec<_> = entries.iter().map(entry_of).collect();
+        let is_right =
+            |(entry, length): &(u64, u32)| matches!(entry & KIND, DATA | ZERO) && is_length(*length as usize);
+        if !entries.iter().all(is_right) {
+            return Err("a chunk of it is none");
+        }
+        let with_data = entries.iter().filter(|(entry, _)| entry & KIND == DATA);
+        if data.len() != with_data.map(|(_, length)| *length as usize).sum::<usize>() {
+            return Err("its data are not those of its chunks");
+        }
+        Ok(Self { disk: u32::from_le_bytes(*disk), entries, data: data.to_vec() })
+    }
+}
+
+fn is_length(length: usize) -> bool {
+    length > 0 && length <= CHUNKS_BYTES_MAX && length.is_multiple_of(SECTOR as usize)
+}
+
+fn entry_of(bytes: &[u8; ENTRY]) -> (u64, u32) {
+    let [a, b, c, d, e, f, g, h, rest @ ..] = *bytes;
+    (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes(rest))
+}
+
+/// What each chunk of a disk was when it was last sent, or what lies where it was put; and the digest of all of it.
+#[derive(Clone, Debug)]
+pub struct DiskLedger {
+    bytes: u64,
+    shift: u32,
+    /// It knows of pages by address: a chunk is to it what a page is.
+    ledger: Ledger,
+}
+
+impl DiskLedger {
+    /// That of a disk of this size.
+    #[must_use]
+    pub fn new(bytes: u64) -> Self {
+        let shift = chunk_shift(bytes);
+        let chunks = bytes.div_ceil(1 << shift);
+        let all = std::iter::once(0..chunks.saturating_mul(PAGE as u64));
+        Self { bytes, shift, ledger: Ledger::new(all.collect()) }
+    }
+
+    /// The size of its chunks, as a power of two.
+    #[must_use]
+    pub fn shift(&self) -> u32 {
+        self.shift
+    }
+
+    /// How many chunks the disk has.
+    #[must_use]
+    pub fn chunks(&self) -> u64 {
+        self.bytes.div_ceil(1 << self.shift)
+    }
+
+    /// Where a chunk begins, and how long it is: the last one may be shorter.
+    #[must_use]
+    pub fn place(&self, number: u64) -> (u64, usize) {
+        let start = number << self.shift;
+        (start, self.bytes.saturating_sub(start).min(1 << self.shift) as usize)
+    }
+
+    /// The number of the chunk that begins there and is so long.
+    fn number(&self, offset: u64, length: usize) -> Option<u64> {
+        let number = offset >> self.shift;
+        (number < self.chunks() && self.place(number) == (offset, length)).then_some(number)
+    }
+
+    /// Whether there is such a chunk.
+    #[must_use]
+    pub fn has_room_for(&self, offset: u64, length: usize) -> bool {
+        self.number(offset, length).is_some()
+    }
+
+    /// Notes what a chunk holds now; whether that is something else than what was noted before, if anything was.
+    ///
+    /// # Errors
+    /// If there is no such chunk: nothing may be written there.
+    pub fn note(&mut self, offset: u64, length: usize, hash: [u8; 16]) -> Result<bool, &'static str> {
+        let number =
+            self.number(offset, length).ok_or("a chunk of it is none of the disk that was offered")?;
+        self.ledger.note_hash(number * PAGE as u64, hash)
+    }
+
+    /// Whether every chunk was noted.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.ledger.is_complete()
+    }
+
+    /// Makes what of the digest can be made before the end.
+    pub fn settle(&mut self) {
+        self.ledger.settle();
+    }
+
+    /// The digest of all chunks, in this attempt.
+    pub fn digest(&mut self, attempt: Attempt) -> Digest {
+        self.ledger.digest(attempt)
+    }
+}
+
+/// What a [`DiskLedger`] keeps of a chunk.
+#[must_use]
+pub fn hash_of_chunk(bytes: &[u8]) -> [u8; 16] {
+    let mut half = [0; 16];
+    half.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+    half
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A record of raw bytes, as somebody with ill will makes it.
+    fn record(disk: u32, entries: &[(u64, u32)], data: &[u8]) -> Vec<u8> {
+        Chunks { disk, entries: entries.to_vec(), data: data.to_vec() }.pack(1).expect("packed")
+    }
+
+    #[test]
+    fn chunks_come_back() {
+        let mut chunks = Chunks::of(3);
+        chunks.add(1 << 16, &[7; 1 << 16]);
+        chunks.add(0, &[0; 1 << 16]);
+        chunks.add(5 << 16, &[9; 512]);
+        let found = Chunks::unpack(&chunks.pack(3).expect("packed")).expect("unpacked");
+        assert_eq!(found, chunks);
+        let all: Vec<_> = found
+            .iter()
+            .map(|chunk| (chunk.offset >> 16, chunk.length, chunk.data.map(|data| data[0])))
+            .collect();
+        assert_eq!(all, [(1, 1 << 16, Some(7)), (0, 1 << 16, None), (5, 512, Some(9))]);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let sector = [1; 512];
+        assert!(Chunks::unpack(&record(0, &[(512 | DATA, 512)], &sector)).is_ok());
+        for (entries, data) in [
+            (&[][..], &[][..]),
+            (&[(DATA, 512)], &[]),
+            (&[(DATA, 512)], &[1; 513]),
+            (&[(ZERO, 512)], &sector),
+            (&[(3, 512)], &sector),
+            (&[(DATA | 256, 512)], &sector),
+            (&[(DATA, 511)], &sector[..511]),
+            (&[(ZERO, 0)], &[]),
+            (&[(ZERO, 2 << 20)], &[]),
+            (&[(ZERO, 512); CHUNKS_MAX + 1], &[]),
+        ] {
+            assert!(Chunks::unpack(&record(0, entries, data)).is_err(), "{entries:?}");
+        }
+        let mut long = record(0, &[(DATA, 512)], &sector);
+        long[..4].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(Chunks::unpack(&long), Err("it is longer than chunks are"));
+        assert!(Chunks::unpack(&[0; 3]).is_err() && Chunks::unpack(&[0; 4]).is_err());
+    }
+
+    #[test]
+    fn chunks_are_those_of_the_disk() {
+        // Two whole ones, and a sector.
+        let mut ledger = DiskLedger::new((2 << 16) + 512);
+        assert_eq!((ledger.chunks(), ledger.place(2)), (3, (2 << 16, 512)));
+        for (offset, length) in
+            [(0, 512), (512, 1 << 16), (2 << 16, 1 << 16), (3 << 16, 512), (u64::MAX << 16, 1 << 16)]
+        {
+            assert!(!ledger.has_room_for(offset, length) && ledger.note(offset, length, [1; 16]).is_err());
+        }
+        assert_eq!(ledger.note(0, 1 << 16, [1; 16]), Ok(true));
+        assert_eq!(ledger.note(0, 1 << 16, [1; 16]), Ok(false));
+        assert_eq!(ledger.note(1 << 16, 1 << 16, [2; 16]), Ok(true));
+        assert!(!ledger.is_complete());
+        assert_eq!(ledger.note(2 << 16, 512, [3; 16]), Ok(true));
+        assert!(ledger.is_complete());
+        let digest = ledger.digest(Attempt([1; 16]));
+        assert_ne!(digest, ledger.digest(Attempt([2; 16])));
+        assert_eq!(ledger.note(0, 1 << 16, [9; 16]), Ok(true));
+        assert_ne!(digest, ledger.digest(Attempt([1; 16])));
+    }
+
+    #[test]
+    fn large_disks_have_large_chunks() {
+        assert_eq!([0, 1 << 30, 256 << 30, 257 << 30, 16 << 40].map(chunk_shift), [16, 16, 16, 17, 20]);
+    }
+
+    proptest! {
+        /// Whatever comes, no byte of it is taken for another disk's, and nothing panics.
+        #[test]
+        fn nonsense_is_refused_or_chunks(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Chunks::unpack(&payload);
+        }
+
+        #[test]
+        fn raw_nonsense_is_refused_or_chunks(raw in proptest::collection::vec(any::<u8>(), 0..600)) {
+            let mut payload = (raw.len() as u32).to_le_bytes().to_vec();
+            payload.extend(zstd::bulk::compress(&raw, 1).expect("compressed"));
+            if let Ok(chunks) = Chunks::unpack(&payload) {
+                prop_assert!(chunks.iter().all(|chunk| chunk.data.is_none_or(|data| data.len() == chunk.length)));
+            }
+        }
+    }
+}
