@@ -23,7 +23,7 @@ const ETHERNET: &str = "1";
 pub type Mac = [u8; 6];
 
 /// A card, and how it is used.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     /// Its name.
     pub name: String,

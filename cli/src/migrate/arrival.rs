@@ -1,7 +1,7 @@
 //! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
 //! and the one that it was waits to hear of it.
 
-use super::{marks, mover::Held};
+use super::{here::Held, marks};
 use crate::{
     checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},

@@ -38,11 +38,31 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// How long the driver may be busy with the end of the process that was killed.
 const DRIVER_PATIENCE: Duration = Duration::from_secs(60);
 
+/// Who carries frames to all.
+pub trait Air: std::fmt::Debug {
+    /// Says one by a card.
+    fn say(&self, card: &Card, frame: &[u8]);
+
+    /// One that somebody has said.
+    fn hear(&self) -> Option<Vec<u8>>;
+}
+
+impl Air for Packets {
+    fn say(&self, card: &Card, frame: &[u8]) {
+        // What is not heard is said again.
+        let _ = Self::say(self, card, frame);
+    }
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        Self::hear(self)
+    }
+}
+
 /// What is said to all, and what the other end has said to all: what has arrived cannot be told otherwise.
 #[derive(Debug)]
 pub struct Hails {
     hailer: Hailer,
-    packets: Packets,
+    air: Box<dyn Air>,
     cards: Vec<Card>,
     attempt: Attempt,
     said: Instant,
@@ -54,9 +74,15 @@ impl Hails {
     /// # Errors
     /// If the kernel opens no socket for it.
     pub fn open(line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> io::Result<Self> {
+        Ok(Self::by(Box::new(Packets::open(ETHER_TYPE)?), line, attempt, secret, cards))
+    }
+
+    /// The same, by whoever carries them.
+    #[must_use]
+    pub fn by(air: Box<dyn Air>, line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> Self {
         let mut hailer = Hailer::new(line);
         hailer.know(attempt, secret);
-        Ok(Self { hailer, packets: Packets::open(ETHER_TYPE)?, cards, attempt, said: Instant::now() })
+        Self { hailer, air, cards, attempt, said: Instant::now() }
     }
 
     /// This machine's cards.
@@ -76,7 +102,7 @@ impl Hails {
         ];
         for card in self.cards.iter().filter(|card| card.up) {
             for frame in &frames {
-                let _ = self.packets.say(card, frame);
+                self.air.say(card, frame);
             }
         }
     }
@@ -91,7 +117,7 @@ impl Hails {
     /// What the other end has said, if it has.
     #[must_use]
     pub fn hear(&self) -> Option<Message> {
-        while let Some(frame) = self.packets.hear() {
+        while let Some(frame) = self.air.hear() {
             if let Some(message) = self.hailer.hear(Speaker::Destination, &frame) {
                 return Some(message);
             }

@@ -16,6 +16,7 @@ mod course;
 pub mod disk;
 pub mod doubt;
 mod dry_run;
+mod here;
 pub mod lane;
 #[cfg(test)]
 mod liars;
@@ -29,6 +30,11 @@ pub mod offer;
 pub mod operator;
 pub mod pause;
 pub mod report;
+mod system;
+#[cfg(test)]
+mod trial;
+#[cfg(test)]
+mod turns;
 
 use crate::{
     args::MigrateArgs,
@@ -42,10 +48,11 @@ use crate::{
     receive::PORT,
     sysroot::Sysroot,
 };
+use here::{Here, With};
 use link::Link;
 use marks::Marks;
 use mercury_abi::code::Code;
-use mercury_migration::session::Line;
+use mercury_migration::{protocol::Patience, session::Line};
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
 use std::{
@@ -93,13 +100,16 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
-    let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
-    mover.keep_marks(marks);
+    let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
+    let (mut here, departure) = Here::make_ready(with, marks, (to, line, link))?;
+    let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };
+    let mut mover = Mover::new(args, &mut here, patience, departure)?;
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, held, mut operator, may_write, mut pause } = mover.into_rest();
+    let Rest { failure, mut operator, mut pause } = mover.into_rest();
+    let (held, may_write) = here.into_rest();
     match outcome {
-        Ok(Outcome::Arrived(mut arrived)) => {
+        Outcome::Arrived(mut arrived) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
             arrived.settle(held, &mut guard, &mut |step| {
@@ -110,13 +120,13 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             });
             Ok(report)
         }
-        Ok(Outcome::GivenUp) => {
+        Outcome::GivenUp => {
             attached.forget();
             // Whatever comes now, nothing here may go on.
             std::mem::forget(held);
             power_off(say, &report, operator, may_write)
         }
-        Ok(Outcome::Resumed) => {
+        Outcome::Resumed => {
             drop(held);
             attached.undo()?;
             guard.is_undone();
@@ -126,12 +136,6 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
                 say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
             }
             Err(failure)
-        }
-        Err(error) => {
-            drop(held);
-            attached.undo()?;
-            guard.is_undone();
-            Err(error)
         }
     }
 }
