@@ -1,7 +1,7 @@
 //! The other end may lie to a source, too, or be late, or break off: the loop of a move as it is ([`super::mover`]) against all of
 //! that. What must never be is held against it by [`super::trial`].
 
-use super::trial::{Act, Ended, LIMIT, OURS, SILENCE, Stage, honest, plays};
+use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
 use mercury_migration::{
     protocol::{Attempt, Digest, Mark, Word},
     wire::Writer,
@@ -145,21 +145,15 @@ proptest! {
 
     /// Wherever a bit of what an honest destination says is turned, or it is cut, the source does not go further than what was whole.
     #[test]
-    fn no_damage_gives_a_machine_up(at in any::<prop::sample::Index>(), bit in 0..9_u8, of in 0..2_usize) {
-        // What is damaged is the first word, or the last one behind an honest rest.
+    fn no_damage_gives_a_machine_up(at in any::<prop::sample::Index>(), bit in 0..9_u8, of in 0..3_usize) {
         let mut acts = honest();
-        let words = [&[Word::Accept][..], &[Word::Started]];
-        let whole = stream(OURS, words[of]);
-        let before = if of == 0 { 0 } else { stream(OURS, &[]).len() };
-        let mut bytes = whole[before..].to_vec();
-        let at = at.index(bytes.len());
-        if bit == 8 { bytes.truncate(at) } else { bytes[at] ^= 1 << bit }
-        let place = if of == 0 { 1 } else { 5 };
-        acts[place] = Act::Raw(bytes);
-        acts.insert(place + 1, Act::Close);
+        // Where the accept, the verdict and the answer are.
+        let place = 1 + 2 * of;
+        acts.insert(place, Act::Damage(at, bit));
+        acts.insert(place + 2, Act::Close);
         let stage = Stage::new();
         let ended = plays(&stage, &acts, SILENCE, "resume");
         prop_assert!(matches!(ended, Ended::Resumed(_)), "{ended:?}");
-        prop_assert_eq!(stage.seen().has_done("commit"), of == 1);
+        prop_assert_eq!(stage.seen().has_done("commit"), of == 2);
     }
 }

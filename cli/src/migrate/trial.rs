@@ -28,6 +28,7 @@ use mercury_migration::{
     session::{Line, Receiver},
     wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
 };
+use proptest::prelude::prop;
 use rustls::{ServerConnection, StreamOwned};
 use std::{
     cell::RefCell,
@@ -382,7 +383,7 @@ pub fn moves(
 }
 
 /// What the other end does, in order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Act {
     /// Waits until the source has said it on the connection; of what is in it nothing counts.
     Await(Word),
@@ -398,6 +399,8 @@ pub enum Act {
     Pages,
     /// Bytes as they are.
     Raw(Vec<u8>),
+    /// What is said next has this bit turned, at a place in it; or is cut there, if it is no bit.
+    Damage(prop::sample::Index, u8),
     /// Ends the connection.
     Close,
     /// Says nothing for so many milliseconds.
@@ -441,6 +444,7 @@ struct Peer {
     hailer: Hailer,
     console: UnixStream,
     came: HashMap<u64, [u8; PAGE]>,
+    damage: Option<(prop::sample::Index, u8)>,
     is_over: Arc<AtomicBool>,
 }
 
@@ -483,6 +487,7 @@ impl Peer {
                 self.flush();
             }
             Act::Raw(bytes) => self.put(bytes),
+            Act::Damage(at, bit) => self.damage = Some((*at, *bit)),
             Act::Close => (self.session, self.reader) = (None, None),
             Act::Rest(ms) => thread::sleep(Duration::from_millis(*ms)),
             Act::Interrupt => self.stage.seen().is_interrupted = true,
@@ -503,7 +508,12 @@ impl Peer {
     }
 
     fn flush(&mut self) {
-        let bytes = std::mem::take(self.writer.get_mut());
+        let mut bytes = std::mem::take(self.writer.get_mut());
+        match self.damage.take().map(|(at, bit)| (at.index(bytes.len()), bit)) {
+            Some((at, bit)) if bit < 8 => bytes[at] ^= 1 << bit,
+            Some((at, _)) => bytes.truncate(at),
+            None => {}
+        }
         self.put(&bytes);
     }
 
@@ -609,6 +619,7 @@ pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'stati
                 hailer,
                 console: terminal,
                 came: HashMap::new(),
+                damage: None,
                 is_over: peer_over,
             };
             acts.iter().for_each(|act| peer.act(act));

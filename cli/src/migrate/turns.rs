@@ -9,7 +9,7 @@ const LAST: Word = Word::Final(Digest([0; 32]));
 /// An honest end up to this word of the source's, and then these.
 fn after(word: Word, then: &[Act]) -> Vec<Act> {
     let acts = honest();
-    let at = acts.iter().position(|act| *act == Act::Await(word)).expect("it is awaited");
+    let at = acts.iter().position(|act| matches!(act, Act::Await(found) if *found == word)).expect("it is awaited");
     acts[..=at].iter().chain(then).cloned().collect()
 }
 
