@@ -209,7 +209,7 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
     for (step, rounds) in
         [("Offering", 0), ("Copying", 0), ("Stopping", 1), ("Instant", 0), ("Asking", 0), ("Recording", 0)]
     {
-        let [thrown, silent] = [THROWN, SILENT].map(|text| times(&scene.spare, text));
+        let thrown = times(&scene.spare, THROWN);
         let moving = scene.moves_up_to(At::Source(step), &format!("--rounds {rounds}"))?;
         kill_somebody(&scene.machine)?;
         println!("{:?}", { moving }.wait(LIMIT)?);
@@ -219,11 +219,7 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
         match step {
             // Nothing had come.
             "Offering" => {}
-            // It was whole, and nobody will say what becomes of it.
-            "Recording" => {
-                wait_more(&scene.spare, SILENT, silent)?;
-                scene.is_discarded()?;
-            }
+            // Of what is whole the guard says so.
             _ => wait_more(&scene.spare, THROWN, thrown)?,
         }
     }

@@ -35,6 +35,8 @@ use std::{
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Between two tries to be heard, once nothing else can be done.
 const AGAIN: Duration = Duration::from_millis(500);
+/// How long the other end is told that it is over, if it does not answer.
+const CALLING_OFF: Duration = Duration::from_secs(5);
 /// How long the driver may be busy with the end of the process that was killed.
 const DRIVER_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -244,6 +246,26 @@ impl std::fmt::Debug for Doubt {
 }
 
 impl Doubt {
+    /// Of this attempt, without a mark.
+    #[must_use]
+    pub fn of(line: &Line, attempt: Attempt, hails: Secret, cards: &[Card]) -> Self {
+        Self { line: line.to_string(), hails, attempt: attempt.0, cards: cards.to_vec(), mark: None }
+    }
+
+    fn hails(&self) -> Option<Hails> {
+        let line = self.line.parse().ok()?;
+        Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
+    }
+
+    /// Nothing of it was committed, and whoever moved it is gone: this machine goes on, and the other end is told that it need not wait
+    /// for a verdict.
+    pub fn call_off(&self) {
+        let Some(hails) = self.hails() else { return };
+        let keeper = Keeper { marks: None, fault: None };
+        let mut asker = AtConsole { hails: Some((hails, true)), keeper, operator: Operator::default() };
+        call_off(Attempt(self.attempt), &mut asker, CALLING_OFF);
+    }
+
     /// Asks on until it is known, or an operator knows, whether this machine runs elsewhere. If it does, this one is
     /// switched off, and this does not return.
     pub fn settle(&self, reach: &Reach) {
@@ -252,10 +274,7 @@ impl Doubt {
             "the process that moved this machine is gone, after the commit. Another one asks on: nothing runs here until it is \
              known that nothing runs at the other machine",
         );
-        let hails =
-            self.line.parse().ok().and_then(|line| {
-                Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
-            });
+        let hails = self.hails();
         let mut keeper = Keeper { marks: None, fault: None };
         if let Some(standing) = &self.mark {
             keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
@@ -383,6 +402,24 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
     }
 }
 
+/// The protocol from a restart of the sender on, which had not committed: says so until that is answered, or for so long.
+fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
+    let (_, begin) = Source::restart(attempt, Mark::Cleared, Memory::Kept);
+    for action in begin {
+        if let Action::Send(message) = action {
+            asker.say(message.word);
+        }
+    }
+    let end = Instant::now() + patience;
+    while Instant::now() < end {
+        if asker.hear().is_some_and(|message| message.attempt == attempt) {
+            return;
+        }
+        asker.say_again(Word::Cancel);
+        thread::sleep(Duration::from_millis(20).min(patience));
+    }
+}
+
 /// Waits until something has happened.
 fn next(asker: &mut impl Ask, patience: Duration) -> Event {
     let begun = Instant::now();
@@ -487,6 +524,18 @@ mod tests {
         assert_eq!(script.told.len(), 1, "once: {:?}", script.told);
         assert!(script.told[0].contains("does not answer"));
         assert!(script.said.len() > 1, "and it was asked again");
+    }
+
+    /// Whoever has not committed says so, and waits for no answer that does not come.
+    #[test]
+    fn what_was_not_committed_is_called_off() {
+        for answers in [&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, Word::Discarded)][..], &[]] {
+            let mut script = answered(answers);
+            call_off(ATTEMPT, &mut script, Duration::from_millis(200));
+            assert_eq!(script.said, [Word::Cancel]);
+            assert!(script.marks.is_empty() && script.told.is_empty());
+            assert_eq!(script.questions, if answers.is_empty() { script.questions } else { 2 });
+        }
     }
 
     #[test]

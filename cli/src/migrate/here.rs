@@ -108,6 +108,8 @@ impl<'a> Here<'a> {
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("frames on the network", &error))?;
+        let doubt = Doubt::of(&line, attempt, secret, hails.cards());
+        with.guard.will(&Undo::CallOff(Box::new(doubt))).map_err(|error| failed("the guard", &error))?;
         let mirror = Mirror::open(&args.with_disk, device, sysroot)?;
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let least = POOL_LEAST + mirror.memory_there();

@@ -401,13 +401,7 @@ impl<'a> Mover<'a> {
     fn commit(&mut self) -> Result<()> {
         // All that they carried is there.
         self.lanes.clear();
-        let doubt = Doubt {
-            line: self.line.to_string(),
-            hails: self.offer.hails,
-            attempt: self.attempt.0,
-            cards: self.hails.cards().to_vec(),
-            mark: None,
-        };
+        let doubt = Doubt::of(&self.line, self.attempt, self.offer.hails, self.hails.cards());
         self.system.commit(doubt, self.operator.console())
     }
 
