@@ -49,7 +49,6 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     is_refused(machine, &again, BUSY)?;
     is_refused(machine, "mercury migrate --dry-run", BUSY)?;
     is_refused(machine, "mercury checkpoint /run/image", BUSY)?;
-    is_refused(machine, "mercury snapshot", BUSY)?;
     machine.sh("mercury evacuate --reason errors")?;
     let said = machine.sh("until mercury evacuate --status | grep 'and has not:' -A5; do sleep 0.2; done")?;
     println!("{said}");
@@ -92,7 +91,8 @@ fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine
     goes_on(peer, machine)
 }
 
-/// A disk that both reach, and that one of them does not reach any more when it matters.
+/// A disk that an image is written to when a move is wanted; and one that both reach, and that one of them does not reach any more
+/// when it matters. (What has vanished is not touched again: the emulator itself would not outlive that.)
 #[test]
 #[ignore = "long"]
 fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
@@ -103,11 +103,22 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     let Scene { switch: Switch { peer, .. }, machine, spare } =
         &Scene::changed(Kernel::BookwormCloud, 2, [768; 2], plug)?;
     let [first, second] = DISKS.map(|name| disk(machine, name).unwrap());
+    let words = receive(spare, "10.9.0.3")?;
+
+    // A move that comes while an image is being written. Nobody waits where it would go to.
+    let (_, key) = words.split_once(' ').unwrap();
+    let writes = machine.spawn(&format!("mercury checkpoint {first}"))?;
+    let nowhere = migrate(&format!("10.9.0.1:9 {key}"), "");
+    let tries =
+        format!("for i in $(seq 300); do {nowhere} 2>&1 | grep '{BUSY}' && exit; sleep 0.1; done; exit 1");
+    println!("{}", machine.command(&tries).timeout(LIMIT).run()?.check()?.stdout);
+    println!("{:?}", writes.wait(LIMIT)?);
+    goes_on(peer, machine)?;
+
     for disk in [&first, &second] {
         machine.sh(&format!("mkfs.ext4 -q {disk}"))?;
     }
     machine.sh(&format!("mount {first} /mnt; echo before > /mnt/file; sync"))?;
-    let words = receive(spare, "10.9.0.3")?;
     let line = migrate(&words, "--bandwidth 4 --rounds 2");
 
     // At the spare, when it has looked for it already.
@@ -138,15 +149,5 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     wait_more(spare, THROWN, 1)?;
     goes_on(peer, machine)?;
     machine.sh("umount -l /mnt")?;
-
-    // A move that comes while an image is being written. Nobody waits where it would go to.
-    let (_, key) = words.split_once(' ').unwrap();
-    let writes = machine.spawn(&format!("mercury checkpoint --overwrite {first}"))?;
-    let nowhere = migrate(&format!("10.9.0.1:9 {key}"), "");
-    let tries =
-        format!("for i in $(seq 300); do {nowhere} 2>&1 | grep '{BUSY}' && exit; sleep 0.1; done; exit 1");
-    println!("{}", machine.command(&tries).timeout(LIMIT).run()?.check()?.stdout);
-    println!("{:?}", writes.wait(LIMIT)?);
-    goes_on(peer, machine)?;
     machine.check_next_attach()
 }
