@@ -28,7 +28,15 @@ fn an_honest_destination_is_believed() {
     assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::GivenUp);
     let seen = stage.seen();
     assert_eq!(seen.mark, Some(Mark::GivenUp));
-    let order = ["look", "fence off", "hold still", "take the instant", "end the instant", "commit", "mark Committed"];
+    let order = [
+        "look",
+        "fence off",
+        "hold still",
+        "take the instant",
+        "end the instant",
+        "commit",
+        "mark Committed",
+    ];
     let at = order.map(|what| seen.did.iter().position(|did| did == what));
     assert!(at.is_sorted() && at[0].is_some(), "{:?}", seen.did);
 }

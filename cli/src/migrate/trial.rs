@@ -472,8 +472,7 @@ impl Peer {
             }
             Act::Hail(word) => {
                 self.notes(*word);
-                let frame =
-                    self.hailer.say(Speaker::Destination, Message { attempt: OURS, word: *word });
+                let frame = self.hailer.say(Speaker::Destination, Message { attempt: OURS, word: *word });
                 self.stage.seen().from_all.push_back(frame.to_vec());
             }
             Act::Round => {
@@ -644,7 +643,8 @@ pub fn judge(stage: &Stage, ended: &Ended) {
         }
         Ended::GivenUp => {
             let may = seen.said.contains(&Word::Started) || seen.typed.contains(&"abandon");
-            let is_right = may && seen.is_still && seen.is_fenced && seen.is_committed && !seen.has_done("go on");
+            let is_right =
+                may && seen.is_still && seen.is_fenced && seen.is_committed && !seen.has_done("go on");
             seen.check(is_right, "it is given up though nobody has said that it runs elsewhere");
         }
         Ended::Arrived => {

@@ -9,7 +9,10 @@ const LAST: Word = Word::Final(Digest([0; 32]));
 /// An honest end up to this word of the source's, and then these.
 fn after(word: Word, then: &[Act]) -> Vec<Act> {
     let acts = honest();
-    let at = acts.iter().position(|act| matches!(act, Act::Await(found) if *found == word)).expect("it is awaited");
+    let at = acts
+        .iter()
+        .position(|act| matches!(act, Act::Await(found) if *found == word))
+        .expect("it is awaited");
     acts[..=at].iter().chain(then).cloned().collect()
 }
 
@@ -89,9 +92,15 @@ fn a_mark_that_stays_holds_it() {
     for (then, why) in [
         (vec![Act::Hail(Word::Discarded)], "a promise to all"),
         (vec![Act::Say(Word::Discarded, 0)], "a promise on the connection"),
-        (vec![Act::Hail(Word::Unknown), Act::Hail(Word::Started), Act::Rest(300), Act::Type("resume")], "the operator"),
+        (
+            vec![Act::Hail(Word::Unknown), Act::Hail(Word::Started), Act::Rest(300), Act::Type("resume")],
+            "the operator",
+        ),
         (vec![Act::Type("abandon"), Act::Rest(300), Act::Type("resume")], "no other word of the operator's"),
-        (vec![Act::Close, Act::Rest(300), Act::Hail(Word::Discarded)], "a promise, when the connection is gone"),
+        (
+            vec![Act::Close, Act::Rest(300), Act::Hail(Word::Discarded)],
+            "a promise, when the connection is gone",
+        ),
     ] {
         let stage = Stage::new();
         stage.seen().failing = vec!["mark Committed".into(), "mark Cleared".into()];
@@ -106,10 +115,7 @@ fn a_mark_that_stays_holds_it() {
 /// From the commit on: the connection ends or stays, the answer comes by it or to all, at once or late, and what it is.
 #[test]
 fn an_answer_decides_however_it_comes() {
-    let answers = [
-        (Word::Started, true),
-        (Word::Discarded, false),
-    ];
+    let answers = [(Word::Started, true), (Word::Discarded, false)];
     let ways = [
         |word| vec![Act::Say(word, 0)],
         |word| vec![Act::Hail(word)],
@@ -134,7 +140,8 @@ fn an_answer_decides_however_it_comes() {
 fn a_verdict_is_the_last_that_is_heard() {
     for (word, is_elsewhere) in [(Word::Started, true), (Word::Discarded, false)] {
         let stage = Stage::new();
-        let acts = [Act::SayVerified, Act::Close, Act::AwaitDone("mark Committed"), Act::Rest(100), Act::Hail(word)];
+        let acts =
+            [Act::SayVerified, Act::Close, Act::AwaitDone("mark Committed"), Act::Rest(100), Act::Hail(word)];
         let ended = plays(&stage, &after(LAST, &acts), LIMIT, "adopt");
         assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{ended:?}");
         assert!(stage.seen().has_said(Word::Commit));
@@ -148,7 +155,8 @@ fn an_operator_decides_where_nobody_answers() {
         for closes in [false, true] {
             let stage = Stage::new();
             let close = closes.then_some(Act::Close);
-            let acts: Vec<_> = after(Word::Commit, &[]).into_iter().chain(close).chain([Act::Rest(400)]).collect();
+            let acts: Vec<_> =
+                after(Word::Commit, &[]).into_iter().chain(close).chain([Act::Rest(400)]).collect();
             let ended = plays(&stage, &acts, SILENCE, word);
             assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{word}: {ended:?}");
             let told = stage.seen().told.join(" ");

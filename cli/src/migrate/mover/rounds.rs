@@ -118,11 +118,15 @@ impl Mover<'_> {
     }
 
     /// One pass over what may have been written to disks; at the end until nothing has; otherwise what has happened.
-    pub(super) fn mirror_pass(&mut self, from: From, name: &str, limits: &Limits) -> std::result::Result<Pass, Event> {
+    pub(super) fn mirror_pass(
+        &mut self,
+        from: From,
+        name: &str,
+        limits: &Limits,
+    ) -> std::result::Result<Pass, Event> {
         let total = self.mirror.bytes().div_ceil(PAGE as u64);
         let mut mirror = std::mem::take(&mut self.mirror);
-        let how =
-            How { level: self.args.level, workers: self.workers, from, limits: *limits };
+        let how = How { level: self.args.level, workers: self.workers, from, limits: *limits };
         let passed = self.watched(from, name, total, |Ways { link, .. }, watch| match from {
             From::Now => mirror.pass(&how, link, watch),
             From::Instant => mirror.finish(&how, link, watch),
