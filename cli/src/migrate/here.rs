@@ -27,7 +27,7 @@ use crate::{
     commands::Say,
     device::Device,
     error::{Error, Result},
-    ethernet,
+    ethernet::{self, made},
     exit::Exit,
     interrupt::Deferred,
     output::Format,
@@ -137,8 +137,20 @@ impl<'a> Here<'a> {
             with,
         };
         let operator = Operator::at_console();
-        let departure =
-            Departure { attempt, to, line, link, hails, offer, memory: device, log, proof, mirror, operator };
+        let departure = Departure {
+            attempt,
+            to,
+            line,
+            link,
+            hails,
+            offer,
+            bridges: made::given_bridges(sysroot),
+            memory: device,
+            log,
+            proof,
+            mirror,
+            operator,
+        };
         Ok((here, departure))
     }
 

@@ -17,6 +17,7 @@ pub mod disk;
 pub mod doubt;
 mod dry_run;
 mod here;
+pub mod host;
 pub mod lane;
 #[cfg(test)]
 mod liars;
@@ -42,10 +43,10 @@ use crate::{
     commands::{self, Say},
     device::{Access, Device},
     error::{Error, Result},
+    ethernet::{self, made},
     exit::Exit,
     interrupt::Deferred,
     output::Format,
-    receive::PORT,
     sysroot::Sysroot,
 };
 use here::{Here, With};
@@ -57,7 +58,6 @@ use mover::{Mover, Outcome, Rest};
 use operator::Operator;
 use std::{
     io::{Read, Write},
-    net::{SocketAddr, ToSocketAddrs},
     time::Duration,
 };
 
@@ -89,7 +89,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     course::refuse_hopeless(args)?;
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
-    let to = resolve(&args.host)?;
+    let to = host::resolve(&args.host)?;
     refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
@@ -202,8 +202,21 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
+    refuse_bundled(sysroot)?;
     let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
+}
+
+/// Cards of the machine that has arrived get other addresses.
+fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
+    let bundled = made::bundled(&ethernet::cards(sysroot), sysroot);
+    let Some((card, whole)) = bundled.first() else { return Ok(()) };
+    let why = format!(
+        "{card} is a part of {whole}, which is no bridge: its cards would have the addresses of the spare's there, and {whole} would \
+         have its own still"
+    );
+    Err(Error::new(Exit::Impossible, why)
+        .hint("take bonds and teams apart before the move, and make them again behind it"))
 }
 
 /// The receiver's line.
@@ -226,28 +239,4 @@ fn key(args: &MigrateArgs) -> Result<Line> {
         Error::new(Exit::Usage, error.to_string())
             .hint("paste the whole line that `mercury receive` has printed")
     })
-}
-
-fn resolve(host: &str) -> Result<SocketAddr> {
-    let failed = |why: String| {
-        Error::new(Exit::Failed, format!("{host}: {why}")).hint("HOST or HOST:PORT, with an IPv4 address")
-    };
-    let has_port = host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-    let named = if has_port { host.to_owned() } else { format!("{host}:{PORT}") };
-    let all = named.to_socket_addrs().map_err(|error| failed(error.to_string()))?;
-    let mut all = all.filter(SocketAddr::is_ipv4);
-    all.next().ok_or_else(|| failed("it has no IPv4 address".into()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hosts_may_have_ports() {
-        let of = |host| resolve(host).map(|to| to.to_string());
-        assert_eq!(of("10.9.0.3"), Ok("10.9.0.3:4747".into()));
-        assert_eq!(of("10.9.0.3:99"), Ok("10.9.0.3:99".into()));
-        assert!(of("::1").is_err() && of("").is_err());
-    }
 }

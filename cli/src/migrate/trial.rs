@@ -364,6 +364,7 @@ pub fn moves(
         line,
         link,
         offer,
+        bridges: Vec::new(),
         memory: stage,
         log: Log::Prepared,
         proof: None,

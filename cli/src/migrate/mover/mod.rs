@@ -21,7 +21,7 @@ use super::{
 use crate::{
     args::MigrateArgs,
     error::{Error, Result},
-    ethernet::Card,
+    ethernet::{Card, Mac},
     exit::Exit,
 };
 use mercury_migration::{
@@ -58,6 +58,8 @@ pub struct Departure<'a> {
     pub hails: Hails,
     /// The machine.
     pub offer: Offer,
+    /// Its bridges that were given an address: names, and what it is.
+    pub bridges: Vec<(String, Mac)>,
     /// Its memory.
     pub memory: &'a dyn Memory,
     /// What tells what was written to.
@@ -126,6 +128,8 @@ pub struct Mover<'a> {
     committed: Option<Instant>,
     /// The other machine's cards, which this one's will be.
     theirs: Vec<Card>,
+    /// Bridges that were given an address.
+    bridges: Vec<(String, Mac)>,
     heard: Instant,
     operator: Operator,
     workers: usize,
@@ -146,8 +150,20 @@ impl<'a> Mover<'a> {
         patience: Patience,
         departure: Departure<'a>,
     ) -> Result<Self> {
-        let Departure { attempt, to, line, mut link, hails, offer, memory, log, proof, mirror, operator } =
-            departure;
+        let Departure {
+            attempt,
+            to,
+            line,
+            mut link,
+            hails,
+            offer,
+            bridges,
+            memory,
+            log,
+            proof,
+            mirror,
+            operator,
+        } = departure;
         let ledger = Ledger::new(offer.memory());
         link.begin(attempt).map_err(|error| {
             Error::new(Exit::Failed, format!("the connection: {error}")).hint("nothing was changed")
@@ -178,6 +194,7 @@ impl<'a> Mover<'a> {
             is_cancelled: false,
             committed: None,
             theirs: Vec::new(),
+            bridges,
             heard: Instant::now(),
             operator,
             workers: thread::available_parallelism().map_or(1, usize::from),
@@ -447,6 +464,7 @@ impl<'a> Mover<'a> {
             attempt: self.attempt.0,
             cards: self.hails.cards().to_vec(),
             theirs: std::mem::take(&mut self.theirs),
+            bridges: std::mem::take(&mut self.bridges),
         }
     }
 }
