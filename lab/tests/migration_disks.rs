@@ -129,8 +129,9 @@ const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kerne
      echo ipv4 > addr_adrfam; echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
      ln -s ../../subsystems/shared subsystems/shared";
 const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.1,trsvcid=4420,nqn=shared > \
-     /dev/nvme-fabrics; for i in $(seq 100); do disk=$(ls -d /sys/block/nvme[1-9]*n1 2> /dev/null) && break; sleep 0.1; done; \
-     echo -n /dev/$(basename $disk)";
+     /dev/nvme-fabrics; for i in $(seq 100); do controller=$(grep -lx tcp /sys/class/nvme/nvme*/transport) && \
+     test -e /dev/$(basename $(dirname $controller))n1 && break; sleep 0.1; done; \
+     echo -n /dev/$(basename $(dirname $controller))n1";
 
 /// File systems on disks that the machine has by connections of its kernel's go along with these.
 #[test]

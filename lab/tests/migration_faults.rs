@@ -121,7 +121,7 @@ impl Scene {
     /// The source has power again, and boots, and works.
     fn with_source_again(self) -> Result<Self> {
         let machine = self.machine.start_as(moving(self.switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE)))?;
-        self.switch.peer.sh("pkill -f tell.py; rm -f /run/tell /run/tell.wrong")?;
+        self.switch.peer.sh("pkill -f '[t]ell.py'; rm -f /run/tell /run/tell.wrong")?;
         put_to_work(&self.switch, &machine)?;
         let id = boot_id(&machine)?;
         Ok(Self { machine, id, ..self })
