@@ -53,6 +53,8 @@ pub enum Undo {
     },
     /// The fence that stays whoever ends, and the silence about this machine's addresses.
     Open,
+    /// A move that was begun: the other end may have all of it, and wait.
+    CallOff(Box<Doubt>),
     /// A move that was committed: nothing else may be undone before it is known that the machine does not run elsewhere.
     Decide(Box<Doubt>),
 }
@@ -86,6 +88,7 @@ impl Undo {
             Self::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
             Self::Return { from, to } => applications::give_back(from, to),
             Self::Open => reach.open_fence(),
+            Self::CallOff(doubt) => doubt.call_off(),
             Self::Decide(doubt) => doubt.settle(reach),
         }
     }
@@ -295,7 +298,14 @@ mod tests {
     fn a_move_that_was_committed_is_decided_first() {
         let doubt =
             Doubt { line: String::new(), hails: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
-        let steps = [Undo::Detach, Undo::Unfreeze("/a".into()), Undo::Open, Undo::Decide(Box::new(doubt))];
+        let [begun, committed] = [doubt.clone(), doubt].map(Box::new);
+        let steps = [
+            Undo::Detach,
+            Undo::CallOff(begun),
+            Undo::Unfreeze("/a".into()),
+            Undo::Open,
+            Undo::Decide(committed),
+        ];
         let texts: Vec<_> = steps.iter().map(|undo| serde_json::to_string(undo).expect("JSON")).collect();
         let (sender, lines) = channel();
         texts.iter().for_each(|text| sender.send(text.clone()).expect("sent"));
@@ -305,9 +315,10 @@ mod tests {
         });
         assert_eq!(to_undo(&lines, Duration::from_millis(10)), (steps.to_vec(), true));
         let decided = [&texts[..], &[DECIDED.into()]].concat();
-        assert_eq!(to_undo(&told(&decided), SILENCE), (steps[..3].to_vec(), true));
+        assert_eq!(to_undo(&told(&decided), SILENCE), (steps[..4].to_vec(), true));
+        // The other end is told when everything goes on again.
         let released = [&decided[..], &[RELEASED.into()]].concat();
-        assert_eq!(to_undo(&told(&released), SILENCE), (vec![Undo::Detach], true));
+        assert_eq!(to_undo(&told(&released), SILENCE), (steps[..2].to_vec(), true));
     }
 
     /// Silence matters only while somebody stands still.

@@ -1,6 +1,7 @@
 //! Network cards, in the kernel's own terms: what they are, giving them an address, and frames to all of an Ethernet
 //! ([`packets`]).
 
+pub mod made;
 pub mod packets;
 
 use crate::sysroot::Sysroot;
@@ -23,7 +24,7 @@ const ETHERNET: &str = "1";
 pub type Mac = [u8; 6];
 
 /// A card, and how it is used.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     /// Its name.
     pub name: String,
@@ -295,7 +296,10 @@ pub fn set_up(was: &Card) -> io::Result<String> {
     };
     bring_up("lo")?;
     configure(&name, &was.addresses)?;
-    if let Some(Err(error)) = was.gateway.map(route_by) {
+    // One that was set up before is there.
+    if let Some(Err(error)) = was.gateway.map(route_by)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
         eprintln!("mercury: only this network can be reached: {error}");
     }
     Ok(name)

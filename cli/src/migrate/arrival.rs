@@ -1,7 +1,7 @@
 //! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
 //! and the one that it was waits to hear of it.
 
-use super::{marks, mover::Held};
+use super::{here::Held, marks};
 use crate::{
     checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},
@@ -40,6 +40,8 @@ pub struct Arrival {
     pub cards: Vec<Card>,
     /// Those of the other machine, which these are now.
     pub theirs: Vec<Card>,
+    /// Its bridges that were given an address: names, and what it is.
+    pub bridges: Vec<(String, Mac)>,
 }
 
 impl Arrival {
@@ -69,7 +71,12 @@ impl Arrival {
     pub fn settle(&mut self, held: Held, guard: &mut Guard, step: &mut dyn FnMut(&str)) {
         guard.hear();
         step("Arrived");
+        let followers = self.followers();
         let mut told = self.tell_cards();
+        told.extend(followers.iter().filter_map(|(name, mac)| {
+            let refused = ethernet::set_mac(name, *mac).err()?;
+            Some(format!("{name} does not take the address of its card: {refused}"))
+        }));
         self.announce();
         drop(held);
         guard.is_undone();
@@ -82,6 +89,17 @@ impl Arrival {
             // What nobody reads is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");
         }
+    }
+
+    /// Bridges that were given the address of a card where they came from, which may be switched on again, and the address of that card
+    /// here. Others follow by themselves, or have an address that is nobody's.
+    fn followers(&self) -> Vec<(String, Mac)> {
+        let new = |old: &Mac| {
+            let card = self.cards.iter().find(|card| card.up && card.mac == *old)?;
+            let theirs = self.theirs.iter().find(|theirs| theirs.place == card.place)?;
+            (theirs.mac != card.mac).then_some(theirs.mac)
+        };
+        self.bridges.iter().filter_map(|(name, mac)| Some((name.clone(), new(mac)?))).collect()
     }
 
     /// What the cards do not do.
@@ -166,4 +184,32 @@ pub fn answer() -> Exit {
         }
     }
     Exit::Done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn mac(last: u8) -> Mac {
+        [0x52, 0x54, 0, 9, 0, last]
+    }
+
+    fn card(place: &str, last: u8, up: bool) -> Card {
+        Card { place: place.into(), mac: mac(last), up, ..Card::default() }
+    }
+
+    /// One that has the address of a card that is left behind gets that of the card at the same place; others keep theirs.
+    #[test]
+    fn bridges_follow_their_cards() {
+        let bridges = [("with", 2), ("own", 9), ("down", 3), ("gone", 4), ("same", 5)];
+        let arrival = Arrival {
+            line: String::new(),
+            hails: [0; 32],
+            attempt: [0; 16],
+            cards: vec![card("a", 2, true), card("b", 3, false), card("c", 4, true), card("d", 5, true)],
+            theirs: vec![card("d", 5, true), card("b", 13, true), card("a", 12, true)],
+            bridges: bridges.map(|(name, last)| (name.to_owned(), mac(last))).into(),
+        };
+        assert_eq!(arrival.followers(), [("with".to_owned(), mac(12))]);
+    }
 }

@@ -35,14 +35,36 @@ use std::{
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// Between two tries to be heard, once nothing else can be done.
 const AGAIN: Duration = Duration::from_millis(500);
+/// How long the other end is told that it is over, if it does not answer.
+const CALLING_OFF: Duration = Duration::from_secs(5);
 /// How long the driver may be busy with the end of the process that was killed.
 const DRIVER_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Who carries frames to all.
+pub trait Air: std::fmt::Debug {
+    /// Says one by a card.
+    fn say(&self, card: &Card, frame: &[u8]);
+
+    /// One that somebody has said.
+    fn hear(&self) -> Option<Vec<u8>>;
+}
+
+impl Air for Packets {
+    fn say(&self, card: &Card, frame: &[u8]) {
+        // What is not heard is said again.
+        let _ = Self::say(self, card, frame);
+    }
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        Self::hear(self)
+    }
+}
 
 /// What is said to all, and what the other end has said to all: what has arrived cannot be told otherwise.
 #[derive(Debug)]
 pub struct Hails {
     hailer: Hailer,
-    packets: Packets,
+    air: Box<dyn Air>,
     cards: Vec<Card>,
     attempt: Attempt,
     said: Instant,
@@ -54,9 +76,15 @@ impl Hails {
     /// # Errors
     /// If the kernel opens no socket for it.
     pub fn open(line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> io::Result<Self> {
+        Ok(Self::by(Box::new(Packets::open(ETHER_TYPE)?), line, attempt, secret, cards))
+    }
+
+    /// The same, by whoever carries them.
+    #[must_use]
+    pub fn by(air: Box<dyn Air>, line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> Self {
         let mut hailer = Hailer::new(line);
         hailer.know(attempt, secret);
-        Ok(Self { hailer, packets: Packets::open(ETHER_TYPE)?, cards, attempt, said: Instant::now() })
+        Self { hailer, air, cards, attempt, said: Instant::now() }
     }
 
     /// This machine's cards.
@@ -76,7 +104,7 @@ impl Hails {
         ];
         for card in self.cards.iter().filter(|card| card.up) {
             for frame in &frames {
-                let _ = self.packets.say(card, frame);
+                self.air.say(card, frame);
             }
         }
     }
@@ -91,7 +119,7 @@ impl Hails {
     /// What the other end has said, if it has.
     #[must_use]
     pub fn hear(&self) -> Option<Message> {
-        while let Some(frame) = self.packets.hear() {
+        while let Some(frame) = self.air.hear() {
             if let Some(message) = self.hailer.hear(Speaker::Destination, &frame) {
                 return Some(message);
             }
@@ -218,6 +246,26 @@ impl std::fmt::Debug for Doubt {
 }
 
 impl Doubt {
+    /// Of this attempt, without a mark.
+    #[must_use]
+    pub fn of(line: &Line, attempt: Attempt, hails: Secret, cards: &[Card]) -> Self {
+        Self { line: line.to_string(), hails, attempt: attempt.0, cards: cards.to_vec(), mark: None }
+    }
+
+    fn hails(&self) -> Option<Hails> {
+        let line = self.line.parse().ok()?;
+        Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
+    }
+
+    /// Nothing of it was committed, and whoever moved it is gone: this machine goes on, and the other end is told that it need not wait
+    /// for a verdict.
+    pub fn call_off(&self) {
+        let Some(hails) = self.hails() else { return };
+        let keeper = Keeper { marks: None, fault: None };
+        let mut asker = AtConsole { hails: Some((hails, true)), keeper, operator: Operator::default() };
+        call_off(Attempt(self.attempt), &mut asker, CALLING_OFF);
+    }
+
     /// Asks on until it is known, or an operator knows, whether this machine runs elsewhere. If it does, this one is
     /// switched off, and this does not return.
     pub fn settle(&self, reach: &Reach) {
@@ -226,10 +274,7 @@ impl Doubt {
             "the process that moved this machine is gone, after the commit. Another one asks on: nothing runs here until it is \
              known that nothing runs at the other machine",
         );
-        let hails =
-            self.line.parse().ok().and_then(|line| {
-                Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
-            });
+        let hails = self.hails();
         let mut keeper = Keeper { marks: None, fault: None };
         if let Some(standing) = &self.mark {
             keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
@@ -357,6 +402,24 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
     }
 }
 
+/// The protocol from a restart of the sender on, which had not committed: says so until that is answered, or for so long.
+fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
+    let (_, begin) = Source::restart(attempt, Mark::Cleared, Memory::Kept);
+    for action in begin {
+        if let Action::Send(message) = action {
+            asker.say(message.word);
+        }
+    }
+    let end = Instant::now() + patience;
+    while Instant::now() < end {
+        if asker.hear().is_some_and(|message| message.attempt == attempt) {
+            return;
+        }
+        asker.say_again(Word::Cancel);
+        thread::sleep(Duration::from_millis(20).min(patience));
+    }
+}
+
 /// Waits until something has happened.
 fn next(asker: &mut impl Ask, patience: Duration) -> Event {
     let begun = Instant::now();
@@ -461,6 +524,18 @@ mod tests {
         assert_eq!(script.told.len(), 1, "once: {:?}", script.told);
         assert!(script.told[0].contains("does not answer"));
         assert!(script.said.len() > 1, "and it was asked again");
+    }
+
+    /// Whoever has not committed says so, and waits for no answer that does not come.
+    #[test]
+    fn what_was_not_committed_is_called_off() {
+        for answers in [&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, Word::Discarded)][..], &[]] {
+            let mut script = answered(answers);
+            call_off(ATTEMPT, &mut script, Duration::from_millis(200));
+            assert_eq!(script.said, [Word::Cancel]);
+            assert!(script.marks.is_empty() && script.told.is_empty());
+            assert_eq!(script.questions, if answers.is_empty() { script.questions } else { 2 });
+        }
     }
 
     #[test]

@@ -201,8 +201,8 @@ fn predict(
     let mut machine = Machine::default();
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     let mut ledger = Ledger::new(kept(&machine));
-    let disks = Mirror::open(&args.with_disk, sysroot)?;
-    disks.watch(device)?;
+    let disks = Mirror::open(&args.with_disk, device, sysroot)?;
+    disks.watch()?;
     let begun = Instant::now();
     log.begin(device);
     let first = look(device, &mut ledger, args, 0, deferred, "what there is")?;
@@ -215,8 +215,8 @@ fn predict(
     let second = look(device, &mut ledger, args, only, deferred, "what is written")?;
     // What was written but to memory will be written to the disk.
     rustix::fs::sync();
-    let dirty_disk = disks.written(device)? as f64 / begun.elapsed().as_secs_f64().max(0.001);
-    disks.unwatch(device);
+    let dirty_disk = disks.written()? as f64 / begun.elapsed().as_secs_f64().max(0.001);
+    disks.unwatch();
     // What is only prepared goes with the device otherwise.
     let _ = device.snapshot_end();
     let measured = Measured {

@@ -1,6 +1,7 @@
 //! What tells which frames may have changed since they were sent: the driver's log of writes, where there can be one. A move
 //! and `--dry-run` go by it alike.
 
+use super::system::Memory;
 use crate::{device::Device, error::Result};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED};
 
@@ -26,9 +27,9 @@ impl Log {
     }
 
     /// Before the first frame is read. Where there is no log, hashes do it.
-    pub fn begin(&mut self, device: &Device) {
+    pub fn begin(&mut self, memory: &dyn Memory) {
         if matches!(self, Self::Prepared) {
-            *self = match device.log_begin() {
+            *self = match memory.begin_log() {
                 Ok(()) => Self::Live,
                 Err(why) => Self::None(why.to_string()),
             };
@@ -36,12 +37,12 @@ impl Log {
     }
 
     /// Which frames have to be read next: `MERCURY_TAKE_*`.
-    pub fn collect(&mut self, device: &Device) -> u64 {
+    pub fn collect(&mut self, memory: &dyn Memory) -> u64 {
         if !matches!(self, Self::Live) {
             return 0;
         }
-        match device.log_collect() {
-            Ok(_) => MERCURY_TAKE_LOGGED,
+        match memory.collect_log() {
+            Ok(()) => MERCURY_TAKE_LOGGED,
             Err(why) => {
                 *self = Self::None(why.to_string());
                 0

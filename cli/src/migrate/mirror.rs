@@ -39,7 +39,9 @@ const LAST_LOOKS: usize = 20;
 
 /// One of them.
 #[derive(Debug)]
-struct Source {
+struct Source<'a> {
+    /// The driver, which has the log.
+    device: &'a Device,
     disk: Disk,
     file: File,
     ledger: DiskLedger,
@@ -49,15 +51,13 @@ struct Source {
 
 /// The disks that go along.
 #[derive(Debug, Default)]
-pub struct Mirror {
-    sources: Vec<Source>,
+pub struct Mirror<'a> {
+    sources: Vec<Source<'a>>,
 }
 
 /// How a pass goes on.
 #[derive(Clone, Copy, Debug)]
-pub struct How<'a> {
-    /// The driver.
-    pub device: &'a Device,
+pub struct How {
     /// zstd's level.
     pub level: i32,
     /// How many threads read, hash and compress.
@@ -68,13 +68,13 @@ pub struct How<'a> {
     pub limits: Limits,
 }
 
-impl Mirror {
+impl<'a> Mirror<'a> {
     /// With these disks.
     ///
     /// # Errors
     /// If one of them cannot be mirrored.
-    pub fn open(paths: &[PathBuf], sysroot: &Sysroot) -> Result<Self> {
-        let mut sources: Vec<Source> = Vec::new();
+    pub fn open(paths: &[PathBuf], device: &'a Device, sysroot: &Sysroot) -> Result<Self> {
+        let mut sources: Vec<Source<'a>> = Vec::new();
         for path in paths {
             let refused = |why: String| {
                 Error::new(Exit::Impossible, why).hint(
@@ -86,7 +86,7 @@ impl Mirror {
                 return Err(refused(format!("{} is named twice", path.display())));
             }
             let file = disk.open(false).map_err(|error| refused(format!("{}: {error}", path.display())))?;
-            sources.push(Source { ledger: DiskLedger::new(disk.bytes), disk, file, is_begun: false });
+            sources.push(Source { device, ledger: DiskLedger::new(disk.bytes), disk, file, is_begun: false });
         }
         Ok(Self { sources })
     }
@@ -115,7 +115,7 @@ impl Mirror {
         let on = |disk: &Disk, mount: &&Mounted| {
             fs::metadata(&mount.device).is_ok_and(|found| disk.holds(found.rdev(), sysroot))
         };
-        let offered = |source: &Source| OfferedDisk {
+        let offered = |source: &Source<'_>| OfferedDisk {
             disk: source.disk.clone(),
             file_systems: mounts
                 .iter()
@@ -131,20 +131,20 @@ impl Mirror {
     ///
     /// # Errors
     /// If the driver cannot do that.
-    pub fn watch(&self, device: &Device) -> Result<()> {
+    pub fn watch(&self) -> Result<()> {
         self.sources.iter().try_for_each(|source| {
             source
-                .log(device)
+                .log()
                 .begin()
                 .map_err(|error| error.hint("--with-disk takes whole disks on SATA, SCSI, NVMe or virtio"))
         })
     }
 
     /// Nothing is noted any more.
-    pub fn unwatch(&self, device: &Device) {
+    pub fn unwatch(&self) {
         for source in &self.sources {
             // Where there is no log, none ends.
-            let _ = source.log(device).end();
+            let _ = source.log().end();
         }
     }
 
@@ -155,14 +155,14 @@ impl Mirror {
     /// If it came to no end.
     pub fn pass(
         &mut self,
-        how: &How<'_>,
+        how: &How,
         link: &mut Link,
         watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
     ) -> std::result::Result<Pass, Stopped> {
         let begun = Instant::now();
         let mut total = Pass::default();
         for (number, source) in (0..).zip(&mut self.sources) {
-            let written = source.log(how.device).collect().map_err(Stopped::Failed)?;
+            let written = source.log().collect().map_err(Stopped::Failed)?;
             let chunks = if source.is_begun { written } else { (0..source.ledger.chunks()).collect() };
             source.is_begun = true;
             source.send(number, &chunks, how, (link, begun), &mut total, watch)?;
@@ -181,7 +181,7 @@ impl Mirror {
     /// If it came to no end, or somebody goes on writing.
     pub fn finish(
         &mut self,
-        how: &How<'_>,
+        how: &How,
         link: &mut Link,
         watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
     ) -> std::result::Result<Pass, Stopped> {
@@ -203,9 +203,9 @@ impl Mirror {
     ///
     /// # Errors
     /// If somebody has written, or a disk is not what it was.
-    pub fn is_still(&self, device: &Device, sysroot: &Sysroot) -> Result<()> {
+    pub fn is_still(&self, sysroot: &Sysroot) -> Result<()> {
         for source in &self.sources {
-            if !source.log(device).collect()?.is_empty() {
+            if !source.log().collect()?.is_empty() {
                 return Err(not_still());
             }
             let disk = &source.disk;
@@ -228,9 +228,9 @@ impl Mirror {
     ///
     /// # Errors
     /// If the driver does not say.
-    pub fn written(&self, device: &Device) -> Result<u64> {
-        let bytes = |source: &Source| {
-            let found = source.log(device).collect()?;
+    pub fn written(&self) -> Result<u64> {
+        let bytes = |source: &Source<'_>| {
+            let found = source.log().collect()?;
             Ok(found.iter().map(|chunk| source.ledger.place(*chunk).1 as u64).sum::<u64>())
         };
         self.sources.iter().map(bytes).sum()
@@ -256,16 +256,16 @@ struct Record {
     zeros: u64,
 }
 
-impl Source {
-    fn log<'a>(&'a self, device: &'a Device) -> DiskLog<'a> {
-        device.disk_log(&self.file, self.ledger.shift(), self.ledger.chunks())
+impl Source<'_> {
+    fn log(&self) -> DiskLog<'_> {
+        self.device.disk_log(&self.file, self.ledger.shift(), self.ledger.chunks())
     }
 
     fn send(
         &mut self,
         number: u32,
         chunks: &[u64],
-        how: &How<'_>,
+        how: &How,
         (link, begun): (&mut Link, Instant),
         total: &mut Pass,
         watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
@@ -386,7 +386,7 @@ impl<'a> Work<'a> {
 fn forward(
     records: &Receiver<Result<Record>>,
     hurry: &AtomicBool,
-    how: &How<'_>,
+    how: &How,
     (link, begun): (&mut Link, Instant),
     total: &mut Pass,
     watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,

@@ -16,6 +16,8 @@ mod course;
 pub mod disk;
 pub mod doubt;
 mod dry_run;
+mod here;
+pub mod host;
 pub mod lane;
 #[cfg(test)]
 mod liars;
@@ -29,6 +31,11 @@ pub mod offer;
 pub mod operator;
 pub mod pause;
 pub mod report;
+mod system;
+#[cfg(test)]
+mod trial;
+#[cfg(test)]
+mod turns;
 
 use crate::{
     args::MigrateArgs,
@@ -36,21 +43,21 @@ use crate::{
     commands::{self, Say},
     device::{Access, Device},
     error::{Error, Result},
+    ethernet::{self, made},
     exit::Exit,
     interrupt::Deferred,
     output::Format,
-    receive::PORT,
     sysroot::Sysroot,
 };
+use here::{Here, With};
 use link::Link;
 use marks::Marks;
 use mercury_abi::code::Code;
-use mercury_migration::session::Line;
+use mercury_migration::{protocol::Patience, session::Line};
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
 use std::{
     io::{Read, Write},
-    net::{SocketAddr, ToSocketAddrs},
     time::Duration,
 };
 
@@ -82,7 +89,7 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     course::refuse_hopeless(args)?;
     refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
-    let to = resolve(&args.host)?;
+    let to = host::resolve(&args.host)?;
     refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
     if let Some(name) = &args.congestion_control {
@@ -93,13 +100,16 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
-    let mut mover = Mover::new(args, say, &sysroot, deferred, &device, &mut guard, (to, line, link))?;
-    mover.keep_marks(marks);
+    let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
+    let (mut here, departure) = Here::make_ready(with, marks, (to, line, link))?;
+    let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };
+    let mut mover = Mover::new(args, &mut here, patience, departure)?;
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, held, mut operator, may_write, mut pause } = mover.into_rest();
+    let Rest { failure, mut operator, mut pause } = mover.into_rest();
+    let (held, may_write) = here.into_rest();
     match outcome {
-        Ok(Outcome::Arrived(mut arrived)) => {
+        Outcome::Arrived(mut arrived) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
             arrived.settle(held, &mut guard, &mut |step| {
@@ -110,13 +120,13 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
             });
             Ok(report)
         }
-        Ok(Outcome::GivenUp) => {
+        Outcome::GivenUp => {
             attached.forget();
             // Whatever comes now, nothing here may go on.
             std::mem::forget(held);
             power_off(say, &report, operator, may_write)
         }
-        Ok(Outcome::Resumed) => {
+        Outcome::Resumed => {
             drop(held);
             attached.undo()?;
             guard.is_undone();
@@ -126,12 +136,6 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
                 say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
             }
             Err(failure)
-        }
-        Err(error) => {
-            drop(held);
-            attached.undo()?;
-            guard.is_undone();
-            Err(error)
         }
     }
 }
@@ -198,8 +202,21 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
+    refuse_bundled(sysroot)?;
     let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
+}
+
+/// Cards of the machine that has arrived get other addresses.
+fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
+    let bundled = made::bundled(&ethernet::cards(sysroot), sysroot);
+    let Some((card, whole)) = bundled.first() else { return Ok(()) };
+    let why = format!(
+        "{card} is a part of {whole}, which is no bridge: its cards would have the addresses of the spare's there, and {whole} would \
+         have its own still"
+    );
+    Err(Error::new(Exit::Impossible, why)
+        .hint("take bonds and teams apart before the move, and make them again behind it"))
 }
 
 /// The receiver's line.
@@ -222,28 +239,4 @@ fn key(args: &MigrateArgs) -> Result<Line> {
         Error::new(Exit::Usage, error.to_string())
             .hint("paste the whole line that `mercury receive` has printed")
     })
-}
-
-fn resolve(host: &str) -> Result<SocketAddr> {
-    let failed = |why: String| {
-        Error::new(Exit::Failed, format!("{host}: {why}")).hint("HOST or HOST:PORT, with an IPv4 address")
-    };
-    let has_port = host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-    let named = if has_port { host.to_owned() } else { format!("{host}:{PORT}") };
-    let all = named.to_socket_addrs().map_err(|error| failed(error.to_string()))?;
-    let mut all = all.filter(SocketAddr::is_ipv4);
-    all.next().ok_or_else(|| failed("it has no IPv4 address".into()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hosts_may_have_ports() {
-        let of = |host| resolve(host).map(|to| to.to_string());
-        assert_eq!(of("10.9.0.3"), Ok("10.9.0.3:4747".into()));
-        assert_eq!(of("10.9.0.3:99"), Ok("10.9.0.3:99".into()));
-        assert!(of("::1").is_err() && of("").is_err());
-    }
 }

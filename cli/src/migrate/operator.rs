@@ -38,6 +38,12 @@ impl Operator {
         Self { console: console.map(File::from), line: Vec::new() }
     }
 
+    /// One at a test's console.
+    #[cfg(test)]
+    pub fn at_test(console: File) -> Self {
+        Self { console: Some(console), line: Vec::new() }
+    }
+
     /// The console, for who says something at the very end.
     #[must_use]
     pub fn console(&self) -> Option<File> {

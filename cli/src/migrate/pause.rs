@@ -1,6 +1,6 @@
 //! Where a test wants an end of a move to hold still for a while, so that whatever is to fail there fails exactly there:
 //! `--pause-at STEP` at the source, which what has arrived remembers, and [`WORD`] on the command line of the spare's small
-//! system. Steps are the states of [`mercury_migration::protocol`]; an end holds still when it has entered one, and has
+//! system. There it may have to eat at a step, too ([`EAT_WORD`]): all memory, as something that runs away does. Steps are the states of [`mercury_migration::protocol`]; an end holds still when it has entered one, and has
 //! done nothing of what is to be done there.
 
 use std::{
@@ -11,6 +11,8 @@ use std::{
 
 /// On the small system's command line.
 pub const WORD: &str = "mercury.pause-at";
+/// On the small system's command line: where it runs out of memory.
+pub const EAT_WORD: &str = "mercury.eat-at";
 /// For how long.
 const HOLD: Duration = Duration::from_secs(5);
 /// Whoever watches is asked so often.
@@ -29,8 +31,8 @@ impl Pause {
 
     /// At the one that a command line names.
     #[must_use]
-    pub fn of_command_line(line: &str) -> Self {
-        Self::at(line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('=')))
+    pub fn of_command_line(line: &str, named_by: &str) -> Self {
+        Self::at(line.split_whitespace().find_map(|word| word.strip_prefix(named_by)?.strip_prefix('=')))
     }
 
     /// What is to be said, if this is the step, before [`hold`]. Of a state with something in it the name counts.
@@ -50,6 +52,15 @@ pub fn hold(mut watch: impl FnMut()) {
     }
 }
 
+/// Takes memory until there is none left, and this process is killed for it.
+pub fn eat() -> ! {
+    const BITE: usize = 1 << 20;
+    loop {
+        // What was never written to would not be there.
+        std::mem::forget(std::hint::black_box(vec![1_u8; BITE]));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -57,12 +68,15 @@ mod tests {
 
     #[test]
     fn a_step_is_met_once() {
-        let mut pause = Pause::of_command_line("quiet mercury.pause-at=Asking mercury.receive");
+        let mut pause = Pause::of_command_line("quiet mercury.pause-at=Asking mercury.receive", WORD);
         assert_eq!(pause.reached(State::Recording), None);
         let asking = State::Asking(Digest([0; 32]));
         assert_eq!(pause.reached(asking), Some("paused at Asking".into()));
         assert_eq!(pause.reached(asking), None);
         assert_eq!(Pause::at(Some("Arrived")).reached("Arrived"), Some("paused at Arrived".into()));
-        assert_eq!(Pause::of_command_line("mercury.receive").reached("Arrived"), None);
+        assert_eq!(
+            Pause::of_command_line("mercury.receive mercury.pause-at=Arrived", EAT_WORD).reached("Arrived"),
+            None
+        );
     }
 }

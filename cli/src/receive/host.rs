@@ -9,7 +9,10 @@ use crate::{
     error::{Error, Result},
     ethernet,
     exit::Exit,
-    migrate::{operator::Operator, pause::Pause},
+    migrate::{
+        operator::Operator,
+        pause::{self, Pause},
+    },
     module,
     sysroot::Sysroot,
 };
@@ -43,6 +46,7 @@ pub fn run() -> Result<()> {
     let hold = configuration.hold.map(Duration::from_secs);
     let patience = Patience { running: RUNNING, hold, ..Patience::default() };
     let spare = Box::new(Here::open(card, configuration.disks)?);
-    let pause = Pause::of_command_line(&Sysroot::default().text("proc/cmdline").unwrap_or_default());
-    Host::new(receiver, listener, spare, patience, Operator::at_console()).pausing(pause).serve()
+    let line = Sysroot::default().text("proc/cmdline").unwrap_or_default();
+    let [pause, eat] = [pause::WORD, pause::EAT_WORD].map(|word| Pause::of_command_line(&line, word));
+    Host::new(receiver, listener, spare, patience, Operator::at_console()).failing(pause, eat).serve()
 }

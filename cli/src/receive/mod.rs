@@ -9,6 +9,7 @@ mod host;
 mod intake;
 #[cfg(test)]
 mod liars;
+mod room;
 mod serve;
 mod spare;
 #[cfg(test)]
@@ -22,7 +23,10 @@ use crate::{
     ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
-    migrate::disk::{self, Disk},
+    migrate::{
+        disk::{self, Disk},
+        host as named,
+    },
     output::{Render, Text},
     restore::{
         Prepared,
@@ -56,6 +60,13 @@ impl std::str::FromStr for Listen {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
+        if let Some(literal) = named::literal(text) {
+            let mapped = literal.map(|(address, port)| (address.to_ipv4_mapped(), port))?;
+            let (Some(address), port) = mapped else {
+                return Err("the small system has IPv4 addresses only, such as 10.9.0.3".into());
+            };
+            return Ok(Self(SocketAddrV4::new(address, port.unwrap_or(PORT))));
+        }
         let alone = || text.parse::<Ipv4Addr>().map(|address| SocketAddrV4::new(address, PORT));
         let found = text.parse().or_else(|_| alone());
         found.map(Self).map_err(|_| "such as 10.9.0.3 or 10.9.0.3:4747".into())
@@ -225,6 +236,24 @@ mod tests {
         args.listen = Some("10.1.0.1".parse().expect("an address"));
         assert_eq!(choose(&args, vec![plain.clone(), other.clone()]).expect("named"), other);
         assert!(choose(&args, vec![plain]).is_err());
+    }
+
+    #[test]
+    fn where_it_listens() {
+        let of = |text: &str| text.parse().map(|Listen(found)| found.to_string());
+        for (text, found) in [
+            ("10.9.0.3", "10.9.0.3:4747"),
+            ("10.9.0.3:99", "10.9.0.3:99"),
+            ("0.0.0.0:99", "0.0.0.0:99"),
+            ("[::ffff:10.9.0.3]:99", "10.9.0.3:99"),
+        ] {
+            assert_eq!(of(text).as_deref(), Ok(found));
+        }
+        for text in ["[::1]:99", "::1", "::", "[::]:4747", "fe80::1%eth0"] {
+            assert!(of(text).is_err_and(|why| why.contains("IPv4 addresses only")), "{text}: {:?}", of(text));
+        }
+        assert!(of("fe80::1").is_err_and(|why| why.contains("link-local")));
+        assert!(of("spare").is_err_and(|why| why.contains("such as")));
     }
 
     #[test]

@@ -56,6 +56,7 @@ pub struct Host {
     heard: Instant,
     operator: Operator,
     pause: Pause,
+    eat: Pause,
     /// Who tells somebody else that there is no place now.
     doorman: Option<JoinHandle<()>>,
 }
@@ -95,14 +96,15 @@ impl Host {
             heard: Instant::now(),
             operator,
             pause: Pause::default(),
+            eat: Pause::default(),
             doorman: None,
         }
     }
 
-    /// One that holds still where a test wants it.
+    /// One that holds still, or runs out of memory, where a test wants it.
     #[must_use]
-    pub fn pausing(self, pause: Pause) -> Self {
-        Self { pause, ..self }
+    pub fn failing(self, pause: Pause, eat: Pause) -> Self {
+        Self { pause, eat, ..self }
     }
 
     /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
@@ -139,6 +141,10 @@ impl Host {
         if let Some(text) = self.destination.phase().and_then(|phase| self.pause.reached(phase)) {
             eprintln!("mercury: {text}");
             pause::hold(|| ());
+        }
+        if self.destination.phase().and_then(|phase| self.eat.reached(phase)).is_some() {
+            eprintln!("mercury: memory is eaten up");
+            pause::eat();
         }
         actions
     }

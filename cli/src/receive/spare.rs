@@ -1,7 +1,7 @@
 //! The spare: what a move's destination ([`super::serve`]) needs of the machine that it runs on. Its loop does not know
 //! whether it is [`Here`], or one of a test's that tells whether anything of a liar's was started.
 
-use super::disks::Targets;
+use super::{disks::Targets, room};
 use crate::{
     checkpoint::describe,
     device::{Access, Device},
@@ -138,6 +138,7 @@ impl Spare for Here {
         fit::wait_for_disks(&shared, DISKS_PATIENCE);
         reasons.extend(fit::missing_disks(&shared));
         reasons.extend(self.disks.prepare(&offer.disks, &sysroot).err().into_iter().flatten());
+        reasons.extend(room::lacking(offer, &sysroot));
         let mut restart = restart(&offer.machine);
         restart.flags |= MERCURY_RESTART_AGAIN;
         // What the driver finds is worth knowing together with the rest.

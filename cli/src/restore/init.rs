@@ -8,8 +8,9 @@ use rustix::{
 };
 use std::{
     fs, io,
+    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode},
+    process::{Command, ExitCode, ExitStatus},
     thread,
     time::{Duration, Instant},
 };
@@ -54,7 +55,7 @@ pub fn run() -> ExitCode {
     let image = line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('='));
     let is_said = |wanted: &str| line.split_whitespace().any(|word| word == wanted);
     match image {
-        None if is_said(RECEIVE) => run_again(&["receive", "--here"]),
+        None if is_said(RECEIVE) => receive(),
         Some(image) if is_said(GIVE_UP) => restore(image, is_said(FORCE_DISKS)),
         Some(image) => restore_at_last(image, is_said(FORCE_DISKS)),
         None => eprintln!("mercury: the command line has no {WORD}=IMAGE"),
@@ -118,7 +119,7 @@ fn restore(image: &str, force_disks: bool) {
     let Some(path) = reach(image) else { return };
     let path = path.to_string_lossy();
     let force = force_disks.then_some("--force-disks");
-    run_again(&["restore", "--here", &path].into_iter().chain(force).collect::<Vec<_>>());
+    let _ = run_again(&["restore", "--here", &path].into_iter().chain(force).collect::<Vec<_>>());
 }
 
 /// The image: in its file, or on its disk, which the command line names.
@@ -141,17 +142,46 @@ fn reach(image: &str) -> Option<PathBuf> {
     device
 }
 
+/// Waits for machines. Where whoever does that is killed, what had come is gone with him, and its source goes on or asks; the next one
+/// may come. The kernel kills him first if this system has no memory left, and never this process.
+fn receive() {
+    for pause in pauses() {
+        if !run_again(&["receive", "--here"]).is_some_and(was_killed) {
+            return;
+        }
+        eprintln!(
+            "mercury: who received was killed: this small system may have run out of memory (above), and `mercury receive --memory` gives \
+             it more. Nothing runs here; another one waits in {} s",
+            pause.as_secs()
+        );
+        thread::sleep(pause);
+    }
+}
+
+fn was_killed(status: ExitStatus) -> bool {
+    status.signal().is_some()
+}
+
 /// Runs this program as a process of its own, and says how it ended.
-fn run_again(arguments: &[&str]) {
-    match Command::new("/init").args(arguments).status() {
+fn run_again(arguments: &[&str]) -> Option<ExitStatus> {
+    let ended = Command::new("/init").args(arguments).status();
+    match &ended {
         Ok(status) => eprintln!("mercury: {status}"),
         Err(error) => eprintln!("mercury: {error}"),
     }
+    ended.ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_was_killed_is_told_from_who_has_failed() {
+        let ended = |script| Command::new("sh").args(["-c", script]).status().expect("it runs");
+        assert!(was_killed(ended("kill -KILL $$")) && was_killed(ended("kill -ABRT $$")));
+        assert!(!was_killed(ended("exit 1")) && !was_killed(ended("true")));
+    }
 
     #[test]
     fn pauses_become_longer_up_to_a_point() {

@@ -211,9 +211,13 @@ impl Source {
             (Mark::Committed, Memory::Gone) => (State::InDoubt(memory, Asked::Yes), Action::Connect),
             (Mark::GivenUp, _) => (State::GivenUp, Action::Tell(Advice::Moved)),
         };
+        let source = Self { attempt, state };
         let told =
             (state == State::InDoubt(Memory::Gone, Asked::Yes)).then_some(Action::Tell(Advice::NoAnswer));
-        (Self { attempt, state }, told.into_iter().chain([action]).collect())
+        // The other end may have all of it, and wait for the verdict.
+        let is_over = state == State::Resumed && memory == Memory::Kept;
+        let cancel = is_over.then_some(source.say(Word::Cancel));
+        (source, told.into_iter().chain([action]).chain(cancel).collect())
     }
 
     /// Where it stands.

@@ -50,6 +50,12 @@ impl Ledger {
         }
     }
 
+    /// How much memory it takes, besides what it has for each range.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.hashes[..]) + size_of_val(&self.noted[..]) + size_of_val(&self.regions[..])
+    }
+
     /// The number of a page that lies in the machine's memory.
     fn number(&self, phys: u64) -> Option<usize> {
         let next = self.ranges.partition_point(|(range, _)| range.start <= phys);

@@ -405,6 +405,9 @@ impl World {
         self.source.told = false;
         if nothing_is_frozen {
             self.source.machine.state = State::Resumed;
+            // Whoever asks on knows no more than that nothing was committed.
+            let cancel = message(self.source.machine.attempt, Word::Cancel);
+            self.source_does(vec![source::Action::Send(cancel)]);
             return;
         }
         let (machine, actions) = Source::restart(of, mark, memory);

@@ -1,0 +1,470 @@
+//! The source's end of a move: what [`mercury_migration::protocol::Source`] says is to be done is done here, by the machine that
+//! moves ([`super::system`]). [`rounds`] copies while everything runs, [`instant`] when it stands still.
+
+mod instant;
+mod rounds;
+
+use super::{
+    arrival::Arrival,
+    copy::Proof,
+    doubt::{self, Doubt, Hails},
+    lane::Lane,
+    link::Link,
+    log::Log,
+    mirror::Mirror,
+    offer::Offer,
+    operator::Operator,
+    pause::{self, Pause},
+    report::{Report, Told},
+    system::{Memory, System},
+};
+use crate::{
+    args::MigrateArgs,
+    error::{Error, Result},
+    ethernet::{Card, Mac},
+    exit::Exit,
+};
+use mercury_migration::{
+    protocol::{
+        Attempt, Mark, Message, Patience, Source, Word,
+        source::{Action, Event, State},
+    },
+    session::Line,
+    wire::Ledger,
+};
+use std::{
+    collections::VecDeque,
+    net::SocketAddr,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a connection is kept after the commit.
+const LINK_PATIENCE: Duration = Duration::from_secs(5);
+/// Nothing that happens waits longer than this to be seen.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a move begins with.
+pub struct Departure<'a> {
+    /// Its name.
+    pub attempt: Attempt,
+    /// Where to.
+    pub to: SocketAddr,
+    /// The receiver's line.
+    pub line: Line,
+    /// The connection.
+    pub link: Link,
+    /// What needs no connection.
+    pub hails: Hails,
+    /// The machine.
+    pub offer: Offer,
+    /// Its bridges that were given an address: names, and what it is.
+    pub bridges: Vec<(String, Mac)>,
+    /// Its memory.
+    pub memory: &'a dyn Memory,
+    /// What tells what was written to.
+    pub log: Log,
+    /// That what was read is what was there, if that is wanted.
+    pub proof: Option<Proof>,
+    /// The disks that go along.
+    pub mirror: Mirror<'a>,
+    /// Whoever is at the console.
+    pub operator: Operator,
+}
+
+/// How a move has ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// This is the machine that has arrived.
+    Arrived(Arrival),
+    /// It runs elsewhere.
+    GivenUp,
+    /// It goes on here.
+    Resumed,
+}
+
+/// What is left of a mover.
+#[derive(Debug)]
+pub struct Rest {
+    /// Why the machine has not moved, if it has not.
+    pub failure: Option<Error>,
+    /// Whoever is at the console.
+    pub operator: Operator,
+    /// Where a test wants it to hold still yet.
+    pub pause: Pause,
+}
+
+/// What an action comes to.
+enum Step {
+    None,
+    Event(Event),
+    Arrived,
+}
+
+/// The source, and what it has.
+pub struct Mover<'a> {
+    args: &'a MigrateArgs,
+    system: &'a mut dyn System,
+    memory: &'a dyn Memory,
+    to: SocketAddr,
+    line: Line,
+    link: Option<Link>,
+    /// The streams besides the first.
+    lanes: Vec<Lane>,
+    hails: Hails,
+    attempt: Attempt,
+    source: Source,
+    begin: Vec<Action>,
+    patience: Patience,
+    proof: Option<Proof>,
+    log: Log,
+    /// How long the last pass over what was written to disks took.
+    mirrored: Duration,
+    offer: Offer,
+    mirror: Mirror<'a>,
+    ledger: Ledger,
+    failure: Option<Error>,
+    is_cancelled: bool,
+    committed: Option<Instant>,
+    /// The other machine's cards, which this one's will be.
+    theirs: Vec<Card>,
+    /// Bridges that were given an address.
+    bridges: Vec<(String, Mac)>,
+    heard: Instant,
+    operator: Operator,
+    workers: usize,
+    begun: Instant,
+    stopped: Option<Instant>,
+    report: Report,
+    pause: Pause,
+}
+
+impl<'a> Mover<'a> {
+    /// Makes everything ready; nothing stands still yet.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub fn new(
+        args: &'a MigrateArgs,
+        system: &'a mut dyn System,
+        patience: Patience,
+        departure: Departure<'a>,
+    ) -> Result<Self> {
+        let Departure {
+            attempt,
+            to,
+            line,
+            mut link,
+            hails,
+            offer,
+            bridges,
+            memory,
+            log,
+            proof,
+            mirror,
+            operator,
+        } = departure;
+        let ledger = Ledger::new(offer.memory());
+        link.begin(attempt).map_err(|error| {
+            Error::new(Exit::Failed, format!("the connection: {error}")).hint("nothing was changed")
+        })?;
+        let (source, begin) = Source::begin(attempt);
+        let mut report = Report::new(attempt.to_string(), offer.machine.kept_pages() * 4096);
+        report.disks = mirror.bytes();
+        Ok(Self {
+            args,
+            system,
+            memory,
+            to,
+            line,
+            link: Some(link),
+            lanes: Vec::new(),
+            hails,
+            attempt,
+            source,
+            begin,
+            patience,
+            proof,
+            log,
+            mirrored: Duration::ZERO,
+            offer,
+            mirror,
+            ledger,
+            failure: None,
+            is_cancelled: false,
+            committed: None,
+            theirs: Vec::new(),
+            bridges,
+            heard: Instant::now(),
+            operator,
+            workers: thread::available_parallelism().map_or(1, usize::from),
+            begun: Instant::now(),
+            stopped: None,
+            report,
+            pause: Pause::at(args.pause_at.as_deref()),
+        })
+    }
+
+    /// Moves the machine, as far as that goes.
+    pub fn run(&mut self) -> Outcome {
+        let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
+        self.pause(self.source.state());
+        loop {
+            while let Some(action) = todo.pop_front() {
+                match self.perform(action) {
+                    Step::None => {}
+                    Step::Event(event) => todo.extend(self.happened(event)),
+                    Step::Arrived => return Outcome::Arrived(self.arrive()),
+                }
+            }
+            match self.source.state() {
+                State::Resumed => return Outcome::Resumed,
+                State::GivenUp => return Outcome::GivenUp,
+                _ => {}
+            }
+            let event = self.next_event();
+            todo.extend(self.happened(event));
+        }
+    }
+
+    fn happened(&mut self, event: Event) -> Vec<Action> {
+        let actions = self.source.on(event);
+        self.pause(self.source.state());
+        actions
+    }
+
+    /// Holds still here for a while, if a test wants that.
+    fn pause(&mut self, step: impl std::fmt::Debug) {
+        if let Some(text) = self.pause.reached(step) {
+            self.operator.tell(&text);
+            pause::hold(|| self.system.is_alive());
+        }
+    }
+
+    /// What it has come to.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        self.report.clone()
+    }
+
+    /// Why it has not moved.
+    #[must_use]
+    pub fn into_rest(self) -> Rest {
+        let Self { failure, operator, pause, .. } = self;
+        Rest { failure, operator, pause }
+    }
+
+    fn is_in_doubt(&self) -> bool {
+        self.source.may_decide()
+    }
+
+    /// Waits until something has happened.
+    fn next_event(&mut self) -> Event {
+        self.heard = Instant::now();
+        loop {
+            self.system.is_alive();
+            if self.is_wanted_to_stop() {
+                return Event::Cancel;
+            }
+            if let Some(event) = self.look_around() {
+                return event;
+            }
+            if let Some(mut link) = self.link.take() {
+                match link.hear_message(LOOK) {
+                    Ok(None) => self.link = Some(link),
+                    Ok(Some((message, text))) => {
+                        self.link = Some(link);
+                        return self.understand(message, &text);
+                    }
+                    Err(why) => return self.is_gone(&why),
+                }
+            } else {
+                thread::sleep(LOOK);
+            }
+            if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
+                let silent = Error::new(Exit::Failed, "the other machine does not answer");
+                self.failure.get_or_insert(silent.hint("look at its console"));
+                return Event::TimedOut;
+            }
+        }
+    }
+
+    /// Ctrl-C, once.
+    fn is_wanted_to_stop(&mut self) -> bool {
+        if self.is_cancelled || !self.system.is_interrupted() {
+            return false;
+        }
+        self.is_cancelled = true;
+        let why = Error::new(Exit::Interrupted, "interrupted: the machine has not moved, and runs on");
+        self.failure.get_or_insert(why);
+        true
+    }
+
+    /// Where no connection need be: what was said to all, and what the operator says.
+    fn look_around(&mut self) -> Option<Event> {
+        if !self.is_in_doubt() {
+            return None;
+        }
+        // A connection that is not answered makes the kernel ask all for the other end, and so say where it is itself.
+        if self.committed.is_some_and(|since| since.elapsed() > LINK_PATIENCE)
+            && let Some(link) = self.link.take()
+        {
+            link.abandon();
+        }
+        if let Some(message) = self.hails.hear() {
+            return Some(Event::Heard(message));
+        }
+        if matches!(self.source.state(), State::InDoubt(..)) {
+            self.hails.say_again(Word::Commit);
+        }
+        doubt::decision(&mut self.operator).map(Event::Operator)
+    }
+
+    fn understand(&mut self, message: Message, text: &[u8]) -> Event {
+        let text = String::from_utf8_lossy(text);
+        let failure = match message.word {
+            Word::Refuse => Some(
+                Error::new(Exit::Impossible, format!("the other machine does not take this one: {text}"))
+                    .hint("this machine goes on; the other one must be equal to it"),
+            ),
+            Word::Discarded => Some(
+                Error::new(Exit::Failed, format!("the other machine has given up: {text}"))
+                    .hint("this machine goes on as if nothing had been tried"),
+            ),
+            Word::Accept => {
+                self.theirs = serde_json::from_str(&text).unwrap_or_default();
+                None
+            }
+            _ => None,
+        };
+        if let Some(failure) = failure {
+            self.failure.get_or_insert(failure);
+        }
+        Event::Heard(message)
+    }
+
+    fn is_gone(&mut self, why: &str) -> Event {
+        let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
+        self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
+        self.link = None;
+        self.lanes.clear();
+        Event::Disconnected
+    }
+
+    fn fail(&mut self, error: Error) -> Event {
+        self.failure.get_or_insert(error);
+        Event::Failed
+    }
+
+    fn perform(&mut self, action: Action) -> Step {
+        match action {
+            Action::Send(message) => self.send(message.word),
+            Action::CopyRounds => Step::Event(self.copy_rounds()),
+            Action::StopAndCopy => match self.stop_and_copy() {
+                Ok(step) => step,
+                Err(error) => Step::Event(self.fail(error)),
+            },
+            Action::Record(mark) => self.record(mark),
+            // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
+            // What has to be said is hailed.
+            Action::Connect => Step::None,
+            Action::Resume => {
+                self.resume();
+                Step::None
+            }
+            // Only after a restart, which knows nothing of the move.
+            Action::Boot => Step::None,
+            Action::GiveUp => {
+                let after = self.report.after.get_or_insert_default();
+                after.downtime_us = self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
+                after.seconds = self.begun.elapsed().as_secs_f64();
+                Step::None
+            }
+            Action::Tell(advice) => {
+                self.operator.tell(&advice.to_string());
+                self.system.tell(&Told::Doubt { advice: advice.to_string() });
+                Step::None
+            }
+        }
+    }
+
+    /// Has a mark written that outlasts a power cut.
+    fn record(&mut self, mark: Mark) -> Step {
+        if let Err(error) = self.try_record(mark) {
+            self.operator.tell(&error.to_string());
+            self.failure.get_or_insert(error);
+            // What cannot be taken back is tried again when time is up: the other end, and the operator, are listened to meanwhile.
+            return match mark {
+                Mark::Cleared => Step::None,
+                _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
+            };
+        }
+        if mark == Mark::Committed {
+            self.committed = Some(Instant::now());
+        }
+        Step::Event(Event::Recorded(self.attempt, mark))
+    }
+
+    fn try_record(&mut self, mark: Mark) -> Result<()> {
+        if mark == Mark::Committed {
+            self.commit()?;
+        }
+        self.system.mark(mark).map_err(|why| {
+            Error::new(Exit::Failed, format!("the mark of this move cannot be written ({mark:?}): {why}"))
+                .hint("`mercury mark` shows what is there; while it is there, this machine does not start by itself")
+        })
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        // All that they carried is there.
+        self.lanes.clear();
+        let doubt = Doubt::of(&self.line, self.attempt, self.offer.hails, self.hails.cards());
+        self.system.commit(doubt, self.operator.console())
+    }
+
+    /// Goes on as if nothing had been tried.
+    fn resume(&mut self) {
+        self.lanes.clear();
+        self.system.go_on();
+        self.mirror.unwatch();
+        // One that is over, or that was only prepared, goes with the device.
+        let _ = self.system.end_instant();
+    }
+
+    fn send(&mut self, word: Word) -> Step {
+        if self.is_in_doubt() && matches!(word, Word::Commit | Word::Cancel) {
+            self.hails.say(word);
+        }
+        let text = match word {
+            Word::Offer | Word::Final(_) => self.offer.pack(),
+            _ => Ok(Vec::new()),
+        };
+        let Some(link) = self.link.as_mut() else { return Step::None };
+        let ended = match word {
+            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            _ => Ok(()),
+        };
+        match ended.and(text).and_then(|text| link.say(word, &text)) {
+            Ok(()) => Step::None,
+            Err(error) => Step::Event(self.is_gone(&error.to_string())),
+        }
+    }
+
+    /// This machine has arrived: its connection was another one's.
+    fn arrive(&mut self) -> Arrival {
+        if let Some(link) = self.link.take() {
+            link.abandon();
+        }
+        self.mirror.unwatch();
+        self.lanes.clear();
+        self.report.arrive();
+        Arrival {
+            line: self.line.to_string(),
+            hails: self.offer.hails,
+            attempt: self.attempt.0,
+            cards: self.hails.cards().to_vec(),
+            theirs: std::mem::take(&mut self.theirs),
+            bridges: std::mem::take(&mut self.bridges),
+        }
+    }
+}

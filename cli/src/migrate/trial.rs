@@ -1,0 +1,657 @@
+//! A move on trial: the source's loop as it is ([`super::mover`]), over TCP and TLS on this host, between a machine of a test's, which
+//! holds against it what must never be, and another end that does what a script says.
+
+use super::{
+    doubt::{Air, Doubt, Hails},
+    link::Link,
+    log::Log,
+    mirror::Mirror,
+    mover::{Departure, Mover, Outcome},
+    offer::Offer,
+    operator::Operator,
+    report::Told,
+    system::{After, Memory, System},
+};
+use crate::{
+    args::{Cli, Command, MigrateArgs},
+    device::{Cursor, Frames},
+    error::{Error, Result},
+    ethernet::Card,
+    exit::Exit,
+};
+use clap::Parser;
+use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
+use mercury_image::{FileSystem, Kind, Machine, Range};
+use mercury_migration::{
+    hail::{Hailer, Secret, Speaker},
+    protocol::{Attempt, Digest, Mark, Message, Patience, Word},
+    session::{Line, Receiver},
+    wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
+};
+use proptest::prelude::prop;
+use rustls::{ServerConnection, StreamOwned};
+use std::{
+    cell::RefCell,
+    collections::{BTreeSet, HashMap, VecDeque},
+    fs::File,
+    io::{self, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    rc::Rc,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+/// How long either end may be silent here.
+pub const SILENCE: Duration = Duration::from_millis(150);
+/// How long something may take that must come: this host may have much to do.
+pub const LIMIT: Duration = Duration::from_secs(60);
+pub const OURS: Attempt = Attempt([1; 16]);
+/// The machine has so many pages, from here on.
+pub const PAGES: u64 = 8;
+pub const START: u64 = 0x10_0000;
+pub const SECRET: Secret = [9; 32];
+
+pub fn offer() -> Offer {
+    let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
+    let machine = Machine { host: "one".into(), ranges: vec![range], ..Machine::default() };
+    Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams: 1 }
+}
+
+/// What a machine of a test's has seen.
+#[derive(Default)]
+pub struct Seen {
+    pages: Vec<[u8; PAGE]>,
+    /// Memory as it was at the instant, until it is not needed any more.
+    instant: Option<Vec<[u8; PAGE]>>,
+    /// The digest of it.
+    digest: Option<Digest>,
+    written: BTreeSet<u64>,
+    collected: BTreeSet<u64>,
+    pub is_fenced: bool,
+    pub is_still: bool,
+    /// Nobody may set it going who does not know how the move has ended.
+    pub is_committed: bool,
+    /// As it is in its place, as far as anybody knows.
+    pub mark: Option<Mark>,
+    /// `Committed` may be there.
+    may_be_marked: bool,
+    pub is_interrupted: bool,
+    /// What the loop has had it do, in order.
+    pub did: Vec<String>,
+    /// At which of these somebody wants it stopped.
+    pub interrupted_at: Option<String>,
+    /// Which of these fail.
+    pub failing: Vec<String>,
+    /// Whether what fails of marks is there all the same.
+    pub is_there_all_the_same: bool,
+    /// It is the one that has arrived which goes on behind the instant.
+    pub arrives: bool,
+    /// What was said to all, and what the other end has said to all.
+    pub to_all: Vec<Word>,
+    pub from_all: VecDeque<Vec<u8>>,
+    /// What the other end has said, by whatever way.
+    pub said: Vec<Word>,
+    /// It has said the digest of this machine's memory.
+    pub is_verified: bool,
+    pub typed: Vec<&'static str>,
+    pub told: Vec<String>,
+    pub broken: Vec<String>,
+}
+
+impl Seen {
+    fn new() -> Self {
+        let pages = (0..PAGES).map(|number| [number as u8; PAGE]).collect();
+        Self { pages, ..Self::default() }
+    }
+
+    fn check(&mut self, is_so: bool, what: &str) {
+        if !is_so {
+            self.broken.push(format!("{what} (after {:?})", self.did));
+        }
+    }
+
+    fn does(&mut self, what: &str) -> Result<()> {
+        self.did.push(what.into());
+        if self.interrupted_at.as_deref() == Some(what) {
+            self.is_interrupted = true;
+        }
+        if self.failing.iter().any(|failing| failing == what) {
+            return Err(Error::new(Exit::Failed, format!("{what} fails")));
+        }
+        Ok(())
+    }
+
+    pub fn has_done(&self, what: &str) -> bool {
+        self.did.iter().any(|did| did == what)
+    }
+
+    pub fn has_said(&self, word: Word) -> bool {
+        self.to_all.contains(&word)
+    }
+
+    fn frames(&self, from: &[[u8; PAGE]], cursor: &mut Cursor, count: usize, only: u64) -> Frames {
+        let first = cursor.next_phys.max(START);
+        let end = START + PAGES * PAGE as u64;
+        let wanted = |phys: &u64| only != MERCURY_TAKE_LOGGED || self.collected.contains(phys);
+        let phys: Vec<_> = (first..end).step_by(PAGE).filter(wanted).take(count).collect();
+        let data = phys.iter().flat_map(|phys| from[((phys - START) / PAGE as u64) as usize]).collect();
+        let next = phys.last().map(|last| last + PAGE as u64).filter(|next| *next < end);
+        cursor.next_phys = next.unwrap_or(u64::MAX);
+        Frames { phys, data, hurry: false }
+    }
+}
+
+/// What both ends of a test have.
+#[derive(Clone)]
+pub struct Stage(Arc<Mutex<Seen>>);
+
+impl Stage {
+    pub fn new() -> Self {
+        Self(Arc::new(Mutex::new(Seen::new())))
+    }
+
+    pub fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.0.lock().expect("no panic")
+    }
+}
+
+impl Memory for Stage {
+    fn look(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+        let mut seen = self.seen();
+        let is_still = seen.is_still;
+        seen.check(!is_still, "memory is read as it is now though it stands still");
+        seen.does("look")?;
+        let frames = seen.frames(&seen.pages, cursor, count, only);
+        // The load goes on.
+        let number = seen.did.len() as u64 % PAGES;
+        seen.pages[number as usize][7] ^= 0x55;
+        seen.written.insert(START + number * PAGE as u64);
+        Ok(frames)
+    }
+
+    fn take(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+        let mut seen = self.seen();
+        seen.does("take")?;
+        let Some(pages) = seen.instant.clone() else {
+            seen.check(false, "memory of an instant that was not taken");
+            return Err(Error::new(Exit::Failed, "there is no instant"));
+        };
+        Ok(seen.frames(&pages, cursor, count, only))
+    }
+
+    fn take_hashed(&self, _: &mut Cursor, _: usize, _: u64) -> Result<(Frames, Vec<u64>)> {
+        Err(Error::new(Exit::Failed, "there is no hypervisor"))
+    }
+
+    fn begin_log(&self) -> Result<()> {
+        let mut seen = self.seen();
+        seen.written.clear();
+        seen.does("begin the log")
+    }
+
+    fn collect_log(&self) -> Result<()> {
+        let mut seen = self.seen();
+        seen.collected = std::mem::take(&mut seen.written);
+        seen.does("collect the log")
+    }
+}
+
+impl System for Stage {
+    fn is_interrupted(&self) -> bool {
+        self.seen().is_interrupted
+    }
+
+    fn is_alive(&mut self) {}
+
+    fn tell(&mut self, told: &Told) {
+        self.seen().told.push(serde_json::to_string(told).expect("JSON"));
+    }
+
+    fn show(&self, _: &str) {}
+
+    fn sync(&mut self) {}
+
+    fn begin_sync(&mut self) -> JoinHandle<()> {
+        thread::spawn(|| ())
+    }
+
+    fn hold_back(&mut self, _: u8) -> Result<()> {
+        self.seen().does("hold back")
+    }
+
+    fn fence_off(&mut self, _: SocketAddr) -> Result<()> {
+        let mut seen = self.seen();
+        seen.is_fenced = true;
+        seen.does("fence off")
+    }
+
+    fn hold_still(&mut self) -> Result<()> {
+        let mut seen = self.seen();
+        let is_fenced = seen.is_fenced;
+        seen.check(is_fenced, "it is held still and can be heard");
+        seen.is_still = true;
+        seen.does("hold still")
+    }
+
+    fn file_systems(&mut self) -> Vec<FileSystem> {
+        Vec::new()
+    }
+
+    fn take_instant(&mut self) -> Result<After> {
+        let mut seen = self.seen();
+        let is_quiet = seen.is_still && seen.is_fenced;
+        seen.check(is_quiet, "an instant while something runs");
+        seen.instant = Some(seen.pages.clone());
+        let mut ledger = Ledger::new(offer().memory());
+        for (number, page) in seen.pages.iter().enumerate() {
+            let phys = START + (number * PAGE) as u64;
+            ledger.note(Page { phys, content: Content::Data(page) }).expect("it lies in there");
+        }
+        seen.digest = Some(ledger.digest(OURS));
+        seen.does("take the instant")?;
+        Ok(if seen.arrives { After::Arrived } else { After::Source })
+    }
+
+    fn end_instant(&mut self) -> Result<()> {
+        let mut seen = self.seen();
+        seen.instant = None;
+        seen.does("end the instant")
+    }
+
+    fn commit(&mut self, doubt: Doubt, _: Option<File>) -> Result<()> {
+        let mut seen = self.seen();
+        let may = seen.is_still && seen.is_fenced && seen.is_verified && !seen.is_committed;
+        seen.check(may, "it commits to what nobody has verified, or runs");
+        seen.check(doubt.attempt == OURS.0 && doubt.hails == SECRET, "another doubt");
+        seen.is_committed = true;
+        seen.does("commit")
+    }
+
+    fn mark(&mut self, mark: Mark) -> Result<(), String> {
+        let mut seen = self.seen();
+        let is_in_order = mark != Mark::Committed || seen.is_committed;
+        seen.check(is_in_order, "a mark that nobody could follow");
+        seen.may_be_marked |= mark == Mark::Committed;
+        let done = seen.does(&format!("mark {mark:?}")).map_err(|error| error.message);
+        if done.is_ok() || seen.is_there_all_the_same {
+            seen.mark = Some(mark);
+        }
+        done
+    }
+
+    fn go_on(&mut self) {
+        let mut seen = self.seen();
+        seen.did.push("go on".into());
+        // Nothing of what failed may have been left.
+        let is_promised = seen.said.contains(&Word::Discarded) || seen.typed.contains(&"resume");
+        let never_said = !seen.to_all.contains(&Word::Commit);
+        let is_cleared = !seen.may_be_marked || seen.mark == Some(Mark::Cleared);
+        seen.check(is_promised || never_said && is_cleared, "it goes on though it may run elsewhere");
+        (seen.is_still, seen.is_fenced, seen.is_committed) = (false, false, false);
+    }
+}
+
+/// Frames to all, between the two ends.
+struct TestAir {
+    stage: Stage,
+    hailer: Hailer,
+}
+
+impl std::fmt::Debug for TestAir {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TestAir")
+    }
+}
+
+impl Air for TestAir {
+    fn say(&self, _: &Card, frame: &[u8]) {
+        let Some(message) = self.hailer.hear(Speaker::Source, frame) else { return };
+        let mut seen = self.stage.seen();
+        let may = message.word != Word::Commit || seen.has_done("mark Committed") && seen.is_verified;
+        seen.check(may, "a commit without a mark");
+        seen.to_all.push(message.word);
+    }
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        self.stage.seen().from_all.pop_front()
+    }
+}
+
+pub fn hailer(line: &Line) -> Hailer {
+    let mut hailer = Hailer::new(line);
+    hailer.know(OURS, &SECRET);
+    hailer
+}
+
+pub fn args(options: &str) -> MigrateArgs {
+    let line = format!("mercury migrate there {options}");
+    match Cli::try_parse_from(line.split_whitespace()).expect("arguments").command {
+        Command::Migrate(args) => args,
+        _ => panic!("another command"),
+    }
+}
+
+/// What the source has come to.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Ended {
+    Arrived,
+    GivenUp,
+    Resumed(String),
+}
+
+/// Runs the loop, to a destination there.
+pub fn moves(
+    stage: &Stage,
+    (to, line): (SocketAddr, Line),
+    offer: Offer,
+    patience: Duration,
+    console: UnixStream,
+) -> Ended {
+    let link = Link::connect(to, &line, LIMIT).expect("taken");
+    link.be_patient(patience);
+    let air = TestAir { stage: stage.clone(), hailer: hailer(&line) };
+    let card = Card { up: true, ..Card::default() };
+    console.set_nonblocking(true).expect("set");
+    let departure = Departure {
+        attempt: OURS,
+        to,
+        hails: Hails::by(Box::new(air), &line, OURS, &SECRET, vec![card]),
+        line,
+        link,
+        offer,
+        bridges: Vec::new(),
+        memory: stage,
+        log: Log::Prepared,
+        proof: None,
+        mirror: Mirror::default(),
+        operator: Operator::at_test(File::from(OwnedFd::from(console))),
+    };
+    let patience = Patience { running: patience, frozen: patience, doubt: patience, hold: None };
+    let (args, mut system) = (args(""), stage.clone());
+    let mut mover = Mover::new(&args, &mut system, patience, departure).expect("begun");
+    let outcome = mover.run();
+    let why = mover.into_rest().failure.map(|failure| failure.message).unwrap_or_default();
+    match outcome {
+        Outcome::Arrived(_) => Ended::Arrived,
+        Outcome::GivenUp => Ended::GivenUp,
+        Outcome::Resumed => Ended::Resumed(why),
+    }
+}
+
+/// What the other end does, in order.
+#[derive(Clone, Debug)]
+pub enum Act {
+    /// Waits until the source has said it on the connection; of what is in it nothing counts.
+    Await(Word),
+    /// Waits until the machine has done it.
+    AwaitDone(&'static str),
+    /// Says it on the connection, with so many bytes of text.
+    Say(Word, usize),
+    /// Says the digest of what has come.
+    SayVerified,
+    /// Says it to all.
+    Hail(Word),
+    Round,
+    Pages,
+    /// Bytes as they are.
+    Raw(Vec<u8>),
+    /// What is said next has this bit turned, at a place in it; or is cut there, if it is no bit.
+    Damage(prop::sample::Index, u8),
+    /// Ends the connection.
+    Close,
+    /// Says nothing for so many milliseconds.
+    Rest(u64),
+    /// Somebody at the source wants it stopped.
+    Interrupt,
+    /// The operator at the source types it.
+    Type(&'static str),
+}
+
+/// What an honest one does.
+pub fn honest() -> Vec<Act> {
+    vec![
+        Act::Await(Word::Offer),
+        Act::Say(Word::Accept, 0),
+        Act::Await(Word::Final(Digest([0; 32]))),
+        Act::SayVerified,
+        Act::Await(Word::Commit),
+        Act::Say(Word::Started, 0),
+    ]
+}
+
+type Tls = StreamOwned<ServerConnection, TcpStream>;
+
+/// Who reads and who writes have the same session.
+#[derive(Clone)]
+struct Shared(Rc<RefCell<Tls>>);
+
+impl Read for Shared {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.borrow_mut().read(buffer)
+    }
+}
+
+/// The other end.
+struct Peer {
+    stage: Stage,
+    session: Option<Shared>,
+    reader: Option<Reader<Shared>>,
+    writer: Writer<Vec<u8>>,
+    hailer: Hailer,
+    console: UnixStream,
+    came: HashMap<u64, [u8; PAGE]>,
+    damage: Option<(prop::sample::Index, u8)>,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Peer {
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    fn act(&mut self, act: &Act) {
+        match act {
+            Act::Await(word) => self.until(std::mem::discriminant(word)),
+            Act::AwaitDone(what) => {
+                while !self.is_over() && !self.stage.seen().has_done(what) {
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+            Act::Say(word, length) => {
+                self.notes(*word);
+                self.writer.say(*word, &vec![0xff; *length]).expect("written");
+                self.flush();
+            }
+            Act::SayVerified => {
+                let digest = self.digest();
+                self.act(&Act::Say(Word::Verified(digest), 0));
+            }
+            Act::Hail(word) => {
+                self.notes(*word);
+                let frame = self.hailer.say(Speaker::Destination, Message { attempt: OURS, word: *word });
+                self.stage.seen().from_all.push_back(frame.to_vec());
+            }
+            Act::Round => {
+                self.writer.round(0).expect("written");
+                self.flush();
+            }
+            Act::Pages => {
+                let mut pages = Pages::default();
+                pages.add(START, &[1; PAGE]);
+                self.writer.pages(&pages.pack(1).expect("packed")).expect("written");
+                self.flush();
+            }
+            Act::Raw(bytes) => self.put(bytes),
+            Act::Damage(at, bit) => self.damage = Some((*at, *bit)),
+            Act::Close => (self.session, self.reader) = (None, None),
+            Act::Rest(ms) => thread::sleep(Duration::from_millis(*ms)),
+            Act::Interrupt => self.stage.seen().is_interrupted = true,
+            Act::Type(word) => self.types(word),
+        }
+    }
+
+    fn types(&mut self, word: &'static str) {
+        self.stage.seen().typed.push(word);
+        let _ = writeln!(self.console, "{word}");
+    }
+
+    /// Before it is said.
+    fn notes(&self, word: Word) {
+        let mut seen = self.stage.seen();
+        seen.is_verified |= matches!(word, Word::Verified(digest) if Some(digest) == seen.digest);
+        seen.said.push(word);
+    }
+
+    fn flush(&mut self) {
+        let mut bytes = std::mem::take(self.writer.get_mut());
+        match self.damage.take().map(|(at, bit)| (at.index(bytes.len()), bit)) {
+            Some((at, bit)) if bit < 8 => bytes[at] ^= 1 << bit,
+            Some((at, _)) => bytes.truncate(at),
+            None => {}
+        }
+        self.put(&bytes);
+    }
+
+    /// Whoever listens may be gone.
+    fn put(&mut self, bytes: &[u8]) {
+        if let Some(session) = &self.session {
+            let mut session = session.0.borrow_mut();
+            let _ = session.write_all(bytes).and_then(|()| session.flush());
+        }
+    }
+
+    fn digest(&self) -> Digest {
+        let mut ledger = Ledger::new(offer().memory());
+        for (phys, page) in &self.came {
+            let _ = ledger.note(Page { phys: *phys, content: Content::Data(page) });
+        }
+        if ledger.is_complete() { ledger.digest(OURS) } else { Digest([0; 32]) }
+    }
+
+    /// Reads until this is said, or the connection ends.
+    fn until(&mut self, wanted: std::mem::Discriminant<Word>) {
+        let Some(session) = &self.session else { return };
+        if self.reader.is_none() {
+            let opened = Reader::open(session.clone()).and_then(|reader| reader.expect(OURS, 0));
+            self.reader = opened.ok();
+        }
+        while let Some(Ok(Some(frame))) = self.reader.as_mut().map(Reader::next_frame) {
+            match frame {
+                Frame::Message(message, _) => {
+                    self.hears(message.word);
+                    if std::mem::discriminant(&message.word) == wanted {
+                        return;
+                    }
+                }
+                Frame::Pages(pages) => {
+                    for Page { phys, content } in pages.iter() {
+                        let page = match content {
+                            Content::Data(bytes) => *bytes,
+                            Content::Zero => [0; PAGE],
+                        };
+                        self.came.insert(phys, page);
+                    }
+                }
+                _ => {}
+            }
+        }
+        (self.session, self.reader) = (None, None);
+    }
+
+    fn hears(&self, word: Word) {
+        let digest = self.digest();
+        let mut seen = self.stage.seen();
+        match word {
+            Word::Final(said) => {
+                let is_so = said == digest && Some(said) == seen.digest;
+                seen.check(is_so, "what has come is not what was there at the instant");
+            }
+            Word::Commit => {
+                let may = seen.has_done("mark Committed") && seen.is_verified;
+                seen.check(may, "a commit without a mark");
+            }
+            _ => {}
+        }
+    }
+
+    /// Until the source has come to an end. When nothing can end it any more, the operator does.
+    fn rest(mut self, last_word: &'static str) {
+        let begun = Instant::now();
+        while !self.is_over() {
+            if begun.elapsed() > SILENCE * 4 {
+                self.types(last_word);
+            }
+            let Some(session) = &self.session else {
+                thread::sleep(Duration::from_millis(5));
+                continue;
+            };
+            let mut session = session.0.borrow_mut();
+            let _ = session.sock.set_read_timeout(Some(Duration::from_millis(5)));
+            let _ = session.read(&mut [0; 4096]);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// A source to which another end does this, in a session; if nothing else ends it, its operator says `last_word`.
+pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'static str) -> Ended {
+    let (receiver, line) = Receiver::new(LIMIT).expect("a receiver");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let to = listener.local_addr().expect("its address");
+    let (console, terminal) = UnixStream::pair().expect("a pair");
+    let is_over = Arc::<AtomicBool>::default();
+    let ended = thread::scope(|scope| {
+        let (peer_over, peer_stage, hailer) = (Arc::clone(&is_over), stage.clone(), hailer(&line));
+        let peer = scope.spawn(move || {
+            let (socket, _) = listener.accept().expect("a source");
+            socket.set_read_timeout(Some(LIMIT)).expect("set");
+            let session = receiver.accept(socket).expect("it has the line");
+            let mut peer = Peer {
+                stage: peer_stage,
+                session: Some(Shared(Rc::new(RefCell::new(session)))),
+                reader: None,
+                writer: Writer::begin(Vec::new(), OURS, 0).expect("begun"),
+                hailer,
+                console: terminal,
+                came: HashMap::new(),
+                damage: None,
+                is_over: peer_over,
+            };
+            acts.iter().for_each(|act| peer.act(act));
+            peer.rest(last_word);
+        });
+        let ended = moves(stage, (to, line), offer(), patience, console);
+        is_over.store(true, Ordering::Relaxed);
+        peer.join().expect("the other end does not panic");
+        ended
+    });
+    judge(stage, &ended);
+    ended
+}
+
+/// What holds in the end, whatever was said and whatever has failed.
+pub fn judge(stage: &Stage, ended: &Ended) {
+    let mut seen = stage.seen();
+    match ended {
+        Ended::Resumed(_) => {
+            let runs = !seen.is_still && !seen.is_fenced && !seen.is_committed && seen.has_done("go on");
+            seen.check(runs, "it has resumed and does not run");
+        }
+        Ended::GivenUp => {
+            let may = seen.said.contains(&Word::Started) || seen.typed.contains(&"abandon");
+            let is_right =
+                may && seen.is_still && seen.is_fenced && seen.is_committed && !seen.has_done("go on");
+            seen.check(is_right, "it is given up though nobody has said that it runs elsewhere");
+        }
+        Ended::Arrived => {
+            let is_right = seen.arrives && seen.to_all.is_empty() && !seen.is_committed;
+            seen.check(is_right, "it has arrived and takes itself for the source");
+        }
+    }
+    assert_eq!(seen.broken, Vec::<String>::new(), "{ended:?}: said {:?}, typed {:?}", seen.said, seen.typed);
+}

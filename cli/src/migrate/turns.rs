@@ -1,0 +1,176 @@
+//! Every order of events at the commit, in the source's loop as it is, and Ctrl-C at every step of it: each case of what may meet there
+//! is played once ([`super::trial`]).
+
+use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
+use mercury_migration::protocol::{Digest, Mark, Word};
+
+const LAST: Word = Word::Final(Digest([0; 32]));
+
+/// An honest end up to this word of the source's, and then these.
+fn after(word: Word, then: &[Act]) -> Vec<Act> {
+    let acts = honest();
+    let at = acts
+        .iter()
+        .position(|act| matches!(act, Act::Await(found) if *found == word))
+        .expect("it is awaited");
+    acts[..=at].iter().chain(then).cloned().collect()
+}
+
+fn resumed(ended: &Ended, why: &str) {
+    assert!(matches!(ended, Ended::Resumed(said) if said.contains(why)), "{ended:?}");
+}
+
+#[test]
+fn ctrl_c_between_the_last_word_and_the_verdict() {
+    for (late, words) in [(None, 1), (Some(Act::SayVerified), 2)] {
+        let stage = Stage::new();
+        // Nothing is said before it is called off, and a verdict that was on its way then changes nothing.
+        let acts = after(LAST, &[Act::Interrupt, Act::Await(Word::Cancel)]);
+        let acts: Vec<_> = acts.into_iter().chain(late).collect();
+        resumed(&plays(&stage, &acts, LIMIT, "abandon"), "interrupted");
+        let seen = stage.seen();
+        assert!(!seen.has_done("commit") && seen.to_all.is_empty(), "{:?}", seen.did);
+        assert_eq!(seen.said.len(), words);
+    }
+}
+
+/// Ctrl-C at each thing that the machine is made to do: up to the mark it runs on; when that is there, it is too late.
+#[test]
+fn ctrl_c_at_every_step() {
+    for at in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
+        let stage = Stage::new();
+        stage.seen().interrupted_at = Some(at.into());
+        resumed(&plays(&stage, &honest(), LIMIT, "abandon"), "interrupted");
+        assert!(!stage.seen().has_done("commit"), "{at}");
+    }
+    for at in ["commit", "mark Committed"] {
+        let stage = Stage::new();
+        stage.seen().interrupted_at = Some(at.into());
+        assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::GivenUp, "{at}");
+        let told = stage.seen().told.join(" ");
+        assert!(told.contains("too late to cancel"), "{at}: {told}");
+    }
+}
+
+/// What the machine cannot do before the commit ends the move, and it runs on.
+#[test]
+fn what_fails_before_the_commit_changes_nothing() {
+    for what in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
+        let stage = Stage::new();
+        stage.seen().failing = vec![what.into()];
+        resumed(&plays(&stage, &honest(), LIMIT, "abandon"), &format!("{what} fails"));
+        assert!(!stage.seen().has_done("commit"), "{what}");
+    }
+    // Without a log all of memory is read.
+    for what in ["begin the log", "collect the log"] {
+        let stage = Stage::new();
+        stage.seen().failing = vec![what.into()];
+        assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::GivenUp, "{what}");
+    }
+}
+
+/// Where nobody could follow, or the mark cannot be written, nobody is told to start; and the mark is taken back.
+#[test]
+fn a_commit_that_cannot_be_kept_is_withdrawn() {
+    for what in ["commit", "mark Committed"] {
+        for is_there in [false, true] {
+            let stage = Stage::new();
+            stage.seen().failing = vec![what.into()];
+            stage.seen().is_there_all_the_same = is_there;
+            let acts = after(LAST, &[Act::SayVerified, Act::Await(Word::Cancel)]);
+            resumed(&plays(&stage, &acts, LIMIT, "abandon"), &format!("{what} fails"));
+            let seen = stage.seen();
+            assert_eq!((seen.mark, seen.has_said(Word::Commit)), (Some(Mark::Cleared), false), "{what}");
+        }
+    }
+}
+
+/// As long as the mark may be there, only the other end's promise or the operator sets it going.
+#[test]
+fn a_mark_that_stays_holds_it() {
+    let verified = [Act::SayVerified, Act::AwaitDone("mark Cleared")];
+    for (then, why) in [
+        (vec![Act::Hail(Word::Discarded)], "a promise to all"),
+        (vec![Act::Say(Word::Discarded, 0)], "a promise on the connection"),
+        (
+            vec![Act::Hail(Word::Unknown), Act::Hail(Word::Started), Act::Rest(300), Act::Type("resume")],
+            "the operator",
+        ),
+        (vec![Act::Type("abandon"), Act::Rest(300), Act::Type("resume")], "no other word of the operator's"),
+        (
+            vec![Act::Close, Act::Rest(300), Act::Hail(Word::Discarded)],
+            "a promise, when the connection is gone",
+        ),
+    ] {
+        let stage = Stage::new();
+        stage.seen().failing = vec!["mark Committed".into(), "mark Cleared".into()];
+        stage.seen().is_there_all_the_same = true;
+        let acts = after(LAST, &[&verified[..], &then].concat());
+        let ended = plays(&stage, &acts, SILENCE, "adopt");
+        assert!(matches!(ended, Ended::Resumed(_)), "{why}: {ended:?}");
+        assert!(!stage.seen().has_said(Word::Commit), "{why}");
+    }
+}
+
+/// From the commit on: the connection ends or stays, the answer comes by it or to all, at once or late, and what it is.
+#[test]
+fn an_answer_decides_however_it_comes() {
+    let answers = [(Word::Started, true), (Word::Discarded, false)];
+    let ways = [
+        |word| vec![Act::Say(word, 0)],
+        |word| vec![Act::Hail(word)],
+        |word| vec![Act::Close, Act::Hail(word)],
+        |word| vec![Act::Close, Act::Rest(400), Act::Hail(word)],
+        |word| vec![Act::Hail(Word::Unknown), Act::Hail(Word::Lost), Act::Hail(word)],
+        |word| vec![Act::Interrupt, Act::Rest(50), Act::Hail(word)],
+    ];
+    for (word, is_elsewhere) in answers {
+        for (number, way) in ways.iter().enumerate() {
+            let stage = Stage::new();
+            let ended = plays(&stage, &after(Word::Commit, &way(word)), SILENCE, "adopt");
+            assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{word:?}, way {number}: {ended:?}");
+            let mark = if is_elsewhere { Mark::GivenUp } else { Mark::Cleared };
+            assert_eq!(stage.seen().mark, Some(mark), "{word:?}, way {number}");
+        }
+    }
+}
+
+/// The verdict, and the end of the connection right behind it: it has committed, and says so to all.
+#[test]
+fn a_verdict_is_the_last_that_is_heard() {
+    for (word, is_elsewhere) in [(Word::Started, true), (Word::Discarded, false)] {
+        let stage = Stage::new();
+        let acts =
+            [Act::SayVerified, Act::Close, Act::AwaitDone("mark Committed"), Act::Rest(100), Act::Hail(word)];
+        let ended = plays(&stage, &after(LAST, &acts), LIMIT, "adopt");
+        assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{ended:?}");
+        assert!(stage.seen().has_said(Word::Commit));
+    }
+}
+
+/// Nobody answers: it goes on standing still, tells its operator, and does as one of the two words says.
+#[test]
+fn an_operator_decides_where_nobody_answers() {
+    for (word, is_elsewhere) in [("resume", false), ("abandon", true)] {
+        for closes in [false, true] {
+            let stage = Stage::new();
+            let close = closes.then_some(Act::Close);
+            let acts: Vec<_> =
+                after(Word::Commit, &[]).into_iter().chain(close).chain([Act::Rest(400)]).collect();
+            let ended = plays(&stage, &acts, SILENCE, word);
+            assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{word}: {ended:?}");
+            let told = stage.seen().told.join(" ");
+            assert!(told.contains("does not answer"), "{told}");
+        }
+    }
+}
+
+/// The one that has arrived says nothing as a source.
+#[test]
+fn what_has_arrived_is_no_source() {
+    let stage = Stage::new();
+    stage.seen().arrives = true;
+    assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::Arrived);
+    let seen = stage.seen();
+    assert!(!seen.has_done("take") && !seen.has_done("go on") && !seen.has_done("commit"), "{:?}", seen.did);
+}
