@@ -338,8 +338,10 @@ pub fn keep_to(
         if pause.is_zero() {
             return true;
         }
+        let slept = Instant::now();
         thread::sleep(pause);
-        total.waited += pause;
+        // It may have been longer, on a host with much to do.
+        total.waited += slept.elapsed();
         if !watch(total) {
             return false;
         }
@@ -375,7 +377,7 @@ mod tests {
         let mut total = Pass { bytes: 1 << 19, ..Pass::default() };
         assert!(keep_to(&limits, begun, &mut total, &mut |_| true));
         assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
-        assert!(total.waited >= PIECE, "{total:?}");
+        assert!(total.waited >= 2 * PIECE, "{total:?}");
         total.bytes = 1 << 40;
         assert!(!keep_to(&limits, begun, &mut total, &mut |_| false), "nobody is asked");
     }

@@ -534,7 +534,8 @@ mod tests {
             call_off(ATTEMPT, &mut script, Duration::from_millis(200));
             assert_eq!(script.said, [Word::Cancel]);
             assert!(script.marks.is_empty() && script.told.is_empty());
-            assert_eq!(script.questions, if answers.is_empty() { script.questions } else { 2 });
+            let is_right = if answers.is_empty() { script.questions > 2 } else { script.questions == 2 };
+            assert!(is_right, "{answers:?}: it has listened {} times", script.questions);
         }
     }
 
