@@ -188,9 +188,9 @@ static struct block_device *disk_of(const struct file *file)
 	return device;
 }
 
-static u32 begin(struct file *file, struct mercury_disk_log_request *request)
+static u32 begin(struct file *file, const struct block_device *device,
+		 struct mercury_disk_log_request *request)
 {
-	const struct block_device *device = disk_of(file);
 	int number = find_log(NULL);
 	struct disk_log *log;
 	u64 bytes;
@@ -228,13 +228,11 @@ static int collect(struct disk_log *log, struct mercury_disk_log_request *reques
 {
 	u64 __user *to = u64_to_user_ptr(request->map_addr);
 	unsigned long words = BITS_TO_LONGS(log->chunks), i;
-	unsigned long all = xchg(&log->all, 0) ? ~0UL : 0;
+	unsigned long all;
 
-	if (request->map_words != words) {
-		if (all)
-			WRITE_ONCE(log->all, 1);
+	if (request->map_words != words)
 		return MERCURY_CODE_BAD_ARGUMENT;
-	}
+	all = xchg(&log->all, 0) ? ~0UL : 0;
 	request->chunks = 0;
 	for (i = 0; i < words; i++) {
 		unsigned long found = all;
@@ -262,7 +260,7 @@ static int act(struct file *file, struct mercury_disk_log_request *request)
 	if (!device)
 		return MERCURY_CODE_DISK_UNSUPPORTED;
 	if (request->what == MERCURY_DISK_LOG_BEGIN)
-		return begin(file, request);
+		return begin(file, device, request);
 	number = find_log(device->bd_disk);
 	if (number < 0)
 		return MERCURY_CODE_NO_DISK_LOG;

@@ -50,6 +50,15 @@ impl Sysroot {
         fs::read_to_string(self.path(file)).ok().map(|text| text.trim().to_string())
     }
 
+    /// Bytes of memory that can be had, if the kernel says so.
+    #[must_use]
+    pub fn available_memory(&self) -> Option<u64> {
+        let meminfo = self.text("proc/meminfo")?;
+        let rest = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        let kib: u64 = rest.trim().trim_end_matches(" kB").parse().ok()?;
+        Some(kib * 1024)
+    }
+
     /// A file's bytes.
     #[must_use]
     pub fn bytes(&self, file: &str) -> Option<Vec<u8>> {

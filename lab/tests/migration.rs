@@ -72,12 +72,11 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     start(machine, "outruns", OUTRUNS, "")?;
-    let boots = spare.boots();
     let key = receive(spare, "10.9.0.3")?;
     let limits = "--max-downtime 600ms --bandwidth 3";
     let line = migrate(&key, &format!("{limits} --or-give-up --max-throttle 0"));
     fails(peer, machine, &line, &["the downtime would be about"])?;
-    moves_by(peer, machine, spare, (&key, boots), &format!("{limits} > /run/said"))?;
+    moves_by(peer, machine, spare, &key, &format!("{limits} > /run/said"))?;
     let said = spare.sh("cat /run/said")?;
     println!("{said}");
     let (free, held_back) = said.split_once("applications stand still for 15 % of the time now").unwrap();
@@ -297,7 +296,6 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
 fn a_stream_that_breaks_changes_nothing() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let boots = spare.boots();
     let words = receive(spare, "10.9.0.3")?;
     machine.sh("modprobe -a inet_diag tcp_diag")?;
     let moving = machine.spawn(&migrate(&words, "--bandwidth 1 --streams 3"))?;
@@ -312,7 +310,7 @@ fn a_stream_that_breaks_changes_nothing() -> Result<()> {
     machine.sh("! ls /sys/fs/cgroup | grep mercury; ! ss -t -n | grep 4747")?;
     goes_on(peer, machine)?;
     wait_more(spare, THROWN, 0)?;
-    moves_by(peer, machine, spare, (&words, boots), "--streams 3 --rounds 0")?;
+    moves_by(peer, machine, spare, &words, "--streams 3 --rounds 0")?;
     spare.check_next_attach()
 }
 

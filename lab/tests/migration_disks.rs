@@ -90,7 +90,6 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
         "modprobe virtio_blk; mkfs.ext4 -q /dev/vda && mkdir -p /run/shared && mount /dev/vda /run/shared",
     )?;
     start(machine, "ledger", LEDGER, "/run/shared/ledger")?;
-    let boots = spare.boots();
     let words = receive(spare, "10.9.0.3")?;
     let (stop, file) = (AtomicBool::new(false), File::options().write(true).open(&disk.0).unwrap());
     thread::scope(|scope| {
@@ -114,7 +113,7 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
         refused
     })?;
     comes_further(machine, "ledger", count(machine, "ledger")?)?;
-    moves_by(peer, machine, spare, (&words, boots), "--rounds 2")?;
+    moves_by(peer, machine, spare, &words, "--rounds 2")?;
     comes_further(spare, "ledger", count(spare, "ledger")? + 5)?;
     is_right(spare, "/run/shared/ledger")?;
     println!("{}", spare.sh("umount /run/shared && e2fsck -f -n /dev/vda 2>&1")?);

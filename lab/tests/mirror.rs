@@ -7,16 +7,16 @@ mod workloads;
 use std::time::Duration;
 
 use mercury_lab::{
-    Bus, Error, Kernel, Machine, Qemu, Result, Spec,
+    Bus, Kernel, Machine, Qemu, Result, Spec,
     driver::Variant,
-    moving::{GOES_ON, MOVING, PEER, Switch, arrives, migrate, plug_in, receive_with, said, times},
+    moving::{MOVING, PEER, Switch, plug_in, receive_with},
     restart::{
-        boot_id, comes_further, count, is_well, nothing_wrong,
+        comes_further, count, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
         start,
     },
 };
-use workloads::restart::need_qemu;
+use workloads::{moves::moves_by, restart::need_qemu};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -181,26 +181,9 @@ const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* 
 
 /// The machine moves with its root's disk to the spare, whose own system is overwritten.
 fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, address: &str) -> Result<()> {
-    let (id, boots, before) = (boot_id(machine)?, spare.boots(), times(spare, GOES_ON));
     let sum = machine.sh(SUM)?;
     let words = receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))?;
-    let line = migrate(&words, &format!("--with-disk {ROOT} --max-throttle 0"));
-    let mut moving = machine.spawn(&line)?;
-    if !arrives(machine, spare, before, &mut moving)? {
-        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
-        let why = format!("the machine has not moved\n{}\n{}", said(machine), spare.serial_log());
-        return Err(Error::Unhealthy(why));
-    }
-    let ended = machine.wait_shutdown(Duration::from_secs(30));
-    println!("{}", said(machine));
-    if ended.is_err() {
-        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
-    }
-    ended?;
-    spare.wait_other(boots)?;
-    println!("{:?}", moving.output_so_far());
-    is_well(spare, &id)?;
-    assert!(!spare.sh("mercury status --json")?.contains("\"attached\""));
+    moves_by(peer, machine, spare, &words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
     for work in ["talk", "hear", "writes"] {
         // Every file has been read again by then.
         comes_further(spare, work, count(spare, work)? + 45)?;

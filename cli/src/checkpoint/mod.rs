@@ -520,10 +520,7 @@ pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
 
 /// A quarter of what is available, if nothing else is wanted.
 pub(crate) fn pool_pages(mib: Option<u64>, sysroot: &Sysroot) -> u64 {
-    let meminfo = sysroot.text("proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib: u64 = available.and_then(|rest| rest.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0);
-    mib.map_or(kib * 1024 / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
+    mib.map_or_else(|| sysroot.available_memory().unwrap_or(0) / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
 }
 
 /// Brings everything to rest, and takes the instant.

@@ -122,7 +122,7 @@ impl<'a> Here<'a> {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
-        let disks = mirror.offered(&mounts, sysroot);
+        let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
         let offer = Offer { machine, cpus, disks, hails: secret, streams: streams(args) };
         let here = Self {

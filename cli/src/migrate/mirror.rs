@@ -42,6 +42,7 @@ const LAST_LOOKS: usize = 20;
 struct Source<'a> {
     /// The driver, which has the log.
     device: &'a Device,
+    sysroot: &'a Sysroot,
     disk: Disk,
     file: File,
     ledger: DiskLedger,
@@ -73,7 +74,7 @@ impl<'a> Mirror<'a> {
     ///
     /// # Errors
     /// If one of them cannot be mirrored.
-    pub fn open(paths: &[PathBuf], device: &'a Device, sysroot: &Sysroot) -> Result<Self> {
+    pub fn open(paths: &[PathBuf], device: &'a Device, sysroot: &'a Sysroot) -> Result<Self> {
         let mut sources: Vec<Source<'a>> = Vec::new();
         for path in paths {
             let refused = |why: String| {
@@ -86,7 +87,8 @@ impl<'a> Mirror<'a> {
                 return Err(refused(format!("{} is named twice", path.display())));
             }
             let file = disk.open(false).map_err(|error| refused(format!("{}: {error}", path.display())))?;
-            sources.push(Source { device, ledger: DiskLedger::new(disk.bytes), disk, file, is_begun: false });
+            let ledger = DiskLedger::new(disk.bytes);
+            sources.push(Source { device, sysroot, ledger, disk, file, is_begun: false });
         }
         Ok(Self { sources })
     }
@@ -111,15 +113,15 @@ impl<'a> Mirror<'a> {
 
     /// What goes with the offer: the disks, and which of these file systems are on them.
     #[must_use]
-    pub fn offered(&self, mounts: &[Mounted], sysroot: &Sysroot) -> Vec<OfferedDisk> {
-        let on = |disk: &Disk, mount: &&Mounted| {
+    pub fn offered(&self, mounts: &[Mounted]) -> Vec<OfferedDisk> {
+        let on = |Source { disk, sysroot, .. }: &Source<'_>, mount: &&Mounted| {
             fs::metadata(&mount.device).is_ok_and(|found| disk.holds(found.rdev(), sysroot))
         };
         let offered = |source: &Source<'_>| OfferedDisk {
             disk: source.disk.clone(),
             file_systems: mounts
                 .iter()
-                .filter(|mount| on(&source.disk, mount))
+                .filter(|mount| on(source, mount))
                 .map(|mount| mount.device.to_string_lossy().into_owned())
                 .collect(),
             digest: String::new(),
@@ -203,13 +205,13 @@ impl<'a> Mirror<'a> {
     ///
     /// # Errors
     /// If somebody has written, or a disk is not what it was.
-    pub fn is_still(&self, sysroot: &Sysroot) -> Result<()> {
+    pub fn is_still(&self) -> Result<()> {
         for source in &self.sources {
             if !source.log().collect()?.is_empty() {
                 return Err(not_still());
             }
             let disk = &source.disk;
-            let now = Disk::find(&disk.path, sysroot);
+            let now = Disk::find(&disk.path, source.sysroot);
             if now.as_ref() != Ok(disk) {
                 let why = format!("{} is not the disk that it was any more", disk.path.display());
                 return Err(Error::new(Exit::Failed, why));
@@ -221,7 +223,7 @@ impl<'a> Mirror<'a> {
     /// What the disks are, in their order, as digits.
     #[must_use]
     pub fn digests(&mut self, attempt: Attempt) -> Vec<String> {
-        self.sources.iter_mut().map(|source| digits(&mut source.ledger, attempt)).collect()
+        self.sources.iter_mut().map(|source| source.ledger.digest(attempt).to_string()).collect()
     }
 
     /// Bytes of the chunks that were written to since the begin of the logs, or the last look.
@@ -235,12 +237,6 @@ impl<'a> Mirror<'a> {
         };
         self.sources.iter().map(bytes).sum()
     }
-}
-
-/// The digest of a disk, as it goes with the last word of what was sent.
-#[must_use]
-pub fn digits(ledger: &mut DiskLedger, attempt: Attempt) -> String {
-    ledger.digest(attempt).0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn not_still() -> Error {
@@ -362,10 +358,11 @@ impl<'a> Work<'a> {
             let is_other = noted.map_err(|why| Error::new(Exit::Failed, why))?;
             if is_other || self.hurry.swap(false, Ordering::Relaxed) {
                 let chunk = &bytes[range];
-                record.sent += chunk.len().div_ceil(PAGE) as u64;
-                record.zeros +=
-                    if chunk.iter().all(|byte| *byte == 0) { chunk.len().div_ceil(PAGE) as u64 } else { 0 };
-                chunks.add(offset, chunk);
+                let pages = chunk.len().div_ceil(PAGE) as u64;
+                record.sent += pages;
+                if chunks.add(offset, chunk) {
+                    record.zeros += pages;
+                }
             }
         }
         if !chunks.is_empty() {

@@ -8,7 +8,6 @@ use crate::{
     exit::Exit,
     migrate::{
         disk::{Buffer, Disk, look_at_parts},
-        mirror::digits,
         offer::OfferedDisk,
     },
     output::bytes,
@@ -171,7 +170,7 @@ impl Targets {
             target
                 .put_first(&mut self.buffer)
                 .map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
-            if digits(&mut target.ledger, attempt) != *digest {
+            if target.ledger.digest(attempt).to_string() != *digest {
                 return Err(format!("the disk {name} is not what was sent"));
             }
             look_at_parts(&target.file);
@@ -278,7 +277,9 @@ mod tests {
 
     fn chunks(of: &[(u64, &[u8])]) -> Chunks {
         let mut chunks = Chunks::of(0);
-        of.iter().for_each(|(offset, bytes)| chunks.add(*offset, bytes));
+        for (offset, bytes) in of {
+            chunks.add(*offset, bytes);
+        }
         chunks
     }
 
@@ -292,7 +293,7 @@ mod tests {
         for (number, chunk) in (0..).zip(bytes.chunks(CHUNK)) {
             ledger.note(number * CHUNK as u64, chunk.len(), hash_of_chunk(chunk)).expect("noted");
         }
-        digits(&mut ledger, Attempt([1; 16]))
+        ledger.digest(Attempt([1; 16])).to_string()
     }
 
     #[test]

@@ -30,18 +30,10 @@ fn needed(offer: &Offer) -> u64 {
     remembered.saturating_add(streams).saturating_add(disk::memory(&disks) << 20).saturating_add(LEFT)
 }
 
-/// Bytes of memory that can be had, if the kernel says so.
-fn available(sysroot: &Sysroot) -> Option<u64> {
-    let meminfo = sysroot.text("proc/meminfo")?;
-    let rest = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = rest.trim().trim_end_matches(" kB").parse().ok()?;
-    Some(kib * 1024)
-}
-
 /// Why there is no room for what has to be remembered of it, if there is none.
 #[must_use]
 pub fn lacking(offer: &Offer, sysroot: &Sysroot) -> Option<String> {
-    let (needed, available) = (needed(offer), available(sysroot)?);
+    let (needed, available) = (needed(offer), sysroot.available_memory()?);
     eprintln!(
         "mercury: to take it in needs {} of this small system's memory; {} are free",
         bytes(needed),

@@ -5,7 +5,7 @@ use std::{fs, io::Write, net::TcpStream, path::PathBuf, thread, time::Duration};
 
 use mercury_lab::{
     Kernel, Machine, Result, Spec,
-    moving::{GOES_ON, LIMIT, PEER, Switch, arrives, free_port, migrate, plug_in, receive, said, times},
+    moving::{LIMIT, PEER, Switch, free_port, move_to, plug_in, receive},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -57,32 +57,14 @@ pub const THROWN: &str = "was thrown away";
 
 /// The machine moves to the spare, which is it then.
 pub fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
-    let boots = spare.boots();
     let key = receive(spare, address)?;
-    moves_by(peer, machine, spare, (&key, boots), options)
+    moves_by(peer, machine, spare, &key, options)
 }
 
-/// To one that waits already, and had booted so often before.
-pub fn moves_by(
-    peer: &Machine,
-    machine: &Machine,
-    spare: &Machine,
-    (key, boots): (&str, u32),
-    options: &str,
-) -> Result<()> {
+/// To one that waits already.
+pub fn moves_by(peer: &Machine, machine: &Machine, spare: &Machine, key: &str, options: &str) -> Result<()> {
     let id = boot_id(machine)?;
-    let before = times(spare, GOES_ON);
-    let mut moving = machine.spawn(&migrate(key, options))?;
-    if !arrives(machine, spare, before, &mut moving)? {
-        println!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
-    }
-    let ended = machine.wait_shutdown(Duration::from_secs(30));
-    println!("{}", said(machine));
-    if ended.is_err() {
-        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), spare.serial_log());
-    }
-    ended?;
-    spare.wait_other(boots)?;
+    println!("{}", move_to(machine, spare, key, options)?);
     is_well(spare, &id)?;
     goes_on(peer, spare)
 }

@@ -1,6 +1,7 @@
 //! Records of chunks of disks, and what a disk's chunks were when they were last sent.
 
 use super::ledger::Ledger;
+use super::packed;
 use super::pages::PAGE;
 use crate::protocol::{Attempt, Digest};
 
@@ -17,8 +18,8 @@ pub const CHUNKS_BYTES_MAX: usize = 1 << CHUNK_SHIFT_MAX;
 const HEAD: usize = 8;
 const ENTRY: usize = 12;
 const RAW_MAX: usize = HEAD + CHUNKS_MAX * ENTRY + CHUNKS_BYTES_MAX;
-/// With its length before it; zstd adds little to what it cannot compress.
-pub const PACKED_MAX: usize = 4 + RAW_MAX + RAW_MAX / 128 + 1024;
+/// On the wire, no record is longer.
+pub const PACKED_MAX: usize = packed::longest(RAW_MAX);
 
 const SECTOR: u64 = 512;
 const DATA: u64 = 1;
@@ -66,11 +67,11 @@ impl Chunks {
         self.entries.is_empty()
     }
 
-    /// Adds one. Zeros take no room.
+    /// Adds one; whether it is all zeros, which take no room.
     ///
     /// # Panics
     /// If there is no room for it, or it does not begin and end with a sector.
-    pub fn add(&mut self, offset: u64, bytes: &[u8]) {
+    pub fn add(&mut self, offset: u64, bytes: &[u8]) -> bool {
         let is_zero = bytes.iter().all(|byte| *byte == 0);
         let room = if is_zero { 0 } else { bytes.len() };
         assert!(
@@ -84,6 +85,7 @@ impl Chunks {
             self.data.extend_from_slice(bytes);
         }
         self.entries.push((offset | if is_zero { ZERO } else { DATA }, bytes.len() as u32));
+        is_zero
     }
 
     /// The chunks, in their order.
@@ -114,22 +116,12 @@ impl Chunks {
             raw.extend_from_slice(&length.to_le_bytes());
         }
         raw.extend_from_slice(&self.data);
-        let mut packed = (raw.len() as u32).to_le_bytes().to_vec();
-        packed.extend(zstd::bulk::compress(&raw, level)?);
-        Ok(packed)
+        packed::pack(&raw, level)
     }
 
     /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
-        let (length, packed) = payload.split_first_chunk().ok_or("it is too short")?;
-        let length = u32::from_le_bytes(*length) as usize;
-        if length > RAW_MAX {
-            return Err("it is longer than chunks are");
-        }
-        let raw = zstd::bulk::decompress(packed, length).map_err(|_| "it cannot be decompressed")?;
-        if raw.len() != length {
-            return Err("it has another length than it says");
-        }
+        let raw = packed::unpack(payload, RAW_MAX, "it is longer than chunks are")?;
         let (disk, rest) = raw.split_first_chunk().ok_or("it is too short")?;
         let (count, rest) = rest.split_first_chunk().ok_or("it is too short")?;
         let count = u32::from_le_bytes(*count) as usize;

@@ -34,6 +34,7 @@
 mod chunks;
 mod error;
 mod ledger;
+mod packed;
 mod pages;
 mod stream;
 mod text;

@@ -1,5 +1,7 @@
 //! Records of pages.
 
+use super::packed;
+
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 /// Pages of a record.
@@ -8,8 +10,8 @@ const COUNT: usize = 4;
 const ENTRY: usize = 8;
 /// Before compression, no record is longer.
 pub const RAW_MAX: usize = COUNT + PAGES_MAX * (ENTRY + PAGE);
-/// With its length before it; zstd adds little to what it cannot compress.
-pub const PACKED_MAX: usize = 4 + RAW_MAX + RAW_MAX / 128 + 1024;
+/// And on the wire.
+pub const PACKED_MAX: usize = packed::longest(RAW_MAX);
 
 const DATA: u64 = 1;
 const ZERO: u64 = 2;
@@ -104,22 +106,12 @@ impl Pages {
         raw.extend_from_slice(&(self.entries.len() as u32).to_le_bytes());
         self.entries.iter().for_each(|entry| raw.extend_from_slice(&entry.to_le_bytes()));
         raw.extend_from_slice(&self.data);
-        let mut packed = (raw.len() as u32).to_le_bytes().to_vec();
-        packed.extend(zstd::bulk::compress(&raw, level)?);
-        Ok(packed)
+        packed::pack(&raw, level)
     }
 
     /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
-        let (length, packed) = payload.split_first_chunk().ok_or("it is too short")?;
-        let length = u32::from_le_bytes(*length) as usize;
-        if length > RAW_MAX {
-            return Err("it is longer than pages are");
-        }
-        let raw = zstd::bulk::decompress(packed, length).map_err(|_| "it cannot be decompressed")?;
-        if raw.len() != length {
-            return Err("it has another length than it says");
-        }
+        let raw = packed::unpack(payload, RAW_MAX, "it is longer than pages are")?;
         let (count, rest) = raw.split_first_chunk().ok_or("it is too short")?;
         let count = u32::from_le_bytes(*count) as usize;
         if count == 0 || count > PAGES_MAX || rest.len() < count * ENTRY {

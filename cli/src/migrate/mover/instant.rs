@@ -12,7 +12,6 @@ use super::{
 use crate::{
     error::{Error, Result},
     exit::Exit,
-    sysroot::Sysroot,
 };
 use mercury_abi::ioctl::MERCURY_TAKE_USED;
 use mercury_migration::{protocol::source::Event, rounds::Limits};
@@ -110,7 +109,7 @@ impl Mover<'_> {
         if self.system.take_instant()? == system::After::Arrived {
             return Ok(Step::Arrived);
         }
-        self.mirror.is_still(&Sysroot::default())?;
+        self.mirror.is_still()?;
         for (disk, digest) in self.offer.disks.iter_mut().zip(self.mirror.digests(self.attempt)) {
             disk.digest = digest;
         }
