@@ -104,6 +104,8 @@ impl<'a> Here<'a> {
         (to, line, link): (SocketAddr, Line, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
+        // Whoever calls it off is heard, and the machine goes on, though the server of its files has gone silent.
+        checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
@@ -210,9 +212,8 @@ impl System for Here<'_> {
     }
 
     fn fence_off(&mut self, but: SocketAddr) -> Result<()> {
-        // Nothing of this program comes from a disk any more, which may be fenced off.
-        rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-            .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+        // What has come since the move began, too.
+        checkpoint::keep_in_memory()?;
         let peer: fence::Peer = but.into();
         self.with.device.fence(&[peer.into()])
     }
