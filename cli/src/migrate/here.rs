@@ -85,6 +85,8 @@ pub struct Here<'a> {
     /// Where the load outruns the connection.
     brake: Option<Brake>,
     silence: Silence,
+    /// How often a device had not stopped, before the instant.
+    quiesce_failures: u64,
     /// Whether standard output can be written to when everything stands still.
     may_write: bool,
 }
@@ -135,6 +137,7 @@ impl<'a> Here<'a> {
             held: Held::default(),
             brake: None,
             silence: Silence::prepare(),
+            quiesce_failures: 0,
             may_write: checkpoint::may_be_written(sysroot),
             with,
         };
@@ -230,6 +233,8 @@ impl System for Here<'_> {
             return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
                 .hint("try again"));
         }
+        checkpoint::refuse_swap(sysroot)?;
+        self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
         self.held = Held { _still: Some(Still::hold(&mounts, guard)?), _frozen: Some(frozen) };
         Ok(())
     }
@@ -242,12 +247,10 @@ impl System for Here<'_> {
 
     fn take_instant(&mut self) -> Result<After> {
         let With { sysroot, device, guard, .. } = &mut self.with;
-        checkpoint::refuse_swap(sysroot)?;
         guard.hear();
-        let failures = checkpoint::quiesce_failures(sysroot);
         let begin = device
             .snapshot_begin(self.pool, self.flags)
-            .map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
+            .map_err(|error| checkpoint::name_culprit(error, self.quiesce_failures, sysroot))?;
         Ok(if begin.restored != 0 { After::Arrived } else { After::Source })
     }
 

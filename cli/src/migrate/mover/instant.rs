@@ -98,7 +98,6 @@ impl Mover<'_> {
         if let Some(event) = self.write_back()? {
             return Ok(Step::Event(event));
         }
-        self.system.fence_off(self.to)?;
         let begun = Instant::now();
         self.stopped = Some(begun);
         self.system.hold_still()?;
@@ -106,6 +105,8 @@ impl Mover<'_> {
             return Ok(Step::Event(event));
         }
         self.offer.machine.file_systems = self.system.file_systems();
+        // Only now: until then files are asked for, which may be a server's.
+        self.system.fence_off(self.to)?;
         if self.system.take_instant()? == system::After::Arrived {
             return Ok(Step::Arrived);
         }
