@@ -150,7 +150,7 @@ fn disks_on_a_network_go_along() -> Result<()> {
         ))?;
         start(machine, name, LEDGER, &format!("/run/{name}.d/ledger"))?;
     }
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2 --network-disks")?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
     for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
         println!("{name}: {}", count(spare, name)?);
         if let Err(error) = comes_further(spare, name, count(spare, name)? + 5) {

@@ -124,7 +124,7 @@ impl<'a> Here<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
+        let compared = disks::to_be_compared(&mounts, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
@@ -240,8 +240,8 @@ impl System for Here<'_> {
     }
 
     fn file_systems(&mut self) -> Vec<FileSystem> {
-        let With { args, sysroot, guard, .. } = &mut self.with;
-        let compared = disks::to_be_compared(&self.mounts, args.network_disks, sysroot);
+        let With { sysroot, guard, .. } = &mut self.with;
+        let compared = disks::to_be_compared(&self.mounts, sysroot);
         guard.hear_during(|| disks::describe_all(&compared))
     }
 

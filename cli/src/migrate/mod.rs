@@ -203,7 +203,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
     refuse_bundled(sysroot)?;
-    let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 
