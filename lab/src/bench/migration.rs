@@ -425,7 +425,7 @@ pub(crate) fn last_words(said: &str) -> Option<Move> {
 }
 
 fn report(way: &'static str, said: &str) -> Option<Move> {
-    let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms .*; (\d+) bytes were sent, in ([0-9.]+) s";
+    let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms \([^)]*\); (\d+) bytes were sent, in ([0-9.]+) s";
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;
     let number = |group: usize| found[group].parse::<u64>().ok();
     Some(Move {
@@ -568,7 +568,7 @@ pub(super) mod tests {
     fn last_words_are_understood() {
         let said = "mercury migrate: this machine has moved: 5 rounds; what had changed was found by a log of writes, which \
             read 8123 pages at the end; applications stood still for 4321 ms (640 until the instant, 3000 for the last \
-            pages); 56789 bytes were sent, in 61.5 s. It is powered off";
+            pages, 400 until they were verified, 281 for the start); 56789 bytes were sent, in 61.5 s. It is powered off";
         let found = report(LOG, said).unwrap();
         assert_eq!((found.rounds, found.read_pages, found.sent_bytes), (5, Some(8123), 56_789));
         assert_eq!((found.downtime_seconds, found.total_seconds), (4.321, 61.5));

@@ -141,6 +141,7 @@ impl Mover<'_> {
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
         }
+        self.streamed = Some(Instant::now());
         let last_us = last_took.as_secs_f64() * 1e6;
         self.report.after =
             Some(After { found_by, looked: done.looked, quiesce_us, last_us, ..After::default() });
