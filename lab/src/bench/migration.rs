@@ -85,6 +85,9 @@ pub struct Move {
     /// How long the machine stood still, by whoever moved it.
     #[serde(serialize_with = "rounded")]
     pub downtime_seconds: f64,
+    /// What that was made of, in milliseconds: until the instant, for the last pages, until they were verified, for the start; of
+    /// QEMU's that is not known.
+    pub parts_ms: Option<[u64; 4]>,
     /// All of it.
     #[serde(serialize_with = "rounded")]
     pub total_seconds: f64,
@@ -385,6 +388,7 @@ fn by_qemu(way: &'static str, done: &serde_json::Value) -> Move {
         client_seconds: 0.0,
         load_during_over_before: 0.0,
         downtime_seconds: seconds("downtime"),
+        parts_ms: None,
         total_seconds: seconds("total-time"),
         sent_bytes: done["ram"]["transferred"].as_u64().unwrap_or(0),
         // It calls a look at what is dirty so, also the one at the end.
@@ -425,7 +429,10 @@ pub(crate) fn last_words(said: &str) -> Option<Move> {
 }
 
 fn report(way: &'static str, said: &str) -> Option<Move> {
-    let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms \([^)]*\); (\d+) bytes were sent, in ([0-9.]+) s";
+    let pattern = concat!(
+        r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms \((\d+) until the instant, ",
+        r"(\d+) for the last pages, (\d+) until they were verified, (\d+) for the start\); (\d+) bytes were sent, in ([0-9.]+) s"
+    );
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;
     let number = |group: usize| found[group].parse::<u64>().ok();
     Some(Move {
@@ -433,8 +440,9 @@ fn report(way: &'static str, said: &str) -> Option<Move> {
         client_seconds: 0.0,
         load_during_over_before: 0.0,
         downtime_seconds: number(3)? as f64 / 1e3,
-        total_seconds: found[5].parse().ok()?,
-        sent_bytes: number(4)?,
+        parts_ms: Some([number(4)?, number(5)?, number(6)?, number(7)?]),
+        total_seconds: found[9].parse().ok()?,
+        sent_bytes: number(8)?,
         rounds: number(1)?,
         read_pages: number(2),
     })
@@ -483,6 +491,10 @@ fn by_size(size: &Size) -> String {
             one.way.to_owned(),
             format!("{:.2} s", one.client_seconds),
             format!("{:.2} s", one.downtime_seconds),
+            one.parts_ms.map_or_else(
+                || "–".to_owned(),
+                |parts| parts.map(|ms| format!("{:.2}", ms as f64 / 1e3)).join(" + "),
+            ),
             format!("{:.1} s", one.total_seconds),
             one.rounds.to_string(),
             format!("{:.2}", one.load_during_over_before),
@@ -494,6 +506,7 @@ fn by_size(size: &Size) -> String {
         "way",
         "seen by a client",
         "by its own report",
+        "instant + last pages + verified + start",
         "in all",
         "rounds",
         "load",
@@ -537,6 +550,7 @@ pub(super) mod tests {
             way,
             client_seconds: 1.5,
             downtime_seconds: 1.25,
+            parts_ms: Some([400, 500, 200, 150]),
             total_seconds: 30.0,
             sent_bytes: 50_000_000,
             rounds: 4,
@@ -572,6 +586,7 @@ pub(super) mod tests {
         let found = report(LOG, said).unwrap();
         assert_eq!((found.rounds, found.read_pages, found.sent_bytes), (5, Some(8123), 56_789));
         assert_eq!((found.downtime_seconds, found.total_seconds), (4.321, 61.5));
+        assert_eq!(found.parts_ms, Some([640, 3000, 400, 281]));
         assert!(report(LOG, "mercury migrate: it did not").is_none());
     }
 
