@@ -24,6 +24,8 @@ use mercury_lab::{
     previrtualization::{self, Built, Flavour},
 };
 
+#[path = "hosted/deaths.rs"]
+mod deaths;
 #[path = "hosted/processors.rs"]
 mod processors;
 
@@ -255,6 +257,27 @@ fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> 
         machine.wait_for("read: something 42");
         let log = machine.end(RESET);
         assert!(log.contains("-mercury-small") && log.contains("Attempted to kill init"), "{log}");
+    }
+    Ok(())
+}
+
+/// Typed at once, it is more than a line's buffer, a terminal's and a serial port's hold.
+#[test]
+#[ignore = "long"]
+fn what_is_typed_arrives_whole() -> Result<()> {
+    const LINES: usize = 3000;
+    let place = Place::new("typed")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    for options in [&[ISOLATIONS[0]][..], &[ISOLATIONS[1]], &[ISOLATIONS[0], "--cpus", "2"]] {
+        let mut machine = shell_on_disk(&place, &disk, options);
+        let lines: Vec<String> = (0..LINES).map(|line| format!("{line} {}", "x".repeat(line % 80))).collect();
+        let text = lines.join("\n");
+        machine.type_line(&format!("cat > /dev/typed\n{text}\n\x04wc -l < /dev/typed; awk '$1 != NR - 1 || length($2) != (NR - 1) % 80' /dev/typed | head; echo arr''ived"));
+        machine.wait_for("arrived\n");
+        machine.type_line("poweroff -f");
+        let log = machine.end(HALTED);
+        assert!(log.contains(&format!("{LINES}\narrived\n")), "{log}");
+        assert_well(&log);
     }
     Ok(())
 }

@@ -88,7 +88,7 @@ fn processors_come_up_fifty_times() -> Result<()> {
 }
 
 /// Processes of the machine, which has the directory's name on its command line.
-fn processes(place: &Place) -> Vec<i32> {
+pub fn processes(place: &Place) -> Vec<i32> {
     let name = place.directory.to_str().expect("a name");
     let entries = fs::read_dir("/proc").expect("processes").flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
