@@ -23,6 +23,7 @@ use mercury_lab::{
     host,
     previrtualization::{self, Built, Flavour},
 };
+use rustix::process::{Pid, Signal, kill_process};
 
 #[path = "hosted/deaths.rs"]
 mod deaths;
@@ -39,6 +40,8 @@ const RESET: Option<i32> = Some(10);
 const SIGSYS: i32 = 31;
 /// The guest cannot go on.
 const BROKEN: Option<i32> = Some(11);
+/// What the machine says then, if it is for want of a process.
+const CHILD_GONE: &str = "a process has ended that a processor or the guest's programs run in";
 /// This host cannot do what was asked for, as it is.
 const UNFIT: Option<i32> = Some(3);
 /// What keeps programs apart from their kernel: nothing, or processes of their own.
@@ -887,9 +890,9 @@ fn processes_of(program: &Path) -> Vec<i32> {
     numbers.collect()
 }
 
-fn kill(process: i32) {
-    let process = rustix::process::Pid::from_raw(process).expect("a process");
-    let _ = rustix::process::kill_process(process, rustix::process::Signal::KILL);
+fn signal(process: i32, signal: Signal) {
+    let process = Pid::from_raw(process).expect("a process");
+    let _ = kill_process(process, signal);
 }
 
 /// Whatever is killed, nothing is left.
@@ -935,9 +938,9 @@ fn nothing_is_left_of_a_machine_that_is_killed() -> Result<()> {
         machine.wait_for("up: 6.1");
         let mut processes = processes_of(&place.command);
         processes.sort_unstable();
-        kill(processes[which]);
+        signal(processes[which], Signal::KILL);
         let log = machine.end(BROKEN);
-        assert!(log.contains("a process that the guest's programs run in has ended"), "{log}");
+        assert!(log.contains(CHILD_GONE), "{log}");
         is_gone();
     }
     Ok(())

@@ -319,7 +319,7 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
     }
     thread::sleep(moment);
     match (life.death, group) {
-        (Death::Processor, _) => kill(other_processor(machine)),
+        (Death::Processor, _) => signal(processors::other_processor(machine), Signal::KILL),
         (Death::Panic, _) => machine.type_line("exec false"),
         (Death::Memory, Some(group)) => {
             group.close();
@@ -327,16 +327,6 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
         }
         _ => machine.child.kill().expect("it is killed"),
     }
-}
-
-fn other_processor(machine: &Machine) -> i32 {
-    let first = machine.child.id();
-    let children = fs::read_to_string(format!("/proc/{first}/task/{first}/children")).expect("its children");
-    let numbers = children.split_whitespace().filter_map(|number| number.parse().ok());
-    let is_processor = |number: &i32| {
-        fs::read_to_string(format!("/proc/{number}/comm")).is_ok_and(|name| name == "mercury-cpu\n")
-    };
-    numbers.into_iter().find(is_processor).expect("another processor")
 }
 
 /// Waits until nothing is left of it: no process, and nobody who has its disk. Says how it has ended.
@@ -376,9 +366,7 @@ fn check_disk(life: Life, disk: &Path) -> Result<()> {
 fn check_death(life: Life, status: std::process::ExitStatus, log: &str, has_memory: bool) {
     const SIGKILL: Option<i32> = Some(9);
     let is_right = match life.death {
-        Death::Processor => {
-            status.code() == BROKEN && log.contains("a process has ended that a processor or the guest")
-        }
+        Death::Processor => status.code() == BROKEN && log.contains(CHILD_GONE),
         Death::Panic => status.code() == RESET && log.contains("Kernel panic"),
         // Whose process it is that the host chooses is the host's business.
         Death::Memory if has_memory => status.signal() == SIGKILL || status.code() == BROKEN,
