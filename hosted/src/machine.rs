@@ -331,9 +331,6 @@ impl Machine {
         if let Some(how) = self.devices.ended() {
             self.end(how, "");
         }
-        if signal::is_child_gone() {
-            self.end(End::Broken, "a process has ended that a processor or the guest's programs run in");
-        }
     }
 
     /// The vector of the interrupt that is delivered now.
@@ -348,10 +345,16 @@ impl Machine {
         self.devices.has_interrupt() || self.apic.as_ref().is_some_and(Apic::has_interrupt)
     }
 
-    /// Another processor may have called: it has a question for the first one, or has reset this one, which waits to be started,
-    /// then.
+    /// Looks at what does not wait until the guest takes interrupts. Another processor may have called: it has a question for the
+    /// first one, or has reset this one, which waits to be started, then. Or the machine has to end.
     pub fn attend(&mut self) {
         smp::called().store(0, Ordering::SeqCst);
+        if signal::is_end_wanted() {
+            self.end(End::Ended, "ended by a signal");
+        }
+        if signal::is_child_gone() {
+            self.end(End::Broken, signal::CHILD_HAS_ENDED);
+        }
         let Some(one) = self.processor else { return };
         if one.is_first() {
             self.devices.serve(&one, &self.memory);

@@ -63,8 +63,10 @@ static END: AtomicBool = AtomicBool::new(false);
 
 /// A process of ours has ended.
 static CHILD_GONE: AtomicBool = AtomicBool::new(false);
+/// What the machine says then. Somebody has killed it, or the host has.
+pub const CHILD_HAS_ENDED: &str = "a process has ended that a processor or the guest's programs run in";
 
-/// Whether a process has ended that the guest's programs run in.
+/// Whether a process has ended that a processor or the guest's programs run in.
 #[must_use]
 pub fn is_child_gone() -> bool {
     CHILD_GONE.load(Ordering::Acquire)
@@ -162,14 +164,16 @@ pub unsafe extern "C" fn handle_signal(
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
     let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
     let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | smp::CALL | libc::SIGCHLD);
-    if signal == smp::CALL {
-        smp::called().store(1, Ordering::SeqCst);
-    }
     if signal == libc::SIGCHLD {
         CHILD_GONE.store(true, Ordering::Release);
     }
     if is_end {
         END.store(true, Ordering::Release);
+    }
+    // Whether the guest takes interrupts or not: it may wait for ever, without them, for a processor that has ended.
+    let is_urgent = is_end || matches!(signal, smp::CALL | libc::SIGCHLD);
+    if is_urgent {
+        smp::called().store(1, Ordering::SeqCst);
     }
     if is_notice {
         machine::pending().store(1, Ordering::SeqCst);
@@ -190,14 +194,13 @@ pub unsafe extern "C" fn handle_signal(
     }
     take(machine, registers, fs);
     match is_notice {
-        _ if is_end => machine.end(End::Ended, "ended by a signal"),
         true => {
             machine.finish_return();
             if machine.is_debugger_wanted() {
                 machine.begin_exit_again();
                 machine.attend_debugger();
             }
-            if signal == smp::CALL {
+            if is_urgent {
                 machine.attend();
             }
             if machine.interruptible() {

@@ -142,7 +142,7 @@ impl Devices {
         }
         self.set_alarm();
         self.receive_typed();
-        if self.console.was_ended() || crate::signal::is_end_wanted() {
+        if self.console.was_ended() {
             self.ended = Some(End::Ended);
         }
         self.raise_serial();

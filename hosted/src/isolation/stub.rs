@@ -598,9 +598,7 @@ fn rseq() -> u64 {
 }
 
 fn gone() -> Error {
-    Error::host(
-        "a process that the guest's programs run in has ended: somebody has killed it, or the host has",
-    )
+    Error::host(signal::CHILD_HAS_ENDED)
 }
 
 /// An order.
