@@ -114,7 +114,8 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     let dir = paths::lab_dir("bench")?.join("hosted");
     let small = small(release, &programs.mercury, &dir)?;
     let work = work::job(release)?;
-    let mut bench = Bench { dir, costs: BTreeMap::new(), left_out: BTreeMap::new(), objects: BTreeSet::new() };
+    let mut bench =
+        Bench { dir, costs: BTreeMap::new(), left_out: BTreeMap::new(), objects: BTreeSet::new() };
     programs.uml_seccomp = bench.had(Way::UmlSeccomp, likes.uml_seccomp);
     programs.gvisor = bench.had(Way::Gvisor, likes.gvisor);
     for round in 1..=rounds.small {
@@ -134,7 +135,11 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
         gvisor: version(programs.gvisor.as_ref())?,
         rounds: rounds.small,
         rounds_of_work: rounds.work,
-        left_out: bench.left_out.iter().map(|((way, load), why)| format!("{}: {why}", load.of(*way))).collect(),
+        left_out: bench
+            .left_out
+            .iter()
+            .map(|((way, load), why)| format!("{}: {why}", load.of(*way)))
+            .collect(),
         benchmarks: rows.collect::<Result<_>>()?,
     })
 }
@@ -149,15 +154,8 @@ enum Load {
 }
 
 /// All but one: programs whose system calls are signals are no way to work.
-const AT_WORK: [Way; 7] = [
-    Way::Native,
-    Way::Hosted,
-    Way::HostedIsolated,
-    Way::Uml,
-    Way::UmlSeccomp,
-    Way::Gvisor,
-    Way::Emulated,
-];
+const AT_WORK: [Way; 7] =
+    [Way::Native, Way::Hosted, Way::HostedIsolated, Way::Uml, Way::UmlSeccomp, Way::Gvisor, Way::Emulated];
 
 impl Load {
     /// What is said of a way with it.
@@ -196,14 +194,7 @@ impl Bench {
     }
 
     /// Each way once. One of others' that fails in the first round is left out, by name.
-    fn round(
-        &mut self,
-        programs: &Programs,
-        load: Load,
-        job: &Job,
-        ways: &[Way],
-        first: bool,
-    ) -> Result<()> {
+    fn round(&mut self, programs: &Programs, load: Load, job: &Job, ways: &[Way], first: bool) -> Result<()> {
         for way in ways.iter().copied() {
             if self.is_left_out(load, way) {
                 continue;
@@ -250,7 +241,8 @@ fn costs_of(load: Load, output: &Output) -> Result<(Vec<(String, f64)>, Option<S
 impl Row {
     fn new(name: &str, costs: &Costs) -> Result<Self> {
         let median = |way: Way| costs.get(&(way, name.to_owned())).map(|all| stats::median(all));
-        let native = median(Way::Native).ok_or_else(|| Error::Host(format!("natively there is no {name}")))?;
+        let native =
+            median(Way::Native).ok_or_else(|| Error::Host(format!("natively there is no {name}")))?;
         let rounded = |number: f64| (number * 1e4).round() / 1e4;
         let of = |way: Way| {
             let us = median(way)?;
@@ -391,6 +383,9 @@ pub mod tests {
         assert!(bench.had(Way::Gvisor, Err(Error::Host("no\nlog".into()))).is_none());
         assert!(bench.is_left_out(Load::Work, Way::Gvisor) && bench.is_left_out(Load::Small, Way::Gvisor));
         bench.leave_out(Load::Work, Way::UmlSeccomp, &Error::Host("slow".into()));
-        assert!(bench.is_left_out(Load::Work, Way::UmlSeccomp) && !bench.is_left_out(Load::Small, Way::UmlSeccomp));
+        assert!(
+            bench.is_left_out(Load::Work, Way::UmlSeccomp)
+                && !bench.is_left_out(Load::Small, Way::UmlSeccomp)
+        );
     }
 }

@@ -180,9 +180,9 @@ impl Programs {
         match way {
             Way::Native => native(&mut command, job),
             Way::Hosted | Way::HostedBySignals | Way::HostedIsolated => self.hosted(way, &mut command, job),
-            Way::Uml => uml(Path::new(UML), &mut command, job),
+            Way::Uml => uml(Path::new(UML), &mut command, job, dir),
             Way::UmlSeccomp => {
-                uml(had(&self.uml_seccomp, way)?, &mut command, job);
+                uml(had(&self.uml_seccomp, way)?, &mut command, job, dir);
                 command.arg("seccomp=on");
             }
             Way::Gvisor => return gvisor(had(&self.gvisor, way)?, command, job, dir),
@@ -238,13 +238,17 @@ fn native(command: &mut Command, job: &Job) {
     };
 }
 
-fn uml(program: &Path, command: &mut Command, job: &Job) {
+fn uml(program: &Path, command: &mut Command, job: &Job, dir: &Path) {
     command.arg(program).args([&format!("mem={}M", job.memory_mib), "con=null", "con0=null,fd:1", QUIET]);
+    // Each leaves a directory, by default at its user's home.
+    command.arg(format!("uml_dir={}", dir.join("uml").display()));
     match &job.files {
         Files::Archive(path) => command.arg(format!("initrd={}", path.display())),
-        Files::Disk(path) => command
-            .arg(format!("ubd0r={}", path.display()))
-            .args(["root=/dev/ubda", "ro", &format!("init={}", job.init)]),
+        Files::Disk(path) => command.arg(format!("ubd0r={}", path.display())).args([
+            "root=/dev/ubda",
+            "ro",
+            &format!("init={}", job.init),
+        ]),
     };
 }
 

@@ -27,8 +27,10 @@ pub const POSTGRES: &str = "postgresql";
 pub const BUILD: &str = "build";
 
 const INIT: &str = "/work/run";
-const SCRIPTS: &[(&str, &str)] =
-    &[("run", include_str!("../../../guest/hosted/work")), ("timed", include_str!("../../../guest/bench/timed"))];
+const SCRIPTS: &[(&str, &str)] = &[
+    ("run", include_str!("../../../guest/hosted/work")),
+    ("timed", include_str!("../../../guest/bench/timed")),
+];
 /// Of the kernel whose part is built; everything that the part needs besides is built before.
 const CONFIGURATION: &str = include_str!("../../../guest/kernel/tiny.config");
 /// The part that is built.
@@ -55,8 +57,10 @@ const LIMIT_S: u32 = 3600;
 /// If something cannot be had or does not build.
 pub fn job(release: Release) -> Result<Job> {
     let (image, kernels) = (Image::ensure(release)?.tree(), root::ensure(release)?);
-    let recipe = Ingredients::default().with(format!("{image:?} {kernels:?} {UNUSED:?}")).with(PREPARE).with(SIZE);
-    let recipe = SCRIPTS.iter().fold(recipe.with(CONFIGURATION).with(plan()), |all, (_, text)| all.with(text));
+    let recipe =
+        Ingredients::default().with(format!("{image:?} {kernels:?} {UNUSED:?}")).with(PREPARE).with(SIZE);
+    let recipe =
+        SCRIPTS.iter().fold(recipe.with(CONFIGURATION).with(plan()), |all, (_, text)| all.with(text));
     let dir = paths::lab_dir("tools")?.join(format!("work-{}", recipe.name()));
     once(&format!("kernel-{release}"), &dir, |new| make(release, &image, &kernels, new))?;
     Ok(Job {
@@ -77,7 +81,11 @@ fn make(release: Release, image: &Path, kernels: &Path, new: &Path) -> Result<()
     let objects = prepare(source, kernels)?;
     let tree = new.join("tree");
     let run = |program: &str, words: &[&Path]| {
-        host::run("a tree with PostgreSQL and a kernel's source", "work-tree", host::as_root(program).args(words))
+        host::run(
+            "a tree with PostgreSQL and a kernel's source",
+            "work-tree",
+            host::as_root(program).args(words),
+        )
     };
     // Links: nobody writes there.
     run("cp", &[Path::new("-al"), image, &tree])?;
@@ -130,7 +138,8 @@ pub struct Done {
 pub fn done(text: &str) -> Result<Done> {
     let after = |what: &str| {
         let rest = text.split_once(what).map(|(_, rest)| rest);
-        rest.map(|rest| rest.split_whitespace().next().unwrap_or_default().to_owned()).ok_or_else(|| Error::Host(format!("the work has not said {what:?}: {text}")))
+        rest.map(|rest| rest.split_whitespace().next().unwrap_or_default().to_owned())
+            .ok_or_else(|| Error::Host(format!("the work has not said {what:?}: {text}")))
     };
     let number = |what: &str| {
         let word = after(what)?;
