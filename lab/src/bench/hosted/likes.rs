@@ -1,6 +1,6 @@
-//! What a hosted kernel is compared with, from Debian's packages and kept under `target/lab/tools/`: User Mode Linux with seccomp
-//! instead of ptrace, built from the newest source of the kernel that Debian 13's backports have (Linux has it since 6.16), and
-//! gVisor, by its own package. Debian 12's User Mode Linux is installed on the host.
+//! What a hosted kernel is compared with, from Debian's packages and kept under `target/lab/tools/`: User Mode Linux with
+//! seccomp instead of ptrace, built from the newest source of the kernel that Debian 13's backports have (Linux has it
+//! since 6.16), and gVisor, by its own package. Debian 12's User Mode Linux is installed on the host.
 
 use std::{
     fs,

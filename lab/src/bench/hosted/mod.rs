@@ -1,5 +1,5 @@
-//! What a hosted kernel costs its programs: the same programs natively, in a hosted kernel and in its likes, one after the other in
-//! each round, all on the same processor of this host. `lab bench hosted`.
+//! What a hosted kernel costs its programs: the same programs natively, in a hosted kernel and in its likes, one after
+//! the other in each round, all on the same processor of this host. `lab bench hosted`.
 
 mod likes;
 mod report;
@@ -199,9 +199,9 @@ impl Bench {
             if self.is_left_out(load, way) {
                 continue;
             }
-            let measured = programs.run(way, job, &self.dir).and_then(|output| costs_of(load, &output));
+            let measured = programs.run(way, job, &self.dir).and_then(|output| read(load, &output));
             match measured {
-                Ok((costs, objects)) => {
+                Ok(Done { costs, objects }) => {
                     self.objects.extend(objects);
                     self.same_objects(way)?;
                     for (name, us) in costs {
@@ -224,18 +224,17 @@ impl Bench {
     }
 }
 
-/// Names and microseconds, and the hash of what was built.
-fn costs_of(load: Load, output: &Output) -> Result<(Vec<(String, f64)>, Option<String>)> {
+/// What a way has said.
+fn read(load: Load, output: &Output) -> Result<Done> {
     let text = String::from_utf8_lossy(&output.stdout);
-    let failed = || {
+    if load == Load::Work {
+        return work::done(&text);
+    }
+    let costs = costs(&text).ok_or_else(|| {
         let errors = String::from_utf8_lossy(&output.stderr);
         Error::Host(format!("it has measured nothing ({}): {text}{errors}", output.status))
-    };
-    if load == Load::Small {
-        return costs(&text).map(|costs| (costs, None)).ok_or_else(failed);
-    }
-    let Done { costs, objects } = work::done(&text)?;
-    Ok((costs.into_iter().map(|(name, us)| (name.to_owned(), us)).collect(), Some(objects)))
+    })?;
+    Ok(Done { costs, objects: None })
 }
 
 impl Row {
@@ -344,7 +343,8 @@ pub mod tests {
 
     #[test]
     fn what_a_console_says_besides_does_not_matter() {
-        let text = "[    0.1] a {brace}\r\n{\"format\": 1,\r\n  \"benchmarks\": [\r\n {\"name\": \"fork\", \"us\": {\"median\": 2.5}}]}\r\n[ 1.0] Kernel panic";
+        let text = "[    0.1] a {brace}\r\n{\"format\": 1,\r\n  \"benchmarks\": [\r\n \
+                    {\"name\": \"fork\", \"us\": {\"median\": 2.5}}]}\r\n[ 1.0] Kernel panic";
         assert_eq!(costs(text).unwrap(), [("fork".to_owned(), 2.5)]);
         assert!(costs("{ \"benchmarks\": [").is_none());
         assert!(costs("nothing").is_none());

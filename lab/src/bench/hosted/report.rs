@@ -52,8 +52,8 @@ fn keys() -> Vec<(String, Figure)> {
     all
 }
 
-/// How many times as fast a hosted kernel is as a like, and how many times as long as natively work takes: by key, without what
-/// could not be measured.
+/// How many times as fast a hosted kernel is as a like, and how many times as long as natively work takes: by key,
+/// without what could not be measured.
 #[must_use]
 pub fn headlines(figures: &Hosted) -> Vec<(String, f64)> {
     let rounded = |number: f64| (number * 100.0).round() / 100.0;
@@ -69,8 +69,8 @@ fn faster(figures: &Hosted, name: &str, hosted: Way, like: Way) -> Option<f64> {
     Some(of(figures, name, like)? / of(figures, name, hosted)?)
 }
 
-/// What is aimed at in comparison with User Mode Linux by ptrace, without isolation: at least so many times as fast; and why
-/// it is missed, where it is.
+/// What is aimed at in comparison with User Mode Linux by ptrace, without isolation: at least so many times as fast;
+/// and why it is missed, where it is.
 const AIMS: &[(&str, f64, &str)] = &[
     ("null-call", 100.0, ""),
     ("page-fault", 4.0, "a fault is a signal, a walk and an mmap of the host's"),
@@ -79,7 +79,8 @@ const AIMS: &[(&str, f64, &str)] = &[
 ];
 /// A build, in times of a native one.
 const BUILD_AT_MOST: f64 = 1.25;
-const BUILD_MISSED: &str = "the compiler is started for each file, and each of its pages, and make's and the shell's after it, is a fault and an mmap";
+const BUILD_MISSED: &str = "each file is a start of the compiler, and each start and each switch back to make drops what is mapped, \
+                            which comes back fault by fault";
 
 fn aims(figures: &Hosted) -> String {
     let fast = AIMS.iter().map(|(name, least, why)| {
@@ -98,7 +99,8 @@ fn aims(figures: &Hosted) -> String {
     let first = verdict(call < fastest, &format!("{call:.1}, the fastest of the others {fastest:.1}"), "");
     format!(
         "The aims, without isolation, in times of UML's speed by ptrace: {}.\n\
-        A system call faster than in any of the others ({first}). A build at most {BUILD_AT_MOST} times as long as natively ({build}).\n",
+        A system call faster than in any of the others ({first}). A build at most {BUILD_AT_MOST} times as long\n\
+        as natively ({build}).\n",
         fast.collect::<Vec<_>>().join(";\n")
     )
 }
@@ -129,14 +131,14 @@ pub fn section(figures: &Hosted) -> String {
     let left_out: String = figures.left_out.iter().map(|what| format!("\nLeft out: {what}.\n")).collect();
     format!(
         "{HEADING}\n\n\
-        `mercury hosted run` ([hosted.md](hosted.md)) beside its likes, on one processor of a host with Linux {}: as native processes; in\n\
-        the small kernel, hosted, hosted with programs left as they are (`--no-rewrite`), and hosted with programs in processes of their\n\
-        own (`--isolation=process`); in User Mode Linux (UML), {} by ptrace{}{};\n\
-        and in the same small kernel in an emulated machine. First `mercury bench os` with Debian's C library in the same file system in\n\
-        memory, medians of {} rounds; then work from one disk that is not written to: PostgreSQL with one client of pgbench (TPC-B), its\n\
-        database in memory, and the part of a small kernel that is in `{}` built by make and gcc, in memory too, medians of {}. What was\n\
-        built is the same in all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios\n\
-        to the native ones.\n\n{}\n{}{left_out}",
+        `mercury hosted run` ([hosted.md](hosted.md)) beside its likes, on one processor of a host with Linux {}: as native\n\
+        processes; in the small kernel, hosted, hosted with programs left as they are (`--no-rewrite`), and hosted with\n\
+        programs in processes of their own (`--isolation=process`); in User Mode Linux (UML), {} by ptrace{}{};\n\
+        and in the same small kernel in an emulated machine. First `mercury bench os` with Debian's C library in the same\n\
+        files in memory, medians of {} rounds; then work from one disk that is not written to: PostgreSQL with one client of\n\
+        pgbench (TPC-B), its database in memory, and what is in `{}` of a small kernel, built by make and gcc, in memory\n\
+        too, medians of {}. What was built is the same in all ways, bit by bit. Each round has all ways side by side; times\n\
+        are this host's, the others are ratios to the native ones.\n\n{}\n{}{left_out}",
         figures.host,
         figures.uml,
         seccomp.unwrap_or_default(),

@@ -1,8 +1,8 @@
-//! Work for each way: PostgreSQL under pgbench, and a part of a kernel's build. Programs, database and sources are on one disk
-//! that nobody writes to; what is written is in memory. It is kept under `target/lab/tools/` by the hash of its recipe.
+//! Work for each way: PostgreSQL under pgbench, and a part of a kernel's build. Programs, database and sources are on one
+//! disk that nobody writes to; what is written is in memory. It is kept under `target/lab/tools/` by the hash of its
+//! recipe.
 
 use std::{
-    collections::BTreeMap,
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -122,13 +122,13 @@ fn prepare(source: &str, kernels: &Path) -> Result<PathBuf> {
     Ok(place.join("objects"))
 }
 
-/// What the work has said.
+/// What a way has said of its work, or of the single operations.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Done {
     /// Microseconds, by benchmark.
-    pub costs: BTreeMap<&'static str, f64>,
-    /// The hash of what was built, which is the same in each way.
-    pub objects: String,
+    pub costs: Vec<(String, f64)>,
+    /// The hash of what was built, which is the same in each way; `None` where nothing is.
+    pub objects: Option<String>,
 }
 
 /// Reads it, among whatever a console says.
@@ -149,9 +149,10 @@ pub fn done(text: &str) -> Result<Done> {
     if failed > 0.0 {
         return Err(Error::Host(format!("{failed} transactions failed: {text}")));
     }
-    let costs = BTreeMap::from([(POSTGRES, 1e6 / number("tps = ")?), (BUILD, number("elapsed_us ")?)]);
+    let costs = [(POSTGRES, 1e6 / number("tps = ")?), (BUILD, number("elapsed_us ")?)];
     after("work done")?;
-    Ok(Done { costs, objects: after("objects ")? })
+    let costs = costs.map(|(name, us)| (name.to_owned(), us)).to_vec();
+    Ok(Done { costs, objects: Some(after("objects ")?) })
 }
 
 #[cfg(test)]
@@ -165,8 +166,8 @@ mod tests {
     #[test]
     fn what_the_work_has_said_is_read() {
         let done = done(SAID).unwrap();
-        assert_eq!(done.costs, BTreeMap::from([(POSTGRES, 2000.0), (BUILD, 2_500_000.0)]));
-        assert_eq!(done.objects, "abc");
+        assert_eq!(done.costs, [(POSTGRES.to_owned(), 2000.0), (BUILD.to_owned(), 2_500_000.0)]);
+        assert_eq!(done.objects.unwrap(), "abc");
     }
 
     #[test]
