@@ -22,7 +22,7 @@ use super::stats;
 use crate::{
     error::{Context, Error, Result},
     image::{Image, Release},
-    live, paths,
+    live, paths, progress,
 };
 pub use report::{HEADING, headline_keys, headlines, section};
 use ways::{Files, Job, Programs, Way};
@@ -184,8 +184,12 @@ impl Bench {
 
     fn leave_out(&mut self, load: Load, way: Way, error: &Error) {
         println!("    without {}: {error}", load.of(way));
-        let first = error.to_string().lines().next().unwrap_or_default().to_owned();
-        self.left_out.insert((way, load), first);
+        // Where the log is concerns nobody who reads the page.
+        let why = match error {
+            Error::Program { what, status, .. } => format!("{what} failed ({status})"),
+            other => other.to_string().lines().next().unwrap_or_default().to_owned(),
+        };
+        self.left_out.insert((way, load), why);
     }
 
     /// Who fails at little is not asked to work.
@@ -199,7 +203,8 @@ impl Bench {
             if self.is_left_out(load, way) {
                 continue;
             }
-            let measured = programs.run(way, job, &self.dir).and_then(|output| read(load, &output));
+            let output = progress::step(&load.of(way), || programs.run(way, job, &self.dir));
+            let measured = output.and_then(|output| read(load, &output));
             match measured {
                 Ok(Done { costs, objects }) => {
                     self.objects.extend(objects);
@@ -382,6 +387,7 @@ pub mod tests {
         };
         assert!(bench.had(Way::Gvisor, Err(Error::Host("no\nlog".into()))).is_none());
         assert!(bench.is_left_out(Load::Work, Way::Gvisor) && bench.is_left_out(Load::Small, Way::Gvisor));
+        assert_eq!(bench.left_out[&(Way::Gvisor, Load::Small)], "no");
         bench.leave_out(Load::Work, Way::UmlSeccomp, &Error::Host("slow".into()));
         assert!(
             bench.is_left_out(Load::Work, Way::UmlSeccomp)

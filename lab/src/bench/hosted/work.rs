@@ -46,6 +46,8 @@ make -C /build/$1 O=/build/work/objects -j1 $2
 find objects/$2 -name '*.o' -delete -o -name '*.a' -delete -o -name '.*.cmd' -delete";
 /// What the work does not need of Debian's tree.
 const UNUSED: &[&str] = &["boot", "build", "usr/lib/modules", "usr/src", "usr/lib/debug", "usr/share/perl"];
+/// What the build needs and Debian's tree has not, beside libraries that it has; the root for kernels does.
+const CALCULATOR: &str = "usr/bin/bc";
 const MEMORY_MIB: u32 = 1024;
 const SIZE: &str = "5G";
 /// An emulated machine takes thirty times as long as a processor.
@@ -57,8 +59,10 @@ const LIMIT_S: u32 = 3600;
 /// If something cannot be had or does not build.
 pub fn job(release: Release) -> Result<Job> {
     let (image, kernels) = (Image::ensure(release)?.tree(), root::ensure(release)?);
-    let recipe =
-        Ingredients::default().with(format!("{image:?} {kernels:?} {UNUSED:?}")).with(PREPARE).with(SIZE);
+    let recipe = Ingredients::default()
+        .with(format!("{image:?} {kernels:?} {UNUSED:?} {CALCULATOR}"))
+        .with(PREPARE)
+        .with(SIZE);
     let recipe =
         SCRIPTS.iter().fold(recipe.with(CONFIGURATION).with(plan()), |all, (_, text)| all.with(text));
     let dir = paths::lab_dir("tools")?.join(format!("work-{}", recipe.name()));
@@ -94,6 +98,7 @@ fn make(release: Release, image: &Path, kernels: &Path, new: &Path) -> Result<()
     let (build, own) = (tree.join("build"), tree.join("work"));
     run("mkdir", &[&build, &own])?;
     run("cp", &[Path::new("-al"), &kernels.join("build").join(source), &build])?;
+    run("cp", &[Path::new("-l"), &kernels.join(CALCULATOR), &tree.join(CALCULATOR)])?;
     run("mv", &[&objects, &build])?;
     for (name, text) in SCRIPTS.iter().copied().chain([("plan", plan().as_str())]) {
         let path = new.join(name);
