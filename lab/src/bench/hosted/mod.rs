@@ -21,6 +21,7 @@ use serde_json::Value;
 use super::stats;
 use crate::{
     error::{Context, Error, Result},
+    host,
     image::{Image, Release},
     live, paths, progress,
 };
@@ -114,6 +115,7 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     let dir = paths::lab_dir("bench")?.join("hosted");
     let small = small(release, &programs.mercury, &dir)?;
     let work = work::job(release)?;
+    host::remove_tree(&dir.join("uml"))?;
     let mut bench =
         Bench { dir, costs: BTreeMap::new(), left_out: BTreeMap::new(), objects: BTreeSet::new() };
     programs.uml_seccomp = bench.had(Way::UmlSeccomp, likes.uml_seccomp);
@@ -271,7 +273,7 @@ fn version(program: Option<&PathBuf>) -> Result<Option<String>> {
 /// The measuring program with Debian's C library, in a tree and in an archive.
 fn small(release: Release, mercury: &Path, dir: &Path) -> Result<Job> {
     let tree = dir.join("tree");
-    crate::host::remove_tree(&tree)?;
+    host::remove_tree(&tree)?;
     let mut archive = Archive::default();
     for name in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64", "proc", "tmp"] {
         fs::create_dir_all(tree.join(name)).context(|| format!("make {name}"))?;

@@ -34,7 +34,7 @@ const SCRIPTS: &[(&str, &str)] = &[
 /// Of the kernel whose part is built; everything that the part needs besides is built before.
 const CONFIGURATION: &str = include_str!("../../../guest/kernel/tiny.config");
 /// The part that is built.
-pub const PART: &str = "lib/";
+pub const PART: &str = "kernel/time/";
 /// That pgbench takes.
 const SECONDS: u32 = 10;
 /// In the root for kernels. What the part has left is removed, so that it is built again.
