@@ -366,14 +366,44 @@ pub mod tests {
         assert!(Row::new("exec", &costs).is_err());
     }
 
+    fn nothing_yet(dir: &Path) -> Bench {
+        Bench { dir: dir.to_owned(), costs: Costs::new(), left_out: LeftOut::new(), objects: BTreeSet::new() }
+    }
+
+    #[test]
+    fn who_fails_at_first_is_left_out_unless_it_is_ours() {
+        let dir = std::env::temp_dir().join(format!("mercury-lab-ways-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let fails = PathBuf::from("/bin/false");
+        let programs = Programs {
+            mercury: fails.clone(),
+            vmlinux: fails.clone(),
+            image: fails.clone(),
+            uml_seccomp: None,
+            gvisor: Some(fails.clone()),
+        };
+        let job =
+            Job { tree: dir.clone(), files: Files::Archive(fails), init: "/init", memory_mib: 1, limit_s: 9 };
+        let mut bench = nothing_yet(&dir);
+        let mut round = |way: Way, first: bool| {
+            bench.round(&programs, Load::Small, &job, &[way], first).map_err(|error| error.to_string())
+        };
+        let (late, ours) = (round(Way::Gvisor, false), round(Way::Hosted, true));
+        assert!(late.unwrap_err().starts_with("gVisor (systrap): it has measured nothing"));
+        assert!(ours.unwrap_err().starts_with("hosted: it has measured nothing"));
+        assert_eq!(round(Way::Gvisor, true), Ok(()));
+        assert_eq!(round(Way::UmlSeccomp, true), Ok(()));
+        // They are not tried again.
+        assert_eq!((round(Way::Gvisor, false), round(Way::UmlSeccomp, false)), (Ok(()), Ok(())));
+        assert!(bench.left_out[&(Way::Gvisor, Load::Small)].starts_with("it has measured nothing"));
+        assert_eq!(bench.left_out[&(Way::UmlSeccomp, Load::Small)], "UML (seccomp) is not there");
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
     #[test]
     fn a_way_that_builds_something_else_is_named() {
-        let mut bench = Bench {
-            dir: PathBuf::new(),
-            costs: Costs::new(),
-            left_out: LeftOut::new(),
-            objects: BTreeSet::from(["a".to_owned()]),
-        };
+        let mut bench = nothing_yet(Path::new(""));
+        bench.objects.insert("a".to_owned());
         assert!(bench.same_objects(Way::Uml).is_ok());
         bench.objects.insert("b".to_owned());
         assert!(bench.same_objects(Way::Uml).unwrap_err().to_string().contains("UML (ptrace)"));
@@ -381,12 +411,7 @@ pub mod tests {
 
     #[test]
     fn who_cannot_be_had_is_left_out_of_everything() {
-        let mut bench = Bench {
-            dir: PathBuf::new(),
-            costs: Costs::new(),
-            left_out: LeftOut::new(),
-            objects: BTreeSet::new(),
-        };
+        let mut bench = nothing_yet(Path::new(""));
         assert!(bench.had(Way::Gvisor, Err(Error::Host("no\nlog".into()))).is_none());
         assert!(bench.is_left_out(Load::Work, Way::Gvisor) && bench.is_left_out(Load::Small, Way::Gvisor));
         assert_eq!(bench.left_out[&(Way::Gvisor, Load::Small)], "no");
