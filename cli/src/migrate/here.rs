@@ -85,6 +85,8 @@ pub struct Here<'a> {
     /// Where the load outruns the connection.
     brake: Option<Brake>,
     silence: Silence,
+    /// How often a device had not stopped, before the instant.
+    quiesce_failures: u64,
     /// Whether standard output can be written to when everything stands still.
     may_write: bool,
 }
@@ -104,6 +106,8 @@ impl<'a> Here<'a> {
         (to, line, link): (SocketAddr, Line, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
+        // Whoever calls it off is heard, and the machine goes on, though the server of its files has gone silent.
+        checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
@@ -120,7 +124,7 @@ impl<'a> Here<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
+        let compared = disks::to_be_compared(&mounts, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
@@ -133,6 +137,7 @@ impl<'a> Here<'a> {
             held: Held::default(),
             brake: None,
             silence: Silence::prepare(),
+            quiesce_failures: 0,
             may_write: checkpoint::may_be_written(sysroot),
             with,
         };
@@ -210,9 +215,8 @@ impl System for Here<'_> {
     }
 
     fn fence_off(&mut self, but: SocketAddr) -> Result<()> {
-        // Nothing of this program comes from a disk any more, which may be fenced off.
-        rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-            .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+        // What has come since the move began, too.
+        checkpoint::keep_in_memory()?;
         let peer: fence::Peer = but.into();
         self.with.device.fence(&[peer.into()])
     }
@@ -229,24 +233,24 @@ impl System for Here<'_> {
             return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
                 .hint("try again"));
         }
+        checkpoint::refuse_swap(sysroot)?;
+        self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
         self.held = Held { _still: Some(Still::hold(&mounts, guard)?), _frozen: Some(frozen) };
         Ok(())
     }
 
     fn file_systems(&mut self) -> Vec<FileSystem> {
-        let With { args, sysroot, guard, .. } = &mut self.with;
-        let compared = disks::to_be_compared(&self.mounts, args.network_disks, sysroot);
+        let With { sysroot, guard, .. } = &mut self.with;
+        let compared = disks::to_be_compared(&self.mounts, sysroot);
         guard.hear_during(|| disks::describe_all(&compared))
     }
 
     fn take_instant(&mut self) -> Result<After> {
         let With { sysroot, device, guard, .. } = &mut self.with;
-        checkpoint::refuse_swap(sysroot)?;
         guard.hear();
-        let failures = checkpoint::quiesce_failures(sysroot);
         let begin = device
             .snapshot_begin(self.pool, self.flags)
-            .map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
+            .map_err(|error| checkpoint::name_culprit(error, self.quiesce_failures, sysroot))?;
         Ok(if begin.restored != 0 { After::Arrived } else { After::Source })
     }
 

@@ -100,7 +100,8 @@ pub trait System {
     /// If they cannot be held.
     fn hold_back(&mut self, percent: u8) -> Result<()>;
 
-    /// No packet passes but those of the connection to there.
+    /// No packet passes but those of the connection to there. No name in a file system is looked up from then on: the root
+    /// may be a server's, and its names are asked for again after a while.
     ///
     /// # Errors
     /// If that cannot be.
