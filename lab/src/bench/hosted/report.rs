@@ -134,11 +134,12 @@ pub fn section(figures: &Hosted) -> String {
         `mercury hosted run` ([hosted.md](hosted.md)) beside its likes, on one processor of a host with Linux {}: as native\n\
         processes; in the small kernel, hosted, hosted with programs left as they are (`--no-rewrite`), and hosted with\n\
         programs in processes of their own (`--isolation=process`); in User Mode Linux (UML), {} by\n\
-        ptrace{}{}; and in the same small kernel in an emulated machine. First `mercury bench os` with Debian's C library in the same\n\
-        files in memory, medians of {} rounds; then work from one disk that is not written to: PostgreSQL with one client of\n\
-        pgbench (TPC-B), its database in memory, and what is in `{}` of a small kernel, built by make and gcc, in memory\n\
-        too, medians of {}. What was built is the same in all ways, bit by bit. Each round has all ways side by side; times\n\
-        are this host's, the others are ratios to the native ones.\n\n{}\n{}{left_out}",
+        ptrace{}{}; and in the same small kernel in an emulated machine. First\n\
+        `mercury bench os` with Debian's C library in the same files in memory, medians of {} rounds; then work from one\n\
+        disk that is not written to: PostgreSQL with one client of pgbench (TPC-B), its database in memory, and what is in\n\
+        `{}` of a small kernel, built by make and gcc, in memory too, medians of {}. What was built is the same in\n\
+        all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios to the\n\
+        native ones.\n\n{}\n{}{left_out}",
         figures.host,
         figures.uml,
         seccomp.unwrap_or_default(),
