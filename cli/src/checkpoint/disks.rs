@@ -130,7 +130,8 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
 /// there, and as they were.
 #[must_use]
 pub fn to_be_compared(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<Mounted> {
-    let stays = |mount: &&Mounted| !reachable::goes_along(&mount.device, sysroot);
+    // btrfs may be on more devices than the one that is mounted.
+    let stays = |mount: &&Mounted| mount.kind == "btrfs" || !reachable::goes_along(&mount.device, sysroot);
     mounts.iter().filter(stays).cloned().collect()
 }
 

@@ -183,10 +183,11 @@ impl System for Here<'_> {
     }
 
     fn tell(&mut self, told: &Told) {
-        // Nobody may hold this up who stands still; and a person reads of a doubt at the console.
-        let is_read = self.may_write && self.with.say.format == Format::Json;
-        if is_read || !matches!(told, Told::Doubt { .. }) {
+        if !matches!(told, Told::Doubt { .. }) {
             self.with.say.one_of_many(told);
+        } else if self.may_write && self.with.say.format == Format::Json {
+            // A person reads of a doubt at the console. Nobody may hold this up who stands still, or is behind the fence.
+            super::say_if_anybody_reads(serde_json::to_string(told).unwrap_or_default() + "\n");
         }
     }
 
@@ -201,6 +202,8 @@ impl System for Here<'_> {
     }
 
     fn begin_sync(&mut self) -> JoinHandle<()> {
+        // So that little is left to be locked when everything stands still. Where it cannot be, that is told then.
+        let _ = checkpoint::keep_in_memory();
         thread::spawn(rustix::fs::sync)
     }
 
