@@ -197,10 +197,6 @@ impl System for Here<'_> {
         }
     }
 
-    fn sync(&mut self) {
-        self.with.guard.hear_during(rustix::fs::sync);
-    }
-
     fn begin_sync(&mut self) -> JoinHandle<()> {
         // So that little is left to be locked when everything stands still. Where it cannot be, that is told then.
         let _ = checkpoint::keep_in_memory();

@@ -88,10 +88,7 @@ pub trait System {
     /// Shows a line of progress, while everything runs.
     fn show(&self, line: &str);
 
-    /// Waits until what was written to files is on their disks.
-    fn sync(&mut self);
-
-    /// The same, without waiting for it.
+    /// Has what was written to files brought to their disks, without waiting for it.
     fn begin_sync(&mut self) -> JoinHandle<()>;
 
     /// Applications run for a part of the time only: they stand still for so many percent of it.

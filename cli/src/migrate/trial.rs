@@ -214,8 +214,6 @@ impl System for Stage {
 
     fn show(&self, _: &str) {}
 
-    fn sync(&mut self) {}
-
     fn begin_sync(&mut self) -> JoinHandle<()> {
         thread::spawn(|| ())
     }

@@ -61,7 +61,7 @@ impl Mover<'_> {
 
     /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
     /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
-    fn write_back(&mut self) -> Result<Option<Event>> {
+    pub(super) fn write_back(&mut self) -> Result<Option<Event>> {
         let written = self.system.begin_sync();
         let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
         let mut rounds = self.report.rounds..;
