@@ -47,7 +47,13 @@ impl Life {
         use Death::*;
         let death = [Kill, Processor, Panic, Memory, Early][number % 5];
         let cpus = if death == Processor || number / 2 % 2 == 1 { "2" } else { "1" };
-        Self { number, death, cpus, isolation: ISOLATIONS[number / 5 % 2], has_database: number % 3 == 0 }
+        Self {
+            number,
+            death,
+            cpus,
+            isolation: ISOLATIONS[number / 5 % 2],
+            has_database: number.is_multiple_of(3),
+        }
     }
 
     fn command(&self, place: &Place, disk: &Path) -> Command {
