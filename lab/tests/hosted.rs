@@ -277,6 +277,12 @@ fn what_is_typed_arrives_whole() -> Result<()> {
         let text = lines.join("\n");
         machine.type_line(&format!("cat > /dev/typed\n{text}\n\x04wc -l < /dev/typed; awk '$1 != NR - 1 || length($2) != (NR - 1) % 80' /dev/typed | head; echo arr''ived"));
         machine.wait_for("arrived\n");
+        // A driver reads 256 bytes, and then looks whether there is more. What is said on the console would make it look, too.
+        for length in (200..420).step_by(5) {
+            thread::sleep(Duration::from_millis(200));
+            machine.type_line(&format!("echo {} | wc -c; echo lo''ng {length}", "x".repeat(length - 1)));
+            machine.wait_for(&format!("{length}\nlong {length}\n"));
+        }
         machine.type_line("poweroff -f");
         let log = machine.end(HALTED);
         assert!(log.contains(&format!("{LINES}\narrived\n")), "{log}");

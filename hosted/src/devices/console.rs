@@ -59,6 +59,12 @@ impl Console {
         Ok(Self { typed, output: Vec::new(), saved })
     }
 
+    /// One at which nobody types.
+    #[cfg(test)]
+    pub fn silent() -> Self {
+        Self { typed: Arc::default(), output: Vec::new(), saved: None }
+    }
+
     /// What was typed, at most so much.
     pub fn take(&mut self, most: usize) -> Vec<u8> {
         let mut bytes = self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);

@@ -8,7 +8,15 @@ use super::Console;
 
 const BASE: u16 = 0x3F8;
 const INTERRUPT_ENABLE: u16 = 1;
+const INTERRUPT_IDENTIFICATION: u16 = 2;
 const LINE_CONTROL: u16 = 3;
+const LINE_STATUS: u16 = 5;
+/// Of the identification: nothing wants attention.
+const NONE: u8 = 1;
+/// Of the identification: data has come.
+const RECEIVED: u8 = 4;
+/// Of the line's status: there is data.
+const READY: u8 = 1;
 
 /// Remembers that the port wants attention.
 #[derive(Clone, Debug, Default)]
@@ -82,9 +90,15 @@ impl Serial {
         self.line.0.take()
     }
 
-    /// Reads a port.
+    /// Reads a port. As long as there is data the port says so: the model forgets that when the first byte is read, and a
+    /// driver that stops reading in the middle would wait for the rest until somebody types again.
     pub fn read(&mut self, port: u16) -> u8 {
-        self.uart.read((port - BASE) as u8)
+        let value = self.uart.read((port - BASE) as u8);
+        let asks_why = port - BASE == INTERRUPT_IDENTIFICATION;
+        if asks_why && self.listens && self.uart.read(LINE_STATUS as u8) & READY != 0 {
+            return value & !NONE | RECEIVED;
+        }
+        value
     }
 
     /// Writes a port.
@@ -98,5 +112,30 @@ impl Serial {
         let _ = self.uart.write((port - BASE) as u8, value);
         let sent = std::mem::take(&mut *self.sent.0.borrow_mut());
         console.put(&sent);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_stops_reading_is_told_that_there_is_more() {
+        let mut serial = Serial::default();
+        let why = |serial: &mut Serial| serial.read(BASE + INTERRUPT_IDENTIFICATION) & (RECEIVED | NONE);
+        serial.write(BASE + INTERRUPT_ENABLE, 1, &mut Console::silent());
+        assert_eq!(why(&mut serial), NONE);
+        serial.receive(b"typed");
+        assert!(serial.wants_attention());
+        for byte in b"typed" {
+            assert_eq!(why(&mut serial), RECEIVED);
+            assert_eq!(serial.read(BASE), *byte);
+        }
+        assert_eq!(why(&mut serial), NONE);
+        // Whoever does not want to be interrupted is told nothing.
+        serial.receive(b"more");
+        serial.write(BASE + INTERRUPT_ENABLE, 0, &mut Console::silent());
+        serial.read(BASE + INTERRUPT_IDENTIFICATION);
+        assert_eq!(why(&mut serial), NONE);
     }
 }
