@@ -6,7 +6,7 @@
 //! bare machine as before; and whoever loads it somewhere else, into a process, fills the room with jumps of its own.
 //!
 //! - [`kind`]: which instructions those are.
-//! - [`statement`] cuts the text into statements, [`section`] knows where they go, [`operand`] reads the operands of moves, [`neighbour`] knows which other
+//! - [`statement`] cuts the text into statements, [`section`] and [`context`] know where they go, [`operand`] reads the operands of moves, [`neighbour`] knows which other
 //!   instructions may share a slot, [`rewrite`] forms the slots, [`prelude`] catches what only the assembler sees.
 //! - [`place`]: which files are left as they are; [`assembler`]: the stand-in itself; [`make`]: the build around it.
 //! - [`record`]: the section in which slots are written down.
@@ -14,6 +14,7 @@
 
 pub mod args;
 pub mod assembler;
+pub mod context;
 pub mod error;
 pub mod generate;
 pub mod kind;

@@ -40,10 +40,9 @@ const MACROS: &str = "\
 77792:
 .skip -((\\least - (77792b - 77790b)) > 0) * (\\least - (77792b - 77790b)), \\fill
 .endm
-.macro mercury_mode bits, left
+.macro mercury_mode bits
 77790: 77770: 77780: 77791:
 mercury_record 0, @MODE@, 0, \\bits, 0
-.set .Lmercury_left, \\left
 .endm
 .macro mercury_bytes kind, least, bytes:vararg
 77790: 77770: \\bytes

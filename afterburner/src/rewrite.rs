@@ -16,11 +16,11 @@
 use iced_x86::{Decoder, DecoderOptions};
 
 use crate::{
+    context::Context,
     kind::{JUMP, Kind},
     neighbour::Neighbour,
     operand::{self, Operand},
     record::Flags,
-    section::Sections,
     statement::{Statement, statements},
 };
 
@@ -65,15 +65,15 @@ struct Item {
     class: Class,
     /// In a replacement that the kernel copies.
     alternative: bool,
-    /// In 64-bit code.
-    long_mode: bool,
+    /// It stays as it is: see [`Context::is_left`].
+    left: bool,
 }
 
 /// The insertions that put the text's sensitive instructions into slots, in order.
 #[must_use]
 pub fn rewrite(text: &[u8], treatment: Treatment) -> Vec<Insertion> {
     let mut insertions = Vec::new();
-    let items = classify(text, &mut insertions);
+    let items = classify(text, treatment, &mut insertions);
     let mut free = 0;
     let mut at = 0;
     while at < items.len() {
@@ -81,9 +81,9 @@ pub fn rewrite(text: &[u8], treatment: Treatment) -> Vec<Insertion> {
             at += 1;
             continue;
         }
-        let slot = match treatment {
-            Treatment::Slots if items[at].long_mode => Slot::form(&items, at, free),
-            _ => Slot::left(&items, at, free),
+        let slot = match items[at].left {
+            false => Slot::form(&items, at, free),
+            true => Slot::left(&items, at, free),
         };
         slot.insert(&items, &mut insertions);
         at = slot.last + 1;
@@ -109,49 +109,34 @@ pub fn apply(text: &[u8], insertions: &[Insertion]) -> Vec<u8> {
     out
 }
 
-/// Follows the sections and the processor's mode on the way. The prelude is told of both.
-fn classify(text: &[u8], insertions: &mut Vec<Insertion>) -> Vec<Item> {
-    let mut sections = Sections::default();
-    let mut long_mode = true;
+/// Follows the sections and the processor's mode on the way.
+fn classify(text: &[u8], treatment: Treatment, insertions: &mut Vec<Insertion>) -> Vec<Item> {
+    let mut context = Context::new(treatment);
     let mut items = Vec::new();
     for statement in statements(text) {
         let words = statement.words(text);
         let (name, rest) = words.split_once(' ').unwrap_or((&words, ""));
-        let told = match mode(name) {
-            Some(bits) if (bits == 64) != long_mode => {
-                long_mode = !long_mode;
-                Some(format!(" ; mercury_mode {bits}, {}", u8::from(!long_mode)))
-            }
-            _ => sections.follow(name, rest),
-        };
-        insertions.extend(told.map(|text| Insertion { at: statement.end, text }));
+        if words.starts_with('.') {
+            let told = context.follow(name, rest);
+            insertions.extend(told.map(|text| Insertion { at: statement.end, text }));
+        } else if !words.is_empty() {
+            let told = context.before_instruction();
+            insertions.extend(told.map(|text| Insertion { at: statement.start, text }));
+        }
         if !words.starts_with('.') && words.contains('"') {
             insertions.extend(in_arguments(text, &statement));
         }
-        let here = sections.current();
         // In data a byte is a byte.
-        let found = find(&words).filter(|_| here.is_code || name != ".byte");
+        let found = find(&words).filter(|_| context.is_code() || name != ".byte");
         items.push(Item {
             statement,
             class: found.map_or_else(|| Class::Beside(Neighbour::of(&words)), Class::Sensitive),
-            alternative: here.is_replacement,
-            long_mode,
+            alternative: context.is_replacement(),
+            left: context.is_left(),
         });
     }
-    if !long_mode {
-        insertions.push(Insertion { at: text.len(), text: "\n mercury_mode 64, 0\n".to_owned() });
-    }
+    insertions.extend(context.end().map(|told| Insertion { at: text.len(), text: told }));
     items
-}
-
-/// The bits of the mode that a directive switches to.
-fn mode(name: &str) -> Option<u8> {
-    match name {
-        ".code64" => Some(64),
-        ".code32" => Some(32),
-        ".code16" | ".code16gcc" => Some(16),
-        _ => None,
-    }
 }
 
 /// Marks what a macro is given in quotes, to be a statement there, where the prelude would not know it: bytes, and moves.

@@ -9,10 +9,12 @@ pub struct Section {
     pub is_code: bool,
     /// It holds replacements of alternatives, which the kernel copies over other code.
     pub is_replacement: bool,
+    /// Which one it is of the text's.
+    pub number: usize,
 }
 
-const TEXT: Section = Section { is_code: true, is_replacement: false };
-const DATA: Section = Section { is_code: false, is_replacement: false };
+/// Where a text begins.
+const TEXT: Section = Section { is_code: true, is_replacement: false, number: 0 };
 
 /// Follows `.section` and its kin.
 #[derive(Debug)]
@@ -21,11 +23,13 @@ pub struct Sections {
     stack: Vec<(Section, Section)>,
     /// Sections that have been declared with flags: they may be named without later.
     known: HashMap<String, bool>,
+    /// By number.
+    names: Vec<String>,
 }
 
 impl Default for Sections {
     fn default() -> Self {
-        Self { stack: vec![(TEXT, TEXT)], known: HashMap::new() }
+        Self { stack: vec![(TEXT, TEXT)], known: HashMap::new(), names: vec![".text".to_owned()] }
     }
 }
 
@@ -36,9 +40,14 @@ impl Sections {
         self.stack.last().map_or(TEXT, |(current, _)| *current)
     }
 
-    /// Takes a directive; says what the prelude's macros have to be told, to stand behind it.
-    pub fn follow(&mut self, name: &str, rest: &str) -> Option<String> {
-        let before = self.current();
+    /// The name of a section.
+    #[must_use]
+    pub fn name(&self, number: usize) -> &str {
+        &self.names[number]
+    }
+
+    /// Takes a directive; says whether it was one of these.
+    pub fn follow(&mut self, name: &str, rest: &str) -> bool {
         match name {
             ".pushsection" => {
                 self.stack.extend(self.stack.last().copied());
@@ -46,16 +55,15 @@ impl Sections {
             }
             ".popsection" if self.stack.len() > 1 => drop(self.stack.pop()),
             ".section" => self.enter(rest),
-            ".text" => self.set(TEXT),
-            ".data" | ".bss" => self.set(DATA),
+            ".text" | ".data" | ".bss" => self.enter(name),
             ".previous" => {
-                let (current, previous) = self.stack.last_mut()?;
-                std::mem::swap(current, previous);
+                if let Some((current, previous)) = self.stack.last_mut() {
+                    std::mem::swap(current, previous);
+                }
             }
-            _ => return None,
+            _ => return false,
         }
-        let now = self.current().is_replacement;
-        (before.is_replacement != now).then(|| format!(" ; .set .Lmercury_alternative, {}", u8::from(now)))
+        true
     }
 
     fn enter(&mut self, rest: &str) {
@@ -69,10 +77,12 @@ impl Sections {
             }
             _ => self.known.get(&name).copied().unwrap_or_else(|| is_text_by_name(&name)),
         };
-        self.set(Section { is_code, is_replacement: name.starts_with(".altinstr_replacement") });
-    }
-
-    fn set(&mut self, section: Section) {
+        let is_replacement = name.starts_with(".altinstr_replacement");
+        let number = self.names.iter().position(|known| *known == name).unwrap_or(self.names.len());
+        if number == self.names.len() {
+            self.names.push(name);
+        }
+        let section = Section { is_code, is_replacement, number };
         if let Some((current, previous)) = self.stack.last_mut() {
             *previous = std::mem::replace(current, section);
         }
@@ -91,36 +101,41 @@ fn is_text_by_name(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn after(directives: &[(&str, &str)]) -> Section {
+    const CODE: (bool, bool) = (true, false);
+    const DATA: (bool, bool) = (false, false);
+
+    fn after(directives: &[(&str, &str)]) -> (bool, bool) {
         let mut sections = Sections::default();
         for (name, rest) in directives {
             sections.follow(name, rest);
         }
-        sections.current()
+        (sections.current().is_code, sections.current().is_replacement)
     }
 
     #[test]
     fn sections_are_followed() {
-        let replacement = Section { is_code: true, is_replacement: true };
-        assert_eq!(after(&[]), TEXT);
+        let replacement = (true, true);
+        assert_eq!(after(&[]), CODE);
         assert_eq!(after(&[(".data", "")]), DATA);
-        assert_eq!(after(&[(".section", "\".init.text\", \"ax\", @progbits")]), TEXT);
+        assert_eq!(after(&[(".section", "\".init.text\", \"ax\", @progbits")]), CODE);
         assert_eq!(after(&[(".section", ".rodata.str1.1,\"ams\",@progbits,1")]), DATA);
-        assert_eq!(after(&[(".section", ".x,\"ax\""), (".data", ""), (".section", ".x")]), TEXT);
-        assert_eq!(after(&[(".section", ".text.unlikely")]), TEXT);
+        assert_eq!(after(&[(".section", ".x,\"ax\""), (".data", ""), (".section", ".x")]), CODE);
+        assert_eq!(after(&[(".section", ".text.unlikely")]), CODE);
         assert_eq!(after(&[(".section", ".init.data")]), DATA);
         assert_eq!(after(&[(".data", ""), (".pushsection", ".altinstr_replacement, \"ax\"")]), replacement);
         assert_eq!(after(&[(".data", ""), (".pushsection", ".text"), (".popsection", "")]), DATA);
-        assert_eq!(after(&[(".data", ""), (".previous", "")]), TEXT);
-        assert_eq!(after(&[(".popsection", "")]), TEXT);
+        assert_eq!(after(&[(".data", ""), (".previous", "")]), CODE);
+        assert_eq!(after(&[(".popsection", "")]), CODE);
     }
 
     #[test]
-    fn the_prelude_is_told_of_replacements() {
+    fn sections_have_numbers_and_names() {
         let mut sections = Sections::default();
-        let enter = sections.follow(".pushsection", ".altinstr_replacement,\"ax\"");
-        assert!(enter.is_some_and(|told| told.ends_with("mercury_alternative, 1")));
-        assert_eq!(sections.follow(".section", ".altinstr_replacement,\"ax\""), None);
-        assert!(sections.follow(".popsection", "").is_some_and(|told| told.ends_with(" 0")));
+        assert!(sections.follow(".section", ".head.text,\"ax\""));
+        let head = sections.current().number;
+        assert_eq!((sections.name(head), sections.name(0)), (".head.text", ".text"));
+        assert!(sections.follow(".previous", "") && sections.current().number == 0);
+        assert!(sections.follow(".section", ".head.text") && sections.current().number == head);
+        assert!(!sections.follow(".align", "8"));
     }
 }

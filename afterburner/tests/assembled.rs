@@ -285,13 +285,77 @@ fn code_of_other_modes_is_only_written_down() {
     clean(&image);
 }
 
+/// The mode is the assembler's, and stays when the section changes: so PVH's entry is written, and EFI's way to 32-bit firmware.
+#[test]
+fn a_mode_stays_in_all_sections() {
+    let entry = "g: cli\n movl %eax, %cr0\n ljmp $8, $1f\n.code64\n1: cli; call f";
+    let image =
+        slots(&format!("ret\n.code32\n.text\n.section .head.text, \"ax\"\n{entry}\n.text\ncli; call f"));
+    let account = clean(&image);
+    assert_eq!((account.sensitive, account.left, account.slots), (5, 3, 2));
+    // In whatever order sections are left and come back to.
+    let image = slots(
+        ".pushsection .head.text, \"ax\"\n.code32\ncli\n.popsection\nsti\n.code64\ncall f; hlt; call f",
+    );
+    let account = clean(&image);
+    assert_eq!((account.sensitive, account.left, account.slots), (3, 2, 1));
+}
+
+/// Templates of trampolines lie among read-only data, and so does what firmware jumps to.
+#[test]
+fn instructions_among_data_are_only_written_down_and_must_be_there() {
+    let macro_text = ".macro m op\n\\op\n.endm\n";
+    let image = slots(&format!(
+        "cli; call g\n{macro_text}.pushsection .rodata\n.byte 0xfa\nt: push %rax; pushfq; popfq; m \"rdmsr\"\n\
+         .code32\nlret\n.code64\n.popsection\nm \"wrmsr\""
+    ));
+    let account = clean(&image);
+    assert_eq!((account.sensitive, account.left, account.slots), (6, 4, 2));
+    let rodata = &image.data.iter().find(|data| data.name == ".rodata").unwrap().bytes;
+    assert_eq!(rodata[..], [0xFA, 0x50, 0x9C, 0x9D, 0x0F, 0x32, 0xCB]);
+    for (bytes, size, kind, flags, expected) in [
+        ("0x9c", 1, Kind::Pushf, Flags::LEFT, &[][..]),
+        ("0x90", 1, Kind::Pushf, Flags::LEFT, &["no pushf is where it is written down"]),
+        ("0xfa", 1, Kind::Pushf, Flags::LEFT, &["cli is written down as pushf"]),
+        ("0x0f,0x32", 1, Kind::Rdmsr, Flags::LEFT, &["rdmsr: 2 bytes, not 1"]),
+    ] {
+        let text = format!("ret\n.section .rodata\nd: .byte {bytes}\n.text");
+        assert_eq!(whats(&planted_at("d", &text, &[(0, size, 0, size, kind, flags.0)])), expected, "{bytes}");
+    }
+    let text = "ret\n.section .rodata\nd: cli; .byte 0x0f,0x1f,0x40,0\n.text";
+    assert!(whats(&planted_at("d", text, &[WHOLE])).contains(&"a slot is not in code"));
+}
+
+/// Xen's prefix of instructions that it is to emulate is no instruction but its UD2; where someone may jump to the rest of it,
+/// it is what it looks like.
+#[test]
+fn xens_prefix_is_known_where_it_is_one() {
+    let prefix = ".byte 0x0f, 0x0b, 0x78, 0x65, 0x6e";
+    let account = clean(&slots(&format!("call g; {prefix}; cpuid; call g")));
+    assert_eq!((account.sensitive, account.slots), (1, 1));
+    for text in [
+        format!("{prefix}; nop; ret"),
+        ".byte 0x0f, 0x0b, 0x78, 0x65; g: .byte 0x6e, 0x0f, 0xa2; ret".to_owned(),
+        ".byte 0x78, 0x65, 0x6e; ret".to_owned(),
+    ] {
+        assert!(whats(&planted(&text, &[])).contains(&"uncovered: outs"), "{text}");
+    }
+}
+
 /// What a hand writes: `f` with these bytes, and records of slots at offsets from it.
 fn planted(code: &str, records: &[Planted]) -> Account {
+    planted_at("f", code, records)
+}
+
+/// The same with offsets from another label of its.
+fn planted_at(label: &str, code: &str, records: &[Planted]) -> Account {
     let mut text = format!(".file \"planted.c\"\n.text\n.type f, @function\nf: {code}\n.size f, . - f\n");
     text += ".section .debug_funcnames, \"\", @progbits\n";
     for (at, length, offset, size, kind, flags) in records {
         let kind = *kind as u8;
-        text += &format!(".quad f + {at}\n.byte {length}, {offset}, {size}, {kind}, {flags}, 255, 255, 1\n");
+        text += &format!(
+            ".quad {label} + {at}\n.byte {length}, {offset}, {size}, {kind}, {flags}, 255, 255, 1\n"
+        );
     }
     check::account(&Image::parse(&assemble(&[text.as_bytes()])).unwrap(), "planted.o")
 }

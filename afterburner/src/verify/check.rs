@@ -8,7 +8,7 @@ use super::{
     Account, Finding,
     image::{Code, Image},
     is_slot,
-    scan::{Found, scan},
+    scan::{self, Found, scan},
 };
 use crate::{
     kind::Kind,
@@ -113,6 +113,22 @@ impl<'a> Books<'a> {
         }
     }
 
+    /// Data is not decoded, for it may look like anything; what is written down to be in it must be there. There are no slots:
+    /// where it is copied to, and who runs it, nobody can tell.
+    fn enter_among_data(&mut self, record: &Record) {
+        let image = self.image;
+        let Some(section) = image.data.iter().find(|section| section.holds(record.instruction())) else {
+            return;
+        };
+        let Some(instruction) = scan::decode(image, section, record.instruction()) else { return };
+        if let Some(kind) = Kind::of(&instruction) {
+            self.enter_sensitive(&instruction, kind);
+        }
+        if !record.flags.has(Flags::LEFT) {
+            self.find(record.slot, "a slot is not in code");
+        }
+    }
+
     fn enter_slot(&mut self, index: usize, instruction: &Instruction, kind: Option<Kind>) {
         let slot = &mut self.slots[index];
         let (start, end) = (instruction.ip(), instruction.next_ip());
@@ -168,6 +184,7 @@ impl<'a> Books<'a> {
         self.section.clear();
         let image = self.image;
         for record in image.records.iter().filter(|record| record.kind != Kind::Mode) {
+            self.enter_among_data(record);
             if !self.met.contains(&record.instruction()) {
                 self.find(
                     record.instruction(),

@@ -14,7 +14,7 @@ use crate::{
     record::{self, Record, SECTION},
 };
 
-/// A section of code.
+/// A section of code, or of data among which there is some.
 #[derive(Clone, Debug)]
 pub struct Code {
     /// Its name.
@@ -30,6 +30,12 @@ impl Code {
     #[must_use]
     pub fn end(&self) -> u64 {
         self.address + self.bytes.len() as u64
+    }
+
+    /// Whether an address is in it.
+    #[must_use]
+    pub fn holds(&self, address: u64) -> bool {
+        (self.address..self.end()).contains(&address)
     }
 }
 
@@ -60,7 +66,9 @@ pub struct Pointer {
 pub struct Image {
     /// Code, by address.
     pub code: Vec<Code>,
-    /// Symbols in code, by address.
+    /// Sections of data in which an instruction is written down: it is there to be copied, or to be run by firmware.
+    pub data: Vec<Code>,
+    /// Symbols in these, by address.
     pub symbols: Vec<Symbol>,
     /// Source files by the address of the first symbol that is known to be theirs.
     pub sources: Vec<(u64, String)>,
@@ -101,13 +109,17 @@ impl Image {
             return Err(Error::new("this is no ELF file for x86-64"));
         }
         let placed = Placed::new(&file);
+        let records = placed.records(&file)?;
         let mut image = Self {
-            code: placed.code(&file)?,
-            records: placed.records(&file)?,
+            code: placed.sections(&file, is_code)?,
+            data: placed.sections(&file, is_data)?,
+            records,
             has_records: file.section_by_name(SECTION).is_some(),
             pointers: placed.pointers(&file),
             ..Self::default()
         };
+        let Self { data, records, .. } = &mut image;
+        data.retain(|section| records.iter().any(|record| section.holds(record.instruction())));
         placed.symbols(&file, &mut image);
         Ok(image)
     }
@@ -124,10 +136,10 @@ impl Image {
         (function, source.map_or_else(String::new, |(_, name)| name.clone()))
     }
 
-    /// The section of code at an address.
+    /// The section at an address.
     #[must_use]
     pub fn section(&self, address: u64) -> Option<&Code> {
-        self.code.iter().find(|code| (code.address..code.end()).contains(&address))
+        self.code.iter().chain(&self.data).find(|section| section.holds(address))
     }
 }
 
@@ -160,9 +172,13 @@ impl Placed {
         }
     }
 
-    fn code(&self, file: &object::File<'_>) -> Result<Vec<Code>> {
+    fn sections(
+        &self,
+        file: &object::File<'_>,
+        wanted: fn(&object::Section<'_, '_>) -> bool,
+    ) -> Result<Vec<Code>> {
         let mut all = Vec::new();
-        for section in file.sections().filter(is_code) {
+        for section in file.sections().filter(wanted) {
             let bytes =
                 section.data().map_err(|error| Error::new(format!("a section cannot be read: {error}")))?;
             let name = section.name().unwrap_or_default().to_owned();
@@ -271,8 +287,16 @@ impl Placed {
 }
 
 fn is_code(section: &object::Section<'_, '_>) -> bool {
-    let object::SectionFlags::Elf { sh_flags } = section.flags() else { return false };
-    let executable = sh_flags & u64::from(elf::SHF_ALLOC | elf::SHF_EXECINSTR)
-        == u64::from(elf::SHF_ALLOC | elf::SHF_EXECINSTR);
-    executable && section.kind() != SectionKind::UninitializedData
+    is_loaded(section) == Some(true)
+}
+
+fn is_data(section: &object::Section<'_, '_>) -> bool {
+    is_loaded(section) == Some(false)
+}
+
+/// Whether a section can be executed, if it has contents that get into memory.
+fn is_loaded(section: &object::Section<'_, '_>) -> Option<bool> {
+    let object::SectionFlags::Elf { sh_flags } = section.flags() else { return None };
+    let has = |flag: u32| sh_flags & u64::from(flag) != 0;
+    (has(elf::SHF_ALLOC) && section.kind() != SectionKind::UninitializedData).then(|| has(elf::SHF_EXECINSTR))
 }

@@ -5,6 +5,12 @@ use iced_x86::{Decoder, DecoderOptions, Instruction};
 use super::image::{Code, Image};
 use crate::kind::Kind;
 
+/// UD2 and a name, before an instruction that a hypervisor is to emulate: Xen knows it by these bytes. What UD2 does not
+/// hand over does not go on behind it.
+const EMULATED_BY_XEN: &[u8] = b"\x0f\x0bxen";
+/// The only instruction that Linux has behind it.
+const CPUID: &[u8] = b"\x0f\xa2";
+
 /// Something that was decoded.
 #[derive(Debug)]
 pub enum Found<'a> {
@@ -34,6 +40,7 @@ pub fn scan(image: &Image, code: &Code, mut visit: impl FnMut(Found<'_>)) {
         let mut decoder = Decoder::with_ip(bits(&modes, at), &code.bytes[offset..], at, DecoderOptions::NONE);
         decoder.decode_out(&mut instruction);
         let end = at + instruction.len().max(1) as u64;
+        let end = if is_emulated(&code.bytes[offset..]) { at + EMULATED_BY_XEN.len() as u64 } else { end };
         let cut = landmarks[next..].iter().take(2).find(|one| one.address > at && one.address < end);
         match instruction.is_invalid() {
             false => visit(Found::Instruction(&instruction)),
@@ -46,6 +53,19 @@ pub fn scan(image: &Image, code: &Code, mut visit: impl FnMut(Found<'_>)) {
             (None, true) => at + 1,
         };
     }
+}
+
+/// The instruction at an address; `None` if the bytes are none.
+#[must_use]
+pub fn decode(image: &Image, code: &Code, at: u64) -> Option<Instruction> {
+    let bytes = code.bytes.get((at - code.address) as usize..)?;
+    let instruction =
+        Decoder::with_ip(bits(&modes(image, code), at), bytes, at, DecoderOptions::NONE).decode();
+    (!instruction.is_invalid()).then_some(instruction)
+}
+
+fn is_emulated(bytes: &[u8]) -> bool {
+    bytes.strip_prefix(EMULATED_BY_XEN).is_some_and(|rest| rest.starts_with(CPUID))
 }
 
 /// A place that is known to be the beginning of something.
