@@ -1,5 +1,5 @@
-//! Where a text is: in which section, and in which of the processor's modes. The prelude's macros cannot know that, and are
-//! told.
+//! Where a text is: in which section, and in which of the processor's modes. The prelude's macros cannot know that,
+//! and are told.
 //!
 //! The mode is the assembler's and holds for all sections; the verifier reads each section by itself, so there it is
 //! written down again wherever the text comes back to a section that was left in another mode.
@@ -68,8 +68,8 @@ impl Context {
         (!said.is_empty()).then_some(said)
     }
 
-    /// What is to stand before a statement that may be an instruction, or make some. Of data nothing is said before there is
-    /// one in it.
+    /// What is to stand before a statement that may be an instruction, or make some. Of data nothing is said before
+    /// there is one in it.
     pub fn before_instruction(&mut self) -> Option<String> {
         if !self.is_in_data() {
             return None;

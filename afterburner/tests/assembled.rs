@@ -285,7 +285,8 @@ fn code_of_other_modes_is_only_written_down() {
     clean(&image);
 }
 
-/// The mode is the assembler's, and stays when the section changes: so PVH's entry is written, and EFI's way to 32-bit firmware.
+/// The mode is the assembler's, and stays when the section changes: so PVH's entry is written, and EFI's way to
+/// 32-bit firmware.
 #[test]
 fn a_mode_stays_in_all_sections() {
     let entry = "g: cli\n movl %eax, %cr0\n ljmp $8, $1f\n.code64\n1: cli; call f";
@@ -326,8 +327,8 @@ fn instructions_among_data_are_only_written_down_and_must_be_there() {
     assert!(whats(&planted_at("d", text, &[WHOLE])).contains(&"a slot is not in code"));
 }
 
-/// Xen's prefix of instructions that it is to emulate is no instruction but its UD2; where someone may jump to the rest of it,
-/// it is what it looks like.
+/// Xen's prefix of instructions that it is to emulate is no instruction but its UD2; where someone may jump to the
+/// rest of it, it is what it looks like.
 #[test]
 fn xens_prefix_is_known_where_it_is_one() {
     let prefix = ".byte 0x0f, 0x0b, 0x78, 0x65, 0x6e";

@@ -113,8 +113,8 @@ impl<'a> Books<'a> {
         }
     }
 
-    /// Data is not decoded, for it may look like anything; what is written down to be in it must be there. There are no slots:
-    /// where it is copied to, and who runs it, nobody can tell.
+    /// Data is not decoded, for it may look like anything; what is written down to be in it must be there. There are no
+    /// slots: where it is copied to, and who runs it, nobody can tell.
     fn enter_among_data(&mut self, record: &Record) {
         let image = self.image;
         let Some(section) = image.data.iter().find(|section| section.holds(record.instruction())) else {

@@ -5,8 +5,8 @@ use iced_x86::{Decoder, DecoderOptions, Instruction};
 use super::image::{Code, Image};
 use crate::kind::Kind;
 
-/// UD2 and a name, before an instruction that a hypervisor is to emulate: Xen knows it by these bytes. What UD2 does not
-/// hand over does not go on behind it.
+/// UD2 and a name, before an instruction that a hypervisor is to emulate: Xen knows it by these bytes. Without Xen
+/// nothing goes on behind UD2.
 const EMULATED_BY_XEN: &[u8] = b"\x0f\x0bxen";
 /// The only instruction that Linux has behind it.
 const CPUID: &[u8] = b"\x0f\xa2";
