@@ -22,6 +22,12 @@ pub struct Rights {
 }
 
 impl Rights {
+    /// Whether they are no more than others.
+    #[must_use]
+    pub fn are_within(self, others: Self) -> bool {
+        self.write <= others.write && self.execute <= others.execute
+    }
+
     fn flags(self) -> i32 {
         let write = if self.write { libc::PROT_WRITE } else { 0 };
         let execute = if self.execute { libc::PROT_EXEC } else { 0 };

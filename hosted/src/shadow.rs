@@ -19,6 +19,7 @@ use std::{
 use crate::{
     block,
     error::{Error, Result},
+    isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
     memory::Memory,
     sites::{self, PAGE, Plan},
@@ -347,6 +348,18 @@ impl Shadows {
     /// The mapping of a page was dropped.
     pub fn page_dropped(&mut self, address: u64) {
         self.mapped.remove(&page_of(address));
+    }
+
+    /// Only these mappings of programs were kept.
+    pub fn kept(&mut self, programs: &Mappings) {
+        let before = self.mapped.len();
+        self.mapped.retain(|at, page| {
+            programs.page(*at).is_some_and(|(to, rights)| to == *page && rights.execute && !rights.write)
+        });
+        if self.mapped.len() < before {
+            self.generation += 1;
+        }
+        self.writable[1] = programs.writable().collect();
     }
 
     /// All mappings of programs were dropped, and the kernel's too if it says so.
