@@ -532,9 +532,6 @@ pub struct MigrateArgs {
     /// it that it does not start by itself when its power comes back
     #[arg(long)]
     pub without_mark: bool,
-    /// Take disks along that are reached by NBD or NVMe over TCP, which no test has proven yet
-    #[arg(long, hide = true)]
-    pub network_disks: bool,
     /// How hard to compress: zstd's levels
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,

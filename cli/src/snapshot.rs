@@ -297,9 +297,8 @@ fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
     if servers.is_empty() {
         return Ok(None);
     }
-    // Until then nothing of this program comes over the network.
-    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+    // Until then nothing of this program may come over the network.
+    checkpoint::keep_in_memory()?;
     Ok(Stale::prepare(servers).ok())
 }
 

@@ -339,6 +339,28 @@ fn a_vlan_and_ipv6_go_along() -> Result<()> {
     spare.check_next_attach()
 }
 
+/// A bridge that was given its card's address, and has the machine's: both have the spare's there, and connections go on.
+#[test]
+#[ignore = "long"]
+fn a_bridge_goes_along() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    // By one process: between two lines the machine's files are out of reach.
+    machine.sh("modprobe bridge; card=$(ls /sys/class/net | grep -v lo | head -1); ip -batch - <<END
+link add name bridge type bridge
+link set bridge address $(cat /sys/class/net/$card/address) up
+address delete 10.9.0.2/24 dev $card
+link set $card master bridge
+address add 10.9.0.2/24 dev bridge
+END")?;
+    goes_on(peer, machine)?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    println!("{}", spare.sh("ip -brief link")?);
+    spare.sh("test $(cat /sys/class/net/*/address | grep -c 52:54:00:09:00:03) = 2")?;
+    peer.sh("ip neighbour show 10.9.0.2 | grep -i 52:54:00:09:00:03")?;
+    spare.check_next_attach()
+}
+
 /// Ctrl-C in the rounds; the other machine dies in the rounds, and when everything stands still; the machine goes on.
 /// Where it dies itself, the other one throws away what has come, and takes the next.
 #[test]

@@ -124,13 +124,13 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
 const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || \
      mount -t configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; \
      mkdir subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > subsystems/shared/attr_allow_any_host; \
-     cd subsystems/shared/namespaces/1; echo -n /run/nvme > device_path; echo 1 > enable; cd ../../../../ports/1; \
+     cd subsystems/shared/namespaces/1; echo -n /run/nvme > device_path; echo 1 > buffered_io; \
+     echo 1 > enable; cd ../../../../ports/1; \
      echo ipv4 > addr_adrfam; echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
      ln -s ../../subsystems/shared subsystems/shared";
 const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.1,trsvcid=4420,nqn=shared > \
-     /dev/nvme-fabrics; for i in $(seq 100); do controller=$(grep -lx tcp /sys/class/nvme/nvme*/transport) && \
-     test -e /dev/$(basename $(dirname $controller))n1 && break; sleep 0.1; done; \
-     echo -n /dev/$(basename $(dirname $controller))n1";
+     /dev/nvme-fabrics; for i in $(seq 100); do name=$(grep -lx shared /sys/block/nvme*/device/subsysnqn | cut -d/ -f4 | \
+     grep -v c) && test -e /dev/$name && break; sleep 0.1; done; test -e /dev/$name && echo -n /dev/$name";
 
 /// File systems on disks that the machine has by connections of its kernel's go along with these.
 #[test]
@@ -150,7 +150,7 @@ fn disks_on_a_network_go_along() -> Result<()> {
         ))?;
         start(machine, name, LEDGER, &format!("/run/{name}.d/ledger"))?;
     }
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2 --network-disks")?;
+    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
     for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
         println!("{name}: {}", count(spare, name)?);
         if let Err(error) = comes_further(spare, name, count(spare, name)? + 5) {

@@ -127,7 +127,8 @@ impl Scene {
         Ok(Self { machine, id, ..self })
     }
 
-    /// The move begins, and is where it is to be struck. The kernel would rather do without the process that moves.
+    /// The move begins, and is where it is to be struck. The kernel would rather do without the process that moves; its guard
+    /// is not to be killed so.
     fn moves_up_to(&self, at: At, options: &str) -> Result<Background> {
         println!("--- {at:?}, {:?}", self.begun.elapsed());
         let (who, step) = match at {
@@ -136,9 +137,8 @@ impl Scene {
         };
         let pause = if matches!(at, At::Spare(_)) { String::new() } else { format!("--pause-at {step}") };
         let (said, before) = (format!("paused at {step}"), times(who, &format!("paused at {step}")));
-        let moving = self.machine.spawn(&migrate(&self.key, &format!("{options} {pause}")))?;
-        self.machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; \
-             echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
+        let line = migrate(&self.key, &format!("{options} {pause}"));
+        let moving = self.machine.spawn(&format!("echo 1000 > /proc/self/oom_score_adj; exec {line}"))?;
         wait_more(who, &said, before)?;
         Ok(moving)
     }
@@ -358,7 +358,7 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
         let [comes, thrown, silent] = [COMES, THROWN, SILENT].map(|text| times(&scene.spare, text));
         let _gone = scene.moves_up_to(At::Source(step), "--rounds 0")?;
         scene.machine.power_cut()?;
-        scene = scene.with_source_again()?;
+        // While it has no power: with it, it would answer that it knows of no such connection.
         match step {
             "Offering" => assert_eq!(times(&scene.spare, COMES), comes),
             // By itself, when nothing has come for long.
@@ -371,6 +371,7 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
             }
             _ => scene.is_discarded()?,
         }
+        scene = scene.with_source_again()?;
         assert!(step == "Offering" || times(&scene.spare, THROWN) == thrown + 1);
         scene.goes_on(0)?;
     }
@@ -415,6 +416,13 @@ fn the_spare_may_run_out_of_memory() -> Result<()> {
     Ok(())
 }
 
+/// Writes to a file when told to, and asks nothing of it that its server would have to answer.
+const WRITES: &str = "exec python3 -c 'import os
+file = os.open(\"/written\", os.O_WRONLY | os.O_CREAT)
+os.read(0, 1)
+os.write(file, bytes(1 << 16))
+os.read(0, 1)'";
+
 /// What was written to files has to be on their server before everything stands still. One that does not answer keeps nobody from
 /// calling the move off.
 #[test]
@@ -422,11 +430,11 @@ fn the_spare_may_run_out_of_memory() -> Result<()> {
 fn a_server_that_does_not_answer_ends_no_command() -> Result<()> {
     need_qemu()?;
     let scene = Scene::new()?.with_spare_at(At::Source("Stopping"))?;
-    let writes = scene.machine.spawn("exec 3> /root/written; read go; echo 1 >&3; read end")?;
+    let writes = scene.machine.spawn(WRITES)?;
     let mut moving = scene.moves_up_to(At::Source("Stopping"), "--rounds 0")?;
-    writes.write_stdin(b"\n")?;
-    thread::sleep(Duration::from_millis(500));
     plug(&scene.machine, SOURCE, false)?;
+    // Nobody can have taken that away from the machine.
+    writes.write_stdin(b"\n")?;
     thread::sleep(Duration::from_secs(8));
     assert!(!moving.has_ended()?, "it waits for what was written");
     moving.kill(2)?;

@@ -4,19 +4,22 @@
 
 mod workloads;
 
-use std::time::Duration;
+use std::{thread, time::Duration};
 
 use mercury_lab::{
     Bus, Kernel, Machine, Qemu, Result, Spec,
     driver::Variant,
-    moving::{MOVING, PEER, Switch, plug_in, receive_with},
+    moving::{MOVING, PEER, Switch, migrate, plug_in, receive_with, wait_more},
     restart::{
         comes_further, count, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
         start,
     },
 };
-use workloads::{moves::moves_by, restart::need_qemu};
+use workloads::{
+    moves::{COMES, goes_on, moves_by},
+    restart::need_qemu,
+};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
@@ -179,11 +182,29 @@ while True:
 /// What of the machine's own files is looked at, from the disk.
 const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* | sha256sum";
 
+/// Gives the spare's own disk away.
+fn receive(spare: &Machine, address: &str) -> Result<String> {
+    receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))
+}
+
+/// Ctrl-C when a part of the disk has come: nothing has happened to the machine, and the spare says that its disk holds nothing.
+fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
+    let mut moving = machine.spawn(&migrate(words, &format!("--with-disk {ROOT} --bandwidth 10")))?;
+    wait_more(spare, COMES, 0)?;
+    thread::sleep(Duration::from_secs(15));
+    assert!(!moving.has_ended()?);
+    moving.kill(2)?;
+    let output = moving.wait(LIMIT)?;
+    assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
+    wait_more(spare, "holds a part of a machine that did not come; its beginning is zeros now", 0)?;
+    goes_on(peer, machine)?;
+    comes_further(machine, "writes", count(machine, "writes")? + 45)
+}
+
 /// The machine moves with its root's disk to the spare, whose own system is overwritten.
-fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, address: &str) -> Result<()> {
+fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
     let sum = machine.sh(SUM)?;
-    let words = receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))?;
-    moves_by(peer, machine, spare, &words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
+    moves_by(peer, machine, spare, words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
     for work in ["talk", "hear", "writes"] {
         // Every file has been read again by then.
         comes_further(spare, work, count(spare, work)? + 45)?;
@@ -220,9 +241,12 @@ fn a_machine_moves_with_its_disk_and_comes_back() -> Result<()> {
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
     let refused = spare.run(&format!("mercury receive --listen 10.9.0.3 --disk {ROOT}"))?;
     assert!(!refused.success() && refused.stderr.contains("/ is mounted from it"), "{}", refused.stderr);
-    moves_with_its_disk(peer, &machine, &spare, "10.9.0.3")?;
+    let words = receive(&spare, "10.9.0.3")?;
+    is_called_off(peer, &machine, &spare, &words)?;
+    moves_with_its_disk(peer, &machine, &spare, &words)?;
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
-    moves_with_its_disk(peer, &spare, &repaired, "10.9.0.4")?;
+    let words = receive(&repaired, "10.9.0.4")?;
+    moves_with_its_disk(peer, &spare, &repaired, &words)?;
     repaired.check_next_attach()
 }

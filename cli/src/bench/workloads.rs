@@ -164,8 +164,12 @@ struct Ring {
 
 /// Keeps this process, and the children that it forks from now on, on the CPU where it is.
 fn stay_here() -> io::Result<()> {
+    // rustix asks the vDSO alone, and panics where this is not in it, as in the newest User Mode Linux.
+    // SAFETY: it has no arguments.
+    let cpu = unsafe { libc::sched_getcpu() };
+    let cpu = usize::try_from(cpu).map_err(|_| io::Error::last_os_error())?;
     let mut here = rustix::thread::CpuSet::new();
-    here.set(rustix::thread::sched_getcpu());
+    here.set(cpu);
     Ok(rustix::thread::sched_setaffinity(None, &here)?)
 }
 

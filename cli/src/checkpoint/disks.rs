@@ -127,10 +127,11 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
 }
 
 /// Those on disks that do not go along with a machine that moves ([`reachable::goes_along`]): where it goes on they must be
-/// there, and as they were. Without `network_disks` none is taken to go along.
+/// there, and as they were.
 #[must_use]
-pub fn to_be_compared(mounts: &[Mounted], network_disks: bool, sysroot: &Sysroot) -> Vec<Mounted> {
-    let stays = |mount: &&Mounted| !(network_disks && reachable::goes_along(&mount.device, sysroot));
+pub fn to_be_compared(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<Mounted> {
+    // btrfs may be on more devices than the one that is mounted.
+    let stays = |mount: &&Mounted| mount.kind == "btrfs" || !reachable::goes_along(&mount.device, sysroot);
     mounts.iter().filter(stays).cloned().collect()
 }
 

@@ -197,6 +197,8 @@ impl Drop for Guard {
 pub fn run() -> Exit {
     // Where this program comes from may be out of reach when it matters: a root on the network stands behind the fence.
     let _ = rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT);
+    // Where memory runs out this is the last one to be killed: without it a machine might stand still for good.
+    let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let reach = Arc::new(Reach::open());
     let (sender, lines) = channel();
     thread::spawn(move || {

@@ -109,6 +109,12 @@ fn layer(number: &str, sysroot: &Sysroot) -> Result<Layer, String> {
     if sysroot.exists(&format!("{folder}/md")) {
         return mirrored(&folder, sysroot).map_err(|why| format!("{name} is {why}"));
     }
+    if name.starts_with("nbd") {
+        return Err(format!(
+            "{name} is a disk on a network (NBD), which goes along with a machine that moves if no process waits in it: nbd-client \
+             without -nonetlink"
+        ));
+    }
     Err(format!("{name} is neither of device mapper nor of md"))
 }
 

@@ -594,6 +594,12 @@ struct Fenced {
     stale: Option<Stale>,
 }
 
+/// Nothing of this program, as far as it is there by now, comes from a file any more: a disk or a server may not answer.
+pub(crate) fn keep_in_memory() -> Result<()> {
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
+        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))
+}
+
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
 fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
@@ -611,9 +617,7 @@ fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot:
         Ok(peers) => peers,
         Err(why) => return Ok(Fenced { unfenced: Some(unfenced(why)), stale: None }),
     };
-    // Nothing of this program comes over the network any more.
-    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+    keep_in_memory()?;
     device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>())?;
     // Without it they end as well, after minutes.
     let stale = if peers.is_empty() { None } else { Stale::prepare(peers).ok() };

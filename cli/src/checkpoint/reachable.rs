@@ -8,6 +8,7 @@ use crate::sysroot::Sysroot;
 use rustix::fs::{major, minor};
 use std::{
     fs,
+    net::{IpAddr, UdpSocket},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -27,7 +28,8 @@ pub fn obstacle(device: &Path, sysroot: &Sysroot) -> Option<String> {
 }
 
 /// Whether a device is reached by a TCP connection that the kernel alone holds, and that goes along with a machine that moves:
-/// NVMe over TCP, and NBD unless a process waits in it. Who stands still gives that up.
+/// NVMe over TCP, unless the target is this machine; and NBD unless a process waits in it, which gives it up when it stands still.
+/// Of NBD the kernel does not tell where it leads.
 #[must_use]
 pub fn goes_along(device: &Path, sysroot: &Sysroot) -> bool {
     let Some(folder) = folder(device, sysroot) else { return false };
@@ -37,7 +39,9 @@ pub fn goes_along(device: &Path, sysroot: &Sysroot) -> bool {
             let holder = fs::read_to_string(above.join("pid"));
             return holder.is_ok_and(|pid| !sysroot.exists(&format!("proc/{}", pid.trim())));
         }
-        name.starts_with("nvme") && transports(above).is_some_and(|all| all.iter().all(|one| one == "tcp"))
+        name.starts_with("nvme")
+            && transports(above).is_some_and(|all| all.iter().all(|one| one == "tcp"))
+            && said_of_controllers(above, "address").iter().all(|address| leads_elsewhere(address))
     })
 }
 
@@ -69,11 +73,24 @@ fn fabric(folder: &Path) -> Option<String> {
 
 /// How the controllers of a folder are reached, if there are any: it is one's, or a subsystem's with several in it.
 fn transports(folder: &Path) -> Option<Vec<String>> {
-    let transport = |folder: PathBuf| fs::read_to_string(folder.join("transport")).ok();
+    Some(said_of_controllers(folder, "transport")).filter(|found| !found.is_empty())
+}
+
+/// What a file of the controllers of a folder says.
+fn said_of_controllers(folder: &Path, file: &str) -> Vec<String> {
     let below = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
-    let found = std::iter::once(folder.to_owned()).chain(below).filter_map(transport);
-    let found: Vec<_> = found.map(|transport| transport.trim().to_owned()).collect();
-    (!found.is_empty()).then_some(found)
+    let controllers =
+        std::iter::once(folder.to_owned()).chain(below).filter(|one| one.join("transport").exists());
+    let said = controllers.map(|one| fs::read_to_string(one.join(file)).unwrap_or_default());
+    said.map(|text| text.trim().to_owned()).collect()
+}
+
+/// Whether an NVMe controller's target (`traddr=10.0.0.1,trsvcid=4420`) is another machine: of an address of its own a machine lets
+/// a socket be bound.
+fn leads_elsewhere(address: &str) -> bool {
+    let found = address.split(',').find_map(|part| part.trim().strip_prefix("traddr="));
+    let Some(target) = found.and_then(|text| text.parse::<IpAddr>().ok()) else { return false };
+    UdpSocket::bind((target, 0)).is_err()
 }
 
 #[cfg(test)]
@@ -144,8 +161,13 @@ mod tests {
         assert!(!along(nbd, &[(pid, "77\n"), ("../../proc/77/stat", "")]), "somebody holds it");
         assert!(!along(nbd, &[]), "it is not connected");
         let ctl = "virtual/nvme-fabrics/ctl/nvme1";
-        let nvme = |transport| along(&format!("{ctl}/nvme1n1"), &[(&format!("{ctl}/transport"), transport)]);
-        assert!(nvme("tcp\n") && !nvme("rdma\n"));
+        let [transport, address] = ["transport", "address"].map(|file| format!("{ctl}/{file}"));
+        let nvme = |by, at| along(&format!("{ctl}/nvme1n1"), &[(&transport, by), (&address, at)]);
+        // Nobody has this address (RFC 5737).
+        let there = "traddr=192.0.2.1,trsvcid=4420,src_addr=10.0.0.1\n";
+        assert!(nvme("tcp\n", there) && !nvme("rdma\n", there));
+        assert!(!nvme("tcp\n", "traddr=127.0.0.1,trsvcid=4420\n"), "its target is this machine");
+        assert!(!nvme("tcp\n", ""), "nobody says where it leads");
         let local = "pci0000:00/0000:00:02.0/nvme/nvme0";
         assert!(!along(&format!("{local}/nvme0n1"), &[(&format!("{local}/transport"), "pcie\n")]));
         assert!(!along("pci0000:00/0000:00:04.0/virtio1/block/vda", &[]));

@@ -85,6 +85,8 @@ pub struct Here<'a> {
     /// Where the load outruns the connection.
     brake: Option<Brake>,
     silence: Silence,
+    /// How often a device had not stopped, before the instant.
+    quiesce_failures: u64,
     /// Whether standard output can be written to when everything stands still.
     may_write: bool,
 }
@@ -104,6 +106,8 @@ impl<'a> Here<'a> {
         (to, line, link): (SocketAddr, Line, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
+        // Whoever calls it off is heard, and the machine goes on, though the server of its files has gone silent.
+        checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
@@ -120,7 +124,7 @@ impl<'a> Here<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
-        let compared = disks::to_be_compared(&mounts, args.network_disks, sysroot);
+        let compared = disks::to_be_compared(&mounts, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
@@ -133,6 +137,7 @@ impl<'a> Here<'a> {
             held: Held::default(),
             brake: None,
             silence: Silence::prepare(),
+            quiesce_failures: 0,
             may_write: checkpoint::may_be_written(sysroot),
             with,
         };
@@ -178,10 +183,11 @@ impl System for Here<'_> {
     }
 
     fn tell(&mut self, told: &Told) {
-        // Nobody may hold this up who stands still; and a person reads of a doubt at the console.
-        let is_read = self.may_write && self.with.say.format == Format::Json;
-        if is_read || !matches!(told, Told::Doubt { .. }) {
+        if !matches!(told, Told::Doubt { .. }) {
             self.with.say.one_of_many(told);
+        } else if self.may_write && self.with.say.format == Format::Json {
+            // A person reads of a doubt at the console. Nobody may hold this up who stands still, or is behind the fence.
+            super::say_if_anybody_reads(serde_json::to_string(told).unwrap_or_default() + "\n");
         }
     }
 
@@ -191,11 +197,9 @@ impl System for Here<'_> {
         }
     }
 
-    fn sync(&mut self) {
-        self.with.guard.hear_during(rustix::fs::sync);
-    }
-
     fn begin_sync(&mut self) -> JoinHandle<()> {
+        // So that little is left to be locked when everything stands still. Where it cannot be, that is told then.
+        let _ = checkpoint::keep_in_memory();
         thread::spawn(rustix::fs::sync)
     }
 
@@ -210,9 +214,8 @@ impl System for Here<'_> {
     }
 
     fn fence_off(&mut self, but: SocketAddr) -> Result<()> {
-        // Nothing of this program comes from a disk any more, which may be fenced off.
-        rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-            .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))?;
+        // What has come since the move began, too.
+        checkpoint::keep_in_memory()?;
         let peer: fence::Peer = but.into();
         self.with.device.fence(&[peer.into()])
     }
@@ -229,24 +232,24 @@ impl System for Here<'_> {
             return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
                 .hint("try again"));
         }
+        checkpoint::refuse_swap(sysroot)?;
+        self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
         self.held = Held { _still: Some(Still::hold(&mounts, guard)?), _frozen: Some(frozen) };
         Ok(())
     }
 
     fn file_systems(&mut self) -> Vec<FileSystem> {
-        let With { args, sysroot, guard, .. } = &mut self.with;
-        let compared = disks::to_be_compared(&self.mounts, args.network_disks, sysroot);
+        let With { sysroot, guard, .. } = &mut self.with;
+        let compared = disks::to_be_compared(&self.mounts, sysroot);
         guard.hear_during(|| disks::describe_all(&compared))
     }
 
     fn take_instant(&mut self) -> Result<After> {
         let With { sysroot, device, guard, .. } = &mut self.with;
-        checkpoint::refuse_swap(sysroot)?;
         guard.hear();
-        let failures = checkpoint::quiesce_failures(sysroot);
         let begin = device
             .snapshot_begin(self.pool, self.flags)
-            .map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
+            .map_err(|error| checkpoint::name_culprit(error, self.quiesce_failures, sysroot))?;
         Ok(if begin.restored != 0 { After::Arrived } else { After::Source })
     }
 

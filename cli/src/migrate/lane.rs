@@ -51,7 +51,10 @@ impl Lane {
     /// # Errors
     /// If it does not.
     pub fn open(whose: &Whose<'_>, stream: u32, patience: Duration, control: Option<&str>) -> Result<Self> {
-        let (tls, socket) = link::connect(whose.to, whose.line, patience)?;
+        let (tls, socket) = link::connect(whose.to, whose.line, patience).map_err(|error| {
+            Error::new(error.exit, format!("stream {stream} of the move: {}", error.message))
+                .hint("this machine goes on as if nothing had been tried; try again")
+        })?;
         if let Some(name) = control {
             link::control_congestion(&socket, name)?;
         }

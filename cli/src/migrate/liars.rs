@@ -30,8 +30,8 @@ fn an_honest_destination_is_believed() {
     assert_eq!(seen.mark, Some(Mark::GivenUp));
     let order = [
         "look",
-        "fence off",
         "hold still",
+        "fence off",
         "take the instant",
         "end the instant",
         "commit",

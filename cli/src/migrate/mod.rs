@@ -148,7 +148,7 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
     let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(
         "this machine has moved: {} rounds; what had changed was found by {}, which read {} pages at the end; \
-         applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages); {} bytes were sent, in \
+         applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages, {:.0} until they were verified, {:.0} for the start); {} bytes were sent, in \
          {:.1} s. It is powered off",
         report.rounds,
         after.found_by,
@@ -156,6 +156,8 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
         after.downtime_us / 1e3,
         after.quiesce_us / 1e3,
         after.last_us / 1e3,
+        after.verify_us / 1e3,
+        after.start_us / 1e3,
         report.bytes.iter().sum::<u64>(),
         after.seconds
     ));
@@ -203,7 +205,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
     refuse_bundled(sysroot)?;
-    let mounts = disks::to_be_compared(&disks::all(sysroot)?, args.network_disks, sysroot);
+    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
     disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
 }
 

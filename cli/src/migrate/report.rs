@@ -50,6 +50,10 @@ pub struct After {
     pub quiesce_us: f64,
     /// Microseconds from the instant until the last page was sent.
     pub last_us: f64,
+    /// Microseconds from there until the other machine had verified it, and this one's mark was there.
+    pub verify_us: f64,
+    /// Microseconds from the commit until what has arrived was heard of.
+    pub start_us: f64,
     /// Microseconds for which applications stood still: until what has arrived was heard of.
     pub downtime_us: f64,
     /// Seconds in all.
@@ -106,10 +110,13 @@ impl Render for Report {
             to.line(format!("{} pages were missing in the log", thousands(missed)));
         }
         to.line(format!(
-            "applications stood still for {}: {} until the instant, {} for the last pages; {:.1} s in all",
+            "applications stood still for {}: {} until the instant, {} for the last pages, {} until they were \
+             verified, {} for the start; {:.1} s in all",
             duration(after.downtime_us),
             duration(after.quiesce_us),
             duration(after.last_us),
+            duration(after.verify_us),
+            duration(after.start_us),
             after.seconds
         ));
     }
@@ -309,7 +316,9 @@ mod tests {
         assert_eq!(said(&report)["downtime_us"], 0.0);
         report.arrive();
         let arrived = said(&report);
-        for name in ["found_by", "looked", "quiesce_us", "last_us", "downtime_us", "seconds"] {
+        for name in
+            ["found_by", "looked", "quiesce_us", "last_us", "verify_us", "start_us", "downtime_us", "seconds"]
+        {
             assert!(arrived.get(name).is_none(), "{name}: {arrived}");
         }
         assert_eq!(arrived["pages"], serde_json::json!([0]));

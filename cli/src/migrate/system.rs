@@ -88,10 +88,7 @@ pub trait System {
     /// Shows a line of progress, while everything runs.
     fn show(&self, line: &str);
 
-    /// Waits until what was written to files is on their disks.
-    fn sync(&mut self);
-
-    /// The same, without waiting for it.
+    /// Has what was written to files brought to their disks, without waiting for it.
     fn begin_sync(&mut self) -> JoinHandle<()>;
 
     /// Applications run for a part of the time only: they stand still for so many percent of it.
@@ -100,7 +97,8 @@ pub trait System {
     /// If they cannot be held.
     fn hold_back(&mut self, percent: u8) -> Result<()>;
 
-    /// No packet passes but those of the connection to there.
+    /// No packet passes but those of the connection to there. No name in a file system is looked up from then on: the root
+    /// may be a server's, and its names are asked for again after a while.
     ///
     /// # Errors
     /// If that cannot be.

@@ -214,8 +214,6 @@ impl System for Stage {
 
     fn show(&self, _: &str) {}
 
-    fn sync(&mut self) {}
-
     fn begin_sync(&mut self) -> JoinHandle<()> {
         thread::spawn(|| ())
     }
@@ -226,14 +224,14 @@ impl System for Stage {
 
     fn fence_off(&mut self, _: SocketAddr) -> Result<()> {
         let mut seen = self.seen();
+        let is_still = seen.is_still;
+        seen.check(is_still, "it is fenced off from files that it asks for yet");
         seen.is_fenced = true;
         seen.does("fence off")
     }
 
     fn hold_still(&mut self) -> Result<()> {
         let mut seen = self.seen();
-        let is_fenced = seen.is_fenced;
-        seen.check(is_fenced, "it is held still and can be heard");
         seen.is_still = true;
         seen.does("hold still")
     }

@@ -2,6 +2,7 @@
 
 use std::{
     mem,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -11,6 +12,7 @@ use serde_json::json;
 
 use super::{Depth, checkpoint, counts::counting_machine, kvm::touched, stats::rounded};
 use crate::{
+    artefacts,
     command::patient,
     error::{Error, Result, wait_for},
     kernel::Kernel,
@@ -45,6 +47,8 @@ const SETTLED: u64 = 50;
 const BEFORE: u64 = 300;
 /// Of the machine on which the cost of a fault is counted.
 const COUNTED_MIB: u32 = 512;
+/// How often a program's time is taken.
+const SPEEDS: u32 = 3;
 /// Until all of memory was read once.
 const LOG_LIMIT: Duration = Duration::from_secs(300);
 
@@ -81,6 +85,9 @@ pub struct Move {
     /// How long the machine stood still, by whoever moved it.
     #[serde(serialize_with = "rounded")]
     pub downtime_seconds: f64,
+    /// What that was made of, in milliseconds: until the instant, for the last pages, until they were verified, for the start; of
+    /// QEMU's that is not known.
+    pub parts_ms: Option<[u64; 4]>,
     /// All of it.
     #[serde(serialize_with = "rounded")]
     pub total_seconds: f64,
@@ -136,6 +143,9 @@ pub struct Migration {
     /// Of what a client saw with a log, of the largest machine's by the smallest one's.
     #[serde(serialize_with = "rounded")]
     pub downtime_largest_over_smallest: f64,
+    /// How much slower a program is in the machine's emulator, in which Mercury moves it, than beside it, where QEMU does.
+    #[serde(serialize_with = "rounded")]
+    pub emulator_slowdown: f64,
     /// Of the log.
     pub dirty_fault: DirtyFault,
     /// Of all sizes.
@@ -242,6 +252,7 @@ pub fn measure(depth: Depth) -> Result<Migration> {
     let mut all = Migration {
         downtime_over_qemu: f64::NAN,
         downtime_largest_over_smallest: f64::NAN,
+        emulator_slowdown: f64::NAN,
         dirty_fault,
         moves: 0,
         transactions: 0,
@@ -253,7 +264,7 @@ pub fn measure(depth: Depth) -> Result<Migration> {
     };
     for &memory_mib in sizes {
         live::say(&format!("Moves of a machine with {memory_mib} MiB at work"));
-        let (machine, size, seen) = with_memory(memory_mib)?;
+        let (machine, size, seen) = with_memory(memory_mib, &mut all.emulator_slowdown)?;
         all.machine = machine;
         all.moves += size.moves.len() as u64;
         all.transactions += seen.done;
@@ -291,11 +302,32 @@ fn dirty_fault() -> Result<DirtyFault> {
     Ok(DirtyFault { native, first, again })
 }
 
-fn with_memory(memory_mib: u32) -> Result<(String, Size, Seen)> {
+/// How much slower the machine's emulator is than this host: one program on one file in both, each at its best.
+fn slowdown(machine: &Machine) -> Result<f64> {
+    let program = artefacts::build_program("mercury-lab-workload", "mercury-workload")?;
+    let file = artefacts::build_program("mercury-cli", "mercury")?;
+    let (mut here, mut there) = (f64::INFINITY, f64::INFINITY);
+    for _ in 0..SPEEDS {
+        let output = Command::new(&program).arg("compress").arg(&file).output();
+        let output = output.map_err(|error| Error::Host(format!("{}: {error}", program.display())))?;
+        let report = serde_json::from_slice(&output.stdout)
+            .map_err(|error| Error::Host(format!("{} compress: {error}", program.display())))?;
+        here = here.min(checkpoint::number(&report, "seconds")?);
+        let report = checkpoint::ask(machine, "mercury-workload compress $(command -v mercury)", LIMIT)?;
+        there = there.min(checkpoint::number(&report, "seconds")?);
+    }
+    Ok(there / here)
+}
+
+fn with_memory(memory_mib: u32, slower: &mut f64) -> Result<(String, Size, Seen)> {
     let switch = Switch::boot()?;
     let peer = &switch.peer;
     let at = |place| switch.movable_by_qemu(Kernel::BookwormCloud, CPUS, memory_mib, place);
     let mut machine = switch.boot_moving(at(2))?;
+    if slower.is_nan() {
+        *slower = slowdown(&machine)?;
+        println!("    a program takes {slower:.1} times as long as beside the emulator");
+    }
     for (name, script, arguments) in [
         ("clock", CLOCK, ""),
         ("talk", TALK, PEER),
@@ -356,6 +388,7 @@ fn by_qemu(way: &'static str, done: &serde_json::Value) -> Move {
         client_seconds: 0.0,
         load_during_over_before: 0.0,
         downtime_seconds: seconds("downtime"),
+        parts_ms: None,
         total_seconds: seconds("total-time"),
         sent_bytes: done["ram"]["transferred"].as_u64().unwrap_or(0),
         // It calls a look at what is dirty so, also the one at the end.
@@ -396,7 +429,10 @@ pub(crate) fn last_words(said: &str) -> Option<Move> {
 }
 
 fn report(way: &'static str, said: &str) -> Option<Move> {
-    let pattern = r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms .*; (\d+) bytes were sent, in ([0-9.]+) s";
+    let pattern = concat!(
+        r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms \((\d+) until the instant, ",
+        r"(\d+) for the last pages, (\d+) until they were verified, (\d+) for the start\); (\d+) bytes were sent, in ([0-9.]+) s"
+    );
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;
     let number = |group: usize| found[group].parse::<u64>().ok();
     Some(Move {
@@ -404,8 +440,9 @@ fn report(way: &'static str, said: &str) -> Option<Move> {
         client_seconds: 0.0,
         load_during_over_before: 0.0,
         downtime_seconds: number(3)? as f64 / 1e3,
-        total_seconds: found[5].parse().ok()?,
-        sent_bytes: number(4)?,
+        parts_ms: Some([number(4)?, number(5)?, number(6)?, number(7)?]),
+        total_seconds: found[9].parse().ok()?,
+        sent_bytes: number(8)?,
         rounds: number(1)?,
         read_pages: number(2),
     })
@@ -427,7 +464,8 @@ pub fn section(figures: &Migration) -> String {
         one that is written again {:.0}.\n\n\
         Each figure is one move, and times are those of an emulator whose host has two processors for three machines: look at the ratios.\n\
         QEMU's own migration is no equal: it needs the machine to be a virtual one, and QEMU itself runs at the host's speed, while\n\
-        reading, hashing, compressing, TLS and both machines' network stacks are emulated for Mercury. It may stand still for {DOWNTIME_MS} ms as\n\
+        reading, hashing, compressing, TLS and both machines' network stacks are emulated for Mercury. A program that compresses (zstd) takes {:.1} times\n\
+        as long in the emulator as beside it; were all of Mercury's time of that kind, its {:.1} × would be {:.2} ×. QEMU's may stand still for {DOWNTIME_MS} ms as\n\
         Mercury may, on a wire of a gigabit a second; Mercury's wire is the emulated network card. Mercury has three rounds at most here.\n\n{}",
         figures.emulator,
         figures.machine,
@@ -440,6 +478,9 @@ pub fn section(figures: &Migration) -> String {
         figures.dirty_fault.first - figures.dirty_fault.native,
         figures.dirty_fault.native,
         figures.dirty_fault.again - figures.dirty_fault.native,
+        figures.emulator_slowdown,
+        figures.downtime_over_qemu,
+        figures.downtime_over_qemu / figures.emulator_slowdown,
         tables.join("\n")
     )
 }
@@ -450,6 +491,10 @@ fn by_size(size: &Size) -> String {
             one.way.to_owned(),
             format!("{:.2} s", one.client_seconds),
             format!("{:.2} s", one.downtime_seconds),
+            one.parts_ms.map_or_else(
+                || "–".to_owned(),
+                |parts| parts.map(|ms| format!("{:.2}", ms as f64 / 1e3)).join(" + "),
+            ),
             format!("{:.1} s", one.total_seconds),
             one.rounds.to_string(),
             format!("{:.2}", one.load_during_over_before),
@@ -461,6 +506,7 @@ fn by_size(size: &Size) -> String {
         "way",
         "seen by a client",
         "by its own report",
+        "instant + last pages + verified + start",
         "in all",
         "rounds",
         "load",
@@ -504,6 +550,7 @@ pub(super) mod tests {
             way,
             client_seconds: 1.5,
             downtime_seconds: 1.25,
+            parts_ms: Some([400, 500, 200, 150]),
             total_seconds: 30.0,
             sent_bytes: 50_000_000,
             rounds: 4,
@@ -513,6 +560,7 @@ pub(super) mod tests {
         Migration {
             downtime_over_qemu: 3.0,
             downtime_largest_over_smallest: 1.0,
+            emulator_slowdown: 12.0,
             dirty_fault: DirtyFault { native: 100.0, first: 1100.0, again: 101.0 },
             moves: 2,
             transactions: 1234,
@@ -534,10 +582,11 @@ pub(super) mod tests {
     fn last_words_are_understood() {
         let said = "mercury migrate: this machine has moved: 5 rounds; what had changed was found by a log of writes, which \
             read 8123 pages at the end; applications stood still for 4321 ms (640 until the instant, 3000 for the last \
-            pages); 56789 bytes were sent, in 61.5 s. It is powered off";
+            pages, 400 until they were verified, 281 for the start); 56789 bytes were sent, in 61.5 s. It is powered off";
         let found = report(LOG, said).unwrap();
         assert_eq!((found.rounds, found.read_pages, found.sent_bytes), (5, Some(8123), 56_789));
         assert_eq!((found.downtime_seconds, found.total_seconds), (4.321, 61.5));
+        assert_eq!(found.parts_ms, Some([640, 3000, 400, 281]));
         assert!(report(LOG, "mercury migrate: it did not").is_none());
     }
 

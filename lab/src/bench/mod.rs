@@ -54,7 +54,8 @@ const MEMORY_MIB: u32 = 1024;
 /// Samples of each of lmbench's on a small kernel.
 const PREVIRTUALIZED_SAMPLES: u32 = 5;
 /// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
-const HOSTED_ROUNDS: [u32; 2] = [5, 1];
+const HOSTED_ROUNDS: [hosted::Rounds; 2] =
+    [hosted::Rounds { small: 5, work: 3 }, hosted::Rounds { small: 1, work: 1 }];
 
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
@@ -237,8 +238,8 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
             let others = alone_of(&old(&json), previrtualization::KEY).unwrap_or_else(|| "{}".to_owned());
             let section = previrtualization::with_hosted(&old(&page), &hosted::section(&figures));
-            let figures = with_part(&others, "hosted", &pretty(&figures)?);
-            replace(previrtualization::HEADING, &section, previrtualization::KEY, figures.trim_end())
+            let figures = previrtualization::json_with_hosted(&others, &figures)?;
+            replace(previrtualization::HEADING, &section, previrtualization::KEY, &figures)
         }
     }
 }

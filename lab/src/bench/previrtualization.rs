@@ -44,6 +44,9 @@ const BENCHMARKS: &[&str] = &["null-call", "ctx-2p-0k", "page-fault", "fork", "e
 /// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Previrtualization {
+    /// What [`hosted::headlines`] says of a hosted kernel.
+    #[serde(flatten)]
+    pub headlines: BTreeMap<String, f64>,
     /// Sensitive instructions that are in no record, over all kernels and modules.
     pub uncovered: u64,
     /// The worst ratio of instructions of all kernels and benchmarks.
@@ -97,10 +100,10 @@ impl Instructions {
 ///
 /// # Errors
 /// If one does not build, or a machine fails.
-pub fn measure(releases: &[Release], samples: u32, rounds: u32) -> Result<Previrtualization> {
+pub fn measure(releases: &[Release], samples: u32, rounds: hosted::Rounds) -> Result<Previrtualization> {
     let hosted = hosted::measure(Release::Bookworm, rounds)?;
     let kernels = releases.iter().map(|release| compare(*release, samples)).collect::<Result<Vec<_>>>()?;
-    Ok(Previrtualization { hosted: Some(hosted), ..Previrtualization::of(kernels) })
+    Ok(Previrtualization::of(kernels).with(hosted))
 }
 
 impl Previrtualization {
@@ -109,11 +112,18 @@ impl Previrtualization {
     pub fn of(kernels: Vec<Compared>) -> Self {
         let ratios = kernels.iter().flat_map(|kernel| kernel.instructions.values()).map(|one| one.ratio);
         Self {
+            headlines: BTreeMap::new(),
             uncovered: kernels.iter().map(|kernel| kernel.uncovered).sum(),
             padded_over_unpadded: ratios.fold(0.0, f64::max),
             kernels,
             hosted: None,
         }
+    }
+
+    /// With a hosted kernel's.
+    #[must_use]
+    pub fn with(self, hosted: Hosted) -> Self {
+        Self { headlines: hosted::headlines(&hosted).into_iter().collect(), hosted: Some(hosted), ..self }
     }
 }
 
@@ -264,6 +274,20 @@ pub fn with_hosted(page: &str, hosted: &str) -> String {
     format!("{}\n\n{hosted}", others.trim_end())
 }
 
+/// The figures as a text of JSON, with others of hosted kernels.
+///
+/// # Errors
+/// If they have no text.
+pub fn json_with_hosted(figures: &str, hosted: &Hosted) -> Result<String> {
+    let keys = hosted::headline_keys();
+    let is_headline = |line: &str| keys.iter().any(|key| line.starts_with(&format!("  \"{key}\":")));
+    let others: Vec<&str> = figures.lines().filter(|line| !is_headline(line)).collect();
+    let with = super::with_part(&others.join("\n"), "hosted", &super::pretty(hosted)?);
+    let headlines: BTreeMap<String, f64> = hosted::headlines(hosted).into_iter().collect();
+    let first: String = headlines.iter().map(|(key, number)| format!("\n  \"{key}\": {number:?},")).collect();
+    Ok(with.replacen('{', &format!("{{{first}"), 1).trim_end().to_owned())
+}
+
 fn kernel_section(kernel: &Compared) -> String {
     let row = |(name, one): (&String, &Instructions)| {
         let count = |number: f64| thousands(number.round() as u64);
@@ -302,7 +326,7 @@ pub mod tests {
             code_over_unpadded: 1.005,
             instructions,
         };
-        Previrtualization { hosted: Some(hosted::tests::figures()), ..Previrtualization::of(vec![kernel]) }
+        Previrtualization::of(vec![kernel]).with(hosted::tests::figures())
     }
 
     #[test]
@@ -321,10 +345,30 @@ pub mod tests {
         assert!(replaced.starts_with(HEADING) && replaced.ends_with("\n\n### Hosted\n\nNew\n"), "{replaced}");
         assert!(
             replaced.contains("1.0090")
-                && !replaced.contains("User Mode Linux")
+                && !replaced.contains("User Mode Linux (UML)")
                 && !replaced.contains("Next")
         );
         assert_eq!(with_hosted("", "New"), format!("{HEADING}\n\nNew"));
+    }
+
+    #[test]
+    fn the_figures_of_hosted_kernels_are_replaced_alone() {
+        let before = super::super::pretty(&figures()).unwrap();
+        let again = json_with_hosted(&before, &hosted::tests::figures()).unwrap();
+        assert_eq!(again, before);
+        let mut other = hosted::tests::figures();
+        for row in &mut other.benchmarks {
+            row.ways.remove("uml_seccomp");
+            row.ways.insert("uml", 900.0);
+        }
+        let replaced = json_with_hosted(&before, &other).unwrap();
+        let parsed: Value = serde_json::from_str(&replaced).unwrap();
+        assert_eq!(parsed["hosted_null_syscall_vs_uml"], 450.0);
+        assert_eq!(parsed["uncovered"], 0);
+        assert!(parsed["kernels"].is_array() && parsed.get("hosted_null_syscall_vs_uml_seccomp").is_none());
+        let first: Value = serde_json::from_str(&json_with_hosted("{}", &other).unwrap()).unwrap();
+        assert_eq!(first["build_over_native"], 2.0);
+        assert_eq!(first["hosted"]["benchmarks"][0]["uml"], 900.0);
     }
 
     #[test]

@@ -61,7 +61,7 @@ impl Mover<'_> {
 
     /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
     /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
-    fn write_back(&mut self) -> Result<Option<Event>> {
+    pub(super) fn write_back(&mut self) -> Result<Option<Event>> {
         let written = self.system.begin_sync();
         let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
         let mut rounds = self.report.rounds..;
@@ -98,7 +98,6 @@ impl Mover<'_> {
         if let Some(event) = self.write_back()? {
             return Ok(Step::Event(event));
         }
-        self.system.fence_off(self.to)?;
         let begun = Instant::now();
         self.stopped = Some(begun);
         self.system.hold_still()?;
@@ -106,6 +105,8 @@ impl Mover<'_> {
             return Ok(Step::Event(event));
         }
         self.offer.machine.file_systems = self.system.file_systems();
+        // Only now: until then files are asked for, which may be a server's.
+        self.system.fence_off(self.to)?;
         if self.system.take_instant()? == system::After::Arrived {
             return Ok(Step::Arrived);
         }
@@ -140,6 +141,7 @@ impl Mover<'_> {
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));
         }
+        self.streamed = Some(Instant::now());
         let last_us = last_took.as_secs_f64() * 1e6;
         self.report.after =
             Some(After { found_by, looked: done.looked, quiesce_us, last_us, ..After::default() });

@@ -135,6 +135,8 @@ pub struct Mover<'a> {
     workers: usize,
     begun: Instant,
     stopped: Option<Instant>,
+    /// When the last page was sent.
+    streamed: Option<Instant>,
     report: Report,
     pause: Pause,
 }
@@ -200,6 +202,7 @@ impl<'a> Mover<'a> {
             workers: thread::available_parallelism().map_or(1, usize::from),
             begun: Instant::now(),
             stopped: None,
+            streamed: None,
             report,
             pause: Pause::at(args.pause_at.as_deref()),
         })
@@ -375,8 +378,15 @@ impl<'a> Mover<'a> {
             // Only after a restart, which knows nothing of the move.
             Action::Boot => Step::None,
             Action::GiveUp => {
+                let now = Instant::now();
+                let between = |from: Option<Instant>, to: Option<Instant>| match (from, to) {
+                    (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e6,
+                    _ => 0.0,
+                };
                 let after = self.report.after.get_or_insert_default();
-                after.downtime_us = self.stopped.map_or(0.0, |stopped| stopped.elapsed().as_secs_f64() * 1e6);
+                after.verify_us = between(self.streamed, self.committed);
+                after.start_us = between(self.committed, Some(now));
+                after.downtime_us = between(self.stopped, Some(now));
                 after.seconds = self.begun.elapsed().as_secs_f64();
                 Step::None
             }

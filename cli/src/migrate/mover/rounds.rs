@@ -102,7 +102,11 @@ impl Mover<'_> {
             self.mirror.watch().map_err(|error| self.fail(error))?;
         } else {
             // What is only in memory of what was written to files would be written at the last moment.
-            self.system.sync();
+            match self.write_back() {
+                Ok(None) => {}
+                Ok(Some(event)) => return Err(event),
+                Err(error) => return Err(self.fail(error)),
+            }
         }
         let done = self.mirror_pass(From::Now, &format!("disks, round {number}"), limits)?;
         self.mirrored = if number == 0 { Duration::ZERO } else { done.took };

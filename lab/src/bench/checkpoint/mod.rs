@@ -134,12 +134,12 @@ pub(super) fn emulator() -> Result<String> {
 }
 
 /// Runs a command that must succeed, and reads its JSON.
-fn ask(machine: &Machine, line: &str, limit: Duration) -> Result<Value> {
+pub(super) fn ask(machine: &Machine, line: &str, limit: Duration) -> Result<Value> {
     let output = machine.command(line).timeout(limit).run()?.check()?.stdout;
     serde_json::from_str(&output).map_err(|_| machine.blame(Error::Host(format!("`{line}` says {output}"))))
 }
 
-fn number(json: &Value, name: &str) -> Result<f64> {
+pub(super) fn number(json: &Value, name: &str) -> Result<f64> {
     json[name].as_f64().ok_or_else(|| Error::Host(format!("no number {name} in {json}")))
 }
 
