@@ -4,7 +4,7 @@
 //! system's server as well: a connection that went on behind the instant stands still for minutes in the machine that
 //! is brought back.
 
-use super::disks;
+use super::{disks, reachable};
 use crate::sysroot::Sysroot;
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
 use std::{
@@ -142,9 +142,7 @@ fn of_disks(sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
         if value("transport") != "tcp" {
             continue;
         }
-        let address = value("address");
-        let address = address.split(',').find_map(|part| part.trim().strip_prefix("traddr="));
-        let address = address.and_then(|text| text.parse().ok());
+        let address = reachable::target(&value("address"));
         peers.push(Peer::all_of(address.ok_or_else(|| format!("nobody says where {controller} leads"))?));
     }
     Ok(peers)

@@ -196,7 +196,7 @@ impl Drop for Guard {
 #[must_use]
 pub fn run() -> Exit {
     // Where this program comes from may be out of reach when it matters: a root on the network stands behind the fence.
-    let _ = rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT);
+    let _ = super::keep_in_memory();
     // Where memory runs out this is the last one to be killed: without it a machine might stand still for good.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let reach = Arc::new(Reach::open());

@@ -7,7 +7,7 @@
 use crate::sysroot::Sysroot;
 use rustix::fs::{major, minor};
 use std::{
-    fs,
+    fs, io,
     net::{IpAddr, UdpSocket},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -85,12 +85,15 @@ fn said_of_controllers(folder: &Path, file: &str) -> Vec<String> {
     said.map(|text| text.trim().to_owned()).collect()
 }
 
-/// Whether an NVMe controller's target (`traddr=10.0.0.1,trsvcid=4420`) is another machine: of an address of its own a machine lets
-/// a socket be bound.
+/// Where an NVMe controller's target is, by what it says of its address: `traddr=10.0.0.1,trsvcid=4420`.
+pub(super) fn target(address: &str) -> Option<IpAddr> {
+    address.split(',').find_map(|part| part.trim().strip_prefix("traddr="))?.parse().ok()
+}
+
+/// Whether an NVMe controller's target is another machine: of an address of its own a machine lets a socket be bound.
 fn leads_elsewhere(address: &str) -> bool {
-    let found = address.split(',').find_map(|part| part.trim().strip_prefix("traddr="));
-    let Some(target) = found.and_then(|text| text.parse::<IpAddr>().ok()) else { return false };
-    UdpSocket::bind((target, 0)).is_err()
+    let Some(target) = target(address) else { return false };
+    UdpSocket::bind((target, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
 #[cfg(test)]
