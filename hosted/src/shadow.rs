@@ -6,8 +6,8 @@
 //! made read-only, and a write there, or a mapping that allows one, drops the copy; and before a copy is mapped it is
 //! compared.
 //!
-//! A copy is mapped when the program has trapped in its page twice since the address space was last changed: mapping costs
-//! about as much.
+//! A copy is mapped when the program has trapped in its page twice since a change of the address space last dropped any: mapping
+//! costs about as much.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -32,7 +32,7 @@ const MOST_PAGES: usize = 512;
 const CELL: u64 = 64;
 /// So many traps make a site worth it.
 const WORTH: u32 = 3;
-/// So many traps since the address space was changed make a mapping worth it.
+/// So many traps since a change of the address space dropped copies make a mapping worth it.
 const WORTH_MAPPING: u32 = 2;
 /// Sites whose traps are counted.
 const MOST_COUNTED: usize = 1 << 16;
