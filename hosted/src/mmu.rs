@@ -280,7 +280,7 @@ mod tests {
                 }
                 memory.write_long(TABLES[2] + 8, bits::LARGE | large).expect("a large page");
                 for (index, (flags, frame)) in (0..).zip(&leaves) {
-                    memory.write_long(TABLES[3] + index * 8, frame * PAGE | flags).expect("an entry");
+                    memory.write_long(TABLES[3] + index * 8, (frame * PAGE) | flags).expect("an entry");
                 }
                 let mut looker = Looker::new(memory, TABLES[0]);
                 for page in (0..PAGES).map(|number| number * PAGE).chain([LARGE_PAGE + 3 * PAGE]) {
