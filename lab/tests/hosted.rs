@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File},
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     net::{TcpListener, TcpStream},
     os::unix::{
         fs::{FileExt, PermissionsExt},
@@ -12,6 +12,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -20,6 +21,7 @@ use mercury_initramfs::Archive;
 use mercury_lab::{
     Image, Release, Result, artefacts,
     bench::previrtualization::account,
+    command::patient,
     host,
     previrtualization::{self, Built, Flavour},
 };
@@ -46,7 +48,7 @@ const CHILD_GONE: &str = "a process has ended that a processor or the guest's pr
 const UNFIT: Option<i32> = Some(3);
 /// What keeps programs apart from their kernel: nothing, or processes of their own.
 const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
-const PATIENCE: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// What a machine needs, where anybody may read it.
 struct Place {
@@ -62,8 +64,7 @@ impl Place {
 
     fn with(name: &str, built: &Built) -> Result<Self> {
         let program = artefacts::build_program("mercury-cli", "mercury")?;
-        let directory = std::env::temp_dir().join(format!("mercury-{name}-{}", std::process::id()));
-        fs::create_dir_all(&directory).expect("a directory");
+        let directory = new_directory(name);
         let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
         fs::copy(program, &place.command).expect("the command's copy");
         fs::copy(&built.vmlinux, &place.kernel).expect("the kernel's copy");
@@ -125,6 +126,30 @@ impl Place {
     }
 }
 
+/// A directory that is nobody else's: tests of this process that run at the same time may ask for the same name, and an earlier
+/// process of the same number may have left one.
+fn new_directory(name: &str) -> PathBuf {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("mercury-{name}-{}-{number}", std::process::id()));
+        match fs::create_dir(&directory) {
+            Ok(()) => return directory,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{}", directory.display()),
+        }
+    }
+}
+
+#[test]
+fn tests_that_ask_for_one_name_have_a_directory_each() {
+    let [one, other] = [new_directory("twice"), new_directory("twice")];
+    fs::write(one.join("file"), "of one").expect("a file");
+    assert!(!other.join("file").exists());
+    fs::remove_dir_all(&other).expect("its end");
+    assert!(one.join("file").exists());
+    fs::remove_dir_all(&one).expect("its end");
+}
+
 /// A program, as somebody without rights.
 fn as_nobody(program: &Path) -> Command {
     if !rustix::process::geteuid().is_root() {
@@ -164,7 +189,11 @@ impl Machine {
         let start = Instant::now();
         while !self.said().contains(text) {
             let ended = self.child.try_wait().expect("its state");
-            assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", self.said());
+            assert!(
+                ended.is_none() && start.elapsed() < patient(LIMIT),
+                "no {text:?}: {ended:?}\n{}",
+                self.said()
+            );
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -181,7 +210,7 @@ impl Machine {
                 assert_eq!(status.code(), expected, "{}", self.said());
                 return self.said();
             }
-            assert!(start.elapsed() < PATIENCE, "it does not end\n{}", self.said());
+            assert!(start.elapsed() < patient(LIMIT), "it does not end\n{}", self.said());
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -984,7 +1013,7 @@ fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> 
         if let Some(status) = machine.child.try_wait().expect("its state") {
             break status;
         }
-        assert!(start.elapsed() < PATIENCE, "it still runs\n{}", machine.said());
+        assert!(start.elapsed() < patient(LIMIT), "it still runs\n{}", machine.said());
         thread::sleep(Duration::from_millis(100));
     };
     assert_eq!(status.signal(), Some(SIGSYS), "{}", machine.said());
@@ -1142,7 +1171,7 @@ fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
         Machine::start(&place, place.run().arg("--initramfs").arg(&archive).args(["--gdb", &wait]));
     let start = Instant::now();
     while !socket.exists() {
-        assert!(start.elapsed() < PATIENCE, "no socket\n{}", machine.said());
+        assert!(start.elapsed() < patient(LIMIT), "no socket\n{}", machine.said());
         thread::sleep(Duration::from_millis(50));
     }
     let script = [

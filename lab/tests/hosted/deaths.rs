@@ -279,7 +279,11 @@ fn reach(machine: &mut Machine, text: &str, until: Option<Instant>) -> bool {
             return false;
         }
         let ended = machine.child.try_wait().expect("its state");
-        assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", machine.said());
+        assert!(
+            ended.is_none() && start.elapsed() < patient(LIMIT),
+            "no {text:?}: {ended:?}\n{}",
+            machine.said()
+        );
         thread::sleep(Duration::from_millis(10));
     }
     true
@@ -339,7 +343,7 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
 fn wait_for_its_end(place: &Place, machine: &mut Machine, disk: &Path) -> std::process::ExitStatus {
     let start = Instant::now();
     let wait = |what: &str, log: &dyn Fn() -> String| {
-        assert!(start.elapsed() < PATIENCE, "{what}: {}", log());
+        assert!(start.elapsed() < patient(LIMIT), "{what}: {}", log());
         thread::sleep(Duration::from_millis(5));
     };
     let status = loop {
