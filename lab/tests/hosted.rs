@@ -65,8 +65,8 @@ impl Place {
         let directory = std::env::temp_dir().join(format!("mercury-{name}-{}", std::process::id()));
         fs::create_dir_all(&directory).expect("a directory");
         let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
-        fs::copy(program, &place.command).expect("the command's copy");
-        fs::copy(&built.vmlinux, &place.kernel).expect("the kernel's copy");
+        host::copy(&program, &place.command)?;
+        host::copy(&built.vmlinux, &place.kernel)?;
         for path in [&place.directory, &place.command, &place.kernel] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its rights");
         }
@@ -83,12 +83,7 @@ impl Place {
     /// A copy of Debian's root disk.
     fn root_disk(&self, image: &Image) -> Result<PathBuf> {
         let disk = self.directory.join("root.img");
-        let mut copy = Command::new("cp");
-        host::run(
-            "the root disk's copy",
-            "hosted-disk",
-            copy.arg("--sparse=always").arg(image.disk()).arg(&disk),
-        )?;
+        host::copy(&image.disk(), &disk)?;
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o666)).expect("its rights");
         Ok(disk)
     }
