@@ -29,6 +29,8 @@ use rustix::process::{Pid, Signal, kill_process};
 mod deaths;
 #[path = "hosted/processors.rs"]
 mod processors;
+#[path = "hosted/work.rs"]
+mod work;
 
 /// Who has no rights at all.
 const NOBODY: &str = "65534";
@@ -82,10 +84,21 @@ impl Place {
 
     /// A copy of Debian's root disk.
     fn root_disk(&self, image: &Image) -> Result<PathBuf> {
-        let disk = self.directory.join("root.img");
-        host::copy(&image.disk(), &disk)?;
-        fs::set_permissions(&disk, fs::Permissions::from_mode(0o666)).expect("its rights");
-        Ok(disk)
+        self.copy_of(&image.disk(), "root.img")
+    }
+
+    /// A disk that is only read, by another name: a copy where that cannot be.
+    fn name_for(&self, disk: &Path, name: &str) -> Result<PathBuf> {
+        let link = self.directory.join(name);
+        if fs::hard_link(disk, &link).is_ok() { Ok(link) } else { self.copy_of(disk, name) }
+    }
+
+    /// A copy of a disk.
+    fn copy_of(&self, disk: &Path, name: &str) -> Result<PathBuf> {
+        let copy = self.directory.join(name);
+        host::copy(disk, &copy)?;
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o666)).expect("its rights");
+        Ok(copy)
     }
 
     /// `mercury hosted run`, as nobody.
@@ -156,10 +169,14 @@ impl Machine {
     }
 
     fn wait_for(&mut self, text: &str) {
+        self.wait_within(PATIENCE, text);
+    }
+
+    fn wait_within(&mut self, patience: Duration, text: &str) {
         let start = Instant::now();
         while !self.said().contains(text) {
             let ended = self.child.try_wait().expect("its state");
-            assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", self.said());
+            assert!(ended.is_none() && start.elapsed() < patience, "no {text:?}: {ended:?}\n{}", self.said());
             thread::sleep(Duration::from_millis(100));
         }
     }
