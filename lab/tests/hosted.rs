@@ -27,6 +27,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 #[path = "hosted/deaths.rs"]
 mod deaths;
+#[path = "hosted/one_binary.rs"]
+mod one_binary;
 #[path = "hosted/processors.rs"]
 mod processors;
 #[path = "hosted/work.rs"]
