@@ -27,10 +27,14 @@ use rustix::process::{Pid, Signal, kill_process};
 
 #[path = "hosted/deaths.rs"]
 mod deaths;
+#[path = "hosted/escapes.rs"]
+mod escapes;
 #[path = "hosted/one_binary.rs"]
 mod one_binary;
 #[path = "hosted/processors.rs"]
 mod processors;
+#[path = "hosted/tap.rs"]
+mod tap;
 #[path = "hosted/work.rs"]
 mod work;
 
@@ -603,7 +607,7 @@ if ORDERED:
     print('blind write', attempt(lambda: ctypes.memset(KERNEL, 0, 8)))
     print('stack', attempt(lambda: ctypes.string_at(0x7fffffffe000, 8)))
     print('mmap', {attempt(lambda: jump(ORDERED - 2, 9, 0x10000000, 1 << 20, 3, 17, fd, 0)) for fd in range(64)})
-    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2)]:
+    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2), ('socket', 41), ('connect', 42), ('mount', 165), ('io_uring_setup', 425), ('x32 open', 0x40000002)]:
         print(name, {attempt(lambda: jump(at - 2, number, 1, 9, 0, 0, 0, 0)) for at in (ORDERED, REPORTED, RETURNED)})
     print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
     print('orders', attempt(lambda: jump(REPORTED, 0)))
@@ -821,6 +825,10 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
             );
             expected.extend(
                 ["mmap", "munmap", "kill", "ptrace", "clone", "execve", "process_vm_writev", "open"]
+                    .map(|attack| format!("{attack} {{{segfault}}}")),
+            );
+            expected.extend(
+                ["socket", "connect", "mount", "io_uring_setup", "x32 open"]
                     .map(|attack| format!("{attack} {{{segfault}}}")),
             );
             expected.extend(["scribble", "float"].map(|attack| format!("{attack} {unhindered}")));
