@@ -124,6 +124,7 @@ pub fn check(options: &Options) -> Result<Report> {
 /// Whatever is in the way.
 pub fn run(options: &Options) -> Result<Infallible> {
     without_randomization()?;
+    sandbox::close_inherited()?;
     let limits = Limits::default();
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
