@@ -211,7 +211,9 @@ impl Exchanges {
     }
 
     fn change(&mut self, at: u64, there: Option<(u64, Rights)>) {
-        let last = self.changes.last_mut().filter(|_| self.is_open);
+        let is_below = at < self.border;
+        let last =
+            self.changes.last_mut().filter(|last| self.is_open && (last.address < self.border) == is_below);
         let follows = last.as_ref().is_some_and(|last| {
             let goes_on = |(from, rights): (u64, Rights)| (from + (at - last.address), rights);
             last.address + last.length == at && last.to.is_some() && there == last.to.map(goes_on)
@@ -219,9 +221,7 @@ impl Exchanges {
         let to = there.filter(|_| follows || self.most > 0);
         match last {
             Some(last) if follows => last.length += PAGE,
-            Some(Exchange { address, length, to: None })
-                if to.is_none() && (*address < self.border) == (at < self.border) =>
-            {
+            Some(Exchange { address, length, to: None }) if to.is_none() => {
                 *length = at + PAGE - *address;
             }
             _ => {
@@ -297,6 +297,19 @@ mod tests {
         assert_eq!(pages(&mappings).into_keys().collect::<Vec<_>>(), [1, 2, 3]);
         assert_eq!(mappings.page(0x3000), Some((0x10_3000, READ)));
         assert!(mappings.exchange(1, 0x8000, look).is_empty());
+    }
+
+    #[test]
+    fn no_change_goes_across_the_border() {
+        let look = |page: u64| Some((page + 0x10_0000, READ));
+        for most in [0, 2] {
+            let mut mappings = Mappings::default();
+            mappings.insert(0x1000, 0x4000, 0x8000, READ);
+            let changes = mappings.exchange(most, 0x3000, look);
+            let ends: Vec<(u64, u64)> =
+                changes.iter().map(|change| (change.address, change.length)).collect();
+            assert_eq!(ends, [(0x1000, 0x2000), (0x3000, 0x2000)]);
+        }
     }
 
     proptest! {
