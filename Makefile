@@ -11,10 +11,11 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo test shell bench soak deb check clean bootstrap
+.PHONY: help demo demo-move test shell bench soak deb check clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
+	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
 	@echo 'make test      the tests that are not long; make test FILTER=machine LAB=intel'
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
@@ -30,6 +31,9 @@ bootstrap:
 
 demo bench deb check: bootstrap
 	@$(RUN) $@
+
+demo-move: bootstrap
+	@$(RUN) soak --migration --moves 2 --cpus 2
 
 soak: bootstrap
 	@$(RUN) soak $(if $(CYCLES),--cycles $(CYCLES))

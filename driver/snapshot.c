@@ -603,7 +603,7 @@ static u32 allocate_log(void)
 {
 	unsigned int order = get_order(snapshot.free_count * sizeof(*snapshot.written));
 
-	if (mercury_vendor != &mercury_svm || !snapshot.free)
+	if (!snapshot.free)
 		return MERCURY_CODE_LOG_UNSUPPORTED;
 	snapshot.written = piece(order, GFP_KERNEL | __GFP_ZERO);
 	snapshot.collected = piece(order, GFP_KERNEL | __GFP_ZERO);

@@ -25,7 +25,7 @@ use std::{ffi::OsString, path::PathBuf};
     and `mercury detach` switch, `mercury status` shows where each CPU is."
 )]
 pub struct Cli {
-    /// Print one JSON object instead of text (`status --watch` and `log --follow`: one a line)
+    /// Print one JSON object instead of text (`status --watch`, `log --follow`, `migrate` and `maintenance`: one a line)
     #[arg(long, global = true)]
     pub json: bool,
     /// What to do.
@@ -145,8 +145,9 @@ pub enum Command {
     /// Wait for the order to leave this machine: what mercuryd.service runs
     #[command(
         long_about = "Waits for the order to leave this machine, by `mercury evacuate` or SIGUSR1, and then moves it by \
-        `mercury migrate`. The line of the spare is read from its file at each order.\n\nmercuryd.service runs this with \
-        what /etc/default/mercuryd says."
+        `mercury migrate`. The line of the spare is read from its file at each order.\n\nmercuryd.service runs this, once \
+        /etc/mercury/spare.key is there, with what /etc/default/mercuryd says: a line MERCURY_SPARE=HOST, and one \
+        MIGRATE_OPTIONS=... with options for `mercury migrate`, if any are wanted."
     )]
     Daemon(DaemonArgs),
     /// Show what is in an image, and whether it is whole
@@ -490,7 +491,7 @@ pub struct MigrateArgs {
         allow_hyphen_values = true
     )]
     pub key: Option<String>,
-    /// Measure what a move would come to, and do nothing
+    /// Measure what a move would come to, on this machine alone: no spare is asked, and the driver stays loaded
     #[arg(long)]
     pub dry_run: bool,
     /// Copy on until applications need stand still for no longer than this, as far as that helps; 450 ms and more

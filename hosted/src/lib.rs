@@ -36,6 +36,7 @@ pub mod machine;
 pub mod memory;
 pub mod mmu;
 mod perform;
+mod resident;
 pub mod run;
 mod sandbox;
 pub mod shadow;

@@ -11,7 +11,7 @@ use crate::{
     entry,
     gdb::Debugger,
     guards::Guards,
-    isolation::{Spaces, stub::Stop},
+    isolation::{Spaces, mappings::Mappings, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
@@ -124,8 +124,8 @@ pub struct Machine {
     pub counters: Counters,
     /// Mappings made since all were dropped.
     pub mapped: u64,
-    /// Whether any of them are a program's.
-    pub user_mapped: bool,
+    /// Those of them that are programs'.
+    pub programs: Mappings,
     /// How many the host allows.
     pub most_mapped: u64,
     /// Copies of programs' pages, in which system calls are rewritten; unless they are to be left.
@@ -502,18 +502,25 @@ impl Machine {
                 let (before, after) = mmu::neighbours(&self.memory, &found, NEIGHBOURS);
                 (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
             };
-        self.map(start, length, from, rights);
-        let by_program = layout::is_user(address);
-        self.user_mapped |= by_program;
+        self.place(start, length, from, rights);
+        Ok(())
+    }
+
+    /// Maps a range, and keeps account of it.
+    pub(crate) fn place(&mut self, start: u64, length: u64, physical: u64, rights: Rights) {
+        self.map(start, length, physical, rights);
+        let by_program = layout::is_user(start);
+        if by_program {
+            self.programs.insert(start, length, physical, rights);
+        }
         if let Some(shadows) = &mut self.shadows {
             let how = match rights {
                 Rights { write: true, .. } => Mapped::Writable { by_program },
                 Rights { execute: true, .. } => Mapped::Code,
                 _ => Mapped::Data,
             };
-            shadows.range_mapped(&self.memory, start, from..from + length, how);
+            shadows.range_mapped(&self.memory, start, physical..physical + length, how);
         }
-        Ok(())
     }
 
     /// Does an access to a device's registers in memory, which is not mapped for that.
@@ -539,61 +546,6 @@ impl Machine {
         self.drop_all();
         if let Err(error) = self.memory.map(address, length, physical, rights) {
             self.end(End::Broken, &format!("cannot map the guest's memory: {error}"));
-        }
-    }
-
-    /// CR3 is written: `flush` unless translations are to be kept.
-    pub fn load_tables(&mut self, cr3: u64, flush: bool) {
-        let is_same = self.vcpu.cr3 == cr3;
-        self.vcpu.cr3 = cr3;
-        if let Some(spaces) = &mut self.spaces {
-            spaces.load(cr3, flush);
-        }
-        if flush || !is_same {
-            self.drop_user();
-        }
-    }
-
-    /// Drops the mappings of programs' memory.
-    pub fn drop_user(&mut self) {
-        if !self.user_mapped {
-            return;
-        }
-        self.memory.unmap(layout::USER_START, layout::THUNKS - layout::USER_START);
-        let above = layout::DIRECT_MAP + self.memory.size();
-        self.memory.unmap(above, layout::USER_END - above);
-        self.user_mapped = false;
-        if let Some(shadows) = &mut self.shadows {
-            shadows.all_dropped(false);
-        }
-    }
-
-    /// Drops all mappings but the direct map.
-    pub fn drop_all(&mut self) {
-        self.user_mapped = true;
-        self.drop_user();
-        self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
-        self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
-        self.mapped = 0;
-        if let Some(spaces) = &mut self.spaces {
-            spaces.flush_all();
-        }
-        if let Some(shadows) = &mut self.shadows {
-            shadows.all_dropped(true);
-        }
-    }
-
-    /// Drops one.
-    pub fn drop_page(&mut self, address: u64) {
-        let page = address & !(PAGE - 1);
-        if layout::is_translated(page) && self.memory.direct(page).is_none() {
-            self.memory.unmap(page, PAGE);
-            if let Some(spaces) = &mut self.spaces {
-                spaces.flush_page(self.vcpu.cr3, page);
-            }
-            if let Some(shadows) = &mut self.shadows {
-                shadows.page_dropped(page);
-            }
         }
     }
 
@@ -677,7 +629,8 @@ impl Machine {
         if let Some(shadows) = &mut self.shadows
             && shadows.trapped(&self.memory, site, found.physical)
         {
-            self.user_mapped = true;
+            let rights = Rights { write: false, execute: true };
+            self.programs.insert(site & !(PAGE - 1), PAGE, found.physical & !(PAGE - 1), rights);
             self.mapped += 1;
         }
     }

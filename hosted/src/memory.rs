@@ -2,6 +2,8 @@
 //! tables say.
 
 use std::{
+    io,
+    ops::Range,
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     ptr,
     sync::atomic::{AtomicU64, Ordering},
@@ -9,7 +11,7 @@ use std::{
 
 use crate::{
     error::{Error, Result},
-    layout::{DIRECT_MAP, PAGE},
+    layout::{self, DIRECT_MAP, PAGE},
 };
 
 /// What may be done with mapped memory.
@@ -22,6 +24,12 @@ pub struct Rights {
 }
 
 impl Rights {
+    /// Whether they are no more than others.
+    #[must_use]
+    pub fn are_within(self, others: Self) -> bool {
+        self.write <= others.write && self.execute <= others.execute
+    }
+
     fn flags(self) -> i32 {
         let write = if self.write { libc::PROT_WRITE } else { 0 };
         let execute = if self.execute { libc::PROT_EXEC } else { 0 };
@@ -92,8 +100,8 @@ impl Memory {
     ///
     /// # Errors
     /// What the host said.
-    pub fn map(&self, address: u64, length: u64, physical: u64, rights: Rights) -> std::io::Result<()> {
-        debug_assert!(crate::layout::is_translated(address) && self.contains(physical, length));
+    pub fn map(&self, address: u64, length: u64, physical: u64, rights: Rights) -> io::Result<()> {
+        debug_assert!(layout::is_translated(address) && self.contains(physical, length));
         // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
         let mapped = unsafe {
             libc::mmap(
@@ -105,14 +113,29 @@ impl Memory {
                 physical.cast_signed(),
             )
         };
-        if mapped == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+        if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Removes mappings of a range that the guest translates.
+    /// Removes mappings of a range that the guest translates. If the host has no room for what would be left on both sides, all
+    /// that lies between the same borders goes: the guest's faults bring back what it uses.
+    ///
+    /// # Panics
+    /// If the host lets nothing go: the guest must not go on with what it has.
     pub fn unmap(&self, address: u64, length: u64) {
-        debug_assert!(crate::layout::is_translated(address));
-        // SAFETY: As for `map`.
-        unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address as usize), length as usize) };
+        debug_assert!(layout::is_translated(address));
+        let all = self.translated_around(address);
+        let is_done = unmap(address, length) || unmap(all.start, all.end - all.start);
+        assert!(is_done, "the host does not unmap {address:#x}: {}", io::Error::last_os_error());
+    }
+
+    /// What the guest translates around an address, up to what it does not.
+    fn translated_around(&self, address: u64) -> Range<u64> {
+        match address {
+            layout::USER_START..layout::THUNKS => layout::USER_START..layout::THUNKS,
+            layout::FIXMAP..layout::POINTERS => layout::FIXMAP..layout::POINTERS,
+            ..layout::USER_END => DIRECT_MAP + self.size..layout::USER_END,
+            _ => layout::VMALLOC..layout::ENTRY_AREA_END,
+        }
     }
 
     /// Whether the guest has this memory.
@@ -193,5 +216,66 @@ impl Memory {
     #[must_use]
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
+    }
+}
+
+/// Removes mappings of addresses that the guest translates. Says whether the host did.
+fn unmap(address: u64, length: u64) -> bool {
+    // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
+    unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address as usize), length as usize) == 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{env, fs, process::Command};
+
+    use super::*;
+
+    /// Whether the host has anything mapped at an address.
+    fn is_mapped(address: u64) -> bool {
+        let maps = fs::read_to_string("/proc/self/maps").expect("the host's list");
+        maps.lines().any(|line| {
+            let mut ends =
+                line.split(['-', ' ']).map(|text| u64::from_str_radix(text, 16).expect("a number"));
+            let (start, end) = (ends.next().expect("a start"), ends.next().expect("an end"));
+            (start..end).contains(&address)
+        })
+    }
+
+    /// Takes all mappings that the host has for this process: pages that cannot be one with their neighbours.
+    fn take_all_mappings() {
+        let rights = [libc::PROT_READ, libc::PROT_NONE];
+        for count in 0.. {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: A new mapping where the host likes.
+            let mapped =
+                unsafe { libc::mmap(ptr::null_mut(), PAGE as usize, rights[count % 2], flags, -1, 0) };
+            if mapped == libc::MAP_FAILED {
+                return;
+            }
+        }
+    }
+
+    /// In a process of its own, for it leaves the host no mapping.
+    #[test]
+    fn a_page_goes_though_the_host_has_no_room_for_the_rest() {
+        const NAME: &str = "memory::tests::a_page_goes_though_the_host_has_no_room_for_the_rest";
+        const INSIDE: &str = "MERCURY_TEST_WITHOUT_MAPPINGS";
+        const AT: u64 = 0x10_0000_0000;
+        if env::var_os(INSIDE).is_none() {
+            let program = env::current_exe().expect("this program");
+            let mut again = Command::new(program);
+            let output = again.args(["--exact", NAME]).env(INSIDE, "1").output().expect("the test");
+            assert!(output.status.success(), "{output:?}");
+            return;
+        }
+        let memory = Memory::new(1 << 20).expect("memory");
+        let rights = Rights { write: true, execute: false };
+        memory.map(AT, 3 * PAGE, 0, rights).expect("a mapping");
+        memory.map(layout::VMALLOC, PAGE, 0, rights).expect("a mapping");
+        take_all_mappings();
+        assert!(!unmap(AT + PAGE, PAGE), "the host had room");
+        memory.unmap(AT + PAGE, PAGE);
+        assert!(!is_mapped(AT + PAGE) && is_mapped(layout::VMALLOC) && is_mapped(DIRECT_MAP));
     }
 }

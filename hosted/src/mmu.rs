@@ -245,3 +245,63 @@ pub fn neighbours(memory: &Memory, of: &Translation, most: u64) -> (u64, u64) {
     let before = (1..=index.min(most)).take_while(|&step| follows(-step.cast_signed())).count() as u64;
     (before, after + 1)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::devices::testing::with_memory;
+
+    /// One table of each level, and an address whose entries are the first in each.
+    const TABLES: [u64; 4] = [0x8_0000, 0x8_1000, 0x8_2000, 0x8_3000];
+    const PAGES: u64 = 8;
+    const LARGE_PAGE: u64 = 2 << 20;
+    const ANY: u64 =
+        bits::PRESENT | bits::WRITE | bits::USER | bits::ACCESSED | bits::DIRTY | bits::NO_EXECUTE;
+
+    /// Bits of an entry: mostly those that allow more.
+    fn flags() -> impl Strategy<Value = u64> {
+        const MOST: u64 = ANY & !bits::NO_EXECUTE;
+        (any::<u64>(), any::<u64>()).prop_map(|(one, other)| MOST ^ (one & other & ANY))
+    }
+
+    proptest! {
+        /// What is kept at a change of the address space is what a processor would use without changing an entry.
+        #[test]
+        fn what_is_looked_up_is_what_a_processor_does_without_marking(
+            upper in prop::array::uniform3(flags()),
+            leaves in prop::collection::vec((flags(), 0..16_u64), PAGES as usize),
+            large in flags(),
+        ) {
+            with_memory(|memory| {
+                for level in 0..3 {
+                    memory.write_long(TABLES[level], TABLES[level + 1] | upper[level]).expect("a table");
+                }
+                memory.write_long(TABLES[2] + 8, bits::LARGE | large).expect("a large page");
+                for (index, (flags, frame)) in (0..).zip(&leaves) {
+                    memory.write_long(TABLES[3] + index * 8, (frame * PAGE) | flags).expect("an entry");
+                }
+                let mut looker = Looker::new(memory, TABLES[0]);
+                for page in (0..PAGES).map(|number| number * PAGE).chain([LARGE_PAGE + 3 * PAGE]) {
+                    let entry_at = if page < LARGE_PAGE { TABLES[3] + page / PAGE * 8 } else { TABLES[2] + 8 };
+                    let was = memory.read_long(entry_at);
+                    // Where the processor comes to, if the entry stays as it is.
+                    let goes = |access| {
+                        let found = walk(memory, TABLES[0], page, access, Privilege::User).ok();
+                        let is_marked = memory.read_long(entry_at) != was;
+                        memory.write_long(entry_at, was.unwrap_or(0)).expect("the entry");
+                        found.filter(|_| !is_marked).map(|found| found.physical)
+                    };
+                    let rights = Rights {
+                        write: goes(Access::Write).is_some(),
+                        execute: goes(Access::Execute).is_some(),
+                    };
+                    let expected = goes(Access::Read).map(|physical| (physical, rights));
+                    prop_assert_eq!(looker.page(page), expected, "{:#x}", page);
+                }
+                Ok(())
+            })?;
+        }
+    }
+}

@@ -12,7 +12,7 @@ use crate::{
     entry,
     error::{Error, Result},
     gdb::{Debugger, GdbOption},
-    isolation::Spaces,
+    isolation::{Spaces, mappings::Mappings},
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     limits::Limits,
@@ -124,6 +124,7 @@ pub fn check(options: &Options) -> Result<Report> {
 /// Whatever is in the way.
 pub fn run(options: &Options) -> Result<Infallible> {
     without_randomization()?;
+    sandbox::close_inherited()?;
     let limits = Limits::default();
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
@@ -258,7 +259,7 @@ impl Start<'_> {
             kernel_root: loaded.root,
             counters: Counters::default(),
             mapped: 0,
-            user_mapped: false,
+            programs: Mappings::default(),
             most_mapped: self.most_mapped,
             shadows: rewrites.then(|| Shadows::new(gates.system_call)).transpose()?,
             spaces: self.spaces,

@@ -48,6 +48,19 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit_group,
 ];
 
+/// Closes what this process has inherited besides the terminal: whoever gets past the monitor would have it.
+///
+/// # Errors
+/// If the host does not do it.
+pub fn close_inherited() -> Result<()> {
+    const FIRST: libc::c_uint = 3;
+    // SAFETY: Nothing of this process has a descriptor yet, so that none is closed that somebody uses.
+    match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
+        0 => Ok(()),
+        _ => Err(Error::system("close what this process has inherited")),
+    }
+}
+
 /// Forbids opening files and connections, as far as the host's kernel can (Landlock). Says whether it does.
 ///
 /// # Errors
@@ -121,4 +134,257 @@ fn filter(
         }
     }
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, TargetArch::x86_64)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        net::{TcpListener, TcpStream},
+        os::{
+            linux::net::SocketAddrExt,
+            unix::net::{SocketAddr, UnixListener, UnixStream},
+        },
+        path::Path,
+        process::Command,
+        thread,
+    };
+
+    use super::*;
+
+    /// Makes a system call. The attempts below have arguments that the host's kernel checks.
+    fn call(number: i64, arguments: [i64; 5]) -> i64 {
+        let [a, b, c, d, e] = arguments;
+        // SAFETY: What these tests call either takes numbers and pointers that the host checks, or ends the process.
+        unsafe { libc::syscall(number, a, b, c, d, e, 0) }
+    }
+
+    /// The version of Landlock that the host's kernel has: 4 knows of TCP, 6 of signals and abstract sockets.
+    fn landlock() -> i64 {
+        const VERSION: i64 = 1;
+        call(libc::SYS_landlock_create_ruleset, [0, 0, VERSION, 0, 0])
+    }
+
+    fn is_done(number: i64, arguments: [i64; 5]) -> bool {
+        call(number, arguments) >= 0
+    }
+
+    /// Attaches to a process that is no part of this one, and lets it go.
+    fn trace(process: i64) -> bool {
+        const SEIZE: i64 = libc::PTRACE_SEIZE as i64;
+        is_done(libc::SYS_ptrace, [SEIZE, process, 0, 0, 0])
+    }
+
+    /// Mounts a file system where only this thread sees it.
+    fn mount(on: &Path) -> bool {
+        let on = std::ffi::CString::new(on.to_str().unwrap()).unwrap();
+        let (kind, on) = (c"tmpfs".as_ptr() as i64, on.as_ptr() as i64);
+        is_done(libc::SYS_mount, [kind, on, kind, 0, 0])
+    }
+
+    /// What a thread may do of what the host's kernel keeps it from by Landlock's version of the number.
+    fn attempts(directory: &Path, outside: i64, server: &TcpListener) -> Vec<(&'static str, i64, bool)> {
+        let file = directory.join("there");
+        let abstract_name = format!("mercury-sandbox-{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(abstract_name).unwrap();
+        vec![
+            ("read a file", 1, File::open(&file).is_ok()),
+            ("list a directory", 1, fs::read_dir(directory).is_ok()),
+            ("write a file", 1, fs::write(&file, "text").is_ok()),
+            ("make a file", 1, File::create_new(directory.join("new")).is_ok()),
+            ("remove a file", 1, fs::remove_file(directory.join("new")).is_ok()),
+            ("read through /proc", 1, File::open(format!("/proc/{outside}/mem")).is_ok()),
+            ("start a program", 1, Command::new("/bin/true").status().is_ok()),
+            ("trace a process", 1, trace(outside)),
+            ("mount", 1, mount(directory)),
+            ("connect", 4, TcpStream::connect(server.local_addr().unwrap()).is_ok()),
+            ("listen", 4, TcpListener::bind("127.0.0.1:0").is_ok()),
+            ("connect to an abstract socket", 6, UnixStream::connect_addr(&address).is_ok()),
+            ("signal a process", 6, is_done(libc::SYS_kill, [outside, 0, 0, 0, 0])),
+        ]
+    }
+
+    /// What goes before does not go any more. Mounting and tracing need rights in the first place: where they do not go before, they
+    /// show nothing.
+    #[test]
+    fn files_connections_and_other_processes_are_out_of_reach() {
+        let version = landlock();
+        if version < 1 {
+            println!("left out: the host's kernel has no Landlock");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("there"), "text").unwrap();
+        let server = TcpListener::bind("127.0.0.1:0").unwrap();
+        let name = format!("mercury-sandbox-{}", std::process::id());
+        let _listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+        let sleep = || Command::new("sleep").arg("600").spawn().unwrap();
+        // A process can be traced once.
+        let mut others = [sleep(), sleep()];
+        let [first, second] = others.each_ref().map(|other| i64::from(other.id()));
+        // Rules are a thread's, and so is what it sees mounted.
+        let (before, after) = thread::scope(|scope| {
+            let work = || {
+                let is_alone = is_done(libc::SYS_unshare, [libc::CLONE_NEWNS.into(), 0, 0, 0, 0]);
+                let private = (libc::MS_REC | libc::MS_PRIVATE) as i64;
+                let is_alone = is_alone && is_done(libc::SYS_mount, [0, c"/".as_ptr() as i64, 0, private, 0]);
+                let place = directory.path().join("mounted");
+                fs::create_dir(&place).unwrap();
+                fs::write(place.join("there"), "text").unwrap();
+                // Without rights of its own the thread would mount nothing, either.
+                assert!(is_alone || !mount(&place));
+                let before = attempts(directory.path(), first, &server);
+                assert!(forbid_files().unwrap());
+                (before, attempts(&place, second, &server))
+            };
+            scope.spawn(work).join().unwrap()
+        });
+        for other in &mut others {
+            other.kill().unwrap();
+            other.wait().unwrap();
+        }
+        let shown = before.iter().filter(|(_, _, is_done)| *is_done).count();
+        let plain =
+            ["read a file", "list a directory", "write a file", "make a file", "connect", "signal a process"];
+        for ((what, least, was_done), (_, _, is_done)) in before.iter().zip(&after) {
+            assert!(*was_done || !plain.contains(what), "{what} does not go before");
+            assert!(!is_done || version < *least, "{what}: it is not forbidden");
+        }
+        println!("Landlock {version}: {shown} of {} go before, and none after", before.len());
+    }
+
+    /// What a way out of a process would begin with.
+    const WAYS_OUT: &[i64] = &[
+        libc::SYS_open,
+        libc::SYS_openat,
+        libc::SYS_openat2,
+        libc::SYS_creat,
+        libc::SYS_open_by_handle_at,
+        libc::SYS_memfd_create,
+        libc::SYS_socket,
+        libc::SYS_socketpair,
+        libc::SYS_connect,
+        libc::SYS_bind,
+        libc::SYS_listen,
+        libc::SYS_accept,
+        libc::SYS_accept4,
+        libc::SYS_sendto,
+        libc::SYS_sendmsg,
+        libc::SYS_recvmsg,
+        libc::SYS_ptrace,
+        libc::SYS_process_vm_readv,
+        libc::SYS_process_vm_writev,
+        libc::SYS_pidfd_open,
+        libc::SYS_pidfd_getfd,
+        libc::SYS_kill,
+        libc::SYS_tkill,
+        libc::SYS_rt_sigqueueinfo,
+        libc::SYS_mount,
+        libc::SYS_umount2,
+        libc::SYS_move_mount,
+        libc::SYS_fsopen,
+        libc::SYS_chroot,
+        libc::SYS_pivot_root,
+        libc::SYS_unshare,
+        libc::SYS_setns,
+        libc::SYS_fork,
+        libc::SYS_vfork,
+        libc::SYS_clone,
+        libc::SYS_clone3,
+        libc::SYS_execve,
+        libc::SYS_execveat,
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+        libc::SYS_bpf,
+        libc::SYS_perf_event_open,
+        libc::SYS_userfaultfd,
+        libc::SYS_init_module,
+        libc::SYS_finit_module,
+        libc::SYS_keyctl,
+        libc::SYS_prctl,
+        libc::SYS_seccomp,
+        libc::SYS_personality,
+        libc::SYS_fcntl,
+        libc::SYS_dup2,
+        libc::SYS_setuid,
+    ];
+    const NOTHING: i32 = 7;
+
+    /// What becomes of a process that has the filter and makes a call: the signal that ends it, or 0.
+    fn signal_of(program: &BpfProgram, number: i64, arguments: [i64; 5]) -> i32 {
+        // SAFETY: The child makes system calls only.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            // SAFETY: The limit is read only; there is no core dump of what ends by a signal.
+            unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
+            if seccompiler::apply_filter(program).is_ok() {
+                call(number, arguments);
+            }
+            // SAFETY: It ends the process without cleaning up what is its parent's.
+            unsafe { libc::_exit(NOTHING) };
+        }
+        let mut status = 0;
+        // SAFETY: The status is written by the call.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        if libc::WIFSIGNALED(status) { libc::WTERMSIG(status) } else { 0 }
+    }
+
+    /// The filter that a machine has without special devices.
+    fn plain(isolation: Isolation) -> BpfProgram {
+        filter(isolation, &Special::default()).unwrap().try_into().unwrap()
+    }
+
+    #[test]
+    fn every_way_out_of_the_process_ends_it() {
+        for isolation in [Isolation::None, Isolation::Process] {
+            let program = plain(isolation);
+            for &number in WAYS_OUT {
+                assert_eq!(signal_of(&program, number, [0; 5]), libc::SIGSYS, "{isolation:?}: call {number}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_named_ends_it_too_and_what_is_needed_does_not() {
+        const NUMBERS: i64 = 480;
+        const X32: i64 = 0x4000_0000;
+        /// Calls of the trampolines of the host's probes (`uretprobe`, `uprobe`). Newer hosts do not filter them at all; they do
+        /// nothing for anybody else.
+        const PROBES: [i64; 2] = [335, 336];
+        let program = plain(Isolation::None);
+        let is_named = |number: &i64| ALLOWED.contains(number) || PROBES.contains(number);
+        for number in (0..NUMBERS).filter(|number| !is_named(number)) {
+            assert_eq!(signal_of(&program, number, [0; 5]), libc::SIGSYS, "call {number}");
+        }
+        assert_eq!(signal_of(&program, X32 | libc::SYS_getpid, [0; 5]), libc::SIGSYS);
+        for number in [libc::SYS_read, libc::SYS_getpid, libc::SYS_sched_yield] {
+            assert_eq!(signal_of(&program, number, [-1, 0, 0, 0, 0]), 0, "call {number}");
+        }
+    }
+
+    /// Calls that are allowed for one purpose are for no other.
+    #[test]
+    fn arguments_are_looked_at() {
+        let own = i64::from(std::process::id());
+        let special = Special { rings: vec![11], listener: Some(12), processors: vec![4321] };
+        let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
+        let ends = |number, arguments| signal_of(&program, number, arguments) == libc::SIGSYS;
+        let request = |request: libc::c_ulong| [-1, request as i64, 0, 0, 0];
+        assert!(!ends(libc::SYS_ioctl, request(libc::TCGETS)));
+        assert!(ends(libc::SYS_ioctl, request(libc::TIOCSTI)));
+        assert!(ends(libc::SYS_ioctl, request(libc::SECCOMP_IOCTL_NOTIF_RECV)));
+        for (number, right, wrong) in [
+            (libc::SYS_io_uring_enter, 11, 12),
+            (libc::SYS_accept4, 12, 11),
+            (libc::SYS_tgkill, own, 1),
+            (libc::SYS_tgkill, 4321, 4322),
+        ] {
+            assert!(!ends(number, [right, -1, 0, 0, 0]), "call {number} with {right}");
+            assert!(ends(number, [wrong, -1, 0, 0, 0]), "call {number} with {wrong}");
+        }
+    }
 }

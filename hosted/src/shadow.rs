@@ -6,8 +6,8 @@
 //! made read-only, and a write there, or a mapping that allows one, drops the copy; and before a copy is mapped it is
 //! compared.
 //!
-//! A copy is mapped when the program has trapped in its page twice since the address space was last changed: mapping costs
-//! about as much.
+//! A copy is mapped when the program has trapped in its page twice since a change of the address space last dropped any: mapping
+//! costs about as much.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -19,6 +19,7 @@ use std::{
 use crate::{
     block,
     error::{Error, Result},
+    isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
     memory::Memory,
     sites::{self, PAGE, Plan},
@@ -31,7 +32,7 @@ const MOST_PAGES: usize = 512;
 const CELL: u64 = 64;
 /// So many traps make a site worth it.
 const WORTH: u32 = 3;
-/// So many traps since the address space was changed make a mapping worth it.
+/// So many traps since a change of the address space dropped copies make a mapping worth it.
 const WORTH_MAPPING: u32 = 2;
 /// Sites whose traps are counted.
 const MOST_COUNTED: usize = 1 << 16;
@@ -347,6 +348,18 @@ impl Shadows {
     /// The mapping of a page was dropped.
     pub fn page_dropped(&mut self, address: u64) {
         self.mapped.remove(&page_of(address));
+    }
+
+    /// Only these mappings of programs were kept.
+    pub fn kept(&mut self, programs: &Mappings) {
+        let before = self.mapped.len();
+        self.mapped.retain(|at, page| {
+            programs.page(*at).is_some_and(|(to, rights)| to == *page && rights.execute && !rights.write)
+        });
+        if self.mapped.len() < before {
+            self.generation += 1;
+        }
+        self.writable[1] = programs.writable().collect();
     }
 
     /// All mappings of programs were dropped, and the kernel's too if it says so.

@@ -39,6 +39,22 @@ pub fn run(what: &str, log: &str, command: &mut Command) -> Result<()> {
     })
 }
 
+/// Copies a file, by a program. This process never has the copy open for writing, so that none of the children that its other
+/// threads start can inherit that for a moment: the kernel refuses to execute a file that is open so (`ETXTBSY`).
+/// What is zero takes no room.
+///
+/// # Errors
+/// If it cannot be read or written.
+pub fn copy(from: &Path, to: &Path) -> Result<()> {
+    let name = to.file_name().unwrap_or_default().to_string_lossy();
+    let mut command = Command::new("cp");
+    run(
+        &format!("a copy of {}", from.display()),
+        &format!("copy-{name}"),
+        command.arg("--sparse=always").arg(from).arg(to),
+    )
+}
+
 /// A command that needs to be root: through sudo where we are not.
 #[must_use]
 pub fn as_root(program: &str) -> Command {
@@ -88,4 +104,41 @@ pub fn find_program(name: &str) -> Option<PathBuf> {
 pub fn quoted(words: &[String]) -> String {
     let words: Vec<String> = words.iter().map(|word| format!("'{}'", word.replace('\'', r"'\''"))).collect();
     words.join(" ")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
+
+    use super::*;
+
+    /// With [`fs::copy`] this fails within some hundred rounds.
+    #[test]
+    fn a_copied_program_starts_whoever_else_starts_programs() {
+        const ROUNDS: usize = 400;
+        let directory = std::env::temp_dir().join(format!("mercury-lab-copy-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let (program, is_done) = (directory.join("true"), AtomicBool::new(false));
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !is_done.load(Ordering::Relaxed) {
+                        Command::new("/bin/true").status().unwrap();
+                    }
+                });
+            }
+            let started = (0..ROUNDS).try_for_each(|_| {
+                copy(Path::new("/bin/true"), &program).map_err(|error| error.to_string())?;
+                Command::new(&program).status().map_err(|error| error.to_string())?;
+                fs::remove_file(&program).map_err(|error| error.to_string())
+            });
+            is_done.store(true, Ordering::Relaxed);
+            assert_eq!(started, Ok(()));
+        });
+        fs::remove_dir_all(&directory).unwrap();
+    }
 }

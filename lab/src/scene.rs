@@ -23,6 +23,8 @@ use crate::{
 const KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
 /// How much of the serial console an error shows.
 const SERIAL_LINES: usize = 40;
+/// QEMU's log has a processor's registers in about so many.
+const REGISTER_LINES: usize = 40;
 const OWNER: &str = "owner.lock";
 const KEPT: &str = "kept";
 
@@ -108,10 +110,12 @@ impl Scene {
         let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
         let autopsy = fs::read_to_string(self.dir.join(autopsy::REPORT)).unwrap_or_default();
+        let resets = fs::read_to_string(self.dir.join(file::RESETS)).unwrap_or_default();
         let all = [
             ("the last of its serial console", serial),
             ("the last of the emulator", said),
             ("from outside", autopsy),
+            ("a triple fault", last_triple_fault(&resets).to_owned()),
         ];
         for (name, said) in all {
             if !said.trim().is_empty() {
@@ -138,6 +142,14 @@ fn indent(text: &str) -> String {
     text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
 }
 
+/// What processors had in their registers at the last triple fault, which ends the emulator without a word.
+fn last_triple_fault(resets: &str) -> &str {
+    let Some(at) = resets.rfind("Triple fault") else { return "" };
+    // What comes after that is the machine as it begins.
+    let end = resets[at..].match_indices('\n').nth(REGISTER_LINES).map_or(resets.len(), |(end, _)| at + end);
+    &resets[at..end]
+}
+
 /// Removes what machines have left whose owner died without tidying up, and evidence that is old.
 fn sweep(all: &Path) {
     for entry in fs::read_dir(all).into_iter().flatten().flatten() {
@@ -152,4 +164,20 @@ fn sweep(all: &Path) {
 fn is_kept(dir: &Path) -> bool {
     let age = fs::metadata(dir.join(KEPT)).and_then(|meta| meta.modified()).map(|time| time.elapsed());
     age.is_ok_and(|age| age.is_ok_and(|age| age < KEPT_FOR))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_triple_fault_is_found_among_resets() {
+        assert_eq!(last_triple_fault("CPU Reset (CPU 0)\nRAX=0\n"), "");
+        let registers = "RAX=1\n".repeat(2 * REGISTER_LINES);
+        let log = format!("CPU Reset (CPU 0)\nTriple fault\nRAX=0\nTriple fault\n{registers}");
+        let found = last_triple_fault(&log);
+        assert!(found.starts_with("Triple fault\nRAX=1"), "{found}");
+        assert_eq!(found.lines().count(), REGISTER_LINES + 1);
+        assert_eq!(last_triple_fault("Triple fault\n"), "Triple fault\n");
+    }
 }

@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File},
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     net::{TcpListener, TcpStream},
     os::unix::{
         fs::{FileExt, PermissionsExt},
@@ -12,6 +12,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -20,6 +21,7 @@ use mercury_initramfs::Archive;
 use mercury_lab::{
     Image, Release, Result, artefacts,
     bench::previrtualization::account,
+    command::patient,
     host,
     previrtualization::{self, Built, Flavour},
 };
@@ -27,8 +29,16 @@ use rustix::process::{Pid, Signal, kill_process};
 
 #[path = "hosted/deaths.rs"]
 mod deaths;
+#[path = "hosted/escapes.rs"]
+mod escapes;
+#[path = "hosted/one_binary.rs"]
+mod one_binary;
 #[path = "hosted/processors.rs"]
 mod processors;
+#[path = "hosted/tap.rs"]
+mod tap;
+#[path = "hosted/work.rs"]
+mod work;
 
 /// Who has no rights at all.
 const NOBODY: &str = "65534";
@@ -46,7 +56,7 @@ const CHILD_GONE: &str = "a process has ended that a processor or the guest's pr
 const UNFIT: Option<i32> = Some(3);
 /// What keeps programs apart from their kernel: nothing, or processes of their own.
 const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
-const PATIENCE: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// What a machine needs, where anybody may read it.
 struct Place {
@@ -62,11 +72,10 @@ impl Place {
 
     fn with(name: &str, built: &Built) -> Result<Self> {
         let program = artefacts::build_program("mercury-cli", "mercury")?;
-        let directory = std::env::temp_dir().join(format!("mercury-{name}-{}", std::process::id()));
-        fs::create_dir_all(&directory).expect("a directory");
+        let directory = new_directory(name);
         let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
-        fs::copy(program, &place.command).expect("the command's copy");
-        fs::copy(&built.vmlinux, &place.kernel).expect("the kernel's copy");
+        host::copy(&program, &place.command)?;
+        host::copy(&built.vmlinux, &place.kernel)?;
         for path in [&place.directory, &place.command, &place.kernel] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its rights");
         }
@@ -82,15 +91,21 @@ impl Place {
 
     /// A copy of Debian's root disk.
     fn root_disk(&self, image: &Image) -> Result<PathBuf> {
-        let disk = self.directory.join("root.img");
-        let mut copy = Command::new("cp");
-        host::run(
-            "the root disk's copy",
-            "hosted-disk",
-            copy.arg("--sparse=always").arg(image.disk()).arg(&disk),
-        )?;
-        fs::set_permissions(&disk, fs::Permissions::from_mode(0o666)).expect("its rights");
-        Ok(disk)
+        self.copy_of(&image.disk(), "root.img")
+    }
+
+    /// A disk that is only read, by another name: a copy where that cannot be.
+    fn name_for(&self, disk: &Path, name: &str) -> Result<PathBuf> {
+        let link = self.directory.join(name);
+        if fs::hard_link(disk, &link).is_ok() { Ok(link) } else { self.copy_of(disk, name) }
+    }
+
+    /// A copy of a disk.
+    fn copy_of(&self, disk: &Path, name: &str) -> Result<PathBuf> {
+        let copy = self.directory.join(name);
+        host::copy(disk, &copy)?;
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o666)).expect("its rights");
+        Ok(copy)
     }
 
     /// `mercury hosted run`, as nobody.
@@ -123,6 +138,30 @@ impl Place {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
+}
+
+/// A directory that is nobody else's: tests of this process that run at the same time may ask for the same name, and an earlier
+/// process of the same number may have left one.
+fn new_directory(name: &str) -> PathBuf {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("mercury-{name}-{}-{number}", std::process::id()));
+        match fs::create_dir(&directory) {
+            Ok(()) => return directory,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{}", directory.display()),
+        }
+    }
+}
+
+#[test]
+fn tests_that_ask_for_one_name_have_a_directory_each() {
+    let [one, other] = [new_directory("twice"), new_directory("twice")];
+    fs::write(one.join("file"), "of one").expect("a file");
+    assert!(!other.join("file").exists());
+    fs::remove_dir_all(&other).expect("its end");
+    assert!(one.join("file").exists());
+    fs::remove_dir_all(&one).expect("its end");
 }
 
 /// A program, as somebody without rights.
@@ -161,10 +200,18 @@ impl Machine {
     }
 
     fn wait_for(&mut self, text: &str) {
+        self.wait_within(LIMIT, text);
+    }
+
+    fn wait_within(&mut self, limit: Duration, text: &str) {
         let start = Instant::now();
         while !self.said().contains(text) {
             let ended = self.child.try_wait().expect("its state");
-            assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", self.said());
+            assert!(
+                ended.is_none() && start.elapsed() < patient(limit),
+                "no {text:?}: {ended:?}\n{}",
+                self.said()
+            );
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -181,7 +228,7 @@ impl Machine {
                 assert_eq!(status.code(), expected, "{}", self.said());
                 return self.said();
             }
-            assert!(start.elapsed() < PATIENCE, "it does not end\n{}", self.said());
+            assert!(start.elapsed() < patient(LIMIT), "it does not end\n{}", self.said());
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -589,7 +636,7 @@ if ORDERED:
     print('blind write', attempt(lambda: ctypes.memset(KERNEL, 0, 8)))
     print('stack', attempt(lambda: ctypes.string_at(0x7fffffffe000, 8)))
     print('mmap', {attempt(lambda: jump(ORDERED - 2, 9, 0x10000000, 1 << 20, 3, 17, fd, 0)) for fd in range(64)})
-    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2)]:
+    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2), ('socket', 41), ('connect', 42), ('mount', 165), ('io_uring_setup', 425), ('x32 open', 0x40000002)]:
         print(name, {attempt(lambda: jump(at - 2, number, 1, 9, 0, 0, 0, 0)) for at in (ORDERED, REPORTED, RETURNED)})
     print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
     print('orders', attempt(lambda: jump(REPORTED, 0)))
@@ -809,6 +856,10 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
                 ["mmap", "munmap", "kill", "ptrace", "clone", "execve", "process_vm_writev", "open"]
                     .map(|attack| format!("{attack} {{{segfault}}}")),
             );
+            expected.extend(
+                ["socket", "connect", "mount", "io_uring_setup", "x32 open"]
+                    .map(|attack| format!("{attack} {{{segfault}}}")),
+            );
             expected.extend(["scribble", "float"].map(|attack| format!("{attack} {unhindered}")));
             expected.extend(["report True", "spin -9"].map(String::from));
         }
@@ -984,7 +1035,7 @@ fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> 
         if let Some(status) = machine.child.try_wait().expect("its state") {
             break status;
         }
-        assert!(start.elapsed() < PATIENCE, "it still runs\n{}", machine.said());
+        assert!(start.elapsed() < patient(LIMIT), "it still runs\n{}", machine.said());
         thread::sleep(Duration::from_millis(100));
     };
     assert_eq!(status.signal(), Some(SIGSYS), "{}", machine.said());
@@ -1142,7 +1193,7 @@ fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
         Machine::start(&place, place.run().arg("--initramfs").arg(&archive).args(["--gdb", &wait]));
     let start = Instant::now();
     while !socket.exists() {
-        assert!(start.elapsed() < PATIENCE, "no socket\n{}", machine.said());
+        assert!(start.elapsed() < patient(LIMIT), "no socket\n{}", machine.said());
         thread::sleep(Duration::from_millis(50));
     }
     let script = [

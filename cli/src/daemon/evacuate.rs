@@ -51,5 +51,6 @@ pub fn ask(socket: &Path, order: &Order) -> io::Result<Answer> {
 
 fn no_daemon(socket: &Path, error: &io::Error) -> Error {
     Error::new(Exit::State, format!("no answer from mercuryd at {}: {error}", socket.display()))
-        .hint("`systemctl start mercuryd` starts it; /etc/default/mercuryd says where this machine is to go")
+        .hint("`systemctl start mercuryd` starts it, once MERCURY_SPARE=HOST is in /etc/default/mercuryd and the spare's line in \
+             /etc/mercury/spare.key")
 }

@@ -1,7 +1,10 @@
 //! The other end may lie to a source, too, or be late, or break off: the loop of a move as it is ([`super::mover`]) against all of
 //! that. What must never be is held against it by [`super::trial`].
 
-use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
+use super::{
+    offer::Offer,
+    trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, offer, plays, plays_by},
+};
 use mercury_migration::{
     protocol::{Attempt, Digest, Mark, Word},
     wire::Writer,
@@ -71,6 +74,16 @@ fn lies_before_the_commit_leave_it_running() {
             assert!(!seen.has_done("commit"), "{acts:?}: {:?}", seen.did);
         }
     }
+}
+
+/// It ends the streams when it has given up, and says why on the first one.
+#[test]
+fn who_ends_a_stream_is_asked_why() {
+    let stage = Stage::new();
+    let by_two = Offer { streams: 2, ..offer() };
+    let acts = [word(Word::Accept), word(Word::Discarded)];
+    let ended = plays_by(&stage, by_two, &acts, LIMIT, "abandon");
+    assert!(matches!(&ended, Ended::Resumed(why) if why.contains("has given up")), "{ended:?}");
 }
 
 /// What may be said, done and kept back, anywhere.

@@ -74,6 +74,9 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     commands::need_root("migrate")?;
     if args.dry_run {
+        if args.key.is_some() {
+            key(args)?;
+        }
         return dry_run::run(args, say, &Sysroot::default(), &deferred);
     }
     checkpoint::stay_in_the_foreground();
@@ -87,8 +90,8 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
-    refuse_unmovable(args, &sysroot)?;
     let line = key(args)?;
+    refuse_unmovable(args, &sysroot)?;
     let to = host::resolve(&args.host)?;
     refuse_busy()?;
     let link = Link::connect(to, &line, RUNNING)?;
@@ -237,7 +240,9 @@ fn key(args: &MigrateArgs) -> Result<Line> {
                 .hint("--key LINE, --key - for standard input, or MERCURY_KEY"));
         }
     };
-    text.parse().map_err(|error: mercury_migration::session::Error| {
+    // With or without the words that it was printed with.
+    let word = text.split_whitespace().last().unwrap_or_default();
+    word.parse().map_err(|error: mercury_migration::session::Error| {
         Error::new(Exit::Usage, error.to_string())
             .hint("paste the whole line that `mercury receive` has printed")
     })

@@ -598,6 +598,17 @@ impl Peer {
 
 /// A source to which another end does this, in a session; if nothing else ends it, its operator says `last_word`.
 pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'static str) -> Ended {
+    plays_by(stage, offer(), acts, patience, last_word)
+}
+
+/// The same to another offer. Only one connection is taken.
+pub fn plays_by(
+    stage: &Stage,
+    offer: Offer,
+    acts: &[Act],
+    patience: Duration,
+    last_word: &'static str,
+) -> Ended {
     let (receiver, line) = Receiver::new(LIMIT).expect("a receiver");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let to = listener.local_addr().expect("its address");
@@ -607,6 +618,7 @@ pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'stati
         let (peer_over, peer_stage, hailer) = (Arc::clone(&is_over), stage.clone(), hailer(&line));
         let peer = scope.spawn(move || {
             let (socket, _) = listener.accept().expect("a source");
+            drop(listener);
             socket.set_read_timeout(Some(LIMIT)).expect("set");
             let session = receiver.accept(socket).expect("it has the line");
             let mut peer = Peer {
@@ -623,7 +635,7 @@ pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'stati
             acts.iter().for_each(|act| peer.act(act));
             peer.rest(last_word);
         });
-        let ended = moves(stage, (to, line), offer(), patience, console);
+        let ended = moves(stage, (to, line), offer, patience, console);
         is_over.store(true, Ordering::Relaxed);
         peer.join().expect("the other end does not panic");
         ended

@@ -61,8 +61,9 @@ impl std::str::FromStr for Listen {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         if let Some(literal) = named::literal(text) {
-            let mapped = literal.map(|(address, port)| (address.to_ipv4_mapped(), port))?;
-            let (Some(address), port) = mapped else {
+            // What is wrong with an IPv6 address need not be put right here.
+            let mapped = literal.ok().and_then(|(address, port)| Some((address.to_ipv4_mapped()?, port)));
+            let Some((address, port)) = mapped else {
                 return Err("the small system has IPv4 addresses only, such as 10.9.0.3".into());
             };
             return Ok(Self(SocketAddrV4::new(address, port.unwrap_or(PORT))));
@@ -252,7 +253,7 @@ mod tests {
         for text in ["[::1]:99", "::1", "::", "[::]:4747", "fe80::1%eth0"] {
             assert!(of(text).is_err_and(|why| why.contains("IPv4 addresses only")), "{text}: {:?}", of(text));
         }
-        assert!(of("fe80::1").is_err_and(|why| why.contains("link-local")));
+        assert!(of("fe80::1").is_err_and(|why| why.contains("IPv4 addresses only")));
         assert!(of("spare").is_err_and(|why| why.contains("such as")));
     }
 

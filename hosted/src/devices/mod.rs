@@ -14,7 +14,7 @@ mod rng;
 mod serial;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod testing;
+pub(crate) mod testing;
 mod uplink;
 mod virtio;
 

@@ -1,6 +1,6 @@
 //! What one program's process has mapped of the guest's memory, and whether the guest's page tables still allow it.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use crate::{layout::PAGE, memory::Rights};
 
@@ -21,6 +21,17 @@ pub struct Change {
     pub length: u64,
     /// What is left of its rights. If nothing is, it is not mapped any more.
     pub rights: Option<Rights>,
+}
+
+/// What has to be done to a range, so that the process has what other page tables say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchange {
+    /// Where it begins.
+    pub address: u64,
+    /// Its bytes.
+    pub length: u64,
+    /// Where it leads from now on, and what may be done with it. If nowhere, it is not mapped any more.
+    pub to: Option<(u64, Rights)>,
 }
 
 /// All that is mapped, by address.
@@ -97,6 +108,44 @@ impl Mappings {
         }
     }
 
+    /// How many pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.runs.values().map(|run| run.length / PAGE).sum()
+    }
+
+    /// What may be written to, by where it leads.
+    pub fn writable(&self) -> impl Iterator<Item = Range<u64>> {
+        let writable = self.runs.values().filter(|run| run.rights.write);
+        writable.map(|run| run.physical..run.physical + run.length)
+    }
+
+    /// Compares all pages with other page tables, of which `look` says where a page leads and what may be done with it. What is
+    /// the same there stays; of the rest the first `most` pieces that lead elsewhere are to be mapped as there, and all else
+    /// is to be unmapped: from a first page to a last one, if nothing between them stays, and not across `border`. It is
+    /// changed here already.
+    pub fn exchange(
+        &mut self,
+        most: usize,
+        border: u64,
+        mut look: impl FnMut(u64) -> Option<(u64, Rights)>,
+    ) -> Vec<Exchange> {
+        let mut all = Exchanges { most, border, changes: Vec::new(), after: BTreeMap::new(), is_open: false };
+        for (&start, run) in &self.runs {
+            for offset in (0..run.length).step_by(PAGE as usize) {
+                let (at, physical) = (start + offset, run.physical + offset);
+                match look(at) {
+                    Some((to, now)) if to == physical && run.rights.are_within(now) => {
+                        all.keep(at, physical, run.rights);
+                    }
+                    there => all.change(at, there),
+                }
+            }
+        }
+        self.runs = all.after;
+        all.changes
+    }
+
     /// Compares all pages with the page tables, of which `look` says where a page leads and what may be done with it, and
     /// says what has to change. It is changed here already.
     pub fn revalidate(&mut self, mut look: impl FnMut(u64) -> Option<(u64, Rights)>) -> Vec<Change> {
@@ -132,6 +181,58 @@ impl Mappings {
             }
         }
         changes
+    }
+}
+
+/// What comes of a comparison with other page tables, page by page in order.
+struct Exchanges {
+    /// Pieces that may still be mapped elsewhere.
+    most: usize,
+    border: u64,
+    changes: Vec<Exchange>,
+    /// What is mapped then.
+    after: BTreeMap<u64, Run>,
+    /// The last page was one to be changed.
+    is_open: bool,
+}
+
+impl Exchanges {
+    fn keep(&mut self, at: u64, physical: u64, rights: Rights) {
+        self.is_open = false;
+        if let Some(mut last) = self.after.last_entry() {
+            let (start, run) = (*last.key(), last.get_mut());
+            let is_next = start + run.length == at && run.physical + run.length == physical;
+            if is_next && run.rights == rights {
+                run.length += PAGE;
+                return;
+            }
+        }
+        self.after.insert(at, Run { length: PAGE, physical, rights });
+    }
+
+    fn change(&mut self, at: u64, there: Option<(u64, Rights)>) {
+        let is_below = at < self.border;
+        let last =
+            self.changes.last_mut().filter(|last| self.is_open && (last.address < self.border) == is_below);
+        let follows = last.as_ref().is_some_and(|last| {
+            let goes_on = |(from, rights): (u64, Rights)| (from + (at - last.address), rights);
+            last.address + last.length == at && last.to.is_some() && there == last.to.map(goes_on)
+        });
+        let to = there.filter(|_| follows || self.most > 0);
+        match last {
+            Some(last) if follows => last.length += PAGE,
+            Some(Exchange { address, length, to: None }) if to.is_none() => {
+                *length = at + PAGE - *address;
+            }
+            _ => {
+                self.most -= usize::from(to.is_some());
+                self.changes.push(Exchange { address: at, length: PAGE, to });
+            }
+        }
+        if let Some((physical, rights)) = to {
+            self.keep(at, physical, rights);
+        }
+        self.is_open = true;
     }
 }
 
@@ -178,7 +279,84 @@ mod tests {
         assert!(mappings.revalidate(|page| Some((page + 0x7000, WRITE))).is_empty());
     }
 
+    #[test]
+    fn what_leads_elsewhere_is_exchanged_and_the_rest_goes_together() {
+        let mut mappings = Mappings::default();
+        mappings.insert(0x1000, 0x4000, 0x8000, WRITE);
+        mappings.insert(0x6000, 0x1000, 0x4000, READ);
+        mappings.insert(0x9000, 0x1000, 0x4000, READ);
+        let look = |page| match page {
+            0x1000 => Some((0x8000, WRITE)),
+            0x2000 | 0x3000 => Some((page + 0x10_0000, READ)),
+            _ => None,
+        };
+        let exchange = |address, length, to| Exchange { address, length, to };
+        let pieces = [exchange(0x2000, 0x2000, Some((0x10_2000, READ))), exchange(0x4000, 0x3000, None)];
+        let changes = mappings.exchange(1, 0x8000, look);
+        assert_eq!(changes, [&pieces[..], &[exchange(0x9000, 0x1000, None)]].concat());
+        assert_eq!(pages(&mappings).into_keys().collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(mappings.page(0x3000), Some((0x10_3000, READ)));
+        assert!(mappings.exchange(1, 0x8000, look).is_empty());
+    }
+
+    #[test]
+    fn no_change_goes_across_the_border() {
+        let look = |page: u64| Some((page + 0x10_0000, READ));
+        for most in [0, 2] {
+            let mut mappings = Mappings::default();
+            mappings.insert(0x1000, 0x4000, 0x8000, READ);
+            let changes = mappings.exchange(most, 0x3000, look);
+            let ends: Vec<(u64, u64)> =
+                changes.iter().map(|change| (change.address, change.length)).collect();
+            assert_eq!(ends, [(0x1000, 0x2000), (0x3000, 0x2000)]);
+        }
+    }
+
     proptest! {
+        #[test]
+        fn after_an_exchange_it_is_what_the_tables_say(
+            ranges in prop::collection::vec((0..48_u64, 1..12_u64, 0..64_u64, any::<bool>()), 1..20),
+            there in prop::collection::btree_map(0..64_u64, (0..4_u64, any::<bool>()), 0..64),
+            most in 0..5_usize
+        ) {
+            const BORDER: u64 = 24 * PAGE;
+            let mut mappings = Mappings::default();
+            for (at, count, to, write) in ranges {
+                mappings.insert(at * PAGE, count * PAGE, to * PAGE, Rights { write, execute: false });
+            }
+            let before = pages(&mappings);
+            // Many pages lead where they did.
+            let look = |page: u64| {
+                let &(move_by, write) = there.get(&(page / PAGE))?;
+                let physical = before.get(&(page / PAGE)).map_or(0, |(to, _)| to + move_by / 2 * 64 * PAGE);
+                Some((physical, Rights { write, execute: false }))
+            };
+            // What is done to the process.
+            let mut process = before.clone();
+            let changes = mappings.exchange(most, BORDER, look);
+            for change in &changes {
+                let range = change.address / PAGE..(change.address + change.length) / PAGE;
+                prop_assert!(range.start >= 24 || range.end <= 24);
+                for (number, page) in range.enumerate() {
+                    match change.to {
+                        Some((to, rights)) => process.insert(page, (to + number as u64 * PAGE, rights)),
+                        None => process.remove(&page),
+                    };
+                }
+            }
+            prop_assert!(changes.iter().filter(|change| change.to.is_some()).count() <= most);
+            prop_assert_eq!(&pages(&mappings), &process);
+            for (page, (to, rights)) in process {
+                let allowed = look(page * PAGE);
+                prop_assert!(allowed.is_some_and(|(at, allowed)| at == to && rights.are_within(allowed)));
+            }
+            // What was as it is there has stayed.
+            for (&page, &(to, rights)) in &before {
+                let stays = look(page * PAGE).is_some_and(|(at, now)| at == to && rights.are_within(now));
+                prop_assert!(!stays || mappings.page(page * PAGE) == Some((to, rights)));
+            }
+        }
+
         #[test]
         fn it_is_what_a_list_of_pages_would_be(
             steps in prop::collection::vec((0..48_u64, 1..12_u64, 0..64_u64, any::<bool>(), 0..3_u8), 1..60)

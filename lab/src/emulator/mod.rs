@@ -60,6 +60,8 @@ pub(crate) mod file {
     pub const COMMAND: &str = "command";
     /// What the emulator itself has said.
     pub const EMULATOR: &str = "emulator.log";
+    /// Its processors' resets, and what they had in their registers (QEMU).
+    pub const RESETS: &str = "resets.log";
 
     pub fn disk(index: usize) -> String {
         format!("disk{index}.qcow2")

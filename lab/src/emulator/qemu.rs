@@ -73,6 +73,9 @@ fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
     if spec.reset == Reset::Ends {
         args.flag("-no-reboot");
     }
+    // It ends at a triple fault, too, and says nothing otherwise.
+    args.add("-d", "cpu_reset");
+    args.add("-D", file::RESETS);
     if let Some(port) = spec.gdb_port {
         args.add("-gdb", &format!("tcp:127.0.0.1:{port}"));
     }

@@ -57,7 +57,9 @@ pub enum Flavour {
 }
 
 impl Flavour {
-    fn directory(self) -> &'static str {
+    /// Where it is built, beneath `/build` in the root for kernels.
+    #[must_use]
+    pub fn directory(self) -> &'static str {
         match self {
             Self::Plain => "plain",
             Self::PreVirtualized => "previrtualized",
@@ -65,15 +67,28 @@ impl Flavour {
         }
     }
 
+    /// Its configuration's name, beside that directory.
+    pub(super) fn configuration_file(self) -> String {
+        format!("{}.config", self.directory())
+    }
+
     /// Its configuration, and what must have come of it.
-    fn configuration(self) -> (&'static str, &'static [&'static str]) {
+    pub(super) fn configuration(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
             Self::Tiny => (TINY, NEEDED_TINY),
         }
     }
 
-    fn targets(self) -> &'static str {
+    /// The command that builds it there.
+    pub(super) fn make(self) -> &'static str {
+        match self {
+            Self::Plain => "make",
+            Self::PreVirtualized | Self::Tiny => "/build/afterburner make",
+        }
+    }
+
+    pub(super) fn targets(self) -> &'static str {
         match self {
             Self::Plain | Self::PreVirtualized => "bzImage modules",
             Self::Tiny => "vmlinux",
@@ -95,7 +110,7 @@ pub struct Built {
 }
 
 /// The same for all flavours, but for the assembler and the configuration. What a kernel says of its making is always the same.
-const BUILD: &str = r#"set -e
+pub(super) const BUILD: &str = r#"set -e
 source=$1 flavour=$2 make=$3 targets=$4
 export KBUILD_BUILD_TIMESTAMP=@0 KBUILD_BUILD_USER=lab KBUILD_BUILD_HOST=lab KBUILD_BUILD_VERSION=1
 cd /build
@@ -141,16 +156,12 @@ fn inputs(flavour: Flavour, afterburner: &Path) -> Result<String> {
 
 fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> Result<()> {
     let build = tree.join("build");
-    put(flavour.configuration().0, &build.join(format!("{}.config", flavour.directory())))?;
-    let make = match flavour {
-        Flavour::Plain => "make",
-        Flavour::PreVirtualized | Flavour::Tiny => {
-            let mut copy = host::as_root("cp");
-            copy.arg("--remove-destination").arg(afterburner).arg(build.join("afterburner"));
-            host::run("copying the afterburner", "kernel-copy", &mut copy)?;
-            "/build/afterburner make"
-        }
-    };
+    put(flavour.configuration().0, &build.join(flavour.configuration_file()))?;
+    if flavour != Flavour::Plain {
+        let mut copy = host::as_root("cp");
+        copy.arg("--remove-destination").arg(afterburner).arg(build.join("afterburner"));
+        host::run("copying the afterburner", "kernel-copy", &mut copy)?;
+    }
     let mut command = host::as_root("chroot");
     command.arg(tree).args([
         "/bin/sh",
@@ -159,7 +170,7 @@ fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> 
         "build",
         root::source(release),
         flavour.directory(),
-        make,
+        flavour.make(),
         flavour.targets(),
     ]);
     let what = format!("{release}'s kernel, {}", flavour.directory());

@@ -4,6 +4,7 @@
 //! kept from one build to the next.
 
 mod build;
+pub mod disk;
 pub(crate) mod root;
 
 pub use build::{Built, Flavour, build};

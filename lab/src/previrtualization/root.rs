@@ -35,7 +35,7 @@ pub fn source(release: Release) -> &'static str {
 /// # Errors
 /// If it cannot be made; the error names the log.
 pub fn ensure(release: Release) -> Result<PathBuf> {
-    let dir = paths::lab_dir("tools")?.join(format!("kernel-{release}-{}", recipe(release)));
+    let dir = paths::lab_dir("tools")?.join(name(release));
     if !dir.exists() {
         let _lock = Lock::wait(&format!("kernel-{release}"))?;
         if !dir.exists() {
@@ -43,6 +43,11 @@ pub fn ensure(release: Release) -> Result<PathBuf> {
         }
     }
     Ok(dir.join("tree"))
+}
+
+/// How it is called, by its recipe.
+pub(super) fn name(release: Release) -> String {
+    format!("kernel-{release}-{}", recipe(release))
 }
 
 fn recipe(release: Release) -> String {

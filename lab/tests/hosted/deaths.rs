@@ -166,6 +166,12 @@ const LEDGER: &str = "\
 create table if not exists account (id int primary key, balance bigint not null);
 insert into account select id, 1000 from generate_series(0, 19) id on conflict do nothing;
 create table if not exists paid (life int, number int, source int, target int, amount bigint);
+create or replace function pay(life int, number int, source int, target int, amount bigint) returns text language sql as $$
+insert into paid values (life, number, source, target, amount);
+update account set balance = balance - amount where id = source;
+update account set balance = balance + amount where id = target;
+select format('paid %s %s.', life, number)
+$$;
 ";
 /// What is not as the payments make it, and the payments: none twice, and none left out.
 const LOOK: &str = "\
@@ -174,16 +180,13 @@ select 'wrong', count(*) from account where balance != 1000 \
 select 'sums', sum(balance) from account;
 select 'has', life, count(*), count(distinct number), max(number) from paid group by life order by life;
 ";
-/// Payments without end; each is told when the database has said that it is done.
-const PAY: &str = r#"number=0
-while :; do
-	source=$((number % 20)) target=$(((number * 7 + 3) % 20)) amount=$((number % 9 + 1))
-	echo "begin; insert into paid values ($1, $number, $source, $target, $amount);"
-	echo "update account set balance = balance - $amount where id = $source;"
-	echo "update account set balance = balance + $amount where id = $target; commit;"
-	printf '%s\n' "\\echo paid $1 $number."
-	number=$((number + 1))
-done | psql -q -v ON_ERROR_STOP=1 bench
+/// Payments without end; each is told when the database has said that it is done. Each is one message there and one back, and
+/// what is to be paid is known long before: a database that said so too early, and wrote a fraction of a second later
+/// (`synchronous_commit=off`), would have told many that are lost.
+const PAY: &str = r#"awk -v life="$1" 'BEGIN {
+	for (number = 0; ; number++)
+		print "select pay(" life ", " number ", " number % 20 ", " (number * 7 + 3) % 20 ", " number % 9 + 1 ");"
+}' | psql -qtA -v ON_ERROR_STOP=1 bench
 "#;
 const START_DATABASE: &str = "mkdir -p /dev/shm; mount -t tmpfs t /dev/shm; mount -t tmpfs t /run; ip link set lo up; \
     install -d -o postgres /run/postgresql; pg_ctlcluster 15 main start; echo start''ed $?";
@@ -279,7 +282,11 @@ fn reach(machine: &mut Machine, text: &str, until: Option<Instant>) -> bool {
             return false;
         }
         let ended = machine.child.try_wait().expect("its state");
-        assert!(ended.is_none() && start.elapsed() < PATIENCE, "no {text:?}: {ended:?}\n{}", machine.said());
+        assert!(
+            ended.is_none() && start.elapsed() < patient(LIMIT),
+            "no {text:?}: {ended:?}\n{}",
+            machine.said()
+        );
         thread::sleep(Duration::from_millis(10));
     }
     true
@@ -339,7 +346,7 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
 fn wait_for_its_end(place: &Place, machine: &mut Machine, disk: &Path) -> std::process::ExitStatus {
     let start = Instant::now();
     let wait = |what: &str, log: &dyn Fn() -> String| {
-        assert!(start.elapsed() < PATIENCE, "{what}: {}", log());
+        assert!(start.elapsed() < patient(LIMIT), "{what}: {}", log());
         thread::sleep(Duration::from_millis(5));
     };
     let status = loop {

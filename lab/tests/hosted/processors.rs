@@ -129,7 +129,7 @@ fn processors_end_together() -> Result<()> {
             }
             let start = Instant::now();
             while !processes(&place).is_empty() {
-                assert!(start.elapsed() < PATIENCE, "{:?} are left", processes(&place));
+                assert!(start.elapsed() < patient(LIMIT), "{:?} are left", processes(&place));
                 thread::sleep(Duration::from_millis(50));
             }
         }

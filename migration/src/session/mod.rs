@@ -65,6 +65,10 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Line(why) => f.write_str(why),
+            // What TLS says of it is for programmers.
+            Self::Refused(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                f.write_str("no session with the other machine: it has closed the connection")
+            }
             Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
             Self::NotNow(why) => write!(f, "the other machine does not take this one now: {why}"),
             Self::Local(why) => f.write_str(why),

@@ -39,6 +39,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// How long the other end may take to say why it has ended a stream.
+const LAST_WORD: Duration = Duration::from_secs(2);
 /// How long a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// Nothing that happens waits longer than this to be seen.
@@ -344,6 +346,26 @@ impl<'a> Mover<'a> {
             self.failure.get_or_insert(failure);
         }
         Event::Heard(message)
+    }
+
+    /// What the other end says when it has ended a stream: why, which the stream does not tell.
+    fn last_word(&mut self) -> Option<Event> {
+        let mut link = self.link.take()?;
+        if !link.wait(&[], LAST_WORD) {
+            self.link = Some(link);
+            return None;
+        }
+        match link.hear_message(LOOK) {
+            Ok(Some((message, text))) => {
+                self.link = Some(link);
+                Some(self.understand(message, &text))
+            }
+            Ok(None) => {
+                self.link = Some(link);
+                None
+            }
+            Err(why) => Some(self.is_gone(&why)),
+        }
     }
 
     fn is_gone(&mut self, why: &str) -> Event {

@@ -44,7 +44,7 @@ impl Mover<'_> {
     /// Rounds, until the machine is to be stopped.
     pub(super) fn copy_rounds(&mut self) -> Event {
         if let Err(error) = self.open_lanes() {
-            return self.fail(error);
+            return self.last_word().unwrap_or_else(|| self.fail(error));
         }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
@@ -208,7 +208,10 @@ impl Mover<'_> {
                 self.link = Some(link);
                 Err(self.fail(error))
             }
-            Err(Stopped::Gone(why)) => Err(self.is_gone(&why)),
+            Err(Stopped::Gone(why)) => {
+                self.link = Some(link);
+                Err(self.last_word().unwrap_or_else(|| self.is_gone(&why)))
+            }
             Err(Stopped::Wanted) => {
                 self.link = Some(link);
                 Err(self.next_event())

@@ -1,0 +1,95 @@
+//! What of the page tables the process has mapped, when the guest goes from one address space to another.
+//!
+//! The page tables that it goes to are compared with what is mapped. What they have, too, stays, as text does of programs that
+//! are copies of each other, with the system calls that are rewritten in it. What leads elsewhere, as stacks do, is mapped as
+//! they say, if it was used there before; the rest goes.
+
+use crate::{
+    layout::{self, PAGE},
+    machine::Machine,
+    mmu::Looker,
+};
+
+/// More pages than that are not compared: all of them go.
+const MOST_COMPARED: u64 = 2048;
+/// Pieces that are mapped at once as the page tables say.
+const MOST_EXCHANGED: usize = 16;
+
+impl Machine {
+    /// CR3 is written: `flush` unless translations are to be kept.
+    pub fn load_tables(&mut self, cr3: u64, flush: bool) {
+        let is_same = self.vcpu.cr3 == cr3;
+        self.vcpu.cr3 = cr3;
+        if let Some(spaces) = &mut self.spaces {
+            spaces.load(cr3, flush);
+        }
+        if !flush && is_same {
+            return;
+        }
+        // What runs elsewhere has next to nothing here.
+        if self.spaces.is_some() || self.programs.pages() > MOST_COMPARED {
+            self.drop_programs();
+        } else {
+            self.exchange_programs();
+        }
+    }
+
+    /// Has mapped what the page tables say of all that was mapped: most of it the next program will use, too.
+    fn exchange_programs(&mut self) {
+        let mut looker = Looker::new(&self.memory, self.vcpu.cr3);
+        let look = |page| looker.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
+        let changes = self.programs.exchange(MOST_EXCHANGED, layout::THUNKS, look);
+        if let Some(shadows) = &mut self.shadows {
+            shadows.kept(&self.programs);
+        }
+        for change in changes {
+            match change.to {
+                Some((physical, rights)) => self.place(change.address, change.length, physical, rights),
+                None => self.memory.unmap(change.address, change.length),
+            }
+        }
+    }
+
+    /// Drops the mappings of programs' memory.
+    fn drop_programs(&mut self) {
+        if self.programs.count() == 0 {
+            return;
+        }
+        self.memory.unmap(layout::USER_START, layout::THUNKS - layout::USER_START);
+        let above = layout::DIRECT_MAP + self.memory.size();
+        self.memory.unmap(above, layout::USER_END - above);
+        self.programs.clear();
+        if let Some(shadows) = &mut self.shadows {
+            shadows.all_dropped(false);
+        }
+    }
+
+    /// Drops all mappings but the direct map.
+    pub fn drop_all(&mut self) {
+        self.drop_programs();
+        self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
+        self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
+        self.mapped = 0;
+        if let Some(spaces) = &mut self.spaces {
+            spaces.flush_all();
+        }
+        if let Some(shadows) = &mut self.shadows {
+            shadows.all_dropped(true);
+        }
+    }
+
+    /// Drops one.
+    pub fn drop_page(&mut self, address: u64) {
+        let page = address & !(PAGE - 1);
+        if layout::is_translated(page) && self.memory.direct(page).is_none() {
+            self.memory.unmap(page, PAGE);
+            self.programs.remove(page, PAGE);
+            if let Some(spaces) = &mut self.spaces {
+                spaces.flush_page(self.vcpu.cr3, page);
+            }
+            if let Some(shadows) = &mut self.shadows {
+                shadows.page_dropped(page);
+            }
+        }
+    }
+}

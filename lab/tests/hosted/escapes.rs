@@ -1,0 +1,104 @@
+//! Ways out of a machine, tried from its inside, and what its processes have of the host.
+
+use super::*;
+
+/// System calls of x86-64's that begin a way out: the host ends the machine at the first one.
+const WAYS_OUT: &[(&str, i64)] = &[
+    ("open", 2),
+    ("openat", 257),
+    ("socket", 41),
+    ("connect", 42),
+    ("ptrace", 101),
+    ("process_vm_writev", 311),
+    ("mount", 165),
+    ("unshare", 272),
+    ("execve", 59),
+    ("clone", 56),
+    ("io_uring_setup", 425),
+];
+
+/// A program that has its system calls reach the host's kernel: by the number of its process it knows that they do. Then it
+/// says so by the host's own `write`, and makes a call that the monitor does not need.
+fn escape(number: i64, process: u32) -> String {
+    let selector = mercury_hosted::block::at::SELECTOR;
+    format!(
+        "python3 -c 'import ctypes; call = ctypes.CDLL(None).syscall\n\
+         while call(39) != {process}: ctypes.memset({selector}, 0, 1)\n\
+         call(1, 1, b\"at the \" + b\"host\\n\", 12)\n\
+         call({number}, ctypes.c_long(-1), 0, 0, 0, 0, 0)'"
+    )
+}
+
+/// Without isolation a program may become the monitor. It gets no further.
+#[test]
+#[ignore = "long"]
+fn a_program_that_has_become_the_monitor_opens_connects_traces_and_mounts_nothing() -> Result<()> {
+    let place = Place::new("ways-out")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let disk = PathBuf::from(format!("{},ro", disk.display()));
+    for (name, number) in WAYS_OUT {
+        let mut machine = shell_on_disk(&place, &disk, &["--no-rewrite"]);
+        machine.type_line(&escape(*number, machine.child.id()));
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = machine.child.try_wait().expect("its state") {
+                break status;
+            }
+            assert!(start.elapsed() < patient(LIMIT), "{name}: it still runs\n{}", machine.said());
+            thread::sleep(Duration::from_millis(50));
+        };
+        assert_eq!(status.signal(), Some(SIGSYS), "{name}: {}", machine.said());
+        assert!(machine.said().contains("at the host\n"), "{name}: {}", machine.said());
+    }
+    Ok(())
+}
+
+/// A field of a process' `status`.
+fn field(process: i32, name: &str) -> String {
+    let text = fs::read_to_string(format!("/proc/{process}/status")).expect("its status");
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap_or_else(|| panic!("no {name} in {text}")).trim().to_owned()
+}
+
+/// What a process has open.
+fn open(process: i32) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{process}/fd")).expect("what it has open").flatten();
+    let links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    links.map(|link| link.display().to_string()).collect()
+}
+
+/// Every process of a machine has a filter of system calls, and gains no rights by what it starts; monitors have open what they
+/// were given, programs' processes the guest's memory alone.
+#[test]
+#[ignore = "long"]
+fn every_process_of_a_machine_is_confined() -> Result<()> {
+    const FILTERED: &str = "2";
+    let place = Place::new("confined")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    for isolation in ISOLATIONS {
+        let mut machine = shell_on_disk(&place, &disk, &["--cpus", "2", "--net", "passt", isolation]);
+        let (mut monitors, mut programs) = (0, 0);
+        for process in processes_of(&place.command) {
+            let name = field(process, "Name");
+            assert_eq!(field(process, "NoNewPrivs"), "1", "{name}");
+            assert_eq!(field(process, "Seccomp"), FILTERED, "{name}");
+            assert_eq!(field(process, "CapEff").trim_start_matches('0'), "", "{name}");
+            let is_program = name == "mercury-program";
+            *(if is_program { &mut programs } else { &mut monitors }) += 1;
+            let own = [disk.display().to_string(), machine.log.display().to_string()];
+            let is_expected = |file: &String| {
+                let kinds: &[&str] =
+                    if is_program { &["/memfd:"] } else { &["/memfd:", "anon_inode:", "socket:", "pipe:"] };
+                kinds.iter().any(|kind| file.starts_with(kind)) || (!is_program && own.contains(file))
+            };
+            let unexpected: Vec<String> =
+                open(process).into_iter().filter(|file| !is_expected(file)).collect();
+            assert!(unexpected.is_empty(), "{name} has open {unexpected:?}");
+        }
+        let of_programs = if isolation == ISOLATIONS[1] { 96 } else { 0 };
+        assert_eq!((monitors, programs), (2, of_programs), "{isolation}");
+        machine.type_line("poweroff -f");
+        assert_well(&machine.end(HALTED));
+    }
+    Ok(())
+}
