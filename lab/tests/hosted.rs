@@ -641,10 +641,16 @@ if ORDERED:
     print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
     print('orders', attempt(lambda: jump(REPORTED, 0)))
     # Reports what has not happened: that is done to it.
-    print('report', attempt(lambda: jump(REPORTED - 2, 4096), 1) < 0)
+    print('report', attempt(lambda: jump(REPORTED - 2, 14, 2, ALL_SIGNALS, 0, 8), 1) < 0)
+    print('other reports', {attempt(lambda: jump(REPORTED - 2, *words)) for words in [(4096,), (14, 0, ALL_SIGNALS, 0, 8), (14, 2, STATE, 0, 8), (14, 2, ALL_SIGNALS, STATE, 8)]})
     def spin():
         while True: pass
     print('spin', attempt(spin, 1))
+    # Who has come to the call by himself has signals that are not blocked: the next program in that process must not meet them.
+    def after_a_report(_):
+        attempt(lambda: jump(REPORTED - 2, 14, 2, ALL_SIGNALS, 0, 8), 0.2)
+        return attempt(spin, 0.2)
+    print('spins', {after_a_report(number) for number in range(100)})
     print('small call', attempt(small_call))
     def scribble():
         for byte in range(256): ctypes.memset(STATE, byte, 65536)
@@ -832,10 +838,11 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
         machine.type_line("cat > /tmp/attacks.py <<'E''ND'");
         machine.type_line(&format!("KERNEL, BLOCK, MONITOR = {kernel}, {}, {monitor}", layout::BLOCK));
         machine.type_line(&format!(
-            "ORDERED, REPORTED, RETURNED, STATE = {ordered}, {}, {}, {}",
+            "ORDERED, REPORTED, RETURNED, STATE, ALL_SIGNALS = {ordered}, {}, {}, {}, {}",
             places.reported,
             places.returned,
-            layout::STUB_STATE
+            layout::STUB_STATE,
+            places.all_signals
         ));
         ATTACKS.lines().for_each(|line| machine.type_line(line));
         machine.type_line("END");
@@ -861,7 +868,8 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
                     .map(|attack| format!("{attack} {{{segfault}}}")),
             );
             expected.extend(["scribble", "float"].map(|attack| format!("{attack} {unhindered}")));
-            expected.extend(["report True", "spin -9"].map(String::from));
+            expected
+                .extend(["report True", "other reports {-11}", "spin -9", "spins {-9}"].map(String::from));
         }
         expected.push("well True".into());
         for line in expected {

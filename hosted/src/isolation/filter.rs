@@ -7,8 +7,13 @@
 
 use libc::sock_filter;
 
-/// The number of the call that reports: the host has none.
-pub const REPORT: u32 = 0x1000;
+/// The call that reports: one that blocks all signals, which the host does as soon as the monitor has answered. So no signal
+/// comes while the secret is there, although a program has jumped to the call, in which signals are not blocked.
+pub const REPORT: u32 = libc::SYS_rt_sigprocmask as u32;
+/// Its arguments beside the set and the place for the old one, of which there is none: what to do, and the set's bytes.
+pub const REPORT_HOW: u32 = libc::SIG_SETMASK as u32;
+/// See [`REPORT_HOW`].
+pub const REPORT_SIZE: u32 = 8;
 /// Orders.
 pub const ORDERS: [i64; 4] = [libc::SYS_mmap, libc::SYS_munmap, libc::SYS_mprotect, libc::SYS_close_range];
 /// The arguments whose upper halves hold the secret.
@@ -23,6 +28,8 @@ pub struct Places {
     pub ordered: u64,
     /// Behind the return from a signal.
     pub returned: u64,
+    /// The set of all signals, which nobody can write to.
+    pub all_signals: u64,
 }
 
 /// Offsets in what a filter looks at.
@@ -69,8 +76,18 @@ pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
         Test::To(low(places.returned), RETURNING),
         Test::Return(TRAP),
     ];
-    let reporting =
-        vec![Test::Load(data::NUMBER), Test::Must(REPORT), Test::Return(libc::SECCOMP_RET_USER_NOTIF)];
+    let mut reporting = vec![
+        Test::Load(data::NUMBER),
+        Test::Must(REPORT),
+        // The host looks at the lower half.
+        Test::Load(data::ARGUMENTS),
+        Test::Must(REPORT_HOW),
+    ];
+    for (number, value) in [(1, low(places.all_signals)), (2, 0), (3, REPORT_SIZE)] {
+        let argument = data::ARGUMENTS + number * 8;
+        reporting.extend([Test::Load(argument), Test::Must(value), Test::Load(argument + 4), Test::Must(0)]);
+    }
+    reporting.push(Test::Return(libc::SECCOMP_RET_USER_NOTIF));
     let mut ordering = vec![Test::Load(data::NUMBER)];
     ordering.extend(ORDERS.map(|number| Test::To(number as u32, SECRET)));
     ordering.push(Test::Return(TRAP));
@@ -117,7 +134,12 @@ fn assemble(parts: &[Vec<Test>]) -> Vec<sock_filter> {
 mod tests {
     use super::*;
 
-    const PLACES: Places = Places { reported: 0x3B00_0020, ordered: 0x3B00_0060, returned: 0x3B00_0090 };
+    const PLACES: Places = Places {
+        reported: 0x3B00_0020,
+        ordered: 0x3B00_0060,
+        returned: 0x3B00_0090,
+        all_signals: 0x3B00_00A0,
+    };
     const SECRET: [u32; 2] = [0x1234_5678, 0x9ABC_DEF0];
 
     struct Call {
@@ -186,7 +208,20 @@ mod tests {
 
     #[test]
     fn a_report_waits_for_the_monitor() {
-        assert_eq!(call(REPORT.into(), PLACES.reported, [0, 0]), libc::SECCOMP_RET_USER_NOTIF);
-        assert_eq!(call(REPORT.into(), PLACES.ordered, SECRET), TRAP);
+        let right = [2, PLACES.all_signals, 0, 8, 5, 6];
+        let report = |address, arguments| {
+            run(&Call { number: REPORT.into(), architecture: X86_64, address, arguments })
+        };
+        assert_eq!(report(PLACES.reported, right), libc::SECCOMP_RET_USER_NOTIF);
+        assert_eq!(report(PLACES.ordered, right), TRAP);
+        // Whoever comes there with anything else would have signals that are not blocked.
+        for number in 0..4 {
+            for wrong in [1, right[number] | 1 << 32] {
+                let mut arguments = right;
+                arguments[number] = wrong;
+                let is_seen = number > 0 || wrong == 1;
+                assert_eq!(report(PLACES.reported, arguments) == TRAP, is_seen, "{arguments:x?}");
+            }
+        }
     }
 }

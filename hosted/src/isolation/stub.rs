@@ -8,7 +8,8 @@
 //! the registers that the program is to have.
 //!
 //! A program may write to the shared memory and jump into the code. It can report by that what did not happen; that is
-//! read as what the program has done. It cannot give orders ([`super::filter`]).
+//! read as what the program has done. It cannot give orders ([`super::filter`]), nor does a signal come while they are carried
+//! out, which would leave the secret where the program can read it, and orders undone: the report blocks all signals.
 
 use std::{
     arch::global_asm,
@@ -97,6 +98,7 @@ unsafe extern "C" {
     fn hosted_stub_reported();
     fn hosted_stub_ordered();
     fn hosted_stub_returned();
+    fn hosted_stub_all_signals();
     fn hosted_stub_end();
 }
 
@@ -118,6 +120,10 @@ global_asm!(
     // A program may have written there.
     "mov qword ptr [{failed}], 0",
     "2:",
+    "mov edi, {report_how}",
+    "lea rsi, [rip + hosted_stub_all_signals]",
+    "xor edx, edx",
+    "mov r10d, {report_size}",
     "mov eax, {report}",
     "syscall",
     ".global hosted_stub_reported",
@@ -169,10 +175,16 @@ global_asm!(
     ".global hosted_stub_returned",
     "hosted_stub_returned:",
     "ud2",
+    ".p2align 3",
+    ".global hosted_stub_all_signals",
+    "hosted_stub_all_signals:",
+    ".quad -1",
     ".global hosted_stub_end",
     "hosted_stub_end:",
     ".popsection",
     report = const filter::REPORT,
+    report_how = const filter::REPORT_HOW,
+    report_size = const filter::REPORT_SIZE,
     frame = const STUB_STATE + offset_of!(State, frame) as u64,
     fs = const STUB_STATE + offset_of!(State, fs) as u64,
     gs = const STUB_STATE + offset_of!(State, gs) as u64,
@@ -196,6 +208,7 @@ pub fn places() -> Places {
         reported: placed(hosted_stub_reported),
         ordered: placed(hosted_stub_ordered),
         returned: placed(hosted_stub_returned),
+        all_signals: placed(hosted_stub_all_signals),
     }
 }
 
@@ -556,7 +569,9 @@ impl Stub {
             let to = (&raw mut (*state).orders).cast::<Order>();
             ptr::copy_nonoverlapping(orders.as_ptr(), to, orders.len());
         }
-        let answer = libc::seccomp_notif_resp { id: self.report, val: 0, error: 0, flags: 0 };
+        // The host goes on with the call, which blocks all signals.
+        const CONTINUE: u32 = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
+        let answer = libc::seccomp_notif_resp { id: self.report, val: 0, error: 0, flags: CONTINUE };
         // SAFETY: It reads the structure.
         let sent = unsafe {
             libc::ioctl(self.listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SEND, &raw const answer)
