@@ -247,3 +247,31 @@ fn key(args: &MigrateArgs) -> Result<Line> {
             .hint("paste the whole line that `mercury receive` has printed")
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+    use mercury_migration::session::Receiver;
+
+    fn key_of(text: &str) -> Result<Line> {
+        let cli = Cli::parse_from(["mercury", "migrate", "10.9.0.3", "--key", text]);
+        let Command::Migrate(args) = cli.command else { panic!("another command") };
+        key(&args)
+    }
+
+    #[test]
+    fn the_line_is_taken_with_the_words_that_it_was_printed_with() {
+        let (_, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let line = line.to_string();
+        let printed =
+            format!("on the machine that is to move here:\n  mercury migrate 10.9.0.3 --key {line}\n");
+        for text in [&line, &printed] {
+            assert_eq!(key_of(text).expect("a line").to_string(), line);
+        }
+        for text in ["", "\n", "words", &printed[..printed.len() - 2]] {
+            assert!(key_of(text).is_err_and(|error| error.exit == Exit::Usage), "{text}");
+        }
+    }
+}

@@ -350,20 +350,12 @@ impl<'a> Mover<'a> {
 
     /// What the other end says when it has ended a stream: why, which the stream does not tell.
     fn last_word(&mut self) -> Option<Event> {
-        let mut link = self.link.take()?;
+        let link = self.link.as_mut()?;
         if !link.wait(&[], LAST_WORD) {
-            self.link = Some(link);
             return None;
         }
         match link.hear_message(LOOK) {
-            Ok(Some((message, text))) => {
-                self.link = Some(link);
-                Some(self.understand(message, &text))
-            }
-            Ok(None) => {
-                self.link = Some(link);
-                None
-            }
+            Ok(said) => said.map(|(message, text)| self.understand(message, &text)),
             Err(why) => Some(self.is_gone(&why)),
         }
     }
