@@ -37,6 +37,7 @@ pub mod memory;
 pub mod mmu;
 mod perform;
 mod resident;
+mod retry;
 pub mod run;
 mod sandbox;
 pub mod shadow;

@@ -15,6 +15,7 @@ use crate::{
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
+    retry::Faulted,
     shadow::{Mapped, Shadows},
     signal,
     smp::{
@@ -136,6 +137,8 @@ pub struct Machine {
     pub returning: Range<u64>,
     /// The debugger's end.
     pub debugger: Option<Debugger>,
+    /// The last fault that the guest's kernel was given, unless programs run in other processes.
+    pub faulted: Option<Faulted>,
     /// Say what is strange.
     pub verbose: bool,
 }
@@ -432,6 +435,8 @@ impl Machine {
                     && let Some(spaces) = &mut self.spaces
                 {
                     spaces.ask(self.vcpu.cr3, address, access);
+                } else if self.spaces.is_none() {
+                    self.note_fault(address, access);
                 }
                 self.inject(exception);
             }
@@ -490,20 +495,38 @@ impl Machine {
             spaces.map(&self.memory, self.vcpu.cr3, address, &found);
             return Ok(());
         }
+        self.map_found(page, &found);
+        Ok(())
+    }
+
+    /// Maps what a page that the guest translates leads to before it is used, if it leads to memory.
+    pub(crate) fn fill_ahead(&mut self, address: u64, access: Access) {
+        if !layout::is_translated(address) || self.memory.direct(address).is_some() {
+            return;
+        }
+        let Ok(found) = self.translate(address, access, self.privilege()) else { return };
+        let physical = found.physical & !(PAGE - 1);
+        let is_controller = self.apic.is_some() && physical == apic::BASE;
+        if self.memory.contains(physical, PAGE) && !is_controller {
+            self.map_found(address & !(PAGE - 1), &found);
+        }
+    }
+
+    fn map_found(&mut self, page: u64, found: &Translation) {
+        let physical = found.physical & !(PAGE - 1);
         let rights = Rights { write: found.write, execute: found.execute };
         let large = !(found.size - 1);
         let (start, from, length) =
             if found.size > PAGE && self.memory.contains(found.physical & large, found.size) {
                 let size = found.size.min(2 << 20);
-                (address & !(size - 1), found.physical & !(size - 1), size)
+                (page & !(size - 1), found.physical & !(size - 1), size)
             } else if found.size > PAGE {
                 (page, physical, PAGE)
             } else {
-                let (before, after) = mmu::neighbours(&self.memory, &found, NEIGHBOURS);
+                let (before, after) = mmu::neighbours(&self.memory, found, NEIGHBOURS);
                 (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
             };
         self.place(start, length, from, rights);
-        Ok(())
     }
 
     /// Maps a range, and keeps account of it.

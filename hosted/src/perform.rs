@@ -275,6 +275,7 @@ impl Machine {
         registers.general[block::RSP] = rsp;
         self.block().segments = Segments { cs: cs as u16, ss: ss as u16 };
         self.set_flags(flags);
+        self.map_what_faulted();
         Ok(())
     }
 

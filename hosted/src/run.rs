@@ -265,6 +265,7 @@ impl Start<'_> {
             spaces: self.spaces,
             returning: gates.returning,
             debugger,
+            faulted: None,
             verbose: self.options.verbose,
         };
         let prepared = prepare_processor(&mut machine, &self.kernel, &loaded, entry, isolation, &special);

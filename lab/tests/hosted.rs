@@ -602,6 +602,49 @@ fn system_calls_are_rewritten_and_only_in_what_the_program_executes() -> Result<
     Ok(())
 }
 
+/// Pages that are used for the first time, by the program and by the kernel on its behalf: 400 times 128.
+const FAULTS: &str = r#"
+import mmap
+zeroes = open('/dev/zero', 'rb', 0)
+for again in range(200):
+    with mmap.mmap(-1, 128 * 4096) as memory:
+        for page in range(128):
+            memory[page * 4096] = 1
+    with mmap.mmap(-1, 128 * 4096) as memory:
+        assert zeroes.readinto(memory) == 128 * 4096
+"#;
+
+#[test]
+#[ignore = "long"]
+fn a_fault_that_the_kernel_has_answered_does_not_come_again() -> Result<()> {
+    let place = Place::new("faults")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut machine = Machine::start(
+        &place,
+        place
+            .run()
+            .arg("--disk")
+            .arg(&disk)
+            .args(["--verbose", "--memory", "512", "--append"])
+            .arg("root=/dev/vda rw init=/bin/sh"),
+    );
+    machine.wait_for("Run /bin/sh as init");
+    machine.type_line(
+        "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; dmesg -n 1",
+    );
+    machine.type_line("cat > /tmp/faults.py <<'E''ND'");
+    FAULTS.lines().for_each(|line| machine.type_line(line));
+    machine.type_line("END");
+    machine.type_line("python3 /tmp/faults.py; echo do''ne $?; mount -o remount,ro /dev/vda /; poweroff -f");
+    machine.wait_for("done 0\n");
+    let log = machine.end(HALTED);
+    assert_well(&log);
+    let count = |name: &str| between(&log, &format!(" {name}: "), ",").parse::<u64>().expect("a count");
+    let (faults, again) = (count("faults"), count("fills"));
+    assert!(faults > 51_200 && again < faults, "{faults} faults, and {again} that the page tables answered");
+    Ok(())
+}
+
 /// What a program does that wants to reach its kernel, the monitor, or the host. Each attempt is a child's, and its status is
 /// shown: negative for a signal, 7 if nothing has happened to it. Addresses come before it.
 const ATTACKS: &str = r#"
