@@ -85,7 +85,7 @@ enum Command {
     /// Measure: the paper's tables, and what Mercury promises in numbers
     Bench {
         /// Only this part, which takes its place in docs/: checkpoint, kvm, migration, previrtualization,
-        /// previrtualization-6.1, hosted
+        /// previrtualization-6.1, slots, slots-6.1, hosted
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// A first look in a few minutes; leaves docs/ alone
@@ -225,8 +225,11 @@ fn part(name: &str) -> Result<Part, String> {
         "migration" => Ok(Part::Migration),
         "previrtualization" => Ok(Part::Previrtualization(&Release::ALL)),
         "previrtualization-6.1" => Ok(Part::Previrtualization(&[Release::Bookworm])),
+        "slots" => Ok(Part::Slots(&Release::ALL)),
+        "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
-        _ => Err("there are checkpoint, kvm, migration, previrtualization, previrtualization-6.1 and hosted"
+        _ => Err("there are checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1 \
+                  and hosted"
             .to_owned()),
     }
 }

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use mercury_lab::{
     Machine, Platform, Release, Result, Spec, Vendor,
-    bench::previrtualization::{self as bench, Previrtualization},
+    bench::previrtualization::{self as bench, Effort, Previrtualization},
     previrtualization::{self, Flavour},
 };
 
 /// Of each benchmark: where a tick of the clock falls is chance.
-const SAMPLES: u32 = 3;
+const EFFORT: Effort = Effort { samples: 3, timed_rounds: 0 };
 const EMULATOR: &str = "this is about a kernel on any bare machine";
 
 /// Boots it on two processors, puts it to work, and looks for complaints.
@@ -54,7 +54,7 @@ fn boots_and_works(release: Release) -> Result<()> {
 
 fn costs_next_to_nothing(release: Release) -> Result<()> {
     Platform::need(Vendor::Amd, "this counts instructions with QEMU's icount")?;
-    let compared = bench::compare(release, SAMPLES)?;
+    let compared = bench::compare(release, EFFORT)?;
     println!("{compared:?}");
     let figures = Previrtualization::of(vec![compared]);
     bench::verdict(&figures)

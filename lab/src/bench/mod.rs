@@ -43,7 +43,7 @@ use intel::Intel;
 use kvm::Kvm;
 use migration::Migration;
 use phases::Compared;
-use previrtualization::Previrtualization;
+use previrtualization::{Effort, Previrtualization};
 use suite::Amount;
 
 /// The smallest and the largest machine on which switches are counted.
@@ -51,8 +51,9 @@ const SIZES_MIB: [u32; 2] = [512, 16 * 1024];
 /// The machines on which the benchmarks run.
 const MEMORY_MIB: u32 = 1024;
 
-/// Samples of each of lmbench's on a small kernel.
-const PREVIRTUALIZED_SAMPLES: u32 = 5;
+/// How much is measured on a small kernel, for docs/ and for a first look.
+const PREVIRTUALIZED: [Effort; 2] =
+    [Effort { samples: 5, timed_rounds: 9 }, Effort { samples: 1, timed_rounds: 1 }];
 /// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
 const HOSTED_ROUNDS: [hosted::Rounds; 2] =
     [hosted::Rounds { small: 5, work: 3 }, hosted::Rounds { small: 1, work: 1 }];
@@ -107,6 +108,8 @@ pub enum Part {
     Migration,
     /// Those of kernels that the afterburner has built, from these releases' sources.
     Previrtualization(&'static [Release]),
+    /// Of these, those on bare machines.
+    Slots(&'static [Release]),
     /// Of these, those of hosted kernels and their likes.
     Hosted,
 }
@@ -231,6 +234,15 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             replace(previrtualization::HEADING, &section, previrtualization::KEY, &pretty(&figures)?)?;
             previrtualization::verdict(&figures)
         }
+        Part::Slots(releases) => {
+            let figures = previrtualization::bare(releases, effort(depth))?;
+            let old = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+            let others = alone_of(&old(&json), previrtualization::KEY).unwrap_or_else(|| "{}".to_owned());
+            let section = previrtualization::with_kernels(&old(&page), &previrtualization::section(&figures));
+            let text = previrtualization::json_with_kernels(&others, &figures)?;
+            replace(previrtualization::HEADING, &section, previrtualization::KEY, &text)?;
+            previrtualization::verdict(&figures)
+        }
         Part::Hosted => {
             let [all, few] = HOSTED_ROUNDS;
             let rounds = if depth == Depth::Full { all } else { few };
@@ -246,8 +258,13 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
 
 fn previrtualized(releases: &[Release], depth: Depth) -> Result<Previrtualization> {
     let [all, few] = HOSTED_ROUNDS;
-    let (samples, rounds) = if depth == Depth::Full { (PREVIRTUALIZED_SAMPLES, all) } else { (1, few) };
-    previrtualization::measure(releases, samples, rounds)
+    let rounds = if depth == Depth::Full { all } else { few };
+    previrtualization::measure(releases, effort(depth), rounds)
+}
+
+fn effort(depth: Depth) -> Effort {
+    let [all, few] = PREVIRTUALIZED;
+    if depth == Depth::Full { all } else { few }
 }
 
 fn pretty(figures: &impl Serialize) -> Result<String> {

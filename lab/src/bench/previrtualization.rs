@@ -7,13 +7,14 @@ use serde_json::Value;
 
 use super::{
     hosted::{self, Hosted},
-    suite,
+    stats::Ratio,
+    suite::{self, Amount},
 };
 use crate::{
     error::{Error, Result},
     image::Release,
     kernel::Kernel,
-    live,
+    live::{self, Line},
     machine::Machine,
     markdown::{table, thousands},
     previrtualization::{self, Built, Flavour},
@@ -25,7 +26,7 @@ pub const HEADING: &str = "## Pre-virtualization";
 /// Its key in docs/benchmarks.json.
 pub const KEY: &str = "previrtualization";
 
-/// Upper bound that the project promises, for instructions and for nothing else.
+/// Upper bound that the project promises, for instructions, and for time as far as it can be told.
 const AT_MOST: f64 = 1.01;
 /// The same for the size of code.
 const CODE_AT_MOST: f64 = 1.02;
@@ -33,13 +34,42 @@ const CODE_AT_MOST: f64 = 1.02;
 /// How often each kernel is booted: what it finds where is chance.
 const ROUNDS: u32 = 3;
 
+/// How much of each when it is timed, on one CPU.
+const AMOUNT_TIMED: Amount = Amount { parallel: 1, dbench_seconds: 2, ..Amount::TIMED };
+
 /// A fault maps what is in memory of the file around it, so exec takes two per cent more where reading ahead has not
 /// brought in everything.
 const WARM: &str = "cat /mercury/bin/* /bin/sh /bin/true /lib64/ld-linux-x86-64.so.2 /lib/x86_64-linux-gnu/lib*.so* \
                     >/dev/null 2>&1 || true";
 
-/// What is compared, by the names of `mercury bench os`.
-const BENCHMARKS: &[&str] = &["null-call", "ctx-2p-0k", "page-fault", "fork", "exec"];
+/// What is compared, by the names of `mercury bench os` and those of the applications.
+const BENCHMARKS: &[&str] = &[
+    "null-call",
+    "fork",
+    "exec",
+    "sh",
+    "pipe",
+    "ctx-2p-0k",
+    "ctx-16p-16k",
+    "ctx-16p-64k",
+    "mmap",
+    "protection-fault",
+    "page-fault",
+    "postgres-read",
+    "dbench",
+    "build",
+    "iperf3-loopback",
+    "ping-loopback",
+];
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Samples of each of lmbench's.
+    pub samples: u32,
+    /// Rounds in which both kernels' time is measured, side by side; none if the clock is to be left alone.
+    pub timed_rounds: u32,
+}
 
 /// All figures.
 #[derive(Clone, Debug, Serialize)]
@@ -75,6 +105,9 @@ pub struct Compared {
     pub code_over_unpadded: f64,
     /// By benchmark.
     pub instructions: BTreeMap<String, Instructions>,
+    /// Time, padded ÷ unpadded, by benchmark.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub time: BTreeMap<String, Ratio>,
 }
 
 /// Of one operation.
@@ -100,10 +133,18 @@ impl Instructions {
 ///
 /// # Errors
 /// If one does not build, or a machine fails.
-pub fn measure(releases: &[Release], samples: u32, rounds: hosted::Rounds) -> Result<Previrtualization> {
+pub fn measure(releases: &[Release], effort: Effort, rounds: hosted::Rounds) -> Result<Previrtualization> {
     let hosted = hosted::measure(Release::Bookworm, rounds)?;
-    let kernels = releases.iter().map(|release| compare(*release, samples)).collect::<Result<Vec<_>>>()?;
-    Ok(Previrtualization::of(kernels).with(hosted))
+    Ok(bare(releases, effort)?.with(hosted))
+}
+
+/// The same on bare machines alone.
+///
+/// # Errors
+/// As for [`measure`].
+pub fn bare(releases: &[Release], effort: Effort) -> Result<Previrtualization> {
+    let kernels = releases.iter().map(|release| compare(*release, effort)).collect::<Result<Vec<_>>>()?;
+    Ok(Previrtualization::of(kernels))
 }
 
 impl Previrtualization {
@@ -131,16 +172,20 @@ impl Previrtualization {
 ///
 /// # Errors
 /// As for [`measure`].
-pub fn compare(release: Release, samples: u32) -> Result<Compared> {
+pub fn compare(release: Release, effort: Effort) -> Result<Compared> {
     let plain = previrtualization::build(release, Flavour::Plain)?;
     let padded = previrtualization::build(release, Flavour::PreVirtualized)?;
     let account = account(&padded)?;
     live::say(&format!("{release}'s kernel, as it is and pre-virtualized, on one CPU"));
     let (mut kernel, mut unpadded, mut with_slots) = (String::new(), BTreeMap::new(), BTreeMap::new());
     for _ in 0..ROUNDS {
-        kernel = count(release, &plain, samples, &mut unpadded)?;
-        count(release, &padded, samples, &mut with_slots)?;
+        kernel = count(release, &plain, effort.samples, &mut unpadded)?;
+        count(release, &padded, effort.samples, &mut with_slots)?;
     }
+    let time = match effort.timed_rounds {
+        0 => BTreeMap::new(),
+        rounds => time(release, [&plain, &padded], rounds)?,
+    };
     let both =
         |name: &str| Some((name.to_owned(), Instructions::new(*unpadded.get(name)?, *with_slots.get(name)?)));
     let number = |key: &str| account[key].as_u64().unwrap_or(0);
@@ -154,7 +199,38 @@ pub fn compare(release: Release, samples: u32) -> Result<Compared> {
         slots_without_nop: sum("without_nop"),
         code_over_unpadded: code_bytes(&padded.vmlinux)? / code_bytes(&plain.vmlinux)?,
         instructions: BENCHMARKS.iter().filter_map(|name| both(name)).collect(),
+        time,
     })
+}
+
+/// Time on both kernels, without and with slots: on two machines that are there at once, by turns, each as often first.
+fn time(release: Release, kernels: [&Built; 2], rounds: u32) -> Result<BTreeMap<String, Ratio>> {
+    let boot = |built: &Built| {
+        let machine = Machine::boot(Spec { icount: None, ..machine(release, &built.image) })?;
+        machine.sh(WARM)?;
+        suite::set_up(&machine)?;
+        suite::measure(&machine, &AMOUNT_TIMED)?;
+        Ok(machine)
+    };
+    let machines = [boot(kernels[0])?, boot(kernels[1])?];
+    let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    let mut line = Line::begin();
+    for round in 0..rounds {
+        line.show(&format!("time, round {} of {rounds}", round + 1));
+        let mut costs = [BTreeMap::new(), BTreeMap::new()];
+        for turn in 0..2 {
+            let which = (round as usize + turn) % 2;
+            costs[which] = suite::measure(&machines[which], &AMOUNT_TIMED)?.into_iter().collect();
+        }
+        let [unpadded, padded] = costs;
+        for (name, cost) in padded {
+            if let Some(without) = unpadded.get(&name) {
+                ratios.entry(name).or_default().push(cost / without);
+            }
+        }
+    }
+    machines.into_iter().try_for_each(Machine::shut_down)?;
+    Ok(ratios.into_iter().map(|(name, ratios)| (name, Ratio::of(&ratios))).collect())
 }
 
 /// What `afterburner verify` says of a kernel and its modules; it fails if anything is wrong.
@@ -184,7 +260,8 @@ fn count(
 ) -> Result<String> {
     let machine = Machine::boot(machine(release, &built.image))?;
     machine.sh(WARM)?;
-    for (name, cost) in suite::operating_system(&machine, samples)? {
+    suite::set_up(&machine)?;
+    for (name, cost) in suite::measure(&machine, &Amount { samples, ..Amount::COUNTED })? {
         lowest.entry(name).and_modify(|lowest| *lowest = lowest.min(cost)).or_insert(cost);
     }
     let kernel = machine.kernel().to_owned();
@@ -246,7 +323,14 @@ impl Compared {
         let slow = |(name, one): (&String, &Instructions)| {
             (one.ratio > AT_MOST, format!("{name} takes {} times the instructions", one.ratio))
         };
-        let all = checks.into_iter().chain(self.instructions.iter().map(slow));
+        let late = |(name, one): (&String, &Ratio)| {
+            (
+                one.low > AT_MOST,
+                format!("{name} takes {:.4} times the time, at least {:.4}", one.median, one.low),
+            )
+        };
+        let all =
+            checks.into_iter().chain(self.instructions.iter().map(slow)).chain(self.time.iter().map(late));
         all.filter(|(broken, _)| *broken).map(|(_, what)| format!("{}: {what}", self.kernel)).collect()
     }
 }
@@ -260,7 +344,8 @@ pub fn section(figures: &Previrtualization) -> String {
         "{HEADING}\n\n\
         A small kernel, as it is and as `afterburner make` builds it, on a machine with one CPU that counts instructions\n\
         (the lowest of {ROUNDS} boots of each): [previrtualization.md](previrtualization.md). Promised: no sensitive instruction uncovered, at most {AT_MOST} times\n\
-        the instructions of each benchmark, at most {CODE_AT_MOST} times the code.\n\n{}",
+        the instructions of each benchmark, at most {CODE_AT_MOST} times the code, and no time beyond {AT_MOST} that can be told. Time is that of an\n\
+        emulator on a shared host: both kernels on machines that are there at once, by turns; medians, and where they lie with 95 %.\n\n{}",
         parts.join("\n")
     )
 }
@@ -272,6 +357,28 @@ pub fn with_hosted(page: &str, hosted: &str) -> String {
     let section = section.find("\n## ").map_or(section, |next| &section[..next]);
     let others = section.find(&format!("\n{}\n", hosted::HEADING)).map_or(section, |at| &section[..at]);
     format!("{}\n\n{hosted}", others.trim_end())
+}
+
+/// The section with other kernels on bare machines, and the part for hosted ones as the page has it.
+#[must_use]
+pub fn with_kernels(page: &str, section: &str) -> String {
+    let old = page.find(&format!("{HEADING}\n")).map_or("", |at| &page[at..]);
+    let old = old[1.min(old.len())..].find("\n## ").map_or(old, |next| &old[..=next]);
+    let hosted = old.find(&format!("\n{}\n", hosted::HEADING)).map_or("", |at| old[at..].trim());
+    if hosted.is_empty() { section.to_owned() } else { format!("{}\n\n{hosted}\n", section.trim_end()) }
+}
+
+/// The figures as a text of JSON, of other kernels on bare machines.
+///
+/// # Errors
+/// If they have no text.
+pub fn json_with_kernels(old: &str, kernels: &Previrtualization) -> Result<String> {
+    let keys = hosted::headline_keys();
+    let is_headline = |line: &&str| keys.iter().any(|key| line.starts_with(&format!("  \"{key}\":")));
+    let headlines: String = old.lines().filter(is_headline).map(|line| format!("\n{line}")).collect();
+    let text = super::pretty(kernels)?.replacen('{', &format!("{{{headlines}"), 1);
+    let hosted = super::alone_of(old, "hosted");
+    Ok(hosted.map_or(text.clone(), |hosted| super::with_part(&text, "hosted", &hosted)).trim_end().to_owned())
 }
 
 /// The figures as a text of JSON, with others of hosted kernels.
@@ -291,9 +398,17 @@ pub fn json_with_hosted(figures: &str, hosted: &Hosted) -> Result<String> {
 fn kernel_section(kernel: &Compared) -> String {
     let row = |(name, one): (&String, &Instructions)| {
         let count = |number: f64| thousands(number.round() as u64);
-        vec![name.clone(), count(one.unpadded), count(one.padded), format!("{:.4}", one.ratio)]
+        let time = kernel.time.get(name).map_or_else(Vec::new, |time| {
+            vec![format!("{:.3}", time.median), format!("{:.3} – {:.3}", time.low, time.high)]
+        });
+        let counts = [name.clone(), count(one.unpadded), count(one.padded), format!("{:.4}", one.ratio)];
+        counts.into_iter().chain(time).collect()
     };
     let rows: Vec<Vec<String>> = kernel.instructions.iter().map(row).collect();
+    let mut headings = vec!["instructions", "as it is", "pre-virtualized", "ratio"];
+    if !kernel.time.is_empty() {
+        headings.extend(["time, ratio", "95 %"]);
+    }
     format!(
         "{}: {} sensitive instructions, **{} uncovered**, in {} slots, {} of which need no NOP; code {:+.2} %.\n\n{}",
         kernel.kernel,
@@ -302,7 +417,7 @@ fn kernel_section(kernel: &Compared) -> String {
         thousands(kernel.slots),
         thousands(kernel.slots_without_nop),
         (kernel.code_over_unpadded - 1.0) * 100.0,
-        table(&["instructions", "as it is", "pre-virtualized", "ratio"], &rows)
+        table(&headings, &rows)
     )
 }
 
@@ -325,6 +440,7 @@ pub mod tests {
             slots_without_nop: 3000,
             code_over_unpadded: 1.005,
             instructions,
+            time: BTreeMap::from([("fork".to_owned(), Ratio { median: 1.013, low: 0.991, high: 1.02 })]),
         };
         Previrtualization::of(vec![kernel]).with(hosted::tests::figures())
     }
@@ -332,8 +448,14 @@ pub mod tests {
     #[test]
     fn the_section_has_all_figures() {
         let section = section(&figures());
-        for part in ["**0 uncovered**", "4,000 slots, 3,000 of which", "code +0.50 %", "1.0090", "### Hosted"]
-        {
+        for part in [
+            "**0 uncovered**",
+            "4,000 slots, 3,000 of which",
+            "code +0.50 %",
+            "1.0090",
+            "0.991 – 1.020",
+            "### Hosted",
+        ] {
             assert!(section.contains(part), "{part}: {section}");
         }
     }
@@ -372,6 +494,23 @@ pub mod tests {
     }
 
     #[test]
+    fn kernels_on_bare_machines_are_replaced_alone() {
+        let page = format!("# Page\n\n{}\n## Next\n\nText\n", section(&figures()));
+        let again = with_kernels(&page, &section(&Previrtualization { hosted: None, ..figures() }));
+        assert_eq!(again.trim_end(), section(&figures()).trim_end());
+        assert_eq!(with_kernels("# Page\n", "New"), "New");
+        let before = super::super::pretty(&figures()).unwrap();
+        let mut other = Previrtualization { hosted: None, headlines: BTreeMap::new(), ..figures() };
+        assert_eq!(json_with_kernels(&before, &other).unwrap(), before);
+        other.uncovered = 7;
+        let replaced: Value = serde_json::from_str(&json_with_kernels(&before, &other).unwrap()).unwrap();
+        assert_eq!(replaced["uncovered"], 7);
+        assert!(replaced["hosted"]["benchmarks"].is_array() && replaced["build_over_native"].is_number());
+        let first: Value = serde_json::from_str(&json_with_kernels("{}", &other).unwrap()).unwrap();
+        assert!(first["kernels"].is_array() && first.get("hosted").is_none());
+    }
+
+    #[test]
     fn each_broken_promise_is_named() {
         let broken = |change: fn(&mut Compared)| {
             let mut figures = figures();
@@ -386,5 +525,9 @@ pub mod tests {
             kernel.instructions.insert("fork".into(), Instructions::new(1000.0, 1011.0));
         };
         assert!(broken(slow).contains("fork takes 1.011"));
+        let late = |kernel: &mut Compared| {
+            kernel.time.insert("fork".into(), Ratio { median: 1.05, low: 1.02, high: 1.08 });
+        };
+        assert!(broken(late).contains("fork takes 1.0500 times the time, at least 1.0200"));
     }
 }
