@@ -137,8 +137,8 @@ pub fn section(figures: &Hosted) -> String {
         ptrace{}{}; and in the same small kernel in an emulated machine. First\n\
         `mercury bench os` with Debian's C library in the same files in memory, medians of {} rounds; then work from one\n\
         disk that is not written to: PostgreSQL with one client of pgbench (TPC-B), its database in memory, and what is in\n\
-        `{}` of a small kernel, built by make and gcc, in memory too, medians of {}. What was built is the same in\n\
-        all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios to the\n\
+        `{}` of a small kernel, built by make and gcc, in memory too, medians of {} (emulated once). What was built is\n\
+        the same in all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios to the\n\
         native ones.\n\n{}\n{}{left_out}",
         figures.host,
         figures.uml,
