@@ -261,7 +261,11 @@ fn count(
     let machine = Machine::boot(machine(release, &built.image))?;
     machine.sh(WARM)?;
     suite::set_up(&machine)?;
-    for (name, cost) in suite::measure(&machine, &Amount { samples, ..Amount::COUNTED })? {
+    let amount = Amount { samples, ..Amount::COUNTED };
+    // The first pass is unlike the second: what it reads comes from the disk.
+    for (name, cost) in
+        suite::measure(&machine, &amount)?.into_iter().chain(suite::measure(&machine, &amount)?)
+    {
         lowest.entry(name).and_modify(|lowest| *lowest = lowest.min(cost)).or_insert(cost);
     }
     let kernel = machine.kernel().to_owned();
