@@ -18,6 +18,8 @@ impl Operand {
     pub const IMMEDIATE: Self = Self(0x60);
     /// The I/O port in DX.
     pub const PORT: Self = Self(0x70);
+    /// What ports are read to and written from: AL, AX or EAX.
+    pub const ACCUMULATOR: Self = Self(Self::GENERAL);
     /// Only the instruction in the slot says: a macro has made it.
     pub const UNREAD: Self = Self(0xFF);
 

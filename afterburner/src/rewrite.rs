@@ -207,13 +207,16 @@ fn moved(name: &str, operands: &[Operand; 2]) -> Option<Kind> {
     }
 }
 
-/// Operands that are spelled in some texts and implied in others are never written down.
+/// Operands that are spelled in some texts and implied in others are never written down, but for the accumulator of a port's
+/// instruction that names the port alone.
 fn described(kind: Kind, operands: [Operand; 2]) -> [Operand; 2] {
-    use Kind::{Ins, Monitor, Mwait, Outs, Virtualize};
+    use Kind::{In, Ins, Monitor, Mwait, Out, Outs, Virtualize};
     match kind {
         Ins | Outs | Monitor | Mwait | Virtualize | Kind::Invpcid | Kind::FarJump | Kind::FarCall => {
             [Operand::UNREAD; 2]
         }
+        In if operands[1] == Operand::NONE => [operands[0], Operand::ACCUMULATOR],
+        Out if operands[1] == Operand::NONE => [Operand::ACCUMULATOR, operands[0]],
         _ => operands.map(|operand| operand.meant(kind)),
     }
 }
