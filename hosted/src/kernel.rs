@@ -115,6 +115,7 @@ impl Kernel {
         {
             kernel.symbol(name)?;
         }
+        has_four_levels(&kernel.symbols)?;
         kernel.read_sections(&file)?;
         if kernel.relocations.is_empty() {
             return Err(not_loadable("the kernel has no relocations, so that it cannot be moved"));
@@ -367,6 +368,14 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
     Ok(slots)
 }
 
+/// Such a kernel asks at its start how many levels there are, and what it does with them then is not known here.
+fn has_four_levels(symbols: &HashMap<String, (u64, u64)>) -> Result<()> {
+    match symbols.contains_key("pgdir_shift") {
+        true => Err(not_loadable("the kernel is for five levels of page tables, too (X86_5LEVEL=y)")),
+        false => Ok(()),
+    }
+}
+
 fn symbols(file: &File<'_>) -> HashMap<String, (u64, u64)> {
     let named = |symbol: object::read::elf::ElfSymbol64<'_, '_, LittleEndian>| {
         let name = symbol.name().ok().filter(|name| !name.is_empty())?;
@@ -397,6 +406,13 @@ mod tests {
         assert!(refused(&image).contains("boot image"));
         let whole = std::fs::read("/proc/self/exe").unwrap();
         assert!(refused(&whole).contains("not a kernel"));
+    }
+
+    #[test]
+    fn a_kernel_for_five_levels_is_refused_with_the_reason() {
+        let with = |name: &str| has_four_levels(&HashMap::from([(name.to_owned(), (0, 4))]));
+        assert!(with("page_offset_base").is_ok());
+        assert!(with("pgdir_shift").unwrap_err().message().contains("X86_5LEVEL"));
     }
 
     #[test]
