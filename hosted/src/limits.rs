@@ -6,12 +6,16 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    layout,
+};
 
 /// Mappings that the host's own libraries and the monitor need.
 const OWN_MAPPINGS: u64 = 2000;
 const LEAST_MAPPINGS: u64 = 8192;
 const MAPPINGS: &str = "proc/sys/vm/max_map_count";
+const MAPS: &str = "proc/self/maps";
 const GROUPS: &str = "proc/self/cgroup";
 
 /// The host's files.
@@ -26,7 +30,50 @@ impl Default for Limits {
     }
 }
 
+/// Sees to a stack that this program has room on, and for which the host leaves no more room between it and the libraries
+/// than usual. Says whether it was so: otherwise it is from the next program on.
+///
+/// # Errors
+/// If the stack may not be as large.
+pub fn fit_stack() -> Result<bool> {
+    const LEAST: u64 = 2 << 20;
+    const USUAL: u64 = 8 << 20;
+    const MOST: u64 = 1 << 30;
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: It writes the structure.
+    if unsafe { libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) } != 0 {
+        return Err(Error::system("ask how large the stack may be"));
+    }
+    if (LEAST..=MOST).contains(&limit.rlim_cur) {
+        return Ok(true);
+    }
+    if limit.rlim_max < LEAST {
+        return Err(Error::host(format!(
+            "the stack may have {} KiB, which is too little",
+            limit.rlim_max >> 10
+        ))
+        .hint("ulimit -Hs 8192, as who is allowed to"));
+    }
+    limit.rlim_cur = USUAL.min(limit.rlim_max);
+    // SAFETY: It reads the structure.
+    if unsafe { libc::setrlimit(libc::RLIMIT_STACK, &raw const limit) } != 0 {
+        return Err(Error::system("give the stack its usual limit"));
+    }
+    Ok(false)
+}
+
 impl Limits {
+    /// Whether the guest's addresses are free.
+    ///
+    /// # Errors
+    /// If the host has put something of this program there.
+    pub fn addresses(&self) -> Result<()> {
+        let maps = fs::read_to_string(self.root.join(MAPS)).unwrap_or_default();
+        let Some((address, what)) = maps.lines().find_map(taken) else { return Ok(()) };
+        Err(Error::host(format!("the host has put {what} at {address:#x}, where the guest has its memory"))
+            .hint("start it from another shell, without setarch and with the usual limits (ulimit -s 8192)"))
+    }
+
     fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
         fs::read_to_string(self.root.join(path)).ok()?.trim().parse().ok()
     }
@@ -83,6 +130,17 @@ impl Limits {
     }
 }
 
+/// What of a line of a process' mappings lies where the guest's are.
+fn taken(line: &str) -> Option<(u64, &str)> {
+    let (range, rest) = line.split_once(' ')?;
+    let (start, end) = range.split_once('-')?;
+    let [start, end] = [start, end].map(|number| u64::from_str_radix(number, 16));
+    let (start, end) = (start.ok()?, end.ok()?);
+    let areas = [layout::USER_START..layout::USER_END, layout::VMALLOC..layout::ENTRY_AREA_END];
+    let is_taken = areas.iter().any(|area| start < area.end && area.start < end);
+    is_taken.then(|| (start, rest.split_whitespace().nth(4).unwrap_or("something")))
+}
+
 /// Where a limit is.
 struct Limit<'a> {
     mounted: &'static str,
@@ -126,6 +184,17 @@ mod tests {
         let error = limits.mappings().unwrap_err();
         assert!(error.message().contains("allows a process 8191 mappings") && error.is_hosts());
         assert!(error.remedy().unwrap().contains("sysctl vm.max_map_count=65530"));
+    }
+
+    #[test]
+    fn what_lies_where_the_guest_s_memory_goes_is_named() {
+        const USUAL: &str = "555555554000-555555583000 r--p 00000000 fe:00 1 /usr/bin/mercury\n\
+                             7ffff7dd5000-7ffff7dfb000 r--p 00000000 fe:00 2 /usr/lib/libc.so.6\n";
+        assert!(host(&[(MAPS, USUAL)]).1.addresses().is_ok() && host(&[]).1.addresses().is_ok());
+        let below = format!("{USUAL}15555532c000-155555352000 r--p 00000000 fe:00 2 /usr/lib/libc.so.6\n");
+        let error = host(&[(MAPS, &below)]).1.addresses().unwrap_err();
+        assert!(error.message().contains("/usr/lib/libc.so.6 at 0x15555532c000"), "{}", error.message());
+        assert!(host(&[(MAPS, "570000000000-570000001000 rw-p 00000000 00:00 0\n")]).1.addresses().is_err());
     }
 
     #[test]

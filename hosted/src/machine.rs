@@ -515,17 +515,22 @@ impl Machine {
     fn map_found(&mut self, page: u64, found: &Translation) {
         let physical = found.physical & !(PAGE - 1);
         let rights = Rights { write: found.write, execute: found.execute };
-        let large = !(found.size - 1);
-        let (start, from, length) =
-            if found.size > PAGE && self.memory.contains(found.physical & large, found.size) {
-                let size = found.size.min(2 << 20);
-                (page & !(size - 1), found.physical & !(size - 1), size)
-            } else if found.size > PAGE {
-                (page, physical, PAGE)
-            } else {
+        let size = found.size.min(2 << 20);
+        let (aligned, whole) = (page & !(size - 1), found.physical & !(size - 1));
+        let is_large = found.size > PAGE;
+        let (start, from, length) = match is_large {
+            true if self.memory.contains(whole, size) && self.memory.has_room(aligned, size) => {
+                (aligned, whole, size)
+            }
+            true => (page, physical, PAGE),
+            false => {
                 let (before, after) = mmu::neighbours(&self.memory, found, NEIGHBOURS);
                 (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
-            };
+            }
+        };
+        if is_large && layout::is_user(page) {
+            self.programs.insert_large_page(page, found.size);
+        }
         self.place(start, length, from, rights);
     }
 

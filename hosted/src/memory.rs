@@ -164,6 +164,13 @@ impl Memory {
         self.contains(physical, 1).then_some(physical)
     }
 
+    /// Whether all of a large page lies where the guest translates addresses: its direct map may end in the midst of one.
+    #[must_use]
+    pub fn has_room(&self, address: u64, size: u64) -> bool {
+        let is_free = |at| layout::is_translated(at) && self.direct(at).is_none();
+        is_free(address) && is_free(address + size - 1)
+    }
+
     /// How much it is.
     #[must_use]
     pub fn size(&self) -> u64 {

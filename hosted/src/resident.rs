@@ -81,6 +81,12 @@ impl Machine {
     /// Drops one.
     pub fn drop_page(&mut self, address: u64) {
         let page = address & !(PAGE - 1);
+        for (start, length) in self.programs.drop_large_page(page) {
+            self.memory.unmap(start, length);
+            if let Some(shadows) = &mut self.shadows {
+                (start..start + length).step_by(PAGE as usize).for_each(|page| shadows.page_dropped(page));
+            }
+        }
         if layout::is_translated(page) && self.memory.direct(page).is_none() {
             self.memory.unmap(page, PAGE);
             self.programs.remove(page, PAGE);

@@ -15,7 +15,7 @@ use crate::{
     isolation::{Spaces, mappings::Mappings},
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
-    limits::Limits,
+    limits::{self, Limits},
     load,
     machine::{Counters, Machine},
     memory::Memory,
@@ -126,6 +126,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     without_randomization()?;
     sandbox::close_inherited()?;
     let limits = Limits::default();
+    limits.addresses()?;
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
     check_processors(options)?;
@@ -378,8 +379,8 @@ fn clock_khz() -> u64 {
     u64::try_from(u128::from(later_ticks - ticks) * 1_000_000 / u128::from(elapsed)).unwrap_or(0)
 }
 
-/// Addresses are only where [`crate::layout`] expects them if the host has not chosen others at random: starts this
-/// program again without that.
+/// Addresses are only where [`crate::layout`] expects them if the host has not chosen others at random, or from below, as it
+/// does for a stack without limits: starts this program again without that.
 ///
 /// # Errors
 /// If the host does not allow it.
@@ -387,11 +388,13 @@ fn without_randomization() -> Result<()> {
     const UNCHANGED: libc::c_ulong = 0xFFFF_FFFF;
     // SAFETY: It takes a number.
     let now = unsafe { libc::personality(UNCHANGED) };
-    if now & libc::ADDR_NO_RANDOMIZE != 0 {
+    let wanted = (now | libc::ADDR_NO_RANDOMIZE) & !libc::ADDR_COMPAT_LAYOUT;
+    let is_stack_fit = limits::fit_stack()?;
+    if now == wanted && is_stack_fit {
         return Ok(());
     }
     // SAFETY: It takes a number.
-    if now < 0 || unsafe { libc::personality((now | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) } < 0 {
+    if now < 0 || unsafe { libc::personality(wanted as libc::c_ulong) } < 0 {
         return Err(Error::system("have fixed addresses (personality)"));
     }
     let words: std::result::Result<Vec<CString>, _> = std::env::args_os()

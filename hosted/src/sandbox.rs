@@ -44,6 +44,8 @@ const ALLOWED: &[i64] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sigaltstack,
+    // Children: whether one has ended.
+    libc::SYS_wait4,
     libc::SYS_exit,
     libc::SYS_exit_group,
 ];

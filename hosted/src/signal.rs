@@ -3,7 +3,7 @@
 use std::{
     ffi::c_void,
     ptr,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicI32, Ordering},
 };
 
 use crate::{
@@ -60,6 +60,33 @@ pub const ORDER: [i32; 16] = [
 
 /// Somebody wants the machine's end.
 static END: AtomicBool = AtomicBool::new(false);
+
+/// The most processes that one has made: those of other processors, or for programs.
+const MOST_CHILDREN: usize = 64;
+/// Their numbers. This process may have other children: of the program that became it, or whose parents have ended, if it is
+/// a container's first.
+static CHILDREN: [AtomicI32; MOST_CHILDREN] = [const { AtomicI32::new(0) }; MOST_CHILDREN];
+
+/// The machine ends with this process.
+pub fn watch_child(pid: i32) {
+    let free =
+        |child: &&AtomicI32| child.compare_exchange(0, pid, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+    let found = CHILDREN.iter().find(free);
+    debug_assert!(found.is_some());
+}
+
+/// In a new process: those were its parent's.
+pub fn forget_children() {
+    CHILDREN.iter().for_each(|child| child.store(0, Ordering::SeqCst));
+}
+
+/// Whether one of them has ended. One signal may tell of several children.
+fn has_child_ended() -> bool {
+    let pids = CHILDREN.iter().map(|child| child.load(Ordering::SeqCst)).take_while(|pid| *pid != 0);
+    // SAFETY: It is not asked for the status.
+    let has_ended = |pid| unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0;
+    pids.into_iter().any(has_ended)
+}
 
 /// A process of ours has ended.
 static CHILD_GONE: AtomicBool = AtomicBool::new(false);
@@ -164,7 +191,7 @@ pub unsafe extern "C" fn handle_signal(
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
     let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
     let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | smp::CALL | libc::SIGCHLD);
-    if signal == libc::SIGCHLD {
+    if signal == libc::SIGCHLD && has_child_ended() {
         CHILD_GONE.store(true, Ordering::Release);
     }
     if is_end {

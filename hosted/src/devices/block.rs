@@ -4,11 +4,11 @@
 //! A flush covers the writes whose end the driver has been told before it asks for it: these are the host's then.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, Seek, SeekFrom},
     os::{
         fd::{AsRawFd, RawFd},
-        unix::fs::FileExt,
+        unix::fs::{FileExt, FileTypeExt},
     },
     path::Path,
 };
@@ -77,12 +77,38 @@ struct Data {
     reads: bool,
 }
 
+/// Formats of images that a guest would find in place of its file system, by their first bytes.
+const FORMATS: [(&[u8], &str); 5] = [
+    (b"QFI\xFB", "QEMU's format (qcow2)"),
+    (b"KDMV", "VMware's format (VMDK)"),
+    (b"# Disk DescriptorFile", "VMware's format (VMDK)"),
+    (b"vhdxfile", "Hyper-V's format (VHDX)"),
+    (b"conectix", "Virtual PC's format (VHD)"),
+];
+
+fn format_of(file: &mut File) -> Option<&'static str> {
+    let mut first = [0; 32];
+    file.read_exact_at(&mut first, 0).ok()?;
+    FORMATS.iter().find(|(magic, _)| first.starts_with(magic)).map(|(_, name)| *name)
+}
+
 impl Block {
     /// Opens a file, and keeps others from using it as a disk at the same time.
     ///
     /// # Errors
     /// If it is not there, may not be written to, is empty or in use.
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
+        // Before it is opened: a pipe would wait for its other end.
+        if let Ok(kind) = fs::metadata(path).map(|metadata| metadata.file_type())
+            && !kind.is_file()
+            && !kind.is_block_device()
+        {
+            return Err(Error::new(format!(
+                "the disk {} is neither a file nor a block device",
+                path.display()
+            ))
+            .hint("a disk is a raw image or a partition"));
+        }
         let opened = OpenOptions::new().read(true).write(!read_only).open(path);
         let mut file = opened.map_err(|error| {
             let named = Error::file("open the disk", path, &error);
@@ -99,6 +125,17 @@ impl Block {
             file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
         if bytes < SECTOR {
             return Err(Error::new(format!("the disk {} is empty", path.display())));
+        }
+        if bytes % SECTOR != 0 {
+            return Err(Error::new(format!(
+                "the disk {} has {bytes} bytes, which are no whole sectors of {SECTOR}",
+                path.display()
+            ))
+            .hint("it is cut off, or no disk: `truncate -s %512` fills it up"));
+        }
+        if let Some(format) = format_of(&mut file) {
+            return Err(Error::new(format!("the disk {} is an image of {format}", path.display()))
+                .hint("only raw images are known: `qemu-img convert -O raw` makes one"));
         }
         Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
     }
@@ -298,6 +335,32 @@ mod tests {
     const HEADER: u64 = BUFFERS;
     const DATA: u64 = BUFFERS + 0x1000;
     const STATUS: u64 = BUFFERS + 0x2000;
+
+    #[test]
+    fn what_is_no_disk_is_refused_with_the_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
+        let refused = || Block::open(&path, true).unwrap_err().message().to_owned();
+        let given = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            refused()
+        };
+        assert!(given(&[0; 1000]).contains("has 1000 bytes"));
+        let mut image = vec![0; 1024];
+        for (magic, name) in FORMATS {
+            image[..32].fill(0);
+            image[..magic.len()].copy_from_slice(magic);
+            assert!(given(&image).contains(name));
+        }
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(refused().contains("neither a file nor a block device"));
+        fs::remove_dir(&path).unwrap();
+        let name = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+        // SAFETY: The name is a string with its end.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        assert!(refused().contains("neither a file nor a block device"));
+    }
 
     fn disk() -> Block {
         let file = tempfile::NamedTempFile::new().unwrap();

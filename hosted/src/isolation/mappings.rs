@@ -38,6 +38,8 @@ pub struct Exchange {
 #[derive(Debug, Default)]
 pub struct Mappings {
     runs: BTreeMap<u64, Run>,
+    /// Large pages of the guest's of which something was mapped: where they begin, and their bytes.
+    large: BTreeMap<u64, u64>,
 }
 
 impl Mappings {
@@ -50,6 +52,39 @@ impl Mappings {
     /// Forgets all.
     pub fn clear(&mut self) {
         self.runs.clear();
+        self.large.clear();
+    }
+
+    /// What is mapped here is part of a large page of the guest's.
+    pub fn insert_large_page(&mut self, address: u64, size: u64) {
+        self.large.insert(address & !(size - 1), size);
+    }
+
+    /// The guest has dropped the translation of an address. If it was a large page's, all of that page goes with it (SDM 3A
+    /// 4.10.4.1), and it is said what is mapped of it: addresses and bytes.
+    pub fn drop_large_page(&mut self, address: u64) -> Vec<(u64, u64)> {
+        const SIZES: [u64; 2] = [2 << 20, 1 << 30];
+        let mut pieces = Vec::new();
+        for size in SIZES {
+            let start = address & !(size - 1);
+            if self.large.get(&start) != Some(&size) {
+                continue;
+            }
+            self.large.remove(&start);
+            let end = start + size;
+            let before = self.runs.range(..start).next_back().map(|(at, run)| (*at, run.length));
+            let inside = self.runs.range(start..end).map(|(at, run)| (*at, run.length));
+            for (at, length) in before.into_iter().chain(inside) {
+                let (from, to) = (at.max(start), (at + length).min(end));
+                if from < to {
+                    pieces.push((from, to - from));
+                }
+            }
+        }
+        for (at, length) in &pieces {
+            self.remove(*at, *length);
+        }
+        pieces
     }
 
     /// Where a page leads, and what may be done with it.
@@ -246,6 +281,26 @@ mod tests {
 
     const READ: Rights = Rights { write: false, execute: false };
     const WRITE: Rights = Rights { write: true, execute: false };
+
+    #[test]
+    fn a_large_page_goes_as_a_whole() {
+        const LARGE: u64 = 2 << 20;
+        let mut mappings = Mappings::default();
+        mappings.insert(LARGE - PAGE, 2 * LARGE, 0x100 * LARGE - PAGE, WRITE);
+        assert!(mappings.drop_large_page(LARGE).is_empty());
+        mappings.insert_large_page(LARGE + 5 * PAGE, LARGE);
+        mappings.remove(LARGE + 7 * PAGE, PAGE);
+        let pieces = mappings.drop_large_page(2 * LARGE - 1);
+        assert_eq!(pieces, [(LARGE, 7 * PAGE), (LARGE + 8 * PAGE, LARGE - 8 * PAGE)]);
+        assert!(mappings.page(LARGE - PAGE).is_some() && mappings.page(2 * LARGE).is_some());
+        assert_eq!(mappings.pages(), 512);
+        assert!(mappings.drop_large_page(LARGE).is_empty());
+        // Of a page of 1 GiB all pieces go.
+        mappings.insert(3 << 30, PAGE, 0, READ);
+        mappings.insert((3 << 30) + LARGE, PAGE, 0, READ);
+        mappings.insert_large_page((3 << 30) + LARGE, 1 << 30);
+        assert_eq!(mappings.drop_large_page((3 << 30) + 77 * LARGE).len(), 2);
+    }
 
     fn pages(mappings: &Mappings) -> BTreeMap<u64, (u64, Rights)> {
         (0..64).filter_map(|number| Some((number, mappings.page(number * PAGE)?))).collect()

@@ -271,10 +271,13 @@ impl Spaces {
 
     /// The translation of a page was dropped.
     pub fn flush_page(&mut self, cr3: u64, page: u64) {
-        if let Some(index) = self.tags.own(cr3)
-            && self.spaces[index].mappings.page(page).is_some()
-        {
-            self.spaces[index].unmap(page, PAGE);
+        let Some(index) = self.tags.own(cr3) else { return };
+        let space = &mut self.spaces[index];
+        for (address, length) in space.mappings.drop_large_page(page) {
+            space.unmap(address, length);
+        }
+        if space.mappings.page(page).is_some() {
+            space.unmap(page, PAGE);
         }
     }
 
@@ -295,11 +298,14 @@ impl Spaces {
         let rights = Rights { write: found.write, execute: found.execute };
         if found.size > PAGE {
             let size = found.size.min(2 << 20);
-            let whole = found.physical & !(size - 1);
-            return match memory.contains(whole, size) {
-                true => space.map(address & !(size - 1), size, whole, rights, self.file),
+            let (whole, start) = (found.physical & !(size - 1), address & !(size - 1));
+            let is_whole = memory.contains(whole, size) && memory.has_room(start, size);
+            match is_whole {
+                true => space.map(start, size, whole, rights, self.file),
                 false => space.map(page, PAGE, physical, rights, self.file),
-            };
+            }
+            space.mappings.insert_large_page(address, found.size);
+            return;
         }
         let (before, after) = mmu::neighbours(memory, found, NEIGHBOURS);
         let (start, length) = (page - before * PAGE, (before + after) * PAGE);

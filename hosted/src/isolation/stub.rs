@@ -650,6 +650,7 @@ fn spawn(common: &Common, index: usize, program: &[libc::sock_filter]) -> Result
         return Err(Error::system("start a process for programs")
             .hint("the host limits a user's processes (ulimit -u); --isolation=none needs none"));
     }
+    signal::watch_child(pid as i32);
     // SAFETY: The host has just made the descriptor for us.
     Ok(unsafe { OwnedFd::from_raw_fd(process) })
 }

@@ -20,6 +20,7 @@ use crate::{
     block,
     error::{Error, Result},
     layout::PAGE,
+    signal,
 };
 
 /// Processors at most: an identifier is a bit of eight in kernels' usual mode of addressing.
@@ -112,8 +113,14 @@ impl Processor {
         for number in 1..self.count {
             // SAFETY: There is one thread.
             match unsafe { libc::fork() } {
-                0 => return Self { number, ..self }.begin(),
-                pid if pid > 0 => self.cpu(number).process.store(pid, Ordering::Release),
+                0 => {
+                    signal::forget_children();
+                    return Self { number, ..self }.begin();
+                }
+                pid if pid > 0 => {
+                    self.cpu(number).process.store(pid, Ordering::Release);
+                    signal::watch_child(pid);
+                }
                 _ => {
                     return Err(Error::system("start a process for a processor")
                         .hint("the host limits a user's processes (ulimit -u)"));
