@@ -38,7 +38,7 @@ pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let contents = fs::read(&own).map_err(|error| Error::file("read", &own, error))?;
     let here =
         env::current_dir().map_err(|error| Error::new(format!("cannot tell the directory: {error}")))?;
-    let output = output(&here, arguments);
+    let output = output(&here, arguments, |name| env::var_os(name));
     let directory = output.join(DIRECTORY).join(name(&contents));
     stand_in(&own, &directory)?;
     let (words, compiler) = without_compiler(arguments);
@@ -113,13 +113,28 @@ fn name(contents: &[u8]) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// Where the build writes to: a module's directory, `O=`, or where make is sent or started.
-fn output(here: &Path, arguments: &[OsString]) -> PathBuf {
+/// Where the build writes to: a module's directory (`M=`, `KBUILD_EXTMOD`), another one for what is made (`O=`,
+/// `KBUILD_OUTPUT`), or where make is sent (`-C`) or started. `environment` has the variables that words do not name.
+fn output(here: &Path, arguments: &[OsString], environment: impl Fn(&str) -> Option<OsString>) -> PathBuf {
     let words: Vec<&str> = arguments.iter().filter_map(|word| word.to_str()).collect();
-    let value = |prefix: &str| words.iter().rev().find_map(|word| word.strip_prefix(prefix));
-    let sent = words.iter().position(|word| *word == "-C").and_then(|at| words.get(at + 1)).copied();
-    let sent = sent.or_else(|| value("--directory=")).map_or(here.to_owned(), |to| here.join(to));
-    match value("M=").or_else(|| value("O=")).filter(|to| !to.is_empty()) {
+    let mut sent = here.to_owned();
+    for (at, word) in words.iter().enumerate() {
+        let next = || words.get(at + 1).copied();
+        let to = match *word {
+            "-C" | "--directory" => next(),
+            word => word.strip_prefix("--directory=").or_else(|| word.strip_prefix("-C")),
+        };
+        // make goes from one to the next.
+        sent.extend(to);
+    }
+    let word = |name: &str| {
+        words.iter().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('=')).map(OsString::from)
+    };
+    let named = word("M")
+        .or_else(|| word("KBUILD_EXTMOD").or_else(|| environment("KBUILD_EXTMOD")))
+        .or_else(|| word("O"))
+        .or_else(|| word("KBUILD_OUTPUT").or_else(|| environment("KBUILD_OUTPUT")));
+    match named.filter(|to| !to.is_empty()) {
         Some(to) => sent.join(to),
         None => sent,
     }
@@ -156,12 +171,22 @@ mod tests {
             ("-j2 vmlinux", "/h"),
             ("-C /k O=/o vmlinux", "/o"),
             ("-C k O=../o", "/h/k/../o"),
+            ("-Ck O=o", "/h/k/o"),
+            ("-C k -C l", "/h/k/l"),
             ("--directory=/k", "/k"),
+            ("--directory k O=o", "/h/k/o"),
+            ("KBUILD_OUTPUT=o -C k", "/h/k/o"),
+            ("KBUILD_OUTPUT=o O=p", "/h/p"),
             ("-C /k M=/m modules", "/m"),
+            ("-C /k KBUILD_EXTMOD=/m modules", "/m"),
         ] {
             let words: Vec<OsString> = line.split(' ').map(Into::into).collect();
-            assert_eq!(output(Path::new("/h"), &words), Path::new(expected), "{line}");
+            assert_eq!(output(Path::new("/h"), &words, |_| None), Path::new(expected), "{line}");
         }
+        let set = |name: &str| (name == "KBUILD_OUTPUT").then(|| "/o".into());
+        assert_eq!(output(Path::new("/h"), &[], set), Path::new("/o"));
+        assert_eq!(output(Path::new("/h"), &["O=p".into()], set), Path::new("/h/p"));
+        assert_eq!(output(Path::new("/h"), &["O=".into()], set), Path::new("/h"));
     }
 
     #[test]

@@ -12,7 +12,10 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader, SectionHeader},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    thunks,
+};
 
 /// Linked there, moved elsewhere.
 const SECTION_PERCPU: &str = ".data..percpu";
@@ -361,6 +364,13 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
     }
     if slots.is_empty() || !rest.is_empty() {
         return Err(none());
+    }
+    if let Some(record) = slots.values().flatten().find(|record| !thunks::may_be_put_elsewhere(record)) {
+        return Err(not_loadable(format!(
+            "the kernel may put {} in place of other code when it starts (an alternative)",
+            record.kind.name()
+        ))
+        .hint("build it without PARAVIRT"));
     }
     for slot in slots.values_mut() {
         slot.sort_by_key(|record| record.offset);

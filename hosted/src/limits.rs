@@ -15,6 +15,9 @@ use crate::{
 const OWN_MAPPINGS: u64 = 2000;
 const LEAST_MAPPINGS: u64 = 8192;
 const MAPPINGS: &str = "proc/sys/vm/max_map_count";
+/// What the monitor takes beside the guest's memory, with its code for slots and its processes, about.
+const OWN_MEMORY: u64 = 32 << 20;
+const MEMORY: &str = "proc/meminfo";
 const MAPS: &str = "proc/self/maps";
 const GROUPS: &str = "proc/self/cgroup";
 
@@ -96,20 +99,39 @@ impl Limits {
     /// Whether the guest may have so many bytes of memory.
     ///
     /// # Errors
-    /// If a control group that this process is in allows less.
+    /// If the host has not so much, or a control group that this process is in allows no more: the monitor needs some, too.
     pub fn memory(&self, bytes: u64) -> Result<()> {
+        let all = self.total_memory();
+        if let Some(all) = all.filter(|all| *all < bytes) {
+            return Err(Error::host(format!(
+                "the host has {} MiB of memory and swap, and the guest is to have {} MiB",
+                all >> 20,
+                bytes >> 20
+            ))
+            .hint("give it less with --memory"));
+        }
         let groups = fs::read_to_string(self.root.join(GROUPS)).unwrap_or_default();
         for (most, path) in groups.lines().filter_map(limit).flat_map(|one| self.limits(one)) {
-            if most < bytes {
+            if most < bytes.saturating_add(OWN_MEMORY) {
                 return Err(Error::host(format!(
-                    "the control group allows {} MiB of memory, and the guest is to have {} MiB",
+                    "the control group allows {} MiB of memory, and the guest is to have {} MiB beside the monitor's {}",
                     most >> 20,
-                    bytes >> 20
+                    bytes >> 20,
+                    OWN_MEMORY >> 20
                 ))
                 .hint(format!("give it less with --memory, or the group more (/{})", path.display())));
             }
         }
         Ok(())
+    }
+
+    /// Memory and swap, in bytes.
+    fn total_memory(&self) -> Option<u64> {
+        let text = fs::read_to_string(self.root.join(MEMORY)).ok()?;
+        let kib = |name: &str| -> Option<u64> {
+            text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next()?.parse().ok())
+        };
+        Some((kib("MemTotal:")? + kib("SwapTotal:").unwrap_or(0)) << 10)
     }
 
     /// The limits of a group and those above it.
@@ -205,18 +227,21 @@ mod tests {
             ("sys/fs/cgroup/a/memory.max", "268435456\n"),
             ("sys/fs/cgroup/a/b/memory.max", "max\n"),
         ]);
-        assert!(limits.memory(256 * MIB).is_ok());
-        let error = limits.memory(257 * MIB).unwrap_err();
+        assert!(limits.memory(224 * MIB).is_ok());
+        let error = limits.memory(225 * MIB).unwrap_err();
         assert_eq!(
             error.message(),
-            "the control group allows 256 MiB of memory, and the guest is to have 257 MiB"
+            "the control group allows 256 MiB of memory, and the guest is to have 225 MiB beside the monitor's 32"
         );
         assert!(error.remedy().unwrap().contains("/sys/fs/cgroup/a/memory.max"));
         let (_directory, limits) = host(&[
             (GROUPS, "5:cpu,memory:/x\n1:name=systemd:/y\n0::/y\n"),
             ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "134217728\n"),
         ]);
-        assert!(limits.memory(128 * MIB).is_ok() && limits.memory(129 * MIB).is_err());
+        assert!(limits.memory(96 * MIB).is_ok() && limits.memory(97 * MIB).is_err());
         assert!(host(&[]).1.memory(u64::MAX).is_ok());
+        let (_directory, limits) = host(&[(MEMORY, "MemTotal:  2097152 kB\nSwapTotal:  1048576 kB\n")]);
+        assert!(limits.memory(3072 * MIB).is_ok());
+        assert!(limits.memory(3073 * MIB).unwrap_err().message().contains("the host has 3072 MiB"));
     }
 }

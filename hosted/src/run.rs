@@ -1,8 +1,16 @@
 //! Starts a machine: everything that can be wrong is found before the guest runs.
 
 use std::{
-    arch::x86_64::_rdtsc, convert::Infallible, ffi::CString, fs, path::PathBuf, thread, time::Duration,
+    arch::x86_64::_rdtsc,
+    convert::Infallible,
+    ffi::CString,
+    fs,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
+
+use mercury_afterburner::verify;
 
 use crate::{
     block,
@@ -127,6 +135,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     sandbox::close_inherited()?;
     let limits = Limits::default();
     limits.addresses()?;
+    signal::ignore_file_size();
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
     check_processors(options)?;
@@ -222,9 +231,33 @@ fn prepare(options: &Options) -> Result<Prepared> {
     let bytes = fs::read(&options.kernel).map_err(|error| Error::file("read", &options.kernel, error))?;
     let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
     drop(bytes);
-    let memory = Memory::new(options.memory)?;
-    let loaded = load::load(&kernel, &memory, options.isolation)?;
+    let (memory, loaded) = thread::scope(|scope| {
+        let accounted = scope.spawn(|| account_for(&options.kernel));
+        let loaded = Memory::new(options.memory).and_then(|memory| {
+            load::load(&kernel, &memory, options.isolation).map(|loaded| (memory, loaded))
+        });
+        let accounted = accounted.join();
+        accounted.map_err(|_| Error::new("cannot account for the kernel: this is a bug"))??;
+        loaded
+    })?;
     Ok(Prepared { kernel, memory, loaded })
+}
+
+/// Holds the kernel's code against its records, as the afterburner does behind a build. A sensitive instruction without one would
+/// trap at best, and at worst be the host's.
+///
+/// # Errors
+/// The first of what is wrong.
+fn account_for(kernel: &Path) -> Result<()> {
+    const HOW: &str =
+        "`afterburner verify` names all that is wrong; `afterburner make` builds kernels without";
+    let account = verify::verify(kernel).map_err(|error| Error::new(error.to_string()).hint(HOW))?;
+    let Some(first) = account.findings.first() else { return Ok(()) };
+    let others = match account.findings.len() - 1 {
+        0 => String::new(),
+        more => format!(", and {more} more"),
+    };
+    Err(Error::new(format!("{}: {} in {}{others}", kernel.display(), first.what, first.function)).hint(HOW))
 }
 
 /// What every processor's process has when it starts.

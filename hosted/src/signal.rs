@@ -158,6 +158,12 @@ pub fn install() -> Result<()> {
     Ok(())
 }
 
+/// A file that may not grow any more (`ulimit -f`) is an error like others, and not this process' end.
+pub fn ignore_file_size() {
+    // SAFETY: There is no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
 /// Makes system calls signals while the block's selector says so.
 ///
 /// # Errors

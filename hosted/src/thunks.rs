@@ -162,6 +162,14 @@ fn may_be_executed(kind: Kind) -> bool {
     )
 }
 
+/// Whether what the kernel may put in place of other code, when it starts, can be left: it traps, or may be executed. What
+/// neither traps nor means the same in a process would show the host's state.
+#[must_use]
+pub fn may_be_put_elsewhere(record: &Record) -> bool {
+    const SHOWS: [Kind; 4] = [Kind::Pushf, Kind::Popf, Kind::Iret, Kind::Cpuid];
+    !record.flags.has(Flags::ALTERNATIVE) || !SHOWS.contains(&record.kind)
+}
+
 /// What all system calls of programs have in common.
 #[derive(Debug)]
 pub struct Gates {
@@ -545,6 +553,20 @@ mod tests {
 
     fn text(code: &[u8]) -> Vec<Instruction> {
         Decoder::with_ip(64, code, AT, DecoderOptions::NONE).iter().collect()
+    }
+
+    #[test]
+    fn an_alternative_that_shows_the_host_is_told() {
+        let alternative = |kind| Record { flags: Flags::ALTERNATIVE, ..record(kind, 0, 1, 5) };
+        for kind in [Kind::Pushf, Kind::Popf, Kind::Iret, Kind::Cpuid] {
+            assert!(
+                !may_be_put_elsewhere(&alternative(kind)) && may_be_put_elsewhere(&record(kind, 0, 1, 5))
+            );
+        }
+        // These trap, or mean the same.
+        for kind in [Kind::Cli, Kind::Sti, Kind::Wrmsr, Kind::Clac, Kind::Xrstors] {
+            assert!(may_be_put_elsewhere(&alternative(kind)));
+        }
     }
 
     #[test]

@@ -1096,6 +1096,8 @@ fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> 
 #[test]
 #[ignore = "long"]
 fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
+    use object::{Object, ObjectSection};
+
     let place = Place::new("refused")?;
     let path = |text: &'static str| Path::new(text);
     let refused = |arguments: &[&Path], reason: &str| {
@@ -1107,6 +1109,7 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     refused(&[path("--disk"), path("/nowhere")], "cannot open the disk /nowhere");
     let empty = place.file("empty", b"");
     refused(&[path("--disk"), &empty], "is empty");
+    refused(&[path("--disk"), path("/")], "is neither a file nor a block device");
     let disk = place.file("disk", &[0; 4096]);
     let read_only = place.file("read-only", &[0; 4096]);
     fs::set_permissions(&read_only, fs::Permissions::from_mode(0o444)).expect("its rights");
@@ -1136,6 +1139,17 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
         fs::write(&place.kernel, bytes).expect("another kernel");
         refused(&[], reason);
     }
+    // The second record is the first once more: one instruction has none.
+    let mut without = kernel.clone();
+    let (start, _) = object::File::parse(&*kernel)
+        .expect("the kernel")
+        .section_by_name(mercury_afterburner::record::SECTION)
+        .and_then(|section| section.file_range())
+        .expect("records");
+    let (start, size) = (start as usize, mercury_afterburner::record::SIZE);
+    without.copy_within(start..start + size, start + size);
+    fs::write(&place.kernel, &without).expect("another kernel");
+    refused(&[], "uncovered: ");
     fs::write(&place.kernel, &kernel).expect("the kernel");
     let strip = Command::new("strip").arg(&place.kernel).status().expect("strip");
     assert!(strip.success());

@@ -54,7 +54,8 @@ impl Console {
             })
         };
         without_signals(spawn)
-            .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))?;
+            .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
+            .map_err(|error| error.hint("the host limits a user's processes and threads (ulimit -u)"))?;
         let _ = begun.recv();
         Ok(Self { typed, output: Vec::new(), saved })
     }

@@ -670,9 +670,16 @@ fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
         let is_ended = unsafe { libc::poll(&raw mut ended, 1, 0) } > 0;
         if number < 0 || is_ended {
             let error = io::Error::from_raw_os_error(-number as i32);
-            return Err(Error::host(format!("cannot start a process for programs: {error}")).hint(
-                "the host's kernel has to be 5.19 or later, with seccomp; --isolation=none needs less",
-            ));
+            let hint = match error.raw_os_error() {
+                Some(libc::EMFILE | libc::ENFILE) => {
+                    "each takes a few descriptors (ulimit -n); --isolation=none needs less"
+                }
+                Some(libc::ENOMEM) => {
+                    "the host limits this process' memory (ulimit -v, -d); --isolation=none needs less"
+                }
+                _ => "the host's kernel has to be 5.19 or later, with seccomp; --isolation=none needs less",
+            };
+            return Err(Error::host(format!("cannot start a process for programs: {error}")).hint(hint));
         }
         // SAFETY: It takes nothing.
         unsafe { libc::sched_yield() };
