@@ -6,6 +6,7 @@ use crate::{
     exit,
     receive::Listen,
     restore::MEMORY_LEAST_MIB,
+    size::mebibytes,
     span::Span,
 };
 use clap::{Args, Parser, Subcommand};
@@ -283,9 +284,9 @@ pub struct CheckpointArgs {
     /// disks. If it fails there is no image
     #[arg(long, value_name = "COMMAND")]
     pub hook: Option<String>,
-    /// Memory for pages that are written to before they have been streamed, in MiB [default: a quarter of what is
+    /// Memory for pages that are written to before they have been streamed: 512M, 4G [default: a quarter of what is
     /// available]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Make one image after the other, so much time apart: 90s, 10m, 6h; FILE gets the time behind its name
     #[arg(long, value_name = "TIME", conflicts_with = "poweroff")]
@@ -323,9 +324,9 @@ pub struct CheckpointArgs {
 /// Arguments of snapshot.
 #[derive(Debug, Args)]
 pub struct SnapshotArgs {
-    /// Memory for copies of what is written to, in MiB; when it is full the snapshot is lost [default: a quarter of what
+    /// Memory for copies of what is written to: 512M, 4G; when it is full the snapshot is lost [default: a quarter of what
     /// is available]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Give up the snapshot that is kept
     #[arg(long, conflicts_with_all = ["pool", "hook", "put_back", "force_disks", "force_devices"])]
@@ -365,8 +366,8 @@ pub struct RestoreArgs {
     /// Make an entry of it in the boot menu, too: GRUB's or systemd-boot's, which must be able to read the folder
     #[arg(long, requires = "prepare")]
     pub boot_menu: bool,
-    /// Memory for the small kernel, in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 128, value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=1024))]
+    /// Memory for the small kernel: 128M, 1G
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = mebibytes(MEMORY_LEAST_MIB..=1024))]
     pub memory: u64,
     /// This is the small kernel: bring the machine back now
     #[arg(long)]
@@ -406,8 +407,8 @@ pub struct ReceiveArgs {
     /// Give disks that are in use or hold something, too: with all that is on them, this system itself if it is
     #[arg(long, requires = "disk")]
     pub force_disk: bool,
-    /// Memory for the small kernel, in MiB [default: by the size of this machine]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(MEMORY_LEAST_MIB..=65536))]
+    /// Memory for the small kernel: 256M, 1G [default: by the size of this machine]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(MEMORY_LEAST_MIB..=65536))]
     pub memory: Option<u64>,
     /// This is the small kernel: wait now
     #[arg(long, hide = true)]
@@ -508,8 +509,8 @@ pub struct MigrateArgs {
     /// their time at most, in percent; 0: not at all
     #[arg(long, value_name = "PERCENT", default_value_t = 75, value_parser = clap::value_parser!(u8).range(0..=99))]
     pub max_throttle: u8,
-    /// Send no more than this in a second while everything runs, in MiB
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    /// Send no more than this in a second while everything runs: 10M, 1G; a number alone is MiB, for all sizes
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 20))]
     pub bandwidth: Option<u64>,
     /// By how many connections pages go, each of which is encrypted and decrypted by itself; 1 to 16 [default: as many as
     /// there are CPUs, and 4 at most]
@@ -519,8 +520,8 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
     /// Memory for pages that are written to after the instant, and for what of this machine's memory the other one's
-    /// small kernel occupies, in MiB [default: a quarter of what is available, and 192 at least]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    /// small kernel occupies: 512M, 4G [default: a quarter of what is available, and 192 at least]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Take this disk along: a whole one, which the other machine cannot reach. It goes to the disk at the same place there, which
     /// `mercury receive --disk` gives; may be given more than once
@@ -651,8 +652,8 @@ pub struct HostedArgs {
     /// Where gdb may connect to: a socket, or a port of 127.0.0.1. With `,wait` behind it the kernel does not start before
     #[arg(long, value_name = "SOCKET|:PORT[,wait]")]
     pub gdb: Option<GdbOption>,
-    /// Memory in MiB
-    #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    /// Memory: 512M, 4G; a number alone is MiB
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = mebibytes(1..=1 << 20))]
     pub memory: u64,
     /// Processors, each of them a process of this host's; 8 at most
     #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]

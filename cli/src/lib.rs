@@ -45,6 +45,7 @@ pub mod output;
 pub mod progress;
 pub mod receive;
 pub mod restore;
+pub mod size;
 pub mod snapshot;
 pub mod span;
 pub mod stats;
