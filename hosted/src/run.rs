@@ -112,8 +112,15 @@ const STACK: u64 = 1 << 20;
 /// Loads the kernel as for a start, and says what was found.
 ///
 /// # Errors
-/// Whatever would be in the way of a start.
+/// What would be in the way of a start, but for networks, debuggers and processes.
 pub fn check(options: &Options) -> Result<Report> {
+    signal::ignore_file_size();
+    let limits = Limits::default();
+    limits.mappings()?;
+    limits.memory(options.memory)?;
+    check_processors(options)?;
+    read_initramfs(options)?;
+    open_disks(options)?;
     let prepared = prepare(options)?;
     let loaded = &prepared.loaded;
     Ok(Report {
@@ -141,12 +148,8 @@ pub fn run(options: &Options) -> Result<Infallible> {
     check_processors(options)?;
     let Prepared { kernel, memory, loaded } = prepare(options)?;
     let bringup = (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?;
-    let initramfs = match &options.initramfs {
-        Some(path) => fs::read(path).map_err(|error| Error::file("read", path, error))?,
-        None => Vec::new(),
-    };
-    let open = |disk: &DiskOption| Block::open(&disk.path, disk.read_only);
-    let mut disks = options.disks.iter().map(open).collect::<Result<Vec<Block>>>()?;
+    let initramfs = read_initramfs(options)?;
+    let mut disks = open_disks(options)?;
     let gdb = options.gdb.as_ref().map(GdbOption::open).transpose()?;
     let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
@@ -203,6 +206,15 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let console = Console::open()?;
     let devices = Devices::new(console, &start.memory, slots)?;
     start.run(Bus::Own(Box::new(devices)), debugger, special)
+}
+
+fn read_initramfs(options: &Options) -> Result<Vec<u8>> {
+    let read = |path: &PathBuf| fs::read(path).map_err(|error| Error::file("read", path, error));
+    options.initramfs.as_ref().map_or_else(|| Ok(Vec::new()), read)
+}
+
+fn open_disks(options: &Options) -> Result<Vec<Block>> {
+    options.disks.iter().map(|disk| Block::open(&disk.path, disk.read_only)).collect()
 }
 
 fn check_processors(options: &Options) -> Result<()> {
