@@ -11,12 +11,13 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move test shell bench soak deb check clean bootstrap
+.PHONY: help demo demo-move hosted test shell bench soak deb check clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
+	@echo 'make hosted    a Debian in a process, with a shell; make hosted ARGS=--isolation=process'
 	@echo 'make test      the tests that are not long; make test FILTER=machine LAB=intel'
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
 	@echo 'make test MINUTES=40   no test begins later than that; those left out are named'
@@ -34,6 +35,9 @@ demo bench deb check: bootstrap
 
 demo-move: bootstrap
 	@$(RUN) soak --migration --moves 2 --cpus 2
+
+hosted: bootstrap
+	@$(RUN) hosted $(ARGS)
 
 soak: bootstrap
 	@$(RUN) soak $(if $(CYCLES),--cycles $(CYCLES))

@@ -32,6 +32,7 @@ pub mod error;
 pub mod guests;
 pub mod hash;
 pub mod host;
+pub mod hosted;
 mod hung;
 pub mod hypervisor;
 pub mod image;

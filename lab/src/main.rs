@@ -1,6 +1,7 @@
 //! `lab`: the one command for developers.
 
 use std::{
+    ffi::OsString,
     io::{IsTerminal, Write},
     path::PathBuf,
     process::ExitCode,
@@ -12,7 +13,7 @@ use mercury_lab::{
     Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
     artefacts,
     bench::{self, Depth, Part},
-    check, deb, demo, host, image,
+    check, deb, demo, host, hosted, image,
     previrtualization::{self, Flavour},
     soak, testing,
 };
@@ -55,6 +56,12 @@ enum Command {
         /// Without the afterburner
         #[arg(long)]
         plain: bool,
+    },
+    /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has built
+    Hosted {
+        /// For `mercury hosted run`: --isolation=process, --cpus 2, --net passt and others
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
     },
     /// Boot a machine with a shell on this terminal
     #[command(visible_alias = "boot")]
@@ -260,6 +267,7 @@ fn run(command: Command) -> Result<ExitCode> {
             }
             println!("{}", built.image.display());
         }
+        Command::Hosted { arguments } => return hosted::shell(&arguments),
         Command::BuildDriver { kernel } => build_driver(kernel)?,
         Command::Shell { machine } => Machine::shell(with_terminal(machine.spec()))?,
         Command::Run { machine, timeout, command } => {
