@@ -20,6 +20,7 @@ use crate::{
     output::{Format, Render, text},
     progress, receive, restore, snapshot, status,
     status::Status,
+    sudo,
     switch::{self, LoadReport, Prepared, UnloadReport},
     sysroot::{Module, Sysroot},
     tsc,
@@ -169,9 +170,7 @@ fn fail(error: &Error, format: Format, name: &str) -> Exit {
 
 /// Refuses whoever is not root.
 pub fn need_root(action: &str) -> Result<()> {
-    let error = || {
-        Error::new(Exit::Permission, format!("{action} needs root")).hint(format!("sudo mercury {action}"))
-    };
+    let error = || Error::new(Exit::Permission, format!("{action} needs root")).hint(sudo::again());
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err(error()) }
 }
 

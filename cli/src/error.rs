@@ -1,6 +1,6 @@
 //! What went wrong, said so that the reader knows what to do next.
 
-use crate::{bits, exit::Exit, explain};
+use crate::{bits, exit::Exit, explain, sudo};
 use mercury_abi::{code::Code, ioctl::Outcome};
 use serde::{Serialize, Serializer};
 use std::fmt;
@@ -84,7 +84,8 @@ impl Error {
     pub fn system(action: &str, errno: rustix::io::Errno) -> Self {
         let (exit, hint) = match errno {
             rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => {
-                (Exit::Permission, "run it as root: sudo mercury …")
+                return Self::new(Exit::Permission, format!("{action} failed: {}", strip_number(&errno)))
+                    .hint(format!("run it as root: {}", sudo::again()));
             }
             rustix::io::Errno::NOTTY | rustix::io::Errno::INVAL => (
                 Exit::Failed,

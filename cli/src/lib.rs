@@ -50,6 +50,7 @@ pub mod snapshot;
 pub mod span;
 pub mod stats;
 pub mod status;
+pub mod sudo;
 pub mod svm;
 pub mod switch;
 pub mod sysroot;
