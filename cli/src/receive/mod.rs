@@ -93,6 +93,8 @@ struct Report {
     /// What `mercury migrate` is given.
     key: String,
     address: SocketAddrV4,
+    /// How long both are good for, from now on.
+    lifetime_seconds: u64,
     /// Files, where somebody else starts them.
     #[serde(flatten)]
     prepared: Option<Prepared>,
@@ -105,6 +107,13 @@ impl Render for Report {
         to.line("on the machine that is to move here:");
         to.line(format!("  mercury migrate {}{port} --key {}", self.address.ip(), self.key));
         if let Some(prepared) = &self.prepared {
+            let minutes = self.lifetime_seconds / 60;
+            to.line(format!(
+                "good for {} h {} min from now on (--lifetime), once this machine, or",
+                minutes / 60,
+                minutes % 60
+            ));
+            to.line("one with the same address, has been started with these, by a boot loader or from the network:");
             prepared.render(to);
         }
     }
@@ -148,7 +157,12 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()
     };
-    let mut report = Report { key: line.to_string(), address: listen, prepared: None };
+    let mut report = Report {
+        key: line.to_string(),
+        address: listen,
+        lifetime_seconds: args.lifetime.0.as_secs(),
+        prepared: None,
+    };
     if let Some(folder) = &args.prepare {
         report.prepared = Some(environment::write(&purpose, folder, &sysroot)?);
         say.done(&report);
