@@ -10,7 +10,7 @@ use mercury_lab::{
 };
 
 /// Of each benchmark: where a tick of the clock falls is chance.
-const EFFORT: Effort = Effort { samples: 3, timed_rounds: 0 };
+const EFFORT: Effort = Effort { samples: 3, timed_pairs: 0 };
 const EMULATOR: &str = "this is about a kernel on any bare machine";
 
 /// Boots it on two processors, puts it to work, and looks for complaints.

@@ -53,7 +53,7 @@ const MEMORY_MIB: u32 = 1024;
 
 /// How much is measured on a small kernel, for docs/ and for a first look.
 const PREVIRTUALIZED: [Effort; 2] =
-    [Effort { samples: 5, timed_rounds: 15 }, Effort { samples: 1, timed_rounds: 0 }];
+    [Effort { samples: 5, timed_pairs: 9 }, Effort { samples: 1, timed_pairs: 0 }];
 /// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
 const HOSTED_ROUNDS: [hosted::Rounds; 2] =
     [hosted::Rounds { small: 5, work: 3 }, hosted::Rounds { small: 1, work: 1 }];

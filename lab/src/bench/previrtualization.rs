@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{
     hosted::{self, Hosted},
-    stats::Ratio,
+    stats::{self, Ratio},
     suite::{self, Amount},
 };
 use crate::{
@@ -26,7 +26,7 @@ pub const HEADING: &str = "## Pre-virtualization";
 /// Its key in docs/benchmarks.json.
 pub const KEY: &str = "previrtualization";
 
-/// Upper bound that the project promises, for instructions, and for time as far as it can be told.
+/// Upper bound that the project promises, for instructions, and for the time of all benchmarks together.
 const AT_MOST: f64 = 1.01;
 /// The same for the size of code.
 const CODE_AT_MOST: f64 = 1.02;
@@ -34,10 +34,13 @@ const CODE_AT_MOST: f64 = 1.02;
 /// How often each kernel is booted: what it finds where, and when the scheduler is called, is chance.
 const ROUNDS: u32 = 5;
 
+/// How often each of two machines that are there at once is timed.
+const TURNS: u32 = 4;
+
 /// How much of each when it is timed, on one CPU.
 const AMOUNT_TIMED: Amount = Amount { parallel: 1, dbench_seconds: 2, ..Amount::TIMED };
 
-/// The geometric mean of a round's ratios of time. One of sixteen intervals may well be beyond a bound by chance.
+/// The geometric mean of a pair's ratios of time. One of sixteen intervals may well be beyond a bound by chance.
 const TOGETHER: &str = "all together";
 
 /// A fault maps what is in memory of the file around it, so exec takes two per cent more where reading ahead has not
@@ -70,8 +73,8 @@ const BENCHMARKS: &[&str] = &[
 pub struct Effort {
     /// Samples of each of lmbench's.
     pub samples: u32,
-    /// Rounds in which both kernels' time is measured, side by side; none if the clock is to be left alone.
-    pub timed_rounds: u32,
+    /// Pairs of machines on which both kernels' time is measured; none if the clock is to be left alone.
+    pub timed_pairs: u32,
 }
 
 /// All figures.
@@ -185,9 +188,9 @@ pub fn compare(release: Release, effort: Effort) -> Result<Compared> {
         kernel = count(release, &plain, effort.samples, &mut unpadded)?;
         count(release, &padded, effort.samples, &mut with_slots)?;
     }
-    let time = match effort.timed_rounds {
+    let time = match effort.timed_pairs {
         0 => BTreeMap::new(),
-        rounds => time(release, [&plain, &padded], rounds)?,
+        pairs => time(release, [&plain, &padded], pairs)?,
     };
     let both =
         |name: &str| Some((name.to_owned(), Instructions::new(*unpadded.get(name)?, *with_slots.get(name)?)));
@@ -206,8 +209,26 @@ pub fn compare(release: Release, effort: Effort) -> Result<Compared> {
     })
 }
 
-/// Time on both kernels, without and with slots: on two machines that are there at once, by turns, each as often first.
-fn time(release: Release, kernels: [&Built; 2], rounds: u32) -> Result<BTreeMap<String, Ratio>> {
+/// Time on both kernels, without and with slots: one ratio of each pair of machines that are there at once. Where an
+/// emulator has put what it translated makes one machine faster than its like for as long as it is there.
+fn time(release: Release, kernels: [&Built; 2], pairs: u32) -> Result<BTreeMap<String, Ratio>> {
+    let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    let mut line = Line::begin();
+    for pair in 0..pairs {
+        line.show(&format!("time, machines {} of {pairs}", pair + 1));
+        let [unpadded, padded] = time_pair(release, kernels, pair)?;
+        let of = |(name, cost): (String, f64)| unpadded.get(&name).map(|without| (name, cost / without));
+        let pair: BTreeMap<String, f64> = padded.into_iter().filter_map(of).collect();
+        let together = pair.values().map(|ratio| ratio.ln()).sum::<f64>() / pair.len() as f64;
+        for (name, ratio) in pair.into_iter().chain([(TOGETHER.to_owned(), together.exp())]) {
+            ratios.entry(name).or_default().push(ratio);
+        }
+    }
+    Ok(ratios.into_iter().map(|(name, ratios)| (name, Ratio::of(&ratios))).collect())
+}
+
+/// The time of each benchmark on both kernels, the median of several turns, on two machines by turns, each as often first.
+fn time_pair(release: Release, kernels: [&Built; 2], pair: u32) -> Result<[BTreeMap<String, f64>; 2]> {
     let boot = |built: &Built| {
         let machine = Machine::boot(Spec { icount: None, ..machine(release, &built.image) })?;
         machine.sh(WARM)?;
@@ -216,25 +237,15 @@ fn time(release: Release, kernels: [&Built; 2], rounds: u32) -> Result<BTreeMap<
         Ok(machine)
     };
     let machines = [boot(kernels[0])?, boot(kernels[1])?];
-    let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
-    let mut line = Line::begin();
-    for round in 0..rounds {
-        line.show(&format!("time, round {} of {rounds}", round + 1));
-        let mut costs = [BTreeMap::new(), BTreeMap::new()];
-        for turn in 0..2 {
-            let which = (round as usize + turn) % 2;
-            costs[which] = suite::measure(&machines[which], &AMOUNT_TIMED)?.into_iter().collect();
-        }
-        let [unpadded, padded] = costs;
-        let of = |(name, cost): (String, f64)| unpadded.get(&name).map(|without| (name, cost / without));
-        let round: BTreeMap<String, f64> = padded.into_iter().filter_map(of).collect();
-        let together = round.values().map(|ratio| ratio.ln()).sum::<f64>() / round.len() as f64;
-        for (name, ratio) in round.into_iter().chain([(TOGETHER.to_owned(), together.exp())]) {
-            ratios.entry(name).or_default().push(ratio);
+    let mut costs: [BTreeMap<String, Vec<f64>>; 2] = Default::default();
+    for turn in 0..2 * TURNS {
+        let which = ((pair + turn / 2 + turn) % 2) as usize;
+        for (name, cost) in suite::measure(&machines[which], &AMOUNT_TIMED)? {
+            costs[which].entry(name).or_default().push(cost);
         }
     }
     machines.into_iter().try_for_each(Machine::shut_down)?;
-    Ok(ratios.into_iter().map(|(name, ratios)| (name, Ratio::of(&ratios))).collect())
+    Ok(costs.map(|costs| costs.into_iter().map(|(name, costs)| (name, stats::median(&costs))).collect()))
 }
 
 /// What `afterburner verify` says of a kernel and its modules; it fails if anything is wrong.
@@ -332,10 +343,7 @@ impl Compared {
             (one.ratio > AT_MOST, format!("{name} takes {} times the instructions", one.ratio))
         };
         let late = |(name, one): (&String, &Ratio)| {
-            (
-                one.low > AT_MOST,
-                format!("{name} takes {:.4} times the time, at least {:.4}", one.median, one.low),
-            )
+            (one.median > AT_MOST, format!("{name} takes {:.4} times the time", one.median))
         };
         let all = checks
             .into_iter()
@@ -354,8 +362,9 @@ pub fn section(figures: &Previrtualization) -> String {
         "{HEADING}\n\n\
         A small kernel, as it is and as `afterburner make` builds it, on a machine with one CPU that counts instructions\n\
         (the lowest of {ROUNDS} boots of each): [previrtualization.md](previrtualization.md). Promised: no sensitive instruction uncovered, at most {AT_MOST} times\n\
-        the instructions of each benchmark, at most {CODE_AT_MOST} times the code, and all together no time beyond {AT_MOST} that can be told. Time is that of an\n\
-        emulator on a shared host: both kernels on machines that are there at once, by turns; medians, and where they lie with 95 %.\n\n{}",
+        the instructions of each benchmark, at most {CODE_AT_MOST} times the code, and all together at most {AT_MOST} times the time. Time is that of an\n\
+        emulator on a shared host: both kernels on two machines that are there at once, medians of {TURNS} turns of each, and medians\n\
+        over several such pairs, and where they lie with 95 %.\n\n{}",
         parts.join("\n")
     )
 }
@@ -456,7 +465,7 @@ pub mod tests {
             instructions,
             time: BTreeMap::from([
                 ("fork".to_owned(), Ratio { median: 1.013, low: 1.011, high: 1.02 }),
-                (TOGETHER.to_owned(), Ratio { median: 1.013, low: 0.991, high: 1.02 }),
+                (TOGETHER.to_owned(), Ratio { median: 1.003, low: 0.991, high: 1.02 }),
             ]),
         };
         Previrtualization::of(vec![kernel]).with(hosted::tests::figures())
@@ -543,8 +552,8 @@ pub mod tests {
         };
         assert!(broken(slow).contains("fork takes 1.011"));
         let late = |kernel: &mut Compared| {
-            kernel.time.insert(TOGETHER.into(), Ratio { median: 1.05, low: 1.02, high: 1.08 });
+            kernel.time.insert(TOGETHER.into(), Ratio { median: 1.02, low: 0.99, high: 1.08 });
         };
-        assert!(broken(late).contains("all together takes 1.0500 times the time, at least 1.0200"));
+        assert!(broken(late).contains("all together takes 1.0200 times the time"));
     }
 }
