@@ -59,11 +59,9 @@ pub struct Block {
     pub flags: u64,
     /// Something waits for the guest to take interrupts. Signals set it.
     pub pending: u8,
-    /// Whether system calls are the guest's: the host's kernel reads it.
-    pub selector: u8,
     /// Another processor has called, and is answered whether the guest takes interrupts or not. Signals set it.
     pub called: u8,
-    reserved: u8,
+    reserved: [u8; 2],
     /// Which slot the guest left by.
     pub exit: u32,
     /// Where slots jump to.
@@ -90,6 +88,10 @@ pub struct Block {
     pub call_segments: Segments,
     /// Those that its return loads.
     pub return_segments: Segments,
+    /// Selectors that mean nothing in 64-bit mode, by the segment registers' numbers: ES, CS, SS, DS, FS, GS.
+    pub data: [u16; 6],
+    /// CR2: the address of the last page fault that the guest was given.
+    pub cr2: u64,
     /// Where system calls go.
     pub lstar: u64,
     /// Where slots jump to return from one.
@@ -100,7 +102,7 @@ pub struct Block {
 
 /// Offsets for what is written in assembler.
 pub mod at {
-    use super::{BLOCK, Block, offset_of};
+    use super::{BLOCK, Block, PAGE, offset_of};
 
     /// [`Block::flags`]
     pub const FLAGS: u64 = BLOCK + offset_of!(Block, flags) as u64;
@@ -108,8 +110,8 @@ pub mod at {
     pub const IF_BYTE: u64 = FLAGS + 1;
     /// [`Block::pending`]
     pub const PENDING: u64 = BLOCK + offset_of!(Block, pending) as u64;
-    /// [`Block::selector`]
-    pub const SELECTOR: u64 = BLOCK + offset_of!(Block, selector) as u64;
+    /// Whether system calls are the guest's: a byte that the host's kernel reads. It is each process' own.
+    pub const SELECTOR: u64 = BLOCK + PAGE;
     /// [`Block::called`]
     pub const CALLED: u64 = BLOCK + offset_of!(Block, called) as u64;
     /// [`Block::exit`]
@@ -132,6 +134,10 @@ pub mod at {
     pub const EXTENDED: u64 = BLOCK + offset_of!(Block, extended) as u64;
     /// [`Block::segments`]
     pub const SEGMENTS: u64 = BLOCK + offset_of!(Block, segments) as u64;
+    /// [`Block::data`]
+    pub const DATA: u64 = BLOCK + offset_of!(Block, data) as u64;
+    /// [`Block::cr2`]
+    pub const CR2: u64 = BLOCK + offset_of!(Block, cr2) as u64;
     /// [`Block::call_segments`]
     pub const CALL_SEGMENTS: u64 = BLOCK + offset_of!(Block, call_segments) as u64;
     /// [`Block::return_segments`]
@@ -150,12 +156,14 @@ pub mod at {
     pub const RFLAGS: u64 = RIP + 8;
 }
 
-/// Maps the block.
+/// Maps the block, which processes that are made afterwards have in common, and the selector.
 ///
 /// # Errors
 /// If something is there.
 pub fn map() -> Result<()> {
-    map_private(BLOCK, PAGE, libc::PROT_READ | libc::PROT_WRITE)
+    const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE;
+    map_new(BLOCK, PAGE, RIGHTS, libc::MAP_SHARED)?;
+    map_private(at::SELECTOR, PAGE, RIGHTS)
 }
 
 /// Maps private memory at an address where nothing is.
@@ -163,13 +171,17 @@ pub fn map() -> Result<()> {
 /// # Errors
 /// If something is there.
 pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
+    map_new(address, length, protection, libc::MAP_PRIVATE)
+}
+
+fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
     // SAFETY: What is mapped already is not replaced: the flag forbids it.
     let mapped = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(address as usize),
             length as usize,
             protection,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
+            how | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
             -1,
             0,
         )

@@ -191,6 +191,12 @@ impl Kernel {
         self.segments.iter().map(|segment| segment.physical + segment.size).max().unwrap_or(0)
     }
 
+    /// Forgets what is needed to load it, which is most of it. Its symbols and where it lies are left.
+    pub fn is_loaded(&mut self) {
+        self.segments.iter_mut().for_each(|segment| segment.bytes = Vec::new());
+        (self.relocations, self.code, self.slots) = (Vec::new(), Vec::new(), BTreeMap::new());
+    }
+
     fn read_sections(&mut self, file: &File<'_>) -> Result<()> {
         let percpu = file.section_by_name(SECTION_PERCPU).map(|section| section.index());
         let names = Names::default();

@@ -15,6 +15,7 @@
 //! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
 //! - [`isolation`]: if it is asked for, programs run in processes of their own; [`guards`] keep the kernel's own accesses from
 //!   what is not theirs.
+//! - [`homes`]: otherwise each address space has a process, in which what it has mapped stays mapped.
 //! - [`smp`]: more processors than one, each a process.
 //! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
@@ -27,6 +28,7 @@ pub mod entry;
 pub mod error;
 pub mod gdb;
 pub mod guards;
+pub mod homes;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;

@@ -17,6 +17,8 @@ const LEAST_MAPPINGS: u64 = 8192;
 const MAPPINGS: &str = "proc/sys/vm/max_map_count";
 /// What the monitor takes beside the guest's memory, with its code for slots and its processes, about.
 const OWN_MEMORY: u64 = 32 << 20;
+/// What a process for an address space takes, but for the guest's page tables, about.
+const HOME_MEMORY: u64 = 2 << 20;
 const MEMORY: &str = "proc/meminfo";
 const MAPS: &str = "proc/self/maps";
 const GROUPS: &str = "proc/self/cgroup";
@@ -110,8 +112,7 @@ impl Limits {
             ))
             .hint("give it less with --memory"));
         }
-        let groups = fs::read_to_string(self.root.join(GROUPS)).unwrap_or_default();
-        for (most, path) in groups.lines().filter_map(limit).flat_map(|one| self.limits(one)) {
+        for (most, path) in self.groups() {
             if most < bytes.saturating_add(OWN_MEMORY) {
                 return Err(Error::host(format!(
                     "the control group allows {} MiB of memory, and the guest is to have {} MiB beside the monitor's {}",
@@ -123,6 +124,21 @@ impl Limits {
             }
         }
         Ok(())
+    }
+
+    /// How many processes for address spaces the control groups have memory for, beside the guest's and the monitor's.
+    #[must_use]
+    pub fn homes(&self, bytes: u64) -> u64 {
+        // Page tables take a 512th of what they map, if all of it is used.
+        let each = HOME_MEMORY.saturating_add(bytes / 512);
+        let homes = |most: u64| most.saturating_sub(bytes).saturating_sub(OWN_MEMORY) / each;
+        self.groups().into_iter().map(|(most, _)| homes(most)).min().unwrap_or(u64::MAX)
+    }
+
+    /// The limits of memory of the groups that this process is in, and where they are.
+    fn groups(&self) -> Vec<(u64, PathBuf)> {
+        let groups = fs::read_to_string(self.root.join(GROUPS)).unwrap_or_default();
+        groups.lines().filter_map(limit).flat_map(|one| self.limits(one)).collect()
     }
 
     /// Memory and swap, in bytes.
@@ -239,6 +255,8 @@ mod tests {
             ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "134217728\n"),
         ]);
         assert!(limits.memory(96 * MIB).is_ok() && limits.memory(97 * MIB).is_err());
+        assert_eq!((limits.homes(64 * MIB), limits.homes(96 * MIB), limits.homes(97 * MIB)), (15, 0, 0));
+        assert_eq!(host(&[]).1.homes(64 * MIB), u64::MAX);
         assert!(host(&[]).1.memory(u64::MAX).is_ok());
         let (_directory, limits) = host(&[(MEMORY, "MemTotal:  2097152 kB\nSwapTotal:  1048576 kB\n")]);
         assert!(limits.memory(3072 * MIB).is_ok());

@@ -1,6 +1,7 @@
 //! The machine: a processor, its memory and its devices, and what it does when the guest is left.
 
 use std::{
+    collections::HashMap,
     ops::Range,
     sync::atomic::{AtomicPtr, AtomicU8, Ordering},
 };
@@ -11,12 +12,13 @@ use crate::{
     entry,
     gdb::Debugger,
     guards::Guards,
+    homes::{Common, Home, Request},
     isolation::{Spaces, mappings::Mappings, stub::Stop},
     layout::{self, PAGE},
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
     retry::Faulted,
-    shadow::{Mapped, Shadows},
+    shadow::{self, Mapped, Shadows},
     signal,
     smp::{
         self, Processor,
@@ -102,7 +104,9 @@ pub struct Counters {
 #[derive(Debug)]
 pub struct Machine {
     /// The processor, but for what is in the block.
-    pub vcpu: Vcpu,
+    pub vcpu: Common<Vcpu>,
+    /// Model-specific registers that mean nothing here, as far as they were written.
+    pub other_registers: HashMap<u32, u64>,
     /// Memory.
     pub memory: Memory,
     /// Devices, or the way to them.
@@ -122,7 +126,9 @@ pub struct Machine {
     /// The kernel's own page tables.
     pub kernel_root: u64,
     /// What has been counted.
-    pub counters: Counters,
+    pub counters: Common<Counters>,
+    /// What has been counted of rewritten system calls.
+    pub rewriting: &'static shadow::Counters,
     /// Mappings made since all were dropped.
     pub mapped: u64,
     /// Those of them that are programs'.
@@ -133,6 +139,8 @@ pub struct Machine {
     pub shadows: Option<Shadows>,
     /// The processes that programs run in, if they do not run in this one.
     pub spaces: Option<Spaces>,
+    /// Which process this is, if each address space has one.
+    pub home: Option<Home>,
     /// The code that returns from a system call, behind its look at what waits.
     pub returning: Range<u64>,
     /// The debugger's end.
@@ -161,12 +169,18 @@ impl Machine {
     /// Lets the guest run. Comes back never: the process ends when the machine does.
     pub fn run(self) -> ! {
         let machine = Box::leak(Box::new(self));
-        let block = machine.block();
-        // SAFETY: The area is as large as the processor says, and at a multiple of 64.
-        unsafe { entry::hosted_save_extended(block.extended) };
-        machine.attend_debugger();
+        let home = machine.home;
+        if home.is_none_or(|home| home.is_first()) {
+            // SAFETY: The area is as large as the processor says, and at a multiple of 64.
+            unsafe { entry::hosted_save_extended(machine.block().extended) };
+            machine.attend_debugger();
+        }
         MACHINE.store(machine, Ordering::Release);
-        machine.attend();
+        match home {
+            None => machine.attend(),
+            Some(home) if home.is_first() => machine.serve_homes(home),
+            Some(_) => machine.move_in(),
+        }
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
         unreachable!("the guest does not return");
@@ -174,6 +188,13 @@ impl Machine {
 
     /// Says why, gives the terminal back, and ends the process.
     pub fn end(&mut self, how: End, why: &str) -> ! {
+        if let Some(home) = self.home.filter(|home| !home.is_first()) {
+            home.give_reason(why);
+            home.ask(Request::End(how));
+            loop {
+                let _ = home.hand_over();
+            }
+        }
         self.devices.restore();
         if !why.is_empty() {
             eprintln!("mercury hosted: {why}");
@@ -182,8 +203,9 @@ impl Machine {
             eprintln!("{}", self.describe());
         }
         if self.verbose {
-            eprintln!("mercury hosted: {:?}", self.counters);
-            eprintln!("mercury hosted: {:?}", self.shadows.as_ref().map(|shadows| shadows.counters));
+            eprintln!("mercury hosted: {:?}", *self.counters);
+            eprintln!("mercury hosted: {:?}", self.rewriting);
+            eprintln!("mercury hosted: {:?}", self.home.as_ref().map(Home::counters));
             eprintln!("mercury hosted: {:?}", self.spaces.as_ref().map(|spaces| spaces.counters));
         }
         std::process::exit(match how {
@@ -203,7 +225,7 @@ impl Machine {
             registers.rip,
             self.block().segments.cs,
             self.flags(),
-            self.vcpu.cr2,
+            self.block().cr2,
             self.vcpu.cr3,
             self.block().gs
         );
@@ -310,6 +332,9 @@ impl Machine {
 
     /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
     pub fn service(&mut self) {
+        if self.ask_first(Request::Look) {
+            return;
+        }
         pending().store(0, Ordering::Release);
         self.attend_debugger();
         if self.is_stepping() {
@@ -336,6 +361,14 @@ impl Machine {
         }
     }
 
+    /// Looks at what waits, and delivers an interrupt if the guest takes it.
+    pub fn look(&mut self) {
+        self.attend();
+        if self.interruptible() && pending().load(Ordering::Acquire) != 0 {
+            self.service();
+        }
+    }
+
     /// The vector of the interrupt that is delivered now.
     fn acknowledge(&mut self) -> Option<u8> {
         let vector = self.apic.as_mut().and_then(Apic::acknowledge);
@@ -351,12 +384,15 @@ impl Machine {
     /// Looks at what does not wait until the guest takes interrupts. Another processor may have called: it has a question for the
     /// first one, or has reset this one, which waits to be started, then. Or the machine has to end.
     pub fn attend(&mut self) {
+        if self.ask_first(Request::Look) {
+            return;
+        }
         smp::called().store(0, Ordering::SeqCst);
         if signal::is_end_wanted() {
             self.end(End::Ended, "ended by a signal");
         }
         if signal::is_child_gone() {
-            self.end(End::Broken, signal::CHILD_HAS_ENDED);
+            self.end(End::Broken, &signal::how_child_has_ended());
         }
         let Some(one) = self.processor else { return };
         if one.is_first() {
@@ -552,7 +588,10 @@ impl Machine {
     }
 
     /// Does an access to a device's registers in memory, which is not mapped for that.
-    fn touch_device(&mut self, physical: u64) -> Result<(), Exception> {
+    pub(crate) fn touch_device(&mut self, physical: u64) -> Result<(), Exception> {
+        if self.ask_first(Request::Access(physical)) {
+            return Ok(());
+        }
         if self.perform_access(physical)?.is_none() {
             let rip = self.block().registers.rip;
             let why = format!(
@@ -581,7 +620,7 @@ impl Machine {
     pub fn inject(&mut self, exception: Exception) {
         self.step_was_left();
         if let Some(address) = exception.address {
-            self.vcpu.cr2 = address;
+            self.block().cr2 = address;
         }
         if let Err(second) = self.deliver(exception) {
             let why = format!("the guest cannot take {exception:x?}: {second:x?}");
@@ -607,7 +646,7 @@ impl Machine {
             0 => registers.general[block::RSP],
             list => self.read_long(self.vcpu.task_base + 0x24 + (list - 1) * 8)?,
         } & !15;
-        let rip = self.shadows.as_ref().map_or(registers.rip, |shadows| shadows.visible(registers.rip));
+        let rip = self.visible(registers.rip);
         let words = [
             rip,
             u64::from(self.block().segments.cs),
@@ -628,6 +667,15 @@ impl Machine {
             self.block().segments.ss = 0;
         }
         Ok(())
+    }
+
+    /// What the guest is to see of its instruction pointer.
+    pub(crate) fn visible(&self, rip: u64) -> u64 {
+        match (self.home, &self.shadows) {
+            (Some(home), _) if home.is_first() => home.visible(rip),
+            (_, Some(shadows)) => shadows.visible(rip),
+            _ => rip,
+        }
     }
 
     /// A program's system call.
@@ -700,6 +748,9 @@ impl Machine {
             Cause::Guarded => self.use_guarded(exit.original),
             Cause::Pending => {}
         }
+        if self.home.is_some_and(|home| home.is_left()) {
+            return;
+        }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
             self.service();
         }
@@ -730,6 +781,7 @@ pub extern "C" fn handle_exit() {
     if let Some(machine) = running() {
         machine.exit();
         machine.run_programs();
+        machine.go_on();
     }
 }
 
@@ -737,15 +789,14 @@ pub extern "C" fn handle_exit() {
 pub extern "C" fn handle_program() {
     if let Some(machine) = running() {
         machine.run_programs();
+        machine.go_on();
     }
 }
 
 /// Another processor has called, or something waits and the guest takes interrupts.
 pub extern "C" fn handle_pending() {
     if let Some(machine) = running() {
-        machine.attend();
-        if machine.interruptible() && pending().load(Ordering::Acquire) != 0 {
-            machine.service();
-        }
+        machine.look();
+        machine.go_on();
     }
 }

@@ -7,7 +7,9 @@ use mercury_afterburner::kind::Kind;
 
 use crate::{
     block::{self, IF, Segments},
-    cpuid, guards, layout,
+    cpuid, guards,
+    homes::Request,
+    layout,
     machine::{End, Exception, Machine},
     mmu::Privilege,
     smp::{
@@ -23,6 +25,9 @@ type Done = Result<(), Exception>;
 const CONTROLLER_BASE: u32 = 0x1B;
 /// The one that says when its timer strikes.
 const DEADLINE: u32 = 0x6E0;
+/// Those that the processor has, and the block: the time stamp counter, EFER, what system calls load, the bases of FS and GS.
+const KNOWN_REGISTERS: [u32; 8] =
+    [0x10, 0xC000_0080, 0xC000_0081, 0xC000_0082, 0xC000_0084, 0xC000_0100, 0xC000_0101, 0xC000_0102];
 /// Bits of CR3 that are no address.
 const NO_FLUSH: u64 = 1 << 63;
 
@@ -32,6 +37,9 @@ impl Machine {
     /// # Errors
     /// The exception that the guest gets for it.
     pub fn perform(&mut self, instruction: &Instruction) -> Done {
+        if self.is_for_the_first(instruction) && self.ask_first(Request::Perform(*instruction)) {
+            return Ok(());
+        }
         match Kind::of(instruction).ok_or(Exception::UNDEFINED)? {
             Kind::Cli => self.block().flags &= !IF,
             Kind::Sti => self.block().flags |= IF,
@@ -66,7 +74,7 @@ impl Machine {
                 let address = self.address(instruction);
                 self.drop_page(address);
             }
-            Kind::Invpcid => self.drop_all(),
+            Kind::Invpcid => self.flush_all(),
             Kind::Rdmsr => self.read_msr(),
             Kind::Wrmsr => self.write_msr(),
             Kind::Rdpmc => self.set_pair(0),
@@ -95,6 +103,17 @@ impl Machine {
             _ => return Err(Exception::UNDEFINED),
         }
         Ok(())
+    }
+
+    /// Whether it takes what only the first process has, if address spaces have processes.
+    fn is_for_the_first(&self, instruction: &Instruction) -> bool {
+        match Kind::of(instruction) {
+            Some(Kind::Hlt | Kind::Mwait | Kind::In | Kind::Out | Kind::Ins | Kind::Outs) => true,
+            Some(Kind::Rdmsr | Kind::Wrmsr) => {
+                !KNOWN_REGISTERS.contains(&(self.block().registers.general[block::RCX] as u32))
+            }
+            _ => false,
+        }
     }
 
     fn general(&mut self, register: Register) -> &'static mut u64 {
@@ -244,7 +263,7 @@ impl Machine {
                 low >> 16 & 0xFF_FFFF | low >> 32 & 0xFF00_0000
             }
         };
-        self.vcpu.data[register.number() % 6] = selector;
+        self.block().data[register.number() % 6] = selector;
         match register {
             Register::SS => self.block().segments.ss = selector,
             Register::FS => self.block().fs = base,
@@ -260,7 +279,7 @@ impl Machine {
         let value = u64::from(match register {
             Register::CS => self.block().segments.cs,
             Register::SS => self.block().segments.ss,
-            other => self.vcpu.data[other.number() % 6],
+            other => self.block().data[other.number() % 6],
         });
         if is_push { self.push(value) } else { self.set(instruction, 0, value) }
     }
@@ -332,6 +351,9 @@ impl Machine {
         if self.spaces.is_some() {
             cpuid::separate_programs(number, &mut leaf);
         }
+        if self.home.is_some() {
+            cpuid::keep_translations(number, &mut leaf);
+        }
         if let Some(one) = self.processor {
             cpuid::be_one_of(one.number, one.count, number, &mut leaf);
         }
@@ -365,7 +387,7 @@ impl Machine {
             0xC000_0100 => self.block().fs,
             0xC000_0101 => self.block().gs,
             0xC000_0102 => self.block().gs_other,
-            _ => self.vcpu.others.get(&index).copied().unwrap_or_else(|| {
+            _ => self.other_registers.get(&index).copied().unwrap_or_else(|| {
                 if self.verbose {
                     eprintln!("mercury hosted: the guest reads the unknown register {index:#x}\r");
                 }
@@ -394,7 +416,7 @@ impl Machine {
             0xC000_0101 => self.block().gs = value,
             0xC000_0102 => self.block().gs_other = value,
             _ => {
-                self.vcpu.others.insert(index, value);
+                self.other_registers.insert(index, value);
             }
         }
     }
@@ -410,7 +432,7 @@ impl Machine {
     fn read_control(&mut self, instruction: &Instruction) -> Done {
         let value = match instruction.op1_register() {
             Register::CR0 => self.vcpu.cr0,
-            Register::CR2 => self.vcpu.cr2,
+            Register::CR2 => self.block().cr2,
             Register::CR3 => self.vcpu.cr3,
             Register::CR4 => self.vcpu.cr4,
             Register::CR8 => self.vcpu.cr8,
@@ -423,14 +445,14 @@ impl Machine {
         let value = self.get(instruction, 1)?;
         match instruction.op0_register() {
             Register::CR0 => self.vcpu.cr0 = value,
-            Register::CR2 => self.vcpu.cr2 = value,
+            Register::CR2 => self.block().cr2 = value,
             Register::CR3 => {
                 self.counters.switches += 1;
                 self.load_tables(value & !NO_FLUSH, value & NO_FLUSH == 0);
             }
             Register::CR4 => {
                 if (self.vcpu.cr4 ^ value) & CR4_GLOBAL != 0 {
-                    self.drop_all();
+                    self.flush_all();
                 }
                 self.vcpu.cr4 = value;
             }

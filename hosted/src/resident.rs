@@ -1,10 +1,12 @@
-//! What of the page tables the process has mapped, when the guest goes from one address space to another.
+//! What of the page tables the process has mapped, when the guest goes from one address space to another, or comes back to
+//! one that had to be forgotten ([`crate::homes`]).
 //!
 //! The page tables that it goes to are compared with what is mapped. What they have, too, stays, as text does of programs that
 //! are copies of each other, with the system calls that are rewritten in it. What leads elsewhere, as stacks do, is mapped as
 //! they say, if it was used there before; the rest goes.
 
 use crate::{
+    homes::Event,
     layout::{self, PAGE},
     machine::Machine,
     mmu::Looker,
@@ -26,6 +28,14 @@ impl Machine {
         if !flush && is_same {
             return;
         }
+        if let Some(home) = self.home {
+            return home.load(cr3, flush);
+        }
+        self.compare_with_tables();
+    }
+
+    /// Has nothing mapped of programs that the page tables do not say.
+    pub(crate) fn compare_with_tables(&mut self) {
         // What runs elsewhere has next to nothing here.
         if self.spaces.is_some() || self.programs.pages() > MOST_COMPARED {
             self.drop_programs();
@@ -40,7 +50,7 @@ impl Machine {
         let look = |page| looker.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
         let changes = self.programs.exchange(MOST_EXCHANGED, layout::THUNKS, look);
         if let Some(shadows) = &mut self.shadows {
-            shadows.kept(&self.programs);
+            shadows.kept(&self.memory, &self.programs);
         }
         for change in changes {
             match change.to {
@@ -64,11 +74,24 @@ impl Machine {
         }
     }
 
+    /// All translations are to be dropped.
+    pub fn flush_all(&mut self) {
+        let Some(home) = self.home else { return self.drop_all() };
+        home.flush_all();
+        home.tell(Event::KernelDropped);
+        self.drop_kernel();
+    }
+
+    /// Drops the mappings that are the kernel's, but for the direct map.
+    pub(crate) fn drop_kernel(&mut self) {
+        self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
+        self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
+    }
+
     /// Drops all mappings but the direct map.
     pub fn drop_all(&mut self) {
         self.drop_programs();
-        self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
-        self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
+        self.drop_kernel();
         self.mapped = 0;
         if let Some(spaces) = &mut self.spaces {
             spaces.flush_all();
@@ -90,6 +113,9 @@ impl Machine {
         if layout::is_translated(page) && self.memory.direct(page).is_none() {
             self.memory.unmap(page, PAGE);
             self.programs.remove(page, PAGE);
+            if let Some(home) = self.home.filter(|_| layout::is_kernel_translated(page)) {
+                home.tell(Event::KernelPageDropped(page));
+            }
             if let Some(spaces) = &mut self.spaces {
                 spaces.flush_page(self.vcpu.cr3, page);
             }

@@ -2,6 +2,7 @@
 
 use std::{
     arch::x86_64::_rdtsc,
+    collections::HashMap,
     convert::Infallible,
     ffi::CString,
     fs,
@@ -20,6 +21,7 @@ use crate::{
     entry,
     error::{Error, Result},
     gdb::{Debugger, GdbOption},
+    homes::{self, Common, Home},
     isolation::{Spaces, mappings::Mappings},
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
@@ -28,7 +30,7 @@ use crate::{
     machine::{Counters, Machine},
     memory::Memory,
     sandbox::{self, Special},
-    shadow::Shadows,
+    shadow::{self, Shadows},
     signal,
     smp::{self, Processor, apic::Apic, bus::Bus},
     thunks::{self, Exit, Gates},
@@ -146,13 +148,19 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
     check_processors(options)?;
-    let Prepared { kernel, memory, loaded } = prepare(options)?;
+    let Prepared { mut kernel, memory, mut loaded } = prepare(options)?;
     let bringup = (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?;
     let initramfs = read_initramfs(options)?;
     let mut disks = open_disks(options)?;
     let gdb = options.gdb.as_ref().map(GdbOption::open).transpose()?;
     let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
+    if gdb.is_none() {
+        // Processes that are made from here on have no more of it, either.
+        kernel.is_loaded();
+        (loaded.slots, loaded.thunks) = Default::default();
+    }
+    give_memory_back();
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
@@ -170,12 +178,47 @@ pub fn run(options: &Options) -> Result<Infallible> {
         Isolation::None => returning.system_return,
         Isolation::Process => returning.leaving,
     })?;
+    let state = State {
+        vcpu: Common::new(Vcpu::default())?,
+        counters: Common::new(Counters::default())?,
+        rewriting: Common::new(shadow::Counters::default())?.share(),
+    };
+    let home = match options.isolation {
+        // A debugger and several processors know of one process for all address spaces.
+        Isolation::None if options.cpus == 1 && gdb.is_none() => {
+            Home::multiply(&memory, limits.homes(options.memory))?
+        }
+        _ => None,
+    };
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
     let apic = processor.map(|one| Apic::new(one, clock_khz)).transpose()?;
     let processors = processor.map_or_else(Vec::new, |one| one.processes());
-    let start =
-        Start { options, kernel, loaded, memory, placed, most_mapped, spaces, processor, apic, bringup };
+    let start = Start {
+        options,
+        kernel,
+        loaded,
+        memory,
+        placed,
+        most_mapped,
+        spaces,
+        state,
+        home,
+        processor,
+        apic,
+        bringup,
+    };
+    if home.is_some_and(|home| !home.is_first()) {
+        // They are the first process'.
+        std::mem::forget((disks, uplink, gdb));
+        sandbox::keep_only(start.memory.descriptor())?;
+        let bound = home.map_or_else(Vec::new, |home| home.processes());
+        return start.run(Bus::Absent, None, Special { bound, ..Special::default() });
+    }
+    if let Some(home) = home.filter(|home| home.are_few() && options.verbose) {
+        eprintln!("mercury hosted: the host allows {} processes for address spaces", home.count());
+    }
+    let processors = home.map_or(processors, |home| home.processes());
     if let Some(one) = processor
         && !is_first
     {
@@ -195,6 +238,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
         rings: disks.iter().filter_map(Block::ring).collect(),
         listener: debugger.as_ref().map(Debugger::descriptor),
         processors,
+        bound: home.map_or_else(Vec::new, |home| home.processes()),
     };
     let net = uplink.map(|uplink| uplink.start()).transpose()?;
     let slots = Slots::new(disks, net)?;
@@ -243,6 +287,9 @@ fn prepare(options: &Options) -> Result<Prepared> {
     let bytes = fs::read(&options.kernel).map_err(|error| Error::file("read", &options.kernel, error))?;
     let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
     drop(bytes);
+    // What a thread's own arena has had is not given back.
+    // SAFETY: It takes numbers.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     let (memory, loaded) = thread::scope(|scope| {
         let accounted = scope.spawn(|| account_for(&options.kernel));
         let loaded = Memory::new(options.memory).and_then(|memory| {
@@ -272,6 +319,14 @@ fn account_for(kernel: &Path) -> Result<()> {
     Err(Error::new(format!("{}: {} in {}{others}", kernel.display(), first.what, first.function)).hint(HOW))
 }
 
+/// What processes of one processor have in common, besides the block.
+#[derive(Debug)]
+struct State {
+    vcpu: Common<Vcpu>,
+    counters: Common<Counters>,
+    rewriting: &'static shadow::Counters,
+}
+
 /// What every processor's process has when it starts.
 struct Start<'a> {
     options: &'a Options,
@@ -281,6 +336,8 @@ struct Start<'a> {
     placed: Placed,
     most_mapped: u64,
     spaces: Option<Spaces>,
+    state: State,
+    home: Option<Home>,
     /// Only if there are several.
     processor: Option<Processor>,
     apic: Option<Apic>,
@@ -290,10 +347,14 @@ struct Start<'a> {
 impl Start<'_> {
     fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
         let Placed { entry, gates } = self.placed;
-        let (loaded, processor, isolation) = (self.loaded, self.processor, self.options.isolation);
-        let rewrites = self.options.rewrite && isolation == Isolation::None && processor.is_none();
+        let (mut loaded, processor, isolation) = (self.loaded, self.processor, self.options.isolation);
+        let State { vcpu, counters, rewriting } = self.state;
+        let is_elsewhere = self.home.is_some_and(|home| home.is_first());
+        let rewrites =
+            self.options.rewrite && isolation == Isolation::None && processor.is_none() && !is_elsewhere;
         let mut machine = Machine {
-            vcpu: Vcpu::default(),
+            vcpu,
+            other_registers: HashMap::new(),
             memory: self.memory,
             devices,
             processor,
@@ -303,12 +364,14 @@ impl Start<'_> {
             guards: loaded.guards.clone(),
             exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
             kernel_root: loaded.root,
-            counters: Counters::default(),
+            counters,
+            rewriting,
             mapped: 0,
             programs: Mappings::default(),
             most_mapped: self.most_mapped,
-            shadows: rewrites.then(|| Shadows::new(gates.system_call)).transpose()?,
+            shadows: rewrites.then(|| Shadows::new(gates.system_call, self.home, rewriting)).transpose()?,
             spaces: self.spaces,
+            home: self.home,
             returning: gates.returning,
             debugger,
             faulted: None,
@@ -316,10 +379,27 @@ impl Start<'_> {
         };
         let prepared = prepare_processor(&mut machine, &self.kernel, &loaded, entry, isolation, &special);
         prepared.inspect_err(|_| machine.devices.restore())?;
-        machine.exits = loaded.exits;
+        machine.exits = std::mem::take(&mut loaded.exits);
         machine.exits.push(gates.exit);
+        give_back((self.kernel, loaded), self.home);
         machine.run()
     }
+}
+
+/// Nobody needs these any more, and they are larger than all that is needed. A home has them from the first process, and nothing of its
+/// own as long as it does not touch them.
+fn give_back<T>(unneeded: T, home: Option<Home>) {
+    if home.is_some_and(|home| !home.is_first()) {
+        return std::mem::forget(unneeded);
+    }
+    drop(unneeded);
+    give_memory_back();
+}
+
+/// What was allocated and is free again goes back to the host.
+fn give_memory_back() {
+    // SAFETY: It takes a number.
+    unsafe { libc::malloc_trim(0) };
 }
 
 /// Everything that can go wrong is done before the host's system calls are given up.
@@ -331,8 +411,18 @@ fn prepare_processor(
     isolation: Isolation,
     special: &Special,
 ) -> Result<()> {
-    boot::processor(machine, kernel, loaded, entry)?;
-    signal::dispatch_system_calls()?;
+    // Of homes the first process has the processor prepared, and never runs the guest.
+    if machine.home.is_none_or(|home| home.is_first()) {
+        boot::processor(machine, kernel, loaded, entry)?;
+    }
+    if machine.home.is_none_or(|home| !home.is_first()) {
+        signal::dispatch_system_calls()?;
+    }
+    match machine.home {
+        Some(home) if home.is_first() => home.await_others()?,
+        Some(home) => home.is_ready(),
+        None => {}
+    }
     if let Some(one) = machine.processor {
         one.is_ready();
         if one.is_first() {
@@ -381,13 +471,13 @@ fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
 fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
     let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
-    let extended = Box::leak(vec![0_u8; cpuid::extended_size() as usize + 128].into_boxed_slice());
+    let extended = homes::map_common(cpuid::extended_size() as usize)?;
     // SAFETY: It has just been mapped, and is zero, which is a valid block.
     let block = unsafe { &mut *block::pointer() };
     block.entry = entry::hosted_exit as *const () as u64;
     block.system_return = system_return;
     block.stack = (stack.as_ptr().expose_provenance() as u64 + STACK) & !63;
-    block.extended = (extended.as_mut_ptr().expose_provenance() as u64).next_multiple_of(64);
+    block.extended = extended.expose_provenance() as u64;
     // SAFETY: `check_host` has seen that it is allowed.
     unsafe {
         std::arch::asm!("rdfsbase {}", out(reg) block.monitor_fs, options(nomem, nostack, preserves_flags))

@@ -63,6 +63,21 @@ pub fn close_inherited() -> Result<()> {
     }
 }
 
+/// Closes all but the terminal and this one.
+///
+/// # Errors
+/// If the host does not do it.
+pub fn keep_only(kept: RawFd) -> Result<()> {
+    let kept = libc::c_uint::try_from(kept).map_err(|_| Error::new("there is no such descriptor"))?;
+    for (first, last) in [(3, kept - 1), (kept + 1, libc::c_uint::MAX)] {
+        // SAFETY: Whoever had these descriptors in this process never uses them again.
+        if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
+            return Err(Error::system("close what is the first process'"));
+        }
+    }
+    Ok(())
+}
+
 /// Forbids opening files and connections, as far as the host's kernel can (Landlock). Says whether it does.
 ///
 /// # Errors
@@ -89,8 +104,10 @@ pub struct Special {
     pub rings: Vec<RawFd>,
     /// The socket that gdb connects to: to accept its connection.
     pub listener: Option<RawFd>,
-    /// Processes of the machine's processors, which call each other.
+    /// Processes of the machine's processors, which call each other; or those of address spaces, which the first one calls.
     pub processors: Vec<u32>,
+    /// Processes that are bound to the host's processors.
+    pub bound: Vec<u32>,
 }
 
 /// Forbids all threads of this process other system calls: one ends it.
@@ -127,6 +144,10 @@ fn filter(
     let called = special.processors.iter().copied().chain([std::process::id()]);
     let call = |process: u32| SeccompRule::new(vec![equal(0, process.into())?]);
     rules.insert(libc::SYS_tgkill, called.map(call).collect::<std::result::Result<_, _>>()?);
+    if !special.bound.is_empty() {
+        let bound = special.bound.iter().copied().map(call);
+        rules.insert(libc::SYS_sched_setaffinity, bound.collect::<std::result::Result<_, _>>()?);
+    }
     let only = |descriptor: &RawFd| SeccompRule::new(vec![equal(0, u64::from(descriptor.cast_unsigned()))?]);
     for (call, descriptors) in
         [(libc::SYS_io_uring_enter, &special.rings[..]), (libc::SYS_accept4, special.listener.as_slice())]
@@ -372,7 +393,8 @@ mod tests {
     #[test]
     fn arguments_are_looked_at() {
         let own = i64::from(std::process::id());
-        let special = Special { rings: vec![11], listener: Some(12), processors: vec![4321] };
+        let special =
+            Special { rings: vec![11], listener: Some(12), processors: vec![4321], bound: vec![5432] };
         let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
         let ends = |number, arguments| signal_of(&program, number, arguments) == libc::SIGSYS;
         let request = |request: libc::c_ulong| [-1, request as i64, 0, 0, 0];
@@ -384,6 +406,7 @@ mod tests {
             (libc::SYS_accept4, 12, 11),
             (libc::SYS_tgkill, own, 1),
             (libc::SYS_tgkill, 4321, 4322),
+            (libc::SYS_sched_setaffinity, 5432, 4321),
         ] {
             assert!(!ends(number, [right, -1, 0, 0, 0]), "call {number} with {right}");
             assert!(ends(number, [wrong, -1, 0, 0, 0]), "call {number} with {wrong}");

@@ -10,15 +10,17 @@
 //! costs about as much.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ops::Range,
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     ptr,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use crate::{
     block,
     error::{Error, Result},
+    homes::{Event, Home},
     isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
     memory::Memory,
@@ -40,18 +42,18 @@ const MOST_COUNTED: usize = 1 << 16;
 const MOST_CHANGES: u32 = 4;
 
 /// What has been counted.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Counters {
     /// Sites that were rewritten.
-    pub rewritten: u64,
+    pub rewritten: AtomicU64,
     /// Sites that were left as they are.
-    pub refused: u64,
+    pub refused: AtomicU64,
     /// Copies mapped.
-    pub mapped: u64,
+    pub mapped: AtomicU64,
     /// Copies dropped because their page was changed, or could be.
-    pub dropped: u64,
+    pub dropped: AtomicU64,
     /// Traps at an instruction that lies below a jump.
-    pub recovered: u64,
+    pub recovered: AtomicU64,
 }
 
 /// A page's copy.
@@ -88,6 +90,10 @@ pub struct Shadows {
     /// Where the monitor writes copies.
     window: usize,
     copies: BTreeMap<u64, Copy>,
+    /// Which process this is, if there are others with copies.
+    home: Option<Home>,
+    /// Pages of which only others have copies.
+    foreign: BTreeSet<u64>,
     cells: Vec<Cell>,
     pointers: [Vec<u32>; 2],
     /// By the program's address: whose copy is mapped there.
@@ -101,7 +107,11 @@ pub struct Shadows {
     /// Where the code of all sites goes on.
     system_call: u64,
     /// What has been counted.
-    pub counters: Counters,
+    pub counters: &'static Counters,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
 }
 
 fn at<T>(address: u64) -> *mut T {
@@ -137,7 +147,7 @@ impl Shadows {
     ///
     /// # Errors
     /// If the host refuses the memory.
-    pub fn new(system_call: u64) -> Result<Self> {
+    pub fn new(system_call: u64, home: Option<Home>, counters: &'static Counters) -> Result<Self> {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
         let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
         if file < 0 {
@@ -163,6 +173,8 @@ impl Shadows {
             file,
             window: window.expose_provenance(),
             copies: BTreeMap::new(),
+            home,
+            foreign: BTreeSet::new(),
             cells: Vec::new(),
             pointers: pointers(),
             mapped: BTreeMap::new(),
@@ -171,7 +183,7 @@ impl Shadows {
             changes: HashMap::new(),
             generation: 0,
             system_call,
-            counters: Counters::default(),
+            counters,
         })
     }
 
@@ -219,7 +231,7 @@ impl Shadows {
         let pointer = planned.as_ref().and_then(|plan| self.pointers[usize::from(plan.all_trap)].pop());
         let (Some(plan), Some(pointer)) = (planned, pointer) else {
             copy.refused.push(offset);
-            self.counters.refused += 1;
+            count(&self.counters.refused);
             return None;
         };
         let cell = CELLS + self.cells.len() as u64 * CELL;
@@ -243,7 +255,7 @@ impl Shadows {
         }
         self.cells.push(Cell { index: copy.index, start: plan.start, displaced: displaced.len() });
         copy.sites.push(Site { plan, cell });
-        self.counters.rewritten += 1;
+        count(&self.counters.rewritten);
         Some(())
     }
 
@@ -260,6 +272,10 @@ impl Shadows {
         }
         let copy = Copy { index, original, sites: Vec::new(), refused: Vec::new(), traps: (0, 0) };
         self.copies.insert(page, copy);
+        self.foreign.remove(&page);
+        if let Some(home) = self.home {
+            home.tell(Event::Copied(page));
+        }
         Some(())
     }
 
@@ -271,7 +287,8 @@ impl Shadows {
             self.drop_copy(memory, page);
             return false;
         }
-        let is_writable = self.writable.iter().flatten().any(|range| range.contains(&page));
+        let is_writable = self.writable.iter().flatten().any(|range| range.contains(&page))
+            || self.home.is_some_and(|home| home.has_other_writer(page));
         let is_elsewhere = self.mapped.iter().any(|(at, of)| *of == page && *at != address);
         if is_writable || is_elsewhere {
             return false;
@@ -293,16 +310,18 @@ impl Shadows {
         // SAFETY: The list of addresses is mapped, and has one for each copy.
         unsafe { at::<u64>(VIRTUALS + copy.index as u64 * 8).write(address) };
         self.mapped.insert(address, page);
-        self.counters.mapped += 1;
+        count(&self.counters.mapped);
         true
     }
 
     /// A range has been mapped, to be written to by the program or the kernel, or not.
     pub fn range_mapped(&mut self, memory: &Memory, address: u64, physical: Range<u64>, how: Mapped) {
         if let Mapped::Writable { by_program } = how {
-            let changed: Vec<u64> = self.copies.range(physical.clone()).map(|(page, _)| *page).collect();
-            changed.into_iter().for_each(|page| self.drop_copy(memory, page));
+            self.drop_copies(memory, physical.clone());
             self.writable[usize::from(by_program)].push(physical.clone());
+            if let Some(home) = self.home {
+                home.set_writer(physical.clone(), true);
+            }
         }
         let end = address + (physical.end - physical.start);
         let over: Vec<(u64, u64)> = self.mapped.range(address..end).map(|(at, page)| (*at, *page)).collect();
@@ -317,16 +336,60 @@ impl Shadows {
     /// The kernel writes to a page, by its own way: if that was forbidden for a copy's sake, the copy is dropped.
     pub fn written(&mut self, memory: &Memory, physical: u64) -> bool {
         let page = page_of(physical);
-        let known = self.copies.contains_key(&page);
+        let known = self.copies.contains_key(&page) || self.foreign.contains(&page);
         self.drop_copy(memory, page);
         known
     }
 
+    /// Drops the copies of a range's pages, wherever they are.
+    fn drop_copies(&mut self, memory: &Memory, physical: Range<u64>) {
+        let own = self.copies.range(physical.clone()).map(|(page, _)| *page);
+        let changed: Vec<u64> = own.chain(self.foreign.range(physical).copied()).collect();
+        changed.into_iter().for_each(|page| self.drop_copy(memory, page));
+    }
+
+    /// Drops all copies of a page, wherever they are.
     fn drop_copy(&mut self, memory: &Memory, page: u64) {
-        if self.copies.remove(&page).is_none() {
+        if !self.copies.contains_key(&page) && !self.foreign.contains(&page) {
             return;
         }
-        self.counters.dropped += 1;
+        if let Some(home) = self.home {
+            home.tell(Event::Written(page));
+        }
+        self.drop_own(memory, page);
+    }
+
+    /// Another home has a copy of a page: the kernel's writes to it are to be noticed here.
+    pub fn copied_elsewhere(&mut self, page: u64) {
+        if !self.copies.contains_key(&page) && self.foreign.insert(page) {
+            protect(page, libc::PROT_READ | libc::PROT_EXEC);
+        }
+    }
+
+    /// Another home has noticed that a page may be written to.
+    pub fn written_elsewhere(&mut self, memory: &Memory, page: u64) {
+        self.drop_own(memory, page);
+    }
+
+    /// Nobody knows what others have done: there is no copy here, and the kernel's writes to all pages are noticed that others
+    /// may have copies of.
+    pub fn begin_anew(&mut self, memory: &Memory) {
+        let pages: Vec<u64> = self.copies.keys().chain(&self.foreign).copied().collect();
+        pages.into_iter().for_each(|page| self.drop_own(memory, page));
+        if let Some(home) = self.home {
+            home.copied().for_each(|page| self.copied_elsewhere(page));
+        }
+    }
+
+    /// Drops this process' copy of a page, or forgets that others have one.
+    fn drop_own(&mut self, memory: &Memory, page: u64) {
+        if self.copies.remove(&page).is_none() {
+            if self.foreign.remove(&page) {
+                protect(page, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
+            }
+            return;
+        }
+        count(&self.counters.dropped);
         *self.changes.entry(page).or_default() += 1;
         let places: Vec<u64> = self.mapped.iter().filter(|(_, of)| **of == page).map(|(at, _)| *at).collect();
         for place in places {
@@ -338,8 +401,7 @@ impl Shadows {
 
     /// All places are used: begins anew. No program is in a cell.
     fn drop_all(&mut self, memory: &Memory) {
-        let pages: Vec<u64> = self.copies.keys().copied().collect();
-        pages.into_iter().for_each(|page| self.drop_copy(memory, page));
+        self.begin_anew(memory);
         self.changes.clear();
         self.cells.clear();
         self.pointers = pointers();
@@ -351,7 +413,7 @@ impl Shadows {
     }
 
     /// Only these mappings of programs were kept.
-    pub fn kept(&mut self, programs: &Mappings) {
+    pub fn kept(&mut self, memory: &Memory, programs: &Mappings) {
         let before = self.mapped.len();
         self.mapped.retain(|at, page| {
             programs.page(*at).is_some_and(|(to, rights)| to == *page && rights.execute && !rights.write)
@@ -359,16 +421,35 @@ impl Shadows {
         if self.mapped.len() < before {
             self.generation += 1;
         }
-        self.writable[1] = programs.writable().collect();
+        self.set_writable(1, programs.writable().collect());
+        if self.home.is_some() {
+            // Others have run meanwhile, and their kernel may have read another file into the page, and mapped it here.
+            let changed = |page: &u64| {
+                let mut now = [0; PAGE];
+                let copy = self.copies.get(page);
+                copy.is_some_and(|copy| memory.read(*page, &mut now).is_none() || now != *copy.original)
+            };
+            let changed: Vec<u64> = self.mapped.values().copied().filter(changed).collect();
+            changed.into_iter().for_each(|page| self.drop_copy(memory, page));
+        }
+    }
+
+    /// What programs, or the kernel, have mapped to be written to, in place of what that was.
+    fn set_writable(&mut self, by_program: usize, ranges: Vec<Range<u64>>) {
+        let before = std::mem::replace(&mut self.writable[by_program], ranges);
+        if let Some(home) = self.home {
+            before.into_iter().for_each(|range| home.set_writer(range, false));
+            self.writable.iter().flatten().for_each(|range| home.set_writer(range.clone(), true));
+        }
     }
 
     /// All mappings of programs were dropped, and the kernel's too if it says so.
     pub fn all_dropped(&mut self, kernel: bool) {
         self.generation += 1;
         self.mapped.clear();
-        self.writable[1].clear();
+        self.set_writable(1, Vec::new());
         if kernel {
-            self.writable[0].clear();
+            self.set_writable(0, Vec::new());
         }
     }
 
@@ -378,7 +459,7 @@ impl Shadows {
         let offset = address as usize % PAGE;
         let below = |site: &&Site| (site.plan.jump + 1..site.plan.jump + sites::LONG_JUMP).contains(&offset);
         let site = self.copies.get(&page)?.sites.iter().find(below)?;
-        self.counters.recovered += 1;
+        count(&self.counters.recovered);
         if site.plan.inside.contains(&offset) {
             return Some(site.cell + (offset - site.plan.start) as u64);
         }

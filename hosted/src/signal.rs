@@ -83,15 +83,36 @@ pub fn forget_children() {
 /// Whether one of them has ended. One signal may tell of several children.
 fn has_child_ended() -> bool {
     let pids = CHILDREN.iter().map(|child| child.load(Ordering::SeqCst)).take_while(|pid| *pid != 0);
-    // SAFETY: It is not asked for the status.
-    let has_ended = |pid| unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0;
+    let has_ended = |pid| {
+        let mut status = 0;
+        // SAFETY: There is room for the status.
+        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+        if ended == pid {
+            CHILD_STATUS.store(status, Ordering::Release);
+        }
+        ended != 0
+    };
     pids.into_iter().any(has_ended)
 }
 
 /// A process of ours has ended.
 static CHILD_GONE: AtomicBool = AtomicBool::new(false);
+/// Its status, as the host says it.
+static CHILD_STATUS: AtomicI32 = AtomicI32::new(0);
 /// What the machine says then. Somebody has killed it, or the host has.
 pub const CHILD_HAS_ENDED: &str = "a process has ended that a processor or the guest's programs run in";
+
+/// The same, with how it has ended.
+#[must_use]
+pub fn how_child_has_ended() -> String {
+    let status = CHILD_STATUS.load(Ordering::Acquire);
+    let how = match (libc::WIFSIGNALED(status), libc::WTERMSIG(status)) {
+        (true, libc::SIGSYS) => ": by the host, for a system call that is forbidden".to_owned(),
+        (true, signal) => format!(": by signal {signal}"),
+        (false, _) => String::new(),
+    };
+    format!("{CHILD_HAS_ENDED}{how}")
+}
 
 /// Whether a process has ended that a processor or the guest's programs run in.
 #[must_use]
@@ -164,7 +185,7 @@ pub fn ignore_file_size() {
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Makes system calls signals while the block's selector says so.
+/// Makes system calls signals while the selector says so.
 ///
 /// # Errors
 /// If the host's kernel cannot do that.
@@ -173,7 +194,7 @@ pub fn dispatch_system_calls() -> Result<()> {
     const ON: u64 = 1;
     let start = entry::hosted_restorer as *const () as u64;
     let length = entry::hosted_restorer_end as *const () as u64 - start;
-    // SAFETY: The selector is in the block, which stays; it says "allow" now.
+    // SAFETY: The selector is mapped beside the block, and stays; it says "allow" now.
     if unsafe { libc::prctl(DISPATCH, ON, start, length, block::at::SELECTOR) } == 0 {
         return Ok(());
     }
@@ -211,6 +232,9 @@ pub unsafe extern "C" fn handle_signal(
     if is_notice {
         machine::pending().store(1, Ordering::SeqCst);
         isolation::stub::interrupt();
+        if let Some(home) = machine::running().and_then(|machine| machine.home) {
+            home.interrupt(is_urgent);
+        }
     }
     let Some(machine) = machine::running() else { return if is_notice { 0 } else { die(signal, registers) } };
     if !layout::is_guest_code(rip) {
@@ -244,7 +268,7 @@ pub unsafe extern "C" fn handle_signal(
         false => answer(machine, Fault::new(signal, registers)),
     }
     give(machine, registers);
-    if machine.is_program_elsewhere() {
+    if machine.is_program_elsewhere() || machine.home.is_some_and(|home| home.is_left()) {
         registers[libc::REG_RIP as usize] = (entry::hosted_enter_program as *const () as u64).cast_signed();
         return 0;
     }

@@ -9,7 +9,8 @@
 //! The stack is used only where an interrupt could use it on a bare machine: behind STI, and by PUSHF and POPF.
 
 use iced_x86::{
-    BlockEncoderOptions, Decoder, DecoderOptions, FlowControl, Instruction,
+    BlockEncoderOptions, Code, Decoder, DecoderOptions, FlowControl, Instruction, MemoryOperand, OpKind,
+    Register,
     code_asm::{CodeAssembler, byte_ptr, dword_ptr, qword_ptr, rax, rsp},
 };
 use mercury_afterburner::{
@@ -247,7 +248,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
     let done = code.assemble_options(place, options).map_err(wrong)?;
     let ip = |label| done.label_ip(label).map_err(wrong);
-    let cause = Cause::Sensitive(Instruction::with(iced_x86::Code::Sysretq));
+    let cause = Cause::Sensitive(Instruction::with(Code::Sysretq));
     Ok(Gates {
         system_call: ip(&call)?,
         system_return: ip(&back)?,
@@ -394,6 +395,25 @@ pub fn build(slot: &Slot<'_>, at: u64, first: usize) -> Result<Thunk> {
     Ok(Thunk { code: done.inner.code_buffer, exits })
 }
 
+/// What an instruction reads into a register that is in the block: CR2, at each fault, and the selectors that a kernel keeps of each
+/// task.
+fn read_of_block(instruction: &Instruction) -> Option<Instruction> {
+    if instruction.op_count() != 2 || instruction.op0_kind() != OpKind::Register {
+        return None;
+    }
+    let (to, from) = (instruction.op0_register(), instruction.op1_register());
+    let (code, place) = match from {
+        Register::CR2 => (Code::Mov_r64_rm64, at::CR2),
+        Register::ES | Register::DS | Register::FS | Register::GS => {
+            let code = if to.size() == 2 { Code::Mov_r16_rm16 } else { Code::Movzx_r32_rm16 };
+            (code, at::DATA + 2 * from.number() as u64)
+        }
+        _ => return None,
+    };
+    let to = if code == Code::Movzx_r32_rm16 { to.full_register32() } else { to };
+    Instruction::with2(code, to, MemoryOperand::with_displ(place, 8)).ok()
+}
+
 impl Builder<'_> {
     fn all(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
         let end = self.slot.address + self.slot.bytes.len() as u64;
@@ -445,8 +465,8 @@ impl Builder<'_> {
                 // The return address is pushed before the target is read, which RSP must not be part of.
                 let mut jump = *instruction;
                 // Of another form there is none in 64-bit code; the encoder refuses it.
-                if instruction.code() == iced_x86::Code::Call_rm64 {
-                    jump.set_code(iced_x86::Code::Jmp_rm64);
+                if instruction.code() == Code::Call_rm64 {
+                    jump.set_code(Code::Jmp_rm64);
                 }
                 self.assembler.push(end as i32)?;
                 self.assembler.add_instruction(jump)?;
@@ -473,17 +493,20 @@ impl Builder<'_> {
         kind: Kind,
         instruction: &Instruction,
     ) -> std::result::Result<bool, iced_x86::IcedError> {
-        let is_quad = matches!(instruction.code(), iced_x86::Code::Pushfq | iced_x86::Code::Popfq);
+        let is_quad = matches!(instruction.code(), Code::Pushfq | Code::Popfq);
         match kind {
             Kind::Cli => self.assembler.mov(byte_ptr(at::IF_BYTE), 0)?,
             Kind::Sti => self.interrupts_on()?,
             Kind::Pushf if is_quad => self.assembler.push(qword_ptr(at::FLAGS))?,
             Kind::Popf if is_quad => self.flags_from_stack()?,
             Kind::Swapgs => self.exchange_bases()?,
-            Kind::Sysret if instruction.code() == iced_x86::Code::Sysretq => {
+            Kind::Sysret if instruction.code() == Code::Sysretq => {
                 self.assembler.jmp(qword_ptr(at::SYSTEM_RETURN))?;
             }
-            _ => self.leave(Cause::Sensitive(*instruction), instruction.ip())?,
+            _ => match read_of_block(instruction) {
+                Some(read) => self.assembler.add_instruction(read)?,
+                None => self.leave(Cause::Sensitive(*instruction), instruction.ip())?,
+            },
         }
         Ok(!kind.ends_flow())
     }
@@ -613,6 +636,33 @@ mod tests {
         assert_eq!(code[0].memory_displacement64(), at::IF_BYTE);
         assert_eq!(code[1].immediate32(), 1);
         assert_eq!(code[2].near_branch_target(), PLACE + 6);
+    }
+
+    #[test]
+    fn what_is_in_the_block_is_read_there() {
+        let made = |kind: Kind, bytes: &[u8]| {
+            let records = [record(kind, 0, bytes.len() as u8, bytes.len() as u8)];
+            let thunk = build(&Slot { address: PLACE, bytes, records: &records }, AT, 0).unwrap();
+            (thunk.exits.len(), text(&thunk.code)[0])
+        };
+        // mov %cr2,%r13 ; mov %ds,%eax ; mov %fs,%r9 ; mov %gs,%ax
+        for (kind, bytes, place, to) in [
+            (Kind::ReadControl, &[0x41, 0x0F, 0x20, 0xD5][..], at::CR2, Register::R13),
+            (Kind::StoreSegment, &[0x8C, 0xD8], at::DATA + 6, Register::EAX),
+            (Kind::StoreSegment, &[0x49, 0x8C, 0xE1], at::DATA + 8, Register::R9D),
+            (Kind::StoreSegment, &[0x66, 0x8C, 0xE8], at::DATA + 10, Register::AX),
+        ] {
+            let (exits, first) = made(kind, bytes);
+            assert_eq!((exits, first.memory_displacement64(), first.op0_register()), (0, place, to));
+        }
+        // mov %cr3,%rax ; mov %ds,(%rdi) ; mov %ss,%eax
+        for (kind, bytes) in [
+            (Kind::ReadControl, &[0x0F, 0x20, 0xD8][..]),
+            (Kind::StoreSegment, &[0x8C, 0x1F]),
+            (Kind::StoreSegment, &[0x8C, 0xD0]),
+        ] {
+            assert_eq!(made(kind, bytes).0, 1);
+        }
     }
 
     #[test]

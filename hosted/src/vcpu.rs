@@ -1,7 +1,5 @@
 //! The part of a processor that a process has not: control registers, descriptor tables, model-specific registers.
 
-use std::collections::HashMap;
-
 /// A descriptor table's register.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Table {
@@ -16,8 +14,6 @@ pub struct Table {
 pub struct Vcpu {
     /// CR0
     pub cr0: u64,
-    /// CR2
-    pub cr2: u64,
     /// CR3
     pub cr3: u64,
     /// CR4
@@ -36,8 +32,6 @@ pub struct Vcpu {
     pub task: u16,
     /// The task's segment.
     pub task_base: u64,
-    /// ES, CS, SS, DS, FS, GS: those that mean nothing in 64-bit mode.
-    pub data: [u16; 6],
     /// Their selectors.
     pub star: u64,
     /// Flags that they clear.
@@ -46,8 +40,6 @@ pub struct Vcpu {
     pub efer: u64,
     /// The first extended control register.
     pub xcr0: u64,
-    /// Other model-specific registers, as far as they were written.
-    pub others: HashMap<u32, u64>,
 }
 
 /// CR0: protected mode, paging, write protection, and what goes with them.

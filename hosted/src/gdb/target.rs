@@ -254,7 +254,7 @@ impl SingleThreadBase for Target {
         for (value, number) in state.general.iter_mut().zip(ORDER) {
             *value = block.registers.general[number];
         }
-        let [es, _, _, ds, fs, gs] = machine.vcpu.data;
+        let [es, _, _, ds, fs, gs] = machine.block().data;
         state.segments = [block.segments.cs, block.segments.ss, ds, es, fs, gs].map(u32::from);
         state.bases = [block.fs, block.gs];
         state.flags = machine.flags() as u32;

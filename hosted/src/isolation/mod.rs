@@ -70,7 +70,9 @@ struct Tag {
 /// All of them.
 #[derive(Debug)]
 pub struct Tags {
-    tags: Vec<Tag>,
+    /// In place, for processes may have them in common.
+    tags: [Tag; PROCESSES],
+    count: usize,
     time: u64,
 }
 
@@ -84,21 +86,21 @@ pub enum Found {
 }
 
 impl Tags {
-    /// For so many.
+    /// For so many, [`PROCESSES`] at most.
     #[must_use]
     pub fn new(count: usize) -> Self {
-        Self { tags: vec![Tag::default(); count], time: 0 }
+        Self { tags: [Tag::default(); PROCESSES], count: count.min(PROCESSES), time: 0 }
     }
 
     fn own(&self, cr3: u64) -> Option<usize> {
         let root = cr3 & bits::ADDRESS;
-        self.tags.iter().position(|tag| tag.root == Some(root))
+        self.tags[..self.count].iter().position(|tag| tag.root == Some(root))
     }
 
     /// CR3 was written: `flush` unless the bit was set that keeps translations.
     pub fn load(&mut self, cr3: u64, flush: bool) {
         let (root, identifier) = (cr3 & bits::ADDRESS, cr3 & IDENTIFIER);
-        for tag in &mut self.tags {
+        for tag in &mut self.tags[..self.count] {
             let is_root = tag.root == Some(root);
             let is_known = tag.identifier == Some(identifier);
             // By this identifier nothing of another address space, and nothing older, is found from now on.
@@ -123,7 +125,7 @@ impl Tags {
         let (found, index) = match self.own(cr3) {
             Some(index) => (Found::Own(index), index),
             None => {
-                let oldest = self.tags.iter().enumerate().min_by_key(|(_, tag)| tag.used);
+                let oldest = self.tags[..self.count].iter().enumerate().min_by_key(|(_, tag)| tag.used);
                 let index = oldest.map_or(0, |(index, _)| index);
                 (Found::Other(index), index)
             }
@@ -135,6 +137,17 @@ impl Tags {
         }
         tag.used = self.time;
         found
+    }
+
+    /// One has to be compared before it runs.
+    pub fn make_stale(&mut self, index: usize) {
+        self.tags[index].is_stale = true;
+    }
+
+    /// Whether one has to be compared before it runs.
+    #[must_use]
+    pub fn is_stale(&self, index: usize) -> bool {
+        self.tags[index].is_stale
     }
 
     /// Whether one has to be compared now; it is then as it should be.

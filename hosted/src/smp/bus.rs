@@ -43,6 +43,8 @@ pub enum Bus {
     Own(Box<Devices>),
     /// The first processor has them.
     Other(Processor),
+    /// Another process has them, which does what takes them ([`crate::homes`]).
+    Absent,
 }
 
 impl Bus {
@@ -50,7 +52,7 @@ impl Bus {
     pub fn own(&mut self) -> Option<&mut Devices> {
         match self {
             Self::Own(devices) => Some(devices),
-            Self::Other(_) => None,
+            Self::Other(_) | Self::Absent => None,
         }
     }
 
@@ -59,6 +61,7 @@ impl Bus {
         match self {
             Self::Own(devices) => devices.read(port, size),
             Self::Other(one) => one.ask(what::IN, port.into(), size, 0).unwrap_or(0) as u32,
+            Self::Absent => u32::MAX,
         }
     }
 
@@ -69,6 +72,7 @@ impl Bus {
             Self::Other(one) => {
                 one.ask(what::OUT, port.into(), size, value.into());
             }
+            Self::Absent => {}
         }
     }
 
@@ -78,6 +82,7 @@ impl Bus {
         match self {
             Self::Own(devices) => devices.read_memory(physical, size),
             Self::Other(one) => one.ask(what::READ, physical, size, 0),
+            Self::Absent => None,
         }
     }
 
@@ -86,6 +91,7 @@ impl Bus {
         match self {
             Self::Own(devices) => devices.write_memory(physical, value, memory),
             Self::Other(one) => one.ask(what::WRITE, physical, 0, value).map(|_| ()),
+            Self::Absent => None,
         }
     }
 
@@ -112,7 +118,7 @@ impl Bus {
     pub fn ended(&self) -> Option<End> {
         match self {
             Self::Own(devices) => devices.ended(),
-            Self::Other(_) => None,
+            Self::Other(_) | Self::Absent => None,
         }
     }
 

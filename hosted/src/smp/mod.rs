@@ -164,8 +164,9 @@ impl Processor {
             let cpu = self.cpu(number);
             while cpu.ready.load(Ordering::Acquire) == 0 {
                 let pid = cpu.process.load(Ordering::Acquire);
+                // A signal may have told of it already, and it is no child any more.
                 // SAFETY: It is not asked for the status.
-                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } == pid {
+                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
                     return Err(Error::host(format!("processor {number} could not be started")));
                 }
                 wait(&cpu.ready, 0);
@@ -280,8 +281,13 @@ pub fn sleep() {
 }
 
 /// Waits while a word is this, for a moment at most.
-fn wait(word: &AtomicU32, value: u32) {
-    let moment = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+pub(crate) fn wait(word: &AtomicU32, value: u32) {
+    wait_for(word, value, 10_000_000);
+}
+
+/// Waits while a word is this, for so many nanoseconds, below a second, at most. The word may be other processes', too.
+pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
+    let moment = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
     // SAFETY: The word stays, and so does the time during the call.
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const moment, 0, 0);
@@ -289,7 +295,7 @@ fn wait(word: &AtomicU32, value: u32) {
 }
 
 /// Wakes all who wait for a word.
-fn wake(word: &AtomicU32) {
+pub(crate) fn wake(word: &AtomicU32) {
     let none = ptr::null::<c_void>();
     // SAFETY: The word stays.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, none, none, 0) };

@@ -1,0 +1,786 @@
+//! Homes: a process of the host's for each address space of the guest's, with kernel, programs and monitor in it.
+//!
+//! A process has one address space. If all of a guest's were to share one, what programs have mapped would have to go at each
+//! change, and come back fault by fault. Here an address space has a process where it stays mapped, its home; a change of CR3
+//! is a change of the process. The homes are copies of the first process, which has the devices and never runs the guest.
+//!
+//! One of all these processes has the turn; the others wait. What the guest's processor has is in memory that they share: the
+//! block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each has its own monitor, which knows what is mapped there. What takes
+//! devices, time or the terminal a home asks the first process for ([`Request`]). What happens to the kernel's own addresses, or to
+//! pages of which there are copies with rewritten system calls, is written down for the others ([`Event`]), who
+//! do it before they let the guest run.
+//!
+//! The guest's kernel is shown process-context identifiers, by which it says what a processor may keep; [`Tags`] decides when what is
+//! mapped in a home has to be compared with the page tables.
+
+use std::{
+    cell::UnsafeCell,
+    ffi::c_void,
+    mem::size_of,
+    ops::{Deref, DerefMut},
+    ptr::{self, NonNull},
+    sync::atomic::{AtomicI32, AtomicU32, Ordering},
+};
+
+use iced_x86::Instruction;
+
+use crate::{
+    devices::now,
+    error::{Error, Result},
+    isolation::{Found, Tags},
+    layout::PAGE,
+    machine::{self, End, Machine},
+    memory::Memory,
+    signal, smp,
+};
+
+/// Homes at most: more address spaces than that take turns. Each has a bit for each page.
+const MOST: usize = 31;
+/// The bit of a page of which there may be copies.
+const COPIED: u32 = 1 << MOST;
+/// Threads at most: of six disks, the network card and the terminal, and some to spare.
+const THREADS: usize = 12;
+/// Events that are remembered: who has missed more begins anew.
+const EVENTS: usize = 256;
+/// Bytes of a reason.
+const REASON: usize = 1024;
+
+/// What a home asks the first process for.
+#[derive(Clone, Copy, Debug)]
+pub enum Request {
+    /// To look at what waits, and deliver an interrupt if the guest takes it.
+    Look,
+    /// To do what this instruction does; the guest's instruction pointer is already behind it.
+    Perform(Instruction),
+    /// To do the guest's access to a device's register, at this physical address.
+    Access(u64),
+    /// To end the machine; why is in the turn.
+    End(End),
+}
+
+/// What one home has done that others have to do, too, before the guest runs there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The translation of an address of the kernel's was dropped.
+    KernelPageDropped(u64),
+    /// All translations of the kernel's were dropped.
+    KernelDropped,
+    /// A page has a copy somewhere: the kernel's writes to it are to be noticed.
+    Copied(u64),
+    /// A page with a copy may have been written to.
+    Written(u64),
+}
+
+/// What the one that has the turn may use.
+#[derive(Debug)]
+struct Turn {
+    request: Option<Request>,
+    /// The number of the home that the guest's address space has.
+    home: usize,
+    tags: Tags,
+    events: [Event; EVENTS],
+    /// How many there have been.
+    happened: u64,
+    /// How many of them each process has taken.
+    taken: [u64; MOST + 1],
+    /// The guest's instruction pointer, and what of it the guest is to see.
+    seen: (u64, u64),
+    reason: [u8; REASON],
+    reason_length: usize,
+    /// Which of the host's processors each process is bound to.
+    bound: [Option<usize>; MOST + 1],
+    /// When the first one was last bound to none, by the host's clock.
+    unbound_ns: u64,
+    counters: Counters,
+}
+
+/// What has been counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counters {
+    /// Changes of the process from one home to another.
+    pub moves: u64,
+    /// Requests to the first process.
+    pub requests: u64,
+    /// Address spaces that got another's home.
+    pub taken_over: u64,
+    /// Comparisons with the page tables.
+    pub compared: u64,
+    /// Processes bound to another one of the host's processors.
+    pub bound: u64,
+}
+
+#[repr(C, align(64))]
+#[derive(Debug)]
+struct Gate {
+    /// Whether its process has been given the turn.
+    is_open: AtomicU32,
+    process: AtomicI32,
+    ready: AtomicU32,
+}
+
+/// What all processes see.
+#[derive(Debug)]
+struct Shared {
+    /// The first process', then the homes'.
+    gates: [Gate; MOST + 1],
+    /// Whose turn it is.
+    active: AtomicU32,
+    /// All processes are there.
+    complete: AtomicU32,
+    /// The host's processors, if there is a choice.
+    processors: Option<libc::cpu_set_t>,
+    turn: UnsafeCell<Turn>,
+}
+
+// SAFETY: Gates are atomic, and only the one that has the turn uses what goes with it.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn new() -> Self {
+        let gate =
+            || Gate { is_open: AtomicU32::new(0), process: AtomicI32::new(0), ready: AtomicU32::new(0) };
+        let turn = Turn {
+            request: None,
+            home: 0,
+            tags: Tags::new(0),
+            events: [Event::KernelDropped; EVENTS],
+            happened: 0,
+            taken: [0; MOST + 1],
+            seen: (0, 0),
+            reason: [0; REASON],
+            reason_length: 0,
+            bound: [None; MOST + 1],
+            unbound_ns: 0,
+            counters: Counters::default(),
+        };
+        Self {
+            gates: std::array::from_fn(|_| gate()),
+            active: AtomicU32::new(0),
+            complete: AtomicU32::new(0),
+            processors: processors(),
+            turn: UnsafeCell::new(turn),
+        }
+    }
+}
+
+/// A process' way to the others: the first one's has the number 0, homes have the numbers from 1 on.
+#[derive(Clone, Copy, Debug)]
+pub struct Home {
+    number: usize,
+    count: usize,
+    shared: &'static Shared,
+    /// By page of the guest's memory: which homes have it mapped to be written to, and [`COPIED`].
+    pages: &'static [AtomicU32],
+}
+
+/// Memory that processes have in common which are made afterwards. It is zero, and stays.
+///
+/// # Errors
+/// If the host refuses.
+pub fn map_common(length: usize) -> Result<*mut c_void> {
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: A new mapping where the host likes.
+    let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, how, -1, 0) };
+    if memory == libc::MAP_FAILED {
+        return Err(Error::system("map what processes have in common"));
+    }
+    Ok(memory)
+}
+
+/// A value that processes have in common which are made afterwards. Only the one that has the turn uses it.
+#[derive(Debug)]
+pub struct Common<T>(NonNull<T>);
+
+impl<T> Common<T> {
+    /// Puts a value there. It stays.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new(value: T) -> Result<Self> {
+        let memory = map_common(size_of::<T>())?.cast::<T>();
+        // SAFETY: The memory was mapped above, is large enough, at a page's beginning, and nobody else's.
+        unsafe { memory.write(value) };
+        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
+    }
+
+    /// For all who only share it.
+    #[must_use]
+    pub fn share(self) -> &'static T
+    where
+        T: Sync,
+    {
+        // SAFETY: The memory holds a value and is never unmapped; there is no other way to it any more.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> Deref for Common<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: The memory holds a value and is never unmapped. No other process writes to it while this one has the turn, and it
+        // is not handed over while somebody looks.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> DerefMut for Common<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: As above, and in this process this is the only way to it.
+        unsafe { self.0.as_mut() }
+    }
+}
+
+impl Home {
+    /// Makes the homes, `most` at most, which are copies of this process: there must be no threads yet. Gives, in each, which one it
+    /// is; nothing if there is to be none, or the host lets this user have no more processes.
+    ///
+    /// # Errors
+    /// If the host refuses memory.
+    pub fn multiply(memory: &Memory, most: u64) -> Result<Option<Self>> {
+        let shared = Common::new(Shared::new())?.share();
+        let count = (memory.size() / PAGE) as usize;
+        let pages = map_common(count * size_of::<AtomicU32>())?;
+        // SAFETY: The memory stays, is as long, and zero, which is a valid value; all of it is atomic.
+        let pages = unsafe { std::slice::from_raw_parts(pages.cast::<AtomicU32>(), count) };
+        let mut first = Self { number: 0, count: 0, shared, pages };
+        // SAFETY: It takes nothing.
+        let own = unsafe { libc::getpid() };
+        shared.gates[0].process.store(own, Ordering::Release);
+        let mut homes = Vec::new();
+        for number in 1..=MOST.min(usize::try_from(most).unwrap_or(MOST)) {
+            // SAFETY: There is one thread.
+            match unsafe { libc::fork() } {
+                0 => {
+                    signal::forget_children();
+                    return Self { number, ..first }.begin().map(Some);
+                }
+                pid if pid > 0 => homes.push(pid),
+                _ => {
+                    // The host limits a user's processes: fewer homes will do, but devices need threads.
+                    let kept = homes.len().saturating_sub(THREADS);
+                    homes.drain(kept..).for_each(end_child);
+                    break;
+                }
+            }
+        }
+        for (gate, pid) in shared.gates[1..].iter().zip(&homes) {
+            gate.process.store(*pid, Ordering::Release);
+            signal::watch_child(*pid);
+        }
+        shared.complete.store(1, Ordering::Release);
+        smp::wake(&shared.complete);
+        first.count = homes.len();
+        if first.count == 0 {
+            return Ok(None);
+        }
+        first.turn().tags = Tags::new(first.count);
+        Ok(Some(first))
+    }
+
+    /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
+    fn begin(self) -> Result<Self> {
+        let first = self.shared.gates[0].process.load(Ordering::Acquire);
+        // SAFETY: All of these take numbers.
+        unsafe {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
+                return Err(Error::system("begin as a process for an address space"));
+            }
+            libc::setpgid(0, 0);
+            libc::prctl(libc::PR_SET_NAME, c"mercury-space".as_ptr());
+        }
+        while self.shared.complete.load(Ordering::Acquire) == 0 {
+            smp::wait(&self.shared.complete, 0);
+        }
+        Ok(self)
+    }
+
+    /// Says that this process is prepared.
+    pub fn is_ready(&self) {
+        let gate = self.own();
+        gate.ready.store(1, Ordering::Release);
+        smp::wake(&gate.ready);
+    }
+
+    /// Waits until all homes are prepared.
+    ///
+    /// # Errors
+    /// If one of them has ended before.
+    pub fn await_others(&self) -> Result<()> {
+        for gate in &self.shared.gates[1..=self.count] {
+            while gate.ready.load(Ordering::Acquire) == 0 {
+                let pid = gate.process.load(Ordering::Acquire);
+                // A signal may have told of it already, and it is no child any more.
+                // SAFETY: It is not asked for the status.
+                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
+                    return Err(Error::host("a process for an address space could not be started"));
+                }
+                smp::wait(&gate.ready, 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// The processes of all of them.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        let processes = self.shared.gates.iter().map(|gate| gate.process.load(Ordering::Acquire));
+        processes.filter(|process| *process != 0).map(i32::cast_unsigned).collect()
+    }
+
+    /// Whether there are fewer homes than there could be.
+    #[must_use]
+    pub fn are_few(&self) -> bool {
+        self.count < MOST
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Whether it is the first process, which has the devices and does not run the guest.
+    #[must_use]
+    pub fn is_first(&self) -> bool {
+        self.number == 0
+    }
+
+    fn own(&self) -> &'static Gate {
+        &self.shared.gates[self.number]
+    }
+
+    fn turn(&self) -> &'static mut Turn {
+        // SAFETY: Only the process that has the turn asks for this, in its one thread that runs the monitor, and keeps it for a
+        // statement; it hands the turn over by a gate, which orders what each has written.
+        unsafe { &mut *self.shared.turn.get() }
+    }
+
+    /// What has been counted.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.turn().counters
+    }
+
+    /// Asks the first process for something before the guest goes on, unless it is asked already: it looks at what waits then, too.
+    pub fn ask(&self, request: Request) {
+        self.turn().request.get_or_insert(request);
+    }
+
+    /// What the first process is asked for.
+    #[must_use]
+    pub fn take_request(&self) -> Option<Request> {
+        self.turn().request.take()
+    }
+
+    /// Whether the guest cannot just go on here: another process is next, or something has to be compared first.
+    #[must_use]
+    pub fn is_left(&self) -> bool {
+        self.next() != self.number || self.turn().tags.is_stale(self.number - 1)
+    }
+
+    fn next(&self) -> usize {
+        let turn = self.turn();
+        if turn.request.is_some() { 0 } else { turn.home }
+    }
+
+    /// The guest's instruction pointer, and what of it the guest is to see, when the first process is asked.
+    pub fn show(&self, rip: u64, visible: u64) {
+        self.turn().seen = (rip, visible);
+    }
+
+    /// What the guest is to see of its instruction pointer.
+    #[must_use]
+    pub fn visible(&self, rip: u64) -> u64 {
+        let (shown, visible) = self.turn().seen;
+        if shown == rip { visible } else { rip }
+    }
+
+    /// Says why the machine ends.
+    pub fn give_reason(&self, why: &str) {
+        let turn = self.turn();
+        let length = why.floor_char_boundary(REASON);
+        turn.reason[..length].copy_from_slice(&why.as_bytes()[..length]);
+        turn.reason_length = length;
+    }
+
+    /// Why the machine ends.
+    #[must_use]
+    pub fn reason(&self) -> String {
+        let turn = self.turn();
+        String::from_utf8_lossy(&turn.reason[..turn.reason_length.min(REASON)]).into_owned()
+    }
+
+    /// Hands the turn to whoever has to go on, and waits until it comes back. `None` if a process has ended meanwhile.
+    #[must_use]
+    pub fn hand_over(&self) -> Option<()> {
+        let to = self.next();
+        let counters = &mut self.turn().counters;
+        match to == 0 || self.number == 0 {
+            true => counters.requests += u64::from(to == 0),
+            false => counters.moves += 1,
+        }
+        self.bind(to);
+        let gate = &self.shared.gates[to];
+        self.shared.active.store(to as u32, Ordering::SeqCst);
+        gate.is_open.store(1, Ordering::Release);
+        smp::wake(&gate.is_open);
+        self.await_turn()
+    }
+
+    /// Binds a process to the host's processor that this one is on, for it goes on when this one waits: on another processor,
+    /// which sleeps, it would only come late. From time to time the first process is bound to none, so that the host chooses
+    /// where all of them are.
+    fn bind(&self, to: usize) {
+        const CHOICE_NS: u64 = 10_000_000;
+        let Some(all) = &self.shared.processors else { return };
+        let turn = self.turn();
+        if to == 0 && now().saturating_sub(turn.unbound_ns) > CHOICE_NS {
+            (turn.unbound_ns, turn.bound[0]) = (now(), None);
+            return self.set_processors(0, all);
+        }
+        // SAFETY: It takes nothing.
+        let Ok(here) = usize::try_from(unsafe { libc::sched_getcpu() }) else { return };
+        if turn.bound[to] == Some(here) || here >= libc::CPU_SETSIZE as usize {
+            return;
+        }
+        (turn.bound[to], turn.counters.bound) = (Some(here), turn.counters.bound + 1);
+        // SAFETY: All zeros are a valid set, and the number is below its size.
+        let only = unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            libc::CPU_SET(here, &mut set);
+            set
+        };
+        self.set_processors(to, &only);
+    }
+
+    /// If it fails the host chooses, as it would anyway.
+    fn set_processors(&self, of: usize, set: &libc::cpu_set_t) {
+        let process = self.shared.gates[of].process.load(Ordering::Acquire);
+        // SAFETY: The set is one.
+        unsafe { libc::sched_setaffinity(process, size_of_val(set), set) };
+    }
+
+    /// Waits for the turn. `None` if a process has ended meanwhile.
+    #[must_use]
+    pub fn await_turn(&self) -> Option<()> {
+        let own = &self.own().is_open;
+        while own.swap(0, Ordering::Acquire) == 0 {
+            if signal::is_child_gone() {
+                return None;
+            }
+            smp::wait_for(own, 0, PATIENCE_NS);
+        }
+        Some(())
+    }
+
+    /// CR3 was written: `flush` unless translations are to be kept.
+    pub fn load(&self, cr3: u64, flush: bool) {
+        let turn = self.turn();
+        turn.tags.load(cr3, flush);
+        turn.home = 1 + match turn.tags.choose(cr3) {
+            Found::Own(index) => index,
+            Found::Other(index) => {
+                turn.counters.taken_over += 1;
+                turn.tags.make_stale(index);
+                index
+            }
+        };
+    }
+
+    /// All translations of programs were dropped.
+    pub fn flush_all(&self) {
+        self.turn().tags.flush_all();
+    }
+
+    /// Whether what is mapped here has to be compared with the page tables; it is then as it should be.
+    #[must_use]
+    pub fn take_stale(&self) -> bool {
+        let turn = self.turn();
+        let is_stale = turn.tags.take_stale(self.number - 1);
+        turn.counters.compared += u64::from(is_stale);
+        is_stale
+    }
+
+    /// Others have to do something, too.
+    pub fn tell(&self, event: Event) {
+        let turn = self.turn();
+        debug_assert!(turn.taken[self.number] == turn.happened);
+        turn.events[turn.happened as usize % EVENTS] = event;
+        turn.happened += 1;
+        turn.taken[self.number] = turn.happened;
+        let page = |physical: u64| self.pages.get((physical / PAGE) as usize);
+        match event {
+            Event::Copied(physical) => page(physical).map(|page| page.fetch_or(COPIED, Ordering::Relaxed)),
+            Event::Written(physical) => page(physical).map(|page| page.fetch_and(!COPIED, Ordering::Relaxed)),
+            _ => None,
+        };
+    }
+
+    /// What has happened since this process had the turn; `None` if that is not remembered any more.
+    #[must_use]
+    pub fn take_events(&self) -> Option<Vec<Event>> {
+        let turn = self.turn();
+        let from = std::mem::replace(&mut turn.taken[self.number], turn.happened);
+        let at = |number: u64| turn.events[number as usize % EVENTS];
+        (turn.happened - from <= EVENTS as u64).then(|| (from..turn.happened).map(at).collect())
+    }
+
+    fn bit(&self) -> u32 {
+        1 << (self.number - 1)
+    }
+
+    /// Sets whether this home has pages mapped to be written to: a range of physical addresses.
+    pub fn set_writer(&self, physical: std::ops::Range<u64>, is_one: bool) {
+        let (from, to) = ((physical.start / PAGE) as usize, physical.end.div_ceil(PAGE) as usize);
+        for page in self.pages.get(from..to.min(self.pages.len())).unwrap_or(&[]) {
+            match is_one {
+                true => page.fetch_or(self.bit(), Ordering::Relaxed),
+                false => page.fetch_and(!self.bit(), Ordering::Relaxed),
+            };
+        }
+    }
+
+    /// Whether another home has a page mapped to be written to.
+    #[must_use]
+    pub fn has_other_writer(&self, physical: u64) -> bool {
+        let page = self.pages.get((physical / PAGE) as usize);
+        page.is_none_or(|page| page.load(Ordering::Relaxed) & !(self.bit() | COPIED) != 0)
+    }
+
+    /// Pages of which there may be copies: physical addresses.
+    pub fn copied(&self) -> impl Iterator<Item = u64> {
+        let copied = self.pages.iter().zip((0..).step_by(PAGE as usize));
+        copied.filter(|(page, _)| page.load(Ordering::Relaxed) & COPIED != 0).map(|(_, physical)| physical)
+    }
+
+    /// In the first process, from a signal's handler: interrupts the home that has the turn.
+    pub fn interrupt(&self, is_urgent: bool) {
+        let active = self.shared.active.load(Ordering::SeqCst) as usize;
+        if self.number != 0 || active == 0 {
+            return;
+        }
+        let process = self.shared.gates[active].process.load(Ordering::Acquire);
+        let signal = if is_urgent { smp::CALL } else { libc::SIGUSR1 };
+        // SAFETY: All take numbers; the interrupted code may be about to look at the error's number.
+        unsafe {
+            let error = *libc::__errno_location();
+            libc::syscall(libc::SYS_tgkill, process, process, signal);
+            *libc::__errno_location() = error;
+        }
+    }
+}
+
+impl Machine {
+    /// In a home: asks the first process, and says so. Whoever is not in one does it himself.
+    pub(crate) fn ask_first(&self, request: Request) -> bool {
+        let home = self.home.filter(|home| !home.is_first());
+        home.inspect(|home| home.ask(request)).is_some()
+    }
+
+    /// In a home: the guest goes on, here or in another process. In the latter case this comes back when the guest has come here
+    /// again, with other registers.
+    pub(crate) fn go_on(&mut self) {
+        let Some(home) = self.home else { return };
+        while home.next() != home.number {
+            let rip = self.block().registers.rip;
+            home.show(rip, self.visible(rip));
+            // The first process looks after those that have ended.
+            let _ = home.hand_over();
+            self.catch_up(home);
+        }
+        if home.take_stale() {
+            self.compare_with_tables();
+        }
+    }
+
+    /// A home waits until the guest comes.
+    pub(crate) fn move_in(&mut self) {
+        let Some(home) = self.home else { return };
+        let _ = home.await_turn();
+        self.catch_up(home);
+        self.go_on();
+    }
+
+    /// Does what others have done that concerns all.
+    fn catch_up(&mut self, home: Home) {
+        let Some(events) = home.take_events() else {
+            self.drop_kernel();
+            if let Some(shadows) = &mut self.shadows {
+                shadows.begin_anew(&self.memory);
+            }
+            return;
+        };
+        for event in events {
+            match (event, &mut self.shadows) {
+                (Event::KernelPageDropped(page), _) => self.memory.unmap(page, PAGE),
+                (Event::KernelDropped, _) => self.drop_kernel(),
+                (Event::Copied(page), Some(shadows)) => shadows.copied_elsewhere(page),
+                (Event::Written(page), Some(shadows)) => shadows.written_elsewhere(&self.memory, page),
+                _ => {}
+            }
+        }
+    }
+
+    /// The first process: does what the homes ask for, and lets the guest go on in that of its address space.
+    pub(crate) fn serve_homes(&mut self, home: Home) -> ! {
+        home.load(self.vcpu.cr3, true);
+        loop {
+            match home.take_request() {
+                None => {}
+                Some(Request::Look) => self.look(),
+                Some(Request::Perform(instruction)) => {
+                    if let Err(exception) = self.perform(&instruction) {
+                        self.block().registers.rip = instruction.ip();
+                        self.inject(exception);
+                    }
+                }
+                Some(Request::Access(physical)) => {
+                    if let Err(exception) = self.touch_device(physical) {
+                        self.inject(exception);
+                    }
+                }
+                Some(Request::End(how)) => self.end(how, &home.reason()),
+            }
+            if self.interruptible() && machine::pending().load(Ordering::Acquire) != 0 {
+                self.service();
+            }
+            if home.hand_over().is_none() {
+                self.end(End::Broken, &signal::how_child_has_ended());
+            }
+        }
+    }
+}
+
+/// The host's processors that this process may be on, if they are more than one.
+fn processors() -> Option<libc::cpu_set_t> {
+    // SAFETY: All zeros are a valid set, which is written by the call.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        let is_known = libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) == 0;
+        (is_known && libc::CPU_COUNT(&set) > 1).then_some(set)
+    }
+}
+
+fn end_child(pid: i32) {
+    // SAFETY: It is a child of this process, which is not asked for its status.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        libc::waitpid(pid, ptr::null_mut(), 0);
+    }
+}
+
+/// Whether a process has ended is looked at so often while waiting.
+const PATIENCE_NS: i64 = 100_000_000;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use super::*;
+    use crate::devices::testing::with_memory;
+
+    /// Homes of which none has a process.
+    fn empty(count: usize) -> Vec<Home> {
+        let shared = Common::new(Shared::new()).unwrap().share();
+        let pages = Vec::leak((0..16).map(|_| AtomicU32::new(0)).collect());
+        let homes: Vec<Home> = (0..=count).map(|number| Home { number, count, shared, pages }).collect();
+        homes[0].turn().tags = Tags::new(count);
+        homes
+    }
+
+    #[test]
+    fn who_comes_back_is_told_all_that_has_happened_or_that_it_was_too_much() {
+        let homes = empty(3);
+        homes[1].tell(Event::KernelPageDropped(0x1000));
+        assert_eq!(homes[2].take_events(), Some(vec![Event::KernelPageDropped(0x1000)]));
+        homes[2].tell(Event::Copied(0x2000));
+        assert_eq!(homes[2].take_events(), Some(Vec::new()));
+        assert_eq!(homes[1].take_events(), Some(vec![Event::Copied(0x2000)]));
+        assert_eq!(homes[3].take_events().map(|events| events.len()), Some(2));
+        for _ in 0..EVENTS {
+            homes[1].tell(Event::KernelDropped);
+        }
+        assert_eq!(homes[2].take_events().map(|events| events.len()), Some(EVENTS));
+        homes[1].tell(Event::Written(0x2000));
+        assert_eq!(homes[3].take_events(), None);
+        assert_eq!(homes[3].take_events(), Some(Vec::new()));
+    }
+
+    #[test]
+    fn pages_have_writers_and_copies() {
+        let homes = empty(3);
+        homes[1].set_writer(0x2000..0x4000, true);
+        homes[2].tell(Event::Copied(0x3000));
+        assert!(homes[2].has_other_writer(0x2000) && homes[2].has_other_writer(0x3000));
+        assert!(!homes[1].has_other_writer(0x3000) && !homes[2].has_other_writer(0x4000));
+        // Memory that the guest has not got is not known to be safe.
+        assert!(homes[1].has_other_writer(0x10_0000));
+        homes[1].set_writer(0x2000..0x3000, false);
+        assert!(!homes[2].has_other_writer(0x2000) && homes[2].has_other_writer(0x3000));
+        assert_eq!(homes[1].copied().collect::<Vec<_>>(), [0x3000]);
+        let _ = homes[2].take_events();
+        let _ = homes[1].take_events();
+        homes[1].tell(Event::Written(0x3000));
+        assert_eq!(homes[1].copied().count(), 0);
+    }
+
+    #[test]
+    fn an_address_space_keeps_its_home_and_the_oldest_is_taken_over() {
+        let homes = empty(2);
+        let load = |cr3| {
+            homes[0].load(cr3, false);
+            homes[0].turn().home
+        };
+        let (first, second) = (load(0x1001), load(0x2002));
+        assert!(first != second && first > 0 && second > 0);
+        assert!(homes[first].take_stale() && !homes[first].take_stale());
+        assert_eq!(load(0x1001), first);
+        assert!(!homes[first].is_left());
+        // What the third finds is another's.
+        assert_eq!(load(0x3003), second);
+        assert!(homes[first].is_left() && homes[second].is_left() && homes[second].take_stale());
+        homes[second].ask(Request::Look);
+        homes[second].ask(Request::End(End::Reset));
+        assert!(matches!(homes[0].take_request(), Some(Request::Look)));
+    }
+
+    /// Each process in its turn counts, and wants another address space, until there were enough.
+    #[test]
+    fn one_process_after_the_other_has_the_turn() {
+        const TURNS: u64 = 500;
+        let counts = Common::new([AtomicU64::new(0), AtomicU64::new(0)]).unwrap().share();
+        let first = with_memory(|memory| Home::multiply(memory, u64::MAX).unwrap().unwrap());
+        if !first.is_first() {
+            first.is_ready();
+            first.await_turn().unwrap();
+            loop {
+                let [turns, inside] = counts;
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                let turn = turns.fetch_add(1, Ordering::SeqCst);
+                match turn < TURNS {
+                    true => first.load(0x1000 * (turn * 7 % 50 + 1), false),
+                    false => first.ask(Request::Look),
+                }
+                inside.fetch_sub(1, Ordering::SeqCst);
+                if first.next() != first.number {
+                    first.hand_over().unwrap();
+                }
+            }
+        }
+        first.await_others().unwrap();
+        first.load(0x1000, true);
+        first.hand_over().unwrap();
+        assert!(matches!(first.take_request(), Some(Request::Look)));
+        assert_eq!(counts[0].load(Ordering::SeqCst), TURNS + 1);
+        let counters = first.counters();
+        assert!(
+            counters.moves > TURNS / 2 && counters.requests == 1 && counters.taken_over > 50,
+            "{counters:?}"
+        );
+        first.processes()[1..].iter().for_each(|process| end_child(process.cast_signed()));
+        signal::forget_children();
+    }
+}
