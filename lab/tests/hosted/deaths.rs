@@ -24,8 +24,8 @@ enum Death {
     Kill,
     /// SIGKILL at some moment from the start on: file system and database are perhaps not recovered yet.
     Early,
-    /// SIGKILL of the second processor's process.
-    Processor,
+    /// SIGKILL of the second processor's process, or of an address space's.
+    Other,
     /// The guest's kernel panics.
     Panic,
     /// The host has no memory left for it.
@@ -45,8 +45,14 @@ struct Life {
 impl Life {
     fn new(number: usize) -> Self {
         use Death::*;
-        let death = [Kill, Processor, Panic, Memory, Early][number % 5];
-        let cpus = if death == Processor || number / 2 % 2 == 1 { "2" } else { "1" };
+        let death = [Kill, Other, Panic, Memory, Early][number % 5];
+        // On one processor only address spaces without isolation have processes whose name tells.
+        let cpus = match death {
+            Other if number % 20 == 11 => "1",
+            Other => "2",
+            _ if number / 2 % 2 == 1 => "2",
+            _ => "1",
+        };
         Self {
             number,
             death,
@@ -332,7 +338,7 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
     }
     thread::sleep(moment);
     match (life.death, group) {
-        (Death::Processor, _) => signal(processors::other_processor(machine), Signal::KILL),
+        (Death::Other, _) => signal(processors::other_process(machine), Signal::KILL),
         (Death::Panic, _) => machine.type_line("exec false"),
         (Death::Memory, Some(group)) => {
             group.close();
@@ -379,7 +385,7 @@ fn check_disk(life: Life, disk: &Path) -> Result<()> {
 fn check_death(life: Life, status: std::process::ExitStatus, log: &str, has_memory: bool) {
     const SIGKILL: Option<i32> = Some(9);
     let is_right = match life.death {
-        Death::Processor => status.code() == BROKEN && log.contains(CHILD_GONE),
+        Death::Other => status.code() == BROKEN && log.contains(CHILD_GONE),
         Death::Panic => status.code() == RESET && log.contains("Kernel panic"),
         // Whose process it is that the host chooses is the host's business.
         Death::Memory if has_memory => status.signal() == SIGKILL || status.code() == BROKEN,

@@ -99,15 +99,16 @@ pub fn processes(place: &Place) -> Vec<i32> {
     numbers.filter(is_one).collect()
 }
 
-/// The process of a processor that is not the first.
-pub fn other_processor(machine: &Machine) -> i32 {
+/// The process of a processor that is not the first, or of an address space.
+pub fn other_process(machine: &Machine) -> i32 {
     let first = machine.child.id();
     let children = fs::read_to_string(format!("/proc/{first}/task/{first}/children")).expect("its children");
     let mut numbers = children.split_whitespace().filter_map(|number| number.parse().ok());
-    let is_processor = |number: &i32| {
-        fs::read_to_string(format!("/proc/{number}/comm")).is_ok_and(|name| name == "mercury-cpu\n")
+    let is_other = |number: &i32| {
+        let name = fs::read_to_string(format!("/proc/{number}/comm")).unwrap_or_default();
+        ["mercury-cpu\n", "mercury-space\n"].contains(&name.as_str())
     };
-    numbers.find(is_processor).expect("another processor")
+    numbers.find(is_other).expect("another process")
 }
 
 /// A processor's process that is killed ends the machine, which says so; a machine that is killed leaves none.
@@ -120,7 +121,7 @@ fn processors_end_together() -> Result<()> {
         for of_the_first in [false, true] {
             let mut machine = shell_on_disk(&place, &disk, &["--cpus", "2", isolation]);
             let first = machine.child.id().cast_signed();
-            signal(if of_the_first { first } else { other_processor(&machine) }, Signal::KILL);
+            signal(if of_the_first { first } else { other_process(&machine) }, Signal::KILL);
             if of_the_first {
                 machine.child.wait().expect("its end");
             } else {
@@ -152,7 +153,7 @@ fn processors_end_together_though_one_waits_for_the_dead() -> Result<()> {
         let mut machine = shell_on_disk(&place, &disk, &["--cpus", "2", ISOLATIONS[number % 2]]);
         machine.type_line(BUSY);
         machine.wait_for("busy\n");
-        let other = other_processor(&machine);
+        let other = other_process(&machine);
         signal(other, Signal::STOP);
         thread::sleep(Duration::from_millis(500));
         signal(other, Signal::KILL);

@@ -75,7 +75,7 @@ const AIMS: &[(&str, f64, &str)] = &[
     ("null-call", 100.0, ""),
     ("page-fault", 4.0, "a fault is a signal and an mmap of the host's"),
     ("exec", 3.0, "what was mapped comes back fault by fault"),
-    ("pipe", 5.0, "each switch of the\naddress space drops what is mapped, which comes back fault by fault"),
+    ("pipe", 5.0, "each message is a\nchange of the host's process"),
 ];
 /// A build, in times of a native one.
 const BUILD_AT_MOST: f64 = 1.25;
