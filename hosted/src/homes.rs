@@ -397,9 +397,10 @@ impl Home {
         if shown == rip { visible } else { rip }
     }
 
-    /// Says why the machine ends.
-    pub fn give_reason(&self, why: &str) {
+    /// Asks the first process to end the machine, whatever it was asked for before, and says why.
+    pub fn demand_end(&self, how: End, why: &str) {
         let turn = self.turn();
+        turn.request = Some(Request::End(how));
         let length = why.floor_char_boundary(REASON);
         turn.reason[..length].copy_from_slice(&why.as_bytes()[..length]);
         turn.reason_length = length;

@@ -189,9 +189,8 @@ impl Machine {
     /// Says why, gives the terminal back, and ends the process.
     pub fn end(&mut self, how: End, why: &str) -> ! {
         if let Some(home) = self.home.filter(|home| !home.is_first()) {
-            home.give_reason(why);
-            home.ask(Request::End(how));
             loop {
+                home.demand_end(how, why);
                 let _ = home.hand_over();
             }
         }
