@@ -361,8 +361,14 @@ impl Shadows {
 
     /// Another home has a copy of a page: the kernel's writes to it are to be noticed here.
     pub fn copied_elsewhere(&mut self, page: u64) {
-        if !self.copies.contains_key(&page) && self.foreign.insert(page) {
-            protect(page, libc::PROT_READ | libc::PROT_EXEC);
+        if self.copies.contains_key(&page) || self.foreign.contains(&page) {
+            return;
+        }
+        if protect(page, libc::PROT_READ | libc::PROT_EXEC) {
+            self.foreign.insert(page);
+        } else if let Some(home) = self.home {
+            // The host has no room for that: nobody has a copy any more.
+            home.tell(Event::Written(page));
         }
     }
 
