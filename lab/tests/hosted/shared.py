@@ -38,30 +38,32 @@ stop[0] = True
 [one.join() for one in readers]
 print('mapped', all(reads), wrong[:3])
 
-# A child's memory stays what it was at the fork, whatever a thread of its parent's writes on another processor.
+# A child's memory stays what it was at the fork, whatever a thread of its parent's writes on another processor. Each processor is
+# told by the other in turn: which one the pages above are changed on is chance.
 memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-stop[0] = False
 
-def write():
-    os.sched_setaffinity(0, {1})
+def write(cpu):
+    os.sched_setaffinity(0, {cpu})
     number = 0
     while not stop[0]:
         number = (number + 1) % (1 << 32)
         memory[:4] = number.to_bytes(4, 'little')
 
-writer = threading.Thread(target=write)
-writer.start()
-os.sched_setaffinity(0, {0})
 statuses = set()
-for _ in range(30):
-    child = os.fork()
-    if child == 0:
-        before = memory[:4]
-        time.sleep(0.005)
-        os._exit(before != memory[:4])
-    statuses.add(os.waitpid(child, 0)[1])
-stop[0] = True
-writer.join()
+for cpu in range(2):
+    stop[0] = False
+    writer = threading.Thread(target=write, args=(1 - cpu,))
+    writer.start()
+    os.sched_setaffinity(0, {cpu})
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            before = memory[:4]
+            time.sleep(0.005)
+            os._exit(before != memory[:4])
+        statuses.add(os.waitpid(child, 0)[1])
+    stop[0] = True
+    writer.join()
 print('forked', statuses)
 
 # A lock that threads on both take, and a thread that goes from one to the other all the time.
