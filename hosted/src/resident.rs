@@ -86,6 +86,9 @@ impl Machine {
     pub(crate) fn drop_kernel(&mut self) {
         self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
         self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
+        if let Some(shadows) = &mut self.shadows {
+            shadows.kernel_dropped();
+        }
     }
 
     /// Drops all mappings but the direct map.

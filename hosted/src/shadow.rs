@@ -219,7 +219,8 @@ impl Shadows {
     }
 
     fn rewrite(&mut self, memory: &Memory, page: u64, offset: usize) -> Option<()> {
-        if self.copies.len() == MOST_PAGES || self.cells.len() as u64 == CELLS_SIZE / CELL {
+        let is_full = self.copies.len() == MOST_PAGES || self.cells.len() as u64 == CELLS_SIZE / CELL;
+        if is_full || self.pointers.iter().any(Vec::is_empty) {
             self.drop_all(memory);
         }
         if !self.copies.contains_key(&page) {
@@ -356,6 +357,7 @@ impl Shadows {
         if let Some(home) = self.home {
             home.tell(Event::Written(page));
         }
+        *self.changes.entry(page).or_default() += u32::from(self.copies.contains_key(&page));
         self.drop_own(memory, page);
     }
 
@@ -374,6 +376,7 @@ impl Shadows {
 
     /// Another home has noticed that a page may be written to.
     pub fn written_elsewhere(&mut self, memory: &Memory, page: u64) {
+        *self.changes.entry(page).or_default() += u32::from(self.copies.contains_key(&page));
         self.drop_own(memory, page);
     }
 
@@ -382,6 +385,9 @@ impl Shadows {
     pub fn begin_anew(&mut self, memory: &Memory) {
         let pages: Vec<u64> = self.copies.keys().chain(&self.foreign).copied().collect();
         pages.into_iter().for_each(|page| self.drop_own(memory, page));
+        // No program is in a cell: one that was interrupted there is shown to its kernel where it would be.
+        self.cells.clear();
+        self.pointers = pointers();
         if let Some(home) = self.home {
             home.copied().for_each(|page| self.copied_elsewhere(page));
         }
@@ -396,7 +402,6 @@ impl Shadows {
             return;
         }
         count(&self.counters.dropped);
-        *self.changes.entry(page).or_default() += 1;
         let places: Vec<u64> = self.mapped.iter().filter(|(_, of)| **of == page).map(|(at, _)| *at).collect();
         for place in places {
             self.mapped.remove(&place);
@@ -405,12 +410,10 @@ impl Shadows {
         protect(page, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
     }
 
-    /// All places are used: begins anew. No program is in a cell.
+    /// All places are used: begins anew.
     fn drop_all(&mut self, memory: &Memory) {
         self.begin_anew(memory);
         self.changes.clear();
-        self.cells.clear();
-        self.pointers = pointers();
     }
 
     /// The mapping of a page was dropped.
@@ -449,6 +452,11 @@ impl Shadows {
         }
     }
 
+    /// All mappings of the kernel's were dropped.
+    pub fn kernel_dropped(&mut self) {
+        self.set_writable(0, Vec::new());
+    }
+
     /// All mappings of programs were dropped, and the kernel's too if it says so.
     pub fn all_dropped(&mut self, kernel: bool) {
         self.generation += 1;
@@ -475,9 +483,22 @@ impl Shadows {
         Some(address)
     }
 
+    /// Where a program would be that is between the short jump of a site and the long one in the padding nearby, which is not there
+    /// any more when the copy has gone.
+    fn start_of_jump(&self, address: u64) -> Option<u64> {
+        let page = self.mapped.get(&page_of(address))?;
+        let offset = address as usize % PAGE;
+        let is_there = |site: &&Site| site.plan.jump == offset && site.plan.jump != site.plan.start;
+        let site = self.copies.get(page)?.sites.iter().find(is_there)?;
+        Some(page_of(address) + site.plan.start as u64)
+    }
+
     /// The address that the guest is to see for one in a site's code: where the program would be if it was not rewritten.
     #[must_use]
     pub fn visible(&self, address: u64) -> u64 {
+        if let Some(start) = self.start_of_jump(address) {
+            return start;
+        }
         let offset = address.wrapping_sub(CELLS);
         let Some(cell) = self.cells.get((offset / CELL) as usize) else { return address };
         let within = (offset % CELL) as usize;
