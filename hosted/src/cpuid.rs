@@ -37,8 +37,9 @@ const AMD_ECX: u32 = bits(&[2, 3, 9, 10, 12, 13, 15, 22, 23, 24, 26, 27, 28, 29,
 // those of leaf 1, in their places
 const AMD_EDX: u32 = bits(&[1, 2, 7, 9, 12, 14]);
 
-/// Changes a leaf for a machine whose programs run in processes of their own: the kernel is to copy to and from programs by the function that the monitor does
-/// for it ([`crate::thunks::USES`]): not by the one for fast short strings, whose beginning it would change.
+/// Changes a leaf for a machine whose programs run in processes of their own: the kernel is to copy to and from programs by the
+/// function that the monitor does for it ([`crate::thunks::USES`]), not by the one for fast short strings, whose beginning it
+/// would change.
 pub fn separate_programs(leaf: u32, registers: &mut [u32; 4]) {
     const FAST_STRINGS: u32 = 1 << 9;
     const FAST_SHORT_STRINGS: u32 = 1 << 4;

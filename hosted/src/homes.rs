@@ -279,17 +279,9 @@ impl Home {
         Ok(Some(first))
     }
 
-    /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
+    /// In the new process: waits until all of them are known.
     fn begin(self) -> Result<Self> {
-        let first = self.shared.gates[0].process.load(Ordering::Acquire);
-        // SAFETY: All of these take numbers.
-        unsafe {
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
-                return Err(Error::system("begin as a process for an address space"));
-            }
-            libc::setpgid(0, 0);
-            libc::prctl(libc::PR_SET_NAME, c"mercury-space".as_ptr());
-        }
+        smp::begin_process(self.shared.gates[0].process.load(Ordering::Acquire), c"mercury-space")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
             smp::wait(&self.shared.complete, 0);
         }
@@ -308,18 +300,13 @@ impl Home {
     /// # Errors
     /// If one of them has ended before.
     pub fn await_others(&self) -> Result<()> {
-        for gate in &self.shared.gates[1..=self.count] {
-            while gate.ready.load(Ordering::Acquire) == 0 {
-                let pid = gate.process.load(Ordering::Acquire);
-                // A signal may have told of it already, and it is no child any more.
-                // SAFETY: It is not asked for the status.
-                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
-                    return Err(Error::host("a process for an address space could not be started"));
-                }
-                smp::wait(&gate.ready, 0);
-            }
+        match self.shared.gates[1..=self.count]
+            .iter()
+            .all(|gate| smp::await_ready(&gate.ready, &gate.process))
+        {
+            true => Ok(()),
+            false => Err(Error::host("a process for an address space could not be started")),
         }
-        Ok(())
     }
 
     /// The processes of all of them.
@@ -752,6 +739,7 @@ mod tests {
     #[test]
     fn one_process_after_the_other_has_the_turn() {
         const TURNS: u64 = 500;
+        assert!(with_memory(|memory| Home::multiply(memory, 0).unwrap().is_none()));
         let counts = Common::new([AtomicU64::new(0), AtomicU64::new(0)]).unwrap().share();
         let first = with_memory(|memory| Home::multiply(memory, u64::MAX).unwrap().unwrap());
         if !first.is_first() {

@@ -11,7 +11,7 @@ pub mod apic;
 pub mod bus;
 
 use std::{
-    ffi::c_void,
+    ffi::{CStr, c_void},
     ptr,
     sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering},
 };
@@ -19,6 +19,7 @@ use std::{
 use crate::{
     block,
     error::{Error, Result},
+    homes::map_common,
     layout::PAGE,
     signal,
 };
@@ -85,13 +86,7 @@ impl Processor {
     /// If the host refuses a page of memory.
     pub fn first(count: usize) -> Result<Self> {
         debug_assert!((1..=MOST).contains(&count));
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-        // SAFETY: A new mapping where the host likes.
-        let page = unsafe { libc::mmap(ptr::null_mut(), PAGE as usize, rights, how, -1, 0) };
-        if page == libc::MAP_FAILED {
-            return Err(Error::system("map what processors have in common"));
-        }
+        let page = map_common(PAGE as usize)?;
         // SAFETY: The page is never unmapped, is large enough, and zero, which is a valid value; all of it is atomic.
         let shared: &'static Shared = unsafe { &*page.cast::<Shared>() };
         let first = Self { number: 0, count, shared };
@@ -134,15 +129,7 @@ impl Processor {
 
     /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
     fn begin(self) -> Result<Self> {
-        let first = self.cpu(0).process.load(Ordering::Acquire);
-        // SAFETY: All of these take numbers.
-        unsafe {
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
-                return Err(Error::system("begin as a processor"));
-            }
-            libc::setpgid(0, 0);
-            libc::prctl(libc::PR_SET_NAME, c"mercury-cpu".as_ptr());
-        }
+        begin_process(self.cpu(0).process.load(Ordering::Acquire), c"mercury-cpu")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
             wait(&self.shared.complete, 0);
         }
@@ -162,14 +149,8 @@ impl Processor {
     pub fn await_others(&self) -> Result<()> {
         for number in 1..self.count {
             let cpu = self.cpu(number);
-            while cpu.ready.load(Ordering::Acquire) == 0 {
-                let pid = cpu.process.load(Ordering::Acquire);
-                // A signal may have told of it already, and it is no child any more.
-                // SAFETY: It is not asked for the status.
-                if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
-                    return Err(Error::host(format!("processor {number} could not be started")));
-                }
-                wait(&cpu.ready, 0);
+            if !await_ready(&cpu.ready, &cpu.process) {
+                return Err(Error::host(format!("processor {number} could not be started")));
             }
         }
         Ok(())
@@ -263,6 +244,36 @@ impl Processor {
     pub fn are_all_parked(&self) -> bool {
         (0..self.count).all(|number| self.cpu(number).parked.load(Ordering::SeqCst) == 1)
     }
+}
+
+/// In a process that the first one of a machine has made: it ends with that one, and leaves signals of the terminal to it.
+///
+/// # Errors
+/// If the first one has ended.
+pub(crate) fn begin_process(first: i32, name: &CStr) -> Result<()> {
+    // SAFETY: All of these take numbers, or a string with its end.
+    unsafe {
+        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
+            return Err(Error::system("begin as a process of the machine"));
+        }
+        libc::setpgid(0, 0);
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+    }
+    Ok(())
+}
+
+/// Waits until such a process is prepared. Says whether it is, or has ended before.
+pub(crate) fn await_ready(ready: &AtomicU32, process: &AtomicI32) -> bool {
+    while ready.load(Ordering::Acquire) == 0 {
+        let pid = process.load(Ordering::Acquire);
+        // A signal may have told of its end already, and it is no child any more.
+        // SAFETY: It is not asked for the status.
+        if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
+            return false;
+        }
+        wait(ready, 0);
+    }
+    true
 }
 
 /// Sleeps until a signal comes, unless one has come since the block's byte was cleared.
