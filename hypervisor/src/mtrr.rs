@@ -59,7 +59,7 @@ const ADDRESS_BITS: u64 = 0x000f_ffff_ffff_f000;
 /// V of MTRRphysMask: the range is in use.
 const MASK_VALID: u64 = 1 << 11;
 /// E of MTRRdefType: MTRRs are enabled (APM volume 2, 7.7.2).
-const DEFAULT_ENABLE: u64 = 1 << 11;
+pub const DEFAULT_ENABLE: u64 = 1 << 11;
 /// FE of MTRRdefType: the fixed ranges are enabled.
 const DEFAULT_FIXED_ENABLE: u64 = 1 << 10;
 /// End of the fixed ranges.

@@ -330,6 +330,20 @@ pub(crate) mod tests {
     /// Nothing can be mapped here.
     pub const BEYOND: u64 = 1 << 41;
 
+    /// MTRRs of the machine whose tables these are: the second half of the first 4 GiB is uncacheable.
+    pub const MTRRS: [(u32, u64); 4] = [
+        (msr::MTRR_CAP, 0x501),
+        (msr::MTRR_DEF_TYPE, 0xC06),
+        (msr::MTRR_PHYS_BASE0, 0x8000_0000),
+        (msr::MTRR_PHYS_BASE0 + 1, 0xFF_8000_0800),
+    ];
+    const WRITE_BACK: [u64; 11] = [0x0606_0606_0606_0606; 11];
+
+    /// All of the machine's MTRRs.
+    pub fn all_mtrrs() -> impl Iterator<Item = (u32, u64)> {
+        MTRRS.into_iter().chain(msr::MTRR_FIXED.into_iter().zip(WRITE_BACK))
+    }
+
     /// A map of 40 bits with one hidden page, in memory that stays.
     fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
         let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
@@ -347,7 +361,9 @@ pub(crate) mod tests {
             complete_pages: 0,
             zero_page: HostPhys::new(0x1000),
         };
-        let mtrrs = Mtrrs::from_registers(0, [0; 11], &[], 40, None);
+        let [_, (_, default), (_, base), (_, mask)] = MTRRS;
+        let variable = [VariableRange { base, mask }];
+        let mtrrs = Mtrrs::from_registers(default, WRITE_BACK, &variable, 40, None);
         let pool = Pool { pages_virt: addresses.as_ptr().expose_provenance() as u64, count: 64, used: 0 };
         let mut nested =
             Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0, live: Live::new() };

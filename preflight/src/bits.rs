@@ -15,6 +15,8 @@ pub mod cr0 {
     pub const WP: u64 = 1 << 16;
     /// Alignment mask.
     pub const AM: u64 = 1 << 18;
+    /// Cache disable.
+    pub const CD: u64 = 1 << 30;
     /// Paging.
     pub const PG: u64 = 1 << 31;
 

@@ -269,7 +269,8 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     exit::nested_fault(area, hardware, answer, [address, rip])
 }
 
-/// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE. All others are native.
+/// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE, or CD while MTRRs are
+/// disabled. All others are native.
 fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     const MOVE_TO: u64 = 0;
     let qualification = area.own.exit.info1;
@@ -277,6 +278,9 @@ fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let source = (qualification >> 8 & 15) as usize;
     let value = area.own.exit.registers[source];
     match (register, kind) {
+        (0, MOVE_TO) if msr::disables_mtrrs(hardware, value) => {
+            other(area, Answer::Depart(Code::MtrrChanged))
+        }
         (0, MOVE_TO) => other(area, reset::write_cr0(hardware, value)),
         (4, MOVE_TO) => {
             let answer = write_cr4(area, hardware, value);
@@ -301,6 +305,7 @@ fn write_cr4(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answe
     }
     if value & cr4::VMXE == 0 {
         area.own.foreign = 1;
+        msr::watch_caches(hardware, false);
     }
     hardware.vmwrite(vmcs::GUEST_CR4, value | cr4::VMXE);
     hardware.vmwrite(vmcs::CR4_SHADOW, value);

@@ -8,11 +8,15 @@
 use mercury_abi::code::Code;
 use mercury_abi::shared::ExitReason;
 
-use super::Area;
+use mercury_preflight::bits::cr0;
+
+use super::capture::CR0_NE;
+use super::{Area, Vmx, vmcs};
 use crate::exit::{Answer, Fault};
 use crate::msr::{log_access, read_through, write_through};
-use crate::publish;
+use crate::mtrr::DEFAULT_ENABLE;
 use crate::x86::{Hardware, msr};
+use crate::{nested, publish};
 
 /// The MSR bitmap (SDM volume 3, "MSR-bitmap address"): reads of the low and the high range, then writes.
 #[repr(C, align(4096))]
@@ -76,6 +80,7 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
         _ if area.own.foreign != 0 => (ExitReason::MsrPassThrough, write_foreign(hardware, index, value)),
         msr::MICROCODE_TRIGGER => (ExitReason::MsrMicrocode, Answer::Depart(Code::MicrocodeUpdate)),
         msr::PEBS_ENABLE if value != 0 => (ExitReason::MsrPassThrough, Answer::Depart(Code::DebugStore)),
+        msr::MTRR_DEF_TYPE => (ExitReason::MsrPassThrough, write_default_type(hardware, value)),
         _ if is_mtrr(index) => (ExitReason::MsrPassThrough, write_mtrr(hardware, index, value)),
         _ => (ExitReason::MsrPassThrough, write_through(hardware, index, value)),
     };
@@ -98,6 +103,44 @@ fn write_mtrr(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
         Some(_) => Answer::Depart(Code::MtrrChanged),
         None => Answer::Inject(Fault::GeneralProtection),
     }
+}
+
+/// Writes MTRRdefType. A system writes its MTRRs with caches disabled, and clears E meanwhile: Linux does so on
+/// every CPU after a suspend and a hibernation, even if all values stay the same. With CR0.CD set every access is
+/// uncacheable, whatever nested tables and MTRRs say (SDM volume 3, "Memory type used for translated
+/// guest-physical addresses"), so the tables are compared with the MTRRs only when E comes back.
+/// Until then clearing CR0.CD exits: see [`disables_mtrrs`].
+fn write_default_type(hardware: &mut impl Hardware, value: u64) -> Answer {
+    let Some(current) = hardware.read_msr(msr::MTRR_DEF_TYPE) else {
+        return Answer::Inject(Fault::GeneralProtection);
+    };
+    let (was_on, is_on) = (current & DEFAULT_ENABLE != 0, value & DEFAULT_ENABLE != 0);
+    let without_caches = hardware.vmread(vmcs::GUEST_CR0) & cr0::CD != 0;
+    if current == value || was_on == is_on || !without_caches {
+        return write_mtrr(hardware, msr::MTRR_DEF_TYPE, value);
+    }
+    if !hardware.write_msr(msr::MTRR_DEF_TYPE, value) {
+        return Answer::Inject(Fault::GeneralProtection);
+    }
+    if is_on && !nested::types_are_current::<Vmx>(hardware) {
+        return Answer::Depart(Code::MtrrChanged);
+    }
+    watch_caches(hardware, !is_on);
+    Answer::Skip
+}
+
+/// Has a write to CR0 exit that clears CD, or lets it be native again.
+pub fn watch_caches(hardware: &mut impl Hardware, wanted: bool) {
+    let own = hardware.vmread(vmcs::CR0_SHADOW) & CR0_NE;
+    let seen = hardware.vmread(vmcs::GUEST_CR0) & !CR0_NE | own;
+    hardware.vmwrite(vmcs::CR0_SHADOW, seen);
+    hardware.vmwrite(vmcs::CR0_MASK, if wanted { CR0_NE | cr0::CD } else { CR0_NE });
+}
+
+/// Returns true if this value of CR0 enables the caches while the system has its MTRRs disabled: natively all of
+/// memory would be uncacheable, and beneath the hypervisor it would not.
+pub fn disables_mtrrs(hardware: &mut impl Hardware, cr0: u64) -> bool {
+    hardware.vmread(vmcs::CR0_MASK) & cr0::CD != 0 && cr0 & cr0::CD == 0
 }
 
 /// Another kernel's writes, beneath which the hypervisor has to stay. Its MTRRs are those that it found, but for

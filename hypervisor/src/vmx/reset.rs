@@ -44,6 +44,7 @@ pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let caches = hardware.vmread(vmcs::GUEST_CR0) & CR0_CACHES;
     for (field, value) in [
         (vmcs::GUEST_CR0, caches | cr0::ET | CR0_NE),
+        (vmcs::CR0_MASK, CR0_NE),
         (vmcs::CR0_SHADOW, caches | cr0::ET),
         (vmcs::GUEST_CR4, cr4::VMXE),
         (vmcs::CR4_SHADOW, 0),
@@ -100,12 +101,11 @@ pub fn start_up(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 /// way in the shadow, and EFER.LMA and the entry's control follow paging (SDM, "Guest control registers").
 pub fn write_cr0(hardware: &mut impl Hardware, value: u64) -> Answer {
     const NW: u64 = 1 << 29;
-    const CD: u64 = 1 << 30;
     let efer = hardware.vmread(vmcs::GUEST_EFER);
     let to_long_mode = value & cr0::PG != 0 && efer & EFER_LME != 0;
     let illegal = value >> 32 != 0
         || value & cr0::PG != 0 && value & cr0::PE == 0
-        || value & NW != 0 && value & CD == 0
+        || value & NW != 0 && value & cr0::CD == 0
         || to_long_mode && hardware.vmread(vmcs::GUEST_CR4) & cr4::PAE == 0;
     if illegal {
         return Answer::Inject(Fault::GeneralProtection);

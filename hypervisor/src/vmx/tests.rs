@@ -7,7 +7,7 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall, Segment};
 use mercury_abi::refusal::Refusal;
 use mercury_abi::shared::{EXIT_CODE_VMX, ExitReason, LogKind, SharedCpu};
-use mercury_preflight::bits::cr4;
+use mercury_preflight::bits::{cr0, cr4};
 use mercury_preflight::example::good_xeon;
 use mercury_preflight::vmx::{entry, exit, primary, secondary};
 use proptest::prelude::*;
@@ -515,6 +515,104 @@ fn an_mtrr_that_changes_lets_go_and_one_that_does_not_is_nothing() {
     let mut cpu = Cpu::attached();
     assert_eq!(access_msr(&mut cpu, msr::MICROCODE_TRIGGER, Some(0xFFFF_8880_0000_0000)), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::MicrocodeUpdate as u32));
+}
+
+/// MOV to CR0 as the processor carries it out: it exits only if it changes a masked bit.
+fn move_to_cr0(cpu: &mut Cpu, value: u64) -> Next {
+    if (value ^ cpu.get(vmcs::CR0_SHADOW)) & cpu.get(vmcs::CR0_MASK) != 0 {
+        return write_control(cpu, 0, value);
+    }
+    cpu.set(vmcs::GUEST_CR0, value | 1 << 5);
+    Next::Run
+}
+
+const CR0: u64 = 0x8005_0033;
+const WITHOUT_CACHES: u64 = CR0 | cr0::CD;
+
+/// A CPU whose MTRRs are those of the nested tables.
+fn with_mtrrs() -> Cpu {
+    crate::nested::tests::install::<Vmx>();
+    let mut cpu = Cpu::attached();
+    cpu.hardware.leaves.insert(0x8000_0008, [0x3028, 0, 0, 0]);
+    cpu.hardware.msrs.extend(crate::nested::tests::all_mtrrs());
+    cpu
+}
+
+/// Writes the MTRRs as Linux does on each CPU when all are back from a suspend (6.1: `generic_set_all`; 6.12:
+/// `cache_cpu_init`; both from `arch_thaw_secondary_cpus_end`, and with the same accesses): without caches, E and
+/// FE and the default type cleared, then registers that are not what the kernel has noted, then PAT, which does
+/// not exit, and what was cleared. Stops where the CPU leaves.
+fn write_mtrrs_as_linux(cpu: &mut Cpu, noted: &[(u32, u64)]) -> Next {
+    let default = cpu.hardware.msrs[&msr::MTRR_DEF_TYPE];
+    let different = noted.iter().filter(|(index, value)| cpu.hardware.msrs[index] != *value);
+    let mut writes = vec![(msr::MTRR_DEF_TYPE, default & !0xCFF)];
+    writes.extend(different.filter(|(index, _)| *index != msr::MTRR_DEF_TYPE));
+    let default = noted.iter().find(|(index, _)| *index == msr::MTRR_DEF_TYPE).map_or(default, |new| new.1);
+    writes.push((msr::MTRR_DEF_TYPE, default));
+    assert_eq!(move_to_cr0(cpu, WITHOUT_CACHES), Next::Run);
+    for (index, value) in writes {
+        cpu.set(vmcs::GUEST_RIP, RIP);
+        if access_msr(cpu, index, Some(value)) == Next::Leave {
+            return Next::Leave;
+        }
+        assert_eq!(cpu.hardware.msrs[&index], value, "{index:#x}");
+    }
+    move_to_cr0(cpu, CR0)
+}
+
+#[test]
+fn a_cpu_that_writes_its_mtrrs_after_a_suspend_stays() {
+    let mut cpu = with_mtrrs();
+    assert_eq!(write_mtrrs_as_linux(&mut cpu, &[]), Next::Run);
+    assert_eq!((cpu.get(vmcs::GUEST_CR0), cpu.get(vmcs::CR0_MASK)), (CR0, 1 << 5), "nothing exits any more");
+    assert_eq!(cpu.area.shared().left_because, 0);
+    // The next time as well.
+    assert_eq!(write_mtrrs_as_linux(&mut cpu, &[(msr::MTRR_PHYS_BASE0, 0x8000_0000)]), Next::Run);
+}
+
+#[test]
+fn mtrrs_that_are_others_after_a_suspend_let_go() {
+    for noted in [
+        (msr::MTRR_DEF_TYPE, 0xC00),
+        (msr::MTRR_DEF_TYPE, 0x806),
+        (msr::MTRR_PHYS_BASE0 + 1, 0xFF_C000_0800),
+        (msr::MTRR_FIXED[10], 0),
+    ] {
+        let mut cpu = with_mtrrs();
+        assert_eq!(write_mtrrs_as_linux(&mut cpu, &[noted]), Next::Leave, "{noted:x?}");
+        assert_eq!(cpu.area.shared().left_because, u64::from(Code::MtrrChanged as u32));
+        let outward = &cpu.area.cpu.gate.outward;
+        assert_eq!((outward.rip, outward.cr0), (RIP, WITHOUT_CACHES), "the rest is executed natively");
+    }
+}
+
+/// Natively all of its memory would be uncacheable from here on.
+#[test]
+fn a_cpu_that_goes_on_without_mtrrs_leaves() {
+    let mut cpu = with_mtrrs();
+    assert_eq!(move_to_cr0(&mut cpu, WITHOUT_CACHES), Next::Run);
+    assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Run);
+    assert_eq!(move_to_cr0(&mut cpu, WITHOUT_CACHES & !0x8), Next::Run, "other bits are native");
+    assert_eq!(move_to_cr0(&mut cpu, CR0), Next::Leave);
+    assert_eq!(cpu.area.shared().left_because, u64::from(Code::MtrrChanged as u32));
+    let mut cpu = with_mtrrs();
+    assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Leave, "with caches");
+}
+
+/// It cannot leave any more, and its CR0 is its own again.
+#[test]
+fn a_cpu_that_is_reset_without_mtrrs_enables_its_caches() {
+    for reset in [true, false] {
+        let mut cpu = with_mtrrs();
+        assert_eq!(move_to_cr0(&mut cpu, WITHOUT_CACHES), Next::Run);
+        assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Run);
+        if reset {
+            assert_eq!(cpu.exit(reason::INIT), Next::Run);
+        } else {
+            assert_eq!(write_control(&mut cpu, 4, CR4 & !cr4::VMXE), Next::Run);
+        }
+        assert_eq!(cpu.get(vmcs::CR0_MASK), 1 << 5);
+    }
 }
 
 /// A crash kernel that was started beneath KVM's modules, which took the way of leaving before: it disables
