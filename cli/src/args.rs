@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::{series::Interval, target::Name},
     cpus::CpuSet,
-    exit,
+    explain::Codes,
     receive::Listen,
     restore::MEMORY_LEAST_MIB,
     size::mebibytes,
@@ -19,7 +19,7 @@ use std::{ffi::OsString, path::PathBuf};
 
 /// Slips a hypervisor beneath the running Linux, and takes it out again
 #[derive(Debug, Parser)]
-#[command(name = "mercury", version, after_help = exit::TABLE, max_term_width = 100, propagate_version = true)]
+#[command(name = "mercury", version, max_term_width = 100, propagate_version = true)]
 #[command(
     long_about = "Slips a hypervisor beneath the running Linux and takes it out again, without a reboot \
     and without disturbing what runs.\n\n`mercury doctor` says whether this machine can do it, `mercury attach` \
@@ -718,6 +718,7 @@ pub struct BenchOsArgs {
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// A code by name or number, such as svm-disabled or 43 [default: list them all]
+    #[arg(value_parser = Codes, hide_possible_values = true)]
     pub code: Option<String>,
 }
 

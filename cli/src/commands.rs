@@ -17,7 +17,7 @@ use crate::{
     interrupt::Deferred,
     log::{self, Reader},
     maintenance, merge, migrate, module,
-    output::{Format, Render, text},
+    output::{Format, Render, Text, Tone, text},
     progress, receive, restore, snapshot, status,
     status::Status,
     sudo,
@@ -158,14 +158,19 @@ struct Failure<'a> {
 fn fail(error: &Error, format: Format, name: &str) -> Exit {
     match format {
         Format::Json => drop(print(&(crate::output::json(name, &Failure { error }) + "\n"))),
-        Format::Text => {
-            eprintln!("mercury {name}: {error}");
-            if let Some(hint) = &error.hint {
-                eprintln!("  → {hint}");
-            }
-        }
+        Format::Text => eprint!("{}", complaint(Text::to(&std::io::stderr()), error, name)),
     }
     error.exit
+}
+
+/// A failure as people read it: what happened and why, then what to do.
+fn complaint(mut to: Text, error: &Error, name: &str) -> String {
+    let program = to.tone(Tone::Bad, &format!("mercury {name}:"));
+    to.line(format!("{program} {error}"));
+    if let Some(hint) = &error.hint {
+        to.line(format!("  → {hint}"));
+    }
+    to.finish()
 }
 
 /// Refuses whoever is not root.

@@ -1,8 +1,17 @@
 //! Every code: what it means, why Mercury stops there, and what to do.
 
-use crate::{error::Error, exit::Exit, output::Render};
+use crate::{
+    error::Error,
+    exit::Exit,
+    output::{Render, Tone},
+};
+use clap::{
+    Arg, Command,
+    builder::{PossibleValue, StringValueParser, TypedValueParser},
+};
 use mercury_abi::code::Code;
 use serde::Serialize;
+use std::ffi::OsStr;
 
 /// The explanation of one code.
 #[derive(Clone, Copy, Debug)]
@@ -689,6 +698,28 @@ pub fn entry(code: Code) -> &'static Entry {
     TABLE.iter().find(|entry| entry.code == code).unwrap_or(&FALLBACK)
 }
 
+/// The parser of `mercury explain CODE`. Shells complete codes from it; [`explain`] judges the word.
+#[derive(Clone, Copy, Debug)]
+pub struct Codes;
+
+impl TypedValueParser for Codes {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let value = |entry: &Entry| PossibleValue::new(entry.code.name()).help(entry.meaning);
+        Some(Box::new(TABLE.iter().map(value)))
+    }
+}
+
 /// What `mercury explain` prints.
 #[derive(Debug, Serialize)]
 pub struct Explanations {
@@ -735,14 +766,18 @@ impl Render for Explanations {
     fn render(&self, to: &mut crate::output::Text) {
         match self.codes.as_slice() {
             [one] => {
-                to.line(format!("{} ({}): {}.", one.code, one.number, one.meaning));
+                let name = to.tone(Tone::Strong, one.code);
+                to.line(format!("{name} ({}): {}.", one.number, one.meaning));
                 to.line("");
                 to.wrapped("Why:  ", one.why);
                 to.wrapped("To do: ", one.remedy);
             }
-            all => all
-                .iter()
-                .for_each(|one| to.line(format!("{:>4}  {:26}{}", one.number, one.code, one.meaning))),
+            all => {
+                for one in all {
+                    let name = to.tone(Tone::Strong, &format!("{:26}", one.code));
+                    to.after(&format!("{:>4}  {name}", one.number), one.meaning);
+                }
+            }
         }
     }
 }

@@ -1,12 +1,17 @@
 //! Manual pages and shell completions, from the definition of the command line.
 
-use crate::{args::Cli, exit};
+use crate::{
+    args::Cli,
+    explain::{self, Entry},
+    help::manual,
+};
 use clap::{Arg, Command, CommandFactory};
 use clap_complete::{Shell, generate_to};
-use std::{fs, io, path::Path};
-
-/// Section of the manual: system administration.
-const SECTION: &str = "8";
+use std::{
+    fs::{self, OpenOptions},
+    io::{self, Write},
+    path::Path,
+};
 
 /// Writes a page for the command and one for each of its visible subcommands.
 pub fn man(directory: &Path) -> io::Result<()> {
@@ -17,11 +22,8 @@ pub fn man(directory: &Path) -> io::Result<()> {
 }
 
 fn page(command: &Command, directory: &Path, name: &str) -> io::Result<()> {
-    let title = name.replace(' ', "-");
-    let named = command.clone().name(title.clone()).bin_name(name).after_help(exit::TABLE);
-    let mut text = Vec::new();
-    clap_mangen::Man::new(named).title(title.to_uppercase()).section(SECTION).render(&mut text)?;
-    fs::write(directory.join(format!("{title}.{SECTION}")), text)?;
+    let file = format!("{}.{}", name.replace(' ', "-"), manual::SECTION);
+    fs::write(directory.join(file), manual::render(command, name)?)?;
     let visible = |sub: &&Command| !sub.is_hide_set() && sub.get_name() != "help";
     command
         .get_subcommands()
@@ -35,9 +37,24 @@ pub fn completions(directory: &Path) -> io::Result<()> {
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         let mut command = Cli::command();
         command.build();
-        generate_to(shell, &mut offered(&command), "mercury", directory)?;
+        let file = generate_to(shell, &mut offered(&command), "mercury", directory)?;
+        if shell == Shell::Fish {
+            OpenOptions::new().append(true).open(file)?.write_all(fish_codes().as_bytes())?;
+        }
     }
     Ok(())
+}
+
+/// Codes for `mercury explain`: clap_complete has fish complete values of options, and none of arguments.
+fn fish_codes() -> String {
+    let quoted = |text: &str| format!("'{}'", text.replace('\\', r"\\").replace('\'', r"\'"));
+    let line = |entry: &Entry| {
+        let [code, meaning] = [entry.code.name(), entry.meaning].map(quoted);
+        format!(
+            "complete -c mercury -n \"__fish_mercury_using_subcommand explain\" -f -a {code} -d {meaning}\n"
+        )
+    };
+    explain::TABLE.iter().map(line).collect()
 }
 
 /// The command without what is hidden, which the shells would offer otherwise: its subcommands and options as far as
@@ -85,6 +102,22 @@ mod tests {
             let text = fs::read_to_string(directory.path().join(format!("{name}.8"))).expect(name);
             assert!(text.contains("not possible on this machine"), "{name}");
         }
+        for page in fs::read_dir(directory.path()).expect("pages") {
+            let page = page.expect("a page").path();
+            let text = fs::read_to_string(&page).expect("text");
+            for section in ["SYNOPSIS", "EXIT STATUS", "ENVIRONMENT", "EXAMPLES", "SEE ALSO"] {
+                let heading = if section.contains(' ') { format!("{section:?}") } else { section.to_owned() };
+                assert!(
+                    text.contains(&format!(".SH {heading}\n")),
+                    "{section} in {}: {text}",
+                    page.display()
+                );
+            }
+            let has_files = !page.to_string_lossy().contains("hosted");
+            assert_eq!(text.contains(".SH FILES\n"), has_files, "{}", page.display());
+        }
+        let text = fs::read_to_string(directory.path().join("mercury-migrate.8")).expect("a page");
+        assert!(text.contains("MERCURY_KEY") && !text.contains("pause"), "{text}");
         assert!(!directory.path().join("mercury-fault.8").exists());
     }
 
@@ -93,6 +126,26 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         completions(directory.path()).expect("completions");
         assert_eq!(fs::read_dir(directory.path()).expect("directory").count(), 3);
+    }
+
+    #[test]
+    fn bash_completes_the_codes_of_explain() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        completions(directory.path()).expect("completions");
+        let script = format!(
+            ". {}/mercury.bash; COMP_WORDS=(mercury explain svm-) COMP_CWORD=2 COMP_LINE='mercury explain svm-'; \
+             _mercury mercury svm- explain; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+            directory.path().display()
+        );
+        let output = std::process::Command::new("bash").args(["-c", &script]).output().expect("bash");
+        let offered = String::from_utf8(output.stdout).expect("text");
+        let offered: BTreeSet<&str> = offered.lines().collect();
+        let wanted = mercury_abi::code::Code::ALL.iter().map(|code| code.name());
+        assert_eq!(offered, wanted.filter(|name| name.starts_with("svm-")).collect());
+        for name in ["_mercury", "mercury.fish"] {
+            let text = fs::read_to_string(directory.path().join(name)).expect(name);
+            assert!(text.contains("svm-disabled"), "{name}");
+        }
     }
 
     /// Names of all that is hidden, at any depth, or of all that is not.

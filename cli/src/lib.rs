@@ -1,6 +1,6 @@
 //! The library half of the `mercury` command.
 //!
-//! * [`args`]: the command line; [`generate`] makes manual pages and completions from it;
+//! * [`args`]: the command line; [`help`]: its help, and with [`generate`] manual pages and completions;
 //! * [`commands`]: each command opens what it needs, does one thing, returns a report;
 //! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
@@ -32,6 +32,7 @@ pub mod facts;
 #[cfg(test)]
 mod fake;
 pub mod generate;
+pub mod help;
 pub mod hosted;
 pub mod images;
 pub mod inspect;

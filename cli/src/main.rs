@@ -1,12 +1,11 @@
 //! The `mercury` command. Everything it does is in the library half, where it is tested.
 
-use clap::Parser;
-use mercury_cli::{args::Cli, commands, restore::init};
+use mercury_cli::{commands, help, restore::init};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     if init::is_init() {
         return init::run();
     }
-    commands::run(&Cli::parse()).into()
+    commands::run(&help::parse()).into()
 }

@@ -1,10 +1,18 @@
 //! Text for people, JSON for programs, colour only where a person looks.
 
+use anstream::{AutoStream, ColorChoice, stream::RawStream};
+use anstyle::{AnsiColor, Style};
 use serde::Serialize;
-use std::io::IsTerminal;
+use std::{
+    io::{IsTerminal, stdout},
+    os::fd::AsFd,
+};
 
-/// Width to which prose is wrapped, in columns.
-const WIDTH: usize = 100;
+/// Columns of prose where there is no terminal, and at most on one.
+pub const WIDTH_MAX: usize = 100;
+
+/// Columns of prose at least: a narrower terminal breaks lines by itself.
+const WIDTH_MIN: usize = 40;
 
 /// How results are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,41 +44,83 @@ pub enum Tone {
     Strong,
 }
 
+impl Tone {
+    /// The colour on a terminal.
+    #[must_use]
+    pub fn style(self) -> Style {
+        match self {
+            Self::Good => AnsiColor::Green.on_default(),
+            Self::Doubtful => AnsiColor::Yellow.on_default(),
+            Self::Bad => AnsiColor::Red.on_default(),
+            Self::Quiet => Style::new().dimmed(),
+            Self::Strong => Style::new().bold(),
+        }
+    }
+}
+
 /// Text under construction.
 #[derive(Clone, Debug, Default)]
 pub struct Text {
     lines: String,
     colour: bool,
+    /// Columns of the terminal, if the text goes to one.
+    terminal: Option<usize>,
 }
 
 impl Text {
     /// Text with colours or without.
     #[must_use]
     pub fn new(colour: bool) -> Self {
-        Self { lines: String::new(), colour }
+        Self { lines: String::new(), colour, terminal: None }
     }
 
-    /// Adds a line.
+    /// Text as `stream` shows it: with colours if it takes them, and as wide as its terminal.
+    pub fn to(stream: &(impl RawStream + AsFd)) -> Self {
+        Self { terminal: terminal_width(stream), ..Self::new(takes_colour(stream)) }
+    }
+
+    /// Adds a line. Breaks it between words where the terminal is narrower.
     pub fn line(&mut self, line: impl AsRef<str>) {
-        self.lines += line.as_ref().trim_end();
-        self.lines.push('\n');
+        for line in line.as_ref().trim_end().split('\n') {
+            let indent = line.len() - line.trim_start().len();
+            self.fill(&line[..indent], &" ".repeat(indent + 2), &line[indent..], self.terminal);
+        }
     }
 
     /// Adds prose after a heading, wrapped and indented beneath its own start.
     pub fn wrapped(&mut self, heading: &str, prose: &str) {
-        let indent = " ".repeat(heading.chars().count());
-        let mut line = heading.to_string();
-        for word in prose.split_whitespace() {
-            if line.chars().count() + 1 + word.chars().count() > WIDTH {
-                self.line(&line);
-                line.clone_from(&indent);
+        let prose = prose.split_whitespace().collect::<Vec<_>>().join(" ");
+        self.beneath(heading, &prose, Some(self.terminal.unwrap_or(WIDTH_MAX)));
+    }
+
+    /// Adds prose after a heading. Breaks it only where the terminal is narrower, so that scripts find each in one line.
+    pub fn after(&mut self, heading: &str, prose: &str) {
+        self.beneath(heading, prose, self.terminal);
+    }
+
+    fn beneath(&mut self, heading: &str, prose: &str, width: Option<usize>) {
+        let gap = if heading.is_empty() || heading.ends_with(' ') { "" } else { " " };
+        let indent = " ".repeat(textwrap::core::display_width(heading));
+        self.fill(&format!("{heading}{gap}"), &indent, prose, width);
+    }
+
+    fn fill(&mut self, first: &str, others: &str, prose: &str, width: Option<usize>) {
+        let options = |width| {
+            textwrap::Options::new(width)
+                .initial_indent(first)
+                .subsequent_indent(others)
+                .break_words(false)
+                .word_splitter(textwrap::WordSplitter::NoHyphenation)
+        };
+        match width {
+            Some(width)
+                if textwrap::core::display_width(first) + textwrap::core::display_width(prose) > width =>
+            {
+                self.lines += textwrap::fill(prose, options(width)).trim_end();
             }
-            if !line.ends_with(' ') && !line.is_empty() {
-                line.push(' ');
-            }
-            line += word;
+            _ => self.lines += format!("{first}{prose}").trim_end(),
         }
-        self.line(line);
+        self.lines.push('\n');
     }
 
     /// Adds a table: columns as wide as their widest cell, numbers to the right.
@@ -82,21 +132,20 @@ impl Text {
         for row in rows {
             let cells =
                 widths.iter().enumerate().map(|(column, width)| aligned(&cell(row, column), *width, column));
-            self.line(cells.collect::<Vec<_>>().join("  "));
+            // A broken row cannot be read as one.
+            self.lines += cells.collect::<Vec<_>>().join("  ").trim_end();
+            self.lines.push('\n');
         }
     }
 
     /// `text` in the colour of its meaning.
     #[must_use]
     pub fn tone(&self, tone: Tone, text: &str) -> String {
-        let code = match tone {
-            Tone::Good => "32",
-            Tone::Doubtful => "33",
-            Tone::Bad => "31",
-            Tone::Quiet => "2",
-            Tone::Strong => "1",
-        };
-        if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_string() }
+        if !self.colour {
+            return text.to_string();
+        }
+        let style = tone.style();
+        format!("{style}{text}{style:#}")
     }
 
     /// What was written.
@@ -135,19 +184,26 @@ pub fn text<T: Serialize + Render>(format: Format, command: &str, result: &T) ->
     match format {
         Format::Json => json(command, result) + "\n",
         Format::Text => {
-            let mut text = Text::new(colour());
+            let mut text = Text::to(&stdout());
             result.render(&mut text);
             text.finish()
         }
     }
 }
 
-/// Whether standard output is looked at by a person who has not asked for plain text.
-#[must_use]
-pub fn colour() -> bool {
-    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-    std::io::stdout().is_terminal() && !plain && !dumb
+/// Returns true if `stream` shows colours: it is a terminal, and neither `NO_COLOR` nor `TERM=dumb` forbids them.
+fn takes_colour(stream: &impl RawStream) -> bool {
+    AutoStream::choice(stream) != ColorChoice::Never
+}
+
+/// Columns of prose on the terminal behind `stream`, if it is one. A serial console knows no size: `COLUMNS` tells it.
+pub fn terminal_width(stream: &impl AsFd) -> Option<usize> {
+    if !stream.as_fd().is_terminal() {
+        return None;
+    }
+    let size = terminal_size::terminal_size_of(stream).map(|(width, _)| usize::from(width.0));
+    let told = || std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    Some(size.or_else(told).unwrap_or(WIDTH_MAX).clamp(WIDTH_MIN, WIDTH_MAX))
 }
 
 /// A number with its thousands apart: 1,234,567.
@@ -241,8 +297,34 @@ mod tests {
         let mut text = Text::new(false);
         text.wrapped("Why: ", &"word ".repeat(30));
         let text = text.finish();
-        assert!(text.lines().all(|line| line.chars().count() <= WIDTH));
+        assert!(text.lines().all(|line| line.chars().count() <= WIDTH_MAX));
         assert!(text.lines().skip(1).all(|line| line.starts_with("     word")));
+    }
+
+    #[test]
+    fn lines_break_between_words_on_a_narrow_terminal_alone() {
+        let long = format!("  → {}end", "word ".repeat(30));
+        let mut text = Text::new(true);
+        text.line(&long);
+        assert_eq!(text.finish(), format!("{long}\n"));
+        let mut text = Text { terminal: Some(60), ..Text::new(true) };
+        let heading = text.tone(Tone::Bad, "refused  ");
+        text.line(&long);
+        text.after(&heading, &"word ".repeat(30));
+        text.table(&[vec!["cell".repeat(30)]]);
+        let text = text.finish();
+        let (prose, row) = text.trim_end().rsplit_once('\n').expect("lines");
+        assert!(prose.lines().all(|line| textwrap::core::display_width(line) <= 60), "{prose}");
+        assert!(prose.lines().skip(1).any(|line| line.starts_with("    word")), "{prose}");
+        assert!(prose.lines().any(|line| line.starts_with("         word")), "{prose}");
+        assert_eq!(row.len(), 120);
+    }
+
+    #[test]
+    fn a_file_is_no_terminal() {
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        assert_eq!(terminal_width(&file), None);
+        assert!(!takes_colour(&file));
     }
 
     #[test]

@@ -135,7 +135,7 @@ impl Render for Item {
         let place = self.cpus.as_ref().map(|cpus| format!(" (CPU {cpus})")).unwrap_or_default();
         let code = self.code.map(|code| format!(" [{code}]")).unwrap_or_default();
         let word = to.tone(tone, &format!("{word:<12}"));
-        to.line(format!("{word}{:<22}{}{place}{code}", self.check, self.text));
+        to.after(&format!("{word}{:<22}", self.check), &format!("{}{place}{code}", self.text));
         if let Some(hint) = &self.hint {
             to.wrapped(&format!("{:34}→ ", ""), hint);
         }

@@ -10,6 +10,7 @@ use crate::{
     exit::Exit,
     images::{self, Image},
     interrupt::Deferred,
+    migrate::marks::when,
     output::{Render, Text, bytes, thousands},
 };
 use mercury_image::{Commit, Machine};
@@ -42,7 +43,7 @@ impl Render for Report {
         ));
         to.line(format!("processor: {}, microcode {}", machine.processor.model, machine.processor.microcode));
         to.wrapped("kernel: ", &machine.kernel);
-        to.line(format!("taken at: {} s after 1970 (UTC), by its own clock", machine.taken_at));
+        to.line(format!("taken at: {}, by the machine's own clock", when::utc(machine.taken_at)));
         for device in &machine.devices {
             let driver = device.driver.as_deref().unwrap_or("–");
             to.line(format!("device {}: {} {driver}", device.address, device.id));
@@ -98,4 +99,17 @@ pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
         commit: image.commit().cloned(),
     });
     Ok(Exit::Done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_instant_is_a_date() {
+        let machine = Machine { taken_at: 1_795_568_400, ..Machine::default() };
+        let mut text = Text::new(false);
+        Report { identity: String::new(), machine, bytes: 0, commit: None }.render(&mut text);
+        assert!(text.finish().contains("\ntaken at: 2026-11-25 01:00:00 UTC, by the machine's own clock\n"));
+    }
 }

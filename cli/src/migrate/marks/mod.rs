@@ -12,7 +12,7 @@ pub mod disk;
 pub mod firmware;
 pub mod initramfs;
 pub mod record;
-mod when;
+pub mod when;
 
 use crate::{
     error::{Error, Result},

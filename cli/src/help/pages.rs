@@ -1,0 +1,414 @@
+//! What help and manual pages say of each command beside its options: its group, examples, files, other pages.
+
+/// A group of commands in the help.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    /// The mode switch and what belongs to it.
+    Switch,
+    /// Images and snapshots.
+    Checkpoint,
+    /// Moves between machines.
+    Move,
+    /// Hosted machines.
+    Hosted,
+    /// State, codes, measurements.
+    Information,
+}
+
+impl Group {
+    /// All groups in the order of the help.
+    pub const ALL: [Self; 5] = [Self::Switch, Self::Checkpoint, Self::Move, Self::Hosted, Self::Information];
+
+    /// The heading in the help.
+    #[must_use]
+    pub fn heading(self) -> &'static str {
+        match self {
+            Self::Switch => "Mode switch",
+            Self::Checkpoint => "Checkpoint, snapshot and restore",
+            Self::Move => "Move to another machine",
+            Self::Hosted => "Hosted machines",
+            Self::Information => "Information",
+        }
+    }
+}
+
+/// A line to type.
+#[derive(Clone, Copy, Debug)]
+pub struct Example {
+    /// What the line does.
+    pub purpose: &'static str,
+    /// The line for a shell.
+    pub line: &'static str,
+}
+
+/// A file that a command reads or writes.
+#[derive(Clone, Copy, Debug)]
+pub struct File {
+    /// Its path.
+    pub path: &'static str,
+    /// What it holds.
+    pub content: &'static str,
+}
+
+/// What help and the manual say of one command.
+#[derive(Clone, Copy, Debug)]
+pub struct Page {
+    /// The words behind `mercury`; empty for `mercury` itself.
+    pub command: &'static str,
+    /// Where the help lists it; none for `mercury` itself and for commands below another one.
+    pub group: Option<Group>,
+    /// What to type.
+    pub examples: &'static [Example],
+    /// Files of its own.
+    pub files: &'static [File],
+    /// Pages of other programs.
+    pub see_also: &'static [&'static str],
+}
+
+impl Page {
+    const fn new(command: &'static str, examples: &'static [Example]) -> Self {
+        Self { command, group: None, examples, files: &[], see_also: &[] }
+    }
+
+    const fn of(command: &'static str, group: Group, examples: &'static [Example]) -> Self {
+        Self { group: Some(group), ..Self::new(command, examples) }
+    }
+
+    const fn files(self, files: &'static [File]) -> Self {
+        Self { files, ..self }
+    }
+
+    const fn see(self, see_also: &'static [&'static str]) -> Self {
+        Self { see_also, ..self }
+    }
+}
+
+const fn example(purpose: &'static str, line: &'static str) -> Example {
+    Example { purpose, line }
+}
+
+const fn file(path: &'static str, content: &'static str) -> File {
+    File { path, content }
+}
+
+/// The page of a command, by the words behind `mercury`.
+#[must_use]
+pub fn page(command: &str) -> Option<&'static Page> {
+    PAGES.iter().find(|page| page.command == command)
+}
+
+const KERNEL: File = file(
+    "/boot/vmlinuz-RELEASE, /usr/lib/modules/RELEASE/vmlinuz",
+    "The running kernel's image, of which the restore environment is made.",
+);
+const INITRD: File = file(
+    "/boot/initrd.img-RELEASE",
+    "The initial RAM disk, from which the restore environment gets its modules.",
+);
+const KEY_FILE: File = file(
+    "/etc/mercury/spare.key",
+    "The line that `mercury receive` has printed on the destination. Only root may read it.",
+);
+const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
+const DEFAULTS: File =
+    file("/etc/default/mercuryd", "MERCURY_SPARE=HOST, and MIGRATE_OPTIONS=... for `mercury migrate`.");
+
+/// Every page: first `mercury` itself, then its commands in the order of the help.
+pub const PAGES: &[Page] = &[
+    Page::new(
+        "",
+        &[
+            example("Check whether this machine can attach", "mercury doctor"),
+            example("Attach, look, detach", "mercury attach && mercury status && mercury detach"),
+            example(
+                "Write an image of the machine, and power it off",
+                "mercury checkpoint --poweroff /dev/sdb",
+            ),
+            example("What a refusal means", "mercury explain svm-disabled"),
+        ],
+    )
+    .files(&[
+        file("/dev/mercury", "The driver's device."),
+        file("/etc/mercury", "Settings: the key of a spare, places of marks."),
+        file("/usr/src/mercury-VERSION", "Sources of the driver, with the hypervisor, for DKMS."),
+        file("/usr/share/doc/mercury", "README, limits, and the documents behind these pages."),
+    ])
+    .see(&["dkms(8)", "afterburner(1)"]),
+    Page::of(
+        "doctor",
+        Group::Switch,
+        &[
+            example("Check this machine", "mercury doctor"),
+            example("Show only what is not in order", "mercury doctor --quiet"),
+            example("In a script", "mercury doctor --quiet || echo 'cannot attach here'"),
+        ],
+    ),
+    Page::of(
+        "load",
+        Group::Switch,
+        &[
+            example("Have the hypervisor in memory", "mercury load"),
+            example("The same at each boot", "systemctl enable --now mercury"),
+        ],
+    )
+    .files(&[file("/usr/lib/systemd/system/mercury.service", "The unit that loads at boot.")])
+    .see(&["dkms(8)", "modprobe(8)"]),
+    Page::of(
+        "unload",
+        Group::Switch,
+        &[
+            example("Free the memory and remove the driver", "mercury unload"),
+            example("Detach first, if CPUs are attached", "mercury unload --detach"),
+        ],
+    ),
+    Page::of(
+        "attach",
+        Group::Switch,
+        &[
+            example("Attach on all CPUs", "mercury attach"),
+            example("Attach on some", "mercury attach --cpus 0-3,8"),
+            example("Unload an unused KVM that holds the hardware", "mercury attach --unload-kvm"),
+        ],
+    ),
+    Page::of(
+        "detach",
+        Group::Switch,
+        &[
+            example("Detach on all CPUs", "mercury detach"),
+            example("Detach on one", "mercury detach --cpus 8"),
+        ],
+    ),
+    Page::of(
+        "verify",
+        Group::Switch,
+        &[
+            example("Compare the state of all CPUs", "mercury verify"),
+            example("Compare that of one", "mercury verify --cpus 0"),
+        ],
+    ),
+    Page::of(
+        "checkpoint",
+        Group::Checkpoint,
+        &[
+            example(
+                "Write an image to an unused disk, and power off",
+                "mercury checkpoint --poweroff /dev/sdb",
+            ),
+            example(
+                "Write an image with a snapshot of the disks at the same instant",
+                "mercury checkpoint --hook 'lvcreate -s -L 5G -n now vg/root' /net/node7",
+            ),
+            example(
+                "Write an image every ten minutes, most of them incremental, and keep six",
+                "mercury checkpoint --every 10m --incremental --keep 6 /net/node7",
+            ),
+            example("Send an image to another host", "mercury checkpoint ssh://root@store/images/node7"),
+        ],
+    ),
+    Page::of(
+        "restore",
+        Group::Checkpoint,
+        &[
+            example("Bring a machine back now, in place of this system", "mercury restore /dev/sdb"),
+            example(
+                "Make an entry of it in the boot menu",
+                "mercury restore --prepare /boot/mercury --boot-menu /dev/sdb",
+            ),
+        ],
+    )
+    .files(&[KERNEL, INITRD, file("/boot/grub/custom.cfg", "Where --boot-menu writes GRUB's entry.")])
+    .see(&["kexec(8)"]),
+    Page::of(
+        "inspect",
+        Group::Checkpoint,
+        &[
+            example("Check an image as a whole", "mercury inspect /dev/sdb"),
+            example("Read only its head", "mercury inspect --quick /net/node7"),
+            example("Write its memory as an ELF core", "mercury inspect --core node7.core /net/node7"),
+        ],
+    )
+    .see(&["crash(8)", "gdb(1)"]),
+    Page::of(
+        "merge",
+        Group::Checkpoint,
+        &[example(
+            "Make one full image of a full one and two incremental ones",
+            "mercury merge /net/merged /net/full /net/first /net/second",
+        )],
+    ),
+    Page::of(
+        "snapshot",
+        Group::Checkpoint,
+        &[
+            example("Keep this instant", "mercury snapshot"),
+            example("Keep it, with 2 GiB for copies", "mercury snapshot --pool 2G"),
+            example("Give it up", "mercury snapshot --drop"),
+        ],
+    ),
+    Page::of("rollback", Group::Checkpoint, &[example("Go back to the snapshot", "mercury rollback")]),
+    Page::of(
+        "receive",
+        Group::Move,
+        &[
+            example("Wait for a machine; this system ends", "mercury receive"),
+            example(
+                "Wait at one address, for an hour",
+                "mercury receive --listen 10.9.0.3:4747 --lifetime 1h",
+            ),
+            example("Give a disk to the machine that comes", "mercury receive --disk /dev/sda --force-disk"),
+        ],
+    )
+    .files(&[KERNEL, INITRD])
+    .see(&["kexec(8)"]),
+    Page::of(
+        "migrate",
+        Group::Move,
+        &[
+            example("Measure what a move would come to", "mercury migrate --dry-run"),
+            example(
+                "Move, with the destination's line from standard input",
+                "mercury migrate 10.9.0.3 --key -",
+            ),
+            example(
+                "Move only if applications stand still for 300 ms at most",
+                "mercury migrate 10.9.0.3 --key - --max-downtime 300ms --or-give-up",
+            ),
+            example("Take a local disk along", "mercury migrate 10.9.0.3 --key - --with-disk /dev/sda"),
+        ],
+    ),
+    Page::of(
+        "maintenance",
+        Group::Move,
+        &[example(
+            "Move away, and back later; the line is in MERCURY_KEY",
+            "mercury maintenance 10.9.0.3 --max-downtime 500ms",
+        )],
+    ),
+    Page::of(
+        "evacuate",
+        Group::Move,
+        &[
+            example("Order the move", "mercury evacuate --reason 'corrected memory errors'"),
+            example("Ask what has come of it", "mercury evacuate --status"),
+        ],
+    )
+    .files(&[
+        CONTROL,
+        file(
+            "/usr/share/doc/mercury/examples/memory-errors",
+            "A script that gives the order for memory errors.",
+        ),
+    ]),
+    Page::of(
+        "daemon",
+        Group::Move,
+        &[
+            example("Start the service", "systemctl enable --now mercuryd"),
+            example("The same by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 300ms"),
+        ],
+    )
+    .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit.")])
+    .see(&["systemctl(1)"]),
+    Page::of(
+        "mark",
+        Group::Move,
+        &[
+            example("Show the mark", "mercury mark"),
+            example(
+                "Make a place for it on a machine without UEFI",
+                "mercury mark --prepare /boot/mercury.mark && update-initramfs -u",
+            ),
+            example("Clear it: the system never runs elsewhere again", "mercury mark --clear"),
+        ],
+    )
+    .files(&[
+        file(
+            "/sys/firmware/efi/efivars/MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e",
+            "The mark on a machine with UEFI.",
+        ),
+        file("/etc/mercury/mark.places", "Places of marks on disks."),
+    ])
+    .see(&["update-initramfs(8)"]),
+    Page::of(
+        "hosted",
+        Group::Hosted,
+        &[example("Start a kernel with a disk", "mercury hosted run --kernel vmlinux --disk root.img")],
+    )
+    .see(&["afterburner(1)"]),
+    Page::new(
+        "hosted run",
+        &[
+            example(
+                "Start a kernel with an initial file system",
+                "mercury hosted run --kernel vmlinux --initramfs root.cpio",
+            ),
+            example(
+                "Start it with a disk and 1 GiB of memory",
+                "mercury hosted run --kernel vmlinux --disk root.img --memory 1G --append 'root=/dev/vda rw'",
+            ),
+            example(
+                "Reach its SSH server at port 2222 of this host",
+                "mercury hosted run --kernel vmlinux --disk root.img --net passt --forward 2222:22",
+            ),
+            example(
+                "Keep its programs apart from its kernel",
+                "mercury hosted run --kernel vmlinux --disk root.img --isolation=process",
+            ),
+        ],
+    )
+    .see(&["afterburner(1)", "passt(1)"]),
+    Page::new(
+        "hosted gdb",
+        &[
+            example(
+                "Start a machine that gdb can stop",
+                "mercury hosted run --kernel vmlinux --initramfs root.cpio --gdb machine.gdb",
+            ),
+            example("Start gdb, in another terminal", "mercury hosted gdb --kernel vmlinux machine.gdb"),
+        ],
+    )
+    .see(&["gdb(1)"]),
+    Page::of(
+        "status",
+        Group::Information,
+        &[
+            example("Show the status", "mercury status"),
+            example("Show it again each second", "mercury status --watch"),
+            example("Count the exits since load", "mercury --json status | jq '[.cpus[].exits_total] | add'"),
+        ],
+    ),
+    Page::of("top", Group::Information, &[example("Show the status each second", "mercury top")]),
+    Page::of(
+        "log",
+        Group::Information,
+        &[
+            example("Show what was logged", "mercury log"),
+            example("Go on showing what comes", "mercury log --follow"),
+        ],
+    ),
+    Page::of(
+        "explain",
+        Group::Information,
+        &[
+            example("Explain a code by name", "mercury explain svm-disabled"),
+            example("Explain a code by number", "mercury explain 43"),
+            example("List all codes", "mercury explain"),
+        ],
+    ),
+    Page::of(
+        "bench",
+        Group::Information,
+        &[example("Measure the mode switch", "mercury bench switch --cycles 1000")],
+    ),
+    Page::new(
+        "bench switch",
+        &[example("Attach and detach a thousand times", "mercury bench switch --cycles 1000")],
+    ),
+    Page::new(
+        "bench os",
+        &[
+            example("Measure natively and attached", "mercury bench os; mercury attach; mercury bench os"),
+            example("Measure forks alone, more often", "mercury bench os --only fork --samples 101"),
+        ],
+    ),
+];
