@@ -14,6 +14,7 @@ use crate::{
     host,
     image::Release,
     lock::Lock,
+    paths,
 };
 
 /// Lines of configurations, on top of `allnoconfig`.
@@ -88,6 +89,22 @@ impl Flavour {
         }
     }
 
+    /// Returns about how many lines a whole build says: one for each file that is compiled, and some more.
+    fn lines(self) -> u64 {
+        match self {
+            Self::Plain | Self::PreVirtualized => 1700,
+            Self::Tiny => 900,
+        }
+    }
+
+    /// Describes what a whole build costs.
+    fn cost(self) -> &'static str {
+        match self {
+            Self::Plain | Self::PreVirtualized => "some 15 minutes on two processors, and 2 GB of disk",
+            Self::Tiny => "some 5 minutes on two processors, and 2 GB of disk",
+        }
+    }
+
     pub(super) fn targets(self) -> &'static str {
         match self {
             Self::Plain | Self::PreVirtualized => "bzImage modules",
@@ -132,7 +149,7 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     let _lock = Lock::wait(&format!("kernel-{release}"))?;
     let directory = tree.join("build").join(flavour.directory());
     let stamp = directory.join("lab.stamp");
-    let inputs = inputs(flavour, &afterburner)?;
+    let inputs = inputs(flavour)?;
     if !fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         make(release, &tree, flavour, &afterburner)?;
         check(flavour, &directory.join(".config"))?;
@@ -146,12 +163,33 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     })
 }
 
-fn inputs(flavour: Flavour, afterburner: &Path) -> Result<String> {
+/// Names all that decides how a kernel comes out. The afterburner counts by its sources and those of what it depends on: the program is
+/// another one in every clone, for it names the directory that it was built in, and a kernel takes a quarter of an hour.
+fn inputs(flavour: Flavour) -> Result<String> {
     let all = Ingredients::default().with(flavour.configuration().0).with(BUILD);
-    match flavour {
-        Flavour::Plain => Ok(all.name()),
-        Flavour::PreVirtualized | Flavour::Tiny => Ok(all.with_path(afterburner)?.name()),
+    if flavour == Flavour::Plain {
+        return Ok(all.name());
     }
+    let root = paths::root();
+    let lock = fs::read_to_string(root.join("Cargo.lock")).context(|| "read Cargo.lock".into())?;
+    Ok(all.with(versions(&DECIDING, &lock).join(" ")).with_path(&root.join("afterburner/src"))?.name())
+}
+
+/// Crates that decide what the afterburner makes of code.
+const DECIDING: [&str; 2] = ["iced-x86", "object"];
+
+/// Returns crates with their versions, from a lock file.
+fn versions(crates: &[&str], lock: &str) -> Vec<String> {
+    let value = |package: &str, key: &str| {
+        let line = package.lines().find_map(|line| line.strip_prefix(key));
+        line.map(|rest| rest.trim_matches([' ', '=', '"']).to_owned())
+    };
+    let packages =
+        lock.split("[[package]]").filter_map(|one| Some((value(one, "name")?, value(one, "version")?)));
+    packages
+        .filter(|(name, _)| crates.contains(&name.as_str()))
+        .map(|(name, version)| format!("{name} {version}"))
+        .collect()
 }
 
 fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> Result<()> {
@@ -173,8 +211,12 @@ fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> 
         flavour.make(),
         flavour.targets(),
     ]);
+    if !build.join(flavour.directory()).join("vmlinux").exists() {
+        eprintln!("A kernel is built from its source, this time only: {}.", flavour.cost());
+    }
     let what = format!("{release}'s kernel, {}", flavour.directory());
-    host::run(&what, &format!("kernel-{release}-{}", flavour.directory()), &mut command)
+    let log = format!("kernel-{release}-{}", flavour.directory());
+    host::run_counted(&what, &log, &mut command, flavour.lines())
 }
 
 /// Writes a file that may be root's.
@@ -186,7 +228,7 @@ fn put(text: &str, to: &Path) -> Result<()> {
 }
 
 fn tempfile(text: &str) -> Result<PathBuf> {
-    let path = crate::paths::lab_dir("tools")?.join(format!("put-{}", std::process::id()));
+    let path = paths::lab_dir("tools")?.join(format!("put-{}", std::process::id()));
     fs::write(&path, text).context(|| format!("write {}", path.display()))?;
     Ok(path)
 }
@@ -220,4 +262,24 @@ fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
     }
     found.sort();
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_is_named_by_the_versions_of_what_the_afterburner_depends_on() {
+        let lock = "version = 4\n\n[[package]]\nname = \"iced-x86\"\nversion = \"1.21.0\"\n\n[[package]]\nname = \"other\"\n\
+                    version = \"2.0.0\"\n\n[[package]]\nname = \"object\"\nversion = \"0.39.1\"\n";
+        assert_eq!(versions(&DECIDING, lock), ["iced-x86 1.21.0", "object 0.39.1"]);
+    }
+
+    #[test]
+    fn the_afterburner_decides_how_a_kernel_comes_out_where_it_builds_it() {
+        let names =
+            [Flavour::Plain, Flavour::PreVirtualized, Flavour::Tiny].map(|flavour| inputs(flavour).ok());
+        assert!(names.iter().all(Option::is_some));
+        assert!(names[0] != names[1] && names[1] != names[2]);
+    }
 }
