@@ -1,6 +1,9 @@
 //! The processor's block: what code in slots, the way into the monitor and the way out of it address by its number.
+//!
+//! Code in slots, signal handlers and other processes of the machine write to it. So Rust has shared references to it alone, to
+//! cells and atomic bytes: a reference may stay while another one is used to write.
 
-use std::{mem::offset_of, ptr};
+use std::{array, cell::Cell, mem::offset_of, ptr, sync::atomic::AtomicU8};
 
 use crate::{
     error::{Error, Result},
@@ -12,14 +15,22 @@ pub const IF: u64 = 1 << 9;
 
 /// General registers in the order of their numbers, then instruction pointer and flags.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Registers {
     /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
-    pub general: [u64; 16],
+    pub general: [Cell<u64>; 16],
     /// Where the guest goes on.
-    pub rip: u64,
+    pub rip: Cell<u64>,
     /// What the processor really has; the guest's interrupt flag is in [`Block::flags`].
-    pub rflags: u64,
+    pub rflags: Cell<u64>,
+}
+
+impl Registers {
+    /// Returns the values of the general registers.
+    #[must_use]
+    pub fn values(&self) -> [u64; 16] {
+        array::from_fn(|at| self.general[at].get())
+    }
 }
 
 /// RAX
@@ -43,7 +54,7 @@ pub const R11: usize = 11;
 
 /// Selectors, which say whether a program runs, or the kernel.
 #[repr(C, align(8))]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segments {
     /// CS
     pub cs: u16,
@@ -56,48 +67,60 @@ pub struct Segments {
 #[derive(Debug)]
 pub struct Block {
     /// Flags as PUSHF in the kernel shows them: the guest's interrupt flag, and bit 1.
-    pub flags: u64,
+    pub flags: Cell<u64>,
     /// Something waits for the guest to take interrupts. Signals set it.
-    pub pending: u8,
+    pub pending: AtomicU8,
     /// Another processor has called, and is answered whether the guest takes interrupts or not. Signals set it.
-    pub called: u8,
+    pub called: AtomicU8,
     reserved: [u8; 2],
     /// Which slot the guest left by.
-    pub exit: u32,
+    pub exit: Cell<u32>,
     /// Where slots jump to.
-    pub entry: u64,
+    pub entry: Cell<u64>,
     /// The monitor's stack.
-    pub stack: u64,
+    pub stack: Cell<u64>,
     /// The monitor's base of FS.
-    pub monitor_fs: u64,
+    pub monitor_fs: Cell<u64>,
     /// The guest's base of FS.
-    pub fs: u64,
+    pub fs: Cell<u64>,
     /// The guest's base of GS.
-    pub gs: u64,
+    pub gs: Cell<u64>,
     /// What SWAPGS exchanges it with.
-    pub gs_other: u64,
+    pub gs_other: Cell<u64>,
     /// A register is kept here for a moment.
-    pub scratch: u64,
+    pub scratch: Cell<u64>,
     /// Where the floating-point registers are kept.
-    pub extended: u64,
+    pub extended: Cell<u64>,
     /// The guest's registers while the monitor runs.
     pub registers: Registers,
     /// Of the guest.
-    pub segments: Segments,
+    pub segments: Cell<Segments>,
     /// Those that a system call loads.
-    pub call_segments: Segments,
+    pub call_segments: Cell<Segments>,
     /// Those that its return loads.
-    pub return_segments: Segments,
+    pub return_segments: Cell<Segments>,
     /// Selectors that mean nothing in 64-bit mode, by the segment registers' numbers: ES, CS, SS, DS, FS, GS.
-    pub data: [u16; 6],
+    pub data: [Cell<u16>; 6],
     /// CR2: the address of the last page fault that the guest was given.
-    pub cr2: u64,
+    pub cr2: Cell<u64>,
     /// Where system calls go.
-    pub lstar: u64,
+    pub lstar: Cell<u64>,
     /// Where slots jump to return from one.
-    pub system_return: u64,
+    pub system_return: Cell<u64>,
     /// A stack for what needs one while the guest's is a program's; interrupts are off.
-    pub small_stack: [u64; 4],
+    pub small_stack: [Cell<u64>; 4],
+}
+
+impl Block {
+    /// Sets CS of the guest.
+    pub fn set_code_segment(&self, cs: u16) {
+        self.segments.set(Segments { cs, ..self.segments.get() });
+    }
+
+    /// Sets SS of the guest.
+    pub fn set_stack_segment(&self, ss: u16) {
+        self.segments.set(Segments { ss, ..self.segments.get() });
+    }
 }
 
 /// Offsets for what is written in assembler.
@@ -192,8 +215,40 @@ fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
     Err(Error::system(&format!("map memory at {address:#x}")).hint("something else of this process is there"))
 }
 
-/// The block, after [`map`].
+/// Returns the block of a thread, which stands for a process here: Miri has no memory at addresses of one's own choice.
+#[cfg(miri)]
 #[must_use]
-pub fn pointer() -> *mut Block {
-    ptr::with_exposed_provenance_mut(BLOCK as usize)
+pub fn get() -> &'static Block {
+    thread_local! {
+        // SAFETY: Zeros are a valid block.
+        static BLOCK: &'static Block = Box::leak(Box::new(unsafe { std::mem::zeroed() }));
+    }
+    BLOCK.with(|block| *block)
+}
+
+/// Returns the block, after [`map`].
+#[cfg(not(miri))]
+#[must_use]
+pub fn get() -> &'static Block {
+    // SAFETY: `map` has mapped the page, which is never unmapped; it began as zeros, a valid block. All fields are cells or atomic. One
+    // thread of a process uses the cells, and of several processes the one that has the turn (`crate::homes`); only atomic
+    // fields are for signal handlers.
+    unsafe { &*ptr::with_exposed_provenance(BLOCK as usize) }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::Once;
+
+    use super::*;
+
+    /// Maps it once for all tests, which share the process. The caller keeps other tests from it.
+    pub fn ensure() {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(|| {
+            if !cfg!(miri) {
+                map().expect("the block's address is free");
+            }
+        });
+    }
 }

@@ -2,7 +2,7 @@
 //! processor as the kernel's own assembler would have left it.
 
 use crate::{
-    block::{self, Registers, Segments},
+    block::{self, Segments},
     error::{Error, Result},
     kernel::Kernel,
     layout::{DIRECT_MAP, PAGE},
@@ -207,13 +207,15 @@ fn begin_at(machine: &Machine, rip: u64, stack: u64, base: u64) {
     const KERNEL_CODE: u16 = 0x10;
     const KERNEL_DATA: u16 = 0x18;
     let block = machine.block();
-    block.segments = Segments { cs: KERNEL_CODE, ss: KERNEL_DATA };
-    block.fs = 0;
-    block.gs = base;
-    block.gs_other = 0;
-    block.flags = 2;
-    block.registers = Registers { rip, rflags: 0x202, ..Registers::default() };
-    block.registers.general[block::RSP] = stack;
+    block.segments.set(Segments { cs: KERNEL_CODE, ss: KERNEL_DATA });
+    block.fs.set(0);
+    block.gs.set(base);
+    block.gs_other.set(0);
+    block.flags.set(2);
+    block.registers.general.iter().for_each(|register| register.set(0));
+    block.registers.rip.set(rip);
+    block.registers.rflags.set(0x202);
+    block.registers.general[block::RSP].set(stack);
 }
 
 /// A stub that does what is left of the kernel's way to its first function in C, for which it would build page tables.

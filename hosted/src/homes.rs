@@ -19,7 +19,7 @@ use std::{
     mem::size_of,
     ops::{Deref, DerefMut},
     ptr::{self, NonNull},
-    sync::atomic::{AtomicI32, AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering},
 };
 
 use iced_x86::Instruction;
@@ -130,6 +130,8 @@ struct Shared {
     /// The host's processors, if there is a choice.
     processors: Option<libc::cpu_set_t>,
     turn: UnsafeCell<Turn>,
+    /// There is a reference to it.
+    is_turn_used: AtomicBool,
 }
 
 // SAFETY: Gates are atomic, and only the one that has the turn uses what goes with it.
@@ -159,6 +161,7 @@ impl Shared {
             complete: AtomicU32::new(0),
             processors: processors(),
             turn: UnsafeCell::new(turn),
+            is_turn_used: AtomicBool::new(false),
         }
     }
 }
@@ -178,6 +181,8 @@ pub struct Home {
 /// # Errors
 /// If the host refuses.
 pub fn map_common(length: usize) -> Result<*mut c_void> {
+    #[cfg(miri)]
+    return Ok(crate::memory::without_host(length).cast());
     let rights = libc::PROT_READ | libc::PROT_WRITE;
     let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: A new mapping where the host likes.
@@ -275,7 +280,7 @@ impl Home {
         if first.count == 0 {
             return Ok(None);
         }
-        first.turn().tags = Tags::new(first.count);
+        first.turn(|turn| turn.tags = Tags::new(first.count));
         Ok(Some(first))
     }
 
@@ -338,77 +343,83 @@ impl Home {
         &self.shared.gates[self.number]
     }
 
-    fn turn(&self) -> &'static mut Turn {
-        // SAFETY: Only the process that has the turn asks for this, in its one thread that runs the monitor, and keeps it for a
-        // statement; it hands the turn over by a gate, which orders what each has written.
-        unsafe { &mut *self.shared.turn.get() }
+    /// Uses what goes with the turn. `what` does not come here again.
+    fn turn<R>(&self, what: impl FnOnce(&mut Turn) -> R) -> R {
+        let is_used = &self.shared.is_turn_used;
+        assert!(!is_used.load(Ordering::Relaxed), "the turn is used twice: this is a bug");
+        is_used.store(true, Ordering::Relaxed);
+        // SAFETY: Only the process that has the turn asks for this, in its one thread that runs the monitor; the mark forbids a second
+        // reference there. It hands the turn over by a gate, which orders what each process has written.
+        let result = what(unsafe { &mut *self.shared.turn.get() });
+        is_used.store(false, Ordering::Relaxed);
+        result
     }
 
     /// What has been counted.
     #[must_use]
     pub fn counters(&self) -> Counters {
-        self.turn().counters
+        self.turn(|turn| turn.counters)
     }
 
     /// Asks the first process for something before the guest goes on, unless it is asked already: it looks at what waits then, too.
     pub fn ask(&self, request: Request) {
-        self.turn().request.get_or_insert(request);
+        self.turn(|turn| {
+            turn.request.get_or_insert(request);
+        });
     }
 
     /// What the first process is asked for.
     #[must_use]
     pub fn take_request(&self) -> Option<Request> {
-        self.turn().request.take()
+        self.turn(|turn| turn.request.take())
     }
 
     /// Whether the guest cannot just go on here: another process is next, or something has to be compared first.
     #[must_use]
     pub fn is_left(&self) -> bool {
-        self.next() != self.number || self.turn().tags.is_stale(self.number - 1)
+        self.next() != self.number || self.turn(|turn| turn.tags.is_stale(self.number - 1))
     }
 
     fn next(&self) -> usize {
-        let turn = self.turn();
-        if turn.request.is_some() { 0 } else { turn.home }
+        self.turn(|turn| if turn.request.is_some() { 0 } else { turn.home })
     }
 
     /// The guest's instruction pointer, and what of it the guest is to see, when the first process is asked.
     pub fn show(&self, rip: u64, visible: u64) {
-        self.turn().seen = (rip, visible);
+        self.turn(|turn| turn.seen = (rip, visible));
     }
 
     /// What the guest is to see of its instruction pointer.
     #[must_use]
     pub fn visible(&self, rip: u64) -> u64 {
-        let (shown, visible) = self.turn().seen;
+        let (shown, visible) = self.turn(|turn| turn.seen);
         if shown == rip { visible } else { rip }
     }
 
     /// Asks the first process to end the machine, whatever it was asked for before, and says why.
     pub fn demand_end(&self, how: End, why: &str) {
-        let turn = self.turn();
-        turn.request = Some(Request::End(how));
         let length = why.floor_char_boundary(REASON);
-        turn.reason[..length].copy_from_slice(&why.as_bytes()[..length]);
-        turn.reason_length = length;
+        self.turn(|turn| {
+            turn.request = Some(Request::End(how));
+            turn.reason[..length].copy_from_slice(&why.as_bytes()[..length]);
+            turn.reason_length = length;
+        });
     }
 
     /// Why the machine ends.
     #[must_use]
     pub fn reason(&self) -> String {
-        let turn = self.turn();
-        String::from_utf8_lossy(&turn.reason[..turn.reason_length.min(REASON)]).into_owned()
+        self.turn(|turn| String::from_utf8_lossy(&turn.reason[..turn.reason_length.min(REASON)]).into_owned())
     }
 
     /// Hands the turn to whoever has to go on, and waits until it comes back. `None` if a process has ended meanwhile.
     #[must_use]
     pub fn hand_over(&self) -> Option<()> {
         let to = self.next();
-        let counters = &mut self.turn().counters;
-        match to == 0 || self.number == 0 {
-            true => counters.requests += u64::from(to == 0),
-            false => counters.moves += 1,
-        }
+        self.turn(|turn| match to == 0 || self.number == 0 {
+            true => turn.counters.requests += u64::from(to == 0),
+            false => turn.counters.moves += 1,
+        });
         self.bind(to);
         let gate = &self.shared.gates[to];
         self.shared.active.store(to as u32, Ordering::SeqCst);
@@ -421,17 +432,23 @@ impl Home {
     /// which sleeps, it would only come late. From time to time the first process is bound to none, so that the host chooses
     /// where all of them are.
     fn bind(&self, to: usize) {
-        const CHOICE_NS: u64 = 10_000_000;
         let Some(all) = &self.shared.processors else { return };
-        let turn = self.turn();
+        if let Some(set) = self.turn(|turn| Self::choose_processors(turn, to, all)) {
+            self.set_processors(to, &set);
+        }
+    }
+
+    /// Returns the host's processors that a process is to be bound to, unless that is so already.
+    fn choose_processors(turn: &mut Turn, to: usize, all: &libc::cpu_set_t) -> Option<libc::cpu_set_t> {
+        const CHOICE_NS: u64 = 10_000_000;
         if to == 0 && now().saturating_sub(turn.unbound_ns) > CHOICE_NS {
             (turn.unbound_ns, turn.bound[0]) = (now(), None);
-            return self.set_processors(0, all);
+            return Some(*all);
         }
         // SAFETY: It takes nothing.
-        let Ok(here) = usize::try_from(unsafe { libc::sched_getcpu() }) else { return };
+        let here = usize::try_from(unsafe { libc::sched_getcpu() }).ok()?;
         if turn.bound[to] == Some(here) || here >= libc::CPU_SETSIZE as usize {
-            return;
+            return None;
         }
         (turn.bound[to], turn.counters.bound) = (Some(here), turn.counters.bound + 1);
         // SAFETY: All zeros are a valid set, and the number is below its size.
@@ -440,7 +457,7 @@ impl Home {
             libc::CPU_SET(here, &mut set);
             set
         };
-        self.set_processors(to, &only);
+        Some(only)
     }
 
     /// If it fails the host chooses, as it would anyway.
@@ -465,39 +482,42 @@ impl Home {
 
     /// CR3 was written: `flush` unless translations are to be kept.
     pub fn load(&self, cr3: u64, flush: bool) {
-        let turn = self.turn();
-        turn.tags.load(cr3, flush);
-        turn.home = 1 + match turn.tags.choose(cr3) {
-            Found::Own(index) => index,
-            Found::Other(index) => {
-                turn.counters.taken_over += 1;
-                turn.tags.make_stale(index);
-                index
-            }
-        };
+        self.turn(|turn| {
+            turn.tags.load(cr3, flush);
+            turn.home = 1 + match turn.tags.choose(cr3) {
+                Found::Own(index) => index,
+                Found::Other(index) => {
+                    turn.counters.taken_over += 1;
+                    turn.tags.make_stale(index);
+                    index
+                }
+            };
+        });
     }
 
     /// All translations of programs were dropped.
     pub fn flush_all(&self) {
-        self.turn().tags.flush_all();
+        self.turn(|turn| turn.tags.flush_all());
     }
 
     /// Whether what is mapped here has to be compared with the page tables; it is then as it should be.
     #[must_use]
     pub fn take_stale(&self) -> bool {
-        let turn = self.turn();
-        let is_stale = turn.tags.take_stale(self.number - 1);
-        turn.counters.compared += u64::from(is_stale);
-        is_stale
+        self.turn(|turn| {
+            let is_stale = turn.tags.take_stale(self.number - 1);
+            turn.counters.compared += u64::from(is_stale);
+            is_stale
+        })
     }
 
     /// Others have to do something, too.
     pub fn tell(&self, event: Event) {
-        let turn = self.turn();
-        debug_assert!(turn.taken[self.number] == turn.happened);
-        turn.events[turn.happened as usize % EVENTS] = event;
-        turn.happened += 1;
-        turn.taken[self.number] = turn.happened;
+        self.turn(|turn| {
+            debug_assert!(turn.taken[self.number] == turn.happened);
+            turn.events[turn.happened as usize % EVENTS] = event;
+            turn.happened += 1;
+            turn.taken[self.number] = turn.happened;
+        });
         let page = |physical: u64| self.pages.get((physical / PAGE) as usize);
         match event {
             Event::Copied(physical) => page(physical).map(|page| page.fetch_or(COPIED, Ordering::Relaxed)),
@@ -509,10 +529,11 @@ impl Home {
     /// What has happened since this process had the turn; `None` if that is not remembered any more.
     #[must_use]
     pub fn take_events(&self) -> Option<Vec<Event>> {
-        let turn = self.turn();
-        let from = std::mem::replace(&mut turn.taken[self.number], turn.happened);
-        let at = |number: u64| turn.events[number as usize % EVENTS];
-        (turn.happened - from <= EVENTS as u64).then(|| (from..turn.happened).map(at).collect())
+        self.turn(|turn| {
+            let from = std::mem::replace(&mut turn.taken[self.number], turn.happened);
+            let at = |number: u64| turn.events[number as usize % EVENTS];
+            (turn.happened - from <= EVENTS as u64).then(|| (from..turn.happened).map(at).collect())
+        })
     }
 
     fn bit(&self) -> u32 {
@@ -572,7 +593,7 @@ impl Machine {
     pub(crate) fn go_on(&mut self) {
         let Some(home) = self.home else { return };
         while home.next() != home.number {
-            let rip = self.block().registers.rip;
+            let rip = self.block().registers.rip.get();
             home.show(rip, self.visible(rip));
             // The first process looks after those that have ended.
             let _ = home.hand_over();
@@ -620,7 +641,7 @@ impl Machine {
                 Some(Request::Look) => self.look(),
                 Some(Request::Perform(instruction)) => {
                     if let Err(exception) = self.perform(&instruction) {
-                        self.block().registers.rip = instruction.ip();
+                        self.block().registers.rip.set(instruction.ip());
                         self.inject(exception);
                     }
                 }
@@ -675,7 +696,7 @@ mod tests {
         let shared = Common::new(Shared::new()).unwrap().share();
         let pages = Vec::leak((0..16).map(|_| AtomicU32::new(0)).collect());
         let homes: Vec<Home> = (0..=count).map(|number| Home { number, count, shared, pages }).collect();
-        homes[0].turn().tags = Tags::new(count);
+        homes[0].turn(|turn| turn.tags = Tags::new(count));
         homes
     }
 
@@ -695,6 +716,13 @@ mod tests {
         homes[1].tell(Event::Written(0x2000));
         assert_eq!(homes[3].take_events(), None);
         assert_eq!(homes[3].take_events(), Some(Vec::new()));
+    }
+
+    #[test]
+    #[should_panic(expected = "used twice")]
+    fn there_is_one_reference_to_what_goes_with_the_turn() {
+        let homes = empty(1);
+        homes[0].turn(|_| homes[0].counters());
     }
 
     #[test]
@@ -720,7 +748,7 @@ mod tests {
         let homes = empty(2);
         let load = |cr3| {
             homes[0].load(cr3, false);
-            homes[0].turn().home
+            homes[0].turn(|turn| turn.home)
         };
         let (first, second) = (load(0x1001), load(0x2002));
         assert!(first != second && first > 0 && second > 0);
@@ -737,6 +765,7 @@ mod tests {
 
     /// Each process in its turn counts, and wants another address space, until there were enough.
     #[test]
+    #[cfg_attr(miri, ignore = "Miri has one process")]
     fn one_process_after_the_other_has_the_turn() {
         const TURNS: u64 = 500;
         assert!(with_memory(|memory| Home::multiply(memory, 0).unwrap().is_none()));

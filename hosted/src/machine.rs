@@ -2,8 +2,12 @@
 
 use std::{
     collections::HashMap,
-    ops::Range,
-    sync::atomic::{AtomicPtr, AtomicU8, Ordering},
+    ops::{Deref, DerefMut, Range},
+    ptr::{self, NonNull},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering},
+    },
 };
 
 use crate::{
@@ -37,8 +41,12 @@ pub const RESET_STATUS: i32 = 10;
 /// The process' exit status if the guest cannot go on.
 pub const BROKEN_STATUS: i32 = 11;
 
-/// The only one of this process. Handlers of signals and slots find it here.
-static MACHINE: AtomicPtr<Machine> = AtomicPtr::new(std::ptr::null_mut());
+/// The only one of this process. Code that the guest is left for finds it by [`Turn::take`].
+static MACHINE: AtomicPtr<Machine> = AtomicPtr::new(ptr::null_mut());
+/// Set while the monitor uses the machine.
+static IN_USE: AtomicBool = AtomicBool::new(false);
+/// The process' home, if it is one, for handlers of signals that interrupt the monitor.
+static HOME: OnceLock<Home> = OnceLock::new();
 
 /// How the machine has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,35 +160,37 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The block.
+    /// Returns the block, which is mapped before there is a machine.
     #[must_use]
-    pub fn block(&self) -> &'static mut Block {
-        // SAFETY: It is mapped before there is a machine, stays mapped, and only this thread uses it; signals write one
-        // byte of it, which is accessed atomically.
-        unsafe { &mut *block::pointer() }
+    pub fn block(&self) -> &'static Block {
+        block::get()
     }
 
     /// Whether a program runs, or the kernel.
     #[must_use]
     pub fn privilege(&self) -> Privilege {
-        if self.block().segments.cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
+        if self.block().segments.get().cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
     }
 
     /// Lets the guest run. Comes back never: the process ends when the machine does.
     pub fn run(self) -> ! {
-        let machine = Box::leak(Box::new(self));
-        let home = machine.home;
+        let home = self.home;
+        if let Some(home) = home {
+            let _ = HOME.set(home);
+        }
+        MACHINE.store(Box::into_raw(Box::new(self)), Ordering::Release);
+        let mut machine = Turn::expect();
         if home.is_none_or(|home| home.is_first()) {
             // SAFETY: The area is as large as the processor says, and at a multiple of 64.
-            unsafe { entry::hosted_save_extended(machine.block().extended) };
+            unsafe { entry::hosted_save_extended(machine.block().extended.get()) };
             machine.attend_debugger();
         }
-        MACHINE.store(machine, Ordering::Release);
         match home {
             None => machine.attend(),
             Some(home) if home.is_first() => machine.serve_homes(home),
             Some(_) => machine.move_in(),
         }
+        drop(machine);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
         unreachable!("the guest does not return");
@@ -214,25 +224,10 @@ impl Machine {
         })
     }
 
-    /// The processor's state for people.
+    /// Describes the processor's state for people.
     #[must_use]
     pub fn describe(&self) -> String {
-        let registers = self.block().registers;
-        let names = ["rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi"];
-        let mut text = format!(
-            "  rip {:#x} cs {:#x} flags {:#x} cr2 {:#x} cr3 {:#x} gs {:#x}",
-            registers.rip,
-            self.block().segments.cs,
-            self.flags(),
-            self.block().cr2,
-            self.vcpu.cr3,
-            self.block().gs
-        );
-        for (at, value) in registers.general.iter().enumerate() {
-            let name = names.get(at).map_or_else(|| format!("r{at}"), |name| (*name).to_owned());
-            text += &format!("{}{name} {value:#x}", if at % 4 == 0 { "\n  " } else { " " });
-        }
-        text
+        format!("{} cr3 {:#x}", describe(self.block()), self.vcpu.cr3)
     }
 
     /// The page tables that an address is looked up in: those of the kernel's low addresses are not in programs' tables.
@@ -305,27 +300,27 @@ impl Machine {
     /// The flags as the guest knows them.
     #[must_use]
     pub fn flags(&self) -> u64 {
-        self.block().registers.rflags & VISIBLE | 2 | self.block().flags & IF
+        flags(self.block())
     }
 
     /// Sets the flags as the guest knows them.
     pub fn set_flags(&mut self, flags: u64) {
-        self.block().registers.rflags = flags & VISIBLE | 2 | IF;
-        self.block().flags = 2 | flags & IF;
+        self.block().registers.rflags.set(flags & VISIBLE | 2 | IF);
+        self.block().flags.set(2 | flags & IF);
     }
 
     /// Whether the guest takes interrupts.
     #[must_use]
     pub fn interruptible(&self) -> bool {
-        self.block().flags & IF != 0
+        self.block().flags.get() & IF != 0
     }
 
     /// An interrupt may come between a slot's naming the exit and its jump to the monitor, and whatever handles it will use
     /// others: the name has to be written again afterwards.
     pub fn begin_exit_again(&mut self) {
-        let registers = &mut self.block().registers;
-        if self.exit_jumps.binary_search(&registers.rip).is_ok() {
-            registers.rip -= thunks::NAMING_LENGTH;
+        let registers = &self.block().registers;
+        if self.exit_jumps.binary_search(&registers.rip.get()).is_ok() {
+            registers.rip.set(registers.rip.get() - thunks::NAMING_LENGTH);
         }
     }
 
@@ -592,7 +587,7 @@ impl Machine {
             return Ok(());
         }
         if self.perform_access(physical)?.is_none() {
-            let rip = self.block().registers.rip;
+            let rip = self.block().registers.rip.get();
             let why = format!(
                 "the guest uses the physical address {physical:#x}, where it has nothing, at {rip:#x}"
             );
@@ -619,7 +614,7 @@ impl Machine {
     pub fn inject(&mut self, exception: Exception) {
         self.step_was_left();
         if let Some(address) = exception.address {
-            self.block().cr2 = address;
+            self.block().cr2.set(address);
         }
         if let Err(second) = self.deliver(exception) {
             let why = format!("the guest cannot take {exception:x?}: {second:x?}");
@@ -639,19 +634,19 @@ impl Machine {
         }
         let target = low & 0xFFFF | low >> 32 & 0xFFFF_0000 | high << 32;
         let from_user = self.privilege() == Privilege::User;
-        let registers = &mut self.block().registers;
+        let registers = &self.block().registers;
         let stack = match low >> 32 & 7 {
             0 if from_user => self.read_long(self.vcpu.task_base + 4)?,
-            0 => registers.general[block::RSP],
+            0 => registers.general[block::RSP].get(),
             list => self.read_long(self.vcpu.task_base + 0x24 + (list - 1) * 8)?,
         } & !15;
-        let rip = self.visible(registers.rip);
+        let rip = self.visible(registers.rip.get());
         let words = [
             rip,
-            u64::from(self.block().segments.cs),
+            u64::from(self.block().segments.get().cs),
             self.flags(),
-            registers.general[block::RSP],
-            u64::from(self.block().segments.ss),
+            registers.general[block::RSP].get(),
+            u64::from(self.block().segments.get().ss),
         ];
         let mut frame = Vec::with_capacity(48);
         frame.extend(exception.error.map(u64::from).iter().chain(&words).flat_map(|word| word.to_le_bytes()));
@@ -659,11 +654,11 @@ impl Machine {
         self.write(top, &frame)?;
         let is_trap = low >> 40 & 0xF == 0xF;
         self.set_flags(self.flags() & !(ALIGNMENT | if is_trap { 0 } else { IF }));
-        registers.general[block::RSP] = top;
-        registers.rip = target;
-        self.block().segments.cs = (low >> 16 & 0xFFFF) as u16;
+        registers.general[block::RSP].set(top);
+        registers.rip.set(target);
+        self.block().set_code_segment((low >> 16 & 0xFFFF) as u16);
         if from_user {
-            self.block().segments.ss = 0;
+            self.block().set_stack_segment(0);
         }
         Ok(())
     }
@@ -681,13 +676,13 @@ impl Machine {
     pub fn system_call(&mut self) {
         const LENGTH: u64 = 2;
         self.counters.system_calls += 1;
-        self.rewrite(self.block().registers.rip.wrapping_sub(LENGTH));
+        self.rewrite(self.block().registers.rip.get().wrapping_sub(LENGTH));
         let flags = self.flags();
-        let registers = &mut self.block().registers;
-        registers.general[block::RCX] = registers.rip;
-        registers.general[block::R11] = flags;
-        registers.rip = self.block().lstar;
-        self.block().segments = self.block().call_segments;
+        let registers = &self.block().registers;
+        registers.general[block::RCX].set(registers.rip.get());
+        registers.general[block::R11].set(flags);
+        registers.rip.set(self.block().lstar.get());
+        self.block().segments.set(self.block().call_segments.get());
         self.set_flags(flags & !self.vcpu.syscall_mask);
     }
 
@@ -712,34 +707,34 @@ impl Machine {
 
     /// An instruction that there is not: if it lies below the jump of a rewritten site, the program goes on where it would have.
     pub fn resume_below_a_jump(&mut self) -> bool {
-        let registers = &mut self.block().registers;
-        let shadows = self.shadows.as_mut().filter(|_| layout::is_user(registers.rip));
-        let found = shadows.and_then(|shadows| shadows.below_a_jump(&self.memory, registers.rip));
+        let registers = &self.block().registers;
+        let shadows = self.shadows.as_mut().filter(|_| layout::is_user(registers.rip.get()));
+        let found = shadows.and_then(|shadows| shadows.below_a_jump(&self.memory, registers.rip.get()));
         if let Some(to) = found {
-            registers.rip = to;
+            registers.rip.set(to);
         }
         found.is_some()
     }
 
     /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
     pub fn finish_return(&mut self) {
-        if self.returning.contains(&self.block().registers.rip) {
-            self.block().registers.general[block::RSP] = self.block().scratch;
+        if self.returning.contains(&self.block().registers.rip.get()) {
+            self.block().registers.general[block::RSP].set(self.block().scratch.get());
             self.system_return();
         }
     }
 
     fn exit(&mut self) {
         self.counters.exits += 1;
-        let index = self.block().exit as usize;
+        let index = self.block().exit.get() as usize;
         let Some(exit) = self.exits.get(index).copied() else {
             self.end(End::Broken, &format!("a slot with the unknown number {index}"));
         };
-        self.block().registers.rip = exit.resume;
+        self.block().registers.rip.set(exit.resume);
         match exit.cause {
             Cause::Sensitive(instruction) => {
                 if let Err(exception) = self.perform(&instruction) {
-                    self.block().registers.rip = exit.original;
+                    self.block().registers.rip.set(exit.original);
                     self.inject(exception);
                 }
             }
@@ -764,38 +759,172 @@ const ALIGNMENT: u64 = 1 << 18;
 /// The block's byte.
 #[must_use]
 pub fn pending() -> &'static AtomicU8 {
-    // SAFETY: The block is mapped for as long as the process lives; all accesses to this byte are atomic, or by code in
-    // assembler, which reads it.
-    unsafe { AtomicU8::from_ptr(&raw mut (*block::pointer()).pending) }
+    &block::get().pending
 }
 
-/// The machine, once it runs.
-pub fn running() -> Option<&'static mut Machine> {
-    // SAFETY: The machine is leaked, and used by the one thread that it runs on, while the guest does not.
-    unsafe { MACHINE.load(Ordering::Acquire).as_mut() }
+/// Returns true once the machine has begun to run.
+pub(crate) fn is_there() -> bool {
+    !MACHINE.load(Ordering::Acquire).is_null()
+}
+
+/// Returns this process' home, if address spaces have processes and this one is there for one of them.
+#[must_use]
+pub fn home() -> Option<Home> {
+    HOME.get().copied()
+}
+
+/// The machine, while the guest does not run in this process. There is one at a time: whoever has it is the only one who uses the
+/// machine.
+#[derive(Debug)]
+pub struct Turn(NonNull<Machine>);
+
+impl Turn {
+    /// Takes the machine. `None` if there is none yet, or the monitor uses it already: then a signal has interrupted the monitor.
+    #[must_use]
+    pub fn take() -> Option<Self> {
+        let machine = NonNull::new(MACHINE.load(Ordering::Acquire))?;
+        // The thread that runs the guest is the only one that comes here: an interruption leaves what it finds.
+        if IN_USE.load(Ordering::Relaxed) {
+            return None;
+        }
+        IN_USE.store(true, Ordering::Relaxed);
+        Some(Self(machine))
+    }
+
+    /// Takes the machine where only a bug keeps it from being there.
+    fn expect() -> Self {
+        Self::take().unwrap_or_else(|| {
+            eprintln!("mercury hosted: the guest was left while the monitor ran: this is a bug");
+            // SAFETY: It ends the process.
+            unsafe { libc::_exit(BROKEN_STATUS) }
+        })
+    }
+}
+
+impl Deref for Turn {
+    type Target = Machine;
+
+    fn deref(&self) -> &Machine {
+        // SAFETY: The machine is never freed, and `IN_USE` keeps others from it until this is dropped.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl DerefMut for Turn {
+    fn deref_mut(&mut self) -> &mut Machine {
+        // SAFETY: As for `deref`.
+        unsafe { self.0.as_mut() }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        IN_USE.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Returns the flags as the guest knows them.
+fn flags(block: &Block) -> u64 {
+    block.registers.rflags.get() & VISIBLE | 2 | block.flags.get() & IF
+}
+
+/// Describes the part of the processor's state that is in the block.
+pub(crate) fn describe(block: &Block) -> String {
+    let names = ["rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi"];
+    let mut text = format!(
+        "  rip {:#x} cs {:#x} flags {:#x} cr2 {:#x} gs {:#x}",
+        block.registers.rip.get(),
+        block.segments.get().cs,
+        flags(block),
+        block.cr2.get(),
+        block.gs.get()
+    );
+    for (at, value) in block.registers.values().iter().enumerate() {
+        let name = names.get(at).map_or_else(|| format!("r{at}"), |name| (*name).to_owned());
+        text += &format!("{}{name} {value:#x}", if at % 4 == 0 { "\n  " } else { " " });
+    }
+    text
 }
 
 /// A slot has left the guest.
 pub extern "C" fn handle_exit() {
-    if let Some(machine) = running() {
-        machine.exit();
-        machine.run_programs();
-        machine.go_on();
-    }
+    let mut machine = Turn::expect();
+    machine.exit();
+    machine.run_programs();
+    machine.go_on();
 }
 
 /// The guest's kernel goes on with a program, and was not left by a slot.
 pub extern "C" fn handle_program() {
-    if let Some(machine) = running() {
-        machine.run_programs();
-        machine.go_on();
-    }
+    let mut machine = Turn::expect();
+    machine.run_programs();
+    machine.go_on();
 }
 
 /// Another processor has called, or something waits and the guest takes interrupts.
 pub extern "C" fn handle_pending() {
-    if let Some(machine) = running() {
-        machine.look();
-        machine.go_on();
+    let mut machine = Turn::expect();
+    machine.look();
+    machine.go_on();
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::{block::Segments, devices::testing};
+
+    /// Lets a test use a machine that has a block, memory and nothing else, with a descriptor table at its beginning.
+    pub fn with_machine<T>(test: impl FnOnce(&mut Machine) -> T) -> T {
+        testing::with_own_memory(|memory| {
+            block::tests::ensure();
+            let block = block::get();
+            block.registers.general.iter().for_each(|register| register.set(0));
+            (block.flags.set(2), block.registers.rflags.set(2), block.registers.rip.set(0));
+            (block.gs.set(0), block.gs_other.set(0), block.segments.set(Segments::default()));
+            let mut machine = Machine {
+                vcpu: Common::new(Vcpu::default()).unwrap(),
+                other_registers: HashMap::new(),
+                memory,
+                devices: Bus::Absent,
+                processor: None,
+                apic: None,
+                bringup: None,
+                exits: Vec::new(),
+                guards: Guards::default(),
+                exit_jumps: Vec::new(),
+                kernel_root: 0,
+                counters: Common::new(Counters::default()).unwrap(),
+                rewriting: Common::new(shadow::Counters::default()).unwrap().share(),
+                mapped: 0,
+                programs: Mappings::default(),
+                most_mapped: u64::MAX,
+                shadows: None,
+                spaces: None,
+                home: None,
+                returning: 0..0,
+                debugger: None,
+                faulted: None,
+                verbose: false,
+            };
+            let result = test(&mut machine);
+            (machine.memory, result)
+        })
+    }
+
+    #[test]
+    fn the_machine_is_not_taken_while_it_is_used() {
+        with_machine(|machine| {
+            MACHINE.store(machine, Ordering::Release);
+            let mut first = Turn::take().unwrap();
+            first.vcpu.cr3 = 7;
+            // A signal that interrupts the monitor finds the machine in use.
+            assert!(Turn::take().is_none());
+            assert_eq!(first.vcpu.cr3, 7);
+            drop(first);
+            assert_eq!(Turn::take().unwrap().vcpu.cr3, 7);
+            MACHINE.store(ptr::null_mut(), Ordering::Release);
+            assert!(Turn::take().is_none());
+        });
     }
 }

@@ -1,12 +1,16 @@
 //! The guest's memory: a file without a name, mapped once as the kernel's direct map, and in parts wherever the guest's page
 //! tables say.
+//!
+//! Other processors of the guest, which are other processes, the host's kernel and a disk's ring write to it at any time. So Rust has no
+//! reference to it: the monitor copies out of it and into it, as if each byte were accessed atomically ([`Memory::read`]),
+//! and uses the entries of page tables as atomic numbers.
 
 use std::{
     io,
     ops::Range,
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     ptr,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU8, AtomicU64, Ordering},
 };
 
 use crate::{
@@ -51,6 +55,7 @@ impl Memory {
     ///
     /// # Errors
     /// If the host has not so much, or the addresses are taken.
+    #[cfg(not(miri))]
     pub fn new(size: u64) -> Result<Self> {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
         let file = unsafe { libc::memfd_create(c"mercury-hosted".as_ptr(), libc::MFD_CLOEXEC) };
@@ -76,6 +81,18 @@ impl Memory {
         Ok(memory)
     }
 
+    /// Makes it of the program's own memory: Miri knows no mappings. Only the monitor's view is there.
+    ///
+    /// # Errors
+    /// If the host does not open `/dev/null`, which stands for the file.
+    #[cfg(miri)]
+    pub fn new(size: u64) -> Result<Self> {
+        let file = std::fs::File::open("/dev/null").map_err(|error| Error::new(error.to_string()))?;
+        let window = without_host(size as usize).expose_provenance();
+        Ok(Self { file: file.into(), size, window })
+    }
+
+    #[cfg_attr(miri, expect(unused))]
     fn map_new(&self, address: u64, length: u64, physical: u64, rights: Rights) -> Result<()> {
         // SAFETY: What is mapped already is not replaced: the flag forbids it.
         let mapped = unsafe {
@@ -179,45 +196,88 @@ impl Memory {
         self.size
     }
 
-    /// Copies into it. `None` if it is not there.
+    /// Copies into it. `None` if it is not there. Another processor that reads meanwhile may see a part of it; each aligned word of
+    /// eight bytes it sees whole if the range is aligned so.
     #[must_use]
     pub fn write(&self, physical: u64, bytes: &[u8]) -> Option<()> {
         let to = self.pointer(physical, bytes.len() as u64)?;
-        // SAFETY: The range was checked, and the guest does not run while the monitor does.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        // SAFETY: The range was checked, and stays mapped.
+        unsafe { store(to, bytes) };
         Some(())
     }
 
-    /// Copies out of it. `None` if it is not there.
+    /// Copies out of it, as [`Self::write`] copies into it. `None` if it is not there.
     #[must_use]
     pub fn read(&self, physical: u64, into: &mut [u8]) -> Option<()> {
         let from = self.pointer(physical, into.len() as u64)?;
-        // SAFETY: As for `write`.
-        unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        // SAFETY: The range was checked, and stays mapped.
+        unsafe { load(from, into) };
         Some(())
     }
 
-    /// A number of 64 bits.
+    /// Copies from one place of it to another, from the lowest address on. `None` if one of them is not there.
+    #[must_use]
+    pub fn copy(&self, to: u64, from: u64, length: u64) -> Option<()> {
+        let (to, from) = (self.pointer(to, length)?, self.pointer(from, length)?);
+        // SAFETY: Both ranges were checked, and stay mapped.
+        unsafe { copy(to, from, length as usize) };
+        Some(())
+    }
+
+    /// Fills a range with zeros. `None` if it is not there.
+    #[must_use]
+    pub fn clear(&self, physical: u64, length: u64) -> Option<()> {
+        let to = self.pointer(physical, length)?;
+        // SAFETY: The range was checked, and stays mapped.
+        unsafe { clear(to, length as usize) };
+        Some(())
+    }
+
+    /// Returns the number of bytes before the first zero of a range; all of them if there is none. `None` if it is not there.
+    #[must_use]
+    pub fn before_zero(&self, physical: u64, length: u64) -> Option<u64> {
+        self.pointer(physical, length)?;
+        let mut piece = [0; 64];
+        let mut done = 0;
+        while done < length {
+            let some = (length - done).min(piece.len() as u64) as usize;
+            self.read(physical + done, &mut piece[..some])?;
+            if let Some(at) = piece[..some].iter().position(|&byte| byte == 0) {
+                return Some(done + at as u64);
+            }
+            done += some as u64;
+        }
+        Some(length)
+    }
+
+    /// Returns a number of 64 bits, read at once if its address is aligned.
     #[must_use]
     pub fn read_long(&self, physical: u64) -> Option<u64> {
+        if let Some(word) = self.word(physical) {
+            return Some(word.load(Ordering::Relaxed));
+        }
         let mut bytes = [0; 8];
         self.read(physical, &mut bytes)?;
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// A number of 64 bits.
+    /// Writes a number of 64 bits, at once if its address is aligned.
     #[must_use]
     pub fn write_long(&self, physical: u64, value: u64) -> Option<()> {
         self.write(physical, &value.to_le_bytes())
+    }
+
+    /// Returns a word of it. `None` if it is not there, or not aligned.
+    fn word(&self, physical: u64) -> Option<&AtomicU64> {
+        // SAFETY: `pointer` has checked the range, which stays mapped as long as this lives.
+        self.pointer(physical, 8).and_then(|at| unsafe { word(at) })
     }
 
     /// Sets bits of an entry of a page table if it is still what it was. Other processors may clear it at any time. Says
     /// whether it was.
     #[must_use]
     pub fn mark(&self, physical: u64, was: u64, bits: u64) -> bool {
-        let Some(at) = self.pointer(physical, 8) else { return false };
-        // SAFETY: The range was checked; entries lie at multiples of eight.
-        let entry = unsafe { AtomicU64::from_ptr(at.cast()) };
+        let Some(entry) = self.word(physical) else { return false };
         entry.compare_exchange(was, was | bits, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
@@ -228,6 +288,140 @@ impl Memory {
     }
 }
 
+/// Returns zeroed memory that stays, for Miri.
+#[cfg(miri)]
+pub(crate) fn without_host(length: usize) -> *mut u8 {
+    let layout = std::alloc::Layout::from_size_align(length.max(1), PAGE as usize);
+    // SAFETY: The size is not zero.
+    unsafe { std::alloc::alloc_zeroed(layout.expect("a size")) }
+}
+
+/// Longer copies are left to the processor's own instruction, which takes dozens of cycles to begin.
+const SHORT: usize = 64;
+
+/// Returns the word at a place of the guest's memory, if the place is aligned.
+///
+/// # Safety
+/// The guest's memory has eight bytes there.
+unsafe fn word<'a>(at: *mut u8) -> Option<&'a AtomicU64> {
+    // SAFETY: The caller vouches for the place, which stays mapped; Rust has no other kind of reference to it.
+    at.addr().is_multiple_of(8).then(|| unsafe { AtomicU64::from_ptr(at.cast()) })
+}
+
+/// Returns the byte at a place of the guest's memory.
+///
+/// # Safety
+/// The guest's memory has that byte.
+unsafe fn byte<'a>(at: *mut u8) -> &'a AtomicU8 {
+    // SAFETY: As for `word`.
+    unsafe { AtomicU8::from_ptr(at) }
+}
+
+/// Copies out of the guest's memory.
+///
+/// # Safety
+/// The guest's memory has so many bytes there.
+unsafe fn load(from: *mut u8, into: &mut [u8]) {
+    if into.len() > SHORT && !cfg!(miri) {
+        // SAFETY: The caller vouches for the source; the target is a slice.
+        return unsafe { copy(into.as_mut_ptr(), from, into.len()) };
+    }
+    let aligned = if from.addr().is_multiple_of(8) { into.len() & !7 } else { 0 };
+    for (index, to) in into[..aligned].as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        // SAFETY: The caller vouches for the place.
+        let word = unsafe { word(from.wrapping_add(index * 8)) };
+        *to = word.map_or(0, |word| word.load(Ordering::Relaxed)).to_ne_bytes();
+    }
+    for (index, to) in into.iter_mut().enumerate().skip(aligned) {
+        // SAFETY: The caller vouches for the place.
+        *to = unsafe { byte(from.wrapping_add(index)) }.load(Ordering::Relaxed);
+    }
+}
+
+/// Copies into the guest's memory.
+///
+/// # Safety
+/// As for [`load`].
+unsafe fn store(to: *mut u8, bytes: &[u8]) {
+    if bytes.len() > SHORT && !cfg!(miri) {
+        // SAFETY: The caller vouches for the target; the source is a slice.
+        return unsafe { copy(to, bytes.as_ptr(), bytes.len()) };
+    }
+    let aligned = if to.addr().is_multiple_of(8) { bytes.len() & !7 } else { 0 };
+    for (index, from) in bytes[..aligned].as_chunks::<8>().0.iter().enumerate() {
+        // SAFETY: The caller vouches for the place.
+        if let Some(word) = unsafe { word(to.wrapping_add(index * 8)) } {
+            word.store(u64::from_ne_bytes(*from), Ordering::Relaxed);
+        }
+    }
+    for (index, from) in bytes.iter().enumerate().skip(aligned) {
+        // SAFETY: The caller vouches for the place.
+        unsafe { byte(to.wrapping_add(index)) }.store(*from, Ordering::Relaxed);
+    }
+}
+
+/// Copies bytes by an instruction of which the compiler knows nothing: it assumes nothing of what the memory holds, and keeps
+/// nothing of it. The copy is one of single bytes, each accessed atomically, from the lowest address on.
+///
+/// # Safety
+/// Both ranges are mapped, and each is the guest's memory or the caller's.
+#[cfg(not(miri))]
+unsafe fn copy(to: *mut u8, from: *const u8, length: usize) {
+    // SAFETY: The caller vouches for both ranges; the direction flag is clear in Rust's code.
+    unsafe {
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") length => _,
+            inout("rdi") to => _,
+            inout("rsi") from => _,
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
+/// Copies bytes of the guest's memory for Miri, which knows no instructions.
+///
+/// # Safety
+/// Both ranges are the guest's memory.
+#[cfg(miri)]
+unsafe fn copy(to: *mut u8, from: *const u8, length: usize) {
+    for at in 0..length {
+        // SAFETY: The caller vouches for both places.
+        let (to, from) = unsafe { (byte(to.wrapping_add(at)), byte(from.cast_mut().wrapping_add(at))) };
+        to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+/// Fills bytes with zeros, as [`copy`] copies.
+///
+/// # Safety
+/// The range is the guest's memory.
+#[cfg(not(miri))]
+unsafe fn clear(to: *mut u8, length: usize) {
+    // SAFETY: The caller vouches for the range; the direction flag is clear in Rust's code.
+    unsafe {
+        std::arch::asm!(
+            "rep stosb",
+            inout("rcx") length => _,
+            inout("rdi") to => _,
+            in("al") 0_u8,
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
+/// Fills bytes with zeros for Miri.
+///
+/// # Safety
+/// The range is the guest's memory.
+#[cfg(miri)]
+unsafe fn clear(to: *mut u8, length: usize) {
+    for at in 0..length {
+        // SAFETY: The caller vouches for the place.
+        unsafe { byte(to.wrapping_add(at)) }.store(0, Ordering::Relaxed);
+    }
+}
+
 /// Removes mappings of addresses that the guest translates. Says whether the host did.
 fn unmap(address: u64, length: u64) -> bool {
     // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
@@ -235,10 +429,14 @@ fn unmap(address: u64, length: u64) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use std::{env, fs, process::Command};
 
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::devices::testing::with_memory;
 
     /// Whether the host has anything mapped at an address.
     fn is_mapped(address: u64) -> bool {
@@ -265,8 +463,64 @@ mod tests {
         }
     }
 
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        /// Every alignment, and lengths on both sides of what is left to the processor's instruction.
+        #[test]
+        fn what_is_copied_in_comes_out_and_nothing_beside_it(
+            at in 0_u64..24, bytes in proptest::collection::vec(any::<u8>(), 0..200), to in 1000_u64..1024,
+        ) {
+            with_memory(|memory| {
+                let length = bytes.len() as u64;
+                memory.clear(0, 2048).unwrap();
+                memory.write(at, &bytes).unwrap();
+                memory.copy(to, at, length).unwrap();
+                let mut all = [0; 2048];
+                memory.read(0, &mut all).unwrap();
+                let mut expected = [0; 2048];
+                for start in [at as usize, to as usize] {
+                    expected[start..start + bytes.len()].copy_from_slice(&bytes);
+                }
+                assert!(all == expected);
+                let mut part = vec![0; bytes.len()];
+                memory.read(to, &mut part).unwrap();
+                assert_eq!(part, bytes);
+                let zero = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+                assert_eq!(memory.before_zero(at, length), Some(zero as u64));
+                memory.clear(at, length).unwrap();
+                assert!(memory.read(at, &mut part).is_some() && part.iter().all(|&byte| byte == 0));
+            });
+        }
+    }
+
+    /// What other processors do to the entries of page tables while the monitor walks them.
+    #[test]
+    fn a_word_is_read_and_written_whole_while_another_thread_does_the_same() {
+        const ROUNDS: u64 = if cfg!(miri) { 200 } else { 200_000 };
+        const AT: u64 = 0x800;
+        with_memory(|memory| {
+            memory.write_long(AT, 0).unwrap();
+            let window = memory.window;
+            let is_whole = |word: u64| word.to_le_bytes().iter().all(|&byte| byte == word as u8);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let memory = Memory { file: memory.file.try_clone().unwrap(), size: memory.size, window };
+                    (0..ROUNDS).for_each(|round| memory.write(AT, &[round as u8; 8]).unwrap());
+                });
+                for round in 0..ROUNDS {
+                    assert!(is_whole(memory.read_long(AT).unwrap()));
+                    let mut bytes = [0; 24];
+                    memory.read(AT - 8, &mut bytes).unwrap();
+                    assert!(is_whole(u64::from_le_bytes(bytes[8..16].try_into().unwrap())));
+                    memory.write_long(AT, u64::from_le_bytes([round as u8; 8])).unwrap();
+                }
+            });
+        });
+    }
+
     /// In a process of its own, for it leaves the host no mapping.
     #[test]
+    #[cfg_attr(miri, ignore = "Miri knows no mappings")]
     fn a_page_goes_though_the_host_has_no_room_for_the_rest() {
         const NAME: &str = "memory::tests::a_page_goes_though_the_host_has_no_room_for_the_rest";
         const INSIDE: &str = "MERCURY_TEST_WITHOUT_MAPPINGS";

@@ -1,6 +1,6 @@
 //! Does what sensitive instructions do.
 
-use std::arch::x86_64::_rdtsc;
+use std::{arch::x86_64::_rdtsc, cell::Cell};
 
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 use mercury_afterburner::kind::Kind;
@@ -41,8 +41,8 @@ impl Machine {
             return Ok(());
         }
         match Kind::of(instruction).ok_or(Exception::UNDEFINED)? {
-            Kind::Cli => self.block().flags &= !IF,
-            Kind::Sti => self.block().flags |= IF,
+            Kind::Cli => self.block().flags.set(self.block().flags.get() & !IF),
+            Kind::Sti => self.block().flags.set(self.block().flags.get() | IF),
             Kind::Hlt | Kind::Mwait => self.halt(),
             Kind::Pushf => {
                 let flags = self.flags();
@@ -55,8 +55,8 @@ impl Machine {
             Kind::Iret => return self.interrupt_return(),
             Kind::FarReturn => {
                 let (rip, cs) = (self.pop()?, self.pop()?);
-                self.block().registers.rip = rip;
-                self.block().segments.cs = cs as u16;
+                self.block().registers.rip.set(rip);
+                self.block().set_code_segment(cs as u16);
             }
             Kind::Lgdt => self.vcpu.gdt = self.table(instruction)?,
             Kind::Lidt => self.vcpu.idt = self.table(instruction)?,
@@ -78,7 +78,7 @@ impl Machine {
             Kind::Rdmsr => self.read_msr(),
             Kind::Wrmsr => self.write_msr(),
             Kind::Rdpmc => self.set_pair(0),
-            Kind::Swapgs => std::mem::swap(&mut self.block().gs, &mut self.block().gs_other),
+            Kind::Swapgs => self.block().gs.swap(&self.block().gs_other),
             Kind::Cpuid => self.cpuid(),
             Kind::Xsetbv => return self.set_extended(),
             Kind::Xgetbv => self.set_pair(self.vcpu.xcr0),
@@ -110,27 +110,27 @@ impl Machine {
         match Kind::of(instruction) {
             Some(Kind::Hlt | Kind::Mwait | Kind::In | Kind::Out | Kind::Ins | Kind::Outs) => true,
             Some(Kind::Rdmsr | Kind::Wrmsr) => {
-                !KNOWN_REGISTERS.contains(&(self.block().registers.general[block::RCX] as u32))
+                !KNOWN_REGISTERS.contains(&(self.block().registers.general[block::RCX].get() as u32))
             }
             _ => false,
         }
     }
 
-    fn general(&mut self, register: Register) -> &'static mut u64 {
-        &mut self.block().registers.general[register.full_register().number() & 15]
+    fn general(&self, register: Register) -> &'static Cell<u64> {
+        &self.block().registers.general[register.full_register().number() & 15]
     }
 
     fn push(&mut self, value: u64) -> Done {
-        let top = self.block().registers.general[block::RSP] - 8;
+        let top = self.block().registers.general[block::RSP].get() - 8;
         self.write(top, &value.to_le_bytes())?;
-        self.block().registers.general[block::RSP] = top;
+        self.block().registers.general[block::RSP].set(top);
         Ok(())
     }
 
     pub(crate) fn pop(&mut self) -> Result<u64, Exception> {
-        let top = self.block().registers.general[block::RSP];
+        let top = self.block().registers.general[block::RSP].get();
         let value = self.read_long(top)?;
-        self.block().registers.general[block::RSP] = top + 8;
+        self.block().registers.general[block::RSP].set(top + 8);
         Ok(value)
     }
 
@@ -143,11 +143,11 @@ impl Machine {
         let registers = &self.block().registers.general;
         let value = |register: Register, _: usize, _: usize| {
             Some(match register {
-                Register::GS => self.block().gs,
-                Register::FS => self.block().fs,
+                Register::GS => self.block().gs.get(),
+                Register::FS => self.block().fs.get(),
                 _ if register.is_segment_register() => 0,
                 _ => {
-                    let value = registers[register.full_register().number() & 15];
+                    let value = registers[register.full_register().number() & 15].get();
                     if register.size() == 4 { value & 0xFFFF_FFFF } else { value }
                 }
             })
@@ -159,7 +159,7 @@ impl Machine {
     fn get(&mut self, instruction: &Instruction, operand: u32) -> Result<u64, Exception> {
         if instruction.op_kind(operand) == OpKind::Register {
             let register = instruction.op_register(operand);
-            let value = *self.general(register);
+            let value = self.general(register).get();
             return Ok(match register.size() {
                 2 => value & 0xFFFF,
                 4 => value & 0xFFFF_FFFF,
@@ -182,24 +182,24 @@ impl Machine {
     }
 
     fn set_register(&mut self, register: Register, value: u64) {
-        let old = *self.general(register);
-        *self.general(register) = match register.size() {
+        let old = self.general(register).get();
+        self.general(register).set(match register.size() {
             1 => old & !0xFF | value & 0xFF,
             2 => old & !0xFFFF | value & 0xFFFF,
             4 => value & 0xFFFF_FFFF,
             _ => value,
-        };
+        });
     }
 
     fn pair(&self) -> u64 {
         let general = &self.block().registers.general;
-        general[block::RDX] << 32 | general[block::RAX] & 0xFFFF_FFFF
+        general[block::RDX].get() << 32 | general[block::RAX].get() & 0xFFFF_FFFF
     }
 
     fn set_pair(&mut self, value: u64) {
-        let general = &mut self.block().registers.general;
-        general[block::RAX] = value & 0xFFFF_FFFF;
-        general[block::RDX] = value >> 32;
+        let general = &self.block().registers.general;
+        general[block::RAX].set(value & 0xFFFF_FFFF);
+        general[block::RDX].set(value >> 32);
     }
 
     fn table(&mut self, instruction: &Instruction) -> Result<Table, Exception> {
@@ -237,12 +237,12 @@ impl Machine {
         const ZERO: u64 = 1 << 6;
         let selector = self.get(instruction, 1)? as u16;
         let found = self.descriptor(selector);
-        let flags = &mut self.block().registers.rflags;
+        let flags = &self.block().registers.rflags;
         let Ok([low, _]) = found else {
-            *flags &= !ZERO;
+            flags.set(flags.get() & !ZERO);
             return Ok(());
         };
-        *flags |= ZERO;
+        flags.set(flags.get() | ZERO);
         let limit = low & 0xFFFF | low >> 32 & 0xF_0000;
         let limit = if low >> 55 & 1 == 1 { limit << 12 | 0xFFF } else { limit };
         let rights = low >> 32 & 0x00FF_FF00;
@@ -263,11 +263,11 @@ impl Machine {
                 low >> 16 & 0xFF_FFFF | low >> 32 & 0xFF00_0000
             }
         };
-        self.block().data[register.number() % 6] = selector;
+        self.block().data[register.number() % 6].set(selector);
         match register {
-            Register::SS => self.block().segments.ss = selector,
-            Register::FS => self.block().fs = base,
-            Register::GS => self.block().gs = base,
+            Register::SS => self.block().set_stack_segment(selector),
+            Register::FS => self.block().fs.set(base),
+            Register::GS => self.block().gs.set(base),
             _ => {}
         }
         Ok(())
@@ -277,22 +277,22 @@ impl Machine {
         let is_push = instruction.op_count() == 1;
         let register = if is_push { instruction.op0_register() } else { instruction.op1_register() };
         let value = u64::from(match register {
-            Register::CS => self.block().segments.cs,
-            Register::SS => self.block().segments.ss,
-            other => self.block().data[other.number() % 6],
+            Register::CS => self.block().segments.get().cs,
+            Register::SS => self.block().segments.get().ss,
+            other => self.block().data[other.number() % 6].get(),
         });
         if is_push { self.push(value) } else { self.set(instruction, 0, value) }
     }
 
     fn interrupt_return(&mut self) -> Done {
         let mut frame = [0; 40];
-        self.read(self.block().registers.general[block::RSP], &mut frame)?;
+        self.read(self.block().registers.general[block::RSP].get(), &mut frame)?;
         let (words, _) = frame.as_chunks::<8>();
         let [rip, cs, flags, rsp, ss] = [0, 1, 2, 3, 4].map(|at| u64::from_le_bytes(words[at]));
-        let registers = &mut self.block().registers;
-        registers.rip = rip;
-        registers.general[block::RSP] = rsp;
-        self.block().segments = Segments { cs: cs as u16, ss: ss as u16 };
+        let registers = &self.block().registers;
+        registers.rip.set(rip);
+        registers.general[block::RSP].set(rsp);
+        self.block().segments.set(Segments { cs: cs as u16, ss: ss as u16 });
         self.set_flags(flags);
         self.map_what_faulted();
         Ok(())
@@ -300,10 +300,10 @@ impl Machine {
 
     /// SYSRET.
     pub fn system_return(&mut self) {
-        let general = self.block().registers.general;
-        self.block().registers.rip = general[block::RCX];
-        self.set_flags(general[block::R11]);
-        self.block().segments = self.block().return_segments;
+        let general = &self.block().registers.general;
+        self.block().registers.rip.set(general[block::RCX].get());
+        self.set_flags(general[block::R11].get());
+        self.block().segments.set(self.block().return_segments.get());
     }
 
     fn halt(&mut self) {
@@ -317,11 +317,11 @@ impl Machine {
 
     /// Sleeps until this processor is started again. When all of them sleep so, the machine has halted.
     fn park(&mut self, one: Processor) {
-        let rip = self.block().registers.rip;
+        let rip = self.block().registers.rip.get();
         one.park();
         loop {
             self.service();
-            if self.block().registers.rip != rip {
+            if self.block().registers.rip.get() != rip {
                 return;
             }
             if one.is_first() && one.are_all_parked() {
@@ -333,10 +333,10 @@ impl Machine {
     }
 
     fn service_and_wait(&mut self) {
-        let rip = self.block().registers.rip;
+        let rip = self.block().registers.rip.get();
         loop {
             self.service();
-            if self.block().registers.rip != rip || !self.interruptible() || self.is_stepping() {
+            if self.block().registers.rip.get() != rip || !self.interruptible() || self.is_stepping() {
                 return;
             }
             self.devices.flush();
@@ -345,9 +345,9 @@ impl Machine {
     }
 
     fn cpuid(&mut self) {
-        let general = &mut self.block().registers.general;
-        let number = general[block::RAX] as u32;
-        let mut leaf = cpuid::guest(number, general[block::RCX] as u32, self.vcpu.cr4);
+        let general = &self.block().registers.general;
+        let number = general[block::RAX].get() as u32;
+        let mut leaf = cpuid::guest(number, general[block::RCX].get() as u32, self.vcpu.cr4);
         if self.spaces.is_some() {
             cpuid::separate_programs(number, &mut leaf);
         }
@@ -357,15 +357,15 @@ impl Machine {
         if let Some(one) = self.processor {
             cpuid::be_one_of(one.number, one.count, number, &mut leaf);
         }
-        general[block::RAX] = leaf[0].into();
-        general[block::RBX] = leaf[1].into();
-        general[block::RCX] = leaf[2].into();
-        general[block::RDX] = leaf[3].into();
+        general[block::RAX].set(leaf[0].into());
+        general[block::RBX].set(leaf[1].into());
+        general[block::RCX].set(leaf[2].into());
+        general[block::RDX].set(leaf[3].into());
     }
 
     /// XSETBV: the host has chosen, and a guest that wants less of it is content.
     fn set_extended(&mut self) -> Done {
-        let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
+        let (index, value) = (self.block().registers.general[block::RCX].get() as u32, self.pair());
         if index != 0 || value & !cpuid::extended_states() != 0 {
             return Err(Exception::PROTECTION);
         }
@@ -374,7 +374,7 @@ impl Machine {
     }
 
     fn read_msr(&mut self) {
-        let index = self.block().registers.general[block::RCX] as u32;
+        let index = self.block().registers.general[block::RCX].get() as u32;
         let value = match index {
             // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was checked at the start.
             0x10 => unsafe { _rdtsc() },
@@ -382,11 +382,11 @@ impl Machine {
             DEADLINE if self.apic.is_some() => self.apic.as_ref().map_or(0, Apic::deadline),
             0xC000_0080 => self.vcpu.efer,
             0xC000_0081 => self.vcpu.star,
-            0xC000_0082 => self.block().lstar,
+            0xC000_0082 => self.block().lstar.get(),
             0xC000_0084 => self.vcpu.syscall_mask,
-            0xC000_0100 => self.block().fs,
-            0xC000_0101 => self.block().gs,
-            0xC000_0102 => self.block().gs_other,
+            0xC000_0100 => self.block().fs.get(),
+            0xC000_0101 => self.block().gs.get(),
+            0xC000_0102 => self.block().gs_other.get(),
             _ => self.other_registers.get(&index).copied().unwrap_or_else(|| {
                 if self.verbose {
                     eprintln!("mercury hosted: the guest reads the unknown register {index:#x}\r");
@@ -398,7 +398,7 @@ impl Machine {
     }
 
     fn write_msr(&mut self) {
-        let (index, value) = (self.block().registers.general[block::RCX] as u32, self.pair());
+        let (index, value) = (self.block().registers.general[block::RCX].get() as u32, self.pair());
         match (index, &mut self.apic) {
             (CONTROLLER_BASE, Some(_)) => return,
             (DEADLINE, Some(apic)) => {
@@ -410,11 +410,11 @@ impl Machine {
         match index {
             0xC000_0080 => self.vcpu.efer = value,
             0xC000_0081 => self.set_star(value),
-            0xC000_0082 => self.block().lstar = value,
+            0xC000_0082 => self.block().lstar.set(value),
             0xC000_0084 => self.vcpu.syscall_mask = value,
-            0xC000_0100 => self.block().fs = value,
-            0xC000_0101 => self.block().gs = value,
-            0xC000_0102 => self.block().gs_other = value,
+            0xC000_0100 => self.block().fs.set(value),
+            0xC000_0101 => self.block().gs.set(value),
+            0xC000_0102 => self.block().gs_other.set(value),
             _ => {
                 self.other_registers.insert(index, value);
             }
@@ -424,15 +424,16 @@ impl Machine {
     fn set_star(&mut self, value: u64) {
         self.vcpu.star = value;
         let (to_kernel, to_program) = ((value >> 32) as u16 & !3, (value >> 48) as u16 | 3);
-        self.block().call_segments = Segments { cs: to_kernel, ss: to_kernel.wrapping_add(8) };
-        self.block().return_segments =
-            Segments { cs: to_program.wrapping_add(16), ss: to_program.wrapping_add(8) };
+        self.block().call_segments.set(Segments { cs: to_kernel, ss: to_kernel.wrapping_add(8) });
+        self.block()
+            .return_segments
+            .set(Segments { cs: to_program.wrapping_add(16), ss: to_program.wrapping_add(8) });
     }
 
     fn read_control(&mut self, instruction: &Instruction) -> Done {
         let value = match instruction.op1_register() {
             Register::CR0 => self.vcpu.cr0,
-            Register::CR2 => self.block().cr2,
+            Register::CR2 => self.block().cr2.get(),
             Register::CR3 => self.vcpu.cr3,
             Register::CR4 => self.vcpu.cr4,
             Register::CR8 => self.vcpu.cr8,
@@ -445,7 +446,7 @@ impl Machine {
         let value = self.get(instruction, 1)?;
         match instruction.op0_register() {
             Register::CR0 => self.vcpu.cr0 = value,
-            Register::CR2 => self.block().cr2 = value,
+            Register::CR2 => self.block().cr2.set(value),
             Register::CR3 => {
                 self.counters.switches += 1;
                 self.load_tables(value & !NO_FLUSH, value & NO_FLUSH == 0);
@@ -473,7 +474,7 @@ impl Machine {
     fn port_out(&mut self, instruction: &Instruction) -> Done {
         let port = self.port(instruction, 0)?;
         let register = instruction.op1_register();
-        let value = *self.general(register) as u32;
+        let value = self.general(register).get() as u32;
         self.devices.write(port, register.size(), value);
         self.look_at_devices();
         Ok(())
@@ -491,7 +492,7 @@ impl Machine {
 
     fn port(&mut self, instruction: &Instruction, operand: u32) -> Result<u16, Exception> {
         if instruction.op_kind(operand) == OpKind::Register {
-            return Ok(*self.general(Register::DX) as u16);
+            return Ok(self.general(Register::DX).get() as u16);
         }
         let port = instruction.try_immediate(operand).map_err(|_| Exception::UNDEFINED)?;
         Ok(port as u16)
@@ -500,16 +501,16 @@ impl Machine {
     /// An instruction that trapped because it may not be executed in a process, and has no slot: does it, if it is
     /// sensitive and the kernel's.
     pub fn trapped(&mut self) -> Option<()> {
-        let address = self.block().registers.rip;
+        let address = self.block().registers.rip.get();
         if self.privilege() == Privilege::User || layout::is_user(address) {
             return None;
         }
         let instruction = self.instruction()?;
         Kind::of(&instruction)?;
         self.counters.trapped += 1;
-        self.block().registers.rip = instruction.next_ip();
+        self.block().registers.rip.set(instruction.next_ip());
         if let Err(exception) = self.perform(&instruction) {
-            self.block().registers.rip = address;
+            self.block().registers.rip.set(address);
             self.inject(exception);
         }
         Some(())
@@ -517,7 +518,7 @@ impl Machine {
 
     /// The instruction that the guest is at.
     fn instruction(&self) -> Option<Instruction> {
-        let address = self.block().registers.rip;
+        let address = self.block().registers.rip.get();
         let replaced = self.guards.instruction(address).filter(|_| !self.has_breakpoint(address));
         if replaced.is_some() {
             return replaced;
@@ -557,11 +558,11 @@ impl Machine {
                 break;
             }
             done |= is_move;
-            self.block().registers.rip = instruction.next_ip();
+            self.block().registers.rip.set(instruction.next_ip());
         }
         // It may have come to what a jump has displaced.
-        let registers = &mut self.block().registers;
-        registers.rip = self.guards.displaced(registers.rip).unwrap_or(registers.rip);
+        let registers = &self.block().registers;
+        registers.rip.set(self.guards.displaced(registers.rip.get()).unwrap_or(registers.rip.get()));
         done
     }
 
@@ -592,7 +593,7 @@ impl Machine {
 
     /// Whether all of an instruction's operand in memory may be a program's; of one that copies, one of both.
     fn uses_a_program_s_memory(&self, instruction: &Instruction) -> bool {
-        let count = self.block().registers.general[block::RCX];
+        let count = self.block().registers.general[block::RCX].get();
         let length = match instruction.memory_size().size() as u64 {
             _ if guards::is_extended_state(instruction) => cpuid::size_of(self.vcpu.xcr0).into(),
             size if instruction.has_rep_prefix() => size.saturating_mul(count),
@@ -604,7 +605,7 @@ impl Machine {
 
     /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory.
     pub fn guarded(&mut self) -> bool {
-        let at = self.block().registers.rip.wrapping_sub(1);
+        let at = self.block().registers.rip.get().wrapping_sub(1);
         if self.guards.at(at).is_none() {
             return false;
         }
@@ -618,22 +619,22 @@ impl Machine {
     pub fn use_guarded(&mut self, at: u64) {
         let Some(&guard) = self.guards.at(at) else { return };
         self.counters.guarded += 1;
-        self.block().registers.rip = at;
+        self.block().registers.rip.set(at);
         if !self.uses_a_program_s_memory(&guard.instruction) {
             self.counters.refused += 1;
             // Of a page fault the kernel would try to do something about the page, by a length of its own.
             let is_state = guards::is_state(&guard.instruction);
             self.inject(if is_state { Exception::PROTECTION } else { Exception::page(0, layout::USER_END) });
         } else if !self.perform_moves() {
-            self.block().registers.rip = guard.code;
+            self.block().registers.rip.set(guard.code);
         }
     }
 
     /// A fault of what stands for such an instruction is one of the instruction.
     pub fn leave_stand_in(&mut self) {
-        let registers = &mut self.block().registers;
-        let site = self.guards.site(registers.rip).filter(|_| self.privilege() == Privilege::Kernel);
-        registers.rip = site.unwrap_or(registers.rip);
+        let registers = &self.block().registers;
+        let site = self.guards.site(registers.rip.get()).filter(|_| self.privilege() == Privilege::Kernel);
+        registers.rip.set(site.unwrap_or(registers.rip.get()));
     }
 
     fn perform_move(&mut self, instruction: &Instruction) -> Done {
@@ -690,8 +691,89 @@ impl Machine {
             let Some(value) = self.read_register(physical, size) else { return Ok(None) };
             self.set_register(instruction.op0_register(), value);
         }
-        self.block().registers.rip = instruction.next_ip();
+        self.block().registers.rip.set(instruction.next_ip());
         self.look_at_devices();
         Ok(Some(()))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{layout::DIRECT_MAP, machine::tests::with_machine};
+
+    /// Does what instructions do, one after the other.
+    fn perform(machine: &mut Machine, code: &[u8]) {
+        for instruction in &mut Decoder::with_ip(64, code, DIRECT_MAP + 0x1000, DecoderOptions::NONE) {
+            machine.block().registers.rip.set(instruction.next_ip());
+            machine.perform(&instruction).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_bases_of_gs_are_exchanged() {
+        with_machine(|machine| {
+            let block = machine.block();
+            block.gs.set(1);
+            block.gs_other.set(2);
+            perform(machine, &[0x0F, 0x01, 0xF8]);
+            assert_eq!((block.gs.get(), block.gs_other.get()), (2, 1));
+        });
+    }
+
+    #[test]
+    fn flags_go_to_the_stack_and_come_back() {
+        with_machine(|machine| {
+            let block = machine.block();
+            block.registers.general[block::RSP].set(DIRECT_MAP + 0x2000);
+            // STI; PUSHFQ; CLI
+            perform(machine, &[0xFB, 0x9C, 0xFA]);
+            assert!(!machine.interruptible());
+            assert_eq!(machine.read_long(DIRECT_MAP + 0x1FF8), Ok(2 | IF));
+            // POPFQ
+            perform(machine, &[0x9D]);
+            assert!(machine.interruptible());
+            assert_eq!(block.registers.general[block::RSP].get(), DIRECT_MAP + 0x2000);
+        });
+    }
+
+    #[test]
+    fn a_register_is_written_while_another_is_read() {
+        with_machine(|machine| {
+            let block = machine.block();
+            block.registers.general[block::RCX].set(0xC000_0101);
+            block.registers.general[block::RAX].set(0x9ABC_DEF0);
+            block.registers.general[block::RDX].set(0x1234);
+            // WRMSR to the base of GS; the register is read back into RAX and RDX after they were cleared.
+            perform(machine, &[0x0F, 0x30]);
+            assert_eq!(block.gs.get(), 0x1234_9ABC_DEF0);
+            block.registers.general[block::RAX].set(0);
+            block.registers.general[block::RDX].set(0);
+            perform(machine, &[0x0F, 0x32]);
+            let general = &block.registers.general;
+            assert_eq!((general[block::RAX].get(), general[block::RDX].get()), (0x9ABC_DEF0, 0x1234));
+        });
+    }
+
+    #[test]
+    fn an_interrupt_s_return_loads_all_that_its_frame_has() {
+        with_machine(|machine| {
+            let block = machine.block();
+            let frame = [0x40_1000_u64, 0x33, 0x202, 0x7000, 0x2B];
+            let top = DIRECT_MAP + 0x3000;
+            for (word, at) in frame.iter().zip((top..).step_by(8)) {
+                machine.write(at, &word.to_le_bytes()).unwrap();
+            }
+            block.registers.general[block::RSP].set(top);
+            // IRETQ
+            perform(machine, &[0x48, 0xCF]);
+            assert_eq!(
+                (block.registers.rip.get(), block.registers.general[block::RSP].get()),
+                (0x40_1000, 0x7000)
+            );
+            assert_eq!(block.segments.get(), Segments { cs: 0x33, ss: 0x2B });
+            assert_eq!((machine.privilege(), machine.interruptible()), (Privilege::User, true));
+        });
     }
 }

@@ -24,7 +24,7 @@ pub struct Faulted {
 impl Machine {
     /// The kernel is about to get a fault of the instruction at which the guest is.
     pub fn note_fault(&mut self, address: u64, access: Access) {
-        let (privilege, rip) = (self.privilege(), self.block().registers.rip);
+        let (privilege, rip) = (self.privilege(), self.block().registers.rip.get());
         self.faulted = Some(Faulted { privilege, rip, cr3: self.vcpu.cr3, address, access });
     }
 
@@ -34,7 +34,7 @@ impl Machine {
         let Some(last) = self.faulted else { return };
         let now = Faulted {
             privilege: self.privilege(),
-            rip: self.block().registers.rip,
+            rip: self.block().registers.rip.get(),
             cr3: self.vcpu.cr3,
             ..last
         };

@@ -472,16 +472,15 @@ fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
     let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
     let extended = homes::map_common(cpuid::extended_size() as usize)?;
-    // SAFETY: It has just been mapped, and is zero, which is a valid block.
-    let block = unsafe { &mut *block::pointer() };
-    block.entry = entry::hosted_exit as *const () as u64;
-    block.system_return = system_return;
-    block.stack = (stack.as_ptr().expose_provenance() as u64 + STACK) & !63;
-    block.extended = extended.expose_provenance() as u64;
+    let block = block::get();
+    block.entry.set(entry::hosted_exit as *const () as u64);
+    block.system_return.set(system_return);
+    block.stack.set((stack.as_ptr().expose_provenance() as u64 + STACK) & !63);
+    block.extended.set(extended.expose_provenance() as u64);
+    let base: u64;
     // SAFETY: `check_host` has seen that it is allowed.
-    unsafe {
-        std::arch::asm!("rdfsbase {}", out(reg) block.monitor_fs, options(nomem, nostack, preserves_flags))
-    };
+    unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    block.monitor_fs.set(base);
     Ok(())
 }
 

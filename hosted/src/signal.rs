@@ -7,10 +7,12 @@ use std::{
 };
 
 use crate::{
-    block, entry,
+    block,
+    devices::console,
+    entry,
     error::{Error, Result},
     isolation, layout,
-    machine::{self, End, Exception, Machine},
+    machine::{self, End, Exception, Machine, Turn},
     mmu::Privilege,
     smp,
 };
@@ -232,11 +234,10 @@ pub unsafe extern "C" fn handle_signal(
     if is_notice {
         machine::pending().store(1, Ordering::SeqCst);
         isolation::stub::interrupt();
-        if let Some(home) = machine::running().and_then(|machine| machine.home) {
+        if let Some(home) = machine::home() {
             home.interrupt(is_urgent);
         }
     }
-    let Some(machine) = machine::running() else { return if is_notice { 0 } else { die(signal, registers) } };
     if !layout::is_guest_code(rip) {
         if !is_notice {
             die(signal, registers);
@@ -249,6 +250,8 @@ pub unsafe extern "C" fn handle_signal(
         }
         return 0;
     }
+    let Some(mut turn) = Turn::take() else { die(signal, registers) };
+    let machine = &mut *turn;
     take(machine, registers, fs);
     match is_notice {
         true => {
@@ -277,23 +280,25 @@ pub unsafe extern "C" fn handle_signal(
 
 fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
     let block = machine.block();
-    for (to, index) in block.registers.general.iter_mut().zip(ORDER) {
-        *to = from[index as usize].cast_unsigned();
+    for (to, index) in block.registers.general.iter().zip(ORDER) {
+        to.set(from[index as usize].cast_unsigned());
     }
-    block.registers.rip = from[libc::REG_RIP as usize].cast_unsigned();
-    block.registers.rflags = from[libc::REG_EFL as usize].cast_unsigned();
-    block.fs = fs;
+    block.registers.rip.set(from[libc::REG_RIP as usize].cast_unsigned());
+    block.registers.rflags.set(from[libc::REG_EFL as usize].cast_unsigned());
+    block.fs.set(fs);
+    let base: u64;
     // SAFETY: The start requires that processes may read it.
-    unsafe { std::arch::asm!("rdgsbase {}", out(reg) block.gs, options(nomem, nostack, preserves_flags)) };
+    unsafe { std::arch::asm!("rdgsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    block.gs.set(base);
 }
 
 fn give(machine: &Machine, to: &mut [libc::greg_t; 23]) {
     let block = machine.block();
     for (from, index) in block.registers.general.iter().zip(ORDER) {
-        to[index as usize] = from.cast_signed();
+        to[index as usize] = from.get().cast_signed();
     }
-    to[libc::REG_RIP as usize] = block.registers.rip.cast_signed();
-    to[libc::REG_EFL as usize] = block.registers.rflags.cast_signed();
+    to[libc::REG_RIP as usize] = block.registers.rip.get().cast_signed();
+    to[libc::REG_EFL as usize] = block.registers.rflags.get().cast_signed();
 }
 
 impl Fault {
@@ -334,7 +339,7 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
 }
 
 /// The monitor itself has done something wrong.
-fn die(signal: i32, registers: &[libc::greg_t; 23]) -> u32 {
+fn die(signal: i32, registers: &[libc::greg_t; 23]) -> ! {
     let of = |index: i32| registers[index as usize];
     eprintln!(
         "mercury hosted: signal {signal} in the monitor at {:#x}, address {:#x}, stack {:#x}: this is a bug",
@@ -342,9 +347,10 @@ fn die(signal: i32, registers: &[libc::greg_t; 23]) -> u32 {
         of(libc::REG_CR2),
         of(libc::REG_RSP)
     );
-    if let Some(machine) = machine::running() {
-        machine.devices.restore();
-        eprintln!("{}", machine.describe());
+    // The monitor was interrupted, and has the machine.
+    console::restore_terminal();
+    if machine::is_there() {
+        eprintln!("{}", machine::describe(block::get()));
     }
     // SAFETY: It ends the process.
     unsafe { libc::_exit(machine::BROKEN_STATUS) }

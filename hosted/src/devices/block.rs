@@ -221,15 +221,41 @@ impl Block {
         for part in &data.parts {
             let behind = at + part.iov_len as u64;
             let from = (data.at + done).clamp(at, behind);
-            // SAFETY: The range is the guest's memory, which stays mapped, and was checked; the guest does not run meanwhile.
-            let bytes = unsafe { std::slice::from_raw_parts_mut(part.iov_base.cast::<u8>(), part.iov_len) };
-            let bytes = &mut bytes[(from - at) as usize..];
-            if data.reads {
-                self.file.read_exact_at(bytes, from)
-            } else {
-                self.file.write_all_at(bytes, from)
-            }?;
+            self.transfer_part(part, (from - at) as usize, from, data.reads)?;
             at = behind;
+        }
+        Ok(())
+    }
+
+    /// Reads or writes a part of the guest's memory, from its byte `skipped` on. The host's kernel uses that memory by its address, so it
+    /// may change meanwhile.
+    fn transfer_part(
+        &self,
+        part: &libc::iovec,
+        mut skipped: usize,
+        mut from: u64,
+        reads: bool,
+    ) -> io::Result<()> {
+        while skipped < part.iov_len {
+            let (at, length) = (part.iov_base.wrapping_byte_add(skipped), part.iov_len - skipped);
+            let (file, offset) = (self.file.as_raw_fd(), from.cast_signed());
+            // SAFETY: `data` has checked that the guest's memory has the part; it stays mapped, and Rust has no reference to it.
+            let done = unsafe {
+                match reads {
+                    true => libc::pread(file, at, length, offset),
+                    false => libc::pwrite(file, at, length, offset),
+                }
+            };
+            match usize::try_from(done) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(done) => (skipped, from) = (skipped + done, from + done as u64),
+                Err(_) => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
         }
         Ok(())
     }

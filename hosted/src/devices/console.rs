@@ -30,8 +30,10 @@ struct Typed {
 pub struct Console {
     typed: Arc<Typed>,
     output: Vec<u8>,
-    saved: Option<libc::termios>,
 }
+
+/// The terminal's settings before the machine began, while it has others.
+static SAVED: Mutex<Option<libc::termios>> = Mutex::new(None);
 
 impl Console {
     /// Makes the terminal give every key, and begins to listen; the calling thread is sent SIGUSR1 when there is something.
@@ -40,11 +42,10 @@ impl Console {
     /// If there can be no thread.
     pub fn open() -> Result<Self> {
         let typed = Arc::new(Typed::default());
-        let saved = make_raw();
+        let is_terminal = make_raw();
         // SAFETY: It takes nothing.
         let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
         let shared = Arc::clone(&typed);
-        let is_terminal = saved.is_some();
         // What a thread does at its beginning is forbidden soon.
         let (ready, begun) = mpsc::channel();
         let spawn = || {
@@ -57,13 +58,13 @@ impl Console {
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
             .map_err(|error| error.hint("the host limits a user's processes and threads (ulimit -u)"))?;
         let _ = begun.recv();
-        Ok(Self { typed, output: Vec::new(), saved })
+        Ok(Self { typed, output: Vec::new() })
     }
 
     /// One at which nobody types.
     #[cfg(test)]
     pub fn silent() -> Self {
-        Self { typed: Arc::default(), output: Vec::new(), saved: None }
+        Self { typed: Arc::default(), output: Vec::new() }
     }
 
     /// What was typed, at most so much.
@@ -100,10 +101,16 @@ impl Console {
     /// Gives the terminal back as it was.
     pub fn restore(&mut self) {
         self.flush();
-        if let Some(saved) = self.saved.take() {
-            // SAFETY: These are the settings that were read from it.
-            unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const saved) };
-        }
+        restore_terminal();
+    }
+}
+
+/// Gives the terminal back as it was, whatever this thread has been interrupted in.
+pub fn restore_terminal() {
+    let saved = SAVED.try_lock().ok().and_then(|mut saved| saved.take());
+    if let Some(saved) = saved {
+        // SAFETY: These are the settings that were read from it.
+        unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const saved) };
     }
 }
 
@@ -120,19 +127,19 @@ pub fn without_signals<T>(make: impl FnOnce() -> T) -> T {
     }
 }
 
-/// Every key at once, and Ctrl-C for the guest. `None` if it is no terminal.
-fn make_raw() -> Option<libc::termios> {
+/// Has the terminal give every key at once, and Ctrl-C to the guest. Returns false if there is no terminal.
+fn make_raw() -> bool {
     // SAFETY: The structure is filled before it is used.
     unsafe {
         let mut settings: libc::termios = std::mem::zeroed();
         if libc::tcgetattr(libc::STDIN_FILENO, &raw mut settings) != 0 {
-            return None;
+            return false;
         }
-        let saved = settings;
+        *SAVED.lock().unwrap_or_else(PoisonError::into_inner) = Some(settings);
         libc::cfmakeraw(&raw mut settings);
         libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const settings);
-        Some(saved)
     }
+    true
 }
 
 fn listen(typed: &Typed, is_terminal: bool, process: libc::pid_t, listener: libc::pid_t) {

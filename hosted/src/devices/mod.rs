@@ -4,7 +4,7 @@
 mod bell;
 mod block;
 mod clock;
-mod console;
+pub(crate) mod console;
 mod link;
 mod net;
 mod pic;

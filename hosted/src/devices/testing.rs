@@ -44,6 +44,15 @@ pub fn with_memory<T>(test: impl FnOnce(&Memory) -> T) -> T {
     test(memory)
 }
 
+/// Gives a test the memory itself, which the test gives back.
+pub fn with_own_memory<T>(test: impl FnOnce(Memory) -> (Memory, T)) -> T {
+    let mut shared = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+    let memory = shared.take().unwrap_or_else(|| Memory::new(SIZE).unwrap());
+    let (memory, result) = test(memory);
+    *shared = Some(memory);
+    result
+}
+
 pub fn with_driver<T>(device: impl Device + 'static, test: impl FnOnce(&mut Driver<'_>) -> T) -> T {
     with_memory(|memory| test(&mut Driver::new(Box::new(device), memory)))
 }

@@ -77,7 +77,7 @@ impl Debugger {
 
     /// The guest has come to a breakpoint, which is where it is now.
     fn stopped(&mut self, machine: &mut Machine) {
-        let at = machine.block().registers.rip;
+        let at = machine.block().registers.rip.get();
         let reason = if self.target.has_step_to(at) { Reason::DoneStep } else { Reason::SwBreak(()) };
         self.listener.stop();
         self.converse(machine, Some(reason));
@@ -172,11 +172,11 @@ impl Machine {
 
     /// The guest has executed INT3. Says whether it was gdb's.
     pub fn breakpoint(&mut self) -> bool {
-        let at = self.block().registers.rip.wrapping_sub(1);
+        let at = self.block().registers.rip.get().wrapping_sub(1);
         if !self.has_breakpoint(at) {
             return false;
         }
-        self.block().registers.rip = at;
+        self.block().registers.rip.set(at);
         self.debug(Debugger::stopped);
         true
     }

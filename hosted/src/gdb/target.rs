@@ -1,6 +1,7 @@
 //! What gdb sees of the machine and does to it.
 
 use std::{
+    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     ops::Range,
     ptr::{self, NonNull},
@@ -186,7 +187,7 @@ impl Target {
     /// The instruction pointer that gdb is shown: a program's own, if it is in a copy of its code; a slot's, if it is in the code
     /// that stands for it.
     fn shown(&self, machine: &Machine) -> u64 {
-        let rip = machine.block().registers.rip;
+        let rip = machine.block().registers.rip.get();
         if self.slot_code.contains(&rip) {
             return self.slots_by_code.range(..=rip).next_back().map_or(rip, |(_, slot)| *slot);
         }
@@ -219,11 +220,11 @@ fn read(machine: &Machine, start: u64, into: &mut [u8]) -> usize {
 impl Guest for Machine {
     fn register(&self, register: Register) -> u64 {
         match register {
-            Register::FS => self.block().fs,
-            Register::GS => self.block().gs,
+            Register::FS => self.block().fs.get(),
+            Register::GS => self.block().gs.get(),
             _ if register.is_segment_register() => 0,
             _ => {
-                let value = self.block().registers.general[register.full_register().number() & 15];
+                let value = self.block().registers.general[register.full_register().number() & 15].get();
                 if register.size() == 4 { value & 0xFFFF_FFFF } else { value }
             }
         }
@@ -252,11 +253,11 @@ impl SingleThreadBase for Target {
         let machine = &*self.machine()?;
         let block = machine.block();
         for (value, number) in state.general.iter_mut().zip(ORDER) {
-            *value = block.registers.general[number];
+            *value = block.registers.general[number].get();
         }
-        let [es, _, _, ds, fs, gs] = machine.block().data;
-        state.segments = [block.segments.cs, block.segments.ss, ds, es, fs, gs].map(u32::from);
-        state.bases = [block.fs, block.gs];
+        let [es, _, _, ds, fs, gs] = machine.block().data.each_ref().map(Cell::get);
+        state.segments = [block.segments.get().cs, block.segments.get().ss, ds, es, fs, gs].map(u32::from);
+        state.bases = [block.fs.get(), block.gs.get()];
         state.flags = machine.flags() as u32;
         let machine: *const Machine = machine;
         // SAFETY: As in `machine`; it is not part of this.
@@ -270,11 +271,13 @@ impl SingleThreadBase for Target {
         let machine = unsafe { &mut *machine };
         let block = machine.block();
         for (value, number) in state.general.iter().zip(ORDER) {
-            block.registers.general[number] = *value;
+            block.registers.general[number].set(*value);
         }
-        [block.fs, block.gs] = state.bases;
+        let [fs, gs] = state.bases;
+        block.fs.set(fs);
+        block.gs.set(gs);
         if state.rip != self.shown(machine) {
-            block.registers.rip = state.rip;
+            block.registers.rip.set(state.rip);
         }
         machine.set_flags(state.flags.into());
         Ok(())

@@ -373,7 +373,7 @@ impl Spaces {
     ///
     /// # Errors
     /// If its process has ended.
-    pub fn run(&mut self, memory: &Memory, cr3: u64, block: &mut Block) -> Result<Stop> {
+    pub fn run(&mut self, memory: &Memory, cr3: u64, block: &Block) -> Result<Stop> {
         let index = self.index(cr3);
         if self.tags.take_stale(index) {
             self.counters.revalidated += 1;

@@ -444,7 +444,7 @@ impl Stub {
     ///
     /// # Errors
     /// If the process has ended.
-    pub fn run(&mut self, orders: &mut Vec<Order>, block: &mut Block) -> Result<Stop> {
+    pub fn run(&mut self, orders: &mut Vec<Order>, block: &Block) -> Result<Stop> {
         let many = orders.len() - orders.len().min(MOST_ORDERS);
         if !self.order(&orders[..many])? {
             orders.clear();
@@ -453,7 +453,7 @@ impl Stub {
         orders.drain(..many);
         RUNNING.store(self.process.as_raw_fd(), Ordering::SeqCst);
         // Whoever sets this from now on interrupts the process, now or as soon as it runs.
-        if crate::machine::pending().load(Ordering::SeqCst) != 0 && block.flags & IF != 0 {
+        if crate::machine::pending().load(Ordering::SeqCst) != 0 && block.flags.get() & IF != 0 {
             RUNNING.store(-1, Ordering::SeqCst);
             return Ok(Stop::Interrupted);
         }
@@ -477,14 +477,14 @@ impl Stub {
     /// The registers that the program goes on with.
     fn give(&mut self, block: &Block) {
         for (from, index) in block.registers.general.iter().zip(ORDER) {
-            self.frame.registers[index as usize] = from.cast_signed();
+            self.frame.registers[index as usize] = from.get().cast_signed();
         }
-        self.frame.registers[libc::REG_RIP as usize] = block.registers.rip.cast_signed();
-        let flags = block.registers.rflags & VISIBLE | 2 | IF;
+        self.frame.registers[libc::REG_RIP as usize] = block.registers.rip.get().cast_signed();
+        let flags = block.registers.rflags.get() & VISIBLE | 2 | IF;
         self.frame.registers[libc::REG_EFL as usize] = flags.cast_signed();
         let extended = self.frame.extended - STUB_STATE;
         let to: *mut u8 = ptr::with_exposed_provenance_mut(self.area + extended as usize);
-        let from: *const u8 = ptr::with_exposed_provenance(block.extended as usize);
+        let from: *const u8 = ptr::with_exposed_provenance(block.extended.get() as usize);
         let frame: *mut Frame =
             ptr::with_exposed_provenance_mut(self.area + (self.frame_at - STUB_STATE) as usize);
         // SAFETY: Both areas are as long (`learn`), the frame and all offsets lie in what is shared, and the process waits.
@@ -495,16 +495,16 @@ impl Stub {
             let header: *mut u64 = ptr::with_exposed_provenance_mut(to.addr() + HEADER);
             header.write_unaligned(header.read_unaligned() & self.features);
             to.add(self.extended).cast::<u32>().write_unaligned(MAGIC_BEHIND);
-            (*self.state()).fs = block.fs;
-            (*self.state()).gs = block.gs;
+            (*self.state()).fs = block.fs.get();
+            (*self.state()).gs = block.gs.get();
         }
     }
 
     /// What the program has stopped with. It may have written all of it itself.
-    fn take(&mut self, block: &mut Block) -> Stop {
+    fn take(&mut self, block: &Block) -> Stop {
         let extended = self.frame.extended - STUB_STATE;
         let from: *const u8 = ptr::with_exposed_provenance(self.area + extended as usize);
-        let to: *mut u8 = ptr::with_exposed_provenance_mut(block.extended as usize);
+        let to: *mut u8 = ptr::with_exposed_provenance_mut(block.extended.get() as usize);
         let frame: *const Frame =
             ptr::with_exposed_provenance(self.area + (self.frame_at - STUB_STATE) as usize);
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
@@ -513,13 +513,14 @@ impl Stub {
         if failed != 0 {
             return Stop::Refused;
         }
-        for (to, index) in block.registers.general.iter_mut().zip(ORDER) {
-            *to = frame.registers[index as usize].cast_unsigned();
+        for (to, index) in block.registers.general.iter().zip(ORDER) {
+            to.set(frame.registers[index as usize].cast_unsigned());
         }
-        block.registers.rip = frame.registers[libc::REG_RIP as usize].cast_unsigned();
+        block.registers.rip.set(frame.registers[libc::REG_RIP as usize].cast_unsigned());
         let flags = frame.registers[libc::REG_EFL as usize].cast_unsigned();
-        block.registers.rflags = flags & VISIBLE | 2 | IF;
-        (block.fs, block.gs) = (canonical(fs), canonical(gs));
+        block.registers.rflags.set(flags & VISIBLE | 2 | IF);
+        block.fs.set(canonical(fs));
+        block.gs.set(canonical(gs));
         // SAFETY: Both areas are as long (`learn`). What would make the processor refuse them is taken out of the copy.
         unsafe {
             ptr::copy_nonoverlapping(from, to, self.extended);
@@ -529,7 +530,7 @@ impl Stub {
             header.write_unaligned(header.read_unaligned() & self.features);
             ptr::write_bytes(to.add(HEADER + 8), 0, HEADER_END - HEADER - 8);
         }
-        if layout::is_stub(block.registers.rip) {
+        if layout::is_stub(block.registers.rip.get()) {
             return Stop::Astray;
         }
         if signal == libc::SIGALRM as u64 {
@@ -537,7 +538,7 @@ impl Stub {
         }
         if signal == libc::SIGSYS as u64 && !self.is_call_of_64_bits() {
             // INT $0x80, to a gate that programs may not use.
-            block.registers.rip = block.registers.rip.wrapping_sub(2);
+            block.registers.rip.set(block.registers.rip.get().wrapping_sub(2));
             return Stop::Fault(Fault { is_call: false, number: 13, error: 0x80 * 8 + 2, address: 0 });
         }
         Stop::Fault(Fault {

@@ -2,8 +2,6 @@
 //! guest's memory, it costs neither a mapping nor a signal. An address that is not a program's cannot be reached, whatever
 //! is there in this process. Whatever else is not plain is left to the function.
 
-use std::ptr;
-
 use crate::{
     block::{R8, RAX, RCX, RDI, RDX, RSI},
     layout,
@@ -27,14 +25,14 @@ impl Machine {
         };
         let Some((result, value)) = done else { return };
         let Ok(back) = self.pop() else { return };
-        let registers = &mut self.block().registers;
-        registers.rip = back;
-        registers.general[result] = value;
+        let registers = &self.block().registers;
+        registers.rip.set(back);
+        registers.general[result].set(value);
     }
 
     /// The register for the result, and the result, if it has been done, or must not be.
     fn use_memory(&mut self, what: Use) -> Option<(usize, u64)> {
-        let general = self.block().registers.general;
+        let general = self.block().registers.values();
         let copied = general[RDX] & 0xFFFF_FFFF;
         let (address, length) = match what {
             // One of them is the kernel's.
@@ -75,7 +73,7 @@ impl Machine {
     fn refuse_addresses(&mut self, how: Giving) -> Option<u64> {
         const FIXED: u64 = libc::MAP_FIXED as u64;
         const NO_MEMORY: u64 = (-(libc::ENOMEM as i64)).cast_unsigned();
-        let general = self.block().registers.general;
+        let general = self.block().registers.values();
         let start = general[RSI];
         let length = match how {
             // A mapping's first field is its beginning.
@@ -88,7 +86,7 @@ impl Machine {
         }
         match how {
             Giving::Find if general[R8] & FIXED == 0 => {
-                self.block().registers.general[RSI] = 0;
+                self.block().registers.general[RSI].set(0);
                 None
             }
             Giving::Find | Giving::Map | Giving::Grow => Some(NO_MEMORY),
@@ -96,9 +94,8 @@ impl Machine {
         }
     }
 
-    fn find(&self, address: u64, length: u64, access: Access) -> Option<*mut u8> {
-        let found = self.translate(address, access, Privilege::Kernel).ok()?;
-        self.memory.pointer(found.physical, length)
+    fn find(&self, address: u64, access: Access) -> Option<u64> {
+        self.translate(address, access, Privilege::Kernel).ok().map(|found| found.physical)
     }
 
     fn copy(&self, to: u64, from: u64, length: u64) -> Option<()> {
@@ -106,10 +103,7 @@ impl Machine {
         while done < length {
             let (to, from) = (to.wrapping_add(done), from.wrapping_add(done));
             let some = Memory::rest_of_page(to).min(Memory::rest_of_page(from)).min(length - done);
-            let (target, source) =
-                (self.find(to, some, Access::Write)?, self.find(from, some, Access::Read)?);
-            // SAFETY: Both ranges are in the guest's memory, which the monitor has mapped; the guest does not run.
-            unsafe { ptr::copy(source, target, some as usize) };
+            self.memory.copy(self.find(to, Access::Write)?, self.find(from, Access::Read)?, some)?;
             done += some;
         }
         Some(())
@@ -120,9 +114,7 @@ impl Machine {
         while done < length {
             let at = address + done;
             let some = Memory::rest_of_page(at).min(length - done);
-            let target = self.find(at, some, Access::Write)?;
-            // SAFETY: As for `copy`.
-            unsafe { ptr::write_bytes(target, 0, some as usize) };
+            self.memory.clear(self.find(at, Access::Write)?, some)?;
             done += some;
         }
         Some(())
@@ -136,13 +128,11 @@ impl Machine {
             let at = address.checked_add(done)?;
             let some = Memory::rest_of_page(at).min(most - done);
             self.are_a_program_s(at, some).then_some(())?;
-            let source = self.find(at, some, Access::Read)?;
-            // SAFETY: As for `copy`.
-            let bytes = unsafe { std::slice::from_raw_parts(source, some as usize) };
-            if let Some(before) = bytes.iter().position(|&byte| byte == 0) {
-                return Some(done + before as u64);
+            let before = self.memory.before_zero(self.find(at, Access::Read)?, some)?;
+            done += before;
+            if before < some {
+                return Some(done);
             }
-            done += some;
         }
         None
     }
@@ -159,7 +149,7 @@ impl Machine {
     fn get_user(&self, address: u64, size: usize) -> Option<()> {
         let mut bytes = [0; 8];
         self.read(address, &mut bytes[..size]).ok()?;
-        self.block().registers.general[RDX] = u64::from_le_bytes(bytes);
+        self.block().registers.general[RDX].set(u64::from_le_bytes(bytes));
         Some(())
     }
 

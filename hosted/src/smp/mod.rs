@@ -315,7 +315,5 @@ pub(crate) fn wake(word: &AtomicU32) {
 /// The block's byte that says that another processor has called.
 #[must_use]
 pub fn called() -> &'static std::sync::atomic::AtomicU8 {
-    // SAFETY: The block is mapped for as long as the process lives; all accesses to this byte are atomic, or by code in
-    // assembler, which reads it.
-    unsafe { std::sync::atomic::AtomicU8::from_ptr(&raw mut (*block::pointer()).called) }
+    &block::get().called
 }
