@@ -11,7 +11,7 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move hosted test shell bench soak deb check clean bootstrap
+.PHONY: help demo demo-move hosted test shell bench soak deb check miri tsan clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
 	@echo 'make deb       the Debian packages'
+	@echo 'make miri, make tsan   unit tests of shared memory under checkers that need the nightly toolchain'
 	@echo 'make clean     removes all that was built, the images too'
 
 bootstrap:
@@ -48,5 +49,11 @@ test: bootstrap
 shell: bootstrap
 	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
 
+miri:
+	@scripts/sanitize miri
+
+tsan:
+	@scripts/sanitize thread
+
 clean:
-	@rm -rf target 2>/dev/null || sudo rm -rf target
+	@scripts/clean

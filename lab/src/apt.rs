@@ -219,7 +219,7 @@ impl Packages {
         }
         let sources = tree.with_extension("sources.list");
         fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
-        let mut command = host::as_root("mmdebstrap");
+        let mut command = host::as_root_with_own_mounts("mmdebstrap");
         command.args(["--mode=root", "--variant=extract", "--dpkgopt=path-exclude=/usr/share/doc/*"]);
         command.arg(format!("--include={}", self.names));
         command.args(options.iter().map(|option| format!("--aptopt={option}")));

@@ -2,14 +2,15 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{Read, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use crate::{
     error::{Context, Error, Result},
-    paths, progress,
+    paths,
+    progress::{self, Count},
 };
 
 /// How many of a log's last lines an error shows.
@@ -20,13 +21,31 @@ const TAIL_LINES: usize = 25;
 /// # Errors
 /// If it cannot be started or does not succeed; the error shows the last of what it said.
 pub fn run(what: &str, log: &str, command: &mut Command) -> Result<()> {
+    run_shown(what, log, command, None)
+}
+
+/// Runs a program as [`run`] does, and shows how far it has come: it says about `lines` lines in all.
+///
+/// # Errors
+/// As for [`run`].
+pub fn run_counted(what: &str, log: &str, command: &mut Command, lines: u64) -> Result<()> {
+    run_shown(what, log, command, Some(lines))
+}
+
+fn run_shown(what: &str, log: &str, command: &mut Command, lines: Option<u64>) -> Result<()> {
     let path = paths::lab_dir("log")?.join(format!("{log}.log"));
     let mut file = File::create(&path).context(|| format!("write {}", path.display()))?;
     let _ = writeln!(file, "{command:?}");
     let copy = file.try_clone().context(|| "share a log".into())?;
     let program = command.get_program().to_string_lossy().into_owned();
-    let status = progress::step(what, || command.stdin(Stdio::null()).stdout(file).stderr(copy).status())
-        .context(|| format!("start {program}"))?;
+    let work = || command.stdin(Stdio::null()).stdout(file).stderr(copy).status();
+    let status = match lines {
+        None => progress::step(what, work),
+        Some(expected) => {
+            progress::counted(what, Count { expected, done: Box::new(line_counter(path.clone())) }, work)
+        }
+    };
+    let status = status.context(|| format!("start {program}"))?;
     if status.success() {
         return Ok(());
     }
@@ -37,6 +56,18 @@ pub fn run(what: &str, log: &str, command: &mut Command) -> Result<()> {
         tail: tail(&path, TAIL_LINES),
         log: path,
     })
+}
+
+/// Returns a function that counts the lines of a growing file; it reads what is new each time.
+fn line_counter(path: PathBuf) -> impl FnMut() -> u64 + Send {
+    let mut file = File::open(path).ok();
+    let (mut lines, mut buffer) = (0, vec![0; 64 << 10]);
+    move || {
+        while let Some(count @ 1..) = file.as_mut().and_then(|file| file.read(&mut buffer).ok()) {
+            lines += buffer[..count].iter().filter(|&&byte| byte == b'\n').count() as u64;
+        }
+        lines
+    }
 }
 
 /// Copies a file, by a program. This process never has the copy open for writing, so that none of the children that its other
@@ -64,6 +95,15 @@ pub fn as_root(program: &str) -> Command {
     let mut sudo = Command::new("sudo");
     sudo.arg(program);
     sudo
+}
+
+/// Returns a command that needs to be root, with mounts of its own. Whatever it leaves mounted, and however it ends, these mounts go
+/// with its last process: the host never has them.
+#[must_use]
+pub fn as_root_with_own_mounts(program: &str) -> Command {
+    let mut command = as_root("unshare");
+    command.args(["--mount", "--propagation", "private", "--", program]);
+    command
 }
 
 /// Removes a tree that may belong to root.
@@ -115,6 +155,19 @@ mod tests {
     };
 
     use super::*;
+
+    #[test]
+    fn lines_are_counted_as_a_file_grows() {
+        let path = std::env::temp_dir().join(format!("mercury-lab-lines-{}", std::process::id()));
+        let mut file = File::create(&path).unwrap();
+        let mut count = line_counter(path.clone());
+        assert_eq!(count(), 0);
+        file.write_all(b"one\ntwo\nthr").unwrap();
+        assert_eq!(count(), 2);
+        file.write_all(b"ee\n").unwrap();
+        assert_eq!((count(), count()), (3, 3));
+        fs::remove_file(&path).unwrap();
+    }
 
     /// With [`fs::copy`] this fails within some hundred rounds.
     #[test]

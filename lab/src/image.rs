@@ -175,7 +175,7 @@ fn make_tree(release: Release, tree: &Path) -> Result<()> {
 
 fn mmdebstrap(release: Release, tree: &Path, hook: &Path, sources: &Path) -> Command {
     // Debian's kernels come without an initramfs: the lab makes its own, and this saves a minute.
-    let mut command = host::as_root("env");
+    let mut command = host::as_root_with_own_mounts("env");
     command.args(["INITRD=No", "mmdebstrap", "--mode=root", "--variant=minbase", "--skip=check/qemu"]);
     command.arg(format!("--include={}", PACKAGES.join(",")));
     for path in EXCLUDED {

@@ -37,6 +37,8 @@ mod one_binary;
 mod processors;
 #[path = "hosted/tap.rs"]
 mod tap;
+#[path = "hosted/terminal.rs"]
+mod terminal;
 #[path = "hosted/work.rs"]
 mod work;
 

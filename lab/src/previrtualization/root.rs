@@ -62,7 +62,7 @@ fn make(release: Release, dir: &Path) -> Result<()> {
     let lines = apt::host_sources_for(release.codename())?;
     fs::write(&sources, lines.join("\n") + "\n").context(|| "write the list of sources".into())?;
     let package = source(release);
-    let mut command = host::as_root("mmdebstrap");
+    let mut command = host::as_root_with_own_mounts("mmdebstrap");
     command.args(["--mode=root", "--variant=minbase", "--skip=check/qemu"]);
     command.args(EXCLUDED.iter().map(|path| format!("--dpkgopt=path-exclude={path}")));
     command.args(apt::fetch_options().iter().map(|option| format!("--aptopt={option}")));
