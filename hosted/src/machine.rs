@@ -880,8 +880,10 @@ pub(crate) mod tests {
             block::tests::ensure();
             let block = block::get();
             block.registers.general.iter().for_each(|register| register.set(0));
-            (block.flags.set(2), block.registers.rflags.set(2), block.registers.rip.set(0));
-            (block.gs.set(0), block.gs_other.set(0), block.segments.set(Segments::default()));
+            block.flags.set(2);
+            block.registers.rflags.set(2);
+            block.segments.set(Segments::default());
+            [&block.registers.rip, &block.gs, &block.gs_other].iter().for_each(|value| value.set(0));
             let mut machine = Machine {
                 vcpu: Common::new(Vcpu::default()).unwrap(),
                 other_registers: HashMap::new(),
