@@ -331,7 +331,7 @@ static int run_snapshot_end(union request *request, struct mercury_outcome *outc
 
 static int run_snapshot_machine(union request *request, struct mercury_outcome *outcome)
 {
-	return mercury_snapshot_machine(&request->restart);
+	return mercury_snapshot_machine(&request->restart, outcome);
 }
 
 static int run_rollback(union request *request, struct mercury_outcome *outcome)

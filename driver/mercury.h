@@ -260,7 +260,7 @@ void mercury_snapshot_cpu_comes(void);
 void mercury_snapshot_give_up_kept(u32 because);
 void mercury_snapshot_cpu_came(void);
 
-int mercury_snapshot_machine(struct mercury_restart_request *request);
+int mercury_snapshot_machine(struct mercury_restart_request *request, struct mercury_outcome *outcome);
 
 /* rollback.c: under mercury.lock, but for the last three */
 u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
@@ -292,6 +292,13 @@ void mercury_resume(void);
 void mercury_no_handler(void);
 void mercury_land(u64 root, u64 code, u64 landing, u64 index);
 extern const u8 mercury_landing[], mercury_landing_end[];
+
+/* plugged.c */
+struct mercury_plugged;
+struct mercury_plugged *mercury_plugged_find(void);
+u32 mercury_plugged_check(const struct mercury_plugged *plugged, u64 start, u64 pages,
+			  struct mercury_outcome *outcome);
+void mercury_plugged_free(struct mercury_plugged *plugged);
 
 /* restore.c: under mercury.lock */
 int mercury_restore_begin(const struct mercury_restart_request *request,

@@ -462,6 +462,21 @@ static u32 add_window(phys_addr_t start, phys_addr_t end)
 	return MERCURY_CODE_OK;
 }
 
+/* Memory that was plugged in has to be in its slot. */
+static u32 check_memory(struct mercury_outcome *outcome)
+{
+	struct mercury_plugged *plugged = mercury_plugged_find();
+	u32 code = MERCURY_CODE_OK, i;
+
+	if (!plugged)
+		return MERCURY_CODE_NO_MEMORY;
+	for (i = 0; code == MERCURY_CODE_OK && i < restore.range_count; i++)
+		code = mercury_plugged_check(plugged, restore.ranges[i].start_phys, restore.ranges[i].pages,
+					     outcome);
+	mercury_plugged_free(plugged);
+	return code;
+}
+
 /* Maps what of a stretch of memory this kernel does not occupy. */
 static u32 add_windows(phys_addr_t start, phys_addr_t end)
 {
@@ -526,6 +541,8 @@ static int begin(const struct mercury_restart_request *request, struct mercury_o
 		code = check_resume();
 	if (code == MERCURY_CODE_OK)
 		code = check_machine(request, outcome);
+	if (code == MERCURY_CODE_OK)
+		code = check_memory(outcome);
 	if (code != MERCURY_CODE_OK)
 		return code;
 	if (walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1, NULL,

@@ -1671,12 +1671,29 @@ static int put_ranges(struct mercury_restart_request *request, u32 room)
 	return err;
 }
 
+/* Refuses a machine with memory that the restore environment does not find. */
+static u32 check_memory(struct mercury_outcome *outcome)
+{
+	struct mercury_plugged *plugged = mercury_plugged_find();
+	u32 code = MERCURY_CODE_OK;
+	unsigned int i;
+
+	if (!plugged)
+		return MERCURY_CODE_NO_MEMORY;
+	for (i = 0; code == MERCURY_CODE_OK && i < snapshot.memory_count; i++)
+		code = mercury_plugged_check(plugged, snapshot.memory[i].start_phys, snapshot.memory[i].pages,
+					     outcome);
+	mercury_plugged_free(plugged);
+	return code;
+}
+
 /* What an image must say besides the content of memory. */
-int mercury_snapshot_machine(struct mercury_restart_request *request)
+int mercury_snapshot_machine(struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
 	u32 cpus = request->cpus_count, ranges = request->ranges_count;
 	unsigned long text = (unsigned long)mercury_resume & PAGE_MASK;
 	struct page *next;
+	u32 code;
 	int err;
 
 	if (request->flags)
@@ -1684,6 +1701,9 @@ int mercury_snapshot_machine(struct mercury_restart_request *request)
 	/* All of it is known when it is prepared. */
 	if (!snapshot.pieces)
 		return MERCURY_CODE_NO_SNAPSHOT;
+	code = check_memory(outcome);
+	if (code != MERCURY_CODE_OK)
+		return code;
 	if (native_read_cr4() & X86_CR4_LA57)
 		request->flags |= MERCURY_RESTART_FIVE_LEVEL;
 	if (mercury_x2apic())

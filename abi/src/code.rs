@@ -255,4 +255,6 @@ codes! {
     RestoreFrame = 165, "restore-frame";
     /// The kernel could not stop its devices.
     RestoreQuiesce = 166, "restore-quiesce";
+    /// The restore environment does not find memory of the image's machine.
+    RestoreMemory = 167, "restore-memory";
 }

@@ -93,6 +93,9 @@ pub fn describe(code: Code, detail: [u64; 2]) -> String {
                 "memory or devices end at {first:#x}, beyond the {second} bits that the nested map covers"
             )
         }
+        Code::RestoreMemory => {
+            format!("a restore environment does not find the memory from {first:#x} to {second:#x}")
+        }
         Code::InsideHypervisor => {
             format!("this machine is itself a virtual machine ({})", letters(&[first, second]))
         }

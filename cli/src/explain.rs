@@ -689,6 +689,16 @@ pub const TABLE: &[Entry] = &[
          was.",
         "`dmesg` names the driver; start over",
     ),
+    entry_of(
+        Code::RestoreMemory,
+        "the restore environment does not find memory of the image's machine",
+        "Neither the firmware's memory map nor an ACPI memory device has this memory. Either a DIMM is not in the slot in \
+         which the image's machine had it, or a driver makes the memory available after each boot (virtio-mem, Hyper-V, \
+         CXL regions), and the environment has no such driver. A checkpoint or a move of a machine with memory of the \
+         second kind is refused before anything stands still.",
+        "put the DIMM back; or take the memory out of use (echo offline > /sys/devices/system/memory/memory…/state, then \
+         unload its driver, or have the host take it back)",
+    ),
 ];
 
 /// The explanation of a code.

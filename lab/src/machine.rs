@@ -109,6 +109,11 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
     }
 
+    /// Gives each later emulator of this machine these arguments, too: hardware that was plugged in while it ran.
+    pub fn keep_plugged(&mut self, arguments: &[&str]) {
+        self.start.arguments.extend(arguments.iter().map(ToString::to_string));
+    }
+
     /// Cuts the power if it is still on, and starts another system on the disks as they are, in which nobody answers yet: a
     /// spare. What comes to it later may have the agent in it.
     ///

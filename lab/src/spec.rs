@@ -416,6 +416,25 @@ impl Spec {
         self
     }
 
+    /// Free slots for memory of up to 4 GiB in all, and the kernel uses what is plugged in at once.
+    #[must_use]
+    pub fn memory_slots(self) -> Self {
+        self.qemu_arg("-m").qemu_arg("slots=4,maxmem=4G").kernel_arg("memhp_default_state=online")
+    }
+
+    /// A DIMM of 128 MiB that is there from the start. The firmware's memory map does not have it.
+    #[must_use]
+    pub fn dimm(self, id: &str) -> Self {
+        Self::dimm_arguments(id).iter().fold(self, |spec, argument| spec.qemu_arg(argument))
+    }
+
+    /// QEMU's arguments for a DIMM of 128 MiB.
+    #[must_use]
+    pub fn dimm_arguments(id: &str) -> [String; 4] {
+        let memory = format!("memory-backend-ram,id={id}-memory,size=128M");
+        ["-object".into(), memory, "-device".into(), format!("pc-dimm,id={id},memdev={id}-memory")]
+    }
+
     /// UEFI's firmware in place of a BIOS, on QEMU.
     #[must_use]
     pub fn uefi(self) -> Self {

@@ -21,8 +21,8 @@ use workloads::{
     devices::{Devices, inflate, real_hardware, virtio},
     kernel, load_test_module, number,
     restart::{
-        DISK, balances_agree, checkpoint, free_port, hold_registers, need_qemu, plug_in, prepare,
-        registers_were_held, spec, wired, with_disk,
+        DISK, balances_agree, checkpoint, free_port, hold_registers, need_qemu, plug_in, plug_memory_in,
+        prepare, registers_were_held, spec, wired, with_disk,
     },
 };
 
@@ -60,7 +60,63 @@ fn goes_on_from(spec: Spec, disk: &str, times: u32) -> Result<Machine> {
 /// As often as there is time for.
 #[test]
 fn goes_on_again_and_again() -> Result<()> {
-    goes_on(spec(Kernel::BookwormCloud).cpus(2), if is_full() { 3 } else { 1 })?.ends_clean()
+    // The firmware's memory map has no DIMM in a slot: the kernel asks ACPI.
+    let spec = spec(Kernel::BookwormCloud).cpus(2).memory_slots().dimm("first");
+    goes_on(spec, if is_full() { 3 } else { 1 })?.ends_clean()
+}
+
+/// Memory that is plugged in while the machine runs is in the image, and is found by the environment: from the start, after
+/// the driver was loaded, and while the hypervisor is beneath.
+fn goes_on_with_plugged_memory(kernel: Kernel) -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(kernel).memory_mib(768).memory_slots().dimm("first"))?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    machine.mercury("attach")?;
+    machine.mercury("detach")?;
+    plug_memory_in(&mut machine, "second")?;
+    machine.mercury("attach")?;
+    plug_memory_in(&mut machine, "third")?;
+    machine.sh("head -c 320M /dev/urandom > /dev/shm/file")?;
+    let sum = machine.sh("sha256sum /dev/shm/file")?;
+    let pages = "awk '/Normal/ {normal = 1} /present/ && normal {print $2; exit}' /proc/zoneinfo";
+    assert_eq!(machine.sh(pages)?, "98304", "all three are in the zone that begins at 4 GiB");
+    checkpoint(&machine)?;
+    machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    assert_eq!(machine.sh("sha256sum /dev/shm/file")?, sum);
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
+#[test]
+#[ignore = "long"]
+fn goes_on_with_plugged_memory_on_6_1() -> Result<()> {
+    goes_on_with_plugged_memory(Kernel::BookwormCloud)
+}
+
+/// What a driver makes available after each boot the restore environment does not find: the machine is not given up for an
+/// image that nothing could bring back. It can be attached.
+#[test]
+#[ignore = "long"]
+fn memory_of_virtio_mem_is_refused() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormCloud).memory_slots();
+    let memory = ["-object", "memory-backend-ram,id=plugged-memory,size=256M"];
+    let device = ["-device", "virtio-mem-pci,id=plugged,memdev=plugged-memory,requested-size=256M"];
+    let machine = Machine::boot(memory.into_iter().chain(device).fold(spec, Spec::qemu_arg))?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true; modprobe virtio_mem")?;
+    machine.sh("for i in $(seq 300); do grep -q virtio_mem /proc/iomem && exit; sleep 0.1; done; exit 1")?;
+    fails_with(&machine, &format!("mercury checkpoint --poweroff {DISK}"), "restore-memory")?;
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
+#[test]
+#[ignore = "long"]
+fn goes_on_with_plugged_memory_on_6_12() -> Result<()> {
+    goes_on_with_plugged_memory(Kernel::TrixieCloud)
 }
 
 /// What belongs to the firmware stays the firmware's, and its services can be called afterwards.

@@ -1,5 +1,6 @@
 //! What an image says of its machine, besides what the driver knows: from /proc and /sys.
 
+use super::boot_map;
 use crate::{device::Restart, sysroot::Sysroot};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
@@ -74,6 +75,10 @@ fn hexadecimal(text: &str) -> Option<u64> {
     u64::from_str_radix(text.trim_start_matches("0x"), 16).ok()
 }
 
+/// Returns the memory map that the firmware gives at each boot.
+///
+/// The kernel adds memory that is plugged in to the map that it shows. A restore environment does not use such memory, so
+/// that its map is without; whether the memory is there is asked of ACPI, by the driver.
 fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
     let entry = |name: &String| {
         let field = |field| sysroot.text(&format!("sys/firmware/memmap/{name}/{field}"));
@@ -84,6 +89,9 @@ fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
         })
     };
     let mut ranges: Vec<_> = sysroot.names("sys/firmware/memmap").iter().filter_map(entry).collect();
+    let boot = boot_map::of(sysroot);
+    // Where the kernel does not say what it was given, everything counts.
+    ranges.retain(|range| boot.is_empty() || boot.iter().any(|given| given.overlaps(range)));
     ranges.sort();
     ranges
 }
@@ -141,6 +149,35 @@ mod tests {
         let found = iommus(&Sysroot::at(root.path()));
         assert_eq!(found[0].name, "dmar0");
         assert_eq!(found[0].registers, ["fed90000", "d2008c222f0606"], "and nothing that changes");
+    }
+
+    /// The kernel shows the memory of a DIMM as the firmware's, which a restore environment's does not.
+    #[test]
+    fn plugged_memory_is_not_the_firmware_s() {
+        let root = tempfile::tempdir().expect("a folder");
+        let file = |path: &str, bytes: &[u8]| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, bytes).expect("a file");
+        };
+        let ranges = [
+            ("0", "0x0", "0x9ffff", "System RAM"),
+            ("1", "0x100000000", "0x107ffffff", "System RAM"),
+            ("2", "0x9fc00", "0x9ffff", "Reserved"),
+        ];
+        for (name, start, end, kind) in ranges {
+            for (field, text) in [("start", start), ("end", end), ("type", kind)] {
+                file(&format!("sys/firmware/memmap/{name}/{field}"), text.as_bytes());
+            }
+        }
+        let found = || firmware(&Sysroot::at(root.path()));
+        assert_eq!(found().len(), 3, "nothing tells what is plugged in");
+        file(
+            "sys/kernel/boot_params/data",
+            &boot_map::tests::parameters(&[(0, 0x9_FC00), (0x9_FC00, 0x400)]),
+        );
+        let starts: Vec<_> = found().iter().map(|range| range.start_phys).collect();
+        assert_eq!(starts, [0, 0x9_FC00]);
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! A machine that is brought back from the image goes on behind step 3 too: see [`Instant`].
 
 pub mod applications;
+mod boot_map;
 pub mod describe;
 pub mod devices;
 pub mod disks;
@@ -40,7 +41,10 @@ use crate::{
     interrupt::Deferred,
     output::{Render, Text, bytes, duration, thousands},
     progress,
-    restore::{MEMORY_LEAST_MIB, fit::Room},
+    restore::{
+        MEMORY_LEAST_MIB,
+        fit::{self, Room},
+    },
     switch,
     sysroot::Sysroot,
 };
@@ -546,6 +550,10 @@ fn reach(
     // What can be done before anybody has to stand still is done before: most of what is to be written, too.
     let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
     device.snapshot_prepare(pool, flags)?;
+    describe::add_restart(&mut machine, &device.snapshot_machine()?);
+    if args.poweroff && !args.force_devices {
+        refuse_unrestorable(&machine, sysroot)?;
+    }
     rustix::fs::sync();
     let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
@@ -670,6 +678,20 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
         disks::refuse_unreadable(mounts, sysroot).map_err(|error| error.hint(FORCE_BLIND))?;
     }
     refuse_watchdogs(sysroot)
+}
+
+/// Refuses a machine whose image a restore environment on the same hardware would refuse.
+fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
+    let reasons = fit::differences(machine, &fit::in_environment(machine, sysroot));
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "take out of use what is named (virtual functions of a card: echo 0 > /sys/bus/pci/devices/…/sriov_numvfs); or go \
+         on with --force-devices, for an image that is only to be looked into",
+    ))
 }
 
 /// The image of a machine that is to be off must lie where the small system that restores comes to.

@@ -29,6 +29,17 @@ pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
     found
 }
 
+/// Predicts how a restore environment that is started on this hardware describes it: without what only a driver makes, which
+/// the environment does not have.
+#[must_use]
+pub fn in_environment(here: &Machine, sysroot: &Sysroot) -> Machine {
+    let is_virtual =
+        |device: &Device| sysroot.exists(&format!("sys/bus/pci/devices/{}/physfn", device.address));
+    let mut machine = here.clone();
+    machine.devices.retain(|device| !is_virtual(device));
+    machine
+}
+
 fn processor(image: &Machine, here: &Machine, found: &mut Vec<String>) {
     let (theirs, ours) = (&image.processor, &here.processor);
     if (&theirs.vendor, theirs.signature) != (&ours.vendor, ours.signature) {
@@ -310,6 +321,18 @@ mod tests {
             prop_assert!(finds_room(free + room.missing, &frames));
             prop_assert!(room.missing == 0 || !finds_room(free + room.missing - 1, &frames));
         }
+    }
+
+    /// Virtual functions of a card are there while its driver wants them.
+    #[test]
+    fn an_environment_has_no_virtual_functions() {
+        let root = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(root.path());
+        let whole = machine();
+        assert_eq!(in_environment(&whole, &sysroot), whole);
+        std::fs::create_dir_all(sysroot.path("sys/bus/pci/devices/0000:00:01.0/physfn")).expect("a folder");
+        let found = differences(&whole, &in_environment(&whole, &sysroot));
+        assert_eq!(found, ["device 0000:00:01.0 (1:2, no driver) is missing"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use mercury_lab::{
     Boot, Bus, Kernel, Machine, Platform, Qemu, Result, Spec, Variant, Vendor,
     restart::{self, Folder, knows_the_time, results},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// The disk that images are written to: the only one on this bus.
 pub const DISK: &str = "/dev/vda";
@@ -62,6 +62,21 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe virtio_net")?;
     let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
+}
+
+/// Plugs a DIMM of 128 MiB into a running machine, where it stays, and waits until the kernel uses it.
+pub fn plug_memory_in(machine: &mut Machine, id: &str) -> Result<()> {
+    let total = |machine: &Machine| machine.sh("awk '/MemTotal/ {print $2}' /proc/meminfo");
+    let before: u64 = total(machine)?.parse().unwrap();
+    let qmp = machine.qmp()?;
+    let memory = format!("{id}-memory");
+    qmp.execute("object-add", json!({"qom-type": "memory-backend-ram", "id": memory, "size": 128 << 20}))?;
+    qmp.execute("device_add", json!({"driver": "pc-dimm", "id": id, "memdev": memory}))?;
+    let grown = format!("test $(awk '/MemTotal/ {{print $2}}' /proc/meminfo) -ge {}", before + (128 << 10));
+    machine.sh(&format!("for i in $(seq 300); do {grown} && exit; sleep 0.1; done; exit 1"))?;
+    let arguments = Spec::dimm_arguments(id);
+    machine.keep_plugged(&arguments.each_ref().map(String::as_str));
+    Ok(())
 }
 
 /// A script for while everything is still: from then on what `disk`, the origin of `device`, held goes to `copies` before it is
