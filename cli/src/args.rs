@@ -688,7 +688,7 @@ pub struct LogArgs {
 pub enum BenchCommand {
     /// Attach and detach again and again: switch times, exit round trip, longest pause of a spinning thread
     Switch(BenchSwitchArgs),
-    /// The operating system's part of lmbench: fork, exec, context switch, faults
+    /// Nine operations of lmbench, those of the papers' tables, and two more: fork, exec, context switch, faults
     Os(BenchOsArgs),
 }
 

@@ -1,4 +1,4 @@
-//! `mercury bench`: the paper's measurements, on this machine.
+//! `mercury bench`: mode switches and operations of lmbench, on this machine.
 
 pub mod os;
 pub mod paper;

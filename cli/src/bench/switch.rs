@@ -1,7 +1,7 @@
 //! `mercury bench switch`: attach and detach again and again, with a thread spinning on each CPU.
 
 use super::{
-    paper,
+    paper::{self, Switches},
     spin::{self, Gap},
 };
 use crate::{
@@ -40,7 +40,7 @@ pub struct Report {
     pub round_trip: Vec<RoundTrip>,
     /// Longest pause of a spinning thread, per CPU.
     pub pauses: Vec<Pause>,
-    /// The paper's figures in microseconds.
+    /// The papers' figures in microseconds.
     pub paper: PaperTimes,
 }
 
@@ -88,13 +88,14 @@ pub struct Pause {
     pub switching_us: f64,
 }
 
-/// The paper's switch times.
+/// The papers' switch times.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PaperTimes {
-    /// Native to virtual.
-    pub attach_us: f64,
-    /// Virtual to native.
-    pub detach_us: f64,
+    /// JCST 2012.
+    #[serde(flatten)]
+    pub jcst_2012: Switches,
+    /// CLUSTER 2007.
+    pub cluster_2007: Switches,
 }
 
 /// Ticks per CPU and direction.
@@ -123,7 +124,7 @@ pub fn measure(driver: &dyn Driver, cycles: u32, stop: &dyn Fn() -> bool) -> Res
         detach: times(&samples.detach, tsc_khz),
         round_trip,
         pauses: pauses(&baseline, &gaps, tsc_khz),
-        paper: PaperTimes { attach_us: paper::ATTACH_US, detach_us: paper::DETACH_US },
+        paper: PaperTimes { jcst_2012: paper::JCST_2012, cluster_2007: paper::CLUSTER_2007 },
     })
 }
 
@@ -231,10 +232,11 @@ impl Render for Report {
 
 impl Report {
     fn time_rows(&self) -> Vec<Vec<String>> {
-        let heading = ["", "CPU", "min", "median", "p99", "max", "median ticks", "the paper's"];
+        let heading = ["", "CPU", "min", "median", "p99", "max", "median ticks", "JCST 2012"];
         let mut rows = vec![heading.map(String::from).to_vec()];
+        let paper = self.paper.jcst_2012;
         for (name, times, paper) in
-            [("attach", &self.attach, self.paper.attach_us), ("detach", &self.detach, self.paper.detach_us)]
+            [("attach", &self.attach, paper.attach_us), ("detach", &self.detach, paper.detach_us)]
         {
             rows.extend(
                 times.cpus.iter().map(|cpu| time_row(name, &cpu.cpu.to_string(), &cpu.us, &cpu.ticks, None)),

@@ -75,10 +75,10 @@ fn switch(figures: &Figures) -> String {
         .collect();
     let mut header = vec!["instructions"];
     header.extend(sizes.iter().map(String::as_str));
-    header.extend(["at most", "the paper", "Jailhouse"]);
+    header.extend(["at most", "JCST 2012", "Jailhouse"]);
     format!(
         "## The switch\n\n\
-        With interrupts off, on each CPU by itself. The paper switched all CPUs together; so does Jailhouse, the nearest\n\
+        With interrupts off, on each CPU by itself. The papers' Mercury switched all CPUs together; so does Jailhouse, the nearest\n\
         living peer, whose figures are instructions in the same emulator (4 CPUs). That no CPU waits for another is a test:\n\
         `lab/tests/kernel.rs` holds one with interrupts off while the others switch.\n\n{}",
         table(&header, &rows)
@@ -154,19 +154,20 @@ fn counted(figures: &Figures) -> String {
         "attached",
         "after detach",
         "noise",
-        "paper: native",
-        "paper: attached",
+        "JCST 2012: M-N",
+        "JCST 2012: M-V",
     ];
     format!(
-        "## The paper's benchmarks, in instructions\n\n\
+        "## Operations and applications, in instructions\n\n\
         {}, counting, without randomized addresses. \"native\" is the median of the costs without Mercury, in instructions; the others are ratios to it.\n\
         Each round is: without Mercury, loaded, attached, after detach; each is divided by the mean of the two\n\
         measurements without Mercury around it. The first of those comes before the driver was ever loaded, the others\n\
         after `mercury unload`, which frees everything and removes the module. \"noise\" is the largest difference that a\n\
-        measurement without Mercury shows from the two around it. The paper's columns are its Mercury by native Linux, in\n\
-        native and in attached mode, of its table 1.\n\n{}\n\
-        dbench and the build work in tmpfs; iperf3 and ping go over the loopback. lmbench's part is `mercury bench os`;\n\
-        protection-fault includes the signal.\n",
+        measurement without Mercury shows from the two around it. M-N and M-V are Mercury of JCST 2012, table 1 (one processor),\n\
+        in native and in virtual mode, by native Linux.\n\n{}\n\
+        The operations are those of `mercury bench os`: nine of lmbench's, which the papers' tables have, and two more; protection-fault\n\
+        includes the signal. dbench and a small build work in tmpfs; iperf3 and ping go over the loopback. No disk and no network card\n\
+        is measured here.\n",
         figures.machine.counted_on,
         table(&header, &rows)
     )
@@ -222,7 +223,7 @@ fn times(figures: &Figures) -> String {
         there.\n\n{}",
         times.attach["count"],
         times.round_trip_median,
-        table(&["switch", "min", "median", "p99", "max", "the paper"], &rows)
+        table(&["switch", "min", "median", "p99", "max", "JCST 2012"], &rows)
     )
 }
 
