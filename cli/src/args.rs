@@ -166,6 +166,14 @@ pub enum Command {
     Hosted(HostedCommand),
     /// Show what the hypervisor logged, all CPUs in the order of time
     Log(LogArgs),
+    /// Print state and counters for Prometheus, or write them for node_exporter's textfile collector
+    #[command(
+        long_about = "Prints state and counters in Prometheus' text format: the mode of each CPU, attaches, detaches and exits, \
+        the snapshot, and the outcomes of checkpoints and moves since the start. With --textfile the file is replaced \
+        as a whole.\n\nEach call asks every CPU for its mode: one exit on each attached CPU. mercury-metrics.timer runs \
+        this every 15 seconds."
+    )]
+    Metrics(MetricsArgs),
     /// Explain a code: what it means, why it matters, what to do
     Explain(ExplainArgs),
     /// Generate manual pages or shell completions
@@ -712,6 +720,17 @@ pub struct BenchOsArgs {
     /// Only benchmarks whose name contains this
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
+}
+
+/// Arguments of metrics.
+#[derive(Debug, Args)]
+pub struct MetricsArgs {
+    /// Write this file instead; node_exporter reads files that end in .prom
+    #[arg(long, value_name = "FILE")]
+    pub textfile: Option<PathBuf>,
+    /// Let this group alone read the file, besides root [default: everybody may]
+    #[arg(long, value_name = "GROUP", requires = "textfile")]
+    pub group: Option<String>,
 }
 
 /// Arguments of explain.

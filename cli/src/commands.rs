@@ -15,8 +15,9 @@ use crate::{
     exit::Exit,
     explain, facts, generate, hosted, inspect,
     interrupt::Deferred,
+    journal,
     log::{self, Reader},
-    maintenance, merge, migrate, module,
+    maintenance, merge, metrics, migrate, module,
     output::{Format, Render, Text, Tone, text},
     progress, receive, restore, snapshot, status,
     status::Status,
@@ -25,6 +26,7 @@ use crate::{
     sysroot::{Module, Sysroot},
     tsc,
 };
+use libsystemd::logging::Priority;
 use mercury_abi::{code::Code, ioctl::FaultRequest};
 use serde::Serialize;
 use std::{
@@ -76,6 +78,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Hosted(HostedCommand::Run(args)) => hosted::run(args, say),
         Command::Hosted(HostedCommand::Gdb(args)) => hosted::gdb(args),
         Command::Log(args) => show_log(args, say),
+        Command::Metrics(args) => metrics::run(args, say),
         Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
         Command::Generate(args) => generate_files(args),
         Command::Facts(args) => facts::collect(&observe()?, &chosen(args)).map(|all| say.done(&all)),
@@ -111,6 +114,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Hosted(HostedCommand::Run(_)) => "hosted run",
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",
         Command::Log(_) => "log",
+        Command::Metrics(_) => "metrics",
         Command::Explain(_) => "explain",
         Command::Generate(_) => "generate",
         Command::Facts(_) => "facts",
@@ -145,7 +149,7 @@ impl Say<'_> {
 }
 
 /// Prints to standard output. Returns false when nobody reads it any more.
-fn print(text: &str) -> bool {
+pub fn print(text: &str) -> bool {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_ok()
 }
@@ -158,9 +162,18 @@ struct Failure<'a> {
 fn fail(error: &Error, format: Format, name: &str) -> Exit {
     match format {
         Format::Json => drop(print(&(crate::output::json(name, &Failure { error }) + "\n"))),
+        Format::Text if is_in_journal(error, name) => {}
         Format::Text => eprint!("{}", complaint(Text::to(&std::io::stderr()), error, name)),
     }
     error.exit
+}
+
+/// Returns true if systemd's journal has the failure, with its fields: standard error of a service.
+fn is_in_journal(error: &Error, name: &str) -> bool {
+    let mut fields = journal::of_failure(name, error);
+    fields.push(("SYSLOG_IDENTIFIER", "mercury".to_owned()));
+    let hint = error.hint.as_ref().map(|hint| format!("\n  → {hint}")).unwrap_or_default();
+    journal::send(Priority::Error, &format!("mercury {name}: {error}{hint}"), &fields)
 }
 
 /// A failure as people read it: what happened and why, then what to do.
@@ -348,7 +361,8 @@ fn observe() -> Result<Device> {
     Device::open(Access::Observe)
 }
 
-fn current_status() -> Result<Status> {
+/// The status, also without a driver.
+pub fn current_status() -> Result<Status> {
     match observe() {
         Ok(device) => Status::collect(&device),
         Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver()),

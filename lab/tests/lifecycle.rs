@@ -7,7 +7,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Result, Spec, Vendor, is_full};
+use mercury_lab::{Init, Kernel, Machine, Result, Spec, Vendor, is_full};
 use serde_json::Value;
 use workloads::load_test_module;
 
@@ -111,6 +111,10 @@ fn the_status_is_asked_of_each_cpu() -> Result<()> {
     assert_eq!(machine.modes()?, "attached native");
     assert_eq!(status["cpus"][1]["left_because"], reason, "{status}");
     machine.sh("dmesg | grep -q 'CPU 1 left the hypervisor'")?;
+    let metrics = machine.sh("mercury metrics")?;
+    for line in ["cpu_attached{cpu=\"0\"} 1", "cpu_attached{cpu=\"1\"} 0", "cpu_wanted{cpu=\"1\"} 1"] {
+        assert!(metrics.contains(&format!("\nmercury_{line}\n")), "{line}: {metrics}");
+    }
     assert_eq!(machine.mercury("attach")?["cpus"], "1");
     assert_eq!(machine.modes()?, "attached attached");
     // The last CPU that leaves takes the state along.
@@ -119,6 +123,41 @@ fn the_status_is_asked_of_each_cpu() -> Result<()> {
     machine.mercury("unload")?;
     machine.check_next_attach()?;
     work.finish()
+}
+
+/// Operators see by metrics how the last checkpoint ended, and find a service's failure in the journal by its code.
+#[test]
+#[ignore = "long"]
+fn services_are_watched_by_metrics_and_by_the_journal() -> Result<()> {
+    let machine = Machine::boot(plain().init(Init::Systemd))?;
+    machine.sh("systemctl start systemd-journald")?;
+    let line = "systemd-run --quiet --wait --unit refused -E PATH=$PATH -E MERCURY_MODULE=$MERCURY_MODULE";
+    let refused = machine.run(&format!("{line} mercury attach --cpus 77"))?;
+    assert!(!refused.success());
+    machine.sh("journalctl --sync")?;
+    let found = machine.sh("journalctl -u refused -o json MERCURY_CODE=cpu-offline")?;
+    let entry: Value = serde_json::from_str(&found).unwrap();
+    assert_eq!(
+        (&entry["MERCURY_COMMAND"], &entry["MERCURY_CPU"], &entry["PRIORITY"], &entry["SYSLOG_IDENTIFIER"]),
+        (&"attach".into(), &"77".into(), &"3".into(), &"mercury".into())
+    );
+    assert!(entry["MESSAGE"].as_str().unwrap().starts_with("mercury attach: "), "{entry}");
+
+    let metric = |name: &str, labels: &str| -> Result<String> {
+        let found = machine.sh(&format!("mercury metrics | grep '^mercury_{name}{{{labels}}} '"))?;
+        Ok(found.rsplit(' ').next().unwrap().to_owned())
+    };
+    machine.run("mercury checkpoint /no/such/folder/image")?;
+    assert_eq!(metric("action_last_result", "action=\"checkpoint\",result=\"failed\"")?, "1");
+    machine.sh("mercury checkpoint --level 1 - > /dev/null")?;
+    assert_eq!(metric("action_last_result", "action=\"checkpoint\",result=\"done\"")?, "1");
+    let attempts =
+        |result| metric("action_attempts_total", &format!("action=\"checkpoint\",result=\"{result}\""));
+    assert_eq!((attempts("done")?, attempts("failed")?), ("1".into(), "1".into()));
+    let age = machine.sh("date +%s")?.parse::<f64>().unwrap()
+        - metric("action_last_success_timestamp_seconds", "action=\"checkpoint\"")?.parse::<f64>().unwrap();
+    assert!((-1.0..60.0).contains(&age), "{age}");
+    machine.shut_down()
 }
 
 #[test]

@@ -38,6 +38,7 @@ use crate::{
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
+    history::{Action, Attempt, Figures, Outcome},
     interrupt::Deferred,
     output::{Render, Text, bytes, duration, thousands},
     progress,
@@ -180,7 +181,7 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
                 Some(Some(parent)) => Before::open(parent)?,
                 None => Before::default(),
             };
-            let (report, held) = one(args, image, before, &sysroot, &deferred)?;
+            let (report, held) = recorded(|| one(args, image, before, &sysroot, &deferred))?;
             finish(args, say, &sysroot, &report, held)
         }
         (Some(interval), target::Name::Path(path)) if !path.starts_with("/dev/") => {
@@ -213,7 +214,7 @@ fn series(
         let made_one = next.and_then(|next| {
             let image = target::Name::Path(next.clone());
             let before = series.before(made == 0)?;
-            Ok((one(args, &image, before, sysroot, deferred)?.0, next))
+            Ok((recorded(|| one(args, &image, before, sysroot, deferred))?.0, next))
         });
         match made_one {
             Ok((report, next)) => {
@@ -291,6 +292,17 @@ pub(crate) fn refuse_untracked(forced: bool, sysroot: &Sysroot) -> Result<()> {
         "stop what uses them and unload their drivers; --force-devices goes on all the same, which is right only if \
          they are idle",
     ))
+}
+
+/// Makes an image, and records the outcome for `mercury metrics`.
+fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, Held)> {
+    let attempt = Attempt::begin(Action::Checkpoint);
+    let made = make();
+    attempt.end(made.as_ref().map(|(report, _)| match report.restored {
+        true => (Outcome::Continued, None),
+        false => (Outcome::Done, Some(Figures { pause_seconds: report.pause_us / 1e6, bytes: report.image })),
+    }));
+    made
 }
 
 /// One image; with --poweroff the machine stands still after it.

@@ -14,9 +14,12 @@ use crate::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
+    journal,
 };
+use libsystemd::logging::Priority;
 use order::{Answer, Desk, LINE_MAX, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Deserialize;
 use std::{
     fs::{self, Permissions},
     io::{self, BufRead, BufReader, Read, Write},
@@ -25,7 +28,7 @@ use std::{
         net::{UnixListener, UnixStream},
     },
     path::Path,
-    process::{Command, Stdio},
+    process::{Command, Output, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -47,7 +50,32 @@ extern "C" fn remember(_: i32) {
 }
 
 /// What moves this machine: to this host, with this line. An error says why it is still here.
-type Mover = Arc<dyn Fn(&str, &str) -> std::result::Result<(), String> + Send + Sync>;
+type Mover = Arc<dyn Fn(&str, &str) -> Moved + Send + Sync>;
+/// The outcome of a move.
+type Moved = std::result::Result<(), Failure>;
+
+/// Why a machine has not moved.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+struct Failure {
+    #[serde(rename = "message")]
+    why: String,
+    /// The code of a refusal.
+    #[serde(default)]
+    code: Option<String>,
+}
+
+impl From<&str> for Failure {
+    fn from(why: &str) -> Self {
+        Self { why: why.to_owned(), code: None }
+    }
+}
+
+/// Says what the daemon does, to the journal with fields.
+fn tell(priority: Priority, text: &str, event: &str, fields: &[(&'static str, &str)]) {
+    let event = [("MERCURY_EVENT", event)];
+    let fields = event.iter().chain(fields).map(|(name, value)| (*name, (*value).to_owned()));
+    journal::say(priority, "mercuryd", text, fields.collect());
+}
 
 /// Runs until it is told to end.
 ///
@@ -62,7 +90,7 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
     let listener = listen(&args.socket)?;
     let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None };
-    eprintln!("mercuryd: waiting for orders at {}", args.socket.display());
+    tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
     let _ = fs::remove_file(&args.socket);
     ended.map(|()| Exit::Done)
@@ -82,7 +110,7 @@ struct Daemon<'a> {
     desk: Desk,
     args: &'a DaemonArgs,
     mover: Mover,
-    moving: Option<Receiver<std::result::Result<(), String>>>,
+    moving: Option<Receiver<Moved>>,
 }
 
 impl Daemon<'_> {
@@ -105,7 +133,7 @@ impl Daemon<'_> {
             if let Ok((client, _)) = listener.accept()
                 && let Err(error) = self.attend_to(&client)
             {
-                eprintln!("mercuryd: a client: {error}");
+                tell(Priority::Warning, &format!("a client: {error}"), "client-failed", &[]);
             }
         }
     }
@@ -135,12 +163,26 @@ impl Daemon<'_> {
         });
         match begun {
             Ok(line) => {
-                eprintln!("mercuryd: this machine is to leave for {to}: {}", order::printable(&reason));
+                let reason = order::printable(&reason);
+                let text = format!("this machine is to leave for {to}: {reason}");
+                tell(
+                    Priority::Notice,
+                    &text,
+                    "evacuating",
+                    &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)],
+                );
                 self.start(line);
                 Answer::taken(&self.desk)
             }
             Err(why) => {
-                eprintln!("mercuryd: not leaving ({}): {why}", order::printable(&reason));
+                let reason = order::printable(&reason);
+                let text = format!("not leaving ({reason}): {why}");
+                tell(
+                    Priority::Error,
+                    &text,
+                    "order-refused",
+                    &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)],
+                );
                 Answer::refused(&self.desk, why)
             }
         }
@@ -160,11 +202,20 @@ impl Daemon<'_> {
             Err(TryRecvError::Disconnected) => Err("whoever moves it has crashed".into()),
             Err(TryRecvError::Empty) => return,
         };
+        let to = self.args.to.as_str();
         match &ended {
-            Ok(()) => eprintln!("mercuryd: this machine has moved to {}", self.args.to),
-            Err(why) => eprintln!("mercuryd: this machine has not moved: {why}"),
+            Ok(()) => {
+                let text = format!("this machine has moved to {to}");
+                tell(Priority::Notice, &text, "moved", &[("MERCURY_TO", to)]);
+            }
+            Err(Failure { why, code }) => {
+                let text = format!("this machine has not moved: {why}");
+                let code = code.as_deref().map(|code| ("MERCURY_CODE", code));
+                let fields: Vec<_> = [("MERCURY_TO", to)].into_iter().chain(code).collect();
+                tell(Priority::Error, &text, "not-moved", &fields);
+            }
         }
-        self.desk.end(ended);
+        self.desk.end(ended.map_err(|failure| failure.why));
         self.moving = None;
     }
 }
@@ -183,13 +234,13 @@ fn read_line(file: &Path) -> std::result::Result<String, String> {
 }
 
 /// Moves by `mercury migrate`, which gets the line where `ps` does not show it.
-fn migrate(host: &str, line: &str, options: &[String]) -> std::result::Result<(), String> {
-    let failed = |error: io::Error| format!("mercury migrate: {error}");
+fn migrate(host: &str, line: &str, options: &[String]) -> Moved {
+    let failed = |error: io::Error| Failure { why: format!("mercury migrate: {error}"), code: None };
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
-        .args(["migrate", host, "--key", "-"])
-        .args(options)
+        .args(["--json", "migrate", host, "--key", "-"])
+        .args(options.iter().filter(|option| *option != "--json"))
         .stdin(Stdio::piped())
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .map_err(failed)?;
@@ -197,7 +248,19 @@ fn migrate(host: &str, line: &str, options: &[String]) -> std::result::Result<()
         input.write_all(line.as_bytes()).map_err(failed)?;
     }
     let output = child.wait_with_output().map_err(failed)?;
-    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).trim().into()) }
+    if output.status.success() { Ok(()) } else { Err(failure_of(&output)) }
+}
+
+/// The failure that `mercury migrate --json` has printed last; without one, what it said on standard error.
+fn failure_of(output: &Output) -> Failure {
+    #[derive(Deserialize)]
+    struct Said {
+        error: Failure,
+    }
+    let values = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<serde_json::Value>();
+    let last = values.map_while(std::result::Result::ok).last();
+    let said = last.and_then(|value| serde_json::from_value::<Said>(value).ok());
+    said.map_or_else(|| String::from_utf8_lossy(&output.stderr).trim().into(), |said| said.error)
 }
 
 /// The socket is root's alone. One that nobody listens at was left by a daemon that was killed.
@@ -259,7 +322,7 @@ mod tests {
     }
 
     /// A daemon whose moves end as the test says.
-    fn with_daemon(name: &str, test: impl FnOnce(&Folder, &Path, &Sender<std::result::Result<(), String>>)) {
+    fn with_daemon(name: &str, test: impl FnOnce(&Folder, &Path, &Sender<Moved>)) {
         let folder = Folder::new(name);
         let socket = folder.0.join("run/control");
         let key_file = folder.key(&format!("mercury migrate 10.0.0.2 --key {}\n", some_line()));
@@ -296,6 +359,23 @@ mod tests {
             thread::sleep(Duration::from_millis(50));
         }
         panic!("it has not come to that");
+    }
+
+    #[test]
+    fn a_move_that_fails_says_why_and_by_which_code() {
+        let output = |stdout: &str| Output {
+            status: std::process::ExitStatus::default(),
+            stdout: stdout.as_bytes().to_vec(),
+            stderr: b"mercury migrate: broken\n".to_vec(),
+        };
+        let event = "{\"event\": \"accepted\"}\n";
+        let refused = Error::refused("attach", mercury_abi::code::Code::SvmDisabled, None, [0; 2]);
+        let json = crate::output::json("migrate", &serde_json::json!({ "error": refused }));
+        let failure = failure_of(&output(&format!("{event}{json}\n")));
+        assert_eq!(failure.why, refused.message);
+        assert_eq!(failure.code.as_deref(), Some("svm-disabled"));
+        let failure = failure_of(&output(event));
+        assert_eq!(failure, "mercury migrate: broken".into());
     }
 
     #[test]

@@ -387,6 +387,24 @@ pub const PAGES: &[Page] = &[
         ],
     ),
     Page::of(
+        "metrics",
+        Group::Information,
+        &[
+            example("Print the metrics", "mercury metrics"),
+            example(
+                "Write them for node_exporter, readable by its group alone",
+                "mercury metrics --textfile /var/lib/prometheus/node-exporter/mercury.prom --group prometheus",
+            ),
+            example("The same every 15 seconds", "systemctl enable --now mercury-metrics.timer"),
+        ],
+    )
+    .files(&[
+        file("/run/mercury/checkpoint.last, /run/mercury/migrate.last", "Outcomes since the start, in memory."),
+        file("/usr/lib/systemd/system/mercury-metrics.timer", "The unit that runs this every 15 seconds."),
+        file("/etc/default/mercury-metrics", "METRICS_OPTIONS=... for the unit, such as --group prometheus."),
+    ])
+    .see(&["prometheus-node-exporter(1)"]),
+    Page::of(
         "explain",
         Group::Information,
         &[

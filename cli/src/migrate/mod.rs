@@ -45,6 +45,7 @@ use crate::{
     error::{Error, Result},
     ethernet::{self, made},
     exit::Exit,
+    history::{self, Action, Attempt},
     interrupt::Deferred,
     output::Format,
     sysroot::Sysroot,
@@ -88,6 +89,13 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 /// # Errors
 /// If it has not moved; it goes on as it did.
 pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+    let attempt = Attempt::begin(Action::Migrate);
+    let moved = leave(args, say, deferred);
+    attempt.end(moved.as_ref().map(|_| (history::Outcome::Continued, None)));
+    moved
+}
+
+fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
     let line = key(args)?;

@@ -1,0 +1,440 @@
+//! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's textfile collector.
+
+use crate::{
+    args::MetricsArgs,
+    commands::{self, Say},
+    error::{Error, Result},
+    exit::Exit,
+    history::{self, Action, Outcome, Record},
+    output::Format,
+    status::Status,
+};
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, info::Info},
+    registry::{Registry, Unit},
+};
+use std::{
+    fmt,
+    fs::{self, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::{OpenOptionsExt, fchown},
+    path::Path,
+    sync::atomic::AtomicU64,
+};
+
+type Seconds<L> = Family<L, Gauge<f64, AtomicU64>>;
+type SecondsCounter<L> = Family<L, Counter<f64, AtomicU64>>;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct State {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Cpu {
+    cpu: u32,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct CpuReason {
+    cpu: u32,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Act {
+    action: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ActResult {
+    action: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ActCode {
+    action: &'static str,
+    code: String,
+}
+
+/// What is known of an action.
+#[derive(Clone, Debug)]
+struct Past {
+    action: Action,
+    record: Option<Record>,
+    is_running: bool,
+}
+
+/// Prints the metrics, or writes them to the file.
+///
+/// # Errors
+/// If the driver does not answer, or the file cannot be written.
+pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
+    if say.format == Format::Json {
+        return Err(Error::new(Exit::Usage, "metrics have a format of their own")
+            .hint("`mercury status --json` has JSON"));
+    }
+    commands::need_root("metrics")?;
+    let folder = Path::new(history::FOLDER);
+    let past = Action::ALL.map(|action| Past {
+        action,
+        record: history::read(folder, action),
+        is_running: history::is_running(folder, action),
+    });
+    let text = exposition(&commands::current_status()?, &past).map_err(|error| {
+        Error::new(Exit::Failed, format!("the metrics could not be put into text: {error}"))
+            .hint("report it as a bug")
+    })?;
+    let Some(file) = &args.textfile else {
+        commands::print(&text);
+        return Ok(Exit::Done);
+    };
+    put(file, args.group.as_deref(), &text).map(|()| Exit::Done)
+}
+
+/// The metrics in Prometheus' text format.
+fn exposition(status: &Status, past: &[Past]) -> std::result::Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("mercury");
+    system(&mut registry, status);
+    switches(&mut registry, status);
+    exits(&mut registry, status);
+    snapshot(&mut registry, status);
+    attempts(&mut registry, past);
+    last_attempts(&mut registry, past);
+    let mut text = String::new();
+    text::encode_registry(&mut text, &registry)?;
+    Ok(plain(&text))
+}
+
+/// Turns OpenMetrics into the older text format, the only one that node_exporter reads: there the name of a counter's family ends in
+/// `_total`, as its samples' names do, that of an information in `_info`, and units are unknown.
+fn plain(text: &str) -> String {
+    let kind = |name: &str| {
+        let typed = format!("# TYPE {name} ");
+        text.lines().find_map(|line| line.strip_prefix(&typed)).unwrap_or_default()
+    };
+    let line = |line: &str| -> String {
+        let mut words = line.splitn(4, ' ');
+        let (Some("#"), Some(what), Some(name), Some(rest)) =
+            (words.next(), words.next(), words.next(), words.next())
+        else {
+            return format!("{line}\n");
+        };
+        let (suffix, rest) = match (what, kind(name)) {
+            ("UNIT", _) => return String::new(),
+            ("TYPE", "info") => ("_info", "gauge"),
+            (_, "info") => ("_info", rest),
+            (_, "counter") => ("_total", rest),
+            _ => ("", rest),
+        };
+        format!("# {what} {name}{suffix} {rest}\n")
+    };
+    text.lines().map(line).collect()
+}
+
+fn system(registry: &mut Registry, status: &Status) {
+    let version =
+        if status.version.is_empty() { env!("CARGO_PKG_VERSION").to_owned() } else { status.version.clone() };
+    registry.register(
+        "build",
+        "Version of the hypervisor, or of the command without a driver",
+        Info::new([("version", version)]),
+    );
+    let states = Family::<State, Gauge>::default();
+    for state in ["no-driver", "unloaded", "loaded", "attached", "crashed"] {
+        states.get_or_create(&State { state }).set(i64::from(status.state == state));
+    }
+    registry.register("state", "1 for the state of Mercury, 0 for the others", states);
+    let memory = Gauge::<i64>::default();
+    memory.set(signed(status.memory.total_bytes));
+    registry.register_with_unit("memory", "Memory that the loaded hypervisor holds", Unit::Bytes, memory);
+}
+
+fn switches(registry: &mut Registry, status: &Status) {
+    let [attached, wanted, crashed] = [(); 3].map(|()| Family::<Cpu, Gauge>::default());
+    let [attaches, detaches] = [(); 2].map(|()| Family::<Cpu, Counter>::default());
+    let [last_attach, last_detach] = [(); 2].map(|()| Seconds::<Cpu>::default());
+    for cpu in status.cpus.iter().filter(|cpu| cpu.mode != "offline") {
+        let label = Cpu { cpu: cpu.cpu };
+        attached.get_or_create(&label).set(i64::from(cpu.mode == "attached"));
+        wanted.get_or_create(&label).set(i64::from(cpu.wanted));
+        crashed.get_or_create(&label).set(i64::from(cpu.crash.is_some()));
+        attaches.get_or_create(&label).inc_by(cpu.attaches);
+        detaches.get_or_create(&label).inc_by(cpu.detaches);
+        last_attach.get_or_create(&label).set(cpu.attach_us / 1e6);
+        last_detach.get_or_create(&label).set(cpu.detach_us / 1e6);
+    }
+    registry.register("cpu_attached", "1 if the CPU is attached, 0 if it is native", attached);
+    registry.register("cpu_wanted", "1 if the CPU is meant to be attached", wanted);
+    registry.register("cpu_crashed", "1 if the hypervisor crashed on the CPU since load", crashed);
+    registry.register("attaches", "Attaches since load", attaches);
+    registry.register("detaches", "Detaches since load", detaches);
+    registry.register_with_unit(
+        "last_attach",
+        "Interrupts off in the last attach",
+        Unit::Seconds,
+        last_attach,
+    );
+    registry.register_with_unit(
+        "last_detach",
+        "Interrupts off in the last detach",
+        Unit::Seconds,
+        last_detach,
+    );
+}
+
+fn exits(registry: &mut Registry, status: &Status) {
+    let exits = Family::<CpuReason, Counter>::default();
+    let time = SecondsCounter::<Cpu>::default();
+    for cpu in status.cpus.iter().filter(|cpu| cpu.mode != "offline") {
+        for (reason, count) in &cpu.exits {
+            exits.get_or_create(&CpuReason { cpu: cpu.cpu, reason }).inc_by(*count);
+        }
+        let us = crate::output::ticks_to_us(cpu.exit_ticks, status.tsc_khz);
+        time.get_or_create(&Cpu { cpu: cpu.cpu }).inc_by(us / 1e6);
+    }
+    registry.register(
+        "exits",
+        "Exits since load by reason; the question itself is a hypercall on each attached CPU",
+        exits,
+    );
+    registry.register_with_unit("exit", "Time in exits since load", Unit::Seconds, time);
+}
+
+fn snapshot(registry: &mut Registry, status: &Status) {
+    let states = Family::<State, Gauge>::default();
+    let state = status.snapshot.as_ref().map_or("none", |snapshot| snapshot.state);
+    for name in ["none", "kept", "in-use", "lost"] {
+        states.get_or_create(&State { state: name }).set(i64::from(state == name));
+    }
+    registry.register(
+        "snapshot_state",
+        "1 for the state of the snapshot of memory, 0 for the others",
+        states,
+    );
+    if let Some(snapshot) = &status.snapshot {
+        let [copied, free] = [(); 2].map(|()| Gauge::<i64>::default());
+        copied.set(signed(snapshot.copied_pages));
+        free.set(signed(snapshot.free_bytes));
+        registry.register("snapshot_copied_pages", "Pages copied for the snapshot", copied);
+        registry.register_with_unit("snapshot_free", "Memory left for copies", Unit::Bytes, free);
+    }
+    let rollbacks = Counter::<u64>::default();
+    rollbacks.inc_by(status.rollback.as_ref().map_or(0, |rollback| rollback.count));
+    registry.register("rollbacks", "Times that this machine was put back to a snapshot", rollbacks);
+}
+
+fn attempts(registry: &mut Registry, past: &[Past]) {
+    let running = Family::<Act, Gauge>::default();
+    let counts = Family::<ActResult, Counter>::default();
+    for Past { action, record, is_running } in past {
+        let action = action.name();
+        running.get_or_create(&Act { action }).set(i64::from(*is_running));
+        for outcome in Outcome::ALL {
+            let count = record.as_ref().map_or(0, |record| record.counts[outcome as usize]);
+            counts.get_or_create(&ActResult { action, result: outcome.name() }).inc_by(count);
+        }
+    }
+    registry.register("action_running", "1 while a process carries the action out", running);
+    registry.register(
+        "action_attempts",
+        "Attempts since the start by result; continued: this machine is the one that came back or arrived",
+        counts,
+    );
+}
+
+fn last_attempts(registry: &mut Registry, past: &[Past]) {
+    let [ended, succeeded, duration, pause] = [(); 4].map(|()| Seconds::<Act>::default());
+    let [exit, image] = [(); 2].map(|()| Family::<Act, Gauge>::default());
+    let results = Family::<ActResult, Gauge>::default();
+    let codes = Family::<ActCode, Gauge>::default();
+    for Past { action, record, .. } in past {
+        let Some(record) = record else { continue };
+        let action = action.name();
+        let label = Act { action };
+        ended.get_or_create(&label).set(record.ended);
+        duration.get_or_create(&label).set(record.seconds);
+        exit.get_or_create(&label).set(i64::from(record.exit));
+        for outcome in Outcome::ALL {
+            let is_last = record.last == Some(outcome);
+            results.get_or_create(&ActResult { action, result: outcome.name() }).set(i64::from(is_last));
+        }
+        if let Some(code) = &record.code {
+            codes.get_or_create(&ActCode { action, code: code.clone() }).set(1);
+        }
+        if let Some(when) = record.succeeded {
+            succeeded.get_or_create(&label).set(when);
+        }
+        if let Some(figures) = record.figures {
+            pause.get_or_create(&label).set(figures.pause_seconds);
+            image.get_or_create(&label).set(signed(figures.bytes));
+        }
+    }
+    registry.register_with_unit(
+        "action_last_end_timestamp",
+        "When the last attempt ended, since 1970",
+        Unit::Seconds,
+        ended,
+    );
+    registry.register_with_unit(
+        "action_last_success_timestamp",
+        "When the last success ended, since 1970",
+        Unit::Seconds,
+        succeeded,
+    );
+    registry.register_with_unit(
+        "action_last_duration",
+        "Duration of the last attempt",
+        Unit::Seconds,
+        duration,
+    );
+    registry.register_with_unit(
+        "action_last_pause",
+        "Time for which applications stood still in the last success",
+        Unit::Seconds,
+        pause,
+    );
+    registry.register_with_unit("action_last_size", "Size of the last image", Unit::Bytes, image);
+    registry.register("action_last_exit_status", "Exit status of the last attempt", exit);
+    registry.register(
+        "action_last_result",
+        "1 for the result of the last attempt, 0 for the others",
+        results,
+    );
+    registry.register(
+        "action_last_refusal",
+        "The code of the last attempt's refusal, see mercury explain",
+        codes,
+    );
+}
+
+/// A size as a gauge takes it.
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+/// Puts the text in place as a whole: the collector never sees half of it.
+fn put(file: &Path, group: Option<&str>, text: &str) -> Result<()> {
+    let failed = |error: io::Error| {
+        Error::new(Exit::Failed, format!("{} could not be written: {error}", file.display())).hint(
+            "name a file in the folder that node_exporter was given with --collector.textfile.directory",
+        )
+    };
+    let group = group.map(group_number).transpose()?;
+    // The collector reads what ends in .prom alone.
+    let fresh = file.with_extension(format!("{}.new", std::process::id()));
+    let written = write_new(&fresh, group, text).and_then(|()| fs::rename(&fresh, file));
+    if written.is_err() {
+        let _ = fs::remove_file(&fresh);
+    }
+    written.map_err(failed)
+}
+
+fn write_new(path: &Path, group: Option<u32>, text: &str) -> io::Result<()> {
+    let mode = if group.is_some() { 0o640 } else { 0o644 };
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
+    if group.is_some() {
+        fchown(&file, None, group)?;
+    }
+    file.write_all(text.as_bytes())
+}
+
+fn group_number(name: &str) -> Result<u32> {
+    let groups = fs::read_to_string("/etc/group").unwrap_or_default();
+    let number = |line: &str| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok()).flatten()
+    };
+    groups.lines().find_map(number).or_else(|| name.parse().ok()).ok_or_else(|| {
+        Error::new(Exit::Usage, format!("there is no group {name} in /etc/group"))
+            .hint(format!("`groupadd --system {name}` makes it"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{driver::Direction, driver::Driver, fake::FakeDriver, history::Figures};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    fn attached() -> Status {
+        let driver = FakeDriver::new(2);
+        driver.load().expect("loaded");
+        driver.switch(Direction::Attach, None).expect("attached");
+        let mut status = Status::collect(&driver).expect("a status");
+        status.cpus[0].exits.insert("hypercall", 7);
+        status.cpus[0].exit_ticks = 1_500_000;
+        status
+    }
+
+    fn past() -> [Past; 2] {
+        let record = Record {
+            counts: [3, 0, 1],
+            last: Some(Outcome::Failed),
+            exit: 4,
+            code: Some("busy".into()),
+            ended: 1_795_568_400.5,
+            seconds: 2.5,
+            succeeded: Some(1_795_568_000.0),
+            figures: Some(Figures { pause_seconds: 0.25, bytes: 4096 }),
+        };
+        [
+            Past { action: Action::Checkpoint, record: Some(record), is_running: false },
+            Past { action: Action::Migrate, record: None, is_running: true },
+        ]
+    }
+
+    /// Lines in a fixed order: families have none.
+    fn sorted(text: &str) -> String {
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_by_key(|line| {
+            let mut words = line.split([' ', '{']);
+            let first = words.next().unwrap_or_default();
+            let name = if first == "#" { words.nth(1).unwrap_or_default() } else { first };
+            (name.to_owned(), first != "#", (*line).to_owned())
+        });
+        lines.join("\n")
+    }
+
+    #[test]
+    fn metrics_of_an_attached_machine() {
+        insta::assert_snapshot!(sorted(&exposition(&attached(), &past()).expect("text")));
+    }
+
+    /// Every sample belongs to a family that is described and typed under the same name, as the text format wants it.
+    #[test]
+    fn each_sample_has_a_type_and_a_description() {
+        for status in [attached(), Status::without_driver()] {
+            let text = exposition(&status, &past()).expect("text");
+            assert!(!text.contains("# EOF") && !text.contains("# UNIT"), "{text}");
+            for line in text.lines().filter(|line| !line.starts_with('#')) {
+                let name = line.split(['{', ' ']).next().expect("a name");
+                assert!(text.contains(&format!("# TYPE {name} ")), "{line}");
+                assert!(text.contains(&format!("# HELP {name} ")), "{line}");
+                assert!(line.rsplit(' ').next().is_some_and(|value| value.parse::<f64>().is_ok()), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_file_is_replaced_as_a_whole_and_readable_as_asked() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("mercury.prom");
+        put(&file, None, "one\n").expect("written");
+        assert_eq!(fs::metadata(&file).expect("a file").permissions().mode() & 0o777, 0o644);
+        let own = rustix::process::getegid().as_raw().to_string();
+        put(&file, Some(&own), "two\n").expect("written");
+        let found = fs::metadata(&file).expect("a file");
+        assert_eq!((found.mode() & 0o777, found.gid().to_string()), (0o640, own));
+        assert_eq!(fs::read_to_string(&file).expect("text"), "two\n");
+        assert_eq!(fs::read_dir(folder.path()).expect("files").count(), 1);
+        assert_eq!(put(&file, Some("no-such-group"), "").map_err(|error| error.exit), Err(Exit::Usage));
+    }
+
+    #[test]
+    fn groups_by_name() {
+        assert_eq!(group_number("root"), Ok(0));
+    }
+}
