@@ -55,6 +55,31 @@ static const u32 kept_msrs[] = {
 	MSR_IA32_DEBUGCTLMSR,
 };
 
+/* Names of MSRs that not every kernel has: resource control, power limits, AMD's performance requests. */
+#define L3_QOS_CFG		0x00000c81
+#define L2_QOS_CFG		0x00000c82
+#define L3_MASKS		0x00000c90
+#define L2_MASKS		0x00000d10
+#define MBA_THROTTLES		0x00000d50
+#define AMD_MBA_LIMITS		0xc0000200
+#define AMD_SMBA_LIMITS		0xc0000280
+#define AMD_EVENT_CFG		0xc0000400
+#define PLATFORM_POWER_LIMIT	0x0000065c
+#define CPUID_RESOURCES		0x00000010
+#define CPUID_AMD_RESOURCES	0x80000020
+#define AMD_HAS_EVENT_CFG	BIT(3)
+
+/* MSRs in a row that only some processors have, and of a number that CPUID tells. */
+struct bank {
+	u32 first, count;
+};
+
+#define BANKS_MAX		12
+#define BANKED_MAX		512
+
+static struct bank banks[BANKS_MAX];
+static unsigned int bank_count, banked_count;
+
 /* Registers of the local APIC that are kept, by their offset in xAPIC mode. */
 static const u16 kept_apic[] = {
 	APIC_SPIV, APIC_TASKPRI, APIC_LVTTHMR, APIC_LVTPC, APIC_LVT0, APIC_LVT1, APIC_LVTERR, APIC_LVTT,
@@ -71,6 +96,8 @@ struct mercury_cpu_state {
 	struct mercury_saved_cpu saved;
 	u64 msr[ARRAY_SIZE(kept_msrs)];
 	u64 has_msr[BITS_TO_LONGS(ARRAY_SIZE(kept_msrs))];
+	u64 banked[BANKED_MAX];
+	u64 has_banked[BITS_TO_LONGS(BANKED_MAX)];
 	unsigned long dr[4], dr6, dr7;
 	u16 ldt;
 	u64 xcr0;
@@ -151,6 +178,78 @@ static void fill_drain_table(void)
 		};
 }
 
+static void add_bank(u32 first, u32 count)
+{
+	if (!count || bank_count == BANKS_MAX || banked_count + count > BANKED_MAX)
+		return;
+	banks[bank_count].first = first;
+	banks[bank_count++].count = count;
+	banked_count += count;
+}
+
+/* How many classes of service a resource has, by what CPUID says of it; at most `most`. */
+static u32 classes(u32 leaf, u32 resource, u32 most)
+{
+	u32 eax, ebx, ecx, edx;
+
+	cpuid_count(leaf, resource, &eax, &ebx, &ecx, &edx);
+	return min((edx & 0xffff) + 1, most);
+}
+
+/*
+ * The kernel's resource control (resctrl). How caches are divided comes before the masks: with code and data
+ * apart they mean something else.
+ */
+static void find_resource_control(void)
+{
+	u32 resources;
+
+	if (!boot_cpu_has(X86_FEATURE_RDT_A))
+		return;
+	resources = cpuid_eax(0) >= CPUID_RESOURCES ? cpuid_ebx(CPUID_RESOURCES) : 0;
+	if (resources & BIT(1)) {
+		add_bank(L3_QOS_CFG, 1);
+		add_bank(L3_MASKS, classes(CPUID_RESOURCES, 1, 128));
+	}
+	if (resources & BIT(2)) {
+		add_bank(L2_QOS_CFG, 1);
+		add_bank(L2_MASKS, classes(CPUID_RESOURCES, 2, 64));
+	}
+	if (resources & BIT(3))
+		add_bank(MBA_THROTTLES, classes(CPUID_RESOURCES, 3, 64));
+	resources = cpuid_eax(0x80000000) >= CPUID_AMD_RESOURCES ? cpuid_ebx(CPUID_AMD_RESOURCES) : 0;
+	if (resources & BIT(1))
+		add_bank(AMD_MBA_LIMITS, classes(CPUID_AMD_RESOURCES, 1, 128));
+	if (resources & BIT(2))
+		add_bank(AMD_SMBA_LIMITS, classes(CPUID_AMD_RESOURCES, 2, 128));
+	if (resources & AMD_HAS_EVENT_CFG)
+		add_bank(AMD_EVENT_CFG, 2);
+}
+
+/* What users have set of power and performance. A limit that the firmware has locked is the same already. */
+static void find_power_control(void)
+{
+	if (boot_cpu_data.x86_vendor == X86_VENDOR_INTEL) {
+		add_bank(MSR_PKG_POWER_LIMIT, 1);
+		add_bank(MSR_DRAM_POWER_LIMIT, 1);
+		add_bank(MSR_PP0_POWER_LIMIT, 1);
+		add_bank(MSR_PP1_POWER_LIMIT, 1);
+		add_bank(PLATFORM_POWER_LIMIT, 1);
+	} else if (boot_cpu_has(X86_FEATURE_CPPC)) {
+		/* Requests count where they are enabled. */
+		add_bank(MSR_AMD_CPPC_ENABLE, 1);
+		add_bank(MSR_AMD_CPPC_REQ, 1);
+	}
+}
+
+static void find_banks(void)
+{
+	bank_count = 0;
+	banked_count = 0;
+	find_resource_control();
+	find_power_control();
+}
+
 /* Room for the state of each CPU, in memory that a snapshot keeps. */
 u32 mercury_states_allocate(const struct cpumask *cpus)
 {
@@ -160,6 +259,7 @@ u32 mercury_states_allocate(const struct cpumask *cpus)
 	if (native_read_cr4() & X86_CR4_OSXSAVE)
 		size = cpuid_ebx(0xd);
 	fill_drain_table();
+	find_banks();
 	for_each_cpu(cpu, cpus) {
 		struct mercury_cpu_state *state;
 
@@ -219,6 +319,32 @@ static void save_msrs(struct mercury_cpu_state *state)
 	/* Of hardware virtualization only what is KVM's comes back. */
 	if (!mercury.kvm_may)
 		state->msr[0] &= ~(u64)EFER_SVME;
+}
+
+static void save_banks(struct mercury_cpu_state *state)
+{
+	unsigned int bank, number = 0;
+	u32 i;
+
+	memset(state->has_banked, 0, sizeof(state->has_banked));
+	for (bank = 0; bank < bank_count; bank++)
+		for (i = 0; i < banks[bank].count; i++, number++)
+			if (!rdmsrl_safe(banks[bank].first + i, &state->banked[number]))
+				__set_bit(number, (unsigned long *)state->has_banked);
+}
+
+static void load_banks(const struct mercury_cpu_state *state)
+{
+	unsigned int bank, number = 0;
+	u64 value;
+	u32 i;
+
+	for (bank = 0; bank < bank_count; bank++)
+		for (i = 0; i < banks[bank].count; i++, number++)
+			if (test_bit(number, (const unsigned long *)state->has_banked) &&
+			    !rdmsrl_safe(banks[bank].first + i, &value) &&
+			    value != state->banked[number])
+				wrmsrl_safe(banks[bank].first + i, state->banked[number]);
 }
 
 static void load_msrs(const struct mercury_cpu_state *state)
@@ -408,6 +534,7 @@ struct mercury_saved_cpu *mercury_state_save(void)
 	state->saved.thread = current->pid;
 	save_registers(state);
 	save_msrs(state);
+	save_banks(state);
 	save_extended(state);
 	save_apic(state);
 	/* What has come while the kernel's core was suspended. */
@@ -423,6 +550,7 @@ void mercury_state_load(void)
 
 	load_registers(state);
 	load_msrs(state);
+	load_banks(state);
 	load_extended(state);
 	load_apic(state);
 	native_set_debugreg(7, state->dr7);

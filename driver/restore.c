@@ -891,7 +891,7 @@ static int land(void *unused)
 
 static int leave(void *unused)
 {
-	int cpu;
+	int cpu, err;
 
 	if (num_online_cpus() != restore.cpu_count)
 		return -EBUSY;
@@ -899,8 +899,14 @@ static int leave(void *unused)
 		if (slot_of(per_cpu(x86_cpu_to_apicid, cpu)) < 0)
 			return -EBUSY;
 	stop_other_devices();
+	/* Not every network card stops when it is told to, and what it receives would go over the image. */
+	err = mercury_dma_stop();
+	if (err)
+		return err;
 	restore.first_cpu = cpumask_first(cpu_online_mask);
-	return stop_machine(land, NULL, cpu_online_mask);
+	err = stop_machine(land, NULL, cpu_online_mask);
+	mercury_dma_start(false);
+	return err;
 }
 
 int mercury_restore_go(void)

@@ -13,6 +13,14 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
     for name in sysroot.names("sys/class/uacce") {
         found.push(format!("accelerator {name}, which shares the memory of processes"));
     }
+    for name in sysroot.names("sys/class/nvme") {
+        let file = format!("sys/class/nvme/{name}/hmb");
+        if sysroot.flag(&file) == Some(true) {
+            found.push(format!(
+                "NVMe controller {name}, which keeps its tables in this machine's memory (echo 0 > /{file})"
+            ));
+        }
+    }
     for name in sysroot.names("sys/class/infiniband") {
         found.push(format!("RDMA device {name}"));
     }
@@ -36,6 +44,20 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
         found.extend(virtual_machines(sysroot));
     }
     found
+}
+
+/// CXL regions: after a restart no memory answers at their addresses, until a driver has programmed the decoders again. A
+/// machine that is brought back believes that they are.
+#[must_use]
+pub fn forgotten(sysroot: &Sysroot) -> Vec<String> {
+    let devices = sysroot.names("sys/bus/cxl/devices");
+    let is_region = |name: &String| {
+        let number = name.strip_prefix("region");
+        number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let is_in_use =
+        |name: &String| sysroot.flag(&format!("sys/bus/cxl/devices/{name}/commit")) != Some(false);
+    devices.into_iter().filter(is_region).filter(is_in_use).map(|name| format!("CXL memory {name}")).collect()
 }
 
 /// Whether virtual machines run on tables that the hypervisor can shadow: KVM's nested ones, on AMD. Their interrupts must
@@ -88,6 +110,23 @@ mod tests {
     use std::{fs, os::unix::fs::symlink};
 
     #[test]
+    fn cxl_memory_is_forgotten() {
+        let root = tempfile::tempdir().expect("a folder");
+        let found = || forgotten(&Sysroot::at(root.path()));
+        let device = |name: &str, commit: &str| {
+            let folder = root.path().join("sys/bus/cxl/devices").join(name);
+            fs::create_dir_all(&folder).expect("a folder");
+            fs::write(folder.join("commit"), commit).expect("a file");
+        };
+        assert_eq!(found(), [""; 0]);
+        device("mem0", "1\n");
+        device("region0", "0\n");
+        assert_eq!(found(), [""; 0], "its decoders are not in use");
+        device("region0", "1\n");
+        assert_eq!(found(), ["CXL memory region0"]);
+    }
+
+    #[test]
     fn what_cannot_be_seen_is_named() {
         let root = tempfile::tempdir().expect("a folder");
         let device = |address: &str, class: &str, driver: &str| {
@@ -121,6 +160,18 @@ mod tests {
         parameter("npt", "Y");
         parameter("avic", "N");
         assert_eq!(untracked(&Sysroot::at(root.path())).len(), 5);
+        let buffer = root.path().join("sys/class/nvme/nvme0");
+        fs::create_dir_all(&buffer).expect("a folder");
+        for (hmb, count) in [("0\n", 5), ("1\n", 6)] {
+            fs::write(buffer.join("hmb"), hmb).expect("a file");
+            let found = untracked(&Sysroot::at(root.path()));
+            assert_eq!(
+                found.iter().filter(|text| text.contains("/sys/class/nvme/nvme0/hmb")).count(),
+                count - 5
+            );
+            assert_eq!(found.len(), count);
+        }
+        fs::remove_dir_all(&buffer).expect("gone");
         parameter("npt", "N");
         command_line("intremap=nosid,posted_msi quiet");
         let found = untracked(&Sysroot::at(root.path()));

@@ -305,6 +305,21 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
     made
 }
 
+/// Names hardware that another kernel would have to set up before the machine goes on.
+pub(crate) fn refuse_forgotten(forced: bool, sysroot: &Sysroot) -> Result<()> {
+    let found = devices::forgotten(sysroot);
+    if found.is_empty() || forced {
+        return Ok(());
+    }
+    let text = format!(
+        "this memory is not there after a restart before a driver has set it up: {}",
+        found.join(", ")
+    );
+    Err(Error::new(Exit::Impossible, text).hint(
+        "take it out of use (cxl disable-region); --force-devices goes on all the same, which is right only if nothing uses it",
+    ))
+}
+
 /// One image; with --poweroff the machine stands still after it.
 fn one(
     args: &CheckpointArgs,
@@ -316,6 +331,7 @@ fn one(
     let begun = time::Instant::now();
     refuse_swap(sysroot)?;
     refuse_untracked(args.force_devices, sysroot)?;
+    refuse_forgotten(args.force_devices, sysroot)?;
     if !args.force_offline {
         refuse_offline(sysroot)?;
     }

@@ -213,6 +213,7 @@ fn refuse_busy() -> Result<()> {
 fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     checkpoint::refuse_swap(sysroot)?;
     checkpoint::refuse_untracked(args.force_devices, sysroot)?;
+    checkpoint::refuse_forgotten(args.force_devices, sysroot)?;
     checkpoint::refuse_watchdogs(sysroot)?;
     checkpoint::refuse_offline(sysroot)?;
     refuse_bundled(sysroot)?;
