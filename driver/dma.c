@@ -24,6 +24,8 @@
 #include <linux/pci.h>
 #include <linux/scatterlist.h>
 #include <linux/string.h>
+#include <linux/virtio.h>
+#include <linux/virtio_config.h>
 #include <asm/io.h>
 
 #include "mercury.h"
@@ -75,6 +77,32 @@ static void touch_list(struct scatterlist *list, unsigned int count, u32 directi
 		touch(sg_virt(list), list->length, direction);
 }
 
+/*
+ * Returns the memory of an entry that a driver adds to a virtqueue. An entry without a page has only a
+ * device's address, since its driver has mapped it (AF_XDP without copies does). Returns NULL if the driver
+ * did so by the DMA API: its entry points have seen the buffer. Otherwise the device's address is physical.
+ */
+void *mercury_dma_queued(const struct virtqueue *queue, struct scatterlist *entry)
+{
+	if (sg_page(entry))
+		return sg_virt(entry);
+	if (__virtio_test_bit(queue->vdev, VIRTIO_F_ACCESS_PLATFORM))
+		return NULL;
+	return phys_to_virt(sg_dma_address(entry));
+}
+
+/* Buffers that a driver adds to a virtqueue, for the device to write to. */
+static void queue_list(const struct virtqueue *queue, struct scatterlist *list, unsigned int count)
+{
+	struct scatterlist *entry = list;
+	unsigned int left;
+
+	for (left = count; entry && left; left--, entry = sg_next(entry))
+		touch(mercury_dma_queued(queue, entry), entry->length, DMA_FROM_DEVICE);
+	if (mercury_log_is_on())
+		mercury_log_queue(queue, list, count);
+}
+
 /* A buffer that a device has until it is taken back. */
 static void give(void *start, size_t length, u32 direction)
 {
@@ -121,12 +149,10 @@ static void mark(void *start, size_t length)
 	}
 }
 
-/* virtqueue_add_inbuf(queue, list, count, ...), and with a context */
+/* virtqueue_add_inbuf(queue, list, count, ...), with a context, and with entries that are mapped */
 static void before_inbuf(const struct pt_regs *regs)
 {
-	touch_list((struct scatterlist *)regs->si, regs->dx, DMA_FROM_DEVICE);
-	if (mercury_log_is_on())
-		mercury_log_queue((struct virtqueue *)regs->di, (struct scatterlist *)regs->si, regs->dx);
+	queue_list((struct virtqueue *)regs->di, (struct scatterlist *)regs->si, regs->dx);
 }
 
 /* virtqueue_add_sgs(queue, lists, outgoing, incoming, ...) */
@@ -135,11 +161,8 @@ static void before_sgs(const struct pt_regs *regs)
 	struct scatterlist **lists = (void *)regs->si;
 	unsigned int first = regs->dx, i;
 
-	for (i = first; i < first + (unsigned int)regs->cx; i++) {
-		touch_list(lists[i], UINT_MAX, DMA_FROM_DEVICE);
-		if (mercury_log_is_on())
-			mercury_log_queue((struct virtqueue *)regs->di, lists[i], UINT_MAX);
-	}
+	for (i = first; i < first + (unsigned int)regs->cx; i++)
+		queue_list((struct virtqueue *)regs->di, lists[i], UINT_MAX);
 }
 
 /* dma_map_page_attrs(device, page, offset, size, direction, ...) */
@@ -241,6 +264,8 @@ static struct entry {
 } entries[] = {
 	{ "virtqueue_add_inbuf", before_inbuf },
 	{ "virtqueue_add_inbuf_ctx", before_inbuf },
+	/* On later kernels. */
+	{ "virtqueue_add_inbuf_premapped", before_inbuf },
 	{ "virtqueue_add_sgs", before_sgs },
 	{ "balloon_page_enqueue", before_balloon },
 	{ "dma_map_page_attrs", before_map_page },
@@ -296,13 +321,11 @@ static int find_address(struct entry *entry)
 /* Virtual devices come with functions that nobody looks at yet. */
 static int module_comes(struct notifier_block *unused, unsigned long event, void *module)
 {
-	if (event == MODULE_STATE_COMING &&
-	    !strcmp(((struct module *)module)->name, "virtio_ring")) {
-		WRITE_ONCE(missed, true);
-		/* A triple fault asks nobody here before it goes back. */
-		mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
-	}
-	return NOTIFY_DONE;
+	if (!READ_ONCE(watching) || strcmp(name, "virtio_ring"))
+		return;
+	WRITE_ONCE(missed, true);
+	/* A triple fault asks nobody here before it goes back. */
+	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
 }
 
 static struct notifier_block modules = { .notifier_call = module_comes };

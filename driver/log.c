@@ -52,7 +52,8 @@ static struct {
 	unsigned long count;
 	struct queue *queues;
 } devices;
-static DEFINE_SPINLOCK(queues_lock);
+/* Raw: drivers call the entry points of DMA wherever they like, and ftrace disables preemption there. */
+static DEFINE_RAW_SPINLOCK(queues_lock);
 
 /* It is full: such a page is in every collection. */
 #define HELD_MAX	U8_MAX
@@ -191,22 +192,25 @@ void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *li
 	struct queue *queue;
 	unsigned long flags;
 
-	spin_lock_irqsave(&queues_lock, flags);
+	raw_spin_lock_irqsave(&queues_lock, flags);
 	queue = find_queue(virtqueue);
 	if (queue)
 		look_whether_empty(queue);
 	for (; list && count; count--, list = sg_next(list)) {
-		unsigned long pfn = page_to_pfn(sg_page(list)) + list->offset / PAGE_SIZE;
-		unsigned long end = pfn + DIV_ROUND_UP(list->offset % PAGE_SIZE + list->length, PAGE_SIZE);
+		const void *start = mercury_dma_queued(virtqueue, list);
+		unsigned long pfn, end;
 
-		for (; pfn < end; pfn++) {
+		if (!start || !virt_addr_valid(start) || !list->length)
+			continue;
+		pfn = PHYS_PFN(__pa(start));
+		for (end = pfn + pages_of(start, list->length); pfn < end; pfn++) {
 			if (queue)
 				add(queue, pfn);
 			else
 				hold(pfn, HELD_MAX);
 		}
 	}
-	spin_unlock_irqrestore(&queues_lock, flags);
+	raw_spin_unlock_irqrestore(&queues_lock, flags);
 }
 
 /*
@@ -232,7 +236,7 @@ static void carry_over_pages(const struct virtqueue *virtqueue, u64 start, u64 l
 	for (i = pfn / MERCURY_MAP_BITS; i <= end / MERCURY_MAP_BITS; i++)
 		if (!devices.written[i])
 			return;
-	spin_lock_irqsave(&queues_lock, flags);
+	raw_spin_lock_irqsave(&queues_lock, flags);
 	queue = find_queue(virtqueue);
 	for (; pfn <= end; pfn++) {
 		if (!pfn_valid(pfn))
@@ -242,7 +246,7 @@ static void carry_over_pages(const struct virtqueue *virtqueue, u64 start, u64 l
 		else
 			hold(pfn, HELD_MAX);
 	}
-	spin_unlock_irqrestore(&queues_lock, flags);
+	raw_spin_unlock_irqrestore(&queues_lock, flags);
 }
 
 static void carry_over_table(const struct virtqueue *queue, u64 table, unsigned int count, bool is_indirect)
@@ -331,11 +335,11 @@ static unsigned long put_queues(unsigned long **to)
 	unsigned long added = 0, flags;
 	unsigned int i, page;
 
-	spin_lock_irqsave(&queues_lock, flags);
+	raw_spin_lock_irqsave(&queues_lock, flags);
 	for (i = 0; i < QUEUES; i++)
 		for (page = 0; page < devices.queues[i].count; page++)
 			added += put(to, before_newest(&devices.queues[i], page));
-	spin_unlock_irqrestore(&queues_lock, flags);
+	raw_spin_unlock_irqrestore(&queues_lock, flags);
 	return added;
 }
 

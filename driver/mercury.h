@@ -332,6 +332,9 @@ void mercury_log_free(void);
 bool mercury_log_is_on(void);
 void mercury_log_give(const void *start, size_t length);
 void mercury_log_written(unsigned long pfn);
+void *mercury_dma_queued(const struct virtqueue *queue, struct scatterlist *entry);
+
+/* log.c */
 void mercury_log_note(const void *start, size_t length, bool returned);
 void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
 u32 mercury_log_carry_over(void);

@@ -31,6 +31,7 @@ static const struct {
 	{ "state", 1, test_state },
 	{ "refuse", 1, test_refuse },
 	{ "send-read-only", 0, test_send_read_only },
+	{ "queue-without-pages", 1, test_queue_without_pages },
 	{ "hang", 1, test_hang },
 	{ "hang-and-panic", 1, test_hang_and_panic },
 	{ "triple-fault", 1, test_triple_fault },

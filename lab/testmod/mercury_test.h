@@ -12,6 +12,7 @@
  *	refuse.c	a device that refuses to be quiesced
  *	death.c		a CPU that hangs, and one that shuts down
  *	send.c		a read-only page for a device
+ *	queue.c		entries without pages in a virtqueue
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -75,5 +76,8 @@ int test_triple_fault(struct test_answer *answer, const u64 *arguments);
 
 /* send.c */
 int test_send_read_only(struct test_answer *answer, const u64 *arguments);
+
+/* queue.c */
+int test_queue_without_pages(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */

@@ -20,6 +20,7 @@ use workloads::devices::{self, Devices, with_balloon};
 use workloads::readers::{
     FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source,
 };
+use workloads::{kernel, load_test_module};
 
 const LIMIT: Duration = Duration::from_secs(180);
 
@@ -335,6 +336,9 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
     assert!(!reader.output_so_far()?.contains("has read"));
     throttle(0)?;
     reader.wait_output("has read", LIMIT)?;
+    // More than the driver remembers of one queue.
+    load_test_module(&machine)?;
+    assert_eq!(kernel(&machine, "queue-without-pages 4000")?["added"], 1);
     machine.sh("touch /run/go")?;
     let output = log.wait(LIMIT)?.check()?;
     println!("{}", output.stdout);
