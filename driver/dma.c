@@ -318,8 +318,8 @@ static int find_address(struct entry *entry)
 	return err == -ENOENT ? 0 : err;
 }
 
-/* Virtual devices come with functions that nobody looks at yet. */
-static int module_comes(struct notifier_block *unused, unsigned long event, void *module)
+/* Virtual devices come with functions that nobody looks at yet. Not under mercury.lock. */
+void mercury_dma_module_comes(const char *name)
 {
 	if (!READ_ONCE(watching) || strcmp(name, "virtio_ring"))
 		return;
@@ -327,8 +327,6 @@ static int module_comes(struct notifier_block *unused, unsigned long event, void
 	/* A triple fault asks nobody here before it goes back. */
 	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
 }
-
-static struct notifier_block modules = { .notifier_call = module_comes };
 
 static int watch(void)
 {
@@ -360,20 +358,18 @@ static int watch(void)
 /* Makes the watch ready, which takes a while: every kernel text that is patched waits for all CPUs. */
 u32 mercury_dma_watch(void)
 {
-	int err = register_module_notifier(&modules);
+	int err;
 
-	if (err)
-		return MERCURY_CODE_SNAPSHOT_DEVICES;
 	missed = false;
+	/* A module that comes from here on is told; the functions of one that came before are found. */
+	smp_store_mb(watching, true);
 	err = watch();
-	if (err) {
-		pr_err("the entry points of DMA cannot be watched: %d\n", err);
-		ftrace_free_filter(&ops);
-		unregister_module_notifier(&modules);
-		return MERCURY_CODE_SNAPSHOT_DEVICES;
-	}
-	watching = true;
-	return MERCURY_CODE_OK;
+	if (!err)
+		return MERCURY_CODE_OK;
+	pr_err("the entry points of DMA cannot be watched: %d\n", err);
+	ftrace_free_filter(&ops);
+	watching = false;
+	return MERCURY_CODE_SNAPSHOT_DEVICES;
 }
 
 /* From here on whatever is given to a device is written to first. */
@@ -395,7 +391,6 @@ void mercury_dma_unwatch(void)
 	WRITE_ONCE(armed, false);
 	unregister_ftrace_function(&ops);
 	ftrace_free_filter(&ops);
-	unregister_module_notifier(&modules);
 	watching = false;
 }
 

@@ -17,6 +17,7 @@
 #include <linux/module.h>
 #include <linux/panic_notifier.h>
 #include <linux/reboot.h>
+#include <linux/sched/signal.h>
 #include <linux/string.h>
 #include <linux/syscore_ops.h>
 #include <asm/reboot.h>
@@ -302,22 +303,38 @@ static void kvm_changes(bool there)
 	mutex_unlock(&slot_lock);
 }
 
-/* A third one comes where SVM is KVM's and the hypervisor's: they are left to themselves. */
-static void rival_changes(int rival, bool there)
+static void set_rival(int rival, bool there)
 {
-	struct mercury_outcome outcome = {};
-
-	mutex_lock(&mercury.lock);
-	if (there && mercury.kvm_may && mercury.state == MERCURY_STATE_ATTACHED) {
-		pr_notice("%s comes, which is not shared with as KVM is: all CPUs are detached\n",
-			  rivals[rival]);
-		mercury_detach(NULL, &outcome);
-	}
 	mutex_lock(&slot_lock);
 	__assign_bit(rival, &rivals_present, there);
 	decide();
 	mutex_unlock(&slot_lock);
+}
+
+/*
+ * A third one comes where SVM is KVM's and the hypervisor's: they are left to themselves. A request may have
+ * the lock and be about to freeze this task: the module's load fails then.
+ */
+static int rival_comes(int rival)
+{
+	struct mercury_outcome outcome = {};
+
+	while (!mutex_trylock(&mercury.lock)) {
+		if (READ_ONCE(mercury.waits_for_sleep) || signal_pending(current)) {
+			pr_notice("%s cannot be loaded while a snapshot is taken: load it again\n",
+				  rivals[rival]);
+			return -EBUSY;
+		}
+		schedule_timeout_interruptible(1);
+	}
+	if (mercury.kvm_may && mercury.state == MERCURY_STATE_ATTACHED) {
+		pr_notice("%s comes, which is not shared with as KVM is: all CPUs are detached\n",
+			  rivals[rival]);
+		mercury_detach(NULL, &outcome);
+	}
+	set_rival(rival, true);
 	mutex_unlock(&mercury.lock);
+	return 0;
 }
 
 static int module_changes(struct notifier_block *block, unsigned long action, void *data)
@@ -325,18 +342,23 @@ static int module_changes(struct notifier_block *block, unsigned long action, vo
 	const struct module *module = data;
 	int rival = match_string(rivals, ARRAY_SIZE(rivals), module->name);
 	bool comes = action == MODULE_STATE_COMING;
+	int err = 0;
 
 	if (!comes && action != MODULE_STATE_GOING)
 		return NOTIFY_DONE;
 	if (strcmp(module->name, "kvm") == 0)
 		kvm_changes(comes);
-	if (rival >= 0)
-		rival_changes(rival, comes);
+	if (rival >= 0 && !comes)
+		set_rival(rival, false);
+	if (rival >= 0 && comes)
+		err = rival_comes(rival);
+	if (comes)
+		mercury_dma_module_comes(module->name);
 	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 && comes &&
 	    !READ_ONCE(mercury.kvm_may) && READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
 		pr_notice("%s will find %s in use: run `mercury detach` before using KVM\n",
 			  mercury_vendor->kvm, mercury_vendor->what);
-	return NOTIFY_DONE;
+	return notifier_from_errno(err);
 }
 
 static struct notifier_block module_notifier = {

@@ -31,6 +31,10 @@
  *
  * Locks: mercury.lock orders requests; whoever changes state, wanted or memory also holds the CPU
  * hotplug lock for reading, so that hotplug callbacks, which hold it for writing, may read them.
+ *
+ * The kernel calls the notifier of modules with the lock of its list held, and a request that freezes tasks
+ * waits for the task that loads a module. So that notifier never waits for mercury.lock without a way out,
+ * and no request registers or unregisters a notifier of modules.
  */
 #ifndef MERCURY_H
 #define MERCURY_H
@@ -315,6 +319,7 @@ u32 mercury_dma_watch(void);
 void mercury_dma_arm(void);
 bool mercury_dma_missed(void);
 void mercury_dma_unwatch(void);
+void mercury_dma_module_comes(const char *name);
 int mercury_dma_stop(void);
 void mercury_dma_start(bool restored);
 bool mercury_snapshot_is_past(void);

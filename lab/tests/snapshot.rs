@@ -342,5 +342,29 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
     machine.sh("touch /run/go")?;
     let output = log.wait(LIMIT)?.check()?;
     println!("{}", output.stdout);
+    a_rival_comes_while_snapshots_are_prepared(&machine)?;
     machine.check_next_attach()
+}
+
+/// Loads and removes what stands for another hypervisor's module, again and again. It may be refused while tasks are frozen.
+const RIVALS: &str = r#"
+loaded=0
+until [ -e /run/end ]; do
+    insmod /mercury/lib/modules/$(uname -r)/vboxdrv.ko 2> /run/refused && loaded=$((loaded + 1)) && rmmod vboxdrv
+    grep -v 'Device or resource busy' /run/refused && exit 1
+done
+echo $loaded
+"#;
+
+/// Who loads a module holds the lock of the kernel's notifiers, and the driver asks for that module's sake who is attached.
+fn a_rival_comes_while_snapshots_are_prepared(machine: &Machine) -> Result<()> {
+    let rivals = machine.spawn(RIVALS)?;
+    for _ in 0..3 {
+        machine.mercury("snapshot --force-disks --pool 128M")?;
+        machine.mercury("snapshot --drop")?;
+    }
+    machine.sh("touch /run/end")?;
+    let loaded: u64 = rivals.wait(LIMIT)?.check()?.stdout.trim().parse().unwrap();
+    assert!(loaded > 0);
+    Ok(())
 }
