@@ -8,13 +8,17 @@
  * A process that maps the shared blocks has references of its own to their pages: they outlive an
  * unload and show what was written last.
  */
+#define pr_fmt(fmt) "mercury: " fmt
+
 #include <linux/capability.h>
 #include <linux/cpu.h>
+#include <linux/delay.h>
 #include <linux/fs.h>
 #include <linux/miscdevice.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pid.h>
+#include <linux/security.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 #include <linux/version.h>
@@ -55,6 +59,8 @@ struct operation {
 	bool read_only;
 	/* Offset of the outcome in the request, or 0. */
 	size_t outcome;
+	/* What the kernel calls the like; where lockdown forbids that, it forbids this. */
+	enum lockdown_reason like;
 	int (*run)(union request *request, struct mercury_outcome *outcome);
 };
 
@@ -74,7 +80,10 @@ static int code_to_errno(u32 code)
 	case MERCURY_CODE_STILL_ATTACHED:
 	case MERCURY_CODE_BUSY:
 	case MERCURY_CODE_VIRTUALIZATION_IN_USE:
+	case MERCURY_CODE_ORPHANED_HYPERVISOR:
 		return -EBUSY;
+	case MERCURY_CODE_LOCKED_DOWN:
+		return -EPERM;
 	case MERCURY_CODE_CPU_OFFLINE:
 		return -ENXIO;
 	case MERCURY_CODE_GOING_DOWN:
@@ -309,13 +318,26 @@ static int run_status(union request *request, struct mercury_outcome *outcome)
 	return result;
 }
 
+/*
+ * Returns true if lockdown forbids the snapshot: user space reads one that is not kept, and is told so before
+ * the machine stands still for it.
+ */
+static bool is_forbidden(const struct mercury_snapshot_request *request)
+{
+	return !(request->flags & MERCURY_SNAPSHOT_KEEP) && security_locked_down(LOCKDOWN_KCORE);
+}
+
 static int run_snapshot_prepare(union request *request, struct mercury_outcome *outcome)
 {
+	if (is_forbidden(&request->snapshot))
+		return MERCURY_CODE_LOCKED_DOWN;
 	return mercury_snapshot_prepare(&request->snapshot);
 }
 
 static int run_snapshot_begin(union request *request, struct mercury_outcome *outcome)
 {
+	if (is_forbidden(&request->snapshot))
+		return MERCURY_CODE_LOCKED_DOWN;
 	return mercury_snapshot_begin(&request->snapshot, outcome);
 }
 
@@ -396,33 +418,41 @@ static int run_fault(union request *request, struct mercury_outcome *outcome)
 }
 #endif
 
+/*
+ * Lockdown is to keep root out of the kernel's memory. What reads it is like /proc/kcore, which lockdown for
+ * confidentiality forbids; what replaces it is like resuming from hibernation, which lockdown for integrity
+ * forbids. A snapshot that is kept, and going back to it, shows and takes nothing from outside.
+ */
+#define NONE	LOCKDOWN_NONE
+#define READS	LOCKDOWN_KCORE
+#define WRITES	LOCKDOWN_HIBERNATION
 #define OUTCOME(type) offsetof(struct mercury_##type##_request, outcome)
 static const struct operation operations[] = {
-	{ MERCURY_IOC_SYSTEM, true, 0, run_system },
-	{ MERCURY_IOC_FACTS, true, 0, run_facts },
-	{ MERCURY_IOC_LOAD, false, OUTCOME(load), run_load },
-	{ MERCURY_IOC_UNLOAD, false, OUTCOME(load), run_unload },
-	{ MERCURY_IOC_ATTACH, false, OUTCOME(switch), run_attach },
-	{ MERCURY_IOC_DETACH, false, OUTCOME(switch), run_detach },
-	{ MERCURY_IOC_STATUS, true, 0, run_status },
-	{ MERCURY_IOC_MEASURE, false, OUTCOME(measure), run_measure },
-	{ MERCURY_IOC_SNAPSHOT_PREPARE, false, OUTCOME(snapshot), run_snapshot_prepare },
-	{ MERCURY_IOC_SNAPSHOT_BEGIN, false, OUTCOME(snapshot), run_snapshot_begin },
-	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), run_snapshot_take },
-	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), run_snapshot_end },
-	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), run_snapshot_machine },
-	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), run_rollback },
-	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), run_fence },
-	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), run_restore_begin },
-	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), run_restore_load },
-	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), run_snapshot_look },
-	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), run_log_begin },
-	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), run_log_collect },
-	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), run_disk_log },
-	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), run_restore_read },
-	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), run_restore_go },
+	{ MERCURY_IOC_SYSTEM, true, 0, NONE, run_system },
+	{ MERCURY_IOC_FACTS, true, 0, NONE, run_facts },
+	{ MERCURY_IOC_LOAD, false, OUTCOME(load), NONE, run_load },
+	{ MERCURY_IOC_UNLOAD, false, OUTCOME(load), NONE, run_unload },
+	{ MERCURY_IOC_ATTACH, false, OUTCOME(switch), NONE, run_attach },
+	{ MERCURY_IOC_DETACH, false, OUTCOME(switch), NONE, run_detach },
+	{ MERCURY_IOC_STATUS, true, 0, NONE, run_status },
+	{ MERCURY_IOC_MEASURE, false, OUTCOME(measure), NONE, run_measure },
+	{ MERCURY_IOC_SNAPSHOT_PREPARE, false, OUTCOME(snapshot), NONE, run_snapshot_prepare },
+	{ MERCURY_IOC_SNAPSHOT_BEGIN, false, OUTCOME(snapshot), NONE, run_snapshot_begin },
+	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), READS, run_snapshot_take },
+	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), NONE, run_snapshot_end },
+	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), READS, run_snapshot_machine },
+	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), NONE, run_rollback },
+	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), NONE, run_fence },
+	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), WRITES, run_restore_begin },
+	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), WRITES, run_restore_load },
+	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), READS, run_snapshot_look },
+	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), NONE, run_log_begin },
+	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), NONE, run_log_collect },
+	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), NONE, run_disk_log },
+	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
+	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
-	{ MERCURY_IOC_FAULT, false, 0, run_fault },
+	{ MERCURY_IOC_FAULT, false, 0, NONE, run_fault },
 #endif
 };
 
@@ -437,6 +467,14 @@ static const struct operation *find_operation(unsigned int cmd)
 	return NULL;
 }
 
+static int perform(const struct operation *operation, union request *request,
+		   struct mercury_outcome *outcome)
+{
+	if (operation->like != LOCKDOWN_NONE && security_locked_down(operation->like))
+		return MERCURY_CODE_LOCKED_DOWN;
+	return operation->run(request, outcome);
+}
+
 /* Runs an operation on a request that has been copied in; the outcome goes into the request. */
 static int run(const struct operation *operation, union request *request)
 {
@@ -445,9 +483,11 @@ static int run(const struct operation *operation, union request *request)
 
 	if (mutex_lock_interruptible(&mercury.lock))
 		return -EINTR;
-	if (request->header.size == _IOC_SIZE(operation->cmd) &&
-	    request->header.version == MERCURY_ABI_VERSION)
-		result = operation->run(request, &outcome);
+	if (mercury.leaving)
+		result = MERCURY_CODE_GOING_DOWN;
+	else if (request->header.size == _IOC_SIZE(operation->cmd) &&
+		 request->header.version == MERCURY_ABI_VERSION)
+		result = perform(operation, request, &outcome);
 	mutex_unlock(&mercury.lock);
 	if (result >= 0) {
 		outcome.code = result;
@@ -556,4 +596,16 @@ int mercury_device_init(void)
 void mercury_device_exit(void)
 {
 	misc_deregister(&device);
+}
+
+/*
+ * Waits until no process has the device open, if the module is removed by force: without the module the
+ * kernel would jump into freed memory when such a process ends.
+ */
+void mercury_device_wait(void)
+{
+	if (module_refcount(THIS_MODULE) > 0)
+		pr_warn("the driver stays until the last process has closed /dev/mercury\n");
+	while (module_refcount(THIS_MODULE) > 0)
+		msleep(50);
 }

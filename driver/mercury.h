@@ -88,6 +88,8 @@ struct mercury {
 	bool want_all;
 	/* The machine goes down: no CPU is attached any more. */
 	bool going_down;
+	/* The module goes, be it by force: no request is met any more. */
+	bool leaving;
 	/* All CPUs meet for a snapshot, and the kernel's core is suspended for it. */
 	bool at_instant;
 	/* Who holds the lock waits for the system's sleep to be allowed, or does not hold it any more. */
@@ -198,6 +200,7 @@ u32 mercury_unload(struct mercury_outcome *outcome);
 void mercury_forget(void);
 u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_outcome *outcome);
 u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome);
+void mercury_control_exit(void);
 u32 mercury_check_cpu(struct mercury_cpu *m);
 u32 mercury_ask_mode(struct mercury_cpu *m);
 
@@ -316,10 +319,10 @@ void mercury_restore_end(void);
 
 /* dma.c */
 u32 mercury_dma_watch(void);
+void mercury_dma_module_comes(const char *name);
 void mercury_dma_arm(void);
 bool mercury_dma_missed(void);
 void mercury_dma_unwatch(void);
-void mercury_dma_module_comes(const char *name);
 int mercury_dma_stop(void);
 void mercury_dma_start(bool restored);
 bool mercury_snapshot_is_past(void);
@@ -327,19 +330,17 @@ void mercury_snapshot_mark(phys_addr_t phys);
 /* Devices may have it for good; it is nobody's. */
 enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_LASTING, MERCURY_PAGE_FREE };
 unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use);
-
-/* log.c */
 struct scatterlist;
 struct virtqueue;
+void *mercury_dma_queued(const struct virtqueue *queue, struct scatterlist *entry);
+
+/* log.c */
 u32 mercury_log_start(unsigned long **written, unsigned long count);
 void mercury_log_stop(void);
 void mercury_log_free(void);
 bool mercury_log_is_on(void);
 void mercury_log_give(const void *start, size_t length);
 void mercury_log_written(unsigned long pfn);
-void *mercury_dma_queued(const struct virtqueue *queue, struct scatterlist *entry);
-
-/* log.c */
 void mercury_log_note(const void *start, size_t length, bool returned);
 void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
 u32 mercury_log_carry_over(void);
@@ -363,6 +364,7 @@ void mercury_monitor_look(void);
 /* device.c */
 int mercury_device_init(void);
 void mercury_device_exit(void);
+void mercury_device_wait(void);
 
 /* fault.c */
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

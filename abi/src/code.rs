@@ -54,6 +54,10 @@ codes! {
     UnknownOperation = 10, "unknown-operation";
     /// A crashed hypervisor must be unloaded and loaded again before the next attach.
     Crashed = 11, "crashed";
+    /// CPUs are above a hypervisor whose driver is gone.
+    OrphanedHypervisor = 12, "orphaned-hypervisor";
+    /// The kernel is locked down, and keeps root from what the request does to its memory.
+    LockedDown = 13, "locked-down";
 
     // 20..: memory
     /// Too little physically contiguous memory.

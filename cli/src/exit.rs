@@ -46,6 +46,7 @@ impl Exit {
             Code::Ok => Self::Done,
             Code::Busy => Self::Busy,
             Code::NotLoaded | Code::AlreadyLoaded | Code::StillAttached | Code::Crashed => Self::State,
+            Code::OrphanedHypervisor | Code::LockedDown => Self::Impossible,
             Code::SelfTestFailed => Self::Failed,
             code if (40..100).contains(&(code as u32)) => Self::Impossible,
             _ => Self::Failed,

@@ -107,6 +107,22 @@ pub const TABLE: &[Entry] = &[
         RELOAD,
     ),
     entry_of(
+        Code::OrphanedHypervisor,
+        "CPUs are above a hypervisor whose driver is gone",
+        "The driver was removed while a CPU did not leave the hypervisor. The system runs on above it, but no driver can \
+         reach it any more: the way out of it was in the memory of the one that is gone.",
+        "reboot; until then KVM and other hypervisors find the hardware taken",
+    ),
+    entry_of(
+        Code::LockedDown,
+        "the kernel is locked down",
+        "With integrity lockdown, which Secure Boot switches on, nobody may replace the kernel's memory: no machine is \
+         restored or received here. With confidentiality lockdown nobody may read it either: there is no checkpoint, and \
+         the machine cannot move. Attaching, and snapshots that stay in memory, are allowed.",
+        "boot without `lockdown=` (and without Secure Boot, if that is what asks for it), or do this on another machine; \
+         `cat /sys/kernel/security/lockdown` shows the mode",
+    ),
+    entry_of(
         Code::NoContiguousMemory,
         "there is too little physically contiguous memory",
         "The hypervisor's image and each CPU's area lie in one piece of physical memory.",

@@ -39,6 +39,7 @@ pub mod images;
 pub mod inspect;
 pub mod interrupt;
 pub mod journal;
+pub mod lockdown;
 pub mod log;
 pub mod maintenance;
 pub mod merge;

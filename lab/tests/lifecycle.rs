@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use mercury_lab::{Init, Kernel, Machine, Result, Spec, Vendor, is_full};
 use serde_json::Value;
-use workloads::load_test_module;
+use workloads::{load_test_module, report};
 
 fn plain() -> Spec {
     Spec::new(Kernel::BookwormCloud)
@@ -329,6 +329,73 @@ fn nothing_goes_that_is_in_use() -> Result<()> {
     machine.sh("rmmod mercury")?;
     machine.check_next_attach()?;
     work.finish()
+    work.finish()?;
+    lockdown_forbids_what_it_should(&machine)
+}
+
+/// Requests that read the kernel's memory, and those that replace it.
+const READING: [&str; 5] =
+    ["snapshot-prepare", "snapshot-begin", "snapshot-take", "snapshot-look", "snapshot-machine"];
+const REPLACING: [&str; 4] = ["restore-begin", "restore-load", "restore-read", "restore-go"];
+
+/// The kernel keeps root from the like; attaching, and a snapshot that stays in memory, are left.
+fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
+    let forbidden = |names: &[&str]| -> Result<Vec<bool>> {
+        let answers = report(&machine.run("mercury-workload lockdown")?.check()?);
+        Ok(names.iter().map(|name| answers[*name] == "locked-down").collect())
+    };
+    machine.sh("mountpoint -q /sys/kernel/security || mount -t securityfs none /sys/kernel/security")?;
+    machine.mercury("attach")?;
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 5], vec![false; 4]));
+    machine.sh("echo integrity > /sys/kernel/security/lockdown")?;
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 5], vec![true; 4]));
+    let doctor = machine.sh("mercury doctor")?;
+    assert!(doctor.contains("no machine can be restored or received here"), "{doctor}");
+    for command in ["restore /dev/null", "receive"] {
+        let refusal = machine.mercury_refused(command)?;
+        assert_eq!((refusal.exit, refusal.code.as_str()), (3, "locked-down"), "{refusal:?}");
+    }
+    machine.sh("echo confidentiality > /sys/kernel/security/lockdown")?;
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![true; 5], vec![true; 4]));
+    let doctor = machine.sh("mercury doctor")?;
+    assert!(doctor.contains("no checkpoint, no move, no restore"), "{doctor}");
+    for command in ["checkpoint /run/x", "migrate 10.0.0.1 --dry-run"] {
+        let refusal = machine.mercury_refused(command)?;
+        assert_eq!((refusal.exit, refusal.code.as_str()), (3, "locked-down"), "{refusal:?}");
+    }
+    machine.mercury("detach")?;
+    machine.check_health()
+}
+
+/// The kernel asks nobody (`rmmod -f`): no CPU stays above a hypervisor that no driver can reach.
+#[test]
+fn a_driver_that_is_removed_by_force_detaches() -> Result<()> {
+    let machine = Machine::boot(plain().modules(Variant::Faults))?;
+    let work = machine.start_work()?;
+    machine.mercury("attach")?;
+    // Who has the device open would jump into freed memory at the end.
+    let reader = machine.spawn("exec sleep 1000 < /dev/mercury")?;
+    machine.sh("until pgrep -x sleep > /dev/null; do sleep 0.1; done")?;
+    let mut removal = machine.spawn("rmmod -f mercury")?;
+    machine.sh("until dmesg | grep 'mercury: the driver stays until'; do sleep 0.1; done")?;
+    assert!(!removal.has_ended()?);
+    reader.kill(9)?;
+    removal.wait(Duration::from_secs(60))?.check()?;
+    machine.mercury("load")?;
+    assert_eq!(machine.modes()?, "native native");
+    // A CPU that does not leave is told from KVM's use of the hardware.
+    machine.mercury("attach")?;
+    machine.sh(&format!("mercury fault {}", FaultPoint::Exit as u32))?;
+    machine.sh("rmmod -f mercury && dmesg | grep 'stays above the hypervisor'")?;
+    let status = machine.sh("mercury status")?;
+    assert!(!status.contains("bare hardware") && status.contains("mercury doctor"), "{status}");
+    let doctor = machine.run("mercury --json doctor")?;
+    assert_eq!(doctor.code(), Some(3), "{doctor:?}");
+    assert!(doctor.stdout.contains("orphaned-hypervisor"), "{doctor:?}");
+    assert!(!doctor.stdout.contains("virtualization-in-use"), "{doctor:?}");
+    let refusal = machine.mercury_refused("attach")?;
+    assert_eq!((refusal.exit, refusal.code.as_str()), (3, "orphaned-hypervisor"), "{refusal:?}");
+    assert_eq!(machine.mercury("status")?["state"], "orphaned");
 }
 
 /// Maps the shared blocks, says so, and reads them again when told to.

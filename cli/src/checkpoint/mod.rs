@@ -40,6 +40,7 @@ use crate::{
     exit::Exit,
     history::{Action, Attempt, Figures, Outcome},
     interrupt::Deferred,
+    lockdown,
     output::{Render, Text, bytes, duration, thousands},
     progress,
     restore::{
@@ -173,6 +174,7 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let sysroot = Sysroot::default();
     commands::need_root("checkpoint")?;
+    lockdown::refuse_reading("checkpoint", &sysroot)?;
     stay_in_the_foreground();
     match (args.every, &args.image) {
         (None, image) => {

@@ -5,7 +5,7 @@ use crate::{
     device::{Access, Device},
     driver::Driver,
     error::{Error, Result},
-    module,
+    lockdown, module,
     sysroot::{Module, Sysroot},
 };
 use mercury_abi::{
@@ -55,8 +55,8 @@ pub struct Machine {
     pub kvm_departs: Vec<&'static str>,
     /// KVM takes the hardware as soon as it is loaded; `None` where the parameter does not exist.
     pub kvm_enables_at_load: Option<bool>,
-    /// The lockdown mode: `none`, `integrity`, `confidentiality`.
-    pub lockdown: Option<String>,
+    /// How far the kernel is locked down.
+    pub lockdown: Option<lockdown::Mode>,
     /// Whether Secure Boot is on.
     pub secure_boot: Option<bool>,
     /// Whether the kernel insists on signed modules.
@@ -105,7 +105,7 @@ impl Machine {
             holders: module::holders(sysroot),
             kvm_departs: module::kvm_departs(sysroot),
             kvm_enables_at_load: flag("sys/module/kvm/parameters/enable_virt_at_load"),
-            lockdown: sysroot.text("sys/kernel/security/lockdown").and_then(|text| bracketed(&text)),
+            lockdown: lockdown::Mode::read(sysroot),
             secure_boot: sysroot.bytes(SECURE_BOOT).map(|bytes| bytes.get(4) == Some(&1)),
             signatures_enforced: flag("sys/module/module/parameters/sig_enforce"),
             driver_loaded: false,
@@ -141,12 +141,6 @@ pub fn version_code(release: &str) -> Option<u64> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u64>);
     let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
     Some(major << 16 | minor.min(255) << 8)
-}
-
-/// `none [integrity] confidentiality`: the word in brackets.
-fn bracketed(text: &str) -> Option<String> {
-    let (_, rest) = text.split_once('[')?;
-    rest.split_once(']').map(|(word, _)| word.to_string())
 }
 
 /// Asks the driver, putting it in for that if need be.
@@ -207,12 +201,6 @@ mod tests {
         assert_eq!(version_code("6.1.0-13-amd64"), Some(6 << 16 | 1 << 8));
         assert_eq!(version_code("6.12.107+deb13-cloud-amd64"), Some(6 << 16 | 12 << 8));
         assert_eq!(version_code("weird"), None);
-    }
-
-    #[test]
-    fn lockdown_modes() {
-        assert_eq!(bracketed("none [integrity] confidentiality").as_deref(), Some("integrity"));
-        assert_eq!(bracketed("none"), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::{
     Grade, Item,
     machine::{Asked, IMAGE_ORDER, Machine},
 };
-use crate::{bits, error::Error, explain, module};
+use crate::{bits, error::Error, explain, lockdown, module};
 use mercury_abi::code::Code;
 use mercury_preflight::{KernelSupport, kernel_support};
 
@@ -14,6 +14,8 @@ pub fn items(machine: &Machine) -> Vec<Item> {
     let always =
         [kernel(machine), driver(machine), signing(machine), memory(machine), other_hypervisors(machine)];
     let sometimes = [
+        orphaned(machine),
+        locked_down(machine),
         departures(machine),
         registers(machine),
         attached(machine),
@@ -82,7 +84,7 @@ fn unavailable(machine: &Machine, error: &Error) -> Item {
 
 /// Secure Boot, lockdown and forced signatures keep unsigned modules out.
 fn signing(machine: &Machine) -> Item {
-    let locked = machine.lockdown.as_deref().is_some_and(|mode| mode != "none");
+    let locked = machine.lockdown.is_some_and(|mode| mode > lockdown::Mode::None);
     let enforced = locked || machine.signatures_enforced == Some(true);
     let in_already = machine.driver_loaded || matches!(machine.asked, Asked::Answered { .. });
     let state = format!(
@@ -92,7 +94,7 @@ fn signing(machine: &Machine) -> Item {
             Some(false) => "off",
             None => "absent",
         },
-        machine.lockdown.as_deref().unwrap_or("absent")
+        machine.lockdown.map_or("absent", lockdown::Mode::name)
     );
     match (enforced, in_already) {
         (false, _) => Item::new("module signing", Grade::Ok, format!("not enforced ({state})")),
@@ -109,6 +111,37 @@ fn signing(machine: &Machine) -> Item {
             .hint(explain::entry(Code::Lockdown).remedy)
         },
     }
+}
+
+/// CPUs that are attached although this driver has loaded no hypervisor.
+fn orphaned(machine: &Machine) -> Option<Item> {
+    let Asked::Answered { attached, hypervisor_loaded: false, .. } = &machine.asked else { return None };
+    (!attached.is_empty()).then(|| Item {
+        code: Some(Code::OrphanedHypervisor.name()),
+        ..Item::new(
+            "hypervisor beneath",
+            Grade::Refused,
+            format!("CPUs {attached} are above a hypervisor whose driver is gone; it is not KVM"),
+        )
+        .hint(explain::entry(Code::OrphanedHypervisor).remedy)
+    })
+}
+
+/// What the driver will refuse although it can attach.
+fn locked_down(machine: &Machine) -> Option<Item> {
+    let text = match machine.lockdown? {
+        lockdown::Mode::None => return None,
+        lockdown::Mode::Integrity => {
+            "integrity: no machine can be restored or received here; checkpoints, and moves away, work"
+        }
+        lockdown::Mode::Confidentiality => {
+            "confidentiality: no checkpoint, no move, no restore; snapshots that stay in memory work"
+        }
+    };
+    Some(Item {
+        code: Some(Code::LockedDown.name()),
+        ..Item::new("kernel lockdown", Grade::Warning, text).hint(explain::entry(Code::LockedDown).remedy)
+    })
 }
 
 fn memory(machine: &Machine) -> Item {

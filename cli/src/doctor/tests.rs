@@ -9,6 +9,7 @@ use crate::{
     cpus::CpuSet,
     error::Error,
     exit::Exit,
+    lockdown,
     output::{Render, Text},
     sysroot::Module,
 };
@@ -29,7 +30,7 @@ fn good_machine() -> Machine {
         holders: vec![],
         kvm_departs: vec![],
         kvm_enables_at_load: None,
-        lockdown: Some("none".into()),
+        lockdown: Some(lockdown::Mode::None),
         secure_boot: Some(false),
         signatures_enforced: Some(false),
         driver_loaded: true,
@@ -193,12 +194,41 @@ fn headers_missing() {
 fn secure_boot() {
     let mut machine = good_machine();
     machine.driver_loaded = false;
-    machine.lockdown = Some("integrity".into());
+    machine.lockdown = Some(lockdown::Mode::Integrity);
     machine.secure_boot = Some(true);
     machine.asked = Asked::Unavailable(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]));
     let report = examine(&machine, true);
     assert_eq!(report.exit(), Exit::Impossible);
     assert!(rendered(&report).contains("mokutil --import"));
+}
+
+/// Attaching works beneath lockdown; what else the driver refuses is told.
+#[test]
+fn lockdown_is_told() {
+    for (mode, words) in [
+        (lockdown::Mode::Integrity, "no machine can be restored or received here"),
+        (lockdown::Mode::Confidentiality, "no checkpoint, no move, no restore"),
+    ] {
+        let report = examine(&Machine { lockdown: Some(mode), ..good_machine() }, true);
+        let text = rendered(&report);
+        assert!(text.contains(words) && text.contains("[locked-down]"), "{text}");
+        assert_eq!(report.exit(), Exit::Done);
+    }
+}
+
+/// A hypervisor without its driver is not taken for KVM, which could be unloaded.
+#[test]
+fn an_orphaned_hypervisor() {
+    let facts: Vec<CpuFacts> = (0..4).map(good_epyc).collect();
+    let attached: CpuSet = [1, 2].into_iter().collect();
+    let mut machine = good_machine();
+    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached };
+    let report = examine(&machine, true);
+    assert_eq!(report.exit(), Exit::Impossible);
+    let text = rendered(&report);
+    assert!(text.contains("CPUs 1-2 are above a hypervisor whose driver is gone"), "{text}");
+    assert!(text.contains("[orphaned-hypervisor]") && text.contains("reboot"), "{text}");
+    assert!(!text.contains("held by") && !text.contains("virtualization-in-use"), "{text}");
 }
 
 #[test]

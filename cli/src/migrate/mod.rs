@@ -47,6 +47,7 @@ use crate::{
     exit::Exit,
     history::{self, Action, Attempt},
     interrupt::Deferred,
+    lockdown,
     output::Format,
     sysroot::Sysroot,
 };
@@ -74,6 +75,7 @@ const FROZEN: Duration = Duration::from_secs(20);
 pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     commands::need_root("migrate")?;
+    lockdown::refuse_reading("migrate", &Sysroot::default())?;
     if args.dry_run {
         if args.key.is_some() {
             key(args)?;

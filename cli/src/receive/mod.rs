@@ -23,6 +23,7 @@ use crate::{
     ethernet::{self, Card},
     exit::Exit,
     interrupt::Deferred,
+    lockdown,
     migrate::{
         disk::{self, Disk},
         host as named,
@@ -129,6 +130,9 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         return host::run().map(|()| Exit::Done);
     }
     let sysroot = Sysroot::default();
+    if args.prepare.is_none() {
+        lockdown::refuse_restore("receive", &sysroot)?;
+    }
     let card = choose(args, ethernet::cards(&sysroot))?;
     let named = args.listen.map(|listen| *listen.0.ip()).filter(|ip| !ip.is_unspecified());
     let address = named.unwrap_or(card.addresses[0].0);

@@ -21,7 +21,7 @@ use crate::{
     exit::Exit,
     images::{self, Image},
     interrupt::Deferred,
-    module,
+    lockdown, module,
     output::{Render, Text},
     sysroot::Sysroot,
 };
@@ -74,6 +74,9 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
         return bring_back(args).map(|()| Exit::Done);
     }
     let sysroot = Sysroot::default();
+    if args.prepare.is_none() {
+        lockdown::refuse_restore("restore", &sysroot)?;
+    }
     let place = Place::of(&args.image, &sysroot)?;
     let purpose = purpose(args, &place)?;
     let image = args.image.as_path();

@@ -23,6 +23,7 @@ mod gap;
 mod ioperm;
 mod kernel;
 mod ldt;
+mod lockdown;
 mod log;
 mod perf;
 mod realtime;
@@ -94,6 +95,8 @@ enum Workload {
     Snapshot(snapshot::Args),
     /// Logs what is written, and proves by hashes that nothing is missing
     Log(log::Args),
+    /// Asks for what lockdown forbids
+    Lockdown,
     /// Copies a disk that is written to, by the log of what is, and compares the copy
     Disk(disk::Args),
     /// Compares the state of each CPU before, during and after
@@ -131,6 +134,7 @@ impl Workload {
             Self::Switch(args) => switch::run(args, stop, report),
             Self::Snapshot(args) => snapshot::run(args, stop, report),
             Self::Log(args) => log::run(args, stop, report),
+            Self::Lockdown => lockdown::run(report),
             Self::Disk(args) => disk::run(args, report),
             Self::State(args) => state::run(args, stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),

@@ -1,0 +1,73 @@
+//! Asks the driver for what reads or replaces the kernel's memory, in requests that it refuses anyway for want of a snapshot
+//! or an image, and tells the code of each refusal: lockdown's comes first.
+
+use std::fs::File;
+
+use mercury_abi::{
+    Header,
+    code::Code,
+    ioctl::{
+        LoadFramesRequest, LoadRequest, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_TAKE, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+    },
+};
+
+use crate::{Result, device, report::Report};
+
+/// A flag that no version knows.
+const UNKNOWN_FLAG: u64 = 1 << 63;
+
+/// One request of each kind.
+pub fn run(report: &mut Report) -> Result<()> {
+    let device = device::open_to_control()?;
+    for (name, command) in
+        [("snapshot-prepare", MERCURY_IOC_SNAPSHOT_PREPARE), ("snapshot-begin", MERCURY_IOC_SNAPSHOT_BEGIN)]
+    {
+        let header = Header::of::<SnapshotRequest>();
+        let request = SnapshotRequest { header, flags: UNKNOWN_FLAG, ..SnapshotRequest::default() };
+        report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
+    }
+    for (name, command) in
+        [("snapshot-take", MERCURY_IOC_SNAPSHOT_TAKE), ("snapshot-look", MERCURY_IOC_SNAPSHOT_LOOK)]
+    {
+        let header = Header::of::<SnapshotTakeRequest>();
+        let request = SnapshotTakeRequest { header, ..SnapshotTakeRequest::default() };
+        report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
+    }
+    for (name, command) in
+        [("snapshot-machine", MERCURY_IOC_SNAPSHOT_MACHINE), ("restore-begin", MERCURY_IOC_RESTORE_BEGIN)]
+    {
+        let header = Header::of::<RestartRequest>();
+        let request = RestartRequest { header, flags: UNKNOWN_FLAG, ..RestartRequest::default() };
+        report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
+    }
+    for (name, command) in
+        [("restore-load", MERCURY_IOC_RESTORE_LOAD), ("restore-read", MERCURY_IOC_RESTORE_READ)]
+    {
+        let header = Header::of::<LoadFramesRequest>();
+        let request = LoadFramesRequest { header, ..LoadFramesRequest::default() };
+        report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
+    }
+    let header = Header::of::<LoadRequest>();
+    let request = LoadRequest { header, flags: 1, ..LoadRequest::default() };
+    report.fact("restore-go", refusal(&device, MERCURY_IOC_RESTORE_GO, request, |request| request.outcome)?);
+    Ok(())
+}
+
+/// The name of the code with which the driver refuses.
+fn refusal<T: Copy>(
+    device: &File,
+    command: u32,
+    mut request: T,
+    outcome: impl Fn(&T) -> Outcome,
+) -> Result<&'static str> {
+    match device::request(device, command, &mut request) {
+        Ok(()) => Err("the driver has done it".into()),
+        Err(error) => Ok(Code::from_number(outcome(&request).code)
+            .filter(|code| *code != Code::Ok)
+            .ok_or_else(|| format!("no code: {error}"))?
+            .name()),
+    }
+}
