@@ -143,6 +143,37 @@ static u32 load(struct mercury_outcome *outcome)
 	return code;
 }
 
+u32 mercury_ask_mode(struct mercury_cpu *m)
+{
+	m->mode = mercury_mode();
+	return MERCURY_CODE_OK;
+}
+
+static bool all_native(struct mercury_outcome *outcome)
+{
+	int cpu;
+
+	mercury_on_cpus(cpu_online_mask, mercury_ask_mode);
+	for_each_online_cpu(cpu) {
+		if (mercury_cpu(cpu)->mode == MERCURY_MODE_ATTACHED) {
+			outcome->cpu = cpu;
+			return false;
+		}
+	}
+	return true;
+}
+
+/* Returns true if a CPU is attached though this driver has loaded nothing: an earlier one went without it. */
+static bool is_orphaned(struct mercury_outcome *outcome)
+{
+	bool native;
+
+	cpus_read_lock();
+	native = all_native(outcome);
+	cpus_read_unlock();
+	return !native;
+}
+
 u32 mercury_load(struct mercury_outcome *outcome)
 {
 	u32 code;
@@ -151,6 +182,8 @@ u32 mercury_load(struct mercury_outcome *outcome)
 		return MERCURY_CODE_GOING_DOWN;
 	if (mercury.state != MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_ALREADY_LOADED;
+	if (is_orphaned(outcome))
+		return MERCURY_CODE_ORPHANED_HYPERVISOR;
 	if (!try_module_get(THIS_MODULE))
 		return MERCURY_CODE_GOING_DOWN;
 	cpus_read_lock();
@@ -170,26 +203,6 @@ u32 mercury_load(struct mercury_outcome *outcome)
 		module_put(THIS_MODULE);
 	}
 	return code;
-}
-
-u32 mercury_ask_mode(struct mercury_cpu *m)
-{
-	m->mode = mercury_mode();
-	return MERCURY_CODE_OK;
-}
-
-static bool all_native(struct mercury_outcome *outcome)
-{
-	int cpu;
-
-	mercury_on_cpus(cpu_online_mask, mercury_ask_mode);
-	for_each_online_cpu(cpu) {
-		if (mercury_cpu(cpu)->mode == MERCURY_MODE_ATTACHED) {
-			outcome->cpu = cpu;
-			return false;
-		}
-	}
-	return true;
 }
 
 u32 mercury_unload(struct mercury_outcome *outcome)
@@ -232,6 +245,42 @@ void mercury_forget(void)
 	mercury_memory_destroy();
 	mercury_fault_reset();
 	module_put(THIS_MODULE);
+}
+
+static void leave(struct mercury_outcome *outcome)
+{
+	bool native;
+
+	if (!mercury_fault(MERCURY_FAULT_POINT_EXIT))
+		mercury_detach(NULL, outcome);
+	cpus_read_lock();
+	native = all_native(outcome);
+	mercury.state = native ? MERCURY_STATE_LOADED : MERCURY_STATE_CRASHED;
+	cpus_read_unlock();
+	if (native) {
+		mercury_unload(outcome);
+		return;
+	}
+	/* The hypervisor's memory is not the module's: the CPUs run on above it. */
+	mercury_emergency_release();
+	module_put(THIS_MODULE);
+	pr_emerg("CPU %u stays above the hypervisor, whose driver goes: reboot the machine\n",
+		 outcome->cpu);
+}
+
+/* The module goes. If that is by force, CPUs may be attached. */
+void mercury_control_exit(void)
+{
+	struct mercury_outcome outcome = {};
+
+	mutex_lock(&mercury.lock);
+	mercury.leaving = true;
+	mercury.going_down = true;
+	if (mercury.state != MERCURY_STATE_UNLOADED) {
+		pr_warn("the driver is removed by force: all CPUs are detached\n");
+		leave(&outcome);
+	}
+	mutex_unlock(&mercury.lock);
 }
 
 /* From here on, `switched` means: by this request. */

@@ -14,6 +14,7 @@
 #include <linux/icmpv6.h>
 #include <linux/ip.h>
 #include <linux/ipv6.h>
+#include <linux/module.h>
 #include <linux/netdevice.h>
 #include <linux/netfilter.h>
 #include <linux/netfilter_ipv4.h>
@@ -185,6 +186,8 @@ void mercury_fence_down(void)
 	WRITE_ONCE(fence.closed, false);
 	lower();
 	synchronize_net();
+	if (fence.stays)
+		module_put(THIS_MODULE);
 	kfree(fence.peers);
 	memset(&fence, 0, sizeof(fence));
 }
@@ -230,8 +233,13 @@ int mercury_fence(struct mercury_fence_request *request)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	request->stopped = atomic64_read(&fence.stopped);
 	if (request->flags & MERCURY_FENCE_STAYS) {
-		fence.stays = fence.up;
-		return fence.up ? MERCURY_CODE_OK : MERCURY_CODE_BAD_ARGUMENT;
+		if (!fence.up)
+			return MERCURY_CODE_BAD_ARGUMENT;
+		/* Another machine has the addresses: not even a forced removal of the module opens it. */
+		if (!fence.stays)
+			__module_get(THIS_MODULE);
+		fence.stays = true;
+		return MERCURY_CODE_OK;
 	}
 	mercury_fence_down();
 	if (request->flags & MERCURY_FENCE_DOWN)

@@ -36,10 +36,15 @@ no_snapshot:
 	return err;
 }
 
-/* While the hypervisor is loaded it holds a reference: this runs with every CPU native. */
+/*
+ * While the hypervisor is loaded it holds a reference. The kernel counts none if the module is removed by
+ * force (`rmmod -f`): all CPUs are detached here then.
+ */
 static void __exit mercury_exit(void)
 {
 	mercury_device_exit();
+	mercury_control_exit();
+	mercury_device_wait();
 	mercury_snapshot_exit();
 	mercury_events_exit();
 }

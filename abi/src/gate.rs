@@ -400,6 +400,8 @@ pub enum FaultPoint {
     AfterSwitch = 7,
     /// Attach: refused by the hotplug callback of a CPU that comes online.
     Hotplug = 8,
+    /// Removal of the driver by force: no CPU is detached.
+    Exit = 9,
 
     // Hypervisor, on the way in
     /// Refuse at entry.

@@ -365,7 +365,7 @@ fn observe() -> Result<Device> {
 pub fn current_status() -> Result<Status> {
     match observe() {
         Ok(device) => Status::collect(&device),
-        Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver()),
+        Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver(&Sysroot::default())),
         Err(error) => Err(error),
     }
 }

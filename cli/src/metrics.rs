@@ -143,7 +143,7 @@ fn system(registry: &mut Registry, status: &Status) {
         Info::new([("version", version)]),
     );
     let states = Family::<State, Gauge>::default();
-    for state in ["no-driver", "unloaded", "loaded", "attached", "crashed"] {
+    for state in ["no-driver", "unloaded", "loaded", "attached", "crashed", "orphaned"] {
         states.get_or_create(&State { state }).set(i64::from(status.state == state));
     }
     registry.register("state", "1 for the state of Mercury, 0 for the others", states);
@@ -356,7 +356,7 @@ fn group_number(name: &str) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{driver::Direction, driver::Driver, fake::FakeDriver, history::Figures};
+    use crate::{driver::Direction, driver::Driver, fake::FakeDriver, history::Figures, sysroot::Sysroot};
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     fn attached() -> Status {
@@ -406,7 +406,7 @@ mod tests {
     /// Every sample belongs to a family that is described and typed under the same name, as the text format wants it.
     #[test]
     fn each_sample_has_a_type_and_a_description() {
-        for status in [attached(), Status::without_driver()] {
+        for status in [attached(), Status::without_driver(&Sysroot::at("/nowhere"))] {
             let text = exposition(&status, &past()).expect("text");
             assert!(!text.contains("# EOF") && !text.contains("# UNIT"), "{text}");
             for line in text.lines().filter(|line| !line.starts_with('#')) {

@@ -13,6 +13,7 @@ use rustix::{
 };
 use std::{
     ffi::{CStr, CString},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -109,6 +110,33 @@ pub fn release(holders: &[Module]) -> Option<String> {
 #[must_use]
 pub fn is_loaded(sysroot: &Sysroot) -> bool {
     sysroot.module("mercury").is_some()
+}
+
+/// Bit of `/proc/sys/kernel/tainted`: a module was removed by force.
+const FORCED_REMOVAL: u64 = 1 << 3;
+
+/// AMD's EFER, as the driver for `/dev/cpu/*/msr` shows it, and its bit SVME.
+const EFER: u64 = 0xc000_0080;
+const SVME: u64 = 1 << 12;
+
+/// Says what speaks for a hypervisor beneath a machine without the driver; `None` if nothing does. Only the driver can ask
+/// the CPUs.
+#[must_use]
+pub fn suspect_hypervisor(sysroot: &Sysroot) -> Option<&'static str> {
+    let tainted = sysroot.text("proc/sys/kernel/tainted").and_then(|text| text.parse().ok()).unwrap_or(0_u64);
+    let svm = holders(sysroot).is_empty() && efer(sysroot).is_some_and(|efer| efer & SVME != 0);
+    match (svm, tainted & FORCED_REMOVAL != 0) {
+        (true, _) => Some("SVM is switched on, and no module is loaded that uses it"),
+        (_, true) => Some("a module was removed by force since the machine was started"),
+        _ => None,
+    }
+}
+
+fn efer(sysroot: &Sysroot) -> Option<u64> {
+    let file = std::fs::File::open(sysroot.path("dev/cpu/0/msr")).ok()?;
+    let mut value = [0; 8];
+    file.read_exact_at(&mut value, EFER).ok()?;
+    Some(u64::from_le_bytes(value))
 }
 
 /// Puts the module in if it is not: from `path`, or from the running kernel's module directory.
@@ -285,6 +313,28 @@ mod tests {
         );
         assert!(release(&both[..1]).is_some_and(|hint| hint.starts_with("2 virtual machines")));
         assert_eq!((names(&[]), release(&[])), (None, None));
+    }
+
+    #[test]
+    fn a_hypervisor_without_a_module_is_suspected() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        let sysroot = Sysroot::at(root.path());
+        let put = |path: &str, bytes: &[u8], at: u64| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+            let file = std::fs::File::create(path).expect("file");
+            file.write_all_at(bytes, at).expect("bytes");
+        };
+        assert_eq!(suspect_hypervisor(&sysroot), None);
+        put("proc/sys/kernel/tainted", b"4096\n", 0);
+        put("dev/cpu/0/msr", &0xd01_u64.to_le_bytes(), EFER);
+        assert_eq!(suspect_hypervisor(&sysroot), None, "an unsigned module, and SVM off");
+        put("dev/cpu/0/msr", &0x1d01_u64.to_le_bytes(), EFER);
+        assert!(suspect_hypervisor(&sysroot).is_some_and(|text| text.starts_with("SVM is switched on")));
+        put("proc/modules", b"kvm_amd 208896 0 - Live 0x0\n", 0);
+        assert_eq!(suspect_hypervisor(&sysroot), None, "it is KVM's");
+        put("proc/sys/kernel/tainted", b"4104\n", 0);
+        assert!(suspect_hypervisor(&sysroot).is_some_and(|text| text.contains("by force")));
     }
 
     #[test]

@@ -3,9 +3,11 @@
 use crate::{
     driver::Driver,
     error::Result,
+    module,
     output::{Hex, Render, Text, Tone, bytes, duration, thousands, ticks_to_us},
     snapshot::Rollback,
     svm,
+    sysroot::Sysroot,
 };
 use mercury_abi::{
     code::Code,
@@ -31,8 +33,11 @@ const REGISTERS: [&str; 16] = [
 /// Everything that `mercury status` shows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Status {
-    /// `no-driver`, `unloaded`, `loaded`, `attached` or `crashed`.
+    /// `no-driver`, `unloaded`, `loaded`, `attached`, `crashed`, or `orphaned`: attached without a driver.
     pub state: &'static str,
+    /// Without a driver: what speaks for a hypervisor that one left beneath.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub suspicion: Option<&'static str>,
     /// The hypervisor's version, empty without a driver.
     pub version: String,
     /// TSC frequency in kHz.
@@ -177,17 +182,21 @@ impl Status {
     /// Asks the driver.
     pub fn collect(driver: &dyn Driver) -> Result<Self> {
         let system = driver.system()?;
-        let (cpus, shared) = match system.state {
-            MERCURY_STATE_UNLOADED => (Vec::new(), Vec::new()),
-            _ => (driver.status()?, driver.shared()?),
-        };
-        Ok(Self::new(&system, &cpus, &shared))
+        let cpus = driver.status()?;
+        if system.state != MERCURY_STATE_UNLOADED {
+            return Ok(Self::new(&system, &cpus, &driver.shared()?));
+        }
+        if !cpus.iter().any(|cpu| cpu.mode == MERCURY_MODE_ATTACHED) {
+            return Ok(Self::new(&system, &[], &[]));
+        }
+        Ok(Self { state: "orphaned", ..Self::new(&system, &cpus, &[]) })
     }
 
     /// The status of a machine without the driver.
     #[must_use]
-    pub fn without_driver() -> Self {
-        Self { state: "no-driver", ..Self::new(&SystemInfo::default(), &[], &[]) }
+    pub fn without_driver(sysroot: &Sysroot) -> Self {
+        let suspicion = module::suspect_hypervisor(sysroot);
+        Self { state: "no-driver", suspicion, ..Self::new(&SystemInfo::default(), &[], &[]) }
     }
 
     /// Puts together what the driver and the hypervisor say.
@@ -196,6 +205,7 @@ impl Status {
         let cpu = |status: &CpuStatus| cpu(status, shared.get(status.cpu as usize), system.tsc_khz);
         Self {
             state: state_name(system.state),
+            suspicion: None,
             version: nul_padded(&system.version),
             tsc_khz: system.tsc_khz,
             controller_pid: (system.controller_pid != 0).then_some(system.controller_pid),
@@ -325,6 +335,10 @@ fn guest_registers(record: &CrashRecord) -> BTreeMap<&'static str, Hex> {
 impl Render for Status {
     fn render(&self, to: &mut Text) {
         to.line(self.headline(to));
+        if let Some(suspicion) = self.suspicion {
+            to.line(to.tone(Tone::Doubtful, suspicion));
+            to.line("`mercury doctor` asks the CPUs whether a hypervisor is beneath them");
+        }
         if self.state == "no-driver" {
             return;
         }
@@ -355,11 +369,19 @@ impl Status {
         let online = self.cpus.len() - self.in_mode("offline");
         let attached = self.in_mode("attached");
         let state = match self.state {
+            "no-driver" if self.suspicion.is_some() => "not loaded".into(),
             "no-driver" => "not loaded: every CPU runs on the bare hardware".into(),
             "unloaded" => "driver loaded, hypervisor not: every CPU runs on the bare hardware".into(),
             "loaded" => to.tone(Tone::Good, "loaded, every CPU native"),
             "attached" => to.tone(Tone::Good, &format!("attached, {attached} of {online} online CPUs")),
             "crashed" => to.tone(Tone::Bad, "crashed and taken out; the system runs on natively"),
+            "orphaned" => to.tone(
+                Tone::Bad,
+                &format!(
+                    "{attached} of {online} online CPUs are above a hypervisor whose driver is gone: reboot \
+                     [orphaned-hypervisor]"
+                ),
+            ),
             other => other.to_string(),
         };
         format!(
@@ -496,7 +518,7 @@ pub fn exits_per_second(before: &Status, after: &Status, seconds: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fake::{shared_cpu, system};
+    use crate::fake::{FakeDriver, shared_cpu, system};
     use crate::output::json;
 
     fn status(mode: u32) -> Status {
@@ -546,9 +568,26 @@ mod tests {
     #[test]
     fn not_loaded() {
         assert_eq!(
-            rendered(&Status::without_driver()),
+            rendered(&Status::without_driver(&Sysroot::at("/nowhere"))),
             "Mercury not loaded: every CPU runs on the bare hardware\n"
         );
+    }
+
+    #[test]
+    fn a_hypervisor_without_a_driver_is_not_bare_hardware() {
+        let root = tempfile::tempdir().expect("temporary directory");
+        std::fs::create_dir_all(root.path().join("proc/sys/kernel")).expect("directory");
+        std::fs::write(root.path().join("proc/sys/kernel/tainted"), "4104\n").expect("file");
+        let text = rendered(&Status::without_driver(&Sysroot::at(root.path())));
+        assert!(text.contains("removed by force") && text.contains("mercury doctor"), "{text}");
+        assert!(!text.contains("bare hardware"), "{text}");
+        // Another driver, which has loaded nothing, asks the CPUs.
+        let driver = FakeDriver::new(2);
+        driver.attached.borrow_mut().fill(true);
+        let status = Status::collect(&driver).expect("status");
+        assert_eq!((status.state, status.in_mode("attached")), ("orphaned", 2));
+        let text = rendered(&status);
+        assert!(text.contains("2 of 2 online CPUs are above a hypervisor whose driver is gone"), "{text}");
     }
 
     #[test]

@@ -7,7 +7,8 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Init, Kernel, Machine, Result, Spec, Vendor, is_full};
+use mercury_abi::gate::FaultPoint;
+use mercury_lab::{Init, Kernel, Machine, Result, Spec, Variant, Vendor, is_full};
 use serde_json::Value;
 use workloads::{load_test_module, report};
 
@@ -328,7 +329,6 @@ fn nothing_goes_that_is_in_use() -> Result<()> {
     machine.mercury("unload --keep-driver")?;
     machine.sh("rmmod mercury")?;
     machine.check_next_attach()?;
-    work.finish()
     work.finish()?;
     lockdown_forbids_what_it_should(&machine)
 }
@@ -396,6 +396,7 @@ fn a_driver_that_is_removed_by_force_detaches() -> Result<()> {
     let refusal = machine.mercury_refused("attach")?;
     assert_eq!((refusal.exit, refusal.code.as_str()), (3, "orphaned-hypervisor"), "{refusal:?}");
     assert_eq!(machine.mercury("status")?["state"], "orphaned");
+    work.finish()
 }
 
 /// Maps the shared blocks, says so, and reads them again when told to.

@@ -157,8 +157,9 @@ fn ask(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Result<Asked> {
 fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     let system = driver.system()?;
     let loaded = system.state != MERCURY_STATE_UNLOADED;
-    let status = if loaded { driver.status()? } else { Vec::new() };
-    let attached = status.iter().filter(|cpu| cpu.mode == MERCURY_MODE_ATTACHED).map(|cpu| cpu.cpu).collect();
+    // One that has loaded nothing is asked as well: what an earlier driver left beneath would answer.
+    let attached =
+        driver.status()?.iter().filter(|cpu| cpu.mode == MERCURY_MODE_ATTACHED).map(|cpu| cpu.cpu).collect();
     let mut facts = Vec::new();
     for cpu in sysroot.online_cpus().iter() {
         facts.extend(driver.facts(cpu)?.map(|facts| without_mercury(facts, &attached)));

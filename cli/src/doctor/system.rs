@@ -212,7 +212,7 @@ fn registers(machine: &Machine) -> Option<Item> {
 
 fn attached(machine: &Machine) -> Option<Item> {
     match &machine.asked {
-        Asked::Answered { attached, .. } if !attached.is_empty() => {
+        Asked::Answered { attached, hypervisor_loaded: true, .. } if !attached.is_empty() => {
             Some(Item::new("mode", Grade::Note, format!("CPUs {attached} are attached now")))
         }
         _ => None,
