@@ -19,14 +19,14 @@ use std::{
 };
 
 use crate::{
-    driver::{self, Variant},
+    driver::{self, For, Variant},
     error::{Context, Result},
     hash::Ingredients,
     host, hypervisor, image,
     image::Release,
     kernel::Kernel,
     lock::Lock,
-    paths, testmod,
+    paths, spec, testmod,
 };
 
 /// What can be asked to be built.
@@ -66,14 +66,23 @@ fn build(release: Release) -> Result<Artefacts> {
     for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.release() == release) {
         let version = kernel.files(&image::Image::ensure(release)?)?;
         files.push((format!("initramfs/{}.cpio", version.version).into(), version.initramfs(&agent)?));
-        for (variant, module) in build_modules(kernel)? {
-            let name = Path::new("lib").join(variant.directory()).join(&version.version);
-            files.push((name.join("mercury.ko"), module));
-        }
-        let (name, built) = (Path::new("lib/modules").join(&version.version), testmod::build(kernel)?);
-        files.extend(testmod::FILES.map(|file| (name.join(file), built.join(file))));
+        add_modules(&For::stock(kernel)?, &mut files)?;
+    }
+    if spec::checked_kernel(release)?.is_some() {
+        add_modules(&For::checked(release)?, &mut files)?;
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
+}
+
+/// The driver, and the modules of the tests, for one kernel.
+fn add_modules(kernel: &For, files: &mut Files) -> Result<()> {
+    for (variant, module) in build_modules_for(kernel)? {
+        let name = Path::new("lib").join(variant.directory()).join(&kernel.version);
+        files.push((name.join("mercury.ko"), module));
+    }
+    let (name, built) = (Path::new("lib/modules").join(&kernel.version), testmod::build(kernel)?);
+    files.extend(testmod::FILES.map(|file| (name.join(file), built.join(file))));
+    Ok(())
 }
 
 /// What goes on a disk: where, and from which file.
@@ -100,6 +109,10 @@ fn build_programs() -> Result<(PathBuf, Files)> {
 /// # Errors
 /// If one does not build.
 pub fn build_modules(kernel: Kernel) -> Result<Vec<(Variant, PathBuf)>> {
+    build_modules_for(&For::stock(kernel)?)
+}
+
+fn build_modules_for(kernel: &For) -> Result<Vec<(Variant, PathBuf)>> {
     if !driver::exists() {
         return Ok(Vec::new());
     }

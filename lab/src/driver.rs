@@ -10,10 +10,11 @@ use crate::{
     error::{Context, Result},
     hash::Ingredients,
     host,
-    image::Image,
+    image::{Image, Release},
     kernel::Kernel,
     lock::Lock,
     paths,
+    previrtualization::{self, Flavour},
 };
 
 /// What the module is for.
@@ -46,9 +47,62 @@ impl Variant {
     }
 }
 
-/// Builds inside of the build root; the arguments are the kernel's version and `FAULTS`' value.
-const BUILD: &str =
-    r#"exec make -j2 -C /build/driver KDIR="/lib/modules/$1/build" FAULTS="$2" KCFLAGS=-Werror"#;
+/// A kernel that modules are built for.
+#[derive(Clone, Debug)]
+pub struct For {
+    /// The release, in whose root they are built.
+    release: Release,
+    /// That root.
+    root: PathBuf,
+    /// What `uname -r` says.
+    pub version: String,
+    /// The kernel's headers and configuration, inside of the root.
+    headers: String,
+}
+
+impl For {
+    /// A stock kernel.
+    ///
+    /// # Errors
+    /// If its image cannot be made.
+    pub fn stock(kernel: Kernel) -> Result<Self> {
+        let image = Image::ensure(kernel.release())?;
+        let version = kernel.files(&image)?.version;
+        let headers = format!("/lib/modules/{version}/build");
+        Ok(Self { release: kernel.release(), root: image.tree(), version, headers })
+    }
+
+    /// The kernel of [`Flavour::Checked`], built now if it is not there.
+    ///
+    /// # Errors
+    /// If it does not build.
+    pub fn checked(release: Release) -> Result<Self> {
+        let built = previrtualization::build(release, Flavour::Checked)?;
+        let headers = built.directory.clone();
+        let named = headers.join("include/config/kernel.release");
+        let version = fs::read_to_string(&named).context(|| format!("read {}", named.display()))?;
+        let (root, version) = (built.root, version.trim().to_owned());
+        Ok(Self { release, headers: format!("/build/{}", Flavour::Checked.directory()), root, version })
+    }
+
+    /// A name for locks: modules of one release are built one after the other.
+    pub(crate) fn lock(&self, what: &str) -> String {
+        format!("{what}-{}", self.release)
+    }
+
+    /// The root to build in.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The kernel's headers, inside of the root.
+    pub(crate) fn headers(&self) -> &str {
+        &self.headers
+    }
+}
+
+/// Builds inside of the build root; the arguments are the kernel's headers and `FAULTS`' value.
+const BUILD: &str = r#"exec make -j2 -C /build/driver KDIR="$1" FAULTS="$2" KCFLAGS=-Werror"#;
 
 /// Whether there is a driver to build.
 #[must_use]
@@ -65,18 +119,16 @@ fn sources() -> PathBuf {
 ///
 /// # Errors
 /// If it does not build, or builds with warnings; the error names the log.
-pub fn build(kernel: Kernel, variant: Variant, hypervisor: &Path) -> Result<PathBuf> {
-    let root = Image::ensure(kernel.release())?;
-    let version = kernel.files(&root)?.version;
-    let module = paths::lab_dir(variant.directory())?.join(&version).join("mercury.ko");
+pub fn build(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<PathBuf> {
+    let module = paths::lab_dir(variant.directory())?.join(&kernel.version).join("mercury.ko");
     let stamp = module.with_extension("stamp");
-    let _lock = Lock::wait(&format!("driver-{}", kernel.release()))?;
-    let inputs = inputs(&version, variant, hypervisor)?;
+    let _lock = Lock::wait(&kernel.lock("driver"))?;
+    let inputs = inputs(&kernel.version, variant, hypervisor)?;
     if module.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         return Ok(module);
     }
-    make_in(&root.tree(), &version, variant, hypervisor)?;
-    let built = root.tree().join("build/driver/mercury.ko");
+    make_for(kernel, variant, hypervisor)?;
+    let built = kernel.root.join("build/driver/mercury.ko");
     let directory = module.parent().unwrap_or(&module);
     fs::create_dir_all(directory).context(|| format!("make {}", directory.display()))?;
     fs::copy(&built, &module).context(|| format!("copy {}", built.display()))?;
@@ -95,17 +147,18 @@ fn inputs(version: &str, variant: Variant, hypervisor: &Path) -> Result<String> 
 }
 
 /// Copies the sources into the build root afresh, and runs make there.
-fn make_in(root: &Path, version: &str, variant: Variant, hypervisor: &Path) -> Result<()> {
+fn make_for(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<()> {
+    let (root, version) = (&kernel.root, &kernel.version);
     let build = root.join("build");
-    host::remove_tree(&build)?;
-    host::run("copying the driver", "driver-copy", host::as_root("mkdir").arg(&build))?;
+    host::remove_tree(&build.join("driver"))?;
+    host::run("copying the driver", "driver-copy", host::as_root("mkdir").arg("-p").arg(&build))?;
     let copy = |from: &Path, to: &Path| {
         host::run("copying the driver", "driver-copy", host::as_root("cp").arg("-r").arg(from).arg(to))
     };
     copy(&sources(), &build.join("driver"))?;
     copy(hypervisor, &build.join("driver/hypervisor.bin"))?;
     let mut make = host::as_root("chroot");
-    make.arg(root).args(["/bin/sh", "-c", BUILD, "build", version, variant.make_value()]);
+    make.arg(root).args(["/bin/sh", "-c", BUILD, "build", kernel.headers(), variant.make_value()]);
     let what = format!("mercury.ko for {version} ({})", variant.directory());
     host::run(&what, &format!("driver-{version}-{}", variant.directory()), &mut make)
 }

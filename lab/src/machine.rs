@@ -30,11 +30,11 @@ use crate::{
     host, hung,
     image::Image,
     iommu::Iommu,
-    kernel,
+    kernel::{self, Kernel},
     lock::Reservation,
     owner,
     scene::Scene,
-    spec::{Console, Platform, Spec, Vendor},
+    spec::{self, Console, Platform, Spec, Vendor},
 };
 
 /// A running machine.
@@ -638,6 +638,9 @@ impl Prepared {
         let image = Image::ensure(spec.kernel.release())?;
         let artefacts = artefacts::ensure(spec.kernel.release())?;
         let debians = spec.kernel.files(&image)?;
+        if spec.own_kernel.is_none() && spec.kernel == Kernel::BookwormCloud {
+            spec.own_kernel = spec::checked_kernel(spec.kernel.release())?;
+        }
         let initramfs = match &spec.own_kernel {
             Some(_) => kernel::initramfs_without_modules(&artefacts.agent)?,
             None => debians.initramfs(&artefacts.agent)?,

@@ -56,6 +56,9 @@ enum Command {
         /// Without the afterburner
         #[arg(long)]
         plain: bool,
+        /// Without the afterburner, and with the kernel's own checks of locks (lockdep)
+        #[arg(long, conflicts_with = "plain")]
+        checked: bool,
     },
     /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has built
     Hosted {
@@ -259,10 +262,14 @@ fn run(command: Command) -> Result<ExitCode> {
                 println!("{}", artefacts::ensure(release)?.disk.display());
             }
         }
-        Command::Kernel { release, plain } => {
-            let flavour = if plain { Flavour::Plain } else { Flavour::PreVirtualized };
+        Command::Kernel { release, plain, checked } => {
+            let flavour = match (plain, checked) {
+                (true, _) => Flavour::Plain,
+                (_, true) => Flavour::Checked,
+                _ => Flavour::PreVirtualized,
+            };
             let built = previrtualization::build(release, flavour)?;
-            if !plain {
+            if flavour == Flavour::PreVirtualized {
                 println!("{}", bench::previrtualization::account(&built)?);
             }
             println!("{}", built.image.display());

@@ -13,6 +13,7 @@ use crate::{
     image::Release,
     iommu::Iommu,
     kernel::Kernel,
+    previrtualization::{self, Flavour},
     tsc,
 };
 
@@ -21,6 +22,21 @@ pub const CPU: &str = "EPYC,+svm,+npt";
 
 /// In seconds. A kernel in Bochs takes most of a minute for the checksum of a crash kernel.
 const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
+
+/// If this is set, machines of Debian 12's cloud kernel boot one that checks its locks instead.
+const CHECKED: &str = "MERCURY_LAB_CHECKED";
+
+/// The kernel that machines of this release boot in place of the cloud kernel, if one is wanted; built now if it is not there.
+///
+/// # Errors
+/// If it does not build.
+pub(crate) fn checked_kernel(release: Release) -> Result<Option<PathBuf>> {
+    let wanted = std::env::var(CHECKED).is_ok_and(|value| !value.is_empty());
+    if release != Release::Bookworm || !wanted {
+        return Ok(None);
+    }
+    Ok(Some(previrtualization::build(release, Flavour::Checked)?.image))
+}
 
 /// The emulator's name.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";

@@ -1,17 +1,13 @@
 //! Builds the kernel modules of the tests (lab/testmod) for the lab's kernels, as the driver is built: in
 //! each release's own build root, with warnings as errors. They are not shipped.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
 
 use crate::{
+    driver::For,
     error::{Context, Result},
     hash::Ingredients,
     host,
-    image::Image,
-    kernel::Kernel,
     lock::Lock,
     paths,
 };
@@ -20,27 +16,25 @@ use crate::{
 pub const FILES: [&str; 2] = ["mercury_test.ko", "vboxdrv.ko"];
 /// Inside of the build root.
 const DIRECTORY: &str = "build-test";
-/// Inside of the build root; the argument is the kernel's version.
-const BUILD: &str = r#"exec make -C /build-test KDIR="/lib/modules/$1/build" KCFLAGS=-Werror"#;
+/// Inside of the build root; the argument is the kernel's headers.
+const BUILD: &str = r#"exec make -C /build-test KDIR="$1" KCFLAGS=-Werror"#;
 
 /// Builds the modules for `kernel` unless they are there already; returns their directory.
 ///
 /// # Errors
 /// If one does not build; the error names the log.
-pub fn build(kernel: Kernel) -> Result<PathBuf> {
-    let root = Image::ensure(kernel.release())?;
-    let version = kernel.files(&root)?.version;
-    let directory = paths::lab_dir("modules-test")?.join(&version);
+pub fn build(kernel: &For) -> Result<PathBuf> {
+    let directory = paths::lab_dir("modules-test")?.join(&kernel.version);
     let stamp = directory.join("stamp");
-    let _lock = Lock::wait(&format!("testmod-{}", kernel.release()))?;
-    let inputs = inputs(&version)?;
+    let _lock = Lock::wait(&kernel.lock("testmod"))?;
+    let inputs = inputs(&kernel.version)?;
     if fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         return Ok(directory);
     }
-    make_in(&root.tree(), &version)?;
+    make_for(kernel)?;
     fs::create_dir_all(&directory).context(|| format!("make {}", directory.display()))?;
     for file in FILES {
-        let built = root.tree().join(DIRECTORY).join(file);
+        let built = kernel.root().join(DIRECTORY).join(file);
         fs::copy(&built, directory.join(file)).context(|| format!("copy {}", built.display()))?;
     }
     fs::write(&stamp, inputs).context(|| format!("write {}", stamp.display()))?;
@@ -62,16 +56,17 @@ fn inputs(version: &str) -> Result<String> {
 }
 
 /// Copies the sources into the build root afresh, and runs make there.
-fn make_in(root: &Path, version: &str) -> Result<()> {
+fn make_for(kernel: &For) -> Result<()> {
+    let (root, version) = (kernel.root(), &kernel.version);
     let build = root.join(DIRECTORY);
     host::remove_tree(&build)?;
-    let copy = |from: &Path, to: &Path| {
+    let copy = |from: &PathBuf, to: &PathBuf| {
         let mut copy = host::as_root("cp");
         host::run("copying the test modules", "testmod-copy", copy.arg("-r").arg(from).arg(to))
     };
     copy(&sources(), &build)?;
     copy(&header(), &build)?;
     let mut make = host::as_root("chroot");
-    make.arg(root).args(["/bin/sh", "-c", BUILD, "build", version]);
+    make.arg(root).args(["/bin/sh", "-c", BUILD, "build", kernel.headers()]);
     host::run(&format!("the test modules for {version}"), &format!("testmod-{version}"), &mut make)
 }

@@ -20,6 +20,10 @@ use crate::{
 /// Lines of configurations, on top of `allnoconfig`.
 const SMALL: &str = include_str!("../../guest/kernel/small.config");
 const TINY: &str = include_str!("../../guest/kernel/tiny.config");
+const CHECKED: &str = concat!(
+    include_str!("../../guest/kernel/small.config"),
+    include_str!("../../guest/kernel/checked.config")
+);
 
 /// Without these it is not the kernel that was wanted, whatever names the release has for the others.
 const NEEDED_SMALL: &[&str] = &[
@@ -46,6 +50,23 @@ const NEEDED_TINY: &[&str] = &[
     "CONFIG_BLK_DEV_INITRD=y",
 ];
 
+const NEEDED_CHECKED: &[&str] = &[
+    "CONFIG_PROVE_LOCKING=y",
+    "CONFIG_DEBUG_ATOMIC_SLEEP=y",
+    "CONFIG_DEBUG_PREEMPT=y",
+    "CONFIG_HIBERNATION=y",
+    "CONFIG_MEMORY_HOTREMOVE=y",
+    "CONFIG_DYNAMIC_FTRACE_WITH_REGS=y",
+    "CONFIG_KPROBES=y",
+    "CONFIG_KEXEC=y",
+    "CONFIG_MODULE_FORCE_UNLOAD=y",
+    "CONFIG_NETFILTER=y",
+    "CONFIG_DM_SNAPSHOT=y",
+    "CONFIG_VIRTIO_CONSOLE=y",
+    "CONFIG_BLK_DEV_NVME=y",
+    "CONFIG_EXT4_FS=y",
+];
+
 /// How a kernel is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
@@ -55,6 +76,8 @@ pub enum Flavour {
     PreVirtualized,
     /// With the afterburner, and with no more than a hosted shell needs: in a fraction of the time. No image to boot.
     Tiny,
+    /// As it is, with the kernel's own checks of its locks, and all that the driver needs.
+    Checked,
 }
 
 impl Flavour {
@@ -65,6 +88,7 @@ impl Flavour {
             Self::Plain => "plain",
             Self::PreVirtualized => "previrtualized",
             Self::Tiny => "tiny",
+            Self::Checked => "checked",
         }
     }
 
@@ -78,13 +102,14 @@ impl Flavour {
         match self {
             Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
             Self::Tiny => (TINY, NEEDED_TINY),
+            Self::Checked => (CHECKED, NEEDED_CHECKED),
         }
     }
 
     /// The command that builds it there.
     pub(super) fn make(self) -> &'static str {
         match self {
-            Self::Plain => "make",
+            Self::Plain | Self::Checked => "make",
             Self::PreVirtualized | Self::Tiny => "/build/afterburner make",
         }
     }
@@ -94,20 +119,36 @@ impl Flavour {
         match self {
             Self::Plain | Self::PreVirtualized => 1700,
             Self::Tiny => 900,
+            Self::Checked => 1900,
         }
     }
 
     /// Describes what a whole build costs.
     fn cost(self) -> &'static str {
         match self {
-            Self::Plain | Self::PreVirtualized => "some 15 minutes on two processors, and 2 GB of disk",
+            Self::Plain | Self::PreVirtualized | Self::Checked => {
+                "some 15 minutes on two processors, and 2 GB of disk"
+            }
             Self::Tiny => "some 5 minutes on two processors, and 2 GB of disk",
+        }
+    }
+
+    /// Returns true if the afterburner builds it.
+    fn has_slots(self) -> bool {
+        matches!(self, Self::PreVirtualized | Self::Tiny)
+    }
+
+    /// The lock that a build holds. Flavours that the afterburner builds share its copy in the root.
+    fn lock(self, release: Release) -> String {
+        match self {
+            Self::Checked => format!("kernel-{release}-checked"),
+            _ => format!("kernel-{release}"),
         }
     }
 
     pub(super) fn targets(self) -> &'static str {
         match self {
-            Self::Plain | Self::PreVirtualized => "bzImage modules",
+            Self::Plain | Self::PreVirtualized | Self::Checked => "bzImage modules",
             Self::Tiny => "vmlinux",
         }
     }
@@ -116,6 +157,10 @@ impl Flavour {
 /// What a build leaves.
 #[derive(Clone, Debug)]
 pub struct Built {
+    /// The root that it was built in, and where the build is.
+    pub root: PathBuf,
+    /// The directory of the build.
+    pub directory: PathBuf,
     /// With symbols, and the records of slots.
     pub vmlinux: PathBuf,
     /// To be booted.
@@ -146,7 +191,7 @@ exec $make -C $source O=/build/$flavour -j2 $targets"#;
 pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     let afterburner = artefacts::build_program("mercury-afterburner", "afterburner")?;
     let tree = root::ensure(release)?;
-    let _lock = Lock::wait(&format!("kernel-{release}"))?;
+    let _lock = Lock::wait(&flavour.lock(release))?;
     let directory = tree.join("build").join(flavour.directory());
     let stamp = directory.join("lab.stamp");
     let inputs = inputs(flavour)?;
@@ -159,6 +204,8 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
         vmlinux: directory.join("vmlinux"),
         image: directory.join("arch/x86/boot/bzImage"),
         modules: modules(&directory)?,
+        root: tree,
+        directory,
         afterburner,
     })
 }
@@ -167,7 +214,7 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
 /// another one in every clone, for it names the directory that it was built in, and a kernel takes a quarter of an hour.
 fn inputs(flavour: Flavour) -> Result<String> {
     let all = Ingredients::default().with(flavour.configuration().0).with(BUILD);
-    if flavour == Flavour::Plain {
+    if !flavour.has_slots() {
         return Ok(all.name());
     }
     let root = paths::root();
@@ -195,7 +242,7 @@ fn versions(crates: &[&str], lock: &str) -> Vec<String> {
 fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> Result<()> {
     let build = tree.join("build");
     put(flavour.configuration().0, &build.join(flavour.configuration_file()))?;
-    if flavour != Flavour::Plain {
+    if flavour.has_slots() {
         let mut copy = host::as_root("cp");
         copy.arg("--remove-destination").arg(afterburner).arg(build.join("afterburner"));
         host::run("copying the afterburner", "kernel-copy", &mut copy)?;
