@@ -817,6 +817,12 @@ static void look_at_lists(void)
 			if (!populated_zone(&NODE_DATA(node)->node_zones[zone]))
 				continue;
 			lists = this_cpu_ptr(NODE_DATA(node)->node_zones[zone].per_cpu_pageset);
+			/*
+			 * On PREEMPT_RT a task that changes them may have been preempted for this: its
+			 * pages count as the kernel's own.
+			 */
+			if (spin_is_locked(&lists->lock))
+				continue;
 			for (list = 0; list < NR_PCP_LISTS; list++)
 				list_for_each_entry(page, &lists->lists[list], pcp_list)
 					mark_free_block(page_to_pfn(page), order_of_list(list));

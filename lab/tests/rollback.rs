@@ -652,3 +652,24 @@ fn a_device_is_given_what_is_read_only() -> Result<()> {
 fn from_a_triple_fault_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[DISK_LOAD], "mercury-workload kernel triple-fault 0", "triple fault")
 }
+
+/// What an AML method of `lab/guest/acpi/sleep.asl` has told the kernel's log, in order.
+fn firmware_was_told(log: &str) -> Vec<&str> {
+    log.split("firmware _").skip(1).map(|rest| rest.get(..5).unwrap_or(rest)).collect()
+}
+
+/// The instant and the way back are told to the firmware as Linux tells it of hibernation: `_PTS(4)` and `_WAK(4)` with no sleep
+/// in between. The one that a rollback ends in hears `_WAK(4)` once more.
+#[test]
+#[ignore = "long"]
+fn firmware_is_told_of_a_sleep() -> Result<()> {
+    need_qemu()?;
+    let table = concat!("file=", env!("CARGO_MANIFEST_DIR"), "/guest/acpi/sleep.aml");
+    let spec = spec(2).qemu_arg("-acpitable").qemu_arg(table);
+    let machine = at_work(spec.kernel_arg("acpi.aml_debug_output=1").kernel_arg("ignore_loglevel"), &[])?;
+    machine.mercury("attach")?;
+    let report = live_twice(&machine, "mercury rollback")?;
+    let log = machine.serial_log();
+    assert_eq!(firmware_was_told(&log), ["TTS 4", "PTS 4", "WAK 4", "TTS 0", "WAK 4", "TTS 0"], "{log}");
+    is_as_it_was(&machine, &report, "command")
+}
