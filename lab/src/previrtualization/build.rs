@@ -119,7 +119,7 @@ impl Flavour {
         match self {
             Self::Plain | Self::PreVirtualized => 1700,
             Self::Tiny => 900,
-            Self::Checked => 1900,
+            Self::Checked => 1800,
         }
     }
 
