@@ -142,12 +142,13 @@ static const struct nf_hook_ops hooks[] = {
 #endif
 };
 
-static int __net_init add(struct net *net)
+/* Not __net_init: without network namespaces that is __init, and the fence is raised long after that. */
+static int add(struct net *net)
 {
 	return nf_register_net_hooks(net, hooks, ARRAY_SIZE(hooks));
 }
 
-static void __net_exit remove(struct net *net)
+static void remove(struct net *net)
 {
 	nf_unregister_net_hooks(net, hooks, ARRAY_SIZE(hooks));
 }
