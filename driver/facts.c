@@ -4,6 +4,7 @@
  * before an attach and for the comparison before and after.
  */
 #include <linux/cc_platform.h>
+#include <linux/cpu.h>
 #include <linux/ioport.h>
 #include <linux/version.h>
 #include <asm/cpufeature.h>
@@ -262,6 +263,8 @@ static u64 system_bits(void)
 #endif
 	if (READ_ONCE(mercury.kvm_may))
 		bits |= MERCURY_SYSTEM_KVM_MAY;
+	if (cpu_mitigations_off())
+		bits |= MERCURY_SYSTEM_MITIGATIONS_OFF;
 	return bits;
 }
 

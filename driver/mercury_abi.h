@@ -70,6 +70,11 @@
 #define MERCURY_SYSTEM_ERAPS 16
 /* KVM is loaded, and what it has of the hardware it may keep (AMD). */
 #define MERCURY_SYSTEM_KVM_MAY 32
+/*
+ * The kernel was started without mitigations of its processor's vulnerabilities
+ * (mitigations=off).
+ */
+#define MERCURY_SYSTEM_MITIGATIONS_OFF 64
 /* Bytes of one CPU's block: two pages. */
 #define MERCURY_SHARED_CPU_SIZE 8192
 /* "MERCURY1" in ASCII, little-endian. */

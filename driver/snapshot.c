@@ -3,7 +3,7 @@
  * Snapshots of memory: what the hypervisor needs for one, and the instant. abi/src/snapshot.rs has the
  * order of its calls.
  *
- * While there is one the hypervisor maps all of the system's memory. What it keeps is System RAM, without
+ * While there is one the hypervisor can map all of the system's memory. What it keeps is System RAM, without
  * what is written round the nested tables: the hypervisor's own memory, the shared blocks, and all that is
  * here for the snapshot's sake. These pages are marked reserved, as the hypervisor's own are. The tables that
  * map memory are written before the instant and after the end only.

@@ -61,6 +61,8 @@ pub mod system {
     pub const ERAPS: u64 = 1 << 4;
     /// KVM is loaded, and what it has of the hardware it may keep (AMD).
     pub const KVM_MAY: u64 = 1 << 5;
+    /// The kernel was started without mitigations of its processor's vulnerabilities (`mitigations=off`).
+    pub const MITIGATIONS_OFF: u64 = 1 << 6;
 }
 
 /// One CPUID leaf as the processor returned it.

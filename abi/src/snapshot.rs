@@ -33,7 +33,8 @@ pub enum SnapshotCall {
     End = 5,
     /// Fills a [`SnapshotStatus`].
     Status = 6,
-    /// The hypervisor's page tables until the end: host-physical address of their root, instead of an argument's.
+    /// Page tables that map the system's memory besides, which the hypervisor loads while it needs that, until the end:
+    /// host-physical address of their root, instead of an argument's.
     Tables = 7,
     /// Puts the machine back to the snapshot that is kept: a [`RollbackReason`] instead of an address. Returns only if
     /// that fails.

@@ -103,6 +103,8 @@ pub struct Cpu {
     pub features: u32,
     /// Whether descriptor tables and task state of this area are filled.
     pub prepared: u32,
+    /// What [`crate::speculation`] does besides on this processor: [`crate::speculation::IBPB`].
+    pub barriers: u32,
     /// The hypervisor's GDT.
     pub gdt: HostGdt,
     /// The hypervisor's task state.

@@ -13,6 +13,7 @@
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
 //! * [`snapshot`]: what memory held at one instant, and the way back to it; [`pci`]: devices that are silenced for it;
+//! * [`speculation`]: predictions that are forgotten before memory is mapped;
 //! * [`publish`]: counters and the log; [`fault`]: fault points; [`x86`]: instructions.
 
 #![cfg_attr(not(test), no_std)]
@@ -35,6 +36,7 @@ pub mod paging;
 pub mod pci;
 pub mod publish;
 pub mod snapshot;
+pub mod speculation;
 pub mod svm;
 pub mod vendor;
 pub mod vmx;

@@ -30,6 +30,12 @@ pub struct Model {
     pub vmxon_fails: bool,
     /// The VM-instruction error of loading a VMCS.
     pub vmcs_error: Option<u64>,
+    /// The system's memory is mapped.
+    pub mapped: bool,
+    /// The barriers with which predictions were forgotten last.
+    pub forgotten: Option<u32>,
+    /// What `forgotten` was whenever memory was mapped.
+    pub mappings: Vec<Option<u32>>,
     /// Flushes of all guests' translations.
     pub flushes: u32,
     /// XCR0, if it was written.
@@ -72,10 +78,18 @@ impl Hardware for Model {
     }
 
     fn own_tables(&mut self) -> u64 {
-        0x77_7000
+        if self.mapped { crate::snapshot::live::tests::WIDE } else { 0x77_7000 }
     }
 
-    fn load_own_tables(&mut self, _: u64) {}
+    fn load_own_tables(&mut self, root_phys: u64) {
+        self.mapped = root_phys == crate::snapshot::live::tests::WIDE;
+        self.mappings.extend(self.mapped.then_some(self.forgotten));
+    }
+
+    fn forget_predictions(&mut self, barriers: u32) {
+        assert!(!self.mapped, "too late");
+        self.forgotten = Some(barriers);
+    }
 
     fn cr2(&mut self) -> u64 {
         0xC0FF_EE00

@@ -15,7 +15,7 @@ use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, Processor};
-use crate::{fault, machine_check, nested, publish};
+use crate::{fault, machine_check, nested, publish, speculation};
 
 /// Kernel virtual address of physical address 0.
 static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
@@ -116,6 +116,7 @@ fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Res
         return Err(Code::MtrrChanged);
     }
     area.cpu.features = V::features(&facts);
+    area.cpu.barriers = speculation::barriers(&facts);
     V::learn(area, &facts);
     publish::prepare(area);
     Ok(())

@@ -234,14 +234,26 @@ pub enum NestedAnswer {
 /// Answers a nested fault of this CPU at `address`, guest-physical; `access`: beyond reading. Never waits for long:
 /// the holder of the lock may be a CPU that died with it.
 #[must_use]
-pub fn fault<V: Vendor>(area: &Area<V>, address: u64, access: Option<Access>) -> NestedAnswer {
+pub fn fault<V: Vendor>(
+    area: &mut Area<V>,
+    hardware: &mut impl Hardware,
+    address: u64,
+    access: Option<Access>,
+) -> NestedAnswer {
+    match area.cpu.on_snapshot {
+        0 => answer::<V>(0, address, access),
+        tables => live::with_memory(area, hardware, |_, _| answer::<V>(tables, address, access)),
+    }
+}
+
+/// Answers it for a CPU whose [`crate::cpu::Cpu::on_snapshot`] is `tables`.
+fn answer<V: Vendor>(tables: u32, address: u64, access: Option<Access>) -> NestedAnswer {
     let Some(mut guard) = V::tables().lock() else { return NestedAnswer::Exhausted };
     let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
     let address = GuestPhys::new(address);
-    if area.cpu.on_snapshot != 0 {
-        nested.answer_beneath_snapshot(address, access, area.cpu.on_snapshot)
-    } else {
-        nested.answer(address, access == Some(Access::Write))
+    match tables {
+        0 => nested.answer(address, access == Some(Access::Write)),
+        _ => nested.answer_beneath_snapshot(address, access, tables),
     }
 }
 

@@ -109,9 +109,6 @@ pub trait Vendor: Sized + 'static {
     /// back.
     fn await_window(area: &mut Area<Self>, hardware: &mut impl Hardware, wanted: bool);
 
-    /// Goes on with these page tables of the hypervisor's own, in later exits too.
-    fn keep_own_tables(area: &mut Area<Self>, hardware: &mut impl Hardware, root_phys: u64);
-
     /// Whether the processor took the entry before the present exit.
     fn was_entered(area: &Area<Self>) -> bool;
 

@@ -17,8 +17,10 @@ use crate::{
 
 /// What the compiler must know beyond the profile: interrupts may strike below the stack pointer in
 /// root mode, the program is a position-independent one without an interpreter, and what user mode can
-/// reach has no indirect branches.
-const FLAGS: &str = "-C no-redzone=y -C relocation-model=pic -C jump-tables=no -C target-feature=+crt-static";
+/// reach has no indirect branches: no jump tables, and no calls through a table of addresses, which the
+/// compiler makes for memcpy and the like where relocations are read-only.
+const FLAGS: &str = "-C no-redzone=y -C relocation-model=pic -C jump-tables=no -C relro-level=off \
+    -C target-feature=+crt-static";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const NAME: &str = "mercury-hypervisor";
 

@@ -75,6 +75,17 @@ fn checkpoints_leave_no_memory_behind() -> Result<()> {
     Ok(())
 }
 
+/// Each of these a process can force.
+#[test]
+#[ignore = "long"]
+fn exits_beneath_a_snapshot_are_short() -> Result<()> {
+    let writes = exits::beneath_a_snapshot()?;
+    println!("{writes:?}");
+    assert!(writes.again <= writes.attached + 20.0, "{writes:?}");
+    assert!(writes.snapshot <= writes.attached + 4000.0, "{writes:?}");
+    Ok(())
+}
+
 #[test]
 #[ignore = "long"]
 fn switches_on_intel_are_short() -> Result<()> {

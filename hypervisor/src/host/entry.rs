@@ -16,6 +16,10 @@ use crate::cpu::Cpu;
 /// Bytes from one exception stub to the next.
 pub const EXCEPTION_STUB_SIZE: u64 = 16;
 
+/// What VERW is given: the selector of a segment that can be written.
+#[cfg(feature = "image")]
+pub static VERW_SELECTOR: u16 = super::tables::HOST_DS;
+
 /// MXCSR in the hypervisor: every exception masked, round to nearest.
 #[cfg(feature = "image")]
 static HOST_MXCSR: u32 = 0x1F80;

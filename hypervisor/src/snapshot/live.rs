@@ -619,7 +619,7 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
     const LOG_ENTER: u64 = SnapshotCall::LogEnter as u64;
     match call {
         ENTER => enter(area, hardware),
-        LOG_ENTER => enter_log(area, hardware),
+        LOG_ENTER => enter_log(area),
         ROLLBACK => {
             let reason = RollbackReason::from_number(argument).unwrap_or(RollbackReason::Command);
             match rollback::ask(area, hardware, reason) {
@@ -635,29 +635,39 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
             watch(area, Watch::Off);
             area.cpu.on_snapshot = 0;
             area.cpu.is_held = 0;
-            let own = area.cpu.gate.host_cr3;
-            V::keep_own_tables(area, hardware, own);
             Answer::NewTables(nested::root())
         }
         TABLES => {
             WIDE_TABLES.store(argument, Ordering::Relaxed);
             Answer::Hypercall(Code::Ok, 0)
         }
-        _ => {
-            let own = hardware.own_tables();
-            let wide = WIDE_TABLES.load(Ordering::Relaxed);
-            if wide == 0 {
-                return Answer::Hypercall(Code::NoSnapshot, 0);
-            }
-            hardware.load_own_tables(wide);
-            let result = change::<V>(call, argument);
-            hardware.load_own_tables(own);
-            match result {
-                Ok(value) => Answer::Hypercall(Code::Ok, value),
-                Err(code) => Answer::Hypercall(code, 0),
-            }
-        }
+        _ if WIDE_TABLES.load(Ordering::Relaxed) == 0 => Answer::Hypercall(Code::NoSnapshot, 0),
+        _ => match with_memory(area, hardware, |_, _| change::<V>(call, argument)) {
+            Ok(value) => Answer::Hypercall(Code::Ok, value),
+            Err(code) => Answer::Hypercall(code, 0),
+        },
     }
+}
+
+/// Does `work` on page tables that map the system's memory besides, if there are any: those of the CPU's exits map the
+/// hypervisor's own. Predictions that user mode has trained are forgotten before: by the world switch, if the CPU came
+/// from beneath a snapshot or a log.
+pub(crate) fn with_memory<V: Vendor, H: Hardware, T>(
+    area: &mut Area<V>,
+    hardware: &mut H,
+    work: impl FnOnce(&mut Area<V>, &mut H) -> T,
+) -> T {
+    let (own, wide) = (hardware.own_tables(), WIDE_TABLES.load(Ordering::Relaxed));
+    if wide == 0 || wide == own {
+        return work(area, hardware);
+    }
+    if area.cpu.on_snapshot == 0 {
+        hardware.forget_predictions(area.cpu.barriers);
+    }
+    hardware.load_own_tables(wide);
+    let result = work(area, hardware);
+    hardware.load_own_tables(own);
+    result
 }
 
 /// Has what asks for a rollback by itself come in.
@@ -724,11 +734,10 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
     let begun = hardware.tsc();
     let refused = |code| Answer::Hypercall(code, 0);
     let Some(Wanted { root, cpus, kept }) = wanted::<V>() else { return refused(Code::NoSnapshot) };
-    V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
     let arrival = MUSTER.arrive(cpus);
     let met = match arrival {
         Arrival::Last => {
-            at_the_instant::<V>(hardware);
+            with_memory(area, hardware, |_, hardware| at_the_instant::<V>(hardware));
             MUSTER.open();
             true
         }
@@ -736,11 +745,6 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
         Arrival::Late => false,
     };
     if !met {
-        // What the log needs stays mapped.
-        if area.cpu.on_snapshot == 0 {
-            let own = area.cpu.gate.host_cr3;
-            V::keep_own_tables(area, hardware, own);
-        }
         return refused(Code::SnapshotMissed);
     }
     area.cpu.on_snapshot = ON_SNAPSHOT;
@@ -754,7 +758,7 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
 }
 
 /// This CPU runs on the tables of the log, with no older translation.
-fn enter_log<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
+fn enter_log<V: Vendor>(area: &mut Area<V>) -> Answer {
     if area.cpu.on_snapshot == ON_SNAPSHOT {
         return Answer::Hypercall(Code::SnapshotLive, 0);
     }
@@ -762,7 +766,6 @@ fn enter_log<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Ans
         .lock()
         .and_then(|guard| guard.as_ref().and_then(|nested| nested.live.log.as_ref().map(WriteLog::root)));
     let Some(root) = root else { return Answer::Hypercall(Code::NoSnapshot, 0) };
-    V::keep_own_tables(area, hardware, WIDE_TABLES.load(Ordering::Relaxed));
     area.cpu.on_snapshot = ON_LOG;
     Answer::NewTables(root)
 }
@@ -824,6 +827,9 @@ pub(crate) mod tests {
     use crate::paging::identity::{IdentityMap, Step};
     use crate::paging::plan::{LargestPage, Layout};
     use crate::paging::table::Depth;
+
+    /// Root of the page tables that map memory, on the model of a processor.
+    pub const WIDE: u64 = 0x88_8000;
 
     #[repr(C, align(4096))]
     #[derive(Clone)]

@@ -12,7 +12,7 @@ use mercury_abi::restart::{RestartCpu, SavedCpu};
 use mercury_abi::shared::LogKind;
 use mercury_abi::snapshot::{RollbackReason, RollbackReport};
 
-use super::live::page;
+use super::live::{page, with_memory};
 use super::muster::{Arrival, Muster};
 use crate::address::HostPhys;
 use crate::cpu::Area;
@@ -87,6 +87,14 @@ pub fn ask<V: Vendor>(
     hardware: &mut impl Hardware,
     reason: RollbackReason,
 ) -> Result<(), Code> {
+    with_memory(area, hardware, |area, hardware| fetch(area, hardware, reason))
+}
+
+fn fetch<V: Vendor>(
+    area: &mut Area<V>,
+    hardware: &mut impl Hardware,
+    reason: RollbackReason,
+) -> Result<(), Code> {
     let kept = kept(area)?;
     if !ASKED.load(Ordering::Acquire) {
         // The last to write is as good as the first, for all of it is read when all have come.
@@ -110,7 +118,7 @@ pub fn ask<V: Vendor>(
 #[inline(never)]
 pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let kept = kept(area)?;
-    take_part(area, hardware, kept)
+    with_memory(area, hardware, |area, hardware| take_part(area, hardware, kept))
 }
 
 /// The kernel stops this CPU because it panics: until it goes back it stays in reach. Where no NMI would reach it, it
@@ -123,7 +131,7 @@ pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
     let means = V::ROLLBACK.ok_or(Code::RollbackUnsupported)?;
     area.cpu.is_held = 1;
     if (means.is_in_nmi)(area) {
-        return take_part(area, hardware, kept).map(|()| true);
+        return with_memory(area, hardware, |area, hardware| take_part(area, hardware, kept)).map(|()| true);
     }
     Ok(false)
 }
@@ -161,8 +169,6 @@ fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: 
     area.cpu.leave_pending = 0;
     area.cpu.on_snapshot = 0;
     area.cpu.is_held = 0;
-    let tables = area.cpu.gate.host_cr3;
-    V::keep_own_tables(area, hardware, tables);
     Ok(())
 }
 

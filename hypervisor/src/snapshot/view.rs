@@ -220,7 +220,11 @@ impl Block {
         to: HostPhys,
         keeps: &impl Fn(GuestPhys, PageSize) -> Keep,
     ) {
-        let restrict = if self.entry == PageSize::Size4K { F::read_only } else { F::replaceable };
+        // No pointer to one of the two functions: user mode can force this, so there is no indirect branch.
+        let restrict = |entry| match self.entry {
+            PageSize::Size4K => F::read_only(entry),
+            _ => F::replaceable(entry),
+        };
         let mut start = self.start;
         for index in 0..TABLE_ENTRIES {
             let entry = pages.table(from)[index];

@@ -84,7 +84,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         exit_code::VMRUN if guests::has_svm(area) => (guests::run(area, hardware), VMRUN_LENGTH),
         exit_code::STGI if guests::has_svm(area) => (guests::set_gif(area), STGI_LENGTH),
         exit_code::CLGI if guests::has_svm(area) => (guests::clear_gif(area), CLGI_LENGTH),
-        exit_code::VMSAVE if guests::has_svm(area) => (guests::save_state(area), VMSAVE_LENGTH),
+        exit_code::VMSAVE if guests::has_svm(area) => (guests::save_state(area, hardware), VMSAVE_LENGTH),
         exit_code::INVLPGA | exit_code::VMRUN | exit_code::VMLOAD..=exit_code::SKINIT => {
             publish::count(area, ExitReason::VirtInstruction);
             (Answer::Inject(Fault::InvalidOpcode), 0)
@@ -140,7 +140,7 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let access = (area.control.exit_info1 & NESTED_FAULT_WRITE != 0).then_some(Access::Write);
     let rip = area.control.rip;
-    let answer = nested::fault(area, address, access);
+    let answer = nested::fault(area, hardware, address, access);
     exit::nested_fault(area, hardware, answer, [address, rip])
 }
 

@@ -144,7 +144,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
     let shown = window(area);
     if area.own.nmi_held != 0 && shown.intercepts & INTERCEPT_NMI != 0 {
-        return match touch(area, block) {
+        return match touch(area, hardware, block) {
             Some(live::Touch::Open) => end_at_once(area, exit_code::NMI),
             Some(live::Touch::Wait) => Answer::Retry,
             _ => Answer::Inject(Fault::GeneralProtection),
@@ -164,7 +164,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         area.control.tlb_control = TLB_FLUSH_ALL;
     }
     if area.cpu.on_snapshot != 0 {
-        match shadow::prepare(area) {
+        match live::with_memory(area, hardware, |area, _| shadow::prepare(area)) {
             Prepared::InPlace => {}
             Prepared::Shadowed => area.own.around_guest |= SHADOWED,
             Prepared::Wait => return Answer::Retry,
@@ -224,7 +224,8 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         let write = qualification & shadow::info::WRITE != 0;
         publish::count(area, if write { ExitReason::SnapshotWrite } else { ExitReason::NestedFill });
         let bits = Svm::physical_bits(hardware);
-        match shadow::fault(area, address, qualification, bits) {
+        let fault = |area: &mut Area, _: &mut _| shadow::fault(area, address, qualification, bits);
+        match live::with_memory(area, hardware, fault) {
             ShadowFault::Filled { wait } => {
                 exit::hold_back(hardware, wait);
                 return enter_again(area, qualification);
@@ -287,13 +288,17 @@ fn forget_block(area: &mut Area) {
 
 /// VMSAVE of the system above beneath a snapshot or a log: to a page that has been copied, or that it has. What it saves was
 /// saved by the world switch (APM vol. 2, 15.5.2 and VMSAVE).
-pub fn save_state(area: &mut Area) -> Answer {
+pub fn save_state(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Other);
+    live::with_memory(area, hardware, |area, _| save_to_memory(area))
+}
+
+fn save_to_memory(area: &Area) -> Answer {
     let to = area.control.rax;
     if !to.is_multiple_of(4096) || !nested::is_identity::<Svm>(GuestPhys::new(to)) {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    match touch(area, to) {
+    match touch_mapped(area, to) {
         Some(live::Touch::Open) => {}
         Some(live::Touch::Wait) => return Answer::Retry,
         _ => return Answer::Inject(Fault::GeneralProtection),
@@ -310,7 +315,12 @@ pub fn save_state(area: &mut Area) -> Answer {
 }
 
 /// A page is about to be written round the tables: keeps what it held, if a snapshot needs it, or has it in the log.
-fn touch(area: &Area, address: u64) -> Option<live::Touch> {
+fn touch(area: &mut Area, hardware: &mut impl Hardware, address: u64) -> Option<live::Touch> {
+    live::with_memory(area, hardware, |area, _| touch_mapped(area, address))
+}
+
+/// As [`touch`], with the system's memory mapped.
+fn touch_mapped(area: &Area, address: u64) -> Option<live::Touch> {
     let mut guard = Svm::tables().lock()?;
     guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(address), area.cpu.on_snapshot))
 }

@@ -260,11 +260,6 @@ impl Vendor for Svm {
         area.control.await_window(wanted);
     }
 
-    /// VMRUN keeps CR3 in the host state-save area, and an exit loads it from there.
-    fn keep_own_tables(_: &mut Area, hardware: &mut impl Hardware, root_phys: u64) {
-        hardware.load_own_tables(root_phys);
-    }
-
     fn was_entered(area: &Area) -> bool {
         area.control.exit_code != exit_code::INVALID
     }

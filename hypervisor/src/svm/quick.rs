@@ -52,6 +52,7 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
+    debug_assert!(area.cpu.on_snapshot == 0, "the world switch does not come here beneath a snapshot");
     if !is_plain(area) {
         return Quick::Slow;
     }
@@ -121,7 +122,6 @@ fn is_plain(area: &Area) -> bool {
         && control.exit_event & event::VALID == 0
         && control.rflags & RFLAGS_TF == 0
         && area.cpu.leave_pending == 0
-        && area.cpu.on_snapshot == 0
         && !machine_check::is_noted(area)
         && !fault::is_armed_beyond_quick(area)
 }

@@ -8,7 +8,8 @@
 //!
 //! A user can force exits with VMMCALL. Those never reach compiled code: they are answered below in
 //! straight-line code that has no return and no indirect branch, and that touches nothing but this
-//! CPU's own pages (HARDWARE A-18).
+//! CPU's own pages (HARDWARE A-18). Beneath a snapshot or a dirty log a user can also force nested faults, which compiled
+//! code answers: predictions are forgotten before its first call ([`crate::speculation`]).
 //!
 //! VMRUN and STGI of a system that uses SVM itself are answered there as well, if nothing besides is to be done:
 //! [`super::guests`] says how.
@@ -31,6 +32,7 @@ mod switch {
     use crate::cpu::Cpu;
     use crate::host::entry;
     use crate::machine_check;
+    use crate::speculation::{self, forget_predictions};
     use crate::svm::vmcb::{self, Vmcb, event, exit_code};
     use crate::svm::{Area, Own, guests};
     use crate::x86::{DR7_CLEAR, RFLAGS_IF, RFLAGS_TF, msr};
@@ -106,8 +108,6 @@ mod switch {
             "xchg rdi, [rsp]",
             "jmp 3b",
             "4:",
-            // Nor does a mispredicted branch come any further, to returns that user mode has trained.
-            "lfence",
             "mov [rdi + {registers} + 8], rcx",
             "mov [rdi + {registers} + 16], rdx",
             "mov [rdi + {registers} + 24], rbx",
@@ -128,17 +128,28 @@ mod switch {
             "vmload rax",
             "mov rbx, rdi",
             "cld",
+            "cmp dword ptr [rdi + {on_snapshot}], 0",
+            "jne 30f",
+            // No mispredicted branch comes any further, to returns that user mode has trained.
+            "lfence",
             "call {quick}",
             "mov rdi, rbx",
             "cmp eax, {quick_run}",
             "je 5b",
             "jb {leave_quickly}",
+            "31:",
             "call {save_sse}",
             "call {handle}",
             "mov rdi, rbx",
             "test eax, eax",
-            "jnz 2b",
-            "jmp {leave}",
+            "jz {leave}",
+            // Empties the buffers that some processors leak from (TSA); on others it does nothing.
+            "verw word ptr [rip + {verw}]",
+            "jmp 2b",
+            // Beneath a snapshot or a log compiled code may map the system's memory.
+            "30:",
+            forget_predictions!(),
+            "jmp 31b",
             // Does the system use SVM itself? Its VMRUN, if the block is the one that the window shows.
             "8:",
             "cmp dword ptr [rdi + {quick_guests}], 0",
@@ -326,6 +337,12 @@ mod switch {
             leave_quickly = sym entry::leave_quickly,
             handle = sym crate::svm::exits::svm_exit,
             leave = sym entry::leave,
+            on_snapshot = const offset_of!(Cpu, on_snapshot),
+            barriers = const offset_of!(Cpu, barriers),
+            ibpb = const speculation::IBPB,
+            pred_cmd = const msr::PRED_CMD,
+            return_entries = const speculation::RETURN_ENTRIES,
+            verw = sym entry::VERW_SELECTOR,
         )
     }
 }

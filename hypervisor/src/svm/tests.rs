@@ -3,6 +3,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_abi::snapshot::{SnapshotCall, SnapshotStatus};
 use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
@@ -12,12 +13,15 @@ use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTER
 use crate::address::HostPhys;
 use crate::cpu::Phase;
 use crate::host::entry::Next;
-use crate::machine_check;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
+use crate::snapshot::live::{self, tests::WIDE};
 use crate::x86::{DR6_BS, RFLAGS_RF, RFLAGS_TF, msr};
+use crate::{machine_check, speculation};
 
 const RCX: usize = 1;
 const RDX: usize = 2;
+const RSI: usize = 6;
+const RDI: usize = 7;
 
 fn hypercall(cpu: &mut Attached, call: u64) -> Next {
     *cpu.register(0) = call;
@@ -230,6 +234,44 @@ fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
     assert_eq!(cpu.enter(), timer, "once more");
     assert_eq!(cpu.exit(exit_code::VINTR), Next::Leave, "nor is the departure forgotten");
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
+}
+
+fn snapshot_call(cpu: &mut Attached, call: SnapshotCall, argument: u64) -> Next {
+    *cpu.register(RDI) = call as u64;
+    *cpu.register(RSI) = argument;
+    hypercall(cpu, Hypercall::Snapshot as u64)
+}
+
+/// User mode can force these. The world switch has forgotten predictions by then.
+#[test]
+fn beneath_a_snapshot_memory_is_mapped_for_the_answer_alone() {
+    crate::nested::tests::install::<super::Svm>();
+    let mut cpu = Attached::new();
+    let _ = snapshot_call(&mut cpu, SnapshotCall::Tables, WIDE);
+    cpu.area.cpu.barriers = speculation::IBPB;
+    for (tables, mappings) in [(0, vec![]), (live::ON_SNAPSHOT, vec![None]), (live::ON_LOG, vec![None; 2])] {
+        cpu.area.cpu.on_snapshot = tables;
+        (cpu.area.control.exit_info1, cpu.area.control.exit_info2) = (6, crate::nested::tests::UNTOUCHED);
+        assert_eq!(cpu.exit(exit_code::NPF), Next::Run);
+        assert_eq!((&cpu.hardware.mappings, cpu.hardware.mapped), (&mappings, false));
+    }
+    // What asks for no memory has none.
+    cpu.area.control.cpl = 3;
+    assert_eq!(cpu.exit(exit_code::VMMCALL), Next::Run);
+    assert_eq!(cpu.hardware.mappings.len(), 2);
+}
+
+/// The driver's calls come from a kernel that may have trained nothing, but user mode before it may.
+#[test]
+fn the_drivers_calls_forget_predictions_before_memory_is_mapped() {
+    crate::nested::tests::install::<super::Svm>();
+    let mut cpu = Attached::new();
+    let _ = snapshot_call(&mut cpu, SnapshotCall::Tables, WIDE);
+    cpu.area.cpu.barriers = speculation::IBPB;
+    let mut status = SnapshotStatus::default();
+    let argument = (&raw mut status).expose_provenance() as u64;
+    assert_eq!(snapshot_call(&mut cpu, SnapshotCall::Status, argument), Next::Run);
+    assert_eq!((cpu.hardware.mappings, cpu.hardware.mapped), (vec![Some(speculation::IBPB)], false));
 }
 
 /// What cannot be delivered and nothing raises again is told; a machine check is the gate's to raise.

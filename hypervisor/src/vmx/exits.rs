@@ -265,7 +265,7 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         violation if violation & VIOLATION_EXECUTE != 0 => Some(Access::Execute),
         _ => None,
     };
-    let answer = nested::fault(area, address, access);
+    let answer = nested::fault(area, hardware, address, access);
     exit::nested_fault(area, hardware, answer, [address, rip])
 }
 

@@ -292,11 +292,6 @@ impl Vendor for Vmx {
         exits::await_window(area, hardware, wanted);
     }
 
-    fn keep_own_tables(_: &mut Area, hardware: &mut impl Hardware, root_phys: u64) {
-        hardware.vmwrite(vmcs::HOST_CR3, root_phys);
-        hardware.load_own_tables(root_phys);
-    }
-
     fn was_entered(area: &Area) -> bool {
         !exits::entry_failed(area.own.exit.code as u32)
     }

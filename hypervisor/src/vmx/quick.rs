@@ -52,6 +52,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
 pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
+    debug_assert!(area.cpu.on_snapshot == 0, "the world switch does not come here beneath a snapshot");
     if !is_plain_hypercall(area, hardware) {
         return Quick::Slow;
     }
@@ -82,7 +83,6 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
 fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
     area.own.failed == 0
         && area.cpu.leave_pending == 0
-        && area.cpu.on_snapshot == 0
         && !machine_check::is_noted(area)
         && !fault::is_armed_beyond_quick(area)
         && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC

@@ -8,7 +8,8 @@
 //!
 //! CPUID is what a system does most, and VMX's own instructions are what else a user can force. Both are answered
 //! here, in straight-line code that has no return and no indirect branch and touches nothing but this CPU's own
-//! pages (HARDWARE A-18, I-14, I-22, I-23). VERW before each entry empties the buffers that some processors leak from (I-22); on others it does
+//! pages (HARDWARE A-18, I-14, I-22, I-23). Beneath a snapshot or a dirty log nested faults can be forced as well, which compiled
+//! code answers: predictions are forgotten before its first call ([`crate::speculation`]). VERW before each entry empties the buffers that some processors leak from (I-22); on others it does
 //! nothing. The driver's own hypercalls are answered by [`super::quick`], which touches no vector register.
 
 use core::mem::offset_of;
@@ -38,18 +39,16 @@ mod switch {
     use super::HOST_RSP_OFFSET;
     use crate::cpu::Cpu;
     use crate::host::entry;
-    use crate::host::tables::HOST_DS;
+    use crate::speculation::{self, forget_predictions};
     use crate::vmx::capture::feature;
     use crate::vmx::vmcs::{self, blocking, event, reason};
     use crate::vmx::{Area, Own};
+    use crate::x86::msr;
 
     const REGISTERS: usize =
         offset_of!(Cpu, gate) + offset_of!(GateBlock, outward) + offset_of!(Outward, registers);
     const PENDING: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, nmi) + offset_of!(NmiBlock, pending);
     const OWN: usize = offset_of!(Area, own);
-
-    /// What VERW looks at: a selector of a segment that can be written.
-    static VERW_SELECTOR: u16 = HOST_DS;
 
     entry::native_entry_point!(mercury_entry_vmx, crate::vmx::Vmx, vmx_native, run);
 
@@ -163,7 +162,7 @@ mod switch {
             ".globl mercury_vmx_enter_end",
             "mercury_vmx_enter_end:",
             pending = const PENDING,
-            verw = sym VERW_SELECTOR,
+            verw = sym entry::VERW_SELECTOR,
             launched = const OWN + offset_of!(Own, launched),
             registers = const REGISTERS,
             failed = sym failed,
@@ -369,8 +368,6 @@ mod switch {
     #[unsafe(naked)]
     extern "C" fn save() -> ! {
         naked_asm!(
-            // No mispredicted branch comes any further, to returns that user mode has trained.
-            "lfence",
             "mov rax, [rsp]",
             "mov [rdi + {registers} + 40], rbp",
             "mov [rdi + {registers} + 48], rsi",
@@ -384,17 +381,26 @@ mod switch {
             "mov [rdi + {registers} + 112], r14",
             "mov [rdi + {registers} + 120], r15",
             "mov rbx, rdi",
+            "cmp dword ptr [rdi + {on_snapshot}], 0",
+            "jne 30f",
+            // No mispredicted branch comes any further, to returns that user mode has trained.
+            "lfence",
             "call {quick}",
             "mov rdi, rbx",
             "cmp eax, {quick_run}",
             "je {load}",
             "jb {leave_quickly}",
+            "31:",
             "call {save_sse}",
             "call {handle}",
             "mov rdi, rbx",
             "test eax, eax",
             "jnz {run}",
             "jmp {leave}",
+            // Beneath a snapshot or a log compiled code may map the system's memory.
+            "30:",
+            forget_predictions!(),
+            "jmp 31b",
             registers = const REGISTERS,
             quick = sym crate::vmx::quick::quick_exit,
             quick_run = const crate::vmx::quick::Quick::Run as u32,
@@ -404,6 +410,11 @@ mod switch {
             handle = sym crate::vmx::exits::vmx_exit,
             run = sym run,
             leave = sym entry::leave,
+            on_snapshot = const offset_of!(Cpu, on_snapshot),
+            barriers = const offset_of!(Cpu, barriers),
+            ibpb = const speculation::IBPB,
+            pred_cmd = const msr::PRED_CMD,
+            return_entries = const speculation::RETURN_ENTRIES,
         )
     }
 }

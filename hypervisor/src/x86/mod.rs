@@ -58,6 +58,8 @@ pub trait Hardware {
     fn own_tables(&mut self) -> u64;
     /// Goes on with these tables of its own, which map all that is in use at the same addresses.
     fn load_own_tables(&mut self, root_phys: u64);
+    /// Forgets predictions that others have trained: see [`crate::speculation`].
+    fn forget_predictions(&mut self, barriers: u32);
     /// DR6.
     fn dr6(&mut self) -> u64;
     /// DR7.
@@ -153,6 +155,28 @@ impl Hardware for Processor {
     fn load_own_tables(&mut self, root_phys: u64) {
         // SAFETY: by the contract; without PCIDs every translation is forgotten.
         unsafe { asm!("mov cr3, {}", in(reg) root_phys, options(nostack, preserves_flags)) };
+    }
+
+    /// As the world switch does, for who has come another way.
+    #[inline(never)]
+    fn forget_predictions(&mut self, barriers: u32) {
+        if barriers & crate::speculation::IBPB != 0 {
+            let _ = msr::write(msr::PRED_CMD, 1);
+        }
+        // SAFETY: calls to the next instruction, whose return addresses are taken off again; LFENCE holds back what was
+        // begun before.
+        unsafe {
+            asm!(
+                ".rept {entries}",
+                "call 2f",
+                "int3",
+                "2:",
+                ".endr",
+                "add rsp, 8 * {entries}",
+                "lfence",
+                entries = const crate::speculation::RETURN_ENTRIES,
+            );
+        }
     }
 
     #[inline]

@@ -18,6 +18,8 @@ pub const EFER_LME: u64 = 1 << 8;
 pub const PAT: u32 = 0x277;
 /// SPEC_CTRL.
 pub const SPEC_CTRL: u32 = 0x48;
+/// IA32_PRED_CMD: writing 1 is a barrier for predictions of indirect branches (APM volume 2, 3.2.10).
+pub const PRED_CMD: u32 = 0x49;
 /// VM_HSAVE_PA (APM vol. 2, 15.30.4).
 pub const VM_HSAVE_PA: u32 = 0xC001_0117;
 /// The microcode trigger of AMD.

@@ -5,9 +5,18 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::counts::strange;
-use crate::{error::Result, machine::Machine};
+use super::{
+    counts::{counting_machine, strange},
+    kvm::touched,
+};
+use crate::{error::Result, machine::Machine, spec::Qemu};
 
+/// A process that writes to its pages when it is told to.
+pub(super) const DIRTY: &[u8] = include_bytes!("../../guest/migration/dirty");
+/// Memory of the machine that counts.
+const COUNTED_MIB: u32 = 512;
+/// For copies: more than is written.
+const POOL: &str = "64M";
 /// Beyond the time that was asked for.
 const SLACK: Duration = Duration::from_secs(120);
 
@@ -47,6 +56,41 @@ pub fn under_postgres(machine: &Machine, time: Duration) -> Result<Exits> {
         of_the_question: cpus,
         steady_exits_per_second: total.saturating_sub(cpus) as f64 / time.as_secs_f64(),
     })
+}
+
+/// What the first write to a page costs, in instructions a page, the writer's own included.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct FirstWrites {
+    /// Attached, with nothing beneath.
+    pub attached: f64,
+    /// Beneath a snapshot: an exit, the copy, and back.
+    pub snapshot: f64,
+    /// The second time.
+    pub again: f64,
+}
+
+/// Counts the exits that a process forces beneath a snapshot by writing to pages.
+///
+/// # Errors
+/// If the machine fails.
+pub fn beneath_a_snapshot() -> Result<FirstWrites> {
+    let machine = Machine::boot(counting_machine(COUNTED_MIB).qemu_version(Qemu::Newer))?;
+    machine.put("/root/dirty", DIRTY, 0o755)?;
+    let mut writer = machine.spawn("/root/dirty")?;
+    writer.wait_output("ready", SLACK)?;
+    let mut write = || touched(&mut writer, "write");
+    // The first time they come into being.
+    write()?;
+    machine.mercury("attach")?;
+    let attached = write()?;
+    machine.mercury(&format!("snapshot --force-disks --pool {POOL}"))?;
+    let (snapshot, again) = (write()?, write()?);
+    machine.mercury("snapshot --drop")?;
+    writer.close_stdin()?;
+    writer.wait(SLACK)?.check()?;
+    machine.check_health()?;
+    machine.shut_down()?;
+    Ok(FirstWrites { attached, snapshot, again })
 }
 
 fn cpus(status: &Value) -> impl Iterator<Item = &Value> {

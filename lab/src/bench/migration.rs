@@ -10,7 +10,7 @@ use regex::Regex;
 use serde::Serialize;
 use serde_json::json;
 
-use super::{Depth, checkpoint, counts::counting_machine, kvm::touched, stats::rounded};
+use super::{Depth, checkpoint, counts::counting_machine, exits::DIRTY, kvm::touched, stats::rounded};
 use crate::{
     artefacts,
     command::patient,
@@ -35,7 +35,6 @@ pub const READ_AT_MOST: f64 = 0.25;
 const BANK: &str = include_str!("../../guest/migration/bank");
 const CUSTOMER: &str = include_str!("../../guest/migration/customer");
 const WRITER: &str = include_str!("../../guest/migration/writer");
-const DIRTY: &[u8] = include_bytes!("../../guest/migration/dirty");
 const SIZES_MIB: [u32; 3] = [512, 2048, 4096];
 const CPUS: u32 = 2;
 /// What QEMU is allowed, as Mercury is by default; and a gigabit a second.
