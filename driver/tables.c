@@ -4,10 +4,10 @@
  * the kernel knows it by. As deep as the kernel's tables. The table pages themselves are owned but
  * not mapped, except for that of the windows: the hypervisor changes nothing else of its address space.
  *
- * For the time of a snapshot there is a copy that maps all of the system's memory besides, in 2 MiB pages
- * where nothing is mapped yet. The copy is made at load, while the tables can be read: on an attached CPU
- * they are hidden. It is of ordinary pages, and all of it is kept until the hypervisor is unloaded, for
- * processors may remember tables; what was mapped is taken out again.
+ * For a snapshot there is a copy that maps all of the system's memory besides, in 2 MiB pages where nothing
+ * is mapped yet. A CPU loads it only while it needs that memory. The copy is made at load, while the tables
+ * can be read: on an attached CPU they are hidden. It is of ordinary pages, and all of it is kept until the
+ * hypervisor is unloaded, for processors may remember tables; what was mapped is taken out again.
  */
 #include <linux/gfp.h>
 #include <linux/mm.h>
@@ -153,6 +153,34 @@ static u64 wide_flags(void)
 	return DATA_FLAGS | FOR_SNAPSHOT | (__rdmsr(MSR_EFER) & EFER_NX ? _PAGE_NX : 0);
 }
 
+/*
+ * How the kernel caches a page of memory, as bits of a 4 KiB entry: some drivers have pages of theirs write-combining
+ * or uncached, in the direct map too. The hypervisor has the kernel's PAT, so that the bits mean the same there.
+ */
+static u64 caching(unsigned long virt, unsigned int *level)
+{
+	const pte_t *pte = lookup_address(virt, level);
+
+	if (!pte)
+		return 0;
+	if (*level == PG_LEVEL_4K)
+		return pte_flags(*pte) & _PAGE_CACHE_MASK;
+	return pgprot_val(pgprot_large_2_4k(__pgprot(pte_flags(*pte) & _PAGE_LARGE_CACHE_MASK)));
+}
+
+/* Returns true if all of a 2 MiB block is cached in the same way as its first page. */
+static bool cached_alike(unsigned long virt)
+{
+	unsigned int level = PG_LEVEL_4K;
+	u64 first = caching(virt, &level);
+	unsigned long page;
+
+	for (page = virt + PAGE_SIZE; level == PG_LEVEL_4K && page < virt + PMD_SIZE; page += PAGE_SIZE)
+		if (caching(page, &level) != first)
+			return false;
+	return true;
+}
+
 /* Maps memory at its direct-map address, for a snapshot; what is mapped already stays as it is. */
 u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 {
@@ -161,12 +189,15 @@ u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 	for (phys = start; phys < end; phys += size) {
 		unsigned long virt = (unsigned long)phys_to_virt(phys);
 		u64 *entry = wide_entry(virt, PMD_SHIFT);
+		unsigned int level;
+		u64 type = caching(virt, &level);
 
 		if (!entry)
 			return MERCURY_CODE_NO_MEMORY;
 		size = PMD_SIZE;
-		if (!*entry && IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE) {
-			*entry = phys | wide_flags() | _PAGE_PSE;
+		if (!*entry && IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE && cached_alike(virt)) {
+			*entry = phys | wide_flags() | _PAGE_PSE |
+				 pgprot_val(pgprot_4k_2_large(__pgprot(type)));
 			continue;
 		}
 		entry = wide_entry(virt, PAGE_SHIFT);
@@ -174,7 +205,7 @@ u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 			return MERCURY_CODE_NO_MEMORY;
 		size = PAGE_SIZE;
 		if (!*entry)
-			*entry = phys | wide_flags();
+			*entry = phys | wide_flags() | type;
 	}
 	return MERCURY_CODE_OK;
 }
