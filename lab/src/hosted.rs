@@ -118,6 +118,9 @@ fn put_file(disk: &Path, to: &str, text: &str, mode: &str) -> Result<()> {
     let mut write = Command::new("debugfs");
     write.arg("-w").arg("-f").arg(&script).arg(disk);
     host::run("writing to the hosted machine's disk", "hosted-write", &mut write)?;
+    for done in [&from, &script] {
+        fs::remove_file(done).context(|| format!("remove {}", done.display()))?;
+    }
     // It is successful whatever its orders have come to.
     let mut read = Command::new("debugfs");
     let read = read.args(["-R", &format!("cat {to}")]).arg(disk).output();
