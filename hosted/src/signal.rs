@@ -104,9 +104,10 @@ static CHILD_STATUS: AtomicI32 = AtomicI32::new(0);
 /// What the machine says then. Somebody has killed it, or the host has.
 pub const CHILD_HAS_ENDED: &str = "a process has ended that a processor or the guest's programs run in";
 
-/// The same, with how it has ended.
+/// The same, with how it has ended. Its signal may still be on the way to this process.
 #[must_use]
 pub fn how_child_has_ended() -> String {
+    has_child_ended();
     let status = CHILD_STATUS.load(Ordering::Acquire);
     let how = match (libc::WIFSIGNALED(status), libc::WTERMSIG(status)) {
         (true, libc::SIGSYS) => ": by the host, for a system call that is forbidden".to_owned(),

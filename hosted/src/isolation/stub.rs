@@ -614,7 +614,7 @@ fn rseq() -> u64 {
 }
 
 fn gone() -> Error {
-    Error::host(signal::CHILD_HAS_ENDED)
+    Error::host(signal::how_child_has_ended())
 }
 
 /// An order.
