@@ -11,12 +11,14 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move hosted test shell bench soak deb check miri tsan clean bootstrap
+.PHONY: help demo demo-move demo-checkpoint hosted test shell pair bench soak deb check miri tsan clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
+	@echo 'make demo-checkpoint   a machine with PostgreSQL into an image, power off, and brought back elsewhere'
 	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
-	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4'
+	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4 ROOT=disk DISK=4G'
+	@echo 'make pair      two machines on one network: move the shell that you type into from one to the other'
 	@echo 'make hosted    a Debian in a process, with a shell; make hosted ARGS=--isolation=process'
 	@echo 'make test      the tests that are not long; make test FILTER=machine LAB=intel'
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
@@ -35,7 +37,13 @@ demo bench deb check: bootstrap
 	@$(RUN) $@
 
 demo-move: bootstrap
-	@$(RUN) soak --migration --moves 2 --cpus 2
+	@$(RUN) demo move
+
+demo-checkpoint: bootstrap
+	@$(RUN) demo checkpoint
+
+pair: bootstrap
+	@$(RUN) pair $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
 
 hosted: bootstrap
 	@$(RUN) hosted $(ARGS)
@@ -47,7 +55,8 @@ test: bootstrap
 	@$(RUN) test $(FILTER)
 
 shell: bootstrap
-	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
+	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY)) \
+		$(if $(ROOT),--root $(ROOT)) $(if $(DISK),--disk $(DISK))
 
 miri:
 	@scripts/sanitize miri

@@ -4,6 +4,7 @@
 //! ```text
 //! /mercury/bin       first in the search path: mercury, mercury-workload, the agent, poweroff, scripts
 //! /mercury/lib       what those need
+//! /mercury/share     the manual pages of mercury, and its completion for bash
 //! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
 //! /mercury/lib/modules/<kernel version>/mercury_test.ko     and vboxdrv.ko, see lab/testmod
 //! /mercury/initramfs/<kernel version>.cpio                  for kexec
@@ -45,6 +46,7 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
     ("lib/lab-mapped-root", include_str!("../guest/lab-mapped-root")),
     ("lib/bashrc", include_str!("../guest/bashrc")),
+    ("lib/welcome", include_str!("../guest/welcome")),
 ];
 
 /// Builds what machines of `release` carry, at most once in a process.
@@ -96,12 +98,35 @@ fn build_programs() -> Result<(PathBuf, Files)> {
         return Ok(programs.clone());
     }
     let agent = build_agent()?;
-    let files = vec![
+    let mercury = build_program("mercury-cli", "mercury")?;
+    let mut files = vec![
         (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
-        (PathBuf::from("bin/mercury"), build_program("mercury-cli", "mercury")?),
+        (PathBuf::from("bin/mercury"), mercury.clone()),
         (PathBuf::from("bin/mercury-workload"), build_program("mercury-lab-workload", "mercury-workload")?),
     ];
+    files.extend(generate_help(&mercury)?);
     Ok(built.insert((agent, files)).clone())
+}
+
+/// Writes the manual pages and the bash completion of the command, as its package does, and returns their places on
+/// the disk.
+fn generate_help(mercury: &Path) -> Result<Files> {
+    let share = paths::lab_dir("share")?;
+    host::remove_tree(&share)?;
+    for (what, folder) in [("man", "man/man8"), ("completions", "completions")] {
+        let mut generate = Command::new(mercury);
+        generate.args(["generate", what]).arg(share.join(folder));
+        host::run("writing the manual pages", "generate", &mut generate)?;
+    }
+    let pages = share.join("man/man8");
+    let entries = fs::read_dir(&pages).context(|| format!("list {}", pages.display()))?;
+    let mut files: Files = entries
+        .flatten()
+        .map(|page| (Path::new("share/man/man8").join(page.file_name()), page.path()))
+        .collect();
+    files.sort();
+    files.push(("share/mercury.bash".into(), share.join("completions/mercury.bash")));
+    Ok(files)
 }
 
 /// Builds the module in both variants, or nothing as long as there is no driver.

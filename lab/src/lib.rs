@@ -48,6 +48,7 @@ pub mod moments;
 pub mod moving;
 pub mod operator;
 pub mod owner;
+pub mod pair;
 pub mod paths;
 pub mod previrtualization;
 pub mod progress;

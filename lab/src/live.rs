@@ -1,4 +1,4 @@
-//! What a long job says while it runs: headings, and one line that is written over again on a terminal.
+//! What a long job says while it runs: headings, and one line, marked "live", that is written over again on a terminal.
 //! Elsewhere that line is printed twice a minute, so that a log shows that something moves.
 
 use std::{
@@ -35,7 +35,7 @@ impl Line {
 
     /// Shows another text.
     pub fn show(&mut self, text: &str) {
-        let text = format!("    {:4.0} s  {text}", self.elapsed().as_secs_f32());
+        let text = format!("  live {:4.0} s  {text}", self.elapsed().as_secs_f32());
         if std::io::stdout().is_terminal() {
             print!("\r\x1b[2K{text}");
             let _ = std::io::stdout().flush();

@@ -6,7 +6,10 @@ use std::{
     fs::{self, File},
     io,
     net::{TcpListener, TcpStream},
-    os::{fd::OwnedFd, unix::process::ExitStatusExt},
+    os::{
+        fd::OwnedFd,
+        unix::{net::UnixStream, process::ExitStatusExt},
+    },
     path::{Path, PathBuf},
     process::{Child, Command as Program, ExitStatus, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -416,6 +419,15 @@ impl Machine {
         self.spec.gdb_port
     }
 
+    /// Connects to the serial console of a machine whose console goes to a socket. What the machine says while nobody
+    /// is connected is in its log only.
+    ///
+    /// # Errors
+    /// If its console goes elsewhere, or another connection exists.
+    pub fn console(&self) -> Result<UnixStream> {
+        self.link.scene.connect(file::CONSOLE).context(|| "connect to the machine's console".into())
+    }
+
     /// All that the serial console has said.
     #[must_use]
     pub fn serial_log(&self) -> String {
@@ -472,6 +484,15 @@ impl Machine {
     /// If it cannot be killed.
     pub fn power_cut(&self) -> Result<()> {
         self.process.kill()
+    }
+
+    /// Returns true if the emulator has ended.
+    ///
+    /// # Errors
+    /// If this host cannot tell.
+    pub fn is_off(&self) -> Result<bool> {
+        let ended = self.process.lock().try_wait().context(|| "look after the emulator".into())?;
+        Ok(ended.is_some())
     }
 
     /// Waits until the machine has ended by itself.
@@ -781,7 +802,7 @@ fn start_emulator(scene: &Scene, spec: &Spec, program: &Path, arguments: &[Strin
     let log = File::create(dir.join(file::EMULATOR)).context(|| "make the emulator's log".into())?;
     let mut emulator = Program::new(program);
     emulator.args(arguments).current_dir(dir);
-    if spec.console == Console::Log {
+    if spec.console != Console::Terminal {
         let copy = log.try_clone().context(|| "share the emulator's log".into())?;
         emulator.stdin(Stdio::null()).stdout(copy);
     }
@@ -850,16 +871,30 @@ fn watch(process: &mut Child, terminal: &Terminal) -> Result<ExitStatus> {
     }
 }
 
-/// QEMU sets the terminal to raw, and may be killed before it sets it back.
-struct Terminal(Option<rustix::termios::Termios>);
+/// This process' terminal as it was, which comes back when this is dropped: QEMU sets the terminal to raw, and may be
+/// killed before it sets it back.
+pub(crate) struct Terminal(Option<rustix::termios::Termios>);
 
 impl Terminal {
-    fn save() -> Self {
+    /// Remembers how it is.
+    pub(crate) fn save() -> Self {
         Self(rustix::termios::tcgetattr(rustix::stdio::stdin()).ok())
     }
 
+    /// Hands every key on as it is typed, those that would be signals too.
+    pub(crate) fn make_raw(&self) {
+        if let Some(mut raw) = self.0.clone() {
+            raw.make_raw();
+            let _ = rustix::termios::tcsetattr(
+                rustix::stdio::stdin(),
+                rustix::termios::OptionalActions::Now,
+                &raw,
+            );
+        }
+    }
+
     /// Whether there was a terminal, and it is gone.
-    fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.0.is_some() && rustix::termios::tcgetattr(rustix::stdio::stdin()).is_err()
     }
 }

@@ -8,12 +8,12 @@ use std::{
     time::Duration,
 };
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use mercury_lab::{
-    Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream, Variant,
-    artefacts,
+    Bus, Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream,
+    Variant, artefacts,
     bench::{self, Depth, Part},
-    check, deb, demo, host, hosted, image,
+    check, deb, demo, host, hosted, image, pair,
     previrtualization::{self, Flavour},
     soak, testing,
 };
@@ -71,6 +71,25 @@ enum Command {
     Shell {
         #[command(flatten)]
         machine: MachineArgs,
+        /// Where its root lies: in RAM, so that a restore or a rollback meets no disk that has moved on, or on its disk
+        #[arg(long, value_enum, default_value_t = Root::Ram)]
+        root: Root,
+        /// Size of one more disk, empty, for the image of a checkpoint, with a unit of M, G or none for MiB; 0: no such
+        /// disk
+        #[arg(long, value_name = "SIZE", value_parser = size_mib, default_value = "2G")]
+        disk: u32,
+    },
+    /// Boot two machines on one network, with a shell on this terminal that moves from one to the other
+    Pair {
+        /// bookworm-cloud or trixie-cloud
+        #[arg(long, default_value = "bookworm-cloud")]
+        kernel: Kernel,
+        /// Processors of each
+        #[arg(long, default_value_t = 2)]
+        cpus: u32,
+        /// Memory of each, in MiB
+        #[arg(long, default_value_t = 512)]
+        memory: u32,
     },
     /// Boot a machine, run a command in it, and power it off
     Run {
@@ -91,7 +110,11 @@ enum Command {
     /// Check formatting, lints, and the driver's style
     Check,
     /// Show what Mercury does
-    Demo,
+    Demo {
+        /// Attach and detach; a checkpoint and a restore; or two live moves
+        #[arg(value_enum, default_value_t = demo::Subject::Switch)]
+        subject: demo::Subject,
+    },
     /// Measure: the paper's tables, and what Mercury promises in numbers
     Bench {
         /// Only this part, which takes its place in docs/: checkpoint, kvm, migration, previrtualization,
@@ -168,9 +191,9 @@ struct MachineArgs {
     /// Processors
     #[arg(long, default_value_t = 2)]
     cpus: u32,
-    /// Memory, in MiB
-    #[arg(long, default_value_t = 1024)]
-    memory: u32,
+    /// Memory, in MiB: 1024, or 1536 with its root in RAM
+    #[arg(long)]
+    memory: Option<u32>,
     /// Processor, in QEMU's words
     #[arg(long, default_value = mercury_lab::spec::CPU)]
     cpu: String,
@@ -197,9 +220,38 @@ struct MachineArgs {
     qemu_args: Vec<String>,
 }
 
+/// Where the root of a shell's machine lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Root {
+    /// In RAM.
+    Ram,
+    /// On the machine's own disk.
+    Disk,
+}
+
+/// Memory of a machine whose root lies on its disk, in MiB.
+const MEMORY_MIB: u32 = 1024;
+/// Memory of a machine whose root lies in RAM, in MiB.
+const MEMORY_WITH_ROOT_MIB: u32 = 1536;
+
 impl MachineArgs {
+    /// The machine of a shell, in which checkpoints and snapshots can be tried.
+    fn shell_spec(&self, root: Root, disk_mib: u32) -> Spec {
+        let mut spec = self.spec();
+        // The host's QEMU executes code that the kernel has patched, as the kernel does around a snapshot.
+        spec = spec.qemu_version(Qemu::Newer);
+        if root == Root::Ram {
+            spec = spec.kernel_arg("lab.root=ram").memory_mib(self.memory.unwrap_or(MEMORY_WITH_ROOT_MIB));
+        }
+        if disk_mib != 0 {
+            spec = spec.disk(Bus::Virtio, disk_mib);
+        }
+        with_terminal(spec)
+    }
+
     fn spec(&self) -> Spec {
-        let mut spec = Spec::new(self.kernel).cpus(self.cpus).memory_mib(self.memory).cpu(&self.cpu);
+        let memory = self.memory.unwrap_or(MEMORY_MIB);
+        let mut spec = Spec::new(self.kernel).cpus(self.cpus).memory_mib(memory).cpu(&self.cpu);
         if let Some(image) = &self.own_kernel {
             spec = spec.own_kernel(image);
         }
@@ -221,6 +273,16 @@ impl MachineArgs {
         spec = self.kernel_args.iter().fold(spec, |spec, word| spec.kernel_arg(word));
         self.qemu_args.iter().fold(spec, |spec, argument| spec.qemu_arg(argument))
     }
+}
+
+/// Reads a size in MiB: `2G`, `512M`, or a number of MiB.
+fn size_mib(text: &str) -> Result<u32, String> {
+    let (number, unit) = match text.strip_suffix(['G', 'g']) {
+        Some(number) => (number, 1024),
+        None => (text.strip_suffix(['M', 'm']).unwrap_or(text), 1),
+    };
+    let size = number.parse::<u32>().ok().and_then(|number| number.checked_mul(unit));
+    size.ok_or_else(|| "a number of MiB, or one with the unit M or G".to_owned())
 }
 
 fn release(name: &str) -> Result<Release, String> {
@@ -276,7 +338,8 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Hosted { arguments } => return hosted::shell(&arguments),
         Command::BuildDriver { kernel } => build_driver(kernel)?,
-        Command::Shell { machine } => Machine::shell(with_terminal(machine.spec()))?,
+        Command::Shell { machine, root, disk } => Machine::shell(machine.shell_spec(root, disk))?,
+        Command::Pair { kernel, cpus, memory } => pair::run(kernel, cpus, memory, with_terminal)?,
         Command::Run { machine, timeout, command } => {
             return run_once(machine.spec(), Duration::from_secs(timeout), &command);
         }
@@ -290,7 +353,7 @@ fn run(command: Command) -> Result<ExitCode> {
                 return Err(Error::Host(format!("not as it should be: {}", failed.join(", "))));
             }
         }
-        Command::Demo => demo::run()?,
+        Command::Demo { subject } => demo::run(subject)?,
         Command::Bench { part, quick } => {
             bench::run(part.unwrap_or(Part::All), if quick { Depth::Quick } else { Depth::Full })?;
         }

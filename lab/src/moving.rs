@@ -142,7 +142,23 @@ pub fn times(machine: &Machine, text: &str) -> usize {
 /// # Errors
 /// If neither happens; with what `from` is at.
 pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Background) -> Result<bool> {
+    arrives_showing(from, spare, before, moving, |_| {})
+}
+
+/// The same; calls `show` again and again with the last line that the moving command has printed.
+fn arrives_showing(
+    from: &Machine,
+    spare: &Machine,
+    before: usize,
+    moving: &mut Background,
+    mut show: impl FnMut(&str),
+) -> Result<bool> {
     wait_for("the machine to arrive", patient(LIMIT), || {
+        // The machine's last words may be lost with it.
+        let printed = moving.errors_so_far().unwrap_or_default();
+        if let Some(last) = printed.lines().rev().find(|line| !line.trim().is_empty()) {
+            show(last.trim());
+        }
         let has_arrived = times(spare, GOES_ON) > before;
         Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
     })
@@ -160,9 +176,23 @@ pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Back
 /// # Errors
 /// If it does not arrive, with what both have said.
 pub fn move_to(machine: &Machine, spare: &Machine, words: &str, options: &str) -> Result<String> {
+    move_showing(machine, spare, words, options, |_| {})
+}
+
+/// The same; calls `show` again and again with the last line that the moving command has printed.
+///
+/// # Errors
+/// As for [`move_to`].
+pub fn move_showing(
+    machine: &Machine,
+    spare: &Machine,
+    words: &str,
+    options: &str,
+    show: impl FnMut(&str),
+) -> Result<String> {
     let (boots, before) = (spare.boots(), times(spare, GOES_ON));
     let mut moving = machine.spawn(&migrate(words, options))?;
-    if !arrives(machine, spare, before, &mut moving)? {
+    if !arrives_showing(machine, spare, before, &mut moving, show)? {
         let why = format!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
         let why = format!("the machine has not moved: {why}\n{}", said(machine));
         return Err(spare.blame(machine.blame(Error::Unhealthy(why))));

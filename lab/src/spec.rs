@@ -215,6 +215,8 @@ pub enum Console {
     Log,
     /// To this terminal as well, with a shell on it.
     Terminal,
+    /// To a socket as well: see [`crate::Machine::console`].
+    Socket,
 }
 
 /// A machine to be booted. All have a serial console, a root disk that is theirs alone and lost with
@@ -529,7 +531,7 @@ impl Spec {
             (self.nic.is_some(), "Bochs has no network card that the lab uses"),
             (self.iommu.is_some(), "Bochs has no IOMMU"),
             (self.cpu_model != CPU || self.phys_bits.is_some(), "this is about a processor of QEMU's"),
-            (self.console == Console::Terminal, "Bochs shows its console on no terminal"),
+            (self.console != Console::Log, "Bochs shows its console on no terminal"),
             (self.max_cpus != 0, "Bochs has no hotplug of processors"),
             (self.wants_gdb, "Bochs has no gdb stub for several processors"),
             (self.icount.is_some(), "this counts instructions with QEMU's icount"),

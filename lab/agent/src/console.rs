@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     os::unix::process::CommandExt,
+    path::Path,
     process::Command,
 };
 
@@ -23,8 +24,24 @@ pub fn run() -> Result<()> {
     rustix::stdio::dup2_stderr(&console)?;
     let mut shell = Command::new("/bin/bash");
     shell.args(["--rcfile", &format!("{LAB_DIR}/lib/bashrc"), "-i"]);
-    shell.current_dir("/root").env("TERM", cmdline.get("term").unwrap_or("linux"));
+    shell
+        .current_dir("/root")
+        .env("TERM", known_terminal(cmdline.get("term").unwrap_or("linux"), is_described));
     Err(shell.exec().into())
+}
+
+/// Returns the terminal's own name if `is_described`, else that of its closest kin that is: `tmux-direct` is a `tmux`.
+fn known_terminal(name: &str, is_described: impl Fn(&str) -> bool) -> &str {
+    let ends = name.match_indices(['-', '.', '+']).map(|(at, _)| at);
+    let mut shorter = std::iter::once(name.len()).chain(ends.collect::<Vec<_>>().into_iter().rev());
+    shorter.find(|&end| is_described(&name[..end])).map_or("xterm", |end| &name[..end])
+}
+
+/// Returns true if the machine's terminfo describes the terminal (terminfo(5), "Fetching Compiled Descriptions").
+fn is_described(name: &str) -> bool {
+    const PLACES: [&str; 3] = ["/etc/terminfo", "/lib/terminfo", "/usr/share/terminfo"];
+    let Some(first) = name.get(..1) else { return false };
+    PLACES.iter().any(|place| Path::new(place).join(first).join(name).is_file())
 }
 
 /// The last console of the command line is the one that `/dev/console` stands for.
@@ -37,4 +54,20 @@ fn set_size(console: &File, cmdline: &Cmdline) {
     let number = |key| cmdline.get(key).and_then(|value| value.parse().ok());
     let (Some(ws_row), Some(ws_col)) = (number("rows"), number("columns")) else { return };
     let _ = tcsetwinsize(console, Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn terminals_without_a_description_become_their_kin() {
+        let known = |name: &str| ["xterm-256color", "xterm", "tmux", "screen"].contains(&name);
+        assert_eq!(known_terminal("xterm-256color", known), "xterm-256color");
+        assert_eq!(known_terminal("tmux-direct", known), "tmux");
+        assert_eq!(known_terminal("screen.xterm-ghostty", known), "screen");
+        assert_eq!(known_terminal("xterm-256color-italic", known), "xterm-256color");
+        assert_eq!(known_terminal("vendor", known), "xterm");
+        assert_eq!(known_terminal("", known), "xterm");
+    }
 }

@@ -1,187 +1,105 @@
-//! `make demo`: attach and detach beneath a machine that is hard at work, and a table at the end.
-//!
-//! One machine, four CPUs, PostgreSQL under pgbench and a CPU-bound job with known results. First the
-//! database alone on a machine that has never seen Mercury; then attached; then while the mode is
-//! switched hundreds of times; then detached. Nothing may be lost, nothing may be wrong, and the kernel
-//! may not say a word.
+//! `make demo`, `make demo-checkpoint` and `make demo-move`: what Mercury does, with live progress, a table and a
+//! verdict at the end.
 
+mod checkpoint;
 pub(crate) mod database;
-mod report;
+mod moves;
+mod switch;
+mod switch_report;
 
-use std::{
-    io::{IsTerminal, Write},
-    time::{Duration, Instant},
-};
+use clap::ValueEnum;
+use comfy_table::{CellAlignment, Table, presets};
 
-use serde_json::Value;
+use crate::error::{Error, Result};
 
-use crate::{
-    command::Background,
-    error::{Error, Result},
-    kernel::Kernel,
-    machine::Machine,
-    progress,
-    spec::{Spec, Vendor},
-};
-use database::Measured;
-
-const CPUS: u32 = 4;
-const MEMORY_MIB: u32 = 1536;
-const CYCLES: u32 = 200;
-const PHASE: Duration = Duration::from_secs(8);
-const LIMIT: Duration = Duration::from_secs(600);
-/// How often a running command's output is looked at.
-const LOOK: Duration = Duration::from_millis(500);
-
-/// What the demonstration has seen.
-#[derive(Debug)]
-struct Seen {
-    machine: String,
-    vendor: Vendor,
-    never_loaded: Measured,
-    attached: Measured,
-    switching: Measured,
-    after_detach: Measured,
-    /// What `mercury bench switch --json` printed.
-    switches: Value,
-    /// What `mercury status --json` printed at the end.
-    status: Value,
-    /// Exits while attached and left alone, without the driver's own hypercalls and VMX's CPUID.
-    steady_exits: u64,
-    /// Rounds of the CPU-bound job, all with the right result.
-    compute_rounds: u64,
-    balances_agree: bool,
-    /// What the kernel has to complain about, if anything.
-    complaint: Option<String>,
+/// The capability that a demonstration shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Subject {
+    /// Attach and detach, beneath a machine that is hard at work.
+    Switch,
+    /// A checkpoint of a machine with a database, and its restore in a fresh machine.
+    Checkpoint,
+    /// Two live moves of a machine with a database.
+    Move,
 }
 
-/// Shows it.
+/// Runs a demonstration.
 ///
 /// # Errors
-/// If the machine cannot be booted, or anything was lost, wrong or complained about.
-pub fn run() -> Result<()> {
-    say("A machine with stock Debian 12: building what is missing, then booting it");
-    let spec = Spec::new(Kernel::BookwormCloud).cpus(CPUS).memory_mib(MEMORY_MIB);
-    let summary = spec.summary();
-    let machine = Machine::boot(spec)?;
-    say(&format!("It runs {} (up in {:.1} s)", machine.kernel(), machine.boot_time().as_secs_f32()));
-    let seen = watch(&machine, summary)?;
-    machine.shut_down()?;
-    report::print(&seen);
-    report::verdict(&seen)
-}
-
-fn watch(machine: &Machine, summary: String) -> Result<Seen> {
-    progress::step("starting PostgreSQL", || machine.start_postgres())?;
-    let work = machine.spawn("nice -n 5 mercury-workload compute --until-file /run/demo-ends")?;
-
-    say("PostgreSQL and a CPU-bound job, on a machine that has never seen Mercury");
-    let never_loaded = measure(machine, PHASE)?;
-
-    say("mercury attach: the hypervisor goes beneath the running kernel");
-    tell(&machine.sh("mercury attach")?);
-    let exits = || Ok(foreign_exits(machine.vendor(), &machine.mercury("status")?));
-    let before = exits()?;
-    let attached = measure(machine, PHASE)?;
-    let steady_exits = exits()?.saturating_sub(before);
-    say("mercury detach: it comes out again");
-    tell(&machine.sh("mercury detach")?);
-
-    say(&format!("Now {CYCLES} attaches and {CYCLES} detaches on each CPU, under the same load"));
-    let (switches, switching) = switch(machine)?;
-
-    say("Detached; the same machine once more, native");
-    let after_detach = measure(machine, PHASE)?;
-
-    machine.sh("touch /run/demo-ends")?;
-    let compute = work.wait(LIMIT)?.check()?;
-    Ok(Seen {
-        machine: summary,
-        vendor: machine.vendor(),
-        never_loaded,
-        attached,
-        switching,
-        after_detach,
-        switches,
-        status: machine.mercury("status")?,
-        steady_exits,
-        compute_rounds: json(&compute.stdout)?["passes"].as_u64().unwrap_or(0),
-        balances_agree: database::balances_agree(machine)?,
-        complaint: machine.check_health().err().map(|error| error.to_string()),
-    })
-}
-
-/// One run of pgbench, with its progress shown.
-fn measure(machine: &Machine, time: Duration) -> Result<Measured> {
-    let mut run = database::start(machine, time)?;
-    follow(&mut run, database::progress)?;
-    database::result(&run.wait(LIMIT)?.check()?.stdout)
-}
-
-/// The switches, with pgbench going on until they are done.
-fn switch(machine: &Machine) -> Result<(Value, Measured)> {
-    let mut database = database::start(machine, LIMIT)?;
-    while database::progress(&database.errors_so_far()?).is_none() && !database.has_ended()? {
-        std::thread::sleep(LOOK);
+/// If a machine cannot be booted, or anything was lost, wrong or complained about.
+pub fn run(subject: Subject) -> Result<()> {
+    match subject {
+        Subject::Switch => switch::run(),
+        Subject::Checkpoint => checkpoint::run(),
+        Subject::Move => moves::run(),
     }
-    let mut bench = machine.spawn(&format!("mercury --json bench switch --cycles {CYCLES}"))?;
-    let attaches = |status: &Value| status["cpus"][0]["attaches"].as_u64().unwrap_or(0);
-    let start = attaches(&machine.mercury("status")?);
-    follow(&mut bench, |_| {
-        let status = machine.mercury("status").ok()?;
-        Some(format!("{} of {CYCLES} cycles", attaches(&status).saturating_sub(start)))
-    })?;
-    let switches = json(&bench.wait(LIMIT)?.check()?.stdout)?;
-    database::stop(&mut database)?;
-    let measured = database::result(&database.wait(LIMIT)?.stdout)?;
-    Ok((switches, measured))
 }
 
-/// Shows what `line` makes of a command's output until it has ended.
-fn follow(run: &mut Background, mut line: impl FnMut(&str) -> Option<String>) -> Result<()> {
-    let start = Instant::now();
-    while !run.has_ended()? {
-        std::thread::sleep(LOOK);
-        let output = run.errors_so_far()?;
-        if let Some(text) = line(&output) {
-            live(&format!("    {:3.0} s  {text}", start.elapsed().as_secs_f32()));
-        }
+/// One promise, and if it was kept.
+#[derive(Debug)]
+struct Check {
+    holds: bool,
+    what: String,
+}
+
+impl Check {
+    fn new(holds: bool, what: impl Into<String>) -> Self {
+        Self { holds, what: what.into() }
     }
-    live("");
-    Ok(())
 }
 
-/// Exits of all CPUs that nobody asked for: all but the driver's hypercalls, and CPUID, which VMX always
-/// intercepts.
-fn foreign_exits(vendor: Vendor, status: &Value) -> u64 {
-    let cpus = status["cpus"].as_array().map_or(&[][..], Vec::as_slice);
-    let expected = match vendor {
-        Vendor::Amd => &["hypercall"][..],
-        Vendor::Intel => &["hypercall", "cpuid"],
-    };
-    let of_cpu = |cpu: &Value| {
-        let own: u64 = expected.iter().filter_map(|reason| cpu["exits"][reason].as_u64()).sum();
-        cpu["exits_total"].as_u64().unwrap_or(0).saturating_sub(own)
-    };
-    cpus.iter().map(of_cpu).sum()
+/// Prints a line for each promise.
+///
+/// # Errors
+/// If one was broken, with `why` if that is known.
+fn conclude(checks: &[Check], why: Option<&str>) -> Result<()> {
+    println!();
+    for Check { holds, what } in checks {
+        println!("  {} {what}", if *holds { "ok  " } else { "FAIL" });
+    }
+    if checks.iter().all(|check| check.holds) {
+        return Ok(());
+    }
+    let broken: Vec<&str> = checks.iter().filter(|check| !check.holds).map(|check| &*check.what).collect();
+    let why = why.map_or_else(|| format!("these promises were broken: {}", broken.join("; ")), str::to_owned);
+    Err(Error::Host(why))
 }
 
-fn json(text: &str) -> Result<Value> {
-    serde_json::from_str(text).map_err(|error| Error::Host(format!("no JSON ({error}): {text}")))
+/// Prints commands that a newcomer may type next.
+fn try_next(commands: &[(&str, &str)]) {
+    println!("\nWhat to try next:\n");
+    for (command, what) in commands {
+        println!("    {command:<22} {what}");
+    }
 }
 
-fn say(what: &str) {
-    println!("\n==> {what}");
-}
-
+/// Prints what a command in a machine has printed.
 fn tell(text: &str) {
     text.lines().for_each(|line| println!("    {line}"));
 }
 
-/// One line that is written over again on a terminal; elsewhere nothing, for a log has no use for it.
-fn live(text: &str) {
-    if std::io::stdout().is_terminal() {
-        print!("\r\x1b[2K{text}");
-        let _ = std::io::stdout().flush();
+/// A table without lines, whose columns of numbers are aligned to the right.
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_broken_promise_is_an_error_that_names_it() {
+        assert!(conclude(&[Check::new(true, "one")], None).is_ok());
+        let broken = [Check::new(true, "one"), Check::new(false, "two")];
+        let error = conclude(&broken, None).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(error.contains("two") && !error.contains("one"), "{error}");
+        assert!(
+            conclude(&broken, Some("the cause")).is_err_and(|error| error.to_string().contains("the cause"))
+        );
     }
 }

@@ -55,6 +55,7 @@ pub(crate) mod file {
     pub const VARIABLES: &str = "variables.img";
     pub const SERIAL: &str = "serial.log";
     pub const AGENT: &str = "agent.sock";
+    pub const CONSOLE: &str = "console.sock";
     pub const MONITOR: &str = "qmp.sock";
     /// What was started.
     pub const COMMAND: &str = "command";

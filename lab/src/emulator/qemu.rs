@@ -157,6 +157,10 @@ fn channels(args: &mut Arguments, spec: &Spec) {
     match spec.console {
         Console::Log => args.add("-chardev", &format!("null,id=console,{log}")),
         Console::Terminal => args.add("-chardev", &format!("stdio,id=console,signal=off,{log}")),
+        Console::Socket => {
+            let socket = format!("socket,id=console,path={},server=on,wait=off,{log}", file::CONSOLE);
+            args.add("-chardev", &socket);
+        }
     }
     args.add("-serial", "chardev:console");
     args.add("-chardev", &format!("socket,id=agent,path={},server=on,wait=off", file::AGENT));

@@ -21,9 +21,10 @@ use crate::{
     error::{Error, Result},
     kernel::Kernel,
     ledger::{self, Ledger},
-    live,
+    live::{self, Line},
     machine::Machine,
-    moving::{PEER, Switch, move_to, plug_in, receive_after},
+    moving::{PEER, Switch, move_showing, plug_in, receive_after},
+    progress,
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong, results,
         script::{CLIENT, CLOCK, TALK},
@@ -89,7 +90,11 @@ pub fn run(plan: Plan) -> Result<Record> {
     live::say(&format!("{moves} moves with PostgreSQL: {kernel}, {cpus} CPUs, {memory_mib} MiB"));
     let mut record = Record::new(plan);
     let begun = Instant::now();
-    let outcome = Scene::set(plan).and_then(|mut scene| {
+    let set = progress::step(
+        "three machines: a switch with the files and the clients, and the one that moves",
+        || Scene::set(plan),
+    );
+    let outcome = set.and_then(|mut scene| {
         scene.machine.kernel().clone_into(&mut record.kernel);
         scene.run(plan, &mut record)
     });
@@ -145,18 +150,20 @@ impl Scene {
             }
             let begun = Instant::now();
             let place = if number % 2 == 1 { 3 } else { 2 };
-            let (spare, words) = self.spare(plan, place)?;
-            let ready = begun.elapsed();
-            let mut done = self.moves(spare, &words)?;
-            is_well(&self.machine, &id)?;
-            goes_on(&self.machine, &self.switch.peer, self.pgbench.as_mut())?;
-            done.silence_ms = self.silence()?;
-            println!(
-                "    {number} of {}: spare ready after {:.0} s, all after {:.0} s; {done:?}",
+            live::say(&format!(
+                "Move {number} of {}, {}",
                 plan.moves,
-                ready.as_secs_f32(),
-                begun.elapsed().as_secs_f32()
-            );
+                if place == 3 { "there" } else { "back" }
+            ));
+            let (spare, words) =
+                progress::step("the destination boots and waits", || self.spare(plan, place))?;
+            let mut done = self.moves(spare, &words)?;
+            progress::step("is all well? do the clients go on?", || {
+                is_well(&self.machine, &id)?;
+                goes_on(&self.machine, &self.switch.peer, self.pgbench.as_mut())
+            })?;
+            done.silence_ms = self.silence()?;
+            println!("    {}; all of it {:.0} s", done.text(), begun.elapsed().as_secs_f32());
             record.moves.push(done);
         }
         self.finish(record)
@@ -187,7 +194,9 @@ impl Scene {
 
     /// Moves to the spare, which is the machine then.
     fn moves(&mut self, spare: Machine, words: &str) -> Result<Move> {
-        let said = move_to(&self.machine, &spare, words, OPTIONS)?;
+        let mut line = Line::begin();
+        let said = move_showing(&self.machine, &spare, words, OPTIONS, |text| line.show(text))?;
+        drop(line);
         self.off = Some(mem::replace(&mut self.machine, spare));
         let words =
             last_words(&said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;

@@ -73,6 +73,18 @@ impl Move {
             sent_bytes: said.sent_bytes,
         }
     }
+
+    /// One line for people.
+    pub(super) fn text(&self) -> String {
+        format!(
+            "{} rounds, {} MiB sent in {:.1} s; applications stood still for {:.1} s; the longest wait of a client was {:.1} s",
+            self.rounds,
+            self.sent_bytes >> 20,
+            self.seconds,
+            self.downtime_ms as f64 / 1e3,
+            self.silence_ms as f64 / 1e3,
+        )
+    }
 }
 
 /// pgbench's transactions.
@@ -164,7 +176,7 @@ impl Record {
     }
 
     /// Writes it to a file, from which a page can be made; the same text.
-    pub(super) fn keep(mut self) -> Result<(Self, String)> {
+    pub(crate) fn keep(mut self) -> Result<(Self, String)> {
         self.ended = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let json = pretty(&self)?;
         let path = paths::lab_dir(KEPT)?.join(format!("{}.json", self.ended));

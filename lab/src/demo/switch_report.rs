@@ -1,13 +1,15 @@
 //! The table at the end of the demonstration, and whether all is well.
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use serde_json::Value;
 
-use super::{CYCLES, Measured, Seen};
-use crate::{
-    error::{Error, Result},
-    spec::Vendor,
+use super::{
+    Check, conclude,
+    database::Measured,
+    switch::{CYCLES, Seen},
+    table, try_next,
 };
+use crate::{error::Result, spec::Vendor};
 
 /// Prints everything that was seen.
 pub fn print(seen: &Seen) {
@@ -21,11 +23,16 @@ pub fn print(seen: &Seen) {
     println!("\"asking\" is the same while the modes are only asked for):\n");
     println!("{}", pauses(&seen.switches));
     println!(
-        "\nPostgreSQL, pgbench's own mix, for some seconds each (on a shared host the ratios vary widely; in"
+        "\nPostgreSQL, pgbench's own mix, for some seconds each. The first row has cold caches, so that later rows"
     );
-    println!("\"while switching\" no CPU has one mode for long):\n");
+    println!(
+        "may be faster; on a shared host the ratios vary widely. In \"while switching\" no CPU has one mode for long:\n"
+    );
     println!("{}", database(seen));
-    println!("\nExits into the hypervisor by reason, all CPUs, since load:\n");
+    println!(
+        "\nExits into the hypervisor by reason, all CPUs, since load. A row \"msr-…\" is the driver's own, too: it reads"
+    );
+    println!("these registers when it checks a CPU that is attached:\n");
     println!("{}", exits(seen));
     println!("\n{} rounds of primes and hashes, every result right.", seen.compute_rounds);
     println!("Microseconds of an emulator on a shared machine say little: `make bench` counts instructions.");
@@ -43,24 +50,24 @@ pub fn verdict(seen: &Seen) -> Result<()> {
     let cycles = seen.switches["cycles"].as_u64().unwrap_or(0);
     let native = cpus(&seen.status).iter().all(|cpu| cpu["mode"] == "native");
     let checks = [
-        (failed == 0, format!("failed transactions: {failed}")),
-        (seen.balances_agree, "no transaction lost: balances and history agree".to_owned()),
-        (cycles >= u64::from(CYCLES), format!("cycles of attach and detach on each CPU: {cycles}")),
-        (
+        Check::new(failed == 0, format!("failed transactions: {failed}")),
+        Check::new(seen.balances_agree, "no transaction lost: balances and history agree"),
+        Check::new(cycles >= u64::from(CYCLES), format!("cycles of attach and detach on each CPU: {cycles}")),
+        Check::new(
             seen.steady_exits == 0,
             format!("exits while attached, beside {}: {}", expected_exits(seen), seen.steady_exits),
         ),
-        (native, "every CPU is native again".to_owned()),
-        (seen.complaint.is_none(), "the kernel has no complaint".to_owned()),
+        Check::new(native, "every CPU is native again"),
+        Check::new(seen.complaint.is_none(), "the kernel has no complaint"),
     ];
-    println!();
-    for (holds, what) in &checks {
-        println!("  {} {what}", if *holds { "ok  " } else { "FAIL" });
-    }
-    if checks.iter().all(|(holds, _)| *holds) {
-        return Ok(());
-    }
-    Err(Error::Host(seen.complaint.clone().unwrap_or_else(|| "the demonstration failed".to_owned())))
+    conclude(&checks, seen.complaint.as_deref())?;
+    try_next(&[
+        ("make shell", "a machine to play with: attach, snapshot, checkpoint and their undoing by hand"),
+        ("make demo-checkpoint", "the whole machine into an image, power off, and brought back elsewhere"),
+        ("make demo-move", "a running machine moves to another one and back, with its clients connected"),
+        ("make bench", "what a switch costs, in instructions"),
+    ]);
+    Ok(())
 }
 
 /// Whose exits there are without anybody's asking.
@@ -73,15 +80,6 @@ fn expected_exits(seen: &Seen) -> &'static str {
 
 fn cpus(value: &Value) -> &[Value] {
     value["cpus"].as_array().map_or(&[], Vec::as_slice)
-}
-
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(header);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
 }
 
 fn decimal(value: &Value) -> String {
