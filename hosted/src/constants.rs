@@ -110,6 +110,9 @@ pub fn find(
         }
         let offsets = decoder.get_constant_offsets(&instruction);
         patches.extend(shifted(&instruction, &last));
+        if let Some(kept) = hides_the_kernel(&instruction, &last) {
+            patches.retain(|patch| patch.address != kept);
+        }
         last.truncate(SOON - 1);
         last.push_front((instruction, offsets));
         let asks = function(instruction.ip());
@@ -125,6 +128,20 @@ pub fn find(
         }
     }
     patches
+}
+
+/// What a kernel says of a program's fault at one of the kernel's addresses is always the same, so that the program learns nothing
+/// from it: it sets bit 0 of the error code. All of the lower half are programs' addresses to those that look at the code: the
+/// number stays. Says where that is, when the bit is set for it.
+fn hides_the_kernel(set: &Instruction, before: &VecDeque<(Instruction, ConstantOffsets)>) -> Option<u64> {
+    const NEAR: usize = 3;
+    let is_bit = set.mnemonic() == Mnemonic::Or
+        && set.op0_kind() == OpKind::Register
+        && set.try_immediate(1).is_ok_and(|value| value == 1);
+    let (load, offsets) = before.iter().take(NEAR).find(|(one, _)| {
+        one.code() == Encoding::Mov_r64_imm64 && one.try_immediate(1).is_ok_and(|value| value == LINKED_LAST)
+    })?;
+    is_bit.then(|| load.ip() + offsets.immediate_offset() as u64)
 }
 
 /// How far apart the two instructions are, at most, that make a number by shifting a smaller one.
@@ -202,6 +219,22 @@ mod tests {
         let code = [0xBB, 0xFF, 0xFF, 0x7F, 0, 0x48, 0x89, 0xDF, 0x48, 0xC1, 0xE3, 0x29];
         let found = find(&code, 0x1000, |_| false, |_| Function::Other);
         assert_eq!(found, [Patch { address: 0x1001, length: 4, old: 0x7F_FFFF, new: 0x3F }]);
+    }
+
+    #[test]
+    fn what_hides_the_kernel_from_programs_hides_no_more_than_it() {
+        // movabs $0x7fffffffefff,%rdx ; mov %rbx,%rax ; or $1,%rax or $2,%rax ; cmp %rbp,%rdx
+        let found = |bit| {
+            let code = [
+                &[0x48, 0xBA, 0xFF, 0xEF, 0xFF, 0xFF, 0xFF, 0x7F, 0, 0][..],
+                &[0x48, 0x89, 0xD8],
+                &[0x48, 0x83, 0xC8, bit],
+                &[0x48, 0x39, 0xEA],
+            ]
+            .concat();
+            find(&code, 0x1000, |_| false, |_| Function::Other).len()
+        };
+        assert_eq!((found(1), found(2)), (0, 1));
     }
 
     #[test]

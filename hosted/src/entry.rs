@@ -11,7 +11,10 @@
 
 use std::arch::global_asm;
 
-use crate::block::at;
+use crate::{
+    block::at,
+    vcpu::{ALIGNMENT, IDENTIFICATION, NESTED, TRAP, USER_CODE_32},
+};
 
 unsafe extern "C" {
     /// Where slots jump to.
@@ -35,6 +38,29 @@ unsafe extern "C" {
     pub fn hosted_restorer_end();
     /// Keeps the floating-point registers at an address.
     pub fn hosted_save_extended(area: u64);
+}
+
+/// Loads all general registers from the block but the stack's.
+macro_rules! load_registers {
+    () => {
+        concat!(
+            "mov rax, qword ptr [{regs}]\n",
+            "mov rcx, qword ptr [{regs} + 8]\n",
+            "mov rdx, qword ptr [{regs} + 16]\n",
+            "mov rbx, qword ptr [{regs} + 24]\n",
+            "mov rbp, qword ptr [{regs} + 40]\n",
+            "mov rsi, qword ptr [{regs} + 48]\n",
+            "mov rdi, qword ptr [{regs} + 56]\n",
+            "mov r8, qword ptr [{regs} + 64]\n",
+            "mov r9, qword ptr [{regs} + 72]\n",
+            "mov r10, qword ptr [{regs} + 80]\n",
+            "mov r11, qword ptr [{regs} + 88]\n",
+            "mov r12, qword ptr [{regs} + 96]\n",
+            "mov r13, qword ptr [{regs} + 104]\n",
+            "mov r14, qword ptr [{regs} + 112]\n",
+            "mov r15, qword ptr [{regs} + 120]\n",
+        )
+    };
 }
 
 global_asm!(
@@ -93,25 +119,26 @@ global_asm!(
     "mov rax, qword ptr [{gs}]",
     "wrgsbase rax",
     "mov byte ptr [{selector}], 1",
+    "test byte ptr [{rflags} + 1], {trap_of_byte}",
+    "jnz 2f",
+    "cmp word ptr [{segments}], {code_32}",
+    "je 2f",
     "push qword ptr [{rflags}]",
     "popfq",
-    "mov rax, qword ptr [{regs}]",
-    "mov rcx, qword ptr [{regs} + 8]",
-    "mov rdx, qword ptr [{regs} + 16]",
-    "mov rbx, qword ptr [{regs} + 24]",
-    "mov rbp, qword ptr [{regs} + 40]",
-    "mov rsi, qword ptr [{regs} + 48]",
-    "mov rdi, qword ptr [{regs} + 56]",
-    "mov r8, qword ptr [{regs} + 64]",
-    "mov r9, qword ptr [{regs} + 72]",
-    "mov r10, qword ptr [{regs} + 80]",
-    "mov r11, qword ptr [{regs} + 88]",
-    "mov r12, qword ptr [{regs} + 96]",
-    "mov r13, qword ptr [{regs} + 104]",
-    "mov r14, qword ptr [{regs} + 112]",
-    "mov r15, qword ptr [{regs} + 120]",
+    load_registers!(),
     "mov rsp, qword ptr [{regs} + 32]",
     "jmp qword ptr [{rip}]",
+    // A program that is stepped must not be trapped before its own instruction, and one of 32 bits needs its selector.
+    "2:",
+    "movzx eax, word ptr [{segments} + 2]",
+    "push rax",
+    "push qword ptr [{regs} + 32]",
+    "push qword ptr [{rflags}]",
+    "movzx eax, word ptr [{segments}]",
+    "push rax",
+    "push qword ptr [{rip}]",
+    load_registers!(),
+    "iretq",
     ".global hosted_resume_end",
     "hosted_resume_end:",
     ".global hosted_resume_pending",
@@ -148,12 +175,17 @@ global_asm!(
     "push rbx",
     "push r12",
     "push r13",
+    // The host leaves the flags as they are, but for two: the monitor's accesses are not always aligned.
+    "pushfq",
+    "and qword ptr [rsp], {no_programs_flags}",
+    "popfq",
     "rdfsbase rbx",
     "mov r12b, byte ptr [{selector}]",
     "mov byte ptr [{selector}], 0",
     "mov rax, qword ptr [{monitor_fs}]",
     "wrfsbase rax",
     "mov rcx, rbx",
+    "movzx r8d, r12b",
     "call {handle_signal}",
     "test eax, eax",
     "jnz 1f",
@@ -166,6 +198,10 @@ global_asm!(
     "mov rax, qword ptr [{gs}]",
     "wrgsbase rax",
     "mov byte ptr [{selector}], 1",
+    // Those that the return from the signal leaves as they are now.
+    "push qword ptr [{rflags}]",
+    "and qword ptr [rsp], {kept_flags}",
+    "popfq",
     "2:",
     "pop r13",
     "pop r12",
@@ -183,6 +219,11 @@ global_asm!(
     regs = const at::REGISTERS,
     rip = const at::RIP,
     rflags = const at::RFLAGS,
+    segments = const at::SEGMENTS,
+    code_32 = const USER_CODE_32,
+    trap_of_byte = const TRAP >> 8,
+    no_programs_flags = const !(ALIGNMENT | NESTED).cast_signed(),
+    kept_flags = const NESTED | IDENTIFICATION,
     stack = const at::STACK,
     selector = const at::SELECTOR,
     pending = const at::PENDING,

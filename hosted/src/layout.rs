@@ -20,6 +20,10 @@
 //! | [`VMALLOC`], [`VMEMMAP`], [`ENTRY_AREA`] | what the kernel maps for itself |
 //! | 0x7F00_0000_0000 | the host's libraries and stack |
 
+use std::ops::Range;
+
+use crate::memory::Memory;
+
 /// Code for slots: jumps reach it from the kernel's image.
 pub const THUNKS: u64 = 0x3800_0000;
 /// At most as much of it.
@@ -85,14 +89,14 @@ pub fn is_user(address: u64) -> bool {
     matches!(address, USER_START..THUNKS | DIRECT_MAP..USER_END)
 }
 
+/// Addresses among programs' that none of them can have: the monitor's code, and the guest's memory.
+#[must_use]
+pub fn hole(memory: &Memory) -> Range<u64> {
+    THUNKS..DIRECT_MAP + memory.size()
+}
+
 /// Whether it is the code that a program's process has of its own.
 #[must_use]
 pub fn is_stub(address: u64) -> bool {
     matches!(address, STUB..CELLS)
-}
-
-/// Whether code at this address is the guest's, or stands for it.
-#[must_use]
-pub fn is_guest_code(address: u64) -> bool {
-    matches!(address, 0..USER_END | VMALLOC..ENTRY_AREA_END)
 }

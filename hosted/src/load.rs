@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
     guards::{self, Fixed, Guard, Guards},
     kernel::{Change, Kernel},
-    layout::{DIRECT_MAP, KERNEL_TABLES, PAGE, THUNKS, THUNKS_SIZE, VMALLOC, VMEMMAP},
+    layout::{self, DIRECT_MAP, KERNEL_TABLES, PAGE, THUNKS, THUNKS_SIZE, USER_START, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
@@ -88,8 +88,9 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
     let root = prepare_tables(kernel, memory)?;
     let fixed = (isolation == Isolation::Process).then(|| Fixed::find(kernel, memory)).transpose()?;
     let mut loaded = fill_slots(kernel, memory)?;
+    let hooked = hook_uses(kernel, memory, &mut loaded, isolation)?;
+    look_beside_the_hole(kernel, memory, &mut loaded)?;
     if let Some(fixed) = fixed {
-        let hooked = hook_uses(kernel, memory, &mut loaded)?;
         guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
@@ -159,6 +160,7 @@ fn give_layout(kernel: &Kernel, memory: &Memory) -> Result<()> {
     // The physical address of something in the image is its address less LINKED, plus this.
     set("phys_base", LINKED.wrapping_sub(DIRECT_MAP))?;
     allow_own_addresses(kernel, memory)?;
+    refuse_low_addresses(kernel, memory)?;
     refuse_modules(kernel, memory)?;
     separate_programs(kernel, memory)
 }
@@ -169,6 +171,16 @@ fn allow_own_addresses(kernel: &Kernel, memory: &Memory) -> Result<()> {
     // mov $1,%eax ; ret
     const YES: &[u8] = &[0xB8, 1, 0, 0, 0, 0xC3];
     memory.write(physical_of(kernel, "copy_from_kernel_nofault_allowed")?, YES).ok_or_else(outside)
+}
+
+/// Hosts let a process map nothing below 64 KiB, so the guest's programs can have nothing there, whatever rights they have.
+fn refuse_low_addresses(kernel: &Kernel, memory: &Memory) -> Result<()> {
+    // cmp $USER_START,%rdi ; sbb %eax,%eax, which is -EPERM or 0 ; ret. It ends before the function's own first return, which the
+    // kernel looks for.
+    const REFUSE: &[u8] = &[0x48, 0x81, 0xFF, 0, 0, 1, 0, 0x19, 0xC0, 0xC3];
+    const { assert!(USER_START == 0x1_0000 && libc::EPERM == 1) };
+    memory.write(physical_of(kernel, "cap_mmap_addr")?, REFUSE).ok_or_else(outside)?;
+    memory.write_long(physical_of(kernel, "dac_mmap_min_addr")?, USER_START).ok_or_else(outside)
 }
 
 /// Nobody fills the slots of modules, and there is no place for them near the image: the kernel finds no memory for one.
@@ -259,17 +271,47 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     Ok(root)
 }
 
-/// Functions that use a program's memory leave the guest, which does it without mapping the memory. Says which.
-fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<HashSet<&'static str>> {
+/// The kernel, or its search for free addresses, is not one that is known.
+fn gives_addresses_otherwise(name: &str) -> Error {
+    Error::new(format!("the kernel gives programs addresses in a way that is not known: it has no {name}, or another"))
+        .hint("kernels of 6.1 are known")
+}
+
+/// The kernel's search for free addresses leaves out those that programs cannot have: where the monitor's code and the kernel's
+/// memory are.
+fn look_beside_the_hole(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
+    const NAME: &str = "vm_unmapped_area";
     const LONGEST: usize = 32;
+    let (physical, address) = (physical_of(kernel, NAME)?, address_of(kernel, NAME)?);
+    let mut code = [0; LONGEST];
+    memory.read(physical, &mut code).ok_or_else(outside)?;
+    let at = THUNKS + loaded.thunks.len() as u64;
+    let (thunk, length) = thunks::look_beside(&layout::hole(memory), &code, address, at)?
+        .ok_or_else(|| gives_addresses_otherwise(NAME))?;
+    put_thunk(loaded, memory, thunk, physical, address, length)
+}
+
+/// Functions that give a program addresses leave the guest if it cannot have these; with programs in processes of their own, also
+/// those that use a program's memory, which is done without mapping it. Says which.
+fn hook_uses(
+    kernel: &Kernel,
+    memory: &Memory,
+    loaded: &mut Loaded,
+    isolation: Isolation,
+) -> Result<HashSet<&'static str>> {
+    const LONGEST: usize = 32;
+    let hole = layout::hole(memory);
     let mut hooked = HashSet::new();
     for (name, what) in USES {
+        if isolation == Isolation::None && !matches!(what, Use::Give(_)) {
+            continue;
+        }
         let Ok(physical) = physical_of(kernel, name) else { continue };
         let address = address_of(kernel, name)?;
         let mut code = [0; LONGEST];
         memory.read(physical, &mut code).ok_or_else(outside)?;
         let at = THUNKS + loaded.thunks.len() as u64;
-        let Some((thunk, length)) = thunks::hook(what, &code, address, at, loaded.exits.len())? else {
+        let Some((thunk, length)) = thunks::hook(what, &code, address, at, loaded.exits.len(), &hole)? else {
             continue;
         };
         put_thunk(loaded, memory, thunk, physical, address, length)?;
@@ -277,7 +319,7 @@ fn hook_uses(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<Ha
     }
     let gives = |(name, what): &&(&str, Use)| matches!(what, Use::Give(_)) && !hooked.contains(name);
     match USES.iter().find(gives) {
-        Some((name, _)) => Err(guards::not_understood(format!("it has no {name}, or another"))),
+        Some((name, _)) => Err(gives_addresses_otherwise(name)),
         None => Ok(hooked),
     }
 }

@@ -30,7 +30,7 @@ use crate::{
         bus::Bus,
     },
     thunks::{self, Cause, Exit},
-    vcpu::Vcpu,
+    vcpu::{ALIGNMENT, DEBUG_STATUS, DEBUG_STEP, PROGRAMS_OWN, TRAP, Vcpu},
 };
 
 /// Pages mapped beside the one that was missing, at most, to each side.
@@ -303,10 +303,11 @@ impl Machine {
         flags(self.block())
     }
 
-    /// Sets the flags as the guest knows them.
+    /// Sets the flags as the guest knows them. Segments have to be set before.
     pub fn set_flags(&mut self, flags: u64) {
-        self.block().registers.rflags.set(flags & VISIBLE | 2 | IF);
-        self.block().flags.set(2 | flags & IF);
+        let block = self.block();
+        block.registers.rflags.set(flags & visible_flags(block) | 2 | IF);
+        block.flags.set(2 | flags & IF);
     }
 
     /// Whether the guest takes interrupts.
@@ -508,8 +509,12 @@ impl Machine {
     fn fill(&mut self, address: u64, access: Access) -> Result<(), Exception> {
         let found = self.translate(address, access, self.privilege())?;
         if self.memory.direct(address).is_some() || !layout::is_translated(address) {
-            if self.is_program_elsewhere() {
+            if self.privilege() == Privilege::User {
                 return Err(Exception::PROTECTION);
+            }
+            if address < layout::USER_END {
+                // A program's address that its process cannot have: the kernel takes this fault as one of the program's memory.
+                return Err(Exception::page(0, layout::USER_END));
             }
             let why = format!("the guest cannot have the address {address:#x}");
             self.end(End::Broken, &why);
@@ -653,7 +658,7 @@ impl Machine {
         let top = stack - frame.len() as u64;
         self.write(top, &frame)?;
         let is_trap = low >> 40 & 0xF == 0xF;
-        self.set_flags(self.flags() & !(ALIGNMENT | if is_trap { 0 } else { IF }));
+        self.set_flags(self.flags() & !(ALIGNMENT | PROGRAMS_OWN | if is_trap { 0 } else { IF }));
         registers.general[block::RSP].set(top);
         registers.rip.set(target);
         self.block().set_code_segment((low >> 16 & 0xFFFF) as u16);
@@ -689,7 +694,8 @@ impl Machine {
     /// Has a site rewritten if it is worth it, and a program cannot write there.
     fn rewrite(&mut self, site: u64) {
         let mask = VISIBLE | IF;
-        if self.shadows.is_none() || self.vcpu.syscall_mask & mask != mask || !layout::is_user(site) {
+        let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
+        if is_stepped || self.shadows.is_none() || self.vcpu.syscall_mask & mask != mask || !layout::is_user(site) {
             return;
         }
         let Ok(found) = self.translate(site, Access::Execute, Privilege::User) else { return };
@@ -714,6 +720,49 @@ impl Machine {
             registers.rip.set(to);
         }
         found.is_some()
+    }
+
+    /// A program was trapped: after an instruction, for it is stepped, or by INT1.
+    pub fn debug_trap(&mut self, is_step: bool) {
+        let rip = self.block().registers.rip.get();
+        let visible = self.visible(rip);
+        if is_step && visible != rip {
+            // It has made the jump of a rewritten site, which it has not got.
+            self.block().registers.rip.set(visible);
+            return self.show_stepped_code();
+        }
+        self.vcpu.debug[6] = DEBUG_STATUS | if is_step { DEBUG_STEP } else { 0 };
+        self.inject(Exception { vector: 1, error: None, address: None });
+    }
+
+    /// The kernel goes back to a program. If that is stepped, it gets its own code at the next instruction, not a copy with
+    /// rewritten system calls: in what stands for these it must not be trapped.
+    pub(crate) fn show_stepped_code(&mut self) {
+        const LONGEST: u64 = 15;
+        let registers = &self.block().registers;
+        if registers.rflags.get() & TRAP == 0 || self.privilege() == Privilege::Kernel {
+            return;
+        }
+        let Some(shadows) = &mut self.shadows else { return };
+        let rip = registers.rip.get();
+        for address in [rip, rip.wrapping_add(LONGEST - 1)] {
+            shadows.show_original(&self.memory, address);
+        }
+    }
+
+    /// A program has executed INT with this number, and the host has taken it for a system call of its own: does what the
+    /// guest's processor would.
+    pub fn software_interrupt(&mut self, vector: u8) {
+        const LENGTH: u64 = 2;
+        let gate = self.read_long(self.vcpu.idt.base.wrapping_add(u64::from(vector) * 16)).unwrap_or(0);
+        let (is_present, privilege) = (gate >> 47 & 1 == 1, gate >> 45 & 3);
+        if is_present && privilege == 3 {
+            return self.inject(Exception { vector, error: None, address: None });
+        }
+        let rip = &self.block().registers.rip;
+        rip.set(rip.get().wrapping_sub(LENGTH));
+        // The gate's number, and that it is one of the table of gates.
+        self.inject(Exception { error: Some(u32::from(vector) * 8 + 2), ..Exception::PROTECTION });
     }
 
     /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
@@ -751,10 +800,8 @@ impl Machine {
     }
 }
 
-/// Flags that a process can have, and that mean the same in it: no single steps.
+/// Flags that a process can have, and that mean the same in it, for programs and the kernel.
 pub const VISIBLE: u64 = 0x24_0CD5;
-/// Faults when something is not aligned; kernels are not asked.
-const ALIGNMENT: u64 = 1 << 18;
 
 /// The block's byte.
 #[must_use]
@@ -823,9 +870,14 @@ impl Drop for Turn {
     }
 }
 
+/// Returns the flags that mean the same in the process: a program may have more of them than a kernel.
+fn visible_flags(block: &Block) -> u64 {
+    if block.segments.get().cs & 3 == 3 { VISIBLE | PROGRAMS_OWN } else { VISIBLE }
+}
+
 /// Returns the flags as the guest knows them.
 fn flags(block: &Block) -> u64 {
-    block.registers.rflags.get() & VISIBLE | 2 | block.flags.get() & IF
+    block.registers.rflags.get() & visible_flags(block) | 2 | block.flags.get() & IF
 }
 
 /// Describes the part of the processor's state that is in the block.

@@ -16,7 +16,7 @@ use crate::{
         self, Processor,
         apic::{self, Apic},
     },
-    vcpu::{CR4_GLOBAL, Table},
+    vcpu::{CR4_GLOBAL, Table, USER_CODE, USER_CODE_32, USER_STACK},
 };
 
 type Done = Result<(), Exception>;
@@ -30,6 +30,24 @@ const KNOWN_REGISTERS: [u32; 8] =
     [0x10, 0xC000_0080, 0xC000_0081, 0xC000_0082, 0xC000_0084, 0xC000_0100, 0xC000_0101, 0xC000_0102];
 /// Bits of CR3 that are no address.
 const NO_FLUSH: u64 = 1 << 63;
+
+/// Refuses to return to a program where the processor would: with selectors of no program's code or stack, or outside of
+/// all addresses.
+fn check_return(rip: u64, segments: Segments) -> Done {
+    const HIGHEST: u64 = (1 << 17) - 1;
+    let wrong = |selector: u16| Exception { error: Some(u32::from(selector & !3)), ..Exception::PROTECTION };
+    let is_an_address = match segments.cs {
+        cs if cs & 3 == 0 => return Ok(()),
+        USER_CODE => matches!(rip >> 47, 0 | HIGHEST),
+        USER_CODE_32 => rip >> 32 == 0,
+        other => return Err(wrong(other)),
+    };
+    match (segments.ss, is_an_address) {
+        (USER_STACK, true) => Ok(()),
+        (USER_STACK, false) => Err(Exception::PROTECTION),
+        (other, _) => Err(wrong(other)),
+    }
+}
 
 impl Machine {
     /// Does what an instruction does; the guest's instruction pointer is already behind it.
@@ -289,12 +307,15 @@ impl Machine {
         self.read(self.block().registers.general[block::RSP].get(), &mut frame)?;
         let (words, _) = frame.as_chunks::<8>();
         let [rip, cs, flags, rsp, ss] = [0, 1, 2, 3, 4].map(|at| u64::from_le_bytes(words[at]));
+        let segments = Segments { cs: cs as u16, ss: ss as u16 };
+        check_return(rip, segments)?;
         let registers = &self.block().registers;
         registers.rip.set(rip);
         registers.general[block::RSP].set(rsp);
-        self.block().segments.set(Segments { cs: cs as u16, ss: ss as u16 });
+        self.block().segments.set(segments);
         self.set_flags(flags);
         self.map_what_faulted();
+        self.show_stepped_code();
         Ok(())
     }
 
@@ -302,8 +323,9 @@ impl Machine {
     pub fn system_return(&mut self) {
         let general = &self.block().registers.general;
         self.block().registers.rip.set(general[block::RCX].get());
-        self.set_flags(general[block::R11].get());
         self.block().segments.set(self.block().return_segments.get());
+        self.set_flags(general[block::R11].get());
+        self.show_stepped_code();
     }
 
     fn halt(&mut self) {

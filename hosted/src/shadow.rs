@@ -23,7 +23,7 @@ use crate::{
     homes::{Event, Home},
     isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
-    memory::Memory,
+    memory::{Memory, Rights},
     sites::{self, PAGE, Plan},
     thunks,
 };
@@ -313,6 +313,16 @@ impl Shadows {
         self.mapped.insert(address, page);
         count(&self.counters.mapped);
         true
+    }
+
+    /// The program gets its own page mapped where it has a copy.
+    pub fn show_original(&mut self, memory: &Memory, address: u64) {
+        let address = page_of(address);
+        let Some(page) = self.mapped.remove(&address) else { return };
+        let rights = Rights { write: false, execute: true };
+        if memory.map(address, PAGE as u64, page, rights).is_err() {
+            memory.unmap(address, PAGE as u64);
+        }
     }
 
     /// A range has been mapped, to be written to by the program or the kernel, or not.

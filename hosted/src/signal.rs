@@ -7,14 +7,15 @@ use std::{
 };
 
 use crate::{
-    block,
+    block::{self, Segments},
     devices::console,
     entry,
     error::{Error, Result},
-    isolation, layout,
+    isolation::{self, filter::X86_64},
     machine::{self, End, Exception, Machine, Turn},
     mmu::Privilege,
     smp,
+    vcpu::{USER_CODE, USER_STACK},
 };
 
 /// Room for registers of any length.
@@ -22,6 +23,7 @@ const STACK: usize = 512 << 10;
 /// Numbers of x86's exceptions, as the host's kernel gives them with a signal.
 mod trap {
     pub const DIVISION: i64 = 0;
+    pub const DEBUG: i64 = 1;
     pub const BREAKPOINT: i64 = 3;
     pub const UNDEFINED: i64 = 6;
     pub const PROTECTION: i64 = 13;
@@ -30,8 +32,12 @@ mod trap {
 /// What a signal says that the guest has done.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
-    /// A program's system call; the rest means nothing then.
+    /// A program's system call, by SYSCALL; the rest means nothing then.
     pub is_call: bool,
+    /// INT 0x80, which is a system call of the host's; the rest means nothing then.
+    pub is_interrupt: bool,
+    /// Of a trap: after an instruction that was stepped.
+    pub is_step: bool,
     /// The exception's number.
     pub number: i64,
     /// Its error code.
@@ -39,6 +45,17 @@ pub struct Fault {
     /// The address that a page fault is about.
     pub address: u64,
 }
+
+/// The number of INT for calls of 32 bits.
+const OLD_CALL: u8 = 0x80;
+/// Of what the host says about a signal: where the code is, and of a system call the processor's architecture.
+pub const CODE: usize = 8;
+/// See [`CODE`].
+pub const ARCHITECTURE: usize = 28;
+/// The code of a trap after an instruction that was stepped.
+pub const TRAP_TRACE: u32 = 2;
+/// The monitor's flags: none but those that are always set.
+const MONITORS_FLAGS: libc::greg_t = 0x202;
 
 /// Of the structure that a signal's handler gets, in the order of the block's.
 pub const ORDER: [i32; 16] = [
@@ -209,12 +226,13 @@ pub fn dispatch_system_calls() -> Result<()> {
 /// in the block.
 ///
 /// # Safety
-/// The arguments are those of a signal's handler, and the base of FS before it.
+/// The arguments are those of a signal's handler, the base of FS before it, and what said whether system calls are the guest's.
 pub unsafe extern "C" fn handle_signal(
     signal: i32,
-    _: *const libc::siginfo_t,
+    information: *const libc::siginfo_t,
     context: *mut libc::ucontext_t,
     fs: u64,
+    selector: u32,
 ) -> u32 {
     // SAFETY: The kernel has put it on the stack for us.
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
@@ -239,15 +257,16 @@ pub unsafe extern "C" fn handle_signal(
             home.interrupt(is_urgent);
         }
     }
-    if !layout::is_guest_code(rip) {
+    // Wherever the guest's code has jumped to. The code between guest and monitor says it somewhat too early, and too late.
+    let is_guest = selector != 0 && !is_between(rip);
+    if !is_guest {
         if !is_notice {
             die(signal, registers);
         }
         let start = entry::hosted_resume_start as *const () as u64;
         let end = entry::hosted_resume_end as *const () as u64;
         if (start..end).contains(&rip) {
-            registers[libc::REG_RIP as usize] =
-                (entry::hosted_resume_pending as *const () as u64).cast_signed();
+            enter_monitor(registers, entry::hosted_resume_pending);
         }
         return 0;
     }
@@ -269,14 +288,43 @@ pub unsafe extern "C" fn handle_signal(
                 machine.service();
             }
         }
-        false => answer(machine, Fault::new(signal, registers)),
+        // SAFETY: The kernel has put it on the stack for us.
+        false => answer(machine, unsafe { Fault::new(signal, registers, information) }),
     }
     give(machine, registers);
     if machine.is_program_elsewhere() || machine.home.is_some_and(|home| home.is_left()) {
-        registers[libc::REG_RIP as usize] = (entry::hosted_enter_program as *const () as u64).cast_signed();
+        enter_monitor(registers, entry::hosted_enter_program);
         return 0;
     }
     1
+}
+
+/// Whether code is the one between guest and monitor.
+fn is_between(rip: u64) -> bool {
+    let start = entry::hosted_exit as *const () as u64;
+    let end = entry::hosted_restorer_end as *const () as u64;
+    (start..end).contains(&rip)
+}
+
+/// Goes on in the monitor, which has nothing of a program's flags and selectors: it could not work with them.
+fn enter_monitor(registers: &mut [libc::greg_t; 23], at: unsafe extern "C" fn()) {
+    registers[libc::REG_RIP as usize] = (at as *const () as u64).cast_signed();
+    registers[libc::REG_EFL as usize] = MONITORS_FLAGS;
+    set_selectors(registers, Segments { cs: USER_CODE, ss: USER_STACK });
+}
+
+/// The host's selectors of code and stack.
+pub(crate) fn selectors(registers: &[libc::greg_t; 23]) -> Segments {
+    let all = registers[libc::REG_CSGSFS as usize].cast_unsigned();
+    Segments { cs: all as u16, ss: (all >> 48) as u16 }
+}
+
+/// Sets them.
+pub(crate) fn set_selectors(registers: &mut [libc::greg_t; 23], segments: Segments) {
+    const KEPT: u64 = 0x0000_FFFF_FFFF_0000;
+    let all = registers[libc::REG_CSGSFS as usize].cast_unsigned();
+    let all = all & KEPT | u64::from(segments.cs) | u64::from(segments.ss) << 48;
+    registers[libc::REG_CSGSFS as usize] = all.cast_signed();
 }
 
 fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
@@ -286,6 +334,10 @@ fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
     }
     block.registers.rip.set(from[libc::REG_RIP as usize].cast_unsigned());
     block.registers.rflags.set(from[libc::REG_EFL as usize].cast_unsigned());
+    if machine.privilege() == Privilege::User {
+        // It may have changed to code of 32 bits.
+        block.segments.set(selectors(from));
+    }
     block.fs.set(fs);
     let base: u64;
     // SAFETY: The start requires that processes may read it.
@@ -300,12 +352,24 @@ fn give(machine: &Machine, to: &mut [libc::greg_t; 23]) {
     }
     to[libc::REG_RIP as usize] = block.registers.rip.get().cast_signed();
     to[libc::REG_EFL as usize] = block.registers.rflags.get().cast_signed();
+    let programs = machine.privilege() == Privilege::User;
+    let monitors = Segments { cs: USER_CODE, ss: USER_STACK };
+    set_selectors(to, if programs { block.segments.get() } else { monitors });
 }
 
 impl Fault {
-    fn new(signal: i32, registers: &[libc::greg_t; 23]) -> Self {
+    /// # Safety
+    /// The information must be a signal's.
+    unsafe fn new(signal: i32, registers: &[libc::greg_t; 23], information: *const libc::siginfo_t) -> Self {
+        let field = |offset: usize| {
+            // SAFETY: The caller says that it is a signal's, which is longer than these offsets.
+            unsafe { information.byte_add(offset).cast::<u32>().read() }
+        };
+        let is_64_bits = field(ARCHITECTURE) == X86_64;
         Self {
-            is_call: signal == libc::SIGSYS,
+            is_call: signal == libc::SIGSYS && is_64_bits,
+            is_interrupt: signal == libc::SIGSYS && !is_64_bits,
+            is_step: field(CODE) == TRAP_TRACE,
             number: registers[libc::REG_TRAPNO as usize],
             error: registers[libc::REG_ERR as usize] as u32,
             address: registers[libc::REG_CR2 as usize].cast_unsigned(),
@@ -318,6 +382,9 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
     if fault.is_call {
         return machine.system_call();
     }
+    if fault.is_interrupt {
+        return machine.software_interrupt(OLD_CALL);
+    }
     machine.leave_stand_in();
     let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
@@ -329,12 +396,13 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
         trap::BREAKPOINT
             if machine.privilege() == Privilege::Kernel && (machine.breakpoint() || machine.guarded()) => {}
-        number @ (trap::DIVISION | 1 | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
+        trap::DEBUG => machine.debug_trap(fault.is_step),
+        number @ (trap::DIVISION | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))
         }
-        number @ (12 | 17) => machine.inject(Exception { error: Some(error), ..simple(number as u8) }),
-        // Its process may report what it likes.
-        _ if machine.is_program_elsewhere() => machine.inject(Exception::PROTECTION),
+        number @ (10..=12 | 17) => machine.inject(Exception { error: Some(error), ..simple(number as u8) }),
+        // Whatever it is: a program does not end the machine.
+        _ if machine.privilege() == Privilege::User => machine.inject(Exception::PROTECTION),
         other => machine.end(End::Broken, &format!("the host reports exception {other}")),
     }
 }

@@ -8,10 +8,12 @@
 //! stack and the block while interrupts are on: an interrupt may be delivered in the middle, and the guest comes back.
 //! The stack is used only where an interrupt could use it on a bare machine: behind STI, and by PUSHF and POPF.
 
+use std::ops::Range;
+
 use iced_x86::{
     BlockEncoderOptions, Code, Decoder, DecoderOptions, FlowControl, Instruction, MemoryOperand, OpKind,
     Register,
-    code_asm::{CodeAssembler, byte_ptr, dword_ptr, qword_ptr, rax, rsp},
+    code_asm::{CodeAssembler, CodeLabel, byte_ptr, dword_ptr, qword_ptr, rax, rsp},
 };
 use mercury_afterburner::{
     kind::Kind,
@@ -321,24 +323,17 @@ pub fn hook(
     address: u64,
     place: u64,
     number: usize,
+    hole: &Range<u64>,
 ) -> Result<Option<(Thunk, usize)>> {
     let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
-    let mut displaced = Vec::new();
-    let mut length = 0;
-    for instruction in Decoder::with_ip(64, code, address, DecoderOptions::NONE).iter() {
-        if length >= HOOK_LENGTH {
-            break;
-        }
-        let stays = instruction.flow_control() != FlowControl::Next || instruction.is_ip_rel_memory_operand();
-        if stays || instruction.is_invalid() {
-            return Ok(None);
-        }
-        length += instruction.len();
-        displaced.push(instruction);
-    }
+    let stays = |one: &Instruction| one.flow_control() != FlowControl::Next || one.is_ip_rel_memory_operand();
+    let Some((displaced, length)) = beginning(code, address, stays) else { return Ok(None) };
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
     let mut behind = assembler.create_label();
     let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        if matches!(what, Use::Give(how) if how != Giving::Grow) {
+            pass_free_addresses(&mut assembler, behind, hole)?;
+        }
         assembler.mov(dword_ptr(at::EXIT), number as i32)?;
         assembler.jmp(qword_ptr(at::ENTRY))?;
         assembler.set_label(&mut behind)?;
@@ -352,6 +347,141 @@ pub fn hook(
     let resume = done.label_ip(&behind).map_err(wrong)?;
     let exit = Exit { cause: Cause::Uses(what), original: address, resume };
     Ok(Some((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, length)))
+}
+
+/// The instructions at a function's beginning that a jump displaces, and their bytes. `None` if one of them has to stay.
+fn beginning(
+    code: &[u8],
+    address: u64,
+    stays: impl Fn(&Instruction) -> bool,
+) -> Option<(Vec<Instruction>, usize)> {
+    let mut displaced = Vec::new();
+    let mut length = 0;
+    for instruction in Decoder::with_ip(64, code, address, DecoderOptions::NONE).iter() {
+        if length >= HOOK_LENGTH {
+            break;
+        }
+        if stays(&instruction) || instruction.is_invalid() {
+            return None;
+        }
+        length += instruction.len();
+        displaced.push(instruction);
+    }
+    Some((displaced, length))
+}
+
+/// At a function's beginning, whose second and third arguments are addresses: goes to the label if none of these is in the hole.
+fn pass_free_addresses(
+    assembler: &mut CodeAssembler,
+    to: CodeLabel,
+    hole: &Range<u64>,
+) -> std::result::Result<(), iced_x86::IcedError> {
+    use iced_x86::code_asm::{r11, rdx, rsi};
+    let mut may_be = assembler.create_label();
+    assembler.mov(rax, rsi)?;
+    assembler.add(rax, rdx)?;
+    assembler.jb(may_be)?;
+    assembler.mov(r11, hole.start)?;
+    assembler.cmp(rax, r11)?;
+    assembler.jbe(to)?;
+    assembler.mov(r11, hole.end)?;
+    assembler.cmp(rsi, r11)?;
+    assembler.jae(to)?;
+    assembler.set_label(&mut may_be)?;
+    assembler.nop()
+}
+
+/// Of the kernel's `struct vm_unmapped_area_info`: the limits between which it looks for free addresses.
+const LOW_LIMIT: u64 = 16;
+const HIGH_LIMIT: u64 = 24;
+/// Results from here on are errors.
+const ERRORS: i32 = -4095;
+
+/// Makes code for the kernel's function that looks for free addresses, to be put at an address: it looks on one side of a hole,
+/// and if there are none on the other, in the order that the kernel wants. `None` if the function cannot be displaced.
+///
+/// # Errors
+/// If the assembler does not like it.
+pub fn look_beside(
+    hole: &Range<u64>,
+    code: &[u8],
+    address: u64,
+    place: u64,
+) -> Result<Option<(Thunk, usize)>> {
+    use iced_x86::code_asm::{r11, r12, r13, rbp, rbx, rdi};
+    let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
+    let stays = |one: &Instruction| {
+        let leads_back = (address..address + HOOK_LENGTH as u64).contains(&one.near_branch_target());
+        let may_move = matches!(one.flow_control(), FlowControl::Next | FlowControl::ConditionalBranch);
+        !may_move || leads_back || one.is_ip_rel_memory_operand()
+    };
+    let Some((displaced, length)) = beginning(code, address, stays) else { return Ok(None) };
+    let mut code = CodeAssembler::new(64).map_err(wrong)?;
+    let [mut original, mut upwards, mut half, mut skip, mut done] =
+        std::array::from_fn(|_| code.create_label());
+    let (low, high) = (qword_ptr(rbx + LOW_LIMIT), qword_ptr(rbx + HIGH_LIMIT));
+    let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
+        code.mov(r11, hole.end)?;
+        code.cmp(qword_ptr(rdi + LOW_LIMIT), r11)?;
+        code.jae(original)?;
+        code.mov(r11, hole.start)?;
+        code.cmp(qword_ptr(rdi + HIGH_LIMIT), r11)?;
+        code.jbe(original)?;
+        for register in [rbx, rbp, r12, r13] {
+            code.push(register)?;
+        }
+        // One more, for the stack is at a multiple of 16 at calls.
+        code.push(rax)?;
+        code.mov(rbx, rdi)?;
+        code.mov(r12, low)?;
+        code.mov(r13, high)?;
+        code.test(byte_ptr(rbx), 1)?;
+        code.je(upwards)?;
+        // From the top down.
+        code.mov(rax, hole.end)?;
+        code.mov(low, rax)?;
+        code.call(half)?;
+        code.cmp(rax, ERRORS)?;
+        code.jb(done)?;
+        code.mov(low, r12)?;
+        code.mov(rax, hole.start)?;
+        code.mov(high, rax)?;
+        code.call(half)?;
+        code.jmp(done)?;
+        code.set_label(&mut upwards)?;
+        code.mov(rax, hole.start)?;
+        code.mov(high, rax)?;
+        code.call(half)?;
+        code.cmp(rax, ERRORS)?;
+        code.jb(done)?;
+        code.mov(high, r13)?;
+        code.mov(rax, hole.end)?;
+        code.mov(low, rax)?;
+        code.call(half)?;
+        code.set_label(&mut done)?;
+        code.mov(low, r12)?;
+        code.mov(high, r13)?;
+        code.pop(r11)?;
+        for register in [r13, r12, rbp, rbx] {
+            code.pop(register)?;
+        }
+        code.ret()?;
+        // One side, if there is anything.
+        code.set_label(&mut half)?;
+        code.mov(r11, low)?;
+        code.cmp(high, r11)?;
+        code.jbe(skip)?;
+        code.mov(rdi, rbx)?;
+        code.set_label(&mut original)?;
+        displaced.iter().try_for_each(|instruction| code.add_instruction(*instruction))?;
+        code.jmp(address + length as u64)?;
+        code.set_label(&mut skip)?;
+        code.mov(rax, i64::from(-libc::ENOMEM))?;
+        code.ret()
+    };
+    all().map_err(wrong)?;
+    let code = code.assemble(place).map_err(wrong)?;
+    Ok(Some((Thunk { code, exits: Vec::new() }, length)))
 }
 
 /// Makes code that stands for one instruction, to be put at an address: the instruction, and a jump behind where it was.
@@ -371,7 +501,7 @@ pub fn stand_in(instruction: &Instruction, place: u64) -> Result<Vec<u8>> {
 struct Builder<'a> {
     assembler: CodeAssembler,
     /// With the label behind each.
-    exits: Vec<(Cause, u64, iced_x86::code_asm::CodeLabel)>,
+    exits: Vec<(Cause, u64, CodeLabel)>,
     /// The number of the first exit.
     first: usize,
     slot: &'a Slot<'a>,
@@ -568,6 +698,7 @@ mod tests {
 
     const PLACE: u64 = 0x4100_0000;
     const AT: u64 = crate::layout::THUNKS;
+    const HOLE: Range<u64> = AT..AT + 0x1000_0000;
 
     fn record(kind: Kind, offset: u8, size: u8, length: u8) -> Record {
         let operands = [Operand::NONE; 2];
@@ -596,7 +727,7 @@ mod tests {
     fn a_function_leaves_first_and_can_go_on() {
         // nop ; nop ; nop ; cmp $8,%edx ; jb
         let code = [0x90, 0x90, 0x90, 0x83, 0xFA, 8, 0x72, 0x27];
-        let (thunk, length) = hook(Use::Copy, &code, PLACE, AT, 7).unwrap().unwrap();
+        let (thunk, length) = hook(Use::Copy, &code, PLACE, AT, 7, &HOLE).unwrap().unwrap();
         assert_eq!((length, thunk.exits.len()), (6, 1));
         let behind = (thunk.exits[0].resume - AT) as usize;
         assert_eq!(thunk.code[behind + 1..behind + 7], code[..6]);
@@ -606,7 +737,7 @@ mod tests {
         assert_eq!(jump.near_branch_target(), PLACE + 6);
         // What would lead elsewhere, or look elsewhere, is left alone.
         for code in [&[0x90, 0x72, 0x27, 0x90, 0x90][..], &[0x48, 0x8B, 0x05, 0, 0, 0, 0]] {
-            assert!(hook(Use::Copy, code, PLACE, AT, 7).unwrap().is_none());
+            assert!(hook(Use::Copy, code, PLACE, AT, 7, &HOLE).unwrap().is_none());
         }
     }
 

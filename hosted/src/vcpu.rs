@@ -42,6 +42,29 @@ pub struct Vcpu {
     pub xcr0: u64,
 }
 
+/// The selector of programs' code. Linux has it at the same place on all machines, the host too.
+pub const USER_CODE: u16 = 0x33;
+/// The selector of programs' code of 32 bits.
+pub const USER_CODE_32: u16 = 0x23;
+/// The selector of programs' stack.
+pub const USER_STACK: u16 = 0x2B;
+/// EFLAGS.TF: a trap after each instruction.
+pub const TRAP: u64 = 1 << 8;
+/// EFLAGS.NT
+pub const NESTED: u64 = 1 << 14;
+/// EFLAGS.RF
+const RESUME: u64 = 1 << 16;
+/// EFLAGS.AC: a fault at an access that is not aligned.
+pub const ALIGNMENT: u64 = 1 << 18;
+/// EFLAGS.ID
+pub const IDENTIFICATION: u64 = 1 << 21;
+/// Flags that a program can have, and that interrupts and exceptions clear for the kernel.
+pub const PROGRAMS_OWN: u64 = TRAP | NESTED | RESUME;
+/// DR6 if it says nothing.
+pub const DEBUG_STATUS: u64 = 0xFFFF_0FF0;
+/// DR6.BS: a trap by [`TRAP`].
+pub const DEBUG_STEP: u64 = 1 << 14;
+
 /// CR0: protected mode, paging, write protection, and what goes with them.
 pub const CR0: u64 = 0x8005_0033;
 /// CR4: PAE and global pages.

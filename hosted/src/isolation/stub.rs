@@ -25,11 +25,12 @@ use libc::c_long;
 
 use super::filter::{self, Places};
 use crate::{
-    block::{Block, IF},
+    block::{Block, IF, Segments},
     error::{Error, Result},
     layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
     machine::VISIBLE,
     signal::{self, Action, Fault, ORDER},
+    vcpu::{IDENTIFICATION, NESTED, PROGRAMS_OWN, USER_CODE, USER_CODE_32, USER_STACK},
 };
 
 /// Where the stack for signals begins in the shared memory.
@@ -66,6 +67,8 @@ struct State {
     fs: u64,
     gs: u64,
     signal: u64,
+    /// Flags that the return from a signal leaves as they are before it.
+    kept_flags: u64,
     /// An order was refused.
     failed: u64,
     /// Of orders.
@@ -111,6 +114,9 @@ global_asm!(
     "int3",
     ".global hosted_stub_handler",
     "hosted_stub_handler:",
+    // The host leaves the flags as they are, but for two.
+    "push 2",
+    "popfq",
     "rdfsbase rax",
     "mov qword ptr [{fs}], rax",
     "rdgsbase rax",
@@ -168,6 +174,8 @@ global_asm!(
     "wrgsbase rax",
     "mov rsp, qword ptr [{frame}]",
     "add rsp, 8",
+    "push qword ptr [{kept_flags}]",
+    "popfq",
     "mov r10, r14",
     "mov r8, r15",
     "mov eax, 15",
@@ -189,6 +197,7 @@ global_asm!(
     fs = const STUB_STATE + offset_of!(State, fs) as u64,
     gs = const STUB_STATE + offset_of!(State, gs) as u64,
     signal = const STUB_STATE + offset_of!(State, signal) as u64,
+    kept_flags = const STUB_STATE + offset_of!(State, kept_flags) as u64,
     failed = const STUB_STATE + offset_of!(State, failed) as u64,
     count = const STUB_STATE + offset_of!(State, count) as u64,
     again = const STUB_STATE + offset_of!(State, again) as u64,
@@ -480,8 +489,9 @@ impl Stub {
             self.frame.registers[index as usize] = from.get().cast_signed();
         }
         self.frame.registers[libc::REG_RIP as usize] = block.registers.rip.get().cast_signed();
-        let flags = block.registers.rflags.get() & VISIBLE | 2 | IF;
+        let flags = block.registers.rflags.get() & (VISIBLE | PROGRAMS_OWN) | 2 | IF;
         self.frame.registers[libc::REG_EFL as usize] = flags.cast_signed();
+        signal::set_selectors(&mut self.frame.registers, block.segments.get());
         let extended = self.frame.extended - STUB_STATE;
         let to: *mut u8 = ptr::with_exposed_provenance_mut(self.area + extended as usize);
         let from: *const u8 = ptr::with_exposed_provenance(block.extended.get() as usize);
@@ -497,6 +507,7 @@ impl Stub {
             to.add(self.extended).cast::<u32>().write_unaligned(MAGIC_BEHIND);
             (*self.state()).fs = block.fs.get();
             (*self.state()).gs = block.gs.get();
+            (*self.state()).kept_flags = flags & (NESTED | IDENTIFICATION) | 2;
         }
     }
 
@@ -518,7 +529,10 @@ impl Stub {
         }
         block.registers.rip.set(frame.registers[libc::REG_RIP as usize].cast_unsigned());
         let flags = frame.registers[libc::REG_EFL as usize].cast_unsigned();
-        block.registers.rflags.set(flags & VISIBLE | 2 | IF);
+        block.registers.rflags.set(flags & (VISIBLE | PROGRAMS_OWN) | 2 | IF);
+        let is_32_bits = signal::selectors(&frame.registers).cs == USER_CODE_32;
+        let cs = if is_32_bits { USER_CODE_32 } else { USER_CODE };
+        block.segments.set(Segments { cs, ss: USER_STACK });
         block.fs.set(canonical(fs));
         block.gs.set(canonical(gs));
         // SAFETY: Both areas are as long (`learn`). What would make the processor refuse them is taken out of the copy.
@@ -536,25 +550,22 @@ impl Stub {
         if signal == libc::SIGALRM as u64 {
             return Stop::Interrupted;
         }
-        if signal == libc::SIGSYS as u64 && !self.is_call_of_64_bits() {
-            // INT $0x80, to a gate that programs may not use.
-            block.registers.rip.set(block.registers.rip.get().wrapping_sub(2));
-            return Stop::Fault(Fault { is_call: false, number: 13, error: 0x80 * 8 + 2, address: 0 });
-        }
+        let is_64_bits = self.said(signal::ARCHITECTURE) == Some(filter::X86_64);
         Stop::Fault(Fault {
-            is_call: signal == libc::SIGSYS as u64,
+            is_call: signal == libc::SIGSYS as u64 && is_64_bits,
+            is_interrupt: signal == libc::SIGSYS as u64 && !is_64_bits,
+            is_step: self.said(signal::CODE) == Some(signal::TRAP_TRACE),
             number: frame.registers[libc::REG_TRAPNO as usize],
             error: frame.registers[libc::REG_ERR as usize] as u32,
             address: frame.registers[libc::REG_CR2 as usize].cast_unsigned(),
         })
     }
 
-    /// Of a signal for a system call: behind the frame is what the host says about it.
-    fn is_call_of_64_bits(&self) -> bool {
-        const ARCHITECTURE: u64 = size_of::<Frame>() as u64 + 28;
-        let at = self.shared::<u32>(self.frame_at + ARCHITECTURE, 4);
+    /// What the host says about the signal is behind the frame.
+    fn said(&self, offset: usize) -> Option<u32> {
+        let at = self.shared::<u32>(self.frame_at + (size_of::<Frame>() + offset) as u64, 4);
         // SAFETY: It lies in the area, which is mapped for as long as the monitor lives.
-        at.is_some_and(|at| unsafe { at.read_unaligned() } == filter::X86_64)
+        at.map(|at| unsafe { at.read_unaligned() })
     }
 
     fn answer(&mut self, orders: &[Order], again: bool) -> Result<()> {

@@ -80,7 +80,7 @@ impl Machine {
             Giving::Grow => self.read_long(general[RDI]).ok()?.saturating_sub(start),
             _ => general[RDX],
         };
-        let hole = layout::THUNKS..layout::DIRECT_MAP + self.memory.size();
+        let hole = layout::hole(&self.memory);
         if start >= hole.end || start.saturating_add(length) <= hole.start {
             return None;
         }
