@@ -1,0 +1,667 @@
+/*
+ * Odd programs: what a program does that few do, and what becomes of it. Each line of output is a fact that must be the same
+ * natively and in a hosted machine; a line that begins with "hosted" is only printed if the first argument says so.
+ *
+ *	odd checks		facts, one by one
+ *	odd stress SEED COUNT	instructions at random, each stepped: a number for each thousand
+ *	odd show SEED FIRST COUNT	the same, with each result
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/ptrace.h>
+#include <sys/user.h>
+#include <sys/wait.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#define AC (1L << 18)
+#define TF (1L << 8)
+#define NT (1L << 14)
+#define ID (1L << 21)
+
+static unsigned char altstack[1 << 16];
+
+/* What the last signal said, in memory that children share. */
+static struct {
+	volatile long signo, code, trap, error, address, rip, flags, cs, count;
+} *seen;
+
+static void *shared(size_t size)
+{
+	return mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
+
+static void note(int signo, siginfo_t *info, void *context)
+{
+	greg_t *r = ((ucontext_t *)context)->uc_mcontext.gregs;
+
+	seen->signo = signo;
+	seen->code = info->si_code;
+	seen->trap = r[REG_TRAPNO];
+	seen->error = r[REG_ERR];
+	seen->address = r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0;
+	seen->rip = r[REG_RIP];
+	seen->flags = r[REG_EFL];
+	seen->cs = r[REG_CSGSFS] & 0xFFFF;
+	_exit(0);
+}
+
+static void catch_all(void (*handler)(int, siginfo_t *, void *))
+{
+	static const int signals[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS, SIGUSR1 };
+	struct sigaction action = { .sa_sigaction = handler, .sa_flags = SA_SIGINFO | SA_ONSTACK };
+	stack_t stack = { .ss_sp = altstack, .ss_size = sizeof(altstack) };
+
+	sigaltstack(&stack, NULL);
+	sigfillset(&action.sa_mask);
+	for (unsigned int i = 0; i < sizeof(signals) / sizeof(*signals); i++)
+		sigaction(signals[i], &action, NULL);
+}
+
+/* Does something in a child, and says what its signal said. */
+static void try(const char *name, void (*what)(void))
+{
+	int status;
+	pid_t child;
+
+	memset((void *)seen, 0, sizeof(*seen));
+	fflush(stdout);
+	child = fork();
+	if (child == 0) {
+		catch_all(note);
+		what();
+		_exit(1);
+	}
+	waitpid(child, &status, 0);
+	printf("%s%s: status %#x signal %ld code %ld trap %ld error %#lx address %#lx flags %#lx cs %#lx\n",
+	       strncmp(name, "hosted", 6) ? "odd: " : "", name, status, seen->signo, seen->code, seen->trap, seen->error, seen->address, seen->flags & ~0x8D5L, seen->cs);
+}
+
+static void unaligned(void)
+{
+	static char bytes[16] __attribute__((aligned(16)));
+
+	asm volatile("pushfq; orl %0, (%%rsp); popfq; movl (%1), %%eax" : : "i"(AC), "r"(bytes + 1) : "eax", "memory");
+}
+
+static void unaligned_call(void)
+{
+	/* A call with AC set, and an unaligned access that is the kernel's. */
+	static char bytes[16] __attribute__((aligned(16)));
+	long result;
+
+	asm volatile("pushfq; orl %2, (%%rsp); popfq; syscall; pushfq; andl %3, (%%rsp); popfq"
+		     : "=a"(result) : "0"(39L), "i"(AC), "i"(~AC), "D"(bytes + 1) : "rcx", "r11", "memory");
+	if (result == getpid())
+		_exit(42);
+}
+
+static void step_once(void)
+{
+	asm volatile("pushfq; orl %0, (%%rsp); popfq; nop; nop" : : "i"(TF) : "memory");
+}
+
+static void trap_by_byte(void) { asm volatile(".byte 0xF1"); }
+static void breakpoint(void) { asm volatile("int3"); }
+static void overflow(void) { asm volatile("int $4"); }
+static void gate_80(void) { asm volatile("int $0x80" : : "a"(20)); }
+static void gate_32(void) { asm volatile("int $0x20"); }
+static void privileged(void) { asm volatile("hlt"); }
+static void undefined(void) { asm volatile("ud2"); }
+static void divide(void) { asm volatile("xor %%ecx, %%ecx; div %%ecx" : : : "eax", "ecx", "edx"); }
+static void high_read(void) { *(volatile char *)0x600000000000; }
+static void high_write(void) { *(volatile char *)0x600000000000 = 1; }
+static void higher_read(void) { *(volatile char *)0x7E8000000000; }
+static void kernel_read(void) { *(volatile char *)0xFFFFFFFF81000000; }
+static void null_read(void) { *(volatile char *)0; }
+static void beyond(void) { *(volatile char *)0x8000000000000000; }
+static void jump_null(void) { ((void (*)(void))0)(); }
+static void jump_high(void) { ((void (*)(void))0x600000000000)(); }
+static void jump_kernel(void) { ((void (*)(void))0xFFFFFFFF81000000)(); }
+static void jump_beyond(void) { ((void (*)(void))0x8000000000000000)(); }
+static void stack_beyond(void) { asm volatile("mov %0, %%rsp; push %%rax" : : "r"(0x8000000000000000)); }
+
+static void segment_loads(void)
+{
+	asm volatile("mov %0, %%ds; mov %0, %%es; mov %0, %%ss; mov %1, %%ds" : : "r"(0x2B), "r"(0));
+	asm volatile("mov %0, %%ss" : : "r"(0x1B));
+}
+
+static void segment_beyond(void) { asm volatile("mov %0, %%ds" : : "r"(0xFFF3)); }
+
+static void nested(void)
+{
+	asm volatile("pushfq; orl %0, (%%rsp); popfq; ud2" : : "i"(NT | ID) : "memory");
+}
+
+/* The return from a signal leads somewhere that the processor refuses. */
+static long back_to[5];
+
+static void go_there(int signo, siginfo_t *info, void *context)
+{
+	greg_t *r = ((ucontext_t *)context)->uc_mcontext.gregs;
+
+	if (signo != SIGUSR1)
+		note(signo, info, context);
+	r[REG_RIP] = back_to[0];
+	r[REG_CSGSFS] = (r[REG_CSGSFS] & ~0xFFFFL) | back_to[1];
+	r[REG_EFL] |= back_to[2];
+	if (back_to[3])
+		r[REG_RSP] = back_to[3];
+}
+
+static void return_to(long rip, long cs, long flags, long rsp)
+{
+	back_to[0] = rip;
+	back_to[1] = cs;
+	back_to[2] = flags;
+	back_to[3] = rsp;
+	catch_all(go_there);
+	raise(SIGUSR1);
+}
+
+static void return_beyond(void) { return_to(0x8000000000000000, 0x33, 0, 0); }
+static void return_just_beyond(void) { return_to(0x800000000000, 0x33, 0, 0); }
+static void return_to_top(void) { return_to(0x7FFFFFFFF000, 0x33, 0, 0); }
+static void return_to_kernel(void) { return_to(0xFFFFFFFF81000000, 0x33, 0, 0); }
+static void return_stepped(void) { return_to((long)breakpoint, 0x33, TF, 0); }
+static void return_kernel_code(void) { return_to((long)breakpoint, 0x10, 0, 0); }
+static void return_data(void) { return_to((long)breakpoint, 0x2B, 0, 0); }
+
+static void return_to_32_bits(void)
+{
+	/* inc %eax, which is a prefix in 64 bits; then INT3 */
+	static const unsigned char code[] = { 0x31, 0xC0, 0x40, 0x40, 0x40, 0x0F, 0x0B };
+	unsigned char *at = mmap((void *)0x10000000, 4096, PROT_READ | PROT_WRITE | PROT_EXEC,
+				 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+
+	memcpy(at, code, sizeof(code));
+	return_to((long)at, 0x23, 0, 0x10000800);
+}
+
+/* Steps a child, as a debugger does, through calls too. */
+static void steps(void)
+{
+	int status;
+	long count = 0, calls = 0;
+	pid_t child = fork();
+
+	if (child == 0) {
+		ptrace(PTRACE_TRACEME, 0, 0, 0);
+		raise(SIGSTOP);
+		asm volatile("mov $50, %%ebx\n1: mov $39, %%eax; syscall; dec %%ebx; jnz 1b; ud2"
+			     : : : "eax", "ebx", "ecx", "r11");
+	}
+	waitpid(child, &status, 0);
+	while (count < 100000) {
+		struct user_regs_struct r;
+
+		ptrace(PTRACE_GETREGS, child, 0, &r);
+		if (WIFSTOPPED(status) && WSTOPSIG(status) == SIGILL)
+			break;
+		if (WIFSTOPPED(status) && WSTOPSIG(status) == SIGTRAP && r.rax == (unsigned long)child)
+			calls++;
+		if (ptrace(PTRACE_SINGLESTEP, child, 0, 0) || waitpid(child, &status, 0) != child || !WIFSTOPPED(status))
+			break;
+		count++;
+	}
+	printf("odd: stepped: status %#x, through calls %d, more than 200 steps %d\n", status, calls >= 50, count > 200);
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+}
+
+/* A debugger sets a program's flags, and lets it run. */
+static void traced_flags(void)
+{
+	int status;
+	struct user_regs_struct r;
+	pid_t child = fork();
+
+	if (child == 0) {
+		ptrace(PTRACE_TRACEME, 0, 0, 0);
+		raise(SIGSTOP);
+		_exit(0);
+	}
+	waitpid(child, &status, 0);
+	ptrace(PTRACE_GETREGS, child, 0, &r);
+	r.eflags |= AC | NT | ID;
+	ptrace(PTRACE_SETREGS, child, 0, &r);
+	ptrace(PTRACE_GETREGS, child, 0, &r);
+	printf("odd: traced: flags %#llx\n", r.eflags & (AC | NT | ID | TF));
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+}
+
+/* Flags that belong to one thread are not another's: two programs that yield to one another. */
+static void kept_flags(void)
+{
+	int status, bad = 0;
+	pid_t child = fork();
+	long wanted = child ? ID : 0;
+
+	for (int i = 0; i < 2000; i++) {
+		long flags;
+
+		asm volatile("pushfq; pop %0" : "=r"(flags));
+		flags = (flags & ~ID) | wanted;
+		asm volatile("push %0; popfq" : : "r"(flags) : "cc");
+		if (i % 50 == 0)
+			usleep(1);
+		for (volatile int wait = 0; wait < 200; wait++)
+			;
+		asm volatile("pushfq; pop %0" : "=r"(flags));
+		bad += (flags & ID) != wanted && i % 50;
+	}
+	if (!child)
+		_exit(bad != 0);
+	waitpid(child, &status, 0);
+	printf("odd: kept flags: %d %d\n", bad, status);
+}
+
+static const char *outcome(void *got, void *wanted)
+{
+	if (got == MAP_FAILED)
+		return strerrorname_np(errno);
+	return got == wanted ? "there" : "elsewhere";
+}
+
+/* New memory is zero, can be written to, and is where it was asked for, or it is not given. */
+static int is_memory(void *at, size_t length)
+{
+	for (size_t i = 0; i < length; i += 4096) {
+		if (((volatile char *)at)[i])
+			return 0;
+		((volatile char *)at)[i] = 1;
+	}
+	return 1;
+}
+
+static void low_memory(void)
+{
+	const size_t length = 64 << 20;
+	char *given[8];
+	int good = 0;
+
+	for (int i = 0; i < 8; i++) {
+		char *at = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+
+		given[i] = at;
+		if (at != MAP_FAILED && (uintptr_t)at + length <= 0x80000000 && is_memory(at, 1 << 20))
+			good++;
+	}
+	for (int i = 0; i < 8; i++)
+		munmap(given[i], length);
+	printf("odd: 32 bits: %d\n", good);
+}
+
+/* Everywhere below 8 GiB, and at some places above: what is given is memory. */
+static void everywhere(void)
+{
+	static const int how[] = { 0, MAP_FIXED_NOREPLACE };
+	int given = 0, refused = 0, bad = 0;
+
+	for (uintptr_t at = 0x1000; at < 0x200000000; at += 0x1000000) {
+		for (int i = 0; i < 2; i++) {
+			void *got = mmap((void *)at, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | how[i], -1, 0);
+
+			if (got == MAP_FAILED) {
+				refused++;
+				continue;
+			}
+			given++;
+			bad += !is_memory(got, 8192);
+			munmap(got, 8192);
+		}
+	}
+	printf("odd: everywhere: bad %d, most given %d\n", bad, given > refused);
+}
+
+static void checks(int hosted)
+{
+	try("unaligned", unaligned);
+	try("unaligned call", unaligned_call);
+	try("step", step_once);
+	try("trap", trap_by_byte);
+	try("breakpoint", breakpoint);
+	try("overflow", overflow);
+	try("gate", gate_32);
+	try("privileged", privileged);
+	try("undefined", undefined);
+	try("divide", divide);
+	try("high read", high_read);
+	try("high write", high_write);
+	try("higher read", higher_read);
+	try("kernel read", kernel_read);
+	try("null read", null_read);
+	try("beyond", beyond);
+	try("jump null", jump_null);
+	try("jump high", jump_high);
+	try("jump kernel", jump_kernel);
+	try("jump beyond", jump_beyond);
+	try("stack beyond", stack_beyond);
+	try("segment loads", segment_loads);
+	try("segment beyond", segment_beyond);
+	try("nested", nested);
+	try("return beyond", return_beyond);
+	try("return just beyond", return_just_beyond);
+	try("return to top", return_to_top);
+	try("return to kernel", return_to_kernel);
+	try("return stepped", return_stepped);
+	try("return kernel code", return_kernel_code);
+	try("return data", return_data);
+	try("return to 32 bits", return_to_32_bits);
+	steps();
+	traced_flags();
+	kept_flags();
+	low_memory();
+	everywhere();
+	if (hosted) {
+		try("hosted: call of 32 bits", gate_80);
+		void *low = mmap((void *)0x1000, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		void *own;
+
+		printf("hosted: page 1: %s\n", outcome(low, (void *)0x1000));
+		own = mmap((void *)0x38000000, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		printf("hosted: the monitor's code: %s\n", outcome(own, (void *)0x38000000));
+		own = mmap((void *)0x41000000, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		printf("hosted: the kernel's code: %s\n", outcome(own, (void *)0x41000000));
+	}
+}
+
+/* Instructions at random. Each is stepped, from registers, flags and memory that are the same everywhere. */
+
+#define CODE ((unsigned char *)0x10000000)
+#define DATA ((unsigned char *)0x10100000)
+#define DATA_SIZE 8192
+#define PAGE 4096
+
+struct number {
+	unsigned long state;
+};
+
+static unsigned long next(struct number *n)
+{
+	n->state ^= n->state << 13;
+	n->state ^= n->state >> 7;
+	n->state ^= n->state << 17;
+	return n->state * 0x2545F4914F6CDD1D;
+}
+
+/* In memory that children share: they may end at any instruction. */
+static struct {
+	volatile unsigned long seed, at, end, sum, shows;
+	unsigned char bytes[16];
+} *run;
+
+static unsigned char pristine[DATA_SIZE], first_state[512];
+static int has_state;
+
+static unsigned long add(unsigned long sum, unsigned long value)
+{
+	return (sum ^ value) * 0x100000001B3 + (sum >> 29);
+}
+
+static int is_prefix(unsigned char byte, int is_64_bits)
+{
+	static const unsigned char all[] = { 0x26, 0x2E, 0x36, 0x3E, 0x64, 0x65, 0x66, 0x67, 0xF0, 0xF2, 0xF3 };
+
+	return memchr(all, byte, sizeof(all)) || (is_64_bits && (byte & 0xF0) == 0x40);
+}
+
+/* What shows the machine, the time or chance, calls the kernel, or takes away what this program needs. */
+static int is_left_out(unsigned char *code, int is_64_bits)
+{
+	static const unsigned char two[] = { 0x00, 0x01, 0x02, 0x03, 0x05, 0x31, 0x33, 0x34, 0xA1, 0xA2, 0xA9, 0xAE, 0xB2, 0xB4, 0xB5, 0xC7 };
+	unsigned char *at = code;
+
+	while (at < code + 8 && is_prefix(*at, is_64_bits))
+		at++;
+	switch (at[0]) {
+	case 0x0F:
+		return !!memchr(two, at[1], sizeof(two));
+	case 0x8E:
+		/* FS and GS, and a stack's selector from memory. */
+		if ((at[1] & 0x38) >= 0x20 || ((at[1] & 0x38) == 0x10 && at[1] < 0xC0))
+			return 1;
+		if (at[1] >= 0xC0)
+			memset(at + 2, 0xCC, 12);
+		return 0;
+	case 0x17: case 0x9D: case 0xCF:
+		/* They may end the stepping, now or for one instruction. */
+		memset(at + 1, 0xCC, 12);
+		return 0;
+	case 0xCD:
+		return at[1] == 0x80;
+	case 0xC6: case 0xC7:
+		return at[1] == 0xF8;
+	}
+	return 0;
+}
+
+static unsigned long any_value(struct number *n)
+{
+	static const unsigned long places[] = {
+		0x10100000, 0x10101000, 0x10102000, 0x10100800, 0x10100FF8, 0x10101FF0, 0x10000000, 0,
+		0x7FFFFFFFF000, 0x800000000000, 0xFFFF800000000000, 0x600000000000, 0x8000000000000000, 0x7FFFFFFF, 0x80000000, 1,
+	};
+	unsigned long kind = next(n);
+
+	switch (kind & 7) {
+	case 0:
+		return next(n);
+	case 1:
+		return next(n) & 0xFF;
+	case 2:
+		return -(next(n) & 0xFF);
+	case 3:
+		return places[next(n) & 15];
+	default:
+		return 0x10100000 + (next(n) & 0x1FFF);
+	}
+}
+
+/* The next case: code, memory, registers. */
+static void prepare(ucontext_t *context)
+{
+	static const int general[] = { REG_RAX, REG_RBX, REG_RCX, REG_RDX, REG_RSI, REG_RDI, REG_RBP, REG_R8, REG_R9,
+				       REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15 };
+	struct number n = { (run->seed + 1) * 0x9E3779B97F4A7C15 ^ (run->at + 1) * 0xD1B54A32D192ED03 };
+	greg_t *r = context->uc_mcontext.gregs;
+	unsigned long kind;
+	unsigned char *at;
+	int is_64_bits, length = 0;
+
+	for (int i = 0; i < 8; i++)
+		next(&n);
+	is_64_bits = (next(&n) & 3) != 0;
+	do {
+		static const unsigned char prefixes[] = { 0x66, 0xF2, 0xF3, 0xF0, 0x67, 0x48, 0x64, 0x65, 0x41, 0x44, 0x36, 0x4C };
+
+		length = 0;
+		kind = next(&n);
+		if (!(kind & 1))
+			run->bytes[length++] = prefixes[(kind >> 8) % sizeof(prefixes)];
+		if (!(kind & 6))
+			run->bytes[length++] = prefixes[(kind >> 16) % sizeof(prefixes)];
+		switch (kind >> 24 & 15) {
+		case 0: case 1: case 2: case 3: case 4:
+			run->bytes[length++] = 0x0F;
+			break;
+		case 5:
+			run->bytes[length++] = 0xC4 + (kind >> 32 & 1);
+			break;
+		case 6:
+			run->bytes[length++] = 0x62;
+			break;
+		}
+		for (; length < 16; length++)
+			run->bytes[length] = next(&n);
+	} while (is_left_out(run->bytes, is_64_bits));
+	memset(CODE, 0xCC, PAGE);
+	kind = next(&n);
+	at = CODE + (kind & 3 ? (kind >> 8 & 0x7FF) : PAGE - 1 - (kind >> 8 & 15));
+	for (int i = 0; i < 16 && at + i < CODE + PAGE; i++)
+		at[i] = run->bytes[i];
+	memcpy(DATA, pristine, DATA_SIZE);
+	for (unsigned int i = 0; i < sizeof(general) / sizeof(*general); i++)
+		r[general[i]] = any_value(&n);
+	r[REG_RSP] = next(&n) & 7 ? 0x10100800 + (next(&n) & 0x3F8) : any_value(&n);
+	r[REG_RIP] = (long)at;
+	r[REG_EFL] = (next(&n) & (0x8D5 | 0x400)) | TF | 0x202;
+	kind = next(&n);
+	r[REG_EFL] |= (kind & 3 ? 0 : AC) | (kind & 12 ? 0 : NT);
+	r[REG_CSGSFS] = (r[REG_CSGSFS] & ~0xFFFFL) | (is_64_bits ? 0x33 : 0x23);
+	memcpy(context->uc_mcontext.fpregs, first_state, 416);
+}
+
+static void leave(int status)
+{
+	asm volatile("syscall" : : "a"(231L), "D"((long)status) : "rcx", "r11", "memory");
+	__builtin_unreachable();
+}
+
+static void say(const char *text, long length)
+{
+	long result = 1;
+
+	asm volatile("syscall" : "+a"(result) : "D"(1L), "S"(text), "d"(length) : "rcx", "r11", "memory");
+}
+
+static void hex(unsigned long value, char end)
+{
+	char text[18];
+	int at = 17;
+
+	text[at] = end;
+	do
+		text[--at] = "0123456789abcdef"[value & 15];
+	while (value >>= 4);
+	say(text + at, 18 - at);
+}
+
+/* What became of the case, and the next one. No thread's data is used here: the bases of FS and GS are the case's. */
+static void result(int signo, siginfo_t *info, void *context)
+{
+	ucontext_t *all = context;
+	greg_t *r = all->uc_mcontext.gregs;
+	unsigned char *state = (unsigned char *)all->uc_mcontext.fpregs;
+
+	/* A signal leaves AC as it was. */
+	asm volatile("pushfq; andl %0, (%%rsp); popfq" : : "i"(~AC) : "memory", "cc");
+	if (!has_state) {
+		memcpy(first_state, state, 416);
+		has_state = 1;
+	} else {
+		unsigned long sum = add(add(signo, info->si_code), r[REG_TRAPNO]), memory = 0, floats = 0;
+
+		sum = add(sum, r[REG_ERR]);
+		sum = add(sum, r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0);
+		for (int i = 0; i <= REG_EFL; i++)
+			sum = add(sum, r[i]);
+		sum = add(sum, r[REG_CSGSFS]);
+		for (int i = 0; i < DATA_SIZE; i += 8)
+			memory = add(memory, *(unsigned long *)(DATA + i));
+		for (int i = 24; i < 416; i += 8)
+			floats = add(floats, *(unsigned long *)(state + i));
+		floats = add(floats, *(unsigned int *)state);
+		run->sum = add(add(add(run->sum, sum), memory), floats);
+		if (run->shows) {
+			say("odd: ", 5);
+			hex(run->at, ' ');
+			for (int i = 0; i < 15; i++)
+				hex(run->bytes[i], ' ');
+			hex(signo, ' ');
+			hex(info->si_code, ' ');
+			hex(r[REG_TRAPNO], ' ');
+			hex(r[REG_ERR], ' ');
+			hex(r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0, ' ');
+			for (int i = 0; i <= REG_EFL; i++)
+				hex(r[i], ' ');
+			hex(r[REG_CSGSFS], ' ');
+			hex(memory, ' ');
+			hex(floats, '\n');
+		}
+		run->at++;
+	}
+	if (run->at == run->end)
+		leave(0);
+	prepare(all);
+}
+
+/* The cases up to the end of the run, in children, for one may end in the midst. */
+static void go_through(void)
+{
+	while (run->at < run->end) {
+		int status;
+		pid_t child;
+
+		fflush(stdout);
+		child = fork();
+		if (child == 0) {
+			catch_all(result);
+			alarm(20);
+			asm volatile("wrfsbase %0; wrgsbase %0; ud2" : : "r"(0x10100800L));
+		}
+		waitpid(child, &status, 0);
+		if (status) {
+			run->sum = add(run->sum, status);
+			printf("odd: ended by case %lu of %lu: %#x\n", run->at, run->seed, status);
+			run->at++;
+		}
+	}
+}
+
+static void set_up(unsigned long seed, unsigned long first)
+{
+	struct number n = { 0x123456789ABCDEF };
+	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+
+	run = shared(4096);
+	mmap(CODE, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, flags, -1, 0);
+	mmap(DATA, DATA_SIZE, PROT_READ | PROT_WRITE, flags, -1, 0);
+	for (int i = 0; i < DATA_SIZE; i += 8)
+		*(unsigned long *)(pristine + i) = i & 64 ? any_value(&n) : next(&n);
+	run->seed = seed;
+	run->at = first;
+}
+
+static int stress(unsigned long seed, unsigned long count)
+{
+	set_up(seed, 0);
+	while (run->at < count) {
+		run->end = run->at + 1000 < count ? run->at + 1000 : count;
+		go_through();
+		printf("odd: %lu %lu: %lx\n", seed, run->at, run->sum);
+	}
+	return 0;
+}
+
+static int show(unsigned long seed, unsigned long first, unsigned long count)
+{
+	set_up(seed, first);
+	run->shows = 1;
+	run->end = first + count;
+	go_through();
+	return 0;
+}
+
+int main(int count, char **words)
+{
+	int hosted = count > 1 && !strcmp(words[1], "hosted");
+
+	seen = shared(4096);
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	if (count > 3 && !strcmp(words[1], "stress"))
+		return stress(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0));
+	if (count > 4 && !strcmp(words[1], "show"))
+		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0));
+	checks(hosted);
+	printf("odd: checked\n");
+	return 0;
+}
