@@ -273,8 +273,10 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
 
 /// The kernel, or its search for free addresses, is not one that is known.
 fn gives_addresses_otherwise(name: &str) -> Error {
-    Error::new(format!("the kernel gives programs addresses in a way that is not known: it has no {name}, or another"))
-        .hint("kernels of 6.1 are known")
+    Error::new(format!(
+        "the kernel gives programs addresses in a way that is not known: it has no {name}, or another"
+    ))
+    .hint("kernels of 6.1 are known")
 }
 
 /// The kernel's search for free addresses leaves out those that programs cannot have: where the monitor's code and the kernel's

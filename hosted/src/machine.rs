@@ -695,7 +695,11 @@ impl Machine {
     fn rewrite(&mut self, site: u64) {
         let mask = VISIBLE | IF;
         let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
-        if is_stepped || self.shadows.is_none() || self.vcpu.syscall_mask & mask != mask || !layout::is_user(site) {
+        if is_stepped
+            || self.shadows.is_none()
+            || self.vcpu.syscall_mask & mask != mask
+            || !layout::is_user(site)
+        {
             return;
         }
         let Ok(found) = self.translate(site, Access::Execute, Privilege::User) else { return };

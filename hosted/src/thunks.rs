@@ -723,6 +723,85 @@ mod tests {
         }
     }
 
+    /// Looks for free addresses as the kernel does, with the code for that executed.
+    fn find_free(hole: &Range<u64>, upwards: bool, length: u64, limits: Range<u64>) -> u64 {
+        use iced_x86::code_asm::rdi;
+        let mut function = CodeAssembler::new(64).unwrap();
+        let mut none = function.create_label();
+        // All is free: the end of it, if there is so much.
+        function.mov(rax, qword_ptr(rdi + HIGH_LIMIT)).unwrap();
+        function.sub(rax, qword_ptr(rdi + 8)).unwrap();
+        function.jb(none).unwrap();
+        function.cmp(rax, qword_ptr(rdi + LOW_LIMIT)).unwrap();
+        function.jb(none).unwrap();
+        function.ret().unwrap();
+        function.set_label(&mut none).unwrap();
+        function.mov(rax, i64::from(-libc::ENOMEM)).unwrap();
+        function.ret().unwrap();
+        let rights = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+        let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: A new mapping where the host likes.
+        let place = unsafe { libc::mmap(std::ptr::null_mut(), 4096, rights, how, -1, 0) };
+        assert_ne!(place, libc::MAP_FAILED);
+        let at = place as u64;
+        let code = function.assemble(at).unwrap();
+        let (thunk, displaced) = look_beside(hole, &code, at, at + 2048).unwrap().unwrap();
+        assert!((HOOK_LENGTH..code.len()).contains(&displaced) && thunk.code.len() < 2048);
+        let info = [u64::from(!upwards), length, limits.start, limits.end];
+        // SAFETY: The code was made for these addresses, fits, and follows the conventions of functions in C.
+        let found = unsafe {
+            std::ptr::copy_nonoverlapping(code.as_ptr(), place.cast(), code.len());
+            std::ptr::copy_nonoverlapping(
+                thunk.code.as_ptr(),
+                place.cast::<u8>().add(2048),
+                thunk.code.len(),
+            );
+            let look: extern "C" fn(*const u64) -> u64 = std::mem::transmute(place.cast::<u8>().add(2048));
+            let found = look(info.as_ptr());
+            libc::munmap(place, 4096);
+            found
+        };
+        assert_eq!(info, [u64::from(!upwards), length, limits.start, limits.end]);
+        found
+    }
+
+    #[test]
+    fn free_addresses_are_looked_for_beside_the_hole() {
+        const NONE: u64 = (-(libc::ENOMEM as i64)).cast_unsigned();
+        let hole = 0x3800_0000..0x1_0000_0000;
+        let both = 0x1_0000..0x5000_0000_0000;
+        assert_eq!(find_free(&hole, false, 0x1000, both.clone()), both.end - 0x1000);
+        assert_eq!(find_free(&hole, true, 0x1000, both.clone()), hole.start - 0x1000);
+        // It fits on one side only, whichever is looked at first.
+        assert_eq!(find_free(&hole, true, 0x4000_0000, both.clone()), both.end - 0x4000_0000);
+        assert_eq!(find_free(&hole, false, 0x2000, 0x1_0000..hole.end + 0x1000), hole.start - 0x2000);
+        assert_eq!(find_free(&hole, false, 0x4000_0000, 0x1_0000..hole.end + 0x1000), NONE);
+        // As MAP_32BIT: nothing, or what is left of it; and limits that the hole is not between.
+        for upwards in [false, true] {
+            assert_eq!(find_free(&hole, upwards, 0x1000, 0x4000_0000..0x8000_0000), NONE);
+            assert_eq!(
+                find_free(&(0x3800_0000..0x5000_0000), upwards, 0x1000, 0x4000_0000..0x8000_0000),
+                0x7FFF_F000
+            );
+            assert_eq!(find_free(&hole, upwards, 0x1000, 0x1_0000..hole.start), hole.start - 0x1000);
+            assert_eq!(find_free(&hole, upwards, 0x1000, hole.end..both.end), both.end - 0x1000);
+        }
+    }
+
+    #[test]
+    fn free_addresses_are_given_without_leaving_the_guest() {
+        // push %rbp ; mov %rsi,%r9 ; push %rbx ; mov %rdx,%rbx
+        let code = [0x55, 0x49, 0x89, 0xF1, 0x53, 0x48, 0x89, 0xD3];
+        let jumps = |what| {
+            let (thunk, _) = hook(what, &code, PLACE, AT, 7, &HOLE).unwrap().unwrap();
+            text(&thunk.code).iter().filter(|one| one.is_jcc_short_or_near()).count()
+        };
+        assert_eq!(
+            (jumps(Use::Give(Giving::Find)), jumps(Use::Give(Giving::Grow)), jumps(Use::Copy)),
+            (3, 0, 0)
+        );
+    }
+
     #[test]
     fn a_function_leaves_first_and_can_go_on() {
         // nop ; nop ; nop ; cmp $8,%edx ; jb

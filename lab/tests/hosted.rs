@@ -31,6 +31,8 @@ use rustix::process::{Pid, Signal, kill_process};
 mod deaths;
 #[path = "hosted/escapes.rs"]
 mod escapes;
+#[path = "hosted/odd.rs"]
+mod odd;
 #[path = "hosted/one_binary.rs"]
 mod one_binary;
 #[path = "hosted/processors.rs"]
@@ -252,6 +254,11 @@ fn assert_well(log: &str) {
 
 /// A shell with its libraries.
 fn archive(tree: &Path, init: &str) -> Vec<u8> {
+    archive_with(tree, init, &[])
+}
+
+/// The same, with more programs.
+fn archive_with(tree: &Path, init: &str, programs: &[(&str, &Path)]) -> Vec<u8> {
     let mut archive = Archive::default();
     for directory in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
         archive.directory(directory);
@@ -266,12 +273,15 @@ fn archive(tree: &Path, init: &str) -> Vec<u8> {
     ] {
         archive.file(name, &fs::read(tree.join(from)).expect("a file of the image"));
     }
+    for (name, from) in programs {
+        archive.file(name, &fs::read(from).expect("a program"));
+    }
     archive.file("init", init.as_bytes());
     archive.finish()
 }
 
 /// On every run of the tests: a kernel is built from Debian's sources as the afterburner is now, and nothing in it is uncovered; it
-/// comes up on one processor and on two, with both kinds of isolation.
+/// comes up on one processor and on two, with both kinds of isolation, and keeps its programs and itself apart.
 #[test]
 fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
     let built = previrtualization::build(Release::Bookworm, Flavour::Tiny)?;
@@ -279,8 +289,13 @@ fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
     assert_eq!(account["uncovered"], 0);
     assert!(account["sensitive"].as_u64() > Some(1000), "{account}");
     let place = Place::with("tiny", &built)?;
-    let init = "#!/bin/sh\necho up: $(uname -r) on $(nproc)\nread word\necho read: $word $((6 * 7))\n";
-    let archive = place.file("initramfs", &archive(&Image::ensure(Release::Bookworm)?.tree(), init));
+    let odd = odd::program(&place);
+    let init = format!(
+        "#!/bin/sh\necho up: $(uname -r) on $(nproc)\nread word\necho read: $word $((6 * 7))\n{}echo tried\n",
+        odd::lines()
+    );
+    let tree = Image::ensure(Release::Bookworm)?.tree();
+    let archive = place.file("initramfs", &archive_with(&tree, &init, &[("bin/odd", &odd)]));
     for (cpus, isolation) in [("1", 0), ("2", 0), ("1", 1), ("2", 1)] {
         let mut command = place.run();
         command.arg("--initramfs").arg(&archive).args(["--cpus", cpus, ISOLATIONS[isolation]]);
@@ -288,7 +303,10 @@ fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
         machine.wait_for(&format!("-mercury-tiny on {cpus}\n"));
         machine.type_line("something");
         machine.wait_for("read: something 42");
-        assert_well(&machine.end(RESET));
+        machine.wait_for("tried\n");
+        let log = machine.end(RESET);
+        assert_well(&log);
+        odd::compare(&odd, &log);
     }
     Ok(())
 }
