@@ -449,8 +449,9 @@ impl Machine {
             _ => Access::Read,
         };
         if self.privilege() == Privilege::User && !self.may_belong_to_program(address) {
-            // The kernel would find its page tables in order and let the program try again, for ever.
-            return self.inject(Exception::PROTECTION);
+            // The kernel gives no program these addresses, and finds nothing there.
+            self.counters.faults += 1;
+            return self.inject(Exception::page(mmu::missing(access), address));
         }
         if self.is_for_a_copy(address, access) {
             return;

@@ -216,6 +216,12 @@ impl<'a> Looker<'a> {
     }
 }
 
+/// Returns the error code of a program's fault where its kernel has mapped nothing.
+#[must_use]
+pub fn missing(access: Access) -> u32 {
+    code(access, Privilege::User)
+}
+
 fn code(access: Access, privilege: Privilege) -> u32 {
     let access = match access {
         Access::Read => 0,

@@ -292,7 +292,7 @@ fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
     let odd = odd::program(&place);
     let init = format!(
         "#!/bin/sh\necho up: $(uname -r) on $(nproc)\nread word\necho read: $word $((6 * 7))\n{}echo tried\n",
-        odd::lines()
+        odd::LINES
     );
     let tree = Image::ensure(Release::Bookworm)?.tree();
     let archive = place.file("initramfs", &archive_with(&tree, &init, &[("bin/odd", &odd)]));
