@@ -14,7 +14,7 @@
  * Version of everything in this crate. Raised with every change of a layout or a
  * meaning.
  */
-#define MERCURY_ABI_VERSION 7
+#define MERCURY_ABI_VERSION 8
 /* VM_CR (C001_0114h). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h). */
@@ -303,11 +303,11 @@
  * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
  * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1c8f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1d0f509)
 /* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc060f50a)
 /* Ends the snapshot. Takes a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1c8f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1d0f50b)
 /*
  * Describes the machine of the snapshot, or of one that is only prepared. Takes a
  * RestartRequest.
@@ -317,12 +317,12 @@
  * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1c8f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1d0f510)
 /*
  * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
  * a SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc1c8f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc1d0f511)
 /* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
 #define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
 /* Loads frames of it. Takes a LoadFramesRequest. */
@@ -384,6 +384,8 @@
 #define MERCURY_SNAPSHOT_KEEP 4
 /* Make room for a log of what is written before the instant. */
 #define MERCURY_SNAPSHOT_TRACK 8
+/* SnapshotRequest::swap_pages: every swap area that is on lies in memory, as zram does. */
+#define MERCURY_SWAP_IN_MEMORY _UL(0xffffffffffffffff)
 /* SnapshotTakeRequest::flags: only frames that the log had when it was collected last. */
 #define MERCURY_TAKE_LOGGED 1
 /* No frames that were free at the instant. */
@@ -509,6 +511,7 @@
 #define MERCURY_CODE_SNAPSHOT_HOTPLUG 147
 #define MERCURY_CODE_FENCE_UNSUPPORTED 148
 #define MERCURY_CODE_SNAPSHOT_GUEST 149
+#define MERCURY_CODE_SNAPSHOT_SWAP 153
 #define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
@@ -2141,6 +2144,12 @@ struct mercury_snapshot_request {
 	u64 flags;
 	/* In, at the begin: pages of the pool. */
 	u64 pool_pages;
+	/*
+	 * In, at the begin: pages of all swap areas that are on. If fewer are free at
+	 * the instant, memory is swapped out, and the driver refuses.
+	 * MERCURY_SWAP_IN_MEMORY: the driver does not look.
+	 */
+	u64 swap_pages;
 	/* Out: pages of memory that the snapshot holds. */
 	u64 memory_pages;
 	/*
@@ -2171,19 +2180,20 @@ struct mercury_snapshot_request {
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 456);
+static_assert(sizeof(struct mercury_snapshot_request) == 464);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
-static_assert(offsetof(struct mercury_snapshot_request, memory_pages) == 24);
-static_assert(offsetof(struct mercury_snapshot_request, restored) == 32);
-static_assert(offsetof(struct mercury_snapshot_request, rolled_back) == 40);
-static_assert(offsetof(struct mercury_snapshot_request, message) == 48);
-static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 176);
-static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 184);
-static_assert(offsetof(struct mercury_snapshot_request, status) == 192);
-static_assert(offsetof(struct mercury_snapshot_request, instant) == 360);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 432);
+static_assert(offsetof(struct mercury_snapshot_request, swap_pages) == 24);
+static_assert(offsetof(struct mercury_snapshot_request, memory_pages) == 32);
+static_assert(offsetof(struct mercury_snapshot_request, restored) == 40);
+static_assert(offsetof(struct mercury_snapshot_request, rolled_back) == 48);
+static_assert(offsetof(struct mercury_snapshot_request, message) == 56);
+static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 184);
+static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 192);
+static_assert(offsetof(struct mercury_snapshot_request, status) == 200);
+static_assert(offsetof(struct mercury_snapshot_request, instant) == 368);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 440);
 
 /* Arguments of a take. */
 struct mercury_snapshot_take_request {

@@ -24,6 +24,7 @@
 #include <linux/sort.h>
 #include <linux/stop_machine.h>
 #include <linux/suspend.h>
+#include <linux/swap.h>
 #include <linux/syscore_ops.h>
 #include <linux/timer.h>
 #include <linux/uaccess.h>
@@ -73,6 +74,9 @@ static struct {
 	struct cpumask cpus;
 	bool others;
 	bool another_cpu;
+	/* Free pages of swap areas while nothing is swapped out; at the instant there were fewer. */
+	u64 swap_pages;
+	bool swapped;
 	/* Memory broke after it was looked through. */
 	bool broken;
 	/* Pages of memory when it was prepared; more came before the instant. */
@@ -928,6 +932,16 @@ static u32 enter_hypervisor(bool first)
 }
 
 /*
+ * Swap slots that are used hold memory which no image would have. User space has said how many there are; it
+ * notices itself if an area is switched on meanwhile.
+ */
+static bool is_swapped_out(void)
+{
+	return snapshot.swap_pages != MERCURY_SWAP_IN_MEMORY &&
+	       get_nr_swap_pages() != (long)snapshot.swap_pages;
+}
+
+/*
  * All CPUs at once, interrupts off: who comes last lets them all go on. A machine that is brought back goes
  * on behind mercury_save(), without a hypervisor; so does one that is put back, with it.
  */
@@ -939,6 +953,11 @@ static int enter(void *unused)
 	/* No CPU comes or goes here, so all find the same. */
 	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask)) {
 		WRITE_ONCE(snapshot.others, true);
+		return 0;
+	}
+	/* No CPU runs anything else, so the number of free slots does not change any more either. */
+	if (is_swapped_out()) {
+		WRITE_ONCE(snapshot.swapped, true);
 		return 0;
 	}
 	if (first)
@@ -1033,6 +1052,7 @@ static int instant(void *unused)
 	if (snapshot.more_memory)
 		return -EBUSY;
 	snapshot.others = false;
+	snapshot.swapped = false;
 	snapshot.still = false;
 	snapshot.ready = false;
 	atomic_set(&snapshot.looking, 0);
@@ -1074,6 +1094,8 @@ static u32 meet(struct mercury_outcome *outcome)
 	is_done(THAWED);
 	if (snapshot.others)
 		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	if (snapshot.swapped)
+		return MERCURY_CODE_SNAPSHOT_SWAP;
 	if (snapshot.restored || snapshot.rolled_back)
 		return MERCURY_CODE_OK;
 	for_each_possible_cpu(cpu) {
@@ -1174,6 +1196,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 		code = prepare(request);
 	else if (request->flags != snapshot.flags || request->pool_pages != snapshot.pool_pages)
 		return MERCURY_CODE_BAD_ARGUMENT;
+	snapshot.swap_pages = request->swap_pages;
 	if (code == MERCURY_CODE_OK)
 		code = begin();
 	if (code == MERCURY_CODE_OK)

@@ -225,6 +225,8 @@ codes! {
     FenceUnsupported = 148, "fence-unsupported";
     /// A virtual machine ran on a CPU, and wrote round the tables of the snapshot.
     SnapshotGuest = 149, "snapshot-guest";
+    /// Memory was swapped out to a disk at the instant.
+    SnapshotSwap = 153, "snapshot-swap";
 
     // 150..: putting the machine back to a snapshot
     /// This version cannot do it on this processor.

@@ -125,6 +125,9 @@ pub const MERCURY_SNAPSHOT_KEEP: u64 = 1 << 2;
 /// Make room for a log of what is written before the instant.
 pub const MERCURY_SNAPSHOT_TRACK: u64 = 1 << 3;
 
+/// [`SnapshotRequest::swap_pages`]: every swap area that is on lies in memory, as zram does.
+pub const MERCURY_SWAP_IN_MEMORY: u64 = u64::MAX;
+
 /// [`SnapshotTakeRequest::flags`]: only frames that the log had when it was collected last.
 pub const MERCURY_TAKE_LOGGED: u64 = 1 << 0;
 /// No frames that were free at the instant.
@@ -238,6 +241,9 @@ pub struct SnapshotRequest {
     pub flags: u64,
     /// In, at the begin: pages of the pool.
     pub pool_pages: u64,
+    /// In, at the begin: pages of all swap areas that are on. If fewer are free at the instant, memory is swapped out, and
+    /// the driver refuses. [`MERCURY_SWAP_IN_MEMORY`]: the driver does not look.
+    pub swap_pages: u64,
     /// Out: pages of memory that the snapshot holds.
     pub memory_pages: u64,
     /// Out, at the begin: 1 in a machine that was brought back from an image of this snapshot. There is none any

@@ -28,7 +28,7 @@ pub mod shared;
 pub mod snapshot;
 
 /// Version of everything in this crate. Raised with every change of a layout or a meaning.
-pub const MERCURY_ABI_VERSION: u32 = 7;
+pub const MERCURY_ABI_VERSION: u32 = 8;
 
 /// Size and version, at the start of every structure that user space passes to the driver.
 #[repr(C)]

@@ -337,9 +337,11 @@ impl Device {
     }
 
     /// Begins a snapshot; [`SnapshotRequest::restored`] tells in which machine this returns.
-    pub fn snapshot_begin(&self, pool_pages: u64, flags: u64) -> Result<SnapshotRequest> {
+    /// `swap_pages` is [`SnapshotRequest::swap_pages`].
+    pub fn snapshot_begin(&self, pool_pages: u64, flags: u64, swap_pages: u64) -> Result<SnapshotRequest> {
         let header = Header::of::<SnapshotRequest>();
-        let mut request = SnapshotRequest { header, flags, pool_pages, ..SnapshotRequest::default() };
+        let mut request =
+            SnapshotRequest { header, flags, pool_pages, swap_pages, ..SnapshotRequest::default() };
         let result = self.request::<MERCURY_IOC_SNAPSHOT_BEGIN, _>(&mut request);
         failure("the snapshot", result, &request.outcome)?;
         Ok(request)

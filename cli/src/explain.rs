@@ -613,6 +613,12 @@ pub const TABLE: &[Entry] = &[
         "shut such virtual machines down first, or load kvm_amd with npt=1 and avic=0",
     ),
     entry_of(
+        Code::SnapshotSwap,
+        "memory was swapped out to a disk at the instant",
+        "What is on a swap disk is in no image and in no snapshot. `mercury` switches swap off before the instant, and on          again after it; an area was switched on meanwhile. Nothing was kept, and the machine runs on.",
+        "find what runs `swapon` on this machine (`swapon --show`), and try again",
+    ),
+    entry_of(
         Code::RollbackUnsupported,
         "this version cannot put a machine with this processor back to a snapshot",
         "Fetching CPUs and setting their state is done for AMD's processors only, so far.",

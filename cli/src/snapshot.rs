@@ -13,6 +13,7 @@ use crate::{
         guard::Guard,
         phases::Phases,
         stale::Stale,
+        swap, waits,
     },
     commands::{self, Say},
     device::{Access, Device},
@@ -243,12 +244,14 @@ fn keep(
 ) -> Result<Report> {
     let pool = checkpoint::pool_pages(args.pool, sysroot);
     let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
+    let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
-    let still = if mounts.iter().any(is_left_behind) {
-        rustix::fs::sync();
+    // Whoever waits for a server that stands still does not come to rest for the kernel's own freezer.
+    let still = if mounts.iter().any(is_left_behind) || !waits::servers().is_empty() {
+        disks::sync(mounts, sysroot)?;
         let frozen = Frozen::hold(guard, &[])?;
         Some((Still::hold(mounts, guard)?, frozen))
     } else {
@@ -260,12 +263,11 @@ fn keep(
     if let Some(hook) = &args.hook {
         checkpoint::run_hook(hook)?;
     }
-    // What was made ready may have driven something out.
-    checkpoint::refuse_swap(sysroot)?;
     guard.hear();
     let held = begun.elapsed();
     let failures = checkpoint::quiesce_failures(sysroot);
-    let begin = device.snapshot_begin(pool, flags);
+    let swap_pages = swap.pages(sysroot)?;
+    let begin = device.snapshot_begin(pool, flags, swap_pages);
     if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
         if let Some(stale) = &mut stale {
             stale.end(sysroot);
@@ -276,6 +278,10 @@ fn keep(
     }
     drop(still);
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
+    if begin.rolled_back == 0 {
+        checkpoint::end_if_swap_changed(device, &swap)?;
+    }
+    drop(swap);
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
     if begin.rolled_back != 0 {
         let tsc_khz = device.system()?.tsc_khz;

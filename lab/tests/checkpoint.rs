@@ -565,9 +565,16 @@ fn goes_on_with_volumes() -> Result<()> {
     start(&machine, "clock", CLOCK, "")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
-    checkpoint(&machine)?;
+    // It takes minutes, and goes on behind the instant; not at it.
+    machine
+        .sh("cd /sys/block/md0/md; echo 1000 > sync_speed_max; echo check > sync_action; cat sync_action")?;
+    knows_the_time(&machine, "before")?;
+    let hook = "--hook 'cat /sys/block/md0/md/sync_action /sys/block/md0/md/array_state > /run/held'";
+    restart::checkpoint(&machine, hook, DISK)?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
+    assert_eq!(machine.sh("cat /run/held; cat /sys/block/md0/md/sync_action")?, "frozen\nclean\ncheck");
+    machine.sh("echo idle > /sys/block/md0/md/sync_action")?;
     assert_eq!(
         machine.sh("cat /data/file; echo on >> /data/file; sync /data/file; cat /data/file")?,
         "there\nthere\non"
@@ -1177,5 +1184,216 @@ fn a_failure_changes_nothing() -> Result<()> {
     let before = number(&machine, "/run/clock")?;
     machine.sh("sleep 1")?;
     assert!(number(&machine, "/run/clock")? > before);
+    machine.check_next_attach()
+}
+
+/// What can be seen neither in the table of mounts nor in memory is found, and handled or named.
+#[test]
+fn odd_machines_are_handled_or_named() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    swapped_out_memory_is_read_back(&machine)?;
+    hidden_file_systems_are_named(&machine)?;
+    suspended_volumes_do_not_matter(&machine)?;
+    servers_stand_still_after_their_clients(&machine)?;
+    machine.check_next_attach()
+}
+
+/// A process whose memory is swapped out until it is told to look at it.
+const SWAPPED: &str = r#"
+import hashlib, mmap, os, time
+memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[:] = os.urandom(8 << 20)
+before = hashlib.sha256(memory).digest()
+MADV_PAGEOUT = 21
+memory.madvise(MADV_PAGEOUT)
+say(1)
+while not os.path.exists("/run/look"):
+    time.sleep(0.1)
+say(2 if hashlib.sha256(memory).digest() == before else 3)
+"#;
+
+/// Swap on a disk is off at the instant, and on again after it; what was there is in memory. The driver refuses an instant at
+/// which memory is swapped out, whatever the command has seen before.
+fn swapped_out_memory_is_read_back(machine: &Machine) -> Result<()> {
+    machine.sh(&format!("mkswap -q {DISK} && swapon -p 7 {DISK}"))?;
+    start(machine, "swapped", SWAPPED, "")?;
+    let used = || machine.sh("awk 'NR > 1 { print $4, $5 }' /proc/swaps");
+    let before = used()?;
+    assert!(before.ends_with(" 7") && !before.starts_with("0 "), "{before}");
+    machine.sh("mercury attach")?;
+    let refused = machine.run("mercury-workload snapshot --pool-pages 20000 --rounds 1")?;
+    assert!(!refused.success() && refused.stdout.contains("snapshot-swap"), "{refused:?}");
+    machine.sh("mercury detach")?;
+    let hook = format!("mercury checkpoint --hook 'swapon -p 7 {DISK}' /run/x");
+    fails_with(machine, &hook, "was switched on or off meanwhile")?;
+    let said = machine.run("mercury checkpoint /run/x && rm /run/x")?.check()?.stderr;
+    assert!(!said.contains("are read back"), "the one before has: {said}");
+    assert_eq!(used()?, "0 7");
+    machine.sh(&format!(
+        "touch /run/look; until grep -q '[23]' /run/swapped; do sleep 0.1; done; swapoff {DISK}"
+    ))?;
+    assert_eq!(number(machine, "/run/swapped")?, 2);
+    Ok(())
+}
+
+/// A thread with a mount namespace of its own, and a file system mounted in it.
+const THREAD: &str = r#"
+import ctypes, threading, time
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+libc = ctypes.CDLL(None)
+def live():
+    libc.unshare(CLONE_NEWNS)
+    libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    assert libc.mount(b"/dev/vda", b"/mnt", b"ext4", 0, None) == 0
+    say(1)
+    time.sleep(10000)
+threading.Thread(target=live).start()
+"#;
+
+/// A file system that `umount -l` has left alive, or that a thread alone has, is named with those who use it.
+fn hidden_file_systems_are_named(machine: &Machine) -> Result<()> {
+    machine.sh(&format!(
+        "mkfs.ext4 -qF {DISK}; mount {DISK} /mnt; setsid sleep 10000 > /mnt/x < /dev/null 2>&1 & sleep 1; umount -l /mnt"
+    ))?;
+    for line in
+        ["checkpoint /run/x", "snapshot --force-disks", "checkpoint --poweroff --force-devices /run/x"]
+    {
+        fails_with(machine, &format!("mercury {line}"), &format!("{DISK} (ext4, used by sleep ("))?;
+    }
+    machine.sh("pkill -f '^sleep 10000'; while test -e /sys/fs/ext4/vda; do sleep 0.1; done")?;
+    start(machine, "thread", THREAD, "")?;
+    fails_with(machine, "mercury checkpoint /run/x", &format!("/mnt ({DISK}) of thread "))?;
+    machine.sh("pkill -f '^python3 /run/thread.py'; while test -e /sys/fs/ext4/vda; do sleep 0.1; done")?;
+    image(machine, "", "/run/x")?;
+    machine.sh("rm /run/x").map(drop)
+}
+
+/// A read from a suspended device of device mapper waits until that is resumed; whether it is one of a machine's file systems
+/// is asked of all devices.
+fn suspended_volumes_do_not_matter(machine: &Machine) -> Result<()> {
+    machine.sh(
+        "modprobe dm-mod; dmsetup create idle --noudevsync --table '0 2048 error'; dmsetup suspend --noudevsync idle",
+    )?;
+    fails_with(
+        machine,
+        "mercury checkpoint --poweroff --hook 'exit 3' /dev/vda --overwrite",
+        "the hook failed",
+    )?;
+    machine.sh("dmsetup remove --noudevsync idle").map(drop)
+}
+
+/// A server of FUSE's with one file, which takes its time.
+const FUSE: &str = r#"
+import ctypes, os, struct, time
+server = os.open("/dev/fuse", os.O_RDWR)
+os.makedirs("/run/served")
+options = f"fd={server},rootmode=40000,user_id=0,group_id=0"
+assert ctypes.CDLL(None).mount(b"lab", b"/run/served", b"fuse", 0, options.encode()) == 0
+say(1)
+LOOKUP, FORGET, GETATTR, OPEN, READ, RELEASE, FLUSH, INIT, INTERRUPT, BATCH_FORGET = 1, 2, 3, 14, 15, 18, 25, 26, 36, 42
+SIZE, DIRECT_IO, ENOSYS = 1 << 30, 1, 38
+def attributes(node):
+    mode, links = (0o40755, 2) if node == 1 else (0o100644, 1)
+    return struct.pack("<6Q10I", node, SIZE, SIZE >> 9, 0, 0, 0, 0, 0, 0, mode, links, 0, 0, 0, 4096, 0)
+while True:
+    request = os.read(server, 1 << 18)
+    _, operation, unique, node = struct.unpack_from("<IIQQ", request)
+    error, answer = 0, b""
+    if operation in (FORGET, INTERRUPT, BATCH_FORGET):
+        continue
+    elif operation == INIT:
+        answer = struct.pack("<IIIIHHIIHHI28x", 7, 31, 65536, 0, 12, 10, 65536, 1, 0, 0, 0)
+    elif operation == LOOKUP:
+        answer = struct.pack("<QQQQII", 2, 0, 60, 60, 0, 0) + attributes(2)
+    elif operation == GETATTR:
+        answer = struct.pack("<QII", 60, 0, 0) + attributes(node)
+    elif operation == OPEN:
+        answer = struct.pack("<QII", 1, DIRECT_IO, 0)
+    elif operation == READ:
+        time.sleep(0.05)
+        answer = b"x" * struct.unpack_from("<QQI", request, 40)[2]
+    elif operation not in (RELEASE, FLUSH):
+        error = -ENOSYS
+    os.write(server, struct.pack("<IiQ", 16 + len(answer), error, unique) + answer)
+"#;
+
+/// One who reads there all the time.
+const READER: &str = r#"
+import os
+file, count = os.open("/run/served/file", os.O_RDONLY), 0
+while True:
+    assert os.pread(file, 4096, 0) == b"x" * 4096
+    count += 1
+    say(count)
+"#;
+
+/// A read that waits for a page which nobody gives; beside it, for how many milliseconds in all it stood still.
+const PAGE: &str = r#"
+import ctypes, fcntl, mmap, os, struct, threading, time
+USERFAULTFD, UFFDIO_API, UFFDIO_REGISTER, MISSING = 323, 0xC018AA3F, 0xC020AA00, 1
+handler = ctypes.CDLL(None).syscall(USERFAULTFD, os.O_CLOEXEC)
+fcntl.ioctl(handler, UFFDIO_API, bytearray(struct.pack("<QQQ", 0xAA, 0, 0)))
+memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(handler, UFFDIO_REGISTER, bytearray(struct.pack("<QQQQ", address, 4096, MISSING, 0)))
+zero = os.open("/dev/zero", os.O_RDONLY)
+threading.Thread(target=lambda: os.readv(zero, [memory]), daemon=True).start()
+time.sleep(1)
+last, still = time.monotonic(), 1
+while True:
+    say(still)
+    time.sleep(0.01)
+    now = time.monotonic()
+    if now - last > 0.2:
+        still += int((now - last) * 1000)
+    last = now
+"#;
+
+/// Who waits for a server that stands still does not come to rest, so servers are held last. A task that does not come to rest
+/// all the same is named, and nobody stands still for long for it.
+fn servers_stand_still_after_their_clients(machine: &Machine) -> Result<()> {
+    machine.sh("modprobe fuse")?;
+    start(machine, "fuse", FUSE, "")?;
+    for name in ["reader", "other"] {
+        start(machine, name, READER, "")?;
+    }
+    for _ in 0..3 {
+        fails_with(machine, "mercury checkpoint --hook 'exit 3' /run/x", "the hook failed")?;
+    }
+    comes_further(machine, "reader", count(machine, "reader")?)?;
+    machine.sh(
+        "pkill -f '^python3 /run/(reader|other).py'; umount -l /run/served; pkill -f '^python3 /run/fuse.py'",
+    )?;
+    start(machine, "page", PAGE, "")?;
+    let refused = machine.run("mercury checkpoint /run/x")?;
+    println!("{}", refused.stderr);
+    let named = ["these tasks do not come to rest: python3 (", "userfaultfd"];
+    assert!(named.iter().all(|words| refused.stderr.contains(words)), "{}", refused.stderr);
+    is_as_before(machine)?;
+    let still = number(machine, "/run/page")?;
+    println!("it stood still for {still} ms");
+    assert!((1..3000).contains(&still), "{still} ms");
+    machine.sh("pkill -9 -f '^python3 /run/page.py'").map(drop)
+}
+
+/// A file system whose device does not answer is named before anything stands still.
+#[test]
+#[ignore = "long"]
+fn a_disk_that_does_not_answer_is_named() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    machine.sh(&format!(
+        "modprobe dm-mod; dmsetup create slow --noudevsync --table \"0 $(blockdev --getsz {DISK}) linear {DISK} 0\"; \
+         dmsetup mknodes slow; mkfs.ext4 -q /dev/mapper/slow; mount /dev/mapper/slow /mnt; echo x > /mnt/x; \
+         dmsetup suspend --nolockfs --noudevsync slow"
+    ))?;
+    let refused = machine.run("mercury checkpoint /run/x")?;
+    println!("{}", refused.stderr);
+    assert!(refused.stderr.contains("could not be written: it has not answered for"), "{}", refused.stderr);
+    assert!(refused.stderr.contains("/mnt (/dev/mapper/slow)"), "{}", refused.stderr);
+    machine.sh("dmsetup resume --noudevsync slow")?;
+    is_as_before(&machine)?;
+    machine.sh("umount /mnt; dmsetup remove --noudevsync slow")?;
     machine.check_next_attach()
 }

@@ -1,10 +1,17 @@
 //! Holds all applications still, but for this process: with the control groups' freezer, which they do not notice.
 //!
+//! Processes that others wait for in the kernel (servers of FUSE, handlers of userfaultfd: [`waits`]) are frozen last: whoever
+//! waits for one that stands still does not come to rest. If a task does not, all go on and it is tried again, a few times for
+//! less than 2 s in all; then it is named.
+//!
 //! Groups at the top are frozen with all that is in them. What is in the root group, which cannot be frozen, is moved
 //! into one of ours meanwhile; so is this process, with those that it needs, into one that is not frozen. Frozen for a part of
 //! each period of time, they are held back: [`Brake`].
 
-use super::guard::{Guard, Undo};
+use super::{
+    guard::{Guard, Undo},
+    waits,
+};
 use crate::{
     error::{Error, Result},
     exit::Exit,
@@ -25,18 +32,24 @@ use std::{
 const OWN_MOUNT: &str = "/run/mercury/cgroup";
 const SELF: &str = "mercury.self";
 const REST: &str = "mercury.rest";
+const SERVERS: &str = "mercury.servers";
 /// How often the root group is emptied before what is left is taken for what cannot be moved.
 const ROUNDS: u32 = 100;
 /// Of which who is held back stands still for a part.
 const PERIOD: Duration = Duration::from_millis(100);
-/// How long applications may take to come to rest: one may wait for a disk.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long applications may take to come to rest, attempt by attempt: one may wait for a disk.
+const ATTEMPTS: [Duration; 3] =
+    [Duration::from_millis(300), Duration::from_millis(500), Duration::from_millis(1000)];
+/// How long they run between two attempts: whoever waits for another one has its answer then.
+const INTERVAL: Duration = Duration::from_millis(500);
 
 /// Applications in groups that can be frozen, until this is dropped.
 #[derive(Debug)]
 struct Gathered {
     root: PathBuf,
     groups: Vec<PathBuf>,
+    /// Of these, and of those in them, what is frozen first: they have no servers.
+    first: Vec<PathBuf>,
     /// The group that this process was in.
     home: PathBuf,
     mounted: bool,
@@ -78,22 +91,25 @@ impl Gathered {
     fn new(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
         let (root, mounted) = hierarchy()?;
         let home = own_group(&root)?;
-        let mut gathered = Self { root, groups: Vec::new(), home, mounted };
+        let mut gathered = Self { root, groups: Vec::new(), first: Vec::new(), home, mounted };
         gathered.gather(guard, needed).map_err(still_failed)?;
         Ok(gathered)
     }
 
     /// Those as well that were born since, if this is called again.
     fn gather(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
-        let (own, rest) = (self.root.join(SELF), self.root.join(REST));
+        let [own, rest, last] = [SELF, REST, SERVERS].map(|name| self.root.join(name));
         guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
         make(&own)?;
         move_process(std::process::id(), &own)?;
         move_process(guard.pid(), &own)?;
         // With those that they have started: ssh may reach its host through another program.
         with_descendants(needed).into_iter().try_for_each(|pid| move_process(pid, &own))?;
-        guard.will(&Undo::Return { from: rest.clone(), to: self.root.clone() })?;
-        make(&rest)?;
+        let servers = waits::servers();
+        for group in [&rest, &last] {
+            guard.will(&Undo::Return { from: group.clone(), to: self.root.clone() })?;
+            make(group)?;
+        }
         // Until none is left: they have children meanwhile.
         for _ in 0..ROUNDS {
             let left: Vec<_> =
@@ -102,7 +118,8 @@ impl Gathered {
                 break;
             }
             // One that has ended need not be moved.
-            left.into_iter().for_each(|pid| drop(move_process(pid, &rest)));
+            let group = |pid| if servers.contains(&pid) { &last } else { &rest };
+            left.into_iter().for_each(|pid| drop(move_process(pid, group(pid))));
         }
         let left = processes(&self.root)?.into_iter().find(|pid| !is_kernel_thread(*pid));
         if let Some(pid) = left {
@@ -118,19 +135,57 @@ impl Gathered {
                 self.groups.push(group);
             }
         }
+        let servers: Vec<_> =
+            servers.iter().filter_map(|pid| group_of(&self.root, &pid.to_string())).collect();
+        self.first = self.groups.iter().flat_map(|group| without(group, &servers)).collect();
+        for group in self.first.iter().filter(|group| !self.groups.contains(group)) {
+            guard.will(&Undo::Unfreeze(group.clone()))?;
+        }
         Ok(())
     }
 
     /// Freezes them, and waits until they are.
     fn freeze(self) -> Result<Frozen> {
-        freeze(&self.groups).and_then(|()| wait_until_frozen(&self.groups)).map_err(still_failed)?;
-        Ok(Frozen { _gathered: self })
+        let mut attempts = ATTEMPTS.iter().peekable();
+        while let Some(patience) = attempts.next() {
+            let frozen = self.freeze_within(*patience).map_err(still_failed)?;
+            let Some(group) = frozen else { return Ok(Frozen { _gathered: self }) };
+            // They are looked at before they go on.
+            let tasks = if attempts.peek().is_none() { waits::restless(&group) } else { Vec::new() };
+            self.thaw();
+            if attempts.peek().is_none() {
+                return Err(restless(&group, &tasks));
+            }
+            thread::sleep(INTERVAL);
+        }
+        Err(still_failed(io::ErrorKind::TimedOut.into()))
+    }
+
+    /// One attempt; returns the first group that does not come to rest.
+    fn freeze_within(&self, patience: Duration) -> io::Result<Option<PathBuf>> {
+        let end = Instant::now() + patience;
+        for groups in [&self.first, &self.groups] {
+            freeze(groups)?;
+            while let Some(group) = groups.iter().find(|group| !is_frozen(group)) {
+                if Instant::now() > end {
+                    return Ok(Some(group.clone()));
+                }
+                thread::sleep(Duration::from_millis(2));
+            }
+        }
+        Ok(None)
+    }
+
+    fn thaw(&self) {
+        thaw(&self.groups);
+        thaw(&self.first);
     }
 }
 
 impl Drop for Gathered {
     fn drop(&mut self) {
-        thaw(&self.groups);
+        self.thaw();
+        give_back(&self.root.join(SERVERS), &self.root);
         give_back(&self.root.join(REST), &self.root);
         give_back(&self.root.join(SELF), &self.home);
         if self.mounted {
@@ -222,7 +277,20 @@ impl Drop for Pulse {
 
 fn still_failed(error: io::Error) -> Error {
     Error::new(Exit::Failed, format!("applications could not be held still: {error}"))
-        .hint("see /proc/PID/stack of one that is in state D")
+        .hint("nothing was changed; see /sys/fs/cgroup, and try again")
+}
+
+/// Names the tasks of a group that do not come to rest.
+fn restless(group: &Path, tasks: &[waits::Task]) -> Error {
+    let name = group.file_name().unwrap_or_default().to_string_lossy();
+    let named: Vec<_> = tasks.iter().map(ToString::to_string).collect();
+    let who = match &named[..] {
+        [] => format!("a task of the control group {name} does not come to rest"),
+        some => format!("these tasks do not come to rest: {}", some.join("; ")),
+    };
+    let hint = tasks.iter().find_map(waits::Task::remedy);
+    Error::new(Exit::Failed, format!("applications could not be held still: {who}"))
+        .hint(hint.unwrap_or("they run on; try again when these tasks have what they wait for, or end them"))
 }
 
 fn freeze(groups: &[PathBuf]) -> io::Result<()> {
@@ -232,18 +300,6 @@ fn freeze(groups: &[PathBuf]) -> io::Result<()> {
 fn thaw(groups: &[PathBuf]) {
     // A group that is gone holds nobody.
     groups.iter().for_each(|group| drop(fs::write(group.join("cgroup.freeze"), "0")));
-}
-
-fn wait_until_frozen(groups: &[PathBuf]) -> io::Result<()> {
-    let end = Instant::now() + PATIENCE;
-    while let Some(group) = groups.iter().find(|group| !is_frozen(group)) {
-        if Instant::now() > end {
-            let name = group.file_name().unwrap_or_default().to_string_lossy();
-            return Err(io::Error::other(format!("a task of {name} does not come to rest")));
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    Ok(())
 }
 
 /// Where the hierarchy of version 2 is mounted; mounts it if it is nowhere.
@@ -264,12 +320,27 @@ fn hierarchy() -> Result<(PathBuf, bool)> {
     })
 }
 
-/// The group of this process, from /proc/self/cgroup.
+/// The group of this process.
 fn own_group(root: &Path) -> Result<PathBuf> {
-    let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
-    path.map(|path| root.join(path))
+    group_of(root, "self")
         .ok_or_else(|| Error::new(Exit::Impossible, "this process is in no control group of version 2"))
+}
+
+/// The group of a process, from its cgroup file.
+fn group_of(root: &Path, process: &str) -> Option<PathBuf> {
+    let text = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix("0::/")).map(|path| root.join(path))
+}
+
+/// A group, or the largest groups in it, that have none of `servers`' groups in them. Those that are frozen already are left
+/// alone.
+fn without(group: &Path, servers: &[PathBuf]) -> Vec<PathBuf> {
+    if !servers.iter().any(|server| server.starts_with(group)) {
+        let state = fs::read_to_string(group.join("cgroup.freeze"));
+        return state.is_ok_and(|state| state.trim() == "0").then(|| group.to_owned()).into_iter().collect();
+    }
+    let below = fs::read_dir(group).into_iter().flatten().flatten().map(|entry| entry.path());
+    below.filter(|path| path.is_dir()).flat_map(|path| without(&path, servers)).collect()
 }
 
 fn make(group: &Path) -> io::Result<()> {
@@ -353,6 +424,29 @@ mod tests {
         assert!(0 < shares[0] && shares[0] < shares[1] && shares[1] < 100, "{shares:?}");
         drop(pulse);
         assert!(!is_frozen());
+    }
+
+    #[test]
+    fn groups_of_servers_are_left_for_last() {
+        let root = tempfile::tempdir().expect("a folder");
+        let group = |path: &str, state: &str| {
+            let group = root.path().join(path);
+            fs::create_dir_all(&group).expect("folders");
+            fs::write(group.join("cgroup.freeze"), state).expect("a file");
+            group
+        };
+        let system = group("system", "0\n");
+        let server = group("system/fuse.service", "0\n");
+        let [client, nested] =
+            ["system/client.service", "system/slice/x.service"].map(|path| group(path, "0\n"));
+        group("system/slice", "0\n");
+        group("system/frozen.service", "1\n");
+        let mut found = without(&system, std::slice::from_ref(&server));
+        found.sort();
+        assert_eq!(found, [client, root.path().join("system/slice")]);
+        assert_eq!(without(&system, &[]), [system.as_path()]);
+        assert_eq!(without(&server, std::slice::from_ref(&server)), Vec::<PathBuf>::new());
+        assert!(nested.starts_with(&found[1]));
     }
 
     #[test]

@@ -5,9 +5,11 @@
 //! its device, and whatever is written to it later changes a few known blocks: their hash is its mark.
 
 use super::{
-    fat,
+    claims, fat,
     guard::{Guard, Undo},
-    layers, reachable,
+    layers,
+    patient::{self, Disk},
+    reachable,
 };
 use crate::{
     error::{Error, Result},
@@ -15,17 +17,14 @@ use crate::{
     sysroot::Sysroot,
 };
 use mercury_image::{FileSystem, Piece};
-use rustix::fs::{Mode, OFlags};
 use std::{
     collections::BTreeSet,
     fs::File,
     io,
     ops::Range,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{FileExt, MetadataExt},
-    },
+    os::{fd::AsFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Direct reads want their buffers, offsets and lengths aligned to this.
@@ -34,6 +33,10 @@ const ALIGN: usize = 4096;
 const SECTOR: u64 = 512;
 /// Bytes at the beginning of a device that say what it holds.
 const BEGINNING: usize = 128 << 10;
+/// How long a file system may take to come to rest. Little is left to be written then, and everything stands still.
+const FREEZE_PATIENCE: Duration = Duration::from_secs(15);
+/// How long a device may do nothing while its file system waits for it.
+const SYNC_PATIENCE: Duration = Duration::from_secs(30);
 
 /// A mounted file system on a block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,8 +112,8 @@ fn composed_of_several(line: &str, sysroot: &Sysroot) -> Option<(String, String)
     (wants_disk && number.starts_with("0:") && kind != "btrfs").then(|| (kind.to_owned(), unescaped(at)))
 }
 
-/// All of them; refuses if there are others that cannot be held still because only other mount namespaces have them
-/// (containers, services with mounts of their own).
+/// All of them; refuses if there are others that cannot be held still: only other mount namespaces have them (containers,
+/// services with mounts of their own), or no table of mounts at all ([`claims`]).
 ///
 /// # Errors
 /// Naming those.
@@ -118,6 +121,7 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     let mounts = mounted(sysroot)?;
     let found = elsewhere(&mounts, sysroot);
     if found.is_empty() {
+        claims::refuse(&mounts, sysroot)?;
         return Ok(mounts);
     }
     let text =
@@ -149,28 +153,31 @@ pub fn are_still(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     Err(Error::new(Exit::Failed, "a file system was mounted or unmounted meanwhile").hint("try again"))
 }
 
-/// Disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77".
+/// Disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77". A thread may have one of its own.
 fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
     let mut numbers: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
     let mut namespaces = BTreeSet::new();
     let mut found = Vec::new();
-    for process in
-        sysroot.names("proc").into_iter().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
-    {
-        let Ok(namespace) = std::fs::read_link(sysroot.path(&format!("proc/{process}/ns/mnt"))) else {
-            continue;
-        };
-        if !namespaces.insert(namespace) {
-            continue;
-        }
-        let table = sysroot.bytes(&format!("proc/{process}/mountinfo")).unwrap_or_default();
-        for mount in String::from_utf8_lossy(&table).lines().filter_map(mount) {
-            if numbers.insert(mount.number.clone()) {
-                found.push(format!(
-                    "{} ({}) of process {process}",
-                    mount.at.display(),
-                    mount.device.display()
-                ));
+    let mut processes = sysroot.names("proc");
+    processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
+    for process in processes {
+        for thread in sysroot.names(&format!("proc/{process}/task")) {
+            let folder = format!("proc/{process}/task/{thread}");
+            let Ok(namespace) = std::fs::read_link(sysroot.path(&format!("{folder}/ns/mnt"))) else {
+                continue;
+            };
+            if !namespaces.insert(namespace) {
+                continue;
+            }
+            let who = match thread == process {
+                true => format!("process {process}"),
+                false => format!("thread {thread} of process {process}"),
+            };
+            let table = sysroot.bytes(&format!("{folder}/mountinfo")).unwrap_or_default();
+            for mount in String::from_utf8_lossy(&table).lines().filter_map(mount) {
+                if numbers.insert(mount.number.clone()) {
+                    found.push(format!("{} ({}) of {who}", mount.at.display(), mount.device.display()));
+                }
             }
         }
     }
@@ -390,9 +397,45 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
     Ok(())
 }
 
+const FIFREEZE: libc::c_ulong = 0xC004_5877;
+const FITHAW: libc::c_ulong = 0xC004_5878;
+
+/// Freezes a file system, or gives it up: it is thawed then, whenever its device answers again.
 fn freeze(file: &File) -> io::Result<()> {
-    const FIFREEZE: libc::c_ulong = 0xC004_5877;
-    ask(file, FIFREEZE)
+    patient::ioctl(file.as_fd(), FIFREEZE, FITHAW, FREEZE_PATIENCE)
+}
+
+/// Writes to their devices what is cached of file systems, while everything runs, so that little is left to be written when
+/// everything stands still. All at the same time.
+///
+/// # Errors
+/// Naming one that does not get on.
+pub fn sync(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
+    std::thread::scope(|scope| {
+        let writable = mounts.iter().filter(|mount| mount.writable);
+        let all: Vec<_> = writable.map(|mount| scope.spawn(|| sync_one(mount, sysroot))).collect();
+        let mut joined = all.into_iter().map(|one| one.join());
+        joined.try_for_each(|one| one.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
+/// How much is to be written is not known. What is known is whether the device has done anything lately.
+fn sync_one(mount: &Mounted, sysroot: &Sysroot) -> Result<()> {
+    let device = std::fs::metadata(&mount.device).map(|found| found.rdev()).unwrap_or(0);
+    let file = format!("sys/dev/block/{}:{}/stat", libc::major(device), libc::minor(device));
+    let (mut done, mut since) = (None, Duration::ZERO);
+    let get_on = |elapsed: Duration| {
+        let now = sysroot.text(&file);
+        if now != done {
+            (done, since) = (now, elapsed);
+        }
+        elapsed < since + SYNC_PATIENCE
+    };
+    patient::sync(&mount.at, get_on).map_err(|error| {
+        let (at, device) = (mount.at.display(), mount.device.display());
+        Error::new(Exit::Failed, format!("the file system at {at} ({device}) could not be written: {error}"))
+            .hint("nothing was changed; have its disk answer again, or unmount it (umount -f -l), and try again")
+    })
 }
 
 /// A file system without its mark, which it has only when it is held still.
@@ -402,7 +445,7 @@ pub fn name(mount: &Mounted) -> FileSystem {
         mounted_at: mount.at.to_string_lossy().into_owned(),
         kind: mount.kind.clone(),
         device: mount.device.to_string_lossy().into_owned(),
-        uuid: identity(&mount.device, &mount.kind),
+        uuid: identity(&mount.device, &mount.kind).unwrap_or_default(),
         frozen: false,
         mark: None,
         pieces: pieces(mount, &Sysroot::default()).unwrap_or_default(),
@@ -414,7 +457,6 @@ pub fn name(mount: &Mounted) -> FileSystem {
 /// # Errors
 /// If it is not frozen.
 pub fn thaw(file: &File) -> io::Result<()> {
-    const FITHAW: libc::c_ulong = 0xC004_5878;
     ask(file, FITHAW)
 }
 
@@ -432,13 +474,42 @@ fn move_on(root: &File) -> io::Result<()> {
 
 fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
     // SAFETY: both requests ignore their argument and touch no memory of this process.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), request, 0) };
+    let result = unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), request, 0) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What a file system calls itself, in hexadecimal digits; `None` where that is not known of its type.
-fn identity(device: &Path, kind: &str) -> Option<String> {
-    identity_in(&read(&open(device).ok()?, 0, BEGINNING).ok()?, kind)
+/// What a file system calls itself, in hexadecimal digits; `None` where that is not known of its type, or its device cannot
+/// be read.
+///
+/// # Errors
+/// If the device does not answer.
+fn identity(device: &Path, kind: &str) -> std::result::Result<Option<String>, String> {
+    Ok(head(device, BEGINNING)?.and_then(|first| identity_in(&first, kind)))
+}
+
+/// So many bytes at the beginning of a device; `None` if they cannot be read.
+///
+/// # Errors
+/// If the device does not answer.
+pub(super) fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
+    match open(device).and_then(|disk| read(&disk, 0, length)) {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(format!("{} cannot be read: {error}", device.display()))
+        }
+        result => Ok(result.ok()),
+    }
+}
+
+/// Block devices that may hold something, by the kernel's names. Nothing can be read from those that have no size, nor from
+/// those of device mapper that are suspended, whose reads wait until they are resumed.
+pub(super) fn readable(sysroot: &Sysroot) -> Vec<String> {
+    let mut names = sysroot.names("sys/class/block");
+    names.retain(|name| {
+        let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
+        let is = |what: &str, value: &str| of(what).is_some_and(|text| text == value);
+        !is("size", "0") && !is("dm/suspended", "1") && !is("hidden", "1")
+    });
+    names
 }
 
 /// The same of one that begins so.
@@ -463,15 +534,28 @@ pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<
     if file_system.uuid.is_none() {
         return Err("it has no identity that is known".into());
     }
-    only(claimants(file_system, sysroot))
+    only(claimants(file_system, sysroot)?)
 }
 
 /// Devices whose file system calls itself so.
-fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> Vec<PathBuf> {
-    let mut names = sysroot.names("sys/class/block");
-    names.retain(|name| !begins_with_its_disk(name, sysroot));
-    let devices = names.into_iter().map(|name| Path::new("/dev").join(name));
-    devices.filter(|device| identity(device, &file_system.kind) == file_system.uuid).collect()
+///
+/// # Errors
+/// Naming one that does not answer: it might be one of them.
+fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    for name in readable(sysroot) {
+        let device = device_file(&name);
+        if !begins_with_its_disk(&name, sysroot) && identity(&device, &file_system.kind)? == file_system.uuid
+        {
+            found.push(device);
+        }
+    }
+    Ok(found)
+}
+
+/// The file of a device that the kernel calls so: a slash in its name is written as an exclamation mark.
+pub(super) fn device_file(name: &str) -> PathBuf {
+    Path::new("/dev").join(name.replace('!', "/"))
 }
 
 /// Whether a device is a partition from its disk's first sector on, such as mkfs.vfat makes: what it holds is the disk's.
@@ -489,9 +573,8 @@ fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
 }
 
 /// Opens a device for [`read`].
-pub(super) fn open(device: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    Ok(File::from(rustix::fs::open(device, flags, Mode::empty())?))
+fn open(device: &Path) -> io::Result<Disk> {
+    Disk::open(device)
 }
 
 /// The hash of what changes on a device with whatever is written to its file system.
@@ -513,7 +596,7 @@ pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
 /// The same of a file system whose device is made of others.
 fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, String> {
     let mut hasher = blake3::Hasher::new();
-    let mut disk: Option<(&str, File)> = None;
+    let mut disk: Option<(&str, Disk)> = None;
     for piece in pieces {
         let (_, file) = match disk.take().filter(|(name, _)| *name == piece.disk) {
             Some(same) => disk.insert(same),
@@ -591,7 +674,7 @@ fn is_comparable(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<(), 
     if named.uuid.is_none() {
         return Err("it has no identity that is known".into());
     }
-    let mut found = claimants(&named, sysroot);
+    let mut found = claimants(&named, sysroot)?;
     found.retain(|device| reached(device).is_ok());
     only(found).map(drop)
 }
@@ -607,7 +690,7 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
 }
 
 /// Where that is which changes with whatever is written to a file system, in bytes.
-fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
+fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let first = read(file, 0, BEGINNING)?;
     let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
     let more = match kind {
@@ -623,7 +706,7 @@ fn ranges(file: &File, kind: &str) -> io::Result<Vec<Range<u64>>> {
 }
 
 /// Bytes that begin anywhere.
-fn read_exactly(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
+fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
     let start = range.start & !(ALIGN as u64 - 1);
     let mut bytes = read(file, start, (range.end - start) as usize)?;
     bytes.truncate((range.end - start) as usize);
@@ -635,7 +718,7 @@ fn read_exactly(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
 }
 
 /// Adds what is there; `exactly` that, and not what follows up to the end of a block.
-fn hash(hasher: &mut blake3::Hasher, file: &File, range: Range<u64>, exactly: bool) -> io::Result<()> {
+fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bool) -> io::Result<()> {
     let mut at = range.start;
     while at < range.end {
         let wanted = (range.end - at).min(1 << 20) as usize;
@@ -651,19 +734,8 @@ fn hash(hasher: &mut blake3::Hasher, file: &File, range: Range<u64>, exactly: bo
 }
 
 /// Reads directly: what the kernel has cached of a device is not what is on it.
-pub(super) fn read(file: &File, offset: u64, length: usize) -> io::Result<Vec<u8>> {
-    let length = length.next_multiple_of(ALIGN);
-    let mut buffer = vec![0; length + ALIGN];
-    let start = buffer.as_ptr().align_offset(ALIGN);
-    let mut done = 0;
-    while done < length {
-        let read = file.read_at(&mut buffer[start + done..start + length], offset + done as u64)?;
-        if read == 0 {
-            break;
-        }
-        done += read;
-    }
-    Ok(buffer[start..start + done].to_vec())
+fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    file.read_at(offset, length.next_multiple_of(ALIGN))
 }
 
 /// Where the log of XFS lies on the device: in bytes, from its superblock.
@@ -682,14 +754,6 @@ fn xfs_log(superblock: &[u8]) -> Option<Range<u64>> {
     let linear = (start >> group_bits) * group_blocks + (start & ((1 << group_bits) - 1));
     let start = linear.checked_mul(block)?;
     Some(start..start.checked_add(blocks.checked_mul(block)?)?)
-}
-
-/// Swap that is in use, in bytes: what is there is in no image.
-#[must_use]
-pub fn swap_in_use(sysroot: &Sysroot) -> u64 {
-    let table = sysroot.text("proc/swaps").unwrap_or_default();
-    let used = |line: &str| line.split_whitespace().nth(3)?.parse::<u64>().ok();
-    table.lines().skip(1).filter_map(used).sum::<u64>() * 1024
 }
 
 #[cfg(test)]
@@ -751,14 +815,17 @@ mod tests {
     #[test]
     fn what_only_others_have_is_named() {
         let root = tempfile::tempdir().expect("a folder");
-        let process = |name: &str, namespace: &str, table: &str| {
+        let thread = |name: &str, namespace: &str, table: &str| {
             let folder = root.path().join("proc").join(name);
             std::fs::create_dir_all(folder.join("ns")).expect("folders");
             std::fs::write(folder.join("mountinfo"), table).expect("a file");
             std::os::unix::fs::symlink(namespace, folder.join("ns/mnt")).expect("a link");
         };
+        let process = |name: &str, namespace: &str, table: &str| {
+            thread(&format!("{name}/task/{name}"), namespace, table);
+        };
         let ours = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n";
-        process("self", "mnt:[1]", ours);
+        thread("self", "mnt:[1]", ours);
         process("7", "mnt:[1]", ours);
         process("77", "mnt:[2]", &format!("{ours}2 1 0:5 / /tmp rw - tmpfs tmpfs rw\n"));
         let sysroot = Sysroot::at(root.path());
@@ -766,13 +833,18 @@ mod tests {
         assert!(are_still(&mounts, &sysroot).is_ok());
         process("78", "mnt:[3]", &format!("{ours}3 1 8:17 / /data rw - xfs /dev/sdb1 rw\n"));
         process("79", "mnt:[3]", "");
+        thread("7/task/8", "mnt:[4]", "4 1 8:33 / /more rw - xfs /dev/sdc1 rw\n");
         let error = all(&sysroot).expect_err("refused");
-        assert!(error.message.ends_with(": /data (/dev/sdb1) of process 78"), "{}", error.message);
+        assert!(error.message.ends_with("of process 78"), "{}", error.message);
+        let thread_of_7 = ": /more (/dev/sdc1) of thread 8 of process 7, /data (/dev/sdb1) of";
+        assert!(error.message.contains(thread_of_7), "{}", error.message);
         assert!(are_still(&mounts, &sysroot).is_err());
+        std::fs::remove_dir_all(root.path().join("proc/7/task/8")).expect("gone");
+        assert!(all(&sysroot).is_err());
         std::fs::remove_dir_all(root.path().join("proc/78")).expect("gone");
         std::fs::write(root.path().join("proc/self/mountinfo"), ours.replace("8:1", "8:2")).expect("a file");
-        std::fs::write(root.path().join("proc/77/mountinfo"), "").expect("a file");
-        std::fs::write(root.path().join("proc/7/mountinfo"), "").expect("a file");
+        std::fs::write(root.path().join("proc/77/task/77/mountinfo"), "").expect("a file");
+        std::fs::write(root.path().join("proc/7/task/7/mountinfo"), "").expect("a file");
         assert!(are_still(&mounts, &sysroot).is_err());
     }
 
@@ -849,14 +921,5 @@ mod tests {
     fn escapes() {
         assert_eq!(unescaped("a\\040b\\"), "a b\\");
         assert_eq!(unescaped("\\9\\011"), "\\9\t");
-    }
-
-    #[test]
-    fn swap() {
-        let text = "Filename Type Size Used Priority\n/dev/vda2 partition 1048572 12 -2\n";
-        let root = tempfile::tempdir().expect("a folder");
-        std::fs::create_dir(root.path().join("proc")).expect("a folder");
-        std::fs::write(root.path().join("proc/swaps"), text).expect("a file");
-        assert_eq!(swap_in_use(&Sysroot::at(root.path())), 12 * 1024);
     }
 }

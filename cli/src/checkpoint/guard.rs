@@ -1,7 +1,7 @@
 //! Undoes what a checkpoint does to the machine if its process does not live to do it, or does not get on: a child that
 //! is told of each step beforehand, and acts when the line to it breaks or is silent for long.
 
-use super::{applications, disks};
+use super::{applications, arrays, disks, swap};
 use crate::{
     device::{Access, Device},
     driver::{Direction, Driver},
@@ -42,6 +42,10 @@ pub enum Undo {
     Detach,
     /// A file system that is frozen, by where it is mounted.
     Thaw(PathBuf),
+    /// An array whose thread is held.
+    Release(arrays::Array),
+    /// A swap area that is off.
+    SwapOn(swap::Area),
     /// A control group that is frozen.
     Unfreeze(PathBuf),
     /// Processes that were moved into a group of ours; it is removed.
@@ -67,7 +71,11 @@ impl Undo {
 
     /// Whether it is of what is done so that somebody stands still.
     fn is_of_stillness(&self) -> bool {
-        self.holds() || matches!(self, Self::Return { .. } | Self::Open | Self::Decide(_))
+        self.holds()
+            || matches!(
+                self,
+                Self::Return { .. } | Self::Release(_) | Self::SwapOn(_) | Self::Open | Self::Decide(_)
+            )
     }
 
     /// Undoes it. What is undone already is no error.
@@ -85,6 +93,8 @@ impl Undo {
                 drop(device.and_then(|device| device.switch(Direction::Detach, None)));
             }
             Self::Thaw(path) => drop(fs::File::open(path).and_then(|file| disks::thaw(&file))),
+            Self::Release(array) => array.release(),
+            Self::SwapOn(area) => drop(area.switch_on()),
             Self::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
             Self::Return { from, to } => applications::give_back(from, to),
             Self::Open => reach.open_fence(),

@@ -18,8 +18,6 @@ use std::{
 const SECTOR: u64 = 512;
 /// Of volumes on volumes; a cycle cannot be, but its end must.
 const DEPTH_MAX: usize = 8;
-/// Where the device files of disks are.
-const DEVICES: &str = "/dev";
 
 /// A stretch of one device that another device's stretch lies on, in bytes.
 type Stretch = (String, Range<u64>);
@@ -37,7 +35,7 @@ pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result
     let mut pieces = Vec::new();
     for range in ranges {
         for (name, range) in resolve(&number, range, DEPTH_MAX, &|number| layer(number, sysroot))? {
-            let disk = identity(&Path::new(DEVICES).join(&name))
+            let disk = identity(&disks::device_file(&name))?
                 .ok_or_else(|| format!("{name}, which it is on, has no identity of LVM, LUKS or md"))?;
             pieces.push(Piece { disk, offset: range.start, length: range.end - range.start });
         }
@@ -246,9 +244,11 @@ fn targets(answer: &[u8], count: u32) -> Option<Vec<Target>> {
 }
 
 /// What LVM, LUKS or md call a disk, in words with the kind before them.
-#[must_use]
-pub fn identity(device: &Path) -> Option<String> {
-    identity_in(&disks::read(&disks::open(device).ok()?, 0, 8192).ok()?)
+///
+/// # Errors
+/// If it does not answer.
+pub fn identity(device: &Path) -> Result<Option<String>, String> {
+    Ok(disks::head(device, 8192)?.and_then(|first| identity_in(&first)))
 }
 
 /// The same of a disk that begins so.
@@ -281,8 +281,12 @@ fn identity_in(first: &[u8]) -> Option<String> {
 /// # Errors
 /// If it is not there, or several claim to be it.
 pub fn find(disk: &str, sysroot: &Sysroot) -> Result<PathBuf, String> {
-    let names = sysroot.names("sys/class/block").into_iter().map(|name| Path::new(DEVICES).join(name));
-    let found: Vec<_> = names.filter(|device| identity(device).as_deref() == Some(disk)).collect();
+    let mut found = Vec::new();
+    for device in disks::readable(sysroot).iter().map(|name| disks::device_file(name)) {
+        if identity(&device)?.as_deref() == Some(disk) {
+            found.push(device);
+        }
+    }
     match &found[..] {
         [] => Err(format!("a part of it, {disk}, is not there")),
         [device] => Ok(device.clone()),

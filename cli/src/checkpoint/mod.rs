@@ -14,7 +14,9 @@
 //! A machine that is brought back from the image goes on behind step 3 too: see [`Instant`].
 
 pub mod applications;
+pub mod arrays;
 mod boot_map;
+mod claims;
 pub mod describe;
 pub mod devices;
 pub mod disks;
@@ -23,12 +25,15 @@ pub mod fence;
 pub mod guard;
 pub mod incremental;
 mod layers;
+pub mod patient;
 pub mod phases;
 pub mod reachable;
 pub mod series;
 pub mod stale;
 pub mod stream;
+pub mod swap;
 pub mod target;
+pub mod waits;
 mod writeback;
 
 use crate::{
@@ -51,6 +56,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use applications::Frozen;
+use arrays::Arrays;
 use disks::Still;
 use guard::{Guard, Undo};
 use incremental::Before;
@@ -246,11 +252,37 @@ pub(crate) fn stay_in_the_foreground() {
     }
 }
 
+/// What is held still for an instant, in the order in which it goes on.
+struct Stillness {
+    _file_systems: Still,
+    _arrays: Arrays,
+    _applications: Frozen,
+}
+
+impl Stillness {
+    /// Holds applications, file systems, and the threads of RAID arrays where disks must stay as they are.
+    fn hold(
+        args: &CheckpointArgs,
+        mounts: &[disks::Mounted],
+        target: &Target,
+        sysroot: &Sysroot,
+        guard: &mut Guard,
+    ) -> Result<Self> {
+        let applications = Frozen::hold(guard, &target.processes())?;
+        let stays = args.poweroff || args.hook.is_some();
+        let arrays = if stays { Arrays::hold(guard, sysroot)? } else { Arrays::default() };
+        let file_systems = Still::hold(mounts, guard)?;
+        arrays.wait(sysroot)?;
+        Ok(Self { _file_systems: file_systems, _arrays: arrays, _applications: applications })
+    }
+}
+
 /// Everything that stands still until the machine is off, and who releases it otherwise.
 struct Held {
     // With it goes the fence.
     _device: Device,
-    _still: Option<(Still, Frozen)>,
+    _still: Option<Stillness>,
+    _swap: Option<swap::Off>,
     _guard: Guard,
 }
 
@@ -331,6 +363,9 @@ fn one(
     deferred: &Deferred,
 ) -> Result<(Report, Held)> {
     let begun = time::Instant::now();
+    if let target::Name::Path(path) = image {
+        patient::reach(path)?;
+    }
     refuse_swap(sysroot)?;
     refuse_untracked(args.force_devices, sysroot)?;
     refuse_forgotten(args.force_devices, sysroot)?;
@@ -347,10 +382,10 @@ fn one(
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
     told.map_err(|error| image_error(error.into()))?;
     let attached = Attached::make(&device, &mut guard)?;
-    let (mut report, still) = match checkpoint(args, &device, target, before, sysroot, deferred, &mut guard) {
-        Ok((report, still)) if report.restored => {
+    let (mut report, rest) = match checkpoint(args, &device, target, before, sysroot, deferred, &mut guard) {
+        Ok((report, rest)) if report.restored => {
             attached.forget();
-            (report, still)
+            (report, rest)
         }
         result => {
             let detached = attached.undo();
@@ -362,10 +397,11 @@ fn one(
     if !report.restored {
         report.seconds = begun.elapsed().as_secs_f64();
     }
+    let (still, swap) = rest;
     if still.is_none() {
         guard.is_undone();
     }
-    Ok((report, Held { _device: device, _still: still, _guard: guard }))
+    Ok((report, Held { _device: device, _still: still, _swap: swap, _guard: guard }))
 }
 
 /// A CPU that is there and offline would wait in text that a restore writes over: such a machine cannot be brought back.
@@ -381,14 +417,9 @@ pub(crate) fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
              --force-offline` makes an image to be looked into"))
 }
 
-/// What is swapped out is in no image.
+/// Refuses a machine that has no room in memory for what is swapped out to its disks.
 pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
-    let swap = disks::swap_in_use(sysroot);
-    if swap == 0 {
-        return Ok(());
-    }
-    Err(Error::new(Exit::Failed, format!("{} of memory are swapped out", bytes(swap)))
-        .hint("what is on a disk is not kept: swapoff -a"))
+    swap::refuse(sysroot)
 }
 
 /// Whether standard output can be written to while file systems are frozen and nobody reads what we say.
@@ -438,6 +469,9 @@ impl Drop for Attached<'_> {
     }
 }
 
+/// What stays as it is until the machine is off.
+type Rest = (Option<Stillness>, Option<swap::Off>);
+
 /// The image that is to be made.
 struct New {
     identity: Identity,
@@ -450,7 +484,9 @@ struct Instant {
     restored: bool,
     pause: time::Duration,
     phases: Phases,
-    still: Option<(Still, Frozen)>,
+    still: Option<Stillness>,
+    /// Switched on again when file systems can be written to.
+    swap: Option<swap::Off>,
     unfenced: Option<String>,
 }
 
@@ -462,7 +498,7 @@ fn checkpoint(
     sysroot: &Sysroot,
     deferred: &Deferred,
     guard: &mut Guard,
-) -> Result<(Report, Option<(Still, Frozen)>)> {
+) -> Result<(Report, Rest)> {
     let new = New { identity: Identity(random()?), before };
     let pool = pool_pages(args.pool, sysroot);
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
@@ -488,14 +524,16 @@ fn checkpoint(
     };
     if instant.restored {
         target.forget();
-        return Ok((report, None));
+        return Ok((report, Rest::default()));
     }
     report.warning = instant.unfenced.take();
     if !args.poweroff {
-        if instant.still.is_some() && args.hook.is_none() {
+        let has_disks = instant.machine.file_systems.iter().any(|one| one.frozen);
+        if has_disks && args.hook.is_none() {
             report.warning = Some(WARNING.to_owned());
         }
         instant.still = None;
+        instant.swap = None;
         guard.is_released();
     }
     instant.machine.parents = new.before.line();
@@ -521,7 +559,7 @@ fn checkpoint(
     report.copied_pages = status.status.copied;
     (report.added_pages, report.returned_pages) = (status.added_pages, status.returned_pages);
     (report.hurries, report.waits) = (status.status.hurries, status.status.waits);
-    Ok((report, instant.still.take()))
+    Ok((report, (instant.still.take(), instant.swap.take())))
 }
 
 /// What was done before the snapshot was given up for its pool.
@@ -579,21 +617,20 @@ fn reach(
     let mut machine = describe::describe(sysroot);
     // What can be done before anybody has to stand still is done before: most of what is to be written, too.
     let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
+    let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     if args.poweroff && !args.force_devices {
         refuse_unrestorable(&machine, sysroot)?;
     }
-    rustix::fs::sync();
+    disks::sync(&mounts, sysroot)?;
     let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world in a life that ends with the machine.
-    let still = if args.poweroff || mounts.iter().any(|mount| mount.writable) {
-        let frozen = Frozen::hold(guard, &target.processes())?;
-        Some((Still::hold(&mounts, guard)?, frozen))
-    } else {
-        None
-    };
+    // The kernel's own freezer knows no order, and would wait for 20 s.
+    let must_rest =
+        args.poweroff || mounts.iter().any(|mount| mount.writable) || !waits::servers().is_empty();
+    let still = if must_rest { Some(Stillness::hold(args, &mounts, target, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
     // A mark may want much to be read: all disks at once.
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
@@ -605,14 +642,17 @@ fn reach(
     if let Some(hook) = &args.hook {
         run_hook(hook)?;
     }
-    // What was made ready may have driven something out.
-    refuse_swap(sysroot)?;
     guard.hear();
     let held = begun.elapsed();
     let failures = quiesce_failures(sysroot);
-    let begin = device.snapshot_begin(pool, flags).map_err(|error| name_culprit(error, failures, sysroot))?;
+    let begin = device
+        .snapshot_begin(pool, flags, swap.pages(sysroot)?)
+        .map_err(|error| name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
+    if !restored {
+        end_if_swap_changed(device, &swap)?;
+    }
     if let Some(stale) = fenced.stale.as_mut().filter(|_| restored) {
         stale.end(sysroot);
     }
@@ -620,7 +660,12 @@ fn reach(
     if !restored {
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
     }
-    Ok(Instant { machine, restored, pause, phases, still, unfenced: fenced.unfenced })
+    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), unfenced: fenced.unfenced })
+}
+
+/// Ends a snapshot whose instant may have met memory that was swapped out.
+pub(crate) fn end_if_swap_changed(device: &Device, swap: &swap::Off) -> Result<()> {
+    swap.refuse_changes().inspect_err(|_| drop(device.snapshot_end()))
 }
 
 /// What was done about the network.

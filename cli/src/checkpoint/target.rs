@@ -1,6 +1,6 @@
 //! Where an image is written to: a file, a block device, standard output, or a file on another host.
 
-use super::writeback::Writeback;
+use super::{patient::Disk, writeback::Writeback};
 use crate::{
     error::{Error, Result},
     exit::Exit,
@@ -17,6 +17,9 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
     str::FromStr,
 };
+
+/// Bytes that every device can give.
+const BLOCK: usize = 4096;
 
 /// What the operator names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +92,7 @@ impl Connection {
         let mut command = Command::new("ssh");
         // A host that does not answer any more is an error, not a pause.
         command.args(["-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]);
+        command.args(["-o", "ConnectTimeout=20"]);
         // A connection of its own: who shares one may have to stand still.
         command.args(["-o", "ControlPath=none"]);
         command.args(["--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
@@ -141,6 +145,8 @@ impl Target {
     fn open_path(path: &Path, overwrite: bool) -> io::Result<Place> {
         let found = fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+            // What does not answer is left to a child.
+            Disk::open(path)?.read_at(0, BLOCK)?;
             let mut options = OpenOptions::new();
             let mut file = options.read(true).write(true).custom_flags(libc::O_EXCL).open(path)?;
             if !overwrite && !is_free(&mut file)? {

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     args::MigrateArgs,
-    checkpoint::{self, Attached, describe, guard::Guard},
+    checkpoint::{self, Attached, describe, guard::Guard, patient},
     commands::{self, Say},
     device::{Cursor, Device},
     error::{Error, Result},
@@ -35,6 +35,8 @@ const BATCH: usize = 128;
 const WIRE: u64 = 125_000_000;
 /// What the load writes is looked at for at least so long: a round of a move takes as long.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// How long disks and servers may take for what was written to files.
+const SYNC_PATIENCE: Duration = Duration::from_secs(600);
 
 /// What a move would come to.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -214,7 +216,12 @@ fn predict(
     let between = from.elapsed();
     let second = look(device, &mut ledger, args, only, deferred, "what is written")?;
     // What was written but to memory will be written to the disk.
-    rustix::fs::sync();
+    patient::sync_everything(SYNC_PATIENCE).map_err(|error| {
+        Error::new(Exit::Failed, format!("what was written to files does not come to their disks: {error}"))
+            .hint(
+                "find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)",
+            )
+    })?;
     let dirty_disk = disks.written()? as f64 / begun.elapsed().as_secs_f64().max(0.001);
     disks.unwatch();
     // What is only prepared goes with the device otherwise.

@@ -19,10 +19,12 @@ use crate::{
     checkpoint::{
         self,
         applications::{Brake, Frozen},
+        arrays::Arrays,
         describe,
         disks::{self, Mounted, Still},
         fence,
         guard::{Guard, Undo},
+        patient, swap,
     },
     commands::Say,
     device::Device,
@@ -44,17 +46,20 @@ use std::{
     fs::File,
     net::SocketAddr,
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 /// The pool has room for what the small kernel of the other end occupies, in MiB.
 const POOL_LEAST: u64 = 192;
 
-/// What stands still, until it is dropped.
+/// What stands still, and what is off, until it is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
     // In the order in which they go on.
-    _still: Option<Still>,
-    _frozen: Option<Frozen>,
+    still: Option<Still>,
+    arrays: Option<Arrays>,
+    frozen: Option<Frozen>,
+    swap: Option<swap::Off>,
 }
 
 /// What the machine is moved with.
@@ -118,6 +123,8 @@ impl<'a> Here<'a> {
         let pool = checkpoint::pool_pages(args.pool, sysroot);
         let least = POOL_LEAST + mirror.memory_there();
         let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
+        // Before the first page is sent: what is read back is sent, too.
+        let swap = swap::Off::switch(with.guard, sysroot)?;
         let proof = args.verify_instant.then(Proof::default);
         let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
         let log = prepare(device, pool, args.hash, hashes)?;
@@ -134,7 +141,7 @@ impl<'a> Here<'a> {
             pool,
             flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
             mounts,
-            held: Held::default(),
+            held: Held { swap: Some(swap), ..Held::default() },
             brake: None,
             silence: Silence::prepare(),
             quiesce_failures: 0,
@@ -200,7 +207,9 @@ impl System for Here<'_> {
     fn begin_sync(&mut self) -> JoinHandle<()> {
         // So that little is left to be locked when everything stands still. Where it cannot be, that is told then.
         let _ = checkpoint::keep_in_memory();
-        thread::spawn(rustix::fs::sync)
+        // Whoever waits for it has a limit of its own.
+        const LIMIT: Duration = Duration::from_secs(3600);
+        thread::spawn(|| drop(patient::sync_everything(LIMIT)))
     }
 
     fn hold_back(&mut self, percent: u8) -> Result<()> {
@@ -232,9 +241,13 @@ impl System for Here<'_> {
             return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
                 .hint("try again"));
         }
-        checkpoint::refuse_swap(sysroot)?;
         self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
-        self.held = Held { _still: Some(Still::hold(&mounts, guard)?), _frozen: Some(frozen) };
+        let arrays = Arrays::hold(guard, sysroot)?;
+        let still = Still::hold(&mounts, guard)?;
+        arrays.wait(sysroot)?;
+        self.held.still = Some(still);
+        self.held.arrays = Some(arrays);
+        self.held.frozen = Some(frozen);
         Ok(())
     }
 
@@ -247,10 +260,15 @@ impl System for Here<'_> {
     fn take_instant(&mut self) -> Result<After> {
         let With { sysroot, device, guard, .. } = &mut self.with;
         guard.hear();
+        let swap_pages = self.held.swap.as_mut().map_or(Ok(0), |swap| swap.pages(sysroot))?;
         let begin = device
-            .snapshot_begin(self.pool, self.flags)
+            .snapshot_begin(self.pool, self.flags, swap_pages)
             .map_err(|error| checkpoint::name_culprit(error, self.quiesce_failures, sysroot))?;
-        Ok(if begin.restored != 0 { After::Arrived } else { After::Source })
+        if begin.restored != 0 {
+            return Ok(After::Arrived);
+        }
+        self.held.swap.as_ref().map_or(Ok(()), |swap| checkpoint::end_if_swap_changed(device, swap))?;
+        Ok(After::Source)
     }
 
     fn end_instant(&mut self) -> Result<()> {

@@ -7,7 +7,7 @@ use super::{
     init, kernel, menu,
 };
 use crate::{
-    checkpoint::disks,
+    checkpoint::{disks, patient},
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
@@ -23,7 +23,11 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Command, Output},
+    time::Duration,
 };
+
+/// How long disks and servers may take for what was written to files.
+const SYNC_PATIENCE: Duration = Duration::from_secs(600);
 
 /// Words of the running kernel's command line that are not for the small one. What limits the CPUs that are there
 /// (`nr_cpus`, `possible_cpus`, `nosmp`) is for it, too; what leaves some offline is not, for a machine that has an image
@@ -173,7 +177,8 @@ pub fn unload(_ready: Ready) {
 /// # Errors
 /// Always, then.
 pub fn start(_ready: Ready) -> Result<()> {
-    rustix::fs::sync();
+    patient::sync_everything(SYNC_PATIENCE)
+        .map_err(|error| failed("writing this system's files to their disks", &error))?;
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::LINUX_REBOOT_CMD_KEXEC) };
     Err(failed("starting the small kernel", &io::Error::last_os_error()))

@@ -14,7 +14,7 @@ pub mod place;
 
 use crate::{
     args::RestoreArgs,
-    checkpoint::describe,
+    checkpoint::{describe, patient},
     commands::{self, Say},
     device::{Access, Device, Restart},
     error::{Error, Result},
@@ -73,6 +73,7 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     if args.here {
         return bring_back(args).map(|()| Exit::Done);
     }
+    patient::reach(&args.image)?;
     let sysroot = Sysroot::default();
     if args.prepare.is_none() {
         lockdown::refuse_restore("restore", &sysroot)?;

@@ -1,0 +1,279 @@
+//! Block devices that are held though no table of mounts that this command can read has a file system on them. A file system
+//! lives on after `umount -l` until its last file is closed; it may be mounted in a namespace that no process is in, or
+//! nowhere but in a descriptor (`fsmount()`). Such a file system can be neither frozen nor compared. The kernel goes on
+//! writing to it after the instant, and a machine that is brought back would destroy it.
+//!
+//! Whatever holds a block device for itself, a file system of any kind among them, has claimed it: who opens it with O_EXCL
+//! is told EBUSY.
+
+use super::{
+    disks::{self, Mounted},
+    patient, swap,
+};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use rustix::fs::{AtFlags, StatxFlags};
+use std::{
+    collections::BTreeSet,
+    io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::Path,
+};
+
+/// Kinds of file systems that have a folder in /sys/fs for each live one, by its device's name.
+const KINDS: [&str; 4] = ["ext4", "xfs", "f2fs", "erofs"];
+/// What processes refer to files with, besides their descriptors.
+const PLACES: [&str; 3] = ["cwd", "root", "exe"];
+
+/// Refuses a machine on which something holds a disk that is neither mounted where this command can hold it still, nor is
+/// swap, nor a part of another device.
+///
+/// # Errors
+/// Naming the disks, what is known to be on them, and processes that use them; or one that does not answer.
+pub fn refuse(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
+    let held = unexplained(mounts, sysroot, &|device| patient::claim(device))?;
+    if held.is_empty() {
+        return Ok(());
+    }
+    let all: Vec<_> = held.iter().map(|name| described(name, sysroot)).collect();
+    let text = format!("disks are in use where this command cannot hold them still: {}", all.join(", "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "end what uses them. A file system that was unmounted with `umount -l` lives until its last file is closed; one of a \
+         container or of `fsmount()` must be mounted in the system's own namespace as well",
+    ))
+}
+
+/// Names of block devices that are claimed for another reason than those that are known.
+fn unexplained(
+    mounts: &[Mounted],
+    sysroot: &Sysroot,
+    claim: &dyn Fn(&Path) -> io::Result<()>,
+) -> Result<Vec<String>> {
+    let known = known(mounts, sysroot);
+    let is_known = |name: &String| {
+        let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
+        // zram and RAM disks are memory, and in the image.
+        let is_memory = name.starts_with("zram") || name.starts_with("ram");
+        let is_below_another = !sysroot.names(&format!("sys/class/block/{name}/holders")).is_empty();
+        // What has no size holds nothing: a loop or an NBD that is not connected.
+        let is_nothing = of("size").is_some_and(|size| size == "0");
+        is_memory || is_nothing || is_below_another || of("dev").is_none_or(|number| known.contains(&number))
+    };
+    let (explained, rest): (Vec<_>, Vec<_>) =
+        sysroot.names("sys/class/block").into_iter().partition(is_known);
+    let mut claimed = Vec::new();
+    for name in rest {
+        match claim(&disks::device_file(&name)) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => claimed.push(name),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                return Err(Error::new(Exit::Failed, format!("/dev/{name} cannot be opened: {error}"))
+                    .hint("have it answer again, or remove it, and try again"));
+            }
+            _ => {}
+        }
+    }
+    // Who claims a partition claims its disk as well, and the other way round.
+    let disk_of = |name: &str| disk_of(name, sysroot);
+    let is_of = |name: &String, others: &[String]| {
+        others
+            .iter()
+            .any(|other| disk_of(other).as_ref() == Some(name) || disk_of(name).as_ref() == Some(other))
+    };
+    let is_own = |name: &&String| {
+        !is_of(name, &explained) && !claimed.iter().any(|part| disk_of(part).as_ref() == Some(*name))
+    };
+    Ok(claimed.iter().filter(is_own).cloned().collect())
+}
+
+/// The disk of a partition.
+fn disk_of(name: &str, sysroot: &Sysroot) -> Option<String> {
+    sysroot.text(&format!("sys/class/block/{name}/partition"))?;
+    let place = std::fs::canonicalize(sysroot.path(&format!("sys/class/block/{name}"))).ok()?;
+    Some(place.parent()?.file_name()?.to_string_lossy().into_owned())
+}
+
+/// Numbers of the devices that this command can hold still or holds itself.
+fn known(mounts: &[Mounted], sysroot: &Sysroot) -> BTreeSet<String> {
+    let mut known: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
+    let number_of = |path: &Path| {
+        let found = std::fs::metadata(path).ok().filter(|found| found.file_type().is_block_device())?;
+        Some(number(found.rdev()))
+    };
+    known.extend(mounts.iter().filter_map(|mount| number_of(&mount.device)));
+    known.extend(swap::paths(sysroot).iter().filter_map(|path| number_of(path)));
+    // The image may be written to one.
+    let own = sysroot.names("proc/self/fd");
+    known.extend(own.iter().filter_map(|fd| number_of(&sysroot.path(&format!("proc/self/fd/{fd}")))));
+    // btrfs may be on more than the one that is mounted.
+    for volume in sysroot.names("sys/fs/btrfs") {
+        let disks = sysroot.names(&format!("sys/fs/btrfs/{volume}/devices"));
+        let numbers: Vec<_> =
+            disks.iter().filter_map(|disk| sysroot.text(&format!("sys/class/block/{disk}/dev"))).collect();
+        if numbers.iter().any(|number| known.contains(number)) {
+            known.extend(numbers);
+        }
+    }
+    known
+}
+
+fn number(device: u64) -> String {
+    format!("{}:{}", libc::major(device), libc::minor(device))
+}
+
+/// A device, with what is known of its use, such as "/dev/sdb1 (ext4, used by tail (77))".
+fn described(name: &str, sysroot: &Sysroot) -> String {
+    let kind = KINDS.iter().find(|kind| sysroot.exists(&format!("sys/fs/{kind}/{name}")));
+    let users = sysroot
+        .text(&format!("sys/class/block/{name}/dev"))
+        .map(|number| users(&number, sysroot))
+        .unwrap_or_default();
+    let users = match &users[..] {
+        [] => "in use by the kernel, for no process that can be named".to_owned(),
+        some => format!("used by {}", some.join(" and ")),
+    };
+    let kind = kind.map(|kind| format!("{kind}, ")).unwrap_or_default();
+    format!("/dev/{name} ({kind}{users})")
+}
+
+/// Processes that use files on a device, or the device itself, such as "tail (77)".
+fn users(number: &str, sysroot: &Sysroot) -> Vec<String> {
+    let mut processes = sysroot.names("proc");
+    processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
+    let uses = |process: &&String| {
+        let folder = format!("proc/{process}");
+        let descriptors = sysroot.names(&format!("{folder}/fd")).into_iter().map(|fd| format!("fd/{fd}"));
+        let mut places = descriptors.chain(PLACES.map(str::to_owned));
+        places.any(|place| is_on(&sysroot.path(&format!("{folder}/{place}")), number))
+            || sysroot.text(&format!("{folder}/maps")).is_some_and(|maps| maps_it(&maps, number))
+    };
+    let name = |process: &String| {
+        format!("{} ({process})", sysroot.text(&format!("proc/{process}/comm")).unwrap_or_default())
+    };
+    processes.iter().filter(uses).map(name).collect()
+}
+
+/// Returns true if a file is on a device, or is the device. No server is asked.
+fn is_on(path: &Path, number: &str) -> bool {
+    let found = rustix::fs::statx(
+        rustix::fs::CWD,
+        path,
+        AtFlags::STATX_DONT_SYNC,
+        StatxFlags::TYPE | StatxFlags::MODE,
+    );
+    found.is_ok_and(|found| {
+        [(found.stx_dev_major, found.stx_dev_minor), (found.stx_rdev_major, found.stx_rdev_minor)]
+            .iter()
+            .any(|(major, minor)| format!("{major}:{minor}") == number)
+    })
+}
+
+/// Returns true if a line of /proc/PID/maps has a file on a device: `… r-xp 00000000 fe:10 1234 /bin/x`.
+fn maps_it(maps: &str, number: &str) -> bool {
+    let numbers = maps.lines().filter_map(|line| line.split_whitespace().nth(3)?.split_once(':'));
+    let parsed = numbers.filter_map(|(major, minor)| {
+        Some((u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?))
+    });
+    parsed.into_iter().any(|(major, minor)| format!("{major}:{minor}") == number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::symlink};
+
+    /// Devices by name and number, those with a slash being partitions of the disk before it.
+    fn machine(devices: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
+        let root = tempfile::tempdir().expect("a folder");
+        let class = root.path().join("sys/class/block");
+        fs::create_dir_all(&class).expect("folders");
+        for (place, number) in devices {
+            let folder = root.path().join("sys/devices").join(place);
+            fs::create_dir_all(folder.join("holders")).expect("folders");
+            fs::write(folder.join("dev"), number).expect("a file");
+            if place.contains('/') {
+                fs::write(folder.join("partition"), "1").expect("a file");
+            }
+            symlink(&folder, class.join(folder.file_name().expect("a name"))).expect("a link");
+        }
+        let sysroot = Sysroot::at(root.path());
+        (root, sysroot)
+    }
+
+    fn mounted(number: &str) -> Mounted {
+        Mounted {
+            number: number.into(),
+            at: "/data".into(),
+            kind: "ext4".into(),
+            device: "/no/such/disk".into(),
+            writable: true,
+        }
+    }
+
+    fn held(mounts: &[Mounted], sysroot: &Sysroot, busy: &[&str]) -> Vec<String> {
+        let claim = |device: &Path| {
+            let name = device.file_name().expect("a name").to_string_lossy().into_owned();
+            if busy.contains(&&*name) { Err(io::Error::from_raw_os_error(libc::EBUSY)) } else { Ok(()) }
+        };
+        unexplained(mounts, sysroot, &claim).expect("they answer")
+    }
+
+    #[test]
+    fn what_is_held_for_no_known_reason_is_named() {
+        let (root, sysroot) = machine(&[
+            ("sda", "8:0"),
+            ("sda/sda1", "8:1"),
+            ("sda/sda2", "8:2"),
+            ("sdb", "8:16"),
+            ("sdb/sdb1", "8:17"),
+            ("zram0", "254:0"),
+        ]);
+        let mounts = [mounted("8:1")];
+        let all = ["sda", "sda1", "zram0"];
+        assert!(held(&mounts, &sysroot, &all).is_empty(), "a disk is claimed with its partition");
+        assert_eq!(held(&mounts, &sysroot, &["sda", "sda1", "sda2"]), ["sda2"]);
+        assert_eq!(held(&mounts, &sysroot, &["sda", "sdb", "sdb1"]), ["sdb1"], "the part, not the whole");
+        assert_eq!(held(&mounts, &sysroot, &["sdb"]), ["sdb"]);
+        assert!(held(&[mounted("8:16")], &sysroot, &["sdb", "sdb1"]).is_empty(), "a whole disk is mounted");
+        fs::create_dir(root.path().join("sys/devices/sdb/holders/dm-0")).expect("a folder");
+        assert!(held(&mounts, &sysroot, &["sdb"]).is_empty(), "a volume is made of it");
+    }
+
+    #[test]
+    fn all_disks_of_a_volume_of_btrfs_are_known() {
+        let (root, sysroot) = machine(&[("sda", "8:0"), ("sdb", "8:16"), ("sdc", "8:32")]);
+        for disk in ["sda", "sdb"] {
+            fs::create_dir_all(root.path().join("sys/fs/btrfs/1234/devices").join(disk)).expect("folders");
+        }
+        fs::create_dir_all(root.path().join("sys/fs/btrfs/5678/devices/sdc")).expect("folders");
+        let all = ["sda", "sdb", "sdc"];
+        assert_eq!(held(&[mounted("8:0")], &sysroot, &all), ["sdc"]);
+    }
+
+    #[test]
+    fn one_that_does_not_answer_is_named() {
+        let (_root, sysroot) = machine(&[("sda", "8:0")]);
+        let claim = |_: &Path| Err(io::ErrorKind::TimedOut.into());
+        let error = unexplained(&[], &sysroot, &claim).expect_err("no answer");
+        assert!(error.message.starts_with("/dev/sda cannot be opened"), "{error}");
+    }
+
+    #[test]
+    fn users_are_named() {
+        let (root, sysroot) = machine(&[("sdb", "8:16")]);
+        assert_eq!(
+            described("sdb", &sysroot),
+            "/dev/sdb (in use by the kernel, for no process that can be named)"
+        );
+        fs::create_dir_all(root.path().join("sys/fs/ext4/sdb")).expect("folders");
+        fs::create_dir_all(root.path().join("proc/77")).expect("folders");
+        fs::write(root.path().join("proc/77/comm"), "tail\n").expect("a file");
+        fs::write(root.path().join("proc/77/maps"), "0-1 r-xp 00000000 08:10 1234 /x\n").expect("a file");
+        assert_eq!(described("sdb", &sysroot), "/dev/sdb (ext4, used by tail (77))");
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let on = fs::metadata(file.path()).expect("a file").dev();
+        assert!(is_on(file.path(), &number(on)) && !is_on(file.path(), "8:16"));
+    }
+}

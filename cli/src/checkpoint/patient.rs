@@ -1,0 +1,451 @@
+//! System calls that may never return: a disk, or the server of one, may not answer, and the kernel waits for it without a
+//! limit, and without hearing a signal. A child process makes them. Where it does not get on, it is left behind, and
+//! whatever waited for it goes on with an error that names what does not answer.
+//!
+//! The child comes into being by fork() without exec(): nothing has to be read from a disk for it. Between the two it may
+//! make system calls only, since a lock that another thread held at the fork stays locked in it.
+
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    mm::{MapFlags, ProtFlags},
+    process::{Pid, PidfdFlags, WaitId, WaitIdOptions},
+};
+use std::{
+    ffi::{CString, c_void},
+    io::{self, Read, Write},
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{ffi::OsStrExt, net::UnixStream},
+    },
+    path::Path,
+    ptr::{self, NonNull},
+    time::{Duration, Instant},
+};
+
+/// How long a device may take to answer one request. One that is well answers within milliseconds, a disk that spins up
+/// within seconds.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// An error that says that nothing was heard for so long.
+fn no_answer(patience: Duration) -> io::Error {
+    let text = format!("it has not answered for {} s", patience.as_secs());
+    io::Error::new(io::ErrorKind::TimedOut, text)
+}
+
+/// Descriptors of a child: its connection with this process, and a file that `work` asks for something.
+const CONNECTION: i32 = 0;
+const FILE: i32 = 1;
+
+/// A child process with two descriptors. All others are closed in it: left behind, it holds nothing that anybody waits for.
+#[derive(Debug)]
+struct Child {
+    process: OwnedFd,
+}
+
+impl Child {
+    /// Starts `work` in a child.
+    ///
+    /// # Safety
+    /// `work` makes system calls only: it neither allocates nor takes a lock.
+    unsafe fn start(
+        connection: BorrowedFd<'_>,
+        file: BorrowedFd<'_>,
+        work: impl FnOnce(),
+    ) -> io::Result<Self> {
+        // Out of the way of the numbers that they get.
+        let [connection, file] = [connection, file].map(|one| rustix::io::fcntl_dupfd_cloexec(one, FILE + 1));
+        let (connection, file) = (connection?, file?);
+        // SAFETY: the child makes system calls only, as the caller promises for `work`, and ends without running anything
+        // that is registered for the end of this process.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            0 => {
+                // SAFETY: descriptors of the child are its own.
+                unsafe {
+                    libc::dup2(connection.as_raw_fd(), CONNECTION);
+                    libc::dup2(file.as_raw_fd(), FILE);
+                    libc::syscall(libc::SYS_close_range, FILE + 1, u32::MAX, 0);
+                }
+                work();
+                // SAFETY: ends the child.
+                unsafe { libc::_exit(0) }
+            }
+            pid => {
+                let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::NotFound)?;
+                Ok(Self { process: rustix::process::pidfd_open(pid, PidfdFlags::empty())? })
+            }
+        }
+    }
+
+    /// Waits for its end, but not for long: one that waits for a device stays.
+    fn forget(&self) {
+        let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
+        let mut polled = [PollFd::new(&self.process, PollFlags::IN)];
+        if rustix::event::poll(&mut polled, Some(&patience)).is_ok_and(|ready| ready > 0) {
+            let _ = rustix::process::waitid(WaitId::PidFd(self.process.as_fd()), WaitIdOptions::EXITED);
+        }
+    }
+}
+
+/// Tells this process a number, from a child; true if it is heard. Rust's programs ignore the signal of a connection that
+/// is closed.
+fn tell(number: i64) -> bool {
+    // SAFETY: the number is there, and the descriptor is the child's connection.
+    unsafe { libc::write(CONNECTION, ptr::from_ref(&number).cast(), size_of::<i64>()) > 0 }
+}
+
+/// The number of an error, as a child tells it.
+fn failed() -> i64 {
+    -i64::from(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// What a child has told.
+fn told(bytes: [u8; 8]) -> io::Result<u64> {
+    let number = i64::from_ne_bytes(bytes);
+    u64::try_from(number).map_err(|_| io::Error::from_raw_os_error(number.unsigned_abs() as i32))
+}
+
+/// Makes a few system calls in a child. `get_on` is asked each second whether they may take longer. If they are given up and
+/// succeed after all, `undo` is made there.
+///
+/// # Errors
+/// The number that `work` returns, negative, or an error of the kind [`io::ErrorKind::TimedOut`].
+///
+/// # Safety
+/// `work` and `undo` make system calls only: they neither allocate nor take a lock.
+unsafe fn call(
+    file: Option<BorrowedFd<'_>>,
+    mut get_on: impl FnMut(Duration) -> bool,
+    work: impl FnOnce() -> i64,
+    undo: impl FnOnce(),
+) -> io::Result<()> {
+    let (mut ours, theirs) = UnixStream::pair()?;
+    let body = || {
+        let number = work();
+        if !tell(number) && number >= 0 {
+            undo();
+        }
+    };
+    // SAFETY: as the caller promises; what is added makes a system call.
+    let child = unsafe { Child::start(theirs.as_fd(), file.unwrap_or(theirs.as_fd()), body) }?;
+    drop(theirs);
+    ours.set_read_timeout(Some(Duration::from_secs(1)))?;
+    let begun = Instant::now();
+    let mut bytes = [0; 8];
+    while let Err(error) = ours.read_exact(&mut bytes) {
+        if error.kind() != io::ErrorKind::WouldBlock {
+            return Err(error);
+        }
+        if get_on(begun.elapsed()) {
+            continue;
+        }
+        ours.shutdown(Shutdown::Both)?;
+        // It may have ended just now.
+        if ours.read_exact(&mut bytes).is_err() {
+            return Err(no_answer(begun.elapsed()));
+        }
+        break;
+    }
+    child.forget();
+    told(bytes).map(drop)
+}
+
+/// Makes an ioctl without an argument; `undo` is the one that takes it back if it is given up and succeeds later.
+///
+/// # Errors
+/// That of the request, or that it takes longer than `patience`.
+pub fn ioctl(
+    file: BorrowedFd<'_>,
+    request: libc::c_ulong,
+    undo: libc::c_ulong,
+    patience: Duration,
+) -> io::Result<()> {
+    let ask = |request| {
+        // SAFETY: the callers' requests have no argument, and the descriptor is the child's file.
+        if unsafe { libc::ioctl(FILE, request, 0) } < 0 { failed() } else { 0 }
+    };
+    // SAFETY: `ask` makes a system call.
+    unsafe { call(Some(file), |elapsed| elapsed < patience, || ask(request), || _ = ask(undo)) }
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// Writes all of a file system to its device, by a path in it, as long as `get_on` says so.
+///
+/// # Errors
+/// If it cannot be written, or is given up.
+pub fn sync(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()> {
+    let path = c_path(path)?;
+    let work = || {
+        // SAFETY: the path is a string that ends with NUL and outlives the call; the descriptor is the child's.
+        unsafe {
+            let file = libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_NONBLOCK);
+            if file < 0 || libc::syncfs(file) < 0 { failed() } else { 0 }
+        }
+    };
+    // SAFETY: `work` makes system calls, and there is nothing to undo.
+    unsafe { call(None, get_on, work, || ()) }
+}
+
+/// Writes everything that is cached of files to disks and servers, within `patience`.
+///
+/// # Errors
+/// If it takes longer: one of them does not answer.
+pub fn sync_everything(patience: Duration) -> io::Result<()> {
+    let work = || {
+        // SAFETY: it has no argument.
+        unsafe { libc::sync() };
+        0
+    };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < patience, work, || ()) }
+}
+
+/// Writes a word to a file of the kernel's.
+///
+/// # Errors
+/// If the kernel refuses it, or takes longer than [`PATIENCE`].
+pub fn write(path: &Path, word: &str) -> io::Result<()> {
+    let path = c_path(path)?;
+    let work = || {
+        // SAFETY: path and word outlive the call, and the descriptor is the child's.
+        unsafe {
+            let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_TRUNC);
+            if file < 0 || libc::write(file, word.as_ptr().cast(), word.len()) < 0 { failed() } else { 0 }
+        }
+    };
+    // SAFETY: `work` makes system calls, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
+}
+
+/// Looks whether a file's server answers, by asking it for the file's folder.
+///
+/// # Errors
+/// If it takes longer than [`PATIENCE`]. That there is no such folder is for whoever opens the file to say.
+pub fn reach(file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let Ok(path) = c_path(folder) else { return Ok(()) };
+    let work = || {
+        // SAFETY: the path is a string that ends with NUL and outlives the call.
+        unsafe { libc::access(path.as_ptr(), libc::F_OK) };
+        0
+    };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }.map_err(|error| {
+        let text = format!("{} cannot be reached: {error}", file.display());
+        Error::new(Exit::Failed, text)
+            .hint("nothing was changed; have its disk or its server answer again, and try again")
+    })
+}
+
+/// Opens a block device as its only owner, and closes it.
+///
+/// # Errors
+/// EBUSY if somebody holds it, what the kernel says otherwise, or that it takes longer than [`PATIENCE`].
+pub fn claim(path: &Path) -> io::Result<()> {
+    let path = c_path(path)?;
+    let work = || {
+        // SAFETY: as in `sync`.
+        let file = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_EXCL | libc::O_NONBLOCK) };
+        if file < 0 { failed() } else { 0 }
+    };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
+}
+
+/// Bytes of one request.
+const CHUNK: usize = 1 << 20;
+
+/// Memory that a child reads a device into.
+#[derive(Debug)]
+struct Shared(NonNull<c_void>);
+
+// SAFETY: it is memory that this process alone unmaps; it is read by whoever has the disk that it belongs to.
+unsafe impl Send for Shared {}
+
+impl Shared {
+    fn new() -> io::Result<Self> {
+        // SAFETY: a new mapping replaces no other.
+        let at = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                CHUNK,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+            )
+        }?;
+        NonNull::new(at).map(Self).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    /// Copies out what a child has said to be there.
+    fn copy(&self, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length.min(CHUNK)];
+        // SAFETY: the mapping has CHUNK bytes. The child that writes there has answered, and is not asked again meanwhile.
+        unsafe { ptr::copy_nonoverlapping(self.0.as_ptr().cast(), bytes.as_mut_ptr(), bytes.len()) };
+        bytes
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: nothing of this process refers to it any more; a child that was left behind has a mapping of its own.
+        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr(), CHUNK) };
+    }
+}
+
+/// A device that is read directly, round the page cache, by a child.
+#[derive(Debug)]
+pub struct Disk {
+    child: Child,
+    connection: UnixStream,
+    shared: Shared,
+}
+
+impl Disk {
+    /// Opens one.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or does not answer.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let path = c_path(path)?;
+        let shared = Shared::new()?;
+        let (connection, theirs) = UnixStream::pair()?;
+        let buffer = shared.0.as_ptr();
+        // SAFETY: `serve` makes system calls.
+        let child = unsafe { Child::start(theirs.as_fd(), theirs.as_fd(), || serve(&path, buffer)) }?;
+        drop(theirs);
+        connection.set_read_timeout(Some(PATIENCE))?;
+        let disk = Self { child, connection, shared };
+        disk.answer()?;
+        Ok(disk)
+    }
+
+    fn answer(&self) -> io::Result<u64> {
+        let mut bytes = [0; 8];
+        match (&self.connection).read_exact(&mut bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(no_answer(PATIENCE)),
+            Err(error) => Err(error),
+            Ok(()) => told(bytes),
+        }
+    }
+
+    /// Reads at most so many bytes; fewer at its end. Offset and length are multiples of 4 KiB.
+    ///
+    /// # Errors
+    /// If it cannot be read, or does not answer.
+    pub fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+        let mut read = Vec::new();
+        while read.len() < length {
+            let wanted = (length - read.len()).min(CHUNK);
+            let request = [offset + read.len() as u64, wanted as u64];
+            (&self.connection).write_all(&request.map(u64::to_ne_bytes).concat())?;
+            match self.answer()? as usize {
+                0 => break,
+                count => read.extend(self.shared.copy(count)),
+            }
+        }
+        Ok(read)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = self.connection.shutdown(Shutdown::Both);
+        self.child.forget();
+    }
+}
+
+/// The child's life: reads what is asked for into `buffer`, until the connection ends.
+fn serve(path: &CString, buffer: *mut c_void) {
+    // SAFETY: the path is a string that ends with NUL.
+    let file = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_DIRECT) };
+    if file < 0 {
+        tell(failed());
+        return;
+    }
+    tell(0);
+    loop {
+        let mut request = [0_u64; 2];
+        let size = size_of_val(&request);
+        // SAFETY: there is room for so much; a request comes whole, for it is smaller than what one write gives.
+        let read = unsafe { libc::read(CONNECTION, request.as_mut_ptr().cast(), size) };
+        if read != size as isize {
+            return;
+        }
+        let length = (request[1] as usize).min(CHUNK);
+        // SAFETY: the buffer has CHUNK bytes, and is page-aligned as direct reads want it.
+        let read = unsafe { libc::pread(file, buffer, length, request[0] as i64) };
+        tell(if read < 0 { failed() } else { read as i64 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_file_is_read_as_it_is() {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        let bytes: Vec<u8> = (0..CHUNK + 5000).map(|at| (at * 7 % 251) as u8).collect();
+        fs::write(file.path(), &bytes).expect("written");
+        let disk = Disk::open(file.path()).expect("open");
+        assert_eq!(disk.read_at(0, CHUNK + 8192).expect("read"), bytes);
+        assert_eq!(disk.read_at(4096, 4096).expect("read"), bytes[4096..8192]);
+        assert!(disk.read_at(2 << 20, 4096).expect("read").is_empty());
+        assert_eq!(disk.read_at(1, 4096).expect_err("not aligned").raw_os_error(), Some(libc::EINVAL));
+        let error = Disk::open(Path::new("/no/such/disk")).expect_err("none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+
+    /// Opening a pipe for reading waits for a writer, as a device that does not answer makes wait.
+    #[test]
+    fn what_does_not_answer_is_left_behind() {
+        let root = tempfile::tempdir().expect("a folder");
+        let pipe = root.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
+        let path = c_path(&pipe).expect("a path");
+        let begun = Instant::now();
+        let undone = root.path().join("undone");
+        let mark = c_path(&undone).expect("a path");
+        // SAFETY: both make system calls only.
+        let result = unsafe {
+            call(
+                None,
+                |elapsed| elapsed < Duration::from_secs(1),
+                || i64::from(libc::open(path.as_ptr(), libc::O_RDONLY)),
+                || _ = libc::mkdir(mark.as_ptr(), 0o700),
+            )
+        };
+        let error = result.expect_err("no answer");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(error.to_string().starts_with("it has not answered for "), "{error}");
+        assert!(begun.elapsed() < PATIENCE);
+        // It answers too late, and what it did is undone.
+        assert!(!undone.exists());
+        drop(fs::OpenOptions::new().write(true).open(&pipe).expect("its other end"));
+        while !undone.exists() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "nothing was undone");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn errors_come_back() {
+        let error = claim(Path::new("/no/such/disk")).expect_err("none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        let error = sync(Path::new("/no/such/place"), |_| true).expect_err("none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(sync(Path::new(env!("CARGO_MANIFEST_DIR")), |elapsed| elapsed < PATIENCE * 6).is_ok());
+        let null = fs::File::open("/dev/null").expect("a file");
+        let error = ioctl(null.as_fd(), 0x1234, 0x1234, PATIENCE).expect_err("no such request");
+        assert_eq!(error.raw_os_error(), Some(libc::ENOTTY));
+    }
+}

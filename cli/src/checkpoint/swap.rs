@@ -1,0 +1,280 @@
+//! Swap areas on disks. Memory that is swapped out to a disk is in no image, so these areas are switched off before the
+//! instant, which reads back what they hold, and on again after it. Areas in zram are memory, and stay on.
+//!
+//! Between the last look and the instant nothing may be swapped out. The driver compares the number of free swap slots
+//! when no CPU runs anything else ([`Off::pages`]), and a switch in between is noticed here ([`Off::refuse_changes`]).
+
+use super::{
+    disks::unescaped,
+    guard::{Guard, Undo},
+};
+use crate::{
+    error::{Error, Result},
+    exit::Exit,
+    output::bytes,
+    sysroot::Sysroot,
+};
+use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use serde::{Deserialize, Serialize};
+use std::{
+    ffi::CString,
+    fs::File,
+    io::{self, Read},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+};
+
+const TABLE: &str = "proc/swaps";
+/// Memory that stays available when everything has been read back.
+const RESERVE: u64 = 64 << 20;
+/// `SWAP_FLAG_PREFER` of linux/swap.h: the low bits are a priority.
+const PREFER: i32 = 0x8000;
+
+/// A swap area that is on, as /proc/swaps has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Area {
+    path: PathBuf,
+    /// Bytes that are swapped out to it.
+    used: u64,
+    /// Negative if the kernel has chosen it.
+    priority: i32,
+}
+
+impl Area {
+    /// Returns true if the area lies in memory: zram without a disk behind it.
+    fn is_memory(&self, sysroot: &Sysroot) -> bool {
+        let name = self.path.strip_prefix("/dev").unwrap_or(&self.path).to_string_lossy().into_owned();
+        let backing = sysroot.text(&format!("sys/block/{name}/backing_dev"));
+        name.starts_with("zram") && backing.is_none_or(|device| device == "none")
+    }
+
+    /// Switches the area on again. One that is on is no error.
+    ///
+    /// # Errors
+    /// If it is no swap area any more, or cannot be read.
+    pub fn switch_on(&self) -> io::Result<()> {
+        let path = c_path(&self.path)?;
+        let flags = if self.priority < 0 { 0 } else { PREFER | self.priority.min(PREFER - 1) };
+        // SAFETY: `path` is a string that ends with NUL and outlives the call.
+        match unsafe { libc::swapon(path.as_ptr(), flags) } {
+            0 => Ok(()),
+            _ => match io::Error::last_os_error() {
+                error if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
+                error => Err(error),
+            },
+        }
+    }
+
+    /// Reads back what the area holds, and switches it off.
+    fn switch_off(&self) -> io::Result<()> {
+        let path = c_path(&self.path)?;
+        // SAFETY: as in `switch_on`.
+        let result = unsafe { libc::swapoff(path.as_ptr()) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// Swap areas of a table in the form of /proc/swaps.
+fn areas(table: &str) -> Vec<Area> {
+    let area = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let path = unescaped(fields.next()?).into();
+        let used: u64 = fields.nth(2)?.parse().ok()?;
+        Some(Area { path, used: used * 1024, priority: fields.next()?.parse().ok()? })
+    };
+    table.lines().skip(1).filter_map(area).collect()
+}
+
+/// Where swap areas are that are on.
+#[must_use]
+pub fn paths(sysroot: &Sysroot) -> Vec<PathBuf> {
+    areas(&sysroot.text(TABLE).unwrap_or_default()).into_iter().map(|area| area.path).collect()
+}
+
+/// Areas on disks.
+fn on_disks(table: &str, sysroot: &Sysroot) -> Vec<Area> {
+    let mut found = areas(table);
+    found.retain(|area| !area.is_memory(sysroot));
+    found
+}
+
+fn named(areas: &[Area]) -> String {
+    areas.iter().map(|area| area.path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// Refuses a machine that has no room for what is swapped out to its disks.
+///
+/// # Errors
+/// If reading it back would leave hardly any memory.
+pub fn refuse(sysroot: &Sysroot) -> Result<()> {
+    let mut found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
+    found.retain(|area| area.used > 0);
+    let used: u64 = found.iter().map(|area| area.used).sum();
+    let available = sysroot.available_memory().unwrap_or(0);
+    if used == 0 || used + RESERVE <= available {
+        return Ok(());
+    }
+    let text = format!(
+        "{} of memory are swapped out to {}, which is in no image, and only {} are available to read it back",
+        bytes(used),
+        named(&found),
+        bytes(available)
+    );
+    Err(Error::new(Exit::Failed, text)
+        .hint("stop programs until there is room for it in memory, and try again"))
+}
+
+/// Swap areas on disks that are off until this is dropped.
+#[derive(Debug)]
+pub struct Off {
+    areas: Vec<Area>,
+    /// Of when [`Self::pages`] was asked: the kernel tells of each change since it was opened.
+    table: Option<File>,
+}
+
+impl Off {
+    /// Switches them off, and says so if something has to be read back; `guard` switches them on if this process does not.
+    ///
+    /// # Errors
+    /// If there is no room for what they hold, or one cannot be switched off; those that were are on again then.
+    pub fn switch(guard: &mut Guard, sysroot: &Sysroot) -> Result<Self> {
+        refuse(sysroot)?;
+        let found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
+        let used: u64 = found.iter().map(|area| area.used).sum();
+        if used > 0 {
+            let (used, named) = (bytes(used), named(&found));
+            eprintln!(
+                "note: {used} are swapped out to {named}; they are read back, and swap is off until the instant"
+            );
+        }
+        let mut off = Self { areas: Vec::new(), table: None };
+        for area in found {
+            let failed = |error: io::Error| {
+                let is_interrupted = error.kind() == io::ErrorKind::Interrupted;
+                let exit = if is_interrupted { Exit::Interrupted } else { Exit::Failed };
+                let text = format!("swap on {} could not be switched off: {error}", area.path.display());
+                Error::new(exit, text).hint("nothing was changed; free some memory, or try `swapoff -a`")
+            };
+            guard.will(&Undo::SwapOn(area.clone())).map_err(failed)?;
+            area.switch_off().map_err(failed)?;
+            off.areas.push(area);
+        }
+        Ok(off)
+    }
+
+    /// The number that the driver is to find at the instant ([`mercury_abi::ioctl::SnapshotRequest::swap_pages`]).
+    ///
+    /// # Errors
+    /// If an area on a disk is on again.
+    pub fn pages(&mut self, sysroot: &Sysroot) -> Result<u64> {
+        let mut text = String::new();
+        // A kernel without swap has no table.
+        self.table = File::open(sysroot.path(TABLE)).ok();
+        let read = self.table.as_mut().map_or(Ok(0), |table| table.read_to_string(&mut text));
+        read.map_err(|error| Error::new(Exit::Failed, format!("/proc/swaps cannot be read: {error}")))?;
+        let found = on_disks(&text, sysroot);
+        if !found.is_empty() {
+            return Err(switched(&named(&found)));
+        }
+        Ok(if areas(&text).is_empty() { 0 } else { MERCURY_SWAP_IN_MEMORY })
+    }
+
+    /// Refuses an instant during which swap was switched on or off, since [`Self::pages`] was asked.
+    ///
+    /// # Errors
+    /// If it was.
+    pub fn refuse_changes(&self) -> Result<()> {
+        let Some(table) = &self.table else { return Ok(()) };
+        let mut polled = [PollFd::new(table, PollFlags::PRI)];
+        let result = rustix::event::poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        match result {
+            Ok(_) if !polled[0].revents().contains(PollFlags::PRI) => Ok(()),
+            _ => Err(switched("an area")),
+        }
+    }
+}
+
+fn switched(what: &str) -> Error {
+    Error::new(Exit::Failed, format!("swap on {what} was switched on or off meanwhile"))
+        .hint("nothing was kept; find what runs swapon or swapoff on this machine, and try again")
+}
+
+impl Drop for Off {
+    fn drop(&mut self) {
+        for area in self.areas.drain(..) {
+            if let Err(error) = area.switch_on() {
+                let path = area.path.display();
+                eprintln!(
+                    "mercury: swap on {path} could not be switched on again: {error}; try `swapon {path}`"
+                );
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: &str = "Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
+        /dev/zram0 partition 1048572 4096 100\n/dev/vda2 partition 1048572 12 -2\n/swap\\040file file 512 0 5\n";
+
+    fn with(table: &str, available_kib: u64, backing: Option<&str>) -> (tempfile::TempDir, Sysroot) {
+        let root = tempfile::tempdir().expect("a folder");
+        let put = |name: &str, text: &str| {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            std::fs::write(path, text).expect("a file");
+        };
+        put(TABLE, table);
+        put("proc/meminfo", &format!("MemAvailable: {available_kib} kB\n"));
+        backing.iter().for_each(|text| put("sys/block/zram0/backing_dev", text));
+        let sysroot = Sysroot::at(root.path());
+        (root, sysroot)
+    }
+
+    #[test]
+    fn areas_are_read() {
+        let found = areas(BOTH);
+        assert_eq!(found[1], Area { path: "/dev/vda2".into(), used: 12 << 10, priority: -2 });
+        assert_eq!(found[2].path, Path::new("/swap file"));
+        assert_eq!(areas(""), []);
+    }
+
+    #[test]
+    fn zram_is_memory_unless_it_writes_to_a_disk() {
+        for (backing, expected) in [(None, 2), (Some("none\n"), 2), (Some("/dev/sdb\n"), 3)] {
+            let (_root, sysroot) = with(BOTH, 0, backing);
+            assert_eq!(on_disks(BOTH, &sysroot).len(), expected, "{backing:?}");
+        }
+    }
+
+    #[test]
+    fn room_is_wanted_for_what_is_swapped_out_to_disks() {
+        let (_root, sysroot) = with(BOTH, (64 << 10) + 12, None);
+        assert_eq!(refuse(&sysroot), Ok(()));
+        let (_root, sysroot) = with(BOTH, (64 << 10) + 11, None);
+        let error = refuse(&sysroot).expect_err("refused");
+        assert!(error.message.contains("12.0 KiB of memory are swapped out to /dev/vda2, which"), "{error}");
+        let unused = BOTH.replace(" 12 ", " 0 ");
+        assert_eq!(refuse(&with(&unused, 0, None).1), Ok(()));
+    }
+
+    #[test]
+    fn the_instant_is_told_what_to_find() {
+        let mut off = Off { areas: Vec::new(), table: None };
+        let zram = BOTH.lines().take(2).collect::<Vec<_>>().join("\n");
+        let (_root, sysroot) = with(&zram, 0, None);
+        assert_eq!(off.pages(&sysroot), Ok(MERCURY_SWAP_IN_MEMORY));
+        let (_root, sysroot) = with(BOTH.lines().next().expect("a line"), 0, None);
+        assert_eq!(off.pages(&sysroot), Ok(0));
+        let (_root, sysroot) = with(BOTH, 0, None);
+        let error = off.pages(&sysroot).expect_err("refused");
+        assert!(error.message.contains("/dev/vda2, /swap file was switched"), "{error}");
+    }
+}

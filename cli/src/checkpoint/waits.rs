@@ -1,0 +1,200 @@
+//! What tasks wait for in the kernel, and the processes that they wait for there: a server of FUSE answers those who use its
+//! file system, a handler of userfaultfd gives pages to those who touch its memory.
+
+use std::{fmt, fs, path::Path};
+
+/// Where a frozen, stopped or traced task waits.
+const AT_REST: [&str; 4] = ["do_freezer_trap", "do_signal_stop", "ptrace_stop", "do_exit"];
+/// Tasks that are named at most.
+const TASKS_MAX: usize = 3;
+
+/// A task that does not come to rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Task {
+    name: String,
+    number: u32,
+    /// As in /proc/PID/stat, such as `D`.
+    state: char,
+    /// The function of the kernel that it waits in; empty if it runs.
+    function: String,
+}
+
+/// What a task waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum For {
+    Fuse,
+    Userfaultfd,
+    Nfs,
+    Disk,
+    Nothing,
+    Other,
+}
+
+impl Task {
+    fn waits_for(&self) -> For {
+        let begins = |words: &[&str]| words.iter().any(|word| self.function.starts_with(word));
+        match &*self.function {
+            "" | "0" => For::Nothing,
+            "handle_userfault" => For::Userfaultfd,
+            "request_wait_answer" => For::Fuse,
+            _ if begins(&["fuse_", "__fuse"]) => For::Fuse,
+            _ if begins(&["rpc_", "nfs", "nfs4_"]) => For::Nfs,
+            _ if begins(&[
+                "io_schedule",
+                "bit_wait_io",
+                "folio_wait",
+                "wait_on_page",
+                "blk_",
+                "jbd2_",
+                "xfs_",
+                "rq_qos",
+            ]) =>
+            {
+                For::Disk
+            }
+            _ => For::Other,
+        }
+    }
+
+    /// What to do so that it comes to rest.
+    #[must_use]
+    pub fn remedy(&self) -> Option<&'static str> {
+        match self.waits_for() {
+            For::Fuse => Some(
+                "they run on; the FUSE server does not answer: see what it waits for, end what uses its file system, or unmount it \
+                 (fusermount -u)",
+            ),
+            For::Userfaultfd => Some(
+                "they run on; try again when the handler has given the page, or end the process (a virtual machine in the midst \
+                 of a migration, a restore by CRIU)",
+            ),
+            For::Nfs => {
+                Some("they run on; have the server answer again, or unmount its file systems (umount -f)")
+            }
+            For::Disk => Some(
+                "they run on; try again when the disk is less busy, and look at the kernel log for its errors",
+            ),
+            For::Nothing | For::Other => None,
+        }
+    }
+}
+
+impl fmt::Display for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, number, state, function } = self;
+        let what = match self.waits_for() {
+            For::Fuse => "waits for the answer of a FUSE server",
+            For::Userfaultfd => "waits for a page of a userfaultfd",
+            For::Nfs => "waits for an NFS server",
+            For::Disk => "waits for a disk",
+            For::Nothing => return write!(f, "{name} ({number}), state {state}, which runs in the kernel"),
+            For::Other => "waits",
+        };
+        write!(f, "{name} ({number}), state {state}, which {what} ({function})")
+    }
+}
+
+/// The first few tasks in a group, and in those below it, that are not at rest.
+#[must_use]
+pub fn restless(group: &Path) -> Vec<Task> {
+    let mut found = Vec::new();
+    let mut groups = vec![group.to_owned()];
+    while let Some(group) = groups.pop() {
+        let processes = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+        for process in processes.lines() {
+            let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+            found.extend(threads.filter_map(|thread| task(&thread.path())));
+        }
+        let below = fs::read_dir(&group).into_iter().flatten().flatten().map(|entry| entry.path());
+        groups.extend(below.filter(|path| path.is_dir()));
+    }
+    found.truncate(TASKS_MAX);
+    found
+}
+
+/// A task that is not at rest, by its folder in /proc.
+fn task(folder: &Path) -> Option<Task> {
+    let text = |file: &str| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
+    let function = text("wchan")?;
+    let stat = text("stat")?;
+    // The name, in parentheses, may have anything in it.
+    let state = stat.rsplit_once(')')?.1.trim_start().chars().next()?;
+    if AT_REST.contains(&&*function) || matches!(state, 'T' | 't' | 'X' | 'Z') {
+        return None;
+    }
+    let number = folder.file_name()?.to_str()?.parse().ok()?;
+    Some(Task { name: text("comm")?, number, state, function })
+}
+
+/// Processes that others may wait for in the kernel.
+#[must_use]
+pub fn servers() -> Vec<u32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = processes.filter_map(|process| process.file_name().to_str()?.parse().ok());
+    numbers.filter(|number: &u32| *number != std::process::id() && serves(*number)).collect()
+}
+
+fn serves(process: u32) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+    descriptors.filter_map(|descriptor| fs::read_link(descriptor.path()).ok()).any(|file| is_served_by(&file))
+}
+
+fn is_served_by(file: &Path) -> bool {
+    let text = file.to_string_lossy();
+    matches!(&*text, "/dev/fuse" | "/dev/cuse" | "anon_inode:[userfaultfd]") || text.starts_with("/dev/ublkc")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waiting(function: &str) -> Task {
+        Task { name: "dd".into(), number: 7, state: 'D', function: function.into() }
+    }
+
+    #[test]
+    fn tasks_say_what_they_wait_for() {
+        let said = |function| waiting(function).to_string();
+        assert_eq!(
+            said("request_wait_answer"),
+            "dd (7), state D, which waits for the answer of a FUSE server (request_wait_answer)"
+        );
+        assert!(said("handle_userfault").contains("waits for a page of a userfaultfd"));
+        assert!(said("rpc_wait_bit_killable").contains("an NFS server"));
+        assert!(said("folio_wait_bit_common").contains("a disk"));
+        assert_eq!(said("0"), "dd (7), state D, which runs in the kernel");
+        assert!(said("pipe_read").ends_with("which waits (pipe_read)"));
+        assert!(waiting("request_wait_answer").remedy().is_some() && waiting("pipe_read").remedy().is_none());
+    }
+
+    #[test]
+    fn tasks_at_rest_are_left_out() {
+        let root = tempfile::tempdir().expect("a folder");
+        let folder = root.path().join("77");
+        fs::create_dir(&folder).expect("a folder");
+        let look = |wchan: &str, stat: &str| {
+            for (file, text) in [("wchan", wchan), ("stat", stat), ("comm", "a) b\n")] {
+                fs::write(folder.join(file), text).expect("a file");
+            }
+            task(&folder)
+        };
+        let found = look("pipe_read", "77 (a) b) S 1 77").expect("a task");
+        assert_eq!((found.name.as_str(), found.number, found.state), ("a) b", 77, 'S'));
+        assert_eq!(look("do_freezer_trap", "77 (a) b) S 1 77"), None);
+        assert_eq!(look("0", "77 (a) b) Z 1 77"), None);
+    }
+
+    #[test]
+    fn servers_are_known_by_what_they_hold() {
+        for (file, expected) in [
+            ("/dev/fuse", true),
+            ("anon_inode:[userfaultfd]", true),
+            ("/dev/ublkc3", true),
+            ("anon_inode:[eventfd]", false),
+            ("/dev/null", false),
+        ] {
+            assert_eq!(is_served_by(Path::new(file)), expected, "{file}");
+        }
+        assert!(!servers().contains(&std::process::id()));
+    }
+}
