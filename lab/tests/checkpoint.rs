@@ -488,9 +488,14 @@ fn a_database_goes_on() -> Result<()> {
 /// Has the environment end with a failure. It tries again otherwise.
 const GIVE_UP: &str = "mercury.give-up";
 
+/// A text whose lines were wrapped, as one line.
+fn unwrapped(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// The environment must end without having brought anything back, and say why.
 fn is_refused(machine: Machine, boot: &Boot, reason: &str) {
-    let error = machine.start_other(&boot.with(GIVE_UP)).map(drop).unwrap_err().to_string();
+    let error = unwrapped(&machine.start_other(&boot.with(GIVE_UP)).map(drop).unwrap_err().to_string());
     assert!(error.contains(reason) && error.contains("could not be brought back"), "{error}");
 }
 
@@ -630,7 +635,7 @@ fn goes_on_with_other_file_systems() -> Result<()> {
     comes_further(&machine, "secret", count(&machine, "secret")?)?;
     let now = machine.sh("cd /; sha256sum xfs/file btrfs/file vfat/file")?;
     assert!(now.lines().zip(sums.lines()).all(|(now, before)| now != before), "{now}");
-    let error = machine.start_other(&boot.with(GIVE_UP)).map(drop).unwrap_err().to_string();
+    let error = unwrapped(&machine.start_other(&boot.with(GIVE_UP)).map(drop).unwrap_err().to_string());
     for place in ["/xfs (/dev/vdb)", "/btrfs (/dev/vdc)", "/vfat (/dev/vdd)"] {
         assert!(error.contains(&format!("{place} was written to after the instant")), "{place}: {error}");
     }
