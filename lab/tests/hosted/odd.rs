@@ -62,7 +62,7 @@ pub(super) fn compare(program: &Path, log: &str) {
 /// How long instructions are tried; more with `MERCURY_ODD_SECONDS`.
 const SECONDS: u64 = 60;
 /// A round of it.
-const ROUND: u64 = 100_000;
+const ROUND: u64 = 5_000;
 
 /// Programs are in processes of their own: without isolation one may write to its kernel, and does, at random.
 #[test]
