@@ -34,6 +34,8 @@ pub const STUB: u64 = 0x3B00_0000;
 pub const STUB_STATE: u64 = 0x3B01_0000;
 /// Bytes of it.
 pub const STUB_STATE_SIZE: u64 = 0x1_0000;
+/// The end of it.
+const STUB_STATE_END: u64 = STUB_STATE + STUB_STATE_SIZE;
 /// The processor's block.
 pub const BLOCK: u64 = 0x3E00_0000;
 /// Where the kernel's constants for fixed addresses go: the same low 30 bits. Kernels clear what is left of a gigabyte of
@@ -98,5 +100,5 @@ pub fn hole(memory: &Memory) -> Range<u64> {
 /// Whether it is the code that a program's process has of its own.
 #[must_use]
 pub fn is_stub(address: u64) -> bool {
-    matches!(address, STUB..CELLS)
+    matches!(address, STUB..STUB_STATE_END)
 }
