@@ -188,7 +188,13 @@ pub enum Command {
     /// Print everything that is read of each CPU
     #[command(hide = true)]
     Facts(CpusArgs),
-    /// Attach and detach each CPU in turn, and compare its whole state before, during and after
+    /// Switch each CPU in turn to the other mode and back, and compare its whole state before, between and after
+    #[command(
+        long_about = "Switches each CPU in turn to the other mode and back (attach and detach where it is native, detach and \
+        attach where it is attached), and compares its whole state before, between and after. Each CPU is left in the mode in \
+        which it was. While there is a snapshot of memory the command is refused, for a detach would end that.\n\nExits with 1 \
+        if anything differs but what changes with the task that runs."
+    )]
     Verify(VerifyArgs),
     /// Arm a fault point (test builds only)
     #[command(hide = true)]

@@ -4,10 +4,13 @@ use crate::{
     cpus::CpuSet,
     driver::{Direction, Driver},
     error::{Error, Result},
-    exit::Exit,
     output::{Hex, Render, Text},
 };
-use mercury_abi::facts::CpuFacts;
+use mercury_abi::{
+    code::Code,
+    facts::CpuFacts,
+    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_MODE_NATIVE},
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -39,23 +42,26 @@ impl Render for AllFacts {
     }
 }
 
-/// What a switch changed that it should not have.
+/// A comparison of each CPU's state before, between and after two switches.
 #[derive(Debug, Serialize)]
 pub struct Verification {
-    /// Nothing did.
+    /// No CPU differs, except in state that changes with the task.
     pub equal: bool,
-    cpus: Vec<Changed>,
+    cpus: Vec<Compared>,
 }
 
+/// The comparison of one CPU.
 #[derive(Debug, Serialize)]
-struct Changed {
+struct Compared {
     cpu: u32,
+    /// The mode in which the CPU was found, and left again.
+    mode: &'static str,
     changes: Vec<Change>,
 }
 
 #[derive(Debug, Serialize)]
 struct Change {
-    /// `attached`, or `native` for after detach.
+    /// The CPU's mode at the reading that differs from the first one: `attached` or `native`.
     when: &'static str,
     field: &'static str,
     before: Hex,
@@ -64,25 +70,102 @@ struct Change {
     per_task: bool,
 }
 
-/// Attaches and detaches each CPU in turn and compares its state before, during and after.
+/// Mode of a CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Native,
+    Attached,
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Attached => "attached",
+        }
+    }
+
+    fn other(self) -> Self {
+        match self {
+            Self::Native => Self::Attached,
+            Self::Attached => Self::Native,
+        }
+    }
+
+    /// The switch that leads to this mode.
+    fn direction(self) -> Direction {
+        match self {
+            Self::Native => Direction::Detach,
+            Self::Attached => Direction::Attach,
+        }
+    }
+}
+
+/// Switches each CPU in turn to the other mode and back, and compares its state before, between and after.
+///
+/// # Errors
+/// If there is a snapshot of memory, which a detach would end, or a switch is refused.
 pub fn verify(driver: &dyn Driver, cpus: &CpuSet) -> Result<Verification> {
-    let cpus: Vec<Changed> = cpus.iter().map(|cpu| verify_cpu(driver, cpu)).collect::<Result<_>>()?;
-    let equal = cpus.iter().flat_map(|cpu| &cpu.changes).all(|change| change.per_task);
+    refuse_snapshot(driver)?;
+    let cpus: Vec<Compared> = cpus.iter().map(|cpu| verify_cpu(driver, cpu)).collect::<Result<_>>()?;
+    let equal = cpus.iter().all(Compared::is_equal);
     Ok(Verification { equal, cpus })
 }
 
-fn verify_cpu(driver: &dyn Driver, cpu: u32) -> Result<Changed> {
+/// Refuses while there is a snapshot of memory: a CPU that detaches ends it.
+fn refuse_snapshot(driver: &dyn Driver) -> Result<()> {
+    if driver.system()?.snapshot.live == 0 {
+        return Ok(());
+    }
+    let refusal = Error::refused("verify", Code::SnapshotLive, None, [0; 2]);
+    Err(Error {
+        message: format!("{}; verify detaches each CPU, which would end it", refusal.message),
+        ..refusal
+    }
+    .hint("verify before you keep a snapshot; `mercury snapshot --drop` gives up the one that is kept"))
+}
+
+fn verify_cpu(driver: &dyn Driver, cpu: u32) -> Result<Compared> {
+    let mode = mode_of(driver, cpu)?;
+    let before = read_in(driver, cpu, mode)?;
+    switch_to(driver, cpu, mode.other())?;
+    let between = read_in(driver, cpu, mode.other());
+    switch_to(driver, cpu, mode).map_err(|error| left_in(error, cpu, mode.other()))?;
+    let (between, after) = (between?, read_in(driver, cpu, mode)?);
+    let changed = |when: Mode, later: &CpuFacts| -> Vec<Change> {
+        mercury_preflight::state_difference(&before, later).map(|found| change(when.name(), &found)).collect()
+    };
+    let changes = changed(mode.other(), &between).into_iter().chain(changed(mode, &after)).collect();
+    Ok(Compared { cpu, mode: mode.name(), changes })
+}
+
+fn mode_of(driver: &dyn Driver, cpu: u32) -> Result<Mode> {
+    let status = driver.status()?.into_iter().find(|status| status.cpu == cpu);
+    match status.map(|status| status.mode) {
+        Some(MERCURY_MODE_ATTACHED) => Ok(Mode::Attached),
+        Some(MERCURY_MODE_NATIVE) => Ok(Mode::Native),
+        _ => Err(Error::refused("verify", Code::CpuOffline, Some(cpu), [0; 2])),
+    }
+}
+
+/// Reads a CPU's state; what the hypervisor itself sets there while it is attached is left out.
+fn read_in(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<CpuFacts> {
+    let gone = || Error::refused("verify", Code::CpuOffline, Some(cpu), [0; 2]);
+    let facts = driver.facts(cpu)?.ok_or_else(gone)?;
+    Ok(if mode == Mode::Attached { mercury_preflight::as_if_native(&facts) } else { facts })
+}
+
+fn switch_to(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<()> {
     let one: CpuSet = [cpu].into_iter().collect();
-    let read = || driver.facts(cpu)?.ok_or_else(|| Error::new(Exit::Failed, format!("CPU {cpu} is offline")));
-    let before = read()?;
-    driver.switch(Direction::Attach, Some(&one))?;
-    let attached = read();
-    driver.switch(Direction::Detach, Some(&one))?;
-    let (attached, after) = (attached?, read()?);
-    let attached = mercury_preflight::as_if_native(&attached);
-    let during = mercury_preflight::state_difference(&before, &attached).map(|d| change("attached", &d));
-    let later = mercury_preflight::state_difference(&before, &after).map(|d| change("native", &d));
-    Ok(Changed { cpu, changes: during.chain(later).collect() })
+    driver.switch(mode.direction(), Some(&one)).map(drop)
+}
+
+/// Says of a switch back that failed in which mode the CPU is now.
+fn left_in(error: Error, cpu: u32, mode: Mode) -> Error {
+    let back = mode.other().direction().name();
+    let message = format!("{}; CPU {cpu} is {} now, and was not before", error.message, mode.name());
+    let remedy = error.hint.as_ref().map(|hint| format!("{hint}; then ")).unwrap_or_default();
+    Error { message, ..error }.hint(format!("{remedy}`mercury {back} --cpus {cpu}` switches it back"))
 }
 
 fn change(when: &'static str, difference: &mercury_preflight::Difference) -> Change {
@@ -95,16 +178,38 @@ fn change(when: &'static str, difference: &mercury_preflight::Difference) -> Cha
     }
 }
 
+impl Compared {
+    /// Returns true if nothing differs, except what changes with the task.
+    fn is_equal(&self) -> bool {
+        self.changes.iter().all(|change| change.per_task)
+    }
+
+    fn verdict(&self) -> &'static str {
+        match (self.is_equal(), self.changes.is_empty(), self.mode) {
+            (true, true, "attached") => "equal before, while native and after",
+            (true, true, _) => "equal before, while attached and after",
+            (true, false, _) => "equal, except for what changes with the task:",
+            (false, ..) => "differs:",
+        }
+    }
+}
+
 impl Render for Verification {
     fn render(&self, to: &mut Text) {
         for cpu in &self.cpus {
-            let verdict =
-                if cpu.changes.is_empty() { "equal before, while attached and after" } else { "differs:" };
-            to.line(format!("CPU {}: {verdict}", cpu.cpu));
+            to.line(format!("CPU {}: {}", cpu.cpu, cpu.verdict()));
             for change in &cpu.changes {
                 let task = if change.per_task { " (changes with the task)" } else { "" };
                 let (before, after) = (change.before.0, change.after.0);
                 to.line(format!("  {} {}: {before:#x} → {after:#x}{task}", change.when, change.field));
+            }
+        }
+        for mode in [Mode::Native, Mode::Attached] {
+            let cpus: CpuSet =
+                self.cpus.iter().filter(|cpu| cpu.mode == mode.name()).map(|cpu| cpu.cpu).collect();
+            if !cpus.is_empty() {
+                let noun = crate::switch::plural(cpus.len(), "CPU");
+                to.line(format!("{noun} {cpus}: {} as before", mode.name()));
             }
         }
     }
@@ -115,11 +220,74 @@ mod tests {
     use super::*;
     use crate::fake::FakeDriver;
 
+    fn rendered(report: &Verification) -> String {
+        let mut text = Text::new(false);
+        report.render(&mut text);
+        text.finish()
+    }
+
+    fn both() -> CpuSet {
+        "0-1".parse().expect("list")
+    }
+
     #[test]
     fn a_good_driver_changes_nothing() {
-        let report = verify(&FakeDriver::new(2), &"0-1".parse().expect("list")).expect("verify");
+        let report = verify(&FakeDriver::new(2), &both()).expect("verify");
         assert!(report.equal);
-        assert!(verify(&FakeDriver::new(2), &"5".parse().expect("list")).is_err());
+        let error = verify(&FakeDriver::new(2), &"5".parse().expect("list")).expect_err("no such CPU");
+        assert_eq!(error.code, Some(Code::CpuOffline));
+    }
+
+    /// EFER.SVME, which an attached CPU reads as set, is no difference; and each CPU stays in its mode.
+    #[test]
+    fn each_cpu_is_left_in_the_mode_in_which_it_was() {
+        for attached in [[true, true], [false, true], [false, false]] {
+            let driver = FakeDriver::new(2);
+            *driver.attached.borrow_mut() = attached.to_vec();
+            let report = verify(&driver, &both()).expect("verify");
+            assert!(report.equal, "{report:?}");
+            assert_eq!(*driver.attached.borrow(), attached);
+        }
+        let driver = FakeDriver::new(2);
+        *driver.attached.borrow_mut() = vec![false, true];
+        assert_eq!(
+            rendered(&verify(&driver, &both()).expect("verify")),
+            "CPU 0: equal before, while attached and after\n\
+             CPU 1: equal before, while native and after\n\
+             CPU 0: native as before\n\
+             CPU 1: attached as before\n"
+        );
+    }
+
+    #[test]
+    fn a_snapshot_is_not_ended_for_it() {
+        let driver = FakeDriver::new(2);
+        *driver.attached.borrow_mut() = vec![true; 2];
+        driver.snapshot_live.set(true);
+        let error = verify(&driver, &both()).expect_err("refused");
+        assert_eq!(error.code, Some(Code::SnapshotLive));
+        assert_eq!(*driver.attached.borrow(), [true; 2]);
+    }
+
+    #[test]
+    fn a_cpu_that_cannot_go_back_is_named() {
+        let driver = FakeDriver::new(2);
+        *driver.attached.borrow_mut() = vec![true; 2];
+        driver.refuse_attach.set(Some(Code::VirtualizationInUse));
+        let error = verify(&driver, &both()).expect_err("it stays native");
+        assert!(error.message.ends_with("CPU 0 is native now, and was not before"), "{error}");
+        assert!(error.hint.is_some_and(|hint| hint.ends_with("`mercury attach --cpus 0` switches it back")));
+    }
+
+    #[test]
+    fn what_changes_with_the_task_is_no_difference() {
+        let change =
+            |field, per_task| Change { when: "native", field, before: Hex(1), after: Hex(2), per_task };
+        let found = |changes| Compared { cpu: 0, mode: "native", changes };
+        assert_eq!(found(vec![]).verdict(), "equal before, while attached and after");
+        let of_task = found(vec![change("spec_ctrl", true)]);
+        assert_eq!(of_task.verdict(), "equal, except for what changes with the task:");
+        assert_eq!(found(vec![change("spec_ctrl", true), change("efer", false)]).verdict(), "differs:");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use mercury_abi::{
         MERCURY_STATE_LOADED, MERCURY_STATE_UNLOADED, MeasureRequest, SwitchResult, SystemInfo,
     },
     shared::{CrashRecord, LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
+    snapshot::SnapshotStatus,
 };
 use mercury_preflight::example::good_epyc;
 use std::cell::{Cell, RefCell};
@@ -23,14 +24,24 @@ pub struct FakeDriver {
     pub attached: RefCell<Vec<bool>>,
     /// Whether the hypervisor is loaded.
     pub loaded: Cell<bool>,
-    /// Refuse the next attach so.
+    /// Refuse the next switch so.
     pub refuse: Cell<Option<Code>>,
+    /// Refuse the next attach so.
+    pub refuse_attach: Cell<Option<Code>>,
+    /// Whether there is a snapshot of memory.
+    pub snapshot_live: Cell<bool>,
 }
 
 impl FakeDriver {
     /// A machine of `cpus` CPUs.
     pub fn new(cpus: usize) -> Self {
-        Self { attached: vec![false; cpus].into(), loaded: Cell::new(false), refuse: Cell::new(None) }
+        Self {
+            attached: vec![false; cpus].into(),
+            loaded: Cell::new(false),
+            refuse: Cell::new(None),
+            refuse_attach: Cell::new(None),
+            snapshot_live: Cell::new(false),
+        }
     }
 
     fn cpu_count(&self) -> u32 {
@@ -100,11 +111,18 @@ impl Driver for FakeDriver {
             (true, 0) => MERCURY_STATE_LOADED,
             (true, _) => MERCURY_STATE_ATTACHED,
         };
-        Ok(SystemInfo { state, wanted_cpus: wanted, ..system(self.cpu_count()) })
+        let snapshot = SnapshotStatus { live: self.snapshot_live.get().into(), ..SnapshotStatus::default() };
+        Ok(SystemInfo { state, wanted_cpus: wanted, snapshot, ..system(self.cpu_count()) })
     }
 
     fn facts(&self, cpu: u32) -> Result<Option<CpuFacts>> {
-        Ok((cpu < self.cpu_count()).then(|| good_epyc(cpu)))
+        let attached = self.attached.borrow().get(cpu as usize).copied();
+        // An attached CPU reads EFER.SVME as set.
+        let facts = |attached: bool| {
+            let native = good_epyc(cpu);
+            CpuFacts { efer: native.efer | u64::from(attached) << 12, ..native }
+        };
+        Ok(attached.map(facts))
     }
 
     fn load(&self) -> Result<()> {
@@ -119,6 +137,11 @@ impl Driver for FakeDriver {
 
     fn switch(&self, direction: Direction, cpus: Option<&CpuSet>) -> Result<Vec<SwitchResult>> {
         if let Some(code) = self.refuse.take() {
+            return Err(Error::refused(direction.name(), code, Some(0), [0; 2]));
+        }
+        if direction == Direction::Attach
+            && let Some(code) = self.refuse_attach.take()
+        {
             return Err(Error::refused(direction.name(), code, Some(0), [0; 2]));
         }
         let mut results = Vec::new();

@@ -622,6 +622,11 @@ fn nmis_come_through() -> Result<()> {
     machine.sh("sync; mount -o remount,ro /")?;
     load_test_module(&machine)?;
     machine.sh("mercury snapshot")?;
+    refused(&machine, "mercury verify", "snapshot-live")?;
+    assert_eq!(
+        (state(&machine)?["state"].as_str(), machine.modes()?.as_str()),
+        (Some("kept"), "attached attached")
+    );
     for cpu in [0, 1] {
         let answer = workloads::kernel(&machine, &format!("nmi {cpu} 300"))?;
         assert_eq!((&answer["sent"], &answer["lost"]), (&300.into(), &0.into()), "{answer}");

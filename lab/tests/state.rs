@@ -59,7 +59,12 @@ fn compare_on(spec: Spec, cpus: u32) -> Result<()> {
     }
     let facts = report(&machine.run("mercury-workload state --cycles 20")?.check()?);
     assert_eq!((&facts["passes"], &facts["cpus"]), (&20.into(), &cpus.into()), "{facts}");
-    machine.mercury("verify")?;
+    for (command, mode) in [("detach", "native"), ("attach", "attached")] {
+        machine.mercury(command)?;
+        machine.mercury("verify")?;
+        assert_eq!(machine.modes()?, vec![mode; cpus as usize].join(" "), "verify leaves the mode");
+    }
+    machine.mercury("detach")?;
     machine.mercury("unload")?;
     compare("unloaded", &never_loaded, &states(&machine, cpus)?);
     machine.check_next_attach()
