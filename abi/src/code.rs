@@ -263,4 +263,24 @@ codes! {
     RestoreQuiesce = 166, "restore-quiesce";
     /// The restore environment does not find memory of the image's machine.
     RestoreMemory = 167, "restore-memory";
+
+    // 180..: this machine, as it is, cannot be written to an image, kept, or moved; only the command says so
+    /// Memory is swapped out.
+    SwapInUse = 180, "swap-in-use";
+    /// A device that is in use writes to memory where the driver cannot see it.
+    DevicesUnseen = 181, "devices-unseen";
+    /// CPUs are offline.
+    CpusOffline = 182, "cpus-offline";
+    /// A watchdog cannot be fed while its program stands still.
+    WatchdogUnfed = 183, "watchdog-unfed";
+    /// A network card is a part of a bond or a team.
+    CardsBundled = 184, "cards-bundled";
+    /// Local file systems are mounted for writing, and a rollback puts back memory only.
+    DisksStayBehind = 185, "disks-stay-behind";
+    /// A file system is on NFS of a version whose sessions do not go back.
+    NfsSessions = 186, "nfs-sessions";
+    /// The restore environment could not tell whether a file system is as it was.
+    DisksUncomparable = 187, "disks-uncomparable";
+    /// There is no place for the mark of a move.
+    NoPlaceForMark = 188, "no-place-for-mark";
 }

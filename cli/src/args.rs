@@ -40,7 +40,8 @@ pub enum Command {
     /// Check whether this machine can attach, and say how to mend what is in the way
     #[command(
         long_about = "Runs attach's own checks on every CPU and compares the CPUs, then looks at what only \
-        user space can see: kernel, module signing, other hypervisors, memory.\n\nExits with 0 if attach will \
+        user space can see: kernel, module signing, other hypervisors, memory. Then it asks what checkpoint, snapshot and migrate ask \
+        before they begin, and says what they would refuse on this machine as it is.\n\nExits with 0 if attach will \
         work and with 3 if it will not, or if that cannot be told."
     )]
     Doctor(DoctorArgs),

@@ -59,6 +59,20 @@ impl Error {
         }
     }
 
+    /// A refusal by code, in words that name what is in the way on this machine.
+    #[must_use]
+    pub fn coded(code: Code, message: impl Into<String>) -> Self {
+        let message = format!("{} [{}]", message.into(), code.name());
+        Self { code: Some(code), ..Self::new(Exit::of(code), message) }.hint(explain::entry(code).remedy)
+    }
+
+    /// The message without the code at its end.
+    #[must_use]
+    pub fn plain_message(&self) -> &str {
+        let end = self.code.map(|code| format!(" [{}]", code.name())).unwrap_or_default();
+        self.message.strip_suffix(&end).unwrap_or(&self.message)
+    }
+
     /// A refusal as the driver reported it; `None` if the outcome is a success.
     #[must_use]
     pub fn from_outcome(action: &str, outcome: &Outcome) -> Option<Self> {

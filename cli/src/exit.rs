@@ -48,7 +48,7 @@ impl Exit {
             Code::NotLoaded | Code::AlreadyLoaded | Code::StillAttached | Code::Crashed => Self::State,
             Code::OrphanedHypervisor | Code::LockedDown => Self::Impossible,
             Code::SelfTestFailed => Self::Failed,
-            code if (40..100).contains(&(code as u32)) => Self::Impossible,
+            code if matches!(code as u32, 40..100 | 180..200) => Self::Impossible,
             _ => Self::Failed,
         }
     }

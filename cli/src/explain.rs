@@ -200,9 +200,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::IntelUnsupported,
-        "Intel processors are not supported by this version",
-        "Versions before 0.2 had no VMX; this one does not say so any more.",
-        "update the driver and the hypervisor",
+        "the number of a refusal that no version gives any more",
+        "It once stood for processors by Intel. They are supported, and refused by name where they lack something that \
+         Mercury needs (no-vmx, no-ept and others).",
+        "install the command and the driver from the same release; `mercury doctor` says what this processor lacks",
     ),
     entry_of(
         Code::Cr0Unsupported,
@@ -720,6 +721,71 @@ pub const TABLE: &[Entry] = &[
          second kind is refused before anything stands still.",
         "put the DIMM back; or take the memory out of use (echo offline > /sys/devices/system/memory/memory…/state, then \
          unload its driver, or have the host take it back)",
+    ),
+    entry_of(
+        Code::SwapInUse,
+        "memory is swapped out, and there is no room to read it back",
+        "An image, and what moves, is what memory holds. What is swapped out lies on a disk and would be missing.",
+        "stop programs until there is room for it in memory, and try again",
+    ),
+    entry_of(
+        Code::DevicesUnseen,
+        "a device that is in use writes to memory where the driver cannot see it",
+        "GPUs, RDMA, devices that processes drive by themselves (VFIO, DPDK) and accelerators that share the memory of \
+         processes write without asking the kernel each time. What they write during the instant would be missing.",
+        "end the processes that are named, or unload the drivers of the devices; --force-devices goes on all the same, which is \
+         right only if the devices are idle",
+    ),
+    entry_of(
+        Code::CpusOffline,
+        "CPUs are there and offline",
+        "A CPU that is offline waits in memory that a restore writes over, so such a machine could not be brought back.",
+        "bring them online (`echo 1 > /sys/devices/system/cpu/cpuN/online`), or boot without nosmt and maxcpus; `mercury \
+         checkpoint --force-offline` makes an image that can only be looked into",
+    ),
+    entry_of(
+        Code::WatchdogUnfed,
+        "a watchdog cannot be fed while its program stands still",
+        "Mercury feeds watchdogs in place of their programs, which stand still, by a copy of the program's descriptor. For the \
+         instant itself no process runs, so a watchdog that bites within 5 s would bite then; and where nobody may trace others \
+         (kernel.yama.ptrace_scope=3) there is no copy.",
+        "give the watchdog 5 s or more (systemd: RuntimeWatchdogSec=), or disarm it",
+    ),
+    entry_of(
+        Code::CardsBundled,
+        "a network card is a part of a bond or a team",
+        "The cards of the other machine have other addresses, and a bond would keep its own.",
+        "take bonds and teams apart before the move, and make them again after it",
+    ),
+    entry_of(
+        Code::DisksStayBehind,
+        "local file systems are mounted for writing, and a rollback puts back memory only",
+        "The kernel would go on with what it remembers of file systems that have moved on, and destroy them.",
+        "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper snapshot, made \
+         by --hook and merged by --put-back), --force-disks goes on",
+    ),
+    entry_of(
+        Code::NfsSessions,
+        "a file system is on NFS 4.1 or later, which a machine that was put back cannot go on with",
+        "From NFS 4.1 on requests are numbered, and a client that falls behind its server never gets on again.",
+        "mount it with vers=4.0 or vers=3",
+    ),
+    entry_of(
+        Code::DisksUncomparable,
+        "of a file system it could not be told whether it is as it was",
+        "What is in memory must never meet a disk that has moved on. The restore environment compares each file system's \
+         fingerprint with that of the instant, and reaches only disks that the drivers of this machine's cards find by \
+         themselves.",
+        "unmount it; or --force-devices goes on with a checkpoint: `mercury restore` then needs --force-disks, and you must know \
+         whether the disks are as they were",
+    ),
+    entry_of(
+        Code::NoPlaceForMark,
+        "there is no place for a mark that keeps this machine from starting while it runs at the other one",
+        "After a power cut this machine would start from disks that it shares with the one that it has moved to. The mark \
+         is a variable of UEFI firmware, or a file on a local disk.",
+        "`mercury mark --prepare FILE` makes a place on a local disk; --without-mark moves all the same: then see to it that \
+         this machine does not start by itself when its power comes back",
     ),
 ];
 

@@ -6,6 +6,7 @@
 //! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
 //! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back; [`images`] reads such
 //!   files;
+//! * [`refusals`]: what a machine as it is speaks against a checkpoint, a snapshot or a move;
 //! * [`snapshot`]: the whole machine back to what it was, in memory;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
@@ -49,6 +50,7 @@ pub mod module;
 pub mod output;
 pub mod progress;
 pub mod receive;
+pub mod refusals;
 pub mod restore;
 pub mod size;
 pub mod snapshot;

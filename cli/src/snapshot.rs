@@ -22,10 +22,12 @@ use crate::{
     exit::Exit,
     interrupt::Deferred,
     output::{Hex, Render, Text, bytes, duration, thousands, ticks_to_us},
+    refusals::{self, Lifted, Operation},
     status::nul_padded,
     sysroot::Sysroot,
 };
 use mercury_abi::{
+    code::Code,
     ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
     snapshot::{RollbackReason, RollbackReport},
 };
@@ -172,11 +174,10 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     let _deferred = Deferred::begin();
     checkpoint::stay_in_the_foreground();
     let sysroot = Sysroot::default();
-    checkpoint::refuse_untracked(args.force_devices, &sysroot)?;
-    checkpoint::refuse_swap(&sysroot)?;
+    let lifted =
+        refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.force_disks, Lifted::Disks)]);
+    refusals::refuse(Operation::Snapshot, &lifted, &sysroot)?;
     let mounts = disks::all(&sysroot)?;
-    refuse_disks(args, &mounts)?;
-    refuse_sessions(&sysroot)?;
     let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
@@ -197,10 +198,11 @@ pub fn rollback() -> Result<Exit> {
     Err(Error::new(Exit::Failed, "the machine was not put back"))
 }
 
-/// What is in memory must never meet a disk that has moved on.
-fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
+/// Refuses local file systems that are mounted for writing: what is in memory must never meet a disk that has moved on.
+pub(crate) fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
+    let mounts = disks::mounted(sysroot)?;
     let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
-    if found.is_empty() || args.force_disks {
+    if found.is_empty() {
         return Ok(());
     }
     let named = |mount: &&Mounted| format!("{} ({})", mount.at.display(), mount.device.display());
@@ -208,18 +210,15 @@ fn refuse_disks(args: &SnapshotArgs, mounts: &[Mounted]) -> Result<()> {
         "local file systems are mounted for writing, and a rollback puts back memory only: {}",
         found.iter().map(named).collect::<Vec<_>>().join(", ")
     );
-    Err(Error::new(Exit::Impossible, text).hint(
-        "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper \
-         snapshot, made by --hook and merged by --put-back), --force-disks goes on",
-    ))
+    Err(Error::coded(Code::DisksStayBehind, text))
 }
 
 /// From NFS 4.1 on requests are numbered, and a client that falls behind its server with that never gets on again.
-fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+pub(crate) fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
     let text = format!("{at} is on NFS {version}, which a machine that was put back cannot go on with");
-    Err(Error::new(Exit::Impossible, text).hint("mount it with vers=4.0 or vers=3"))
+    Err(Error::coded(Code::NfsSessions, text))
 }
 
 /// Where an NFS file system of such a version is mounted, and the version, from its line of mountinfo.

@@ -128,7 +128,8 @@ impl Render for SwitchReport {
     fn render(&self, to: &mut Text) {
         self.prepared.render(to);
         match (self.count, self.already) {
-            (0, 0) => to.line(format!("nothing to do: no CPU was to be {}", self.past)),
+            (0, 0) if self.past == Direction::Detach.past() => to.line("nothing to do: no CPU is attached"),
+            (0, 0) => to.line("nothing to do: no CPU was named"),
             (0, _) => to.line(format!("nothing to do: every CPU is {} already", self.state())),
             (count, _) => {
                 let text = format!("{} {count} {} ({})", self.past, plural(count, "CPU"), self.cpus);
@@ -330,5 +331,6 @@ mod tests {
         let report =
             switch(&FakeDriver::new(2), Direction::Detach, None, Prepared::default()).expect("nothing");
         assert_eq!(report.count, 0);
+        assert_eq!(rendered(&report), "nothing to do: no CPU is attached\n");
     }
 }

@@ -47,7 +47,7 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     wait_more(spare, COMES, 0)?;
     let again = migrate(&words, "");
     is_refused(machine, &again, BUSY)?;
-    is_refused(machine, "mercury migrate --dry-run", BUSY)?;
+    is_refused(machine, "mercury migrate --dry-run --without-mark", BUSY)?;
     is_refused(machine, "mercury checkpoint /run/image", BUSY)?;
     // For a reason that comes before that one: its root is on NFS.
     is_refused(machine, "mercury snapshot", "is on NFS 4.2")?;

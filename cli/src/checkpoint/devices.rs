@@ -1,17 +1,32 @@
 //! Devices that write to memory without the kernel's DMA interface being asked each time, and virtual machines that write
 //! to it round the hypervisor's tables: what they write at the wrong moment would be missing in an image.
+//!
+//! Most of them do so only while a process has them open. So what counts is use, and whoever uses one is named. A device
+//! of which the users cannot be told counts as used.
 
+use super::{
+    openers::{self, Openers, Process},
+    rdma::{self, User},
+};
 use crate::{module, sysroot::Sysroot};
+use std::{collections::BTreeSet, io};
 
-/// Each of them, and why; such as "GPU 0000:01:00.0 (nvidia)".
+/// Names each of them, and who uses it; such as "GPU 0000:01:00.0 (nvidia), used by train (77)".
 #[must_use]
 pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
+    untracked_by(sysroot, &rdma::users)
+}
+
+/// The same, with the users of an RDMA device as `rdma` tells them.
+fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<User>>) -> Vec<String> {
+    let openers = Openers::read(sysroot);
     let mut found = Vec::new();
     if posts_interrupts(&sysroot.text("proc/cmdline").unwrap_or_default()) {
         found.push("an IOMMU that keeps interrupts in memory (boot without intremap=posted_msi)".into());
     }
     for name in sysroot.names("sys/class/uacce") {
-        found.push(format!("accelerator {name}, which shares the memory of processes"));
+        let users = openers.of(|target| target == format!("/dev/{name}"));
+        found.extend(used(format!("accelerator {name}, which shares the memory of processes"), &users));
     }
     for name in sysroot.names("sys/class/nvme") {
         let file = format!("sys/class/nvme/{name}/hmb");
@@ -21,27 +36,15 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
             ));
         }
     }
-    for name in sysroot.names("sys/class/infiniband") {
-        found.push(format!("RDMA device {name}"));
-    }
+    found.extend(rdma_devices(sysroot, &openers, rdma));
     for address in sysroot.names("sys/bus/pci/devices") {
-        let folder = format!("sys/bus/pci/devices/{address}");
-        let class = sysroot.text(&format!("{folder}/class")).unwrap_or_default();
-        let driver = std::fs::read_link(sysroot.path(&format!("{folder}/driver"))).ok();
-        let Some(driver) = driver.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
-        else {
-            continue;
-        };
-        if driver.contains("vfio") || driver.contains("uio") {
-            found.push(format!("device {address}, which a process drives by itself ({driver})"));
-        } else if driver == "idxd" {
-            found.push(format!("accelerator {address} ({driver}), which shares the memory of processes"));
-        } else if is_accelerator(&class) && !is_plain(&driver) {
-            found.push(format!("GPU {address} ({driver})"));
-        }
+        found.extend(PciDevice::new(address, sysroot).and_then(|device| device.untracked(&openers)));
     }
     if !guests_are_seen(sysroot) {
-        found.extend(virtual_machines(sysroot));
+        let users = openers.of(|target| target == "anon_inode:kvm-vm");
+        found.extend(
+            users.iter().map(|process| format!("a virtual machine of {}", openers::names([*process]))),
+        );
     }
     found
 }
@@ -60,29 +63,155 @@ pub fn forgotten(sysroot: &Sysroot) -> Vec<String> {
     devices.into_iter().filter(is_region).filter(is_in_use).map(|name| format!("CXL memory {name}")).collect()
 }
 
+/// Says of a device that processes use it; `None` without one.
+fn used(device: String, users: &[&Process]) -> Option<String> {
+    (!users.is_empty()).then(|| format!("{device}, used by {}", openers::names(users.iter().copied())))
+}
+
+/// RDMA devices that are used. Ordinary network cards have one as soon as their RDMA module is loaded.
+fn rdma_devices(
+    sysroot: &Sysroot,
+    openers: &Openers,
+    rdma: &dyn Fn(&str) -> io::Result<BTreeSet<User>>,
+) -> Vec<String> {
+    let described = |name: String| {
+        let mut users: BTreeSet<String> = match rdma(&name) {
+            Ok(users) => users.iter().map(|user| user.named(sysroot)).collect(),
+            Err(error) => {
+                return Some(format!("RDMA device {name}, of which the users cannot be told ({error})"));
+            }
+        };
+        // One without a context has no resource yet, and may have one at any time.
+        let mut nodes = sysroot.names("sys/class/infiniband_verbs");
+        nodes.retain(|node| {
+            sysroot.text(&format!("sys/class/infiniband_verbs/{node}/ibdev")).as_ref() == Some(&name)
+        });
+        let is_node = |target: &str| nodes.iter().any(|node| target == format!("/dev/infiniband/{node}"));
+        users.extend(openers.of(is_node).into_iter().map(|process| openers::names([process])));
+        let users: Vec<_> = users.into_iter().collect();
+        (!users.is_empty()).then(|| format!("RDMA device {name}, used by {}", users.join(", ")))
+    };
+    sysroot.names("sys/class/infiniband").into_iter().filter_map(described).collect()
+}
+
+/// A device file, or several by what their names begin with.
+enum Node {
+    Named(String),
+    BeginsWith(&'static str),
+}
+
+impl Node {
+    fn is(&self, target: &str) -> bool {
+        match self {
+            Self::Named(name) => target == name,
+            Self::BeginsWith(name) => target.starts_with(name),
+        }
+    }
+}
+
+/// A PCI device with a driver.
+struct PciDevice<'a> {
+    address: String,
+    driver: String,
+    sysroot: &'a Sysroot,
+}
+
+impl<'a> PciDevice<'a> {
+    fn new(address: String, sysroot: &'a Sysroot) -> Option<Self> {
+        let link = sysroot.path(&format!("sys/bus/pci/devices/{address}/driver"));
+        let driver = std::fs::read_link(link).ok()?.file_name()?.to_string_lossy().into_owned();
+        Some(Self { address, driver, sysroot })
+    }
+
+    fn file(&self, name: &str) -> String {
+        format!("sys/bus/pci/devices/{}/{name}", self.address)
+    }
+
+    /// Says that the device may write to memory unseen, and who uses it.
+    fn untracked(&self, openers: &Openers) -> Option<String> {
+        let Self { address, driver, .. } = self;
+        if driver.contains("vfio") {
+            let device = format!("device {address}, which a process drives by itself ({driver})");
+            return used(device, &openers.of(|target| self.is_vfio(target)));
+        }
+        if driver.contains("uio") {
+            return self.driven_by_uio(openers);
+        }
+        if driver == "idxd" {
+            let device = format!("accelerator {address} ({driver}), which shares the memory of processes");
+            let is_queue = |target: &str| target.starts_with("/dev/dsa/") || target.starts_with("/dev/iax/");
+            return used(device, &openers.of(is_queue));
+        }
+        let class = self.sysroot.text(&self.file("class")).unwrap_or_default();
+        if !is_accelerator(&class) || is_plain(driver) {
+            return None;
+        }
+        let device = format!("GPU {address} ({driver})");
+        let nodes = self.nodes();
+        if nodes.is_empty() {
+            return Some(format!("{device}, of which the users cannot be told"));
+        }
+        let users = openers.of(|target| nodes.iter().any(|node| node.is(target)));
+        // It opens screens for others, who have them open themselves then.
+        let users: Vec<_> = users.into_iter().filter(|process| process.name != "systemd-logind").collect();
+        used(device, &users)
+    }
+
+    /// Device files by which processes use a GPU or an accelerator.
+    fn nodes(&self) -> Vec<Node> {
+        let of = |class: &str, folder: &str| -> Vec<Node> {
+            let names = self.sysroot.names(&self.file(class)).into_iter();
+            // Connectors are there as well: card0-DP-1.
+            let names = names.filter(|name| !name.contains('-'));
+            names.map(|name| Node::Named(format!("/dev/{folder}/{name}"))).collect()
+        };
+        let mut nodes = of("drm", "dri");
+        nodes.extend(of("accel", "accel"));
+        match self.driver.as_str() {
+            "nvidia" => nodes.push(Node::BeginsWith("/dev/nvidia")),
+            "amdgpu" => nodes.push(Node::Named("/dev/kfd".into())),
+            _ => {}
+        }
+        nodes
+    }
+
+    /// Returns true if an open file is this device as VFIO gives it to a process.
+    fn is_vfio(&self, target: &str) -> bool {
+        let group = std::fs::read_link(self.sysroot.path(&self.file("iommu_group"))).ok();
+        let group = group.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+        let by_group = group.is_some_and(|group| {
+            // Without an IOMMU the group's name says so.
+            [format!("/dev/vfio/{group}"), format!("/dev/vfio/noiommu-{group}")].contains(&target.to_owned())
+        });
+        let devices = self.sysroot.names(&self.file("vfio-dev"));
+        by_group || devices.iter().any(|name| target == format!("/dev/vfio/devices/{name}"))
+    }
+
+    /// A device that uio gives to a process may go on when the process has ended: until its bus mastering is off.
+    fn driven_by_uio(&self, openers: &Openers) -> Option<String> {
+        let Self { address, driver, .. } = self;
+        let device = format!("device {address}, which a process drives by itself ({driver})");
+        let nodes = self.sysroot.names(&self.file("uio"));
+        let users = openers.of(|target| nodes.iter().any(|node| target == format!("/dev/{node}")));
+        if users.is_empty() && self.is_bus_master() {
+            return Some(format!("{device}, and which is a bus master still"));
+        }
+        used(device, &users)
+    }
+
+    /// Returns true if the device may write to memory, or that cannot be told.
+    fn is_bus_master(&self) -> bool {
+        const COMMAND: usize = 4;
+        const BUS_MASTER: u8 = 1 << 2;
+        let config = self.sysroot.bytes(&self.file("config")).unwrap_or_default();
+        config.get(COMMAND).is_none_or(|command| command & BUS_MASTER != 0)
+    }
+}
+
 /// Whether virtual machines run on tables that the hypervisor can shadow: KVM's nested ones, on AMD. Their interrupts must
 /// come by exits, too.
 fn guests_are_seen(sysroot: &Sysroot) -> bool {
     module::kvm_amd_has(sysroot, "npt") == Some(true) && module::kvm_amd_has(sysroot, "avic") == Some(false)
-}
-
-/// Processes with virtual machines of KVM's, such as "a virtual machine of qemu-system-x86 (1234)".
-fn virtual_machines(sysroot: &Sysroot) -> Vec<String> {
-    let has_one = |process: &str| {
-        let folder = format!("proc/{process}/fd");
-        let is_one = |name: &String| {
-            std::fs::read_link(sysroot.path(&format!("{folder}/{name}")))
-                .is_ok_and(|target| target.as_os_str() == "anon_inode:kvm-vm")
-        };
-        sysroot.names(&folder).iter().any(is_one)
-    };
-    let described = |process: &String| {
-        let name = sysroot.text(&format!("proc/{process}/comm")).unwrap_or_default();
-        format!("a virtual machine of {} ({process})", name.trim())
-    };
-    let numbers =
-        sysroot.names("proc").into_iter().filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
-    numbers.filter(|process| has_one(process)).map(|process| described(&process)).collect()
 }
 
 /// Whether the kernel was told to have the IOMMU note interrupts in memory. It does not do so by itself.
@@ -106,8 +235,8 @@ fn is_plain(driver: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use std::{fs, os::unix::fs::symlink};
+    use super::{super::openers::tests::process, *};
+    use std::{fs, os::unix::fs::symlink, path::Path};
 
     #[test]
     fn cxl_memory_is_forgotten() {
@@ -127,60 +256,151 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_seen_is_named() {
-        let root = tempfile::tempdir().expect("a folder");
-        let device = |address: &str, class: &str, driver: &str| {
-            let folder = root.path().join("sys/bus/pci/devices").join(address);
-            fs::create_dir_all(&folder).expect("a folder");
-            fs::write(folder.join("class"), class).expect("a file");
-            symlink(format!("../drivers/{driver}"), folder.join("driver")).expect("a link");
-        };
-        device("0000:00:01.0", "0x030000", "nvidia");
-        device("0000:00:02.0", "0x030000", "ast");
-        device("0000:00:03.0", "0x020000", "vfio-pci");
-        device("0000:00:04.0", "0x020000", "e1000e");
-        fs::create_dir_all(root.path().join("sys/class/infiniband/mlx5_0")).expect("a folder");
-        device("0000:00:05.0", "0x088000", "idxd");
-        fs::create_dir_all(root.path().join("sys/class/uacce/hisi_zip-0")).expect("a folder");
-        let command_line = |words: &str| {
-            fs::create_dir_all(root.path().join("proc")).expect("a folder");
-            fs::write(root.path().join("proc/cmdline"), words).expect("a file");
-        };
-        let process = root.path().join("proc/77");
-        fs::create_dir_all(process.join("fd")).expect("a folder");
-        fs::write(process.join("comm"), "qemu\n").expect("a file");
-        symlink("anon_inode:kvm-vm", process.join("fd/9")).expect("a link");
-        command_line("quiet intremap=nosid intel_iommu=on");
-        assert_eq!(untracked(&Sysroot::at(root.path())).len(), 6);
-        let parameter = |name: &str, value: &str| {
-            let folder = root.path().join("sys/module/kvm_amd/parameters");
-            fs::create_dir_all(&folder).expect("a folder");
-            fs::write(folder.join(name), value).expect("a file");
-        };
-        parameter("npt", "Y");
-        parameter("avic", "N");
-        assert_eq!(untracked(&Sysroot::at(root.path())).len(), 5);
-        let buffer = root.path().join("sys/class/nvme/nvme0");
-        fs::create_dir_all(&buffer).expect("a folder");
-        for (hmb, count) in [("0\n", 5), ("1\n", 6)] {
-            fs::write(buffer.join("hmb"), hmb).expect("a file");
-            let found = untracked(&Sysroot::at(root.path()));
-            assert_eq!(
-                found.iter().filter(|text| text.contains("/sys/class/nvme/nvme0/hmb")).count(),
-                count - 5
-            );
-            assert_eq!(found.len(), count);
+    fn an_nvme_controller_with_tables_in_memory_is_named() {
+        let root = Root::new();
+        root.write("sys/class/nvme/nvme0/hmb", b"0\n");
+        assert_eq!(root.untracked(), [""; 0]);
+        root.write("sys/class/nvme/nvme0/hmb", b"1\n");
+        assert!(root.untracked()[0].contains("/sys/class/nvme/nvme0/hmb"), "{:?}", root.untracked());
+    }
+
+    struct Root(tempfile::TempDir);
+
+    impl Root {
+        fn new() -> Self {
+            Self(tempfile::tempdir().expect("a folder"))
         }
-        fs::remove_dir_all(&buffer).expect("gone");
-        parameter("npt", "N");
-        command_line("intremap=nosid,posted_msi quiet");
-        let found = untracked(&Sysroot::at(root.path()));
-        for (index, name) in
-            ["IOMMU", "hisi_zip-0", "mlx5_0", "nvidia", "vfio-pci", "idxd", "virtual machine of qemu (77)"]
-                .iter()
-                .enumerate()
-        {
-            assert!(found.len() == 7 && found[index].contains(name), "{name}: {found:?}");
+
+        fn path(&self) -> &Path {
+            self.0.path()
         }
+
+        fn write(&self, file: &str, content: &[u8]) {
+            let path = self.path().join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, content).expect("a file");
+        }
+
+        fn folder(&self, path: &str) {
+            fs::create_dir_all(self.path().join(path)).expect("a folder");
+        }
+
+        fn device(&self, address: &str, class: &str, driver: &str) -> String {
+            let folder = format!("sys/bus/pci/devices/{address}");
+            self.write(&format!("{folder}/class"), class.as_bytes());
+            symlink(format!("../drivers/{driver}"), self.path().join(&folder).join("driver"))
+                .expect("a link");
+            folder
+        }
+
+        fn untracked(&self) -> Vec<String> {
+            untracked_by(&Sysroot::at(self.path()), &|_| Ok(BTreeSet::new()))
+        }
+    }
+
+    #[test]
+    fn devices_count_when_a_process_has_them_open() {
+        let root = Root::new();
+        root.device("0000:00:01.0", "0x030000", "nvidia");
+        root.device("0000:00:02.0", "0x030000", "ast");
+        let passed = root.device("0000:00:03.0", "0x020000", "vfio-pci");
+        symlink("../../../kernel/iommu_groups/12", root.path().join(passed).join("iommu_group"))
+            .expect("a link");
+        root.device("0000:00:04.0", "0x020000", "e1000e");
+        root.device("0000:00:05.0", "0x088000", "idxd");
+        let second = root.device("0000:00:06.0", "0x038000", "amdgpu");
+        root.folder(&format!("{second}/drm/renderD129"));
+        root.folder(&format!("{second}/drm/card1"));
+        root.folder(&format!("{second}/drm/card1-DP-1"));
+        root.folder("sys/class/uacce/hisi_zip-0");
+        assert_eq!(root.untracked(), [""; 0]);
+        process(
+            root.path(),
+            5,
+            "other",
+            &["/dev/dri/renderD128", "/dev/vfio/1", "/dev/vfio/vfio", "/dev/null"],
+        );
+        process(root.path(), 6, "systemd-logind", &["/dev/dri/card1"]);
+        assert_eq!(root.untracked(), [""; 0]);
+        process(root.path(), 70, "train", &["/dev/nvidiactl", "/dev/nvidia0"]);
+        process(root.path(), 71, "dpdk", &["/dev/vfio/12", "/dev/dsa/wq0.0"]);
+        process(root.path(), 72, "zip", &["/dev/hisi_zip-0", "/dev/dri/renderD129"]);
+        assert_eq!(
+            root.untracked(),
+            [
+                "accelerator hisi_zip-0, which shares the memory of processes, used by zip (72)",
+                "GPU 0000:00:01.0 (nvidia), used by train (70)",
+                "device 0000:00:03.0, which a process drives by itself (vfio-pci), used by dpdk (71)",
+                "accelerator 0000:00:05.0 (idxd), which shares the memory of processes, used by dpdk (71)",
+                "GPU 0000:00:06.0 (amdgpu), used by zip (72)",
+            ]
+        );
+    }
+
+    /// Of a GPU without device files nothing tells who uses it.
+    #[test]
+    fn a_gpu_of_an_unknown_kind_counts_as_used() {
+        let root = Root::new();
+        root.device("0000:00:01.0", "0x120000", "secret");
+        assert_eq!(root.untracked(), ["GPU 0000:00:01.0 (secret), of which the users cannot be told"]);
+    }
+
+    #[test]
+    fn a_device_of_uio_may_outlive_its_process() {
+        let root = Root::new();
+        let folder = root.device("0000:00:03.0", "0x020000", "uio_pci_generic");
+        root.folder(&format!("{folder}/uio/uio0"));
+        let command = |command: u8| root.write(&format!("{folder}/config"), &[0x86, 0x80, 0, 0, command, 0]);
+        command(0x06);
+        assert!(root.untracked()[0].ends_with("bus master still"), "{:?}", root.untracked());
+        command(0x02);
+        assert_eq!(root.untracked(), [""; 0]);
+        process(root.path(), 71, "dpdk", &["/dev/uio0"]);
+        assert!(root.untracked()[0].ends_with("used by dpdk (71)"), "{:?}", root.untracked());
+    }
+
+    #[test]
+    fn rdma_devices_count_by_their_users() {
+        let root = Root::new();
+        root.folder("sys/class/infiniband/mlx5_0");
+        root.write("sys/class/infiniband_verbs/uverbs3/ibdev", b"mlx5_0\n");
+        root.write("sys/class/infiniband_verbs/uverbs4/ibdev", b"mlx5_1\n");
+        process(root.path(), 77, "mpirun", &["/dev/infiniband/uverbs4"]);
+        let with = |users: &[User]| {
+            let users: BTreeSet<_> = users.iter().cloned().collect();
+            untracked_by(&Sysroot::at(root.path()), &move |_| Ok(users.clone()))
+        };
+        assert_eq!(with(&[]), [""; 0]);
+        assert_eq!(
+            with(&[User::Process(77), User::Module("rpcrdma".into())]),
+            ["RDMA device mlx5_0, used by mpirun (77), the kernel's module rpcrdma"]
+        );
+        let cannot = untracked_by(&Sysroot::at(root.path()), &|_| Err(io::ErrorKind::Unsupported.into()));
+        assert!(cannot[0].contains("cannot be told"), "{cannot:?}");
+        process(root.path(), 78, "opener", &["/dev/infiniband/uverbs3"]);
+        assert_eq!(with(&[]), ["RDMA device mlx5_0, used by opener (78)"]);
+    }
+
+    #[test]
+    fn virtual_machines_count_where_they_cannot_be_seen() {
+        let root = Root::new();
+        process(root.path(), 77, "qemu", &["anon_inode:kvm-vm"]);
+        assert_eq!(root.untracked(), ["a virtual machine of qemu (77)"]);
+        let parameter =
+            |name: &str, value: &[u8]| root.write(&format!("sys/module/kvm_amd/parameters/{name}"), value);
+        parameter("npt", b"Y");
+        parameter("avic", b"N");
+        assert_eq!(root.untracked(), [""; 0]);
+        parameter("npt", b"N");
+        assert_eq!(root.untracked().len(), 1);
+    }
+
+    #[test]
+    fn an_iommu_that_posts_interrupts_is_named() {
+        let root = Root::new();
+        root.write("proc/cmdline", b"quiet intremap=nosid intel_iommu=on");
+        assert_eq!(root.untracked(), [""; 0]);
+        root.write("proc/cmdline", b"intremap=nosid,posted_msi quiet");
+        assert!(root.untracked()[0].contains("IOMMU"));
     }
 }

@@ -16,6 +16,7 @@ use crate::{
     exit::Exit,
     sysroot::Sysroot,
 };
+use mercury_abi::code::Code;
 use mercury_image::{FileSystem, Piece};
 use std::{
     collections::BTreeSet,
@@ -369,7 +370,7 @@ pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
         "the {kind} file system of {mounted_at} ({device}) cannot be marked, so that a restore could not tell whether it is as \
          it was{why}"
     );
-    Err(Error::new(Exit::Impossible, text))
+    Err(Error::coded(Code::DisksUncomparable, text))
 }
 
 /// Has what was written to a file's file system be at its place. Boot loaders look there, and know nothing of what a journal
@@ -650,7 +651,7 @@ pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
                 mount.at.display(),
                 mount.device.display()
             );
-            return Err(Error::new(Exit::Impossible, text));
+            return Err(Error::coded(Code::DisksUncomparable, text));
         }
     }
     Ok(())

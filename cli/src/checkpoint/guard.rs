@@ -1,13 +1,14 @@
 //! Undoes what a checkpoint does to the machine if its process does not live to do it, or does not get on: a child that
 //! is told of each step beforehand, and acts when the line to it breaks or is silent for long.
 
-use super::{applications, arrays, disks, swap};
+use super::{applications, arrays, disks, swap, watchdogs::Feeder};
 use crate::{
     device::{Access, Device},
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
     migrate::doubt::{Doubt, Reach},
+    sysroot::Sysroot,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -218,7 +219,13 @@ pub fn run() -> Exit {
             }
         }
     });
-    let (steps, broken) = to_undo(&lines, SILENCE);
+    // Programs that stand still feed no watchdog.
+    let mut feeder = None;
+    let (steps, broken) = to_undo(&lines, SILENCE, &mut |stillness| match stillness {
+        Stillness::Begins if feeder.is_none() => feeder = Some(Feeder::start(Sysroot::default())),
+        Stillness::Begins => {}
+        Stillness::Ended => feeder = None,
+    });
     if !broken && let Some(parent) = rustix::process::getppid() {
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
@@ -250,18 +257,34 @@ fn undo_all(mut steps: Vec<Undo>, patience: Duration, reach: &Arc<Reach>) {
     }
 }
 
-/// What is left to undo when the line breaks, or when something is and nothing is heard; and whether it broke.
-fn to_undo(lines: &Receiver<String>, silence: Duration) -> (Vec<Undo>, bool) {
+/// The time for which applications are held still, or held back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stillness {
+    Begins,
+    Ended,
+}
+
+/// What is left to undo when the line breaks, or when something is and nothing is heard; and whether it broke. Tells of
+/// applications that are held still meanwhile.
+fn to_undo(
+    lines: &Receiver<String>,
+    silence: Duration,
+    tell: &mut dyn FnMut(Stillness),
+) -> (Vec<Undo>, bool) {
     let mut steps = Vec::new();
     loop {
         match lines.recv_timeout(silence) {
-            Ok(text) => match serde_json::from_str(&text) {
-                Ok(undo) => steps.push(undo),
-                Err(_) if text == UNDONE => steps.clear(),
-                Err(_) if text == DECIDED => steps.retain(|undo| !matches!(undo, Undo::Decide(_))),
-                Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
-                Err(_) => {}
-            },
+            Ok(text) => {
+                match serde_json::from_str(&text) {
+                    Ok(undo) => steps.push(undo),
+                    Err(_) if text == UNDONE => steps.clear(),
+                    Err(_) if text == DECIDED => steps.retain(|undo| !matches!(undo, Undo::Decide(_))),
+                    Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
+                    Err(_) => {}
+                }
+                let frozen = steps.iter().any(|undo| matches!(undo, Undo::Unfreeze(_)));
+                tell(if frozen { Stillness::Begins } else { Stillness::Ended });
+            }
             // Whoever holds a machine that may run elsewhere holds it for as long as it takes.
             Err(RecvTimeoutError::Timeout) if matches!(steps.last(), Some(Undo::Decide(_))) => {}
             Err(RecvTimeoutError::Timeout) if steps.iter().any(Undo::holds) => return (steps, false),
@@ -286,8 +309,21 @@ mod tests {
         let line = |undo: &Undo| serde_json::to_string(undo).expect("JSON");
         let thaw = Undo::Thaw("/".into());
         let texts = [line(&Undo::Detach), UNDONE.into(), line(&Undo::Detach), line(&thaw), "{\"Tha".into()];
-        assert_eq!(to_undo(&told(&texts), SILENCE), (vec![Undo::Detach, thaw], true));
-        assert_eq!(to_undo(&told(&[UNDONE.into()]), SILENCE), (vec![], true));
+        assert_eq!(to_undo(&told(&texts), SILENCE, &mut |_| ()), (vec![Undo::Detach, thaw], true));
+        assert_eq!(to_undo(&told(&[UNDONE.into()]), SILENCE, &mut |_| ()), (vec![], true));
+    }
+
+    /// Watchdogs are fed from the first group that is frozen until all go on.
+    #[test]
+    fn stillness_is_told_from_the_first_group_to_the_release() {
+        let line = |undo: &Undo| serde_json::to_string(undo).expect("JSON");
+        let frozen = line(&Undo::Unfreeze("/a".into()));
+        let texts =
+            [line(&Undo::Detach), frozen.clone(), ALIVE.into(), RELEASED.into(), frozen, UNDONE.into()];
+        let mut told_of = Vec::new();
+        let _ = to_undo(&told(&texts), SILENCE, &mut |stillness| told_of.push(stillness));
+        use Stillness::{Begins, Ended};
+        assert_eq!(told_of, [Ended, Begins, Begins, Ended, Begins, Ended]);
     }
 
     /// A device that does not answer keeps nobody still but itself.
@@ -325,12 +361,12 @@ mod tests {
             thread::sleep(Duration::from_millis(100));
             drop(sender);
         });
-        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (steps.to_vec(), true));
+        assert_eq!(to_undo(&lines, Duration::from_millis(10), &mut |_| ()), (steps.to_vec(), true));
         let decided = [&texts[..], &[DECIDED.into()]].concat();
-        assert_eq!(to_undo(&told(&decided), SILENCE), (steps[..4].to_vec(), true));
+        assert_eq!(to_undo(&told(&decided), SILENCE, &mut |_| ()), (steps[..4].to_vec(), true));
         // The other end is told when everything goes on again.
         let released = [&decided[..], &[RELEASED.into()]].concat();
-        assert_eq!(to_undo(&told(&released), SILENCE), (steps[..2].to_vec(), true));
+        assert_eq!(to_undo(&told(&released), SILENCE, &mut |_| ()), (steps[..2].to_vec(), true));
     }
 
     /// Silence matters only while somebody stands still.
@@ -341,7 +377,10 @@ mod tests {
         for undo in [Undo::Detach, thaw.clone()] {
             sender.send(serde_json::to_string(&undo).expect("JSON")).expect("sent");
         }
-        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (vec![Undo::Detach, thaw], false));
+        assert_eq!(
+            to_undo(&lines, Duration::from_millis(10), &mut |_| ()),
+            (vec![Undo::Detach, thaw], false)
+        );
         // Whoever reads the image may then take his time.
         let returned = Undo::Return { from: "/a".into(), to: "/b".into() };
         for undo in [Undo::Detach, returned, Undo::Unfreeze("/a".into())] {
@@ -352,6 +391,6 @@ mod tests {
             thread::sleep(Duration::from_millis(100));
             drop(sender);
         });
-        assert_eq!(to_undo(&lines, Duration::from_millis(10)), (vec![Undo::Detach], true));
+        assert_eq!(to_undo(&lines, Duration::from_millis(10), &mut |_| ()), (vec![Undo::Detach], true));
     }
 }

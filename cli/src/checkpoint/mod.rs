@@ -25,8 +25,10 @@ pub mod fence;
 pub mod guard;
 pub mod incremental;
 mod layers;
+pub mod openers;
 pub mod patient;
 pub mod phases;
+pub mod rdma;
 pub mod reachable;
 pub mod series;
 pub mod stale;
@@ -34,6 +36,7 @@ pub mod stream;
 pub mod swap;
 pub mod target;
 pub mod waits;
+pub mod watchdogs;
 mod writeback;
 
 use crate::{
@@ -48,6 +51,7 @@ use crate::{
     lockdown,
     output::{Render, Text, bytes, duration, thousands},
     progress,
+    refusals::{self, Lifted, Operation},
     restore::{
         MEMORY_LEAST_MIB,
         fit::{self, Room},
@@ -316,16 +320,13 @@ fn finish(
 }
 
 /// Names what writes to memory unseen.
-pub(crate) fn refuse_untracked(forced: bool, sysroot: &Sysroot) -> Result<()> {
+pub(crate) fn refuse_untracked(sysroot: &Sysroot) -> Result<()> {
     let found = devices::untracked(sysroot);
-    if found.is_empty() || forced {
+    if found.is_empty() {
         return Ok(());
     }
-    let text = format!("these write to memory where the driver cannot see it: {}", found.join(", "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "stop what uses them and unload their drivers; --force-devices goes on all the same, which is right only if \
-         they are idle",
-    ))
+    let text = format!("these write to memory where the driver cannot see it: {}", found.join("; "));
+    Err(Error::coded(Code::DevicesUnseen, text))
 }
 
 /// Makes an image, and records the outcome for `mercury metrics`.
@@ -340,9 +341,9 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
 }
 
 /// Names hardware that another kernel would have to set up before the machine goes on.
-pub(crate) fn refuse_forgotten(forced: bool, sysroot: &Sysroot) -> Result<()> {
+pub(crate) fn refuse_forgotten(sysroot: &Sysroot) -> Result<()> {
     let found = devices::forgotten(sysroot);
-    if found.is_empty() || forced {
+    if found.is_empty() {
         return Ok(());
     }
     let text = format!(
@@ -366,12 +367,10 @@ fn one(
     if let target::Name::Path(path) = image {
         patient::reach(path)?;
     }
-    refuse_swap(sysroot)?;
-    refuse_untracked(args.force_devices, sysroot)?;
-    refuse_forgotten(args.force_devices, sysroot)?;
-    if !args.force_offline {
-        refuse_offline(sysroot)?;
-    }
+    let lifted =
+        refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.force_offline, Lifted::Offline)]);
+    let operation = if args.poweroff { Operation::PowerOff } else { Operation::Checkpoint };
+    refusals::refuse(operation, &lifted, sysroot)?;
     refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Who controls the driver is the only one to write images.
@@ -384,6 +383,7 @@ fn one(
     let attached = Attached::make(&device, &mut guard)?;
     let (mut report, rest) = match checkpoint(args, &device, target, before, sysroot, deferred, &mut guard) {
         Ok((report, rest)) if report.restored => {
+            watchdogs::arm_again(sysroot);
             attached.forget();
             (report, rest)
         }
@@ -412,9 +412,7 @@ pub(crate) fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
     }
     let text =
         format!("CPUs {offline} are there and offline: a machine of which some are cannot be brought back");
-    Err(Error::new(Exit::Impossible, text)
-        .hint("bring them online (/sys/devices/system/cpu/cpu…/online), or boot without nosmt or maxcpus; `mercury checkpoint \
-             --force-offline` makes an image to be looked into"))
+    Err(Error::coded(Code::CpusOffline, text))
 }
 
 /// Refuses a machine that has no room in memory for what is swapped out to its disks.
@@ -636,7 +634,7 @@ fn reach(
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
     // A hook's snapshot is of no use either if nothing can tell that it was put back.
     if (args.poweroff || args.hook.is_some()) && !args.force_devices {
-        disks::refuse_unmarked(&machine.file_systems).map_err(|error| error.hint(FORCE_BLIND))?;
+        disks::refuse_unmarked(&machine.file_systems)?;
     }
     guard.hear();
     if let Some(hook) = &args.hook {
@@ -737,9 +735,6 @@ fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -
     disks::holder(mounts, &part, sysroot)
 }
 
-const FORCE_BLIND: &str = "unmount it; or --force-devices goes on: `mercury restore` then needs --force-disks, and you \
-    must know whether the disks are as they were";
-
 /// A machine that is to be off must be one that can be brought back.
 fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
     if !args.poweroff {
@@ -750,9 +745,9 @@ fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysr
             .hint("write to a block device, or to ssh://host/path"));
     }
     if !args.force_devices {
-        disks::refuse_unreadable(mounts, sysroot).map_err(|error| error.hint(FORCE_BLIND))?;
+        disks::refuse_unreadable(mounts, sysroot)?;
     }
-    refuse_watchdogs(sysroot)
+    Ok(())
 }
 
 /// Refuses a machine whose image a restore environment on the same hardware would refuse.
@@ -782,22 +777,6 @@ fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sys
         "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it to one before it \
          is restored",
     ))
-}
-
-/// Nobody feeds one while everything stands still.
-pub(crate) fn refuse_watchdogs(sysroot: &Sysroot) -> Result<()> {
-    let watchdogs = sysroot.names("sys/class/watchdog").into_iter();
-    let armed = |name: &String| {
-        sysroot.text(&format!("sys/class/watchdog/{name}/state")).as_deref() == Some("active")
-    };
-    if let Some(watchdog) = watchdogs.into_iter().find(armed) {
-        return Err(Error::new(
-            Exit::Impossible,
-            format!("{watchdog} is armed, and who feeds it would stand still"),
-        )
-        .hint("disarm it (systemd: RuntimeWatchdogSec=0)"));
-    }
-    Ok(())
 }
 
 pub(crate) fn run_hook(hook: &str) -> Result<()> {

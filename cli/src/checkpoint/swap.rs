@@ -14,6 +14,7 @@ use crate::{
     output::bytes,
     sysroot::Sysroot,
 };
+use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
@@ -125,7 +126,7 @@ pub fn refuse(sysroot: &Sysroot) -> Result<()> {
         named(&found),
         bytes(available)
     );
-    Err(Error::new(Exit::Failed, text)
+    Err(Error::coded(Code::SwapInUse, text)
         .hint("stop programs until there is room for it in memory, and try again"))
 }
 

@@ -6,9 +6,12 @@ use crate::{
     driver::Driver,
     error::{Error, Result},
     lockdown, module,
+    refusals::{self, Answer, Operation},
+    snapshot,
     sysroot::{Module, Sysroot},
 };
 use mercury_abi::{
+    code::Code,
     facts::{CpuFacts, CpuidLeaf},
     ioctl::{MERCURY_MODE_ATTACHED, MERCURY_STATE_UNLOADED},
 };
@@ -19,6 +22,10 @@ const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d
 
 /// Blocks of this order (32 pages, 128 KiB) are the largest that a load needs: for the image.
 pub const IMAGE_ORDER: usize = 5;
+
+/// The operations that doctor asks for.
+const ANSWERED: [Operation; 4] =
+    [Operation::Checkpoint, Operation::PowerOff, Operation::Snapshot, Operation::Migrate];
 
 /// What the driver said.
 #[derive(Clone, Debug)]
@@ -31,6 +38,8 @@ pub enum Asked {
         hypervisor_loaded: bool,
         /// The CPUs that are attached now.
         attached: CpuSet,
+        /// Why no other snapshot of memory can be made now.
+        snapshot: Option<Code>,
     },
     /// It could not be asked.
     Unavailable(Error),
@@ -81,6 +90,10 @@ pub struct Machine {
     pub command_line: String,
     /// Free blocks of [`IMAGE_ORDER`].
     pub free_blocks: Option<u64>,
+    /// What speaks against each operation on the whole machine; `None`: only root can ask.
+    pub answers: Option<Vec<(Operation, Vec<Answer>)>>,
+    /// Whether local file systems are mounted for writing.
+    pub local_disks: bool,
 }
 
 impl Machine {
@@ -90,7 +103,9 @@ impl Machine {
         let root = rustix::process::geteuid().is_root();
         let driver_loaded = module::is_loaded(sysroot);
         let asked = ask(module, sysroot).unwrap_or_else(Asked::Unavailable);
-        Self { root, asked, driver_loaded, ..Self::read_files(module, sysroot) }
+        let answers = root
+            .then(|| ANSWERED.map(|operation| (operation, refusals::ask(operation, &[], sysroot))).into());
+        Self { root, asked, driver_loaded, answers, ..Self::read_files(module, sysroot) }
     }
 
     /// Everything that is in files.
@@ -118,6 +133,8 @@ impl Machine {
             iommus: sysroot.names("sys/class/iommu").len(),
             command_line: sysroot.text("proc/cmdline").unwrap_or_default(),
             free_blocks: sysroot.free_blocks(IMAGE_ORDER),
+            answers: None,
+            local_disks: snapshot::refuse_disks(sysroot).is_err(),
             release,
         }
     }
@@ -164,7 +181,8 @@ fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     for cpu in sysroot.online_cpus().iter() {
         facts.extend(driver.facts(cpu)?.map(|facts| without_mercury(facts, &attached)));
     }
-    Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached })
+    let snapshot = (system.snapshot.live != 0).then_some(Code::SnapshotLive);
+    Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached, snapshot })
 }
 
 /// What a CPU looks like once it is native, or is.

@@ -3,9 +3,11 @@
 //! * [`machine`]: reads everything, judges nothing;
 //! * [`processor`]: attach's own checks on every CPU, and the CPUs against each other;
 //! * [`system`]: kernel, driver, signing, other hypervisors, memory;
+//! * [`operations`]: what would be refused of checkpoint, snapshot and migrate on this machine as it is;
 //! * this file: the items, and the verdict.
 
 pub mod machine;
+pub mod operations;
 pub mod processor;
 pub mod system;
 #[cfg(test)]
@@ -74,23 +76,41 @@ impl Item {
 pub struct Report {
     /// `yes`, `no` or `unknown`.
     pub can_attach: &'static str,
-    /// One line per check.
+    /// Checks for attach, one a line.
     pub items: Vec<Item>,
+    /// Checks for each operation on the whole machine.
+    pub operations: Vec<Section>,
     #[serde(skip)]
     quiet: bool,
+}
+
+/// The checks for one operation on the whole machine.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Section {
+    /// `checkpoint`, `snapshot` or `migrate`.
+    pub operation: &'static str,
+    /// `yes`, `no` or `unknown`.
+    pub possible: &'static str,
+    /// Checks, one a line.
+    pub items: Vec<Item>,
 }
 
 /// Judges a machine.
 #[must_use]
 pub fn examine(machine: &Machine, quiet: bool) -> Report {
     let items: Vec<_> = processor::items(machine).into_iter().chain(system::items(machine)).collect();
-    let worst = items.iter().map(|item| item.grade).max().unwrap_or(Grade::CannotTell);
-    let can_attach = match worst {
+    let can_attach = verdict_of(&items);
+    let operations = operations::sections(machine, can_attach);
+    Report { can_attach, items, operations, quiet }
+}
+
+/// Says whether something is possible, by the worst of its checks.
+fn verdict_of(items: &[Item]) -> &'static str {
+    match items.iter().map(|item| item.grade).max().unwrap_or(Grade::CannotTell) {
         Grade::Refused => "no",
         Grade::CannotTell => "unknown",
         _ => "yes",
-    };
-    Report { can_attach, items, quiet }
+    }
 }
 
 impl Report {
@@ -114,12 +134,38 @@ impl Report {
 
 impl Render for Report {
     fn render(&self, to: &mut Text) {
-        let shown = |item: &&Item| !self.quiet || item.grade > Grade::Note;
-        for item in self.items.iter().filter(shown) {
-            item.render(to);
+        self.render_items("attach", &self.items, to);
+        for section in &self.operations {
+            self.render_items(section.operation, &section.items, to);
         }
-        to.line("");
         to.line(self.verdict(to));
+        for section in &self.operations {
+            let line = section.verdict(to);
+            to.line(line);
+        }
+    }
+}
+
+impl Report {
+    fn render_items(&self, title: &str, items: &[Item], to: &mut Text) {
+        let shown: Vec<_> = items.iter().filter(|item| !self.quiet || item.grade > Grade::Note).collect();
+        if shown.is_empty() {
+            return;
+        }
+        to.line(to.tone(Tone::Strong, title));
+        shown.into_iter().for_each(|item| item.render(to));
+        to.line("");
+    }
+}
+
+impl Section {
+    fn verdict(&self, to: &Text) -> String {
+        let operation = self.operation;
+        match self.possible {
+            "yes" => to.tone(Tone::Good, &format!("`mercury {operation}` is possible")),
+            "no" => to.tone(Tone::Bad, &format!("`mercury {operation}` would be refused as this machine is")),
+            _ => to.tone(Tone::Doubtful, &format!("`mercury {operation}`: not everything could be checked")),
+        }
     }
 }
 

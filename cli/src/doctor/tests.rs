@@ -11,6 +11,7 @@ use crate::{
     exit::Exit,
     lockdown,
     output::{Render, Text},
+    refusals::{Answer, Operation},
     sysroot::Module,
 };
 use mercury_abi::{code::Code, facts::CpuFacts};
@@ -24,6 +25,7 @@ fn good_machine() -> Machine {
             facts: (0..4).map(good_epyc).collect(),
             hypervisor_loaded: false,
             attached: CpuSet::default(),
+            snapshot: None,
         },
         cpuid: good_epyc(0),
         offline: CpuSet::default(),
@@ -43,7 +45,27 @@ fn good_machine() -> Machine {
         iommus: 1,
         command_line: String::new(),
         free_blocks: Some(100),
+        answers: Some(good_answers()),
+        local_disks: false,
     }
+}
+
+/// A machine that nothing speaks against.
+fn good_answers() -> Vec<(Operation, Vec<Answer>)> {
+    let operations = [Operation::Checkpoint, Operation::PowerOff, Operation::Snapshot, Operation::Migrate];
+    operations
+        .map(|operation| (operation, vec![Answer { about: "swap", result: Ok("nothing is swapped out") }]))
+        .into()
+}
+
+/// The same, but an operation would be refused.
+fn refused_answers(operation: Operation) -> Vec<(Operation, Vec<Answer>)> {
+    let mut answers = good_answers();
+    for (_, answers) in answers.iter_mut().filter(|(asked, _)| *asked == operation) {
+        let error = Error::coded(Code::DevicesUnseen, "GPU 0000:01:00.0 (nvidia), used by train (77)");
+        answers.push(Answer { about: "devices", result: Err(error) });
+    }
+    answers
 }
 
 fn with_facts(alter: impl Fn(&mut CpuFacts)) -> Machine {
@@ -69,7 +91,13 @@ fn a_good_machine() {
 
 #[test]
 fn quiet_says_only_what_is_wrong() {
-    assert_eq!(rendered(&examine(&good_machine(), true)), "\nThis machine can attach: `mercury attach`\n");
+    assert_eq!(
+        rendered(&examine(&good_machine(), true)),
+        "This machine can attach: `mercury attach`\n\
+         `mercury checkpoint` is possible\n\
+         `mercury snapshot` is possible\n\
+         `mercury migrate` is possible\n"
+    );
 }
 
 /// A machine by Intel is asked about VMX and not about SVM.
@@ -77,7 +105,8 @@ fn quiet_says_only_what_is_wrong() {
 fn a_good_machine_by_intel() {
     let mut machine = good_machine();
     let facts = (0..4).map(good_xeon).collect();
-    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default() };
+    machine.asked =
+        Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default(), snapshot: None };
     machine.cpuid = good_xeon(0);
     let report = examine(&machine, false);
     assert_eq!(report.exit(), Exit::Done);
@@ -92,7 +121,8 @@ fn a_good_machine_by_intel() {
 fn vmx_disabled_by_firmware() {
     let mut machine = good_machine();
     let facts = (0..4).map(|cpu| CpuFacts { feature_control: 1, ..good_xeon(cpu) }).collect();
-    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default() };
+    machine.asked =
+        Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default(), snapshot: None };
     let report = examine(&machine, true);
     assert_eq!(report.exit(), Exit::Impossible);
     let text = rendered(&report);
@@ -222,7 +252,7 @@ fn an_orphaned_hypervisor() {
     let facts: Vec<CpuFacts> = (0..4).map(good_epyc).collect();
     let attached: CpuSet = [1, 2].into_iter().collect();
     let mut machine = good_machine();
-    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached };
+    machine.asked = Asked::Answered { facts, hypervisor_loaded: false, attached, snapshot: None };
     let report = examine(&machine, true);
     assert_eq!(report.exit(), Exit::Impossible);
     let text = rendered(&report);
@@ -266,6 +296,59 @@ fn what_is_worth_a_note() {
     ] {
         assert!(text.contains(words), "{words}\n{text}");
     }
+}
+
+fn possible(report: &Report) -> [&str; 3] {
+    let all: Vec<_> = report.operations.iter().map(|section| section.possible).collect();
+    all.try_into().expect("three operations")
+}
+
+#[test]
+fn each_operation_has_a_verdict_of_its_own() {
+    for (operation, expected) in [
+        (Operation::Checkpoint, ["no", "yes", "yes"]),
+        (Operation::PowerOff, ["yes", "yes", "yes"]),
+        (Operation::Snapshot, ["yes", "no", "yes"]),
+        (Operation::Migrate, ["yes", "yes", "no"]),
+    ] {
+        let machine = Machine { answers: Some(refused_answers(operation)), ..good_machine() };
+        let report = examine(&machine, true);
+        assert_eq!(possible(&report), expected, "{operation:?}");
+        assert_eq!(report.exit(), Exit::Done, "attach is not concerned");
+        let text = rendered(&report);
+        assert!(text.contains("used by train (77) [devices-unseen]"), "{text}");
+        assert_eq!(text.contains("with --poweroff it would be refused"), operation == Operation::PowerOff);
+    }
+}
+
+#[test]
+fn what_cannot_attach_can_do_nothing_else() {
+    let report = examine(&with_facts(|facts| facts.vm_cr = 0x18), true);
+    assert_eq!(possible(&report), ["no"; 3]);
+    let report = examine(&Machine { answers: None, root: false, ..good_machine() }, true);
+    assert_eq!(possible(&report), ["unknown"; 3]);
+}
+
+/// Each of them makes a snapshot, and there is one at a time.
+#[test]
+fn a_snapshot_that_is_kept_is_in_the_way() {
+    let mut machine = good_machine();
+    if let Asked::Answered { snapshot, .. } = &mut machine.asked {
+        *snapshot = Some(Code::SnapshotLive);
+    }
+    let report = examine(&machine, true);
+    assert_eq!((possible(&report), report.exit()), (["no"; 3], Exit::Done));
+    assert!(rendered(&report).contains("[snapshot-live]"));
+}
+
+#[test]
+fn a_machine_by_intel_keeps_no_snapshot() {
+    let facts = (0..4).map(good_xeon).collect();
+    let asked =
+        Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default(), snapshot: None };
+    let report = examine(&Machine { asked, cpuid: good_xeon(0), ..good_machine() }, true);
+    assert_eq!(possible(&report), ["yes", "no", "yes"]);
+    assert!(rendered(&report).contains("[rollback-unsupported]"));
 }
 
 /// The verdicts of doctor and of attach agree because the code is the same: whatever refuses in

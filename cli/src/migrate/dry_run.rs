@@ -169,6 +169,8 @@ struct Look {
 }
 
 pub fn run(args: &MigrateArgs, say: Say<'_>, sysroot: &Sysroot, deferred: &Deferred) -> Result<Exit> {
+    super::course::refuse_hopeless(args)?;
+    super::refuse_unmovable(args, sysroot)?;
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;

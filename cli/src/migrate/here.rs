@@ -230,7 +230,7 @@ impl System for Here<'_> {
     }
 
     fn hold_still(&mut self) -> Result<()> {
-        let With { sysroot, guard, .. } = &mut self.with;
+        let With { args, sysroot, guard, .. } = &mut self.with;
         let frozen = match self.brake.take() {
             Some(brake) => brake.hold(guard)?,
             None => Frozen::hold(guard, &[])?,
@@ -240,6 +240,10 @@ impl System for Here<'_> {
         if mounts != self.mounts {
             return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
                 .hint("try again"));
+        }
+        // Nobody who runs can open one any more.
+        if !args.force_devices {
+            checkpoint::refuse_untracked(sysroot)?;
         }
         self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
         let arrays = Arrays::hold(guard, sysroot)?;

@@ -39,16 +39,16 @@ mod turns;
 
 use crate::{
     args::MigrateArgs,
-    checkpoint::{self, Attached, disks, guard::Guard},
+    checkpoint::{self, Attached, guard::Guard, watchdogs},
     commands::{self, Say},
     device::{Access, Device},
     error::{Error, Result},
-    ethernet::{self, made},
     exit::Exit,
     history::{self, Action, Attempt},
     interrupt::Deferred,
     lockdown,
     output::Format,
+    refusals::{self, Lifted, Operation},
     sysroot::Sysroot,
 };
 use here::{Here, With};
@@ -125,6 +125,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
         Outcome::Arrived(mut arrived) => {
             // There is no hypervisor beneath this machine any more.
             attached.forget();
+            watchdogs::arm_again(&sysroot);
             arrived.settle(held, &mut guard, &mut |step| {
                 if let Some(text) = pause.reached(step) {
                     operator.tell(&text);
@@ -211,28 +212,11 @@ fn refuse_busy() -> Result<()> {
     }
 }
 
-/// What can be seen before anything is tried.
+/// Refuses what `mercury doctor` predicts, before anything is tried.
 fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
-    checkpoint::refuse_swap(sysroot)?;
-    checkpoint::refuse_untracked(args.force_devices, sysroot)?;
-    checkpoint::refuse_forgotten(args.force_devices, sysroot)?;
-    checkpoint::refuse_watchdogs(sysroot)?;
-    checkpoint::refuse_offline(sysroot)?;
-    refuse_bundled(sysroot)?;
-    let mounts = disks::to_be_compared(&disks::all(sysroot)?, sysroot);
-    disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"))
-}
-
-/// Cards of the machine that has arrived get other addresses.
-fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
-    let bundled = made::bundled(&ethernet::cards(sysroot), sysroot);
-    let Some((card, whole)) = bundled.first() else { return Ok(()) };
-    let why = format!(
-        "{card} is a part of {whole}, which is no bridge: its cards would have the addresses of the spare's there, and {whole} would \
-         have its own still"
-    );
-    Err(Error::new(Exit::Impossible, why)
-        .hint("take bonds and teams apart before the move, and make them again behind it"))
+    let lifted =
+        refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.without_mark, Lifted::Mark)]);
+    refusals::refuse(Operation::Migrate, &lifted, sysroot)
 }
 
 /// The receiver's line.

@@ -21,6 +21,7 @@ use crate::{
 };
 use disk::{Blocks, Spot};
 use firmware::Variables;
+use mercury_abi::code::Code;
 use mercury_migration::protocol::{Attempt, Mark};
 use record::{Record, State};
 use rustix::fs::{CWD, Mode, OFlags};
@@ -119,6 +120,15 @@ impl Marks {
     /// # Errors
     /// If there is none, or it holds another system's mark.
     pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
+        Self::first(to, sysroot, |marks| marks.write(Mark::Cleared))
+    }
+
+    /// The first place that `works`, and from which nothing else keeps this machine.
+    fn first(
+        to: &str,
+        sysroot: &Sysroot,
+        works: impl Fn(&mut Self) -> std::result::Result<(), String>,
+    ) -> Result<Self> {
         let spots = spots(sysroot).map_err(|why| refusal(&why))?;
         let found = all(&spots, sysroot);
         let mut whys: Vec<String> = Vec::new();
@@ -132,7 +142,7 @@ impl Marks {
             };
             let mut marks = Self { place, named, record: Record::new(Attempt([0; 16]), to, system(sysroot)) };
             marks.refuse_anothers()?;
-            match marks.write(Mark::Cleared) {
+            match works(&mut marks) {
                 Ok(()) => {
                     initramfs::refuse_blind(&marks.named, &spots, sysroot)?;
                     return Ok(marks);
@@ -230,15 +240,22 @@ impl Standing {
     }
 }
 
+/// Refuses a machine without a place for a mark, as far as that shows without writing to one.
+///
+/// # Errors
+/// Saying what is there in its stead.
+pub fn refuse_placeless(sysroot: &Sysroot) -> Result<()> {
+    Marks::first("", sysroot, |_| Ok(())).map(drop)
+}
+
 fn refusal(why: &str) -> Error {
-    Error::new(
-        Exit::Impossible,
+    Error::coded(
+        Code::NoPlaceForMark,
         format!(
             "there is no place for a mark that keeps this machine from starting here, after a power cut, while it runs at the \
              other one: {why}"
         ),
     )
-    .hint(format!("`mercury mark --prepare FILE` makes one on a local disk; {WITHOUT}"))
 }
 
 /// Where marks may lie on disks, as it was prepared.

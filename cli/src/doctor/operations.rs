@@ -1,0 +1,127 @@
+//! What would be refused of the operations on the whole machine, as it is now: the same questions as the commands ask.
+
+use super::{
+    Grade, Item, Section,
+    machine::{Asked, Machine},
+    verdict_of,
+};
+use crate::{
+    explain,
+    refusals::{Answer, Operation},
+};
+use mercury_abi::code::Code;
+use mercury_preflight::{Vendor, vendor};
+
+/// A section for each operation.
+#[must_use]
+pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
+    let section = |operation: &'static str, own: Vec<Item>| {
+        let mut items: Vec<_> = attach(can_attach).into_iter().chain(kept(machine)).collect();
+        items.extend(own);
+        if machine.answers.is_none() {
+            items.push(
+                Item::new(
+                    "this machine",
+                    Grade::CannotTell,
+                    "only root sees what other users' processes have open",
+                )
+                .hint("run `sudo mercury doctor`"),
+            );
+        }
+        Section { operation, possible: verdict_of(&items), items }
+    };
+    vec![
+        section("checkpoint", checkpoint(machine)),
+        section("snapshot", snapshot(machine)),
+        section("migrate", migrate(machine)),
+    ]
+}
+
+/// Each of them attaches first.
+fn attach(can_attach: &str) -> Option<Item> {
+    match can_attach {
+        "yes" => None,
+        "no" => Some(Item::new("attach", Grade::Refused, "attach is refused, and this attaches first")),
+        _ => Some(Item::new("attach", Grade::CannotTell, "whether attach is refused could not be told")),
+    }
+}
+
+/// Each of them makes a snapshot of memory, and there is one at a time.
+fn kept(machine: &Machine) -> Option<Item> {
+    let Asked::Answered { snapshot: Some(code), .. } = &machine.asked else { return None };
+    let entry = explain::entry(*code);
+    let item = Item::new("kept snapshot", Grade::Refused, entry.meaning).hint(entry.remedy);
+    Some(Item { code: Some(code.name()), ..item })
+}
+
+fn answers(machine: &Machine, operation: Operation) -> &[Answer] {
+    let all = machine.answers.iter().flatten();
+    let mut wanted = all.filter(|(asked, _)| *asked == operation);
+    wanted.next().map(|(_, answers)| answers.as_slice()).unwrap_or_default()
+}
+
+fn items(machine: &Machine, operation: Operation) -> Vec<Item> {
+    answers(machine, operation).iter().map(item).collect()
+}
+
+fn item(answer: &Answer) -> Item {
+    match &answer.result {
+        Ok(fine) => Item::new(answer.about, Grade::Ok, *fine),
+        Err(error) => Item {
+            hint: error.hint.clone(),
+            code: error.code.map(Code::name),
+            ..Item::new(answer.about, Grade::Refused, error.plain_message())
+        },
+    }
+}
+
+/// What only --poweroff asks is no refusal of a checkpoint.
+fn checkpoint(machine: &Machine) -> Vec<Item> {
+    let mut found = items(machine, Operation::Checkpoint);
+    let plain: Vec<_> = found.iter().map(|item| item.check).collect();
+    let with_poweroff = items(machine, Operation::PowerOff).into_iter();
+    for mut item in with_poweroff.filter(|item| !plain.contains(&item.check)) {
+        if item.grade == Grade::Refused {
+            item.grade = Grade::Warning;
+            item.text = format!("with --poweroff it would be refused: {}", item.text);
+        }
+        found.push(item);
+    }
+    if machine.answers.is_some() && machine.local_disks {
+        let text = "there are local ones, which go on changing after the instant";
+        let hint = "an image can be restored only with the disks as they were then: use --poweroff or --hook";
+        found.push(Item::new("local disks", Grade::Note, text).hint(hint));
+    }
+    found
+}
+
+fn snapshot(machine: &Machine) -> Vec<Item> {
+    let mut found = items(machine, Operation::Snapshot);
+    if vendor(&machine.cpuid) == Vendor::Intel {
+        let entry = explain::entry(Code::RollbackUnsupported);
+        let item = Item::new("processor", Grade::Refused, entry.meaning).hint(entry.remedy);
+        found.push(Item { code: Some(Code::RollbackUnsupported.name()), ..item });
+    }
+    found
+}
+
+fn migrate(machine: &Machine) -> Vec<Item> {
+    let mut found = items(machine, Operation::Migrate);
+    let maker = match &machine.asked {
+        Asked::Answered { facts, .. } => facts.first().map(vendor),
+        Asked::Unavailable(_) => None,
+    };
+    if maker == Some(Vendor::Intel) {
+        let text =
+            "there is none on this processor: applications stand still for longer, the more memory there is";
+        found.push(Item {
+            code: Some(Code::LogUnsupported.name()),
+            ..Item::new("dirty log", Grade::Note, text)
+        });
+    }
+    if machine.answers.is_some() {
+        let text = "whether it takes this machine is known only when it is asked: `mercury migrate HOST`";
+        found.push(Item::new("other machine", Grade::Note, text));
+    }
+    found
+}

@@ -1,0 +1,306 @@
+//! What a machine as it is speaks against: the reasons for which a checkpoint, a snapshot or a move would be refused before
+//! anything is begun. The commands refuse by them; `mercury migrate --dry-run` and `mercury doctor` predict by the same.
+
+use crate::{
+    checkpoint::{self, disks, watchdogs},
+    error::{Error, Result},
+    ethernet::{self, made},
+    migrate::marks,
+    snapshot,
+    sysroot::Sysroot,
+};
+use mercury_abi::code::Code;
+
+/// An operation on the whole machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// `mercury checkpoint`.
+    Checkpoint,
+    /// `mercury checkpoint --poweroff`: the machine must be one that can be brought back.
+    PowerOff,
+    /// `mercury snapshot`.
+    Snapshot,
+    /// `mercury migrate`.
+    Migrate,
+}
+
+/// A reason that an operator has lifted by an option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lifted {
+    /// By --force-devices.
+    Devices,
+    /// By --force-offline.
+    Offline,
+    /// By --force-disks.
+    Disks,
+    /// By --without-mark.
+    Mark,
+}
+
+/// A question that is asked of the machine.
+struct Question {
+    name: &'static str,
+    /// What to say where nothing speaks against it.
+    fine: &'static str,
+    /// The operations before which it is asked.
+    before: &'static [Operation],
+    /// The option that spares it.
+    lifted_by: Option<Lifted>,
+    ask: fn(Operation, &Sysroot) -> Result<()>,
+}
+
+use Operation::{Checkpoint, Migrate, PowerOff, Snapshot};
+
+const COMPARABLE: &str = "of all file systems it can be told whether they are as they were";
+
+const QUESTIONS: &[Question] = &[
+    Question {
+        name: "swap",
+        fine: "none, or room in memory to read it back",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| checkpoint::refuse_swap(sysroot),
+    },
+    Question {
+        name: "devices",
+        fine: "none in use writes to memory unseen",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| checkpoint::refuse_untracked(sysroot),
+    },
+    Question {
+        name: "CXL memory",
+        fine: "none that a restart would forget",
+        before: &[Checkpoint, PowerOff, Migrate],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| checkpoint::refuse_forgotten(sysroot),
+    },
+    Question {
+        name: "devices' writes",
+        fine: "the kernel can tell of them",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| refuse_without_ftrace(sysroot),
+    },
+    Question {
+        name: "watchdogs",
+        fine: "none that could not be fed through the pause",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| watchdogs::refuse(sysroot),
+    },
+    Question {
+        name: "offline CPUs",
+        fine: "none",
+        before: &[Checkpoint, PowerOff, Migrate],
+        lifted_by: Some(Lifted::Offline),
+        ask: |_, sysroot| checkpoint::refuse_offline(sysroot),
+    },
+    Question {
+        name: "network cards",
+        fine: "none is a part of a bond",
+        before: &[Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| refuse_bundled(sysroot),
+    },
+    Question {
+        name: "file systems",
+        fine: "all can be held still",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| disks::all(sysroot).map(drop),
+    },
+    Question {
+        name: "fingerprints",
+        fine: COMPARABLE,
+        before: &[PowerOff],
+        lifted_by: Some(Lifted::Devices),
+        ask: refuse_uncomparable,
+    },
+    Question {
+        name: "fingerprints",
+        fine: COMPARABLE,
+        before: &[Migrate],
+        lifted_by: None,
+        ask: refuse_uncomparable,
+    },
+    Question {
+        name: "local disks",
+        fine: "none is mounted for writing",
+        before: &[Snapshot],
+        lifted_by: Some(Lifted::Disks),
+        ask: |_, sysroot| snapshot::refuse_disks(sysroot),
+    },
+    Question {
+        name: "NFS",
+        fine: "of no version that cannot go back",
+        before: &[Snapshot],
+        lifted_by: None,
+        ask: |_, sysroot| snapshot::refuse_sessions(sysroot),
+    },
+    Question {
+        name: "mark",
+        fine: "there is a place that outlasts a power cut",
+        before: &[Migrate],
+        lifted_by: Some(Lifted::Mark),
+        ask: |_, sysroot| marks::refuse_placeless(sysroot),
+    },
+];
+
+/// An answer of the machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// What was asked about.
+    pub about: &'static str,
+    /// What is fine, or why the operation would be refused.
+    pub result: Result<&'static str>,
+}
+
+/// Asks everything that is to be asked before an operation.
+#[must_use]
+pub fn ask(operation: Operation, lifted: &[Lifted], sysroot: &Sysroot) -> Vec<Answer> {
+    let is_spared = |question: &Question| question.lifted_by.is_some_and(|by| lifted.contains(&by));
+    let asked = QUESTIONS.iter().filter(|question| question.before.contains(&operation));
+    asked
+        .filter(|question| !is_spared(question))
+        .map(|question| Answer {
+            about: question.name,
+            result: (question.ask)(operation, sysroot).map(|()| question.fine),
+        })
+        .collect()
+}
+
+/// Refuses an operation for the first reason that there is; if there are more, the hint says so.
+///
+/// # Errors
+/// If there is one.
+pub fn refuse(operation: Operation, lifted: &[Lifted], sysroot: &Sysroot) -> Result<()> {
+    let mut reasons = ask(operation, lifted, sysroot).into_iter().filter_map(|answer| answer.result.err());
+    let Some(mut first) = reasons.next() else { return Ok(()) };
+    let others = reasons.count();
+    if others > 0 {
+        let more = if others == 1 { "There is one more reason" } else { "There are more reasons" };
+        let hint = first.hint.take().map(|hint| format!("{hint}. ")).unwrap_or_default();
+        first.hint = Some(format!("{hint}{more}: `mercury doctor` lists all"));
+    }
+    Err(first)
+}
+
+/// Collects the options that are given.
+#[must_use]
+pub fn lifted(options: &[(bool, Lifted)]) -> Vec<Lifted> {
+    options.iter().filter(|(given, _)| *given).map(|(_, lifted)| *lifted).collect()
+}
+
+/// Refuses file systems of which the restore environment could not tell whether they are as they were.
+fn refuse_uncomparable(operation: Operation, sysroot: &Sysroot) -> Result<()> {
+    let Ok(mounts) = disks::all(sysroot) else { return Ok(()) };
+    if operation == Migrate {
+        let mounts = disks::to_be_compared(&mounts, sysroot);
+        return disks::refuse_unreadable(&mounts, sysroot).map_err(|error| error.hint("unmount it"));
+    }
+    disks::refuse_unreadable(&mounts, sysroot)
+}
+
+/// Refuses a kernel whose function tracer is switched off: by it the driver sees what devices are given to write.
+fn refuse_without_ftrace(sysroot: &Sysroot) -> Result<()> {
+    if sysroot.text("proc/sys/kernel/ftrace_enabled").as_deref() != Some("0") {
+        return Ok(());
+    }
+    let text = "the kernel's function tracer is off (kernel.ftrace_enabled=0), by which the driver sees what devices write";
+    Err(Error::coded(Code::SnapshotDevices, text).hint("`sysctl kernel.ftrace_enabled=1`"))
+}
+
+/// Refuses cards that are parts of a bond: those of the machine that has arrived get other addresses.
+fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
+    let bundled = made::bundled(&ethernet::cards(sysroot), sysroot);
+    let Some((card, whole)) = bundled.first() else { return Ok(()) };
+    let why = format!(
+        "{card} is a part of {whole}, which is no bridge: the cards would have the addresses of the other machine's there, \
+         and {whole} would still have its own"
+    );
+    Err(Error::coded(Code::CardsBundled, why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::symlink};
+
+    /// A machine that speaks against everything.
+    fn bad_machine() -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("a folder");
+        let write = |file: &str, text: &str| {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        };
+        write(
+            "proc/self/mountinfo",
+            "22 1 8:1 / / rw - ext4 /dev/none rw\n30 1 0:9 / /n rw - nfs4 s:/ rw,vers=4.2\n",
+        );
+        write("proc/swaps", "Filename Type Size Used Priority\n/dev/sdb partition 1000 10 -2\n");
+        write("sys/devices/system/cpu/online", "0-1\n");
+        write("sys/devices/system/cpu/present", "0-3\n");
+        write("sys/class/watchdog/watchdog0/state", "active\n");
+        write("sys/class/watchdog/watchdog0/timeout", "2\n");
+        write("sys/bus/pci/devices/0000:00:01.0/class", "0x120000\n");
+        symlink("../drivers/secret", root.path().join("sys/bus/pci/devices/0000:00:01.0/driver"))
+            .expect("a link");
+        root
+    }
+
+    fn names_of(operation: Operation, lifted: &[Lifted]) -> Vec<&'static str> {
+        let root = bad_machine();
+        let answers = ask(operation, lifted, &Sysroot::at(root.path()));
+        answers.into_iter().filter(|answer| answer.result.is_err()).map(|answer| answer.about).collect()
+    }
+
+    #[test]
+    fn each_operation_has_its_reasons() {
+        const ALL: [&str; 3] = ["swap", "devices", "watchdogs"];
+        assert_eq!(names_of(Checkpoint, &[]), [&ALL[..], &["offline CPUs"]].concat());
+        assert_eq!(names_of(Snapshot, &[]), [&ALL[..], &["local disks", "NFS"]].concat());
+        assert_eq!(names_of(Migrate, &[]), [&ALL[..], &["offline CPUs", "fingerprints", "mark"]].concat());
+        assert_eq!(names_of(PowerOff, &[]), [&ALL[..], &["offline CPUs", "fingerprints"]].concat());
+    }
+
+    #[test]
+    fn a_function_tracer_that_is_off_is_a_reason() {
+        let root = tempfile::tempdir().expect("a folder");
+        let refused = |text: &str| {
+            fs::create_dir_all(root.path().join("proc/sys/kernel")).expect("a folder");
+            fs::write(root.path().join("proc/sys/kernel/ftrace_enabled"), text).expect("a file");
+            refuse_without_ftrace(&Sysroot::at(root.path())).map_err(|error| error.code)
+        };
+        assert_eq!((refused("1\n"), refused("0\n")), (Ok(()), Err(Some(Code::SnapshotDevices))));
+    }
+
+    #[test]
+    fn options_lift_reasons() {
+        let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Mark];
+        assert_eq!(names_of(PowerOff, &all), ["swap", "watchdogs"]);
+        assert_eq!(names_of(Snapshot, &all), ["swap", "watchdogs", "NFS"]);
+        assert_eq!(names_of(Migrate, &all), ["swap", "watchdogs", "fingerprints"]);
+    }
+
+    #[test]
+    fn a_refusal_has_a_code_and_says_that_there_are_more() {
+        let root = bad_machine();
+        let sysroot = Sysroot::at(root.path());
+        for operation in [Checkpoint, PowerOff, Snapshot, Migrate] {
+            let answers = ask(operation, &[], &sysroot);
+            for error in answers.iter().filter_map(|answer| answer.result.as_ref().err()) {
+                assert!(error.code.is_some() && error.hint.is_some(), "{error:?}");
+                assert_eq!(error.exit, crate::exit::Exit::Impossible, "{error:?}");
+            }
+            let refused = refuse(operation, &[], &sysroot).expect_err("refused");
+            assert_eq!(refused.code, Some(Code::SwapInUse));
+            assert!(
+                refused
+                    .hint
+                    .is_some_and(|hint| hint.ends_with("There are more reasons: `mercury doctor` lists all"))
+            );
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What a machine as it is speaks against: `mercury doctor` says beforehand what checkpoint, snapshot and migrate refuse, and
+//! what is there without being used is no reason.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use mercury_lab::{
+    Kernel, Machine, Result,
+    restart::{self, boot_id, is_well, script::CLOCK, start},
+};
+use serde_json::Value;
+use workloads::restart::{DISK, need_qemu, spec};
+
+/// Opens an RDMA device and has a context of it, as every program that uses one has. (libibverbs's first command.)
+const USER_OF_RDMA: &str = r#"
+import ctypes, os, struct, time
+device = os.open("/dev/infiniband/uverbs0", os.O_RDWR)
+answer = ctypes.create_string_buffer(64)
+GET_CONTEXT, WORDS_IN, WORDS_OUT = 0, 4, 2
+os.write(device, struct.pack("<IHHQ", GET_CONTEXT, WORDS_IN, WORDS_OUT, ctypes.addressof(answer)))
+say("has a context")
+time.sleep(100000)
+"#;
+
+/// Feeds a watchdog each second, as a program must that stands still with all others.
+const FEEDS: &str = r#"
+import os, time
+watchdog = os.open("/dev/watchdog", os.O_WRONLY)
+while True:
+    os.write(watchdog, b"\0")
+    say("fed")
+    time.sleep(1)
+"#;
+
+/// What doctor says of an operation: whether it is possible, and the codes of what would be refused.
+fn predicted(machine: &Machine, operation: &str) -> Result<(String, Vec<String>)> {
+    let report = machine.mercury("doctor")?;
+    let sections = report["operations"].as_array().unwrap();
+    let section = sections.iter().find(|section| section["operation"] == operation).unwrap();
+    let refused = |item: &&Value| item["grade"] == "refused";
+    let codes = section["items"].as_array().unwrap().iter().filter(refused);
+    let codes = codes.map(|item| item["code"].as_str().unwrap_or_default().to_owned());
+    Ok((section["possible"].as_str().unwrap().to_owned(), codes.collect()))
+}
+
+fn is_refused(machine: &Machine, line: &str, code: &str, name: &str) -> Result<()> {
+    let refusal = machine.mercury_refused(line)?;
+    assert_eq!((refusal.exit, refusal.code.as_str()), (3, code), "{line}: {refusal:?}");
+    assert!(refusal.text.contains(name), "{line}: {refusal:?}");
+    Ok(())
+}
+
+/// An RDMA device that nobody uses is no reason; one with a context is, by the name of its user. And a watchdog is fed while
+/// its program stands still for longer than it waits.
+#[test]
+fn what_counts_is_use() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
+    machine.sh(
+        "modprobe rdma_rxe && modprobe ib_uverbs && ip link add fake type dummy && ip link set fake up && \
+         rdma link add rxe0 type rxe netdev fake && test -d /sys/class/infiniband/rxe0",
+    )?;
+    assert_eq!(predicted(&machine, "checkpoint")?, ("yes".into(), vec![]));
+    assert_eq!(predicted(&machine, "snapshot")?, ("no".into(), vec!["disks-stay-behind".into()]));
+    is_refused(&machine, "snapshot", "disks-stay-behind", "/ (/dev/")?;
+
+    start(&machine, "rdma", USER_OF_RDMA, "")?;
+    assert_eq!(predicted(&machine, "checkpoint")?, ("no".into(), vec!["devices-unseen".into()]));
+    assert_eq!(predicted(&machine, "migrate")?.1, ["devices-unseen", "no-place-for-mark"]);
+    let user = "RDMA device rxe0, used by python3 (";
+    is_refused(&machine, &format!("checkpoint {DISK}"), "devices-unseen", user)?;
+    is_refused(&machine, "migrate --dry-run --without-mark", "devices-unseen", user)?;
+    is_refused(&machine, "migrate --dry-run --force-devices", "no-place-for-mark", "mark --prepare")?;
+    machine.sh("pkill -f '^python3 /run/rdma'")?;
+
+    machine.sh("modprobe softdog soft_margin=12")?;
+    start(&machine, "feeds", FEEDS, "")?;
+    machine.sh("grep -x active /sys/class/watchdog/watchdog0/state")?;
+    assert_eq!(predicted(&machine, "checkpoint")?.0, "yes");
+    let id = boot_id(&machine)?;
+    // Longer than the watchdog waits, and no program runs meanwhile.
+    machine.sh(&format!("mercury checkpoint --hook 'sleep 18' {DISK}"))?;
+    assert_eq!(boot_id(&machine)?, id);
+    machine.check_next_attach()
+}
+
+/// A watchdog in hardware counts again in a machine that was brought back: when its program dies it resets that machine.
+#[test]
+#[ignore = "long"]
+fn a_watchdog_is_armed_again() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormGeneric).qemu_arg("-device").qemu_arg("i6300esb");
+    let machine = Machine::boot(spec)?;
+    machine.sh("modprobe i6300esb heartbeat=30")?;
+    start(&machine, "feeds", FEEDS, "")?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, _folder) = restart::prepare(&machine, DISK, "--module $MERCURY_MODULE")?;
+    let id = boot_id(&machine)?;
+    restart::checkpoint(&machine, "", DISK)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &id)?;
+    std::thread::sleep(std::time::Duration::from_secs(40));
+    assert_eq!(boot_id(&machine)?, id, "its program feeds it");
+    machine.sh("pkill -9 -f '^python3 /run/feeds'")?;
+    machine.wait_shutdown(std::time::Duration::from_secs(120)).map(drop)
+}
