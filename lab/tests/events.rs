@@ -475,3 +475,43 @@ fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
     assert_eq!(machine.mercury_refused("attach")?.code, "machine-check-in-progress");
     Ok(())
 }
+
+/// The sensor that comes with the package.
+const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
+
+/// Stands in for the command, and notes the order that it was given.
+const ORDERED: &str = "#!/bin/sh\necho \"$*\" >> /run/ordered\n";
+
+/// Debian 13's kernel takes corrected errors of memory before the memory controller's counters have them (RAS_CEC): the sensor
+/// counts them all the same, each once.
+#[test]
+#[ignore = "long"]
+fn errors_that_the_kernel_keeps_to_itself_are_counted() -> Result<()> {
+    let machine = Machine::boot(spec(Kernel::TrixieGeneric))?;
+    machine.put("/run/sensor", SENSOR.as_bytes(), 0o755)?;
+    machine.sh("mkdir -p /run/bin")?;
+    machine.put("/run/bin/mercury", ORDERED.as_bytes(), 0o755)?;
+    machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
+    // A controller that EDAC knows, and that hears of nothing.
+    machine.sh(
+        "mount -t debugfs none /sys/kernel/debug 2>/dev/null; test -d /sys/kernel/debug/ras/cec && \
+         mkdir -p /run/edac/mc0 && echo 0 > /run/edac/mc0/ce_count && mount --bind /run/edac /sys/devices/system/edac/mc",
+    )?;
+    let sensor =
+        |limit: u32| format!("PATH=/run/bin:$PATH /run/sensor {limit}; cat /run/ordered 2>/dev/null || true");
+    assert_eq!(machine.sh(&sensor(1))?, "");
+    // Bank 4, extended code 8: an error of memory on this family of AMD's.
+    let status = 0x9400_0000_0008_0813;
+    for count in 1..=2 {
+        let check = MachineCheck { cpu: 1, bank: 4, status, address: count << 12, ..Default::default() };
+        machine.qmp()?.inject_mce(&check)?;
+        let hits = "grep Hits: /sys/kernel/tracing/events/mce/mce_record/hist";
+        machine.sh(&format!("until {hits} | grep -qw {count}; do sleep 0.2; done"))?;
+    }
+    assert_eq!(machine.sh(&sensor(3))?, "", "two are not three");
+    machine.sh("echo 0 > /run/mercury-memory-errors")?;
+    let order = "evacuate --reason 2 corrected memory errors";
+    assert_eq!(machine.sh(&sensor(2))?, order);
+    assert_eq!(machine.sh(&sensor(1))?, order, "each counts once");
+    Ok(())
+}
