@@ -283,4 +283,10 @@ codes! {
     DisksUncomparable = 187, "disks-uncomparable";
     /// There is no place for the mark of a move.
     NoPlaceForMark = 188, "no-place-for-mark";
+    /// The driver is not installed for the running kernel.
+    DriverMissing = 190, "driver-missing";
+    /// There is no modprobe command.
+    NoModprobe = 191, "no-modprobe";
+    /// The driver was built for another kernel.
+    DriverForeign = 192, "driver-foreign";
 }

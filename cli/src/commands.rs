@@ -27,7 +27,7 @@ use crate::{
     tsc,
 };
 use libsystemd::logging::Priority;
-use mercury_abi::{code::Code, ioctl::FaultRequest};
+use mercury_abi::{code::Code, facts::CpuFacts, ioctl::FaultRequest};
 use serde::Serialize;
 use std::{
     io::{IsTerminal, Write},
@@ -206,7 +206,8 @@ pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepar
     let mut driver_inserted = false;
     for _ in 0..INSERTIONS {
         driver_inserted |=
-            progress::during("loading the driver", || module::insert(module, &Sysroot::default()))?;
+            progress::during("loading the driver", || module::insert(module, &Sysroot::default()))
+                .map_err(|error| without_driver(error, &doctor::machine::cpuid_facts(), action))?;
         match Device::open(Access::Control) {
             // Somebody else has taken it out since.
             Err(error) if error.code == Some(Code::NotLoaded) => {}
@@ -215,6 +216,12 @@ pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepar
     }
     Err(Error::new(Exit::Busy, "another process takes the driver out, again and again")
         .hint("wait until `mercury unload` is not run any more, and repeat the command"))
+}
+
+/// Where the driver cannot be loaded: says first what no driver could mend.
+fn without_driver(error: Error, cpuid: &CpuFacts, action: &str) -> Error {
+    let Some(refusal) = doctor::processor::refused_processor(cpuid, action) else { return error };
+    Error { message: format!("{}; besides, {}", refusal.message, error.message), ..refusal }
 }
 
 /// How often the driver is put in if it is taken out at once.
@@ -382,8 +389,8 @@ fn watch(say: Say<'_>) -> Result<Exit> {
             break;
         }
         if let (Some((then, old)), Format::Text) = (&before, say.format) {
-            let rate = status::exits_per_second(old, &status, now.duration_since(*then).as_secs_f64());
-            print(&format!("\n{rate:.1} exits a second. Ctrl-C ends.\n"));
+            let rate = status::Rate::between(old, &status, now.duration_since(*then).as_secs_f64());
+            print(&format!("\n{rate}. Ctrl-C ends.\n"));
         }
         before = Some((now, status));
         pause(&deferred, WATCH_INTERVAL);

@@ -787,6 +787,25 @@ pub const TABLE: &[Entry] = &[
         "`mercury mark --prepare FILE` makes a place on a local disk; --without-mark moves all the same: then see to it that \
          this machine does not start by itself when its power comes back",
     ),
+    entry_of(
+        Code::DriverMissing,
+        "the driver is not installed for the running kernel",
+        "The package builds the driver by DKMS for each kernel of which the headers are installed.",
+        "`dkms status mercury` shows for which kernels it is there; install the package, and the headers of the running kernel, \
+         then `dkms autoinstall`; or name the driver's file with --module or MERCURY_MODULE",
+    ),
+    entry_of(
+        Code::NoModprobe,
+        "there is no modprobe command",
+        "The driver is loaded by modprobe, which finds it and what it needs.",
+        "install it (`apt install kmod`), or name the driver's file with --module or MERCURY_MODULE",
+    ),
+    entry_of(
+        Code::DriverForeign,
+        "the driver was built for another kernel",
+        "A module fits one build of the kernel.",
+        "build it for the running kernel: `dkms autoinstall`",
+    ),
 ];
 
 /// The explanation of a code.

@@ -64,7 +64,7 @@ pub fn gdb(args: &HostedGdbArgs) -> Result<Exit> {
     let refused = Error::new(Exit::Failed, format!("cannot start gdb: {error}"));
     Err(match error.kind() {
         ErrorKind::NotFound => refused.hint("Debian's package is called gdb"),
-        _ => refused,
+        _ => refused.hint("see to it that you may execute gdb, and that there is memory for it"),
     })
 }
 

@@ -190,40 +190,53 @@ fn insertion_error(action: &str, errno: Errno) -> Error {
         Errno::PERM if rustix::process::geteuid().is_root() => {
             Error::refused(action, Code::Lockdown, None, [0; 2])
         }
-        Errno::NOEXEC => {
-            Error::new(Exit::Failed, format!("{action} failed: the module was built for another kernel"))
-                .hint("build it for the running kernel: `dkms autoinstall`")
-        }
+        Errno::NOEXEC => Error::coded(
+            Code::DriverForeign,
+            format!("{action} failed: the module was built for another kernel"),
+        ),
         errno => Error::system(action, errno),
     }
 }
 
 fn modprobe() -> Result<bool, Insertion> {
-    let output = Command::new("modprobe").arg("mercury").output();
-    let missing = |why: String| {
-        Error::new(Exit::Failed, format!("the driver could not be loaded: {why}")).hint(
-            "install the package with its kernel module (`dkms status mercury` shows its state), or name the \
-             file with --module or MERCURY_MODULE",
-        )
-    };
-    let output = output.map_err(|_| missing("there is no modprobe command".into()))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_string();
-    match (output.status.success(), said.as_str()) {
-        (true, _) => Ok(true),
-        (_, said) if said.contains("ey was rejected") || said.contains("Required key") => {
-            Err(Error::refused("loading the driver", Code::Lockdown, None, [0; 2]).into())
+    match Command::new("modprobe").arg("mercury").output() {
+        Ok(output) if output.status.success() => Ok(true),
+        Ok(output) => Err(modprobe_failure(String::from_utf8_lossy(&output.stderr).trim())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let text = "the driver could not be loaded: there is no modprobe command";
+            Err(Error::coded(Code::NoModprobe, text).into())
         }
-        (_, said) if said.contains("Operation not permitted") => {
-            Err(insertion_error("loading the driver", Errno::PERM).into())
+        Err(error) => {
+            let text = format!("the driver could not be loaded: modprobe could not be started: {error}");
+            Err(Error::new(Exit::Failed, text)
+                .hint("see to it that root can run modprobe, and repeat the command")
+                .into())
         }
-        (_, said) if said.contains("not found") => {
-            Err(missing("it is not installed for the running kernel".into()).into())
-        }
-        (_, said) => Err(Insertion {
-            error: missing(said.to_string()),
-            is_passing: said.contains("Device or resource busy"),
-        }),
     }
+}
+
+/// Why modprobe has not put the module in, by what it said.
+fn modprobe_failure(said: &str) -> Insertion {
+    const LOADING: &str = "loading the driver";
+    let says = |words: &str| said.contains(words);
+    if says("ey was rejected") || says("Required key") {
+        return Error::refused(LOADING, Code::Lockdown, None, [0; 2]).into();
+    }
+    if says("Operation not permitted") {
+        return insertion_error(LOADING, Errno::PERM).into();
+    }
+    if says("Exec format error") || says("Invalid module format") {
+        return insertion_error(LOADING, Errno::NOEXEC).into();
+    }
+    if says("not found") {
+        let text = "the driver could not be loaded: it is not installed for the running kernel";
+        return Error::coded(Code::DriverMissing, text).into();
+    }
+    let said = if said.is_empty() { "modprobe has not said why" } else { said };
+    let error = Error::new(Exit::Failed, format!("the driver could not be loaded: {said}")).hint(
+        "`dmesg | tail` says what the kernel did not like; `dkms status mercury` shows the driver's state",
+    );
+    Insertion { error, is_passing: said.contains("Device or resource busy") }
 }
 
 /// Whether the module is in, once nobody is putting it in or taking it out any more.
@@ -263,7 +276,7 @@ pub fn remove() -> Result<()> {
 pub fn remove_kvm(module: &Module) -> Result<()> {
     let action = format!("unloading {}", module.name);
     let name = CString::new(module.name.as_str())
-        .map_err(|_| Error::new(Exit::Failed, "a module without a name"))?;
+        .map_err(|_| Error::fault(format!("{action} failed: its name has a zero byte")))?;
     remove_module(&name).map_err(|errno| {
         Error::system(&action, errno).hint("shut down the virtual machines that use it, then try again")
     })?;
@@ -373,6 +386,23 @@ mod tests {
         let error = insertion_error("loading x.ko", Errno::KEYREJECTED);
         assert_eq!((error.code, error.exit), (Some(Code::Lockdown), Exit::Impossible));
         assert!(insertion_error("loading x.ko", Errno::NOEXEC).message.contains("another kernel"));
+        let code = |said: &str| modprobe_failure(said).error.code;
+        for (said, expected) in [
+            (
+                "modprobe: ERROR: could not insert 'mercury': Key was rejected by service",
+                Some(Code::Lockdown),
+            ),
+            (
+                "modprobe: FATAL: Module mercury not found in directory /lib/modules/6.1.0",
+                Some(Code::DriverMissing),
+            ),
+            ("modprobe: ERROR: could not insert 'mercury': Exec format error", Some(Code::DriverForeign)),
+            ("modprobe: ERROR: could not insert 'mercury': Device or resource busy", None),
+            ("", None),
+        ] {
+            assert_eq!(code(said), expected, "{said}");
+        }
+        assert!(modprobe_failure("could not insert 'mercury': Device or resource busy").is_passing);
     }
 
     #[test]

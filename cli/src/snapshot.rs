@@ -195,7 +195,8 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
 pub fn rollback() -> Result<Exit> {
     commands::need_root("rollback")?;
     Device::open(Access::Control)?.rollback()?;
-    Err(Error::new(Exit::Failed, "the machine was not put back"))
+    Err(Error::new(Exit::Failed, "the machine was not put back")
+        .hint("`mercury status` says whether the snapshot is still there, `mercury log` what has happened"))
 }
 
 /// Refuses local file systems that are mounted for writing: what is in memory must never meet a disk that has moved on.

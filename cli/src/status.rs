@@ -20,10 +20,13 @@ use mercury_abi::{
     snapshot::SnapshotStatus,
 };
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt};
 
 /// More CPUs than this are summed up instead of getting a column each.
 const COLUMNS: usize = 8;
+
+/// The reason of exits that Mercury's driver causes itself.
+const HYPERCALL: &str = "hypercall";
 
 const REGISTERS: [&str; 16] = [
     "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi", "r8", "r9", "r10", "r11", "r12", "r13", "r14",
@@ -230,6 +233,12 @@ impl Status {
         self.cpus.iter().map(|cpu| cpu.exits_total).sum()
     }
 
+    /// Hypercalls of Mercury's driver on all CPUs since load.
+    #[must_use]
+    pub fn hypercalls(&self) -> u64 {
+        self.cpus.iter().filter_map(|cpu| cpu.exits.get(HYPERCALL)).sum()
+    }
+
     /// CPUs in a mode.
     #[must_use]
     pub fn in_mode(&self, mode: &str) -> usize {
@@ -370,8 +379,8 @@ impl Status {
         let attached = self.in_mode("attached");
         let state = match self.state {
             "no-driver" if self.suspicion.is_some() => "not loaded".into(),
-            "no-driver" => "not loaded: every CPU runs on the bare hardware".into(),
-            "unloaded" => "driver loaded, hypervisor not: every CPU runs on the bare hardware".into(),
+            "no-driver" => "not loaded: every CPU is native".into(),
+            "unloaded" => "driver loaded, hypervisor not: every CPU is native".into(),
             "loaded" => to.tone(Tone::Good, "loaded, every CPU native"),
             "attached" => to.tone(Tone::Good, &format!("attached, {attached} of {online} online CPUs")),
             "crashed" => to.tone(Tone::Bad, "crashed and taken out; the system runs on natively"),
@@ -509,10 +518,33 @@ fn hex(value: Hex) -> String {
 }
 
 /// Exits a second between two readings.
-#[must_use]
-pub fn exits_per_second(before: &Status, after: &Status, seconds: f64) -> f64 {
-    let exits = after.exits_total().saturating_sub(before.exits_total());
-    if seconds > 0.0 { exits as f64 / seconds } else { 0.0 }
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rate {
+    /// Exits that the system caused.
+    pub of_system: f64,
+    /// Hypercalls of Mercury's driver: each reading of the status asks every attached CPU.
+    pub of_mercury: f64,
+}
+
+impl Rate {
+    /// The rate between two readings that were made so many seconds apart.
+    #[must_use]
+    pub fn between(before: &Status, after: &Status, seconds: f64) -> Self {
+        let per_second = |exits: u64| if seconds > 0.0 { exits as f64 / seconds } else { 0.0 };
+        let all = after.exits_total().saturating_sub(before.exits_total());
+        let own = after.hypercalls().saturating_sub(before.hypercalls());
+        Self { of_system: per_second(all.saturating_sub(own)), of_mercury: per_second(own) }
+    }
+}
+
+impl fmt::Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { of_system, of_mercury } = self;
+        write!(
+            f,
+            "{of_system:.1} exits a second, and {of_mercury:.1} hypercalls by which Mercury itself asks the CPUs"
+        )
+    }
 }
 
 #[cfg(test)]
@@ -569,7 +601,7 @@ mod tests {
     fn not_loaded() {
         assert_eq!(
             rendered(&Status::without_driver(&Sysroot::at("/nowhere"))),
-            "Mercury not loaded: every CPU runs on the bare hardware\n"
+            "Mercury not loaded: every CPU is native\n"
         );
     }
 
@@ -580,7 +612,7 @@ mod tests {
         std::fs::write(root.path().join("proc/sys/kernel/tainted"), "4104\n").expect("file");
         let text = rendered(&Status::without_driver(&Sysroot::at(root.path())));
         assert!(text.contains("removed by force") && text.contains("mercury doctor"), "{text}");
-        assert!(!text.contains("bare hardware"), "{text}");
+        assert!(!text.contains("native"), "{text}");
         // Another driver, which has loaded nothing, asks the CPUs.
         let driver = FakeDriver::new(2);
         driver.attached.borrow_mut().fill(true);
@@ -600,7 +632,11 @@ mod tests {
         let before = status(MERCURY_MODE_ATTACHED);
         let mut after = before.clone();
         after.cpus[0].exits_total += 50;
-        assert_eq!(exits_per_second(&before, &after, 2.0), 25.0);
-        assert_eq!(exits_per_second(&after, &before, 2.0), 0.0);
+        assert_eq!(Rate::between(&before, &after, 2.0), Rate { of_system: 25.0, of_mercury: 0.0 });
+        assert_eq!(Rate::between(&after, &before, 2.0), Rate { of_system: 0.0, of_mercury: 0.0 });
+        // Asking the CPUs is no work of the system's.
+        after.cpus[1].exits_total += 4;
+        *after.cpus[1].exits.get_mut(HYPERCALL).expect("hypercalls") += 4;
+        assert_eq!(Rate::between(&before, &after, 2.0), Rate { of_system: 25.0, of_mercury: 2.0 });
     }
 }

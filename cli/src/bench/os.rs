@@ -94,6 +94,7 @@ pub fn measure(samples: u32, only: Option<&str>, stop: &dyn Fn() -> bool) -> Res
 fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<Result1> {
     let failed = |error: std::io::Error| {
         Error::new(Exit::Failed, format!("benchmark {} failed: {error}", benchmark.name))
+            .hint("free memory, or raise the limits of processes and open files (`ulimit -a`), and repeat the command")
     };
     let mut workload = (benchmark.set_up)().map_err(failed)?;
     let rounds = calibrate(&mut workload).map_err(failed)?;

@@ -322,8 +322,13 @@ fn hierarchy() -> Result<(PathBuf, bool)> {
 
 /// The group of this process.
 fn own_group(root: &Path) -> Result<PathBuf> {
-    group_of(root, "self")
-        .ok_or_else(|| Error::new(Exit::Impossible, "this process is in no control group of version 2"))
+    group_of(root, "self").ok_or_else(|| {
+        Error::new(
+            Exit::Impossible,
+            "applications cannot be held still: this process is in no control group of version 2",
+        )
+        .hint("boot with systemd.unified_cgroup_hierarchy=1, or mount a cgroup2 file system")
+    })
 }
 
 /// The group of a process, from its cgroup file.

@@ -585,7 +585,10 @@ pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
     let mut bytes = [0; COUNT];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut bytes));
-    read.map(|()| bytes).map_err(|error| Error::new(Exit::Failed, format!("/dev/urandom: {error}")))
+    read.map(|()| bytes).map_err(|error| {
+        Error::new(Exit::Failed, format!("/dev/urandom cannot be read: {error}"))
+            .hint("mount devtmpfs on /dev")
+    })
 }
 
 /// A quarter of what is available, if nothing else is wanted.
@@ -677,8 +680,10 @@ struct Fenced {
 
 /// Nothing of this program, as far as it is there by now, comes from a file any more: a disk or a server may not answer.
 pub(crate) fn keep_in_memory() -> Result<()> {
-    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT)
-        .map_err(|error| Error::new(Exit::Failed, format!("memory could not be locked: {error}")))
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT).map_err(|error| {
+        Error::new(Exit::Failed, format!("the command's memory could not be locked: {error}"))
+            .hint("free memory, or raise the limit of locked memory (`ulimit -l unlimited`)")
+    })
 }
 
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
@@ -839,7 +844,9 @@ fn write(
     let mut watch = Watch { progress: &mut progress, stop: &stop };
     let mut room = Room::new(&instant.machine.ranges, MEMORY_LEAST_MIB);
     let hashes = args.hashes.as_ref().map(File::create).transpose();
-    let hashes = hashes.map_err(|error| Error::new(Exit::Failed, format!("--hashes: {error}")))?;
+    let hashes = hashes.map_err(|error| {
+        Error::new(Exit::Failed, format!("--hashes: {error}")).hint("name a file that can be written")
+    })?;
     let source = Source { device, before, hashes: hashes.map(BufWriter::new) };
     let result = stream(source, writer, args.level, &mut room, &mut watch);
     if !silent {

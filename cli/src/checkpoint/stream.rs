@@ -90,7 +90,9 @@ impl Source<'_> {
         let (frames, hashes) = self.device.snapshot_take_hashed(cursor, BATCH, 0)?;
         let mut words = frames.phys.iter().zip(&hashes).flat_map(|(phys, hash)| [*phys, *hash]);
         let written = words.try_for_each(|word| to.write_all(&word.to_le_bytes())).and_then(|()| to.flush());
-        written.map_err(|error| Error::new(Exit::Failed, format!("--hashes: {error}")))?;
+        written.map_err(|error| {
+            Error::new(Exit::Failed, format!("--hashes: {error}")).hint("name a file that can be written")
+        })?;
         Ok(frames)
     }
 }

@@ -177,7 +177,10 @@ impl Off {
         // A kernel without swap has no table.
         self.table = File::open(sysroot.path(TABLE)).ok();
         let read = self.table.as_mut().map_or(Ok(0), |table| table.read_to_string(&mut text));
-        read.map_err(|error| Error::new(Exit::Failed, format!("/proc/swaps cannot be read: {error}")))?;
+        read.map_err(|error| {
+            Error::new(Exit::Failed, format!("/proc/swaps cannot be read: {error}"))
+                .hint("see in `dmesg` why the kernel refuses, and try again")
+        })?;
         let found = on_disks(&text, sysroot);
         if !found.is_empty() {
             return Err(switched(&named(&found)));

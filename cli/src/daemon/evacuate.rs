@@ -28,7 +28,8 @@ pub fn run(args: &EvacuateArgs, say: Say<'_>) -> Result<Exit> {
     match &answer.refused {
         Some(why) => {
             let exit = if answer.busy { Exit::Busy } else { Exit::Failed };
-            Err(Error::new(exit, format!("mercuryd does not take the order: {why}")))
+            Err(Error::new(exit, format!("mercuryd does not take the order: {why}"))
+                .hint("`mercury evacuate --status` says what the daemon is at"))
         }
         None => Ok(say.done(&answer)),
     }

@@ -265,7 +265,10 @@ fn failure_of(output: &Output) -> Failure {
 
 /// The socket is root's alone. One that nobody listens at was left by a daemon that was killed.
 fn listen(path: &Path) -> Result<UnixListener> {
-    let failed = |error: io::Error| Error::new(Exit::Failed, format!("{}: {error}", path.display()));
+    let failed = |error: io::Error| {
+        Error::new(Exit::Failed, format!("orders cannot be taken at {}: {error}", path.display()))
+            .hint("name another place for the socket with --socket, in a folder where root can write")
+    };
     if UnixStream::connect(path).is_ok() {
         return Err(Error::new(Exit::Busy, format!("another daemon takes orders at {}", path.display()))
             .hint("`systemctl stop mercuryd` ends the system's own"));

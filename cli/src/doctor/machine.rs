@@ -114,7 +114,9 @@ impl Machine {
         let flag = |path: &str| sysroot.flag(path);
         Self {
             root: false,
-            asked: Asked::Unavailable(Error::new(crate::exit::Exit::State, "not asked")),
+            asked: Asked::Unavailable(
+                Error::new(crate::exit::Exit::State, "not asked").hint("run `sudo mercury doctor`"),
+            ),
             cpuid: cpuid_facts(),
             offline: sysroot.cpu_list("sys/devices/system/cpu/offline"),
             holders: module::holders(sysroot),
@@ -191,7 +193,8 @@ fn without_mercury(facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
 }
 
 /// What CPUID says without a driver. Everything else stays zero.
-fn cpuid_facts() -> CpuFacts {
+#[must_use]
+pub fn cpuid_facts() -> CpuFacts {
     let leaf = |number: u32, subleaf: u32| {
         let found = __cpuid_count(number, subleaf);
         CpuidLeaf { eax: found.eax, ebx: found.ebx, ecx: found.ecx, edx: found.edx }

@@ -4,7 +4,7 @@ use super::{
     Grade, Item,
     machine::{Asked, Machine},
 };
-use crate::{bits, cpus::CpuSet, explain, module};
+use crate::{bits, cpus::CpuSet, error::Error, explain, module};
 use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_preflight::{Finding, Severity, Vendor, bits::cpuid, physical_bits, vendor, vmx};
 
@@ -227,6 +227,15 @@ pub fn items(machine: &Machine) -> Vec<Item> {
                 .collect()
         }
     }
+}
+
+/// Refuses a processor on which attach can never work, by CPUID alone: without a driver nothing else is known.
+#[must_use]
+pub fn refused_processor(cpuid: &CpuFacts, action: &str) -> Option<Error> {
+    let decided = |code: Code| GROUPS.iter().any(|group| group.by_cpuid && group.codes.contains(&code));
+    let checks = mercury_preflight::check(cpuid);
+    let found = checks.iter().find(|finding| finding.severity == Severity::Refuse && decided(finding.code));
+    found.map(|finding| Error::refused(action, finding.code, None, finding.detail))
 }
 
 /// The groups that are about this machine.

@@ -70,16 +70,20 @@ fn driver(machine: &Machine) -> Item {
 
 /// A driver that root could not ask: attach could not either.
 fn unavailable(machine: &Machine, error: &Error) -> Item {
-    let missing = machine.driver_file.is_none() && !machine.driver_loaded && error.code.is_none();
-    let hint = match (missing, machine.headers) {
-        (true, false) => format!(
-            "DKMS needs the kernel's headers: `apt install linux-headers-{}`, then `dkms autoinstall`",
-            machine.release
-        ),
-        _ => error.hint.clone().unwrap_or_default(),
-    };
-    let item = Item::new("driver", Grade::Refused, error.message.clone()).hint(hint);
+    let wants_headers = error.code == Some(Code::DriverMissing) && !machine.headers;
+    let hint = if wants_headers { headers(&machine.release) } else { error.hint.clone().unwrap_or_default() };
+    let item = Item::new("driver", Grade::Refused, error.plain_message()).hint(hint);
     Item { code: error.code.map(Code::name), ..item }
+}
+
+/// How to get what DKMS builds the driver with. Only Debian's own kernels have a package of that name.
+fn headers(release: &str) -> String {
+    let get = if release.ends_with("-amd64") {
+        format!("`apt install linux-headers-{release}`")
+    } else {
+        format!("they belong to the kernel's build, and are looked for in /lib/modules/{release}/build")
+    };
+    format!("DKMS needs the kernel's headers: {get}, then `dkms autoinstall`")
 }
 
 /// Secure Boot, lockdown and forced signatures keep unsigned modules out.

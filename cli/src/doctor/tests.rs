@@ -215,9 +215,19 @@ fn without_the_driver() {
 fn headers_missing() {
     let mut machine = good_machine();
     (machine.driver_loaded, machine.headers) = (false, false);
-    machine.asked = Asked::Unavailable(Error::new(Exit::Failed, "the driver could not be loaded"));
-    let text = rendered(&examine(&machine, true)).split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut said = |code: Code, release: &str| {
+        machine.release = release.into();
+        machine.asked = Asked::Unavailable(Error::coded(code, "the driver could not be loaded"));
+        rendered(&examine(&machine, true)).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let text = said(Code::DriverMissing, "6.1.0-13-amd64");
     assert!(text.contains("apt install linux-headers-6.1.0-13-amd64"), "{text}");
+    // Of a kernel that is not Debian's there is no such package.
+    let text = said(Code::DriverMissing, "6.6.1-own");
+    assert!(!text.contains("linux-headers") && text.contains("/lib/modules/6.6.1-own/build"), "{text}");
+    // Headers are no help where modprobe is what is missing.
+    let text = said(Code::NoModprobe, "6.1.0-13-amd64");
+    assert!(!text.contains("linux-headers") && text.contains("apt install kmod"), "{text}");
 }
 
 #[test]

@@ -306,14 +306,13 @@ fn look(
             let is_zero = page.iter().all(|byte| *byte == 0);
             let content = if is_zero { Content::Zero } else { Content::Data(page) };
             let noted = ledger.note(Page { phys: *phys, content });
-            if noted.map_err(|why| Error::new(Exit::Failed, why))? {
+            if noted.map_err(Error::fault)? {
                 pages.add(*phys, page);
             }
         }
         if !pages.is_empty() {
             look.changed += pages.len() as u64;
-            let packed =
-                pages.pack(args.level).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+            let packed = pages.pack(args.level).map_err(|error| Error::fault(error.to_string()))?;
             look.packed += packed.len() as u64;
         }
         if shown.elapsed() > Duration::from_millis(500) {

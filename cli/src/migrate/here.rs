@@ -284,10 +284,12 @@ impl System for Here<'_> {
         no_way_back::begin(console);
         let doubt = Doubt { mark: self.marks.as_ref().map(Marks::standing), ..doubt };
         let guard = &mut *self.with.guard;
-        guard
-            .will(&Undo::Open)
-            .and_then(|()| guard.will(&Undo::Decide(Box::new(doubt))))
-            .map_err(|error| Error::new(Exit::Failed, format!("the guard is gone: {error}")))?;
+        guard.will(&Undo::Open).and_then(|()| guard.will(&Undo::Decide(Box::new(doubt)))).map_err(
+            |error| {
+                Error::new(Exit::Failed, format!("the guard process is gone: {error}"))
+                    .hint("see in `dmesg` what has killed it, such as a lack of memory, and try again")
+            },
+        )?;
         self.silence.keep();
         Ok(())
     }

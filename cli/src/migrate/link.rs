@@ -172,8 +172,7 @@ impl Link {
     /// # Errors
     /// If it was not, or says nothing.
     pub fn accept(receiver: &Receiver, socket: TcpStream, patience: Duration) -> Result<Self> {
-        let made =
-            prepare(&socket, HANDSHAKE).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        let made = prepare(&socket, HANDSHAKE).map_err(|error| unprepared(&error))?;
         let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
         let session =
             receiver.accept(Timed { socket, due: Rc::clone(&due) }).map_err(|error| refused(&error))?;
@@ -186,7 +185,7 @@ impl Link {
     /// # Errors
     /// If it was not given the line.
     pub fn turn_away(receiver: &Receiver, socket: TcpStream, why: &str) -> Result<()> {
-        prepare(&socket, HANDSHAKE).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+        prepare(&socket, HANDSHAKE).map_err(|error| unprepared(&error))?;
         let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
         receiver.turn_away(Timed { socket, due }, why).map_err(|error| refused(&error))
     }
@@ -389,7 +388,7 @@ pub(super) fn connect(
         Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
             .hint("is `mercury receive` waiting there, and does no firewall keep this machine from it?")
     })?;
-    let made = prepare(&socket, patience).map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+    let made = prepare(&socket, patience).map_err(|error| unprepared(&error))?;
     let session = session::connect(line, socket).map_err(|error| refused(&error))?;
     Ok((session, made))
 }
@@ -431,6 +430,12 @@ pub fn wait_for(all: &mut [PollFd<'_>], limit: Duration) {
     };
     // Who is interrupted by a signal looks why.
     let _ = poll(all, Some(&limit));
+}
+
+/// A connection that is there and whose options cannot be set.
+fn unprepared(error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("the connection could not be set up: {error}"))
+        .hint("try again; `dmesg` may say what is wrong with the network")
 }
 
 fn refused(error: &session::Error) -> Error {

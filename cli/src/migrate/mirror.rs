@@ -214,7 +214,8 @@ impl<'a> Mirror<'a> {
             let now = Disk::find(&disk.path, source.sysroot);
             if now.as_ref() != Ok(disk) {
                 let why = format!("{} is not the disk that it was any more", disk.path.display());
-                return Err(Error::new(Exit::Failed, why));
+                return Err(Error::new(Exit::Failed, why)
+                    .hint("leave the disks as they are while the machine moves, and try again"));
             }
         }
         Ok(())
@@ -355,7 +356,7 @@ impl<'a> Work<'a> {
         let mut chunks = Chunks::of(self.number);
         for ((offset, range), hash) in slices.into_iter().zip(hashes) {
             let noted = self.lock().note(offset, range.len(), hash);
-            let is_other = noted.map_err(|why| Error::new(Exit::Failed, why))?;
+            let is_other = noted.map_err(Error::fault)?;
             if is_other || self.hurry.swap(false, Ordering::Relaxed) {
                 let chunk = &bytes[range];
                 let pages = chunk.len().div_ceil(PAGE) as u64;
@@ -367,7 +368,7 @@ impl<'a> Work<'a> {
         }
         if !chunks.is_empty() {
             let packed = chunks.pack(self.level);
-            record.packed = packed.map_err(|error| Error::new(Exit::Failed, error.to_string()))?;
+            record.packed = packed.map_err(|error| Error::fault(error.to_string()))?;
         }
         Ok(record)
     }

@@ -144,7 +144,8 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
             drop(held);
             attached.undo()?;
             guard.is_undone();
-            let failure = failure.unwrap_or_else(|| Error::new(Exit::Failed, "the machine has not moved"));
+            let failure =
+                failure.unwrap_or_else(|| Error::fault("the machine has not moved, and nothing says why"));
             // People read of it in the error.
             if say.format == Format::Json {
                 say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
@@ -224,9 +225,10 @@ fn key(args: &MigrateArgs) -> Result<Line> {
     let text = match args.key.as_deref() {
         Some("-") => {
             let mut text = String::new();
-            std::io::stdin()
-                .read_to_string(&mut text)
-                .map_err(|error| Error::new(Exit::Failed, format!("standard input: {error}")))?;
+            std::io::stdin().read_to_string(&mut text).map_err(|error| {
+                Error::new(Exit::Failed, format!("the line cannot be read from standard input: {error}"))
+                    .hint("pipe what `mercury receive` has printed into this command")
+            })?;
             text
         }
         Some(text) => text.to_owned(),

@@ -140,7 +140,7 @@ impl Targets {
     /// # Errors
     /// If it is of no disk that was offered, or cannot be written.
     pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
-        let failed = |why: String| Error::new(Exit::Failed, why);
+        let failed = |why: String| Error::fault(why);
         let target = self.open.get_mut(chunks.disk as usize);
         let target = target.ok_or_else(|| failed("a chunk came of a disk that was not offered".into()))?;
         for chunk in chunks.iter() {

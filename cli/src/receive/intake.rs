@@ -7,7 +7,6 @@
 use super::spare::Memory;
 use crate::{
     error::{Error, Result},
-    exit::Exit,
     migrate::link::{HANDSHAKE, Heard, Link},
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
@@ -101,7 +100,7 @@ pub struct Intake {
 }
 
 fn breach(what: &str) -> Error {
-    Error::new(Exit::Failed, what)
+    Error::fault(what)
 }
 
 impl Intake {

@@ -150,7 +150,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         hold: (!args.hold_for_ever).then_some(600),
     };
     let file = serde_json::to_vec(&configuration)
-        .map_err(|error| Error::new(Exit::Failed, format!("the configuration: {error}")))?;
+        .map_err(|error| Error::fault(format!("the configuration cannot be handed on: {error}")))?;
     let purpose = Purpose {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
         module: args.module.module.as_deref(),

@@ -6,7 +6,6 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    exit::Exit,
     migrate::{
         link::{HANDSHAKE, Heard, Link, wait_for},
         offer::{Offer, kept},
@@ -272,7 +271,7 @@ impl Host {
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
         let is_over = self.arrival.as_ref().is_none_or(|arrival| arrival.last.is_some());
         if is_over || !self.destination.takes_pages() {
-            return Err(Error::new(Exit::Failed, "chunks of a disk came that nobody had asked for"));
+            return Err(Error::fault("chunks of a disk came that nobody had asked for"));
         }
         self.spare.write_disk(chunks)
     }
@@ -462,7 +461,7 @@ impl Host {
 
     /// Takes what came by the first stream.
     fn load(&mut self, pages: &Pages) -> Result<()> {
-        let breach = |what: &str| Error::new(Exit::Failed, what);
+        let breach = |what: &str| Error::fault(what);
         let arrival = self.arrival.as_ref().filter(|arrival| arrival.last.is_none());
         let intake = arrival.and_then(|arrival| arrival.intake.as_ref());
         match intake.filter(|_| self.destination.takes_pages()) {

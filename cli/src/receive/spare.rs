@@ -167,8 +167,8 @@ impl Spare for Here {
     }
 
     fn go(&mut self) -> Error {
-        let why = "it could not be started";
-        self.device.restore_go().err().unwrap_or_else(|| Error::new(crate::exit::Exit::Failed, why))
+        let why = "the machine that has come could not be started";
+        self.device.restore_go().err().unwrap_or_else(|| Error::fault(why))
     }
 
     fn release(&mut self) -> Result<()> {

@@ -107,7 +107,7 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
 fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
     let force = args.force_disks.then(|| init::FORCE_DISKS.to_owned());
     let file = serde_json::to_vec(place)
-        .map_err(|error| Error::new(Exit::Failed, format!("the image's place: {error}")))?;
+        .map_err(|error| Error::fault(format!("the image's place cannot be handed on: {error}")))?;
     Ok(Purpose {
         memory: args.memory,
         module: args.module.module.as_deref(),

@@ -130,6 +130,7 @@ impl Shown {
 
 fn failed(why: &str) -> Error {
     Error::new(Exit::Failed, why.to_owned())
+        .hint("see to it that root can write there, and repeat the command")
 }
 
 /// One that is there stays until all is written.

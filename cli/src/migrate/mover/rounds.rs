@@ -75,7 +75,10 @@ impl Mover<'_> {
         match limits.otherwise {
             Otherwise::Stop => Event::StopNow,
             // No arguments lead here; whoever wants it given up is not to be moved.
-            Otherwise::GiveUp => self.fail(Error::new(Exit::Failed, "no downtime could be expected")),
+            Otherwise::GiveUp => {
+                let error = Error::new(Exit::Failed, "no downtime could be expected");
+                self.fail(error.hint("leave out --or-give-up, or allow rounds with --rounds"))
+            }
         }
     }
 
