@@ -42,7 +42,10 @@
 #define POOL_ENOUGH	(SZ_512M / PAGE_SIZE)
 /* Of each piece of a map of pages: it is for 4 GiB of memory. */
 #define MAP_ORDER	get_order(MERCURY_MAP_BITS / BITS_PER_BYTE)
-#define GFP_POOL	(GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY)
+/* The pool takes nothing from programs: kswapd is woken, and frees what is cached. */
+#define GFP_POOL	(GFP_NOWAIT | __GFP_NOWARN | __GFP_NOMEMALLOC)
+/* How often kswapd is waited for, each time for a tick, while it frees nothing. */
+#define POOL_PATIENCE	(HZ / 2)
 /* Pieces of memory that are not kept, and ranges between them. */
 #define HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
 
@@ -98,6 +101,8 @@ static struct {
 	/* From this one on, up to `pool_end`: the pool's at the instant. Its pages are in `pool`. */
 	unsigned int pool_first, pool_end;
 	u64 added_pages, returned_pages;
+	/* Under pool_lock: the hypervisor gets the pool; the system has taken of it before the instant. */
+	bool donating, pool_lost;
 	/* Arguments of calls: of whoever makes the pool larger, and smaller; that under pool_lock. */
 	struct mercury_page_list *more, *reclaimed;
 	/* What is kept, for the hypervisor. */
@@ -207,38 +212,73 @@ static void free_pieces(void)
 	memset(&snapshot, 0, sizeof(snapshot));
 }
 
+/* How many pages the pool may have, so that the system can go on without taking memory from programs. */
+static u64 spare_pages(void)
+{
+	u64 available = si_mem_available();
+	u64 margin = clamp_t(u64, available / 8, SZ_32M / PAGE_SIZE, SZ_256M / PAGE_SIZE);
+
+	return available > margin ? available - margin : 0;
+}
+
+/* One more piece for the pool, of 1 << order pages; false if there is none. */
+static bool add_to_pool(unsigned int order)
+{
+	struct page *page;
+	unsigned int i;
+
+	if (!piece(order, GFP_POOL))
+		return false;
+	page = snapshot.pieces[snapshot.pool_end++];
+	split_page(page, order);
+	for (i = 0; i < 1U << order; i++)
+		pool_add(page + i);
+	return true;
+}
+
 /*
  * Pages for the pool, in the largest pieces that can be had: large ones are tried again now and then, for
  * what is freed for small ones makes some. A quarter of what is wanted will do, or POOL_ENOUGH.
  */
 static u32 allocate_pool(u64 pages)
 {
-	unsigned int order = POOL_ORDER_MAX, i;
-	u64 left;
-	struct page *page;
+	unsigned int order = POOL_ORDER_MAX, patience = POOL_PATIENCE;
+	u64 left, most;
 
 	pages = min_t(u64, pages, (u64)(HOLES_MAX / 2) << POOL_ORDER_MAX);
-	left = pages;
+	most = min(pages, spare_pages());
+	left = most;
 
 	/* Holes are found among others': these must not fill the table. */
-	while (left && snapshot.piece_count < HOLES_MAX / 2) {
+	while (left && snapshot.piece_count < HOLES_MAX / 2 && !READ_ONCE(snapshot.pool_lost)) {
 		while (order && 1U << order > left)
 			order--;
-		if (piece(order, GFP_POOL)) {
+		if (add_to_pool(order)) {
 			left -= 1U << order;
-			page = snapshot.pieces[snapshot.pool_end++];
-			split_page(page, order);
-			for (i = 0; i < 1U << order; i++)
-				pool_add(page + i);
+			patience = POOL_PATIENCE;
 			if (!(snapshot.piece_count % 64))
 				order = POOL_ORDER_MAX;
 			cond_resched();
-		} else if (!order--) {
+		} else if (order) {
+			order--;
+		} else if (patience && !signal_pending(current)) {
+			patience--;
+			schedule_timeout_uninterruptible(1);
+		} else {
 			break;
 		}
 	}
-	return pages - left >= min_t(u64, pages / 4, POOL_ENOUGH) ? MERCURY_CODE_OK :
-								    MERCURY_CODE_NO_MEMORY;
+	return most - left >= min_t(u64, pages / 4, POOL_ENOUGH) ? MERCURY_CODE_OK :
+								   MERCURY_CODE_NO_MEMORY;
+}
+
+/* From now on the pool's pages are the hypervisor's; false if the system has taken some. */
+static bool begin_to_donate(void)
+{
+	spin_lock_bh(&pool_lock);
+	snapshot.donating = !snapshot.pool_lost;
+	spin_unlock_bh(&pool_lock);
+	return snapshot.donating;
 }
 
 /* Gives the pool to the hypervisor. */
@@ -248,6 +288,8 @@ static u32 donate(void)
 	unsigned int i, page;
 	u32 code;
 
+	if (!begin_to_donate())
+		return MERCURY_CODE_SNAPSHOT_POOL;
 	list->count = 0;
 	for (i = snapshot.pool_first; i < snapshot.pool_end; i++) {
 		for (page = 0; page < 1U << snapshot.orders[i]; page++) {
@@ -366,30 +408,50 @@ static void reclaim(struct mercury_page_list *list)
 		list->count = 0;
 }
 
+/* Pages of the pool that the hypervisor does not know yet. */
+static void take_from_pool(struct mercury_page_list *list)
+{
+	struct page *page;
+
+	list->count = 0;
+	list_for_each_entry(page, &pool, lru) {
+		if (list->count == MERCURY_PAGE_LIST_MAX)
+			break;
+		list->pages_phys[list->count++] = page_to_phys(page);
+	}
+}
+
 /*
  * The system has no memory left: before it kills anybody it gets what is free of the pool, and then all of
- * it, without a snapshot. Not before the instant: what it does with these pages would not be kept, for they
- * were left out as the pool's.
+ * it, without a snapshot. Before the instant there will be none in any case: what the system does with these
+ * pages would not be kept, for they were left out as the pool's.
  */
 static int give_back(struct notifier_block *unused, unsigned long event, void *freed)
 {
+	bool past = mercury_snapshot_is_past();
 	struct mercury_page_list *list;
 	unsigned int i;
 
-	if (!mercury_snapshot_is_past())
-		return NOTIFY_OK;
 	spin_lock_bh(&pool_lock);
 	list = snapshot.reclaimed;
-	reclaim(list);
-	if (!list->count && !snapshot.kept) {
+	if (!list)
+		goto unlock;
+	if (past || snapshot.donating)
+		reclaim(list);
+	else
+		take_from_pool(list);
+	if (past && !list->count && !snapshot.kept) {
 		call(MERCURY_SNAPSHOT_CALL_GIVE_UP,
 		     (void *)(unsigned long)MERCURY_CODE_SNAPSHOT_POOL);
 		reclaim(list);
 	}
+	if (!past && list->count)
+		WRITE_ONCE(snapshot.pool_lost, true);
 	for (i = 0; i < list->count; i++)
 		free_pool_page(pfn_to_page(PHYS_PFN(list->pages_phys[i])));
 	snapshot.returned_pages += list->count;
 	*(unsigned long *)freed += list->count;
+unlock:
 	spin_unlock_bh(&pool_lock);
 	return NOTIFY_OK;
 }
@@ -670,11 +732,11 @@ static u32 leave_cpu(struct mercury_cpu *m)
 /* The machine is as it was before; under mercury.lock. */
 void mercury_snapshot_end(void)
 {
+	unregister_oom_notifier(&no_memory);
 	if (!snapshot.pieces && !snapshot.orders)
 		return;
 	mercury_rollback_disarm();
 	leave_pool_alone();
-	unregister_oom_notifier(&no_memory);
 	mercury_log_stop();
 	if ((snapshot.live || snapshot.logging) && !snapshot.restored) {
 		cpus_read_lock();
@@ -694,8 +756,11 @@ void mercury_snapshot_end(void)
 /* All that can be done before the instant. */
 static u32 prepare(const struct mercury_snapshot_request *request)
 {
-	u32 code = allocate(request);
+	u32 code = MERCURY_CODE_NO_MEMORY;
 
+	/* First: from here on the system can have back what is allocated. */
+	if (!register_oom_notifier(&no_memory))
+		code = allocate(request);
 	cpus_read_lock();
 	cpumask_copy(&snapshot.cpus, cpu_online_mask);
 	if (code == MERCURY_CODE_OK)
@@ -714,8 +779,6 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 	snapshot.flags = request->flags;
 	snapshot.pool_pages = request->pool_pages;
 	snapshot.another_cpu = false;
-	if (code == MERCURY_CODE_OK && register_oom_notifier(&no_memory))
-		code = MERCURY_CODE_NO_MEMORY;
 	return code;
 }
 
@@ -738,6 +801,8 @@ static u32 begin(void)
 	struct mercury_snapshot_setup *setup = (void *)snapshot.take;
 	u32 code;
 
+	if (READ_ONCE(snapshot.pool_lost))
+		return MERCURY_CODE_SNAPSHOT_POOL;
 	setup->keep_virt = 0;
 	if (snapshot.flags & MERCURY_SNAPSHOT_KEEP) {
 		list_cpus();
@@ -950,8 +1015,8 @@ static int enter(void *unused)
 	bool first = smp_processor_id() == snapshot.first_cpu;
 	int returned, part;
 
-	/* No CPU comes or goes here, so all find the same. */
-	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask)) {
+	/* No CPU comes or goes here, and no task runs that needs memory, so all CPUs find the same. */
+	if (!cpumask_equal(&snapshot.cpus, cpu_online_mask) || snapshot.pool_lost) {
 		WRITE_ONCE(snapshot.others, true);
 		return 0;
 	}
@@ -1093,7 +1158,7 @@ static u32 meet(struct mercury_outcome *outcome)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
 	is_done(THAWED);
 	if (snapshot.others)
-		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
+		return snapshot.pool_lost ? MERCURY_CODE_SNAPSHOT_POOL : MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	if (snapshot.swapped)
 		return MERCURY_CODE_SNAPSHOT_SWAP;
 	if (snapshot.restored || snapshot.rolled_back)
@@ -1642,6 +1707,8 @@ u32 mercury_snapshot_log_collect(struct mercury_log_request *request)
 	if (snapshot.live)
 		request->device_pages += collect_lasting();
 	request->pages = collect->pages + request->device_pages;
+	if (code == MERCURY_CODE_OK && READ_ONCE(snapshot.pool_lost))
+		code = MERCURY_CODE_SNAPSHOT_POOL;
 	if (code == MERCURY_CODE_OK && mercury_dma_missed())
 		code = MERCURY_CODE_SNAPSHOT_DEVICES;
 	if (code == MERCURY_CODE_OK && READ_ONCE(snapshot.another_cpu))

@@ -299,8 +299,8 @@ pub struct CheckpointArgs {
     /// disks. If it fails there is no image
     #[arg(long, value_name = "COMMAND")]
     pub hook: Option<String>,
-    /// Memory for pages that are written to before they have been streamed: 512M, 4G [default: a quarter of what is
-    /// available]
+    /// Memory for pages that are written to before they have been streamed: 512M, 4G; it grows if it runs low [default: a
+    /// quarter of what is available, and 1G at most]
     #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Make one image after the other, so much time apart: 90s, 10m, 6h; FILE gets the time behind its name
@@ -340,7 +340,7 @@ pub struct CheckpointArgs {
 #[derive(Debug, Args)]
 pub struct SnapshotArgs {
     /// Memory for copies of what is written to: 512M, 4G; when it is full the snapshot is lost [default: a quarter of what
-    /// is available]
+    /// is available, and 4G at most]
     #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Give up the snapshot that is kept
@@ -535,7 +535,8 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
     /// Memory for pages that are written to after the instant, and for what of this machine's memory the other one's
-    /// small kernel occupies: 512M, 4G [default: a quarter of what is available, and 192 at least]
+    /// small kernel occupies: 512M, 4G [default: a quarter of what is available, 192M at least and
+    /// 1G at most]
     #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 24))]
     pub pool: Option<u64>,
     /// Take this disk along: a whole one, which the other machine cannot reach. It goes to the disk at the same place there, which

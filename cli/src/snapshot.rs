@@ -12,6 +12,7 @@ use crate::{
         fence,
         guard::Guard,
         phases::Phases,
+        pool,
         stale::Stale,
         swap, waits,
     },
@@ -242,7 +243,7 @@ fn keep(
     sysroot: &Sysroot,
     guard: &mut Guard,
 ) -> Result<Report> {
-    let pool = checkpoint::pool_pages(args.pool, sysroot);
+    let pool = pool::pages(args.pool, pool::KEPT_MOST_MIB, sysroot)?;
     let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;

@@ -295,7 +295,33 @@ fn nobody_is_killed_for_the_pool() -> Result<()> {
         machine.sh(needs).map(drop)
     })?;
     assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
+    nobody_is_killed_before_the_instant(&machine)?;
+    assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
     machine.check_next_attach()
+}
+
+/// A pool that leaves programs too little is refused by the command, and the driver takes none that does; and what a pool
+/// has taken it gives back to programs that need it before the instant.
+fn nobody_is_killed_before_the_instant(machine: &Machine) -> Result<()> {
+    let available = || -> Result<u64> {
+        Ok(machine.sh("awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo")?.parse().unwrap())
+    };
+    let refused = |line: &str, reason: &str| -> Result<()> {
+        let output = machine.run(line)?;
+        assert!(!output.success() && output.stderr.contains(reason), "{line}: {}", output.stderr);
+        runs_on(machine)
+    };
+    let all = available()?;
+    refused(&format!("mercury checkpoint --pool {all}M {DISK}"), "leaves programs too little memory")?;
+    machine.mercury("attach")?;
+    machine.sh(&format!("mercury-workload snapshot --pool-pages {} --rounds 1", all << 8))?;
+    machine.mercury("detach")?;
+    let pool = available()? / 2;
+    let needs = available()? - pool + 64;
+    let hook =
+        format!("python3 -c \"room = bytearray({needs} << 20); room[::4096] = b'x' * len(room[::4096])\"");
+    machine.put("/run/hook", hook.as_bytes(), 0o755)?;
+    refused(&format!("mercury checkpoint --pool {pool}M --hook 'sh /run/hook' {DISK}"), "snapshot-pool")
 }
 
 /// Writes to a disk take their time.

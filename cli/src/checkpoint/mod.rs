@@ -28,6 +28,7 @@ mod layers;
 pub mod openers;
 pub mod patient;
 pub mod phases;
+pub mod pool;
 pub mod rdma;
 pub mod reachable;
 pub mod series;
@@ -498,7 +499,7 @@ fn checkpoint(
     guard: &mut Guard,
 ) -> Result<(Report, Rest)> {
     let new = New { identity: Identity(random()?), before };
-    let pool = pool_pages(args.pool, sysroot);
+    let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
     let mut report = Report {
         identity: new.identity.to_string(),
@@ -589,11 +590,6 @@ pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
         Error::new(Exit::Failed, format!("/dev/urandom cannot be read: {error}"))
             .hint("mount devtmpfs on /dev")
     })
-}
-
-/// A quarter of what is available, if nothing else is wanted.
-pub(crate) fn pool_pages(mib: Option<u64>, sysroot: &Sysroot) -> u64 {
-    mib.map_or_else(|| sysroot.available_memory().unwrap_or(0) / PAGE / 4, |mib| mib * (1 << 20) / PAGE)
 }
 
 /// Brings everything to rest, and takes the instant.

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     args::MigrateArgs,
-    checkpoint::{self, Attached, describe, guard::Guard, patient},
+    checkpoint::{Attached, describe, guard::Guard, patient, pool},
     commands::{self, Say},
     device::{Cursor, Device},
     error::{Error, Result},
@@ -201,7 +201,7 @@ fn predict(
     sysroot: &Sysroot,
     deferred: &Deferred,
 ) -> Result<Prediction> {
-    let mut log = prepare(device, checkpoint::pool_pages(args.pool, sysroot), args.hash, 0)?;
+    let mut log = prepare(device, pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?, args.hash, 0)?;
     let mut machine = Machine::default();
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     let mut ledger = Ledger::new(kept(&machine));

@@ -24,7 +24,7 @@ use crate::{
         disks::{self, Mounted, Still},
         fence,
         guard::{Guard, Undo},
-        patient, swap,
+        patient, pool, swap,
     },
     commands::Say,
     device::Device,
@@ -120,7 +120,7 @@ impl<'a> Here<'a> {
         let doubt = Doubt::of(&line, attempt, secret, hails.cards());
         with.guard.will(&Undo::CallOff(Box::new(doubt))).map_err(|error| failed("the guard", &error))?;
         let mirror = Mirror::open(&args.with_disk, device, sysroot)?;
-        let pool = checkpoint::pool_pages(args.pool, sysroot);
+        let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
         let least = POOL_LEAST + mirror.memory_there();
         let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
         // Before the first page is sent: what is read back is sent, too.
