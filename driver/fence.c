@@ -5,6 +5,9 @@
  * arrived. So packets are lost from then on, in all network namespaces, but for the loopback's and those
  * of the peers by which the image goes its way. To the others it is silence, and they send again.
  *
+ * A machine that comes back to an instant, and has talked since, must be silent as well until what it
+ * would say twice has ended (nonces.c). There the fence is closed before devices resume.
+ *
  * The hooks are there before the instant, and idle. What makes them work is written behind the instant,
  * with all CPUs in stop_machine(): there is no packet in between, and in the image they are idle.
  */
@@ -33,6 +36,8 @@ static struct {
 	bool closed;
 	/* Whoever raised it may go. */
 	bool stays;
+	/* It is closed in the machine that comes back; and not in the one that goes on. */
+	bool returns, open_here;
 	struct mercury_fence_peer *peers;
 	u32 peer_count;
 	atomic64_t stopped;
@@ -200,9 +205,25 @@ void mercury_fence_release(void)
 		mercury_fence_down();
 }
 
-/* With all CPUs in stop_machine(), in the machine that does not go on. */
+/* Under mercury.lock, in a machine that was brought back: the command opens a fence that is closed there. */
+void mercury_fence_arrive(void)
+{
+	if (!fence.returns)
+		mercury_fence_down();
+}
+
+/* With all CPUs in stop_machine(), in the machine that does not come back. */
 void mercury_fence_close(void)
 {
+	WRITE_ONCE(fence.closed, fence.up && !fence.open_here);
+}
+
+/* Likewise, in one that has come back: peers know it from the life that has ended. */
+void mercury_fence_return(void)
+{
+	if (!fence.returns)
+		return;
+	fence.peer_count = 0;
 	WRITE_ONCE(fence.closed, fence.up);
 }
 
@@ -227,9 +248,11 @@ static int read_peers(const struct mercury_fence_request *request)
 /* Under mercury.lock. */
 int mercury_fence(struct mercury_fence_request *request)
 {
+	u64 known = MERCURY_FENCE_DOWN | MERCURY_FENCE_STAYS | MERCURY_FENCE_RETURN |
+		    MERCURY_FENCE_OPEN_HERE | MERCURY_FENCE_FORGET;
 	int result;
 
-	if (request->flags & ~(MERCURY_FENCE_DOWN | MERCURY_FENCE_STAYS) || request->reserved ||
+	if (request->flags & ~known || request->reserved ||
 	    request->peers_count > MERCURY_FENCE_PEERS_MAX)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	request->stopped = atomic64_read(&fence.stopped);
@@ -242,6 +265,8 @@ int mercury_fence(struct mercury_fence_request *request)
 		fence.stays = true;
 		return MERCURY_CODE_OK;
 	}
+	if (request->flags & MERCURY_FENCE_FORGET)
+		mercury_nonces_forget();
 	mercury_fence_down();
 	if (request->flags & MERCURY_FENCE_DOWN)
 		return MERCURY_CODE_OK;
@@ -249,6 +274,8 @@ int mercury_fence(struct mercury_fence_request *request)
 	if (result == MERCURY_CODE_OK)
 		result = raise();
 	if (result == MERCURY_CODE_OK) {
+		fence.returns = request->flags & MERCURY_FENCE_RETURN;
+		fence.open_here = request->flags & MERCURY_FENCE_OPEN_HERE;
 		fence.up = true;
 	} else {
 		if (!IS_ERR(fence.peers))

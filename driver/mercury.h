@@ -350,11 +350,17 @@ unsigned long mercury_log_collect(unsigned long **to);
 int mercury_disk_log(struct mercury_disk_log_request *request);
 void mercury_disk_log_release(void);
 
-/* fence.c: under mercury.lock; the last one at the instant */
+/* fence.c: under mercury.lock; the last two at the instant */
 int mercury_fence(struct mercury_fence_request *request);
 void mercury_fence_down(void);
+void mercury_fence_arrive(void);
 void mercury_fence_release(void);
 void mercury_fence_close(void);
+void mercury_fence_return(void);
+
+/* nonces.c */
+u32 mercury_nonces_check(void);
+void mercury_nonces_forget(void);
 
 /* monitor.c */
 void mercury_monitor_start(void);

@@ -407,6 +407,18 @@
  * takes it away.
  */
 #define MERCURY_FENCE_STAYS 2
+/*
+ * FenceRequest::flags: the fence is closed in a machine that comes back to the instant,
+ * for all peers, until it is taken away there.
+ */
+#define MERCURY_FENCE_RETURN 4
+/* FenceRequest::flags: the fence stays open in the machine that goes on. */
+#define MERCURY_FENCE_OPEN_HERE 8
+/*
+ * FenceRequest::flags, with MERCURY_FENCE_DOWN: end IPsec's security associations in
+ * all network namespaces before the fence is taken away.
+ */
+#define MERCURY_FENCE_FORGET 16
 /* FenceRequest::peers_count at most. */
 #define MERCURY_FENCE_PEERS_MAX 64
 /* CpuStatus::mode: the CPU is offline. */
@@ -515,6 +527,7 @@
 #define MERCURY_CODE_ROLLBACK_UNSUPPORTED 150
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
+#define MERCURY_CODE_MACSEC_IN_USE 154
 #define MERCURY_CODE_LOG_UNSUPPORTED 155
 #define MERCURY_CODE_DISK_UNSUPPORTED 156
 #define MERCURY_CODE_DISK_LOGGED 157

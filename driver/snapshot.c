@@ -1066,8 +1066,10 @@ static int enter(void *unused)
 		this_cpu_ptr(&mercury_cpus)->code = enter_hypervisor(first);
 	if (first && !returned)
 		mercury_fence_close();
-	if (first && returned)
+	if (first && returned) {
+		mercury_fence_return();
 		note_return(returned);
+	}
 	if (first) {
 		if (!snapshot.refused)
 			syscore_resume();
@@ -1197,7 +1199,7 @@ static u32 check(const struct mercury_snapshot_request *request)
 	if (mercury.state != MERCURY_STATE_ATTACHED ||
 	    !cpumask_subset(cpu_online_mask, &mercury.wanted))
 		return MERCURY_CODE_WRONG_MODE;
-	return MERCURY_CODE_OK;
+	return mercury_nonces_check();
 }
 
 /* Under mercury.lock, as all here. */
@@ -1267,7 +1269,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 	if (code == MERCURY_CODE_OK)
 		code = meet(outcome);
 	if (snapshot.restored) {
-		mercury_fence_down();
+		mercury_fence_arrive();
 		mercury_snapshot_end();
 		mercury_forget();
 		request->restored = 1;

@@ -235,6 +235,8 @@ codes! {
     RollbackMissed = 151, "rollback-missed";
     /// There are devices that the hypervisor could not silence.
     RollbackDevices = 152, "rollback-devices";
+    /// A network device encrypts with MACsec, whose packet numbers must not be used twice.
+    MacsecInUse = 154, "macsec-in-use";
 
     // 155..: the log of writes
     /// There is none on this processor, or beneath this kernel.

@@ -334,6 +334,14 @@ pub struct RestartRequest {
 pub const MERCURY_FENCE_DOWN: u64 = 1 << 0;
 /// [`FenceRequest::flags`]: the fence that is up stays when the controller goes, until one takes it away.
 pub const MERCURY_FENCE_STAYS: u64 = 1 << 1;
+/// [`FenceRequest::flags`]: the fence is closed in a machine that comes back to the instant, for all peers, until it is taken
+/// away there.
+pub const MERCURY_FENCE_RETURN: u64 = 1 << 2;
+/// [`FenceRequest::flags`]: the fence stays open in the machine that goes on.
+pub const MERCURY_FENCE_OPEN_HERE: u64 = 1 << 3;
+/// [`FenceRequest::flags`], with [`MERCURY_FENCE_DOWN`]: end IPsec's security associations in all network namespaces before
+/// the fence is taken away.
+pub const MERCURY_FENCE_FORGET: u64 = 1 << 4;
 /// [`FenceRequest::peers_count`] at most.
 pub const MERCURY_FENCE_PEERS_MAX: u32 = 64;
 

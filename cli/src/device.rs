@@ -14,14 +14,15 @@ use mercury_abi::{
     ioctl::{
         CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest,
         LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
-        MERCURY_FENCE_DOWN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
-        MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD,
-        MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN,
-        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK,
-        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE,
-        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest,
-        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN,
+        MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS,
+        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
+        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -55,6 +56,28 @@ pub enum Access {
 #[derive(Debug)]
 pub struct Device {
     fd: OwnedFd,
+}
+
+/// The life of a machine, after the instant, that the fence keeps silent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Silent {
+    /// The first one, which ends; what comes back goes on with its connections.
+    #[default]
+    First,
+    /// Both: the first one talks to the fence's peers, and the second one to nobody until the fence is taken away.
+    Both,
+    /// The second one, until the fence is taken away.
+    Second,
+}
+
+impl Silent {
+    fn flags(self) -> u64 {
+        match self {
+            Self::First => 0,
+            Self::Both => MERCURY_FENCE_RETURN,
+            Self::Second => MERCURY_FENCE_RETURN | MERCURY_FENCE_OPEN_HERE,
+        }
+    }
 }
 
 /// The outcome of an operation that has none in its structure.
@@ -348,9 +371,10 @@ impl Device {
     }
 
     /// Lets nothing through to or from anybody but `peers`, from the instant of the next snapshot on until this is closed.
-    pub fn fence(&self, peers: &[FencePeer]) -> Result<()> {
+    pub fn fence(&self, peers: &[FencePeer], life: Silent) -> Result<()> {
         let mut request = FenceRequest {
             header: Header::of::<FenceRequest>(),
+            flags: life.flags(),
             peers_addr: address(peers.as_ptr()),
             peers_count: peers.len() as u32,
             ..FenceRequest::default()
@@ -362,6 +386,11 @@ impl Device {
     /// Takes the fence away.
     pub fn fence_down(&self) -> Result<()> {
         self.change_fence("taking the fence away", MERCURY_FENCE_DOWN)
+    }
+
+    /// Ends all security associations of IPsec, and takes the fence away.
+    pub fn fence_down_afresh(&self) -> Result<()> {
+        self.change_fence("taking the fence away", MERCURY_FENCE_DOWN | MERCURY_FENCE_FORGET)
     }
 
     /// Lets the fence stay when this process ends, however that happens.

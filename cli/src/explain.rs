@@ -640,6 +640,15 @@ pub const TABLE: &[Entry] = &[
         "disable it in the firmware, such as VMD",
     ),
     entry_of(
+        Code::MacsecInUse,
+        "a network device encrypts with MACsec, whose packet numbers must not be used twice",
+        "A machine that is brought back, or put back, counts its packets on from the instant. Those that it sent after the \
+         instant had the same numbers and the same key, so that whoever has recorded both can read them. The kernel does \
+         not let the driver end MACsec's associations.",
+        "delete the device (ip link delete …) before a snapshot, a checkpoint or a move, and make it again afterwards, \
+         with new keys",
+    ),
+    entry_of(
         Code::LogUnsupported,
         "there is no log of writes on this processor, beneath this kernel, or with these devices",
         "What has changed between two rounds of a migration is told by a log of writes, so far on AMD's processors only, \

@@ -13,11 +13,11 @@ use crate::{
         guard::Guard,
         phases::Phases,
         pool,
-        stale::Stale,
+        stale::{Stale, Whose},
         swap, waits,
     },
     commands::{self, Say},
-    device::{Access, Device},
+    device::{Access, Device, Silent},
     driver::Driver,
     error::{Error, Result},
     exit::Exit,
@@ -248,6 +248,8 @@ fn keep(
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
+    // A kernel without hooks for packets ends connections as early as it can.
+    let fenced = device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
     // Whoever waits for a server that stands still does not come to rest for the kernel's own freezer.
@@ -273,11 +275,16 @@ fn keep(
         if let Some(stale) = &mut stale {
             stale.end(sysroot);
         }
+        let opened = device.fence_down_afresh();
         if let Err(why) = put_disks_back(args, &left_behind, &were, guard) {
             restart(&why);
         }
+        opened?;
     }
     drop(still);
+    if fenced && begin.as_ref().is_ok_and(|begin| begin.rolled_back == 0) {
+        device.fence_down()?;
+    }
     let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
     if begin.rolled_back == 0 {
         checkpoint::end_if_swap_changed(device, &swap)?;
@@ -297,16 +304,14 @@ fn keep(
     })
 }
 
-/// Connections with the servers of network storage, which will have moved on: they are ended, and made anew. Without
-/// that they end as well, after minutes.
+/// Connections with others, which will have moved on: they are ended, and made anew. Without that they end as well, after
+/// minutes, but encryption would use its counters twice.
 fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
-    let servers = fence::servers(sysroot);
-    if servers.is_empty() {
-        return Ok(None);
+    if !fence::servers(sysroot).is_empty() {
+        // Until then nothing of this program may come over the network.
+        checkpoint::keep_in_memory()?;
     }
-    // Until then nothing of this program may come over the network.
-    checkpoint::keep_in_memory()?;
-    Ok(Stale::prepare(servers).ok())
+    Ok(Stale::prepare(Whose::Everybody).ok())
 }
 
 /// What changes with whatever is written to frozen file systems; nothing where that is not known.

@@ -215,7 +215,66 @@ const PANIC: &str = "echo c > /proc/sysrq-trigger";
 
 #[test]
 fn on_command() -> Result<()> {
-    goes_back(spec(2), &[DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
+    need_qemu()?;
+    let machine = at_work(spec(2), &[DISK_LOAD, MEMORY_LOAD])?;
+    encrypt(&machine)?;
+    let report = live_twice(&machine, COMMAND)?;
+    is_as_it_was(&machine, &report, "command")?;
+    nothing_is_encrypted_twice(&machine)?;
+    is_native_again(&machine)
+}
+
+/// Another network namespace, connected with this one by a cable, by security associations of IPsec in both, and by TCP.
+const ENCRYPTED: &str = r"
+set -e
+modprobe -a veth xfrm_user
+ip netns add far
+ip link add near type veth peer name end netns far
+ip address add 10.77.0.1/24 dev near
+ip -n far address add 10.77.0.2/24 dev end
+ip link set near up
+ip -n far link set end up
+for netns in /proc/self/ns/net /run/netns/far; do
+    nsenter --net=$netns ip xfrm state add src 10.77.0.1 dst 10.77.0.2 proto esp spi 0x100 mode transport \
+        aead 'rfc4106(gcm(aes))' 0x000102030405060708090a0b0c0d0e0f10111213 128
+done
+";
+
+/// Says what becomes of its TCP connection; its argument is which end it is.
+const CONNECTED: &str = r#"
+import socket, sys, time
+if sys.argv[1] == "far":
+    server = socket.create_server(("10.77.0.2", 7000))
+    open("/run/listens", "w").write("yes")
+    end, _ = server.accept()
+else:
+    end = socket.create_connection(("10.77.0.2", 7000))
+    open("/run/connected", "w").write("yes")
+try:
+    while True:
+        end.sendall(b"x")
+        time.sleep(0.05)
+except OSError as error:
+    open("/run/ended." + sys.argv[1], "w").write(error.strerror)
+"#;
+
+fn encrypt(machine: &Machine) -> Result<()> {
+    machine.sh(ENCRYPTED)?;
+    machine.put("/run/connected.py", CONNECTED.as_bytes(), 0o644)?;
+    start(machine, "ip netns exec far python3 /run/connected.py far")?;
+    machine.sh("until test -e /run/listens; do sleep 0.1; done")?;
+    start(machine, "python3 /run/connected.py near")?;
+    machine.sh("until test -e /run/connected; do sleep 0.1; done").map(drop)
+}
+
+/// The first life talked on with the keys and the counters of the instant, so that the second one must not.
+fn nothing_is_encrypted_twice(machine: &Machine) -> Result<()> {
+    assert_eq!(machine.sh("ip xfrm state; ip -n far xfrm state")?, "");
+    let ended =
+        "for i in $(seq 50); do test -s /run/ended.near && test -s /run/ended.far && break; sleep 0.1; done";
+    let said = machine.sh(&format!("{ended}; cat /run/ended.near; echo; cat /run/ended.far"))?;
+    assert_eq!(said, "Software caused connection abort\nSoftware caused connection abort");
+    machine.sh("ping -c 1 -W 5 10.77.0.2").map(drop)
 }
 
 /// Registers have in them what they had, and what is armed is armed.
@@ -603,6 +662,12 @@ fn without_a_snapshot_nothing_happens() -> Result<()> {
     machine.sh("dd if=/dev/zero of=/run/x bs=1M count=120 conv=notrunc")?;
     machine.sh("until mercury status | grep snapshot-pool; do sleep 0.2; done; rm /run/x")?;
     refused(&machine, "mercury rollback", "no-snapshot")?;
+
+    machine.sh(
+        "modprobe -a dummy macsec; ip link add cable type dummy; ip link add link cable safe type macsec",
+    )?;
+    refused(&machine, "mercury snapshot", "macsec-in-use")?;
+    machine.sh("ip link delete safe; ip link delete cable")?;
 
     machine.sh("mercury snapshot && echo 0 > /sys/devices/system/cpu/cpu1/online")?;
     machine.sh("until mercury status | grep snapshot-lost; do sleep 0.2; done")?;

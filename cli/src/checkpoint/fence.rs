@@ -177,8 +177,19 @@ fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
 /// Both ends of an established connection, the own one first, and its inode, from a line of /proc/net/tcp or tcp6.
 pub(super) fn established(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
     const ESTABLISHED: &str = "01";
+    connection(line, &[ESTABLISHED])
+}
+
+/// The same of a connection that may still send data: it is established, or one of its ends has closed it.
+pub(super) fn talking(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
+    /// `TCP_ESTABLISHED`, `TCP_SYN_SENT`, `TCP_FIN_WAIT1`, `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`.
+    const TALKING: [&str; 6] = ["01", "02", "04", "08", "09", "0B"];
+    connection(line, &TALKING)
+}
+
+fn connection(line: &str, states: &[&str]) -> Option<(SocketAddr, SocketAddr, u64)> {
     let words: Vec<_> = line.split_whitespace().collect();
-    if *words.get(3)? != ESTABLISHED {
+    if !states.contains(words.get(3)?) {
         return None;
     }
     Some((end(words.get(1)?)?, end(words.get(2)?)?, words.get(9)?.parse().ok()?))

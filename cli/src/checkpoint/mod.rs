@@ -43,7 +43,7 @@ mod writeback;
 use crate::{
     args::CheckpointArgs,
     commands::{self, Say},
-    device::Device,
+    device::{Device, Silent},
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
@@ -74,7 +74,7 @@ use phases::Phases;
 use rustix::process::{Pid, Signal};
 use serde::Serialize;
 use series::Series;
-use stale::Stale;
+use stale::{Stale, Whose};
 use std::{
     fs::File,
     io::BufWriter,
@@ -486,7 +486,7 @@ struct Instant {
     still: Option<Stillness>,
     /// Switched on again when file systems can be written to.
     swap: Option<swap::Off>,
-    unfenced: Option<String>,
+    fenced: Fenced,
 }
 
 fn checkpoint(
@@ -525,7 +525,7 @@ fn checkpoint(
         target.forget();
         return Ok((report, Rest::default()));
     }
-    report.warning = instant.unfenced.take();
+    report.warning = instant.fenced.unfenced.take();
     if !args.poweroff {
         let has_disks = instant.machine.file_systems.iter().any(|one| one.frozen);
         if has_disks && args.hook.is_none() {
@@ -534,6 +534,7 @@ fn checkpoint(
         instant.still = None;
         instant.swap = None;
         guard.is_released();
+        instant.fenced.runs_on(device)?;
     }
     instant.machine.parents = new.before.line();
     let streaming = time::Instant::now();
@@ -647,17 +648,13 @@ fn reach(
         .map_err(|error| name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
-    if !restored {
+    if restored {
+        fenced.has_returned(device, sysroot)?;
+    } else {
         end_if_swap_changed(device, &swap)?;
     }
-    if let Some(stale) = fenced.stale.as_mut().filter(|_| restored) {
-        stale.end(sysroot);
-    }
     let phases = Phases::of(held, &begin, device)?;
-    if !restored {
-        describe::add_restart(&mut machine, &device.snapshot_machine()?);
-    }
-    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), unfenced: fenced.unfenced })
+    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced })
 }
 
 /// Ends a snapshot whose instant may have met memory that was swapped out.
@@ -672,6 +669,21 @@ struct Fenced {
     unfenced: Option<String>,
     /// What goes on behind the instant, and has to end in the machine that is brought back.
     stale: Option<Stale>,
+    /// Who says nothing after the instant.
+    silent: Silent,
+}
+
+impl Fenced {
+    /// In the machine that was brought back: ends what the life that ended has used, before its packets go.
+    fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
+        self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
+        if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
+    }
+
+    /// In the machine that runs on, which wants no fence.
+    fn runs_on(&self, device: &Device) -> Result<()> {
+        if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }
+    }
 }
 
 /// Nothing of this program, as far as it is there by now, comes from a file any more: a disk or a server may not answer.
@@ -682,10 +694,20 @@ pub(crate) fn keep_in_memory() -> Result<()> {
     })
 }
 
+/// A machine that runs on after the instant talks, and one that is brought back from the image must not say the same again
+/// with the same keys.
+fn silence_second_life(device: &Device, unfenced: Option<String>) -> Result<Fenced> {
+    keep_in_memory()?;
+    let stale = Stale::prepare(Whose::Everybody).ok();
+    // A kernel without hooks for packets ends connections as early as it can.
+    let silent = if device.fence(&[], Silent::Second).is_ok() { Silent::Second } else { Silent::Both };
+    Ok(Fenced { unfenced, stale, silent })
+}
+
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
 fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
-        return Ok(Fenced::default());
+        return silence_second_life(device, None);
     }
     let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
     let files: Vec<_> = target.part().into_iter().chain(parent).collect();
@@ -697,13 +719,14 @@ fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot:
     };
     let peers = match fence::peers(&files, &target.processes(), sysroot) {
         Ok(peers) => peers,
-        Err(why) => return Ok(Fenced { unfenced: Some(unfenced(why)), stale: None }),
+        Err(why) => return silence_second_life(device, Some(unfenced(why))),
     };
     keep_in_memory()?;
-    device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>())?;
+    let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
+    device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
     // Without it they end as well, after minutes.
-    let stale = if peers.is_empty() { None } else { Stale::prepare(peers).ok() };
-    Ok(Fenced { unfenced: None, stale })
+    let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
+    Ok(Fenced { unfenced: None, stale, silent })
 }
 
 /// How often a device did not stop since boot: the kernel never forgets who did not last.

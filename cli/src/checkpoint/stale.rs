@@ -1,22 +1,41 @@
-//! Connections that went on behind the instant, over which the image went: to the server of the file system that it lies
-//! on, for one. The machine that is brought back has them as they were at the instant, and its server has long
-//! gone on. Each end takes what the other says for old, and both wait for minutes; so these are ended first of all, by
-//! `SOCK_DESTROY` of sock_diag(7), and whoever needs one makes a new one.
+//! Connections that must not go on in a machine that has come back to an instant: those on which the life that ended has
+//! talked since.
+//!
+//! The image went over some of them: to the server of the file system that it lies on, for one. In a machine that was put back,
+//! or whose first life ran on, all of them may have been used. The machine has them as they were at the instant, and its
+//! peers have long gone on: each end takes what the other says for old, and both wait for minutes. Where the connection is
+//! encrypted (TLS, in the kernel or in a program; ssh), its counters would run a second time with the same key. So these are
+//! ended first of all, by `SOCK_DESTROY` of sock_diag(7), and whoever needs one makes a new one.
 
 use super::fence::{self, Peer};
 use crate::sysroot::Sysroot;
 use std::{
+    collections::BTreeSet,
     fs::File,
     io::{self, Read, Write},
     net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4},
-    os::fd::FromRawFd,
+    os::{
+        fd::{AsFd, FromRawFd},
+        unix::fs::MetadataExt,
+    },
+    path::PathBuf,
+    thread,
 };
 
-/// Ends connections with some peers.
+/// The connections that have to end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Those with some peers, in this network namespace.
+    Peers(Vec<Peer>),
+    /// All, in all network namespaces, but for those of the machine with itself: both of their ends come back.
+    Everybody,
+}
+
+/// Ends connections.
 #[derive(Debug)]
 pub struct Stale {
     netlink: File,
-    peers: Vec<Peer>,
+    whose: Whose,
 }
 
 impl Stale {
@@ -26,7 +45,7 @@ impl Stale {
     /// # Errors
     /// If the kernel cannot do it; but one that lacks only the module for TCP says the same as of a connection that nobody has,
     /// and ends nothing later.
-    pub fn prepare(peers: Vec<Peer>) -> io::Result<Self> {
+    pub fn prepare(whose: Whose) -> io::Result<Self> {
         // SAFETY: makes a descriptor, which nobody else has.
         let fd = unsafe {
             libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_SOCK_DIAG)
@@ -35,7 +54,7 @@ impl Stale {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: it was just made, and is owned by this alone.
-        let mut stale = Self { netlink: unsafe { File::from_raw_fd(fd) }, peers };
+        let mut stale = Self { netlink: unsafe { File::from_raw_fd(fd) }, whose };
         // A connection that nobody has.
         let nobody = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
         match stale.end_one(nobody, nobody) {
@@ -47,13 +66,20 @@ impl Stale {
 
     /// Ends them.
     pub fn end(&mut self, sysroot: &Sysroot) {
-        let table = |name| sysroot.text(&format!("proc/self/net/{name}")).unwrap_or_default();
-        for line in [table("tcp"), table("tcp6")].iter().flat_map(|table| table.lines()) {
-            let Some((own, other, _)) = fence::established(line) else { continue };
-            if self.peers.iter().any(|peer| peer.is(other)) {
-                // One that has ended by itself is as good.
-                let _ = self.end_one(own, other);
+        match self.whose.clone() {
+            Whose::Peers(peers) => {
+                let all = connections(sysroot, fence::established);
+                let theirs = all.into_iter().filter(|(_, other)| peers.iter().any(|peer| peer.is(*other)));
+                self.end_all(theirs.collect());
             }
+            Whose::Everybody => namespaces(sysroot).iter().for_each(|namespace| end_in(namespace, sysroot)),
+        }
+    }
+
+    fn end_all(&mut self, connections: Vec<(SocketAddr, SocketAddr)>) {
+        for (own, other) in connections {
+            // One that has ended by itself is as good.
+            let _ = self.end_one(own, other);
         }
     }
 
@@ -69,6 +95,66 @@ impl Stale {
             None => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
+}
+
+/// The connections of the calling thread's network namespace that `parse` recognizes, the own end first.
+fn connections(
+    sysroot: &Sysroot,
+    parse: impl Fn(&str) -> Option<(SocketAddr, SocketAddr, u64)>,
+) -> Vec<(SocketAddr, SocketAddr)> {
+    let table = |name| sysroot.text(&format!("proc/thread-self/net/{name}")).unwrap_or_default();
+    let tables = [table("tcp"), table("tcp6")];
+    let lines = tables.iter().flat_map(|table| table.lines());
+    lines.filter_map(parse).map(|(own, other, _)| (own, other)).collect()
+}
+
+/// Leaves out connections whose other end is in the same list.
+fn with_others(all: Vec<(SocketAddr, SocketAddr)>) -> Vec<(SocketAddr, SocketAddr)> {
+    let canonical = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
+    let ends: BTreeSet<_> = all.iter().map(|(own, other)| (canonical(*own), canonical(*other))).collect();
+    let is_own =
+        |(own, other): &(SocketAddr, SocketAddr)| ends.contains(&(canonical(*other), canonical(*own)));
+    all.into_iter().filter(|pair| !is_own(pair)).collect()
+}
+
+/// Ends all connections of a network namespace that lead out of it.
+fn end_in(namespace: &File, sysroot: &Sysroot) {
+    use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+    thread::scope(|scope| {
+        // A thread of its own: the others stay in their namespace.
+        scope.spawn(|| {
+            if move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).is_err() {
+                return;
+            }
+            if let Ok(mut here) = Stale::prepare(Whose::Everybody) {
+                here.end_all(with_others(connections(sysroot, fence::talking)));
+            }
+        });
+    });
+}
+
+/// The network namespaces that a process is in or that are mounted (`ip netns`), each once.
+fn namespaces(sysroot: &Sysroot) -> Vec<File> {
+    let is_number = |name: &String| name.bytes().all(|byte| byte.is_ascii_digit());
+    let processes = sysroot.names("proc").into_iter().filter(is_number);
+    let of_processes = processes.map(|process| sysroot.path(&format!("proc/{process}/ns/net")));
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let mounted: Vec<PathBuf> = mountinfo.lines().filter_map(mounted_namespace).collect();
+    let mut seen = BTreeSet::new();
+    let open = |path: PathBuf| {
+        let file = File::open(path).ok()?;
+        let inode = file.metadata().ok()?.ino();
+        seen.insert(inode).then_some(file)
+    };
+    of_processes.chain(mounted).filter_map(open).collect()
+}
+
+/// Where a network namespace is mounted, by a line of mountinfo.
+fn mounted_namespace(line: &str) -> Option<PathBuf> {
+    let (front, back) = line.split_once(" - ")?;
+    let mut words = front.split(' ').skip(3);
+    let (root, at) = (words.next()?, words.next()?);
+    (back.starts_with("nsfs ") && root.starts_with("net:[")).then(|| at.into())
 }
 
 /// `struct nlmsghdr` of netlink(7), and `struct inet_diag_req_v2` of sock_diag(7).
@@ -114,7 +200,7 @@ mod tests {
 
     /// Whether this test may end connections.
     fn stale(peers: Vec<Peer>) -> Option<Stale> {
-        match Stale::prepare(peers) {
+        match Stale::prepare(Whose::Peers(peers)) {
             Ok(stale) => Some(stale),
             // Only root may, and not every kernel can.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
@@ -133,6 +219,26 @@ mod tests {
             assert_eq!(request(own, other).len(), 72);
         }
         assert_eq!(request(own, own)[24..28], [3, 33, 3, 33]);
+    }
+
+    #[test]
+    fn connections_of_a_machine_with_itself_go_on() {
+        let address = |text: &str| text.parse::<SocketAddr>().expect("an address");
+        let [own, far] = ["10.0.0.1:80", "10.0.0.2:9000"].map(address);
+        let [client, mapped] = ["10.0.0.1:9000", "[::ffff:10.0.0.1]:80"].map(address);
+        assert_eq!(with_others(vec![(own, far), (mapped, client), (client, own)]), [(own, far)]);
+    }
+
+    #[test]
+    fn namespaces_are_found_where_they_are_mounted() {
+        let line = |rest: &str| mounted_namespace(&format!("40 22 0:4 {rest}"));
+        assert_eq!(line("net:[4026532] /run/netns/blue rw - nsfs nsfs rw"), Some("/run/netns/blue".into()));
+        assert_eq!(line("mnt:[4026533] /run/x rw - nsfs nsfs rw"), None);
+        assert_eq!(line("/net:[1] /run/y rw - tmpfs none rw"), None);
+        let here = namespaces(&Sysroot::default());
+        let inodes: BTreeSet<_> = here.iter().map(|file| file.metadata().expect("metadata").ino()).collect();
+        let own = std::fs::metadata("/proc/self/ns/net").expect("a namespace").ino();
+        assert!(inodes.contains(&own) && inodes.len() == here.len());
     }
 
     #[test]

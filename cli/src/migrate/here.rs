@@ -27,7 +27,7 @@ use crate::{
         patient, pool, swap,
     },
     commands::Say,
-    device::Device,
+    device::{Device, Silent},
     error::{Error, Result},
     ethernet::{self, made},
     exit::Exit,
@@ -226,7 +226,7 @@ impl System for Here<'_> {
         // What has come since the move began, too.
         checkpoint::keep_in_memory()?;
         let peer: fence::Peer = but.into();
-        self.with.device.fence(&[peer.into()])
+        self.with.device.fence(&[peer.into()], Silent::First)
     }
 
     fn hold_still(&mut self) -> Result<()> {
