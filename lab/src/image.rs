@@ -67,6 +67,9 @@ const PACKAGES: &[&str] = &[
     "cryptsetup-bin",
     "mdadm",
     "python3-minimal",
+    // For people at a shell: the command's manual pages and its completion.
+    "man-db",
+    "bash-completion",
 ];
 
 /// What the machines have no use for.
