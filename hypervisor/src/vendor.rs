@@ -12,6 +12,7 @@
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
 use mercury_abi::gate::{BootInfo, Vendor as Kind};
+use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::Registers;
 
 use crate::address::GuestPhys;
@@ -21,7 +22,7 @@ use crate::nested::Tables;
 use crate::paging::format::Format;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
-use crate::snapshot::rollback::Means;
+use crate::snapshot::rollback::Watch;
 use crate::svm::Svm;
 use crate::vmx::Vmx;
 use crate::x86::Hardware;
@@ -112,8 +113,19 @@ pub trait Vendor: Sized + 'static {
     /// Whether the processor took the entry before the present exit.
     fn was_entered(area: &Area<Self>) -> bool;
 
-    /// How CPUs are put back to a snapshot; `None` where that cannot be done yet.
-    const ROLLBACK: Option<Means<Self>>;
+    /// True where CPUs can be put back to a snapshot. Elsewhere the next three functions are never called.
+    const ROLLS_BACK: bool = false;
+
+    /// Has NMIs and shutdowns of this CPU exit, or not any more.
+    fn watch(_: &mut Area<Self>, _: Watch) {}
+
+    /// Returns true if the system is in a handler of NMIs, where no other NMI reaches it.
+    fn is_in_nmi(_: &Area<Self>) -> bool {
+        false
+    }
+
+    /// Sets the system's state to what was saved, on the identity map and with nothing pending.
+    fn put_back(_: &mut Area<Self>, _: &SavedCpu) {}
 
     /// Where the interrupted code goes on behind the handler of a machine check.
     fn resume_at(rip: u64) -> u64;

@@ -672,8 +672,8 @@ pub(crate) fn with_memory<V: Vendor, H: Hardware, T>(
 
 /// Has what asks for a rollback by itself come in.
 fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
-    if let Some(means) = V::ROLLBACK {
-        (means.watch)(area, watch);
+    if V::ROLLS_BACK {
+        V::watch(area, watch);
     }
 }
 
@@ -704,7 +704,7 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
             RECLAIM => live.reclaim(&mut *argument(address)),
             BEGIN => {
                 let setup = &*argument::<SnapshotSetup>(address);
-                if setup.keep_virt != 0 && V::ROLLBACK.is_none() {
+                if setup.keep_virt != 0 && !V::ROLLS_BACK {
                     return Err(Code::RollbackUnsupported);
                 }
                 live.begin(base, setup)?;

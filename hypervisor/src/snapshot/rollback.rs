@@ -34,18 +34,7 @@ static ASKED_TSC: AtomicU64 = AtomicU64::new(0);
 /// The [`Code`] that it ended with.
 static RESULT: AtomicU32 = AtomicU32::new(0);
 
-/// How a vendor's CPUs are put back.
-#[derive(Debug)]
-pub struct Means<V: Vendor> {
-    /// Has NMIs and shutdowns of this CPU come in, or not any more.
-    pub watch: fn(&mut Area<V>, Watch),
-    /// Whether the system is in a handler of NMIs, where none reaches it.
-    pub is_in_nmi: fn(&Area<V>) -> bool,
-    /// Sets the system's state to what was saved, on the identity map and with nothing pending.
-    pub resume: fn(&mut Area<V>, &SavedCpu),
-}
-
-/// Whether they come in.
+/// Whether NMIs and shutdowns of a CPU exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Watch {
     /// They do.
@@ -128,9 +117,11 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
 /// There is no snapshot to go back to, or nobody asked for it in time.
 pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<bool, Code> {
     let kept = kept(area)?;
-    let means = V::ROLLBACK.ok_or(Code::RollbackUnsupported)?;
+    if !V::ROLLS_BACK {
+        return Err(Code::RollbackUnsupported);
+    }
     area.cpu.is_held = 1;
-    if (means.is_in_nmi)(area) {
+    if V::is_in_nmi(area) {
         return with_memory(area, hardware, |area, hardware| take_part(area, hardware, kept)).map(|()| true);
     }
     Ok(false)
@@ -146,7 +137,9 @@ fn kept<V: Vendor>(area: &Area<V>) -> Result<Kept, Code> {
 }
 
 fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: Kept) -> Result<(), Code> {
-    let means = V::ROLLBACK.ok_or(Code::RollbackUnsupported)?;
+    if !V::ROLLS_BACK {
+        return Err(Code::RollbackUnsupported);
+    }
     let own = kept.cpus.iter().find(|cpu| cpu.cpu == area.cpu.gate.cpu).ok_or(Code::RollbackMissed)?;
     let cpus = kept.cpus.len() as u32;
     match MUSTER.arrive(cpus) {
@@ -165,7 +158,7 @@ fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: 
     // SAFETY: memory that the driver has mapped and the snapshot has kept; the system above does not write to it before
     // all CPUs have left it. Made of integers.
     let saved = unsafe { page::<SavedCpu>(HostPhys::new(own.saved_phys)).read() };
-    (means.resume)(area, &saved);
+    V::put_back(area, &saved);
     area.cpu.leave_pending = 0;
     area.cpu.on_snapshot = 0;
     area.cpu.is_held = 0;

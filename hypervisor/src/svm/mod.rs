@@ -26,6 +26,7 @@ pub mod vmcb;
 use mercury_abi::code::Code;
 use mercury_abi::facts::{CpuFacts, CpuidLeaf, readable};
 use mercury_abi::gate::{BootInfo, Vendor as Kind};
+use mercury_abi::restart::SavedCpu;
 
 use crate::cpu::Interrupted;
 use crate::host::entry::Next;
@@ -33,7 +34,7 @@ use crate::nested::Tables;
 use crate::paging::format::AmdNested;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
-use crate::snapshot::rollback::Means;
+use crate::snapshot::rollback::Watch;
 use crate::vendor::{LastExit, TaskStateSegment, Vendor};
 use crate::x86::{self, Hardware};
 use vmcb::{GuestState, Segment, Vmcb, exit_code};
@@ -132,7 +133,7 @@ impl Vendor for Svm {
     type Host = Vmcb;
     type Format = AmdNested;
 
-    const ROLLBACK: Option<Means<Self>> = Some(rollback::MEANS);
+    const ROLLS_BACK: bool = true;
 
     fn tables() -> &'static Tables<AmdNested> {
         &TABLES
@@ -258,6 +259,18 @@ impl Vendor for Svm {
 
     fn await_window(area: &mut Area, _: &mut impl Hardware, wanted: bool) {
         area.control.await_window(wanted);
+    }
+
+    fn watch(area: &mut Area, watch: Watch) {
+        rollback::watch(area, watch);
+    }
+
+    fn is_in_nmi(area: &Area) -> bool {
+        rollback::is_in_nmi(area)
+    }
+
+    fn put_back(area: &mut Area, saved: &SavedCpu) {
+        rollback::put_back(area, saved);
     }
 
     fn was_entered(area: &Area) -> bool {

@@ -13,13 +13,10 @@ use super::vmcb::{INTERCEPT_IRET, INTERCEPT_NMI, INTERCEPT_SHUTDOWN, Segment, TL
 use super::{Area, guests};
 use crate::exit::Answer;
 use crate::host::entry::Next;
-use crate::snapshot::rollback::{self, Means, Watch};
+use crate::snapshot::rollback::{self, Watch};
 use crate::x86::msr::EFER_SVME;
 use crate::x86::{DR7_CLEAR, Hardware};
 use crate::{machine_check, nested, publish};
-
-/// AMD's means.
-pub const MEANS: Means<super::Svm> = Means { watch, is_in_nmi, resume };
 
 /// Index of KernelGSBase in [`super::vmcb::Vmcb::syscall`].
 const KERNEL_GS_BASE: usize = 4;
@@ -28,7 +25,7 @@ const DR6_CLEAR: u64 = 0xFFFF_0FF0;
 /// A flat data segment, present, writable and accessed; its privilege level is in bits 6:5.
 const FLAT_DATA: u16 = 0xC93;
 
-fn watch(area: &mut Area, watch: Watch) {
+pub(super) fn watch(area: &mut Area, watch: Watch) {
     let intercepts = &mut area.control.intercept_misc1;
     *intercepts &= !(INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN);
     if watch == Watch::On {
@@ -44,7 +41,7 @@ fn watch(area: &mut Area, watch: Watch) {
 }
 
 /// One was let through, and its handler has not returned.
-fn is_in_nmi(area: &Area) -> bool {
+pub(super) fn is_in_nmi(area: &Area) -> bool {
     area.control.intercept_misc1 & INTERCEPT_IRET != 0
 }
 
@@ -84,7 +81,7 @@ pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer,
 }
 
 /// What the kernel has in its registers at the instant of a snapshot; MSRs that only it writes it restores itself.
-fn resume(area: &mut Area, saved: &SavedCpu) {
+pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     let Area { cpu, own, control, .. } = area;
     control.cs = segment(&cpu.gate.inward.cs);
     control.ss = segment(&cpu.gate.inward.ss);
@@ -156,7 +153,7 @@ mod tests {
         watch(&mut cpu.area, Watch::On);
         (cpu.area.control.tr.base, cpu.area.control.syscall[1]) = (0, 0);
         watch(&mut cpu.area, Watch::On);
-        resume(&mut cpu.area, &SavedCpu::default());
+        put_back(&mut cpu.area, &SavedCpu::default());
         assert_eq!((cpu.area.control.tr.base, cpu.area.control.syscall[1]), (0x1234_0000, 0x5678));
         // The next snapshot keeps its own.
         watch(&mut cpu.area, Watch::On);
@@ -235,7 +232,7 @@ mod tests {
             data_selectors: [0, 0x2B],
             ..SavedCpu::default()
         };
-        resume(&mut cpu.area, &saved);
+        put_back(&mut cpu.area, &saved);
         let control = &cpu.area.control;
         assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
         assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));

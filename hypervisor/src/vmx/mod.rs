@@ -33,7 +33,6 @@ use crate::nested::Tables;
 use crate::paging::format::IntelExtended;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
-use crate::snapshot::rollback::Means;
 use crate::vendor::{LastExit, TaskStateSegment, Vendor};
 use crate::x86::{self, Hardware, Processor};
 use vmcs::Vmcs;
@@ -185,8 +184,6 @@ impl Vendor for Vmx {
     type Control = Vmcs;
     type Host = LeaveGdt;
     type Format = IntelExtended;
-
-    const ROLLBACK: Option<Means<Self>> = None;
 
     fn tables() -> &'static Tables<IntelExtended> {
         &TABLES
