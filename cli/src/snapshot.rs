@@ -282,6 +282,8 @@ fn keep(
         opened?;
     }
     drop(still);
+    // Applications run again. The kernel takes its time to take the fence down, which holds back packets alone.
+    let pause_us = begun.elapsed().as_secs_f64() * 1e6;
     if fenced && begin.as_ref().is_ok_and(|begin| begin.rolled_back == 0) {
         device.fence_down()?;
     }
@@ -290,7 +292,6 @@ fn keep(
         checkpoint::end_if_swap_changed(device, &swap)?;
     }
     drop(swap);
-    let pause_us = begun.elapsed().as_secs_f64() * 1e6;
     if begin.rolled_back != 0 {
         let tsc_khz = device.system()?.tsc_khz;
         return Ok(Report::RolledBack(Rollback::new(&begin.status.rollback, message(&begin), tsc_khz)));

@@ -176,6 +176,7 @@ const SINGLE: &[FaultPoint] = &[
     FaultPoint::None,
     FaultPoint::Facts,
     FaultPoint::AfterSwitch,
+    FaultPoint::Exit,
     FaultPoint::RunField,
     FaultPoint::Hotplug,
     FaultPoint::ExitEvent,
