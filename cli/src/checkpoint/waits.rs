@@ -1,10 +1,14 @@
 //! What tasks wait for in the kernel, and the processes that they wait for there: a server of FUSE answers those who use its
 //! file system, a handler of userfaultfd gives pages to those who touch its memory.
 
-use std::{fmt, fs, path::Path};
+use std::{
+    fmt, fs,
+    path::{Path, PathBuf},
+};
 
-/// Where a frozen, stopped or traced task waits.
-const AT_REST: [&str; 4] = ["do_freezer_trap", "do_signal_stop", "ptrace_stop", "do_exit"];
+/// Where a frozen, stopped or traced task waits. Kernels that have the first of them inlined say `get_signal`.
+const AT_REST: [&str; 5] = ["do_freezer_trap", "get_signal", "do_signal_stop", "ptrace_stop", "do_exit"];
+const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 /// Tasks that are named at most.
 const TASKS_MAX: usize = 3;
 
@@ -115,12 +119,17 @@ pub fn restless(group: &Path) -> Vec<Task> {
 /// A task that is not at rest, by its folder in /proc.
 fn task(folder: &Path) -> Option<Task> {
     let text = |file: &str| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
-    let function = text("wchan")?;
+    let mut function = text("wchan")?;
     let stat = text("stat")?;
     // The name, in parentheses, may have anything in it.
     let state = stat.rsplit_once(')')?.1.trim_start().chars().next()?;
     if AT_REST.contains(&&*function) || matches!(state, 'T' | 't' | 'X' | 'Z') {
         return None;
+    }
+    // A task that is to be frozen does not wait for its page: it touches the page again and again, and is found running.
+    let runs = state == 'R' && matches!(&*function, "" | "0");
+    if runs && files_of(folder).any(|file| file == Path::new(USERFAULTFD)) {
+        function = "handle_userfault".into();
     }
     let number = folder.file_name()?.to_str()?.parse().ok()?;
     Some(Task { name: text("comm")?, number, state, function })
@@ -135,13 +144,18 @@ pub fn servers() -> Vec<u32> {
 }
 
 fn serves(process: u32) -> bool {
-    let descriptors = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
-    descriptors.filter_map(|descriptor| fs::read_link(descriptor.path()).ok()).any(|file| is_served_by(&file))
+    files_of(&Path::new("/proc").join(process.to_string())).any(|file| is_served_by(&file))
+}
+
+/// The open files of a process or task, by its folder in /proc.
+fn files_of(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let descriptors = fs::read_dir(folder.join("fd")).into_iter().flatten().flatten();
+    descriptors.filter_map(|descriptor| fs::read_link(descriptor.path()).ok())
 }
 
 fn is_served_by(file: &Path) -> bool {
     let text = file.to_string_lossy();
-    matches!(&*text, "/dev/fuse" | "/dev/cuse" | "anon_inode:[userfaultfd]") || text.starts_with("/dev/ublkc")
+    matches!(&*text, "/dev/fuse" | "/dev/cuse" | USERFAULTFD) || text.starts_with("/dev/ublkc")
 }
 
 #[cfg(test)]
@@ -181,7 +195,12 @@ mod tests {
         let found = look("pipe_read", "77 (a) b) S 1 77").expect("a task");
         assert_eq!((found.name.as_str(), found.number, found.state), ("a) b", 77, 'S'));
         assert_eq!(look("do_freezer_trap", "77 (a) b) S 1 77"), None);
+        assert_eq!(look("get_signal", "77 (a) b) S 1 77"), None);
         assert_eq!(look("0", "77 (a) b) Z 1 77"), None);
+        assert_eq!(look("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Nothing);
+        fs::create_dir(folder.join("fd")).expect("a folder");
+        std::os::unix::fs::symlink(USERFAULTFD, folder.join("fd/3")).expect("a link");
+        assert_eq!(look("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Userfaultfd);
     }
 
     #[test]
