@@ -1030,6 +1030,8 @@ static int enter(void *unused)
 	mercury_requests_save();
 	if (first) {
 		mercury.at_instant = true;
+		/* As in a hibernation: what is suspended takes semaphores here, with interrupts off. */
+		system_state = SYSTEM_SUSPEND;
 		snapshot.refused = syscore_suspend();
 		if (!snapshot.refused && x86_platform.save_sched_clock_state)
 			x86_platform.save_sched_clock_state();
@@ -1073,6 +1075,7 @@ static int enter(void *unused)
 	if (first) {
 		if (!snapshot.refused)
 			syscore_resume();
+		system_state = SYSTEM_RUNNING;
 		mercury.at_instant = false;
 		is_done(RESUMED);
 	}
