@@ -154,8 +154,9 @@ static u64 wide_flags(void)
 }
 
 /*
- * How the kernel caches a page of memory, as bits of a 4 KiB entry: some drivers have pages of theirs write-combining
- * or uncached, in the direct map too. The hypervisor has the kernel's PAT, so that the bits mean the same there.
+ * How the kernel caches a page of memory, as bits of a 4 KiB entry: some drivers have pages of theirs
+ * write-combining or uncached, in the direct map too. The hypervisor has the kernel's PAT, so that the bits
+ * mean the same there.
  */
 static u64 caching(unsigned long virt, unsigned int *level)
 {
