@@ -248,8 +248,9 @@ fn keep(
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
-    // A kernel without hooks for packets ends connections as early as it can.
-    let fenced = device.fence(&[], Silent::Second).is_ok();
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
+    // server: even the way to /proc may ask the server of the root.
+    let fenced = fence::servers(sysroot).is_empty() && device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
     // Whoever waits for a server that stands still does not come to rest for the kernel's own freezer.

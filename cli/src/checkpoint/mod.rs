@@ -696,18 +696,20 @@ pub(crate) fn keep_in_memory() -> Result<()> {
 
 /// A machine that runs on after the instant talks, and one that is brought back from the image must not say the same again
 /// with the same keys.
-fn silence_second_life(device: &Device, unfenced: Option<String>) -> Result<Fenced> {
+fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysroot) -> Result<Fenced> {
     keep_in_memory()?;
     let stale = Stale::prepare(Whose::Everybody).ok();
-    // A kernel without hooks for packets ends connections as early as it can.
-    let silent = if device.fence(&[], Silent::Second).is_ok() { Silent::Second } else { Silent::Both };
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
+    // server: even the way to /proc may ask the server of the root.
+    let fenced = fence::servers(sysroot).is_empty() && device.fence(&[], Silent::Second).is_ok();
+    let silent = if fenced { Silent::Second } else { Silent::Both };
     Ok(Fenced { unfenced, stale, silent })
 }
 
 /// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
 fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
-        return silence_second_life(device, None);
+        return silence_second_life(device, None, sysroot);
     }
     let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
     let files: Vec<_> = target.part().into_iter().chain(parent).collect();
@@ -719,7 +721,7 @@ fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot:
     };
     let peers = match fence::peers(&files, &target.processes(), sysroot) {
         Ok(peers) => peers,
-        Err(why) => return silence_second_life(device, Some(unfenced(why))),
+        Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
     };
     keep_in_memory()?;
     let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
