@@ -53,8 +53,8 @@ pub const COUNT: u32 = 5;
 fn driver_style() -> Result<Command> {
     let mut command = checkpatch::ensure()?;
     command.args(["--terse", "--no-summary", "--show-types", "-f"]);
-    let directory = paths::root().join("driver");
-    let entries = std::fs::read_dir(&directory).context(|| "list driver/".into())?;
+    let directory = paths::root().join("switch/driver");
+    let entries = std::fs::read_dir(&directory).context(|| "list switch/driver/".into())?;
     let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     files.retain(|path| {
         let ending = path.extension().unwrap_or_default().to_string_lossy().into_owned();

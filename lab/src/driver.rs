@@ -111,7 +111,7 @@ pub fn exists() -> bool {
 }
 
 fn sources() -> PathBuf {
-    paths::root().join("driver")
+    paths::root().join("switch/driver")
 }
 
 /// Builds the module for `kernel`, with the hypervisor `image` embedded, unless it is there already.

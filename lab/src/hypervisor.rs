@@ -1,7 +1,7 @@
 //! Builds the hypervisor's flat image, which the module embeds.
 //!
 //! It is a freestanding program for the ordinary target: no unwinding, no red zone, position-independent
-//! with relative relocations only (hypervisor/link.ld says the rest), in target directories of its own so
+//! with relative relocations only (switch/hypervisor/link.ld says the rest), in target directories of its own so
 //! that its flags disturb nothing else.
 
 use std::{fs, path::PathBuf, process::Command};

@@ -47,7 +47,7 @@ fn sources() -> PathBuf {
 
 /// The interface with the driver and the hypervisor.
 fn header() -> PathBuf {
-    paths::root().join("driver/mercury_abi.h")
+    paths::root().join("switch/driver/mercury_abi.h")
 }
 
 fn inputs(version: &str) -> Result<String> {

@@ -184,7 +184,7 @@ const SINGLE: &[FaultPoint] = &[
 
 #[test]
 fn no_fault_point_is_left_out() {
-    let source = include_str!("../../abi/src/gate.rs");
+    let source = include_str!("../../switch/abi/src/gate.rs");
     let (_, points) = source.split_once("pub enum FaultPoint {").unwrap();
     let (points, _) = points.split_once('}').unwrap();
     let defined = points.lines().filter_map(|line| line.split_once(" = "));

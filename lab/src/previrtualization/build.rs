@@ -219,7 +219,7 @@ fn inputs(flavour: Flavour) -> Result<String> {
     }
     let root = paths::root();
     let lock = fs::read_to_string(root.join("Cargo.lock")).context(|| "read Cargo.lock".into())?;
-    Ok(all.with(versions(&DECIDING, &lock).join(" ")).with_path(&root.join("afterburner/src"))?.name())
+    Ok(all.with(versions(&DECIDING, &lock).join(" ")).with_path(&root.join("hosted/afterburner/src"))?.name())
 }
 
 /// Crates that decide what the afterburner makes of code.

@@ -70,7 +70,7 @@ const ROWS: &[Row] = &[
 ];
 
 /// TSC_RATIO only counts where the processor has it, which takes a second altered word; the rest are
-/// Intel's, which this machine is not (`preflight/src/tests_intel.rs`).
+/// Intel's, which this machine is not (`switch/preflight/src/tests_intel.rs`).
 const UNIT_TESTED: &[Code] = &[
     Code::TscRatio,
     Code::NoVmx,
@@ -87,11 +87,11 @@ const UNIT_TESTED: &[Code] = &[
 #[test]
 fn no_check_is_left_out() {
     let sources = [
-        include_str!("../../../preflight/src/amd.rs"),
-        include_str!("../../../preflight/src/common.rs"),
-        include_str!("../../../preflight/src/compare.rs"),
-        include_str!("../../../preflight/src/intel.rs"),
-        include_str!("../../../preflight/src/lib.rs"),
+        include_str!("../../../switch/preflight/src/amd.rs"),
+        include_str!("../../../switch/preflight/src/common.rs"),
+        include_str!("../../../switch/preflight/src/compare.rs"),
+        include_str!("../../../switch/preflight/src/intel.rs"),
+        include_str!("../../../switch/preflight/src/lib.rs"),
     ];
     let tested: Vec<Code> = ROWS.iter().map(|row| row.code).chain(UNIT_TESTED.iter().copied()).collect();
     for source in sources {

@@ -17,7 +17,7 @@ const CLGI: &[u8] = &[0x0F, 0x01, 0xDD];
 const STGI: &[u8] = &[0x0F, 0x01, 0xDC];
 const VMRUN: &[u8] = &[0x0F, 0x01, 0xD8];
 const FAR_RETURN: &[u8] = &[0x48, 0xCB];
-/// Of the gate's block, as `driver/mercury_abi.h` has it.
+/// Of the gate's block, as `switch/driver/mercury_abi.h` has it.
 const GATE_ENTRY_VIRT: u64 = 16;
 const RDI: usize = 5;
 

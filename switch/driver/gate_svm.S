@@ -1,0 +1,191 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The gate between the two address spaces, for AMD's SVM.
+ *
+ * One page of module text, mapped at the same address in the kernel's and in the hypervisor's page
+ * tables, so that CR3 can change underneath it. Nothing in it is patched by the kernel: no
+ * alternatives, no thunks, plain returns. switch/abi/src/gate.rs describes both ways; offsets come from
+ * there.
+ *
+ * GIF is 0 from the first instruction that matters to the last but few: no interrupt, NMI or debug
+ * exception strikes while the two worlds are mixed. Section numbers are those of the AMD64 Manual,
+ * volume 2.
+ */
+#include "gate_common.S"
+
+#define EFER_SVME_BIT	12
+
+	.section .text.mercury_svm, "ax", @progbits
+	.balign	4096
+SYM_DATA_START_LOCAL(mercury_svm_page)
+	/* Call-depth tracking looks for padding before a function. */
+	.fill	64, 1, 0x90
+SYM_DATA_END(mercury_svm_page)
+
+/*
+ * u64 mercury_svm_enter(struct mercury_gate_block *area)
+ *
+ * Interrupts off, EFER.SVME set, TF clear. Returns what the hypervisor left in RAX; as its guest, if
+ * the operation was to attach.
+ */
+SYM_CODE_START(mercury_svm_enter)
+	UNWIND_HINT_FUNC
+	endbr64
+	pushq	%rbp
+	pushq	%rbx
+	pushq	%r12
+	pushq	%r13
+	pushq	%r14
+	pushq	%r15
+	pushfq
+
+	clgi
+	pushfq
+	popq	MERCURY_GATE_INWARD_RFLAGS(%rdi)
+	movq	%rsp, MERCURY_GATE_INWARD_RSP(%rdi)
+	leaq	.Lreturned(%rip), %rax
+	movq	%rax, MERCURY_GATE_INWARD_RIP(%rdi)
+	movq	%cr4, %rdx
+	movq	%rdx, MERCURY_GATE_INWARD_CR4(%rdi)
+	movq	%cr3, %rax
+	movq	%rax, MERCURY_GATE_INWARD_CR3(%rdi)
+
+	/* CR4.PCIDE may only be cleared, and is set again, while CR3 holds PCID 0 (5.5.1). */
+	testl	$0xfff, %eax
+	jz	.Lno_pcid
+	andq	$~0xfff, %rax
+	movq	%rax, %cr3
+.Lno_pcid:
+	/* From here to the hypervisor's own stack, RSP points to memory that it does not map. */
+	movq	MERCURY_GATE_HOST_CR4(%rdi), %rax
+	movq	%rax, %cr4
+	movq	MERCURY_GATE_HOST_CR3(%rdi), %rax
+	movq	%rax, %cr3
+	ANNOTATE_RETPOLINE_SAFE
+	jmp	*MERCURY_GATE_ENTRY_VIRT(%rdi)
+
+.Lreturned:
+	UNWIND_HINT_NONE
+	ANNOTATE_NOENDBR
+	popfq
+	popq	%r15
+	popq	%r14
+	popq	%r13
+	popq	%r12
+	popq	%rbx
+	popq	%rbp
+	ANNOTATE_UNRET_SAFE
+	ret
+	int3
+SYM_CODE_END(mercury_svm_enter)
+/* A breakpoint in here would be one in an address space without the kernel's handlers. */
+_ASM_NOKPROBE(mercury_svm_enter)
+
+/*
+ * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
+ * syscall MSRs and PAT hold the outward values already.
+ */
+SYM_CODE_START(mercury_svm_leave)
+	UNWIND_HINT_NONE
+	endbr64
+	/* CR0 before CR4: CR4.CET needs CR0.WP. */
+	movq	MERCURY_GATE_OUTWARD_CR0(%rdi), %rax
+	movq	%rax, %cr0
+	/*
+	 * CR4 twice, the first time with PGE inverted and PCID 0 in CR3: PGE changes whatever it
+	 * was, and a change of PGE flushes every translation of address-space identifier 0, global
+	 * ones and all PCIDs included (5.5.2).
+	 */
+	movq	MERCURY_GATE_OUTWARD_CR4(%rdi), %rbx
+	movq	%rbx, %rax
+	xorq	$X86_CR4_PGE, %rax
+	movq	%rax, %cr4
+	movq	MERCURY_GATE_OUTWARD_CR3(%rdi), %rax
+	movq	%rax, %cr3
+	movq	%rbx, %cr4
+
+	lgdt	MERCURY_GATE_OUTWARD_GDTR_LIMIT(%rdi)
+	lidt	MERCURY_GATE_OUTWARD_IDTR_LIMIT(%rdi)
+	LOAD_SEGMENT DS, ds
+	LOAD_SEGMENT ES, es
+	movq	MERCURY_GATE_OUTWARD_CR2(%rdi), %rax
+	movq	%rax, %cr2
+	movq	MERCURY_GATE_OUTWARD_DR6(%rdi), %rax
+	movq	%rax, %dr6
+	movq	MERCURY_GATE_OUTWARD_DR7(%rdi), %rax
+	movq	%rax, %dr7
+
+	testl	$3, SELECTOR(CS)
+	jnz	.Lby_frame
+	/* Between SYSCALL and the kernel's own stack RSP is the user's still. */
+	cmpq	$0, REGISTER(RSP)
+	jns	.Lby_frame
+
+	/* A far return, not IRET, which would unblock NMIs (8.2.3). */
+	movl	SELECTOR(SS), %eax
+	movl	%eax, %ss
+	movq	REGISTER(RSP), %rsp
+	pushq	SELECTOR(CS)
+	pushq	MERCURY_GATE_OUTWARD_RIP(%rdi)
+	pushq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi)
+	jmp	.Lready
+
+	/*
+	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs blocked,
+	 * so IRET is right; it must not touch the user's stack. SS stays null until IRET loads it: an NMI's
+	 * own IRET would fault on a selector that only the hypervisor's GDT has.
+	 */
+.Lby_frame:
+	xorl	%eax, %eax
+	movl	%eax, %ss
+	movq	MERCURY_GATE_OUTWARD_RIP(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 0)(%rdi)
+	movq	SELECTOR(CS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 8)(%rdi)
+	movq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 16)(%rdi)
+	movq	REGISTER(RSP), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 24)(%rdi)
+	movq	SELECTOR(SS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
+	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
+
+.Lready:
+	/* KVM may have left GIF clear, and SVM on. */
+	testl	$MERCURY_KEEP_GIF_CLEAR, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jnz	.Lkept
+	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
+	stgi
+	testl	$MERCURY_KEEP_SVME, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jnz	.Lkept
+	movl	$MSR_EFER, %ecx
+	rdmsr
+	btrl	$EFER_SVME_BIT, %eax
+	wrmsr
+.Lkept:
+	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	jne	.Lmachine_check
+.Lraised:
+	leaq	MERCURY_GATE_FRAME(%rdi), %rax
+	cmpq	%rax, %rsp
+	LOAD_REGISTERS
+	je	.Lframe
+	popfq
+	lretq
+.Lframe:
+	iretq
+	int3
+
+	/*
+	 * One that the hypervisor took is the kernel's to judge: the vector has a stack of its own, its
+	 * entry trusts neither GS nor CR3, and the banks say the rest.
+	 */
+.Lmachine_check:
+	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	int	$X86_TRAP_MC
+	jmp	.Lraised
+SYM_CODE_END(mercury_svm_leave)
+_ASM_NOKPROBE(mercury_svm_leave)
+
+	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
+	.org	mercury_svm_page + 4096, 0xcc
