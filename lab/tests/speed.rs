@@ -39,17 +39,17 @@ fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
     Ok(())
 }
 
-/// The hypervisor's part is short, whatever the size of memory; nothing that takes long happens in the pause besides what
-/// it is told to be made of: the watch on DMA once was set up there.
+/// The hypervisor's part of a pause is short at each size of memory. The phases make up the whole pause: the watch on DMA
+/// was once set up in the pause without being counted.
 #[test]
 fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
-    let pauses = [pause::with_memory(512, 2)?, pause::with_memory(4096, 2)?];
+    let pauses = [pause::with_memory(512, 3)?, pause::with_memory(4096, 3)?];
     for pause in &pauses {
         println!("{pause:?}");
         assert!(pause.snapshot_instructions <= 5000, "{pause:?}");
         assert!(pause.lasting_pages > 0 && pause.phases.copy_lasting > 0, "{pause:?}");
-        let steps = pause.totals.iter().max().copied().unwrap_or(0);
-        assert!(pause.seen_ns <= steps + steps / 4, "{pause:?}");
+        let phases = pause.totals.iter().min().copied().unwrap_or(0);
+        assert!(pause.unexplained_ns() <= phases / 4, "{pause:?}");
     }
     let costs = |pause: &Pause| (pause.snapshot_instructions_min, pause.snapshot_instructions);
     assert_eq!(costs(&pauses[0]), costs(&pauses[1]));

@@ -170,8 +170,8 @@ pub struct Pause {
     pub phases: Phases,
     /// The whole, each round.
     pub totals: Vec<u64>,
-    /// The longest pause as the command saw it, by the kernel's clock, in nanoseconds: nothing is left out of the steps.
-    pub seen_ns: u64,
+    /// The pause that the command measured with the kernel's clock, in nanoseconds, of each round.
+    pub measured_ns: Vec<u64>,
     /// Pages that devices have for good.
     pub lasting_pages: u64,
     /// Pages of memory.
@@ -179,6 +179,14 @@ pub struct Pause {
 }
 
 impl Pause {
+    /// Returns the time of a pause, in nanoseconds, that belongs to none of the phases: the least of all rounds.
+    /// A step that takes long shows in each round; a host with other work to do shows in some.
+    #[must_use]
+    pub fn unexplained_ns(&self) -> u64 {
+        let pairs = self.measured_ns.iter().zip(&self.totals);
+        pairs.map(|(measured, phases)| measured.saturating_sub(*phases)).min().unwrap_or(u64::MAX)
+    }
+
     /// The median of the whole.
     #[must_use]
     pub fn total(&self) -> f64 {
@@ -204,14 +212,14 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
     machine.sh("sync; mount -o remount,ro /; mercury load")?;
     machine.sh(TRACE)?;
     let exit = exit_instructions(&machine)?;
-    let (mut all, mut last, mut seen_ns) = (Vec::new(), Value::Null, 0);
+    let (mut all, mut last, mut measured_ns) = (Vec::new(), Value::Null, Vec::new());
     for _ in 0..rounds {
         last = ask(&machine, "mercury --json snapshot", LIMIT)?;
         let trace = machine.sh(READ_TRACE)?;
         ask(&machine, "mercury --json snapshot --drop", LIMIT)?;
         let devices = Devices::read(&trace)
             .ok_or_else(|| Error::Host(format!("the kernel's trace is strange: {trace}")))?;
-        seen_ns = seen_ns.max((number(&last, "pause_us")? * 1e3) as u64);
+        measured_ns.push((number(&last, "pause_us")? * 1e3) as u64);
         all.push(Phases::read(&last["phases"], &devices)?);
     }
     machine.check_health()?;
@@ -225,7 +233,7 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
         exit_instructions: exit,
         phases: Phases::medians(&all),
         totals: all.iter().map(Phases::total).collect(),
-        seen_ns,
+        measured_ns,
         lasting_pages: number(&last["phases"], "lasting_pages")? as u64,
         memory_pages: number(&last, "memory")? as u64 / 4096,
     })

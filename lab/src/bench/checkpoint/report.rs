@@ -287,7 +287,7 @@ pub mod tests {
                 ..Phases::default()
             },
             totals: vec![25_000_000, 25_100_000, 25_200_000],
-            seen_ns: 25_300_000,
+            measured_ns: vec![25_300_000],
             lasting_pages: 4000,
             memory_pages: 100_000,
         };
