@@ -1,7 +1,10 @@
 //! `make check`: formatting, lints with warnings denied, of the freestanding image too, and the kernel's style
 //! for the driver.
 
-use std::process::{Command, Stdio};
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
 
 use crate::{
     artefacts, checkpatch,
@@ -54,14 +57,25 @@ fn driver_style() -> Result<Command> {
     let mut command = checkpatch::ensure()?;
     command.args(["--terse", "--no-summary", "--show-types", "-f"]);
     let directory = paths::root().join("switch/driver");
-    let entries = std::fs::read_dir(&directory).context(|| "list switch/driver/".into())?;
-    let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
-    files.retain(|path| {
-        let ending = path.extension().unwrap_or_default().to_string_lossy().into_owned();
-        DRIVER_FILES.contains(&&*ending) && !path.ends_with(GENERATED)
-    });
+    let mut files = driver_files(&directory)?;
     files.sort();
     // Its settings are in the directory.
     command.args(files).current_dir(directory);
     Ok(command)
+}
+
+/// Returns the sources in a folder of the driver and in all folders below.
+fn driver_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(folder).context(|| format!("list {}", folder.display()))?;
+    let mut files = Vec::new();
+    for path in entries.flatten().map(|entry| entry.path()) {
+        if path.is_dir() {
+            files.extend(driver_files(&path)?);
+        } else if path.extension().is_some_and(|ending| DRIVER_FILES.iter().any(|known| ending == *known))
+            && !path.ends_with(GENERATED)
+        {
+            files.push(path);
+        }
+    }
+    Ok(files)
 }

@@ -28,7 +28,7 @@ const NODE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Modules that take hardware virtualization for themselves: KVM's.
 const KVM: [&str; 2] = ["kvm_amd", "kvm_intel"];
 
-/// And those of hypervisors that Mercury shares with on no processor. switch/driver/events.c has the same.
+/// And those of hypervisors that Mercury shares with on no processor. switch/driver/attach/events.c has the same.
 const RIVALS: [&str; 3] = ["vboxdrv", "vmmon", "jailhouse"];
 
 /// The modules that may hold hardware virtualization now.
@@ -378,7 +378,7 @@ mod tests {
     fn the_driver_knows_the_same_rivals() {
         let quoted = RIVALS.map(|name| format!("\"{name}\"")).join(", ");
         let line = format!("static const char * const rivals[] = {{ {quoted} }};");
-        assert!(include_str!("../../../switch/driver/events.c").contains(&line), "{line}");
+        assert!(include_str!("../../../switch/driver/attach/events.c").contains(&line), "{line}");
     }
 
     #[test]

@@ -123,7 +123,7 @@ fn iommus(theirs: &[Iommu], ours: &[Iommu], found: &mut Vec<String>) {
 }
 
 /// Whether what waits in the small system finds room: a frame whose home that system occupies is laid where nothing
-/// of the image is, or where a frame of zeros has its home that has come before (`switch/driver/restore.c` has the last word).
+/// of the image is, or where a frame of zeros has its home that has come before (`switch/driver/snapshot/restore.c` has the last word).
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     limit: u64,

@@ -22,7 +22,7 @@
 #include <linux/syscore_ops.h>
 #include <asm/reboot.h>
 
-#include "mercury.h"
+#include "../mercury.h"
 
 #define HAVE_EMERGENCY_SLOT	(IS_ENABLED(CONFIG_KVM_AMD) || IS_ENABLED(CONFIG_KVM_INTEL))
 

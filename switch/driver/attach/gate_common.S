@@ -15,7 +15,7 @@
 #include <asm/trapnr.h>
 #include <asm/unwind_hints.h>
 
-#include "mercury_abi.h"
+#include "../mercury_abi.h"
 
 #define REGISTER(n)	(MERCURY_GATE_OUTWARD_REGISTERS + 8 * (n))(%rdi)
 #define SELECTOR(n)	(MERCURY_GATE_OUTWARD_SELECTORS + 8 * (n))(%rdi)

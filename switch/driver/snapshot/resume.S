@@ -5,7 +5,7 @@
  */
 #include <asm/segment.h>
 
-#include "gate_common.S"
+#include "../attach/gate_common.S"
 
 #define SAVED(name)	MERCURY_SAVED_CPU_##name(%rdi)
 #define LANDING(name)	MERCURY_LANDING_##name(%rdx)

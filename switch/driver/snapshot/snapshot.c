@@ -35,7 +35,7 @@
 #include <asm/special_insns.h>
 #include <asm/x86_init.h>
 
-#include "mercury.h"
+#include "../mercury.h"
 
 #define POOL_ORDER_MAX	9
 /* Pages that do where there is no more to be had. */

@@ -9,7 +9,7 @@
 #include <linux/cpu.h>
 #include <linux/workqueue.h>
 
-#include "mercury.h"
+#include "../mercury.h"
 
 static void look(struct work_struct *work);
 static DECLARE_DEFERRABLE_WORK(monitor, look);

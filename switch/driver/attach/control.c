@@ -13,7 +13,7 @@
 #include <linux/sched.h>
 #include <linux/sizes.h>
 
-#include "mercury.h"
+#include "../mercury.h"
 
 /* No build takes this many slices: a bound on what a faulty hypervisor can make of the driver. */
 #define BUILD_SLICES_MAX	100000
