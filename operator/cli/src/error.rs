@@ -1,27 +1,24 @@
-//! What went wrong, said so that the reader knows what to do next.
+//! Errors that say what went wrong and what to do next.
 
 use crate::{bits, exit::Exit, explain, sudo};
 use mercury_abi::{code::Code, ioctl::Outcome};
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// The result of nearly everything.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A failure with its exit status, and a way out where there is one.
+/// A failure with its exit status, and with a hint if there is a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Error {
-    /// Exit status of the command.
     pub exit: Exit,
-    /// Stable code, where the driver or a check gave one.
+    /// The stable code, if the driver or a check gave one.
     #[serde(serialize_with = "code_name", skip_serializing_if = "Option::is_none")]
     pub code: Option<Code>,
-    /// The CPU concerned.
+    /// The CPU that refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
-    /// What was tried and why it did not work.
+    /// What was tried, and why it failed.
     pub message: String,
-    /// What to do.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,
 }
@@ -31,20 +28,20 @@ fn code_name<S: Serializer>(code: &Option<Code>, to: S) -> std::result::Result<S
 }
 
 impl Error {
-    /// A failure that has no code.
+    /// Makes a failure that has no code.
     #[must_use]
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self { exit, code: None, cpu: None, message: message.into(), hint: None }
     }
 
-    /// The same with a way out.
+    /// Adds a hint: what the operator can do.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// A refusal by code, with the code's own explanation and remedy.
+    /// Makes a refusal by code, with the code's own explanation and remedy.
     #[must_use]
     pub fn refused(action: &str, code: Code, cpu: Option<u32>, detail: [u64; 2]) -> Self {
         let place = cpu.map(|cpu| format!(" on CPU {cpu}")).unwrap_or_default();
@@ -59,28 +56,29 @@ impl Error {
         }
     }
 
-    /// A failure that no operator can cause: of Mercury's own, or of a peer that does not keep to the protocol.
+    /// Makes a failure that no operator can cause: a bug in Mercury, or a peer that breaks the
+    /// protocol.
     #[must_use]
     pub fn fault(message: impl Into<String>) -> Self {
         Self::new(Exit::Failed, message)
             .hint("install the same release of Mercury on all machines; if it stays, report it with `mercury status --json` and `mercury log`")
     }
 
-    /// A refusal by code, in words that name what is in the way on this machine.
+    /// Makes a refusal by code, with a message that names the obstacle on this machine.
     #[must_use]
     pub fn coded(code: Code, message: impl Into<String>) -> Self {
         let message = format!("{} [{}]", message.into(), code.name());
         Self { code: Some(code), ..Self::new(Exit::of(code), message) }.hint(explain::entry(code).remedy)
     }
 
-    /// The message without the code at its end.
+    /// Returns the message without the code at its end.
     #[must_use]
     pub fn plain_message(&self) -> &str {
         let end = self.code.map(|code| format!(" [{}]", code.name())).unwrap_or_default();
         self.message.strip_suffix(&end).unwrap_or(&self.message)
     }
 
-    /// A refusal as the driver reported it; `None` if the outcome is a success.
+    /// Makes the refusal that the driver reported; returns `None` if the outcome is a success.
     #[must_use]
     pub fn from_outcome(action: &str, outcome: &Outcome) -> Option<Self> {
         let cpu = (outcome.cpu != u32::MAX).then_some(outcome.cpu);
@@ -100,7 +98,7 @@ impl Error {
         }
     }
 
-    /// A system call that failed with nothing better known about it.
+    /// Makes a failure of a system call for which no better reason is known.
     #[must_use]
     pub fn system(action: &str, errno: rustix::io::Errno) -> Self {
         let (exit, hint) = match errno {
@@ -110,7 +108,8 @@ impl Error {
             }
             rustix::io::Errno::NOTTY | rustix::io::Errno::INVAL => (
                 Exit::Failed,
-                "the loaded driver is of another version: `mercury unload`, then install the command and the driver from the same release",
+                "the loaded driver is of another version: run `mercury unload`, then install the command \
+                 and the driver from the same release",
             ),
             rustix::io::Errno::NOMEM => (Exit::Failed, "free some memory and try again"),
             rustix::io::Errno::INTR => (Exit::Interrupted, "nothing was left half done: repeat the command"),
@@ -120,7 +119,7 @@ impl Error {
     }
 }
 
-/// The system's words without "(os error 5)".
+/// Returns the system's text without "(os error 5)".
 fn strip_number(errno: &rustix::io::Errno) -> String {
     let text = std::io::Error::from(*errno).to_string();
     text.split(" (os error").next().unwrap_or(&text).to_string()
@@ -155,7 +154,7 @@ mod tests {
         assert_eq!(error.exit, Exit::Permission);
     }
 
-    /// Files of the command with what a user may be told.
+    /// Lists the source files of the command that may have messages for users.
     fn sources(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
         let entries =
             std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
@@ -168,7 +167,7 @@ mod tests {
         files.into_iter().filter(is_source).chain(folders.iter().flat_map(|folder| sources(folder))).collect()
     }
 
-    /// What follows the parenthesis that is open at the beginning.
+    /// Returns the text after the parenthesis that is open at the beginning.
     fn after_the_call(text: &str) -> &str {
         let mut depth = 1;
         let end = text.find(|character| {
@@ -178,10 +177,11 @@ mod tests {
         end.map_or("", |end| &text[end + 1..])
     }
 
-    /// Every failure says what to do. One that the operator has asked for by Ctrl-C need not.
+    /// Every failure says what to do, except one that the operator has asked for by Ctrl-C.
     #[test]
     fn every_failure_says_what_to_do() {
-        // The gdb stub and the guest have remedies of their own, and what only a test's table does is told to no user.
+        // The gdb stub and the guest have remedies of their own. Messages about a test's table
+        // reach no user.
         const EXCEPT: [&str; 3] = ["error.message()", "\"a table has no disks\"", "\"a table goes nowhere\""];
         let mut wanting = Vec::new();
         for path in sources(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
@@ -190,7 +190,8 @@ mod tests {
             for (at, call) in text.match_indices("Error::new(") {
                 let before = &text[..at];
                 let arguments = &text[at + call.len()..];
-                // io::Error is another type, and the functions of this file give hints where they can.
+                // `io::Error` is another type, and the functions of this file give hints if they
+                // can.
                 let other = before.ends_with("io::") || path.ends_with("error.rs");
                 let spared = arguments.trim_start().starts_with("Exit::Interrupted")
                     || EXCEPT.iter().any(|words| arguments[..arguments.len().min(80)].contains(words));

@@ -1,4 +1,4 @@
-//! Every code: what it means, why Mercury stops there, and what to do.
+//! The explanation of every code: its meaning, the reason why Mercury stops there, and the remedy.
 
 use crate::{
     error::Error,
@@ -13,16 +13,13 @@ use mercury_abi::code::Code;
 use serde::Serialize;
 use std::ffi::OsStr;
 
-/// The explanation of one code.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// The code.
     pub code: Code,
-    /// What it means: a sentence without a full stop.
+    /// The meaning: a sentence without a full stop.
     pub meaning: &'static str,
-    /// Why it matters.
+    /// The reason why Mercury refuses.
     pub why: &'static str,
-    /// What to do.
     pub remedy: &'static str,
 }
 
@@ -34,14 +31,14 @@ const REPORT: &str =
     "this is a bug: please report it with the output of `mercury status --json` and `mercury log`";
 const RELOAD: &str = "look at `mercury status` and `mercury log`, then `mercury unload` and `mercury load`";
 
-/// All of them, in numerical order.
+/// All entries, in numerical order.
 pub const TABLE: &[Entry] = &[
     entry_of(Code::Ok, "it worked", "Nothing was refused.", "nothing"),
     entry_of(
         Code::AbiMismatch,
         "command, driver and hypervisor are of different versions",
-        "Each structure that crosses into the kernel carries its size and version. Where they differ the \
-         request is refused rather than misread.",
+        "Each structure that crosses into the kernel carries its size and version. A request of another \
+         version is refused, because the kernel would misread it.",
         "install the command and the driver from the same release, then `mercury unload` and `mercury load`",
     ),
     entry_of(
@@ -66,14 +63,14 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::StillAttached,
         "CPUs are attached that must be native for this",
-        "The hypervisor's memory cannot go while a CPU runs on it.",
+        "The hypervisor's memory cannot be freed while a CPU runs on it.",
         "run `mercury detach` first, or `mercury unload --detach`",
     ),
     entry_of(
         Code::Busy,
         "another process controls Mercury",
-        "One process at a time may change modes, so that nobody switches beneath somebody else's feet.",
-        "wait until it is done, or end it; `mercury status` shows which one it is",
+        "Only one process at a time may change modes, so that two processes never switch the same CPU.",
+        "wait until that process is done, or end it; `mercury status` shows it",
     ),
     entry_of(
         Code::CpuOffline,
@@ -85,66 +82,68 @@ pub const TABLE: &[Entry] = &[
         Code::GoingDown,
         "the machine is going down or has panicked",
         "Mercury leaves every CPU native while the kernel takes the machine down.",
-        "attach again when it has started",
+        "attach again after the restart",
     ),
     entry_of(
         Code::BadImage,
         "the hypervisor in the driver is damaged or from another build",
-        "The image carries its version and layout; nothing is executed that does not match.",
+        "The image carries its version and layout. The driver executes no image that does not match.",
         "build and install the driver again: `dkms remove mercury --all`, then reinstall the package",
     ),
     entry_of(
         Code::UnknownOperation,
-        "an operation that the hypervisor does not know",
-        "Driver and hypervisor are built together; this happens with a mixture of builds.",
-        "install the driver again; if it stays, report it as a bug",
+        "the hypervisor does not know the operation",
+        "Driver and hypervisor are built together. They come from different builds here.",
+        "install the driver again; if the refusal stays, report it as a bug",
     ),
     entry_of(
         Code::Crashed,
         "the hypervisor crashed and was taken out",
-        "Every CPU went back to native and the system runs on, but the hypervisor's memory is no longer \
-         trusted.",
+        "Every CPU went back to native and the system runs on. The driver no longer trusts the \
+         hypervisor's memory.",
         RELOAD,
     ),
     entry_of(
         Code::OrphanedHypervisor,
-        "CPUs are above a hypervisor whose driver is gone",
-        "The driver was removed while a CPU did not leave the hypervisor. The system runs on above it, but no driver can \
-         reach it any more: the way out of it was in the memory of the one that is gone.",
+        "CPUs run above a hypervisor whose driver is gone",
+        "The driver was removed while a CPU did not leave the hypervisor. The system runs on above the \
+         hypervisor, but no driver can reach it any more: the way out of it was in the memory of the \
+         removed driver.",
         "reboot; until then KVM and other hypervisors find the hardware taken",
     ),
     entry_of(
         Code::LockedDown,
         "the kernel is locked down",
-        "With integrity lockdown, which Secure Boot switches on, nobody may replace the kernel's memory: no machine is \
-         restored or received here. With confidentiality lockdown nobody may read it either: there is no checkpoint, and \
-         the machine cannot move. Attaching, and snapshots that stay in memory, are allowed.",
-        "boot without `lockdown=` (and without Secure Boot, if that is what asks for it), or do this on another machine; \
+        "With integrity lockdown, which Secure Boot switches on, no program may replace the kernel's \
+         memory: no machine is restored or received here. With confidentiality lockdown no program may \
+         read it either: there is no checkpoint, and the machine cannot move. Attaching, and snapshots \
+         that stay in memory, are allowed.",
+        "boot without `lockdown=` (and without Secure Boot, if that asks for it), or use another machine; \
          `cat /sys/kernel/security/lockdown` shows the mode",
     ),
     entry_of(
         Code::NoContiguousMemory,
         "there is too little physically contiguous memory",
-        "The hypervisor's image and each CPU's area lie in one piece of physical memory.",
+        "The hypervisor's image and each CPU's area each lie in one piece of physical memory.",
         "`echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory`, then try again; at \
          boot there is always enough: `systemctl enable mercury`",
     ),
     entry_of(
         Code::NoMemory,
         "there is too little memory",
-        "The hypervisor needs at most 4 MiB and 64 KiB for each possible CPU.",
+        "The hypervisor needs at most 4 MiB, and 64 KiB for each possible CPU.",
         "free some memory and try again",
     ),
     entry_of(
         Code::NeedPages,
         "the nested tables need more pages",
-        "The driver donates pages and asks again; this should never be seen outside.",
+        "The driver donates pages and asks again. If you see this code, it is a bug.",
         REPORT,
     ),
     entry_of(
         Code::More,
-        "building is not finished",
-        "The driver calls again until it is; this should never be seen outside.",
+        "building the tables is not finished",
+        "The driver calls again until it is finished. If you see this code, it is a bug.",
         REPORT,
     ),
     entry_of(
@@ -162,67 +161,71 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::NoSvm,
         "the processor reports no SVM",
-        "Without hardware virtualization there is nothing that a hypervisor could be slipped in with.",
+        "A hypervisor cannot be slipped beneath a system without hardware virtualization.",
         "in a virtual machine, ask for nested virtualization (QEMU: -cpu host or EPYC,+svm)",
     ),
     entry_of(
         Code::SvmDisabled,
         "SVM is disabled by firmware",
-        "The processor has it, but the firmware switched it off (VM_CR.SVMDIS).",
+        "The processor has SVM, but the firmware switched it off (VM_CR.SVMDIS).",
         "enable \"SVM Mode\" (or \"Virtualization\") in the firmware's setup and reboot",
     ),
     entry_of(
         Code::NoNestedPaging,
         "the processor has no nested paging",
-        "Without it every page-table change of the kernel would have to be intercepted.",
+        "Without nested paging every page-table change of the kernel would have to be intercepted.",
         "in a virtual machine, switch it on (QEMU: +npt); no AMD processor since 2007 lacks it",
     ),
     entry_of(
         Code::NoAsids,
         "there are fewer than two address-space identifiers",
-        "The running system needs one besides the hypervisor's own (0).",
-        "this is a fault of the emulation or of another hypervisor beneath: report it there",
+        "The running system needs one identifier besides the hypervisor's own (0).",
+        "the emulation, or another hypervisor beneath, is at fault: report it there",
     ),
     entry_of(
         Code::InitRedirected,
         "INIT is redirected (VM_CR.R_INIT)",
-        "Somebody turned INIT into an exception, which is what a hypervisor does that is already here.",
+        "VM_CR.R_INIT turns INIT into an exception. A hypervisor that is already beneath this system does \
+         that.",
         "remove the other hypervisor, or reboot",
     ),
     entry_of(
         Code::VirtualizationInUse,
         "hardware virtualization is in use already",
         "A CPU has one hypervisor at a time. KVM of Linux 6.12 takes the hardware as soon as it is \
-         loaded, even without a virtual machine. On AMD KVM alone goes on above Mercury, and only where no module of \
-         another hypervisor (VirtualBox's vboxdrv, VMware's vmmon) could be the one that has it.",
-        "unload the other hypervisor; if it is KVM, and no virtual machine runs: `mercury attach --unload-kvm`, or `modprobe -r kvm_amd kvm` (kvm_intel on \
-         Intel); for good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
+         loaded, even without a virtual machine. On AMD, KVM can go on above Mercury, but only if no \
+         other hypervisor's module (VirtualBox's vboxdrv, VMware's vmmon) could be the one that holds the \
+         hardware.",
+        "unload the other hypervisor; if it is KVM, and no virtual machine runs: `mercury attach \
+         --unload-kvm`, or `modprobe -r kvm_amd kvm` (kvm_intel on Intel); for good: put `options kvm \
+         enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot",
     ),
     entry_of(
         Code::IntelUnsupported,
-        "the number of a refusal that no version gives any more",
-        "It once stood for processors by Intel. They are supported, and refused by name where they lack something that \
-         Mercury needs (no-vmx, no-ept and others).",
-        "install the command and the driver from the same release; `mercury doctor` says what this processor lacks",
+        "a refusal that no current version gives",
+        "This number once stood for processors by Intel. They are supported now, and refused by name if \
+         they lack something that Mercury needs (no-vmx, no-ept and others).",
+        "install the command and the driver from the same release; `mercury doctor` says what this \
+         processor lacks",
     ),
     entry_of(
         Code::Cr0Unsupported,
         "CR0 holds a bit or a combination that Mercury does not carry over",
-        "The whole of the processor's state is carried across the switch; a bit that is not known might \
+        "Mercury carries the processor's whole state across the switch. The state of an unknown bit might \
          be lost.",
-        "disabled caches or emulated floating point are not normal on a running system: reboot; if it \
-         stays, report it",
+        "disabled caches or emulated floating point are not normal on a running system: reboot; if the \
+         refusal stays, report it",
     ),
     entry_of(
         Code::Cr4Unsupported,
         "CR4 holds a bit that Mercury does not carry over",
-        "Each CR4 bit is a feature with state of its own. A bit that is not known might lose that state.",
+        "Each CR4 bit is a feature with state of its own. The state of an unknown bit might be lost.",
         "switch the named feature off on the kernel's command line, or report it with the processor's model",
     ),
     entry_of(
         Code::EferUnsupported,
         "EFER holds a bit that Mercury does not carry over",
-        "Each EFER bit changes how the processor works; unknown ones might be lost.",
+        "Each EFER bit changes how the processor works. The state of an unknown bit might be lost.",
         "switch the named feature off on the kernel's command line, or report it with the processor's model",
     ),
     entry_of(
@@ -234,73 +237,73 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::XstateUnsupported,
         "an extended state component is enabled that Mercury does not know",
-        "Extended state stays in the processor across a switch; that was checked for each known component.",
+        "Extended state stays in the processor across a switch. This was checked for each known component.",
         "boot with `clearcpuid=` for the feature, or report it with the processor's model",
     ),
     entry_of(
         Code::SupervisorCet,
         "the kernel itself uses shadow stacks, or branch tracking where it cannot be carried",
-        "Their state changes with each instruction of the switch.",
-        "boot without kernel shadow stacks; where it is branch tracking, with `ibt=off`",
+        "The state of shadow stacks and branch tracking changes with each instruction of the switch.",
+        "boot without kernel shadow stacks; for branch tracking, boot with `ibt=off`",
     ),
     entry_of(
         Code::MemoryEncryption,
         "memory encryption (SME) is active",
-        "Every address of the kernel carries the encryption bit, and the hypervisor's would have to too.",
+        "With SME every address of the kernel carries the encryption bit. The hypervisor's addresses do not.",
         "boot with `mem_encrypt=off`; transparent encryption (TSME) in the firmware does no harm",
     ),
     entry_of(
         Code::SnpEnabled,
         "this host is set up for SEV-SNP guests",
-        "The reverse map checks every page that a hypervisor uses.",
+        "The processor checks every page that a hypervisor uses against SEV-SNP's reverse map.",
         "disable SEV-SNP in the firmware's setup, or boot with `kvm_amd.sev_snp=0` and reboot",
     ),
     entry_of(
         Code::PatUnsupported,
         "entry 0 of the PAT is not write-back",
-        "Nested tables use entry 0 for all memory; all of it would become slow or incoherent.",
-        "Linux always programs it so: find out what changed it, and reboot",
+        "Nested tables use entry 0 for all memory, so all memory would become slow or incoherent.",
+        "Linux always programs write-back there: find out what changed it, and reboot",
     ),
     entry_of(
         Code::TscRatio,
         "the TSC ratio is not 1.0",
-        "The clock would jump at attach. An earlier hypervisor left the value behind.",
+        "The clock would jump at attach. An earlier hypervisor left this ratio behind.",
         "load and unload kvm_amd once (it resets the ratio), or reboot",
     ),
     entry_of(
         Code::InvlpgbInUse,
         "the kernel broadcasts TLB invalidations with INVLPGB",
-        "A broadcast of a native CPU does not reach the translations of an attached one.",
+        "A broadcast from a native CPU does not reach the translations of an attached CPU.",
         "boot with `clearcpuid=invlpgb`",
     ),
     entry_of(
         Code::MachineCheckInProgress,
         "a machine check is in progress",
         "The processor has just reported a hardware error.",
-        "look at `dmesg` for the error, and mend the hardware",
+        "look at `dmesg` for the error, and repair the hardware",
     ),
     entry_of(
         Code::PageTableIsolation,
         "the kernel isolates its page tables (PTI)",
-        "AMD processors do not need it; somebody asked for it with pti=on.",
+        "AMD processors do not need PTI; the kernel's command line asks for it with pti=on.",
         "boot without `pti=on`",
     ),
     entry_of(
         Code::SingleStep,
-        "somebody single-steps the switch",
+        "a debugger single-steps the switch",
         "A debug exception inside the switch would arrive with half of the state changed.",
         "stop the kernel debugger",
     ),
     entry_of(
         Code::MemoryBeyondMap,
         "physical memory reaches beyond the nested map",
-        "The map covers the physical address width, and 48 bits with four-level paging.",
+        "The nested map covers the physical address width, and 48 bits with four-level paging.",
         "boot with five-level paging (no `no5lvl`), or keep the firmware from placing devices that high \
          (\"Above 4G decoding\")",
     ),
     entry_of(
         Code::CpusDiffer,
-        "a CPU differs from the first one in something that the hypervisor relies on",
+        "a CPU differs from the first one in a feature that the hypervisor relies on",
         "One set of tables and one set of features serve all CPUs.",
         "update the firmware or the microcode so that all CPUs are equal, and reboot; or attach only the \
          equal ones with --cpus",
@@ -309,7 +312,7 @@ pub const TABLE: &[Entry] = &[
         Code::KernelUntested,
         "this kernel is of a series that Mercury was never tested on",
         "The tests run on Debian's 6.1 and 6.12.",
-        "run Debian 12's 6.1 or Debian 13's 6.12; to try all the same: `mercury attach --force`",
+        "run Debian 12's 6.1 or Debian 13's 6.12; to try it on this kernel: `mercury attach --force`",
     ),
     entry_of(
         Code::Lockdown,
@@ -321,19 +324,19 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::Fred,
         "FRED event delivery is on",
-        "It changes how every interrupt and exception arrives.",
+        "FRED changes how every interrupt and exception arrives, and Mercury does not know it.",
         "boot without `fred=on`",
     ),
     entry_of(
         Code::PrivilegedLayer,
         "Xen or another privileged layer is beneath this kernel",
-        "It owns the machine; Mercury would take it away.",
+        "That layer owns the machine, and Mercury would take the machine away from it.",
         "boot Linux without that layer",
     ),
     entry_of(
         Code::InsideHypervisor,
         "this machine is itself a virtual machine",
-        "Mercury works, but each world switch is emulated by the hypervisor beneath and takes 20 to 50 µs.",
+        "Mercury works here, but the hypervisor beneath emulates each world switch, which takes 20 to 50 µs.",
         "nothing; measure on bare metal",
     ),
     entry_of(
@@ -345,8 +348,9 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::FactUnreadable,
         "a register that must be checked cannot be read",
-        "A check that cannot be made is not taken as passed.",
-        "in a virtual machine, the hypervisor beneath does not emulate it: use another CPU model or version",
+        "Mercury does not count an impossible check as passed.",
+        "in a virtual machine, the hypervisor beneath does not emulate the register: use another CPU \
+         model or version",
     ),
     entry_of(
         Code::StateChanged,
@@ -357,105 +361,110 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::MtrrInconsistent,
         "the MTRRs are disabled or differ between CPUs",
-        "The kernel expects them equal; memory may be slow on some CPUs, with or without Mercury.",
+        "The kernel expects equal MTRRs. Memory may be slow on some CPUs, with or without Mercury.",
         "update the firmware; attach is not affected",
     ),
     entry_of(
         Code::DebugActive,
         "branch recording or hardware breakpoints are active",
-        "They go on working; recorded branches may include the hypervisor's.",
+        "Both go on working. Recorded branches may include the hypervisor's.",
         "nothing",
     ),
     entry_of(
         Code::HsaveInUse,
-        "VM_HSAVE_PA is not zero: somebody used SVM before",
-        "The value is put back at detach.",
+        "VM_HSAVE_PA is not zero: another hypervisor used SVM before",
+        "Detach puts the value back.",
         "nothing; unload the other hypervisor's module if it is not needed",
     ),
     entry_of(
         Code::SelfTestFailed,
         "the self-test on the first CPU failed",
-        "The first CPU attaches alone and reads its state as before; something was not the same.",
+        "The first CPU attaches alone and compares its state with the state before. Some state differed.",
         REPORT,
     ),
     entry_of(
         Code::ErapsInUse,
         "the kernel relies on the processor to protect return predictions (ERAPS)",
-        "What the processor does by itself for a native kernel it does in part only for an attached one.",
+        "The processor protects return predictions of a native kernel by itself, and those of an attached \
+         one only in part.",
         "boot with `clearcpuid=664`",
     ),
     entry_of(
         Code::NoVmx,
         "the processor reports no VMX",
-        "Without hardware virtualization there is nothing that a hypervisor could be slipped in with.",
+        "A hypervisor cannot be slipped beneath a system without hardware virtualization.",
         "in a virtual machine, ask for nested virtualization (QEMU: -cpu host,+vmx)",
     ),
     entry_of(
         Code::VmxDisabled,
         "VMX is disabled by firmware",
-        "The processor has it, but IA32_FEATURE_CONTROL does not allow it outside of SMX, or is not locked.",
+        "The processor has VMX, but IA32_FEATURE_CONTROL does not allow it outside of SMX, or is not locked.",
         "enable \"VT-x\" (or \"Virtualization\") in the firmware's setup and switch the machine off and on",
     ),
     entry_of(
         Code::NoEpt,
         "the processor has no extended page tables",
-        "Without them every page-table change of the kernel would have to be intercepted.",
+        "Without extended page tables every page-table change of the kernel would have to be intercepted.",
         "use a machine with an Intel processor of 2010 (Westmere) or later; in a virtual machine, switch EPT on",
     ),
     entry_of(
         Code::NoUnrestrictedGuest,
         "the processor has no unrestricted guest",
-        "A CPU that is reset starts in real mode, and must be able to do so with the hypervisor beneath.",
+        "A CPU that is reset starts in real mode, and must be able to do so above the hypervisor.",
         "use a machine with an Intel processor of 2010 (Westmere) or later",
     ),
     entry_of(
         Code::EptUnsupported,
         "the extended page tables lack something that Mercury needs",
-        "The map wants write-back tables of four levels, 2 MiB pages, and INVEPT for all contexts.",
-        "no processor with EPT is known to lack them: look at the emulation or the hypervisor beneath",
+        "The nested map needs write-back tables of four levels, 2 MiB pages, and INVEPT for all contexts.",
+        "no processor with EPT is known to lack these features: look at the emulation or the hypervisor \
+         beneath",
     ),
     entry_of(
         Code::VmxControlForced,
         "VMX demands a control that Mercury does not know",
-        "A control that must be set changes what the system sees, and what it does is not known.",
+        "A control that must be set changes what the system sees, and the effect of this one is not known.",
         "report it with the processor's model",
     ),
     entry_of(
         Code::VmxControlMissing,
         "VMX lacks a control that Mercury needs",
-        "Without it state of the running system would be lost at each exit.",
+        "Without the control, state of the running system would be lost at each exit.",
         "in a virtual machine, ask for more of VMX (QEMU: -cpu host); otherwise report it with the model",
     ),
     entry_of(
         Code::VmxInstructionLost,
         "an instruction that the kernel may use would be undefined under VMX",
-        "CPUID announces it, and the control that permits it to a guest is missing or not known.",
+        "CPUID announces the instruction, but the control that permits it to a guest is missing or not \
+         known.",
         "boot with `clearcpuid=` for the feature, or report it with the processor's model",
     ),
     entry_of(
         Code::VmxFixedBits,
         "VMX does not allow CR0 or CR4 as they are",
-        "In VMX operation some bits of them are fixed.",
+        "VMX operation fixes some bits of these registers.",
         "switch the named feature off on the kernel's command line, or report it with the processor's model",
     ),
     entry_of(
         Code::ProcessorTrace,
         "processor trace is running",
-        "On this processor it cannot run in VMX operation: attaching would stop it.",
+        "This processor cannot run a trace in VMX operation, so attaching would stop the trace.",
         "end the trace (`perf record -e intel_pt//`), then attach",
     ),
     entry_of(
         Code::VmxRegion,
-        "VMX wants its memory of another kind",
-        "Its control structures must not lie in write-back memory, or only below 4 GiB.",
-        "no processor with EPT is known to want that: look at the emulation or the hypervisor beneath",
+        "VMX requires an unusual kind of memory for its control structures",
+        "The control structures must not lie in write-back memory, or only below 4 GiB.",
+        "no processor with EPT is known to require that: look at the emulation or the hypervisor beneath",
     ),
     entry_of(
         Code::DebugStore,
         "the processor stores records of samples or branches (PEBS, BTS)",
-        "It writes them to virtual addresses, through the hypervisor's page tables too while that runs, which do \
-         not map them. A CPU that is attached leaves when it begins.",
-        "end the recording, or let perf sample without them (`perf record -e cycles` and not `cycles:P`), then attach",
+        "The processor writes the records to virtual addresses. While the hypervisor runs, its page \
+         tables are used, which do not map these addresses. A CPU that is attached detaches when \
+         recording begins.",
+        "end the recording, or let perf sample without such records (`perf record -e cycles` and not \
+         `cycles:P`), then attach",
     ),
     entry_of(
         Code::InvalidGuestState,
@@ -478,111 +487,116 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::WrongMode,
-        "a CPU is not in the mode in which it should be after the switch",
-        "The mode is asked of the CPU after each switch. Everything was rolled back.",
+        "a CPU is not in the expected mode after the switch",
+        "The driver asks the CPU for its mode after each switch. Everything was rolled back.",
         REPORT,
     ),
     entry_of(
         Code::HostException,
         "the hypervisor's own code raised an exception",
-        "The CPU was detached with the system's state intact; `mercury status` has the record.",
+        "The CPU was detached with the system's state intact. `mercury status` has the record.",
         REPORT,
     ),
     entry_of(
         Code::HostPanic,
         "the hypervisor's own code panicked",
-        "The CPU was detached with the system's state intact; `mercury status` has the record.",
+        "The CPU was detached with the system's state intact. `mercury status` has the record.",
         REPORT,
     ),
     entry_of(
         Code::UnknownExit,
         "the CPU left for a reason that the hypervisor does not know",
-        "Rather than guess, it detached the CPU and let the processor execute the instruction natively.",
+        "The hypervisor does not guess: it detached the CPU, and the processor executes the instruction \
+         natively.",
         REPORT,
     ),
     entry_of(
         Code::SvmReleased,
         "the kernel switched SVM off on this CPU",
-        "Clearing EFER.SVME or VM_HSAVE_PA is taken as a wish to detach: the kernel does it on a crash, a \
-         forced reboot, or when it unloads KVM.",
+        "The hypervisor takes clearing EFER.SVME or VM_HSAVE_PA as a wish to detach. The kernel clears \
+         them on a crash, on a forced reboot, or when it unloads KVM.",
         "unload KVM, or attach again when the other user is gone",
     ),
     entry_of(
         Code::MicrocodeUpdate,
         "the kernel loaded microcode",
-        "A microcode update must run on the bare processor, so the CPU detached itself before it.",
+        "A microcode update must run on the bare processor, so the CPU detached itself before the update.",
         "run `mercury doctor` (the update may have changed features), then attach again",
     ),
     entry_of(
         Code::CpuReset,
         "the CPU was reset while it was attached",
         "A reset ends the hypervisor's hold on the CPU.",
-        "attach again; if nobody reset the CPU, look for errors of the firmware in `dmesg`",
+        "attach again; if you did not reset the CPU, look for errors of the firmware in `dmesg`",
     ),
     entry_of(
         Code::NestedMapExhausted,
         "the nested tables could not be extended",
-        "A device was used at an address that lay outside everything the kernel knew at load, and the \
+        "A device was used at an address outside of all addresses that the kernel knew at load, and the \
          donated pages ran out. The CPU was detached.",
         "unload and load the hypervisor while that device is present",
     ),
     entry_of(
         Code::VmxReleased,
         "the kernel switched VMX off on this CPU",
-        "VMXOFF, and clearing CR4.VMXE, are taken as a wish to detach: the kernel does it on a crash, a forced \
-         reboot, or when it unloads KVM.",
+        "The hypervisor takes VMXOFF, or clearing CR4.VMXE, as a wish to detach. The kernel does it on a \
+         crash, on a forced reboot, or when it unloads KVM.",
         "unload KVM, or attach again when the other user is gone",
     ),
     entry_of(
         Code::MtrrChanged,
         "the kernel changed an MTRR",
-        "Under VMX the nested tables say of what type memory is, and they repeat the MTRRs of the load.",
+        "Under VMX the nested tables give memory its type. They repeat the MTRRs of the load.",
         "unload and load the hypervisor, then attach again",
     ),
     entry_of(
         Code::GuestUnsupported,
         "a virtual machine of KVM's cannot run beneath Mercury",
-        "Its memory or registers are encrypted (SEV), interrupts reach it without an exit (AVIC), or the processor has \
-         no address-space identifier left. The CPU that was to run it detached itself, and runs it natively.",
+        "Its memory or registers are encrypted (SEV), interrupts reach it without an exit (AVIC), or the \
+         processor has no address-space identifier left. The CPU that was to run it detached itself, and \
+         runs it natively.",
         "stop that virtual machine, or set `kvm_amd.avic=0`, and attach again",
     ),
     entry_of(
         Code::SnapshotLive,
         "there is a snapshot of memory",
-        "What was asked for cannot be had beneath one.",
-        "wait for what needs the snapshot, or end it; `mercury snapshot --drop` gives up one that is kept",
+        "The operation cannot run while there is a snapshot.",
+        "wait for the command that needs the snapshot, or end it; `mercury snapshot --drop` gives up a \
+         snapshot that is kept",
     ),
     entry_of(
         Code::NoSnapshot,
         "there is no snapshot of memory",
-        "It has ended, or never began.",
+        "The snapshot has ended, or never began.",
         "begin one first: `mercury snapshot`",
     ),
     entry_of(
         Code::SnapshotMissed,
-        "not every CPU came to the instant of the snapshot",
-        "All CPUs meet in the hypervisor for a moment; one did not come within a second or two. The machine runs on \
-         without a snapshot.",
+        "not every CPU came to the rendezvous of the snapshot",
+        "All CPUs meet in the hypervisor for a moment. One did not come within a second or two. The \
+         machine runs on without a snapshot.",
         "try again; look for a CPU that is held up (`mercury status`, a virtual machine beneath this one)",
     ),
     entry_of(
         Code::SnapshotPool,
-        "the pool had no page left for what the snapshot had to keep",
-        "The machine wrote more pages than there was room for copies, so the snapshot was given up. The machine \
-         itself lost nothing.",
-        "free memory, let the machine do less meanwhile, or stream to something faster",
+        "the pool had no page left for a copy that the snapshot needed",
+        "The machine wrote to more pages than there was room for copies, so the snapshot was given up. \
+         The machine itself lost nothing.",
+        "free memory, reduce the load of the machine, or stream to a faster target",
     ),
     entry_of(
         Code::SnapshotLost,
         "a CPU left the hypervisor beneath a snapshot",
-        "What it wrote from then on nobody saw, so the snapshot was given up. The machine itself lost nothing.",
+        "The hypervisor could not see what that CPU wrote after it left, so the snapshot was given up. \
+         The machine itself lost nothing.",
         "look at `mercury log` for why it left, and try again",
     ),
     entry_of(
         Code::SnapshotDevices,
-        "the driver cannot see what devices are given to write",
-        "Devices write to memory without asking the nested tables, so the driver looks at what the kernel gives them, \
-         by ftrace. It could not, or the first virtual device came while it looked.",
+        "the driver cannot see which memory devices write to",
+        "Devices write to memory without asking the nested tables, so the driver watches by ftrace which \
+         memory the kernel gives them. The driver could not watch, or the first virtual device came while \
+         it watched.",
         "boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, set the sysctl kernel.ftrace_enabled to 1, \
          and try again",
     ),
@@ -594,112 +608,120 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotHotplug,
-        "a CPU or memory came or went, or memory broke, between a snapshot's beginning and its end",
-        "A CPU that comes starts without the hypervisor, so what it writes nobody sees; and memory that the kernel has \
-         found broken cannot be read: the snapshot was given up. The machine itself lost nothing.",
-        "try again, broken memory is left out then; `mercury snapshot` keeps another one",
+        "a CPU or memory came or went, or memory broke, during a snapshot",
+        "A CPU that comes online starts without the hypervisor, which then cannot see what the CPU \
+         writes. Memory that the kernel has found broken cannot be read. The snapshot was given up. The \
+         machine itself lost nothing.",
+        "try again: broken memory is then left out; `mercury snapshot` keeps a new snapshot",
     ),
     entry_of(
         Code::FenceUnsupported,
         "this kernel has no hooks for packets, so the network cannot be fenced off",
-        "From the instant on the machine must not answer its peers, for it goes on from there later. The driver stops \
-         packets by netfilter's hooks.",
+        "After the instant the machine must not answer its peers, because it goes on from the instant \
+         later. The driver stops packets by netfilter's hooks.",
         "boot a kernel with CONFIG_NETFILTER, or take the network down by hand and say --no-fence",
     ),
     entry_of(
         Code::SnapshotGuest,
-        "a virtual machine ran that the snapshot, or the log of writes, cannot see",
-        "KVM runs it without nested paging, its memory is encrypted (SEV), or interrupts reach it without an exit \
-         (AVIC): it writes round the tables of the snapshot or the log, which was given up. The machine itself lost nothing.",
+        "a virtual machine ran whose writes the snapshot, or the dirty log, cannot see",
+        "KVM runs it without nested paging, its memory is encrypted (SEV), or interrupts reach it without \
+         an exit (AVIC). Its writes bypass the tables of the snapshot or the dirty log, which was given \
+         up. The machine itself lost nothing.",
         "shut such virtual machines down first, or load kvm_amd with npt=1 and avic=0",
     ),
     entry_of(
         Code::SnapshotSwap,
         "memory was swapped out to a disk at the instant",
-        "What is on a swap disk is in no image and in no snapshot. `mercury` switches swap off before the instant, and on          again after it; an area was switched on meanwhile. Nothing was kept, and the machine runs on.",
-        "find what runs `swapon` on this machine (`swapon --show`), and try again",
+        "Pages on a swap disk are in no image and in no snapshot. `mercury` switches swap off before the \
+         instant, and on again after it. An area was switched on meanwhile. No snapshot was kept, and the \
+         machine runs on.",
+        "find the program that runs `swapon` on this machine (`swapon --show`), and try again",
     ),
     entry_of(
         Code::RollbackUnsupported,
         "this version cannot put a machine with this processor back to a snapshot",
-        "Fetching CPUs and setting their state is done for AMD's processors only, so far.",
+        "So far Mercury can fetch CPUs and set their state on AMD's processors only.",
         "use `mercury checkpoint`, which works on this processor",
     ),
     entry_of(
         Code::RollbackMissed,
         "a CPU could not be fetched for the rollback",
-        "All CPUs meet in the hypervisor before anything is put back. One did not come within a second or two, even by \
-         NMI: it may be in a handler of NMIs that does not end. Nothing was put back, and the snapshot is lost.",
+        "All CPUs meet in the hypervisor before anything is put back. One did not come within a second or \
+         two, even by NMI: it may be in a handler of NMIs that does not end. Nothing was put back, and \
+         the snapshot is lost.",
         "reboot if the machine is not usable",
     ),
     entry_of(
         Code::RollbackDevices,
         "there are devices that the hypervisor could not keep from writing to memory",
-        "Before memory is put back all devices are silenced, by PCI's configuration ports, which reach the first \
-         segment only. `dmesg` names a device in another one.",
-        "disable it in the firmware, such as VMD",
+        "Before memory is put back all devices are silenced. This is done by PCI's configuration ports, \
+         which reach the first segment only. `dmesg` names a device in another segment.",
+        "disable the device in the firmware, such as VMD",
     ),
     entry_of(
         Code::MacsecInUse,
         "a network device encrypts with MACsec, whose packet numbers must not be used twice",
-        "A machine that is brought back, or put back, counts its packets on from the instant. Those that it sent after the \
-         instant had the same numbers and the same key, so that whoever has recorded both can read them. The kernel does \
-         not let the driver end MACsec's associations.",
+        "A machine that is brought back, or put back, counts its packets on from the instant. Packets \
+         that it sent after the instant had the same numbers and the same key, so an attacker who has \
+         recorded both can read them. The kernel does not let the driver end MACsec's associations.",
         "delete the device (ip link delete …) before a snapshot, a checkpoint or a move, and make it again afterwards, \
          with new keys",
     ),
     entry_of(
         Code::LogUnsupported,
-        "there is no log of writes on this processor, beneath this kernel, or with these devices",
-        "What has changed between two rounds of a migration is told by a log of writes, so far on AMD's processors only, \
-         not beneath a kernel that looks for what it wrote into free pages (page_poison=1), and not where a virtio device \
-         has packed queues. Hashes of all memory tell it as well; applications stand still for longer.",
+        "there is no dirty log on this processor, beneath this kernel, or with these devices",
+        "A dirty log tells which pages have changed between two rounds of a migration. So far there is \
+         one on AMD's processors only. There is none beneath a kernel that checks its free pages for the \
+         pattern that it wrote into them (page_poison=1), or with a virtio device that has packed queues. \
+         Hashes of all memory find the changed pages as well, but applications stand still for longer.",
         "nothing needs to be done",
     ),
     entry_of(
         Code::DiskUnsupported,
-        "of this disk there can be no log of writes",
-        "What is written to a disk while it is copied is told by the block layer's requests. Partitions, zoned disks and what \
-         is made of others (device mapper, RAID, NVMe with several paths) have none of their own, and a kernel without \
-         tracepoints tells nobody.",
-        "name the whole disk that is beneath; or move the machine with files on storage that both machines reach",
+        "this disk cannot have a dirty log",
+        "The block layer's requests tell what is written to a disk while it is copied. Partitions, zoned \
+         disks and disks that are made of others (device mapper, RAID, NVMe with several paths) have no \
+         requests of their own. A kernel without tracepoints does not report the requests.",
+        "name the whole disk that is beneath; or move the machine with files on storage that both \
+         machines reach",
     ),
     entry_of(
         Code::DiskLogged,
-        "there is a log of writes of this disk already, or of too many",
-        "A disk is copied once at a time, and at most 16 disks are.",
+        "this disk has a dirty log already, or too many disks have one",
+        "A disk is copied once at a time, and at most 16 disks are copied.",
         "name each disk once",
     ),
     entry_of(
         Code::NoDiskLog,
-        "there is no log of writes of this disk",
-        "What was written to it cannot be told, for nobody has noted it.",
+        "this disk has no dirty log",
+        "The driver has not recorded the writes to this disk, so it cannot tell which parts have changed.",
         REPORT,
     ),
     entry_of(
         Code::RestoreCpus,
         "the CPUs of the image are not those of this machine",
-        "Every CPU that was online has to be there again, with the same APIC ID, and no other.",
-        "restore it where it was made, or on a machine that is equal to that; all its CPUs must be online, so boot without nosmt and maxcpus",
+        "Every CPU that was online must be there again, with the same APIC ID, and there must be no other.",
+        "restore the image where it was made, or on a machine equal to that one; all its CPUs must be \
+         online, so boot without nosmt and maxcpus",
     ),
     entry_of(
         Code::RestoreMode,
-        "paging depth or local APIC mode are not those of the image",
+        "the paging depth or the local APIC mode differs from the image's",
         "The kernel of the image was booted with other options, or on a machine with other firmware settings.",
         "boot the restore environment that `mercury restore` prepares: it takes over the options",
     ),
     entry_of(
         Code::RestoreOverlap,
-        "this kernel occupies all the memory that the image needs",
-        "Frames go to their own addresses, so only a small kernel can bring a machine back: one that was booted with \
-         mem=.",
-        "let `mercury restore` start its own environment",
+        "this kernel occupies memory that the image needs",
+        "Frames go to their own addresses, so only a small kernel, booted with mem=, can bring a machine \
+         back.",
+        "let `mercury restore` start its own restore environment",
     ),
     entry_of(
         Code::RestoreRoom,
         "too little memory is free beside the image",
-        "What belongs where the small kernel is has to wait elsewhere: in memory that the image leaves out, or where \
-         the image has only zeros.",
+        "Frames whose addresses the restore environment occupies have to wait elsewhere: in memory that \
+         the image leaves out, or in pages that are zero in the image.",
         "give the environment less memory (--memory), or make the image with a larger pool",
     ),
     entry_of(
@@ -717,91 +739,98 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::RestoreQuiesce,
         "the kernel could not stop its devices",
-        "A driver of the restore environment refused to suspend its device. Nothing was changed; the image is as it \
-         was.",
+        "A driver of the restore environment refused to suspend its device. Nothing was changed; the \
+         image is as before.",
         "`dmesg` names the driver; start over",
     ),
     entry_of(
         Code::RestoreMemory,
         "the restore environment does not find memory of the image's machine",
-        "Neither the firmware's memory map nor an ACPI memory device has this memory. Either a DIMM is not in the slot in \
-         which the image's machine had it, or a driver makes the memory available after each boot (virtio-mem, Hyper-V, \
-         CXL regions), and the environment has no such driver. A checkpoint or a move of a machine with memory of the \
-         second kind is refused before anything stands still.",
+        "Neither the firmware's memory map nor an ACPI memory device has this memory. Two reasons are \
+         possible. A DIMM may not be in the slot in which the image's machine had it. Or a driver makes \
+         the memory available after each boot (virtio-mem, Hyper-V, CXL regions), and the environment has \
+         no such driver. A checkpoint or a move of a machine with memory of the second kind is refused \
+         before anything stands still.",
         "put the DIMM back; or take the memory out of use (echo offline > /sys/devices/system/memory/memory…/state, then \
          unload its driver, or have the host take it back)",
     ),
     entry_of(
         Code::SwapInUse,
         "memory is swapped out, and there is no room to read it back",
-        "An image, and what moves, is what memory holds. What is swapped out lies on a disk and would be missing.",
+        "An image, or a move, has only the contents of memory. Pages that are swapped out lie on a disk \
+         and would be missing.",
         "stop programs until there is room for it in memory, and try again",
     ),
     entry_of(
         Code::DevicesUnseen,
-        "a device that is in use writes to memory where the driver cannot see it",
-        "GPUs, RDMA, devices that processes drive by themselves (VFIO, DPDK) and accelerators that share the memory of \
-         processes write without asking the kernel each time. What they write during the instant would be missing.",
-        "end the processes that are named, or unload the drivers of the devices; --force-devices goes on all the same, which is \
-         right only if the devices are idle",
+        "a device that is in use writes to memory that the driver cannot see",
+        "GPUs, RDMA, devices that processes drive by themselves (VFIO, DPDK) and accelerators that share \
+         the memory of processes write without asking the kernel each time. Their writes during the \
+         instant would be missing.",
+        "end the processes that are named, or unload the drivers of the devices; --force-devices goes on \
+         anyway, which is right only if the devices are idle",
     ),
     entry_of(
         Code::CpusOffline,
-        "CPUs are there and offline",
-        "A CPU that is offline waits in memory that a restore writes over, so such a machine could not be brought back.",
-        "bring them online (`echo 1 > /sys/devices/system/cpu/cpuN/online`), or boot without nosmt and maxcpus; `mercury \
-         checkpoint --force-offline` makes an image that can only be looked into",
+        "CPUs are present and offline",
+        "A CPU that is offline waits in memory that a restore writes over, so such a machine could not be \
+         brought back.",
+        "bring them online (`echo 1 > /sys/devices/system/cpu/cpuN/online`), or boot without nosmt and \
+         maxcpus; `mercury checkpoint --force-offline` makes an image that can only be inspected",
     ),
     entry_of(
         Code::WatchdogUnfed,
         "a watchdog cannot be fed while its program stands still",
-        "Mercury feeds watchdogs in place of their programs, which stand still, by a copy of the program's descriptor. For the \
-         instant itself no process runs, so a watchdog that bites within 5 s would bite then; and where nobody may trace others \
-         (kernel.yama.ptrace_scope=3) there is no copy.",
+        "While programs stand still Mercury feeds their watchdogs, by a copy of each program's \
+         descriptor. During the instant itself no process runs, so a watchdog with a timeout under 5 s \
+         would reset the machine then. And if the kernel forbids tracing of other processes \
+         (kernel.yama.ptrace_scope=3), Mercury gets no copy of the descriptor.",
         "give the watchdog 5 s or more (systemd: RuntimeWatchdogSec=), or disarm it",
     ),
     entry_of(
         Code::CardsBundled,
         "a network card is a part of a bond or a team",
-        "The cards of the other machine have other addresses, and a bond would keep its own.",
+        "The cards of the destination have other addresses, and a bond would keep the source's.",
         "take bonds and teams apart before the move, and make them again after it",
     ),
     entry_of(
         Code::DisksStayBehind,
         "local file systems are mounted for writing, and a rollback puts back memory only",
-        "The kernel would go on with what it remembers of file systems that have moved on, and destroy them.",
-        "mount them read-only, or run from RAM or the network. Where the disks can go back too (a device-mapper snapshot, made \
-         by --hook and merged by --put-back), --force-disks goes on",
+        "The kernel would use its memory of file systems that have changed since, and destroy them.",
+        "mount them read-only, or run from RAM or the network; if the disks can go back too (a \
+         device-mapper snapshot, made by --hook and merged by --put-back), use --force-disks",
     ),
     entry_of(
         Code::NfsSessions,
-        "a file system is on NFS 4.1 or later, which a machine that was put back cannot go on with",
-        "From NFS 4.1 on requests are numbered, and a client that falls behind its server never gets on again.",
+        "a file system is on NFS 4.1 or later, which does not survive a rollback",
+        "NFS 4.1 and later number their requests. A client that falls behind its server never recovers.",
         "mount it with vers=4.0 or vers=3",
     ),
     entry_of(
         Code::DisksUncomparable,
-        "of a file system it could not be told whether it is as it was",
-        "What is in memory must never meet a disk that has moved on. The restore environment compares each file system's \
-         fingerprint with that of the instant, and reaches only disks that the drivers of this machine's cards find by \
-         themselves.",
-        "unmount it; or --force-devices goes on with a checkpoint: `mercury restore` then needs --force-disks, and you must know \
-         whether the disks are as they were",
+        "Mercury cannot tell if a file system is unchanged since the instant",
+        "Memory must never be restored beside a disk that has changed since. The restore environment \
+         compares each file system's fingerprint with that of the instant. It reaches only disks that the \
+         drivers of this machine's cards find by themselves.",
+        "unmount it; or --force-devices goes on with a checkpoint: `mercury restore` then needs \
+         --force-disks, and you must know if the disks are unchanged",
     ),
     entry_of(
         Code::NoPlaceForMark,
-        "there is no place for a mark that keeps this machine from starting while it runs at the other one",
-        "After a power cut this machine would start from disks that it shares with the one that it has moved to. The mark \
-         is a variable of UEFI firmware, or a file on a local disk.",
-        "`mercury mark --prepare FILE` makes a place on a local disk; --without-mark moves all the same: then see to it that \
-         this machine does not start by itself when its power comes back",
+        "there is no place for a tombstone that keeps this machine from starting while it runs at the \
+         destination",
+        "After a power cut this machine would start from disks that it shares with the machine that it \
+         has moved to. The tombstone is a variable of UEFI firmware, or a file on a local disk.",
+        "`mercury mark --prepare FILE` makes a place on a local disk; --without-mark moves without a \
+         tombstone: then make sure that this machine does not start by itself when its power comes back",
     ),
     entry_of(
         Code::DriverMissing,
         "the driver is not installed for the running kernel",
-        "The package builds the driver by DKMS for each kernel of which the headers are installed.",
-        "`dkms status mercury` shows for which kernels it is there; install the package, and the headers of the running kernel, \
-         then `dkms autoinstall`; or name the driver's file with --module or MERCURY_MODULE",
+        "The package builds the driver by DKMS for each kernel whose headers are installed.",
+        "`dkms status mercury` shows the kernels that have a driver; install the package, and the headers \
+         of the running kernel, then `dkms autoinstall`; or name the driver's file with --module or \
+         MERCURY_MODULE",
     ),
     entry_of(
         Code::NoModprobe,
@@ -817,14 +846,14 @@ pub const TABLE: &[Entry] = &[
     ),
 ];
 
-/// The explanation of a code.
 #[must_use]
 pub fn entry(code: Code) -> &'static Entry {
     const FALLBACK: Entry = entry_of(Code::Ok, "an unexplained code", "", REPORT);
     TABLE.iter().find(|entry| entry.code == code).unwrap_or(&FALLBACK)
 }
 
-/// The parser of `mercury explain CODE`. Shells complete codes from it; [`explain`] judges the word.
+/// The parser of `mercury explain CODE`. Shells complete codes from it; [`explain`] judges the
+/// word.
 #[derive(Clone, Copy, Debug)]
 pub struct Codes;
 
@@ -846,7 +875,7 @@ impl TypedValueParser for Codes {
     }
 }
 
-/// What `mercury explain` prints.
+/// The output of `mercury explain`.
 #[derive(Debug, Serialize)]
 pub struct Explanations {
     codes: Vec<Explanation>,
@@ -862,7 +891,7 @@ struct Explanation {
     remedy: &'static str,
 }
 
-/// The explanation of the named or numbered code, or of all.
+/// Returns the explanation of the named or numbered code, or of all codes.
 pub fn explain(wanted: Option<&str>) -> Result<Explanations, Error> {
     let codes: Vec<_> = TABLE.iter().filter(|entry| matches(entry.code, wanted)).map(explanation).collect();
     match wanted {

@@ -1,4 +1,4 @@
-//! Text for people, JSON for programs, colour only where a person looks.
+//! Output: text for people, JSON for programs, and colour only on a terminal.
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
 use anstyle::{AnsiColor, Style};
@@ -14,38 +14,30 @@ pub const WIDTH_MAX: usize = 100;
 /// Columns of prose at least: a narrower terminal breaks lines by itself.
 const WIDTH_MIN: usize = 40;
 
-/// How results are printed.
+/// The format of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// For people.
     Text,
-    /// One JSON object.
     Json,
 }
 
 /// A result that people can read.
 pub trait Render {
-    /// Writes it.
     fn render(&self, to: &mut Text);
 }
 
 /// A meaning that a colour stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
-    /// Green.
     Good,
-    /// Yellow.
     Doubtful,
-    /// Red.
     Bad,
-    /// Dim.
     Quiet,
-    /// Bold.
     Strong,
 }
 
 impl Tone {
-    /// The colour on a terminal.
+    /// Returns the colour on a terminal.
     #[must_use]
     pub fn style(self) -> Style {
         match self {
@@ -68,18 +60,19 @@ pub struct Text {
 }
 
 impl Text {
-    /// Text with colours or without.
+    /// Makes an empty text with colours or without.
     #[must_use]
     pub fn new(colour: bool) -> Self {
         Self { lines: String::new(), colour, terminal: None }
     }
 
-    /// Text as `stream` shows it: with colours if it takes them, and as wide as its terminal.
+    /// Makes an empty text for `stream`: with colours if the stream shows them, and as wide as its
+    /// terminal.
     pub fn to(stream: &(impl RawStream + AsFd)) -> Self {
         Self { terminal: terminal_width(stream), ..Self::new(takes_colour(stream)) }
     }
 
-    /// Adds a line. Breaks it between words where the terminal is narrower.
+    /// Adds a line. Breaks it between words if the terminal is narrower.
     pub fn line(&mut self, line: impl AsRef<str>) {
         for line in line.as_ref().trim_end().split('\n') {
             let indent = line.len() - line.trim_start().len();
@@ -93,7 +86,8 @@ impl Text {
         self.beneath(heading, &prose, Some(self.terminal.unwrap_or(WIDTH_MAX)));
     }
 
-    /// Adds prose after a heading. Breaks it only where the terminal is narrower, so that scripts find each in one line.
+    /// Adds prose after a heading. Breaks it only if the terminal is narrower, so that scripts find
+    /// each heading's text in one line.
     pub fn after(&mut self, heading: &str, prose: &str) {
         self.beneath(heading, prose, self.terminal);
     }
@@ -132,13 +126,13 @@ impl Text {
         for row in rows {
             let cells =
                 widths.iter().enumerate().map(|(column, width)| aligned(&cell(row, column), *width, column));
-            // A broken row cannot be read as one.
+            // A row is never broken, because a broken row is unreadable.
             self.lines += cells.collect::<Vec<_>>().join("  ").trim_end();
             self.lines.push('\n');
         }
     }
 
-    /// `text` in the colour of its meaning.
+    /// Returns `text` in the colour of its meaning.
     #[must_use]
     pub fn tone(&self, tone: Tone, text: &str) -> String {
         if !self.colour {
@@ -148,7 +142,6 @@ impl Text {
         format!("{style}{text}{style:#}")
     }
 
-    /// What was written.
     #[must_use]
     pub fn finish(self) -> String {
         self.lines
@@ -164,21 +157,21 @@ fn aligned(cell: &str, width: usize, column: usize) -> String {
 /// The object around every JSON result.
 #[derive(Serialize)]
 struct Envelope<'a, T: Serialize> {
-    /// Version of the shape: raised when a field changes its meaning or goes.
+    /// Version of the shape, raised when a field changes its meaning or goes.
     format: u32,
     command: &'a str,
     #[serde(flatten)]
     result: &'a T,
 }
 
-/// A result as JSON text.
+/// Formats a result as JSON text.
 #[must_use]
 pub fn json<T: Serialize>(command: &str, result: &T) -> String {
     let envelope = Envelope { format: 1, command, result };
     serde_json::to_string_pretty(&envelope).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
 }
 
-/// A result in the wanted format.
+/// Formats a result as text or JSON.
 #[must_use]
 pub fn text<T: Serialize + Render>(format: Format, command: &str, result: &T) -> String {
     match format {
@@ -196,7 +189,8 @@ fn takes_colour(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
 }
 
-/// Columns of prose on the terminal behind `stream`, if it is one. A serial console knows no size: `COLUMNS` tells it.
+/// Returns the columns of prose on the terminal of `stream`, if it is one. A serial console reports
+/// no size, so `COLUMNS` sets it.
 pub fn terminal_width(stream: &impl AsFd) -> Option<usize> {
     if !stream.as_fd().is_terminal() {
         return None;
@@ -206,7 +200,7 @@ pub fn terminal_width(stream: &impl AsFd) -> Option<usize> {
     Some(size.or_else(told).unwrap_or(WIDTH_MAX).clamp(WIDTH_MIN, WIDTH_MAX))
 }
 
-/// A number with its thousands apart: 1,234,567.
+/// Formats a number with commas between thousands: 1,234,567.
 #[must_use]
 pub fn thousands(number: u64) -> String {
     let digits = number.to_string();
@@ -220,13 +214,13 @@ pub fn thousands(number: u64) -> String {
     text
 }
 
-/// TSC ticks in microseconds.
+/// Converts TSC ticks to microseconds.
 #[must_use]
 pub fn ticks_to_us(ticks: u64, tsc_khz: u64) -> f64 {
     if tsc_khz == 0 { 0.0 } else { ticks as f64 * 1000.0 / tsc_khz as f64 }
 }
 
-/// Microseconds with three significant digits, in the unit that fits.
+/// Formats microseconds with three significant digits, in the unit that fits.
 #[must_use]
 pub fn duration(us: f64) -> String {
     match us {
@@ -245,7 +239,7 @@ fn significant(value: f64) -> String {
     }
 }
 
-/// Bytes in the binary unit that fits.
+/// Formats bytes in the binary unit that fits.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     match bytes {
@@ -255,7 +249,7 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A 64-bit quantity that is an address or a register: JSON numbers end at 2^53.
+/// An address or a register: formatted as a string, because JSON numbers are exact only up to 2^53.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hex(pub u64);
 

@@ -1,5 +1,6 @@
-//! What a machine as it is speaks against: the reasons for which a checkpoint, a snapshot or a move would be refused before
-//! anything is begun. The commands refuse by them; `mercury migrate --dry-run` and `mercury doctor` predict by the same.
+//! The reasons for which a checkpoint, a snapshot or a move of this machine would be refused before
+//! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
+//! predict by the same checks.
 
 use crate::{
     checkpoint::{self, disks, watchdogs},
@@ -14,44 +15,41 @@ use mercury_abi::code::Code;
 /// An operation on the whole machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// `mercury checkpoint`.
     Checkpoint,
     /// `mercury checkpoint --poweroff`: the machine must be one that can be brought back.
     PowerOff,
-    /// `mercury snapshot`.
     Snapshot,
-    /// `mercury migrate`.
     Migrate,
 }
 
-/// A reason that an operator has lifted by an option.
+/// A reason for refusal that the operator has lifted by an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lifted {
-    /// By --force-devices.
+    /// Lifted by --force-devices.
     Devices,
-    /// By --force-offline.
+    /// Lifted by --force-offline.
     Offline,
-    /// By --force-disks.
+    /// Lifted by --force-disks.
     Disks,
-    /// By --without-mark.
+    /// Lifted by --without-mark.
     Mark,
 }
 
-/// A question that is asked of the machine.
+/// A check of the machine.
 struct Question {
     name: &'static str,
-    /// What to say where nothing speaks against it.
+    /// The text for a check that passes.
     fine: &'static str,
-    /// The operations before which it is asked.
+    /// The operations that run this check first.
     before: &'static [Operation],
-    /// The option that spares it.
+    /// The option that skips the check.
     lifted_by: Option<Lifted>,
     ask: fn(Operation, &Sysroot) -> Result<()>,
 }
 
 use Operation::{Checkpoint, Migrate, PowerOff, Snapshot};
 
-const COMPARABLE: &str = "of all file systems it can be told whether they are as they were";
+const COMPARABLE: &str = "the fingerprints of all file systems can be compared";
 
 const QUESTIONS: &[Question] = &[
     Question {
@@ -63,7 +61,7 @@ const QUESTIONS: &[Question] = &[
     },
     Question {
         name: "devices",
-        fine: "none in use writes to memory unseen",
+        fine: "no device in use writes to memory unseen",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: Some(Lifted::Devices),
         ask: |_, sysroot| checkpoint::refuse_untracked(sysroot),
@@ -77,7 +75,7 @@ const QUESTIONS: &[Question] = &[
     },
     Question {
         name: "devices' writes",
-        fine: "the kernel can tell of them",
+        fine: "the kernel can report them",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: None,
         ask: |_, sysroot| refuse_without_ftrace(sysroot),
@@ -105,7 +103,7 @@ const QUESTIONS: &[Question] = &[
     },
     Question {
         name: "file systems",
-        fine: "all can be held still",
+        fine: "all can be frozen",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: None,
         ask: |_, sysroot| disks::all(sysroot).map(drop),
@@ -133,30 +131,30 @@ const QUESTIONS: &[Question] = &[
     },
     Question {
         name: "NFS",
-        fine: "of no version that cannot go back",
+        fine: "none whose version does not survive a rollback",
         before: &[Snapshot],
         lifted_by: None,
         ask: |_, sysroot| snapshot::refuse_sessions(sysroot),
     },
     Question {
         name: "mark",
-        fine: "there is a place that outlasts a power cut",
+        fine: "there is a place that survives a power cut",
         before: &[Migrate],
         lifted_by: Some(Lifted::Mark),
         ask: |_, sysroot| marks::refuse_placeless(sysroot),
     },
 ];
 
-/// An answer of the machine.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// What was asked about.
+    /// The subject of the check.
     pub about: &'static str,
-    /// What is fine, or why the operation would be refused.
+    /// The text for a pass, or the reason for a refusal.
     pub result: Result<&'static str>,
 }
 
-/// Asks everything that is to be asked before an operation.
+/// Runs all checks for an operation.
 #[must_use]
 pub fn ask(operation: Operation, lifted: &[Lifted], sysroot: &Sysroot) -> Vec<Answer> {
     let is_spared = |question: &Question| question.lifted_by.is_some_and(|by| lifted.contains(&by));
@@ -170,10 +168,11 @@ pub fn ask(operation: Operation, lifted: &[Lifted], sysroot: &Sysroot) -> Vec<An
         .collect()
 }
 
-/// Refuses an operation for the first reason that there is; if there are more, the hint says so.
+/// Refuses an operation for the first reason that applies. If there are more, the hint says so.
 ///
 /// # Errors
-/// If there is one.
+///
+/// Returns the first reason.
 pub fn refuse(operation: Operation, lifted: &[Lifted], sysroot: &Sysroot) -> Result<()> {
     let mut reasons = ask(operation, lifted, sysroot).into_iter().filter_map(|answer| answer.result.err());
     let Some(mut first) = reasons.next() else { return Ok(()) };
@@ -192,7 +191,7 @@ pub fn lifted(options: &[(bool, Lifted)]) -> Vec<Lifted> {
     options.iter().filter(|(given, _)| *given).map(|(_, lifted)| *lifted).collect()
 }
 
-/// Refuses file systems of which the restore environment could not tell whether they are as they were.
+/// Refuses file systems whose fingerprints the restore environment could not compare.
 fn refuse_uncomparable(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     let Ok(mounts) = disks::all(sysroot) else { return Ok(()) };
     if operation == Migrate {
@@ -202,22 +201,24 @@ fn refuse_uncomparable(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     disks::refuse_unreadable(&mounts, sysroot)
 }
 
-/// Refuses a kernel whose function tracer is switched off: by it the driver sees what devices are given to write.
+/// Refuses a kernel whose function tracer is switched off: by tracing, the driver sees which memory
+/// devices are given.
 fn refuse_without_ftrace(sysroot: &Sysroot) -> Result<()> {
     if sysroot.text("proc/sys/kernel/ftrace_enabled").as_deref() != Some("0") {
         return Ok(());
     }
-    let text = "the kernel's function tracer is off (kernel.ftrace_enabled=0), by which the driver sees what devices write";
+    let text = "the kernel's function tracer is off (kernel.ftrace_enabled=0); the driver needs it to see \
+        what devices write";
     Err(Error::coded(Code::SnapshotDevices, text).hint("`sysctl kernel.ftrace_enabled=1`"))
 }
 
-/// Refuses cards that are parts of a bond: those of the machine that has arrived get other addresses.
+/// Refuses cards that are parts of a bond: after the move the cards have other addresses.
 fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
     let bundled = made::bundled(&ethernet::cards(sysroot), sysroot);
     let Some((card, whole)) = bundled.first() else { return Ok(()) };
     let why = format!(
-        "{card} is a part of {whole}, which is no bridge: the cards would have the addresses of the other machine's there, \
-         and {whole} would still have its own"
+        "{card} is a part of {whole}, which is no bridge: after the move the card would have the \
+         destination's address, and {whole} would keep its own"
     );
     Err(Error::coded(Code::CardsBundled, why))
 }
@@ -227,7 +228,7 @@ mod tests {
     use super::*;
     use std::{fs, os::unix::fs::symlink};
 
-    /// A machine that speaks against everything.
+    /// Makes a machine with every obstacle.
     fn bad_machine() -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("a folder");
         let write = |file: &str, text: &str| {
