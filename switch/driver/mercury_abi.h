@@ -11,52 +11,52 @@
 #include <linux/const.h>
 
 /*
- * Version of everything in this crate. Raised with every change of a layout or a
- * meaning.
+ * Version of every layout and meaning in this crate. Each change of one of them raises
+ * the version.
  */
 #define MERCURY_ABI_VERSION 8
-/* VM_CR (C001_0114h). */
+/* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
-/* VM_HSAVE_PA (C001_0117h). */
+/* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
 #define MERCURY_READABLE_VM_HSAVE_PA 2
-/* SYSCFG (C001_0010h). */
+/* SYSCFG (C001_0010h): memory encryption and MTRR options (AMD). */
 #define MERCURY_READABLE_SYSCFG 4
-/* SPEC_CTRL (48h). */
+/* SPEC_CTRL (48h): speculation controls. */
 #define MERCURY_READABLE_SPEC_CTRL 8
-/* TSC_RATIO (C000_0104h). */
+/* TSC_RATIO (C000_0104h): scale of a guest's TSC (AMD). */
 #define MERCURY_READABLE_TSC_RATIO 16
-/* DEBUGCTL (1D9h). */
+/* DEBUGCTL (1D9h): recording of branches. */
 #define MERCURY_READABLE_DEBUGCTL 32
-/* S_CET (6A2h). */
+/* S_CET (6A2h): control-flow enforcement of the supervisor. */
 #define MERCURY_READABLE_S_CET 64
-/* ISST_ADDR (6A8h). */
+/* ISST_ADDR (6A8h): table of interrupt shadow stacks. */
 #define MERCURY_READABLE_ISST_ADDR 128
-/* XSS (DA0h). */
+/* XSS (DA0h): supervisor components of the extended state. */
 #define MERCURY_READABLE_XSS 256
-/* MCG_STATUS (17Ah). */
+/* MCG_STATUS (17Ah): state of a machine check. */
 #define MERCURY_READABLE_MCG_STATUS 512
-/* PAT (277h). */
+/* PAT (277h): page attribute table. */
 #define MERCURY_READABLE_PAT 1024
-/* MTRRdefType and the rest of the MTRRs. */
+/* MTRRdefType (2FFh) and all other MTRRs, which the digest covers. */
 #define MERCURY_READABLE_MTRR 2048
-/* TSC_AUX (C000_0103h). */
+/* TSC_AUX (C000_0103h): the value that RDTSCP returns in ECX. */
 #define MERCURY_READABLE_TSC_AUX 4096
-/* MCA_CTL of SMCA bank 0 (C000_2000h). */
+/* MCA_CTL of SMCA bank 0 (C000_2000h): scalable machine checks (AMD). */
 #define MERCURY_READABLE_SMCA 8192
-/* HWCR (C001_0015h). */
+/* HWCR (C001_0015h): hardware configuration (AMD). */
 #define MERCURY_READABLE_HWCR 16384
-/* MICROCODE revision (8Bh). */
+/* Revision of the microcode (8Bh). */
 #define MERCURY_READABLE_MICROCODE 32768
-/* IA32_FEATURE_CONTROL (3Ah). */
+/* IA32_FEATURE_CONTROL (3Ah): VMX enabled and locked (Intel). */
 #define MERCURY_READABLE_FEATURE_CONTROL 0x10000
 /*
- * The capability MSRs of VMX (480h to 492h), those that CPUID and IA32_VMX_BASIC
- * promise.
+ * The capability MSRs of VMX (480h to 492h), as far as CPUID and IA32_VMX_BASIC
+ * announce them (Intel).
  */
 #define MERCURY_READABLE_VMX 0x20000
-/* IA32_RTIT_CTL (570h). */
+/* IA32_RTIT_CTL (570h): processor trace (Intel). */
 #define MERCURY_READABLE_RTIT_CTL 0x40000
-/* IA32_PEBS_ENABLE (3F1h). */
+/* IA32_PEBS_ENABLE (3F1h): event-based sampling (Intel). */
 #define MERCURY_READABLE_PEBS_ENABLE 0x80000
 /* Page-table isolation is on (X86_FEATURE_PTI). */
 #define MERCURY_SYSTEM_PTI 1
@@ -68,28 +68,28 @@
 #define MERCURY_SYSTEM_INVLPGB 8
 /* The kernel relies on the return predictor's own protection (ERAPS). */
 #define MERCURY_SYSTEM_ERAPS 16
-/* KVM is loaded, and what it has of the hardware it may keep (AMD). */
+/* KVM is loaded, and may keep its hold on the hardware while CPUs are attached (AMD). */
 #define MERCURY_SYSTEM_KVM_MAY 32
 /*
  * The kernel was started without mitigations of its processor's vulnerabilities
  * (mitigations=off).
  */
 #define MERCURY_SYSTEM_MITIGATIONS_OFF 64
-/* Bytes of one CPU's block: two pages. */
+/* Size of one CPU's block in bytes: two pages. */
 #define MERCURY_SHARED_CPU_SIZE 8192
-/* "MERCURY1" in ASCII, little-endian. */
+/* "MERCURY1" in ASCII, little-endian: the first word of a block. */
 #define MERCURY_SHARED_MAGIC _UL(0x315952554352454d)
 /*
- * Set in an exit code that is VMX's exit reason (bits 31:0); one of SVM has it clear or
- * is negative.
+ * Bit of an exit code that marks VMX's exit reason in bits 31:0 (SDM volume 3, appendix
+ * C). SVM's exit codes have the bit clear or are negative (APM volume 2, appendix C).
  */
 #define MERCURY_EXIT_CODE_VMX _UL(0x100000000)
-/* Number of ExitReasons that have a counter. */
+/* Number of exit counters: room for more than the ExitReasons of today. */
 #define MERCURY_EXIT_REASONS 24
-/* Records in one CPU's log ring. */
+/* Number of records in one CPU's log ring. */
 #define MERCURY_LOG_RECORDS 64
 
-/* Why a CPU came into the hypervisor: index into SharedCpu::exits. */
+/* The reason of an exit: index into SharedCpu::exits. */
 #define MERCURY_EXIT_REASON_HYPERCALL 0
 #define MERCURY_EXIT_REASON_FOREIGN_HYPERCALL 1
 #define MERCURY_EXIT_REASON_MSR_EFER 2
@@ -110,7 +110,7 @@
 #define MERCURY_EXIT_REASON_HELD_NMI 17
 
 
-/* What a LogRecord reports. */
+/* The event that a LogRecord reports. */
 #define MERCURY_LOG_KIND_NONE 0
 #define MERCURY_LOG_KIND_ATTACHED 1
 #define MERCURY_LOG_KIND_DETACHED 2
@@ -124,41 +124,51 @@
 #define MERCURY_LOG_KIND_EVENT_LOST 10
 #define MERCURY_LOG_KIND_ROLLED_BACK 11
 
-/* Pages of one CPU's area: physically and virtually contiguous, aligned to its size. */
+/*
+ * Pages of one CPU's area. They are physically and virtually contiguous, and aligned to
+ * the area's size.
+ */
 #define MERCURY_AREA_PAGES 8
-/* Bytes of one CPU's area. */
+/* Size of one CPU's area in bytes. */
 #define MERCURY_AREA_SIZE 32768
-/* Page of the vendor's control block (VMCB, VMCS). */
+/*
+ * Index of the page that holds the vendor's control block (VMCB: APM volume 2, appendix
+ * B; VMCS: SDM volume 3, "Virtual-Machine Control Structures").
+ */
 #define MERCURY_AREA_PAGE_CONTROL 1
-/* Page of the hypervisor's own extended state (a VMCB for VMLOAD). */
+/*
+ * Index of the page that holds the hypervisor's own extended state: a VMCB for VMLOAD
+ * (AMD).
+ */
 #define MERCURY_AREA_PAGE_HOST 2
 /*
- * Page that only the processor uses (VM_HSAVE_PA, VMXON region). Not mapped in the
- * hypervisor's tables: it is the guard beneath the stack.
+ * Index of the page that only the processor uses: the host save area (VM_HSAVE_PA, AMD)
+ * or the VMXON region (Intel). The hypervisor's tables do not map the page, so that an
+ * overflow of the stack faults there.
  */
 #define MERCURY_AREA_PAGE_PROCESSOR 4
-/* First page of the stack, which ends at the end of the area. */
+/* Index of the stack's first page. The stack ends at the end of the area. */
 #define MERCURY_AREA_PAGE_STACK 5
 
 /*
- * Whose hardware virtualization a machine has. The driver chooses the hypervisor's
- * entry point by it; above that nothing depends on it.
+ * A vendor of hardware virtualization. The driver chooses the hypervisor's entry point
+ * by the vendor; no other path of a switch depends on it.
  */
 #define MERCURY_VENDOR_AMD 0
 #define MERCURY_VENDOR_INTEL 1
 
-/* Number of Vendors. */
+/* Number of Vendors: entries of arrays by vendor. */
 #define MERCURY_VENDORS 2
-/* "MERCHYPR" in ASCII, little-endian: start of the hypervisor's flat image. */
+/* "MERCHYPR" in ASCII, little-endian: the first word of the hypervisor's flat image. */
 #define MERCURY_IMAGE_MAGIC _UL(0x525059484352454d)
-/* Outward::svm: EFER.SVME stays set, for KVM has set it. */
+/* Bit of Outward::svm: EFER.SVME stays set, because KVM has set it. */
 #define MERCURY_KEEP_SVME 1
-/* Outward::svm: GIF stays 0, for KVM has cleared it. */
+/* Bit of Outward::svm: GIF stays 0, because KVM has cleared it. */
 #define MERCURY_KEEP_GIF_CLEAR 2
-/* Where the hypervisor's private data starts in the gate page. */
+/* Offset in bytes of the hypervisor's private data in the gate page. */
 #define MERCURY_GATE_PRIVATE_OFFSET 1024
 
-/* Operations of the hypervisor on a native CPU, through the gate. */
+/* Operations that the hypervisor executes on a native CPU, through the gate. */
 #define MERCURY_NATIVE_OP_INIT 1
 #define MERCURY_NATIVE_OP_BUILD 2
 #define MERCURY_NATIVE_OP_PREFLIGHT 3
@@ -167,16 +177,17 @@
 /* "MERC" in ASCII: RCX of every hypercall. */
 #define MERCURY_HYPERCALL_MAGIC 0x4352454d
 /*
- * Set in what RDMSR of EFER answers on an attached AMD CPU if RSI holds
- * HYPERCALL_MAGIC: so a CPU is asked for its mode without an exception. The processor's
- * own EFER never has it.
+ * Bit that RDMSR of EFER sets in its answer on an attached AMD CPU if RSI holds
+ * HYPERCALL_MAGIC. With it the driver asks a CPU for its mode without an exception: bit
+ * 63 is never set in the processor's own EFER.
  */
 #define MERCURY_EFER_ATTACHED _UL(0x8000000000000000)
 
 /*
- * Hypercalls of the driver: number in RAX, HYPERCALL_MAGIC in RCX, arguments in RDI and
- * RSI; result code in RAX, value in RDX. Other registers are preserved. From user mode,
- * with another RCX or on a native CPU the instruction is #UD.
+ * Hypercalls of the driver. In: the number in RAX, HYPERCALL_MAGIC in RCX, arguments in
+ * RDI and RSI. Out: the result code in RAX, a value in RDX. Other registers are
+ * preserved. The instruction is #UD from user mode, with another RCX, or on a native
+ * CPU.
  */
 #define MERCURY_HYPERCALL_PING 0
 #define MERCURY_HYPERCALL_DETACH 1
@@ -186,8 +197,8 @@
 
 
 /*
- * Where a fault can be injected (fault-injection builds only). A point fires once per
- * arming.
+ * A place where a test can inject a fault (fault-injection builds only). A point fires
+ * once per arming.
  */
 #define MERCURY_FAULT_POINT_NONE 0
 #define MERCURY_FAULT_POINT_LOAD_CONTIGUOUS 1
@@ -227,7 +238,7 @@
 #define MERCURY_FAULT_POINT_QUICK_PAGE_FAULT 75
 
 
-/* What to do. */
+/* A request of the driver about a snapshot or a dirty log. */
 #define MERCURY_SNAPSHOT_CALL_DONATE 0
 #define MERCURY_SNAPSHOT_CALL_BEGIN 1
 #define MERCURY_SNAPSHOT_CALL_ENTER 2
@@ -244,193 +255,212 @@
 #define MERCURY_SNAPSHOT_CALL_LOG_ENTER 13
 #define MERCURY_SNAPSHOT_CALL_LOG_COLLECT 14
 
-/* What a CPU of a machine that was put back finds in RAX where it goes on. */
+/* Value of RAX with which each CPU goes on in a machine that was put back. */
 #define MERCURY_ROLLED_BACK 2
 
-/* Why a machine is put back. */
+/* The reason of a rollback. */
 #define MERCURY_ROLLBACK_REASON_NONE 0
 #define MERCURY_ROLLBACK_REASON_COMMAND 1
 #define MERCURY_ROLLBACK_REASON_PANIC 2
 #define MERCURY_ROLLBACK_REASON_STOP 3
 #define MERCURY_ROLLBACK_REASON_TRIPLE_FAULT 4
 
-/* Pages of a PageList. */
+/* Number of entries of a PageList. */
 #define MERCURY_PAGE_LIST_MAX 511
-/* Bits of a piece of a map of pages: for 4 GiB. */
+/* Number of bits in one bitmap of pages: one bit per page of 4 GiB. */
 #define MERCURY_MAP_BITS 0x100000
-/* Entries of a TakeList: so many pages are copied with interrupts off. */
+/* Number of entries of a TakeList. So many pages are copied with interrupts off. */
 #define MERCURY_TAKE_LIST_MAX 16
-/* Entries of a LandingList. */
+/* Number of entries of a LandingList. */
 #define MERCURY_LANDING_LIST_MAX 255
-/* RestartRange::kind: memory that the image holds. */
+/* Value of RestartRange::kind: memory that the image holds. */
 #define MERCURY_RANGE_KEPT 0
-/* Memory that the machine of the image has and the image does not need. */
+/* Value of RestartRange::kind: memory of the machine that the image leaves out. */
 #define MERCURY_RANGE_FREE 1
-/* The kernel pages tables in five levels. */
+/* Flag: the kernel of the image uses five-level paging. */
 #define MERCURY_RESTART_FIVE_LEVEL 1
-/* Local APICs are in x2APIC mode. */
+/* Flag: the local APICs are in x2APIC mode (SDM volume 3, "Extended xAPIC"). */
 #define MERCURY_RESTART_X2APIC 2
 /*
- * Not of the machine, but of how it comes: each frame may be loaded again, and holds
- * then what it was loaded with last.
+ * Flag of the transfer, not of the machine: a frame may be loaded more than once. The
+ * last load determines its content.
  */
 #define MERCURY_RESTART_AGAIN 256
-/* What one frame is loaded from: the next page of the data. */
+/* Value of LoadEntry::source: the content is the next page of the data. */
 #define MERCURY_LOAD_DATA 1
-/* All zeros. */
+/* Value of LoadEntry::source: the content is all zeros. */
 #define MERCURY_LOAD_ZERO 2
-/* The ioctl type byte of every request. */
+/* The type byte of every request (bits 15:8 of its number). */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
 #define MERCURY_IOC_SYSTEM _UL(0xc108f500)
-/* Fills a CpuFacts for its cpu; ENXIO if that CPU is offline. */
+/* Fills a CpuFacts for the CPU that it names. Returns ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
-/* Pre-caches the hypervisor. Takes a LoadRequest. */
+/* Pre-caches the hypervisor in memory. Argument: a LoadRequest. */
 #define MERCURY_IOC_LOAD _UL(0xc028f502)
-/* Frees the pre-cached hypervisor; all CPUs must be native. Takes a LoadRequest. */
+/* Frees the pre-cached hypervisor; all CPUs must be native. Argument: a LoadRequest. */
 #define MERCURY_IOC_UNLOAD _UL(0xc028f503)
-/* Attaches CPUs. Takes a SwitchRequest. CPUs that are attached already stay so. */
+/* Attaches CPUs; attached CPUs stay so. Argument: a SwitchRequest. */
 #define MERCURY_IOC_ATTACH _UL(0xc040f504)
-/* Detaches CPUs. Takes a SwitchRequest. CPUs that are native already stay so. */
+/* Detaches CPUs; native CPUs stay so. Argument: a SwitchRequest. */
 #define MERCURY_IOC_DETACH _UL(0xc040f505)
-/* Fills an array of CpuStatus. Takes a StatusRequest. */
+/* Fills an array of CpuStatus. Argument: a StatusRequest. */
 #define MERCURY_IOC_STATUS _UL(0xc018f506)
-/* Measures hypercall round trips. Takes a MeasureRequest. */
+/* Measures hypercall round trips. Argument: a MeasureRequest. */
 #define MERCURY_IOC_MEASURE _UL(0xc038f507)
-/* Arms a fault point; ENOTTY in builds without fault injection. Takes a FaultRequest. */
+/*
+ * Arms a fault point. Returns ENOTTY in builds without fault injection. Argument: a
+ * FaultRequest.
+ */
 #define MERCURY_IOC_FAULT _UL(0xc024f508)
 /*
- * Begins a snapshot of memory: all CPUs must be attached. Takes a SnapshotRequest, the
- * same as for MERCURY_IOC_SNAPSHOT_PREPARE if that was before it.
+ * Begins a snapshot of memory; all CPUs must be attached. Argument: a SnapshotRequest,
+ * with the same input as MERCURY_IOC_SNAPSHOT_PREPARE if that came before.
  */
 #define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1d0f509)
-/* Takes frames of the snapshot. Takes a SnapshotTakeRequest. */
+/* Reads frames of the snapshot. Argument: a SnapshotTakeRequest. */
 #define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc060f50a)
-/* Ends the snapshot. Takes a SnapshotRequest. */
+/* Ends the snapshot. Argument: a SnapshotRequest. */
 #define MERCURY_IOC_SNAPSHOT_END _UL(0xc1d0f50b)
-/*
- * Describes the machine of the snapshot, or of one that is only prepared. Takes a
- * RestartRequest.
- */
+/* Describes the machine of the snapshot, begun or prepared. Argument: a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
- * Makes everything ready for a snapshot, so that it needs no time at the instant. Takes
- * a SnapshotRequest.
+ * Allocates everything that a snapshot needs, so that the instant spends no time on it.
+ * Argument: a SnapshotRequest.
  */
 #define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1d0f510)
 /*
- * Puts the machine back to the snapshot that is kept; returns only if that fails. Takes
- * a SnapshotRequest.
+ * Puts the machine back to the kept snapshot. Returns only if that fails. Argument: a
+ * SnapshotRequest.
  */
 #define MERCURY_IOC_ROLLBACK _UL(0xc1d0f511)
-/* Prepares to bring a machine back in place of this one. Takes a RestartRequest. */
-#define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
-/* Loads frames of it. Takes a LoadFramesRequest. */
-#define MERCURY_IOC_RESTORE_LOAD _UL(0xc038f50e)
-/* Goes on in it; returns only if that fails. Takes a LoadRequest. */
-#define MERCURY_IOC_RESTORE_GO _UL(0xc028f50f)
 /*
- * Lets no packet through from the instant of the next snapshot on. Takes a
- * FenceRequest.
+ * Prepares the restart of another machine in place of this one. Argument: a
+ * RestartRequest.
  */
+#define MERCURY_IOC_RESTORE_BEGIN _UL(0xc058f50d)
+/* Loads frames of that machine. Argument: a LoadFramesRequest. */
+#define MERCURY_IOC_RESTORE_LOAD _UL(0xc038f50e)
+/*
+ * Stops this system and starts that machine. Returns only if that fails. Argument: a
+ * LoadRequest.
+ */
+#define MERCURY_IOC_RESTORE_GO _UL(0xc028f50f)
+/* Drops all packets from the instant of the next snapshot on. Argument: a FenceRequest. */
 #define MERCURY_IOC_FENCE _UL(0xc040f512)
 /*
- * Reads frames of a snapshot that is only prepared, as they are now. Each may change
- * meanwhile: whoever wants what they held at one instant compares then. Takes a
+ * Reads frames of a prepared snapshot, as they are now. A frame may change meanwhile: a
+ * caller that needs its content at one instant compares afterwards. Argument: a
  * SnapshotTakeRequest.
  */
 #define MERCURY_IOC_SNAPSHOT_LOOK _UL(0xc060f518)
 /*
- * Reads frames that were loaded, from where they lie. Takes a LoadFramesRequest, whose
+ * Reads loaded frames back, from where they lie. Argument: a LoadFramesRequest, whose
  * data is written.
  */
 #define MERCURY_IOC_RESTORE_READ _UL(0xc038f519)
 /*
- * Begins a log of what is written, by CPUs and devices, before the instant of a
- * snapshot that is only prepared, with MERCURY_SNAPSHOT_TRACK. Takes a LogRequest.
+ * Begins a dirty log of the writes of CPUs and devices, before the instant of a
+ * prepared snapshot with MERCURY_SNAPSHOT_TRACK. Argument: a LogRequest.
  */
 #define MERCURY_IOC_LOG_BEGIN _UL(0xc030f51a)
 /*
- * Collects what may have been written since the last time, or since the begin: what
- * MERCURY_TAKE_LOGGED means from here on. After the instant: what may have been written
- * until then. Takes a LogRequest.
+ * Collects the frames that may have been written since the last collection, or since
+ * the log began. From here on MERCURY_TAKE_LOGGED refers to them. After the instant:
+ * the frames that may have been written before it. Argument: a LogRequest.
  */
 #define MERCURY_IOC_LOG_COLLECT _UL(0xc030f51b)
-/* Keeps a log of what is written to a disk. Takes a DiskLogRequest. */
+/* Begins, collects or ends a dirty log of a disk. Argument: a DiskLogRequest. */
 #define MERCURY_IOC_DISK_LOG _UL(0xc048f51c)
 /*
- * DiskLogRequest::what: begin one. All that is written from here on is in it; it ends
- * with the controller.
+ * Value of DiskLogRequest::what: begin a log. It holds all writes from here on, and
+ * ends with the controller.
  */
 #define MERCURY_DISK_LOG_BEGIN 0
-/* Take what may have been written since the last time, or since the begin. */
+/*
+ * Value of DiskLogRequest::what: collect the chunks that may have been written since
+ * the last collection, or since the begin.
+ */
 #define MERCURY_DISK_LOG_COLLECT 1
-/* End it. */
+/* Value of DiskLogRequest::what: end the log. */
 #define MERCURY_DISK_LOG_END 2
-/* So many disks can have a log at the same time. */
+/* Largest number of disks that can have a log at the same time. */
 #define MERCURY_DISK_LOGS_MAX 16
-/* DiskLogRequest::chunk_shift at least: 64 KiB. */
+/* Least DiskLogRequest::chunk_shift: chunks of 64 KiB. */
 #define MERCURY_DISK_CHUNK_SHIFT_MIN 16
-/* At most: 1 MiB. */
+/* Largest DiskLogRequest::chunk_shift: chunks of 1 MiB. */
 #define MERCURY_DISK_CHUNK_SHIFT_MAX 20
-/* SnapshotRequest::flags: keep a log of what is written from the instant on. */
+/* Flag of SnapshotRequest::flags: keep a dirty log from the instant on. */
 #define MERCURY_SNAPSHOT_LOG 1
-/* Hash every page at the instant (fault-injection builds only). */
+/*
+ * Flag of SnapshotRequest::flags: hash every page at the instant (fault-injection
+ * builds only).
+ */
 #define MERCURY_SNAPSHOT_HASH 2
 /*
- * Keep it, to go back to: it outlives the process, until it is ended, all CPUs are
- * detached, or the machine was put back to it.
+ * Flag of SnapshotRequest::flags: keep the snapshot for a rollback. It outlives the
+ * process. It ends on request, when all CPUs are detached, or when the machine was put
+ * back to it.
  */
 #define MERCURY_SNAPSHOT_KEEP 4
-/* Make room for a log of what is written before the instant. */
+/* Flag of SnapshotRequest::flags: reserve memory for a dirty log before the instant. */
 #define MERCURY_SNAPSHOT_TRACK 8
-/* SnapshotRequest::swap_pages: every swap area that is on lies in memory, as zram does. */
+/*
+ * Value of SnapshotRequest::swap_pages: every active swap area lies in memory, as zram
+ * does.
+ */
 #define MERCURY_SWAP_IN_MEMORY _UL(0xffffffffffffffff)
-/* SnapshotTakeRequest::flags: only frames that the log had when it was collected last. */
+/*
+ * Flag of SnapshotTakeRequest::flags: read only frames that the last collection of the
+ * dirty log found.
+ */
 #define MERCURY_TAKE_LOGGED 1
-/* No frames that were free at the instant. */
+/* Flag of SnapshotTakeRequest::flags: skip frames that were free at the instant. */
 #define MERCURY_TAKE_USED 2
-/* SystemInfo::features: this build has fault points. */
+/* Bit of SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
-/* SystemInfo::state and Status: the driver is loaded, the hypervisor is not. */
+/*
+ * Value of SystemInfo::state and StatusRequest::state: the driver is loaded, the
+ * hypervisor is not.
+ */
 #define MERCURY_STATE_UNLOADED 0
-/* The hypervisor is pre-cached; every CPU is native. */
+/* State: the hypervisor is pre-cached; every CPU is native. */
 #define MERCURY_STATE_LOADED 1
-/* At least one CPU is meant to be attached. */
+/* State: at least one CPU is meant to be attached. */
 #define MERCURY_STATE_ATTACHED 2
-/* The hypervisor crashed; unload and load it before the next attach. */
+/* State: the hypervisor crashed. Unload and load it before the next attach. */
 #define MERCURY_STATE_CRASHED 3
-/* FenceRequest::flags: take the fence away. */
+/* Flag of FenceRequest::flags: take the fence away. */
 #define MERCURY_FENCE_DOWN 1
 /*
- * FenceRequest::flags: the fence that is up stays when the controller goes, until one
- * takes it away.
+ * Flag of FenceRequest::flags: the active fence outlives its controller, until a
+ * controller takes it away.
  */
 #define MERCURY_FENCE_STAYS 2
 /*
- * FenceRequest::flags: the fence is closed in a machine that comes back to the instant,
- * for all peers, until it is taken away there.
+ * Flag of FenceRequest::flags: in a machine that comes back to the instant, the fence
+ * is closed for all peers until a controller there takes it away.
  */
 #define MERCURY_FENCE_RETURN 4
-/* FenceRequest::flags: the fence stays open in the machine that goes on. */
+/* Flag of FenceRequest::flags: the fence stays open in the machine that goes on. */
 #define MERCURY_FENCE_OPEN_HERE 8
 /*
- * FenceRequest::flags, with MERCURY_FENCE_DOWN: end IPsec's security associations in
- * all network namespaces before the fence is taken away.
+ * Flag of FenceRequest::flags, with MERCURY_FENCE_DOWN: end IPsec's security
+ * associations in all network namespaces before the fence is taken away.
  */
 #define MERCURY_FENCE_FORGET 16
-/* FenceRequest::peers_count at most. */
+/* Largest FenceRequest::peers_count. */
 #define MERCURY_FENCE_PEERS_MAX 64
-/* CpuStatus::mode: the CPU is offline. */
+/* Value of CpuStatus::mode: the CPU is offline. */
 #define MERCURY_MODE_OFFLINE 0
-/* The CPU answered that it runs on the bare hardware. */
+/* Value of CpuStatus::mode: the CPU answered that it runs on the bare hardware. */
 #define MERCURY_MODE_NATIVE 1
-/* The CPU answered from beneath: the hypervisor runs below it. */
+/* Value of CpuStatus::mode: the CPU answered that the hypervisor runs below it. */
 #define MERCURY_MODE_ATTACHED 2
-/* SwitchRequest::flags: stop at preflight; switch nothing. */
+/* Flag of SwitchRequest::flags: run the preflight checks and switch no CPU. */
 #define MERCURY_SWITCH_CHECK_ONLY 1
 
-/* Why something was refused or ended (`mercury explain`). */
+/* Codes of refusals and departures (`mercury explain`). */
 #define MERCURY_CODE_OK 0
 #define MERCURY_CODE_ABI_MISMATCH 1
 #define MERCURY_CODE_BAD_ARGUMENT 2
@@ -681,7 +711,7 @@
 #define MERCURY_GATE_NMI_IDTR_LIMIT 854
 #define MERCURY_GATE_NMI_IDTR_BASE_VIRT 856
 
-/* Offsets in what brings a machine back, for assembler. */
+/* Offsets in the structures of a restart, for assembler. */
 #define MERCURY_SAVED_CPU_VIRT 0
 #define MERCURY_SAVED_CPU_CR0 8
 #define MERCURY_SAVED_CPU_CR3 16
@@ -723,13 +753,13 @@
 #include <linux/types.h>
 
 /*
- * Size and version, at the start of every structure that user space passes to the
- * driver.
+ * Size and version of a structure. Every structure that user space passes to the driver
+ * begins with them.
  */
 struct mercury_header {
 	/* Size in bytes of the whole structure as the caller knows it. */
 	u32 size;
-	/* MERCURY_ABI_VERSION as the caller knows it. */
+	/* MERCURY_ABI_VERSION of the caller's build. */
 	u32 version;
 };
 
@@ -737,15 +767,15 @@ static_assert(sizeof(struct mercury_header) == 8);
 static_assert(offsetof(struct mercury_header, size) == 0);
 static_assert(offsetof(struct mercury_header, version) == 4);
 
-/* One CPUID leaf as the processor returned it. */
+/* The four registers that CPUID returns for one leaf. */
 struct mercury_cpuid_leaf {
-	/* EAX. */
+	/* Value of EAX after CPUID. */
 	u32 eax;
-	/* EBX. */
+	/* Value of EBX after CPUID. */
 	u32 ebx;
-	/* ECX. */
+	/* Value of ECX after CPUID. */
 	u32 ecx;
-	/* EDX. */
+	/* Value of EDX after CPUID. */
 	u32 edx;
 };
 
@@ -755,11 +785,11 @@ static_assert(offsetof(struct mercury_cpuid_leaf, ebx) == 4);
 static_assert(offsetof(struct mercury_cpuid_leaf, ecx) == 8);
 static_assert(offsetof(struct mercury_cpuid_leaf, edx) == 12);
 
-/* A descriptor-table register: linear base address and limit in bytes minus one. */
+/* A descriptor-table register (GDTR or IDTR). */
 struct mercury_table_register {
-	/* Linear address. */
+	/* Linear address of the table: a kernel virtual address. */
 	u64 base_virt;
-	/* Limit. */
+	/* Limit of the table: its size in bytes less one, at most FFFFh. */
 	u64 limit;
 };
 
@@ -767,165 +797,187 @@ static_assert(sizeof(struct mercury_table_register) == 16);
 static_assert(offsetof(struct mercury_table_register, base_virt) == 0);
 static_assert(offsetof(struct mercury_table_register, limit) == 8);
 
-/* Everything that is read of one CPU. Leaves and MSRs that the CPU lacks are zero. */
+/*
+ * The registers and CPUID leaves of one CPU. Leaves and MSRs that the CPU lacks are
+ * zero.
+ */
 struct mercury_cpu_facts {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* In: the CPU to read. Linux's number. */
+	/* In: the CPU to read, by Linux's number. */
 	u32 cpu;
-	/* Initial local APIC identifier. */
+	/* Initial identifier of the local APIC. */
 	u32 apic_id;
-	/* readable bits. */
+	/* Bits of readable: the MSRs that could be read. */
 	u64 readable;
-	/* system bits. */
+	/* Bits of system: properties of the kernel. */
 	u64 system;
 	/*
-	 * Highest address in use by RAM or devices according to the kernel's resource
-	 * tree, inclusive, host-physical.
+	 * Host-physical address of the last byte that RAM or a device occupies, by the
+	 * kernel's resource tree.
 	 */
 	u64 iomem_end_phys;
-	/* Linux version code: major << 16 | minor << 8. */
+	/* Linux's version code: major << 16 | minor << 8. */
 	u64 kernel_version;
-	/* CPUID 0. */
+	/* CPUID 0: highest leaf and the vendor's name. */
 	struct mercury_cpuid_leaf cpuid_0;
-	/* CPUID 1 (EBX holds the APIC identifier and is not compared between CPUs). */
+	/*
+	 * CPUID 1: family, model and features. EBX holds the APIC identifier and is not
+	 * compared between CPUs.
+	 */
 	struct mercury_cpuid_leaf cpuid_1;
-	/* CPUID 7, subleaf 0. */
+	/* CPUID 7, subleaf 0: extended features. */
 	struct mercury_cpuid_leaf cpuid_7_0;
-	/* CPUID 7, subleaf 1. */
+	/* CPUID 7, subleaf 1: further extended features. */
 	struct mercury_cpuid_leaf cpuid_7_1;
-	/* CPUID Dh, subleaf 1. */
+	/* CPUID Dh, subleaf 1: properties of XSAVE. */
 	struct mercury_cpuid_leaf cpuid_d_1;
-	/* CPUID 4000_0000h, if CPUID 1 ECX bit 31 is set. */
+	/*
+	 * CPUID 4000_0000h: name of a hypervisor below, if CPUID 1 ECX bit 31 announces
+	 * one.
+	 */
 	struct mercury_cpuid_leaf cpuid_4000_0000;
-	/* CPUID 8000_0000h. */
+	/* CPUID 8000_0000h: highest extended leaf. */
 	struct mercury_cpuid_leaf cpuid_8000_0000;
-	/* CPUID 8000_0001h. */
+	/* CPUID 8000_0001h: extended features, among them SVM. */
 	struct mercury_cpuid_leaf cpuid_8000_0001;
-	/* CPUID 8000_0008h. */
+	/* CPUID 8000_0008h: address widths. */
 	struct mercury_cpuid_leaf cpuid_8000_0008;
-	/* CPUID 8000_000Ah: SVM. */
+	/* CPUID 8000_000Ah: revision and features of SVM (AMD). */
 	struct mercury_cpuid_leaf cpuid_8000_000a;
-	/* CPUID 8000_001Fh: memory encryption. */
+	/* CPUID 8000_001Fh: features of memory encryption (AMD). */
 	struct mercury_cpuid_leaf cpuid_8000_001f;
-	/* CPUID 8000_0021h. */
+	/* CPUID 8000_0021h: further extended features (AMD). */
 	struct mercury_cpuid_leaf cpuid_8000_0021;
-	/* CR0. */
+	/* CR0 while the driver reads it. */
 	u64 cr0;
-	/* CR3 of whatever was running. */
+	/*
+	 * CR3 of the task that the reading interrupts: host-physical root of its page
+	 * tables, and flags.
+	 */
 	u64 cr3;
-	/* CR4. */
+	/* CR4 while the driver reads it. */
 	u64 cr4;
-	/* XCR0, zero where CR4.OSXSAVE is clear. */
+	/*
+	 * XCR0: enabled components of the extended state. Zero where CR4.OSXSAVE is
+	 * clear.
+	 */
 	u64 xcr0;
-	/* DR6. */
+	/* DR6: status of debug exceptions. */
 	u64 dr6;
-	/* DR7. */
+	/* DR7: armed breakpoints. */
 	u64 dr7;
-	/* RFLAGS in the reading function. */
+	/* RFLAGS in the driver's reading function. */
 	u64 rflags;
-	/* GDTR. */
+	/* GDTR: the global descriptor table. */
 	struct mercury_table_register gdtr;
-	/* IDTR. */
+	/* IDTR: the interrupt descriptor table. */
 	struct mercury_table_register idtr;
-	/* TR selector. */
+	/* Selector in TR, bits 15:0. */
 	u64 tr;
-	/* LDTR selector. */
+	/* Selector in LDTR, bits 15:0. */
 	u64 ldtr;
-	/* CS selector. */
+	/* Selector in CS, bits 15:0. */
 	u64 cs;
-	/* SS selector. */
+	/* Selector in SS, bits 15:0. */
 	u64 ss;
-	/* TSS limit as LSL reports it for the TR selector. */
+	/*
+	 * Limit in bytes of the task-state segment, as LSL returns it for the selector
+	 * in TR.
+	 */
 	u64 tr_limit;
-	/* EFER (C000_0080h). */
+	/* EFER (C000_0080h): long mode, no-execute and SVM. */
 	u64 efer;
-	/* STAR. */
+	/* STAR (C000_0081h): selectors of SYSCALL. */
 	u64 star;
-	/* LSTAR. */
+	/* LSTAR (C000_0082h): kernel virtual address of SYSCALL's entry. */
 	u64 lstar;
-	/* CSTAR. */
+	/* CSTAR (C000_0083h): the same for compatibility mode. */
 	u64 cstar;
-	/* SFMASK. */
+	/* SFMASK (C000_0084h): flags that SYSCALL clears. */
 	u64 sfmask;
-	/* SYSENTER_CS. */
+	/* SYSENTER_CS (174h): selector of SYSENTER. */
 	u64 sysenter_cs;
-	/* SYSENTER_ESP. */
+	/* SYSENTER_ESP (175h): kernel virtual address of its stack. */
 	u64 sysenter_esp;
-	/* SYSENTER_EIP. */
+	/* SYSENTER_EIP (176h): kernel virtual address of its entry. */
 	u64 sysenter_eip;
-	/* GS base (the kernel's per-CPU base). */
+	/* Base of GS (C000_0101h): the kernel's per-CPU base, virtual. */
 	u64 gs_base;
-	/* APIC_BASE (1Bh). */
+	/* APIC_BASE (1Bh): mode and host-physical address of the local APIC. */
 	u64 apic_base;
-	/* PAT. */
+	/* PAT (277h): eight memory types. */
 	u64 pat;
-	/* VM_CR. */
+	/* VM_CR (C001_0114h; APM volume 2, section 15.30.1). */
 	u64 vm_cr;
-	/* VM_HSAVE_PA. */
+	/* VM_HSAVE_PA (C001_0117h; APM volume 2, section 15.30.4): host-physical. */
 	u64 vm_hsave_pa;
-	/* SYSCFG. */
+	/* SYSCFG (C001_0010h), zero on Intel. */
 	u64 syscfg;
-	/* SPEC_CTRL. */
+	/* SPEC_CTRL (48h): speculation controls. */
 	u64 spec_ctrl;
-	/* TSC_RATIO. */
+	/* TSC_RATIO (C000_0104h): 1.0 is 1 << 32 (AMD). */
 	u64 tsc_ratio;
-	/* DEBUGCTL. */
+	/* DEBUGCTL (1D9h): recording of branches. */
 	u64 debugctl;
-	/* S_CET. */
+	/* S_CET (6A2h): control-flow enforcement of the supervisor. */
 	u64 s_cet;
-	/* ISST_ADDR. */
+	/* ISST_ADDR (6A8h): table of interrupt shadow stacks, virtual. */
 	u64 isst_addr;
-	/* XSS. */
+	/* XSS (DA0h): supervisor components of the extended state. */
 	u64 xss;
-	/* MCG_STATUS. */
+	/* MCG_STATUS (17Ah): bit 2 is set during a machine check. */
 	u64 mcg_status;
-	/* TSC_AUX. */
+	/* TSC_AUX (C000_0103h): Linux keeps the CPU's number there. */
 	u64 tsc_aux;
-	/* HWCR. */
+	/* HWCR (C001_0015h): hardware configuration (AMD). */
 	u64 hwcr;
-	/* Microcode revision. */
+	/* Revision of the microcode, as MSR 8Bh returns it. */
 	u64 microcode;
-	/* MCA_CTL of SMCA bank 0. */
+	/* MCA_CTL of SMCA bank 0 (C000_2000h; AMD). */
 	u64 smca_ctl0;
-	/* IA32_FEATURE_CONTROL (Intel). */
+	/* IA32_FEATURE_CONTROL (3Ah): lock and enable bits of VMX (Intel). */
 	u64 feature_control;
-	/* MTRRdefType (2FFh). */
+	/* MTRRdefType (2FFh): default memory type, and bits that enable the MTRRs. */
 	u64 mtrr_def_type;
-	/* FNV-1a digest over all MTRRs, to compare CPUs. */
+	/* FNV-1a digest over all MTRRs, by which CPUs are compared. */
 	u64 mtrr_digest;
-	/* IA32_VMX_BASIC (480h; Intel). */
+	/* IA32_VMX_BASIC (480h; Intel, SDM volume 3, appendix A.1). */
 	u64 vmx_basic;
 	/*
 	 * IA32_VMX_TRUE_PINBASED_CTLS (48Dh), or IA32_VMX_PINBASED_CTLS (481h) where
-	 * IA32_VMX_BASIC bit 55 is clear: bits 31:0 must be 1, bits 63:32 may be 1.
+	 * IA32_VMX_BASIC bit 55 is clear. Bits 31:0: controls that must be 1; bits
+	 * 63:32: controls that may be 1 (appendix A.3.1).
 	 */
 	u64 vmx_pin_controls;
-	/* IA32_VMX_TRUE_PROCBASED_CTLS (48Eh) or IA32_VMX_PROCBASED_CTLS (482h). */
+	/*
+	 * IA32_VMX_TRUE_PROCBASED_CTLS (48Eh) or IA32_VMX_PROCBASED_CTLS (482h), by the
+	 * same rule (appendix A.3.2).
+	 */
 	u64 vmx_primary_controls;
-	/* IA32_VMX_PROCBASED_CTLS2 (48Bh). */
+	/* IA32_VMX_PROCBASED_CTLS2 (48Bh; appendix A.3.3). */
 	u64 vmx_secondary_controls;
-	/* IA32_VMX_PROCBASED_CTLS3 (492h): each bit may be 1. */
+	/* IA32_VMX_PROCBASED_CTLS3 (492h; appendix A.3.4): each set bit may be 1. */
 	u64 vmx_tertiary_controls;
-	/* IA32_VMX_TRUE_EXIT_CTLS (48Fh) or IA32_VMX_EXIT_CTLS (483h). */
+	/* IA32_VMX_TRUE_EXIT_CTLS (48Fh) or IA32_VMX_EXIT_CTLS (483h; appendix A.4). */
 	u64 vmx_exit_controls;
-	/* IA32_VMX_TRUE_ENTRY_CTLS (490h) or IA32_VMX_ENTRY_CTLS (484h). */
+	/* IA32_VMX_TRUE_ENTRY_CTLS (490h) or IA32_VMX_ENTRY_CTLS (484h; appendix A.5). */
 	u64 vmx_entry_controls;
-	/* IA32_VMX_MISC (485h). */
+	/* IA32_VMX_MISC (485h; appendix A.6). */
 	u64 vmx_misc;
-	/* IA32_VMX_CR0_FIXED0 (486h): bits of CR0 that must be 1. */
+	/* IA32_VMX_CR0_FIXED0 (486h; appendix A.7): bits of CR0 that must be 1. */
 	u64 vmx_cr0_fixed0;
-	/* IA32_VMX_CR0_FIXED1 (487h): bits of CR0 that may be 1. */
+	/* IA32_VMX_CR0_FIXED1 (487h; appendix A.7): bits of CR0 that may be 1. */
 	u64 vmx_cr0_fixed1;
-	/* IA32_VMX_CR4_FIXED0 (488h): bits of CR4 that must be 1. */
+	/* IA32_VMX_CR4_FIXED0 (488h; appendix A.8): bits of CR4 that must be 1. */
 	u64 vmx_cr4_fixed0;
-	/* IA32_VMX_CR4_FIXED1 (489h): bits of CR4 that may be 1. */
+	/* IA32_VMX_CR4_FIXED1 (489h; appendix A.8): bits of CR4 that may be 1. */
 	u64 vmx_cr4_fixed1;
-	/* IA32_VMX_EPT_VPID_CAP (48Ch). */
+	/* IA32_VMX_EPT_VPID_CAP (48Ch; appendix A.10). */
 	u64 vmx_ept_vpid;
-	/* IA32_RTIT_CTL (570h): processor trace. */
+	/* IA32_RTIT_CTL (570h): bit 0 is set while processor trace runs (Intel). */
 	u64 rtit_ctl;
-	/* IA32_PEBS_ENABLE (3F1h); 0 where there is none. */
+	/* IA32_PEBS_ENABLE (3F1h), or 0 on a CPU without PEBS (Intel). */
 	u64 pebs_enable;
 };
 
@@ -1007,20 +1059,20 @@ static_assert(offsetof(struct mercury_cpu_facts, vmx_ept_vpid) == 688);
 static_assert(offsetof(struct mercury_cpu_facts, rtit_ctl) == 696);
 static_assert(offsetof(struct mercury_cpu_facts, pebs_enable) == 704);
 
-/* One entry of the log, 64 bytes. */
+/* One entry of the log ring, 64 bytes. */
 struct mercury_log_record {
 	/*
-	 * Number of this record on this CPU, counting from 1; 0 while it is being
-	 * written.
+	 * Number of this record on this CPU, counting from 1; 0 while the hypervisor
+	 * writes it.
 	 */
 	u64 sequence;
-	/* TSC when it was written. */
+	/* TSC at the time of the event. */
 	u64 tsc;
 	/* LogKind as a number. */
 	u32 kind;
-	/* Linux's CPU number. */
+	/* Linux's number of the CPU that wrote the record. */
 	u32 cpu;
-	/* Meaning by kind. */
+	/* Arguments of the event, by its kind. */
 	u64 arguments[5];
 };
 
@@ -1032,50 +1084,53 @@ static_assert(offsetof(struct mercury_log_record, cpu) == 20);
 static_assert(offsetof(struct mercury_log_record, arguments) == 24);
 
 /*
- * The epitaph: what was known when the hypervisor gave up on this CPU. It stays until
- * unload.
+ * The crash record: the CPU's state when the hypervisor gave up on this CPU. It stays
+ * until unload.
  */
 struct mercury_crash_record {
 	/* crate::code::Code as a number; 0: no crash. */
 	u32 code;
-	/* Exception vector, or u32::MAX where there was none. */
+	/* Exception vector, 0 to 31; u32::MAX if there was no exception. */
 	u32 vector;
-	/* TSC at the crash. */
+	/* TSC at the time of the crash. */
 	u64 tsc;
-	/* Hypervisor RIP, relative to the image's start (addr2line takes it). */
+	/* RIP of the hypervisor in bytes from the image's start, as addr2line wants it. */
 	u64 host_rip_offset;
-	/* Hypervisor RSP, virtual. */
+	/* RSP of the hypervisor: host-virtual. */
 	u64 host_rsp_virt;
-	/* Exception error code. */
+	/* Error code of the exception, 0 if it has none. */
 	u64 error_code;
-	/* CR2 in the hypervisor. */
+	/* CR2 of the hypervisor: host-virtual address of its page fault. */
 	u64 host_cr2;
 	/*
 	 * Exit code of the last exit, as the processor gave it; on Intel with
 	 * EXIT_CODE_VMX.
 	 */
 	u64 exit_code;
-	/* First exit qualification. */
+	/*
+	 * EXITINFO1 of that exit (AMD: APM volume 2, section 15.6), or the exit
+	 * qualification (Intel).
+	 */
 	u64 exit_info1;
-	/* Second exit qualification. */
+	/* EXITINFO2 of that exit (AMD), or the guest-physical address (Intel). */
 	u64 exit_info2;
-	/* Event in delivery at the exit. */
+	/* Event in delivery at the exit, in the format of the control block. */
 	u64 exit_event;
-	/* Guest RIP, virtual. */
+	/* RIP of the system: its virtual address. */
 	u64 guest_rip;
-	/* Guest RFLAGS. */
+	/* RFLAGS of the system. */
 	u64 guest_rflags;
-	/* Guest CR0. */
+	/* CR0 of the system. */
 	u64 guest_cr0;
-	/* Guest CR2. */
+	/* CR2 of the system: linear address of its last page fault. */
 	u64 guest_cr2;
-	/* Guest CR3. */
+	/* CR3 of the system: guest-physical root and flags. */
 	u64 guest_cr3;
-	/* Guest CR4. */
+	/* CR4 of the system. */
 	u64 guest_cr4;
-	/* Guest CS and SS selectors: CS in bits 15:0, SS in bits 31:16. */
+	/* Selectors of the system: CS in bits 15:0, SS in bits 31:16. */
 	u64 guest_cs_ss;
-	/* Guest registers. */
+	/* General registers of the system. */
 	u64 guest_registers[16];
 	/* Panic message or name of the fault point, NUL-padded. */
 	u8 message[120];
@@ -1103,42 +1158,43 @@ static_assert(offsetof(struct mercury_crash_record, guest_cs_ss) == 128);
 static_assert(offsetof(struct mercury_crash_record, guest_registers) == 136);
 static_assert(offsetof(struct mercury_crash_record, message) == 264);
 
-/* One CPU's block. */
+/* The block of one CPU. */
 struct mercury_shared_cpu {
-	/* SHARED_MAGIC once the hypervisor is loaded. */
+	/* SHARED_MAGIC while the hypervisor is loaded. */
 	u64 magic;
-	/* Linux's CPU number. */
+	/* Linux's number of this CPU. */
 	u32 cpu;
 	/*
-	 * 1 while this CPU is attached, as far as the hypervisor knows; the truth is
-	 * asked of the CPU.
+	 * 1 while this CPU is attached, by the hypervisor's last write. Only the CPU
+	 * itself can answer for certain.
 	 */
 	u32 attached;
-	/* Exits by ExitReason since load. */
+	/* Number of exits since load, by ExitReason. */
 	u64 exits[24];
-	/* TSC ticks spent in the hypervisor by exits since load. */
+	/* TSC ticks that exits spent in the hypervisor since load. */
 	u64 exit_ticks;
-	/* Attaches since load. */
+	/* Number of attaches of this CPU since load. */
 	u64 attaches;
-	/* Detaches since load, of whatever kind. */
+	/* Number of detaches of this CPU since load, of every kind. */
 	u64 detaches;
 	/*
 	 * crate::code::Code of the last departure that was not a detach; 0 if there was
 	 * none.
 	 */
 	u64 left_because;
-	/* Records ever written to log. */
+	/* Number of records ever written to log. */
 	u64 log_written;
-	/* The last crash. */
+	/* The last crash on this CPU. */
 	struct mercury_crash_record crash;
 	/*
-	 * Written by the driver: 1 while KVM may use SVM above the hypervisor.
-	 * Otherwise EFER shows the hypervisor's own SVME, and to clear it is to leave.
+	 * 1 while KVM may use SVM above the hypervisor, else 0; written by the driver.
+	 * At 0 the system sees the hypervisor's own SVME in EFER, and the CPU is
+	 * detached when the system clears it.
 	 */
 	u32 kvm_may;
-	/* Padding to the second page. */
+	/* Padding to the second page, zeros. */
 	u32 reserved[865];
-	/* The ring; record n (from 1) is at index (n - 1) % LOG_RECORDS. */
+	/* The log ring; record n (from 1) is at index (n - 1) % LOG_RECORDS. */
 	struct mercury_log_record log[64];
 };
 
@@ -1158,34 +1214,40 @@ static_assert(offsetof(struct mercury_shared_cpu, reserved) == 636);
 static_assert(offsetof(struct mercury_shared_cpu, log) == 4096);
 
 /*
- * Start of the hypervisor's flat image. Offsets are in bytes from the image's start;
- * text starts at a page boundary, as do read-only data and data.
+ * Header of the hypervisor's flat image. Offsets are in bytes from the image's start.
+ * Text, read-only data and data each start at a page boundary.
  */
 struct mercury_image_header {
-	/* IMAGE_MAGIC. */
+	/* IMAGE_MAGIC; the driver refuses another value. */
 	u64 magic;
-	/* crate::MERCURY_ABI_VERSION. */
+	/* crate::MERCURY_ABI_VERSION of the hypervisor's build. */
 	u32 abi_version;
-	/* 1 if built with fault points. */
+	/* 1 if the image was built with fault points, else 0. */
 	u32 fault_injection;
-	/* End of text (readable and executable), which starts at 0 with this header. */
+	/*
+	 * Offset of the end of text (readable and executable). Text starts at 0, with
+	 * this header.
+	 */
 	u64 text_end;
-	/* End of read-only data, which starts at text_end. */
+	/* Offset of the end of read-only data, which starts at text_end. */
 	u64 rodata_end;
-	/* End of initialised data in the file. */
+	/* Offset of the end of initialised data in the file. */
 	u64 file_end;
-	/* End of the image in memory, zero-filled data included. */
+	/* Offset of the end of the image in memory, zero-filled data included. */
 	u64 memory_end;
-	/* Offset of the ELF64 Rela table; only R_X86_64_RELATIVE occurs. */
+	/*
+	 * Offset of the table of relocations (ELF64 Rela). Only R_X86_64_RELATIVE
+	 * occurs.
+	 */
 	u64 rela_offset;
-	/* Bytes of the Rela table. */
+	/* Size of the table of relocations in bytes. */
 	u64 rela_size;
 	/*
-	 * Offsets of the native entry points, by Vendor; 0: this image has nothing for
+	 * Offsets of the native entry points, by Vendor; 0 if the image has no code for
 	 * that vendor.
 	 */
 	u64 entry_offsets[2];
-	/* Version, NUL-padded ASCII. */
+	/* The hypervisor's version, NUL-padded ASCII. */
 	u8 version[32];
 };
 
@@ -1203,13 +1265,13 @@ static_assert(offsetof(struct mercury_image_header, entry_offsets) == 64);
 static_assert(offsetof(struct mercury_image_header, version) == 80);
 
 /*
- * Physically contiguous memory that belongs to the hypervisor: mapped in its tables,
- * hidden in the nested ones.
+ * A physically contiguous range of the hypervisor's memory. Its own tables map the
+ * range; the nested tables hide it.
  */
 struct mercury_owned_range {
-	/* First byte, host-physical, page-aligned. */
+	/* Host-physical address of the first byte, page-aligned. */
 	u64 start_phys;
-	/* Length in 4 KiB pages. */
+	/* Length in pages of 4 KiB. */
 	u64 pages;
 };
 
@@ -1217,31 +1279,34 @@ static_assert(sizeof(struct mercury_owned_range) == 16);
 static_assert(offsetof(struct mercury_owned_range, start_phys) == 0);
 static_assert(offsetof(struct mercury_owned_range, pages) == 8);
 
-/* What NativeOp::Init gets: everything that does not change until unload. */
+/* Argument of NativeOp::Init: everything that stays the same until unload. */
 struct mercury_boot_info {
-	/* crate::MERCURY_ABI_VERSION. */
+	/* crate::MERCURY_ABI_VERSION of the driver's build. */
 	u32 abi_version;
-	/* 1 if the kernel runs with five-level paging. */
+	/* 1 if the kernel runs with five-level paging (CR4.LA57), else 0. */
 	u32 five_level;
-	/* Kernel virtual address of physical address 0 (the direct map's base). */
+	/* Kernel virtual address of physical address 0: the base of the direct map. */
 	u64 direct_map_virt;
-	/* Start of the image, virtual. */
+	/* Kernel virtual address of the image's first byte. */
 	u64 image_virt;
-	/* Address of an array of OwnedRange: everything to hide. */
+	/*
+	 * Kernel virtual address of an array of OwnedRange: all memory that the nested
+	 * tables hide.
+	 */
 	u64 owned_virt;
-	/* Number of entries in it. */
+	/* Number of entries at owned_virt. */
 	u64 owned_count;
 	/*
-	 * Address of an array of host-physical addresses of zeroed pages for nested
-	 * tables. They lie inside owned ranges. The driver may extend the array between
-	 * two calls of NativeOp::Build.
+	 * Kernel virtual address of an array of host-physical addresses: zeroed pages
+	 * for nested tables, inside owned ranges. The driver may extend the array
+	 * between two calls of NativeOp::Build.
 	 */
 	u64 pool_virt;
-	/* Number of entries in it. */
+	/* Number of entries at pool_virt. */
 	u64 pool_count;
 	/*
-	 * End of the highest address in use by RAM or devices, exclusive,
-	 * host-physical: mapped eagerly.
+	 * Host-physical address behind the last byte that RAM or a device occupies.
+	 * NativeOp::Build maps all memory below.
 	 */
 	u64 iomem_end_phys;
 };
@@ -1257,22 +1322,26 @@ static_assert(offsetof(struct mercury_boot_info, pool_virt) == 40);
 static_assert(offsetof(struct mercury_boot_info, pool_count) == 48);
 static_assert(offsetof(struct mercury_boot_info, iomem_end_phys) == 56);
 
-/* A segment register as the driver read it from the live descriptor tables. */
+/*
+ * A segment register, as the driver reads it from the live descriptor tables.
+ * Attributes have the VMCB's format (APM volume 2, section 15.5.1), spread over 16 bits
+ * as LAR returns them.
+ */
 struct mercury_segment {
-	/* Selector. */
+	/* Selector that the segment register holds. */
 	u16 selector;
-	/* Zero. */
+	/* Reserved; zero on both sides. */
 	u16 reserved;
 	/*
-	 * As LAR returns it, shifted right by 8: type, S, DPL, P in bits 7:0; AVL, L,
-	 * D/B, G in bits 15:12. Zero for a null selector.
+	 * Access rights as LAR returns them, shifted right by 8: type, S, DPL, P in
+	 * bits 7:0; AVL, L, D/B, G in bits 15:12. Zero for a null selector.
 	 */
 	u32 attributes;
 	/* Limit in bytes, as LSL returns it. */
 	u32 limit;
 	/*
-	 * Base address; 32 bits, as for every code or data segment that has one in a
-	 * descriptor.
+	 * Linear base address, from the descriptor. The base in a code or data
+	 * segment's descriptor has 32 bits.
 	 */
 	u32 base;
 };
@@ -1284,13 +1353,13 @@ static_assert(offsetof(struct mercury_segment, attributes) == 4);
 static_assert(offsetof(struct mercury_segment, limit) == 8);
 static_assert(offsetof(struct mercury_segment, base) == 12);
 
-/* A pseudo-descriptor: LGDT and LIDT take the address of limit. */
+/* A pseudo-descriptor in memory. LGDT and LIDT get the address of limit. */
 struct mercury_descriptor_table {
-	/* Zero. */
+	/* Zeros, which align base_virt to 8 bytes. */
 	u16 padding[3];
-	/* Limit. */
+	/* Size of the table in bytes less one. */
 	u16 limit;
-	/* Linear address. */
+	/* Linear address of the table: kernel virtual. */
 	u64 base_virt;
 };
 
@@ -1299,29 +1368,32 @@ static_assert(offsetof(struct mercury_descriptor_table, padding) == 0);
 static_assert(offsetof(struct mercury_descriptor_table, limit) == 6);
 static_assert(offsetof(struct mercury_descriptor_table, base_virt) == 8);
 
-/* What the driver and the gate's way in leave for the hypervisor. */
+/*
+ * State of the CPU at the entry of the gate: values that the driver and the gate's way
+ * in store for the hypervisor.
+ */
 struct mercury_inward {
-	/* RSP at the return label. */
+	/* RSP at the return label: kernel virtual. */
 	u64 rsp;
-	/* The return label. */
+	/* Kernel virtual address of the return label. */
 	u64 rip;
 	/* RFLAGS at the return label. */
 	u64 rflags;
-	/* CR3. */
+	/* CR3 of the system: host-physical root and flags. */
 	u64 cr3;
-	/* CR4. */
+	/* CR4 of the system at the gate's entry. */
 	u64 cr4;
-	/* EFER as it was before SVME was set for the gate (AMD). */
+	/* EFER as it was before the driver set SVME for the gate (AMD). */
 	u64 efer;
-	/* VM_HSAVE_PA as it was before, restored at detach (AMD). */
+	/* VM_HSAVE_PA as it was before; a detach restores it (AMD). Host-physical. */
 	u64 vm_hsave_pa;
-	/* CS. Filled by the driver. */
+	/* CS of the system. Filled by the driver. */
 	struct mercury_segment cs;
-	/* SS. Filled by the driver. */
+	/* SS of the system. Filled by the driver. */
 	struct mercury_segment ss;
-	/* DS. Filled by the driver. */
+	/* DS of the system. Filled by the driver. */
 	struct mercury_segment ds;
-	/* ES. Filled by the driver. */
+	/* ES of the system. Filled by the driver. */
 	struct mercury_segment es;
 	/* FS, without its base. Filled by the driver on Intel. */
 	struct mercury_segment fs;
@@ -1331,13 +1403,16 @@ struct mercury_inward {
 	struct mercury_segment ldtr;
 	/* TR, without its base. Filled by the driver on Intel. */
 	struct mercury_segment tr;
-	/* Base of LDTR, virtual; 0 for a null selector. */
+	/* Base of LDTR, kernel virtual; 0 for a null selector. */
 	u64 ldtr_base_virt;
-	/* Base of TR, virtual. */
+	/* Base of TR, kernel virtual: the task-state segment. */
 	u64 tr_base_virt;
-	/* GDTR. Filled by the gate on Intel; on AMD the hypervisor reads it itself. */
+	/*
+	 * GDTR of the system. Filled by the gate on Intel; on AMD the hypervisor reads
+	 * it itself.
+	 */
 	struct mercury_descriptor_table gdtr;
-	/* IDTR, likewise. */
+	/* IDTR of the system, filled as gdtr is. */
 	struct mercury_descriptor_table idtr;
 };
 
@@ -1362,47 +1437,56 @@ static_assert(offsetof(struct mercury_inward, tr_base_virt) == 192);
 static_assert(offsetof(struct mercury_inward, gdtr) == 200);
 static_assert(offsetof(struct mercury_inward, idtr) == 216);
 
-/* What the gate's way out puts back. */
+/*
+ * State of the CPU after the gate's way out: values that the way out loads into the
+ * processor.
+ */
 struct mercury_outward {
-	/* CR0. */
+	/* CR0 of the system. */
 	u64 cr0;
-	/* CR2. */
+	/* CR2 of the system: linear address of its last page fault. */
 	u64 cr2;
-	/* CR3. */
+	/* CR3 of the system: host-physical root and flags. */
 	u64 cr3;
-	/* CR4. */
+	/* CR4 of the system. */
 	u64 cr4;
-	/* DR6. */
+	/* DR6 of the system: status of debug exceptions. */
 	u64 dr6;
-	/* DR7. */
+	/* DR7 of the system: armed breakpoints. */
 	u64 dr7;
-	/* GDTR, as LGDT takes it: limit in the two bytes before the address. */
+	/*
+	 * GDTR of the system, as LGDT reads it from memory: the limit in the two bytes
+	 * before the address.
+	 */
 	struct mercury_descriptor_table gdtr;
-	/* IDTR, as LIDT takes it. */
+	/* IDTR of the system, as LIDT reads it from memory. */
 	struct mercury_descriptor_table idtr;
 	/*
-	 * IA32_DEBUGCTL that only the gate can load (Intel): one that has branches
-	 * stored, through the page tables in use. 0: none.
+	 * IA32_DEBUGCTL where only the gate can load it: with branches stored through
+	 * the page tables in use (Intel). 0 if the gate need not.
 	 */
 	u64 debugctl;
-	/* Selectors ES, CS, SS, DS. */
+	/* Selectors ES, CS, SS and DS, in this order. */
 	u64 selectors[4];
-	/* RIP. */
+	/* Virtual address at which the system goes on. */
 	u64 rip;
-	/* RFLAGS. */
+	/* RFLAGS with which the system goes on. */
 	u64 rflags;
-	/* General registers; entry 4 is RSP. */
+	/* General registers of the system; entry 4 is RSP. */
 	u64 registers[16];
-	/* Selectors FS and GS (Intel; on AMD they are back before the gate). */
+	/*
+	 * Selectors FS and GS (Intel). On AMD the hypervisor loads them before the
+	 * gate.
+	 */
 	u64 thread_selectors[2];
-	/* Bases of FS and GS (Intel), virtual. */
+	/* Bases of FS and GS, virtual (Intel). */
 	u64 thread_bases[2];
 	/*
-	 * EFER that only the gate can load (Intel): one without NXE, which the
-	 * hypervisor's tables need. 0: none.
+	 * EFER where only the gate can load it: without NXE, which the hypervisor's
+	 * tables need (Intel). 0 if the gate need not.
 	 */
 	u64 efer;
-	/* What the gate leaves in SVM (AMD): KEEP_SVME, KEEP_GIF_CLEAR. */
+	/* Bits of SVM that the gate leaves alone (AMD): KEEP_SVME, KEEP_GIF_CLEAR. */
 	u64 svm;
 };
 
@@ -1426,40 +1510,47 @@ static_assert(offsetof(struct mercury_outward, efer) == 296);
 static_assert(offsetof(struct mercury_outward, svm) == 304);
 
 /*
- * NMIs on a processor without a global interrupt flag. One that strikes between the
- * gate's first instruction and its last, or in the hypervisor, comes to the driver's
- * handler in the gate page (NmiBlock::handler_virt), on whatever stack of the area is
- * in use. The handler notes it in NmiBlock::pending and returns without IRET, so that
- * NMIs stay blocked, as they would be in the handler of the system above: a second one
- * waits in the processor. The next entry into the guest injects the NMI; the gate's way
- * out raises it with INT 2 when the system's tables are back. If it strikes between the
- * last look at pending and the entry (window_start_virt up to window_end_virt), the
- * handler returns to restart_virt, which looks again.
+ * Delivery of NMIs on a processor without a global interrupt flag. An NMI may strike
+ * between the gate's first instruction and its last, or in the hypervisor. The
+ * processor then calls the driver's handler in the gate page (NmiBlock::handler_virt),
+ * on whatever stack of the area is in use. The handler counts the NMI in
+ * NmiBlock::pending and returns without IRET, so that further NMIs stay blocked, as
+ * they would be in the system's own handler. A second NMI waits in the processor. The
+ * next entry into the guest injects the first; the gate's way out raises it with INT 2
+ * after the system's tables are loaded. The last read of pending and the entry are a
+ * window: window_start_virt up to window_end_virt. If an NMI strikes in the window, the
+ * handler returns to restart_virt, where the hypervisor reads pending again.
  */
 struct mercury_nmi_block {
-	/* How many NMIs are to be delivered. */
+	/* Number of NMIs that the system has yet to receive. */
 	u64 pending;
-	/* The handler, virtual; 0: this processor needs none. Filled at load. */
+	/*
+	 * Virtual address of the handler; 0 on a processor that needs none. Filled at
+	 * load.
+	 */
 	u64 handler_virt;
-	/* Start of the window, virtual. Filled by the hypervisor. */
+	/*
+	 * Host-virtual address of the window's first instruction. Filled by the
+	 * hypervisor.
+	 */
 	u64 window_start_virt;
-	/* End of the window, virtual. */
+	/* Host-virtual address behind the window's last instruction. */
 	u64 window_end_virt;
-	/* Where to begin again, virtual. */
+	/* Host-virtual address of the code that reads pending again. */
 	u64 restart_virt;
 	/*
-	 * The GDT of the passage: null, unused, code, data at the kernel's selectors.
-	 * Filled at load.
+	 * GDT while the gate or the hypervisor runs: null, unused, then code and data
+	 * at the kernel's selectors. Filled at load.
 	 */
 	u64 gdt[4];
 	/*
-	 * The IDT of the passage: vectors 0 to 2, of which only NMI is present. Filled
-	 * at load.
+	 * IDT while the gate or the hypervisor runs: vectors 0 to 2, of which only NMI
+	 * is present. Filled at load.
 	 */
 	u64 idt[6];
-	/* Its GDTR. Filled at load. */
+	/* Pseudo-descriptor of gdt. Filled at load. */
 	struct mercury_descriptor_table gdtr;
-	/* Its IDTR. Filled at load. */
+	/* Pseudo-descriptor of idt. Filled at load. */
 	struct mercury_descriptor_table idtr;
 };
 
@@ -1474,20 +1565,24 @@ static_assert(offsetof(struct mercury_nmi_block, idt) == 72);
 static_assert(offsetof(struct mercury_nmi_block, gdtr) == 120);
 static_assert(offsetof(struct mercury_nmi_block, idtr) == 136);
 
-/* Arming of a fault point, kept by the driver and handed to the hypervisor in its area. */
+/*
+ * An armed fault point. The driver keeps it and hands it to the hypervisor in a CPU's
+ * area.
+ */
 struct mercury_fault_arm {
-	/* FaultPoint as a number. */
+	/* FaultPoint as a number; 0: none. */
 	u32 point;
-	/* Fires at this passage, counting down to 0. */
+	/* Number of passages until the point fires; each passage counts it down by one. */
 	u32 passage;
 	/*
 	 * For FaultPoint::Facts: byte offset of an aligned 32-bit word in
-	 * crate::facts::CpuFacts. For FaultPoint::RunField: what is described there.
+	 * crate::facts::CpuFacts. For FaultPoint::RunField: the word and the shift
+	 * described there.
 	 */
 	u32 offset;
 	/*
-	 * For FaultPoint::Facts: its new value. For FaultPoint::RunField: the bits to
-	 * be flipped.
+	 * For FaultPoint::Facts: the new value of the word. For FaultPoint::RunField:
+	 * the bits to be flipped.
 	 */
 	u32 value;
 };
@@ -1499,59 +1594,65 @@ static_assert(offsetof(struct mercury_fault_arm, offset) == 8);
 static_assert(offsetof(struct mercury_fault_arm, value) == 12);
 
 /*
- * First bytes of a CPU's area. The hypervisor's private per-CPU data follows at
+ * The first bytes of a CPU's area. The hypervisor's private per-CPU data follows at
  * GATE_PRIVATE_OFFSET.
  */
 struct mercury_gate_block {
-	/* CR3 of the hypervisor's tables. Filled at load. */
+	/* CR3 of the hypervisor's tables: a host-physical address. Filled at load. */
 	u64 host_cr3;
 	/*
-	 * CR4 in the hypervisor, from a white list: PAE, MCE, OSFXSR, OSXMMEXCPT, and
-	 * LA57 if the kernel has it, VMXE on Intel. Filled at load.
+	 * CR4 while the hypervisor runs. Only PAE, MCE, OSFXSR and OSXMMEXCPT are set,
+	 * LA57 if the kernel has it, and VMXE on Intel. Filled at load.
 	 */
 	u64 host_cr4;
-	/* Native entry point, virtual. Filled at load. */
+	/* Host-virtual address of the native entry point. Filled at load. */
 	u64 entry_virt;
-	/* The gate's way out, virtual. Filled at load. */
+	/* Virtual address of the gate's way out. Filled at load. */
 	u64 leave_virt;
 	/* Host-physical address of this area. Filled at load. */
 	u64 area_phys;
 	/* Virtual address of this CPU's crate::shared::SharedCpu. Filled at load. */
 	u64 shared_virt;
 	/*
-	 * A virtual page of the hypervisor's that shows a guest's control block of
-	 * KVM's, read-only. Filled at load.
+	 * Host-virtual address of the page through which the hypervisor reads a guest's
+	 * control block of KVM. Filled at load.
 	 */
 	u64 window_virt;
-	/* Virtual address of the page-table entry behind it. Filled at load. */
+	/*
+	 * Host-virtual address of the page-table entry that maps that page. Filled at
+	 * load.
+	 */
 	u64 window_entry_virt;
-	/* Linux's CPU number. Filled at load. */
+	/* Linux's number of this CPU. Filled at load. */
 	u32 cpu;
-	/* NativeOp to perform. Filled by the driver before each call. */
+	/* NativeOp to execute. Filled by the driver before each call. */
 	u32 operation;
-	/* Its argument: a virtual address or 0. */
+	/* Argument of the operation: a kernel virtual address, or 0. */
 	u64 argument;
-	/* Out: what the result code refers to. */
+	/* Out: the two values to which the result code's explanation refers. */
 	u64 detail[2];
 	/* Armed fault point of this CPU (fault-injection builds). */
 	struct mercury_fault_arm fault;
-	/* Fault points that have fired on this CPU since load (fault-injection builds). */
+	/*
+	 * Number of fault points that have fired on this CPU since load
+	 * (fault-injection builds).
+	 */
 	u64 fault_fired;
-	/* Way in. */
+	/* State that the way in leaves for the hypervisor. */
 	struct mercury_inward inward;
-	/* Way out. */
+	/* State that the way out loads. */
 	struct mercury_outward outward;
 	/*
-	 * The gate's own: RIP, CS, RFLAGS, RSP, SS for the IRETQ of a way out to user
-	 * mode.
+	 * Space for the gate alone: RIP, CS, RFLAGS, RSP and SS for the IRETQ of a way
+	 * out to user mode.
 	 */
 	u64 frame[5];
 	/*
-	 * Not 0: a machine check struck in the hypervisor and the system above has yet
-	 * to get it. The gate raises it on the way out.
+	 * 1 if a machine check struck in the hypervisor and the system has not received
+	 * it yet; else 0. The gate raises the machine check on the way out.
 	 */
 	u64 machine_check;
-	/* How an NMI finds its way where the processor cannot hold it back (Intel). */
+	/* Delivery of NMIs where the processor cannot hold them back (Intel). */
 	struct mercury_nmi_block nmi;
 };
 
@@ -1576,32 +1677,32 @@ static_assert(offsetof(struct mercury_gate_block, frame) == 664);
 static_assert(offsetof(struct mercury_gate_block, machine_check) == 704);
 static_assert(offsetof(struct mercury_gate_block, nmi) == 712);
 
-/* How a machine was put back. */
+/* The report of the last rollback. */
 struct mercury_rollback_report {
-	/* How often since load. */
+	/* Number of rollbacks since load. */
 	u64 count;
-	/* RollbackReason of the last time. */
+	/* RollbackReason of the last rollback. */
 	u32 reason;
-	/* The CPU that asked for it. */
+	/* Linux's number of the CPU that asked for it. */
 	u32 cpu;
-	/* Where that was: the system's RIP. */
+	/* RIP of the system on that CPU: kernel virtual. */
 	u64 rip_virt;
-	/* Pages that were copied back. */
+	/* Number of pages that were copied back. */
 	u64 pages;
-	/* PCI functions that were silenced. */
+	/* Number of PCI functions that were silenced. */
 	u64 functions;
-	/* TSC ticks from the request until all CPUs were there. */
+	/* TSC ticks from the request until the rendezvous of all CPUs. */
 	u64 meet_ticks;
-	/* TSC ticks from there until everything was in place. */
+	/* TSC ticks from the rendezvous until all memory was in place. */
 	u64 work_ticks;
 	/*
-	 * Pages that were compared with what they held at the instant (fault-injection
+	 * Number of pages compared with their content at the instant (fault-injection
 	 * builds only).
 	 */
 	u64 compared;
-	/* Those that were different. */
+	/* Number of those pages that differed. */
 	u64 different;
-	/* The first of them, guest-physical. */
+	/* Guest-physical address of the first page that differed. */
 	u64 different_phys;
 };
 
@@ -1618,11 +1719,11 @@ static_assert(offsetof(struct mercury_rollback_report, compared) == 56);
 static_assert(offsetof(struct mercury_rollback_report, different) == 64);
 static_assert(offsetof(struct mercury_rollback_report, different_phys) == 72);
 
-/* Pages for the pool. */
+/* Pages for the pool, or pages from it. */
 struct mercury_page_list {
-	/* How many. */
+	/* Number of entries in use, at most PAGE_LIST_MAX. */
 	u64 count;
-	/* Host-physical addresses. */
+	/* Host-physical addresses of the pages, page-aligned. */
 	u64 pages_phys[511];
 };
 
@@ -1630,46 +1731,52 @@ static_assert(sizeof(struct mercury_page_list) == 4096);
 static_assert(offsetof(struct mercury_page_list, count) == 0);
 static_assert(offsetof(struct mercury_page_list, pages_phys) == 8);
 
-/* What is to be kept. */
+/* The memory and the CPUs of a snapshot. */
 struct mercury_snapshot_setup {
 	/*
-	 * Address of an array of crate::gate::OwnedRange, ascending: the memory to
-	 * keep. It stays until the end.
+	 * Virtual address of an array of crate::gate::OwnedRange, ascending: the memory
+	 * to keep. The array stays until the end.
 	 */
 	u64 memory_virt;
-	/* Number of entries in it. */
+	/* Number of entries at memory_virt. */
 	u64 memory_count;
 	/*
-	 * Address of an array of addresses of bitmaps, of MAP_BITS each: a bit for each
-	 * page that is kept, in their order, set for those that are copied at the
-	 * instant. 0: none.
+	 * Virtual address of an array of virtual addresses of bitmaps, of MAP_BITS
+	 * each, with a bit for each kept page, in their order. A set bit: the page is
+	 * persistent DMA memory, and is copied at the instant. 0: no such pages.
 	 */
 	u64 lasting_virt;
 	/*
-	 * Address of an array of free_count addresses of such bitmaps, or 0 where no
-	 * bit is set: a bit for each page of the address space, set for those that were
-	 * free at the instant. What they held does not matter: they are taken as zeros.
+	 * Virtual address of an array of free_count virtual addresses of bitmaps, of
+	 * MAP_BITS each, with a bit for each page of the address space. An address of 0
+	 * stands for a bitmap of zeros. A set bit: the page was free at the instant,
+	 * its content does not matter, and it is read as zeros.
 	 */
 	u64 free_virt;
-	/* Number of entries in it. */
+	/* Number of entries at free_virt. */
 	u64 free_count;
 	/*
-	 * Address of an array of one hash for each page that is kept, in their order,
-	 * filled at the instant; 0: none (fault-injection builds only).
+	 * Virtual address of an array of one hash for each kept page, in their order.
+	 * The hypervisor fills it at the instant; 0: none (fault-injection builds
+	 * only).
 	 */
 	u64 hashes_virt;
-	/* CPUs that will enter. */
+	/* Number of CPUs that will enter. */
 	u32 cpus;
-	/* 1 to keep a log of what is written from the instant on. */
+	/* 1 to keep a dirty log from the instant on, else 0. */
 	u32 log;
 	/*
-	 * Address of an array of crate::restart::RestartCpu of these CPUs, for a
-	 * snapshot that is to be kept; it stays until the end. 0: it is to be taken.
+	 * Virtual address of an array of crate::restart::RestartCpu, one for each of
+	 * these CPUs; the array stays until the end. Not 0: the snapshot is kept for a
+	 * rollback. 0: its frames are read.
 	 */
 	u64 keep_virt;
-	/* TSC ticks that devices are given to come to rest before memory is put back. */
+	/* TSC ticks that devices get to finish before memory is put back. */
 	u64 settle_ticks;
-	/* PCI buses with devices that are to be silenced then, a bit for each. */
+	/*
+	 * Bit mask of the PCI buses, 0 to 255, whose devices are silenced at a
+	 * rollback.
+	 */
 	u64 buses[4];
 };
 
@@ -1687,26 +1794,29 @@ static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 64);
 static_assert(offsetof(struct mercury_snapshot_setup, buses) == 72);
 
 /*
- * A log of what CPUs write before a snapshot's instant. It ends for each CPU when that
- * enters the snapshot.
+ * The dirty log of the writes of CPUs before a snapshot's instant. The log of a CPU
+ * ends when the CPU enters the snapshot.
  */
 struct mercury_log_setup {
-	/* As SnapshotSetup::memory_virt; the snapshot's must be the same. */
+	/*
+	 * Virtual address of the ranges, as SnapshotSetup::memory_virt; the snapshot
+	 * must have the same.
+	 */
 	u64 memory_virt;
-	/* Number of entries in it. */
+	/* Number of entries at memory_virt. */
 	u64 memory_count;
 	/*
-	 * Address of an array of map_count addresses of bitmaps as of
-	 * SnapshotSetup::free_virt: what has been written since it was collected last.
-	 * Both sides set bits in them, by locked instructions.
+	 * Virtual address of an array of map_count virtual addresses of bitmaps, as
+	 * SnapshotSetup::free_virt. A set bit: the page may have been written since the
+	 * last collection. Driver and hypervisor set bits by locked instructions.
 	 */
 	u64 written_virt;
 	/*
-	 * Address of another such array, with bitmaps in the same places: what is
-	 * collected. Bits are only set.
+	 * Virtual address of a second such array, with bitmaps in the same places. A
+	 * set bit: the page is collected. The hypervisor only sets bits.
 	 */
 	u64 collected_virt;
-	/* Number of entries in each. */
+	/* Number of entries at written_virt and at collected_virt. */
 	u64 map_count;
 };
 
@@ -1717,14 +1827,14 @@ static_assert(offsetof(struct mercury_log_setup, written_virt) == 16);
 static_assert(offsetof(struct mercury_log_setup, collected_virt) == 24);
 static_assert(offsetof(struct mercury_log_setup, map_count) == 32);
 
-/* How far a collection of the log is. */
+/* The progress of a collection of the dirty log. */
 struct mercury_log_collect {
 	/*
-	 * In: where to begin, guest-physical. Out: where to go on; all ones behind the
-	 * last frame.
+	 * In: guest-physical address at which to begin. Out: address at which to
+	 * continue; all ones after the last frame.
 	 */
 	u64 next_phys;
-	/* Out: frames that were moved, added to what was there. */
+	/* Out: number of frames that were moved, added to the value on entry. */
 	u64 pages;
 };
 
@@ -1732,11 +1842,14 @@ static_assert(sizeof(struct mercury_log_collect) == 16);
 static_assert(offsetof(struct mercury_log_collect, next_phys) == 0);
 static_assert(offsetof(struct mercury_log_collect, pages) == 8);
 
-/* One frame to be taken. */
+/* One frame to be read. */
 struct mercury_take_entry {
-	/* The frame, guest-physical. */
+	/* Guest-physical address of the frame, page-aligned. */
 	u64 frame_phys;
-	/* Page that gets its content, host-physical: none that is kept. */
+	/*
+	 * Host-physical address of the page that receives the content. The page must
+	 * not be kept memory.
+	 */
 	u64 to_phys;
 };
 
@@ -1744,15 +1857,18 @@ static_assert(sizeof(struct mercury_take_entry) == 16);
 static_assert(offsetof(struct mercury_take_entry, frame_phys) == 0);
 static_assert(offsetof(struct mercury_take_entry, to_phys) == 8);
 
-/* Frames to be taken, best in ascending order. */
+/* Frames to be read, best in ascending order. */
 struct mercury_take_list {
-	/* How many. */
+	/* Number of entries in use, at most TAKE_LIST_MAX. */
 	u32 count;
-	/* Zero. */
+	/* Reserved; zero on both sides. */
 	u32 reserved;
-	/* Written by the hypervisor: bit n is set if entry n had been taken before. */
+	/*
+	 * Written by the hypervisor: bit n is set if the frame of entry n had been read
+	 * before.
+	 */
 	u64 taken_before;
-	/* The frames. */
+	/* The frames, and the pages that receive their content. */
 	struct mercury_take_entry entries[16];
 };
 
@@ -1762,38 +1878,44 @@ static_assert(offsetof(struct mercury_take_list, reserved) == 4);
 static_assert(offsetof(struct mercury_take_list, taken_before) == 8);
 static_assert(offsetof(struct mercury_take_list, entries) == 16);
 
-/* What a snapshot costs. */
+/* The state and the cost of a snapshot. */
 struct mercury_snapshot_status {
-	/* 1 while there is one. */
+	/* 1 while there is a snapshot, else 0. */
 	u32 live;
-	/* 1 if it holds all that memory held at the instant. */
+	/*
+	 * 1 if the snapshot holds the complete memory of the instant; 0 if it is
+	 * invalid.
+	 */
 	u32 exact;
-	/* Pages of the pool that are free. */
+	/* Number of free pages in the pool. */
 	u64 free_pages;
-	/* Copies in the pool. */
+	/* Number of copies that the pool holds. */
 	u64 copies;
-	/* Copies ever made. */
+	/* Number of copies made since the begin. */
 	u64 copied;
-	/* Frames taken. */
+	/* Number of frames read since the begin. */
 	u64 taken;
-	/* crate::code::Code of why it is not exact. */
+	/*
+	 * crate::code::Code that tells why the snapshot is invalid; 0 while it is
+	 * exact.
+	 */
 	u32 spoilt;
-	/* 1 if it is kept. */
+	/* 1 if the snapshot is kept for a rollback, else 0. */
 	u32 kept;
-	/* Pages that were copied at the instant: what devices have for good. */
+	/* Number of pages copied at the instant: persistent DMA memory. */
 	u64 lasting;
-	/* TSC ticks that this took. */
+	/* TSC ticks that copying them took. */
 	u64 lasting_ticks;
 	/*
-	 * TSC ticks of the instant, in the hypervisor, on the CPU that came last: those
-	 * are part of it.
+	 * TSC ticks of the instant in the hypervisor, on the CPU that came last. They
+	 * include lasting_ticks.
 	 */
 	u64 enter_ticks;
-	/* Calls of SnapshotCall::Take that were told that the pool runs low. */
+	/* Number of SnapshotCall::Take calls that reported a low pool. */
 	u64 hurries;
-	/* Times that a writer waited, because little of the pool was left or nothing. */
+	/* Number of times that a writer waited for free pool pages. */
 	u64 waits;
-	/* How this machine was put back last. */
+	/* Report of this machine's last rollback. */
 	struct mercury_rollback_report rollback;
 };
 
@@ -1813,31 +1935,34 @@ static_assert(offsetof(struct mercury_snapshot_status, hurries) == 72);
 static_assert(offsetof(struct mercury_snapshot_status, waits) == 80);
 static_assert(offsetof(struct mercury_snapshot_status, rollback) == 88);
 
-/* What the instant took, in TSC ticks: one step after the other, on the CPU that leads. */
+/*
+ * Durations of the instant's steps in TSC ticks, one step after the other, on the CPU
+ * that leads.
+ */
 struct mercury_instant_ticks {
-	/* Until tasks are frozen and devices are quiesced. */
+	/* Step until tasks are frozen and devices are quiesced. */
 	u64 quiesce;
-	/* Until all CPUs stand still, with interrupts off. */
+	/* Step until all CPUs stand still, with interrupts off. */
 	u64 gather;
-	/* Until the core of the system is suspended. */
+	/* Step until the core of the system is suspended. */
 	u64 suspend;
 	/*
-	 * Until all of them have looked for what devices have for good, and for what is
-	 * free.
+	 * Step until all CPUs have searched for persistent DMA memory and for free
+	 * pages.
 	 */
 	u64 search;
-	/* Until the state of this CPU is saved. */
+	/* Step until the state of this CPU is saved. */
 	u64 save;
 	/*
-	 * Until this CPU is back from the hypervisor, and has written for the first
+	 * Step until this CPU is back from the hypervisor and has written for the first
 	 * time.
 	 */
 	u64 enter;
-	/* Until the core of the system goes on. */
+	/* Step until the core of the system goes on. */
 	u64 resume;
-	/* Until all CPUs go on. */
+	/* Step until all CPUs go on. */
 	u64 release;
-	/* Until devices and tasks go on. */
+	/* Step until devices and tasks go on. */
 	u64 thaw;
 };
 
@@ -1853,44 +1978,47 @@ static_assert(offsetof(struct mercury_instant_ticks, release) == 56);
 static_assert(offsetof(struct mercury_instant_ticks, thaw) == 64);
 
 /*
- * What has to be in a processor's registers before C code can restore the rest. Offsets
- * are for assembler.
+ * The registers that a CPU needs before C code can restore the rest. Offsets are for
+ * assembler.
  */
 struct mercury_saved_cpu {
-	/* This structure's own address in the kernel. */
+	/* Kernel virtual address of this structure, in the system of the image. */
 	u64 virt;
-	/* CR0. */
+	/* CR0 of this CPU at the instant. */
 	u64 cr0;
-	/* CR3. */
+	/* CR3 of this CPU at the instant: host-physical root and flags. */
 	u64 cr3;
-	/* CR4, without what is there for hardware virtualization. */
+	/*
+	 * CR4 of this CPU at the instant, without the bits that hardware virtualization
+	 * sets.
+	 */
 	u64 cr4;
-	/* Where to go on, with 1 in RAX. */
+	/* Kernel virtual address at which the CPU goes on, with 1 in RAX. */
 	u64 rip;
-	/* The stack there. */
+	/* RSP at that address: kernel virtual. */
 	u64 rsp;
-	/* RFLAGS there. */
+	/* RFLAGS at that address. */
 	u64 rflags;
 	/* Callee-saved registers: RBX, RBP, R12 to R15. */
 	u64 registers[6];
-	/* FS base. */
+	/* Base of FS, virtual. */
 	u64 fs_base;
-	/* GS base: the kernel's. */
+	/* Base of GS, virtual: the kernel's per-CPU base. */
 	u64 gs_base;
-	/* GS base of user mode, while the kernel runs. */
+	/* Base that SWAPGS loads into GS for user mode, virtual. */
 	u64 kernel_gs_base;
-	/* GDTR. */
+	/* GDTR of this CPU at the instant. */
 	struct mercury_descriptor_table gdtr;
-	/* IDTR. */
+	/* IDTR of this CPU at the instant. */
 	struct mercury_descriptor_table idtr;
-	/* DS and ES. */
+	/* Selectors DS and ES, in this order. */
 	u64 data_selectors[2];
 	/*
-	 * Zeros; whoever brings the machine back puts random bytes here, so that two
-	 * machines from one image do not share what they think is random.
+	 * Zeros in the image. The restore environment puts random bytes here, so that
+	 * two machines from one image do not share their random numbers.
 	 */
 	u64 seed[4];
-	/* The thread that ran there, by Linux's number: for debuggers. */
+	/* Linux's number of the thread that ran on this CPU, for debuggers. */
 	u64 thread;
 };
 
@@ -1913,25 +2041,29 @@ static_assert(offsetof(struct mercury_saved_cpu, seed) == 176);
 static_assert(offsetof(struct mercury_saved_cpu, thread) == 208);
 
 /*
- * Where CPUs land. Read at its physical address, on tables that map all memory at its
- * own.
+ * The control structure of a landing. The landing code reads it at its physical
+ * address: its page tables map all memory at virtual addresses equal to the physical
+ * ones.
  */
 struct mercury_landing {
-	/* Root of these tables. */
+	/* Physical address of the root of these page tables. */
 	u64 root_phys;
-	/* First page of what is to be copied: a LandingList; 0: nothing. */
+	/* Physical address of the first LandingList of copies; 0: no copies. */
 	u64 list_phys;
-	/* An array of the physical address of each CPU's SavedCpu. */
+	/*
+	 * Physical address of an array: for each CPU the physical address of its
+	 * SavedCpu.
+	 */
 	u64 cpus_phys;
-	/* Address of mercury_resume in the system of the image. */
+	/* Kernel virtual address of mercury_resume in the system of the image. */
 	u64 resume_virt;
-	/* CPUs that will land. */
+	/* Number of CPUs that will land. */
 	u32 cpus;
-	/* CPUs that have landed. */
+	/* Number of CPUs that have landed. */
 	u32 arrived;
-	/* 1 once everything is at home. */
+	/* 1 after all waiting frames were copied to their destinations, else 0. */
 	u32 copied;
-	/* Zero. */
+	/* Reserved; zero on both sides. */
 	u32 reserved;
 };
 
@@ -1945,15 +2077,15 @@ static_assert(offsetof(struct mercury_landing, arrived) == 36);
 static_assert(offsetof(struct mercury_landing, copied) == 40);
 static_assert(offsetof(struct mercury_landing, reserved) == 44);
 
-/* A page of copies to make. */
+/* A page of frames that the landing code has to copy. */
 struct mercury_landing_list {
-	/* Physical address of the next one; 0: none. */
+	/* Physical address of the next list; 0: this list is the last. */
 	u64 next_phys;
-	/* Entries in use. */
+	/* Number of entries in use, at most LANDING_LIST_MAX. */
 	u64 count;
 	/*
-	 * Physical addresses: a frame's home, and where its content waits; 0: it is all
-	 * zeros.
+	 * Pairs of physical addresses: the destination frame, and the frame where its
+	 * content waits. 0 as the second: the content is all zeros.
 	 */
 	u64 copies[510];
 };
@@ -1963,13 +2095,13 @@ static_assert(offsetof(struct mercury_landing_list, next_phys) == 0);
 static_assert(offsetof(struct mercury_landing_list, count) == 8);
 static_assert(offsetof(struct mercury_landing_list, copies) == 16);
 
-/* A CPU of the machine in an image. */
+/* A CPU of the machine that an image holds. */
 struct mercury_restart_cpu {
-	/* Linux's CPU number. */
+	/* Linux's number of this CPU. */
 	u32 cpu;
-	/* Its local APIC's ID. */
+	/* Identifier of the CPU's local APIC. */
 	u32 apic_id;
-	/* Physical address of its SavedCpu. */
+	/* Physical address of the CPU's SavedCpu. */
 	u64 saved_phys;
 };
 
@@ -1978,13 +2110,13 @@ static_assert(offsetof(struct mercury_restart_cpu, cpu) == 0);
 static_assert(offsetof(struct mercury_restart_cpu, apic_id) == 4);
 static_assert(offsetof(struct mercury_restart_cpu, saved_phys) == 8);
 
-/* A range of physical memory, in an image. */
+/* A range of physical memory of the machine that an image holds. */
 struct mercury_restart_range {
-	/* Its start. */
+	/* Physical address of the first byte, page-aligned. */
 	u64 start_phys;
-	/* Its length in pages. */
+	/* Length in pages of 4 KiB. */
 	u64 pages;
-	/* MERCURY_RANGE_*. */
+	/* One of MERCURY_RANGE_*. */
 	u64 kind;
 };
 
@@ -1993,13 +2125,13 @@ static_assert(offsetof(struct mercury_restart_range, start_phys) == 0);
 static_assert(offsetof(struct mercury_restart_range, pages) == 8);
 static_assert(offsetof(struct mercury_restart_range, kind) == 16);
 
-/* One frame to be put home. */
+/* One frame to be loaded into its destination. */
 struct mercury_load_entry {
-	/* Its home, physical. */
+	/* Physical address of the destination frame. */
 	u64 frame_phys;
 	/*
-	 * MERCURY_LOAD_*, or the home of a frame that was loaded before and has the
-	 * same content.
+	 * One of MERCURY_LOAD_*, or the physical address of a destination frame that
+	 * was loaded before with the same content.
 	 */
 	u64 source;
 };
@@ -2008,15 +2140,18 @@ static_assert(sizeof(struct mercury_load_entry) == 16);
 static_assert(offsetof(struct mercury_load_entry, frame_phys) == 0);
 static_assert(offsetof(struct mercury_load_entry, source) == 8);
 
-/* How an operation ended. */
+/* The result of an operation. */
 struct mercury_outcome {
 	/* crate::code::Code as a number; 0 is success. */
 	u32 code;
-	/* The CPU it concerns, or u32::MAX where it concerns none in particular. */
+	/*
+	 * Linux's number of the CPU that the code concerns; u32::MAX if it concerns no
+	 * single CPU.
+	 */
 	u32 cpu;
 	/*
-	 * What the code's explanation refers to: the offending register, field or
-	 * address.
+	 * Values to which the code's explanation refers: the offending register, field
+	 * or address.
 	 */
 	u64 detail[2];
 };
@@ -2026,25 +2161,31 @@ static_assert(offsetof(struct mercury_outcome, code) == 0);
 static_assert(offsetof(struct mercury_outcome, cpu) == 4);
 static_assert(offsetof(struct mercury_outcome, detail) == 8);
 
-/* Arguments of the log of what is written to a disk. */
+/* Arguments of a disk's dirty log. */
 struct mercury_disk_log_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_DISK_LOG_*. */
+	/* In: one of MERCURY_DISK_LOG_*. */
 	u32 what;
-	/* A descriptor of the disk: a whole one. */
+	/* In: a file descriptor of the disk, a whole one and not a partition. */
 	u32 disk_fd;
-	/* Begin: a chunk is of two to the power of so many bytes. */
+	/* In, at the begin: a chunk has two to the power of this value bytes. */
 	u32 chunk_shift;
-	/* Zero. */
+	/* Reserved; must be zero. */
 	u32 reserved;
-	/* Collect: user-space address of an array of words, with a bit for each chunk. */
+	/*
+	 * In, at a collection: user-space address of an array of 64-bit words, with one
+	 * bit for each chunk.
+	 */
 	u64 map_addr;
-	/* Words in it. */
+	/* In: number of 64-bit words at map_addr. */
 	u64 map_words;
-	/* Out: chunks of the disk; of a collection, those that are in it. */
+	/*
+	 * Out: number of chunks of the disk; at a collection, number of chunks in the
+	 * log.
+	 */
 	u64 chunks;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2059,31 +2200,37 @@ static_assert(offsetof(struct mercury_disk_log_request, map_words) == 32);
 static_assert(offsetof(struct mercury_disk_log_request, chunks) == 40);
 static_assert(offsetof(struct mercury_disk_log_request, outcome) == 48);
 
-/* What the driver and the machine are. */
+/* Properties of the driver and of the machine. */
 struct mercury_system_info {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_STATE_*. */
+	/* Out: one of MERCURY_STATE_*. */
 	u32 state;
-	/* Number of possible CPUs: the range of Linux's CPU numbers. */
+	/* Out: number of possible CPUs, the range of Linux's CPU numbers. */
 	u32 possible_cpus;
-	/* Process that controls Mercury, 0 if none (in the reader's PID namespace). */
+	/*
+	 * Out: process that holds the controller, in the reader's PID namespace; 0:
+	 * none.
+	 */
 	u32 controller_pid;
-	/* Number of CPUs that are meant to be attached. */
+	/* Out: number of CPUs that are meant to be attached. */
 	u32 wanted_cpus;
-	/* MERCURY_FEATURE_*. */
+	/* Out: bits of MERCURY_FEATURE_*. */
 	u64 features;
-	/* TSC frequency in kHz. */
+	/* Out: frequency of the TSC in kHz. */
 	u64 tsc_khz;
-	/* Memory held by the pre-cached hypervisor, in bytes, without the per-CPU part. */
+	/*
+	 * Out: memory in bytes that the pre-cached hypervisor holds, without the
+	 * per-CPU part.
+	 */
 	u64 memory_fixed;
-	/* Memory held per possible CPU, in bytes. */
+	/* Out: memory in bytes that it holds per possible CPU. */
 	u64 memory_per_cpu;
-	/* Size in bytes of what can be mapped at offset 0; 0 while unloaded. */
+	/* Out: size in bytes of the mapping at offset 0; 0 while unloaded. */
 	u64 shared_size;
-	/* The hypervisor's version, NUL-padded ASCII. */
+	/* Out: the hypervisor's version, NUL-padded ASCII. */
 	u8 version[32];
-	/* The snapshot, if there is one. */
+	/* Out: state of the snapshot; zeros if there is none. */
 	struct mercury_snapshot_status snapshot;
 };
 
@@ -2101,13 +2248,13 @@ static_assert(offsetof(struct mercury_system_info, shared_size) == 56);
 static_assert(offsetof(struct mercury_system_info, version) == 64);
 static_assert(offsetof(struct mercury_system_info, snapshot) == 96);
 
-/* Arguments of load and unload. */
+/* Arguments of a load and of an unload. */
 struct mercury_load_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* Must be zero. */
+	/* In: flags; must be zero. */
 	u64 flags;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2116,24 +2263,21 @@ static_assert(offsetof(struct mercury_load_request, header) == 0);
 static_assert(offsetof(struct mercury_load_request, flags) == 8);
 static_assert(offsetof(struct mercury_load_request, outcome) == 16);
 
-/* Arguments of attach and detach. */
+/* Arguments of an attach and of a detach. */
 struct mercury_switch_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_SWITCH_*. */
+	/* In: bits of MERCURY_SWITCH_*. */
 	u64 flags;
-	/*
-	 * User-space address of a CPU bit mask in 64-bit words, or 0 for all online
-	 * CPUs.
-	 */
+	/* In: user-space address of a CPU bit mask in 64-bit words; 0: all online CPUs. */
 	u64 mask_addr;
-	/* Number of 64-bit words in the mask. */
+	/* In: number of 64-bit words in the mask. */
 	u32 mask_words;
 	/* In: number of entries at results_addr; out: number of CPUs that switched. */
 	u32 results_count;
-	/* User-space address of an array of SwitchResult, or 0. */
+	/* In: user-space address of an array of SwitchResult; 0: none. */
 	u64 results_addr;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2146,13 +2290,13 @@ static_assert(offsetof(struct mercury_switch_request, results_count) == 28);
 static_assert(offsetof(struct mercury_switch_request, results_addr) == 32);
 static_assert(offsetof(struct mercury_switch_request, outcome) == 40);
 
-/* What one CPU's switch took. */
+/* The result of one CPU's switch. */
 struct mercury_switch_result {
-	/* Linux's CPU number. */
+	/* Linux's number of the CPU. */
 	u32 cpu;
 	/* crate::code::Code as a number. */
 	u32 code;
-	/* TSC ticks that the switch kept interrupts off on this CPU. */
+	/* TSC ticks during which the switch kept interrupts off on this CPU. */
 	u64 ticks;
 };
 
@@ -2161,47 +2305,47 @@ static_assert(offsetof(struct mercury_switch_result, cpu) == 0);
 static_assert(offsetof(struct mercury_switch_result, code) == 4);
 static_assert(offsetof(struct mercury_switch_result, ticks) == 8);
 
-/* Arguments of a snapshot's begin and end. */
+/* Arguments of a snapshot's begin, preparation and end, and of a rollback. */
 struct mercury_snapshot_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* In, at the begin: MERCURY_SNAPSHOT_*. */
+	/* In, at the begin: bits of MERCURY_SNAPSHOT_*. */
 	u64 flags;
-	/* In, at the begin: pages of the pool. */
+	/* In, at the begin: size of the pool in pages of 4 KiB. */
 	u64 pool_pages;
 	/*
-	 * In, at the begin: pages of all swap areas that are on. If fewer are free at
-	 * the instant, memory is swapped out, and the driver refuses.
-	 * MERCURY_SWAP_IN_MEMORY: the driver does not look.
+	 * In, at the begin: pages in all active swap areas. If fewer pages are free at
+	 * the instant, memory is swapped out, and the driver refuses. With
+	 * MERCURY_SWAP_IN_MEMORY the driver does not compare.
 	 */
 	u64 swap_pages;
 	/* Out: pages of memory that the snapshot holds. */
 	u64 memory_pages;
 	/*
-	 * Out, at the begin: 1 in a machine that was brought back from an image of this
-	 * snapshot. There is none any more, and the hypervisor is unloaded.
+	 * Out, at the begin: 1 in a machine that was restored from an image of this
+	 * snapshot. There the snapshot is gone, and the hypervisor is unloaded.
 	 */
 	u64 restored;
 	/*
 	 * Out, at the begin: 1 in a machine that was put back to this snapshot. There
-	 * is none any more; crate::snapshot::SnapshotStatus::rollback says how it came
-	 * to that.
+	 * the snapshot is gone; crate::snapshot::SnapshotStatus::rollback gives the
+	 * reason.
 	 */
 	u64 rolled_back;
-	/* Out, then: what the kernel said last, NUL-padded text. */
+	/* Out, after a rollback: the last words of the kernel's log, NUL-padded text. */
 	u64 message[16];
-	/* Out: pages that were added to the pool because it ran low. */
+	/* Out: pages added to the pool because it ran low. */
 	u64 added_pages;
 	/*
-	 * Out: pages of the pool that the system got back because it had no memory
-	 * left.
+	 * Out: pages of the pool that the driver returned because the system had no
+	 * memory left.
 	 */
 	u64 returned_pages;
-	/* Out: what it has cost so far. */
+	/* Out: state and cost of the snapshot so far. */
 	struct mercury_snapshot_status status;
-	/* Out, at the begin. */
+	/* Out, at the begin: duration of the instant's steps. */
 	struct mercury_instant_ticks instant;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2220,33 +2364,39 @@ static_assert(offsetof(struct mercury_snapshot_request, status) == 200);
 static_assert(offsetof(struct mercury_snapshot_request, instant) == 368);
 static_assert(offsetof(struct mercury_snapshot_request, outcome) == 440);
 
-/* Arguments of a take. */
+/* Arguments of reading frames. */
 struct mercury_snapshot_take_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
 	/*
-	 * In: where to begin, guest-physical. Out: where to go on; all ones behind the
-	 * last frame.
+	 * In: guest-physical address of the first frame to read. Out: address at which
+	 * to continue; all ones after the last frame.
 	 */
 	u64 cursor_phys;
-	/* In: no frame from here on. */
+	/* In: guest-physical address at which to stop, exclusive. */
 	u64 end_phys;
-	/* In: room for so many frames. Out: frames taken. */
+	/* In: frames for which the arrays have room. Out: frames that were read. */
 	u64 count;
-	/* User-space address of an array of guest-physical addresses: the frames. */
+	/*
+	 * In: user-space address of an array of 64-bit words: gets the guest-physical
+	 * addresses of the frames.
+	 */
 	u64 frames_addr;
-	/* User-space address of their content, one page after the other. */
+	/* In: user-space address of an array of pages: gets the content of the frames. */
 	u64 data_addr;
-	/* User-space address of an array of what MERCURY_SNAPSHOT_HASH found, or 0. */
+	/*
+	 * In: user-space address of an array of the hashes that MERCURY_SNAPSHOT_HASH
+	 * made; 0: none.
+	 */
 	u64 hashes_addr;
 	/*
-	 * Out: 1 if the pool runs low. Whoever takes should hurry: writers have to wait
-	 * soon.
+	 * Out: 1 if the pool runs low. The caller should hurry, because writers have to
+	 * wait soon.
 	 */
 	u64 low;
-	/* MERCURY_TAKE_*. */
+	/* In: bits of MERCURY_TAKE_*. */
 	u64 flags;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2262,18 +2412,18 @@ static_assert(offsetof(struct mercury_snapshot_take_request, low) == 56);
 static_assert(offsetof(struct mercury_snapshot_take_request, flags) == 64);
 static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 72);
 
-/* What a log of writes has come to. */
+/* Arguments of a dirty log of memory. */
 struct mercury_log_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* Out: frames that were collected. */
+	/* Out: number of frames that were collected. */
 	u64 pages;
 	/*
-	 * Out: of these, those that are there only because a device may still write to
-	 * them, or may have at the instant.
+	 * Out: number of those that are collected for devices alone: a device may still
+	 * write to them, or might have at the instant.
 	 */
 	u64 device_pages;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2283,28 +2433,28 @@ static_assert(offsetof(struct mercury_log_request, pages) == 8);
 static_assert(offsetof(struct mercury_log_request, device_pages) == 16);
 static_assert(offsetof(struct mercury_log_request, outcome) == 24);
 
-/* The machine of a snapshot or of an image, without its memory's content. */
+/* The machine of a snapshot or of an image, without the content of its memory. */
 struct mercury_restart_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_RESTART_*. */
+	/* Bits of MERCURY_RESTART_*. */
 	u64 flags;
-	/* Address of mercury_resume in that system. */
+	/* Kernel virtual address of mercury_resume in that machine's system. */
 	u64 resume_virt;
-	/* Physical addresses of the page that it lies in, and of the next. */
+	/* Physical addresses of the two pages that hold mercury_resume. */
 	u64 resume_phys[2];
 	/* User-space address of an array of crate::restart::RestartCpu. */
 	u64 cpus_addr;
 	/* User-space address of an array of crate::restart::RestartRange. */
 	u64 ranges_addr;
 	/*
-	 * Entries at cpus_addr; where they are asked for, in: room for so many, out:
-	 * how many there are.
+	 * Entries at cpus_addr. In a request for them: in, room in entries; out, number
+	 * of entries.
 	 */
 	u32 cpus_count;
-	/* Entries at ranges_addr, likewise. */
+	/* Entries at ranges_addr, by the same rule. */
 	u32 ranges_count;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2320,26 +2470,26 @@ static_assert(offsetof(struct mercury_restart_request, ranges_count) == 60);
 static_assert(offsetof(struct mercury_restart_request, outcome) == 64);
 
 /*
- * Arguments of the fence. It goes by itself when the controller does, unless it is to
- * stay, and is not in the image.
+ * Arguments of the fence. The fence disappears with its controller, unless a flag says
+ * otherwise. No image contains it.
  */
 struct mercury_fence_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_FENCE_*. */
+	/* In: bits of MERCURY_FENCE_*. */
 	u64 flags;
 	/*
-	 * User-space address of an array of FencePeer: who may still talk to this
-	 * machine.
+	 * In: user-space address of an array of FencePeer: the peers that may still
+	 * exchange packets with this machine.
 	 */
 	u64 peers_addr;
-	/* Entries in it. */
+	/* In: number of entries at peers_addr. */
 	u32 peers_count;
-	/* Zero. */
+	/* Reserved; must be zero. */
 	u32 reserved;
-	/* Out: packets that were stopped so far. */
+	/* Out: number of packets that the fence has dropped so far. */
 	u64 stopped;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2352,13 +2502,13 @@ static_assert(offsetof(struct mercury_fence_request, reserved) == 28);
 static_assert(offsetof(struct mercury_fence_request, stopped) == 32);
 static_assert(offsetof(struct mercury_fence_request, outcome) == 40);
 
-/* A peer that the fence lets through. */
+/* A peer whose packets the fence lets through. */
 struct mercury_fence_peer {
-	/* Its address, in the order of the network; of IPv4 the first four bytes. */
+	/* The peer's IP address in network byte order; IPv4 uses the first four bytes. */
 	u8 address[16];
-	/* 4 or 6. */
+	/* Version of IP: 4 or 6. */
 	u32 version;
-	/* Its TCP or UDP port, or 0: all it says. */
+	/* The peer's TCP or UDP port; 0: all its packets. */
 	u32 port;
 };
 
@@ -2367,17 +2517,20 @@ static_assert(offsetof(struct mercury_fence_peer, address) == 0);
 static_assert(offsetof(struct mercury_fence_peer, version) == 16);
 static_assert(offsetof(struct mercury_fence_peer, port) == 20);
 
-/* Arguments of loading frames. */
+/* Arguments of loading frames, and of reading them back. */
 struct mercury_load_frames_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* User-space address of an array of crate::restart::LoadEntry. */
+	/* In: user-space address of an array of crate::restart::LoadEntry. */
 	u64 entries_addr;
-	/* Entries in it. */
+	/* In: number of entries at entries_addr. */
 	u64 count;
-	/* User-space address of pages, one for each entry that has data. */
+	/*
+	 * In: user-space address of an array of pages, one for each entry that has
+	 * data.
+	 */
 	u64 data_addr;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2388,18 +2541,18 @@ static_assert(offsetof(struct mercury_load_frames_request, count) == 16);
 static_assert(offsetof(struct mercury_load_frames_request, data_addr) == 24);
 static_assert(offsetof(struct mercury_load_frames_request, outcome) == 32);
 
-/* Arguments of status. */
+/* Arguments of the status request. */
 struct mercury_status_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* MERCURY_STATE_*, out. */
+	/* Out: one of MERCURY_STATE_*. */
 	u32 state;
 	/*
 	 * In: number of entries at cpus_addr; out: entries filled (one per possible
 	 * CPU).
 	 */
 	u32 cpus_count;
-	/* User-space address of an array of CpuStatus. */
+	/* In: user-space address of an array of CpuStatus. */
 	u64 cpus_addr;
 };
 
@@ -2409,26 +2562,26 @@ static_assert(offsetof(struct mercury_status_request, state) == 8);
 static_assert(offsetof(struct mercury_status_request, cpus_count) == 12);
 static_assert(offsetof(struct mercury_status_request, cpus_addr) == 16);
 
-/* The mode of one CPU, as a fact asked of it, and its history. */
+/* The mode of one CPU, and its history since load. */
 struct mercury_cpu_status {
-	/* Linux's CPU number. */
+	/* Linux's number of the CPU. */
 	u32 cpu;
-	/* MERCURY_MODE_*: asked of the CPU just now. */
+	/* One of MERCURY_MODE_*, asked of the CPU just now. */
 	u32 mode;
-	/* 1 if the CPU is meant to be attached. */
+	/* 1 if the CPU is meant to be attached, else 0. */
 	u32 wanted;
 	/*
-	 * crate::code::Code of how it last left the hypervisor other than by a detach;
-	 * 0 if it never did.
+	 * crate::code::Code of the CPU's last departure other than by a detach; 0 if
+	 * there was none.
 	 */
 	u32 left_because;
-	/* Attaches since load. */
+	/* Number of attaches since load. */
 	u64 attaches;
-	/* Detaches since load. */
+	/* Number of detaches since load. */
 	u64 detaches;
-	/* TSC ticks with interrupts off of the last attach. */
+	/* TSC ticks with interrupts off in the last attach. */
 	u64 attach_ticks;
-	/* TSC ticks with interrupts off of the last detach. */
+	/* TSC ticks with interrupts off in the last detach. */
 	u64 detach_ticks;
 };
 
@@ -2442,19 +2595,22 @@ static_assert(offsetof(struct mercury_cpu_status, detaches) == 24);
 static_assert(offsetof(struct mercury_cpu_status, attach_ticks) == 32);
 static_assert(offsetof(struct mercury_cpu_status, detach_ticks) == 40);
 
-/* Arguments of measure: hypercall round trips on one attached CPU with interrupts off. */
+/*
+ * Arguments of a measurement: hypercall round trips on one attached CPU with interrupts
+ * off.
+ */
 struct mercury_measure_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* Linux's CPU number. */
+	/* In: Linux's number of the CPU. */
 	u32 cpu;
-	/* Round trips, 1 to 1,000. */
+	/* In: number of round trips, 1 to 1,000. */
 	u32 count;
 	/* Out: TSC ticks of all round trips together. */
 	u64 ticks;
 	/* Out: TSC ticks of the same loop without the hypercall. */
 	u64 overhead_ticks;
-	/* Out. */
+	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
@@ -2466,23 +2622,26 @@ static_assert(offsetof(struct mercury_measure_request, ticks) == 16);
 static_assert(offsetof(struct mercury_measure_request, overhead_ticks) == 24);
 static_assert(offsetof(struct mercury_measure_request, outcome) == 32);
 
-/* Arguments of fault injection. */
+/* Arguments of an injected fault. */
 struct mercury_fault_request {
-	/* Size and version. */
+	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* crate::gate::FaultPoint as a number; 0 disarms all. */
+	/* In: crate::gate::FaultPoint as a number; 0 disarms all. */
 	u32 point;
-	/* The CPU on which it fires, or u32::MAX: once on each. */
+	/* In: Linux's number of the CPU; u32::MAX: once on each CPU. */
 	u32 cpu;
-	/* It fires at the n-th passage, counting from 1. */
+	/* In: the point fires at the n-th passage, counting from 1. */
 	u32 passage;
-	/* For crate::gate::FaultPoint::Facts: byte offset in CpuFacts, a multiple of 4. */
+	/*
+	 * In, for crate::gate::FaultPoint::Facts: byte offset in CpuFacts, a multiple
+	 * of 4.
+	 */
 	u32 offset;
-	/* For crate::gate::FaultPoint::Facts: the 32-bit word to put there. */
+	/* In, for crate::gate::FaultPoint::Facts: the new 32-bit word. */
 	u32 value;
-	/* Zero. */
+	/* Reserved; must be zero. */
 	u32 reserved;
-	/* Out: how often armed points have fired since load. */
+	/* Out: number of times that armed points have fired since load. */
 	u32 fired;
 };
 

@@ -1,6 +1,6 @@
-//! Reads the sources of mercury-abi and lists what they declare as Rust code: names and comments come
-//! from the source text, every number (value, size, offset, length) from the compiled crate. The list
-//! is included by `src/main.rs`, which prints it as C.
+//! Reads the sources of mercury-abi and writes a list of their declarations as Rust code. Names and comments
+//! come from the source text; every number (value, size, offset, length) comes from the compiled crate.
+//! `src/main.rs` includes the list and prints it as C.
 
 use quote::ToTokens;
 use std::{env, fmt::Write as _, fs, path::Path};
@@ -89,7 +89,7 @@ fn describe_struct(item: &ItemStruct, list: &mut String) {
     list.push_str("] },\n");
 }
 
-/// The element type of a field and the number of elements; length 0: not an array.
+/// Returns the element type of a field and the number of elements; 0 elements: no array.
 fn element(field: &Type) -> (String, String) {
     match field {
         Type::Array(array) => {
@@ -105,7 +105,7 @@ fn element(field: &Type) -> (String, String) {
     }
 }
 
-/// The documentation of an item in one line, without the links.
+/// Returns the documentation of an item in one line, without the links.
 fn doc(attributes: &[Attribute]) -> String {
     let mut text = String::new();
     for attribute in attributes.iter().filter(|a| a.path().is_ident("doc")) {

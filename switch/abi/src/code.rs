@@ -1,9 +1,10 @@
-//! Stable codes: each refusal and each way in which a CPU left the hypervisor has a number for
-//! programs and a short name for people (`mercury explain NAME`). Numbers are never reused.
+//! Stable codes: each refusal, and each way in which a CPU left the hypervisor, has a number for
+//! programs and a short name for people (`mercury explain NAME`). A number is never used for
+//! another meaning.
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
-        /// Why something was refused or ended; 0 is success.
+        /// The reason of a refusal or of a departure; 0 is success.
         #[repr(u32)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Code { $($(#[$doc])* $name = $number,)* }
@@ -12,13 +13,13 @@ macro_rules! codes {
             /// Every code, in numerical order.
             pub const ALL: &'static [Code] = &[$(Code::$name,)*];
 
-            /// The code's short name, as `mercury explain` takes it.
+            /// Returns the code's short name, as `mercury explain` takes it.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(Code::$name => $text,)* }
             }
 
-            /// The code with this number, if there is one.
+            /// Returns the code with this number, if there is one.
             #[must_use]
             pub const fn from_number(number: u32) -> Option<Code> {
                 match number { $($number => Some(Code::$name),)* _ => None }
@@ -28,13 +29,13 @@ macro_rules! codes {
 }
 
 codes! {
-    /// It worked.
+    /// The operation succeeded.
     Ok = 0, "ok";
 
     // 1..: the request itself
     /// The caller was built against another version of this interface.
     AbiMismatch = 1, "abi-mismatch";
-    /// An argument has no meaning: unknown flag, reserved field set, number out of range.
+    /// An argument has no meaning: unknown flag, reserved field set, or number out of range.
     BadArgument = 2, "bad-argument";
     /// The hypervisor is not loaded.
     NotLoaded = 3, "not-loaded";
@@ -50,43 +51,44 @@ codes! {
     GoingDown = 8, "going-down";
     /// The hypervisor image embedded in the driver is damaged or from another build.
     BadImage = 9, "bad-image";
-    /// No such hypercall or native operation.
+    /// The number is no hypercall and no native operation.
     UnknownOperation = 10, "unknown-operation";
     /// A crashed hypervisor must be unloaded and loaded again before the next attach.
     Crashed = 11, "crashed";
-    /// CPUs are above a hypervisor whose driver is gone.
+    /// A hypervisor runs below some CPUs, and its driver is gone.
     OrphanedHypervisor = 12, "orphaned-hypervisor";
-    /// The kernel is locked down, and keeps root from what the request does to its memory.
+    /// The kernel is locked down, and keeps root from what the request does to memory.
     LockedDown = 13, "locked-down";
 
     // 20..: memory
-    /// Too little physically contiguous memory.
+    /// The kernel has too little physically contiguous memory.
     NoContiguousMemory = 20, "no-contiguous-memory";
-    /// Too little memory.
+    /// The kernel has too little memory.
     NoMemory = 21, "no-memory";
-    /// The nested tables need more pages than were donated (internal: the driver donates and retries).
+    /// The nested tables need more pages than the driver donated (internal: the driver donates and
+    /// retries).
     NeedPages = 22, "need-pages";
-    /// Building is not finished (internal: the driver calls again).
+    /// The construction is not finished (internal: the driver calls again).
     More = 23, "more";
 
     // 40..: the processor cannot
-    /// Neither AMD nor Intel.
+    /// The processor is neither AMD's nor Intel's.
     VendorUnsupported = 40, "vendor-unsupported";
-    /// An AMD processor older than family 17h.
+    /// The processor is AMD's and older than family 17h.
     FamilyUnsupported = 41, "family-unsupported";
     /// CPUID reports no SVM.
     NoSvm = 42, "no-svm";
     /// SVM is disabled by firmware (VM_CR.SVMDIS).
     SvmDisabled = 43, "svm-disabled";
-    /// No nested paging.
+    /// The processor has no nested paging.
     NoNestedPaging = 44, "no-nested-paging";
-    /// Fewer than two address-space identifiers.
+    /// The processor has fewer than two address-space identifiers.
     NoAsids = 45, "no-asids";
     /// VM_CR.R_INIT redirects INIT.
     InitRedirected = 46, "init-redirected";
     /// Hardware virtualization is in use already (EFER.SVME or CR4.VMXE is set).
     VirtualizationInUse = 47, "virtualization-in-use";
-    /// An Intel processor: not supported by this version.
+    /// The processor is Intel's, which this version does not support.
     IntelUnsupported = 48, "intel-unsupported";
     /// CR0 holds a bit or a combination that Mercury does not know or cannot carry over.
     Cr0Unsupported = 50, "cr0-unsupported";
@@ -114,7 +116,7 @@ codes! {
     MachineCheckInProgress = 61, "machine-check-in-progress";
     /// The kernel isolates page tables (PTI).
     PageTableIsolation = 62, "page-table-isolation";
-    /// RFLAGS.TF is set: somebody single-steps the switch.
+    /// RFLAGS.TF is set: a debugger single-steps the switch.
     SingleStep = 63, "single-step";
     /// Physical memory reaches beyond the nested map.
     MemoryBeyondMap = 64, "memory-beyond-map";
@@ -140,7 +142,7 @@ codes! {
     MtrrInconsistent = 74, "mtrr-inconsistent";
     /// Branch recording, single-step on branches or armed breakpoints are active (a note).
     DebugActive = 75, "debug-active";
-    /// VM_HSAVE_PA is not zero: somebody used SVM before (a warning).
+    /// VM_HSAVE_PA is not zero: other software used SVM before (a warning).
     HsaveInUse = 76, "hsave-in-use";
     /// The hypervisor's self-test on the first CPU failed.
     SelfTestFailed = 77, "self-test-failed";
@@ -151,11 +153,11 @@ codes! {
     NoVmx = 80, "no-vmx";
     /// VMX is disabled by firmware (IA32_FEATURE_CONTROL).
     VmxDisabled = 81, "vmx-disabled";
-    /// No extended page tables.
+    /// The processor has no extended page tables.
     NoEpt = 82, "no-ept";
-    /// No unrestricted guest.
+    /// The processor lacks the unrestricted-guest control.
     NoUnrestrictedGuest = 83, "no-unrestricted-guest";
-    /// Extended page tables without write-back memory, four levels, 2 MiB pages or INVEPT.
+    /// The extended page tables lack write-back memory, four levels, 2 MiB pages or INVEPT.
     EptUnsupported = 84, "ept-unsupported";
     /// VMX demands a control that Mercury does not know.
     VmxControlForced = 85, "vmx-control-forced";
@@ -163,23 +165,24 @@ codes! {
     VmxControlMissing = 86, "vmx-control-missing";
     /// An instruction that CPUID announces would be undefined under VMX: its control is missing.
     VmxInstructionLost = 87, "vmx-instruction-lost";
-    /// VMX does not allow CR0 or CR4 as they are.
+    /// CR0 or CR4 has a bit that VMX does not allow.
     VmxFixedBits = 88, "vmx-fixed-bits";
     /// Processor trace is running, and VMX would stop it.
     ProcessorTrace = 89, "processor-trace";
-    /// VMX wants its memory of another kind than Mercury's: not write-back, or below 4 GiB.
+    /// VMX wants its regions elsewhere than in Mercury's memory: not write-back, or below 4 GiB.
     VmxRegion = 90, "vmx-region";
     /// The processor stores records of samples or branches at virtual addresses (PEBS, BTS).
     DebugStore = 91, "debug-store";
 
     // 100..: the switch
-    /// The processor refused the control block (VMRUN, VMLAUNCH): an illegal state, named in the detail.
+    /// The processor refused the control block (VMRUN, VMLAUNCH). The detail names the illegal
+    /// state.
     InvalidGuestState = 100, "invalid-guest-state";
     /// An injected fault (only in fault-injection builds).
     InjectedFault = 101, "injected-fault";
     /// The hypervisor faulted while it switched; the CPU was rolled back.
     FaultInSwitch = 102, "fault-in-switch";
-    /// The CPU reported after the switch that it is not in the mode it should be in.
+    /// The CPU reported after the switch that it is in the wrong mode.
     WrongMode = 103, "wrong-mode";
 
     // 120..: why a CPU left the hypervisor other than by detach
@@ -187,7 +190,7 @@ codes! {
     HostException = 120, "host-exception";
     /// A panic in the hypervisor's own code.
     HostPanic = 121, "host-panic";
-    /// An exit that the hypervisor does not know.
+    /// The hypervisor does not know an exit.
     UnknownExit = 122, "unknown-exit";
     /// The kernel cleared EFER.SVME or VM_HSAVE_PA.
     SvmReleased = 123, "svm-released";
@@ -199,23 +202,24 @@ codes! {
     NestedMapExhausted = 126, "nested-map-exhausted";
     /// The kernel executed VMXOFF, or cleared CR4.VMXE.
     VmxReleased = 127, "vmx-released";
-    /// The kernel changed an MTRR, which the nested tables repeat.
+    /// The kernel changed an MTRR. The nested tables repeat the MTRRs' memory types.
     MtrrChanged = 128, "mtrr-changed";
-    /// KVM ran a guest that cannot run beneath Mercury: encrypted (SEV), with AVIC, or of the only identifier there is.
+    /// KVM ran a guest that cannot run above Mercury: encrypted (SEV), with AVIC, or with the only
+    /// identifier there is.
     GuestUnsupported = 129, "guest-unsupported";
 
     // 140..: snapshots
-    /// There is a snapshot, and the request cannot be met beneath it.
+    /// The request cannot be met while there is a snapshot.
     SnapshotLive = 140, "snapshot-live";
     /// There is no snapshot.
     NoSnapshot = 141, "no-snapshot";
-    /// Not every CPU came to the instant in time.
+    /// A CPU did not reach the instant in time.
     SnapshotMissed = 142, "snapshot-missed";
-    /// The pool had no page for what was to be kept.
+    /// The pool had no page for a copy.
     SnapshotPool = 143, "snapshot-pool";
-    /// A CPU left the hypervisor, and wrote where nobody saw it.
+    /// A CPU left the hypervisor, so that its writes were not seen.
     SnapshotLost = 144, "snapshot-lost";
-    /// The driver cannot see what devices are given to write.
+    /// The driver cannot see which memory devices may write.
     SnapshotDevices = 145, "snapshot-devices";
     /// The kernel could not stop its tasks and devices for the instant.
     SnapshotQuiesce = 146, "snapshot-quiesce";
@@ -223,37 +227,37 @@ codes! {
     SnapshotHotplug = 147, "snapshot-hotplug";
     /// This kernel has no hooks for packets, so the network cannot be fenced off.
     FenceUnsupported = 148, "fence-unsupported";
-    /// A virtual machine ran on a CPU, and wrote round the tables of the snapshot.
+    /// A virtual machine ran on a CPU, and wrote past the tables of the snapshot.
     SnapshotGuest = 149, "snapshot-guest";
     /// Memory was swapped out to a disk at the instant.
     SnapshotSwap = 153, "snapshot-swap";
 
     // 150..: putting the machine back to a snapshot
-    /// This version cannot do it on this processor.
+    /// This version cannot put a machine back on this processor.
     RollbackUnsupported = 150, "rollback-unsupported";
-    /// A CPU could not be fetched.
+    /// A CPU did not come to the rollback.
     RollbackMissed = 151, "rollback-missed";
-    /// There are devices that the hypervisor could not silence.
+    /// The hypervisor could not silence some devices.
     RollbackDevices = 152, "rollback-devices";
     /// A network device encrypts with MACsec, whose packet numbers must not be used twice.
     MacsecInUse = 154, "macsec-in-use";
 
-    // 155..: the log of writes
-    /// There is none on this processor, or beneath this kernel.
+    // 155..: dirty logs
+    /// There is no dirty log of memory on this processor, or beneath this kernel.
     LogUnsupported = 155, "log-unsupported";
-    /// Of this disk there can be no log, or beneath this kernel.
+    /// There is no dirty log for this disk, or beneath this kernel.
     DiskUnsupported = 156, "disk-unsupported";
-    /// Of this disk there is a log already, or there are too many.
+    /// The disk has a dirty log already, or too many disks have one.
     DiskLogged = 157, "disk-logged";
-    /// Of this disk there is no log.
+    /// The disk has no dirty log.
     NoDiskLog = 158, "no-disk-log";
 
     // 160..: bringing a machine back
     /// The CPUs of the image are not those of this machine.
     RestoreCpus = 160, "restore-cpus";
-    /// Paging depth or local APIC mode are not those of the image.
+    /// The paging depth or the mode of the local APICs differs from the image's.
     RestoreMode = 161, "restore-mode";
-    /// This kernel occupies memory that the image needs elsewhere.
+    /// This kernel occupies memory that the image needs, and that cannot be moved out of its way.
     RestoreOverlap = 162, "restore-overlap";
     /// Too little memory is free beside the image.
     RestoreRoom = 163, "restore-room";
@@ -263,27 +267,27 @@ codes! {
     RestoreFrame = 165, "restore-frame";
     /// The kernel could not stop its devices.
     RestoreQuiesce = 166, "restore-quiesce";
-    /// The restore environment does not find memory of the image's machine.
+    /// The restore environment does not find memory of the checkpointed machine.
     RestoreMemory = 167, "restore-memory";
 
-    // 180..: this machine, as it is, cannot be written to an image, kept, or moved; only the command says so
+    // 180..: refusals of the command alone, before an image, a kept snapshot or a move
     /// Memory is swapped out.
     SwapInUse = 180, "swap-in-use";
     /// A device that is in use writes to memory where the driver cannot see it.
     DevicesUnseen = 181, "devices-unseen";
     /// CPUs are offline.
     CpusOffline = 182, "cpus-offline";
-    /// A watchdog cannot be fed while its program stands still.
+    /// A watchdog cannot be fed while its program is frozen.
     WatchdogUnfed = 183, "watchdog-unfed";
-    /// A network card is a part of a bond or a team.
+    /// A network card is a member of a bond or a team.
     CardsBundled = 184, "cards-bundled";
     /// Local file systems are mounted for writing, and a rollback puts back memory only.
     DisksStayBehind = 185, "disks-stay-behind";
-    /// A file system is on NFS of a version whose sessions do not go back.
+    /// A file system is mounted over an NFS version whose sessions cannot go back.
     NfsSessions = 186, "nfs-sessions";
-    /// The restore environment could not tell whether a file system is as it was.
+    /// The restore environment could not tell if a file system is unchanged.
     DisksUncomparable = 187, "disks-uncomparable";
-    /// There is no place for the mark of a move.
+    /// There is no place for the tombstone of a move.
     NoPlaceForMark = 188, "no-place-for-mark";
     /// The driver is not installed for the running kernel.
     DriverMissing = 190, "driver-missing";

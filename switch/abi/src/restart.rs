@@ -1,138 +1,144 @@
-//! What brings a machine back from an image: what of its CPUs is not in memory, and the way from the kernel that
-//! loaded the image into the one that was in it.
+//! The restart of a machine from an image: the registers of its CPUs, and the way from the kernel
+//! that loaded the image into the kernel that the image holds.
 //!
-//! At the instant of a snapshot every CPU of the system leaves a [`SavedCpu`] in memory that the snapshot keeps, so an
-//! image holds it too. To bring the machine back, a small kernel in low memory puts every frame of the image at its
-//! home, but for those whose home it occupies itself: they wait elsewhere, in memory that the image leaves out. Then
-//! all its CPUs land: they leave for a [`Landing`] outside of every home, where code of one page copies those frames
-//! home and has each CPU go on in `mercury_resume`, in the text of the system that was in the image.
+//! At the instant of a snapshot every CPU stores a [`SavedCpu`] in memory that the snapshot keeps.
+//! An image therefore holds it too. To bring the machine back, a small kernel in low memory writes
+//! each frame of the image to its destination frame. Some destination frames are occupied by that
+//! kernel itself: their content waits in memory that the image leaves out. Then all CPUs land: each
+//! jumps to a [`Landing`], which lies outside of every destination frame. There the code of one
+//! page copies the waiting frames to their destinations. Each CPU then goes on in `mercury_resume`,
+//! in the text of the system that the image holds.
 
 use crate::gate::DescriptorTable;
 
-/// What has to be in a processor's registers before C code can restore the rest. Offsets are for assembler.
+/// The registers that a CPU needs before C code can restore the rest. Offsets are for assembler.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SavedCpu {
-    /// This structure's own address in the kernel.
+    /// Kernel virtual address of this structure, in the system of the image.
     pub virt: u64,
-    /// CR0.
+    /// CR0 of this CPU at the instant.
     pub cr0: u64,
-    /// CR3.
+    /// CR3 of this CPU at the instant: host-physical root and flags.
     pub cr3: u64,
-    /// CR4, without what is there for hardware virtualization.
+    /// CR4 of this CPU at the instant, without the bits that hardware virtualization sets.
     pub cr4: u64,
-    /// Where to go on, with 1 in RAX.
+    /// Kernel virtual address at which the CPU goes on, with 1 in RAX.
     pub rip: u64,
-    /// The stack there.
+    /// RSP at that address: kernel virtual.
     pub rsp: u64,
-    /// RFLAGS there.
+    /// RFLAGS at that address.
     pub rflags: u64,
     /// Callee-saved registers: RBX, RBP, R12 to R15.
     pub registers: [u64; 6],
-    /// FS base.
+    /// Base of FS, virtual.
     pub fs_base: u64,
-    /// GS base: the kernel's.
+    /// Base of GS, virtual: the kernel's per-CPU base.
     pub gs_base: u64,
-    /// GS base of user mode, while the kernel runs.
+    /// Base that SWAPGS loads into GS for user mode, virtual.
     pub kernel_gs_base: u64,
-    /// GDTR.
+    /// GDTR of this CPU at the instant.
     pub gdtr: DescriptorTable,
-    /// IDTR.
+    /// IDTR of this CPU at the instant.
     pub idtr: DescriptorTable,
-    /// DS and ES.
+    /// Selectors DS and ES, in this order.
     pub data_selectors: [u64; 2],
-    /// Zeros; whoever brings the machine back puts random bytes here, so that two machines from one image do not
-    /// share what they think is random.
+    /// Zeros in the image. The restore environment puts random bytes here, so that two machines
+    /// from one image do not share their random numbers.
     pub seed: [u64; 4],
-    /// The thread that ran there, by Linux's number: for debuggers.
+    /// Linux's number of the thread that ran on this CPU, for debuggers.
     pub thread: u64,
 }
 
-/// Where CPUs land. Read at its physical address, on tables that map all memory at its own.
+/// The control structure of a landing. The landing code reads it at its physical address: its page
+/// tables map all memory at virtual addresses equal to the physical ones.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Landing {
-    /// Root of these tables.
+    /// Physical address of the root of these page tables.
     pub root_phys: u64,
-    /// First page of what is to be copied: a [`LandingList`]; 0: nothing.
+    /// Physical address of the first [`LandingList`] of copies; 0: no copies.
     pub list_phys: u64,
-    /// An array of the physical address of each CPU's [`SavedCpu`].
+    /// Physical address of an array: for each CPU the physical address of its [`SavedCpu`].
     pub cpus_phys: u64,
-    /// Address of `mercury_resume` in the system of the image.
+    /// Kernel virtual address of `mercury_resume` in the system of the image.
     pub resume_virt: u64,
-    /// CPUs that will land.
+    /// Number of CPUs that will land.
     pub cpus: u32,
-    /// CPUs that have landed.
+    /// Number of CPUs that have landed.
     pub arrived: u32,
-    /// 1 once everything is at home.
+    /// 1 after all waiting frames were copied to their destinations, else 0.
     pub copied: u32,
-    /// Zero.
+    /// Reserved; zero on both sides.
     pub reserved: u32,
 }
 
-/// Entries of a [`LandingList`].
+/// Number of entries of a [`LandingList`].
 pub const LANDING_LIST_MAX: usize = 255;
 
-/// A page of copies to make.
+/// A page of frames that the landing code has to copy.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct LandingList {
-    /// Physical address of the next one; 0: none.
+    /// Physical address of the next list; 0: this list is the last.
     pub next_phys: u64,
-    /// Entries in use.
+    /// Number of entries in use, at most [`LANDING_LIST_MAX`].
     pub count: u64,
-    /// Physical addresses: a frame's home, and where its content waits; 0: it is all zeros.
+    /// Pairs of physical addresses: the destination frame, and the frame where its content waits. 0
+    /// as the second: the content is all zeros.
     pub copies: [u64; 2 * LANDING_LIST_MAX],
 }
 
-/// A CPU of the machine in an image.
+/// A CPU of the machine that an image holds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RestartCpu {
-    /// Linux's CPU number.
+    /// Linux's number of this CPU.
     pub cpu: u32,
-    /// Its local APIC's ID.
+    /// Identifier of the CPU's local APIC.
     pub apic_id: u32,
-    /// Physical address of its [`SavedCpu`].
+    /// Physical address of the CPU's [`SavedCpu`].
     pub saved_phys: u64,
 }
 
-/// [`RestartRange::kind`]: memory that the image holds.
+/// Value of [`RestartRange::kind`]: memory that the image holds.
 pub const MERCURY_RANGE_KEPT: u64 = 0;
-/// Memory that the machine of the image has and the image does not need.
+/// Value of [`RestartRange::kind`]: memory of the machine that the image leaves out.
 pub const MERCURY_RANGE_FREE: u64 = 1;
 
-/// A range of physical memory, in an image.
+/// A range of physical memory of the machine that an image holds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RestartRange {
-    /// Its start.
+    /// Physical address of the first byte, page-aligned.
     pub start_phys: u64,
-    /// Its length in pages.
+    /// Length in pages of 4 KiB.
     pub pages: u64,
-    /// `MERCURY_RANGE_*`.
+    /// One of `MERCURY_RANGE_*`.
     pub kind: u64,
 }
 
-/// The kernel pages tables in five levels.
+/// Flag: the kernel of the image uses five-level paging.
 pub const MERCURY_RESTART_FIVE_LEVEL: u64 = 1 << 0;
-/// Local APICs are in x2APIC mode.
+/// Flag: the local APICs are in x2APIC mode (SDM volume 3, "Extended xAPIC").
 pub const MERCURY_RESTART_X2APIC: u64 = 1 << 1;
 
-/// Not of the machine, but of how it comes: each frame may be loaded again, and holds then what it was loaded with last.
+/// Flag of the transfer, not of the machine: a frame may be loaded more than once. The last load
+/// determines its content.
 pub const MERCURY_RESTART_AGAIN: u64 = 1 << 8;
 
-/// What one frame is loaded from: the next page of the data.
+/// Value of [`LoadEntry::source`]: the content is the next page of the data.
 pub const MERCURY_LOAD_DATA: u64 = 1;
-/// All zeros.
+/// Value of [`LoadEntry::source`]: the content is all zeros.
 pub const MERCURY_LOAD_ZERO: u64 = 2;
 
-/// One frame to be put home.
+/// One frame to be loaded into its destination.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadEntry {
-    /// Its home, physical.
+    /// Physical address of the destination frame.
     pub frame_phys: u64,
-    /// `MERCURY_LOAD_*`, or the home of a frame that was loaded before and has the same content.
+    /// One of `MERCURY_LOAD_*`, or the physical address of a destination frame that was loaded
+    /// before with the same content.
     pub source: u64,
 }

@@ -1,66 +1,70 @@
-//! What the hypervisor publishes: one [`SharedCpu`] of [`SHARED_CPU_SIZE`] bytes per possible CPU,
-//! in the order of Linux's CPU numbers, mapped read-only by user space at offset 0 of
+//! The memory that the hypervisor publishes: one [`SharedCpu`] of [`SHARED_CPU_SIZE`] bytes per
+//! possible CPU, in the order of Linux's CPU numbers. User space maps it read-only at offset 0 of
 //! `/dev/mercury`.
 //!
-//! Each block has one writer, the hypervisor on that CPU, but for what the driver says in
-//! [`SharedCpu::kvm_may`]. It never reads back what it wrote to decide anything: these pages are ordinary
-//! memory of the system above. A reader takes
-//! [`LogRecord::sequence`] before and after it copies a record and discards it if they differ.
+//! Each block has one writer, the hypervisor on that CPU; only [`SharedCpu::kvm_may`] is written by
+//! the driver. The hypervisor bases no decision on values that it wrote here, because these pages
+//! are ordinary memory of the system. A reader compares [`LogRecord::sequence`] before and after it
+//! copies a record, and discards the copy if they differ.
 
-/// Bytes of one CPU's block: two pages.
+/// Size of one CPU's block in bytes: two pages.
 pub const SHARED_CPU_SIZE: usize = 8192;
 
-/// "MERCURY1" in ASCII, little-endian.
+/// "MERCURY1" in ASCII, little-endian: the first word of a block.
 pub const SHARED_MAGIC: u64 = 0x3159_5255_4352_454d;
 
-/// Set in an exit code that is VMX's exit reason (bits 31:0); one of SVM has it clear or is negative.
+/// Bit of an exit code that marks VMX's exit reason in bits 31:0 (SDM volume 3, appendix C). SVM's
+/// exit codes have the bit clear or are negative (APM volume 2, appendix C).
 pub const EXIT_CODE_VMX: u64 = 1 << 32;
 
-/// Number of [`ExitReason`]s that have a counter.
+/// Number of exit counters: room for more than the [`ExitReason`]s of today.
 pub const EXIT_REASONS: usize = 24;
 
-/// Records in one CPU's log ring.
+/// Number of records in one CPU's log ring.
 pub const LOG_RECORDS: usize = 64;
 
-/// Why a CPU came into the hypervisor: index into [`SharedCpu::exits`].
+/// The reason of an exit: index into [`SharedCpu::exits`].
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExitReason {
-    /// A hypercall of the driver.
+    /// A hypercall that the driver made.
     Hypercall = 0,
-    /// A hypercall instruction in user mode, or one that the driver did not make: answered with #UD.
+    /// A hypercall instruction in user mode, or one that the driver did not make. The hypervisor
+    /// answers with #UD.
     ForeignHypercall = 1,
-    /// EFER.
+    /// An access to EFER (C000_0080h).
     MsrEfer = 2,
-    /// VM_HSAVE_PA.
+    /// An access to VM_HSAVE_PA (C001_0117h).
     MsrHsave = 3,
-    /// PAT.
+    /// An access to PAT (277h).
     MsrPat = 4,
-    /// The microcode trigger.
+    /// A write to the MSR that loads microcode.
     MsrMicrocode = 5,
-    /// An MSR outside the permission bitmap (AMD's SMCA banks), or an MTRR (Intel), executed for real.
+    /// An MSR outside the permission bitmap (AMD's SMCA banks), or an MTRR (Intel). The hypervisor
+    /// executes the access.
     MsrPassThrough = 6,
-    /// A virtualization instruction of the system above: answered with #UD.
+    /// A virtualization instruction of the system. The hypervisor answers with #UD.
     VirtInstruction = 7,
-    /// A nested fault that extended the identity map.
+    /// A nested page fault that extended the identity map.
     NestedFill = 8,
-    /// A write to hidden memory: dropped.
+    /// A write to hidden memory, which the hypervisor dropped.
     HiddenWrite = 9,
-    /// CPUID (Intel only).
+    /// The CPUID instruction (Intel only).
     Cpuid = 10,
-    /// XSETBV (Intel only).
+    /// The XSETBV instruction (Intel only).
     Xsetbv = 11,
-    /// Anything else that is known.
+    /// Any other exit that the hypervisor knows.
     Other = 12,
-    /// Anything unknown: the CPU was detached.
+    /// An exit that the hypervisor does not know: the CPU was detached.
     Unknown = 13,
-    /// The first write to a page beneath a snapshot: it was copied, or no copy was needed any more.
+    /// The first write to a page beneath a snapshot. The page was copied, or no copy was needed any
+    /// more.
     SnapshotWrite = 14,
-    /// VMRUN of the system above: its guest ran in place (AMD).
+    /// VMRUN of the system: its guest ran in place (AMD).
     GuestRun = 15,
-    /// STGI of the system above, after a guest of its own (AMD).
+    /// STGI of the system, after it ran a guest of its own (AMD).
     GuestEnd = 16,
-    /// An NMI that struck while the system above had GIF = 0 (AMD).
+    /// An NMI that struck while the system had GIF = 0 (AMD).
     HeldNmi = 17,
 }
 
@@ -88,49 +92,53 @@ impl ExitReason {
     ];
 }
 
-/// What a [`LogRecord`] reports.
+/// The event that a [`LogRecord`] reports.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LogKind {
-    /// Empty slot.
+    /// No event: the slot is empty.
     None = 0,
     /// The CPU was attached. No arguments.
     Attached = 1,
     /// The CPU was detached by the driver. No arguments.
     Detached = 2,
-    /// The CPU left by itself: code, exit code, guest RIP, detail.
+    /// The CPU left by itself. Arguments: code, exit code, guest RIP, detail.
     Left = 3,
-    /// An MSR was executed for the system: MSR, value, 1 if written, 1 if it faulted.
+    /// The hypervisor executed an MSR access for the system. Arguments: MSR, value, 1 if written, 1
+    /// if it faulted.
     Msr = 4,
-    /// The nested map was extended: guest-physical address, guest RIP.
+    /// The nested map was extended. Arguments: guest-physical address, guest RIP.
     NestedFill = 5,
-    /// A write to hidden memory was dropped: guest-physical address, guest RIP.
+    /// A write to hidden memory was dropped. Arguments: guest-physical address, guest RIP.
     HiddenWrite = 6,
-    /// An event in delivery was handed over again: event, exit code.
+    /// An event in delivery was injected again. Arguments: event, exit code.
     Reinjected = 7,
-    /// The hypervisor crashed on this CPU: code, vector or exit code, host RIP, guest RIP.
+    /// The hypervisor crashed on this CPU. Arguments: code, vector or exit code, host RIP, guest
+    /// RIP.
     Crash = 8,
-    /// VMRUN refused the control block: named check, value.
+    /// VMRUN refused the control block. Arguments: number of the failed check, value.
     InvalidState = 9,
-    /// The CPU left while an event was in delivery that could not be handed over again: event, exit code.
+    /// The CPU left while an event was in delivery that could not be injected again. Arguments:
+    /// event, exit code.
     EventLost = 10,
-    /// The machine was put back to a snapshot: reason, CPU that asked, pages, ticks, guest RIP.
+    /// The machine was put back to a snapshot. Arguments: reason, CPU that asked, pages, ticks,
+    /// guest RIP.
     RolledBack = 11,
 }
 
-/// One entry of the log, 64 bytes.
+/// One entry of the log ring, 64 bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogRecord {
-    /// Number of this record on this CPU, counting from 1; 0 while it is being written.
+    /// Number of this record on this CPU, counting from 1; 0 while the hypervisor writes it.
     pub sequence: u64,
-    /// TSC when it was written.
+    /// TSC at the time of the event.
     pub tsc: u64,
     /// [`LogKind`] as a number.
     pub kind: u32,
-    /// Linux's CPU number.
+    /// Linux's number of the CPU that wrote the record.
     pub cpu: u32,
-    /// Meaning by kind.
+    /// Arguments of the event, by its kind.
     pub arguments: [u64; 5],
 }
 
@@ -138,82 +146,84 @@ pub struct LogRecord {
 /// RBX, RSP, RBP, RSI, RDI, R8 to R15.
 pub type Registers = [u64; 16];
 
-/// The epitaph: what was known when the hypervisor gave up on this CPU. It stays until unload.
+/// The crash record: the CPU's state when the hypervisor gave up on this CPU. It stays until
+/// unload.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrashRecord {
     /// [`crate::code::Code`] as a number; 0: no crash.
     pub code: u32,
-    /// Exception vector, or `u32::MAX` where there was none.
+    /// Exception vector, 0 to 31; `u32::MAX` if there was no exception.
     pub vector: u32,
-    /// TSC at the crash.
+    /// TSC at the time of the crash.
     pub tsc: u64,
-    /// Hypervisor RIP, relative to the image's start (`addr2line` takes it).
+    /// RIP of the hypervisor in bytes from the image's start, as `addr2line` wants it.
     pub host_rip_offset: u64,
-    /// Hypervisor RSP, virtual.
+    /// RSP of the hypervisor: host-virtual.
     pub host_rsp_virt: u64,
-    /// Exception error code.
+    /// Error code of the exception, 0 if it has none.
     pub error_code: u64,
-    /// CR2 in the hypervisor.
+    /// CR2 of the hypervisor: host-virtual address of its page fault.
     pub host_cr2: u64,
     /// Exit code of the last exit, as the processor gave it; on Intel with [`EXIT_CODE_VMX`].
     pub exit_code: u64,
-    /// First exit qualification.
+    /// EXITINFO1 of that exit (AMD: APM volume 2, section 15.6), or the exit qualification (Intel).
     pub exit_info1: u64,
-    /// Second exit qualification.
+    /// EXITINFO2 of that exit (AMD), or the guest-physical address (Intel).
     pub exit_info2: u64,
-    /// Event in delivery at the exit.
+    /// Event in delivery at the exit, in the format of the control block.
     pub exit_event: u64,
-    /// Guest RIP, virtual.
+    /// RIP of the system: its virtual address.
     pub guest_rip: u64,
-    /// Guest RFLAGS.
+    /// RFLAGS of the system.
     pub guest_rflags: u64,
-    /// Guest CR0.
+    /// CR0 of the system.
     pub guest_cr0: u64,
-    /// Guest CR2.
+    /// CR2 of the system: linear address of its last page fault.
     pub guest_cr2: u64,
-    /// Guest CR3.
+    /// CR3 of the system: guest-physical root and flags.
     pub guest_cr3: u64,
-    /// Guest CR4.
+    /// CR4 of the system.
     pub guest_cr4: u64,
-    /// Guest CS and SS selectors: CS in bits 15:0, SS in bits 31:16.
+    /// Selectors of the system: CS in bits 15:0, SS in bits 31:16.
     pub guest_cs_ss: u64,
-    /// Guest registers.
+    /// General registers of the system.
     pub guest_registers: Registers,
     /// Panic message or name of the fault point, NUL-padded.
     pub message: [u8; 120],
 }
 
-/// One CPU's block.
+/// The block of one CPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SharedCpu {
-    /// [`SHARED_MAGIC`] once the hypervisor is loaded.
+    /// [`SHARED_MAGIC`] while the hypervisor is loaded.
     pub magic: u64,
-    /// Linux's CPU number.
+    /// Linux's number of this CPU.
     pub cpu: u32,
-    /// 1 while this CPU is attached, as far as the hypervisor knows; the truth is asked of the CPU.
+    /// 1 while this CPU is attached, by the hypervisor's last write. Only the CPU itself can answer
+    /// for certain.
     pub attached: u32,
-    /// Exits by [`ExitReason`] since load.
+    /// Number of exits since load, by [`ExitReason`].
     pub exits: [u64; EXIT_REASONS],
-    /// TSC ticks spent in the hypervisor by exits since load.
+    /// TSC ticks that exits spent in the hypervisor since load.
     pub exit_ticks: u64,
-    /// Attaches since load.
+    /// Number of attaches of this CPU since load.
     pub attaches: u64,
-    /// Detaches since load, of whatever kind.
+    /// Number of detaches of this CPU since load, of every kind.
     pub detaches: u64,
     /// [`crate::code::Code`] of the last departure that was not a detach; 0 if there was none.
     pub left_because: u64,
-    /// Records ever written to `log`.
+    /// Number of records ever written to `log`.
     pub log_written: u64,
-    /// The last crash.
+    /// The last crash on this CPU.
     pub crash: CrashRecord,
-    /// Written by the driver: 1 while KVM may use SVM above the hypervisor. Otherwise EFER shows the
-    /// hypervisor's own SVME, and to clear it is to leave.
+    /// 1 while KVM may use SVM above the hypervisor, else 0; written by the driver. At 0 the system
+    /// sees the hypervisor's own SVME in EFER, and the CPU is detached when the system clears it.
     pub kvm_may: u32,
-    /// Padding to the second page.
+    /// Padding to the second page, zeros.
     pub reserved: [u32; 865],
-    /// The ring; record `n` (from 1) is at index `(n - 1) % LOG_RECORDS`.
+    /// The log ring; record `n` (from 1) is at index `(n - 1) % LOG_RECORDS`.
     pub log: [LogRecord; LOG_RECORDS],
 }
 

@@ -1,83 +1,96 @@
 //! Snapshots of memory, between driver and hypervisor: [`crate::gate::Hypercall::Snapshot`] with a
 //! [`SnapshotCall`] in RDI and the address of its argument in RSI.
 //!
-//! The order: [`SnapshotCall::Tables`], [`SnapshotCall::Donate`] as often as it takes, [`SnapshotCall::Begin`] once, then
-//! [`SnapshotCall::Enter`] on every CPU at the same time, with interrupts off: that is the instant. From there on
-//! [`SnapshotCall::Take`], on any CPU, until everything has been taken. At the end [`SnapshotCall::Leave`] on every
-//! CPU, then [`SnapshotCall::End`]: what was donated is the driver's again.
+//! The calls come in this order:
 //!
-//! A snapshot that is *kept* ([`SnapshotSetup::keep`]) is not taken: [`SnapshotCall::Rollback`] on any CPU, or a triple
-//! fault, puts the machine back to it. Each CPU then goes on where it left its [`crate::restart::SavedCpu`], with
+//! 1. [`SnapshotCall::Tables`], [`SnapshotCall::Donate`] as often as it takes,
+//!    [`SnapshotCall::Begin`] once.
+//! 2. [`SnapshotCall::Enter`] on every CPU at the same time, with interrupts off: that rendezvous
+//!    is the instant.
+//! 3. [`SnapshotCall::Take`] on any CPU, until all frames have been read.
+//! 4. [`SnapshotCall::Leave`] on every CPU, then [`SnapshotCall::End`]: the donated pages belong to
+//!    the driver again.
+//!
+//! The frames of a *kept* snapshot ([`SnapshotSetup::keep_virt`]) are not read.
+//! [`SnapshotCall::Rollback`] on any CPU, or a triple fault, puts the machine back to the snapshot.
+//! Each CPU then goes on where it left its [`crate::restart::SavedCpu`], with
 //! [`MERCURY_ROLLED_BACK`] in RAX, still attached and as after [`SnapshotCall::Leave`].
 //!
-//! Arguments, donated pages and all memory that is kept lie at direct-map addresses, which the hypervisor does not map
-//! otherwise: the driver makes page tables for the time, which map what its own do besides. (Those are hidden from the
-//! driver on an attached CPU.)
+//! Arguments, donated pages and all kept memory lie at direct-map addresses, which the hypervisor's
+//! own tables do not map. For the time of a snapshot the driver makes page tables that map them and
+//! everything that the hypervisor's own tables map. (Its own tables are hidden from the driver on
+//! an attached CPU.)
 
-/// What to do.
+/// A request of the driver about a snapshot or a dirty log.
 #[repr(u64)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SnapshotCall {
-    /// Gives pages: a [`PageList`]. Once there is a snapshot, those of the memory that it keeps can be used only if they
-    /// have been taken: the others are left in the list.
+    /// Gives pages to the pool; argument: a [`PageList`]. After a snapshot has begun, the
+    /// hypervisor accepts a page of the kept memory only if its frame has been read. The list then
+    /// holds the pages that it did not accept.
     Donate = 0,
-    /// Prepares a snapshot: a [`SnapshotSetup`].
+    /// Prepares a snapshot; argument: a [`SnapshotSetup`].
     Begin = 1,
-    /// This CPU waits for the others, and then runs on the snapshot's tables. No argument.
+    /// Waits on this CPU for the other CPUs, then runs it on the snapshot's tables. No argument.
     Enter = 2,
-    /// Takes frames: a [`TakeList`]. The value is 1 if the pool runs low.
+    /// Reads frames; argument: a [`TakeList`]. The value is 1 if the pool runs low.
     Take = 3,
-    /// This CPU runs on the identity map again. No argument.
+    /// Runs this CPU on the identity map again. No argument.
     Leave = 4,
-    /// The snapshot is forgotten, and every donated page with it. No argument.
+    /// Forgets the snapshot and every donated page. No argument.
     End = 5,
-    /// Fills a [`SnapshotStatus`].
+    /// Fills a [`SnapshotStatus`], the argument.
     Status = 6,
-    /// Page tables that map the system's memory besides, which the hypervisor loads while it needs that, until the end:
-    /// host-physical address of their root, instead of an argument's.
+    /// Names page tables that also map the system's memory; argument: the host-physical address of
+    /// their root. The hypervisor loads them whenever it needs that memory, until the end.
     Tables = 7,
-    /// Puts the machine back to the snapshot that is kept: a [`RollbackReason`] instead of an address. Returns only if
-    /// that fails.
+    /// Puts the machine back to the kept snapshot; argument: a [`RollbackReason`] in place of an
+    /// address. Returns only if that fails.
     Rollback = 8,
-    /// The snapshot is not exact any more: a [`crate::code::Code`] instead of an address. The machine runs on.
+    /// Declares the snapshot invalid; argument: a [`crate::code::Code`] in place of an address. The
+    /// machine runs on.
     GiveUp = 9,
-    /// This CPU is stopped by a kernel that panics, and is to be fetched from where it stops: if there is a snapshot to
-    /// go back to, it does not leave the hypervisor any more when the kernel switches virtualization off. In a handler of
-    /// NMIs it waits for the rollback. No argument.
+    /// Holds this CPU, which a panicking kernel stops, for a rollback. No argument. If a snapshot
+    /// is kept, the CPU does not leave the hypervisor any more when the kernel switches
+    /// virtualization off. In a handler of NMIs it waits for the rollback.
     Hold = 10,
-    /// Takes free pages back, at most as many as a [`PageList`] says, and half of what is free: the list has them then.
+    /// Returns free pages to the driver; argument: a [`PageList`] whose `count` limits their
+    /// number. The hypervisor returns at most half of the free pages, and the list then holds them.
     Reclaim = 11,
-    /// Prepares a log of what CPUs write from [`SnapshotCall::LogEnter`] on: a [`LogSetup`].
+    /// Prepares a dirty log of the writes of CPUs from [`SnapshotCall::LogEnter`] on; argument: a
+    /// [`LogSetup`].
     LogBegin = 12,
-    /// From here on what this CPU writes is in the log; where it is already, every translation is flushed. No argument.
+    /// Logs the writes of this CPU from here on. On a CPU that is logged already, flushes every
+    /// translation. No argument.
     LogEnter = 13,
-    /// Moves what was written into the other map: a [`LogCollect`], again and again until that is at its end. Then
-    /// [`SnapshotCall::LogEnter`] on every CPU, and only then the frames may be read: a CPU that has not forgotten its
-    /// translations yet writes to them unseen.
+    /// Moves the log into the map of collected frames; argument: a [`LogCollect`]. The driver
+    /// repeats the call until the cursor is at its end. Then it makes [`SnapshotCall::LogEnter`] on
+    /// every CPU, and reads frames only after that: a CPU with cached translations writes to
+    /// collected frames unseen.
     LogCollect = 14,
 }
 
-/// What a CPU of a machine that was put back finds in RAX where it goes on.
+/// Value of RAX with which each CPU goes on in a machine that was put back.
 pub const MERCURY_ROLLED_BACK: u64 = 2;
 
-/// Why a machine is put back.
+/// The reason of a rollback.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RollbackReason {
-    /// It was not.
+    /// No rollback took place.
     None = 0,
-    /// Somebody asked for it.
+    /// The operator asked for it.
     Command = 1,
-    /// The kernel panicked.
+    /// The kernel panicked on this CPU.
     Panic = 2,
-    /// The kernel panicked, and stops this CPU.
+    /// The kernel panicked on another CPU, and stops this one.
     Stop = 3,
     /// A CPU shut down: a triple fault.
     TripleFault = 4,
 }
 
 impl RollbackReason {
-    /// All of them, with their names.
+    /// Every reason with its name.
     pub const NAMES: [(RollbackReason, &'static str); 5] = [
         (RollbackReason::None, "none"),
         (RollbackReason::Command, "command"),
@@ -86,203 +99,215 @@ impl RollbackReason {
         (RollbackReason::TripleFault, "triple fault"),
     ];
 
-    /// The reason with this number, if there is one.
+    /// Returns the reason with this number, if there is one.
     #[must_use]
     pub fn from_number(number: u64) -> Option<Self> {
         Self::NAMES.iter().map(|(reason, _)| *reason).find(|reason| u64::from(*reason as u32) == number)
     }
 }
 
-/// How a machine was put back.
+/// The report of the last rollback.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RollbackReport {
-    /// How often since load.
+    /// Number of rollbacks since load.
     pub count: u64,
-    /// [`RollbackReason`] of the last time.
+    /// [`RollbackReason`] of the last rollback.
     pub reason: u32,
-    /// The CPU that asked for it.
+    /// Linux's number of the CPU that asked for it.
     pub cpu: u32,
-    /// Where that was: the system's RIP.
+    /// RIP of the system on that CPU: kernel virtual.
     pub rip_virt: u64,
-    /// Pages that were copied back.
+    /// Number of pages that were copied back.
     pub pages: u64,
-    /// PCI functions that were silenced.
+    /// Number of PCI functions that were silenced.
     pub functions: u64,
-    /// TSC ticks from the request until all CPUs were there.
+    /// TSC ticks from the request until the rendezvous of all CPUs.
     pub meet_ticks: u64,
-    /// TSC ticks from there until everything was in place.
+    /// TSC ticks from the rendezvous until all memory was in place.
     pub work_ticks: u64,
-    /// Pages that were compared with what they held at the instant (fault-injection builds only).
+    /// Number of pages compared with their content at the instant (fault-injection builds only).
     pub compared: u64,
-    /// Those that were different.
+    /// Number of those pages that differed.
     pub different: u64,
-    /// The first of them, guest-physical.
+    /// Guest-physical address of the first page that differed.
     pub different_phys: u64,
 }
 
-/// Pages of a [`PageList`].
+/// Number of entries of a [`PageList`].
 pub const PAGE_LIST_MAX: usize = 511;
 
-/// Pages for the pool.
+/// Pages for the pool, or pages from it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PageList {
-    /// How many.
+    /// Number of entries in use, at most [`PAGE_LIST_MAX`].
     pub count: u64,
-    /// Host-physical addresses.
+    /// Host-physical addresses of the pages, page-aligned.
     pub pages_phys: [u64; PAGE_LIST_MAX],
 }
 
-/// Bits of a piece of a map of pages: for 4 GiB.
+/// Number of bits in one bitmap of pages: one bit per page of 4 GiB.
 pub const MAP_BITS: usize = 1 << 20;
 
-/// What is to be kept.
+/// The memory and the CPUs of a snapshot.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotSetup {
-    /// Address of an array of [`crate::gate::OwnedRange`], ascending: the memory to keep. It stays until the end.
+    /// Virtual address of an array of [`crate::gate::OwnedRange`], ascending: the memory to keep.
+    /// The array stays until the end.
     pub memory_virt: u64,
-    /// Number of entries in it.
+    /// Number of entries at `memory_virt`.
     pub memory_count: u64,
-    /// Address of an array of addresses of bitmaps, of [`MAP_BITS`] each: a bit for each page that is kept, in their
-    /// order, set for those that are copied at the instant. 0: none.
+    /// Virtual address of an array of virtual addresses of bitmaps, of [`MAP_BITS`] each, with a
+    /// bit for each kept page, in their order. A set bit: the page is persistent DMA memory, and is
+    /// copied at the instant. 0: no such pages.
     pub lasting_virt: u64,
-    /// Address of an array of `free_count` addresses of such bitmaps, or 0 where no bit is set: a bit for each page of the
-    /// address space, set for those that were free at the instant. What they held does not matter: they are taken as
-    /// zeros.
+    /// Virtual address of an array of `free_count` virtual addresses of bitmaps, of [`MAP_BITS`]
+    /// each, with a bit for each page of the address space. An address of 0 stands for a bitmap of
+    /// zeros. A set bit: the page was free at the instant, its content does not matter, and it is
+    /// read as zeros.
     pub free_virt: u64,
-    /// Number of entries in it.
+    /// Number of entries at `free_virt`.
     pub free_count: u64,
-    /// Address of an array of one hash for each page that is kept, in their order, filled at the instant; 0: none
-    /// (fault-injection builds only).
+    /// Virtual address of an array of one hash for each kept page, in their order. The hypervisor
+    /// fills it at the instant; 0: none (fault-injection builds only).
     pub hashes_virt: u64,
-    /// CPUs that will enter.
+    /// Number of CPUs that will enter.
     pub cpus: u32,
-    /// 1 to keep a log of what is written from the instant on.
+    /// 1 to keep a dirty log from the instant on, else 0.
     pub log: u32,
-    /// Address of an array of [`crate::restart::RestartCpu`] of these CPUs, for a snapshot that is to be kept; it stays
-    /// until the end. 0: it is to be taken.
+    /// Virtual address of an array of [`crate::restart::RestartCpu`], one for each of these CPUs;
+    /// the array stays until the end. Not 0: the snapshot is kept for a rollback. 0: its frames are
+    /// read.
     pub keep_virt: u64,
-    /// TSC ticks that devices are given to come to rest before memory is put back.
+    /// TSC ticks that devices get to finish before memory is put back.
     pub settle_ticks: u64,
-    /// PCI buses with devices that are to be silenced then, a bit for each.
+    /// Bit mask of the PCI buses, 0 to 255, whose devices are silenced at a rollback.
     pub buses: [u64; 4],
 }
 
-/// A log of what CPUs write before a snapshot's instant. It ends for each CPU when that enters the snapshot.
+/// The dirty log of the writes of CPUs before a snapshot's instant. The log of a CPU ends when the
+/// CPU enters the snapshot.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogSetup {
-    /// As [`SnapshotSetup::memory_virt`]; the snapshot's must be the same.
+    /// Virtual address of the ranges, as [`SnapshotSetup::memory_virt`]; the snapshot must have the
+    /// same.
     pub memory_virt: u64,
-    /// Number of entries in it.
+    /// Number of entries at `memory_virt`.
     pub memory_count: u64,
-    /// Address of an array of `map_count` addresses of bitmaps as of [`SnapshotSetup::free_virt`]: what has been written
-    /// since it was collected last. Both sides set bits in them, by locked instructions.
+    /// Virtual address of an array of `map_count` virtual addresses of bitmaps, as
+    /// [`SnapshotSetup::free_virt`]. A set bit: the page may have been written since the last
+    /// collection. Driver and hypervisor set bits by locked instructions.
     pub written_virt: u64,
-    /// Address of another such array, with bitmaps in the same places: what is collected. Bits are only set.
+    /// Virtual address of a second such array, with bitmaps in the same places. A set bit: the page
+    /// is collected. The hypervisor only sets bits.
     pub collected_virt: u64,
-    /// Number of entries in each.
+    /// Number of entries at `written_virt` and at `collected_virt`.
     pub map_count: u64,
 }
 
-/// How far a collection of the log is.
+/// The progress of a collection of the dirty log.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogCollect {
-    /// In: where to begin, guest-physical. Out: where to go on; all ones behind the last frame.
+    /// In: guest-physical address at which to begin. Out: address at which to continue; all ones
+    /// after the last frame.
     pub next_phys: u64,
-    /// Out: frames that were moved, added to what was there.
+    /// Out: number of frames that were moved, added to the value on entry.
     pub pages: u64,
 }
 
-/// Entries of a [`TakeList`]: so many pages are copied with interrupts off.
+/// Number of entries of a [`TakeList`]. So many pages are copied with interrupts off.
 pub const TAKE_LIST_MAX: usize = 16;
 
-/// One frame to be taken.
+/// One frame to be read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TakeEntry {
-    /// The frame, guest-physical.
+    /// Guest-physical address of the frame, page-aligned.
     pub frame_phys: u64,
-    /// Page that gets its content, host-physical: none that is kept.
+    /// Host-physical address of the page that receives the content. The page must not be kept
+    /// memory.
     pub to_phys: u64,
 }
 
-/// Frames to be taken, best in ascending order.
+/// Frames to be read, best in ascending order.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TakeList {
-    /// How many.
+    /// Number of entries in use, at most [`TAKE_LIST_MAX`].
     pub count: u32,
-    /// Zero.
+    /// Reserved; zero on both sides.
     pub reserved: u32,
-    /// Written by the hypervisor: bit n is set if entry n had been taken before.
+    /// Written by the hypervisor: bit n is set if the frame of entry n had been read before.
     pub taken_before: u64,
-    /// The frames.
+    /// The frames, and the pages that receive their content.
     pub entries: [TakeEntry; TAKE_LIST_MAX],
 }
 
-/// What a snapshot costs.
+/// The state and the cost of a snapshot.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotStatus {
-    /// 1 while there is one.
+    /// 1 while there is a snapshot, else 0.
     pub live: u32,
-    /// 1 if it holds all that memory held at the instant.
+    /// 1 if the snapshot holds the complete memory of the instant; 0 if it is invalid.
     pub exact: u32,
-    /// Pages of the pool that are free.
+    /// Number of free pages in the pool.
     pub free_pages: u64,
-    /// Copies in the pool.
+    /// Number of copies that the pool holds.
     pub copies: u64,
-    /// Copies ever made.
+    /// Number of copies made since the begin.
     pub copied: u64,
-    /// Frames taken.
+    /// Number of frames read since the begin.
     pub taken: u64,
-    /// [`crate::code::Code`] of why it is not exact.
+    /// [`crate::code::Code`] that tells why the snapshot is invalid; 0 while it is exact.
     pub spoilt: u32,
-    /// 1 if it is kept.
+    /// 1 if the snapshot is kept for a rollback, else 0.
     pub kept: u32,
-    /// Pages that were copied at the instant: what devices have for good.
+    /// Number of pages copied at the instant: persistent DMA memory.
     pub lasting: u64,
-    /// TSC ticks that this took.
+    /// TSC ticks that copying them took.
     pub lasting_ticks: u64,
-    /// TSC ticks of the instant, in the hypervisor, on the CPU that came last: those are part of it.
+    /// TSC ticks of the instant in the hypervisor, on the CPU that came last. They include
+    /// `lasting_ticks`.
     pub enter_ticks: u64,
-    /// Calls of [`SnapshotCall::Take`] that were told that the pool runs low.
+    /// Number of [`SnapshotCall::Take`] calls that reported a low pool.
     pub hurries: u64,
-    /// Times that a writer waited, because little of the pool was left or nothing.
+    /// Number of times that a writer waited for free pool pages.
     pub waits: u64,
-    /// How this machine was put back last.
+    /// Report of this machine's last rollback.
     pub rollback: RollbackReport,
 }
 
-/// What the instant took, in TSC ticks: one step after the other, on the CPU that leads.
+/// Durations of the instant's steps in TSC ticks, one step after the other, on the CPU that leads.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InstantTicks {
-    /// Until tasks are frozen and devices are quiesced.
+    /// Step until tasks are frozen and devices are quiesced.
     pub quiesce: u64,
-    /// Until all CPUs stand still, with interrupts off.
+    /// Step until all CPUs stand still, with interrupts off.
     pub gather: u64,
-    /// Until the core of the system is suspended.
+    /// Step until the core of the system is suspended.
     pub suspend: u64,
-    /// Until all of them have looked for what devices have for good, and for what is free.
+    /// Step until all CPUs have searched for persistent DMA memory and for free pages.
     pub search: u64,
-    /// Until the state of this CPU is saved.
+    /// Step until the state of this CPU is saved.
     pub save: u64,
-    /// Until this CPU is back from the hypervisor, and has written for the first time.
+    /// Step until this CPU is back from the hypervisor and has written for the first time.
     pub enter: u64,
-    /// Until the core of the system goes on.
+    /// Step until the core of the system goes on.
     pub resume: u64,
-    /// Until all CPUs go on.
+    /// Step until all CPUs go on.
     pub release: u64,
-    /// Until devices and tasks go on.
+    /// Step until devices and tasks go on.
     pub thaw: u64,
 }
 
-/// A hash of a page's words (FNV-1a, 64 bits at a time): what proves in tests that a page is what it was.
+/// Returns a hash of a page's words (FNV-1a, 64 bits at a time). Tests compare it to prove that a
+/// page is unchanged.
 #[must_use]
 pub fn hash(words: &[u64]) -> u64 {
     const BASIS: u64 = 0xCBF2_9CE4_8422_2325;

@@ -10,14 +10,14 @@ use mercury_abi::{
 };
 use std::fmt::Write as _;
 
-/// Something that the crate declares.
+/// A declaration of the crate.
 enum Item {
     Const { doc: &'static str, name: &'static str, value: u64 },
     Enum { doc: &'static str, name: &'static str, variants: &'static [(&'static str, &'static str, u64)] },
     Struct { doc: &'static str, name: &'static str, size: usize, fields: &'static [Field] },
 }
 
-/// A structure's field; `length` 0: not an array.
+/// A field of a structure; `length` 0: no array.
 struct Field {
     doc: &'static str,
     name: &'static str,
@@ -48,7 +48,7 @@ fn render() -> Result<String, std::fmt::Error> {
     codes(&mut out)?;
     out.push_str("\n/* Offsets in the gate block, for assembler. */\n");
     offsets("GateBlock", "GATE", 0, &mut out)?;
-    out.push_str("\n/* Offsets in what brings a machine back, for assembler. */\n");
+    out.push_str("\n/* Offsets in the structures of a restart, for assembler. */\n");
     offsets("SavedCpu", "SAVED_CPU", 0, &mut out)?;
     offsets("Landing", "LANDING", 0, &mut out)?;
     offsets("LandingList", "LANDING_LIST", 0, &mut out)?;
@@ -62,7 +62,7 @@ fn render() -> Result<String, std::fmt::Error> {
     Ok(out)
 }
 
-/// Constants and enumerations, as macros.
+/// Prints a constant or an enumeration as macros.
 fn numbers(item: &Item, out: &mut String) -> std::fmt::Result {
     match item {
         Item::Const { doc, name, value } => {
@@ -83,7 +83,7 @@ fn numbers(item: &Item, out: &mut String) -> std::fmt::Result {
 }
 
 fn codes(out: &mut String) -> std::fmt::Result {
-    out.push_str("\n/* Why something was refused or ended (`mercury explain`). */\n");
+    out.push_str("\n/* Codes of refusals and departures (`mercury explain`). */\n");
     for code in Code::ALL {
         let name = code.name().replace('-', "_").to_uppercase();
         define(&format!("MERCURY_CODE_{name}"), *code as u64, out)?;
@@ -91,7 +91,7 @@ fn codes(out: &mut String) -> std::fmt::Result {
     Ok(())
 }
 
-/// The offsets of a structure's fields and of those of the structures in it.
+/// Prints the offsets of a structure's fields, and of the fields of the structures in it.
 fn offsets(structure: &str, prefix: &str, base: usize, out: &mut String) -> std::fmt::Result {
     let Some(fields) = fields_of(structure) else { return Ok(()) };
     for field in fields {
@@ -109,7 +109,7 @@ fn fields_of(structure: &str) -> Option<&'static [Field]> {
     })
 }
 
-/// A structure with its assertions, after those that it contains.
+/// Prints a structure with its assertions, after the structures that it contains.
 fn structure(item: &Item, printed: &mut Vec<&str>, out: &mut String) -> std::fmt::Result {
     let Item::Struct { doc, name, size, fields } = item else { return Ok(()) };
     if printed.contains(name) {
@@ -147,7 +147,7 @@ fn c_type(rust: &str) -> String {
     format!("struct mercury_{}", snake(rust))
 }
 
-/// Small numbers are written plainly; others need a suffix in C that assembler does not know.
+/// Prints a macro for a number. Large numbers need a suffix in C that assembler does not know.
 fn define(name: &str, value: u64, out: &mut String) -> std::fmt::Result {
     match value {
         0..=0xffff => writeln!(out, "#define {name} {value}"),
@@ -156,7 +156,7 @@ fn define(name: &str, value: u64, out: &mut String) -> std::fmt::Result {
     }
 }
 
-/// A comment of lines of at most 100 columns.
+/// Prints a comment in lines of at most 100 columns.
 fn comment(indent: &str, text: &str, out: &mut String) -> std::fmt::Result {
     if text.is_empty() {
         return Ok(());
@@ -182,7 +182,7 @@ fn comment(indent: &str, text: &str, out: &mut String) -> std::fmt::Result {
     writeln!(out, "{indent} */")
 }
 
-/// `NativeOp` as `native_op`.
+/// Returns `native_op` for `NativeOp`.
 fn snake(name: &str) -> String {
     let mut text = String::new();
     for (position, letter) in name.char_indices() {
@@ -194,7 +194,7 @@ fn snake(name: &str) -> String {
     text
 }
 
-/// `NativeOp` as `NATIVE_OP`.
+/// Returns `NATIVE_OP` for `NativeOp`.
 fn shout(name: &str) -> String {
     snake(name).to_uppercase()
 }
