@@ -140,7 +140,7 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     is_well(&spare, &id)?;
     goes_on(peer, &spare)?;
     spare.sh(&format!("grep '^2/3' /run/said; echo back, please > {WORDS}"))?;
-    spare.sh("sleep 1; grep 'what is wanted is HOST --key LINE' /run/said")?;
+    spare.sh("sleep 1; grep 'type HOST --key TOKEN, as' /run/said")?;
 
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;

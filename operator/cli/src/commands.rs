@@ -1,4 +1,4 @@
-//! The commands: each opens what it needs, does one thing and returns a report.
+//! The commands: each opens the driver, does one thing and returns a report.
 
 use crate::{
     args::{
@@ -35,10 +35,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often `status --watch` looks.
+/// The interval at which `status --watch` reads the status.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often `log --follow` looks: the rings hold 64 records each.
+/// The interval at which `log --follow` reads the rings, which hold 64 records each.
 const FOLLOW_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Runs the command line and returns its exit status. Failures are reported.
@@ -123,23 +123,21 @@ fn command_name(command: &Command) -> &'static str {
     }
 }
 
-/// Where results go.
+/// The destination of results.
 #[derive(Clone, Copy, Debug)]
 pub struct Say<'a> {
-    /// Text or JSON.
     pub format: Format,
-    /// The command's name.
     pub name: &'a str,
 }
 
 impl Say<'_> {
-    /// Prints a result; the command is done.
+    /// Prints the only result of a command.
     pub fn done<T: Serialize + Render>(self, result: &T) -> Exit {
         print(&text(self.format, self.name, result));
         Exit::Done
     }
 
-    /// Prints one of many results: JSON on one line.
+    /// Prints one of many results: JSON on one line. Returns false when the reader is gone.
     pub fn one_of_many<T: Serialize + Render>(self, result: &T) -> bool {
         match self.format {
             Format::Text => print(&text(self.format, self.name, result)),
@@ -148,7 +146,7 @@ impl Say<'_> {
     }
 }
 
-/// Prints to standard output. Returns false when nobody reads it any more.
+/// Prints to standard output. Returns false when the reader is gone.
 pub fn print(text: &str) -> bool {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_ok()
@@ -168,7 +166,8 @@ fn fail(error: &Error, format: Format, name: &str) -> Exit {
     error.exit
 }
 
-/// Returns true if systemd's journal has the failure, with its fields: standard error of a service.
+/// Returns true if systemd's journal has the failure, with its fields. Standard error of a service
+/// goes there too.
 fn is_in_journal(error: &Error, name: &str) -> bool {
     let mut fields = journal::of_failure(name, error);
     fields.push(("SYSLOG_IDENTIFIER", "mercury".to_owned()));
@@ -176,7 +175,7 @@ fn is_in_journal(error: &Error, name: &str) -> bool {
     journal::send(Priority::Error, &format!("mercury {name}: {error}{hint}"), &fields)
 }
 
-/// A failure as people read it: what happened and why, then what to do.
+/// Formats a failure for people: what happened and why, then what to do.
 fn complaint(mut to: Text, error: &Error, name: &str) -> String {
     let program = to.tone(Tone::Bad, &format!("mercury {name}:"));
     to.line(format!("{program} {error}"));
@@ -186,7 +185,7 @@ fn complaint(mut to: Text, error: &Error, name: &str) -> String {
     to.finish()
 }
 
-/// Refuses whoever is not root.
+/// Refuses a user who is not root.
 pub fn need_root(action: &str) -> Result<()> {
     let error = || Error::new(Exit::Permission, format!("{action} needs root")).hint(sudo::again());
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err(error()) }
@@ -200,7 +199,7 @@ fn doctor(args: &DoctorArgs, say: Say<'_>) -> Result<Exit> {
     Ok(report.exit())
 }
 
-/// Puts in the driver and opens it for control.
+/// Loads the driver and opens it for control.
 pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
     need_root(action)?;
     let mut driver_inserted = false;
@@ -209,49 +208,51 @@ pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepar
             progress::during("loading the driver", || module::insert(module, &Sysroot::default()))
                 .map_err(|error| without_driver(error, &doctor::machine::cpuid_facts(), action))?;
         match Device::open(Access::Control) {
-            // Somebody else has taken it out since.
+            // Another process has removed the driver since.
             Err(error) if error.code == Some(Code::NotLoaded) => {}
             opened => return Ok((opened?, Prepared { driver_inserted, ..Prepared::default() })),
         }
     }
-    Err(Error::new(Exit::Busy, "another process takes the driver out, again and again")
-        .hint("wait until `mercury unload` is not run any more, and repeat the command"))
+    Err(Error::new(Exit::Busy, "another process removes the driver again and again")
+        .hint("wait until that process (`mercury unload`) ends, and repeat the command"))
 }
 
-/// Where the driver cannot be loaded: says first what no driver could mend.
+/// Improves the error for a driver that cannot be loaded: a refusal that no driver could change
+/// comes first.
 fn without_driver(error: Error, cpuid: &CpuFacts, action: &str) -> Error {
     let Some(refusal) = doctor::processor::refused_processor(cpuid, action) else { return error };
     Error { message: format!("{}; besides, {}", refusal.message, error.message), ..refusal }
 }
 
-/// How often the driver is put in if it is taken out at once.
+/// How often the driver is loaded again if another process removes it at once.
 const INSERTIONS: usize = 3;
 
-/// The device, to control it, once nobody puts the driver in or takes it out any more; none without a driver.
+/// Opens the device for control when no other process loads or removes the driver. Returns none
+/// without a driver.
 fn control_if_loaded() -> Result<Option<Device>> {
     if !module::settles_as_loaded(&Sysroot::default())? {
         return Ok(None);
     }
     match Device::open(Access::Control) {
-        // It has been taken out since.
+        // Another process has removed the driver since.
         Err(error) if error.code == Some(Code::NotLoaded) => Ok(None),
         opened => opened.map(Some),
     }
 }
 
-/// The same with the hypervisor in memory.
+/// Loads the driver and the hypervisor, and opens the driver for control.
 pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
     let (device, mut prepared) = controlled(module, action)?;
     prepared.hypervisor_loaded = load_hypervisor(&device)?;
     Ok((device, prepared))
 }
 
-/// Loads the hypervisor unless it is loaded. Returns whether it did.
+/// Loads the hypervisor unless it is loaded. Returns true if this call loaded it.
 fn load_hypervisor(device: &Device) -> Result<bool> {
     progress::during("loading the hypervisor into memory", || switch::ensure_loaded(device))
 }
 
-/// Names a CPU that cannot be switched before anything is begun.
+/// Refuses a CPU that cannot be switched, before the switch begins.
 fn all_online(action: &str, cpus: Option<&CpuSet>) -> Result<()> {
     let online = Sysroot::default().online_cpus();
     let missing = cpus.and_then(|cpus| cpus.iter().find(|cpu| !online.contains(*cpu)));
@@ -306,7 +307,7 @@ fn attach(args: &AttachArgs, format: Format) -> Result<switch::SwitchReport> {
     }
 }
 
-/// Either of them finds out who else uses the hardware.
+/// Loads and attaches. Either step can fail because another hypervisor uses the hardware.
 fn load_and_attach(
     device: &Device,
     cpus: Option<&CpuSet>,
@@ -316,7 +317,7 @@ fn load_and_attach(
     switch_deferred(device, Direction::Attach, cpus, *prepared)
 }
 
-/// A switch that Ctrl-C does not tear: all of it or nothing.
+/// Runs a switch to its end even after Ctrl-C, so that it is never done in part.
 fn switch_deferred(
     device: &Device,
     direction: Direction,
@@ -328,7 +329,8 @@ fn switch_deferred(
     progress::during(&label, || switch::switch(device, direction, cpus, prepared))
 }
 
-/// Unloads a KVM that nobody uses, if the operator wants that; otherwise the error, with who may hold the hardware.
+/// Unloads a KVM without virtual machines, if the operator wants that. Otherwise returns the error,
+/// with the modules that may hold the hardware.
 fn make_kvm_let_go(args: &AttachArgs, format: Format, error: Error) -> Result<()> {
     let holders = module::holders(&Sysroot::default());
     let unused = holders.iter().find(|module| module::is_unused_kvm(module));
@@ -339,13 +341,13 @@ fn make_kvm_let_go(args: &AttachArgs, format: Format, error: Error) -> Result<()
     }
 }
 
-/// Who holds the hardware, and how to make them let go.
+/// Adds the modules that hold the hardware to the error, and how to unload them.
 fn held_by(holders: &[Module], error: Error) -> Error {
     let Some(names) = module::names(holders) else { return error };
     Error { message: format!("{}; {names} holds it", error.message), hint: module::release(holders), ..error }
 }
 
-/// Asks on the terminal, if there is one.
+/// Asks the operator on the terminal, if there is one.
 fn agreed(holder: &str) -> bool {
     if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
         return false;
@@ -363,12 +365,12 @@ fn detach(args: &DetachArgs) -> Result<switch::SwitchReport> {
     switch_deferred(&device, Direction::Detach, args.cpus.as_ref(), Prepared::default())
 }
 
-/// The driver, to look at.
+/// Opens the driver for reading only.
 fn observe() -> Result<Device> {
     Device::open(Access::Observe)
 }
 
-/// The status, also without a driver.
+/// Reads the status, also without a driver.
 pub fn current_status() -> Result<Status> {
     match observe() {
         Ok(device) => Status::collect(&device),
@@ -398,7 +400,7 @@ fn watch(say: Say<'_>) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// Sleeps, but not through a Ctrl-C.
+/// Sleeps until the interval ends or Ctrl-C comes.
 fn pause(deferred: &Deferred, interval: Duration) {
     let end = Instant::now() + interval;
     while !deferred.requested() && Instant::now() < end {
@@ -449,7 +451,7 @@ fn generate_files(args: &GenerateArgs) -> Result<Exit> {
     })
 }
 
-/// The CPUs named, or all that are online.
+/// Returns the named CPUs, or all that are online.
 fn chosen(args: &CpusArgs) -> CpuSet {
     args.cpus.clone().unwrap_or_else(|| Sysroot::default().online_cpus())
 }
@@ -462,7 +464,7 @@ fn verify(args: &VerifyArgs, say: Say<'_>) -> Result<Exit> {
     Ok(if report.equal { Exit::Done } else { Exit::Failed })
 }
 
-/// What `mercury fault` reports.
+/// The result of `mercury fault`.
 #[derive(Serialize)]
 struct Fired {
     fired: u32,

@@ -1,28 +1,28 @@
-//! Exit statuses: what a script can tell apart.
+//! Exit statuses that a script can tell apart.
 
 use mercury_abi::code::Code;
 use serde::Serialize;
 
-/// How the command ended.
+/// The exit status of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[repr(u8)]
 pub enum Exit {
-    /// Done.
+    /// The command did its work.
     Done = 0,
-    /// Refused or failed; nothing was left half done.
+    /// The command was refused or failed; nothing was left half done.
     Failed = 1,
-    /// The command line makes no sense.
+    /// The command line is wrong.
     Usage = 2,
-    /// Not possible on this machine as it is; `mercury doctor` says why.
+    /// The command is not possible on this machine as it is; `mercury doctor` says why.
     Impossible = 3,
     /// Another process controls Mercury.
     Busy = 4,
-    /// The wrong state for this: not loaded, still attached, crashed.
+    /// The state is wrong for the command: not loaded, still attached, crashed.
     State = 5,
-    /// Not root.
+    /// The user is not root.
     Permission = 6,
-    /// Interrupted by Ctrl-C or SIGTERM, with the machine in a consistent state.
+    /// The command was interrupted by Ctrl-C or SIGTERM, with the machine in a consistent state.
     Interrupted = 130,
 }
 
@@ -39,7 +39,7 @@ Exit status:
   130  interrupted; the machine is in a consistent state";
 
 impl Exit {
-    /// The status that goes with a code.
+    /// Returns the status for a code.
     #[must_use]
     pub fn of(code: Code) -> Self {
         match code {

@@ -1,19 +1,21 @@
 //! The library half of the `mercury` command.
 //!
-//! * [`args`]: the command line; [`help`]: its help, and with [`generate`] manual pages and completions;
-//! * [`commands`]: each command opens what it needs, does one thing, returns a report;
-//! * [`driver`]: what is asked of the kernel module, as a trait; [`device`] is the real one;
-//! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: what the commands know;
-//! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back; [`images`] reads such
-//!   files;
-//! * [`refusals`]: what a machine as it is speaks against a checkpoint, a snapshot or a move;
-//! * [`snapshot`]: the whole machine back to what it was, in memory;
+//! * [`args`]: the command line; [`help`]: its help, and with [`generate`] manual pages and
+//!   completions;
+//! * [`commands`]: each command opens the driver, does one thing, returns a report;
+//! * [`driver`]: requests to the kernel module, as a trait; [`device`] is the real module;
+//! * [`doctor`], [`switch`], [`status`], [`log`], [`bench`], [`facts`]: the commands of the mode
+//!   switch;
+//! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back;
+//!   [`images`] reads such files;
+//! * [`refusals`]: the reasons against a checkpoint, a snapshot or a move of this machine;
+//! * [`snapshot`]: a rollback of the whole machine, in memory;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
-//! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: how all of them talk to people and
-//!   scripts.
+//! * [`error`], [`exit`], [`output`], [`progress`], [`interrupt`]: output for people and scripts.
 //!
-//! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers), [`tsc`], the
-//! benchmarks, and the few system calls of checkpoint and restore that no library has; nowhere else.
+//! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers), [`tsc`],
+//! the benchmarks, and the few system calls of checkpoint and restore that no library has; nowhere
+//! else.
 
 pub mod args;
 pub mod bench;

@@ -1,4 +1,4 @@
-//! The `mercury` command. Everything it does is in the library half, where it is tested.
+//! The `mercury` command. Its code is in the library half, where it is tested.
 
 use mercury_cli::{commands, help, restore::init};
 use std::process::ExitCode;

@@ -1,7 +1,8 @@
-//! `mercury maintenance`: this machine moves to another one, its hardware is seen to, and it moves back.
+//! `mercury maintenance`: moves this machine to another one, waits until its own hardware has been
+//! repaired, and moves it back.
 //!
-//! This process is one of those that move. So it is the same one that leaves, that waits on the other machine until an
-//! operator says where to come back to, and that has come back in the end.
+//! This process moves with the machine. The same process leaves, waits on the other machine until
+//! an operator names the destination of the way back, and arrives in the end.
 
 use crate::{
     args::{MaintenanceArgs, MigrateArgs},
@@ -21,23 +22,23 @@ use std::{
     time::Duration,
 };
 
-/// How often it looks whether it was told to stop waiting.
+/// The interval at which the wait checks for a signal.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What it is at.
+/// The step of the two moves that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 enum Step<'a> {
-    /// It moves.
+    /// The machine moves away.
     Leaving {
-        /// To this machine.
+        /// Address of the destination.
         to: &'a str,
     },
-    /// It has arrived, and waits for words on standard input.
+    /// The machine has arrived, and waits for words on standard input.
     Away,
-    /// It moves back.
+    /// The machine moves back.
     Returning {
-        /// To this machine.
+        /// Address of the machine that was repaired.
         to: &'a str,
     },
 }
@@ -47,19 +48,22 @@ impl Render for Step<'_> {
         match self {
             Self::Leaving { to: host } => to.line(format!("1/3  moving to {host}")),
             Self::Away => {
-                to.line("2/3  this machine has moved. What it ran on is powered off, and can be repaired.");
-                to.line("     Then start it, run `mercury receive` there, and type here what that says:");
-                to.line("     HOST --key LINE");
+                to.line("2/3  this machine has moved. Its source is powered off, and can be repaired.");
+                to.line(
+                    "     Then start the source, run `mercury receive` there, and type here what that \
+                    prints:",
+                );
+                to.line("     HOST --key TOKEN");
             }
             Self::Returning { to: host } => to.line(format!("3/3  moving back to {host}")),
         };
     }
 }
 
-/// Both moves.
+/// The results of both moves.
 #[derive(Debug, Serialize)]
 struct Maintained {
-    /// There, and back.
+    /// The move away, and the move back.
     moves: [Report; 2],
 }
 
@@ -75,7 +79,9 @@ impl Render for Maintained {
 /// Moves there, waits, and moves back.
 ///
 /// # Errors
-/// If a move has failed: the machine goes on where it was. If it was told no place to come back to.
+///
+/// Returns an error if a move has failed: the machine goes on where it was. Returns an error if the
+/// operator names no destination for the way back.
 pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     let args = &args.migrate;
     if args.dry_run {
@@ -85,8 +91,8 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     commands::need_root("maintenance")?;
     checkpoint::stay_in_the_foreground();
     if args.key.as_deref() == Some("-") {
-        return Err(Error::new(Exit::Usage, "standard input is for the way back")
-            .hint("give the line with --key LINE, or in MERCURY_KEY"));
+        return Err(Error::new(Exit::Usage, "standard input is needed for the way back")
+            .hint("give the pairing token with --key TOKEN, or in MERCURY_KEY"));
     }
     say.one_of_many(&Step::Leaving { to: &args.host });
     let there = migrate::move_away(args, say, &deferred)?;
@@ -99,7 +105,7 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
             Ok(report) => break report,
             Err(error) if deferred.requested() => return Err(error),
             Err(error) => {
-                eprintln!("mercury maintenance: it has not moved back: {error}");
+                eprintln!("mercury maintenance: the machine has not moved back: {error}");
                 if let Some(hint) = error.hint {
                     eprintln!("  → {hint}");
                 }
@@ -110,18 +116,18 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     Ok(say.done(&Maintained { moves: [there, back] }))
 }
 
-/// Where to come back to.
+/// The destination of the way back.
 #[derive(Debug, PartialEq)]
 struct Words {
     host: String,
     key: String,
 }
 
-/// Reads lines until one says it.
+/// Reads lines until one names the destination.
 fn wait_for_words(deferred: &Deferred) -> Result<Words> {
     let stays = |why: &str| {
         Error::new(Exit::Interrupted, format!("{why}: the machine stays where it is"))
-            .hint("`mercury migrate HOST --key LINE` brings it back")
+            .hint("`mercury migrate HOST --key TOKEN` brings it back")
     };
     let (said, words) = mpsc::channel();
     std::thread::spawn(move || {
@@ -144,7 +150,7 @@ fn wait_for_words(deferred: &Deferred) -> Result<Words> {
     }
 }
 
-/// What `mercury receive` has printed, with the command's name or without.
+/// Parses the output of `mercury receive`, with the command's name or without.
 fn parse(line: &str) -> std::result::Result<Words, String> {
     let mut words = line.split_whitespace().skip_while(|word| ["sudo", "mercury", "migrate"].contains(word));
     match (words.next(), words.next(), words.next(), words.next()) {
@@ -152,7 +158,7 @@ fn parse(line: &str) -> std::result::Result<Words, String> {
             key.parse::<Line>().map_err(|error| error.to_string())?;
             Ok(Words { host: host.to_owned(), key: key.to_owned() })
         }
-        _ => Err("what is wanted is HOST --key LINE, as `mercury receive` has printed it".to_owned()),
+        _ => Err("type HOST --key TOKEN, as `mercury receive` has printed it".to_owned()),
     }
 }
 

@@ -5,7 +5,7 @@ use std::{ops::RangeInclusive, str::FromStr};
 /// Units by their first letter, in mebibytes.
 const UNITS: [(char, u64); 3] = [('M', 1), ('G', 1 << 10), ('T', 1 << 20)];
 
-/// A reader for an option whose value is an amount in this range, in mebibytes.
+/// Makes a parser for an option whose value is an amount in this range, in mebibytes.
 pub fn mebibytes(
     range: RangeInclusive<u64>,
 ) -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'static {
@@ -28,12 +28,12 @@ fn read(text: &str) -> Option<u64> {
         None => 1,
         Some(letter) => UNITS.iter().find(|(name, _)| *name == letter.to_ascii_uppercase())?.1,
     };
-    // `M` and `MiB` are the same; what `MB` is people disagree about.
+    // `M` and `MiB` are the same. `MB` is ambiguous, so it is refused.
     let is_known = matches!(letters.as_str(), "" | "iB" | "ib");
     u64::from_str(number).ok().filter(|_| is_known)?.checked_mul(factor)
 }
 
-/// In the largest unit that leaves a whole number.
+/// Formats an amount in the largest unit that leaves a whole number.
 fn say(amount: u64) -> String {
     let fits = |(_, factor): &&(char, u64)| amount.is_multiple_of(*factor);
     let (unit, factor) = UNITS.iter().rev().find(fits).copied().unwrap_or(UNITS[0]);

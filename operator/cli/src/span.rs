@@ -1,8 +1,8 @@
-//! Lengths of time on the command line: 300ms, 2s, 10m, 6h.
+//! Durations on the command line: 300ms, 2s, 10m, 6h.
 
 use std::{str::FromStr, time::Duration};
 
-/// A length of time.
+/// A duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span(pub Duration);
 

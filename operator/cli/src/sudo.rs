@@ -1,14 +1,15 @@
-//! What to type in place of a command that only root may give.
+//! The command line to type if a command needs root.
 
 use std::{env, ffi::OsString};
 
-/// What was typed, behind `sudo`.
+/// Returns the typed command line, after `sudo`.
 #[must_use]
 pub fn again() -> String {
     before(env::args_os().skip(1))
 }
 
-/// A key is not shown again: whoever sees it may take part.
+/// Quotes the words after `sudo mercury`. Leaves a pairing token out: a user who sees it may
+/// receive the machine.
 fn before(words: impl Iterator<Item = OsString>) -> String {
     let mut line = "sudo mercury".to_owned();
     let mut is_key = false;
@@ -25,7 +26,7 @@ fn before(words: impl Iterator<Item = OsString>) -> String {
     line
 }
 
-/// As a shell takes it for one word.
+/// Quotes a word so that a shell takes it as one.
 fn quoted(word: &str) -> String {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "_@%+=:,./-".contains(letter);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,4 +1,4 @@
-//! Manual pages: what clap knows of a command, and what its page in [`super::pages`] adds.
+//! Manual pages, made of clap's definition of a command and of its page in [`super::pages`].
 
 use super::{
     members,
@@ -15,16 +15,18 @@ use std::io;
 /// Section of the manual: system administration.
 pub const SECTION: &str = "8";
 
-/// Variables that are no option's.
+/// Environment variables that belong to no option.
 const ENVIRONMENT: [(&str, &str); 2] = [
     ("NO_COLOR", "If it is set and not empty, nothing is coloured. Only a terminal gets colours."),
     ("TERM", "If it is \"dumb\", nothing is coloured."),
 ];
 
-/// Renders the page of `mercury` or of a command below it; `name` is what is typed, such as `mercury hosted run`.
+/// Renders the page of `mercury` or of a command below it; `name` is the typed command, such as
+/// `mercury hosted run`.
 ///
 /// # Errors
-/// Never, as far as memory suffices.
+///
+/// Never, as long as memory suffices.
 pub fn render(command: &Command, name: &str) -> io::Result<Vec<u8>> {
     let title = name.replace(' ', "-");
     let named = command.clone().name(title.clone()).bin_name(name);
@@ -48,7 +50,8 @@ pub fn render(command: &Command, name: &str) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Options and arguments that the manual shows; help and version go without saying.
+/// Returns the options and arguments that the manual shows: all except the hidden ones, help and
+/// version.
 fn shown(command: &Command) -> impl Iterator<Item = &Arg> {
     let is_builtin = |arg: &Arg| matches!(arg.get_action(), ArgAction::Help | ArgAction::Version);
     command.get_arguments().filter(move |arg| !arg.is_hide_set() && !is_builtin(arg))
@@ -71,7 +74,7 @@ fn synopsis(command: &Command, name: &str) -> Roff {
     roff
 }
 
-/// An option with its value, or an argument, as it is typed.
+/// Formats an option with its value, or an argument, as it is typed.
 fn form(arg: &Arg) -> Vec<Inline> {
     let range = arg.get_num_args().unwrap_or_default();
     let names = arg.get_value_names().unwrap_or_default();
@@ -90,7 +93,7 @@ fn form(arg: &Arg) -> Vec<Inline> {
     }
 }
 
-/// Commands below this one: by group below `mercury` itself.
+/// Lists the commands below this one: by group below `mercury` itself.
 fn commands(command: &Command, name: &str) -> Roff {
     let mut roff = Roff::new();
     let below: Vec<_> =
@@ -144,7 +147,7 @@ fn environment(command: &Command) -> Roff {
 
 fn files(page: &Page) -> Roff {
     let mut roff = Roff::new();
-    // Whatever a command asks, it asks the driver; a hosted machine has none.
+    // Every command talks to the driver, except those of hosted machines.
     let is_of_driver = !page.command.is_empty() && !page.command.starts_with("hosted");
     let common = page_files("").filter(|file| is_of_driver && file.path == "/dev/mercury");
     let files: Vec<_> = page_files(page.command).chain(common).collect();
@@ -172,7 +175,8 @@ fn examples(examples: &[Example]) -> Roff {
     roff
 }
 
-/// Pages of the command above, of the commands below or of the same group, and of other programs.
+/// Lists the pages of the command above, of the commands below or of the same group, and of other
+/// programs.
 fn see_also(command: &Command, name: &str, page: Option<&Page>) -> Roff {
     let above = name.rsplit_once(' ').map(|(above, _)| above.replace(' ', "-"));
     let below = command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help");

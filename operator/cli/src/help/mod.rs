@@ -19,7 +19,8 @@ use clap::{
 use pages::{Example, Group, page};
 use std::{env, ffi::OsString, io::stdout};
 
-/// Reads the command line. Ends the process with help or with what is wrong in it, as the user asked.
+/// Reads the command line. Ends the process with the help that the user asked for, or with an error
+/// in the line.
 #[must_use]
 pub fn parse() -> Cli {
     read(env::args_os().collect()).unwrap_or_else(|error| error.exit())
@@ -34,7 +35,7 @@ fn read(words: Vec<OsString>) -> Result<Cli, clap::Error> {
     Err(without_hidden(error, &command, &words))
 }
 
-/// The definition of the command line with its help.
+/// Returns the definition of the command line with its help.
 #[must_use]
 pub fn command() -> Command {
     let mut command = Cli::command().styles(styles());
@@ -55,7 +56,8 @@ fn styles() -> Styles {
         .valid(Tone::Good.style())
 }
 
-/// Adds examples to the command and to all below it. A usage line names no option, neither hidden nor not.
+/// Adds examples to the command and to all below it. A usage line names no option, neither hidden
+/// nor not.
 fn with_pages(command: Command, name: &str) -> Command {
     let usage = usage(&command);
     let examples = page(name).map(|page| examples(page.examples)).unwrap_or_default();
@@ -68,11 +70,11 @@ fn with_pages(command: Command, name: &str) -> Command {
     })
 }
 
-/// The usage as the help shows it, without its heading.
+/// Returns the usage as the help shows it, without its heading.
 fn usage(command: &Command) -> StyledStr {
     let styled = command.clone().render_usage().ansi().to_string();
     let (_, usage) = styled.split_once("Usage:").unwrap_or(("", &styled));
-    // Behind the heading its style ends.
+    // The heading's style ends after the heading.
     let reset = format!("{:#}", Tone::Strong.style());
     StyledStr::from(usage.strip_prefix(&reset).unwrap_or(usage).trim().to_owned())
 }
@@ -86,7 +88,7 @@ fn examples(examples: &[Example]) -> String {
     if lines.is_empty() { lines } else { format!("{heading}Examples:{heading:#}{lines}") }
 }
 
-/// The form of `mercury --help`: clap knows no groups of commands.
+/// Returns the form of `mercury --help`: clap knows no groups of commands.
 fn template(command: &Command, width: usize) -> StyledStr {
     let heading = Tone::Strong.style();
     let names = command.get_subcommands().filter(|sub| !sub.is_hide_set()).map(|sub| sub.get_name().len());
@@ -100,7 +102,7 @@ fn template(command: &Command, width: usize) -> StyledStr {
     StyledStr::from(format!("{head}{}\n{options}\n{{options}}{{after-help}}\n", groups.join("\n")))
 }
 
-/// Commands with what they do; their names have room for `longest` letters.
+/// Lists commands with their purpose; their names have room for `longest` letters.
 fn list(commands: &[&Command], longest: usize, width: usize) -> String {
     let literal = Tone::Good.style();
     let line = |sub: &&Command| {
@@ -112,7 +114,8 @@ fn list(commands: &[&Command], longest: usize, width: usize) -> String {
     commands.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Visible commands of a group in the order of their pages. `help` has no page, and is information.
+/// Lists visible commands of a group in the order of their pages. `help` has no page, and is
+/// information.
 fn members(command: &Command, group: Group) -> Vec<&Command> {
     let pages = pages::PAGES.iter().filter(|page| page.group == Some(group)).map(|page| page.command);
     let help = (group == Group::Information).then_some("help");
@@ -123,7 +126,7 @@ fn members(command: &Command, group: Group) -> Vec<&Command> {
         .collect()
 }
 
-/// Takes hidden options and commands out of what an error suggests.
+/// Removes hidden options and commands from the suggestions of an error.
 fn without_hidden(mut error: clap::Error, command: &Command, words: &[OsString]) -> clap::Error {
     let at = asked_for(command, words);
     if let Some(ContextValue::String(name)) = error.get(ContextKind::SuggestedArg) {
@@ -144,7 +147,7 @@ fn without_hidden(mut error: clap::Error, command: &Command, words: &[OsString])
     error
 }
 
-/// The command or command below it that the words name.
+/// Finds the command, or the command below it, that the words name.
 fn asked_for<'a>(command: &'a Command, words: &[OsString]) -> &'a Command {
     let named = words.iter().skip(1).filter_map(|word| word.to_str());
     named.fold(command, |command, word| command.find_subcommand(word).unwrap_or(command))
@@ -158,7 +161,8 @@ mod tests {
         command.get_subcommands().filter(|sub| !sub.is_hide_set())
     }
 
-    /// All commands that help shows with the words behind `mercury`; `help` repeats them.
+    /// Collects all commands that help shows, with the words after `mercury`. The command `help`
+    /// repeats them.
     fn all<'a>(command: &'a Command, name: &str, into: &mut Vec<(String, &'a Command)>) {
         into.push((name.to_owned(), command));
         for sub in visible(command).filter(|sub| sub.get_name() != "help") {
@@ -166,7 +170,7 @@ mod tests {
         }
     }
 
-    /// A line of a shell as words; without what comes behind `|`, `;` and `&&`.
+    /// Splits a line of a shell into words, up to the first `|`, `;` or `&&`.
     fn words(line: &str) -> Vec<OsString> {
         let mut words = vec![String::new()];
         let mut is_quoted = false;

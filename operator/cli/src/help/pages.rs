@@ -1,17 +1,18 @@
-//! What help and manual pages say of each command beside its options: its group, examples, files, other pages.
+//! The parts of help and manual pages that are not options: each command's group, examples, files,
+//! other pages.
 
 /// A group of commands in the help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
-    /// The mode switch and what belongs to it.
+    /// Commands of the mode switch.
     Switch,
-    /// Images and snapshots.
+    /// Commands of images and snapshots.
     Checkpoint,
-    /// Moves between machines.
+    /// Commands of moves between machines.
     Move,
-    /// Hosted machines.
+    /// Commands of hosted machines.
     Hosted,
-    /// State, codes, measurements.
+    /// Commands for state, codes, measurements.
     Information,
 }
 
@@ -19,7 +20,7 @@ impl Group {
     /// All groups in the order of the help.
     pub const ALL: [Self; 5] = [Self::Switch, Self::Checkpoint, Self::Move, Self::Hosted, Self::Information];
 
-    /// The heading in the help.
+    /// Returns the heading in the help.
     #[must_use]
     pub fn heading(self) -> &'static str {
         match self {
@@ -35,31 +36,28 @@ impl Group {
 /// A line to type.
 #[derive(Clone, Copy, Debug)]
 pub struct Example {
-    /// What the line does.
+    /// Purpose of the line.
     pub purpose: &'static str,
-    /// The line for a shell.
     pub line: &'static str,
 }
 
 /// A file that a command reads or writes.
 #[derive(Clone, Copy, Debug)]
 pub struct File {
-    /// Its path.
     pub path: &'static str,
-    /// What it holds.
+    /// Content of the file.
     pub content: &'static str,
 }
 
-/// What help and the manual say of one command.
+/// The additions of one command to its help and manual page.
 #[derive(Clone, Copy, Debug)]
 pub struct Page {
-    /// The words behind `mercury`; empty for `mercury` itself.
+    /// The words after `mercury`; empty for `mercury` itself.
     pub command: &'static str,
-    /// Where the help lists it; none for `mercury` itself and for commands below another one.
+    /// Group in the help; none for `mercury` itself and for commands below another one.
     pub group: Option<Group>,
-    /// What to type.
+    /// Lines to type.
     pub examples: &'static [Example],
-    /// Files of its own.
     pub files: &'static [File],
     /// Pages of other programs.
     pub see_also: &'static [&'static str],
@@ -91,7 +89,7 @@ const fn file(path: &'static str, content: &'static str) -> File {
     File { path, content }
 }
 
-/// The page of a command, by the words behind `mercury`.
+/// Returns the page of a command, by the words after `mercury`.
 #[must_use]
 pub fn page(command: &str) -> Option<&'static Page> {
     PAGES.iter().find(|page| page.command == command)
@@ -107,7 +105,7 @@ const INITRD: File = file(
 );
 const KEY_FILE: File = file(
     "/etc/mercury/spare.key",
-    "The line that `mercury receive` has printed on the destination. Only root may read it.",
+    "The pairing token that `mercury receive` has printed on the destination. Only root may read it.",
 );
 const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
 const DEFAULTS: File =
@@ -118,18 +116,18 @@ pub const PAGES: &[Page] = &[
     Page::new(
         "",
         &[
-            example("Check whether this machine can attach", "mercury doctor"),
-            example("Attach, look, detach", "mercury attach && mercury status && mercury detach"),
+            example("Check if this machine can attach", "mercury doctor"),
+            example("Attach, show the status, detach", "mercury attach && mercury status && mercury detach"),
             example(
                 "Write an image of the machine, and power it off",
                 "mercury checkpoint --poweroff /dev/sdb",
             ),
-            example("What a refusal means", "mercury explain svm-disabled"),
+            example("Explain a refusal", "mercury explain svm-disabled"),
         ],
     )
     .files(&[
         file("/dev/mercury", "The driver's device."),
-        file("/etc/mercury", "Settings: the key of a spare, places of marks."),
+        file("/etc/mercury", "Settings: the pairing token of a destination, places of tombstones."),
         file("/usr/src/mercury-VERSION", "Sources of the driver, with the hypervisor, for DKMS."),
         file("/usr/share/doc/mercury", "README, limits, and the documents behind these pages."),
     ])
@@ -147,8 +145,8 @@ pub const PAGES: &[Page] = &[
         "load",
         Group::Switch,
         &[
-            example("Have the hypervisor in memory", "mercury load"),
-            example("The same at each boot", "systemctl enable --now mercury"),
+            example("Load the hypervisor into memory", "mercury load"),
+            example("Load it at each boot", "systemctl enable --now mercury"),
         ],
     )
     .files(&[file("/usr/lib/systemd/system/mercury.service", "The unit that loads at boot.")])
@@ -166,7 +164,7 @@ pub const PAGES: &[Page] = &[
         Group::Switch,
         &[
             example("Attach on all CPUs", "mercury attach"),
-            example("Attach on some", "mercury attach --cpus 0-3,8"),
+            example("Attach on some CPUs", "mercury attach --cpus 0-3,8"),
             example("Unload an unused KVM that holds the hardware", "mercury attach --unload-kvm"),
         ],
     ),
@@ -175,7 +173,7 @@ pub const PAGES: &[Page] = &[
         Group::Switch,
         &[
             example("Detach on all CPUs", "mercury detach"),
-            example("Detach on one", "mercury detach --cpus 8"),
+            example("Detach on one CPU", "mercury detach --cpus 8"),
         ],
     ),
     Page::of(
@@ -183,7 +181,7 @@ pub const PAGES: &[Page] = &[
         Group::Switch,
         &[
             example("Compare the state of all CPUs", "mercury verify"),
-            example("Compare that of one", "mercury verify --cpus 0"),
+            example("Compare the state of one CPU", "mercury verify --cpus 0"),
         ],
     ),
     Page::of(
@@ -211,20 +209,20 @@ pub const PAGES: &[Page] = &[
         &[
             example("Bring a machine back now, in place of this system", "mercury restore /dev/sdb"),
             example(
-                "Make an entry of it in the boot menu",
+                "Make an entry for the image in the boot menu",
                 "mercury restore --prepare /boot/mercury --boot-menu /dev/sdb",
             ),
         ],
     )
-    .files(&[KERNEL, INITRD, file("/boot/grub/custom.cfg", "Where --boot-menu writes GRUB's entry.")])
+    .files(&[KERNEL, INITRD, file("/boot/grub/custom.cfg", "The file that --boot-menu writes GRUB's entry to.")])
     .see(&["kexec(8)"]),
     Page::of(
         "inspect",
         Group::Checkpoint,
         &[
-            example("Check an image as a whole", "mercury inspect /dev/sdb"),
-            example("Read only its head", "mercury inspect --quick /net/node7"),
-            example("Write its memory as an ELF core", "mercury inspect --core node7.core /net/node7"),
+            example("Check the whole image", "mercury inspect /dev/sdb"),
+            example("Read only the head of an image", "mercury inspect --quick /net/node7"),
+            example("Write the memory of an image as an ELF core", "mercury inspect --core node7.core /net/node7"),
         ],
     )
     .see(&["crash(8)", "gdb(1)"]),
@@ -232,7 +230,7 @@ pub const PAGES: &[Page] = &[
         "merge",
         Group::Checkpoint,
         &[example(
-            "Make one full image of a full one and two incremental ones",
+            "Merge a full image and two incremental ones",
             "mercury merge /net/merged /net/full /net/first /net/second",
         )],
     ),
@@ -240,9 +238,9 @@ pub const PAGES: &[Page] = &[
         "snapshot",
         Group::Checkpoint,
         &[
-            example("Keep this instant", "mercury snapshot"),
-            example("Keep it, with 2 GiB for copies", "mercury snapshot --pool 2G"),
-            example("Give it up", "mercury snapshot --drop"),
+            example("Keep a snapshot of this instant", "mercury snapshot"),
+            example("Keep a snapshot, with 2 GiB for copies", "mercury snapshot --pool 2G"),
+            example("Give the snapshot up", "mercury snapshot --drop"),
         ],
     ),
     Page::of("rollback", Group::Checkpoint, &[example("Go back to the snapshot", "mercury rollback")]),
@@ -255,7 +253,7 @@ pub const PAGES: &[Page] = &[
                 "Wait at one address, for an hour",
                 "mercury receive --listen 10.9.0.3:4747 --lifetime 1h",
             ),
-            example("Give a disk to the machine that comes", "mercury receive --disk /dev/sda --force-disk"),
+            example("Give a disk to the machine that arrives", "mercury receive --disk /dev/sda --force-disk"),
         ],
     )
     .files(&[KERNEL, INITRD])
@@ -264,23 +262,23 @@ pub const PAGES: &[Page] = &[
         "migrate",
         Group::Move,
         &[
-            example("Measure what a move would come to", "mercury migrate --dry-run"),
+            example("Estimate a move", "mercury migrate --dry-run"),
             example(
-                "Move, with the destination's line from standard input",
+                "Move, with the pairing token from standard input",
                 "mercury migrate 10.9.0.3 --key -",
             ),
             example(
                 "Move only if applications stand still for 300 ms at most",
                 "mercury migrate 10.9.0.3 --key - --max-downtime 300ms --or-give-up",
             ),
-            example("Take a local disk along", "mercury migrate 10.9.0.3 --key - --with-disk /dev/sda"),
+            example("Move a local disk too", "mercury migrate 10.9.0.3 --key - --with-disk /dev/sda"),
         ],
     ),
     Page::of(
         "maintenance",
         Group::Move,
         &[example(
-            "Move away, and back later; the line is in MERCURY_KEY",
+            "Move away, and back later; the pairing token is in MERCURY_KEY",
             "mercury maintenance 10.9.0.3 --max-downtime 500ms",
         )],
     ),
@@ -289,7 +287,7 @@ pub const PAGES: &[Page] = &[
         Group::Move,
         &[
             example("Order the move", "mercury evacuate --reason 'corrected memory errors'"),
-            example("Ask what has come of it", "mercury evacuate --status"),
+            example("Ask for the state of the order", "mercury evacuate --status"),
         ],
     )
     .files(&[
@@ -304,29 +302,29 @@ pub const PAGES: &[Page] = &[
         Group::Move,
         &[
             example("Start the service", "systemctl enable --now mercuryd"),
-            example("The same by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 300ms"),
+            example("Run the daemon by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 300ms"),
         ],
     )
-    .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit.")])
+    .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon.")])
     .see(&["systemctl(1)"]),
     Page::of(
         "mark",
         Group::Move,
         &[
-            example("Show the mark", "mercury mark"),
+            example("Show the tombstone", "mercury mark"),
             example(
-                "Make a place for it on a machine without UEFI",
+                "Make a place for the tombstone on a machine without UEFI",
                 "mercury mark --prepare /boot/mercury.mark && update-initramfs -u",
             ),
-            example("Clear it: the system never runs elsewhere again", "mercury mark --clear"),
+            example("Clear the tombstone: the system never runs elsewhere again", "mercury mark --clear"),
         ],
     )
     .files(&[
         file(
             "/sys/firmware/efi/efivars/MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e",
-            "The mark on a machine with UEFI.",
+            "The tombstone on a machine with UEFI.",
         ),
-        file("/etc/mercury/mark.places", "Places of marks on disks."),
+        file("/etc/mercury/mark.places", "Places of tombstones on disks."),
     ])
     .see(&["update-initramfs(8)"]),
     Page::of(
@@ -351,7 +349,7 @@ pub const PAGES: &[Page] = &[
                 "mercury hosted run --kernel vmlinux --disk root.img --net passt --forward 2222:22",
             ),
             example(
-                "Keep its programs apart from its kernel",
+                "Run its programs in processes of their own",
                 "mercury hosted run --kernel vmlinux --disk root.img --isolation=process",
             ),
         ],
@@ -382,8 +380,8 @@ pub const PAGES: &[Page] = &[
         "log",
         Group::Information,
         &[
-            example("Show what was logged", "mercury log"),
-            example("Go on showing what comes", "mercury log --follow"),
+            example("Show the log", "mercury log"),
+            example("Go on and show new entries", "mercury log --follow"),
         ],
     ),
     Page::of(
@@ -395,7 +393,7 @@ pub const PAGES: &[Page] = &[
                 "Write them for node_exporter, readable by its group alone",
                 "mercury metrics --textfile /var/lib/prometheus/node-exporter/mercury.prom --group prometheus",
             ),
-            example("The same every 15 seconds", "systemctl enable --now mercury-metrics.timer"),
+            example("Write them every 15 seconds", "systemctl enable --now mercury-metrics.timer"),
         ],
     )
     .files(&[
