@@ -1,4 +1,4 @@
-//! AMD's list: SVM with nested paging.
+//! The checks for AMD's processors: SVM with nested paging.
 
 use crate::{
     Check, Finding,
@@ -32,20 +32,21 @@ pub(crate) const CHECKS: &[Check] = &[
     page_table_isolation,
 ];
 
-/// The oldest family without the errata of 10h to 16h (HARDWARE A-49).
+/// The oldest supported family. Families 10h to 16h have errata (HARDWARE A-49).
 const OLDEST_FAMILY: u32 = 0x17;
 
-/// TSC_RATIO of 1.0: eight integer bits above a fraction of 32 (APM 15.30.5).
+/// TSC_RATIO of 1.0: 8 integer bits above 32 fraction bits (APM 15.30.5).
 const TSC_RATIO_ONE: u64 = 1 << 32;
 
-/// How many address bits memory encryption takes (APM 7.10.1): none unless SYSCFG enables it.
+/// Returns the number of address bits that memory encryption takes (APM 7.10.1): 0 unless SYSCFG
+/// enables it.
 pub(crate) fn encryption_reduction(facts: &CpuFacts) -> u32 {
     let capable = facts.cpuid_8000_001f.eax & (cpuid::ENC_EAX_SME | cpuid::ENC_EAX_SEV) != 0;
     let enabled = facts.syscfg & syscfg::MEM_ENCRYPTION != 0;
     if capable && enabled { facts.cpuid_8000_001f.ebx >> 6 & 0x3f } else { 0 }
 }
 
-/// Family of CPUID 1 EAX: base plus extended (APM volume 3, E.3.2).
+/// Refuses a family below 17h: base plus extended family of CPUID 1 EAX (APM volume 3, E.3.2).
 fn family(facts: &CpuFacts) -> Option<Finding> {
     let eax = facts.cpuid_1.eax;
     let family = match eax >> 8 & 0xf {
@@ -64,12 +65,12 @@ fn svm_feature(facts: &CpuFacts, bit: u32) -> bool {
     has_svm(facts) && facts.cpuid_8000_000a.edx & bit != 0
 }
 
-/// SVM exists (APM 15.4).
+/// Refuses a processor without SVM (APM 15.4).
 fn svm(facts: &CpuFacts) -> Option<Finding> {
     (!has_svm(facts)).then(|| Finding::refuse(Code::NoSvm, 0, u64::from(facts.cpuid_8000_0001.ecx)))
 }
 
-/// Every MSR that the switch saves, checks or puts back can be read.
+/// Refuses if an MSR is unreadable that the switch saves, checks or restores.
 fn amd_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
     let sme = facts.cpuid_8000_001f.eax & (cpuid::ENC_EAX_SME | cpuid::ENC_EAX_SEV) != 0;
     let shadow_stacks = facts.cpuid_7_0.ecx & cpuid::LEAF7_ECX_CET_SS != 0;
@@ -86,32 +87,33 @@ fn amd_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
     )
 }
 
-/// Firmware left SVM enabled (APM 15.30.1, 15.31). Detail: 1 if the setting is locked; VM_CR.
+/// Refuses if firmware disabled SVM (APM 15.30.1, 15.31). Detail: 1 if the setting is locked;
+/// VM_CR.
 fn svm_disabled(facts: &CpuFacts) -> Option<Finding> {
     let locked = u64::from(facts.vm_cr & vm_cr::LOCK != 0);
     let disabled = facts.vm_cr & vm_cr::SVMDIS != 0;
     disabled.then(|| Finding::refuse(Code::SvmDisabled, locked, facts.vm_cr))
 }
 
-/// Nested paging exists (APM 15.25.2).
+/// Refuses a processor without nested paging (APM 15.25.2).
 fn nested_paging(facts: &CpuFacts) -> Option<Finding> {
     let missing = has_svm(facts) && !svm_feature(facts, cpuid::SVM_EDX_NP);
     missing.then(|| Finding::refuse(Code::NoNestedPaging, 0, u64::from(facts.cpuid_8000_000a.edx)))
 }
 
-/// There is an identifier besides 0, which is the host's (APM 15.16).
+/// Refuses a processor whose only address-space identifier is 0, the host's (APM 15.16).
 fn asids(facts: &CpuFacts) -> Option<Finding> {
     let asids = u64::from(facts.cpuid_8000_000a.ebx);
     (has_svm(facts) && asids < 2).then(|| Finding::refuse(Code::NoAsids, asids, 0))
 }
 
-/// INIT is not turned into #SX (APM 15.28, 15.30.1).
+/// Refuses if INIT is turned into #SX (APM 15.28, 15.30.1).
 fn init_redirected(facts: &CpuFacts) -> Option<Finding> {
     let redirected = facts.vm_cr & vm_cr::R_INIT != 0;
     redirected.then(|| Finding::refuse(Code::InitRedirected, vm_cr::R_INIT, facts.vm_cr))
 }
 
-/// No address of the kernel carries the encryption bit (APM 7.10.2). Detail: that bit, CR3.
+/// Refuses if the kernel's addresses carry the encryption bit (APM 7.10.2). Detail: that bit, CR3.
 fn memory_encryption(facts: &CpuFacts) -> Option<Finding> {
     let encryption_bit = 1_u64.checked_shl(facts.cpuid_8000_001f.ebx & 0x3f).unwrap_or(0);
     let enabled = facts.syscfg & syscfg::MEM_ENCRYPTION != 0;
@@ -120,13 +122,13 @@ fn memory_encryption(facts: &CpuFacts) -> Option<Finding> {
     active.then(|| Finding::refuse(Code::MemoryEncryption, encryption_bit, facts.cr3))
 }
 
-/// No reverse map checks the hypervisor's pages (APM 15.36).
+/// Refuses if a reverse map would check the hypervisor's pages (APM 15.36).
 fn snp(facts: &CpuFacts) -> Option<Finding> {
     let enabled = facts.syscfg & syscfg::SNP != 0;
     enabled.then(|| Finding::refuse(Code::SnpEnabled, syscfg::SNP, facts.syscfg))
 }
 
-/// An earlier hypervisor left no TSC scale behind: the clock would jump at attach (APM 15.30.5).
+/// Refuses if an earlier hypervisor left a TSC scale: the clock would jump at attach (APM 15.30.5).
 fn tsc_ratio(facts: &CpuFacts) -> Option<Finding> {
     let exists = svm_feature(facts, cpuid::SVM_EDX_TSC_RATE);
     let readable = facts.readable & readable::TSC_RATIO != 0;
@@ -134,28 +136,30 @@ fn tsc_ratio(facts: &CpuFacts) -> Option<Finding> {
     scaled.then(|| Finding::refuse(Code::TscRatio, facts.tsc_ratio, TSC_RATIO_ONE))
 }
 
-/// INVLPGB from a native CPU does not reach the translations of an attached one (HARDWARE A-6).
+/// Refuses a kernel that uses INVLPGB: from a native CPU it does not reach the translations of an
+/// attached one (HARDWARE A-6).
 fn invlpgb(facts: &CpuFacts) -> Option<Finding> {
     let used = facts.system & system::INVLPGB != 0;
     used.then(|| Finding::refuse(Code::InvlpgbInUse, system::INVLPGB, facts.system))
 }
 
-/// A guest has a return predictor of the older size, and which of its flushes the processor still makes by
-/// itself depends on a control that Mercury leaves off. A kernel that knows the feature may have left out
-/// flushes of its own. The processor alone says nothing: kernels that do not know it are as safe as ever.
+/// Refuses a kernel that uses ERAPS. A guest has a return predictor of the older size. A control
+/// that Mercury leaves off decides which flushes of it the processor still makes by itself. A
+/// kernel that knows the feature may have left out flushes of its own. The processor's feature bit
+/// alone is no reason: kernels that do not know it flush as before.
 fn eraps(facts: &CpuFacts) -> Option<Finding> {
     let used = facts.system & system::ERAPS != 0;
     used.then(|| Finding::refuse(Code::ErapsInUse, system::ERAPS, facts.system))
 }
 
-/// Somebody used SVM before, who is not KVM; the value is put back at detach (APM 15.30.4).
+/// Warns if software other than KVM used SVM before. A detach restores the value (APM 15.30.4).
 fn hsave_in_use(facts: &CpuFacts) -> Option<Finding> {
     (facts.vm_hsave_pa != 0 && facts.system & system::KVM_MAY == 0)
         .then(|| Finding::warn(Code::HsaveInUse, facts.vm_hsave_pa, 0))
 }
 
-/// All RAM and devices lie inside the nested map. It covers the physical width, and with four levels
-/// no more than 48 bits (APM 15.25.3: the nested depth is the host's).
+/// Refuses if RAM or a device lies outside the nested map. The map covers the physical width, and
+/// with four levels no more than 48 bits (APM 15.25.3: the nested depth is the host's).
 fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
     let depth_bits = if facts.cr4 & cr4::LA57 != 0 { 57 } else { 48 };
     let bits = physical_bits(facts).min(depth_bits);
@@ -163,8 +167,8 @@ fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
     outside.then(|| Finding::refuse(Code::MemoryBeyondMap, facts.iomem_end_phys, u64::from(bits)))
 }
 
-/// The gate lies in the kernel's text, which the user half's tables do not map; AMD's processors need no
-/// isolation.
+/// Refuses page-table isolation. The gate lies in the kernel's text, which the user half's tables
+/// do not map. AMD's processors need no isolation.
 fn page_table_isolation(facts: &CpuFacts) -> Option<Finding> {
     let isolated = facts.system & system::PTI != 0;
     isolated.then(|| Finding::refuse(Code::PageTableIsolation, system::PTI, facts.system))

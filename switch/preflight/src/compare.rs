@@ -1,4 +1,4 @@
-//! Two CPUs against each other: equal in everything that the hypervisor relies on.
+//! The comparison of two CPUs. They must be equal in everything that the hypervisor relies on.
 
 use crate::{
     Finding, Findings, Severity,
@@ -12,11 +12,11 @@ use mercury_abi::{
 
 /// One quantity in which CPUs must agree.
 struct Rule {
-    /// Name of the [`Field`].
+    /// Name of the quantity's [`Field`].
     field: &'static str,
-    /// Bits that count.
+    /// Bits of it that are compared.
     mask: u64,
-    /// What a difference means.
+    /// Severity of a difference.
     severity: Severity,
 }
 
@@ -28,8 +28,9 @@ const fn warn(field: &'static str) -> Rule {
     Rule { field, mask: u64::MAX, severity: Severity::Warn }
 }
 
-/// What is compared. Not the APIC identifiers in leaf 1 EBX and the topology in 8000_0008 ECX, which
-/// differ by nature, nor what the kernel changes with the task.
+/// The quantities that are compared. The APIC identifiers in leaf 1 EBX and the topology in
+/// 8000_0008 ECX differ by nature, and are left out. So are the bits that the kernel changes with
+/// the task.
 const RULES: &[Rule] = &[
     refuse("cpuid_0.ebx"),
     refuse("cpuid_0.ecx"),
@@ -51,7 +52,8 @@ const RULES: &[Rule] = &[
     refuse("cpuid_8000_001f.ebx"),
     refuse("cpuid_8000_0021.eax"),
     refuse("readable"),
-    // KVM may be loaded, and enable one CPU after the other, at any time; who has SVM on is asked of each by itself.
+    // KVM may be loaded, and enable one CPU after the other, at any time. Each CPU's own EFER tells
+    // if it has SVM on.
     Rule { field: "system", mask: !system::KVM_MAY, severity: Severity::Refuse },
     Rule { field: "cr4", mask: !cr4::MAY_DIFFER, severity: Severity::Refuse },
     Rule { field: "efer", mask: !efer::SVME, severity: Severity::Refuse },
@@ -66,7 +68,7 @@ const RULES: &[Rule] = &[
     refuse("vmx_tertiary_controls"),
     refuse("vmx_exit_controls"),
     refuse("vmx_entry_controls"),
-    // Not the rate of a timer and the numbers of things that are not used.
+    // The rate of the timer and the sizes of unused features are left out.
     Rule { field: "vmx_misc", mask: MISC_USED, severity: Severity::Refuse },
     refuse("vmx_cr0_fixed0"),
     refuse("vmx_cr0_fixed1"),
@@ -81,19 +83,21 @@ const RULES: &[Rule] = &[
     warn("mtrr_digest"),
 ];
 
-/// Activity states, bits 8:6, processor trace, and writes to read-only fields, bit 29 (SDM, "Miscellaneous data").
+/// Activity states, bits 8:6, processor trace, and writes to read-only fields, bit 29 (SDM,
+/// "Miscellaneous data").
 const MISC_USED: u64 = 0b111 << 6 | vmx_misc::TRACE_IN_VMX | 1 << 29;
 
 const _: () = assert!(RULES.len() <= Findings::CAPACITY);
 
-/// In what `other` differs from `reference`. Detail of a [`Code::CpusDiffer`] (or, for the MTRRs,
-/// [`Code::MtrrInconsistent`]): the field for [`compared_field`], and the bits that differ.
+/// Returns the differences between `other` and `reference`. Detail of a [`Code::CpusDiffer`] (or,
+/// for the MTRRs, [`Code::MtrrInconsistent`]): the field for [`compared_field`], and the bits that
+/// differ.
 #[must_use]
 pub fn compare(reference: &CpuFacts, other: &CpuFacts) -> Findings {
     (0..).zip(RULES).filter_map(|(number, rule)| apply(number, rule, reference, other)).collect()
 }
 
-/// The name of the field that a difference's first detail stands for.
+/// Returns the name of the field for which a difference's first detail stands.
 #[must_use]
 pub fn compared_field(number: u64) -> Option<&'static str> {
     RULES.get(usize::try_from(number).ok()?).map(|rule| rule.field)

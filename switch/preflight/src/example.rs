@@ -9,7 +9,7 @@ const fn leaf(eax: u32, ebx: u32, ecx: u32, edx: u32) -> CpuidLeaf {
     CpuidLeaf { eax, ebx, ecx, edx }
 }
 
-/// Facts of CPU `cpu`: every check passes and nothing is worth a note.
+/// Returns the facts of CPU `cpu` of an EPYC: every check passes, and none makes a note.
 #[must_use]
 pub fn good_epyc(cpu: u32) -> CpuFacts {
     CpuFacts {
@@ -60,7 +60,7 @@ pub fn good_epyc(cpu: u32) -> CpuFacts {
     }
 }
 
-/// Facts of CPU `cpu` of a good machine by Intel: every check passes and nothing is worth a note.
+/// Returns the facts of CPU `cpu` of a Xeon: every check passes, and none makes a note.
 #[must_use]
 pub fn good_xeon(cpu: u32) -> CpuFacts {
     CpuFacts {

@@ -1,14 +1,14 @@
-//! Every field of [`CpuFacts`] by name, so that differences can be reported by name.
+//! The fields of [`CpuFacts`] by name, so that differences can be reported by name.
 
 use mercury_abi::facts::CpuFacts;
 
 /// One 64-bit quantity of the facts.
 pub(crate) struct Field {
-    /// Name as it stands in [`CpuFacts`].
+    /// Name of the field in [`CpuFacts`].
     pub name: &'static str,
-    /// Its value.
+    /// Reads the field's value.
     pub get: fn(&CpuFacts) -> u64,
-    /// Sets it (tests only).
+    /// Sets the field's value (tests only).
     #[cfg(test)]
     pub set: fn(&mut CpuFacts, u64),
 }
@@ -27,7 +27,7 @@ macro_rules! field {
 
 macro_rules! fields {
     (leaves: $($leaf:ident)*; tables: $($table:ident)*; plain: $($plain:ident)*;) => {
-        /// All of them: CPUID leaves, descriptor tables, registers.
+        /// All fields: CPUID leaves, descriptor tables, registers.
         pub(crate) const FIELDS: &[Field] = &[
             $(
                 field!(concat!(stringify!($leaf), ".eax"), $leaf.eax),
@@ -57,7 +57,8 @@ fields! {
         rtit_ctl pebs_enable;
 }
 
-// Header (8 bytes), two words packed in one u64, four words packed in two: nothing is forgotten.
+// The sizes add up, so that no field is forgotten: the header (8 bytes), two words packed in one
+// u64, and four words packed in two.
 const _: () = {
     let leaves = 12 * 16;
     let words = (FIELDS.len() - 12 * 4 - 2) * 8;

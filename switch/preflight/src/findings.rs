@@ -1,75 +1,76 @@
-//! What a check says, and a list of it that needs no allocator.
+//! The result of a check, and a list of results that needs no allocator.
 
 use mercury_abi::code::Code;
 
-/// How grave a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Severity {
-    /// Good to know; nothing to do.
+    /// Information; the operator need not act.
     Note,
-    /// Attach goes on, but something may be slower or behave in another way.
+    /// A warning: attach goes on, but something may be slower or behave in another way.
     Warn,
-    /// Attach is refused.
+    /// A refusal: attach does not take place.
     Refuse,
 }
 
-/// What one check found.
+/// The finding of one check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// Which condition.
+    /// Code of the condition, for `mercury explain`.
     pub code: Code,
-    /// How grave it is.
+    /// Severity of the condition.
     pub severity: Severity,
-    /// What the code's explanation refers to: offending bits first, the whole value second.
+    /// Values to which the code's explanation refers: the offending bits first, the whole value
+    /// second.
     pub detail: [u64; 2],
 }
 
 impl Finding {
-    /// A reason not to attach.
+    /// Returns a refusal: a reason not to attach.
     pub(crate) const fn refuse(code: Code, first: u64, second: u64) -> Self {
         Self { code, severity: Severity::Refuse, detail: [first, second] }
     }
 
-    /// Something that the operator should know before attaching.
+    /// Returns a warning: a fact that the operator should know before attaching.
     pub(crate) const fn warn(code: Code, first: u64, second: u64) -> Self {
         Self { code, severity: Severity::Warn, detail: [first, second] }
     }
 
-    /// Something that explains later surprises.
+    /// Returns a note: a fact that explains later surprises.
     pub(crate) const fn note(code: Code, first: u64, second: u64) -> Self {
         Self { code, severity: Severity::Note, detail: [first, second] }
     }
 
-    /// Whether attach must be refused because of this.
+    /// Returns true if the finding refuses an attach.
     #[must_use]
     pub fn refuses(&self) -> bool {
         self.severity == Severity::Refuse
     }
 }
 
-/// A list of at most [`Findings::CAPACITY`] findings. One that does not fit is dropped; there are
-/// fewer checks than places.
+/// A list of at most [`Findings::CAPACITY`] findings. A finding that does not fit is dropped; the
+/// checks are fewer than the places.
 #[derive(Clone, Debug)]
 pub struct Findings {
     slots: [Option<Finding>; Self::CAPACITY],
 }
 
 impl Findings {
-    /// Places in the list.
+    /// Number of findings for which the list has places.
     pub const CAPACITY: usize = 64;
 
-    /// The findings, in the order of the checks.
+    /// Returns the findings, in the order of the checks.
     pub fn iter(&self) -> impl Iterator<Item = &Finding> {
         self.slots.iter().flatten()
     }
 
-    /// The first reason not to attach.
+    /// Returns the first refusal, if there is one.
     #[must_use]
     pub fn first_refusal(&self) -> Option<&Finding> {
         self.iter().find(|finding| finding.refuses())
     }
 
-    /// Whether nothing was found.
+    /// Returns true if there are no findings.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.iter().next().is_none()

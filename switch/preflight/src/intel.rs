@@ -1,4 +1,4 @@
-//! Intel's list: VMX with extended page tables and unrestricted guest.
+//! The checks for Intel's processors: VMX with extended page tables and unrestricted guest.
 //! Sections are those of the Software Developer's Manual, volume 3.
 
 use crate::{
@@ -35,13 +35,13 @@ fn has_vmx(facts: &CpuFacts) -> bool {
     facts.cpuid_1.ecx & cpuid::LEAF1_ECX_VMX != 0
 }
 
-/// VMX exists ("Discovering support for VMX").
+/// Refuses a processor without VMX ("Discovering support for VMX").
 fn vmx(facts: &CpuFacts) -> Option<Finding> {
     (!has_vmx(facts)).then(|| Finding::refuse(Code::NoVmx, 0, u64::from(facts.cpuid_1.ecx)))
 }
 
-/// Every MSR that the switch reads, checks or puts back. Without MTRRs there is nothing that the memory types of
-/// the nested tables could come from.
+/// Refuses if an MSR is unreadable that the switch reads, checks or restores. The MTRRs belong to
+/// them: the nested tables take their memory types from the MTRRs.
 fn intel_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
     let shadow_stacks = facts.cpuid_7_0.ecx & cpuid::LEAF7_ECX_CET_SS != 0;
     unreadable(
@@ -54,8 +54,9 @@ fn intel_facts_unreadable(facts: &CpuFacts) -> Option<Finding> {
     )
 }
 
-/// Firmware allows VMXON outside of SMX, and has locked that ("Enabling and entering VMX operation"). Linux
-/// locks what firmware left open. Detail: 1 if locked; IA32_FEATURE_CONTROL.
+/// Refuses unless firmware allows VMXON outside of SMX and has locked the setting ("Enabling and
+/// entering VMX operation"). Linux locks a setting that firmware left open. Detail: 1 if locked;
+/// IA32_FEATURE_CONTROL.
 fn vmx_disabled(facts: &CpuFacts) -> Option<Finding> {
     let readable = facts.readable & readable::FEATURE_CONTROL != 0;
     let wanted = feature_control::LOCK | feature_control::VMX_OUTSIDE_SMX;
@@ -77,41 +78,43 @@ fn knows_vmx(facts: &CpuFacts) -> bool {
     has_vmx(facts) && facts.readable & readable::VMX != 0
 }
 
-/// Extended page tables exist (appendix A.3.3).
+/// Refuses a processor without extended page tables (appendix A.3.3).
 fn ept(facts: &CpuFacts) -> Option<Finding> {
     let missing = knows_vmx(facts) && !has_ept(facts);
     missing.then(|| Finding::refuse(Code::NoEpt, facts.vmx_secondary_controls, facts.vmx_primary_controls))
 }
 
-/// They are of the kind that Mercury builds (appendix A.10). Detail: what is missing; the MSR.
+/// Refuses extended page tables of another kind than Mercury builds (appendix A.10). Detail: the
+/// missing capabilities; the MSR.
 fn ept_kind(facts: &CpuFacts) -> Option<Finding> {
     let missing = ept_vpid::REQUIRED & !facts.vmx_ept_vpid;
     let wrong = knows_vmx(facts) && has_ept(facts) && missing != 0;
     wrong.then(|| Finding::refuse(Code::EptUnsupported, missing, facts.vmx_ept_vpid))
 }
 
-/// The guest may be in real mode (appendix A.3.3): a CPU that is reset starts there.
+/// Refuses a processor without unrestricted guests (appendix A.3.3): a CPU that is reset starts in
+/// real mode.
 fn unrestricted_guest(facts: &CpuFacts) -> Option<Finding> {
     let has = may(facts.vmx_secondary_controls, secondary::UNRESTRICTED_GUEST);
     let missing = knows_vmx(facts) && has_ept(facts) && !has;
     missing.then(|| Finding::refuse(Code::NoUnrestrictedGuest, facts.vmx_secondary_controls, 0))
 }
 
-/// The controls can be chosen. Detail: the word of [`vmx::Word`]; its bits.
+/// Refuses if no legal controls exist. Detail: the word as [`vmx::Word`]; its bits.
 fn controls(facts: &CpuFacts) -> Option<Finding> {
     let asked = knows_vmx(facts) && has_ept(facts) && unrestricted_guest(facts).is_none();
     let refusal = vmx::choose(facts).err().filter(|_| asked)?;
     Some(Finding::refuse(refusal.code, refusal.word as u64, refusal.bits))
 }
 
-/// CR0 and CR4 are such that VMX takes them (appendix A.7 and A.8). Unrestricted guests are free in PE and PG;
-/// VMXE is the driver's to set. Detail: 0 for CR0 or 4 for CR4; the bits.
+/// Refuses a CR0 or CR4 that VMX does not allow (appendix A.7 and A.8). Unrestricted guests may
+/// choose PE and PG; the driver sets VMXE. Detail: 0 for CR0 or 4 for CR4; the bits.
 fn fixed_bits(facts: &CpuFacts) -> Option<Finding> {
     let wrong = |value: u64, ones: u64, allowed: u64| (ones & !value) | (value & !allowed);
     let free = cr0::PE | cr0::PG;
     let cr0 = wrong(facts.cr0, facts.vmx_cr0_fixed0 & !free, facts.vmx_cr0_fixed1);
     let cr4 = wrong(facts.cr4 | cr4::VMXE, facts.vmx_cr4_fixed0, facts.vmx_cr4_fixed1);
-    // What preflight knows nothing of has a code of its own.
+    // Bits that preflight does not know have a code of their own.
     let (cr0, cr4) = (cr0 & cr0::KNOWN, cr4 & (cr4::KNOWN | cr4::VMXE));
     match (cr0, cr4) {
         _ if !knows_vmx(facts) => None,
@@ -121,7 +124,7 @@ fn fixed_bits(facts: &CpuFacts) -> Option<Finding> {
     }
 }
 
-/// VMXON region and VMCS may lie in ordinary memory (appendix A.1).
+/// Refuses if the VMXON region and the VMCS cannot lie in ordinary memory (appendix A.1).
 fn region(facts: &CpuFacts) -> Option<Finding> {
     const WRITE_BACK: u64 = 6;
     let kind = facts.vmx_basic >> basic::TYPE_SHIFT & 0xf;
@@ -130,23 +133,24 @@ fn region(facts: &CpuFacts) -> Option<Finding> {
     wrong.then(|| Finding::refuse(Code::VmxRegion, kind, facts.vmx_basic))
 }
 
-/// Where it cannot go on in VMX operation, VMXON would stop a trace that runs ("Tracing in VMX operation";
-/// HARDWARE I-26). Detail: IA32_RTIT_CTL, IA32_VMX_MISC.
+/// Refuses a running processor trace that VMXON would stop, because it cannot run in VMX operation
+/// ("Tracing in VMX operation"; HARDWARE I-26). Detail: IA32_RTIT_CTL, IA32_VMX_MISC.
 fn processor_trace(facts: &CpuFacts) -> Option<Finding> {
     let tracing = facts.rtit_ctl & rtit_ctl::TRACE_EN != 0;
     let stopped = tracing && facts.vmx_misc & vmx_misc::TRACE_IN_VMX == 0;
     stopped.then(|| Finding::refuse(Code::ProcessorTrace, facts.rtit_ctl, facts.vmx_misc))
 }
 
-/// Records of the debug store go to virtual addresses through whatever page tables are loaded, the hypervisor's
-/// included, which do not map them (SDM volume 3, "Debug store mechanism"). Detail: IA32_PEBS_ENABLE,
-/// IA32_DEBUGCTL.
+/// Refuses an active debug store. Its records go to virtual addresses through the loaded page
+/// tables, and the hypervisor's own do not map them (SDM volume 3, "Debug store mechanism").
+/// Detail: IA32_PEBS_ENABLE, IA32_DEBUGCTL.
 fn debug_store(facts: &CpuFacts) -> Option<Finding> {
     let stores = facts.pebs_enable != 0 || facts.debugctl & debugctl::BTS != 0;
     stores.then(|| Finding::refuse(Code::DebugStore, facts.pebs_enable, facts.debugctl))
 }
 
-/// All RAM and devices lie inside the nested map: the physical width, and what the tables' levels reach.
+/// Refuses if RAM or a device lies outside the nested map: above the physical width, or above the
+/// reach of the tables' levels.
 fn memory_beyond_map(facts: &CpuFacts) -> Option<Finding> {
     let reach = if facts.vmx_ept_vpid & ept_vpid::WALK_5 != 0 { 57 } else { 48 };
     let bits = physical_bits(facts).min(reach);

@@ -1,5 +1,5 @@
-//! One CPU against itself at another time: what is native after detach must be what was native
-//! before attach.
+//! The comparison of one CPU with itself at another time. The native state after a detach must be
+//! the state before the attach.
 
 use crate::{
     bits::{cr4, efer},
@@ -10,25 +10,25 @@ use mercury_abi::facts::{CpuFacts, system};
 /// A field that differs between two readings of one CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// The field's name in [`CpuFacts`].
+    /// Name of the field in [`CpuFacts`].
     pub name: &'static str,
-    /// First reading.
+    /// Value in the first reading.
     pub before: u64,
-    /// Second reading.
+    /// Value in the second reading.
     pub after: u64,
-    /// The kernel changes this with the task that runs (debug registers, LDT, speculation control
-    /// and the like), so on a busy machine a difference proves nothing.
+    /// True if the kernel changes the field with the task that runs (debug registers, LDT,
+    /// speculation control and the like). On a busy machine a difference in it proves nothing.
     pub per_task: bool,
 }
 
-/// Not state: what was running, and what the machine as a whole is.
+/// Fields that are no state of the CPU: the running task, and properties of the whole machine.
 const IGNORED: &[&str] = &["cr3", "rflags", "iomem_end_phys"];
 
-/// State that belongs to the task which happened to run. SS is null in an interrupt that struck user mode,
-/// and facts are read in an interrupt.
+/// Fields that belong to the task which happened to run. SS is null in an interrupt that struck
+/// user mode, and the driver reads facts in an interrupt.
 const PER_TASK: &[&str] = &["cr4", "dr6", "dr7", "ldtr", "ss", "spec_ctrl", "debugctl"];
 
-/// Everything in which two readings of one CPU differ, page tables and flags of the reader apart.
+/// Returns all differences between two readings of one CPU, apart from [`IGNORED`] fields.
 pub fn state_difference<'a>(
     before: &'a CpuFacts,
     after: &'a CpuFacts,
@@ -40,15 +40,16 @@ pub fn state_difference<'a>(
     })
 }
 
-/// A reading taken while attached as it would be on the native CPU: EFER.SVME (unless KVM may have a say in it) or
-/// CR4.VMXE is the hypervisor's, and nothing else. VM_HSAVE_PA reads as what the system wrote.
+/// Returns a reading of an attached CPU as it would be on the native CPU. Only EFER.SVME (unless
+/// KVM may use SVM) or CR4.VMXE belongs to the hypervisor. VM_HSAVE_PA reads as the value that the
+/// system wrote.
 #[must_use]
 pub fn as_if_native(attached: &CpuFacts) -> CpuFacts {
     let ours = if attached.system & system::KVM_MAY == 0 { efer::SVME } else { 0 };
     CpuFacts { efer: attached.efer & !ours, cr4: attached.cr4 & !cr4::VMXE, ..*attached }
 }
 
-/// Every quantity of the facts by name.
+/// Returns every quantity of the facts with its name.
 pub fn named_values(facts: &CpuFacts) -> impl Iterator<Item = (&'static str, u64)> + '_ {
     FIELDS.iter().map(|field| (field.name, (field.get)(facts)))
 }

@@ -1,4 +1,4 @@
-//! One field altered, exactly one finding; and nothing panics.
+//! Tests of AMD's list: one altered field leads to exactly one finding, and no input panics.
 
 extern crate std;
 
@@ -22,7 +22,7 @@ fn findings(alter: impl Fn(&mut CpuFacts)) -> Vec<Finding> {
     check(&facts).iter().copied().collect()
 }
 
-/// Asserts that `alter` leads to `code` with `severity` and to nothing else.
+/// Asserts that `alter` leads to `code` with `severity` and to no other finding.
 #[track_caller]
 fn only(code: Code, severity: Severity, alter: impl Fn(&mut CpuFacts)) {
     let found: Vec<_> = findings(&alter).iter().map(|finding| (finding.code, finding.severity)).collect();
@@ -81,7 +81,7 @@ fn svm_state() {
     refused(Code::VirtualizationInUse, |f| f.efer |= 1 << 12);
     refused(Code::VirtualizationInUse, |f| f.cr4 |= 1 << 13);
     only(Code::HsaveInUse, Severity::Warn, |f| f.vm_hsave_pa = 0x1000);
-    // What KVM has it keeps.
+    // KVM keeps its hold on the hardware.
     accepted(|f| (f.efer, f.vm_hsave_pa, f.system) = (f.efer | 1 << 12, 0x1000, system::KVM_MAY));
     refused(Code::TscRatio, |f| f.tsc_ratio = 1 << 31);
     accepted(|f| {
@@ -271,7 +271,8 @@ fn attached_may_differ_in_what_is_the_hypervisors() {
     assert_eq!(names, vec!["pat", "vm_hsave_pa"]);
 }
 
-/// Arbitrary facts of an AMD processor (another vendor ends the checks at once) or of anything.
+/// Generates arbitrary facts of an AMD processor (another vendor ends the checks at once) or of any
+/// processor.
 fn any_facts() -> impl Strategy<Value = CpuFacts> {
     (proptest::collection::vec(any::<u64>(), FIELDS.len()), any::<bool>()).prop_map(|(values, amd)| {
         let mut facts = CpuFacts::default();
@@ -285,7 +286,7 @@ fn any_facts() -> impl Strategy<Value = CpuFacts> {
     })
 }
 
-/// A good machine with a few fields replaced by anything.
+/// Generates the facts of a good machine with a few fields replaced by arbitrary values.
 fn nearly_good_facts() -> impl Strategy<Value = CpuFacts> {
     proptest::collection::vec((0..FIELDS.len(), any::<u64>()), 0..4).prop_map(|changes| {
         let mut facts = good_epyc(0);

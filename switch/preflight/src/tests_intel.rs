@@ -1,4 +1,5 @@
-//! The same for Intel's list: one field altered, exactly one finding. And the choice of controls.
+//! Tests of Intel's list: one altered field leads to exactly one finding. Tests of the choice of
+//! controls.
 
 use super::*;
 use crate::{
@@ -37,7 +38,7 @@ fn firmware() {
     refused(Code::VmxDisabled, |f| f.feature_control = 0);
     refused(Code::VmxDisabled, |f| f.feature_control = 1);
     refused(Code::VmxDisabled, |f| f.feature_control = 4);
-    // Only within SMX.
+    // VMXON is allowed within SMX only.
     refused(Code::VmxDisabled, |f| f.feature_control = 3);
     accepted(|f| f.feature_control = 0x6_0005);
 }
@@ -178,8 +179,9 @@ fn the_controls_of_a_good_machine() {
 }
 
 proptest! {
-    /// Whatever the processor allows and demands: the choice respects it, holds everything that is needed, and
-    /// nothing that is neither wanted nor demanded; or it names a bit that is really missing or demanded.
+    /// The choice respects all capabilities and demands of the processor. It holds all needed
+    /// controls, and none that is neither wanted nor demanded. Or it names a bit that is really
+    /// missing or demanded.
     #[test]
     fn controls_are_legal(
         pin in any::<u64>(), primary in any::<u64>(), secondary in any::<u64>(), exit in any::<u64>(),
@@ -235,7 +237,7 @@ proptest! {
     }
 }
 
-/// P and E cores may differ in what is not used of a word.
+/// P and E cores may differ in the unused parts of a word.
 #[test]
 fn what_vmx_does_not_use_may_differ() {
     let mut other = good_xeon(1);

@@ -1,9 +1,9 @@
-//! The controls of VMX: which ones Mercury sets, chosen from what the processor allows and demands.
+//! The controls of VMX that Mercury sets, chosen by the processor's capabilities and demands.
 //!
-//! The hypervisor writes what [`choose`] answers into the VMCS, and the preflight refuses for the reason that
-//! it gives, so `mercury doctor` knows before. Sections are those of Intel's Software Developer's
-//! Manual (SDM), volume 3, "VM-execution control fields", "VM-exit control fields", "VM-entry control fields"
-//! and appendix A, "VMX capability reporting facility".
+//! The hypervisor writes the result of [`choose`] into the VMCS. The preflight refuses for the
+//! reason that [`choose`] gives, so `mercury doctor` knows before. Sections are those of Intel's
+//! Software Developer's Manual (SDM), volume 3: "VM-execution control fields", "VM-exit control
+//! fields", "VM-entry control fields" and appendix A, "VMX capability reporting facility".
 
 use crate::bits::{cpuid, cr4};
 use mercury_abi::{code::Code, facts::CpuFacts};
@@ -14,17 +14,17 @@ pub mod pin {
     pub const RESERVED_ONES: u32 = 1 << 1 | 1 << 2 | 1 << 4;
 }
 
-/// Primary processor-based controls.
+/// Primary processor-based controls (SDM, "Processor-based VM-execution controls").
 pub mod primary {
     /// Exit once RFLAGS.IF is 1 and nothing blocks interrupts.
     pub const INTERRUPT_WINDOW_EXITING: u32 = 1 << 2;
-    /// The tertiary controls count.
+    /// The tertiary controls are used.
     pub const ACTIVATE_TERTIARY: u32 = 1 << 17;
     /// Exit after one instruction or delivered event. Set only while an NMI has to wait.
     pub const MONITOR_TRAP_FLAG: u32 = 1 << 27;
-    /// RDMSR and WRMSR exit by bitmap, not always.
+    /// RDMSR and WRMSR exit by bitmap only.
     pub const USE_MSR_BITMAPS: u32 = 1 << 28;
-    /// The secondary controls count.
+    /// The secondary controls are used.
     pub const ACTIVATE_SECONDARY: u32 = 1 << 31;
     /// Bits 1, 4 to 6, 8, 13, 14 and 26 are reserved and must be 1 (appendix A.3.2): they control nothing. Bits
     /// 15 and 16, exits for each access to CR3, must be 1 only on processors without the TRUE capability
@@ -32,9 +32,9 @@ pub mod primary {
     pub const RESERVED_ONES: u32 = 1 << 1 | 0b111 << 4 | 1 << 8 | 0b11 << 13 | 1 << 26;
 }
 
-/// Secondary processor-based controls.
+/// Secondary processor-based controls (the same section).
 pub mod secondary {
-    /// Extended page tables.
+    /// Extended page tables are used.
     pub const EPT: u32 = 1 << 1;
     /// RDTSCP and RDPID are not #UD.
     pub const RDTSCP: u32 = 1 << 3;
@@ -54,25 +54,25 @@ pub mod secondary {
     pub const PCONFIG: u32 = 1 << 27;
 }
 
-/// Tertiary processor-based controls.
+/// Tertiary processor-based controls (the same section).
 pub mod tertiary {
     /// RDMSRLIST and WRMSRLIST are not #UD.
     pub const MSR_LIST: u64 = 1 << 6;
 }
 
-/// VM-exit controls.
+/// VM-exit controls (SDM, "VM-exit controls").
 pub mod exit {
     /// DR7 and IA32_DEBUGCTL are saved.
     pub const SAVE_DEBUG: u32 = 1 << 2;
     /// The hypervisor runs in 64-bit mode.
     pub const HOST_64_BIT: u32 = 1 << 9;
-    /// IA32_PAT is saved.
+    /// IA32_PAT is saved at an exit.
     pub const SAVE_PAT: u32 = 1 << 18;
-    /// IA32_PAT is loaded.
+    /// IA32_PAT is loaded at an exit.
     pub const LOAD_PAT: u32 = 1 << 19;
-    /// IA32_EFER is saved.
+    /// IA32_EFER is saved at an exit.
     pub const SAVE_EFER: u32 = 1 << 20;
-    /// IA32_EFER is loaded.
+    /// IA32_EFER is loaded at an exit.
     pub const LOAD_EFER: u32 = 1 << 21;
     /// Processor trace does not show the exit.
     pub const CONCEAL_FROM_TRACE: u32 = 1 << 24;
@@ -83,15 +83,15 @@ pub mod exit {
     pub const RESERVED_ONES: u32 = 0b11 | 0b11_1111 << 3 | 0b11 << 10 | 0b11 << 13 | 0b11 << 16;
 }
 
-/// VM-entry controls.
+/// VM-entry controls (SDM, "VM-entry controls").
 pub mod entry {
     /// DR7 and IA32_DEBUGCTL are loaded.
     pub const LOAD_DEBUG: u32 = 1 << 2;
     /// The guest is in IA-32e mode: equal to its EFER.LMA.
     pub const IA32E_MODE_GUEST: u32 = 1 << 9;
-    /// IA32_PAT is loaded.
+    /// IA32_PAT is loaded at an entry.
     pub const LOAD_PAT: u32 = 1 << 14;
-    /// IA32_EFER is loaded.
+    /// IA32_EFER is loaded at an entry.
     pub const LOAD_EFER: u32 = 1 << 15;
     /// Processor trace does not show the entry.
     pub const CONCEAL_FROM_TRACE: u32 = 1 << 17;
@@ -103,104 +103,104 @@ pub mod entry {
 
 /// IA32_VMX_EPT_VPID_CAP, MSR 48Ch (SDM volume 3, appendix A.10).
 pub mod ept_vpid {
-    /// Tables of four levels.
+    /// Tables of four levels are possible.
     pub const WALK_4: u64 = 1 << 6;
-    /// Tables of five levels.
+    /// Tables of five levels are possible.
     pub const WALK_5: u64 = 1 << 7;
     /// The tables themselves are read as write-back memory.
     pub const WRITE_BACK: u64 = 1 << 14;
-    /// 2 MiB pages.
+    /// Pages of 2 MiB are possible.
     pub const PAGE_2M: u64 = 1 << 16;
-    /// 1 GiB pages.
+    /// Pages of 1 GiB are possible.
     pub const PAGE_1G: u64 = 1 << 17;
-    /// INVEPT exists.
+    /// The INVEPT instruction exists.
     pub const INVEPT: u64 = 1 << 20;
-    /// INVEPT of all contexts.
+    /// INVEPT can flush all contexts.
     pub const INVEPT_ALL: u64 = 1 << 26;
-    /// INVVPID exists.
+    /// The INVVPID instruction exists.
     pub const INVVPID: u64 = 1 << 32;
-    /// INVVPID of all contexts.
+    /// INVVPID can flush all contexts.
     pub const INVVPID_ALL: u64 = 1 << 42;
 
-    /// What Mercury cannot do without: one way to invalidate is enough, and every processor that has
-    /// INVEPT has the one for all contexts.
+    /// Capabilities that Mercury needs. One way to invalidate is enough, and every processor with
+    /// INVEPT can flush all contexts.
     pub const REQUIRED: u64 = WALK_4 | WRITE_BACK | PAGE_2M | INVEPT | INVEPT_ALL;
-    /// What a VPID is used with.
+    /// Capabilities that the use of a VPID needs.
     pub const FOR_VPID: u64 = INVVPID | INVVPID_ALL;
 }
 
 /// IA32_VMX_BASIC, MSR 480h (SDM volume 3, appendix A.1).
 pub mod basic {
-    /// Revision of VMXON region and VMCS.
+    /// Revision identifier of the VMXON region and of the VMCS.
     pub const REVISION: u64 = 0x7FFF_FFFF;
-    /// Both must lie below 4 GiB.
+    /// The VMXON region and the VMCS must lie below 4 GiB.
     pub const BELOW_4_GIB: u64 = 1 << 48;
-    /// Memory type for both, in bits 53:50; 6 is write-back.
+    /// Position of the memory type for both, bits 53:50; type 6 is write-back.
     pub const TYPE_SHIFT: u32 = 50;
 }
 
-/// One word of controls.
+/// A word of controls.
 #[repr(u64)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// Pin-based.
+    /// The pin-based controls.
     Pin = 0,
-    /// Primary processor-based.
+    /// Primary processor-based controls.
     Primary = 1,
-    /// Secondary processor-based.
+    /// Secondary processor-based controls.
     Secondary = 2,
-    /// Tertiary processor-based.
+    /// Tertiary processor-based controls.
     Tertiary = 3,
-    /// VM-exit.
+    /// The controls of VM exits.
     Exit = 4,
-    /// VM-entry.
+    /// The controls of VM entries.
     Entry = 5,
 }
 
-/// The controls of a VMCS.
+/// The control words of a VMCS.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Controls {
-    /// Pin-based.
+    /// Pin-based controls (field 4000h of the VMCS).
     pub pin: u32,
-    /// Primary processor-based.
+    /// Primary processor-based controls (field 4002h).
     pub primary: u32,
-    /// Secondary processor-based.
+    /// Secondary processor-based controls (field 401Eh).
     pub secondary: u32,
-    /// VM-exit.
+    /// VM-exit controls (field 400Ch).
     pub exit: u32,
-    /// VM-entry.
+    /// VM-entry controls (field 4012h).
     pub entry: u32,
-    /// Zero.
+    /// Reserved; zero, for alignment.
     pub reserved: u32,
-    /// Tertiary processor-based.
+    /// Tertiary processor-based controls (field 2034h); 0 if unused.
     pub tertiary: u64,
 }
 
-/// Why there are no controls to choose.
+/// The reason why no legal controls exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// [`Code::VmxControlForced`], [`Code::VmxControlMissing`] or [`Code::VmxInstructionLost`].
     pub code: Code,
-    /// Which word.
+    /// Word that holds the control.
     pub word: Word,
-    /// Which bits of it.
+    /// Bits of the word that are missing or forced.
     pub bits: u64,
 }
 
-/// What is wanted of one word.
+/// The wishes for one word.
 struct Wish {
     word: Word,
-    /// Must be 1 or there is no attach.
+    /// Bits that must be 1; without them there is no attach.
     wanted: u32,
-    /// Are set where they can be.
+    /// Bits that are set where the processor allows them.
     optional: u32,
-    /// May be 1 if the processor insists.
+    /// Bits that may be 1 if the processor demands them.
     tolerated: u32,
 }
 
 impl Wish {
-    /// The word, from its capability MSR: bits 31:0 must be 1, bits 63:32 may be.
+    /// Returns the word for its capability MSR (bits 31:0 must be 1, bits 63:32 may be 1).
     fn grant(&self, capability: u64) -> Result<u32, Refusal> {
         let (must, may) = (capability as u32, (capability >> 32) as u32);
         let missing = self.wanted & !may;
@@ -217,8 +217,10 @@ impl Wish {
     }
 }
 
-/// The controls for a processor: nothing exits that need not (all events, I/O, HLT, MWAIT, PAUSE, RDTSC, CR3,
-/// CR8, debug registers: SDM, "Instructions that cause VM exits"), and nothing that the kernel has found in
+/// Returns the controls for a processor.
+///
+/// Every exit that is not needed is off (all events, I/O, HLT, MWAIT, PAUSE, RDTSC, CR3, CR8, debug
+/// registers: SDM, "Instructions that cause VM exits"). No instruction that the kernel has found in
 /// CPUID becomes undefined.
 ///
 /// # Errors
@@ -268,8 +270,9 @@ pub fn choose(facts: &CpuFacts) -> Result<Controls, Refusal> {
     })
 }
 
-/// Whether shadow-stack state has to be carried across exits: CR4.CET lets user mode have it, and the kernel
-/// track its branches. Both controls are needed then (SDM, "CET state" among guest and host state).
+/// Returns true if exits and entries have to carry shadow-stack state: CR4.CET lets user mode have
+/// it, and the kernel track its branches. Both controls are needed then (SDM, "CET state" among
+/// guest and host state).
 fn cet(facts: &CpuFacts) -> bool {
     facts.cr4 & cr4::CET != 0
 }
@@ -293,7 +296,8 @@ fn secondary_controls(facts: &CpuFacts) -> Result<u32, Refusal> {
     wish.grant(facts.vmx_secondary_controls)
 }
 
-/// Controls without which an instruction that CPUID announces would be #UD (HARDWARE I-6).
+/// Returns the controls without which an instruction that CPUID announces would be #UD (HARDWARE
+/// I-6).
 fn instruction_controls(facts: &CpuFacts) -> u32 {
     let has = |leaf: u32, bit: u32, control: u32| if leaf & bit != 0 { control } else { 0 };
     has(facts.cpuid_8000_0001.edx, cpuid::EXT1_EDX_RDTSCP, secondary::RDTSCP)
@@ -304,7 +308,8 @@ fn instruction_controls(facts: &CpuFacts) -> u32 {
         | has(facts.cpuid_7_0.edx, cpuid::LEAF7_EDX_PCONFIG, secondary::PCONFIG)
 }
 
-/// The same for instructions with a tertiary control, or with one that is not known here.
+/// Returns the tertiary controls of the same kind. Fails for an instruction whose control is
+/// unknown here.
 fn tertiary_controls(facts: &CpuFacts) -> Result<u64, Refusal> {
     let lost = |bits| Refusal { code: Code::VmxInstructionLost, word: Word::Tertiary, bits };
     if facts.cpuid_7_1.edx & cpuid::LEAF71_EDX_USER_MSR != 0 {
