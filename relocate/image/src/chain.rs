@@ -1,8 +1,9 @@
-//! Images that go on from each other, put together: where each frame of the last one is, then the frames themselves.
+//! The merge of images that are made on each other.
 //!
-//! Every image is read to its end and checked first, the full one before those made on it ([`Chain`]). What is known of a
-//! frame then is eight bytes: its image, record and page. Frames are fetched in the last image's order, and each must
-//! have the hash that the last image has of it ([`Merged`]): memory that was put together wrongly cannot come out.
+//! [`Chain`] first reads every image to its end and checks it, the full one before those made on
+//! it. For each frame of the last image it keeps eight bytes: the image, the record and the page
+//! that hold the content. [`Merged`] then fetches the frames in the last image's order. Each frame
+//! must have the hash that the last image states, so that wrongly merged memory cannot come out.
 
 use std::io::{Read, Seek, SeekFrom};
 
@@ -14,22 +15,23 @@ use crate::{
     record::{Chunk, Commit, Frame, Identity, PAGE, Part, RecordKind, Source, is_run},
 };
 
-/// So many images may an image be made on.
+/// Largest number of parents of an image.
 pub const PARENTS_MAX: usize = 255;
-/// No machine has more: 64 TiB are what Linux maps with four levels of page tables.
+/// Largest number of frames of a machine: 64 TiB, which Linux maps with four levels of page tables.
 const FRAMES_MAX: u64 = 1 << 34;
-/// Spots for which memory is taken at once, when the first of them is filled: an image may say that it is of more frames
-/// than it has.
+/// Number of spots in a block. The memory of a block is allocated when its first spot is filled,
+/// because an image may claim more frames than it has.
 const BLOCK: usize = 1 << 15;
 
-/// Where a frame's content is: 0 nowhere, 1 it is zeros, otherwise image, record and page.
+/// The place of a frame's content. 0: none; 1: all zeros; else image, record and page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Spot(u64);
 
 impl Spot {
     const ZERO: Self = Self(1);
 
-    /// No record 0 has frames, so this is neither nowhere nor zeros.
+    /// Returns the spot for a page of a record. Record 0 has no frames, so the value differs from
+    /// "none" and "zeros".
     fn data(image: usize, record: u64, page: usize) -> Option<Self> {
         let record = u32::try_from(record).ok().filter(|record| *record > 0)?;
         Some(Self((image as u64) << 48 | u64::from(record) << 16 | page as u64))
@@ -40,16 +42,16 @@ impl Spot {
     }
 }
 
-/// A spot for each frame that a machine keeps.
+/// The spots of all frames that a machine keeps.
 #[derive(Debug, Default)]
 struct Spots {
-    /// Ascending; with the number of frames before each.
+    /// Runs of frames in ascending order, each with the number of frames before it.
     runs: Vec<(Run, u64)>,
-    /// How many frames there are.
+    /// Number of frames in all runs.
     frames: u64,
-    /// Empty as long as none of its frames has one.
+    /// Blocks of spots. A block is empty while none of its frames has a spot.
     blocks: Vec<Vec<Spot>>,
-    /// How many have one.
+    /// Number of filled spots.
     filled: u64,
 }
 
@@ -81,7 +83,7 @@ impl Spots {
         Some((before + run.index_of(phys)?) as usize)
     }
 
-    /// A frame's, if it has one.
+    /// Returns the spot of a frame, if it has one.
     fn get(&self, phys: u64) -> Option<Spot> {
         let index = self.index_of(phys)?;
         self.blocks[index / BLOCK].get(index % BLOCK).copied().filter(|spot| *spot != Spot::default())
@@ -108,14 +110,14 @@ impl Spots {
     }
 }
 
-/// An image that has been read.
+/// An image of the chain that was read to its end.
 #[derive(Debug)]
 struct Link<R> {
     from: R,
     identity: Identity,
-    /// Where its records are.
+    /// Offset of each record in bytes.
     offsets: Vec<u64>,
-    /// Records that have been fetched, the last one first.
+    /// The two records fetched last, the latest first.
     recent: [Option<(u64, Chunk)>; 2],
 }
 
@@ -139,7 +141,7 @@ impl<R: Read + Seek> Link<R> {
     }
 }
 
-/// A record that has been read before.
+/// Fetches a record that was checked before.
 fn fetch(
     from: &mut (impl Read + Seek),
     place: Place,
@@ -154,13 +156,13 @@ fn fetch(
     Ok((header.raw_length, payload))
 }
 
-/// Hashes that have been read before.
+/// Fetches hashes that were checked before.
 pub(crate) fn hashes_at(from: &mut (impl Read + Seek), place: Place, identity: Identity) -> Result<Hashes> {
     let (raw_length, payload) = fetch(from, place, identity, RecordKind::Hashes)?;
     Hashes::expand(&payload, raw_length, place)
 }
 
-/// An image that is being read.
+/// The image of the chain that is being read.
 #[derive(Debug)]
 struct Reading<R> {
     reader: Reader<R>,
@@ -168,16 +170,16 @@ struct Reading<R> {
     spots: Spots,
     hashes: Vec<Place>,
     hashed: u64,
-    /// What the hashes have come to.
+    /// Key and order of the last hash of the image so far.
     last: Option<(Key, u64)>,
 }
 
-/// Images that are read one after the other, a full one first.
+/// A chain of images that are read one after the other, a full one first.
 #[derive(Debug)]
 pub struct Chain<R> {
     links: Vec<Link<R>>,
     reading: Option<Reading<R>>,
-    /// Of the last one that has been read.
+    /// Spots of the last image that was read.
     spots: Spots,
     hashes: Vec<Place>,
     key: Option<Key>,
@@ -203,7 +205,7 @@ impl<R: Read + Seek> Chain<R> {
     /// Begins to read the next image.
     ///
     /// # Errors
-    /// If it is none, or not made on the one before it.
+    /// The file is no image, or was not made on the image before.
     pub fn begin(&mut self, from: R) -> Result<()> {
         let reader = Reader::open(from)?;
         let machine = reader.machine();
@@ -229,15 +231,15 @@ impl<R: Read + Seek> Chain<R> {
         Ok(())
     }
 
-    /// Bytes of the image that have been read.
+    /// Returns the number of bytes that were read of the image.
     pub fn offset(&self) -> u64 {
         self.reading.as_ref().map_or(0, |reading| reading.reader.offset())
     }
 
-    /// Reads a record. Returns false at the image's end: it is whole.
+    /// Reads a record. Returns false at the end of a complete image.
     ///
     /// # Errors
-    /// If it is damaged, or does not go with those before it.
+    /// The record is damaged, or contradicts the records before it.
     pub fn step(&mut self) -> Result<bool> {
         let image = self.links.len();
         let Some(mut reading) = self.reading.take() else { return Ok(false) };
@@ -293,10 +295,10 @@ impl<R: Read + Seek> Chain<R> {
         Ok(())
     }
 
-    /// The last image, without its parents.
+    /// Returns the last image, without its parents.
     ///
     /// # Errors
-    /// If nothing has been read.
+    /// The chain is empty.
     pub fn merged(self) -> Result<Merged<R>> {
         let Some((last, key)) = self.links.last().zip(self.key).filter(|_| self.reading.is_none()) else {
             return Err(Error::Unfit("there is no image".into()));
@@ -311,7 +313,7 @@ impl<R: Read + Seek> Chain<R> {
     }
 }
 
-/// Where frames of a record are, by what is known of the image before.
+/// Enters the spots of a record's frames, from those of the parent.
 fn add_frames(
     to: &mut Spots,
     parent: &Spots,
@@ -349,7 +351,7 @@ fn add_frames(
 pub struct Merged<R> {
     links: Vec<Link<R>>,
     spots: Spots,
-    /// The next one last.
+    /// Places of the hashes, in reverse: the next one is last.
     hashes: Vec<Place>,
     key: Key,
     machine: Machine,
@@ -358,30 +360,31 @@ pub struct Merged<R> {
 }
 
 impl<R: Read + Seek> Merged<R> {
-    /// What the last image says of its machine; it is made on none.
+    /// Returns the last image's description of its machine, without parents.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// The last image's: this is the same one in another form, and what was made on it goes on from it.
+    /// Returns the last image's identity. The merged image is the last one in another form: images
+    /// made on it remain valid.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// What its hashes were made with.
+    /// Returns the key of the last image's hashes.
     pub fn key(&self) -> Key {
         self.key
     }
 
-    /// Number of the image that was read last: an error is about that one.
+    /// Returns the number of the image that was read last, which an error concerns.
     pub fn image(&self) -> usize {
         self.image
     }
 
-    /// The next frames, by their hashes.
+    /// Returns the next frames, as their hashes.
     ///
     /// # Errors
-    /// If they can no longer be read.
+    /// The image can no longer be read.
     pub fn next_frames(&mut self) -> Result<Option<Hashes>> {
         let Some(place) = self.hashes.pop() else { return Ok(None) };
         self.image = self.links.len() - 1;
@@ -389,10 +392,10 @@ impl<R: Read + Seek> Merged<R> {
         hashes_at(&mut link.from, place, link.identity).map(Some)
     }
 
-    /// Adds a frame's content to `to`; it has the hash.
+    /// Appends a frame's content to `to`, after a check against its hash.
     ///
     /// # Errors
-    /// If it can no longer be read, or is another.
+    /// The image can no longer be read, or the content has another hash.
     pub fn find(&mut self, phys: u64, hash: Hash, to: &mut Vec<u8>) -> Result<()> {
         let spot = self.spots.get(phys).unwrap_or_default();
         let (image, record, page) = spot.parts();

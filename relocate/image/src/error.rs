@@ -1,13 +1,13 @@
-//! What can be wrong with an image, and where.
+//! The errors of an image, and their place in it.
 
 use std::{fmt, io};
 
 /// A place in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Number of the record.
+    /// Number of the record, from 0.
     pub record: u64,
-    /// Byte in the file at which it begins.
+    /// Offset in bytes of the record's first byte in the file.
     pub offset: u64,
 }
 
@@ -17,20 +17,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why an image cannot be used or made.
+/// The reason why an image cannot be used or made.
 #[derive(Debug)]
 pub enum Error {
     /// Reading or writing failed.
     Io(io::Error),
-    /// It does not begin like an image.
+    /// The file does not begin like an image.
     NotAnImage,
-    /// It is of another version of the format.
+    /// The image has another version of the format.
     Version(u32),
-    /// It ends too early.
+    /// The image ends before its commit record.
     Torn(Place),
-    /// Something in it is not what was written.
+    /// A part of the image is not what was written.
     Damaged(Place, String),
-    /// It is whole, but does not go with the others.
+    /// The image is whole, but does not belong to the others.
     Unfit(String),
 }
 

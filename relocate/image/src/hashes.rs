@@ -1,26 +1,30 @@
-//! Hashes of frames: an image has them of all its frames, so that the next one can leave out what has not changed.
+//! Hashes of frames. An image holds the hashes of all its frames, so that the next image can leave
+//! out unchanged ones.
 //!
-//! They are half as long as BLAKE3's, which saves half of what they cost; nobody can look for two pages with the same
-//! one, for they have a key, random for each full image, that never leaves images made on it.
+//! A hash is half as long as BLAKE3's, which saves half of its cost. An attacker cannot search for
+//! two pages with the same hash: hashes depend on a key, random for each full image, that never
+//! leaves the images made on it.
 
 use crate::{
     error::{Error, Place, Result},
     record::{Compressed, PAGE, RAW_MAX, RecordKind, decompress, is_run, word},
 };
 
-/// A frame's: the first half of its BLAKE3 with the key; of zeros, zeros.
+/// The hash of a frame: the first 16 bytes of its keyed BLAKE3. The hash of a frame of zeros is
+/// zeros.
 pub type Hash = [u8; HASH];
-/// Bytes of a hash.
+/// Size of a hash in bytes.
 pub const HASH: usize = 16;
 const ZERO: Hash = [0; HASH];
 const KEY: usize = 32;
 const RUN: usize = 16;
-/// Hashes of a record: few, so that something comes now and then even if nothing has changed.
+/// Largest number of hashes in a record. It is small, so that a record appears now and then even if
+/// nothing has changed.
 pub const HASHES_MAX: usize = 1 << 12;
 
 const _: () = assert!((KEY + 8 + HASHES_MAX * (RUN + HASH)) as u64 <= RAW_MAX);
 
-/// What hashes are made with.
+/// The key of an image's hashes, 32 random bytes.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Key(pub [u8; KEY]);
 
@@ -31,7 +35,7 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// A page's.
+    /// Returns the hash of a page.
     #[must_use]
     pub fn hash(&self, page: &[u8]) -> Hash {
         let mut hash = ZERO;
@@ -42,29 +46,30 @@ impl Key {
     }
 }
 
-/// Whether it is the hash of zeros.
+/// Returns true if `hash` is that of a frame of zeros.
 #[must_use]
 pub fn is_zero(hash: &Hash) -> bool {
     *hash == ZERO
 }
 
-/// In this order frames stand in an image, and their hashes: what a small kernel that restores has to lie in comes last.
+/// Returns the rank of a frame in an image. Frames and hashes stand in ascending rank. Low memory,
+/// where a restoring kernel has to lie, comes last.
 #[must_use]
 pub fn order(phys: u64) -> u64 {
     phys.wrapping_sub(crate::LOW_END_PHYS)
 }
 
-/// Frames that follow each other.
+/// A run of adjacent frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// The first's physical address.
+    /// Physical address of the first frame.
     pub start_phys: u64,
-    /// How many.
+    /// Number of frames of 4 KiB.
     pub pages: u64,
 }
 
 impl Run {
-    /// Where a frame is in it.
+    /// Returns the index of a frame in the run, if the run holds the frame.
     #[must_use]
     pub fn index_of(&self, phys: u64) -> Option<u64> {
         let index = phys.checked_sub(self.start_phys)? / PAGE as u64;
@@ -72,25 +77,25 @@ impl Run {
     }
 }
 
-/// Hashes of frames, in their order.
+/// Hashes of frames, in the order of the frames.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hashes {
-    /// What they were made with.
+    /// The key that made the hashes.
     pub key: Key,
-    /// The frames.
+    /// The frames, as runs.
     pub runs: Vec<Run>,
-    /// One for each.
+    /// The hashes, one for each frame.
     pub hashes: Vec<Hash>,
 }
 
 impl Hashes {
-    /// Whether it should be written before anything is added.
+    /// Returns true if the hashes should be written before one is added.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.hashes.len() >= HASHES_MAX
     }
 
-    /// Adds a frame's.
+    /// Adds the hash of a frame.
     pub fn add(&mut self, phys: u64, hash: Hash) {
         let end_phys = |run: &Run| run.start_phys + run.pages * PAGE as u64;
         match self.runs.last_mut() {
@@ -100,14 +105,14 @@ impl Hashes {
         self.hashes.push(hash);
     }
 
-    /// Each frame with its hash.
+    /// Returns each frame with its hash.
     pub fn iter(&self) -> impl Iterator<Item = (u64, Hash)> {
         let frames = self.runs.iter();
         let frames = frames.flat_map(|run| (0..run.pages).map(|page| run.start_phys + page * PAGE as u64));
         frames.zip(self.hashes.iter().copied())
     }
 
-    /// Compresses them, at a level of zstd: only those of zeros become less.
+    /// Compresses the hashes, at a level of zstd. Only hashes of zeros get smaller.
     pub(crate) fn compress(&self, level: i32) -> Result<Compressed> {
         let mut raw = Vec::with_capacity(KEY + 8 + self.runs.len() * RUN + self.hashes.len() * HASH);
         raw.extend_from_slice(&self.key.0);
@@ -128,7 +133,8 @@ impl Hashes {
         })
     }
 
-    /// Those of a record whose checksum is right; it may have been made with ill will all the same.
+    /// Parses the hashes of a record whose checksum is right. The record may be hostile all the
+    /// same.
     pub(crate) fn expand(payload: &[u8], raw_length: u64, place: Place) -> Result<Self> {
         let damaged = |what: &str| Error::Damaged(place, what.to_owned());
         let raw = decompress(payload, raw_length, place)?;
@@ -154,13 +160,13 @@ impl Hashes {
         Ok(Self { key: Key(*key), runs, hashes: hashes.to_vec() })
     }
 
-    /// The first frame and the last one.
+    /// Returns the first frame and the last one.
     pub(crate) fn ends(&self) -> Option<(u64, u64)> {
         let (first, last) = (self.runs.first()?, self.runs.last()?);
         Some((first.start_phys, last.start_phys + (last.pages - 1) * PAGE as u64))
     }
 
-    /// Whether frames come in [`order`], each once.
+    /// Returns true if the frames stand in [`order`], each once.
     pub(crate) fn is_ordered(&self) -> bool {
         let last = |run: &Run| order(run.start_phys + (run.pages - 1) * PAGE as u64);
         self.runs.iter().all(|run| last(run) >= order(run.start_phys))

@@ -1,52 +1,53 @@
-//! What an image says of its machine, besides the content of memory.
+//! The image's description of its machine: everything but the content of memory.
 
 use serde::{Deserialize, Serialize};
 
 use crate::record::Identity;
 
-/// A machine as it was at the instant.
+/// A machine at the instant of its image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Seconds since 1970, by the machine's own clock.
+    /// Time of the instant in seconds since 1970, by the machine's own clock.
     pub taken_at: u64,
-    /// Its name.
+    /// Host name of the machine.
     pub host: String,
     /// The kernel's release and build, as in `/proc/version`.
     pub kernel: String,
-    /// The kernel's release alone.
+    /// The kernel's release alone, as `uname -r` prints it.
     pub release: String,
     /// The kernel's command line.
     pub command_line: String,
-    /// Random, different at each boot.
+    /// Random identifier that the kernel draws at each boot.
     pub boot_id: String,
     /// Version of Mercury that made the image.
     pub mercury: String,
-    /// What the processors are.
+    /// Properties that all processors share.
     pub processor: Processor,
-    /// The processors.
+    /// The processors, one entry each.
     pub cpus: Vec<Cpu>,
-    /// Physical memory: what the image holds, and what it can do without.
+    /// Ranges of physical memory: those in the image, and those that it leaves out.
     pub ranges: Vec<Range>,
-    /// The memory map that the firmware gave.
+    /// The memory map of the firmware.
     pub firmware: Vec<FirmwareRange>,
-    /// Where the machine goes on.
+    /// Address and mode in which the machine goes on.
     pub resume: Resume,
-    /// Where the kernel keeps what tools for crash dumps want to know.
+    /// Place of the kernel's note for crash-dump tools.
     pub vmcoreinfo: Option<VmCoreInfo>,
     /// PCI devices, in the order of their addresses.
     pub devices: Vec<Device>,
-    /// IOMMUs that it used, by name. None: an earlier Mercury did not say.
+    /// IOMMUs that the machine used, by name. `None`: an earlier Mercury did not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iommus: Option<Vec<Iommu>>,
     /// File systems on block devices that were mounted for writing.
     pub file_systems: Vec<FileSystem>,
-    /// Images that this one cannot do without, first the one that needs none, last its parent. None: it is a full one.
+    /// Images that this one needs, from the full one to its parent. Empty: this image is a full
+    /// one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parents: Vec<Identity>,
 }
 
 impl Machine {
-    /// How many pages the image holds.
+    /// Returns the number of pages in the image.
     #[must_use]
     pub fn kept_pages(&self) -> u64 {
         let kept = self.ranges.iter().filter(|range| range.kind == Kind::Kept);
@@ -54,135 +55,137 @@ impl Machine {
     }
 }
 
-/// What all processors have in common.
+/// Properties that all processors share.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Processor {
-    /// `AuthenticAMD`, `GenuineIntel`.
+    /// Vendor: `AuthenticAMD` or `GenuineIntel`.
     pub vendor: String,
-    /// The name.
+    /// Name of the model.
     pub model: String,
-    /// Family, model and stepping.
+    /// Family, model and stepping, in this order.
     pub signature: [u32; 3],
     /// Revision of the microcode.
     pub microcode: String,
-    /// The kernel's names of its features, sorted.
+    /// Features by the kernel's names, sorted.
     pub flags: Vec<String>,
 }
 
-/// One processor.
+/// One processor of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cpu {
-    /// Linux's number.
+    /// Linux's number of the CPU.
     pub cpu: u32,
-    /// Its local APIC's ID.
+    /// Identifier of its local APIC.
     pub apic_id: u32,
-    /// Physical address of its saved state.
+    /// Physical address of its saved state (`SavedCpu` of mercury-abi).
     pub saved_phys: u64,
 }
 
-/// What an image has to do with a range of memory.
+/// The treatment of a range of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// The image holds it.
+    /// The image holds the content.
     Kept,
-    /// It does not matter what is in it.
+    /// The image leaves the content out: it does not matter.
     Free,
 }
 
 /// A range of physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Range {
-    /// Its start.
+    /// Physical address of the first byte, page-aligned.
     pub start_phys: u64,
-    /// Its length in pages.
+    /// Length in pages of 4 KiB.
     pub pages: u64,
-    /// What of it.
+    /// Treatment of the range.
     pub kind: Kind,
 }
 
 /// An entry of the firmware's memory map.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FirmwareRange {
-    /// Its start.
+    /// Physical address of the first byte.
     pub start_phys: u64,
-    /// Its last byte.
+    /// Physical address of the last byte, inclusive.
     pub last_phys: u64,
-    /// As in `/sys/firmware/memmap`.
+    /// Type of the range, as in `/sys/firmware/memmap`.
     pub kind: String,
 }
 
-/// Where a machine goes on.
+/// Address and mode in which a machine goes on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resume {
-    /// Kernel address.
+    /// Kernel virtual address of the first instruction.
     pub virt: u64,
-    /// Physical addresses of the page that it lies in, and of the next.
+    /// Physical addresses of the page that holds the instruction, and of the next page.
     pub phys: [u64; 2],
-    /// Page tables have five levels.
+    /// True if the kernel uses five-level paging.
     pub five_level: bool,
-    /// Local APICs are in x2APIC mode.
+    /// True if the local APICs are in x2APIC mode.
     pub x2apic: bool,
 }
 
-/// `/sys/kernel/vmcoreinfo`.
+/// Place of the kernel's note for crash-dump tools, from `/sys/kernel/vmcoreinfo`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmCoreInfo {
-    /// Physical address of an ELF note.
+    /// Physical address of the ELF note.
     pub phys: u64,
-    /// Its length in bytes.
+    /// Length of the note in bytes.
     pub bytes: u64,
 }
 
-/// A PCI device.
+/// A PCI device of the machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// Domain, bus, device and function.
+    /// Domain, bus, device and function, as `lspci -D` prints them.
     pub address: String,
-    /// Vendor and device, as in `lspci -n`.
+    /// Vendor and device identifiers, as in `lspci -n`.
     pub id: String,
-    /// Class, as in `/sys`.
+    /// Class code, as in `/sys`.
     pub class: String,
-    /// The driver that it had.
+    /// Driver that was bound to the device.
     pub driver: Option<String>,
 }
 
-/// An IOMMU. Its tables are in memory; its registers the kernel sets anew.
+/// An IOMMU. Its tables are in memory; the kernel sets its registers anew.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Iommu {
-    /// The kernel's name of it.
+    /// The kernel's name of the IOMMU.
     pub name: String,
-    /// Where its registers are, and what it can do, as far as the kernel says.
+    /// Address of its registers and its capabilities, as far as the kernel shows them.
     pub registers: Vec<String>,
 }
 
-/// A file system that the machine could write to.
+/// A file system that was mounted for writing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileSystem {
-    /// Where it was mounted.
+    /// Mount point of the file system.
     pub mounted_at: String,
-    /// Its type.
+    /// Type of the file system.
     pub kind: String,
-    /// The block device.
+    /// Block device of the file system.
     pub device: String,
-    /// What the file system calls itself, if it does.
+    /// UUID of the file system, if it has one.
     pub uuid: Option<String>,
-    /// It was frozen at the instant, and its blocks hold all that was written to it.
+    /// True if the file system was frozen at the instant: its blocks hold all earlier writes.
     pub frozen: bool,
-    /// BLAKE3 of the blocks that change with whatever is written to it, as they were then.
+    /// Fingerprint at the instant: BLAKE3 of the blocks that change with every write to the file
+    /// system.
     pub mark: Option<String>,
-    /// Where those blocks really lie, if the device is made of others; the mark is of what is there.
+    /// Places of those blocks on disks, if the device is made of others. The fingerprint covers
+    /// these places.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pieces: Vec<Piece>,
 }
 
-/// A stretch of a disk.
+/// A range of bytes on a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Piece {
-    /// What the disk is called by what is written on it.
+    /// Name of the disk, from the content that is written on it.
     pub disk: String,
-    /// Where it begins, in bytes.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// How long it is, in bytes.
+    /// Length of the range in bytes.
     pub length: u64,
 }

@@ -1,4 +1,5 @@
-//! Makes parts of an image from frames: finds zeros, frames like another one, and those that are as in the parent.
+//! The conversion of frames to parts of an image. It finds zeros, twins, and frames unchanged since
+//! the parent.
 
 use crate::{
     error::Result,
@@ -6,10 +7,10 @@ use crate::{
     record::{Chunk, Frame, PAGE, Part, Source},
 };
 
-/// Remembered pages: a power of two.
+/// Number of remembered pages, a power of two.
 const TWINS: usize = 1 << 16;
 
-/// Frames come in, in order; parts go out.
+/// A packer of frames: frames go in, in order, and parts come out.
 #[derive(Debug)]
 pub struct Packer {
     twins: Twins,
@@ -18,14 +19,14 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// One whose hashes are made with this key.
+    /// Returns a packer whose hashes are made with `key`.
     #[must_use]
     pub fn new(key: Key) -> Self {
         let hashes = Hashes { key, ..Hashes::default() };
         Self { twins: Twins::new(), chunk: Chunk::default(), hashes }
     }
 
-    /// Adds a frame, with what the parent has of it.
+    /// Adds a frame. `before` is the hash that the parent has of it.
     pub fn add(&mut self, phys: u64, page: &[u8], before: Option<Hash>) {
         let hash = self.hashes.key.hash(page);
         self.hashes.add(phys, hash);
@@ -39,10 +40,11 @@ impl Packer {
         }
     }
 
-    /// Adds a frame of a known hash; its content is looked for only if it has to be written.
+    /// Adds a frame with a known hash. Calls `find` for the content only if the content has to be
+    /// written.
     ///
     /// # Errors
-    /// If it cannot be found.
+    /// `find` fails.
     pub fn add_known(
         &mut self,
         phys: u64,
@@ -58,7 +60,7 @@ impl Packer {
         find(&mut self.chunk.data)
     }
 
-    /// A part that is full.
+    /// Returns a part that is full, if there is one.
     pub fn full(&mut self) -> Option<Part> {
         if self.chunk.is_full() {
             return Some(Part::Frames(std::mem::take(&mut self.chunk)));
@@ -66,7 +68,7 @@ impl Packer {
         self.hashes.is_full().then(|| self.take_hashes())
     }
 
-    /// What is left at the end.
+    /// Returns the parts that are left at the end.
     #[must_use]
     pub fn finish(mut self) -> [Part; 2] {
         let hashes = self.take_hashes();
@@ -94,7 +96,7 @@ impl Packer {
         self.chunk.data.extend_from_slice(page);
     }
 
-    /// As in the parent: one more of those before it, where they follow each other.
+    /// Records a frame as unchanged since the parent. Adjacent ones share an entry.
     fn leave(&mut self, phys: u64) {
         if let Some(Frame { phys: start, source: Source::Parent(pages) }) = self.chunk.frames.last_mut()
             && *start + *pages * PAGE as u64 == phys
@@ -106,7 +108,7 @@ impl Packer {
     }
 }
 
-/// Pages that were seen, by their hash: the last of each slot.
+/// The pages seen so far, by their hash: each slot keeps the last one.
 #[derive(Debug)]
 struct Twins {
     slots: Vec<(Hash, u64)>,
@@ -121,7 +123,7 @@ impl Twins {
         usize::from(u16::from_le_bytes([hash[0], hash[1]])) % TWINS
     }
 
-    /// A frame before with the same content.
+    /// Returns an earlier frame with the same content, if one is remembered.
     fn find(&self, hash: Hash) -> Option<u64> {
         let (known, phys) = self.slots[Self::slot(hash)];
         (phys != u64::MAX && known == hash).then_some(phys)
@@ -161,7 +163,8 @@ mod tests {
         assert!(is_zero(&hashes.hashes[0]) && !is_zero(&hashes.hashes[1]));
     }
 
-    /// What has not changed takes an entry, however much it is; what is like it can still be a twin.
+    /// Unchanged frames take one entry, however many they are; a frame like one of them is still
+    /// found as a twin.
     #[test]
     fn what_is_as_in_the_parent_is_left_out() {
         let mut data: Vec<u8> = (0..5 * PAGE).map(|at| (at / PAGE) as u8).collect();

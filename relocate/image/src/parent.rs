@@ -1,4 +1,4 @@
-//! An image that the next one is made on: its hashes, without the frames between them.
+//! An image on which the next one is made: its hashes, without the frames between them.
 
 use std::io::{ErrorKind, Read, Seek};
 
@@ -11,24 +11,25 @@ use crate::{
     record::{Commit, Identity, RecordKind},
 };
 
-/// A parent. That its frames are as they were written is not looked at here: whoever puts a chain together does.
+/// The parent of the next image. Its frames are not checked here: [`crate::Chain`] checks them when
+/// it merges.
 #[derive(Debug)]
 pub struct Parent<R> {
     from: R,
     identity: Identity,
     machine: Machine,
     key: Key,
-    /// Where its hashes are that have not been read, the next one last.
+    /// Places of the hashes that are not read yet, in reverse: the next one is last.
     places: Vec<Place>,
-    /// Those that have been read and not asked for, the next one last.
+    /// Hashes that were read and not asked for, in reverse.
     hashes: Vec<(u64, Hash)>,
 }
 
 impl<R: Read + Seek> Parent<R> {
-    /// Looks through an image to its end.
+    /// Scans an image to its end.
     ///
     /// # Errors
-    /// If it is none, was never finished, has no hashes, or those are damaged.
+    /// The file is no image, was never finished, has no hashes, or its hashes are damaged.
     pub fn open(mut from: R) -> Result<Self> {
         let place = Place { record: 0, offset: read_start(&mut from)? };
         let (header, payload) = read_record(&mut from, place, None)?;
@@ -49,7 +50,7 @@ impl<R: Read + Seek> Parent<R> {
         Ok(parent)
     }
 
-    /// Finds hashes, and the end.
+    /// Finds the records of hashes, and the end.
     fn outline(&mut self, mut place: Place, mut checksums: blake3::Hasher) -> Result<()> {
         let commit: Commit = loop {
             let header = read_header(&mut self.from, place, Some(self.identity))?;
@@ -82,22 +83,22 @@ impl<R: Read + Seek> Parent<R> {
         }
     }
 
-    /// Its own.
+    /// Returns the image's identity.
     pub fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// What it says of its machine.
+    /// Returns the image's description of its machine.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// What its hashes were made with.
+    /// Returns the key of the image's hashes.
     pub fn key(&self) -> Key {
         self.key
     }
 
-    /// What it is made on, and itself: what an image that is made on it cannot do without.
+    /// Returns the images that a child of this one needs: its own parents, then the image itself.
     #[must_use]
     pub fn line(&self) -> Vec<Identity> {
         let mut line = self.machine.parents.clone();
@@ -105,10 +106,10 @@ impl<R: Read + Seek> Parent<R> {
         line
     }
 
-    /// A frame's hash, if it has that frame. Frames are asked for in [`order`].
+    /// Returns a frame's hash, if the image has that frame. The caller asks in [`order`].
     ///
     /// # Errors
-    /// If it can no longer be read.
+    /// The image can no longer be read.
     pub fn hash_of(&mut self, phys: u64) -> Result<Option<Hash>> {
         loop {
             while let Some((frame, hash)) = self.hashes.pop_if(|(frame, _)| order(*frame) <= order(phys)) {
@@ -121,7 +122,7 @@ impl<R: Read + Seek> Parent<R> {
             }
             let Some(place) = self.places.pop() else { return Ok(None) };
             let hashes = hashes_at(&mut self.from, place, self.identity)?;
-            // Of those with another key nothing could be told.
+            // Hashes with another key cannot be compared.
             if hashes.key == self.key {
                 self.hashes = hashes.iter().collect();
                 self.hashes.reverse();

@@ -1,4 +1,4 @@
-//! Reads an image and believes nothing of it.
+//! The reader of an image, which trusts nothing in it.
 
 use std::io::{ErrorKind, Read};
 
@@ -9,7 +9,8 @@ use crate::{
     record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, Part, RecordKind, VERSION, VERSION_OLDEST},
 };
 
-/// An image that is being read. Each chunk has been checked by itself; that the image is whole is known at its end.
+/// An image that is being read. Each chunk is checked by itself; only at the end is the image known
+/// to be whole.
 #[derive(Debug)]
 pub struct Reader<R> {
     from: R,
@@ -22,10 +23,10 @@ pub struct Reader<R> {
 }
 
 impl<R: Read> Reader<R> {
-    /// Reads what the image says of its machine.
+    /// Reads the image's description of its machine.
     ///
     /// # Errors
-    /// If it is no image, or a damaged one.
+    /// The file is no image, or a damaged one.
     pub fn open(from: R) -> Result<Self> {
         let (place, seen) = (Place { record: 0, offset: 0 }, Commit::default());
         let (machine, checksums) = (Machine::default(), blake3::Hasher::new());
@@ -40,40 +41,40 @@ impl<R: Read> Reader<R> {
         Ok(reader)
     }
 
-    /// What the image says of its machine.
+    /// Returns the image's description of its machine.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// Its identity.
+    /// Returns the image's identity.
     pub fn identity(&self) -> Identity {
         self.identity.unwrap_or_default()
     }
 
-    /// Bytes read so far.
+    /// Returns the number of bytes read so far.
     pub fn offset(&self) -> u64 {
         self.place.offset
     }
 
-    /// The end of the image, once it has been reached.
+    /// Returns the commit record after it has been reached.
     pub fn commit(&self) -> Option<&Commit> {
         self.commit.as_ref()
     }
 
-    /// Where the next record begins.
+    /// Returns the place of the next record.
     pub(crate) fn place(&self) -> Place {
         self.place
     }
 
-    /// What it was read from.
+    /// Returns the file that the image is read from.
     pub(crate) fn into_inner(self) -> R {
         self.from
     }
 
-    /// The next chunk; `None` at the end of an image that is whole.
+    /// Returns the next chunk, or `None` at the end of a complete image.
     ///
     /// # Errors
-    /// If the image is damaged or ends here.
+    /// The image is damaged, or ends here.
     pub fn next_chunk(&mut self) -> Result<Option<Chunk>> {
         loop {
             match self.next_part()? {
@@ -84,10 +85,10 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// The next part; `None` at the end of an image that is whole.
+    /// Returns the next part, or `None` at the end of a complete image.
     ///
     /// # Errors
-    /// If the image is damaged or ends here.
+    /// The image is damaged, or ends here.
     pub fn next_part(&mut self) -> Result<Option<Part>> {
         if self.commit.is_some() {
             return Ok(None);
@@ -139,7 +140,7 @@ impl<R: Read> Reader<R> {
         self.seen.records = place.record + 1;
     }
 
-    /// The next record; its checksum is right.
+    /// Returns the next record, whose checksum is right.
     fn record(&mut self) -> Result<(Header, Vec<u8>, Place)> {
         let place = self.place;
         let (header, payload) = read_record(&mut self.from, place, self.identity)?;
@@ -149,7 +150,7 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// Reads how an image begins; returns how long that is.
+/// Reads the start of an image. Returns its length in bytes.
 pub fn read_start(from: &mut impl Read) -> Result<u64> {
     let mut start = [0; MAGIC.len() + 4];
     match from.read_exact(&mut start) {
@@ -167,7 +168,7 @@ pub fn read_start(from: &mut impl Read) -> Result<u64> {
     Ok(start.len() as u64)
 }
 
-/// Reads a record's header; it belongs to the image, if that is known.
+/// Reads a record's header. Refuses another identity than `identity`, if one is given.
 pub fn read_header(from: &mut impl Read, place: Place, identity: Option<Identity>) -> Result<Header> {
     let mut bytes = [0; HEADER];
     match from.read_exact(&mut bytes) {
@@ -181,9 +182,9 @@ pub fn read_header(from: &mut impl Read, place: Place, identity: Option<Identity
     Ok(header)
 }
 
-/// Reads the payload of a record whose header has been read; its checksum is right.
+/// Reads the payload of a record whose header has been read. Checks the checksum.
 pub fn read_payload(from: &mut impl Read, header: &Header, place: Place) -> Result<Vec<u8>> {
-    // A length that is a lie must not cost memory: what is not there is not reserved.
+    // A false length must not cost memory: no memory is reserved for bytes that do not arrive.
     let mut payload = Vec::new();
     let read = from.take(header.length).read_to_end(&mut payload)?;
     if read as u64 != header.length {
@@ -195,7 +196,7 @@ pub fn read_payload(from: &mut impl Read, header: &Header, place: Place) -> Resu
     Ok(payload)
 }
 
-/// Reads a record; its checksum is right.
+/// Reads a record, and checks its checksum.
 pub fn read_record(
     from: &mut impl Read,
     place: Place,
@@ -211,10 +212,10 @@ pub fn parse<T: serde::de::DeserializeOwned>(text: &[u8], place: Place) -> Resul
         .map_err(|error| Error::Damaged(place, format!("it cannot be read ({error})")))
 }
 
-/// Reads an image to its end; `progress` is told after each record how many bytes have been read.
+/// Reads an image to its end. Calls `progress` after each record with the number of bytes read.
 ///
 /// # Errors
-/// If it is not whole and as it was written.
+/// The image is incomplete or damaged.
 pub fn verify(from: impl Read, mut progress: impl FnMut(u64)) -> Result<(Machine, Identity, Commit)> {
     let mut reader = Reader::open(from)?;
     while reader.next_chunk()?.is_some() {

@@ -1,4 +1,4 @@
-//! Records: what they are made of, packed and checked one by one.
+//! The format of records. Each record is compressed and checked by itself.
 
 use std::fmt;
 
@@ -9,31 +9,31 @@ use crate::{
     hashes::Hashes,
 };
 
-/// How an image begins. The last bytes notice whoever takes it for text.
+/// First bytes of an image. The last four of them detect a transfer as text.
 pub const MAGIC: [u8; 16] = *b"\x89MercuryImage\r\n\x1a";
-/// Version of the format.
+/// Version of the format that is written.
 pub const VERSION: u32 = 2;
-/// The oldest that is read: without hashes, and nothing is left to a parent.
+/// The oldest version that is read. It has no hashes and no parents.
 pub const VERSION_OLDEST: u32 = 1;
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub const PAGE: usize = 4096;
-/// Bytes of a record's header.
+/// Size of a record's header in bytes.
 pub const HEADER: usize = 80;
-/// Bytes of a header that its checksum covers.
+/// Number of header bytes that the checksum covers.
 pub const CHECKED: usize = 48;
-/// Entries of a record of frames, and pages of data in it.
+/// Largest number of entries in a record of frames.
 pub const ENTRIES_MAX: usize = 4096;
-/// Pages of data in a record of frames.
+/// Largest number of data pages in a record of frames.
 pub const PAGES_MAX: usize = 256;
 const ENTRY: usize = 16;
-/// Before compression, no record is longer.
+/// Largest size in bytes of a record of frames before compression.
 pub const RAW_MAX: u64 = (8 + ENTRIES_MAX * ENTRY + PAGES_MAX * PAGE) as u64;
-/// The longest record that is not of frames.
+/// Largest size in bytes of every other record.
 pub const TEXT_MAX: u64 = 256 << 20;
 
 const RECORD: [u8; 4] = *b"MREC";
 
-/// An image's identity, random. In text it is 32 hexadecimal digits.
+/// An image's identity, random. As text it has 32 hexadecimal digits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Identity(pub [u8; 16]);
@@ -60,14 +60,14 @@ impl fmt::Display for Identity {
     }
 }
 
-/// Kinds of records.
+/// The kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
-    /// The machine.
+    /// The description of the machine.
     Machine = 1,
-    /// Frames.
+    /// Frames, and the content of some.
     Frames = 2,
-    /// The end.
+    /// The commit record, which ends an image.
     Commit = 3,
     /// Hashes of frames.
     Hashes = 4,
@@ -80,20 +80,20 @@ impl RecordKind {
     }
 }
 
-/// A record's header.
+/// The header of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What it is.
+    /// Kind of the record.
     pub kind: RecordKind,
-    /// Its number.
+    /// Number of the record, from 0.
     pub number: u64,
-    /// Whose it is.
+    /// Identity of the image.
     pub identity: Identity,
-    /// Bytes of the payload.
+    /// Length of the payload in bytes.
     pub length: u64,
-    /// Bytes of it before compression.
+    /// Length of the payload in bytes before compression.
     pub raw_length: u64,
-    /// BLAKE3 of all this and of the payload.
+    /// BLAKE3 of the fields above and of the payload.
     pub checksum: [u8; 32],
 }
 
@@ -104,7 +104,7 @@ pub fn word(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Header {
-    /// The header of a payload.
+    /// Returns the header for a payload.
     pub fn new(kind: RecordKind, number: u64, identity: Identity, payload: &[u8], raw_length: u64) -> Self {
         let length = payload.len() as u64;
         let mut header = Self { kind, number, identity, length, raw_length, checksum: [0; 32] };
@@ -123,14 +123,14 @@ impl Header {
         bytes
     }
 
-    /// What the checksum has to be.
+    /// Returns the checksum that the header needs with `payload`.
     pub fn checksum_with(&self, payload: &[u8]) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.checked()).update(payload);
         *hasher.finalize().as_bytes()
     }
 
-    /// As it is written.
+    /// Returns the header as it is written.
     pub fn bytes(&self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[..CHECKED].copy_from_slice(&self.checked());
@@ -138,12 +138,12 @@ impl Header {
         bytes
     }
 
-    /// Where the record behind this one begins.
+    /// Returns the place of the record that follows.
     pub fn next(&self, place: Place) -> Place {
         Place { record: place.record + 1, offset: place.offset + HEADER as u64 + self.length }
     }
 
-    /// Reads one; nothing that it says has been checked but its bounds.
+    /// Parses a header. Only the bounds of its fields are checked.
     pub fn parse(bytes: &[u8; HEADER], place: Place) -> Result<Self> {
         let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
         if bytes[0..4] != RECORD {
@@ -159,7 +159,7 @@ impl Header {
             RecordKind::Frames | RecordKind::Hashes => RAW_MAX,
             RecordKind::Machine | RecordKind::Commit => TEXT_MAX,
         };
-        // zstd adds little to what it cannot compress.
+        // zstd adds little to a payload that it cannot compress.
         if raw_length > most || length > most + most / 128 + 1024 {
             return damaged("it is longer than records are");
         }
@@ -180,42 +180,42 @@ impl Header {
     }
 }
 
-/// Where a frame's content is.
+/// The source of a frame's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// In the chunk.
+    /// The next page of the record's data.
     Data,
-    /// Nowhere: it is all zeros.
+    /// No source: the content is all zeros.
     Zero,
-    /// In a frame before it, at this physical address.
+    /// An earlier frame, at this physical address.
     Frame(u64),
-    /// Where the parent has it: that of so many frames, from this one on.
+    /// The parent, for so many frames from this one on.
     Parent(u64),
 }
 
-/// A frame of memory; or several, if they are as in the parent.
+/// A frame of memory, or several that are unchanged since the parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Its physical address.
+    /// Physical address of the first frame.
     pub phys: u64,
-    /// Its content.
+    /// Source of the content.
     pub source: Source,
 }
 
 const SOURCE_DATA: u64 = 1;
 const SOURCE_ZERO: u64 = 2;
-/// With the number of frames above it.
+/// Low bits of a source word that refers to the parent. The number of frames stands above them.
 const SOURCE_PARENT: u64 = 3;
 const SOURCE_BITS: u32 = 12;
 
 impl Frame {
-    /// How many it stands for.
+    /// Returns the number of frames that the entry covers.
     #[must_use]
     pub fn pages(self) -> u64 {
         if let Source::Parent(pages) = self.source { pages } else { 1 }
     }
 
-    /// How [`Source`] is written.
+    /// Returns the source as it is written.
     #[must_use]
     pub fn source_word(self) -> u64 {
         match self.source {
@@ -240,12 +240,12 @@ impl Frame {
     }
 }
 
-/// Whether there can be so many frames from an address on.
+/// Returns true if memory can have `pages` frames from `phys` on.
 pub fn is_run(phys: u64, pages: u64) -> bool {
     pages > 0 && pages.checked_mul(PAGE as u64).and_then(|bytes| phys.checked_add(bytes)).is_some()
 }
 
-/// A payload as it was before compression.
+/// Returns the payload before compression.
 pub fn decompress(payload: &[u8], raw_length: u64, place: Place) -> Result<Vec<u8>> {
     let damaged = |what: String| Error::Damaged(place, what);
     let raw = zstd::bulk::decompress(payload, raw_length as usize)
@@ -256,29 +256,29 @@ pub fn decompress(payload: &[u8], raw_length: u64, place: Place) -> Result<Vec<u
     Ok(raw)
 }
 
-/// Frames, and the content of those that have data.
+/// Frames of a record, and the content of those that have data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Chunk {
-    /// The frames.
+    /// The frames, in [`order`](crate::order).
     pub frames: Vec<Frame>,
-    /// A page for each whose source is [`Source::Data`], in their order.
+    /// Content of the frames whose source is [`Source::Data`], in their order, a page each.
     pub data: Vec<u8>,
 }
 
-/// What an image is made of behind its first record.
+/// A part of an image: the content of any record but the first and the last.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Frames.
+    /// Frames, and the content of some.
     Frames(Chunk),
-    /// Their hashes.
+    /// Hashes of frames.
     Hashes(Hashes),
 }
 
 impl Part {
-    /// Compresses it, at a level of zstd.
+    /// Compresses the part, at a level of zstd.
     ///
     /// # Errors
-    /// If zstd fails.
+    /// zstd fails.
     pub fn compress(&self, level: i32) -> Result<Compressed> {
         match self {
             Self::Frames(chunk) => chunk.compress(level),
@@ -300,7 +300,7 @@ pub struct Compressed {
 }
 
 impl Compressed {
-    /// How many frames it has.
+    /// Returns the number of frames in the part.
     #[must_use]
     pub fn frames(&self) -> u64 {
         self.frames
@@ -308,16 +308,16 @@ impl Compressed {
 }
 
 impl Chunk {
-    /// Whether it should be written before anything is added.
+    /// Returns true if the chunk should be written before a frame is added.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.frames.len() >= ENTRIES_MAX || self.data.len() >= PAGES_MAX * PAGE
     }
 
-    /// Compresses it, at a level of zstd.
+    /// Compresses the chunk, at a level of zstd.
     ///
     /// # Errors
-    /// If zstd fails.
+    /// zstd fails.
     pub fn compress(&self, level: i32) -> Result<Compressed> {
         let mut raw = Vec::with_capacity(8 + self.frames.len() * ENTRY + self.data.len());
         raw.extend_from_slice(&(self.frames.len() as u64).to_le_bytes());
@@ -340,20 +340,21 @@ impl Chunk {
         })
     }
 
-    /// How many frames it has.
+    /// Returns the number of frames in the chunk.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.frames.iter().map(|frame| frame.pages()).fold(0, u64::saturating_add)
     }
 
-    /// How many of them are as in the parent.
+    /// Returns the number of frames that are unchanged since the parent.
     #[must_use]
     pub fn unchanged(&self) -> u64 {
         let runs = self.frames.iter().filter(|frame| matches!(frame.source, Source::Parent(_)));
         runs.map(|frame| frame.pages()).fold(0, u64::saturating_add)
     }
 
-    /// The chunk of a record whose checksum is right; it may have been made with ill will all the same.
+    /// Parses the chunk of a record whose checksum is right. The record may be hostile all the
+    /// same.
     pub(crate) fn expand(payload: &[u8], raw_length: u64, place: Place) -> Result<Self> {
         let damaged = |what: &str| Error::Damaged(place, what.to_owned());
         let raw = decompress(payload, raw_length, place)?;
@@ -376,18 +377,18 @@ impl Chunk {
     }
 }
 
-/// The end of an image: what there was.
+/// The commit record: the numbers of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commit {
-    /// Records before this one.
+    /// Number of records before this one.
     pub records: u64,
-    /// Frames.
+    /// Number of frames in the image.
     pub frames: u64,
-    /// Those that are all zeros.
+    /// Number of frames that are all zeros.
     pub zeros: u64,
-    /// Those that are like another.
+    /// Number of frames that equal an earlier one.
     pub duplicates: u64,
-    /// Those that are as in the parent.
+    /// Number of frames that are unchanged since the parent.
     #[serde(default)]
     pub unchanged: u64,
     /// BLAKE3 of the checksums of all records before this one, in hexadecimal digits.

@@ -1,4 +1,4 @@
-//! Writes an image, from its first byte to its last.
+//! The writer of an image, from its first byte to its last.
 
 use std::io::Write;
 
@@ -8,7 +8,7 @@ use crate::{
     record::{Commit, Compressed, Header, Identity, MAGIC, RecordKind, VERSION},
 };
 
-/// An image that is being written. Only [`Writer::commit`] makes it one.
+/// An image that is being written. Without [`Writer::commit`] no reader accepts it.
 #[derive(Debug)]
 pub struct Writer<W> {
     to: W,
@@ -19,10 +19,10 @@ pub struct Writer<W> {
 }
 
 impl<W: Write> Writer<W> {
-    /// Begins an image with what is known of its machine.
+    /// Begins an image with the description of its machine.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub fn begin(to: W, identity: Identity, machine: &Machine) -> Result<Self> {
         let (commit, checksums) = (Commit::default(), blake3::Hasher::new());
         let mut writer = Self { to, identity, commit, checksums, bytes: 0 };
@@ -47,10 +47,10 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Adds frames, or hashes of them.
+    /// Adds frames, or hashes of frames.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub fn add(&mut self, part: &Compressed) -> Result<()> {
         self.record(part.kind, &part.payload, part.raw_length)?;
         self.commit.frames += part.frames;
@@ -60,16 +60,16 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Bytes written so far.
+    /// Returns the number of bytes written so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Ends the image; it is one from here on, once what it was written to has it safe. Returns its length in bytes
-    /// too.
+    /// Ends the image. It is valid as soon as the underlying file is safe on its medium. Returns
+    /// the image's length in bytes too.
     ///
     /// # Errors
-    /// If writing fails.
+    /// Writing fails.
     pub fn commit(mut self) -> Result<(Commit, u64)> {
         let commit = Commit { checksum: self.checksums.finalize().to_string(), ..self.commit.clone() };
         let text = serde_json::to_vec(&commit).map_err(std::io::Error::from)?;

@@ -1,5 +1,5 @@
-//! What a chain of images is put together to is what memory held when the last one was made, frame by frame, or it is
-//! refused: against a machine that is a map of frames.
+//! A merged chain of images holds the memory of the last image, frame by frame, or is refused. The
+//! tests compare it with a model: a map of frames.
 
 use std::{
     collections::BTreeMap,
@@ -14,11 +14,11 @@ use proptest::prelude::*;
 
 const KEY: Key = Key([5; 32]);
 
-/// Memory: what each frame holds, as a number. 0 is zeros.
+/// The model's memory: the content of each frame as a number. 0 is a frame of zeros.
 type Memory = BTreeMap<u64, u32>;
 type Bytes = Cursor<Vec<u8>>;
 
-/// Text for even numbers, noise for odd ones.
+/// Returns a page for a content: text for even numbers, noise for odd ones.
 fn page(content: u32) -> Vec<u8> {
     let mut page = Vec::with_capacity(PAGE);
     if content == 0 {
@@ -60,7 +60,7 @@ fn written(identity: u8, machine: &Machine, parts: impl IntoIterator<Item = Part
     Cursor::new(bytes)
 }
 
-/// As the command makes it.
+/// Makes an image as the command does.
 fn image(identity: u8, memory: &Memory, parent: Option<&Bytes>) -> Bytes {
     let mut parent = parent.map(|parent| Parent::open(parent.clone()).expect("a parent"));
     let line = parent.as_ref().map(Parent::line).unwrap_or_default();
@@ -84,7 +84,7 @@ fn chain(images: &[Bytes]) -> Result<Merged<Bytes>> {
     chain.merged()
 }
 
-/// As the command puts it together.
+/// Merges images as the command does.
 fn merged(images: &[Bytes]) -> Result<Bytes> {
     let mut merged = chain(images)?;
     let mut packer = Packer::new(merged.key());
@@ -99,7 +99,7 @@ fn merged(images: &[Bytes]) -> Result<Bytes> {
     Ok(written(merged.identity().0[0], merged.machine(), parts))
 }
 
-/// What a full image holds, read without any of what wrote it.
+/// Returns the content of a full image, read without the code that wrote it.
 fn content(image: &Bytes) -> BTreeMap<u64, Vec<u8>> {
     let mut reader = Reader::open(image.clone()).expect("an image");
     assert!(reader.machine().parents.is_empty());
@@ -127,7 +127,7 @@ fn commit(image: &Bytes) -> Commit {
     verify(image.clone(), |_| {}).expect("whole").2
 }
 
-/// Frames on both sides of the place at which the order turns.
+/// Returns memory with frames on both sides of the address at which the order turns.
 fn some_memory(pages: u64) -> Memory {
     let start = LOW_END_PHYS - pages / 2 * PAGE as u64;
     (0..pages).map(|page| (start + page * PAGE as u64, (page * 7 % 23) as u32)).collect()
@@ -139,7 +139,7 @@ fn changed(memory: &Memory, changes: &[(u64, u32)]) -> Memory {
     memory
 }
 
-/// A full image and two made on it.
+/// Returns a full image and two images made on it, with their memories.
 fn three() -> ([Bytes; 3], [Memory; 3]) {
     let first = some_memory(900);
     let start = *first.keys().next().expect("frames");
@@ -160,17 +160,18 @@ fn what_has_not_changed_costs_nothing() {
         let whole = merged(&[base.clone(), next.clone(), last.clone()][..count]).expect("merged");
         assert!(holds(&whole, &memories[count - 1]), "{count}");
     }
-    // But for the hashes.
+    // The hashes are left out of the sum.
     let hashes = 900 * 16;
     assert!(next.get_ref().len() < hashes + 12_000, "{}", next.get_ref().len());
 }
 
-/// Data of many records, fetched from here and there.
+/// Data of many records is fetched from scattered places.
 #[test]
 fn more_than_a_record_has_room_for() {
     let first: Memory = (0..1500).map(|page| (0x10_0000 + page * PAGE as u64, 3 + 2 * page as u32)).collect();
     let frame = |page: u64| 0x10_0000 + page * PAGE as u64;
-    // Overwritten, and found again elsewhere: as it was in the first image, or in the second.
+    // Some frames are overwritten, and their content found again elsewhere, as it was in the first
+    // image or in the second.
     let second = changed(&first, &[(frame(0), 4), (frame(700), 6), (frame(1400), 3), (frame(1401), 1403)]);
     let third = changed(&second, &[(frame(1400), 8), (frame(1499), 4), (frame(3), 3), (frame(1), 2999)]);
     let base = image(1, &first, None);
@@ -181,7 +182,8 @@ fn more_than_a_record_has_room_for() {
     assert!(holds(&merged(&[base, next, last]).expect("merged"), &third));
 }
 
-/// A merged image is its last one in another form: images made before go on from it, and new ones can.
+/// A merged image is its last one in another form: images made before remain valid on it, and new
+/// ones can be made on it.
 #[test]
 fn a_merged_image_takes_the_place_of_those_it_was_made_of() {
     let ([base, next, last], memories) = three();
@@ -210,7 +212,7 @@ fn images_that_do_not_go_together_are_refused() {
     assert!(refused(&[]).contains("no image"));
 }
 
-/// Whatever is cut off or flipped, in whichever image: refused when they are put together.
+/// A cut or a flipped bit anywhere in any image is refused in the merge.
 #[test]
 fn damage_anywhere_is_refused() {
     let (images, _) = three();
@@ -232,7 +234,7 @@ fn damage_anywhere_is_refused() {
     }
 }
 
-/// A parent's frames are not read, but what is read of it is right or refused.
+/// A parent's frames are not read. Every hash that is read of it is right, or refused.
 #[test]
 fn a_damaged_parent_gives_no_wrong_hash() {
     let base = image(1, &some_memory(600), None);
@@ -258,7 +260,7 @@ fn a_damaged_parent_gives_no_wrong_hash() {
     }
 }
 
-/// Made with ill will: every checksum is right, and what is said is not.
+/// Hostile images are refused: every checksum is right, and the statements are false.
 #[test]
 fn lies_are_refused() {
     let memory: Memory = [(0x1000, 2), (0x2000, 3), (0x3000, 4)].into();
@@ -301,7 +303,8 @@ fn lies_are_refused() {
     }
 }
 
-/// An image that is made on none cannot leave anything to a parent, and has no room for more than there is.
+/// An image without a parent cannot leave a frame to one, and has no room for more frames than
+/// there are.
 #[test]
 fn a_full_image_is_full() {
     let memory: Memory = [(0x1000, 2)].into();
@@ -311,12 +314,12 @@ fn a_full_image_is_full() {
     };
     let error = verify(chunk(Source::Parent(1)), |_| {}).expect_err("refused");
     assert!(matches!(error, Error::Damaged(place, _) if place.record == 1), "{error}");
-    // Without hashes none can be made on it.
+    // On an image without hashes no other can be made.
     let error = Parent::open(chunk(Source::Zero)).map(drop).expect_err("refused");
     assert!(error.to_string().contains("no hashes"), "{error}");
 }
 
-/// What an image says of the size of memory costs none: what comes of its frames does.
+/// A false size of memory costs no memory: only frames do.
 #[test]
 fn a_large_machine_without_frames_takes_no_memory() {
     let empty = |pages| {
@@ -332,7 +335,7 @@ fn a_large_machine_without_frames_takes_no_memory() {
     assert!(most < 2 << 20, "{most} KiB");
 }
 
-/// What version 1 wrote is still read.
+/// Images of version 1 are still read.
 #[test]
 fn the_version_before_is_read() {
     let mut bytes = image(1, &some_memory(10), None).into_inner();
@@ -341,14 +344,15 @@ fn the_version_before_is_read() {
 }
 
 fn change() -> impl Strategy<Value = (u64, Option<u32>)> {
-    // Few contents, so that there are zeros, twins, and pages that come back to what they were.
+    // The few different contents give zeros, twins, and pages that return to an earlier content.
     (0_u64..700, prop_oneof![8 => (0_u32..40).prop_map(Some), 1 => Just(None)])
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
-    /// Any machine, any changes, memory that comes and goes: each image of the chain is what memory was.
+    /// Any machine, any changes, memory that comes and goes: each image of the chain gives the
+    /// memory of its instant.
     #[test]
     fn any_chain_is_what_memory_was(
         pages in 1_u64..700,
@@ -371,14 +375,15 @@ proptest! {
             let whole = merged(&images);
             prop_assert!(whole.is_ok_and(|whole| holds(&whole, &memory)), "after step {}", number);
         }
-        // From a merged image the next ones go on in the same way.
+        // Further images made on a merged one behave the same.
         let cut = images.len() / 2;
         let whole = merged(&images[..=cut]).expect("merged");
         let rest: Vec<_> = std::iter::once(whole).chain(images[cut + 1..].iter().cloned()).collect();
         prop_assert!(holds(&merged(&rest).expect("merged"), &memory));
     }
 
-    /// Whatever replaces any stretch of one made on another: refused, or still the same.
+    /// A stretch of an image made on another is replaced: the chain is refused, or still gives the
+    /// same.
     #[test]
     fn nothing_else_is_believed(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
         let ([base, next, _], _) = three();

@@ -1,4 +1,4 @@
-//! An image is what was written, or it is refused, and the place is named: whatever happened to it.
+//! An image gives what was written, or is refused with the place of the damage.
 
 use mercury_image::{
     Chunk, Error, Frame, Identity, Kind, MAGIC, Machine, PAGE, Range, Reader, Source, Writer, verify,
@@ -12,7 +12,7 @@ fn machine() -> Machine {
     Machine { host: "node7".into(), ranges: vec![range], ..Machine::default() }
 }
 
-/// Pages of several kinds: zeros, text, noise, twins.
+/// Returns pages of several kinds: zeros, text, noise, twins.
 fn chunks() -> Vec<Chunk> {
     let mut noise = 1_u64;
     let mut page = |kind: usize| -> Vec<u8> {
@@ -69,7 +69,7 @@ fn what_is_read_is_what_was_written() {
     assert_eq!(found, chunks());
     assert_eq!(reader.commit().expect("the end").zeros, 28);
     assert_eq!(reader.identity(), IDENTITY);
-    // What a block device has behind an image is nobody's business.
+    // Bytes that a block device has after the image do not matter.
     let longer = [&bytes[..], &[1; 100]].concat();
     assert!(verify(&longer[..], |_| {}).is_ok());
 }
@@ -88,7 +88,7 @@ fn every_truncation_is_refused() {
     }
 }
 
-/// Ten thousand flips of one bit, spread over the whole image.
+/// Ten thousand flips of one bit, spread over the whole image, are each refused.
 #[test]
 fn every_flipped_bit_is_refused() {
     let mut bytes = image();
@@ -128,7 +128,8 @@ fn another_version_is_named() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
-    /// Whatever replaces any stretch of it, by ill luck or ill will: refused, or still the same.
+    /// A stretch of an image is replaced, by accident or by an attacker: the image is refused, or
+    /// still gives the same.
     #[test]
     fn nothing_else_is_believed(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
         let mut bytes = image();
