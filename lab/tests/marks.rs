@@ -130,9 +130,9 @@ fn comes_back(place: Place) -> Result<()> {
     let refused = machine.run(&format!("mercury migrate {key}"))?;
     println!("{}", refused.stderr);
     if place == Place::Firmware {
-        assert!(refused.stderr.contains("nothing in the initial RAM disk looks"), "{}", refused.stderr);
+        assert!(refused.stderr.contains("nothing in the initial RAM disk checks"), "{}", refused.stderr);
     } else {
-        assert!(refused.stderr.contains("no place for a mark"), "{}", refused.stderr);
+        assert!(refused.stderr.contains("no place for a tombstone"), "{}", refused.stderr);
         machine.sh("modprobe virtio_blk; mkfs.ext4 -q /dev/vda; mount /dev/vda /mnt")?;
         println!("{}", machine.sh("mercury mark --prepare /mnt/mercury.mark; umount /mnt")?);
     }

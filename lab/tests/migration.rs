@@ -41,13 +41,13 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0 --streams 3")?;
     spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
     let said_there = said(&machine);
-    assert!(said_there.contains("found by a log of writes"), "{said_there}");
-    assert!(said_there.contains("not in the log of writes, of which 0 should have been"), "{said_there}");
+    assert!(said_there.contains("found by a dirty log"), "{said_there}");
+    assert!(said_there.contains("not in the dirty log, of which 0 should have been"), "{said_there}");
     // What boots there is a spare now: the machine's root is in use.
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
     moves(peer, &spare, &repaired, "10.9.0.4", "--max-throttle 0")?;
-    assert!(said(&spare).contains("found by a log of writes"), "{}", said(&spare));
+    assert!(said(&spare).contains("found by a dirty log"), "{}", said(&spare));
     repaired.check_next_attach()
 }
 

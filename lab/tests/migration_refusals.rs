@@ -131,7 +131,7 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     println!("{}", output.stderr);
     assert!(!output.success(), "{}", output.stderr);
     assert!(
-        output.stderr.contains("the other machine has given up: the disks here are not"),
+        output.stderr.contains("the destination has given up: the disks here are not"),
         "{}",
         output.stderr
     );

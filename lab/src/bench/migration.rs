@@ -579,9 +579,10 @@ pub(super) mod tests {
 
     #[test]
     fn last_words_are_understood() {
-        let said = "mercury migrate: this machine has moved: 5 rounds; what had changed was found by a log of writes, which \
-            read 8123 pages at the end; applications stood still for 4321 ms (640 until the instant, 3000 for the last \
-            pages, 400 until they were verified, 281 for the start); 56789 bytes were sent, in 61.5 s. It is powered off";
+        let said = "mercury migrate: this machine has moved: 5 rounds; changed pages were found by a \
+            dirty log, which read 8123 pages at the end; applications stood still for 4321 ms (640 until \
+            the instant, 3000 for the last pages, 400 until they were verified, 281 for the start); 56789 \
+            bytes were sent, in 61.5 s. It is powered off";
         let found = report(LOG, said).unwrap();
         assert_eq!((found.rounds, found.read_pages, found.sent_bytes), (5, Some(8123), 56_789));
         assert_eq!((found.downtime_seconds, found.total_seconds), (4.321, 61.5));

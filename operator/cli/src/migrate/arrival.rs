@@ -1,5 +1,5 @@
-//! The machine that has arrived: it goes on with cards that do not know it, on a network that does not know where it is,
-//! and the one that it was waits to hear of it.
+//! The machine that has arrived. It goes on with cards that do not know its addresses, on a network
+//! that does not know its new place, and its source waits to hear from it.
 
 use super::{here::Held, marks};
 use crate::{
@@ -22,25 +22,27 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between things that are said again, in milliseconds.
+/// Pauses between repetitions of the same announcement, in milliseconds.
 const AGAIN_MS: [u64; 5] = [0, 20, 100, 300, 600];
-/// How long whoever asks is answered.
+/// Time for which peers that ask are answered.
 const ANSWERED: Duration = Duration::from_secs(600);
 
-/// All that has to be known before the instant.
+/// The facts that must be known before the instant, because the machine cannot look anything up at
+/// its destination.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Arrival {
-    /// The receiver's line, from which the key for hails is derived, and from what went with the offer.
+    /// Pairing token of the receiver. The key for announcements is derived from it and from the
+    /// secret of the offer.
     pub line: String,
-    /// What went with the offer.
+    /// Secret of the offer.
     pub hails: Secret,
-    /// The attempt's name.
+    /// Name of the attempt.
     pub attempt: [u8; 16],
-    /// The machine's cards.
+    /// Cards of this machine at its source.
     pub cards: Vec<Card>,
-    /// Those of the other machine, which these are now.
+    /// Cards of the destination, which are this machine's cards now.
     pub theirs: Vec<Card>,
-    /// Its bridges that were given an address: names, and what it is.
+    /// Bridges of this machine that were given an address: name and address.
     pub bridges: Vec<(String, Mac)>,
 }
 
@@ -65,9 +67,11 @@ impl Arrival {
         }
     }
 
-    /// Makes the machine known, lets it go on, and says that it runs. A card that does not do what it should is no reason
-    /// not to go on. If this process does not get so far, its guard lets the machine go on; whoever reads what is told stands
-    /// still until then, so it is told last. `step` is told of each step, for tests.
+    /// Makes the machine known on the network, lets it go on, and announces that it runs.
+    ///
+    /// A card that fails is no reason to stop. If this process does not get so far, its undo
+    /// process lets the machine go on. Messages come last, because their readers stand still until
+    /// then. Tests observe each step by `step`.
     pub fn settle(&mut self, held: Held, guard: &mut Guard, step: &mut dyn FnMut(&str)) {
         guard.hear();
         step("Arrived");
@@ -75,7 +79,7 @@ impl Arrival {
         let mut told = self.tell_cards();
         told.extend(followers.iter().filter_map(|(name, mac)| {
             let refused = ethernet::set_mac(name, *mac).err()?;
-            Some(format!("{name} does not take the address of its card: {refused}"))
+            Some(format!("{name} does not accept the address of its card: {refused}"))
         }));
         self.announce();
         drop(held);
@@ -83,16 +87,19 @@ impl Arrival {
         step("Running");
         told.extend(self.say_started().err());
         step("Started");
-        // From here one may have moved before, which is this one.
+        // From here on this machine may have moved before, and this is the machine it moved back
+        // to: clear the tombstone.
         told.extend(marks::clear_here(&Sysroot::default()));
         for text in told {
-            // What nobody reads is no reason to fail.
+            // A message without a reader is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");
         }
     }
 
-    /// Bridges that were given the address of a card where they came from, which may be switched on again, and the address of that card
-    /// here. Others follow by themselves, or have an address that is nobody's.
+    /// Returns the bridges that were given the address of a source card, each with the address of
+    /// the card at the same place here. Other bridges follow their cards by themselves, or have an
+    /// address of their own. A bridge must not keep a card's old address, because the source may be
+    /// switched on again.
     fn followers(&self) -> Vec<(String, Mac)> {
         let new = |old: &Mac| {
             let card = self.cards.iter().find(|card| card.up && card.mac == *old)?;
@@ -102,7 +109,7 @@ impl Arrival {
         self.bridges.iter().filter_map(|(name, mac)| Some((name.clone(), new(mac)?))).collect()
     }
 
-    /// What the cards do not do.
+    /// Gives each card its address, and returns the failures.
     fn tell_cards(&mut self) -> Vec<String> {
         let mut told = Vec::new();
         for card in self.cards.iter_mut().filter(|card| card.up) {
@@ -110,22 +117,22 @@ impl Arrival {
             let mac = theirs.map_or(card.mac, |theirs| theirs.mac);
             match tell_card(card, mac) {
                 Ok(()) => card.mac = mac,
-                Err(error) => told.push(format!("{} does not take its address: {error}", card.name)),
+                Err(error) => told.push(format!("{} does not accept its address: {error}", card.name)),
             }
         }
         told
     }
 
-    /// Says that it runs, and has whoever asks answered.
+    /// Announces that this machine runs, and starts a process that answers peers that ask.
     fn say_started(&self) -> Result<(), String> {
-        let hailer = self.hailer().ok_or("the other machine cannot be told: the line is gone")?;
+        let hailer = self.hailer().ok_or("the source cannot be told: the pairing token is gone")?;
         let started = self.started(&hailer);
         for pause in AGAIN_MS {
             thread::sleep(Duration::from_millis(pause));
             self.say(started);
             announce_all();
         }
-        let why = |error| format!("nobody answers any more if the other machine asks: {error}");
+        let why = |error| format!("if the source asks, no process answers it any more: {error}");
         self.keep_answering().map_err(why)
     }
 
@@ -135,7 +142,7 @@ impl Arrival {
         }
     }
 
-    /// A process of its own does, for a while.
+    /// Starts a process that answers for a while.
     fn keep_answering(&self) -> std::io::Result<()> {
         let mut command = Command::new("/proc/self/exe");
         command.arg("answer").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -145,17 +152,19 @@ impl Arrival {
     }
 }
 
-/// What has addresses without being a card is looked for only when everything goes on: files may be on the other side of that.
+/// Announces interfaces that have addresses without being a card. This runs only when everything
+/// goes on, because reading their files may need the network.
 fn announce_all() {
-    // One that nobody hears of is found by those who ask.
+    // Peers that miss the announcement ask for the address.
     let _ = packets::announce_all(&ethernet::interfaces(&Sysroot::default()));
 }
 
-/// The kernel knows the card by the address that the machine's card had where it came from. That one may be switched on
-/// again; so the card gets its own address, if that is known.
+/// Sets a card's address in the kernel, which knows the card by the address of the source's card.
+/// The source may be switched on again, so the card gets its own address if that is known.
 fn tell_card(card: &Card, mac: Mac) -> std::io::Result<()> {
     if mac == card.mac {
-        // What it has already it is not told by all kernels. The bit makes it an address of nobody's.
+        // Not every kernel sets an address that the card has already. So the card gets a locally
+        // administered address in between.
         let mut other: Mac = mac;
         other[0] ^= 2;
         other[5] ^= 1;
@@ -164,7 +173,7 @@ fn tell_card(card: &Card, mac: Mac) -> std::io::Result<()> {
     ethernet::set_mac(&card.name, mac)
 }
 
-/// The life of who answers: `mercury answer`.
+/// Runs the answering process: `mercury answer`.
 #[must_use]
 pub fn answer() -> Exit {
     let read = serde_json::from_reader::<_, Arrival>(std::io::stdin().lock());
@@ -198,7 +207,8 @@ mod tests {
         Card { place: place.into(), mac: mac(last), up, ..Card::default() }
     }
 
-    /// One that has the address of a card that is left behind gets that of the card at the same place; others keep theirs.
+    /// A bridge with the address of a source card gets that of the card at the same place; others
+    /// keep theirs.
     #[test]
     fn bridges_follow_their_cards() {
         let bridges = [("with", 2), ("own", 9), ("down", 3), ("gone", 4), ("same", 5)];

@@ -1,11 +1,12 @@
-//! Copying memory: one thread reads frames, others hash them, leave out what has been sent so, and compress. What goes by the
-//! first stream is sent by the caller's thread, and what goes by another one by whoever has compressed it.
+//! Copying memory. One thread reads frames; others hash them, skip frames that were sent with the
+//! same contents, and compress the rest. Pages of the first stream are sent by the caller's thread.
+//! Pages of another stream are sent by the worker that has compressed them.
 //!
-//! Which frames may have changed since they were sent is told by the driver's log of writes, where there is one; otherwise
-//! all are read. Whether one of these is to be sent is told by its hash.
+//! The driver's dirty log, if there is one, names the frames that may have changed since they were
+//! sent; without it all frames are read. The hash of such a frame decides if it is sent.
 //!
-//! A frame that was free and is in use now is in the log: who takes it writes to it or has a device do so. What it held
-//! before matters to nobody, so it may as well be what was sent of it.
+//! A frame that was free and is in use now is in the log, because its new user writes to it or lets
+//! a device write to it. Its earlier contents do not matter, so they may equal what was sent.
 
 use super::{lane::Lane, link::Link};
 use crate::{
@@ -29,20 +30,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Frames that are read at once. What holds them is written to, too, and so goes over again in the next round: few.
+/// Frames that are read at once. Few, because the buffer itself is memory that is written to and so
+/// is sent again in the next round.
 const BATCH: u64 = 32;
-/// Batches that wait for each worker, and behind it.
+/// Batches that wait before each worker, and after it.
 const QUEUE: usize = 1;
-/// The other end may take silence for an end: something is sent so often.
+/// Interval of signs of life: without them the other end may take silence for an end.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
-/// Who watches is asked so often while the bandwidth limit makes it wait.
+/// Interval at which `watch` is called while the bandwidth limit makes the sender wait.
 const PIECE: Duration = Duration::from_millis(200);
-/// By how much who copies gives way to the load.
+/// Niceness of copying threads, so that the load goes first.
 const NICENESS: i32 = 10;
 
 const _: () = assert!(STRIPE == BATCH * PAGE as u64, "frames that are read at once mostly go by one stream");
 
-/// What frames are read from.
+/// The version of memory that frames are read from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum From {
     /// Memory as it is now, while everything runs.
@@ -51,43 +53,44 @@ pub enum From {
     Instant,
 }
 
-/// What a pass over memory has come to.
+/// The result of a pass over memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Frames that were read.
     pub looked: u64,
-    /// Pages that were sent: those that are not what was sent before.
+    /// Pages that were sent because they differ from what was sent before.
     pub sent: u64,
-    /// Pages that are not what was sent before; to be heard of, another one is sent now and then.
+    /// Pages that differ from what was sent before. As a sign of life, an unchanged page is sent
+    /// now and then and not counted.
     pub changed: u64,
-    /// Of those that were sent, all zeros.
+    /// Pages of zeros among those that were sent.
     pub zeros: u64,
-    /// Bytes that this took on the wire.
+    /// Bytes on the wire.
     pub bytes: u64,
-    /// How long it took.
+    /// Duration of the pass.
     pub took: Duration,
-    /// Of that, waiting for the bandwidth limit's sake.
+    /// Time of it that was spent waiting for the bandwidth limit.
     pub waited: Duration,
 }
 
-/// Reads frames from a place on, so many at most.
+/// Reads frames from a cursor on, up to a number.
 pub type Read<'a> = dyn Fn(&mut Cursor, usize) -> Result<Frames> + Sync + 'a;
 
-/// What is read, and how.
+/// The source of frames, and the settings of a pass.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
-    /// Who reads.
+    /// Function that reads frames.
     pub read: &'a Read<'a>,
-    /// Which memory.
+    /// Version of memory that it reads.
     pub from: From,
-    /// zstd's level.
+    /// Level of zstd.
     pub level: i32,
-    /// How many threads hash and compress.
+    /// Threads that hash and compress.
     pub workers: usize,
 }
 
-/// That frames are what they were at the instant, by hashes that the hypervisor has made with no CPU in the system. So what
-/// the other end has, by the digest, is that as well.
+/// The proof that frames are as they were at the instant: the hypervisor has hashed them then, with
+/// no CPU in the system. The digest extends the proof to the frames of the other end.
 #[derive(Debug, Default)]
 pub struct Proof {
     compared: AtomicU64,
@@ -95,7 +98,7 @@ pub struct Proof {
 }
 
 impl Proof {
-    /// Compares frames with what they were.
+    /// Compares frames with the hashes of the instant.
     pub fn compare(&self, frames: &Frames, hashes: &[u64]) {
         let (pages, _) = frames.data.as_chunks::<PAGE>();
         let is_wrong = |(page, expected): (&[u8; PAGE], &u64)| {
@@ -108,39 +111,39 @@ impl Proof {
         self.wrong.fetch_add(wrong as u64, Ordering::Relaxed);
     }
 
-    /// How many frames were compared, and how many of them are not what they were.
+    /// Returns the number of frames that were compared, and how many of them differ.
     #[must_use]
     pub fn found(&self) -> (u64, u64) {
         (self.compared.load(Ordering::Relaxed), self.wrong.load(Ordering::Relaxed))
     }
 }
 
-/// What it goes by.
+/// The connections of a pass.
 #[derive(Debug)]
 pub struct Ways<'a> {
     /// The first stream.
     pub link: &'a mut Link,
-    /// The others.
+    /// The other streams.
     pub lanes: &'a [Lane],
 }
 
-/// Why a pass came to no end.
+/// The reason why a pass was broken off.
 #[derive(Debug)]
 pub enum Stopped {
     /// Frames could not be read.
     Failed(Error),
     /// The connection is gone.
     Gone(String),
-    /// Whoever watches wants it so.
+    /// `watch` wants the pass to stop.
     Wanted,
 }
 
-/// What goes out of a worker.
+/// The output of a worker for one batch.
 #[derive(Default)]
 struct Record {
-    /// What goes by the first stream.
+    /// Packed pages for the first stream.
     packed: Vec<u8>,
-    /// Bytes that went by others.
+    /// Bytes that were sent by other streams.
     elsewhere: u64,
     looked: u64,
     sent: u64,
@@ -148,11 +151,12 @@ struct Record {
     zeros: u64,
 }
 
-/// Sends every page that is not what was sent before. `watch` is told of how far it is, again and again, and says
-/// whether to go on.
+/// Sends every page that differs from what was sent before. Reports progress to `watch` again and
+/// again, and stops if `watch` says so.
 ///
 /// # Errors
-/// If it came to no end.
+///
+/// Returns the reason if the pass was broken off.
 pub fn pass(
     reading: &Reading<'_>,
     ledger: &mut Ledger,
@@ -192,10 +196,10 @@ pub fn pass(
         let sent = send(&records, limits, link, &hurry, begun, &mut total, watch);
         stop.store(true, Ordering::Relaxed);
         if sent.is_err() {
-            // The attempt is over: nobody waits for who takes nothing.
+            // The attempt is over, so no thread may wait for an end that accepts nothing.
             lanes.iter().for_each(Lane::cut);
         }
-        // Whoever still has something to send ends by that.
+        // A worker that still has something to send stops because of the closed channel.
         drop(records);
         sent
     });
@@ -209,7 +213,7 @@ fn gone(error: std::io::Error) -> Stopped {
     Stopped::Gone(error.to_string())
 }
 
-/// While the load runs.
+/// Lowers the thread's priority while the load runs.
 pub fn give_way(from: From) {
     if from == From::Now {
         // For Linux, no process is the calling thread.
@@ -231,14 +235,15 @@ fn hand_out(read: &Read<'_>, to: &[SyncSender<Frames>], stop: &AtomicBool) -> Re
     Ok(())
 }
 
-/// So many that those of a full stripe are read at once.
+/// Returns the number of frames to read so that those of a full stripe are read at once.
 fn count(cursor: Cursor) -> usize {
     let is_in = cursor.next_phys / PAGE as u64 % BATCH;
     // At most 32.
     (BATCH - is_in) as usize
 }
 
-/// Packs what of some frames has to be sent, and sends what does not go by the first stream.
+/// Packs those of some frames that have to be sent, and sends them unless they go by the first
+/// stream.
 fn digest(
     frames: &Frames,
     ledger: &Mutex<&mut Ledger>,
@@ -252,7 +257,7 @@ fn digest(
     let is_zero: Vec<bool> = all.iter().map(|page| page.iter().all(|byte| *byte == 0)).collect();
     let hashes: Vec<_> =
         all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
-    // There are no more than can be counted so.
+    // The cast loses nothing, because there are at most 16 streams.
     let streams = 1 + lanes.len() as u32;
     let mut pages = vec![Pages::default(); 1 + lanes.len()];
     let mut record = Record { looked: all.len() as u64, ..Record::default() };
@@ -325,8 +330,8 @@ fn send(
     link.flush().map_err(gone)
 }
 
-/// Waits until what was sent keeps to the bandwidth limit; whether to go on then. In pieces, so that whoever watches is not
-/// kept waiting.
+/// Waits until the average rate is within the bandwidth limit. Waits in pieces, so that `watch` is
+/// called in time. Returns false if `watch` wants the pass to stop.
 pub fn keep_to(
     limits: &Limits,
     begun: Instant,
@@ -340,7 +345,7 @@ pub fn keep_to(
         }
         let slept = Instant::now();
         thread::sleep(pause);
-        // It may have been longer, on a host with much to do.
+        // On a busy host the wait may have been longer than asked for.
         total.waited += slept.elapsed();
         if !watch(total) {
             return false;
@@ -369,7 +374,7 @@ mod tests {
         assert_eq!(proof.found(), (4, 1));
     }
 
-    /// What goes over at once may be more than a limit allows in several pieces of waiting.
+    /// A batch may need several pieces of waiting under a low limit.
     #[test]
     fn the_limit_is_kept() {
         let limits = Limits { max_bytes_per_second: Some(1 << 20), ..Limits::default() };

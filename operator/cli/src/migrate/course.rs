@@ -1,4 +1,5 @@
-//! How the rounds go: what each has come to, as the policy wants it, and what comes next. By numbers alone.
+//! The course of the rounds: gives the policy the numbers of each round, and returns the next step.
+//! By numbers alone.
 
 use super::copy::Pass;
 use crate::{
@@ -9,15 +10,15 @@ use crate::{
 use mercury_migration::rounds::{Fixed, Limits, Next, Otherwise, Policy, Round};
 use std::time::Duration;
 
-/// What the instant and the arrival take, before they are known.
+/// Estimated times of the instant and the arrival, before they are known.
 const GUESS: Fixed = Fixed {
     quiesce: Duration::from_millis(200),
     hand_over: Duration::from_millis(50),
     start: Duration::from_millis(200),
 };
-/// What the last round takes for reading what devices have for good, with a log.
+/// Time of the last round for reading persistent DMA memory, with a dirty log.
 const READING_LOGGED: Duration = Duration::from_millis(100);
-/// How long applications may stand still if nothing else is said.
+/// Longest downtime if the operator sets none.
 pub const MAX_DOWNTIME: Duration = Duration::from_secs(1);
 
 const _: () = assert!(
@@ -29,13 +30,13 @@ const _: () = assert!(
     "no machine would ever fit"
 );
 
-/// What the downtime has besides the last pages, if reading them takes so long.
+/// Returns the fixed part of the downtime, besides the last pages, if reading them takes `reading`.
 #[must_use]
 pub fn guess(reading: Duration) -> Fixed {
     Fixed { quiesce: GUESS.quiesce + reading, ..GUESS }
 }
 
-/// What an operator allows.
+/// Returns the limits that the operator has set.
 #[must_use]
 pub fn limits(args: &MigrateArgs) -> Limits {
     Limits {
@@ -47,22 +48,24 @@ pub fn limits(args: &MigrateArgs) -> Limits {
     }
 }
 
-/// What could only end in giving up, after all of memory was sent.
+/// Refuses options that could only end in giving up, after all of memory was sent.
 ///
 /// # Errors
-/// If it is that.
+///
+/// Returns a usage error for such options.
 pub fn refuse_hopeless(args: &MigrateArgs) -> Result<()> {
     let (limits, least) = (limits(args), GUESS.sum());
     if !args.or_give_up {
         return Ok(());
     }
     if args.rounds == 0 {
-        let why = "--rounds 0 stops everything first: --or-give-up has nothing to go by then";
-        return Err(Error::new(Exit::Usage, why).hint("leave out one of the two"));
+        let why = "--rounds 0 stops everything first, so --or-give-up has no estimate to decide by";
+        return Err(Error::new(Exit::Usage, why).hint("leave out one of the two options"));
     }
     if limits.max_downtime < least {
         let why = format!(
-            "a downtime of {} ms is never expected: {} ms are reckoned for the instant, the hand-over and the start alone",
+            "a downtime of {} ms can never be met: the instant, the hand-over and the start alone are \
+             estimated at {} ms",
             limits.max_downtime.as_millis(),
             least.as_millis()
         );
@@ -73,19 +76,19 @@ pub fn refuse_hopeless(args: &MigrateArgs) -> Result<()> {
     Ok(())
 }
 
-/// What a round has come to.
+/// The state of the move after a round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outlook {
-    /// Pages that were not any more what had been sent, in a second of the round before.
+    /// Pages that changed after they had been sent, per second of the round before.
     pub dirty_pages_per_second: f64,
-    /// The downtime if the machine were stopped now.
+    /// Expected downtime if the machine were stopped now.
     pub downtime: Duration,
-    /// What comes next.
+    /// Next step.
     pub next: Next,
 }
 
 impl Outlook {
-    /// How far the load is held back from now on, in percent of its time.
+    /// Returns the throttle of the load from now on, in percent of its time.
     #[must_use]
     pub fn throttle_percent(&self) -> u8 {
         if let Next::Copy { throttle_percent } = self.next { throttle_percent } else { 0 }
@@ -101,20 +104,22 @@ pub struct Course {
 }
 
 impl Course {
-    /// Before the first round.
+    /// Makes the course before the first round.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self { limits, policy: Policy::new(limits, GUESS), before: None }
     }
 
-    /// A round is over, in which what was written to disks took so long.
+    /// Records a finished round, during which reading written disk chunks took `disks`, and returns
+    /// the outlook.
     pub fn after(&mut self, done: &Pass, has_log: bool, disks: Duration) -> Outlook {
-        // What is dirty now is known only when it is looked for: as much as was, in as much time. The first round sends
-        // what nobody has written.
+        // The number of dirty pages is known only after they are read, so the rate of the round
+        // before is taken. The first round sends pages that no task may have written.
         let seconds = |pass: &Pass| pass.took.as_secs_f64().max(0.001);
         let per_second = self.before.map(|before| done.sent as f64 / seconds(&before));
         let dirty_pages = per_second.map_or(done.sent, |rate| (rate * seconds(done)) as u64);
-        // The last round reads all of memory as well; with a log, what it has to send and what devices have for good.
+        // The last round reads all of memory as well. With a dirty log it reads only the pages in
+        // the log and persistent DMA memory.
         let reading = match (has_log, self.before) {
             (true, _) => READING_LOGGED,
             (false, None) => done.took,
@@ -137,18 +142,18 @@ impl Course {
         }
     }
 
-    /// Why the move is given up.
+    /// Makes the error with which a move is given up.
     #[must_use]
     pub fn too_long(&self, downtime: Duration) -> Error {
         let text = format!(
-            "the downtime would be about {:.1} s, of which {:.2} s are reckoned for the instant and the arrival alone; \
-             {:.2} s are allowed",
+            "the downtime would be about {:.1} s, of which the instant and the arrival alone are \
+             estimated at {:.2} s; {:.2} s are allowed",
             downtime.as_secs_f64(),
             GUESS.sum().as_secs_f64(),
             self.limits.max_downtime.as_secs_f64()
         );
         Error::new(Exit::Failed, text)
-            .hint("allow more with --max-downtime, or let the load rest; the machine runs on")
+            .hint("allow more with --max-downtime, or reduce the load; the machine runs on")
     }
 }
 
@@ -166,7 +171,7 @@ mod tests {
         }
     }
 
-    /// A round in which so many pages went, each in 40 microseconds.
+    /// Makes a round that sent so many pages, each in 40 microseconds.
     fn round(sent: u64) -> Pass {
         Pass {
             looked: sent,
@@ -178,7 +183,8 @@ mod tests {
         }
     }
 
-    /// How a machine's rounds end of which each sends so many pages, the first one all of memory; and after how many.
+    /// Runs rounds of a machine that sends so many pages in each, the first one all of memory.
+    /// Returns the end and the number of rounds.
     fn run(options: &str, dirty: impl Fn(u64) -> u64) -> (Next, u64) {
         let mut course = Course::new(limits(&args(options)));
         for number in 0..2000 {
@@ -191,7 +197,7 @@ mod tests {
         panic!("it never ends");
     }
 
-    /// Whoever wants it given up gets that, however few rounds there are.
+    /// An operator who asked to give up gets that, however few rounds there are.
     #[test]
     fn what_does_not_fit_is_given_up() {
         for rounds in [1, 2, 3, 4, 30] {
@@ -203,7 +209,8 @@ mod tests {
         }
     }
 
-    /// A machine that writes little fits the limit that nobody has set; one that writes nothing does after two rounds.
+    /// A machine that writes little fits the default limit; one that writes nothing does after two
+    /// rounds.
     #[test]
     fn a_quiet_machine_fits() {
         let (end, count) = run("--or-give-up", |_| 500);

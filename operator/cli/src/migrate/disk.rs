@@ -1,5 +1,6 @@
-//! Whole disks, as both ends of a move look at theirs: where they hang, how large they are, what is on them. What arrives
-//! has its drivers bound to the cards that it had; so the disk at the same place is its disk.
+//! Whole disks, as both ends of a move see their own: place in the machine, size, contents. The
+//! drivers of a machine that has arrived are bound to the cards of the source, so the disk at the
+//! same place is its disk.
 
 use crate::{
     checkpoint::{disks, reachable},
@@ -18,46 +19,47 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Direct reads and writes want their buffers aligned to this.
+/// Alignment of buffers for direct reads and writes.
 const ALIGN: usize = 4096;
-/// Whoever looks for what is on a disk looks at so much of its beginning and its end.
+/// Bytes of a disk's beginning and of its end that are read to find out if it is empty.
 const ENDS: u64 = 1 << 20;
 
 /// A whole disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// Where it hangs: the PCI address of its card, and where it is on that.
+    /// Place of the disk: the PCI address of its card, and its position there.
     pub place: String,
-    /// Its name here.
+    /// Device file on this machine.
     pub path: PathBuf,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Its logical sectors' size.
+    /// Size of a logical sector.
     pub sector: u32,
 }
 
 impl Disk {
-    /// The disk of this name.
+    /// Finds the disk with this name.
     ///
     /// # Errors
-    /// Why it cannot be mirrored, or is none.
+    ///
+    /// Returns the reason if the path is no disk, or one that cannot be copied.
     pub fn find(path: &Path, sysroot: &Sysroot) -> Result<Self, String> {
         let named = |why: &str| format!("{} {why}", path.display());
         let found = fs::metadata(path).map_err(|error| named(&format!("cannot be opened: {error}")))?;
         if !found.file_type().is_block_device() {
-            return Err(named("is no disk"));
+            return Err(named("is not a disk"));
         }
-        let folder = folder_of(found.rdev(), sysroot).ok_or_else(|| named("is no disk"))?;
+        let folder = folder_of(found.rdev(), sysroot).ok_or_else(|| named("is not a disk"))?;
         if folder.join("partition").exists() {
             return Err(named("is a part of a disk: name the whole disk"));
         }
         if let Some(why) = reachable::obstacle(path, sysroot) {
             return Err(named(&why));
         }
-        Self::at(&folder).ok_or_else(|| named("hangs where it could not be found again at the other machine"))
+        Self::at(&folder).ok_or_else(|| named("has a place that the destination could not find again"))
     }
 
-    /// The disk with this folder in sysfs.
+    /// Returns the disk with this folder in sysfs.
     fn at(folder: &Path) -> Option<Self> {
         let number = |file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
         Some(Self {
@@ -68,7 +70,7 @@ impl Disk {
         })
     }
 
-    /// The disk at this place.
+    /// Returns the disk at this place.
     #[must_use]
     pub fn at_place(place: &str, sysroot: &Sysroot) -> Option<Self> {
         let folders = sysroot.names("sys/block").into_iter();
@@ -77,16 +79,18 @@ impl Disk {
         all.find(|disk| disk.place == place)
     }
 
-    /// Opens it past the kernel's cache.
+    /// Opens the disk past the kernel's cache.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    ///
+    /// Returns the error of open(2).
     pub fn open(&self, write: bool) -> io::Result<File> {
         let mut options = OpenOptions::new();
         options.read(true).write(write).custom_flags(libc::O_DIRECT).open(&self.path)
     }
 
-    /// Whether a device, by its number, is on this disk and on no other: it is the disk, a part of it, or made of such.
+    /// Returns true if a device, by its number, is on this disk and on no other: the disk itself, a
+    /// part of it, or a device made of such.
     #[must_use]
     pub fn holds(&self, number: u64, sysroot: &Sysroot) -> bool {
         let Some(folder) = folder_of(number, sysroot) else { return false };
@@ -97,10 +101,12 @@ impl Disk {
         is_within(&folder, &own)
     }
 
-    /// What of this machine is on it, in words: file systems, swap, what is made of it, and whatever else it holds.
+    /// Describes what is on the disk: file systems, swap, devices made of it, and any other
+    /// contents.
     ///
     /// # Errors
-    /// If it cannot be read.
+    ///
+    /// Returns an error if the disk cannot be read.
     pub fn uses(&self, sysroot: &Sysroot) -> io::Result<Vec<String>> {
         let is_here = |path: &Path| fs::metadata(path).is_ok_and(|found| self.holds(found.rdev(), sysroot));
         let mounts = disks::mounted(sysroot).map_err(|error| io::Error::other(error.message))?;
@@ -120,12 +126,12 @@ impl Disk {
         if !parts.is_empty() {
             found.push(format!("it has {} partitions", parts.len()));
         } else if found.is_empty() && !self.is_empty()? {
-            found.push("it holds something".into());
+            found.push("it holds data".into());
         }
         Ok(found)
     }
 
-    /// Whether its beginning and its end are zeros.
+    /// Returns true if its beginning and its end are zeros.
     fn is_empty(&self) -> io::Result<bool> {
         let file = self.open(false)?;
         let mut buffer = Buffer::new(self.bytes.min(ENDS) as usize);
@@ -140,19 +146,20 @@ impl Disk {
     }
 }
 
-/// What the small system needs to remember of the chunks of disks of these sizes, in MiB.
+/// Returns the memory in MiB that the restore environment needs to remember the chunks of disks of
+/// these sizes.
 #[must_use]
 pub fn memory(sizes: &[u64]) -> u64 {
     let chunks: u64 = sizes.iter().map(|bytes| DiskLedger::new(*bytes).chunks()).sum();
-    // A hash for each, and room for what is under way.
+    // A hash for each chunk, and room for those under way.
     let needed = if sizes.is_empty() { 0 } else { (chunks * 17 + 4 * CHUNKS_BYTES_MAX as u64) >> 20 };
     needed.next_multiple_of(16)
 }
 
-/// Has the kernel look again at how a disk is divided.
+/// Makes the kernel read the partition table of a disk again.
 pub fn look_at_parts(file: &File) {
     const BLKRRPART: libc::c_ulong = 0x125F;
-    // One that somebody is about to look at is busy.
+    // A disk that another process is about to probe is busy.
     for _ in 0..20 {
         // SAFETY: the request has no argument.
         if unsafe { libc::ioctl(file.as_raw_fd(), BLKRRPART, 0) } == 0 {
@@ -162,12 +169,13 @@ pub fn look_at_parts(file: &File) {
     }
 }
 
-/// The folder of a block device in sysfs.
+/// Returns the folder of a block device in sysfs.
 fn folder_of(number: u64, sysroot: &Sysroot) -> Option<PathBuf> {
     fs::canonicalize(sysroot.path(&format!("sys/dev/block/{}:{}", major(number), minor(number)))).ok()
 }
 
-/// Whether a device is within a disk; one that is made of others is if all of those are.
+/// Returns true if a device is within a disk. A device that is made of others is within it if all
+/// of those are.
 fn is_within(folder: &Path, disk: &Path) -> bool {
     if folder.starts_with(disk) {
         return true;
@@ -177,8 +185,8 @@ fn is_within(folder: &Path, disk: &Path) -> bool {
     !below.is_empty() && below.iter().all(|folder| is_within(folder, disk))
 }
 
-/// Where a disk hangs, without what is numbered as it is found: the address of its card, the port, what SCSI calls it behind
-/// the controller, the number of NVMe's namespace.
+/// Returns the place of a disk, without numbers that depend on the order of probing: the address of
+/// its card, the port, SCSI's numbers behind the controller, the number of NVMe's namespace.
 fn place(folder: &Path) -> Option<String> {
     let all: Vec<_> = folder.iter().map(|part| part.to_string_lossy().into_owned()).collect();
     let card = all.iter().rposition(|part| is_pci_address(part))?;
@@ -209,13 +217,13 @@ fn place(folder: &Path) -> Option<String> {
     Some(place)
 }
 
-/// Such as 0000:00:1f.2.
+/// Returns true for text such as 0000:00:1f.2.
 fn is_pci_address(text: &str) -> bool {
     let parts: Vec<_> = text.split([':', '.']).map(str::len).collect();
     parts == [4, 2, 2, 1] && text.bytes().all(|byte| byte.is_ascii_hexdigit() || b":.".contains(&byte))
 }
 
-/// Bytes that begin where disks want it.
+/// A buffer aligned for direct reads and writes.
 #[derive(Debug)]
 pub struct Buffer {
     all: Vec<u8>,
@@ -224,7 +232,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Of so many.
+    /// Makes a buffer of this length.
     #[must_use]
     pub fn new(length: usize) -> Self {
         let all = vec![0; length + ALIGN];
@@ -232,7 +240,7 @@ impl Buffer {
         Self { all, start, length }
     }
 
-    /// All of them.
+    /// Returns the bytes of the buffer.
     pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.all[self.start..self.start + self.length]
     }
@@ -243,7 +251,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// The place of a disk with this folder in /sys/devices, with these files there.
+    /// Computes the place of a disk with this folder in /sys/devices, with these files there.
     fn place_of(folder: &str, files: &[(&str, &str)]) -> Option<String> {
         let root = tempfile::tempdir().expect("a folder");
         for (name, text) in files.iter().chain(&[("pci0000:00/uevent", "")]) {

@@ -1,6 +1,7 @@
-//! A source in doubt: it has said `Commit`, and does not know yet whether it runs elsewhere. It says so to all, until it is
-//! answered or its operator decides. `mercury migrate` does ([`super::mover`]); if it does not live to, its guard asks on
-//! ([`Doubt::settle`]), and does what is to be done then.
+//! A source in doubt: it has said `Commit`, and does not know yet if the machine runs at the
+//! destination. It repeats the question on the network until the destination answers or its
+//! operator decides. `mercury migrate` does so ([`super::mover`]). If that process is killed, its
+//! undo process asks on ([`Doubt::settle`]) and acts on the answer.
 
 use super::{
     marks::{Folders, Marks, Standing},
@@ -31,27 +32,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an answer may take before the operator is told. A large machine with many devices takes a while to start.
+/// Time for an answer before the operator is told. A large machine with many devices takes a while
+/// to start.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// Between two tries to be heard, once nothing else can be done.
+/// Pause between two announcements when nothing else can be done.
 const AGAIN: Duration = Duration::from_millis(500);
-/// How long the other end is told that it is over, if it does not answer.
+/// Time for which the other end is told that the move is off, if it does not answer.
 const CALLING_OFF: Duration = Duration::from_secs(5);
-/// How long the driver may be busy with the end of the process that was killed.
+/// Time for which the driver may be busy with the end of the killed process.
 const DRIVER_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Who carries frames to all.
+/// A carrier of frames to all machines on the network.
 pub trait Air: std::fmt::Debug {
-    /// Says one by a card.
+    /// Sends a frame by a card.
     fn say(&self, card: &Card, frame: &[u8]);
 
-    /// One that somebody has said.
+    /// Returns a frame that another machine has sent.
     fn hear(&self) -> Option<Vec<u8>>;
 }
 
 impl Air for Packets {
     fn say(&self, card: &Card, frame: &[u8]) {
-        // What is not heard is said again.
+        // A frame that is lost is sent again later.
         let _ = Self::say(self, card, frame);
     }
 
@@ -60,7 +62,8 @@ impl Air for Packets {
     }
 }
 
-/// What is said to all, and what the other end has said to all: what has arrived cannot be told otherwise.
+/// The announcements of both ends to all machines on the network. A machine that has arrived can be
+/// reached in no other way.
 #[derive(Debug)]
 pub struct Hails {
     hailer: Hailer,
@@ -71,15 +74,16 @@ pub struct Hails {
 }
 
 impl Hails {
-    /// For an attempt with this secret, by all cards that are up.
+    /// Opens announcements for an attempt with this secret, by all cards that are up.
     ///
     /// # Errors
-    /// If the kernel opens no socket for it.
+    ///
+    /// Returns an error if the kernel opens no socket for them.
     pub fn open(line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> io::Result<Self> {
         Ok(Self::by(Box::new(Packets::open(ETHER_TYPE)?), line, attempt, secret, cards))
     }
 
-    /// The same, by whoever carries them.
+    /// Makes announcements that `air` carries.
     #[must_use]
     pub fn by(air: Box<dyn Air>, line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> Self {
         let mut hailer = Hailer::new(line);
@@ -87,17 +91,18 @@ impl Hails {
         Self { hailer, air, cards, attempt, said: Instant::now() }
     }
 
-    /// This machine's cards.
+    /// Returns this machine's cards.
     #[must_use]
     pub fn cards(&self) -> &[Card] {
         &self.cards
     }
 
-    /// Says it to all.
+    /// Announces a word to all.
     pub fn say(&mut self, word: Word) {
         self.said = Instant::now();
         let message = Message { attempt: self.attempt, word };
-        // One that was restarted cannot understand the first, and must be able to say that it knows nothing.
+        // A destination that was restarted cannot understand the first frame, and must be able to
+        // answer that it knows nothing.
         let frames = [
             self.hailer.say(Speaker::Source, message),
             self.hailer.say_to_who_forgot(Speaker::Source, message),
@@ -109,14 +114,14 @@ impl Hails {
         }
     }
 
-    /// Says it again, if that was not done just now.
+    /// Announces a word again, unless that was done a moment ago.
     pub fn say_again(&mut self, word: Word) {
         if self.said.elapsed() > AGAIN {
             self.say(word);
         }
     }
 
-    /// What the other end has said, if it has.
+    /// Returns the other end's announcement, if there is one.
     #[must_use]
     pub fn hear(&self) -> Option<Message> {
         while let Some(frame) = self.air.hear() {
@@ -128,27 +133,28 @@ impl Hails {
     }
 }
 
-/// What the operator at the console has decided, if that.
+/// Returns the decision of the operator at the console, if there is one.
 pub fn decision(operator: &mut Operator) -> Option<Decision> {
     operator
         .word(&["resume", "abandon"])
         .map(|word| if word == "resume" { Decision::Resume } else { Decision::Abandon })
 }
 
-/// From the commit on this machine does not say that it has its addresses: another one may have them.
+/// The silence of this machine after the commit: it does not answer for its addresses, because the
+/// destination may have them.
 #[derive(Debug)]
 pub struct Silence {
-    /// A setting of the kernel's, opened while names can be looked up.
+    /// The kernel's setting, opened while path names can be looked up.
     file: Option<File>,
     before: Vec<u8>,
 }
 
 impl Silence {
     const SETTING: &str = "/proc/sys/net/ipv4/conf/all/arp_ignore";
-    /// No answer for any address.
+    /// Value of the setting: no answer for any address.
     const NOTHING: &[u8] = b"8";
 
-    /// Has all that it needs open.
+    /// Opens the setting and remembers its value.
     #[must_use]
     pub fn prepare() -> Self {
         let before = std::fs::read(Self::SETTING).unwrap_or_else(|_| b"0".to_vec());
@@ -157,23 +163,25 @@ impl Silence {
 
     fn set(&self, value: &[u8]) {
         if let Some(file) = &self.file {
-            // Where ARP cannot be kept quiet, neighbours may be led astray until this machine is off.
+            // If ARP cannot be silenced, neighbours may use the wrong machine until this one is
+            // off.
             let _ = file.write_at(value, 0);
         }
     }
 
-    /// Begins.
+    /// Silences the machine.
     pub fn keep(&self) {
         self.set(Self::NOTHING);
     }
 
-    /// It is as it was.
+    /// Puts the setting back.
     pub fn end(&self) {
         self.set(&self.before);
     }
 }
 
-/// What a guard needs of a machine that stands still: where the root is another machine's, no name can be looked up any more.
+/// The files that an undo process needs of a machine that stands still. If the root is on another
+/// machine, no path name can be looked up then.
 #[derive(Debug)]
 pub struct Reach {
     devices: Option<OwnedFd>,
@@ -182,7 +190,7 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// Opens it, while everything runs.
+    /// Opens the files, while everything runs.
     #[must_use]
     pub fn open() -> Self {
         let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
@@ -198,7 +206,7 @@ impl Reach {
         self.devices.as_ref().map_or_else(Operator::default, Operator::at_console_in)
     }
 
-    /// Takes the fence away that stays, and has this machine answer for its addresses again.
+    /// Removes the fence that is left, and lets this machine answer for its addresses again.
     pub fn open_fence(&self) {
         self.silence.end();
         let Some(devices) = &self.devices else { return };
@@ -214,31 +222,31 @@ impl Reach {
     }
 }
 
-/// How a doubt ends.
+/// The end of a doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// The machine goes on here.
     GoesOn,
-    /// It runs elsewhere.
+    /// The machine runs at the destination.
     Elsewhere,
 }
 
-/// All that somebody else has to know to ask on.
+/// The facts that another process needs to ask on.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doubt {
-    /// The receiver's line.
+    /// Pairing token of the receiver.
     pub line: String,
-    /// What went with the offer.
+    /// Secret of the offer.
     pub hails: Secret,
-    /// The attempt's name.
+    /// Name of the attempt.
     pub attempt: [u8; 16],
-    /// This machine's cards.
+    /// Cards of this machine.
     pub cards: Vec<Card>,
-    /// Its mark, if it has one that outlasts a power cut.
+    /// Its tombstone, if there is one that survives a power cut.
     pub mark: Option<Standing>,
 }
 
-// The line is a secret.
+// The pairing token is a secret.
 impl std::fmt::Debug for Doubt {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Doubt").field("attempt", &Attempt(self.attempt)).finish_non_exhaustive()
@@ -246,7 +254,7 @@ impl std::fmt::Debug for Doubt {
 }
 
 impl Doubt {
-    /// Of this attempt, without a mark.
+    /// Makes the doubt of this attempt, without a tombstone.
     #[must_use]
     pub fn of(line: &Line, attempt: Attempt, hails: Secret, cards: &[Card]) -> Self {
         Self { line: line.to_string(), hails, attempt: attempt.0, cards: cards.to_vec(), mark: None }
@@ -257,8 +265,8 @@ impl Doubt {
         Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
     }
 
-    /// Nothing of it was committed, and whoever moved it is gone: this machine goes on, and the other end is told that it need not wait
-    /// for a verdict.
+    /// Calls the attempt off after its process was killed before the commit. This machine goes on,
+    /// and the other end is told that it need not wait for a verdict.
     pub fn call_off(&self) {
         let Some(hails) = self.hails() else { return };
         let keeper = Keeper { marks: None, fault: None };
@@ -266,25 +274,26 @@ impl Doubt {
         call_off(Attempt(self.attempt), &mut asker, CALLING_OFF);
     }
 
-    /// Asks on until it is known, or an operator knows, whether this machine runs elsewhere. If it does, this one is
-    /// switched off, and this does not return.
+    /// Asks on until an answer, or an operator, tells if this machine runs at the destination. If
+    /// it does, this machine is switched off and the function does not return.
     pub fn settle(&self, reach: &Reach) {
         let mut operator = reach.operator();
         operator.tell(
-            "the process that moved this machine is gone, after the commit. Another one asks on: nothing runs here until it is \
-             known that nothing runs at the other machine",
+            "the process that moved this machine is gone, after the commit. Another process asks on: this \
+             machine stands still until it is known that it does not run at the destination",
         );
         let hails = self.hails();
         let mut keeper = Keeper { marks: None, fault: None };
         if let Some(standing) = &self.mark {
             keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
         }
-        // Whoever is gone may not have come to it, and without it nobody is told to start.
+        // The killed process may not have written the tombstone. Without it, the destination is not
+        // told to start.
         let may_say = keeper.is_committed();
         if !may_say {
             operator.tell(&format!(
-                "the mark of this move cannot be written ({}). Nobody is told to start; if the other machine was told before, it \
-                 says so",
+                "the tombstone of this move cannot be written ({}). The destination is not told to start. \
+                 If it was told before, it answers so",
                 keeper.fault.as_deref().unwrap_or_default()
             ));
         }
@@ -297,7 +306,7 @@ impl Doubt {
     }
 }
 
-/// Who can be asked, and told.
+/// The partners of a source in doubt: the destination, the tombstone and the operator.
 trait Ask {
     fn say(&mut self, word: Word);
     fn say_again(&mut self, word: Word);
@@ -307,10 +316,10 @@ trait Ask {
     fn tell(&mut self, text: &str);
 }
 
-/// Keeps the mark, if there is one.
+/// The keeper of the tombstone, if there is one.
 struct Keeper {
     marks: Option<Marks>,
-    /// Why it cannot be kept, where there should be one.
+    /// Reason why the tombstone cannot be kept, if there should be one.
     fault: Option<String>,
 }
 
@@ -322,7 +331,8 @@ impl Keeper {
         }
     }
 
-    /// Whether it says that the machine may run elsewhere; written if it does not yet.
+    /// Returns true if the tombstone says that the machine may run elsewhere. Writes it if it does
+    /// not say so yet.
     fn is_committed(&mut self) -> bool {
         if let Some(marks) = self.marks.as_mut().filter(|marks| !marks.says(Mark::Committed))
             && let Err(why) = marks.write(Mark::Committed)
@@ -337,7 +347,8 @@ impl Keeper {
     }
 }
 
-/// The other end by hails, if they could be opened, and whether it may be told to start; the mark; and the operator.
+/// The partners of a real doubt: the destination by announcements, if these could be opened, with
+/// true if it may be told to start; the tombstone; and the operator.
 struct AtConsole {
     hails: Option<(Hails, bool)>,
     keeper: Keeper,
@@ -364,8 +375,8 @@ impl Ask for AtConsole {
     fn record(&mut self, mark: Mark) {
         if let Err(why) = self.keeper.keep(mark) {
             self.operator.tell(&format!(
-                "the mark of this move cannot be changed: {why}. While it is there this machine does not start by itself: \
-                 `mercury mark --clear`"
+                "the tombstone of this move cannot be changed: {why}. While it is there this machine does \
+                 not start by itself: use `mercury mark --clear`"
             ));
         }
     }
@@ -379,7 +390,7 @@ impl Ask for AtConsole {
     }
 }
 
-/// The protocol from a restart of the sender on, with the machine in memory still.
+/// Runs the protocol from a restart of the sender on, with the machine still in memory.
 fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
     let (mut source, begin) = Source::restart(attempt, Mark::Committed, Memory::Kept);
     let mut todo = VecDeque::from(begin);
@@ -390,7 +401,7 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
                 Action::Send(message) => asker.say(message.word),
                 Action::Tell(advice) => asker.tell(&advice.to_string()),
                 Action::Record(mark) => asker.record(mark),
-                // What is done then is done by whoever asked for it.
+                // The caller of `ask` carries these actions out.
                 _ => {}
             }
         }
@@ -402,7 +413,8 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
     }
 }
 
-/// The protocol from a restart of the sender on, which had not committed: says so until that is answered, or for so long.
+/// Runs the protocol from a restart of a sender that had not committed. Repeats that until the
+/// destination answers, or for the given time.
 fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
     let (_, begin) = Source::restart(attempt, Mark::Cleared, Memory::Kept);
     for action in begin {
@@ -420,7 +432,7 @@ fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
     }
 }
 
-/// Waits until something has happened.
+/// Waits for the next event.
 fn next(asker: &mut impl Ask, patience: Duration) -> Event {
     let begun = Instant::now();
     loop {
@@ -444,7 +456,7 @@ mod tests {
 
     const ATTEMPT: Attempt = Attempt([7; 16]);
 
-    /// What the other end says, and the operator, each after so many questions.
+    /// A script of words from the other end and the operator, each after a number of questions.
     #[derive(Default)]
     struct Script {
         said: Vec<Word>,
@@ -505,7 +517,7 @@ mod tests {
         }
     }
 
-    /// What promises nothing decides nothing.
+    /// An answer that promises nothing decides nothing.
     #[test]
     fn nobody_goes_on_without_a_promise() {
         for word in [Word::Unknown, Word::Lost] {
@@ -526,7 +538,7 @@ mod tests {
         assert!(script.said.len() > 1, "and it was asked again");
     }
 
-    /// Whoever has not committed says so, and waits for no answer that does not come.
+    /// A source that has not committed says so, and does not wait for an answer for ever.
     #[test]
     fn what_was_not_committed_is_called_off() {
         for answers in [&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, Word::Discarded)][..], &[]] {

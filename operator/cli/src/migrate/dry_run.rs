@@ -1,5 +1,5 @@
-//! `mercury migrate --dry-run`: what a move would come to, measured on this machine alone. Nothing is sent, and nothing
-//! stands still.
+//! `mercury migrate --dry-run`: an estimate of a move, measured on this machine alone. Nothing is
+//! sent, and nothing stands still.
 
 use super::{
     copy::Pass,
@@ -31,43 +31,43 @@ use std::{
 };
 
 const BATCH: usize = 128;
-/// What a wire carries if nothing else is said: a gigabit a second.
+/// Rate of the wire if the operator sets none: a gigabit a second.
 const WIRE: u64 = 125_000_000;
-/// What the load writes is looked at for at least so long: a round of a move takes as long.
+/// Least time for which writes of the load are counted: as long as a round of a move takes.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How long disks and servers may take for what was written to files.
+/// Time for which disks and servers may write back file data.
 const SYNC_PATIENCE: Duration = Duration::from_secs(600);
 
-/// What a move would come to.
+/// The estimate of a move.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Prediction {
-    /// What told which pages had changed: a log of writes, or hashes of all memory and why.
+    /// Source of the changed pages: a dirty log, or hashes of all memory and the reason.
     found_by: String,
     /// Bytes of memory.
     memory: u64,
     /// Bytes that the first round sends.
     first_round_bytes: u64,
-    /// Seconds for reading and hashing what may have changed.
+    /// Seconds for reading and hashing pages that may have changed.
     reading_seconds: f64,
     /// Pages that the load writes in a second.
     dirty_pages_per_second: f64,
-    /// What a page takes on the wire.
+    /// Bytes of a page on the wire.
     bytes_per_page: f64,
-    /// The wire that was reckoned with, in bytes a second.
+    /// Rate of the wire that the estimate uses, in bytes a second.
     wire: u64,
-    /// Bytes of the disks that would go along, all of which are sent first.
+    /// Bytes of the disks that would move too. All of them are sent first.
     disks: u64,
-    /// Of these, what the load writes to in a second, by chunks.
+    /// Bytes a second in chunks of these disks that the load writes to.
     dirty_disk_bytes_per_second: f64,
-    /// Rounds.
+    /// Number of rounds.
     rounds: u32,
     /// Pages that are left for the time in which applications stand still.
     last_pages: u64,
-    /// The move would be given up, as it is allowed to be.
+    /// True if the move would be given up because of `--or-give-up`.
     gives_up: bool,
-    /// The downtime that is to be expected.
+    /// Expected downtime in milliseconds.
     downtime_ms: f64,
-    /// All of it.
+    /// Duration of the whole move in seconds.
     seconds: f64,
 }
 
@@ -79,14 +79,14 @@ impl Render for Prediction {
             bytes(self.first_round_bytes)
         ));
         to.line(format!(
-            "{} pages a second are written, as found by {}; to look for them takes {:.1} s",
+            "{} pages a second are written to, as found by {}; reading them takes {:.1} s",
             thousands(self.dirty_pages_per_second as u64),
             self.found_by,
             self.reading_seconds
         ));
         if self.disks > 0 {
             to.line(format!(
-                "{} of disks go along, before memory; {}/s of them are written to",
+                "{} of disks move too, before memory; {}/s of them are written to",
                 bytes(self.disks),
                 bytes(self.dirty_disk_bytes_per_second as u64)
             ));
@@ -103,13 +103,13 @@ impl Render for Prediction {
     }
 }
 
-/// What was measured on this machine.
+/// The measurements on this machine.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     first: Look,
-    /// Of what was written since the first.
+    /// Pages that were written to since the first scan.
     second: Look,
-    /// How long that was.
+    /// Time between the two scans.
     between: Duration,
     has_log: bool,
     wire: u64,
@@ -124,14 +124,15 @@ impl Measured {
         self.second.packed as f64 / self.second.changed.max(1) as f64
     }
 
-    /// A round that sends so many bytes, after a look at memory.
+    /// Makes a round that sends so many bytes, after a scan of memory.
     fn round(&self, look: &Look, sent: u64, packed: u64) -> Pass {
         let on_the_wire = Duration::from_secs_f64(packed as f64 / self.wire as f64);
         let took = look.took.max(on_the_wire);
         Pass { looked: look.looked, sent, changed: sent, bytes: packed, took, ..Pass::default() }
     }
 
-    /// What the rounds come to, as the policy of a move decides: each sends what was written during the one before.
+    /// Computes the rounds as the policy of a move decides: each sends the pages that were written
+    /// to during the one before.
     fn course(&self, mut course: Course, most: u32) -> (u32, Pass, Duration, Next) {
         let mut pass = self.round(&self.first, self.first.changed, self.first.packed);
         let mut total = pass.took;
@@ -143,9 +144,9 @@ impl Measured {
         {
             let written = self.per_second() * share * pass.took.as_secs_f64();
             share = 1.0 - f64::from(throttle_percent) / 100.0;
-            // More than there is cannot be written to.
+            // The load cannot write to more pages than there are.
             let sent = (written as u64).min(self.first.looked);
-            // To look takes as long as there is to look at.
+            // The duration of a scan is proportional to the pages that it reads.
             let part = sent as f64 / self.second.changed.max(1) as f64;
             let took = if self.has_log { self.second.took.mul_f64(part.min(1e3)) } else { self.second.took };
             let look = Look { took, ..self.second };
@@ -159,7 +160,7 @@ impl Measured {
     }
 }
 
-/// A look at memory.
+/// The result of a scan of memory.
 #[derive(Clone, Copy, Debug, Default)]
 struct Look {
     looked: u64,
@@ -182,9 +183,10 @@ pub fn run(args: &MigrateArgs, say: Say<'_>, sysroot: &Sysroot, deferred: &Defer
     Ok(Exit::Done)
 }
 
-/// The same with disks: they are sent first, and again as far as they were written to.
+/// Adds disks to an estimate: they are sent first, and written chunks are sent again.
 fn with_disks(memory: Prediction, disks: u64, dirty_disk: f64) -> Prediction {
-    // As long as what was written takes, more of it is; nothing is known of how it can be compressed.
+    // During the time for the written chunks more are written. Their compression is unknown, so
+    // none is assumed.
     let last = 2.0 * dirty_disk / memory.wire as f64;
     Prediction {
         disks,
@@ -209,24 +211,25 @@ fn predict(
     disks.watch()?;
     let begun = Instant::now();
     log.begin(device);
-    let first = look(device, &mut ledger, args, 0, deferred, "what there is")?;
-    // What was written while all was read for the first time is no measure of what is in a second: that begins here.
+    let first = look(device, &mut ledger, args, 0, deferred, "all memory")?;
+    // The first scan of all memory takes long, so pages written during it would give a wrong rate.
+    // The measurement begins here.
     let from = Instant::now();
-    look(device, &mut ledger, args, log.collect(device), deferred, "what was written meanwhile")?;
+    look(device, &mut ledger, args, log.collect(device), deferred, "pages written during the scan")?;
     wait(INTERVAL, deferred)?;
     let only = log.collect(device);
     let between = from.elapsed();
-    let second = look(device, &mut ledger, args, only, deferred, "what is written")?;
-    // What was written but to memory will be written to the disk.
+    let second = look(device, &mut ledger, args, only, deferred, "pages written in a second")?;
+    // File data in memory will be written to the disk too, so it is counted.
     patient::sync_everything(SYNC_PATIENCE).map_err(|error| {
-        Error::new(Exit::Failed, format!("what was written to files does not come to their disks: {error}"))
-            .hint(
-                "find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)",
-            )
+        Error::new(Exit::Failed, format!("file data cannot be written back to disk: {error}")).hint(
+            "find the disk or server that does not answer: a process in state D waits for it (ps, \
+                 /proc/PID/stack)",
+        )
     })?;
     let dirty_disk = disks.written()? as f64 / begun.elapsed().as_secs_f64().max(0.001);
     disks.unwatch();
-    // What is only prepared goes with the device otherwise.
+    // If this fails, closing the device ends the prepared snapshot.
     let _ = device.snapshot_end();
     let measured = Measured {
         first,
@@ -242,7 +245,7 @@ fn predict(
 fn predicted(args: &MigrateArgs, measured: &Measured, found_by: String, memory: u64) -> Prediction {
     let limits = course::limits(args);
     let (rounds, last, downtime, next) = if args.rounds == 0 {
-        // Everything goes over while applications stand still.
+        // Everything is sent while applications stand still.
         let all = measured.round(&measured.first, measured.first.changed, measured.first.packed);
         (0, Pass { took: Duration::ZERO, ..all }, course::guess(Duration::ZERO).sum() + all.took, None)
     } else {
@@ -284,7 +287,7 @@ fn refuse_interrupted(deferred: &Deferred) -> Result<()> {
     Ok(())
 }
 
-/// Of the frames that `MERCURY_TAKE_*` say.
+/// Scans the frames that `MERCURY_TAKE_*` name.
 fn look(
     device: &Device,
     ledger: &mut Ledger,
@@ -331,7 +334,7 @@ mod tests {
     use crate::args::{Cli, Command};
     use clap::Parser;
 
-    /// A machine of 2 GiB that writes so many pages a second.
+    /// Estimates the move of a machine of 2 GiB that writes so many pages a second.
     fn predict(options: &str, per_second: u64) -> Prediction {
         let line = format!("mercury migrate --dry-run {options}");
         let Command::Migrate(args) = Cli::try_parse_from(line.split_whitespace()).expect("arguments").command
@@ -351,7 +354,7 @@ mod tests {
             has_log: true,
             wire: args.bandwidth.map_or(WIRE, |mib| mib << 20),
         };
-        predicted(&args, &measured, "a log of writes".into(), all * PAGE as u64)
+        predicted(&args, &measured, "a dirty log".into(), all * PAGE as u64)
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! This machine, which moves: what [`System`] wants done is done by the driver, the guard, control groups and file systems.
+//! This machine, which moves. Implements [`System`] by the driver, the undo process, control groups
+//! and file systems.
 
 use super::{
     copy::Proof,
@@ -49,10 +50,11 @@ use std::{
     time::Duration,
 };
 
-/// The pool has room for what the small kernel of the other end occupies, in MiB.
+/// Least size of the pool in MiB: room for pages at addresses that the destination's restore
+/// environment occupies.
 const POOL_LEAST: u64 = 192;
 
-/// What stands still, and what is off, until it is dropped.
+/// Applications, disks and swap that are held until this is dropped.
 #[derive(Debug, Default)]
 pub struct Held {
     // In the order in which they go on.
@@ -62,19 +64,18 @@ pub struct Held {
     swap: Option<swap::Off>,
 }
 
-/// What the machine is moved with.
+/// The means of a move.
 pub struct With<'a> {
-    /// What the operator wants.
+    /// Options of the operator.
     pub args: &'a MigrateArgs,
-    /// Who is told.
+    /// Output of the command.
     pub say: Say<'a>,
-    /// What is known of it.
+    /// Root of sysfs and procfs.
     pub sysroot: &'a Sysroot,
-    /// Who wants it stopped.
+    /// Signals that stop the move.
     pub deferred: &'a Deferred,
-    /// The driver.
     pub device: &'a Device,
-    /// Who sets it going if this process does not.
+    /// Undo process, which lets the machine go on if this process dies.
     pub guard: &'a mut Guard,
 }
 
@@ -83,16 +84,16 @@ pub struct Here<'a> {
     with: With<'a>,
     marks: Option<Marks>,
     pool: u64,
-    /// The snapshot's.
+    /// Flags of the snapshot.
     flags: u64,
     mounts: Vec<Mounted>,
     held: Held,
-    /// Where the load outruns the connection.
+    /// Throttle of the load, if it writes more than the connection carries.
     brake: Option<Brake>,
     silence: Silence,
-    /// How often a device had not stopped, before the instant.
+    /// Failures of devices to stop, counted before the instant.
     quiesce_failures: u64,
-    /// Whether standard output can be written to when everything stands still.
+    /// True if standard output can be written to while everything stands still.
     may_write: bool,
 }
 
@@ -101,29 +102,34 @@ fn failed(what: &str, error: &std::io::Error) -> Error {
 }
 
 impl<'a> Here<'a> {
-    /// Makes everything ready, with `marks` where a mark outlasts a power cut; nothing stands still yet.
+    /// Prepares the move, with `marks` if there is a tombstone that survives a power cut; nothing
+    /// stands still yet.
     ///
     /// # Errors
-    /// If it cannot be made.
+    ///
+    /// Returns the reason if the move cannot be prepared.
     pub fn make_ready(
         with: With<'a>,
         marks: Option<Marks>,
         (to, line, link): (SocketAddr, Line, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
-        // Whoever calls it off is heard, and the machine goes on, though the server of its files has gone silent.
+        // The process that calls the move off must get the announcements through, and the machine
+        // must go on, even if the server of its files has gone silent.
         checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
         let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
-            .map_err(|error| failed("frames on the network", &error))?;
+            .map_err(|error| failed("announcements on the network", &error))?;
         let doubt = Doubt::of(&line, attempt, secret, hails.cards());
-        with.guard.will(&Undo::CallOff(Box::new(doubt))).map_err(|error| failed("the guard", &error))?;
+        with.guard
+            .will(&Undo::CallOff(Box::new(doubt)))
+            .map_err(|error| failed("the undo process", &error))?;
         let mirror = Mirror::open(&args.with_disk, device, sysroot)?;
         let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
         let least = POOL_LEAST + mirror.memory_there();
         let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
-        // Before the first page is sent: what is read back is sent, too.
+        // Before the first page is sent, because pages that are read back are sent too.
         let swap = swap::Off::switch(with.guard, sysroot)?;
         let proof = args.verify_instant.then(Proof::default);
         let hashes = if proof.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
@@ -166,14 +172,14 @@ impl<'a> Here<'a> {
         Ok((here, departure))
     }
 
-    /// What still stands still, and whether standard output can be written to then.
+    /// Returns what is still held, and true if standard output can be written to then.
     #[must_use]
     pub fn into_rest(self) -> (Held, bool) {
         (self.held, self.may_write)
     }
 }
 
-/// By how many streams pages go.
+/// Returns the number of streams for pages.
 fn streams(args: &MigrateArgs) -> u32 {
     const USUAL_MOST: usize = 4;
     let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
@@ -193,7 +199,8 @@ impl System for Here<'_> {
         if !matches!(told, Told::Doubt { .. }) {
             self.with.say.one_of_many(told);
         } else if self.may_write && self.with.say.format == Format::Json {
-            // A person reads of a doubt at the console. Nobody may hold this up who stands still, or is behind the fence.
+            // People read of a doubt at the console. A reader that stands still, or is behind the
+            // fence, must not block this process.
             super::say_if_anybody_reads(serde_json::to_string(told).unwrap_or_default() + "\n");
         }
     }
@@ -205,9 +212,10 @@ impl System for Here<'_> {
     }
 
     fn begin_sync(&mut self) -> JoinHandle<()> {
-        // So that little is left to be locked when everything stands still. Where it cannot be, that is told then.
+        // Locks memory early, so that little is left to be locked when everything stands still. A
+        // failure is reported then.
         let _ = checkpoint::keep_in_memory();
-        // Whoever waits for it has a limit of its own.
+        // The callers of this have limits of their own.
         const LIMIT: Duration = Duration::from_secs(3600);
         thread::spawn(|| drop(patient::sync_everything(LIMIT)))
     }
@@ -223,7 +231,7 @@ impl System for Here<'_> {
     }
 
     fn fence_off(&mut self, but: SocketAddr) -> Result<()> {
-        // What has come since the move began, too.
+        // Memory that was mapped since the move began is locked too.
         checkpoint::keep_in_memory()?;
         let peer: fence::Peer = but.into();
         self.with.device.fence(&[peer.into()], Silent::First)
@@ -235,13 +243,13 @@ impl System for Here<'_> {
             Some(brake) => brake.hold(guard)?,
             None => Frozen::hold(guard, &[])?,
         };
-        // What was there when the move began may have changed.
+        // The mounts may have changed since the move began.
         let mounts = disks::all(sysroot)?;
         if mounts != self.mounts {
-            return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted meanwhile")
+            return Err(Error::new(Exit::Failed, "file systems were mounted or unmounted during the move")
                 .hint("try again"));
         }
-        // Nobody who runs can open one any more.
+        // Applications stand still now, so no process can open a device any more.
         if !args.force_devices {
             checkpoint::refuse_untracked(sysroot)?;
         }
@@ -286,7 +294,7 @@ impl System for Here<'_> {
         let guard = &mut *self.with.guard;
         guard.will(&Undo::Open).and_then(|()| guard.will(&Undo::Decide(Box::new(doubt)))).map_err(
             |error| {
-                Error::new(Exit::Failed, format!("the guard process is gone: {error}"))
+                Error::new(Exit::Failed, format!("the undo process is gone: {error}"))
                     .hint("see in `dmesg` what has killed it, such as a lack of memory, and try again")
             },
         )?;
@@ -301,7 +309,7 @@ impl System for Here<'_> {
     fn go_on(&mut self) {
         no_way_back::end();
         self.with.guard.is_decided();
-        // Who was silent must not be so when applications run.
+        // The network must be open again when applications run.
         let _ = self.with.device.fence_down();
         self.silence.end();
         self.held = Held::default();

@@ -1,5 +1,6 @@
-//! HOST as it is typed: a name or an address, with a port or without. Moves go by IPv4: the spare's small system sets up nothing else. An
-//! IPv6 address is understood, so that what is said of it is true.
+//! The argument HOST: a name or an address, with or without a port. Moves go by IPv4, because the
+//! destination's restore environment sets up nothing else. An IPv6 address is parsed so that its
+//! refusal can say the true reason.
 
 use crate::{
     error::{Error, Result},
@@ -8,15 +9,19 @@ use crate::{
 };
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 
-const IPV4_ALONE: &str = "moves go by IPv4 only: the spare's small system has no IPv6 address";
+const IPV4_ALONE: &str = "moves go by IPv4 only: the destination's restore environment has no IPv6 address";
 
-/// Where to.
+/// Returns the address of the destination.
 ///
 /// # Errors
-/// If it is none, or cannot be reached by IPv4.
+///
+/// Returns an error if HOST is no address, or cannot be reached by IPv4.
 pub fn resolve(host: &str) -> Result<SocketAddr> {
     let failed = |why: String| {
-        Error::new(Exit::Failed, format!("{host}: {why}")).hint("HOST or HOST:PORT, with an IPv4 address")
+        Error::new(Exit::Failed, format!("{host}: {why}")).hint(
+            "give HOST or HOST:PORT, with an IPv4 \
+            address",
+        )
     };
     if let Some(literal) = literal(host) {
         let (address, port) = literal.map_err(failed)?;
@@ -29,27 +34,28 @@ pub fn resolve(host: &str) -> Result<SocketAddr> {
     chosen(&all).map_err(failed)
 }
 
-/// The first of a name's addresses that a move can go to.
+/// Returns the first of a name's addresses that a move can go to.
 fn chosen(all: &[SocketAddr]) -> std::result::Result<SocketAddr, String> {
     let v4 = all.iter().find(|to| to.is_ipv4()).copied();
     v4.ok_or_else(|| match all.iter().map(SocketAddr::ip).find(IpAddr::is_ipv6) {
-        Some(other) => format!("it has no IPv4 address, but {other}; {IPV4_ALONE}"),
-        None => "it has no address".into(),
+        Some(other) => format!("the host has no IPv4 address, but {other}; {IPV4_ALONE}"),
+        None => "the host has no address".into(),
     })
 }
 
-/// An IPv6 address, in brackets where a port may follow, with a zone (`%eth0`) or without; `None` where it is something else.
+/// Parses an IPv6 address: in brackets if a port may follow, with a zone (`%eth0`) or without.
+/// Returns `None` for other text.
 pub fn literal(text: &str) -> Option<std::result::Result<(Ipv6Addr, Option<u16>), String>> {
     let (inside, port) = match text.strip_prefix('[') {
         Some(rest) => match rest.split_once(']') {
             Some((inside, "")) => (inside, Ok(None)),
             Some((inside, behind)) => {
                 let port = behind.strip_prefix(':').and_then(|port| port.parse().ok());
-                (inside, port.map(Some).ok_or("what is behind the bracket is no port"))
+                (inside, port.map(Some).ok_or("the text after the bracket is no port"))
             }
             None => return Some(Err("the bracket is not closed".into())),
         },
-        // A name, or an IPv4 address, has one at most: before its port.
+        // A name, or an IPv4 address, has at most one colon: before its port.
         None if text.matches(':').count() > 1 => (text, Ok(None)),
         None => return None,
     };
@@ -57,12 +63,12 @@ pub fn literal(text: &str) -> Option<std::result::Result<(Ipv6Addr, Option<u16>)
         inside.split_once('%').map_or((inside, None), |(address, zone)| (address, Some(zone)));
     let found = match (address.parse::<Ipv6Addr>(), zone) {
         (Err(_), _) => Err(format!("{address} is no IPv6 address")),
-        (Ok(_), Some("")) => Err("the zone behind % is missing".into()),
+        (Ok(_), Some("")) => Err("the zone after % is missing".into()),
         (Ok(address), Some(_)) if !address.is_unicast_link_local() => {
             Err(format!("only link-local addresses (fe80::) have a zone, and {address} is none"))
         }
         (Ok(address), None) if address.is_unicast_link_local() => {
-            Err(format!("{address} is link-local, and says nothing without its card: {address}%CARD"))
+            Err(format!("{address} is link-local, and has no meaning without its card: {address}%CARD"))
         }
         (Ok(address), _) => Ok(address),
     };
@@ -97,7 +103,7 @@ mod tests {
         ] {
             assert!(of(host).is_err_and(|why| why.contains("IPv4 only")), "{host}: {:?}", of(host));
         }
-        // An IPv4 address all the same.
+        // A mapped address counts as IPv4.
         assert_eq!(of("[::ffff:10.9.0.3]:99").as_deref(), Ok("10.9.0.3:99"));
         assert_eq!(of("::ffff:10.9.0.3").as_deref(), Ok("10.9.0.3:4747"));
     }

@@ -1,5 +1,5 @@
-//! The streams besides the first, at the source: pages go by them, each by a connection of its own
-//! ([`mercury_migration::streams`]). Whichever thread has packed pages writes them.
+//! The source's streams besides the first. Each carries pages by a connection of its own
+//! ([`mercury_migration::streams`]). The thread that has packed pages writes them.
 
 use super::link::{self, io_error};
 use crate::{
@@ -24,32 +24,32 @@ use std::{
 
 type Tls = StreamOwned<ClientConnection, TcpStream>;
 
-/// One of them.
+/// A stream.
 #[derive(Debug)]
 pub struct Lane {
     writer: Mutex<Writer<Tls>>,
-    /// The same socket.
+    /// The socket of the stream's session.
     socket: OwnedFd,
 }
 
-/// What an attempt's streams have in common.
+/// The common parts of an attempt's streams.
 #[derive(Clone, Copy, Debug)]
 pub struct Whose<'a> {
-    /// Where to.
+    /// Address of the destination.
     pub to: SocketAddr,
-    /// The receiver's line.
+    /// Pairing token of the receiver.
     pub line: &'a Line,
-    /// The attempt.
     pub attempt: Attempt,
-    /// What went with the offer.
+    /// Secret of the offer.
     pub secret: &'a Secret,
 }
 
 impl Lane {
-    /// Opens one, and waits until the other end has taken it.
+    /// Opens a stream, and waits until the other end has accepted it.
     ///
     /// # Errors
-    /// If it does not.
+    ///
+    /// Returns an error if the other end does not accept it.
     pub fn open(whose: &Whose<'_>, stream: u32, patience: Duration, control: Option<&str>) -> Result<Self> {
         let (tls, socket) = link::connect(whose.to, whose.line, patience).map_err(|error| {
             Error::new(error.exit, format!("stream {stream} of the move: {}", error.message))
@@ -59,8 +59,8 @@ impl Lane {
             link::control_congestion(&socket, name)?;
         }
         let writer = join(tls, whose, stream).map_err(|error| {
-            Error::new(Exit::Failed, format!("the other machine does not take stream {stream}: {error}"))
-                .hint("its console says why; --streams 1 does with one connection")
+            Error::new(Exit::Failed, format!("the destination does not accept stream {stream}: {error}"))
+                .hint("its console says why; --streams 1 uses a single connection")
         })?;
         Ok(Self { writer: Mutex::new(writer), socket })
     }
@@ -69,51 +69,54 @@ impl Lane {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends pages, as they are packed.
+    /// Sends packed pages.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn pages(&self, packed: &[u8]) -> io::Result<()> {
         self.writer().pages(packed).map_err(io_error)
     }
 
-    /// What is behind it on its way.
+    /// Flushes the stream.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn flush(&self) -> io::Result<()> {
         self.writer().flush().map_err(io_error)
     }
 
-    /// Says the word that ends the pages.
+    /// Sends the word that ends the pages.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn end(&self, word: Word) -> io::Result<()> {
         let mut writer = self.writer();
         writer.say(word, &[]).and_then(|()| writer.flush()).map_err(io_error)
     }
 
-    /// Whoever writes to it does so no more.
+    /// Cuts the connection, so that a thread that writes to it stops.
     pub fn cut(&self) {
-        // One that is gone is cut.
+        // A connection that is gone is cut already.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
-    /// How long the other end may take nothing.
+    /// Sets the time for which the other end may accept nothing.
     pub fn be_patient(&self, patience: Duration) {
         link::be_patient(&self.socket, patience);
     }
 }
 
-/// Nobody waits for the other end's machine, which may be no more.
+/// Dropping does not wait for the other machine, which may be gone.
 impl Drop for Lane {
     fn drop(&mut self) {
         link::do_not_linger(&self.socket);
     }
 }
 
-/// Shows that it may, and hears that it has been taken.
+/// Proves that this stream belongs to the attempt, and waits for the acceptance.
 fn join(tls: Tls, whose: &Whose<'_>, stream: u32) -> io::Result<Writer<Tls>> {
     let binding = session::binding(&tls.conn)?;
     let mut writer = Writer::begin(tls, whose.attempt, stream).map_err(io_error)?;

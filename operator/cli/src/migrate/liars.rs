@@ -1,5 +1,6 @@
-//! The other end may lie to a source, too, or be late, or break off: the loop of a move as it is ([`super::mover`]) against all of
-//! that. What must never be is held against it by [`super::trial`].
+//! Hostile-peer tests of a source. The other end may lie, be late, or break off: the real loop of a
+//! move ([`super::mover`]) runs against all of that. [`super::trial`] checks the conditions that
+//! must always hold.
 
 use super::{
     offer::Offer,
@@ -17,14 +18,14 @@ fn word(word: Word) -> Act {
     Act::Say(word, 0)
 }
 
-/// What is said in one go, by an attempt's other end.
+/// Encodes words of an attempt's other end.
 fn stream(attempt: Attempt, words: &[Word]) -> Vec<u8> {
     let mut writer = Writer::begin(Vec::new(), attempt, 0).expect("begun");
     words.iter().for_each(|word| writer.say(*word, b"").expect("said"));
     writer.into_inner()
 }
 
-/// The others would prove nothing if it could not move.
+/// The other tests would prove nothing if an honest move failed.
 #[test]
 fn an_honest_destination_is_believed() {
     let stage = Stage::new();
@@ -44,7 +45,8 @@ fn an_honest_destination_is_believed() {
     assert!(at.is_sorted() && at[0].is_some(), "{:?}", seen.did);
 }
 
-/// Words that are true of nothing yet, of another attempt, or with texts that are none.
+/// Words that are not true yet, words of another attempt, and invalid texts leave the machine
+/// running.
 #[test]
 fn lies_before_the_commit_leave_it_running() {
     let last = Act::Await(Word::Final(OTHER));
@@ -76,7 +78,7 @@ fn lies_before_the_commit_leave_it_running() {
     }
 }
 
-/// It ends the streams when it has given up, and says why on the first one.
+/// A destination that has given up ends the streams, and says why on the first one.
 #[test]
 fn who_ends_a_stream_is_asked_why() {
     let stage = Stage::new();
@@ -86,7 +88,7 @@ fn who_ends_a_stream_is_asked_why() {
     assert!(matches!(&ended, Ended::Resumed(why) if why.contains("has given up")), "{ended:?}");
 }
 
-/// What may be said, done and kept back, anywhere.
+/// Generates acts that may come at any time.
 fn acts() -> impl Strategy<Value = Vec<Act>> {
     let words = prop::sample::select(vec![
         Word::Accept,
@@ -113,7 +115,7 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         1 => Just(Act::Pages),
         1 => Just(Act::Close),
     ];
-    // An honest end, with something else in it here and there, and something of it left out.
+    // An honest destination, with lies inserted and words left out.
     let lies = prop::collection::vec((0..=honest().len(), act), 0..5);
     let left_out = prop::option::weighted(0.4, 0..honest().len());
     (lies, left_out).prop_map(|(lies, left_out)| {
@@ -145,7 +147,7 @@ const DOES: [&str; 13] = [
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is said, in whatever order, whatever fails here, and whenever somebody wants it stopped.
+    /// No words in any order, no failure here and no Ctrl-C at any time give a machine up.
     #[test]
     fn no_lie_gives_a_machine_up(
         acts in acts(),
@@ -164,11 +166,12 @@ proptest! {
         plays(&stage, &acts, SILENCE, last);
     }
 
-    /// Wherever a bit of what an honest destination says is turned, or it is cut, the source does not go further than what was whole.
+    /// A turned bit or a cut anywhere in an honest destination's words does not bring the source
+    /// further than the intact words.
     #[test]
     fn no_damage_gives_a_machine_up(at in any::<prop::sample::Index>(), bit in 0..9_u8, of in 0..3_usize) {
         let mut acts = honest();
-        // Where the accept, the verdict and the answer are.
+        // The positions of the accept, the verdict and the answer.
         let place = 1 + 2 * of;
         acts.insert(place, Act::Damage(at, bit));
         acts.insert(place + 2, Act::Close);

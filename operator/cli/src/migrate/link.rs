@@ -1,4 +1,5 @@
-//! The connection between the two machines: TLS on TCP, and the frames of the protocol in it. Both ends use it.
+//! The connection between the two machines: TLS on TCP, with the frames of the protocol in it. Both
+//! ends use it.
 
 use crate::{
     error::{Error, Result},
@@ -21,19 +22,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the other end may take to have a connection, and to say who it is.
+/// Time for the other end to accept a connection and to identify itself.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
-/// How long who knocks may take in all to say who it is: nothing else is looked at meanwhile.
+/// Total time for a connecting peer to identify itself. The destination serves no other peer
+/// meanwhile.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
-const CLOSED: &str = "the other end has closed it";
-/// The stream that everything is said by.
+const CLOSED: &str = "the other end has closed the connection";
+/// Number of the first stream, which carries all words.
 const STREAM: u32 = 0;
 
-/// TLS, whichever end it is.
+/// A TLS session of either end.
 trait Session: Read + Write {
-    /// Whether there is something to be read that has left the socket already.
+    /// Returns true if the session holds data that has left the socket already.
     fn has_more(&mut self) -> bool;
-    /// What both ends of it can derive, and nobody else.
+    /// Returns a value that both ends of the session can derive, and no third party.
     fn binding(&self) -> io::Result<[u8; 32]>;
 }
 
@@ -57,10 +59,11 @@ impl Session for StreamOwned<ServerConnection, Timed> {
     }
 }
 
-/// Until when all must have been read that is read now, if there is such a time. Who sends a byte now and then gets no more.
+/// The deadline of all current reads, if there is one. A peer that sends a byte now and then gets
+/// no more time.
 type Due = Rc<Cell<Option<Instant>>>;
 
-/// A socket that keeps to it.
+/// A socket with that deadline.
 struct Timed {
     socket: TcpStream,
     due: Due,
@@ -70,7 +73,7 @@ impl Timed {
     fn keep_to_it(&self) -> io::Result<()> {
         let Some(due) = self.due.get() else { return Ok(()) };
         let left = Some(due.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero());
-        let left = left.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "it takes too long"))?;
+        let left = left.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "the peer takes too long"))?;
         self.socket.set_read_timeout(Some(left))?;
         self.socket.set_write_timeout(Some(left))
     }
@@ -94,7 +97,7 @@ impl Write for Timed {
     }
 }
 
-/// The one session, for who reads and who writes.
+/// The session, shared by reader and writer.
 #[derive(Clone)]
 struct Shared(Rc<RefCell<Box<dyn Session>>>);
 
@@ -114,10 +117,10 @@ impl Write for Shared {
     }
 }
 
-/// A connection on which both ends know each other.
+/// A connection between two ends that have identified each other.
 pub struct Link {
     session: Shared,
-    /// The same socket, to wait on.
+    /// The session's socket, to wait on.
     socket: OwnedFd,
     writer: Option<Writer<Shared>>,
     reader: Option<Reader<Shared>>,
@@ -133,14 +136,13 @@ impl std::fmt::Debug for Link {
     }
 }
 
-/// What there is to be read.
+/// The result of reading.
 #[derive(Debug)]
 pub enum Heard {
-    /// A frame.
     Frame(Frame),
-    /// Nothing, in the time that it had.
+    /// No frame in the given time.
     Nothing,
-    /// The connection is gone, and why.
+    /// The connection is gone, for this reason.
     Gone(String),
 }
 
@@ -157,20 +159,22 @@ impl Link {
         Self { session, socket, writer: None, reader: None, attempt: None, due, sent: 0 }
     }
 
-    /// The source's end: connects to the receiver that has printed the line.
+    /// Connects the source to the receiver that has printed the pairing token.
     ///
     /// # Errors
-    /// If it is not there, or another one, or does not take this machine.
+    ///
+    /// Returns an error if the receiver is not there, is another one, or refuses this machine.
     pub fn connect(to: SocketAddr, line: &Line, patience: Duration) -> Result<Self> {
         let (session, made) = connect(to, line, patience)?;
         Ok(Self::new(Box::new(session), made, Due::default()))
     }
 
-    /// The destination's end: takes a sender that was given the line, and says so in [`HANDSHAKE`]. What it talks about is
-    /// to be learned within `patience`.
+    /// Accepts a source that has the pairing token, within [`HANDSHAKE`]: the destination's end.
+    /// The name of its attempt must arrive within `patience`.
     ///
     /// # Errors
-    /// If it was not, or says nothing.
+    ///
+    /// Returns an error if the peer has no such token, or is silent.
     pub fn accept(receiver: &Receiver, socket: TcpStream, patience: Duration) -> Result<Self> {
         let made = prepare(&socket, HANDSHAKE).map_err(|error| unprepared(&error))?;
         let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
@@ -180,49 +184,55 @@ impl Link {
         Ok(Self::new(Box::new(session), made, due))
     }
 
-    /// The destination's end: tells who has the line, in [`HANDSHAKE`], that it is not taken now, and why.
+    /// Refuses a source that has the pairing token, within [`HANDSHAKE`], and tells it the reason:
+    /// the destination's end.
     ///
     /// # Errors
-    /// If it was not given the line.
+    ///
+    /// Returns an error if the peer has no such token.
     pub fn turn_away(receiver: &Receiver, socket: TcpStream, why: &str) -> Result<()> {
         prepare(&socket, HANDSHAKE).map_err(|error| unprepared(&error))?;
         let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
         receiver.turn_away(Timed { socket, due }, why).map_err(|error| refused(&error))
     }
 
-    /// Has TCP send by another congestion control of the kernel's (tcp(7), `TCP_CONGESTION`).
+    /// Selects another congestion control of the kernel's for TCP (tcp(7), `TCP_CONGESTION`).
     ///
     /// # Errors
-    /// If the kernel has none of that name.
+    ///
+    /// Returns an error if the kernel has none of that name.
     pub fn control_congestion(&self, name: &str) -> Result<()> {
         control_congestion(&self.socket, name)
     }
 
-    /// How long the other end may be silent in the midst of something.
+    /// Sets the time for which the other end may be silent in the middle of a frame.
     pub fn be_patient(&self, patience: Duration) {
         be_patient(&self.socket, patience);
     }
 
-    /// Lets go of it so that the other end's machine is not waited for.
+    /// Closes the connection without waiting for the other end's machine.
     pub fn abandon(self) {
         do_not_linger(&self.socket);
     }
 
-    /// Begins to talk about an attempt: the source's end.
+    /// Begins an attempt: the source's end.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn begin(&mut self, attempt: Attempt) -> io::Result<()> {
         self.attempt = Some(attempt);
         self.writer = Some(Writer::begin(self.session.clone(), attempt, STREAM).map_err(io_error)?);
         self.session.flush()
     }
 
-    /// Which attempt the other end talks about: the destination's end. Answers are of the same. From then on it may be silent
-    /// for `patience` in the midst of something.
+    /// Reads the name of the other end's attempt, and answers in the same attempt: the
+    /// destination's end. From then on the other end may be silent for `patience` in the middle of
+    /// a frame.
     ///
     /// # Errors
-    /// If it talks of none, or the connection is gone.
+    ///
+    /// Returns an error if the other end names no attempt, or the connection is gone.
     pub fn learn(&mut self, patience: Duration) -> mercury_migration::wire::Result<Attempt> {
         let reader = Reader::open(self.session.clone())?;
         let attempt = reader.attempt();
@@ -233,11 +243,13 @@ impl Link {
         Ok(attempt)
     }
 
-    /// Lets it be another stream of an attempt, if `may` says so, which is told its number, what it shows, and what binds
-    /// that to this session; the number. From then on it may be silent for `patience` in the midst of something.
+    /// Makes this connection another stream of an attempt if `may` accepts its number, its proof,
+    /// and the value that binds the proof to this session. Returns the number. From then on the
+    /// other end may be silent for `patience` in the middle of a frame.
     ///
     /// # Errors
-    /// If it is none, or the connection is gone.
+    ///
+    /// Returns the reason if the stream is refused, or the connection is gone.
     pub fn admit(
         &mut self,
         attempt: Attempt,
@@ -251,7 +263,7 @@ impl Link {
             return Err(said(WireError::Other));
         }
         let Some(Frame::Proof(proof)) = reader.next_frame().map_err(said)? else {
-            return Err("it does not show that it may".into());
+            return Err("the peer does not prove that it may join".into());
         };
         let binding = self.session.0.borrow().binding().map_err(|error| error.to_string())?;
         may(stream, &proof, &binding)?;
@@ -264,16 +276,17 @@ impl Link {
         Ok(stream)
     }
 
-    /// The attempt that is talked about.
+    /// Returns the attempt of this connection.
     #[must_use]
     pub fn attempt(&self) -> Option<Attempt> {
         self.attempt
     }
 
-    /// Says a word, and what goes with it.
+    /// Sends a word, and the text that belongs to it.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn say(&mut self, word: Word, text: &[u8]) -> io::Result<()> {
         let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         writer.say(word, text).map_err(io_error)?;
@@ -283,16 +296,18 @@ impl Link {
     /// Begins a round.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn round(&mut self, number: u64) -> io::Result<()> {
         let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         writer.round(number).map_err(io_error)
     }
 
-    /// Sends pages, as they are packed.
+    /// Sends packed pages.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn pages(&mut self, packed: &[u8]) -> io::Result<()> {
         let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         writer.pages(packed).map_err(io_error)?;
@@ -300,30 +315,32 @@ impl Link {
         Ok(())
     }
 
-    /// Sends chunks of a disk, as they are packed.
+    /// Sends packed chunks of a disk.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn chunks(&mut self, packed: &[u8]) -> io::Result<()> {
         let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         writer.chunks(packed).map_err(io_error)
     }
 
-    /// What is behind it on its way.
+    /// Flushes the connection.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn flush(&mut self) -> io::Result<()> {
         self.session.flush()
     }
 
-    /// Whether something can be read now.
+    /// Returns true if something can be read now.
     #[must_use]
     pub fn is_readable(&mut self) -> bool {
         self.wait(&[], Duration::ZERO)
     }
 
-    /// Waits until something can be read here, or from one of the others. Whether it is here.
+    /// Waits until something can be read here, or from one of `others`. Returns true if it is here.
     pub fn wait(&mut self, others: &[BorrowedFd<'_>], limit: Duration) -> bool {
         if self.session.0.borrow_mut().has_more() {
             return true;
@@ -335,7 +352,7 @@ impl Link {
         !all[0].revents().is_empty()
     }
 
-    /// The next frame, if there is one in time.
+    /// Reads the next frame, if one comes in time.
     pub fn hear(&mut self, limit: Duration) -> Heard {
         if !self.wait(&[], limit) {
             return Heard::Nothing;
@@ -345,7 +362,7 @@ impl Link {
                 Some(attempt) => {
                     Reader::open(self.session.clone()).and_then(|reader| reader.expect(attempt, STREAM))
                 }
-                None => return Heard::Gone("nothing was said of any attempt".into()),
+                None => return Heard::Gone("the other end has named no attempt".into()),
             };
             match opened {
                 Ok(reader) => self.reader = Some(reader),
@@ -355,7 +372,7 @@ impl Link {
         match self.reader.as_mut().map(Reader::next_frame) {
             Some(Ok(Some(frame))) => Heard::Frame(frame),
             Some(Ok(None)) | None => Heard::Gone(CLOSED.into()),
-            // A machine that is gone says no good-bye.
+            // A machine that is gone does not close its TLS session.
             Some(Err(mercury_migration::wire::Error::Io(error)))
                 if error.kind() == io::ErrorKind::UnexpectedEof =>
             {
@@ -365,7 +382,7 @@ impl Link {
         }
     }
 
-    /// The next message, if there is one in time; pages and rounds are passed over.
+    /// Reads the next message, if one comes in time; skips pages and rounds.
     pub fn hear_message(&mut self, limit: Duration) -> Result<Option<(Message, Vec<u8>)>, String> {
         match self.hear(limit) {
             Heard::Frame(Frame::Message(message, text)) => Ok(Some((message, text))),
@@ -375,10 +392,11 @@ impl Link {
     }
 }
 
-/// A connection to the receiver that has printed the line, and its socket.
+/// Connects to the receiver that has printed the pairing token; returns the session and its socket.
 ///
 /// # Errors
-/// As of [`Link::connect`].
+///
+/// Fails as [`Link::connect`] does.
 pub(super) fn connect(
     to: SocketAddr,
     line: &Line,
@@ -386,32 +404,32 @@ pub(super) fn connect(
 ) -> Result<(StreamOwned<ClientConnection, TcpStream>, OwnedFd)> {
     let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
         Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
-            .hint("is `mercury receive` waiting there, and does no firewall keep this machine from it?")
+            .hint("check that `mercury receive` waits there, and that no firewall keeps this machine from it")
     })?;
     let made = prepare(&socket, patience).map_err(|error| unprepared(&error))?;
     let session = session::connect(line, socket).map_err(|error| refused(&error))?;
     Ok((session, made))
 }
 
-/// See [`Link::control_congestion`].
+/// Sets the congestion control. See [`Link::control_congestion`].
 pub(super) fn control_congestion(socket: impl AsFd, name: &str) -> Result<()> {
     rustix::net::sockopt::set_tcp_congestion(socket, name).map_err(|error| {
         Error::new(Exit::Usage, format!("no congestion control {name}: {error}")).hint(
-            "/proc/sys/net/ipv4/tcp_available_congestion_control has those that are loaded; `modprobe tcp_NAME` \
-             loads another",
+            "/proc/sys/net/ipv4/tcp_available_congestion_control lists the loaded ones; `modprobe \
+             tcp_NAME` loads another",
         )
     })
 }
 
-/// See [`Link::be_patient`].
+/// Sets the timeouts of a socket. See [`Link::be_patient`].
 pub(super) fn be_patient(socket: impl AsFd, patience: Duration) {
     for which in [rustix::net::sockopt::Timeout::Recv, rustix::net::sockopt::Timeout::Send] {
-        // What was there before remains.
+        // If this fails the earlier timeout remains.
         let _ = rustix::net::sockopt::set_socket_timeout(&socket, which, Some(patience));
     }
 }
 
-/// See [`Link::abandon`].
+/// Makes a socket close at once. See [`Link::abandon`].
 pub(super) fn do_not_linger(socket: impl AsFd) {
     let _ = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO));
 }
@@ -422,17 +440,17 @@ impl AsFd for Link {
     }
 }
 
-/// Waits until one of them can be read.
+/// Waits until one of the sockets can be read.
 pub fn wait_for(all: &mut [PollFd<'_>], limit: Duration) {
     let limit = Timespec {
         tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(limit.subsec_nanos()),
     };
-    // Who is interrupted by a signal looks why.
+    // A signal ends the wait early; the caller checks for it.
     let _ = poll(all, Some(&limit));
 }
 
-/// A connection that is there and whose options cannot be set.
+/// Makes the error for an open connection whose options cannot be set.
 fn unprepared(error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("the connection could not be set up: {error}"))
         .hint("try again; `dmesg` may say what is wrong with the network")
@@ -440,10 +458,14 @@ fn unprepared(error: &io::Error) -> Error {
 
 fn refused(error: &session::Error) -> Error {
     let (exit, hint) = match error {
-        session::Error::Line(_) => (Exit::Usage, "paste the whole line that `mercury receive` has printed"),
+        session::Error::Line(_) => (
+            Exit::Usage,
+            "paste the whole pairing token that `mercury receive` \
+            has printed",
+        ),
         session::Error::Refused(_) => (
             Exit::Failed,
-            "is it the line of the `mercury receive` that waits there now? Each one prints another",
+            "is it the pairing token of the `mercury receive` that waits there now? Each one prints another",
         ),
         session::Error::NotNow(_) => (Exit::Busy, "wait until that is over, or move to another machine"),
         session::Error::Local(_) => (Exit::Failed, "`dmesg` may say more"),
@@ -451,11 +473,11 @@ fn refused(error: &session::Error) -> Error {
     Error::new(exit, error.to_string()).hint(hint)
 }
 
-/// An error in words, for who waits.
+/// Converts an error for a caller that waits.
 pub(super) fn io_error(error: mercury_migration::wire::Error) -> io::Error {
     match error {
         mercury_migration::wire::Error::Io(error) if error.kind() == io::ErrorKind::WouldBlock => {
-            io::Error::new(io::ErrorKind::TimedOut, "the other end takes nothing any more")
+            io::Error::new(io::ErrorKind::TimedOut, "the other end accepts no data any more")
         }
         mercury_migration::wire::Error::Io(error) => error,
         error => io::Error::other(error.to_string()),
@@ -508,7 +530,7 @@ mod tests {
         });
     }
 
-    /// Who knocks and says a byte now and then is not waited for as long as that goes on.
+    /// A stranger that sends a byte now and then gets no more time by that.
     #[test]
     fn a_stranger_has_little_time() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

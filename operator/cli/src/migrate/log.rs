@@ -1,32 +1,33 @@
-//! What tells which frames may have changed since they were sent: the driver's log of writes, where there can be one. A move
-//! and `--dry-run` go by it alike.
+//! The source of changed frames: the driver's dirty log, if there can be one. A move and
+//! `--dry-run` use it alike.
 
 use super::system::Memory;
 use crate::{device::Device, error::Result};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED};
 
-/// What has changed since it was sent is told by hashes of all memory, or by a log of what may have.
+/// The way to find frames that have changed since they were sent: hashes of all memory, or a dirty
+/// log.
 #[derive(Debug)]
 pub enum Log {
-    /// There is none, for this reason.
+    /// No dirty log, for this reason.
     None(String),
-    /// There is room for one.
+    /// Room for a dirty log is reserved.
     Prepared,
-    /// All that is written since the first frame was read is in it.
+    /// The dirty log is on, and has all writes since the first frame was read.
     Live,
 }
 
 impl Log {
-    /// What is said of it.
+    /// Describes the source of changed frames.
     pub fn found_by(&self) -> String {
         match self {
             Self::None(why) => format!("hashes of all memory: {why}"),
             Self::Prepared => "reading all of memory: nothing was sent before".into(),
-            Self::Live => "a log of writes".into(),
+            Self::Live => "a dirty log".into(),
         }
     }
 
-    /// Before the first frame is read. Where there is no log, hashes do it.
+    /// Begins the dirty log before the first frame is read. If that fails, hashes are used.
     pub fn begin(&mut self, memory: &dyn Memory) {
         if matches!(self, Self::Prepared) {
             *self = match memory.begin_log() {
@@ -36,7 +37,7 @@ impl Log {
         }
     }
 
-    /// Which frames have to be read next: `MERCURY_TAKE_*`.
+    /// Returns the frames that have to be read next: `MERCURY_TAKE_*`.
     pub fn collect(&mut self, memory: &dyn Memory) -> u64 {
         if !matches!(self, Self::Live) {
             return 0;
@@ -51,10 +52,11 @@ impl Log {
     }
 }
 
-/// Makes the snapshot ready, with room for a log if there can be one, and `flags` besides.
+/// Prepares a snapshot with `flags`, and with room for a dirty log if there can be one.
 ///
 /// # Errors
-/// If it cannot be made.
+///
+/// Returns an error if the snapshot cannot be prepared.
 pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result<Log> {
     if !hash_all {
         match device.snapshot_prepare(pool, MERCURY_SNAPSHOT_TRACK | flags) {
@@ -66,5 +68,5 @@ pub fn prepare(device: &Device, pool: u64, hash_all: bool, flags: u64) -> Result
         }
     }
     device.snapshot_prepare(pool, flags)?;
-    Ok(Log::None("it was wanted so".into()))
+    Ok(Log::None("the option --hash asks for them".into()))
 }

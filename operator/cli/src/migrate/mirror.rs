@@ -1,5 +1,6 @@
-//! Disks that go along: each is sent while everything runs, then what the driver's log says was written since, and what is
-//! left when its file systems are held still. As with memory, a chunk that holds what was sent of it is not sent again.
+//! Disks that move with the machine. Each disk is sent while everything runs, then the chunks that
+//! the driver's dirty log names, and the last chunks when its file systems are held still. As with
+//! memory, a chunk with the contents that were sent before is not sent again.
 
 use super::{
     copy::{From, Pass, Stopped, give_way, keep_to},
@@ -32,54 +33,57 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The other end may take silence for an end: something is sent so often.
+/// Interval of signs of life: without them the other end may take silence for an end.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
-/// What was under way when file systems were held still is done after so many looks, or somebody goes on writing.
+/// Passes at most after file systems were held still. Requests under way then are done after so
+/// many passes, or a program goes on writing.
 const LAST_LOOKS: usize = 20;
 
-/// One of them.
+/// A disk that moves.
 #[derive(Debug)]
 struct Source<'a> {
-    /// The driver, which has the log.
+    /// The driver, which has the dirty log.
     device: &'a Device,
     sysroot: &'a Sysroot,
     disk: Disk,
     file: File,
     ledger: DiskLedger,
-    /// All of it has been sent once.
+    /// True if the whole disk has been sent once.
     is_begun: bool,
 }
 
-/// The disks that go along.
+/// The disks that move with the machine.
 #[derive(Debug, Default)]
 pub struct Mirror<'a> {
     sources: Vec<Source<'a>>,
 }
 
-/// How a pass goes on.
+/// The settings of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct How {
-    /// zstd's level.
+    /// Level of zstd.
     pub level: i32,
-    /// How many threads read, hash and compress.
+    /// Threads that read, hash and compress.
     pub workers: usize,
-    /// Whether applications run.
+    /// Tells if applications run.
     pub from: From,
-    /// What the operator allows.
+    /// Limits of the operator.
     pub limits: Limits,
 }
 
 impl<'a> Mirror<'a> {
-    /// With these disks.
+    /// Opens these disks.
     ///
     /// # Errors
-    /// If one of them cannot be mirrored.
+    ///
+    /// Returns an error if one of them cannot be copied.
     pub fn open(paths: &[PathBuf], device: &'a Device, sysroot: &'a Sysroot) -> Result<Self> {
         let mut sources: Vec<Source<'a>> = Vec::new();
         for path in paths {
             let refused = |why: String| {
                 Error::new(Exit::Impossible, why).hint(
-                    "--with-disk takes whole disks on SATA, SCSI, NVMe or virtio; what is made of them goes along with them",
+                    "--with-disk needs whole disks on SATA, SCSI, NVMe or virtio; devices that are made \
+                     of them move with them",
                 )
             };
             let disk = Disk::find(path, sysroot).map_err(refused)?;
@@ -93,25 +97,26 @@ impl<'a> Mirror<'a> {
         Ok(Self { sources })
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no disks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sources.is_empty()
     }
 
-    /// Bytes of all of them.
+    /// Returns the size of all disks in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.sources.iter().map(|source| source.disk.bytes).sum()
     }
 
-    /// What the small system of the other end needs to remember of them, in MiB.
+    /// Returns the memory in MiB that the destination's restore environment needs to remember the
+    /// chunks.
     #[must_use]
     pub fn memory_there(&self) -> u64 {
         memory(&self.sources.iter().map(|source| source.disk.bytes).collect::<Vec<_>>())
     }
 
-    /// What goes with the offer: the disks, and which of these file systems are on them.
+    /// Describes the disks for the offer, and tells which of these file systems are on them.
     #[must_use]
     pub fn offered(&self, mounts: &[Mounted]) -> Vec<OfferedDisk> {
         let on = |Source { disk, sysroot, .. }: &Source<'_>, mount: &&Mounted| {
@@ -129,32 +134,34 @@ impl<'a> Mirror<'a> {
         self.sources.iter().map(offered).collect()
     }
 
-    /// All that is written to them is noted from here on.
+    /// Begins the dirty log of each disk.
     ///
     /// # Errors
-    /// If the driver cannot do that.
+    ///
+    /// Returns an error if the driver cannot begin one.
     pub fn watch(&self) -> Result<()> {
         self.sources.iter().try_for_each(|source| {
             source
                 .log()
                 .begin()
-                .map_err(|error| error.hint("--with-disk takes whole disks on SATA, SCSI, NVMe or virtio"))
+                .map_err(|error| error.hint("--with-disk needs whole disks on SATA, SCSI, NVMe or virtio"))
         })
     }
 
-    /// Nothing is noted any more.
+    /// Ends the dirty logs.
     pub fn unwatch(&self) {
         for source in &self.sources {
-            // Where there is no log, none ends.
+            // Ending a log that never began fails, which does not matter.
             let _ = source.log().end();
         }
     }
 
-    /// Sends of each disk what may not be as it was sent: all of it the first time. `watch` is told how far it is, in pages,
-    /// and says whether to go on.
+    /// Sends the chunks of each disk that may differ from what was sent: all chunks the first time.
+    /// Reports progress in pages to `watch`, and stops if `watch` says so.
     ///
     /// # Errors
-    /// If it came to no end.
+    ///
+    /// Returns the reason if the pass was broken off.
     pub fn pass(
         &mut self,
         how: &How,
@@ -169,7 +176,7 @@ impl<'a> Mirror<'a> {
             source.is_begun = true;
             source.send(number, &chunks, how, (link, begun), &mut total, watch)?;
             if how.from == From::Now {
-                // The digest is short at the end.
+                // Settling now keeps the computation of the digest short at the end.
                 source.ledger.settle();
             }
         }
@@ -177,10 +184,11 @@ impl<'a> Mirror<'a> {
         Ok(total)
     }
 
-    /// The last passes, when nobody may write any more: until nothing is in the logs.
+    /// Runs the last passes, after file systems were held still, until the dirty logs are empty.
     ///
     /// # Errors
-    /// If it came to no end, or somebody goes on writing.
+    ///
+    /// Returns the reason if a pass was broken off, or a program goes on writing.
     pub fn finish(
         &mut self,
         how: &How,
@@ -201,10 +209,11 @@ impl<'a> Mirror<'a> {
         Err(Stopped::Failed(not_still()))
     }
 
-    /// Checks that what was sent last is what the disks hold: after the instant.
+    /// Checks after the instant that the disks hold what was sent last.
     ///
     /// # Errors
-    /// If somebody has written, or a disk is not what it was.
+    ///
+    /// Returns an error if a program has written to a disk, or a disk was replaced.
     pub fn is_still(&self) -> Result<()> {
         for source in &self.sources {
             if !source.log().collect()?.is_empty() {
@@ -213,7 +222,7 @@ impl<'a> Mirror<'a> {
             let disk = &source.disk;
             let now = Disk::find(&disk.path, source.sysroot);
             if now.as_ref() != Ok(disk) {
-                let why = format!("{} is not the disk that it was any more", disk.path.display());
+                let why = format!("{} is no longer the same disk", disk.path.display());
                 return Err(Error::new(Exit::Failed, why)
                     .hint("leave the disks as they are while the machine moves, and try again"));
             }
@@ -221,16 +230,18 @@ impl<'a> Mirror<'a> {
         Ok(())
     }
 
-    /// What the disks are, in their order, as digits.
+    /// Returns the digests of the disks in their order, as text.
     #[must_use]
     pub fn digests(&mut self, attempt: Attempt) -> Vec<String> {
         self.sources.iter_mut().map(|source| source.ledger.digest(attempt).to_string()).collect()
     }
 
-    /// Bytes of the chunks that were written to since the begin of the logs, or the last look.
+    /// Returns the bytes of chunks that were written to since the logs began, or since the last
+    /// call.
     ///
     /// # Errors
-    /// If the driver does not say.
+    ///
+    /// Returns an error if the driver does not report the chunks.
     pub fn written(&self) -> Result<u64> {
         let bytes = |source: &Source<'_>| {
             let found = source.log().collect()?;
@@ -241,11 +252,13 @@ impl<'a> Mirror<'a> {
 }
 
 fn not_still() -> Error {
-    Error::new(Exit::Failed, "a disk is written to although its file systems are held still")
-        .hint("whatever writes to it past them (RAID, a virtual machine, dd) must stop; this machine runs on")
+    Error::new(Exit::Failed, "a disk is written to although its file systems are held still").hint(
+        "stop the program that writes past the file systems (RAID, a virtual machine, dd), and try \
+            again; this machine runs on",
+    )
 }
 
-/// What goes out of a worker.
+/// The output of a worker.
 struct Record {
     packed: Vec<u8>,
     looked: u64,
@@ -290,14 +303,14 @@ impl Source<'_> {
             drop(out);
             let sent = forward(&records, &work.hurry, how, (link, begun), total, watch);
             work.stop.store(true, Ordering::Relaxed);
-            // Whoever still has something to send ends by that.
+            // A worker that still has something to send stops because of the closed channel.
             drop(records);
             sent
         })
     }
 }
 
-/// Chunks of a disk that are to be looked at, by several threads.
+/// The chunks of a disk for several threads to read.
 struct Work<'a> {
     number: u32,
     disk: &'a Disk,
@@ -305,7 +318,7 @@ struct Work<'a> {
     chunks: &'a [u64],
     next: AtomicUsize,
     ledger: Mutex<&'a mut DiskLedger>,
-    /// Send a chunk as it is: for a sign of life.
+    /// Send the next chunk even if it has not changed, as a sign of life.
     hurry: AtomicBool,
     stop: AtomicBool,
     level: i32,
@@ -315,7 +328,7 @@ impl<'a> Work<'a> {
     fn work(&self, out: &SyncSender<Result<Record>>) {
         let mut buffer = Buffer::new(CHUNKS_BYTES_MAX);
         let chunk = self.lock().place(0).1.max(1);
-        // As many as fit one record.
+        // As many chunks as fit one record.
         let count = (CHUNKS_BYTES_MAX / chunk).max(1);
         while !self.stop.load(Ordering::Relaxed) {
             let at = self.next.fetch_add(count, Ordering::Relaxed);
@@ -376,11 +389,11 @@ impl<'a> Work<'a> {
     fn lost(&self, error: &std::io::Error) -> Error {
         let text = format!("{} cannot be read: {error}", self.disk.path.display());
         Error::new(Exit::Failed, text)
-            .hint("the machine has not moved, and runs on; is the disk still there?")
+            .hint("check that the disk is still there; the machine has not moved, and runs on")
     }
 }
 
-/// Sends what the workers have made.
+/// Sends the output of the workers.
 fn forward(
     records: &Receiver<Result<Record>>,
     hurry: &AtomicBool,

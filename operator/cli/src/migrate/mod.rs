@@ -1,14 +1,17 @@
-//! `mercury migrate`: this machine to another one, which waits in `mercury receive`.
+//! `mercury migrate`: moves this machine to another one, which waits in `mercury receive`.
 //!
-//! 1. The two ends find that they know each other ([`link`]); the hypervisor is slipped beneath this machine, and
-//!    everything is made ready for a snapshot. What this machine is goes over ([`offer`]); the other end refuses it with
-//!    every reason, or takes it.
-//! 2. Memory is sent while everything runs, round by round: each sends what is not any more what was sent ([`copy`]).
-//! 3. Applications are held still, file systems frozen, and the network fenced off but for this connection; then the
-//!    instant is taken as for a checkpoint, and what is not as it was sent goes over.
-//! 4. The hand-over ([`mercury_migration::protocol`], which says what is to be done; [`mover`] does it). Whatever fails
-//!    before the commit, this machine goes on as if nothing had been tried.
-//! 5. What has arrived says so ([`arrival`]), and this machine is powered off.
+//! 1. The two ends authenticate each other ([`link`]). The hypervisor is slipped beneath this
+//!    machine, and a snapshot is prepared. The source describes itself ([`offer`]); the destination
+//!    refuses it with every reason, or accepts it.
+//! 2. Memory is sent while everything runs, round by round: each round sends the pages that have
+//!    changed since they were sent ([`copy`]).
+//! 3. Applications are held still, file systems are frozen, and the network is fenced off except
+//!    for this connection. Then the instant comes, as for a checkpoint, and the remaining changed
+//!    pages are sent.
+//! 4. The hand-over: [`mercury_migration::protocol`] decides the actions, and [`mover`] carries
+//!    them out. If anything fails before the commit, this machine goes on as if nothing had been
+//!    tried.
+//! 5. The machine that has arrived announces itself ([`arrival`]), and the source is powered off.
 
 pub mod arrival;
 pub mod copy;
@@ -63,15 +66,16 @@ use std::{
     time::Duration,
 };
 
-/// How long the other end may be silent in the midst of something, while everything runs.
+/// Time for which the other end may be silent in the middle of a frame, while everything runs.
 const RUNNING: Duration = Duration::from_secs(30);
-/// While everything stands still.
+/// The same time while everything stands still.
 const FROZEN: Duration = Duration::from_secs(20);
 
-/// Migrates.
+/// Runs `mercury migrate`.
 ///
 /// # Errors
-/// If this machine has not moved; it goes on as it did.
+///
+/// Returns the reason if this machine has not moved; the machine goes on.
 pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     commands::need_root("migrate")?;
@@ -86,10 +90,11 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     move_away(args, say, &deferred).map(|report| say.done(&report))
 }
 
-/// Moves this machine. Returns where it has arrived: where it came from, it is powered off.
+/// Moves this machine. Returns at the destination; the source is powered off.
 ///
 /// # Errors
-/// If it has not moved; it goes on as it did.
+///
+/// Returns the reason if this machine has not moved; the machine goes on.
 pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let attempt = Attempt::begin(Action::Migrate);
     let moved = leave(args, say, deferred);
@@ -109,7 +114,8 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
         link.control_congestion(name)?;
     }
     let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
-    // Nobody else moves this machine now, and its guard finds what is opened here.
+    // The open device keeps other processes from moving this machine now, and the undo process
+    // finds what is opened here.
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
@@ -123,7 +129,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
     let (held, may_write) = here.into_rest();
     match outcome {
         Outcome::Arrived(mut arrived) => {
-            // There is no hypervisor beneath this machine any more.
+            // The destination has no hypervisor beneath this machine.
             attached.forget();
             watchdogs::arm_again(&sysroot);
             arrived.settle(held, &mut guard, &mut |step| {
@@ -136,7 +142,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
         }
         Outcome::GivenUp => {
             attached.forget();
-            // Whatever comes now, nothing here may go on.
+            // From here on nothing on this machine may go on.
             std::mem::forget(held);
             power_off(say, &report, operator, may_write)
         }
@@ -145,8 +151,8 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
             attached.undo()?;
             guard.is_undone();
             let failure =
-                failure.unwrap_or_else(|| Error::fault("the machine has not moved, and nothing says why"));
-            // People read of it in the error.
+                failure.unwrap_or_else(|| Error::fault("the machine has not moved, and gives no reason"));
+            // In text format the error tells it.
             if say.format == Format::Json {
                 say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
             }
@@ -155,16 +161,17 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
     }
 }
 
-/// It runs elsewhere.
+/// Reports a machine that runs at the destination, and powers this one off.
 fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> ! {
     if may_write {
         say_if_anybody_reads(crate::output::text(say.format, say.name, report));
     }
     let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(
-        "this machine has moved: {} rounds; what had changed was found by {}, which read {} pages at the end; \
-         applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages, {:.0} until they were verified, {:.0} for the start); {} bytes were sent, in \
-         {:.1} s. It is powered off",
+        "this machine has moved: {} rounds; changed pages were found by {}, which read {} pages at the \
+         end; applications stood still for {:.0} ms ({:.0} until the instant, {:.0} for the last pages, \
+         {:.0} until they were verified, {:.0} for the start); {} bytes were sent, in {:.1} s. This \
+         machine is powered off",
         report.rounds,
         after.found_by,
         after.looked,
@@ -179,24 +186,25 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
     switch_off(&mut operator)
 }
 
-/// Switches this machine off, which runs elsewhere.
+/// Switches this machine off, because the machine runs at the destination.
 fn switch_off(operator: &mut Operator) -> ! {
-    // Nothing is written to the disks any more: they are the other machine's.
+    // No dirty data is written to the disks, because they are the destination's now.
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::RB_POWER_OFF) };
-    operator.tell("it could not be powered off: switch it off. Nothing may run here any more");
+    operator.tell("this machine could not be powered off: switch it off. Nothing may run here any more");
     loop {
         std::thread::sleep(Duration::from_secs(3600));
     }
 }
 
-/// Who reads it may stand still, and a file may be on the other side of the fence.
+/// Prints in a thread with a time limit: the reader may stand still, and a file may be on the other
+/// side of the fence.
 fn say_if_anybody_reads(text: String) {
     let writer = std::thread::Builder::new().spawn(move || {
         let mut stdout = std::io::stdout().lock();
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
     });
-    // The console is told, too.
+    // If no thread starts, the text is lost; the console is told as well.
     let Ok(said) = writer else { return };
     let end = std::time::Instant::now() + Duration::from_millis(500);
     while !said.is_finished() && std::time::Instant::now() < end {
@@ -204,44 +212,55 @@ fn say_if_anybody_reads(text: String) {
     }
 }
 
-/// While this machine moves already, or is being written to an image, the other end is not even asked.
+/// Refuses a machine that moves already, or is being written to an image, before the other end is
+/// asked.
 fn refuse_busy() -> Result<()> {
     match Device::open(Access::Control) {
         Err(error) if error.code == Some(Code::Busy) => Err(error),
-        // Where there is no driver yet it will be put in.
+        // A missing driver is loaded later.
         _ => Ok(()),
     }
 }
 
-/// Refuses what `mercury doctor` predicts, before anything is tried.
+/// Refuses the same machines as `mercury doctor` predicts, before anything is tried.
 fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
     let lifted =
         refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.without_mark, Lifted::Mark)]);
     refusals::refuse(Operation::Migrate, &lifted, sysroot)
 }
 
-/// The receiver's line.
+/// Reads the pairing token.
 fn key(args: &MigrateArgs) -> Result<Line> {
     let text = match args.key.as_deref() {
         Some("-") => {
             let mut text = String::new();
             std::io::stdin().read_to_string(&mut text).map_err(|error| {
-                Error::new(Exit::Failed, format!("the line cannot be read from standard input: {error}"))
-                    .hint("pipe what `mercury receive` has printed into this command")
+                Error::new(
+                    Exit::Failed,
+                    format!(
+                        "the pairing token cannot be read from standard input: \
+                    {error}"
+                    ),
+                )
+                .hint("pipe the output of `mercury receive` into this command")
             })?;
             text
         }
         Some(text) => text.to_owned(),
         None => {
-            return Err(Error::new(Exit::Usage, "the line that `mercury receive` has printed is missing")
-                .hint("--key LINE, --key - for standard input, or MERCURY_KEY"));
+            return Err(Error::new(
+                Exit::Usage,
+                "the pairing token that `mercury receive` has printed is \
+                missing",
+            )
+            .hint("give --key TOKEN, --key - for standard input, or MERCURY_KEY"));
         }
     };
-    // With or without the words that it was printed with.
+    // The text may have the words that `mercury receive` prints before the token.
     let word = text.split_whitespace().last().unwrap_or_default();
     word.parse().map_err(|error: mercury_migration::session::Error| {
         Error::new(Exit::Usage, error.to_string())
-            .hint("paste the whole line that `mercury receive` has printed")
+            .hint("paste the whole pairing token that `mercury receive` has printed")
     })
 }
 

@@ -1,22 +1,26 @@
-//! From the commit on another machine may run what stands still here. A panic would unwind, and so set it going: it must end the
-//! process instead, with which nothing goes on.
+//! Panics after the commit. From the commit on the destination may run this machine, which stands
+//! still here. A panic would unwind, and so let the machine go on. It must end the process instead,
+//! with which nothing goes on.
 
 use std::{fs::File, io::Write, panic};
 
-/// From here on a panic ends this process at once, and is told at the console: whoever else would read it stands still.
+/// Makes a panic end this process at once, and reports it at the console, because all other readers
+/// stand still.
 pub fn begin(console: Option<File>) {
     panic::set_hook(Box::new(move |panic| {
         if let Some(mut console) = console.as_ref() {
             let _ = write!(
                 console,
-                "\r\nmercury migrate: {panic}\r\nThis process ends here; its guard asks on whether the other machine runs\r\n"
+                "\r\nmercury migrate: {panic}\r\nThis process ends here. Its undo process asks on if the \
+                 machine runs at the destination\r\n"
             );
         }
         std::process::abort();
     }));
 }
 
-/// The other machine has promised that it never runs it, or an operator has.
+/// Ends this, after the destination has promised that it never runs the machine, or an operator
+/// has.
 pub fn end() {
     drop(panic::take_hook());
 }
@@ -37,7 +41,7 @@ mod tests {
         }
     }
 
-    /// Holds something, panics, and so ends this process.
+    /// Holds a value, panics, and so ends this process.
     fn panic_as(when: &str) {
         begin(None);
         if when == "after the end" {

@@ -1,4 +1,5 @@
-//! What goes with an offer, and with the last word of what was sent: the machine, as an image says it too.
+//! The text of an offer, and of the last word about the sent data: the machine, in the format of an
+//! image.
 
 use super::disk::Disk;
 use mercury_image::{FileSystem, Machine};
@@ -9,69 +10,74 @@ use mercury_migration::{
 use serde::{Deserialize, Serialize};
 use std::io;
 
-/// A disk that goes along.
+/// A disk that moves with the machine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OfferedDisk {
-    /// What it is at the source.
+    /// The disk at the source.
     pub disk: Disk,
-    /// The devices of the file systems that are on it: they are not there before it is.
+    /// The devices of the file systems on the disk, which the destination does not have before the
+    /// disk arrives.
     pub file_systems: Vec<String>,
-    /// With the last word of what was sent: the digest of all its chunks.
+    /// Digest of all its chunks; set with the last word about the sent data.
     pub digest: String,
 }
 
 /// A machine that is to move.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Offer {
-    /// The machine. File systems have their marks only when it stands still.
+    /// The machine. Its file systems have fingerprints only when it stands still.
     pub machine: Machine,
-    /// How many CPUs are online.
+    /// Number of CPUs that are online.
     pub cpus: usize,
-    /// The disks that go along.
+    /// Disks that move with the machine.
     pub disks: Vec<OfferedDisk>,
-    /// What hails of this attempt are made with: nobody has it who has only seen the line.
+    /// Secret for the announcements of this attempt. A peer that has only seen the pairing token
+    /// does not have it.
     pub hails: Secret,
-    /// How many streams its pages come by.
+    /// Number of streams for its pages.
     pub streams: u32,
 }
 
 impl Offer {
-    /// As it goes over the wire.
+    /// Encodes the offer for the wire.
     ///
     /// # Errors
-    /// If it is too long.
+    ///
+    /// Returns an error if it is too long.
     pub fn pack(&self) -> io::Result<Vec<u8>> {
         pack_text(&serde_json::to_vec(self)?)
     }
 
-    /// What came over the wire.
+    /// Decodes an offer from the wire.
     ///
     /// # Errors
-    /// If it is no offer.
+    ///
+    /// Returns an error if the text is no offer.
     pub fn unpack(packed: &[u8]) -> io::Result<Self> {
         Ok(serde_json::from_slice(&unpack_text(packed)?)?)
     }
 
-    /// The file systems that must be here before anything comes: those that come with no disk.
+    /// Returns the file systems that the destination must have before anything arrives: those on no
+    /// disk that moves.
     #[must_use]
     pub fn shared_file_systems(&self) -> Vec<FileSystem> {
         let comes = |one: &&FileSystem| self.disks.iter().any(|disk| disk.file_systems.contains(&one.device));
         self.machine.file_systems.iter().filter(|one| !comes(one)).cloned().collect()
     }
 
-    /// The memory that is to come: physical addresses.
+    /// Returns the memory that will arrive: physical addresses.
     #[must_use]
     pub fn memory(&self) -> Vec<std::ops::Range<u64>> {
         kept(&self.machine)
     }
 }
 
-/// The memory of a machine that an image of it holds.
+/// Returns the memory of a machine that an image of it holds.
 #[must_use]
 pub fn kept(machine: &Machine) -> Vec<std::ops::Range<u64>> {
     const PAGE: u64 = 4096;
     let kept = machine.ranges.iter().filter(|range| range.kind == mercury_image::Kind::Kept);
-    // What cannot be an address is refused by the driver, which is told the same.
+    // The driver gets the same saturated values, and refuses impossible addresses.
     kept.map(|range| range.start_phys..range.start_phys.saturating_add(range.pages.saturating_mul(PAGE)))
         .collect()
 }

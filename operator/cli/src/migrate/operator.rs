@@ -1,5 +1,5 @@
-//! The operator of a machine that stands still, or of a small system: all terminals stand still or are not there, but
-//! for the console.
+//! The operator at the console of a machine that stands still, or of a restore environment. All
+//! other terminals stand still or do not exist.
 
 use std::{
     fs::File,
@@ -11,8 +11,8 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 const CONSOLE: &str = "/dev/console";
 
-/// Talks to whoever is at the console. It is opened before anything stands still: where the root is another machine's,
-/// no name can be looked up any more then.
+/// A conversation with the operator at the console. The console is opened before anything stands
+/// still: if the root is on another machine, no path name can be looked up then.
 #[derive(Debug, Default)]
 pub struct Operator {
     console: Option<File>,
@@ -26,7 +26,7 @@ impl Operator {
         Self::at(CWD, CONSOLE)
     }
 
-    /// The same, by the folder of devices.
+    /// Opens the console in the given folder of devices.
     #[must_use]
     pub fn at_console_in(devices: impl AsFd) -> Self {
         Self::at(devices, "console")
@@ -38,27 +38,27 @@ impl Operator {
         Self { console: console.map(File::from), line: Vec::new() }
     }
 
-    /// One at a test's console.
+    /// Makes an operator at a test's console.
     #[cfg(test)]
     pub fn at_test(console: File) -> Self {
         Self { console: Some(console), line: Vec::new() }
     }
 
-    /// The console, for who says something at the very end.
+    /// Returns the console, for code that reports at the very end.
     #[must_use]
     pub fn console(&self) -> Option<File> {
         self.console.as_ref()?.try_clone().ok()
     }
 
-    /// Says something, whoever else is there.
+    /// Tells the operator something.
     pub fn tell(&mut self, text: &str) {
         if let Some(console) = &mut self.console {
-            // What nobody can read is no reason to fail.
+            // A message without a reader is no reason to fail.
             let _ = write!(console, "\r\nmercury migrate: {text}\r\n");
         }
     }
 
-    /// Which of these words was typed, alone on a line.
+    /// Returns the word of these that was typed, alone on a line.
     pub fn word(&mut self, words: &[&'static str]) -> Option<&'static str> {
         let mut buffer = [0; 64];
         let read = self.console.as_mut()?.read(&mut buffer).unwrap_or(0);

@@ -1,7 +1,8 @@
-//! Where a test wants an end of a move to hold still for a while, so that whatever is to fail there fails exactly there:
-//! `--pause-at STEP` at the source, which what has arrived remembers, and [`WORD`] on the command line of the spare's small
-//! system. There it may have to eat at a step, too ([`EAT_WORD`]): all memory, as something that runs away does. Steps are the states of [`mercury_migration::protocol`]; an end holds still when it has entered one, and has
-//! done nothing of what is to be done there.
+//! Pauses for tests, so that a failure hits an exact step. `--pause-at STEP` pauses the source, and
+//! the machine remembers the step after its arrival. [`WORD`] on the command line of the
+//! destination's restore environment pauses the destination. [`EAT_WORD`] makes that environment
+//! use up all memory at a step, as a runaway program does. Steps are the states of
+//! [`mercury_migration::protocol`]. An end pauses when it has entered the state, before it acts.
 
 use std::{
     fmt::Debug,
@@ -9,33 +10,34 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// On the small system's command line.
+/// Word on the restore environment's command line: the step at which to pause.
 pub const WORD: &str = "mercury.pause-at";
-/// On the small system's command line: where it runs out of memory.
+/// Word on the restore environment's command line: the step at which to run out of memory.
 pub const EAT_WORD: &str = "mercury.eat-at";
-/// For how long.
+/// Length of the pause.
 const HOLD: Duration = Duration::from_secs(5);
-/// Whoever watches is asked so often.
+/// Interval at which `watch` is called.
 const PIECE: Duration = Duration::from_millis(100);
 
-/// The step at which to hold still, once.
+/// The step at which to pause, once.
 #[derive(Clone, Debug, Default)]
 pub struct Pause(Option<String>);
 
 impl Pause {
-    /// At this one, if any is named.
+    /// Makes a pause at this step, if one is named.
     #[must_use]
     pub fn at(step: Option<&str>) -> Self {
         Self(step.map(str::to_owned))
     }
 
-    /// At the one that a command line names.
+    /// Makes a pause at the step that a command line names.
     #[must_use]
     pub fn of_command_line(line: &str, named_by: &str) -> Self {
         Self::at(line.split_whitespace().find_map(|word| word.strip_prefix(named_by)?.strip_prefix('=')))
     }
 
-    /// What is to be said, if this is the step, before [`hold`]. Of a state with something in it the name counts.
+    /// Returns the message to print if this is the step, before [`hold`]. For a state with fields
+    /// only the name counts.
     pub fn reached(&mut self, step: impl Debug) -> Option<String> {
         let said = format!("{step:?}");
         let name = said.split(|letter: char| !letter.is_alphanumeric()).find(|name| !name.is_empty())?;
@@ -43,7 +45,7 @@ impl Pause {
     }
 }
 
-/// Holds still.
+/// Pauses.
 pub fn hold(mut watch: impl FnMut()) {
     let end = Instant::now() + HOLD;
     while Instant::now() < end {
@@ -52,11 +54,11 @@ pub fn hold(mut watch: impl FnMut()) {
     }
 }
 
-/// Takes memory until there is none left, and this process is killed for it.
+/// Allocates memory until there is none left, and the kernel kills this process.
 pub fn eat() -> ! {
     const BITE: usize = 1 << 20;
     loop {
-        // What was never written to would not be there.
+        // Memory that is never written to would not be allocated.
         std::mem::forget(std::hint::black_box(vec![1_u8; BITE]));
     }
 }

@@ -1,48 +1,50 @@
-//! What a move has come to, and what is said while it goes on.
+//! The result of a move, and the events during it.
 
 use super::{copy::Pass, course::Outlook};
 use crate::output::{Render, Text, bytes, duration, thousands};
 use serde::Serialize;
 
-/// A move, as far as this end knows it.
+/// The result of a move, as far as this end knows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Its name.
+    /// Name of the attempt.
     pub attempt: String,
-    /// This is the machine that has arrived.
+    /// True on the machine that has arrived.
     pub arrived: bool,
     /// Bytes of memory.
     pub memory: u64,
     /// Rounds while everything ran.
     pub rounds: u64,
-    /// Pages that were sent in them, and after the instant as far as that is known here.
+    /// Pages that were sent in each round; the last number is for the time after the instant, if it
+    /// is known here.
     pub pages: Vec<u64>,
-    /// Bytes on the wire, likewise.
+    /// Bytes on the wire, in the same order.
     pub bytes: Vec<u64>,
-    /// Bytes of the disks that went along.
+    /// Bytes of the disks that moved.
     #[serde(skip_serializing_if = "is_zero")]
     pub disks: u64,
-    /// What went over the wire for them, as far as that is known here.
+    /// Bytes on the wire for the disks, as far as they are known here.
     #[serde(skip_serializing_if = "is_zero")]
     pub disk_bytes: u64,
-    /// What came after the instant: what has arrived knows nothing of it.
+    /// The part after the instant, which the machine that has arrived does not know.
     #[serde(flatten)]
     pub after: Option<After>,
-    /// With `--verify-log`: pages that had changed and were not in the log. They were sent all the same.
+    /// With `--verify-log`: pages that had changed and were not in the dirty log. They were sent
+    /// anyway.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missed: Option<u64>,
 }
 
-/// It is not said where there is nothing to be said.
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
+/// Returns true if a number is left out of the JSON.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// What only the machine knows that the other one was.
+/// The numbers that only the source knows.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct After {
-    /// What told which pages had changed: a log of writes, or hashes of all memory and why.
+    /// Source of the changed pages: a dirty log, or hashes of all memory and the reason.
     pub found_by: String,
     /// Pages that were read after the instant.
     pub looked: u64,
@@ -50,18 +52,20 @@ pub struct After {
     pub quiesce_us: f64,
     /// Microseconds from the instant until the last page was sent.
     pub last_us: f64,
-    /// Microseconds from there until the other machine had verified it, and this one's mark was there.
+    /// Microseconds from there until the destination had verified the pages, and the source's
+    /// tombstone was written.
     pub verify_us: f64,
-    /// Microseconds from the commit until what has arrived was heard of.
+    /// Microseconds from the commit until the machine that has arrived announced itself.
     pub start_us: f64,
-    /// Microseconds for which applications stood still: until what has arrived was heard of.
+    /// Microseconds for which applications stood still, until the machine that has arrived
+    /// announced itself.
     pub downtime_us: f64,
-    /// Seconds in all.
+    /// Seconds of the whole move.
     pub seconds: f64,
 }
 
 impl Report {
-    /// At the beginning, where it moves from.
+    /// Makes the report of a move that begins, at the source.
     #[must_use]
     pub fn new(attempt: String, memory: u64) -> Self {
         let sums = vec![0; 2];
@@ -75,7 +79,8 @@ impl Report {
         }
     }
 
-    /// This is what has arrived: it knows what was at the instant.
+    /// Turns the report into that of the machine that has arrived, which knows only what was known
+    /// at the instant.
     pub fn arrive(&mut self) {
         self.arrived = true;
         self.pages.truncate(1);
@@ -103,11 +108,11 @@ impl Render for Report {
             bytes(*last_sent)
         ));
         if self.disks > 0 {
-            to.line(format!("{} of disks went along ({})", bytes(self.disks), bytes(self.disk_bytes)));
+            to.line(format!("{} of disks moved too ({})", bytes(self.disks), bytes(self.disk_bytes)));
         }
-        to.line(format!("what had changed was found by {}", after.found_by));
+        to.line(format!("changed pages were found by {}", after.found_by));
         if let Some(missed) = self.missed {
-            to.line(format!("{} pages were missing in the log", thousands(missed)));
+            to.line(format!("{} pages were missing in the dirty log", thousands(missed)));
         }
         to.line(format!(
             "applications stood still for {}: {} until the instant, {} for the last pages, {} until they were \
@@ -122,66 +127,65 @@ impl Render for Report {
     }
 }
 
-/// How far the move is, as it is told while applications run.
+/// An event of the move, told while applications run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Told {
-    /// The other machine takes this one: it is equal to it, and has room.
+    /// The destination accepts this machine: it is equal, and has room.
     Accepted {
-        /// Bytes of memory that there are to send.
+        /// Bytes of memory to send.
         memory: u64,
     },
-    /// A round that is over, while everything runs.
+    /// A round is over, while everything runs.
     Round {
-        /// Its number, from 0.
+        /// Number of the round, from 0.
         round: u64,
-        /// Pages that were sent.
         pages: u64,
-        /// Of these, all zeros.
+        /// Pages of zeros among them.
         zero_pages: u64,
         /// Bytes on the wire.
         bytes: u64,
-        /// How long it took.
+        /// Duration in seconds.
         seconds: f64,
-        /// Bytes on the wire in a second of it.
+        /// Bytes on the wire per second.
         bytes_per_second: f64,
-        /// Pages that were not any more what had been sent, in a second of the round before.
+        /// Pages that changed after they had been sent, per second of the round before.
         dirty_pages_per_second: f64,
-        /// The downtime if the machine were stopped now.
+        /// Expected downtime if the machine were stopped now.
         downtime_ms: f64,
-        /// How far the load is held back in the next round, in percent of its time.
+        /// Throttle of the load in the next round, in percent of its time.
         throttle_percent: u8,
     },
-    /// What of disks has been sent in a round, while everything runs: before memory.
+    /// A round over the disks is over, while everything runs. These rounds come before memory.
     Mirrored {
-        /// Its number, from 0.
+        /// Number of the round, from 0.
         round: u64,
-        /// Bytes that were read: all, and then what was written to.
+        /// Bytes that were read: the whole disks, and later the chunks that were written to.
         read: u64,
-        /// Of these, what was not what had been sent.
+        /// Bytes among these that had changed since they were sent.
         changed: u64,
         /// Bytes on the wire.
         bytes: u64,
-        /// How long it took.
+        /// Duration in seconds.
         seconds: f64,
     },
     /// Applications are about to stand still.
     Stops,
-    /// The other machine was told to start, and it is not known whether it has. Only where somebody can read it: applications stand
-    /// still.
+    /// The destination was told to start, and its answer is missing. Told only if standard output
+    /// can be written to, because applications stand still.
     Doubt {
-        /// What the operator is told at the console.
+        /// The text for the operator at the console.
         advice: String,
     },
     /// The machine has not moved, and goes on.
     Resumed {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
 impl Told {
-    /// A round that has come to this.
+    /// Makes the event for a round with these numbers.
     #[must_use]
     pub fn round(round: u64, done: &Pass, outlook: &Outlook) -> Self {
         let seconds = done.took.as_secs_f64();
@@ -221,7 +225,7 @@ impl Render for Told {
                     bytes(*sent)
                 ),
                 Self::Accepted { memory } => {
-                    format!("the other machine takes this one: {} of memory", bytes(*memory))
+                    format!("the destination accepts this machine: {} of memory", bytes(*memory))
                 }
                 Self::Doubt { advice } => advice.clone(),
                 Self::Resumed { .. } => "the machine has not moved, and goes on".to_owned(),
@@ -230,11 +234,11 @@ impl Render for Told {
         };
         let held_back = match throttle_percent {
             0 => String::new(),
-            percent => format!("; applications stand still for {percent} % of the time now"),
+            percent => format!("; applications are throttled by {percent} % of the time now"),
         };
         to.line(format!(
-            "round {round}: {} pages, {} in {seconds:.1} s ({}/s); {dirty_pages_per_second:.0} pages/s are written; downtime \
-             now about {downtime_ms:.0} ms{held_back}",
+            "round {round}: {} pages, {} in {seconds:.1} s ({}/s); {dirty_pages_per_second:.0} pages/s \
+             are written to; downtime now about {downtime_ms:.0} ms{held_back}",
             thousands(*pages),
             bytes(*sent),
             bytes(*bytes_per_second as u64)
@@ -242,7 +246,7 @@ impl Render for Told {
     }
 }
 
-/// How far a pass is.
+/// Formats the progress of a pass.
 #[must_use]
 pub fn how_far(name: &str, pass: &Pass, total: u64, seconds: f64) -> String {
     const PAGE: u64 = 4096;
@@ -262,7 +266,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::time::Duration;
 
-    /// What scripts read: each kind, to the letter, and in docs/command.md.
+    /// Each kind of event, exactly as scripts read it and docs/command.md describes it.
     #[test]
     fn events_are_as_they_are_written_down() {
         let done =
@@ -290,7 +294,7 @@ mod tests {
         let table = include_str!("../../../../docs/command.md");
         let row = table.lines().find(|line| line.starts_with("| `migrate` |")).expect("a row");
         for (told, expected) in all {
-            // Whoever adds a kind adds it above.
+            // A new kind fails to compile here until it is added above.
             match &told {
                 Told::Accepted { .. }
                 | Told::Round { .. }
@@ -308,7 +312,7 @@ mod tests {
         }
     }
 
-    /// What has arrived does not say nothing in numbers.
+    /// Unknown numbers are left out.
     #[test]
     fn what_is_not_known_is_left_out() {
         let mut report = Report::new("one".into(), 4096);

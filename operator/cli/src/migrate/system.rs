@@ -1,5 +1,6 @@
-//! The machine that moves, as far as the loop of its move ([`super::mover`]) has to do with it. The loop does not know whether
-//! it is [`super::here::Here`], or one of a test's that tells whether anything ran that should have stood still.
+//! The interface of the loop of a move ([`super::mover`]) to the machine that moves. The loop does
+//! not know if the machine is [`super::here::Here`], or a test's that reports anything that runs
+//! when it should stand still.
 
 use super::{doubt::Doubt, report::Told};
 use crate::{
@@ -10,36 +11,43 @@ use mercury_image::FileSystem;
 use mercury_migration::protocol::Mark;
 use std::{fs::File, net::SocketAddr, thread::JoinHandle};
 
-/// Its memory. One thread reads it while another one looks after the rest.
+/// The memory of the machine. One thread reads it while another one does the rest.
 pub trait Memory: Sync {
-    /// Reads frames as they are now, from a place on: so many at most, and of those that `only` names (`MERCURY_TAKE_*`).
+    /// Reads current frames from a cursor on: up to `count`, among those that `only` names
+    /// (`MERCURY_TAKE_*`).
     ///
     /// # Errors
-    /// If they cannot be read.
+    ///
+    /// Returns an error if they cannot be read.
     fn look(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
 
-    /// Reads them as they were at the instant.
+    /// Reads frames as they were at the instant.
     ///
     /// # Errors
-    /// If they cannot be read.
+    ///
+    /// Returns an error if they cannot be read.
     fn take(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
 
-    /// The same, each with the hash that the hypervisor has made of it.
+    /// Reads frames as they were at the instant, each with the hash that the hypervisor has made of
+    /// it.
     ///
     /// # Errors
-    /// If they cannot be read.
+    ///
+    /// Returns an error if they cannot be read.
     fn take_hashed(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<(Frames, Vec<u64>)>;
 
-    /// What is written to is noted from here on.
+    /// Begins the dirty log.
     ///
     /// # Errors
-    /// If it cannot be.
+    ///
+    /// Returns an error if it cannot begin.
     fn begin_log(&self) -> Result<()>;
 
-    /// What was noted is what is looked at or taken next, if that is asked for.
+    /// Collects the dirty log, whose frames the next calls read if they ask for those.
     ///
     /// # Errors
-    /// If something may be missing in it.
+    ///
+    /// Returns an error if the log may be incomplete.
     fn collect_log(&self) -> Result<()>;
 }
 
@@ -65,79 +73,87 @@ impl Memory for Device {
     }
 }
 
-/// Which machine goes on behind the instant.
+/// The machine that goes on after the instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
-    /// The one that moves.
+    /// The source.
     Source,
-    /// The one that has arrived.
+    /// The machine that has arrived.
     Arrived,
 }
 
 /// The machine that moves.
 pub trait System {
-    /// Whether somebody wants it stopped: Ctrl-C.
+    /// Returns true if Ctrl-C wants the move to stop.
     fn is_interrupted(&self) -> bool;
 
-    /// This process gets on: whoever sets the machine going when it does not, hears so.
+    /// Tells the undo process that this process is making progress.
     fn is_alive(&mut self);
 
-    /// Tells whoever reads what the command prints, if that can be done now.
+    /// Reports an event on the command's output, if that can be written to now.
     fn tell(&mut self, told: &Told);
 
     /// Shows a line of progress, while everything runs.
     fn show(&self, line: &str);
 
-    /// Has what was written to files brought to their disks, without waiting for it.
+    /// Starts to write file data back to disk, without waiting for the end.
     fn begin_sync(&mut self) -> JoinHandle<()>;
 
-    /// Applications run for a part of the time only: they stand still for so many percent of it.
+    /// Throttles applications: they stand still for this percentage of the time.
     ///
     /// # Errors
-    /// If they cannot be held.
+    ///
+    /// Returns an error if they cannot be held.
     fn hold_back(&mut self, percent: u8) -> Result<()>;
 
-    /// No packet passes but those of the connection to there. No name in a file system is looked up from then on: the root
-    /// may be a server's, and its names are asked for again after a while.
+    /// Fences the network off, except for the connection to `but`. From then on no path name is
+    /// looked up: the root may be on a server, and cached names expire.
     ///
     /// # Errors
-    /// If that cannot be.
+    ///
+    /// Returns an error if the network cannot be fenced off.
     fn fence_off(&mut self, but: SocketAddr) -> Result<()>;
 
-    /// Applications stand still, and file systems are quiet.
+    /// Holds applications still, and freezes file systems.
     ///
     /// # Errors
-    /// If they do not.
+    ///
+    /// Returns an error if some cannot be held.
     fn hold_still(&mut self) -> Result<()>;
 
-    /// The file systems that the other end compares, with their marks.
+    /// Returns the file systems that the destination compares, with their fingerprints.
     fn file_systems(&mut self) -> Vec<FileSystem>;
 
     /// Takes the instant.
     ///
     /// # Errors
-    /// If it cannot be taken.
+    ///
+    /// Returns an error if it cannot be taken.
     fn take_instant(&mut self) -> Result<After>;
 
-    /// Memory as it was at the instant is not needed any more.
+    /// Gives up the snapshot of the instant.
     ///
     /// # Errors
-    /// If what was read of it may not have been that.
+    ///
+    /// Returns an error if frames that were read may not have been those of the instant.
     fn end_instant(&mut self) -> Result<()>;
 
-    /// From here on nobody may set the machine going, nor let it be heard, who does not know how the move has ended: this process,
-    /// and if it is killed, whoever has this doubt, with what there is of a mark.
+    /// Commits: from here on only a process that knows the end of the move may let the machine go
+    /// on, or let it be heard. This is the calling process, and if that is killed, the undo
+    /// process, which gets this doubt and the tombstone.
     ///
     /// # Errors
-    /// If that cannot be made certain.
+    ///
+    /// Returns an error if this cannot be made certain.
     fn commit(&mut self, doubt: Doubt, console: Option<File>) -> Result<()>;
 
-    /// Has a mark written that outlasts a power cut, where there is a place for it.
+    /// Writes a tombstone that survives a power cut, if there is a place for it.
     ///
     /// # Errors
-    /// Why it may not be there.
+    ///
+    /// Returns the reason why it may be missing.
     fn mark(&mut self, mark: Mark) -> Result<(), String>;
 
-    /// Everything goes on as if nothing had been tried.
+    /// Lets everything go on as if nothing had been tried.
     fn go_on(&mut self);
 }

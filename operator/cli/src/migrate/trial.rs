@@ -1,5 +1,6 @@
-//! A move on trial: the source's loop as it is ([`super::mover`]), over TCP and TLS on this host, between a machine of a test's, which
-//! holds against it what must never be, and another end that does what a script says.
+//! A move on trial. The source's real loop ([`super::mover`]) runs over TCP and TLS on this host,
+//! between a machine of the test, which reports every broken condition, and another end that
+//! follows a script.
 
 use super::{
     doubt::{Air, Doubt, Hails},
@@ -46,12 +47,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long either end may be silent here.
+/// Time for which either end may be silent in these tests.
 pub const SILENCE: Duration = Duration::from_millis(150);
-/// How long something may take that must come: this host may have much to do.
+/// Time limit for an event that must come, on a host that may be busy.
 pub const LIMIT: Duration = Duration::from_secs(60);
 pub const OURS: Attempt = Attempt([1; 16]);
-/// The machine has so many pages, from here on.
+/// Number of pages of the machine.
 pub const PAGES: u64 = 8;
 pub const START: u64 = 0x10_0000;
 pub const SECRET: Secret = [9; 32];
@@ -62,41 +63,41 @@ pub fn offer() -> Offer {
     Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams: 1 }
 }
 
-/// What a machine of a test's has seen.
+/// The observations of a test's machine.
 #[derive(Default)]
 pub struct Seen {
     pages: Vec<[u8; PAGE]>,
-    /// Memory as it was at the instant, until it is not needed any more.
+    /// Memory as it was at the instant, until it is given up.
     instant: Option<Vec<[u8; PAGE]>>,
-    /// The digest of it.
+    /// Digest of that memory.
     digest: Option<Digest>,
     written: BTreeSet<u64>,
     collected: BTreeSet<u64>,
     pub is_fenced: bool,
     pub is_still: bool,
-    /// Nobody may set it going who does not know how the move has ended.
+    /// True if only a process that knows the end of the move may let the machine go on.
     pub is_committed: bool,
-    /// As it is in its place, as far as anybody knows.
+    /// The tombstone, as far as it is known.
     pub mark: Option<Mark>,
-    /// `Committed` may be there.
+    /// True if `Committed` may be in the tombstone.
     may_be_marked: bool,
     pub is_interrupted: bool,
-    /// What the loop has had it do, in order.
+    /// The calls of the loop, in order.
     pub did: Vec<String>,
-    /// At which of these somebody wants it stopped.
+    /// The call at which Ctrl-C comes.
     pub interrupted_at: Option<String>,
-    /// Which of these fail.
+    /// The calls that fail.
     pub failing: Vec<String>,
-    /// Whether what fails of marks is there all the same.
+    /// True if a tombstone whose write fails is there anyway.
     pub is_there_all_the_same: bool,
-    /// It is the one that has arrived which goes on behind the instant.
+    /// True if the machine that has arrived goes on after the instant.
     pub arrives: bool,
-    /// What was said to all, and what the other end has said to all.
+    /// The announcements of this end, and then of the other end.
     pub to_all: Vec<Word>,
     pub from_all: VecDeque<Vec<u8>>,
-    /// What the other end has said, by whatever way.
+    /// The words of the other end, on either way.
     pub said: Vec<Word>,
-    /// It has said the digest of this machine's memory.
+    /// True if the other end has said the digest of this machine's memory.
     pub is_verified: bool,
     pub typed: Vec<&'static str>,
     pub told: Vec<String>,
@@ -146,7 +147,7 @@ impl Seen {
     }
 }
 
-/// What both ends of a test have.
+/// The observations, shared by both ends of a test.
 #[derive(Clone)]
 pub struct Stage(Arc<Mutex<Seen>>);
 
@@ -167,7 +168,7 @@ impl Memory for Stage {
         seen.check(!is_still, "memory is read as it is now though it stands still");
         seen.does("look")?;
         let frames = seen.frames(&seen.pages, cursor, count, only);
-        // The load goes on.
+        // The load goes on writing.
         let number = seen.did.len() as u64 % PAGES;
         seen.pages[number as usize][7] ^= 0x55;
         seen.written.insert(START + number * PAGE as u64);
@@ -285,7 +286,7 @@ impl System for Stage {
     fn go_on(&mut self) {
         let mut seen = self.seen();
         seen.did.push("go on".into());
-        // Nothing of what failed may have been left.
+        // A failed tombstone must not stay without a promise.
         let is_promised = seen.said.contains(&Word::Discarded) || seen.typed.contains(&"resume");
         let never_said = !seen.to_all.contains(&Word::Commit);
         let is_cleared = !seen.may_be_marked || seen.mark == Some(Mark::Cleared);
@@ -334,7 +335,7 @@ pub fn args(options: &str) -> MigrateArgs {
     }
 }
 
-/// What the source has come to.
+/// The end of the source.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ended {
     Arrived,
@@ -342,7 +343,7 @@ pub enum Ended {
     Resumed(String),
 }
 
-/// Runs the loop, to a destination there.
+/// Runs the loop, with a destination at this address.
 pub fn moves(
     stage: &Stage,
     (to, line): (SocketAddr, Line),
@@ -381,36 +382,37 @@ pub fn moves(
     }
 }
 
-/// What the other end does, in order.
+/// An act of the other end. Acts are carried out in order.
 #[derive(Clone, Debug)]
 pub enum Act {
-    /// Waits until the source has said it on the connection; of what is in it nothing counts.
+    /// Waits until the source has said the word on the connection; its fields do not count.
     Await(Word),
-    /// Waits until the machine has done it.
+    /// Waits until the machine has done the call.
     AwaitDone(&'static str),
-    /// Says it on the connection, with so many bytes of text.
+    /// Says the word on the connection, with so many bytes of text.
     Say(Word, usize),
-    /// Says the digest of what has come.
+    /// Says the digest of the data that has arrived.
     SayVerified,
-    /// Says it to all.
+    /// Announces the word to all.
     Hail(Word),
     Round,
     Pages,
-    /// Bytes as they are.
+    /// Sends bytes as they are.
     Raw(Vec<u8>),
-    /// What is said next has this bit turned, at a place in it; or is cut there, if it is no bit.
+    /// Turns this bit in the next word, at a position in it; or cuts it there, if the number is no
+    /// bit.
     Damage(prop::sample::Index, u8),
     /// Ends the connection.
     Close,
-    /// Says nothing for so many milliseconds.
+    /// Is silent for so many milliseconds.
     Rest(u64),
-    /// Somebody at the source wants it stopped.
+    /// Ctrl-C at the source.
     Interrupt,
-    /// The operator at the source types it.
+    /// The operator at the source types this.
     Type(&'static str),
 }
 
-/// What an honest one does.
+/// Returns the acts of an honest destination.
 pub fn honest() -> Vec<Act> {
     vec![
         Act::Await(Word::Offer),
@@ -424,7 +426,7 @@ pub fn honest() -> Vec<Act> {
 
 type Tls = StreamOwned<ServerConnection, TcpStream>;
 
-/// Who reads and who writes have the same session.
+/// The session, shared by reader and writer.
 #[derive(Clone)]
 struct Shared(Rc<RefCell<Tls>>);
 
@@ -498,7 +500,7 @@ impl Peer {
         let _ = writeln!(self.console, "{word}");
     }
 
-    /// Before it is said.
+    /// Notes a word before it is said.
     fn notes(&self, word: Word) {
         let mut seen = self.stage.seen();
         seen.is_verified |= matches!(word, Word::Verified(digest) if Some(digest) == seen.digest);
@@ -515,7 +517,7 @@ impl Peer {
         self.put(&bytes);
     }
 
-    /// Whoever listens may be gone.
+    /// Sends bytes; the other end may be gone.
     fn put(&mut self, bytes: &[u8]) {
         if let Some(session) = &self.session {
             let mut session = session.0.borrow_mut();
@@ -531,7 +533,7 @@ impl Peer {
         if ledger.is_complete() { ledger.digest(OURS) } else { Digest([0; 32]) }
     }
 
-    /// Reads until this is said, or the connection ends.
+    /// Reads until this word is said, or the connection ends.
     fn until(&mut self, wanted: std::mem::Discriminant<Word>) {
         let Some(session) = &self.session else { return };
         if self.reader.is_none() {
@@ -577,7 +579,7 @@ impl Peer {
         }
     }
 
-    /// Until the source has come to an end. When nothing can end it any more, the operator does.
+    /// Waits for the end of the source. When nothing else can end it, the operator does.
     fn rest(mut self, last_word: &'static str) {
         let begun = Instant::now();
         while !self.is_over() {
@@ -596,12 +598,13 @@ impl Peer {
     }
 }
 
-/// A source to which another end does this, in a session; if nothing else ends it, its operator says `last_word`.
+/// Runs a source with another end that carries out `acts`, in a session. If nothing else ends the
+/// source, its operator types `last_word`.
 pub fn plays(stage: &Stage, acts: &[Act], patience: Duration, last_word: &'static str) -> Ended {
     plays_by(stage, offer(), acts, patience, last_word)
 }
 
-/// The same to another offer. Only one connection is taken.
+/// Runs the same with another offer. Only one connection is accepted.
 pub fn plays_by(
     stage: &Stage,
     offer: Offer,
@@ -644,7 +647,7 @@ pub fn plays_by(
     ended
 }
 
-/// What holds in the end, whatever was said and whatever has failed.
+/// Checks the conditions that hold in the end, whatever was said and whatever has failed.
 pub fn judge(stage: &Stage, ended: &Ended) {
     let mut seen = stage.seen();
     match ended {

@@ -1,12 +1,12 @@
-//! Every order of events at the commit, in the source's loop as it is, and Ctrl-C at every step of it: each case of what may meet there
-//! is played once ([`super::trial`]).
+//! Every order of events at the commit, in the source's real loop, and Ctrl-C at every step: each
+//! combination is played once ([`super::trial`]).
 
 use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
 use mercury_migration::protocol::{Digest, Mark, Word};
 
 const LAST: Word = Word::Final(Digest([0; 32]));
 
-/// An honest end up to this word of the source's, and then these.
+/// An honest destination up to this word of the source, and then the given acts.
 fn after(word: Word, then: &[Act]) -> Vec<Act> {
     let acts = honest();
     let at = acts
@@ -24,7 +24,8 @@ fn resumed(ended: &Ended, why: &str) {
 fn ctrl_c_between_the_last_word_and_the_verdict() {
     for (late, words) in [(None, 1), (Some(Act::SayVerified), 2)] {
         let stage = Stage::new();
-        // Nothing is said before it is called off, and a verdict that was on its way then changes nothing.
+        // The destination is silent before the move is called off, and a verdict that was under way
+        // changes nothing afterwards.
         let acts = after(LAST, &[Act::Interrupt, Act::Await(Word::Cancel)]);
         let acts: Vec<_> = acts.into_iter().chain(late).collect();
         resumed(&plays(&stage, &acts, LIMIT, "abandon"), "interrupted");
@@ -34,7 +35,8 @@ fn ctrl_c_between_the_last_word_and_the_verdict() {
     }
 }
 
-/// Ctrl-C at each thing that the machine is made to do: up to the mark it runs on; when that is there, it is too late.
+/// Ctrl-C at each call of the loop: before the tombstone the machine runs on, after it Ctrl-C is
+/// too late.
 #[test]
 fn ctrl_c_at_every_step() {
     for at in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
@@ -52,7 +54,7 @@ fn ctrl_c_at_every_step() {
     }
 }
 
-/// What the machine cannot do before the commit ends the move, and it runs on.
+/// A failure of the machine before the commit ends the move, and the machine runs on.
 #[test]
 fn what_fails_before_the_commit_changes_nothing() {
     for what in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
@@ -61,7 +63,7 @@ fn what_fails_before_the_commit_changes_nothing() {
         resumed(&plays(&stage, &honest(), LIMIT, "abandon"), &format!("{what} fails"));
         assert!(!stage.seen().has_done("commit"), "{what}");
     }
-    // Without a log all of memory is read.
+    // Without a dirty log all of memory is read.
     for what in ["begin the log", "collect the log"] {
         let stage = Stage::new();
         stage.seen().failing = vec![what.into()];
@@ -69,7 +71,8 @@ fn what_fails_before_the_commit_changes_nothing() {
     }
 }
 
-/// Where nobody could follow, or the mark cannot be written, nobody is told to start; and the mark is taken back.
+/// If no process could follow, or the tombstone cannot be written, the destination is not told to
+/// start, and the tombstone is taken back.
 #[test]
 fn a_commit_that_cannot_be_kept_is_withdrawn() {
     for what in ["commit", "mark Committed"] {
@@ -85,7 +88,8 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
     }
 }
 
-/// As long as the mark may be there, only the other end's promise or the operator sets it going.
+/// While the tombstone may be there, only the destination's promise or the operator lets the
+/// machine go on.
 #[test]
 fn a_mark_that_stays_holds_it() {
     let verified = [Act::SayVerified, Act::AwaitDone("mark Cleared")];
@@ -112,7 +116,8 @@ fn a_mark_that_stays_holds_it() {
     }
 }
 
-/// From the commit on: the connection ends or stays, the answer comes by it or to all, at once or late, and what it is.
+/// After the commit an answer decides: on the connection or as an announcement, at once or late,
+/// with or without the connection.
 #[test]
 fn an_answer_decides_however_it_comes() {
     let answers = [(Word::Started, true), (Word::Discarded, false)];
@@ -135,7 +140,7 @@ fn an_answer_decides_however_it_comes() {
     }
 }
 
-/// The verdict, and the end of the connection right behind it: it has committed, and says so to all.
+/// A verdict followed by the end of the connection: the source has committed, and announces it.
 #[test]
 fn a_verdict_is_the_last_that_is_heard() {
     for (word, is_elsewhere) in [(Word::Started, true), (Word::Discarded, false)] {
@@ -148,7 +153,8 @@ fn a_verdict_is_the_last_that_is_heard() {
     }
 }
 
-/// Nobody answers: it goes on standing still, tells its operator, and does as one of the two words says.
+/// Without an answer the source goes on standing still, tells its operator, and does as one of the
+/// two words says.
 #[test]
 fn an_operator_decides_where_nobody_answers() {
     for (word, is_elsewhere) in [("resume", false), ("abandon", true)] {
@@ -165,7 +171,7 @@ fn an_operator_decides_where_nobody_answers() {
     }
 }
 
-/// The one that has arrived says nothing as a source.
+/// A machine that has arrived says nothing as a source.
 #[test]
 fn what_has_arrived_is_no_source() {
     let stage = Stage::new();

@@ -1,6 +1,7 @@
-//! A system that starts, in its initial RAM disk, before it touches any disk of its own or the network: if its hardware has a mark,
-//! the system may run elsewhere, and does not start here. Whoever is at the console is told where it is, and may decide otherwise.
-//! Left alone the machine powers off in the end: it has nothing to do, and switched on again it says the same.
+//! The start of a system, in its initial RAM disk, before it touches any disk of its own or the
+//! network. If its hardware has a tombstone, the system may run elsewhere, and does not start here.
+//! The operator at the console is told of its place, and may decide otherwise. Without an operator
+//! the machine powers off in the end. Switched on again, it says the same.
 
 use super::{Place, Record, State, all, clear, initramfs, spots};
 use crate::{exit::Exit, migrate::operator::Operator, sysroot::Sysroot};
@@ -9,24 +10,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// On the kernel's command line: what is to be done about a mark.
+/// Word on the kernel's command line: the wish about a tombstone.
 const WORD: &str = "mercury.mark=";
-/// How long a disk that may have a mark may take to appear.
+/// Time for a disk that may have a tombstone to appear.
 const DISK_PATIENCE: Duration = Duration::from_secs(30);
-/// How long whoever has switched it on may read.
+/// Time for the operator to read before the machine powers off.
 const READING: Duration = Duration::from_secs(300);
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// What is to be done about a mark, as whoever starts the system says.
+/// The operator's wish about a tombstone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// Nothing was said.
+    /// No wish was given.
     Ask,
-    /// It is over.
+    /// The move is over.
     Clear,
-    /// Start, and leave it.
+    /// Start, and leave the tombstone.
     Ignore,
-    /// Do not wait for anybody.
+    /// Power off without waiting.
     PowerOff,
 }
 
@@ -41,20 +42,20 @@ impl Wish {
     }
 }
 
-/// What a place says, by its name.
+/// The name of a place and its contents.
 type Found = (String, Result<Option<Record>, String>);
 
-/// Whether the system starts.
+/// The decision if the system starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Verdict {
     Starts,
-    /// Another one has moved from here, which this one does not concern.
+    /// The system starts: another system has moved from here.
     StartsBeside(String),
-    /// Why it does not.
+    /// The system does not start, for this reason.
     Stays(String),
 }
 
-/// What has been found decides; `system` is who would start.
+/// Decides by the tombstones that were found; `system` is the system that would start.
 fn decide(found: &[Found], system: Option<&str>) -> Verdict {
     let mut verdict = Verdict::Starts;
     for (place, mark) in found {
@@ -63,7 +64,8 @@ fn decide(found: &[Found], system: Option<&str>) -> Verdict {
             Ok(_) => continue,
             Err(why) => {
                 return Verdict::Stays(format!(
-                    "Whether the system that starts here has moved to another machine cannot be told: {place}: {why}."
+                    "It is unknown if the system that starts here has moved to another machine: {place}: \
+                     {why}."
                 ));
             }
         };
@@ -72,7 +74,7 @@ fn decide(found: &[Found], system: Option<&str>) -> Verdict {
             return Verdict::Stays(text(record));
         }
         verdict = Verdict::StartsBeside(format!(
-            "another system has moved from this hardware to {} ({}); this one starts",
+            "another system has moved from this hardware to {} ({}); this system starts",
             record.to,
             record.when()
         ));
@@ -80,7 +82,7 @@ fn decide(found: &[Found], system: Option<&str>) -> Verdict {
     verdict
 }
 
-/// What has become of the system.
+/// Describes the fate of the system.
 fn text(record: &Record) -> String {
     let (to, when, attempt) = (&record.to, record.when(), &record.attempt);
     if record.state == State::Moved {
@@ -89,18 +91,20 @@ fn text(record: &Record) -> String {
         );
     }
     format!(
-        "The system that starts here was moved to {to}, on {when} (attempt {attempt}), and then this machine lost its power: \
-         the other one has been told to go on with it, or was about to be. Look at the console of {to}. If it runs there, leave this \
-         machine off. If a machine that has arrived waits there, `adopt` starts it there, and `discard` throws it away."
+        "The system that starts here was moved to {to}, on {when} (attempt {attempt}), and then this \
+         machine lost its power: {to} had been told to go on with the system, or was about to be. Look at \
+         the console of {to}. If the system runs there, leave this machine off. If a machine that has \
+         arrived waits there, `adopt` starts it there, and `discard` throws it away."
     )
 }
 
-const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only if the system does not run \
-    elsewhere, and never will: type `clear` here, or start with mercury.mark=clear on the kernel's command line. \
-    mercury.mark=ignore starts this once and leaves the mark; mercury.mark=poweroff does not wait. `off` powers off, and so does \
-    this machine by itself in five minutes.";
+const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only \
+    if the system does not run elsewhere, and never will: type `clear` here, or start with \
+    mercury.mark=clear on the kernel's command line. mercury.mark=ignore starts this system once and \
+    leaves the tombstone; mercury.mark=poweroff does not wait. `off` powers off, and so does this machine \
+    by itself in five minutes.";
 
-/// Looks, and returns only if the system may start.
+/// Checks for tombstones, and returns only if the system may start.
 #[must_use]
 pub fn look(sysroot: &Sysroot) -> Exit {
     let wish = Wish::of(&sysroot.text("proc/cmdline").unwrap_or_default());
@@ -113,14 +117,14 @@ pub fn look(sysroot: &Sysroot) -> Exit {
     }
     if places.is_empty() && !spots.is_empty() {
         let files: Vec<_> = spots.iter().map(|spot| &*spot.file).collect();
-        found.push((files.join(", "), Err("its disk is not there".into())));
+        found.push((files.join(", "), Err("the disk is not there".into())));
     }
     let places: Vec<Place> = places.into_iter().filter_map(|(_, place)| place.ok()).collect();
     match (decide(&found, initramfs::whose(sysroot).as_deref()), wish) {
         (Verdict::Starts, _) => {}
         (Verdict::StartsBeside(text), _) => say(&text),
         (Verdict::Stays(text), Wish::Ignore) => {
-            say(&format!("{text} It starts all the same: mercury.mark=ignore"))
+            say(&format!("{text} The system starts anyway: mercury.mark=ignore"))
         }
         (Verdict::Stays(text), Wish::Clear) => {
             say(&text);
@@ -138,14 +142,14 @@ pub fn look(sysroot: &Sysroot) -> Exit {
         }
     }
     if let Err(error) = initramfs::say_looked(&spots, sysroot) {
-        say(&format!("that it has been looked for a mark cannot be noted: {error}"));
+        say(&format!("the check for a tombstone cannot be noted: {error}"));
     }
     Exit::Done
 }
 
 type Places = Vec<(super::Named, Result<Place, String>)>;
 
-/// Of the places on disks one has to be there, if there are some.
+/// Waits until one of the prepared places on disks is there, if any are prepared.
 fn wait_for_places(spots: &[super::Spot], sysroot: &Sysroot) -> Places {
     let end = Instant::now() + DISK_PATIENCE;
     loop {
@@ -157,7 +161,7 @@ fn wait_for_places(spots: &[super::Spot], sysroot: &Sysroot) -> Places {
     }
 }
 
-/// Returns when the operator wants it.
+/// Asks the operator, and returns if the system is to start.
 fn ask() {
     let mut operator = Operator::at_console();
     let end = Instant::now() + READING;
@@ -174,9 +178,9 @@ fn ask() {
 fn clear_all(places: &[Place]) {
     for place in places {
         match clear(place) {
-            Ok(true) => say("the mark is cleared; the system starts"),
+            Ok(true) => say("the tombstone is cleared; the system starts"),
             Ok(false) => {}
-            Err(why) => say(&format!("the mark cannot be cleared: {why}; the system starts all the same")),
+            Err(why) => say(&format!("the tombstone cannot be cleared: {why}; the system starts anyway")),
         }
     }
 }
@@ -186,7 +190,7 @@ fn power_off() -> ! {
     rustix::fs::sync();
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::RB_POWER_OFF) };
-    say("it could not be powered off: switch it off");
+    say("this machine could not be powered off: switch it off");
     loop {
         thread::sleep(Duration::from_secs(3600));
     }
@@ -237,9 +241,9 @@ mod tests {
 
     #[test]
     fn what_cannot_be_read_may_be_a_mark() {
-        let mut all = found(Err("the mark is damaged".into()));
+        let mut all = found(Err("the tombstone is damaged".into()));
         all.push(("two blocks".into(), Ok(None)));
-        assert!(matches!(decide(&all, None), Verdict::Stays(text) if text.contains("cannot be told")));
+        assert!(matches!(decide(&all, None), Verdict::Stays(text) if text.contains("It is unknown")));
         all.reverse();
         assert!(matches!(decide(&all, None), Verdict::Stays(_)));
     }

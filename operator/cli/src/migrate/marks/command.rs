@@ -1,5 +1,5 @@
-//! `mercury mark`: shows the mark that keeps a system which has moved from starting here, clears it, and prepares a place for it on
-//! a disk.
+//! `mercury mark`: shows the tombstone that keeps a system that has moved from starting here,
+//! clears it, and prepares a place for it on a disk.
 
 use super::{Named, SPOTS, all, boot, clear, disk, initramfs, record::Record, spots, when};
 use crate::{
@@ -18,38 +18,44 @@ use std::{fs, io, path::Path};
 #[derive(Debug, Serialize)]
 struct Report {
     places: Vec<Shown>,
-    /// Whether a system that starts here is kept from it.
+    /// True if a system that starts here does not go on.
     forbids: bool,
 }
 
-/// A place, and what it holds.
+/// A place and its contents.
 #[derive(Debug, Serialize)]
 struct Shown {
     place: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     mark: Option<Record>,
-    /// Why it cannot be used.
+    /// Reason why the place cannot be used.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// It was cleared just now.
+    /// True if the place was cleared just now.
     cleared: bool,
 }
 
 impl Render for Report {
     fn render(&self, to: &mut Text) {
         if self.places.is_empty() {
-            to.line("this machine has no place for a mark: no UEFI, and none on a disk (`mercury mark --prepare FILE`)");
+            to.line(
+                "this machine has no place for a tombstone: no UEFI, and none on a disk (`mercury \
+                mark --prepare FILE` makes one)",
+            );
         }
         for shown in &self.places {
             let state = match (&shown.mark, &shown.error) {
                 (_, Some(error)) => error.clone(),
-                (None, None) => "no mark".into(),
+                (None, None) => "no tombstone".into(),
                 (Some(mark), None) => describe(mark, shown.cleared),
             };
             to.line(format!("{}: {state}", shown.place));
         }
         if self.forbids {
-            to.line("a system that starts here does not go on: `mercury mark --clear` if it never runs elsewhere again");
+            to.line(
+                "a system that starts here does not go on; if it never runs elsewhere again: `mercury \
+                mark --clear`",
+            );
         }
     }
 }
@@ -66,10 +72,11 @@ fn describe(mark: &Record, cleared: bool) -> String {
     format!("{name}{now}{attempt}, {}", mark.when())
 }
 
-/// Shows, clears or prepares.
+/// Shows, clears or prepares places.
 ///
 /// # Errors
-/// If it cannot be done.
+///
+/// Returns an error if this cannot be done.
 pub fn run(args: &MarkArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     commands::need_root("mark")?;
@@ -77,7 +84,7 @@ pub fn run(args: &MarkArgs, say: Say<'_>) -> Result<Exit> {
         return Ok(boot::look(&sysroot));
     }
     let known =
-        spots(&sysroot).map_err(|why| failed(&why).hint("`mercury mark --prepare FILE` writes it anew"));
+        spots(&sysroot).map_err(|why| failed(&why).hint("`mercury mark --prepare FILE` writes it again"));
     if let Some(folder) = &args.initramfs {
         initramfs::furnish(folder, &known?, &sysroot)
             .map_err(|error| failed(&format!("{}: {error}", folder.display())))?;
@@ -89,12 +96,12 @@ pub fn run(args: &MarkArgs, say: Say<'_>) -> Result<Exit> {
         let first = Record { at: when::now(), number: 1, ..Record::new(Attempt([0; 16]), "", None) };
         let spot = disk::prepare(file, &first, &sysroot).map_err(|why| {
             failed(&why)
-                .hint("a file on a local ext4 or XFS on a disk of its own, such as /boot/mercury.mark")
+                .hint("name a file on a local ext4 or XFS on a disk of its own, such as /boot/mercury.mark")
         })?;
         known.retain(|other| other.uuid != spot.uuid);
         known.push(spot);
         write_spots(&known, &sysroot).map_err(|error| failed(&format!("/{SPOTS}: {error}")))?;
-        eprintln!("mercury: now have the initial RAM disk know it: update-initramfs -u -k all");
+        eprintln!("mercury: now let the initial RAM disk know the place: update-initramfs -u -k all");
     }
     let report = Report::of(args.clear, &known, &sysroot)?;
     say.done(&report);
@@ -107,7 +114,10 @@ impl Report {
         for (named, place) in all(spots, sysroot) {
             let cleared = match &place {
                 Ok(place) if clears => clear(place).map_err(|why| {
-                    failed(&format!("{named}: {why}")).hint("it may still keep this machine from starting")
+                    failed(&format!("{named}: {why}")).hint(
+                        "the tombstone may still keep this machine \
+                        from starting",
+                    )
                 })?,
                 _ => false,
             };
@@ -130,10 +140,10 @@ impl Shown {
 
 fn failed(why: &str) -> Error {
     Error::new(Exit::Failed, why.to_owned())
-        .hint("see to it that root can write there, and repeat the command")
+        .hint("make sure that root can write there, and repeat the command")
 }
 
-/// One that is there stays until all is written.
+/// Writes the list of places. The old list stays until the new one is complete.
 fn write_spots(spots: &[disk::Spot], sysroot: &Sysroot) -> io::Result<()> {
     let path = sysroot.path(SPOTS);
     fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;

@@ -1,6 +1,7 @@
-//! A place on a disk, for a machine without UEFI: a file of two blocks on a local file system that is written to its blocks at the
-//! device, for at that time the file system may be frozen, or not be mounted. Where they are is found when the file is made, and
-//! proven by reading them there.
+//! A place for a tombstone on a disk, for a machine without UEFI. It is a file of two blocks on a
+//! local file system. The tombstone is written to the blocks of the device, because the file system
+//! may be frozen or not be mounted at that time. The positions of the blocks are found when the
+//! file is made, and proven by reading them there.
 
 use super::record::{self, Record};
 use crate::{
@@ -20,37 +21,38 @@ use std::{
     path::Path,
 };
 
-/// A block of the file, which holds one record.
+/// Size of a block of the file, which holds one record.
 const BLOCK: usize = 4096;
 
-/// Where the two copies of a mark lie.
+/// The position of a tombstone's two copies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spot {
-    /// The file system that holds the file, by what it calls itself.
+    /// Identity of the file system that holds the file.
     pub uuid: String,
-    /// Its type.
+    /// Type of the file system.
     pub kind: String,
-    /// The file, for those who look for it.
+    /// Path of the file, for people.
     pub file: String,
-    /// Both copies, in bytes from the device's beginning.
+    /// Positions of both copies, in bytes from the device's beginning.
     pub offsets: [u64; 2],
 }
 
 impl Spot {
-    /// The device that holds it now, by its name in /dev.
+    /// Returns the name in /dev of the device that holds the place now.
     ///
     /// # Errors
-    /// If it is not here.
+    ///
+    /// Returns the reason if the device is not here.
     pub fn device(&self, sysroot: &Sysroot) -> Result<String, String> {
         let wanted =
             FileSystem { uuid: Some(self.uuid.clone()), kind: self.kind.clone(), ..FileSystem::default() };
         let path = disks::find(&wanted, sysroot)?;
-        let name = path.file_name().ok_or("its disk has no name")?;
+        let name = path.file_name().ok_or("the disk has no name")?;
         Ok(name.to_string_lossy().into_owned())
     }
 }
 
-/// One block, as devices want it in memory.
+/// A block, aligned in memory as devices need it.
 #[repr(align(4096))]
 struct Block([u8; BLOCK]);
 
@@ -62,20 +64,22 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Those of a device that is opened by this name in a folder.
+    /// Opens the blocks of the device with this name in a folder.
     ///
     /// # Errors
-    /// If it cannot be.
+    ///
+    /// Returns an error if the device cannot be opened.
     pub fn open(folder: impl AsFd, name: &str, offsets: [u64; 2]) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::DSYNC | OFlags::CLOEXEC;
         let device = rustix::fs::openat(folder, name, flags, Mode::empty())?;
         Ok(Self { device: File::from(device), offsets })
     }
 
-    /// What they hold.
+    /// Returns the record that the blocks hold.
     ///
     /// # Errors
-    /// If that cannot be read.
+    ///
+    /// Returns the reason if they cannot be read.
     pub fn read(&self) -> Result<Option<Record>, String> {
         let copies = self.offsets.map(|offset| {
             let bytes = self.read_block(offset).map_err(|error| error.to_string())?;
@@ -84,10 +88,12 @@ impl Blocks {
         record::newest(&copies)
     }
 
-    /// Puts a record into one after the other: at all times one of them is whole. It is safe when this returns.
+    /// Writes a record into one block after the other, so that one of them is whole at all times.
+    /// The record survives a power cut when this returns.
     ///
     /// # Errors
-    /// If it is not; one of them may have it.
+    ///
+    /// Returns an error if the record may be lost; one of the blocks may have it.
     pub fn write(&self, bytes: &[u8; record::LENGTH]) -> io::Result<()> {
         let mut block = Block([0; BLOCK]);
         block.0[..bytes.len()].copy_from_slice(bytes);
@@ -95,7 +101,7 @@ impl Blocks {
             self.device.write_all_at(&block.0, offset)?;
             self.device.sync_data()?;
             if self.read_block(offset)? != block.0 {
-                return Err(io::Error::other("the disk does not hold what was written to it"));
+                return Err(io::Error::other("the disk does not hold the data that was written to it"));
             }
         }
         Ok(())
@@ -108,10 +114,11 @@ impl Blocks {
     }
 }
 
-/// Makes the file, and finds where it lies. Both copies hold `record` then.
+/// Makes the file, and finds the positions of its blocks. Both copies hold `record` then.
 ///
 /// # Errors
-/// If it cannot be made, or its blocks cannot be found at the device.
+///
+/// Returns the reason if the file cannot be made, or its blocks cannot be found at the device.
 pub fn prepare(file: &Path, record: &Record, sysroot: &Sysroot) -> Result<Spot, String> {
     let of_file = |error: io::Error| format!("{}: {error}", file.display());
     let bytes = record.pack()?;
@@ -138,30 +145,34 @@ pub fn prepare(file: &Path, record: &Record, sysroot: &Sysroot) -> Result<Spot, 
     let blocks = Blocks::open(&devices, &name, offsets).map_err(|error| format!("/dev/{name}: {error}"))?;
     match blocks.read()? {
         Some(found) if found == *record => Ok(spot),
-        _ => Err(format!("{} does not lie where its file system says; use another one", file.display())),
+        _ => Err(format!(
+            "{} is not at the position that its file system reports; use another file system",
+            file.display()
+        )),
     }
 }
 
-/// A piece of a file: where it begins in it, where on the device, its length, and what is special about it.
+/// An extent of a file: its offset in the file, its offset on the device, its length, its flags.
 type Extent = (u64, u64, u64, u32);
 
-/// Where a block lies, if it is there as it is.
+/// Returns the position of a block, if the extents have its bytes unchanged.
 fn place_of(at: u64, extents: &[Extent]) -> Result<u64, String> {
-    /// The last of all, and one that is told as one: all other flags say that the file's bytes do not simply lie there.
+    /// The flags for the last extent and for a merged one. All other flags say that the file's
+    /// bytes are encoded or elsewhere.
     const HARMLESS: u32 = 0x1001;
     let within = |(logical, _, length, _): &&Extent| {
         *logical <= at && at + BLOCK as u64 <= logical.saturating_add(*length)
     };
     let Some((logical, physical, _, flags)) = extents.iter().find(within) else {
-        return Err("the file's blocks do not lie together on the disk; use another file system".into());
+        return Err("the file's blocks are not in one piece on the disk; use another file system".into());
     };
     if flags & !HARMLESS != 0 {
-        return Err("the file does not simply lie on the disk; use another file system".into());
+        return Err("the file system stores the file's bytes in another form; use another file system".into());
     }
     Ok(physical + (at - logical))
 }
 
-/// The pieces of a file (`FS_IOC_FIEMAP`).
+/// Returns the extents of a file (`FS_IOC_FIEMAP`).
 fn extents(file: &File) -> io::Result<Vec<Extent>> {
     const FIEMAP: libc::c_ulong = 0xC020_660B;
     const SYNC: u32 = 1;
@@ -193,7 +204,8 @@ fn extents(file: &File) -> io::Result<Vec<Extent>> {
     const _: () = assert!(size_of::<Piece>() == 56 && size_of::<Map>() == 32 + 56 * COUNT);
 
     let mut map = Map { length: 2 * BLOCK as u64, flags: SYNC, count: COUNT as u32, ..Map::default() };
-    // SAFETY: the map has room for as many pieces as it says, and is laid out as the kernel's, which is asserted.
+    // SAFETY: the map has room for the number of extents that it names, and its layout is the
+    // kernel's, which is asserted.
     let result = unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP, &raw mut map) };
     if result < 0 {
         return Err(io::Error::last_os_error());
@@ -207,9 +219,9 @@ mod tests {
     use super::super::record::{State, tests::record};
     use super::*;
 
-    /// A device that is a file, with something before and behind the blocks.
+    /// Makes a file in place of a device, with data before and after the blocks.
     fn device() -> (tempfile::TempDir, Blocks) {
-        // Some file systems take no direct reads: the folder of the tests' own is on one that does.
+        // Some file systems refuse direct reads: the crate's own folder is on one that allows them.
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
         fs::write(folder.path().join("disk"), [0x5A; 8 * BLOCK]).expect("a file");
         let opened = File::open(folder.path()).expect("the folder");
@@ -230,7 +242,7 @@ mod tests {
         for (index, block) in bytes.chunks(BLOCK).enumerate() {
             assert_eq!(block.iter().all(|byte| *byte == 0x5A), ![3, 5].contains(&index), "{index}");
         }
-        // The power goes in the midst of the first copy.
+        // The power fails in the middle of the first copy.
         let file = File::options().write(true).open(folder.path().join("disk")).expect("a file");
         file.write_all_at(&[0; 100], 3 * BLOCK as u64 + 40).expect("written");
         assert_eq!(blocks.read(), Ok(Some(record(State::Committed, 2))));
@@ -256,7 +268,7 @@ mod tests {
         assert_eq!(place_of(0, &[(0, 1 << 20, 2 * block, 1)]), Ok(1 << 20));
         assert_eq!(place_of(block, &[(0, 1 << 20, 2 * block, 1)]), Ok((1 << 20) + block));
         assert_eq!(place_of(block, &[(0, 1 << 20, block, 0), (block, 1 << 30, block, 1)]), Ok(1 << 30));
-        // Not there; in two pieces; encoded, inline, unwritten.
+        // Missing; in two extents; encoded, inline, unwritten.
         assert!(place_of(0, &[]).is_err());
         assert!(place_of(0, &[(0, 1 << 20, 1024, 0), (1024, 1 << 30, 7168, 1)]).is_err());
         for flag in [2, 4, 8, 0x80, 0x100, 0x200, 0x400, 0x800, 0x2000] {
@@ -271,7 +283,7 @@ mod tests {
         file.write_all(&[7; 2 * BLOCK]).and_then(|()| file.sync_all()).expect("written");
         match extents(&file) {
             Ok(found) => assert!(!found.is_empty() && found[0].0 == 0, "{found:?}"),
-            // Not all file systems tell.
+            // Not all file systems report extents.
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP), "{error}"),
         }
     }

@@ -1,5 +1,6 @@
-//! A place that a machine with UEFI has whatever its disks are: a variable of the firmware's, through efivarfs. The folder is held
-//! open, for where the root is another machine's no name can be looked up any more when it matters.
+//! A place for a tombstone on any machine with UEFI, whatever its disks: a variable of the
+//! firmware, through efivarfs. The folder is held open, because no path name can be looked up at
+//! the commit if the root is on another machine.
 
 use rustix::{
     fs::{AtFlags, CWD, IFlags, Mode, OFlags},
@@ -13,14 +14,14 @@ use std::{
     path::Path,
 };
 
-/// Where the kernel shows them.
+/// The folder in which the kernel shows the variables.
 pub const FOLDER: &str = "sys/firmware/efi/efivars";
-/// The source's mark, with Mercury's own vendor GUID.
+/// Name of the source's tombstone, with Mercury's own vendor GUID.
 pub const MARK: &str = "MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e";
 
-/// Kept without power, and to be seen by the firmware and by the system.
+/// Attributes: kept without power, and visible to the firmware and to the system.
 const ATTRIBUTES: [u8; 4] = 7_u32.to_le_bytes();
-/// More than a variable of ours holds.
+/// Size limit for reading a variable of Mercury's.
 const MOST: u64 = 16 << 10;
 
 /// The firmware's variables.
@@ -30,26 +31,29 @@ pub struct Variables {
 }
 
 impl Variables {
-    /// Those in a folder.
+    /// Opens the variables in a folder.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    ///
+    /// Returns an error if the folder cannot be opened.
     pub fn at(folder: &Path) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         Ok(Self { folder: rustix::fs::openat(CWD, folder, flags, Mode::empty())? })
     }
 
-    /// Those of this machine, if its firmware has some; mounted if nobody has.
+    /// Opens the variables of this machine, if its firmware has some; mounts efivarfs if needed.
     ///
     /// # Errors
-    /// If they cannot be reached.
+    ///
+    /// Returns an error if they cannot be reached.
     pub fn of_this_machine(root: &Path) -> io::Result<Option<Self>> {
         let folder = root.join(FOLDER);
         let Ok(mut entries) = std::fs::read_dir(&folder) else { return Ok(None) };
         if entries.next().is_none() {
             let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
             match mount("efivarfs", &folder, "efivarfs", flags, None) {
-                // The kernel makes no use of the firmware once it runs: such as a real-time one, or with efi=noruntime.
+                // The kernel does not use the firmware after the start: a real-time kernel, or
+                // efi=noruntime.
                 Err(Errno::OPNOTSUPP | Errno::NODEV) => return Ok(None),
                 other => other?,
             }
@@ -57,23 +61,25 @@ impl Variables {
         Self::at(&folder).map(Some)
     }
 
-    /// The same ones, for somebody else.
+    /// Duplicates the descriptor for another owner.
     ///
     /// # Errors
-    /// If there are no descriptors left.
+    ///
+    /// Returns an error if there are no descriptors left.
     pub fn again(&self) -> io::Result<Self> {
         Ok(Self { folder: self.folder.try_clone()? })
     }
 
-    /// What a variable holds; `None` if it is not there.
+    /// Reads a variable; returns `None` if it does not exist.
     ///
     /// # Errors
-    /// If it cannot be read.
+    ///
+    /// Returns an error if it cannot be read.
     pub fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let mut bytes = Vec::new();
         let read = self.open(name, OFlags::RDONLY).and_then(|file| file.take(MOST).read_to_end(&mut bytes));
         match read {
-            // A name may stay that the firmware has nothing for.
+            // A name may stay without a variable in the firmware.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
             Ok(_) => {}
@@ -81,14 +87,15 @@ impl Variables {
         Ok(bytes.get(ATTRIBUTES.len()..).filter(|data| !data.is_empty()).map(<[u8]>::to_vec))
     }
 
-    /// Has the firmware keep it: it does when this returns.
+    /// Writes a variable. The firmware keeps it when this returns.
     ///
     /// # Errors
-    /// If it does not.
+    ///
+    /// Returns an error if the firmware does not keep it.
     pub fn write(&self, name: &str, data: &[u8]) -> io::Result<()> {
         self.let_change(name)?;
         let mut file = self.open(name, OFlags::WRONLY | OFlags::CREATE)?;
-        // The kernel takes a variable in one piece.
+        // The kernel needs a variable in one write.
         let whole = [&ATTRIBUTES, data].concat();
         if file.write(&whole)? != whole.len() {
             return Err(io::ErrorKind::WriteZero.into());
@@ -96,10 +103,11 @@ impl Variables {
         Ok(())
     }
 
-    /// Has the firmware forget it.
+    /// Removes a variable.
     ///
     /// # Errors
-    /// If it does not.
+    ///
+    /// Returns an error if the firmware keeps it.
     pub fn remove(&self, name: &str) -> io::Result<()> {
         self.let_change(name)?;
         match rustix::fs::unlinkat(&self.folder, name, AtFlags::empty()) {
@@ -108,14 +116,15 @@ impl Variables {
         }
     }
 
-    /// The kernel protects variables that it does not know against those who remove whole trees.
+    /// Makes a variable changeable: the kernel protects unknown variables against programs that
+    /// remove whole trees.
     fn let_change(&self, name: &str) -> io::Result<()> {
         let file = match self.open(name, OFlags::RDONLY) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             other => other?,
         };
         let flags = match rustix::fs::ioctl_getflags(&file) {
-            // A file system that protects nothing.
+            // This file system protects nothing.
             Err(Errno::NOTTY | Errno::OPNOTSUPP) => return Ok(()),
             other => other?,
         };
@@ -154,7 +163,7 @@ mod tests {
         assert_eq!(variables.read(MARK).expect("none"), None);
     }
 
-    /// What holds nothing is as good as not there: the name of a variable that could not be written stays.
+    /// An empty variable counts as missing: the name of a variable that could not be written stays.
     #[test]
     fn an_empty_one_is_none() {
         let folder = tempfile::tempdir().expect("a folder");

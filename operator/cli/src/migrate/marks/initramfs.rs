@@ -1,6 +1,7 @@
-//! Whether a system that starts on this machine looks for the mark: the package's script in the initial RAM disk does
-//! (packaging/initramfs), and leaves a word that it has. Otherwise the file is looked into from which the running kernel would be
-//! started again.
+//! Checks if a system that starts on this machine looks for the tombstone. The package's script in
+//! the initial RAM disk (packaging/initramfs) does so, and leaves a file that says so. Without that
+//! file, the initial RAM disk from which the running kernel would be started again is searched for
+//! the script.
 
 use super::{Named, Spot, WITHOUT, system};
 use crate::{
@@ -10,37 +11,44 @@ use crate::{
 };
 use std::{fs, io, path::Path, process::Command};
 
-/// Where a system that has looked says so, with [`digest`].
+/// The file in which a system that has checked says so, with [`digest`].
 pub const LOOKED: &str = "run/mercury/mark-looked";
 /// The script, in an initial RAM disk.
 const SCRIPT: &str = "scripts/init-premount/mercury-mark";
-/// The places on disks that it knows, and which system it is, likewise.
+/// Folder in an initial RAM disk with the places on disks that it knows, and the identity of its
+/// system.
 const FOLDER: &str = "etc/mercury";
 
-/// What stands for these places in an initial RAM disk.
+/// Returns the digest of these places for an initial RAM disk.
 #[must_use]
 pub fn digest(spots: &[Spot]) -> String {
     let text = serde_json::to_vec(spots).unwrap_or_default();
     blake3::hash(&text).to_hex()[..16].to_owned()
 }
 
+/// Refuses a place that no initial RAM disk checks.
+///
 /// # Errors
-/// If nobody looks at a mark in this place.
+///
+/// Returns an error if nothing checks this place at a start.
 pub fn refuse_blind(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> Result<()> {
     let Err(why) = looks(named, spots, sysroot) else { return Ok(()) };
     Err(Error::new(
         Exit::Impossible,
-        format!("nothing in the initial RAM disk looks at this machine's mark when it starts again after a power cut: {why}"),
+        format!(
+            "nothing in the initial RAM disk checks this machine's tombstone when it starts again \
+            after a power cut: {why}"
+        ),
     )
     .hint(format!(
-        "`update-initramfs -u` puts what does into the initial RAM disk (package initramfs-tools); {WITHOUT}"
+        "`update-initramfs -u` puts the check into the initial RAM disk (package initramfs-tools); {WITHOUT}"
     )))
 }
 
 fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Result<(), String> {
     let wanted = digest(spots);
     let needs_place = matches!(named, Named::Disk(..));
-    // Where the kernel comes by the network there may be no file of it here.
+    // A kernel that was booted by the network may have no file of its initial RAM disk here.
     if let Some(looked) = sysroot.text(LOOKED)
         && (!needs_place || looked.trim() == wanted)
     {
@@ -49,7 +57,7 @@ fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Resul
     let release = sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default();
     let file = sysroot.path(&format!("boot/initrd.img-{}", release.trim()));
     if !file.exists() {
-        return Err(format!("nothing has this time, and there is no {}", file.display()));
+        return Err(format!("the check did not run at this start, and there is no {}", file.display()));
     }
     let listed = Command::new("lsinitramfs").arg(&file).output();
     let listed = listed.map_err(|error| format!("lsinitramfs: {error}"))?;
@@ -57,11 +65,11 @@ fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Resul
         .map_err(|why| format!("{} {why}", file.display()))
 }
 
-/// Whether a list of an initial RAM disk's files has all that is needed.
+/// Returns an error unless a list of an initial RAM disk's files has all that the check needs.
 fn holds(list: &str, digest: Option<&str>) -> std::result::Result<(), &'static str> {
     let has = |name: &str| list.lines().any(|line| line.trim_start_matches("./") == name);
     if !has(SCRIPT) {
-        return Err("has no script for it");
+        return Err("has no script for the check");
     }
     if digest.is_some_and(|digest| !has(&format!("{FOLDER}/mark.places.{digest}"))) {
         return Err("does not know the place that was prepared on a disk");
@@ -69,10 +77,11 @@ fn holds(list: &str, digest: Option<&str>) -> std::result::Result<(), &'static s
     Ok(())
 }
 
-/// What the hook puts into a folder that becomes an initial RAM disk.
+/// Writes the files of the hook into a folder that becomes an initial RAM disk.
 ///
 /// # Errors
-/// If it cannot be written.
+///
+/// Returns an error if they cannot be written.
 pub fn furnish(folder: &Path, spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
     let to = folder.join(FOLDER);
     fs::create_dir_all(&to)?;
@@ -81,14 +90,18 @@ pub fn furnish(folder: &Path, spots: &[Spot], sysroot: &Sysroot) -> io::Result<(
     fs::write(to.join("mark.system"), system(sysroot).unwrap_or_default())
 }
 
-/// Which system an initial RAM disk is of, if it knows.
+/// Returns the system that an initial RAM disk belongs to, if it knows.
 #[must_use]
 pub fn whose(sysroot: &Sysroot) -> Option<String> {
     let text = sysroot.text(&format!("{FOLDER}/mark.system"))?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Says that it has looked.
+/// Notes that the check has run.
+///
+/// # Errors
+///
+/// Returns an error if the note cannot be written.
 pub fn say_looked(spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
     let path = sysroot.path(LOOKED);
     fs::create_dir_all(path.parent().unwrap_or(&path))?;
@@ -127,7 +140,7 @@ mod tests {
         assert_eq!(whose(&inside), system(&sysroot));
         assert_eq!(super::super::spots(&inside).as_deref(), Ok(&spots[..]));
         assert!(to.join(FOLDER).join(format!("mark.places.{}", digest(&spots))).exists());
-        // It has looked: that counts where its file is not.
+        // The check has run, which counts even if there is no file of the initial RAM disk.
         let disk = Named::Disk("sda1".into(), [4096, 8192]);
         assert!(looks(&disk, &spots, &sysroot).is_err());
         say_looked(&spots, &sysroot).expect("written");

@@ -1,10 +1,12 @@
-//! Marks that outlast a power cut: what this machine's own hardware remembers of a move, so that it does not boot from disks that
-//! another machine has by then. docs/migration.md says why.
+//! Tombstones that survive a power cut. This machine's own hardware remembers a move, so that the
+//! machine does not boot from disks that the destination uses by then. docs/migration.md gives the
+//! reasons.
 //!
-//! A mark has one of two places: a variable of the firmware's ([`firmware`]), or two blocks of a local disk ([`disk`]) that
-//! `mercury mark --prepare` has made and whose place the initial RAM disk knows. The same record ([`record`]) lies in both. A
-//! starting system looks at it before it touches any other disk or the network ([`boot`]), if its initial RAM disk has the
-//! package's script ([`initramfs`]). [`Marks`] is what a source holds, with all that it needs open.
+//! A tombstone has one of two places: a variable of the firmware ([`firmware`]), or two blocks of a
+//! local disk ([`disk`]) that `mercury mark --prepare` has made and whose position the initial RAM
+//! disk knows. Both hold the same record ([`record`]). A starting system reads it before it touches
+//! any other disk or the network ([`boot`]), if its initial RAM disk has the package's script
+//! ([`initramfs`]). [`Marks`] is the source's handle, with all that it needs open.
 
 pub mod boot;
 pub mod command;
@@ -31,31 +33,33 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
-/// The places on disks that `mercury mark --prepare` has made. A machine that moves has those of all hardware that it is on.
+/// The list of places on disks that `mercury mark --prepare` has made. A machine that moves has the
+/// places of all hardware that it is on.
 const SPOTS: &str = "etc/mercury/mark.places";
-/// What a person can do where there is no place.
-const WITHOUT: &str = "--without-mark moves all the same: then see to it that this machine does not start by itself when its power \
-    comes back";
+/// The hint for a machine without a place.
+const WITHOUT: &str = "--without-mark moves without a tombstone: then make sure that this machine does \
+    not start by itself when its power comes back";
 
-/// Where marks lie, as somebody else can be told who reaches them by descriptors that are open already.
+/// A place for a tombstone by name, for a process that reaches it by descriptors that are open
+/// already.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Named {
-    /// A variable of the firmware's.
+    /// A variable of the firmware.
     Firmware,
-    /// Two blocks of the device of this name in /dev.
+    /// Two blocks of the device with this name in /dev.
     Disk(String, [u64; 2]),
 }
 
 impl fmt::Display for Named {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Firmware => f.write_str("a variable of the firmware's"),
+            Self::Firmware => f.write_str("a variable of the firmware"),
             Self::Disk(device, _) => write!(f, "two blocks of /dev/{device}"),
         }
     }
 }
 
-/// A place for a mark, open.
+/// A place for a tombstone, open.
 #[derive(Debug)]
 enum Place {
     Firmware(Variables),
@@ -70,14 +74,14 @@ impl Place {
                 Ok(None) => Ok(None),
                 Ok(Some(bytes)) => {
                     let found = Record::unpack(&bytes)?;
-                    found.map(Some).ok_or_else(|| "the variable holds something else".into())
+                    found.map(Some).ok_or_else(|| "the variable holds other data".into())
                 }
                 Err(error) => Err(error.to_string()),
             },
         }
     }
 
-    /// It is safe there when this returns.
+    /// Writes a record. It survives a power cut when this returns.
     fn write(&self, record: &Record) -> std::result::Result<(), String> {
         let bytes = record.pack()?;
         let written = match self {
@@ -87,26 +91,26 @@ impl Place {
         written.map_err(|error| error.to_string())?;
         match self.read()? {
             Some(found) if found == *record => Ok(()),
-            _ => Err("the place does not hold what was written to it".into()),
+            _ => Err("the place does not hold the data that was written to it".into()),
         }
     }
 }
 
-/// Folders in which names are looked up when no other one can be: opened while everything runs.
+/// Folders for looking up names when the root cannot be used: opened while everything runs.
 #[derive(Debug, Default)]
 pub struct Folders {
     variables: Option<Variables>,
 }
 
 impl Folders {
-    /// Opens them, as far as they are there.
+    /// Opens the folders that exist.
     #[must_use]
     pub fn open(sysroot: &Sysroot) -> Self {
         Self { variables: Variables::at(&sysroot.path(firmware::FOLDER)).ok() }
     }
 }
 
-/// A place that holds this machine's mark, and the mark.
+/// A place that holds this machine's tombstone, and the tombstone.
 #[derive(Debug)]
 pub struct Marks {
     place: Place,
@@ -115,15 +119,16 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// Chooses a place that works, and shows that by writing to it.
+    /// Chooses a place that works, and proves it by writing to it.
     ///
     /// # Errors
-    /// If there is none, or it holds another system's mark.
+    ///
+    /// Returns an error if there is none, or it holds another system's tombstone.
     pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
         Self::first(to, sysroot, |marks| marks.write(Mark::Cleared))
     }
 
-    /// The first place that `works`, and from which nothing else keeps this machine.
+    /// Returns the first place that `works` and that no other tombstone occupies.
     fn first(
         to: &str,
         sysroot: &Sysroot,
@@ -152,23 +157,26 @@ impl Marks {
         }
         if whys.is_empty() {
             whys.push(
-                "the kernel reaches no variables of the firmware's (no UEFI), and no place on a local disk was prepared".into(),
+                "the kernel reaches no variables of the firmware (no UEFI), and no place on a local disk \
+                 was prepared"
+                    .into(),
             );
         }
         Err(refusal(&whys.join("; ")))
     }
 
-    /// For this attempt from now on.
+    /// Sets the attempt of the tombstone from now on.
     #[must_use]
     pub fn of(mut self, attempt: Attempt) -> Self {
         self.record.attempt = attempt.to_string();
         self
     }
 
-    /// Writes it. It outlasts a power cut when this returns.
+    /// Writes the tombstone. It survives a power cut when this returns.
     ///
     /// # Errors
-    /// If that cannot be said. It may be there all the same.
+    ///
+    /// Returns the reason if this is uncertain. The tombstone may be there anyway.
     pub fn write(&mut self, mark: Mark) -> std::result::Result<(), String> {
         self.record.state = State::from(mark);
         self.record.at = when::now();
@@ -176,20 +184,21 @@ impl Marks {
         self.place.write(&self.record)
     }
 
-    /// Whether this is what it says there.
+    /// Returns true if the place holds this state.
     #[must_use]
     pub fn says(&self, mark: Mark) -> bool {
         let found = self.place.read().ok().flatten();
         found.is_some_and(|found| found.attempt == self.record.attempt && found.state == State::from(mark))
     }
 
-    /// For somebody else who has to write it.
+    /// Returns the tombstone for another process that has to write it.
     #[must_use]
     pub fn standing(&self) -> Standing {
         Standing { named: self.named.clone(), record: self.record.clone() }
     }
 
-    /// A mark that forbids another system to start stays. One of this system's own is over: it runs.
+    /// Refuses a tombstone that forbids another system to start. One of this system's own is over,
+    /// because the system runs.
     fn refuse_anothers(&mut self) -> Result<()> {
         let Ok(Some(found)) = self.place.read() else { return Ok(()) };
         self.record.number = found.number;
@@ -199,16 +208,16 @@ impl Marks {
         Err(Error::new(
             Exit::Impossible,
             format!(
-                "this hardware has the mark of another system, which has moved to {} ({})",
+                "this hardware has the tombstone of another system, which has moved to {} ({})",
                 found.to,
                 found.when()
             ),
         )
-        .hint("if that one will never start here: `mercury mark --clear`"))
+        .hint("if that system will never start here: `mercury mark --clear`"))
     }
 }
 
-/// A mark, for somebody who has the folders open.
+/// A tombstone, for a process that has the folders open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Standing {
     named: Named,
@@ -219,7 +228,8 @@ impl Standing {
     /// Opens its place, without looking up a name from the root.
     ///
     /// # Errors
-    /// If that cannot be.
+    ///
+    /// Returns an error if the place cannot be opened.
     pub fn open(&self, folders: &Folders, devices: Option<&OwnedFd>) -> io::Result<Marks> {
         let place = match &self.named {
             Named::Firmware => {
@@ -232,7 +242,7 @@ impl Standing {
             }
         };
         let mut record = self.record.clone();
-        // Whoever had it before may have written it since.
+        // Another process may have written the tombstone since.
         if let Ok(Some(found)) = place.read() {
             record.number = record.number.max(found.number);
         }
@@ -240,10 +250,11 @@ impl Standing {
     }
 }
 
-/// Refuses a machine without a place for a mark, as far as that shows without writing to one.
+/// Refuses a machine without a place for a tombstone, as far as this shows without writing to one.
 ///
 /// # Errors
-/// Saying what is there in its stead.
+///
+/// Returns an error with the reason why there is none.
 pub fn refuse_placeless(sysroot: &Sysroot) -> Result<()> {
     Marks::first("", sysroot, |_| Ok(())).map(drop)
 }
@@ -252,19 +263,20 @@ fn refusal(why: &str) -> Error {
     Error::coded(
         Code::NoPlaceForMark,
         format!(
-            "there is no place for a mark that keeps this machine from starting here, after a power cut, while it runs at the \
-             other one: {why}"
+            "there is no place for a tombstone that keeps this machine from starting after a power cut \
+             while it runs at the destination: {why}"
         ),
     )
 }
 
-/// Where marks may lie on disks, as it was prepared.
+/// Returns the prepared places on disks.
 fn spots(sysroot: &Sysroot) -> std::result::Result<Vec<Spot>, String> {
     let Some(text) = sysroot.bytes(SPOTS) else { return Ok(Vec::new()) };
     serde_json::from_slice(&text).map_err(|error| format!("/{SPOTS}: {error}"))
 }
 
-/// All places of this machine, or why one that should be there is not. One on a disk that is other hardware's is not here.
+/// Returns all places of this machine, each with the reason if it cannot be used. A place on a disk
+/// of other hardware is not listed.
 fn all(spots: &[Spot], sysroot: &Sysroot) -> Vec<(Named, std::result::Result<Place, String>)> {
     let mut found = Vec::new();
     match Variables::of_this_machine(&sysroot.path("")) {
@@ -281,15 +293,15 @@ fn all(spots: &[Spot], sysroot: &Sysroot) -> Vec<(Named, std::result::Result<Pla
         let place = Blocks::open(devices.as_fd(), &device, spot.offsets).map_err(|error| error.to_string());
         let place = place.and_then(|blocks| match blocks.read()? {
             Some(_) => Ok(Place::Disk(blocks)),
-            // What lies there now is somebody else's.
-            None => Err(format!("{} is not where it was; prepare it again", spot.file)),
+            // The blocks may belong to another file now.
+            None => Err(format!("{} is not at its position any more; prepare it again", spot.file)),
         });
         found.push((Named::Disk(device, spot.offsets), place));
     }
     found
 }
 
-/// Which system this is, for marks: one that has no identity of its own may be any.
+/// Returns the identity of this system for tombstones. A system without one counts as any.
 fn system(sysroot: &Sysroot) -> Option<String> {
     let id = sysroot.text("etc/machine-id")?;
     let id = id.trim();
@@ -300,8 +312,8 @@ fn system(sysroot: &Sysroot) -> Option<String> {
     Some(hash[..16].iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// This machine has come to this hardware, from which one may have moved before, and runs here: what is marked here is over. What
-/// could not be done.
+/// Clears all tombstones of this hardware, because this machine has arrived on it and runs here.
+/// Returns the failures.
 #[must_use]
 pub fn clear_here(sysroot: &Sysroot) -> Vec<String> {
     let spots = spots(sysroot).unwrap_or_default();
@@ -310,20 +322,20 @@ pub fn clear_here(sysroot: &Sysroot) -> Vec<String> {
         let Ok(place) = place else { continue };
         if let Err(why) = clear(&place) {
             failed.push(format!(
-                "the mark of an earlier move cannot be cleared ({named}: {why}): this machine will not start here by itself; \
-                 `mercury mark --clear` tries again"
+                "the tombstone of an earlier move cannot be cleared ({named}: {why}): this machine will \
+                 not start here by itself; `mercury mark --clear` tries again"
             ));
         }
     }
     failed
 }
 
-/// Whether there was a mark.
+/// Clears a place. Returns true if there was a tombstone.
 fn clear(place: &Place) -> std::result::Result<bool, String> {
     let mut record = match place.read() {
         Ok(Some(found)) if found.forbids() => found,
         Ok(_) => return Ok(false),
-        // What cannot be read keeps the machine from starting, too.
+        // A damaged tombstone keeps the machine from starting, too.
         Err(_) => Record::new(Attempt([0; 16]), "", None),
     };
     record.state = State::Cleared;
@@ -339,7 +351,7 @@ mod tests {
 
     const ATTEMPT: Attempt = Attempt([7; 16]);
 
-    /// A machine with the firmware's variables, whose initial RAM disk has looked for a mark.
+    /// Makes a machine with firmware variables, whose initial RAM disk has run the check.
     fn machine(id: &str) -> (tempfile::TempDir, Sysroot) {
         let root = tempfile::tempdir().expect("a folder");
         let put = |name: &str, text: &str| {
@@ -348,7 +360,7 @@ mod tests {
             fs::write(path, text).expect("a file");
         };
         put("etc/machine-id", id);
-        // It is not to be mounted again.
+        // The file keeps the code from mounting efivarfs.
         put(&format!("{}/BootOrder-x", firmware::FOLDER), "");
         put(initramfs::LOOKED, &initramfs::digest(&[]));
         let sysroot = Sysroot::at(root.path());
@@ -373,7 +385,7 @@ mod tests {
         let found = variable(root.path());
         assert_eq!((found.attempt, found.to.as_str()), (ATTEMPT.to_string(), "b:4747"));
         assert_eq!(found.system, system(&sysroot));
-        // Its guard goes on where it was, and what it writes counts.
+        // The undo process writes on from where the source was, and its record counts.
         let standing = serde_json::to_string(&marks.standing()).expect("JSON");
         let standing: Standing = serde_json::from_str(&standing).expect("a mark");
         let mut guards = standing.open(&Folders::open(&sysroot), None).expect("open");
@@ -393,19 +405,19 @@ mod tests {
         assert!(variable(root.path()).forbids());
         assert!(clear_here(&sysroot).is_empty());
         assert!(!variable(root.path()).forbids());
-        // Damaged, it would keep the machine from starting just the same.
+        // A damaged tombstone would keep the machine from starting just the same.
         fs::write(root.path().join(firmware::FOLDER).join(firmware::MARK), b"\x07\0\0\0MERCURY-MARK-1\0\0")
             .expect("a file");
         assert!(clear_here(&sysroot).is_empty());
         assert!(!variable(root.path()).forbids());
     }
 
-    /// What keeps another system from starting is not written over.
+    /// Another system's tombstone is not written over.
     #[test]
     fn anothers_mark_stays() {
         let (root, sysroot) = machine(ONE);
         Marks::choose("b", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
-        // This system's own is over: it runs.
+        // A tombstone of this system is over, because the system runs.
         Marks::choose("c", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
         fs::write(root.path().join("etc/machine-id"), ONE.replace('0', "1")).expect("a file");
         let error = Marks::choose("d", &sysroot).expect_err("refused");

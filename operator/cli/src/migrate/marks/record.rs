@@ -1,32 +1,32 @@
-//! A mark as it lies in its place: the same bytes in a variable of the firmware's and in a block of a disk.
+//! The record of a tombstone: the same bytes in a variable of the firmware and in a block of a disk.
 //!
 //! ```text
 //! 0    16   "MERCURY-MARK-1" and two NULs
 //! 16   4    length of the text, little-endian
 //! 20   n    the text: JSON
 //! 20+n      zeros
-//! 480  32   BLAKE3 of all before
+//! 480  32   BLAKE3 of all bytes before
 //! ```
 
 use super::when;
 use mercury_migration::protocol::{Attempt, Mark};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a record: what a disk writes as a whole.
+/// Size of a record: a disk writes so many bytes as a whole.
 pub const LENGTH: usize = 512;
 const MAGIC: &[u8; 16] = b"MERCURY-MARK-1\0\0";
 const TEXT: usize = 20;
 const HASH: usize = 480;
 
-/// What a mark says.
+/// The state of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
-    /// The other machine may run it.
+    /// The destination may run the machine.
     Committed,
-    /// It runs elsewhere, for good.
+    /// The machine runs at the destination, for good.
     Moved,
-    /// Nothing of the above holds.
+    /// The machine may start here.
     Cleared,
 }
 
@@ -40,84 +40,86 @@ impl From<Mark> for State {
     }
 }
 
-/// A mark.
+/// A tombstone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// What it says.
     pub state: State,
-    /// The move's name.
+    /// Name of the attempt.
     pub attempt: String,
     /// The machine that it moved to.
     pub to: String,
-    /// Which system has moved, by a hash of its identity, if it has one.
+    /// Hash of the identity of the system that has moved, if it has one.
     pub system: Option<String>,
-    /// Seconds since 1970.
+    /// Time in seconds since 1970.
     pub at: u64,
-    /// Of two copies the one with the higher number counts.
+    /// Number of the record: of two copies the one with the higher number counts.
     pub number: u64,
 }
 
 impl Record {
-    /// The first for an attempt.
+    /// Makes the first record of an attempt.
     #[must_use]
     pub fn new(attempt: Attempt, to: &str, system: Option<String>) -> Self {
-        // A name of a host may be longer than the room.
+        // The name of a host may be longer than the room for it.
         let to = to.chars().take(64).collect();
         Self { state: State::Cleared, attempt: attempt.to_string(), to, system, at: 0, number: 0 }
     }
 
-    /// Whether the machine may run elsewhere.
+    /// Returns true if the machine may run elsewhere.
     #[must_use]
     pub fn forbids(&self) -> bool {
         self.state != State::Cleared
     }
 
-    /// When it was written.
+    /// Returns the time of writing as text.
     #[must_use]
     pub fn when(&self) -> String {
         when::utc(self.at)
     }
 
-    /// As it lies in its place.
+    /// Encodes the record for its place.
     ///
     /// # Errors
-    /// If it is too long.
+    ///
+    /// Returns an error if it is too long.
     pub fn pack(&self) -> Result<[u8; LENGTH], String> {
         let text = serde_json::to_vec(self).map_err(|error| error.to_string())?;
         let mut bytes = [0; LENGTH];
         bytes[..MAGIC.len()].copy_from_slice(MAGIC);
         bytes[MAGIC.len()..TEXT].copy_from_slice(&(text.len() as u32).to_le_bytes());
-        bytes[TEXT..HASH].get_mut(..text.len()).ok_or("the mark is too long")?.copy_from_slice(&text);
+        bytes[TEXT..HASH].get_mut(..text.len()).ok_or("the tombstone is too long")?.copy_from_slice(&text);
         let hash = blake3::hash(&bytes[..HASH]);
         bytes[HASH..].copy_from_slice(hash.as_bytes());
         Ok(bytes)
     }
 
-    /// What lies there; `None` if that never was a mark.
+    /// Decodes a record; returns `None` if the bytes never were one.
     ///
     /// # Errors
-    /// If it was one.
+    ///
+    /// Returns the reason if the record is damaged or of another version.
     pub fn unpack(bytes: &[u8]) -> Result<Option<Self>, String> {
         if !bytes.starts_with(MAGIC) {
             return Ok(None);
         }
-        let bytes: &[u8; LENGTH] = bytes.try_into().map_err(|_| "the mark has another length")?;
+        let bytes: &[u8; LENGTH] = bytes.try_into().map_err(|_| "the tombstone has another length")?;
         if blake3::hash(&bytes[..HASH]).as_bytes() != &bytes[HASH..] {
-            return Err("the mark is damaged".into());
+            return Err("the tombstone is damaged".into());
         }
         let length = u32::from_le_bytes([bytes[16], bytes[17], bytes[18], bytes[19]]) as usize;
-        let text = bytes[TEXT..HASH].get(..length).ok_or("the mark's length is wrong")?;
+        let text = bytes[TEXT..HASH].get(..length).ok_or("the tombstone's length is wrong")?;
         serde_json::from_slice(text)
             .map(Some)
-            .map_err(|error| format!("the mark is of another version: {error}"))
+            .map_err(|error| format!("the tombstone is of another version: {error}"))
     }
 }
 
-/// Which of the copies counts. One alone may be damaged: it was being written when the power went, and then the other one is what
-/// holds, for nothing was said on the strength of it.
+/// Returns the copy that counts. One copy alone may be damaged, because the power failed while it
+/// was written. Then the other one holds, because no message depended on the new one yet.
 ///
 /// # Errors
-/// If what was there cannot be read.
+///
+/// Returns the reason if the contents cannot be read.
 pub fn newest(copies: &[Result<Option<Record>, String>]) -> Result<Option<Record>, String> {
     let whole = copies.iter().filter_map(|copy| copy.as_ref().ok()?.as_ref());
     if let Some(newest) = whole.max_by_key(|record| record.number) {
@@ -134,7 +136,7 @@ pub(super) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A mark with this number.
+    /// Makes a tombstone with this number.
     pub fn record(state: State, number: u64) -> Record {
         let first = Record::new(Attempt([7; 16]), "10.9.0.3:4747", Some("ab".repeat(16)));
         Record { state, at: 1_795_568_400, number, ..first }
@@ -161,7 +163,7 @@ pub(super) mod tests {
     }
 
     proptest! {
-        /// No bit may be other than it was written.
+        /// Every turned bit is noticed.
         #[test]
         fn damage_is_noticed(at in MAGIC.len()..LENGTH, bit in 0..8_u8) {
             let mut bytes = record(State::Committed, 3).pack().expect("it fits");
@@ -181,7 +183,7 @@ pub(super) mod tests {
     #[test]
     fn a_copy_that_was_being_written_does_not_count() {
         let (old, new) = (record(State::Cleared, 4), record(State::Committed, 5));
-        let damaged = || Err("the mark is damaged".to_owned());
+        let damaged = || Err("the tombstone is damaged".to_owned());
         let found = |copies: [Result<Option<Record>, String>; 2]| newest(&copies);
         assert_eq!(found([Ok(Some(new.clone())), Ok(Some(old.clone()))]), Ok(Some(new.clone())));
         assert_eq!(found([Ok(Some(old.clone())), Ok(Some(new.clone()))]), Ok(Some(new.clone())));

@@ -1,14 +1,14 @@
-//! Times as people read them, where no library for them is: in an initial RAM disk.
+//! Dates for people, without a library: an initial RAM disk has no time zones.
 
 use std::time::SystemTime;
 
-/// Seconds since 1970, now.
+/// Returns the seconds since 1970.
 #[must_use]
 pub fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Such as "2026-11-25 01:00:00 UTC".
+/// Formats seconds since 1970 as "2026-11-25 01:00:00 UTC".
 #[must_use]
 pub fn utc(seconds: u64) -> String {
     let (days, of_day) = (seconds / 86_400, seconds % 86_400);
@@ -17,7 +17,8 @@ pub fn utc(seconds: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
-/// The date, so many days after 1 January 1970. Years begin with March here, so that leap days come last.
+/// Returns the date so many days after 1 January 1970. Years begin with March in this computation,
+/// so that leap days come last.
 fn date(days: u64) -> (u64, u64, u64) {
     const ERA: u64 = 146_097;
     let days = days.saturating_add(719_468);

@@ -1,4 +1,4 @@
-//! Everything stands still: the instant, and what is not as it was sent.
+//! The standstill: the instant, and the pages that have changed since they were sent.
 
 use super::{
     super::{
@@ -20,13 +20,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long what was written may take to be on its disks, or its servers, before anything stands still.
+/// Time for writing file data back to disks and servers, before anything stands still.
 const WRITE_PATIENCE: Duration = Duration::from_secs(300);
-/// The other end takes longer silence than this for an end.
+/// Interval of signs of life; the other end takes longer silence for an end.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
 
 impl Mover<'_> {
-    /// What was written to disks until their file systems were held still; nobody writes to them any more.
+    /// Sends the disk chunks that were written to until file systems were held still. Nothing
+    /// writes to the disks any more.
     fn mirror_the_rest(&mut self) -> std::result::Result<(), Event> {
         if self.mirror.is_empty() {
             return Ok(());
@@ -38,29 +39,40 @@ impl Mover<'_> {
         self.mirror_pass(From::Instant, "the rest of the disks", &limits).map(drop)
     }
 
-    /// Takes the frames that were not in the log as well, and counts those that it should have had.
+    /// Reads the frames that were not in the dirty log as well, and counts those that should have
+    /// been in it.
     fn verify_log(&mut self, limits: &Limits) -> std::result::Result<(), Event> {
         let rest = self.pass(From::Instant, MERCURY_TAKE_USED, "the rest, to compare", limits)?;
         self.report.missed = Some(rest.changed);
         self.operator.tell(&format!(
-            "{} pages were not in the log of writes, of which {} should have been",
+            "{} pages were not in the dirty log, of which {} should have been",
             rest.looked, rest.changed
         ));
         Ok(())
     }
 
-    /// What was read is what it was at the instant, or the machine does not move.
+    /// Proves that the frames that were read are those of the instant; otherwise the machine does
+    /// not move.
     fn prove(&mut self) -> Result<()> {
         let Some((compared, wrong)) = self.proof.as_ref().map(Proof::found) else { return Ok(()) };
         let said = format!(
-            "{compared} pages were compared with the hypervisor's hashes of the instant, of which {wrong} are not what they were"
+            "{compared} pages were compared with the hypervisor's hashes of the instant, of which {wrong} \
+             differ"
         );
         self.operator.tell(&said);
-        if wrong == 0 { Ok(()) } else { Err(Error::new(Exit::Failed, said).hint("the machine runs on")) }
+        if wrong == 0 {
+            Ok(())
+        } else {
+            Err(Error::new(Exit::Failed, said).hint(
+                "report this as a bug; \
+            the machine runs on",
+            ))
+        }
     }
 
-    /// What was written is on its disks, so that there is little to write when everything stands still; or what has happened
-    /// meanwhile. A disk or a server that does not answer is waited for by nobody else but this command, and not for ever.
+    /// Writes file data back to disk, so that little is left when everything stands still. Returns
+    /// an event if one came first. Only this command waits for a disk or a server that does not
+    /// answer, and not for ever.
     pub(super) fn write_back(&mut self) -> Result<Option<Event>> {
         let written = self.system.begin_sync();
         let (end, mut said) = (Instant::now() + WRITE_PATIENCE, Instant::now());
@@ -83,16 +95,19 @@ impl Mover<'_> {
                 }
             }
             if Instant::now() > end {
-                let text = "what was written to files does not come to their disks or servers";
-                return Err(Error::new(Exit::Failed, text)
-                    .hint("find out which one does not answer: a process in state D waits for it (ps, /proc/PID/stack)"));
+                let text = "file data cannot be written back to disks or servers";
+                return Err(Error::new(Exit::Failed, text).hint(
+                    "find the disk or server that does not answer: a process in state D waits for \
+                        it (ps, /proc/PID/stack)",
+                ));
             }
             thread::sleep(Duration::from_millis(5));
         }
         Ok(None)
     }
 
-    /// Everything stands still; the instant; and what is not as it was sent goes over.
+    /// Holds everything still, takes the instant, and sends the pages that have changed since they
+    /// were sent.
     pub(super) fn stop_and_copy(&mut self) -> Result<Step> {
         self.system.tell(&Told::Stops);
         if let Some(event) = self.write_back()? {
@@ -105,7 +120,7 @@ impl Mover<'_> {
             return Ok(Step::Event(event));
         }
         self.offer.machine.file_systems = self.system.file_systems();
-        // Only now: until then files are asked for, which may be a server's.
+        // The fence comes last, because the calls before read files, which may be on a server.
         self.system.fence_off(self.to)?;
         if self.system.take_instant()? == system::After::Arrived {
             return Ok(Step::Arrived);
@@ -136,7 +151,7 @@ impl Mover<'_> {
             return Ok(Step::Event(event));
         }
         self.prove()?;
-        // Only now it is known that all was as at the instant.
+        // Only the end of the snapshot proves that all frames were those of the instant.
         self.system.end_instant()?;
         if !self.ledger.is_complete() {
             return Err(Error::new(Exit::Failed, "not all of memory could be read").hint("try again"));

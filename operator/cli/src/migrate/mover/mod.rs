@@ -1,5 +1,6 @@
-//! The source's end of a move: what [`mercury_migration::protocol::Source`] says is to be done is done here, by the machine that
-//! moves ([`super::system`]). [`rounds`] copies while everything runs, [`instant`] when it stands still.
+//! The source's end of a move. [`mercury_migration::protocol::Source`] decides the actions, and the
+//! code here carries them out on the machine that moves ([`super::system`]). [`rounds`] copies
+//! while everything runs, [`instant`] when it stands still.
 
 mod instant;
 mod rounds;
@@ -39,71 +40,71 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the other end may take to say why it has ended a stream.
+/// Time for the other end to say why it has ended a stream.
 const LAST_WORD: Duration = Duration::from_secs(2);
-/// How long a connection is kept after the commit.
+/// Time for which a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
-/// Nothing that happens waits longer than this to be seen.
+/// Longest delay until an event is noticed.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What a move begins with.
+/// The parts with which a move begins.
 pub struct Departure<'a> {
-    /// Its name.
+    /// Name of the attempt.
     pub attempt: Attempt,
-    /// Where to.
+    /// Address of the destination.
     pub to: SocketAddr,
-    /// The receiver's line.
+    /// Pairing token of the receiver.
     pub line: Line,
-    /// The connection.
+    /// Connection to the destination.
     pub link: Link,
-    /// What needs no connection.
+    /// Announcements, which need no connection.
     pub hails: Hails,
-    /// The machine.
+    /// Description of the machine.
     pub offer: Offer,
-    /// Its bridges that were given an address: names, and what it is.
+    /// Bridges of the machine that were given an address: name and address.
     pub bridges: Vec<(String, Mac)>,
-    /// Its memory.
+    /// Memory of the machine.
     pub memory: &'a dyn Memory,
-    /// What tells what was written to.
+    /// Source of the changed frames.
     pub log: Log,
-    /// That what was read is what was there, if that is wanted.
+    /// Proof that frames are those of the instant, if it is wanted.
     pub proof: Option<Proof>,
-    /// The disks that go along.
+    /// Disks that move with the machine.
     pub mirror: Mirror<'a>,
-    /// Whoever is at the console.
+    /// Operator at the console.
     pub operator: Operator,
 }
 
-/// How a move has ended.
+/// The end of a move.
 #[derive(Debug)]
 pub enum Outcome {
     /// This is the machine that has arrived.
     Arrived(Arrival),
-    /// It runs elsewhere.
+    /// The machine runs at the destination.
     GivenUp,
-    /// It goes on here.
+    /// The machine goes on here.
     Resumed,
 }
 
-/// What is left of a mover.
+/// The parts of a mover that are left in the end.
 #[derive(Debug)]
 pub struct Rest {
-    /// Why the machine has not moved, if it has not.
+    /// Reason why the machine has not moved, if it has not.
     pub failure: Option<Error>,
-    /// Whoever is at the console.
+    /// Operator at the console.
     pub operator: Operator,
-    /// Where a test wants it to hold still yet.
+    /// Pause that a test still wants.
     pub pause: Pause,
 }
 
-/// What an action comes to.
+/// The result of an action.
 enum Step {
     None,
     Event(Event),
     Arrived,
 }
 
-/// The source, and what it has.
+/// The source and its resources.
 pub struct Mover<'a> {
     args: &'a MigrateArgs,
     system: &'a mut dyn System,
@@ -120,7 +121,7 @@ pub struct Mover<'a> {
     patience: Patience,
     proof: Option<Proof>,
     log: Log,
-    /// How long the last pass over what was written to disks took.
+    /// Duration of the last pass over written disk chunks.
     mirrored: Duration,
     offer: Offer,
     mirror: Mirror<'a>,
@@ -128,7 +129,7 @@ pub struct Mover<'a> {
     failure: Option<Error>,
     is_cancelled: bool,
     committed: Option<Instant>,
-    /// The other machine's cards, which this one's will be.
+    /// Cards of the destination, which will be this machine's.
     theirs: Vec<Card>,
     /// Bridges that were given an address.
     bridges: Vec<(String, Mac)>,
@@ -137,17 +138,18 @@ pub struct Mover<'a> {
     workers: usize,
     begun: Instant,
     stopped: Option<Instant>,
-    /// When the last page was sent.
+    /// Time at which the last page was sent.
     streamed: Option<Instant>,
     report: Report,
     pause: Pause,
 }
 
 impl<'a> Mover<'a> {
-    /// Makes everything ready; nothing stands still yet.
+    /// Prepares the move; nothing stands still yet.
     ///
     /// # Errors
-    /// If the connection is gone.
+    ///
+    /// Returns an error if the connection is gone.
     pub fn new(
         args: &'a MigrateArgs,
         system: &'a mut dyn System,
@@ -210,7 +212,7 @@ impl<'a> Mover<'a> {
         })
     }
 
-    /// Moves the machine, as far as that goes.
+    /// Runs the move to its end.
     pub fn run(&mut self) -> Outcome {
         let mut todo = VecDeque::from(std::mem::take(&mut self.begin));
         self.pause(self.source.state());
@@ -238,7 +240,7 @@ impl<'a> Mover<'a> {
         actions
     }
 
-    /// Holds still here for a while, if a test wants that.
+    /// Pauses at this step, if a test wants that.
     fn pause(&mut self, step: impl std::fmt::Debug) {
         if let Some(text) = self.pause.reached(step) {
             self.operator.tell(&text);
@@ -246,13 +248,13 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// What it has come to.
+    /// Returns the report of the move.
     #[must_use]
     pub fn report(&self) -> Report {
         self.report.clone()
     }
 
-    /// Why it has not moved.
+    /// Returns the remaining parts, with the reason if the machine has not moved.
     #[must_use]
     pub fn into_rest(self) -> Rest {
         let Self { failure, operator, pause, .. } = self;
@@ -263,7 +265,7 @@ impl<'a> Mover<'a> {
         self.source.may_decide()
     }
 
-    /// Waits until something has happened.
+    /// Waits for the next event.
     fn next_event(&mut self) -> Event {
         self.heard = Instant::now();
         loop {
@@ -287,14 +289,14 @@ impl<'a> Mover<'a> {
                 thread::sleep(LOOK);
             }
             if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
-                let silent = Error::new(Exit::Failed, "the other machine does not answer");
+                let silent = Error::new(Exit::Failed, "the destination does not answer");
                 self.failure.get_or_insert(silent.hint("look at its console"));
                 return Event::TimedOut;
             }
         }
     }
 
-    /// Ctrl-C, once.
+    /// Returns true once after Ctrl-C.
     fn is_wanted_to_stop(&mut self) -> bool {
         if self.is_cancelled || !self.system.is_interrupted() {
             return false;
@@ -305,12 +307,13 @@ impl<'a> Mover<'a> {
         true
     }
 
-    /// Where no connection need be: what was said to all, and what the operator says.
+    /// Reads events that need no connection: announcements, and the operator's decision.
     fn look_around(&mut self) -> Option<Event> {
         if !self.is_in_doubt() {
             return None;
         }
-        // A connection that is not answered makes the kernel ask all for the other end, and so say where it is itself.
+        // A connection without answers makes the kernel ask for the other end's address by ARP,
+        // which tells all machines this machine's own address.
         if self.committed.is_some_and(|since| since.elapsed() > LINK_PATIENCE)
             && let Some(link) = self.link.take()
         {
@@ -329,11 +332,11 @@ impl<'a> Mover<'a> {
         let text = String::from_utf8_lossy(text);
         let failure = match message.word {
             Word::Refuse => Some(
-                Error::new(Exit::Impossible, format!("the other machine does not take this one: {text}"))
-                    .hint("this machine goes on; the other one must be equal to it"),
+                Error::new(Exit::Impossible, format!("the destination does not accept this machine: {text}"))
+                    .hint("make the destination equal to it; this machine goes on"),
             ),
             Word::Discarded => Some(
-                Error::new(Exit::Failed, format!("the other machine has given up: {text}"))
+                Error::new(Exit::Failed, format!("the destination has given up: {text}"))
                     .hint("this machine goes on as if nothing had been tried"),
             ),
             Word::Accept => {
@@ -348,7 +351,7 @@ impl<'a> Mover<'a> {
         Event::Heard(message)
     }
 
-    /// What the other end says when it has ended a stream: why, which the stream does not tell.
+    /// Reads the other end's reason on the first stream, after it has ended another stream.
     fn last_word(&mut self) -> Option<Event> {
         let link = self.link.as_mut()?;
         if !link.wait(&[], LAST_WORD) {
@@ -382,14 +385,14 @@ impl<'a> Mover<'a> {
                 Err(error) => Step::Event(self.fail(error)),
             },
             Action::Record(mark) => self.record(mark),
-            // To ask for a connection is to say to all who has this machine's address, which may be another one's by now.
-            // What has to be said is hailed.
+            // A new connection would tell all machines this machine's address, which the
+            // destination may have by now. The word is announced instead.
             Action::Connect => Step::None,
             Action::Resume => {
                 self.resume();
                 Step::None
             }
-            // Only after a restart, which knows nothing of the move.
+            // Only a restarted source, which knows nothing of the move, gets this action.
             Action::Boot => Step::None,
             Action::GiveUp => {
                 let now = Instant::now();
@@ -412,12 +415,13 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// Has a mark written that outlasts a power cut.
+    /// Writes a tombstone that survives a power cut.
     fn record(&mut self, mark: Mark) -> Step {
         if let Err(error) = self.try_record(mark) {
             self.operator.tell(&error.to_string());
             self.failure.get_or_insert(error);
-            // What cannot be taken back is tried again when time is up: the other end, and the operator, are listened to meanwhile.
+            // A tombstone that cannot be taken back is tried again later. Meanwhile the destination
+            // and the operator are heard.
             return match mark {
                 Mark::Cleared => Step::None,
                 _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
@@ -434,13 +438,22 @@ impl<'a> Mover<'a> {
             self.commit()?;
         }
         self.system.mark(mark).map_err(|why| {
-            Error::new(Exit::Failed, format!("the mark of this move cannot be written ({mark:?}): {why}"))
-                .hint("`mercury mark` shows what is there; while it is there, this machine does not start by itself")
+            Error::new(
+                Exit::Failed,
+                format!(
+                    "the tombstone of this move cannot be written ({mark:?}): \
+                {why}"
+                ),
+            )
+            .hint(
+                "`mercury mark` shows the tombstone; while it is there, this machine does not start \
+                    by itself",
+            )
         })
     }
 
     fn commit(&mut self) -> Result<()> {
-        // All that they carried is there.
+        // All pages of these streams have arrived.
         self.lanes.clear();
         let doubt = Doubt::of(&self.line, self.attempt, self.offer.hails, self.hails.cards());
         self.system.commit(doubt, self.operator.console())
@@ -451,7 +464,7 @@ impl<'a> Mover<'a> {
         self.lanes.clear();
         self.system.go_on();
         self.mirror.unwatch();
-        // One that is over, or that was only prepared, goes with the device.
+        // If this fails, closing the device ends the snapshot.
         let _ = self.system.end_instant();
     }
 
@@ -474,7 +487,7 @@ impl<'a> Mover<'a> {
         }
     }
 
-    /// This machine has arrived: its connection was another one's.
+    /// Ends the source's role: this machine has arrived, and the connection belongs to the source.
     fn arrive(&mut self) -> Arrival {
         if let Some(link) = self.link.take() {
             link.abandon();

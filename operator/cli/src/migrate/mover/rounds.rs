@@ -1,4 +1,5 @@
-//! While everything runs: rounds over disks and memory, each of what may have been written since the one before.
+//! The rounds while everything runs: each sends the disk chunks and pages that may have been
+//! written to since the one before.
 
 use super::{
     super::{
@@ -24,14 +25,14 @@ use mercury_migration::{
 };
 use std::time::{Duration, Instant};
 
-/// Who is told how far a pass is, and says whether to go on.
+/// A callback that gets the progress of a pass, and returns false to stop it.
 type Watch<'a> = dyn FnMut(&Pass, &mut Link) -> bool + 'a;
 
-/// How often progress is shown.
+/// Interval at which progress is shown.
 const INTERVAL: Duration = Duration::from_millis(500);
 
 impl Mover<'_> {
-    /// The streams besides the first, now that the other end wants pages.
+    /// Opens the streams besides the first, when the destination is ready for pages.
     fn open_lanes(&mut self) -> Result<()> {
         let Self { to, line, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
         let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
@@ -41,7 +42,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Rounds, until the machine is to be stopped.
+    /// Runs rounds until the machine is to be stopped.
     pub(super) fn copy_rounds(&mut self) -> Event {
         if let Err(error) = self.open_lanes() {
             return self.last_word().unwrap_or_else(|| self.fail(error));
@@ -54,7 +55,7 @@ impl Mover<'_> {
                 Ok(done) => done,
                 Err(event) => return event,
             };
-            // While everything runs: the digest is short at the end.
+            // Settling while everything runs keeps the computation of the digest short at the end.
             self.ledger.settle();
             self.report.rounds = number + 1;
             self.report.pages[0] += done.sent;
@@ -74,9 +75,10 @@ impl Mover<'_> {
         }
         match limits.otherwise {
             Otherwise::Stop => Event::StopNow,
-            // No arguments lead here; whoever wants it given up is not to be moved.
+            // `refuse_hopeless` excludes these arguments. A move that was to be given up must not
+            // happen.
             Otherwise::GiveUp => {
-                let error = Error::new(Exit::Failed, "no downtime could be expected");
+                let error = Error::new(Exit::Failed, "no downtime could be estimated");
                 self.fail(error.hint("leave out --or-give-up, or allow rounds with --rounds"))
             }
         }
@@ -96,7 +98,8 @@ impl Mover<'_> {
         self.pass(From::Now, only, &format!("round {number}"), limits)
     }
 
-    /// Disks go before memory: sending them takes long, and what has to be read again of them at the end is little.
+    /// Runs a round over the disks. Disks come before memory: sending them takes long, and few
+    /// chunks have to be read again at the end.
     fn mirror_round(&mut self, number: u64, limits: &Limits) -> std::result::Result<(), Event> {
         if self.mirror.is_empty() {
             return Ok(());
@@ -104,7 +107,7 @@ impl Mover<'_> {
         if number == 0 {
             self.mirror.watch().map_err(|error| self.fail(error))?;
         } else {
-            // What is only in memory of what was written to files would be written at the last moment.
+            // File data that is only in memory would otherwise be written at the last moment.
             match self.write_back() {
                 Ok(None) => {}
                 Ok(Some(event)) => return Err(event),
@@ -124,7 +127,8 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// One pass over what may have been written to disks; at the end until nothing has; otherwise what has happened.
+    /// Runs a pass over disk chunks that may have been written to. At the end, repeats passes until
+    /// there are none. Returns an event if one came first.
     pub(super) fn mirror_pass(
         &mut self,
         from: From,
@@ -145,7 +149,7 @@ impl Mover<'_> {
         passed
     }
 
-    /// One pass over memory; otherwise what has happened.
+    /// Runs a pass over memory. Returns an event if one came first.
     pub(super) fn pass(
         &mut self,
         from: From,
@@ -176,7 +180,7 @@ impl Mover<'_> {
         passed
     }
 
-    /// A pass over `total` pages, which is shown, and ends when somebody wants it.
+    /// Runs a pass over `total` pages, shows its progress, and stops it after Ctrl-C.
     fn watched(
         &mut self,
         from: From,
@@ -184,9 +188,9 @@ impl Mover<'_> {
         total: u64,
         pass: impl FnOnce(Ways<'_>, &mut Watch<'_>) -> std::result::Result<Pass, Stopped>,
     ) -> std::result::Result<Pass, Event> {
-        let Some(mut link) = self.link.take() else { return Err(self.is_gone("it is not there")) };
+        let Some(mut link) = self.link.take() else { return Err(self.is_gone("there is no connection")) };
         let (begun, mut shown) = (Instant::now(), Instant::now());
-        // Whoever shows a terminal's lines may stand still.
+        // A program that shows the terminal's lines may stand still at the instant.
         let is_shown = from == From::Now;
         let system = &mut *self.system;
         let was_cancelled = self.is_cancelled;
