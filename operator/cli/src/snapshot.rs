@@ -248,13 +248,15 @@ fn keep(
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
+    let has_servers = fence::has_servers(sysroot);
     // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
     // server: even the way to /proc may ask the server of the root.
-    let fenced = fence::servers(sysroot).is_empty() && device.fence(&[], Silent::Second).is_ok();
+    let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
     // Where disks are to go back too, they must be what memory believes them to be.
-    // Whoever waits for a server that stands still does not come to rest for the kernel's own freezer.
-    let still = if mounts.iter().any(is_left_behind) || !waits::servers().is_empty() {
+    // The kernel's own freezer fails where a task waits for one that it has frozen already: for a FUSE server, or for
+    // the lock of a directory of NFS, whose holder was frozen while it waited for the answer to its request.
+    let still = if mounts.iter().any(is_left_behind) || has_servers || !waits::servers().is_empty() {
         disks::sync(mounts, sysroot)?;
         let frozen = Frozen::hold(guard, &[])?;
         Some((Still::hold(mounts, guard)?, frozen))

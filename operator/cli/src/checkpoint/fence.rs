@@ -103,6 +103,14 @@ pub fn servers(sysroot: &Sysroot) -> Vec<Peer> {
     all.into_iter().collect()
 }
 
+/// Returns true if files or disks of this machine come from a server, named or not.
+#[must_use]
+pub fn has_servers(sysroot: &Sysroot) -> bool {
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    mountinfo.lines().any(|line| !matches!(of_file_system(line), Ok(None)))
+        || of_disks(sysroot).map_or(true, |peers| !peers.is_empty())
+}
+
 /// The server of a file system, by its line of mountinfo; none for one that is no network's.
 fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
     let mut words = line.split_once(" - ").map_or("", |(_, rest)| rest).split(' ');
@@ -239,8 +247,13 @@ mod tests {
         assert_eq!(peers(&[], &[], &sysroot), Ok(vec![]), "a root on a network is fenced off as well");
         assert_eq!(peers(&[&at], &[], &sysroot), Ok(vec![peer("10.0.0.1")]));
         assert_eq!(servers(&sysroot), [peer("10.0.0.1"), peer("10.0.0.2")]);
+        assert!(has_servers(&sysroot));
         let ceph = "30 22 0:30 / /x rw - ceph 1.2.3.4:/ rw,name=x";
         assert!(of_file_system(ceph).is_err());
+        for (line, has) in [(ceph, true), ("22 1 0:20 / / rw - ext4 /dev/vda1 rw", false)] {
+            fs::write(at.join("proc/self/mountinfo"), line).expect("written");
+            assert_eq!(has_servers(&sysroot), has, "{line}");
+        }
         assert!(of_file_system("30 22 0:30 / /x rw - cifs //a/b rw").is_err());
     }
 
@@ -256,14 +269,16 @@ mod tests {
         put("sys/block/nbd0/size", "0");
         put("sys/class/nvme/nvme0/transport", "pcie\n");
         assert_eq!(of_disks(&sysroot), Ok(vec![]));
+        assert!(!has_servers(&sysroot));
         put("sys/class/nvme/nvme1/transport", "tcp\n");
         put("sys/class/nvme/nvme1/address", "traddr=fd00::1,trsvcid=4420,src_addr=fd00::2\n");
         put("sys/class/iscsi_connection/connection1:0/address", "10.0.0.3\n");
         let found: Vec<_> =
             of_disks(&sysroot).expect("named").iter().map(|peer| peer.address.to_string()).collect();
         assert_eq!(found, ["10.0.0.3", "fd00::1"]);
+        assert!(has_servers(&sysroot));
         put("sys/block/nbd0/pid", "7");
-        assert!(of_disks(&sysroot).is_err());
+        assert!(of_disks(&sysroot).is_err() && has_servers(&sysroot));
     }
 
     #[test]

@@ -701,7 +701,7 @@ fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysr
     let stale = Stale::prepare(Whose::Everybody).ok();
     // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
     // server: even the way to /proc may ask the server of the root.
-    let fenced = fence::servers(sysroot).is_empty() && device.fence(&[], Silent::Second).is_ok();
+    let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
     let silent = if fenced { Silent::Second } else { Silent::Both };
     Ok(Fenced { unfenced, stale, silent })
 }
