@@ -8,7 +8,9 @@ use std::{
 use mercury_lab_agent::protocol::{CHUNK, Event, Exec, Exit, Request};
 
 use crate::{
+    autopsy,
     client::{Client, next_event},
+    emulator::qmp::Qmp,
     error::{Error, Result},
     scene::Scene,
 };
@@ -29,6 +31,24 @@ pub fn patient(limit: Duration) -> Duration {
 pub struct Link {
     pub(crate) client: Arc<Client>,
     pub(crate) scene: Arc<Scene>,
+    /// QEMU's monitor; Bochs has none.
+    pub(crate) monitor: Option<Arc<Qmp>>,
+    memory_bytes: u64,
+}
+
+impl Link {
+    pub(crate) fn new(client: Client, scene: Arc<Scene>, monitor: Option<Qmp>, memory_mib: u32) -> Self {
+        let memory_bytes = u64::from(memory_mib) << 20;
+        Self { client: Arc::new(client), scene, monitor: monitor.map(Arc::new), memory_bytes }
+    }
+
+    /// Adds the evidence to an error. After a timeout, finds out first what the machine is doing.
+    pub(crate) fn blame_silent(&self, error: Error) -> Error {
+        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.monitor) {
+            autopsy::perform(qmp, &self.scene, self.memory_bytes);
+        }
+        self.scene.blame(error)
+    }
 }
 
 /// Which of a command's outputs.
@@ -241,7 +261,7 @@ impl Background {
             if !more {
                 let said = said_so_far(&self.stdout, &self.stderr);
                 let what = format!("`{}` to say {text:?}{said}", self.name);
-                return Err(self.link.scene.blame(Error::Timeout { what, limit }));
+                return Err(self.link.blame_silent(Error::Timeout { what, limit }));
             }
         }
         Ok(())
@@ -260,9 +280,10 @@ impl Background {
         let end = Instant::now() + limit;
         while self.exit.is_none() {
             if self.next(end, &mut show)?.is_none() {
-                let _ = self.kill(9);
                 let what = format!("`{}`{}", self.name, said_so_far(&self.stdout, &self.stderr));
-                return Err(self.link.scene.blame(Error::Timeout { what, limit }));
+                let error = self.link.blame_silent(Error::Timeout { what, limit });
+                let _ = self.kill(9);
+                return Err(error);
             }
         }
         Ok(Output {
@@ -279,7 +300,7 @@ impl Background {
         while self.pid == 0 && self.exit.is_none() {
             if self.next(end, &mut |_, _| {})?.is_none() {
                 let what = format!("`{}` to start", self.name);
-                return Err(self.link.scene.blame(Error::Timeout { what, limit: LIMIT }));
+                return Err(self.link.blame_silent(Error::Timeout { what, limit: LIMIT }));
             }
         }
         Ok(())

@@ -46,7 +46,6 @@ pub struct Machine {
     spec: Spec,
     start: Start,
     process: Emulator,
-    qmp: Option<Qmp>,
     link: Link,
     kernel: String,
     boot_time: Duration,
@@ -410,7 +409,7 @@ impl Machine {
     /// # Errors
     /// If the machine does not run in QEMU.
     pub fn qmp(&self) -> Result<&Qmp> {
-        self.qmp.as_ref().ok_or(Error::Unsupported { reason: "Bochs has no monitor" })
+        self.link.monitor.as_deref().ok_or(Error::Unsupported { reason: "Bochs has no monitor" })
     }
 
     /// The port on 127.0.0.1 for `target remote`, if the machine was asked to have one.
@@ -542,10 +541,7 @@ impl Machine {
 
     /// For what did not happen in time: finds out what the machine is doing.
     fn blame_silent(&self, error: Error) -> Error {
-        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.qmp) {
-            autopsy::perform(qmp, &self.link.scene, u64::from(self.spec.memory_mib) << 20);
-        }
-        self.link.scene.blame(error)
+        self.link.blame_silent(error)
     }
 
     /// The failure that was seen on this machine was expected: nothing of it needs to be kept.
@@ -710,11 +706,10 @@ impl Prepared {
         let started = Instant::now();
         let (process, Connected { qmp, client, hello }) = self.start_and_connect(&ask)?;
         Ok(Machine {
-            link: Link { client: Arc::new(client), scene: self.scene },
+            link: Link::new(client, self.scene, qmp, self.spec.memory_mib),
             spec: self.spec,
             start: self.start,
             process: Emulator(Mutex::new(process)),
-            qmp,
             kernel: hello.kernel,
             boot_time: started.elapsed(),
             _slot: slot,
@@ -726,11 +721,10 @@ impl Prepared {
         let mut process = Emulator(Mutex::new(self.start_emulator()?));
         let (qmp, client) = self.reach(process.0.get_mut().unwrap_or_else(PoisonError::into_inner))?;
         Ok(Machine {
-            link: Link { client: Arc::new(client), scene: self.scene },
+            link: Link::new(client, self.scene, qmp, self.spec.memory_mib),
             spec: self.spec,
             start: self.start,
             process,
-            qmp,
             kernel,
             boot_time: Duration::ZERO,
             _slot: slot,
