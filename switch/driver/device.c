@@ -25,7 +25,7 @@
 #include <asm/msr.h>
 #include <asm/tsc.h>
 
-#include "mercury.h"
+#include "snapshot/snapshot.h"
 
 #define MEASURE_COUNT_MAX	1000
 /* A CPU mask longer than any kernel's is a mistake. */
@@ -104,7 +104,7 @@ static int run_system(union request *request, struct mercury_outcome *outcome)
 {
 	struct mercury_system_info *info = &request->system;
 
-	mercury_monitor_look();
+	mercury_monitor_check();
 	info->state = mercury.state;
 	info->possible_cpus = nr_cpu_ids;
 	mutex_lock(&controller_lock);
@@ -297,7 +297,7 @@ static int run_status(union request *request, struct mercury_outcome *outcome)
 	u32 room = request->status.cpus_addr ? request->status.cpus_count : 0;
 	int cpu, result = 0;
 
-	mercury_monitor_look();
+	mercury_monitor_check();
 	request->status.state = mercury.state;
 	request->status.cpus_count = 0;
 	cpus_read_lock();

@@ -4,7 +4,7 @@
 
 #include <linux/module.h>
 
-#include "mercury.h"
+#include "snapshot/snapshot.h"
 
 struct mercury mercury = {
 	.lock = __MUTEX_INITIALIZER(mercury.lock),
@@ -18,6 +18,7 @@ static int __init mercury_init(void)
 	int err;
 
 	mercury_vendor_init();
+	mercury_hooks_register(&mercury_snapshot_hooks);
 	err = mercury_events_init();
 	if (err)
 		return err;

@@ -13,7 +13,7 @@
 #include <linux/sched.h>
 #include <linux/sizes.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 /* No build takes this many slices: a bound on what a faulty hypervisor can make of the driver. */
 #define BUILD_SLICES_MAX	100000
@@ -435,7 +435,7 @@ u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_o
 
 	if (mercury.going_down)
 		return MERCURY_CODE_GOING_DOWN;
-	mercury_monitor_look();
+	mercury_monitor_check();
 	if (mercury.state == MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_NOT_LOADED;
 	if (mercury.state == MERCURY_STATE_CRASHED)
@@ -466,7 +466,7 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 
 	if (mercury.state == MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_NOT_LOADED;
-	mercury_snapshot_end();
+	mercury_hooks->before_detach();
 	cpus_read_lock();
 	if (cpus)
 		cpumask_and(&online, cpus, cpu_online_mask);
@@ -485,6 +485,6 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 			mercury.state = MERCURY_STATE_LOADED;
 	}
 	cpus_read_unlock();
-	mercury_monitor_look();
+	mercury_monitor_check();
 	return code;
 }

@@ -22,7 +22,7 @@
 #include <linux/syscore_ops.h>
 #include <asm/reboot.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 #define HAVE_EMERGENCY_SLOT	(IS_ENABLED(CONFIG_KVM_AMD) || IS_ENABLED(CONFIG_KVM_INTEL))
 
@@ -32,6 +32,13 @@
 #else
 #define SYSCORE_ARGUMENT	void
 #endif
+
+const struct mercury_hooks *mercury_hooks __ro_after_init;
+
+void __init mercury_hooks_register(const struct mercury_hooks *hooks)
+{
+	mercury_hooks = hooks;
+}
 
 static int hotplug_state, dead_state;
 
@@ -84,7 +91,7 @@ static void attach_if_wanted(unsigned int cpu)
 
 static int cpu_comes(unsigned int cpu)
 {
-	mercury_snapshot_cpu_came();
+	mercury_hooks->cpu_online();
 	attach_if_wanted(cpu);
 	return 0;
 }
@@ -105,7 +112,7 @@ static int cpu_goes(unsigned int cpu)
 /* Runs on another CPU, before this one starts. */
 static int cpu_will_come(unsigned int cpu)
 {
-	mercury_snapshot_cpu_comes();
+	mercury_hooks->cpu_starts();
 	return 0;
 }
 
@@ -190,7 +197,7 @@ static struct notifier_block reboot_notifier = {
  */
 static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
 {
-	u32 code = mercury_rollback(MERCURY_ROLLBACK_REASON_PANIC, data);
+	u32 code = mercury_hooks->panic(data);
 
 	if (code != MERCURY_CODE_NO_SNAPSHOT)
 		pr_emerg("the machine could not be put back to its snapshot (code %u)\n", code);
@@ -208,7 +215,7 @@ static noinstr void emergency(void)
 {
 	struct mercury_cpu *m = per_cpu_ptr(&mercury_cpus, raw_smp_processor_id());
 
-	if (mercury_rollback_waits())
+	if (mercury_hooks->stays_attached())
 		return;
 	WRITE_ONCE(mercury.going_down, true);
 	if (mercury_mode() == MERCURY_MODE_ATTACHED)
@@ -353,7 +360,7 @@ static int module_changes(struct notifier_block *block, unsigned long action, vo
 	if (rival >= 0 && comes)
 		err = rival_comes(rival);
 	if (comes)
-		mercury_dma_module_comes(module->name);
+		mercury_hooks->module_comes(module->name);
 	if (mercury_vendor && strcmp(module->name, mercury_vendor->kvm) == 0 && comes &&
 	    !READ_ONCE(mercury.kvm_may) && READ_ONCE(mercury.state) == MERCURY_STATE_ATTACHED)
 		pr_notice("%s will find %s in use: run `mercury detach` before using KVM\n",

@@ -14,7 +14,7 @@
 #include <asm/msr.h>
 #include <xen/xen.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 /* Results of arithmetic: they say nothing of the CPU. */
 #define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \

@@ -7,7 +7,7 @@
 #include <linux/cpu.h>
 #include <linux/smp.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 /* The first point of the hypervisor. */
 #define HYPERVISOR_POINTS	MERCURY_FAULT_POINT_ENTRY

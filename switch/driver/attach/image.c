@@ -9,7 +9,7 @@
 #include <linux/sizes.h>
 #include <linux/string.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 /* No image is near this: a bound before any arithmetic with the header's numbers. */
 #define IMAGE_MAX	SZ_2M

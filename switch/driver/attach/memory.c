@@ -20,7 +20,7 @@
 #include <asm/io.h>
 #include <asm/special_insns.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 #define CHUNK_ORDER_MAX	9
 #define CHUNKS_MAX	(PAGE_SIZE / sizeof(struct mercury_owned_range))

@@ -9,7 +9,7 @@
 #include <linux/cpu.h>
 #include <linux/workqueue.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 static void look(struct work_struct *work);
 static DECLARE_DEFERRABLE_WORK(monitor, look);
@@ -46,7 +46,7 @@ static void let_go(int cpu, const struct mercury_shared_cpu *shared)
 }
 
 /* Looks at every CPU; under mercury.lock. */
-void mercury_monitor_look(void)
+void mercury_monitor_check(void)
 {
 	int cpu;
 
@@ -68,7 +68,7 @@ void mercury_monitor_look(void)
 	if (mercury.state == MERCURY_STATE_ATTACHED && cpumask_empty(&mercury.wanted))
 		mercury.state = MERCURY_STATE_LOADED;
 	cpus_read_unlock();
-	mercury_snapshot_look();
+	mercury_hooks->check();
 }
 
 /* Does not wait: whoever holds the lock may be freezing this queue. */
@@ -78,7 +78,7 @@ static void look(struct work_struct *work)
 		mercury_monitor_start();
 		return;
 	}
-	mercury_monitor_look();
+	mercury_monitor_check();
 	if (mercury.state == MERCURY_STATE_ATTACHED)
 		mercury_monitor_start();
 	mutex_unlock(&mercury.lock);

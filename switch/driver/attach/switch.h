@@ -9,7 +9,7 @@
 #include <asm/desc.h>
 #include <asm/msr.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 /* DR7 with every breakpoint disabled; bit 10 reads as 1. */
 #define DR7_DISARMED	0x400

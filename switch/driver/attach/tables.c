@@ -16,7 +16,7 @@
 #include <asm/pgtable_types.h>
 #include <asm/special_insns.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 #define TABLE_FLAGS	(_PAGE_PRESENT | _PAGE_RW | _PAGE_ACCESSED)
 #define DATA_FLAGS	(TABLE_FLAGS | _PAGE_DIRTY)

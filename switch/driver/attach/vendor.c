@@ -2,7 +2,7 @@
 /* Whose hardware virtualization this machine has: the one place where the driver asks. */
 #include <asm/processor.h>
 
-#include "../mercury.h"
+#include "attach.h"
 
 const struct mercury_vendor *mercury_vendor __ro_after_init;
 

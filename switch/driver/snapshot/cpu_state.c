@@ -18,7 +18,7 @@
 #include <asm/fpu/xcr.h>
 #include <asm/msr.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* By what the TSC of virtual machines is scaled; other kernels give it other names. */
 #define TSC_RATIO		0xc0000104

@@ -22,7 +22,7 @@
 #include <linux/tracepoint.h>
 #include <linux/uaccess.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 struct disk_log {
 	/* Holds the disk, also when it is pulled out. */

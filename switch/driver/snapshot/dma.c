@@ -28,7 +28,7 @@
 #include <linux/virtio_config.h>
 #include <asm/io.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* The entry points are watched; and what is seen there matters for a snapshot. */
 static bool watching, armed;

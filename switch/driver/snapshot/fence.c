@@ -29,7 +29,7 @@
 #include <net/ipv6.h>
 #include <net/net_namespace.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 static struct {
 	bool up;

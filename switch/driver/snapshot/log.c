@@ -31,7 +31,7 @@
 #include <linux/virtio_ring.h>
 #include <asm/io.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* More queues than this, and more pages of one, are not told apart. */
 #define QUEUES		32

@@ -16,7 +16,7 @@
 #include <net/net_namespace.h>
 #include <net/xfrm.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* Returns true if a device of MACsec is there, in any network namespace. */
 static bool has_macsec(void)

@@ -13,7 +13,7 @@
 #include <linux/slab.h>
 #include <asm/e820/api.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* Ranges of the memory devices of ACPI: more than any machine has. */
 #define DEVICES_MAX	4096

@@ -33,7 +33,7 @@
 #include <asm/smp.h>
 #include <asm/special_insns.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 #define RANGES_MAX	(SZ_64M / sizeof(struct mercury_restart_range))
 #define OCCUPIED_MAX	64

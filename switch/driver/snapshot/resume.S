@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * The way from the kernel that loaded an image into the one that was in it. switch/abi/src/restart.rs describes
- * it; offsets come from there. All of it with interrupts off, on every CPU, natively.
+ * The way from the kernel that loaded an image into the kernel of the image. switch/abi/src/restart.rs
+ * describes it and gives the offsets. Every CPU takes this way natively, with interrupts off.
  */
 #include <asm/segment.h>
 

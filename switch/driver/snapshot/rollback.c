@@ -15,7 +15,7 @@
 #include <asm/nmi.h>
 #include <asm/tsc.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 /* What devices are given to come to rest in. */
 #define SETTLE_MS	3

@@ -35,7 +35,7 @@
 #include <asm/special_insns.h>
 #include <asm/x86_init.h>
 
-#include "../mercury.h"
+#include "snapshot.h"
 
 #define POOL_ORDER_MAX	9
 /* Pages that do where there is no more to be had. */
@@ -1318,7 +1318,7 @@ static u32 look(struct mercury_snapshot_status *status)
 }
 
 /* One that was lost is worth no memory. */
-void mercury_snapshot_look(void)
+static void check_kept(void)
 {
 	struct mercury_snapshot_status status;
 
@@ -1351,7 +1351,7 @@ void mercury_snapshot_give_up_kept(u32 because)
 }
 
 /* A CPU is about to come online: nobody would see what it writes. Not under mercury.lock. */
-void mercury_snapshot_cpu_comes(void)
+static void cpu_starts(void)
 {
 	/* It writes before it is online, and whoever ends a snapshot meanwhile must know. */
 	WRITE_ONCE(snapshot.another_cpu, true);
@@ -1379,10 +1379,25 @@ void mercury_snapshot_exit(void)
 }
 
 /* A CPU came online beneath a snapshot: it knows nothing of that, and nobody sees what it writes. */
-void mercury_snapshot_cpu_came(void)
+static void cpu_is_online(void)
 {
 	WRITE_ONCE(snapshot.another_cpu, true);
 }
+
+static u32 panic_comes(const char *message)
+{
+	return mercury_rollback(MERCURY_ROLLBACK_REASON_PANIC, message);
+}
+
+const struct mercury_hooks mercury_snapshot_hooks = {
+	.before_detach = mercury_snapshot_end,
+	.check = check_kept,
+	.cpu_starts = cpu_starts,
+	.cpu_online = cpu_is_online,
+	.module_comes = mercury_dma_module_comes,
+	.panic = panic_comes,
+	.stays_attached = mercury_rollback_waits,
+};
 
 /* What it has cost, and its end. */
 u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
