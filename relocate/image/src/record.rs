@@ -9,7 +9,7 @@ use crate::{
     hashes::Hashes,
 };
 
-/// First bytes of an image. The last four of them detect a transfer as text.
+/// First bytes of an image. The last three of them detect a transfer as text.
 pub const MAGIC: [u8; 16] = *b"\x89MercuryImage\r\n\x1a";
 /// Version of the format that is written.
 pub const VERSION: u32 = 2;

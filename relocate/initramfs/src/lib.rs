@@ -1,8 +1,8 @@
-//! Writes an initramfs: a cpio archive in the "newc" format (`initramfs-buffer-format` in the kernel's
+//! The writer of an initramfs: a cpio archive in the "newc" format (`initramfs-buffer-format` in the kernel's
 //! documentation). Each entry is a header of thirteen eight-digit hexadecimal fields after the magic
 //! `070701`, the name with a NUL, and the data; name and data are padded to four bytes.
 
-/// An archive being written.
+/// An archive that is being written.
 #[derive(Debug, Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -14,12 +14,12 @@ const FILE: u32 = 0o100_000;
 const CHAR_DEVICE: u32 = 0o020_000;
 
 impl Archive {
-    /// Adds a directory; its parents must be there.
+    /// Adds a directory. Its parents must have been added before.
     pub fn directory(&mut self, name: &str) {
         self.entry(name, DIRECTORY | 0o755, (0, 0), &[]);
     }
 
-    /// Adds a file that may be executed.
+    /// Adds an executable file.
     pub fn file(&mut self, name: &str, data: &[u8]) {
         self.entry(name, FILE | 0o755, (0, 0), data);
     }
@@ -29,7 +29,7 @@ impl Archive {
         self.entry(name, CHAR_DEVICE | 0o600, device, &[]);
     }
 
-    /// The whole archive.
+    /// Ends the archive and returns its bytes.
     #[must_use]
     pub fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), &[]);

@@ -1,51 +1,54 @@
-//! What is said after the commit where there can be no connection: the machine that arrives has the address of the one
-//! that it was, so neither can send the other a packet of its own network. Both are on one Ethernet, and there a frame to all
-//! reaches whoever listens.
+//! Announcements: messages after the commit, where no connection is possible. The arrived machine
+//! has the source's address, so neither can send the other a packet of its own network. Both are on
+//! one Ethernet, and a broadcast frame there reaches every listener.
 //!
-//! A hail is a message of the protocol in 58 bytes: [`MAGIC`] (8), who says it (1: the source, 2: the destination), the word
-//! (1, as in [`wire`](crate::wire)), the attempt (16), and BLAKE3 (32) of all that with a key. It may be heard by anybody, and
-//! repeated by anybody: it says what is true for good ([`Word::Started`], [`Word::Discarded`]), or asks for it
-//! ([`Word::Commit`]), of an attempt whose name is used once. Whether that attempt is the one that matters is the state
-//! machines' to say.
+//! An announcement is a message of the protocol in 58 bytes: [`MAGIC`] (8), the speaker (1: the
+//! source, 2: the destination), the word (1, as in [`wire`](crate::wire)), the attempt (16), and
+//! the keyed BLAKE3 (32) of all that. Every host on the network may hear it and repeat it.
+//! Repetition does no harm: an announcement states a permanent fact ([`Word::Started`],
+//! [`Word::Discarded`]), or asks for one ([`Word::Commit`]), of an attempt whose name is used once.
+//! The state machines decide if that attempt is the one that matters.
 //!
-//! The key is the attempt's: both ends derive it from the receiver's line and from a [`Secret`] that goes with the offer, inside
-//! the session. So whoever has only seen the line decides nothing. A receiver that was restarted does not have it; what is said to
-//! it, and what it says, has a key that comes from the line alone, and is worth only that: [`Word::Unknown`], which decides
-//! nothing, and a question of whose attempt nothing is known.
+//! The key belongs to the attempt: both ends derive it from the receiver's pairing token and from a
+//! [`Secret`], which the source sends with the offer, inside the session. A host that has only seen
+//! the token can therefore decide nothing. A restarted receiver has lost the secret. Announcements
+//! to it and from it use a key that is derived from the token alone, and carry only two words:
+//! [`Word::Unknown`], which decides nothing, and a question about an attempt that the receiver does
+//! not know.
 
 use crate::{
     protocol::{Attempt, Message, Word},
     session::Line,
 };
 
-/// How it begins.
+/// First bytes of an announcement.
 pub const MAGIC: [u8; 8] = *b"\x89MHail\r\n";
-/// The type of such Ethernet frames: IEEE 802's first one for local experiments.
+/// Type of the Ethernet frames: IEEE 802's first one for local experiments.
 pub const ETHER_TYPE: u16 = 0x88b5;
-/// Bytes of a hail.
+/// Size of an announcement in bytes.
 pub const LENGTH: usize = CHECKED + 32;
 
 const CHECKED: usize = 8 + 1 + 1 + 16;
 
-/// Who says it.
+/// The speaker of an announcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Speaker {
     /// The machine that moves.
     Source = 1,
-    /// The one that takes it in, or what has arrived there.
+    /// The destination, or the machine that has arrived there.
     Destination = 2,
 }
 
-/// What the source makes for an attempt, and sends with the offer: random, and used once.
+/// The secret of an attempt: random, used once. The source makes it and sends it with the offer.
 pub type Secret = [u8; 32];
 
-/// What an attempt's key is derived with.
+/// Context for deriving an attempt's key.
 const CONTEXT: &str = "mercury migration 2: hails of an attempt";
 
-/// What both ends make and check hails with.
+/// The keys with which an end makes and checks announcements.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Hailer {
-    /// The line's key.
+    /// Key from the pairing token alone.
     key: [u8; 32],
     known: Vec<(Attempt, [u8; 32])>,
 }
@@ -57,13 +60,14 @@ impl std::fmt::Debug for Hailer {
 }
 
 impl Hailer {
-    /// For moves to the receiver of a line.
+    /// Returns the announcer for moves to the receiver of a pairing token.
     #[must_use]
     pub fn new(line: &Line) -> Self {
         Self { key: line.hail_key(), known: Vec::new() }
     }
 
-    /// An attempt is offered, with this. From here on the line's key is worth nothing for it.
+    /// Stores the secret of an offered attempt. From here on the token's key no longer counts for
+    /// this attempt.
     pub fn know(&mut self, attempt: Attempt, secret: &Secret) {
         let key = blake3::derive_key(CONTEXT, &[&self.key[..], &attempt.0, secret].concat());
         if self.key_of(attempt).is_none() {
@@ -75,13 +79,14 @@ impl Hailer {
         self.known.iter().find(|(known, _)| *known == attempt).map(|(_, key)| key)
     }
 
-    /// What goes into the frame. Of an attempt that is not known it has the line's key.
+    /// Returns the frame's content for a message. Uses the token's key for an attempt that is not
+    /// known.
     #[must_use]
     pub fn say(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
         Self::made(self.key_of(message.attempt).unwrap_or(&self.key), speaker, message)
     }
 
-    /// The same for a receiver that was restarted, and cannot know the attempt.
+    /// Returns the frame's content for a receiver that was restarted, and cannot know the attempt.
     #[must_use]
     pub fn say_to_who_forgot(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
         Self::made(&self.key, speaker, message)
@@ -94,7 +99,7 @@ impl Hailer {
             Word::Started => 8,
             Word::Discarded => 9,
             Word::Lost => 10,
-            // Nothing else is said so.
+            // No other word is announced.
             _ => 11,
         };
         let mut bytes = [0; LENGTH];
@@ -107,14 +112,15 @@ impl Hailer {
         bytes
     }
 
-    /// What the other end has said, if it is that. A frame may be padded.
+    /// Returns the message in a frame, if it is an announcement of the other end. A frame may be
+    /// padded.
     #[must_use]
     pub fn hear(&self, speaker: Speaker, frame: &[u8]) -> Option<Message> {
         let bytes = frame.first_chunk::<LENGTH>()?;
         let (checked, sum) = bytes.split_at(CHECKED);
         let mut found = [0; 32];
         found.copy_from_slice(sum);
-        // Compared in constant time.
+        // The comparison takes constant time.
         let is_by = |key| blake3::keyed_hash(key, checked) == blake3::Hash::from_bytes(found);
         if checked[..8] != MAGIC || checked[8] != speaker as u8 {
             return None;
@@ -131,7 +137,7 @@ impl Hailer {
             _ => return None,
         };
         let own = self.key_of(attempt);
-        // What the line's key is enough for.
+        // Words for which the token's key suffices.
         let decides_nothing = own.is_none() || word == Word::Unknown;
         (own.is_some_and(is_by) || decides_nothing && is_by(&self.key)).then_some(Message { attempt, word })
     }
@@ -172,7 +178,7 @@ mod tests {
         }
     }
 
-    /// Whoever has seen the line decides nothing; what both ends know does.
+    /// A host that has seen the pairing token decides nothing; only the attempt's secret does.
     #[test]
     fn the_line_is_not_enough() {
         let stranger = hailer();
@@ -190,14 +196,15 @@ mod tests {
             let frame = destination.say(Speaker::Destination, message);
             assert_eq!(source.hear(Speaker::Destination, &frame), Some(message));
         }
-        // Who was restarted is asked, answers, and is understood; who was not takes the question for nothing.
+        // A restarted receiver is asked, answers, and is understood. A receiver that knows the
+        // attempt ignores the question.
         let question = source.say_to_who_forgot(Speaker::Source, commit);
         assert_eq!(stranger.hear(Speaker::Source, &question), Some(commit));
         assert_eq!(destination.hear(Speaker::Source, &question), None);
         let unknown = Message { word: Word::Unknown, ..STARTED };
         let answer = stranger.say(Speaker::Destination, unknown);
         assert_eq!(source.hear(Speaker::Destination, &answer), Some(unknown));
-        // Another attempt's secret does not replace it.
+        // The secret of another attempt does not replace it.
         destination.know(STARTED.attempt, &[7; 32]);
         assert_eq!(destination.hear(Speaker::Source, &source.say(Speaker::Source, commit)), Some(commit));
     }

@@ -1,11 +1,12 @@
-//! Moving a running machine to another one: all of it that is pure logic, and nothing that touches a machine.
+//! The logic of a live migration. This crate decides, and touches no machine.
 //!
-//! * [`protocol`]: which end may do what and when, so that the machine never runs twice; checked exhaustively.
-//! * [`session`]: who the other end is.
-//! * [`wire`]: what goes over a connection, and how it is refused.
-//! * [`streams`]: several connections of one attempt.
-//! * [`hail`]: what is said where there can be no connection.
-//! * [`rounds`]: when to stop the machine, by what the rounds so far were like.
+//! - [`protocol`]: the permitted steps of both ends, so that the machine never runs twice; a model
+//!   checker tries all states.
+//! - [`session`]: the authentication of the other end.
+//! - [`wire`]: the format on a connection, and the refusal of everything else.
+//! - [`streams`]: several connections of one attempt.
+//! - [`hail`]: announcements, where no connection is possible.
+//! - [`rounds`]: the decision when to stop the machine, from the numbers of the rounds so far.
 
 #![forbid(unsafe_code)]
 

@@ -1,34 +1,35 @@
-//! When to stop and copy: the policy of the rounds, by numbers alone.
+//! The policy of rounds: when to stop and copy, by numbers alone.
 //!
-//! Each round sends what was written while the one before was sent. As long as that becomes less, another round makes the
-//! downtime shorter. Where it does not any more, the load is held back step by step (auto-convergence), if that is allowed;
-//! where that does not help either, the operator's choice is carried out: stop all the same, or give up.
+//! Each round sends the pages that were written during the round before. While their number falls,
+//! another round shortens the downtime. If it no longer falls, the policy throttles the load step
+//! by step (auto-convergence), as far as the operator allows. If that does not help either, the
+//! operator's choice is carried out: stop all the same, or give up.
 
 use std::time::Duration;
 
 use crate::wire::PAGE;
 
-/// What an operator allows.
+/// The operator's limits for a move.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// The longest downtime that is wanted.
+    /// Longest downtime that the operator wants.
     pub max_downtime: Duration,
-    /// The most that may be sent in a second, while applications run.
+    /// Most bytes per second that may be sent while applications run. `None`: no limit.
     pub max_bytes_per_second: Option<u64>,
-    /// How far the load may be held back, in percent of its time: 0 is not at all, 99 the most.
+    /// Strongest throttle of the load, in percent of its time: 0 none, 99 the most.
     pub max_throttle_percent: u8,
-    /// Rounds after which it comes to an end, one way or the other.
+    /// Number of rounds after which the policy stops or gives up.
     pub max_rounds: u32,
-    /// What is done if the downtime does not fit in the end.
+    /// Choice if the downtime does not fit in the end.
     pub otherwise: Otherwise,
 }
 
-/// What is done if the downtime does not fit.
+/// The choice if the downtime does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Otherwise {
-    /// Give the attempt up: the machine goes on where it is.
+    /// Give the attempt up: the machine goes on at the source.
     GiveUp,
-    /// Move it, however long it takes.
+    /// Move the machine, however long the downtime is.
     Stop,
 }
 
@@ -44,22 +45,23 @@ impl Default for Limits {
     }
 }
 
-/// What a round was like.
+/// The numbers of one round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Round {
-    /// Bytes that went over the wire in it; compressed, and without what zeros save.
+    /// Bytes that the round sent: compressed, and without the pages of zeros.
     pub bytes_sent: u64,
-    /// Pages that it has sent.
+    /// Pages that the round sent.
     pub pages_sent: u64,
-    /// How long it took.
+    /// Duration of the round.
     pub took: Duration,
-    /// Of that, how long it waited for the bandwidth limit's sake. The last round does not wait.
+    /// Part of the duration spent waiting for the bandwidth limit. The last round does not wait.
     pub waited: Duration,
-    /// Pages that were written meanwhile, by processors and devices, and those that devices may write at any moment.
+    /// Pages written during the round by processors and devices, and pages that devices may write
+    /// at any moment.
     pub dirty_pages: u64,
 }
 
-/// What the downtime has besides the last pages, as measured before.
+/// The parts of the downtime besides the last pages, as measured before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fixed {
     /// Quiescing the machine.
@@ -71,44 +73,44 @@ pub struct Fixed {
 }
 
 impl Fixed {
-    /// All of it.
+    /// Returns the sum of all parts.
     #[must_use]
     pub fn sum(&self) -> Duration {
         self.quiesce.saturating_add(self.hand_over).saturating_add(self.start)
     }
 }
 
-/// What comes next.
+/// The policy's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Another round, with the load held back by so many percent of its time.
+    /// Send another round, with the load throttled.
     Copy {
-        /// 0: not at all.
+        /// Throttle in percent of the load's time; 0: none.
         throttle_percent: u8,
     },
-    /// Stop the machine and copy the rest.
+    /// Stop the machine and copy the remaining pages.
     Stop {
-        /// The downtime that is expected.
+        /// Downtime that the policy expects.
         downtime: Duration,
     },
     /// Give the attempt up.
     GiveUp {
-        /// The downtime that would have been expected.
+        /// Downtime that the policy would have expected.
         downtime: Duration,
     },
 }
 
-/// Held back by so much more each time.
+/// Increase of the throttle each time, in percent.
 const THROTTLE_STEP: u8 = 15;
-/// A round must leave at most this share of what the one before left, in percent, or it did not help.
+/// A round helped if it left at most this share of the dirty pages before it, in percent.
 const HELPED_PERCENT: u128 = 85;
-/// Rounds without help that are put up with before the load is held back at all, and where it is as far as it may be. In
-/// between each such round is one too many.
+/// Number of rounds without help before the throttle is applied, and again after it has reached its
+/// limit. In between each such round raises the throttle at once.
 const PATIENCE: u32 = 2;
-/// As long as no downtime may be: what stands for an estimate that cannot be made.
+/// Downtime that stands for an estimate that cannot be made: longer than any limit.
 const NEVER: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// The policy, over one attempt.
+/// The policy over one attempt.
 #[derive(Clone, Debug)]
 pub struct Policy {
     limits: Limits,
@@ -120,31 +122,32 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// At the beginning.
+    /// Returns the policy at the beginning of an attempt.
     #[must_use]
     pub fn new(limits: Limits, fixed: Fixed) -> Self {
         Self { limits, fixed, rounds: 0, throttle_percent: 0, best_pages: None, fruitless: 0 }
     }
 
-    /// What the downtime has besides is known better now.
+    /// Updates the other parts of the downtime with better numbers.
     pub fn expect(&mut self, fixed: Fixed) {
         self.fixed = fixed;
     }
 
-    /// Rounds that were decided on.
+    /// Returns the number of rounds that were decided on.
     #[must_use]
     pub fn rounds(&self) -> u32 {
         self.rounds
     }
 
-    /// The downtime if the machine were stopped after this round.
+    /// Returns the downtime if the machine were stopped after this round.
     #[must_use]
     pub fn downtime(&self, round: &Round) -> Duration {
         time_to_send(round).saturating_add(self.fixed.sum())
     }
 
-    /// What comes after the first round, which sends what nobody has written: it counts, and says nothing of how many pages
-    /// will be. Only where there may be no other one it decides.
+    /// Decides after the first round. It sends pages that nothing has written since, so its numbers
+    /// do not predict the dirty pages. The round counts, and decides only if no other round is
+    /// allowed.
     #[must_use]
     pub fn first(&mut self, round: &Round) -> Next {
         if self.limits.max_rounds <= 1 {
@@ -154,7 +157,7 @@ impl Policy {
         Next::Copy { throttle_percent: 0 }
     }
 
-    /// What comes after this round.
+    /// Decides after any other round.
     #[must_use]
     pub fn next(&mut self, round: &Round) -> Next {
         self.rounds = self.rounds.saturating_add(1);
@@ -195,9 +198,10 @@ impl Policy {
     }
 }
 
-/// How long what is dirty takes, at the rate at which pages went in this round. Pages are what counts, not bytes: what
-/// finding and compressing them costs is in it. What is dirty is taken to compress like the round; a round in which
-/// mostly zeros went says nothing of that, so at least the bytes of incompressible pages are reckoned then.
+/// Returns the time for the dirty pages, at the rate of pages in this round. The rate is in pages,
+/// not bytes: it includes the cost of finding and compressing them. The dirty pages are assumed to
+/// compress like the round's. A round of mostly zeros does not predict that, so the estimate is at
+/// least the time for the bytes of incompressible pages.
 fn time_to_send(round: &Round) -> Duration {
     if round.dirty_pages == 0 {
         return Duration::ZERO;
@@ -214,7 +218,7 @@ fn time_to_send(round: &Round) -> Duration {
     u64::try_from(nanos).map_or(NEVER, |nanos| Duration::from_nanos(nanos).min(NEVER))
 }
 
-/// How long to wait now, so that what was sent in a round keeps to the bandwidth limit.
+/// Returns the time to wait now, so that the bytes of a round keep to the bandwidth limit.
 #[must_use]
 pub fn wait(limits: &Limits, bytes_sent: u64, elapsed: Duration) -> Duration {
     let Some(rate) = limits.max_bytes_per_second.map(|rate| rate.max(1)) else { return Duration::ZERO };

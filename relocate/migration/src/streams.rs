@@ -1,43 +1,47 @@
-//! Several streams of one attempt. The first, stream 0, is the connection that everything is said by; the others carry pages
-//! alone, each by a connection of its own.
+//! Several streams of one attempt. Stream 0 is the connection that carries all messages. The others
+//! carry pages alone, each by a connection of its own.
 //!
-//! A page always goes by the same stream, which its address tells ([`stream_of`]): so what was sent of it later comes later.
-//! Streams need no order among them otherwise. Each ends with the word that stream 0 ends the pages with, the digest of all;
-//! the destination looks at nothing before it has come by each.
+//! A page always goes by the same stream, which its address determines ([`stream_of`]). A later
+//! version of a page therefore arrives later. Streams need no other order among them. Each stream
+//! ends with the word that ends the pages on stream 0, the digest of everything. The destination
+//! compares nothing before that word has come on each stream.
 //!
-//! Who opens another stream has the line, as whoever opens the first. That is not enough: it shows ([`Proof`]) that it has
-//! what went with the offer inside of the first one, for this stream of this attempt, and for the session that it says it in.
-//! So nobody who has only seen the line adds a stream, and what was said in another session is worth nothing.
+//! The opener of a further stream has the pairing token, as the opener of the first. The token is
+//! not enough. The opener shows a [`Proof`] that it has the secret that went with the offer inside
+//! of the first stream. The proof is for this stream of this attempt, and for the session that
+//! carries it. So a peer that has only seen the token cannot add a stream, and a message of another
+//! session is worth nothing.
 
 use crate::{hail::Secret, protocol::Attempt};
 
-/// So many at most.
+/// Largest number of streams.
 pub const STREAMS_MAX: u32 = 16;
-/// Neighbours go by the same stream, so that they are read and packed together: 128 KiB.
+/// Size of a stripe in bytes, 128 KiB. Neighbours in a stripe go by the same stream, so that they
+/// are read and packed together.
 pub const STRIPE: u64 = 128 << 10;
 
-/// What a proof is derived with.
+/// Context for deriving a proof.
 const CONTEXT: &str = "mercury migration 3: another stream of an attempt";
 
-/// The stream that a page goes by, of so many.
+/// Returns the stream of a page, of so many.
 #[must_use]
 pub fn stream_of(phys: u64, streams: u32) -> u32 {
-    // Less than `streams`, which is 32 bits long.
+    // The result is less than `streams`, which is 32 bits long.
     (phys / STRIPE % u64::from(streams.max(1))) as u32
 }
 
-/// What whoever opens a stream shows.
+/// The proof that the opener of a stream shows.
 pub type Proof = [u8; 32];
 
-/// That of a stream of an attempt with this secret, in the session that `binding` is made of: what both ends of a TLS session,
-/// and nobody else, can derive from it (RFC 8446, 7.5).
+/// Returns the proof for a stream of an attempt with this secret, in the session of `binding`. Only
+/// the two ends of a TLS session can derive `binding` (RFC 8446, 7.5).
 #[must_use]
 pub fn proof(secret: &Secret, attempt: Attempt, stream: u32, binding: &[u8; 32]) -> Proof {
     let key = blake3::derive_key(CONTEXT, &[&secret[..], &attempt.0].concat());
     *blake3::keyed_hash(&key, &[&stream.to_le_bytes()[..], binding].concat()).as_bytes()
 }
 
-/// Whether it is that. How long this takes says nothing of what would have been right.
+/// Returns true if the shown proof is right. The comparison takes constant time.
 #[must_use]
 pub fn is_proof(shown: &Proof, right: &Proof) -> bool {
     blake3::Hash::from_bytes(*shown) == blake3::Hash::from_bytes(*right)

@@ -1,4 +1,5 @@
-//! The policy of the rounds: against machines that write in many ways, and against numbers that no machine has.
+//! Tests of the policy of rounds: with machines that write in many ways, and with numbers that no
+//! machine has.
 
 use std::time::Duration;
 
@@ -21,7 +22,8 @@ struct Load {
     link_bytes_per_second: u64,
 }
 
-/// How it ends, after how many rounds, and by how much the load was held back.
+/// Runs the policy to its end. Returns the last decision, the number of rounds, and the strongest
+/// throttle.
 fn run(limits: Limits, load: Load) -> (Next, u32, u8) {
     let mut policy = Policy::new(limits, fixed());
     let (mut to_send, mut held_back) = (load.pages, 0);
@@ -44,7 +46,8 @@ fn run(limits: Limits, load: Load) -> (Next, u32, u8) {
 const QUIET: Load =
     Load { pages: 500_000, working_set: 100_000, writes_per_second: 2_000, link_bytes_per_second: 1 << 30 };
 
-/// The rest becomes less with every round, so it stops as soon as it fits, without holding anything back.
+/// The dirty pages become fewer with every round, so the machine stops as soon as they fit, without
+/// a throttle.
 #[test]
 fn a_quiet_machine_stops_soon() {
     let (end, rounds, held_back) = run(Limits::default(), QUIET);
@@ -52,7 +55,7 @@ fn a_quiet_machine_stops_soon() {
     assert!(rounds <= 3 && held_back == 0);
 }
 
-/// It writes more quickly than the link takes it: only held back does it come to an end.
+/// The machine writes faster than the link. Only a throttled load lets the move come to an end.
 #[test]
 fn a_busy_machine_is_held_back() {
     let busy = Load { writes_per_second: 400_000, working_set: 300_000, ..QUIET };
@@ -66,7 +69,7 @@ fn a_busy_machine_is_held_back() {
     assert!(matches!(end, Next::Stop { downtime } if downtime > Duration::from_secs(1)), "{end:?}");
 }
 
-/// A load that has to be held back as far as allowed is, within the rounds that a move has.
+/// A load that needs the strongest allowed throttle gets it within the rounds of a move.
 #[test]
 fn the_load_is_held_back_in_time() {
     let busy = Load { writes_per_second: 600_000, working_set: 300_000, ..QUIET };
@@ -76,7 +79,7 @@ fn the_load_is_held_back_in_time() {
     assert!(held_back == 75 && rounds <= 14, "{held_back} % after {rounds} rounds");
 }
 
-/// What cannot be shortened is more than what is allowed: no round helps.
+/// The part of the downtime that cannot be shortened exceeds the limit: no round helps.
 #[test]
 fn what_cannot_be_is_given_up() {
     let limits = Limits { max_downtime: Duration::from_millis(100), ..Limits::default() };
@@ -103,7 +106,7 @@ fn the_limit_is_for_rounds() {
     assert_eq!(policy.downtime(&sent), Duration::from_millis(100 + 150));
 }
 
-/// The first round is mostly zeros, and quick; what is written then is not zeros.
+/// The first round is mostly zeros, and quick; the pages written then are not zeros.
 #[test]
 fn zeros_promise_nothing() {
     let round = Round {
@@ -153,8 +156,8 @@ fn round() -> impl Strategy<Value = Round> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is measured: it ends in time, never stops above the limit if asked not to, and never holds back more
-    /// than is allowed, nor less than before.
+    /// For any measurements the policy ends in time. It never stops above the limit if asked not
+    /// to. It never throttles more than allowed, nor less than before.
     #[test]
     fn it_ends_within_its_limits(limits in limits(), rounds in proptest::collection::vec(round(), 60)) {
         let mut policy = Policy::new(limits, fixed());
@@ -186,7 +189,7 @@ proptest! {
         prop_assert!(ended, "it never ends");
     }
 
-    /// The same with machines that could be.
+    /// The same holds for plausible machines.
     #[test]
     fn machines_come_to_an_end(limits in limits(), pages in 1..2_000_000_u64, share in 0..100_u64,
                                writes_per_second in 0..2_000_000_u64, megabytes in 1..2_000_u64) {
@@ -202,7 +205,7 @@ proptest! {
         prop_assert!(ended && rounds <= limits.max_rounds);
     }
 
-    /// More that is dirty never takes less time.
+    /// More dirty pages never take less time.
     #[test]
     fn the_estimate_grows(round in round(), more in any::<u64>()) {
         let policy = Policy::new(Limits::default(), fixed());

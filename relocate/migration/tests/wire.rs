@@ -1,4 +1,4 @@
-//! What comes out of a stream is what was put in, or it is refused, and the place is named: whatever happened to it.
+//! A stream gives what was written, or is refused with the place of the damage.
 
 use mercury_migration::{
     protocol::{Attempt, Digest, Message, Word},
@@ -29,7 +29,7 @@ fn words() -> impl Strategy<Value = Word> {
     ]
 }
 
-/// Zeros, runs of the same, noise.
+/// Returns a page: zeros, runs of the same byte, or noise.
 fn page(seed: u8) -> [u8; PAGE] {
     let mut noise = u64::from(seed);
     std::array::from_fn(|at| match seed % 4 {
@@ -138,7 +138,7 @@ proptest! {
         prop_assert_eq!(pages.iter().count(), list.len());
     }
 
-    /// Any bit, anywhere: what comes before it is right, and the place is named.
+    /// Any bit is flipped: the frames before it are right, and the error names the place.
     #[test]
     fn every_flip_is_refused(items in items(), at in any::<prop::sample::Index>(), bit in 0..8_u8) {
         let (mut bytes, frames) = written(&items);
@@ -157,7 +157,7 @@ proptest! {
         }
     }
 
-    /// Bytes taken out, put in, doubled and cut off.
+    /// Bytes are taken out, put in, doubled and cut off.
     #[test]
     fn no_mixture_is_taken(items in items(), from in any::<prop::sample::Index>(),
                            to in any::<prop::sample::Index>(), length in 0..200_usize) {
@@ -174,14 +174,14 @@ proptest! {
         }
     }
 
-    /// Frames whose checksum is right and whose payload is anything at all.
+    /// Frames with a right checksum and an arbitrary payload are parsed safely.
     #[test]
     fn no_payload_is_believed(kind in 1..7_u32, payload in proptest::collection::vec(any::<u8>(), 0..300)) {
         let (found, error) = read(&forged(kind, payload.len() as u32, &payload));
         prop_assert!(error.is_some() || found.len() == 1);
     }
 
-    /// The same, inside of compression.
+    /// The same holds for payloads inside of compression.
     #[test]
     fn no_record_is_believed(length in any::<u32>(), raw in proptest::collection::vec(any::<u8>(), 0..300)) {
         for length in [length, raw.len() as u32] {
@@ -192,7 +192,7 @@ proptest! {
     }
 }
 
-/// A stream of one frame, made with ill will: the checksum is right.
+/// Makes a hostile stream of one frame: its checksum is right.
 fn forged(kind: u32, length: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = Writer::begin(Vec::new(), ATTEMPT, 3).expect("begun").into_inner();
     let header = [&kind.to_le_bytes()[..], &length.to_le_bytes(), &0_u64.to_le_bytes()].concat();
@@ -205,7 +205,7 @@ fn refusal(bytes: &[u8]) -> String {
     read(bytes).1.expect("a refusal").to_string()
 }
 
-/// A length is refused before anything of it is allocated or read.
+/// A length is refused before memory for it is allocated or bytes of it are read.
 #[test]
 fn lengths_are_limited() {
     for kind in 0..6 {
@@ -213,14 +213,14 @@ fn lengths_are_limited() {
         let what = refusal(&bytes);
         assert!(what.starts_with("stream 3, frame 0 at byte 32: it is"), "{what}");
     }
-    // A bomb: four gigabytes of zeros, or a record that is one byte too long.
+    // Bombs: four gigabytes of zeros, and a record that is one byte too long.
     for length in [u32::MAX, 4 + 256 * (8 + 4096) + 1] {
         let mut packed = length.to_le_bytes().to_vec();
         packed.extend(zstd::bulk::compress(&vec![0; 64 << 20], 1).expect("packed"));
         let what = refusal(&forged(3, packed.len() as u32, &packed));
         assert!(what.ends_with("longer than pages are"), "{what}");
     }
-    // More comes out than it says.
+    // More bytes come out than the length says.
     let mut packed = 4096_u32.to_le_bytes().to_vec();
     packed.extend(zstd::bulk::compress(&vec![0; 64 << 20], 1).expect("packed"));
     let what = refusal(&forged(3, packed.len() as u32, &packed));
@@ -229,7 +229,7 @@ fn lengths_are_limited() {
     assert!(writer.say(Word::Offer, &vec![0; TEXT_MAX + 1]).is_err());
 }
 
-/// A record that says the same as a page before it, and has none before it.
+/// A record refers to the page before it, and there is none.
 #[test]
 fn the_first_page_is_like_no_other() {
     let raw = [&1_u32.to_le_bytes()[..], &0x1003_u64.to_le_bytes()].concat();
@@ -257,7 +257,8 @@ fn truncations_are_torn() {
     }
 }
 
-/// Frames of one stream are no frames of another, nor of another attempt, nor twice of the same one.
+/// Frames of one stream are refused in another stream, in another attempt, and twice in the same
+/// one.
 #[test]
 fn frames_are_of_one_place() {
     let (bytes, _) = written(&[Item::Say(Word::Commit, Vec::new())]);
@@ -273,7 +274,7 @@ fn frames_are_of_one_place() {
     assert_eq!(what, "stream 3, frame 1 at byte 97: it is not the frame that belongs here");
 }
 
-/// A proof is shown once, first, and by no stream that is the first one.
+/// A proof is shown once, as the first frame, and never on stream 0.
 #[test]
 fn proofs_have_their_place() {
     let prove = |stream, first: bool| {
@@ -313,7 +314,8 @@ fn versions_are_named() {
     assert_eq!(refusal(&bytes), "the other end speaks version 9; this one speaks 3");
 }
 
-/// The digest is that of the last of each page, wherever it came in between, and of where it lies.
+/// The digest covers the last version of each page, and its address. Earlier versions do not
+/// matter.
 #[test]
 fn the_digest_is_of_what_is_there_at_the_end() {
     let ranges = vec![0x1000..0x5000, 0x10_0000..0x20_0000];
@@ -342,11 +344,12 @@ fn the_digest_is_of_what_is_there_at_the_end() {
     assert_ne!(zeros.digest(ATTEMPT), other.digest(Attempt([8; 16])));
 }
 
-/// What was hashed once is not hashed again, and it makes no difference when that was.
+/// A page that was hashed once is not hashed again, and the time of the hashing makes no
+/// difference.
 #[test]
 fn the_digest_takes_as_long_as_what_has_changed() {
     const REGION: u64 = 2 << 20;
-    // One range ends, one has no page, and one begins in the midst of a region.
+    // One range ends within a region, one has no page, and one begins within a region.
     let mut ledger = Ledger::new(vec![0x1000..0x30_0000, 0x40_0000..0x40_0000, 0x100_0000..0x4100_0000]);
     let all = (0x1000..0x30_0000).chain(0x100_0000..0x4100_0000).step_by(PAGE);
     let regions = all.clone().count().div_ceil(512);

@@ -1,104 +1,107 @@
-//! The machine that takes another one in.
+//! The destination's state machine: the end that receives a machine.
 
 use std::{fmt, time::Duration};
 
 use super::{Attempt, Digest, Message, Patience, Word, source::Asked};
 
-/// What a destination has on its disk of each attempt.
+/// The destination's record of an attempt, on its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// Taken in. As nothing starts without [`Verdict::Starting`], after a restart this is as good as discarded.
+    /// The attempt was accepted. Nothing starts without [`Verdict::Starting`], so after a restart
+    /// this equals "discarded".
     Accepted,
-    /// It is about to run, or has run.
+    /// The arrival is about to run, or has run.
     Starting,
-    /// It has not run, and never will.
+    /// The arrival has not run, and never will.
     Discarded,
 }
 
-/// How far an arrival is.
+/// The progress of an arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Whether it can be held here is being looked at.
+    /// The destination checks if it can hold the machine.
     Checking,
-    /// It can; [`Verdict::Accepted`] is being written.
+    /// It can, and [`Verdict::Accepted`] is being written.
     Admitting,
-    /// Pages come.
+    /// Pages arrive.
     Receiving,
-    /// All have come, and are compared with this digest.
+    /// All pages have arrived, and are compared with this digest.
     Verifying(Digest),
-    /// They are right. It waits for the verdict; the operator was told if the source has gone silent.
+    /// All pages are right. The arrival waits for the verdict. `Asked`: the operator was told that
+    /// the source is silent.
     Ready(Digest, Asked),
-    /// It is to start; [`Verdict::Starting`] is being written.
+    /// The arrival is to start, and [`Verdict::Starting`] is being written.
     Recording,
-    /// It is being started: from here on it may run.
+    /// The arrival is being started. From here on it may run.
     Starting,
-    /// It runs.
+    /// The arrival runs.
     Running,
 }
 
-/// What an operator decides at a destination.
+/// The operator's decision at a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decision {
-    /// Start it though nobody said so: the source has committed, and does not get through.
+    /// Start the arrival without a commit: the source has committed, and its message does not
+    /// arrive.
     Adopt,
-    /// Throw it away.
+    /// Discard the arrival.
     Discard,
 }
 
-/// What happens to a destination.
+/// An event at a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The connection to the source is gone.
     Disconnected,
-    /// Something was said.
+    /// A message has arrived.
     Heard(Message),
-    /// [`Destination::patience`] is over.
+    /// [`Destination::patience`] has passed without a message.
     TimedOut,
-    /// What was offered can be held here.
+    /// The offered machine can be held here.
     Fits,
-    /// It cannot.
+    /// The offered machine cannot be held here.
     DoesNotFit,
-    /// All pages are there, and are those of the digest.
+    /// All pages are here, and have the digest.
     Verified,
-    /// They are not; or the stream was refused; or memory ran out.
+    /// A page is missing or wrong, the stream was refused, or memory ran out.
     Failed,
-    /// A verdict is safe on the disk, and with it all that were asked for before it.
+    /// A verdict is safe on the disk, and with it all earlier ones.
     Recorded(Attempt, Verdict),
-    /// It could not be written; it may be there all the same.
+    /// A verdict could not be written. It may be on the disk all the same.
     RecordFailed(Attempt, Verdict),
     /// The arrival's first instruction has run.
     Arrived,
-    /// It could not be started, and none of its instructions has run.
+    /// The arrival could not be started, and none of its instructions has run.
     StartFailed,
     /// The operator has decided.
     Operator(Decision),
 }
 
-/// What a destination has to do.
+/// An action that the destination has to carry out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Say it, if there is a connection.
+    /// Send a message, if there is a connection.
     Send(Message),
-    /// Find out whether what is offered can be held.
+    /// Check if the offered machine can be held.
     Check,
-    /// Write this on the disk.
+    /// Write this verdict on the disk.
     Record(Attempt, Verdict),
-    /// Compare all that has come with the digest.
+    /// Compare all pages with the digest.
     Verify(Digest),
-    /// Release what has come.
+    /// Release the memory of the arrival.
     Release,
-    /// Start it.
+    /// Start the arrival.
     Start,
     /// Tell the operator.
     Tell(Advice),
 }
 
-/// What an operator has to be told at the destination.
+/// Advice for the operator at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Advice {
-    /// An arrival is whole, and its source is gone.
+    /// An arrival is whole, and its source is silent.
     SourceSilent,
-    /// It was started here, or may have been, before this machine was restarted.
+    /// The arrival was started here, or may have been, before this machine was restarted.
     Lost,
 }
 
@@ -121,16 +124,17 @@ impl fmt::Display for Advice {
     }
 }
 
-/// The destination's end: at most one arrival, and what became of those before it.
+/// The destination's state: at most one arrival, and the verdicts on earlier attempts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Destination {
     pub(super) arrival: Option<(Attempt, Phase)>,
-    /// As on the disk. Of each attempt the last entry counts.
+    /// Verdicts as on the disk. The last entry of each attempt counts.
     pub(super) past: Vec<(Attempt, Verdict)>,
 }
 
 impl Destination {
-    /// One that has the past which is on the disk, after a start of the receiver: what had arrived is gone.
+    /// Returns the state after a start of the receiver, with the verdicts on its disk. The memory
+    /// of an arrival is gone.
     #[must_use]
     pub fn restart(past: &[(Attempt, Verdict)]) -> (Self, Vec<Action>) {
         let mut destination = Self::default();
@@ -141,49 +145,50 @@ impl Destination {
         (destination, if lost { vec![Action::Tell(Advice::Lost)] } else { Vec::new() })
     }
 
-    /// How far the arrival is.
+    /// Returns the arrival's progress, if there is an arrival.
     #[must_use]
     pub fn phase(&self) -> Option<Phase> {
         self.arrival.map(|(_, phase)| phase)
     }
 
-    /// Whether pages are taken. Outside of it one that comes is a breach, and [`Event::Failed`].
+    /// Returns true if pages may arrive. At any other time a page is a breach, and
+    /// [`Event::Failed`].
     #[must_use]
     pub fn takes_pages(&self) -> bool {
         self.phase() == Some(Phase::Receiving)
     }
 
-    /// Whether an operator may start it.
+    /// Returns true if the operator may start the arrival.
     #[must_use]
     pub fn may_adopt(&self) -> bool {
         matches!(self.phase(), Some(Phase::Ready(..)))
     }
 
-    /// Whether an operator may throw it away.
+    /// Returns true if the operator may discard the arrival.
     #[must_use]
     pub fn may_discard(&self) -> bool {
         !matches!(self.phase(), None | Some(Phase::Starting | Phase::Running))
     }
 
-    /// Whether something of the arrival may run.
+    /// Returns true if an instruction of the arrival may run.
     #[must_use]
     pub fn may_execute(&self) -> bool {
         matches!(self.phase(), Some(Phase::Starting | Phase::Running))
     }
 
-    /// After how long without anything heard it is to be told that time is up.
+    /// Returns the silence after which the caller reports [`Event::TimedOut`].
     #[must_use]
     pub fn patience(&self, patience: &Patience) -> Option<Duration> {
         match self.phase()? {
             Phase::Checking | Phase::Admitting | Phase::Receiving => Some(patience.running),
-            // A source whose power is gone ends no connection: its operator is told soon.
+            // A source without power ends no connection. Its operator is told soon.
             Phase::Verifying(_) | Phase::Recording | Phase::Ready(_, Asked::No) => Some(patience.frozen),
             Phase::Ready(_, Asked::Yes) => patience.hold,
             Phase::Starting | Phase::Running => None,
         }
     }
 
-    /// Something happened.
+    /// Handles an event, and returns the actions that follow.
     #[must_use]
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         match (event, self.arrival) {
@@ -214,7 +219,7 @@ impl Destination {
             }
             (Phase::Ready(..), Word::Commit) => self.record_start(attempt),
             (Phase::Recording, Word::Commit) | (Phase::Verifying(_), Word::Final(_)) => Vec::new(),
-            // Cancelled; or said out of turn, and then whoever says it cannot be followed.
+            // The source cancelled, or spoke out of turn. A source out of turn cannot be followed.
             _ => self.end(attempt, phase),
         }
     }
@@ -276,7 +281,7 @@ impl Destination {
         self.enter(attempt, Phase::Recording, [Action::Record(attempt, Verdict::Starting)])
     }
 
-    /// Ends an arrival that nothing of has run.
+    /// Ends an arrival of which no instruction has run.
     fn end(&mut self, attempt: Attempt, phase: Phase) -> Vec<Action> {
         match phase {
             Phase::Checking | Phase::Admitting => self.refuse(attempt),
@@ -284,14 +289,16 @@ impl Destination {
         }
     }
 
-    /// Not taken in. That is no promise: without a record the same offer could be taken in after a restart.
+    /// Refuses an offer. A refusal promises nothing: without a record the same offer could be
+    /// accepted after a restart.
     fn refuse(&mut self, attempt: Attempt) -> Vec<Action> {
         self.arrival = None;
         vec![Action::Release, say(attempt, Word::Refuse)]
     }
 
-    /// From here on the answer to whatever is said of this attempt is that it never runs here. That it was accepted is on
-    /// the disk, so this holds after a restart as well.
+    /// Discards an arrival. From here on the answer to every message of this attempt is that it
+    /// never runs here. The disk says that the attempt was accepted, so the answer holds after a
+    /// restart as well.
     fn discard(&mut self, attempt: Attempt) -> Vec<Action> {
         self.arrival = None;
         self.note(attempt, Verdict::Discarded);

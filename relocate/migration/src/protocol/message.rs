@@ -1,8 +1,8 @@
-//! What the two ends say to each other.
+//! The messages between both ends.
 
 use std::fmt;
 
-/// The name of an attempt to move: random, and used once.
+/// The name of an attempt: random, used once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Attempt(pub [u8; 16]);
 
@@ -12,7 +12,7 @@ impl fmt::Display for Attempt {
     }
 }
 
-/// The digest of all that was sent in an attempt, and so of the machine that has to arrive.
+/// The digest of everything that was sent in an attempt, and so of the machine that has to arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Digest(pub [u8; 32]);
 
@@ -22,38 +22,38 @@ impl fmt::Display for Digest {
     }
 }
 
-/// A message.
+/// A message of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Message {
-    /// Of which attempt.
+    /// Attempt that the message concerns.
     pub attempt: Attempt,
-    /// What is said.
+    /// Content of the message.
     pub word: Word,
 }
 
-/// What can be said.
+/// The words of the protocol, each with its speaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
-    /// Source: take this machine. What it is goes with it.
+    /// Source: receive this machine. Its description goes with the message.
     Offer,
-    /// Source: that was all of it, taken at one instant.
+    /// Source: all pages were sent, as they were at one instant.
     Final(Digest),
-    /// Source: forget it. This machine goes on, or will.
+    /// Source: forget the attempt. The machine goes on at the source, or will.
     Cancel,
-    /// Source: start it. This machine does not go on.
+    /// Source: start the machine. It does not go on at the source.
     Commit,
-    /// Destination: send it.
+    /// Destination: the offer is accepted; send the machine.
     Accept,
-    /// Destination: it cannot be taken. Why goes with it.
+    /// Destination: the offer is refused. The reason goes with the message.
     Refuse,
-    /// Destination: every page is here and right.
+    /// Destination: every page has arrived and is right.
     Verified(Digest),
-    /// Destination: it runs here.
+    /// Destination: the machine runs here.
     Started,
-    /// Destination: nothing of it has run here, and nothing of it will.
+    /// Destination: nothing of the machine has run here, and nothing will.
     Discarded,
-    /// Destination: it was started here, or may have been, and does not run any more.
+    /// Destination: the machine was started here, or may have been, and does not run any more.
     Lost,
-    /// Destination: nothing is known here of this attempt. That says nothing about what happened.
+    /// Destination: the attempt is unknown here. The answer proves nothing about past events.
     Unknown,
 }

@@ -1,21 +1,25 @@
 //! The hand-over: two state machines without input, output or clock.
 //!
-//! [`Source`] is the machine that moves, [`Destination`] the one that takes it in. Each is told what happened
-//! (an event) and answers what is to be done (actions, in this order). docs/migration.md has the diagram and the reasons.
-//! What both rest on:
+//! [`Source`] is the machine that moves, [`Destination`] the machine that receives it. Each is told
+//! events and answers with actions, in the order in which they are to be carried out.
+//! docs/migration.md has the diagram and the reasons. Both rest on these rules:
 //!
-//! 1. A destination starts the arrival only when [`Word::Commit`] has come, or an operator says so, only with every page
-//!    verified, and only after [`Verdict::Starting`] is on its disk.
-//! 2. A source says `Commit` only after the destination has named the digest of all that was sent, and after
-//!    [`Mark::Committed`] is on its own disk. From then on it never goes on by itself, not even after a restart, unless
-//!    the destination has said [`Word::Discarded`]: that it has not started and never will.
-//! 3. Before that any failure, silence or cancellation sets the source going again.
-//! 4. An attempt has a name that is used once. What is said of another attempt changes nothing.
+//! 1. A destination starts the arrival only when [`Word::Commit`] has come, or the operator says
+//!    so. Every page must be verified, and [`Verdict::Starting`] must be on its disk.
+//! 2. A source says `Commit` only after the destination has named the digest of everything that was
+//!    sent, and after [`Mark::Committed`] is on its own disk. From then on it never goes on by
+//!    itself, not even after a restart. Only [`Word::Discarded`] of the destination releases it:
+//!    the arrival has not started and never will.
+//! 3. Before that, any failure, silence or cancellation lets the source go on.
+//! 4. An attempt has a name that is used once. A message about another attempt changes nothing.
 //!
-//! What the rules rest on in turn: a connection delivers in order or breaks, and what was said on one cannot be repeated
-//! on another (TLS; the model does not even need the order); marks are written in the order in which they are asked for,
-//! and [`Event::Recorded`](source::Event::Recorded) comes after they are safe; a mark is looked at before anything
-//! of a source acts after a restart.
+//! The rules rest on these conditions:
+//!
+//! - A connection delivers in order or breaks. A message of one connection cannot be repeated on
+//!   another (TLS). The model does not even need the order.
+//! - Tombstones are written in the order in which they are asked for, and
+//!   [`Event::Recorded`](source::Event::Recorded) comes after they are safe.
+//! - After a restart the tombstone is read before any part of a source acts.
 
 pub mod destination;
 mod message;
@@ -29,17 +33,18 @@ pub use source::{Mark, Source};
 
 use std::time::Duration;
 
-/// How long each end waits in a state in which nothing is heard, before it is told that time is up.
+/// The time that each end waits in a silent state before it is told that time is up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Patience {
-    /// For an answer, or for pages, while applications run.
+    /// Wait for an answer, or for pages, while applications run.
     pub running: Duration,
-    /// While applications are frozen, up to the commit: this is added to the downtime at worst.
+    /// Wait while applications are frozen, up to the commit. In the worst case it adds to the
+    /// downtime.
     pub frozen: Duration,
-    /// Between two commits that are said again, once nothing else can be done.
+    /// Time between two repeated commits, after the outcome is in doubt.
     pub doubt: Duration,
-    /// For the verdict on an arrival that is whole, at the destination; then it is discarded. `None`: until an operator
-    /// decides, for a source whose hardware is about to fail.
+    /// Wait for the verdict on a complete arrival, at the destination; then the arrival is
+    /// discarded. `None`: until the operator decides, for a source whose hardware is about to fail.
     pub hold: Option<Duration>,
 }
 

@@ -1,73 +1,76 @@
-//! The machine that moves.
+//! The source's state machine: the end that moves.
 
 use std::{fmt, time::Duration};
 
 use super::{Attempt, Digest, Message, Patience, Word};
 
-/// What a source has on its disk, with the attempt. Looked at before anything of a restarted machine acts.
+/// The source's tombstone of an attempt, on its disk. It is read before any part of a restarted
+/// machine acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mark {
     /// The destination may be told, or has been told, to start.
     Committed,
     /// The machine runs elsewhere, for good.
     GivenUp,
-    /// Nothing of the above holds.
+    /// Neither of the above holds.
     Cleared,
 }
 
-/// Where the frozen machine is after a restart.
+/// The place of the frozen machine after a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Memory {
-    /// In memory still: only the sender was started again.
+    /// The machine is still in memory: only the sender was started again.
     Kept,
-    /// Gone with the power. What can go on here is a system that boots from the disks.
+    /// The machine is gone with the power. Only a system that boots from the disks can go on here.
     Gone,
 }
 
-/// Whether an operator was asked for help.
+/// The state of a request to the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Asked {
-    /// Not yet.
+    /// The operator was not asked yet.
     No,
-    /// Yes.
+    /// The operator was asked for help.
     Yes,
 }
 
-/// Where an attempt stands at the source.
+/// The state of an attempt at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
-    /// Offered; applications run.
+    /// The offer was sent; applications run.
     Offering,
     /// Rounds of pages are sent; applications run.
     Copying,
-    /// The machine is quiesced, its instant is taken, and the last pages are sent.
+    /// The machine is quiesced, its instant has passed, and the last pages are sent.
     Stopping,
-    /// All was sent; what arrived is being verified.
+    /// Everything was sent, and the destination verifies it.
     Asking(Digest),
-    /// Verified. [`Mark::Committed`] is being written; `Commit` was not said.
+    /// The destination has verified. [`Mark::Committed`] is being written; `Commit` was not sent.
     Recording,
-    /// It is not to be after all, but `Committed` may be on the disk, and has to come off it.
+    /// The attempt is called off. `Committed` may be on the disk, and has to come off it.
     Withdrawing(Asked),
-    /// `Commit` was said, or may have been: whether the destination has started is not known.
+    /// `Commit` was sent, or may have been. The source does not know if the destination has
+    /// started.
     InDoubt(Memory, Asked),
-    /// Applications run, here.
+    /// Applications run at the source again.
     Resumed,
-    /// The machine runs elsewhere. Nothing here acts any more.
+    /// The machine runs elsewhere. Nothing at the source acts any more.
     GivenUp,
 }
 
-/// What may act at the source.
+/// The part of the source that may act.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Applications {
-    /// Everything.
+    /// All applications run.
     Run,
-    /// Only the sender: applications frozen, file systems quiet, the network open to the destination alone.
+    /// Only the sender runs: applications are frozen, file systems quiet, and the network is open
+    /// to the destination alone.
     Frozen,
-    /// Nothing, and nothing ever again.
+    /// Nothing runs, and nothing ever will again.
     GivenUp,
 }
 
-/// What an operator decides at a source that cannot know.
+/// The operator's decision at a source that cannot know the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decision {
     /// Go on here: nothing runs at the destination, and nothing will.
@@ -76,49 +79,50 @@ pub enum Decision {
     Abandon,
 }
 
-/// What happens to a source.
+/// An event at a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A connection to the destination is there (again), authenticated both ways.
+    /// A connection to the destination exists (again), authenticated in both directions.
     Connected,
-    /// It is gone.
+    /// The connection is gone.
     Disconnected,
-    /// Something was said.
+    /// A message has arrived.
     Heard(Message),
-    /// [`Source::patience`] is over.
+    /// [`Source::patience`] has passed without a message.
     TimedOut,
-    /// The policy of rounds says that the rest fits: stop and copy it.
+    /// The policy of rounds decides to stop the machine and copy the remaining pages.
     StopNow,
     /// The machine was quiesced, and all pages of its instant were sent.
     Streamed(Digest),
-    /// Something here went wrong: a page was not readable, the dirty log was lost, the machine would not quiesce.
+    /// The source failed: a page was not readable, the dirty log was lost, or the machine could not
+    /// be quiesced.
     Failed,
-    /// A mark is safe on the disk, and with it all that were asked for before it.
+    /// A tombstone is safe on the disk, and with it all earlier ones.
     Recorded(Attempt, Mark),
-    /// It could not be written; it may be there all the same.
+    /// A tombstone could not be written. It may be on the disk all the same.
     RecordFailed(Attempt, Mark),
-    /// The operator wants it stopped (Ctrl-C).
+    /// The operator cancels the move (Ctrl-C).
     Cancel,
     /// The operator has decided.
     Operator(Decision),
 }
 
-/// What a source has to do.
+/// An action that the source has to carry out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Say it, if there is a connection.
+    /// Send a message, if there is a connection.
     Send(Message),
     /// Send pages, round by round.
     CopyRounds,
-    /// Freeze, fence, take the instant, and send what is missing.
+    /// Freeze, close the fence, take the instant, and send the missing pages.
     StopAndCopy,
-    /// Write this on the disk, with the attempt.
+    /// Write this tombstone on the disk, with the attempt.
     Record(Mark),
-    /// Connect to the destination, again and again.
+    /// Connect to the destination, until a connection exists.
     Connect,
-    /// Thaw, take the fence away, end the snapshot: as if nothing had been tried.
+    /// Thaw, take the fence away, end the snapshot: as if no move had been tried.
     Resume,
-    /// Boot from the disks: the machine that was frozen is gone, and nothing of it runs elsewhere.
+    /// Boot from the disks: the frozen machine is gone, and nothing of it runs elsewhere.
     Boot,
     /// Let go of the machine: power off, and release its memory.
     GiveUp,
@@ -126,22 +130,22 @@ pub enum Action {
     Tell(Advice),
 }
 
-/// What an operator has to be told at the source.
+/// Advice for the operator at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Advice {
-    /// The destination was told to start and does not answer.
+    /// The destination was told to start, and does not answer.
     NoAnswer,
-    /// The destination has started it, or may have, and has lost it.
+    /// The destination has started the machine, or may have, and has lost it.
     DestinationLostIt,
-    /// The destination knows nothing of the attempt.
+    /// The destination does not know the attempt.
     DestinationForgot,
-    /// The mark cannot be taken off the disk, and the destination does not answer.
+    /// The tombstone cannot be taken off the disk, and the destination does not answer.
     MarkStays,
-    /// It is too late to cancel.
+    /// The cancellation comes too late.
     TooLate,
-    /// The destination says that it has started what nobody told it to start.
+    /// The destination says that it has started a machine without a commit.
     StartedUnasked,
-    /// The machine that was here runs elsewhere.
+    /// The machine of this source runs elsewhere.
     Moved,
 }
 
@@ -186,7 +190,7 @@ impl fmt::Display for Advice {
     }
 }
 
-/// The source's end of one attempt.
+/// The source's state in one attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Source {
     pub(super) attempt: Attempt,
@@ -194,20 +198,22 @@ pub struct Source {
 }
 
 impl Source {
-    /// Begins an attempt on a connection that is there. The name must never have been used.
+    /// Begins an attempt on an existing connection. The name must never have been used.
     #[must_use]
     pub fn begin(attempt: Attempt) -> (Self, Vec<Action>) {
         let source = Self { attempt, state: State::Offering };
         (source, vec![source.say(Word::Offer)])
     }
 
-    /// What becomes of an attempt after the sender or the whole machine was started again, by what is on the disk.
+    /// Returns the state of an attempt after a restart of the sender or of the whole machine, by
+    /// the tombstone on the disk.
     #[must_use]
     pub fn restart(attempt: Attempt, mark: Mark, memory: Memory) -> (Self, Vec<Action>) {
         let (state, action) = match (mark, memory) {
             (Mark::Cleared, memory) => (State::Resumed, go_on(memory)),
             (Mark::Committed, Memory::Kept) => (State::InDoubt(memory, Asked::No), Action::Connect),
-            // Whoever switches a machine on looks at it: it is told why it does not boot.
+            // An operator who switches a machine on looks at its screen, and is told there why it
+            // does not boot.
             (Mark::Committed, Memory::Gone) => (State::InDoubt(memory, Asked::Yes), Action::Connect),
             (Mark::GivenUp, _) => (State::GivenUp, Action::Tell(Advice::Moved)),
         };
@@ -220,13 +226,13 @@ impl Source {
         (source, told.into_iter().chain([action]).chain(cancel).collect())
     }
 
-    /// Where it stands.
+    /// Returns the state of the attempt.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// What may act.
+    /// Returns the part of the source that may act.
     #[must_use]
     pub fn applications(&self) -> Applications {
         match self.state {
@@ -240,19 +246,19 @@ impl Source {
         }
     }
 
-    /// Whether Ctrl-C still stops it.
+    /// Returns true if Ctrl-C still stops the move.
     #[must_use]
     pub fn may_cancel(&self) -> bool {
         self.is_before_verdict() || self.state == State::Recording
     }
 
-    /// Whether an operator may decide, because this end cannot.
+    /// Returns true if the operator may decide, because this end cannot.
     #[must_use]
     pub fn may_decide(&self) -> bool {
         matches!(self.state, State::Withdrawing(_) | State::InDoubt(..))
     }
 
-    /// After how long without anything heard it is to be told that time is up.
+    /// Returns the silence after which the caller reports [`Event::TimedOut`].
     #[must_use]
     pub fn patience(&self, patience: &Patience) -> Option<Duration> {
         match self.state {
@@ -263,7 +269,7 @@ impl Source {
         }
     }
 
-    /// Something happened.
+    /// Handles an event, and returns the actions that follow.
     #[must_use]
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         match event {
@@ -311,7 +317,7 @@ impl Source {
             (State::Asking(sent), Word::Verified(found)) if sent == found => {
                 self.enter(State::Recording, [Action::Record(Mark::Committed)])
             }
-            // Said twice, by a connection that says things twice.
+            // The message came twice, by a connection that repeats.
             (_, Word::Accept) => Vec::new(),
             (_, Word::Started) => {
                 let mut actions = self.call_off();
@@ -322,7 +328,8 @@ impl Source {
         }
     }
 
-    /// Nothing is on the disk, nothing was committed: as if nothing had been tried.
+    /// Calls the attempt off. Nothing is on the disk and nothing was committed: as if no move had
+    /// been tried.
     fn call_off(&mut self) -> Vec<Action> {
         let cancel = self.say(Word::Cancel);
         self.enter(State::Resumed, [Action::Resume, cancel])
@@ -347,8 +354,9 @@ impl Source {
         }
     }
 
-    /// The machine must not go on while `Committed` may be on the disk and the arrival may be whole: if the power failed
-    /// later, a restarted source would commit to a machine that has moved on.
+    /// Waits until `Committed` is off the disk. Until then the machine must not go on if the
+    /// arrival may be whole: after a power failure a restarted source would commit to a machine
+    /// that has moved on.
     fn withdrawing(&mut self, event: Event, asked: Asked) -> Vec<Action> {
         let cancel = self.say(Word::Cancel);
         match event {
@@ -397,14 +405,15 @@ impl Source {
         }
     }
 
-    /// Asks the operator. That nobody answers is said once; an answer is said whenever it comes.
+    /// Asks the operator. That no answer comes is reported once; an answer is reported whenever it
+    /// comes.
     fn ask(&mut self, memory: Memory, asked: Asked, advice: Advice) -> Vec<Action> {
         let is_news = asked == Asked::No || advice != Advice::NoAnswer;
         let actions = self.enter(State::InDoubt(memory, Asked::Yes), []);
         actions.into_iter().chain(is_news.then_some(Action::Tell(advice))).collect()
     }
 
-    /// The destination will never start it.
+    /// Lets the source go on: the destination will never start the arrival.
     fn go_on(&mut self, memory: Memory) -> Vec<Action> {
         self.enter(State::Resumed, [Action::Record(Mark::Cleared), go_on(memory)])
     }

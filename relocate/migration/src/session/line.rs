@@ -1,4 +1,4 @@
-//! The line that a receiver prints, and a sender is given.
+//! The pairing token that a receiver prints and a sender is given.
 
 use std::{fmt, str::FromStr};
 
@@ -11,13 +11,14 @@ const SECRET: usize = 16;
 const PIN: usize = 32;
 const CHECK: usize = 4;
 const BYTES: usize = SECRET + PIN + CHECK;
-/// What the sender's key is derived with.
+/// Context for deriving the sender's key.
 const CONTEXT: &str = "mercury migration 1: the sender's Ed25519 key";
 const HAIL_CONTEXT: &str = "mercury migration 1: hails";
-/// RFC 8410, 7: what stands before the 32 bytes of a private key.
+/// First bytes of a private key in PKCS #8 (RFC 8410, 7); the key's 32 bytes follow.
 const PKCS8: [u8; 16] = [0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
 
-/// A receiver's identity, and the right to send to it: `mercury-receive-1-` and 104 hexadecimal digits.
+/// A pairing token: the receiver's identity, and the right to send to it. As text:
+/// `mercury-receive-1-` and 104 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Line {
     secret: [u8; SECRET],
@@ -33,7 +34,7 @@ impl Line {
         self.pin == pin(certificate)
     }
 
-    /// The sender's seed.
+    /// Returns the seed of the sender's key.
     pub(super) fn sender_seed(&self) -> [u8; 32] {
         blake3::derive_key(CONTEXT, &self.secret)
     }
@@ -42,7 +43,8 @@ impl Line {
         PrivatePkcs8KeyDer::from([&PKCS8[..], &self.sender_seed()].concat())
     }
 
-    /// What hails are authenticated with where no attempt is known, and what an attempt's key is derived from.
+    /// Returns the key of announcements for unknown attempts. The key of an attempt is derived from
+    /// it too.
     pub(crate) fn hail_key(&self) -> [u8; 32] {
         blake3::derive_key(HAIL_CONTEXT, &self.secret)
     }
@@ -66,7 +68,7 @@ impl fmt::Display for Line {
     }
 }
 
-/// Logs need not have the secret.
+/// Keeps the secret out of logs.
 impl fmt::Debug for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Line(..)")

@@ -1,13 +1,15 @@
-//! Who talks to whom: TLS 1.3, both ends authenticated, by one line.
+//! The session: TLS 1.3, with both ends authenticated by one pairing token.
 //!
-//! `mercury receive` is to print a [`Line`], and `mercury migrate` to be given it. In it are the hash of the receiver's
-//! certificate, made for this one arrival, and a secret, from which both ends derive the sender's key pair. So the sender talks
-//! to that receiver alone, and the receiver takes only a sender that was given the line. Whoever sees the line can send a
-//! machine to the receiver, but cannot read or change what another one sends.
+//! `mercury receive` prints a [`Line`], the token, and `mercury migrate` is given it. The token
+//! holds the hash of the receiver's certificate, which is made for this one arrival, and a secret.
+//! Both ends derive the sender's key pair from the secret. So the sender talks to that receiver
+//! alone, and the receiver accepts only a sender that was given the token. A reader of the token
+//! can send a machine to the receiver, but cannot read or change another sender's data.
 //!
-//! Sessions are never resumed and there is no early data, so what was said in one is worth nothing in another. Neither
-//! end gets at a byte of payload before both are authenticated: [`Receiver::accept`] and [`connect`] return after
-//! the handshake, and after the receiver has said so inside of it.
+//! Sessions are never resumed and there is no early data, so that a message of one session is worth
+//! nothing in another. Neither end sees a byte of payload before both are authenticated.
+//! [`Receiver::accept`] and [`connect`] return after the handshake, and after the receiver has
+//! confirmed it inside of the session.
 
 mod line;
 mod verify;
@@ -34,30 +36,31 @@ use rustls::{
 
 use verify::{PinnedReceiver, PinnedSender};
 
-/// The protocol's name inside of TLS. Ends of other versions do not get as far as an offer: 2 has the secret for hails in it, 3
-/// says how many streams there are, 4 which disks go along.
+/// Name of the protocol inside of TLS. Ends of different versions fail before an offer. Version 2
+/// added the secret for announcements, 3 the number of streams, 4 the disks that go along.
 const PROTOCOL: &[u8] = b"mercury-migration/4";
-/// What a session's binding is derived with.
+/// Label for deriving a session's binding.
 const BINDING: &[u8] = b"EXPORTER-mercury-migration-stream";
-/// The name in certificates; what counts is the pin.
+/// Name in certificates. It is not checked; the pin is.
 const NAME: &str = "mercury-receive";
-/// What the receiver says first, and so that it has taken the sender.
+/// First byte of the receiver, which confirms that it accepts the sender.
 const WELCOME: u8 = 1;
-/// What it says instead to one that has the line, and that it does not take now: with a length, and why.
+/// First byte of the receiver for a sender with the token that it does not accept now. A length and
+/// the reason follow.
 const NOT_NOW: u8 = 2;
-/// Clocks of two machines may differ by so much.
+/// Largest difference between the clocks of two machines.
 const CLOCKS_DIFFER: Duration = Duration::from_secs(24 * 3600);
 
-/// Why there is no session.
+/// The reason why there is no session.
 #[derive(Debug)]
 pub enum Error {
-    /// The line is none.
+    /// The text is no pairing token.
     Line(&'static str),
-    /// The other end is not who it should be, or does not speak this.
+    /// The other end is not the expected one, or does not speak this protocol.
     Refused(io::Error),
-    /// The other end is who it should be, and does not take this one now: why.
+    /// The other end is the expected one, and does not accept this sender now. The reason follows.
     NotNow(String),
-    /// Something here did not work: random numbers, certificates.
+    /// Something failed at this end: random numbers or certificates.
     Local(String),
 }
 
@@ -65,7 +68,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Line(why) => f.write_str(why),
-            // What TLS says of it is for programmers.
+            // TLS's own text here is for programmers.
             Self::Refused(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 f.write_str("no session with the other machine: it has closed the connection")
             }
@@ -86,14 +89,14 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// The end that takes a machine in.
+/// The end that receives a machine.
 #[derive(Clone, Debug)]
 pub struct Receiver {
     config: Arc<ServerConfig>,
     line: Line,
 }
 
-/// A receiver's identity, to be carried where it is to receive: whoever has it is that receiver.
+/// A receiver's identity, to be carried to the place of the reception. Its holder is that receiver.
 #[derive(Clone)]
 pub struct Identity {
     secret: [u8; 16],
@@ -101,7 +104,7 @@ pub struct Identity {
     key: Vec<u8>,
 }
 
-/// Logs need not have the key.
+/// Keeps the key out of logs.
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Identity(..)")
@@ -109,10 +112,10 @@ impl fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// A new one, and its line; both are good for so long.
+    /// Makes an identity and its pairing token, both valid for `lifetime`.
     ///
     /// # Errors
-    /// If there are no random numbers, or no certificate can be made.
+    /// There are no random numbers, or no certificate can be made.
     pub fn new(now: SystemTime, lifetime: Duration) -> Result<(Self, Line), Error> {
         let key = KeyPair::generate_for(&rcgen::PKCS_ED25519).map_err(local)?;
         let certificate = certificate(&key, now, lifetime)?;
@@ -122,17 +125,18 @@ impl Identity {
         Ok((Self { secret, certificate: certificate.to_vec(), key: key.serialize_der() }, line))
     }
 
-    /// As bytes: the secret, the length of the certificate (4 bytes, little-endian), that, and the key.
+    /// Returns the identity as bytes: the secret, the length of the certificate (4 bytes,
+    /// little-endian), the certificate, and the key.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let length = (self.certificate.len() as u32).to_le_bytes();
         [&self.secret[..], &length, &self.certificate, &self.key].concat()
     }
 
-    /// What [`Self::to_bytes`] has made.
+    /// Parses the bytes of [`Self::to_bytes`].
     ///
     /// # Errors
-    /// If it was not that.
+    /// The bytes are no identity.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let none = || Error::Local("this is no receiver's identity".into());
         let (secret, rest) = bytes.split_first_chunk::<16>().ok_or_else(none)?;
@@ -144,15 +148,16 @@ impl Identity {
 }
 
 impl Receiver {
-    /// One with a certificate of its own, and the line for the sender. Both are good for so long.
+    /// Makes a receiver with a certificate of its own, and the pairing token for the sender. Both
+    /// are valid for `lifetime`.
     ///
     /// # Errors
-    /// If there are no random numbers, or no certificate can be made.
+    /// There are no random numbers, or no certificate can be made.
     pub fn new(lifetime: Duration) -> Result<(Self, Line), Error> {
         Self::at(SystemTime::now(), lifetime)
     }
 
-    /// The same, at another time.
+    /// Makes the same at another time.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -161,10 +166,10 @@ impl Receiver {
         Ok((Self::with(&identity)?, line))
     }
 
-    /// The one with an identity.
+    /// Returns the receiver with an identity.
     ///
     /// # Errors
-    /// If that is none.
+    /// The identity is invalid.
     pub fn with(identity: &Identity) -> Result<Self, Error> {
         let certificate = CertificateDer::from(identity.certificate.clone());
         let line = Line::new(identity.secret, &certificate);
@@ -182,24 +187,24 @@ impl Receiver {
         Ok(Self { config: Arc::new(config), line })
     }
 
-    /// Its line.
+    /// Returns the receiver's pairing token.
     #[must_use]
     pub fn line(&self) -> &Line {
         &self.line
     }
 
-    /// Takes a sender, or refuses it. How long it may take is the socket's to say.
+    /// Accepts a sender, or refuses it. The socket limits the time that this may take.
     ///
     /// # Errors
-    /// If it was not given the line.
+    /// The sender was not given the token.
     pub fn accept<S: Read + Write>(&self, socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
         self.answer(socket, &[WELCOME])
     }
 
-    /// Tells a sender that it is not taken now, and why: at most 255 bytes of it.
+    /// Tells a sender that it is not accepted now, with a reason of at most 255 bytes.
     ///
     /// # Errors
-    /// If it was not given the line: then it is told nothing.
+    /// The sender was not given the token. Then it is told nothing.
     pub fn turn_away<S: Read + Write>(&self, socket: S, why: &str) -> Result<(), Error> {
         let why = &why.as_bytes()[..why.len().min(usize::from(u8::MAX))];
         self.answer(socket, &[&[NOT_NOW, why.len() as u8], why].concat()).map(drop)
@@ -221,10 +226,10 @@ impl Receiver {
     }
 }
 
-/// Connects to the receiver that has printed the line.
+/// Connects to the receiver that has printed the pairing token.
 ///
 /// # Errors
-/// If it is another one, or does not take this sender.
+/// The receiver is another one, or does not accept this sender.
 pub fn connect<S: Read + Write>(line: &Line, socket: S) -> Result<StreamOwned<ClientConnection, S>, Error> {
     connect_with(sender(line, SystemTime::now())?, socket)
 }
@@ -267,7 +272,7 @@ fn connect_with<S: Read + Write>(
     }
     known(connection.alpn_protocol(), connection.peer_certificates())?;
     let mut session = StreamOwned::new(connection, socket);
-    // Whether the receiver has taken this sender is known only when it says something.
+    // Only the receiver's first byte tells if it has accepted this sender.
     let mut answer = [0];
     session.read_exact(&mut answer).map_err(Error::Refused)?;
     match answer[0] {
@@ -285,10 +290,10 @@ fn why_not_now(from: &mut impl Read) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&why).into_owned())
 }
 
-/// What both ends of a session, and nobody else, can derive from it, to say something of this session.
+/// Returns bytes that only the two ends of a session can derive, for proofs within this session.
 ///
 /// # Errors
-/// If it is over.
+/// The session is over.
 pub fn binding<Side>(connection: &rustls::ConnectionCommon<Side>) -> io::Result<[u8; 32]> {
     connection.export_keying_material([0; 32], BINDING, None).map_err(io::Error::other)
 }
@@ -297,7 +302,7 @@ fn refused(why: &'static str) -> Error {
     Error::Refused(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
-/// A handshake is over that could not be without these; that is asked again all the same.
+/// Checks the protocol and the certificates once more. The handshake cannot end without them.
 fn known(protocol: Option<&[u8]>, certificates: Option<&[CertificateDer<'_>]>) -> Result<(), Error> {
     if protocol != Some(PROTOCOL) {
         return Err(refused("it speaks another protocol"));

@@ -1,4 +1,5 @@
-//! Over sockets of the loopback's kind: whoever should not be let in is not, and reads and says nothing.
+//! Sessions over sockets of the loopback's kind: a peer that is not authorized is refused, and
+//! reads and says nothing.
 
 use std::{
     io::{self, Read, Write},
@@ -19,7 +20,7 @@ fn pair() -> (UnixStream, UnixStream) {
     (near, far)
 }
 
-/// What each end comes to when one connects to the other and says something.
+/// Returns the result of each end when one connects to the other and says something.
 fn meet(receiver: &Receiver, config: ClientConfig) -> (Result<Vec<u8>, Error>, Result<(), Error>) {
     let (near, far) = pair();
     thread::scope(|scope| {
@@ -72,7 +73,7 @@ fn mistakes_in_the_line_are_found() {
     assert!("mercury-receive-1-é".parse::<Line>().is_err());
 }
 
-/// The right receiver, and another secret: the key is wrong.
+/// The receiver is right and the secret is another one: the key is wrong.
 #[test]
 fn a_wrong_key_is_refused() {
     let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
@@ -82,7 +83,7 @@ fn a_wrong_key_is_refused() {
     assert!(received.contains("certificate"), "{received}");
 }
 
-/// The receiver's certificate, as a client sees it.
+/// Returns the receiver's certificate, as a client sees it.
 fn receiver_certificate(receiver: &Receiver, line: &Line) -> CertificateDer<'static> {
     let (near, far) = pair();
     thread::scope(|scope| {
@@ -131,7 +132,7 @@ fn another_protocol_is_refused() {
     }
 }
 
-/// A socket that keeps what it has sent.
+/// A socket that keeps everything that it sends.
 struct Tapped {
     socket: UnixStream,
     sent: Arc<Mutex<Vec<u8>>>,
@@ -155,7 +156,7 @@ impl Write for Tapped {
     }
 }
 
-/// All that a good sender has sent, up to the end of its payload.
+/// Returns everything that a good sender sends, up to the end of its payload.
 fn recorded(receiver: &Receiver, line: &Line) -> Vec<u8> {
     let (near, far) = pair();
     let sent = Arc::new(Mutex::new(Vec::new()));
@@ -173,7 +174,7 @@ fn recorded(receiver: &Receiver, line: &Line) -> Vec<u8> {
     sent.clone()
 }
 
-/// What the receiver makes of bytes.
+/// Plays bytes to the receiver, and returns its result.
 fn played(receiver: &Receiver, bytes: &[u8]) -> Result<(), Error> {
     let (mut near, far) = pair();
     let drain = near.try_clone().expect("a socket");
@@ -194,7 +195,7 @@ fn a_replay_is_refused() {
     let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
     let sent = recorded(&receiver, &line);
     assert!(played(&receiver, &sent).is_err());
-    // Nothing but the replay was wrong with it.
+    // The replay was the only fault.
     let (received, sent) = meet(&receiver, config(&line));
     assert!(received.is_ok() && sent.is_ok());
 }
@@ -220,7 +221,7 @@ fn an_identity_can_be_carried() {
     assert!(Identity::from_bytes(&identity.to_bytes()[..40]).is_err());
 }
 
-/// Whoever has the line is told why it is not taken now, and nobody else is.
+/// A sender with the token is told why it is not accepted now; no other sender is.
 #[test]
 fn who_comes_second_is_told_why() {
     let (receiver, line) = Receiver::new(HOUR).expect("a receiver");

@@ -1,5 +1,6 @@
-//! Whether the other end is who the line says. Each certificate is its own authority: what makes it good is the pin;
-//! that it is well formed, in time, and that its key is in the other end's hands is checked by rustls.
+//! The check of the other end against the pairing token. Each certificate is its own authority, and
+//! the pin decides if it is the right one. rustls checks that the certificate is well formed and in
+//! time, and that the other end holds its key.
 
 use std::sync::Arc;
 
@@ -20,14 +21,14 @@ use rustls::{
 
 use super::Line;
 
-/// RFC 8410, 4: what stands before the 32 bytes of a public key.
+/// First bytes of a public key (RFC 8410, 4); the key's 32 bytes follow.
 const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21, 0];
 
 fn stranger() -> Error {
     Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
 }
 
-/// TLS 1.2 is not spoken.
+/// Returns the error for TLS 1.2, which is not spoken.
 fn too_old() -> Error {
     Error::General("TLS 1.2 is not spoken".into())
 }
@@ -103,7 +104,7 @@ impl ServerCertVerifier for PinnedReceiver {
 /// The receiver's check of the sender.
 #[derive(Debug)]
 pub struct PinnedSender {
-    /// The public key that the line's secret makes.
+    /// Public key that belongs to the token's secret.
     key: Vec<u8>,
     provider: Arc<CryptoProvider>,
 }

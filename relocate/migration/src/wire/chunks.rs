@@ -1,24 +1,24 @@
-//! Records of chunks of disks, and what a disk's chunks were when they were last sent.
+//! Records of chunks of disks, and the ledger of each disk's chunks as they were last sent.
 
 use super::ledger::Ledger;
 use super::packed;
 use super::pages::PAGE;
 use crate::protocol::{Attempt, Digest};
 
-/// A chunk has at least two to the power of so many bytes, but for a disk's last one.
+/// Least size of a chunk, as a power of two in bytes. Only a disk's last chunk may be shorter.
 pub const CHUNK_SHIFT_MIN: u32 = 16;
-/// And at most.
+/// Largest size of a chunk, as a power of two in bytes.
 pub const CHUNK_SHIFT_MAX: u32 = 20;
-/// A disk has no more chunks than this, if it need not.
+/// Number of chunks of a disk that the choice of their size stays below, where it can.
 const CHUNKS_WANTED: u64 = 4 << 20;
-/// Chunks of a record.
+/// Largest number of chunks in a record.
 pub const CHUNKS_MAX: usize = 256;
-/// Bytes of chunks in a record.
+/// Largest number of data bytes in a record.
 pub const CHUNKS_BYTES_MAX: usize = 1 << CHUNK_SHIFT_MAX;
 const HEAD: usize = 8;
 const ENTRY: usize = 12;
 const RAW_MAX: usize = HEAD + CHUNKS_MAX * ENTRY + CHUNKS_BYTES_MAX;
-/// On the wire, no record is longer.
+/// Largest size of a record on the wire, in bytes.
 pub const PACKED_MAX: usize = packed::longest(RAW_MAX);
 
 const SECTOR: u64 = 512;
@@ -26,7 +26,7 @@ const DATA: u64 = 1;
 const ZERO: u64 = 2;
 const KIND: u64 = SECTOR - 1;
 
-/// The size of a disk's chunks, as a power of two: small ones, but not too many.
+/// Returns the size of a disk's chunks, as a power of two: small ones, but not too many.
 #[must_use]
 pub fn chunk_shift(bytes: u64) -> u32 {
     (CHUNK_SHIFT_MIN..CHUNK_SHIFT_MAX)
@@ -34,43 +34,43 @@ pub fn chunk_shift(bytes: u64) -> u32 {
         .unwrap_or(CHUNK_SHIFT_MAX)
 }
 
-/// A chunk of a record.
+/// A chunk of a disk, in a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk<'a> {
-    /// Where it begins on the disk.
+    /// Offset of its first byte on the disk.
     pub offset: u64,
-    /// How long it is.
+    /// Length of the chunk in bytes.
     pub length: usize,
-    /// What it holds; `None`: zeros.
+    /// Content of the chunk; `None`: zeros.
     pub data: Option<&'a [u8]>,
 }
 
 /// Chunks of one disk that go over the wire together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Chunks {
-    /// The number of the disk in the offer.
+    /// Number of the disk in the offer.
     pub disk: u32,
     entries: Vec<(u64, u32)>,
     data: Vec<u8>,
 }
 
 impl Chunks {
-    /// Without any, of this disk.
+    /// Returns an empty record for a disk.
     #[must_use]
     pub fn of(disk: u32) -> Self {
         Self { disk, ..Self::default() }
     }
 
-    /// Whether there are none.
+    /// Returns true if the record is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Adds one; whether it is all zeros, which take no room.
+    /// Adds a chunk. Returns true if it is all zeros, which take no room.
     ///
     /// # Panics
-    /// If there is no room for it, or it does not begin and end with a sector.
+    /// There is no room, or the chunk does not begin and end with a sector.
     pub fn add(&mut self, offset: u64, bytes: &[u8]) -> bool {
         let is_zero = bytes.iter().all(|byte| *byte == 0);
         let room = if is_zero { 0 } else { bytes.len() };
@@ -88,13 +88,13 @@ impl Chunks {
         is_zero
     }
 
-    /// The chunks, in their order.
+    /// Returns the chunks, in their order.
     pub fn iter(&self) -> impl Iterator<Item = Chunk<'_>> {
         let mut rest = &self.data[..];
         self.entries.iter().map(move |(entry, length)| {
             let length = *length as usize;
             let data = (entry & KIND == DATA).then(|| {
-                // There is as much as all of them say, or it would have been refused.
+                // The data have the sum of all lengths, or the record would have been refused.
                 let (data, behind) = rest.split_at(length.min(rest.len()));
                 rest = behind;
                 data
@@ -103,10 +103,10 @@ impl Chunks {
         })
     }
 
-    /// As it goes over the wire.
+    /// Returns the record as it goes over the wire.
     ///
     /// # Errors
-    /// If zstd fails.
+    /// zstd fails.
     pub fn pack(&self, level: i32) -> std::io::Result<Vec<u8>> {
         let mut raw = Vec::with_capacity(HEAD + self.entries.len() * ENTRY + self.data.len());
         raw.extend_from_slice(&self.disk.to_le_bytes());
@@ -119,7 +119,8 @@ impl Chunks {
         packed::pack(&raw, level)
     }
 
-    /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
+    /// Parses a record that came over the wire. Its checksum is right; the record may be hostile
+    /// all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
         let raw = packed::unpack(payload, RAW_MAX, "it is longer than chunks are")?;
         let (disk, rest) = raw.split_first_chunk().ok_or("it is too short")?;
@@ -153,17 +154,18 @@ fn entry_of(bytes: &[u8; ENTRY]) -> (u64, u32) {
     (u64::from_le_bytes([a, b, c, d, e, f, g, h]), u32::from_le_bytes(rest))
 }
 
-/// What each chunk of a disk was when it was last sent, or what lies where it was put; and the digest of all of it.
+/// The ledger of a disk: the hash of each chunk as it was last sent, or as it lies on the
+/// destination's disk, and the digest of all chunks.
 #[derive(Clone, Debug)]
 pub struct DiskLedger {
     bytes: u64,
     shift: u32,
-    /// It knows of pages by address: a chunk is to it what a page is.
+    /// The ledger of the chunks. It addresses each chunk like a page.
     ledger: Ledger,
 }
 
 impl DiskLedger {
-    /// That of a disk of this size.
+    /// Returns the ledger of a disk of this size in bytes.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let shift = chunk_shift(bytes);
@@ -172,65 +174,66 @@ impl DiskLedger {
         Self { bytes, shift, ledger: Ledger::new(all.collect()) }
     }
 
-    /// The size of its chunks, as a power of two.
+    /// Returns the size of the chunks, as a power of two in bytes.
     #[must_use]
     pub fn shift(&self) -> u32 {
         self.shift
     }
 
-    /// How many chunks the disk has.
+    /// Returns the number of chunks of the disk.
     #[must_use]
     pub fn chunks(&self) -> u64 {
         self.bytes.div_ceil(1 << self.shift)
     }
 
-    /// Where a chunk begins, and how long it is: the last one may be shorter.
+    /// Returns the offset and the length of a chunk. The last chunk may be shorter.
     #[must_use]
     pub fn place(&self, number: u64) -> (u64, usize) {
         let start = number << self.shift;
         (start, self.bytes.saturating_sub(start).min(1 << self.shift) as usize)
     }
 
-    /// The number of the chunk that begins there and is so long.
+    /// Returns the number of the chunk with this offset and length.
     fn number(&self, offset: u64, length: usize) -> Option<u64> {
         let number = offset >> self.shift;
         (number < self.chunks() && self.place(number) == (offset, length)).then_some(number)
     }
 
-    /// Whether there is such a chunk.
+    /// Returns true if the disk has a chunk with this offset and length.
     #[must_use]
     pub fn has_room_for(&self, offset: u64, length: usize) -> bool {
         self.number(offset, length).is_some()
     }
 
-    /// Notes what a chunk holds now; whether that is something else than what was noted before, if anything was.
+    /// Notes the hash of a chunk. Returns true if it differs from the hash noted before, or if
+    /// there was none.
     ///
     /// # Errors
-    /// If there is no such chunk: nothing may be written there.
+    /// The disk has no such chunk, and nothing may be written there.
     pub fn note(&mut self, offset: u64, length: usize, hash: [u8; 16]) -> Result<bool, &'static str> {
         let number =
             self.number(offset, length).ok_or("a chunk of it is none of the disk that was offered")?;
         self.ledger.note_hash(number * PAGE as u64, hash)
     }
 
-    /// Whether every chunk was noted.
+    /// Returns true if every chunk was noted.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.ledger.is_complete()
     }
 
-    /// Makes what of the digest can be made before the end.
+    /// Computes as much of the digest as is possible before the end.
     pub fn settle(&mut self) {
         self.ledger.settle();
     }
 
-    /// The digest of all chunks, in this attempt.
+    /// Returns the digest of all chunks, in this attempt.
     pub fn digest(&mut self, attempt: Attempt) -> Digest {
         self.ledger.digest(attempt)
     }
 }
 
-/// What a [`DiskLedger`] keeps of a chunk.
+/// Returns the hash that a [`DiskLedger`] keeps of a chunk.
 #[must_use]
 pub fn hash_of_chunk(bytes: &[u8]) -> [u8; 16] {
     let mut half = [0; 16];
@@ -243,7 +246,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A record of raw bytes, as somebody with ill will makes it.
+    /// Makes a record of raw bytes, as an attacker does.
     fn record(disk: u32, entries: &[(u64, u32)], data: &[u8]) -> Vec<u8> {
         Chunks { disk, entries: entries.to_vec(), data: data.to_vec() }.pack(1).expect("packed")
     }
@@ -289,7 +292,7 @@ mod tests {
 
     #[test]
     fn chunks_are_those_of_the_disk() {
-        // Two whole ones, and a sector.
+        // Two whole chunks, and a sector.
         let mut ledger = DiskLedger::new((2 << 16) + 512);
         assert_eq!((ledger.chunks(), ledger.place(2)), (3, (2 << 16, 512)));
         for (offset, length) in
@@ -315,7 +318,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, no byte of it is taken for another disk's, and nothing panics.
+        /// No input is taken for another disk's bytes, and no input causes a panic.
         #[test]
         fn nonsense_is_refused_or_chunks(payload in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = Chunks::unpack(&payload);

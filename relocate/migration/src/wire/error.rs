@@ -1,15 +1,15 @@
-//! What can be wrong with a stream, and where.
+//! The errors of a stream, and their place in it.
 
 use std::{fmt, io};
 
 /// A place in a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Number of the stream.
+    /// Number of the stream, from 0.
     pub stream: u32,
-    /// Number of the frame.
+    /// Number of the frame in the stream, from 0.
     pub frame: u64,
-    /// Byte at which it begins.
+    /// Offset in bytes of the frame's first byte.
     pub offset: u64,
 }
 
@@ -19,20 +19,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why a stream is refused.
+/// The reason why a stream is refused.
 #[derive(Debug)]
 pub enum Error {
     /// Reading or writing failed.
     Io(io::Error),
-    /// It does not begin like one.
+    /// The connection does not begin like a stream.
     NotAStream,
-    /// It is of another version of the format.
+    /// The stream has another version of the format.
     Version(u32),
-    /// It belongs to another attempt, or is another stream than the one that was expected.
+    /// The stream belongs to another attempt, or has another number than expected.
     Other,
-    /// It ends in the midst of something.
+    /// The stream ends within a frame.
     Torn(Place),
-    /// Something in it cannot be.
+    /// A part of the stream is not valid.
     Damaged(Place, &'static str),
 }
 

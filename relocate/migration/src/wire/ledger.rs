@@ -1,4 +1,4 @@
-//! What each page of the machine was when it was last sent, and the digest of all of it.
+//! The ledger of a machine: the hash of each page as it was last sent, and the digest of all pages.
 
 use std::ops::Range;
 
@@ -7,29 +7,32 @@ use crate::protocol::{Attempt, Digest};
 
 const ZEROS: [u8; PAGE] = [0; PAGE];
 const WORD: usize = u64::BITS as usize;
-/// Pages whose part of the digest is kept together: 2 MiB.
+/// Number of pages whose part of the digest is kept together: 2 MiB.
 const REGION: usize = 512;
 
-/// Both ends have one. The destination's is made from what lies in its memory, not from what came: so the
-/// digest also says that every page was put where it belongs. It takes 16 bytes for each page of the machine.
+/// The hashes of a machine's pages. Both ends have a ledger. The destination makes its own from the
+/// content of its memory, not from the data that came, so that the digest also proves the place of
+/// every page. A ledger takes 16 bytes for each page of the machine.
 ///
-/// The digest is that of the digests of regions, and a region's is kept until one of its pages is another one: while the
-/// machine stands still, only what has changed since [`Self::settle`] is hashed, however much memory there is.
+/// The digest is that of the digests of regions. A region's digest is kept until one of its pages
+/// changes. While the machine is stopped, only the changes since [`Self::settle`] are hashed,
+/// however much memory there is.
 #[derive(Clone, Debug)]
 pub struct Ledger {
-    /// Ascending, with the number of the first page of each.
+    /// Ranges of physical addresses, ascending, each with the number of its first page.
     ranges: Vec<(Range<u64>, usize)>,
     hashes: Vec<[u8; 16]>,
-    /// A bit for each page that was noted.
+    /// One bit for each page: set if the page was noted.
     noted: Vec<u64>,
     count: usize,
-    /// Of [`REGION`] pages each, by their numbers; `None` where one has changed since it was made.
+    /// Digests of the regions of [`REGION`] pages, by page number; `None` if a page has changed
+    /// since.
     regions: Vec<Option<[u8; 32]>>,
     zero: [u8; 16],
 }
 
 impl Ledger {
-    /// That of a machine whose memory lies at these physical addresses.
+    /// Returns the ledger of a machine whose memory lies at these physical addresses.
     #[must_use]
     pub fn new(mut ranges: Vec<Range<u64>>) -> Self {
         ranges.sort_by_key(|range| range.start);
@@ -50,13 +53,13 @@ impl Ledger {
         }
     }
 
-    /// How much memory it takes, besides what it has for each range.
+    /// Returns the ledger's own size in bytes, without the list of ranges.
     #[must_use]
     pub fn bytes(&self) -> usize {
         size_of_val(&self.hashes[..]) + size_of_val(&self.noted[..]) + size_of_val(&self.regions[..])
     }
 
-    /// The number of a page that lies in the machine's memory.
+    /// Returns the number of a page in the machine's memory.
     fn number(&self, phys: u64) -> Option<usize> {
         let next = self.ranges.partition_point(|(range, _)| range.start <= phys);
         let (range, first) = self.ranges.get(next.checked_sub(1)?)?;
@@ -65,16 +68,17 @@ impl Ledger {
         (fits && phys.is_multiple_of(PAGE as u64)).then_some(first + number as usize)
     }
 
-    /// Whether a page lies in the machine's memory.
+    /// Returns true if a page lies in the machine's memory.
     #[must_use]
     pub fn has_room_for(&self, phys: u64) -> bool {
         self.number(phys).is_some()
     }
 
-    /// Notes what a page holds now; whether that is something else than what was noted before, if anything was.
+    /// Notes the content of a page. Returns true if it differs from the content noted before, or if
+    /// there was none.
     ///
     /// # Errors
-    /// If it does not lie in the machine's memory: nothing may be written there.
+    /// The page lies outside of the machine's memory, and nothing may be written there.
     pub fn note(&mut self, page: Page<'_>) -> Result<bool, &'static str> {
         let hash = match page.content {
             Content::Data(bytes) => hash_of(bytes),
@@ -83,7 +87,7 @@ impl Ledger {
         self.note_hash(page.phys, hash)
     }
 
-    /// The same where the [hash](hash_of) of what it holds is there already.
+    /// Notes the [hash](hash_of) of a page, where the caller has it already.
     ///
     /// # Errors
     /// As [`Self::note`].
@@ -101,32 +105,32 @@ impl Ledger {
         Ok(is_other)
     }
 
-    /// Whether a page was noted, ever.
+    /// Returns true if the page was ever noted.
     #[must_use]
     pub fn has(&self, phys: u64) -> bool {
         self.number(phys).is_some_and(|number| self.noted[number / WORD] & 1 << (number % WORD) != 0)
     }
 
-    /// How many pages were noted.
+    /// Returns the number of noted pages.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether none was.
+    /// Returns true if no page was noted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Whether every page of the machine was noted.
+    /// Returns true if every page of the machine was noted.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.count == self.hashes.len()
     }
 
-    /// Makes the digests of regions that have changed since theirs was made, and says how many these were. Whoever does so
-    /// when there is time makes [`Self::digest`] short.
+    /// Makes the missing digests of regions, and returns their number. A caller with time to spare
+    /// so shortens [`Self::digest`].
     pub fn settle(&mut self) -> usize {
         let stale: Vec<usize> =
             (0..self.regions.len()).filter(|region| self.regions[*region].is_none()).collect();
@@ -143,14 +147,14 @@ impl Ledger {
         stale.len()
     }
 
-    /// Where the page of a number that there is lies.
+    /// Returns the physical address of an existing page number.
     fn phys(&self, number: usize) -> u64 {
         let next = self.ranges.partition_point(|(_, first)| *first <= number);
         let (range, first) = &self.ranges[next - 1];
         range.start + ((number - first) * PAGE) as u64
     }
 
-    /// The digest of all pages, in order of their addresses, in this attempt.
+    /// Returns the digest of all pages in the order of their addresses, in this attempt.
     pub fn digest(&mut self, attempt: Attempt) -> Digest {
         self.settle();
         let mut hasher = blake3::Hasher::new();
@@ -162,7 +166,7 @@ impl Ledger {
     }
 }
 
-/// What a [`Ledger`] keeps of a page.
+/// Returns the hash that a [`Ledger`] keeps of a page.
 #[must_use]
 pub fn hash_of(page: &[u8; PAGE]) -> [u8; 16] {
     let mut half = [0; 16];

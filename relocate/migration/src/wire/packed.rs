@@ -1,27 +1,28 @@
-//! The bytes of a record as they go over the wire: how many they are, and a zstd frame of them.
+//! A packed record: the length before compression, and a zstd frame.
 
 use std::io;
 
-/// What a record of at most so many bytes has on the wire at most: its length is before it, and zstd adds little to what it cannot
-/// compress.
+/// Returns the largest size on the wire of a record of at most `raw` bytes: its length stands
+/// before it, and zstd adds little to bytes that it cannot compress.
 pub const fn longest(raw: usize) -> usize {
     4 + raw + raw / 128 + 1024
 }
 
-/// A record as it goes over the wire.
+/// Returns a record as it goes over the wire.
 ///
 /// # Errors
-/// If zstd fails.
+/// zstd fails.
 pub fn pack(raw: &[u8], level: i32) -> io::Result<Vec<u8>> {
     let mut packed = (raw.len() as u32).to_le_bytes().to_vec();
     packed.extend(zstd::bulk::compress(raw, level)?);
     Ok(packed)
 }
 
-/// The record that came, of at most so many bytes; `longer` is what is said of one that has more. It may have been made with ill will.
+/// Unpacks a record of at most `most` bytes; `longer` is the error for a longer one. The record may
+/// be hostile.
 ///
 /// # Errors
-/// Why it is none.
+/// The reason why the bytes are no such record.
 pub fn unpack(payload: &[u8], most: usize, longer: &'static str) -> Result<Vec<u8>, &'static str> {
     let (length, packed) = payload.split_first_chunk().ok_or("it is too short")?;
     let length = u32::from_le_bytes(*length) as usize;

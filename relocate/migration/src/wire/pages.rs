@@ -1,16 +1,16 @@
-//! Records of pages.
+//! Records of pages, as they go over the wire.
 
 use super::packed;
 
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub const PAGE: usize = 4096;
-/// Pages of a record.
+/// Largest number of pages in a record.
 pub const PAGES_MAX: usize = 256;
 const COUNT: usize = 4;
 const ENTRY: usize = 8;
-/// Before compression, no record is longer.
+/// Largest size of a record before compression, in bytes.
 pub const RAW_MAX: usize = COUNT + PAGES_MAX * (ENTRY + PAGE);
-/// And on the wire.
+/// Largest size of a record on the wire, in bytes.
 pub const PACKED_MAX: usize = packed::longest(RAW_MAX);
 
 const DATA: u64 = 1;
@@ -18,21 +18,21 @@ const ZERO: u64 = 2;
 const SAME: u64 = 3;
 const KIND: u64 = PAGE as u64 - 1;
 
-/// What a page holds.
+/// The content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content<'a> {
-    /// This.
+    /// The bytes of the page.
     Data(&'a [u8; PAGE]),
-    /// All zeros.
+    /// A page of all zeros.
     Zero,
 }
 
 /// A page of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Page<'a> {
-    /// Its physical address.
+    /// Physical address of the page.
     pub phys: u64,
-    /// What it holds.
+    /// Content of the page.
     pub content: Content<'a>,
 }
 
@@ -44,28 +44,28 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Whether there is room for no more.
+    /// Returns true if the record has no room for another page.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.entries.len() >= PAGES_MAX
     }
 
-    /// How many there are.
+    /// Returns the number of pages.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if the record is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Adds one. Zeros, and what is as the page before, take no room.
+    /// Adds a page. A page of zeros, or like the page before, takes no room.
     ///
     /// # Panics
-    /// If it [is full](Self::is_full), or the address is not that of a page.
+    /// The record [is full](Self::is_full), or the address is not that of a page.
     pub fn add(&mut self, phys: u64, page: &[u8; PAGE]) {
         assert!(!self.is_full() && phys & KIND == 0, "no room, or no page's address");
         let kind = if page.iter().all(|byte| *byte == 0) {
@@ -81,7 +81,7 @@ impl Pages {
         self.entries.push(phys | kind);
     }
 
-    /// The pages, in their order.
+    /// Returns the pages, in their order.
     pub fn iter(&self) -> impl Iterator<Item = Page<'_>> {
         let (pages, _) = self.data.as_chunks::<PAGE>();
         let mut rest = pages.iter();
@@ -89,7 +89,7 @@ impl Pages {
         self.entries.iter().map(move |entry| {
             last = match entry & KIND {
                 ZERO => Content::Zero,
-                // There is one for each, or it would have been refused.
+                // Each such entry has a page of data, or the record would have been refused.
                 DATA => rest.next().map_or(Content::Zero, Content::Data),
                 _ => last,
             };
@@ -97,10 +97,10 @@ impl Pages {
         })
     }
 
-    /// As it goes over the wire.
+    /// Returns the record as it goes over the wire.
     ///
     /// # Errors
-    /// If zstd fails.
+    /// zstd fails.
     pub fn pack(&self, level: i32) -> std::io::Result<Vec<u8>> {
         let mut raw = Vec::with_capacity(COUNT + self.entries.len() * ENTRY + self.data.len());
         raw.extend_from_slice(&(self.entries.len() as u32).to_le_bytes());
@@ -109,7 +109,8 @@ impl Pages {
         packed::pack(&raw, level)
     }
 
-    /// A record as it came. Its checksum is right; it may have been made with ill will all the same.
+    /// Parses a record that came over the wire. Its checksum is right; the record may be hostile
+    /// all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
         let raw = packed::unpack(payload, RAW_MAX, "it is longer than pages are")?;
         let (count, rest) = raw.split_first_chunk().ok_or("it is too short")?;

@@ -1,4 +1,4 @@
-//! Frames, one after another.
+//! A stream: frames, one after another.
 
 use std::io::{self, Read, Write};
 
@@ -12,17 +12,17 @@ use crate::{
     streams::Proof,
 };
 
-/// How a stream begins. Its last bytes notice whoever takes it for text.
+/// First bytes of a stream. The last two of them detect a transfer as text.
 pub const MAGIC: [u8; 8] = *b"\x89MMove\r\n";
 /// Version of the format.
 pub const VERSION: u32 = 3;
-/// Bytes of text that a message can have: a description of a machine, reasons for a refusal.
+/// Largest text of a message in bytes: the description of a machine, or the reasons for a refusal.
 pub const TEXT_MAX: usize = 1 << 20;
 
 const GREETING: usize = 32;
 const HEADER: usize = 32;
 const CHECKED: usize = 16;
-/// A word and a digest.
+/// Size of a word and a digest in bytes.
 const MESSAGE: usize = 1 + 32;
 
 const KIND_MESSAGE: u32 = 1;
@@ -31,16 +31,16 @@ const KIND_PAGES: u32 = 3;
 const KIND_PROOF: u32 = 4;
 const KIND_CHUNKS: u32 = 5;
 
-/// What comes out of a stream.
+/// A frame of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// A message, and what goes with it.
+    /// A message, and the text that goes with it.
     Message(Message, Vec<u8>),
-    /// A round begins.
+    /// The beginning of a round.
     Round(u64),
-    /// Pages.
+    /// Pages of memory.
     Pages(Pages),
-    /// That whoever opens this stream may.
+    /// The proof that the opener may open this stream.
     Proof(Proof),
     /// Chunks of a disk.
     Chunks(Chunks),
@@ -98,7 +98,7 @@ fn word_of(number: u8, digest: [u8; 32]) -> Option<Word> {
     (word_bytes(word) == (number, digest)).then_some(word)
 }
 
-/// The end that writes.
+/// The writing end of a stream.
 #[derive(Debug)]
 pub struct Writer<W> {
     to: W,
@@ -110,17 +110,17 @@ impl<W: Write> Writer<W> {
     /// Begins a stream.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn begin(mut to: W, attempt: Attempt, stream: u32) -> Result<Self> {
         let greeting = greeting(attempt, stream);
         to.write_all(&greeting)?;
         Ok(Self { to, greeting, next: 0 })
     }
 
-    /// Says a word of this stream's attempt.
+    /// Writes a message of this stream's attempt.
     ///
     /// # Errors
-    /// If it cannot be written, or the text is too long.
+    /// Writing fails, or the text is too long.
     pub fn say(&mut self, word: Word, text: &[u8]) -> Result<()> {
         if text.len() > TEXT_MAX {
             return Err(Error::Io(io::Error::new(io::ErrorKind::InvalidInput, "the text is too long")));
@@ -132,49 +132,49 @@ impl<W: Write> Writer<W> {
     /// Begins a round.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn round(&mut self, number: u64) -> Result<()> {
         self.frame(KIND_ROUND, &number.to_le_bytes())
     }
 
-    /// Writes what [`Pages::pack`] has made.
+    /// Writes the record that [`Pages::pack`] has made.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn pages(&mut self, packed: &[u8]) -> Result<()> {
         self.frame(KIND_PAGES, packed)
     }
 
-    /// Writes what [`Chunks::pack`] has made.
+    /// Writes the record that [`Chunks::pack`] has made.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn chunks(&mut self, packed: &[u8]) -> Result<()> {
         self.frame(KIND_CHUNKS, packed)
     }
 
-    /// Shows that it may open this stream.
+    /// Writes the proof that this end may open the stream.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn prove(&mut self, proof: &Proof) -> Result<()> {
         self.frame(KIND_PROOF, proof)
     }
 
-    /// Has all that was written on its way.
+    /// Flushes everything that was written.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// Writing fails.
     pub fn flush(&mut self) -> Result<()> {
         Ok(self.to.flush()?)
     }
 
-    /// What it writes to, to read from it what the other end says.
+    /// Returns the underlying connection, to read the other end's answer from it.
     pub fn get_mut(&mut self) -> &mut W {
         &mut self.to
     }
 
-    /// What it writes to.
+    /// Returns the underlying connection.
     pub fn into_inner(self) -> W {
         self.to
     }
@@ -193,7 +193,7 @@ impl<W: Write> Writer<W> {
     }
 }
 
-/// The end that reads, and believes nothing. After an error there is no more to be had from it.
+/// The reading end of a stream, which trusts nothing. After an error it cannot be used any more.
 #[derive(Debug)]
 pub struct Reader<R> {
     from: R,
@@ -205,10 +205,11 @@ pub struct Reader<R> {
 }
 
 impl<R: Read> Reader<R> {
-    /// Begins to read a stream. Which attempt it is of is the stream's to say; whether that one is wanted is the caller's.
+    /// Begins to read a stream. The stream names its attempt; the caller decides if that attempt is
+    /// wanted.
     ///
     /// # Errors
-    /// If it is none, or of another version.
+    /// The connection carries no stream, or another version.
     pub fn open(mut from: R) -> Result<Self> {
         let mut bytes = [0; GREETING];
         from.read_exact(&mut bytes).map_err(|error| match error.kind() {
@@ -228,36 +229,36 @@ impl<R: Read> Reader<R> {
         Ok(Self { from, greeting: bytes, attempt, place, next_round: 0, is_broken: false })
     }
 
-    /// Refuses a stream that is not this one.
+    /// Refuses a stream of another attempt or number.
     ///
     /// # Errors
-    /// If it is another.
+    /// The stream is another one.
     pub fn expect(self, attempt: Attempt, stream: u32) -> Result<Self> {
         if (self.attempt, self.place.stream) == (attempt, stream) { Ok(self) } else { Err(Error::Other) }
     }
 
-    /// The attempt it is of.
+    /// Returns the attempt of the stream.
     #[must_use]
     pub fn attempt(&self) -> Attempt {
         self.attempt
     }
 
-    /// Its number.
+    /// Returns the number of the stream.
     #[must_use]
     pub fn stream(&self) -> u32 {
         self.place.stream
     }
 
-    /// Where the next frame begins.
+    /// Returns the place of the next frame.
     #[must_use]
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// The next frame; `None` where the stream ends between two.
+    /// Returns the next frame; `None` if the stream ends between two frames.
     ///
     /// # Errors
-    /// If it is not what a [`Writer`] writes.
+    /// The bytes are not those of a [`Writer`].
     pub fn next_frame(&mut self) -> Result<Option<Frame>> {
         if self.is_broken {
             return Err(Error::Damaged(self.place, "it was refused already"));
@@ -298,7 +299,7 @@ impl<R: Read> Reader<R> {
         Error::Damaged(self.place, what)
     }
 
-    /// The kind and the length, as far as they can be.
+    /// Returns the kind and the length of a frame, after a check of their bounds.
     fn header(&self, header: &[u8; HEADER]) -> Result<(u32, usize)> {
         let number =
             |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);

@@ -1,14 +1,14 @@
-//! What goes with a message where it may be long: the description of a machine.
+//! Long texts of messages: the description of a machine.
 
 use std::io;
 
-/// A text is at most so long.
+/// Largest size of a text in bytes, unpacked.
 const UNPACKED_MAX: usize = 32 << 20;
 
-/// A text as it goes with a message.
+/// Returns a text as it goes with a message.
 ///
 /// # Errors
-/// If it is too long, or zstd fails.
+/// The text is too long, or zstd fails.
 pub fn pack_text(text: &[u8]) -> io::Result<Vec<u8>> {
     if text.len() > UNPACKED_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the text is too long"));
@@ -16,10 +16,10 @@ pub fn pack_text(text: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::compress(text, 3)
 }
 
-/// The text that was packed so; it may have been made with ill will.
+/// Returns the text that was packed; the packed bytes may be hostile.
 ///
 /// # Errors
-/// If it is none.
+/// The bytes are no packed text.
 pub fn unpack_text(packed: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::decompress(packed, UNPACKED_MAX)
 }

@@ -1,4 +1,4 @@
-//! What must hold in every state.
+//! The properties that must hold in every state.
 
 use super::{
     network::{Network, Packet},
@@ -12,7 +12,7 @@ use crate::protocol::{
 
 pub type Checked = Result<(), String>;
 
-/// Nothing bad happens: the gravest first.
+/// Checks that nothing bad happens, the gravest first.
 pub fn is_safe(world: &World) -> Checked {
     never_two(world)?;
     only_what_was_verified(world)?;
@@ -22,7 +22,7 @@ pub fn is_safe(world: &World) -> Checked {
     never_none_without_a_word(world)
 }
 
-/// And something good does, as soon as nothing fails any more.
+/// Checks that the move also completes as soon as nothing fails any more.
 pub fn is_right(world: &World) -> Checked {
     is_safe(world)?;
     comes_to_an_end(world)
@@ -32,13 +32,14 @@ fn ensure(holds: bool, what: &str) -> Checked {
     if holds { Ok(()) } else { Err(what.to_owned()) }
 }
 
-/// Never two: not at once, and not one after the other has run but by an operator's decision.
+/// The machine never runs twice: not at once, and not one copy after the other without an
+/// operator's decision.
 fn never_two(world: &World) -> Checked {
     ensure(!(world.source_runs() && world.destination.runs), "two machines run")?;
     ensure(!world.ghosts.resumed_after, "the source went on by itself after the destination had run")
 }
 
-/// What ran is what the source was at the instant, and has been since.
+/// The arrival that runs is the source at its instant, unchanged since.
 fn only_what_was_verified(world: &World) -> Checked {
     let same = world.ghosts.executed_times.is_none_or(|(arrived, source)| arrived == source);
     ensure(same, "what ran at the destination is not what the source is")
@@ -51,7 +52,7 @@ fn never_given_up_for_nothing(world: &World) -> Checked {
     ensure(!gone || reason, "the source is given up, and the destination never ran")
 }
 
-/// Before the verdict whatever goes wrong sets the source going at once, with nothing on its disk.
+/// Before the verdict any failure lets the source go on at once, with nothing on its disk.
 fn as_if_nothing_had_been_tried(world: &World) -> Checked {
     use source::Event;
     let state = world.source.machine.state;
@@ -68,7 +69,8 @@ fn as_if_nothing_had_been_tried(world: &World) -> Checked {
     Ok(())
 }
 
-/// An arrival that is whole may be all that there is: when time is up somebody is told of it, and it is kept until it is up again.
+/// A complete arrival may be the only copy. When time is up an operator is told, and the arrival is
+/// kept until time is up again.
 fn never_thrown_away_without_a_word(world: &World) -> Checked {
     if !matches!(world.destination.machine.phase(), Some(Phase::Ready(_, Asked::No))) {
         return Ok(());
@@ -80,7 +82,8 @@ fn never_thrown_away_without_a_word(world: &World) -> Checked {
     ensure(after.destination.told && is_kept, "an arrival that is whole goes, and nobody is told")
 }
 
-/// Where nothing runs, somebody is told what to do, at the latest when time is up, though nothing is ever heard again.
+/// Where nothing runs, an operator is told what to do, at the latest when time is up, even in
+/// lasting silence.
 fn never_none_without_a_word(world: &World) -> Checked {
     let nobody = |world: &World| !world.source_runs() && !world.destination.runs;
     let is_off = matches!(world.source.power, Power::Off | Power::KeptOff);
@@ -98,8 +101,8 @@ fn never_none_without_a_word(world: &World) -> Checked {
     ensure(!nobody(&alone) || told, "nothing runs, and nobody is told")
 }
 
-/// From here on nothing fails any more, but all that is under way is lost: one machine runs in the end, or the only one
-/// that could know has lost it, and an operator is asked.
+/// From here on nothing fails any more, but everything under way is lost. In the end one machine
+/// runs, or the only end that could know has lost it and an operator is asked.
 fn comes_to_an_end(world: &World) -> Checked {
     let mut world = world.clone();
     world.to_source.clear();
@@ -138,7 +141,7 @@ fn is_over(world: &World) -> bool {
     }
 }
 
-/// One round of everything that goes well.
+/// Takes one round of steps in which all goes well.
 fn go_well(world: &mut World) {
     match world.source.power {
         Power::Off => world.take(Step::SourceBoots),

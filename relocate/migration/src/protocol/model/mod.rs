@@ -1,13 +1,21 @@
 //! A model checker for the hand-over.
 //!
-//! All that can happen is tried, breadth first, from the beginning on: both machines as they are, a network that has
-//! delivered everything ever said, in any order, as often as it likes or never; disks that write late, or fail and have
-//! written all the same; processes and machines that die at any moment and start again; time that is up at any
-//! moment; operators that cancel at any moment, and otherwise do what they were told to do. In each state that is found
-//! the properties of [`check`] must hold. As whatever is not delivered is lost, and whatever may happen now may also
-//! happen later, losses, repetitions, reorderings across connections and delays past timeouts need no names of their own.
+//! It tries all possible events, breadth first, from the beginning on. In each state that it finds,
+//! the properties of [`check`] must hold. The events come from:
 //!
-//! A checker that cannot fail is worthless: [`mutants`] breaks each rule, one at a time, and each must be found out.
+//! - both machines, with their real state machines;
+//! - a network that has delivered everything ever said, in any order, any number of times or never;
+//! - disks that write late, or report a failure and have written all the same;
+//! - processes and machines that die at any moment and start again;
+//! - time that is up at any moment;
+//! - operators that cancel at any moment, and otherwise follow the advice that they got.
+//!
+//! A message that is not delivered is lost, and an event that may happen now may also happen later.
+//! Losses, repetitions, reorderings across connections and delays past timeouts are therefore
+//! covered without names of their own.
+//!
+//! A checker that cannot fail is worthless: [`mutants`] breaks each rule, one at a time, and the
+//! checker must detect each.
 
 mod check;
 mod mutants;
@@ -23,16 +31,16 @@ use check::Checked;
 use mutants::Mutant;
 use world::{Step, Terms, World};
 
-/// What an exploration found.
+/// The result of an exploration.
 struct Found {
     states: usize,
-    /// What was broken, and how it came to it.
+    /// The broken property, and the steps that led to it.
     broken: Option<(String, Vec<String>)>,
-    /// Which ends were seen, by name: so that a model in which nothing happens is noticed.
+    /// Names of the ends that were seen, so that a model in which nothing happens is noticed.
     ends: HashSet<&'static str>,
 }
 
-/// Fingerprints of 128 bits stand for states: by chance no two are the same.
+/// The states seen so far, as fingerprints of 128 bits: by chance no two are the same.
 #[derive(Default)]
 struct Seen(HashSet<u128>);
 
@@ -45,7 +53,7 @@ impl Seen {
     }
 }
 
-/// Makes fingerprints, quicker than what the standard library has against enemies.
+/// A hasher for fingerprints. It is quicker than the standard library's, which resists attackers.
 struct Print([u64; 2]);
 
 impl Hasher for Print {
@@ -82,10 +90,10 @@ impl Hasher for Print {
     }
 }
 
-/// Deaths of either end in one exploration. With more of them it takes much longer.
+/// Number of deaths of either end in one exploration. More deaths take much longer.
 const DEATHS: u8 = 2;
 
-/// States that are looked at where there are two attempts.
+/// Number of states that are explored with two attempts.
 const STATES: usize = 200_000;
 
 fn explore(terms: Terms, mutant: Option<Mutant>, check: fn(&World) -> Checked) -> Found {
@@ -137,7 +145,7 @@ fn holds(terms: Terms) -> Found {
     found
 }
 
-/// One attempt with deaths of both ends, in which every end must have been seen.
+/// Explores one attempt with deaths of both ends. Every end must have been seen.
 #[test]
 fn one_attempt() {
     let found = holds(Terms { attempts: 1, deaths: DEATHS, records: true, rough: true });
@@ -147,22 +155,23 @@ fn one_attempt() {
     }
 }
 
-/// A destination without a disk of its own, as in the restore environment: it forgets.
+/// A destination without a disk of its own, as in the restore environment, forgets.
 #[test]
 fn a_destination_that_forgets() {
     let found = holds(Terms { attempts: 1, deaths: DEATHS, records: false, rough: true });
     assert!(found.ends.contains("resumed by an operator"));
 }
 
-/// A second attempt, with all that was said in the first still in the network. Nobody dies, and disks do not fail; and
-/// it is still too much to be gone through to the end here: the nearest states are looked at.
+/// Explores a second attempt, with all messages of the first still in the network. No machine dies
+/// and no disk fails. The space is still too large to be explored to the end here, so only the
+/// nearest states are.
 #[test]
 fn two_attempts_to_a_depth() {
     let found = holds(Terms { attempts: 2, deaths: 0, records: true, rough: false });
     assert!(found.states > 100_000);
 }
 
-/// Each broken rule is found out.
+/// Every broken rule is detected.
 #[test]
 fn mutants_are_found_out() {
     for mutant in mutants::ALL {
@@ -172,7 +181,7 @@ fn mutants_are_found_out() {
             records: mutant.records(),
             rough: true,
         };
-        // Most do harm; some only keep an end from ever being reached.
+        // Most mutants do harm; some only keep an end from ever being reached.
         let harm = explore(terms, Some(mutant), check::is_safe);
         let found = if harm.broken.is_some() { harm } else { explore(terms, Some(mutant), check::is_right) };
         let (what, trace) = found.broken.unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! Rules broken on purpose, one at a time.
+//! The mutants: rules broken on purpose, one at a time.
 
 use super::world::message;
 use crate::protocol::{
@@ -10,16 +10,16 @@ use crate::protocol::{
 /// A broken rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutant {
-    /// The source goes on when nobody answers its commit.
+    /// The source goes on when its commit gets no answer.
     ResumesInDoubt,
-    /// The source takes ignorance for a refusal.
+    /// The source takes "unknown" for a refusal.
     ResumesOnUnknown,
     /// The source goes on when the destination has lost the machine.
     ResumesOnLost,
-    /// The source commits before that is on its disk.
+    /// The source commits before the tombstone is on its disk.
     CommitsUnrecorded,
-    /// The source commits as soon as all is sent, and the destination starts without having verified it: each of them
-    /// alone is stopped by the other.
+    /// The source commits as soon as everything is sent, and the destination starts without
+    /// verification. Each alone is stopped by the other end.
     CommitsUnverified,
     /// The source goes on when the connection breaks after its commit.
     ResumesOnDisconnect,
@@ -27,41 +27,41 @@ pub enum Mutant {
     ResumesUncleared,
     /// The source is given up as soon as it has committed.
     GivesUpOnCommit,
-    /// The source goes on waiting for a verdict when the connection is gone.
+    /// The source waits on for a verdict after the connection is gone.
     WaitsBeforeVerdict,
     /// The source can be cancelled after the commit.
     CancelsTooLate,
-    /// The source never says that it is in doubt.
+    /// The source never reports that it is in doubt.
     NeverAsks,
-    /// The source listens to what is said of other attempts.
+    /// The source obeys messages about other attempts.
     SourceMixesAttempts,
-    /// A restarted source does not look at its mark.
+    /// A restarted source does not read its tombstone.
     BootsWithoutLooking,
-    /// The destination starts as soon as all is verified.
+    /// The destination starts as soon as everything is verified.
     StartsVerified,
-    /// The destination starts when the source is silent for long.
+    /// The destination starts after a long silence of the source.
     StartsOnSilence,
-    /// The destination starts before that is on its disk.
+    /// The destination starts before the verdict is on its disk.
     StartsUnrecorded,
-    /// The destination lets itself be cancelled when it may have started.
+    /// The destination accepts a cancellation when the arrival may have started.
     DiscardsStarted,
-    /// The destination says that all is right, whatever came.
+    /// The destination reports every page as right.
     VerifiesNothing,
-    /// The destination takes pages when they have been verified already.
+    /// The destination accepts pages that were verified already.
     TakesPagesAlways,
-    /// The destination takes an attempt in again that it has discarded.
+    /// The destination accepts an attempt again that it has discarded.
     TakesInAgain,
-    /// The destination, asked of what it does not know, says that it was discarded.
+    /// The destination reports an unknown attempt as discarded.
     ClaimsToKnow,
-    /// The destination keeps what has arrived when its source has cancelled, and goes on waiting.
+    /// The destination keeps an arrival that its source has cancelled, and waits on.
     IgnoresCancel,
-    /// The destination listens to what is said of other attempts.
+    /// The destination obeys messages about other attempts.
     DestinationMixesAttempts,
     /// The operator adopts because the source is silent.
     AdoptsWhenSilent,
 }
 
-/// All of them.
+/// All mutants, in the order of their declaration.
 pub const ALL: [Mutant; 24] = {
     use Mutant::*;
     [
@@ -105,7 +105,7 @@ impl Mutant {
         !matches!(self, Self::ResumesOnUnknown | Self::ClaimsToKnow)
     }
 
-    /// What the source does instead.
+    /// Applies the mutant to a step of the source.
     pub fn source(
         self,
         before: &Source,
@@ -164,7 +164,7 @@ impl Mutant {
         }
     }
 
-    /// What the destination does instead.
+    /// Applies the mutant to a step of the destination.
     pub fn destination(
         self,
         before: &Destination,

@@ -1,22 +1,22 @@
-//! All that was ever said: sets of it, for each direction.
+//! The network of the model: the set of everything ever said, for each direction.
 
 use crate::protocol::{Attempt, Digest, Message, Word};
 
-/// What can be under way.
+/// A packet that can be under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packet {
-    /// A message.
+    /// A message of the protocol.
     Message(Message),
-    /// The one page of the model, as it was at a time.
+    /// The one page of the model, with the time of its content.
     Page(Attempt, u8),
 }
 
-/// Times are counted to here.
+/// Number of times that the model counts.
 const TIMES: u8 = 8;
-/// Bits of an attempt.
+/// Number of bits for an attempt.
 const WIDTH: u8 = 32;
 
-/// A set of packets.
+/// A set of packets, as a bit mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Network(u64);
 
@@ -24,7 +24,7 @@ pub fn attempt(number: u8) -> Attempt {
     Attempt([number; 16])
 }
 
-/// The model's digest of memory is memory.
+/// Returns the model's digest of memory, which is the memory itself.
 pub fn digest(time: u8) -> Digest {
     assert!(time < TIMES, "the model's clock is too short");
     Digest([time; 32])

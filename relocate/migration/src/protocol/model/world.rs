@@ -1,4 +1,4 @@
-//! Both machines, their disks, and all that can happen to them.
+//! The world of the model: both machines, their disks, and all possible events.
 
 use super::{
     mutants::Mutant,
@@ -10,25 +10,25 @@ use crate::protocol::{
     source::{self, Applications, Memory, State},
 };
 
-/// How much is tried.
+/// The extent of an exploration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Terms {
     pub attempts: u8,
     pub deaths: u8,
-    /// Whether the destination has records that survive it.
+    /// True if the destination has records that survive it.
     pub records: bool,
-    /// Whether disks fail, and rounds are sent before the last one.
+    /// True if disks fail, and rounds are sent before the last one.
     pub rough: bool,
 }
 
-/// Whether a source's machine is on.
+/// The power state of the source's machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Power {
     On,
-    /// The process that sends is dead, and the machine is not.
+    /// The sending process is dead, and the machine is on.
     NoSender,
     Off,
-    /// An operator sees to it that it stays off.
+    /// An operator keeps the machine off.
     KeptOff,
 }
 
@@ -38,7 +38,7 @@ pub struct SourceHost {
     pub power: Power,
     pub disk: Option<(Attempt, Mark)>,
     pub pending: Vec<(Attempt, Mark)>,
-    /// What memory holds: it changes whenever applications have run.
+    /// Content of memory, as a time: it changes whenever applications have run.
     pub time: u8,
     pub told: bool,
 }
@@ -49,24 +49,24 @@ pub struct DestinationHost {
     pub on: bool,
     pub disk: Vec<(Attempt, Verdict)>,
     pub pending: Vec<(Attempt, Verdict)>,
-    /// What has arrived in memory.
+    /// Content of the memory that has arrived.
     pub memory: Option<u8>,
     pub told: bool,
-    /// The arrival runs.
+    /// True if the arrival runs.
     pub runs: bool,
 }
 
-/// What nobody in the world knows, but the checker.
+/// Facts that no part of the world knows, only the checker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Ghosts {
-    /// The arrival has run, ever.
+    /// Attempt whose arrival has ever run.
     pub executed: Option<Attempt>,
-    /// What it held, and what the source did.
+    /// Times of the arrival's memory and of the source's, when the arrival began to run.
     pub executed_times: Option<(u8, u8)>,
     pub operator_resumed: bool,
     pub operator_abandoned: bool,
     pub operator_adopted: bool,
-    /// The source went on by itself although the destination had run.
+    /// True if the source went on by itself although the destination had run.
     pub resumed_after: bool,
     pub booted: bool,
 }
@@ -84,11 +84,11 @@ pub struct World {
     pub ghosts: Ghosts,
 }
 
-/// One thing that happens.
+/// One event in the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     Begin,
-    /// Another attempt, of a machine that was set going again.
+    /// Another attempt begins, of a machine that goes on.
     BeginAgain,
     ToSource(Packet),
     ToDestination(Packet),
@@ -98,9 +98,9 @@ pub enum Step {
     /// The last pages are sent.
     Stream,
     SourceWrites,
-    /// It was said to fail: whether it did is the flag's.
+    /// A write was reported as failed. The flag tells if it happened all the same.
     SourceWriteFails(bool),
-    /// The sender dies: so many of the writes under way still happen.
+    /// The sender dies. So many of the writes under way still happen.
     SenderDies(u8),
     SourceDies(u8),
     SenderStarts,
@@ -111,7 +111,7 @@ pub enum Step {
     DestinationWriteFails(bool),
     DestinationDies(u8),
     DestinationBoots,
-    /// An adoption, for which the source is kept off if it is off.
+    /// An adoption, for which the operator keeps the source off if it is off.
     Adopt,
 }
 
@@ -144,13 +144,13 @@ impl World {
         world
     }
 
-    /// Whether applications run at the source.
+    /// Returns true if applications run at the source.
     pub fn source_runs(&self) -> bool {
         matches!(self.source.power, Power::On | Power::NoSender)
             && self.source.machine.applications() == Applications::Run
     }
 
-    /// What this state is an example of.
+    /// Returns the names of the ends that this state shows.
     pub fn ends(&self) -> impl Iterator<Item = &'static str> {
         let gone = self.source.machine.state == State::GivenUp;
         let ghosts = &self.ghosts;
@@ -167,7 +167,7 @@ impl World {
         .filter_map(|(end, is_so)| is_so.then_some(end))
     }
 
-    /// All that can happen next.
+    /// Returns all possible next steps.
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = self.source_steps();
         steps.extend(self.destination_steps());
@@ -204,7 +204,8 @@ impl World {
         steps
     }
 
-    /// What an operator does at the source who was asked, looks at what was said to look at, and does what is right.
+    /// Returns the decisions of an operator at the source who was asked, checks the advised facts,
+    /// and decides rightly.
     fn source_decisions(&self) -> impl Iterator<Item = source::Decision> {
         let asked = self.source.machine.may_decide() && self.source.told;
         let arrival = self.destination.machine.arrival;
@@ -246,8 +247,9 @@ impl World {
         steps
     }
 
-    /// An operator adopts who was asked, and whose source says that it waits, or is off and has it on its disk. That it
-    /// is off is not enough: it may have gone on before.
+    /// Returns true if an operator may adopt: the operator was asked, and the source says that it
+    /// waits, or is off with its commit on its disk. Power off alone is not enough, because the
+    /// source may have gone on before.
     fn may_adopt(&self) -> bool {
         let waits = match self.source.power {
             Power::On => matches!(self.source.machine.state, State::InDoubt(..)),
@@ -279,9 +281,9 @@ impl World {
         steps
     }
 
-    /// It happens.
+    /// Carries out a step.
     pub fn take(&mut self, step: Step) {
-        // It was looked at when it happened.
+        // The times were checked when the arrival ran.
         self.ghosts.executed_times = None;
         self.happen(step);
     }
@@ -365,7 +367,7 @@ impl World {
         }
     }
 
-    /// The same asked for again while it is still under way is one write.
+    /// A repeated request for a write that is still under way is one write.
     fn source_asks_to_write(&mut self, asked: (Attempt, Mark)) {
         if self.source.pending.last() != Some(&asked) {
             self.source.pending.push(asked);
@@ -405,7 +407,7 @@ impl World {
         self.source.told = false;
         if nothing_is_frozen {
             self.source.machine.state = State::Resumed;
-            // Whoever asks on knows no more than that nothing was committed.
+            // The operator who asks on knows only that nothing was committed.
             let cancel = message(self.source.machine.attempt, Word::Cancel);
             self.source_does(vec![source::Action::Send(cancel)]);
             return;
@@ -489,7 +491,7 @@ impl World {
         for _ in 0..landed {
             self.destination_write(true);
         }
-        // It may have run already when it died.
+        // The arrival may have run already when the destination died.
         let host = &mut self.destination;
         host.pending.clear();
         host.memory = None;
@@ -500,7 +502,8 @@ impl World {
     }
 
     fn destination_boots(&mut self) {
-        // Its connections died with it, and on new ones nothing of the old is said (TLS). With records it could be.
+        // The connections died with the destination, and TLS repeats no old message on new ones.
+        // With records a repetition would be possible.
         if !self.terms.records {
             self.to_destination.clear();
         }
@@ -519,7 +522,7 @@ impl World {
     }
 }
 
-/// A word of an attempt.
+/// Returns a message with a word of an attempt.
 pub fn message(attempt: Attempt, word: Word) -> Message {
     Message { attempt, word }
 }
