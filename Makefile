@@ -1,6 +1,6 @@
 # One word for each thing that a person wants. The work is in `lab` (see lab/), which builds what it needs.
 
-RUN = cargo run -q -p mercury-lab --
+RUN = cargo run -q -p mercury-lab-bench --
 # The machines' make: amd (QEMU), bochs-amd, intel, intel-haswell, intel-sandybridge, intel-tigerlake.
 export LAB ?= amd
 # Time limits of tests are stretched by this much: hosts are shared, and the emulator is slow.

@@ -535,7 +535,8 @@ impl Machine {
     }
 
     /// Adds to an error what was booted and the last that it said, and keeps the evidence.
-    pub(crate) fn blame(&self, error: Error) -> Error {
+    #[must_use]
+    pub fn blame(&self, error: Error) -> Error {
         self.link.scene.blame(error)
     }
 

@@ -39,7 +39,7 @@ pub(crate) fn checked_kernel(release: Release) -> Result<Option<PathBuf>> {
 }
 
 /// The emulator's name.
-pub(crate) const QEMU: &str = "qemu-system-x86_64";
+pub const QEMU: &str = "qemu-system-x86_64";
 
 /// What emulates a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

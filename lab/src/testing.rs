@@ -93,8 +93,8 @@ impl Tally {
     }
 }
 
-/// Runs the tests, with `FULL=1` the long ones as well, or those that `filter` names: a file of `lab/tests/`, or a part of tests' names. The
-/// last lines are `FAILED NAME` for each that failed, and `N passed, N failed, N skipped`.
+/// Runs the tests, with `FULL=1` the long ones as well, or those that `filter` names: a file of
+/// `lab/tests/` or `lab/bench/tests/`, or a part of tests' names. The last lines are `FAILED NAME` for each that failed, and `N passed, N failed, N skipped`.
 ///
 /// # Errors
 /// If the tests cannot be run at all.
@@ -105,10 +105,10 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     ensure_artefacts(filter.is_none())?;
     let mut tally = Tally::default();
     match filter {
-        Some(name) if is_lab_test(name) => {
-            tally.add(run_cargo(&["-p", "mercury-lab", "--test", name], which())?);
-        }
-        Some(name) => tally.add(run_cargo(&["--workspace"], &[name])?),
+        Some(name) => match lab_test(name) {
+            Some((package, _)) => tally.add(run_cargo(&["-p", package, "--test", name], which())?),
+            None => tally.add(run_cargo(&["--workspace"], &[name])?),
+        },
         None => {
             if is_full() {
                 check_style(&mut tally);
@@ -236,7 +236,7 @@ fn deadline() -> Result<Option<u64>> {
     Ok(Some(now.as_secs() + minutes * 60))
 }
 
-/// Runs each file of `lab/tests/`, all at once: their machines wait for each other (see
+/// Runs each file of `lab/tests/` and `lab/bench/tests/`, all at once: their machines wait for each other (see
 /// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
 fn run_lab_tests(programs: &[Program], deadline: Option<u64>) -> Result<Tally> {
     let until = deadline.map(|second| (DEADLINE, second.to_string()));
@@ -245,7 +245,8 @@ fn run_lab_tests(programs: &[Program], deadline: Option<u64>) -> Result<Tally> {
         let mut running = Vec::new();
         for (platform, file, tests) in ON_BOCHS.iter().filter(|_| in_bochs) {
             let program = programs.iter().find(|program| program.name == *file);
-            let program = program.ok_or_else(|| Error::Host(format!("there is no lab/tests/{file}.rs")))?;
+            let program =
+                program.ok_or_else(|| Error::Host(format!("no file of tests is called {file}.rs")))?;
             let mut command = program.command();
             command
                 .env("LAB", platform)
@@ -314,7 +315,7 @@ impl Program {
 
     /// Whether it runs machines.
     fn is_lab_test(&self) -> bool {
-        self.kind == Kind::File && self.directory.ends_with("lab")
+        self.kind == Kind::File && LAB.iter().any(|(_, folder)| self.directory.ends_with(folder))
     }
 
     /// As cargo would start it.
@@ -394,8 +395,14 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
     Ok(tally)
 }
 
-fn is_lab_test(name: &str) -> bool {
-    paths::root().join("lab/tests").join(format!("{name}.rs")).exists()
+/// The packages whose tests run machines, and their folders.
+const LAB: [(&str, &str); 2] = [("mercury-lab", "lab"), ("mercury-lab-bench", "lab/bench")];
+
+/// Finds the package and the path of a file of tests that run machines.
+fn lab_test(name: &str) -> Option<(&'static str, PathBuf)> {
+    let path = |folder: &str| paths::root().join(folder).join("tests").join(format!("{name}.rs"));
+    let mut files = LAB.into_iter().map(|(package, folder)| (package, path(folder)));
+    files.find(|(_, path)| path.exists())
 }
 
 #[cfg(test)]
@@ -456,8 +463,8 @@ mod tests {
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(2)), ran(2));
         assert_eq!(all_of(&["a", "b"], "x: ".to_owned())(ran(1)).failed, 1);
         for (platform, file, tests) in ON_BOCHS {
-            assert!(platform.parse::<Platform>().is_ok() && is_lab_test(file));
-            let path = paths::root().join("lab/tests").join(format!("{file}.rs"));
+            assert!(platform.parse::<Platform>().is_ok());
+            let (_, path) = lab_test(file).unwrap();
             let source = fs::read_to_string(path).unwrap();
             assert!(tests.iter().all(|test| source.contains(&format!("fn {test}("))), "{file}: {tests:?}");
         }
@@ -473,6 +480,8 @@ mod tests {
         assert_eq!((unit.prefix().as_str(), unit.is_lab_test()), ("image: ", false));
         let lab = Program::of(&message.replace("/image/", "/lab/")).unwrap();
         assert_eq!((lab.prefix().as_str(), lab.is_lab_test()), ("chain: ", true));
+        let bench = Program::of(&message.replace("/image/", "/lab/bench/")).unwrap();
+        assert_eq!((bench.prefix().as_str(), bench.is_lab_test()), ("chain: ", true));
         assert_eq!(Program::of(&message.replace("true", "false")), None);
         assert_eq!(Program::of(r#"{"reason":"build-finished","success":true}"#), None);
         assert_eq!(Program::of("warning"), None);

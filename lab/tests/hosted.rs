@@ -20,10 +20,9 @@ use std::{
 use mercury_initramfs::Archive;
 use mercury_lab::{
     Image, Release, Result, artefacts,
-    bench::previrtualization::account,
     command::patient,
     host,
-    previrtualization::{self, Built, Flavour},
+    previrtualization::{self, Built, Flavour, account},
 };
 use rustix::process::{Pid, Signal, kill_process};
 

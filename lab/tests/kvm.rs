@@ -8,8 +8,8 @@ use std::time::Duration;
 mod workloads;
 
 use mercury_lab::{
-    Background, Error, Exit, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, bench::kvm,
-    driver::Variant, guests, operator::complaints, selftests,
+    Background, Error, Exit, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, driver::Variant, guests,
+    operator::complaints, selftests,
 };
 use workloads::{Repeated, kernel as ask_kernel, load, load_test_module, report, switch};
 
@@ -420,20 +420,6 @@ fn snapshots_are_exact_beneath_linux_on_6_1() -> Result<()> {
 #[ignore = "long"]
 fn snapshots_are_exact_beneath_linux_on_6_12() -> Result<()> {
     snapshots_are_exact_beneath_linux(Kernel::TrixieCloud)
-}
-
-#[test]
-#[ignore = "long"]
-fn exits_of_guests_are_short() -> Result<()> {
-    if Platform::chosen()? != Platform::Qemu {
-        return Ok(());
-    }
-    let exits = kvm::exits(5000, 2)?;
-    println!("{exits:?}");
-    assert!(exits.attached - exits.native <= kvm::ADDED_AT_MOST, "{exits:?}");
-    assert!(exits.world_switches <= kvm::SWITCHES_AT_MOST, "{exits:?}");
-    assert!((exits.after - exits.native).abs() < 2.0, "{exits:?}");
-    Ok(())
 }
 
 /// The hypervisor is beneath, `prepare` has been done to KVM, the kernel dies: its crash kernel runs.

@@ -3,8 +3,10 @@
 //! A release's kernel is built with that release's compiler, in a root of its own under `target/lab/tools/`; objects are
 //! kept from one build to the next.
 
+mod account;
 mod build;
 pub mod disk;
-pub(crate) mod root;
+pub mod root;
 
+pub use account::{account, kernel_of};
 pub use build::{Built, Flavour, build};

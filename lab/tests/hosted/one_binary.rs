@@ -1,6 +1,6 @@
 //! One kernel, linked once: it boots a bare machine, and is a process.
 
-use mercury_lab::{Platform, Spec, Vendor, bench::previrtualization::kernel_of, hash::Ingredients};
+use mercury_lab::{Platform, Spec, Vendor, hash::Ingredients, previrtualization::kernel_of};
 
 use super::*;
 

@@ -21,7 +21,8 @@ fn expected_address() -> Option<String> {
 #[ignore = "long"]
 fn a_person_at_the_terminal_has_jobs_a_network_a_compiler_and_a_clean_end() -> Result<()> {
     let place = Place::new("person")?;
-    let line = format!("stty rows 41 columns 101; exec {} hosted", env!("CARGO_BIN_EXE_lab"));
+    let lab = artefacts::build_program("mercury-lab-bench", "lab")?;
+    let line = format!("stty rows 41 columns 101; exec {} hosted", lab.display());
     let mut command = Command::new("script");
     let mut machine = Machine::start(
         &place,

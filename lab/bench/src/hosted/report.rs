@@ -1,0 +1,223 @@
+//! Its part of docs/benchmarks.md, and the figures that docs/benchmarks.json has of it at once.
+
+use super::{BENCHMARKS, Hosted, Row, ways::Way, work};
+use mercury_lab::markdown::table;
+
+/// The heading of its part of the section in docs/benchmarks.md.
+pub const HEADING: &str = "### Hosted";
+
+/// How the figures at once call the benchmarks.
+const NAMES: &[(&str, &str)] = &[
+    ("null-call", "null_syscall"),
+    ("page-fault", "page_fault"),
+    ("fork", "fork"),
+    ("exec", "fork_exec"),
+    ("pipe", "pipe"),
+    (work::POSTGRES, "postgresql"),
+    (work::BUILD, "build"),
+];
+/// The hosted ways and the likes that they are compared with.
+const HOSTED: [(Way, &str); 2] = [(Way::Hosted, "hosted"), (Way::HostedIsolated, "hosted_isolated")];
+const LIKES: [(Way, &str); 3] =
+    [(Way::Uml, "uml"), (Way::UmlSeccomp, "uml_seccomp"), (Way::Gvisor, "gvisor")];
+/// The work, compared with the same natively.
+const OVER_NATIVE: [(Way, &str); 2] =
+    [(Way::Hosted, "over_native"), (Way::HostedIsolated, "isolated_over_native")];
+
+/// All keys that [`headlines`] may have.
+#[must_use]
+pub fn headline_keys() -> Vec<String> {
+    keys().into_iter().map(|(key, _)| key).collect()
+}
+
+/// How a figure comes of a row.
+type Figure = Box<dyn Fn(&Hosted) -> Option<f64>>;
+
+fn keys() -> Vec<(String, Figure)> {
+    let mut all: Vec<(String, Figure)> = Vec::new();
+    for (hosted, prefix) in HOSTED {
+        for (like, suffix) in LIKES {
+            all.extend(NAMES.iter().map(|(name, short)| {
+                let figure: Figure = Box::new(move |figures| faster(figures, name, hosted, like));
+                (format!("{prefix}_{short}_vs_{suffix}"), figure)
+            }));
+        }
+    }
+    for (hosted, suffix) in OVER_NATIVE {
+        for name in [work::POSTGRES, work::BUILD] {
+            let figure: Figure = Box::new(move |figures| of(figures, name, hosted));
+            all.push((format!("{name}_{suffix}"), figure));
+        }
+    }
+    all
+}
+
+/// How many times as fast a hosted kernel is as a like, and how many times as long as natively work takes: by key,
+/// without what could not be measured.
+#[must_use]
+pub fn headlines(figures: &Hosted) -> Vec<(String, f64)> {
+    let rounded = |number: f64| (number * 100.0).round() / 100.0;
+    keys().into_iter().filter_map(|(key, figure)| Some((key, rounded(figure(figures)?)))).collect()
+}
+
+fn of(figures: &Hosted, name: &str, way: Way) -> Option<f64> {
+    figures.benchmarks.iter().find(|row| row.name == name)?.ways.get(way.key()).copied()
+}
+
+/// How many times as fast as in a like it is in a hosted kernel.
+fn faster(figures: &Hosted, name: &str, hosted: Way, like: Way) -> Option<f64> {
+    Some(of(figures, name, like)? / of(figures, name, hosted)?)
+}
+
+/// What is aimed at in comparison with User Mode Linux by ptrace, without isolation: at least so many times as fast;
+/// and why it is missed, where it is.
+const AIMS: &[(&str, f64, &str)] = &[
+    ("null-call", 100.0, ""),
+    ("page-fault", 4.0, "a fault is a signal and an mmap of the host's"),
+    ("exec", 3.0, "what was mapped comes back fault by fault"),
+    ("pipe", 5.0, "each message is a\nchange of the host's process"),
+];
+/// A build, in times of a native one.
+const BUILD_AT_MOST: f64 = 1.25;
+const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, and most first touches are a \
+                            signal and an mmap of the host's";
+
+fn aims(figures: &Hosted) -> String {
+    let fast = AIMS.iter().map(|(name, least, why)| {
+        let what = what(name);
+        let measured = faster(figures, name, Way::Hosted, Way::Uml).unwrap_or(0.0);
+        let isolated = faster(figures, name, Way::HostedIsolated, Way::Uml).unwrap_or(0.0);
+        let said = format!("{measured:.1}, in processes {isolated:.1}");
+        format!("{what} {least} × ({})", verdict(measured >= *least, &said, why))
+    });
+    let slow = of(figures, work::BUILD, Way::Hosted).unwrap_or(f64::INFINITY);
+    let build = verdict(slow <= BUILD_AT_MOST, &format!("{slow:.2}"), BUILD_MISSED);
+    let call = of(figures, "null-call", Way::Hosted).unwrap_or(f64::INFINITY);
+    let others =
+        Way::ALL.into_iter().filter(|way| !way.is_ours()).filter_map(|way| of(figures, "null-call", way));
+    let fastest = others.fold(f64::INFINITY, f64::min);
+    let first = verdict(call < fastest, &format!("{call:.1}, the fastest of the others {fastest:.1}"), "");
+    format!(
+        "The aims, without isolation, in times of UML's speed by ptrace: {}.\n\
+        A system call faster than in any of the others ({first}). A build at most {BUILD_AT_MOST} times as long\n\
+        as natively ({build}).\n",
+        fast.collect::<Vec<_>>().join(";\n")
+    )
+}
+
+fn verdict(is_kept: bool, measured: &str, why: &str) -> String {
+    match (is_kept, why) {
+        (true, _) => format!("kept: {measured}"),
+        (false, "") => format!("**missed**: {measured}"),
+        (false, why) => format!("**missed**: {measured}; {why}"),
+    }
+}
+
+fn what(name: &str) -> &'static str {
+    BENCHMARKS.iter().find(|(one, _)| *one == name).map_or("", |(_, what)| what)
+}
+
+/// Its part of the section in docs/benchmarks.md.
+#[must_use]
+pub fn section(figures: &Hosted) -> String {
+    let ways: Vec<Way> = Way::ALL
+        .into_iter()
+        .filter(|way| figures.benchmarks.iter().any(|row| row.ways.contains_key(way.key())))
+        .collect();
+    let header: Vec<&str> = [""].into_iter().chain(ways.iter().map(|way| way.heading())).collect();
+    let rows: Vec<Vec<String>> = figures.benchmarks.iter().map(|row| cells(row, &ways)).collect();
+    let seccomp = figures.uml_seccomp.as_ref().map(|version| format!(", and {version} with seccomp"));
+    let gvisor = figures.gvisor.as_ref().map(|version| format!("; in gVisor {version}"));
+    let left_out: String = figures.left_out.iter().map(|what| format!("\nLeft out: {what}.\n")).collect();
+    format!(
+        "{HEADING}\n\n\
+        `mercury hosted run` ([hosted.md](hosted.md)) beside its likes, on one processor of a host with Linux {}: as native\n\
+        processes; in the small kernel, hosted, hosted with programs left as they are (`--no-rewrite`), and hosted with\n\
+        programs in processes of their own (`--isolation=process`); in User Mode Linux (UML), {} by\n\
+        ptrace{}{}; and in the same small kernel in an emulated machine. First\n\
+        `mercury bench os` with Debian's C library in the same files in memory, medians of {} rounds; then work from one\n\
+        disk that is not written to: PostgreSQL with one client of pgbench (TPC-B), its database in memory, and what is in\n\
+        `{}` of a small kernel, built by make and gcc, in memory too, medians of {} (emulated once). What was built is\n\
+        the same in all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios to the\n\
+        native ones.\n\n{}\n{}{left_out}",
+        figures.host,
+        figures.uml,
+        seccomp.unwrap_or_default(),
+        gvisor.unwrap_or_default(),
+        figures.rounds,
+        work::PART,
+        figures.rounds_of_work,
+        table(&header, &rows),
+        aims(figures),
+    )
+}
+
+fn cells(row: &Row, ways: &[Way]) -> Vec<String> {
+    let cell = |way: &Way| match row.ways.get(way.key()) {
+        None => "–".to_owned(),
+        Some(us) if *way == Way::Native => time(*us),
+        // The measuring program takes a pipe's own cost off a switch's.
+        Some(0.0) => "≈ 0".to_owned(),
+        Some(ratio) => format!("{ratio:.1}"),
+    };
+    [what(&row.name).to_owned()].into_iter().chain(ways.iter().map(cell)).collect()
+}
+
+fn time(us: f64) -> String {
+    match us {
+        1e6.. => format!("{:.1} s", us / 1e6),
+        10_000.0.. => format!("{:.1} ms", us / 1e3),
+        _ => format!("{us:.2} µs"),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::{super::tests::figures, *};
+
+    #[test]
+    fn the_section_has_the_ways_that_were_measured_and_names_the_others() {
+        let section = section(&figures());
+        for part in [
+            "| 1.50 µs ",
+            "6.1.0-uml by\nptrace, and 7.3.4 with seccomp",
+            "UML (seccomp)",
+            "Left out: gVisor",
+        ] {
+            assert!(section.contains(part), "{part}: {section}");
+        }
+        assert!(!section.contains("| gVisor") && !section.contains("in gVisor"), "{section}");
+    }
+
+    #[test]
+    fn aims_are_kept_or_missed_by_what_was_measured() {
+        let text = aims(&figures());
+        assert!(text.contains("100 × (kept: 150.0, in processes 30.0)"), "{text}");
+        assert!(text.contains("natively (**missed**: 2.00; the compiler"), "{text}");
+        let mut slow = figures();
+        for row in &mut slow.benchmarks {
+            row.ways.insert("hosted", 20.0);
+        }
+        let text = aims(&slow);
+        assert!(text.contains("100 × (**missed**: 15.0, in processes 30.0)"), "{text}");
+        assert!(text.contains("others (**missed**: 20.0, the fastest of the others 20.0)"), "{text}");
+    }
+
+    #[test]
+    fn figures_at_once_are_of_what_was_measured() {
+        let all = headlines(&figures());
+        let of = |key: &str| all.iter().find(|(one, _)| one == key).map(|(_, number)| *number);
+        assert_eq!(of("hosted_null_syscall_vs_uml"), Some(150.0));
+        assert_eq!(of("hosted_isolated_pipe_vs_uml"), Some(30.0));
+        assert_eq!(of("hosted_fork_exec_vs_uml_seccomp"), Some(10.0));
+        assert_eq!((of("build_over_native"), of("postgresql_isolated_over_native")), (Some(2.0), Some(10.0)));
+        assert_eq!(of("hosted_page_fault_vs_gvisor"), None);
+        assert!(headline_keys().contains(&"hosted_page_fault_vs_gvisor".to_owned()));
+    }
+
+    #[test]
+    fn times_are_readable() {
+        assert_eq!([time(0.254), time(20_500.0), time(15_240_000.0)], ["0.25 µs", "20.5 ms", "15.2 s"]);
+    }
+}

@@ -1,0 +1,185 @@
+//! Work for each way: PostgreSQL under pgbench, and a part of a kernel's build. Programs, database and sources are on one
+//! disk that nobody writes to; what is written is in memory. It is kept under `target/lab/tools/` by the hash of its
+//! recipe.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    likes::once,
+    ways::{Files, Job},
+};
+use mercury_lab::{
+    error::{Context, Error, Result},
+    hash::Ingredients,
+    host,
+    image::{self, Image, Release},
+    paths,
+    previrtualization::root,
+};
+
+/// A transaction's name among the benchmarks.
+pub const POSTGRES: &str = "postgresql";
+/// The build's.
+pub const BUILD: &str = "build";
+
+const INIT: &str = "/work/run";
+const SCRIPTS: &[(&str, &str)] = &[
+    ("run", include_str!("../../../guest/hosted/work")),
+    ("timed", include_str!("../../../guest/bench/timed")),
+];
+/// Of the kernel whose part is built; everything that the part needs besides is built before.
+const CONFIGURATION: &str = include_str!("../../../guest/kernel/tiny.config");
+/// The part that is built.
+pub const PART: &str = "kernel/time/";
+/// That pgbench takes.
+const SECONDS: u32 = 10;
+/// In the root for kernels. What the part has left is removed, so that it is built again.
+const PREPARE: &str = "\
+set -e
+cd /build/work
+make -s -C /build/$1 O=/build/work/objects KCONFIG_ALLCONFIG=/build/work/config allnoconfig
+make -C /build/$1 O=/build/work/objects -j1 $2
+find objects/$2 -name '*.o' -delete -o -name '*.a' -delete -o -name '.*.cmd' -delete";
+/// What the work does not need of Debian's tree.
+const UNUSED: &[&str] = &["boot", "build", "usr/lib/modules", "usr/src", "usr/lib/debug", "usr/share/perl"];
+/// What the build needs and Debian's tree has not, beside libraries that it has; the root for kernels does.
+const CALCULATOR: &str = "usr/bin/bc";
+const MEMORY_MIB: u32 = 1024;
+const SIZE: &str = "5G";
+/// An emulated machine takes thirty times as long as a processor.
+const LIMIT_S: u32 = 3600;
+
+/// The work, made now if it is not there.
+///
+/// # Errors
+/// If something cannot be had or does not build.
+pub fn job(release: Release) -> Result<Job> {
+    let (image, kernels) = (Image::ensure(release)?.tree(), root::ensure(release)?);
+    let recipe = Ingredients::default()
+        .with(format!("{image:?} {kernels:?} {UNUSED:?} {CALCULATOR}"))
+        .with(PREPARE)
+        .with(SIZE);
+    let recipe =
+        SCRIPTS.iter().fold(recipe.with(CONFIGURATION).with(plan()), |all, (_, text)| all.with(text));
+    let dir = paths::lab_dir("tools")?.join(format!("work-{}", recipe.name()));
+    once(&format!("kernel-{release}"), &dir, |new| make(release, &image, &kernels, new))?;
+    Ok(Job {
+        tree: dir.join("tree"),
+        files: Files::Disk(dir.join("work.img")),
+        init: INIT,
+        memory_mib: MEMORY_MIB,
+        limit_s: LIMIT_S,
+    })
+}
+
+fn plan() -> String {
+    format!("{SECONDS} {PART}\n")
+}
+
+fn make(release: Release, image: &Path, kernels: &Path, new: &Path) -> Result<()> {
+    let source = root::source(release);
+    let objects = prepare(source, kernels)?;
+    let tree = new.join("tree");
+    let run = |program: &str, words: &[&Path]| {
+        host::run(
+            "a tree with PostgreSQL and a kernel's source",
+            "work-tree",
+            host::as_root(program).args(words),
+        )
+    };
+    // Links: nobody writes there.
+    run("cp", &[Path::new("-al"), image, &tree])?;
+    let unused: Vec<PathBuf> = UNUSED.iter().map(|name| tree.join(name)).collect();
+    unused.iter().try_for_each(|path| host::remove_tree(path))?;
+    let (build, own) = (tree.join("build"), tree.join("work"));
+    run("mkdir", &[&build, &own])?;
+    run("cp", &[Path::new("-al"), &kernels.join("build").join(source), &build])?;
+    run("cp", &[Path::new("-l"), &kernels.join(CALCULATOR), &tree.join(CALCULATOR)])?;
+    run("mv", &[&objects, &build])?;
+    for (name, text) in SCRIPTS.iter().copied().chain([("plan", plan().as_str())]) {
+        let path = new.join(name);
+        fs::write(&path, text).context(|| format!("write {}", path.display()))?;
+        let all = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(&path, all).context(|| format!("let {} be executed", path.display()))?;
+        run("mv", &[&path, &own])?;
+    }
+    image::make_disk("a disk of it", &tree, &new.join("work.img"), "mercury-work", SIZE)
+}
+
+/// Builds what is built before, with the release's compiler; where it is.
+fn prepare(source: &str, kernels: &Path) -> Result<PathBuf> {
+    let place = kernels.join("build/work");
+    host::remove_tree(&place)?;
+    let configuration = paths::lab_dir("bench")?.join("work.config");
+    fs::write(&configuration, CONFIGURATION).context(|| format!("write {}", configuration.display()))?;
+    let run = |program: &str, words: &[&Path]| {
+        host::run("a place for a part of a kernel", "work-place", host::as_root(program).args(words))
+    };
+    run("mkdir", &[&place])?;
+    run("cp", &[&configuration, &place.join("config")])?;
+    let mut build = host::as_root("chroot");
+    build.arg(kernels).args(["/bin/sh", "-c", PREPARE, "prepare", source, PART]);
+    host::run("building what a part of a kernel needs", "work-build", &mut build)?;
+    Ok(place.join("objects"))
+}
+
+/// What a way has said of its work, or of the single operations.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Done {
+    /// Microseconds, by benchmark.
+    pub costs: Vec<(String, f64)>,
+    /// The hash of what was built, which is the same in each way; `None` where nothing is.
+    pub objects: Option<String>,
+}
+
+/// Reads it, among whatever a console says.
+///
+/// # Errors
+/// With what is missing: a part that failed, or transactions that did.
+pub fn done(text: &str) -> Result<Done> {
+    let after = |what: &str| {
+        let rest = text.split_once(what).map(|(_, rest)| rest);
+        rest.map(|rest| rest.split_whitespace().next().unwrap_or_default().to_owned())
+            .ok_or_else(|| Error::Host(format!("the work has not said {what:?}: {text}")))
+    };
+    let number = |what: &str| {
+        let word = after(what)?;
+        word.parse::<f64>().map_err(|_| Error::Host(format!("{what:?} is no number: {word}")))
+    };
+    let failed = number("number of failed transactions: ")?;
+    if failed > 0.0 {
+        return Err(Error::Host(format!("{failed} transactions failed: {text}")));
+    }
+    let costs = [(POSTGRES, 1e6 / number("tps = ")?), (BUILD, number("elapsed_us ")?)];
+    after("work done")?;
+    let costs = costs.map(|(name, us)| (name.to_owned(), us)).to_vec();
+    Ok(Done { costs, objects: Some(after("objects ")?) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const SAID: &str = "[ 0.1] x\r\nnumber of failed transactions: 0 (0.000%)\r\ntps = 500.0 (without)\r\n\
+                        elapsed_us 2500000\r\nobjects abc -\r\nwork done\r\n";
+
+    #[test]
+    fn what_the_work_has_said_is_read() {
+        let done = done(SAID).unwrap();
+        assert_eq!(done.costs, [(POSTGRES.to_owned(), 2000.0), (BUILD.to_owned(), 2_500_000.0)]);
+        assert_eq!(done.objects.unwrap(), "abc");
+    }
+
+    #[test]
+    fn work_that_is_not_done_is_an_error() {
+        let said = |text: &str| done(text).unwrap_err().to_string();
+        assert!(said(&SAID.replace("elapsed_us", "make: ***")).contains("elapsed_us"));
+        assert!(said(&SAID.replace("transactions: 0", "transactions: 3")).contains("3 transactions failed"));
+        assert!(said(&SAID.replace("work done", "")).contains("work done"));
+    }
+}

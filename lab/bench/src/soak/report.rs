@@ -1,0 +1,71 @@
+//! The page that a soak ends in: docs/soak.md, and the same on the terminal.
+
+use super::{Outcome, Times, load};
+use crate::exits;
+use mercury_lab::markdown::{table, thousands};
+
+/// The page.
+#[must_use]
+pub fn page(outcome: &Outcome) -> String {
+    let [native, attached] = outcome.hotplugs;
+    let minutes = outcome.elapsed.as_secs() / 60;
+    format!(
+        "# {} times there and back\n\n\
+        Written by `{}`. One machine emulated in software ({}), Debian's own kernel {}, Mercury {}.\n\
+        The work below ran all the time, for {minutes} minutes of wall time, while all CPUs were attached and\n\
+        detached {} times. In between CPUs were taken offline and brought back: {native} times while native, and {attached} times\n\
+        beneath the attached hypervisor, which then has to take in the one that comes.\n\n\
+        ## What must hold\n\n{}\n\
+        ## What ran meanwhile\n\n{}\n\
+        PostgreSQL acknowledged {} transactions, and {} were found in its tables. {} failed.\n\n\
+        ## Switch times\n\n\
+        With interrupts off, per CPU, in the emulator's microseconds. The host is shared, and a virtual CPU loses its\n\
+        host's CPU in the middle of a switch now and then: that is the maximum. What a switch costs is counted in\n\
+        instructions: [benchmarks.md](benchmarks.md).\n\n{}\n\
+        ## Exits\n\n{}\n\
+        `hypercall` is the driver itself: it asks a CPU for its mode, and it detaches. The others are attach's own checks, and on\n\
+        Intel CPUID, which always exits.\n",
+        thousands(outcome.cycles),
+        outcome.command,
+        outcome.machine,
+        outcome.kernel,
+        outcome.version,
+        thousands(outcome.cycles),
+        checks(outcome),
+        work(outcome),
+        thousands(outcome.database.acknowledged),
+        thousands(outcome.database.found),
+        outcome.database.failed,
+        times(outcome),
+        exits(outcome),
+    )
+}
+
+fn checks(outcome: &Outcome) -> String {
+    let mark = |holds: bool| if holds { "yes" } else { "**NO**" };
+    let rows = outcome.checks().into_iter().map(|(holds, what)| vec![what, mark(holds).to_owned()]);
+    table(&["what", "holds"], &rows.collect::<Vec<_>>())
+}
+
+fn work(outcome: &Outcome) -> String {
+    let row =
+        |work: &load::Work| vec![work.name.to_owned(), thousands(work.passes), thousands(work.violations)];
+    table(&["work", "done", "wrong"], &outcome.work.iter().map(row).collect::<Vec<_>>())
+}
+
+fn times(outcome: &Outcome) -> String {
+    let rows = [times_of("attach", &outcome.attach), times_of("detach", &outcome.detach)];
+    table(&["switch", "min", "median", "max"], &rows)
+}
+
+/// One direction's row of the table.
+pub(super) fn times_of(name: &str, times: &Times) -> Vec<String> {
+    let us = |ns: u64| format!("{:.1}", ns as f64 / 1000.0);
+    vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]
+}
+
+fn exits(outcome: &Outcome) -> String {
+    let rows =
+        exits::by_reason(&outcome.status).into_iter().map(|(reason, count)| vec![reason, thousands(count)]);
+    table(&["reason", "all CPUs"], &rows.collect::<Vec<_>>())
+}

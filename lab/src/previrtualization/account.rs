@@ -1,0 +1,39 @@
+//! The account of a built kernel: the kernel that a small one replaces, and the afterburner's verdict on its slots.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::Built;
+use crate::{
+    error::{Error, Result},
+    image::Release,
+    kernel::Kernel,
+};
+
+/// What `afterburner verify` says of a kernel and its modules; it fails if anything is wrong.
+///
+/// # Errors
+/// If something is not accounted for.
+pub fn account(built: &Built) -> Result<Value> {
+    let mut verify = Command::new(&built.afterburner);
+    verify.args(["verify", "--json"]).arg(&built.vmlinux).args(&built.modules);
+    let output =
+        verify.output().map_err(|error| Error::Host(format!("cannot start the afterburner: {error}")))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(Error::Host(format!("not everything is accounted for: {said}{text}")));
+    }
+    serde_json::from_str(&text)
+        .map_err(|error| Error::Host(format!("`afterburner verify` says no JSON: {error}")))
+}
+
+/// The kernel of Debian's whose place a small one takes.
+#[must_use]
+pub fn kernel_of(release: Release) -> Kernel {
+    match release {
+        Release::Bookworm => Kernel::BookwormCloud,
+        Release::Trixie => Kernel::TrixieCloud,
+    }
+}
