@@ -286,7 +286,7 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     type_in(spare, "adopt\rdiscard\r")?;
     let output = moving.wait(LIMIT)?;
     println!("{}", output.stderr);
-    assert!(output.stderr.contains("its operator wanted it so"), "{}", output.stderr);
+    assert!(output.stderr.contains("its operator decided so"), "{}", output.stderr);
     goes_on(peer, machine)?;
     machine.check_next_attach()
 }

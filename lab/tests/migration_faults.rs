@@ -35,7 +35,7 @@ const SPARE: u8 = 3;
 const SILENT: &str = "its source has gone silent before it said what becomes of it";
 const NO_ANSWER: &str = "does not answer. Nothing runs here";
 const FORGOT: &str = "The destination knows nothing of this move";
-const KILLED: &str = "who received was killed: this small system may have run out of memory";
+const KILLED: &str = "the receiver was killed: this restore environment may have run out of memory";
 const GUARD_ASKS: &str = "the process that moved this machine is gone, after the commit";
 
 /// Who answers for the address of the machine that moves: the last bytes of their cards' addresses.
@@ -363,7 +363,7 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
             "Offering" => assert_eq!(times(&scene.spare, COMES), comes),
             // By itself, when nothing has come for long.
             "Copying" => {
-                wait_more(&scene.spare, "thrown away: nothing was heard of the source for too long", 0)?;
+                wait_more(&scene.spare, "discarded: the source was silent for too long", 0)?;
             }
             "Recording" => {
                 wait_more(&scene.spare, SILENT, silent)?;

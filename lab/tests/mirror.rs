@@ -196,7 +196,11 @@ fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str
     moving.kill(2)?;
     let output = moving.wait(LIMIT)?;
     assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
-    wait_more(spare, "holds a part of a machine that did not come; its beginning is zeros now", 0)?;
+    wait_more(
+        spare,
+        "holds a part of a machine that did not arrive completely; its beginning is zeros now",
+        0,
+    )?;
     goes_on(peer, machine)?;
     comes_further(machine, "writes", count(machine, "writes")? + 45)
 }

@@ -52,8 +52,8 @@ impl Scene {
 }
 
 /// What the spare says on its console.
-pub const COMES: &str = "mercury: a machine comes";
-pub const THROWN: &str = "was thrown away";
+pub const COMES: &str = "mercury: a machine arrives";
+pub const THROWN: &str = "was discarded";
 
 /// The machine moves to the spare, which is it then.
 pub fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {

@@ -1,7 +1,9 @@
-//! The disks that a machine may bring: which of this one's are given for them, and how they are written.
+//! The disks that a machine may bring: the disks of this machine that are given for them, and the
+//! writes to them.
 //!
-//! A disk is written where it hangs at the source. Its first chunk is kept back until all of it is there and right, and zeros
-//! are in its place: nobody takes a part of a disk for one.
+//! Each disk of the source is written to the disk at the same place here. Its first chunk is
+//! written last, when the rest is complete and correct. Until then zeros are in its place, so that
+//! no system takes an incomplete disk for a good one.
 
 use crate::{
     error::{Error, Result},
@@ -26,13 +28,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a disk may take to appear in the small system.
+/// Time for a disk to appear in the restore environment.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Checks the disks that are given, and says what will be overwritten.
+/// Checks the given disks, and says what will be overwritten.
 ///
 /// # Errors
-/// If one is no disk for it, or is in use and that is not what the operator wants.
+///
+/// Returns an error if a path is no suitable disk, or if it is in use and the operator has not
+/// forced it.
 pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Disk>> {
     let mut given: Vec<Disk> = Vec::new();
     for path in paths {
@@ -45,11 +49,11 @@ pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Dis
         if !uses.is_empty() && !force {
             let text = format!("{} would be overwritten: {}", path.display(), uses.join("; "));
             return Err(Error::new(Exit::Impossible, text)
-                .hint("nothing was changed; --force-disk gives it all the same, with all that is on it"));
+                .hint("nothing was changed; --force-disk gives the disk anyway, and its contents are lost"));
         }
         let what = if uses.is_empty() { "it is empty".into() } else { uses.join("; ") };
         eprintln!(
-            "a machine that comes may overwrite {} ({}, at {}), all of it: {what}",
+            "a machine that arrives may overwrite {} ({}, at {}), all of it: {what}",
             disk.path.display(),
             bytes(disk.bytes),
             disk.place
@@ -59,19 +63,19 @@ pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Dis
     Ok(given)
 }
 
-/// One that is written.
+/// A disk that is written.
 #[derive(Debug)]
 struct Target {
     disk: Disk,
     file: File,
     ledger: DiskLedger,
-    /// The first chunk, which is kept back.
+    /// The first chunk, which is held back.
     first: Option<Vec<u8>>,
-    /// Something of it was written.
+    /// True if the disk was written to.
     is_touched: bool,
 }
 
-/// The disks that are given, and what of them is written.
+/// The given disks, and the state of those that are written.
 #[derive(Debug)]
 pub struct Targets {
     given: Vec<Disk>,
@@ -80,16 +84,17 @@ pub struct Targets {
 }
 
 impl Targets {
-    /// With these.
+    /// Makes the targets of these disks.
     #[must_use]
     pub fn new(given: Vec<Disk>) -> Self {
         Self { given, open: Vec::new(), buffer: Buffer::new(CHUNKS_BYTES_MAX) }
     }
 
-    /// Whether what is offered fits; nothing is written yet.
+    /// Checks if the offered disks fit; nothing is written yet.
     ///
     /// # Errors
-    /// Every reason why not.
+    ///
+    /// Returns every reason why they do not.
     pub fn prepare(&mut self, offered: &[OfferedDisk], sysroot: &Sysroot) -> Result<(), Vec<String>> {
         self.open.clear();
         let mut reasons = Vec::new();
@@ -99,7 +104,7 @@ impl Targets {
                     reasons.push(format!("{} was offered twice", disk.path.display()));
                 }
                 Ok(target) => self.open.push(target),
-                Err(why) => reasons.push(format!("its disk {} finds no place: {why}", disk.path.display())),
+                Err(why) => reasons.push(format!("its disk {} has no place: {why}", disk.path.display())),
             }
         }
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
@@ -107,7 +112,7 @@ impl Targets {
 
     fn open_for(&self, wanted: &Disk, sysroot: &Sysroot) -> Result<Target, String> {
         let given = self.given.iter().find(|given| given.place == wanted.place).ok_or_else(|| {
-            format!("`mercury receive --disk` gave none at {}, where it hangs", wanted.place)
+            format!("`mercury receive --disk` gave none at {}, the place of the source's disk", wanted.place)
         })?;
         if (given.bytes, given.sector) != (wanted.bytes, wanted.sector) {
             return Err(format!(
@@ -135,14 +140,16 @@ impl Targets {
         Ok(Target { disk: here, file, ledger, first: None, is_touched: false })
     }
 
-    /// Writes what has come, and notes what lies there then.
+    /// Writes chunks, and records the hashes of the data then on disk.
     ///
     /// # Errors
-    /// If it is of no disk that was offered, or cannot be written.
+    ///
+    /// Returns an error if the disk was not offered, or cannot be written.
     pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
         let failed = |why: String| Error::fault(why);
         let target = self.open.get_mut(chunks.disk as usize);
-        let target = target.ok_or_else(|| failed("a chunk came of a disk that was not offered".into()))?;
+        let target =
+            target.ok_or_else(|| failed("a chunk of a disk that was not offered has arrived".into()))?;
         for chunk in chunks.iter() {
             target.put(&chunk, &mut self.buffer).map_err(|error| {
                 failed(format!("{} at byte {}: {error}", target.disk.path.display(), chunk.offset))
@@ -151,10 +158,11 @@ impl Targets {
         Ok(())
     }
 
-    /// Whether all of them are what was sent; then they are complete.
+    /// Checks if all disks hold the data that was sent, and completes them.
     ///
     /// # Errors
-    /// Why not.
+    ///
+    /// Returns the reason if they do not.
     pub fn complete(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String> {
         if offered.len() != self.open.len() {
             return Err("these are other disks than those that were offered".into());
@@ -162,23 +170,24 @@ impl Targets {
         for (target, OfferedDisk { digest, disk, .. }) in self.open.iter_mut().zip(offered) {
             let name = disk.path.display();
             if target.disk.place != disk.place || target.disk.bytes != disk.bytes {
-                return Err(format!("{name} is another disk than the one that was offered"));
+                return Err(format!("{name} is another disk than the offered one"));
             }
             if !target.ledger.is_complete() {
-                return Err(format!("not all of the disk {name} has come"));
+                return Err(format!("the disk {name} has not arrived completely"));
             }
             target
                 .put_first(&mut self.buffer)
                 .map_err(|error| format!("{}: {error}", target.disk.path.display()))?;
             if target.ledger.digest(attempt).to_string() != *digest {
-                return Err(format!("the disk {name} is not what was sent"));
+                return Err(format!("the disk {name} differs from the data that was sent"));
             }
             look_at_parts(&target.file);
         }
         Ok(())
     }
 
-    /// Forgets what has come. What was written is not to be taken for a disk.
+    /// Forgets the data that has arrived, and clears the beginning of each disk that was written,
+    /// so that no system takes it for a good one.
     pub fn release(&mut self) {
         for mut target in std::mem::take(&mut self.open) {
             if target.is_touched {
@@ -188,7 +197,7 @@ impl Targets {
                     Err(error) => format!("its beginning could not be cleared ({error}): do not use it"),
                 };
                 eprintln!(
-                    "mercury: {} holds a part of a machine that did not come; {how}",
+                    "mercury: {} holds a part of a machine that did not arrive completely; {how}",
                     target.disk.path.display()
                 );
                 look_at_parts(&target.file);
@@ -200,7 +209,7 @@ impl Targets {
 impl Target {
     fn put(&mut self, chunk: &Chunk<'_>, buffer: &mut Buffer) -> io::Result<()> {
         if !self.ledger.has_room_for(chunk.offset, chunk.length) {
-            return Err(io::Error::other("it is no chunk of the disk that was offered"));
+            return Err(io::Error::other("the chunk is not on the disk that was offered"));
         }
         if !self.is_touched {
             self.is_touched = true;
@@ -214,7 +223,7 @@ impl Target {
         }
         let room = &mut buffer.bytes()[..chunk.length];
         if chunk.data.is_none() {
-            // A disk that was empty need not be written to.
+            // Zeros need not be written to an empty disk.
             self.file.read_exact_at(room, chunk.offset)?;
             if room.iter().all(|byte| *byte == 0) {
                 return self.note(chunk.offset, room);
@@ -223,7 +232,7 @@ impl Target {
         self.write(chunk.offset, chunk.data, room)
     }
 
-    /// Writes a chunk, and notes what can be read there then.
+    /// Writes a chunk, and records the hash of the data that can be read there then.
     fn write(&mut self, offset: u64, data: Option<&[u8]>, room: &mut [u8]) -> io::Result<()> {
         match data {
             Some(data) => room.copy_from_slice(data),
@@ -244,10 +253,10 @@ impl Target {
         self.file.write_all_at(room, 0)
     }
 
-    /// Puts the first chunk to its place, once all else is there for good.
+    /// Writes the first chunk, when the rest is on the disk.
     fn put_first(&mut self, buffer: &mut Buffer) -> io::Result<()> {
         self.file.sync_data()?;
-        let first = self.first.take().ok_or_else(|| io::Error::other("its beginning has not come"))?;
+        let first = self.first.take().ok_or_else(|| io::Error::other("its beginning has not arrived"))?;
         self.write(0, Some(&first), &mut buffer.bytes()[..first.len()])?;
         self.file.sync_data()
     }
@@ -260,7 +269,7 @@ mod tests {
 
     const CHUNK: usize = 1 << 16;
 
-    /// A file in place of a disk, with something on it.
+    /// Makes targets of a file in place of a disk, with data in it.
     fn targets(folder: &std::path::Path) -> Targets {
         let disk = Disk {
             place: "here".into(),
@@ -287,7 +296,7 @@ mod tests {
         vec![OfferedDisk { disk: targets.given[0].clone(), digest: digest.into(), ..OfferedDisk::default() }]
     }
 
-    /// What the source says of a disk with this content.
+    /// Returns the digest that a source sends for a disk with this content.
     fn digest(bytes: &[u8]) -> String {
         let mut ledger = DiskLedger::new(bytes.len() as u64);
         for (number, chunk) in (0..).zip(bytes.chunks(CHUNK)) {
@@ -311,9 +320,9 @@ mod tests {
         targets.write(&chunks(&[(0, &[9; CHUNK])])).expect("written");
         targets.write(&chunks(&[(2 * CHUNK as u64, &[3; 512]), (0, &[1; CHUNK])])).expect("written");
         let why = is_complete(&mut targets, &digest(&wanted)).expect_err("a chunk is missing");
-        assert!(why.contains("not all of the disk"), "{why}");
+        assert!(why.contains("has not arrived completely"), "{why}");
         targets.write(&chunks(&[(CHUNK as u64, &[0; CHUNK])])).expect("written");
-        // Nobody takes it for a disk yet.
+        // No system takes the disk for a good one yet.
         assert_eq!(found()[..CHUNK], [0; CHUNK]);
         assert_eq!(is_complete(&mut targets, &digest(&wanted)), Ok(()));
         assert_eq!(found(), wanted);
@@ -334,7 +343,7 @@ mod tests {
         other.disk = 1;
         assert!(targets.write(&other).is_err());
         assert_eq!(std::fs::read(folder.path().join("disk")).expect("a file"), vec![7; 2 * CHUNK + 512]);
-        // One that was not touched stays as it is.
+        // A disk that was not written to keeps its contents.
         targets.release();
         assert_eq!(std::fs::read(folder.path().join("disk")).expect("a file"), vec![7; 2 * CHUNK + 512]);
     }
@@ -347,7 +356,7 @@ mod tests {
         targets.write(&chunks(&[(2 * CHUNK as u64, &[2; 512])])).expect("written");
         let offered = offered(&targets, &digest(&vec![2; 2 * CHUNK + 512]));
         let why = targets.complete(&offered, Attempt([1; 16])).expect_err("another one");
-        assert!(why.ends_with("is not what was sent"), "{why}");
+        assert!(why.ends_with("differs from the data that was sent"), "{why}");
         assert!(targets.complete(&[], Attempt([1; 16])).is_err());
     }
 }

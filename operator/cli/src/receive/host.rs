@@ -1,4 +1,5 @@
-//! In the small kernel: the network as it was, and then who comes ([`super::serve`]).
+//! The start of a destination in the restore environment: sets the network up as it was, and waits
+//! for a source ([`super::serve`]).
 
 use super::{
     CONFIGURATION, Configuration,
@@ -22,10 +23,11 @@ use mercury_migration::{
 };
 use std::{fs, net::TcpListener, path::Path, time::Duration};
 
-/// Waits for a machine, and goes on in it. Returns only if that cannot be.
+/// Waits for a machine, and goes on in it. Returns only if that fails.
 ///
 /// # Errors
-/// Always, then.
+///
+/// Always returns an error if it returns.
 pub fn run() -> Result<()> {
     let failed = |what: &str, error: &dyn std::fmt::Display| {
         Error::new(Exit::Failed, format!("{what}: {error}")).hint("this machine restarts")

@@ -1,8 +1,9 @@
-//! What comes of a machine, by one stream or by several: each has a thread of its own that decrypts, unpacks, puts pages
-//! where they belong, and hashes what lies there then.
+//! The pages of a machine, by one stream or by several. Each stream has a thread that decrypts,
+//! unpacks, puts pages to their addresses, and hashes the data that can be read there then.
 //!
-//! The first stream is [`super::serve`]'s. Others are let in while pages are taken, as many as were offered, and each once.
-//! It is for them to come to their end before the end that the first one names is believed.
+//! The first stream belongs to [`super::serve`]. The others are accepted while pages arrive: as
+//! many as were offered, each once. The end that the first stream names is believed only when all
+//! others have ended.
 
 use super::spare::Memory;
 use crate::{
@@ -32,68 +33,67 @@ use std::{
     time::Duration,
 };
 
-/// So many who have not shown yet that they may are heard at once.
+/// Number of peers without a proof yet that may be connected at once.
 const STRANGERS: usize = 16;
 
-/// Why there will be no more.
+/// The reason why no more pages will arrive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Broken {
-    /// A stream has ended before its end.
+    /// A stream was cut off before its end.
     Gone(String),
-    /// What came by it cannot be.
+    /// A stream carried impossible data.
     Breach(String),
 }
 
-/// Another stream than the first.
+/// The state of a stream other than the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stream {
-    /// Nobody has opened it.
+    /// No peer has opened the stream.
     Awaited,
-    /// Pages come by it.
+    /// Pages arrive on the stream.
     Open,
-    /// All have come by it, and this is the digest of all.
+    /// All pages of the stream have arrived, and this is its digest of all memory.
     Ended(Digest),
 }
 
-/// How far the streams besides the first are.
+/// The state of all streams other than the first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Something is still to come.
+    /// Pages are still to arrive.
     Open,
-    /// All have ended, with this digest; if there are others at all.
+    /// All streams have ended, with this digest; `None` if there are no others.
     Ended(Option<Digest>),
-    /// There will be no more.
+    /// No more pages will arrive.
     Broken(Broken),
 }
 
-/// Whose streams they are.
+/// The attempt that streams must belong to.
 #[derive(Clone, Copy, Debug)]
 pub struct Whose {
-    /// The attempt.
     pub attempt: Attempt,
-    /// What went with its offer.
+    /// Secret of the attempt's offer.
     pub secret: Secret,
-    /// How many streams there are in all.
+    /// Number of streams, with the first.
     pub streams: u32,
 }
 
-/// What all of them have.
+/// The data that all streams share.
 struct Shared {
     whose: Whose,
     memory: Arc<dyn Memory>,
     ledger: Mutex<Ledger>,
     pages: AtomicU64,
-    /// Something has come since it was looked at.
+    /// True if data has arrived since the last check.
     is_alive: AtomicBool,
-    /// Those besides the first.
+    /// The states of the streams other than the first, and the reason if one is broken.
     streams: Mutex<(Vec<Stream>, Option<Broken>)>,
-    /// Readable when one of them has ended, or broken.
+    /// An event descriptor, readable when a stream has ended or broken.
     bell: OwnedFd,
-    /// How long one may be silent in the midst of something.
+    /// Time for which a stream may be silent in the middle of a frame.
     patience: Duration,
 }
 
-/// What has come so far.
+/// The arriving memory.
 pub struct Intake {
     shared: Arc<Shared>,
     threads: Vec<(TcpStream, JoinHandle<()>)>,
@@ -104,13 +104,14 @@ fn breach(what: &str) -> Error {
 }
 
 impl Intake {
-    /// Of a machine with this memory, into that of this one.
+    /// Makes the intake of a machine with this ledger into this memory.
     ///
     /// # Errors
-    /// If there is nothing to be woken by.
+    ///
+    /// Returns an error if the kernel gives no event descriptor.
     pub fn new(whose: Whose, memory: Arc<dyn Memory>, ledger: Ledger, patience: Duration) -> Result<Self> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| Error::system("something to be woken by", errno))?;
+            .map_err(|errno| Error::system("making an event descriptor", errno))?;
         let others = vec![Stream::Awaited; whose.streams.saturating_sub(1) as usize];
         let shared = Shared {
             whose,
@@ -125,35 +126,36 @@ impl Intake {
         Ok(Self { shared: Arc::new(shared), threads: Vec::new() })
     }
 
-    /// Pages that came by the first stream.
+    /// Loads pages of the first stream.
     ///
     /// # Errors
-    /// If they cannot be.
+    ///
+    /// Returns an error if they are wrong or cannot be loaded.
     pub fn load(&self, pages: &Pages) -> Result<()> {
         self.shared.load(0, pages)
     }
 
-    /// What lies where.
+    /// Returns the ledger, with the hash of each page that has arrived.
     pub fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.shared.ledger()
     }
 
-    /// How many pages have come.
+    /// Returns the number of pages that have arrived.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.shared.pages.load(Ordering::Relaxed)
     }
 
-    /// Whether something has come by other streams than the first since this was asked last.
+    /// Returns true if data has arrived on streams other than the first since the last call.
     #[must_use]
     pub fn was_alive(&self) -> bool {
         self.shared.is_alive.swap(false, Ordering::Relaxed)
     }
 
-    /// How far the other streams are.
+    /// Returns the state of the other streams.
     #[must_use]
     pub fn state(&self) -> State {
-        // It rings again for what is not seen now.
+        // The descriptor becomes readable again for later events.
         let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
         let (streams, broken) = &*self.shared.streams();
         if let Some(broken) = broken {
@@ -167,19 +169,19 @@ impl Intake {
         match first {
             Some(digest) if digests.clone().all(|other| other == first) => State::Ended(Some(digest)),
             Some(_) if digests.all(|other| other.is_some()) => {
-                State::Broken(Broken::Breach("its streams do not end alike".into()))
+                State::Broken(Broken::Breach("the digests of its streams differ".into()))
             }
             _ => State::Open,
         }
     }
 
-    /// Whether one that was offered is not open yet.
+    /// Returns true if an offered stream is not open yet.
     #[must_use]
     pub fn awaits_streams(&self) -> bool {
         self.shared.streams().0.contains(&Stream::Awaited)
     }
 
-    /// Takes who is at the door for one who opens another stream.
+    /// Starts a thread for a peer that connects, which may open another stream.
     pub fn let_in(&mut self, receiver: &Receiver, socket: TcpStream, from: SocketAddr) {
         self.threads.retain(|(_, thread)| !thread.is_finished());
         let known = self.shared.whose.streams as usize;
@@ -190,10 +192,10 @@ impl Intake {
         let (receiver, shared) = (receiver.clone(), Arc::clone(&self.shared));
         let thread = thread::Builder::new().spawn(move || {
             shared.take(&receiver, socket, from);
-            // It is open elsewhere, too, and the other end would wait.
+            // The socket has a duplicate, so closing this one would not end the connection.
             let _ = rustix::net::shutdown(&own, Shutdown::Both);
         });
-        // Where there can be no thread its end is gone, and who came knows it.
+        // If no thread starts, the closure drops the socket and the peer sees the end.
         self.threads.extend(thread.ok().map(|thread| (kept, thread)));
     }
 }
@@ -204,12 +206,12 @@ impl AsFd for Intake {
     }
 }
 
-/// Nobody puts pages anywhere behind it.
+/// After the drop no thread loads pages any more.
 impl Drop for Intake {
     fn drop(&mut self) {
         for (socket, thread) in self.threads.drain(..) {
             let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-            // What it had to say it has said.
+            // The thread has reported its result in the shared state.
             let _ = thread.join();
         }
     }
@@ -224,7 +226,7 @@ impl Shared {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The life of another stream.
+    /// Runs a connection of another stream from its start to its end.
     fn take(&self, receiver: &Receiver, socket: TcpStream, from: SocketAddr) {
         let linked = Link::accept(receiver, socket, HANDSHAKE).map_err(|error| error.to_string());
         let opened = linked.and_then(|mut link| {
@@ -247,18 +249,18 @@ impl Shared {
             Ok(digest) => streams[stream as usize - 1] = Stream::Ended(digest),
             Err(why) => *broken = broken.take().or(Some(why)),
         }
-        // It only counts.
+        // The event descriptor only counts.
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
-    /// Whether whoever shows this may open this stream; it is open then.
+    /// Opens a stream for a peer with this proof. Returns the reason if the peer may not.
     fn open(&self, stream: u32, shown: &Proof, binding: &[u8; 32]) -> Result<(), &'static str> {
         let Whose { attempt, secret, .. } = &self.whose;
         if !is_proof(shown, &proof(secret, *attempt, stream, binding)) {
-            return Err("it does not show that it may");
+            return Err("the peer does not prove that it may open a stream");
         }
         let mut streams = self.streams();
-        let number = (stream as usize).checked_sub(1).ok_or("the first stream is another one")?;
+        let number = (stream as usize).checked_sub(1).ok_or("the first stream is open already")?;
         let found = streams.0.get_mut(number).ok_or("no such stream was offered")?;
         if *found != Stream::Awaited {
             return Err("this stream is open already");
@@ -267,7 +269,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes what comes by a stream, to its end.
+    /// Loads the pages of a stream up to its end.
     fn listen(&self, link: &mut Link, stream: u32) -> Result<Digest, Broken> {
         loop {
             match link.hear(self.patience) {
@@ -280,17 +282,18 @@ impl Shared {
                 }
                 Heard::Frame(_) => {
                     return Err(Broken::Breach(format!(
-                        "stream {stream} carries what is none of its business"
+                        "stream {stream} carries a frame that does not belong there"
                     )));
                 }
-                // Where nothing is written nothing has to come.
+                // Silence between frames is allowed: unchanged memory needs no pages.
                 Heard::Nothing => {}
                 Heard::Gone(why) => return Err(Broken::Gone(format!("stream {stream}: {why}"))),
             }
         }
     }
 
-    /// Puts pages where they belong, and notes what lies there then.
+    /// Puts pages to their addresses, and records the hashes of the data that can be read there
+    /// then.
     fn load(&self, stream: u32, pages: &Pages) -> Result<()> {
         let mut data = Vec::with_capacity(pages.len() * PAGE);
         let mut entries = Vec::with_capacity(pages.len());
@@ -298,10 +301,10 @@ impl Shared {
             let ledger = self.ledger();
             for Page { phys, content } in pages.iter() {
                 if !ledger.has_room_for(phys) {
-                    return Err(breach("a page came that does not lie in the memory that was offered"));
+                    return Err(breach("a page has arrived outside the memory that was offered"));
                 }
                 if stream_of(phys, self.whose.streams) != stream {
-                    return Err(breach("a page came by another stream than its own"));
+                    return Err(breach("a page has arrived by another stream than its own"));
                 }
                 let source = match content {
                     Content::Data(bytes) => {
@@ -330,7 +333,7 @@ impl Shared {
     }
 }
 
-/// The hash of a page, if it is not all zeros.
+/// Returns the hash of a page, or `None` if it is all zeros.
 fn hash_of_any(page: &[u8; PAGE]) -> Option<[u8; 16]> {
     page.iter().any(|byte| *byte != 0).then(|| hash_of(page))
 }
@@ -339,7 +342,7 @@ fn hash_of_any(page: &[u8; PAGE]) -> Option<[u8; 16]> {
 mod tests {
     use super::*;
 
-    /// Both ends hash alike, however a page came.
+    /// Both ends hash a page alike, however it was sent.
     #[test]
     fn zeros_hash_like_zeros() {
         let mut ledger = Ledger::new(vec![0..4096, 8192..12288]);

@@ -1,6 +1,8 @@
-//! Whoever has the line may still lie: tests of the destination's loop, as it is, against sources that say what they like, in any
-//! order, cut short, damaged, again, or not at all. Its machine is one of a test's, which holds against it that something
-//! was started: only after all that was offered lay where it belongs, as the source's last word had it, and after its `Commit`.
+//! Hostile-peer tests of a destination. A peer with the pairing token may still lie. The
+//! destination's real loop runs against sources that say anything, in any order, cut short,
+//! damaged, repeated, or not at all. The machine of the test checks each start. A start is right
+//! only if all offered pages are at their addresses as the source's last word described them, and
+//! after its `Commit`.
 
 use super::{
     serve::Host,
@@ -39,11 +41,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a source may be silent where that is what matters.
+/// Time for which a source may be silent in tests of silence.
 const SILENCE: Duration = Duration::from_secs(1);
-/// How long an answer may take: this machine may have much to do.
+/// Time limit for an answer on a host that may be busy.
 const LIMIT: Duration = Duration::from_secs(60);
-/// The machine that is offered has so many pages, from here on.
+/// Number of pages of the offered machine.
 const PAGES: u64 = 6;
 const START: u64 = 0x10_0000;
 const SECRET: Secret = [9; 32];
@@ -72,7 +74,7 @@ fn packed(pages: &[(u64, [u8; PAGE])]) -> Vec<u8> {
     all.pack(1).expect("packed")
 }
 
-/// What a machine of a test's has seen, and has been told.
+/// The observations of a test's machine, and its orders.
 #[derive(Debug, Default)]
 struct Seen {
     memory: HashMap<u64, [u8; PAGE]>,
@@ -80,18 +82,18 @@ struct Seen {
     prepared: u32,
     released: u32,
     started: u32,
-    /// Room for pages.
+    /// Room for pages; no limit if `None`.
     room: Option<usize>,
     changed_disks: Vec<String>,
     to_all: Vec<Vec<u8>>,
     from_all: VecDeque<Vec<u8>>,
-    /// What was said to the destination: noted before it is.
+    /// Words to the destination, noted before they are sent.
     said: Vec<(Attempt, Word)>,
     broken: Vec<String>,
 }
 
 impl Seen {
-    /// Whether a start is what the protocol allows.
+    /// Checks that the protocol allows a start.
     fn judge(&mut self) {
         self.started += 1;
         let mut ledger = Ledger::new(self.offered.clone());
@@ -113,7 +115,7 @@ impl Seen {
     }
 }
 
-/// Its memory. It takes what the driver would.
+/// The memory of the test's machine. It accepts the pages that the driver would accept.
 impl Memory for Mutex<Seen> {
     fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
         let mut seen = self.lock().expect("no panic");
@@ -145,7 +147,7 @@ impl Memory for Mutex<Seen> {
     }
 }
 
-/// The machine.
+/// The test's machine.
 struct Fake(Arc<Mutex<Seen>>);
 
 impl Fake {
@@ -178,7 +180,7 @@ impl Spare for Fake {
     }
 
     fn write_disk(&mut self, _: &Chunks) -> Result<()> {
-        // Nobody offers one that is taken.
+        // No test offers a disk that is accepted.
         Err(Error::new(Exit::Failed, "no disk was offered"))
     }
 
@@ -219,7 +221,7 @@ impl Spare for Fake {
     }
 }
 
-/// A destination at work, until it is dropped.
+/// A running destination, stopped when it is dropped.
 struct Destination {
     seen: Arc<Mutex<Seen>>,
     line: Line,
@@ -233,7 +235,7 @@ impl Destination {
         Self::patient(LIMIT, LIMIT)
     }
 
-    /// One that waits for so long, and for so long for the verdict.
+    /// Starts a destination with this patience, and with `hold` for the verdict.
     fn patient(patience: Duration, hold: Duration) -> Self {
         let (receiver, line) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -258,12 +260,12 @@ impl Destination {
         Source { at: self, link, attempt }
     }
 
-    /// Bytes of a stream inside of a session: what comes back, until it ends.
+    /// Sends bytes of a stream inside a session, and returns the answer up to its end.
     fn tell(&self, bytes: &[u8]) -> Vec<u8> {
         let socket = TcpStream::connect(self.to).expect("there");
         socket.set_read_timeout(Some(LIMIT)).expect("set");
         let mut session = session::connect(&self.line, socket).expect("taken");
-        // It may have heard enough before the end.
+        // The destination may end the session early.
         let _ = session.write_all(bytes).and_then(|()| session.flush());
         session.conn.send_close_notify();
         let _ = session.flush();
@@ -276,7 +278,7 @@ impl Destination {
         look(&mut self.seen.lock().expect("no panic"))
     }
 
-    /// Waits until it is so.
+    /// Waits until the condition holds.
     fn until(&self, what: &str, is_so: impl Fn(&Seen) -> bool) {
         let end = Instant::now() + LIMIT;
         while !self.seen(|seen| is_so(seen)) {
@@ -285,7 +287,7 @@ impl Destination {
         }
     }
 
-    /// Ends it. Nothing was started that should not have been; and how often something was.
+    /// Stops the destination. Checks that every start was right, and returns the number of starts.
     fn end(mut self) -> u32 {
         self.stop();
         self.seen(|seen| {
@@ -301,7 +303,7 @@ impl Destination {
         }
     }
 
-    /// It takes an honest machine in yet, and that is the only one that it starts.
+    /// Checks that the destination still accepts an honest machine, and starts only that one.
     fn takes_the_next(self) {
         let started = self.seen(|seen| {
             (seen.room, seen.changed_disks) = (None, Vec::new());
@@ -329,7 +331,7 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Says it. Who listens may be gone.
+    /// Sends a word; the destination may be gone.
     fn say(&mut self, word: Word) {
         let text = match word {
             Word::Offer | Word::Final(_) => offer().pack().expect("packed"),
@@ -348,7 +350,7 @@ impl Source<'_> {
         let _ = self.link.flush();
     }
 
-    /// What is said next; nothing if it has ended.
+    /// Reads the next word; returns nothing after the end.
     fn hear(&mut self) -> Option<(Word, String)> {
         let end = Instant::now() + LIMIT;
         while Instant::now() < end {
@@ -363,7 +365,7 @@ impl Source<'_> {
         panic!("it neither answers nor ends");
     }
 
-    /// It is thrown away, and why.
+    /// Waits until the destination discards the machine, and returns the reason.
     fn discarded(&mut self) -> String {
         match self.hear() {
             Some((Word::Discarded, why)) => why,
@@ -376,7 +378,7 @@ impl Source<'_> {
         assert_eq!(self.hear().map(|(word, _)| word), Some(Word::Accept));
     }
 
-    /// Up to the verdict.
+    /// Runs an honest source up to the verdict.
     fn is_verified(&mut self) -> Digest {
         self.is_accepted();
         self.send(&memory(3));
@@ -398,7 +400,7 @@ fn hailer(line: &Line, attempt: Attempt) -> Hailer {
     hailer
 }
 
-/// The others would prove nothing if it could not start.
+/// The other tests would prove nothing if an honest machine could not be started.
 #[test]
 fn an_honest_machine_is_started() {
     let destination = Destination::new();
@@ -414,13 +416,13 @@ fn pages_out_of_turn_end_it() {
     let destination = Destination::new();
     let mut early = destination.connect(1);
     early.send(&memory(3));
-    // Nothing was offered: nothing is said of it, and nothing is loaded.
+    // Before an offer, nothing is loaded and no answer is given.
     early.say(Word::Offer);
     drop(early);
     let mut late = destination.connect(2);
     late.is_verified();
     late.send(&memory(4));
-    assert_eq!(late.discarded(), "pages came that nobody had asked for");
+    assert_eq!(late.discarded(), "pages have arrived that were not asked for");
     late.say(Word::Commit);
     assert_eq!(late.discarded(), "", "the promise holds");
     drop(late);
@@ -434,7 +436,7 @@ fn pages_of_other_memory_end_it() {
         let mut source = destination.connect(1);
         source.is_accepted();
         source.send(&[(START, [1; PAGE]), (phys, [1; PAGE])]);
-        assert!(source.discarded().contains("does not lie in the memory that was offered"), "{phys:#x}");
+        assert!(source.discarded().contains("outside the memory that was offered"), "{phys:#x}");
         drop(source);
         destination.takes_the_next();
     }
@@ -446,9 +448,9 @@ fn wrong_last_words_end_it() {
     other.machine.ranges[0].pages -= 1;
     let other = other.pack().expect("packed");
     for (pages, seed, text, why) in [
-        (PAGES, 4, offer().pack().expect("packed"), "its memory is not what was sent"),
-        (PAGES - 1, 3, offer().pack().expect("packed"), "not all of its memory has come"),
-        (PAGES, 3, other, "it is another machine than the one that was offered"),
+        (PAGES, 4, offer().pack().expect("packed"), "its memory differs from the data that was sent"),
+        (PAGES - 1, 3, offer().pack().expect("packed"), "not all of its memory has arrived"),
+        (PAGES, 3, other, "it is another machine than the offered one"),
         (PAGES, 3, b"{}".to_vec(), "the last word"),
         (PAGES, 3, Vec::new(), "the last word"),
     ] {
@@ -464,7 +466,7 @@ fn wrong_last_words_end_it() {
     }
 }
 
-/// The digest of the same memory in another attempt is another one.
+/// The digest of the same memory differs between attempts.
 #[test]
 fn a_digest_is_of_its_attempt() {
     let destination = Destination::new();
@@ -472,7 +474,7 @@ fn a_digest_is_of_its_attempt() {
     source.is_accepted();
     source.send(&memory(3));
     source.say(Word::Final(digest_of(&memory(3), Attempt([2; 16]))));
-    assert_eq!(source.discarded(), "its memory is not what was sent");
+    assert_eq!(source.discarded(), "its memory differs from the data that was sent");
     drop(source);
     destination.takes_the_next();
 }
@@ -503,7 +505,7 @@ fn words_out_of_turn_end_it() {
     }
 }
 
-/// Said again it changes nothing, with another machine neither.
+/// A second offer changes nothing, not even with another machine.
 #[test]
 fn a_second_offer_is_none() {
     let destination = Destination::new();
@@ -513,7 +515,7 @@ fn a_second_offer_is_none() {
     larger.machine.ranges[0].pages = 60;
     source.say_with(Word::Offer, &larger.pack().expect("packed"));
     source.send(&[(START + PAGES * PAGE as u64, [1; PAGE])]);
-    assert!(source.discarded().contains("does not lie in the memory that was offered"));
+    assert!(source.discarded().contains("outside the memory that was offered"));
     drop(source);
     destination.takes_the_next();
 }
@@ -579,7 +581,8 @@ fn disks_that_have_changed_end_it() {
     destination.takes_the_next();
 }
 
-/// Silence between two frames, in the midst of one, and after the verdict.
+/// A source is given up after silence between two frames, in the middle of a frame, and after the
+/// verdict.
 #[test]
 fn who_falls_silent_is_given_up() {
     let destination = Destination::patient(SILENCE, SILENCE);
@@ -607,8 +610,8 @@ fn who_falls_silent_is_given_up() {
     destination.takes_the_next();
 }
 
-/// Who knocks meanwhile does not keep the source waiting: not who is a stranger, nor who says nothing; and who has the line
-/// is told why.
+/// Another peer does not delay the source: not a stranger, nor a silent one. A peer with the
+/// pairing token is told the reason.
 #[test]
 fn who_comes_second_is_turned_away() {
     let destination = Destination::patient(SILENCE, SILENCE);
@@ -635,7 +638,8 @@ fn who_comes_second_is_turned_away() {
     assert_eq!(destination.end(), 1);
 }
 
-/// Frames to all: who has only the line decides nothing; what was said once, in this attempt or another, may be said again.
+/// Announcements: a peer that has only the pairing token decides nothing. Words that were announced
+/// once, in this attempt or another, may be repeated.
 #[test]
 fn hails_decide_only_what_was_decided() {
     let destination = Destination::new();
@@ -670,7 +674,7 @@ fn hails_decide_only_what_was_decided() {
     assert_eq!(heard, Some(Message { attempt: first, word: Word::Discarded }));
     assert_eq!(destination.seen(|seen| seen.started), 0);
 
-    // The source's own does, once.
+    // The source's own announcement decides, once.
     let own = hailer(&destination.line, second).say(Speaker::Source, commit(second)).to_vec();
     destination.seen(|seen| {
         seen.said.push((second, Word::Commit));
@@ -682,7 +686,7 @@ fn hails_decide_only_what_was_decided() {
     assert_eq!(destination.end(), 1);
 }
 
-/// All that an honest source says, as it goes into the session.
+/// Records the bytes of an honest source in a session.
 fn recording(attempt: u8) -> Vec<u8> {
     let attempt = Attempt([attempt; 16]);
     let text = offer().pack().expect("packed");
@@ -695,7 +699,7 @@ fn recording(attempt: u8) -> Vec<u8> {
     writer.into_inner()
 }
 
-/// What is done to a recording.
+/// Damage to a recording.
 #[derive(Clone, Debug)]
 enum Damage {
     Flip(prop::sample::Index, u8),
@@ -738,7 +742,7 @@ fn damaged(mut bytes: Vec<u8>, damage: &Damage) -> Vec<u8> {
     bytes
 }
 
-/// What a source may do that has the line and no other aim than to be started.
+/// An act of a lying source that has the pairing token and tries everything to be started.
 #[derive(Clone, Debug)]
 enum Lie {
     Say(Word),
@@ -775,7 +779,7 @@ fn lies() -> impl Strategy<Value = Vec<Lie>> {
         1 => hails.prop_map(Lie::Hail),
         1 => Just(Lie::Again),
     ];
-    // One that is accepted is further on than most.
+    // A source that was accepted can get further.
     (any::<bool>(), prop::collection::vec(lie, 1..12)).prop_map(|(begins, mut lies)| {
         if begins {
             lies.splice(0..0, [Lie::Say(Word::Offer), Lie::SendAll]);
@@ -791,13 +795,14 @@ fn cases(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(cases(96))]
 
-    /// Whatever is changed in what an honest source has said, it is not started; what is left of it goes, and the next is taken.
+    /// A damaged recording of an honest source starts nothing. Its remains are discarded, and the
+    /// next machine is accepted.
     #[test]
     fn no_damage_is_started(damage in damage()) {
         let whole = recording(1);
         let bytes = damaged(whole.clone(), &damage);
         prop_assume!(bytes != whole);
-        // Where the verdict is what was damaged, it is waited for.
+        // If the verdict is damaged, the destination waits for it.
         let destination = Destination::patient(LIMIT, SILENCE);
         destination.seen(|seen| {
             let digest = digest_of(&memory(3), Attempt([1; 16]));
@@ -805,7 +810,7 @@ proptest! {
         });
         destination.tell(&bytes);
         destination.until("what came is thrown away", |seen| seen.released == seen.prepared);
-        // Something behind a whole recording comes too late to matter.
+        // Data after a complete recording comes too late to matter.
         let is_whole = bytes.starts_with(&whole);
         if is_whole {
             destination.until("it is started", |seen| seen.started == 1);
@@ -815,7 +820,8 @@ proptest! {
         }
     }
 
-    /// Whatever a source says, in whatever order, nothing is started but what the last word said of it, after a commit.
+    /// Lies of a source, in any order, start nothing except the machine of its last word, after a
+    /// commit.
     #[test]
     fn no_lie_is_started(lies in lies()) {
         let destination = Destination::new();
@@ -838,7 +844,8 @@ proptest! {
                 }
                 Lie::Again => {
                     drop(source);
-                    // Another one's place may be taken as long as the end of this one was not seen.
+                    // A new source may be refused until the destination has seen the end of this
+                    // one.
                     let end = Instant::now() + LIMIT;
                     let link = loop {
                         match Link::connect(destination.to, &destination.line, LIMIT) {

@@ -1,8 +1,9 @@
-//! `mercury receive`: makes this machine a spare that takes another one in.
+//! `mercury receive`: makes this machine the destination of a move.
 //!
-//! Only a small kernel can do it, one that knows little of memory, as for a restore: [`environment`] makes it, with the
-//! network as it is now. Before it is started the line is printed that `mercury migrate` needs. In the small kernel
-//! [`host`] waits, takes the machine in, and goes on in it.
+//! Only a small kernel can receive a machine, because all memory beyond the kernel's own must be
+//! free. [`environment`] makes a restore environment, with the network as it is now. Before it is
+//! started, the pairing token that `mercury migrate` needs is printed. In the restore environment
+//! [`host`] waits, receives the machine, and goes on in it.
 
 mod disks;
 mod host;
@@ -44,13 +45,14 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Where it listens if nothing else is said.
+/// Port to listen at by default.
 pub const PORT: u16 = 4747;
-/// Where the small system finds what it is to do.
+/// File with the restore environment's task.
 const CONFIGURATION: &str = "receive.json";
-/// Of the machine's memory one part in so many is for hashes of its pages, 16 bytes each, and some room.
+/// Divisor of the machine's memory for the size of the restore environment: hashes need 16 bytes a
+/// page, and some room.
 const MEMORY_PART: u64 = 200;
-/// What the small kernel needs besides, in MiB.
+/// Memory in MiB that the restore environment needs besides.
 const MEMORY_LEAST: u64 = 128;
 
 /// An IPv4 address to wait at, with a port or without.
@@ -62,10 +64,10 @@ impl std::str::FromStr for Listen {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         if let Some(literal) = named::literal(text) {
-            // What is wrong with an IPv6 address need not be put right here.
+            // A mistake in an IPv6 address needs no message of its own here.
             let mapped = literal.ok().and_then(|(address, port)| Some((address.to_ipv4_mapped()?, port)));
             let Some((address, port)) = mapped else {
-                return Err("the small system has IPv4 addresses only, such as 10.9.0.3".into());
+                return Err("the restore environment has IPv4 addresses only, such as 10.9.0.3".into());
             };
             return Ok(Self(SocketAddrV4::new(address, port.unwrap_or(PORT))));
         }
@@ -75,28 +77,29 @@ impl std::str::FromStr for Listen {
     }
 }
 
-/// What the small system is told.
+/// The task of the restore environment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Configuration {
-    /// Who it is: [`Identity`].
+    /// Key of the receiver: [`Identity`].
     identity: Vec<u8>,
     listen: SocketAddrV4,
     card: Card,
-    /// The disks that a machine may overwrite.
+    /// Disks that a machine may overwrite.
     disks: Vec<Disk>,
-    /// How long it waits for the verdict on an arrival that is whole, in seconds; `None`: until somebody decides.
+    /// Seconds to wait for the verdict on a complete arrival; `None` waits until the operator
+    /// decides.
     hold: Option<u64>,
 }
 
-/// What was prepared.
+/// The prepared destination.
 #[derive(Debug, Serialize)]
 struct Report {
-    /// What `mercury migrate` is given.
+    /// Pairing token for `mercury migrate`.
     key: String,
     address: SocketAddrV4,
-    /// How long both are good for, from now on.
+    /// Lifetime of token and address, from now on.
     lifetime_seconds: u64,
-    /// Files, where somebody else starts them.
+    /// Files of the restore environment, if another program starts it.
     #[serde(flatten)]
     prepared: Option<Prepared>,
 }
@@ -120,10 +123,12 @@ impl Render for Report {
     }
 }
 
-/// Receives.
+/// Prepares this machine, and starts the restore environment.
 ///
 /// # Errors
-/// If this machine cannot, or it is stopped. Nothing was given up then.
+///
+/// Returns an error if this machine cannot receive, or the command is interrupted. Nothing was
+/// given up then.
 pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     commands::need_root("receive")?;
     if args.here {
@@ -150,12 +155,13 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         hold: (!args.hold_for_ever).then_some(600),
     };
     let file = serde_json::to_vec(&configuration)
-        .map_err(|error| Error::fault(format!("the configuration cannot be handed on: {error}")))?;
+        .map_err(|error| Error::fault(format!("the configuration cannot be written as JSON: {error}")))?;
     let purpose = Purpose {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
         module: args.module.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
-        // What arrives may have a file system on one that this machine only reaches, or bring its own to one that is given.
+        // A machine that arrives may have a file system on a disk that this machine only reaches,
+        // or bring one onto a given disk.
         disks: checkpoint::disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
@@ -188,7 +194,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// The card that the machine will come in by.
+/// Chooses the card that the machine will arrive by.
 fn choose(args: &ReceiveArgs, cards: Vec<Card>) -> Result<Card> {
     let mut usable: Vec<_> = cards.into_iter().filter(|card| card.up && !card.addresses.is_empty()).collect();
     if let Some(listen) = args.listen.filter(|listen| !listen.0.ip().is_unspecified()) {
@@ -214,7 +220,7 @@ fn choose(args: &ReceiveArgs, cards: Vec<Card>) -> Result<Card> {
     }
 }
 
-/// Memory for the small kernel, in MiB, by what a machine of this size needs.
+/// Returns the memory for the restore environment in MiB, by the size of this machine.
 fn memory(sysroot: &Sysroot) -> u64 {
     let meminfo = sysroot.text("proc/meminfo").unwrap_or_default();
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));

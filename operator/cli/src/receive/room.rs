@@ -1,8 +1,9 @@
-//! Whether the small system has the memory that it needs while a machine comes. The machine's own memory is none of it: pages lie
-//! beyond this kernel's. What is needed grows with it all the same: a hash for each page, and what the driver notes of each.
+//! A check that the restore environment has the memory it needs while a machine arrives. The
+//! machine's own pages are outside this kernel's memory. The need grows with them anyway: a hash
+//! for each page, and the driver's records.
 //!
-//! If that is not there the kernel kills whoever has most, which is who receives. The source goes on then; but it is said before
-//! the first page.
+//! Without that memory the kernel would kill the largest process, which is the receiver, and the
+//! source would go on. This check refuses the machine before the first page instead.
 
 use crate::{
     migrate::{
@@ -14,14 +15,16 @@ use crate::{
 };
 use mercury_migration::wire::PAGE;
 
-/// For each page: its hash, the bits that say that it is there, and the entry of the table that maps it.
+/// Bytes for each page: its hash, the bits that say that it has arrived, and the entry of the table
+/// that maps it.
 const PAGE_COSTS: u64 = 16 + 1 + 8;
-/// What one stream has at once: a frame as it came, what was in it, and what lies in its place; and its connection.
+/// Bytes for each stream: a received frame, its unpacked pages, the data read back; and its
+/// connection.
 const STREAM_COSTS: u64 = 4 << 20;
-/// What the kernel has to have besides, for cards and disks.
+/// Bytes that the kernel needs besides, for cards and disks.
 const LEFT: u64 = 4 << 20;
 
-/// Bytes of memory that it takes to receive this.
+/// Returns the bytes of memory that are needed to receive this machine.
 fn needed(offer: &Offer) -> u64 {
     let memory: u64 = kept(&offer.machine).iter().map(|range| range.end - range.start).sum();
     let disks: Vec<_> = offer.disks.iter().map(|one| one.disk.bytes).collect();
@@ -30,18 +33,19 @@ fn needed(offer: &Offer) -> u64 {
     remembered.saturating_add(streams).saturating_add(disk::memory(&disks) << 20).saturating_add(LEFT)
 }
 
-/// Why there is no room for what has to be remembered of it, if there is none.
+/// Returns the reason if there is too little memory to receive this machine.
 #[must_use]
 pub fn lacking(offer: &Offer, sysroot: &Sysroot) -> Option<String> {
     let (needed, available) = (needed(offer), sysroot.available_memory()?);
     eprintln!(
-        "mercury: to take it in needs {} of this small system's memory; {} are free",
+        "mercury: receiving it needs {} of the restore environment's memory; {} are free",
         bytes(needed),
         bytes(available)
     );
     (needed > available).then(|| {
         format!(
-            "the spare's small system has {} of memory free, and needs {} to take it in; `mercury receive --memory` gives it more",
+            "the destination's restore environment has {} of memory free, and needs {} to receive the \
+             machine; `mercury receive --memory` gives it more",
             bytes(available),
             bytes(needed)
         )
@@ -78,7 +82,7 @@ mod tests {
         assert_eq!(lacking(&machine, &Sysroot::at("/nowhere")), None, "a kernel that does not say so");
     }
 
-    /// What is reckoned for each page is no less than what is kept of it.
+    /// The estimate for each page is no less than the ledger's actual size.
     #[test]
     fn a_ledger_fits() {
         let pages = 1 << 16;

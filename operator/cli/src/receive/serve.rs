@@ -1,4 +1,5 @@
-//! The destination's end of a move: what [`mercury_migration::protocol::Destination`] says is to be done is done here.
+//! The destination's end of a move. [`mercury_migration::protocol::Destination`] decides the
+//! actions, and the code here carries them out.
 
 use super::{
     intake::{Broken, Intake, State, Whose},
@@ -33,14 +34,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a source may be silent while it sends: it quiesces in between.
+/// Time for which a source may be silent while it sends, which includes its quiescing.
 pub const RUNNING: Duration = Duration::from_secs(90);
-/// Frames on the network that are looked at before everything else is: somebody may send them without end.
+/// Announcements that are read before everything else: a peer may send them without end.
 const FRAMES: usize = 64;
-/// Why somebody is turned away who has the line.
+/// Reason for turning a peer away that has the pairing token.
 const TAKEN: &str = "another machine is on its way there";
 
-/// The destination, and what it has.
+/// The destination and its resources.
 pub struct Host {
     receiver: Receiver,
     listener: TcpListener,
@@ -50,30 +51,30 @@ pub struct Host {
     spare: Box<dyn Spare>,
     link: Option<Link>,
     arrival: Option<Arrival>,
-    /// What goes with the next refusal, or with a promise that nothing has run.
+    /// The reason for the next refusal, or for a promise that nothing has run.
     reason: String,
     heard: Instant,
     operator: Operator,
     pause: Pause,
     eat: Pause,
-    /// Who tells somebody else that there is no place now.
+    /// The thread that turns another peer away.
     doorman: Option<JoinHandle<()>>,
 }
 
-/// What has come of a machine.
+/// The parts of a machine that have arrived.
 struct Arrival {
     offer: Offer,
-    /// What has come of it, once it is taken in.
+    /// The memory, when the machine is accepted.
     intake: Option<Intake>,
-    /// What went with what was said last.
+    /// The text of the last word.
     text: Vec<u8>,
     round: u64,
-    /// What the first stream has ended with, which is heard when all have.
+    /// The last word of the first stream, which is handled when all streams have ended.
     last: Option<Message>,
 }
 
 impl Host {
-    /// One that waits at `listener`, for so long.
+    /// Makes a destination that waits at `listener`, with this patience.
     #[must_use]
     pub fn new(
         receiver: Receiver,
@@ -100,23 +101,24 @@ impl Host {
         }
     }
 
-    /// One that holds still, or runs out of memory, where a test wants it.
+    /// Makes the destination pause, or run out of memory, at a test's step.
     #[must_use]
     pub fn failing(self, pause: Pause, eat: Pause) -> Self {
         Self { pause, eat, ..self }
     }
 
-    /// Waits, takes in, and goes on in what has arrived. Returns only if that cannot be.
+    /// Waits, receives, and goes on in the machine that has arrived. Returns only if that fails.
     ///
     /// # Errors
-    /// Always, then.
+    ///
+    /// Always returns an error if it returns.
     pub fn serve(mut self) -> Result<()> {
         loop {
             self.turn(Duration::from_secs(1))?;
         }
     }
 
-    /// Waits for at most so long, and does what is to be done if something has happened.
+    /// Waits for an event for at most `limit`, and carries out its actions.
     pub(super) fn turn(&mut self, limit: Duration) -> Result<()> {
         let Some(event) = self.next_event(limit) else { return Ok(()) };
         self.heard = Instant::now();
@@ -131,9 +133,9 @@ impl Host {
     fn happened(&mut self, event: Event) -> Vec<Action> {
         match event {
             Event::Heard(Message { word: Word::Cancel, .. }) => {
-                self.reason = "the source has called it off".into();
+                self.reason = "the source has called the move off".into();
             }
-            Event::TimedOut => self.reason = "nothing was heard of the source for too long".into(),
+            Event::TimedOut => self.reason = "the source was silent for too long".into(),
             _ => {}
         }
         let actions = self.destination.on(event);
@@ -142,13 +144,13 @@ impl Host {
             pause::hold(|| ());
         }
         if self.destination.phase().and_then(|phase| self.eat.reached(phase)).is_some() {
-            eprintln!("mercury: memory is eaten up");
+            eprintln!("mercury: memory is used up");
             pause::eat();
         }
         actions
     }
 
-    /// What has happened, if something has by then.
+    /// Returns the next event, if there is one by then.
     fn next_event(&mut self, limit: Duration) -> Option<Event> {
         let patience = self.destination.patience(&self.patience);
         let left = patience.map(|patience| patience.saturating_sub(self.heard.elapsed()));
@@ -156,18 +158,20 @@ impl Host {
             return Some(Event::TimedOut);
         }
         self.wait(left.unwrap_or(limit).min(limit));
-        // The operator comes first: what was thrown away is not started by a word that was on its way.
+        // The operator comes first: a machine that was discarded must not be started by a word that
+        // was under way.
         let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
         event.or_else(|| self.look_at_streams()).or_else(|| self.open())
     }
 
-    /// Whether somebody is let in. As long as there is an arrival its source is heard on its own connection, and when that has
-    /// ended; while nothing has come, one that seems to be there may be one of a source that is gone.
+    /// Returns true if a new connection is accepted. While there is an arrival, its source is heard
+    /// on its own connection, and on a new one when that has ended. Before an offer, the connection
+    /// may belong to a source that is gone.
     fn is_open(&self) -> bool {
         self.link.is_none() || self.destination.phase().is_none()
     }
 
-    /// Waits until somebody says something, or is at the door where that may be.
+    /// Waits for a word, or for a new connection if one is accepted.
     fn wait(&mut self, limit: Duration) {
         let is_open = self.is_open() || self.awaits_streams() || self.has_free_doorman();
         let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
@@ -184,7 +188,7 @@ impl Host {
         }
     }
 
-    /// What the operator has decided, where that may be.
+    /// Returns the operator's decision, if one is possible now.
     fn decision(&mut self) -> Option<Event> {
         let decision = match self.operator.word(&["adopt", "discard"])? {
             "adopt" if self.destination.may_adopt() => Decision::Adopt,
@@ -194,11 +198,11 @@ impl Host {
                 return None;
             }
         };
-        self.reason = "its operator wanted it so".into();
+        self.reason = "its operator decided so".into();
         Some(Event::Operator(decision))
     }
 
-    /// What the source says, if it says something.
+    /// Reads the source's next word or data.
     fn listen(&mut self) -> Option<Event> {
         let mut link = self.link.take()?;
         match link.hear(Duration::ZERO) {
@@ -234,7 +238,8 @@ impl Host {
             Frame::Round(number) => {
                 if let Some(arrival) = &mut self.arrival {
                     arrival.round = number;
-                    // While the machine still runs: its digest is short at the end.
+                    // Settling while the machine still runs keeps the computation of the digest
+                    // short at the end.
                     if let Some(intake) = &arrival.intake {
                         intake.ledger().settle();
                     }
@@ -247,7 +252,7 @@ impl Host {
                 None
             }
             Frame::Proof(_) => {
-                self.reason = "a proof came where there is nothing to be proven".into();
+                self.reason = "a proof has arrived on a stream that needs none".into();
                 Some(Event::Failed)
             }
             Frame::Pages(pages) => {
@@ -267,11 +272,11 @@ impl Host {
         Some(Event::Failed)
     }
 
-    /// Puts chunks of disks where they belong.
+    /// Writes chunks of disks.
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
         let is_over = self.arrival.as_ref().is_none_or(|arrival| arrival.last.is_some());
         if is_over || !self.destination.takes_pages() {
-            return Err(Error::fault("chunks of a disk came that nobody had asked for"));
+            return Err(Error::fault("chunks of disks have arrived that were not asked for"));
         }
         self.spare.write_disk(chunks)
     }
@@ -285,13 +290,14 @@ impl Host {
         }
     }
 
-    /// Whether the source may open another stream.
+    /// Returns true if the source may open another stream.
     fn awaits_streams(&self) -> bool {
         let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
         self.destination.takes_pages() && intake.is_some_and(Intake::awaits_streams)
     }
 
-    /// Lets in who is at the door, where that may be; whether another connection has lost its place by that.
+    /// Accepts a new connection, if one is allowed. Returns an event if another connection has lost
+    /// its place by that.
     fn open(&mut self) -> Option<Event> {
         if !self.is_open() {
             if self.awaits_streams() {
@@ -305,7 +311,7 @@ impl Host {
         (self.take_link() && had_one).then_some(Event::Disconnected)
     }
 
-    /// Takes who is at the door for the source, which opens another stream.
+    /// Hands a new connection to the intake: it may be another stream of the source.
     fn open_stream(&mut self) {
         let Some((socket, from)) = self.knocking() else { return };
         if let Some(intake) = self.arrival.as_mut().and_then(|arrival| arrival.intake.as_mut()) {
@@ -317,8 +323,8 @@ impl Host {
         self.doorman.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Tells who is at the door that another one has its place. The source that has it is not kept waiting meanwhile; who
-    /// comes then is.
+    /// Tells a new peer that another one has its place. The work is done in a thread, so the source
+    /// does not wait for it; a further peer does.
     fn turn_away(&mut self) {
         if !self.has_free_doorman() {
             return;
@@ -332,21 +338,22 @@ impl Host {
             };
             eprintln!("mercury: {from} was refused: {why}");
         });
-        // Where there can be no thread nobody is told.
+        // If no thread starts, the peer is not told.
         self.doorman = doorman.ok();
     }
 
-    /// Who is at the door, if anybody is.
+    /// Returns a peer that wants to connect, if there is one.
     fn knocking(&self) -> Option<(TcpStream, SocketAddr)> {
         let mut door = [PollFd::new(&self.listener, PollFlags::IN)];
         wait_for(&mut door, Duration::ZERO);
         if door[0].revents().is_empty() { None } else { self.listener.accept().ok() }
     }
 
-    /// Takes who waits at the door, if anybody does and has the line.
+    /// Accepts a peer that wants to connect, if there is one with the pairing token.
     fn take_link(&mut self) -> bool {
         let Some((socket, from)) = self.knocking() else { return false };
-        // Whoever comes first makes itself ready before it says what it wants; who comes again has something to say.
+        // A first connection may be silent while the source prepares. A repeated connection has
+        // something to say at once.
         let patience = if self.destination.phase().is_none() { self.patience.running } else { HANDSHAKE };
         let linked = Link::accept(&self.receiver, socket, patience);
         match linked.map(|mut link| link.learn(self.patience.running).map(|_| link)) {
@@ -367,7 +374,7 @@ impl Host {
         }
     }
 
-    /// What a source has said without a connection.
+    /// Reads the source's announcement.
     fn hail(&self) -> Option<Event> {
         for frame in std::iter::from_fn(|| self.spare.hear()).take(FRAMES) {
             if let Some(message) = self.hailer.hear(Speaker::Source, &frame) {
@@ -384,7 +391,8 @@ impl Host {
                 None
             }
             Action::Check => Some(self.check()),
-            // There is no disk here: nothing of it is known after a restart, which the source is told then.
+            // This environment has no disk: after a restart it knows nothing of the attempt, and
+            // tells the source so.
             Action::Record(attempt, verdict) => Some(Event::Recorded(attempt, verdict)),
             Action::Verify(digest) => Some(self.verify(digest)),
             Action::Release => {
@@ -407,30 +415,30 @@ impl Host {
     fn say(&mut self, message: Message) {
         let text = match message.word {
             Word::Refuse | Word::Discarded => std::mem::take(&mut self.reason),
-            // What arrives finds cards that have these addresses.
+            // The machine finds cards with these addresses after its arrival.
             Word::Accept => serde_json::to_string(&self.spare.cards()).unwrap_or_default(),
             _ => String::new(),
         };
         if matches!(message.word, Word::Refuse | Word::Discarded) {
-            let how = if message.word == Word::Refuse { "was refused" } else { "was thrown away" };
+            let how = if message.word == Word::Refuse { "was refused" } else { "was discarded" };
             eprintln!("mercury: the machine {how}: {text}");
         }
         if let Some(link) = self.link.as_mut().filter(|link| link.attempt() == Some(message.attempt)) {
-            // One that is gone is heard of when it is listened to.
+            // If the connection is gone, the next read reports it.
             let _ = link.say(message.word, text.as_bytes());
         }
         let is_answer = matches!(message.word, Word::Discarded | Word::Lost | Word::Started | Word::Unknown);
         if is_answer {
-            // To all, if there should be no connection.
+            // The word is announced as well, in case there is no connection.
             self.spare.hail(&self.hailer.say(Speaker::Destination, message));
         }
     }
 
-    /// Whether the machine that is offered can be held; then memory is ready for it.
+    /// Checks if the offered machine fits; if so, memory is ready for it.
     fn check(&mut self) -> Event {
         match self.prepare() {
             Ok(()) => {
-                eprintln!("mercury: a machine comes");
+                eprintln!("mercury: a machine arrives");
                 self.reason = "the source was not understood".into();
                 Event::Fits
             }
@@ -444,11 +452,15 @@ impl Host {
     fn prepare(&mut self) -> Result<(), String> {
         let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
         let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
-        // Answers to what is said of it later have to be believed, also when it is thrown away by then.
-        let attempt = self.link.as_ref().and_then(Link::attempt).ok_or("it is gone")?;
+        // The announcements' key must be known from now on, because answers are due even after the
+        // machine is discarded.
+        let attempt = self.link.as_ref().and_then(Link::attempt).ok_or("the connection is gone")?;
         self.hailer.know(attempt, &offer.hails);
         if !(1..=STREAMS_MAX).contains(&offer.streams) {
-            return Err(format!("it would come by {} streams: 1 to {STREAMS_MAX} are taken", offer.streams));
+            return Err(format!(
+                "the machine would arrive by {} streams: 1 to {STREAMS_MAX} are accepted",
+                offer.streams
+            ));
         }
         self.spare.prepare(&offer)?;
         let whose = Whose { attempt, secret: offer.hails, streams: offer.streams };
@@ -459,19 +471,19 @@ impl Host {
         Ok(())
     }
 
-    /// Takes what came by the first stream.
+    /// Loads pages of the first stream.
     fn load(&mut self, pages: &Pages) -> Result<()> {
         let breach = |what: &str| Error::fault(what);
         let arrival = self.arrival.as_ref().filter(|arrival| arrival.last.is_none());
         let intake = arrival.and_then(|arrival| arrival.intake.as_ref());
         match intake.filter(|_| self.destination.takes_pages()) {
             Some(intake) => intake.load(pages),
-            None => Err(breach("pages came that nobody had asked for")),
+            None => Err(breach("pages have arrived that were not asked for")),
         }
     }
 
-    /// What the streams besides the first come to, while pages are taken: they break, or they end, and then what the first
-    /// one has said of the end is heard.
+    /// Checks the streams other than the first while pages arrive. If one breaks, this is an event.
+    /// When all have ended, the last word of the first stream is handled.
     fn look_at_streams(&mut self) -> Option<Event> {
         let arrival = self.arrival.as_mut().filter(|_| self.destination.takes_pages())?;
         let intake = arrival.intake.as_ref()?;
@@ -483,11 +495,11 @@ impl Host {
             (State::Broken(Broken::Breach(why)), _) => (Event::Failed, why),
             (_, None) => return None,
             (State::Open, Some(_)) if intake.awaits_streams() => {
-                (Event::Failed, "it has not opened all of its streams".into())
+                (Event::Failed, "the source has not opened all of its streams".into())
             }
             (State::Open, Some(_)) => return None,
             (State::Ended(Some(digest)), Some(Message { word, .. })) if word != Word::Final(digest) => {
-                (Event::Failed, "its streams do not end alike".into())
+                (Event::Failed, "the digests of its streams differ".into())
             }
             (State::Ended(_), Some(last)) => return Some(Event::Heard(last)),
         };
@@ -496,7 +508,7 @@ impl Host {
         Some(event)
     }
 
-    /// Whether all of it is here, and its disks are as they were at the instant.
+    /// Checks if the whole machine has arrived, and if its disks are as they were at the instant.
     fn verify(&mut self, digest: Digest) -> Event {
         match self.is_right(digest) {
             Ok(()) => Event::Verified,
@@ -509,26 +521,29 @@ impl Host {
 
     fn is_right(&mut self, digest: Digest) -> Result<(), String> {
         let attempt = match self.destination.phase() {
-            Some(Phase::Verifying(_)) => self.link.as_ref().and_then(Link::attempt).ok_or("it is gone")?,
-            _ => return Err("nothing is to be verified".into()),
+            Some(Phase::Verifying(_)) => self.link.as_ref().and_then(Link::attempt).ok_or(
+                "the connection \
+                is gone",
+            )?,
+            _ => return Err("there is nothing to verify".into()),
         };
-        let arrival = self.arrival.as_ref().ok_or("nothing has come")?;
-        let mut ledger = arrival.intake.as_ref().ok_or("nothing has come")?.ledger();
+        let arrival = self.arrival.as_ref().ok_or("nothing has arrived")?;
+        let mut ledger = arrival.intake.as_ref().ok_or("nothing has arrived")?.ledger();
         if !ledger.is_complete() {
-            return Err("not all of its memory has come".into());
+            return Err("not all of its memory has arrived".into());
         }
         if ledger.digest(attempt) != digest {
-            return Err("its memory is not what was sent".into());
+            return Err("its memory differs from the data that was sent".into());
         }
         let last = Offer::unpack(&arrival.text).map_err(|error| format!("the last word: {error}"))?;
         if kept(&last.machine) != kept(&arrival.offer.machine)
             || last.machine.cpus != arrival.offer.machine.cpus
         {
-            return Err("it is another machine than the one that was offered".into());
+            return Err("it is another machine than the offered one".into());
         }
         let known = |offer: &Offer| offer.disks.iter().map(|one| one.disk.clone()).collect::<Vec<_>>();
         if known(&last) != known(&arrival.offer) {
-            return Err("these are other disks than those that were offered".into());
+            return Err("its disks are others than the offered ones".into());
         }
         self.spare.complete_disks(&last.disks, attempt)?;
         let changed = self.spare.changed_disks(&last.machine.file_systems);

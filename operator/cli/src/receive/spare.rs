@@ -1,5 +1,6 @@
-//! The spare: what a move's destination ([`super::serve`]) needs of the machine that it runs on. Its loop does not know
-//! whether it is [`Here`], or one of a test's that tells whether anything of a liar's was started.
+//! The machine of a destination: the interface that the loop of [`super::serve`] needs. The loop
+//! does not know if the machine is [`Here`], or a test's that reports any start of a lying source's
+//! machine.
 
 use super::{disks::Targets, room};
 use crate::{
@@ -26,21 +27,23 @@ use std::{
     time::Duration,
 };
 
-/// How long disks besides those of the small system may take to appear.
+/// Time for disks besides those of the restore environment to appear.
 const DISKS_PATIENCE: Duration = Duration::from_secs(10);
 
-/// The memory of a machine that comes. Several threads put pages there.
+/// The memory of an arriving machine. Several threads load pages into it.
 pub trait Memory: Send + Sync {
-    /// Puts pages where they belong; `data` has those that are not zeros.
+    /// Loads pages to their addresses; `data` has those that are not zeros.
     ///
     /// # Errors
-    /// If there is no room, or they belong nowhere.
+    ///
+    /// Returns an error if there is no room, or an address is wrong.
     fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()>;
 
-    /// What lies where these pages were put.
+    /// Reads back the pages that were loaded to these addresses.
     ///
     /// # Errors
-    /// If nothing does.
+    ///
+    /// Returns an error if none were.
     fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>>;
 }
 
@@ -54,51 +57,57 @@ impl Memory for Device {
     }
 }
 
-/// A machine that takes another one in.
+/// A machine that can receive another one.
 pub trait Spare {
-    /// Whether what is offered can be held; memory is ready for it then.
+    /// Prepares memory and disks for the offered machine.
     ///
     /// # Errors
-    /// Every reason why not.
+    ///
+    /// Returns every reason why it does not fit.
     fn prepare(&mut self, offer: &Offer) -> Result<(), String>;
 
-    /// Where what comes is put. Whoever has it lets go of it before what has come is forgotten.
+    /// Returns the memory for the machine. The caller must drop it before `release`.
     fn memory(&self) -> Arc<dyn Memory>;
 
-    /// Writes chunks of disks to where they belong.
+    /// Writes chunks of disks.
     ///
     /// # Errors
-    /// If they belong nowhere, or cannot be written.
+    ///
+    /// Returns an error if their disk was not offered, or cannot be written.
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()>;
 
-    /// Whether all disks that were offered are what was sent.
+    /// Checks if all offered disks hold the data that was sent, and completes them.
     ///
     /// # Errors
-    /// Why not.
+    ///
+    /// Returns the reason if they do not.
     fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String>;
 
-    /// Goes on in what has arrived. Returns only if that cannot be: why.
+    /// Goes on in the machine that has arrived. Returns only if that fails, with the reason.
     fn go(&mut self) -> Error;
 
-    /// Forgets what has come.
+    /// Discards the machine.
     ///
     /// # Errors
-    /// If nothing can come after it.
+    ///
+    /// Returns an error if no other machine can be received after it.
     fn release(&mut self) -> Result<()>;
 
-    /// Of these file systems those that are not as they were at the instant, and why.
+    /// Returns those of these file systems that differ from their fingerprints of the instant, with
+    /// reasons.
     fn changed_disks(&self, file_systems: &[FileSystem]) -> Vec<String>;
 
-    /// Its cards, which what arrives finds.
+    /// Returns the cards of this machine, which the arriving machine will find.
     fn cards(&self) -> Vec<Card>;
 
-    /// Says a frame to all.
+    /// Announces a frame to all.
     fn hail(&self, frame: &[u8]);
 
-    /// A frame that somebody has said to all.
+    /// Returns an announcement of another machine.
     fn hear(&self) -> Option<Vec<u8>>;
 
-    /// What can be read when there is one, if they can be heard at all.
+    /// Returns a descriptor that is readable when there is an announcement, if they can be heard at
+    /// all.
     fn ear(&self) -> Option<BorrowedFd<'_>>;
 }
 
@@ -112,10 +121,12 @@ pub struct Here {
 }
 
 impl Here {
-    /// With the card that a machine comes in by, and the disks that it may overwrite.
+    /// Opens the driver and the card that a machine arrives by, with the disks that it may
+    /// overwrite.
     ///
     /// # Errors
-    /// If the driver is not there.
+    ///
+    /// Returns an error if the driver is not there.
     pub fn open(card: Option<Card>, disks: Vec<Disk>) -> Result<Self> {
         Ok(Self {
             card,
@@ -132,7 +143,7 @@ impl Spare for Here {
         let mut reasons = fit::differences(&offer.machine, &describe::describe(&sysroot));
         let online = sysroot.online_cpus().iter().count();
         if online != offer.cpus {
-            reasons.push(format!("{online} CPUs are online, {} in the machine that comes", offer.cpus));
+            reasons.push(format!("{online} CPUs are online, {} in the machine that arrives", offer.cpus));
         }
         let shared = offer.shared_file_systems();
         fit::wait_for_disks(&shared, DISKS_PATIENCE);
@@ -141,11 +152,11 @@ impl Spare for Here {
         reasons.extend(room::lacking(offer, &sysroot));
         let mut restart = restart(&offer.machine);
         restart.flags |= MERCURY_RESTART_AGAIN;
-        // What the driver finds is worth knowing together with the rest.
+        // The driver's reasons are reported together with the others.
         if let Err(error) = self.device.restore_begin(&restart) {
             let more = match error.code {
                 Some(Code::RestoreRoom) => {
-                    "; `mercury migrate --pool` with more than this small kernel's memory makes room"
+                    "; `mercury migrate --pool` with more than this restore environment's memory makes room"
                 }
                 _ => "",
             };
@@ -167,13 +178,14 @@ impl Spare for Here {
     }
 
     fn go(&mut self) -> Error {
-        let why = "the machine that has come could not be started";
+        let why = "the machine that has arrived could not be started";
         self.device.restore_go().err().unwrap_or_else(|| Error::fault(why))
     }
 
     fn release(&mut self) -> Result<()> {
         self.disks.release();
-        // The driver lets go of it with the device. One process controls it at a time.
+        // Closing the device makes the driver discard the pages. Only one process controls the
+        // driver at a time, so the old device is closed first.
         let observer = Arc::new(Device::open(Access::Observe)?);
         drop(std::mem::replace(&mut self.device, observer));
         self.device = Arc::new(Device::open(Access::Control)?);
@@ -190,7 +202,7 @@ impl Spare for Here {
 
     fn hail(&self, frame: &[u8]) {
         if let (Some(packets), Some(card)) = (&self.packets, &self.card) {
-            // There may be a connection besides.
+            // If the announcement fails, a connection may still carry the word.
             let _ = packets.say(card, frame);
         }
     }

@@ -1,4 +1,5 @@
-//! Machines that come by several streams, over this machine's loopback and into a table; and what liars do with streams.
+//! Moves by several streams, over this machine's loopback and into a table; and hostile-peer tests
+//! of streams.
 #![allow(clippy::unwrap_used)]
 
 use super::{
@@ -44,7 +45,7 @@ const ATTEMPT: Attempt = Attempt([7; 16]);
 const SECRET: [u8; 32] = [3; 32];
 const DIGEST: Digest = Digest([1; 32]);
 
-/// Memory that is a table.
+/// Memory as a table.
 #[derive(Debug, Default)]
 struct Shelf(Mutex<HashMap<u64, Vec<u8>>>);
 
@@ -66,7 +67,7 @@ impl Memory for Shelf {
     }
 }
 
-/// A spare that takes everything.
+/// A destination that accepts everything.
 struct Table(Arc<Shelf>);
 
 impl Spare for Table {
@@ -91,8 +92,8 @@ impl Spare for Table {
     }
 
     fn release(&mut self) -> Result<()> {
-        // Nobody else has it any more.
-        assert_eq!(Arc::strong_count(&self.0), 2, "somebody still puts pages there");
+        // No other thread may load pages any more.
+        assert_eq!(Arc::strong_count(&self.0), 2, "a thread still loads pages");
         self.0.0.lock().unwrap().clear();
         Ok(())
     }
@@ -116,7 +117,7 @@ impl Spare for Table {
     }
 }
 
-/// A spare that waits, until it is dropped.
+/// A destination that waits until it is dropped.
 struct Scene {
     to: SocketAddr,
     line: Line,
@@ -151,7 +152,7 @@ impl Scene {
         Lane::open(&self.whose(), stream, PATIENCE, None).unwrap()
     }
 
-    /// A machine of so many stripes is offered to come by so many streams, and taken.
+    /// Offers a machine of so many stripes by so many streams; it is accepted.
     fn offer(&self, stripes: u64, streams: u32) -> Sender {
         let mut sender = self.begin(stripes, streams);
         assert_eq!(sender.answer().0, Word::Accept);
@@ -185,7 +186,7 @@ struct Sender {
 }
 
 impl Sender {
-    /// What is said next, and what goes with it.
+    /// Reads the next word, and its text.
     fn answer(&mut self) -> (Word, String) {
         let end = Instant::now() + PATIENCE;
         while Instant::now() < end {
@@ -196,7 +197,7 @@ impl Sender {
         panic!("no answer");
     }
 
-    /// Sends all that is not as it was sent.
+    /// Sends all pages that have changed since they were sent.
     fn pass(&mut self, memory: &[u8], lanes: &[Lane], workers: usize) -> u64 {
         let read = |cursor: &mut Cursor, count: usize| {
             let at = cursor.next_phys as usize;
@@ -211,7 +212,7 @@ impl Sender {
         done.unwrap().sent
     }
 
-    /// Ends each stream, the first one last; what is answered.
+    /// Ends each stream, the first one last; returns the answer.
     fn end(&mut self, lanes: &[Lane]) -> (Word, String) {
         let word = Word::Final(self.ledger.digest(ATTEMPT));
         lanes.iter().for_each(|lane| lane.end(word).unwrap());
@@ -220,7 +221,8 @@ impl Sender {
     }
 }
 
-/// Some of it zeros, some of it repeated, the rest noise of which a part can be compressed.
+/// Makes memory that is zeros in part, repeats itself in part, and is noise that compresses a
+/// little in the rest.
 fn memory(stripes: u64, seed: u64) -> Vec<u8> {
     let mut noise = seed | 1;
     let mut next = move || {
@@ -237,14 +239,14 @@ fn memory(stripes: u64, seed: u64) -> Vec<u8> {
     (0..stripes * STRIPE / PAGE as u64).flat_map(page).collect()
 }
 
-/// A record of one page.
+/// Makes a record of one page.
 fn page(phys: u64) -> Vec<u8> {
     let mut pages = Pages::default();
     pages.add(phys, &[9; PAGE]);
     pages.pack(1).unwrap()
 }
 
-/// The first stripe of a stream.
+/// Returns the first stripe of a stream.
 fn home(stream: u32, streams: u32) -> u64 {
     (0..).map(|stripe| stripe * STRIPE).find(|phys| stream_of(*phys, streams) == stream).unwrap()
 }
@@ -257,7 +259,7 @@ fn machines_come_by_several_streams() {
         let lanes: Vec<_> = (1..streams).map(|stream| scene.lane(stream)).collect();
         let mut memory = memory(40, 1);
         assert_eq!(sender.pass(&memory, &lanes, 3), 40 * STRIPE / PAGE as u64);
-        // What is written again and again comes last as it was last.
+        // A page that is written again and again arrives as it was last.
         for again in 0..20 {
             memory.chunks_mut(5 * PAGE).for_each(|page| page[..8].fill(again));
             assert!(sender.pass(&memory, &lanes, 3) > 0);
@@ -269,7 +271,7 @@ fn machines_come_by_several_streams() {
     }
 }
 
-/// Whoever opens no stream that was offered gets nowhere, and disturbs nobody.
+/// A peer that opens a stream that was not offered fails, and disturbs no other peer.
 #[test]
 fn streams_of_nobody_are_refused() {
     let scene = Scene::new(PATIENCE);
@@ -286,7 +288,7 @@ fn streams_of_nobody_are_refused() {
     }
     let first = scene.lane(1);
     assert!(Lane::open(&right, 1, PATIENCE, None).is_err(), "one stream was opened twice");
-    // What was right in another session is wrong in this one; and without a proof there is no stream.
+    // A proof of another session is wrong in this one, and without a proof there is no stream.
     let open = || session::connect(&scene.line, TcpStream::connect(scene.to).unwrap()).unwrap();
     let of_another = session::binding(&open().conn).unwrap();
     let replayed = proof(&SECRET, ATTEMPT, 2, &of_another);
@@ -300,13 +302,13 @@ fn streams_of_nobody_are_refused() {
         assert!(Reader::open(writer.get_mut()).is_err(), "taken by {shown:?}");
     }
     let lanes = [first, scene.lane(2)];
-    // All are there.
+    // All streams are open.
     assert!(Lane::open(&right, 2, Duration::from_secs(1), None).is_err());
     sender.pass(&memory(8, 2), &lanes, 2);
     assert!(matches!(sender.end(&lanes).0, Word::Verified(_)));
 }
 
-/// What a source says whose streams are not what they should be ends its attempt.
+/// A source whose streams are wrong ends its attempt.
 #[test]
 fn liars_are_thrown_away() {
     type Lie = fn(&Scene, &mut Sender);
@@ -325,7 +327,7 @@ fn liars_are_thrown_away() {
             thread::sleep(Duration::from_millis(500));
         }),
         ("stream 2", |scene, _| drop(scene.lane(2))),
-        ("none of its business", |scene, _| {
+        ("does not belong there", |scene, _| {
             let lane = scene.lane(1);
             let _ = lane.end(Word::Commit);
             thread::sleep(Duration::from_millis(500));
@@ -336,7 +338,7 @@ fn liars_are_thrown_away() {
             sender.link.say(Word::Final(DIGEST), &[]).unwrap();
             thread::sleep(Duration::from_millis(500));
         }),
-        ("do not end alike", |scene, sender| {
+        ("digests of its streams differ", |scene, sender| {
             let lanes = [scene.lane(1), scene.lane(2)];
             lanes[0].end(Word::Final(DIGEST)).unwrap();
             lanes[1].end(Word::Final(Digest([2; 32]))).unwrap();
@@ -353,7 +355,7 @@ fn liars_are_thrown_away() {
     }
 }
 
-/// One of the streams has no end: what came is not looked at, and thrown away when time is up.
+/// A stream without an end is waited for until the time is up; then the pages are discarded.
 #[test]
 fn a_stream_without_an_end_is_waited_for_in_vain() {
     let scene = Scene::new(Duration::from_secs(2));
@@ -370,17 +372,17 @@ fn no_more_streams_are_offered_than_are_taken() {
     for streams in [0, 17, u32::MAX] {
         let scene = Scene::new(PATIENCE);
         let (word, why) = scene.begin(8, streams).answer();
-        assert!(word == Word::Refuse && why.contains("1 to 16 are taken"), "{word:?} {why}");
+        assert!(word == Word::Refuse && why.contains("1 to 16 are accepted"), "{word:?} {why}");
     }
 }
 
-/// What this process has used of processors.
+/// Returns the CPU time of this process.
 fn used() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// What each of this process's threads has used of processors.
+/// Returns the CPU time of each thread of this process.
 fn used_by_threads() -> HashMap<String, Duration> {
     let threads = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let used = |path: &std::path::Path| {
@@ -392,8 +394,9 @@ fn used_by_threads() -> HashMap<String, Duration> {
         .collect()
 }
 
-/// What streams are worth where both ends share this machine's processors, and nothing is read from or written to a driver:
-/// `cargo test --release -p mercury-cli --lib what_streams_are_worth -- --ignored --nocapture`.
+/// Measures the benefit of streams if both ends share this machine's processors, and nothing is
+/// read from or written to a driver: `cargo test --release -p mercury-cli --lib
+/// what_streams_are_worth -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
 fn what_streams_are_worth() {
@@ -410,7 +413,7 @@ fn what_streams_are_worth() {
         while scene.shelf.0.lock().unwrap().len() < memory.len() / PAGE {
             thread::sleep(Duration::from_millis(10));
         }
-        // Those that hash and compress are gone; they are as many as there are CPUs anyway.
+        // The threads that hash and compress are gone; there are as many of them as CPUs anyway.
         let of_one =
             |(name, now): (&String, &Duration)| *now - threads.get(name).copied().unwrap_or_default();
         let busiest = used_by_threads().iter().map(of_one).max().unwrap_or_default().as_secs_f64();

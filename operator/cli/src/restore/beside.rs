@@ -1,4 +1,4 @@
-//! Files that are whole at any moment: written beside their place, made safe, and renamed.
+//! Files that are complete at any moment: written beside their place, made durable, and renamed.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -7,19 +7,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Behind the name of a file that is not at its place yet.
+/// Suffix of a file that is not in its place yet.
 const SUFFIX: &str = ".mercury-new";
 
-/// Who may read a new file.
+/// The permissions of a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Readers {
-    /// Its owner alone: there may be secrets in it.
+    /// Only its owner may read it, because it may hold secrets.
     Owner,
-    /// Whoever could read the one that it replaces; if there is none, whoever can read new files.
+    /// The users who could read the file that it replaces; without one, as the umask says.
     AsBefore,
 }
 
-/// A file that is written, and not at its place yet. Dropped before it is, nothing of it stays.
+/// A file that is written, and not in its place yet. It is removed if it is dropped before.
 #[derive(Debug)]
 pub struct Beside {
     now: PathBuf,
@@ -27,15 +27,16 @@ pub struct Beside {
 }
 
 impl Beside {
-    /// Writes it. What is at its place stays there.
+    /// Writes the file. The file in its place stays there.
     ///
     /// # Errors
-    /// If it cannot be written, or made safe.
+    ///
+    /// Returns an error if it cannot be written, or made durable.
     pub fn write(place: &Path, bytes: &[u8], readers: Readers) -> io::Result<Self> {
         let mut now = place.as_os_str().to_owned();
         now.push(SUFFIX);
         let new = Self { now: now.into(), place: place.to_owned() };
-        // One that is left is nobody's.
+        // A file of that name is left over from a killed process.
         let _ = fs::remove_file(&new.now);
         let before = fs::metadata(place).ok().filter(|_| readers == Readers::AsBefore);
         let mode = if before.is_some() || readers == Readers::Owner { 0o600 } else { 0o666 };
@@ -49,10 +50,11 @@ impl Beside {
         Ok(new)
     }
 
-    /// Puts it at its place, for good.
+    /// Renames the file to its place, durably.
     ///
     /// # Errors
-    /// If that cannot be.
+    ///
+    /// Returns an error if that fails.
     pub fn put(self) -> io::Result<()> {
         fs::rename(&self.now, &self.place)?;
         let folder = self.place.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -62,20 +64,21 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        // One that is at its place is not there any more.
+        // Fails if the file is in its place.
         let _ = fs::remove_file(&self.now);
     }
 }
 
-/// Folders that were made for files. Dropped while nothing is in them, they go again.
+/// Folders that were made for files. Empty ones are removed on drop.
 #[derive(Debug)]
 pub struct Folders(Vec<PathBuf>);
 
 impl Folders {
-    /// Makes those that are missing.
+    /// Makes the folders that are missing.
     ///
     /// # Errors
-    /// If one cannot be made.
+    ///
+    /// Returns an error if one cannot be made.
     pub fn make(folder: &Path) -> io::Result<Self> {
         let missing = folder.ancestors().filter(|path| !path.as_os_str().is_empty() && !path.exists());
         let made = Self(missing.map(Path::to_owned).collect());

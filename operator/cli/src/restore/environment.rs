@@ -1,5 +1,6 @@
-//! The small system that brings a machine back, or takes one in: this system's own kernel, with an initial RAM disk that
-//! holds this program, what it needs, and the drivers for the image's disk or the network's card.
+//! The restore environment, which brings a machine back or receives one: this system's own kernel,
+//! with an initial RAM disk that holds this program, the files that it needs, and the drivers for
+//! the image's disk or the network's card.
 
 use super::{
     Prepared,
@@ -26,12 +27,12 @@ use std::{
     time::Duration,
 };
 
-/// How long disks and servers may take for what was written to files.
+/// Time for disks and servers to write back file data.
 const SYNC_PATIENCE: Duration = Duration::from_secs(600);
 
-/// Words of the running kernel's command line that are not for the small one. What limits the CPUs that are there
-/// (`nr_cpus`, `possible_cpus`, `nosmp`) is for it, too; what leaves some offline is not, for a machine that has an image
-/// has brought them online since.
+/// Words of the running kernel's command line that are not for the restore environment. Limits of
+/// the present CPUs (`nr_cpus`, `possible_cpus`, `nosmp`) are kept. Words that leave some CPUs
+/// offline are dropped, because a machine with an image has brought them online since.
 const DROPPED: [&str; 28] = [
     "BOOT_IMAGE",
     "initrd",
@@ -63,24 +64,24 @@ const DROPPED: [&str; 28] = [
     "nosmt",
 ];
 
-/// What a small system is for.
+/// The purpose of a restore environment.
 #[derive(Debug, Default)]
 pub struct Purpose<'a> {
     /// Memory for its kernel, in MiB.
     pub memory: u64,
-    /// The driver's file, where modprobe does not find it.
+    /// The driver's file, if modprobe does not find it.
     pub module: Option<&'a Path>,
-    /// What its command line says besides: what it is to do.
+    /// Words for its command line that set its task.
     pub words: Vec<String>,
     /// Disks that it has to read, besides those that have file systems on them.
     pub disks: Vec<PathBuf>,
     /// Network cards that it needs, by name.
     pub cards: Vec<String>,
-    /// Other modules, such as of file systems.
+    /// Other modules, such as those of file systems.
     pub modules: Vec<String>,
-    /// Files, by their path in it.
+    /// Files, by their path in the environment.
     pub files: Vec<(&'static str, Vec<u8>)>,
-    /// The line in the boot menu, if it is to be there.
+    /// The line in the boot menu, if there is to be one.
     pub menu_title: Option<String>,
 }
 
@@ -88,10 +89,12 @@ fn failed(what: &str, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
 }
 
-/// Writes kernel and initial RAM disk into a folder. Those that are there stay until all is written.
+/// Writes kernel and initial RAM disk into a folder. Older files stay until the new ones are
+/// complete.
 ///
 /// # Errors
-/// If something that they need is not there.
+///
+/// Returns an error if a file that they need is missing.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
@@ -115,7 +118,8 @@ pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<
     Ok(Prepared { kernel, initramfs, command_line, boot_menu })
 }
 
-/// Puts two files that belong together at their places. The initial RAM disk may hold a receiver's private key.
+/// Puts two files that belong together into their places. Only root may read the initial RAM disk,
+/// because it may hold a receiver's private key.
 fn put(files: [(&Path, &[u8]); 2]) -> Result<()> {
     let written = files.map(|(path, bytes)| {
         let new = Beside::write(path, bytes, Readers::Owner);
@@ -126,27 +130,28 @@ fn put(files: [(&Path, &[u8]); 2]) -> Result<()> {
     first.put().and_then(|()| second.put()).map_err(|error| {
         let [first, second] = files.map(|(path, _)| path.display().to_string());
         failed(&format!("{first} and {second} could not be replaced"), &error)
-            .hint("they may not belong together now: prepare again, in another folder if need be")
+            .hint("the two files may not match now: prepare again, in another folder if need be")
     })
 }
 
-/// A small system that the kernel has taken, and that can be started.
+/// A restore environment that the kernel has loaded, and that can be started.
 #[derive(Debug)]
 pub struct Ready(());
 
-/// Gives it to the kernel.
+/// Loads the environment into the kernel.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Returns an error if the kernel refuses.
 pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
     let kernel = kernel::image(sysroot)?;
     let archive = archive(purpose, sysroot)?;
-    let named = |error: io::Error| failed("the small kernel could not be prepared", &error);
+    let named = |error: io::Error| failed("the restore environment could not be prepared", &error);
     let kernel = File::open(&kernel).map_err(named)?;
     let initramfs = memory_file(&archive).map_err(named)?;
     let mut line = command_line(purpose, sysroot).into_bytes();
     line.push(0);
-    // SAFETY: the descriptors are open, and the command line is so long as is said, with its NUL.
+    // SAFETY: the descriptors are open, and the command line has the given length, with its NUL.
     let result = unsafe {
         libc::syscall(
             libc::SYS_kexec_file_load,
@@ -159,29 +164,30 @@ pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
     };
     if result != 0 {
         let error = io::Error::last_os_error();
-        return Err(failed("the kernel takes no other kernel (kexec)", &error)
-            .hint("--prepare makes one for the boot menu"));
+        return Err(failed("the kernel does not accept another kernel (kexec)", &error)
+            .hint("--prepare makes a restore environment for the boot menu"));
     }
     Ok(Ready(()))
 }
 
-/// Has the kernel forget it.
+/// Unloads the environment from the kernel.
 pub fn unload(_ready: Ready) {
     const KEXEC_FILE_UNLOAD: u64 = 1;
-    // SAFETY: with this flag nothing else is looked at.
+    // SAFETY: with this flag the kernel reads no other argument.
     unsafe { libc::syscall(libc::SYS_kexec_file_load, -1, -1, 0, std::ptr::null::<u8>(), KEXEC_FILE_UNLOAD) };
 }
 
-/// Starts it in place of this system. Returns only if that fails.
+/// Starts the environment in place of this system. Returns only if that fails.
 ///
 /// # Errors
-/// Always, then.
+///
+/// Always returns an error if it returns.
 pub fn start(_ready: Ready) -> Result<()> {
     patient::sync_everything(SYNC_PATIENCE)
-        .map_err(|error| failed("writing this system's files to their disks", &error))?;
+        .map_err(|error| failed("writing file data back to disk", &error))?;
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::LINUX_REBOOT_CMD_KEXEC) };
-    Err(failed("starting the small kernel", &io::Error::last_os_error()))
+    Err(failed("starting the restore environment", &io::Error::last_os_error()))
 }
 
 fn memory_file(bytes: &[u8]) -> io::Result<File> {
@@ -190,13 +196,14 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// The running kernel's options, for they say how its hardware is to be used; what it is to do is another thing.
+/// Returns the command line: the running kernel's options, because they set how its hardware is
+/// used, without those that set its task.
 fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
     let running = sysroot.text("proc/cmdline").unwrap_or_default();
-    // What comes behind "--" is for the first process.
+    // Words after "--" are for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);
-        // With 0 it says that there is one.
+        // With 0 the word says that there is one CPU.
         let is_dropped = DROPPED.contains(&name) && *word != "maxcpus=0";
         !is_dropped && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
@@ -207,7 +214,7 @@ fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
     words.join(" ")
 }
 
-/// What the small system is made of.
+/// Makes the initial RAM disk.
 fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     let mut folders = BTreeSet::new();
@@ -249,15 +256,15 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The archive in front of this system's own initial RAM disk that has microcode in it, if there is one: processors must
-/// be what they were.
+/// Returns the early archive with microcode of this system's own initial RAM disk, if there is one,
+/// because processors must be the same as before.
 fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
     let whole = sysroot.bytes(&format!("boot/initrd.img-{}", kernel::release(sysroot))).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
 }
 
-/// Where the first archive ends, if it is not compressed and has microcode in it.
+/// Returns the end of the first archive, if it is not compressed and has microcode in it.
 fn early_end(bytes: &[u8]) -> Option<usize> {
     const HEADER: usize = 110;
     let number = |at: usize| {
@@ -271,7 +278,7 @@ fn early_end(bytes: &[u8]) -> Option<usize> {
         found |= name.starts_with(b"kernel/x86/microcode/");
         at = (at + HEADER + name_size).next_multiple_of(4).checked_add(size)?.next_multiple_of(4);
         if name == b"TRAILER!!!" {
-            // Up to the next archive there are zeros.
+            // Zeros pad up to the next archive.
             let zeros = bytes.get(at..)?.iter().take_while(|byte| **byte == 0).count();
             return found.then_some(at + zeros);
         }
@@ -279,25 +286,26 @@ fn early_end(bytes: &[u8]) -> Option<usize> {
     None
 }
 
-/// What this program was linked with when it was started, its interpreter included.
+/// Returns the libraries that this program was linked with when it was started, and its
+/// interpreter.
 fn libraries(sysroot: &Sysroot, program: &Path) -> BTreeSet<PathBuf> {
     let maps = sysroot.text("proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     let mapped: BTreeSet<PathBuf> =
         paths.filter(|path| path.starts_with('/') && path.contains(".so")).map(PathBuf::from).collect();
     let interpreter = interpreter(program);
-    // Mapped by its real path, named in the program by another.
+    // The interpreter is mapped by its real path, and the program may name another one.
     mapped.into_iter().chain(interpreter).filter(|path| path != program).collect()
 }
 
-/// A field of an ELF file.
+/// Reads a field of an ELF file.
 fn field(bytes: &[u8], at: usize, length: usize) -> Option<usize> {
     let mut word = [0; 8];
     word[..length].copy_from_slice(bytes.get(at..at + length)?);
     usize::try_from(u64::from_le_bytes(word)).ok()
 }
 
-/// A program header: its type, and offset and length in the file.
+/// Reads the program headers: type, offset in the file, and length of each.
 fn segments(elf: &[u8]) -> Option<Vec<(usize, usize, usize)>> {
     let (table, size, count) = (field(elf, 32, 8)?, field(elf, 54, 2)?, field(elf, 56, 2)?);
     let segment = |index: usize| {
@@ -307,7 +315,7 @@ fn segments(elf: &[u8]) -> Option<Vec<(usize, usize, usize)>> {
     (0..count).map(segment).collect()
 }
 
-/// The path of the ELF interpreter that a program names.
+/// Returns the path of the ELF interpreter that a program names.
 fn interpreter(program: &Path) -> Option<PathBuf> {
     const PT_INTERP: usize = 3;
     let bytes = fs::read(program).ok()?;
@@ -316,9 +324,10 @@ fn interpreter(program: &Path) -> Option<PathBuf> {
     Some(PathBuf::from(String::from_utf8_lossy(text).into_owned()))
 }
 
-/// What of an ELF file is needed to run it: no symbols, and nothing for debuggers.
+/// Reduces an ELF file to the parts that are needed to run it, without symbols and debug
+/// information.
 fn loadable(mut elf: Vec<u8>) -> Vec<u8> {
-    // Offset of the section headers; their size and number, and the one with the names.
+    // Offset of the section headers; their size and number, and the index of the names.
     const SECTION_TABLE: [std::ops::Range<usize>; 2] = [40..48, 58..64];
     let ends = segments(&elf).unwrap_or_default().into_iter().map(|(_, offset, length)| offset + length);
     if let Some(end) = ends.max().filter(|end| *end >= SECTION_TABLE[1].end && *end <= elf.len()) {
@@ -328,9 +337,9 @@ fn loadable(mut elf: Vec<u8>) -> Vec<u8> {
     elf
 }
 
-/// Files of modules in the order in which they are to be put in.
+/// Lists the files of modules in the order of loading.
 fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
-    // The disks whose state is compared with the image's, besides the one that holds it.
+    // The disks whose fingerprints are compared with the image's, besides the disk that holds it.
     let disks = disks::mounted(sysroot)?.into_iter().map(|mount| mount.device);
     let disks = disks.chain(purpose.disks.iter().cloned());
     let mut wanted: Vec<String> = disks.flat_map(|path| disk_modules(&path, sysroot)).collect();
@@ -350,7 +359,7 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     }
     let driver = match purpose.module {
         Some(path) => vec![path.to_owned()],
-        // Put in from a file that is named only here, it may be found nowhere.
+        // A driver that was loaded from a file may be unknown to modprobe.
         None => with_dependencies("mercury", sysroot).unwrap_or_default(),
     };
     if driver.is_empty() {
@@ -362,7 +371,8 @@ fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The modules of whatever storage there is on PCI, and of USB's controllers: not all disks hang below their drivers.
+/// Lists the modules of all storage controllers on PCI, and of USB's controllers, because some
+/// disks hang below other drivers than their own.
 fn storage_modules(sysroot: &Sysroot) -> Vec<String> {
     let is_storage = |class: &str| class.starts_with("0x01") || class.starts_with("0x0c03");
     let module = |address: &String| {
@@ -374,19 +384,20 @@ fn storage_modules(sysroot: &Sysroot) -> Vec<String> {
     sysroot.names("sys/bus/pci/devices").iter().filter_map(module).collect()
 }
 
-/// The modules of the drivers on the way from a disk, or from a file on it, to the root of all devices.
+/// Lists the modules of the drivers from a disk, or a file's disk, up to the root of all devices.
 fn disk_modules(path: &Path, sysroot: &Sysroot) -> Vec<String> {
     let Ok(found) = fs::metadata(path) else { return Vec::new() };
     let number = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
     let device = format!("sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
     let Ok(folder) = fs::canonicalize(sysroot.path(&device)) else { return Vec::new() };
     let mut names = modules_above(folder, &["driver/module", "device/driver/module"]);
-    // A disk on SCSI is another module's than its controller.
+    // A SCSI disk has another module than its controller.
     names.push("sd_mod".into());
     names
 }
 
-/// The modules of the drivers of a device and of those that it hangs on, the root's first; `links` lead to them.
+/// Lists the modules of the drivers of a device and of its ancestors, the root's first; `links`
+/// lead to them.
 fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
     let mut names = Vec::new();
     while folder.starts_with("/sys/devices") {
@@ -403,13 +414,13 @@ fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
     names
 }
 
-/// A module's file after those that it needs; nothing if it is built in.
+/// Lists a module's file after those that it needs; nothing if it is built in.
 fn with_dependencies(name: &str, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     let output = Command::new("modprobe").args(["--show-depends", "--ignore-install", name]).output();
     files(name, &output.map_err(|error| failed("modprobe", &error))?, sysroot)
 }
 
-/// The files in what modprobe says of a module.
+/// Parses modprobe's list of a module's files.
 fn files(name: &str, output: &Output, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     if output.status.success() {
         let said = String::from_utf8_lossy(&output.stdout);
@@ -417,7 +428,7 @@ fn files(name: &str, output: &Output, sysroot: &Sysroot) -> Result<Vec<PathBuf>>
         return Ok(names.map(PathBuf::from).collect());
     }
     if !is_loaded(name, sysroot) {
-        // It is built in and no list has it, or it was a guess.
+        // The module is built in and in no list, or its name was a guess.
         return Ok(Vec::new());
     }
     let why = String::from_utf8_lossy(&output.stderr);
@@ -426,12 +437,12 @@ fn files(name: &str, output: &Output, sysroot: &Sysroot) -> Result<Vec<PathBuf>>
         .hint("install the package of the running kernel, or run depmod; nothing was changed"))
 }
 
-/// Whether a module was put in; what is built in has no such state.
+/// Returns true if a module was loaded. Built-in code has no such state.
 fn is_loaded(name: &str, sysroot: &Sysroot) -> bool {
     sysroot.exists(&format!("sys/module/{}/initstate", name.replace('-', "_")))
 }
 
-/// A module as the kernel takes it.
+/// Reads a module, uncompressed for the kernel.
 fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
     let tool = match path.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
@@ -452,7 +463,7 @@ mod tests {
     use super::*;
     use std::{os::unix::process::ExitStatusExt, process::ExitStatus};
 
-    /// The small kernel's command line, of the running one's.
+    /// Makes the restore environment's command line from the running one's.
     fn line_of(running: &str, words: &[&str]) -> String {
         let folder = tempfile::tempdir().expect("a folder");
         fs::create_dir(folder.path().join("proc")).expect("a folder");
@@ -481,7 +492,7 @@ mod tests {
         let (kernel, initramfs) = (folder.path().join("vmlinuz"), folder.path().join("initramfs"));
         let read = |path: &Path| fs::read_to_string(path).expect("a file");
         put([(&kernel, b"old"), (&initramfs, b"its")]).expect("put");
-        // The second one cannot be written.
+        // The second file cannot be written.
         fs::create_dir_all(folder.path().join("initramfs.mercury-new/x")).expect("folders");
         let error = put([(&kernel, b"new"), (&initramfs, b"other")]).expect_err("in the way");
         assert_eq!(error.hint.as_deref(), Some("nothing was changed"));
@@ -521,7 +532,7 @@ mod tests {
         };
         let found = said("dm-odd", 0, "insmod /lib/a.ko.xz \nbuiltin b\ninsmod /lib/c.ko x=1\n");
         assert_eq!(found.expect("found"), ["/lib/a.ko.xz", "/lib/c.ko"].map(PathBuf::from));
-        // Built in, and a guess.
+        // One module is built in, one a guess.
         for name in ["pcieportdrv", "nls_ascii"] {
             assert_eq!(said(name, 1, "").expect("not needed"), Vec::<PathBuf>::new());
         }

@@ -1,4 +1,5 @@
-//! Whether an image fits this machine: every reason why not, before anything is given up.
+//! Checks if an image fits this machine: collects every reason against it before anything is given
+//! up.
 
 use crate::{checkpoint::disks, output::bytes, sysroot::Sysroot};
 use mercury_abi::restart::LANDING_LIST_MAX;
@@ -8,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Why the machine of an image cannot go on here, but for its disks.
+/// Returns the reasons why the machine of an image cannot go on here, except those of its disks.
 #[must_use]
 pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
     let mut found = Vec::new();
@@ -29,8 +30,8 @@ pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
     found
 }
 
-/// Predicts how a restore environment that is started on this hardware describes it: without what only a driver makes, which
-/// the environment does not have.
+/// Predicts the description of this hardware in a restore environment: without devices that only a
+/// driver makes, which the environment does not have.
 #[must_use]
 pub fn in_environment(here: &Machine, sysroot: &Sysroot) -> Machine {
     let is_virtual =
@@ -59,7 +60,7 @@ fn processor(image: &Machine, here: &Machine, found: &mut Vec<String>) {
     }
 }
 
-/// The first difference says most.
+/// Describes the first difference of the memory maps, which says most.
 fn memory(image: &Machine, here: &Machine) -> String {
     let name = |range: &mercury_image::FirmwareRange| {
         format!("{:#x}–{:#x} ({})", range.start_phys, range.last_phys, range.kind)
@@ -74,7 +75,7 @@ fn memory(image: &Machine, here: &Machine) -> String {
                 let size = |range: &mercury_image::FirmwareRange| {
                     range.last_phys.saturating_sub(range.start_phys).saturating_add(1)
                 };
-                // What comes from another machine may be made up.
+                // Numbers from another machine may be made up.
                 machine.firmware.iter().map(size).fold(0, u64::saturating_add)
             };
             format!(
@@ -101,7 +102,8 @@ fn devices(image: &Machine, here: &Machine, found: &mut Vec<String>) {
     }
 }
 
-/// The kernel of the image goes on with those that it knows, at the same addresses, and with what they could do.
+/// Compares the IOMMUs. The kernel of the image goes on with its own IOMMUs, at the same addresses
+/// and with the same features.
 fn iommus(theirs: &[Iommu], ours: &[Iommu], found: &mut Vec<String>) {
     for iommu in theirs {
         match ours.iter().find(|here| here.name == iommu.name) {
@@ -122,20 +124,23 @@ fn iommus(theirs: &[Iommu], ours: &[Iommu], found: &mut Vec<String>) {
     }
 }
 
-/// Whether what waits in the small system finds room: a frame whose home that system occupies is laid where nothing
-/// of the image is, or where a frame of zeros has its home that has come before (`switch/driver/snapshot/restore.c` has the last word).
+/// Computes if waiting frames find room. A frame waits if the restore environment occupies its
+/// destination frame. It waits in memory outside of the image, or in the destination frame of a
+/// zero page that has come before. The driver (`switch/driver/snapshot/restore.c`) decides in the
+/// end.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     limit: u64,
     /// Pages that are set aside, and frames that wait.
     wanted: u64,
     places: u64,
-    /// The most that there was of the one without the other.
+    /// Largest shortage so far.
     missing: u64,
 }
 
 impl Room {
-    /// With the memory ranges of the image, in a small system of so many MiB.
+    /// Makes the room of an image with these memory ranges, in a restore environment of so many
+    /// MiB.
     #[must_use]
     pub fn new(ranges: &[Range], memory_mib: u64) -> Self {
         let limit = memory_mib << 20;
@@ -146,49 +151,49 @@ impl Room {
         Self { limit, wanted, places, missing: wanted.saturating_sub(places) }
     }
 
-    /// Takes a frame into account; they come in the image's order.
+    /// Counts a frame. Frames come in the image's order.
     pub fn add(&mut self, frame: &Frame) {
         match (frame.phys < self.limit, frame.source == Source::Zero) {
             (true, false) => self.wanted += 1,
             (false, true) => self.places += 1,
             _ => {}
         }
-        // What comes later is no place for what waits now.
+        // Frames that come later give no room for frames that wait now.
         self.missing = self.missing.max(self.wanted.saturating_sub(self.places));
     }
 
-    /// For so many bytes there is no room.
+    /// Returns the missing room in bytes.
     #[must_use]
     pub fn missing(&self) -> u64 {
         self.missing * PAGE as u64
     }
 
-    /// The reason why not, if there is not enough.
+    /// Returns the reason if there is not enough room.
     #[must_use]
     pub fn lacking(&self) -> Option<String> {
         let missing = Some(self.missing()).filter(|missing| *missing > 0)?;
         Some(format!(
-            "{} of its memory would find no room in the small system (try less --memory, or a larger --pool for the \
-             next checkpoint)",
+            "{} of its memory would find no room in the restore environment (try less --memory, or a \
+             larger --pool for the next checkpoint)",
             bytes(missing)
         ))
     }
 }
 
-/// How many pages the driver sets aside before the first frame comes (`set_aside` there): lists of what is to be copied,
-/// tables for all memory up to `top_phys`, and the landing itself.
+/// Returns the number of pages that the driver sets aside before the first frame comes (`set_aside`
+/// there): lists of copies, tables for all memory up to `top_phys`, and the landing itself.
 fn set_aside(occupied_bytes: u64, top_phys: u64) -> u64 {
     let lists = 2 * (occupied_bytes / PAGE as u64 / LANDING_LIST_MAX as u64 + 1);
     lists + (top_phys >> 30) + (top_phys >> 39) + 16
 }
 
-/// Which of the image's file systems are not as they were at the instant.
+/// Returns the image's file systems that have changed since the instant.
 #[must_use]
 pub fn changed_disks(file_systems: &[FileSystem]) -> Vec<String> {
     file_systems.iter().filter_map(changed).collect()
 }
 
-/// Which of the image's file systems are not here.
+/// Returns the image's file systems that are not here.
 #[must_use]
 pub fn missing_disks(file_systems: &[FileSystem]) -> Vec<String> {
     let missing = |file_system: &FileSystem| {
@@ -205,7 +210,7 @@ fn changed(file_system: &FileSystem) -> Option<String> {
         file_system.kind, file_system.mounted_at, file_system.device
     );
     let Some(mark) = &file_system.mark else {
-        return Some(format!("{name} could not be marked at the instant: whether it changed cannot be told"));
+        return Some(format!("{name} has no fingerprint of the instant: it is unknown if it has changed"));
     };
     match disks::mark_now(file_system, &Sysroot::default()) {
         Ok(found) if found == *mark => None,
@@ -253,7 +258,7 @@ mod tests {
         Frame { phys: mib << 20, source }
     }
 
-    /// Ranges with so many free pages that the small system does not occupy, and others that it does.
+    /// Makes ranges with so many free pages outside of the restore environment, and others inside.
     fn ranges(free: u64) -> Vec<Range> {
         let range = |start_mib: u64, pages, kind| Range { start_phys: start_mib << 20, pages, kind };
         // One MiB of the second is below the limit.
@@ -264,7 +269,8 @@ mod tests {
         ]
     }
 
-    /// What the driver sets aside for these: 2 × (16384 / 255 + 1) pages of lists, tables for 1 TiB and 2 MiB, and 16.
+    /// Pages that the driver sets aside for these: 2 × (16384 / 255 + 1) pages of lists, tables for
+    /// 1 TiB and 2 MiB, and 16.
     const ASIDE: u64 = 130 + 1024 + 2 + 16;
 
     #[test]
@@ -279,17 +285,17 @@ mod tests {
         let mut other = room;
         room.add(&frame(1, Source::Frame(0)));
         assert!(room.lacking().is_some_and(|text| text.starts_with("4.00 KiB")), "{:?}", room.lacking());
-        // The home of zeros is no place before they have come.
+        // The destination frame of a zero page is no room before the zero page has come.
         room.add(&frame(64, Source::Zero));
         assert!(room.lacking().is_some_and(|text| text.starts_with("4.00 KiB")), "{:?}", room.lacking());
         other.add(&frame(64, Source::Zero));
         other.add(&frame(1, Source::Frame(0)));
         assert_eq!(other.lacking(), None);
-        // What is set aside cannot be where zeros have their homes.
+        // Pages that are set aside cannot be in the destination frames of zero pages.
         assert!(Room::new(&ranges(ASIDE - 1), LIMIT_MIB).lacking().is_some());
     }
 
-    /// What the driver does, place by place; false if it finds none.
+    /// Places frames one by one as the driver does; returns false if one finds no room.
     fn finds_room(free: u64, frames: &[Frame]) -> bool {
         let Some(unused) = free.checked_sub(ASIDE) else { return false };
         let left = frames.iter().try_fold(unused, |places, frame| {
@@ -308,8 +314,8 @@ mod tests {
     }
 
     proptest! {
-        /// It says whether the driver finds room, and how much is missing: with so much more there is enough, with less
-        /// there is not.
+        /// The computed shortage is exact: with so much more room the driver succeeds, with less it
+        /// fails.
         #[test]
         fn room_is_what_the_driver_finds(
             free in ASIDE - 4..ASIDE + 24,
@@ -323,7 +329,7 @@ mod tests {
         }
     }
 
-    /// Virtual functions of a card are there while its driver wants them.
+    /// Virtual functions of a card exist only while its driver wants them.
     #[test]
     fn an_environment_has_no_virtual_functions() {
         let root = tempfile::tempdir().expect("a folder");
@@ -345,7 +351,7 @@ mod tests {
         other.iommus = Some(Vec::new());
         let found = differences(&machine(), &other);
         assert!(found.len() == 1 && found[0].contains("dmar0 is missing"), "{found:?}");
-        // Images of earlier versions do not say.
+        // Images of earlier versions do not describe IOMMUs.
         other.iommus = None;
         assert_eq!(differences(&other, &machine()), Vec::<String>::new());
     }

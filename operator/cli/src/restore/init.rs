@@ -1,5 +1,6 @@
-//! This program as the first process of the small system: it mounts what it needs, puts in drivers, waits for the
-//! image, and brings the machine back, trying again until it has; or waits for a machine that moves here.
+//! The first process of the restore environment: mounts file systems, loads drivers, waits for the
+//! image, and brings the machine back, trying again until it succeeds; or waits for a machine that
+//! moves here.
 
 use super::place::Place;
 use rustix::{
@@ -15,39 +16,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Names the image on the kernel's command line.
+/// Word on the kernel's command line that names the image.
 pub const WORD: &str = "mercury.restore";
-/// On the command line instead: a machine is taken in. How is in a file.
+/// Word on the command line for receiving a machine instead. The settings are in a file.
 pub const RECEIVE: &str = "mercury.receive";
-/// On the command line too: see `--force-disks`.
+/// Word on the command line: see `--force-disks`.
 pub const FORCE_DISKS: &str = "mercury.force-disks";
-/// On the command line too: a failure is the end, and the machine restarts. Otherwise it is tried again.
+/// Word on the command line: after a failure the machine restarts. Without it the restore is tried
+/// again.
 pub const GIVE_UP: &str = "mercury.give-up";
-/// Where the image lies: a [`Place`].
+/// File with the place of the image: a [`Place`].
 pub const PLACE: &str = "place.json";
-/// A list of modules, one file a line, in the order in which they are put in.
+/// File with a list of modules, one file a line, in the order of loading.
 pub const MODULES: &str = "modules/list";
 
-/// How long the disk may take to appear.
+/// Time for the disk to appear.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long the reason can be read before the machine restarts, or it is tried again.
+/// Time for people to read the reason before a restart or another attempt.
 const LAST_WORDS: Duration = Duration::from_secs(10);
-/// The longest pause between two attempts.
+/// Longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// Whether this process is the first, of the small system.
+/// Returns true if this process is the first one of a restore environment.
 #[must_use]
 pub fn is_init() -> bool {
     std::process::id() == 1 && Path::new("/").join(MODULES).exists()
 }
 
-/// The first process.
+/// Runs the first process.
 #[must_use]
 pub fn run() -> ExitCode {
     for (source, target, kind) in
         [("proc", "/proc", "proc"), ("sysfs", "/sys", "sysfs"), ("dev", "/dev", "devtmpfs")]
     {
-        // One that the kernel has mounted itself is there.
+        // Fails if the kernel has mounted it already.
         let _ = mount(source, target, kind, MountFlags::empty(), None::<&std::ffi::CStr>);
     }
     insert_modules();
@@ -80,7 +82,8 @@ fn insert_modules() {
     }
 }
 
-/// The disk with the image: the one of that name, or the only one that has one. Names change from boot to boot.
+/// Finds the disk with the image: the one of that name, or the only one that has an image. Names
+/// change from boot to boot.
 fn find(image: &str) -> Option<PathBuf> {
     let has_one = |device: &PathBuf| {
         let mut magic = [0; mercury_image::MAGIC.len()];
@@ -96,13 +99,15 @@ fn find(image: &str) -> Option<PathBuf> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// Tries for as long as it takes: what this machine boots otherwise may write to disks that the image must find as they were.
-/// A disk or a server may come late; for what remains as it is there is the key to restart.
+/// Tries again until the restore succeeds: the machine's usual system might write to disks that the
+/// image must find unchanged. A disk or a server may come late. For a permanent failure there is
+/// the key to restart.
 fn restore_at_last(image: &str, force_disks: bool) -> ! {
     for pause in pauses() {
         restore(image, force_disks);
         eprintln!(
-            "mercury: the machine could not be brought back; it is tried again in {} s (Ctrl-Alt-Del restarts)",
+            "mercury: the machine could not be brought back; the next attempt is in {} s (Ctrl-Alt-Del \
+             restarts)",
             pause.as_secs()
         );
         thread::sleep(pause);
@@ -110,7 +115,7 @@ fn restore_at_last(image: &str, force_disks: bool) -> ! {
     unreachable!("pauses never end")
 }
 
-/// Between attempts: each twice as long as the one before, up to the longest.
+/// Returns the pauses between attempts: each twice as long as the one before, up to the longest.
 fn pauses() -> impl Iterator<Item = Duration> {
     std::iter::successors(Some(LAST_WORDS), |pause| Some((*pause * 2).min(LONGEST_PAUSE)))
 }
@@ -122,7 +127,7 @@ fn restore(image: &str, force_disks: bool) {
     let _ = run_again(&["restore", "--here", &path].into_iter().chain(force).collect::<Vec<_>>());
 }
 
-/// The image: in its file, or on its disk, which the command line names.
+/// Finds the image: in its file, or on the disk that the command line names.
 fn reach(image: &str) -> Option<PathBuf> {
     let place = fs::read(Path::new("/").join(PLACE)).ok();
     let place = place.and_then(|bytes| serde_json::from_slice(&bytes).ok());
@@ -137,21 +142,23 @@ fn reach(image: &str) -> Option<PathBuf> {
         device = find(image);
     }
     if device.is_none() {
-        eprintln!("mercury: there is no image on {image}, nor on any other disk alone");
+        eprintln!("mercury: there is no image on {image}, and not exactly one other disk has one");
     }
     device
 }
 
-/// Waits for machines. Where whoever does that is killed, what had come is gone with him, and its source goes on or asks; the next one
-/// may come. The kernel kills him first if this system has no memory left, and never this process.
+/// Waits for machines in a child process. If the kernel kills the child, the pages that had arrived
+/// are gone, its source goes on or asks, and the next machine may come. Without free memory the
+/// kernel kills the child first, and never this process.
 fn receive() {
     for pause in pauses() {
         if !run_again(&["receive", "--here"]).is_some_and(was_killed) {
             return;
         }
         eprintln!(
-            "mercury: who received was killed: this small system may have run out of memory (above), and `mercury receive --memory` gives \
-             it more. Nothing runs here; another one waits in {} s",
+            "mercury: the receiver was killed: this restore environment may have run out of memory \
+             (above), and `mercury receive --memory` gives it more. Nothing runs here; another receiver \
+             waits in {} s",
             pause.as_secs()
         );
         thread::sleep(pause);
@@ -162,7 +169,7 @@ fn was_killed(status: ExitStatus) -> bool {
     status.signal().is_some()
 }
 
-/// Runs this program as a process of its own, and says how it ended.
+/// Runs this program as a child process, and reports its end.
 fn run_again(arguments: &[&str]) -> Option<ExitStatus> {
     let ended = Command::new("/init").args(arguments).status();
     match &ended {

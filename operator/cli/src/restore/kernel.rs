@@ -1,5 +1,6 @@
-//! The file of the running kernel. Its name alone says little: a package may have put another build of the same release there
-//! since it was booted, and the small system would be told from the image's only when the running one is gone.
+//! The file of the running kernel. Its name alone proves little: a package may have replaced it by
+//! another build of the same release since the boot. The difference would show only in the restore
+//! environment, when the running system is gone.
 
 use crate::{
     error::{Error, Result},
@@ -13,24 +14,25 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What a bzImage says at its beginning (Documentation/arch/x86/boot.rst): its magic number, and where its version is,
-/// counted from the second sector.
+/// The fields of a bzImage's header (Documentation/arch/x86/boot.rst): its magic number, and the
+/// offset of its version, counted from the second sector.
 const MAGIC: (Range<usize>, &[u8]) = (0x202..0x206, b"HdrS");
 const VERSION_AT: usize = 0x20E;
 const SECTOR: usize = 0x200;
-/// As far as that can be, and some.
+/// Bytes that hold the version in all known kernels, and some more.
 const BEGINNING: u64 = 128 << 10;
 
-/// The running kernel's release.
+/// Returns the running kernel's release.
 #[must_use]
 pub fn release(sysroot: &Sysroot) -> String {
     sysroot.text("proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
-/// The running kernel's file.
+/// Returns the running kernel's file.
 ///
 /// # Errors
-/// If it is not there, or another kernel is in its place.
+///
+/// Returns an error if the file is missing, or holds another kernel.
 pub fn image(sysroot: &Sysroot) -> Result<PathBuf> {
     let release = release(sysroot);
     let names = [format!("boot/vmlinuz-{release}"), format!("usr/lib/modules/{release}/vmlinuz")];
@@ -58,7 +60,8 @@ fn version_of(path: &Path) -> Option<String> {
     version_in(&begin().ok()?)
 }
 
-/// What a bzImage that begins so calls itself: `6.1.0-37-amd64 (builder@host) #1 SMP … Debian 6.1.140-1 (2025-05-22)`.
+/// Returns the version in a bzImage with this beginning: `6.1.0-37-amd64 (builder@host) #1 SMP …
+/// Debian 6.1.140-1 (2025-05-22)`.
 fn version_in(image: &[u8]) -> Option<String> {
     let at = image.get(VERSION_AT..VERSION_AT + 2)?;
     let at = usize::from(u16::from_le_bytes([at[0], at[1]]));
@@ -70,8 +73,8 @@ fn version_in(image: &[u8]) -> Option<String> {
     Some(String::from_utf8(text[..end].to_vec()).ok()?.trim_end().to_owned())
 }
 
-/// Whether a kernel of this version is the one that says so of itself in /proc/version: `Linux version RELEASE
-/// (builder@host) (compilers) BUILD`.
+/// Returns true if a kernel of this version is the running one, whose /proc/version says: `Linux
+/// version RELEASE (builder@host) (compilers) BUILD`.
 fn is_running(version: &str, running: &str) -> bool {
     let release = version.split(' ').next();
     let build = version.find(" #").map(|at| &version[at..]);
@@ -87,7 +90,7 @@ mod tests {
     const RUNNING: &str = "Linux version 6.1.0-37-amd64 (debian-kernel@lists.debian.org) (gcc-12 (Debian 12.2.0-14+deb12u1) \
                            12.2.0, GNU ld (GNU Binutils for Debian) 2.40) #1 SMP PREEMPT_DYNAMIC Debian 6.1.140-1 (2025-05-22)";
 
-    /// A bzImage's beginning.
+    /// Makes a bzImage's beginning.
     fn image_of(version: &str) -> Vec<u8> {
         let mut image = vec![0; SECTOR + 0x3000];
         image[MAGIC.0].copy_from_slice(MAGIC.1);

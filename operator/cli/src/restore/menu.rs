@@ -1,5 +1,6 @@
-//! An entry in the boot menu, for a machine that cannot be asked any more: GRUB's `custom.cfg`, which Debian's `grub.cfg`
-//! reads at each boot, or a file of its own where a loader reads the Boot Loader Specification's (systemd-boot).
+//! An entry in the boot menu, for a restore when this system cannot be used any more: in GRUB's
+//! `custom.cfg`, which Debian's `grub.cfg` reads at each boot, or a file of its own for a loader
+//! that reads the Boot Loader Specification's entries (systemd-boot).
 
 use super::beside::{Beside, Readers};
 use crate::{
@@ -15,34 +16,34 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What GRUB reads besides its own configuration.
+/// File that GRUB reads besides its own configuration.
 const GRUB: &str = "boot/grub/custom.cfg";
-/// What includes that (grub-mkconfig's `41_custom`).
+/// File that includes it (by grub-mkconfig's `41_custom`).
 const GRUB_MAIN: &str = "boot/grub/grub.cfg";
-/// Where the Boot Loader Specification has entries, on the partitions that it knows.
+/// Folders of the Boot Loader Specification's entries, on the partitions that it knows.
 const ENTRIES: [&str; 3] = ["boot/loader/entries", "boot/efi/loader/entries", "efi/loader/entries"];
 
-/// What to start, and what it is called.
+/// The contents of an entry.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// The line in the menu.
+    /// Line in the menu.
     pub title: String,
-    /// The kernel's file.
+    /// File of the kernel.
     pub kernel: PathBuf,
-    /// The initial RAM disk's.
+    /// File of the initial RAM disk.
     pub initramfs: PathBuf,
-    /// The kernel's command line.
+    /// Command line of the kernel.
     pub command_line: String,
 }
 
 /// The entry that was made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Made {
-    /// The file that has it.
+    /// File that has the entry.
     pub file: PathBuf,
-    /// The line in the menu.
+    /// Line in the menu.
     pub title: String,
-    /// The command that has it started by the next start, and by no other.
+    /// Command that selects the entry for the next start only.
     pub once: String,
 }
 
@@ -53,37 +54,38 @@ impl Render for Made {
     }
 }
 
-/// A boot loader that was found, and what it calls the folder with kernel and initial RAM disk.
+/// A boot loader that was found, with its path of the folder with kernel and initial RAM disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Loader {
     /// GRUB: its file, the file system's identity, the folder in it.
     Grub {
-        /// `custom.cfg`.
         file: PathBuf,
-        /// As in `/dev/disk/by-uuid`.
+        /// Name as in `/dev/disk/by-uuid`.
         uuid: String,
-        /// From the file system's own root.
+        /// Path from the file system's own root.
         folder: String,
     },
     /// systemd-boot and others: their folder of entries, and the folder on that partition.
     Entries {
-        /// Has a file for each entry.
+        /// Folder with a file for each entry.
         entries: PathBuf,
-        /// From the partition's root.
+        /// Path from the partition's root.
         folder: String,
     },
 }
 
 impl Loader {
-    /// The loader of this system, which must be able to read `folder`.
+    /// Finds the loader of this system, which must be able to read `folder`.
     ///
     /// # Errors
-    /// If there is none that is known, or it cannot.
+    ///
+    /// Returns an error if no loader is known, or it cannot read the folder.
     pub fn find(folder: &Path, sysroot: &Sysroot) -> Result<Self> {
         let folder = folder.canonicalize().map_err(|error| failed(folder, &error))?;
         let refused = |why: String| {
             Err(Error::new(Exit::Failed, why).hint(
-                "leave --boot-menu away, and enter what is printed into the boot menu by hand, or start it over the network",
+                "leave out --boot-menu, and enter the printed lines into the boot menu by hand, or start \
+                 the environment over the network",
             ))
         };
         if let Some(entries) = ENTRIES.iter().map(|name| sysroot.path(name)).find(|path| path.is_dir()) {
@@ -125,10 +127,12 @@ impl Loader {
         Ok(Self::Grub { file, uuid, folder: theirs.in_file_system })
     }
 
-    /// Makes the entry, in place of one with the same title. What the loader reads is whole at any moment.
+    /// Writes the entry, in place of one with the same title. The loader's file is complete at any
+    /// moment.
     ///
     /// # Errors
-    /// If it cannot be written; then there is the one before.
+    ///
+    /// Returns an error if it cannot be written; then the older file stays.
     pub fn write(&self, entry: &Entry) -> Result<Made> {
         let (file, text) = match self {
             Self::Grub { file, uuid, folder } => {
@@ -147,7 +151,8 @@ impl Loader {
         Ok(Made { once: self.once(&entry.title), file, title: entry.title.clone() })
     }
 
-    /// What remains chosen otherwise stays chosen: a machine that runs on after its image was made boots as ever.
+    /// Returns the command for a single start. The default entry stays, so that a machine that runs
+    /// on after its image was made boots as usual.
     fn once(&self, title: &str) -> String {
         match self {
             Self::Grub { .. } => format!("grub-reboot {}", word(title)),
@@ -160,7 +165,8 @@ fn failed(path: &Path, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{}: {error}", path.display())).hint("the boot menu is as it was")
 }
 
-/// Where a path is: the device's number and name, and the path from the file system's own root.
+/// The file system of a path: device number, device name, and the path from the file system's own
+/// root.
 struct Place {
     number: String,
     device: String,
@@ -184,12 +190,12 @@ fn place(path: &Path, sysroot: &Sysroot) -> Result<Place> {
     })
 }
 
-/// A file in the folder is known to the loader by its name.
+/// Returns the name of a file in the folder, as the loader knows it.
 fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// An entry as GRUB's script has it.
+/// Formats an entry as GRUB's script.
 fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
     let file = |path: &Path| word(&format!("{}/{}", folder.trim_end_matches('/'), name_of(path)));
     let words: Vec<String> =
@@ -204,13 +210,14 @@ fn grub_entry(entry: &Entry, uuid: &str, folder: &str) -> String {
     )
 }
 
-/// The limit of memory in a word that only the kernel reads as one. GRUB would put the initial RAM disk below it, where by UEFI
-/// there is no room behind the kernel ("the initrd is too big"), and start the kernel without.
+/// Writes the limit of memory so that only the kernel understands it. GRUB would put the initial
+/// RAM disk below the limit. With UEFI there is no room there after the kernel ("the initrd is too
+/// big"), and GRUB would start the kernel without it.
 fn limited_later(text: &str) -> String {
     text.strip_prefix("mem=").map_or_else(|| text.to_owned(), |limit| format!("memmap={limit}"))
 }
 
-/// A word of GRUB's script; in single quotes nothing means anything but their end.
+/// Quotes a word for GRUB's script; in single quotes only the closing quote is special.
 fn word(text: &str) -> String {
     let plain = |letter: char| letter.is_ascii_alphanumeric() || "/._-=:,+@%".contains(letter);
     if !text.is_empty() && text.chars().all(plain) {
@@ -219,7 +226,7 @@ fn word(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// An entry as the Boot Loader Specification has it.
+/// Formats an entry of the Boot Loader Specification.
 fn specified(entry: &Entry, folder: &str) -> String {
     let file = |path: &Path| format!("{}/{}", folder.trim_end_matches('/'), name_of(path));
     format!(
@@ -237,7 +244,7 @@ fn file_name(title: &str) -> String {
     title.chars().map(letter).collect()
 }
 
-/// The text with this block in place of the one of the same title, or at its end.
+/// Replaces the block of the same title in a text, or appends the block.
 fn with_block(text: &str, title: &str, block: &str) -> String {
     let (begin, end) = (format!("# BEGIN {title}\n"), format!("# END {title}\n"));
     let new = format!("{begin}{block}{end}");
@@ -266,7 +273,7 @@ mod tests {
         }
     }
 
-    /// A system with a boot loader, whose root is one file system.
+    /// Makes a system with a boot loader, whose root is one file system.
     fn system(files: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
         let root = tempfile::tempdir().expect("a folder");
         let at = root.path().canonicalize().expect("a path");

@@ -1,8 +1,9 @@
 //! `mercury restore`: brings a machine back from its image, in place of this one.
 //!
-//! Only a small kernel can do it: one that was booted with `mem=` and knows little of memory ([`environment`] makes it
-//! of this system's own kernel; [`init`] is its first process). There every page of the image is loaded to its own
-//! address by the driver, and the machine goes on behind the instant at which the image was made.
+//! Only a small kernel that was booted with `mem=` can restore a machine, because the pages of the
+//! image need their own addresses. [`environment`] makes such a restore environment from this
+//! system's own kernel; [`init`] is its first process. There the driver loads every page of the
+//! image to its own address, and the machine goes on after the instant at which the image was made.
 
 pub mod beside;
 pub mod environment;
@@ -35,21 +36,18 @@ use place::Place;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// The least memory that a small kernel is given, in MiB.
+/// Least memory of a restore environment, in MiB.
 pub const MEMORY_LEAST_MIB: u64 = 64;
-/// How long the small system waits for disks besides the image's.
+/// Time for disks besides the image's to appear in the restore environment.
 const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// What was prepared.
+/// The prepared restore environment.
 #[derive(Clone, Debug, Serialize)]
 pub struct Prepared {
-    /// The kernel.
     pub kernel: PathBuf,
-    /// The initial RAM disk.
     pub initramfs: PathBuf,
-    /// The kernel's command line.
     pub command_line: String,
-    /// What was entered in the boot menu.
+    /// Its entry in the boot menu, if one was made.
     pub boot_menu: Option<menu::Made>,
 }
 
@@ -64,10 +62,12 @@ impl Render for Prepared {
     }
 }
 
-/// Restores.
+/// Checks the image, and prepares or starts the restore environment.
 ///
 /// # Errors
-/// If the image is damaged or does not fit, or this machine cannot do it. Nothing was given up then.
+///
+/// Returns an error if the image is damaged or does not fit, or this machine cannot restore it.
+/// Nothing was given up then.
 pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     commands::need_root("restore")?;
     if args.here {
@@ -91,7 +91,7 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     reasons.extend(room.lacking());
     let offline = sysroot.offline_cpus();
     if !offline.is_empty() {
-        reasons.push(format!("CPUs {offline} are there and offline"));
+        reasons.push(format!("CPUs {offline} are present and offline"));
     }
     let (cpus, online) = (machine.cpus.len(), sysroot.online_cpus().iter().count());
     if cpus != online {
@@ -103,11 +103,11 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// What the small system is for.
+/// Returns the purpose of the restore environment.
 fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
     let force = args.force_disks.then(|| init::FORCE_DISKS.to_owned());
     let file = serde_json::to_vec(place)
-        .map_err(|error| Error::fault(format!("the image's place cannot be handed on: {error}")))?;
+        .map_err(|error| Error::fault(format!("the image's place cannot be encoded: {error}")))?;
     Ok(Purpose {
         memory: args.memory,
         module: args.module.module.as_deref(),
@@ -120,7 +120,8 @@ fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
     })
 }
 
-/// What is in memory must not meet disks that have moved on.
+/// Refuses disks that have changed since the instant, because memory must never be restored beside
+/// them.
 fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
     let changed = fit::changed_disks(&machine.file_systems);
     if changed.is_empty() || args.force_disks {
@@ -128,12 +129,13 @@ fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
     }
     let text = format!("the disks are not as they were at the instant: {}", changed.join("; "));
     Err(Error::new(Exit::Failed, text).hint(
-        "put back the snapshot that was made with the image; if they are mounted, unmount them, or start from the boot \
-         menu (--prepare). --force-disks restores all the same, and destroys file systems",
+        "put back the snapshot that was made with the image; if the disks are mounted, unmount them, or \
+         start from the boot menu (--prepare). --force-disks restores anyway, and destroys file systems",
     ))
 }
 
-/// Reads the whole image; what it says of its machine, if it is whole, and whether its frames find room.
+/// Reads the whole image. Returns the description of its machine, and the room for its frames, if
+/// the image is intact.
 fn verify(image: &Path, memory_mib: u64) -> Result<(Machine, fit::Room)> {
     let mut opened = Image::open(image)?;
     images::refuse_incremental(image, opened.machine())?;
@@ -151,11 +153,11 @@ fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
     }
     let text = format!("{} does not fit this machine: {}", image.display(), reasons.join("; "));
     Err(Error::new(Exit::Impossible, text)
-        .hint("restore it where it was made, or on a machine that is equal to that"))
+        .hint("restore it where it was made, or on a machine equal to that one"))
 }
 
-/// In the small kernel: loads the image and goes on in it. Returns only if that fails. Nothing of it runs before all of it
-/// has been read and is right.
+/// Loads the image in the restore environment, and goes on in it. Returns only if that fails. The
+/// machine is started only after all of the image has been read and verified.
 fn bring_back(args: &RestoreArgs) -> Result<()> {
     let mut image = Image::open(&args.image)?;
     let machine = image.machine().clone();
@@ -176,7 +178,7 @@ fn load(device: &Device, chunk: &Chunk) -> Result<()> {
     device.restore_load(&entries, &chunk.data)
 }
 
-/// A machine as the driver is told of it.
+/// Describes a machine for the driver.
 pub(crate) fn restart(machine: &Machine) -> Restart {
     let kind = |kind| if kind == Kind::Kept { MERCURY_RANGE_KEPT } else { MERCURY_RANGE_FREE };
     let flag = |set, flag| if set { flag } else { 0 };

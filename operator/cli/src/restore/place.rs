@@ -1,5 +1,6 @@
-//! Where an image lies, and how the small system comes to it: on a block device, or in a file, on a file system that is
-//! mounted there for reading. No journal is replayed: nothing of any disk changes before the machine is back.
+//! The place of an image, as the restore environment reaches it: a block device, or a file on a
+//! file system that is mounted there read-only. No journal is replayed: no disk changes before the
+//! machine is back.
 
 use crate::{
     checkpoint::{disks, reachable},
@@ -21,15 +22,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// In the small system: where the file system with the image is mounted.
+/// Mount point in the restore environment for the file system with the image.
 const MOUNTED_AT: &str = "/mnt";
-/// How long a server or a disk may take to be there.
+/// Time for a server or a disk to appear.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Where an image lies.
+/// The place of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Place {
-    /// From the first byte of a block device.
+    /// From the first byte of a block device on.
     Device(PathBuf),
     /// In a file.
     File(Mount),
@@ -38,36 +39,37 @@ pub enum Place {
 /// A file, and the file system that it is on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
-    /// The file, from the root of its file system.
+    /// Path of the file, from the root of its file system.
     path: PathBuf,
     /// Type of the file system, as `mount` takes it.
     kind: String,
-    /// Its options, as the kernel takes them.
+    /// Mount options, as the kernel takes them.
     options: String,
     medium: Medium,
 }
 
-/// What a file system is on.
+/// The medium of a file system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Medium {
-    /// A disk, which may have another name by then.
+    /// A disk, which may have another name in the restore environment.
     Disk(FileSystem),
-    /// A server, by what NFS calls it, and the card that it is reached by.
+    /// A server, by NFS's name for it, and the card that reaches it.
     Server { source: String, card: Card },
 }
 
 fn refused(text: String) -> Error {
     Error::new(Exit::Failed, text).hint(
-        "the small system that restores can read NFS, and ext4, XFS, btrfs and FAT on partitions; or copy the image to a \
-         partition of its own, `cp FILE /dev/…`, and name that",
+        "the restore environment can read NFS, and ext4, XFS, btrfs and FAT on partitions; or copy the \
+         image to a partition of its own, `cp FILE /dev/…`, and name that",
     )
 }
 
 impl Place {
-    /// Where `image` lies. If it is yet to be made, its folder has to be there.
+    /// Finds the place of `image`. If the image is yet to be made, its folder must exist.
     ///
     /// # Errors
-    /// If the small system cannot get there.
+    ///
+    /// Returns an error if the restore environment cannot reach it.
     pub fn of(image: &Path, sysroot: &Sysroot) -> Result<Self> {
         use std::os::unix::fs::FileTypeExt;
         let path = whole_path(image).map_err(|error| images::unreadable(image, &error))?;
@@ -95,7 +97,7 @@ impl Place {
         })
     }
 
-    /// The word for the kernel's command line.
+    /// Returns the word for the kernel's command line.
     #[must_use]
     pub fn word(&self) -> String {
         match self {
@@ -104,7 +106,7 @@ impl Place {
         }
     }
 
-    /// The disk that has to be read, if it is one.
+    /// Returns the disk that has to be read, if it is a disk.
     #[must_use]
     pub fn disk(&self) -> Option<PathBuf> {
         match self {
@@ -116,7 +118,7 @@ impl Place {
         }
     }
 
-    /// The network card that is needed, if one is.
+    /// Returns the network card that is needed, if one is.
     #[must_use]
     pub fn card(&self) -> Option<String> {
         match self {
@@ -125,7 +127,7 @@ impl Place {
         }
     }
 
-    /// Modules of the file system.
+    /// Lists the modules of the file system.
     #[must_use]
     pub fn modules(&self) -> Vec<String> {
         match self {
@@ -135,7 +137,7 @@ impl Place {
     }
 }
 
-/// Of a file that may not be there yet.
+/// Returns the whole path of a file that may not exist yet.
 fn whole_path(image: &Path) -> io::Result<PathBuf> {
     match image.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -147,9 +149,9 @@ fn whole_path(image: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// What a line of mountinfo says.
+/// A line of mountinfo.
 struct Line {
-    /// What of the file system is mounted.
+    /// The part of the file system that is mounted.
     root: PathBuf,
     at: PathBuf,
     kind: String,
@@ -171,13 +173,13 @@ impl Line {
         })
     }
 
-    /// The file on it; why not, as a clause.
+    /// Returns the mount of a file on this file system, or the obstacle as a clause.
     fn place(self, path: &Path, cards: Vec<Card>, sysroot: &Sysroot) -> std::result::Result<Mount, String> {
         let options = match self.kind.as_str() {
             "nfs" | "nfs4" => return self.on_server(path, cards),
             "ext2" | "ext3" | "ext4" => "noload",
             "xfs" => "norecovery",
-            // What the root is may have been chosen; its file is where it is in the whole of it.
+            // The mounted root may be a subvolume, so the whole file system is mounted instead.
             "btrfs" => "rescue=nologreplay,subvolid=5",
             "vfat" => "",
             other => return Err(format!("its type is {other}")),
@@ -195,7 +197,7 @@ impl Line {
         };
         let file_system = disks::name(&mounted);
         if file_system.uuid.is_none() {
-            return Err("it has no identity that is known".into());
+            return Err("it has no known identity".into());
         }
         Ok(Mount {
             path: self.below_root(path),
@@ -207,15 +209,18 @@ impl Line {
 
     fn on_server(self, path: &Path, cards: Vec<Card>) -> std::result::Result<Mount, String> {
         let value = |name: &str| self.options.split(',').find_map(|option| option.strip_prefix(name));
-        let server = value("addr=").ok_or("nobody says where the server is")?;
+        let server = value("addr=").ok_or("the options do not name the server")?;
         let server: Ipv4Addr = server.parse().map_err(|_| format!("its server is {server}, and not IPv4"))?;
         if let Some(secure) = value("sec=").filter(|secure| *secure != "sys" && *secure != "null") {
             return Err(format!("it wants {secure}"));
         }
         let card = cards.into_iter().filter(|card| card.up).max_by_key(|card| card.nearness(server));
         let card = card.filter(|card| card.nearness(server) > 0);
-        let card = card.ok_or("its server is not on the way of an Ethernet card with an IPv4 address (bonds, bridges and VLANs cannot be used)")?;
-        // For reading alone; what this client is to its server is made anew.
+        let card = card.ok_or(
+            "its server is not reached by an Ethernet card with an IPv4 address (bonds, \
+            bridges and VLANs cannot be used)",
+        )?;
+        // Mounted read-only; the kernel chooses its client settings anew.
         let dropped = ["rw", "ro", "fsc", "clientaddr"];
         let kept = self.options.split(',').filter(|option| {
             let name = option.split('=').next().unwrap_or(option);
@@ -223,7 +228,7 @@ impl Line {
         });
         let mut options: Vec<_> = kept.map(str::to_owned).collect();
         if self.kind == "nfs" {
-            // Nobody answers for locks.
+            // The restore environment has no lock daemon.
             options.push("nolock".into());
         }
         Ok(Mount {
@@ -235,7 +240,7 @@ impl Line {
     }
 
     fn below_root(&self, path: &Path) -> PathBuf {
-        // Of NFS the root is what the source names.
+        // The source of an NFS mount names its root.
         let root = if self.kind.starts_with("nfs") { Path::new("/") } else { &self.root };
         root.join(path.strip_prefix(&self.at).unwrap_or(path))
     }
@@ -246,18 +251,19 @@ impl Mount {
         match self.kind.as_str() {
             "nfs" => vec!["nfs".into(), "nfsv3".into()],
             "nfs4" => vec!["nfs".into(), "nfsv4".into()],
-            // The same driver.
+            // ext4's driver serves them too.
             "ext2" | "ext3" => vec!["ext4".into()],
-            // How names are written is a module of its own.
+            // The encodings of names are modules of their own.
             "vfat" => vec!["vfat".into(), "nls_cp437".into(), "nls_iso8859-1".into(), "nls_ascii".into()],
             other => vec![other.into()],
         }
     }
 
-    /// In the small system: mounts it; the file's path there.
+    /// Mounts the file system in the restore environment, and returns the file's path there.
     ///
     /// # Errors
-    /// If that cannot be, after a while.
+    ///
+    /// Returns an error if that fails for too long.
     pub fn reach(&self) -> io::Result<PathBuf> {
         if let Medium::Server { card, .. } = &self.medium {
             ethernet::set_up(card)?;
@@ -336,7 +342,7 @@ mod tests {
         assert!(why(&V4.replace("addr=10.9.0.1", "addr=fd00::1"), cards()).contains("not IPv4"));
         assert!(why(&V4.replace("addr=10.9.0.1", "addr=192.0.2.1"), cards()).contains("Ethernet card"));
         assert!(why("40 30 0:46 / /srv rw - tmpfs tmpfs rw", cards()).contains("tmpfs"));
-        // Of a device that is not there nothing is known.
+        // A device that does not exist has no known identity.
         let gone = "40 30 8:1 / /srv rw - ext4 /dev/no-such-disk rw";
         assert!(why(gone, cards()).contains("made of other devices"));
     }
