@@ -173,6 +173,18 @@ pub fn build_program(package: &str, name: &str) -> Result<PathBuf> {
     Ok(paths::root().join("target/release").join(name))
 }
 
+/// The program that `mercury hosted` executes, beside it.
+pub const HOSTED: &str = "mercury-hosted";
+
+/// Builds `mercury-hosted`, and `mercury` beside it, which executes it. Returns the path of `mercury`.
+///
+/// # Errors
+/// If one of them does not build; the error names the log.
+pub fn build_hosted() -> Result<PathBuf> {
+    build_program("mercury-hosted-command", HOSTED)?;
+    build_program("mercury-cli", "mercury")
+}
+
 /// The cargo that started us, or the one in the search path; in the project's root, and without what the
 /// outer cargo has set for its own children.
 #[must_use]

@@ -43,13 +43,14 @@ pub fn build_as(version: &str) -> Result<PathBuf> {
 
 fn package(folder: &Path, version: Option<&str>) -> Result<PathBuf> {
     let _lock = Lock::wait("deb")?;
-    let command = artefacts::build_program("mercury-cli", "mercury")?;
+    let command = artefacts::build_hosted()?;
+    let hosted = command.with_file_name(artefacts::HOSTED);
     let afterburner = artefacts::build_program("mercury-afterburner", "afterburner")?;
     let hypervisor = hypervisor::build(Variant::Production)?;
     let fresh = folder.join("new");
     host::remove_tree(&fresh)?;
     let mut build = Command::new(paths::root().join("packaging/build-deb"));
-    build.arg("--command").arg(command).arg("--afterburner").arg(afterburner);
+    build.arg("--command").arg(command).arg("--hosted").arg(hosted).arg("--afterburner").arg(afterburner);
     build.arg("--hypervisor").arg(hypervisor).arg("--output").arg(&fresh);
     if let Some(version) = version {
         build.args(["--version", version]);

@@ -37,7 +37,7 @@ const FILES: &[(&str, &str, &str)] = &[
 pub fn shell(arguments: &[OsString]) -> Result<ExitCode> {
     let image = Image::ensure(RELEASE)?;
     let built = previrtualization::build(RELEASE, Flavour::PreVirtualized)?;
-    let mercury = artefacts::build_program("mercury-cli", "mercury")?;
+    let mercury = artefacts::build_hosted()?;
     let disk = disk(&image)?;
     let mut append = format!("{APPEND} {}", terminal());
     let mut command = Command::new(mercury);

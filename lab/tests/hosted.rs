@@ -74,15 +74,21 @@ impl Place {
     }
 
     fn with(name: &str, built: &Built) -> Result<Self> {
-        let program = artefacts::build_program("mercury-cli", "mercury")?;
+        let program = artefacts::build_hosted()?;
         let directory = new_directory(name);
         let place = Self { command: directory.join("mercury"), kernel: directory.join("vmlinux"), directory };
         host::copy(&program, &place.command)?;
+        host::copy(&program.with_file_name(artefacts::HOSTED), &place.runtime())?;
         host::copy(&built.vmlinux, &place.kernel)?;
-        for path in [&place.directory, &place.command, &place.kernel] {
+        for path in [&place.directory, &place.command, &place.runtime(), &place.kernel] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("its rights");
         }
         Ok(place)
+    }
+
+    /// Returns the path of the program that the machine's processes execute.
+    fn runtime(&self) -> PathBuf {
+        self.command.with_file_name(artefacts::HOSTED)
     }
 
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
@@ -1121,8 +1127,8 @@ fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
     };
     let is_gone = || {
         let start = Instant::now();
-        while !processes_of(&place.command).is_empty() {
-            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", processes_of(&place.command));
+        while !processes_of(&place.runtime()).is_empty() {
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", processes_of(&place.runtime()));
             thread::sleep(Duration::from_millis(5));
         }
     };
@@ -1139,7 +1145,7 @@ fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
         assert!(step < 10 * STEPS, "no program ran after {:?}", needed * step / STEPS);
         let mut machine = start();
         thread::sleep(needed * 5 / 4 * step / STEPS);
-        most = most.max(processes_of(&place.command).len());
+        most = most.max(processes_of(&place.runtime()).len());
         was_up |= machine.said().contains("up: 6.1");
         machine.child.kill().expect("its end");
         machine.child.wait().expect("its state");
@@ -1150,7 +1156,7 @@ fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
     for which in others {
         let mut machine = start();
         machine.wait_for("up: 6.1");
-        let mut processes = processes_of(&place.command);
+        let mut processes = processes_of(&place.runtime());
         processes.sort_unstable();
         signal(processes[which], Signal::KILL);
         let log = machine.end(BROKEN);

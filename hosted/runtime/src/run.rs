@@ -12,6 +12,7 @@ use std::{
 };
 
 use mercury_afterburner::verify;
+use mercury_hosted_options::gdb::GdbOption;
 
 use crate::{
     block,
@@ -20,7 +21,7 @@ use crate::{
     devices::{Block, Console, Devices, NetOption, Slots, now},
     entry,
     error::{Error, Result},
-    gdb::{Debugger, GdbOption},
+    gdb::{self, Debugger},
     homes::{self, Common, Home},
     isolation::{Spaces, mappings::Mappings},
     kernel::Kernel,
@@ -152,7 +153,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let bringup = (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?;
     let initramfs = read_initramfs(options)?;
     let mut disks = open_disks(options)?;
-    let gdb = options.gdb.as_ref().map(GdbOption::open).transpose()?;
+    let gdb = options.gdb.as_ref().map(gdb::open).transpose()?;
     let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
     let placed = place_code(&kernel, &loaded)?;
     if gdb.is_none() {

@@ -79,7 +79,7 @@ fn every_process_of_a_machine_is_confined() -> Result<()> {
     for (isolation, cpus) in [(ISOLATIONS[0], "2"), (ISOLATIONS[1], "2"), (ISOLATIONS[0], "1")] {
         let mut machine = shell_on_disk(&place, &disk, &["--cpus", cpus, "--net", "passt", isolation]);
         let (mut monitors, mut programs, mut spaces) = (0, 0, 0);
-        for process in processes_of(&place.command) {
+        for process in processes_of(&place.runtime()) {
             let name = field(process, "Name");
             assert_eq!(field(process, "NoNewPrivs"), "1", "{name}");
             assert_eq!(field(process, "Seccomp"), FILTERED, "{name}");

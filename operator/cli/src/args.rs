@@ -10,12 +10,9 @@ use crate::{
     span::Span,
 };
 use clap::{Args, Parser, Subcommand};
-use mercury_hosted::{
-    devices::{Forward, Mac, Uplink},
-    gdb::{Address, GdbOption},
-};
+use mercury_hosted_options::HostedCommand;
 use mercury_migration::streams::STREAMS_MAX;
-use std::{ffi::OsString, path::PathBuf};
+use std::path::PathBuf;
 
 /// Slip a hypervisor beneath the running Linux, and take it out again
 #[derive(Debug, Parser)]
@@ -601,101 +598,6 @@ pub struct MergeArgs {
     /// Level of compression, one of zstd's
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
-}
-
-#[derive(Debug, Subcommand)]
-pub enum HostedCommand {
-    /// Start a kernel in this process, with its console on this terminal
-    #[command(
-        long_about = "Starts a kernel that was built with the afterburner in this process: without root, \
-        without hardware virtualization. Its first serial port is this terminal; Ctrl-A x ends it.\n\nThe \
-        guest's kernel, its programs and this program share one address space, and are not protected from \
-        each other. --isolation=process puts the guest's programs into processes of their own.\n\nThe \
-        exit status is 0 when the guest has halted, 10 when it has asked for a reset (as after a panic), \
-        11 when it cannot go on."
-    )]
-    Run(HostedArgs),
-    /// Start gdb at a machine that was started with --gdb
-    #[command(
-        long_about = "Starts gdb with a kernel's symbols, moved to the kernel's address, and connects it \
-        to a machine that was started with --gdb. The machine stops for gdb; gdb's `detach` lets it go \
-        on, `kill` ends it."
-    )]
-    Gdb(HostedGdbArgs),
-}
-
-#[derive(Debug, Args)]
-pub struct HostedGdbArgs {
-    /// The machine's socket, or its port
-    #[arg(value_name = "SOCKET|:PORT")]
-    pub address: Address,
-    /// The vmlinux that runs there
-    #[arg(long, value_name = "FILE")]
-    pub kernel: PathBuf,
-    /// More arguments for gdb, after --
-    #[arg(last = true)]
-    pub arguments: Vec<OsString>,
-}
-
-/// The separation of a guest's programs from its kernel.
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
-pub enum Isolation {
-    /// No separation: programs and kernel share one address space
-    None,
-    /// A process of its own for each address space; slower for system calls, faster for switches
-    Process,
-}
-
-#[derive(Debug, Args)]
-pub struct HostedArgs {
-    /// The vmlinux that the build with the afterburner has left, not stripped
-    #[arg(long, value_name = "FILE")]
-    pub kernel: PathBuf,
-    /// The guest's first file system, a cpio archive
-    #[arg(long, value_name = "FILE")]
-    pub initramfs: Option<PathBuf>,
-    /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. The
-    /// first one is /dev/vda
-    #[arg(long, value_name = "FILE[,ro]")]
-    pub disk: Vec<String>,
-    /// A network card, connected to a passt of its own or to a tap interface of yours. With
-    /// `passt,host` the guest reaches this host's 127.0.0.1 at its gateway's address
-    #[arg(long, value_name = "passt[,host]|tap=NAME")]
-    pub net: Option<Uplink>,
-    /// The card's address [default: one that is always the same on this host]
-    #[arg(long, value_name = "MAC", requires = "net")]
-    pub mac: Option<Mac>,
-    /// A port of this host that leads to one of the guest, in passt's words: 8080:80, udp:5353:53,
-    /// 127.0.0.1/2222:22
-    #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
-    pub forward: Vec<Forward>,
-    /// Socket, or port of 127.0.0.1, for gdb. With `,wait` appended the kernel starts only when gdb
-    /// lets it
-    #[arg(long, value_name = "SOCKET|:PORT[,wait]")]
-    pub gdb: Option<GdbOption>,
-    /// Memory: 512M, 4G; a number alone is MiB
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = mebibytes(1..=1 << 20))]
-    pub memory: u64,
-    /// Processors, each of them a process of this host; 8 at most
-    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
-    pub cpus: u8,
-    /// Words for the kernel's command line
-    #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]
-    pub append: String,
-    /// Separation of the guest's programs from its kernel and from this program: none, or processes
-    /// of their own
-    #[arg(long, value_enum, default_value_t = Isolation::None)]
-    pub isolation: Isolation,
-    /// Leave programs as they are: each of their system calls is a signal (with --isolation=process
-    /// it always is)
-    #[arg(long)]
-    pub no_rewrite: bool,
-    /// Report unusual actions of the guest, and print the counters at its end
-    #[arg(long)]
-    pub verbose: bool,
-    /// Load the kernel and report the findings, but do not start it
-    #[arg(long)]
-    pub check: bool,
 }
 
 #[derive(Debug, Args)]

@@ -3,7 +3,7 @@
 use crate::{
     args::{
         AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
-        Generated, HostedCommand, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
+        Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
     },
     bench, checkpoint,
     cpus::CpuSet,
@@ -28,6 +28,7 @@ use crate::{
 };
 use libsystemd::logging::Priority;
 use mercury_abi::{code::Code, facts::CpuFacts, ioctl::FaultRequest};
+use mercury_hosted_options::HostedCommand;
 use serde::Serialize;
 use std::{
     io::{IsTerminal, Write},
@@ -75,8 +76,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Merge(args) => merge::run(args, say),
         Command::Answer => Ok(migrate::arrival::answer()),
         Command::Guard => Ok(checkpoint::guard::run()),
-        Command::Hosted(HostedCommand::Run(args)) => hosted::run(args, say),
-        Command::Hosted(HostedCommand::Gdb(args)) => hosted::gdb(args),
+        Command::Hosted(_) => hosted::run(),
         Command::Log(args) => show_log(args, say),
         Command::Metrics(args) => metrics::run(args, say),
         Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
@@ -157,7 +157,8 @@ struct Failure<'a> {
     error: &'a Error,
 }
 
-fn fail(error: &Error, format: Format, name: &str) -> Exit {
+/// Reports a failure as text or JSON, and returns its exit status.
+pub fn fail(error: &Error, format: Format, name: &str) -> Exit {
     match format {
         Format::Json => drop(print(&(crate::output::json(name, &Failure { error }) + "\n"))),
         Format::Text if is_in_journal(error, name) => {}

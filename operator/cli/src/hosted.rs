@@ -1,115 +1,55 @@
-//! `mercury hosted run`: a pre-virtualized kernel becomes this process (see the crate `mercury-hosted`). `mercury hosted gdb`: gdb
-//! at such a kernel.
+//! `mercury hosted`: executes `mercury-hosted`, the program that carries the runtime.
+//!
+//! The runtime is a program of its own so that `mercury` stays small: a restore environment holds a copy of `mercury`, and
+//! never runs a hosted machine. The words of the command line have been checked when this module passes them on.
 
-use std::{io::ErrorKind, os::unix::process::CommandExt, process::Command};
-
-use mercury_hosted::{
-    devices::NetOption,
-    gdb::Address,
-    load::DISTANCE,
-    run::{self, Isolation, Options, Report},
+use std::{
+    ffi::{OsStr, OsString},
+    io::ErrorKind,
+    os::unix::process::CommandExt,
+    process::Command,
 };
-use serde::Serialize;
 
 use crate::{
-    args::{self, HostedArgs, HostedGdbArgs},
-    commands::Say,
     error::{Error, Result},
     exit::Exit,
-    output::{Render, Text},
 };
 
-/// Starts it: this process is the machine from then on. Comes back if it was only to be checked, or cannot be started.
-pub fn run(args: &HostedArgs, say: Say<'_>) -> Result<Exit> {
-    let options = Options {
-        kernel: args.kernel.clone(),
-        initramfs: args.initramfs.clone(),
-        disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
-        net: args.net.clone().map(|uplink| NetOption {
-            uplink,
-            mac: args.mac,
-            forwards: args.forward.clone(),
-        }),
-        gdb: args.gdb.clone(),
-        memory: args.memory << 20,
-        cpus: args.cpus.into(),
-        append: args.append.clone(),
-        isolation: match args.isolation {
-            args::Isolation::None => Isolation::None,
-            args::Isolation::Process => Isolation::Process,
-        },
-        rewrite: !args.no_rewrite,
-        verbose: args.verbose,
-    };
-    if args.check {
-        return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
-    }
-    match run::run(&options) {
-        Ok(never) => match never {},
-        Err(error) => Err(refused(error)),
-    }
-}
+/// The program, beside this one or in the search path.
+const PROGRAM: &str = "mercury-hosted";
 
-/// Becomes gdb.
-pub fn gdb(args: &HostedGdbArgs) -> Result<Exit> {
-    let kernel = args.kernel.to_string_lossy().replace('\\', "\\\\").replace('"', "\\\"");
-    let target = match &args.address {
-        Address::Path(path) => path.display().to_string(),
-        Address::Port(port) => format!("127.0.0.1:{port}"),
-    };
-    let mut command = Command::new("gdb");
-    command.args(["-q", "-ex", &format!("symbol-file -o {DISTANCE:#x} \"{kernel}\"")]);
-    command.args(["-ex", &format!("target remote {target}")]).args(&args.arguments);
-    let error = command.exec();
-    let refused = Error::new(Exit::Failed, format!("cannot start gdb: {error}"));
+/// Replaces this process by `mercury-hosted`, with the same words. Returns only if the program cannot be started.
+pub fn run() -> Result<Exit> {
+    let words = without_command(std::env::args_os().skip(1));
+    let beside = std::env::current_exe().ok().map(|this| this.with_file_name(PROGRAM));
+    let program = beside.filter(|path| path.exists()).map_or_else(|| PROGRAM.into(), OsString::from);
+    let error = Command::new(&program).args(words).exec();
+    let refused = Error::new(Exit::Failed, format!("cannot start {}: {error}", program.display()));
     Err(match error.kind() {
-        ErrorKind::NotFound => refused.hint("Debian's package is called gdb"),
-        _ => refused.hint("see to it that you may execute gdb, and that there is memory for it"),
+        ErrorKind::NotFound => refused.hint(
+            "hosted machines need the program mercury-hosted: install it beside mercury or in a folder of PATH",
+        ),
+        _ => refused.hint("make sure that you may execute mercury-hosted, and that enough memory is free"),
     })
 }
 
-fn refused(error: mercury_hosted::error::Error) -> Error {
-    let exit = if error.is_hosts() { Exit::Impossible } else { Exit::Failed };
-    let plain = Error::new(exit, error.message());
-    match error.remedy() {
-        Some(hint) => plain.hint(hint),
-        None => plain,
+/// Returns the words of the command line without the command `hosted` itself. No option before the command has a value.
+fn without_command(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = words.collect();
+    if let Some(at) = words.iter().position(|word| word == OsStr::new("hosted")) {
+        words.remove(at);
     }
+    words
 }
 
-/// What was found in a kernel.
-#[derive(Debug, Serialize)]
-struct Found {
-    slots_filled: usize,
-    slots_left: usize,
-    exits: usize,
-    code_bytes: usize,
-    relocations: usize,
-    constants: usize,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl From<Report> for Found {
-    fn from(report: Report) -> Self {
-        Self {
-            slots_filled: report.filled,
-            slots_left: report.left,
-            exits: report.exits,
-            code_bytes: report.code_bytes,
-            relocations: report.relocations,
-            constants: report.constants,
-        }
-    }
-}
-
-impl Render for Found {
-    fn render(&self, text: &mut Text) {
-        text.line(format!(
-            "{} slots are filled with {} bytes of code that leaves the kernel in {} places; {} are left as they are",
-            self.slots_filled, self.code_bytes, self.exits, self.slots_left
-        ));
-        text.line(format!(
-            "{} places are relocated, {} addresses in code changed",
-            self.relocations, self.constants
-        ));
+    #[test]
+    fn the_command_is_left_out_once_and_all_else_is_passed_on() {
+        let passed = |line: &str| without_command(line.split(' ').map(OsString::from)).join(OsStr::new(" "));
+        assert_eq!(passed("hosted run --kernel hosted"), "run --kernel hosted");
+        assert_eq!(passed("--json hosted run --check --kernel x"), "--json run --check --kernel x");
     }
 }

@@ -24,7 +24,7 @@ pub use block::Block;
 pub use console::Console;
 pub(crate) use console::without_signals;
 pub use net::Net;
-pub use uplink::{Forward, Mac, NetOption, Uplink};
+pub use uplink::NetOption;
 
 use crate::{
     error::{Error, Result},

@@ -1,11 +1,11 @@
 //! A network card (virtio 1.2, 5.1), with a [`Link`] behind it. It computes no checksums and splits nothing: frames are as long
 //! as the link's.
 
+use mercury_hosted_options::net::Mac;
 use virtio_queue::desc::split::Descriptor;
 
 use super::{
     link::Link,
-    uplink::Mac,
     virtio::{Device, Ring},
 };
 use crate::memory::Memory;

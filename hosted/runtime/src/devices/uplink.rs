@@ -2,7 +2,6 @@
 //! before the guest runs.
 
 use std::{
-    fmt,
     fs::{File, OpenOptions},
     io,
     os::{
@@ -11,110 +10,15 @@ use std::{
     },
     path::Path,
     process::{Command, Stdio},
-    str::FromStr,
 };
+
+use mercury_hosted_options::net::{Forward, Mac, Uplink};
 
 use super::{
     link::{Framing, Link},
     net::Net,
 };
 use crate::error::{Error, Result};
-
-/// An Ethernet address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mac(pub [u8; 6]);
-
-impl FromStr for Mac {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let wrong = || "an Ethernet address is six bytes like 52:54:00:12:34:56".to_owned();
-        let bytes = text.split(':').map(|byte| match byte.len() {
-            1..=2 => u8::from_str_radix(byte, 16).ok(),
-            _ => None,
-        });
-        let bytes: Option<Vec<u8>> = bytes.collect();
-        let mac: [u8; 6] = bytes.and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)?;
-        match mac {
-            [0, 0, 0, 0, 0, 0] => Err("this is no card's address".to_owned()),
-            [first, ..] if first & 1 != 0 => Err("this is the address of a group, not of a card".to_owned()),
-            mac => Ok(Self(mac)),
-        }
-    }
-}
-
-impl fmt::Display for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
-    }
-}
-
-impl Mac {
-    /// One that is always the same for a name on a host, and hardly ever another card's: locally administered, with a hash
-    /// (FNV-1a) of both.
-    #[must_use]
-    pub fn of(host: &str, name: &str) -> Self {
-        let bytes = host.trim().bytes().chain([0]).chain(name.bytes());
-        let hash = bytes.fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
-        });
-        let [a, b, c, d, e, ..] = hash.to_le_bytes();
-        Self([2, a, b, c, d, e])
-    }
-}
-
-/// What a card is connected to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Uplink {
-    /// A `passt` of its own: the host's network without privileges.
-    Passt {
-        /// Whether the guest reaches the host's own addresses (127.0.0.1) at the gateway's.
-        reaches_host: bool,
-    },
-    /// A tap interface that is there.
-    Tap(String),
-}
-
-impl FromStr for Uplink {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match (text, text.strip_prefix("tap=")) {
-            ("passt", _) => Ok(Self::Passt { reaches_host: false }),
-            ("passt,host", _) => Ok(Self::Passt { reaches_host: true }),
-            (_, Some(name)) if is_name(name) => Ok(Self::Tap(name.to_owned())),
-            (_, Some(_)) => Err("an interface's name has 1 to 15 characters, without `/`".to_owned()),
-            _ => Err("there are passt, `passt,host` and tap=NAME".to_owned()),
-        }
-    }
-}
-
-fn is_name(name: &str) -> bool {
-    (1..libc::IFNAMSIZ).contains(&name.len())
-        && !matches!(name, "." | "..")
-        && !name.contains(|c: char| c == '/' || c == ':' || c == '%' || c.is_whitespace() || c == '\0')
-}
-
-/// A port of the host's that passt forwards to the guest, in its own words (`passt(1)`, `-t` and `-u`).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Forward {
-    is_udp: bool,
-    ports: String,
-}
-
-impl FromStr for Forward {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let udp = text.strip_prefix("udp:");
-        let ports = udp.or_else(|| text.strip_prefix("tcp:")).unwrap_or(text);
-        if !ports.contains(|c: char| c.is_ascii_digit()) {
-            return Err("ports are like 8080, 8080:80 and udp:127.0.0.1/5353:53".to_owned());
-        }
-        Ok(Self { is_udp: udp.is_some(), ports: ports.to_owned() })
-    }
-}
 
 /// A card that is wanted.
 #[derive(Clone, Debug)]
@@ -185,7 +89,7 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
     }
     for (option, is_udp) in [("--tcp-ports", false), ("--udp-ports", true)] {
         let ports: Vec<&str> =
-            forwards.iter().filter(|one| one.is_udp == is_udp).map(|one| one.ports.as_str()).collect();
+            forwards.iter().filter(|one| one.is_udp() == is_udp).map(Forward::ports).collect();
         let ports = if ports.is_empty() { vec!["none"] } else { ports };
         ports.iter().for_each(|ports| {
             command.args([option, ports]);
@@ -271,49 +175,4 @@ fn tap(name: &str) -> Result<(OwnedFd, u16)> {
 fn user() -> u32 {
     // SAFETY: It takes nothing.
     unsafe { libc::geteuid() }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_are_read_and_groups_are_none() {
-        let mac: Mac = "52:54:0:12:34:aB".parse().unwrap();
-        assert_eq!(mac.to_string(), "52:54:00:12:34:ab");
-        for wrong in [
-            "",
-            "52:54:00:12:34",
-            "52:54:00:12:34:56:78",
-            "52:54:00:12:34:1ab",
-            "01:00:5e:00:00:01",
-            "0:0:0:0:0:0",
-        ] {
-            assert!(wrong.parse::<Mac>().is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
-    fn the_default_address_is_a_card_s_and_depends_on_host_and_name() {
-        let [one, same, other, elsewhere] = [("a\n", "tap0"), ("a", "tap0"), ("a", "tap1"), ("b", "tap0")]
-            .map(|(host, name)| Mac::of(host, name));
-        assert!(one == same && one != other && one != elsewhere);
-        assert_eq!(one.0[0], 2);
-    }
-
-    #[test]
-    fn uplinks_and_ports_are_read() {
-        assert_eq!("passt".parse(), Ok(Uplink::Passt { reaches_host: false }));
-        assert_eq!("passt,host".parse(), Ok(Uplink::Passt { reaches_host: true }));
-        assert_eq!("tap=tap0".parse(), Ok(Uplink::Tap("tap0".to_owned())));
-        for wrong in ["", "tap", "tap=", "tap=a/b", "tap=sixteen-letters0", "tap=..", "passt,all", "bridge"] {
-            assert!(wrong.parse::<Uplink>().is_err(), "{wrong}");
-        }
-        let ports = |text: &str| text.parse::<Forward>().map(|one| (one.is_udp, one.ports));
-        assert_eq!(ports("8080:80"), Ok((false, "8080:80".to_owned())));
-        assert_eq!(ports("tcp:8080"), Ok((false, "8080".to_owned())));
-        assert_eq!(ports("udp:127.0.0.1/53"), Ok((true, "127.0.0.1/53".to_owned())));
-        assert!(ports("udp:").is_err() && ports("all").is_err());
-    }
 }

@@ -12,9 +12,8 @@ use std::{
             net::{UnixListener, UnixStream},
         },
     },
-    path::{Path, PathBuf},
+    path::Path,
     ptr,
-    str::FromStr,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -23,6 +22,8 @@ use std::{
     thread,
     time::Duration,
 };
+
+use mercury_hosted_options::gdb::{Address, GdbOption};
 
 use crate::{
     devices::without_signals,
@@ -33,46 +34,6 @@ use crate::{
 /// What may be missed is tried again after this.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Where gdb connects to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
-    /// A socket with a name.
-    Path(PathBuf),
-    /// A port of 127.0.0.1.
-    Port(u16),
-}
-
-impl FromStr for Address {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.strip_prefix(':').map(str::parse) {
-            Some(Ok(port @ 1..)) => Ok(Self::Port(port)),
-            Some(_) => Err("a port is a number from 1 to 65535".to_owned()),
-            None if text.is_empty() => Err("there are SOCKET and :PORT".to_owned()),
-            None => Ok(Self::Path(text.into())),
-        }
-    }
-}
-
-/// What is wanted of a machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GdbOption {
-    /// Where it listens.
-    pub address: Address,
-    /// Whether it waits for gdb before its first instruction.
-    pub waits: bool,
-}
-
-impl FromStr for GdbOption {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let (address, waits) = text.strip_suffix(",wait").map_or((text, false), |address| (address, true));
-        Ok(Self { address: address.parse()?, waits })
-    }
-}
-
 /// A socket that is open, and that nobody listens at yet.
 #[derive(Debug)]
 pub struct Opened {
@@ -81,20 +42,18 @@ pub struct Opened {
     pub waits: bool,
 }
 
-impl GdbOption {
-    /// Opens it.
-    ///
-    /// # Errors
-    /// If the address is not to be had.
-    pub fn open(&self) -> Result<Opened> {
-        let socket = match &self.address {
-            Address::Path(path) => listen_at(path)?,
-            Address::Port(port) => TcpListener::bind((Ipv4Addr::LOCALHOST, *port))
-                .map_err(|error| Error::new(format!("cannot listen at port {port}: {error}")))?
-                .into(),
-        };
-        Ok(Opened { socket, waits: self.waits })
-    }
+/// Opens the socket.
+///
+/// # Errors
+/// If the address is not to be had.
+pub fn open(option: &GdbOption) -> Result<Opened> {
+    let socket = match &option.address {
+        Address::Path(path) => listen_at(path)?,
+        Address::Port(port) => TcpListener::bind((Ipv4Addr::LOCALHOST, *port))
+            .map_err(|error| Error::new(format!("cannot listen at port {port}: {error}")))?
+            .into(),
+    };
+    Ok(Opened { socket, waits: option.waits })
 }
 
 /// Who has the connection.

@@ -11,8 +11,8 @@ mod target;
 
 use std::{fmt, os::fd::RawFd};
 
-pub use connection::{Address, GdbOption, Opened};
 use connection::{Connection, Listener};
+pub use connection::{Opened, open};
 use gdbstub::{
     common::Signal,
     stub::{DisconnectReason, GdbStub, SingleThreadStopReason, state_machine::GdbStubStateMachine},

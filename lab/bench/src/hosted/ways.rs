@@ -165,7 +165,7 @@ impl Programs {
     /// If something does not build.
     pub fn build(release: Release) -> Result<Self> {
         let built = previrtualization::build(release, Flavour::PreVirtualized)?;
-        let mercury = artefacts::build_program("mercury-cli", "mercury")?;
+        let mercury = artefacts::build_hosted()?;
         Ok(Self { mercury, vmlinux: built.vmlinux, image: built.image, uml_seccomp: None, gvisor: None })
     }
 

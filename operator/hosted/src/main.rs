@@ -1,0 +1,139 @@
+//! The program `mercury-hosted`: what `mercury hosted` executes. `run` turns this process into a pre-virtualized kernel (see the
+//! crate `mercury-hosted`), and `gdb` into a gdb that is connected to such a kernel.
+
+use std::{
+    io::ErrorKind,
+    os::unix::process::CommandExt,
+    process::{Command, ExitCode},
+};
+
+use clap::Parser;
+use mercury_cli::{
+    commands::{Say, fail},
+    error::{Error, Result},
+    exit::Exit,
+    output::{Format, Render, Text},
+};
+use mercury_hosted::{
+    devices::NetOption,
+    load::DISTANCE,
+    run::{self, Isolation, Options, Report},
+};
+use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, gdb::Address};
+use serde::Serialize;
+
+/// Runs a pre-virtualized Linux as an ordinary process
+#[derive(Debug, Parser)]
+#[command(name = "mercury-hosted", version, max_term_width = 100)]
+struct Cli {
+    /// Print one JSON object instead of text
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: HostedCommand,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let format = if cli.json { Format::Json } else { Format::Text };
+    let (name, result) = match &cli.command {
+        HostedCommand::Run(args) => ("hosted run", run(args, Say { format, name: "hosted run" })),
+        HostedCommand::Gdb(args) => ("hosted gdb", gdb(args)),
+    };
+    result.unwrap_or_else(|error| fail(&error, format, name)).into()
+}
+
+/// Starts it: this process is the machine from then on. Comes back if it was only to be checked, or cannot be started.
+fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
+    let options = Options {
+        kernel: args.kernel.clone(),
+        initramfs: args.initramfs.clone(),
+        disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
+        net: args.net.clone().map(|uplink| NetOption {
+            uplink,
+            mac: args.mac,
+            forwards: args.forward.clone(),
+        }),
+        gdb: args.gdb.clone(),
+        memory: args.memory << 20,
+        cpus: args.cpus.into(),
+        append: args.append.clone(),
+        isolation: match args.isolation {
+            mercury_hosted_options::Isolation::None => Isolation::None,
+            mercury_hosted_options::Isolation::Process => Isolation::Process,
+        },
+        rewrite: !args.no_rewrite,
+        verbose: args.verbose,
+    };
+    if args.check {
+        return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
+    }
+    match run::run(&options) {
+        Ok(never) => match never {},
+        Err(error) => Err(refused(error)),
+    }
+}
+
+/// Becomes gdb.
+fn gdb(args: &GdbArgs) -> Result<Exit> {
+    let kernel = args.kernel.to_string_lossy().replace('\\', "\\\\").replace('"', "\\\"");
+    let target = match &args.address {
+        Address::Path(path) => path.display().to_string(),
+        Address::Port(port) => format!("127.0.0.1:{port}"),
+    };
+    let mut command = Command::new("gdb");
+    command.args(["-q", "-ex", &format!("symbol-file -o {DISTANCE:#x} \"{kernel}\"")]);
+    command.args(["-ex", &format!("target remote {target}")]).args(&args.arguments);
+    let error = command.exec();
+    let refused = Error::new(Exit::Failed, format!("cannot start gdb: {error}"));
+    Err(match error.kind() {
+        ErrorKind::NotFound => refused.hint("Debian's package is called gdb"),
+        _ => refused.hint("see to it that you may execute gdb, and that there is memory for it"),
+    })
+}
+
+fn refused(error: mercury_hosted::error::Error) -> Error {
+    let exit = if error.is_hosts() { Exit::Impossible } else { Exit::Failed };
+    let plain = Error::new(exit, error.message());
+    match error.remedy() {
+        Some(hint) => plain.hint(hint),
+        None => plain,
+    }
+}
+
+/// What was found in a kernel.
+#[derive(Debug, Serialize)]
+struct Found {
+    slots_filled: usize,
+    slots_left: usize,
+    exits: usize,
+    code_bytes: usize,
+    relocations: usize,
+    constants: usize,
+}
+
+impl From<Report> for Found {
+    fn from(report: Report) -> Self {
+        Self {
+            slots_filled: report.filled,
+            slots_left: report.left,
+            exits: report.exits,
+            code_bytes: report.code_bytes,
+            relocations: report.relocations,
+            constants: report.constants,
+        }
+    }
+}
+
+impl Render for Found {
+    fn render(&self, text: &mut Text) {
+        text.line(format!(
+            "{} slots are filled with {} bytes of code that leaves the kernel in {} places; {} are left as they are",
+            self.slots_filled, self.code_bytes, self.exits, self.slots_left
+        ));
+        text.line(format!(
+            "{} places are relocated, {} addresses in code changed",
+            self.relocations, self.constants
+        ));
+    }
+}
