@@ -404,7 +404,8 @@ static unsigned long next(struct number *n)
 /* In memory that children share: they may end at any instruction. */
 static struct {
 	volatile unsigned long seed, at, end, sum, shows;
-	unsigned char bytes[16];
+	/* 16 bytes of code, and room for the filling that is_left_out() writes after an instruction. */
+	unsigned char bytes[32];
 	/* Cases that faulted at the monitor's addresses, and cases that are left out. */
 	volatile unsigned long apart_count, left_out_count;
 	unsigned long apart[MOST_APART], left_out[MOST_APART];
