@@ -1,41 +1,41 @@
-//! The command line.
+//! The command line of `afterburner`.
 
 use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Parser, Subcommand};
 
-/// The whole of it.
+/// The whole command line.
 #[derive(Debug, Parser)]
 #[command(
     name = "afterburner",
     version,
     about = "Makes a Linux kernel pre-virtualized while it is built",
     long_about = "Makes a Linux kernel pre-virtualized while it is built, without a change of its source: each instruction \
-                  that a virtual machine's monitor must replace gets room for a jump, and is written down in a section \
+                  that a virtual machine's monitor must replace gets room for a jump, and is recorded in a section \
                   of the kernel. Called by the name `as`, it stands in for the assembler.",
     after_help = TABLE
 )]
 pub struct Cli {
-    /// What to do.
+    /// Subcommand to execute.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// Exit statuses, for people.
+/// The exit statuses, as help texts print them.
 pub const TABLE: &str = "\
 Exit status:
   0    done; verify: every sensitive instruction is accounted for
-  1    failed; verify, and make behind the build: something is not
+  1    failed; verify, and make after the build: an instruction is not
   2    wrong usage
   of make and of the assembler otherwise: theirs";
 
-/// What it can do.
+/// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Run a kernel's `make` with the afterburner in the assembler's place
+    /// Run a kernel's `make` with the afterburner in place of the assembler
     ///
-    /// Everything behind `make` is handed on. The same by hand: a directory with a link `as` to this program, and `make
-    /// CC="gcc -BDIRECTORY/"`.
+    /// All arguments after `make` are handed on. To do the same by hand, make a directory with a
+    /// link `as` to this program, and run `make CC="gcc -BDIRECTORY/"`.
     Make {
         /// Make's own arguments, in the kernel's source: -j4 O=../build bzImage modules
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -46,7 +46,7 @@ pub enum Command {
         /// The vmlinux of the build, and modules (*.ko)
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// For programs: one JSON object
+        /// Print one JSON object, for programs
         #[arg(long)]
         json: bool,
     },
@@ -54,24 +54,24 @@ pub enum Command {
     List {
         /// The vmlinux of the build, or a module
         file: PathBuf,
-        /// For programs: one JSON object a line
+        /// Print one JSON object a line, for programs
         #[arg(long)]
         json: bool,
     },
     /// Write manual pages or shell completions
     #[command(hide = true)]
     Generate {
-        /// Which
+        /// Kind of files to write
         what: Generated,
-        /// Where to
+        /// Directory to write to
         directory: PathBuf,
     },
 }
 
-/// What is made of the definition of the command line.
+/// The kinds of files that are made from the definition of the command line.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub enum Generated {
-    /// Manual pages.
+    /// Manual pages in section 1.
     Man,
     /// Completions for bash, zsh and fish.
     Completions,

@@ -1,4 +1,5 @@
-//! The stand-in for the assembler: called as gcc calls it, it rewrites the text and hands it on to the real one.
+//! The stand-in for the assembler. gcc calls it as the assembler; it rewrites the text and hands it
+//! on to the real one.
 
 use std::{
     env,
@@ -17,26 +18,26 @@ use crate::{
     rewrite::{self, Treatment},
 };
 
-/// The real assembler, if it is not the `as` of the search path.
+/// Environment variable that names the real assembler, if it is not the `as` of the search path.
 pub const REAL: &str = "AFTERBURNER_AS";
-/// The name that gcc looks for.
+/// Name of the assembler that gcc looks for.
 pub const NAME: &str = "as";
 
-/// Options that take the next word as their value.
+/// Options that take the next argument as their value.
 const WITH_VALUE: &[&str] = &["-o", "-I", "--defsym", "-D", "--MD", "-J", "-Wa"];
 
-/// What matters of a command line.
+/// The relevant part of an assembler's command line.
 #[derive(Debug, PartialEq, Eq)]
 struct Job {
-    /// Where the only input stands among the arguments; `None` for standard input without a name.
+    /// Index of the only input among the arguments; `None` for standard input without a name.
     input: Option<usize>,
     treatment: Treatment,
 }
 
-/// Does what `as` was asked to do.
+/// Assembles a file: rewrites its text and calls the real assembler.
 ///
 /// # Errors
-/// If the real assembler cannot be found, or the input not be read.
+/// The real assembler cannot be found, or the input cannot be read.
 pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let real = real()?;
     let Some(job) = Job::of(arguments) else { return start(&real, arguments) };
@@ -57,7 +58,7 @@ pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
 }
 
 impl Job {
-    /// `None` if the arguments ask for nothing that is the afterburner's.
+    /// Returns the job of a command line; `None` if the afterburner has nothing to do in it.
     fn of(arguments: &[OsString]) -> Option<Self> {
         let words: Vec<&str> = arguments.iter().map(|word| word.to_str().unwrap_or("")).collect();
         let mut inputs = Vec::new();
@@ -66,7 +67,7 @@ impl Job {
         while at < words.len() {
             match words[at] {
                 "-o" => output = words.get(at + 1).copied(),
-                // What people ask an assembler for, or 32-bit code.
+                // Questions to the assembler itself, or 32-bit code.
                 "--version" | "-version" | "--help" | "--target-help" | "--32" | "--x32" => return None,
                 word if !word.starts_with('-') || word == "-" => inputs.push(at),
                 _ => {}
@@ -94,7 +95,7 @@ impl Job {
     }
 }
 
-/// The assembler to hand on to: not this program under another name.
+/// Returns the real assembler: the first `as` of the search path that is not this program.
 fn real() -> Result<PathBuf> {
     if let Some(path) = env::var_os(REAL) {
         return Ok(path.into());
@@ -112,20 +113,20 @@ fn start(real: &Path, arguments: &[OsString]) -> Result<ExitCode> {
     Ok(code(status))
 }
 
-/// The other program's status as ours.
+/// Returns another program's status as this program's own.
 #[must_use]
 pub fn code(status: ExitStatus) -> ExitCode {
     let number = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
     ExitCode::from(u8::try_from(number).unwrap_or(1))
 }
 
-/// Whether this program was called by the assembler's name.
+/// Returns true if this program was called by the assembler's name.
 #[must_use]
 pub fn is_called(program: Option<&OsStr>) -> bool {
     program.is_some_and(|program| Path::new(program).file_name() == Some(OsStr::new(NAME)))
 }
 
-/// Says what went wrong, as compilers' drivers expect it.
+/// Prints an error in the form that compilers' drivers expect.
 pub fn complain(error: &Error) -> ExitCode {
     let _ = writeln!(io::stderr(), "afterburner: error: {error}");
     ExitCode::FAILURE

@@ -1,8 +1,9 @@
-//! Where a text is: in which section, and in which of the processor's modes. The prelude's macros cannot know that,
-//! and are told.
+//! The context of a text: its section, and the processor's mode. The prelude's macros cannot know
+//! either, so the rewriter tells them.
 //!
-//! The mode is the assembler's and holds for all sections; the verifier reads each section by itself, so there it is
-//! written down again wherever the text comes back to a section that was left in another mode.
+//! The mode belongs to the assembler and holds for all sections. The verifier reads each section by
+//! itself. A text that returns to a section which was left in another mode therefore gets a new
+//! record of its mode.
 
 use std::collections::HashMap;
 
@@ -10,29 +11,29 @@ use crate::{rewrite::Treatment, section::Sections};
 
 const LONG_MODE: u8 = 64;
 
-/// Follows a text, directive by directive.
+/// The context at a place of a text, updated directive by directive.
 #[derive(Debug)]
 pub struct Context {
     sections: Sections,
     treatment: Treatment,
-    /// The bits of the mode.
+    /// Bits of the mode: 16, 32 or 64.
     bits: u8,
-    /// The bits that have been written down for sections, where that has been necessary.
+    /// Bits that were recorded for a section, where a record was necessary.
     written: HashMap<usize, u8>,
-    /// What the prelude has been told.
-    told: Told,
-    /// How many definitions of macros the text is in, and the section that the outermost was found in.
+    /// State that the prelude was told.
+    told: PreludeState,
+    /// Depth of nested macro definitions, and the section in which the outermost was found.
     macros: (usize, usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Told {
+struct PreludeState {
     replacement: bool,
     left: bool,
 }
 
 impl Context {
-    /// At the beginning of a text.
+    /// Returns the context at the beginning of a text.
     #[must_use]
     pub fn new(treatment: Treatment) -> Self {
         Self {
@@ -40,12 +41,12 @@ impl Context {
             treatment,
             bits: LONG_MODE,
             written: HashMap::new(),
-            told: Told { replacement: false, left: treatment == Treatment::Left },
+            told: PreludeState { replacement: false, left: treatment == Treatment::Left },
             macros: (0, 0),
         }
     }
 
-    /// Takes a directive; what is to stand behind it.
+    /// Follows a directive. Returns the text to insert after it.
     pub fn follow(&mut self, name: &str, rest: &str) -> Option<String> {
         match name {
             ".macro" => {
@@ -68,8 +69,8 @@ impl Context {
         (!said.is_empty()).then_some(said)
     }
 
-    /// What is to stand before a statement that may be an instruction, or make some. Of data nothing is said before
-    /// there is one in it.
+    /// Returns the text to insert before a statement that is an instruction or makes some. Data
+    /// gets no such text before its first instruction.
     pub fn before_instruction(&mut self) -> Option<String> {
         if !self.is_in_data() {
             return None;
@@ -78,7 +79,7 @@ impl Context {
         (!said.is_empty()).then(|| format!("{} ; ", said.trim_start_matches(" ; ")))
     }
 
-    /// What is to stand at the end: what is linked behind this begins in 64-bit mode.
+    /// Returns the text to insert at the end: the linker appends code that begins in 64-bit mode.
     #[must_use]
     pub fn end(&self) -> Option<String> {
         let mut open: Vec<&str> = Vec::new();
@@ -90,25 +91,27 @@ impl Context {
         (!open.is_empty()).then(|| open.into_iter().map(close).collect())
     }
 
-    /// Whether instructions stay as they are here: other modes' do, and those among data, which are there to be copied.
+    /// Returns true if instructions stay as they are here: those of other modes, and those among
+    /// data, which are there to be copied.
     #[must_use]
     pub fn is_left(&self) -> bool {
         self.treatment == Treatment::Left || self.bits != LONG_MODE || self.is_in_data()
     }
 
-    /// Whether the current section holds instructions.
+    /// Returns true if the current section holds instructions.
     #[must_use]
     pub fn is_code(&self) -> bool {
         self.sections.current().is_code
     }
 
-    /// Whether it holds replacements of alternatives.
+    /// Returns true if the current section holds replacements of alternatives.
     #[must_use]
     pub fn is_replacement(&self) -> bool {
         self.sections.current().is_replacement
     }
 
-    /// A macro's body is not where it is defined.
+    /// Returns true if instructions here lie among data. A macro's body does not lie where it is
+    /// defined.
     fn is_in_data(&self) -> bool {
         let current = self.sections.current();
         !current.is_code && (self.macros.0 == 0 || self.macros.1 != current.number)
@@ -125,7 +128,7 @@ impl Context {
 
     fn tell(&mut self, in_data: bool) -> String {
         let left = self.treatment == Treatment::Left || self.bits != LONG_MODE || in_data;
-        let now = Told { replacement: self.is_replacement(), left };
+        let now = PreludeState { replacement: self.is_replacement(), left };
         let mut said = String::new();
         if now.replacement != self.told.replacement {
             said += &format!(" ; .set .Lmercury_alternative, {}", u8::from(now.replacement));
@@ -138,7 +141,7 @@ impl Context {
     }
 }
 
-/// The bits of the mode that a directive switches to.
+/// Returns the bits of the mode to which a directive switches.
 fn mode(name: &str) -> Option<u8> {
     match name {
         ".code64" => Some(LONG_MODE),

@@ -1,26 +1,26 @@
-//! What can go wrong, in words for whoever builds a kernel.
+//! Errors, as texts for the developer who builds a kernel.
 
 use std::{fmt, io, path::Path};
 
-/// An error: what was tried, and why it failed.
+/// An error: the action that failed, and the reason.
 #[derive(Debug)]
 pub struct Error(String);
 
-/// This crate's results.
+/// A result with this crate's error.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// With a text of its own.
+    /// Returns an error with this text.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// Something that was done to a file.
+    /// Returns an error of an action on a file.
     pub fn file(what: &str, path: &Path, error: impl fmt::Display) -> Self {
         Self(format!("cannot {what} {}: {error}", path.display()))
     }
 
-    /// A program that could not be started.
+    /// Returns an error of a program that could not be started.
     pub fn start(program: &Path, error: &io::Error) -> Self {
         Self(format!("cannot start {}: {error}", program.display()))
     }

@@ -1,4 +1,4 @@
-//! Manual pages and shell completions, from the definition of the command line.
+//! Manual pages and shell completions, made from the definition of the command line.
 
 use std::{fs, io, path::Path};
 
@@ -8,13 +8,13 @@ use clap_complete::{Shell, generate_to};
 use crate::args::{Cli, TABLE};
 
 const NAME: &str = "afterburner";
-/// Section of the manual: programs.
+/// Section of the manual: user commands.
 const SECTION: &str = "1";
 
-/// Writes a page for the command and one for each of its visible subcommands.
+/// Writes a manual page for the command and one for each of its visible subcommands.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// A file cannot be written.
 pub fn man(directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     let mut command = Cli::command();
@@ -35,10 +35,10 @@ fn page(command: &Command, directory: &Path, name: &str) -> io::Result<()> {
         .try_for_each(|sub| page(sub, directory, &format!("{name} {}", sub.get_name())))
 }
 
-/// Writes the completions of the shells that people use.
+/// Writes the completions for bash, zsh and fish.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// A file cannot be written.
 pub fn completions(directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {

@@ -1,14 +1,17 @@
-//! Which instructions are virtualization-sensitive: those that are privileged, and those that a process may
-//! execute but that show it, or change, the processor's state instead of its kernel's.
+//! The kinds of virtualization-sensitive instructions. They are the privileged instructions, and
+//! those that a process may execute but that read or change the processor's state instead of its
+//! kernel's.
 //!
-//! Left out on purpose, because a process executes them with the meaning that they have in a kernel, or because they are
-//! traps that reach a monitor by themselves: RDTSC and RDTSCP (time comes from a clock source), RDPID, INT, INT3, UD2.
+//! Some instructions are left out on purpose. A process executes them with the meaning that they
+//! have in a kernel, or they are traps that reach a monitor by themselves: RDTSC and RDTSCP (time
+//! comes from a clock source), RDPID, INT, INT3, UD2.
 
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $kind:ident = $number:literal, $name:literal, [$($gas:literal)*], [$($iced:ident)*];)*) => {
-        /// What a sensitive instruction does. The numbers are those of the record's section and never change.
+        /// The kind of a sensitive instruction. The numbers are those of the record's section and
+        /// never change.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(u8)]
         pub enum Kind {
@@ -16,16 +19,17 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// All of them.
+            /// All kinds, in the order of their numbers.
             pub const ALL: &[Self] = &[$(Self::$kind,)*];
 
-            /// The name in reports.
+            /// Returns the name in reports.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $(Self::$kind => $name,)* }
             }
 
-            /// How an assembler source may spell it. Moves have other rules: see [`crate::operand`].
+            /// Returns the spellings of the kind in assembler sources. Moves have other rules: see
+            /// [`crate::operand`].
             #[must_use]
             pub fn mnemonics(self) -> &'static [&'static str] {
                 match self { $(Self::$kind => &[$($gas,)*],)* }
@@ -42,150 +46,151 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// Interrupts off.
+    /// Disables interrupts.
     Cli = 1, "cli", ["cli"], [Cli];
-    /// Interrupts on.
+    /// Enables interrupts.
     Sti = 2, "sti", ["sti"], [Sti];
-    /// Wait for an interrupt.
+    /// Waits for an interrupt.
     Hlt = 3, "hlt", ["hlt"], [Hlt];
-    /// Flags, with the interrupt flag, to the stack.
+    /// Pushes the flags, with the interrupt flag.
     Pushf = 4, "pushf", ["pushf" "pushfq" "pushfl" "pushfw"], [Pushf Pushfd Pushfq];
-    /// Flags from the stack.
+    /// Pops the flags, with the interrupt flag.
     Popf = 5, "popf", ["popf" "popfq" "popfl" "popfw"], [Popf Popfd Popfq];
-    /// Return from an interrupt.
+    /// Returns from an interrupt.
     Iret = 6, "iret", ["iret" "iretq" "iretl" "iretd" "iretw"], [Iret Iretd Iretq];
-    /// Return to another segment.
+    /// Returns to another segment.
     FarReturn = 7, "lret", ["lret" "lretq" "lretl" "lretw" "retf" "retfq"], [Retf];
-    /// Jump to another segment.
+    /// Jumps to another segment.
     FarJump = 8, "ljmp", ["ljmp" "ljmpl" "ljmpq" "ljmpw"], [];
-    /// Call another segment.
+    /// Calls another segment.
     FarCall = 9, "lcall", ["lcall" "lcalll" "lcallq" "lcallw"], [];
-    /// The global descriptor table's register.
+    /// Loads the global descriptor table's register.
     Lgdt = 10, "lgdt", ["lgdt" "lgdtl" "lgdtq" "lgdtw"], [Lgdt];
-    /// The interrupt descriptor table's register.
+    /// Loads the interrupt descriptor table's register.
     Lidt = 11, "lidt", ["lidt" "lidtl" "lidtq" "lidtw"], [Lidt];
-    /// Reads it.
+    /// Stores the global descriptor table's register.
     Sgdt = 12, "sgdt", ["sgdt" "sgdtl" "sgdtq" "sgdtw"], [Sgdt];
-    /// Reads it.
+    /// Stores the interrupt descriptor table's register.
     Sidt = 13, "sidt", ["sidt" "sidtl" "sidtq" "sidtw"], [Sidt];
-    /// The local descriptor table's register.
+    /// Loads the local descriptor table's register.
     Lldt = 14, "lldt", ["lldt" "lldtw"], [Lldt];
-    /// Reads it.
+    /// Stores the local descriptor table's register.
     Sldt = 15, "sldt", ["sldt" "sldtl" "sldtq" "sldtw"], [Sldt];
-    /// The task register.
+    /// Loads the task register.
     Ltr = 16, "ltr", ["ltr" "ltrw"], [Ltr];
-    /// Reads it.
+    /// Stores the task register.
     Str = 17, "str", ["str" "strl" "strq" "strw"], [Str];
-    /// Reads CR0.
+    /// Reads the low half of CR0.
     Smsw = 18, "smsw", ["smsw" "smswl" "smswq" "smsww"], [Smsw];
-    /// Writes a part of CR0.
+    /// Writes the low four bits of CR0.
     Lmsw = 19, "lmsw", ["lmsw" "lmsww"], [Lmsw];
-    /// Clears CR0.TS.
+    /// Clears CR0.TS (task switched).
     Clts = 20, "clts", ["clts"], [Clts];
-    /// Drops the caches.
+    /// Drops the caches without writing them back.
     Invd = 21, "invd", ["invd"], [Invd];
     /// Writes the caches back.
     Wbinvd = 22, "wbinvd", ["wbinvd" "wbnoinvd"], [Wbinvd Wbnoinvd];
-    /// Drops a translation.
+    /// Invalidates the translation of one page.
     Invlpg = 23, "invlpg", ["invlpg"], [Invlpg];
-    /// Drops translations of an address space, or of others' processors.
+    /// Invalidates translations of an address space, or of other processors.
     Invpcid = 24, "invpcid", ["invpcid" "invlpga" "invlpgb" "tlbsync"], [Invpcid Invlpga Invlpgb Tlbsync];
     /// Reads a model-specific register.
     Rdmsr = 25, "rdmsr", ["rdmsr" "rdmsrlist"], [Rdmsr Rdmsrlist];
-    /// Writes one.
+    /// Writes a model-specific register.
     Wrmsr = 26, "wrmsr", ["wrmsr" "wrmsrns" "wrmsrlist"], [Wrmsr Wrmsrns Wrmsrlist];
     /// Reads a performance counter.
     Rdpmc = 27, "rdpmc", ["rdpmc"], [Rdpmc];
-    /// Exchanges the bases of GS.
+    /// Exchanges the two bases of GS.
     Swapgs = 28, "swapgs", ["swapgs"], [Swapgs];
-    /// The processor's description.
+    /// Reads the processor's description.
     Cpuid = 29, "cpuid", ["cpuid"], [Cpuid];
     /// Forbids access to user memory.
     Clac = 30, "clac", ["clac"], [Clac];
-    /// Allows it.
+    /// Allows access to user memory.
     Stac = 31, "stac", ["stac"], [Stac];
     /// Writes an extended control register.
     Xsetbv = 32, "xsetbv", ["xsetbv"], [Xsetbv];
-    /// Reads one.
+    /// Reads an extended control register.
     Xgetbv = 33, "xgetbv", ["xgetbv"], [Xgetbv];
-    /// Watches a cache line.
+    /// Watches a cache line for writes.
     Monitor = 34, "monitor", ["monitor" "monitorx"], [Monitor Monitorx];
-    /// Waits for it.
+    /// Waits for a write to the watched line.
     Mwait = 35, "mwait", ["mwait" "mwaitx"], [Mwait Mwaitx];
-    /// Looks into a descriptor; the kernel executes VERW to clear the processor's buffers.
+    /// Tests a descriptor. The kernel executes VERW to clear the processor's buffers.
     Verify = 36, "verify", ["verr" "verw"], [Verr Verw];
-    /// A descriptor's rights.
+    /// Reads a descriptor's access rights.
     Lar = 37, "lar", ["lar" "larl" "larq" "larw"], [Lar];
-    /// A descriptor's limit.
+    /// Reads a descriptor's limit.
     Lsl = 38, "lsl", ["lsl" "lsll" "lslq" "lslw"], [Lsl];
     /// Reads the base of FS or GS.
     ReadBase = 39, "rdbase", ["rdfsbase" "rdfsbasel" "rdfsbaseq" "rdgsbase" "rdgsbasel" "rdgsbaseq"], [Rdfsbase Rdgsbase];
-    /// Writes it.
+    /// Writes the base of FS or GS.
     WriteBase = 40, "wrbase", ["wrfsbase" "wrfsbasel" "wrfsbaseq" "wrgsbase" "wrgsbasel" "wrgsbaseq"], [Wrfsbase Wrgsbase];
     /// Saves supervisor state.
     Xsaves = 41, "xsaves", ["xsaves" "xsaves64"], [Xsaves Xsaves64];
-    /// Restores it.
+    /// Restores supervisor state.
     Xrstors = 42, "xrstors", ["xrstors" "xrstors64"], [Xrstors Xrstors64];
     /// Reads the rights of protection keys.
     Rdpkru = 43, "rdpkru", ["rdpkru"], [Rdpkru];
-    /// Writes them.
+    /// Writes the rights of protection keys.
     Wrpkru = 44, "wrpkru", ["wrpkru"], [Wrpkru];
     /// Reads a control register.
     ReadControl = 45, "mov-from-cr", [], [];
-    /// Writes one.
+    /// Writes a control register.
     WriteControl = 46, "mov-to-cr", [], [];
     /// Reads a debug register.
     ReadDebug = 47, "mov-from-dr", [], [];
-    /// Writes one.
+    /// Writes a debug register.
     WriteDebug = 48, "mov-to-dr", [], [];
     /// Loads a segment register.
     LoadSegment = 49, "mov-to-seg", ["lfs" "lfsl" "lfsq" "lgs" "lgsl" "lgsq" "lss" "lssl" "lssq"], [Lfs Lgs Lss];
-    /// Reads one.
+    /// Stores a segment register.
     StoreSegment = 50, "mov-from-seg", [], [];
-    /// From an I/O port.
+    /// Reads from an I/O port.
     In = 51, "in", ["in" "inb" "inw" "inl"], [In];
-    /// To an I/O port.
+    /// Writes to an I/O port.
     Out = 52, "out", ["out" "outb" "outw" "outl"], [Out];
-    /// A string from an I/O port.
+    /// Reads a string from an I/O port.
     Ins = 53, "ins", ["ins" "insb" "insw" "insl"], [Insb Insw Insd];
-    /// A string to an I/O port.
+    /// Writes a string to an I/O port.
     Outs = 54, "outs", ["outs" "outsb" "outsw" "outsl"], [Outsb Outsw Outsd];
-    /// Return to a program.
+    /// Returns to a program from SYSCALL.
     Sysret = 55, "sysret", ["sysret" "sysretq" "sysretl"], [Sysret Sysretq];
-    /// Return to a program.
+    /// Returns to a program from SYSENTER.
     Sysexit = 56, "sysexit", ["sysexit" "sysexitq" "sysexitl"], [Sysexit Sysexitq];
-    /// A call of a hypervisor.
+    /// Calls a hypervisor.
     Hypercall = 57, "hypercall", ["vmcall" "vmmcall" "tdcall" "vmgexit"], [Vmcall Vmmcall Tdcall Vmgexit];
-    /// Hardware virtualization.
+    /// Controls hardware virtualization.
     Virtualize = 58, "virtualize",
         ["vmxon" "vmxoff" "vmclear" "vmptrld" "vmptrst" "vmlaunch" "vmresume" "vmread" "vmreadq" "vmwrite" "vmwriteq"
          "vmfunc" "invept" "invvpid" "vmrun" "vmload" "vmsave" "stgi" "clgi" "skinit" "seamcall" "pvalidate" "psmash"
          "rmpadjust" "rmpupdate" "rmpquery"],
         [Vmxon Vmxoff Vmclear Vmptrld Vmptrst Vmlaunch Vmresume Vmread Vmwrite Vmfunc Invept Invvpid Vmrun Vmload Vmsave
          Stgi Clgi Skinit Seamcall Pvalidate Psmash Rmpadjust Rmpupdate Rmpquery];
-    /// Enclaves, platform configuration.
+    /// Controls enclaves or the platform's configuration.
     Enclave = 59, "enclave", ["encls" "enclv" "pconfig" "hreset"], [Encls Enclv Pconfig Hreset];
-    /// Shadow stacks of user space and of the kernel.
+    /// Controls shadow stacks of user space or of the kernel.
     ShadowStack = 60, "shadow-stack", ["wrussd" "wrussq" "wrssd" "wrssq" "setssbsy" "clrssbsy" "saveprevssp" "rstorssp"],
         [Wrussd Wrussq Wrssd Wrssq Setssbsy Clrssbsy Saveprevssp Rstorssp];
-    /// FRED's returns and LKGS.
+    /// Returns by FRED, or loads the kernel's GS.
     Fred = 61, "fred", ["eretu" "erets" "lkgs"], [Eretu Erets Lkgs];
-    /// No instruction: from here on the processor is in 32-bit or 16-bit mode, or in 64-bit mode again.
+    /// No instruction: from here on the processor is in the 32-bit, 16-bit or 64-bit mode of the
+    /// record.
     Mode = 127, "mode", [], [];
 }
 
-/// A monitor reaches its code from a slot by a jump of this length.
+/// Length in bytes of the jump by which a monitor leaves a slot for its own code.
 pub const JUMP: u8 = 5;
 
 impl Kind {
-    /// The kind of a number.
+    /// Returns the kind with this number.
     #[must_use]
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.iter().copied().find(|kind| *kind as u8 == number)
     }
 
-    /// How long a slot must be. What a monitor does in place of STAC and CLAC, whose feature it does not show its
-    /// guest, is nothing: they are as long as they are.
+    /// Returns the least length of a slot in bytes. A monitor hides the feature of STAC and CLAC
+    /// from its guest and replaces both by nothing, so their slots may be as short as they are.
     #[must_use]
     pub fn least_slot(self) -> u8 {
         match self {
@@ -195,20 +200,21 @@ impl Kind {
         }
     }
 
-    /// Whether what follows is not executed.
+    /// Returns true if execution does not continue after the instruction.
     #[must_use]
     pub fn ends_flow(self) -> bool {
         use Kind::{FarJump, FarReturn, Fred, Iret, Sysexit, Sysret};
         matches!(self, Iret | FarReturn | FarJump | Sysret | Sysexit | Fred)
     }
 
-    /// Whether the processor takes no interrupt before the next instruction has been executed too.
+    /// Returns true if the processor takes no interrupt before the next instruction has been
+    /// executed too.
     #[must_use]
     pub fn shadows(self) -> bool {
         matches!(self, Self::Sti | Self::LoadSegment)
     }
 
-    /// The kind of a decoded instruction, if it is sensitive.
+    /// Returns the kind of a decoded instruction, if it is sensitive.
     #[must_use]
     pub fn of(instruction: &Instruction) -> Option<Self> {
         match instruction.mnemonic() {

@@ -1,4 +1,5 @@
-//! The `afterburner` command, and the assembler's stand-in: one program, told apart by the name it is called by.
+//! The command `afterburner` and the stand-in for the assembler: one program, whose name in the
+//! call decides.
 
 use std::{env, process::ExitCode};
 

@@ -1,4 +1,5 @@
-//! `afterburner make`: a kernel's own build with the stand-in in the assembler's place. What it has linked is accounted for.
+//! The subcommand `afterburner make`: a kernel's own build with the stand-in in place of the
+//! assembler. Everything that the build links is accounted for.
 
 use std::{
     env,
@@ -17,22 +18,25 @@ use crate::{
     verify::report,
 };
 
-/// In the directory that the build writes to; kernels' makefiles and git leave such names alone.
+/// Directory in the build's output. Kernels' makefiles and git ignore names of this form.
 const DIRECTORY: &str = ".afterburner";
-/// A file beside the link that is as old as the last account without a finding.
+/// File beside the link. Its time is that of the last account without a finding.
 const STAMP: &str = "accounted";
-/// What a build links, besides modules.
+/// File that a build links, besides modules.
 const KERNEL: &str = "vmlinux";
 
-/// Runs `make` with `CC` set so that gcc takes this program for the assembler. A compiler that the caller has chosen with
-/// `CC=` is kept. The kernel's build makes everything anew when `CC` changes, so it names this program by its contents:
-/// nothing is made twice, and nothing stays that another afterburner has made.
+/// Runs `make` with `CC` set so that gcc takes this program for the assembler.
 ///
-/// If make succeeds, the kernel and the modules that are newer than the last that were in order are accounted for, and the
-/// status is that of [`report::complain`].
+/// A compiler that the caller has chosen with `CC=` is kept. The kernel's build makes everything
+/// anew when `CC` changes, so `CC` names this program by its contents. Nothing is then made twice,
+/// and nothing stays that another afterburner has made.
+///
+/// If make succeeds, the kernel and the modules are accounted for that are newer than the last
+/// account without a finding. The status is then that of [`report::complain`].
 ///
 /// # Errors
-/// If the link that stands for the assembler cannot be made, make not be started, or what it has made not be accounted for.
+/// The link for the assembler cannot be made, make cannot be started, or its output cannot be
+/// accounted for.
 pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let own = own_path()?;
     let contents = fs::read(&own).map_err(|error| Error::file("read", &own, error))?;
@@ -59,7 +63,8 @@ pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     Ok(code)
 }
 
-/// The kernel in a build's directory and the modules beneath it, unless they were written before.
+/// Returns the kernel in a build's directory and the modules beneath it, except files written
+/// before `since`.
 fn linked(directory: &Path, since: Option<SystemTime>) -> Result<Vec<PathBuf>> {
     let mut found = modules(directory)?;
     found.push(directory.join(KERNEL));
@@ -72,7 +77,8 @@ fn linked(directory: &Path, since: Option<SystemTime>) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Whether it is a module that was linked there, of what is named after it. Copies that are to be installed may have been stripped.
+/// Returns true if the file is a module that was linked there. Copies to be installed may have been
+/// stripped.
 fn is_module(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == "ko") && path.with_extension("mod.o").exists()
 }
@@ -91,18 +97,19 @@ fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// This program. Where there is no /proc, as in a bare root, its name must be a path.
+/// Returns the path of this program. Without /proc, as in a bare root, the program's name must be a
+/// path.
 fn own_path() -> Result<PathBuf> {
     let named = || env::args_os().next().map(PathBuf::from).filter(|name| name.components().count() > 1);
     let found = env::current_exe().ok().or_else(|| fs::canonicalize(named()?).ok());
     found.ok_or_else(|| Error::new("cannot find this program: call it by its path"))
 }
 
-/// Makes the directory in which gcc is to find its assembler.
+/// Makes the directory in which gcc finds its assembler.
 fn stand_in(own: &Path, directory: &Path) -> Result<()> {
     fs::create_dir_all(directory).map_err(|error| Error::file("make", directory, error))?;
     let link = directory.join(assembler::NAME);
-    // It may be there, and point to where this program was before.
+    // The link may exist, and point to the place where this program was before.
     let _ = fs::remove_file(&link);
     symlink(own, &link).map_err(|error| Error::file("make", &link, error))
 }
@@ -113,8 +120,9 @@ fn name(contents: &[u8]) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// Where the build writes to: a module's directory (`M=`, `KBUILD_EXTMOD`), another one for what is made (`O=`,
-/// `KBUILD_OUTPUT`), or where make is sent (`-C`) or started. `environment` has the variables that words do not name.
+/// Returns the build's output directory: a module's (`M=`, `KBUILD_EXTMOD`), a separate one (`O=`,
+/// `KBUILD_OUTPUT`), or the one to which make is sent (`-C`) or in which it is started.
+/// `environment` returns variables that the arguments do not set.
 fn output(here: &Path, arguments: &[OsString], environment: impl Fn(&str) -> Option<OsString>) -> PathBuf {
     let words: Vec<&str> = arguments.iter().filter_map(|word| word.to_str()).collect();
     let mut sent = here.to_owned();
@@ -124,7 +132,7 @@ fn output(here: &Path, arguments: &[OsString], environment: impl Fn(&str) -> Opt
             "-C" | "--directory" => next(),
             word => word.strip_prefix("--directory=").or_else(|| word.strip_prefix("-C")),
         };
-        // make goes from one to the next.
+        // make follows each `-C` from the directory of the one before.
         sent.extend(to);
     }
     let word = |name: &str| {
@@ -140,7 +148,7 @@ fn output(here: &Path, arguments: &[OsString], environment: impl Fn(&str) -> Opt
     }
 }
 
-/// The arguments but for `CC=`, and its value.
+/// Returns the arguments without `CC=`, and its value.
 fn without_compiler(arguments: &[OsString]) -> (Vec<OsString>, String) {
     let chosen = |word: &OsString| word.to_str().and_then(|word| word.strip_prefix("CC=")).map(str::to_owned);
     let compiler = arguments.iter().rev().find_map(chosen).unwrap_or_else(|| "gcc".to_owned());

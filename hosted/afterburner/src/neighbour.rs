@@ -1,36 +1,37 @@
-//! What stands beside a sensitive instruction, and whether it may share its slot.
+//! The neighbours of a sensitive instruction, and the decision if they may share its slot.
 //!
-//! A slot is long enough for a jump. Where the instruction is shorter, as it mostly is, its neighbours can be moved
-//! together with it: a monitor copies them, and the bare machine executes what it would have executed anyway. That costs
-//! nothing, where a NOP costs an instruction each time. Only instructions that mean the same in another place are borrowed,
-//! and none behind a label, because someone may jump there.
+//! A slot is long enough for a jump. Most sensitive instructions are shorter, so neighbours are
+//! moved together with them: a monitor copies the neighbours, and the bare machine executes them as
+//! before. Sharing costs nothing, while a NOP costs an instruction each time. Only instructions
+//! that mean the same in another place are borrowed. None is borrowed after a label, because code
+//! may jump there.
 
 use crate::operand;
 
-/// A statement, as seen from the one beside it.
+/// A statement, classified for the slot beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Neighbour {
     /// An instruction that can be moved.
     Ordinary {
-        /// It has at least so many bytes.
+        /// Least length of the instruction in bytes.
         least: u8,
-        /// It addresses memory relative to itself, or is a branch.
+        /// True if the instruction addresses memory relative to itself, or is a branch.
         relative: bool,
-        /// Only the assembler knows whether it is a long one.
+        /// True if only the assembler knows the length, short or long.
         is_branch: bool,
     },
     /// A call of a function.
     Calls,
-    /// A return, or a jump: nothing behind it is executed.
+    /// A return or a jump: execution does not continue after it.
     Ends {
-        /// Whether it is a jump.
+        /// True for a jump, whose target is relative.
         relative: bool,
     },
-    /// A directive that neither makes code nor cares where it stands.
+    /// A directive that makes no code and does not depend on its place.
     Neutral,
-    /// A prefix as a statement of its own: it belongs to the next instruction.
+    /// A prefix as a statement of its own, which belongs to the next instruction.
     Prefix,
-    /// Anything else: a slot ends before it.
+    /// Any other statement: a slot ends before it.
     Barrier,
 }
 
@@ -40,21 +41,21 @@ const PREFIXES: &[&str] =
 const PREFIX_BYTES: &[&str] =
     &["0xf3", "0xf2", "0x66", "0x67", "0x2e", "0x36", "0x3e", "0x26", "0x64", "0x65", "0x48"];
 
-/// In small letters.
+/// Names of functions, in small letters, whose calls the kernel patches.
 const PATCHED: &[&str] = &["__fentry__", "mcount", "__sct__", "__x86_", "__cfi_", "__pfx_"];
 const CONDITIONS: &[&str] = &[
     "je", "jne", "jz", "jnz", "ja", "jae", "jb", "jbe", "jc", "jnc", "jg", "jge", "jl", "jle", "jo", "jno",
     "js", "jns", "jp", "jnp",
 ];
 
-/// One byte of opcode; they come with a suffix or without.
+/// Instructions with one byte of opcode, with or without a suffix.
 const ONE_BYTE: &[&str] = &[
     "mov", "lea", "push", "pop", "test", "cmp", "add", "sub", "and", "or", "xor", "adc", "sbb", "inc", "dec",
     "neg", "not", "shl", "sal", "shr", "sar", "rol", "ror",
 ];
-/// Two bytes, with a suffix or without.
+/// Instructions with two bytes of opcode, with or without a suffix.
 const TWO_BYTES: &[&str] = &["bt", "bts", "btr", "btc"];
-/// Names as they are; the first number is all that they are long, at least.
+/// Instructions with a fixed name and their least length in bytes.
 const FIXED: &[(&str, u8)] = &[
     ("leave", 1),
     ("cltq", 2),
@@ -102,21 +103,21 @@ fn is_prefix(name: &str, rest: &str) -> bool {
     (rest.is_empty() && PREFIXES.contains(&name)) || (name == ".byte" && PREFIX_BYTES.contains(&rest))
 }
 
-/// A function by its name, if the kernel does not patch calls of it: it does so with those of tracing, of static calls
-/// and of the mitigations' thunks.
+/// Returns true if the target is a function whose calls the kernel does not patch. It patches calls
+/// for tracing, static calls, and the mitigations' thunks.
 fn is_function(target: &str) -> bool {
     let symbol = |byte: u8| byte.is_ascii_alphanumeric() || b"_.".contains(&byte);
     let name = target.bytes().next().is_some_and(|byte| byte == b'_' || byte.is_ascii_alphabetic());
     name && target.bytes().all(symbol) && !PATCHED.iter().any(|prefix| target.starts_with(prefix))
 }
 
-/// The compiler's own labels.
+/// Returns true for the compiler's own labels.
 fn is_local(target: &str) -> bool {
     let number = target.strip_suffix(['b', 'f']).unwrap_or_default();
     target.starts_with(".l") || (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// How many bytes an instruction has at least; `None` for those that are not borrowed.
+/// Returns the least length of an instruction in bytes; `None` if it is never borrowed.
 fn least(name: &str, rest: &str) -> Option<u8> {
     if let Some((_, least)) = FIXED.iter().find(|(fixed, _)| *fixed == name) {
         return Some(*least);
@@ -138,7 +139,7 @@ fn least(name: &str, rest: &str) -> Option<u8> {
     Some(sum + u8::from(is_wide(base, name, rest, &operands)))
 }
 
-/// The byte that names registers and memory, where there is no shorter form.
+/// Returns the length of the byte that names registers and memory, where no shorter form exists.
 fn form(base: &str, operands: &[&str]) -> u8 {
     let register =
         |operand: Option<&&str>| operand.is_some_and(|one| one.starts_with('%') && !one.contains(':'));
@@ -150,7 +151,7 @@ fn form(base: &str, operands: &[&str]) -> u8 {
     }
 }
 
-/// What an operand adds.
+/// Returns the bytes that an operand adds.
 fn extra(base: &str, name: &str, operand: &str) -> u8 {
     match operand.strip_prefix('$') {
         Some(value) => immediate(base, name, value),
@@ -192,7 +193,8 @@ fn memory(operand: &str) -> u8 {
     segment + form
 }
 
-/// A displacement beside a base register; a symbol may turn out to be a small number.
+/// Returns the length of a displacement beside a base register. A symbol may turn out to be a small
+/// number.
 fn offset(displacement: &str) -> u8 {
     match number(displacement) {
         _ if displacement.is_empty() => 0,
@@ -212,7 +214,7 @@ fn number(text: &str) -> Option<i64> {
     value.ok().map(|value| sign * value)
 }
 
-/// Whether it needs the prefix for 64 bits or for the upper registers.
+/// Returns true if the instruction needs a prefix for 64 bits or for the upper registers.
 fn is_wide(base: &str, name: &str, rest: &str, operands: &[&str]) -> bool {
     const UPPER: [&str; 8] = ["%r8", "%r9", "%r10", "%r11", "%r12", "%r13", "%r14", "%r15"];
     let full = |one: &&str| one.starts_with("%r") && !one.contains(':');

@@ -1,26 +1,27 @@
-//! What a slot's record says of an instruction's operands: two bytes, in the order of the assembler's syntax, source
-//! first. The text gives them before assembly, the decoded instruction after the link; the verifier compares.
+//! The operands of an instruction in a slot's record: two bytes, in the order of the assembler's
+//! syntax, source first. The rewriter reads them from the text, and the verifier compares them with
+//! the decoded instruction.
 
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::kind::Kind;
 
-/// An operand, in a byte: what it is in the high half, which one in the low half.
+/// An operand in a byte: its type in the high half, its number in the low half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand(pub u8);
 
 impl Operand {
-    /// There is none, or it is implied by the instruction.
+    /// No operand, or one that the instruction implies.
     pub const NONE: Self = Self(0);
-    /// Memory: the instruction in the slot has the address's form.
+    /// Memory; the instruction in the slot has the form of the address.
     pub const MEMORY: Self = Self(0x50);
-    /// A number: the instruction in the slot has it.
+    /// An immediate number; the instruction in the slot has it.
     pub const IMMEDIATE: Self = Self(0x60);
     /// The I/O port in DX.
     pub const PORT: Self = Self(0x70);
-    /// What ports are read to and written from: AL, AX or EAX.
+    /// The register for port values: AL, AX or EAX.
     pub const ACCUMULATOR: Self = Self(Self::GENERAL);
-    /// Only the instruction in the slot says: a macro has made it.
+    /// An operand that only the instruction in the slot shows, because a macro made it.
     pub const UNREAD: Self = Self(0xFF);
 
     const GENERAL: u8 = 0x10;
@@ -28,7 +29,7 @@ impl Operand {
     const DEBUG: u8 = 0x30;
     const SEGMENT: u8 = 0x40;
 
-    /// For people.
+    /// Returns the operand as text for reports.
     #[must_use]
     pub fn describe(self) -> String {
         const GENERAL: [&str; 16] = [
@@ -51,7 +52,7 @@ impl Operand {
         }
     }
 
-    /// Whether it is a segment register, and which one.
+    /// Returns the number of a segment register, if the operand is one.
     #[must_use]
     pub fn segment(self) -> Option<u8> {
         (self.0 & 0xF0 == Self::SEGMENT).then_some(self.0 & 0xF)
@@ -61,19 +62,19 @@ impl Operand {
         self != Self::UNREAD && self.0 & 0xF0 == what
     }
 
-    /// Whether it is a control register.
+    /// Returns true for a control register.
     #[must_use]
     pub fn is_control(self) -> bool {
         self.is(Self::CONTROL)
     }
 
-    /// Whether it is a debug register.
+    /// Returns true for a debug register.
     #[must_use]
     pub fn is_debug(self) -> bool {
         self.is(Self::DEBUG)
     }
 
-    /// Reads an operand as the assembler's syntax has it, in small letters.
+    /// Reads an operand in the assembler's syntax, in small letters.
     #[must_use]
     pub fn read(text: &str) -> Self {
         let text = text.trim();
@@ -87,7 +88,7 @@ impl Operand {
         }
     }
 
-    /// A register, or memory with a segment before it.
+    /// Reads a register, or memory with a segment before it.
     fn read_register(name: &str) -> Self {
         if name.contains(':') {
             return Self::MEMORY;
@@ -109,7 +110,8 @@ impl Operand {
         }
     }
 
-    /// DX names a port where ports are spoken to, and is a register like others elsewhere.
+    /// Returns the operand's meaning for a kind: DX names a port in port instructions, and is a
+    /// general register elsewhere.
     #[must_use]
     pub fn meant(self, kind: Kind) -> Self {
         match (self, kind) {
@@ -119,7 +121,7 @@ impl Operand {
         }
     }
 
-    /// Both operands of a decoded instruction, in the assembler's order.
+    /// Returns both operands of a decoded instruction, in the assembler's order.
     #[must_use]
     pub fn decoded(instruction: &Instruction) -> [Self; 2] {
         let one = |operand| match operand < instruction.op_count() {
@@ -152,7 +154,7 @@ impl Operand {
     }
 }
 
-/// The number of a general register by any of its names.
+/// Returns the number of a general register by any of its names.
 #[must_use]
 pub fn general(name: &str) -> Option<u8> {
     const LETTERS: [&str; 8] = ["ax", "cx", "dx", "bx", "sp", "bp", "si", "di"];
@@ -172,7 +174,7 @@ pub fn general(name: &str) -> Option<u8> {
         .or_else(numbered)
 }
 
-/// Cuts operands at the commas that are outside of parentheses.
+/// Splits operands at the commas outside of parentheses.
 #[must_use]
 pub fn split(text: &str) -> Vec<&str> {
     let mut depth = 0_u32;

@@ -1,23 +1,25 @@
-//! Which files of a kernel get slots, by where the build puts what it makes of them.
+//! The files of a kernel that get slots, by the place of the build's output.
 //!
-//! - What does not become a part of the kernel's image is passed on untouched: the decompressor and the boot code, the real
-//!   mode trampoline, the vDSO, which runs in user mode, kexec's purgatory, EFI's stub, and the build's own programs.
-//! - Code that the kernel copies to another place before it runs it has its instructions written down, without slots: a
+//! - Code outside of the kernel's image passes untouched: the decompressor and the boot code, the
+//!   real mode trampoline, the vDSO, which runs in user mode, kexec's purgatory, EFI's stub, and
+//!   the build's own programs.
+//! - Code that the kernel copies to another place before it runs it gets records without slots. A
 //!   jump to a monitor would not survive the copy.
 
 use crate::rewrite::Treatment;
 
-/// Parts of paths of what is not in the image, or does not run there.
+/// Parts of the paths of files that are not in the image, or do not run there.
 const UNTOUCHED: &[&str] =
     &["/arch/x86/realmode/rm/", "/vdso/", "/vdso32/", "/vdso64/", "/vdsox32/", "/purgatory/", "/libstub/"];
-/// Directories of the build's own root; a module outside of it has a path that may hold anything.
+/// Directories of the build's own root. A module outside of the root has a path that may contain
+/// any of these names.
 const BUILDS_OWN: &[&str] = &["scripts/", "tools/", "samples/", "usr/"];
 
-/// The setup code lies directly in its directory; since 6.15 a directory beneath it belongs to the kernel.
+/// Directory of the setup code. Since 6.15 one directory beneath it belongs to the kernel.
 const BOOT: &str = "arch/x86/boot/";
 const OF_THE_KERNEL: &str = "startup/";
 
-/// Beginnings of names of files whose code is copied.
+/// Beginnings of the names of files whose code is copied.
 const COPIED: &[&str] = &[
     "arch/x86/kernel/relocate_kernel_",
     "arch/x86/kernel/ftrace_64.",
@@ -26,7 +28,7 @@ const COPIED: &[&str] = &[
     "arch/x86/mm/mem_encrypt_boot.",
 ];
 
-/// How the file that becomes `output` is treated; `None` if it is none of the afterburner's.
+/// Returns the treatment of the file that becomes `output`; `None` if it passes untouched.
 #[must_use]
 pub fn treatment(output: &str) -> Option<Treatment> {
     let relative = output.trim_start_matches("./");

@@ -1,7 +1,9 @@
-//! What the assembler is given before each file: macros that end slots and write records, and one macro for each
-//! sensitive mnemonic, so that instructions are caught that only come about when macros are expanded, such as
-//! arguments. Such a macro is removed while the real instruction is assembled, and set up again behind it; where the text
-//! itself has the instruction, the same is done there.
+//! The prelude: the text that the assembler reads before each file.
+//!
+//! Its macros end slots and write records. One macro for each sensitive mnemonic catches
+//! instructions that only appear when macros are expanded, for example from arguments. Such a macro
+//! is removed while the real instruction is assembled, and defined again after it. The rewriter
+//! does the same around instructions of the text itself.
 
 use std::fmt::Write;
 
@@ -11,7 +13,8 @@ use crate::{
     rewrite::Treatment,
 };
 
-/// `77790` is a slot's beginning and `77791` its end; `7777n` and `7778n` are those of its instruction n.
+/// Text of the macros. Label `77790` is a slot's beginning and `77791` its end. Labels `7777n` and
+/// `7778n` are those of its instruction n.
 const MACROS: &str = "\
 .macro mercury_record number, kind, flags, source, target
 .pushsection @SECTION@, \"\", @progbits
@@ -64,7 +67,7 @@ mercury_record 0, \\kind, .Lmercury_alternative*@ALTERNATIVE@+.Lmercury_left*@LE
 .set .Lmercury_left, @ALWAYS@
 ";
 
-/// The prelude of a file.
+/// Returns the prelude of a file.
 #[must_use]
 pub fn prelude(treatment: Treatment) -> String {
     let always = u8::from(treatment == Treatment::Left);

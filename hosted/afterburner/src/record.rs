@@ -1,97 +1,101 @@
-//! The section in which slots are written down, one record an instruction.
+//! The section in which slots are recorded, with one record per instruction.
 //!
-//! It is called [`SECTION`] and is not loaded. The name is one of debug information, so that kernels' linker scripts know
-//! it, linkers drop what refers to code that they dropped, and modules' checks let it pass. A kernel whose debug
-//! information has been stripped has none: keep the `vmlinux` of the build.
+//! Its name is [`SECTION`], and it is not loaded. The name is one of debug information. Kernels'
+//! linker scripts therefore know it, linkers drop its references to dropped code, and modules'
+//! checks let it pass. A kernel without its debug information has no records: keep the `vmlinux` of
+//! the build.
 //!
 //! A record is 16 bytes, little-endian:
 //!
 //! | bytes | what |
 //! |-------|------|
 //! | 8     | address of the slot; in a module, a relocation |
-//! | 1     | length of the slot |
-//! | 1     | where in it the instruction begins |
-//! | 1     | length of the instruction |
+//! | 1     | length of the slot in bytes |
+//! | 1     | offset of the instruction in the slot |
+//! | 1     | length of the instruction in bytes |
 //! | 1     | its [`Kind`] |
 //! | 1     | [`Flags`] |
 //! | 2     | its operands: [`Operand`] |
 //! | 1     | [`VERSION`] |
 //!
-//! A slot with several sensitive instructions has a record for each, all with the slot's address and length. Whatever
-//! else is in a slot is either a NOP or an ordinary instruction that has been *borrowed* to make it long enough. The
-//! kernel never jumps into a slot but to its beginning, so a monitor may fill all of it: with a jump to code that does
-//! what the slot did, from its first byte to its last, and jumps back behind it. Borrowed instructions are executed from
-//! a copy; those that address memory relative to themselves are flagged, because their copy must be adjusted.
+//! A slot with several sensitive instructions has a record for each, all with the slot's address
+//! and length. Every other byte of a slot belongs to a NOP, or to an ordinary instruction that was
+//! *borrowed* to make the slot long enough. The kernel jumps to the beginning of a slot only. A
+//! monitor may therefore fill all of it with a jump to code that does the same as the slot, from
+//! its first byte to its last, and jumps back after it. Borrowed instructions are executed from a
+//! copy. Those that address memory relative to themselves are flagged, because their copy must be
+//! adjusted.
 //!
 //! The address 0 stands for code that the linker has dropped.
 
 use crate::{kind::Kind, operand::Operand};
 
-/// The section's name.
+/// Name of the section.
 pub const SECTION: &str = ".debug_funcnames";
-/// Bytes of a record.
+/// Size of a record in bytes.
 pub const SIZE: usize = 16;
-/// Of the format.
+/// Version of the format.
 pub const VERSION: u8 = 1;
 
-/// What else there is to know of a slot.
+/// Properties of a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(pub u8);
 
 impl Flags {
-    /// In a replacement that the kernel copies over other code: filled in there, or with code that does not depend on
-    /// its place.
+    /// The slot is in a replacement that the kernel copies over other code. A monitor fills it
+    /// there, or with code that does not depend on its place.
     pub const ALTERNATIVE: Self = Self(1);
-    /// Not to be filled: the code runs before the kernel's own page tables, or is copied away. There is no slot, only the
-    /// instruction.
+    /// There is no slot, only the instruction, and it must not be replaced. The code runs before
+    /// the kernel's own page tables, or is copied away.
     pub const LEFT: Self = Self(2);
     /// An instruction in the slot addresses memory relative to itself.
     pub const RELATIVE: Self = Self(4);
-    /// Ordinary instructions have been borrowed.
+    /// Ordinary instructions were borrowed for the slot.
     pub const BORROWED: Self = Self(8);
-    /// The last instruction is a call of a function, to which the slot's end is the address to return to.
+    /// The last instruction is a call of a function, and the slot's end is the address to return
+    /// to.
     pub const CALLS: Self = Self(16);
 
-    /// Whether all of `others` are set.
+    /// Returns true if all flags of `others` are set.
     #[must_use]
     pub fn has(self, others: Self) -> bool {
         self.0 & others.0 == others.0
     }
 
-    /// These and others.
+    /// Returns these flags and those of `other`.
     #[must_use]
     pub fn and(self, others: Self) -> Self {
         Self(self.0 | others.0)
     }
 }
 
-/// One sensitive instruction.
+/// The record of one sensitive instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Address of the slot.
     pub slot: u64,
-    /// Its length.
+    /// Length of the slot in bytes.
     pub length: u8,
-    /// Where in it the instruction begins.
+    /// Offset of the instruction in the slot.
     pub offset: u8,
-    /// The instruction's length.
+    /// Length of the instruction in bytes.
     pub size: u8,
-    /// What it does.
+    /// Kind of the instruction.
     pub kind: Kind,
-    /// What else there is to know.
+    /// Properties of the slot.
     pub flags: Flags,
-    /// What it does it with, source first.
+    /// Operands of the instruction, source first.
     pub operands: [Operand; 2],
 }
 
 impl Record {
-    /// Address of the instruction.
+    /// Returns the address of the instruction.
     #[must_use]
     pub fn instruction(&self) -> u64 {
         self.slot.wrapping_add(u64::from(self.offset))
     }
 
-    /// Reads one; `None` if this is no record of this version.
+    /// Parses a record; `None` if the bytes are no record of this version.
     #[must_use]
     pub fn read(bytes: &[u8; SIZE]) -> Option<Self> {
         let (slot, rest) = bytes.split_first_chunk()?;

@@ -1,17 +1,19 @@
-//! Finds the sensitive instructions of a text and puts each in a slot. Nothing of the text is changed: a rewriting is a
-//! list of insertions, so what is not understood is not harmed.
+//! The rewriter. It finds the sensitive instructions of a text and puts each in a slot. A rewriting
+//! is a list of insertions and changes no byte of the text, so that a statement it does not
+//! understand is not harmed.
 //!
 //! A slot is formed from the instruction on, in this order:
 //!
-//! 1. It takes in what follows, up to a label, until there is room for a jump: other sensitive instructions (`pushf; pop;
-//!    cli` is one slot, and so are `sti; hlt` and `swapgs; sysretq`, where nothing may come between) and ordinary ones
-//!    that mean the same in another place, a call of a function as the last.
-//! 2. Where nothing behind is executed, after IRET or RET, it is filled up: that costs nothing.
-//! 3. Otherwise it takes in what stands before it.
-//! 4. If that is not enough either, one NOP fills it up.
+//! 1. The slot grows over the statements that follow, up to a label, until there is room for a
+//!    jump. It takes in other sensitive instructions (`pushf; pop; cli` is one slot, and so are
+//!    `sti; hlt` and `swapgs; sysretq`, where nothing may come between). It takes in ordinary
+//!    instructions that mean the same in another place; a call of a function is the last.
+//! 2. After IRET or RET, where execution does not continue, the slot is filled up at no cost.
+//! 3. Otherwise the slot grows over the statements before the instruction.
+//! 4. If the slot is still too short, one NOP fills it up.
 //!
-//! How long instructions are is only estimated here, and never too long; the assembler knows, and adds the NOP of step 4
-//! where an estimate was wrong (see [`crate::prelude`]).
+//! Lengths of instructions are only estimated here, and never too long. The assembler knows them,
+//! and adds the NOP of step 4 where an estimate was wrong (see [`crate::prelude`]).
 
 use iced_x86::{Decoder, DecoderOptions};
 
@@ -24,21 +26,21 @@ use crate::{
     statement::{Statement, statements},
 };
 
-/// A text that goes in somewhere.
+/// A text to insert into the assembler's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Insertion {
-    /// Before which byte.
+    /// Offset of the byte before which the text goes.
     pub at: usize,
-    /// The text.
+    /// The text to insert.
     pub text: String,
 }
 
-/// How a file is treated: see [`crate::place`].
+/// The treatment of a file: see [`crate::place`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Treatment {
-    /// Slots.
+    /// Instructions get slots.
     Slots,
-    /// Instructions are written down, and stay as they are.
+    /// Instructions are recorded, and stay as they are.
     Left,
 }
 
@@ -47,9 +49,9 @@ pub enum Treatment {
 struct Found {
     kind: Kind,
     operands: [Operand; 2],
-    /// It has at least so many bytes.
+    /// Least length of the instruction in bytes.
     least: u8,
-    /// The prelude's macro that would catch it.
+    /// Macro of the prelude that would catch the instruction.
     catcher: Option<&'static str>,
 }
 
@@ -63,13 +65,13 @@ enum Class {
 struct Item {
     statement: Statement,
     class: Class,
-    /// In a replacement that the kernel copies.
+    /// True in a replacement that the kernel copies.
     alternative: bool,
-    /// It stays as it is: see [`Context::is_left`].
+    /// True if the instruction stays as it is: see [`Context::is_left`].
     left: bool,
 }
 
-/// The insertions that put the text's sensitive instructions into slots, in order.
+/// Returns the insertions that put the text's sensitive instructions into slots, in order.
 #[must_use]
 pub fn rewrite(text: &[u8], treatment: Treatment) -> Vec<Insertion> {
     let mut insertions = Vec::new();
@@ -89,12 +91,12 @@ pub fn rewrite(text: &[u8], treatment: Treatment) -> Vec<Insertion> {
         at = slot.last + 1;
         free = at;
     }
-    // What was inserted at one place stays in the order of its making.
+    // Insertions at one place stay in the order of their making.
     insertions.sort_by_key(|insertion| insertion.at);
     insertions
 }
 
-/// The text with its insertions.
+/// Returns the text with its insertions.
 #[must_use]
 pub fn apply(text: &[u8], insertions: &[Insertion]) -> Vec<u8> {
     let added: usize = insertions.iter().map(|insertion| insertion.text.len()).sum();
@@ -109,7 +111,7 @@ pub fn apply(text: &[u8], insertions: &[Insertion]) -> Vec<u8> {
     out
 }
 
-/// Follows the sections and the processor's mode on the way.
+/// Classifies the statements of a text, and follows the sections and the processor's mode.
 fn classify(text: &[u8], treatment: Treatment, insertions: &mut Vec<Insertion>) -> Vec<Item> {
     let mut context = Context::new(treatment);
     let mut items = Vec::new();
@@ -139,7 +141,8 @@ fn classify(text: &[u8], treatment: Treatment, insertions: &mut Vec<Insertion>) 
     items
 }
 
-/// Marks what a macro is given in quotes, to be a statement there, where the prelude would not know it: bytes, and moves.
+/// Marks a quoted macro argument that becomes a statement which the prelude would not recognize:
+/// bytes, and moves.
 fn in_arguments(text: &[u8], statement: &Statement) -> Vec<Insertion> {
     let mut all = Vec::new();
     let mut at = statement.start;
@@ -165,7 +168,7 @@ fn marked(found: &Found, words: &str) -> String {
     }
 }
 
-/// The sensitive instruction that a statement is.
+/// Returns the sensitive instruction of a statement, if it is one.
 fn find(words: &str) -> Option<Found> {
     let mut instruction = words;
     loop {
@@ -191,7 +194,7 @@ fn find_by_name(name: &str, rest: &str, is_first: bool) -> Option<Found> {
     Some(Found { kind, operands: described(kind, pair), least, catcher })
 }
 
-/// Moves, pushes and pops of special registers.
+/// Returns the kind of a move, push or pop of a special register.
 fn moved(name: &str, operands: &[Operand; 2]) -> Option<Kind> {
     let [from, to] = *operands;
     match name.strip_suffix(['b', 'w', 'l', 'q']).unwrap_or(name) {
@@ -207,8 +210,8 @@ fn moved(name: &str, operands: &[Operand; 2]) -> Option<Kind> {
     }
 }
 
-/// Operands that are spelled in some texts and implied in others are never written down, but for the accumulator of a port's
-/// instruction that names the port alone.
+/// Returns the operands to record. Operands that some texts spell and others imply are never
+/// recorded. The accumulator of a port instruction that names the port alone is the exception.
 fn described(kind: Kind, operands: [Operand; 2]) -> [Operand; 2] {
     use Kind::{In, Ins, Monitor, Mwait, Out, Outs, Virtualize};
     match kind {
@@ -234,7 +237,7 @@ fn least(kind: Kind, name: &str, operands: &[Operand; 2]) -> u8 {
     }
 }
 
-/// Instructions that assemblers did not know when they were written down.
+/// Finds an instruction that is given as bytes, because assemblers of its time did not know it.
 fn find_in_bytes(list: &str) -> Option<Found> {
     let bytes: Option<Vec<u8>> = list.split(',').map(|byte| byte_value(byte.trim())).collect();
     let bytes = bytes?;
@@ -242,7 +245,7 @@ fn find_in_bytes(list: &str) -> Option<Found> {
     let instruction = decoder.decode();
     let kind = Kind::of(&instruction)?;
     let whole = !instruction.is_invalid() && instruction.len() == bytes.len();
-    // All of those that have one byte have had a name from the beginning: one byte is data.
+    // Every one-byte instruction has had a name from the beginning, so one byte is data.
     (whole && bytes.len() > 1).then(|| Found {
         kind,
         operands: described(kind, Operand::decoded(&instruction)),
@@ -258,20 +261,21 @@ fn byte_value(text: &str) -> Option<u8> {
     }
 }
 
-/// What a slot is filled up with.
+/// The filling of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fill {
-    /// A NOP, if it is too short.
+    /// A NOP, if the slot is too short.
     Nop,
-    /// Traps, if it is too short, behind code that ends in a jump of a length that is not known yet.
+    /// Traps, if the slot is too short, after code that ends in a jump of unknown length.
     Traps,
-    /// NOPs, if it is too short, of which there is none if the estimate was right: there is a branch in it.
+    /// NOPs, if the slot is too short. With a right estimate there are none; the slot contains a
+    /// branch.
     Late,
-    /// Nothing.
+    /// No filling: the slot is long enough.
     Nothing,
 }
 
-/// Items `first..=last` of a text.
+/// A slot: items `first..=last` of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Slot {
     first: usize,
@@ -282,13 +286,13 @@ struct Slot {
 }
 
 impl Slot {
-    /// The instruction alone, as it is.
+    /// Returns the record of an instruction that stays as it is.
     fn left(items: &[Item], at: usize, free: usize) -> Self {
         let (first, flags) = (with_prefix(items, at, free), Flags::LEFT);
         Self { first, last: at, least: 0, fill: Fill::Nothing, flags: flags.and(flags_of(&items[at])) }
     }
 
-    /// A slot for the instruction at `at`; items before `free` belong to another.
+    /// Forms a slot for the instruction at `at`. Items before `free` belong to another slot.
     fn form(items: &[Item], at: usize, free: usize) -> Self {
         let mut growing = Growing {
             items,
@@ -312,7 +316,7 @@ impl Slot {
             None if growing.bytes < JUMP => growing.backward(free),
             None => {}
         }
-        match growing.would_spoil_a_shadow() {
+        match growing.would_break_a_shadow() {
             true => growing.done(Fill::Nothing),
             false if growing.relaxed => growing.done(Fill::Late),
             false => growing.done(Fill::Nop),
@@ -350,7 +354,7 @@ impl Slot {
     }
 }
 
-/// The first statement of an instruction whose prefixes stand before it.
+/// Returns the first statement of an instruction whose prefixes stand before it.
 fn with_prefix(items: &[Item], at: usize, free: usize) -> usize {
     let mut first = at;
     while first > free
@@ -373,14 +377,14 @@ struct Growing<'a> {
     last: usize,
     bytes: u8,
     flags: Flags,
-    /// Nothing behind the slot is executed; what it is filled up with.
+    /// Filling if execution does not continue after the slot.
     ends: Option<Fill>,
-    /// Whether the assembler learns the length too late for the prelude to ask it.
+    /// True if the assembler learns the length too late for the prelude to ask for it.
     relaxed: bool,
 }
 
 impl Growing<'_> {
-    /// Takes an item in; says whether that was possible.
+    /// Takes an item in. Returns true if that was possible.
     fn take(&mut self, at: usize) -> bool {
         match self.items[at].class {
             Class::Sensitive(found) => {
@@ -411,7 +415,8 @@ impl Growing<'_> {
         self.flags = self.flags.and(Flags::BORROWED).and(relative);
     }
 
-    /// Takes in what follows. A branch is only worth it if that makes the slot long enough.
+    /// Grows over the statements that follow. A branch is taken in only if it makes the slot long
+    /// enough.
     fn forward(&mut self) {
         let mut before_branch = None;
         let mut next = self.last + 1;
@@ -439,7 +444,7 @@ impl Growing<'_> {
         }
     }
 
-    /// The sensitive instruction that prefixes from `at` on belong to.
+    /// Returns the sensitive instruction to which the prefixes from `at` on belong.
     fn prefixed(&self, mut at: usize) -> Option<usize> {
         while self.items.get(at)?.class == Class::Beside(Neighbour::Prefix) {
             at += 1;
@@ -448,7 +453,7 @@ impl Growing<'_> {
         (!item.statement.labelled && matches!(item.class, Class::Sensitive(_))).then_some(at)
     }
 
-    /// Takes in what stands before, if that makes it long enough.
+    /// Grows over the statements before, if they make the slot long enough.
     fn backward(&mut self, free: usize) {
         let (mut first, mut bytes, mut flags) = (self.first, self.bytes, self.flags.and(Flags::BORROWED));
         let mut at = self.first;
@@ -474,8 +479,9 @@ impl Growing<'_> {
         }
     }
 
-    /// Whether a NOP would stand between STI, or a load of SS, and what it protects.
-    fn would_spoil_a_shadow(&self) -> bool {
+    /// Returns true if a NOP would stand between STI, or a load of SS, and the instruction that it
+    /// protects.
+    fn would_break_a_shadow(&self) -> bool {
         let shadows = matches!(self.items[self.last].class, Class::Sensitive(found) if found.kind.shadows());
         let next = self.items[self.last + 1..].iter().find(|item| {
             item.class != Class::Beside(Neighbour::Neutral) && item.statement.end > item.statement.start

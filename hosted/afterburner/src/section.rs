@@ -1,29 +1,30 @@
-//! The section that a text is in, as its directives have it.
+//! The current section of a text, by its directives.
 
 use std::collections::HashMap;
 
-/// What matters of a section.
+/// The relevant properties of a section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Section {
-    /// It holds instructions.
+    /// True if the section holds instructions.
     pub is_code: bool,
-    /// It holds replacements of alternatives, which the kernel copies over other code.
+    /// True if the section holds replacements of alternatives, which the kernel copies over other
+    /// code.
     pub is_replacement: bool,
-    /// Which one it is of the text's.
+    /// Number of the section in the text.
     pub number: usize,
 }
 
-/// Where a text begins.
+/// The section in which a text begins.
 const TEXT: Section = Section { is_code: true, is_replacement: false, number: 0 };
 
-/// Follows `.section` and its kin.
+/// The sections of a text, as `.section` and similar directives switch between them.
 #[derive(Debug)]
 pub struct Sections {
-    /// The current section and the one before it; beneath, those that were pushed away.
+    /// The current section and the one before it; beneath, the pushed ones.
     stack: Vec<(Section, Section)>,
-    /// Sections that have been declared with flags: they may be named without later.
+    /// Sections that were declared with flags. A later directive may name them without flags.
     known: HashMap<String, bool>,
-    /// By number.
+    /// Names of the sections, by number.
     names: Vec<String>,
 }
 
@@ -34,19 +35,19 @@ impl Default for Sections {
 }
 
 impl Sections {
-    /// Where the text is.
+    /// Returns the current section.
     #[must_use]
     pub fn current(&self) -> Section {
         self.stack.last().map_or(TEXT, |(current, _)| *current)
     }
 
-    /// The name of a section.
+    /// Returns the name of a section.
     #[must_use]
     pub fn name(&self, number: usize) -> &str {
         &self.names[number]
     }
 
-    /// Takes a directive; says whether it was one of these.
+    /// Follows a directive. Returns true if it concerns sections.
     pub fn follow(&mut self, name: &str, rest: &str) -> bool {
         match name {
             ".pushsection" => {
@@ -89,7 +90,7 @@ impl Sections {
     }
 }
 
-/// As the assembler has it for sections without flags.
+/// Returns true for a name that the assembler takes for code if there are no flags.
 fn is_text_by_name(name: &str) -> bool {
     [".text", ".init", ".fini"].iter().any(|known| {
         name.strip_prefix(known)

@@ -1,29 +1,32 @@
-//! The assembler's text, cut into statements. Nothing is changed here and nothing is refused: what is no text, or none
-//! that the assembler would take, passes through, for others to find fault with.
+//! The assembler's text, cut into statements. This module changes nothing and refuses nothing.
+//! Invalid text passes through, and the assembler reports it.
 //!
-//! What is known of the syntax: statements end with a line or a semicolon; comments run from `#` to the end of the line or
-//! between `/*` and `*/`; strings and characters hide all of these; any number of labels stand before a statement.
+//! The relevant syntax: statements end with a line or a semicolon. Comments run from `#` to the end
+//! of the line or between `/*` and `*/`. Strings and characters hide all of these. Any number of
+//! labels stand before a statement.
 
-/// One statement: `text[start..end]`, without the labels before it and the blanks around it. A comment may stand in it.
+/// One statement: `text[start..end]`, without the labels before it and the blanks around it. It may
+/// contain a comment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Statement {
-    /// Its first byte; behind the labels, if it has some.
+    /// Offset of its first byte, after its labels.
     pub start: usize,
-    /// The byte behind its last.
+    /// Offset of the byte after its last.
     pub end: usize,
-    /// Whether a label stands before it.
+    /// True if a label stands before it.
     pub labelled: bool,
 }
 
 impl Statement {
-    /// The statement itself.
+    /// Returns the bytes of the statement.
     #[must_use]
     pub fn of<'a>(&self, text: &'a [u8]) -> &'a [u8] {
         &text[self.start..self.end]
     }
 
-    /// The same for reading: in small letters, without comments, and with single blanks, of which there is none in a
-    /// register's name. The assembler does not tell capital letters in mnemonics and registers.
+    /// Returns the statement for reading: in small letters, without comments, with single blanks,
+    /// and with none in a register's name. The assembler ignores the case of mnemonics and
+    /// registers.
     #[must_use]
     pub fn words(&self, text: &[u8]) -> String {
         let mut words = String::from_utf8_lossy(self.of(text)).to_ascii_lowercase();
@@ -35,7 +38,7 @@ impl Statement {
     }
 }
 
-/// Cuts a text. A label with nothing behind it is a statement too: an empty one.
+/// Cuts a text into statements. A label without a statement after it is an empty statement.
 pub fn statements(text: &[u8]) -> impl Iterator<Item = Statement> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -51,7 +54,8 @@ pub fn statements(text: &[u8]) -> impl Iterator<Item = Statement> + '_ {
     })
 }
 
-/// Where the statement at `from` ends, and where the next one begins. A comment to the end of the line ends it.
+/// Returns the end of the statement at `from`, and the start of the next. A comment to the end of
+/// the line ends a statement.
 fn extent(text: &[u8], from: usize) -> (usize, usize) {
     let mut at = from;
     while let Some(&byte) = text.get(at) {
@@ -86,7 +90,7 @@ fn string_end(text: &[u8], mut at: usize) -> usize {
     text.len()
 }
 
-/// `'a`, `'a'`, `'\n`; a line's end is never a character.
+/// Returns the end of a character: `'a`, `'a'`, `'\n`. The end of a line is never a character.
 fn character_end(text: &[u8], at: usize) -> usize {
     let length = match text.get(at) {
         Some(b'\n') | None => return at.min(text.len()),
@@ -120,7 +124,8 @@ fn trimmed(text: &[u8], from: usize, to: usize) -> Option<Statement> {
     (labelled || end > start).then_some(Statement { start, end: end.max(start), labelled })
 }
 
-/// The length of a label with its colon: a name, a number, a name in quotes, or one of a macro's making.
+/// Returns the length of a label with its colon: a name, a number, a quoted name, or a name that a
+/// macro makes.
 fn label(text: &[u8]) -> Option<usize> {
     let name = match text.first()? {
         b'"' => string_end(text, 1),

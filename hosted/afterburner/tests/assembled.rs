@@ -1,4 +1,4 @@
-//! What the assembler makes of rewritten texts, and what the verifier says of that: with the real assembler.
+//! Rewritten texts through the real assembler and the verifier.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::{fs, process::Command};
@@ -53,7 +53,7 @@ fn kinds(image: &Image) -> Vec<Kind> {
     image.records.iter().map(|record| record.kind).collect()
 }
 
-/// Each slot once.
+/// Returns the length of each slot, once.
 fn lengths(image: &Image) -> Vec<u8> {
     let mut records: Vec<&Record> = image.records.iter().collect();
     records.dedup_by_key(|record| record.slot);
@@ -127,7 +127,7 @@ const FORMS: &[(&str, Kind)] = &[
 #[test]
 fn each_form_gets_a_slot() {
     for (form, kind) in FORMS {
-        // With nothing to borrow on either side.
+        // There is nothing to borrow on either side.
         let image = slots(&format!("call g\n1: {form} # cli\n2: call g\n"));
         let account = clean(&image);
         assert_eq!((kinds(&image), account.sensitive, account.uncovered), (vec![*kind], 1, 0), "{form}");
@@ -141,7 +141,8 @@ fn each_form_gets_a_slot_where_a_macro_makes_it() {
     for (form, kind) in FORMS.iter().filter(|(form, _)| !form.contains(['/', ';'])) {
         let quoted = format!(".macro m op\n1: \\op\n.endm\nm \"{form}\"\ncall g");
         let image = slots(&quoted);
-        // A prefix before a macro's name hides it from the assembler, and nothing in the kernel does that.
+        // A prefix before a macro's name hides it from the assembler, and nothing in the kernel
+        // does that.
         if !form.starts_with("rep") && !form.starts_with("rex") {
             clean(&image);
             assert_eq!(kinds(&image), [*kind], "{form}");
@@ -161,7 +162,7 @@ fn neighbours_are_borrowed_where_that_is_harmless() {
     for (text, bytes) in [
         ("cli; movl $1, %eax; call g", &[0xFA, 0xB8, 1, 0, 0, 0][..]),
         ("cli; call g", &[0xFA, 0xE8]),
-        // As the preprocessor leaves it.
+        // The statement as the preprocessor leaves it.
         ("cli; movl foo (% rip), %eax; call g", &[0xFA, 0x8B, 0x05]),
         ("cli; testl %eax, %eax; je .Lx; .Lx: ret", &[0xFA, 0x85, 0xC0, 0x74]),
         ("pushf; pop %rax; jne .Lx; sti; .Lx: ret", &[0x9C, 0x58, 0x75, 1, 0xFB]),
@@ -169,7 +170,7 @@ fn neighbours_are_borrowed_where_that_is_harmless() {
             "pushf; pop %rax\n#NO_APP\n.loc 1 1\n#APP\ncli\n popq %r12\n call g",
             &[0x9C, 0x58, 0xFA, 0x41, 0x5C],
         ),
-        // Nothing behind, but enough before it.
+        // Nothing can be borrowed after the instruction, but enough before it.
         ("movq %rax, %rbx; xorl %eax, %eax; sti; call *%rax", &[0x48, 0x89, 0xC3, 0x31, 0xC0, 0xFB]),
     ] {
         let image = slots(&format!(".file 1 \"x\"\n{text}"));
@@ -215,7 +216,8 @@ fn what_must_stay_together_does() {
     }
 }
 
-/// A NOP would let an interrupt in before HLT; so the slot stays too short, and that is found.
+/// A NOP would let an interrupt in before HLT. The slot therefore stays too short, and the verifier
+/// finds that.
 #[test]
 fn a_shadow_is_rather_left_without_a_slot() {
     let image = slots("call g; sti; 1: hlt; call g");
@@ -263,7 +265,7 @@ fn code_that_is_copied_is_only_written_down() {
     assert_eq!(code(&image, ".text"), [0xFA, 0x0F, 0x22, 0xD8, 0x0F, 0x30, 0x9C, 0xF4, 0xC3]);
 }
 
-/// Data is written down in bytes as well, and may look like anything.
+/// Data is written as bytes as well, and may contain anything.
 #[test]
 fn data_is_not_touched() {
     let data = ".byte 207\n.byte 0x0f, 0x01, 0xca\n.byte 0xfa\n";
@@ -289,8 +291,8 @@ fn code_of_other_modes_is_only_written_down() {
     clean(&image);
 }
 
-/// The mode is the assembler's, and stays when the section changes: so PVH's entry is written, and EFI's way to
-/// 32-bit firmware.
+/// The mode is the assembler's, and stays when the section changes. PVH's entry and EFI's way to
+/// 32-bit firmware depend on that.
 #[test]
 fn a_mode_stays_in_all_sections() {
     let entry = "g: cli\n movl %eax, %cr0\n ljmp $8, $1f\n.code64\n1: cli; call f";
@@ -298,7 +300,7 @@ fn a_mode_stays_in_all_sections() {
         slots(&format!("ret\n.code32\n.text\n.section .head.text, \"ax\"\n{entry}\n.text\ncli; call f"));
     let account = clean(&image);
     assert_eq!((account.sensitive, account.left, account.slots), (5, 3, 2));
-    // In whatever order sections are left and come back to.
+    // Sections are left and re-entered in any order.
     let image = slots(
         ".pushsection .head.text, \"ax\"\n.code32\ncli\n.popsection\nsti\n.code64\ncall f; hlt; call f",
     );
@@ -306,7 +308,7 @@ fn a_mode_stays_in_all_sections() {
     assert_eq!((account.sensitive, account.left, account.slots), (3, 2, 1));
 }
 
-/// Templates of trampolines lie among read-only data, and so does what firmware jumps to.
+/// Templates of trampolines lie among read-only data, and so do the targets of firmware's jumps.
 #[test]
 fn instructions_among_data_are_only_written_down_and_must_be_there() {
     let macro_text = ".macro m op\n\\op\n.endm\n";
@@ -320,8 +322,8 @@ fn instructions_among_data_are_only_written_down_and_must_be_there() {
     assert_eq!(rodata[..], [0xFA, 0x50, 0x9C, 0x9D, 0x0F, 0x32, 0xCB]);
     for (bytes, size, kind, flags, expected) in [
         ("0x9c", 1, Kind::Pushf, Flags::LEFT, &[][..]),
-        ("0x90", 1, Kind::Pushf, Flags::LEFT, &["no pushf is where it is written down"]),
-        ("0xfa", 1, Kind::Pushf, Flags::LEFT, &["cli is written down as pushf"]),
+        ("0x90", 1, Kind::Pushf, Flags::LEFT, &["no pushf is at its recorded address"]),
+        ("0xfa", 1, Kind::Pushf, Flags::LEFT, &["cli is recorded as pushf"]),
         ("0x0f,0x32", 1, Kind::Rdmsr, Flags::LEFT, &["rdmsr: 2 bytes, not 1"]),
     ] {
         let text = format!("ret\n.section .rodata\nd: .byte {bytes}\n.text");
@@ -331,8 +333,8 @@ fn instructions_among_data_are_only_written_down_and_must_be_there() {
     assert!(whats(&planted_at("d", text, &[WHOLE])).contains(&"a slot is not in code"));
 }
 
-/// Xen's prefix of instructions that it is to emulate is no instruction but its UD2; where someone may jump to the
-/// rest of it, it is what it looks like.
+/// Xen's prefix for instructions that it emulates is no instruction but its UD2. Where code may
+/// jump to the rest of the prefix, the rest is what it looks like.
 #[test]
 fn xens_prefix_is_known_where_it_is_one() {
     let prefix = ".byte 0x0f, 0x0b, 0x78, 0x65, 0x6e";
@@ -347,12 +349,12 @@ fn xens_prefix_is_known_where_it_is_one() {
     }
 }
 
-/// What a hand writes: `f` with these bytes, and records of slots at offsets from it.
+/// Accounts for a hand-made `f` with these bytes, and records of slots at offsets from it.
 fn planted(code: &str, records: &[Planted]) -> Account {
     planted_at("f", code, records)
 }
 
-/// The same with offsets from another label of its.
+/// Does the same with offsets from another label.
 fn planted_at(label: &str, code: &str, records: &[Planted]) -> Account {
     let mut text = format!(".file \"planted.c\"\n.text\n.type f, @function\nf: {code}\n.size f, . - f\n");
     text += ".section .debug_funcnames, \"\", @progbits\n";
@@ -369,7 +371,7 @@ fn whats(account: &Account) -> Vec<&str> {
     account.findings.iter().map(|finding| finding.what.as_str()).collect()
 }
 
-/// Offset, length, offset in the slot, size, kind, flags.
+/// A record: offset, length, offset in the slot, size, kind, flags.
 type Planted = (u32, u8, u8, u8, Kind, u8);
 
 const CLI: &str = "cli; .byte 0x0f,0x1f,0x40,0; ret";
@@ -392,9 +394,9 @@ fn planted_misses_are_found_with_file_and_function() {
 fn planted_errors_in_records_are_found() {
     assert_eq!(whats(&planted(CLI, &[WHOLE])), [""; 0]);
     let cases: &[(&str, &str, &[Planted], &str)] = &[
-        ("another kind", CLI, &[(0, 5, 0, 1, Kind::Sti, 0)], "cli is written down as sti"),
+        ("another kind", CLI, &[(0, 5, 0, 1, Kind::Sti, 0)], "cli is recorded as sti"),
         ("another length", CLI, &[(0, 5, 0, 2, Kind::Cli, 0)], "cli: 1 bytes, not 2"),
-        ("nothing there", ".byte 0x0f,0x1f,0x40,0; nop; ret", &[WHOLE], "no cli is where it is written down"),
+        ("nothing there", ".byte 0x0f,0x1f,0x40,0; nop; ret", &[WHOLE], "no cli is at its recorded address"),
         ("too short", CLI, &[(0, 1, 0, 1, Kind::Cli, 0)], "a slot is too short"),
         (
             "torn",
@@ -407,7 +409,7 @@ fn planted_errors_in_records_are_found() {
             "a call",
             "cli; call g; ret",
             &[(0, 6, 0, 1, Kind::Cli, 8)],
-            "a slot has borrowed what cannot be moved",
+            "a slot has borrowed an instruction that cannot be moved",
         ),
         (
             "a branch",
@@ -459,7 +461,7 @@ fn planted_errors_in_records_are_found() {
     }
 }
 
-/// One instruction in another, as the mitigations have it.
+/// One instruction lies within another, as in the mitigations.
 #[test]
 fn both_ways_through_the_same_bytes_are_seen() {
     let account = planted("test $0xcc, %bl; ret; .byte 0xb8; g: cli; .byte 0xa8, 0, 0xc3; nop; ret", &[]);
@@ -471,7 +473,7 @@ fn a_wrong_operand_is_found() {
     let text = "f: movq %rax, %cr3; nop; nop; ret\n.section .debug_funcnames, \"\", @progbits\n.quad f\n\
                 .byte 5, 0, 3, 46, 0, 0x10, 0x24, 1\n";
     let account = check::account(&Image::parse(&assemble(&[text.as_bytes()])).unwrap(), "a.o");
-    assert!(whats(&account).contains(&"mov-to-cr is written down with rax, cr4"), "{account:?}");
+    assert!(whats(&account).contains(&"mov-to-cr is recorded with rax, cr4"), "{account:?}");
 }
 
 #[test]
@@ -487,10 +489,10 @@ fn what_has_no_records_is_refused() {
     assert_eq!(verified(b"f: nop; ret\n").unwrap().findings, []);
     assert!(Image::parse(b"no kernel").unwrap_err().to_string().contains("no kernel"));
     let text = b"f: ret\n.section .debug_funcnames, \"\", @progbits\n.quad f, 0\n";
-    assert!(Image::parse(&assemble(&[text])).unwrap_err().to_string().contains("something else"));
+    assert!(Image::parse(&assemble(&[text])).unwrap_err().to_string().contains("does not hold records"));
 }
 
-/// Statements as compilers and people write them, with their labels.
+/// Generates statements as compilers and programmers write them, with their labels.
 fn statement() -> impl Strategy<Value = String> {
     let forms: Vec<&'static str> = FORMS.iter().map(|(form, _)| *form).collect();
     let ordinary = [
@@ -537,7 +539,7 @@ fn statement() -> impl Strategy<Value = String> {
     })
 }
 
-/// Instructions but for fillings.
+/// Returns the instructions without fillings.
 fn instructions(image: &Image) -> Vec<String> {
     let Some(code) = image.code.iter().find(|code| code.name == ".text") else { return Vec::new() };
     let decoder = Decoder::with_ip(64, &code.bytes, 0, DecoderOptions::NONE);
@@ -545,7 +547,7 @@ fn instructions(image: &Image) -> Vec<String> {
     kept.map(|one| format!("{:?} {:?} {:?}", one.code(), one.op0_register(), one.op1_register())).collect()
 }
 
-/// With short and near branches taken for the same.
+/// Makes short and near branches equal.
 fn comparable(all: Vec<String>) -> Vec<String> {
     all.into_iter().map(|one| one.replace("_rel8_64", "").replace("_rel32_64", "")).collect()
 }
@@ -553,12 +555,12 @@ fn comparable(all: Vec<String>) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
-    /// The same instructions in the same order, and every sensitive one accounted for.
+    /// The same instructions stay in the same order, and every sensitive one is accounted for.
     #[test]
     fn any_program_stays_what_it_is(statements in prop::collection::vec(statement(), 1..40)) {
         let body = statements.concat().replace(".ascii \"cli;\"", ".p2align 2");
         let text = format!(".file 1 \"x.c\"\n.cfi_startproc\nf: {body}\n.Lend: ret\n.cfi_endproc\n");
-        // A waiting instruction behind a labelled STI is refused, and has a test of its own.
+        // A waiting instruction after a labelled STI is refused, and has a test of its own.
         prop_assume!(!body.contains("hlt") && !body.contains("mwait"));
         let with_records = format!("{text}.section .debug_funcnames, \"\", @progbits\n");
         let plain = Image::parse(&assemble(&[with_records.as_bytes()])).unwrap();
@@ -568,7 +570,7 @@ proptest! {
         prop_assert!(account.findings.iter().all(|finding| finding.what == "a slot is too short"), "{:?}\n{}", account.findings, text);
     }
 
-    /// Whatever is fed to it, nothing is taken away or changed.
+    /// Arbitrary input passes without a removed or changed byte.
     #[test]
     fn any_text_passes_unharmed(text: Vec<u8>) {
         let insertions = rewrite::rewrite(&text, Treatment::Slots);
@@ -583,7 +585,7 @@ proptest! {
         prop_assert_eq!(rest, &text[done..]);
     }
 
-    /// Text that holds nothing sensitive is not touched at all.
+    /// A text without sensitive instructions is not touched at all.
     #[test]
     fn text_without_them_is_left_alone(words in prop::collection::vec("[a-z%$(),. ;:#\"'\\n]{0,12}", 0..20)) {
         let text = words.concat();

@@ -1,4 +1,5 @@
-//! `afterburner make` with a makefile in the place of a kernel's: what it links is accounted for, and the status says so.
+//! `afterburner make` with a makefile in place of a kernel's: everything that it links is accounted
+//! for, and the status tells the result.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::{
@@ -7,8 +8,8 @@ use std::{
     process::{Command, Output},
 };
 
-/// A kernel of two functions and a module of one, which is installed without its records. `OTHER` assembles one of the
-/// kernel's.
+/// A kernel of two functions and a module of one, which is installed without its records. `OTHER`
+/// assembles one of the kernel's files.
 const MAKEFILE: &str = "\
 all: vmlinux drivers/a.ko install/a.ko
 vmlinux: main.o other.o
@@ -50,7 +51,7 @@ fn a_build_with_a_miss_fails_with_file_and_function_until_it_is_mended() {
     {
         fs::write(path.join(name), text).unwrap();
     }
-    // The kernel's own compiler for all but one file, which gcc assembles without the stand-in.
+    // The kernel's own compiler for all files but one, which gcc assembles without the stand-in.
     let (status, said) = make(path, &["OTHER=gcc"]);
     assert_eq!(status, Some(1), "{said}");
     for part in
@@ -59,7 +60,7 @@ fn a_build_with_a_miss_fails_with_file_and_function_until_it_is_mended() {
         assert!(said.contains(part), "{part}: {said}");
     }
     assert!(!said.contains("a.ko: "), "{said}");
-    // Nothing is linked anew, and it is wrong as before.
+    // Nothing is linked anew, and the finding remains.
     assert_eq!(make(path, &["OTHER=gcc"]).0, Some(1));
     fs::remove_file(path.join("other.o")).unwrap();
     let (status, said) = make(path, &["OTHER=$(CC)"]);
@@ -68,11 +69,11 @@ fn a_build_with_a_miss_fails_with_file_and_function_until_it_is_mended() {
         (Some(0), true),
         "{said}"
     );
-    // What was in order and has not changed is not looked at again; a module that was wrong is.
+    // A file without findings that has not changed is not read again; a module with a finding is.
     assert_eq!(make(path, &["OTHER=$(CC)"]), (Some(0), String::new()));
     fs::write(path.join("drivers/a.c"), MODULE.replace("a(void)", "b(void)")).unwrap();
     let (status, said) = make(path, &["OTHER=$(CC)"]);
     assert_eq!((status, said.contains("1 files, 1 sensitive")), (Some(0), true), "{said}");
-    // Make's own status is handed on.
+    // make's own status is handed on.
     assert_eq!(make(path, &["broken"]).0, Some(2));
 }

@@ -1,4 +1,4 @@
-//! Holds the decoded code against the records.
+//! The comparison of decoded code with the records.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ use crate::{
     record::{Flags, Record},
 };
 
-/// Accounts for everything in an image.
+/// Accounts for all code in an image.
 #[must_use]
 pub fn account(image: &Image, file: &str) -> Account {
     let mut books = Books::new(image, file);
@@ -27,20 +27,20 @@ pub fn account(image: &Image, file: &str) -> Account {
     books.close()
 }
 
-/// A slot, with what has been found in it.
+/// A slot, and the state of its check.
 #[derive(Debug)]
 struct Slot {
     start: u64,
     end: u64,
     least: u8,
     flags: Flags,
-    /// As far as it has been seen to consist of whole instructions.
+    /// Address up to which the slot consists of whole instructions.
     seen_to: u64,
     nops: u32,
     filled: u64,
     relative: bool,
     borrowed: bool,
-    /// Nothing behind this is executed.
+    /// True after an instruction at which execution ends.
     ended: bool,
 }
 
@@ -97,7 +97,7 @@ impl<'a> Books<'a> {
         };
         self.met.insert(address);
         if record.kind != kind {
-            self.find(address, &format!("{} is written down as {}", kind.name(), record.kind.name()));
+            self.find(address, &format!("{} is recorded as {}", kind.name(), record.kind.name()));
         }
         if usize::from(record.size) != instruction.len() {
             self.find(address, &format!("{}: {} bytes, not {}", kind.name(), instruction.len(), record.size));
@@ -106,15 +106,16 @@ impl<'a> Books<'a> {
         let differs = |(written, real): (Operand, Operand)| written != Operand::UNREAD && written != real;
         if record.operands.into_iter().zip(decoded).any(differs) {
             let [from, to] = record.operands.map(Operand::describe);
-            self.find(address, &format!("{} is written down with {from}, {to}", kind.name()));
+            self.find(address, &format!("{} is recorded with {from}, {to}", kind.name()));
         }
         if record.flags.has(Flags::LEFT) {
             self.account.left += 1;
         }
     }
 
-    /// Data is not decoded, for it may look like anything; what is written down to be in it must be there. There are no
-    /// slots: where it is copied to, and who runs it, nobody can tell.
+    /// Checks an instruction among data. Data is not decoded, because any byte may occur in it. A
+    /// recorded instruction must be there. It has no slot: neither the place of its copy nor its
+    /// executor is known.
     fn enter_among_data(&mut self, record: &Record) {
         let image = self.image;
         let Some(section) = image.data.iter().find(|section| section.holds(record.instruction())) else {
@@ -146,8 +147,8 @@ impl<'a> Books<'a> {
             slot.borrowed = true;
             slot.relative |= instruction.is_ip_rel_memory_operand() || is_near_branch(instruction);
             let last_call = slot.flags.has(Flags::CALLS) && end == slot.end;
-            wrong =
-                (!may_be_moved(instruction, last_call)).then_some("a slot has borrowed what cannot be moved");
+            wrong = (!may_be_moved(instruction, last_call))
+                .then_some("a slot has borrowed an instruction that cannot be moved");
         }
         slot.ended |= kind.is_some_and(Kind::ends_flow) || !falls_through(instruction);
         if end > slot.end {
@@ -188,7 +189,7 @@ impl<'a> Books<'a> {
             if !self.met.contains(&record.instruction()) {
                 self.find(
                     record.instruction(),
-                    &format!("no {} is where it is written down", record.kind.name()),
+                    &format!("no {} is at its recorded address", record.kind.name()),
                 );
             }
         }
@@ -199,7 +200,7 @@ impl<'a> Books<'a> {
             );
         }
         for pointer in &image.pointers {
-            // A fault's address is that of the instruction itself.
+            // The address in a fault's entry is that of the instruction itself.
             let own = pointer.section.contains("__ex_table") && self.records.contains_key(&pointer.to);
             if !own {
                 self.refuse_middle(
@@ -248,7 +249,7 @@ impl<'a> Books<'a> {
     }
 }
 
-/// The records' slots; those of one slot must agree on it.
+/// Returns the slots of the records. The records of one slot must agree on it.
 fn slots(records: &[Record]) -> Vec<Slot> {
     let mut all: Vec<Slot> = Vec::new();
     for record in records.iter().filter(|record| is_slot(record.kind, record.flags)) {
@@ -278,7 +279,8 @@ fn is_nop(instruction: &Instruction) -> bool {
     instruction.mnemonic() == Mnemonic::Nop
 }
 
-/// Whether an instruction means the same elsewhere, its address relative to itself being adjusted.
+/// Returns true if the instruction means the same elsewhere, after an adjustment of its relative
+/// address.
 fn may_be_moved(instruction: &Instruction, last_call: bool) -> bool {
     match instruction.flow_control() {
         FlowControl::Next | FlowControl::Return => true,

@@ -1,6 +1,6 @@
-//! A kernel or a module as the linker left it: code, symbols, records, and what points into code.
+//! A linked kernel or module: code, symbols, records, and pointers into code.
 //!
-//! The sections of a module have no addresses yet; they get some here, far apart.
+//! The sections of a module have no addresses yet. They get addresses here, far apart.
 
 use std::{collections::HashMap, fs, path::Path};
 
@@ -14,25 +14,25 @@ use crate::{
     record::{self, Record, SECTION},
 };
 
-/// A section of code, or of data among which there is some.
+/// A section of code, or of data that contains code.
 #[derive(Clone, Debug)]
 pub struct Code {
-    /// Its name.
+    /// Name of the section.
     pub name: String,
-    /// Its address, or the one that it was given here.
+    /// Address of the section, or the one that it was given here.
     pub address: u64,
-    /// Its contents.
+    /// Contents of the section.
     pub bytes: Vec<u8>,
 }
 
 impl Code {
-    /// The address behind it.
+    /// Returns the address after the section.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.address + self.bytes.len() as u64
     }
 
-    /// Whether an address is in it.
+    /// Returns true if the section holds the address.
     #[must_use]
     pub fn holds(&self, address: u64) -> bool {
         (self.address..self.end()).contains(&address)
@@ -42,71 +42,71 @@ impl Code {
 /// A symbol in code.
 #[derive(Clone, Debug)]
 pub struct Symbol {
-    /// Where it is.
+    /// Address of the symbol.
     pub address: u64,
-    /// How long, if it says so.
+    /// Size in bytes; 0 if the symbol has none.
     pub size: u64,
-    /// Its name.
+    /// Name of the symbol.
     pub name: String,
-    /// Whether it is data among code.
+    /// True for data among code.
     pub is_data: bool,
 }
 
-/// A pointer into code that is not an instruction's.
+/// A pointer into code that is not an instruction's operand.
 #[derive(Clone, Debug)]
 pub struct Pointer {
-    /// Where to.
+    /// Address to which it points.
     pub to: u64,
-    /// The section that holds it.
+    /// Section that holds the pointer.
     pub section: String,
 }
 
-/// All of it.
+/// The relevant contents of a file.
 #[derive(Clone, Debug, Default)]
 pub struct Image {
-    /// Code, by address.
+    /// Sections of code, by address.
     pub code: Vec<Code>,
-    /// Sections of data in which an instruction is written down: it is there to be copied, or to be run by firmware.
+    /// Sections of data with a recorded instruction, which is copied or run by firmware.
     pub data: Vec<Code>,
-    /// Symbols in these, by address.
+    /// Symbols in these sections, by address.
     pub symbols: Vec<Symbol>,
-    /// Source files by the address of the first symbol that is known to be theirs.
+    /// Source files, by the address of the first symbol that is known to be theirs.
     pub sources: Vec<(u64, String)>,
-    /// The records, by address of their slots; those of dropped code are left out.
+    /// Records by address of their slots, without those of dropped code.
     pub records: Vec<Record>,
-    /// Whether there is a section of records; what has nothing sensitive has none.
+    /// True if there is a section of records. A file without sensitive instructions has none.
     pub has_records: bool,
-    /// What else points into code.
+    /// Other pointers into code.
     pub pointers: Vec<Pointer>,
 }
 
-/// Sections given addresses here are this far apart.
+/// Distance between the addresses of sections that get theirs here.
 const APART: u64 = 1 << 32;
 
-/// Sections that describe code without sending anyone there. Return addresses and states of the stack are looked up for
-/// where execution *is*.
+/// Sections that describe code without leading execution there. They hold return addresses and
+/// states of the stack, which are looked up for the place of execution.
 const DESCRIPTIVE: &[&str] =
     &[".orc_unwind", ".debug", ".stab", ".eh_frame", ".discard", ".comment", ".note", ".gnu"];
 
 impl Image {
-    /// Reads a file.
+    /// Reads a kernel or module from a file.
     ///
     /// # Errors
-    /// If it cannot be read, is no x86-64 ELF file, or its records are of another version.
+    /// The file cannot be read, is no x86-64 ELF file, or has records of another version.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = fs::read(path).map_err(|error| Error::file("read", path, error))?;
         Self::parse(&bytes).map_err(|error| Error::new(format!("{}: {error}", path.display())))
     }
 
-    /// The same from memory.
+    /// Parses a kernel or module in memory.
     ///
     /// # Errors
     /// As for [`Image::read`].
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let not_elf = |error| Error::new(format!("this is no kernel and no module: {error}"));
+        let not_elf = |error| Error::new(format!("the file is no kernel and no module: {error}"));
         let file = object::File::parse(bytes).map_err(not_elf)?;
         if file.architecture() != Architecture::X86_64 || file.format() != object::BinaryFormat::Elf {
-            return Err(Error::new("this is no ELF file for x86-64"));
+            return Err(Error::new("the file is no ELF file for x86-64"));
         }
         let placed = Placed::new(&file);
         let records = placed.records(&file)?;
@@ -124,7 +124,7 @@ impl Image {
         Ok(image)
     }
 
-    /// The function and the source file at an address, as far as the symbols tell.
+    /// Returns the function and the source file at an address, as far as the symbols tell.
     #[must_use]
     pub fn name(&self, address: u64) -> (String, String) {
         let symbol = self.symbols[..self.symbols.partition_point(|symbol| symbol.address <= address)].last();
@@ -136,14 +136,14 @@ impl Image {
         (function, source.map_or_else(String::new, |(_, name)| name.clone()))
     }
 
-    /// The section at an address.
+    /// Returns the section at an address.
     #[must_use]
     pub fn section(&self, address: u64) -> Option<&Code> {
         self.code.iter().chain(&self.data).find(|section| section.holds(address))
     }
 }
 
-/// Where sections are.
+/// The addresses of the sections.
 struct Placed {
     linked: bool,
     bases: HashMap<SectionIndex, u64>,
@@ -212,7 +212,7 @@ impl Placed {
 
     fn records(&self, file: &object::File<'_>) -> Result<Vec<Record>> {
         let Some(section) = file.section_by_name(SECTION) else { return Ok(Vec::new()) };
-        let bad = || Error::new(format!("{SECTION} holds something else than records of this version"));
+        let bad = || Error::new(format!("{SECTION} does not hold records of this version"));
         let mut bytes = section
             .uncompressed_data()
             .map_err(|error| Error::new(format!("{SECTION} cannot be read: {error}")))?
@@ -231,7 +231,7 @@ impl Placed {
         Ok(records)
     }
 
-    /// Does what the linker would do with the records' addresses.
+    /// Applies the relocations of the records, as the linker would.
     fn relocate(
         &self,
         file: &object::File<'_>,
@@ -244,16 +244,15 @@ impl Placed {
             match (place, target) {
                 (Some(place), Some(target)) => *place = target.to_le_bytes(),
                 _ => {
-                    return Err(Error::new(format!(
-                        "{SECTION} has a relocation at {offset:#x} that is none"
-                    )));
+                    return Err(Error::new(format!("{SECTION} has an unknown relocation at {offset:#x}")));
                 }
             }
         }
         Ok(())
     }
 
-    /// What a relocation points at; `place` is where it is, as far as its addend counts from there.
+    /// Returns the target of a relocation. `place` is its own address, if its addend counts from
+    /// there.
     fn target(&self, file: &object::File<'_>, relocation: &object::Relocation, place: i64) -> Option<u64> {
         let base = match relocation.target() {
             RelocationTarget::Symbol(symbol) => {
@@ -270,7 +269,7 @@ impl Placed {
         Some(base.wrapping_add_signed(relocation.addend().wrapping_add(place)))
     }
 
-    /// Pointers that the linker knows of, from sections other than code.
+    /// Returns the pointers that the linker knows of, from sections other than code.
     fn pointers(&self, file: &object::File<'_>) -> Vec<Pointer> {
         let mut all = Vec::new();
         for section in file.sections() {
@@ -294,7 +293,7 @@ fn is_data(section: &object::Section<'_, '_>) -> bool {
     is_loaded(section) == Some(false)
 }
 
-/// Whether a section can be executed, if it has contents that get into memory.
+/// Returns `Some` for a section whose contents get into memory: true if it is executable.
 fn is_loaded(section: &object::Section<'_, '_>) -> Option<bool> {
     let object::SectionFlags::Elf { sh_flags } = section.flags() else { return None };
     let has = |flag: u32| sh_flags & u64::from(flag) != 0;

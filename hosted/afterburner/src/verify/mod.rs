@@ -1,15 +1,18 @@
-//! Disassembles what was linked and accounts for every sensitive instruction, whatever the rewriter believes.
+//! The verifier. It disassembles the linked file and accounts for every sensitive instruction,
+//! independently of the rewriter.
 //!
-//! Everything here is read from the finished file: the instructions from its code, the slots from its records. What has
-//! to hold, for each file:
+//! It reads everything from the finished file: the instructions from its code, the slots from its
+//! records. For each file these properties must hold:
 //!
-//! - every sensitive instruction is the one of a record, with that kind, length and operands;
-//! - every record is that of a sensitive instruction;
-//! - every slot consists of whole instructions: sensitive ones, ordinary ones that may be moved, at most one NOP, and traps
-//!   behind a jump or a return; and it is long enough;
-//! - nothing leads into the middle of a slot: no branch, no symbol, no pointer that the linker knows of.
+//! - Every sensitive instruction has a record with its kind, length and operands.
+//! - Every record is that of a sensitive instruction.
+//! - Every slot is long enough and consists of whole instructions: sensitive ones, ordinary ones
+//!   that may be moved, at most one NOP, and traps after a jump or a return.
+//! - Nothing leads into the middle of a slot: no branch, no symbol, no pointer that the linker
+//!   knows of.
 //!
-//! [`image`] reads the file, [`scan`] decodes it, [`check`] holds one against the other, [`report`] tells people.
+//! [`image`] reads the file, [`scan`] decodes it, [`check`] compares both, and [`report`] prints
+//! the result.
 
 pub mod check;
 pub mod image;
@@ -27,56 +30,56 @@ use crate::{
 };
 use image::Image;
 
-/// What is wrong somewhere.
+/// A violation at one place.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What.
+    /// Description of the violation.
     pub what: String,
-    /// Where: an address, or an offset in a module's section.
+    /// Its address, or its offset in a module's section.
     pub address: u64,
-    /// The section.
+    /// Name of the section.
     pub section: String,
-    /// The function, as far as the symbols tell.
+    /// Function at the address, as far as the symbols tell.
     pub function: String,
-    /// The source file, as far as the symbols tell.
+    /// Source file of the address, as far as the symbols tell.
     pub source: String,
 }
 
-/// What a file was found to hold.
+/// The account of one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Account {
-    /// The file.
+    /// Path of the file.
     pub file: String,
-    /// Bytes of code.
+    /// Bytes of code in the file.
     pub code_bytes: u64,
-    /// Sensitive instructions.
+    /// Number of sensitive instructions.
     pub sensitive: usize,
-    /// Of them, those with no record.
+    /// Number of those without a record.
     pub uncovered: usize,
-    /// Of them, those that are written down without a slot, by rule.
+    /// Number of those that are recorded without a slot, by rule.
     pub left: usize,
-    /// Slots.
+    /// Number of slots in the file.
     pub slots: usize,
-    /// Slots that need no NOP, for they have borrowed from their neighbours, or are long enough.
+    /// Number of slots without a NOP: they have borrowed from their neighbours, or are long enough.
     pub without_nop: usize,
     /// Bytes of NOPs and traps in slots.
     pub filled_bytes: u64,
-    /// Sensitive instructions by kind.
+    /// Numbers of sensitive instructions by kind.
     pub kinds: BTreeMap<&'static str, usize>,
-    /// Everything that is wrong.
+    /// All violations in the file.
     pub findings: Vec<Finding>,
 }
 
 /// Accounts for a file.
 ///
 /// # Errors
-/// If it cannot be read, is no x86-64 ELF file, or has sensitive instructions and no records.
+/// The file cannot be read, is no x86-64 ELF file, or has sensitive instructions and no records.
 pub fn verify(path: &Path) -> Result<Account> {
     let image = Image::read(path)?;
     let account = check::account(&image, &path.display().to_string());
     if account.sensitive > 0 && !image.has_records {
         return Err(Error::new(format!(
-            "{}: there is no section {SECTION}: this was not pre-virtualized, or has been stripped",
+            "{}: there is no section {SECTION}: the file was not pre-virtualized, or was stripped",
             path.display()
         )));
     }

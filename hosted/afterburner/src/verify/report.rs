@@ -1,4 +1,4 @@
-//! What people and programs are told.
+//! The reports for people and for programs.
 
 use std::{
     io::{self, Write},
@@ -15,13 +15,13 @@ use crate::{
     record::{Flags, Record},
 };
 
-/// So many findings of a file are shown to people.
+/// Number of findings of a file that are shown to people.
 const SHOWN: usize = 40;
 
-/// `afterburner verify`.
+/// Runs `afterburner verify`.
 ///
 /// # Errors
-/// If a file cannot be accounted for at all.
+/// A file cannot be accounted for at all.
 pub fn run(files: &[PathBuf], json: bool) -> Result<ExitCode> {
     let accounts = files.iter().map(|file| verify(file)).collect::<Result<Vec<_>>>()?;
     let mut out = io::stdout().lock();
@@ -35,11 +35,11 @@ pub fn run(files: &[PathBuf], json: bool) -> Result<ExitCode> {
     Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// For who has built something: what is wrong with it, with file and function, and how much was accounted for. The status says
-/// whether anything is wrong.
+/// Reports the findings after a build, with file and function, and the totals. The status tells if
+/// there is a finding.
 ///
 /// # Errors
-/// If a file cannot be accounted for at all.
+/// A file cannot be accounted for at all.
 pub fn complain(files: &[PathBuf]) -> Result<ExitCode> {
     let accounts = files.iter().map(|file| verify(file)).collect::<Result<Vec<_>>>()?;
     let wrong: Vec<&Account> = accounts.iter().filter(|account| !account.findings.is_empty()).collect();
@@ -52,7 +52,7 @@ pub fn complain(files: &[PathBuf]) -> Result<ExitCode> {
             files.len()
         );
     }
-    // Nobody may be listening.
+    // Standard error may be closed.
     let _ = io::stderr().lock().write_all(said.as_bytes());
     Ok(if wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -158,10 +158,10 @@ impl Listed {
     }
 }
 
-/// `afterburner list`.
+/// Runs `afterburner list`.
 ///
 /// # Errors
-/// If the file has no records.
+/// The file has no records.
 pub fn list(file: &Path, json: bool) -> Result<ExitCode> {
     let image = Image::read(file)?;
     let mut out = io::BufWriter::new(io::stdout().lock());

@@ -1,22 +1,23 @@
-//! Decodes code, one instruction after the other. Symbols bring the decoder back where data lies among code.
+//! The decoder: one instruction after the other. Symbols put the decoder back on track after data
+//! among code.
 
 use iced_x86::{Decoder, DecoderOptions, Instruction};
 
 use super::image::{Code, Image};
 use crate::kind::Kind;
 
-/// UD2 and a name, before an instruction that a hypervisor is to emulate: Xen knows it by these bytes. Without Xen
-/// nothing goes on behind UD2.
+/// UD2 and a name, before an instruction that a hypervisor is to emulate: Xen knows it by these
+/// bytes. Without Xen execution does not continue after UD2.
 const EMULATED_BY_XEN: &[u8] = b"\x0f\x0bxen";
-/// The only instruction that Linux has behind it.
+/// CPUID, the only instruction that Linux has after that prefix.
 const CPUID: &[u8] = b"\x0f\xa2";
 
-/// Something that was decoded.
+/// A result of the decoder.
 #[derive(Debug)]
 pub enum Found<'a> {
-    /// An instruction.
+    /// A decoded instruction.
     Instruction(&'a Instruction),
-    /// Bytes that are none, from this address on.
+    /// Bytes from this address on that are no instruction.
     Nothing(u64),
 }
 
@@ -46,7 +47,8 @@ pub fn scan(image: &Image, code: &Code, mut visit: impl FnMut(Found<'_>)) {
             false => visit(Found::Instruction(&instruction)),
             true => visit(Found::Nothing(at)),
         }
-        // Where a symbol is in the middle of an instruction, as in the mitigations' thunks, both ways are taken.
+        // A symbol can be in the middle of an instruction, as in the mitigations' thunks. Both ways
+        // are decoded then.
         at = match (cut, instruction.is_invalid()) {
             (Some(landmark), _) => landmark.address,
             (None, false) => end,
@@ -55,7 +57,7 @@ pub fn scan(image: &Image, code: &Code, mut visit: impl FnMut(Found<'_>)) {
     }
 }
 
-/// The instruction at an address; `None` if the bytes are none.
+/// Returns the instruction at an address; `None` if the bytes are no instruction.
 #[must_use]
 pub fn decode(image: &Image, code: &Code, at: u64) -> Option<Instruction> {
     let bytes = code.bytes.get((at - code.address) as usize..)?;
@@ -68,7 +70,7 @@ fn is_emulated(bytes: &[u8]) -> bool {
     bytes.strip_prefix(EMULATED_BY_XEN).is_some_and(|rest| rest.starts_with(CPUID))
 }
 
-/// A place that is known to be the beginning of something.
+/// An address at which an instruction or data is known to begin.
 struct Landmark {
     address: u64,
     data_until: Option<u64>,
@@ -89,13 +91,14 @@ fn landmarks(image: &Image, code: &Code) -> Vec<Landmark> {
     all
 }
 
-/// The mode that the code is written for, from an address on.
+/// The mode of the code from an address on.
 struct Mode {
     from: u64,
     bits: u32,
 }
 
-/// A section begins in 64-bit mode; the records say where that changes.
+/// Returns the modes of a section. A section begins in 64-bit mode, and the records tell the
+/// changes.
 fn modes(image: &Image, code: &Code) -> Vec<Mode> {
     let inside = image
         .records
