@@ -231,7 +231,7 @@ pub fn get() -> &'static Block {
 #[must_use]
 pub fn get() -> &'static Block {
     // SAFETY: `map` has mapped the page, which is never unmapped; it began as zeros, a valid block. All fields are cells or atomic. One
-    // thread of a process uses the cells, and of several processes the one that has the turn (`crate::homes`); only atomic
+    // thread of a process uses the cells, and of several processes the one that has the turn (`crate::process::per_space`); only atomic
     // fields are for signal handlers.
     unsafe { &*ptr::with_exposed_provenance(BLOCK as usize) }
 }

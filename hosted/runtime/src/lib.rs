@@ -11,11 +11,11 @@
 //! - [`kernel`] reads the `vmlinux`, [`load`] moves it and fills its slots ([`thunks`], [`constants`]), [`boot`] tells it what
 //!   it runs on, [`run`] does these in order, unless the host's `limits` are in the way.
 //! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
-//! - [`perform`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
-//! - [`sites`] decides how programs' system calls are rewritten, in [`shadow`]s of their pages.
-//! - [`isolation`]: if it is asked for, programs run in processes of their own; [`guards`] keep the kernel's own accesses from
+//! - [`machine`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
+//! - [`sites`] decides how programs' system calls are rewritten, in [`patched`] copies of their pages.
+//! - [`isolation`]: if it is asked for, programs run in processes of their own; [`user_access`] keep the kernel's own accesses from
 //!   what is not theirs.
-//! - [`homes`]: otherwise each address space has a process, in which what it has mapped stays mapped.
+//! - [`process`]: otherwise each address space has a process, in which what it has mapped stays mapped.
 //! - [`smp`]: more processors than one, each a process.
 //! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
 
@@ -27,8 +27,6 @@ pub mod devices;
 pub mod entry;
 pub mod error;
 pub mod gdb;
-pub mod guards;
-pub mod homes;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;
@@ -37,14 +35,13 @@ pub mod load;
 pub mod machine;
 pub mod memory;
 pub mod mmu;
-mod perform;
-mod resident;
-mod retry;
+pub mod patched;
+pub mod process;
 pub mod run;
 mod sandbox;
-pub mod shadow;
 pub mod signal;
 pub mod sites;
 pub mod smp;
 pub mod thunks;
+pub mod user_access;
 pub mod vcpu;

@@ -8,13 +8,13 @@ use mercury_afterburner::record::Record;
 use crate::{
     constants::{self, Function, SPECIAL},
     error::{Error, Result},
-    guards::{self, Fixed, Guard, Guards},
     kernel::{Change, Kernel},
     layout::{self, DIRECT_MAP, KERNEL_TABLES, PAGE, THUNKS, THUNKS_SIZE, USER_START, VMALLOC, VMEMMAP},
     memory::Memory,
     mmu::bits,
     run::Isolation,
     thunks::{self, Exit, HOOK_LENGTH, Slot, Thunk, USES, Use},
+    user_access::{self, Fixed, Guard, Guards},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -335,10 +335,10 @@ fn guard_accesses(
     hooked: &HashSet<&str>,
     fixed: &Fixed,
 ) -> Result<()> {
-    for instruction in guards::find(kernel, memory, hooked)? {
+    for instruction in user_access::find(kernel, memory, hooked)? {
         let (address, length) = (instruction.ip(), instruction.len());
         if slot_at(loaded, address..address + length as u64) {
-            return Err(guards::not_understood(format!("a slot has borrowed what is at {address:#x}")));
+            return Err(user_access::not_understood(format!("a slot has borrowed what is at {address:#x}")));
         }
         match displaced(memory, loaded, fixed, &instruction)? {
             Some(displaced) => guard_by_jump(memory, loaded, &displaced)?,

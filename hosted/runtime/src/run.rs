@@ -22,7 +22,6 @@ use crate::{
     entry,
     error::{Error, Result},
     gdb::{self, Debugger},
-    homes::{self, Common, Home},
     isolation::{Spaces, mappings::Mappings},
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
@@ -30,8 +29,9 @@ use crate::{
     load,
     machine::{Counters, Machine},
     memory::Memory,
+    patched::{self, Shadows},
+    process::per_space::{self, Common, Home},
     sandbox::{self, Special},
-    shadow::{self, Shadows},
     signal,
     smp::{self, Processor, apic::Apic, bus::Bus},
     thunks::{self, Exit, Gates},
@@ -182,7 +182,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let state = State {
         vcpu: Common::new(Vcpu::default())?,
         counters: Common::new(Counters::default())?,
-        rewriting: Common::new(shadow::Counters::default())?.share(),
+        rewriting: Common::new(patched::Counters::default())?.share(),
     };
     let home = match options.isolation {
         // A debugger and several processors know of one process for all address spaces.
@@ -325,7 +325,7 @@ fn account_for(kernel: &Path) -> Result<()> {
 struct State {
     vcpu: Common<Vcpu>,
     counters: Common<Counters>,
-    rewriting: &'static shadow::Counters,
+    rewriting: &'static patched::Counters,
 }
 
 /// What every processor's process has when it starts.
@@ -472,7 +472,7 @@ fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
 fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
     let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
-    let extended = homes::map_common(cpuid::extended_size() as usize)?;
+    let extended = per_space::map_common(cpuid::extended_size() as usize)?;
     let block = block::get();
     block.entry.set(entry::hosted_exit as *const () as u64);
     block.system_return.set(system_return);

@@ -11,7 +11,6 @@
 pub mod filter;
 pub mod mappings;
 pub mod stub;
-mod uses;
 
 use crate::{
     block::Block,

@@ -43,7 +43,7 @@ pub enum Bus {
     Own(Box<Devices>),
     /// The first processor has them.
     Other(Processor),
-    /// Another process has them, which does what takes them ([`crate::homes`]).
+    /// Another process has them, which does what takes them ([`crate::process::per_space`]).
     Absent,
 }
 

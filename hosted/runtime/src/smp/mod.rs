@@ -19,8 +19,8 @@ use std::{
 use crate::{
     block,
     error::{Error, Result},
-    homes::map_common,
     layout::PAGE,
+    process::per_space::map_common,
     signal,
 };
 

@@ -20,10 +20,10 @@ use std::{
 use crate::{
     block,
     error::{Error, Result},
-    homes::{Event, Home},
     isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
     memory::{Memory, Rights},
+    process::per_space::{Event, Home},
     sites::{self, PAGE, Plan},
     thunks,
 };

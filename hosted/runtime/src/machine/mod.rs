@@ -1,5 +1,10 @@
 //! The machine: a processor, its memory and its devices, and what it does when the guest is left.
 
+mod emulate;
+mod program_memory;
+mod resident;
+mod retry;
+
 use std::{
     collections::HashMap,
     ops::{Deref, DerefMut, Range},
@@ -15,14 +20,13 @@ use crate::{
     boot::Bringup,
     entry,
     gdb::Debugger,
-    guards::Guards,
-    homes::{Common, Home, Request},
     isolation::{Spaces, mappings::Mappings, stub::Stop},
     layout::{self, PAGE},
+    machine::retry::Faulted,
     memory::{Memory, Rights},
     mmu::{self, Access, Privilege, Translation},
-    retry::Faulted,
-    shadow::{self, Mapped, Shadows},
+    patched::{self, Mapped, Shadows},
+    process::per_space::{Common, Home, Request},
     signal,
     smp::{
         self, Processor,
@@ -30,6 +34,7 @@ use crate::{
         bus::Bus,
     },
     thunks::{self, Cause, Exit},
+    user_access::Guards,
     vcpu::{ALIGNMENT, DEBUG_STATUS, DEBUG_STEP, PROGRAMS_OWN, TRAP, Vcpu},
 };
 
@@ -136,7 +141,7 @@ pub struct Machine {
     /// What has been counted.
     pub counters: Common<Counters>,
     /// What has been counted of rewritten system calls.
-    pub rewriting: &'static shadow::Counters,
+    pub rewriting: &'static patched::Counters,
     /// Mappings made since all were dropped.
     pub mapped: u64,
     /// Those of them that are programs'.
@@ -954,7 +959,7 @@ pub(crate) mod tests {
                 exit_jumps: Vec::new(),
                 kernel_root: 0,
                 counters: Common::new(Counters::default()).unwrap(),
-                rewriting: Common::new(shadow::Counters::default()).unwrap().share(),
+                rewriting: Common::new(patched::Counters::default()).unwrap().share(),
                 mapped: 0,
                 programs: Mappings::default(),
                 most_mapped: u64::MAX,

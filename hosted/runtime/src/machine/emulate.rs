@@ -7,15 +7,15 @@ use mercury_afterburner::kind::Kind;
 
 use crate::{
     block::{self, IF, Segments},
-    cpuid, guards,
-    homes::Request,
-    layout,
+    cpuid, layout,
     machine::{End, Exception, Machine},
     mmu::Privilege,
+    process::per_space::Request,
     smp::{
         self, Processor,
         apic::{self, Apic},
     },
+    user_access,
     vcpu::{CR4_GLOBAL, Table, USER_CODE, USER_CODE_32, USER_STACK},
 };
 
@@ -154,7 +154,7 @@ impl Machine {
 
     /// The address of an instruction's operand in memory.
     fn address(&self, instruction: &Instruction) -> u64 {
-        self.address_of(instruction, guards::memory_operands(instruction).next().unwrap_or(0))
+        self.address_of(instruction, user_access::memory_operands(instruction).next().unwrap_or(0))
     }
 
     fn address_of(&self, instruction: &Instruction, operand: u32) -> u64 {
@@ -617,11 +617,11 @@ impl Machine {
     fn uses_a_program_s_memory(&self, instruction: &Instruction) -> bool {
         let count = self.block().registers.general[block::RCX].get();
         let length = match instruction.memory_size().size() as u64 {
-            _ if guards::is_extended_state(instruction) => cpuid::size_of(self.vcpu.xcr0).into(),
+            _ if user_access::is_extended_state(instruction) => cpuid::size_of(self.vcpu.xcr0).into(),
             size if instruction.has_rep_prefix() => size.saturating_mul(count),
             size => size,
         };
-        guards::memory_operands(instruction)
+        user_access::memory_operands(instruction)
             .any(|operand| self.are_a_program_s(self.address_of(instruction, operand), length))
     }
 
@@ -645,7 +645,7 @@ impl Machine {
         if !self.uses_a_program_s_memory(&guard.instruction) {
             self.counters.refused += 1;
             // Of a page fault the kernel would try to do something about the page, by a length of its own.
-            let is_state = guards::is_state(&guard.instruction);
+            let is_state = user_access::is_state(&guard.instruction);
             self.inject(if is_state { Exception::PROTECTION } else { Exception::page(0, layout::USER_END) });
         } else if !self.perform_moves() {
             self.block().registers.rip.set(guard.code);

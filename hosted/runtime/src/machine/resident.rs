@@ -1,15 +1,15 @@
 //! What of the page tables the process has mapped, when the guest goes from one address space to another, or comes back to
-//! one that had to be forgotten ([`crate::homes`]).
+//! one that had to be forgotten ([`crate::process::per_space`]).
 //!
 //! The page tables that it goes to are compared with what is mapped. What they have, too, stays, as text does of programs that
 //! are copies of each other, with the system calls that are rewritten in it. What leads elsewhere, as stacks do, is mapped as
 //! they say, if it was used there before; the rest goes.
 
 use crate::{
-    homes::Event,
     layout::{self, PAGE},
     machine::Machine,
     mmu::Looker,
+    process::per_space::Event,
 };
 
 /// More pages than that are not compared: all of them go.

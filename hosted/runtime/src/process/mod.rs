@@ -1,0 +1,3 @@
+//! Processes of the machine.
+
+pub mod per_space;
