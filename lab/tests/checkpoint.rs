@@ -685,7 +685,7 @@ fn a_disk_in_use_is_not_written_over() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(1))?;
     machine.sh(&format!("mkfs.ext4 -q {DISK} && mount {DISK} /mnt && echo mine > /mnt/x && umount /mnt"))?;
-    fails_with(&machine, &format!("mercury checkpoint {DISK}"), "it holds something that is no image")?;
+    fails_with(&machine, &format!("mercury checkpoint {DISK}"), "it holds data that is no image")?;
     machine.sh(&format!("mount {DISK} /mnt"))?;
     assert_eq!(machine.sh("cat /mnt/x")?, "mine");
     fails_with(&machine, &format!("mercury checkpoint --overwrite {DISK}"), "Device or resource busy")?;

@@ -1,12 +1,15 @@
-//! Holds all applications still, but for this process: with the control groups' freezer, which they do not notice.
+//! Holds all applications still except this process, with the control groups' freezer, which they
+//! do not notice.
 //!
-//! Processes that others wait for in the kernel (servers of FUSE, handlers of userfaultfd: [`waits`]) are frozen last: whoever
-//! waits for one that stands still does not come to rest. If a task does not, all go on and it is tried again, a few times for
-//! less than 2 s in all; then it is named.
+//! Processes that others wait for in the kernel (servers of FUSE, handlers of userfaultfd:
+//! [`waits`]) are frozen last, because a task that waits for a frozen server does not come to rest.
+//! If a task does not come to rest, all go on and the attempt is repeated, a few times for less
+//! than 2 s in all. Then the error names the task.
 //!
-//! Groups at the top are frozen with all that is in them. What is in the root group, which cannot be frozen, is moved
-//! into one of ours meanwhile; so is this process, with those that it needs, into one that is not frozen. Frozen for a part of
-//! each period of time, they are held back: [`Brake`].
+//! Groups at the top are frozen with all groups below. The root group cannot be frozen, so its
+//! processes are moved into a group of Mercury's meanwhile. This process and those that it needs
+//! are moved into a group that is not frozen. [`Brake`] throttles applications: it freezes them for
+//! a part of each period of time.
 
 use super::{
     guard::{Guard, Undo},
@@ -28,19 +31,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where it is mounted if it is not.
+/// Mount point for the hierarchy if it is not mounted.
 const OWN_MOUNT: &str = "/run/mercury/cgroup";
 const SELF: &str = "mercury.self";
 const REST: &str = "mercury.rest";
 const SERVERS: &str = "mercury.servers";
-/// How often the root group is emptied before what is left is taken for what cannot be moved.
+/// Rounds in which the root group is emptied before the remaining processes count as immovable.
 const ROUNDS: u32 = 100;
-/// Of which who is held back stands still for a part.
+/// Period of the throttle; throttled applications stand still for a part of it.
 const PERIOD: Duration = Duration::from_millis(100);
-/// How long applications may take to come to rest, attempt by attempt: one may wait for a disk.
+/// Time for applications to come to rest in each attempt: a task may wait for a disk.
 const ATTEMPTS: [Duration; 3] =
     [Duration::from_millis(300), Duration::from_millis(500), Duration::from_millis(1000)];
-/// How long they run between two attempts: whoever waits for another one has its answer then.
+/// Time for which applications run between two attempts, so that waiting tasks get their answers.
 const INTERVAL: Duration = Duration::from_millis(500);
 
 /// Applications in groups that can be frozen, until this is dropped.
@@ -48,7 +51,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 struct Gathered {
     root: PathBuf,
     groups: Vec<PathBuf>,
-    /// Of these, and of those in them, what is frozen first: they have no servers.
+    /// The groups, or groups below, that are frozen first: they have no servers.
     first: Vec<PathBuf>,
     /// The group that this process was in.
     home: PathBuf,
@@ -61,23 +64,23 @@ pub struct Frozen {
     _gathered: Gathered,
 }
 
-/// Applications that run for a part of the time only, until this is dropped.
+/// Applications that are throttled until this is dropped.
 #[derive(Debug)]
 pub struct Brake {
-    // In the order in which they end.
+    // In the order of dropping.
     pulse: Pulse,
     gathered: Gathered,
 }
 
-/// Moves all processes of a group, and removes it.
+/// Moves all processes of a group back, and removes the group.
 pub fn give_back(from: &Path, to: &Path) {
     let end = std::time::Instant::now() + std::time::Duration::from_secs(5);
     loop {
-        // Whatever fails, the rest is tried: a process that has ended is not there.
+        // A process that has ended cannot be moved; the rest is tried anyway.
         for pid in processes(from).unwrap_or_default() {
             let _ = move_process(pid, to);
         }
-        // Another one may have been born there meanwhile, or a dead one not be gone.
+        // A process may have been born there meanwhile, or a dead one may still be listed.
         match fs::remove_dir(from) {
             Err(error) if error.kind() != io::ErrorKind::NotFound && std::time::Instant::now() < end => {
                 std::thread::sleep(std::time::Duration::from_millis(5));
@@ -96,28 +99,29 @@ impl Gathered {
         Ok(gathered)
     }
 
-    /// Those as well that were born since, if this is called again.
+    /// Gathers all processes. A repeated call also gathers those that were born since.
     fn gather(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
         let [own, rest, last] = [SELF, REST, SERVERS].map(|name| self.root.join(name));
         guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
         make(&own)?;
         move_process(std::process::id(), &own)?;
         move_process(guard.pid(), &own)?;
-        // With those that they have started: ssh may reach its host through another program.
+        // Programs that they have started are needed too: ssh may reach its host through another
+        // program.
         with_descendants(needed).into_iter().try_for_each(|pid| move_process(pid, &own))?;
         let servers = waits::servers();
         for group in [&rest, &last] {
             guard.will(&Undo::Return { from: group.clone(), to: self.root.clone() })?;
             make(group)?;
         }
-        // Until none is left: they have children meanwhile.
+        // Repeats until the group is empty, because processes fork meanwhile.
         for _ in 0..ROUNDS {
             let left: Vec<_> =
                 processes(&self.root)?.into_iter().filter(|pid| !is_kernel_thread(*pid)).collect();
             if left.is_empty() {
                 break;
             }
-            // One that has ended need not be moved.
+            // A process that has ended need not be moved.
             let group = |pid| if servers.contains(&pid) { &last } else { &rest };
             left.into_iter().for_each(|pid| drop(move_process(pid, group(pid))));
         }
@@ -127,7 +131,7 @@ impl Gathered {
         }
         for entry in fs::read_dir(&self.root)? {
             let group = entry?.path();
-            // One that is frozen already stays so.
+            // A group that is frozen already stays frozen.
             let state = fs::read_to_string(group.join("cgroup.freeze"));
             let is_free = state.is_ok_and(|state| state.trim() == "0") && !group.ends_with(SELF);
             if is_free && !self.groups.contains(&group) {
@@ -144,13 +148,13 @@ impl Gathered {
         Ok(())
     }
 
-    /// Freezes them, and waits until they are.
+    /// Freezes the groups, and waits until all are frozen.
     fn freeze(self) -> Result<Frozen> {
         let mut attempts = ATTEMPTS.iter().peekable();
         while let Some(patience) = attempts.next() {
             let frozen = self.freeze_within(*patience).map_err(still_failed)?;
             let Some(group) = frozen else { return Ok(Frozen { _gathered: self }) };
-            // They are looked at before they go on.
+            // The tasks are examined before the groups are thawed.
             let tasks = if attempts.peek().is_none() { waits::restless(&group) } else { Vec::new() };
             self.thaw();
             if attempts.peek().is_none() {
@@ -161,7 +165,7 @@ impl Gathered {
         Err(still_failed(io::ErrorKind::TimedOut.into()))
     }
 
-    /// One attempt; returns the first group that does not come to rest.
+    /// Makes one attempt; returns the first group that does not come to rest.
     fn freeze_within(&self, patience: Duration) -> io::Result<Option<PathBuf>> {
         let end = Instant::now() + patience;
         for groups in [&self.first, &self.groups] {
@@ -195,35 +199,41 @@ impl Drop for Gathered {
 }
 
 impl Frozen {
-    /// Holds them but for the processes that are `needed`; `guard` gives them back if this process does not.
+    /// Holds all applications except the processes that are `needed`; the undo process releases
+    /// them if this process does not.
     ///
     /// # Errors
-    /// If there are no control groups, or not all come to rest in time; they then run on.
+    ///
+    /// Returns an error if there are no control groups, or not all tasks come to rest in time;
+    /// applications then run on.
     pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
         Gathered::new(guard, needed)?.freeze()
     }
 }
 
 impl Brake {
-    /// Holds them back for no part of the time yet; `guard` has to hear of this process while there is one.
+    /// Prepares a throttle of 0 %. The undo process must hear of this process while the throttle
+    /// exists.
     ///
     /// # Errors
-    /// If there are no control groups, or a process cannot be moved.
+    ///
+    /// Returns an error if there are no control groups, or a process cannot be moved.
     pub fn new(guard: &mut Guard) -> Result<Self> {
         let gathered = Gathered::new(guard, &[])?;
         let pulse = Pulse::new(gathered.groups.clone());
         Ok(Self { pulse, gathered })
     }
 
-    /// Applications stand still for so many percent of the time from now on, at most 99.
+    /// Sets the percentage of time for which applications stand still from now on, at most 99.
     pub fn set(&self, percent: u8) {
         self.pulse.percent.store(percent.min(99), Ordering::Relaxed);
     }
 
-    /// Holds them for good.
+    /// Holds the applications for good.
     ///
     /// # Errors
-    /// As [`Frozen::hold`].
+    ///
+    /// Fails as [`Frozen::hold`] does.
     pub fn hold(self, guard: &mut Guard) -> Result<Frozen> {
         let Self { pulse, mut gathered } = self;
         drop(pulse);
@@ -236,7 +246,7 @@ impl Brake {
 #[derive(Debug)]
 struct Pulse {
     percent: Arc<AtomicU8>,
-    /// Dropped, it ends the thread.
+    /// Dropping this ends the thread.
     end: Option<Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
 }
@@ -250,7 +260,7 @@ impl Pulse {
             loop {
                 let still = PERIOD * u32::from(current.load(Ordering::Relaxed)) / 100;
                 if !still.is_zero() {
-                    // Whoever cannot be frozen is not held back.
+                    // A group that cannot be frozen is not throttled.
                     let _ = freeze(&groups);
                     let waited = ended.recv_timeout(still);
                     thaw(&groups);
@@ -270,7 +280,7 @@ impl Pulse {
 impl Drop for Pulse {
     fn drop(&mut self) {
         drop(self.end.take());
-        // It leaves nobody frozen.
+        // The thread thaws all groups before it ends.
         let _ = self.thread.take().map(thread::JoinHandle::join);
     }
 }
@@ -280,7 +290,7 @@ fn still_failed(error: io::Error) -> Error {
         .hint("nothing was changed; see /sys/fs/cgroup, and try again")
 }
 
-/// Names the tasks of a group that do not come to rest.
+/// Makes the error that names the tasks of a group that do not come to rest.
 fn restless(group: &Path, tasks: &[waits::Task]) -> Error {
     let name = group.file_name().unwrap_or_default().to_string_lossy();
     let named: Vec<_> = tasks.iter().map(ToString::to_string).collect();
@@ -298,11 +308,11 @@ fn freeze(groups: &[PathBuf]) -> io::Result<()> {
 }
 
 fn thaw(groups: &[PathBuf]) {
-    // A group that is gone holds nobody.
+    // A group that is gone needs no thaw.
     groups.iter().for_each(|group| drop(fs::write(group.join("cgroup.freeze"), "0")));
 }
 
-/// Where the hierarchy of version 2 is mounted; mounts it if it is nowhere.
+/// Returns the mount point of the version 2 hierarchy; mounts it if it is nowhere.
 fn hierarchy() -> Result<(PathBuf, bool)> {
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
@@ -314,13 +324,13 @@ fn hierarchy() -> Result<(PathBuf, bool)> {
         Ok(rustix::mount::mount("none", OWN_MOUNT, "cgroup2", flags, None::<&std::ffi::CStr>)?)
     });
     mounted.map(|()| (PathBuf::from(OWN_MOUNT), true)).map_err(|error| {
-        Error::new(Exit::Impossible, format!("control groups are not to be had: {error}")).hint(
+        Error::new(Exit::Impossible, format!("control groups are not available: {error}")).hint(
             "boot a kernel with CONFIG_CGROUPS, and without cgroup_no_v1=… options that take version 2 away",
         )
     })
 }
 
-/// The group of this process.
+/// Returns the group of this process.
 fn own_group(root: &Path) -> Result<PathBuf> {
     group_of(root, "self").ok_or_else(|| {
         Error::new(
@@ -331,14 +341,14 @@ fn own_group(root: &Path) -> Result<PathBuf> {
     })
 }
 
-/// The group of a process, from its cgroup file.
+/// Returns the group of a process, from its cgroup file.
 fn group_of(root: &Path, process: &str) -> Option<PathBuf> {
     let text = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default();
     text.lines().find_map(|line| line.strip_prefix("0::/")).map(|path| root.join(path))
 }
 
-/// A group, or the largest groups in it, that have none of `servers`' groups in them. Those that are frozen already are left
-/// alone.
+/// Returns the group, or the largest groups below it, that contain no group of `servers`. Groups
+/// that are frozen already are left out.
 fn without(group: &Path, servers: &[PathBuf]) -> Vec<PathBuf> {
     if !servers.iter().any(|server| server.starts_with(group)) {
         let state = fs::read_to_string(group.join("cgroup.freeze"));
@@ -360,7 +370,7 @@ fn processes(group: &Path) -> io::Result<Vec<u32>> {
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
-/// Processes, and all that they and their children have started.
+/// Returns the processes with all their descendants.
 fn with_descendants(pids: &[u32]) -> Vec<u32> {
     let mut all = pids.to_vec();
     let mut next = 0;
@@ -378,11 +388,11 @@ fn with_descendants(pids: &[u32]) -> Vec<u32> {
     all
 }
 
-/// A group with a kernel thread in it never comes to rest.
+/// Returns true for a kernel thread. A group with one never comes to rest.
 fn is_kernel_thread(pid: u32) -> bool {
     const PF_KTHREAD: u64 = 0x0020_0000;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name, in parentheses, may have anything in it.
+    // The name, in parentheses, may contain any character.
     let flags = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(6)?.parse().ok());
     flags.is_none_or(|flags: u64| flags & PF_KTHREAD != 0)
 }
@@ -391,7 +401,7 @@ fn move_process(pid: u32, group: &Path) -> io::Result<()> {
     fs::write(group.join("cgroup.procs"), pid.to_string())
 }
 
-/// A group without processes is not called frozen by older kernels.
+/// Returns true if a group is frozen. Older kernels do not call a group without processes frozen.
 fn is_frozen(group: &Path) -> bool {
     let events = fs::read_to_string(group.join("cgroup.events")).unwrap_or_default();
     events.lines().any(|line| line == "frozen 1" || line == "populated 0")
@@ -425,7 +435,7 @@ mod tests {
         let pulse = Pulse::new(vec![group.path().to_owned()]);
         assert_eq!(share(&pulse, 0), 0);
         let shares = [20, 80].map(|percent| share(&pulse, percent));
-        // A busy host looks late, and sees less of either.
+        // A busy host measures late, and sees less of either state.
         assert!(0 < shares[0] && shares[0] < shares[1] && shares[1] < 100, "{shares:?}");
         drop(pulse);
         assert!(!is_frozen());

@@ -1,10 +1,12 @@
-//! Arrays of md (software RAID), whose threads the kernel does not freeze: they go on with a resync, and note what is clean,
-//! after applications and file systems stand still. A machine that goes on elsewhere, or later, must not meet disks that
-//! were written to after its instant; so arrays are brought to rest before it.
+//! Holds arrays of md (software RAID), whose threads the kernel does not freeze. They go on with a
+//! resync, and record clean regions, after applications and file systems stand still. A machine
+//! that goes on elsewhere, or later, must not meet disks that were written to after its instant. So
+//! arrays are brought to rest before the instant.
 //!
-//! What md writes by itself is: copies of a resync or a check; in its superblocks, that the array is clean, a moment after
-//! the last write; and in its bitmap, which parts have become the same. A resync is held. For the other two it is enough to
-//! wait, for there are no more writes.
+//! md writes three things by itself: the copies of a resync or a check; the clean state in its
+//! superblocks, a moment after the last write; and the bits of regions that have become equal in
+//! its bitmap. A resync is held. For the other two a wait is enough, because there are no more
+//! writes.
 
 use super::{
     guard::{Guard, Undo},
@@ -23,20 +25,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an array may take to become clean when nobody writes to it: by itself it takes 0.2 s.
+/// Time for an array to become clean when there are no writes; md takes 0.2 s.
 const CLEAN_PATIENCE: Duration = Duration::from_secs(10);
-/// How often md looks whether its bitmap can be cleared, in seconds, while everything waits for it; it is 5 otherwise.
+/// Interval in seconds at which md checks its bitmap while everything waits; it is 5 otherwise.
 const HASTE: &str = "0.05";
 
-/// An array, as it was before.
+/// An array, in its state before the hold.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Array {
     name: String,
-    /// Its folder in /sys.
+    /// Folder of the array in /sys.
     folder: PathBuf,
-    /// What its thread was doing, such as "resync"; `None` if it was held already.
+    /// Action of its thread, such as "resync"; `None` if it was held already.
     action: Option<String>,
-    /// How often md looked at its bitmap.
+    /// Interval at which md checked its bitmap.
     time_base: Option<String>,
 }
 
@@ -49,13 +51,13 @@ impl Array {
         std::fs::read_to_string(self.folder.join(file)).unwrap_or_default().trim().to_owned()
     }
 
-    /// Has it go on with what it did.
+    /// Lets the array go on with its action.
     pub fn release(&self) {
         if let Some(time_base) = &self.time_base {
             let _ = self.put("bitmap/time_base", time_base);
         }
         if let Some(action) = &self.action {
-            // It goes on with a resync or a recovery by itself, with others if it is told.
+            // A resync or a recovery goes on by itself; other actions need to be set.
             let _ = self.put("sync_action", "idle");
             if matches!(&**action, "check" | "repair") {
                 let _ = self.put("sync_action", action);
@@ -70,7 +72,7 @@ impl Array {
         if self.time_base.is_some() { self.put("bitmap/time_base", HASTE) } else { Ok(()) }
     }
 
-    /// Returns what it still has to write, as a clause.
+    /// Returns the remaining writes of the array as a clause.
     fn unrest(&self, sysroot: &Sysroot) -> Option<String> {
         let state = self.says("array_state");
         if matches!(&*state, "active" | "write-pending") {
@@ -85,7 +87,8 @@ impl Array {
     }
 }
 
-/// Pages of an array's bitmap that are in use, of /proc/mdstat: `bitmap: 1/8 pages [4KB], 65536KB chunk`.
+/// Returns the pages of an array's bitmap that are in use, from /proc/mdstat: `bitmap: 1/8 pages
+/// [4KB], 65536KB chunk`.
 fn dirty_pages(mdstat: &str, name: &str) -> u64 {
     let mut lines = mdstat.lines().skip_while(|line| line.split(' ').next() != Some(name)).skip(1);
     let own = lines.by_ref().take_while(|line| line.starts_with(' '));
@@ -94,7 +97,7 @@ fn dirty_pages(mdstat: &str, name: &str) -> u64 {
     pages.next().unwrap_or(0)
 }
 
-/// Arrays that write by themselves.
+/// Lists the arrays that write by themselves.
 fn all(sysroot: &Sysroot) -> Vec<Array> {
     let names = sysroot.names("sys/block").into_iter().filter(|name| name.starts_with("md"));
     let array = |name: String| {
@@ -103,7 +106,7 @@ fn all(sysroot: &Sysroot) -> Vec<Array> {
         if matches!(&*state, "clear" | "inactive" | "suspended" | "readonly") {
             return None;
         }
-        // Those without copies have neither.
+        // Arrays without copies have neither a thread nor a bitmap.
         let action = sysroot.text(&format!("{folder}/sync_action")).filter(|action| action != "frozen");
         let time_base = sysroot.text(&format!("{folder}/bitmap/time_base"));
         Some(Array { name, folder: sysroot.path(&folder), action, time_base })
@@ -118,10 +121,11 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// Holds the threads of all; `guard` releases them if this process does not.
+    /// Holds the threads of all arrays; the undo process releases them if this process does not.
     ///
     /// # Errors
-    /// If one cannot be held; the others are released then.
+    ///
+    /// Returns an error if one cannot be held; the others are released then.
     pub fn hold(guard: &mut Guard, sysroot: &Sysroot) -> Result<Self> {
         let mut arrays = Self::default();
         for array in all(sysroot) {
@@ -133,10 +137,11 @@ impl Arrays {
         Ok(arrays)
     }
 
-    /// Waits until none has anything left to write, when file systems are still.
+    /// Waits until no array has anything left to write, when file systems are frozen.
     ///
     /// # Errors
-    /// Naming one that has.
+    ///
+    /// Returns an error that names an array with remaining writes.
     pub fn wait(&self, sysroot: &Sysroot) -> Result<()> {
         let end = Instant::now() + CLEAN_PATIENCE;
         for array in &self.held {
@@ -154,7 +159,8 @@ impl Arrays {
 fn restless(array: &Array, why: &str) -> Error {
     let text = format!("the array {} does not come to rest: {why}", array.name);
     Error::new(Exit::Failed, text).hint(
-        "see /proc/mdstat: stop what writes to the array, or wait for the end of its resync, and try again",
+        "see /proc/mdstat: stop the program that writes to the array, or wait for the end of its resync, \
+         and try again",
     )
 }
 

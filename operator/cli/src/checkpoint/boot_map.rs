@@ -3,15 +3,15 @@
 use crate::sysroot::Sysroot;
 use mercury_image::FirmwareRange;
 
-/// The number of entries in the kernel's boot parameters, and the entries.
+/// Offset of the number of entries in the kernel's boot parameters, and of the entries.
 const COUNT_AT: usize = 0x1E8;
 const TABLE_AT: usize = 0x2D0;
-/// Start and length, 8 bytes each, and 4 bytes for the type.
+/// Size of an entry: start and length with 8 bytes each, and 4 bytes for the type.
 const ENTRY: usize = 20;
-/// The type of `setup_data` that holds further entries (`SETUP_E820_EXT`).
+/// Type of `setup_data` that holds further entries (`SETUP_E820_EXT`).
 const FURTHER: &str = "0x1";
 
-/// Memory that the kernel was told of when it was booted.
+/// Memory that the boot loader described to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
     start_phys: u64,
@@ -19,7 +19,8 @@ pub struct Given {
 }
 
 impl Given {
-    /// Returns true if it has a byte in common with a range of the map that the kernel shows.
+    /// Returns true if the memory has a byte in common with a range of the map that the kernel
+    /// shows.
     #[must_use]
     pub fn overlaps(&self, range: &FirmwareRange) -> bool {
         let end = self.start_phys.saturating_add(self.bytes);
@@ -27,7 +28,7 @@ impl Given {
     }
 }
 
-/// Returns the map of the running kernel; nothing where the kernel does not show its boot parameters.
+/// Returns the map of the running kernel; empty if the kernel does not show its boot parameters.
 #[must_use]
 pub fn of(sysroot: &Sysroot) -> Vec<Given> {
     let Some(parameters) = sysroot.bytes("sys/kernel/boot_params/data") else { return Vec::new() };
@@ -53,7 +54,7 @@ pub(super) mod tests {
     use super::*;
     use std::fs;
 
-    /// Boot parameters with a map of these starts and lengths.
+    /// Makes boot parameters with a map of these starts and lengths.
     pub fn parameters(map: &[(u64, u64)]) -> Vec<u8> {
         let mut bytes = vec![0; 4096];
         bytes[COUNT_AT] = u8::try_from(map.len()).expect("a short map");

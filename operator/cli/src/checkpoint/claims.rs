@@ -1,10 +1,11 @@
-//! Block devices that are held though no table of mounts that this command can read has a file system on them. A file system
-//! lives on after `umount -l` until its last file is closed; it may be mounted in a namespace that no process is in, or
-//! nowhere but in a descriptor (`fsmount()`). Such a file system can be neither frozen nor compared. The kernel goes on
-//! writing to it after the instant, and a machine that is brought back would destroy it.
+//! Block devices that are held, although no mount table that this command can read has a file
+//! system on them. A file system lives on after `umount -l` until its last file is closed. It may
+//! be mounted in a namespace that no process is in, or only in a descriptor (`fsmount()`). Such a
+//! file system can be neither frozen nor compared. The kernel goes on writing to it after the
+//! instant, and a machine that is brought back would destroy it.
 //!
-//! Whatever holds a block device for itself, a file system of any kind among them, has claimed it: who opens it with O_EXCL
-//! is told EBUSY.
+//! Each holder of a block device, such as a file system of any kind, has claimed it: opening the
+//! device with O_EXCL fails with EBUSY.
 
 use super::{
     disks::{self, Mounted},
@@ -23,16 +24,18 @@ use std::{
     path::Path,
 };
 
-/// Kinds of file systems that have a folder in /sys/fs for each live one, by its device's name.
+/// Types of file systems that have a folder in /sys/fs for each live one, by its device's name.
 const KINDS: [&str; 4] = ["ext4", "xfs", "f2fs", "erofs"];
-/// What processes refer to files with, besides their descriptors.
+/// Links from processes to files, besides their descriptors.
 const PLACES: [&str; 3] = ["cwd", "root", "exe"];
 
-/// Refuses a machine on which something holds a disk that is neither mounted where this command can hold it still, nor is
-/// swap, nor a part of another device.
+/// Refuses a machine with a held disk that this command cannot hold still: the disk is neither
+/// mounted within reach, nor swap, nor a part of another device.
 ///
 /// # Errors
-/// Naming the disks, what is known to be on them, and processes that use them; or one that does not answer.
+///
+/// Returns an error that names the disks, their known contents, and processes that use them; or a
+/// disk that does not answer.
 pub fn refuse(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     let held = unexplained(mounts, sysroot, &|device| patient::claim(device))?;
     if held.is_empty() {
@@ -41,12 +44,13 @@ pub fn refuse(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     let all: Vec<_> = held.iter().map(|name| described(name, sysroot)).collect();
     let text = format!("disks are in use where this command cannot hold them still: {}", all.join(", "));
     Err(Error::new(Exit::Impossible, text).hint(
-        "end what uses them. A file system that was unmounted with `umount -l` lives until its last file is closed; one of a \
-         container or of `fsmount()` must be mounted in the system's own namespace as well",
+        "end the programs that use the disks. A file system that was unmounted with `umount -l` lives \
+         until its last file is closed; one of a container or of `fsmount()` must be mounted in the \
+         system's own namespace as well",
     ))
 }
 
-/// Names of block devices that are claimed for another reason than those that are known.
+/// Returns the names of block devices that are claimed for an unknown reason.
 fn unexplained(
     mounts: &[Mounted],
     sysroot: &Sysroot,
@@ -58,7 +62,7 @@ fn unexplained(
         // zram and RAM disks are memory, and in the image.
         let is_memory = name.starts_with("zram") || name.starts_with("ram");
         let is_below_another = !sysroot.names(&format!("sys/class/block/{name}/holders")).is_empty();
-        // What has no size holds nothing: a loop or an NBD that is not connected.
+        // A device without a size holds no data: an unconnected loop or NBD device.
         let is_nothing = of("size").is_some_and(|size| size == "0");
         is_memory || is_nothing || is_below_another || of("dev").is_none_or(|number| known.contains(&number))
     };
@@ -70,12 +74,12 @@ fn unexplained(
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => claimed.push(name),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 return Err(Error::new(Exit::Failed, format!("/dev/{name} cannot be opened: {error}"))
-                    .hint("have it answer again, or remove it, and try again"));
+                    .hint("make the disk answer again, or remove it, and try again"));
             }
             _ => {}
         }
     }
-    // Who claims a partition claims its disk as well, and the other way round.
+    // A claim of a partition claims its disk as well, and the other way round.
     let disk_of = |name: &str| disk_of(name, sysroot);
     let is_of = |name: &String, others: &[String]| {
         others
@@ -88,14 +92,14 @@ fn unexplained(
     Ok(claimed.iter().filter(is_own).cloned().collect())
 }
 
-/// The disk of a partition.
+/// Returns the disk of a partition.
 fn disk_of(name: &str, sysroot: &Sysroot) -> Option<String> {
     sysroot.text(&format!("sys/class/block/{name}/partition"))?;
     let place = std::fs::canonicalize(sysroot.path(&format!("sys/class/block/{name}"))).ok()?;
     Some(place.parent()?.file_name()?.to_string_lossy().into_owned())
 }
 
-/// Numbers of the devices that this command can hold still or holds itself.
+/// Returns the numbers of devices that this command can hold still or holds itself.
 fn known(mounts: &[Mounted], sysroot: &Sysroot) -> BTreeSet<String> {
     let mut known: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
     let number_of = |path: &Path| {
@@ -104,10 +108,10 @@ fn known(mounts: &[Mounted], sysroot: &Sysroot) -> BTreeSet<String> {
     };
     known.extend(mounts.iter().filter_map(|mount| number_of(&mount.device)));
     known.extend(swap::paths(sysroot).iter().filter_map(|path| number_of(path)));
-    // The image may be written to one.
+    // The image may be written to one of them.
     let own = sysroot.names("proc/self/fd");
     known.extend(own.iter().filter_map(|fd| number_of(&sysroot.path(&format!("proc/self/fd/{fd}")))));
-    // btrfs may be on more than the one that is mounted.
+    // btrfs may use more devices than the mounted one.
     for volume in sysroot.names("sys/fs/btrfs") {
         let disks = sysroot.names(&format!("sys/fs/btrfs/{volume}/devices"));
         let numbers: Vec<_> =
@@ -123,7 +127,7 @@ fn number(device: u64) -> String {
     format!("{}:{}", libc::major(device), libc::minor(device))
 }
 
-/// A device, with what is known of its use, such as "/dev/sdb1 (ext4, used by tail (77))".
+/// Describes a device with its known uses, such as "/dev/sdb1 (ext4, used by tail (77))".
 fn described(name: &str, sysroot: &Sysroot) -> String {
     let kind = KINDS.iter().find(|kind| sysroot.exists(&format!("sys/fs/{kind}/{name}")));
     let users = sysroot
@@ -138,7 +142,7 @@ fn described(name: &str, sysroot: &Sysroot) -> String {
     format!("/dev/{name} ({kind}{users})")
 }
 
-/// Processes that use files on a device, or the device itself, such as "tail (77)".
+/// Lists processes that use files on a device, or the device itself, such as "tail (77)".
 fn users(number: &str, sysroot: &Sysroot) -> Vec<String> {
     let mut processes = sysroot.names("proc");
     processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
@@ -155,7 +159,7 @@ fn users(number: &str, sysroot: &Sysroot) -> Vec<String> {
     processes.iter().filter(uses).map(name).collect()
 }
 
-/// Returns true if a file is on a device, or is the device. No server is asked.
+/// Returns true if a file is on a device, or is the device. The kernel asks no server for this.
 fn is_on(path: &Path, number: &str) -> bool {
     let found = rustix::fs::statx(
         rustix::fs::CWD,
@@ -170,7 +174,8 @@ fn is_on(path: &Path, number: &str) -> bool {
     })
 }
 
-/// Returns true if a line of /proc/PID/maps has a file on a device: `… r-xp 00000000 fe:10 1234 /bin/x`.
+/// Returns true if a line of /proc/PID/maps has a file on a device: `… r-xp 00000000 fe:10 1234
+/// /bin/x`.
 fn maps_it(maps: &str, number: &str) -> bool {
     let numbers = maps.lines().filter_map(|line| line.split_whitespace().nth(3)?.split_once(':'));
     let parsed = numbers.filter_map(|(major, minor)| {
@@ -184,7 +189,8 @@ mod tests {
     use super::*;
     use std::{fs, os::unix::fs::symlink};
 
-    /// Devices by name and number, those with a slash being partitions of the disk before it.
+    /// Makes a system with devices by name and number; a name with a slash is a partition of the
+    /// disk before it.
     fn machine(devices: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
         let root = tempfile::tempdir().expect("a folder");
         let class = root.path().join("sys/class/block");

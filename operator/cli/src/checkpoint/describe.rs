@@ -1,4 +1,5 @@
-//! What an image says of its machine, besides what the driver knows: from /proc and /sys.
+//! The description of a machine in its image: the part from /proc and /sys, without the driver's
+//! part.
 
 use super::boot_map;
 use crate::{device::Restart, sysroot::Sysroot};
@@ -6,7 +7,8 @@ use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCU
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
 use std::{collections::BTreeSet, time::SystemTime};
 
-/// This machine; what is the driver's comes from [`add_restart`], file systems from who freezes them.
+/// Describes this machine. The driver's part comes from [`add_restart`], and file systems from the
+/// code that freezes them.
 #[must_use]
 pub fn describe(sysroot: &Sysroot) -> Machine {
     let text = |file| sysroot.text(file).unwrap_or_default();
@@ -27,7 +29,7 @@ pub fn describe(sysroot: &Sysroot) -> Machine {
     }
 }
 
-/// What the driver knows of it.
+/// Adds the driver's part.
 pub fn add_restart(machine: &mut Machine, restart: &Restart) {
     machine.cpus = restart
         .cpus
@@ -52,7 +54,7 @@ pub fn add_restart(machine: &mut Machine, restart: &Restart) {
     };
 }
 
-/// From the first processor's part of /proc/cpuinfo.
+/// Reads the first processor's part of /proc/cpuinfo.
 fn processor(cpuinfo: &str) -> Processor {
     let first = cpuinfo.split("\n\n").next().unwrap_or_default();
     let value = |name: &str| {
@@ -77,8 +79,8 @@ fn hexadecimal(text: &str) -> Option<u64> {
 
 /// Returns the memory map that the firmware gives at each boot.
 ///
-/// The kernel adds memory that is plugged in to the map that it shows. A restore environment does not use such memory, so
-/// that its map is without; whether the memory is there is asked of ACPI, by the driver.
+/// The kernel adds memory that is plugged in to the map that it shows. A restore environment does
+/// not use such memory, so its map does not show it. The driver asks ACPI if that memory is there.
 fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
     let entry = |name: &String| {
         let field = |field| sysroot.text(&format!("sys/firmware/memmap/{name}/{field}"));
@@ -90,13 +92,13 @@ fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
     };
     let mut ranges: Vec<_> = sysroot.names("sys/firmware/memmap").iter().filter_map(entry).collect();
     let boot = boot_map::of(sysroot);
-    // Where the kernel does not say what it was given, everything counts.
+    // If the kernel does not show the boot loader's map, every range counts.
     ranges.retain(|range| boot.is_empty() || boot.iter().any(|given| given.overlaps(range)));
     ranges.sort();
     ranges
 }
 
-/// Two hexadecimal numbers: where and how long.
+/// Parses two hexadecimal numbers: address and length.
 fn vmcoreinfo(text: &str) -> Option<VmCoreInfo> {
     let (phys, bytes) = text.split_once(' ')?;
     Some(VmCoreInfo { phys: hexadecimal(phys)?, bytes: hexadecimal(bytes)? })
@@ -118,7 +120,8 @@ fn devices(sysroot: &Sysroot) -> Vec<Device> {
     sysroot.names("sys/bus/pci/devices").iter().map(device).collect()
 }
 
-/// Intel's say where they are and what they can do, AMD's the latter only: they are PCI devices besides.
+/// Describes the IOMMUs. Intel's have an address and features; AMD's have features only, because
+/// they are PCI devices as well.
 fn iommus(sysroot: &Sysroot) -> Vec<Iommu> {
     const REGISTERS: [&str; 5] =
         ["intel-iommu/address", "intel-iommu/cap", "intel-iommu/ecap", "amd-iommu/cap", "amd-iommu/features"];
@@ -151,7 +154,7 @@ mod tests {
         assert_eq!(found[0].registers, ["fed90000", "d2008c222f0606"], "and nothing that changes");
     }
 
-    /// The kernel shows the memory of a DIMM as the firmware's, which a restore environment's does not.
+    /// The kernel shows the memory of a DIMM as the firmware's; a restore environment does not.
     #[test]
     fn plugged_memory_is_not_the_firmware_s() {
         let root = tempfile::tempdir().expect("a folder");

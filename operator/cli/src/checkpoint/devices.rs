@@ -1,8 +1,9 @@
-//! Devices that write to memory without the kernel's DMA interface being asked each time, and virtual machines that write
-//! to it round the hypervisor's tables: what they write at the wrong moment would be missing in an image.
+//! Devices that write to memory without a call of the kernel's DMA interface each time, and virtual
+//! machines whose writes bypass the hypervisor's tables. Their writes at the wrong moment would be
+//! missing in an image.
 //!
-//! Most of them do so only while a process has them open. So what counts is use, and whoever uses one is named. A device
-//! of which the users cannot be told counts as used.
+//! Most of these devices write only while a process has them open. So a device in use counts, and
+//! its users are named. A device whose users are unknown counts as used.
 
 use super::{
     openers::{self, Openers, Process},
@@ -11,13 +12,14 @@ use super::{
 use crate::{module, sysroot::Sysroot};
 use std::{collections::BTreeSet, io};
 
-/// Names each of them, and who uses it; such as "GPU 0000:01:00.0 (nvidia), used by train (77)".
+/// Names each such device in use with its users, such as "GPU 0000:01:00.0 (nvidia), used by train
+/// (77)".
 #[must_use]
 pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
     untracked_by(sysroot, &rdma::users)
 }
 
-/// The same, with the users of an RDMA device as `rdma` tells them.
+/// Names the devices, with `rdma` for the users of an RDMA device.
 fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<User>>) -> Vec<String> {
     let openers = Openers::read(sysroot);
     let mut found = Vec::new();
@@ -49,8 +51,9 @@ fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<Us
     found
 }
 
-/// CXL regions: after a restart no memory answers at their addresses, until a driver has programmed the decoders again. A
-/// machine that is brought back believes that they are.
+/// Names CXL regions. After a restart no memory answers at their addresses until a driver has
+/// programmed the decoders again, but the kernel of a restored machine assumes that they are
+/// programmed.
 #[must_use]
 pub fn forgotten(sysroot: &Sysroot) -> Vec<String> {
     let devices = sysroot.names("sys/bus/cxl/devices");
@@ -63,12 +66,13 @@ pub fn forgotten(sysroot: &Sysroot) -> Vec<String> {
     devices.into_iter().filter(is_region).filter(is_in_use).map(|name| format!("CXL memory {name}")).collect()
 }
 
-/// Says of a device that processes use it; `None` without one.
+/// Describes a device that processes use; returns `None` if none does.
 fn used(device: String, users: &[&Process]) -> Option<String> {
     (!users.is_empty()).then(|| format!("{device}, used by {}", openers::names(users.iter().copied())))
 }
 
-/// RDMA devices that are used. Ordinary network cards have one as soon as their RDMA module is loaded.
+/// Names RDMA devices in use. Ordinary network cards have one as soon as their RDMA module is
+/// loaded.
 fn rdma_devices(
     sysroot: &Sysroot,
     openers: &Openers,
@@ -78,10 +82,10 @@ fn rdma_devices(
         let mut users: BTreeSet<String> = match rdma(&name) {
             Ok(users) => users.iter().map(|user| user.named(sysroot)).collect(),
             Err(error) => {
-                return Some(format!("RDMA device {name}, of which the users cannot be told ({error})"));
+                return Some(format!("RDMA device {name}, whose users are unknown ({error})"));
             }
         };
-        // One without a context has no resource yet, and may have one at any time.
+        // A process without a context has no resource yet, and may get one at any time.
         let mut nodes = sysroot.names("sys/class/infiniband_verbs");
         nodes.retain(|node| {
             sysroot.text(&format!("sys/class/infiniband_verbs/{node}/ibdev")).as_ref() == Some(&name)
@@ -94,7 +98,7 @@ fn rdma_devices(
     sysroot.names("sys/class/infiniband").into_iter().filter_map(described).collect()
 }
 
-/// A device file, or several by what their names begin with.
+/// A device file, or several by the beginning of their names.
 enum Node {
     Named(String),
     BeginsWith(&'static str),
@@ -127,7 +131,7 @@ impl<'a> PciDevice<'a> {
         format!("sys/bus/pci/devices/{}/{name}", self.address)
     }
 
-    /// Says that the device may write to memory unseen, and who uses it.
+    /// Describes the device with its users if it may write to memory unseen.
     fn untracked(&self, openers: &Openers) -> Option<String> {
         let Self { address, driver, .. } = self;
         if driver.contains("vfio") {
@@ -149,19 +153,19 @@ impl<'a> PciDevice<'a> {
         let device = format!("GPU {address} ({driver})");
         let nodes = self.nodes();
         if nodes.is_empty() {
-            return Some(format!("{device}, of which the users cannot be told"));
+            return Some(format!("{device}, whose users are unknown"));
         }
         let users = openers.of(|target| nodes.iter().any(|node| node.is(target)));
-        // It opens screens for others, who have them open themselves then.
+        // systemd-logind opens screens for other processes, which have them open themselves then.
         let users: Vec<_> = users.into_iter().filter(|process| process.name != "systemd-logind").collect();
         used(device, &users)
     }
 
-    /// Device files by which processes use a GPU or an accelerator.
+    /// Returns the device files by which processes use a GPU or an accelerator.
     fn nodes(&self) -> Vec<Node> {
         let of = |class: &str, folder: &str| -> Vec<Node> {
             let names = self.sysroot.names(&self.file(class)).into_iter();
-            // Connectors are there as well: card0-DP-1.
+            // Connectors such as card0-DP-1 are in the folder as well.
             let names = names.filter(|name| !name.contains('-'));
             names.map(|name| Node::Named(format!("/dev/{folder}/{name}"))).collect()
         };
@@ -187,19 +191,20 @@ impl<'a> PciDevice<'a> {
         by_group || devices.iter().any(|name| target == format!("/dev/vfio/devices/{name}"))
     }
 
-    /// A device that uio gives to a process may go on when the process has ended: until its bus mastering is off.
+    /// Describes a device that uio gives to a process. It may go on when the process has ended,
+    /// until its bus mastering is off.
     fn driven_by_uio(&self, openers: &Openers) -> Option<String> {
         let Self { address, driver, .. } = self;
         let device = format!("device {address}, which a process drives by itself ({driver})");
         let nodes = self.sysroot.names(&self.file("uio"));
         let users = openers.of(|target| nodes.iter().any(|node| target == format!("/dev/{node}")));
         if users.is_empty() && self.is_bus_master() {
-            return Some(format!("{device}, and which is a bus master still"));
+            return Some(format!("{device}, and which is still a bus master"));
         }
         used(device, &users)
     }
 
-    /// Returns true if the device may write to memory, or that cannot be told.
+    /// Returns true if the device may write to memory, or its state is unknown.
     fn is_bus_master(&self) -> bool {
         const COMMAND: usize = 4;
         const BUS_MASTER: u8 = 1 << 2;
@@ -208,24 +213,26 @@ impl<'a> PciDevice<'a> {
     }
 }
 
-/// Whether virtual machines run on tables that the hypervisor can shadow: KVM's nested ones, on AMD. Their interrupts must
-/// come by exits, too.
+/// Returns true if virtual machines run on tables that the hypervisor can shadow: KVM's nested
+/// ones, on AMD. Their interrupts must come by exits, too.
 fn guests_are_seen(sysroot: &Sysroot) -> bool {
     module::kvm_amd_has(sysroot, "npt") == Some(true) && module::kvm_amd_has(sysroot, "avic") == Some(false)
 }
 
-/// Whether the kernel was told to have the IOMMU note interrupts in memory. It does not do so by itself.
+/// Returns true if the kernel's command line makes the IOMMU record interrupts in memory. The
+/// kernel does not do so by default.
 fn posts_interrupts(command_line: &str) -> bool {
     let options = command_line.split_whitespace().filter_map(|word| word.strip_prefix("intremap="));
     options.flat_map(|options| options.split(',')).any(|option| option == "posted_msi")
 }
 
-/// PCI classes of GPUs and accelerators: display controllers and processing accelerators.
+/// Returns true for PCI classes of GPUs and accelerators: display controllers and processing
+/// accelerators.
 fn is_accelerator(class: &str) -> bool {
     class.starts_with("0x03") || class.starts_with("0x12")
 }
 
-/// Drivers of screens without a mind of their own.
+/// Returns true for drivers of simple screens that do not write to memory.
 fn is_plain(driver: &str) -> bool {
     matches!(
         driver,
@@ -337,12 +344,12 @@ mod tests {
         );
     }
 
-    /// Of a GPU without device files nothing tells who uses it.
+    /// A GPU without device files has unknown users.
     #[test]
     fn a_gpu_of_an_unknown_kind_counts_as_used() {
         let root = Root::new();
         root.device("0000:00:01.0", "0x120000", "secret");
-        assert_eq!(root.untracked(), ["GPU 0000:00:01.0 (secret), of which the users cannot be told"]);
+        assert_eq!(root.untracked(), ["GPU 0000:00:01.0 (secret), whose users are unknown"]);
     }
 
     #[test]
@@ -352,7 +359,7 @@ mod tests {
         root.folder(&format!("{folder}/uio/uio0"));
         let command = |command: u8| root.write(&format!("{folder}/config"), &[0x86, 0x80, 0, 0, command, 0]);
         command(0x06);
-        assert!(root.untracked()[0].ends_with("bus master still"), "{:?}", root.untracked());
+        assert!(root.untracked()[0].ends_with("still a bus master"), "{:?}", root.untracked());
         command(0x02);
         assert_eq!(root.untracked(), [""; 0]);
         process(root.path(), 71, "dpdk", &["/dev/uio0"]);

@@ -1,8 +1,9 @@
-//! File systems on block devices: held still for the instant, and marked, so that a restore can tell whether they are
-//! as they were.
+//! File systems on block devices: they are frozen for the instant, and get a fingerprint, so that a
+//! restore can tell if they have changed.
 //!
-//! What is in memory must never meet a disk that has moved on. A file system that is frozen has written everything to
-//! its device, and whatever is written to it later changes a few known blocks: their hash is its mark.
+//! Memory must never be restored beside a disk that has changed since. A frozen file system has
+//! written everything to its device. Each later write changes a few known blocks, whose hash is the
+//! fingerprint.
 
 use super::{
     claims, fat,
@@ -28,15 +29,16 @@ use std::{
     time::Duration,
 };
 
-/// Direct reads want their buffers, offsets and lengths aligned to this.
+/// Alignment of buffers, offsets and lengths for direct reads.
 const ALIGN: usize = 4096;
-/// File systems' own parts are aligned to this.
+/// Alignment of a file system's structures.
 const SECTOR: u64 = 512;
-/// Bytes at the beginning of a device that say what it holds.
+/// Bytes at the beginning of a device that identify its contents.
 const BEGINNING: usize = 128 << 10;
-/// How long a file system may take to come to rest. Little is left to be written then, and everything stands still.
+/// Time for a file system to freeze. Little is left to be written then, and everything stands
+/// still.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(15);
-/// How long a device may do nothing while its file system waits for it.
+/// Time for which a device may do nothing while its file system waits for it.
 const SYNC_PATIENCE: Duration = Duration::from_secs(30);
 
 /// A mounted file system on a block device.
@@ -44,20 +46,21 @@ const SYNC_PATIENCE: Duration = Duration::from_secs(30);
 pub struct Mounted {
     /// Major and minor number, as in `/sys/dev/block`.
     pub number: String,
-    /// Where it is mounted.
+    /// Mount point.
     pub at: PathBuf,
-    /// Its type.
     pub kind: String,
-    /// Its device.
     pub device: PathBuf,
-    /// It can be written to. One that cannot must be as it was all the same: the kernel remembers what it read.
+    /// True if the file system can be written to. A read-only one must be unchanged as well,
+    /// because the kernel remembers what it has read.
     pub writable: bool,
 }
 
-/// All of them, each once.
+/// Lists mounted file systems on disks, each once.
 ///
 /// # Errors
-/// If they cannot be told, or one is of a kind that is on disks without a device of its own.
+///
+/// Returns an error if the list is incomplete, or one is of a kind that has disks without a device
+/// number of its own.
 pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     let table = sysroot
         .bytes("proc/self/mountinfo")
@@ -72,7 +75,7 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
         .hint("export the pool"));
     }
     if let Some((kind, at)) = table.lines().find_map(|line| composed_of_several(line, sysroot)) {
-        let text = format!("{at} is a {kind} file system, which has disks that cannot be told");
+        let text = format!("{at} is a {kind} file system, whose disks are unknown");
         return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
     }
     let mut seen = BTreeSet::new();
@@ -86,7 +89,7 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     Ok(mounts)
 }
 
-/// All disks that are real devices, whether something of them is mounted or not.
+/// Lists all disks that are real devices, whether mounted or not.
 #[must_use]
 pub fn real(sysroot: &Sysroot) -> Vec<PathBuf> {
     let mut names = sysroot.names("sys/block");
@@ -94,7 +97,8 @@ pub fn real(sysroot: &Sysroot) -> Vec<PathBuf> {
     names.iter().map(|name| Path::new("/dev").join(name)).collect()
 }
 
-/// The kernel's own name for a device that is mounted by a name which is none: `/dev/root`, or one that was relative.
+/// Finds the kernel's own name for a device that is mounted by another one: `/dev/root`, or a
+/// relative name.
 fn find_device(mount: &mut Mounted, sysroot: &Sysroot) {
     let event = sysroot.text(&format!("sys/dev/block/{}/uevent", mount.number)).unwrap_or_default();
     if let Some(name) = event.lines().find_map(|line| line.strip_prefix("DEVNAME=")) {
@@ -102,22 +106,25 @@ fn find_device(mount: &mut Mounted, sysroot: &Sysroot) {
     }
 }
 
-/// Kind and place, if it is on disks and yet has no device's number: but for btrfs, nothing is known of those.
+/// Returns kind and place of a file system that is on disks and yet has no device number. Except
+/// for btrfs, the disks of such file systems are unknown.
 fn composed_of_several(line: &str, sysroot: &Sysroot) -> Option<(String, String)> {
     let (front, back) = line.split_once(" - ")?;
     let (number, at) = (front.split(' ').nth(2)?, front.split(' ').nth(4)?);
     let kind = back.split(' ').next()?;
     let known = sysroot.text("proc/filesystems").unwrap_or_default();
-    // Those without a disk are written with a word before them.
+    // File systems without a disk have a word before their name in this list.
     let wants_disk = known.lines().any(|line| line.strip_prefix('\t') == Some(kind));
     (wants_disk && number.starts_with("0:") && kind != "btrfs").then(|| (kind.to_owned(), unescaped(at)))
 }
 
-/// All of them; refuses if there are others that cannot be held still: only other mount namespaces have them (containers,
-/// services with mounts of their own), or no table of mounts at all ([`claims`]).
+/// Lists all file systems on disks. Refuses a machine with others that cannot be frozen, because
+/// only other mount namespaces have them (containers, services with mounts of their own), or no
+/// mount table at all ([`claims`]).
 ///
 /// # Errors
-/// Naming those.
+///
+/// Returns an error that names those.
 pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     let mounts = mounted(sysroot)?;
     let found = elsewhere(&mounts, sysroot);
@@ -131,19 +138,20 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
         .hint("stop those processes, or mount the file systems in the system's own namespace as well"))
 }
 
-/// Those on disks that do not go along with a machine that moves ([`reachable::goes_along`]): where it goes on they must be
-/// there, and as they were.
+/// Returns the file systems on disks that do not move with the machine ([`reachable::goes_along`]).
+/// At the destination they must be present and unchanged.
 #[must_use]
 pub fn to_be_compared(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<Mounted> {
-    // btrfs may be on more devices than the one that is mounted.
+    // btrfs may use more devices than the mounted one.
     let stays = |mount: &&Mounted| mount.kind == "btrfs" || !reachable::goes_along(&mount.device, sysroot);
     mounts.iter().filter(stays).cloned().collect()
 }
 
-/// Refuses if others are mounted than before.
+/// Refuses if mounts have changed.
 ///
 /// # Errors
-/// If they are.
+///
+/// Returns an error if they have.
 pub fn are_still(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     let now = all(sysroot)?;
     let numbers =
@@ -154,7 +162,8 @@ pub fn are_still(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     Err(Error::new(Exit::Failed, "a file system was mounted or unmounted meanwhile").hint("try again"))
 }
 
-/// Disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77". A thread may have one of its own.
+/// Lists disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77". A
+/// thread may have a namespace of its own.
 fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
     let mut numbers: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
     let mut namespaces = BTreeSet::new();
@@ -185,7 +194,7 @@ fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
     found
 }
 
-/// The file system that a file is on: the one mounted closest above it.
+/// Returns the file system that a file is on: the one mounted closest above it.
 #[must_use]
 pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Option<&'a Mounted> {
     let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
@@ -195,7 +204,7 @@ pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Opti
     mounts.iter().find(|mount| mount.number == found.number)
 }
 
-/// The line of mountinfo of the file system that a file is on.
+/// Returns the line of mountinfo for the file system that a file is on.
 #[must_use]
 pub fn line_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
     let points =
@@ -207,7 +216,8 @@ pub fn line_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
         .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))
 }
 
-/// Whether a device is made of others: device mapper, RAID. The small system puts none together.
+/// Returns true if a device is made of others: device mapper, RAID. The restore environment
+/// assembles none.
 #[must_use]
 pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -218,14 +228,15 @@ pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
     place.starts_with("/sys/devices/virtual/block")
 }
 
-/// `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue`
+/// Parses a line of mountinfo: `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root
+/// rw,errors=continue`
 fn mount(line: &str) -> Option<Mounted> {
     let (front, back) = line.split_once(" - ")?;
     let front: Vec<_> = front.split(' ').collect();
     let back: Vec<_> = back.split(' ').collect();
     let (number, at) = (front.get(2)?, front.get(4)?);
     let (kind, device, options) = (back.first()?, back.get(1)?, back.get(2)?);
-    // btrfs has numbers of its own, and a device all the same.
+    // btrfs has numbers of its own, although it is on a device.
     let on_disk = !number.starts_with("0:") || (*kind == "btrfs" && device.starts_with("/dev/"));
     let writable = options.split(',').any(|option| option == "rw");
     on_disk.then(|| Mounted {
@@ -237,7 +248,7 @@ fn mount(line: &str) -> Option<Mounted> {
     })
 }
 
-/// Spaces and the like are written as \040.
+/// Replaces escapes such as \040 for a space.
 pub fn unescaped(text: &str) -> String {
     let mut result = String::new();
     let mut rest = text;
@@ -257,32 +268,33 @@ pub fn unescaped(text: &str) -> String {
     result + rest
 }
 
-/// File systems that are held still until this is dropped.
+/// File systems that are frozen until this is dropped.
 #[derive(Debug, Default)]
 pub struct Still {
     held: Vec<Root>,
 }
 
-/// One of them.
+/// A frozen file system.
 #[derive(Debug)]
 struct Root {
-    /// Where it is mounted.
     folder: File,
-    /// Its first write after the thaw may leave its mark as it is for a while.
+    /// True if its first write after the thaw may leave the fingerprint unchanged for a while.
     is_lazy: bool,
 }
 
-/// Whether what is written to a file system may leave its mark as it is for a while: XFS and btrfs note an overwritten file's
-/// time when they come to it. ext4 writes its superblock with every thaw.
+/// Returns true for types whose fingerprint may stay unchanged for a while after a write: XFS and
+/// btrfs record the time of an overwritten file late. ext4 writes its superblock with every thaw.
 fn is_lazy(kind: &str) -> bool {
     matches!(kind, "xfs" | "btrfs")
 }
 
 impl Still {
-    /// Freezes those that can be written to, in reverse order of mounting; `guard` thaws them if this process does not.
+    /// Freezes the writable file systems, in reverse order of mounting; the undo process thaws them
+    /// if this process does not.
     ///
     /// # Errors
-    /// If one cannot be frozen; those that were are thawed again.
+    ///
+    /// Returns an error if one cannot be frozen; those that were are thawed again.
     pub fn hold(mounts: &[Mounted], guard: &mut Guard) -> Result<Self> {
         let mut still = Self::default();
         for mount in mounts.iter().filter(|mount| mount.writable).rev() {
@@ -292,15 +304,16 @@ impl Still {
                 Error::new(Exit::Failed, text).hint("unmount it, or mount it read-only")
             };
             if mount.kind == "fuseblk" {
-                return Err(named(io::Error::other("a process serves it, which stands still itself")));
+                return Err(named(io::Error::other("its server is a process that stands still itself")));
             }
             let file = File::open(&mount.at).map_err(named)?;
             if is_covered(mount, file.metadata().map_err(named)?.dev()) {
-                return Err(named(io::Error::other("another one is mounted over it")));
+                return Err(named(io::Error::other("another file system is mounted over it")));
             }
             guard.will(&Undo::Thaw(mount.at.clone())).map_err(named)?;
             match freeze(&file) {
-                // Some cannot be frozen, such as that of the firmware: nobody is there to write to it.
+                // Some types cannot be frozen, such as that of the firmware's variables.
+                // Applications that might write there stand still.
                 Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
                     rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
                 }
@@ -314,7 +327,8 @@ impl Still {
     }
 }
 
-/// Whether what is at the mount's place, on this device, is another file system. Volumes of btrfs have numbers of their own.
+/// Returns true if the mount point leads to another file system than the mounted one on this
+/// device. Volumes of btrfs have numbers of their own.
 fn is_covered(mount: &Mounted, found: u64) -> bool {
     let found = format!("{}:{}", libc::major(found), libc::minor(found));
     mount.kind != "btrfs" && mount.number != found
@@ -323,17 +337,17 @@ fn is_covered(mount: &Mounted, found: u64) -> bool {
 impl Drop for Still {
     fn drop(&mut self) {
         while let Some(root) = self.held.pop() {
-            // One that somebody else has thawed is as it should be.
+            // It fails if another process has thawed it, which is fine.
             let _ = thaw(&root.folder);
             if root.is_lazy {
-                // Where this cannot be written, nothing else can.
+                // If this write fails, other writes fail too.
                 let _ = move_on(&root.folder);
             }
         }
     }
 }
 
-/// What an image says of a file system, as it is now.
+/// Describes a file system for an image, as it is now.
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
     let named = name(mount);
@@ -341,7 +355,7 @@ pub fn describe(mount: &Mounted) -> FileSystem {
     FileSystem { frozen: mount.writable, mark, ..named }
 }
 
-/// All of them, at the same time.
+/// Describes all of them at the same time.
 #[must_use]
 pub fn describe_all(mounts: &[Mounted]) -> Vec<FileSystem> {
     std::thread::scope(|scope| {
@@ -358,26 +372,29 @@ fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
     mark_of(&named.pieces, &Sysroot::default())
 }
 
-/// Refuses file systems that were described without a mark: a restore would always refuse them.
+/// Refuses file systems that were described without a fingerprint, because a restore would always
+/// refuse them.
 ///
 /// # Errors
-/// Naming the first of them, and why.
+///
+/// Returns an error that names the first of them, and the reason.
 pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
     let Some(unmarked) = described.iter().find(|one| one.mark.is_none()) else { return Ok(()) };
     let why = mark_named(unmarked).err().map(|why| format!(": {why}")).unwrap_or_default();
     let FileSystem { kind, mounted_at, device, .. } = unmarked;
     let text = format!(
-        "the {kind} file system of {mounted_at} ({device}) cannot be marked, so that a restore could not tell whether it is as \
-         it was{why}"
+        "the {kind} file system of {mounted_at} ({device}) has no fingerprint, so that a restore could \
+         not tell if it has changed{why}"
     );
     Err(Error::coded(Code::DisksUncomparable, text))
 }
 
-/// Has what was written to a file's file system be at its place. Boot loaders look there, and know nothing of what a journal
-/// says.
+/// Writes all data of a file's file system to its final place. Boot loaders read it there without
+/// replaying the journal.
 ///
 /// # Errors
-/// If it cannot be brought there.
+///
+/// Returns an error if that fails.
 pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
     let mounts = mounted(sysroot)?;
     let named = |error: io::Error| {
@@ -385,11 +402,11 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
             Exit::Failed,
             format!("the file system of {} could not be settled: {error}", path.display()),
         )
-        .hint("unmount it, or restart the machine in good order, before the boot menu is relied upon")
+        .hint("unmount it, or restart the machine in an orderly way, before you rely on the boot menu")
     };
     let file = File::open(path).map_err(named)?;
     rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
-    // This one's log is emptied only when it is held still.
+    // XFS empties its log only in a freeze.
     let held = holder(&mounts, path, sysroot).filter(|mount| mount.kind == "xfs");
     if let Some(mount) = held {
         let mut guard = Guard::start()?;
@@ -401,16 +418,18 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
 const FIFREEZE: libc::c_ulong = 0xC004_5877;
 const FITHAW: libc::c_ulong = 0xC004_5878;
 
-/// Freezes a file system, or gives it up: it is thawed then, whenever its device answers again.
+/// Freezes a file system, or gives up. A freeze that succeeds later, when its device answers again,
+/// is undone.
 fn freeze(file: &File) -> io::Result<()> {
     patient::ioctl(file.as_fd(), FIFREEZE, FITHAW, FREEZE_PATIENCE)
 }
 
-/// Writes to their devices what is cached of file systems, while everything runs, so that little is left to be written when
-/// everything stands still. All at the same time.
+/// Writes cached data of file systems to their devices while everything runs, so that little is
+/// left when everything stands still. All file systems at the same time.
 ///
 /// # Errors
-/// Naming one that does not get on.
+///
+/// Returns an error that names one that makes no progress.
 pub fn sync(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     std::thread::scope(|scope| {
         let writable = mounts.iter().filter(|mount| mount.writable);
@@ -420,7 +439,8 @@ pub fn sync(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     })
 }
 
-/// How much is to be written is not known. What is known is whether the device has done anything lately.
+/// Writes back one file system. The amount of data is unknown, so progress means that the device
+/// has done something lately.
 fn sync_one(mount: &Mounted, sysroot: &Sysroot) -> Result<()> {
     let device = std::fs::metadata(&mount.device).map(|found| found.rdev()).unwrap_or(0);
     let file = format!("sys/dev/block/{}:{}/stat", libc::major(device), libc::minor(device));
@@ -435,11 +455,14 @@ fn sync_one(mount: &Mounted, sysroot: &Sysroot) -> Result<()> {
     patient::sync(&mount.at, get_on).map_err(|error| {
         let (at, device) = (mount.at.display(), mount.device.display());
         Error::new(Exit::Failed, format!("the file system at {at} ({device}) could not be written: {error}"))
-            .hint("nothing was changed; have its disk answer again, or unmount it (umount -f -l), and try again")
+            .hint(
+                "nothing was changed; make its disk answer again, or unmount it (umount -f -l), and try \
+                again",
+            )
     })
 }
 
-/// A file system without its mark, which it has only when it is held still.
+/// Describes a file system without its fingerprint, which exists only during a freeze.
 #[must_use]
 pub fn name(mount: &Mounted) -> FileSystem {
     FileSystem {
@@ -456,12 +479,14 @@ pub fn name(mount: &Mounted) -> FileSystem {
 /// Thaws a file system, by an open file on it.
 ///
 /// # Errors
-/// If it is not frozen.
+///
+/// Returns an error if it is not frozen.
 pub fn thaw(file: &File) -> io::Result<()> {
     ask(file, FITHAW)
 }
 
-/// Has a file system write something of no account, so that its mark is another one before anybody else writes to it.
+/// Writes something unimportant to a file system, so that its fingerprint changes before any other
+/// program writes to it.
 fn move_on(root: &File) -> io::Result<()> {
     let metadata = root.metadata()?;
     let same = rustix::fs::Timespec { tv_sec: metadata.mtime(), tv_nsec: metadata.mtime_nsec() };
@@ -479,19 +504,21 @@ fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What a file system calls itself, in hexadecimal digits; `None` where that is not known of its type, or its device cannot
-/// be read.
+/// Returns the identity of a file system in hexadecimal digits; `None` if its type has no known
+/// identity, or its device cannot be read.
 ///
 /// # Errors
-/// If the device does not answer.
+///
+/// Returns an error if the device does not answer.
 fn identity(device: &Path, kind: &str) -> std::result::Result<Option<String>, String> {
     Ok(head(device, BEGINNING)?.and_then(|first| identity_in(&first, kind)))
 }
 
-/// So many bytes at the beginning of a device; `None` if they cannot be read.
+/// Reads the first bytes of a device; `None` if they cannot be read.
 ///
 /// # Errors
-/// If the device does not answer.
+///
+/// Returns an error if the device does not answer.
 pub(super) fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
     match open(device).and_then(|disk| read(&disk, 0, length)) {
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
@@ -501,8 +528,8 @@ pub(super) fn head(device: &Path, length: usize) -> std::result::Result<Option<V
     }
 }
 
-/// Block devices that may hold something, by the kernel's names. Nothing can be read from those that have no size, nor from
-/// those of device mapper that are suspended, whose reads wait until they are resumed.
+/// Lists block devices that may hold data, by the kernel's names. Devices without a size hold none.
+/// Suspended device-mapper devices are left out, because reads of them wait until they are resumed.
 pub(super) fn readable(sysroot: &Sysroot) -> Vec<String> {
     let mut names = sysroot.names("sys/class/block");
     names.retain(|name| {
@@ -513,7 +540,7 @@ pub(super) fn readable(sysroot: &Sysroot) -> Vec<String> {
     names
 }
 
-/// The same of one that begins so.
+/// Returns the identity of a file system that begins with these bytes.
 fn identity_in(first: &[u8], kind: &str) -> Option<String> {
     let is = |at: usize, magic: &[u8]| first.get(at..at + magic.len()) == Some(magic);
     let at = match kind {
@@ -527,21 +554,23 @@ fn identity_in(first: &[u8], kind: &str) -> Option<String> {
     first.get(at).map(|bytes| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Where a file system of an image is now: devices have other names after each boot.
+/// Finds the device of an image's file system now: devices have other names after each boot.
 ///
 /// # Errors
-/// If it is nowhere, or several claim to be it.
+///
+/// Returns an error if it is nowhere, or several devices have its identity.
 pub fn find(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<PathBuf, String> {
     if file_system.uuid.is_none() {
-        return Err("it has no identity that is known".into());
+        return Err("it has no known identity".into());
     }
     only(claimants(file_system, sysroot)?)
 }
 
-/// Devices whose file system calls itself so.
+/// Lists devices with this file system's identity.
 ///
 /// # Errors
-/// Naming one that does not answer: it might be one of them.
+///
+/// Returns an error that names a device that does not answer: it might be one of them.
 fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     for name in readable(sysroot) {
@@ -554,12 +583,14 @@ fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result
     Ok(found)
 }
 
-/// The file of a device that the kernel calls so: a slash in its name is written as an exclamation mark.
+/// Returns the file of a device with this kernel name, in which an exclamation mark stands for a
+/// slash.
 pub(super) fn device_file(name: &str) -> PathBuf {
     Path::new("/dev").join(name.replace('!', "/"))
 }
 
-/// Whether a device is a partition from its disk's first sector on, such as mkfs.vfat makes: what it holds is the disk's.
+/// Returns true if a device is a partition from its disk's first sector on, such as mkfs.vfat
+/// makes: its contents are the disk's.
 fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
     let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
     of("partition").is_some() && of("start").is_some_and(|start| start.trim() == "0")
@@ -567,9 +598,9 @@ fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
 
 fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
     match &found[..] {
-        [] => Err("it is on no disk that is there".into()),
+        [] => Err("it is on no present disk".into()),
         [device] => Ok(device.clone()),
-        several => Err(format!("{} disks claim to be it", several.len())),
+        several => Err(format!("{} disks have its identity", several.len())),
     }
 }
 
@@ -578,15 +609,17 @@ fn open(device: &Path) -> io::Result<Disk> {
     Disk::open(device)
 }
 
-/// The hash of what changes on a device with whatever is written to its file system.
+/// Returns the fingerprint: the hash of all ranges that change on a device with each write to its
+/// file system.
 ///
 /// # Errors
-/// If the device cannot be read.
+///
+/// Returns an error if the device cannot be read.
 pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
     let file = open(device)?;
     let mut hasher = blake3::Hasher::new();
     let ranges = ranges(&file, kind)?;
-    // Where something is left out, what is left out counts to the byte.
+    // If the ranges leave something out, their limits count to the byte.
     let exactly = ranges.iter().any(|range| range.start % SECTOR != 0);
     for range in ranges {
         hash(&mut hasher, &file, range, exactly)?;
@@ -594,7 +627,7 @@ pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
     Ok(hasher.finalize().to_string())
 }
 
-/// The same of a file system whose device is made of others.
+/// Returns the fingerprint of a file system whose device is made of others.
 fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, String> {
     let mut hasher = blake3::Hasher::new();
     let mut disk: Option<(&str, Disk)> = None;
@@ -614,10 +647,11 @@ fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, S
     Ok(hasher.finalize().to_string())
 }
 
-/// The mark of an image's file system, as it is now.
+/// Returns the fingerprint of an image's file system, as it is now.
 ///
 /// # Errors
-/// If it is nowhere, several claim to be it, or it cannot be read.
+///
+/// Returns the reason if it is nowhere, several devices have its identity, or it cannot be read.
 pub fn mark_now(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<String, String> {
     if !file_system.pieces.is_empty() {
         return mark_of(&file_system.pieces, sysroot);
@@ -626,10 +660,11 @@ pub fn mark_now(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Res
     mark(&device, &file_system.kind).map_err(|error| format!("it cannot be read: {error}"))
 }
 
-/// Whether a file system of an image is here, with all that it is on.
+/// Checks if a file system of an image is here, with all its disks.
 ///
 /// # Errors
-/// If it is nowhere, or several claim to be it.
+///
+/// Returns the reason if it is nowhere, or several devices have its identity.
 pub fn is_here(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<(), String> {
     let mut disks: Vec<_> = file_system.pieces.iter().map(|piece| &piece.disk).collect();
     if disks.is_empty() {
@@ -639,15 +674,16 @@ pub fn is_here(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Resu
     disks.into_iter().try_for_each(|disk| layers::find(disk, sysroot).map(drop))
 }
 
-/// Refuses file systems of which the small system could not tell whether they are as they were.
+/// Refuses file systems whose fingerprints the restore environment could not compare.
 ///
 /// # Errors
-/// Naming the first of them, and why.
+///
+/// Returns an error that names the first of them, and the reason.
 pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     for mount in mounts {
         if let Err(why) = is_comparable(mount, sysroot) {
             let text = format!(
-                "{} is on {}, of which the small system that restores could not tell whether it is as it was: {why}",
+                "{} is on {}, where the restore environment could not tell if it has changed: {why}",
                 mount.at.display(),
                 mount.device.display()
             );
@@ -657,7 +693,8 @@ pub fn refuse_unreadable(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     Ok(())
 }
 
-/// Whether the small system can tell if a file system is as it was; why not, as a clause.
+/// Checks if the restore environment can compare a file system's fingerprint. Returns the reason as
+/// a clause if it cannot.
 fn is_comparable(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<(), String> {
     let reached = |device: &Path| match reachable::obstacle(device, sysroot) {
         Some(why) => Err(format!("{} {why}", device.display())),
@@ -673,14 +710,15 @@ fn is_comparable(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<(), 
     ranges.map_err(|error| error.to_string())?;
     let named = name(mount);
     if named.uuid.is_none() {
-        return Err("it has no identity that is known".into());
+        return Err("it has no known identity".into());
     }
     let mut found = claimants(&named, sysroot)?;
     found.retain(|device| reached(device).is_ok());
     only(found).map(drop)
 }
 
-/// Where what changes really lies, if a file system's device is made of others.
+/// Returns the disks and ranges that hold the changing ranges of a file system whose device is made
+/// of others.
 fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>, String> {
     if !is_composed(&mount.device, sysroot) {
         return Ok(Vec::new());
@@ -690,10 +728,10 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
     layers::pieces(&mount.device, &ranges, sysroot)
 }
 
-/// Where that is which changes with whatever is written to a file system, in bytes.
+/// Returns the byte ranges that change with every write to the file system.
 fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let first = read(file, 0, BEGINNING)?;
-    let unknown = || io::Error::other(format!("what changes in {kind} is not known"));
+    let unknown = || io::Error::other(format!("the ranges that change in {kind} are unknown"));
     let more = match kind {
         "ext2" | "ext3" | "ext4" | "btrfs" => Vec::new(),
         "xfs" => Vec::from([xfs_log(&first).ok_or_else(unknown)?]),
@@ -706,7 +744,7 @@ fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
     Ok(std::iter::once(0..first.len() as u64).chain(more).collect())
 }
 
-/// Bytes that begin anywhere.
+/// Reads a range that may begin anywhere.
 fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
     let start = range.start & !(ALIGN as u64 - 1);
     let mut bytes = read(file, start, (range.end - start) as usize)?;
@@ -718,7 +756,7 @@ fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Adds what is there; `exactly` that, and not what follows up to the end of a block.
+/// Hashes a range; if `exactly`, without the rest of its last block.
 fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bool) -> io::Result<()> {
     let mut at = range.start;
     while at < range.end {
@@ -734,12 +772,12 @@ fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bo
     Ok(())
 }
 
-/// Reads directly: what the kernel has cached of a device is not what is on it.
+/// Reads directly, because the kernel's cache of a device may differ from the device.
 fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     file.read_at(offset, length.next_multiple_of(ALIGN))
 }
 
-/// Where the log of XFS lies on the device: in bytes, from its superblock.
+/// Returns the range of XFS's log on the device in bytes, from its superblock.
 fn xfs_log(superblock: &[u8]) -> Option<Range<u64>> {
     let word = |at: usize, bytes: usize| {
         superblock

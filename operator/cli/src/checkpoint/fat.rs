@@ -1,46 +1,50 @@
-//! What changes on a FAT file system with whatever is written to it. It has no journal, and notes nothing when a file is
-//! written over in place but the time, in its folder; so that is everything that is in use: tables, folders and files.
-//! Such file systems are small where machines are checkpointed: the firmware's own.
+//! The ranges of a FAT file system that change with each write. FAT has no journal. A file that is
+//! overwritten in place leaves no trace except the time in its folder. So the ranges are everything
+//! in use: tables, folders and files. Such file systems are small on machines that are
+//! checkpointed: the firmware's own.
 //!
-//! Left out is what systemd-boot writes there on the way to every system that it starts, the small one included: the seed of
-//! random numbers in `/loader/random-seed`, in place, and when that was. What the kernel remembers of it does no harm: whoever
-//! writes it in Linux writes all of it.
+//! systemd-boot writes there at the start of every system, also of the restore environment: the
+//! seed of random numbers in `/loader/random-seed`, in place, and its time. These ranges are left
+//! out. The kernel's stale copy of them does no harm, because a program that writes the seed in
+//! Linux writes all of it.
 //!
 //! Microsoft's "FAT: General Overview of On-Disk Format", 1.03.
 
 use std::{io, ops::Range};
 
-/// Bytes of files and folders that are read while applications stand still; a file system with more has no mark.
+/// Bytes of files and folders that are read while applications stand still; a file system with more
+/// has no fingerprint.
 const MOST: u64 = 256 << 20;
-/// Bytes of an entry in a folder.
+/// Size of an entry in a folder.
 const ENTRY: u64 = 32;
-/// Within an entry: its name, its attributes, and where its first cluster and its length are.
+/// Ranges within an entry: its name, its attributes, the number of its first cluster, and its
+/// length.
 const NAME: Range<usize> = 0..11;
 const ATTRIBUTES: usize = 11;
 const CLUSTER_HIGH: Range<usize> = 20..22;
 const CLUSTER_LOW: Range<usize> = 26..28;
-/// From the attributes, which say that it was written to, to behind the times.
+/// Range from the attributes, which have a bit for each write, up to the end of the times.
 const TIMES: Range<u64> = 11..26;
-/// An entry's attributes: of a folder, of a part of a long name.
+/// Attributes of an entry: of a folder, of a part of a long name.
 const IS_FOLDER: u8 = 0x10;
 const IS_LONG_NAME: u8 = 0x0F;
-/// The folder and the file of the seed.
+/// Names of the seed's folder and file.
 const LOADER: &[u8; 11] = b"LOADER     ";
 const SEED: &str = "random-seed";
-/// Data clusters below which an entry of the table has 12 bits, and 16.
+/// Numbers of data clusters below which an entry of the table has 12 bits, and 16.
 const SMALL: [u64; 2] = [4085, 65525];
 
-/// Where things are on the device, in bytes.
+/// Positions of the parts on the device, in bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// The first of the tables, which are each other's copies.
+    /// The first of the tables, which are copies of each other.
     table: Range<u64>,
-    /// All of them, with the root folder that FAT12 and FAT16 have behind them.
+    /// All tables, with the root folder that FAT12 and FAT16 have after them.
     tables: Range<u64>,
-    /// Where cluster 2 begins, and where there are no more.
+    /// Range of the clusters, from cluster 2 on.
     data: Range<u64>,
     cluster: u64,
-    /// The root folder: on FAT32 its first cluster, on others where it is.
+    /// The root folder: on FAT32 its first cluster, on others its range.
     root: Root,
 }
 
@@ -51,13 +55,13 @@ enum Root {
 }
 
 impl Layout {
-    /// From the first sector.
+    /// Parses the first sector.
     pub(super) fn new(first: &[u8]) -> Option<Self> {
         let word = |at: usize, bytes: usize| {
             let bytes = first.get(at..at + bytes)?;
             Some(bytes.iter().rev().fold(0_u64, |word, byte| word << 8 | u64::from(*byte)))
         };
-        // Where a field of two bytes is too small, there is another one of four.
+        // A second field of four bytes holds numbers that are too large for two.
         let wide = |small: usize, large: usize| match word(small, 2)? {
             0 => word(large, 4),
             length => Some(length),
@@ -85,10 +89,12 @@ impl Layout {
         (self.data.end - self.data.start) / self.cluster
     }
 
-    /// What changes, in order, after the device's beginning; `read` gives bytes of the device.
+    /// Returns the ranges that change, in order, after the device's beginning; `read` gives bytes
+    /// of the device.
     ///
     /// # Errors
-    /// If it cannot be read, or is too much.
+    ///
+    /// Returns an error if the device cannot be read, or there is too much data.
     pub(super) fn changing(
         &self,
         beginning: Range<u64>,
@@ -119,7 +125,7 @@ impl Layout {
         Ok(without(ranges, &seed))
     }
 
-    /// What a boot loader writes for each system that it starts; nothing, if there is no such file.
+    /// Returns the ranges that a boot loader writes at each start; empty if there is no such file.
     fn seed(
         &self,
         table: &[u8],
@@ -138,14 +144,14 @@ impl Layout {
         Ok(std::iter::once(times).chain(self.chain(table, seed.cluster())).collect())
     }
 
-    /// Where a file or a folder is, from its first cluster on.
+    /// Returns the ranges of a file or a folder from its first cluster on.
     fn chain(&self, table: &[u8], first: u64) -> Vec<Range<u64>> {
         let clusters = self.clusters();
         let next = |number: &u64| entry(table, clusters, *number);
         let numbers =
             std::iter::successors(Some(first), next).take_while(|number| (2..clusters + 2).contains(number));
         let place = |number: u64| self.data.start + (number - 2) * self.cluster;
-        // A chain that bites its tail has an end all the same.
+        // The limit ends a chain that contains itself.
         let numbers = numbers.take(usize::try_from(MOST / self.cluster).unwrap_or(usize::MAX));
         numbers.map(|number| place(number)..place(number) + self.cluster).collect()
     }
@@ -154,7 +160,7 @@ impl Layout {
 /// An entry in a folder.
 #[derive(Debug)]
 struct Entry {
-    /// Where it is on the device.
+    /// Position on the device.
     at: u64,
     bytes: Vec<u8>,
 }
@@ -168,7 +174,7 @@ impl Entry {
         self.bytes[ATTRIBUTES] & IS_FOLDER == 0 && self.bytes[ATTRIBUTES] != IS_LONG_NAME
     }
 
-    /// Whether it is the only part of a long name, and the name is this.
+    /// Returns true if the entry is the only part of a long name, and the name is this one.
     fn is_whole_name(&self, name: &str) -> bool {
         const ONLY: u8 = 0x41;
         let parts = [1..11, 14..26, 28..32].map(|part: Range<usize>| &self.bytes[part]).concat();
@@ -185,7 +191,7 @@ impl Entry {
     }
 }
 
-/// The entries of a folder, which is at these places, up to its end.
+/// Reads the entries of a folder in these ranges, up to its end.
 fn folder(places: &[Range<u64>], read: impl Fn(Range<u64>) -> io::Result<Vec<u8>>) -> io::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for place in places {
@@ -200,7 +206,7 @@ fn folder(places: &[Range<u64>], read: impl Fn(Range<u64>) -> io::Result<Vec<u8>
     Ok(entries)
 }
 
-/// The ranges without those parts.
+/// Removes parts from ranges.
 fn without(ranges: Vec<Range<u64>>, parts: &[Range<u64>]) -> Vec<Range<u64>> {
     let cut = |ranges: Vec<Range<u64>>, part: &Range<u64>| -> Vec<Range<u64>> {
         let rest = |range: Range<u64>| {
@@ -211,12 +217,12 @@ fn without(ranges: Vec<Range<u64>>, parts: &[Range<u64>]) -> Vec<Range<u64>> {
     parts.iter().fold(ranges, cut)
 }
 
-/// Whether a cluster is anybody's; `None` if the table ends before it.
+/// Returns true if a cluster is in use; `None` if the table ends before it.
 fn is_used(table: &[u8], clusters: u64, number: u64) -> Option<bool> {
     entry(table, clusters, number).map(|entry| entry != 0)
 }
 
-/// What the table says of a cluster; `None` if it ends before it.
+/// Returns the table's entry for a cluster; `None` if the table ends before it.
 fn entry(table: &[u8], clusters: u64, number: u64) -> Option<u64> {
     let number = usize::try_from(number).ok()?;
     let word = |at: usize, count: usize| {
@@ -230,7 +236,7 @@ fn entry(table: &[u8], clusters: u64, number: u64) -> Option<u64> {
     if clusters < SMALL[1] {
         return word(number * 2, 2);
     }
-    // The four highest bits are nobody's.
+    // The four highest bits are reserved.
     Some(word(number * 4, 4)? & 0x0FFF_FFFF)
 }
 
@@ -238,7 +244,8 @@ fn entry(table: &[u8], clusters: u64, number: u64) -> Option<u64> {
 pub(super) mod tests {
     use super::*;
 
-    /// The first sector of one: its type's name, sectors in all, of each table and of a cluster, entries of its root folder.
+    /// Makes the first sector of a file system: its type's name; the sectors in all, of each table
+    /// and of a cluster; entries of its root folder.
     pub(crate) fn first_sector(
         kind: &[u8; 8],
         total: u32,
@@ -261,7 +268,7 @@ pub(super) mod tests {
             put(0x52, kind);
         } else {
             put(22, &table.to_le_bytes());
-            // What FAT32 has there is something else.
+            // FAT32 has other fields there.
             put(36, &[0x80, 0, 0x29]);
             put(0x27, &[0xAB, 0xCD, 0xEF, 0x01]);
             put(0x36, kind);
@@ -284,7 +291,8 @@ pub(super) mod tests {
 
     #[test]
     fn what_is_in_use_changes() {
-        // Clusters 2, 3 and 6 are in use; an odd and an even one of 12 bits, and free ones that look used beside them.
+        // Clusters 2, 3 and 6 are in use; an odd and an even one of 12 bits, and free ones that
+        // look used beside them.
         let twelve = vec![0xF0, 0xFF, 0xFF, 0xFF, 0x0F, 0xF0, 0, 0, 0, 0xFF, 0x0F, 0];
         let tables = [
             (b"FAT12   ", 2880, 9, 1, twelve),
@@ -322,7 +330,7 @@ pub(super) mod tests {
         assert!(error.to_string().contains("more than 256 MiB"), "{error}");
     }
 
-    /// An entry of a folder, with the part of a long name before it if there is one.
+    /// Makes an entry of a folder, with the part of a long name before it if there is one.
     fn entries(long: &str, short: &[u8; 11], attributes: u8, cluster: u16) -> Vec<u8> {
         let mut part = vec![0xFF; 32];
         (part[0], part[ATTRIBUTES], part[12], part[13]) = (0x41, IS_LONG_NAME, 0, 0);

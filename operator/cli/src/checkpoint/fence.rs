@@ -1,8 +1,9 @@
-//! Who may still talk to a machine that stands still until it is powered off: the servers of network storage that the
-//! image needs, and the other end of its way. To all others the driver lets nothing through from the instant on, so that
-//! the kernel acknowledges nothing that the machine that goes on later has never heard of. That is true of a network file
-//! system's server as well: a connection that went on behind the instant stands still for minutes in the machine that
-//! is brought back.
+//! The peers that may still talk to a machine that stands still until it is powered off: the
+//! servers of network storage that the image needs, and the other end of the image's connection.
+//! After the instant the driver lets no other packet through. So the kernel acknowledges no data
+//! that the machine, when it goes on later, has never received. The same holds for a network file
+//! system's server: a connection that was used after the instant hangs for minutes in the restored
+//! machine.
 
 use super::{disks, reachable};
 use crate::sysroot::Sysroot;
@@ -15,14 +16,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long ssh may take to have its connection.
+/// Time for ssh to connect.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// File systems whose servers mountinfo names.
 const NAMED: [&str; 4] = ["nfs", "nfs4", "cifs", "smb3"];
-/// Those that talk to servers which nothing names in one place.
+/// File systems whose servers are not named in one place.
 const UNNAMED: [&str; 8] = ["ceph", "lustre", "afs", "gpfs", "beegfs", "glusterfs", "ocfs2", "gfs2"];
 
-/// Somebody who is let through; without a port, whatever he says.
+/// A peer whose packets pass; without a port, on any port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Peer {
     address: IpAddr,
@@ -34,7 +35,7 @@ impl Peer {
         Self { address, port: 0 }
     }
 
-    /// Whether a connection's other end is this.
+    /// Returns true if a connection's other end is this peer.
     pub(super) fn is(&self, end: SocketAddr) -> bool {
         self.address == end.ip().to_canonical() && (self.port == 0 || self.port == end.port())
     }
@@ -63,11 +64,12 @@ impl From<Peer> for FencePeer {
     }
 }
 
-/// All of them: those of the file systems that `files` are on, those of disks, and those that `processes`, which carry
-/// the image, are connected with.
+/// Lists all peers: the servers of the file systems that `files` are on, those of disks, and the
+/// peers of `processes`, which carry the image.
 ///
 /// # Errors
-/// If some cannot be named: why, as a clause.
+///
+/// Returns the reason as a clause if some are unknown.
 pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
     let mut peers = BTreeSet::new();
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
@@ -94,7 +96,7 @@ pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Ve
     Ok(peers.into_iter().collect())
 }
 
-/// The servers of all network storage, as far as something names them.
+/// Lists the servers of all network storage that are known.
 #[must_use]
 pub fn servers(sysroot: &Sysroot) -> Vec<Peer> {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
@@ -103,7 +105,7 @@ pub fn servers(sysroot: &Sysroot) -> Vec<Peer> {
     all.into_iter().collect()
 }
 
-/// Returns true if files or disks of this machine come from a server, named or not.
+/// Returns true if files or disks of this machine come from a server, known or not.
 #[must_use]
 pub fn has_servers(sysroot: &Sysroot) -> bool {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
@@ -111,7 +113,7 @@ pub fn has_servers(sysroot: &Sysroot) -> bool {
         || of_disks(sysroot).map_or(true, |peers| !peers.is_empty())
 }
 
-/// The server of a file system, by its line of mountinfo; none for one that is no network's.
+/// Returns the server of a file system, from its line of mountinfo; none for a local file system.
 fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
     let mut words = line.split_once(" - ").map_or("", |(_, rest)| rest).split(' ');
     let (Some(kind), Some(source), Some(options)) = (words.next(), words.next(), words.next()) else {
@@ -121,10 +123,10 @@ fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
     if NAMED.contains(&kind) {
         let address = options.find_map(|option| option.strip_prefix("addr="));
         let address = address.and_then(|text| text.parse().ok());
-        return address.map(Peer::all_of).map(Some).ok_or_else(|| format!("nobody says where {source} is"));
+        return address.map(Peer::all_of).map(Some).ok_or_else(|| format!("{source} has no known address"));
     }
     if UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
-        return Err(format!("nobody says which servers {source} ({kind}) is on"));
+        return Err(format!("the servers of {source} ({kind}) are unknown"));
     }
     Ok(None)
 }
@@ -137,13 +139,13 @@ fn of_disks(sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
             || (disk.starts_with("nbd") && sysroot.exists(&format!("sys/block/{disk}/pid")))
     });
     if let Some(disk) = unnamed {
-        return Err(format!("nobody says which servers {disk} is on"));
+        return Err(format!("the servers of {disk} are unknown"));
     }
     let mut peers = Vec::new();
     for connection in sysroot.names("sys/class/iscsi_connection") {
         let value = |name| sysroot.text(&format!("sys/class/iscsi_connection/{connection}/{name}"));
         let address = value("address").and_then(|text| text.parse().ok());
-        peers.push(Peer::all_of(address.ok_or_else(|| format!("nobody says where {connection} leads"))?));
+        peers.push(Peer::all_of(address.ok_or_else(|| format!("the address of {connection} is unknown"))?));
     }
     for controller in sysroot.names("sys/class/nvme") {
         let value = |name| sysroot.text(&format!("sys/class/nvme/{controller}/{name}")).unwrap_or_default();
@@ -151,12 +153,13 @@ fn of_disks(sysroot: &Sysroot) -> Result<Vec<Peer>, String> {
             continue;
         }
         let address = reachable::target(&value("address"));
-        peers.push(Peer::all_of(address.ok_or_else(|| format!("nobody says where {controller} leads"))?));
+        peers.push(Peer::all_of(address.ok_or_else(|| format!("the address of {controller} is unknown"))?));
     }
     Ok(peers)
 }
 
-/// Whom a process is connected with by TCP; if with nobody, its children: ssh's ProxyCommand.
+/// Lists the peers of a process by TCP. If there are none, those of its children, such as ssh's
+/// ProxyCommand.
 fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
     let folder = format!("proc/{process}/fd");
     let links = sysroot.names(&folder).into_iter();
@@ -182,15 +185,18 @@ fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
         .collect()
 }
 
-/// Both ends of an established connection, the own one first, and its inode, from a line of /proc/net/tcp or tcp6.
+/// Parses an established connection from a line of /proc/net/tcp or tcp6: both ends, the own one
+/// first, and its inode.
 pub(super) fn established(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
     const ESTABLISHED: &str = "01";
     connection(line, &[ESTABLISHED])
 }
 
-/// The same of a connection that may still send data: it is established, or one of its ends has closed it.
+/// Parses a connection that may still send data: it is established, or one of its ends has closed
+/// it.
 pub(super) fn talking(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
-    /// `TCP_ESTABLISHED`, `TCP_SYN_SENT`, `TCP_FIN_WAIT1`, `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`.
+    /// `TCP_ESTABLISHED`, `TCP_SYN_SENT`, `TCP_FIN_WAIT1`, `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`,
+    /// `TCP_CLOSING`.
     const TALKING: [&str; 6] = ["01", "02", "04", "08", "09", "0B"];
     connection(line, &TALKING)
 }
@@ -203,7 +209,7 @@ fn connection(line: &str, states: &[&str]) -> Option<(SocketAddr, SocketAddr, u6
     Some((end(words.get(1)?)?, end(words.get(2)?)?, words.get(9)?.parse().ok()?))
 }
 
-/// Words in the order of this machine's bytes, and a port.
+/// Parses address words in this machine's byte order, and a port.
 fn end(text: &str) -> Option<SocketAddr> {
     let (address, port) = text.split_once(':')?;
     let octets: Vec<u8> = (0..address.len() / 8)

@@ -1,5 +1,6 @@
-//! Undoes what a checkpoint does to the machine if its process does not live to do it, or does not get on: a child that
-//! is told of each step beforehand, and acts when the line to it breaks or is silent for long.
+//! The undo process: a child that undoes the changes of a checkpoint to the machine if the
+//! command's process is killed or makes no progress. The child is told of each step before it is
+//! done. It acts when the connection breaks, or is silent for too long.
 
 use super::{applications, arrays, disks, swap, watchdogs::Feeder};
 use crate::{
@@ -25,23 +26,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long nothing need be heard of a process that holds the machine still: it may wait for what it holds itself.
+/// Time for which a process that holds the machine still may be silent: it may wait for something
+/// that it holds itself.
 const SILENCE: Duration = Duration::from_secs(60);
-/// How long something may take of which nothing can be heard: another host that makes an image safe.
+/// Time for work during which nothing can be heard: another host makes an image durable.
 const WORK_PATIENCE: Duration = Duration::from_secs(600);
-/// How long one file system's thaw holds up the others, and applications.
+/// Time for which the thaw of one file system may delay the others, and applications.
 const THAW_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the driver may be busy.
+/// Time for which the driver may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What there is to undo. The last step is undone first.
+/// A step to undo. The last step is undone first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Undo {
     /// A half-written file.
     Remove(PathBuf),
     /// The hypervisor beneath the machine.
     Detach,
-    /// A file system that is frozen, by where it is mounted.
+    /// A frozen file system, by its mount point.
     Thaw(PathBuf),
     /// An array whose thread is held.
     Release(arrays::Array),
@@ -49,28 +51,29 @@ pub enum Undo {
     SwapOn(swap::Area),
     /// A control group that is frozen.
     Unfreeze(PathBuf),
-    /// Processes that were moved into a group of ours; it is removed.
+    /// Processes that were moved into a group of Mercury's; the group is removed.
     Return {
-        /// Ours.
+        /// Mercury's group.
         from: PathBuf,
-        /// Theirs.
+        /// Their own group.
         to: PathBuf,
     },
-    /// The fence that stays whoever ends, and the silence about this machine's addresses.
+    /// The fence that outlives its process, and the silence about this machine's addresses.
     Open,
-    /// A move that was begun: the other end may have all of it, and wait.
+    /// A move that was begun: the destination may have the whole machine, and wait.
     CallOff(Box<Doubt>),
-    /// A move that was committed: nothing else may be undone before it is known that the machine does not run elsewhere.
+    /// A move that was committed: nothing else may be undone before it is known that the machine
+    /// does not run at the destination.
     Decide(Box<Doubt>),
 }
 
 impl Undo {
-    /// Whether somebody stands still for it.
+    /// Returns true if this step holds applications still.
     fn holds(&self) -> bool {
         matches!(self, Self::Thaw(_) | Self::Unfreeze(_))
     }
 
-    /// Whether it is of what is done so that somebody stands still.
+    /// Returns true if this step belongs to holding applications still.
     fn is_of_stillness(&self) -> bool {
         self.holds()
             || matches!(
@@ -79,12 +82,12 @@ impl Undo {
             )
     }
 
-    /// Undoes it. What is undone already is no error.
+    /// Undoes the step. A step that is undone already is no error.
     pub fn perform(&self, reach: &Reach) {
         match self {
             Self::Remove(path) => drop(fs::remove_file(path)),
             Self::Detach => {
-                // The kernel ends a snapshot of the process that was killed first.
+                // The kernel first ends the snapshot of the killed process.
                 let end = Instant::now() + PATIENCE;
                 let mut device = Device::open(Access::Control);
                 while device.as_ref().is_err_and(|error| error.exit == Exit::Busy) && Instant::now() < end {
@@ -105,7 +108,7 @@ impl Undo {
     }
 }
 
-/// The child.
+/// The undo process, as its parent sees it.
 #[derive(Debug)]
 pub struct Guard {
     child: Child,
@@ -114,13 +117,14 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Starts it; it ends quietly when this is dropped.
+    /// Starts the process; it ends quietly when this is dropped.
     ///
     /// # Errors
-    /// If it cannot be started.
+    ///
+    /// Returns an error if it cannot be started.
     pub fn start() -> Result<Self> {
         let failed = |error: io::Error| {
-            Error::new(Exit::Failed, format!("the guard could not be started: {error}"))
+            Error::new(Exit::Failed, format!("the undo process could not be started: {error}"))
                 .hint("nothing was changed")
         };
         let mut command = Command::new("/proc/self/exe");
@@ -131,28 +135,29 @@ impl Guard {
         Ok(Self { child, line, told: Instant::now() })
     }
 
-    /// Its process.
+    /// Returns the number of the process.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Tells it what is about to be done.
+    /// Tells the process of the next step.
     ///
     /// # Errors
-    /// If it is gone.
+    ///
+    /// Returns an error if the process is gone.
     pub fn will(&mut self, undo: &Undo) -> io::Result<()> {
         self.say(&serde_json::to_string(undo)?)
     }
 
-    /// This process gets on.
+    /// Tells the process that this one is making progress.
     pub fn hear(&mut self) {
         if self.told.elapsed() > Duration::from_secs(1) {
             let _ = self.say(ALIVE);
         }
     }
 
-    /// Is told so while `work` goes on, but not for ever.
+    /// Tells it so repeatedly while `work` runs, but not for ever.
     pub fn hear_during<T: Send>(&mut self, work: impl FnOnce() -> T + Send) -> T {
         let end = Instant::now() + WORK_PATIENCE;
         thread::scope(|scope| {
@@ -167,19 +172,19 @@ impl Guard {
         })
     }
 
-    /// It is known how the move has ended: the machine goes on here.
+    /// Tells the process that the move has ended: the machine goes on here.
     pub fn is_decided(&mut self) {
         let _ = self.say(DECIDED);
     }
 
-    /// Nobody is held still any more.
+    /// Tells the process that all applications run.
     pub fn is_released(&mut self) {
         let _ = self.say(RELEASED);
     }
 
-    /// All has been undone, so far.
+    /// Tells the process that all steps so far are undone.
     pub fn is_undone(&mut self) {
-        // One that is gone need not know.
+        // A process that is gone need not know.
         let _ = self.say(UNDONE);
     }
 
@@ -203,12 +208,14 @@ impl Drop for Guard {
     }
 }
 
-/// The child's life: `mercury guard`.
+/// Runs the undo process: `mercury guard`.
 #[must_use]
 pub fn run() -> Exit {
-    // Where this program comes from may be out of reach when it matters: a root on the network stands behind the fence.
+    // This program's file may be out of reach at an undo: a root on the network is behind the
+    // fence.
     let _ = super::keep_in_memory();
-    // Where memory runs out this is the last one to be killed: without it a machine might stand still for good.
+    // If memory runs out this process is killed last, because without it a machine might stand
+    // still for good.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let reach = Arc::new(Reach::open());
     let (sender, lines) = channel();
@@ -231,14 +238,14 @@ pub fn run() -> Exit {
     }
     undo_all(steps, THAW_PATIENCE, &reach);
     if !broken {
-        // Last: whoever reads it may have stood still.
-        eprintln!("mercury: the command did not get on; what it held still was released");
+        // The message comes last, because its reader may have stood still.
+        eprintln!("mercury: the command made no progress; everything that it held still was released");
     }
     Exit::Done
 }
 
-/// Undoes the steps, the last first. A file system whose device does not answer is not thawed before it does: nobody else
-/// waits for that.
+/// Undoes the steps, the last first. A file system whose device does not answer is thawed when it
+/// does, and no other step waits for that.
 fn undo_all(mut steps: Vec<Undo>, patience: Duration, reach: &Arc<Reach>) {
     let (sender, ended) = channel();
     while let Some(undo) = steps.pop() {
@@ -252,20 +259,21 @@ fn undo_all(mut steps: Vec<Undo>, patience: Duration, reach: &Arc<Reach>) {
             let _ = sender.send(());
         });
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(patience) {
-            eprintln!("mercury: a file system does not thaw: its device does not answer");
+            eprintln!("mercury: a file system does not thaw, because its device does not answer");
         }
     }
 }
 
-/// The time for which applications are held still, or held back.
+/// A message about the time for which applications are held still, or throttled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stillness {
     Begins,
     Ended,
 }
 
-/// What is left to undo when the line breaks, or when something is and nothing is heard; and whether it broke. Tells of
-/// applications that are held still meanwhile.
+/// Waits until the connection breaks, or is silent while a step holds applications still. Returns
+/// the steps to undo, and true if the connection broke. Reports the times for which applications
+/// are held still.
 fn to_undo(
     lines: &Receiver<String>,
     silence: Duration,
@@ -285,7 +293,7 @@ fn to_undo(
                 let frozen = steps.iter().any(|undo| matches!(undo, Undo::Unfreeze(_)));
                 tell(if frozen { Stillness::Begins } else { Stillness::Ended });
             }
-            // Whoever holds a machine that may run elsewhere holds it for as long as it takes.
+            // A step that holds a machine which may run at the destination lasts as long as needed.
             Err(RecvTimeoutError::Timeout) if matches!(steps.last(), Some(Undo::Decide(_))) => {}
             Err(RecvTimeoutError::Timeout) if steps.iter().any(Undo::holds) => return (steps, false),
             Err(RecvTimeoutError::Timeout) => {}
@@ -326,22 +334,22 @@ mod tests {
         assert_eq!(told_of, [Ended, Begins, Begins, Ended, Begins, Ended]);
     }
 
-    /// A device that does not answer keeps nobody still but itself.
+    /// A device that does not answer delays only its own file system.
     #[test]
     fn a_thaw_that_hangs_holds_up_nobody() {
         let root = tempfile::tempdir().expect("a folder");
         let (pipe, group) = (root.path().join("pipe"), root.path().join("group"));
         fs::create_dir(&group).expect("a folder");
         fs::write(group.join("cgroup.freeze"), "1").expect("a file");
-        // Nobody ever writes: opening it does not return.
+        // Without a writer, opening the pipe does not return.
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
         let steps = vec![Undo::Unfreeze(group.clone()), Undo::Thaw(pipe)];
         undo_all(steps, Duration::from_millis(20), &Arc::new(Reach::open()));
         assert_eq!(fs::read_to_string(group.join("cgroup.freeze")).expect("a file"), "0");
     }
 
-    /// After the commit nobody lets the machine go because it is quiet; if the line breaks it is asked first, and what is decided
-    /// is not asked again.
+    /// After the commit silence does not let the machine go. If the connection breaks the
+    /// destination is asked first, and after the decision it is not asked again.
     #[test]
     fn a_move_that_was_committed_is_decided_first() {
         let doubt =
@@ -369,7 +377,7 @@ mod tests {
         assert_eq!(to_undo(&told(&released), SILENCE, &mut |_| ()), (steps[..2].to_vec(), true));
     }
 
-    /// Silence matters only while somebody stands still.
+    /// Silence matters only while applications stand still.
     #[test]
     fn silence_is_an_end() {
         let (sender, lines) = channel();
@@ -381,7 +389,7 @@ mod tests {
             to_undo(&lines, Duration::from_millis(10), &mut |_| ()),
             (vec![Undo::Detach, thaw], false)
         );
-        // Whoever reads the image may then take his time.
+        // A reader of the image may then be slow.
         let returned = Undo::Return { from: "/a".into(), to: "/b".into() };
         for undo in [Undo::Detach, returned, Undo::Unfreeze("/a".into())] {
             sender.send(serde_json::to_string(&undo).expect("JSON")).expect("sent");

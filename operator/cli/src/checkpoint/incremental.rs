@@ -1,8 +1,9 @@
-//! An image that is made on another one, its parent: only what has changed since is written.
+//! An image that is made on another one, its parent: it has only the pages that have changed since.
 //!
-//! What has changed is told by hashes, which every image has of all its frames. So nothing has to watch the machine between
-//! two images (it is native then), and no write can be missed, whoever made it: a CPU, or a device round the nested tables.
-//! The price is that all memory is read and hashed again; that finds zeros and duplicates anyway.
+//! Hashes find the changed pages: every image has the hashes of all its frames. So the machine need
+//! not be watched between two images (it is native then), and no write can be missed, by a CPU or
+//! by a device that bypasses the nested tables. The price is that all memory is read and hashed
+//! again. The hashes find zeros and duplicates anyway.
 
 use super::{random, target::Name};
 use crate::{
@@ -19,21 +20,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Between hashes frames are skipped: reading ahead would be for nothing.
+/// Buffer size: frames between hashes are skipped, so reading ahead would be wasted.
 const BUFFER: usize = 4 << 10;
 const FULL: &str = "without --incremental the image is a full one";
 
-/// What an image is made on: a parent, or nothing.
+/// The base of an image: a parent, or nothing.
 #[derive(Debug, Default)]
 pub struct Before {
     parent: Option<(PathBuf, Parent<BufReader<File>>)>,
 }
 
 impl Before {
-    /// A parent, looked through to its end.
+    /// Opens a parent, and reads it to its end.
     ///
     /// # Errors
-    /// If it cannot be one.
+    ///
+    /// Returns an error if the image cannot be a parent.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|error| unreadable(path, &error).hint(FULL))?;
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
@@ -41,32 +43,33 @@ impl Before {
         let parent = progress::during("reading the parent's hashes", || Parent::open(file));
         let parent = parent.map_err(|error| named(path, error).hint(FULL))?;
         if parent.machine().parents.len() >= PARENTS_MAX {
-            let text = format!("{} is made on {PARENTS_MAX} others, and no more can be", path.display());
-            return Err(Error::new(Exit::Failed, text).hint(
-                "make a full image, or put that one together with those it was made on (`mercury merge`)",
-            ));
+            let text = format!("{} is made on {PARENTS_MAX} others, which is the maximum", path.display());
+            return Err(Error::new(Exit::Failed, text)
+                .hint("make a full image, or merge that one with those it was made on (`mercury merge`)"));
         }
         Ok(Self { parent: Some((path.to_owned(), parent)) })
     }
 
-    /// All that the new image cannot do without, its parent last.
+    /// Returns the images that the new one needs, its parent last.
     #[must_use]
     pub fn line(&self) -> Vec<Identity> {
         self.parent.as_ref().map(|(_, parent)| parent.line()).unwrap_or_default()
     }
 
-    /// What hashes are made with: one image's cannot be compared with another's if it is not the same.
+    /// Returns the key for hashes. Images can be compared only if their keys are equal.
     ///
     /// # Errors
-    /// If there is nothing random.
+    ///
+    /// Returns an error if there are no random bytes.
     pub fn key(&self) -> Result<Key> {
         self.parent.as_ref().map_or_else(|| random().map(Key), |(_, parent)| Ok(parent.key()))
     }
 
-    /// What the parent has of a frame; see [`Parent::hash_of`].
+    /// Returns the parent's hash of a frame; see [`Parent::hash_of`].
     ///
     /// # Errors
-    /// If it can no longer be read.
+    ///
+    /// Returns an error if the parent can no longer be read.
     pub fn hash_of(&mut self, phys: u64) -> Result<Option<Hash>> {
         let Some((path, parent)) = &mut self.parent else { return Ok(None) };
         parent.hash_of(phys).map_err(|error| named(path, error))
@@ -75,7 +78,8 @@ impl Before {
     /// Refuses to write the new image over one that it needs.
     ///
     /// # Errors
-    /// If there is one.
+    ///
+    /// Returns an error in that case.
     pub fn refuse_loss(&self, to: &Name) -> Result<()> {
         let (Some((parent, _)), Name::Path(path)) = (&self.parent, to) else { return Ok(()) };
         let held = File::open(path).ok().and_then(|file| Reader::open(file).ok());
@@ -88,7 +92,7 @@ impl Before {
     }
 }
 
-/// Whether two names are of the same file or the same device.
+/// Returns true if two names lead to the same file or the same device.
 #[must_use]
 pub fn are_one(one: &Path, other: &Path) -> bool {
     let identity = |path: &Path| {
@@ -104,7 +108,7 @@ pub(crate) mod tests {
     use super::*;
     use mercury_image::{Kind, Machine, PAGE, Packer, Range, Writer};
 
-    /// A small image of a few pages, made on another one.
+    /// Makes a small image of a few pages, on another one.
     pub fn make(path: &Path, identity: u8, content: u8, parent: Option<&Path>) {
         let mut before = parent.map_or_else(Before::default, |path| Before::open(path).expect("a parent"));
         let ranges = vec![Range { start_phys: 0x1000, pages: 4, kind: Kind::Kept }];

@@ -1,8 +1,9 @@
-//! What logical, encrypted and mirrored volumes lie on. The small system that restores puts nothing together, so what tells
-//! whether a file system is as it was is read where it really lies: from the disks below, encrypted as it is there.
+//! The disks beneath logical, encrypted and mirrored volumes. The restore environment assembles no
+//! volumes, so a file system's fingerprint is read from the disks below, encrypted as it is there.
 //!
-//! Known are device mapper's linear and crypt targets (LVM, LUKS) and RAID 1 of md, on each other as they please. A disk
-//! is known by what LVM, LUKS or md have written on it, for its name may change with each boot.
+//! Known layers are device mapper's linear and crypt targets (LVM, LUKS) and RAID 1 of md, in any
+//! combination. A disk is identified by the identity that LVM, LUKS or md have written on it,
+//! because its name may change with each boot.
 
 use super::disks;
 use crate::sysroot::Sysroot;
@@ -16,16 +17,18 @@ use std::{
 };
 
 const SECTOR: u64 = 512;
-/// Of volumes on volumes; a cycle cannot be, but its end must.
+/// Limit of volumes on volumes; a cycle is impossible, but the search must end.
 const DEPTH_MAX: usize = 8;
 
-/// A stretch of one device that another device's stretch lies on, in bytes.
+/// A range of one device, in bytes, that holds a range of another device.
 type Stretch = (String, Range<u64>);
 
-/// Where `ranges` of a device, in bytes, really lie; nothing if the device is a disk, or a part of one.
+/// Returns the disk ranges that hold `ranges` of a device, in bytes; empty if the device is a disk,
+/// or a part of one.
 ///
 /// # Errors
-/// If that is not known: why, as a clause.
+///
+/// Returns the reason as a clause if they are unknown.
 pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result<Vec<Piece>, String> {
     if !disks::is_composed(device, sysroot) {
         return Ok(Vec::new());
@@ -43,14 +46,14 @@ pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result
     Ok(pieces)
 }
 
-/// What a device is.
+/// The structure of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Layer {
     /// A disk, or a part of one, by name.
     Disk(String),
-    /// One behind the other: where it begins in this device, how long it is, in bytes, and where that lies.
+    /// Parts one after the other: start in this device and length, in bytes, and the place below.
     Joined(Vec<(u64, u64, Below)>),
-    /// The same on each.
+    /// The same data on each device.
     Mirrored(Vec<Below>),
 }
 
@@ -80,7 +83,7 @@ fn resolve(
             }
         }
         Layer::Joined(parts) => {
-            // What is beyond the end is read by nobody.
+            // Bytes beyond the end are never read.
             for (start, length, at) in &parts {
                 let overlap = range.start.max(*start)..range.end.min(start + length);
                 if !overlap.is_empty() {
@@ -109,20 +112,20 @@ fn layer(number: &str, sysroot: &Sysroot) -> Result<Layer, String> {
     }
     if name.starts_with("nbd") {
         return Err(format!(
-            "{name} is a disk on a network (NBD), which goes along with a machine that moves if no process waits in it: nbd-client \
-             without -nonetlink"
+            "{name} is a disk on a network (NBD), which moves with a machine only if no process waits in \
+             it: nbd-client without -nonetlink"
         ));
     }
     Err(format!("{name} is neither of device mapper nor of md"))
 }
 
-/// A target of device mapper's: where it begins and how long it is, in sectors, its type and its parameters.
+/// A target of device mapper: start and length in sectors, type and parameters.
 type Target = (u64, u64, String, String);
 
 fn mapped(table: &[Target]) -> Result<Layer, String> {
     let part = |(start, length, kind, parameters): &Target| {
         let words: Vec<_> = parameters.split(' ').collect();
-        // "DEVICE OFFSET", and behind a cipher, a key and the offset of its initial vector the same.
+        // "DEVICE OFFSET"; after a cipher, a key and the offset of its initial vector the same.
         let words = match kind.as_str() {
             "linear" => words.get(..2),
             "crypt" => words.get(3..5),
@@ -147,19 +150,19 @@ fn mirrored(folder: &str, sysroot: &Sysroot) -> Result<Layer, String> {
     let leg = |name: String| {
         let state = text(&format!("{name}/state"));
         if !state.split(',').any(|word| word == "in_sync") {
-            // Nothing is read from a spare, or from one that is not yet as the others are.
+            // A spare, or a device that is not yet synchronized, is not read.
             return None;
         }
         let place = (text(&format!("{name}/block/dev")), text(&format!("{name}/offset")).parse::<u64>());
         Some(match place {
             (number, Ok(offset)) if !number.is_empty() => Ok(Below { number, offset: offset * SECTOR }),
-            _ => Err(format!("on {name}, of which nothing is known")),
+            _ => Err(format!("on {name}, which is unknown")),
         })
     };
     members.filter_map(leg).collect::<Result<_, _>>().map(Layer::Mirrored)
 }
 
-/// `struct dm_ioctl` of linux/dm-ioctl.h, with room for an answer behind it.
+/// `struct dm_ioctl` of linux/dm-ioctl.h, with room for an answer after it.
 #[repr(C)]
 struct Request {
     version: [u32; 3],
@@ -179,10 +182,11 @@ struct Request {
 
 const ANSWER: usize = 256 << 10;
 const HEAD: usize = size_of::<Request>() - ANSWER;
-/// `struct dm_target_spec`.
+/// Size of `struct dm_target_spec`.
 const SPECIFICATION: usize = 40;
 
-/// A device's table, as device mapper's ioctl DM_TABLE_STATUS gives it. Keys are not shown to whoever does not ask.
+/// Reads a device's table by device mapper's ioctl DM_TABLE_STATUS. The kernel leaves keys out
+/// unless they are asked for.
 fn table(number: &str) -> io::Result<Vec<Target>> {
     const DM_TABLE_STATUS: libc::c_ulong = 0xC138_FD0C;
     const DM_STATUS_TABLE_FLAG: u32 = 1 << 4;
@@ -199,14 +203,15 @@ fn table(number: &str) -> io::Result<Vec<Target>> {
         flags: DM_STATUS_TABLE_FLAG,
         event: 0,
         padding: 0,
-        // As the kernel writes numbers of devices into 64 bits.
+        // The kernel's 64-bit encoding of device numbers.
         device: (minor & 0xFF) | major << 8 | (minor & !0xFF) << 12,
         name: [0; 128],
         uuid: [0; 129],
         unused: [0; 7],
         answer: [0; ANSWER],
     });
-    // SAFETY: the kernel reads and writes at most `data_size` bytes of the request, which are all its own.
+    // SAFETY: the kernel reads and writes at most `data_size` bytes of the request, all of which
+    // belong to it.
     let result =
         unsafe { libc::ioctl(control.as_raw_fd(), DM_TABLE_STATUS as _, std::ptr::from_mut(&mut *request)) };
     if result < 0 {
@@ -217,10 +222,10 @@ fn table(number: &str) -> io::Result<Vec<Target>> {
     answer
         .filter(|_| !full)
         .and_then(|answer| targets(answer, request.target_count))
-        .ok_or_else(|| io::Error::other("it is too long, or not understood"))
+        .ok_or_else(|| io::Error::other("the table is too long, or not understood"))
 }
 
-/// The targets in an answer: each says where the next one is, counted from the first.
+/// Parses the targets in an answer: each has the offset of the next one, counted from the first.
 fn targets(answer: &[u8], count: u32) -> Option<Vec<Target>> {
     let text = |bytes: &[u8]| {
         let end = bytes.iter().position(|byte| *byte == 0)?;
@@ -243,15 +248,16 @@ fn targets(answer: &[u8], count: u32) -> Option<Vec<Target>> {
     Some(found)
 }
 
-/// What LVM, LUKS or md call a disk, in words with the kind before them.
+/// Returns the identity that LVM, LUKS or md have written on a disk, with the kind before it.
 ///
 /// # Errors
-/// If it does not answer.
+///
+/// Returns an error if the disk does not answer.
 pub fn identity(device: &Path) -> Result<Option<String>, String> {
     Ok(disks::head(device, 8192)?.and_then(|first| identity_in(&first)))
 }
 
-/// The same of a disk that begins so.
+/// Returns the identity of a disk that begins with these bytes.
 fn identity_in(first: &[u8]) -> Option<String> {
     let at = |range: Range<usize>| first.get(range);
     if at(0..6)? == b"LUKS\xBA\xBE" {
@@ -265,7 +271,7 @@ fn identity_in(first: &[u8]) -> Option<String> {
             return Some(format!("lvm {}", String::from_utf8_lossy(label.get(header..header + 32)?)));
         }
     }
-    // At the beginning (1.1), or behind 4 KiB (1.2).
+    // At the beginning (1.1), or after 4 KiB (1.2).
     for start in [0, 4096] {
         let superblock = at(start..start + 256)?;
         if superblock.starts_with(&[0xFC, 0x4E, 0x2B, 0xA9, 1, 0, 0, 0]) {
@@ -276,10 +282,11 @@ fn identity_in(first: &[u8]) -> Option<String> {
     None
 }
 
-/// The disk of that identity.
+/// Finds the disk with this identity.
 ///
 /// # Errors
-/// If it is not there, or several claim to be it.
+///
+/// Returns an error if it is not there, or several have it.
 pub fn find(disk: &str, sysroot: &Sysroot) -> Result<PathBuf, String> {
     let mut found = Vec::new();
     for device in disks::readable(sysroot).iter().map(|name| disks::device_file(name)) {
@@ -290,7 +297,7 @@ pub fn find(disk: &str, sysroot: &Sysroot) -> Result<PathBuf, String> {
     match &found[..] {
         [] => Err(format!("a part of it, {disk}, is not there")),
         [device] => Ok(device.clone()),
-        several => Err(format!("{} disks claim to be a part of it, {disk}", several.len())),
+        several => Err(format!("{} disks have the identity of a part of it, {disk}", several.len())),
     }
 }
 

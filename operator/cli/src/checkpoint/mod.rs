@@ -1,17 +1,21 @@
 //! `mercury checkpoint`: the whole machine into a file, while it runs on.
 //!
 //! 1. The hypervisor is slipped beneath the machine, if it is not there.
-//! 2. Where there are local disks, applications are held still and file systems frozen ([`applications`], [`disks`]).
-//! 3. The driver has the kernel stop its devices; all CPUs meet in the hypervisor; memory is what it was from then on.
-//! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the image ([`stream`],
-//!    [`target`], [`writeback`]), with what there is to be said of the machine ([`describe`]).
+//! 2. If there are local disks, applications are held still and file systems frozen
+//!    ([`applications`], [`disks`]).
+//! 3. The driver lets the kernel stop its devices. All CPUs meet in the hypervisor, and the
+//!    contents of memory at this instant are kept.
+//! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the
+//!    image ([`stream`], [`target`], [`writeback`]), with a description of the machine
+//!    ([`describe`]).
 //! 5. The hypervisor is taken out again, if it was not there before.
 //!
-//! What has not changed since a parent's instant may be left out: [`incremental`]. One image after the other: [`series`].
+//! Pages that have not changed since a parent's instant may be left out: [`incremental`]. Several
+//! images one after the other: [`series`].
 //!
-//! If the process is killed in the midst of it, [`guard`] undoes what it did to the machine.
+//! If the process is killed, [`guard`] undoes its changes to the machine.
 //!
-//! A machine that is brought back from the image goes on behind step 3 too: see [`Instant`].
+//! A machine that is restored from the image goes on after step 3, too: see [`Instant`].
 
 pub mod applications;
 pub mod arrays;
@@ -87,49 +91,49 @@ use stream::{Source, Watch, image_error, stream};
 use target::Target;
 
 const PAGE: u64 = 4096;
-/// How long a hook may take: everything stands still for it.
+/// Time for a hook, during which everything stands still.
 const HOOK_PATIENCE: time::Duration = time::Duration::from_secs(40);
-/// How often the line of progress changes.
+/// Interval at which the line of progress changes.
 const INTERVAL: time::Duration = time::Duration::from_millis(500);
 
-/// What a checkpoint did.
+/// The result of a checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The image's identity.
+    /// Identity of the image.
     pub identity: String,
-    /// The image that it was made on: it is of no use without that.
+    /// Identity of its parent, without which the image is useless.
     pub parent: Option<String>,
-    /// This is the machine that was brought back from the image.
+    /// True on the machine that was restored from the image.
     pub restored: bool,
-    /// Bytes of memory in it.
+    /// Bytes of memory in the image.
     pub memory: u64,
     /// Bytes of the image.
     pub image: u64,
     /// Pages that are all zeros.
     pub zero_pages: u64,
-    /// Pages that are like another.
+    /// Pages that equal another one.
     pub duplicate_pages: u64,
-    /// Pages that are as in the parent.
+    /// Pages that equal the parent's.
     pub unchanged_pages: u64,
-    /// Pages that had to be copied because somebody wrote to them.
+    /// Pages that were copied because they were written to.
     pub copied_pages: u64,
     /// Pages that were added to the pool because it ran low.
     pub added_pages: u64,
     /// Pages of the pool that the system got back because it had no memory left.
     pub returned_pages: u64,
-    /// How often streaming was told to hurry because the pool ran low.
+    /// Number of times that streaming was told to hurry because the pool ran low.
     pub hurries: u64,
-    /// How often somebody who wrote had to wait because hardly anything of it was left.
+    /// Number of times that a writer had to wait because the pool was nearly empty.
     pub waits: u64,
     /// Microseconds for which applications stood still.
     pub pause_us: f64,
-    /// What it is made of.
+    /// Parts of that time.
     pub phases: Phases,
     /// Seconds of streaming, after that.
     pub stream_seconds: f64,
-    /// Seconds that it took in all.
+    /// Seconds of the whole checkpoint.
     pub seconds: f64,
-    /// What an operator has to know to restore it.
+    /// Warning about a restore, for the operator.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
 }
@@ -137,13 +141,13 @@ pub struct Report {
 impl Render for Report {
     fn render(&self, to: &mut Text) {
         if self.restored {
-            to.line(format!("this machine was brought back from image {}", self.identity));
+            to.line(format!("this machine was restored from image {}", self.identity));
             return;
         }
         let parent = self.parent.as_ref().map(|parent| format!(", made on image {parent}"));
         to.line(format!("image {} is complete{}", self.identity, parent.unwrap_or_default()));
         let unchanged = match self.parent {
-            Some(_) => format!("{} pages as in that, ", thousands(self.unchanged_pages)),
+            Some(_) => format!("{} pages as in the parent, ", thousands(self.unchanged_pages)),
             None => String::new(),
         };
         to.line(format!(
@@ -159,10 +163,10 @@ impl Render for Report {
         }
         if self.returned_pages > 0 {
             let pages = thousands(self.returned_pages);
-            to.line(format!("the system got {pages} pages of the pool back, for it had no memory left"));
+            to.line(format!("the system got {pages} pages of the pool back, because it had no memory left"));
         }
         if self.waits > 0 {
-            to.line(format!("who wrote had to wait for the pool {} times", thousands(self.waits)));
+            to.line(format!("writers waited {} times for free pool pages", thousands(self.waits)));
         }
         let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
         to.line(format!(
@@ -177,10 +181,11 @@ impl Render for Report {
     }
 }
 
-/// Makes a checkpoint, or one after the other.
+/// Makes one checkpoint, or a series.
 ///
 /// # Errors
-/// If there is no image in the end; the machine runs on as it did.
+///
+/// Returns an error if there is no image in the end; the machine runs on.
 pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let sysroot = Sysroot::default();
@@ -206,11 +211,11 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 fn no_parent() -> Error {
-    Error::new(Exit::Usage, "--incremental has to know the image that was made before")
+    Error::new(Exit::Usage, "--incremental needs the name of the image that was made before")
         .hint("name it: --incremental=IMAGE; with --every it is known")
 }
 
-/// One image after the other until Ctrl-C. That one fails is no reason not to try again.
+/// Makes one image after the other until Ctrl-C. A failed image does not end the series.
 fn series(
     args: &CheckpointArgs,
     say: Say<'_>,
@@ -233,7 +238,7 @@ fn series(
             Ok((report, next)) => {
                 made += 1;
                 say.one_of_many(&report);
-                // The next one may find it better.
+                // The next round may succeed in removing them.
                 if let Err(error) = series::prune(path, &next, args.keep.into()) {
                     eprintln!("mercury checkpoint: {error}");
                 }
@@ -249,7 +254,7 @@ fn series(
     Ok(Exit::Done)
 }
 
-/// Whoever stops this process by the terminal would stop it while others stand still for it.
+/// Ignores the terminal's stop signals: a stopped command would leave others standing still.
 pub(crate) fn stay_in_the_foreground() {
     for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
         // SAFETY: ignoring a signal installs no code.
@@ -257,7 +262,7 @@ pub(crate) fn stay_in_the_foreground() {
     }
 }
 
-/// What is held still for an instant, in the order in which it goes on.
+/// Everything that is held still for an instant, in the order in which it goes on.
 struct Stillness {
     _file_systems: Still,
     _arrays: Arrays,
@@ -265,7 +270,8 @@ struct Stillness {
 }
 
 impl Stillness {
-    /// Holds applications, file systems, and the threads of RAID arrays where disks must stay as they are.
+    /// Holds applications, file systems, and the threads of RAID arrays if disks must stay
+    /// unchanged.
     fn hold(
         args: &CheckpointArgs,
         mounts: &[disks::Mounted],
@@ -282,16 +288,16 @@ impl Stillness {
     }
 }
 
-/// Everything that stands still until the machine is off, and who releases it otherwise.
+/// Everything that stands still until the machine is off, with the undo process.
 struct Held {
-    // With it goes the fence.
+    // The fence ends with the device.
     _device: Device,
     _still: Option<Stillness>,
     _swap: Option<swap::Off>,
     _guard: Guard,
 }
 
-/// Says what was done, and powers the machine off if that is wanted.
+/// Reports the result, and powers the machine off if that is wanted.
 fn finish(
     args: &CheckpointArgs,
     say: Say<'_>,
@@ -301,7 +307,7 @@ fn finish(
 ) -> Result<Exit> {
     let off = args.poweroff && !report.restored;
     if args.image == target::Name::Stdout {
-        // To standard output went the image.
+        // The image went to standard output.
         let mut text = Text::new(false);
         report.render(&mut text);
         eprint!("{}", text.finish());
@@ -311,22 +317,22 @@ fn finish(
     if !off {
         return Ok(Exit::Done);
     }
-    // Nothing is written to the disks any more, and frozen file systems cannot be unmounted.
+    // No dirty data is written to the disks any more, and frozen file systems cannot be unmounted.
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::RB_POWER_OFF) };
     let error = std::io::Error::last_os_error();
     drop(held);
     Err(Error::new(Exit::Failed, format!("the machine could not be powered off: {error}"))
-        .hint("it runs on, so its disks move on: the image can be restored only with the disks as they were"))
+        .hint("it runs on, so its disks change: the image can be restored only with the disks as they were"))
 }
 
-/// Names what writes to memory unseen.
+/// Refuses devices that write to memory unseen, and names them.
 pub(crate) fn refuse_untracked(sysroot: &Sysroot) -> Result<()> {
     let found = devices::untracked(sysroot);
     if found.is_empty() {
         return Ok(());
     }
-    let text = format!("these write to memory where the driver cannot see it: {}", found.join("; "));
+    let text = format!("these write to memory that the driver cannot see: {}", found.join("; "));
     Err(Error::coded(Code::DevicesUnseen, text))
 }
 
@@ -341,22 +347,21 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
     made
 }
 
-/// Names hardware that another kernel would have to set up before the machine goes on.
+/// Refuses hardware that another kernel would have to set up before the machine goes on, and names
+/// it.
 pub(crate) fn refuse_forgotten(sysroot: &Sysroot) -> Result<()> {
     let found = devices::forgotten(sysroot);
     if found.is_empty() {
         return Ok(());
     }
-    let text = format!(
-        "this memory is not there after a restart before a driver has set it up: {}",
-        found.join(", ")
-    );
+    let text = format!("a restart forgets this memory until a driver has set it up: {}", found.join(", "));
     Err(Error::new(Exit::Impossible, text).hint(
-        "take it out of use (cxl disable-region); --force-devices goes on all the same, which is right only if nothing uses it",
+        "take it out of use (cxl disable-region); --force-devices goes on anyway, which is right only if \
+         the memory is not in use",
     ))
 }
 
-/// One image; with --poweroff the machine stands still after it.
+/// Makes one image; with --poweroff the machine stands still after it.
 fn one(
     args: &CheckpointArgs,
     image: &target::Name,
@@ -374,9 +379,10 @@ fn one(
     refusals::refuse(operation, &lifted, sysroot)?;
     refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
-    // Who controls the driver is the only one to write images.
+    // Only the process that controls the driver writes images.
     let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
-    // It is there before the file, so that hardly a moment is left in which nobody removes that.
+    // The undo process starts before the file is made, so that a killed command hardly ever leaves
+    // the file behind.
     let mut guard = Guard::start()?;
     let target = Target::open(image, args.overwrite)?;
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
@@ -405,23 +411,25 @@ fn one(
     Ok((report, Held { _device: device, _still: still, _swap: swap, _guard: guard }))
 }
 
-/// A CPU that is there and offline would wait in text that a restore writes over: such a machine cannot be brought back.
+/// Refuses CPUs that are present and offline. They wait in kernel text that a restore writes over,
+/// so such a machine cannot be brought back.
 pub(crate) fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
     let offline = sysroot.offline_cpus();
     if offline.is_empty() {
         return Ok(());
     }
     let text =
-        format!("CPUs {offline} are there and offline: a machine of which some are cannot be brought back");
+        format!("CPUs {offline} are present and offline: a machine with offline CPUs cannot be brought back");
     Err(Error::coded(Code::CpusOffline, text))
 }
 
-/// Refuses a machine that has no room in memory for what is swapped out to its disks.
+/// Refuses a machine that has no room in memory for pages that are swapped out to its disks.
 pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
     swap::refuse(sysroot)
 }
 
-/// Whether standard output can be written to while file systems are frozen and nobody reads what we say.
+/// Returns true if standard output can be written to while file systems are frozen and readers
+/// stand still.
 pub(crate) fn may_be_written(sysroot: &Sysroot) -> bool {
     let Ok(path) = std::fs::read_link("/proc/self/fd/1") else { return false };
     let mounts = disks::mounted(sysroot).unwrap_or_default();
@@ -444,12 +452,12 @@ impl<'a> Attached<'a> {
         Ok(Self { device, undo })
     }
 
-    /// There is none any more, or it is to stay.
+    /// Keeps the hypervisor, or notes that there is none any more.
     pub(crate) fn forget(mut self) {
         self.undo = false;
     }
 
-    /// Takes it out.
+    /// Takes the hypervisor out.
     pub(crate) fn undo(mut self) -> Result<()> {
         let undo = std::mem::take(&mut self.undo);
         if undo {
@@ -462,13 +470,13 @@ impl<'a> Attached<'a> {
 impl Drop for Attached<'_> {
     fn drop(&mut self) {
         if self.undo {
-            // The guard is still there for it.
+            // If this fails, the undo process takes the hypervisor out.
             let _ = switch::switch(self.device, Direction::Detach, None, switch::Prepared::default());
         }
     }
 }
 
-/// What stays as it is until the machine is off.
+/// Everything that stays held until the machine is off.
 type Rest = (Option<Stillness>, Option<swap::Off>);
 
 /// The image that is to be made.
@@ -477,7 +485,7 @@ struct New {
     before: Before,
 }
 
-/// The instant, and what is held still for it.
+/// The instant, and everything that is held still for it.
 struct Instant {
     machine: Machine,
     restored: bool,
@@ -542,8 +550,8 @@ fn checkpoint(
     let written = begun.and_then(|mut writer| {
         write(args, device, &mut writer, new.before, &instant, deferred, guard).map(|()| writer)
     });
-    // The pool is the machine's again, whatever happened. Only now it is known that all was as at the instant: without
-    // the commit record there is no image.
+    // The machine gets the pool back in any case. Only the end of the snapshot proves that all
+    // frames were those of the instant: without the commit record there is no image.
     let status = device.snapshot_end();
     report.stream_seconds = streaming.elapsed().as_secs_f64();
     let writer = written.map_err(|error| tell_of_pool(error, status.as_ref().ok()))?;
@@ -562,14 +570,14 @@ fn checkpoint(
     Ok((report, (instant.still.take(), instant.swap.take())))
 }
 
-/// What was done before the snapshot was given up for its pool.
+/// Adds the pool's history to the error if the snapshot was given up because the pool was empty.
 fn tell_of_pool(mut error: Error, ended: Option<&SnapshotRequest>) -> Error {
     if error.code == Some(Code::SnapshotPool)
         && let Some(SnapshotRequest { status, added_pages, returned_pages, .. }) = ended
     {
         error.message += &format!(
-            "; before that, streaming was told {} times to hurry, who wrote had to wait {} times, and the pool got {} pages \
-             more and gave {} back",
+            "; before that, streaming was told {} times to hurry, writers waited {} times, and the pool \
+             got {} pages more and gave {} back",
             thousands(status.hurries),
             thousands(status.waits),
             thousands(*added_pages),
@@ -579,10 +587,11 @@ fn tell_of_pool(mut error: Error, ended: Option<&SnapshotRequest>) -> Error {
     error
 }
 
-const WARNING: &str = "this machine has local disks, which go on changing; the image can only be restored with the \
-    disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of them at the same moment.";
+const WARNING: &str = "this machine has local disks, which go on changing; the image can only be restored \
+    with the disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of \
+    them at the same moment.";
 
-/// Random bytes.
+/// Returns random bytes.
 pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
     let mut bytes = [0; COUNT];
@@ -593,7 +602,7 @@ pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     })
 }
 
-/// Brings everything to rest, and takes the instant.
+/// Holds everything still, and takes the instant.
 fn reach(
     args: &CheckpointArgs,
     device: &Device,
@@ -613,7 +622,7 @@ fn reach(
             .hint("write it to a block device of its own, a network file system, or ssh://host/path"));
     }
     let mut machine = describe::describe(sysroot);
-    // What can be done before anybody has to stand still is done before: most of what is to be written, too.
+    // Everything that needs no standstill is done before it, with most of the writing.
     let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
@@ -624,15 +633,16 @@ fn reach(
     disks::sync(&mounts, sysroot)?;
     let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
-    // Applications that go on after the instant would act on the world in a life that ends with the machine.
-    // The kernel's own freezer knows no order, and would wait for 20 s.
+    // Applications that go on after the instant would act on the world, and their actions would be
+    // lost with the machine's first life. The kernel's own freezer knows no order, and would wait
+    // for 20 s.
     let must_rest =
         args.poweroff || mounts.iter().any(|mount| mount.writable) || !waits::servers().is_empty();
     let still = if must_rest { Some(Stillness::hold(args, &mounts, target, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
-    // A mark may want much to be read: all disks at once.
+    // A fingerprint may need many reads, so all disks are read at once.
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
-    // A hook's snapshot is of no use either if nothing can tell that it was put back.
+    // A hook's snapshot is useless, too, if a restore cannot tell that it was put back.
     if (args.poweroff || args.hook.is_some()) && !args.force_devices {
         disks::refuse_unmarked(&machine.file_systems)?;
     }
@@ -657,36 +667,38 @@ fn reach(
     Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced })
 }
 
-/// Ends a snapshot whose instant may have met memory that was swapped out.
+/// Ends a snapshot at whose instant memory may have been swapped out.
 pub(crate) fn end_if_swap_changed(device: &Device, swap: &swap::Off) -> Result<()> {
     swap.refuse_changes().inspect_err(|_| drop(device.snapshot_end()))
 }
 
-/// What was done about the network.
+/// The state of the network.
 #[derive(Debug, Default)]
 struct Fenced {
-    /// Why nothing was, if it should have been.
+    /// Reason why the network is not fenced off, if it should be.
     unfenced: Option<String>,
-    /// What goes on behind the instant, and has to end in the machine that is brought back.
+    /// Connections that are used after the instant, and have to end in the restored machine.
     stale: Option<Stale>,
-    /// Who says nothing after the instant.
+    /// The machine that is silent after the instant.
     silent: Silent,
 }
 
 impl Fenced {
-    /// In the machine that was brought back: ends what the life that ended has used, before its packets go.
+    /// In the restored machine: ends the connections that the first life has used, before their
+    /// packets go out.
     fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
         self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
         if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
     }
 
-    /// In the machine that runs on, which wants no fence.
+    /// In the machine that runs on: takes the fence away.
     fn runs_on(&self, device: &Device) -> Result<()> {
         if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }
     }
 }
 
-/// Nothing of this program, as far as it is there by now, comes from a file any more: a disk or a server may not answer.
+/// Locks all memory of this program, so that none of it has to be read from a file: a disk or a
+/// server may not answer.
 pub(crate) fn keep_in_memory() -> Result<()> {
     rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT).map_err(|error| {
         Error::new(Exit::Failed, format!("the command's memory could not be locked: {error}"))
@@ -694,19 +706,20 @@ pub(crate) fn keep_in_memory() -> Result<()> {
     })
 }
 
-/// A machine that runs on after the instant talks, and one that is brought back from the image must not say the same again
-/// with the same keys.
+/// Prepares the silence of a restored machine. The machine that runs on after the instant talks,
+/// and a restored one must not send the same packets again with the same keys.
 fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysroot) -> Result<Fenced> {
     keep_in_memory()?;
     let stale = Stale::prepare(Whose::Everybody).ok();
-    // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
-    // server: even the way to /proc may ask the server of the root.
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine
+    // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
     let silent = if fenced { Silent::Second } else { Silent::Both };
     Ok(Fenced { unfenced, stale, silent })
 }
 
-/// A machine that stands still until it is off says nothing, and hears nothing: why not, if that cannot be had.
+/// Fences off a machine that stands still until it is off, so that it neither sends nor receives.
+/// If that is impossible the result has the reason.
 fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
         return silence_second_life(device, None, sysroot);
@@ -726,19 +739,21 @@ fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot:
     keep_in_memory()?;
     let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
     device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
-    // Without it they end as well, after minutes.
+    // Without this the connections end after minutes.
     let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
     Ok(Fenced { unfenced: None, stale, silent })
 }
 
-/// How often a device did not stop since boot: the kernel never forgets who did not last.
+/// Returns the number of devices that did not stop since boot. The kernel keeps the name of the
+/// last one for ever.
 pub(crate) fn quiesce_failures(sysroot: &Sysroot) -> u64 {
     let folder = "sys/power/suspend_stats";
     let count = |name: &String| sysroot.text(&format!("{folder}/{name}"))?.parse::<u64>().ok();
     sysroot.names(folder).iter().filter(|name| name.starts_with("failed_")).filter_map(count).sum()
 }
 
-/// Who did not stop, as far as the kernel tells; before, [`quiesce_failures`] was `failures`.
+/// Adds the device that did not stop to an error, if the kernel names it; before,
+/// [`quiesce_failures`] was `failures`.
 pub(crate) fn name_culprit(mut error: Error, failures: u64, sysroot: &Sysroot) -> Error {
     if quiesce_failures(sysroot) == failures {
         return error;
@@ -750,24 +765,25 @@ pub(crate) fn name_culprit(mut error: Error, failures: u64, sysroot: &Sysroot) -
     {
         let step = stats("last_failed_step").map(|step| format!(", at step {step}")).unwrap_or_default();
         error.message += &format!(": device {device}{step}");
-        error.hint = Some(format!("unbind the driver of {device}, or stop what uses it, and try again"));
+        error.hint =
+            Some(format!("unbind the driver of {device}, or end the programs that use it, and try again"));
     }
     error
 }
 
-/// The file system that a file-like target is on, if it is one that is held still.
+/// Returns the file system that a file target is on, if it is one that is held still.
 fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -> Option<&'a disks::Mounted> {
     let part = target.part()?.canonicalize().ok()?;
     disks::holder(mounts, &part, sysroot)
 }
 
-/// A machine that is to be off must be one that can be brought back.
+/// Refuses to power off a machine that could not be brought back.
 fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
     if !args.poweroff {
         return Ok(());
     }
     if args.image == target::Name::Stdout {
-        return Err(Error::new(Exit::Usage, "who reads standard output would stand still with all others")
+        return Err(Error::new(Exit::Usage, "a reader of standard output would stand still like all others")
             .hint("write to a block device, or to ssh://host/path"));
     }
     if !args.force_devices {
@@ -785,12 +801,13 @@ fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
     let text =
         format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
     Err(Error::new(Exit::Impossible, text).hint(
-        "take out of use what is named (virtual functions of a card: echo 0 > /sys/bus/pci/devices/…/sriov_numvfs); or go \
-         on with --force-devices, for an image that is only to be looked into",
+        "take the named devices out of use (virtual functions of a card: echo 0 > \
+         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
+         to be inspected",
     ))
 }
 
-/// The image of a machine that is to be off must lie where the small system that restores comes to.
+/// Refuses to power off a machine whose image lies where the restore environment cannot reach it.
 fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
     let target::Name::Path(path) = image else { return Ok(()) };
     let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
@@ -798,26 +815,28 @@ fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sys
         return Ok(());
     }
     let Some(why) = reachable::obstacle(path, sysroot) else { return Ok(()) };
-    let text = format!("the small system that restores does not come to {}, which {why}", path.display());
+    let text = format!("the restore environment cannot reach {}, which {why}", path.display());
     Err(Error::new(Exit::Impossible, text).hint(
-        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it to one before it \
-         is restored",
+        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it \
+         to one before it is restored",
     ))
 }
 
 pub(crate) fn run_hook(hook: &str) -> Result<()> {
     run_still(hook).map_err(|why| {
-        Error::new(Exit::Failed, format!("the hook failed: {why}"))
-            .hint("nothing was kept; the machine runs on. File systems are frozen while it runs: it must not write to them")
+        Error::new(Exit::Failed, format!("the hook failed: {why}")).hint(
+            "nothing was kept; the machine runs on. File systems are frozen while the hook runs, so \
+                it must not write to them",
+        )
     })
 }
 
-/// Runs a command while everything else stands still; why it failed, as a clause.
+/// Runs a command while everything else stands still; returns the reason as a clause if it failed.
 pub(crate) fn run_still(command: &str) -> Result<(), String> {
     let mut shell = Command::new("/bin/sh");
-    // Standard output may be the image's.
+    // Standard output may be the image.
     shell.args(["-c", command]).stdout(std::io::stderr()).stdin(Stdio::null());
-    // What it has started ends with it.
+    // Its child processes end with it.
     shell.process_group(0);
     let mut child = shell.spawn().map_err(|error| error.to_string())?;
     let end = time::Instant::now() + HOOK_PATIENCE;
@@ -847,7 +866,7 @@ fn write(
     guard: &mut Guard,
 ) -> Result<()> {
     let total = instant.machine.kept_pages();
-    // Whoever shows a terminal's lines may stand still, and then the lines have nowhere to go.
+    // A program that shows the terminal's lines may stand still, and then writing them would block.
     let silent = instant.still.is_some();
     let begun = time::Instant::now();
     let mut shown = begun;
@@ -874,22 +893,24 @@ fn write(
         progress::line("");
     }
     result?;
-    // What a parent has may be zeros.
+    // The image may have zeros where the parent has a page.
     let is_whole = instant.machine.parents.is_empty();
     if args.poweroff && is_whole && !args.force_devices { refuse_crowded(room) } else { Ok(()) }
 }
 
-/// An image that not even the smallest of small systems could load is of no use to a machine that is off.
+/// Refuses an image that not even the smallest restore environment could load, if the machine is to
+/// be off.
 fn refuse_crowded(room: Room) -> Result<()> {
     let missing = room.missing();
     if missing == 0 {
         return Ok(());
     }
     let text = format!(
-        "{} of memory would find no room in any small system that restores: there is no image, and the machine runs on",
+        "{} of memory would find no room in any restore environment: there is no image, and the machine \
+         runs on",
         bytes(missing)
     );
-    Err(Error::new(Exit::Failed, text).hint("a larger --pool leaves more room"))
+    Err(Error::new(Exit::Failed, text).hint("use a larger --pool, which leaves more room"))
 }
 
 fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {

@@ -12,7 +12,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process of this number.
+    /// Reads the process of this number.
     #[must_use]
     pub fn of(pid: u32, sysroot: &Sysroot) -> Self {
         let name = sysroot.text(&format!("proc/{pid}/comm")).unwrap_or_default();
@@ -20,7 +20,7 @@ impl Process {
     }
 }
 
-/// Names processes as `qemu-system-x86 (1234), Xorg (77)`.
+/// Formats processes as `qemu-system-x86 (1234), Xorg (77)`.
 #[must_use]
 pub fn names<'a>(processes: impl IntoIterator<Item = &'a Process>) -> String {
     let named = |process: &Process| format!("{} ({})", process.name, process.pid);
@@ -31,26 +31,26 @@ pub fn names<'a>(processes: impl IntoIterator<Item = &'a Process>) -> String {
 #[derive(Clone, Debug)]
 pub struct Open {
     process: Process,
-    /// What the link of the descriptor says.
+    /// Target of the descriptor's link in /proc.
     pub target: String,
     /// Number of the descriptor.
     pub descriptor: i32,
 }
 
 impl Open {
-    /// The process that has it open.
+    /// Returns the process that has the file open.
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
     }
 }
 
-/// All open files of all processes that are devices or have no name, but for this process's own.
+/// All open files of all processes that are devices or have no name, except this process's own.
 #[derive(Clone, Debug, Default)]
 pub struct Openers(Vec<Open>);
 
 impl Openers {
-    /// Reads them.
+    /// Reads all open files.
     #[must_use]
     pub fn read(sysroot: &Sysroot) -> Self {
         let own = std::process::id();
@@ -58,12 +58,12 @@ impl Openers {
         Self(numbers.filter(|pid| *pid != own).flat_map(|pid| of_process(pid, sysroot)).collect())
     }
 
-    /// Open files that fit.
+    /// Returns the open files whose target fits.
     pub fn all(&self, fits: impl Fn(&str) -> bool) -> impl Iterator<Item = &Open> {
         self.0.iter().filter(move |open| fits(&open.target))
     }
 
-    /// The processes with an open file that fits, each once.
+    /// Returns the processes with an open file that fits, each once.
     #[must_use]
     pub fn of(&self, fits: impl Fn(&str) -> bool) -> Vec<&Process> {
         let mut found: Vec<_> = self.all(fits).map(Open::process).collect();

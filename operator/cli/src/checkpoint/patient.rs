@@ -1,9 +1,11 @@
-//! System calls that may never return: a disk, or the server of one, may not answer, and the kernel waits for it without a
-//! limit, and without hearing a signal. A child process makes them. Where it does not get on, it is left behind, and
-//! whatever waited for it goes on with an error that names what does not answer.
+//! System calls that may never return. A disk, or its server, may not answer, and the kernel waits
+//! for it without a limit and without handling signals. So a child process makes these calls. If
+//! the child makes no progress it is left behind, and its caller gets an error that names the
+//! device.
 //!
-//! The child comes into being by fork() without exec(): nothing has to be read from a disk for it. Between the two it may
-//! make system calls only, since a lock that another thread held at the fork stays locked in it.
+//! The child is made by fork() without exec(), so that nothing has to be read from a disk. Between
+//! the two it may make system calls only, because a lock that another thread held at the fork stays
+//! locked in the child.
 
 use crate::{
     error::{Error, Result},
@@ -27,21 +29,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a device may take to answer one request. One that is well answers within milliseconds, a disk that spins up
-/// within seconds.
+/// Time for a device to answer one request. A healthy device answers within milliseconds, a disk
+/// that spins up within seconds.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// An error that says that nothing was heard for so long.
+/// Makes the error for a silence of this length.
 fn no_answer(patience: Duration) -> io::Error {
     let text = format!("it has not answered for {} s", patience.as_secs());
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
-/// Descriptors of a child: its connection with this process, and a file that `work` asks for something.
+/// Descriptors of a child: its connection with this process, and the file of the request.
 const CONNECTION: i32 = 0;
 const FILE: i32 = 1;
 
-/// A child process with two descriptors. All others are closed in it: left behind, it holds nothing that anybody waits for.
+/// A child process with two descriptors. All others are closed in it, so that a child that is left
+/// behind holds no resource of another process.
 #[derive(Debug)]
 struct Child {
     process: OwnedFd,
@@ -51,17 +54,18 @@ impl Child {
     /// Starts `work` in a child.
     ///
     /// # Safety
+    ///
     /// `work` makes system calls only: it neither allocates nor takes a lock.
     unsafe fn start(
         connection: BorrowedFd<'_>,
         file: BorrowedFd<'_>,
         work: impl FnOnce(),
     ) -> io::Result<Self> {
-        // Out of the way of the numbers that they get.
+        // Duplicates with higher numbers, so that they do not collide with the child's numbers.
         let [connection, file] = [connection, file].map(|one| rustix::io::fcntl_dupfd_cloexec(one, FILE + 1));
         let (connection, file) = (connection?, file?);
-        // SAFETY: the child makes system calls only, as the caller promises for `work`, and ends without running anything
-        // that is registered for the end of this process.
+        // SAFETY: the child makes system calls only, as the caller promises for `work`, and ends
+        // without running anything that is registered for the end of this process.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
@@ -82,7 +86,7 @@ impl Child {
         }
     }
 
-    /// Waits for its end, but not for long: one that waits for a device stays.
+    /// Reaps the child without waiting long: one that waits for a device stays.
     fn forget(&self) {
         let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
         let mut polled = [PollFd::new(&self.process, PollFlags::IN)];
@@ -92,31 +96,34 @@ impl Child {
     }
 }
 
-/// Tells this process a number, from a child; true if it is heard. Rust's programs ignore the signal of a connection that
-/// is closed.
+/// Sends a number from a child to its parent; returns true if the parent receives it. Rust's
+/// programs ignore the signal of a closed connection.
 fn tell(number: i64) -> bool {
     // SAFETY: the number is there, and the descriptor is the child's connection.
     unsafe { libc::write(CONNECTION, ptr::from_ref(&number).cast(), size_of::<i64>()) > 0 }
 }
 
-/// The number of an error, as a child tells it.
+/// Returns the number of the last error, as a child sends it.
 fn failed() -> i64 {
     -i64::from(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// What a child has told.
+/// Decodes a child's number.
 fn told(bytes: [u8; 8]) -> io::Result<u64> {
     let number = i64::from_ne_bytes(bytes);
     u64::try_from(number).map_err(|_| io::Error::from_raw_os_error(number.unsigned_abs() as i32))
 }
 
-/// Makes a few system calls in a child. `get_on` is asked each second whether they may take longer. If they are given up and
-/// succeed after all, `undo` is made there.
+/// Makes a few system calls in a child. `get_on` is asked each second if they may take longer. If
+/// they are given up and succeed later, the child calls `undo`.
 ///
 /// # Errors
-/// The number that `work` returns, negative, or an error of the kind [`io::ErrorKind::TimedOut`].
+///
+/// Returns the error with the negative number that `work` returned, or one of the kind
+/// [`io::ErrorKind::TimedOut`].
 ///
 /// # Safety
+///
 /// `work` and `undo` make system calls only: they neither allocate nor take a lock.
 unsafe fn call(
     file: Option<BorrowedFd<'_>>,
@@ -131,7 +138,7 @@ unsafe fn call(
             undo();
         }
     };
-    // SAFETY: as the caller promises; what is added makes a system call.
+    // SAFETY: as the caller promises; the code around them makes a system call.
     let child = unsafe { Child::start(theirs.as_fd(), file.unwrap_or(theirs.as_fd()), body) }?;
     drop(theirs);
     ours.set_read_timeout(Some(Duration::from_secs(1)))?;
@@ -145,7 +152,7 @@ unsafe fn call(
             continue;
         }
         ours.shutdown(Shutdown::Both)?;
-        // It may have ended just now.
+        // The child may have ended just now.
         if ours.read_exact(&mut bytes).is_err() {
             return Err(no_answer(begun.elapsed()));
         }
@@ -155,10 +162,12 @@ unsafe fn call(
     told(bytes).map(drop)
 }
 
-/// Makes an ioctl without an argument; `undo` is the one that takes it back if it is given up and succeeds later.
+/// Makes an ioctl without an argument. `undo` is the request that takes it back if it is given up
+/// and succeeds later.
 ///
 /// # Errors
-/// That of the request, or that it takes longer than `patience`.
+///
+/// Returns the error of the request, or a time-out after `patience`.
 pub fn ioctl(
     file: BorrowedFd<'_>,
     request: libc::c_ulong,
@@ -177,10 +186,12 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Writes all of a file system to its device, by a path in it, as long as `get_on` says so.
+/// Writes all data of a file system to its device, by a path in it, as long as `get_on` returns
+/// true.
 ///
 /// # Errors
-/// If it cannot be written, or is given up.
+///
+/// Returns an error if the data cannot be written, or the call is given up.
 pub fn sync(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()> {
     let path = c_path(path)?;
     let work = || {
@@ -194,13 +205,14 @@ pub fn sync(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()>
     unsafe { call(None, get_on, work, || ()) }
 }
 
-/// Writes everything that is cached of files to disks and servers, within `patience`.
+/// Writes all cached file data to disks and servers, within `patience`.
 ///
 /// # Errors
-/// If it takes longer: one of them does not answer.
+///
+/// Returns an error if it takes longer, because one of them does not answer.
 pub fn sync_everything(patience: Duration) -> io::Result<()> {
     let work = || {
-        // SAFETY: it has no argument.
+        // SAFETY: the call has no argument.
         unsafe { libc::sync() };
         0
     };
@@ -208,10 +220,11 @@ pub fn sync_everything(patience: Duration) -> io::Result<()> {
     unsafe { call(None, |elapsed| elapsed < patience, work, || ()) }
 }
 
-/// Writes a word to a file of the kernel's.
+/// Writes a word to a file of the kernel.
 ///
 /// # Errors
-/// If the kernel refuses it, or takes longer than [`PATIENCE`].
+///
+/// Returns an error if the kernel refuses the word, or takes longer than [`PATIENCE`].
 pub fn write(path: &Path, word: &str) -> io::Result<()> {
     let path = c_path(path)?;
     let work = || {
@@ -225,10 +238,12 @@ pub fn write(path: &Path, word: &str) -> io::Result<()> {
     unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
 }
 
-/// Looks whether a file's server answers, by asking it for the file's folder.
+/// Checks that a file's server answers, by asking it for the file's folder.
 ///
 /// # Errors
-/// If it takes longer than [`PATIENCE`]. That there is no such folder is for whoever opens the file to say.
+///
+/// Returns an error if it takes longer than [`PATIENCE`]. A missing folder is reported when the
+/// file is opened.
 pub fn reach(file: &Path) -> Result<()> {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let Ok(path) = c_path(folder) else { return Ok(()) };
@@ -241,14 +256,16 @@ pub fn reach(file: &Path) -> Result<()> {
     unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }.map_err(|error| {
         let text = format!("{} cannot be reached: {error}", file.display());
         Error::new(Exit::Failed, text)
-            .hint("nothing was changed; have its disk or its server answer again, and try again")
+            .hint("nothing was changed; make its disk or its server answer again, and try again")
     })
 }
 
 /// Opens a block device as its only owner, and closes it.
 ///
 /// # Errors
-/// EBUSY if somebody holds it, what the kernel says otherwise, or that it takes longer than [`PATIENCE`].
+///
+/// Returns EBUSY if the device is claimed, another error of the kernel, or a time-out after
+/// [`PATIENCE`].
 pub fn claim(path: &Path) -> io::Result<()> {
     let path = c_path(path)?;
     let work = || {
@@ -267,7 +284,7 @@ const CHUNK: usize = 1 << 20;
 #[derive(Debug)]
 struct Shared(NonNull<c_void>);
 
-// SAFETY: it is memory that this process alone unmaps; it is read by whoever has the disk that it belongs to.
+// SAFETY: only this process unmaps the memory, and only the owner of the disk reads it.
 unsafe impl Send for Shared {}
 
 impl Shared {
@@ -284,10 +301,11 @@ impl Shared {
         NonNull::new(at).map(Self).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
-    /// Copies out what a child has said to be there.
+    /// Copies the bytes that a child has reported.
     fn copy(&self, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length.min(CHUNK)];
-        // SAFETY: the mapping has CHUNK bytes. The child that writes there has answered, and is not asked again meanwhile.
+        // SAFETY: the mapping has CHUNK bytes. The child that writes there has answered, and gets
+        // no other request meanwhile.
         unsafe { ptr::copy_nonoverlapping(self.0.as_ptr().cast(), bytes.as_mut_ptr(), bytes.len()) };
         bytes
     }
@@ -295,12 +313,13 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: nothing of this process refers to it any more; a child that was left behind has a mapping of its own.
+        // SAFETY: nothing in this process refers to the memory any more; a child that was left
+        // behind has a mapping of its own.
         let _ = unsafe { rustix::mm::munmap(self.0.as_ptr(), CHUNK) };
     }
 }
 
-/// A device that is read directly, round the page cache, by a child.
+/// A device that a child reads directly, past the page cache.
 #[derive(Debug)]
 pub struct Disk {
     child: Child,
@@ -309,10 +328,11 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens one.
+    /// Opens a device.
     ///
     /// # Errors
-    /// If it cannot be opened, or does not answer.
+    ///
+    /// Returns an error if it cannot be opened, or does not answer.
     pub fn open(path: &Path) -> io::Result<Self> {
         let path = c_path(path)?;
         let shared = Shared::new()?;
@@ -336,10 +356,12 @@ impl Disk {
         }
     }
 
-    /// Reads at most so many bytes; fewer at its end. Offset and length are multiples of 4 KiB.
+    /// Reads at most `length` bytes, and fewer at the device's end. Offset and length are multiples
+    /// of 4 KiB.
     ///
     /// # Errors
-    /// If it cannot be read, or does not answer.
+    ///
+    /// Returns an error if the device cannot be read, or does not answer.
     pub fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut read = Vec::new();
         while read.len() < length {
@@ -362,7 +384,7 @@ impl Drop for Disk {
     }
 }
 
-/// The child's life: reads what is asked for into `buffer`, until the connection ends.
+/// Runs the child: reads requested ranges into `buffer` until the connection ends.
 fn serve(path: &CString, buffer: *mut c_void) {
     // SAFETY: the path is a string that ends with NUL.
     let file = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_DIRECT) };
@@ -374,13 +396,14 @@ fn serve(path: &CString, buffer: *mut c_void) {
     loop {
         let mut request = [0_u64; 2];
         let size = size_of_val(&request);
-        // SAFETY: there is room for so much; a request comes whole, for it is smaller than what one write gives.
+        // SAFETY: the array has room for `size` bytes. A request arrives whole, because it is
+        // smaller than the limit for atomic writes.
         let read = unsafe { libc::read(CONNECTION, request.as_mut_ptr().cast(), size) };
         if read != size as isize {
             return;
         }
         let length = (request[1] as usize).min(CHUNK);
-        // SAFETY: the buffer has CHUNK bytes, and is page-aligned as direct reads want it.
+        // SAFETY: the buffer has CHUNK bytes, and is page-aligned as direct reads need it.
         let read = unsafe { libc::pread(file, buffer, length, request[0] as i64) };
         tell(if read < 0 { failed() } else { read as i64 });
     }
@@ -405,7 +428,7 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 
-    /// Opening a pipe for reading waits for a writer, as a device that does not answer makes wait.
+    /// Opening a pipe for reading blocks without a writer, as a device that does not answer blocks.
     #[test]
     fn what_does_not_answer_is_left_behind() {
         let root = tempfile::tempdir().expect("a folder");
@@ -428,7 +451,7 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         assert!(error.to_string().starts_with("it has not answered for "), "{error}");
         assert!(begun.elapsed() < PATIENCE);
-        // It answers too late, and what it did is undone.
+        // The child answers too late, and its change is undone.
         assert!(!undone.exists());
         drop(fs::OpenOptions::new().write(true).open(&pipe).expect("its other end"));
         while !undone.exists() {

@@ -1,4 +1,4 @@
-//! What the pause of an instant is made of.
+//! The parts of an instant's pause.
 
 use crate::{
     device::Device,
@@ -10,36 +10,37 @@ use mercury_abi::ioctl::SnapshotRequest;
 use serde::Serialize;
 use std::time::Duration;
 
-/// One step of it.
+/// A part of the pause.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Phase {
-    /// What was done.
+    /// Name of the part.
     pub name: &'static str,
-    /// Ticks of the TSC.
+    /// Duration in ticks of the TSC.
     pub ticks: u64,
-    /// The same in microseconds.
+    /// Duration in microseconds.
     pub us: f64,
 }
 
-/// A pause, step by step.
+/// A pause with its parts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Phases {
-    /// In their order.
+    /// Parts in their order.
     pub steps: Vec<Phase>,
-    /// Pages that were copied at the instant, because devices have them for good.
+    /// Pages of persistent DMA memory that were copied at the instant.
     pub lasting_pages: u64,
-    /// Ticks that this took, within the next.
+    /// Ticks of these copies, within the next.
     pub lasting_ticks: u64,
     /// Ticks in the hypervisor, within the step `hypervisor`.
     pub hypervisor_ticks: u64,
 }
 
 impl Phases {
-    /// How long applications and file systems were held before, and what the driver measured then; nothing in another
-    /// machine than the one in which it did.
+    /// Computes the parts: the time for which applications and file systems were held before, and
+    /// the driver's measurements. Empty on another machine than the one that was measured.
     ///
     /// # Errors
-    /// If the driver does not say how fast its clock is.
+    ///
+    /// Returns an error if the driver does not report the rate of its clock.
     pub fn of(held: Duration, begin: &SnapshotRequest, device: &Device) -> Result<Self> {
         if begin.restored != 0 || begin.rolled_back != 0 {
             return Ok(Self::default());
@@ -71,7 +72,7 @@ impl Phases {
         }
     }
 
-    /// One line.
+    /// Writes the parts in one line.
     pub fn render(&self, to: &mut Text) {
         let told = |step: &Phase| format!("{} {}", step.name, duration(step.us));
         if !self.steps.is_empty() {

@@ -1,4 +1,4 @@
-//! The size of the pool: memory for copies of what is written while a snapshot lives.
+//! The size of the pool: memory for copies of pages that are written to during a snapshot.
 
 use super::PAGE;
 use crate::{
@@ -8,18 +8,20 @@ use crate::{
     sysroot::Sysroot,
 };
 
-/// The largest pool that is taken unless the user says otherwise, in MiB, where it grows while memory is streamed.
+/// Largest pool in MiB by default, if it grows while memory is streamed.
 pub const GROWING_MOST_MIB: u64 = 1024;
-/// The same for a snapshot that is kept, whose pool does not grow.
+/// Largest pool in MiB by default for a snapshot that is kept, whose pool does not grow.
 pub const KEPT_MOST_MIB: u64 = 4096;
 
-/// What stays for programs: a quarter of the available memory, within these bounds in MiB.
+/// Memory that is left for programs: a quarter of the available memory, within these bounds in MiB.
 const LEFT_MIB: (u64, u64) = (64, 512);
 
-/// Returns the pages of a pool of so many MiB; a quarter of the available memory, but `most_mib` at most, if nothing is said.
+/// Returns the pages of a pool of so many MiB. The default is a quarter of the available memory,
+/// but `most_mib` at most.
 ///
 /// # Errors
-/// If programs would have to give up memory for it.
+///
+/// Returns an error if programs would have to give up memory for it.
 pub fn pages(mib: Option<u64>, most_mib: u64, sysroot: &Sysroot) -> Result<u64> {
     let available = sysroot.available_memory();
     let Some(mib) = mib else { return Ok((available.unwrap_or(0) / 4).min(most_mib << 20) / PAGE) };
@@ -35,7 +37,7 @@ pub fn pages(mib: Option<u64>, most_mib: u64, sysroot: &Sysroot) -> Result<u64> 
         bytes(available)
     );
     Err(Error::new(Exit::Impossible, text).hint(format!(
-        "{} is the most that this machine has to spare now: --pool {}M",
+        "use at most what this machine can spare now, {}: --pool {}M",
         bytes(most),
         most >> 20
     )))
@@ -62,7 +64,7 @@ mod tests {
         assert_eq!(pool(None, 64 * GIB).expect("a pool"), GIB);
     }
 
-    /// With 972 MiB available, 1,032 MiB had the kernel kill programs.
+    /// With 972 MiB available, a pool of 1,032 MiB made the kernel kill programs.
     #[test]
     fn programs_are_left_some_memory() {
         assert_eq!(pool(Some(729), 972 << 20).expect("a pool"), 729 << 20);

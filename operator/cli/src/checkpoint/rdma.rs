@@ -1,8 +1,10 @@
-//! Users of RDMA devices, as the kernel tells by netlink (`rdma resource show` of iproute2 asks the same).
+//! Users of RDMA devices, as the kernel reports them by netlink (`rdma resource show` of iproute2
+//! asks the same).
 //!
-//! Each RDMA device has a queue pair of the kernel's for management, used or not, and ordinary Ethernet cards have an RDMA
-//! device as soon as their module is loaded. So what counts is a process's context, queue pair or memory region, and
-//! a queue pair that a module of the kernel other than that has made (NFS over RDMA, NVMe over RDMA).
+//! Each RDMA device has a queue pair of the kernel's for management, used or not. Ordinary Ethernet
+//! cards have an RDMA device as soon as their module is loaded. So these count: a process's
+//! context, queue pair or memory region; and a queue pair of another kernel module (NFS over RDMA,
+//! NVMe over RDMA).
 //!
 //! The constants and layouts are those of `include/uapi/rdma/rdma_netlink.h` and of netlink(7).
 
@@ -37,7 +39,8 @@ const KERNEL_NAME: u16 = 29;
 const REGIONS: u16 = 40;
 const CONTEXTS: u16 = 86;
 
-/// `IB_QPT_GSI`: up to this one a queue pair is for management (or a driver's own, whose type is cut off here).
+/// `IB_QPT_GSI`: up to this type a queue pair is for management (or a driver's own, whose type is
+/// cut off here).
 const LAST_OF_MANAGEMENT: u8 = 1;
 
 /// A user of an RDMA device.
@@ -52,7 +55,7 @@ pub enum User {
 }
 
 impl User {
-    /// Names it.
+    /// Formats the user.
     #[must_use]
     pub fn named(&self, sysroot: &Sysroot) -> String {
         match self {
@@ -63,10 +66,11 @@ impl User {
     }
 }
 
-/// The users of the RDMA device of this name.
+/// Returns the users of the RDMA device of this name.
 ///
 /// # Errors
-/// If the kernel does not tell.
+///
+/// Returns an error if the kernel does not report them.
 pub fn users(name: &str) -> io::Result<BTreeSet<User>> {
     let mut socket = Socket::open()?;
     let devices = socket.dump(GET_DEVICES, None)?;
@@ -85,16 +89,16 @@ struct Socket(File);
 
 impl Socket {
     fn open() -> io::Result<Self> {
-        // SAFETY: makes a descriptor, which nobody else has.
+        // SAFETY: makes a descriptor, which has no other owner.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, NETLINK_RDMA) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor was just made, and this alone owns it.
+        // SAFETY: the descriptor was just made, and has no other owner.
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
-    /// Returns what each message of the answer holds: attributes.
+    /// Returns the attributes of each message of the answer.
     fn dump(&mut self, command: u16, device: Option<u32>) -> io::Result<Vec<Vec<u8>>> {
         self.0.write_all(&request(command, device))?;
         let mut found = Vec::new();
@@ -119,13 +123,13 @@ fn request(command: u16, device: Option<u32>) -> Vec<u8> {
     let mut bytes = (16 + attribute.len() as u32).to_ne_bytes().to_vec();
     bytes.extend((CLIENT | command).to_ne_bytes());
     bytes.extend((NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes());
-    // The request's number, and who asks: the kernel fills that in.
+    // The request's number, and the sender's, which the kernel fills in.
     bytes.extend([0; 8]);
     bytes.extend(attribute);
     bytes
 }
 
-/// Takes what messages hold; returns true after the last one.
+/// Collects the contents of messages; returns true after the last one.
 fn take_messages(mut bytes: &[u8], found: &mut Vec<Vec<u8>>) -> io::Result<bool> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     while !bytes.is_empty() {
@@ -153,9 +157,9 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes)
 }
 
-/// The attributes of a message, or of another attribute: type and value.
+/// Iterates over the attributes of a message, or of another attribute: type and value.
 fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
-    /// Flags, beside the type.
+    /// Mask that removes flags from the type.
     const TYPE_MASK: u16 = 0x3fff;
     std::iter::from_fn(move || {
         let word = |at: usize| bytes.get(at..at + 2)?.try_into().ok().map(u16::from_ne_bytes);
@@ -170,17 +174,17 @@ fn text(value: &[u8]) -> String {
     crate::status::nul_padded(value)
 }
 
-/// The index of the device of this name, if the message is about that.
+/// Returns the index of the device of this name, if the message is about that device.
 fn index_of(message: &[u8], name: &str) -> Option<u32> {
     let is_it = attributes(message).any(|(kind, value)| kind == DEVICE_NAME && text(value) == name);
     let index = attributes(message).find(|(kind, _)| *kind == DEVICE_INDEX);
     index.filter(|_| is_it).and_then(|(_, value)| number(value, 0))
 }
 
-/// The users of the resources in one of a message's tables.
+/// Returns the users of the resources in one of a message's tables.
 fn users_in(message: &[u8], table: u16) -> Vec<User> {
     let tables = attributes(message).filter(|(kind, _)| *kind == table);
-    // Each entry has the number behind that of its table.
+    // The type of an entry is that of its table plus one.
     tables
         .flat_map(|(_, entries)| attributes(entries))
         .filter(|(kind, _)| *kind == table + 1)
@@ -188,13 +192,13 @@ fn users_in(message: &[u8], table: u16) -> Vec<User> {
         .collect()
 }
 
-/// The user of a resource; `None` if it is the kernel's own for management.
+/// Returns the user of a resource; `None` if it is the kernel's own for management.
 fn user_of(entry: &[u8], table: u16) -> Option<User> {
     let find = |wanted: u16| attributes(entry).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
     if let Some(name) = find(KERNEL_NAME) {
         let management =
             find(TYPE).is_none_or(|kind| kind.first().is_none_or(|kind| *kind <= LAST_OF_MANAGEMENT));
-        // The kernel's regions are no use without a queue pair.
+        // The kernel's memory regions do nothing without a queue pair.
         return (table == QUEUE_PAIRS && !management).then(|| User::Module(text(name)));
     }
     Some(find(PID).and_then(|value| number(value, 0)).map_or(User::Ended, User::Process))

@@ -1,8 +1,8 @@
-//! Which disks the small system that restores comes to: those that the drivers of this machine's cards find by themselves. It
-//! puts nothing together, and logs in nowhere.
+//! The disks that the restore environment can reach: those that the drivers of this machine's cards
+//! find by themselves. The environment assembles no volumes, and logs in nowhere.
 //!
-//! A machine that moves brings its connections along, those to its disks' servers too: what it has of such a disk goes on
-//! where it has arrived, as a file of NFS's does. The small system need not come to it.
+//! A machine that moves keeps its connections, also those to its disks' servers. Such a disk goes
+//! on working at the destination, as a file on NFS does. The restore environment need not reach it.
 
 use crate::sysroot::Sysroot;
 use rustix::fs::{major, minor};
@@ -13,7 +13,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why it does not come to a device, such as "is made of other devices"; `None` if it does.
+/// Returns the reason why the environment cannot reach a device, such as "is made of other
+/// devices"; `None` if it can.
 #[must_use]
 pub fn obstacle(device: &Path, sysroot: &Sysroot) -> Option<String> {
     const COMPOSED: &str = "is made of other devices";
@@ -27,9 +28,10 @@ pub fn obstacle(device: &Path, sysroot: &Sysroot) -> Option<String> {
     network(&folder).map(|network| format!("is a disk on a network ({network})"))
 }
 
-/// Whether a device is reached by a TCP connection that the kernel alone holds, and that goes along with a machine that moves:
-/// NVMe over TCP, unless the target is this machine; and NBD unless a process waits in it, which gives it up when it stands still.
-/// Of NBD the kernel does not tell where it leads.
+/// Returns true if a device is reached by a TCP connection that only the kernel holds, and that
+/// moves with the machine: NVMe over TCP, unless the target is this machine; and NBD unless a
+/// process waits in it, which gives it up when it stands still. The kernel does not report the peer
+/// of NBD.
 #[must_use]
 pub fn goes_along(device: &Path, sysroot: &Sysroot) -> bool {
     let Some(folder) = folder(device, sysroot) else { return false };
@@ -45,14 +47,14 @@ pub fn goes_along(device: &Path, sysroot: &Sysroot) -> bool {
     })
 }
 
-/// A device's folder in /sys/devices.
+/// Returns a device's folder in /sys/devices.
 fn folder(device: &Path, sysroot: &Sysroot) -> Option<PathBuf> {
     let found = fs::metadata(device).ok()?;
     let link = format!("sys/dev/block/{}:{}", major(found.rdev()), minor(found.rdev()));
     fs::canonicalize(sysroot.path(&link)).ok()
 }
 
-/// The network that a device's folder in /sys/devices hangs on.
+/// Returns the network on the path of a device's folder in /sys/devices.
 fn network(folder: &Path) -> Option<String> {
     folder.ancestors().find_map(|above| {
         let is_iscsi = ["iscsi_session", "iscsi_host"].iter().any(|name| above.join(name).exists());
@@ -65,18 +67,19 @@ fn network(folder: &Path) -> Option<String> {
     })
 }
 
-/// How an NVMe controller is reached, or all those of a subsystem are, if it is not by PCI.
+/// Returns the transport of an NVMe controller, or of all those of a subsystem, unless it is PCI.
 fn fabric(folder: &Path) -> Option<String> {
     let found = transports(folder)?;
     found.iter().all(|transport| transport != "pcie").then(|| format!("NVMe, {}", found[0]))
 }
 
-/// How the controllers of a folder are reached, if there are any: it is one's, or a subsystem's with several in it.
+/// Returns the transports of the controllers in a folder, if there are any: of one controller, or
+/// of a subsystem with several.
 fn transports(folder: &Path) -> Option<Vec<String>> {
     Some(said_of_controllers(folder, "transport")).filter(|found| !found.is_empty())
 }
 
-/// What a file of the controllers of a folder says.
+/// Returns the contents of a file for each controller in a folder.
 fn said_of_controllers(folder: &Path, file: &str) -> Vec<String> {
     let below = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let controllers =
@@ -85,12 +88,13 @@ fn said_of_controllers(folder: &Path, file: &str) -> Vec<String> {
     said.map(|text| text.trim().to_owned()).collect()
 }
 
-/// Where an NVMe controller's target is, by what it says of its address: `traddr=10.0.0.1,trsvcid=4420`.
+/// Parses the target of an NVMe controller from its address: `traddr=10.0.0.1,trsvcid=4420`.
 pub(super) fn target(address: &str) -> Option<IpAddr> {
     address.split(',').find_map(|part| part.trim().strip_prefix("traddr="))?.parse().ok()
 }
 
-/// Whether an NVMe controller's target is another machine: of an address of its own a machine lets a socket be bound.
+/// Returns true if an NVMe controller's target is another machine: a socket can be bound only to an
+/// address of this machine.
 fn leads_elsewhere(address: &str) -> bool {
     let Some(target) = target(address) else { return false };
     UdpSocket::bind((target, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
@@ -101,7 +105,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    /// What is said of a device whose folder in /sys/devices is this, with these files there.
+    /// Computes the obstacle of a device with this folder in /sys/devices, with these files there.
     fn of(folder: &str, files: &[(&str, &str)]) -> Option<String> {
         with(folder, files, obstacle)
     }
@@ -116,7 +120,7 @@ mod tests {
             fs::write(path, text).expect("a file");
         }
         fs::create_dir_all(root.path().join("sys/dev/block")).expect("folders");
-        // A file that is there; its device number does not matter.
+        // An existing file; its device number does not matter.
         let number = fs::metadata("/dev/null").expect("a device").rdev();
         let link = format!("sys/dev/block/{}:{}", major(number), minor(number));
         symlink(devices.join(folder), root.path().join(link)).expect("a link");
@@ -166,11 +170,11 @@ mod tests {
         let ctl = "virtual/nvme-fabrics/ctl/nvme1";
         let [transport, address] = ["transport", "address"].map(|file| format!("{ctl}/{file}"));
         let nvme = |by, at| along(&format!("{ctl}/nvme1n1"), &[(&transport, by), (&address, at)]);
-        // Nobody has this address (RFC 5737).
+        // No machine has this address (RFC 5737).
         let there = "traddr=192.0.2.1,trsvcid=4420,src_addr=10.0.0.1\n";
         assert!(nvme("tcp\n", there) && !nvme("rdma\n", there));
         assert!(!nvme("tcp\n", "traddr=127.0.0.1,trsvcid=4420\n"), "its target is this machine");
-        assert!(!nvme("tcp\n", ""), "nobody says where it leads");
+        assert!(!nvme("tcp\n", ""), "its address is unknown");
         let local = "pci0000:00/0000:00:02.0/nvme/nvme0";
         assert!(!along(&format!("{local}/nvme0n1"), &[(&format!("{local}/transport"), "pcie\n")]));
         assert!(!along("pci0000:00/0000:00:04.0/virtio1/block/vda", &[]));

@@ -1,4 +1,4 @@
-//! Images one after the other, of which the last few are kept, with all that they need.
+//! A series of images: the last few are kept, with all images that they need.
 
 use super::incremental::Before;
 use crate::{
@@ -15,7 +15,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// A time between images: `90s`, `10m`, `6h`, `1d`.
+/// An interval between images: `90s`, `10m`, `6h`, `1d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval(pub Duration);
 
@@ -37,10 +37,10 @@ impl FromStr for Interval {
     }
 }
 
-/// What the next image is made on.
+/// The base of the next image.
 #[derive(Debug)]
 pub struct Series {
-    /// Each so many images a full one; one after the other if they are all to be.
+    /// Number of images of which one is full; 1 if all are to be.
     full_every: u16,
     /// Incremental images since the last full one.
     incremental: u16,
@@ -48,18 +48,19 @@ pub struct Series {
 }
 
 impl Series {
-    /// As the operator wants it.
+    /// Makes a series with the operator's options.
     #[must_use]
     pub fn new(args: &CheckpointArgs) -> Self {
         let full_every = if args.incremental.is_some() { args.full_every } else { 1 };
         Self { full_every, incremental: 0, last: args.incremental.clone().flatten() }
     }
 
-    /// The image before, unless it is time for a full one. One that cannot be used is no reason to have none now, unless
-    /// the operator has just named it.
+    /// Returns the base of the next image: the image before, unless it is time for a full one. If
+    /// the image before cannot be used the next one is full, unless the operator has just named it.
     ///
     /// # Errors
-    /// If the first one cannot be used.
+    ///
+    /// Returns an error if the image that the operator named cannot be used.
     pub fn before(&self, is_first: bool) -> Result<Before> {
         let Some(last) = self.last.as_ref().filter(|_| self.incremental + 1 < self.full_every) else {
             return Ok(Before::default());
@@ -73,18 +74,20 @@ impl Series {
         }
     }
 
-    /// There is one more.
+    /// Adds an image to the series.
     pub fn add(&mut self, path: PathBuf, is_incremental: bool) {
         self.incremental = if is_incremental { self.incremental + 1 } else { 0 };
         self.last = Some(path);
     }
 }
 
-/// The next image's path: seconds since 1970 behind the name, but more than any other of the series has there, for the
-/// clock may have been set back. So names sort like the images were made.
+/// Returns the next image's path: the name with the seconds since 1970 appended. The number is
+/// larger than any other of the series, because the clock may have been set back. So names sort in
+/// the order of the images.
 ///
 /// # Errors
-/// If the folder cannot be read.
+///
+/// Returns an error if the folder cannot be read.
 pub fn next(path: &Path, now: SystemTime) -> Result<PathBuf> {
     let seconds = now.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let names = names(path).map_err(|error| {
@@ -105,14 +108,14 @@ fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Files in the series' folder.
+/// Lists files in the series' folder.
 fn names(path: &Path) -> io::Result<Vec<String>> {
     let files = fs::read_dir(folder(path))?.flatten();
     let files = files.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
     Ok(files.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// What a file of the series has behind the name.
+/// Returns the number of an image of the series, from its file name.
 fn number(path: &Path, file: &str) -> Option<u64> {
     let name = path.file_name()?.to_string_lossy();
     let digits = file.strip_prefix(&*name)?.strip_prefix('.')?;
@@ -120,15 +123,16 @@ fn number(path: &Path, file: &str) -> Option<u64> {
     digits.parse().ok().filter(|_| is_ours)
 }
 
-/// Removes all but the last `keep` images of a series, `newest` among them, and those that these and other images in the
-/// folder were made on. Nothing else there is touched.
+/// Removes all but the last `keep` images of a series, `newest` among them, and the images that
+/// these and other images in the folder need. Other files there are not touched.
 ///
 /// # Errors
-/// If the folder cannot be read, or an image not be removed.
+///
+/// Returns an error if the folder cannot be read, or an image not be removed.
 pub fn prune(path: &Path, newest: &Path, keep: usize) -> Result<()> {
     remove_old(path, newest, keep).map_err(|error| {
         Error::new(Exit::Failed, format!("old images could not be removed: {error}"))
-            .hint("the new one is complete; remove old ones by hand")
+            .hint("the new one is complete; remove old images by hand")
     })
 }
 
@@ -138,7 +142,7 @@ fn remove_old(path: &Path, newest: &Path, keep: usize) -> io::Result<()> {
         names(path)?.into_iter().partition(|file| number(path, file).is_some());
     images.sort();
     let mut images: Vec<_> = images.iter().map(|image| folder.join(image)).collect();
-    // By its name it may be an old one.
+    // The newest image may have an old name.
     let count = images.len();
     images.retain(|image| image != newest);
     let old = count.saturating_sub(keep).min(images.len());
@@ -147,7 +151,7 @@ fn remove_old(path: &Path, newest: &Path, keep: usize) -> io::Result<()> {
     removable(&images, old).into_iter().try_for_each(fs::remove_file)
 }
 
-/// Which of the first `old` images no other one needs. If that cannot be told, none.
+/// Returns those of the first `old` images that no other image needs; none if that is unknown.
 fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
     let lines: Vec<_> = images.iter().map(|image| line(image)).collect();
     let known: BTreeMap<Identity, &Vec<Identity>> =
@@ -157,7 +161,7 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
     for line in &lines[old..] {
         let Some((_, parents)) = line else { return Vec::new() };
         let mut parents = parents;
-        // One that was put together with those before it needs them no more: what is there says it best.
+        // A merged image needs fewer parents, so the files that exist are read.
         while let Some(parent) = parents.last() {
             if !needed.insert(*parent) {
                 break;
@@ -172,13 +176,13 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
     }
     let is_needed = |line: &Option<(Identity, Vec<Identity>)>| match line {
         Some((own, _)) => needed.contains(own),
-        // It may be the one that is missing.
+        // This file may be the missing image.
         None => missing,
     };
     images.iter().zip(&lines).take(old).filter(|(_, line)| !is_needed(line)).map(|(image, _)| image).collect()
 }
 
-/// An image's identity, and what it was made on.
+/// Reads an image's identity, and those of the images that it needs.
 fn line(path: &Path) -> Option<(Identity, Vec<Identity>)> {
     let reader = Reader::open(fs::File::open(path).ok()?).ok()?;
     Some((reader.identity(), reader.machine().parents.clone()))
@@ -202,7 +206,8 @@ mod tests {
         numbered(&folder.path().join("node7"), seconds)
     }
 
-    /// Three images, then the clock is set back: the next ones come behind them all the same, and the oldest go.
+    /// Three images are made, then the clock is set back. The next ones sort after them anyway, and
+    /// the oldest are removed.
     #[test]
     fn names_sort_like_the_images_were_made() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -223,7 +228,7 @@ mod tests {
         assert!(next(Path::new("/nowhere/x"), SystemTime::UNIX_EPOCH).is_err());
     }
 
-    /// Which of the images 1 to 8 are left.
+    /// Returns the numbers of the remaining images among 1 to 8.
     fn left(folder: &tempfile::TempDir) -> Vec<u64> {
         (1..=8).filter(|number| at(folder, *number).exists()).collect()
     }
@@ -241,7 +246,7 @@ mod tests {
         assert!(others.iter().all(|other| folder.path().join(other).exists()));
     }
 
-    /// Full ones are 1, 4 and 7; each other is made on the one before it.
+    /// Makes images: 1, 4 and 7 are full; each other one is made on the one before it.
     fn chains() -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("a folder");
         for number in 1..=8_u8 {
@@ -263,23 +268,23 @@ mod tests {
 
     #[test]
     fn what_may_be_needed_is_kept() {
-        // What is kept cannot be read: who knows what it needs.
+        // A kept image cannot be read, so its needs are unknown.
         let folder = chains();
         fs::write(at(&folder, 6), "damaged").expect("a file");
         prune(&folder.path().join("node7"), Path::new("newest"), 3).expect("pruned");
         assert_eq!(left(&folder).len(), 8);
-        // What is needed cannot be read: it is that one, or the other.
+        // A needed image cannot be read: it is that one, or the other.
         let folder = chains();
         fs::write(at(&folder, 2), "damaged").expect("a file");
         fs::write(at(&folder, 4), "damaged").expect("a file");
         prune(&folder.path().join("node7"), Path::new("newest"), 3).expect("pruned");
         assert_eq!(left(&folder), [2, 4, 5, 6, 7, 8]);
-        // One that nobody needs.
+        // An image that no other one needs.
         prune(&folder.path().join("node7"), Path::new("newest"), 2).expect("pruned");
         assert_eq!(left(&folder), [7, 8]);
     }
 
-    /// Somebody has made one more by hand, and then the clock was set back.
+    /// The operator has made one more by hand, and then the clock was set back.
     #[test]
     fn what_others_need_is_kept_and_so_is_the_newest() {
         let folder = chains();
@@ -303,7 +308,7 @@ mod tests {
             series.add(at(&folder, number), is_incremental);
         }
         assert_eq!(found, [false, true, true, false, true, true, false, true]);
-        // One that is lost is no reason to stop, but for the operator's own.
+        // A lost image does not end the series, unless the operator has named it.
         series.last = Some(folder.path().join("lost"));
         assert!(series.before(false).expect("a full one").line().is_empty());
         assert!(series.before(true).is_err());

@@ -1,11 +1,13 @@
-//! Connections that must not go on in a machine that has come back to an instant: those on which the life that ended has
-//! talked since.
+//! Connections that must not go on in a machine that has come back to an instant, because its first
+//! life has used them since.
 //!
-//! The image went over some of them: to the server of the file system that it lies on, for one. In a machine that was put back,
-//! or whose first life ran on, all of them may have been used. The machine has them as they were at the instant, and its
-//! peers have long gone on: each end takes what the other says for old, and both wait for minutes. Where the connection is
-//! encrypted (TLS, in the kernel or in a program; ssh), its counters would run a second time with the same key. So these are
-//! ended first of all, by `SOCK_DESTROY` of sock_diag(7), and whoever needs one makes a new one.
+//! The image itself went over some of them, such as that to the server of its file system. In a
+//! machine that was rolled back, or whose first life ran on, all of them may have been used. The
+//! machine has them as they were at the instant, and its peers have long gone on. Each end takes
+//! the other's packets for old ones, and both wait for minutes. On an encrypted connection (TLS, in
+//! the kernel or in a program; ssh) the counters would run a second time with the same key. So
+//! these connections are ended first of all, by `SOCK_DESTROY` of sock_diag(7), and programs make
+//! new ones.
 
 use super::fence::{self, Peer};
 use crate::sysroot::Sysroot;
@@ -25,9 +27,10 @@ use std::{
 /// The connections that have to end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Those with some peers, in this network namespace.
+    /// Connections with some peers, in this network namespace.
     Peers(Vec<Peer>),
-    /// All, in all network namespaces, but for those of the machine with itself: both of their ends come back.
+    /// All connections, in all network namespaces, except those of the machine with itself: both of
+    /// their ends come back.
     Everybody,
 }
 
@@ -39,23 +42,24 @@ pub struct Stale {
 }
 
 impl Stale {
-    /// Makes everything ready, so that the kernel need not load anything when connections are to be ended; for its modules
-    /// may lie behind one of them.
+    /// Prepares everything, so that the kernel need not load a module when connections are ended:
+    /// its modules may lie behind one of them.
     ///
     /// # Errors
-    /// If the kernel cannot do it; but one that lacks only the module for TCP says the same as of a connection that nobody has,
-    /// and ends nothing later.
+    ///
+    /// Returns an error if the kernel cannot end connections. A kernel that lacks only the module
+    /// for TCP gives the same answer as for an unknown connection, and ends nothing later.
     pub fn prepare(whose: Whose) -> io::Result<Self> {
-        // SAFETY: makes a descriptor, which nobody else has.
+        // SAFETY: makes a descriptor, which has no other owner.
         let fd = unsafe {
             libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_SOCK_DIAG)
         };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just made, and is owned by this alone.
+        // SAFETY: the descriptor was just made, and has no other owner.
         let mut stale = Self { netlink: unsafe { File::from_raw_fd(fd) }, whose };
-        // A connection that nobody has.
+        // An address without a connection.
         let nobody = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
         match stale.end_one(nobody, nobody) {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(stale),
@@ -64,7 +68,7 @@ impl Stale {
         }
     }
 
-    /// Ends them.
+    /// Ends the connections.
     pub fn end(&mut self, sysroot: &Sysroot) {
         match self.whose.clone() {
             Whose::Peers(peers) => {
@@ -78,7 +82,7 @@ impl Stale {
 
     fn end_all(&mut self, connections: Vec<(SocketAddr, SocketAddr)>) {
         for (own, other) in connections {
-            // One that has ended by itself is as good.
+            // A connection that has ended by itself is fine.
             let _ = self.end_one(own, other);
         }
     }
@@ -87,7 +91,7 @@ impl Stale {
         self.netlink.write_all(&request(own, other))?;
         let mut answer = [0; 256];
         let length = self.netlink.read(&mut answer)?;
-        // Behind the header of the message: 0, or the negative number of an error.
+        // The word after the message's header: 0, or the negative number of an error.
         let error = answer[..length].get(16..20).and_then(|bytes| bytes.try_into().ok());
         match error.map(i32::from_ne_bytes) {
             Some(0) => Ok(()),
@@ -97,7 +101,8 @@ impl Stale {
     }
 }
 
-/// The connections of the calling thread's network namespace that `parse` recognizes, the own end first.
+/// Lists the connections of the calling thread's network namespace that `parse` recognizes, the own
+/// end first.
 fn connections(
     sysroot: &Sysroot,
     parse: impl Fn(&str) -> Option<(SocketAddr, SocketAddr, u64)>,
@@ -121,7 +126,7 @@ fn with_others(all: Vec<(SocketAddr, SocketAddr)>) -> Vec<(SocketAddr, SocketAdd
 fn end_in(namespace: &File, sysroot: &Sysroot) {
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
     thread::scope(|scope| {
-        // A thread of its own: the others stay in their namespace.
+        // A thread of its own enters the namespace, and the others stay in theirs.
         scope.spawn(|| {
             if move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).is_err() {
                 return;
@@ -133,7 +138,7 @@ fn end_in(namespace: &File, sysroot: &Sysroot) {
     });
 }
 
-/// The network namespaces that a process is in or that are mounted (`ip netns`), each once.
+/// Opens the network namespaces that a process is in or that are mounted (`ip netns`), each once.
 fn namespaces(sysroot: &Sysroot) -> Vec<File> {
     let is_number = |name: &String| name.bytes().all(|byte| byte.is_ascii_digit());
     let processes = sysroot.names("proc").into_iter().filter(is_number);
@@ -149,7 +154,7 @@ fn namespaces(sysroot: &Sysroot) -> Vec<File> {
     of_processes.chain(mounted).filter_map(open).collect()
 }
 
-/// Where a network namespace is mounted, by a line of mountinfo.
+/// Returns the mount point of a network namespace, from a line of mountinfo.
 fn mounted_namespace(line: &str) -> Option<PathBuf> {
     let (front, back) = line.split_once(" - ")?;
     let mut words = front.split(' ').skip(3);
@@ -157,7 +162,7 @@ fn mounted_namespace(line: &str) -> Option<PathBuf> {
     (back.starts_with("nsfs ") && root.starts_with("net:[")).then(|| at.into())
 }
 
-/// `struct nlmsghdr` of netlink(7), and `struct inet_diag_req_v2` of sock_diag(7).
+/// Encodes `struct nlmsghdr` of netlink(7), and `struct inet_diag_req_v2` of sock_diag(7).
 fn request(own: SocketAddr, other: SocketAddr) -> Vec<u8> {
     const LENGTH: u32 = 72;
     const SOCK_DESTROY: u16 = 21;
@@ -178,7 +183,7 @@ fn request(own: SocketAddr, other: SocketAddr) -> Vec<u8> {
     bytes.extend(LENGTH.to_ne_bytes());
     bytes.extend(SOCK_DESTROY.to_ne_bytes());
     bytes.extend((NLM_F_REQUEST | NLM_F_ACK).to_ne_bytes());
-    // A number, and who asks.
+    // A number, and the sender's.
     bytes.extend([0; 8]);
     bytes.extend([family as u8, libc::IPPROTO_TCP as u8, 0, 0]);
     // In any state.
@@ -198,11 +203,11 @@ mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
 
-    /// Whether this test may end connections.
+    /// Prepares to end connections with these peers; `None` if this test may not.
     fn stale(peers: Vec<Peer>) -> Option<Stale> {
         match Stale::prepare(Whose::Peers(peers)) {
             Ok(stale) => Some(stale),
-            // Only root may, and not every kernel can.
+            // Only root may end them, and not every kernel can.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
                 eprintln!("not tried: {error}");
                 None

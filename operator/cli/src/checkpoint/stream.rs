@@ -1,5 +1,5 @@
-//! Takes a snapshot's memory and writes it: one thread takes and finds what need not be written, others compress, and
-//! this one writes, in order.
+//! Streams a snapshot's memory into an image. One thread reads frames and finds those that need not
+//! be written, others compress, and the calling thread writes in order.
 
 use super::incremental::Before;
 use crate::{
@@ -20,18 +20,18 @@ use std::{
     thread,
 };
 
-/// Frames that are taken at once.
+/// Frames that are read at once.
 const BATCH: usize = 128;
-/// Parts that wait for each compressor, and behind it.
+/// Parts that wait before each compressor, and after it.
 const QUEUE: usize = 2;
 
-/// The level of zstd when time matters more than the image's size.
+/// Level of zstd when time matters more than the image's size.
 const FASTEST: i32 = -7;
 
-/// By how much who takes and compresses gives way to others.
+/// Niceness of the reading and compressing threads.
 const NICENESS: i32 = 10;
 
-/// How hard the threads work: they give way to whatever else runs, until the pool runs low.
+/// The effort of the threads: other programs go first, until the pool runs low.
 #[derive(Debug)]
 pub struct Pace {
     level: i32,
@@ -40,7 +40,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Always at this level of zstd, and nobody gives way.
+    /// Always uses this level of zstd, at normal niceness.
     #[must_use]
     pub const fn steady(level: i32) -> Self {
         Self { level, niceness: 0, hurry: AtomicBool::new(false) }
@@ -50,11 +50,13 @@ impl Pace {
         self.hurry.store(hurry, Ordering::Relaxed);
     }
 
-    /// The level of zstd for now. The calling thread's niceness is as it should be after that, if it was `niceness`.
+    /// Returns the level of zstd for now, and sets the calling thread's niceness, which was
+    /// `niceness`.
     fn keep(&self, niceness: &mut i32) -> i32 {
         let hurry = self.hurry.load(Ordering::Relaxed);
         let wanted = if hurry { 0 } else { self.niceness };
-        // For Linux, no process is the calling thread. Without the right to it, it stays as it is.
+        // For Linux, no process is the calling thread. Without the right to change it, the niceness
+        // stays.
         if *niceness != wanted && setpriority_process(None, wanted).is_ok() {
             *niceness = wanted;
         }
@@ -62,25 +64,25 @@ impl Pace {
     }
 }
 
-/// Takes parts; false if nobody wants any more.
+/// Sends a part; returns false if the receiver is gone.
 pub type Send<'a> = dyn FnMut(Part) -> bool + 'a;
 
-/// What is told while it goes on.
+/// The callbacks of a stream.
 pub struct Watch<'a> {
-    /// Frames written so far, and bytes of the image.
+    /// Gets the number of frames written so far, and the bytes of the image.
     pub progress: &'a mut dyn FnMut(u64, u64),
-    /// Says whether to go on.
+    /// Returns an error to stop the stream.
     pub stop: &'a dyn Fn() -> Result<()>,
 }
 
-/// What is written.
+/// The source of the stream.
 #[derive(Debug)]
 pub struct Source<'a> {
-    /// Takes the snapshot's memory.
+    /// Device that has the snapshot's memory.
     pub device: &'a Device,
-    /// What need not be written.
+    /// Parent, whose pages need not be written.
     pub before: Before,
-    /// Where the hypervisor's own hashes go, if it has made any.
+    /// Output for the hypervisor's own hashes, if it has made any.
     pub hashes: Option<BufWriter<File>>,
 }
 
@@ -97,7 +99,8 @@ impl Source<'_> {
     }
 }
 
-/// Writes all of a snapshot's memory, but for what the parent has. What finds no room when it is loaded is seen by `room`.
+/// Writes all memory of a snapshot, except pages that equal the parent's. `room` counts frames that
+/// would find no room at a restore.
 pub fn stream<W: Write>(
     source: Source<'_>,
     to: &mut Writer<W>,
@@ -119,7 +122,7 @@ pub fn stream<W: Write>(
     pipe(produce, to, &pace, watch)
 }
 
-/// Writes all that `produce` sends, in its order; that runs on a thread of its own.
+/// Writes everything that `produce` sends, in its order; `produce` runs in a thread of its own.
 pub fn pipe<W: Write>(
     produce: impl FnOnce(&mut Send<'_>) -> Result<()> + std::marker::Send,
     to: &mut Writer<W>,
@@ -137,16 +140,16 @@ pub fn pipe<W: Write>(
             outputs.push(output);
         }
         let producer = scope.spawn(move || {
-            // Dealt out to the compressors in turn. The writer ends when nothing comes any more, and says itself if it
-            // could not go on.
+            // Parts go to the compressors in turn. The writer ends when no more parts come, and
+            // reports its own errors.
             let mut deal = inputs.iter().cycle();
             produce(&mut |part| deal.next().is_some_and(|to| to.send(part).is_ok()))
         });
         let written = write(to, &outputs, watch);
-        // Whoever still sends to a writer that has failed ends by that.
+        // A compressor that still sends to a failed writer stops because of the closed channel.
         drop(outputs);
         let produced = producer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        // Where both failed the cause is the producer's only if the writer went on to the end.
+        // If both failed, the producer's error is the cause only if the writer went on to the end.
         match written {
             Err(error) => Err(error),
             Ok(()) => produced,
@@ -163,7 +166,7 @@ fn compress(parts: &Receiver<Part>, to: &SyncSender<mercury_image::Result<Compre
     }
 }
 
-/// Takes everything, in the image's order.
+/// Reads all frames, in the image's order.
 fn take(mut source: Source<'_>, mut packer: Packer, pace: &Pace, send: &mut Send<'_>) -> Result<()> {
     let mut niceness = 0;
     for (next_phys, end_phys) in [(LOW_END_PHYS, u64::MAX), (0, LOW_END_PHYS)] {
@@ -184,7 +187,7 @@ fn take(mut source: Source<'_>, mut packer: Packer, pace: &Pace, send: &mut Send
     Ok(())
 }
 
-/// Sends what is full. False if nobody wants any more.
+/// Sends parts that are full. Returns false if the receiver is gone.
 pub fn send_full(packer: &mut Packer, send: &mut Send<'_>) -> bool {
     while let Some(part) = packer.full() {
         if !send(part) {
@@ -211,7 +214,7 @@ fn write<W: Write>(
     Ok(())
 }
 
-/// An image's error in the command's words.
+/// Converts an image's error into one of the command.
 pub fn image_error(error: mercury_image::Error) -> Error {
     match error {
         mercury_image::Error::Io(error) => {

@@ -1,8 +1,10 @@
-//! Swap areas on disks. Memory that is swapped out to a disk is in no image, so these areas are switched off before the
-//! instant, which reads back what they hold, and on again after it. Areas in zram are memory, and stay on.
+//! Swap areas on disks. Pages that are swapped out to a disk are in no image. So these areas are
+//! switched off before the instant, which reads back their pages, and on again after it. Areas in
+//! zram are memory, and stay on.
 //!
-//! Between the last look and the instant nothing may be swapped out. The driver compares the number of free swap slots
-//! when no CPU runs anything else ([`Off::pages`]), and a switch in between is noticed here ([`Off::refuse_changes`]).
+//! Between the last check and the instant nothing may be swapped out. The driver compares the
+//! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
+//! between is noticed here ([`Off::refuse_changes`]).
 
 use super::{
     disks::unescaped,
@@ -32,13 +34,13 @@ const RESERVE: u64 = 64 << 20;
 /// `SWAP_FLAG_PREFER` of linux/swap.h: the low bits are a priority.
 const PREFER: i32 = 0x8000;
 
-/// A swap area that is on, as /proc/swaps has it.
+/// A swap area that is on, as /proc/swaps shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Area {
     path: PathBuf,
     /// Bytes that are swapped out to it.
     used: u64,
-    /// Negative if the kernel has chosen it.
+    /// Priority; negative if the kernel has chosen it.
     priority: i32,
 }
 
@@ -50,10 +52,11 @@ impl Area {
         name.starts_with("zram") && backing.is_none_or(|device| device == "none")
     }
 
-    /// Switches the area on again. One that is on is no error.
+    /// Switches the area on again. An area that is on is no error.
     ///
     /// # Errors
-    /// If it is no swap area any more, or cannot be read.
+    ///
+    /// Returns an error if it is no swap area any more, or cannot be read.
     pub fn switch_on(&self) -> io::Result<()> {
         let path = c_path(&self.path)?;
         let flags = if self.priority < 0 { 0 } else { PREFER | self.priority.min(PREFER - 1) };
@@ -67,7 +70,7 @@ impl Area {
         }
     }
 
-    /// Reads back what the area holds, and switches it off.
+    /// Switches the area off, which reads back its pages.
     fn switch_off(&self) -> io::Result<()> {
         let path = c_path(&self.path)?;
         // SAFETY: as in `switch_on`.
@@ -80,7 +83,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Swap areas of a table in the form of /proc/swaps.
+/// Parses a table in the form of /proc/swaps.
 fn areas(table: &str) -> Vec<Area> {
     let area = |line: &str| {
         let mut fields = line.split_whitespace();
@@ -91,13 +94,13 @@ fn areas(table: &str) -> Vec<Area> {
     table.lines().skip(1).filter_map(area).collect()
 }
 
-/// Where swap areas are that are on.
+/// Returns the paths of swap areas that are on.
 #[must_use]
 pub fn paths(sysroot: &Sysroot) -> Vec<PathBuf> {
     areas(&sysroot.text(TABLE).unwrap_or_default()).into_iter().map(|area| area.path).collect()
 }
 
-/// Areas on disks.
+/// Returns the areas on disks.
 fn on_disks(table: &str, sysroot: &Sysroot) -> Vec<Area> {
     let mut found = areas(table);
     found.retain(|area| !area.is_memory(sysroot));
@@ -108,10 +111,11 @@ fn named(areas: &[Area]) -> String {
     areas.iter().map(|area| area.path.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// Refuses a machine that has no room for what is swapped out to its disks.
+/// Refuses a machine that has no room for pages that are swapped out to its disks.
 ///
 /// # Errors
-/// If reading it back would leave hardly any memory.
+///
+/// Returns an error if reading them back would leave hardly any memory.
 pub fn refuse(sysroot: &Sysroot) -> Result<()> {
     let mut found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
     found.retain(|area| area.used > 0);
@@ -134,15 +138,18 @@ pub fn refuse(sysroot: &Sysroot) -> Result<()> {
 #[derive(Debug)]
 pub struct Off {
     areas: Vec<Area>,
-    /// Of when [`Self::pages`] was asked: the kernel tells of each change since it was opened.
+    /// The table as opened at [`Self::pages`]: the kernel reports each change since then.
     table: Option<File>,
 }
 
 impl Off {
-    /// Switches them off, and says so if something has to be read back; `guard` switches them on if this process does not.
+    /// Switches them off, and says so if pages have to be read back; the undo process switches them
+    /// on if this process does not.
     ///
     /// # Errors
-    /// If there is no room for what they hold, or one cannot be switched off; those that were are on again then.
+    ///
+    /// Returns an error if there is no room for their pages, or one cannot be switched off; the
+    /// others are on again then.
     pub fn switch(guard: &mut Guard, sysroot: &Sysroot) -> Result<Self> {
         refuse(sysroot)?;
         let found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
@@ -168,10 +175,12 @@ impl Off {
         Ok(off)
     }
 
-    /// The number that the driver is to find at the instant ([`mercury_abi::ioctl::SnapshotRequest::swap_pages`]).
+    /// Returns the number that the driver must find at the instant
+    /// ([`mercury_abi::ioctl::SnapshotRequest::swap_pages`]).
     ///
     /// # Errors
-    /// If an area on a disk is on again.
+    ///
+    /// Returns an error if an area on a disk is on again.
     pub fn pages(&mut self, sysroot: &Sysroot) -> Result<u64> {
         let mut text = String::new();
         // A kernel without swap has no table.
@@ -188,10 +197,12 @@ impl Off {
         Ok(if areas(&text).is_empty() { 0 } else { MERCURY_SWAP_IN_MEMORY })
     }
 
-    /// Refuses an instant during which swap was switched on or off, since [`Self::pages`] was asked.
+    /// Refuses an instant during which swap was switched on or off, since the call of
+    /// [`Self::pages`].
     ///
     /// # Errors
-    /// If it was.
+    ///
+    /// Returns an error in that case.
     pub fn refuse_changes(&self) -> Result<()> {
         let Some(table) = &self.table else { return Ok(()) };
         let mut polled = [PollFd::new(table, PollFlags::PRI)];
@@ -205,7 +216,7 @@ impl Off {
 
 fn switched(what: &str) -> Error {
     Error::new(Exit::Failed, format!("swap on {what} was switched on or off meanwhile"))
-        .hint("nothing was kept; find what runs swapon or swapoff on this machine, and try again")
+        .hint("nothing was kept; find the program that runs swapon or swapoff on this machine, and try again")
 }
 
 impl Drop for Off {

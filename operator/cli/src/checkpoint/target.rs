@@ -1,4 +1,4 @@
-//! Where an image is written to: a file, a block device, standard output, or a file on another host.
+//! The target of an image: a file, a block device, standard output, or a file on another host.
 
 use super::{patient::Disk, writeback::Writeback};
 use crate::{
@@ -18,21 +18,21 @@ use std::{
     str::FromStr,
 };
 
-/// Bytes that every device can give.
+/// Largest block size of a device.
 const BLOCK: usize = 4096;
 
-/// What the operator names.
+/// The target that the operator names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Name {
-    /// `-`
+    /// `-`: standard output.
     Stdout,
     /// A file or a block device.
     Path(PathBuf),
-    /// `ssh://[user@]host/path`
+    /// `ssh://[user@]host/path`: a file on another host.
     Remote {
-        /// As ssh takes it.
+        /// Host, as ssh takes it.
         host: String,
-        /// There.
+        /// Path on the host.
         path: String,
     },
 }
@@ -64,7 +64,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// An image under construction. Dropped before [`Target::finish`], nothing of it stays.
+/// An image under construction. It is removed if it is dropped before [`Target::finish`].
 #[derive(Debug)]
 pub struct Target {
     place: Place,
@@ -90,13 +90,14 @@ struct Connection {
 impl Connection {
     fn open(host: &str, script: &str) -> io::Result<Self> {
         let mut command = Command::new("ssh");
-        // A host that does not answer any more is an error, not a pause.
+        // With these options a host that stops answering is an error, not a pause.
         command.args(["-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]);
         command.args(["-o", "ConnectTimeout=20"]);
-        // A connection of its own: who shares one may have to stand still.
+        // No shared connection, because its owner may have to stand still.
         command.args(["-o", "ControlPath=none"]);
         command.args(["--", host, script]).stdin(Stdio::piped()).stdout(io::stderr());
-        // A key pressed at the terminal is meant for the command, which ends these when it has cleaned up.
+        // Signals of a key at the terminal are for the command, which ends these processes after
+        // its clean-up.
         command.process_group(0);
         let mut child = command.spawn()?;
         let input = child.stdin.take();
@@ -106,7 +107,7 @@ impl Connection {
     fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let sent = self.input.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write(bytes);
         match sent {
-            // How it ended says more.
+            // The exit status says more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 Err(self.finish().err().unwrap_or(error))
             }
@@ -114,7 +115,7 @@ impl Connection {
         }
     }
 
-    /// Ends the input, and waits for a good end.
+    /// Ends the input, and waits for a successful end.
     fn finish(&mut self) -> io::Result<()> {
         drop(self.input.take());
         let status = self.child.wait()?;
@@ -122,14 +123,16 @@ impl Connection {
     }
 }
 
-/// What the other host's second command waits for.
+/// Word that the other host's second command waits for.
 const COMMIT: &[u8] = b"commit\n";
 
 impl Target {
-    /// Opens it. What was at a path stays there until the image is complete.
+    /// Opens the target. The file at a path stays there until the image is complete.
     ///
     /// # Errors
-    /// If it cannot be written to, or a device holds something that is no image and `overwrite` is not set.
+    ///
+    /// Returns an error if the target cannot be written to, or a device holds data that is no image
+    /// and `overwrite` is not set.
     pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
         let result = match name {
             Name::Stdout => Ok(Place::Stdout(io::stdout())),
@@ -145,13 +148,13 @@ impl Target {
     fn open_path(path: &Path, overwrite: bool) -> io::Result<Place> {
         let found = fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
-            // What does not answer is left to a child.
+            // A device that does not answer is left to a child.
             Disk::open(path)?.read_at(0, BLOCK)?;
             let mut options = OpenOptions::new();
             let mut file = options.read(true).write(true).custom_flags(libc::O_EXCL).open(path)?;
             if !overwrite && !is_free(&mut file)? {
                 return Err(io::Error::other(
-                    "it holds something that is no image (--overwrite if it may be lost)",
+                    "it holds data that is no image (--overwrite if the data may be lost)",
                 ));
             }
             file.rewind()?;
@@ -163,7 +166,7 @@ impl Target {
         let mut part = path.as_os_str().to_owned();
         part.push(".part");
         let part = PathBuf::from(part);
-        // One that is left is nobody's, unless its writer still holds it.
+        // A file that is left over has no owner, unless its writer still holds it.
         let held =
             File::open(&part).is_ok_and(|left| matches!(left.try_lock(), Err(TryLockError::WouldBlock)));
         if held {
@@ -176,7 +179,7 @@ impl Target {
         Ok(Place::File { file, part, path: path.to_owned() })
     }
 
-    /// Both connections are there from the start: later nobody may be there to make one.
+    /// Opens both connections at the start, because later the needed programs may stand still.
     fn open_remote(host: &str, path: &str, key: [u8; 8]) -> io::Result<Place> {
         let scripts = Scripts::new(path, key);
         let data = Connection::open(host, &scripts.data)?;
@@ -184,13 +187,13 @@ impl Target {
         Ok(Place::Remote { data, end })
     }
 
-    /// Whether another host has to say when the image is safe: that takes as long as it takes.
+    /// Returns true if another host has to confirm that the image is durable, which may take long.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         matches!(self.place, Place::Remote { .. })
     }
 
-    /// Processes that must not be held still.
+    /// Returns the processes that must not be held still.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         match &self.place {
@@ -199,10 +202,11 @@ impl Target {
         }
     }
 
-    /// The image is complete: it is safe, and at its place, when this returns.
+    /// Completes the image: it is durable, and at its place, when this returns.
     ///
     /// # Errors
-    /// If it cannot be made so; there is no image then.
+    ///
+    /// Returns an error if that fails; there is no image then.
     pub fn finish(mut self) -> io::Result<()> {
         match std::mem::replace(&mut self.place, Place::Finished) {
             Place::Stdout(mut stdout) => stdout.flush(),
@@ -222,7 +226,8 @@ impl Target {
                 File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
             }
             Place::Remote { mut data, mut end } => {
-                // A connection that breaks ends like a file that is complete: only the other one's word counts.
+                // A connection that breaks looks like the end of the file. Only the word on the
+                // second one means that it is complete.
                 data.finish()?;
                 end.send(COMMIT)?;
                 end.finish()
@@ -231,7 +236,7 @@ impl Target {
         }
     }
 
-    /// The file that is there until the image is complete.
+    /// Returns the file that exists until the image is complete.
     #[must_use]
     pub fn part(&self) -> Option<&Path> {
         if let Place::File { part, .. } = &self.place { Some(part) } else { None }
@@ -269,7 +274,7 @@ impl Drop for Target {
             Place::Remote { data, end } => {
                 let _ = data.child.kill();
                 let _ = data.child.wait();
-                // Without the word it removes what there is.
+                // Without the word the host removes the file.
                 let _ = end.finish();
             }
             Place::Stdout(_) | Place::Device(_) | Place::Finished => {}
@@ -277,25 +282,26 @@ impl Drop for Target {
     }
 }
 
-/// Whether a device is empty at its beginning, or holds an image.
+/// Returns true if a device is zeros at its beginning, or holds an image.
 fn is_free(device: &mut File) -> io::Result<bool> {
     let mut first = vec![0; 128 << 10];
     let length = io::Read::read(device, &mut first)?;
     Ok(first[..length].iter().all(|byte| *byte == 0) || first.starts_with(&mercury_image::MAGIC))
 }
 
-/// What the other host's shell is asked to do, by two connections.
+/// The scripts for the other host's shell, for two connections.
 struct Scripts {
-    /// Keeps what comes, in a file that nobody else has.
+    /// Writes the data to a file of its own name.
     data: String,
-    /// Waits for the word, and makes the image safe, and then its place in the folder.
+    /// Waits for the word, makes the image durable, and then renames it and makes the folder
+    /// durable.
     end: String,
 }
 
 impl Scripts {
     fn new(path: &str, key: [u8; 8]) -> Self {
         let folder = Path::new(path).parent().unwrap_or(Path::new("/"));
-        // Two that write to one place do not write to one file: the last one to end stays.
+        // Two writers to one path use two files, and the last one to end stays.
         let part = quoted(&format!("{path}.{:016x}.part", u64::from_be_bytes(key)));
         let (folder, path) = (quoted(&folder.to_string_lossy()), quoted(path));
         let data = format!(
@@ -308,7 +314,7 @@ impl Scripts {
     }
 }
 
-/// For the other host's shell.
+/// Quotes text for the other host's shell.
 fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
 }
@@ -327,7 +333,7 @@ mod tests {
         assert!("ssh://host".parse::<Name>().is_err());
     }
 
-    /// What the other host's shell does, as one of this host does it.
+    /// A shell of this host runs the other host's scripts.
     #[test]
     fn another_host_keeps_an_image_only_when_it_has_the_word() {
         let run = |script: &str, input: &str| {
@@ -344,14 +350,14 @@ mod tests {
         let path = folder.path().join("it's");
         let scripts = |key: u8| Scripts::new(path.to_str().expect("a name"), [key; 8]);
         let names = || fs::read_dir(folder.path()).expect("a folder").count();
-        // Two at a time, of whom one breaks off.
+        // Two at a time, of which one breaks off.
         assert!(run(&scripts(1).data, "one") && run(&scripts(2).data, "two"));
         assert!(!run(&scripts(1).data, "another"), "a file that is there is not written over");
         assert_eq!((names(), path.exists()), (2, false));
         assert!(run(&scripts(2).end, ""));
         assert!(run(&scripts(1).end, "commit\n"));
         assert_eq!((names(), fs::read(&path).expect("read")), (1, b"one".to_vec()));
-        // What cannot be made safe is no image.
+        // If the file cannot be made durable there is no image.
         assert!(!run(&scripts(3).end, "commit\n"));
         fs::remove_file(&path).expect("gone");
         fs::create_dir(&path).expect("a folder");

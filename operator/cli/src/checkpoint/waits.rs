@@ -1,12 +1,14 @@
-//! What tasks wait for in the kernel, and the processes that they wait for there: a server of FUSE answers those who use its
-//! file system, a handler of userfaultfd gives pages to those who touch its memory.
+//! The kernel functions that tasks wait in, and the processes that they wait for there: a server of
+//! FUSE answers tasks that use its file system, a handler of userfaultfd gives pages to tasks that
+//! touch its memory.
 
 use std::{
     fmt, fs,
     path::{Path, PathBuf},
 };
 
-/// Where a frozen, stopped or traced task waits. Kernels that have the first of them inlined say `get_signal`.
+/// Functions that a frozen, stopped or traced task waits in. Kernels that have the first of them
+/// inlined show `get_signal`.
 const AT_REST: [&str; 5] = ["do_freezer_trap", "get_signal", "do_signal_stop", "ptrace_stop", "do_exit"];
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 /// Tasks that are named at most.
@@ -17,13 +19,13 @@ const TASKS_MAX: usize = 3;
 pub struct Task {
     name: String,
     number: u32,
-    /// As in /proc/PID/stat, such as `D`.
+    /// State as in /proc/PID/stat, such as `D`.
     state: char,
-    /// The function of the kernel that it waits in; empty if it runs.
+    /// Function of the kernel that it waits in; empty if it runs.
     function: String,
 }
 
-/// What a task waits for.
+/// The reason why a task waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum For {
     Fuse,
@@ -60,20 +62,20 @@ impl Task {
         }
     }
 
-    /// What to do so that it comes to rest.
+    /// Returns the remedy that brings the task to rest.
     #[must_use]
     pub fn remedy(&self) -> Option<&'static str> {
         match self.waits_for() {
             For::Fuse => Some(
-                "they run on; the FUSE server does not answer: see what it waits for, end what uses its file system, or unmount it \
-                 (fusermount -u)",
+                "they run on; the FUSE server does not answer: find out what it waits for, end the \
+                 programs that use its file system, or unmount it (fusermount -u)",
             ),
             For::Userfaultfd => Some(
                 "they run on; try again when the handler has given the page, or end the process (a virtual machine in the midst \
                  of a migration, a restore by CRIU)",
             ),
             For::Nfs => {
-                Some("they run on; have the server answer again, or unmount its file systems (umount -f)")
+                Some("they run on; make the server answer again, or unmount its file systems (umount -f)")
             }
             For::Disk => Some(
                 "they run on; try again when the disk is less busy, and look at the kernel log for its errors",
@@ -98,7 +100,7 @@ impl fmt::Display for Task {
     }
 }
 
-/// The first few tasks in a group, and in those below it, that are not at rest.
+/// Returns the first few tasks in a group, and in those below it, that are not at rest.
 #[must_use]
 pub fn restless(group: &Path) -> Vec<Task> {
     let mut found = Vec::new();
@@ -116,17 +118,18 @@ pub fn restless(group: &Path) -> Vec<Task> {
     found
 }
 
-/// A task that is not at rest, by its folder in /proc.
+/// Reads a task that is not at rest, from its folder in /proc.
 fn task(folder: &Path) -> Option<Task> {
     let text = |file: &str| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
     let mut function = text("wchan")?;
     let stat = text("stat")?;
-    // The name, in parentheses, may have anything in it.
+    // The name, in parentheses, may contain any character.
     let state = stat.rsplit_once(')')?.1.trim_start().chars().next()?;
     if AT_REST.contains(&&*function) || matches!(state, 'T' | 't' | 'X' | 'Z') {
         return None;
     }
-    // A task that is to be frozen does not wait for its page: it touches the page again and again, and is found running.
+    // A task that is to be frozen does not wait for its page: it touches the page again and again,
+    // and is found running.
     let runs = state == 'R' && matches!(&*function, "" | "0");
     if runs && files_of(folder).any(|file| file == Path::new(USERFAULTFD)) {
         function = "handle_userfault".into();
@@ -135,7 +138,7 @@ fn task(folder: &Path) -> Option<Task> {
     Some(Task { name: text("comm")?, number, state, function })
 }
 
-/// Processes that others may wait for in the kernel.
+/// Returns the processes that others may wait for in the kernel.
 #[must_use]
 pub fn servers() -> Vec<u32> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -147,7 +150,7 @@ fn serves(process: u32) -> bool {
     files_of(&Path::new("/proc").join(process.to_string())).any(|file| is_served_by(&file))
 }
 
-/// The open files of a process or task, by its folder in /proc.
+/// Returns the open files of a process or task, from its folder in /proc.
 fn files_of(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let descriptors = fs::read_dir(folder.join("fd")).into_iter().flatten().flatten();
     descriptors.filter_map(|descriptor| fs::read_link(descriptor.path()).ok())

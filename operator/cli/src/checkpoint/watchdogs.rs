@@ -1,5 +1,6 @@
-//! Watchdogs, which reset the machine when they are not fed. While applications stand still, so does the program that feeds
-//! one. [`Feeder`] feeds it in its place, by a copy of that program's own descriptor: a watchdog can be opened only once.
+//! Watchdogs, which reset the machine when they are not fed. While applications stand still, so
+//! does the program that feeds one. [`Feeder`] feeds the watchdog in its place, by a copy of that
+//! program's own descriptor: a watchdog can be opened only once.
 
 use super::openers::{self, Openers};
 use crate::{
@@ -20,12 +21,12 @@ use std::{
     time::Duration,
 };
 
-/// A watchdog that bites sooner than this cannot be relied on to be fed in time: for the instant itself, and for the
-/// kernel's stopping and starting of devices, no process runs. Those have taken some hundred milliseconds.
+/// Least timeout of a watchdog that can be fed in time. During the instant itself, and while the
+/// kernel stops and starts devices, no process runs. This has taken some hundred milliseconds.
 const LEAST_SECONDS: u64 = 5;
 /// Time between two feedings.
 const PERIOD: Duration = Duration::from_millis(500);
-/// Feedings after which watchdogs are looked for again.
+/// Feedings after which new watchdogs are searched for.
 const FEEDINGS: u32 = 10;
 
 /// `WDIOC_KEEPALIVE` and others of the kernel's watchdog interface.
@@ -36,7 +37,7 @@ const GET_TIMEOUT: Opcode = 0x8004_5707;
 const DISABLE: i32 = 1;
 const ENABLE: i32 = 2;
 
-/// Watchdogs that are armed, each with the seconds after which it bites if it is not fed.
+/// Returns armed watchdogs, each with its timeout in seconds.
 #[must_use]
 pub fn armed(sysroot: &Sysroot) -> Vec<(String, Option<u64>)> {
     let text = |name: &str, file: &str| sysroot.text(&format!("sys/class/watchdog/{name}/{file}"));
@@ -45,7 +46,7 @@ pub fn armed(sysroot: &Sysroot) -> Vec<(String, Option<u64>)> {
     let active = names.filter(|name| text(name, "state").as_deref() == Some("active"));
     active
         .map(|name| {
-            // What comes before the reset may be a panic.
+            // A panic may come this long before the reset.
             let early = number(&name, "pretimeout").unwrap_or(0);
             let seconds = number(&name, "timeout").map(|seconds| seconds.saturating_sub(early));
             (name, seconds)
@@ -53,18 +54,19 @@ pub fn armed(sysroot: &Sysroot) -> Vec<(String, Option<u64>)> {
         .collect()
 }
 
-/// Refuses a watchdog that may bite before it is fed, or that cannot be fed.
+/// Refuses a watchdog whose timeout is too short, or that cannot be fed.
 ///
 /// # Errors
-/// Naming it.
+///
+/// Returns an error that names it.
 pub fn refuse(sysroot: &Sysroot) -> Result<()> {
     let armed = armed(sysroot);
     let is_short = |seconds: &Option<u64>| seconds.is_some_and(|seconds| seconds < LEAST_SECONDS);
     if let Some((name, seconds)) = armed.iter().find(|(_, seconds)| is_short(seconds)) {
         let seconds = seconds.unwrap_or_default();
         let text = format!(
-            "{name} resets the machine after {seconds} s without its program, and for the instant no program runs: \
-             {LEAST_SECONDS} s are allowed for that"
+            "{name} resets the machine after {seconds} s without its program, and during the instant no \
+             program runs: the timeout must be at least {LEAST_SECONDS} s"
         );
         return Err(Error::coded(Code::WatchdogUnfed, text));
     }
@@ -87,13 +89,13 @@ fn is_watchdog(target: &str) -> bool {
 /// Feeds all watchdogs that a program has open, until this is dropped.
 #[derive(Debug)]
 pub struct Feeder {
-    /// Dropped, it ends the thread.
+    /// Dropping this ends the thread.
     end: Option<Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
 impl Feeder {
-    /// Begins with it at once.
+    /// Starts feeding at once.
     #[must_use]
     pub fn start(sysroot: Sysroot) -> Self {
         Self::of(move || held(&sysroot), feed)
@@ -102,7 +104,7 @@ impl Feeder {
     fn of<Held: 'static>(find: impl Fn() -> Vec<Held> + Send + 'static, feed: fn(&mut Held)) -> Self {
         let (end, ended) = channel();
         let thread = thread::spawn(move || {
-            // A program that is only held back may open one, or close it.
+            // A throttled program may open a watchdog, or close it.
             while ended.try_recv() == Err(TryRecvError::Empty) {
                 let mut watchdogs = find();
                 for _ in 0..FEEDINGS {
@@ -124,7 +126,7 @@ impl Drop for Feeder {
     }
 }
 
-/// Copies of the descriptors by which programs feed watchdogs.
+/// Copies the descriptors by which programs feed watchdogs.
 fn held(sysroot: &Sysroot) -> Vec<File> {
     let openers = Openers::read(sysroot);
     let watchdogs = openers.all(|target| target.starts_with("/dev/watchdog"));
@@ -139,21 +141,21 @@ fn copy(pid: u32, descriptor: i32) -> io::Result<OwnedFd> {
 }
 
 fn feed(watchdog: &mut File) {
-    // SAFETY: the number is that of a request which takes no argument.
+    // SAFETY: the number is that of a request without an argument.
     let request = unsafe { NoArg::<KEEPALIVE>::new() };
     // SAFETY: the request reads and writes no memory of this process.
     let fed = unsafe { ioctl(watchdog.as_fd(), request) };
     if fed.is_err() {
-        // Any byte feeds it but 'V', which has it stop when it is closed.
+        // Any byte feeds a watchdog except 'V', which lets it stop when it is closed.
         let _ = watchdog.write_all(b"\0");
     }
 }
 
-/// In a machine that was brought back: has the hardware of each armed watchdog count again, for as long as before. The kernel
-/// believes that it does, and few drivers set it anew by themselves.
+/// Arms the watchdogs again in a restored machine, with the same timeouts. The kernel believes that
+/// the hardware is armed, and few drivers set it again by themselves.
 pub fn arm_again(sysroot: &Sysroot) {
     for watchdog in held(sysroot) {
-        // One that must never stop (nowayout) refuses that.
+        // A watchdog that must never stop (nowayout) refuses this.
         let stopped = set::<SET_OPTIONS>(&watchdog, DISABLE).is_ok();
         if let Some(seconds) = timeout(&watchdog) {
             let _ = set::<SET_TIMEOUT>(&watchdog, seconds);
@@ -164,15 +166,16 @@ pub fn arm_again(sysroot: &Sysroot) {
     }
 }
 
-/// Performs a request that reads, and may write, one `int`.
+/// Makes a request that reads, and may write, one `int`.
 fn set<const REQUEST: Opcode>(watchdog: &File, mut value: i32) -> rustix::io::Result<()> {
-    // SAFETY: all requests that this is called with take the address of one `int`, and this is one's.
+    // SAFETY: all requests that this is called with take the address of one `int`, and `value` is
+    // one.
     let request = unsafe { Updater::<REQUEST, i32>::new(&mut value) };
     // SAFETY: the request touches no other memory.
     unsafe { ioctl(watchdog.as_fd(), request) }
 }
 
-/// The seconds after which a watchdog bites, as the kernel knows them.
+/// Returns the timeout of a watchdog in seconds, as the kernel knows it.
 fn timeout(watchdog: &File) -> Option<i32> {
     // SAFETY: the request writes one `int`.
     let request = unsafe { Getter::<GET_TIMEOUT, i32>::new() };
@@ -217,7 +220,7 @@ mod tests {
         }
     }
 
-    /// The process of this number is none whose descriptors can be copied.
+    /// The descriptors of this process number cannot be copied.
     #[test]
     fn one_that_cannot_be_fed_is_refused() {
         let root = machine(&[("watchdog0/state", "active\n"), ("watchdog0/timeout", "60\n")]);
@@ -245,7 +248,7 @@ mod tests {
         assert_eq!(fed.load(Ordering::Relaxed), times);
     }
 
-    /// The copy is the same open file, though another process has it.
+    /// The copy is the same open file, although another process has it.
     #[test]
     fn a_descriptor_of_another_process_is_copied() {
         let root = tempfile::tempdir().expect("a folder");
@@ -259,7 +262,7 @@ mod tests {
         let _ = child.wait();
         match written {
             Ok(()) => assert_eq!(fs::read(&path).expect("read"), b"x"),
-            // Where nobody may trace others.
+            // Tracing other processes is forbidden here.
             Err(error) => assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}"),
         }
     }

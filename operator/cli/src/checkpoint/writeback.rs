@@ -1,30 +1,32 @@
-//! What has been written of an image must not stay in memory: the kernel would put it where the machine has its free
-//! pages. Then the snapshot has to copy those first, and the next image has to hold this one, for it has changed memory.
+//! Written data of an image must not stay in memory. The kernel would put it into free pages of the
+//! machine. Then the snapshot would have to copy those pages first, and the next image would have
+//! to hold this data, because memory has changed.
 //!
-//! So little at a time is on its way to the disk, and what has arrived leaves memory. The end, for which everything
-//! may stand still, finds little left to write as well.
+//! So only little data at a time is on its way to the disk, and written data leaves memory. The
+//! end, for which everything may stand still, then has little left to write as well.
 
 use rustix::fs::{Advice, fadvise};
 use std::{fs::File, io, num::NonZeroU64, os::fd::AsRawFd};
 
-/// So many bytes are gathered, as many more are on their way.
+/// Bytes that are gathered while the same number of bytes is on its way.
 const WINDOW: u64 = 2 << 20;
 
-/// How far a file has got that is written from its beginning to its end.
+/// The progress of a file that is written from its beginning to its end.
 #[derive(Debug, Default)]
 pub struct Writeback {
     written: u64,
-    /// Up to here it is on its way.
+    /// Offset up to which data is on its way.
     sent: u64,
-    /// Up to here it has left memory.
+    /// Offset up to which data has left memory.
     gone: u64,
 }
 
 impl Writeback {
-    /// So many bytes more are in the file.
+    /// Counts bytes that were added to the file.
     ///
     /// # Errors
-    /// If some before could not be written.
+    ///
+    /// Returns an error if earlier bytes could not be written.
     pub fn add(&mut self, file: &File, bytes: usize) -> io::Result<()> {
         self.written += bytes as u64;
         if self.written - self.sent < WINDOW {
@@ -40,7 +42,7 @@ impl Writeback {
         Ok(())
     }
 
-    /// All of it is safe now.
+    /// Drops all data from memory, which is durable now.
     pub fn finish(&self, file: &File) {
         forget(file, self.gone, self.written - self.gone);
     }
@@ -53,14 +55,14 @@ fn sync_range(file: &File, offset: u64, bytes: u64, flags: u32) -> io::Result<()
     // SAFETY: the descriptor is open, and no memory of this process is touched.
     let result = unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, flags) };
     let error = if result == 0 { return Ok(()) } else { io::Error::last_os_error() };
-    // What cannot do this keeps its pages.
+    // A file that cannot do this keeps its pages.
     let unable = matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE));
     if unable { Ok(()) } else { Err(error) }
 }
 
 fn forget(file: &File, offset: u64, bytes: u64) {
     if let Some(bytes) = NonZeroU64::new(bytes) {
-        // Advice: nothing depends on it.
+        // This is advice, on which nothing depends.
         let _ = fadvise(file, offset, Some(bytes), Advice::DontNeed);
     }
 }

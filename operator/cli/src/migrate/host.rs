@@ -18,10 +18,8 @@ const IPV4_ALONE: &str = "moves go by IPv4 only: the destination's restore envir
 /// Returns an error if HOST is no address, or cannot be reached by IPv4.
 pub fn resolve(host: &str) -> Result<SocketAddr> {
     let failed = |why: String| {
-        Error::new(Exit::Failed, format!("{host}: {why}")).hint(
-            "give HOST or HOST:PORT, with an IPv4 \
-            address",
-        )
+        Error::new(Exit::Failed, format!("{host}: {why}"))
+            .hint("give HOST or HOST:PORT, with an IPv4 address")
     };
     if let Some(literal) = literal(host) {
         let (address, port) = literal.map_err(failed)?;

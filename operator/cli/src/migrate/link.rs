@@ -458,11 +458,9 @@ fn unprepared(error: &io::Error) -> Error {
 
 fn refused(error: &session::Error) -> Error {
     let (exit, hint) = match error {
-        session::Error::Line(_) => (
-            Exit::Usage,
-            "paste the whole pairing token that `mercury receive` \
-            has printed",
-        ),
+        session::Error::Line(_) => {
+            (Exit::Usage, "paste the whole pairing token that `mercury receive` has printed")
+        }
         session::Error::Refused(_) => (
             Exit::Failed,
             "is it the pairing token of the `mercury receive` that waits there now? Each one prints another",

@@ -237,10 +237,7 @@ fn key(args: &MigrateArgs) -> Result<Line> {
             std::io::stdin().read_to_string(&mut text).map_err(|error| {
                 Error::new(
                     Exit::Failed,
-                    format!(
-                        "the pairing token cannot be read from standard input: \
-                    {error}"
-                    ),
+                    format!("the pairing token cannot be read from standard input: {error}"),
                 )
                 .hint("pipe the output of `mercury receive` into this command")
             })?;
@@ -250,8 +247,7 @@ fn key(args: &MigrateArgs) -> Result<Line> {
         None => {
             return Err(Error::new(
                 Exit::Usage,
-                "the pairing token that `mercury receive` has printed is \
-                missing",
+                "the pairing token that `mercury receive` has printed is missing",
             )
             .hint("give --key TOKEN, --key - for standard input, or MERCURY_KEY"));
         }

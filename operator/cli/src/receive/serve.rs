@@ -521,10 +521,9 @@ impl Host {
 
     fn is_right(&mut self, digest: Digest) -> Result<(), String> {
         let attempt = match self.destination.phase() {
-            Some(Phase::Verifying(_)) => self.link.as_ref().and_then(Link::attempt).ok_or(
-                "the connection \
-                is gone",
-            )?,
+            Some(Phase::Verifying(_)) => {
+                self.link.as_ref().and_then(Link::attempt).ok_or("the connection is gone")?
+            }
             _ => return Err("there is nothing to verify".into()),
         };
         let arrival = self.arrival.as_ref().ok_or("nothing has arrived")?;

@@ -114,10 +114,8 @@ impl Report {
         for (named, place) in all(spots, sysroot) {
             let cleared = match &place {
                 Ok(place) if clears => clear(place).map_err(|why| {
-                    failed(&format!("{named}: {why}")).hint(
-                        "the tombstone may still keep this machine \
-                        from starting",
-                    )
+                    failed(&format!("{named}: {why}"))
+                        .hint("the tombstone may still keep this machine from starting")
                 })?,
                 _ => false,
             };

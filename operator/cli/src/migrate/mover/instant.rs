@@ -63,10 +63,7 @@ impl Mover<'_> {
         if wrong == 0 {
             Ok(())
         } else {
-            Err(Error::new(Exit::Failed, said).hint(
-                "report this as a bug; \
-            the machine runs on",
-            ))
+            Err(Error::new(Exit::Failed, said).hint("report this as a bug; the machine runs on"))
         }
     }
 

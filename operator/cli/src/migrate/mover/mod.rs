@@ -440,10 +440,7 @@ impl<'a> Mover<'a> {
         self.system.mark(mark).map_err(|why| {
             Error::new(
                 Exit::Failed,
-                format!(
-                    "the tombstone of this move cannot be written ({mark:?}): \
-                {why}"
-                ),
+                format!("the tombstone of this move cannot be written ({mark:?}): {why}"),
             )
             .hint(
                 "`mercury mark` shows the tombstone; while it is there, this machine does not start \
