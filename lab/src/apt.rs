@@ -1,7 +1,8 @@
-//! Where this host gets its Debian packages from, read from its own configuration of apt, so that the
-//! lab's images come from the same mirror. Both formats are read: one line a source (`*.list`) and
-//! deb822 (`*.sources`), as sources.list(5) describes them. [`Packages`] takes tools out of packages that are
-//! not installed.
+//! The host's sources of Debian packages, read from the host's own configuration of apt. The lab's
+//! images so come from the same mirror as the host.
+//!
+//! Both formats of sources.list(5) are read: one line a source (`*.list`), and deb822
+//! (`*.sources`). [`Packages`] takes tools out of packages that are not installed.
 
 use std::{
     fs,
@@ -14,17 +15,17 @@ use crate::{
     host,
 };
 
-/// Debian's own keys, as its package installs them.
+/// The keyring of Debian's own keys, as its package installs it.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// One source of binary packages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Source {
-    /// Where it is; several are equivalent to several sources.
+    /// The mirror's addresses. Several addresses are equivalent to several sources.
     pub uris: Vec<String>,
-    /// The releases that it is used for.
+    /// The releases that this source serves.
     pub suites: Vec<String>,
-    /// `main`, `contrib` …
+    /// The archive's components: `main`, `contrib` …
     pub components: Vec<String>,
     /// The keyring that its release files must be signed by.
     pub signed_by: Option<PathBuf>,
@@ -36,8 +37,10 @@ impl Source {
         self.suites.iter().any(same) && self.components.iter().any(|name| name == "main")
     }
 
-    /// Third parties name their suites like Debian's sometimes. Debian's archive is called `debian` and
-    /// signed by Debian's keys on every mirror that follows the usual layout.
+    /// Returns how strongly a source resembles Debian's own archive.
+    ///
+    /// Third parties sometimes name their suites like Debian's. Debian's archive is called `debian`
+    /// and signed by Debian's keys on every mirror that follows the usual layout.
     fn looks_like_debian(&self) -> u32 {
         let path = |uri: &String| uri.trim_end_matches('/').rsplit('/').next() == Some("debian");
         let keys = |path: &PathBuf| path.to_string_lossy().contains("debian-archive");
@@ -73,7 +76,7 @@ fn parse_list_line(line: &str) -> Option<Source> {
     })
 }
 
-/// Reads the deb822 format: paragraphs of fields, which may go on in indented lines.
+/// Reads the deb822 format: paragraphs of fields, where indented lines continue a field.
 #[must_use]
 pub fn parse_deb822(text: &str) -> Vec<Source> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
@@ -111,14 +114,15 @@ fn field_words(lines: &[&str], name: &str) -> Vec<String> {
     words
 }
 
-/// A key may also stand in the file itself, or be a fingerprint: then it is no path.
+/// Returns the path of a keyring. A key that stands in the file itself, and a fingerprint, have no
+/// path.
 fn keyring_path(word: &str) -> Option<PathBuf> {
     let first = word.split(',').next()?;
     first.starts_with('/').then(|| PathBuf::from(first))
 }
 
-/// The lines of a sources.list for `release`, from the mirrors that serve this host's own release,
-/// `own`: the same archive holds all of Debian's releases.
+/// Returns the lines of a sources.list for `release`, from the mirrors that serve this host's own
+/// release, `own`. The same archive holds all of Debian's releases.
 #[must_use]
 pub fn sources_for(release: &str, own: &str, sources: &[Source]) -> Vec<String> {
     let suites = [
@@ -138,7 +142,7 @@ pub fn sources_for(release: &str, own: &str, sources: &[Source]) -> Vec<String> 
         .collect()
 }
 
-/// The lines of a sources.list for `release` on this host.
+/// Returns the lines of a sources.list for `release` on this host.
 ///
 /// # Errors
 /// If this host is no Debian, or has no source for its own release.
@@ -176,8 +180,8 @@ fn read_source_file(path: &Path) -> Vec<Source> {
     }
 }
 
-/// This host's settings of how packages are fetched (proxies, retries, checks of dates), in the form
-/// that `apt` takes them in.
+/// Returns this host's settings for fetching packages (proxies, retries, checks of dates), as
+/// options of `apt`.
 #[must_use]
 pub fn fetch_options() -> Vec<String> {
     let Ok(dump) = Command::new("apt-config").arg("dump").output() else { return Vec::new() };
@@ -190,23 +194,22 @@ pub fn fetch_options() -> Vec<String> {
         .collect()
 }
 
-/// Packages whose files are wanted, not their installation.
+/// Packages from which the lab takes files, without installing them.
 #[derive(Clone, Copy, Debug, Hash)]
 pub struct Packages {
-    /// Debian's release.
     pub release: &'static str,
-    /// Whether its backports are preferred.
+    /// True if the release's backports are preferred.
     pub backports: bool,
-    /// Their names, separated by commas.
+    /// The packages' names, separated by commas.
     pub names: &'static str,
 }
 
 impl Packages {
-    /// Unpacks them and what they depend on into `tree`, without documentation; none of their scripts is
-    /// run. `what` is said to people, `log` names the log.
+    /// Unpacks the packages and their dependencies into `tree`, without documentation. None of
+    /// their scripts is run. `what` is shown to people; `log` names the log.
     ///
     /// # Errors
-    /// If the packages cannot be had; the error names the log.
+    /// If the packages cannot be fetched; the error names the log.
     pub fn extract(&self, what: &str, log: &str, tree: &Path) -> Result<()> {
         let mut lines = host_sources_for(self.release)?;
         let mut options = fetch_options();
@@ -228,11 +231,11 @@ impl Packages {
     }
 }
 
-/// Fetches the upstream archive of a source package into `dir`, which is made, with lists and a cache of its own.
-/// apt checks it against the release's signed list.
+/// Fetches the upstream archive of a source package into `dir`, and makes `dir`. The lists and the
+/// cache are separate from the host's. apt checks the archive against the release's signed list.
 ///
 /// # Errors
-/// If it cannot be had; the error names the log.
+/// If the archive cannot be fetched; the error names the log.
 pub fn fetch_source(release: &str, package: &str, dir: &Path) -> Result<PathBuf> {
     for part in ["lists/partial", "archives/partial"] {
         fs::create_dir_all(dir.join(part)).context(|| format!("make {}", dir.display()))?;

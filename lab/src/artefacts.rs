@@ -1,5 +1,6 @@
-//! What the project gives its machines: the agent, the `mercury` command and the kernel modules, built
-//! from the sources and carried into the machine on a read-only disk of its own.
+//! The artefacts that the project gives its machines: the agent, the `mercury` command and the
+//! kernel modules. They are built from the sources and carried into the machine on a read-only disk
+//! of its own.
 //!
 //! ```text
 //! /mercury/bin       first in the search path: mercury, mercury-workload, the agent, poweroff, scripts
@@ -30,10 +31,10 @@ use crate::{
     paths, spec, testmod,
 };
 
-/// What can be asked to be built.
+/// The artefacts for the machines of one release.
 #[derive(Clone, Debug)]
 pub struct Artefacts {
-    /// The agent, statically linked.
+    /// The agent's program, statically linked.
     pub agent: PathBuf,
     /// The read-only disk, for machines of one release.
     pub disk: PathBuf,
@@ -49,7 +50,7 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("lib/welcome", include_str!("../guest/welcome")),
 ];
 
-/// Builds what machines of `release` carry, at most once in a process.
+/// Builds the artefacts for machines of `release`, at most once in a process.
 ///
 /// # Errors
 /// If something does not build; the error names the log.
@@ -76,7 +77,7 @@ fn build(release: Release) -> Result<Artefacts> {
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }
 
-/// The driver, and the modules of the tests, for one kernel.
+/// Adds the driver, and the modules of the tests, for one kernel.
 fn add_modules(kernel: &For, files: &mut Files) -> Result<()> {
     for (variant, module) in build_modules_for(kernel)? {
         let name = Path::new("lib").join(variant.directory()).join(&kernel.version);
@@ -87,10 +88,11 @@ fn add_modules(kernel: &For, files: &mut Files) -> Result<()> {
     Ok(())
 }
 
-/// What goes on a disk: where, and from which file.
+/// The contents of a disk: each place with the file that goes there.
 type Files = Vec<(PathBuf, PathBuf)>;
 
-/// The agent, and all programs with their places on the disk; built at most once in a process.
+/// Builds the agent and all programs, at most once in a process. Returns the agent and the
+/// programs' places on the disk.
 fn build_programs() -> Result<(PathBuf, Files)> {
     static BUILT: Mutex<Option<(PathBuf, Files)>> = Mutex::new(None);
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,7 +131,7 @@ fn generate_help(mercury: &Path) -> Result<Files> {
     Ok(files)
 }
 
-/// Builds the module in both variants, or nothing as long as there is no driver.
+/// Builds the driver's module in both variants, or nothing if there is no driver in the sources.
 ///
 /// # Errors
 /// If one does not build.
@@ -150,8 +152,9 @@ fn build_modules_for(kernel: &For) -> Result<Vec<(Variant, PathBuf)>> {
         .collect()
 }
 
-/// The agent is also the first program of an initramfs, where there are no libraries: it is linked
-/// statically, in a target directory of its own so that this flag disturbs nothing else.
+/// Builds the agent, statically linked. The agent is also the first program of an initramfs, where
+/// there are no libraries. A target directory of its own keeps this flag from rebuilding everything
+/// else.
 fn build_agent() -> Result<PathBuf> {
     let target = paths::lab_dir("agent")?;
     let mut cargo = cargo();
@@ -162,10 +165,10 @@ fn build_agent() -> Result<PathBuf> {
     Ok(target.join("x86_64-unknown-linux-gnu/release/mercury-lab-agent"))
 }
 
-/// Builds a program of the workspace as it is released.
+/// Builds a program of the workspace in the release profile.
 ///
 /// # Errors
-/// If it does not build; the error names the log.
+/// If the program does not build; the error names the log.
 pub fn build_program(package: &str, name: &str) -> Result<PathBuf> {
     let mut cargo = cargo();
     cargo.args(["build", "--release", "-p", package, "--bin", name]);
@@ -185,8 +188,8 @@ pub fn build_hosted() -> Result<PathBuf> {
     build_program("mercury-cli", "mercury")
 }
 
-/// The cargo that started us, or the one in the search path; in the project's root, and without what the
-/// outer cargo has set for its own children.
+/// Returns the cargo that started this program, or the one in the search path. The command runs in
+/// the project's root, without the variables that the outer cargo has set for its children.
 #[must_use]
 pub fn cargo() -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -200,8 +203,8 @@ pub fn cargo() -> Command {
     cargo
 }
 
-/// Puts files on a disk. The disk is called by the hash of what is on it, so machines that run keep
-/// theirs when the next one is made.
+/// Puts files on a disk. The disk's name is the hash of its contents. Machines that run so keep
+/// their disk when the next one is made.
 fn make_disk(release: Release, files: &[(PathBuf, PathBuf)]) -> Result<PathBuf> {
     let mut all = Ingredients::default();
     for (name, file) in files {
@@ -223,7 +226,8 @@ fn make_disk(release: Release, files: &[(PathBuf, PathBuf)]) -> Result<PathBuf> 
     Ok(disk)
 }
 
-/// Room for the files, the file system's own needs, and some.
+/// Returns the size of a disk: room for the files, for the file system's own structures, and some
+/// spare.
 fn disk_size(files: &[(PathBuf, PathBuf)]) -> String {
     let bytes: u64 = files.iter().filter_map(|(_, file)| file.metadata().ok()).map(|meta| meta.len()).sum();
     format!("{}M", 16 + bytes * 5 / 4 / (1 << 20))
@@ -255,7 +259,8 @@ fn place(stage: &Path, name: &Path) -> Result<PathBuf> {
     Ok(to)
 }
 
-/// A test run that began earlier may be about to boot from an older disk.
+/// The time for which an old disk is kept. A test run that began earlier may be about to boot from
+/// it.
 const KEPT_FOR: Duration = Duration::from_secs(3 * 3600);
 
 fn remove_older(directory: &Path, release: Release) -> Result<()> {

@@ -1,5 +1,5 @@
-//! What a machine was doing that does not answer, from outside: its processors' registers, and its
-//! kernel's log, read from its memory.
+//! A report about a machine that does not answer, made from outside: the registers of its
+//! processors, and its kernel's log, read from its memory.
 
 use std::{fmt::Write as _, fs, path::Path, thread, time::Duration};
 
@@ -10,19 +10,21 @@ use crate::{
     scene::Scene,
 };
 
-/// The report's name in the machine's directory.
+/// The report's file name in the machine's directory.
 pub const REPORT: &str = "autopsy";
-/// How much of the kernel's log it has.
+/// The number of lines of the kernel's log in the report.
 const LOG_LINES: usize = 40;
-/// So much of the memory is searched for the log. Everything is in it on the lab's usual machines.
+/// The part of the memory that is searched for the log, in bytes. The lab's usual machines have
+/// less memory.
 const MEMORY_LIMIT: u64 = 4 << 30;
-/// What begins the log, and what follows soon after where it is the log and not a copy of the banner.
+/// The line that begins the log. Text follows soon after if this is the log, and not a copy of the
+/// banner.
 const BANNER: &[u8] = b"Linux version ";
 const COMMAND_LINE: &[u8] = b"Command line: ";
-/// The log ends where nothing has been written for so many bytes.
+/// The log ends where so many bytes in a row have never been written.
 const SILENCE: usize = 4096;
 
-/// Leaves a report in the machine's directory. Whatever cannot be found out is said there instead.
+/// Leaves a report in the machine's directory. The report names whatever cannot be found out.
 pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
     let mut report = String::new();
     for (moment, pause) in [("at first", 0), ("a second later", 1)] {
@@ -36,7 +38,8 @@ pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
     let _ = fs::write(scene.dir().join(REPORT), report);
 }
 
-/// The lines with the instruction pointers and the control registers, of all that QEMU says.
+/// Returns the lines with the instruction pointers and the control registers, of all registers that
+/// QEMU prints.
 fn where_they_are(registers: &str) -> String {
     let wanted = ["CPU#", "RIP=", "CR0="];
     let lines = registers.lines().filter(|line| wanted.iter().any(|start| line.starts_with(start)));
@@ -52,7 +55,8 @@ fn kernel_log(qmp: &Qmp, dir: &Path, memory: u64) -> Result<String> {
     Ok(find_log(&bytes))
 }
 
-/// The longest log in a machine's memory: the kernel leaves the ones that it has outgrown.
+/// Returns the longest log in a machine's memory. The kernel leaves behind the shorter buffers that
+/// it has outgrown.
 fn find_log(memory: &[u8]) -> String {
     let begins = memchr::memmem::find_iter(memory, BANNER);
     let real = begins.filter(|&at| {
@@ -62,8 +66,9 @@ fn find_log(memory: &[u8]) -> String {
     real.map(|at| text_from(&memory[at..])).max_by_key(String::len).unwrap_or_else(|| "none found".to_owned())
 }
 
-/// The runs of printable characters, each on a line, up to where the ring has not been written. Where
-/// the kernel has taken a level's two characters from the front of a line, they follow once more at its end.
+/// Returns the runs of printable characters, each on a line, up to the part of the ring that has
+/// not been written. The kernel may have taken a level's two characters from the front of a line;
+/// they then follow once more at the line's end.
 fn text_from(memory: &[u8]) -> String {
     let (mut text, mut run, mut silence) = (String::new(), String::new(), 0);
     for &byte in memory {
@@ -72,7 +77,7 @@ fn text_from(memory: &[u8]) -> String {
             silence = 0;
             continue;
         }
-        // Shorter ones are the numbers between the records.
+        // Shorter runs are the numbers between the records.
         if run.len() > 4 {
             text += &run;
             text.push('\n');

@@ -1,5 +1,5 @@
-//! `make check`: formatting, lints with warnings denied, of the freestanding image too, and the kernel's style
-//! for the driver.
+//! `make check`: formatting, lints with warnings denied (for the freestanding image too), and the
+//! kernel's style for the driver.
 
 use std::{
     path::{Path, PathBuf},
@@ -13,12 +13,12 @@ use crate::{
     hypervisor, paths, progress,
 };
 
-/// The driver's files by the ends of their names; what is generated has its generator's style.
+/// Name endings of the driver's files. A generated file has its generator's style.
 const DRIVER_FILES: &[&str] = &["c", "h", "S"];
 const GENERATED: &str = "mercury_abi.h";
 
-/// Runs all of them, whatever becomes of the first; what they find is shown. The names of those that failed,
-/// or could not be run.
+/// Runs all checks, even after one fails, and shows what they find. Returns the names of the checks
+/// that failed or could not be run.
 #[must_use]
 pub fn run() -> Vec<&'static str> {
     let mut format = artefacts::cargo();
@@ -50,7 +50,7 @@ fn passes(mut command: Command) -> Result<bool> {
     Ok(status.success())
 }
 
-/// How many checks there are.
+/// The number of checks.
 pub const COUNT: u32 = 5;
 
 fn driver_style() -> Result<Command> {
@@ -59,7 +59,7 @@ fn driver_style() -> Result<Command> {
     let directory = paths::root().join("switch/driver");
     let mut files = driver_files(&directory)?;
     files.sort();
-    // Its settings are in the directory.
+    // The checks' settings are in the directory.
     command.args(files).current_dir(directory);
     Ok(command)
 }

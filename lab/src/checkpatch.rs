@@ -1,5 +1,5 @@
-//! The kernel's own style checker, taken out of Debian's package of the kernel's source: no header package
-//! has it. Kept under `target/lab/tools/`.
+//! The kernel's own style checker, taken out of Debian's package of the kernel's source, since no
+//! header package has it. The lab keeps it under `target/lab/tools/`.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,15 +13,16 @@ use crate::{
 };
 
 const SOURCE: Packages = Packages { release: "bookworm", backports: false, names: "linux-source-6.1" };
-/// It reads the other two from beside itself.
+/// The checker and the two files that it reads from its own directory.
 const FILES: &[&str] = &["checkpatch.pl", "spelling.txt", "const_structs.checkpatch"];
 
 const INCLUDE: &str = "include";
 
-/// The command that runs it on files that are to be added; it is fetched now if it is not there.
+/// Returns the command that checks files which are to be added to the kernel. The checker is
+/// fetched first if it is missing.
 ///
 /// # Errors
-/// If it cannot be had; the error names the log.
+/// If the checker cannot be fetched; the error names the log.
 pub fn ensure() -> Result<Command> {
     let recipe = Ingredients::default().with(format!("{SOURCE:?}")).with(FILES.concat()).name();
     let dir = paths::lab_dir("tools")?.join(format!("checkpatch-{recipe}"));
@@ -48,7 +49,7 @@ fn make(dir: &Path) -> Result<()> {
     tar.args(FILES.iter().map(|file| format!("{}/scripts/{file}", SOURCE.names)));
     host::run("taking checkpatch out of it", "checkpatch-tar", &mut tar)?;
     host::remove_tree(&tree)?;
-    // It looks there for the names of more types.
+    // The checker looks in this directory for the names of more types.
     fs::create_dir(new.join(INCLUDE)).context(|| "complete checkpatch".into())?;
     fs::rename(&new, dir).context(|| "name checkpatch".into())
 }

@@ -21,7 +21,7 @@ use crate::error::{Context, Error, Result};
 #[derive(Debug, Default)]
 struct State {
     hello: Option<Hello>,
-    /// Boots seen: a hello with a new boot ID is one more.
+    /// The number of boots seen. A hello with a new boot ID counts as one more.
     boots: u32,
     gone: bool,
     jobs: HashMap<u32, Sender<Event>>,
@@ -48,7 +48,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Listens on a connected socket, whatever its family.
+    /// Listens on a connected socket of any family.
     ///
     /// # Errors
     /// If the socket cannot be shared.
@@ -61,16 +61,16 @@ impl Client {
         Ok(Self { socket: Mutex::new(socket), shared, next: AtomicU32::new(1) })
     }
 
-    /// How often the machine has booted, as far as the agent has said so.
+    /// Returns how often the machine has booted, as far as the agent has reported.
     #[must_use]
     pub fn boots(&self) -> u32 {
         self.shared.lock().boots
     }
 
-    /// The agent's introduction, if it has come since `boots` boots.
+    /// Returns the agent's introduction, if one has come since `boots` boots.
     ///
     /// # Errors
-    /// If it speaks another version of the protocol, or the machine has gone.
+    /// If the agent speaks another version of the protocol, or the machine has gone.
     pub fn hello_after(&self, boots: u32, patience: Duration) -> Result<Option<Hello>> {
         let state = self.shared.lock();
         let waiting = |state: &mut State| !state.gone && state.boots <= boots;
@@ -89,7 +89,7 @@ impl Client {
         }
     }
 
-    /// Begins a job: its number, and where its events will come.
+    /// Begins a job. Returns the job's number and the receiver of the job's events.
     pub fn begin(&self) -> (u32, Receiver<Event>) {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let (sender, events) = channel();
@@ -143,7 +143,7 @@ fn listen(socket: File, shared: &Shared) {
     shared.changed.notify_all();
 }
 
-/// Another boot ends all jobs of the one before.
+/// Takes the agent's introduction in. A new boot ends all jobs of the boot before.
 fn take_hello(state: &mut State, hello: Hello) {
     if state.hello.as_ref().is_none_or(|old| old.boot_id != hello.boot_id) {
         state.boots += 1;
@@ -152,7 +152,7 @@ fn take_hello(state: &mut State, hello: Hello) {
     state.hello = Some(hello);
 }
 
-/// The next event of a job, within what is left until `end`.
+/// Returns the next event of a job, within the time that is left until `end`.
 ///
 /// # Errors
 /// If the time is up (`Ok(None)`), or the machine has gone.

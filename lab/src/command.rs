@@ -1,4 +1,4 @@
-//! Commands in a machine: run to the end, or left running while the test goes on.
+//! Commands in a machine. A command runs to its end, or is left running while the test goes on.
 
 use std::{
     sync::{Arc, mpsc::Receiver},
@@ -15,23 +15,24 @@ use crate::{
     scene::Scene,
 };
 
-/// How long a command may take unless told otherwise, in wall time: emulation is slow, and so are
-/// shared runners.
+/// The time that a command may take unless the test says otherwise, in wall time. Emulation is
+/// slow, and so are shared runners.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
-/// Time limits are for machines like the developers'; `MERCURY_LAB_PATIENCE` multiplies them.
+/// Multiplies a time limit by `MERCURY_LAB_PATIENCE`. The limits in the tests suit machines like
+/// the developers'.
 #[must_use]
 pub fn patient(limit: Duration) -> Duration {
     let factor = std::env::var("MERCURY_LAB_PATIENCE").ok().and_then(|text| text.parse::<f32>().ok());
     limit.mul_f32(factor.filter(|factor| *factor > 0.0).unwrap_or(1.0))
 }
 
-/// The way to a machine, shared by all that runs in it.
+/// The connection to a machine, shared by all commands that run in the machine.
 #[derive(Clone, Debug)]
 pub struct Link {
     pub(crate) client: Arc<Client>,
     pub(crate) scene: Arc<Scene>,
-    /// QEMU's monitor; Bochs has none.
+    /// The connection to QEMU's monitor; Bochs has none.
     pub(crate) monitor: Option<Arc<Qmp>>,
     memory_bytes: u64,
 }
@@ -42,7 +43,7 @@ impl Link {
         Self { client: Arc::new(client), scene, monitor: monitor.map(Arc::new), memory_bytes }
     }
 
-    /// Adds the evidence to an error. After a timeout, finds out first what the machine is doing.
+    /// Adds the evidence to an error. After a timeout, first finds out what the machine is doing.
     pub(crate) fn blame_silent(&self, error: Error) -> Error {
         if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.monitor) {
             autopsy::perform(qmp, &self.scene, self.memory_bytes);
@@ -51,16 +52,14 @@ impl Link {
     }
 }
 
-/// Which of a command's outputs.
+/// An output of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
-    /// Standard output.
     Stdout,
-    /// Standard error.
     Stderr,
 }
 
-/// A command to be given to a machine.
+/// A command that a test gives to a machine.
 #[derive(Debug)]
 pub struct Command {
     link: Link,
@@ -70,62 +69,63 @@ pub struct Command {
 }
 
 impl Command {
-    /// A line for the machine's shell.
+    /// Returns a command that the machine's shell runs as a line.
     pub(crate) fn shell(link: Link, line: &str) -> Self {
         Self::program(link, &["/bin/bash", "-c", line])
     }
 
-    /// A program and its arguments, with no shell in between.
+    /// Returns a command that runs a program with its arguments, without a shell.
     pub(crate) fn program(link: Link, argv: &[&str]) -> Self {
         let argv = argv.iter().map(|&word| word.to_owned()).collect();
         Self { link, exec: Exec { argv, ..Exec::default() }, stdin: Vec::new(), limit: LIMIT }
     }
 
-    /// Adds to the environment.
+    /// Adds a variable to the command's environment.
     #[must_use]
     pub fn env(mut self, key: &str, value: &str) -> Self {
         self.exec.env.push((key.to_owned(), value.to_owned()));
         self
     }
 
-    /// The working directory; `/root` if not set.
+    /// Sets the working directory; the default is `/root`.
     #[must_use]
     pub fn cwd(mut self, directory: &str) -> Self {
         self.exec.cwd = Some(directory.to_owned());
         self
     }
 
-    /// What it reads from its standard input.
+    /// Sets the bytes that the command reads from its standard input.
     #[must_use]
     pub fn stdin(mut self, bytes: impl AsRef<[u8]>) -> Self {
         self.stdin = bytes.as_ref().to_vec();
         self
     }
 
-    /// How long it may take in wall time; it is killed then, and that is an error.
+    /// Sets the command's time limit in wall time. At the limit the command is killed, which is an
+    /// error.
     #[must_use]
     pub fn timeout(mut self, limit: Duration) -> Self {
         self.limit = limit;
         self
     }
 
-    /// How long it may take in the machine's time; the agent kills it then, and it ends with
-    /// `Exit::TimedOut`.
+    /// Sets the command's time limit in the machine's time. The agent kills the command then, and
+    /// the command ends with `Exit::TimedOut`.
     #[must_use]
     pub fn guest_timeout(mut self, limit: Duration) -> Self {
         self.exec.timeout_ms = u64::try_from(limit.as_millis()).ok();
         self
     }
 
-    /// Runs it to its end, however it ends.
+    /// Runs the command to its end, successful or not.
     ///
     /// # Errors
-    /// If it cannot be started, takes too long, or the machine goes away.
+    /// If the command cannot be started or takes too long, or the machine goes away.
     pub fn run(self) -> Result<Output> {
         self.run_streaming(|_, _| {})
     }
 
-    /// Runs it to its end, and shows its output as it comes.
+    /// Runs the command to its end, and shows the output as it comes.
     ///
     /// # Errors
     /// As for [`Command::run`].
@@ -135,10 +135,11 @@ impl Command {
         running.wait_showing(limit, show)
     }
 
-    /// Starts it and leaves it running. Its standard input stays open if none was given.
+    /// Starts the command and leaves it running. Its standard input stays open if the test gave
+    /// none.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the command cannot be started.
     pub fn spawn(self) -> Result<Background> {
         let close = !self.stdin.is_empty();
         self.start(close)
@@ -163,7 +164,7 @@ impl Command {
     }
 }
 
-/// A command that runs in a machine. Dropping this does not end it.
+/// A command that runs in a machine. Dropping this value does not end the command.
 #[derive(Debug)]
 pub struct Background {
     link: Link,
@@ -177,13 +178,13 @@ pub struct Background {
 }
 
 impl Background {
-    /// Its process ID in the machine.
+    /// Returns the command's process ID in the machine.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Writes to its standard input.
+    /// Writes to the command's standard input.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -194,7 +195,7 @@ impl Background {
         Ok(())
     }
 
-    /// Ends its standard input.
+    /// Closes the command's standard input.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -202,7 +203,7 @@ impl Background {
         self.ask(&Request::Stdin { id: self.id, data: Vec::new() })
     }
 
-    /// Sends a signal to it and all that it has started in its process group.
+    /// Sends a signal to the command and to all processes in its process group.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -210,7 +211,7 @@ impl Background {
         self.ask(&Request::Kill { id: self.id, signal })
     }
 
-    /// Whether it has ended.
+    /// Returns true if the command has ended.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -224,7 +225,7 @@ impl Background {
         Ok(true)
     }
 
-    /// What it has written to its standard output so far.
+    /// Returns the command's standard output so far.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -233,7 +234,7 @@ impl Background {
         Ok(String::from_utf8_lossy(&self.stdout).into_owned())
     }
 
-    /// What it has written to its standard error so far.
+    /// Returns the command's standard error so far.
     ///
     /// # Errors
     /// If the machine has gone.
@@ -242,18 +243,18 @@ impl Background {
         Ok(String::from_utf8_lossy(&self.stderr).into_owned())
     }
 
-    /// Waits until its standard output contains `text`.
+    /// Waits until the command's standard output contains `text`.
     ///
     /// # Errors
-    /// If it ends without, or `limit` passes.
+    /// If the command ends without the text, or `limit` passes.
     pub fn wait_output(&mut self, text: &str, limit: Duration) -> Result<()> {
         self.wait_output_times(text, 1, limit)
     }
 
-    /// Waits until its standard output contains `text` so many times.
+    /// Waits until the command's standard output contains `text` so many times.
     ///
     /// # Errors
-    /// If it ends without, or `limit` passes.
+    /// If the command ends without the text, or `limit` passes.
     pub fn wait_output_times(&mut self, text: &str, times: usize, limit: Duration) -> Result<()> {
         let end = Instant::now() + patient(limit);
         while String::from_utf8_lossy(&self.stdout).matches(text).count() < times {
@@ -267,7 +268,8 @@ impl Background {
         Ok(())
     }
 
-    /// Waits for its end, for at most `limit` of wall time; then it is killed, and that is an error.
+    /// Waits for the command's end, for at most `limit` of wall time. At the limit the command is
+    /// killed, which is an error.
     ///
     /// # Errors
     /// If the time is up or the machine has gone.
@@ -306,7 +308,7 @@ impl Background {
         Ok(())
     }
 
-    /// Takes in one event; `None` if there is none until `end`.
+    /// Takes in one event. Returns `None` if there is no event until `end`.
     fn next(&mut self, end: Instant, show: &mut impl FnMut(Stream, &[u8])) -> Result<Option<()>> {
         let event = next_event(&self.events, end, &format!("running `{}`", self.name));
         let Some(event) = event.map_err(|error| self.link.scene.blame(error))? else { return Ok(None) };
@@ -346,21 +348,19 @@ fn said_so_far(stdout: &[u8], stderr: &[u8]) -> String {
     if text.trim().is_empty() { String::new() } else { format!(" (it said: {})", text.trim_end()) }
 }
 
-/// What a command did.
+/// The result of a command.
 #[derive(Clone, Debug)]
 pub struct Output {
-    /// How it ended.
+    /// The way in which the command ended.
     pub exit: Exit,
-    /// Its standard output.
     pub stdout: String,
-    /// Its standard error.
     pub stderr: String,
     command: String,
     scene: Arc<Scene>,
 }
 
 impl Output {
-    /// Its exit code, if it ended by itself.
+    /// Returns the command's exit code, if the command ended by itself.
     #[must_use]
     pub fn code(&self) -> Option<i32> {
         match self.exit {
@@ -369,16 +369,16 @@ impl Output {
         }
     }
 
-    /// Whether it ended with code 0.
+    /// Returns true if the command ended with code 0.
     #[must_use]
     pub fn success(&self) -> bool {
         self.exit == Exit::Code(0)
     }
 
-    /// The same, if it was successful.
+    /// Returns the output of a successful command.
     ///
     /// # Errors
-    /// Otherwise, with all that it printed and the machine's last words.
+    /// If the command was not successful, with all that it printed and the machine's last words.
     pub fn check(self) -> Result<Self> {
         if self.success() {
             return Ok(self);

@@ -1,5 +1,5 @@
-//! The Debian package: the command, the driver's sources for DKMS with the production hypervisor beside
-//! them, the unit and the documentation. `packaging/build-deb` says what goes where.
+//! The Debian package: the command, the unit, the documentation, and the driver's sources for DKMS
+//! with the production hypervisor beside them. `packaging/build-deb` says what goes where.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use crate::{
     paths,
 };
 
-/// Builds the package and prints where it is.
+/// Builds the package and prints its path.
 ///
 /// # Errors
 /// If something does not build.
@@ -25,7 +25,7 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Builds the package, after what goes into it; returns `target/deb/mercury_<version>_amd64.deb`.
+/// Builds the package after its contents. Returns `target/deb/mercury_<version>_amd64.deb`.
 ///
 /// # Errors
 /// If something does not build; the error names the log.
@@ -33,7 +33,7 @@ pub fn build() -> Result<PathBuf> {
     package(&paths::root().join("target/deb"), None)
 }
 
-/// The same package called by another version: what it can be upgraded to.
+/// Builds the same package with another version, to which the first can be upgraded.
 ///
 /// # Errors
 /// As for [`build`].
@@ -57,7 +57,7 @@ fn package(folder: &Path, version: Option<&str>) -> Result<PathBuf> {
     }
     host::run("building the Debian package", "deb", &mut build)?;
     let built = only_package(&fresh)?;
-    // Whoever is about to read the one before finds a whole package at all times.
+    // A reader of the previous package finds a whole package at all times.
     let package = folder.join(built.file_name().unwrap_or_default());
     fs::rename(&built, &package).context(|| format!("name {}", package.display()))?;
     host::remove_tree(&fresh)?;

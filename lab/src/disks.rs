@@ -1,5 +1,5 @@
-//! The disks of a machine as they were at one moment: each start may begin from them again. What a power cut leaves is
-//! looked at with the host's tools.
+//! The disks of a machine as they were at one moment. Each start of the machine may begin from them
+//! again. The host's tools examine what a power cut leaves.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use crate::{
     host,
 };
 
-/// Disks of which is known what they held.
+/// Disks whose contents at one moment are kept.
 #[derive(Debug)]
 pub struct Disks {
     dir: PathBuf,
@@ -24,23 +24,24 @@ pub struct Disks {
 /// One of a machine's disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disk {
-    /// The root file system's.
+    /// The disk of the root file system.
     Root,
-    /// One of [`crate::Spec::disk`], by its number.
+    /// A disk of [`crate::Spec::disk`], by its number.
     Spare(usize),
 }
 
-/// What a disk does with what was written and not flushed.
+/// The treatment of data that was written to a disk and not flushed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cache {
-    /// It is lost in a power cut, for the most part: where it lies becomes known with a flush (a layer of qcow2).
+    /// Most unflushed data is lost in a power cut: only a flush makes known where the data lies (a
+    /// layer of qcow2).
     Back,
-    /// It is on the disk.
+    /// Data is on the disk when the write ends.
     Through,
 }
 
 impl Disk {
-    /// What QEMU's arguments call it.
+    /// Returns the disk's name in QEMU's arguments.
     pub(crate) fn id(self) -> String {
         match self {
             Self::Root => "root".to_owned(),
@@ -57,7 +58,7 @@ impl Disk {
 }
 
 impl Disks {
-    /// Keeps those of a machine that is off, whose directory this is.
+    /// Keeps the disks of a machine that is off. `dir` is the machine's directory.
     pub(crate) fn keep(dir: &Path, spare: usize) -> Result<Self> {
         let disks = Self { dir: dir.to_owned(), kept: dir.to_owned(), spare };
         for disk in disks.all() {
@@ -68,7 +69,7 @@ impl Disks {
         Ok(disks)
     }
 
-    /// As they are now, beside the machine.
+    /// Copies the disks, as they are now, to a place beside the machine.
     pub(crate) fn copy_to(&self, dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).context(|| format!("make {}", dir.display()))?;
         let copy = Self { dir: dir.to_owned(), kept: self.kept.clone(), spare: self.spare };
@@ -92,10 +93,10 @@ impl Disks {
         self.kept.join(format!("kept-{}", disk.name()))
     }
 
-    /// A disk is again what it was. The machine is off.
+    /// Gives a disk its kept contents again. The machine must be off.
     ///
     /// # Errors
-    /// If it cannot be made so.
+    /// If the disk's contents cannot be restored.
     pub fn put_back(&self, disk: Disk, cache: Cache) -> Result<()> {
         let mut command = Command::new("qemu-img");
         match cache {
@@ -109,10 +110,10 @@ impl Disks {
         host::run("putting a disk back", "qemu-img", command.arg(self.now(disk)))
     }
 
-    /// Whether a disk holds what it held, to the bit.
+    /// Returns true if a disk holds the kept contents, bit by bit.
     ///
     /// # Errors
-    /// If that cannot be told.
+    /// If the disks cannot be compared.
     pub fn is_as_kept(&self, disk: Disk) -> Result<bool> {
         let mut command = Command::new("qemu-img");
         command.args(["compare", "-q"]).arg(self.kept(disk)).arg(self.now(disk));
@@ -124,16 +125,17 @@ impl Disks {
         }
     }
 
-    /// What a disk holds now, as a file; where there are zeros it has holes.
+    /// Writes a disk's present contents to a file, with holes in place of zeros.
     ///
     /// # Errors
-    /// If it cannot be read or written.
+    /// If the disk cannot be read, or the file not written.
     pub fn save(&self, disk: Disk, to: &Path) -> Result<()> {
         save(&self.now(disk), to)
     }
 
-    /// What a system does that comes up after a power cut: it replays the journal of its root. Then nothing is to be
-    /// repaired. Works on a copy in `folder`.
+    /// Checks that the root file system recovers as it does in a system that comes up after a power
+    /// cut: the journal is replayed, and then nothing is to be repaired. Works on a copy in
+    /// `folder`.
     ///
     /// # Errors
     /// With what is to be repaired.
@@ -145,8 +147,8 @@ impl Disks {
     }
 }
 
-/// Whether nothing is to be repaired on the root disk of a machine that has ended properly, whose directory this is: not
-/// even a journal is to be replayed.
+/// Checks that the root file system of a properly ended machine needs no repair, and no replay of
+/// its journal. `dir` is the machine's directory.
 pub(crate) fn root_is_clean(dir: &Path) -> Result<()> {
     on_a_copy(&dir.join(file::ROOT), dir, |copy| repairs("-fn", copy, 0))
 }
@@ -165,7 +167,8 @@ fn on_a_copy(disk: &Path, folder: &Path, look: impl FnOnce(&Path) -> Result<()>)
     found
 }
 
-/// Has e2fsck look at a file system; its exit code may be `most`: 0 is that nothing is to be done, 1 that something was.
+/// Runs e2fsck on a file system. Its exit code may be at most `most`: 0 means that nothing was to
+/// be done, 1 that something was.
 fn repairs(options: &str, file_system: &Path, most: i32) -> Result<()> {
     let output = Command::new("/sbin/e2fsck").arg(options).arg(file_system).output();
     let output = output.context(|| "start e2fsck".into())?;

@@ -1,5 +1,5 @@
-//! Builds the kernel module for the lab's kernels, in each release's own build root, with the compiler
-//! and the headers that its users have. Warnings are errors.
+//! The driver's builds for the lab's kernels. Each build runs in its release's own build root, with
+//! the compiler and the headers that users have. Warnings are errors.
 
 use std::{
     fs,
@@ -17,20 +17,21 @@ use crate::{
     previrtualization::{self, Flavour},
 };
 
-/// What the module is for.
+/// A variant of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
-    /// As users get it.
+    /// The driver as users get it.
     Production,
-    /// With points at which tests make it fail.
+    /// The driver with fault points, at which tests make it fail.
     Faults,
 }
 
 impl Variant {
-    /// Both.
+    /// Both variants.
     pub const ALL: [Self; 2] = [Self::Production, Self::Faults];
 
-    /// The directory under `target/lab/`, and under `lib/` on the artefacts' disk.
+    /// Returns the variant's directory under `target/lab/`, and under `lib/` on the artefacts'
+    /// disk.
     #[must_use]
     pub fn directory(self) -> &'static str {
         match self {
@@ -47,21 +48,20 @@ impl Variant {
     }
 }
 
-/// A kernel that modules are built for.
+/// A kernel for which modules are built.
 #[derive(Clone, Debug)]
 pub struct For {
-    /// The release, in whose root they are built.
+    /// The release in whose build root the modules are built.
     release: Release,
-    /// That root.
     root: PathBuf,
-    /// What `uname -r` says.
+    /// The version that `uname -r` prints.
     pub version: String,
-    /// The kernel's headers and configuration, inside of the root.
+    /// The kernel's headers and configuration, inside the build root.
     headers: String,
 }
 
 impl For {
-    /// A stock kernel.
+    /// Returns a stock kernel.
     ///
     /// # Errors
     /// If its image cannot be made.
@@ -72,10 +72,10 @@ impl For {
         Ok(Self { release: kernel.release(), root: image.tree(), version, headers })
     }
 
-    /// The kernel of [`Flavour::Checked`], built now if it is not there.
+    /// Returns the kernel of [`Flavour::Checked`]. The kernel is built first if it is missing.
     ///
     /// # Errors
-    /// If it does not build.
+    /// If the kernel does not build.
     pub fn checked(release: Release) -> Result<Self> {
         let built = previrtualization::build(release, Flavour::Checked)?;
         let headers = built.directory.clone();
@@ -85,26 +85,27 @@ impl For {
         Ok(Self { release, headers: format!("/build/{}", Flavour::Checked.directory()), root, version })
     }
 
-    /// A name for locks: modules of one release are built one after the other.
+    /// Returns the name of a lock: modules of one release are built one after the other.
     pub(crate) fn lock(&self, what: &str) -> String {
         format!("{what}-{}", self.release)
     }
 
-    /// The root to build in.
+    /// Returns the build root.
     pub(crate) fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The kernel's headers, inside of the root.
+    /// Returns the path of the kernel's headers, inside the build root.
     pub(crate) fn headers(&self) -> &str {
         &self.headers
     }
 }
 
-/// Builds inside of the build root; the arguments are the kernel's headers and `FAULTS`' value.
+/// The command that builds the driver inside the build root. Its arguments are the kernel's headers
+/// and the value of `FAULTS`.
 const BUILD: &str = r#"exec make -j2 -C /build/driver KDIR="$1" FAULTS="$2" KCFLAGS=-Werror"#;
 
-/// Whether there is a driver to build.
+/// Returns true if the sources contain a driver.
 #[must_use]
 pub fn exists() -> bool {
     sources().join("Makefile").exists()
@@ -114,11 +115,11 @@ fn sources() -> PathBuf {
     paths::root().join("switch/driver")
 }
 
-/// Builds the module for `kernel`, with the hypervisor `image` embedded, unless it is there already.
-/// Returns the module: `target/lab/modules/<kernel version>/mercury.ko`.
+/// Builds the module for `kernel`, with the hypervisor `image` embedded, unless the module exists
+/// already. Returns the module's path: `target/lab/modules/<kernel version>/mercury.ko`.
 ///
 /// # Errors
-/// If it does not build, or builds with warnings; the error names the log.
+/// If the module does not build, or builds with warnings; the error names the log.
 pub fn build(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<PathBuf> {
     let module = paths::lab_dir(variant.directory())?.join(&kernel.version).join("mercury.ko");
     let stamp = module.with_extension("stamp");

@@ -1,108 +1,98 @@
-//! What can go wrong in the lab, each with the place and with what there is to look at.
+//! The lab's errors. Each names the place and carries the evidence.
 
 use std::{fmt, io, path::PathBuf, time::Duration};
 
-/// The lab's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The lab's errors. Printed in full by `Debug` too, so that a failed test shows what a person needs.
+/// The lab's errors. `Debug` prints them in full too, so that a failed test shows what a person
+/// needs.
 #[derive(thiserror::Error)]
 pub enum Error {
-    /// The host's system refused something.
+    /// The host's operating system refused a request.
     #[error("cannot {what}: {source}")]
     Io {
-        /// What was tried.
+        /// The action, which completes the sentence "cannot …".
         what: String,
-        /// Why it did not work.
         source: io::Error,
     },
-    /// A program of the host's failed.
+    /// A program on the host failed.
     #[error("{what}: {program} failed ({status}); the whole log is {}\n{tail}", log.display())]
     Program {
-        /// What was being done.
+        /// The purpose of the program's run.
         what: String,
-        /// The program.
         program: String,
-        /// Its exit status.
         status: String,
-        /// All that it said.
+        /// The file with the program's whole output.
         log: PathBuf,
-        /// The last that it said.
+        /// The last lines of the program's output.
         tail: String,
     },
-    /// The host lacks something, or has it in a shape that the lab does not know.
+    /// The host lacks something, or has it in a form that the lab does not know.
     #[error("{0}")]
     Host(String),
     /// The machine's description contradicts itself.
     #[error("no such machine: {0}")]
     Spec(String),
-    /// The emulator that was chosen cannot do this: a test that ends so counts as skipped.
+    /// The chosen emulator cannot run this test. A test that ends with this error counts as
+    /// skipped.
     #[error("{}{reason}", Error::SKIPPED)]
     Unsupported {
-        /// What it lacks.
+        /// The feature that the emulator lacks.
         reason: &'static str,
     },
-    /// QEMU's monitor answered with an error.
     #[error("QEMU refuses {command}: {answer}")]
-    Monitor {
-        /// What was asked.
-        command: String,
-        /// What came back.
-        answer: String,
-    },
-    /// Something did not happen in time.
+    Monitor { command: String, answer: String },
+    /// An event did not happen in time.
     #[error("{what}: not within {} s", limit.as_secs_f32())]
     Timeout {
-        /// What was waited for.
+        /// The event.
         what: String,
-        /// For how long, in wall time.
+        /// The limit, in wall time.
         limit: Duration,
     },
-    /// The machine is not there any more.
+    /// The machine has ended.
     #[error("{0}: the machine has gone")]
     Gone(String),
-    /// The emulator has crashed before anything of Mercury's was in the machine.
+    /// The emulator crashed before anything of Mercury's was in the machine.
     #[error("the emulator crashed while the machine booted ({0})")]
     Crashed(String),
-    /// The agent could not do what it was asked.
+    /// The agent could not carry out a request.
     #[error("the machine could not {what}: {reason}")]
     Agent {
-        /// What it was asked.
+        /// The request, which completes the sentence "the machine could not …".
         what: String,
-        /// What it says.
+        /// The agent's reason.
         reason: String,
     },
     /// A command in the machine did not succeed.
     #[error("`{command}` {ended}\n{output}")]
     Command {
-        /// The command.
         command: String,
-        /// How it ended.
+        /// The way in which the command ended.
         ended: String,
-        /// What it printed.
+        /// The command's output.
         output: String,
     },
-    /// Something in the machine is not as it must be.
+    /// A check of the machine's health failed.
     #[error("the machine is not well: {0}")]
     Unhealthy(String),
-    /// Any of these, with the machine that it happened on.
+    /// An error with the machine on which it happened.
     #[error("{source}\n{scene}")]
     Scene {
-        /// What happened.
         source: Box<Error>,
-        /// What was booted, and the last of its serial console.
+        /// The machine's description, and the last lines of its serial console.
         scene: String,
     },
-    /// Not built yet.
+    /// A subcommand of `lab` that does not exist yet.
     #[error("`lab {0}` is not built yet")]
     NotBuilt(&'static str),
 }
 
 impl Error {
-    /// How [`Error::Unsupported`] begins.
+    /// The first word of the message of [`Error::Unsupported`].
     pub const SKIPPED: &'static str = "skipped: ";
 
-    /// What happened, without the scene.
+    /// Returns the error without the scene.
     #[must_use]
     pub fn cause(&self) -> &Self {
         match self {
@@ -118,12 +108,13 @@ impl fmt::Debug for Error {
     }
 }
 
-/// Says what was tried, where the system only says why not.
+/// Adds the action to an error of the operating system, which only gives the reason.
 pub trait Context<T> {
-    /// `what` completes the sentence "cannot …".
+    /// Turns an error of the operating system into [`Error::Io`]. `what` completes the sentence
+    /// "cannot …".
     ///
     /// # Errors
-    /// The same one, with the place.
+    /// The same error, with the action.
     fn context(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 
@@ -133,10 +124,10 @@ impl<T, E: Into<io::Error>> Context<T> for Result<T, E> {
     }
 }
 
-/// Waits until `ready` gives something, for at most `limit`.
+/// Waits until `ready` returns a value, for at most `limit`.
 ///
 /// # Errors
-/// When the time is up, or when `ready` fails.
+/// If the limit passes, or `ready` fails.
 pub fn wait_for<T>(what: &str, limit: Duration, mut ready: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let start = std::time::Instant::now();
     loop {

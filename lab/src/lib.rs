@@ -15,6 +15,8 @@
 //! Debian release; `kernel` finds its kernels and packs an initramfs; `driver` and `artefacts` build the
 //! project and put it on a disk; `spec` describes a machine and `machine` runs it in an `emulator`, with `client` (the agent inside, see the crate `mercury-lab-agent`) at its sides.
 
+#![allow(missing_docs)]
+
 pub mod apt;
 pub mod artefacts;
 mod autopsy;

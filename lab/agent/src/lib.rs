@@ -3,6 +3,8 @@
 //! The program itself (`main.rs`) is the machine's first process; this library is the part of it
 //! that the host links as well.
 
+#![allow(missing_docs)]
+
 pub mod protocol;
 
 /// The name of the virtio-serial port that the protocol runs over.

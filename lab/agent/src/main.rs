@@ -8,6 +8,8 @@
 //! - `poweroff`, `reboot`, `halt`: end the machine where no systemd would (`power.rs`).
 //! - `mercury-lab-agent shell`: the shell on the serial console (`console.rs`).
 
+#![allow(missing_docs)]
+
 mod boot;
 mod cmdline;
 mod console;

@@ -3,6 +3,8 @@
 //! Three kinds of figures, none of which needs a quiet host: instructions, counted on a machine with one
 //! CPU; exits, counted on a machine at work; and ratios of times that were measured side by side.
 
+#![allow(missing_docs)]
+
 pub mod checkpoint;
 pub mod counts;
 pub mod demo;

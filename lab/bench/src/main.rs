@@ -1,5 +1,7 @@
 //! `lab`: the one command for developers.
 
+#![allow(missing_docs)]
+
 use std::{
     ffi::OsString,
     io::{IsTerminal, Write},

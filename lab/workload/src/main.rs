@@ -8,6 +8,8 @@
 //! `cpuid` measures what that costs, and `kernel` talks to the test module. `gap` and `compress` measure for the
 //! benchmarks.
 
+#![allow(missing_docs)]
+
 mod attr;
 mod breakpoint;
 mod compress;
