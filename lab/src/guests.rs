@@ -1,5 +1,5 @@
-//! A disk with a stock QEMU, for virtual machines within the lab's machines. Kept under `target/lab/tools/` beside the
-//! QEMU that it is made of.
+//! A disk with a stock QEMU, for virtual machines within the lab's machines. The lab keeps the disk
+//! under `target/lab/tools/`, beside the QEMU from which it is made.
 
 use std::{fs, path::PathBuf};
 
@@ -10,14 +10,14 @@ use crate::{
     lock::Lock,
 };
 
-/// What the disk calls itself.
+/// The disk's label.
 const LABEL: &str = "mercury-guests";
 const SIZE: &str = "700M";
 
-/// QEMU's arguments for it.
+/// Returns QEMU's arguments for the disk.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If the disk cannot be made.
 pub fn arguments() -> Result<[String; 4]> {
     let disk = ensure()?.to_string_lossy().replace(',', ",,");
     let drive = format!("if=none,id=guests,file={disk},format=raw,read-only=on");

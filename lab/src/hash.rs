@@ -1,4 +1,4 @@
-//! Names for what is made, from the contents of what it is made of.
+//! Names of products, computed from the contents of their ingredients.
 
 use std::{fs, path::Path};
 
@@ -6,12 +6,12 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{Context, Result};
 
-/// Collects whatever decides how a product comes out.
+/// The ingredients that decide how a product comes out.
 #[derive(Debug, Default)]
 pub struct Ingredients(Sha256);
 
 impl Ingredients {
-    /// Adds a text or other bytes; the length goes in as well, so that parts cannot run together.
+    /// Adds a text or other bytes. The length is hashed too, so that two parts cannot run together.
     #[must_use]
     pub fn with(mut self, part: impl AsRef<[u8]>) -> Self {
         let part = part.as_ref();
@@ -23,7 +23,7 @@ impl Ingredients {
     /// Adds a file's contents, or those of a whole directory with the names in it.
     ///
     /// # Errors
-    /// If something cannot be read.
+    /// If a file cannot be read.
     pub fn with_path(self, path: &Path) -> Result<Self> {
         let what = || format!("read {}", path.display());
         if path.is_symlink() {
@@ -40,7 +40,7 @@ impl Ingredients {
         })
     }
 
-    /// The name: twelve hexadecimal digits.
+    /// Returns the name: twelve hexadecimal digits.
     #[must_use]
     pub fn name(self) -> String {
         self.0.finalize().iter().take(6).map(|byte| format!("{byte:02x}")).collect()

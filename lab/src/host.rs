@@ -1,4 +1,4 @@
-//! Programs of the host's: run with a log, as root where they must be.
+//! Programs that run on the host, each with a log, and as root where needed.
 
 use std::{
     fs::{self, File},
@@ -13,18 +13,19 @@ use crate::{
     progress::{self, Count},
 };
 
-/// How many of a log's last lines an error shows.
+/// The number of a log's last lines that an error shows.
 const TAIL_LINES: usize = 25;
 
-/// Runs a program to its end; what it says goes to a log of the name `log`.
+/// Runs a program to its end. The program's output goes to a log of the name `log`.
 ///
 /// # Errors
-/// If it cannot be started or does not succeed; the error shows the last of what it said.
+/// If the program cannot be started or does not succeed; the error shows the last lines of the log.
 pub fn run(what: &str, log: &str, command: &mut Command) -> Result<()> {
     run_shown(what, log, command, None)
 }
 
-/// Runs a program as [`run`] does, and shows how far it has come: it says about `lines` lines in all.
+/// Runs a program as [`run`] does, and shows its progress. The program prints about `lines` lines
+/// in all.
 ///
 /// # Errors
 /// As for [`run`].
@@ -58,7 +59,7 @@ fn run_shown(what: &str, log: &str, command: &mut Command, lines: Option<u64>) -
     })
 }
 
-/// Returns a function that counts the lines of a growing file; it reads what is new each time.
+/// Returns a function that counts the lines of a growing file. Each call reads only the new part.
 fn line_counter(path: PathBuf) -> impl FnMut() -> u64 + Send {
     let mut file = File::open(path).ok();
     let (mut lines, mut buffer) = (0, vec![0; 64 << 10]);
@@ -70,12 +71,14 @@ fn line_counter(path: PathBuf) -> impl FnMut() -> u64 + Send {
     }
 }
 
-/// Copies a file, by a program. This process never has the copy open for writing, so that none of the children that its other
-/// threads start can inherit that for a moment: the kernel refuses to execute a file that is open so (`ETXTBSY`).
-/// What is zero takes no room.
+/// Copies a file by a program, with holes in place of zeros.
+///
+/// This process must never have the copy open for writing. A child that another thread starts would
+/// inherit the open file for a moment, and the kernel refuses to execute a file that is open for
+/// writing (`ETXTBSY`).
 ///
 /// # Errors
-/// If it cannot be read or written.
+/// If a file cannot be read or written.
 pub fn copy(from: &Path, to: &Path) -> Result<()> {
     let name = to.file_name().unwrap_or_default().to_string_lossy();
     let mut command = Command::new("cp");
@@ -86,7 +89,7 @@ pub fn copy(from: &Path, to: &Path) -> Result<()> {
     )
 }
 
-/// A command that needs to be root: through sudo where we are not.
+/// Returns a command that runs as root, through sudo if this process is not root.
 #[must_use]
 pub fn as_root(program: &str) -> Command {
     if rustix::process::geteuid().is_root() {
@@ -97,8 +100,8 @@ pub fn as_root(program: &str) -> Command {
     sudo
 }
 
-/// Returns a command that needs to be root, with mounts of its own. Whatever it leaves mounted, and however it ends, these mounts go
-/// with its last process: the host never has them.
+/// Returns a command that runs as root, with mounts of its own. These mounts go with the command's
+/// last process, however it ends. The host never has them.
 #[must_use]
 pub fn as_root_with_own_mounts(program: &str) -> Command {
     let mut command = as_root("unshare");
@@ -109,7 +112,7 @@ pub fn as_root_with_own_mounts(program: &str) -> Command {
 /// Removes a tree that may belong to root.
 ///
 /// # Errors
-/// If something of it stays.
+/// If a part of the tree stays.
 pub fn remove_tree(tree: &Path) -> Result<()> {
     if !tree.exists() {
         return Ok(());
@@ -118,28 +121,28 @@ pub fn remove_tree(tree: &Path) -> Result<()> {
     run(&what, "remove", as_root("rm").args(["-rf", "--one-file-system"]).arg(tree))
 }
 
-/// The last lines of a text file, as far as it can be read.
+/// Returns the last lines of a text file, as far as the file can be read.
 #[must_use]
 pub fn tail(path: &Path, lines: usize) -> String {
     let text = fs::read(path).unwrap_or_default();
     last_lines(&String::from_utf8_lossy(&text), lines)
 }
 
-/// The last lines of a text.
+/// Returns the last lines of a text.
 #[must_use]
 pub fn last_lines(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// The file that a program's name means in this process's search path.
+/// Returns the file that a program's name means in this process's search path.
 #[must_use]
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file())
 }
 
-/// Words as a shell would take them.
+/// Returns words quoted for a shell.
 #[must_use]
 pub fn quoted(words: &[String]) -> String {
     let words: Vec<String> = words.iter().map(|word| format!("'{}'", word.replace('\'', r"'\''"))).collect();
@@ -169,7 +172,7 @@ mod tests {
         fs::remove_file(&path).unwrap();
     }
 
-    /// With [`fs::copy`] this fails within some hundred rounds.
+    /// With [`fs::copy`] this test fails within some hundred rounds.
     #[test]
     fn a_copied_program_starts_whoever_else_starts_programs() {
         const ROUNDS: usize = 400;

@@ -1,4 +1,4 @@
-//! A hosted Debian on this terminal: `lab hosted`.
+//! `lab hosted`: a hosted Debian on this terminal.
 
 use std::{
     ffi::OsString,
@@ -23,17 +23,17 @@ const RELEASE: Release = Release::Bookworm;
 const MEMORY: &str = "512M";
 const APPEND: &str = "quiet loglevel=1 root=/dev/vda rw init=/usr/sbin/hosted-init";
 
-/// Files that the disk gets: where, from what, and their rights.
+/// Files on the disk: the place, the contents and the rights.
 const FILES: &[(&str, &str, &str)] = &[
     ("/usr/sbin/hosted-init", include_str!("../guest/hosted/init"), "0100755"),
     ("/etc/hosted.bashrc", include_str!("../guest/hosted/bashrc"), "0100644"),
 ];
 
-/// Starts a hosted Debian with a shell, with more arguments for `mercury hosted run`: on the small pre-virtualized kernel, and a disk
-/// that stays.
+/// Starts a hosted Debian with a shell, on the small pre-virtualized kernel and a disk that stays.
+/// `arguments` go to `mercury hosted run`.
 ///
 /// # Errors
-/// If something does not build.
+/// If a program, the kernel or the disk cannot be built.
 pub fn shell(arguments: &[OsString]) -> Result<ExitCode> {
     let image = Image::ensure(RELEASE)?;
     let built = previrtualization::build(RELEASE, Flavour::PreVirtualized)?;
@@ -71,7 +71,7 @@ fn has(arguments: &[OsString], option: &str) -> bool {
     })
 }
 
-/// Makes the disk if it is not there, and gives it the first program of today.
+/// Makes the disk if it is missing, and writes the present first program to it.
 fn disk(image: &Image) -> Result<PathBuf> {
     let path = paths::lab_dir("hosted")?
         .join(image.disk().parent().and_then(|all| all.file_name()).unwrap_or_default());
@@ -80,10 +80,10 @@ fn disk(image: &Image) -> Result<PathBuf> {
         host::copy(&image.disk(), &new)?;
         fs::rename(&new, &path).context(|| format!("name {}", path.display()))?;
     }
-    // Images were open to all users of the host before.
+    // Older images were open to all users of the host.
     let owner = fs::Permissions::from_mode(0o600);
     fs::set_permissions(&path, owner).context(|| format!("keep {} from others", path.display()))?;
-    // A running machine has it: that one says so when it starts.
+    // A running machine holds the lock. `mercury hosted run` reports that when it starts.
     let Some(lock) = Lock::take(&path)? else { return Ok(path) };
     let stamp = path.with_extension("files");
     let inputs =
@@ -99,7 +99,7 @@ fn disk(image: &Image) -> Result<PathBuf> {
 
 /// Writes the files into the file system of a disk that no machine uses.
 fn put_files(disk: &Path) -> Result<()> {
-    // A machine that was ended at once has left a journal, which would undo what is written here.
+    // A machine that was killed has left a journal, whose replay would undo what is written here.
     let mut check = Command::new("sh");
     check.args(["-c", "e2fsck -fp \"$1\"; [ $? -le 1 ]", "sh"]).arg(disk);
     host::run("checking the hosted machine's file system", "hosted-check", &mut check)?;
@@ -121,7 +121,7 @@ fn put_file(disk: &Path, to: &str, text: &str, mode: &str) -> Result<()> {
     for done in [&from, &script] {
         fs::remove_file(done).context(|| format!("remove {}", done.display()))?;
     }
-    // It is successful whatever its orders have come to.
+    // debugfs exits with success even if its orders failed.
     let mut read = Command::new("debugfs");
     let read = read.args(["-R", &format!("cat {to}")]).arg(disk).output();
     let read = read.context(|| "start debugfs".into())?;
@@ -152,11 +152,11 @@ fn is_plain(word: &str) -> bool {
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-+.:/,".contains(&byte))
 }
 
-/// Describes the network for the machine's first program, likewise: passt gives the machine the host's own address and gateway, and so
-/// does this.
+/// Describes the network for the machine's first program, in the same way. passt gives the machine
+/// the host's own address and gateway, and so does this description.
 ///
 /// # Errors
-/// Why there can be none.
+/// The reason for which there can be no network.
 fn network() -> std::result::Result<String, String> {
     if host::find_program("passt").is_none() {
         return Err("passt is not installed (Debian's package is called passt)".into());

@@ -1,5 +1,5 @@
-//! Machines that hung on their first way up, before anything of Mercury's was in them: what there was to see
-//! of each, for `lab test` to show at its end.
+//! Machines that hung on their first boot, before anything of Mercury's was in them. `lab test`
+//! shows the evidence of each at its end.
 
 use std::{fs, fs::File, io::Write, path::PathBuf};
 
@@ -12,10 +12,10 @@ fn book() -> Result<PathBuf> {
     Ok(paths::lab_dir("log")?.join("hung"))
 }
 
-/// Adds one.
+/// Records a machine that hung.
 ///
 /// # Errors
-/// If it cannot be written down.
+/// If the record cannot be written.
 pub fn record(error: &Error) -> Result<()> {
     let name = std::thread::current().name().unwrap_or("main").to_owned();
     let what = || "record a machine that hung".into();
@@ -23,19 +23,19 @@ pub fn record(error: &Error) -> Result<()> {
     book.write_all(format!("HUNG {name}: {error}\n").as_bytes()).context(what)
 }
 
-/// Forgets all.
+/// Removes all records.
 ///
 /// # Errors
-/// If there is no place for them.
+/// If the directory of the records cannot be made.
 pub fn forget() -> Result<()> {
     let _ = fs::remove_file(book()?);
     Ok(())
 }
 
-/// All that have been recorded, and how many they are.
+/// Returns the number and the text of all records.
 ///
 /// # Errors
-/// If there is no place for them.
+/// If the directory of the records cannot be made.
 pub fn all() -> Result<(usize, String)> {
     let text = fs::read_to_string(book()?).unwrap_or_default();
     Ok((text.lines().filter(|line| line.starts_with("HUNG ")).count(), text))

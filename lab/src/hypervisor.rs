@@ -1,8 +1,8 @@
-//! Builds the hypervisor's flat image, which the module embeds.
+//! The build of the hypervisor's flat image, which the module embeds.
 //!
-//! It is a freestanding program for the ordinary target: no unwinding, no red zone, position-independent
-//! with relative relocations only (switch/hypervisor/link.ld says the rest), in target directories of its own so
-//! that its flags disturb nothing else.
+//! The image is a freestanding program for the ordinary target: no unwinding, no red zone,
+//! position-independent with relative relocations only (switch/hypervisor/link.ld says the rest).
+//! Target directories of its own keep its flags from rebuilding anything else.
 
 use std::{fs, path::PathBuf, process::Command};
 
@@ -15,10 +15,13 @@ use crate::{
     paths,
 };
 
-/// What the compiler must know beyond the profile: interrupts may strike below the stack pointer in
-/// root mode, the program is a position-independent one without an interpreter, and what user mode can
-/// reach has no indirect branches: no jump tables, and no calls through a table of addresses, which the
-/// compiler makes for memcpy and the like where relocations are read-only.
+/// The compiler's flags beyond the profile:
+///
+/// - No red zone: interrupts may strike below the stack pointer in root mode.
+/// - A position-independent program without an interpreter.
+/// - No indirect branches in code that user mode can reach. Hence no jump tables, and no calls
+///   through a table of addresses, which the compiler makes for memcpy and the like where
+///   relocations are read-only.
 const FLAGS: &str = "-C no-redzone=y -C relocation-model=pic -C jump-tables=no -C relro-level=off \
     -C target-feature=+crt-static";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -31,7 +34,7 @@ const fn name(variant: Variant) -> &'static str {
     }
 }
 
-/// Lets a command of cargo's work on the image of a variant, in a target directory of its own.
+/// Directs a cargo command at the image of a variant, in a target directory of its own.
 fn freestanding(cargo: &mut Command, variant: Variant) -> Result<PathBuf> {
     let features = match variant {
         Variant::Production => "image",
@@ -47,10 +50,10 @@ fn freestanding(cargo: &mut Command, variant: Variant) -> Result<PathBuf> {
     Ok(target)
 }
 
-/// The lints of what only the image has, and of the same code as the image has it.
+/// Returns the command that lints the image's own code, and the shared code as the image has it.
 ///
 /// # Errors
-/// If there is no directory for it.
+/// If the target directory cannot be made.
 pub fn lints(variant: Variant) -> Result<Command> {
     let mut cargo = artefacts::cargo();
     cargo.args(["clippy", "-q", "--lib"]);
@@ -59,11 +62,11 @@ pub fn lints(variant: Variant) -> Result<Command> {
     Ok(cargo)
 }
 
-/// Builds the image of a variant; cargo knows whether there is anything to do. Beside it stands the ELF
-/// with symbols, for debuggers: the same name with `.elf`.
+/// Builds the image of a variant; cargo knows if a build is needed. The ELF file with symbols, for
+/// debuggers, stands beside the image under the same name with `.elf`.
 ///
 /// # Errors
-/// If it does not build; the error names the log.
+/// If the image does not build; the error names the log.
 pub fn build(variant: Variant) -> Result<PathBuf> {
     let name = name(variant);
     let _lock = Lock::wait(name)?;
@@ -76,7 +79,7 @@ pub fn build(variant: Variant) -> Result<PathBuf> {
     let elf = target.join(TARGET).join("hypervisor").join(NAME);
     let image = directory.join(format!("{name}.bin"));
     let mut flatten = Command::new("objcopy");
-    // Nobody reads half of one.
+    // No reader meets a half-written image.
     let unfinished = image.with_extension("new");
     flatten.args(["-O", "binary"]).arg(&elf).arg(&unfinished);
     host::run(&format!("flattening the {name}"), &format!("flatten-{name}"), &mut flatten)?;

@@ -1,9 +1,9 @@
-//! Root images of Debian releases, made from Debian's packages by script and kept under
-//! `target/lab/images/` by the hash of their recipe.
+//! Root images of Debian releases, made from Debian's packages by a script. The lab keeps them
+//! under `target/lab/images/` by the hash of their recipe.
 //!
-//! One tree serves for two purposes: it is turned into the disk that the machines boot from, and it
-//! stays as the build root in which the kernel module is built with the release's own compiler and
-//! headers.
+//! One tree serves two purposes. The lab turns it into the disk that the machines boot from. It
+//! also stays as the build root, in which the kernel module is built with the release's own
+//! compiler and headers.
 
 use std::{
     fmt, fs,
@@ -20,15 +20,16 @@ use crate::{
     paths, progress,
 };
 
-/// Runs outside of the new tree, with its path as the argument, after the packages are in.
+/// The script that runs outside the new tree, after the packages are in. Its argument is the tree's
+/// path.
 const CUSTOMIZE: &str = include_str!("../guest/customize");
 
 /// Size of the root disk's file system. The file is sparse.
 const DISK_SIZE: &str = "4G";
 
-/// What every image holds besides Debian's essential packages.
+/// The packages of every image besides Debian's essential packages.
 const PACKAGES: &[&str] = &[
-    // The system: kernels, init, and what one needs to look around.
+    // The system: kernels, init, and tools to look around.
     "systemd-sysv",
     "udev",
     "dbus",
@@ -42,7 +43,7 @@ const PACKAGES: &[&str] = &[
     "kexec-tools",
     "linux-image-cloud-amd64",
     "linux-image-amd64",
-    // Building the module, here and by DKMS in the machine.
+    // Tools for building the module, here and by DKMS in the machine.
     "linux-headers-cloud-amd64",
     "linux-headers-amd64",
     "gcc",
@@ -67,12 +68,12 @@ const PACKAGES: &[&str] = &[
     "cryptsetup-bin",
     "mdadm",
     "python3-minimal",
-    // For people at a shell: the command's manual pages and its completion.
+    // For people at a shell: the manual pages and the completion of `mercury`.
     "man-db",
     "bash-completion",
 ];
 
-/// What the machines have no use for.
+/// Paths that the machines do not need.
 const EXCLUDED: &[&str] = &["/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*"];
 
 /// A Debian release that machines run.
@@ -85,10 +86,10 @@ pub enum Release {
 }
 
 impl Release {
-    /// All of them.
+    /// All releases.
     pub const ALL: [Self; 2] = [Self::Bookworm, Self::Trixie];
 
-    /// The name in Debian's archive.
+    /// Returns the release's name in Debian's archive.
     #[must_use]
     pub fn codename(self) -> &'static str {
         match self {
@@ -111,10 +112,10 @@ pub struct Image {
 }
 
 impl Image {
-    /// The image of `release`; made now if it is not there.
+    /// Returns the image of `release`. The image is made first if it is missing.
     ///
     /// # Errors
-    /// If it cannot be made; the error names the log.
+    /// If the image cannot be made; the error names the log.
     pub fn ensure(release: Release) -> Result<Self> {
         let dir = paths::lab_dir("images")?.join(format!("{release}-{}", recipe(release)));
         let image = Self { dir };
@@ -128,13 +129,13 @@ impl Image {
         Ok(image)
     }
 
-    /// The tree that the image was made from, which is also the build root.
+    /// Returns the path of the tree from which the image was made, which is also the build root.
     #[must_use]
     pub fn tree(&self) -> PathBuf {
         self.dir.join("tree")
     }
 
-    /// The root disk, a raw image that is never written to.
+    /// Returns the path of the root disk, a raw image that the lab never writes to.
     #[must_use]
     pub fn disk(&self) -> PathBuf {
         self.dir.join("root.img")
@@ -155,7 +156,7 @@ impl Image {
     }
 }
 
-/// Everything that decides what an image holds, but for the archive's state on the day.
+/// Returns everything that decides an image's contents, except for the archive's state on the day.
 fn recipe(release: Release) -> String {
     Ingredients::default()
         .with(release.codename())
@@ -177,14 +178,14 @@ fn make_tree(release: Release, tree: &Path) -> Result<()> {
 }
 
 fn mmdebstrap(release: Release, tree: &Path, hook: &Path, sources: &Path) -> Command {
-    // Debian's kernels come without an initramfs: the lab makes its own, and this saves a minute.
+    // Debian's kernels come without an initramfs. The lab makes its own, which saves a minute.
     let mut command = host::as_root_with_own_mounts("env");
     command.args(["INITRD=No", "mmdebstrap", "--mode=root", "--variant=minbase", "--skip=check/qemu"]);
     command.arg(format!("--include={}", PACKAGES.join(",")));
     for path in EXCLUDED {
         command.arg(format!("--dpkgopt=path-exclude={path}"));
     }
-    // A tree that is not finished is thrown away: nothing of it has to be on the disk before the next package.
+    // An unfinished tree is thrown away. So no package has to be on the disk before the next one.
     command.arg("--dpkgopt=force-unsafe-io");
     for option in apt::fetch_options() {
         command.arg(format!("--aptopt={option}"));
@@ -194,23 +195,23 @@ fn mmdebstrap(release: Release, tree: &Path, hook: &Path, sources: &Path) -> Com
     command
 }
 
-/// Makes an ext4 disk of a directory's contents.
+/// Makes an ext4 disk from a directory's contents.
 ///
 /// # Errors
 /// If mke2fs fails.
 pub fn make_disk(what: &str, tree: &Path, disk: &Path, label: &str, size: &str) -> Result<()> {
     let mut command = host::as_root("mke2fs");
     command.args(["-q", "-F", "-t", "ext4", "-m", "0", "-L", label]);
-    // Everything is written now: a machine should not spend its first minute on inode tables.
+    // Write all inode tables now. A machine should not spend its first minute on them.
     command.args(["-E", "lazy_itable_init=0,lazy_journal_init=0,root_owner=0:0"]);
     command.arg("-d").arg(tree).arg(disk).arg(size);
     host::run(what, "mke2fs", &mut command)
 }
 
-/// Removes a release's image, so that the next one is made of the packages of its day.
+/// Removes a release's image, so that the next image is made from the packages of its day.
 ///
 /// # Errors
-/// If something of it stays.
+/// If a part of the image stays.
 pub fn forget(release: Release) -> Result<()> {
     let _lock = Lock::wait(&format!("image-{release}"))?;
     remove_older(release, Path::new(""))

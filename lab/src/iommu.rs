@@ -1,23 +1,24 @@
-//! IOMMUs, which stand between devices and memory: what QEMU is told for one, and whether the machine uses it.
+//! IOMMUs, which stand between devices and memory: QEMU's arguments for them, and the check that a
+//! machine uses its IOMMU.
 
 use crate::{
     error::{Error, Result},
     machine::Machine,
 };
 
-/// Whose IOMMU. Linux drives both on any processor.
+/// The vendor of the IOMMU. Linux drives both on any processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Iommu {
-    /// AMD's. The cloud kernels have no driver for it.
+    /// AMD's IOMMU. The cloud kernels have no driver for it.
     Amd,
-    /// Intel's.
+    /// Intel's IOMMU.
     Intel,
 }
 
-/// virtio's devices that machines have.
+/// The virtio devices that machines have.
 const VIRTIO: &[&str] = &["blk", "net", "serial", "balloon", "rng"];
 
-/// Fails with what does not hold.
+/// A program that fails and prints the condition that does not hold.
 const AT_WORK: &str = r#"
 for device in /sys/bus/pci/drivers/{nvme,ahci,e1000e,xhci_hcd}/0000:*; do
     test -e $device || continue
@@ -32,7 +33,8 @@ grep -q IR-PCI-MSI /proc/interrupts || { echo "interrupts are not remapped"; exi
 ! dmesg | grep -E 'IO_PAGE_FAULT|DMAR: .*fault|Completion-Wait loop timed out|ILLEGAL_DEV_TABLE_ENTRY'
 "#;
 
-/// virtio's go round it whatever their group says, unless they agreed to VIRTIO_F_ACCESS_PLATFORM (virtio 1.1, 6).
+/// A further check for virtio devices. They bypass the IOMMU whatever their group says, unless they
+/// agreed to VIRTIO_F_ACCESS_PLATFORM (virtio 1.1, 6).
 const VIRTIO_TOO: &str = r#"
 for device in /sys/bus/virtio/devices/*; do
     test "$(cut -c 34 $device/features)" = 1 || { echo "${device##*/} goes round it"; exit 1; }
@@ -40,10 +42,14 @@ done
 "#;
 
 impl Iommu {
-    /// QEMU's arguments. Without `dma-remap` AMD's lets everything pass as it is, whatever its tables say. virtio's devices
-    /// go round both unless they are told not to, and are no old ones; behind AMD's they find no requests (docs/lab.md).
-    /// `strict` has the BIOS leave virtio's disks alone that nothing is booted from: it gives them queues where they may not read any more
-    /// once the IOMMU translates, and one that looks there is a fault of its.
+    /// Returns QEMU's arguments for the IOMMU.
+    ///
+    /// - `dma-remap`: without it, AMD's IOMMU passes everything as it is, whatever its tables say.
+    /// - virtio devices bypass both IOMMUs unless they are told not to and are no legacy devices.
+    ///   Behind AMD's they find no requests (docs/lab.md).
+    /// - `strict` makes the BIOS leave alone the virtio disks from which nothing is booted.
+    ///   Otherwise the BIOS gives such a disk queues that the disk may not read any more once the
+    ///   IOMMU translates. A read of them is then a fault.
     pub(crate) fn arguments(self) -> Vec<String> {
         let (iommu, behind): (_, &[&str]) = match self {
             Self::Amd => ("amd-iommu,dma-remap=on,intremap=on", &[]),
@@ -57,16 +63,17 @@ impl Iommu {
         all.chain(strict.into_iter().flatten().map(str::to_owned)).collect()
     }
 
-    /// What the kernel is told. AMD's it uses without being told.
+    /// Returns the kernel's argument for the IOMMU. The kernel uses AMD's without an argument.
     pub(crate) fn kernel_argument(self) -> Option<&'static str> {
         (self == Self::Intel).then_some("intel_iommu=on")
     }
 }
 
-/// Whether a machine's IOMMU, if it has one, translates what its devices say, and has found nothing wrong with it.
+/// Checks that a machine's IOMMU, if there is one, translates the devices' addresses and has
+/// recorded no fault.
 ///
 /// # Errors
-/// With what is not so.
+/// With the condition that does not hold.
 pub fn check(machine: &Machine) -> Result<()> {
     let lines = match machine.iommu() {
         None => return Ok(()),

@@ -1,5 +1,6 @@
-//! The kernels that machines boot, and an initramfs for each: the agent as `/init`, and the modules that
-//! this kernel needs to see its disks and the port to the host (none, for the cloud kernel).
+//! The kernels that machines boot, and an initramfs for each. The initramfs has the agent as
+//! `/init`, and the modules that this kernel needs to see its disks and the port to the host (none,
+//! for the cloud kernel).
 
 use std::{
     collections::HashMap,
@@ -19,12 +20,12 @@ use crate::{
     paths,
 };
 
-/// Modules that the way to the root disk and to the host needs, unless they are built in.
+/// Modules that lead to the root disk and to the host, unless the kernel has them built in.
 const BOOT_MODULES: &[&str] =
     &["nvme", "virtio_pci", "virtio_blk", "ahci", "ata_piix", "sd_mod", "ext4", "virtio_console"];
 
-/// Implementations that the kernel would ask for by alias; there is no modprobe in an initramfs, so they
-/// come first. Some kernels have them built in, or not at all.
+/// Modules that the kernel would request by alias. An initramfs has no modprobe, so these modules
+/// are loaded first. Some kernels have them built in, or not at all.
 const CRYPTO_MODULES: &[&str] =
     &["crc32c_generic", "crct10dif_generic", "crc64_rocksoft_generic", "crc64-rocksoft-generic"];
 
@@ -42,11 +43,11 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// All of them.
+    /// All kernels.
     pub const ALL: [Self; 4] =
         [Self::BookwormCloud, Self::BookwormGeneric, Self::TrixieCloud, Self::TrixieGeneric];
 
-    /// The release that it belongs to.
+    /// Returns the release to which the kernel belongs.
     #[must_use]
     pub fn release(self) -> Release {
         match self {
@@ -59,7 +60,7 @@ impl Kernel {
         matches!(self, Self::BookwormCloud | Self::TrixieCloud)
     }
 
-    /// The name on the command line.
+    /// Returns the kernel's name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -73,7 +74,7 @@ impl Kernel {
     /// Finds this kernel's files in an image.
     ///
     /// # Errors
-    /// If the image does not hold it.
+    /// If the image does not hold the kernel.
     pub fn files(self, image: &Image) -> Result<Files> {
         let boot = image.tree().join("boot");
         let names = fs::read_dir(&boot).context(|| format!("list {}", boot.display()))?;
@@ -109,19 +110,19 @@ impl FromStr for Kernel {
     }
 }
 
-/// A kernel's files.
 #[derive(Clone, Debug)]
 pub struct Files {
-    /// What `uname -r` says.
+    /// The version that `uname -r` prints.
     pub version: String,
-    /// The image to boot.
+    /// The bootable image.
     pub vmlinuz: PathBuf,
-    /// Its directory of modules.
+    /// The directory of the kernel's modules.
     pub modules: PathBuf,
 }
 
 impl Files {
-    /// An initramfs with `agent` as its first program, made if it is not there.
+    /// Returns an initramfs with `agent` as its first program. The initramfs is made first if it is
+    /// missing.
     ///
     /// # Errors
     /// If a module cannot be read or the file not be written.
@@ -154,7 +155,8 @@ impl Files {
     }
 }
 
-/// An initramfs with `agent` as its first program and nothing else, made if it is not there.
+/// Returns an initramfs with `agent` as its first program and nothing else. The initramfs is made
+/// first if it is missing.
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -179,7 +181,7 @@ fn ensure_initramfs(path: &Path, pack: impl FnOnce() -> Result<Vec<u8>>) -> Resu
     fs::rename(&unfinished, path).context(|| "name the initramfs".into())
 }
 
-/// What every initramfs has.
+/// Returns an archive with the agent and the folders that every initramfs has.
 fn with_agent(agent: &Path) -> Result<Archive> {
     let mut archive = Archive::default();
     for directory in ["dev", "proc", "sys", "lib"] {
@@ -191,8 +193,8 @@ fn with_agent(agent: &Path) -> Result<Archive> {
     Ok(archive)
 }
 
-/// The paths of the wanted modules and of all that they need, each after what it needs. Modules that are
-/// not in the table are built in.
+/// Returns the paths of the wanted modules and of all their dependencies, each after its own
+/// dependencies. Modules that the table does not list are built in.
 fn load_order<'a>(modules_dep: &'a str, wanted: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let table: HashMap<&str, (&str, &str)> = modules_dep
         .lines()
@@ -201,7 +203,7 @@ fn load_order<'a>(modules_dep: &'a str, wanted: impl Iterator<Item = &'a str>) -
         .collect();
     let mut order: Vec<&str> = Vec::new();
     for (path, needs) in wanted.filter_map(|name| table.get(name)) {
-        // depmod lists what is needed with the most basic last.
+        // depmod lists dependencies with the most basic one last.
         for module in needs.split_whitespace().rev().chain([*path]) {
             if !order.contains(&module) {
                 order.push(module);
@@ -211,13 +213,13 @@ fn load_order<'a>(modules_dep: &'a str, wanted: impl Iterator<Item = &'a str>) -
     order
 }
 
-/// `kernel/fs/ext4/ext4.ko.xz` is the module `ext4`.
+/// Returns the name of a module from its path: `kernel/fs/ext4/ext4.ko.xz` is the module `ext4`.
 fn module_name(path: &str) -> &str {
     let file = path.rsplit('/').next().unwrap_or(path);
     file.split(".ko").next().unwrap_or(file)
 }
 
-/// A module's ELF file, unpacked.
+/// Reads a module's ELF file, unpacked.
 fn read_module(path: &Path) -> Result<Vec<u8>> {
     let what = || format!("read {}", path.display());
     if path.extension().is_none_or(|extension| extension != "xz") {

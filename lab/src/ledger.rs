@@ -1,5 +1,5 @@
-//! Money that goes from account to account in a machine's PostgreSQL, on the orders of clients on another machine: what
-//! they were told is done must be there, once.
+//! Payments between accounts in a machine's PostgreSQL, ordered by clients on another machine. Each
+//! payment that a client was told is committed must be in the database, exactly once.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,16 +8,17 @@ use crate::{
     machine::Machine,
 };
 
-/// Accounts with 1000 each, and what was done with them. Nothing keeps anything from being done twice.
+/// The tables: accounts with 1000 each, and the payments. No constraint prevents a payment from
+/// being recorded twice.
 const LEDGER: &str = "create table account (id int primary key, balance bigint not null); \
     insert into account select id, 1000 from generate_series(0, 19) id; \
     create table done (client int, seq int, source int, target int, amount bigint)";
 const TOTAL: &str = "20000";
 
-/// PostgreSQL with an empty ledger and pgbench's tables, for whoever is on the network of 10.9.0.
+/// Starts PostgreSQL with an empty ledger and pgbench's tables, open to the network of 10.9.0.
 ///
 /// # Errors
-/// If it does not start.
+/// If PostgreSQL does not start.
 pub fn serve(machine: &Machine) -> Result<()> {
     machine.sh("cd /etc/postgresql/*/main && echo \"listen_addresses = '*'\" >> postgresql.conf && \
          echo 'host all all 10.9.0.0/24 trust' >> pg_hba.conf")?;
@@ -25,26 +26,26 @@ pub fn serve(machine: &Machine) -> Result<()> {
     machine.sh(&format!("psql -q bench -c '{LEDGER}'")).map(drop)
 }
 
-/// How a ledger compares with what its clients were told.
+/// The comparison of a ledger with the commits that its clients were told of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     /// Transactions that clients were told are committed.
     pub acknowledged: u64,
-    /// Those of them that are not there.
+    /// Acknowledged transactions that the database does not have.
     pub lost: u64,
-    /// What is there more than once.
+    /// Transactions that the database has more than once.
     pub doubled: u64,
-    /// What is there, and nobody was told so.
+    /// Transactions in the database that no client was told of.
     pub unheard: u64,
-    /// Accounts whose balance is not what the transactions make of it.
+    /// Accounts whose balance differs from the sum of their transactions.
     pub wrong_accounts: u64,
-    /// Whether the sum of all accounts is what it was in the beginning.
+    /// True if the sum of all accounts has not changed.
     pub sum_is_right: bool,
 }
 
 impl Ledger {
-    /// Compares; `acknowledged` has for each client, by its number, how many transactions it was told are committed. All
-    /// clients have ended.
+    /// Compares the ledger with `acknowledged`: the number of acknowledged transactions of each
+    /// client, by the client's number. All clients must have ended.
     ///
     /// # Errors
     /// If the database does not answer.
@@ -62,7 +63,8 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// One client's: rows that are there, different transactions among them, and those of these that it was told of.
+    /// Adds one client: its acknowledged transactions, its rows in the database, the different
+    /// transactions among these rows, and those of them that the client was told of.
     fn add(&mut self, told: u64, rows: u64, different: u64, heard: u64) {
         self.acknowledged += told;
         self.lost += told - heard;
@@ -70,7 +72,7 @@ impl Ledger {
         self.unheard += different - heard;
     }
 
-    /// Whether all that was acknowledged is there, once, and nothing else is.
+    /// Returns true if the database has every acknowledged transaction once, and no other.
     #[must_use]
     pub fn is_right(&self) -> bool {
         let wrong = self.lost + self.doubled + self.unheard + self.wrong_accounts;

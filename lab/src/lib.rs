@@ -1,5 +1,6 @@
-//! The lab makes and boots the machines that Mercury's tests, its demo and its developers use: stock
-//! Debian kernels in QEMU's software emulation, with AMD's SVM and nested paging, on any host.
+//! The lab makes and boots the machines that Mercury's tests, its demo and its developers use. They
+//! are stock Debian kernels in QEMU's software emulation, with AMD's SVM and nested paging, on any
+//! host.
 //!
 //! ```no_run
 //! use mercury_lab::{Kernel, Machine, Spec};
@@ -11,9 +12,15 @@
 //! # }
 //! ```
 //!
-//! From the bottom up: `apt` finds the package mirror; `image` makes a root disk and a build root of a
-//! Debian release; `kernel` finds its kernels and packs an initramfs; `driver` and `artefacts` build the
-//! project and put it on a disk; `spec` describes a machine and `machine` runs it in an `emulator`, with `client` (the agent inside, see the crate `mercury-lab-agent`) at its sides.
+//! From the bottom up:
+//!
+//! - `apt` finds the package mirror.
+//! - `image` makes a root disk and a build root of a Debian release.
+//! - `kernel` finds the release's kernels and packs an initramfs.
+//! - `driver` and `artefacts` build the project and put it on a disk.
+//! - `spec` describes a machine.
+//! - `machine` runs the machine in an `emulator`. Its `client` speaks to the agent inside (see the
+//!   crate `mercury-lab-agent`).
 
 #![allow(missing_docs)]
 

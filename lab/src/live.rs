@@ -1,5 +1,5 @@
-//! What a long job says while it runs: headings, and one line, marked "live", that is written over again on a terminal.
-//! Elsewhere that line is printed twice a minute, so that a log shows that something moves.
+//! The output of a long job while it runs: headings, and one line, marked "live", that is rewritten
+//! on a terminal. In a log the line is printed twice a minute, so that a reader sees progress.
 
 use std::{
     io::{IsTerminal, Write},
@@ -13,7 +13,7 @@ pub fn say(what: &str) {
     println!("\n==> {what}");
 }
 
-/// The line that changes.
+/// The line that is rewritten.
 #[derive(Debug)]
 pub struct Line {
     start: Instant,
@@ -21,19 +21,19 @@ pub struct Line {
 }
 
 impl Line {
-    /// Counts the seconds from now on.
+    /// Begins the line, and counts the seconds from now on.
     #[must_use]
     pub fn begin() -> Self {
         Self { start: Instant::now(), printed: Instant::now() }
     }
 
-    /// How long it has been.
+    /// Returns the time since the line began.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// Shows another text.
+    /// Shows another text in the line.
     pub fn show(&mut self, text: &str) {
         let text = format!("  live {:4.0} s  {text}", self.elapsed().as_secs_f32());
         if std::io::stdout().is_terminal() {

@@ -1,5 +1,6 @@
-//! Boot loaders for machines that start by themselves: what Debian's packages of GRUB and systemd-boot hold, on a disk from
-//! which a machine installs one with the loader's own tools. No root image has them.
+//! Boot loaders for machines that start by themselves. A disk carries the contents of Debian's
+//! packages of GRUB and systemd-boot, and a machine installs one of them with the loader's own
+//! tools. No root image has them.
 
 use std::{
     fs,
@@ -18,17 +19,16 @@ use crate::{
     spec::{Bus, Spec},
 };
 
-/// What the disk calls itself.
+/// The disk's label.
 const LABEL: &str = "mercury-loaders";
 const SIZE: &str = "200M";
 const NAMES: &str = "grub-efi-amd64-bin,grub-pc-bin,grub2-common,systemd-boot,systemd-boot-efi";
-/// The firmware's partition.
+/// Size of the firmware's partition, in MiB.
 const FIRMWARE_MIB: u32 = 256;
 const INSTALL: &[u8] = include_bytes!("../guest/boot/install");
-/// In the machine.
+/// The installer's path in the machine.
 const INSTALLER: &str = "/root/install";
 
-/// A boot loader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loader {
     /// GRUB for UEFI.
@@ -48,11 +48,11 @@ impl Loader {
         }
     }
 
-    /// Has this machine carry the disk that it is installed from, the firmware that it is for, and one more disk, on virtio,
-    /// for the firmware's partition.
+    /// Adds to this machine the disk with the loader's packages, the firmware that the loader is
+    /// for, and one more virtio disk for the firmware's partition.
     ///
     /// # Errors
-    /// If the packages cannot be had.
+    /// If the packages cannot be fetched.
     pub fn with(self, spec: Spec) -> Result<Spec> {
         let disk = ensure(spec.kernel.release())?.to_string_lossy().replace(',', ",,");
         let drive = format!("if=none,id=loaders,file={disk},format=raw,read-only=on");
@@ -61,10 +61,11 @@ impl Loader {
         Ok(if self == Self::GrubPc { spec } else { spec.uefi_with_variables() })
     }
 
-    /// Installs it in a machine that the lab has started, with `firmware` as the firmware's partition.
+    /// Installs the loader in a machine that the lab has started, with `firmware` as the firmware's
+    /// partition.
     ///
     /// # Errors
-    /// If it cannot be installed.
+    /// If the loader cannot be installed.
     pub fn install(self, machine: &Machine, firmware: &str) -> Result<()> {
         let arguments = machine.arguments();
         let at = arguments.iter().position(|word| word == "-initrd");

@@ -1,5 +1,5 @@
-//! Locks between processes: advisory locks on files under `target/lab/locks/`, released by the kernel
-//! when their owner ends, however it ends.
+//! Locks between processes: advisory locks on files under `target/lab/locks/`. The kernel releases
+//! a lock when its owner ends, however it ends.
 
 use std::{
     fs::File,
@@ -19,7 +19,7 @@ use crate::{
     paths, testing,
 };
 
-/// A lock that is held as long as this lives.
+/// A lock that is held as long as this value lives.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
@@ -36,7 +36,7 @@ impl Lock {
         Ok(Self { _file: file })
     }
 
-    /// Takes the lock on the file at `path` if nobody has it.
+    /// Takes the lock on the file at `path`, unless another process holds it.
     ///
     /// # Errors
     /// If the lock's file cannot be made.
@@ -59,10 +59,11 @@ fn open(path: &Path) -> Result<File> {
         .context(|| format!("open {}", path.display()))
 }
 
-/// How many machines may run at once from one checkout, whatever starts them.
+/// The number of machines that may run at once from one checkout, whichever processes start them.
 const SLOTS: usize = 2;
 
-/// The right to run a number of machines at once. How long it was held is noted in [`Reservation::times`].
+/// The right to run a number of machines at once. [`Reservation::times`] records how long each was
+/// held.
 #[derive(Debug)]
 pub struct Reservation {
     _slots: Vec<Lock>,
@@ -70,12 +71,14 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Waits until `count` more machines may run. A test of several machines takes all its slots in one
-    /// call, so that two such tests cannot wait for each other; more slots than there are is all of
-    /// them. `MERCURY_LAB_SLOTS` changes how many there are.
+    /// Waits until `count` more machines may run. `MERCURY_LAB_SLOTS` changes the number of slots.
+    ///
+    /// A test of several machines takes all its slots in one call, so that two such tests cannot
+    /// wait for each other. A `count` above the number of slots takes all of them.
     ///
     /// # Errors
-    /// If the locks cannot be made; [`Error::Unsupported`] if the time is up that all tests have together.
+    /// If the locks cannot be made. [`Error::Unsupported`] if the time that all tests have together
+    /// is up.
     pub fn wait(count: usize) -> Result<Self> {
         let dir = paths::lab_dir("locks")?;
         let all = slots();
@@ -97,11 +100,11 @@ impl Reservation {
         }
     }
 
-    /// The file that says how long each was held: seconds, a space, the name of the thread, which in tests is
-    /// that of the test.
+    /// Returns the file that records how long each reservation was held. A line is the seconds, a
+    /// space, and the thread's name, which in tests is the test's.
     ///
     /// # Errors
-    /// If its directory cannot be made.
+    /// If the file's directory cannot be made.
     pub fn times() -> Result<PathBuf> {
         Ok(paths::lab_dir("log")?.join("reservations"))
     }
@@ -120,7 +123,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Whether no test should begin any more.
+/// Returns true if no further test should begin.
 fn time_is_up() -> bool {
     let deadline = std::env::var(testing::DEADLINE).ok().and_then(|text| text.parse().ok());
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

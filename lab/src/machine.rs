@@ -1,5 +1,5 @@
-//! A machine that runs: the emulator, its monitor, the agent, the logs. It ends when this is dropped, and when
-//! the process ends, however that happens.
+//! A running machine: the emulator, its monitor, the agent and the logs. The machine ends when this
+//! value is dropped, and when the process ends, however that happens.
 
 use std::{
     cell::OnceCell,
@@ -40,7 +40,6 @@ use crate::{
     spec::{self, Console, Platform, Spec, Vendor},
 };
 
-/// A running machine.
 #[derive(Debug)]
 pub struct Machine {
     spec: Spec,
@@ -53,18 +52,18 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Boots a machine and waits until it takes commands. Builds what it needs first; waits for its turn
-    /// when two machines run already.
+    /// Boots a machine and waits until it takes commands. Builds the artefacts first if needed.
+    /// Waits for a slot if two machines run already.
     ///
     /// # Errors
-    /// If something does not build, or the machine does not come up; the error shows its console.
+    /// If an artefact does not build, or the machine does not come up; the error shows its console.
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
         let slot = Reservation::wait(1)?;
         prepared.start_first(Some(slot))
     }
 
-    /// Boots a machine on a reservation that its caller holds for several.
+    /// Boots a machine on a reservation of several machines, which its caller holds.
     ///
     /// # Errors
     /// As for [`Machine::boot`].
@@ -75,7 +74,7 @@ impl Machine {
     /// Boots a machine with a shell on this terminal, and waits for its end.
     ///
     /// # Errors
-    /// If something does not build or QEMU does not start.
+    /// If an artefact does not build or QEMU does not start.
     pub fn shell(spec: Spec) -> Result<()> {
         let prepared = Prepared::new(spec.console(Console::Terminal))?;
         let terminal = Terminal::save();
@@ -99,11 +98,11 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start(_slot)
     }
 
-    /// Cuts the power if it is still on, and starts another system on the disks as they are: one that brings back a
-    /// machine with the agent in it. Returns when that agent answers.
+    /// Cuts the power if it is still on, and starts another system on the disks as they are. That
+    /// system brings back a machine with the agent in it. Returns when that agent answers.
     ///
     /// # Errors
-    /// If it does not.
+    /// If the agent does not answer.
     pub fn start_other(self, other: &Boot) -> Result<Self> {
         let _ = self.power_cut();
         let Self { spec, mut start, link, _slot, .. } = self;
@@ -111,13 +110,15 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
     }
 
-    /// Gives each later emulator of this machine these arguments, too: hardware that was plugged in while it ran.
+    /// Adds arguments to each later emulator of this machine, for hardware that was plugged in
+    /// while the machine ran.
     pub fn keep_plugged(&mut self, arguments: &[&str]) {
         self.start.arguments.extend(arguments.iter().map(ToString::to_string));
     }
 
-    /// Cuts the power if it is still on, and starts another system on the disks as they are, in which nobody answers yet: a
-    /// spare. What comes to it later may have the agent in it.
+    /// Cuts the power if it is still on, and starts another system on the disks as they are: the
+    /// destination of a move, in which no agent answers yet. The machine that arrives later may
+    /// have the agent in it.
     ///
     /// # Errors
     /// If the emulator does not start.
@@ -128,8 +129,8 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start_silent(_slot, kernel)
     }
 
-    /// Cuts the power if it is still on, and starts the machine as its owner would: its firmware finds a boot loader on this
-    /// disk. So does each start from now on.
+    /// Cuts the power if it is still on, and starts the machine as its owner would: its firmware
+    /// finds a boot loader on this disk. All later starts do the same.
     ///
     /// # Errors
     /// As for [`Machine::boot`].
@@ -140,21 +141,22 @@ impl Machine {
         Prepared { spec, start, scene: link.scene }.start(_slot)
     }
 
-    /// Cuts the power if it is still on, and starts the machine again with the disks as they are, where what it boots
-    /// brings back one with the agent in it. Returns when that agent answers.
+    /// Cuts the power if it is still on, and starts the machine again with the disks as they are.
+    /// The system that boots then brings back a machine with the agent in it. Returns when that
+    /// agent answers.
     ///
     /// # Errors
-    /// If it does not.
+    /// If the agent does not answer.
     pub fn start_to_be_brought_back(self) -> Result<Self> {
         let _ = self.power_cut();
         let Self { spec, start, link, _slot, .. } = self;
         Prepared { spec, start, scene: link.scene }.start_asking(_slot)
     }
 
-    /// Has the kernel panic, and waits until the firmware has the machine.
+    /// Makes the kernel panic, and waits until the firmware has reset the machine.
     ///
     /// # Errors
-    /// If it is not reset.
+    /// If the machine is not reset.
     pub fn crash(&self) -> Result<()> {
         let resets = || {
             let events = self.qmp()?.events();
@@ -166,8 +168,8 @@ impl Machine {
             .map_err(|error| self.blame_silent(error))
     }
 
-    /// Cuts the power if it is still on, and boots another machine with the disks as they are. It has as many, on the same
-    /// buses.
+    /// Cuts the power if it is still on, and boots another machine with the disks as they are. The
+    /// other machine must have as many disks, on the same buses.
     ///
     /// # Errors
     /// As for [`Machine::boot`].
@@ -177,8 +179,9 @@ impl Machine {
         Prepared::at(spec, Some(link.scene))?.start(_slot)
     }
 
-    /// Cuts the power if it is still on, and starts another system on the disks as they are, with nobody at its other
-    /// end: until it ends by itself, or the power is cut when `limit` has passed. Returns what its console has said.
+    /// Cuts the power if it is still on, and starts another system on the disks as they are, with
+    /// no agent in it. The system runs until it ends by itself, or `limit` passes and the power is
+    /// cut. Returns the console's text.
     ///
     /// # Errors
     /// If the emulator does not start.
@@ -198,11 +201,11 @@ impl Machine {
         Ok(self.serial_log().get(before..).unwrap_or_default().to_owned())
     }
 
-    /// Moves the machine into a new emulator by QEMU's own live migration, with these parameters. Here it stands still
-    /// then, for good. Also returns what QEMU says of it.
+    /// Moves the machine into a new emulator by QEMU's own live migration, with these parameters.
+    /// The old emulator stands still from then on. Also returns QEMU's report of the migration.
     ///
     /// # Errors
-    /// If the other emulator does not start, or QEMU does not move it.
+    /// If the new emulator does not start, or QEMU does not move the machine.
     pub fn migrate_by_qemu(&self, to: Spec, parameters: Value) -> Result<(Self, Value)> {
         let address = format!("tcp:127.0.0.1:{}", free_port()?);
         let prepared = Prepared::new(to.qemu_arg("-incoming").qemu_arg(&address))?;
@@ -227,11 +230,11 @@ impl Machine {
         Disks::keep(self.link.scene.dir(), self.spec.disks.len())
     }
 
-    /// Copies the disks as a power cut would leave them now, and lets the machine run on: its emulator's process is stopped
-    /// meanwhile.
+    /// Copies the disks as a power cut would leave them now, and lets the machine run on. The
+    /// emulator's process is stopped meanwhile.
     ///
     /// # Errors
-    /// If it cannot be stopped, or a file not be copied.
+    /// If the emulator cannot be stopped, or a file not be copied.
     pub fn copy_disks(&self, disks: &Disks, to: &Path) -> Result<Disks> {
         let pid = rustix::process::Pid::from_child(&self.process.lock());
         let send = |signal| {
@@ -245,53 +248,53 @@ impl Machine {
         copied
     }
 
-    /// Whose processor it has.
+    /// Returns the vendor of the machine's processor.
     #[must_use]
     pub fn vendor(&self) -> Vendor {
         self.spec.platform.vendor()
     }
 
-    /// Whether it has a network card.
+    /// Returns true if the machine has a network card.
     #[must_use]
     pub fn has_network(&self) -> bool {
         self.spec.nic.is_some()
     }
 
-    /// The IOMMU that its devices are behind.
+    /// Returns the IOMMU in front of the machine's devices.
     #[must_use]
     pub fn iommu(&self) -> Option<Iommu> {
         self.spec.iommu
     }
 
-    /// The release of the kernel that runs.
+    /// Returns the release of the running kernel.
     #[must_use]
     pub fn kernel(&self) -> &str {
         &self.kernel
     }
 
-    /// From the emulator's start to the agent's first word, in wall time.
+    /// Returns the time from the emulator's start to the agent's first word, in wall time.
     #[must_use]
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
 
-    /// What the emulator was started with.
+    /// Returns the arguments with which the emulator was started.
     #[must_use]
     pub fn arguments(&self) -> &[String] {
         &self.start.arguments
     }
 
-    /// The emulator's process ID on this host.
+    /// Returns the emulator's process ID on this host.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.process.lock().id()
     }
 
-    /// What the emulator has taken of this host's processors, shared out among the machine's CPUs: the time that counts
-    /// where the host has other things to do.
+    /// Returns the emulator's processor time on this host, divided by the number of the machine's
+    /// CPUs. This is the time that counts while the host has other work.
     ///
     /// # Errors
-    /// If the emulator is not there any more.
+    /// If the emulator has ended.
     pub fn worked(&self) -> Result<Duration> {
         let path = format!("/proc/{}/stat", self.pid());
         let stat = fs::read_to_string(&path).context(|| format!("read {path}"))?;
@@ -300,30 +303,30 @@ impl Machine {
         Ok(Duration::from_secs_f64(seconds / f64::from(self.spec.cpus)))
     }
 
-    /// A command line for the machine's shell.
+    /// Returns a command line for the machine's shell.
     #[must_use]
     pub fn command(&self, line: &str) -> Command {
         Command::shell(self.link.clone(), line)
     }
 
-    /// A program for the machine, with no shell in between.
+    /// Returns a program for the machine, with no shell in between.
     #[must_use]
     pub fn program(&self, argv: &[&str]) -> Command {
         Command::program(self.link.clone(), argv)
     }
 
-    /// Runs a command line to its end, however it ends.
+    /// Runs a command line to its end, successful or not.
     ///
     /// # Errors
-    /// If it takes too long or the machine goes away.
+    /// If the command takes too long or the machine goes away.
     pub fn run(&self, line: &str) -> Result<Output> {
         self.command(line).run()
     }
 
-    /// Runs a command line that must succeed; returns its standard output without the last newline.
+    /// Runs a command line that must succeed. Returns its standard output without the last newline.
     ///
     /// # Errors
-    /// If it does not succeed.
+    /// If the command does not succeed.
     pub fn sh(&self, line: &str) -> Result<String> {
         let output = self.run(line)?.check()?;
         Ok(output.stdout.trim_end_matches('\n').to_owned())
@@ -332,7 +335,7 @@ impl Machine {
     /// Starts a command line and leaves it running.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the command cannot be started.
     pub fn spawn(&self, line: &str) -> Result<Background> {
         self.command(line).spawn()
     }
@@ -340,7 +343,7 @@ impl Machine {
     /// Starts PostgreSQL, with the pgbench database `bench`.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If PostgreSQL does not start.
     pub fn start_postgres(&self) -> Result<()> {
         self.sh("lab-postgres start").map(drop)
     }
@@ -348,7 +351,7 @@ impl Machine {
     /// Writes a file in the machine.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be written.
     pub fn put(&self, path: &str, bytes: &[u8], mode: u32) -> Result<()> {
         let (id, events) = self.link.client.begin();
         let mut pieces: Vec<&[u8]> = bytes.chunks(CHUNK).collect();
@@ -369,7 +372,7 @@ impl Machine {
     /// Reads a file in the machine.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// If the file cannot be read.
     pub fn get(&self, path: &str) -> Result<Vec<u8>> {
         let (id, events) = self.link.client.begin();
         self.ask(&Request::Get { id, path: path.to_owned() })?;
@@ -404,7 +407,7 @@ impl Machine {
         self.link.client.send(request).map_err(|error| self.link.scene.blame(error))
     }
 
-    /// QEMU's monitor.
+    /// Returns QEMU's monitor.
     ///
     /// # Errors
     /// If the machine does not run in QEMU.
@@ -412,31 +415,32 @@ impl Machine {
         self.link.monitor.as_deref().ok_or(Error::Unsupported { reason: "Bochs has no monitor" })
     }
 
-    /// The port on 127.0.0.1 for `target remote`, if the machine was asked to have one.
+    /// Returns the port on 127.0.0.1 for `target remote`, if the machine's description asked for
+    /// one.
     #[must_use]
     pub fn gdb_port(&self) -> Option<u16> {
         self.spec.gdb_port
     }
 
-    /// Connects to the serial console of a machine whose console goes to a socket. What the machine says while nobody
-    /// is connected is in its log only.
+    /// Connects to the serial console of a machine whose console goes to a socket. Text that the
+    /// machine prints without a connection is in its log only.
     ///
     /// # Errors
-    /// If its console goes elsewhere, or another connection exists.
+    /// If the machine's console goes elsewhere, or another connection exists.
     pub fn console(&self) -> Result<UnixStream> {
         self.link.scene.connect(file::CONSOLE).context(|| "connect to the machine's console".into())
     }
 
-    /// All that the serial console has said.
+    /// Returns the whole text of the serial console.
     #[must_use]
     pub fn serial_log(&self) -> String {
         self.link.scene.serial_log()
     }
 
-    /// Waits until the serial console matches a regular expression; returns what matched.
+    /// Waits until the serial console matches a regular expression. Returns the match.
     ///
     /// # Errors
-    /// If `limit` passes, or the pattern is none.
+    /// If `limit` passes, or the pattern is not valid.
     pub fn wait_serial(&self, pattern: &str, limit: Duration) -> Result<String> {
         let regex = Regex::new(pattern).map_err(|error| Error::Spec(error.to_string()))?;
         let what = format!("/{pattern}/ on the serial console");
@@ -446,10 +450,10 @@ impl Machine {
         found.map_err(|error| self.link.scene.blame(error))
     }
 
-    /// Waits until the agent of the machine's next boot is there: after a reset or a reboot.
+    /// Waits until the agent of the machine's next boot answers, after a reset or a reboot.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the agent does not answer.
     pub fn wait_reboot(&self, boots_before: u32) -> Result<()> {
         let what = "the machine to come up again";
         let up = wait_for(what, patient(self.spec.boot_limit), || {
@@ -458,10 +462,11 @@ impl Machine {
         up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
-    /// Waits until the agent of another life answers, which was there before; it has to be asked.
+    /// Waits until the agent of a machine that was brought back answers. That agent has introduced
+    /// itself before the checkpoint, so the host has to ask it.
     ///
     /// # Errors
-    /// If it does not come.
+    /// If the agent does not answer.
     pub fn wait_other(&self, boots_before: u32) -> Result<()> {
         let what = "the machine to be brought back";
         let up = wait_for(what, patient(self.spec.boot_limit), || {
@@ -471,16 +476,16 @@ impl Machine {
         up.map(drop).map_err(|error| self.blame_silent(error))
     }
 
-    /// How often this machine has booted since the emulator started.
+    /// Returns how often this machine has booted since the emulator started.
     #[must_use]
     pub fn boots(&self) -> u32 {
         self.link.client.boots()
     }
 
-    /// Ends the emulator at once, as a power cut does; the disks stay as they are.
+    /// Ends the emulator at once, as a power cut does. The disks stay as they are.
     ///
     /// # Errors
-    /// If it cannot be killed.
+    /// If the emulator cannot be killed.
     pub fn power_cut(&self) -> Result<()> {
         self.process.kill()
     }
@@ -488,7 +493,7 @@ impl Machine {
     /// Returns true if the emulator has ended.
     ///
     /// # Errors
-    /// If this host cannot tell.
+    /// If the emulator's state cannot be read.
     pub fn is_off(&self) -> Result<bool> {
         let ended = self.process.lock().try_wait().context(|| "look after the emulator".into())?;
         Ok(ended.is_some())
@@ -509,7 +514,7 @@ impl Machine {
     /// Powers the machine off from inside.
     ///
     /// # Errors
-    /// If it does not end.
+    /// If the machine does not end.
     pub fn shut_down(self) -> Result<()> {
         self.end()
     }
@@ -520,10 +525,11 @@ impl Machine {
         self.wait_shutdown(Duration::from_secs(60)).map(drop)
     }
 
-    /// Powers the machine off from inside, and looks at its root disk from outside: nothing is to be repaired.
+    /// Powers the machine off from inside, and checks its root disk from outside: nothing may need
+    /// repair.
     ///
     /// # Errors
-    /// If it does not end, or with what is to be repaired.
+    /// If the machine does not end, or with what is to be repaired.
     pub fn ends_clean(&self) -> Result<()> {
         let is_own = self.sh("findmnt -no FSTYPE /")? == "ext4";
         self.end()?;
@@ -534,42 +540,42 @@ impl Machine {
         }
     }
 
-    /// Adds to an error what was booted and the last that it said, and keeps the evidence.
+    /// Adds to an error the machine's description and its last words, and keeps the evidence.
     #[must_use]
     pub fn blame(&self, error: Error) -> Error {
         self.link.scene.blame(error)
     }
 
-    /// For what did not happen in time: finds out what the machine is doing.
+    /// Adds the evidence to an error about something that did not happen in time: what the machine
+    /// is doing.
     fn blame_silent(&self, error: Error) -> Error {
         self.link.blame_silent(error)
     }
 
-    /// The failure that was seen on this machine was expected: nothing of it needs to be kept.
+    /// Marks the failure on this machine as expected, so that its evidence is not kept.
     pub fn forgive(&self) {
         self.link.scene.forgive();
     }
 }
 
-/// What is booted in place of the lab's own system.
+/// A system to boot in place of the lab's own.
 #[derive(Clone, Debug)]
 pub struct Boot {
-    /// The kernel, on this host.
+    /// The kernel's file on this host.
     pub kernel: PathBuf,
-    /// Its initial RAM disk, on this host.
+    /// The file of the initial RAM disk on this host.
     pub initramfs: PathBuf,
-    /// Its command line.
     pub command_line: String,
 }
 
 impl Boot {
-    /// The same with another word on its command line.
+    /// Returns the system with one more word on its command line.
     #[must_use]
     pub fn with(&self, word: &str) -> Self {
         Self { command_line: format!("{} {word}", self.command_line), ..self.clone() }
     }
 
-    /// Puts it in the place of what QEMU's arguments name.
+    /// Replaces the kernel, initial RAM disk and command line among QEMU's arguments.
     fn replace(&self, arguments: &mut [String]) {
         let words = [
             ("-kernel", self.kernel.to_string_lossy().into_owned()),
@@ -584,14 +590,14 @@ impl Boot {
     }
 }
 
-/// Has QEMU's arguments name no kernel any more, and this disk as the one to boot from.
+/// Removes the kernel from QEMU's arguments, and makes this disk the boot disk.
 fn boot_from(disk: Disk, arguments: &mut Vec<String>) {
     for flag in ["-kernel", "-initrd", "-append"] {
         if let Some(at) = arguments.iter().position(|argument| argument == flag) {
             arguments.drain(at..at + 2);
         }
     }
-    // UEFI's firmware knows no other disks than those that it is told to try.
+    // UEFI's firmware knows only the disks that it is told to try.
     let disks = if disk == Disk::Root { vec![disk] } else { vec![disk, Disk::Root] };
     for (index, disk) in disks.into_iter().enumerate() {
         let drive = format!("drive={},", disk.id());
@@ -601,7 +607,7 @@ fn boot_from(disk: Disk, arguments: &mut Vec<String>) {
     }
 }
 
-/// Bochs calls a power-off a failure.
+/// Returns the exit status by its meaning. Bochs reports a power-off as a failure.
 fn meaning_of(platform: Platform, scene: &Scene, status: ExitStatus) -> ExitStatus {
     match platform {
         Platform::Bochs(_) if bochs::has_powered_off(scene) => ExitStatus::from_raw(0),
@@ -609,7 +615,7 @@ fn meaning_of(platform: Platform, scene: &Scene, status: ExitStatus) -> ExitStat
     }
 }
 
-/// The emulator's process, which ends with this.
+/// The emulator's process, which ends when this value is dropped.
 #[derive(Debug)]
 struct Emulator(Mutex<Child>);
 
@@ -631,14 +637,14 @@ impl Drop for Emulator {
     }
 }
 
-/// The ways into a machine that has started.
+/// The connections into a machine that has started.
 struct Connected {
     qmp: Option<Qmp>,
     client: Client,
     hello: Hello,
 }
 
-/// A machine with everything in place, not started yet.
+/// A machine with everything in place that has not started yet.
 struct Prepared {
     spec: Spec,
     start: Start,
@@ -650,7 +656,7 @@ impl Prepared {
         Self::at(spec, None)
     }
 
-    /// With the disks of another machine, if that is named.
+    /// Prepares a machine, with the disks of another machine if `other` names one.
     fn at(mut spec: Spec, other: Option<Arc<Scene>>) -> Result<Self> {
         spec.check()?;
         let image = Image::ensure(spec.kernel.release())?;
@@ -682,9 +688,11 @@ impl Prepared {
         Ok(Self { spec, start, scene })
     }
 
-    /// Starts a machine that has not run yet. Nothing of Mercury's is in it before it has come up, so the
-    /// emulator's or the kernel's hang on the way there, or the emulator's crash, is recorded, and the machine gets
-    /// a second try.
+    /// Starts a machine that has not run yet.
+    ///
+    /// Nothing of Mercury's is in the machine before it has come up. A hang of the emulator or the
+    /// kernel on the way, or a crash of the emulator, is therefore recorded, and the machine gets a
+    /// second try.
     fn start_first(self, slot: Option<Reservation>) -> Result<Machine> {
         let spec = self.spec.clone();
         let started = or_again(self.start(None), |error| {
@@ -698,7 +706,8 @@ impl Prepared {
         self.start_with(slot, |_| Ok(()))
     }
 
-    /// The same where the agent has introduced itself in another life: it is asked to, again and again.
+    /// Starts a machine that brings back one whose agent has introduced itself before. The host
+    /// asks the agent again and again.
     fn start_asking(self, slot: Option<Reservation>) -> Result<Machine> {
         self.start_with(slot, |client| client.send(&Request::Hello))
     }
@@ -717,7 +726,7 @@ impl Prepared {
         })
     }
 
-    /// Nobody is waited for.
+    /// Starts a machine and waits for no agent.
     fn start_silent(self, slot: Option<Reservation>, kernel: String) -> Result<Machine> {
         let mut process = Emulator(Mutex::new(self.start_emulator()?));
         let (qmp, client) = self.reach(process.0.get_mut().unwrap_or_else(PoisonError::into_inner))?;
@@ -753,7 +762,7 @@ impl Prepared {
         start_emulator(&self.scene, &self.spec, &self.start.program, &self.start.arguments)
     }
 
-    /// The ways into a machine, whoever answers there.
+    /// Connects to a machine, whatever system runs there.
     fn reach(&self, process: &mut Child) -> Result<(Option<Qmp>, Client)> {
         let qmp = match self.spec.platform {
             Platform::Qemu => {
@@ -805,7 +814,7 @@ fn start_emulator(scene: &Scene, spec: &Spec, program: &Path, arguments: &[Strin
     owner::spawn(emulator).context(|| format!("start {}", program.display()))
 }
 
-/// A connection that is there already, to be read and written as usual.
+/// Accepts a connection that is there already, for ordinary reads and writes.
 fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     listener.set_nonblocking(true)?;
     let (stream, _) = listener.accept()?;
@@ -813,8 +822,8 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// What did not come in time, or not for a crash of the emulator, gets a second try; what failed otherwise has
-/// failed.
+/// Gives a start that ran out of time, or in which the emulator crashed, a second try. Any other
+/// failure is final.
 fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Result<T> {
     match first {
         Err(error) if matches!(error.cause(), Error::Timeout { .. } | Error::Crashed(_)) => again(&error),
@@ -822,14 +831,16 @@ fn or_again<T>(first: Result<T>, again: impl FnOnce(&Error) -> Result<T>) -> Res
     }
 }
 
-/// User and system time of a process, from its `stat` (proc(5)); its name may have spaces and parentheses.
+/// Returns the user and system time of a process, from its `stat` (proc(5)). The process's name may
+/// contain spaces and parentheses.
 fn ticks_of(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut times = rest.split_whitespace().skip(11).map(|ticks| ticks.parse::<u64>().ok());
     Some(times.next()?? + times.next()??)
 }
 
-/// How the emulator crashed, if it did: by a signal that nobody sent. It may be about to end.
+/// Returns how the emulator crashed, if a signal that no process sent ended it. The emulator may be
+/// about to end.
 fn crash_of(process: &mut Child) -> Option<String> {
     const OWN_FAULTS: [Signal; 3] = [Signal::ABORT, Signal::BUS, Signal::SEGV];
     let ended = wait_for("the emulator's end", Duration::from_secs(1), || {
@@ -852,8 +863,8 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context(|| "find a free port".into())?.port())
 }
 
-/// Waits for QEMU's end, and ends it when the terminal has been closed: not everything that may stand
-/// between the terminal and us passes the hang-up on.
+/// Waits for QEMU's end, and ends QEMU if the terminal has been closed. Not every program between
+/// the terminal and this process passes the hang-up on.
 fn watch(process: &mut Child, terminal: &Terminal) -> Result<ExitStatus> {
     loop {
         if let Some(status) = process.try_wait().context(|| "wait for the emulator".into())? {
@@ -866,17 +877,17 @@ fn watch(process: &mut Child, terminal: &Terminal) -> Result<ExitStatus> {
     }
 }
 
-/// This process' terminal as it was, which comes back when this is dropped: QEMU sets the terminal to raw, and may be
-/// killed before it sets it back.
+/// The settings of this process's terminal, which return when this value is dropped. QEMU sets the
+/// terminal to raw, and may be killed before it restores the settings.
 pub(crate) struct Terminal(Option<rustix::termios::Termios>);
 
 impl Terminal {
-    /// Remembers how it is.
+    /// Saves the terminal's settings.
     pub(crate) fn save() -> Self {
         Self(rustix::termios::tcgetattr(rustix::stdio::stdin()).ok())
     }
 
-    /// Hands every key on as it is typed, those that would be signals too.
+    /// Passes every key on as it is typed, even the keys that would be signals.
     pub(crate) fn make_raw(&self) {
         if let Some(mut raw) = self.0.clone() {
             raw.make_raw();
@@ -888,7 +899,7 @@ impl Terminal {
         }
     }
 
-    /// Whether there was a terminal, and it is gone.
+    /// Returns true if there was a terminal and it has been closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.0.is_some() && rustix::termios::tcgetattr(rustix::stdio::stdin()).is_err()
     }
