@@ -1,6 +1,6 @@
-//! Tables for the pages in `docs/` that commands write; they read well on a terminal too.
+//! Tables for the pages in `docs/` that commands write. They read well on a terminal too.
 
-/// A table with the first column to the left and the others to the right.
+/// Returns a table with the first column aligned left and the others right.
 #[must_use]
 pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     let header: Vec<String> = header.iter().map(|&cell| cell.to_owned()).collect();
@@ -26,7 +26,7 @@ fn line(cells: &[String], widths: &[usize]) -> String {
     padded.collect::<String>() + "|\n"
 }
 
-/// A number with its thousands apart.
+/// Returns a number with its thousands set apart.
 #[must_use]
 pub fn thousands(number: u64) -> String {
     let digits = number.to_string();
@@ -36,7 +36,7 @@ pub fn thousands(number: u64) -> String {
     head.into_iter().chain(groups).collect::<Vec<_>>().join(",")
 }
 
-/// Puts a section into a page, in place of the one with that heading, or behind all others.
+/// Replaces the section of a page that has this heading, or appends the section.
 #[must_use]
 pub fn replace_section(page: &str, heading: &str, section: &str) -> String {
     let Some(at) = page.find(&format!("{heading}\n")) else {

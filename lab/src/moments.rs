@@ -1,11 +1,13 @@
-//! Moments at random, for whoever cuts, kills or interrupts: spread over the whole of what goes on, and repeatable.
+//! Random moments for tests that cut, kill or interrupt. The moments are spread over the whole of
+//! the work, and can be repeated.
 
 use std::{
     env,
     time::{Duration, SystemTime},
 };
 
-/// Moments in each part of a stretch of time, at random in that part (splitmix64).
+/// A generator of moments. Each part of a stretch of time has one moment, at random in that part
+/// (splitmix64).
 #[derive(Debug)]
 pub struct Moments {
     state: u64,
@@ -17,7 +19,8 @@ fn number(name: &str) -> Option<u64> {
 }
 
 impl Moments {
-    /// As many as the environment's variable `counts` says, or `few`; the same again if `seeds` says so. Prints both.
+    /// Takes the number of moments from the environment's variable `counts`, or takes `few`. The
+    /// variable `seeds` repeats earlier moments. Prints the seed and the number.
     #[must_use]
     pub fn new(seeds: &str, counts: &str, few: u32) -> Self {
         let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_nanos() as u64);
@@ -27,7 +30,7 @@ impl Moments {
         Self { state, count }
     }
 
-    /// How many there are in each stretch.
+    /// Returns the number of moments in each stretch.
     #[must_use]
     pub fn count(&self) -> u32 {
         self.count
@@ -40,7 +43,7 @@ impl Moments {
         mixed ^ mixed >> 31
     }
 
-    /// Those of a stretch of time, in their order.
+    /// Returns the moments of a stretch of time, in order.
     pub fn over(&mut self, stretch: Duration) -> Vec<Duration> {
         let part = stretch / self.count;
         let in_part = |random: u64| part.mul_f64((random >> 11) as f64 / (1_u64 << 53) as f64);

@@ -1,5 +1,5 @@
-//! Machines that move: one at each of two ports of a switch, which is a third machine, and also the server of the root
-//! file system and who talks to the one that moves.
+//! Machines that move. Two machines hang on two ports of a switch. The switch is a third machine,
+//! which is also the server of the root file system and the peer that talks to the moving machine.
 
 use std::{net::TcpListener, thread, time::Duration};
 
@@ -19,12 +19,12 @@ use crate::{
     spec::{Bus, Qemu, Spec},
 };
 
-/// How long a move may take.
+/// Time limit of a move.
 pub const LIMIT: Duration = Duration::from_secs(240);
 
-/// How long a look at a machine that does not move may take.
+/// Time limit of a check on a machine that does not move.
 const LOOK: Duration = Duration::from_secs(20);
-/// What a spare says on its console in the end.
+/// The last text of a destination on its console.
 pub const GOES_ON: &str = "going on in the machine";
 
 /// The switch's own address.
@@ -32,16 +32,17 @@ pub const PEER: &str = "10.9.0.1";
 /// The address of the machine that moves.
 pub const MOVING: &str = "10.9.0.2";
 
-/// The third machine's cards are a switch's ports.
+/// The command that makes the third machine's cards the ports of a switch.
 const SWITCH: &str = "modprobe -a virtio_net bridge; ip link add switch type bridge forward_delay 0; \
     for card in $(ls /sys/class/net | grep -v -e lo -e switch); do ip link set $card master switch up; done; \
     ip address add 10.9.0.1/24 dev switch; ip link set switch up";
 
-/// What the spare says on its console.
+/// The text of a waiting destination on its console.
 pub const WAITS: &str = "mercury: waiting for a machine at";
 
 fn spec(kernel: Kernel) -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     Spec::new(kernel).modules(Variant::Faults).qemu_version(Qemu::Newer)
 }
 
@@ -51,29 +52,29 @@ fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
     ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
-/// One of this host's ports that is free.
+/// Returns a free port of this host.
 ///
 /// # Errors
-/// If there is none.
+/// If no port is free.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context(|| "find a free port".into())?;
     Ok(listener.local_addr().context(|| "find a free port".into())?.port())
 }
 
-/// The switch, and where machines are plugged in: places 2 and 3.
+/// The switch, with places 2 and 3 for machines.
 #[derive(Debug)]
 pub struct Switch {
-    /// The machine that it is.
+    /// The machine that is the switch.
     pub peer: Machine,
     ports: [u16; 2],
     slots: Reservation,
 }
 
 impl Switch {
-    /// Boots it, with room on this host for two machines more.
+    /// Boots the switch, with room on this host for two more machines.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the switch does not come up.
     pub fn boot() -> Result<Self> {
         let slots = Reservation::wait(3)?;
         let ports = [free_port()?, free_port()?];
@@ -87,65 +88,67 @@ impl Switch {
         Ok(Self { peer, ports, slots })
     }
 
-    /// A machine at this place.
+    /// Returns the description of a machine at this place.
     #[must_use]
     pub fn plugged(&self, kernel: Kernel, cpus: u32, memory_mib: u32, place: u8) -> Spec {
         let spec = spec(kernel).cpus(cpus).memory_mib(memory_mib);
         card(spec, place, &format!("socket,connect=127.0.0.1:{}", self.ports[usize::from(place) - 2]))
     }
 
-    /// The same, all of whose devices QEMU can move, too.
+    /// Returns the description of a machine at this place whose devices QEMU can move too.
     #[must_use]
     pub fn movable_by_qemu(&self, kernel: Kernel, cpus: u32, memory_mib: u32, place: u8) -> Spec {
         self.plugged(kernel, cpus, memory_mib, place).root_bus(Bus::Virtio)
     }
 
-    /// Boots a machine that has been plugged in, and whose root is the switch's: the one that moves.
+    /// Boots the machine that moves: it is plugged in, and its root is on the switch.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the machine does not come up.
     pub fn boot_moving(&self, spec: Spec) -> Result<Machine> {
         Machine::boot_reserved(moving(spec), &self.slots)
     }
 
-    /// Boots any other one.
+    /// Boots any other machine.
     ///
     /// # Errors
-    /// If it does not come up.
+    /// If the machine does not come up.
     pub fn boot_other(&self, spec: Spec) -> Result<Machine> {
         Machine::boot_reserved(spec, &self.slots)
     }
 
-    /// Tells the machine that moves something without an end; it hears already.
+    /// Starts an endless stream of data to the moving machine, which already listens.
     ///
     /// # Errors
-    /// If that does not start.
+    /// If the stream does not start.
     pub fn tell(&self) -> Result<()> {
         start(&self.peer, "tell", TELL, MOVING)
     }
 }
 
-/// The machine that moves: its root is the switch's.
+/// Returns the description of the machine that moves, whose root is on the switch.
 #[must_use]
 pub fn moving(spec: Spec) -> Spec {
     spec.kernel_arg(&format!("lab.nfs={PEER},{MOVING}"))
 }
 
-/// How often a machine's console has said something.
+/// Returns how often a machine's console shows a text.
 #[must_use]
 pub fn times(machine: &Machine, text: &str) -> usize {
     machine.serial_log().matches(text).count()
 }
 
-/// Waits until a machine goes on at the spare, more often than `before`, or the command has ended; whether it goes on.
+/// Waits until a machine runs on at the destination, more often than `before`, or the command has
+/// ended. Returns true if the machine runs on.
 ///
 /// # Errors
-/// If neither happens; with what `from` is at.
+/// If neither happens; with the state of `from`.
 pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Background) -> Result<bool> {
     arrives_showing(from, spare, before, moving, |_| {})
 }
 
-/// The same; calls `show` again and again with the last line that the moving command has printed.
+/// Waits as [`arrives`] does. Calls `show` again and again with the last line that the moving
+/// command has printed.
 fn arrives_showing(
     from: &Machine,
     spare: &Machine,
@@ -154,7 +157,7 @@ fn arrives_showing(
     mut show: impl FnMut(&str),
 ) -> Result<bool> {
     wait_for("the machine to arrive", patient(LIMIT), || {
-        // The machine's last words may be lost with it.
+        // The machine's last words may be lost with the machine.
         let printed = moving.errors_so_far().unwrap_or_default();
         if let Some(last) = printed.lines().rev().find(|line| !line.trim().is_empty()) {
             show(last.trim());
@@ -170,16 +173,17 @@ fn arrives_showing(
     })
 }
 
-/// Moves a machine to a spare, which waits and has told `words`. Returns what the machine has said of it on its console: it is off
-/// then, and the spare is it.
+/// Moves a machine to a waiting destination, which has printed `words`. Returns the text about the
+/// move on the machine's console. The machine is off then, and the destination runs it.
 ///
 /// # Errors
-/// If it does not arrive, with what both have said.
+/// If the machine does not arrive, with the text of both consoles.
 pub fn move_to(machine: &Machine, spare: &Machine, words: &str, options: &str) -> Result<String> {
     move_showing(machine, spare, words, options, |_| {})
 }
 
-/// The same; calls `show` again and again with the last line that the moving command has printed.
+/// Moves a machine as [`move_to`] does. Calls `show` again and again with the last line that the
+/// moving command has printed.
 ///
 /// # Errors
 /// As for [`move_to`].
@@ -202,10 +206,10 @@ pub fn move_showing(
     off.map(|_| said(machine))
 }
 
-/// Waits until the console has said it more often than `before`.
+/// Waits until the console has shown the text more often than `before`.
 ///
 /// # Errors
-/// If it does not.
+/// If the console does not show it.
 pub fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
     let pattern = format!("(?s)(?:{text}.*){{{}}}", before + 1);
     machine.wait_serial(&pattern, LIMIT).map(drop)
@@ -214,33 +218,34 @@ pub fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
 /// Gives a machine's only card an address.
 ///
 /// # Errors
-/// If it has none.
+/// If the machine has no card.
 pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe virtio_net")?;
     let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 
-/// Has a machine wait for another one; what the other one is to be told.
+/// Starts `mercury receive` on a machine. Returns the pairing token, which the source's command
+/// needs.
 ///
 /// # Errors
-/// If it does not wait.
+/// If the machine does not wait.
 pub fn receive(spare: &Machine, address: &str) -> Result<String> {
     receive_with(spare, address, "--delay 4s")
 }
 
-/// The same, so long after the line was printed.
+/// Starts `mercury receive` as [`receive`] does, with a delay after the token was printed.
 ///
 /// # Errors
-/// If it does not wait.
+/// If the machine does not wait.
 pub fn receive_after(spare: &Machine, address: &str, delay: &str) -> Result<String> {
     receive_with(spare, address, &format!("--delay {delay}"))
 }
 
-/// The same with these options.
+/// Starts `mercury receive` as [`receive`] does, with these options.
 ///
 /// # Errors
-/// If it does not wait.
+/// If the machine does not wait.
 pub fn receive_with(spare: &Machine, address: &str, options: &str) -> Result<String> {
     let before = times(spare, WAITS);
     let mut receive = spare.spawn(&format!("mercury receive --listen {address} {options}"))?;
@@ -253,24 +258,25 @@ pub fn receive_with(spare: &Machine, address: &str, options: &str) -> Result<Str
     Ok(words)
 }
 
-/// The command by which a machine of the lab's moves: to where `words` say, which [`receive`] has been told. What has neither UEFI nor
-/// a disk of its own has no place for a mark.
+/// Returns the command that moves a machine of the lab to the destination of `words`, which
+/// [`receive`] has returned. A machine with neither UEFI nor a disk of its own has no place for a
+/// tombstone.
 #[must_use]
 pub fn migrate(words: &str, options: &str) -> String {
     format!("mercury migrate {words} --without-mark {options}")
 }
 
-/// What the machine's console has said of moves.
+/// Returns the text about moves on the machine's console.
 #[must_use]
 pub fn said(machine: &Machine) -> String {
     let log = machine.serial_log();
     log.lines().filter(|line| line.contains("mercury migrate")).collect::<Vec<_>>().join("\n")
 }
 
-/// Pulls the cable of a machine's card, that with this number, or puts it in again.
+/// Unplugs the cable of the machine's card with this number, or plugs the cable in again.
 ///
 /// # Errors
-/// If the emulator has none.
+/// If the emulator has no such card.
 pub fn plug(machine: &Machine, id: u8, is_in: bool) -> Result<()> {
     machine.qmp()?.execute("set_link", json!({"name": format!("cable{id}"), "up": is_in})).map(drop)
 }

@@ -1,5 +1,5 @@
-//! An operator's side of a machine: `mercury` commands and their JSON, work that notices a spoilt result,
-//! and what has to be true when a test is over.
+//! An operator's view of a machine: `mercury` commands and their JSON, work that notices a wrong
+//! result, and the checks at the end of a test.
 
 use std::{sync::LazyLock, time::Duration};
 
@@ -12,7 +12,7 @@ use crate::{
     machine::Machine,
 };
 
-/// What a kernel says only when something is wrong.
+/// Text that a kernel prints only when something is wrong.
 static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(
         r"WARNING: (CPU|[a-z])|BUG: |Oops|kernel BUG at|Kernel panic|cut here|unable to handle|general protection fault, |invalid opcode: |double fault|unchecked MSR access|soft lockup|hard LOCKUP|detected stalls|self-detected stall|blocked for more than|scheduling while atomic|Bad page|list_(add|del) corruption",
@@ -23,24 +23,25 @@ static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
 /// Bits of `/proc/sys/kernel/tainted`: a bad page, an oops, a warning, a lockup.
 const SPOILT: u64 = 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
 
-/// A busy machine may have one CPU, and this work has the lowest priority.
+/// Time limit for the work to start. A busy machine may have one CPU, and this work has the lowest
+/// priority.
 const STARTS_WITHIN: Duration = Duration::from_secs(60);
 
-/// The lines of a kernel's log that a healthy machine does not write.
+/// Returns the lines of a kernel's log that a healthy machine does not write.
 #[must_use]
 pub fn complaints(log: &str) -> Vec<&str> {
     let Some(complaint) = COMPLAINT.as_ref() else { return vec!["the pattern is none"] };
     log.lines().filter(|line| complaint.is_match(line)).collect()
 }
 
-/// How a `mercury` command refused.
+/// A refusal by a `mercury` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Its exit status.
+    /// The command's exit status.
     pub exit: i32,
-    /// The code's short name, if there was a code.
+    /// The code's short name, or an empty text if there was no code.
     pub code: String,
-    /// What it said, with the hint.
+    /// The command's message, with the hint.
     pub text: String,
 }
 
@@ -49,10 +50,10 @@ pub struct Refusal {
 pub struct Work(Background);
 
 impl Work {
-    /// Ends it.
+    /// Ends the work.
     ///
     /// # Errors
-    /// If it had ended before, or a result was wrong.
+    /// If the work had ended before, or a result was wrong.
     pub fn finish(mut self) -> Result<()> {
         if !self.0.has_ended()? {
             self.0.kill(15)?;
@@ -65,7 +66,7 @@ impl Machine {
     /// Runs a `mercury` command that must succeed, and returns its JSON.
     ///
     /// # Errors
-    /// If it fails.
+    /// If the command fails.
     pub fn mercury(&self, arguments: &str) -> Result<Value> {
         let line = format!("mercury --json {arguments}");
         let output = self.run(&line)?.check()?;
@@ -75,7 +76,7 @@ impl Machine {
     /// Runs a `mercury` command that must not succeed.
     ///
     /// # Errors
-    /// If it succeeds, or does not say why not.
+    /// If the command succeeds, or gives no reason.
     pub fn mercury_refused(&self, arguments: &str) -> Result<Refusal> {
         let line = format!("mercury --json {arguments}");
         let output = self.run(&line)?;
@@ -98,29 +99,30 @@ impl Machine {
         })
     }
 
-    /// The mode of each possible CPU as the CPUs say it, in one word each: `attached native offline`.
+    /// Returns the mode of each possible CPU as the CPU reports it, in one word each: `attached
+    /// native offline`.
     ///
     /// # Errors
-    /// If the status cannot be had.
+    /// If the status cannot be read.
     pub fn modes(&self) -> Result<String> {
         let status = self.mercury("status")?;
         let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
         Ok(cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect::<Vec<_>>().join(" "))
     }
 
-    /// Puts every CPU to work that has nothing better to do, a part of the time: the host has other machines
-    /// to emulate.
+    /// Gives every idle CPU work for a part of the time, since the host has other machines to
+    /// emulate.
     ///
     /// # Errors
-    /// If it cannot be started.
+    /// If the work cannot be started.
     pub fn start_work(&self) -> Result<Work> {
         let mut work = self.spawn("exec nice -n 19 mercury-workload compute --rest 4 2>&1")?;
-        // From then on it knows how to be ended.
+        // The work handles its end from then on.
         work.wait_output("started", STARTS_WITHIN)?;
         Ok(Work(work))
     }
 
-    /// Whether the kernel has nothing to complain about: in its log, on the console, in its own mark.
+    /// Checks that the kernel has no complaint: in its log, on the console, in its taint flags.
     ///
     /// # Errors
     /// With the complaints.
@@ -129,8 +131,8 @@ impl Machine {
         self.check_log()
     }
 
-    /// Whether the kernel has no complaint, as far as it remembers: one that was put back to what it was does not know
-    /// what the console has heard since.
+    /// Checks that the kernel's own log has no complaint. A kernel that was restored or rolled back
+    /// does not know what the console has shown since.
     ///
     /// # Errors
     /// With the complaints.
@@ -147,7 +149,8 @@ impl Machine {
         ))))
     }
 
-    /// Whether there is no complaint on the console: all that is left of a machine that has gone.
+    /// Checks that the console shows no complaint. The console is all that is left of a machine
+    /// that has gone.
     ///
     /// # Errors
     /// With the complaints.
@@ -160,10 +163,11 @@ impl Machine {
         Err(self.blame(Error::Unhealthy(format!("on its console:\n{}", found.join("\n")))))
     }
 
-    /// The end of most tests: the next attach and the next detach work, and the machine is healthy.
+    /// Ends most tests: checks that the next attach and the next detach work, and that the machine
+    /// is healthy.
     ///
     /// # Errors
-    /// If not.
+    /// If a check fails.
     pub fn check_next_attach(&self) -> Result<()> {
         self.mercury("attach")?;
         let modes = self.modes()?;

@@ -1,7 +1,7 @@
-//! Starts QEMU so that it cannot outlive this process, however this process ends.
+//! The start of QEMU. QEMU cannot outlive this process, however this process ends.
 //!
-//! The kernel kills a child with `PR_SET_PDEATHSIG` when the *thread* that started it ends. So all
-//! machines are started by one thread that lives as long as the process does.
+//! With `PR_SET_PDEATHSIG` the kernel kills a child when the *thread* that started the child ends.
+//! One thread therefore starts all machines, and lives as long as the process.
 
 use std::{
     io,
@@ -24,7 +24,7 @@ struct Order {
 /// Starts a program that is killed when this process ends.
 ///
 /// # Errors
-/// If it cannot be started.
+/// If the program cannot be started.
 pub fn spawn(mut command: Command) -> io::Result<Child> {
     static ORDERS: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     tie_to(getpid(), &mut command);
@@ -49,7 +49,7 @@ fn start_owner() -> Sender<Order> {
 fn tie_to(parent: Pid, command: &mut Command) {
     let tie = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the line above: then nobody would send the signal.
+        // The parent may have ended before the line above. No signal would come then.
         if getppid() == Some(parent) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
     };
     // SAFETY: between fork and exec the closure only makes two system calls; it takes no lock and

@@ -1,8 +1,11 @@
 //! `make pair`: two machines on one network, and a shell on this terminal that moves from one to the other.
 //!
-//! A third machine is the switch between them, and the NFS server of their root. The terminal shows the serial console of
-//! the machine that the shell runs in. When that machine has moved, the terminal shows the other one's console, and the
-//! shell goes on there: it is a process like any other. The machine that was left boots again, as the next destination.
+//! A third machine is the switch between the two, and the NFS server of their root. The terminal
+//! shows the serial console of the machine that runs the shell.
+//!
+//! After that machine has moved, the terminal shows the other machine's console, and the shell goes
+//! on there: the shell is a process like any other. The machine that was left boots again, as the
+//! next destination.
 
 use std::{
     io::{self, IsTerminal, Read, Write},
@@ -24,22 +27,24 @@ use crate::{
     spec::{Console, Platform, Spec},
 };
 
-/// The key before a command to this program, and the command that ends it: as QEMU's own.
+/// The key that makes the next key a command to this program, and the command that ends the
+/// program. Both are QEMU's own.
 const ESCAPE: u8 = 1;
 const QUIT: u8 = b'x';
-/// How often the machines are looked at.
+/// Interval between two checks of the machines.
 const LOOK: Duration = Duration::from_millis(50);
-/// So that the line of `mercury receive` can be read before its system ends.
+/// Delay before the receiving system ends, so that a person can read the token that `mercury
+/// receive` prints.
 const DELAY: &str = "2s";
-/// Time in which the destination says that it goes on, after the machine that moved is off.
+/// Time limit for the destination to report that the machine runs on, after the source is off.
 const GOES_ON_WITHIN: Duration = Duration::from_secs(20);
-/// What a console says while nobody looks is kept up to this size.
+/// Size up to which the text of an unwatched console is kept.
 const KEPT_BYTES: usize = 1 << 16;
 
-/// Boots the machines and shows the shell, until it ends or is left.
+/// Boots the machines and shows the shell, until the shell ends or is left.
 ///
 /// # Errors
-/// If this is no terminal, or a machine does not come up.
+/// If there is no terminal, or a machine does not come up.
 pub fn run(kernel: Kernel, cpus: u32, memory_mib: u32, on_terminal: fn(Spec) -> Spec) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "Bochs has no network between machines" });
@@ -64,7 +69,7 @@ pub fn run(kernel: Kernel, cpus: u32, memory_mib: u32, on_terminal: fn(Spec) -> 
     show(machine, other, &at)
 }
 
-/// Has a machine wait for another one; returns the command to type there.
+/// Starts `mercury receive` on a machine. Returns the command to type on the other machine.
 fn await_machine(machine: &Machine, place: u8) -> Result<String> {
     let address = format!("10.9.0.1{place}");
     plug_in(machine, &address)?;
@@ -83,7 +88,8 @@ fn greet(files: &Machine, line: &str) -> Result<()> {
     files.put("/root/welcome", text.as_bytes(), 0o644)
 }
 
-/// Shows the shell, wherever it runs, until it ends or is left. `at` describes a machine at a place of the switch.
+/// Shows the shell on whichever machine runs it, until the shell ends or is left. `at` describes a
+/// machine at a place of the switch.
 fn show(mut machine: Machine, mut other: Machine, at: &impl Fn(u8) -> Spec) -> Result<()> {
     let terminal = Terminal::save();
     terminal.make_raw();
@@ -122,7 +128,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A machine's console, which is read all the time: what it says is shown, or kept until it is.
+/// A machine's console, which is read all the time. Its text is shown, or kept until it is shown.
 struct Watched {
     stream: UnixStream,
     said: Arc<Mutex<Said>>,
@@ -150,7 +156,8 @@ impl Watched {
         Ok(Self { stream, said })
     }
 
-    /// Shows what it says from now on, and what it has said since the last line with `mark`. Keys go to it.
+    /// Shows the console's text from now on, and the kept text since the last line with `mark`.
+    /// Keys go to the machine.
     fn show(&self, keys: &Keys, mark: &str) -> Result<()> {
         keys.go_to(self.stream.try_clone().context(|| "write to the machine's console".into())?);
         let mut said = lock(&self.said);
@@ -189,7 +196,7 @@ fn put(bytes: &[u8]) -> Result<()> {
     terminal.write_all(bytes).and_then(|()| terminal.flush()).context(|| "write to this terminal".into())
 }
 
-/// What stands after the last line that contains `mark`; all of it if no line does.
+/// Returns the text after the last line that contains `mark`, or the whole text if no line does.
 fn after<'a>(text: &'a [u8], mark: &str) -> &'a [u8] {
     let found =
         (!mark.is_empty()).then(|| text.windows(mark.len()).rposition(|part| part == mark.as_bytes()));
@@ -198,7 +205,7 @@ fn after<'a>(text: &'a [u8], mark: &str) -> &'a [u8] {
     end.map_or(&[], |end| &text[at + end + 1..])
 }
 
-/// Where the keys that are typed go.
+/// The destination of the keys that are typed.
 #[derive(Clone, Default)]
 struct Keys(Arc<Mutex<Typed>>);
 
@@ -240,7 +247,8 @@ impl Typed {
         }
     }
 
-    /// The keys that are the machine's. The escape key makes the next key a command; typed twice it is itself.
+    /// Returns the keys that are meant for the machine. The escape key makes the next key a
+    /// command; typed twice it is itself.
     fn meant(&mut self, typed: &[u8]) -> Vec<u8> {
         let mut keys = Vec::new();
         for &key in typed {

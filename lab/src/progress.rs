@@ -1,5 +1,6 @@
-//! Says what is being done when it takes longer than two seconds: a spinner on a terminal, or a bar where the work's steps are
-//! counted; elsewhere a line when it begins to be long, one each half minute where steps are counted, and one when it is done.
+//! The display of work that takes longer than two seconds. On a terminal the display is a spinner,
+//! or a bar if the work's steps are counted. In a log it is a line when the work turns out to be
+//! long, and a line at its end. Counted work has a line each half minute too.
 
 use std::{
     io::IsTerminal,
@@ -10,26 +11,26 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// What is quicker than this is not worth a word.
+/// Work that is quicker than this is not shown.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A line is said so often where there is no terminal and steps are counted.
+/// Interval of the lines in a log for counted work.
 const INTERVAL: Duration = Duration::from_secs(30);
 
 /// Counts the steps of some work.
 pub struct Count {
-    /// How many there are, about.
+    /// The expected number of steps, about.
     pub expected: u64,
-    /// Returns how many are done.
+    /// Returns the number of steps done.
     pub done: Box<dyn FnMut() -> u64 + Send>,
 }
 
-/// Does `work`, saying `what` if it takes long.
+/// Does `work`, and shows `what` if the work takes long.
 pub fn step<T>(what: &str, work: impl FnOnce() -> T) -> T {
     during(what, None, work)
 }
 
-/// Does `work`, saying `what` and how far it has come if it takes long.
+/// Does `work`, and shows `what` and the progress if the work takes long.
 pub fn counted<T>(what: &str, count: Count, work: impl FnOnce() -> T) -> T {
     during(what, Some(count), work)
 }
@@ -41,7 +42,7 @@ fn during<T>(what: &str, count: Option<Count>, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Something under way; it is over when this is dropped.
+/// Work under way. Dropping this value ends the display.
 struct Step {
     end: Option<Sender<()>>,
     teller: Option<JoinHandle<()>>,
@@ -81,12 +82,12 @@ fn tell(what: &str, count: Option<Count>, ended: &Receiver<()>) {
     eprintln!("{what}: {:.0} s", start.elapsed().as_secs_f32());
 }
 
-/// Waits for the end, no longer than a time. Returns true if it has come.
+/// Waits for the end, no longer than `patience`. Returns true if the end has come.
 fn is_over(ended: &Receiver<()>, patience: Duration) -> bool {
     ended.recv_timeout(patience) != Err(RecvTimeoutError::Timeout)
 }
 
-/// Says each half minute how far the work has come, until it ends.
+/// Prints the progress each half minute, until the work ends.
 fn say_steps(what: &str, start: Instant, count: Option<Count>, ended: &Receiver<()>) {
     let Some(mut count) = count else {
         let _ = ended.recv();
@@ -97,7 +98,8 @@ fn say_steps(what: &str, start: Instant, count: Option<Count>, ended: &Receiver<
     }
 }
 
-/// Describes how far some work has come. What is expected is an estimate: it is never reached before the end.
+/// Describes the progress of some work. The expected number is an estimate, which the display never
+/// reaches before the end.
 fn how_far(done: u64, expected: u64, elapsed: Duration) -> String {
     let percent = (done * 100 / expected.max(1)).min(99);
     format!("{percent} % after {} min {:02} s", elapsed.as_secs() / 60, elapsed.as_secs() % 60)

@@ -1,4 +1,5 @@
-//! Machines that are brought back from an image: what prepares it, the work that goes on across it, and whether it did.
+//! Machines that are brought back from an image: the preparation, the work that goes on across the
+//! restore, and the checks of both.
 
 use std::{
     fs,
@@ -15,50 +16,50 @@ use crate::{
     machine::{Boot, Machine},
 };
 
-/// How long a checkpoint may take, and what was asked to end.
+/// Time limit of a checkpoint, and of work that was asked to end.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// How long a count may stand still, in what the emulator works meanwhile: a TCP connection waits about as long as its
-/// peer was away before it tries again.
+/// Time for which a count may stand still, in time that the emulator works. A TCP connection waits
+/// about as long as its peer was away before it tries again.
 const STILL_LIMIT: Duration = Duration::from_secs(60);
 
-/// So much longer in wall time: a machine that has stopped does not work, and hosts are shared.
+/// The same limit in wall time is so many times longer. A stopped machine does not work, and hosts
+/// are shared.
 const WALL_TIME: u32 = 5;
 
-/// Work that goes on by itself, and says how far it has come in `/run/NAME`, what was wrong in `/run/NAME.wrong`, and
-/// for some of it, when `/run/end` is there, what came of it in `/run/NAME.ended`.
+/// Work that goes on by itself. Each script writes its progress to `/run/NAME`, and errors to
+/// `/run/NAME.wrong`. Some scripts write their result to `/run/NAME.ended` when `/run/end` exists.
 pub mod script {
-    /// Before each of them.
+    /// The common beginning of all scripts.
     pub(super) const SAY: &str = include_str!("../guest/restart/say");
-    /// A process that looks at its clock.
+    /// A process that watches its clock.
     pub const CLOCK: &str = include_str!("../guest/restart/clock");
-    /// What TALK talks to.
+    /// The server for TALK.
     pub const ECHO: &str = include_str!("../guest/restart/echo");
-    /// A TCP connection; its argument is the address of ECHO.
+    /// A client on a TCP connection; its argument is the address of ECHO.
     pub const TALK: &str = include_str!("../guest/restart/talk");
-    /// What TELL tells something.
+    /// The server for TELL.
     pub const HEAR: &str = include_str!("../guest/restart/hear");
-    /// Sends without waiting for an answer; its argument is the address of HEAR.
+    /// A sender that waits for no answer; its argument is the address of HEAR.
     pub const TELL: &str = include_str!("../guest/restart/tell");
-    /// A client of PostgreSQL's; its argument is its number.
+    /// A client of PostgreSQL; its argument is its number.
     pub const CLIENT: &str = include_str!("../guest/restart/client");
     /// An NFS server for the machine's own root.
     pub const EXPORTS: &str = include_str!("../guest/restart/exports");
-    /// A server of a disk, by NBD.
+    /// A server of a disk, over NBD.
     pub const BLOCKS: &str = include_str!("../guest/restart/blocks");
-    /// Attaches that.
+    /// The client that attaches the disk of BLOCKS.
     pub const ATTACH_BLOCKS: &str = include_str!("../guest/restart/attach_blocks");
-    /// Memory that not even the kernel has mapped.
+    /// A process with memory that not even the kernel has mapped.
     pub const SECRET: &str = include_str!("../guest/restart/secret");
-    /// A long computation.
     pub const CHAIN: &str = include_str!("../guest/restart/chain");
     /// Processes with pipes and shared memory.
     pub const RING: &str = include_str!("../guest/restart/ring");
-    /// `make` and gcc.
+    /// Builds with `make` and gcc.
     pub const BUILDS: &str = include_str!("../guest/restart/builds");
 }
 
-/// Files on this host that end with this.
+/// A folder of files on this host, which is removed when this value is dropped.
 #[derive(Debug)]
 pub struct Folder(PathBuf);
 
@@ -68,19 +69,20 @@ impl Drop for Folder {
     }
 }
 
-/// What brings the machine back from an image on `disk`, as its own command prepares it.
+/// Returns the system that restores the machine from an image on `disk`, as the machine's own
+/// `mercury` command prepares it.
 ///
 /// # Errors
-/// If it does not, or the files do not reach this host.
+/// If the command fails, or the files do not reach this host.
 pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Folder)> {
     let (boot, folder, _) = prepared(machine, &format!("restore {options} {disk}"))?;
     Ok((boot, folder))
 }
 
-/// What a command of Mercury's prepares for a boot loader, and what it says.
+/// Returns the system that a `mercury` command prepares for a boot loader, and the command's JSON.
 ///
 /// # Errors
-/// If it does not, or the files do not reach this host.
+/// If the command fails, or the files do not reach this host.
 pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value)> {
     let line = format!("mercury {command} --json --prepare /run/restore");
     let said: Value = serde_json::from_str(&machine.sh(&line)?)
@@ -94,16 +96,16 @@ pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value
         Ok(path)
     };
     let (kernel, initramfs) = (fetch("vmlinuz")?, fetch("initramfs")?);
-    // It would be in the image.
+    // The files would be in the image.
     machine.sh("rm -r /run/restore")?;
     let command_line = said["command_line"].as_str().unwrap_or_default().to_owned();
     Ok((Boot { kernel, initramfs, command_line }, folder, said))
 }
 
-/// Starts work and waits until it has come to something; `arguments` are its script's.
+/// Starts work and waits until it has made progress. `arguments` are its script's.
 ///
 /// # Errors
-/// If it does not.
+/// If the work makes no progress.
 pub fn start(machine: &Machine, name: &str, script: &str, arguments: &str) -> Result<()> {
     machine.put(&format!("/run/{name}.py"), format!("{}{script}", script::SAY).as_bytes(), 0o644)?;
     machine.sh(&format!(
@@ -115,19 +117,19 @@ pub fn start(machine: &Machine, name: &str, script: &str, arguments: &str) -> Re
     machine.command(&started).timeout(LIMIT).run()?.check().map(drop)
 }
 
-/// How far work has come.
+/// Returns the progress of work.
 ///
 /// # Errors
-/// If it has not said so.
+/// If the work has not reported any.
 pub fn count(machine: &Machine, name: &str) -> Result<u64> {
     let said = machine.sh(&format!("cat /run/{name}"))?;
     said.trim().parse().map_err(|_| Error::Host(format!("{name} has come to `{said}`")))
 }
 
-/// Waits until work has come further than `before`.
+/// Waits until work has progressed further than `before`.
 ///
 /// # Errors
-/// If it does not.
+/// If the work does not progress.
 pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
     let limit = patient(STILL_LIMIT);
     let (end, worked) = (Instant::now() + limit * WALL_TIME, machine.worked()?);
@@ -142,19 +144,19 @@ pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
     nothing_wrong(machine)
 }
 
-/// Whether no work has seen anything wrong.
+/// Checks that no work has recorded an error.
 ///
 /// # Errors
-/// With what it has seen.
+/// With the errors.
 pub fn nothing_wrong(machine: &Machine) -> Result<()> {
     let wrong = machine.sh("cat /run/*.wrong 2> /dev/null || true")?;
     if wrong.is_empty() { Ok(()) } else { Err(machine.blame(Error::Unhealthy(wrong))) }
 }
 
-/// Has work come to its end; what came of it.
+/// Ends work and returns its results.
 ///
 /// # Errors
-/// If it does not end, or something was wrong.
+/// If the work does not end, or recorded an error.
 pub fn results(machine: &Machine, names: &[&str]) -> Result<Vec<String>> {
     machine.sh("touch /run/end")?;
     let result = |name: &&str| {
@@ -171,10 +173,10 @@ pub fn results(machine: &Machine, names: &[&str]) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Whether CHAIN's result is what this host makes of as many links.
+/// Checks the result of CHAIN: this host computes as many links.
 ///
 /// # Errors
-/// If it is not.
+/// If the results differ.
 pub fn check_chain(result: &str) -> Result<()> {
     let (links, end) = result.split_once(' ').unwrap_or_default();
     let links = links.parse::<u64>().unwrap_or(0);
@@ -186,18 +188,19 @@ pub fn check_chain(result: &str) -> Result<()> {
     Err(Error::Unhealthy(format!("{links} hashes of hashes end in {end}, not in {expected}")))
 }
 
-/// Which boot of its kernel a machine is.
+/// Returns the boot ID of a machine's kernel.
 ///
 /// # Errors
-/// If it cannot be read.
+/// If the boot ID cannot be read.
 pub fn boot_id(machine: &Machine) -> Result<String> {
     machine.sh("cat /proc/sys/kernel/random/boot_id")
 }
 
-/// Writes the machine to `disk`. Ends with the machine off, and the disks as they were at the instant.
+/// Writes the machine to `disk`. The machine is off in the end, and the disks are as they were at
+/// the instant.
 ///
 /// # Errors
-/// If it is not off in time.
+/// If the machine is not off in time.
 pub fn checkpoint(machine: &Machine, options: &str, disk: &str) -> Result<()> {
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
     let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {options} {disk}"))?;
@@ -206,10 +209,10 @@ pub fn checkpoint(machine: &Machine, options: &str, disk: &str) -> Result<()> {
     })
 }
 
-/// Whether a machine is the one that was `boot_id`, and works.
+/// Checks that a machine has the boot ID `before`, and works.
 ///
 /// # Errors
-/// With what is wrong.
+/// With the check that failed.
 pub fn is_well(machine: &Machine, before: &str) -> Result<()> {
     let unhealthy = |what: String| Err(machine.blame(Error::Unhealthy(what)));
     if boot_id(machine)? != before {
@@ -225,16 +228,16 @@ pub fn is_well(machine: &Machine, before: &str) -> Result<()> {
     machine.sh("! dmesg | grep -i 'ext4.*error'").map(drop)
 }
 
-/// Whether the machine's wall clock is this host's.
+/// Checks that the machine's wall clock agrees with this host's.
 ///
 /// # Errors
-/// If it is not.
+/// If the clocks differ.
 pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
     let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
     let before = now();
     let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
     let (time, uptime) = theirs.split_once(' ').unwrap_or_default();
-    // Whoever was asked may have taken long to answer.
+    // The machine may have taken long to answer.
     let right = before - 3..=now() + 3;
     if time.parse::<u64>().is_ok_and(|time| right.contains(&time)) {
         return Ok(());
@@ -250,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_chain_is_followed() {
-        // As in `mercury-workload compute`.
+        // The same value as in `mercury-workload compute`.
         let end = "36c1cb4f826ae42c";
         let error = check_chain("1000 00").unwrap_err().to_string();
         assert!(error.contains(&format!("not in {end}")), "{error}");

@@ -1,5 +1,5 @@
-//! A machine's own directory under `target/lab/run/`: its disks, sockets and logs. Removed with the
-//! machine; kept when something went wrong, and then for a day.
+//! A machine's own directory under `target/lab/run/`, with its disks, sockets and logs. The
+//! directory goes with the machine. After a failure it is kept for a day.
 
 use std::{
     fs, io,
@@ -19,16 +19,16 @@ use crate::{
     spec::Spec,
 };
 
-/// How long evidence is kept.
+/// The time for which evidence is kept.
 const KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
-/// How much of the serial console an error shows.
+/// The number of lines of the serial console that an error shows.
 const SERIAL_LINES: usize = 40;
-/// QEMU's log has a processor's registers in about so many.
+/// The number of lines, about, that a processor's registers take in QEMU's log.
 const REGISTER_LINES: usize = 40;
 const OWNER: &str = "owner.lock";
 const KEPT: &str = "kept";
 
-/// Where a machine lives, and what there is to see when it fails.
+/// The directory of a machine, and the evidence in it after a failure.
 #[derive(Debug)]
 pub struct Scene {
     dir: PathBuf,
@@ -38,10 +38,11 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// A directory for a new machine. Those of machines whose owner has died are removed on the way.
+    /// Makes a directory for a new machine. Removes the directories of machines whose owner has
+    /// died.
     ///
     /// # Errors
-    /// If it cannot be made.
+    /// If the directory cannot be made.
     pub fn new(spec: &Spec) -> Result<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let all = paths::lab_dir("run")?;
@@ -49,7 +50,7 @@ impl Scene {
         let name = format!("{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let dir = all.join(name);
         let _ = fs::remove_dir_all(&dir);
-        // Made and locked under another name, so that no sweep comes in between.
+        // The directory is made and locked under another name, so that no removal comes in between.
         let unborn = all.join(format!(".{}", dir.file_name().unwrap_or_default().display()));
         fs::create_dir_all(&unborn).context(|| format!("make {}", unborn.display()))?;
         let owner = Lock::take(&unborn.join(OWNER))?
@@ -58,30 +59,29 @@ impl Scene {
         Ok(Self { dir, summary: spec.summary(), keep: AtomicBool::new(false), _owner: owner })
     }
 
-    /// The directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// All that the serial console has said.
+    /// Returns the whole text of the serial console.
     #[must_use]
     pub fn serial_log(&self) -> String {
         let bytes = fs::read(self.dir.join(file::SERIAL)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Connects to a socket in the directory. Its path may be longer than a socket's address can be, so
-    /// it is reached through a descriptor of the directory.
+    /// Connects to a socket in the directory. The socket's path may be longer than a socket's
+    /// address can be, so the connection goes through a descriptor of the directory.
     ///
     /// # Errors
-    /// If nobody listens there (yet).
+    /// If no process listens there (yet).
     pub fn connect(&self, socket: &str) -> io::Result<UnixStream> {
         let dir = fs::File::open(&self.dir)?;
         UnixStream::connect(format!("/proc/self/fd/{}/{socket}", dir.as_raw_fd()))
     }
 
-    /// Adds to an error what was booted and the last that it said, and keeps the evidence.
+    /// Adds to an error the machine's description and its last words, and keeps the evidence.
     pub fn blame(&self, error: Error) -> Error {
         if matches!(error, Error::Scene { .. }) {
             return error;
@@ -96,7 +96,7 @@ impl Scene {
         let _ = fs::write(self.dir.join(KEPT), "");
     }
 
-    /// Lets go of the evidence again: the failure was expected.
+    /// Gives up the evidence after an expected failure.
     pub fn forgive(&self) {
         self.keep.store(false, Ordering::Relaxed);
         let _ = fs::remove_file(self.dir.join(KEPT));
@@ -105,7 +105,7 @@ impl Scene {
     fn describe(&self) -> String {
         let serial = host::tail(&self.dir.join(file::SERIAL), SERIAL_LINES);
         let said = fs::read_to_string(self.dir.join(file::EMULATOR)).unwrap_or_default();
-        // QEMU says at each start what of the processor it does not emulate.
+        // QEMU lists at each start the features of the processor that it does not emulate.
         let said: Vec<&str> = said.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
         let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
@@ -142,15 +142,16 @@ fn indent(text: &str) -> String {
     text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
 }
 
-/// What processors had in their registers at the last triple fault, which ends the emulator without a word.
+/// Returns the registers of the processors at the last triple fault, which ends the emulator
+/// without a message.
 fn last_triple_fault(resets: &str) -> &str {
     let Some(at) = resets.rfind("Triple fault") else { return "" };
-    // What comes after that is the machine as it begins.
+    // The lines after that describe the machine as it begins.
     let end = resets[at..].match_indices('\n').nth(REGISTER_LINES).map_or(resets.len(), |(end, _)| at + end);
     &resets[at..end]
 }
 
-/// Removes what machines have left whose owner died without tidying up, and evidence that is old.
+/// Removes old evidence, and what machines have left whose owner died without removing it.
 fn sweep(all: &Path) {
     for entry in fs::read_dir(all).into_iter().flatten().flatten() {
         let dir = entry.path();

@@ -1,4 +1,5 @@
-//! Linux's own tests of KVM, from the source of Debian 12's kernel, built there and put on a disk.
+//! Linux's own tests of KVM, from the source of Debian 12's kernel. They are built in that
+//! release's build root and put on a disk.
 
 use std::{fs, path::PathBuf};
 
@@ -11,12 +12,13 @@ use crate::{
     previrtualization::root,
 };
 
-/// What the disk calls itself.
+/// The disk's label.
 const LABEL: &str = "mercury-tests";
 const SIZE: &str = "200M";
 
-/// Its own copy of the source: a kernel is not built beside a source that something was made in. Not all tests build
-/// with every source's headers; which have is seen when they run. Those of performance are left out.
+/// The script that builds the tests, in a copy of the source of its own: a kernel is not built
+/// beside a source in which something was made. Not all tests build with every source's headers; a
+/// run shows which do. Performance tests are left out.
 const BUILD: &str = r#"set -e
 cd /build
 rm -rf selftests
@@ -37,10 +39,10 @@ rm -rf /build/selftests.out
 mv out /build/selftests.out
 rm -rf /build/selftests"#;
 
-/// QEMU's arguments for the disk.
+/// Returns QEMU's arguments for the disk.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If the disk cannot be made.
 pub fn arguments() -> Result<[String; 4]> {
     let disk = ensure()?.to_string_lossy().replace(',', ",,");
     let drive = format!("if=none,id=tests,file={disk},format=raw,read-only=on");

@@ -17,19 +17,22 @@ use crate::{
     tsc,
 };
 
-/// The processor unless a machine asks for another: SVM with nested paging, as far as QEMU emulates it.
+/// The default processor: SVM with nested paging, as far as QEMU emulates it.
 pub const CPU: &str = "EPYC,+svm,+npt";
 
-/// In seconds. A kernel in Bochs takes most of a minute for the checksum of a crash kernel.
+/// The kernel's watchdog limit, in seconds. A kernel in Bochs takes most of a minute for the
+/// checksum of a crash kernel.
 const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
 
-/// If this is set, machines of Debian 12's cloud kernel boot one that checks its locks instead.
+/// The variable that makes machines of Debian 12's cloud kernel boot a kernel that checks its locks
+/// instead.
 const CHECKED: &str = "MERCURY_LAB_CHECKED";
 
-/// The kernel that machines of this release boot in place of the cloud kernel, if one is wanted; built now if it is not there.
+/// Returns the kernel that machines of this release boot in place of the cloud kernel, if the
+/// environment asks for one. The kernel is built first if it is missing.
 ///
 /// # Errors
-/// If it does not build.
+/// If the kernel does not build.
 pub(crate) fn checked_kernel(release: Release) -> Result<Option<PathBuf>> {
     let wanted = std::env::var(CHECKED).is_ok_and(|value| !value.is_empty());
     if release != Release::Bookworm || !wanted {
@@ -38,19 +41,19 @@ pub(crate) fn checked_kernel(release: Release) -> Result<Option<PathBuf>> {
     Ok(Some(previrtualization::build(release, Flavour::Checked)?.image))
 }
 
-/// The emulator's name.
+/// The name of QEMU's program.
 pub const QEMU: &str = "qemu-system-x86_64";
 
-/// What emulates a machine.
+/// The emulator of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Platform {
-    /// QEMU, with an AMD processor in the words of [`Spec::cpu`].
+    /// QEMU, with an AMD processor that [`Spec::cpu`] describes.
     Qemu,
-    /// Bochs, with a processor that exists.
+    /// Bochs, with a model of a processor that exists.
     Bochs(Model),
 }
 
-/// A processor of Bochs's.
+/// A processor that Bochs models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// AMD's Zen: SVM with next-RIP and flushes by address-space identifier.
@@ -65,17 +68,17 @@ pub enum Model {
     TigerLake,
 }
 
-/// Whose processor a machine has.
+/// The vendor of a machine's processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vendor {
-    /// AMD: SVM.
+    /// AMD, with SVM.
     Amd,
-    /// Intel: VMX.
+    /// Intel, with VMX.
     Intel,
 }
 
 impl Vendor {
-    /// KVM's module for it.
+    /// Returns the name of KVM's module for the vendor.
     #[must_use]
     pub fn kvm_module(self) -> &'static str {
         match self {
@@ -84,7 +87,7 @@ impl Vendor {
         }
     }
 
-    /// What names its code in the driver and in the hypervisor begin with.
+    /// Returns the prefix of the vendor's code in the driver and in the hypervisor.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -104,7 +107,7 @@ impl Platform {
         ("intel-tigerlake", Self::Bochs(Model::TigerLake)),
     ];
 
-    /// Whose processor it has.
+    /// Returns the vendor of the platform's processor.
     #[must_use]
     pub fn vendor(self) -> Vendor {
         match self {
@@ -113,18 +116,19 @@ impl Platform {
         }
     }
 
-    /// For a test that only machines of one vendor can run.
+    /// Checks the vendor, for a test that only machines of one vendor can run.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with `reason` if the chosen one is another's.
+    /// [`Error::Unsupported`] with `reason` if the chosen platform has another vendor.
     pub fn need(vendor: Vendor, reason: &'static str) -> Result<()> {
         if Self::chosen()?.vendor() == vendor { Ok(()) } else { Err(Error::Unsupported { reason }) }
     }
 
-    /// What `LAB` in the environment chooses for all machines that do not say otherwise.
+    /// Returns the platform that `LAB` in the environment chooses for all machines that do not name
+    /// one.
     ///
     /// # Errors
-    /// If it names nothing that there is.
+    /// If `LAB` names no platform.
     pub fn chosen() -> Result<Self> {
         std::env::var("LAB").map_or(Ok(Self::Qemu), |name| name.parse().map_err(Error::Spec))
     }
@@ -147,80 +151,75 @@ impl FromStr for Platform {
     }
 }
 
-/// What a disk hangs on.
+/// The bus of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bus {
     /// NVMe. QEMU cannot save its state: no `savevm`.
     Nvme,
-    /// virtio-blk.
     Virtio,
     /// AHCI. The cloud kernels have no driver for it.
     Ahci,
-    /// USB storage, for a disk that no root is on. The cloud kernels have no driver for it.
+    /// USB storage, for a disk without a root file system. The cloud kernels have no driver for it.
     Usb,
 }
 
 /// A network card on QEMU's user network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nic {
-    /// virtio-net.
     Virtio,
     /// Intel's e1000e. The cloud kernels have no driver for it.
     E1000e,
 }
 
-/// What runs as the first process.
+/// The first process of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Init {
-    /// The lab's agent: quickest.
+    /// The lab's agent, which is quickest.
     Agent,
     /// systemd, with the agent as a service.
     Systemd,
 }
 
-/// What a reset does.
+/// The effect of a reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reset {
-    /// Ends QEMU: a panic is then seen at once.
+    /// Ends QEMU, so that a panic is seen at once.
     Ends,
     /// Starts the machine again, as on metal.
     Restarts,
 }
 
-/// Counting instructions instead of time: deterministic, for one processor.
+/// A clock that counts instructions instead of time: deterministic, for one processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Icount {
     /// One instruction takes a nanosecond of the machine's time.
     Exact,
-    /// 2^shift nanoseconds an instruction, and an idle machine does not wait for the wall's time.
-    NoSleep {
-        /// The power of two.
-        shift: u8,
-    },
+    /// An instruction takes 2^shift nanoseconds, and an idle machine does not wait for wall time.
+    NoSleep { shift: u8 },
 }
 
-/// The emulator.
+/// A version of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Qemu {
-    /// The one that this host has.
+    /// The version that this host has.
     Host,
-    /// See [`crate::emulator::newer_qemu`].
+    /// The version of [`crate::emulator::newer_qemu`].
     Newer,
 }
 
-/// Where the serial console goes.
+/// The destination of the serial console.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Console {
-    /// Into the machine's log only.
+    /// The machine's log only.
     Log,
-    /// To this terminal as well, with a shell on it.
+    /// This terminal and the log, with a shell.
     Terminal,
-    /// To a socket as well: see [`crate::Machine::console`].
+    /// A socket and the log: see [`crate::Machine::console`].
     Socket,
 }
 
-/// A machine to be booted. All have a serial console, a root disk that is theirs alone and lost with
-/// them, and the artefacts' disk at `/mercury`.
+/// The description of a machine to boot. Every machine has a serial console and the artefacts' disk
+/// at `/mercury`. Its root disk is its own, and is lost with the machine.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub(crate) platform: Platform,
@@ -251,7 +250,7 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// A machine with `kernel`, two processors, 1 GiB and nothing special.
+    /// Describes a machine with `kernel`, two processors, 1 GiB and nothing special.
     #[must_use]
     pub fn new(kernel: Kernel) -> Self {
         Self {
@@ -275,8 +274,8 @@ impl Spec {
             gdb_port: None,
             wants_gdb: false,
             qemu: QEMU.to_owned(),
-            // 7.2 now and then executes a breakpoint that 6.12, patching its own text, has taken away
-            // again: a page could be written while it was translated, until 8.1.
+            // QEMU 7.2 now and then executes a breakpoint that 6.12, patching its own text, has
+            // already removed: until 8.1 a page could be written while it was translated.
             qemu_version: if kernel.release() == Release::Trixie { Qemu::Newer } else { Qemu::Host },
             qemu_args: Vec::new(),
             uefi_variables: false,
@@ -285,15 +284,15 @@ impl Spec {
         }
     }
 
-    /// What emulates it, whatever `LAB` says.
+    /// Sets the platform, whatever `LAB` says.
     #[must_use]
     pub fn platform(mut self, platform: Platform) -> Self {
         self.platform = platform;
         self
     }
 
-    /// A kernel that was built here, with all drivers that it needs built in, in place of Debian's. The rest of the
-    /// machine is the release's.
+    /// Sets a kernel that was built here, with all its drivers built in, in place of Debian's. The
+    /// rest of the machine is the release's.
     #[must_use]
     pub fn own_kernel(mut self, image: &Path) -> Self {
         // The emulator runs in a directory of its own.
@@ -301,70 +300,70 @@ impl Spec {
         self
     }
 
-    /// Processors at the start.
+    /// Sets the number of processors at the start.
     #[must_use]
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self
     }
 
-    /// Processors that it may grow to by hotplug.
+    /// Sets the number of processors that the machine may grow to by hotplug.
     #[must_use]
     pub fn max_cpus(mut self, cpus: u32) -> Self {
         self.max_cpus = cpus;
         self
     }
 
-    /// Memory, in MiB.
+    /// Sets the size of the memory, in MiB.
     #[must_use]
     pub fn memory_mib(mut self, mib: u32) -> Self {
         self.memory_mib = mib;
         self
     }
 
-    /// Another processor, in QEMU's words: `EPYC,-svm`, `max,+la57` …
+    /// Sets another processor, in QEMU's terms: `EPYC,-svm`, `max,+la57` …
     #[must_use]
     pub fn cpu(mut self, model: &str) -> Self {
         model.clone_into(&mut self.cpu_model);
         self
     }
 
-    /// Changes of the processor's features: `+la57`, `-pdpe1gb`, `-svm` …
+    /// Changes a feature of the processor: `+la57`, `-pdpe1gb`, `-svm` …
     #[must_use]
     pub fn cpu_feature(mut self, feature: &str) -> Self {
         self.cpu_model += &format!(",{feature}");
         self
     }
 
-    /// Width of physical addresses, in bits.
+    /// Sets the width of physical addresses, in bits.
     #[must_use]
     pub fn phys_bits(mut self, bits: u8) -> Self {
         self.phys_bits = Some(bits);
         self
     }
 
-    /// The bus of the root disk and of the artefacts' disk.
+    /// Sets the bus of the root disk and of the artefacts' disk.
     #[must_use]
     pub fn root_bus(mut self, bus: Bus) -> Self {
         self.root_bus = bus;
         self
     }
 
-    /// One more disk, empty, of a size in MiB.
+    /// Adds an empty disk, of a size in MiB.
     #[must_use]
     pub fn disk(mut self, bus: Bus, mib: u32) -> Self {
         self.disks.push((bus, mib));
         self
     }
 
-    /// A network card.
+    /// Adds a network card.
     #[must_use]
     pub fn nic(mut self, nic: Nic) -> Self {
         self.nic = Some(nic);
         self
     }
 
-    /// An IOMMU in front of all devices, in a QEMU that has one that translates.
+    /// Puts an IOMMU in front of all devices, in a QEMU whose IOMMU translates.
     #[must_use]
     pub fn iommu(mut self, iommu: Iommu) -> Self {
         self.iommu = Some(iommu);
@@ -378,110 +377,111 @@ impl Spec {
         self
     }
 
-    /// One more word on the kernel's command line.
+    /// Adds a word to the kernel's command line.
     #[must_use]
     pub fn kernel_arg(mut self, word: &str) -> Self {
         self.kernel_args.push(word.to_owned());
         self
     }
 
-    /// What runs as the first process.
+    /// Sets the first process.
     #[must_use]
     pub fn init(mut self, init: Init) -> Self {
         self.init = init;
         self
     }
 
-    /// Which variant of the driver `mercury` uses there, by `MERCURY_MODULE`.
+    /// Sets the variant of the driver that `mercury` uses in the machine, by `MERCURY_MODULE`.
     #[must_use]
     pub fn modules(mut self, variant: Variant) -> Self {
         self.modules = variant;
         self
     }
 
-    /// What a reset does.
+    /// Sets the effect of a reset.
     #[must_use]
     pub fn reset(mut self, reset: Reset) -> Self {
         self.reset = reset;
         self
     }
 
-    /// A port for gdb on this host's loopback: see `Machine::gdb_port`.
+    /// Opens a port for gdb on this host's loopback: see `Machine::gdb_port`.
     #[must_use]
     pub fn gdb(mut self) -> Self {
         self.wants_gdb = true;
         self
     }
 
-    /// Another QEMU.
+    /// Sets another QEMU program.
     #[must_use]
     pub fn qemu(mut self, program: &str) -> Self {
         program.clone_into(&mut self.qemu);
         self
     }
 
-    /// Another version of QEMU; it is made when the machine boots, if it is not there.
+    /// Sets another version of QEMU. QEMU is built when the machine boots, if it is missing.
     #[must_use]
     pub fn qemu_version(mut self, version: Qemu) -> Self {
         self.qemu_version = version;
         self
     }
 
-    /// One more argument for QEMU, as it is.
+    /// Adds an argument for QEMU, as it is.
     #[must_use]
     pub fn qemu_arg(mut self, argument: &str) -> Self {
         self.qemu_args.push(argument.to_owned());
         self
     }
 
-    /// Free slots for memory of up to 4 GiB in all, and the kernel uses what is plugged in at once.
+    /// Adds free slots for memory of up to 4 GiB in all. The kernel uses at once what is plugged
+    /// in.
     #[must_use]
     pub fn memory_slots(self) -> Self {
         self.qemu_arg("-m").qemu_arg("slots=4,maxmem=4G").kernel_arg("memhp_default_state=online")
     }
 
-    /// A DIMM of 128 MiB that is there from the start. The firmware's memory map does not have it.
+    /// Adds a DIMM of 128 MiB from the start. The firmware's memory map does not list it.
     #[must_use]
     pub fn dimm(self, id: &str) -> Self {
         Self::dimm_arguments(id).iter().fold(self, |spec, argument| spec.qemu_arg(argument))
     }
 
-    /// QEMU's arguments for a DIMM of 128 MiB.
+    /// Returns QEMU's arguments for a DIMM of 128 MiB.
     #[must_use]
     pub fn dimm_arguments(id: &str) -> [String; 4] {
         let memory = format!("memory-backend-ram,id={id}-memory,size=128M");
         ["-object".into(), memory, "-device".into(), format!("pc-dimm,id={id},memdev={id}-memory")]
     }
 
-    /// UEFI's firmware in place of a BIOS, on QEMU.
+    /// Sets UEFI firmware in place of a BIOS, on QEMU.
     #[must_use]
     pub fn uefi(self) -> Self {
         self.qemu_arg("-bios").qemu_arg("/usr/share/ovmf/OVMF.fd")
     }
 
-    /// The same in a flash of the machine's own, which keeps its variables: otherwise it writes them to the first FAT file
-    /// system that it finds.
+    /// Sets UEFI firmware in a flash of the machine's own, which keeps the firmware's variables.
+    /// Without the flash, the firmware writes them to the first FAT file system that it finds.
     #[must_use]
     pub fn uefi_with_variables(mut self) -> Self {
         self.uefi_variables = true;
         self
     }
 
-    /// Where the console goes.
+    /// Sets the destination of the console.
     #[must_use]
     pub fn console(mut self, console: Console) -> Self {
         self.console = console;
         self
     }
 
-    /// How long the way to the agent's first word may take, in wall time.
+    /// Sets the time limit up to the agent's first word, in wall time.
     #[must_use]
     pub fn boot_limit(mut self, limit: Duration) -> Self {
         self.boot_limit = limit;
         self
     }
 
-    /// One line for people.
+    /// Describes the machine in one line for people.
     #[must_use]
     pub fn summary(&self) -> String {
         let cpu = match self.platform {
@@ -491,7 +491,7 @@ impl Spec {
         format!("{}, {} CPUs ({cpu}), {} MiB", self.kernel, self.cpus, self.memory_mib)
     }
 
-    /// Refuses what cannot work, by name.
+    /// Refuses contradictions, each by name.
     pub(crate) fn check(&self) -> Result<()> {
         let refuse = |why: &str| Err(Error::Spec(why.to_owned()));
         let cloud = matches!(self.kernel, Kernel::BookwormCloud | Kernel::TrixieCloud);
@@ -521,7 +521,7 @@ impl Spec {
         Ok(())
     }
 
-    /// What a machine in Bochs cannot have.
+    /// Returns the first wanted feature that a machine in Bochs cannot have.
     fn unsupported(&self) -> Option<&'static str> {
         let wanted = [
             (
@@ -541,7 +541,7 @@ impl Spec {
         found.map(|(_, reason)| reason)
     }
 
-    /// `panic=-1`: a panic ends the machine at once.
+    /// Returns the kernel's command line. `panic=-1`: a panic ends the machine at once.
     pub(crate) fn kernel_command_line(&self) -> String {
         let init = if self.init == Init::Systemd { "systemd" } else { "agent" };
         let mut words = vec![
@@ -565,9 +565,11 @@ impl Spec {
         words.join(" ")
     }
 
-    /// The emulated TSC is reliable, and without this the kernel would use the HPET; but for the frequency
-    /// that Bochs's later models say they have: time would pass fifty times too slowly, or more so. Where it
-    /// counts instructions the kernel finds its frequency for itself.
+    /// Returns the words about clocks.
+    ///
+    /// The emulated TSC is reliable; without this word the kernel would use the HPET. Bochs's later
+    /// models state a wrong frequency, by which time would pass fifty times too slowly or worse. A
+    /// machine that counts instructions finds its frequency for itself.
     fn clock(&self) -> Vec<String> {
         let words: &[&str] = match self.platform {
             Platform::Bochs(Model::SkylakeX | Model::TigerLake) => {

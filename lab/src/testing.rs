@@ -1,5 +1,5 @@
-//! `lab test`: runs the tests of the project, with `FULL=1` all of them and every check, lets their lines through, and
-//! sums them up in one line.
+//! `lab test`: runs the tests of the project, and with `FULL=1` all of them and every check. It
+//! prints their lines, and sums them up in one line.
 
 use std::{
     cmp::Reverse,
@@ -26,24 +26,24 @@ use crate::{
     spec::Platform,
 };
 
-/// Tests counted.
+/// The results of tests, counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Passed.
+    /// Tests that passed.
     pub passed: u32,
-    /// Failed, or not even built.
+    /// Tests that failed or did not build.
     pub failed: u32,
-    /// Marked to be left out, each with the reason.
+    /// Tests that are left out, each with a reason.
     pub skipped: u32,
-    /// Those that failed, by name.
+    /// Names of the tests that failed.
     pub failures: Vec<String>,
-    /// Those that the chosen emulator cannot run, by name, and why.
+    /// Names of the tests that the chosen emulator cannot run, each with the reason.
     pub unsupported: Vec<String>,
-    /// The last that tests which failed have said, by name.
+    /// The last lines of each test that failed, by name.
     pub said: BTreeMap<String, VecDeque<String>>,
 }
 
-/// How much is repeated of what a test has said that failed: lines, and characters of each.
+/// The part of a failed test's output that is repeated: lines, and characters of each.
 const LAST_WORDS: (usize, usize) = (8, 300);
 
 impl Tally {
@@ -56,7 +56,7 @@ impl Tally {
         self.said.extend(other.said);
     }
 
-    /// Keeps the last lines of what a test has said.
+    /// Keeps the last lines of a test's output.
     fn keep_line(&mut self, name: &str, line: &str) {
         let said = self.said.entry(name.to_owned()).or_default();
         if said.len() == LAST_WORDS.0 {
@@ -65,14 +65,14 @@ impl Tally {
         said.push_back(line.chars().take(LAST_WORDS.1).collect());
     }
 
-    /// Takes a test that has said that the emulator cannot run it from those that failed.
+    /// Moves a test that the emulator cannot run from the failed tests to the unsupported ones.
     fn skip(&mut self, name: &str, reason: &str) {
         let Some(place) = self.failures.iter().position(|failed| failed == name) else { return };
         self.failures.remove(place);
         self.unsupported.push(format!("{name}: {reason}"));
     }
 
-    /// Adds what a test program says of a test that failed, `test NAME ... FAILED`, and at its end:
+    /// Adds a line of a test program: `test NAME ... FAILED` of a test that failed, or the sum
     /// `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
     fn add_line(&mut self, prefix: &str, line: &str) {
         let test = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"));
@@ -93,8 +93,9 @@ impl Tally {
     }
 }
 
-/// Runs the tests, with `FULL=1` the long ones as well, or those that `filter` names: a file of
-/// `lab/tests/` or `lab/bench/tests/`, or a part of tests' names. The last lines are `FAILED NAME` for each that failed, and `N passed, N failed, N skipped`.
+/// Runs the tests, with `FULL=1` the long ones too, or only those that `filter` names: a file of
+/// `lab/tests/` or `lab/bench/tests/`, or a part of tests' names. The last lines are `FAILED NAME`
+/// for each failed test, and `N passed, N failed, N skipped`.
 ///
 /// # Errors
 /// If the tests cannot be run at all.
@@ -137,10 +138,10 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     Ok(tally)
 }
 
-/// The longest of the tests that ran machines.
+/// The number of slowest tests that are listed.
 const LONGEST: usize = 40;
 
-/// Where the time has gone: machines are what it goes to.
+/// Prints the time that machines ran, which is most of the time of a run.
 fn print_times(reservations: &str) {
     let mut times: BTreeMap<&str, u32> = BTreeMap::new();
     for (seconds, name) in reservations.lines().filter_map(|line| line.split_once(' ')) {
@@ -152,8 +153,8 @@ fn print_times(reservations: &str) {
     longest.iter().take(LONGEST).for_each(|(name, seconds)| println!("{seconds:>5} s  {name}"));
 }
 
-/// Everything that machines are made of, at once: much of it is waiting for the mirror. The tests' programs are built
-/// beside it, if they are wanted.
+/// Builds all parts of machines at once, since much of the time is waiting for the mirror. The
+/// tests' programs are built beside them, if wanted.
 fn ensure_artefacts(tests: bool) -> Result<()> {
     thread::scope(|scope| {
         let mut all =
@@ -174,7 +175,7 @@ fn joined<T>(result: thread::Result<T>) -> Result<T> {
     result.map_err(|_| Error::Host("a thread of the lab panicked".into()))
 }
 
-/// Each of `make check`'s counts as one.
+/// Counts each check of `make check` as one test.
 fn check_style(tally: &mut Tally) {
     let failed = check::run();
     let count = failed.len() as u32;
@@ -183,15 +184,16 @@ fn check_style(tally: &mut Tally) {
     tally.failures.extend(failed.iter().map(|name| format!("check {name}")));
 }
 
-/// Runs `cargo test` with a selection of targets, and counts.
+/// Runs `cargo test` with a selection of targets, and counts the results.
 fn run_cargo(selection: &[&str], tests: &[&str]) -> Result<Tally> {
     let mut cargo = artefacts::cargo();
     cargo.args(["test", "--no-fail-fast"]).args(selection).arg("--").args(tests);
     run_counting("", &mut cargo)
 }
 
-/// Tests that run in Bochs as well with `FULL=1`, by platform and file. There are hours of them: these are what only another
-/// processor can show. `make test LAB=intel FULL=1` runs all that one can.
+/// Tests that also run in Bochs with `FULL=1`, by platform and file. All tests there would take
+/// hours; these show what only another processor can show. `make test LAB=intel FULL=1` runs all
+/// tests that Bochs can run.
 const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel", "applications", &["registers_and_results"]),
     ("intel", "state", &["the_generic_kernel_with_machine_checks"]),
@@ -206,26 +208,28 @@ const ON_BOCHS: &[(&str, &str, &[&str])] = &[
     ("intel-tigerlake", "applications", &["shadow_stacks"]),
 ];
 
-/// `make test FULL=1`: the long tests as well, which are ignored otherwise, those in Bochs, and the checks of `make check`.
+/// The variable of `make test FULL=1`: the long tests, which are otherwise ignored, those in Bochs,
+/// and the checks of `make check` run too.
 const FULL: &str = "MERCURY_LAB_FULL";
-/// Ignored for another reason: that emulator cannot run them.
+/// The mark of tests that are ignored for another reason: that emulator cannot run them.
 const NEVER: &str = "on_qemu_7";
 
-/// Which of a file's tests run.
+/// Returns the arguments that select a file's tests.
 fn which() -> &'static [&'static str] {
     if is_full() { &["--include-ignored", "--skip", NEVER] } else { &[] }
 }
 
-/// Whether the long tests run as well; some others take longer then.
+/// Returns true if the long tests run too. Some other tests take longer then.
 #[must_use]
 pub fn is_full() -> bool {
     env::var(FULL).is_ok_and(|value| !value.is_empty())
 }
 
-/// `make test MINUTES=40`: how long tests may be begun. What finds no machine by then is left out, by name.
+/// The variable of `make test MINUTES=40`: the time in which tests may begin. A test without a
+/// machine by then is left out, by name.
 const MINUTES: &str = "MERCURY_LAB_MINUTES";
 
-/// When that time is up, in seconds since 1970, for the test programs.
+/// The variable with the end of that time, in seconds since 1970, for the test programs.
 pub(crate) const DEADLINE: &str = "MERCURY_LAB_DEADLINE";
 
 fn deadline() -> Result<Option<u64>> {
@@ -236,8 +240,9 @@ fn deadline() -> Result<Option<u64>> {
     Ok(Some(now.as_secs() + minutes * 60))
 }
 
-/// Runs each file of `lab/tests/` and `lab/bench/tests/`, all at once: their machines wait for each other (see
-/// [`crate::Reservation`]), so that the host has work while the last test of a file runs.
+/// Runs each file of `lab/tests/` and `lab/bench/tests/`, all at once. Their machines wait for each
+/// other (see [`crate::Reservation`]), so that the host has work while the last test of a file
+/// runs.
 fn run_lab_tests(programs: &[Program], deadline: Option<u64>) -> Result<Tally> {
     let until = deadline.map(|second| (DEADLINE, second.to_string()));
     let in_bochs = Platform::chosen()? == Platform::Qemu && is_full();
@@ -267,7 +272,7 @@ fn run_lab_tests(programs: &[Program], deadline: Option<u64>) -> Result<Tally> {
     })
 }
 
-/// A test that was not found is one that failed: it has another name now.
+/// Counts a test that was not found as a failed one: it has another name now.
 fn all_of(tests: &'static [&'static str], prefix: String) -> impl Fn(Tally) -> Tally {
     move |mut tally| {
         let missing = (tests.len() as u32).saturating_sub(tally.passed + tally.failed + tally.skipped);
@@ -282,24 +287,24 @@ fn all_of(tests: &'static [&'static str], prefix: String) -> impl Fn(Tally) -> T
 /// A program of tests, as cargo builds it.
 #[derive(Debug, PartialEq, Eq)]
 struct Program {
-    /// Of the library or the program whose unit tests these are, or of the file in `tests/`.
+    /// The name of the library or program whose unit tests these are, or of the file in `tests/`.
     name: String,
     path: PathBuf,
-    /// Of the package.
+    /// The package's directory.
     directory: PathBuf,
     kind: Kind,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Kind {
-    /// Tests inside of the sources.
+    /// Tests inside the sources.
     Unit,
     /// A file in `tests/`.
     File,
 }
 
 impl Program {
-    /// From cargo's message about it.
+    /// Reads a program from cargo's message about it.
     fn of(message: &str) -> Option<Self> {
         let message: Value = serde_json::from_str(message).ok()?;
         let target = &message["target"];
@@ -313,19 +318,19 @@ impl Program {
         })
     }
 
-    /// Whether it runs machines.
+    /// Returns true if the program runs machines.
     fn is_lab_test(&self) -> bool {
         self.kind == Kind::File && LAB.iter().any(|(_, folder)| self.directory.ends_with(folder))
     }
 
-    /// As cargo would start it.
+    /// Returns the command that starts the program as cargo would.
     fn command(&self) -> Command {
         let mut command = Command::new(&self.path);
         command.current_dir(&self.directory);
         command
     }
 
-    /// Before each of its lines: `kvm: ` in the lab, `image, chain: ` elsewhere.
+    /// Returns the prefix of the program's lines: `kvm: ` in the lab, `image, chain: ` elsewhere.
     fn prefix(&self) -> String {
         let package = self.directory.file_name().unwrap_or_default().to_string_lossy();
         match self.kind {
@@ -336,7 +341,7 @@ impl Program {
     }
 }
 
-/// All the project's test programs. They are built in one go, so that nothing is built twice.
+/// Builds all test programs of the project in one run, so that nothing is built twice.
 fn build_tests() -> Result<Vec<Program>> {
     let mut cargo = artefacts::cargo();
     cargo.args(["test", "-q", "--workspace", "--lib", "--bins", "--tests", "--no-run"]);
@@ -350,14 +355,14 @@ fn build_tests() -> Result<Vec<Program>> {
     Ok(messages.lines().filter_map(Program::of).collect())
 }
 
-/// Since the first that asked: `12:34`, minutes and seconds.
+/// Returns the time since the first call, in minutes and seconds: `12:34`.
 fn elapsed() -> String {
     static START: OnceLock<Instant> = OnceLock::new();
     let seconds = START.get_or_init(Instant::now).elapsed().as_secs();
     format!("{:02}:{:02}", seconds / 60, seconds % 60)
 }
 
-/// Runs test programs, lets their lines through with `prefix`, and counts.
+/// Runs test programs, prints their lines with `prefix`, and counts the results.
 fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
     let mut running = command.stdout(Stdio::piped()).spawn().context(|| "start tests".into())?;
     let output = running.stdout.take().ok_or_else(|| Error::Host("tests have no output".into()))?;
@@ -377,7 +382,7 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         {
             tally.skip(&said_by, reason);
         }
-        // Most of them wait for their turn.
+        // Most tests wait for their turn.
         if !line.contains("has been running for over") && (prefix.is_empty() || !line.is_empty()) {
             match prefix {
                 "" => println!("{line}"),
@@ -387,7 +392,7 @@ fn run_counting(prefix: &str, command: &mut Command) -> Result<Tally> {
         tally.add_line(prefix, &line);
     }
     let status = running.wait().context(|| "wait for tests".into())?;
-    // Something did not build, or a test program crashed.
+    // A program did not build, or a test program crashed.
     if !status.success() && tally.failed == 0 {
         tally.failed += 1;
         tally.failures.push(format!("{prefix}{status}"));

@@ -1,5 +1,5 @@
-//! Builds the kernel modules of the tests (lab/testmod) for the lab's kernels, as the driver is built: in
-//! each release's own build root, with warnings as errors. They are not shipped.
+//! The builds of the tests' kernel modules (lab/testmod) for the lab's kernels. They are built as
+//! the driver is: in each release's own build root, with warnings as errors. They are not shipped.
 
 use std::{fs, path::PathBuf};
 
@@ -12,17 +12,18 @@ use crate::{
     paths,
 };
 
-/// The modules' files: what tests do in the kernel, and what stands for another hypervisor.
+/// The modules' files: the one that acts for tests in the kernel, and the one that poses as another
+/// hypervisor.
 pub const FILES: [&str; 2] = ["mercury_test.ko", "vboxdrv.ko"];
-/// Inside of the build root.
+/// The directory inside the build root.
 const DIRECTORY: &str = "build-test";
-/// Inside of the build root; the argument is the kernel's headers.
+/// The command that builds the modules inside the build root. Its argument is the kernel's headers.
 const BUILD: &str = r#"exec make -C /build-test KDIR="$1" KCFLAGS=-Werror"#;
 
-/// Builds the modules for `kernel` unless they are there already; returns their directory.
+/// Builds the modules for `kernel` unless they exist already. Returns their directory.
 ///
 /// # Errors
-/// If one does not build; the error names the log.
+/// If a module does not build; the error names the log.
 pub fn build(kernel: &For) -> Result<PathBuf> {
     let directory = paths::lab_dir("modules-test")?.join(&kernel.version);
     let stamp = directory.join("stamp");
@@ -45,7 +46,7 @@ fn sources() -> PathBuf {
     paths::root().join("lab/testmod")
 }
 
-/// The interface with the driver and the hypervisor.
+/// Returns the header of the interface with the driver and the hypervisor.
 fn header() -> PathBuf {
     paths::root().join("switch/driver/mercury_abi.h")
 }

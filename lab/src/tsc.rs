@@ -1,7 +1,9 @@
-//! How fast this host's time-stamp counter counts: QEMU's emulated one shows it as it is.
+//! The frequency of this host's time-stamp counter. QEMU's emulated counter shows the host's as it
+//! is.
 //!
-//! A kernel finds that out for itself when it boots, against a timer that is emulated too. On a host that is short of
-//! processor time it may find anything, and its clock runs at three times the speed.
+//! A kernel measures the frequency when it boots, against a timer that is emulated too. On a host
+//! that is short of processor time the result may be anything, and the kernel's clock may run at
+//! three times the speed.
 
 use std::{
     sync::OnceLock,
@@ -10,10 +12,10 @@ use std::{
 };
 
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Looks at counter and clock; of these the quickest counts.
+/// The number of readings of counter and clock. The quickest one counts.
 const LOOKS: u32 = 100;
 
-/// The frequency in kHz.
+/// Returns the frequency in kHz.
 pub fn khz() -> u64 {
     static KHZ: OnceLock<u64> = OnceLock::new();
     *KHZ.get_or_init(measure)
@@ -27,7 +29,8 @@ fn measure() -> u64 {
     u64::try_from(u128::from(last.wrapping_sub(first)) * 1_000_000 / nanoseconds.max(1)).unwrap_or(0)
 }
 
-/// A moment by both: whoever is interrupted between them looks again.
+/// Reads clock and counter at the same moment. A reading that was interrupted is longer than
+/// another one, and is dropped.
 fn look() -> (Instant, u64) {
     let looks = (0..LOOKS).map(|_| {
         let time = Instant::now();
@@ -42,7 +45,7 @@ fn look() -> (Instant, u64) {
 mod tests {
     use super::*;
 
-    /// Twice the same, to a thousandth; and what processors have.
+    /// The frequency is one that processors have, and a second measurement agrees to a thousandth.
     #[test]
     fn it_is_a_frequency() {
         let (one, other) = (measure(), measure());

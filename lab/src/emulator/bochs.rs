@@ -1,8 +1,9 @@
-//! Bochs's configuration for a machine, and the disc that it boots from: it takes no kernel on its command line.
+//! Bochs's configuration for a machine, and the disc from which the machine boots, since Bochs
+//! takes no kernel on its command line.
 //!
-//! Its disks are IDE; the root disk is copied on write into the machine's directory. The agent's stream is the
-//! second serial port, which Bochs connects to a socket of ours. A power-off is a panic to Bochs, and the end of
-//! it; a reset starts the machine again.
+//! The disks are IDE. The root disk is copied on write into the machine's directory. The agent's
+//! stream is the second serial port, which Bochs connects to a socket of the lab. Bochs treats a
+//! power-off as a panic and ends. A reset starts the machine again.
 
 use std::{fs, net::TcpListener, path::Path, process::Command};
 
@@ -18,13 +19,12 @@ use crate::{
     spec::{Model, Spec},
 };
 
-/// Instructions that make a second of the machine's time, whatever they take of ours. A processor's own time
-/// stamp counter counts them too.
+/// Number of instructions that make a second of the machine's time, whatever time they take on the
+/// host. The processor's time-stamp counter counts them too.
 const INSTRUCTIONS_PER_SECOND: u32 = 50_000_000;
 
 const CONFIGURATION: &str = "bochsrc";
 const DISC: &str = "boot.iso";
-/// Bochs's own log.
 const LOG: &str = "bochs.log";
 
 pub(super) fn prepare(spec: &Spec, model: Model, files: Files<'_>, scene: &Scene) -> Result<Start> {
@@ -41,7 +41,7 @@ pub(super) fn prepare(spec: &Spec, model: Model, files: Files<'_>, scene: &Scene
     })
 }
 
-/// Whether Bochs has ended because the machine was switched off.
+/// Returns true if Bochs has ended because the machine was switched off.
 pub(crate) fn has_powered_off(scene: &Scene) -> bool {
     fs::read_to_string(scene.dir().join(LOG)).is_ok_and(|log| log.contains("soft power off"))
 }
@@ -58,7 +58,8 @@ impl Model {
     }
 }
 
-/// Errors of the emulated machine, such as an MSR that it does not have, are the guest's business.
+/// Returns Bochs's configuration. Errors of the emulated machine, such as an access to a missing
+/// MSR, are the guest's business and do not stop Bochs.
 fn configuration(bochs: &Bochs, spec: &Spec, model: Model, files: Files<'_>, port: u16) -> String {
     let Spec { cpus, memory_mib, .. } = spec;
     let (bios, vga_bios) = (bochs.bios(), bochs.vga_bios());
@@ -97,7 +98,7 @@ fn configuration(bochs: &Bochs, spec: &Spec, model: Model, files: Files<'_>, por
     )
 }
 
-/// A disc that boots the kernel by isolinux.
+/// Makes a disc that boots the kernel by isolinux.
 fn make_disc(bochs: &Bochs, spec: &Spec, files: Files<'_>, dir: &Path) -> Result<()> {
     let tree = dir.join("disc");
     let what = || "make the disc to boot from".to_owned();
@@ -108,7 +109,7 @@ fn make_disc(bochs: &Bochs, spec: &Spec, files: Files<'_>, dir: &Path) -> Result
     let line = spec.kernel_command_line();
     let menu = format!("DEFAULT linux\nLABEL linux\n\tKERNEL vmlinuz\n\tINITRD initramfs\n\tAPPEND {line}\n");
     fs::write(tree.join("isolinux.cfg"), menu).context(what)?;
-    // Named in the disc, not copied.
+    // The disc names these files; they are not copied first.
     let graft = |name: &str, path: &Path| format!("{name}={}", path.display());
     let mut xorriso: Command = bochs.xorriso();
     xorriso.args(["-as", "mkisofs", "-quiet", "-graft-points", "-o"]).arg(dir.join(DISC));

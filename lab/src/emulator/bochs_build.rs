@@ -1,6 +1,6 @@
-//! Bochs 3 without a screen, built from Debian 13's source package with this host's compiler, and what it boots
-//! with: its BIOS, isolinux and xorriso, taken out of Debian's packages and run with their own libraries. Kept
-//! under `target/lab/tools/` by the hash of its recipe.
+//! The build of Bochs 3 without a screen, from Debian 13's source package with this host's
+//! compiler. Its BIOS, isolinux and xorriso come out of Debian's packages and run with their own
+//! libraries. The lab keeps all of it under `target/lab/tools/` by the hash of its recipe.
 
 use std::{
     fs,
@@ -24,7 +24,8 @@ const TOOLS: Packages = Packages {
     names: "bochsbios,vgabios,isolinux,syslinux-common,xorriso",
 };
 
-/// The processors that the lab uses need AVX-512 to be there; the rest is for speed, or left out for it.
+/// The options of Bochs's build. The lab's processors need AVX-512; the other options add speed, or
+/// leave parts out for it.
 const CONFIGURE: &[&str] = &[
     "--with-nogui",
     "--disable-docbook",
@@ -51,25 +52,25 @@ pub struct Bochs {
 }
 
 impl Bochs {
-    /// The emulator.
+    /// Returns the emulator's program.
     #[must_use]
     pub fn program(&self) -> PathBuf {
         self.dir.join("bochs")
     }
 
-    /// The firmware that it is meant to run with.
+    /// Returns the firmware that Bochs is meant to run with.
     #[must_use]
     pub fn bios(&self) -> PathBuf {
         self.dir.join("tree/usr/share/bochs/BIOS-bochs-latest")
     }
 
-    /// Firmware of a screen that nobody sees: boot loaders want one.
+    /// Returns the firmware of a screen. Boot loaders need one, though no person sees it.
     #[must_use]
     pub fn vga_bios(&self) -> PathBuf {
         self.dir.join("tree/usr/share/vgabios/vgabios.bin")
     }
 
-    /// The boot loader's files and their names on a disc.
+    /// Returns the boot loader's files and their names on a disc.
     #[must_use]
     pub fn boot_loader(&self) -> [(PathBuf, &'static str); 2] {
         let tree = self.dir.join("tree/usr/lib");
@@ -79,7 +80,7 @@ impl Bochs {
         ]
     }
 
-    /// The program that makes discs.
+    /// Returns the program that makes discs.
     #[must_use]
     pub fn xorriso(&self) -> Command {
         let library = self.dir.join("tree/usr/lib/x86_64-linux-gnu");
@@ -89,10 +90,10 @@ impl Bochs {
     }
 }
 
-/// Builds it if it is not there: three minutes on two processors.
+/// Builds Bochs if it is missing, in three minutes on two processors.
 ///
 /// # Errors
-/// If it cannot be made; the error names the log.
+/// If Bochs cannot be built; the error names the log.
 pub fn ensure() -> Result<Bochs> {
     let dir = paths::lab_dir("tools")?.join(format!("bochs-{}", recipe()));
     if !dir.exists() {

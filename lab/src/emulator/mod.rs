@@ -1,8 +1,9 @@
-//! What machines run in: QEMU, or Bochs. Each has one file that turns a [`Spec`] into something to start; what
-//! comes out of both is a process, a serial log, and a stream to the agent inside.
+//! The emulators of machines: QEMU and Bochs. Each has one file that turns a [`Spec`] into a
+//! command to start. Both give a process, a serial log, and a stream to the agent inside.
 //!
-//! QEMU has a monitor ([`qmp`]), virtio and NVMe, and runs several processors at once. Bochs is some five
-//! times slower and has none of that, but it has Intel's processors with VMX, and another opinion on AMD's.
+//! QEMU has a monitor ([`qmp`]), virtio and NVMe, and runs several processors at once. Bochs is
+//! some five times slower and has none of these. But it has Intel's processors with VMX, and is a
+//! second, independent model of AMD's.
 
 pub mod bochs;
 pub mod bochs_build;
@@ -22,7 +23,7 @@ use crate::{
     spec::{Platform, Spec},
 };
 
-/// The files that a machine is booted from.
+/// The files from which a machine boots.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Files<'a> {
     pub vmlinuz: &'a Path,
@@ -31,7 +32,7 @@ pub(crate) struct Files<'a> {
     pub lab_disk: &'a Path,
 }
 
-/// What to start in a machine's directory.
+/// The command to start in a machine's directory.
 #[derive(Debug)]
 pub(crate) struct Start {
     pub program: PathBuf,
@@ -39,29 +40,29 @@ pub(crate) struct Start {
     pub agent: AgentSocket,
 }
 
-/// Where the agent's stream comes out.
+/// The place where the agent's stream comes out.
 #[derive(Debug)]
 pub(crate) enum AgentSocket {
     /// The emulator listens on a Unix socket in the machine's directory.
     Unix(&'static str),
-    /// The emulator connects to us.
+    /// The emulator connects to the lab.
     Tcp(TcpListener),
 }
 
-/// Names of a machine's own files, in its directory, which is the emulator's working directory.
+/// Names of a machine's own files in its directory, which is the emulator's working directory.
 pub(crate) mod file {
     pub const ROOT: &str = "root.qcow2";
-    /// What UEFI keeps.
+    /// The variables that UEFI keeps.
     pub const VARIABLES: &str = "variables.img";
     pub const SERIAL: &str = "serial.log";
     pub const AGENT: &str = "agent.sock";
     pub const CONSOLE: &str = "console.sock";
     pub const MONITOR: &str = "qmp.sock";
-    /// What was started.
+    /// The command that was started.
     pub const COMMAND: &str = "command";
-    /// What the emulator itself has said.
+    /// The emulator's own output.
     pub const EMULATOR: &str = "emulator.log";
-    /// Its processors' resets, and what they had in their registers (QEMU).
+    /// The resets of the processors, and their registers then (QEMU).
     pub const RESETS: &str = "resets.log";
 
     pub fn disk(index: usize) -> String {
@@ -69,10 +70,10 @@ pub(crate) mod file {
     }
 }
 
-/// Makes what the machine needs in its directory, and says what to start there.
+/// Makes the machine's files in its directory. Returns the command to start there.
 ///
 /// # Errors
-/// If a disk cannot be made, or the emulator that the machine wants.
+/// If a disk or the machine's emulator cannot be made.
 pub(crate) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<Start> {
     match spec.platform {
         Platform::Qemu => qemu::prepare(spec, files, scene),
@@ -80,10 +81,10 @@ pub(crate) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<St
     }
 }
 
-/// Says what to start with the disks that are there: another machine gets them.
+/// Returns the command to start with the disks of another machine, which exist already.
 ///
 /// # Errors
-/// If it is to run in Bochs, or the QEMU that it wants cannot be made.
+/// If the machine is to run in Bochs, or its QEMU cannot be made.
 pub(crate) fn prepare_again(spec: &Spec, files: Files<'_>) -> Result<Start> {
     match spec.platform {
         Platform::Qemu => qemu::start(spec, files),

@@ -1,10 +1,12 @@
-//! QEMU 11 beside this host's own QEMU: extracted from Debian 13's backports into a directory of its own
-//! and run with that release's own libraries, so that nothing of the host changes.
+//! QEMU 11 beside this host's own QEMU. It is extracted from Debian 13's backports into a directory
+//! of its own and runs with that release's own libraries. Nothing on the host changes.
 //!
-//! QEMU 7.2 (Debian 12) goes astray where VMRUN refuses a control block, has no x2APIC, and executes stale
-//! text of kernels that patch themselves while several CPUs run. 10.0 (Debian 13) does not, but one of its
-//! machines in thirty dies of an assertion when it is reset (docs/lab.md). Made when a machine first asks
-//! for it; kept under `target/lab/tools/` by the hash of its recipe.
+//! QEMU 7.2 (Debian 12) errs where VMRUN refuses a control block, has no x2APIC, and executes stale
+//! text of kernels that patch themselves while several CPUs run. QEMU 10.0 (Debian 13) does not,
+//! but one of its machines in thirty dies of an assertion when it is reset (docs/lab.md).
+//!
+//! The lab makes QEMU 11 when a machine first asks for it, and keeps it under `target/lab/tools/`
+//! by the hash of its recipe.
 
 use std::{
     fs,
@@ -25,7 +27,8 @@ use crate::{
 const PACKAGES: Packages =
     Packages { release: "trixie", backports: true, names: "qemu-system-x86,qemu-utils,seabios" };
 
-/// Starts the program that it is called like. `exec`: the process that the lab started is QEMU itself.
+/// The script that starts the program of the same name. `exec`: the process that the lab started is
+/// QEMU itself.
 const START: &str = r#"#!/bin/sh
 tree=$(dirname "$(dirname "$(readlink -f "$0")")")/tree
 lib=$tree/usr/lib/x86_64-linux-gnu
@@ -34,10 +37,11 @@ exec "$lib/ld-linux-x86-64.so.2" --library-path "$lib" "$(dirname "$tree")/qemu-
 	-L "$tree/usr/share/qemu" -L "$tree/usr/share/seabios" "$@"
 "#;
 
-/// The program to start in place of `qemu-system-x86_64`; made now if it is not there.
+/// Returns the program to start in place of `qemu-system-x86_64`. The program is made first if it
+/// is missing.
 ///
 /// # Errors
-/// If it cannot be made; the error names the log.
+/// If the program cannot be made; the error names the log.
 pub fn ensure() -> Result<PathBuf> {
     let dir = paths::lab_dir("tools")?.join(format!("qemu-{}", recipe()));
     let program = dir.join("bin/qemu-system-x86_64");
@@ -61,7 +65,7 @@ fn make(dir: &Path, program: &Path) -> Result<()> {
     let repaired = dir.join("qemu-system-x86_64");
     fs::copy(dir.join("tree/usr/bin/qemu-system-x86_64"), &repaired).context(|| "copy QEMU".into())?;
     repaired_qemu::repair(&repaired)?;
-    // Last, for it says that all is there.
+    // This file comes last: it says that the installation is complete.
     let unfinished = dir.join("start.new");
     fs::write(&unfinished, START).context(|| "write QEMU's starter".into())?;
     let executable = fs::Permissions::from_mode(0o755);

@@ -1,4 +1,5 @@
-//! QEMU's command line for a machine. `newer` is another version of it, `qmp` its monitor.
+//! QEMU's command line for a machine. `newer_qemu` is another version of QEMU, and `qmp` its
+//! monitor.
 
 use std::{fs, process::Command};
 
@@ -12,31 +13,32 @@ use crate::{
     spec::{Bus, Console, Icount, Nic, QEMU, Qemu, Reset, Spec},
 };
 
-/// UEFI's firmware, and the variables that it begins with.
+/// UEFI's firmware, and its initial variables.
 const UEFI: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const UEFI_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
-/// Makes the machine's disks and says what to start.
+/// Makes the machine's disks. Returns the command to start.
 ///
 /// # Errors
-/// If a disk cannot be made, or the QEMU that the machine wants.
+/// If a disk or the machine's QEMU cannot be made.
 pub(super) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<Start> {
     make_overlay(scene, file::ROOT, &["-F", "raw", "-b", &files.root_disk.to_string_lossy()])?;
     for (index, (_, mib)) in spec.disks.iter().enumerate() {
         make_overlay(scene, &file::disk(index), &[&format!("{mib}M")])?;
     }
     if spec.uefi_variables {
-        // As it is: a layer would lose in a power cut where it has put what the firmware has written.
+        // A raw copy: a layer of qcow2 would lose in a power cut where it has put the firmware's
+        // writes.
         let variables = scene.dir().join(file::VARIABLES);
         fs::copy(UEFI_VARIABLES, &variables).context(|| format!("write {}", variables.display()))?;
     }
     start(spec, files)
 }
 
-/// Says what to start where the disks are there.
+/// Returns the command to start with disks that exist.
 ///
 /// # Errors
-/// If the QEMU that the machine wants cannot be made.
+/// If the machine's QEMU cannot be made.
 pub(super) fn start(spec: &Spec, files: Files<'_>) -> Result<Start> {
     let program = match spec.qemu_version {
         Qemu::Newer => newer_qemu::ensure()?,
@@ -73,7 +75,7 @@ fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
     if spec.reset == Reset::Ends {
         args.flag("-no-reboot");
     }
-    // It ends at a triple fault, too, and says nothing otherwise.
+    // QEMU also ends at a triple fault, and prints nothing without this option.
     args.add("-d", "cpu_reset");
     args.add("-D", file::RESETS);
     if let Some(port) = spec.gdb_port {
@@ -127,7 +129,7 @@ fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: Files<'_>) {
     }
     disk(args, spec.root_bus, &Disk::Root.id(), &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
     let lab = format!("file={},format=raw,read-only=on", files.lab_disk.to_string_lossy().replace(',', ",,"));
-    // AHCI's disks cannot be read-only.
+    // AHCI disks cannot be read-only.
     let lab_bus = if spec.root_bus == Bus::Ahci { Bus::Virtio } else { spec.root_bus };
     disk(args, lab_bus, "lab", &lab);
     for (index, (bus, _)) in spec.disks.iter().enumerate() {
@@ -145,7 +147,7 @@ fn disk(args: &mut Arguments, bus: Bus, id: &str, backing: &str) {
     let device = match bus {
         Bus::Nvme => "nvme",
         Bus::Virtio => "virtio-blk-pci",
-        // Each takes the next free port of the controller.
+        // Each disk takes the next free port of the controller.
         Bus::Ahci => "ide-hd",
         Bus::Usb => "usb-storage",
     };

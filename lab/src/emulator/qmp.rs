@@ -21,7 +21,7 @@ use crate::{
     scene::Scene,
 };
 
-/// How long QEMU may take for an answer: saving a machine is the longest that we ask of it.
+/// Time limit of QEMU's answer. Saving a machine is the longest command that the lab gives.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
 
 /// One message from QEMU.
@@ -33,12 +33,11 @@ enum Message {
     Event(Event),
 }
 
-/// Something that QEMU says of itself.
+/// An event that QEMU reports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// `SHUTDOWN`, `RESET`, `GUEST_PANICKED` …
     pub name: String,
-    /// Details.
     pub data: Value,
 }
 
@@ -82,7 +81,7 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Shakes hands on a connected socket. What QEMU leaves behind when it goes away is at `scene`.
+    /// Shakes hands on a connected socket. `scene` has what QEMU leaves behind when it ends.
     ///
     /// # Errors
     /// If QEMU does not greet.
@@ -125,7 +124,7 @@ impl Qmp {
         }
     }
 
-    /// Executes a command of the monitor for people; its answer is text, and errors are text as well.
+    /// Executes a command of the monitor for people. Its answer is text, and so are errors.
     ///
     /// # Errors
     /// If QEMU does not answer.
@@ -134,7 +133,7 @@ impl Qmp {
         Ok(answer.as_str().unwrap_or_default().to_owned())
     }
 
-    /// A command for people whose success is silence.
+    /// Executes a command for people whose success is silence.
     fn human_silent(&self, command: &str) -> Result<()> {
         let answer = self.human(command)?;
         if answer.trim().is_empty() {
@@ -143,7 +142,7 @@ impl Qmp {
         Err(Error::Monitor { command: command.to_owned(), answer: answer.trim().to_owned() })
     }
 
-    /// A non-maskable interrupt, on CPU 0.
+    /// Injects a non-maskable interrupt, on CPU 0.
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -151,7 +150,7 @@ impl Qmp {
         self.execute("inject-nmi", json!({})).map(drop)
     }
 
-    /// Puts a machine-check error into a bank of one CPU's.
+    /// Injects a machine-check error into a bank of one CPU.
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -160,11 +159,11 @@ impl Qmp {
         self.human_silent(&format!("mce {cpu} {bank} {status:#x} {mcg_status:#x} {address:#x} {misc:#x}"))
     }
 
-    /// Plugs one more CPU in, and returns its name for [`Qmp::cpu_del`]. Linux sees it, and has to bring
-    /// it online.
+    /// Plugs one more CPU in. Returns the CPU's name for [`Qmp::cpu_del`]. Linux sees the CPU, and
+    /// has to bring it online.
     ///
     /// # Errors
-    /// If the machine has no room for it.
+    /// If the machine has no room for the CPU.
     pub fn cpu_add(&self) -> Result<String> {
         let slots = self.cpu_slots()?;
         let mut free = slots.iter().filter(|slot| slot.get("qom-path").is_none());
@@ -180,14 +179,14 @@ impl Qmp {
         Ok(id)
     }
 
-    /// Takes a CPU out that was plugged in; the guest is asked and has to agree. Best done last: QEMU
-    /// 7.2's emulation damages its own heap when a CPU comes after one has gone.
+    /// Removes a CPU that was plugged in. The guest is asked and has to agree. Best done last: QEMU
+    /// 7.2's emulation damages its own heap when a CPU is added after a removal.
     ///
     /// # Errors
-    /// If the guest does not let it go within `limit`.
+    /// If the guest does not release the CPU within `limit`.
     pub fn cpu_del(&self, id: &str, limit: Duration) -> Result<()> {
         self.execute("device_del", json!({"id": id}))?;
-        // The event DEVICE_DELETED comes for the CPU's local APIC only.
+        // The event DEVICE_DELETED is sent for the CPU's local APIC only.
         let path = format!("/machine/peripheral/{id}");
         wait_for("the CPU to be let go", limit, || {
             let there = self.cpu_slots()?.iter().any(|slot| slot["qom-path"] == path.as_str());
@@ -200,7 +199,7 @@ impl Qmp {
         Ok(slots.as_array_mut().map(std::mem::take).unwrap_or_default())
     }
 
-    /// Saves the whole machine into its disks. Not with NVMe, which QEMU cannot save.
+    /// Saves the whole machine into its disks. QEMU cannot save NVMe.
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -208,7 +207,7 @@ impl Qmp {
         self.human_silent(&format!("savevm {name}"))
     }
 
-    /// Puts the machine back to what was saved.
+    /// Restores the saved state of the machine.
     ///
     /// # Errors
     /// If there is no such state, or QEMU refuses.
@@ -216,10 +215,10 @@ impl Qmp {
         self.human_silent(&format!("loadvm {name}"))
     }
 
-    /// Moves the machine to where another QEMU expects it; what `query-migrate` says in the end.
+    /// Moves the machine to a waiting QEMU. Returns the last answer of `query-migrate`.
     ///
     /// # Errors
-    /// If it does not get there.
+    /// If the migration does not complete.
     pub fn migrate(&self, uri: &str) -> Result<Value> {
         self.execute("migrate", json!({"uri": uri}))?;
         wait_for("QEMU to move the machine", ANSWER_LIMIT, || {
@@ -253,7 +252,7 @@ impl Qmp {
     /// Wakes the machine from suspend.
     ///
     /// # Errors
-    /// If it does not sleep.
+    /// If the machine is not suspended.
     pub fn system_wakeup(&self) -> Result<()> {
         self.execute("system_wakeup", json!({})).map(drop)
     }
@@ -274,7 +273,7 @@ impl Qmp {
         self.execute("cont", json!({})).map(drop)
     }
 
-    /// `running`, `paused`, `suspended`, `guest-panicked` …
+    /// Returns QEMU's state of the machine: `running`, `paused`, `suspended`, `guest-panicked` …
     ///
     /// # Errors
     /// If QEMU refuses.
@@ -283,16 +282,16 @@ impl Qmp {
         Ok(status["status"].as_str().unwrap_or_default().to_owned())
     }
 
-    /// All events so far.
+    /// Returns all events so far.
     #[must_use]
     pub fn events(&self) -> Vec<Event> {
         self.events.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for an event, from the start of the machine on.
+    /// Waits for an event since the start of the machine.
     ///
     /// # Errors
-    /// If it does not come within `limit`.
+    /// If the event does not come within `limit`.
     pub fn wait_event(&self, name: &str, limit: Duration) -> Result<Event> {
         let end = Instant::now() + limit;
         let mut seen = self.events.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -310,12 +309,11 @@ impl Qmp {
     }
 }
 
-/// A machine-check error to inject, as the registers of its bank will show it.
+/// A machine-check error to inject, in the form of its bank's registers.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MachineCheck {
     /// The CPU's index.
     pub cpu: u32,
-    /// The bank.
     pub bank: u32,
     /// `MCi_STATUS`.
     pub status: u64,
@@ -367,7 +365,7 @@ mod tests {
         assert_eq!(Message::parse("nonsense"), None);
     }
 
-    /// Plays QEMU: greets, then answers every line with the next of `answers`.
+    /// Plays QEMU's part: greets, then answers every line with the next of `answers`.
     fn play(socket: UnixStream, answers: &'static [&'static str]) {
         thread::spawn(move || {
             let mut writer = socket.try_clone().unwrap();

@@ -1,13 +1,15 @@
-//! QEMU without a race of its own: a copy of the program in which one function does nothing.
+//! QEMU without one of its races: a copy of the program in which one function does nothing.
 //!
-//! Loading x87 state without a pending exception lowers IGNNE#, a line that this emulation keeps as a flag of
-//! the *first* processor, in the word that holds its GIF. Every processor's thread writes that word without a
-//! lock (`cpu_clear_ignne`, from 5.2 to 11.1 at least), and where CLGI, STGI, VMRUN or a #VMEXIT of the first
-//! processor falls between its load and its store, GIF is lost: that processor takes no interrupt any more.
-//! The line matters to programs for DOS only: nothing here ever raises it.
+//! Loading x87 state without a pending exception lowers IGNNE#. QEMU keeps this line as a flag of
+//! the *first* processor, in the word that holds its GIF. Every processor's thread writes that word
+//! without a lock (`cpu_clear_ignne`, from 5.2 to 11.1 at least).
 //!
-//! The function is found by its name, which QEMU exports for its modules, and made to return at once. Where
-//! there is no such name the program is used as it is.
+//! If CLGI, STGI, VMRUN or a #VMEXIT of the first processor falls between the load and the store,
+//! GIF is lost: that processor takes no interrupt any more. The line matters to programs for DOS
+//! only, and nothing in the lab ever raises it.
+//!
+//! The lab finds the function by its name, which QEMU exports for its modules, and makes the
+//! function return at once. A program without such a name is used as it is.
 
 use std::{
     fs,
@@ -26,11 +28,11 @@ use crate::{
 };
 
 const FUNCTION: &str = "cpu_clear_ignne";
-/// RET.
+/// The opcode of RET.
 const RETURN: u8 = 0xC3;
 
-/// The repaired copy of a program in the search path, made now if it is not there. It finds its data where the
-/// original does: relative to itself.
+/// Returns the repaired copy of a program in the search path. The copy is made first if it is
+/// missing. It finds its data where the original does: relative to itself.
 ///
 /// # Errors
 /// If there is no such program, or the copy cannot be made.
@@ -63,10 +65,10 @@ fn make(original: &Path, dir: &Path, name: &str) -> Result<()> {
     fs::rename(&new, dir).context(what)
 }
 
-/// Repairs a program where it is.
+/// Repairs a program in place.
 ///
 /// # Errors
-/// If it is no program, or cannot be written.
+/// If the file is no program, or cannot be written.
 pub fn repair(program: &Path) -> Result<()> {
     let what = || format!("repair {}", program.display());
     let mut bytes = fs::read(program).context(what)?;
@@ -78,7 +80,7 @@ pub fn repair(program: &Path) -> Result<()> {
     fs::set_permissions(program, fs::Permissions::from_mode(0o755)).context(what)
 }
 
-/// Where in an ELF file an exported function begins.
+/// Returns the offset in an ELF file at which an exported function begins.
 fn offset_of(elf: &[u8], function: &str) -> object::Result<Option<usize>> {
     let file = object::File::parse(elf)?;
     let address =
@@ -101,7 +103,7 @@ mod tests {
     fn exported_functions_are_found_and_others_are_not() {
         let libc = fs::read("/lib/x86_64-linux-gnu/libc.so.6").unwrap();
         let offset = offset_of(&libc, "getppid").unwrap().unwrap();
-        // mov eax, 110 is the system call's number, near the beginning.
+        // The instruction `mov eax, 110`, near the beginning: 110 is the number of the system call.
         assert!(libc[offset..offset + 16].windows(5).any(|code| code == [0xB8, 110, 0, 0, 0]));
         assert_eq!(offset_of(&libc, "no_such_function").unwrap(), None);
     }

@@ -11,10 +11,10 @@ use crate::{
     kernel::Kernel,
 };
 
-/// What `afterburner verify` says of a kernel and its modules; it fails if anything is wrong.
+/// Returns the report of `afterburner verify` about a kernel and its modules.
 ///
 /// # Errors
-/// If something is not accounted for.
+/// If an instruction is not accounted for.
 pub fn account(built: &Built) -> Result<Value> {
     let mut verify = Command::new(&built.afterburner);
     verify.args(["verify", "--json"]).arg(&built.vmlinux).args(&built.modules);
@@ -29,7 +29,7 @@ pub fn account(built: &Built) -> Result<Value> {
         .map_err(|error| Error::Host(format!("`afterburner verify` says no JSON: {error}")))
 }
 
-/// The kernel of Debian's whose place a small one takes.
+/// Returns the Debian kernel whose place a small kernel takes.
 #[must_use]
 pub fn kernel_of(release: Release) -> Kernel {
     match release {

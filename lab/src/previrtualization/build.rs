@@ -1,4 +1,4 @@
-//! Builds a release's kernel, with the afterburner or without.
+//! The build of a release's kernel, with the afterburner or without.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::{
     paths,
 };
 
-/// Lines of configurations, on top of `allnoconfig`.
+/// The lines of configurations on top of `allnoconfig`.
 const SMALL: &str = include_str!("../../guest/kernel/small.config");
 const TINY: &str = include_str!("../../guest/kernel/tiny.config");
 const CHECKED: &str = concat!(
@@ -25,7 +25,8 @@ const CHECKED: &str = concat!(
     include_str!("../../guest/kernel/checked.config")
 );
 
-/// Without these it is not the kernel that was wanted, whatever names the release has for the others.
+/// Options without which the kernel is not the intended one. The release may have other names for
+/// the rest.
 const NEEDED_SMALL: &[&str] = &[
     "CONFIG_X86_MPPARSE=y",
     "CONFIG_SMP=y",
@@ -67,21 +68,23 @@ const NEEDED_CHECKED: &[&str] = &[
     "CONFIG_EXT4_FS=y",
 ];
 
-/// How a kernel is built.
+/// A way to build a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
-    /// As it is.
+    /// Without the afterburner.
     Plain,
     /// With the afterburner.
     PreVirtualized,
-    /// With the afterburner, and with no more than a hosted shell needs: in a fraction of the time. No image to boot.
+    /// With the afterburner, and with no more than a hosted shell needs, in a fraction of the time.
+    /// There is no image to boot.
     Tiny,
-    /// As it is, with the kernel's own checks of its locks, and all that the driver needs.
+    /// Without the afterburner, with the kernel's own checks of its locks, and all that the driver
+    /// needs.
     Checked,
 }
 
 impl Flavour {
-    /// Where it is built, beneath `/build` in the root for kernels.
+    /// Returns the build's directory, beneath `/build` in the root for kernels.
     #[must_use]
     pub fn directory(self) -> &'static str {
         match self {
@@ -92,12 +95,12 @@ impl Flavour {
         }
     }
 
-    /// Its configuration's name, beside that directory.
+    /// Returns the name of the configuration, beside that directory.
     pub(super) fn configuration_file(self) -> String {
         format!("{}.config", self.directory())
     }
 
-    /// Its configuration, and what must have come of it.
+    /// Returns the configuration, and the options that must result from it.
     pub(super) fn configuration(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
@@ -106,7 +109,7 @@ impl Flavour {
         }
     }
 
-    /// The command that builds it there.
+    /// Returns the command that builds the kernel there.
     pub(super) fn make(self) -> &'static str {
         match self {
             Self::Plain | Self::Checked => "make",
@@ -114,7 +117,8 @@ impl Flavour {
         }
     }
 
-    /// Returns about how many lines a whole build says: one for each file that is compiled, and some more.
+    /// Returns the number of lines, about, that a whole build prints: one for each compiled file,
+    /// and some more.
     fn lines(self) -> u64 {
         match self {
             Self::Plain | Self::PreVirtualized => 1700,
@@ -123,7 +127,7 @@ impl Flavour {
         }
     }
 
-    /// Describes what a whole build costs.
+    /// Describes the cost of a whole build.
     fn cost(self) -> &'static str {
         match self {
             Self::Plain | Self::PreVirtualized | Self::Checked => {
@@ -133,12 +137,13 @@ impl Flavour {
         }
     }
 
-    /// Returns true if the afterburner builds it.
+    /// Returns true if the afterburner builds the kernel.
     fn has_slots(self) -> bool {
         matches!(self, Self::PreVirtualized | Self::Tiny)
     }
 
-    /// The lock that a build holds. Flavours that the afterburner builds share its copy in the root.
+    /// Returns the lock that a build holds. Flavours that the afterburner builds share its copy in
+    /// the root.
     fn lock(self, release: Release) -> String {
         match self {
             Self::Checked => format!("kernel-{release}-checked"),
@@ -154,24 +159,23 @@ impl Flavour {
     }
 }
 
-/// What a build leaves.
+/// The products of a build.
 #[derive(Clone, Debug)]
 pub struct Built {
-    /// The root that it was built in, and where the build is.
+    /// The root in which the kernel was built, and which holds the build.
     pub root: PathBuf,
-    /// The directory of the build.
     pub directory: PathBuf,
-    /// With symbols, and the records of slots.
+    /// The kernel with symbols, and the records of slots.
     pub vmlinux: PathBuf,
-    /// To be booted.
+    /// The bootable image.
     pub image: PathBuf,
-    /// The modules.
     pub modules: Vec<PathBuf>,
-    /// The afterburner that has built it, or could have.
+    /// The afterburner that has built the kernel, or could have.
     pub afterburner: PathBuf,
 }
 
-/// The same for all flavours, but for the assembler and the configuration. What a kernel says of its making is always the same.
+/// The build script, the same for all flavours except for the assembler and the configuration. A
+/// kernel's statement about its own build is always the same.
 pub(super) const BUILD: &str = r#"set -e
 source=$1 flavour=$2 make=$3 targets=$4
 export KBUILD_BUILD_TIMESTAMP=@0 KBUILD_BUILD_USER=lab KBUILD_BUILD_HOST=lab KBUILD_BUILD_VERSION=1
@@ -184,10 +188,10 @@ if ! cmp -s $flavour.config $flavour/lab.config; then
 fi
 exec $make -C $source O=/build/$flavour -j2 $targets"#;
 
-/// Builds it, as far as it has not been built already.
+/// Builds the kernel, unless it has been built already.
 ///
 /// # Errors
-/// If it does not build; the error names the log.
+/// If the kernel does not build; the error names the log.
 pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     let afterburner = artefacts::build_program("mercury-afterburner", "afterburner")?;
     let tree = root::ensure(release)?;
@@ -210,8 +214,11 @@ pub fn build(release: Release, flavour: Flavour) -> Result<Built> {
     })
 }
 
-/// Names all that decides how a kernel comes out. The afterburner counts by its sources and those of what it depends on: the program is
-/// another one in every clone, for it names the directory that it was built in, and a kernel takes a quarter of an hour.
+/// Names all inputs that decide how a kernel comes out.
+///
+/// The afterburner counts by its sources and those of its dependencies. The program itself differs
+/// in every clone, since it names the directory in which it was built, and a kernel takes a quarter
+/// of an hour.
 fn inputs(flavour: Flavour) -> Result<String> {
     let all = Ingredients::default().with(flavour.configuration().0).with(BUILD);
     if !flavour.has_slots() {
@@ -222,7 +229,7 @@ fn inputs(flavour: Flavour) -> Result<String> {
     Ok(all.with(versions(&DECIDING, &lock).join(" ")).with_path(&root.join("hosted/afterburner/src"))?.name())
 }
 
-/// Crates that decide what the afterburner makes of code.
+/// Crates that decide the afterburner's treatment of code.
 const DECIDING: [&str; 2] = ["iced-x86", "object"];
 
 /// Returns crates with their versions, from a lock file.
@@ -266,7 +273,7 @@ fn make(release: Release, tree: &Path, flavour: Flavour, afterburner: &Path) -> 
     host::run_counted(&what, &log, &mut command, flavour.lines())
 }
 
-/// Writes a file that may be root's.
+/// Writes a file that may belong to root.
 fn put(text: &str, to: &Path) -> Result<()> {
     let own = tempfile(text)?;
     let mut copy: Command = host::as_root("cp");
@@ -295,7 +302,7 @@ fn check(flavour: Flavour, configuration: &Path) -> Result<()> {
     Err(Error::Host(format!("the kernel's configuration lacks {}", missing.join(", "))))
 }
 
-/// All modules beneath a directory.
+/// Returns all modules beneath a directory.
 fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let entries = fs::read_dir(directory).context(|| format!("list {}", directory.display()))?;

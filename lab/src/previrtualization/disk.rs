@@ -1,5 +1,5 @@
-//! The root for kernels as a disk, and a second one for what a build makes: so a kernel is built in another machine by the same
-//! commands, with the same compiler and at the same paths as here.
+//! The root for kernels as a disk, and a second disk for a build's products. Another machine so
+//! builds a kernel by the same commands, with the same compiler and at the same paths as this host.
 
 use std::{
     fs,
@@ -22,10 +22,11 @@ use crate::{
 const TOOLS_SIZE: &str = "3G";
 const OBJECTS_SIZE: &str = "1G";
 
-/// A disk with a release's compiler and the kernel's source, to be read only; made now if it is not there.
+/// Returns a read-only disk with a release's compiler and the kernel's source. The disk is made
+/// first if it is missing.
 ///
 /// # Errors
-/// If it cannot be made; the error names the log.
+/// If the disk cannot be made; the error names the log.
 pub fn tools(release: Release) -> Result<PathBuf> {
     let tree = root::ensure(release)?;
     let name = format!("disk-{}", root::name(release));
@@ -36,7 +37,7 @@ pub fn tools(release: Release) -> Result<PathBuf> {
     }
     let (copy, unfinished) = (disk.with_extension("tree"), disk.with_extension("new"));
     host::remove_tree(&copy)?;
-    // Links: nobody writes there.
+    // Hard links suffice: nothing is written there.
     host::run("a tree for builds elsewhere", &name, host::as_root("cp").arg("-al").arg(&tree).arg(&copy))?;
     let source = root::source(release);
     let build = copy.join("build");
@@ -52,16 +53,18 @@ pub fn tools(release: Release) -> Result<PathBuf> {
     Ok(disk)
 }
 
-/// How much of a kernel is to be built.
+/// The part of a kernel that is to be built.
 #[derive(Clone, Copy, Debug)]
 pub enum Part {
-    /// From its configuration on.
+    /// The whole kernel, from its configuration on.
     All,
-    /// What is in these directories, separated by blanks; and the kernel is linked. The rest is there already.
+    /// The files in these directories, separated by blanks, and the link of the kernel. The rest is
+    /// built already.
     Directories(&'static str),
 }
 
-/// Removes from what was built before, in the first argument's directory, what is to be built: in the second one's directories.
+/// The script that removes earlier products of the second argument's directories, in the first
+/// argument's directory, so that they are built again.
 const REMOVE: &str = "\
 set -e
 cd \"$1\"
@@ -70,10 +73,11 @@ for directory in $2; do
 done
 rm -f vmlinux vmlinux.o vmlinux.a System.map .tmp_vmlinux* lab.stamp";
 
-/// Makes a disk at `to` for what a build makes, with what it begins with. `directory` is for files on the way.
+/// Makes a disk at `to` for a build's products, with the files from which it begins. `directory` is
+/// for intermediate files.
 ///
 /// # Errors
-/// If it cannot be made; the error names the log.
+/// If the disk cannot be made; the error names the log.
 pub fn objects(
     release: Release,
     (flavour, built): (Flavour, &Built),
@@ -85,7 +89,7 @@ pub fn objects(
     let source = tree.join(root::source(release));
     fs::create_dir_all(&source).context(|| format!("make {}", source.display()))?;
     let there = built.vmlinux.parent().unwrap_or(Path::new("/"));
-    // The one that it was built with: another one builds all anew.
+    // The afterburner of the first build: another one would build everything anew.
     host::copy(&there.with_file_name("afterburner"), &tree.join("afterburner"))?;
     let texts = [(flavour.configuration_file(), flavour.configuration().0), ("build".into(), build::BUILD)];
     for (name, text) in texts {
@@ -101,8 +105,8 @@ pub fn objects(
     fs::set_permissions(to, fs::Permissions::from_mode(0o666)).context(|| "let it be written".into())
 }
 
-/// The build, for a shell in a machine whose root is the first of these disks; the second one is `device`. What make says is in
-/// `/build/log`.
+/// Returns the build's commands, for a shell in a machine whose root is the first of these disks.
+/// `device` is the second disk. The output of make is in `/build/log`.
 #[must_use]
 pub fn commands(release: Release, flavour: Flavour, device: &str) -> String {
     let (source, make) = (root::source(release), flavour.make());

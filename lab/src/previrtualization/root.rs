@@ -1,4 +1,4 @@
-//! A root of each release with what a kernel's build needs, and the kernel's source in it.
+//! A root of each release with the tools for a kernel's build, and the kernel's source in it.
 
 use std::{
     fs,
@@ -15,13 +15,14 @@ use crate::{
     paths,
 };
 
-/// What building a kernel needs, besides Debian's essential packages.
+/// Packages for building a kernel, besides Debian's essential packages.
 const PACKAGES: &[&str] =
     &["gcc", "libc6-dev", "make", "flex", "bison", "bc", "libelf-dev", "libssl-dev", "kmod", "xz-utils"];
 
 const EXCLUDED: &[&str] = &["/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*"];
 
-/// Debian's package of the kernel's source, and the directory beneath `/build` that it is unpacked to.
+/// Returns Debian's package of the kernel's source, and the directory beneath `/build` to which the
+/// package is unpacked.
 #[must_use]
 pub fn source(release: Release) -> &'static str {
     match release {
@@ -30,10 +31,10 @@ pub fn source(release: Release) -> &'static str {
     }
 }
 
-/// The root, made now if it is not there.
+/// Returns the root. The root is made first if it is missing.
 ///
 /// # Errors
-/// If it cannot be made; the error names the log.
+/// If the root cannot be made; the error names the log.
 pub fn ensure(release: Release) -> Result<PathBuf> {
     let dir = paths::lab_dir("tools")?.join(name(release));
     if !dir.exists() {
@@ -45,7 +46,7 @@ pub fn ensure(release: Release) -> Result<PathBuf> {
     Ok(dir.join("tree"))
 }
 
-/// How it is called, by its recipe.
+/// Returns the root's name, by its recipe.
 pub(super) fn name(release: Release) -> String {
     format!("kernel-{release}-{}", recipe(release))
 }
