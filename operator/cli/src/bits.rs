@@ -1,8 +1,8 @@
-//! The details of codes in words: which bits, which register, which vendor.
+//! The details of codes in words: bits, register, vendor.
 
 use mercury_abi::{code::Code, facts::readable, refusal::Refusal};
 
-/// Words of VMX controls, by [`mercury_preflight::vmx::Word`].
+/// Names of VMX's control words, by [`mercury_preflight::vmx::Word`].
 const WORDS: [&str; 6] = ["pin-based", "primary", "secondary", "tertiary", "exit", "entry"];
 
 type Names = &'static [(u32, &'static str)];
@@ -55,7 +55,7 @@ const READABLE: Names = &[
     (readable::VMX.trailing_zeros(), "VMX capabilities"),
 ];
 
-/// What a code with its detail says, in a sentence without a full stop.
+/// Describes a code with its detail, in a sentence without a full stop.
 #[must_use]
 pub fn describe(code: Code, detail: [u64; 2]) -> String {
     let [first, second] = detail;
@@ -100,7 +100,7 @@ pub fn describe(code: Code, detail: [u64; 2]) -> String {
             format!("this machine is itself a virtual machine ({})", letters(&[first, second]))
         }
         Code::VirtualizationInUse => "hardware virtualization is in use already".into(),
-        Code::HsaveInUse => "VM_HSAVE_PA is not zero: somebody used SVM before".into(),
+        Code::HsaveInUse => "VM_HSAVE_PA is not zero: another hypervisor used SVM before".into(),
         Code::CpusDiffer | Code::MtrrInconsistent => differing(code, first, second),
         Code::KernelUntested => format!(
             "kernel series {}.{} is not among those that Mercury is tested on (6.1 and 6.12)",
@@ -129,7 +129,7 @@ fn differing(code: Code, field: u64, bits: u64) -> String {
     }
 }
 
-/// `CR4 is 0x…, with the unsupported bit PKS`.
+/// Formats `CR4 is 0x…, with the unsupported bit PKS`.
 fn registers(register: &str, known: Names, fault: u64, value: u64) -> String {
     let (unexpected, missing) = (fault & value, fault & !value);
     let mut text = format!("{register} is {value:#x}");
@@ -142,7 +142,7 @@ fn registers(register: &str, known: Names, fault: u64, value: u64) -> String {
     text
 }
 
-/// The names of the bits that are set: `PKS, bit 33`.
+/// Names the bits that are set: `PKS, bit 33`.
 fn names(known: Names, bits: u64) -> String {
     let name = |bit: u32| match known.iter().find(|(number, _)| *number == bit) {
         Some((_, name)) => (*name).to_string(),
@@ -152,7 +152,7 @@ fn names(known: Names, bits: u64) -> String {
     set.join(", ")
 }
 
-/// Letters packed into words, as CPUID returns them.
+/// Converts letters packed into words, as CPUID returns them.
 #[must_use]
 pub fn letters(words: &[u64]) -> String {
     let bytes = words.iter().flat_map(|word| word.to_le_bytes());

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
-/// Linux runs on no more than this many CPUs (NR_CPUS of x86).
+/// Limit of Linux: it runs on no more than this many CPUs (NR_CPUS of x86).
 const MAX_CPUS: u32 = 8192;
 
 /// A set of Linux CPU numbers.
@@ -10,30 +10,30 @@ const MAX_CPUS: u32 = 8192;
 pub struct CpuSet(BTreeSet<u32>);
 
 impl CpuSet {
-    /// Whether `cpu` is in it.
+    /// Returns true if `cpu` is in the set.
     #[must_use]
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.contains(&cpu)
     }
 
-    /// The CPUs in ascending order.
+    /// Returns the CPUs in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.0.iter().copied()
     }
 
-    /// How many.
+    /// Returns the number of CPUs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// As a bit mask in 64-bit words, for the driver.
+    /// Returns the set as a bit mask in 64-bit words, for the driver.
     #[must_use]
     pub fn mask(&self) -> Vec<u64> {
         let words = self.0.last().map_or(0, |last| *last as usize / 64 + 1);
@@ -46,7 +46,7 @@ impl CpuSet {
         mask
     }
 
-    /// The CPUs as maximal runs.
+    /// Returns the CPUs as maximal runs.
     fn runs(&self) -> Vec<(u32, u32)> {
         let mut runs: Vec<(u32, u32)> = Vec::new();
         for cpu in self.iter() {

@@ -1,5 +1,5 @@
-//! `/dev/mercury`: the one module that talks to the kernel in its own terms, and where the unsafe
-//! code of the command is (the benchmarks have some of their own).
+//! `/dev/mercury`: the only module that talks to the kernel in its own terms. Most of the command's
+//! unsafe code is here (the benchmarks have some of their own).
 
 use crate::{
     cpus::CpuSet,
@@ -38,17 +38,17 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
-/// The device's path.
+/// Path of the device.
 pub const PATH: &str = "/dev/mercury";
-/// Its name there.
+/// Name in the folder of devices.
 const NAME: &str = "mercury";
 
-/// How the device is opened.
+/// The way in which the device is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// To look: any number of processes at a time.
+    /// For reading: any number of processes at a time.
     Observe,
-    /// To change something: one process at a time.
+    /// For changes: one process at a time.
     Control,
 }
 
@@ -58,15 +58,16 @@ pub struct Device {
     fd: OwnedFd,
 }
 
-/// The life of a machine, after the instant, that the fence keeps silent.
+/// The part of a machine's life after the instant in which the fence keeps it silent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Silent {
-    /// The first one, which ends; what comes back goes on with its connections.
+    /// The first life, which ends; the restored machine goes on with its connections.
     #[default]
     First,
-    /// Both: the first one talks to the fence's peers, and the second one to nobody until the fence is taken away.
+    /// Both: in the first life the machine talks only to the fence's peers, and in the second one
+    /// to no peer until the fence is taken away.
     Both,
-    /// The second one, until the fence is taken away.
+    /// The second life, until the fence is taken away.
     Second,
 }
 
@@ -89,10 +90,11 @@ impl Device {
         Self::open_at(CWD, PATH, access)
     }
 
-    /// The same, by the folder of devices: where no name can be looked up from the root on.
+    /// Opens the device in this folder, without looking up a name from the root.
     ///
     /// # Errors
-    /// As of [`Self::open`].
+    ///
+    /// Fails as [`Self::open`] does.
     pub fn open_in(devices: impl AsFd, access: Access) -> Result<Self> {
         Self::open_at(devices, NAME, access)
     }
@@ -110,19 +112,19 @@ impl Device {
         }
     }
 
-    /// Performs one request. `Value` is the structure that `REQUEST` was made from.
+    /// Makes one request. `Value` is the structure that `REQUEST` was made from.
     fn request<const REQUEST: u32, Value>(&self, value: &mut Value) -> rustix::io::Result<()> {
         const { assert!(REQUEST >> 16 & 0x3fff == size_of::<Value>() as u32) };
         // SAFETY: the request's number carries the size of `Value` (asserted above), so the driver
-        // reads and writes exactly the bytes behind this exclusive reference.
+        // reads and writes exactly the bytes of this exclusive reference.
         let updater = unsafe { Updater::<REQUEST, Value>::new(value) };
-        // SAFETY: the requests of Mercury's driver touch no other memory than what `Value` says,
-        // and the callers below put only addresses of their own live buffers there.
+        // SAFETY: the requests of Mercury's driver touch no other memory than `Value` and the
+        // buffers in it. The callers below put only addresses of their own live buffers there.
         unsafe { ioctl(&self.fd, updater) }
     }
 }
 
-/// The error of a request: the driver's reason where it gave one, else the errno's.
+/// Makes the error of a failed request: the driver's reason if it gave one, else the errno's.
 fn failure(action: &str, result: rustix::io::Result<()>, outcome: &Outcome) -> Result<()> {
     match (Error::from_outcome(action, outcome), result) {
         (Some(error), _) => Err(error),
@@ -152,7 +154,7 @@ fn process_name(pid: u32) -> String {
     if name.is_empty() { String::new() } else { format!(" ({})", name.trim()) }
 }
 
-/// Checks that the driver speaks this command's version before anything else is asked of it.
+/// Checks that the driver speaks this command's version before any other request.
 fn same_version(theirs: &Header, ours: &Header) -> Result<()> {
     let mismatch =
         || Error::refused("talking to the driver", Code::AbiMismatch, None, [theirs.version.into(), 0]);
@@ -253,7 +255,7 @@ impl Driver for Device {
     }
 }
 
-/// A log of what is written to a disk.
+/// The dirty log of a disk.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskLog<'a> {
     device: &'a Device,
@@ -263,7 +265,7 @@ pub struct DiskLog<'a> {
 }
 
 impl DiskLog<'_> {
-    /// All that is written is in it from here on. It ends with the device, too.
+    /// Begins the log: all later writes are in it. It ends with the device, too.
     pub fn begin(&self) -> Result<()> {
         let found = self.ask(MERCURY_DISK_LOG_BEGIN, &mut [])?;
         if found == self.chunks {
@@ -273,7 +275,7 @@ impl DiskLog<'_> {
             .hint("nothing was changed; try again"))
     }
 
-    /// The chunks that may have been written to since the last time, in their order.
+    /// Returns the chunks that may have been written to since the last call, in their order.
     pub fn collect(&self) -> Result<Vec<u64>> {
         let mut map = vec![0_u64; self.chunks.div_ceil(64) as usize];
         self.ask(MERCURY_DISK_LOG_COLLECT, &mut map)?;
@@ -283,7 +285,7 @@ impl DiskLog<'_> {
         Ok((0..).zip(map).filter(|(_, bits)| *bits != 0).flat_map(numbers).collect())
     }
 
-    /// Ends it.
+    /// Ends the log.
     pub fn end(&self) -> Result<()> {
         self.ask(MERCURY_DISK_LOG_END, &mut []).map(drop)
     }
@@ -299,59 +301,57 @@ impl DiskLog<'_> {
             ..DiskLogRequest::default()
         };
         let result = self.device.request::<MERCURY_IOC_DISK_LOG, _>(&mut request);
-        failure("the log of the disk", result, &request.outcome)?;
+        failure("the dirty log of the disk", result, &request.outcome)?;
         Ok(request.chunks)
     }
 }
 
-/// Frames that were taken of a snapshot.
+/// Frames of a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Frames {
-    /// Their physical addresses.
+    /// Physical addresses of the frames.
     pub phys: Vec<u64>,
-    /// Their content, a page each.
+    /// Contents of the frames, a page each.
     pub data: Vec<u8>,
-    /// The pool runs low: writers have to wait soon.
+    /// True if the pool runs low: writers will have to wait soon.
     pub hurry: bool,
 }
 
-/// Where to take frames of a snapshot: from `next_phys` to before `end_phys`.
+/// The range of frames to read: from `next_phys` to before `end_phys`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cursor {
-    /// Where to go on; all ones behind the last.
+    /// First address of the rest; all ones after the last frame.
     pub next_phys: u64,
-    /// Where to end.
+    /// End of the range.
     pub end_phys: u64,
 }
 
 impl Cursor {
-    /// Whether there is nothing left.
+    /// Returns true if nothing is left.
     #[must_use]
     pub fn is_done(self) -> bool {
         self.next_phys == u64::MAX
     }
 }
 
-/// A machine as the driver describes it, or is told of it.
+/// A machine as the driver describes it, or gets it described.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restart {
-    /// `MERCURY_RESTART_*`.
+    /// Flags `MERCURY_RESTART_*`.
     pub flags: u64,
-    /// Kernel address at which it goes on.
+    /// Kernel address at which the machine goes on.
     pub resume_virt: u64,
-    /// Physical addresses of the page that it lies in, and of the next.
+    /// Physical addresses of the page with that address, and of the next page.
     pub resume_phys: [u64; 2],
-    /// Its CPUs.
     pub cpus: Vec<RestartCpu>,
-    /// Its memory.
     pub ranges: Vec<RestartRange>,
 }
 
 const PAGE: usize = 4096;
 
-/// Snapshots, and bringing machines back.
+/// Snapshots and restores.
 impl Device {
-    /// Makes everything ready for a snapshot with the same arguments.
+    /// Prepares a snapshot with the same arguments.
     pub fn snapshot_prepare(&self, pool_pages: u64, flags: u64) -> Result<()> {
         let header = Header::of::<SnapshotRequest>();
         let mut request = SnapshotRequest { header, flags, pool_pages, ..SnapshotRequest::default() };
@@ -359,7 +359,7 @@ impl Device {
         failure("preparing the snapshot", result, &request.outcome)
     }
 
-    /// Begins a snapshot; [`SnapshotRequest::restored`] tells in which machine this returns.
+    /// Begins a snapshot; [`SnapshotRequest::restored`] tells in which machine the call returns.
     /// `swap_pages` is [`SnapshotRequest::swap_pages`].
     pub fn snapshot_begin(&self, pool_pages: u64, flags: u64, swap_pages: u64) -> Result<SnapshotRequest> {
         let header = Header::of::<SnapshotRequest>();
@@ -370,7 +370,8 @@ impl Device {
         Ok(request)
     }
 
-    /// Lets nothing through to or from anybody but `peers`, from the instant of the next snapshot on until this is closed.
+    /// Lets packets pass only to and from `peers`, from the instant of the next snapshot until this
+    /// is closed.
     pub fn fence(&self, peers: &[FencePeer], life: Silent) -> Result<()> {
         let mut request = FenceRequest {
             header: Header::of::<FenceRequest>(),
@@ -393,7 +394,7 @@ impl Device {
         self.change_fence("taking the fence away", MERCURY_FENCE_DOWN | MERCURY_FENCE_FORGET)
     }
 
-    /// Lets the fence stay when this process ends, however that happens.
+    /// Makes the fence stay when this process ends, for any reason.
     pub fn fence_stays(&self) -> Result<()> {
         self.change_fence("keeping the fence", MERCURY_FENCE_STAYS)
     }
@@ -405,13 +406,13 @@ impl Device {
         failure(what, result, &request.outcome)
     }
 
-    /// Takes up to `count` frames.
+    /// Reads up to `count` frames of the instant.
     pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
         self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0)
     }
 
-    /// Likewise, of a snapshot with `MERCURY_SNAPSHOT_HASH` those that `MERCURY_TAKE_*` say: with what the hypervisor's hash of
-    /// each was at the instant.
+    /// Reads those of them that `MERCURY_TAKE_*` selects. The snapshot has `MERCURY_SNAPSHOT_HASH`,
+    /// and each frame comes with the hypervisor's hash of the instant.
     pub fn snapshot_take_hashed(
         &self,
         cursor: &mut Cursor,
@@ -425,7 +426,7 @@ impl Device {
         Ok((frames, hashes))
     }
 
-    /// Likewise, of those that `MERCURY_TAKE_*` say.
+    /// Reads those of them that `MERCURY_TAKE_*` selects.
     pub fn snapshot_take_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
         self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags)
     }
@@ -435,27 +436,27 @@ impl Device {
         self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, 0)
     }
 
-    /// Likewise, of those that `MERCURY_TAKE_*` say.
+    /// Reads those of them that `MERCURY_TAKE_*` selects.
     pub fn snapshot_look_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
         self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, flags)
     }
 
-    /// Begins a log of what is written, for a snapshot that was prepared with room for one.
+    /// Begins a dirty log, for a snapshot that was prepared with room for one.
     pub fn log_begin(&self) -> Result<()> {
         let mut request = LogRequest { header: Header::of::<LogRequest>(), ..LogRequest::default() };
         let result = self.request::<MERCURY_IOC_LOG_BEGIN, _>(&mut request);
-        failure("the log of writes", result, &request.outcome)
+        failure("the dirty log", result, &request.outcome)
     }
 
-    /// Collects what was written since the last time; how many frames.
+    /// Collects the dirty log since the last call; returns the number of frames.
     pub fn log_collect(&self) -> Result<u64> {
         let mut request = LogRequest { header: Header::of::<LogRequest>(), ..LogRequest::default() };
         let result = self.request::<MERCURY_IOC_LOG_COLLECT, _>(&mut request);
-        failure("the log of writes", result, &request.outcome)?;
+        failure("the dirty log", result, &request.outcome)?;
         Ok(request.pages)
     }
 
-    /// The log of what is written to a disk, which is open as a whole and divided into so many chunks.
+    /// Returns the dirty log of a disk that is open as a whole and divided into so many chunks.
     #[must_use]
     pub fn disk_log<'a>(&'a self, disk: &'a File, chunk_shift: u32, chunks: u64) -> DiskLog<'a> {
         DiskLog { device: self, disk, chunk_shift, chunks }
@@ -465,7 +466,7 @@ impl Device {
         self.frames_and::<REQUEST>(cursor, count, flags, 0)
     }
 
-    /// With room for the hashes at `hashes_addr`, or 0.
+    /// Reads frames, and their hashes into `hashes_addr` unless it is 0.
     fn frames_and<const REQUEST: u32>(
         &self,
         cursor: &mut Cursor,
@@ -486,7 +487,7 @@ impl Device {
             ..SnapshotTakeRequest::default()
         };
         let result = self.request::<REQUEST, _>(&mut request);
-        failure("taking memory", result, &request.outcome)?;
+        failure("reading memory", result, &request.outcome)?;
         cursor.next_phys = request.cursor_phys;
         frames.phys.truncate(request.count as usize);
         frames.data.truncate(request.count as usize * PAGE);
@@ -494,7 +495,7 @@ impl Device {
         Ok(frames)
     }
 
-    /// Ends the snapshot; says what it has cost.
+    /// Ends the snapshot; returns its costs.
     pub fn snapshot_end(&self) -> Result<SnapshotRequest> {
         let header = Header::of::<SnapshotRequest>();
         let mut request = SnapshotRequest { header, ..SnapshotRequest::default() };
@@ -511,7 +512,8 @@ impl Device {
         failure("the rollback", result, &request.outcome)
     }
 
-    /// What it takes to bring the machine of the snapshot back, besides the content of its memory.
+    /// Returns the description that is needed to restore the machine of the snapshot, without the
+    /// contents of memory.
     pub fn snapshot_machine(&self) -> Result<Restart> {
         let (mut cpus, mut ranges) = (Vec::new(), Vec::new());
         loop {
@@ -536,7 +538,7 @@ impl Device {
         }
     }
 
-    /// Prepares to bring a machine back in place of this one.
+    /// Prepares the restore of a machine in place of this one.
     pub fn restore_begin(&self, machine: &Restart) -> Result<()> {
         let mut request = RestartRequest {
             header: Header::of::<RestartRequest>(),
@@ -553,7 +555,7 @@ impl Device {
         failure("the restore", result, &request.outcome)
     }
 
-    /// Loads frames; `data` has a page for each entry that wants one.
+    /// Loads frames; `data` has a page for each entry that needs one.
     pub fn restore_load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
         let wanted = entries.iter().filter(|entry| entry.source == mercury_abi::restart::MERCURY_LOAD_DATA);
         assert_eq!(wanted.count() * PAGE, data.len(), "a page for each");
@@ -568,7 +570,7 @@ impl Device {
         failure("loading memory", result, &request.outcome)
     }
 
-    /// Reads frames that were loaded, from where they lie: a page for each.
+    /// Reads back loaded frames from their places: a page for each.
     pub fn restore_read(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
         let mut data = vec![0; entries.len() * PAGE];
         let mut request = LoadFramesRequest {
@@ -590,7 +592,7 @@ impl Device {
     }
 }
 
-/// The address of a buffer as the driver takes it.
+/// Returns the address of a buffer as the driver takes it.
 fn address<T>(pointer: *const T) -> u64 {
     pointer.expose_provenance() as u64
 }
@@ -603,17 +605,18 @@ struct Mapping {
 
 impl Mapping {
     fn new(fd: &OwnedFd, bytes: usize) -> Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice; nobody else knows it.
+        // SAFETY: a fresh mapping at an address of the kernel's choice, to which no other pointer
+        // exists.
         let base = unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, fd, 0) };
         base.map(|base| Self { base, bytes }).map_err(|errno| Error::system("mapping the counters", errno))
     }
 
-    /// A copy of one block, made while the hypervisor may write to it: each record of the log tells
-    /// by its sequence number whether it is whole, so the ones that changed meanwhile are emptied.
+    /// Copies one block while the hypervisor may write to it. Each record of the log has a sequence
+    /// number that tells if it is whole, so records that changed during the copy are emptied.
     fn block(&self, index: usize) -> SharedCpu {
         assert!((index + 1) * SHARED_CPU_SIZE <= self.bytes);
-        // SAFETY: inside the mapping (asserted), page-aligned, and every bit pattern is a SharedCpu.
-        // Volatile, because the hypervisor writes concurrently.
+        // SAFETY: inside the mapping (asserted), page-aligned, and every bit pattern is a
+        // SharedCpu. Volatile, because the hypervisor writes concurrently.
         let read = || unsafe { self.base.cast::<SharedCpu>().add(index).read_volatile() };
         let mut block = read();
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
@@ -632,7 +635,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly what `new` mapped; no reference into it exists, blocks are copies.
+        // SAFETY: exactly the memory that `new` mapped; no reference into it exists, because blocks
+        // are copies.
         let result = unsafe { munmap(self.base, self.bytes) };
         debug_assert!(result.is_ok());
     }

@@ -1,5 +1,5 @@
-//! What the commands ask of the kernel module, as a trait: [`crate::device::Device`] is the real
-//! one, and the tests bring their own.
+//! The requests of the commands to the kernel module, as a trait: [`crate::device::Device`] is the
+//! real module, and tests bring their own.
 
 use crate::{cpus::CpuSet, error::Result};
 use mercury_abi::{
@@ -18,7 +18,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// The name of the operation.
+    /// Returns the name of the operation.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -27,7 +27,7 @@ impl Direction {
         }
     }
 
-    /// The operation, done.
+    /// Returns the participle of the operation.
     #[must_use]
     pub fn past(self) -> &'static str {
         match self {
@@ -39,22 +39,23 @@ impl Direction {
 
 /// The kernel module.
 pub trait Driver {
-    /// What the driver and the machine are.
+    /// Returns the facts about the driver and the machine.
     fn system(&self) -> Result<SystemInfo>;
-    /// Everything that can be read of one CPU; `None` if it is offline.
+    /// Returns everything that can be read of one CPU; `None` if it is offline.
     fn facts(&self, cpu: u32) -> Result<Option<CpuFacts>>;
     /// Pre-caches the hypervisor.
     fn load(&self) -> Result<()>;
-    /// Frees it.
+    /// Frees the hypervisor.
     fn unload(&self) -> Result<()>;
     /// Switches the given CPUs, or all that are online.
     fn switch(&self, direction: Direction, cpus: Option<&CpuSet>) -> Result<Vec<SwitchResult>>;
-    /// The modes of all possible CPUs, asked of each of them.
+    /// Returns the modes of all possible CPUs, asked of each CPU.
     fn status(&self) -> Result<Vec<CpuStatus>>;
-    /// Hypercall round trips on one attached CPU.
+    /// Measures hypercall round trips on one attached CPU.
     fn measure(&self, cpu: u32, count: u32) -> Result<MeasureRequest>;
     /// Arms a fault point and returns how many have fired since load.
     fn fault(&self, request: FaultRequest) -> Result<u32>;
-    /// Copies of what the hypervisor publishes, one block per possible CPU; empty while unloaded.
+    /// Copies the blocks that the hypervisor publishes, one per possible CPU; empty while it is not
+    /// loaded.
     fn shared(&self) -> Result<Vec<SharedCpu>>;
 }

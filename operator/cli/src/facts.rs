@@ -1,4 +1,4 @@
-//! For tests and reports: all that is read of a CPU, and the proof that it comes back as it was.
+//! For tests and reports: all facts of a CPU, and the proof that two switches leave it unchanged.
 
 use crate::{
     cpus::CpuSet,
@@ -54,23 +54,23 @@ pub struct Verification {
 #[derive(Debug, Serialize)]
 struct Compared {
     cpu: u32,
-    /// The mode in which the CPU was found, and left again.
+    /// Mode in which the CPU was found, and left again.
     mode: &'static str,
     changes: Vec<Change>,
 }
 
 #[derive(Debug, Serialize)]
 struct Change {
-    /// The CPU's mode at the reading that differs from the first one: `attached` or `native`.
+    /// Mode of the CPU, `attached` or `native`, at the reading that differs from the first one.
     when: &'static str,
     field: &'static str,
     before: Hex,
     after: Hex,
-    /// The kernel may have changed it with the task: it does not count.
+    /// True if the kernel may have changed the state with the task, so that it does not count.
     per_task: bool,
 }
 
-/// Mode of a CPU.
+/// The mode of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Native,
@@ -92,7 +92,7 @@ impl Mode {
         }
     }
 
-    /// The switch that leads to this mode.
+    /// Returns the switch that leads to this mode.
     fn direction(self) -> Direction {
         match self {
             Self::Native => Direction::Detach,
@@ -101,10 +101,13 @@ impl Mode {
     }
 }
 
-/// Switches each CPU in turn to the other mode and back, and compares its state before, between and after.
+/// Switches each CPU in turn to the other mode and back, and compares its state before, between and
+/// after.
 ///
 /// # Errors
-/// If there is a snapshot of memory, which a detach would end, or a switch is refused.
+///
+/// Returns an error if there is a snapshot of memory, which a detach would end, or a switch is
+/// refused.
 pub fn verify(driver: &dyn Driver, cpus: &CpuSet) -> Result<Verification> {
     refuse_snapshot(driver)?;
     let cpus: Vec<Compared> = cpus.iter().map(|cpu| verify_cpu(driver, cpu)).collect::<Result<_>>()?;
@@ -119,7 +122,7 @@ fn refuse_snapshot(driver: &dyn Driver) -> Result<()> {
     }
     let refusal = Error::refused("verify", Code::SnapshotLive, None, [0; 2]);
     Err(Error {
-        message: format!("{}; verify detaches each CPU, which would end it", refusal.message),
+        message: format!("{}; verify detaches each CPU, which would end the snapshot", refusal.message),
         ..refusal
     }
     .hint("verify before you keep a snapshot; `mercury snapshot --drop` gives up the one that is kept"))
@@ -148,7 +151,8 @@ fn mode_of(driver: &dyn Driver, cpu: u32) -> Result<Mode> {
     }
 }
 
-/// Reads a CPU's state; what the hypervisor itself sets there while it is attached is left out.
+/// Reads a CPU's state, without the state that the hypervisor itself sets while the CPU is
+/// attached.
 fn read_in(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<CpuFacts> {
     let gone = || Error::refused("verify", Code::CpuOffline, Some(cpu), [0; 2]);
     let facts = driver.facts(cpu)?.ok_or_else(gone)?;
@@ -160,7 +164,7 @@ fn switch_to(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<()> {
     driver.switch(mode.direction(), Some(&one)).map(drop)
 }
 
-/// Says of a switch back that failed in which mode the CPU is now.
+/// Adds to the error of a switch back that failed the mode in which the CPU is now.
 fn left_in(error: Error, cpu: u32, mode: Mode) -> Error {
     let back = mode.other().direction().name();
     let message = format!("{}; CPU {cpu} is {} now, and was not before", error.message, mode.name());
@@ -179,7 +183,7 @@ fn change(when: &'static str, difference: &mercury_preflight::Difference) -> Cha
 }
 
 impl Compared {
-    /// Returns true if nothing differs, except what changes with the task.
+    /// Returns true if nothing differs, except state that changes with the task.
     fn is_equal(&self) -> bool {
         self.changes.iter().all(|change| change.per_task)
     }
@@ -188,7 +192,7 @@ impl Compared {
         match (self.is_equal(), self.changes.is_empty(), self.mode) {
             (true, true, "attached") => "equal before, while native and after",
             (true, true, _) => "equal before, while attached and after",
-            (true, false, _) => "equal, except for what changes with the task:",
+            (true, false, _) => "equal, except for state that changes with the task:",
             (false, ..) => "differs:",
         }
     }
@@ -238,7 +242,8 @@ mod tests {
         assert_eq!(error.code, Some(Code::CpuOffline));
     }
 
-    /// EFER.SVME, which an attached CPU reads as set, is no difference; and each CPU stays in its mode.
+    /// EFER.SVME, which an attached CPU reads as set, is no difference; and each CPU stays in its
+    /// mode.
     #[test]
     fn each_cpu_is_left_in_the_mode_in_which_it_was() {
         for attached in [[true, true], [false, true], [false, false]] {

@@ -18,22 +18,21 @@ use mercury_abi::{
 use mercury_preflight::example::good_epyc;
 use std::cell::{Cell, RefCell};
 
-/// The driver.
 pub struct FakeDriver {
-    /// Which CPUs are attached.
+    /// CPUs that are attached.
     pub attached: RefCell<Vec<bool>>,
-    /// Whether the hypervisor is loaded.
+    /// True if the hypervisor is loaded.
     pub loaded: Cell<bool>,
-    /// Refuse the next switch so.
+    /// Code with which the next switch is refused.
     pub refuse: Cell<Option<Code>>,
-    /// Refuse the next attach so.
+    /// Code with which the next attach is refused.
     pub refuse_attach: Cell<Option<Code>>,
-    /// Whether there is a snapshot of memory.
+    /// True if there is a snapshot of memory.
     pub snapshot_live: Cell<bool>,
 }
 
 impl FakeDriver {
-    /// A machine of `cpus` CPUs.
+    /// Makes a machine of `cpus` CPUs.
     pub fn new(cpus: usize) -> Self {
         Self {
             attached: vec![false; cpus].into(),
@@ -49,7 +48,7 @@ impl FakeDriver {
     }
 }
 
-/// A machine of `cpus` CPUs at 3 GHz, nothing loaded.
+/// Describes a machine of `cpus` CPUs at 3 GHz, with nothing loaded.
 pub fn system(cpus: u32) -> SystemInfo {
     let mut version = [0; 32];
     version[..5].copy_from_slice(b"1.2.3");
@@ -63,7 +62,7 @@ pub fn system(cpus: u32) -> SystemInfo {
     }
 }
 
-/// An empty block of CPU `cpu`.
+/// Makes an empty block of CPU `cpu`.
 pub fn shared_cpu(cpu: u32) -> SharedCpu {
     SharedCpu {
         magic: SHARED_MAGIC,

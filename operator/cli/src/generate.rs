@@ -31,7 +31,7 @@ fn page(command: &Command, directory: &Path, name: &str) -> io::Result<()> {
         .try_for_each(|sub| page(sub, directory, &format!("{name} {}", sub.get_name())))
 }
 
-/// Writes the completions of the shells that people use.
+/// Writes the completions of the common shells.
 pub fn completions(directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
@@ -45,7 +45,8 @@ pub fn completions(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Codes for `mercury explain`: clap_complete has fish complete values of options, and none of arguments.
+/// Formats the codes for `mercury explain`: clap_complete lets fish complete values of options, and
+/// not of arguments.
 fn fish_codes() -> String {
     let quoted = |text: &str| format!("'{}'", text.replace('\\', r"\\").replace('\'', r"\'"));
     let line = |entry: &Entry| {
@@ -57,8 +58,8 @@ fn fish_codes() -> String {
     explain::TABLE.iter().map(line).collect()
 }
 
-/// The command without what is hidden, which the shells would offer otherwise: its subcommands and options as far as
-/// completions show them.
+/// Returns the command without hidden parts, which the shells would offer otherwise: its
+/// subcommands and options, as far as completions show them.
 fn offered(command: &Command) -> Command {
     let about = command.get_about().cloned().unwrap_or_default();
     let visible = command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help");
@@ -72,7 +73,7 @@ fn offered(command: &Command) -> Command {
         .subcommands(visible.map(offered))
 }
 
-/// An option or argument by itself: what it goes with and what not is nothing that completions know.
+/// Returns an option or argument by itself: completions do not know which ones go together.
 fn shown(arg: &Arg) -> Arg {
     let mut shown = Arg::new(arg.get_id().clone())
         .action(arg.get_action().clone())
@@ -148,7 +149,7 @@ mod tests {
         }
     }
 
-    /// Names of all that is hidden, at any depth, or of all that is not.
+    /// Collects the names of all hidden parts, at any depth, or of all others.
     fn names(command: &Command, hidden: bool, into: &mut BTreeSet<String>) {
         let options = command.get_arguments().filter(|arg| arg.is_hide_set() == hidden);
         into.extend(options.filter_map(|arg| Some(format!("--{}", arg.get_long()?))));

@@ -21,7 +21,7 @@ pub const FOLDER: &str = "/run/mercury";
 
 /// `f_type` of tmpfs.
 const TMPFS: i64 = 0x0102_1994;
-/// `f_type` of ramfs, on which an initial RAM disk is.
+/// `f_type` of ramfs, the file system of an initial RAM disk.
 const RAMFS: i64 = 0x8584_58f6;
 
 /// An action whose outcome is recorded.
@@ -34,10 +34,9 @@ pub enum Action {
 }
 
 impl Action {
-    /// All actions.
     pub const ALL: [Self; 2] = [Self::Checkpoint, Self::Migrate];
 
-    /// The name in files and metrics.
+    /// Returns the name in files and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -47,23 +46,22 @@ impl Action {
     }
 }
 
-/// How an attempt ended.
+/// The outcome of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// The image is complete; the machine runs on.
     Done,
-    /// This is the machine that came back from the image, or that arrived.
+    /// This is the machine that was restored from the image, or that arrived.
     Continued,
-    /// It was refused or failed.
+    /// The attempt was refused or failed.
     Failed,
 }
 
 impl Outcome {
-    /// All outcomes.
     pub const ALL: [Self; 3] = [Self::Done, Self::Continued, Self::Failed];
 
-    /// The name in metrics.
+    /// Returns the name in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -83,34 +81,35 @@ pub struct Figures {
     pub bytes: u64,
 }
 
-/// The last attempt and what was counted before it.
+/// The last attempt, and counts of all attempts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// Attempts by outcome, in the order of [`Outcome::ALL`].
     pub counts: [u64; 3],
     /// The last outcome; none before the first attempt has ended.
     pub last: Option<Outcome>,
-    /// The exit status that the last attempt had.
+    /// Exit status of the last attempt.
     pub exit: u8,
-    /// The code of the last refusal.
+    /// Code of the last refusal.
     pub code: Option<String>,
-    /// When the last attempt ended, in seconds since 1970.
+    /// Time at which the last attempt ended, in seconds since 1970.
     pub ended: f64,
-    /// Seconds that the last attempt took.
+    /// Duration of the last attempt in seconds.
     pub seconds: f64,
-    /// When the last success ended, in seconds since 1970.
+    /// Time at which the last success ended, in seconds since 1970.
     pub succeeded: Option<f64>,
     /// Figures of the last success that this machine knows of.
     pub figures: Option<Figures>,
 }
 
-/// An attempt that is being made.
+/// An attempt that is under way.
 #[derive(Debug)]
 pub struct Attempt {
     folder: PathBuf,
     action: Action,
     begun: Instant,
-    /// Held until the end. None: nothing is recorded, or another process makes an attempt.
+    /// Lock, held until the end. `None` if nothing is recorded, or another process makes an
+    /// attempt.
     lock: Option<File>,
 }
 
@@ -133,7 +132,7 @@ impl Attempt {
         }
         let mut record = read(&self.folder, self.action).unwrap_or_default();
         record.note(outcome, now(), self.begun.elapsed().as_secs_f64());
-        // Whoever reads metrics sees an older record.
+        // If this fails, readers of metrics see the older record.
         let _ = write(&self.folder, self.action, &record);
     }
 }
@@ -205,7 +204,7 @@ mod tests {
     use crate::exit::Exit;
     use mercury_abi::code::Code;
 
-    /// A folder on tmpfs.
+    /// Makes a folder on tmpfs.
     fn folder() -> tempfile::TempDir {
         tempfile::tempdir_in("/dev/shm").expect("a folder on tmpfs")
     }
@@ -236,7 +235,7 @@ mod tests {
         assert!(!is_running(folder.path(), Action::Migrate));
         let attempt = Attempt::begin_in(folder.path(), Action::Migrate);
         assert!(is_running(folder.path(), Action::Migrate));
-        // Another one at the same time is refused, and not the one that is recorded.
+        // Another attempt at the same time is refused, and not recorded.
         Attempt::begin_in(folder.path(), Action::Migrate)
             .end(Err(&Error::new(Exit::Busy, "another process moves this machine")));
         assert_eq!(read(folder.path(), Action::Migrate), None);
@@ -246,7 +245,7 @@ mod tests {
 
     #[test]
     fn nothing_is_written_to_a_disk() {
-        // A file system of the kernel's own, and none in memory for data.
+        // A file system of the kernel's own, which is not in memory.
         let attempt = Attempt::begin_in(Path::new("/proc/self"), Action::Checkpoint);
         assert!(attempt.lock.is_none());
     }

@@ -1,4 +1,5 @@
-//! Reading an image from its first byte to its last, with progress, and an end where somebody wants one.
+//! Reading an image from its first byte to its last, with progress, and with an early end after a
+//! signal.
 
 use crate::{
     checkpoint::stream::image_error,
@@ -17,27 +18,28 @@ use std::{
 };
 
 const BUFFER: usize = 1 << 20;
-/// How often the line of progress changes.
+/// Interval at which the line of progress changes.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// An image that is open; what it says of its machine has been read.
+/// An open image, whose description of its machine has been read.
 pub struct Image {
     reader: Reader<Box<dyn Read>>,
-    /// Bytes of all of it, where that is known.
+    /// Length of the image in bytes, if it is known.
     length: Option<u64>,
 }
 
 impl Image {
-    /// Opens one; `-` is standard input.
+    /// Opens an image; `-` is standard input.
     ///
     /// # Errors
-    /// If it cannot be read, or is no image.
+    ///
+    /// Returns an error if it cannot be read, or is no image.
     pub fn open(path: &Path) -> Result<Self> {
         if path.as_os_str() == "-" {
             return Self::begin(Box::new(io::stdin()), None);
         }
         let file = File::open(path).map_err(|error| unreadable(path, &error))?;
-        // A block device is longer than what is on it.
+        // A block device is longer than the image on it.
         let length = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|found| found.len());
         Self::begin(Box::new(BufReader::with_capacity(BUFFER, file)), length)
     }
@@ -46,34 +48,35 @@ impl Image {
         Ok(Self { reader: Reader::open(from).map_err(image_error)?, length })
     }
 
-    /// The machine in it.
+    /// Returns the description of the machine.
     #[must_use]
     pub fn machine(&self) -> &Machine {
         self.reader.machine()
     }
 
-    /// Its own.
+    /// Returns the image's identity.
     #[must_use]
     pub fn identity(&self) -> Identity {
         self.reader.identity()
     }
 
-    /// Bytes read so far.
+    /// Returns the number of bytes read so far.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.reader.offset()
     }
 
-    /// What it says at its end, once that has been read.
+    /// Returns the commit record at the end, if it has been read.
     #[must_use]
     pub fn commit(&self) -> Option<&Commit> {
         self.reader.commit()
     }
 
-    /// Gives all that is in it to `each`. It is whole if this succeeds.
+    /// Passes all chunks to `each`. The image is intact if this succeeds.
     ///
     /// # Errors
-    /// If it is damaged, `each` fails, or a signal asks for an end.
+    ///
+    /// Returns an error if the image is damaged, `each` fails, or a signal asks for an end.
     pub fn read(
         &mut self,
         doing: &str,
@@ -102,28 +105,27 @@ fn how_far(doing: &str, offset: u64, length: Option<u64>) -> String {
     format!("{doing}: {}{}", bytes(offset), of.unwrap_or_default())
 }
 
-/// What is wrong with one of several images.
+/// Makes the error for one of several images.
 pub fn named(path: &Path, error: mercury_image::Error) -> Error {
     let Error { message, hint, .. } = image_error(error);
     let hint = hint.unwrap_or_default();
     Error::new(Exit::Failed, format!("{}: {message}", path.display())).hint(hint)
 }
 
-/// Refuses an image that is not all of a machine.
+/// Refuses an image that is only a part of a machine.
 ///
 /// # Errors
-/// If it needs others.
+///
+/// Returns an error if the image needs others.
 pub fn refuse_incremental(path: &Path, machine: &Machine) -> Result<()> {
     let Some(parent) = machine.parents.last() else { return Ok(()) };
     let path = path.display();
     Err(Error::new(Exit::Failed, format!("{path} is an incremental image: it needs image {parent}")).hint(
-        format!(
-            "put it together with those that it was made on: `mercury merge OUT FULL … {path}`, and name OUT"
-        ),
+        format!("merge it with those that it was made on: `mercury merge OUT FULL … {path}`, and name OUT"),
     ))
 }
 
-/// An image's file that cannot be read.
+/// Makes the error for an image's file that cannot be read.
 pub fn unreadable(path: &Path, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{} cannot be read: {error}", path.display()))
         .hint("name the file or the device that `mercury checkpoint` wrote")

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM as a wish to stop at the next safe point.
+//! Ctrl-C and SIGTERM as a request to stop at the next safe point.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,20 +10,20 @@ extern "C" fn remember(_: i32) {
     REQUESTED.store(true, Ordering::Relaxed);
 }
 
-/// While this lives, Ctrl-C and SIGTERM are remembered instead of ending the process.
+/// A guard during whose life Ctrl-C and SIGTERM are remembered instead of ending the process.
 #[derive(Debug)]
 pub struct Deferred {
     before: [libc::sigaction; 2],
 }
 
 impl Deferred {
-    /// Begins to defer.
+    /// Begins to defer the signals.
     #[must_use]
     pub fn begin() -> Self {
         Self { before: SIGNALS.map(|signal| replace(signal, &remembering())) }
     }
 
-    /// Whether somebody wants to stop.
+    /// Returns true after one of the signals.
     #[must_use]
     pub fn requested(&self) -> bool {
         REQUESTED.load(Ordering::Relaxed)
@@ -49,8 +49,8 @@ fn remembering() -> libc::sigaction {
 fn replace(signal: i32, action: &libc::sigaction) -> libc::sigaction {
     // SAFETY: as in `remembering`.
     let mut before: libc::sigaction = unsafe { std::mem::zeroed() };
-    // SAFETY: both references are valid; the only handler installed here stores to an atomic, which
-    // is async-signal-safe, and what is put back later is what the kernel returned.
+    // SAFETY: both references are valid. The only handler installed here stores to an atomic, which
+    // is async-signal-safe. The action that is put back later is the one that the kernel returned.
     let result = unsafe { libc::sigaction(signal, action, &mut before) };
     debug_assert_eq!(result, 0);
     before

@@ -1,4 +1,4 @@
-//! Messages with fields, where a service's messages go to systemd's journal.
+//! Messages with fields, for services whose messages go to systemd's journal.
 
 use crate::error::Error;
 use libsystemd::logging::{Priority, connected_to_journal, journal_send};
@@ -21,13 +21,13 @@ pub fn send(priority: Priority, message: &str, fields: &Fields<'_>) -> bool {
     journal_send(priority, message, fields.chain(unit)).is_ok()
 }
 
-/// The service in a process' control groups.
+/// Returns the service from a process' control groups.
 fn unit(groups: &str) -> Option<&str> {
     let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
     path.rsplit('/').find(|name| name.ends_with(".service"))
 }
 
-/// Says what a service does: to the journal with fields, elsewhere on standard error.
+/// Reports an action of a service: to the journal with fields, elsewhere on standard error.
 pub fn say(priority: Priority, program: &str, message: &str, mut fields: Fields<'_>) {
     fields.push(("SYSLOG_IDENTIFIER", program.to_owned()));
     if !send(priority, message, &fields) {
@@ -35,7 +35,8 @@ pub fn say(priority: Priority, program: &str, message: &str, mut fields: Fields<
     }
 }
 
-/// Fields of a failed command: `MERCURY_COMMAND`, `MERCURY_EXIT`, and `MERCURY_CODE`, `MERCURY_CPU`, `MERCURY_HINT` as far as known.
+/// Returns the fields of a failed command: `MERCURY_COMMAND`, `MERCURY_EXIT`, and `MERCURY_CODE`,
+/// `MERCURY_CPU`, `MERCURY_HINT` if they are known.
 #[must_use]
 pub fn of_failure<'a>(command: &str, error: &Error) -> Fields<'a> {
     let known = [

@@ -1,4 +1,5 @@
-//! Kernel lockdown: what the driver refuses under it, told beforehand. `switch/driver/device.c` asks the kernel itself.
+//! Kernel lockdown: predicts the driver's refusals. The driver asks the kernel itself
+//! (`switch/driver/device.c`).
 
 use crate::{
     error::{Error, Result},
@@ -6,28 +7,29 @@ use crate::{
 };
 use mercury_abi::code::Code;
 
-/// The kernel's file with all modes, the one in force in brackets.
+/// File of the kernel with all modes, the one in force in brackets.
 const FILE: &str = "sys/kernel/security/lockdown";
 
-/// How far the kernel is locked down.
+/// The mode of lockdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Mode {
-    /// Not at all.
+    /// No lockdown.
     None,
-    /// Root cannot change the kernel: nothing is restored or received here.
+    /// Root cannot change the kernel: no machine is restored or received here.
     Integrity,
-    /// Root cannot read the kernel's memory either: there is no checkpoint, and the machine cannot move.
+    /// Root cannot read the kernel's memory either: there is no checkpoint, and the machine cannot
+    /// move.
     Confidentiality,
 }
 
 impl Mode {
-    /// Reads the mode; `None` without lockdown, or where its file is not mounted.
+    /// Reads the mode; `None` without lockdown, or if its file is not mounted.
     #[must_use]
     pub fn read(sysroot: &Sysroot) -> Option<Self> {
         Self::parse(&sysroot.text(FILE)?)
     }
 
-    /// `none [integrity] confidentiality`: the word in brackets.
+    /// Parses the word in brackets: `none [integrity] confidentiality`.
     fn parse(text: &str) -> Option<Self> {
         let (_, rest) = text.split_once('[')?;
         [Self::None, Self::Integrity, Self::Confidentiality]
@@ -35,7 +37,7 @@ impl Mode {
             .find(|mode| rest.split_once(']').is_some_and(|(word, _)| word == mode.name()))
     }
 
-    /// The kernel's word.
+    /// Returns the kernel's word.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -46,18 +48,20 @@ impl Mode {
     }
 }
 
-/// Refuses what replaces the kernel's memory, before this machine is given up for it.
+/// Refuses an action that replaces the kernel's memory, before this machine is given up for it.
 ///
 /// # Errors
-/// If the kernel is locked down.
+///
+/// Returns an error if the kernel is locked down.
 pub fn refuse_restore(action: &str, sysroot: &Sysroot) -> Result<()> {
     refuse(action, Mode::Integrity, sysroot)
 }
 
-/// Refuses what reads the kernel's memory.
+/// Refuses an action that reads the kernel's memory.
 ///
 /// # Errors
-/// If the kernel keeps its memory confidential.
+///
+/// Returns an error if the kernel keeps its memory confidential.
 pub fn refuse_reading(action: &str, sysroot: &Sysroot) -> Result<()> {
     refuse(action, Mode::Confidentiality, sysroot)
 }

@@ -1,4 +1,4 @@
-//! `mercury log`: the rings of all CPUs merged into one story.
+//! `mercury log`: the rings of all CPUs, merged in the order of time.
 
 use crate::{
     output::{Hex, Render, Text, Tone, thousands},
@@ -13,12 +13,12 @@ use mercury_abi::{
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Where the TSC stands in the time that `dmesg` prints: seconds since boot.
+/// A pair of times that relates the TSC to the seconds since boot, which `dmesg` prints.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Clock {
-    /// A TSC value …
+    /// Value of the TSC.
     pub tsc: u64,
-    /// … and the seconds since boot at that moment.
+    /// Seconds since boot at that moment.
     pub seconds: f64,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
@@ -31,28 +31,27 @@ impl Clock {
     }
 }
 
-/// One event.
+/// One event of the log.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Event {
     /// Seconds since boot, as `dmesg` prints them.
     pub seconds: f64,
-    /// TSC when it was written.
+    /// TSC at the time of writing.
     pub tsc: u64,
-    /// Linux's CPU number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
     /// Number of the record on this CPU, counting from 1.
     pub sequence: u64,
-    /// Name of the kind.
     pub kind: &'static str,
-    /// What happened.
+    /// Description of the event.
     pub text: String,
-    /// The arguments as they were written.
+    /// Arguments as they were written.
     pub arguments: [Hex; 5],
     #[serde(skip)]
     tone: Option<Tone>,
 }
 
-/// What one look at the rings brought.
+/// The result of reading the rings once.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Events {
     /// New events in the order of time.
@@ -61,7 +60,7 @@ pub struct Events {
     pub lost: u64,
 }
 
-/// Reads the rings again and again, giving each event once.
+/// A reader that reads the rings again and again, and returns each event once.
 #[derive(Clone, Debug, Default)]
 pub struct Reader {
     /// Last record seen, per CPU.
@@ -69,7 +68,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// The events that are new since the last call.
+    /// Returns the events that are new since the last call.
     pub fn read(&mut self, shared: &[SharedCpu], clock: &Clock) -> Events {
         let mut all = Events::default();
         for block in shared.iter().filter(|block| block.magic == SHARED_MAGIC) {
@@ -82,7 +81,7 @@ impl Reader {
     fn read_block(&mut self, block: &SharedCpu, clock: &Clock, all: &mut Events) {
         let seen = self.seen.entry(block.cpu).or_default();
         if block.log_written < *seen {
-            // Unloaded and loaded again.
+            // The hypervisor was unloaded and loaded again.
             *seen = 0;
         }
         let oldest = block.log_written.saturating_sub(LOG_RECORDS as u64) + 1;
@@ -109,7 +108,8 @@ fn event(record: &LogRecord, clock: &Clock) -> Event {
     }
 }
 
-/// Kind, sentence and colour of a record. The numbers are [`mercury_abi::shared::LogKind`]'s.
+/// Returns kind, sentence and colour of a record. The numbers are
+/// [`mercury_abi::shared::LogKind`]'s.
 fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
     let [a, b, c, d, _] = record.arguments;
     match record.kind {

@@ -1,4 +1,4 @@
-//! `mercury merge`: incremental images and the full one that they were made on, put together.
+//! `mercury merge`: merges incremental images and the full image that they were made on.
 
 use crate::{
     args::MergeArgs,
@@ -25,29 +25,29 @@ use std::{
 };
 
 const BUFFER: usize = 1 << 20;
-/// How often the line of progress changes.
+/// Interval at which the line of progress changes.
 const INTERVAL: Duration = Duration::from_millis(500);
 
 type Opened = BufReader<File>;
-/// Says whether to go on.
+/// A callback that returns an error to stop the merge.
 type Stop<'a> = dyn Fn() -> Result<()> + 'a;
 
-/// What came of it.
+/// The result of a merge.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// The image's identity: the last one's.
+    /// Identity of the image: the last one's.
     pub identity: String,
-    /// What it was made of.
+    /// Images that were merged.
     pub images: Vec<PathBuf>,
-    /// Bytes of memory in it.
+    /// Bytes of memory in the image.
     pub memory: u64,
     /// Bytes of the image.
     pub image: u64,
     /// Pages that are all zeros.
     pub zero_pages: u64,
-    /// Pages that are like another.
+    /// Pages that equal another one.
     pub duplicate_pages: u64,
-    /// Seconds that it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
@@ -65,15 +65,17 @@ impl Render for Report {
     }
 }
 
-/// Puts images together.
+/// Merges images.
 ///
 /// # Errors
-/// If one is damaged or missing, or they do not go together; there is no new image then.
+///
+/// Returns an error if one is damaged or missing, or they do not belong together; there is no new
+/// image then.
 pub fn run(args: &MergeArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let report = merge(args, &|| interrupted(&deferred))?;
     if args.out == Name::Stdout {
-        // To standard output went the image.
+        // The image went to standard output.
         let mut text = Text::new(false);
         report.render(&mut text);
         eprint!("{}", text.finish());
@@ -104,7 +106,7 @@ fn merge(args: &MergeArgs, stop: &Stop<'_>) -> Result<Report> {
     })
 }
 
-/// The images, and before them what the first one needs, from its folder.
+/// Returns the images, with those before them that the first one needs, from its folder.
 fn complete(images: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let Some(first) = images.first() else { return Ok(Vec::new()) };
     let open = |path: &Path| Some(Reader::open(File::open(path).ok()?));
@@ -127,7 +129,7 @@ fn complete(images: &[PathBuf]) -> Result<Vec<PathBuf>> {
             .collect(),
     };
     let mut full = needed.is_empty();
-    // From the last to the first: one that was put together with those before it needs them no more.
+    // From the last to the first: a merged image does not need its parents any more.
     for parent in needed.iter().rev() {
         if full {
             break;
@@ -148,7 +150,7 @@ fn missing(path: &Path, parent: Identity) -> Error {
     Error::new(Exit::Failed, text).hint("name all images, the full one first")
 }
 
-/// Regular files of a folder, in the order of their names; what is not finished is none.
+/// Lists regular files of a folder, in the order of their names, without unfinished images.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let files = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
@@ -158,8 +160,9 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A file is replaced when all is done, and only the last image's, by what it is in another form; what is on a device is
-/// gone at once.
+/// Refuses to overwrite an image that is still needed. A file is replaced at the end, so the last
+/// image's own file may be named: the new image replaces it. A device is overwritten from the
+/// start.
 fn refuse_loss(to: &Name, images: &[PathBuf]) -> Result<()> {
     let (Name::Path(path), Some((last, before))) = (to, images.split_last()) else { return Ok(()) };
     let is_lost = before.iter().any(|image| are_one(image, path)) || !path.is_file() && are_one(last, path);
@@ -177,7 +180,7 @@ fn interrupted(deferred: &Deferred) -> Result<()> {
     }
 }
 
-/// Reads all of them to their ends.
+/// Reads all images to their ends.
 fn read(images: &[PathBuf], stop: &Stop<'_>) -> Result<Merged<Opened>> {
     let mut chain = Chain::default();
     let mut shown = Instant::now();
@@ -251,7 +254,7 @@ mod tests {
     struct Case(tempfile::TempDir);
 
     impl Case {
-        /// A full image and two made on it.
+        /// Makes a full image, and two on it.
         fn new() -> Self {
             let case = Self(tempfile::tempdir().expect("a folder"));
             make(&case.path("base"), 1, 10, None);
@@ -291,7 +294,7 @@ mod tests {
         for images in [&["base", "one", "two"][..], &["one", "two"]] {
             assert!(case.merge("base", images).is_err(), "an image that others are made on is not replaced");
         }
-        // In its own place; then those before are not needed, nor read.
+        // The new image replaces the last one; then the images before are neither needed nor read.
         case.merge("one", &["one"]).expect("merged");
         fs::remove_file(case.path("base")).expect("removed");
         fs::remove_file(case.path("out")).expect("removed");

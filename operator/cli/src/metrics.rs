@@ -59,7 +59,7 @@ struct ActCode {
     code: String,
 }
 
-/// What is known of an action.
+/// The recorded outcomes of an action.
 #[derive(Clone, Debug)]
 struct Past {
     action: Action,
@@ -70,7 +70,8 @@ struct Past {
 /// Prints the metrics, or writes them to the file.
 ///
 /// # Errors
-/// If the driver does not answer, or the file cannot be written.
+///
+/// Returns an error if the driver does not answer, or the file cannot be written.
 pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
     if say.format == Format::Json {
         return Err(Error::new(Exit::Usage, "metrics have a format of their own")
@@ -94,7 +95,7 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
     put(file, args.group.as_deref(), &text).map(|()| Exit::Done)
 }
 
-/// The metrics in Prometheus' text format.
+/// Formats the metrics in Prometheus' text format.
 fn exposition(status: &Status, past: &[Past]) -> std::result::Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("mercury");
     system(&mut registry, status);
@@ -108,8 +109,9 @@ fn exposition(status: &Status, past: &[Past]) -> std::result::Result<String, fmt
     Ok(plain(&text))
 }
 
-/// Turns OpenMetrics into the older text format, the only one that node_exporter reads: there the name of a counter's family ends in
-/// `_total`, as its samples' names do, that of an information in `_info`, and units are unknown.
+/// Converts OpenMetrics to the older text format, the only one that node_exporter reads. There the
+/// name of a counter's family ends in `_total`, as its samples' names do, that of an information in
+/// `_info`, and units are unknown.
 fn plain(text: &str) -> String {
     let kind = |name: &str| {
         let typed = format!("# TYPE {name} ");
@@ -167,7 +169,7 @@ fn switches(registry: &mut Registry, status: &Status) {
         last_detach.get_or_create(&label).set(cpu.detach_us / 1e6);
     }
     registry.register("cpu_attached", "1 if the CPU is attached, 0 if it is native", attached);
-    registry.register("cpu_wanted", "1 if the CPU is meant to be attached", wanted);
+    registry.register("cpu_wanted", "1 if the CPU should be attached", wanted);
     registry.register("cpu_crashed", "1 if the hypervisor crashed on the CPU since load", crashed);
     registry.register("attaches", "Attaches since load", attaches);
     registry.register("detaches", "Detaches since load", detaches);
@@ -240,7 +242,7 @@ fn attempts(registry: &mut Registry, past: &[Past]) {
     registry.register("action_running", "1 while a process carries the action out", running);
     registry.register(
         "action_attempts",
-        "Attempts since the start by result; continued: this machine is the one that came back or arrived",
+        "Attempts since the start by result; continued: this machine is the one that was restored or arrived",
         counts,
     );
 }
@@ -310,12 +312,12 @@ fn last_attempts(registry: &mut Registry, past: &[Past]) {
     );
 }
 
-/// A size as a gauge takes it.
+/// Converts a size for a gauge.
 fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-/// Puts the text in place as a whole: the collector never sees half of it.
+/// Writes the text and renames it into place, so that the collector never sees half of it.
 fn put(file: &Path, group: Option<&str>, text: &str) -> Result<()> {
     let failed = |error: io::Error| {
         Error::new(Exit::Failed, format!("{} could not be written: {error}", file.display())).hint(
@@ -323,7 +325,7 @@ fn put(file: &Path, group: Option<&str>, text: &str) -> Result<()> {
         )
     };
     let group = group.map(group_number).transpose()?;
-    // The collector reads what ends in .prom alone.
+    // The collector reads only files that end in .prom.
     let fresh = file.with_extension(format!("{}.new", std::process::id()));
     let written = write_new(&fresh, group, text).and_then(|()| fs::rename(&fresh, file));
     if written.is_err() {
@@ -386,7 +388,7 @@ mod tests {
         ]
     }
 
-    /// Lines in a fixed order: families have none.
+    /// Sorts the lines, because families have no order.
     fn sorted(text: &str) -> String {
         let mut lines: Vec<&str> = text.lines().collect();
         lines.sort_by_key(|line| {
@@ -403,7 +405,8 @@ mod tests {
         insta::assert_snapshot!(sorted(&exposition(&attached(), &past()).expect("text")));
     }
 
-    /// Every sample belongs to a family that is described and typed under the same name, as the text format wants it.
+    /// Every sample belongs to a family that is described and typed under the same name, as the
+    /// text format requires.
     #[test]
     fn each_sample_has_a_type_and_a_description() {
         for status in [attached(), Status::without_driver(&Sysroot::at("/nowhere"))] {

@@ -1,4 +1,4 @@
-//! The kernel module: putting it in and taking it out.
+//! The kernel module: loading and removing it.
 
 use crate::{
     device,
@@ -19,19 +19,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The module's name.
+/// Name of the module.
 pub const NAME: &CStr = c"mercury";
 
-/// How long the device node may take to appear after the module is in.
+/// Time for the device node to appear after the module is loaded.
 const NODE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Modules that take hardware virtualization for themselves: KVM's.
+/// Modules of KVM, which take hardware virtualization for themselves.
 const KVM: [&str; 2] = ["kvm_amd", "kvm_intel"];
 
-/// And those of hypervisors that Mercury shares with on no processor. switch/driver/attach/events.c has the same.
+/// Modules of hypervisors that Mercury cannot share the hardware with on any processor.
+/// switch/driver/attach/events.c has the same list.
 const RIVALS: [&str; 3] = ["vboxdrv", "vmmon", "jailhouse"];
 
-/// The modules that may hold hardware virtualization now.
+/// Returns the modules that may hold hardware virtualization now.
 #[must_use]
 pub fn holders(sysroot: &Sysroot) -> Vec<Module> {
     sysroot.modules().into_iter().filter(|module| is_kvm(module) || is_rival(module)).collect()
@@ -41,26 +42,26 @@ fn is_kvm(module: &Module) -> bool {
     KVM.contains(&module.name.as_str())
 }
 
-/// Whether it is another hypervisor's than KVM.
+/// Returns true for a module of another hypervisor than KVM.
 #[must_use]
 pub fn is_rival(module: &Module) -> bool {
     RIVALS.contains(&module.name.as_str())
 }
 
-/// Whether this holder can be unloaded: KVM that no virtual machine uses.
+/// Returns true for a holder that can be unloaded: a KVM without virtual machines.
 #[must_use]
 pub fn is_unused_kvm(module: &Module) -> bool {
     is_kvm(module) && module.references == 0
 }
 
-/// Whether a parameter of KVM's on AMD is on; `None` without it.
+/// Returns the state of a parameter of KVM on AMD; `None` without it.
 #[must_use]
 pub fn kvm_amd_has(sysroot: &Sysroot, parameter: &str) -> Option<bool> {
     sysroot.flag(&format!("sys/module/kvm_amd/parameters/{parameter}"))
 }
 
-/// What KVM on AMD may run its virtual machines with above which a CPU does not stay attached (`guest-unsupported`), while
-/// there are any.
+/// Returns the features of KVM on AMD that make a CPU detach when it runs a virtual machine with
+/// them (`guest-unsupported`), while there are virtual machines.
 #[must_use]
 pub fn kvm_departs(sysroot: &Sysroot) -> Vec<&'static str> {
     let runs = sysroot.module("kvm_amd").is_some_and(|module| module.references > 0);
@@ -68,26 +69,26 @@ pub fn kvm_departs(sysroot: &Sysroot) -> Vec<&'static str> {
     ["avic", "sev"].into_iter().filter(on).collect()
 }
 
-/// What that means, for people.
+/// Describes the consequence for people.
 #[must_use]
 pub fn departure(with: &[&str]) -> Option<String> {
     let who = match with {
         [] => return None,
         ["sev"] => "an encrypted virtual machine (kvm_amd sev=Y)",
-        // KVM runs all of them with it that it can.
+        // KVM uses AVIC for every virtual machine that can have it.
         _ => "a virtual machine with AVIC (kvm_amd avic=Y)",
     };
     Some(format!("a CPU that runs {who} leaves the hypervisor by itself and stays native"))
 }
 
-/// Which of them holds the hardware: any of them may. `None` if there is none.
+/// Names the modules, any of which may hold the hardware; `None` if there are none.
 #[must_use]
 pub fn names(holders: &[Module]) -> Option<String> {
     let names: Vec<_> = holders.iter().map(|module| module.name.as_str()).collect();
     (!names.is_empty()).then(|| names.join(" or "))
 }
 
-/// How to make them let go: one of another hypervisor first, for on AMD KVM may stay.
+/// Says how to unload the holders: another hypervisor's first, because KVM may stay on AMD.
 #[must_use]
 pub fn release(holders: &[Module]) -> Option<String> {
     let order = |module: &&Module| (!is_rival(module), is_unused_kvm(module));
@@ -106,7 +107,7 @@ pub fn release(holders: &[Module]) -> Option<String> {
     })
 }
 
-/// Whether the module is in the kernel.
+/// Returns true if the module is in the kernel.
 #[must_use]
 pub fn is_loaded(sysroot: &Sysroot) -> bool {
     sysroot.module("mercury").is_some()
@@ -119,8 +120,8 @@ const FORCED_REMOVAL: u64 = 1 << 3;
 const EFER: u64 = 0xc000_0080;
 const SVME: u64 = 1 << 12;
 
-/// Says what speaks for a hypervisor beneath a machine without the driver; `None` if nothing does. Only the driver can ask
-/// the CPUs.
+/// Returns the evidence for a hypervisor beneath a machine without the driver; `None` if there is
+/// none. Only the driver can ask the CPUs.
 #[must_use]
 pub fn suspect_hypervisor(sysroot: &Sysroot) -> Option<&'static str> {
     let tainted = sysroot.text("proc/sys/kernel/tainted").and_then(|text| text.parse().ok()).unwrap_or(0_u64);
@@ -139,11 +140,12 @@ fn efer(sysroot: &Sysroot) -> Option<u64> {
     Some(u64::from_le_bytes(value))
 }
 
-/// Puts the module in if it is not: from `path`, or from the running kernel's module directory.
-/// Returns whether it was put in now. Somebody else may put it in or take it out meanwhile.
+/// Loads the module if it is not loaded: from `path`, or from the running kernel's module
+/// directory. Returns true if this call loaded it. Another process may load or remove it meanwhile.
 ///
 /// # Errors
-/// If the kernel refuses it, or its device does not appear.
+///
+/// Returns an error if the kernel refuses the module, or its device does not appear.
 pub fn insert(path: Option<&Path>, sysroot: &Sysroot) -> Result<bool> {
     let start = Instant::now();
     let mut inserted = false;
@@ -157,10 +159,10 @@ pub fn insert(path: Option<&Path>, sysroot: &Sysroot) -> Result<bool> {
     Ok(inserted)
 }
 
-/// Why the module could not be put in.
+/// The failure to load the module.
 struct Insertion {
     error: Error,
-    /// The one that was in is on its way out.
+    /// True if the loaded module is being removed by another process.
     is_passing: bool,
 }
 
@@ -209,13 +211,13 @@ fn modprobe() -> Result<bool, Insertion> {
         Err(error) => {
             let text = format!("the driver could not be loaded: modprobe could not be started: {error}");
             Err(Error::new(Exit::Failed, text)
-                .hint("see to it that root can run modprobe, and repeat the command")
+                .hint("make sure that root can run modprobe, and repeat the command")
                 .into())
         }
     }
 }
 
-/// Why modprobe has not put the module in, by what it said.
+/// Finds the reason for modprobe's failure in its output.
 fn modprobe_failure(said: &str) -> Insertion {
     const LOADING: &str = "loading the driver";
     let says = |words: &str| said.contains(words);
@@ -232,17 +234,17 @@ fn modprobe_failure(said: &str) -> Insertion {
         let text = "the driver could not be loaded: it is not installed for the running kernel";
         return Error::coded(Code::DriverMissing, text).into();
     }
-    let said = if said.is_empty() { "modprobe has not said why" } else { said };
-    let error = Error::new(Exit::Failed, format!("the driver could not be loaded: {said}")).hint(
-        "`dmesg | tail` says what the kernel did not like; `dkms status mercury` shows the driver's state",
-    );
+    let said = if said.is_empty() { "modprobe gave no reason" } else { said };
+    let error = Error::new(Exit::Failed, format!("the driver could not be loaded: {said}"))
+        .hint("`dmesg | tail` has the kernel's reason; `dkms status mercury` shows the driver's state");
     Insertion { error, is_passing: said.contains("Device or resource busy") }
 }
 
-/// Whether the module is in, once nobody is putting it in or taking it out any more.
+/// Waits until no other process loads or removes the module; returns true if it is loaded.
 ///
 /// # Errors
-/// If it is in and its device does not appear.
+///
+/// Returns an error if it is loaded and its device does not appear.
 pub fn settles_as_loaded(sysroot: &Sysroot) -> Result<bool> {
     let loaded = wait_until(|| !is_loaded(sysroot) || Path::new(device::PATH).exists());
     loaded.map(|()| is_loaded(sysroot))
@@ -260,7 +262,7 @@ fn wait_until(ready: impl Fn() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// Takes the module out; nobody may have the device open.
+/// Removes the module; no process may have the device open.
 pub fn remove() -> Result<()> {
     remove_module(NAME).map_err(|errno| match errno {
         Errno::AGAIN | Errno::BUSY => Error {
@@ -272,7 +274,8 @@ pub fn remove() -> Result<()> {
     })
 }
 
-/// Unloads a KVM that nobody uses: the vendor's half, then the common one if nothing else needs it.
+/// Unloads a KVM without virtual machines: the vendor's module, then the common one if no other
+/// module needs it.
 pub fn remove_kvm(module: &Module) -> Result<()> {
     let action = format!("unloading {}", module.name);
     let name = CString::new(module.name.as_str())
@@ -280,7 +283,7 @@ pub fn remove_kvm(module: &Module) -> Result<()> {
     remove_module(&name).map_err(|errno| {
         Error::system(&action, errno).hint("shut down the virtual machines that use it, then try again")
     })?;
-    // Another user of kvm keeps it; without the vendor's half it does not hold the hardware.
+    // Another user of kvm keeps it. Without the vendor's module it does not hold the hardware.
     let _ = remove_module(c"kvm");
     Ok(())
 }
@@ -292,7 +295,7 @@ fn remove_module(name: &CStr) -> rustix::io::Result<()> {
     }
 }
 
-/// Where the module is for the running kernel, if it is installed there.
+/// Returns the path of the module for the running kernel, if it is installed there.
 #[must_use]
 pub fn installed(sysroot: &Sysroot, release: &str) -> Option<PathBuf> {
     let places = ["updates/dkms", "updates", "extra"];
@@ -373,7 +376,7 @@ mod tests {
         assert!(departure(&["avic", "sev"]).is_some_and(|text| text.contains("avic=Y")));
     }
 
-    /// The driver looks for the same.
+    /// The driver searches for the same modules.
     #[test]
     fn the_driver_knows_the_same_rivals() {
         let quoted = RIVALS.map(|name| format!("\"{name}\"")).join(", ");

@@ -1,4 +1,4 @@
-//! A sign of life on the terminal for what takes longer than two seconds.
+//! Progress on the terminal for work that takes longer than two seconds.
 
 use std::{
     io::{IsTerminal, Write},
@@ -6,10 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Nothing is shown before this.
+/// Delay before anything is shown.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Runs `work`, and says on standard error what is being done if it takes long and a person looks.
+/// Runs `work`. If it takes long, shows its label on standard error, if that is a terminal.
 pub fn during<T>(label: &str, work: impl FnOnce() -> T) -> T {
     if !std::io::stderr().is_terminal() {
         return work();
@@ -36,11 +36,11 @@ fn show(label: &str, waiting: &Receiver<()>) {
     }
 }
 
-/// A line of progress that overwrites the last one; nothing where nobody looks.
+/// Shows a line of progress that overwrites the last one, if standard error is a terminal.
 pub fn line(text: &str) {
     let mut stderr = std::io::stderr();
     if stderr.is_terminal() {
-        // Losing a line of progress is no reason to fail.
+        // A lost line of progress is no reason to fail.
         let _ = write!(stderr, "\r\x1b[K{text}");
         let _ = stderr.flush();
     }

@@ -1,7 +1,7 @@
-//! `mercury snapshot` and `mercury rollback`: the whole machine back to what it was, in memory.
+//! `mercury snapshot` and `mercury rollback`: a rollback of the whole machine, in memory.
 //!
-//! What is kept lies in the hypervisor and outlives this command. When the machine is put back to it, this command
-//! is where everything goes on: it ends a second time.
+//! The snapshot is kept in the hypervisor and outlives this command. After a rollback everything
+//! goes on inside this command, which therefore ends a second time.
 
 use crate::{
     args::SnapshotArgs,
@@ -37,70 +37,70 @@ use std::time;
 
 const PAGE: u64 = 4096;
 
-/// What `mercury snapshot` did.
+/// The result of `mercury snapshot`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Report {
-    /// There is a snapshot.
+    /// A snapshot is kept.
     Kept {
-        /// Bytes of memory that it holds.
+        /// Bytes of memory in the snapshot.
         memory: u64,
         /// Bytes for copies.
         pool: u64,
         /// Microseconds for which everything stood still.
         pause_us: f64,
-        /// What it is made of.
+        /// Parts of that time.
         phases: Phases,
     },
-    /// This machine was put back to it.
+    /// This machine was put back to the snapshot.
     RolledBack(Rollback),
-    /// There is none any more.
+    /// The snapshot was given up.
     Dropped {
         /// Pages that had been copied.
         copied_pages: u64,
     },
 }
 
-/// How a machine was put back.
+/// A rollback.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Rollback {
-    /// How often since the hypervisor was loaded.
+    /// Number of rollbacks since the hypervisor was loaded.
     pub count: u64,
-    /// Why.
+    /// Reason for the rollback.
     pub reason: &'static str,
-    /// What the kernel said last.
+    /// Last message of the kernel.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub message: String,
-    /// The CPU that asked for it.
+    /// CPU that asked for the rollback.
     pub cpu: u32,
-    /// The instruction there.
+    /// Instruction pointer there.
     pub rip: Hex,
     /// Pages that were copied back.
     pub pages: u64,
     /// Devices that were silenced.
     pub devices: u64,
-    /// Microseconds until all CPUs had met.
+    /// Microseconds until the rendezvous of all CPUs.
     pub meet_us: f64,
     /// Microseconds from then until everything was in place.
     pub work_us: f64,
-    /// Test builds: pages that were compared, and those that were different.
+    /// Test builds: pages that were compared, and pages that differ.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compared: Option<Compared>,
 }
 
-/// What a comparison of all of memory found.
+/// The result of a comparison of all memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Compared {
-    /// Pages.
+    /// Pages that were compared.
     pub pages: u64,
-    /// Those that were not what they had been.
+    /// Pages that differ.
     pub different: u64,
-    /// The first of them.
+    /// Address of the first that differs.
     pub first: Hex,
 }
 
 impl Rollback {
-    /// What the driver says.
+    /// Converts the driver's report.
     #[must_use]
     pub fn new(report: &RollbackReport, message: String, tsc_khz: u64) -> Self {
         let name = RollbackReason::NAMES.iter().find(|(reason, _)| *reason as u32 == report.reason);
@@ -123,7 +123,7 @@ impl Rollback {
         }
     }
 
-    /// One line.
+    /// Formats the rollback in one line.
     #[must_use]
     pub fn text(&self) -> String {
         let message = if self.message.is_empty() { String::new() } else { format!(" ({})", self.message) };
@@ -165,7 +165,8 @@ impl Render for Report {
 /// Keeps a snapshot, or gives it up.
 ///
 /// # Errors
-/// If there is none in the end; the machine runs on as it did.
+///
+/// Returns an error if there is no snapshot in the end; the machine runs on.
 pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     commands::need_root("snapshot")?;
     if args.drop {
@@ -183,7 +184,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let report = keep(args, &device, &mounts, &sysroot, &mut guard)?;
-    // What is beneath the machine is to stay there.
+    // The hypervisor stays beneath the machine, because it holds the snapshot.
     attached.forget();
     drop(guard);
     Ok(say.done(&report))
@@ -192,15 +193,17 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
 /// Puts the machine back.
 ///
 /// # Errors
-/// If it cannot be done. There is no other way to return.
+///
+/// Always returns an error if it returns.
 pub fn rollback() -> Result<Exit> {
     commands::need_root("rollback")?;
     Device::open(Access::Control)?.rollback()?;
     Err(Error::new(Exit::Failed, "the machine was not put back")
-        .hint("`mercury status` says whether the snapshot is still there, `mercury log` what has happened"))
+        .hint("`mercury status` shows if the snapshot is still there, `mercury log` what has happened"))
 }
 
-/// Refuses local file systems that are mounted for writing: what is in memory must never meet a disk that has moved on.
+/// Refuses local file systems that are mounted for writing: memory must never be put back beside a
+/// disk that has changed.
 pub(crate) fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
     let mounts = disks::mounted(sysroot)?;
     let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
@@ -215,22 +218,23 @@ pub(crate) fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
     Err(Error::coded(Code::DisksStayBehind, text))
 }
 
-/// From NFS 4.1 on requests are numbered, and a client that falls behind its server with that never gets on again.
+/// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
+/// never recovers.
 pub(crate) fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
-    let text = format!("{at} is on NFS {version}, which a machine that was put back cannot go on with");
+    let text = format!("{at} is on NFS {version}, which does not survive a rollback");
     Err(Error::coded(Code::NfsSessions, text))
 }
 
-/// Where an NFS file system of such a version is mounted, and the version, from its line of mountinfo.
+/// Returns the mount point and the version of such an NFS file system, from its line of mountinfo.
 fn numbered(line: &str) -> Option<(&str, &str)> {
     let (front, back) = line.split_once(" - nfs4 ")?;
     let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
     (version != "4.0").then_some((front.split(' ').nth(4)?, version))
 }
 
-/// Whether a file system goes on while memory goes back. RAM disks are memory.
+/// Returns true if a rollback of memory leaves the file system as it is. RAM disks are memory.
 fn is_left_behind(mount: &Mounted) -> bool {
     let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
     mount.writable && !name.starts_with("ram") && !name.starts_with("zram")
@@ -249,13 +253,13 @@ fn keep(
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
     let has_servers = fence::has_servers(sysroot);
-    // A kernel without hooks for packets ends connections as early as it can. So does a machine whose files come from a
-    // server: even the way to /proc may ask the server of the root.
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine
+    // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
-    // Where disks are to go back too, they must be what memory believes them to be.
-    // The kernel's own freezer fails where a task waits for one that it has frozen already: for a FUSE server, or for
-    // the lock of a directory of NFS, whose holder was frozen while it waited for the answer to its request.
+    // If disks are put back too, they must be in the state that memory expects. The kernel's own
+    // freezer fails if a task waits for one that it has frozen already: for a FUSE server, or for
+    // the lock of an NFS directory, whose holder was frozen while it waited for an answer.
     let still = if mounts.iter().any(is_left_behind) || has_servers || !waits::servers().is_empty() {
         disks::sync(mounts, sysroot)?;
         let frozen = Frozen::hold(guard, &[])?;
@@ -285,7 +289,8 @@ fn keep(
         opened?;
     }
     drop(still);
-    // Applications run again. The kernel takes its time to take the fence down, which holds back packets alone.
+    // Applications run again here. Taking the fence down takes the kernel some time, but holds back
+    // packets only.
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
     if fenced && begin.as_ref().is_ok_and(|begin| begin.rolled_back == 0) {
         device.fence_down()?;
@@ -308,22 +313,22 @@ fn keep(
     })
 }
 
-/// Connections with others, which will have moved on: they are ended, and made anew. Without that they end as well, after
-/// minutes, but encryption would use its counters twice.
+/// Prepares to end connections with peers, which will have gone on; programs make new ones. Without
+/// this they end after minutes, but encryption would use its counters twice.
 fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
     if !fence::servers(sysroot).is_empty() {
-        // Until then nothing of this program may come over the network.
+        // Until then no part of this program may have to be read over the network.
         checkpoint::keep_in_memory()?;
     }
     Ok(Stale::prepare(Whose::Everybody).ok())
 }
 
-/// What changes with whatever is written to frozen file systems; nothing where that is not known.
+/// Returns the fingerprints of frozen file systems; `None` if there is none.
 fn marks(mounts: &[Mounted]) -> Vec<Option<String>> {
     mounts.iter().map(|mount| disks::mark(&mount.device, &mount.kind).ok()).collect()
 }
 
-/// In a machine that was put back: has its disks follow; why they did not, as a clause.
+/// Puts the disks of a rolled-back machine back; returns the reason as a clause if that failed.
 fn put_disks_back(
     args: &SnapshotArgs,
     mounts: &[Mounted],
@@ -340,7 +345,7 @@ fn put_disks_back(
     }
 }
 
-/// The first file system that is not what it was; of one that had no mark nobody knows.
+/// Returns the first file system that has changed. One without a fingerprint is not compared.
 fn moved_on<'a>(
     mounts: &'a [Mounted],
     were: &[Option<String>],
@@ -350,18 +355,18 @@ fn moved_on<'a>(
     mounts.iter().zip(pairs).find(|(_, (was, is))| was.is_some() && was != is).map(|(mount, _)| mount)
 }
 
-/// Ends this machine before anybody writes to its disks, as a power cut would.
+/// Restarts this machine before any program writes to its disks, like a power cut.
 fn restart(why: &str) -> ! {
     let text = format!("<2>mercury: this machine was put back, and its disks were not: {why}; it restarts\n");
     let _ = std::fs::write("/dev/kmsg", text);
     loop {
-        // Without a sync: nothing of what memory holds belongs on these disks.
+        // No sync, because the contents of memory do not belong on these disks.
         let _ = rustix::system::reboot(rustix::system::RebootCommand::Restart);
         std::thread::sleep(time::Duration::from_secs(1));
     }
 }
 
-/// What the kernel said last.
+/// Returns the last message of the kernel.
 fn message(begin: &SnapshotRequest) -> String {
     let bytes: Vec<u8> = begin.message.iter().flat_map(|word| word.to_le_bytes()).collect();
     nul_padded(&bytes).trim_end().to_owned()

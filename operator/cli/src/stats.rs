@@ -7,18 +7,18 @@ use serde::Serialize;
 pub struct Summary {
     /// Number of samples.
     pub count: usize,
-    /// Smallest.
+    /// Smallest sample.
     pub min: f64,
-    /// Half are below.
+    /// Value that half of the samples are below.
     pub median: f64,
-    /// 99 in 100 are below.
+    /// Value that 99 of 100 samples are below.
     pub p99: f64,
-    /// Largest.
+    /// Largest sample.
     pub max: f64,
 }
 
 impl Summary {
-    /// The distribution of `samples`; all zero for none.
+    /// Computes the distribution of `samples`; all zero for none.
     #[must_use]
     pub fn of(samples: impl IntoIterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = samples.into_iter().collect();
@@ -32,7 +32,7 @@ impl Summary {
         }
     }
 
-    /// The same in another unit.
+    /// Returns the distribution in another unit.
     #[must_use]
     pub fn scaled(&self, factor: f64) -> Self {
         Self {
@@ -45,7 +45,7 @@ impl Summary {
     }
 }
 
-/// The value below which a share of the samples lies (nearest rank).
+/// Returns the value below which a share of the samples lies (nearest rank).
 fn quantile(sorted: &[f64], share: f64) -> f64 {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()

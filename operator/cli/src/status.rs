@@ -1,4 +1,5 @@
-//! `mercury status`: the mode of each CPU as a fact asked of it, and the hypervisor's counters.
+//! `mercury status`: the mode of each CPU, as the CPU itself reports it, and the hypervisor's
+//! counters.
 
 use crate::{
     driver::Driver,
@@ -22,10 +23,10 @@ use mercury_abi::{
 use serde::Serialize;
 use std::{collections::BTreeMap, fmt};
 
-/// More CPUs than this are summed up instead of getting a column each.
+/// CPUs at most with a column each; more are summed up.
 const COLUMNS: usize = 8;
 
-/// The reason of exits that Mercury's driver causes itself.
+/// Name of the exits that Mercury's driver causes itself.
 const HYPERCALL: &str = "hypercall";
 
 const REGISTERS: [&str; 16] = [
@@ -33,32 +34,33 @@ const REGISTERS: [&str; 16] = [
     "r15",
 ];
 
-/// Everything that `mercury status` shows.
+/// The state that `mercury status` shows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Status {
-    /// `no-driver`, `unloaded`, `loaded`, `attached`, `crashed`, or `orphaned`: attached without a driver.
+    /// State: `no-driver`, `unloaded`, `loaded`, `attached`, `crashed`, or `orphaned` (attached
+    /// without a driver).
     pub state: &'static str,
-    /// Without a driver: what speaks for a hypervisor that one left beneath.
+    /// Evidence for a hypervisor that a removed driver left beneath.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suspicion: Option<&'static str>,
-    /// The hypervisor's version, empty without a driver.
+    /// Version of the hypervisor, empty without a driver.
     pub version: String,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
     /// Process that controls Mercury.
     pub controller_pid: Option<u32>,
-    /// Range of CPU numbers.
+    /// Number of possible CPUs.
     pub possible_cpus: u32,
-    /// CPUs that are meant to be attached.
+    /// Number of CPUs that should be attached.
     pub wanted_cpus: u32,
-    /// What the pre-cached hypervisor holds.
+    /// Memory of the pre-cached hypervisor.
     pub memory: Memory,
-    /// `fault-injection` in the lab's builds.
+    /// Features of the build: `fault-injection` in the lab's.
     pub features: Vec<&'static str>,
-    /// The snapshot of memory, if there is or was one.
+    /// Snapshot of memory, if there is or was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<Snapshot>,
-    /// How this machine was put back to one last.
+    /// Last rollback of this machine.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollback: Option<Rollback>,
     /// One entry per possible CPU.
@@ -68,13 +70,13 @@ pub struct Status {
 /// A snapshot of memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
-    /// `kept`: the machine can be put back to it; `in-use`: a checkpoint takes it; `lost`.
+    /// State: `kept` (a rollback is possible), `in-use` (by a checkpoint), `lost`.
     pub state: &'static str,
-    /// Why it was lost.
+    /// Reason why the snapshot was lost.
     pub lost_because: Option<&'static str>,
-    /// Pages that had to be copied so far.
+    /// Pages that were copied so far.
     pub copied_pages: u64,
-    /// Bytes that are left for copies.
+    /// Bytes left for copies.
     pub free_bytes: u64,
 }
 
@@ -104,85 +106,85 @@ impl Snapshot {
     }
 }
 
-/// Memory in bytes.
+/// Memory of the hypervisor in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// Independent of the number of CPUs.
+    /// Part that is independent of the number of CPUs.
     pub fixed_bytes: u64,
-    /// For each possible CPU.
+    /// Part for each possible CPU.
     pub per_cpu_bytes: u64,
-    /// Together.
+    /// Sum of both parts.
     pub total_bytes: u64,
 }
 
-/// One CPU.
+/// The state of one CPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Cpu {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
-    /// `offline`, `native` or `attached`: asked of the CPU just now.
+    /// Mode: `offline`, `native` or `attached`, asked of the CPU just now.
     pub mode: &'static str,
-    /// Whether it is meant to be attached.
+    /// True if the CPU should be attached.
     pub wanted: bool,
-    /// Why it last left the hypervisor other than by a detach.
+    /// Reason why it last left the hypervisor without a detach.
     pub left_because: Option<&'static str>,
     /// Attaches since load.
     pub attaches: u64,
     /// Detaches since load.
     pub detaches: u64,
-    /// Interrupts off in the last attach, TSC ticks.
+    /// TSC ticks with interrupts off in the last attach.
     pub attach_ticks: u64,
-    /// The same in microseconds.
+    /// Microseconds with interrupts off in the last attach.
     pub attach_us: f64,
-    /// Interrupts off in the last detach, TSC ticks.
+    /// TSC ticks with interrupts off in the last detach.
     pub detach_ticks: u64,
-    /// The same in microseconds.
+    /// Microseconds with interrupts off in the last detach.
     pub detach_us: f64,
     /// Exits since load, of all reasons.
     pub exits_total: u64,
-    /// Exits since load by reason; reasons without any are left out.
+    /// Exits since load by reason, without reasons that never occurred.
     pub exits: BTreeMap<&'static str, u64>,
-    /// TSC ticks spent in exits since load.
+    /// TSC ticks in exits since load.
     pub exit_ticks: u64,
-    /// The last crash.
+    /// Last crash.
     pub crash: Option<Crash>,
 }
 
-/// What was known when the hypervisor gave up on a CPU.
+/// The record of a crash of the hypervisor on a CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Crash {
-    /// What happened.
+    /// Code of the crash.
     pub code: &'static str,
     /// Panic message or name of the fault point.
     pub message: String,
-    /// Exception, if it was one.
+    /// Name of the exception, if it was one.
     pub exception: Option<String>,
-    /// The exception's error code.
+    /// Error code of the exception.
     pub error_code: Hex,
     /// TSC at the crash.
     pub tsc: u64,
-    /// Hypervisor's instruction, relative to its image.
+    /// Instruction pointer of the hypervisor, relative to its image.
     pub host_rip_offset: Hex,
-    /// Hypervisor's stack.
+    /// Stack pointer of the hypervisor.
     pub host_rsp: Hex,
-    /// Hypervisor's CR2.
+    /// CR2 of the hypervisor.
     pub host_cr2: Hex,
-    /// The last exit.
+    /// Name of the last exit.
     pub exit: String,
-    /// Its code.
+    /// Code of the last exit.
     pub exit_code: Hex,
-    /// Its first qualification.
+    /// First qualification of the last exit.
     pub exit_info1: Hex,
-    /// Its second qualification.
+    /// Second qualification of the last exit.
     pub exit_info2: Hex,
-    /// Event in delivery at the exit.
+    /// Event in delivery at the last exit.
     pub exit_event: Hex,
-    /// The system's registers.
+    /// Registers of the system.
     pub guest: BTreeMap<&'static str, Hex>,
 }
 
 impl Status {
-    /// Asks the driver.
+    /// Asks the driver for the status.
     pub fn collect(driver: &dyn Driver) -> Result<Self> {
         let system = driver.system()?;
         let cpus = driver.status()?;
@@ -195,14 +197,14 @@ impl Status {
         Ok(Self { state: "orphaned", ..Self::new(&system, &cpus, &[]) })
     }
 
-    /// The status of a machine without the driver.
+    /// Returns the status of a machine without the driver.
     #[must_use]
     pub fn without_driver(sysroot: &Sysroot) -> Self {
         let suspicion = module::suspect_hypervisor(sysroot);
         Self { state: "no-driver", suspicion, ..Self::new(&SystemInfo::default(), &[], &[]) }
     }
 
-    /// Puts together what the driver and the hypervisor say.
+    /// Combines the facts of the driver and of the hypervisor.
     #[must_use]
     pub fn new(system: &SystemInfo, cpus: &[CpuStatus], shared: &[SharedCpu]) -> Self {
         let cpu = |status: &CpuStatus| cpu(status, shared.get(status.cpu as usize), system.tsc_khz);
@@ -227,19 +229,19 @@ impl Status {
         }
     }
 
-    /// Exits of all CPUs since load.
+    /// Returns the exits of all CPUs since load.
     #[must_use]
     pub fn exits_total(&self) -> u64 {
         self.cpus.iter().map(|cpu| cpu.exits_total).sum()
     }
 
-    /// Hypercalls of Mercury's driver on all CPUs since load.
+    /// Returns the hypercalls of Mercury's driver on all CPUs since load.
     #[must_use]
     pub fn hypercalls(&self) -> u64 {
         self.cpus.iter().filter_map(|cpu| cpu.exits.get(HYPERCALL)).sum()
     }
 
-    /// CPUs in a mode.
+    /// Returns the number of CPUs in a mode.
     #[must_use]
     pub fn in_mode(&self, mode: &str) -> usize {
         self.cpus.iter().filter(|cpu| cpu.mode == mode).count()
@@ -269,7 +271,7 @@ fn features(bits: u64) -> Vec<&'static str> {
     if bits & MERCURY_FEATURE_FAULT_INJECTION != 0 { vec!["fault-injection"] } else { Vec::new() }
 }
 
-/// NUL-padded ASCII as text.
+/// Converts NUL-padded ASCII to text.
 #[must_use]
 pub fn nul_padded(text: &[u8]) -> String {
     let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
@@ -435,10 +437,8 @@ impl Status {
         let gone = |cpu: &&Cpu| cpu.wanted && cpu.mode == "native";
         for cpu in self.cpus.iter().filter(gone) {
             let why = cpu.left_because.unwrap_or("cpu-reset");
-            let text = format!(
-                "CPU {} is meant to be attached but is native: {why} (`mercury explain {why}`)",
-                cpu.cpu
-            );
+            let text =
+                format!("CPU {} should be attached but is native: {why} (`mercury explain {why}`)", cpu.cpu);
             to.line("");
             to.line(to.tone(Tone::Doubtful, &text));
         }
@@ -452,7 +452,7 @@ impl Status {
         }
     }
 
-    /// A row per reason that occurred; a column per CPU where they fit.
+    /// Makes a row per reason that occurred, with a column per CPU if they fit.
     fn exit_rows(&self) -> Vec<Vec<String>> {
         let columns: &[Cpu] = if self.cpus.len() <= COLUMNS { &self.cpus } else { &[] };
         let mut heading = vec!["exits by reason".to_string(), "all".to_string()];
@@ -517,7 +517,7 @@ fn hex(value: Hex) -> String {
     format!("{:#x}", value.0)
 }
 
-/// Exits a second between two readings.
+/// The rate of exits between two readings, per second.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
     /// Exits that the system caused.
@@ -527,7 +527,7 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// The rate between two readings that were made so many seconds apart.
+    /// Computes the rate between two readings that were made so many seconds apart.
     #[must_use]
     pub fn between(before: &Status, after: &Status, seconds: f64) -> Self {
         let per_second = |exits: u64| if seconds > 0.0 { exits as f64 / seconds } else { 0.0 };
@@ -580,7 +580,7 @@ mod tests {
         let mut status = status(MERCURY_MODE_NATIVE);
         status.cpus[1].wanted = true;
         status.cpus[1].left_because = Some("microcode-update");
-        assert!(rendered(&status).contains("CPU 1 is meant to be attached but is native: microcode-update"));
+        assert!(rendered(&status).contains("CPU 1 should be attached but is native: microcode-update"));
     }
 
     #[test]
@@ -634,7 +634,7 @@ mod tests {
         after.cpus[0].exits_total += 50;
         assert_eq!(Rate::between(&before, &after, 2.0), Rate { of_system: 25.0, of_mercury: 0.0 });
         assert_eq!(Rate::between(&after, &before, 2.0), Rate { of_system: 0.0, of_mercury: 0.0 });
-        // Asking the CPUs is no work of the system's.
+        // Asking the CPUs is no work of the system.
         after.cpus[1].exits_total += 4;
         *after.cpus[1].exits.get_mut(HYPERCALL).expect("hypercalls") += 4;
         assert_eq!(Rate::between(&before, &after, 2.0), Rate { of_system: 25.0, of_mercury: 2.0 });

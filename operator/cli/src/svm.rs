@@ -1,7 +1,6 @@
-//! Names of SVM's exit codes (APM volume 2, appendix C) and of exception vectors, for records that
-//! people read.
+//! Names of SVM's exit codes (APM volume 2, appendix C) and of exception vectors, for people.
 
-/// Exit codes that have a name of their own.
+/// Exit codes with names of their own.
 const EXITS: &[(u64, &str)] = &[
     (0x60, "INTR"),
     (0x61, "NMI"),
@@ -92,7 +91,7 @@ const VECTORS: [&str; 22] = [
     "#CP",
 ];
 
-/// The name of an exit code, of whichever vendor: `VMEXIT_NPF`.
+/// Returns the name of an exit code of either vendor: `VMEXIT_NPF`.
 #[must_use]
 pub fn exit_name(code: u64) -> String {
     if let Some(name) = crate::vmx::exit_name(code) {
@@ -113,7 +112,7 @@ pub fn exit_name(code: u64) -> String {
     }
 }
 
-/// The name of an exception vector: `#GP`.
+/// Returns the name of an exception vector: `#GP`.
 #[must_use]
 pub fn vector_name(vector: u32) -> String {
     match VECTORS.get(vector as usize) {

@@ -1,4 +1,5 @@
-//! `mercury load`, `unload`, `attach` and `detach`: the logic, apart from how the driver is reached.
+//! `mercury load`, `unload`, `attach` and `detach`: their logic, independent of the access to the
+//! driver.
 
 use crate::{
     cpus::CpuSet,
@@ -16,53 +17,51 @@ use mercury_abi::{
 };
 use serde::Serialize;
 
-/// What had to be put in place before.
+/// The preparations for a switch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Prepared {
-    /// The driver was put in.
+    /// True if the driver was loaded.
     pub driver_inserted: bool,
-    /// The hypervisor was pre-cached.
+    /// True if the hypervisor was pre-cached.
     pub hypervisor_loaded: bool,
-    /// An unused KVM was unloaded.
+    /// True if an unused KVM was unloaded.
     pub kvm_unloaded: bool,
 }
 
-/// What a switch did.
+/// The result of a switch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SwitchReport {
-    /// What had to be done first.
+    /// Preparations that were made first.
     pub prepared: Prepared,
     /// CPUs that switched, as a list.
     pub cpus: String,
-    /// How many.
+    /// Number of CPUs that switched.
     pub count: usize,
-    /// How many wanted CPUs were in the mode already.
+    /// Number of wanted CPUs that were in the mode already.
     pub already: usize,
     /// Each CPU's time with interrupts off.
     pub per_cpu: Vec<CpuTime>,
-    /// The same in ticks, summed up.
+    /// Distribution of these times in ticks.
     pub ticks: Summary,
-    /// The same in microseconds.
+    /// Distribution of these times in microseconds.
     pub us: Summary,
-    /// What will happen to CPUs that are attached, where that is known beforehand.
+    /// Note about later events on attached CPUs, if any are expected.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
     #[serde(skip)]
     past: &'static str,
 }
 
-/// One CPU's time with interrupts off.
+/// The time of one CPU with interrupts off.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct CpuTime {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
-    /// TSC ticks.
     pub ticks: u64,
-    /// Microseconds.
     pub us: f64,
 }
 
-/// Loads the hypervisor unless it is loaded. Returns whether it did.
+/// Loads the hypervisor unless it is loaded. Returns true if this call loaded it.
 pub fn ensure_loaded(driver: &dyn Driver) -> Result<bool> {
     match driver.system()?.state {
         MERCURY_STATE_UNLOADED => driver.load().map(|()| true),
@@ -71,7 +70,7 @@ pub fn ensure_loaded(driver: &dyn Driver) -> Result<bool> {
     }
 }
 
-/// Switches CPUs and reports what happened.
+/// Switches CPUs and reports the result.
 pub fn switch(
     driver: &dyn Driver,
     direction: Direction,
@@ -87,13 +86,13 @@ pub fn switch(
     Ok(report(direction, &system, &results, already, prepared))
 }
 
-/// The report of a detach on a machine without the driver: every CPU is native.
+/// Makes the report of a detach on a machine without the driver, where every CPU is native.
 #[must_use]
 pub fn nothing_to_detach() -> SwitchReport {
     report(Direction::Detach, &SystemInfo::default(), &[], 0, Prepared::default())
 }
 
-/// How many of the wanted CPUs are where they should be.
+/// Returns the number of wanted CPUs that are in the target mode.
 fn in_target_mode(driver: &dyn Driver, direction: Direction, cpus: Option<&CpuSet>) -> Result<usize> {
     let wanted = |cpu: u32| cpus.is_none_or(|cpus| cpus.contains(cpu));
     let reached = |mode: u32| (mode == MERCURY_MODE_ATTACHED) == (direction == Direction::Attach);
@@ -147,7 +146,7 @@ impl Render for SwitchReport {
 }
 
 impl SwitchReport {
-    /// The same with something to know.
+    /// Adds a note to the report.
     #[must_use]
     pub fn note(mut self, note: Option<String>) -> Self {
         self.note = note;
@@ -175,7 +174,7 @@ impl SwitchReport {
 impl Prepared {
     fn render(self, to: &mut Text) {
         let steps = [
-            (self.kvm_unloaded, "unloaded KVM, which nobody used"),
+            (self.kvm_unloaded, "unloaded an unused KVM"),
             (self.driver_inserted, "loaded the driver"),
             (self.hypervisor_loaded, "loaded the hypervisor into memory"),
         ];
@@ -183,25 +182,24 @@ impl Prepared {
     }
 }
 
-/// `CPU` or `CPUs`.
+/// Returns `CPU` or `CPUs`.
 #[must_use]
 pub fn plural(count: usize, noun: &str) -> String {
     if count == 1 { noun.to_string() } else { format!("{noun}s") }
 }
 
-/// What `mercury load` did.
+/// The result of `mercury load`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LoadReport {
-    /// What was put in place.
+    /// Preparations that were made.
     pub prepared: Prepared,
-    /// Memory that the hypervisor holds, in bytes.
+    /// Memory of the hypervisor in bytes.
     pub memory_bytes: u64,
-    /// Version of the hypervisor.
     pub version: String,
 }
 
 impl LoadReport {
-    /// Asks the driver what it holds now.
+    /// Asks the driver for its present state.
     pub fn collect(driver: &dyn Driver, prepared: Prepared) -> Result<Self> {
         let system = driver.system()?;
         Ok(Self {
@@ -222,18 +220,18 @@ impl Render for LoadReport {
     }
 }
 
-/// What `mercury unload` did.
+/// The result of `mercury unload`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct UnloadReport {
-    /// CPUs that were detached first.
+    /// Number of CPUs that were detached first.
     pub detached: usize,
-    /// The hypervisor's memory was freed.
+    /// True if the hypervisor's memory was freed.
     pub hypervisor_freed: bool,
-    /// The driver was removed.
+    /// True if the driver was removed.
     pub driver_removed: bool,
 }
 
-/// Frees the hypervisor. Refuses while a CPU is attached unless `detach` says to detach it first.
+/// Frees the hypervisor. Refuses while a CPU is attached, unless `detach` asks to detach it first.
 pub fn free(driver: &dyn Driver, detach: bool) -> Result<UnloadReport> {
     let system = driver.system()?;
     let mut report = UnloadReport { detached: 0, hypervisor_freed: false, driver_removed: false };

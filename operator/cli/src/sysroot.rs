@@ -1,4 +1,4 @@
-//! What the kernel says of itself in /proc and /sys, below a root that tests replace.
+//! The kernel's files in /proc and /sys, below a root that tests replace.
 
 use crate::cpus::CpuSet;
 use std::{fs, path::PathBuf};
@@ -18,39 +18,38 @@ impl Default for Sysroot {
 /// A line of /proc/modules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Module {
-    /// Name.
     pub name: String,
-    /// How many users it has, other modules included.
+    /// Number of its users, other modules included.
     pub references: u32,
     /// The modules that use it.
     pub used_by: Vec<String>,
 }
 
 impl Sysroot {
-    /// Files below `root`.
+    /// Makes a root for files below `root`.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The path of `file`, which is relative to the root.
+    /// Returns the path of `file`, which is relative to the root.
     #[must_use]
     pub fn path(&self, file: &str) -> PathBuf {
         self.root.join(file)
     }
 
-    /// Whether a file or directory exists.
+    /// Returns true if a file or directory exists.
     #[must_use]
     pub fn exists(&self, file: &str) -> bool {
         self.path(file).exists()
     }
 
-    /// A file's text without surrounding white space; `None` if it cannot be read.
+    /// Returns a file's text without surrounding white space; `None` if it cannot be read.
     #[must_use]
     pub fn text(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.path(file)).ok().map(|text| text.trim().to_string())
     }
 
-    /// Bytes of memory that can be had, if the kernel says so.
+    /// Returns the bytes of available memory, if the kernel reports them.
     #[must_use]
     pub fn available_memory(&self) -> Option<u64> {
         let meminfo = self.text("proc/meminfo")?;
@@ -59,13 +58,13 @@ impl Sysroot {
         Some(kib * 1024)
     }
 
-    /// A file's bytes.
+    /// Returns a file's bytes.
     #[must_use]
     pub fn bytes(&self, file: &str) -> Option<Vec<u8>> {
         fs::read(self.path(file)).ok()
     }
 
-    /// The names in a directory, sorted.
+    /// Returns the names in a directory, sorted.
     #[must_use]
     pub fn names(&self, directory: &str) -> Vec<String> {
         let entries = fs::read_dir(self.path(directory)).into_iter().flatten().flatten();
@@ -75,44 +74,44 @@ impl Sysroot {
         names
     }
 
-    /// A file that says yes (`Y`, `1`) or no; `None` if it cannot be read.
+    /// Returns the flag in a file (`Y`, `1` or no); `None` if it cannot be read.
     #[must_use]
     pub fn flag(&self, file: &str) -> Option<bool> {
         self.text(file).map(|text| matches!(text.as_str(), "Y" | "1"))
     }
 
-    /// Loaded modules.
+    /// Returns the loaded modules.
     #[must_use]
     pub fn modules(&self) -> Vec<Module> {
         parse_modules(&self.text("proc/modules").unwrap_or_default())
     }
 
-    /// One loaded module.
+    /// Returns one loaded module.
     #[must_use]
     pub fn module(&self, name: &str) -> Option<Module> {
         self.modules().into_iter().find(|module| module.name == name)
     }
 
-    /// Online CPUs.
+    /// Returns the online CPUs.
     #[must_use]
     pub fn online_cpus(&self) -> CpuSet {
         self.cpu_list("sys/devices/system/cpu/online")
     }
 
-    /// CPUs that are there and offline.
+    /// Returns the CPUs that are present and offline.
     #[must_use]
     pub fn offline_cpus(&self) -> CpuSet {
         let online = self.online_cpus();
         self.cpu_list("sys/devices/system/cpu/present").iter().filter(|cpu| !online.contains(*cpu)).collect()
     }
 
-    /// A file that holds a CPU list; empty if it is missing.
+    /// Returns the CPU list in a file; empty if the file is missing.
     #[must_use]
     pub fn cpu_list(&self, file: &str) -> CpuSet {
         self.text(file).and_then(|text| text.parse().ok()).unwrap_or_default()
     }
 
-    /// Free blocks of at least 2^`order` pages in all zones.
+    /// Returns the number of free blocks of at least 2^`order` pages in all zones.
     #[must_use]
     pub fn free_blocks(&self, order: usize) -> Option<u64> {
         self.text("proc/buddyinfo").map(|text| parse_buddyinfo(&text, order))
@@ -123,7 +122,7 @@ fn parse_modules(text: &str) -> Vec<Module> {
     text.lines().filter_map(parse_module).collect()
 }
 
-/// `kvm 1327104 1 kvm_amd, Live 0xffffffffc0a00000`
+/// Parses a line such as `kvm 1327104 1 kvm_amd, Live 0xffffffffc0a00000`.
 fn parse_module(line: &str) -> Option<Module> {
     let mut words = line.split_whitespace();
     let name = words.next()?.to_string();
@@ -132,7 +131,8 @@ fn parse_module(line: &str) -> Option<Module> {
     Some(Module { name, references, used_by: users.map(str::to_string).collect() })
 }
 
-/// `Node 0, zone   Normal    216     55    189    101 …`, a column per order.
+/// Parses lines such as `Node 0, zone   Normal    216     55    189    101 …`, with a column per
+/// order.
 fn parse_buddyinfo(text: &str, order: usize) -> u64 {
     let counts = |line: &str| -> u64 {
         let columns = line.split_whitespace().skip(4 + order);

@@ -3,7 +3,7 @@
 use crate::log::Clock;
 use rustix::time::{ClockId, clock_gettime};
 
-/// The counter now.
+/// Reads the counter.
 #[must_use]
 pub fn now() -> u64 {
     // SAFETY: RDTSC has no operands and is on every x86-64 processor; Linux lets user mode read it
@@ -11,7 +11,7 @@ pub fn now() -> u64 {
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
-/// Where the counter stands in the seconds that `dmesg` prints.
+/// Relates the counter to the seconds that `dmesg` prints.
 #[must_use]
 pub fn clock(tsc_khz: u64) -> Clock {
     let time = clock_gettime(ClockId::Monotonic);

@@ -1,4 +1,4 @@
-//! Names of VMX's exit reasons (SDM volume 3, appendix C), for records that people read.
+//! Names of VMX's exit reasons (SDM volume 3, appendix C), for people.
 
 use mercury_abi::shared::EXIT_CODE_VMX;
 
@@ -67,10 +67,10 @@ const REASONS: &[(u32, &str)] = &[
     (68, "TPAUSE"),
 ];
 
-/// Not the processor's: VMLAUNCH or VMRESUME failed.
+/// A code of Mercury, not of the processor: VMLAUNCH or VMRESUME failed.
 const INSTRUCTION_FAILED: u32 = 1 << 30;
 
-/// The name of an exit code that has [`EXIT_CODE_VMX`]: `EXIT_EPT_VIOLATION`.
+/// Returns the name of an exit code that has [`EXIT_CODE_VMX`]: `EXIT_EPT_VIOLATION`.
 #[must_use]
 pub fn exit_name(code: u64) -> Option<String> {
     if code >> 32 != EXIT_CODE_VMX >> 32 {

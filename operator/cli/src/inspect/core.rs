@@ -1,8 +1,9 @@
 //! An image's memory as an ELF core, for debuggers: the form of `/proc/vmcore` (ELF-64, `ET_CORE`).
 //!
-//! Every range of memory is a segment at its physical address, and at the address at which the kernel maps all memory;
-//! the kernel's own text and data are there once more, at theirs. Notes say where each CPU was (`NT_PRSTATUS`), and what
-//! the kernel tells such tools (`VMCOREINFO`). Zeros are holes in the file.
+//! Every range of memory is a segment at its physical address, and at the address at which the
+//! kernel maps all memory. The kernel's own text and data have a second segment at their own
+//! address. Notes hold the registers of each CPU (`NT_PRSTATUS`), and the kernel's information for
+//! such tools (`VMCOREINFO`). Zeros are holes in the file.
 
 use crate::error::{Error, Result};
 use mercury_abi::restart::SavedCpu;
@@ -20,20 +21,20 @@ const PHDR: usize = 56;
 const PT_LOAD: u32 = 1;
 const PT_NOTE: u32 = 4;
 const NT_PRSTATUS: u32 = 1;
-/// Who says so.
+/// Name of the notes' owner.
 const CORE: &[u8] = b"CORE\0";
-/// `struct elf_prstatus`: its length, and where its registers are.
+/// Length of `struct elf_prstatus`, and offset of its registers.
 const PRSTATUS: usize = 336;
 const PRSTATUS_PID: usize = 32;
 const PRSTATUS_REGISTERS: usize = 112;
-/// Where the kernel maps its text and data (`__START_KERNEL_map`).
+/// Address at which the kernel maps its text and data (`__START_KERNEL_map`).
 const KERNEL_MAP: u64 = 0xFFFF_FFFF_8000_0000;
-/// More than any kernel's text and data take.
+/// Upper limit of the size of a kernel's text and data.
 const KERNEL_BYTES: u64 = 64 << 20;
-/// More than `VMCOREINFO` takes.
+/// Upper limit of the size of `VMCOREINFO`.
 const VMCOREINFO_MAX: u64 = 1 << 20;
 
-/// A stretch of memory in the file.
+/// A range of memory in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Segment {
     phys: u64,
@@ -47,16 +48,17 @@ pub struct Core {
     file: File,
     part: PathBuf,
     path: PathBuf,
-    /// Notes are between the headers and memory, where crash looks for them.
+    /// Offset of the notes, between the headers and memory, where crash reads them.
     notes: u64,
     segments: Vec<Segment>,
 }
 
 impl Core {
-    /// Begins one in a new file.
+    /// Begins a core in a new file.
     ///
     /// # Errors
-    /// If it cannot be made.
+    ///
+    /// Returns an error if the file cannot be made.
     pub fn create(path: &Path, machine: &Machine) -> Result<Self> {
         let mut part = path.as_os_str().to_owned();
         part.push(".part");
@@ -65,8 +67,8 @@ impl Core {
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(&part);
         let file = file.map_err(|error| failed(&error))?;
         let kept: Vec<_> = machine.ranges.iter().filter(|range| range.kind == Kind::Kept).collect();
-        // One for the notes, one for each range, and another one where the kernel is. More would need another way to count
-        // them.
+        // One header for the notes, one for each range, and a second one for the kernel. A larger
+        // number needs another encoding.
         let headers = 1 + 2 * kept.len();
         if headers >= usize::from(u16::MAX) {
             let text = format!("memory is in {} pieces, too many for a core", kept.len());
@@ -86,7 +88,7 @@ impl Core {
         Ok(Self { file, part, path: path.to_owned(), notes, segments })
     }
 
-    /// Where physical memory is in the file.
+    /// Returns the offset of physical memory in the file.
     fn offset_of(&self, phys: u64) -> io::Result<u64> {
         let after = self.segments.partition_point(|segment| segment.phys <= phys);
         let segment = after.checked_sub(1).map(|at| self.segments[at]);
@@ -96,10 +98,11 @@ impl Core {
             .ok_or_else(|| io::Error::other(format!("{phys:#x} is not part of the image's memory")))
     }
 
-    /// Adds frames. What they repeat has been added before.
+    /// Adds frames. The originals of duplicates have been added before.
     ///
     /// # Errors
-    /// If writing fails.
+    ///
+    /// Returns an error if writing fails.
     pub fn add(&mut self, chunk: &Chunk) -> Result<()> {
         self.add_frames(chunk).map_err(|error| failed(&error))
     }
@@ -124,10 +127,11 @@ impl Core {
         Ok(())
     }
 
-    /// Adds headers and notes; the core is complete.
+    /// Adds headers and notes, which completes the core.
     ///
     /// # Errors
-    /// If the image lacks what they are made of.
+    ///
+    /// Returns an error if the image lacks the data for them.
     pub fn finish(self, machine: &Machine) -> Result<()> {
         let written = self.write_headers(machine).and_then(|()| fs::rename(&self.part, &self.path));
         written.map_err(|error| failed(&error))
@@ -174,8 +178,8 @@ impl Core {
         self.file.sync_all()
     }
 
-    /// The kernel's text and data, and their addresses, by what it tells tools. What it needed at its start only is other
-    /// memory by now, and may be missing in between.
+    /// Returns the kernel's text and data, and their addresses, from its information for tools.
+    /// Memory that it needed only at its start is reused by now, and may be missing in between.
     fn kernel(&self, told: &str) -> Vec<(Segment, u64)> {
         let value = |name: &str| told.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let text = || u64::from_str_radix(value("SYMBOL(_stext)")?, 16).ok();
@@ -193,7 +197,8 @@ impl Core {
         self.segments.iter().filter_map(part).collect()
     }
 
-    /// Where a CPU was, and which thread ran there: in the order of CPUs, as in `/proc/vmcore`.
+    /// Returns the note with a CPU's registers and thread: in the order of CPUs, as in
+    /// `/proc/vmcore`.
     fn status(&self, saved: u64) -> io::Result<Vec<u8>> {
         let word = |offset: usize| self.word(saved + offset as u64);
         let register = |number: usize| word(offset_of!(SavedCpu, registers) + 8 * number);
@@ -226,14 +231,14 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // One that is complete has another name.
+        // A core that is complete has been renamed.
         let _ = fs::remove_file(&self.part);
     }
 }
 
 fn failed(error: &io::Error) -> Error {
     Error::new(crate::exit::Exit::Failed, format!("the core could not be written: {error}"))
-        .hint("it needs as much room as the machine had memory, but for zeros")
+        .hint("it needs as much room as the machine had memory, except for zeros")
 }
 
 fn note(name: &[u8], kind: u32, content: &[u8]) -> Vec<u8> {
@@ -248,7 +253,8 @@ fn note(name: &[u8], kind: u32, content: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The length of the note at the beginning; the kernel keeps more room for it. 0: there is none.
+/// Returns the length of the note at the beginning, for which the kernel reserves more room. 0
+/// means that there is none.
 fn note_length(bytes: &[u8]) -> usize {
     let word = |at: usize| {
         let mut word = [0; 4];
@@ -340,7 +346,7 @@ mod tests {
         };
         assert_eq!(u16::from_le_bytes([bytes[56], bytes[57]]), 7);
         assert_eq!((field(2, 16), field(2, 24)), (0xFFFF_8880_0040_0000, 0x40_0000));
-        // The kernel, with a hole in it, and only so far as it goes.
+        // The kernel, with a hole in it, and only up to its end.
         assert_eq!((field(5, 16), field(5, 24), field(5, 32)), (0xFFFF_FFFF_8020_0000, 0x40_0000, 0x2000));
         assert_eq!((field(6, 16), field(6, 24), field(6, 32)), (0xFFFF_FFFF_8020_3000, 0x40_3000, 0x1000));
         assert_eq!((field(6, 8), field(5, 8)), (field(3, 8), field(2, 8)));

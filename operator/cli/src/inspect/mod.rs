@@ -1,4 +1,5 @@
-//! `mercury inspect`: what is in an image, and whether it is whole; and its memory as an ELF core.
+//! `mercury inspect`: shows the contents of an image, and checks if it is intact; writes its memory
+//! as an ELF core.
 
 mod core;
 
@@ -16,14 +17,14 @@ use crate::{
 use mercury_image::{Commit, Machine};
 use serde::Serialize;
 
-/// What an image is.
+/// The contents of an image.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     identity: String,
     machine: Machine,
     /// Bytes read.
     bytes: u64,
-    /// What it says at its end, if all of it was read and is right.
+    /// Commit record at the end, if the whole image was read and is intact.
     commit: Option<Commit>,
 }
 
@@ -49,7 +50,7 @@ impl Render for Report {
             to.line(format!("device {}: {} {driver}", device.address, device.id));
         }
         for file_system in &machine.file_systems {
-            let mark = if file_system.mark.is_some() { "marked" } else { "not marked" };
+            let mark = if file_system.mark.is_some() { "with fingerprint" } else { "no fingerprint" };
             to.line(format!(
                 "file system {}: {} on {}, {mark}",
                 file_system.mounted_at, file_system.kind, file_system.device
@@ -80,7 +81,8 @@ fn whole(commit: &Commit, length: u64, to: &mut Text) {
 /// Reads an image.
 ///
 /// # Errors
-/// If it is none, or damaged.
+///
+/// Returns an error if it is no image, or damaged.
 pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let mut image = Image::open(&args.image)?;
