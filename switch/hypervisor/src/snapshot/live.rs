@@ -14,10 +14,10 @@ use mercury_abi::snapshot::{
     SnapshotSetup, SnapshotStatus, TAKE_LIST_MAX, TakeList,
 };
 
+use super::dirty_log::{self, Budget, DirtyLog, WrittenMap};
 use super::free::{FreeMap, Piece};
-use super::log::{self, Budget, WriteLog, WrittenMap};
-use super::muster::{Arrival, Muster};
 use super::pool::{self, FreeList, Words};
+use super::rendezvous::{Arrival, Rendezvous};
 use super::rollback::{self, Kept, Watch};
 use super::view::Access;
 use super::{Counts, Log, Memory, Outcome, Pool, Snapshot};
@@ -42,7 +42,7 @@ const LOG_BUDGET: Budget = Budget { words: 4096, pages: 128 };
 const PATIENCE: u64 = 1 << 32;
 
 /// Where CPUs meet for the instant.
-static MUSTER: Muster = Muster::new();
+static RENDEZVOUS: Rendezvous = Rendezvous::new();
 /// Root of page tables that map all of memory besides, while there may be a snapshot; 0: none.
 static WIDE_TABLES: AtomicU64 = AtomicU64::new(0);
 /// Ticks of the TSC that the last CPU that came was in [`enter`].
@@ -96,7 +96,7 @@ pub(crate) struct Live<F> {
     /// Why it is not exact, if it is not.
     spoilt: Code,
     /// What is written before the instant.
-    log: Option<WriteLog<F>>,
+    log: Option<DirtyLog<F>>,
     written_virt: u64,
     collected_virt: u64,
     map_count: u64,
@@ -216,7 +216,7 @@ impl<F> Live<F> {
         if self.map_count == 0 {
             return WrittenMap::default();
         }
-        let first = core::ptr::with_exposed_provenance::<Option<&'static log::Piece>>(virt as usize);
+        let first = core::ptr::with_exposed_provenance::<Option<&'static dirty_log::Piece>>(virt as usize);
         // SAFETY: the driver keeps the arrays of `LogBegin`, and the bitmaps that they lead to, where they are until `End`,
         // in memory that it has mapped. Both sides change bits by locked instructions only. No address is 0.
         WrittenMap(unsafe { core::slice::from_raw_parts(first, self.map_count as usize) })
@@ -317,7 +317,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Whether what a CPU on these tables writes still matters.
     pub(crate) fn watches(&self, tables: u32) -> bool {
         match tables {
-            ON_LOG => self.log.as_ref().is_some_and(WriteLog::is_whole),
+            ON_LOG => self.log.as_ref().is_some_and(DirtyLog::is_whole),
             _ => self.is_exact(),
         }
     }
@@ -458,7 +458,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         (self.written_virt, self.collected_virt) = (setup.written_virt, setup.collected_virt);
         (self.map_count, self.log_spoilt) = (setup.map_count, Code::Ok);
         let ranges = self.ranges();
-        let log = WriteLog::new(&mut self.store, base, ranges);
+        let log = DirtyLog::new(&mut self.store, base, ranges);
         self.log = Some(log.map_err(|_| Code::SnapshotPool)?);
         Ok(())
     }
@@ -708,7 +708,7 @@ fn change<V: Vendor>(call: u64, address: u64) -> Result<u64, Code> {
                     return Err(Code::RollbackUnsupported);
                 }
                 live.begin(base, setup)?;
-                MUSTER.begin();
+                RENDEZVOUS.begin();
                 rollback::begin();
             }
             LOG_BEGIN => live.begin_log(base, &*argument::<LogSetup>(address))?,
@@ -734,14 +734,14 @@ fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer 
     let begun = hardware.tsc();
     let refused = |code| Answer::Hypercall(code, 0);
     let Some(Wanted { root, cpus, kept }) = wanted::<V>() else { return refused(Code::NoSnapshot) };
-    let arrival = MUSTER.arrive(cpus);
+    let arrival = RENDEZVOUS.arrive(cpus);
     let met = match arrival {
         Arrival::Last => {
             with_memory(area, hardware, |_, hardware| at_the_instant::<V>(hardware));
-            MUSTER.open();
+            RENDEZVOUS.open();
             true
         }
-        Arrival::Early => MUSTER.wait(hardware, cpus, PATIENCE),
+        Arrival::Early => RENDEZVOUS.wait(hardware, cpus, PATIENCE),
         Arrival::Late => false,
     };
     if !met {
@@ -764,7 +764,7 @@ fn enter_log<V: Vendor>(area: &mut Area<V>) -> Answer {
     }
     let root = V::tables()
         .lock()
-        .and_then(|guard| guard.as_ref().and_then(|nested| nested.live.log.as_ref().map(WriteLog::root)));
+        .and_then(|guard| guard.as_ref().and_then(|nested| nested.live.log.as_ref().map(DirtyLog::root)));
     let Some(root) = root else { return Answer::Hypercall(Code::NoSnapshot, 0) };
     area.cpu.on_snapshot = ON_LOG;
     Answer::NewTables(root)
@@ -904,7 +904,7 @@ pub(crate) mod tests {
         /// A log of writes: its two maps.
         pub fn begin_log(&mut self) -> Result<(), Code> {
             let pages = self.memory.iter().map(|page| (phys(page) / PAGE_SIZE) as usize / MAP_BITS);
-            let map = || -> &'static [Option<&'static log::Piece>] {
+            let map = || -> &'static [Option<&'static dirty_log::Piece>] {
                 let mut map = vec![None; pages.clone().max().unwrap_or(0) + 1];
                 for piece in pages.clone() {
                     map[piece].get_or_insert_with(|| {

@@ -12,12 +12,12 @@
 //!
 //! Everything here is under one lock, which the caller holds; nothing of it waits.
 
+pub mod dirty_log;
 pub mod frames;
 pub mod free;
 pub mod live;
-pub mod log;
-pub mod muster;
 pub mod pool;
+pub mod rendezvous;
 pub mod rollback;
 pub mod view;
 

@@ -13,7 +13,7 @@ use mercury_abi::shared::LogKind;
 use mercury_abi::snapshot::{RollbackReason, RollbackReport};
 
 use super::live::{page, with_memory};
-use super::muster::{Arrival, Muster};
+use super::rendezvous::{Arrival, Rendezvous};
 use crate::address::HostPhys;
 use crate::cpu::Area;
 use crate::vendor::Vendor;
@@ -24,7 +24,7 @@ use crate::{pci, publish};
 /// those that it stops.
 const PATIENCE: u64 = 1 << 35;
 
-static MUSTER: Muster = Muster::new();
+static RENDEZVOUS: Rendezvous = Rendezvous::new();
 /// Somebody has asked for it since the snapshot began.
 static ASKED: AtomicBool = AtomicBool::new(false);
 static REASON: AtomicU32 = AtomicU32::new(0);
@@ -56,7 +56,7 @@ pub(super) struct Kept {
 
 /// A snapshot begins.
 pub(super) fn begin() {
-    MUSTER.begin();
+    RENDEZVOUS.begin();
     ASKED.store(false, Ordering::Relaxed);
 }
 
@@ -142,13 +142,13 @@ fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: 
     }
     let own = kept.cpus.iter().find(|cpu| cpu.cpu == area.cpu.gate.cpu).ok_or(Code::RollbackMissed)?;
     let cpus = kept.cpus.len() as u32;
-    match MUSTER.arrive(cpus) {
+    match RENDEZVOUS.arrive(cpus) {
         Arrival::Last => {
             let result = work(area, hardware, kept);
             RESULT.store(result.err().unwrap_or(Code::Ok) as u32, Ordering::Relaxed);
-            MUSTER.open();
+            RENDEZVOUS.open();
         }
-        Arrival::Early if MUSTER.wait(hardware, cpus, PATIENCE) => {}
+        Arrival::Early if RENDEZVOUS.wait(hardware, cpus, PATIENCE) => {}
         Arrival::Early | Arrival::Late => return Err(missed::<V>()),
     }
     match Code::from_number(RESULT.load(Ordering::Relaxed)) {

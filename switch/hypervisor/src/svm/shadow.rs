@@ -4,7 +4,7 @@
 //! long as there is one, it runs on a *shadow* of that table: empty at first, filled fault by fault with what KVM's table
 //! says, 4 KiB at a time, and writable only where the page's content at the instant is safe, or where the log has the
 //! page. A log takes its permissions back when it is collected: the shadow expires when its CPU forgets translations for it,
-//! and frames are read after that ([`crate::snapshot::log`]). All of it follows
+//! and frames are read after that ([`crate::snapshot::dirty_log`]). All of it follows
 //! the rules that a processor's translations follow (APM vol. 2, 15.25): it may be forgotten at any time, it sets
 //! accessed and dirty bits in KVM's entries before it uses them, and KVM flushes it where it would flush those: by
 //! TLB_CONTROL, by another identifier, or by another root. A fault that KVM's table explains is KVM's, and is shown to

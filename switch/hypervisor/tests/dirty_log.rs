@@ -16,7 +16,7 @@ use mercury_hypervisor::paging::identity::{IdentityMap, Step};
 use mercury_hypervisor::paging::plan::{LargestPage, Layout};
 use mercury_hypervisor::paging::table::{Depth, PageTable};
 use mercury_hypervisor::snapshot::Outcome;
-use mercury_hypervisor::snapshot::log::{Budget, Piece, WriteLog, WrittenMap};
+use mercury_hypervisor::snapshot::dirty_log::{Budget, DirtyLog, Piece, WrittenMap};
 use mercury_hypervisor::snapshot::view::Access;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -56,7 +56,7 @@ fn drain(map: WrittenMap<'_>) -> BTreeSet<u64> {
 struct Machine<F> {
     pages: Pool,
     base: PageTable<F>,
-    log: WriteLog<F>,
+    log: DirtyLog<F>,
     written: WrittenMap<'static>,
     collected: WrittenMap<'static>,
     /// Translations that permit writing.
@@ -79,7 +79,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         let mut map_of_all = IdentityMap::<F>::new(layout, mtrrs(MemoryType::WriteBack, &[], 40));
         assert_eq!(map_of_all.build_step(&mut pages, &HIDDEN, 100_000), Step::Done);
         let base = map_of_all.tables().expect("tables");
-        let log = WriteLog::new(&mut pages, base, &MEMORY).expect("a root");
+        let log = DirtyLog::new(&mut pages, base, &MEMORY).expect("a root");
         let content: BTreeMap<_, _> = frames().into_iter().map(|frame| (frame, 0)).collect();
         let read = content.clone();
         Self { pages, base, log, written: map(), collected: map(), known: BTreeSet::new(), content, read }

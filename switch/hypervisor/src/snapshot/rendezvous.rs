@@ -10,7 +10,7 @@ const MISSED: u32 = 1 << 31;
 
 /// Who has come.
 #[derive(Debug)]
-pub struct Muster {
+pub struct Rendezvous {
     arrived: AtomicU32,
     /// The last one has done its work.
     open: AtomicBool,
@@ -19,15 +19,15 @@ pub struct Muster {
 /// What is to be done by who comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// The work, and then [`Muster::open`].
+    /// The work, and then [`Rendezvous::open`].
     Last,
-    /// To wait: [`Muster::wait`].
+    /// To wait: [`Rendezvous::wait`].
     Early,
     /// Nothing: the meeting has ended.
     Late,
 }
 
-impl Muster {
+impl Rendezvous {
     /// Nobody has come.
     #[must_use]
     pub const fn new() -> Self {
@@ -74,7 +74,7 @@ impl Muster {
     }
 }
 
-impl Default for Muster {
+impl Default for Rendezvous {
     fn default() -> Self {
         Self::new()
     }
@@ -90,16 +90,16 @@ mod tests {
     const CPUS: u32 = 4;
 
     /// Each of `comers` comes, and says whether it may go on; the last one counts.
-    fn meet(muster: &Muster, comers: u32, patience: u64, work: &AtomicU32) -> Vec<bool> {
+    fn meet(rendezvous: &Rendezvous, comers: u32, patience: u64, work: &AtomicU32) -> Vec<bool> {
         thread::scope(|scope| {
-            let come = || match muster.arrive(CPUS) {
+            let come = || match rendezvous.arrive(CPUS) {
                 Arrival::Last => {
                     work.fetch_add(1, Ordering::Relaxed);
-                    muster.open();
+                    rendezvous.open();
                     true
                 }
                 Arrival::Early => {
-                    let goes_on = muster.wait(&mut Model::default(), CPUS, patience);
+                    let goes_on = rendezvous.wait(&mut Model::default(), CPUS, patience);
                     assert!(!goes_on || work.load(Ordering::Relaxed) == 1, "before the work was done");
                     goes_on
                 }
@@ -112,11 +112,11 @@ mod tests {
 
     #[test]
     fn the_last_one_works_for_all() {
-        let muster = Muster::new();
+        let rendezvous = Rendezvous::new();
         for _ in 0..100 {
             let work = AtomicU32::new(0);
-            muster.begin();
-            assert_eq!(meet(&muster, CPUS, u64::MAX, &work), [true; CPUS as usize]);
+            rendezvous.begin();
+            assert_eq!(meet(&rendezvous, CPUS, u64::MAX, &work), [true; CPUS as usize]);
             assert_eq!(work.into_inner(), 1);
         }
     }
@@ -124,9 +124,9 @@ mod tests {
     /// Those who came go on without it, and who comes later does not begin again.
     #[test]
     fn nobody_waits_for_ever() {
-        let (muster, work) = (Muster::new(), AtomicU32::new(0));
-        assert_eq!(meet(&muster, CPUS - 1, 1000, &work), [false; CPUS as usize - 1]);
-        assert_eq!(muster.arrive(CPUS), Arrival::Late);
+        let (rendezvous, work) = (Rendezvous::new(), AtomicU32::new(0));
+        assert_eq!(meet(&rendezvous, CPUS - 1, 1000, &work), [false; CPUS as usize - 1]);
+        assert_eq!(rendezvous.arrive(CPUS), Arrival::Late);
         assert_eq!(work.into_inner(), 0);
     }
 }

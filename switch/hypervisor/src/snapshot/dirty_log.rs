@@ -55,13 +55,13 @@ pub struct Budget {
 
 /// The log.
 #[derive(Clone, Copy, Debug)]
-pub struct WriteLog<F> {
+pub struct DirtyLog<F> {
     view: View<F>,
     given_up: bool,
 }
 
-impl<F: Format<Address = GuestPhys>> WriteLog<F> {
-    /// A log of writes to these ranges. A processor takes part once it has loaded [`WriteLog::root`].
+impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
+    /// A log of writes to these ranges. A processor takes part once it has loaded [`DirtyLog::root`].
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for its root.
