@@ -8,7 +8,7 @@ use mercury_abi::shared::{ExitReason, LogKind};
 use crate::address::HostPhys;
 use crate::cpu::Area;
 use crate::nested::NestedAnswer;
-use crate::snapshot::live;
+use crate::snapshot::{dispatch, live};
 use crate::vendor::Vendor;
 use crate::x86::Hardware;
 use crate::{event, machine_check, publish};
@@ -67,7 +67,7 @@ pub fn hypercall<V: Vendor>(
         PING => Answer::Hypercall(Code::Ok, u64::from(MERCURY_ABI_VERSION)),
         DETACH => Answer::Detach,
         FLUSH => Answer::HypercallFlushed,
-        SNAPSHOT => live::call(area, hardware, first, second),
+        SNAPSHOT => dispatch::call(area, hardware, first, second),
         ARM_FAULT => Answer::Hypercall(crate::fault::arm(area, first, second), 0),
         _ => Answer::Hypercall(Code::UnknownOperation, 0),
     }
@@ -77,7 +77,7 @@ pub fn hypercall<V: Vendor>(
 /// writes from here on a snapshot does not see.
 pub fn departs<V: Vendor>(area: &mut Area<V>, because: Code) {
     if area.cpu.on_snapshot != 0 {
-        live::lose(area);
+        live::leave(area);
     }
     publish::departed(area, because);
 }

@@ -19,6 +19,7 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod address;
+pub mod argument;
 pub mod cpu;
 pub mod emergency;
 pub mod event;

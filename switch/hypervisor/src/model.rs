@@ -78,11 +78,11 @@ impl Hardware for Model {
     }
 
     fn own_tables(&mut self) -> u64 {
-        if self.mapped { crate::snapshot::live::tests::WIDE } else { 0x77_7000 }
+        if self.mapped { crate::snapshot::tests::WIDE } else { 0x77_7000 }
     }
 
     fn load_own_tables(&mut self, root_phys: u64) {
-        self.mapped = root_phys == crate::snapshot::live::tests::WIDE;
+        self.mapped = root_phys == crate::snapshot::tests::WIDE;
         self.mappings.extend(self.mapped.then_some(self.forgotten));
     }
 

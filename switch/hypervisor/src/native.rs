@@ -11,6 +11,7 @@ use mercury_preflight::{Finding, bits::cr4};
 use spin::Mutex;
 
 use crate::address::{HostPhys, HostVirt};
+use crate::argument::Argument;
 use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 use crate::vendor::Vendor;
@@ -67,7 +68,7 @@ fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resul
     const PREFLIGHT: u32 = NativeOp::Preflight as u32;
     const ATTACH: u32 = NativeOp::Attach as u32;
     match area.cpu.gate.operation {
-        INIT => init::<V>(&argument::<V, BootInfo>(area), area.cpu.gate.argument, hardware)?,
+        INIT => init::<V>(&*argument(area)?, area.cpu.gate.argument, hardware)?,
         BUILD => build(area)?,
         PREFLIGHT => preflight(area, hardware)?,
         ATTACH => return attach(area, hardware),
@@ -76,12 +77,12 @@ fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resul
     Ok(Next::Leave)
 }
 
-/// A copy of the operation's argument.
-fn argument<V: Vendor, T: Copy>(area: &Area<V>) -> T {
-    let address = core::ptr::with_exposed_provenance::<T>(area.cpu.gate.argument as usize);
-    // SAFETY: the driver, which is trusted as the system above is, passes the address of a `T` in memory
-    // that it mapped for the hypervisor; T is made of integers only.
-    unsafe { address.read() }
+/// Checks the operation's argument.
+fn argument<V: Vendor, T>(area: &Area<V>) -> Result<Argument<T>, Code> {
+    // SAFETY: the driver passes the address of a `T` in memory that it has mapped for the hypervisor, with the operation
+    // that takes one, and waits for the result before it uses the `T` again. Both types, `BootInfo` and `CpuFacts`, are
+    // made of integers only.
+    unsafe { Argument::at(area.cpu.gate.argument) }
 }
 
 fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
@@ -103,7 +104,7 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
 
 /// Attach's own checks; `mercury doctor` runs the same code on the same facts.
 fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
-    let facts = argument::<V, CpuFacts>(area);
+    let facts: Argument<CpuFacts> = argument(area)?;
     // Where the processor deals with an INIT by itself, it leaves no word (HARDWARE A-30).
     publish::native(area, Code::CpuReset);
     // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.

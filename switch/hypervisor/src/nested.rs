@@ -13,6 +13,7 @@ use mercury_abi::gate::{BootInfo, OwnedRange};
 use spin::Mutex;
 
 use crate::address::{GuestPhys, HostPhys};
+use crate::argument::{Argument, array};
 use crate::cpu::Area;
 use crate::mtrr::{Mtrrs, VariableRange};
 use crate::native::{direct_map, phys_of};
@@ -21,6 +22,7 @@ use crate::paging::identity::{FillOutcome, IdentityMap, SinkOutcome, Step};
 use crate::paging::plan::Layout;
 use crate::paging::table::{Depth, PageTable, Table, TablePages};
 use crate::snapshot::live::{self, Live};
+use crate::snapshot::system_memory::with_memory;
 use crate::snapshot::view::Access;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
@@ -86,29 +88,33 @@ impl<F> Default for Tables<F> {
 pub(crate) struct Nested<F> {
     map: IdentityMap<F>,
     pool: Pool,
-    boot_virt: usize,
+    /// Address of the driver's [`BootInfo`], virtual.
+    boot_virt: u64,
     pub(crate) live: Live<F>,
 }
 
-/// Table pages that the driver gave.
+/// Table pages that the driver has donated.
 #[derive(Debug)]
 struct Pool {
-    /// Address of an array of host-physical addresses.
-    pages_virt: u64,
-    count: u64,
-    used: u64,
+    /// Host-physical addresses of the pages.
+    pages: &'static [u64],
+    used: usize,
+}
+
+impl Pool {
+    /// Checks the driver's array of pages.
+    fn pages(boot: &BootInfo) -> Result<&'static [u64], Code> {
+        // SAFETY: the driver keeps the array until unload, or until the next call of `build` brings another, in memory
+        // that is mapped as long. Entries are only added.
+        unsafe { array(boot.pool_virt, boot.pool_count) }
+    }
 }
 
 impl TablePages for Pool {
     fn allocate(&mut self) -> Option<HostPhys> {
-        if self.used >= self.count {
-            return None;
-        }
-        let slot =
-            core::ptr::with_exposed_provenance::<u64>(self.pages_virt as usize + 8 * self.used as usize);
+        let page = *self.pages.get(self.used)?;
         self.used += 1;
-        // SAFETY: the driver keeps `count` addresses at `pages_virt`, in memory mapped until unload.
-        Some(HostPhys::new(unsafe { slot.read() }))
+        Some(HostPhys::new(page))
     }
 
     fn table(&mut self, phys: HostPhys) -> &mut Table {
@@ -164,8 +170,8 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
-    let pool = Pool { pages_virt: boot.pool_virt, count: boot.pool_count, used: 0 };
-    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt: boot_virt as usize, live: Live::new() });
+    let pool = Pool { pages: Pool::pages(boot)?, used: 0 };
+    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt, live: Live::new() });
     Ok(())
 }
 
@@ -178,16 +184,10 @@ pub fn build<V: Vendor>() -> Result<(), Code> {
     let nested = guard.as_mut().ok_or(Code::NotLoaded)?;
     // SAFETY: the driver keeps its `BootInfo` at this address until unload and changes it between calls
     // only.
-    let boot = unsafe { core::ptr::with_exposed_provenance::<BootInfo>(nested.boot_virt).read() };
-    nested.pool.pages_virt = boot.pool_virt;
-    nested.pool.count = boot.pool_count;
+    let boot = unsafe { Argument::<BootInfo>::at(nested.boot_virt) }?;
+    nested.pool.pages = Pool::pages(&boot)?;
     // SAFETY: likewise for the array of owned ranges.
-    let owned = unsafe {
-        core::slice::from_raw_parts(
-            core::ptr::with_exposed_provenance::<OwnedRange>(boot.owned_virt as usize),
-            boot.owned_count as usize,
-        )
-    };
+    let owned: &[OwnedRange] = unsafe { array(boot.owned_virt, boot.owned_count) }?;
     let step = nested.map.build_step(&mut nested.pool, owned, BUILD_BUDGET);
     match step {
         Step::More => Err(Code::More),
@@ -242,7 +242,7 @@ pub fn fault<V: Vendor>(
 ) -> NestedAnswer {
     match area.cpu.on_snapshot {
         0 => answer::<V>(0, address, access),
-        tables => live::with_memory(area, hardware, |_, _| answer::<V>(tables, address, access)),
+        tables => with_memory(area, hardware, |_, _| answer::<V>(tables, address, access)),
     }
 }
 
@@ -287,11 +287,11 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
         tables: u32,
     ) -> NestedAnswer {
         let keeps = |access| match tables {
-            live::ON_LOG => self.live.logs(address, access),
-            _ => self.live.keeps(address, access),
+            live::ON_LOG => self.live.permit_on_log(address, access),
+            _ => self.live.permit_on_snapshot(address, access),
         };
         if access.is_some_and(keeps) {
-            return NestedAnswer::Kept { wait: self.live.brake() };
+            return NestedAnswer::Kept { wait: self.live.throttle() };
         }
         let answer = self.answer(address, access == Some(Access::Write));
         self.live.adopt(address);
@@ -376,7 +376,7 @@ pub(crate) mod tests {
         let [_, (_, default), (_, base), (_, mask)] = MTRRS;
         let variable = [VariableRange { base, mask }];
         let mtrrs = Mtrrs::from_registers(default, WRITE_BACK, &variable, 40, None);
-        let pool = Pool { pages_virt: addresses.as_ptr().expose_provenance() as u64, count: 64, used: 0 };
+        let pool = Pool { pages: addresses, used: 0 };
         let mut nested =
             Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0, live: Live::new() };
         let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];

@@ -4,7 +4,7 @@
 //! The hypervisor's page tables map its own memory alone. While there is a snapshot or a dirty log, some exits need the
 //! system's memory as well, and user mode can force such an exit by a write. So beneath a snapshot or a log every exit
 //! that compiled code answers forgets predictions first, in the straight-line code of the world switch, and the memory is
-//! mapped only after that ([`crate::snapshot::live::with_memory`]).
+//! mapped only after that ([`crate::snapshot::system_memory::with_memory`]).
 //!
 //! * Return predictor: 32 calls fill it with addresses at which nothing goes on. The hypervisor's own returns never use
 //!   up so many, so that no processor comes to older entries, or falls back to another predictor (SDM, "Return stack

@@ -13,21 +13,32 @@
 //! Everything here is under one lock, which the caller holds; nothing of it waits.
 
 pub mod dirty_log;
+pub mod dispatch;
 pub mod frames;
 pub mod free;
+#[cfg(feature = "fault-injection")]
+mod hashes;
+mod instant;
+mod ledger;
 pub mod live;
 pub mod pool;
+mod recording;
 pub mod rendezvous;
 pub mod rollback;
+pub(crate) mod system_memory;
+#[cfg(test)]
+pub(crate) mod tests;
 pub mod view;
 
 use core::ops::Range;
 
 use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
+use crate::argument::array;
 use crate::paging::format::Format;
 use crate::paging::table::{Exhausted, PageTable, TablePages};
 use frames::FrameMap;
 use free::FreeMap;
+use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use view::{Access, Found, Keep, View};
 
@@ -43,13 +54,32 @@ pub trait Pool: TablePages {
     fn clear(&mut self, page: HostPhys);
 }
 
-/// System memory that a snapshot holds; always the same.
+/// Memory of the system that a snapshot keeps. It does not change while there is a snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Memory<'a> {
-    /// Its ranges, ascending.
+    /// Ranges of pages, ascending.
     pub ranges: &'a [OwnedRange],
-    /// What of it was free at the instant.
+    /// Pages that were free at the instant.
     pub free: FreeMap<'a>,
+}
+
+impl Memory<'static> {
+    /// No memory.
+    pub(crate) const NONE: Self = Self { ranges: &[], free: FreeMap(&[]) };
+
+    /// Checks the arrays that the driver passes: ranges, and pieces of the map of free pages.
+    ///
+    /// # Safety
+    /// As for [`array`], until the memory is not used any more.
+    unsafe fn of(ranges: u64, range_count: u64, free: u64, free_count: u64) -> Result<Self, Code> {
+        // SAFETY: the caller's promise.
+        unsafe { Ok(Self { ranges: array(ranges, range_count)?, free: FreeMap(array(free, free_count)?) }) }
+    }
+
+    /// Returns the number of pages.
+    fn pages(&self) -> u64 {
+        self.ranges.iter().map(|range| range.pages).sum()
+    }
 }
 
 /// What became of a fault.

@@ -12,8 +12,8 @@ use mercury_abi::restart::{RestartCpu, SavedCpu};
 use mercury_abi::shared::LogKind;
 use mercury_abi::snapshot::{RollbackReason, RollbackReport};
 
-use super::live::{page, with_memory};
 use super::rendezvous::{Arrival, Rendezvous};
+use super::system_memory::{page, with_memory};
 use crate::address::HostPhys;
 use crate::cpu::Area;
 use crate::vendor::Vendor;
@@ -43,15 +43,22 @@ pub enum Watch {
     Off,
 }
 
-/// What a snapshot that is kept needs besides.
+/// What a rollback needs besides the snapshot.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Kept {
-    /// Its CPUs.
+pub(super) struct Target {
+    /// CPUs, and where each has left its state of the instant.
     pub cpus: &'static [RestartCpu],
-    /// For devices to come to rest.
+    /// TSC ticks for devices to come to rest, after they have been silenced.
     pub settle_ticks: u64,
-    /// See [`pci::silence`].
+    /// PCI buses of the devices to silence, a bit for each: see [`pci::silence`].
     pub buses: [u64; 4],
+}
+
+/// Has the events that start a rollback exit on this CPU, or no longer.
+pub(super) fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
+    if V::ROLLS_BACK {
+        V::watch(area, watch);
+    }
 }
 
 /// A snapshot begins.
@@ -84,7 +91,7 @@ fn fetch<V: Vendor>(
     hardware: &mut impl Hardware,
     reason: RollbackReason,
 ) -> Result<(), Code> {
-    let kept = kept(area)?;
+    let target = target(area)?;
     if !ASKED.load(Ordering::Acquire) {
         // The last to write is as good as the first, for all of it is read when all have come.
         REASON.store(reason as u32, Ordering::Relaxed);
@@ -93,10 +100,10 @@ fn fetch<V: Vendor>(
         ASKED_TSC.store(hardware.tsc(), Ordering::Relaxed);
     }
     if !ASKED.swap(true, Ordering::AcqRel) {
-        let others = kept.cpus.iter().filter(|cpu| cpu.cpu != area.cpu.gate.cpu);
+        let others = target.cpus.iter().filter(|cpu| cpu.cpu != area.cpu.gate.cpu);
         others.for_each(|cpu| hardware.send_nmi(cpu.apic_id));
     }
-    take_part(area, hardware, kept)
+    take_part(area, hardware, target)
 }
 
 /// Takes part in what another CPU has asked for.
@@ -106,8 +113,8 @@ fn fetch<V: Vendor>(
 #[cold]
 #[inline(never)]
 pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
-    let kept = kept(area)?;
-    with_memory(area, hardware, |area, hardware| take_part(area, hardware, kept))
+    let target = target(area)?;
+    with_memory(area, hardware, |area, hardware| take_part(area, hardware, target))
 }
 
 /// The kernel stops this CPU because it panics: until it goes back it stays in reach. Where no NMI would reach it, it
@@ -116,35 +123,40 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
 /// # Errors
 /// There is no snapshot to go back to, or nobody asked for it in time.
 pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<bool, Code> {
-    let kept = kept(area)?;
+    let target = target(area)?;
     if !V::ROLLS_BACK {
         return Err(Code::RollbackUnsupported);
     }
     area.cpu.is_held = 1;
     if V::is_in_nmi(area) {
-        return with_memory(area, hardware, |area, hardware| take_part(area, hardware, kept)).map(|()| true);
+        return with_memory(area, hardware, |area, hardware| take_part(area, hardware, target))
+            .map(|()| true);
     }
     Ok(false)
 }
 
 /// What this CPU would go back to.
-fn kept<V: Vendor>(area: &Area<V>) -> Result<Kept, Code> {
+fn target<V: Vendor>(area: &Area<V>) -> Result<Target, Code> {
     if area.cpu.on_snapshot == 0 {
         return Err(Code::NoSnapshot);
     }
     let guard = V::tables().lock().ok_or(Code::Crashed)?;
-    guard.as_ref().ok_or(Code::NotLoaded)?.live.kept()
+    guard.as_ref().ok_or(Code::NotLoaded)?.live.target()
 }
 
-fn take_part<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: Kept) -> Result<(), Code> {
+fn take_part<V: Vendor>(
+    area: &mut Area<V>,
+    hardware: &mut impl Hardware,
+    target: Target,
+) -> Result<(), Code> {
     if !V::ROLLS_BACK {
         return Err(Code::RollbackUnsupported);
     }
-    let own = kept.cpus.iter().find(|cpu| cpu.cpu == area.cpu.gate.cpu).ok_or(Code::RollbackMissed)?;
-    let cpus = kept.cpus.len() as u32;
+    let own = target.cpus.iter().find(|cpu| cpu.cpu == area.cpu.gate.cpu).ok_or(Code::RollbackMissed)?;
+    let cpus = target.cpus.len() as u32;
     match RENDEZVOUS.arrive(cpus) {
         Arrival::Last => {
-            let result = work(area, hardware, kept);
+            let result = work(area, hardware, target);
             RESULT.store(result.err().unwrap_or(Code::Ok) as u32, Ordering::Relaxed);
             RENDEZVOUS.open();
         }
@@ -170,21 +182,21 @@ fn missed<V: Vendor>() -> Code {
     if let Some(mut guard) = V::tables().lock()
         && let Some(nested) = guard.as_mut()
     {
-        nested.live.spoil(Code::RollbackMissed);
+        nested.live.invalidate(Code::RollbackMissed);
     }
     Code::RollbackMissed
 }
 
 /// What is done while all CPUs are here, by one of them.
-fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, kept: Kept) -> Result<(), Code> {
+fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Target) -> Result<(), Code> {
     let met = hardware.tsc();
     let asked = ASKED_TSC.load(Ordering::Relaxed);
     let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
     let live = &mut guard.as_mut().ok_or(Code::NotLoaded)?.live;
     // A CPU that came late may have used the pool up meanwhile: then devices must go on.
-    live.kept()?;
-    let functions = pci::silence(hardware, &kept.buses);
-    while functions != 0 && hardware.tsc().wrapping_sub(met) < kept.settle_ticks {
+    live.target()?;
+    let functions = pci::silence(hardware, &target.buses);
+    while functions != 0 && hardware.tsc().wrapping_sub(met) < target.settle_ticks {
         core::hint::spin_loop();
     }
     let pages = live.put_back()?;

@@ -47,7 +47,8 @@ use crate::address::{GuestPhys, HostPhys};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
 use crate::paging::table::Depth;
-use crate::snapshot::live;
+use crate::snapshot::live::{self, WritePermit};
+use crate::snapshot::system_memory::{page, with_memory};
 use crate::vendor::Vendor;
 use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, RFLAGS_TF, msr};
 use crate::{exit, nested, publish};
@@ -144,9 +145,9 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
     let shown = window(area);
     if area.own.nmi_held != 0 && shown.intercepts & INTERCEPT_NMI != 0 {
-        return match touch(area, hardware, block) {
-            Some(live::Touch::Open) => end_at_once(area, exit_code::NMI),
-            Some(live::Touch::Wait) => Answer::Retry,
+        return match permit_write(area, hardware, block) {
+            Some(WritePermit::Granted) => end_at_once(area, exit_code::NMI),
+            Some(WritePermit::Wait) => Answer::Retry,
             _ => Answer::Inject(Fault::GeneralProtection),
         };
     }
@@ -164,7 +165,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
         area.control.tlb_control = TLB_FLUSH_ALL;
     }
     if area.cpu.on_snapshot != 0 {
-        match live::with_memory(area, hardware, |area, _| shadow::prepare(area)) {
+        match with_memory(area, hardware, |area, _| shadow::prepare(area)) {
             Prepared::InPlace => {}
             Prepared::Shadowed => area.own.around_guest |= SHADOWED,
             Prepared::Wait => return Answer::Retry,
@@ -225,7 +226,7 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         publish::count(area, if write { ExitReason::SnapshotWrite } else { ExitReason::NestedFill });
         let bits = Svm::physical_bits(hardware);
         let fault = |area: &mut Area, _: &mut _| shadow::fault(area, address, qualification, bits);
-        match live::with_memory(area, hardware, fault) {
+        match with_memory(area, hardware, fault) {
             ShadowFault::Filled { wait } => {
                 exit::hold_back(hardware, wait);
                 return enter_again(area, qualification);
@@ -290,7 +291,7 @@ fn forget_block(area: &mut Area) {
 /// saved by the world switch (APM vol. 2, 15.5.2 and VMSAVE).
 pub fn save_state(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Other);
-    live::with_memory(area, hardware, |area, _| save_to_memory(area))
+    with_memory(area, hardware, |area, _| save_to_memory(area))
 }
 
 fn save_to_memory(area: &Area) -> Answer {
@@ -298,12 +299,12 @@ fn save_to_memory(area: &Area) -> Answer {
     if !to.is_multiple_of(4096) || !nested::is_identity::<Svm>(GuestPhys::new(to)) {
         return Answer::Inject(Fault::GeneralProtection);
     }
-    match touch_mapped(area, to) {
-        Some(live::Touch::Open) => {}
-        Some(live::Touch::Wait) => return Answer::Retry,
+    match permit_write_mapped(area, to) {
+        Some(WritePermit::Granted) => {}
+        Some(WritePermit::Wait) => return Answer::Retry,
         _ => return Answer::Inject(Fault::GeneralProtection),
     }
-    let to = live::page::<Vmcb>(HostPhys::new(to));
+    let to = page::<Vmcb>(HostPhys::new(to));
     let from = &area.control;
     // SAFETY: memory of the system's that the hypervisor's tables map while a snapshot is live; the system gave it to
     // the processor for this.
@@ -315,14 +316,14 @@ fn save_to_memory(area: &Area) -> Answer {
 }
 
 /// A page is about to be written round the tables: keeps what it held, if a snapshot needs it, or has it in the log.
-fn touch(area: &mut Area, hardware: &mut impl Hardware, address: u64) -> Option<live::Touch> {
-    live::with_memory(area, hardware, |area, _| touch_mapped(area, address))
+fn permit_write(area: &mut Area, hardware: &mut impl Hardware, address: u64) -> Option<WritePermit> {
+    with_memory(area, hardware, |area, _| permit_write_mapped(area, address))
 }
 
-/// As [`touch`], with the system's memory mapped.
-fn touch_mapped(area: &Area, address: u64) -> Option<live::Touch> {
+/// As [`permit_write`], with the system's memory mapped.
+fn permit_write_mapped(area: &Area, address: u64) -> Option<WritePermit> {
     let mut guard = Svm::tables().lock()?;
-    guard.as_mut().map(|nested| nested.live.touch(GuestPhys::new(address), area.cpu.on_snapshot))
+    guard.as_mut().map(|nested| nested.live.permit_write(GuestPhys::new(address), area.cpu.on_snapshot))
 }
 
 /// CLGI of the system above, beneath a snapshot or a log.

@@ -23,7 +23,8 @@ use crate::mtrr::MemoryType;
 use crate::paging::format::{AmdNested, Format, Permission};
 use crate::paging::table::{Depth, PageTable};
 use crate::snapshot::Pool;
-use crate::snapshot::live::{self, Live, Touch};
+use crate::snapshot::live::{Live, WritePermit};
+use crate::snapshot::system_memory::page;
 use crate::vendor::Vendor;
 
 type Tables = PageTable<AmdNested>;
@@ -132,10 +133,10 @@ pub fn prepare(area: &mut Area) -> Prepared {
     let Some(nested) = guard.as_mut() else { return Prepared::Impossible };
     let Some(depth) = nested.tables().map(|tables| tables.depth()) else { return Prepared::Impossible };
     let live = &mut nested.live;
-    match live.touch(GuestPhys::new(phys), area.cpu.on_snapshot) {
-        Touch::Open => {}
-        Touch::Wait => return Prepared::Wait,
-        Touch::Foreign => return Prepared::Impossible,
+    match live.permit_write(GuestPhys::new(phys), area.cpu.on_snapshot) {
+        WritePermit::Granted => {}
+        WritePermit::Wait => return Prepared::Wait,
+        WritePermit::Foreign => return Prepared::Impossible,
     }
     // SAFETY: the window's page is a control block of KVM's, which nobody uses while this CPU is between VMRUN and the
     // guest; all of its fields are integers.
@@ -145,7 +146,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
         if shadow.is_there() {
             block.tlb_control = TLB_FLUSH_ALL;
         }
-        shadow.drop_all(live.pages(), depth);
+        shadow.drop_all(live.pool(), depth);
         return Prepared::InPlace;
     }
     if block.nested_control & NESTED_PAGING == 0 {
@@ -154,12 +155,12 @@ pub fn prepare(area: &mut Area) -> Prepared {
     let wanted =
         Shadow { root: shadow.root, block: phys, nested_cr3: block.nested_cr3, asid: block.asid.into() };
     if *shadow != wanted || block.tlb_control != TLB_KEEP {
-        shadow.drop_all(live.pages(), depth);
+        shadow.drop_all(live.pool(), depth);
         // Tables that were there are used for something else now.
         block.tlb_control = TLB_FLUSH_ALL;
     }
     if !shadow.is_there() {
-        let Ok(tables) = Tables::new(live.pages(), depth) else {
+        let Ok(tables) = Tables::new(live.pool(), depth) else {
             live.starve();
             return Prepared::WaitOutside;
         };
@@ -249,7 +250,7 @@ fn walk(live: &Live<AmdNested>, guest: Guest, address: GuestPhys) -> Walk {
 
 /// A word of memory that others write as well.
 fn word(phys: u64) -> &'static AtomicU64 {
-    let page = live::page::<AtomicU64>(HostPhys::new(phys & !0xFFF));
+    let page = page::<AtomicU64>(HostPhys::new(phys & !0xFFF));
     // SAFETY: in memory that the driver has mapped for the snapshot, all of which stays; aligned, and only ever
     // accessed atomically by KVM and the processor, too.
     unsafe { &*page.add(phys as usize % 4096 / 8) }
@@ -269,7 +270,7 @@ fn fill(
         Walk::None(why) => return guests(why),
         // Where it cannot be followed, the machine goes on and the snapshot does not.
         Walk::Unknown => {
-            live.spoil(Code::SnapshotGuest);
+            live.invalidate(Code::SnapshotGuest);
             return Fault::Wait;
         }
     };
@@ -285,10 +286,10 @@ fn fill(
     let start = AmdNested::address(leaf).align_down(size);
     let frame = start.saturating_add(address.offset_in(size)).align_down(PageSize::Size4K);
     if write {
-        match live.touch(GuestPhys::new(frame.as_u64()), guest.beneath) {
-            Touch::Open => {}
-            Touch::Wait => return Fault::Wait,
-            Touch::Foreign => return guests(info::PRESENT),
+        match live.permit_write(GuestPhys::new(frame.as_u64()), guest.beneath) {
+            WritePermit::Granted => {}
+            WritePermit::Wait => return Fault::Wait,
+            WritePermit::Foreign => return guests(info::PRESENT),
         }
     }
     for (number, &(at, entry)) in steps.iter().enumerate() {
@@ -296,9 +297,9 @@ fn fill(
         if entry & used == used {
             continue;
         }
-        match live.touch(GuestPhys::new(at), guest.beneath) {
-            Touch::Open => {}
-            Touch::Wait | Touch::Foreign => return Fault::Wait,
+        match live.permit_write(GuestPhys::new(at), guest.beneath) {
+            WritePermit::Granted => {}
+            WritePermit::Wait | WritePermit::Foreign => return Fault::Wait,
         }
         // Whoever has changed it is asked again.
         if word(at).compare_exchange(entry, entry | used, Ordering::AcqRel, Ordering::Relaxed).is_err() {
@@ -312,11 +313,11 @@ fn fill(
     let entry =
         AmdNested::leaf(frame, PageSize::Size4K, permission, MemoryType::WriteBack) | kind | no_execute;
     let place = address.align_down(PageSize::Size4K);
-    if shadow.map(live.pages(), place, PageSize::Size4K, entry).is_err() {
+    if shadow.map(live.pool(), place, PageSize::Size4K, entry).is_err() {
         live.starve();
         return Fault::Wait;
     }
-    Fault::Filled { wait: if write { live.brake() } else { 0 } }
+    Fault::Filled { wait: if write { live.throttle() } else { 0 } }
 }
 
 #[cfg(test)]
@@ -325,7 +326,8 @@ mod tests {
 
     use super::*;
     use crate::paging::table::TablePages;
-    use crate::snapshot::live::tests::{Machine, Page, phys};
+    use crate::snapshot::live;
+    use crate::snapshot::tests::{Machine, Page, phys};
     use crate::snapshot::view::Access;
 
     /// What the guest has at this address and behind it is in KVM's last table.
@@ -366,7 +368,7 @@ mod tests {
             }
             let begun = if beneath == live::ON_LOG { machine.begin_log() } else { machine.begin() };
             begun.expect("tables");
-            let shadow = Tables::new(machine.live.pages(), Depth::Four).expect("a root");
+            let shadow = Tables::new(machine.live.pool(), Depth::Four).expect("a root");
             let guest = Guest { root: tables[0], depth: Depth::Four, physical_bits: 48, beneath };
             Self { machine, shadow, guest }
         }
@@ -383,8 +385,8 @@ mod tests {
         fn system_writes(&mut self, page: GuestPhys) {
             let live = &mut self.machine.live;
             let answered = match self.guest.beneath {
-                live::ON_LOG => live.logs(page, Access::Write),
-                _ => live.keeps(page, Access::Write),
+                live::ON_LOG => live.permit_on_log(page, Access::Write),
+                _ => live.permit_on_snapshot(page, Access::Write),
             };
             assert!(answered);
         }
@@ -392,8 +394,8 @@ mod tests {
         /// The CPU has forgotten what it knew.
         fn flush(&mut self) {
             let mut shadow = Shadow { root: self.shadow.root().as_u64(), ..Shadow::default() };
-            shadow.drop_all(self.machine.live.pages(), Depth::Four);
-            self.shadow = Tables::new(self.machine.live.pages(), Depth::Four).expect("a root");
+            shadow.drop_all(self.machine.live.pool(), Depth::Four);
+            self.shadow = Tables::new(self.machine.live.pool(), Depth::Four).expect("a root");
         }
 
         fn access(&mut self, index: usize, qualification: u64) -> Fault {
@@ -404,7 +406,7 @@ mod tests {
         /// Where the shadow leads, and whether it can be written.
         fn translated(&mut self, index: usize) -> Option<(u64, bool)> {
             let address = GuestPhys::new(GUEST + index as u64 * 4096);
-            let mapping = self.shadow.lookup(self.machine.live.pages(), address)?;
+            let mapping = self.shadow.lookup(self.machine.live.pool(), address)?;
             Some((mapping.phys.as_u64(), mapping.writable))
         }
 
@@ -423,7 +425,7 @@ mod tests {
         assert_eq!(host.access(2, 1 << 2), FILLED);
         assert_eq!(host.translated(2), Some((frame, false)));
         assert_eq!(host.last(2) & (bit::ACCESSED | bit::DIRTY), bit::ACCESSED);
-        let copied = host.machine.live.pages().table(HostPhys::new(frame))[0];
+        let copied = host.machine.live.pool().table(HostPhys::new(frame))[0];
         assert_eq!(host.access(2, info::WRITE | info::PRESENT), FILLED);
         assert_eq!(host.translated(2), Some((frame, true)));
         assert_eq!(host.last(2) & bit::DIRTY, bit::DIRTY);
@@ -463,7 +465,7 @@ mod tests {
         assert_eq!(host.access(6, info::WRITE), FILLED);
         assert_eq!(host.translated(6), Some((0xC000_6000, true)));
         let slot =
-            host.shadow.walk(host.machine.live.pages(), GuestPhys::new(GUEST + 0x6000), PageSize::Size4K);
+            host.shadow.walk(host.machine.live.pool(), GuestPhys::new(GUEST + 0x6000), PageSize::Size4K);
         let kind = bit::PAT | bit::CACHE | bit::NO_EXECUTE;
         assert_eq!(slot.entry & (kind | bit::PAT_OF_LARGE), kind);
     }
@@ -472,7 +474,7 @@ mod tests {
     fn without_pages_the_system_waits_and_nothing_is_lost() {
         let mut host = Host::new(64);
         host.give(2, 5, FULL);
-        while host.machine.live.pages().allocate().is_some() {}
+        while host.machine.live.pool().allocate().is_some() {}
         assert_eq!(host.access(2, info::WRITE), Fault::Wait);
         assert_eq!(host.translated(2), None);
         assert!(host.machine.live.is_exact());
@@ -485,13 +487,13 @@ mod tests {
         assert_eq!(host.access(2, info::WRITE), FILLED);
         let count = |live: &mut Live<AmdNested>| {
             let mut pages = Vec::new();
-            pages.extend(core::iter::from_fn(|| live.pages().allocate()));
-            pages.iter().for_each(|page| live.pages().release(*page));
+            pages.extend(core::iter::from_fn(|| live.pool().allocate()));
+            pages.iter().for_each(|page| live.pool().release(*page));
             pages.len()
         };
         let before = count(&mut host.machine.live);
         let mut shadow = Shadow { root: host.shadow.root().as_u64(), ..Shadow::default() };
-        shadow.drop_all(host.machine.live.pages(), Depth::Four);
+        shadow.drop_all(host.machine.live.pool(), Depth::Four);
         assert!(!shadow.is_there());
         assert_eq!(count(&mut host.machine.live), before + 4);
     }

@@ -14,7 +14,7 @@ use crate::address::HostPhys;
 use crate::cpu::Phase;
 use crate::host::entry::Next;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
-use crate::snapshot::live::{self, tests::WIDE};
+use crate::snapshot::{live, tests::WIDE};
 use crate::x86::{DR6_BS, RFLAGS_RF, RFLAGS_TF, msr};
 use crate::{machine_check, speculation};
 

@@ -1,0 +1,352 @@
+//! The state of a snapshot, call by call, on a machine with a memory of eight pages.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mercury_abi::code::Code;
+use mercury_abi::gate::OwnedRange;
+use mercury_abi::restart::RestartCpu;
+use mercury_abi::snapshot::{
+    LogCollect, LogSetup, MAP_BITS, PAGE_LIST_MAX, PageList, SnapshotSetup, TakeEntry, TakeList,
+};
+
+use super::ledger::Ledger;
+use super::live::Live;
+use super::rollback::Target;
+use super::view::Access;
+use super::{dirty_log, free, pool};
+use crate::address::{GuestPhys, HostPhys, PAGE_SIZE};
+use crate::mtrr::Mtrrs;
+use crate::paging::format::{AmdNested, Format, IntelExtended};
+use crate::paging::identity::{IdentityMap, Step};
+use crate::paging::plan::{LargestPage, Layout};
+use crate::paging::table::{Depth, PageTable};
+use crate::x86::{Hardware, Processor};
+
+/// Root of the page tables that map memory, on the model of a processor.
+pub const WIDE: u64 = 0x88_8000;
+
+#[repr(C, align(4096))]
+#[derive(Clone)]
+pub struct Page(pub [u8; 4096]);
+
+/// Memory that stays. Tests' direct map begins at 0, so an address is its own frame.
+fn leaked(count: usize) -> &'static mut [Page] {
+    vec![Page([0; 4096]); count].leak()
+}
+
+pub fn phys(page: &Page) -> u64 {
+    core::ptr::from_ref(page).expose_provenance() as u64
+}
+
+/// A rollback of no CPUs.
+const TARGET: Target = Target { cpus: &[], settle_ticks: 0, buses: [0; 4] };
+
+fn list(pages: &[Page]) -> PageList {
+    let mut list = PageList { count: pages.len() as u64, pages_phys: [0; PAGE_LIST_MAX] };
+    list.pages_phys.iter_mut().zip(pages).for_each(|(slot, page)| *slot = phys(page));
+    list
+}
+
+/// With a memory of eight pages, filled with their numbers.
+pub struct Machine<F> {
+    pub live: Live<F>,
+    base: PageTable<F>,
+    pub memory: &'static mut [Page],
+    buffer: &'static mut [Page],
+    setup: SnapshotSetup,
+}
+
+impl<F: Format<Address = GuestPhys>> Machine<F> {
+    pub fn new(pool: usize) -> Self {
+        let (memory, buffer) = (leaked(8), leaked(1));
+        memory.iter_mut().zip(1..).for_each(|(page, number)| page.0.fill(number));
+        let mut live = Live::<F>::new();
+        live.donate(&mut list(leaked(64)));
+        let layout = Layout {
+            physical_bits: 48,
+            depth: Depth::Four,
+            largest: LargestPage::OneGibibyte,
+            eager_end: GuestPhys::new(1 << 32),
+            complete_pages: 0,
+            zero_page: HostPhys::new(0x1000),
+        };
+        let mut map = IdentityMap::new(layout, Mtrrs::from_registers(0, [0; 11], &[], 48, None));
+        assert_eq!(map.build_step(&mut live.ledger, &[], 1000), Step::Done);
+        for page in memory.iter() {
+            assert!(map.fill(&mut live.ledger, GuestPhys::new(phys(page))).is_ok());
+        }
+        let base = map.tables().expect("tables");
+        // The identity map has what it needs; the snapshot gets its own.
+        live.ledger = Ledger::new();
+        live.donate(&mut list(leaked(pool)));
+        let range = OwnedRange { start_phys: phys(&memory[0]), pages: memory.len() as u64 };
+        let ranges: &[OwnedRange] = vec![range].leak();
+        let memory_virt = ranges.as_ptr().expose_provenance() as u64;
+        let setup = SnapshotSetup {
+            memory_virt,
+            memory_count: 1,
+            hashes_virt: 0,
+            lasting_virt: 0,
+            cpus: 1,
+            log: 0,
+            ..SnapshotSetup::default()
+        };
+        Self { live, base, memory, buffer, setup }
+    }
+
+    pub fn begin(&mut self) -> Result<(), Code> {
+        self.live.begin(self.base, &self.setup)
+    }
+
+    /// A log of writes: its two maps.
+    pub fn begin_log(&mut self) -> Result<(), Code> {
+        let pages = self.memory.iter().map(|page| (phys(page) / PAGE_SIZE) as usize / MAP_BITS);
+        let map = || -> &'static [Option<&'static dirty_log::Piece>] {
+            let mut map = vec![None; pages.clone().max().unwrap_or(0) + 1];
+            for piece in pages.clone() {
+                map[piece].get_or_insert_with(|| {
+                    &*Box::leak(Box::new([const { AtomicU64::new(0) }; MAP_BITS / 64]))
+                });
+            }
+            map.leak()
+        };
+        let (written, collected) = (map(), map());
+        let setup = LogSetup {
+            memory_virt: self.setup.memory_virt,
+            memory_count: self.setup.memory_count,
+            written_virt: written.as_ptr().expose_provenance() as u64,
+            collected_virt: collected.as_ptr().expose_provenance() as u64,
+            map_count: written.len() as u64,
+        };
+        self.live.begin_log(self.base, &setup)
+    }
+
+    /// Which pages the log has had since the last time.
+    pub fn collect(&mut self) -> Result<Vec<usize>, Code> {
+        // One call looks at many more pages than there are.
+        let mut collect = LogCollect { next_phys: phys(&self.memory[0]), ..LogCollect::default() };
+        self.live.collect_log(&mut collect)?;
+        let collected = self.live.recording.as_ref().expect("a dirty log").collected;
+        let take = |page: &Page| {
+            let number = (phys(page) / PAGE_SIZE) as usize;
+            let piece = collected.0[number / MAP_BITS].expect("a piece");
+            let bit = 1 << (number % 64);
+            piece[number % MAP_BITS / 64].fetch_and(!bit, Ordering::Relaxed) & bit != 0
+        };
+        Ok((0..self.memory.len()).filter(|page| take(&self.memory[*page])).collect())
+    }
+
+    /// As a guest: the first write to a page faults.
+    fn write(&mut self, page: usize, value: u8) {
+        assert!(self.live.permit_on_snapshot(GuestPhys::new(phys(&self.memory[page])), Access::Write));
+        self.memory[page].0.fill(value);
+    }
+
+    /// What a page held at the instant.
+    pub fn taken(&mut self, page: usize) -> Option<Page> {
+        self.take(page).expect("a snapshot").map(|_| self.buffer[0].clone())
+    }
+
+    fn take(&mut self, page: usize) -> Result<Option<u8>, Code> {
+        let entry = TakeEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
+        let mut list = TakeList { count: 1, ..TakeList::default() };
+        list.entries[0] = entry;
+        self.live.read(&mut list)?;
+        Ok((list.taken_before == 0).then_some(self.buffer[0].0[4095]))
+    }
+}
+
+fn what_was<F: Format<Address = GuestPhys>>() {
+    let mut machine = Machine::<F>::new(64);
+    assert_eq!(machine.take(0), Err(Code::NoSnapshot));
+    assert_eq!(machine.begin(), Ok(()));
+    assert_eq!(machine.begin(), Err(Code::SnapshotLive));
+    machine.write(3, 0xEE);
+    machine.write(3, 0xFF);
+    assert_eq!((machine.live.status().copies, machine.live.status().exact), (1, 1));
+    for page in 0..8 {
+        assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
+        assert_eq!(machine.take(page), Ok(None), "only once");
+        machine.write(page, 0);
+    }
+    let status = machine.live.status();
+    assert_eq!((status.copies, status.copied, status.taken), (0, 1, 8));
+}
+
+#[test]
+fn what_is_taken_is_what_was() {
+    what_was::<AmdNested>();
+    what_was::<IntelExtended>();
+}
+
+/// The machine runs on without its snapshot, and whoever asks is told why.
+#[test]
+fn a_pool_that_is_too_small_spoils_the_snapshot() {
+    let mut machine = Machine::<AmdNested>::new(1);
+    assert_eq!(machine.begin(), Err(Code::SnapshotPool));
+    let mut machine = Machine::<AmdNested>::new(2);
+    assert_eq!(machine.begin(), Ok(()));
+    // It is not given up at once: somebody may be about to make it larger.
+    for _ in 0..256 {
+        machine.write(5, 6);
+        assert_eq!(machine.live.status().exact, 1);
+    }
+    // One that comes much later is the first again.
+    let ago = |ticks| Processor.tsc() - ticks;
+    machine.live.ledger.set_starved(ago(4 * pool::PATIENCE), ago(3 * pool::PATIENCE));
+    machine.write(5, 6);
+    assert_eq!(machine.live.status().exact, 1);
+    machine.live.ledger.set_starved(ago(2 * pool::PATIENCE), ago(0));
+    machine.write(5, 1);
+    assert_eq!(machine.live.status().exact, 0);
+    assert_eq!(machine.take(0), Err(Code::SnapshotPool));
+    machine.write(6, 1);
+}
+
+/// Memory that has been taken can be used for the pool; what is still wanted, or kept to go back to, cannot.
+#[test]
+fn a_pool_grows_by_what_was_taken() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    assert_eq!(machine.take(0), Ok(Some(1)));
+    let free = machine.live.status().free_pages;
+    let mut offer = list(&machine.memory[..2]);
+    machine.live.donate(&mut offer);
+    assert_eq!((offer.count, offer.pages_phys[0]), (1, phys(&machine.memory[1])));
+    assert_eq!(machine.live.status().free_pages, free + 1);
+    // The page that came last goes first.
+    machine.write(2, 0xEE);
+    assert_eq!(machine.take(2), Ok(Some(3)));
+    assert_eq!(machine.take(1), Ok(Some(2)));
+    machine.live.target = Some(TARGET);
+    machine.live.donate(&mut offer);
+    assert_eq!(offer.count, 1);
+}
+
+#[test]
+fn a_pool_gives_half_of_what_is_free() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    let mut list = list(&[]);
+    for left in [32, 16, 8] {
+        list.count = PAGE_LIST_MAX as u64;
+        machine.live.reclaim(&mut list);
+        assert_eq!(
+            (list.count, machine.live.ledger.free_pages(), *machine.live.ledger.donated()),
+            (left, left, left)
+        );
+    }
+    list.count = 1;
+    machine.live.reclaim(&mut list);
+    assert_eq!(list.count, 1);
+}
+
+/// What it has copied is of no use to anybody; what is written then needs no page.
+#[test]
+fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    (0..5).for_each(|page| machine.write(page, 0xEE));
+    let free = machine.live.status().free_pages;
+    machine.live.invalidate(Code::SnapshotPool);
+    let mut list = list(&[]);
+    for expected in [3, free + 2] {
+        list.count = expected;
+        machine.live.reclaim(&mut list);
+        assert_eq!(list.count, expected);
+        let given = &list.pages_phys[..expected as usize];
+        assert!(machine.memory.iter().all(|page| !given.contains(&phys(page))));
+    }
+    assert_eq!((machine.live.status().copies, machine.live.status().free_pages), (0, 0));
+    list.count = 9;
+    machine.live.reclaim(&mut list);
+    assert_eq!(list.count, 0);
+    (0..8).for_each(|page| machine.write(page, 0xFF));
+}
+
+/// Writers wait then, and whoever takes the snapshot knows.
+#[test]
+fn a_pool_that_runs_low_is_told_of() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    machine.write(2, 0);
+    let mut none = TakeList::default();
+    assert_eq!((machine.live.read(&mut none), machine.live.throttle()), (Ok(false), 0));
+    *machine.live.ledger.donated() *= 100;
+    assert_eq!(machine.live.read(&mut none), Ok(true));
+    assert_eq!(
+        (machine.live.status().hurries, machine.live.status().waits),
+        (1, 0),
+        "who takes hurries first"
+    );
+    assert!(machine.live.throttle() > 0);
+    assert_eq!(machine.live.status().waits, 1);
+    machine.live.target = Some(TARGET);
+    assert_eq!(machine.live.throttle(), 0, "nobody takes it");
+    machine.live.target = None;
+    machine.live.invalidate(Code::SnapshotLost);
+    assert_eq!(machine.live.throttle(), 0, "nobody waits for nothing");
+    assert_eq!(machine.live.status().waits, 1);
+}
+
+/// What was written is what it was again; then the snapshot is used up.
+fn put_back<F: Format<Address = GuestPhys>>() {
+    let mut machine = Machine::<F>::new(64);
+    assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+    assert_eq!(machine.begin(), Ok(()));
+    assert_eq!(machine.live.target().map(|_| ()), Err(Code::NoSnapshot), "it is to be taken");
+    let cpus: &[RestartCpu] = vec![RestartCpu { cpu: 3, ..RestartCpu::default() }].leak();
+    machine.live.target = Some(Target { cpus, ..TARGET });
+    assert_eq!(machine.live.target().map(|target| target.cpus), Ok(cpus));
+    machine.write(2, 0xEE);
+    machine.write(7, 0xEE);
+    assert_eq!(machine.live.put_back(), Ok(2));
+    let content: Vec<u8> = machine.memory.iter().map(|page| page.0[4095]).collect();
+    assert_eq!(content, [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
+    assert_eq!(machine.live.target().map(|_| ()), Err(Code::NoSnapshot));
+    machine.write(2, 0xFF);
+}
+
+#[test]
+fn what_was_written_is_put_back() {
+    put_back::<AmdNested>();
+    put_back::<IntelExtended>();
+}
+
+/// Half of the machine put back would be worse than none of it.
+#[test]
+fn what_is_not_exact_is_not_put_back() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    machine.write(2, 0xEE);
+    machine.live.invalidate(Code::SnapshotPool);
+    assert_eq!(machine.live.put_back(), Err(Code::SnapshotPool));
+    assert_eq!(machine.memory[2].0[0], 0xEE);
+}
+
+/// What devices have for good is copied before anybody writes.
+#[test]
+fn what_lasts_is_copied_at_the_instant() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    let mut piece: Box<free::Piece> = vec![0; MAP_BITS / 64].try_into().expect("the number of words");
+    piece[..2].copy_from_slice(&[0b1001_0010, u64::MAX]);
+    let pieces: &[Option<&free::Piece>] = vec![Some(&*Box::leak(piece))].leak();
+    machine.setup.lasting_virt = pieces.as_ptr().expose_provenance() as u64;
+    assert_eq!(machine.begin(), Ok(()));
+    machine.live.copy_persistent();
+    assert_eq!(machine.live.status().copies, 3, "and nothing behind the last page");
+    assert_eq!(machine.live.status().lasting, 3);
+    machine.memory.iter_mut().for_each(|page| page.0.fill(0xEE));
+    for page in [1, 4, 7] {
+        assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
+    }
+    assert_eq!(machine.take(0), Ok(Some(0xEE)), "a device's write that nobody was told of");
+}
+
+#[test]
+fn a_cpu_that_left_spoils_the_snapshot() {
+    let mut machine = Machine::<IntelExtended>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    machine.live.invalidate(Code::SnapshotLost);
+    assert_eq!(machine.take(0), Err(Code::SnapshotLost));
+}
