@@ -3,6 +3,7 @@
 //! The driver is trusted as the system above is, so the check finds mistakes and not attacks. An address must be
 //! aligned for its type, must not wrap around, and must not lie below the direct map, where user space is.
 
+use core::alloc::Layout;
 use core::ops::{Deref, DerefMut};
 
 use mercury_abi::code::Code;
@@ -62,13 +63,20 @@ pub unsafe fn array<T>(address: u64, count: u64) -> Result<&'static [T], Code> {
 
 /// Returns the pointer to `count` values of type `T`, if they can lie at this address of the kernel.
 fn checked<T>(address: u64, count: u64) -> Result<*mut T, Code> {
-    let size = count.checked_mul(size_of::<T>() as u64).filter(|size| *size <= isize::MAX as u64);
+    let address = check(address, count, Layout::new::<T>())?;
+    Ok(core::ptr::with_exposed_provenance_mut(address))
+}
+
+/// Returns the address, if `count` values of this layout can lie there. Not inlined: the image is small.
+#[inline(never)]
+fn check(address: u64, count: u64, layout: Layout) -> Result<usize, Code> {
+    let size = count.checked_mul(layout.size() as u64).filter(|size| *size <= isize::MAX as u64);
     let end = size.and_then(|size| address.checked_add(size));
     let is_of_kernel = address != 0 && address >= direct_map().as_u64();
-    if end.is_none() || !is_of_kernel || !address.is_multiple_of(align_of::<T>() as u64) {
+    if end.is_none() || !is_of_kernel || !address.is_multiple_of(layout.align() as u64) {
         return Err(Code::BadArgument);
     }
-    Ok(core::ptr::with_exposed_provenance_mut(address as usize))
+    Ok(address as usize)
 }
 
 #[cfg(test)]

@@ -66,6 +66,60 @@ pub fn check<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> Result<(), Cod
     if fires(area, point) { Err(Code::InjectedFault) } else { Ok(()) }
 }
 
+/// Passes the points of a quick answer.
+#[inline]
+pub fn in_quick_answer<V: Vendor>(area: &mut Area<V>) {
+    #[cfg(feature = "fault-injection")]
+    if fires(area, FaultPoint::QuickPageFault) {
+        real::page_fault_with_live_vectors(&mut area.cpu.xmm);
+    }
+    let _ = area;
+}
+
+/// Passes the points of a detach that takes the long way.
+#[inline]
+pub fn in_detach<V: Vendor>(area: &mut Area<V>) {
+    assert!(!fires(area, FaultPoint::DetachPanic), "injected: detach");
+    #[cfg(feature = "fault-injection")]
+    if fires(area, FaultPoint::DetachPageFault) {
+        real::page_fault();
+    }
+}
+
+/// Passes the points of an exit at which the hypervisor itself fails.
+///
+/// # Panics
+/// On demand.
+#[cfg(feature = "fault-injection")]
+pub fn in_exit<V: Vendor>(area: &mut Area<V>) {
+    if fires(area, FaultPoint::ExitPageFault) {
+        real::page_fault();
+    }
+    if fires(area, FaultPoint::ExitGeneralProtection) {
+        real::general_protection();
+    }
+    if fires(area, FaultPoint::ExitInvalidOpcode) {
+        real::invalid_opcode();
+    }
+    if fires(area, FaultPoint::ExitStackOverflow) {
+        core::hint::black_box(real::stack_overflow(0));
+    }
+    assert!(!fires(area, FaultPoint::ExitPanic), "injected: exit");
+}
+
+/// Returns an interrupt whose delivery an exit is to have interrupted, as [`crate::event`] has it, if that point fires.
+/// With this RFLAGS the guest must take interrupts: an entry that injects one otherwise is refused (SDM, "Checks on
+/// guest RIP, RFLAGS").
+#[cfg(feature = "fault-injection")]
+pub fn interrupted_event<V: Vendor>(area: &mut Area<V>, rflags: u64) -> Option<u64> {
+    use crate::event;
+    /// Linux's vector for rescheduling. Its handler does nothing if no CPU has sent the interrupt.
+    const RESCHEDULE: u64 = 0xFD;
+    let takes_interrupts = rflags & crate::x86::RFLAGS_IF != 0;
+    (takes_interrupts && fires(area, FaultPoint::ExitEvent))
+        .then_some(event::VALID | event::EXTERNAL | RESCHEDULE)
+}
+
 /// Real faults of the hypervisor itself, on demand.
 #[cfg(feature = "fault-injection")]
 pub mod real {

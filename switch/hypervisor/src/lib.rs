@@ -36,6 +36,7 @@ pub mod nested;
 pub mod paging;
 pub mod pci;
 pub mod publish;
+pub mod quick;
 pub mod snapshot;
 pub mod speculation;
 pub mod svm;

@@ -59,6 +59,7 @@ impl Instant {
     }
 
     /// Reads the setup of a snapshot that keeps so many pages.
+    #[inline(never)]
     pub(super) fn of(setup: &SnapshotSetup, pages: u64) -> Result<Self, Code> {
         let count = pages.div_ceil(MAP_BITS as u64);
         // SAFETY: the driver keeps the array of `Begin`, and a bit for each page in the bitmaps that it leads to, until

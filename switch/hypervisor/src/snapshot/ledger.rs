@@ -107,6 +107,7 @@ impl Ledger {
     }
 
     /// Notes that no page was free. Returns true if writers have waited for one longer than [`pool::PATIENCE`].
+    #[inline(never)]
     pub(super) fn starve(&mut self) -> bool {
         let now = Processor.tsc();
         self.waits += 1;

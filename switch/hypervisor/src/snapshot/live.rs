@@ -90,14 +90,16 @@ impl<F> Live<F> {
     }
 
     /// Forgets everything but the report of the last rollback: the pool is the driver's again.
+    #[inline(never)]
     pub(super) fn end(&mut self) {
         *self = Self { report: self.report, ..Self::new() };
     }
 }
 
-/// Calls of the driver.
+/// Calls of the driver. They are not inlined into one another, so that the image stays small.
 impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Prepares a snapshot over the identity map's tables.
+    #[inline(never)]
     pub(super) fn begin(&mut self, base: PageTable<F>, setup: &SnapshotSetup) -> Result<(), Code> {
         if self.snapshot.is_some() {
             return Err(Code::SnapshotLive);
@@ -131,6 +133,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// Prepares a dirty log over the identity map's tables.
+    #[inline(never)]
     pub(super) fn begin_log(&mut self, base: PageTable<F>, setup: &LogSetup) -> Result<(), Code> {
         if self.snapshot.is_some() || self.recording.is_some() {
             return Err(Code::SnapshotLive);
@@ -142,12 +145,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// Collects part of the dirty log.
+    #[inline(never)]
     pub(super) fn collect_log(&mut self, collect: &mut LogCollect) -> Result<(), Code> {
         let recording = self.recording.as_ref().ok_or(Code::NoSnapshot)?;
         recording.collect(&mut self.ledger, collect)
     }
 
     /// Adds pages to the pool. Pages whose content the snapshot still needs stay in the list.
+    #[inline(never)]
     pub(super) fn donate(&mut self, list: &mut PageList) {
         let count = (list.count as usize).min(PAGE_LIST_MAX);
         let mut refused = 0;
@@ -169,6 +174,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Gives free pages back to the driver. Half of them stay, so that a writer need not wait at once. An invalid
     /// snapshot needs none any more.
+    #[inline(never)]
     pub(super) fn reclaim(&mut self, list: &mut PageList) {
         let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
         list.count = 0;
@@ -185,6 +191,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// Reads frames as they were at the instant. Returns true if the pool runs low.
+    #[inline(never)]
     pub(super) fn read(&mut self, list: &mut TakeList) -> Result<bool, Code> {
         let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
         list.taken_before = 0;
@@ -202,6 +209,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 
     /// Returns what the snapshot costs, and how the last rollback went.
+    #[inline(never)]
     pub(super) fn status(&self) -> SnapshotStatus {
         let free_pages = self.ledger.free_pages();
         let Some(snapshot) = self.snapshot.as_ref() else {

@@ -71,6 +71,7 @@ impl Memory<'static> {
     ///
     /// # Safety
     /// As for [`array`], until the memory is not used any more.
+    #[inline(never)]
     unsafe fn of(ranges: u64, range_count: u64, free: u64, free_count: u64) -> Result<Self, Code> {
         // SAFETY: the caller's promise.
         unsafe { Ok(Self { ranges: array(ranges, range_count)?, free: FreeMap(array(free, free_count)?) }) }

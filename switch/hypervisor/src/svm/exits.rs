@@ -71,7 +71,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         return leave_now(area, hardware);
     }
     #[cfg(feature = "fault-injection")]
-    inject_faults(area);
+    super::faults::in_exit(area);
     hand_over_event(area, hardware);
     if fault::fires(area, FaultPoint::ExitUnknown) {
         return unknown(area, hardware);
@@ -188,7 +188,7 @@ fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     area.own.entry_state = GuestState::of(&area.control);
     area.own.entry_state_valid = 1;
     #[cfg(feature = "fault-injection")]
-    corrupt(area);
+    super::faults::before_entry(area);
     Next::Run
 }
 
@@ -245,13 +245,7 @@ pub(super) fn event_again(event: u64) -> Option<u64> {
 fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
     skip(area, length);
     area.control.rax = 0;
-    if fault::fires(area, FaultPoint::DetachPanic) {
-        panic!("injected: detach");
-    }
-    #[cfg(feature = "fault-injection")]
-    if fault::fires(area, FaultPoint::DetachPageFault) {
-        fault::real::page_fault();
-    }
+    fault::in_detach(area);
     exit::departs(area, Code::Ok);
     publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
     capture::put_back(area, hardware);
@@ -361,61 +355,4 @@ fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Ne
         return leave_later(area, because);
     }
     finish(area, hardware, because)
-}
-
-#[cfg(feature = "fault-injection")]
-fn inject_faults(area: &mut Area) {
-    use fault::real;
-    /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
-    const RESCHEDULE: u64 = 0xFD;
-    if area.control.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
-        area.control.exit_event = event::VALID | event::EXTERNAL | RESCHEDULE;
-    }
-    if fault::fires(area, FaultPoint::ExitPageFault) {
-        real::page_fault();
-    }
-    if fault::fires(area, FaultPoint::ExitGeneralProtection) {
-        real::general_protection();
-    }
-    if fault::fires(area, FaultPoint::ExitInvalidOpcode) {
-        real::invalid_opcode();
-    }
-    if fault::fires(area, FaultPoint::ExitStackOverflow) {
-        core::hint::black_box(real::stack_overflow(0));
-    }
-    assert!(!fault::fires(area, FaultPoint::ExitPanic), "injected: exit");
-}
-
-#[cfg(feature = "fault-injection")]
-fn corrupt(area: &mut Area) {
-    if fault::fires(area, FaultPoint::ExitCorruptControl) {
-        area.control.asid = 0;
-    }
-    if fault::fires(area, FaultPoint::ExitCorruptState) {
-        area.control.efer = 0;
-    }
-}
-
-/// Makes VMRUN refuse the block, one check at a time.
-#[cfg(feature = "fault-injection")]
-pub fn corrupt_first(area: &mut Area) {
-    type Spoil = fn(&mut super::vmcb::Vmcb);
-    let spoilers: [(FaultPoint, Spoil); 7] = [
-        (FaultPoint::RunAsidZero, |control| control.asid = 0),
-        (FaultPoint::RunNoIntercept, |control| control.intercept_misc2 &= !1),
-        (FaultPoint::RunCr0, |control| control.cr0 |= 1 << 32),
-        (FaultPoint::RunCr4, |control| control.cr4 |= 1 << 63),
-        (FaultPoint::RunEfer, |control| control.efer &= !crate::x86::msr::EFER_SVME),
-        (FaultPoint::RunCr3, |control| control.cr3 |= 1 << 60),
-        (FaultPoint::RunDr7, |control| control.dr7 |= 1 << 32),
-    ];
-    for (point, spoil) in spoilers {
-        if fault::fires(area, point) {
-            spoil(&mut area.control);
-        }
-    }
-    if fault::fires(area, FaultPoint::RunField) {
-        let (offset, bits) = fault::field_and_bits(area);
-        area.control.flip(offset as usize, bits);
-    }
 }

@@ -607,7 +607,8 @@ mod tests {
 
     #[test]
     fn only_the_driver_is_told_that_the_cpu_is_attached() {
-        use crate::svm::quick::{Quick, answer};
+        use crate::quick::Quick;
+        use crate::svm::quick::answer;
         const ATTACHED: u64 = mercury_abi::gate::EFER_ATTACHED;
         let mut host = Host::with_svm();
         assert_eq!(host.read(msr::EFER) & ATTACHED, 0);

@@ -12,6 +12,8 @@
 
 pub mod capture;
 pub mod exits;
+#[cfg(feature = "fault-injection")]
+mod faults;
 pub mod guests;
 pub mod msr;
 pub mod quick;
@@ -208,7 +210,7 @@ impl Vendor for Svm {
 
     #[cfg(feature = "fault-injection")]
     fn corrupt(area: &mut Area) {
-        exits::corrupt_first(area);
+        faults::before_first_entry(area);
     }
 
     #[cfg(feature = "image")]

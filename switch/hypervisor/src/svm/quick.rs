@@ -6,13 +6,12 @@
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
-#[cfg(feature = "fault-injection")]
-use mercury_abi::gate::FaultPoint;
 use mercury_abi::gate::{EFER_ATTACHED, HYPERCALL_MAGIC, Hypercall};
-use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_abi::shared::ExitReason;
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
 use super::{Area, capture, exits, guests, msr, run};
+use crate::quick::{Quick, publish_detach};
 use crate::x86::msr::EFER;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
 use crate::{fault, machine_check, publish};
@@ -20,18 +19,6 @@ use crate::{fault, machine_check, publish};
 const RCX: usize = 1;
 const RDX: usize = 2;
 const RSI: usize = 6;
-
-/// What follows.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quick {
-    /// Leave through the gate.
-    Leave = 0,
-    /// Enter the guest.
-    Run = 1,
-    /// Not a case for here: nothing has been changed.
-    Slow = 2,
-}
 
 /// Answers a hypercall of the driver, if it is one.
 ///
@@ -70,10 +57,7 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
         DETACH => return detach(area, hardware),
         _ => return Quick::Slow,
     };
-    #[cfg(feature = "fault-injection")]
-    if fault::fires(area, FaultPoint::QuickPageFault) {
-        fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
-    }
+    fault::in_quick_answer(area);
     area.control.tlb_control = flush;
     area.cpu.gate.outward.registers[RDX] = value;
     finish(area, exits::VMMCALL_LENGTH, Code::Ok as u64);
@@ -103,10 +87,7 @@ pub(super) fn told_efer(area: &mut Area) -> u64 {
 
 #[inline]
 fn tell_mode(area: &mut Area) -> Quick {
-    #[cfg(feature = "fault-injection")]
-    if fault::fires(area, FaultPoint::QuickPageFault) {
-        fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
-    }
+    fault::in_quick_answer(area);
     let value = told_efer(area);
     area.control.tlb_control = TLB_KEEP;
     area.cpu.gate.outward.registers[RDX] = value >> 32;
@@ -139,9 +120,7 @@ fn finish(area: &mut Area, length: u64, rax: u64) {
 #[inline]
 fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     finish(area, exits::VMMCALL_LENGTH, Code::Ok as u64);
-    let tsc = hardware.tsc();
-    publish::departed(area, Code::Ok);
-    publish::log(area, LogKind::Detached, tsc, [0; 5]);
+    publish_detach(area, hardware);
     capture::put_back_without_svm(area, hardware);
     Quick::Leave
 }

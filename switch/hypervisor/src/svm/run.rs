@@ -43,6 +43,15 @@ mod switch {
         offset_of!(Cpu, gate) + offset_of!(GateBlock, outward) + offset_of!(Outward, registers);
     const MACHINE_CHECK: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, machine_check);
 
+    const INJECT: usize = CONTROL + offset_of!(Vmcb, inject_event);
+    const TLB_CONTROL: usize = CONTROL + offset_of!(Vmcb, tlb_control);
+    const SHARED_VIRT: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, shared_virt);
+
+    /// Returns the offset of a counter in the CPU's shared block.
+    const fn counter(reason: ExitReason) -> usize {
+        offset_of!(SharedCpu, exits) + 8 * reason as usize
+    }
+
     entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run);
 
     /// The driver's operations: see [`crate::native::enter`].
@@ -54,13 +63,16 @@ mod switch {
         crate::native::enter(unsafe { &mut *area })
     }
 
-    /// Enters the guest, RDI = the CPU's area; does not return.
+    /// Enters the system, RDI = the CPU's area; does not return.
+    ///
+    /// The labels are local to the object file, in which [`kvm`] is as well: that one goes on at `enter` and at
+    /// `exit`, and this one goes there for VMRUN and STGI of the system.
     #[unsafe(naked)]
     pub extern "C" fn run() -> ! {
         naked_asm!(
-            "2:",
+            ".Lsvm_load:",
             "call {restore_sse}",
-            "5:",
+            ".Lsvm_load_without_sse:",
             "lea rsp, [rdi + {area_size}]",
             "push rdi",
             "mov rax, [rdi + {control_phys}]",
@@ -79,35 +91,37 @@ mod switch {
             "mov r14, [rdi + {registers} + 112]",
             "mov r15, [rdi + {registers} + 120]",
             "cmp dword ptr [rdi + {enter_guest}], 0",
-            "jne 7f",
+            "jne .Lkvm_enter_from_compiled",
             "mov rdi, [rdi + {registers} + 56]",
-            "3:",
+            // RAX = address of the control block, the stack's top = the area.
+            ".Lsvm_enter:",
             "vmrun rax",
             // The guest's RDI to the stack, the area to RDI.
             "xchg rdi, [rsp]",
             "cmp dword ptr [rdi + {exit_code}], {vmmcall}",
-            "jne 8f",
+            "jne {kvm}",
             "cmp byte ptr [rdi + {cpl}], 0",
-            "je 4f",
-            // What becomes of a machine check is for compiled code to say.
+            "je .Lsvm_exit",
+            // Compiled code decides about a machine check.
             "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
-            "jne 4f",
+            "jne .Lsvm_exit",
             // VMMCALL in user mode is #UD, as it is natively.
             "mov dword ptr [rdi + {inject}], {invalid_opcode}",
             "mov dword ptr [rdi + {inject} + 4], 0",
-            // One that has struck since goes first; VMMCALL is then executed again. One that strikes from
+            // A machine check that has struck since goes first, and VMMCALL is executed again. One that strikes from
             // here on replaces the #UD itself.
             "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
-            "je 6f",
+            "je .Lsvm_inject",
             "mov dword ptr [rdi + {inject}], {machine_check_event}",
-            "6:",
+            ".Lsvm_inject:",
             "mov dword ptr [rdi + {tlb_control}], 0",
             "mov rax, [rdi + {shared_virt}]",
             "inc qword ptr [rax + {foreign_counter}]",
             "mov rax, [rdi + {control_phys}]",
             "xchg rdi, [rsp]",
-            "jmp 3b",
-            "4:",
+            "jmp .Lsvm_enter",
+            // RDI = the area, the stack's top = the guest's RDI: all other exits go to compiled code.
+            ".Lsvm_exit:",
             "mov [rdi + {registers} + 8], rcx",
             "mov [rdi + {registers} + 16], rdx",
             "mov [rdi + {registers} + 24], rbx",
@@ -129,49 +143,89 @@ mod switch {
             "mov rbx, rdi",
             "cld",
             "cmp dword ptr [rdi + {on_snapshot}], 0",
-            "jne 30f",
+            "jne .Lsvm_forget",
             // No mispredicted branch comes any further, to returns that user mode has trained.
             "lfence",
             "call {quick}",
             "mov rdi, rbx",
             "cmp eax, {quick_run}",
-            "je 5b",
+            "je .Lsvm_load_without_sse",
             "jb {leave_quickly}",
-            "31:",
+            ".Lsvm_handle:",
             "call {save_sse}",
             "call {handle}",
             "mov rdi, rbx",
             "test eax, eax",
             "jz {leave}",
-            // Empties the buffers that some processors leak from (TSA); on others it does nothing.
+            // Empties the buffers that some processors leak from (TSA). On others VERW does nothing.
             "verw word ptr [rip + {verw}]",
-            "jmp 2b",
-            // Beneath a snapshot or a log compiled code may map the system's memory.
-            "30:",
+            "jmp .Lsvm_load",
+            // Beneath a snapshot or a dirty log compiled code may map the system's memory.
+            ".Lsvm_forget:",
             forget_predictions!(),
-            "jmp 31b",
-            // Does the system use SVM itself? Its VMRUN, if the block is the one that the window shows.
-            "8:",
+            "jmp .Lsvm_handle",
+            area_size = const AREA_SIZE,
+            control_phys = const offset_of!(Cpu, control_phys),
+            host_phys = const offset_of!(Cpu, host_phys),
+            registers = const REGISTERS,
+            exit_code = const CONTROL + offset_of!(Vmcb, exit_code),
+            vmmcall = const exit_code::VMMCALL,
+            kvm = sym kvm,
+            cpl = const CONTROL + offset_of!(Vmcb, cpl),
+            inject = const INJECT,
+            invalid_opcode = const event::INVALID_OPCODE,
+            machine_check = const MACHINE_CHECK,
+            no_machine_check = const machine_check::NONE,
+            machine_check_event = const event::MACHINE_CHECK,
+            tlb_control = const TLB_CONTROL,
+            shared_virt = const SHARED_VIRT,
+            foreign_counter = const counter(ExitReason::ForeignHypercall),
+            enter_guest = const OWN + offset_of!(Own, enter_guest),
+            restore_sse = sym entry::restore_sse,
+            save_sse = sym entry::save_sse,
+            quick = sym crate::svm::quick::quick_exit,
+            quick_run = const crate::quick::Quick::Run as u32,
+            leave_quickly = sym entry::leave_quickly,
+            handle = sym crate::svm::exits::svm_exit,
+            leave = sym entry::leave,
+            on_snapshot = const offset_of!(Cpu, on_snapshot),
+            barriers = const offset_of!(Cpu, barriers),
+            ibpb = const speculation::IBPB,
+            pred_cmd = const msr::PRED_CMD,
+            return_entries = const speculation::RETURN_ENTRIES,
+            verw = sym entry::VERW_SELECTOR,
+        )
+    }
+
+    /// KVM's path: VMRUN and STGI of a system that uses SVM itself, if nothing besides has to be done
+    /// ([`crate::svm::guests`]).
+    ///
+    /// RDI = the CPU's area, the stack's top = the system's RDI; all other registers are the system's. Goes on at
+    /// `enter` of [`run`] with the system, or at its `exit` with an exit for compiled code.
+    #[unsafe(naked)]
+    extern "C" fn kvm() -> ! {
+        naked_asm!(
             "cmp dword ptr [rdi + {quick_guests}], 0",
-            "je 4b",
+            "je .Lsvm_exit",
             "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
-            "jne 4b",
+            "jne .Lsvm_exit",
             // A single step is for compiled code.
             "test byte ptr [rdi + {rflags} + 1], {trap_flag}",
-            "jnz 4b",
+            "jnz .Lsvm_exit",
+            // VMRUN, if the window shows the guest's block.
             "cmp dword ptr [rdi + {exit_code}], {vmrun_code}",
-            "jne 20f",
+            "jne .Lkvm_stgi",
             "mov rax, [rdi + {guest_rax}]",
             "cmp rax, [rdi + {block_phys}]",
-            "jne 4b",
+            "jne .Lsvm_exit",
             "mov rax, [rdi + {window_virt}]",
             "test byte ptr [rax + {block_nested_control}], {encrypted}",
-            "jnz 4b",
+            "jnz .Lsvm_exit",
             "test byte ptr [rax + {block_virtual_interrupt} + 3], {virtual_apic}",
-            "jnz 4b",
+            "jnz .Lsvm_exit",
             "mov eax, [rax + {block_asid}]",
             "cmp eax, [rdi + {asid}]",
-            "je 4b",
+            "je .Lsvm_exit",
             "mov rax, [rdi + {shared_virt}]",
             "inc qword ptr [rax + {run_counter}]",
             "add qword ptr [rdi + {rip}], 3",
@@ -179,25 +233,25 @@ mod switch {
             "mov dword ptr [rdi + {tlb_control}], 0",
             "mov dword ptr [rdi + {entered}], 1",
             "mov dword ptr [rdi + {entry_state_valid}], 0",
-            // In place. The system's IF is the one that masks interrupts meanwhile; GIF is 0, so none comes here.
-            "10:",
+            // In place. The system's IF is the one that masks interrupts meanwhile. GIF is 0, so none comes here.
+            ".Lkvm_enter:",
             "mov rax, [rdi + {guest_rax}]",
             "cmp dword ptr [rdi + {around_guest}], 0",
-            "jne 13f",
-            "11:",
+            "jne .Lkvm_lend",
+            ".Lkvm_mask:",
             "test byte ptr [rdi + {rflags} + 1], {interrupt_flag}",
-            "jz 12f",
+            "jz .Lkvm_run",
             "sti",
-            "12:",
+            ".Lkvm_run:",
             "xchg rdi, [rsp]",
             "vmrun rax",
             "cli",
             "xchg rdi, [rsp]",
             "cmp dword ptr [rdi + {around_guest}], 0",
-            "jne 14f",
-            // The guest's exit as the system sees it (APM vol. 2, 15.6): breakpoints are off, and GIF is 0. IF is cleared
-            // for Bochs, which looks at it in spite of V_INTR_MASKING; KVM's next instruction is CLI.
-            "15:",
+            "jne .Lkvm_take_back",
+            // The guest's exit as the system sees it (APM vol. 2, 15.6): breakpoints are off, and GIF is 0. IF is
+            // cleared for Bochs, which heeds it in spite of V_INTR_MASKING; KVM's next instruction is CLI.
+            ".Lkvm_exited:",
             "mov qword ptr [rdi + {dr7}], {no_breakpoints}",
             "and byte ptr [rdi + {rflags} + 1], {all_but_interrupt_flag}",
             "mov dword ptr [rdi + {gif_is_clear}], 1",
@@ -206,18 +260,18 @@ mod switch {
             "or dword ptr [rdi + {misc2}], {intercept_stgi}",
             "mov rax, [rdi + {control_phys}]",
             "xchg rdi, [rsp]",
-            "jmp 3b",
-            // From compiled code: RDI is the area, the stack's top to be the system's RDI.
-            "7:",
+            "jmp .Lsvm_enter",
+            // From compiled code, which has answered VMRUN: RDI = the area, the stack's top is to be the system's RDI.
+            ".Lkvm_enter_from_compiled:",
             "mov dword ptr [rdi + {enter_guest}], 0",
             "mov rax, [rdi + {registers} + 56]",
             "mov [rsp], rax",
-            "jmp 10b",
-            // Where the processor has a SPEC_CTRL for guests (APM vol. 2, 15.35), a guest of the system runs with what the
-            // system has besides, which the processor has only while that runs.
-            "13:",
+            "jmp .Lkvm_enter",
+            // Where the processor has a SPEC_CTRL for guests (APM vol. 2, 15.35), a guest of the system runs with the
+            // system's value besides. The processor has that value only while the guest runs.
+            ".Lkvm_lend:",
             "test dword ptr [rdi + {around_guest}], {lent}",
-            "jz 11b",
+            "jz .Lkvm_mask",
             "push rcx",
             "push rdx",
             "mov ecx, {spec_ctrl_msr}",
@@ -228,10 +282,10 @@ mod switch {
             "pop rdx",
             "pop rcx",
             "mov rax, [rdi + {guest_rax}]",
-            "jmp 11b",
-            "14:",
+            "jmp .Lkvm_mask",
+            ".Lkvm_take_back:",
             "test dword ptr [rdi + {around_guest}], {lent}",
-            "jz 16f",
+            "jz .Lkvm_shadowed",
             "push rcx",
             "push rdx",
             "mov ecx, {spec_ctrl_msr}",
@@ -240,18 +294,18 @@ mod switch {
             "wrmsr",
             "pop rdx",
             "pop rcx",
-            // Beneath a snapshot the exit may be the shadow's: compiled code says.
-            "16:",
+            // Beneath a snapshot the exit may be the shadow's. Compiled code decides.
+            ".Lkvm_shadowed:",
             "test dword ptr [rdi + {around_guest}], {shadowed}",
-            "jz 15b",
+            "jz .Lkvm_exited",
             "mov dword ptr [rdi + {guest_exited}], 1",
-            "jmp 4b",
-            // Its STGI after a guest.
-            "20:",
+            "jmp .Lsvm_exit",
+            // STGI after a guest.
+            ".Lkvm_stgi:",
             "cmp dword ptr [rdi + {exit_code}], {stgi_code}",
-            "jne 4b",
+            "jne .Lsvm_exit",
             "cmp dword ptr [rdi + {gif_is_clear}], 0",
-            "je 4b",
+            "je .Lsvm_exit",
             "mov rax, [rdi + {shared_virt}]",
             "inc qword ptr [rax + {end_counter}]",
             "add qword ptr [rdi + {rip}], 3",
@@ -263,32 +317,24 @@ mod switch {
             "and dword ptr [rdi + {misc1}], {all_but_nmi}",
             "and dword ptr [rdi + {misc2}], {all_but_stgi}",
             "cmp dword ptr [rdi + {nmi_held}], 0",
-            "je 21f",
+            "je .Lkvm_open",
             "mov dword ptr [rdi + {nmi_held}], 0",
             "mov dword ptr [rdi + {inject}], {nmi_event}",
             "mov dword ptr [rdi + {inject} + 4], 0",
-            "21:",
+            ".Lkvm_open:",
             "mov rax, [rdi + {control_phys}]",
             "xchg rdi, [rsp]",
-            "jmp 3b",
-            area_size = const AREA_SIZE,
+            "jmp .Lsvm_enter",
             control_phys = const offset_of!(Cpu, control_phys),
-            host_phys = const offset_of!(Cpu, host_phys),
             registers = const REGISTERS,
             exit_code = const CONTROL + offset_of!(Vmcb, exit_code),
-            vmmcall = const exit_code::VMMCALL,
-            cpl = const CONTROL + offset_of!(Vmcb, cpl),
-            inject = const CONTROL + offset_of!(Vmcb, inject_event),
-            invalid_opcode = const event::INVALID_OPCODE,
+            inject = const INJECT,
             machine_check = const MACHINE_CHECK,
             no_machine_check = const machine_check::NONE,
-            machine_check_event = const event::MACHINE_CHECK,
-            tlb_control = const CONTROL + offset_of!(Vmcb, tlb_control),
-            shared_virt = const offset_of!(Cpu, gate) + offset_of!(GateBlock, shared_virt),
-            foreign_counter =
-                const offset_of!(SharedCpu, exits) + 8 * ExitReason::ForeignHypercall as usize,
-            run_counter = const offset_of!(SharedCpu, exits) + 8 * ExitReason::GuestRun as usize,
-            end_counter = const offset_of!(SharedCpu, exits) + 8 * ExitReason::GuestEnd as usize,
+            tlb_control = const TLB_CONTROL,
+            shared_virt = const SHARED_VIRT,
+            run_counter = const counter(ExitReason::GuestRun),
+            end_counter = const counter(ExitReason::GuestEnd),
             enter_guest = const OWN + offset_of!(Own, enter_guest),
             quick_guests = const OWN + offset_of!(Own, quick_guests),
             gif_is_clear = const OWN + offset_of!(Own, gif_is_clear),
@@ -330,19 +376,6 @@ mod switch {
             nmi_event = const guests::NMI,
             spec_ctrl = const CONTROL + offset_of!(Vmcb, spec_ctrl),
             spec_ctrl_msr = const msr::SPEC_CTRL,
-            restore_sse = sym entry::restore_sse,
-            save_sse = sym entry::save_sse,
-            quick = sym crate::svm::quick::quick_exit,
-            quick_run = const crate::svm::quick::Quick::Run as u32,
-            leave_quickly = sym entry::leave_quickly,
-            handle = sym crate::svm::exits::svm_exit,
-            leave = sym entry::leave,
-            on_snapshot = const offset_of!(Cpu, on_snapshot),
-            barriers = const offset_of!(Cpu, barriers),
-            ibpb = const speculation::IBPB,
-            pred_cmd = const msr::PRED_CMD,
-            return_entries = const speculation::RETURN_ENTRIES,
-            verw = sym entry::VERW_SELECTOR,
         )
     }
 }

@@ -8,12 +8,12 @@ use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
 use super::guests;
-use super::quick::Quick;
 use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
 use crate::address::HostPhys;
 use crate::cpu::Phase;
 use crate::host::entry::Next;
 use crate::model::{Attached, LINUX_EFER, LINUX_PAT};
+use crate::quick::Quick;
 use crate::snapshot::{live, tests::WIDE};
 use crate::x86::{DR6_BS, RFLAGS_RF, RFLAGS_TF, msr};
 use crate::{machine_check, speculation};

@@ -122,7 +122,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         return leave_now(area, hardware);
     }
     #[cfg(feature = "fault-injection")]
-    inject_faults(area);
+    super::faults::in_exit(area);
     hand_over_event(area, hardware);
     if fault::fires(area, FaultPoint::ExitUnknown) {
         return unknown(area, hardware);
@@ -378,7 +378,7 @@ fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary | window));
     }
     #[cfg(feature = "fault-injection")]
-    corrupt(area, hardware);
+    super::faults::before_entry(area, hardware);
     Next::Run
 }
 
@@ -487,13 +487,7 @@ const fn event_again(area: &Area) -> Option<u64> {
 fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     skip(hardware);
     area.cpu.gate.outward.registers[RAX] = 0;
-    if fault::fires(area, FaultPoint::DetachPanic) {
-        panic!("injected: detach");
-    }
-    #[cfg(feature = "fault-injection")]
-    if fault::fires(area, FaultPoint::DetachPageFault) {
-        fault::real::page_fault();
-    }
+    fault::in_detach(area);
     exit::departs(area, Code::Ok);
     publish::log(area, LogKind::Detached, area.cpu.exit_tsc, [0; 5]);
     put_back(area, hardware);
@@ -690,66 +684,6 @@ fn not_entered(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         }
     }
     invalid(area, hardware)
-}
-
-#[cfg(feature = "fault-injection")]
-fn inject_faults(area: &mut Area) {
-    use fault::real;
-    /// Linux's vector for rescheduling: handling one that nobody sent does nothing.
-    const RESCHEDULE: u64 = 0xFD;
-    // An interrupt that is injected where none is taken is a refused entry (SDM, "Checks on guest RIP, RFLAGS").
-    if area.own.exit.rflags & crate::x86::RFLAGS_IF != 0 && fault::fires(area, FaultPoint::ExitEvent) {
-        area.own.exit.event = event::VALID | event::EXTERNAL | RESCHEDULE;
-    }
-    if fault::fires(area, FaultPoint::ExitPageFault) {
-        real::page_fault();
-    }
-    if fault::fires(area, FaultPoint::ExitGeneralProtection) {
-        real::general_protection();
-    }
-    if fault::fires(area, FaultPoint::ExitInvalidOpcode) {
-        real::invalid_opcode();
-    }
-    if fault::fires(area, FaultPoint::ExitStackOverflow) {
-        core::hint::black_box(real::stack_overflow(0));
-    }
-    assert!(!fault::fires(area, FaultPoint::ExitPanic), "injected: exit");
-}
-
-#[cfg(feature = "fault-injection")]
-fn corrupt(area: &mut Area, hardware: &mut impl Hardware) {
-    if fault::fires(area, FaultPoint::ExitCorruptControl) {
-        hardware.vmwrite(vmcs::PIN_CONTROLS, 0);
-    }
-    if fault::fires(area, FaultPoint::ExitCorruptState) {
-        hardware.vmwrite(vmcs::GUEST_EFER, 0);
-    }
-}
-
-/// Makes the first entry fail, one check at a time.
-#[cfg(feature = "fault-injection")]
-pub fn corrupt_first(area: &mut Area, hardware: &mut impl Hardware) {
-    type Spoil = fn(u64) -> u64;
-    let spoilers: [(FaultPoint, u32, Spoil); 7] = [
-        (FaultPoint::RunAsidZero, vmcs::VPID, |_| 0),
-        (FaultPoint::RunNoIntercept, vmcs::PIN_CONTROLS, |_| 0),
-        (FaultPoint::RunCr0, vmcs::GUEST_CR0, |cr0| cr0 | 1 << 32),
-        (FaultPoint::RunCr4, vmcs::GUEST_CR4, |cr4| cr4 | 1 << 63),
-        (FaultPoint::RunEfer, vmcs::GUEST_EFER, |efer| efer & !EFER_LMA),
-        (FaultPoint::RunCr3, vmcs::GUEST_CR3, |cr3| cr3 | 1 << 60),
-        (FaultPoint::RunDr7, vmcs::GUEST_DR7, |dr7| dr7 | 1 << 32),
-    ];
-    for (point, field, spoil) in spoilers {
-        if fault::fires(area, point) {
-            let value = hardware.vmread(field);
-            hardware.vmwrite(field, spoil(value));
-        }
-    }
-    if fault::fires(area, FaultPoint::RunField) {
-        let (field, bits) = fault::field_and_bits(area);
-        let value = hardware.vmread(field);
-        hardware.vmwrite(field, value ^ bits);
-    }
 }
 
 const _: () = assert!(primary::MONITOR_TRAP_FLAG & primary::RESERVED_ONES == 0);

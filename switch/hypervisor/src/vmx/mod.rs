@@ -12,6 +12,8 @@
 
 pub mod capture;
 pub mod exits;
+#[cfg(feature = "fault-injection")]
+mod faults;
 pub mod msr;
 pub mod quick;
 pub mod refusal;
@@ -246,7 +248,7 @@ impl Vendor for Vmx {
 
     #[cfg(feature = "fault-injection")]
     fn corrupt(area: &mut Area) {
-        exits::corrupt_first(area, &mut Processor);
+        faults::before_first_entry(area, &mut Processor);
     }
 
     #[cfg(feature = "image")]

@@ -5,13 +5,12 @@
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
-#[cfg(feature = "fault-injection")]
-use mercury_abi::gate::FaultPoint;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
-use mercury_abi::shared::{ExitReason, LogKind};
+use mercury_abi::shared::ExitReason;
 
 use super::vmcs::{self, blocking, event, reason};
 use super::{Area, capture, run};
+use crate::quick::{Quick, publish_detach};
 use crate::x86::{Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
 use crate::{fault, machine_check, publish};
 
@@ -20,18 +19,6 @@ const VMCALL_LENGTH: u64 = 3;
 const RAX: usize = 0;
 const RCX: usize = 1;
 const RDX: usize = 2;
-
-/// What follows.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quick {
-    /// Leave through the gate.
-    Leave = 0,
-    /// Enter the guest.
-    Run = 1,
-    /// Not a case for here: nothing has been changed.
-    Slow = 2,
-}
 
 /// Answers a hypercall of the driver, if it is one.
 ///
@@ -58,19 +45,14 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     }
     match area.cpu.gate.outward.registers[RAX] {
         PING => {
-            #[cfg(feature = "fault-injection")]
-            if fault::fires(area, FaultPoint::QuickPageFault) {
-                fault::real::page_fault_with_live_vectors(&mut area.cpu.xmm);
-            }
+            fault::in_quick_answer(area);
             finish(area, hardware);
             area.cpu.gate.outward.registers[RDX] = u64::from(MERCURY_ABI_VERSION);
             Quick::Run
         }
         DETACH => {
             finish(area, hardware);
-            let tsc = hardware.tsc();
-            publish::departed(area, Code::Ok);
-            publish::log(area, LogKind::Detached, tsc, [0; 5]);
+            publish_detach(area, hardware);
             capture::put_back(area, hardware);
             Quick::Leave
         }

@@ -403,7 +403,7 @@ mod switch {
             "jmp 31b",
             registers = const REGISTERS,
             quick = sym crate::vmx::quick::quick_exit,
-            quick_run = const crate::vmx::quick::Quick::Run as u32,
+            quick_run = const crate::quick::Quick::Run as u32,
             load = sym load,
             leave_quickly = sym entry::leave_quickly,
             save_sse = sym entry::save_sse,

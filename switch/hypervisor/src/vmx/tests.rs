@@ -13,7 +13,7 @@ use mercury_preflight::vmx::{entry, exit, primary, secondary};
 use proptest::prelude::*;
 
 use super::capture::feature;
-use super::quick::Quick;
+
 use super::vmcs::{self, activity, blocking, event, reason};
 use super::{Area, LeaveGdt, SystemSegment, Vmx, capture, exits, refusal};
 use crate::address::HostPhys;
@@ -22,6 +22,7 @@ use crate::host::entry::Next;
 use crate::machine_check;
 use crate::model::{LINUX_EFER, LINUX_PAT, Model};
 use crate::paging::table::Depth;
+use crate::quick::Quick;
 use crate::x86::{Hardware, RFLAGS_RF, RFLAGS_TF, msr};
 
 const RAX: usize = 0;
