@@ -188,7 +188,7 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
         "until mercury evacuate --status | grep 'has moved to 10.9.0.3: 1 corrected'; do sleep 0.2; done",
     )?;
     // The line is used up, and no other one is there.
-    assert!(spare.run("mercury evacuate")?.stderr.contains("the line was used for the last move"));
+    assert!(spare.run("mercury evacuate")?.stderr.contains("the pairing token was used for the last move"));
     spare.check_next_attach()
 }
 

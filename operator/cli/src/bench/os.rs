@@ -1,5 +1,6 @@
-//! `mercury bench os`: the nine operations of lmbench in both papers' tables, written anew, and two more: each figure is the
-//! median of several samples, and each sample runs long enough for the clock to see it.
+//! `mercury bench os`: the nine operations of lmbench in both papers' tables, written anew, and two
+//! more. Each figure is the median of several samples, and each sample is long enough for the
+//! clock's resolution.
 
 use super::{
     paper::{self, Figures},
@@ -18,25 +19,25 @@ use std::time::{Duration, Instant};
 /// Length of one sample.
 const SAMPLE: Duration = Duration::from_millis(20);
 
-/// One benchmark's result.
+/// The result of one benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Result1 {
     /// Name as `--only` takes it.
     pub name: &'static str,
     /// Microseconds per operation over the samples.
     pub us: Summary,
-    /// The papers' figures for it.
+    /// Figures of the papers for the same operation.
     pub paper: Option<Figures>,
 }
 
-/// All results.
+/// The results of all benchmarks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// In the order of the papers' tables.
+    /// Results in the order of the papers' tables.
     pub benchmarks: Vec<Result1>,
 }
 
-/// A benchmark: how to set it up, and what the papers have beside it.
+/// A benchmark: its setup, and the papers' figures.
 struct Benchmark {
     name: &'static str,
     paper: Option<Figures>,
@@ -105,7 +106,7 @@ fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<R
     Ok(Result1 { name: benchmark.name, us: Summary::of(times), paper: benchmark.paper })
 }
 
-/// How many rounds make a sample.
+/// Returns the number of rounds in a sample.
 fn calibrate(workload: &mut Workload) -> std::io::Result<u64> {
     let mut rounds = 1;
     loop {
@@ -120,7 +121,7 @@ fn calibrate(workload: &mut Workload) -> std::io::Result<u64> {
     }
 }
 
-/// Microseconds per operation, without what the workload itself costs.
+/// Returns the microseconds per operation, without the workload's own overhead.
 fn sample(workload: &mut Workload, rounds: u64) -> std::io::Result<f64> {
     let start = Instant::now();
     (workload.run)(rounds)?;

@@ -1,22 +1,23 @@
-//! Figures of the two papers on Mercury, in microseconds, for printing beside ours.
+//! Figures of the two papers on Mercury, in microseconds, for printing beside those of this
+//! machine.
 //!
-//! * CLUSTER 2007: one 3.0 GHz Pentium 4, 1 GB, Linux 2.6.16, Xen 3.0.2. Its table 1 has lmbench on one processor, its table 2
-//!   five mode switches.
-//! * JCST 2012: two 3.0 GHz Xeons, 2 GB, the same Linux and Xen. Its table 1 has lmbench on one processor, its table 2 on two;
-//!   the mean times of mode switches are in its section 7.4.
+//! * CLUSTER 2007: one 3.0 GHz Pentium 4, 1 GB, Linux 2.6.16, Xen 3.0.2. Its table 1 has lmbench on
+//!   one processor, its table 2 five mode switches.
+//! * JCST 2012: two 3.0 GHz Xeons, 2 GB, the same Linux and Xen. Its table 1 has lmbench on one
+//!   processor, its table 2 on two; the mean times of mode switches are in its section 7.4.
 
 use serde::Serialize;
 
-/// Mode switches, in microseconds.
+/// The times of mode switches, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Switches {
-    /// Native to virtual mode.
+    /// Time from native to virtual mode.
     pub attach_us: f64,
-    /// Virtual to native mode.
+    /// Time from virtual to native mode.
     pub detach_us: f64,
 }
 
-/// CLUSTER 2007, table 2: the means that it prints. Of the five attaches that it lists the mean is 210.324.
+/// CLUSTER 2007, table 2: the printed means. The mean of the five listed attaches is 210.324.
 pub const CLUSTER_2007: Switches = Switches { attach_us: 210.234, detach_us: 59.758 };
 /// JCST 2012, section 7.4.
 pub const JCST_2012: Switches = Switches { attach_us: 220.0, detach_us: 60.0 };
@@ -69,19 +70,19 @@ const fn figures(cluster_2007: [f64; 6], jcst_2012_up: [f64; 6], jcst_2012_smp: 
     }
 }
 
-/// Fork process.
+/// Fork of a process.
 pub const FORK: Figures = figures(
     [93.0, 113.0, 323.0, 323.0, 311.0, 311.0],
     [98.0, 114.0, 482.0, 490.0, 470.0, 471.0],
     [128.0, 148.0, 509.0, 523.0, 501.0, 501.0],
 );
-/// Exec process.
+/// Exec of a process.
 pub const EXEC: Figures = figures(
     [340.0, 392.0, 858.0, 846.0, 830.0, 831.0],
     [372.0, 404.0, 1233.0, 1232.0, 1211.0, 1220.0],
     [449.0, 501.0, 1353.0, 1386.0, 1335.0, 1349.0],
 );
-/// Sh process.
+/// Start of a shell.
 pub const SH: Figures = figures(
     [1089.0, 1220.0, 2174.0, 2158.0, 2080.0, 2082.0],
     [1203.0, 1337.0, 2977.0, 2996.0, 2936.0, 2931.0],
@@ -105,19 +106,19 @@ pub const CTX_16P_64K: Figures = figures(
     [10.30, 12.77, 15.73, 16.27, 15.77, 15.97],
     [11.03, 12.40, 16.17, 16.77, 16.10, 16.60],
 );
-/// Mmap latency.
+/// Latency of mmap.
 pub const MMAP: Figures = figures(
     [3380.0, 3644.0, 7778.0, 7439.0, 8406.0, 8152.0],
     [3724.0, 3995.0, 10_579.0, 11_800.0, 10_867.0, 11_067.0],
     [5449.0, 5731.0, 12_200.0, 13_000.0, 12_433.0, 12_533.0],
 );
-/// Protection fault.
+/// Latency of a protection fault.
 pub const PROTECTION_FAULT: Figures = figures(
     [0.55, 0.61, 0.92, 1.01, 0.97, 0.98],
     [0.61, 0.63, 0.97, 1.17, 1.04, 1.11],
     [0.70, 0.74, 1.13, 1.20, 1.15, 1.18],
 );
-/// Page fault.
+/// Latency of a page fault.
 pub const PAGE_FAULT: Figures = figures(
     [1.19, 1.48, 2.64, 2.66, 2.59, 2.57],
     [1.22, 1.48, 3.09, 3.18, 3.03, 3.10],
@@ -128,7 +129,8 @@ pub const PAGE_FAULT: Figures = figures(
 mod tests {
     use super::*;
 
-    /// Losses that the papers state as percentages in their text hold for the figures of the tables here.
+    /// Losses that the papers state as percentages in their text hold for the figures of the tables
+    /// here.
     #[test]
     fn figures_are_those_of_the_papers() {
         let loss = |row: Row| 1.0 - row.native_us / row.xen_domain_0_us;

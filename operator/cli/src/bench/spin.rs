@@ -1,8 +1,8 @@
-//! A thread on each CPU that does nothing but look at the clock, and the longest time that it could
-//! not although the CPU was its own: whatever a switch costs the work above, this sees it.
+//! A thread on each CPU that does nothing but read the clock, and its longest gap although it had
+//! the CPU. Any cost of a switch for the work above shows in that gap.
 //!
-//! Time in which the scheduler gave the CPU to somebody else is taken out: the thread's own CPU time
-//! stands still in it. Interrupts, and what lies beneath the kernel, stay in.
+//! Time in which the scheduler gave the CPU to another thread is taken out, because the thread's
+//! own CPU time stands still then. Interrupts, and time beneath the kernel, stay in.
 
 use crate::{cpus::CpuSet, tsc};
 use std::{
@@ -13,9 +13,9 @@ use std::{
 /// The longest gap that the thread of one CPU saw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
-    /// TSC ticks between two looks, as far as the thread was on its CPU.
+    /// TSC ticks between two readings, as far as the thread was on its CPU.
     pub ticks: u64,
 }
 
@@ -34,7 +34,7 @@ pub fn during<T>(cpus: &CpuSet, tsc_khz: u64, work: impl FnOnce() -> T) -> (T, V
     })
 }
 
-/// Spins on one CPU until told to stop; `None` if the CPU cannot be had.
+/// Spins on one CPU until told to stop; `None` if the thread cannot be bound to the CPU.
 fn longest_gap(cpu: u32, tsc_khz: u64, stop: &AtomicBool) -> Option<u64> {
     pin(cpu)?;
     let mut since = Since::now(tsc_khz);
@@ -65,8 +65,8 @@ impl Since {
         Self { tsc, cpu_ticks: cpu_ticks(tsc_khz), tsc_khz }
     }
 
-    /// How much of the `gap` that ends at `now` the thread was on its CPU: all the CPU time since, less
-    /// what the looks before the gap have taken.
+    /// Returns the part of the `gap` that ends at `now` during which the thread was on its CPU: all
+    /// CPU time since the start, without that of the readings before the gap.
     fn on_cpu(&self, now: u64, gap: u64) -> u64 {
         let used = cpu_ticks(self.tsc_khz).saturating_sub(self.cpu_ticks);
         let before = now.saturating_sub(gap).saturating_sub(self.tsc);
@@ -74,14 +74,14 @@ impl Since {
     }
 }
 
-/// CPU time of the calling thread, in TSC ticks.
+/// Returns the CPU time of the calling thread, in TSC ticks.
 fn cpu_ticks(tsc_khz: u64) -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     let ns = time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs();
     (u128::from(ns) * u128::from(tsc_khz) / 1_000_000) as u64
 }
 
-/// Keeps the calling thread on one CPU.
+/// Binds the calling thread to one CPU.
 pub fn pin(cpu: u32) -> Option<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu as usize >= rustix::thread::CpuSet::MAX_CPU {
@@ -105,7 +105,7 @@ mod tests {
             .filter(|cpu| allowed.is_set(*cpu as usize))
             .take(1)
             .collect();
-        // Others may have the CPU for a while.
+        // Other threads may have the CPU for a while.
         let ((), gaps) = during(&cpus, 1_000_000, || thread::sleep(std::time::Duration::from_millis(400)));
         assert_eq!(gaps.len(), 1);
         assert!(gaps[0].ticks > 0);

@@ -1,4 +1,5 @@
-//! `mercury bench switch`: attach and detach again and again, with a thread spinning on each CPU.
+//! `mercury bench switch`: attaches and detaches again and again, with a thread spinning on each
+//! CPU.
 
 use super::{
     paper::{self, Switches},
@@ -19,86 +20,81 @@ use mercury_abi::{
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Round trips per CPU: as many as one request may have.
+/// Round trips per CPU: the maximum of one request.
 const ROUND_TRIPS: u32 = 1000;
 
 /// Requests of round trips per CPU; their median is reported.
 const ROUND_TRIP_SAMPLES: usize = 11;
 
-/// What was measured.
+/// The measurements.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Cycles done.
+    /// Number of cycles.
     pub cycles: u32,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
-    /// Switch times with interrupts off.
+    /// Times of attaches with interrupts off.
     pub attach: Times,
-    /// The same for detach.
+    /// Times of detaches with interrupts off.
     pub detach: Times,
-    /// A hypercall into the hypervisor and back, per CPU.
+    /// Round trip of a hypercall, per CPU.
     pub round_trip: Vec<RoundTrip>,
     /// Longest pause of a spinning thread, per CPU.
     pub pauses: Vec<Pause>,
-    /// The papers' figures in microseconds.
+    /// Figures of the papers in microseconds.
     pub paper: PaperTimes,
 }
 
 /// The times of one direction.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Times {
-    /// Per CPU.
+    /// Times of each CPU.
     pub cpus: Vec<CpuTimes>,
-    /// All CPUs together, in microseconds.
+    /// Times of all CPUs together, in microseconds.
     pub all_us: Summary,
-    /// All CPUs together, in TSC ticks.
+    /// Times of all CPUs together, in TSC ticks.
     pub all_ticks: Summary,
 }
 
 /// The times of one CPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CpuTimes {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
-    /// TSC ticks.
     pub ticks: Summary,
-    /// Microseconds.
     pub us: Summary,
 }
 
-/// One CPU's exit and re-entry.
+/// The time of one CPU's exit and re-entry.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RoundTrip {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
     /// TSC ticks, without the measuring loop.
     pub ticks: f64,
-    /// Microseconds.
     pub us: f64,
 }
 
 /// The longest pauses that a thread spinning on one CPU saw.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Pause {
-    /// Linux's number.
+    /// Number of the CPU in Linux.
     pub cpu: u32,
-    /// While the modes were only asked for, as often as they were switched.
+    /// Pause while CPUs were only asked for their modes, as often as they were switched.
     pub asking_us: f64,
-    /// While they were switched.
+    /// Pause while CPUs were switched.
     pub switching_us: f64,
 }
 
-/// The papers' switch times.
+/// The switch times in the papers.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PaperTimes {
-    /// JCST 2012.
     #[serde(flatten)]
     pub jcst_2012: Switches,
-    /// CLUSTER 2007.
     pub cluster_2007: Switches,
 }
 
-/// Ticks per CPU and direction.
+/// The ticks per CPU and direction.
 #[derive(Default)]
 struct Samples {
     attach: BTreeMap<u32, Vec<u64>>,
@@ -106,7 +102,7 @@ struct Samples {
     cycles: u32,
 }
 
-/// Measures `cycles` cycles, or fewer if `stop` says so. All CPUs are native before and after.
+/// Measures `cycles` cycles, or fewer if `stop` returns true. All CPUs are native before and after.
 pub fn measure(driver: &dyn Driver, cycles: u32, stop: &dyn Fn() -> bool) -> Result<Report> {
     let tsc_khz = driver.system()?.tsc_khz;
     let cpus = native_cpus(driver)?;
@@ -128,7 +124,7 @@ pub fn measure(driver: &dyn Driver, cycles: u32, stop: &dyn Fn() -> bool) -> Res
     })
 }
 
-/// The online CPUs, all of which must be native.
+/// Returns the online CPUs, all of which must be native.
 fn native_cpus(driver: &dyn Driver) -> Result<CpuSet> {
     let status = driver.status()?;
     if status.iter().any(|cpu| cpu.mode == MERCURY_MODE_ATTACHED) {
@@ -167,7 +163,7 @@ fn add(samples: &mut BTreeMap<u32, Vec<u64>>, results: &[SwitchResult]) {
     }
 }
 
-/// Attaches once more, measures hypercalls on each CPU, and detaches whatever happens.
+/// Attaches once more, measures hypercalls on each CPU, and detaches in any case.
 fn round_trips(driver: &dyn Driver, cpus: &CpuSet, tsc_khz: u64) -> Result<Vec<RoundTrip>> {
     driver.switch(Direction::Attach, None)?;
     let measured = cpus.iter().map(|cpu| round_trip(driver, cpu, tsc_khz)).collect();

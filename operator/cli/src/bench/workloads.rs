@@ -1,5 +1,5 @@
-//! What the benchmarks do. Unsafe, because this is about processes, mappings and faults; each
-//! function sets up one workload and returns a closure that performs rounds of it.
+//! The workloads of the benchmarks. Unsafe code is needed for processes, mappings and faults. Each
+//! function sets up one workload and returns a closure that runs rounds of it.
 
 use std::{
     io,
@@ -7,26 +7,25 @@ use std::{
     ptr,
 };
 
-/// Bytes of a page.
 const PAGE: usize = 4096;
 
-/// lmbench maps a file of this size …
+/// Size of the file that lmbench maps.
 const MAPPED_BYTES: usize = 64 << 20;
-/// … touches a tenth of it …
+/// Bytes that lmbench touches: a tenth of the file.
 const TOUCHED_BYTES: usize = MAPPED_BYTES / 10;
-/// … at this distance.
+/// Distance between two touches.
 const TOUCH_STRIDE: usize = 16 << 10;
 
 /// Pages of the page-fault workload.
 const FAULT_PAGES: usize = 1024;
 
-/// Something to be done again and again.
+/// A workload that can be repeated.
 pub struct Workload {
-    /// Performs so many rounds.
+    /// Runs so many rounds.
     pub run: Box<dyn FnMut(u64) -> io::Result<()>>,
     /// Operations in a round.
     pub operations_per_round: u64,
-    /// What of the time of an operation is not the operation's, in microseconds.
+    /// Part of an operation's time that does not belong to the operation, in microseconds.
     pub overhead_us: f64,
 }
 
@@ -37,12 +36,12 @@ impl Workload {
     }
 }
 
-/// The result of a system call, or its error.
+/// Returns the result of a system call, or its error.
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// The shortest system call.
+/// Makes the shortest system call.
 pub fn null_call() -> io::Result<Workload> {
     Ok(Workload::new(|| {
         // SAFETY: getppid has no arguments and touches no memory. By number, so that no library
@@ -52,15 +51,15 @@ pub fn null_call() -> io::Result<Workload> {
     }))
 }
 
-/// Forks a child that runs `child` and never returns from it; waits for it and wants status 0.
+/// Forks a child that runs `child` and never returns from it; waits for it and expects status 0.
 fn fork_and_wait(child: impl FnOnce()) -> io::Result<()> {
     let pid = fork_child(child)?;
     wait(pid)
 }
 
 fn fork_child(child: impl FnOnce()) -> io::Result<libc::pid_t> {
-    // SAFETY: the child runs only `child`, which in this module makes nothing but system calls on
-    // memory that was allocated before, and _exit: no lock and no allocator of the parent is used.
+    // SAFETY: the child runs only `child` and _exit. In this module `child` makes only system calls
+    // on memory that was allocated before, so no lock and no allocator of the parent is used.
     let pid = check(unsafe { libc::fork() })?;
     if pid == 0 {
         child();
@@ -72,7 +71,7 @@ fn fork_child(child: impl FnOnce()) -> io::Result<libc::pid_t> {
 
 fn wait(pid: libc::pid_t) -> io::Result<()> {
     let mut status = 0;
-    // SAFETY: waits for our own child; the status is written to a live variable.
+    // SAFETY: waits for a child of this process; the status is written to a live variable.
     while check(unsafe { libc::waitpid(pid, &mut status, 0) })
         .is_err_and(|e| e.kind() == io::ErrorKind::Interrupted)
     {}
@@ -84,17 +83,17 @@ fn exit_child() {
     unsafe { libc::_exit(0) };
 }
 
-/// Fork, exit, wait.
+/// Forks, exits, waits.
 pub fn fork() -> io::Result<Workload> {
     Ok(Workload::new(|| fork_and_wait(exit_child)))
 }
 
-/// Fork, exec of a small program, wait.
+/// Forks, executes a small program, waits.
 pub fn exec() -> io::Result<Workload> {
     Ok(Workload::new(|| fork_and_wait(|| execute(&[c"/bin/true".as_ptr(), ptr::null()]))))
 }
 
-/// Fork, exec of a shell that runs a small program, wait.
+/// Forks, executes a shell that runs a small program, waits.
 pub fn sh() -> io::Result<Workload> {
     let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"/bin/true".as_ptr(), ptr::null()];
     Ok(Workload::new(move || fork_and_wait(|| execute(&arguments))))
@@ -116,7 +115,7 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
 /// Passes a token on.
 fn pass(from: &OwnedFd, to: &OwnedFd, memory: &mut [u64]) -> io::Result<()> {
     let mut token = [0_u8; 1];
-    // SAFETY: one byte into and out of a live buffer, on descriptors that we own.
+    // SAFETY: one byte into and out of a live buffer, on descriptors that `from` and `to` own.
     let read = unsafe { libc::read(from.as_raw_fd(), token.as_mut_ptr().cast(), 1) };
     if read != 1 {
         return Err(io::Error::other("the ring of processes is broken"));
@@ -132,8 +131,8 @@ fn touch(memory: &mut [u64]) {
     std::hint::black_box(memory.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
 }
 
-/// A ring of processes on one CPU, joined by pipes, that hand on a token; each touches `kib` of data
-/// of its own in between. The children end when the ring is broken by closing its pipes.
+/// Makes a ring of processes on one CPU, joined by pipes, that pass a token on; each touches `kib`
+/// of data of its own in between. The children end when the ring is broken by closing its pipes.
 pub fn context_switch(processes: usize, kib: usize) -> io::Result<Workload> {
     let mut memory = vec![1_u64; kib * 128];
     let affinity = rustix::thread::sched_getaffinity(None)?;
@@ -149,7 +148,7 @@ pub fn context_switch(processes: usize, kib: usize) -> io::Result<Workload> {
     Ok(Workload { run: Box::new(run), operations_per_round: processes as u64, overhead_us })
 }
 
-/// A token's way through a pipe to another process, writing and reading included.
+/// Measures a token's way through a pipe to another process, writing and reading included.
 pub fn pipe_latency() -> io::Result<Workload> {
     Ok(Workload { overhead_us: 0.0, ..context_switch(2, 0)? })
 }
@@ -158,14 +157,15 @@ pub fn pipe_latency() -> io::Result<Workload> {
 struct Ring {
     children: Vec<libc::pid_t>,
     pipes: Vec<(OwnedFd, OwnedFd)>,
-    /// Where this process ran before; it goes back there at the end.
+    /// Affinity of this process before, which is put back at the end.
     affinity: rustix::thread::CpuSet,
 }
 
-/// Keeps this process, and the children that it forks from now on, on the CPU where it is.
+/// Binds this process, and the children that it forks from now on, to its present CPU.
 fn stay_here() -> io::Result<()> {
-    // rustix asks the vDSO alone, and panics where this is not in it, as in the newest User Mode Linux.
-    // SAFETY: it has no arguments.
+    // rustix asks only the vDSO, and panics if that lacks the function, as in the newest User Mode
+    // Linux.
+    // SAFETY: the call has no arguments.
     let cpu = unsafe { libc::sched_getcpu() };
     let cpu = usize::try_from(cpu).map_err(|_| io::Error::last_os_error())?;
     let mut here = rustix::thread::CpuSet::new();
@@ -184,10 +184,10 @@ impl Ring {
         fork_child(|| while pass(from, to, memory).is_ok() {})
     }
 
-    /// One token all round.
+    /// Passes one token round the ring.
     fn turn(&self, memory: &mut [u64]) -> io::Result<()> {
         let Some((from, to)) = self.ends(0) else { return Ok(()) };
-        // SAFETY: writes one byte of a literal to a pipe that we own.
+        // SAFETY: writes one byte of a literal to a pipe that this process owns.
         let written = unsafe { libc::write(to.as_raw_fd(), [0_u8].as_ptr().cast(), 1) };
         if written != 1 {
             return Err(io::Error::last_os_error());
@@ -203,7 +203,8 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         for child in &self.children {
-            // SAFETY: our own children, not yet waited for, so the numbers are still theirs.
+            // SAFETY: children of this process that were not waited for yet, so the numbers are
+            // still theirs.
             unsafe { libc::kill(*child, libc::SIGKILL) };
             let _ = wait(*child);
         }
@@ -211,11 +212,12 @@ impl Drop for Ring {
     }
 }
 
-/// What handing a token to oneself costs, touching the data included: not a switch's.
+/// Measures the cost of passing a token to oneself, touching the data included. It is not the cost
+/// of a switch.
 fn pipe_overhead(memory: &mut [u64]) -> io::Result<f64> {
     const PASSES: u32 = 2000;
     let (read, write) = pipe()?;
-    // SAFETY: writes one byte of a literal to a pipe that we own.
+    // SAFETY: writes one byte of a literal to a pipe that this process owns.
     check(unsafe { libc::write(write.as_raw_fd(), [0_u8].as_ptr().cast(), 1) } as i32)?;
     let start = std::time::Instant::now();
     for _ in 0..PASSES {
@@ -224,13 +226,13 @@ fn pipe_overhead(memory: &mut [u64]) -> io::Result<f64> {
     Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(PASSES))
 }
 
-/// A file in memory of so many bytes.
+/// Makes a file in memory of so many bytes.
 fn memory_file(bytes: usize) -> io::Result<OwnedFd> {
-    // SAFETY: the name is a literal; the descriptor that comes back is new and ours.
+    // SAFETY: the name is a literal; the returned descriptor is new and has no other owner.
     let file = unsafe {
         OwnedFd::from_raw_fd(check(libc::memfd_create(c"mercury-bench".as_ptr(), libc::MFD_CLOEXEC))?)
     };
-    // SAFETY: sets the length of a file that we own.
+    // SAFETY: sets the length of a file that this process owns.
     check(unsafe { libc::ftruncate(file.as_raw_fd(), bytes as libc::off_t) })?;
     Ok(file)
 }
@@ -271,12 +273,12 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly what `new` mapped, and nothing points into it any more.
+        // SAFETY: exactly the mapping that `new` made, and no pointer into it is left.
         unsafe { libc::munmap(self.base.cast(), self.bytes) };
     }
 }
 
-/// Map a file, touch some of it, unmap it.
+/// Maps a file, touches some of it, unmaps it.
 pub fn map_file() -> io::Result<Workload> {
     let file = memory_file(MAPPED_BYTES)?;
     Ok(Workload::new(move || {
@@ -286,8 +288,8 @@ pub fn map_file() -> io::Result<Workload> {
     }))
 }
 
-/// First touch of pages that are in memory but not mapped. Mapping and unmapping, which a round
-/// needs too, is measured apart and taken off.
+/// Touches pages that are in memory but not mapped. A round also needs a mapping and an unmapping,
+/// which are measured apart and subtracted.
 pub fn page_fault() -> io::Result<Workload> {
     let file = memory_file(FAULT_PAGES * PAGE)?;
     let touch_all = |mapping: &Mapping| order().for_each(|page| mapping.write(page * PAGE));
@@ -300,12 +302,13 @@ pub fn page_fault() -> io::Result<Workload> {
     Ok(Workload { operations_per_round: FAULT_PAGES as u64, overhead_us, ..round })
 }
 
-/// All pages in an order that no readahead guesses: a stride that shares no factor with their number.
+/// Returns all pages in an order that no readahead guesses: a stride that shares no factor with
+/// their number.
 fn order() -> impl Iterator<Item = usize> {
     (0..FAULT_PAGES).map(|index| index * 389 % FAULT_PAGES)
 }
 
-/// What mapping and unmapping costs, spread over the pages of a round.
+/// Measures the cost of mapping and unmapping, spread over the pages of a round.
 fn mapping_overhead(file: &OwnedFd) -> io::Result<f64> {
     const ROUNDS: u32 = 200;
     let start = std::time::Instant::now();
@@ -315,8 +318,8 @@ fn mapping_overhead(file: &OwnedFd) -> io::Result<f64> {
     Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(ROUNDS) / FAULT_PAGES as f64)
 }
 
-/// A write to a page that may only be read: fault, signal, return. lmbench takes off what sending
-/// oneself a signal costs; on a processor of today that is more than the fault, so it stays in.
+/// Writes to a page that may only be read: fault, signal, return. lmbench subtracts the cost of a
+/// signal to oneself; on a present processor that is more than the fault, so it stays in.
 pub fn protection_fault() -> io::Result<Workload> {
     let page = Mapping::new(PAGE, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)?;
     let handler = SkipFaults::install();
@@ -331,21 +334,23 @@ pub fn protection_fault() -> io::Result<Workload> {
 const FAULTING_WRITE_BYTES: i64 = 3;
 
 fn faulting_write(address: *mut u8) {
-    // SAFETY: `mov byte ptr [rdi], 0` (C6 07 00) on a page of ours that is mapped read-only. It
-    // faults, and the handler that is installed meanwhile continues behind it; memory and registers
-    // stay as they are.
+    // SAFETY: `mov byte ptr [rdi], 0` (C6 07 00) on a page of this process that is mapped
+    // read-only. It faults, and the handler that is installed meanwhile continues after it; memory
+    // and registers stay as they are.
     unsafe {
         std::arch::asm!(".byte 0xc6, 0x07, 0x00", in("rdi") address, options(nostack, preserves_flags))
     };
 }
 
-/// While this lives, SIGSEGV continues behind the faulting instruction of [`faulting_write`].
+/// A guard during whose life SIGSEGV continues after the faulting instruction of
+/// [`faulting_write`].
 struct SkipFaults {
     before: libc::sigaction,
 }
 
 extern "C" fn skip(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a SA_SIGINFO handler a valid ucontext; nobody else looks at it now.
+    // SAFETY: the kernel hands a SA_SIGINFO handler a valid ucontext, and no other code uses it
+    // now.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
     if let Some(rip) = context.uc_mcontext.gregs.get_mut(libc::REG_RIP as usize) {
         *rip += FAULTING_WRITE_BYTES;
@@ -366,7 +371,7 @@ impl SkipFaults {
 
 impl Drop for SkipFaults {
     fn drop(&mut self) {
-        // SAFETY: puts back what the kernel returned.
+        // SAFETY: puts back the action that the kernel returned.
         unsafe { libc::sigaction(libc::SIGSEGV, &self.before, ptr::null_mut()) };
     }
 }

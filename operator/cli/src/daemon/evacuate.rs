@@ -1,4 +1,4 @@
-//! `mercury evacuate`: gives the daemon its order, or asks what it is at.
+//! `mercury evacuate`: gives the daemon its order, or asks for its state.
 
 use super::order::{Answer, Order};
 use crate::{
@@ -14,13 +14,14 @@ use std::{
     time::Duration,
 };
 
-/// How long the daemon may take for its answer.
+/// Time for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Gives the order; does not wait for what comes of it.
+/// Gives the order without waiting for the move.
 ///
 /// # Errors
-/// If there is no daemon, or it does not take the order.
+///
+/// Returns an error if there is no daemon, or it refuses the order.
 pub fn run(args: &EvacuateArgs, say: Say<'_>) -> Result<Exit> {
     commands::need_root("evacuate")?;
     let order = if args.status { Order::Status {} } else { Order::Evacuate { reason: args.reason.clone() } };
@@ -28,17 +29,18 @@ pub fn run(args: &EvacuateArgs, say: Say<'_>) -> Result<Exit> {
     match &answer.refused {
         Some(why) => {
             let exit = if answer.busy { Exit::Busy } else { Exit::Failed };
-            Err(Error::new(exit, format!("mercuryd does not take the order: {why}"))
-                .hint("`mercury evacuate --status` says what the daemon is at"))
+            Err(Error::new(exit, format!("mercuryd refuses the order: {why}"))
+                .hint("`mercury evacuate --status` shows the daemon's state"))
         }
         None => Ok(say.done(&answer)),
     }
 }
 
-/// One order, one answer.
+/// Sends an order and returns the answer.
 ///
 /// # Errors
-/// If nobody listens, or nobody answers.
+///
+/// Returns an error if no daemon listens, or it does not answer.
 pub fn ask(socket: &Path, order: &Order) -> io::Result<Answer> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -51,7 +53,8 @@ pub fn ask(socket: &Path, order: &Order) -> io::Result<Answer> {
 }
 
 fn no_daemon(socket: &Path, error: &io::Error) -> Error {
-    Error::new(Exit::State, format!("no answer from mercuryd at {}: {error}", socket.display()))
-        .hint("`systemctl start mercuryd` starts it, once MERCURY_SPARE=HOST is in /etc/default/mercuryd and the spare's line in \
-             /etc/mercury/spare.key")
+    Error::new(Exit::State, format!("no answer from mercuryd at {}: {error}", socket.display())).hint(
+        "`systemctl start mercuryd` starts it, if MERCURY_SPARE=HOST is in /etc/default/mercuryd \
+             and the destination's pairing token is in /etc/mercury/spare.key",
+    )
 }

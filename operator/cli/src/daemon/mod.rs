@@ -1,9 +1,12 @@
-//! `mercury daemon`, which the unit mercuryd runs: waits for the order to leave this machine, from its socket
-//! (`mercury evacuate`) or as SIGUSR1, and then moves it to the spare that it was told of.
+//! `mercury daemon`, the program of the unit mercuryd: waits for the order to move this machine,
+//! from its socket (`mercury evacuate`) or as SIGUSR1, and then moves it to its configured
+//! destination.
 //!
-//! Whoever foresees that a machine will fail (counters of memory errors, Slurm's HealthCheckProgram) need not know where
-//! to, nor any secret. The move itself is `mercury migrate`, as a process of its own. Both processes move along: the daemon
-//! that has arrived says so, and waits for the next order, for which it wants another spare's line.
+//! A script that foresees a failure of the machine (counters of memory errors, Slurm's
+//! HealthCheckProgram) needs neither the destination nor any secret. The move itself is `mercury
+//! migrate`, as a process of its own. Both processes move with the machine. The daemon that has
+//! arrived reports it and waits for the next order, for which it needs another destination's
+//! pairing token.
 
 pub mod evacuate;
 pub mod order;
@@ -38,9 +41,9 @@ use std::{
     time::Duration,
 };
 
-/// How often it looks for signals, and whether a move has ended.
+/// Interval at which signals and the end of a move are checked.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-/// How long a client may take for its line, and for reading the answer.
+/// Time for a client to send its line, and to read the answer.
 const CLIENT: Duration = Duration::from_secs(2);
 
 static SIGNALLED: AtomicBool = AtomicBool::new(false);
@@ -49,17 +52,18 @@ extern "C" fn remember(_: i32) {
     SIGNALLED.store(true, Ordering::Relaxed);
 }
 
-/// What moves this machine: to this host, with this line. An error says why it is still here.
+/// A function that moves this machine to a host with a pairing token. Its error says why the
+/// machine is still here.
 type Mover = Arc<dyn Fn(&str, &str) -> Moved + Send + Sync>;
 /// The outcome of a move.
 type Moved = std::result::Result<(), Failure>;
 
-/// Why a machine has not moved.
+/// The reason why a machine has not moved.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 struct Failure {
     #[serde(rename = "message")]
     why: String,
-    /// The code of a refusal.
+    /// Code of a refusal.
     #[serde(default)]
     code: Option<String>,
 }
@@ -70,7 +74,7 @@ impl From<&str> for Failure {
     }
 }
 
-/// Says what the daemon does, to the journal with fields.
+/// Reports an action of the daemon, to the journal with fields.
 fn tell(priority: Priority, text: &str, event: &str, fields: &[(&'static str, &str)]) {
     let event = [("MERCURY_EVENT", event)];
     let fields = event.iter().chain(fields).map(|(name, value)| (*name, (*value).to_owned()));
@@ -80,7 +84,8 @@ fn tell(priority: Priority, text: &str, event: &str, fields: &[(&'static str, &s
 /// Runs until it is told to end.
 ///
 /// # Errors
-/// If there is another one, or the socket cannot be made.
+///
+/// Returns an error if another daemon runs, or the socket cannot be made.
 pub fn run(args: &DaemonArgs) -> Result<Exit> {
     commands::need_root("daemon")?;
     let deferred = Deferred::begin();
@@ -97,7 +102,8 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
 }
 
 fn watch_for_signals() {
-    // SAFETY: all zeroes is a valid sigaction; the handler only stores to an atomic, which is async-signal-safe.
+    // SAFETY: all zeroes is a valid sigaction; the handler only stores to an atomic, which is
+    // async-signal-safe.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = remember as *const () as usize;
@@ -117,7 +123,7 @@ impl Daemon<'_> {
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
             self.look_after_the_move();
-            // A move ends by itself, or by the signal that it was sent as well.
+            // A move ends by itself, or by the signal, which it got as well.
             if wants_to_end() && self.moving.is_none() {
                 return Ok(());
             }
@@ -138,7 +144,7 @@ impl Daemon<'_> {
         }
     }
 
-    /// One order, one answer. Who says nothing is waited for no longer than two seconds.
+    /// Handles one order. A silent client is waited for no longer than two seconds.
     fn attend_to(&mut self, client: &UnixStream) -> io::Result<()> {
         client.set_nonblocking(false)?;
         client.set_read_timeout(Some(CLIENT))?;
@@ -147,7 +153,7 @@ impl Daemon<'_> {
         BufReader::new(client.take(LINE_MAX)).read_line(&mut line)?;
         let answer = match serde_json::from_str(&line) {
             Ok(order) => self.answer(order),
-            Err(error) => Answer::refused(&self.desk, format!("this is no order: {error}")),
+            Err(error) => Answer::refused(&self.desk, format!("this is not an order: {error}")),
         };
         let mut text = serde_json::to_string(&answer)?;
         text.push('\n');
@@ -164,7 +170,7 @@ impl Daemon<'_> {
         match begun {
             Ok(line) => {
                 let reason = order::printable(&reason);
-                let text = format!("this machine is to leave for {to}: {reason}");
+                let text = format!("this machine is to move to {to}: {reason}");
                 tell(
                     Priority::Notice,
                     &text,
@@ -176,7 +182,7 @@ impl Daemon<'_> {
             }
             Err(why) => {
                 let reason = order::printable(&reason);
-                let text = format!("not leaving ({reason}): {why}");
+                let text = format!("not moving ({reason}): {why}");
                 tell(
                     Priority::Error,
                     &text,
@@ -199,7 +205,7 @@ impl Daemon<'_> {
         let Some(moving) = self.moving.as_ref() else { return };
         let ended = match moving.try_recv() {
             Ok(ended) => ended,
-            Err(TryRecvError::Disconnected) => Err("whoever moves it has crashed".into()),
+            Err(TryRecvError::Disconnected) => Err("the thread that moves it has crashed".into()),
             Err(TryRecvError::Empty) => return,
         };
         let to = self.args.to.as_str();
@@ -220,12 +226,13 @@ impl Daemon<'_> {
     }
 }
 
-/// The receiver's line. It is a secret, and it is read for each order: an operator may have put another spare's there.
+/// Reads the pairing token. It is a secret, and it is read for each order, because an operator may
+/// have replaced it.
 fn read_line(file: &Path) -> std::result::Result<String, String> {
     let failed = |why: String| format!("{}: {why}", file.display());
     let status = fs::metadata(file).map_err(|error| failed(error.to_string()))?;
     if status.mode() & 0o077 != 0 {
-        return Err(failed(format!("others than root may read it: chmod 600 {}", file.display())));
+        return Err(failed(format!("users other than root may read it: chmod 600 {}", file.display())));
     }
     let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
     let line = text.split_whitespace().last().unwrap_or_default();
@@ -233,7 +240,7 @@ fn read_line(file: &Path) -> std::result::Result<String, String> {
     Ok(line.to_owned())
 }
 
-/// Moves by `mercury migrate`, which gets the line where `ps` does not show it.
+/// Moves by `mercury migrate`, which gets the pairing token by a way that `ps` does not show.
 fn migrate(host: &str, line: &str, options: &[String]) -> Moved {
     let failed = |error: io::Error| Failure { why: format!("mercury migrate: {error}"), code: None };
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
@@ -251,7 +258,8 @@ fn migrate(host: &str, line: &str, options: &[String]) -> Moved {
     if output.status.success() { Ok(()) } else { Err(failure_of(&output)) }
 }
 
-/// The failure that `mercury migrate --json` has printed last; without one, what it said on standard error.
+/// Returns the failure that `mercury migrate --json` has printed last; without one, the text of
+/// standard error.
 fn failure_of(output: &Output) -> Failure {
     #[derive(Deserialize)]
     struct Said {
@@ -263,14 +271,15 @@ fn failure_of(output: &Output) -> Failure {
     said.map_or_else(|| String::from_utf8_lossy(&output.stderr).trim().into(), |said| said.error)
 }
 
-/// The socket is root's alone. One that nobody listens at was left by a daemon that was killed.
+/// Listens at the socket, which only root may use. A socket without a listener was left by a killed
+/// daemon.
 fn listen(path: &Path) -> Result<UnixListener> {
     let failed = |error: io::Error| {
-        Error::new(Exit::Failed, format!("orders cannot be taken at {}: {error}", path.display()))
+        Error::new(Exit::Failed, format!("orders cannot be received at {}: {error}", path.display()))
             .hint("name another place for the socket with --socket, in a folder where root can write")
     };
     if UnixStream::connect(path).is_ok() {
-        return Err(Error::new(Exit::Busy, format!("another daemon takes orders at {}", path.display()))
+        return Err(Error::new(Exit::Busy, format!("another daemon receives orders at {}", path.display()))
             .hint("`systemctl stop mercuryd` ends the system's own"));
     }
     if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
@@ -324,7 +333,7 @@ mod tests {
         line.to_string()
     }
 
-    /// A daemon whose moves end as the test says.
+    /// Runs a daemon whose moves end as the test says.
     fn with_daemon(name: &str, test: impl FnOnce(&Folder, &Path, &Sender<Moved>)) {
         let folder = Folder::new(name);
         let socket = folder.0.join("run/control");
@@ -352,7 +361,7 @@ mod tests {
         evacuate::ask(socket, &Order::Evacuate { reason: reason.into() }).unwrap()
     }
 
-    /// The state that it comes to.
+    /// Waits for a state of the daemon.
     fn wait_for(socket: &Path, wanted: fn(&State) -> bool) -> State {
         for _ in 0..100 {
             let state = evacuate::ask(socket, &Order::Status {}).unwrap().state;
@@ -393,7 +402,7 @@ mod tests {
             assert!(
                 matches!(&failed, State::Failed { why, reason, .. } if why == "no connection" && reason == "errors")
             );
-            // The line may still be good: nothing was taken in.
+            // The pairing token may still be valid, because no machine has arrived.
             assert!(evacuate(socket, "errors").refused.is_none());
             end.send(Ok(())).unwrap();
             wait_for(socket, |state| matches!(state, State::Moved { .. }));

@@ -1,78 +1,67 @@
-//! Orders and answers, a line of JSON each, and what the daemon makes of them.
+//! Orders and answers, a line of JSON each, and the daemon's state.
 
 use crate::output::{Render, Text};
 use serde::{Deserialize, Serialize};
 
-/// No order is longer, in bytes.
+/// Longest order in bytes.
 pub const LINE_MAX: u64 = 4096;
-/// No reason is repeated further, in characters.
+/// Longest part of a reason that is repeated, in characters.
 const REASON_MAX: usize = 200;
 
-/// What a client wants.
+/// An order of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Order {
-    /// To know what the daemon is at.
+    /// Report the daemon's state.
     Status {},
-    /// This machine is to leave.
+    /// Move this machine.
     Evacuate {
-        /// Why, for those who read about it.
+        /// Reason, for people who read about the move.
         reason: String,
     },
 }
 
-/// What the daemon is at.
+/// The state of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum State {
-    /// Nothing was ordered yet.
+    /// There was no order yet.
     #[default]
     Waiting,
-    /// This machine moves.
-    Evacuating {
-        /// Why.
-        reason: String,
-        /// Where to.
-        to: String,
-    },
-    /// It has moved: this is the machine that has arrived.
-    Moved {
-        /// Why.
-        reason: String,
-        /// Where to.
-        to: String,
-    },
-    /// It has not, and goes on as before.
+    /// The machine is moving.
+    Evacuating { reason: String, to: String },
+    /// The machine has moved: this is the machine that has arrived.
+    Moved { reason: String, to: String },
+    /// The machine has not moved, and goes on as before.
     Failed {
-        /// Why it was to.
+        /// Reason for the order.
         reason: String,
-        /// Where to.
         to: String,
-        /// Why it has not.
+        /// Reason why it has not moved.
         why: String,
     },
 }
 
-/// What a client is told.
+/// The answer to a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
-    /// What the daemon is at now.
+    /// State of the daemon now.
     #[serde(flatten)]
     pub state: State,
-    /// Why the order was not taken.
+    /// Reason why the order was refused.
     pub refused: Option<String>,
-    /// It was not taken because another one is being carried out.
+    /// True if the order was refused because another one is being carried out.
     pub busy: bool,
 }
 
 impl Answer {
-    /// The order was taken.
+    /// Makes the answer to an accepted order.
     #[must_use]
     pub fn taken(desk: &Desk) -> Self {
         Self { state: desk.state.clone(), refused: None, busy: false }
     }
 
-    /// It was not.
+    /// Makes the answer to a refused order.
     #[must_use]
     pub fn refused(desk: &Desk, why: String) -> Self {
         let busy = matches!(desk.state, State::Evacuating { .. });
@@ -93,32 +82,35 @@ impl Render for Answer {
     }
 }
 
-/// The state, and what the next order has to be measured by.
+/// The daemon's state, with the data for judging the next order.
 #[derive(Debug, Default)]
 pub struct Desk {
     state: State,
-    /// The line of the move that is going on or was the last to succeed.
+    /// Pairing token of the move that is under way or was the last to succeed.
     line: Option<String>,
 }
 
 impl Desk {
-    /// An order to leave is carried out from here on.
+    /// Begins to carry an order out.
     ///
     /// # Errors
-    /// Why it is not.
+    ///
+    /// Returns the reason for a refusal.
     pub fn begin(&mut self, reason: &str, to: &str, line: &str) -> Result<(), String> {
         if matches!(self.state, State::Evacuating { .. }) {
             return Err("this machine is moving already".into());
         }
         if self.line.as_deref() == Some(line) {
-            return Err("the line was used for the last move: put that of another spare into the file".into());
+            return Err("the pairing token was used for the last move: put that of another destination \
+                into the file"
+                .into());
         }
         self.line = Some(line.into());
         self.state = State::Evacuating { reason: printable(reason), to: to.into() };
         Ok(())
     }
 
-    /// It was carried out, or not. A line that was not used up may be tried again.
+    /// Records the end of a move. A pairing token that was not used up may be tried again.
     pub fn end(&mut self, ended: Result<(), String>) {
         let State::Evacuating { reason, to } = std::mem::take(&mut self.state) else { return };
         self.state = match ended {
@@ -131,7 +123,7 @@ impl Desk {
     }
 }
 
-/// A reason as it can be put into a log.
+/// Makes a reason printable for a log.
 #[must_use]
 pub fn printable(reason: &str) -> String {
     reason.chars().map(|c| if c.is_control() { ' ' } else { c }).take(REASON_MAX).collect()

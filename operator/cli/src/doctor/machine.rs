@@ -1,4 +1,4 @@
-//! Everything that doctor looks at, read once, so that judging it is a pure function.
+//! The facts that doctor judges, read once, so that judging them is a pure function.
 
 use crate::{
     cpus::CpuSet,
@@ -17,87 +17,86 @@ use mercury_abi::{
 };
 use std::{arch::x86_64::__cpuid_count, path::PathBuf};
 
-/// The EFI variable that says whether Secure Boot is on: four bytes of attributes, then the value.
+/// EFI variable with the state of Secure Boot: four bytes of attributes, then the value.
 const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
 
-/// Blocks of this order (32 pages, 128 KiB) are the largest that a load needs: for the image.
+/// Order of the largest blocks that a load needs: 32 pages (128 KiB), for the image.
 pub const IMAGE_ORDER: usize = 5;
 
-/// The operations that doctor asks for.
+/// Operations that doctor checks.
 const ANSWERED: [Operation; 4] =
     [Operation::Checkpoint, Operation::PowerOff, Operation::Snapshot, Operation::Migrate];
 
-/// What the driver said.
+/// The answer of the driver.
 #[derive(Clone, Debug)]
 pub enum Asked {
-    /// It answered.
+    /// The driver answered.
     Answered {
         /// Facts of each online CPU, as if it were native.
         facts: Vec<CpuFacts>,
-        /// Whether the hypervisor is in memory already.
+        /// True if the hypervisor is in memory already.
         hypervisor_loaded: bool,
-        /// The CPUs that are attached now.
+        /// CPUs that are attached now.
         attached: CpuSet,
-        /// Why no other snapshot of memory can be made now.
+        /// Reason why no other snapshot of memory can be made now.
         snapshot: Option<Code>,
     },
-    /// It could not be asked.
+    /// The driver could not be asked.
     Unavailable(Error),
 }
 
-/// A machine as doctor sees it.
+/// The facts about a machine.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// `uname -r`.
+    /// Release of the kernel, as `uname -r` prints it.
     pub release: String,
-    /// Whether this process may load modules.
+    /// True if this process may load modules.
     pub root: bool,
-    /// What the driver said.
+    /// Answer of the driver.
     pub asked: Asked,
-    /// CPUID leaves as user space sees them, of whatever CPU this ran on.
+    /// CPUID leaves as user space sees them, on any CPU.
     pub cpuid: CpuFacts,
-    /// Offline CPUs.
     pub offline: CpuSet,
     /// Modules that use hardware virtualization.
     pub holders: Vec<Module>,
-    /// What KVM runs virtual machines with above which a CPU does not stay attached; empty if there are none.
+    /// Features of KVM that make a CPU detach when it runs a virtual machine with them; empty if
+    /// there are no virtual machines.
     pub kvm_departs: Vec<&'static str>,
-    /// KVM takes the hardware as soon as it is loaded; `None` where the parameter does not exist.
+    /// True if KVM takes the hardware as soon as it is loaded; `None` if the parameter does not
+    /// exist.
     pub kvm_enables_at_load: Option<bool>,
-    /// How far the kernel is locked down.
+    /// Mode of kernel lockdown.
     pub lockdown: Option<lockdown::Mode>,
-    /// Whether Secure Boot is on.
+    /// True if Secure Boot is on.
     pub secure_boot: Option<bool>,
-    /// Whether the kernel insists on signed modules.
+    /// True if the kernel accepts only signed modules.
     pub signatures_enforced: Option<bool>,
-    /// The driver is in the kernel.
+    /// True if the driver is in the kernel.
     pub driver_loaded: bool,
-    /// Where the driver is installed for this kernel.
+    /// File of the driver for this kernel, if it is installed.
     pub driver_file: Option<PathBuf>,
-    /// The headers of the running kernel are installed.
+    /// True if the headers of the running kernel are installed.
     pub headers: bool,
-    /// A kernel for kexec is loaded.
+    /// True if a kernel for kexec is loaded.
     pub kexec_loaded: bool,
-    /// A crash kernel is loaded.
+    /// True if a crash kernel is loaded.
     pub crash_kernel_loaded: bool,
     /// Active live patches.
     pub livepatches: Vec<String>,
-    /// The kernel debugger is configured.
+    /// True if the kernel debugger is configured.
     pub kgdb: bool,
-    /// IOMMUs.
     pub iommus: usize,
-    /// The kernel's command line.
     pub command_line: String,
-    /// Free blocks of [`IMAGE_ORDER`].
+    /// Number of free blocks of [`IMAGE_ORDER`].
     pub free_blocks: Option<u64>,
-    /// What speaks against each operation on the whole machine; `None`: only root can ask.
+    /// Reasons against each operation on the whole machine; `None` if this process is not root.
     pub answers: Option<Vec<(Operation, Vec<Answer>)>>,
-    /// Whether local file systems are mounted for writing.
+    /// True if local file systems are mounted for writing.
     pub local_disks: bool,
 }
 
 impl Machine {
-    /// Reads this machine. Loads the driver for it if it can, and removes it again.
+    /// Reads this machine. Loads the driver if that is possible, and removes it again.
     #[must_use]
     pub fn read(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Self {
         let root = rustix::process::geteuid().is_root();
@@ -108,7 +107,7 @@ impl Machine {
         Self { root, asked, driver_loaded, answers, ..Self::read_files(module, sysroot) }
     }
 
-    /// Everything that is in files.
+    /// Reads all facts that are in files.
     fn read_files(file: Option<&std::path::Path>, sysroot: &Sysroot) -> Self {
         let release = release();
         let flag = |path: &str| sysroot.flag(path);
@@ -141,20 +140,21 @@ impl Machine {
         }
     }
 
-    /// Major and minor version of the kernel as a Linux version code; 0 if it cannot be read.
+    /// Returns major and minor version of the kernel as a Linux version code; 0 if it cannot be
+    /// read.
     #[must_use]
     pub fn kernel_version(&self) -> u64 {
         version_code(&self.release).unwrap_or(0)
     }
 }
 
-/// `uname -r`.
+/// Returns the kernel's release, as `uname -r` prints it.
 #[must_use]
 pub fn release() -> String {
     rustix::system::uname().release().to_string_lossy().into_owned()
 }
 
-/// `6.1.0-13-amd64` as a Linux version code.
+/// Converts a release such as `6.1.0-13-amd64` to a Linux version code.
 #[must_use]
 pub fn version_code(release: &str) -> Option<u64> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u64>);
@@ -162,12 +162,12 @@ pub fn version_code(release: &str) -> Option<u64> {
     Some(major << 16 | minor.min(255) << 8)
 }
 
-/// Asks the driver, putting it in for that if need be.
+/// Asks the driver, and loads it for that if needed.
 fn ask(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Result<Asked> {
     let inserted = rustix::process::geteuid().is_root() && module::insert(module, sysroot)?;
     let asked = Device::open(Access::Observe).and_then(|device| ask_device(&device, sysroot));
     if inserted {
-        // Somebody may have begun to use it meanwhile; then it stays.
+        // Another process may have begun to use the driver; then it stays.
         let _ = module::remove();
     }
     asked
@@ -176,7 +176,8 @@ fn ask(module: Option<&std::path::Path>, sysroot: &Sysroot) -> Result<Asked> {
 fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     let system = driver.system()?;
     let loaded = system.state != MERCURY_STATE_UNLOADED;
-    // One that has loaded nothing is asked as well: what an earlier driver left beneath would answer.
+    // A driver that has loaded nothing asks the CPUs as well, because a hypervisor that an earlier
+    // driver left behind would answer.
     let attached =
         driver.status()?.iter().filter(|cpu| cpu.mode == MERCURY_MODE_ATTACHED).map(|cpu| cpu.cpu).collect();
     let mut facts = Vec::new();
@@ -187,12 +188,12 @@ fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
     Ok(Asked::Answered { facts, hypervisor_loaded: loaded, attached, snapshot })
 }
 
-/// What a CPU looks like once it is native, or is.
+/// Returns the facts of a CPU as if it were native.
 fn without_mercury(facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
     if attached.contains(facts.cpu) { mercury_preflight::as_if_native(&facts) } else { facts }
 }
 
-/// What CPUID says without a driver. Everything else stays zero.
+/// Reads CPUID without a driver. Everything else stays zero.
 #[must_use]
 pub fn cpuid_facts() -> CpuFacts {
     let leaf = |number: u32, subleaf: u32| {
@@ -255,7 +256,7 @@ mod tests {
         let one: CpuSet = [1].into_iter().collect();
         assert!(mercury_preflight::check(&without_mercury(facts, &one)).is_empty());
         assert!(!mercury_preflight::check(&without_mercury(facts, &CpuSet::default())).is_empty());
-        // What somebody else left there is reported, attached or not.
+        // A value of another hypervisor is reported, attached or not.
         facts.vm_hsave_pa = 0x1000;
         let found = mercury_preflight::check(&without_mercury(facts, &one));
         let codes: Vec<_> = found.iter().map(|finding| finding.code).collect();

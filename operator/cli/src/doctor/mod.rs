@@ -1,9 +1,10 @@
-//! `mercury doctor`: what attach will say, before it is asked; and what only user space can see.
+//! `mercury doctor`: predicts the result of attach, and adds the facts that only user space can
+//! see.
 //!
 //! * [`machine`]: reads everything, judges nothing;
 //! * [`processor`]: attach's own checks on every CPU, and the CPUs against each other;
 //! * [`system`]: kernel, driver, signing, other hypervisors, memory;
-//! * [`operations`]: what would be refused of checkpoint, snapshot and migrate on this machine as it is;
+//! * [`operations`]: the reasons against checkpoint, snapshot and migrate on this machine as it is;
 //! * this file: the items, and the verdict.
 
 pub mod machine;
@@ -20,17 +21,16 @@ use crate::{
 use machine::Machine;
 use serde::Serialize;
 
-/// How one check ended, from good to bad.
+/// The result of a check, from good to bad.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grade {
-    /// In order.
     Ok,
-    /// Good to know.
+    /// A fact that is good to know.
     Note,
-    /// Attach goes on, but somebody should look.
+    /// Attach goes on, but the operator should look at this.
     Warning,
-    /// Could not be checked.
+    /// The check could not be made.
     CannotTell,
     /// Attach will be refused.
     Refused,
@@ -39,31 +39,31 @@ pub enum Grade {
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Item {
-    /// What was checked.
+    /// Name of the check.
     pub check: &'static str,
-    /// How it ended.
+    /// Result of the check.
     pub grade: Grade,
-    /// What was found.
+    /// Finding of the check.
     pub text: String,
-    /// What to do about it.
+    /// Remedy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,
-    /// The code that attach would give.
+    /// Code with which attach would refuse.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<&'static str>,
-    /// The CPUs concerned, if not all.
+    /// CPUs that have the finding, if not all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpus: Option<String>,
 }
 
 impl Item {
-    /// A check that ended with `grade`.
+    /// Makes an item that ended with `grade`.
     #[must_use]
     pub fn new(check: &'static str, grade: Grade, text: impl Into<String>) -> Self {
         Self { check, grade, text: text.into(), hint: None, code: None, cpus: None }
     }
 
-    /// The same with something to do.
+    /// Adds a remedy.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
@@ -71,7 +71,7 @@ impl Item {
     }
 }
 
-/// What doctor found.
+/// The findings of doctor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// `yes`, `no` or `unknown`.
@@ -87,9 +87,9 @@ pub struct Report {
 /// The checks for one operation on the whole machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Section {
-    /// `checkpoint`, `snapshot` or `migrate`.
+    /// Name: `checkpoint`, `snapshot` or `migrate`.
     pub operation: &'static str,
-    /// `yes`, `no` or `unknown`.
+    /// Verdict: `yes`, `no` or `unknown`.
     pub possible: &'static str,
     /// Checks, one a line.
     pub items: Vec<Item>,
@@ -104,7 +104,7 @@ pub fn examine(machine: &Machine, quiet: bool) -> Report {
     Report { can_attach, items, operations, quiet }
 }
 
-/// Says whether something is possible, by the worst of its checks.
+/// Returns the verdict by the worst of the checks.
 fn verdict_of(items: &[Item]) -> &'static str {
     match items.iter().map(|item| item.grade).max().unwrap_or(Grade::CannotTell) {
         Grade::Refused => "no",
@@ -114,7 +114,7 @@ fn verdict_of(items: &[Item]) -> &'static str {
 }
 
 impl Report {
-    /// The exit status: done only if attach will work.
+    /// Returns the exit status: done only if attach will work.
     #[must_use]
     pub fn exit(&self) -> Exit {
         if self.can_attach == "yes" { Exit::Done } else { Exit::Impossible }
@@ -123,11 +123,8 @@ impl Report {
     fn verdict(&self, to: &Text) -> String {
         match self.can_attach {
             "yes" => to.tone(Tone::Good, "This machine can attach: `mercury attach`"),
-            "no" => to.tone(Tone::Bad, "This machine cannot attach as it is: see what is refused above"),
-            _ => to.tone(
-                Tone::Doubtful,
-                "Nothing speaks against attaching, but not everything could be checked",
-            ),
+            "no" => to.tone(Tone::Bad, "This machine cannot attach as it is: see the refusals above"),
+            _ => to.tone(Tone::Doubtful, "Nothing prevents attaching, but not every check could be made"),
         }
     }
 }
@@ -164,7 +161,7 @@ impl Section {
         match self.possible {
             "yes" => to.tone(Tone::Good, &format!("`mercury {operation}` is possible")),
             "no" => to.tone(Tone::Bad, &format!("`mercury {operation}` would be refused as this machine is")),
-            _ => to.tone(Tone::Doubtful, &format!("`mercury {operation}`: not everything could be checked")),
+            _ => to.tone(Tone::Doubtful, &format!("`mercury {operation}`: not every check could be made")),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What would be refused of the operations on the whole machine, as it is now: the same questions as the commands ask.
+//! Predicted refusals of the operations on the whole machine, by the same checks as the commands
+//! make.
 
 use super::{
     Grade, Item, Section,
@@ -12,7 +13,7 @@ use crate::{
 use mercury_abi::code::Code;
 use mercury_preflight::{Vendor, vendor};
 
-/// A section for each operation.
+/// Makes a section for each operation.
 #[must_use]
 pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
     let section = |operation: &'static str, own: Vec<Item>| {
@@ -23,7 +24,7 @@ pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
                 Item::new(
                     "this machine",
                     Grade::CannotTell,
-                    "only root sees what other users' processes have open",
+                    "only root sees the open files of other users' processes",
                 )
                 .hint("run `sudo mercury doctor`"),
             );
@@ -37,16 +38,19 @@ pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
     ]
 }
 
-/// Each of them attaches first.
+/// Makes the item for attach, which each operation needs first.
 fn attach(can_attach: &str) -> Option<Item> {
     match can_attach {
         "yes" => None,
-        "no" => Some(Item::new("attach", Grade::Refused, "attach is refused, and this attaches first")),
-        _ => Some(Item::new("attach", Grade::CannotTell, "whether attach is refused could not be told")),
+        "no" => {
+            Some(Item::new("attach", Grade::Refused, "attach is refused, and this operation attaches first"))
+        }
+        _ => Some(Item::new("attach", Grade::CannotTell, "it is unknown if attach is refused")),
     }
 }
 
-/// Each of them makes a snapshot of memory, and there is one at a time.
+/// Makes the item for a snapshot that is kept: each operation makes one, and there can be only one
+/// at a time.
 fn kept(machine: &Machine) -> Option<Item> {
     let Asked::Answered { snapshot: Some(code), .. } = &machine.asked else { return None };
     let entry = explain::entry(*code);
@@ -75,7 +79,7 @@ fn item(answer: &Answer) -> Item {
     }
 }
 
-/// What only --poweroff asks is no refusal of a checkpoint.
+/// Makes the items of a checkpoint. Reasons that only --poweroff has are no refusal.
 fn checkpoint(machine: &Machine) -> Vec<Item> {
     let mut found = items(machine, Operation::Checkpoint);
     let plain: Vec<_> = found.iter().map(|item| item.check).collect();
@@ -88,8 +92,9 @@ fn checkpoint(machine: &Machine) -> Vec<Item> {
         found.push(item);
     }
     if machine.answers.is_some() && machine.local_disks {
-        let text = "there are local ones, which go on changing after the instant";
-        let hint = "an image can be restored only with the disks as they were then: use --poweroff or --hook";
+        let text = "local disks go on changing after the instant";
+        let hint = "an image can be restored only with the disks as they were at the instant: use \
+            --poweroff or --hook";
         found.push(Item::new("local disks", Grade::Note, text).hint(hint));
     }
     found
@@ -113,14 +118,14 @@ fn migrate(machine: &Machine) -> Vec<Item> {
     };
     if maker == Some(Vendor::Intel) {
         let text =
-            "there is none on this processor: applications stand still for longer, the more memory there is";
+            "there is none on this processor: applications stand still for longer, in proportion to memory";
         found.push(Item {
             code: Some(Code::LogUnsupported.name()),
             ..Item::new("dirty log", Grade::Note, text)
         });
     }
     if machine.answers.is_some() {
-        let text = "whether it takes this machine is known only when it is asked: `mercury migrate HOST`";
+        let text = "only the destination can tell if it accepts this machine: `mercury migrate HOST`";
         found.push(Item::new("other machine", Grade::Note, text));
     }
     found

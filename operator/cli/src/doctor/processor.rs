@@ -1,4 +1,4 @@
-//! Attach's own checks on every CPU, grouped so that a reader sees what was looked at.
+//! Attach's own checks on every CPU, in groups that show what was checked.
 
 use super::{
     Grade, Item,
@@ -8,16 +8,16 @@ use crate::{bits, cpus::CpuSet, error::Error, explain, module};
 use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_preflight::{Finding, Severity, Vendor, bits::cpuid, physical_bits, vendor, vmx};
 
-/// Checks that a reader takes as one.
+/// A group of checks that a reader takes as one.
 struct Group {
     name: &'static str,
-    /// The codes that belong to it.
+    /// Codes of the checks.
     codes: &'static [Code],
-    /// CPUID alone decides, so no driver is needed.
+    /// True if CPUID alone decides, so that no driver is needed.
     by_cpuid: bool,
-    /// What to say where nothing was found.
+    /// Text if nothing was found.
     fine: fn(&CpuFacts) -> String,
-    /// Whose processors it is about.
+    /// Vendor of the processors with these checks.
     vendor: Option<Vendor>,
 }
 
@@ -61,7 +61,7 @@ const GROUPS: &[Group] = &[
         name: "virtualization free",
         codes: &[Code::VirtualizationInUse, Code::HsaveInUse],
         by_cpuid: false,
-        fine: |_| "nobody uses it".into(),
+        fine: |_| "not in use".into(),
         vendor: None,
     },
     Group {
@@ -88,7 +88,7 @@ const GROUPS: &[Group] = &[
         name: "readable registers",
         codes: &[Code::FactUnreadable],
         by_cpuid: false,
-        fine: |_| "all that must be checked".into(),
+        fine: |_| "all required registers".into(),
         vendor: None,
     },
     Group {
@@ -210,7 +210,7 @@ struct Found {
     cpus: CpuSet,
 }
 
-/// A line for each group, or one for each finding in it.
+/// Makes a line for each group, or one for each finding in it.
 #[must_use]
 pub fn items(machine: &Machine) -> Vec<Item> {
     match &machine.asked {
@@ -229,7 +229,8 @@ pub fn items(machine: &Machine) -> Vec<Item> {
     }
 }
 
-/// Refuses a processor on which attach can never work, by CPUID alone: without a driver nothing else is known.
+/// Refuses a processor on which attach can never work, by CPUID alone, because nothing else is
+/// known without a driver.
 #[must_use]
 pub fn refused_processor(cpuid: &CpuFacts, action: &str) -> Option<Error> {
     let decided = |code: Code| GROUPS.iter().any(|group| group.by_cpuid && group.codes.contains(&code));
@@ -238,19 +239,19 @@ pub fn refused_processor(cpuid: &CpuFacts, action: &str) -> Option<Error> {
     found.map(|finding| Error::refused(action, finding.code, None, finding.detail))
 }
 
-/// The groups that are about this machine.
+/// Returns the groups for this machine's vendor.
 fn groups(facts: &[CpuFacts]) -> impl Iterator<Item = &'static Group> {
     let maker = facts.first().map(vendor);
     GROUPS.iter().filter(move |group| group.vendor.is_none() || group.vendor == maker)
 }
 
-/// Whether a group shows this code (the kernel's series is looked at elsewhere).
+/// Returns true if a group shows this code (the kernel's series is checked elsewhere).
 #[cfg(test)]
 pub(super) fn shows(code: Code) -> bool {
     code == Code::KernelUntested || GROUPS.iter().any(|group| group.codes.contains(&code))
 }
 
-/// What attach's checks find on each CPU, and what differs between them.
+/// Returns the findings of attach's checks on each CPU, and the differences between CPUs.
 fn findings(facts: &[CpuFacts]) -> Vec<Found> {
     let mut all: Vec<Found> = Vec::new();
     for cpu in facts {
@@ -265,7 +266,7 @@ fn findings(facts: &[CpuFacts]) -> Vec<Found> {
 
 fn add(all: &mut Vec<Found>, finding: Finding, cpu: u32) {
     let cpus: CpuSet = [cpu].into_iter().collect();
-    // The address in VM_HSAVE_PA is another on each CPU and says nothing.
+    // The address in VM_HSAVE_PA differs between CPUs and is left out.
     let same = |other: &Finding| {
         *other == finding || (other.code, finding.code) == (Code::HsaveInUse, Code::HsaveInUse)
     };
@@ -281,7 +282,7 @@ fn group_items(group: &Group, machine: &Machine, facts: &[CpuFacts], found: &[Fo
     let none = |found: &Found| matches!(found.finding.code, Code::NoSvm | Code::NoVmx);
     let without = found.iter().any(none);
     match (items.is_empty(), facts.first()) {
-        // Its features mean nothing then.
+        // Without virtualization its features mean nothing.
         (true, _) if without && ["nested paging", "VMX controls"].contains(&group.name) => Vec::new(),
         (true, Some(first)) => vec![Item::new(group.name, Grade::Ok, (group.fine)(first))],
         (true, None) => vec![Item::new(group.name, Grade::CannotTell, "no CPU could be read")],
@@ -311,9 +312,9 @@ fn item(group: &Group, machine: &Machine, cpu_count: usize, found: &Found) -> It
     }
 }
 
-/// Who holds the hardware, and how to make them let go.
+/// Describes the holders of the hardware, and how to unload them.
 fn in_use(machine: &Machine) -> (String, String) {
-    let unknown = "something that is not a known module".to_string();
+    let unknown = "an unknown module".to_string();
     let holders = module::names(&machine.holders).unwrap_or(unknown);
     let hint = module::release(&machine.holders);
     (

@@ -1,4 +1,4 @@
-//! What only user space can see: kernel, driver, signing, other hypervisors, memory.
+//! The facts that only user space can see: kernel, driver, signing, other hypervisors, memory.
 
 use super::{
     Grade, Item,
@@ -8,7 +8,7 @@ use crate::{bits, error::Error, explain, lockdown, module};
 use mercury_abi::code::Code;
 use mercury_preflight::{KernelSupport, kernel_support};
 
-/// The items, in the order in which a reader would ask.
+/// Makes the items, in the order in which a reader would ask.
 #[must_use]
 pub fn items(machine: &Machine) -> Vec<Item> {
     let always =
@@ -28,7 +28,8 @@ pub fn items(machine: &Machine) -> Vec<Item> {
     always.into_iter().chain(sometimes.into_iter().flatten()).collect()
 }
 
-/// The kernel refused by `mercury attach` unless forced: of a major version that nobody tried.
+/// Returns the refusal of `mercury attach` without --force: a kernel of a major version that was
+/// never tested.
 #[must_use]
 pub fn refused_kernel(version: u64) -> Option<Error> {
     let unknown = kernel_support(version) == KernelSupport::Unknown;
@@ -68,7 +69,7 @@ fn driver(machine: &Machine) -> Item {
     }
 }
 
-/// A driver that root could not ask: attach could not either.
+/// Makes the item for a driver that root could not ask, so that attach could not either.
 fn unavailable(machine: &Machine, error: &Error) -> Item {
     let wants_headers = error.code == Some(Code::DriverMissing) && !machine.headers;
     let hint = if wants_headers { headers(&machine.release) } else { error.hint.clone().unwrap_or_default() };
@@ -76,17 +77,18 @@ fn unavailable(machine: &Machine, error: &Error) -> Item {
     Item { code: error.code.map(Code::name), ..item }
 }
 
-/// How to get what DKMS builds the driver with. Only Debian's own kernels have a package of that name.
+/// Says how to get the files that DKMS needs to build the driver. Only Debian's own kernels have a
+/// package of that name.
 fn headers(release: &str) -> String {
     let get = if release.ends_with("-amd64") {
         format!("`apt install linux-headers-{release}`")
     } else {
-        format!("they belong to the kernel's build, and are looked for in /lib/modules/{release}/build")
+        format!("they belong to the kernel's build, and are expected in /lib/modules/{release}/build")
     };
     format!("DKMS needs the kernel's headers: {get}, then `dkms autoinstall`")
 }
 
-/// Secure Boot, lockdown and forced signatures keep unsigned modules out.
+/// Makes the item for Secure Boot, lockdown and forced signatures, which keep unsigned modules out.
 fn signing(machine: &Machine) -> Item {
     let locked = machine.lockdown.is_some_and(|mode| mode > lockdown::Mode::None);
     let enforced = locked || machine.signatures_enforced == Some(true);
@@ -117,7 +119,7 @@ fn signing(machine: &Machine) -> Item {
     }
 }
 
-/// CPUs that are attached although this driver has loaded no hypervisor.
+/// Makes the item for CPUs that are attached although this driver has loaded no hypervisor.
 fn orphaned(machine: &Machine) -> Option<Item> {
     let Asked::Answered { attached, hypervisor_loaded: false, .. } = &machine.asked else { return None };
     (!attached.is_empty()).then(|| Item {
@@ -131,7 +133,7 @@ fn orphaned(machine: &Machine) -> Option<Item> {
     })
 }
 
-/// What the driver will refuse although it can attach.
+/// Makes the item for the operations that the driver refuses because of lockdown.
 fn locked_down(machine: &Machine) -> Option<Item> {
     let text = match machine.lockdown? {
         lockdown::Mode::None => return None,
@@ -169,7 +171,8 @@ fn memory(machine: &Machine) -> Item {
     }
 }
 
-/// Modules that could want the hardware. Whether one holds it now is the processor's to say.
+/// Makes the item for modules that may take the hardware. The processor's items tell if one holds
+/// it now.
 fn other_hypervisors(machine: &Machine) -> Item {
     let name = "other hypervisors";
     let above = |module: &str| kvm_may(machine) && matches!(module, "kvm" | "kvm_amd");
@@ -190,19 +193,20 @@ fn other_hypervisors(machine: &Machine) -> Item {
     }
 }
 
-/// Whether KVM goes on above the hypervisor, as it does on AMD; the driver says so with each CPU's facts.
+/// Returns true if KVM goes on above the hypervisor, as it does on AMD; the driver reports it with
+/// each CPU's facts.
 fn kvm_may(machine: &Machine) -> bool {
     let Asked::Answered { facts, .. } = &machine.asked else { return false };
     facts.iter().any(|facts| facts.system & mercury_abi::facts::system::KVM_MAY != 0)
 }
 
-/// Virtual machines above which CPUs do not stay attached.
+/// Makes the item for virtual machines that make CPUs detach.
 fn departures(machine: &Machine) -> Option<Item> {
     let text = module::departure(&machine.kvm_departs).filter(|_| kvm_may(machine))?;
     Some(Item::new("virtual machines", Grade::Note, text).hint(explain::entry(Code::GuestUnsupported).remedy))
 }
 
-/// Without a driver most of the processor's state is unknown.
+/// Makes the item for a processor whose state is mostly unknown without a driver.
 fn registers(machine: &Machine) -> Option<Item> {
     let unknown = matches!(machine.asked, Asked::Unavailable(_));
     unknown.then(|| {

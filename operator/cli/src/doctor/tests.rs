@@ -1,4 +1,4 @@
-//! Machines that doctor has seen.
+//! Machines that doctor has judged.
 
 use super::{
     Grade, Report, examine,
@@ -50,7 +50,7 @@ fn good_machine() -> Machine {
     }
 }
 
-/// A machine that nothing speaks against.
+/// Makes the answers of a machine without obstacles.
 fn good_answers() -> Vec<(Operation, Vec<Answer>)> {
     let operations = [Operation::Checkpoint, Operation::PowerOff, Operation::Snapshot, Operation::Migrate];
     operations
@@ -58,7 +58,7 @@ fn good_answers() -> Vec<(Operation, Vec<Answer>)> {
         .into()
 }
 
-/// The same, but an operation would be refused.
+/// Makes such answers, except that an operation would be refused.
 fn refused_answers(operation: Operation) -> Vec<(Operation, Vec<Answer>)> {
     let mut answers = good_answers();
     for (_, answers) in answers.iter_mut().filter(|(asked, _)| *asked == operation) {
@@ -169,7 +169,7 @@ fn kvm_goes_on_above() {
     assert!(text.contains("note        virtual machines") && text.contains("avic=Y"), "{text}");
 }
 
-/// Beside another hypervisor's module the driver does not share with KVM either.
+/// Beside another hypervisor's module the driver does not share the hardware with KVM either.
 #[test]
 fn another_hypervisor_is_named() {
     let mut machine = with_facts(|facts| facts.efer |= 1 << 12);
@@ -222,10 +222,10 @@ fn headers_missing() {
     };
     let text = said(Code::DriverMissing, "6.1.0-13-amd64");
     assert!(text.contains("apt install linux-headers-6.1.0-13-amd64"), "{text}");
-    // Of a kernel that is not Debian's there is no such package.
+    // A kernel that is not Debian's has no such package.
     let text = said(Code::DriverMissing, "6.6.1-own");
     assert!(!text.contains("linux-headers") && text.contains("/lib/modules/6.6.1-own/build"), "{text}");
-    // Headers are no help where modprobe is what is missing.
+    // Headers are no help if modprobe is missing.
     let text = said(Code::NoModprobe, "6.1.0-13-amd64");
     assert!(!text.contains("linux-headers") && text.contains("apt install kmod"), "{text}");
 }
@@ -242,7 +242,7 @@ fn secure_boot() {
     assert!(rendered(&report).contains("mokutil --import"));
 }
 
-/// Attaching works beneath lockdown; what else the driver refuses is told.
+/// Attaching works beneath lockdown; the other refusals of the driver are reported.
 #[test]
 fn lockdown_is_told() {
     for (mode, words) in [
@@ -339,7 +339,7 @@ fn what_cannot_attach_can_do_nothing_else() {
     assert_eq!(possible(&report), ["unknown"; 3]);
 }
 
-/// Each of them makes a snapshot, and there is one at a time.
+/// Each operation makes a snapshot, and there can be only one at a time.
 #[test]
 fn a_snapshot_that_is_kept_is_in_the_way() {
     let mut machine = good_machine();
@@ -361,8 +361,8 @@ fn a_machine_by_intel_keeps_no_snapshot() {
     assert!(rendered(&report).contains("[rollback-unsupported]"));
 }
 
-/// The verdicts of doctor and of attach agree because the code is the same: whatever refuses in
-/// preflight refuses in doctor.
+/// The verdicts of doctor and of attach agree because they share the code: every refusal of
+/// preflight shows in doctor.
 #[test]
 fn every_refusal_of_attach_shows() {
     for code in Code::ALL {

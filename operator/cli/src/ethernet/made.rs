@@ -1,14 +1,15 @@
-//! What is made of cards: bonds and bridges, as far as a move has to do with them. The cards of a machine that has arrived get
-//! the addresses of those that it finds, and what is made of them has to follow.
+//! Devices that are made of cards: bonds and bridges, as far as a move concerns them. A machine
+//! that has arrived gets new card addresses, and the devices made of the cards have to follow.
 
 use super::{Mac, parse_mac};
 use crate::sysroot::Sysroot;
 
-/// What the kernel says of an address that somebody has given (`NET_ADDR_SET`).
+/// The kernel's value for an address that an operator has set (`NET_ADDR_SET`).
 const GIVEN: &str = "3";
 
-/// Cards that are parts of something which would not follow them, each with the name of that: all but bridges, and routing tables of
-/// their own (VRF). A bond has one address for all of its cards, and each of them another one after a move.
+/// Returns the cards that belong to a device which would not follow them, each with the device's
+/// name: any device except bridges and VRFs. A bond has one address for all of its cards, and each
+/// card has another address after a move.
 #[must_use]
 pub fn bundled(cards: &[super::Card], sysroot: &Sysroot) -> Vec<(String, String)> {
     let whole = |name: &str| {
@@ -28,7 +29,8 @@ fn is_bridge(name: &str, sysroot: &Sysroot) -> bool {
     sysroot.exists(&format!("sys/class/net/{name}/bridge"))
 }
 
-/// Bridges that were given an address, and keep it whatever their cards have: by their names.
+/// Returns the bridges that were given an address, which they keep whatever their cards have, by
+/// name.
 #[must_use]
 pub fn given_bridges(sysroot: &Sysroot) -> Vec<(String, Mac)> {
     let given = |name: String| {

@@ -1,5 +1,5 @@
-//! Network cards, in the kernel's own terms: what they are, giving them an address, and frames to all of an Ethernet
-//! ([`packets`]).
+//! Network cards, by the kernel's interfaces: their properties, setting their addresses, and
+//! broadcast frames ([`packets`]).
 
 pub mod made;
 pub mod packets;
@@ -14,36 +14,36 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a card may take to be there.
+/// Time for a card to appear.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// `ARPHRD_ETHER`, as `/sys/class/net/CARD/type` says it.
+/// `ARPHRD_ETHER`, as `/sys/class/net/CARD/type` shows it.
 const ETHERNET: &str = "1";
 
-/// A card's own address.
+/// The MAC address of a card.
 pub type Mac = [u8; 6];
 
-/// A card, and how it is used.
+/// A card and its configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
-    /// Its name.
     pub name: String,
-    /// Its address.
     pub mac: Mac,
-    /// The PCI device that it is, and which of its ports: the same in every system on this machine, and on an equal one.
+    /// PCI device and port of the card: the same in every system on this machine, and on an equal
+    /// one.
     pub place: String,
-    /// The kernel's number of it.
+    /// Index of the card in the kernel.
     pub index: i32,
-    /// It is up.
+    /// True if the card is up.
     pub up: bool,
-    /// Its IPv4 addresses, each with the length of its prefix.
+    /// IPv4 addresses, each with the length of its prefix.
     pub addresses: Vec<(Ipv4Addr, u8)>,
-    /// Where packets go that are for nobody on this network, if they go out here.
+    /// Default gateway, if it is reached by this card.
     pub gateway: Option<Ipv4Addr>,
 }
 
 impl Card {
-    /// How near an address is by it: 2 on its own network, 1 behind its gateway, 0 nowhere.
+    /// Returns the distance of an address by this card: 2 on its own network, 1 behind its gateway,
+    /// 0 if unreachable.
     #[must_use]
     pub fn nearness(&self, to: Ipv4Addr) -> u8 {
         let network = |address: Ipv4Addr, prefix: u8| {
@@ -58,7 +58,7 @@ impl Card {
     }
 }
 
-/// All Ethernet cards that are real devices.
+/// Lists all Ethernet cards that are real devices.
 #[must_use]
 pub fn cards(sysroot: &Sysroot) -> Vec<Card> {
     let routes = sysroot.text("proc/net/route").unwrap_or_default();
@@ -87,18 +87,18 @@ pub fn cards(sysroot: &Sysroot) -> Vec<Card> {
     sysroot.names("sys/class/net").iter().filter_map(card).collect()
 }
 
-/// Whatever has addresses on an Ethernet: a card, or what is made of some (a bridge, a bond, a VLAN).
+/// An interface with addresses on an Ethernet: a card, or a device made of some (a bridge, a bond,
+/// a VLAN).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
-    /// The kernel's number of it.
+    /// Index of the interface in the kernel.
     pub index: i32,
-    /// Its own address.
+    /// MAC address.
     pub mac: Mac,
-    /// Its IP addresses.
     pub addresses: Vec<IpAddr>,
 }
 
-/// All of them that are up.
+/// Lists all interfaces that are up.
 #[must_use]
 pub fn interfaces(sysroot: &Sysroot) -> Vec<Interface> {
     let all = all_addresses();
@@ -118,7 +118,8 @@ pub fn interfaces(sysroot: &Sysroot) -> Vec<Interface> {
     sysroot.names("sys/class/net").iter().filter_map(interface).collect()
 }
 
-/// Virtio's devices are numbered as drivers come; the PCI device is behind them.
+/// Returns the place of a card. Virtio's devices are numbered in the order of probing, so the PCI
+/// device above them counts.
 fn place(name: &str, port: &str, sysroot: &Sysroot) -> String {
     let device = std::fs::canonicalize(sysroot.path(&format!("sys/class/net/{name}/device")));
     let device = device.unwrap_or_default();
@@ -133,7 +134,8 @@ fn parse_mac(text: &str) -> Option<Mac> {
     bytes.try_into().ok()
 }
 
-/// The default route by a card, of `/proc/net/route`: numbers there are in the order of this machine's bytes.
+/// Returns the default gateway by a card, from `/proc/net/route`, which has numbers in this
+/// machine's byte order.
 fn gateway(routes: &str, name: &str) -> Option<Ipv4Addr> {
     let default = |line: &str| {
         let words: Vec<_> = line.split_whitespace().collect();
@@ -144,7 +146,7 @@ fn gateway(routes: &str, name: &str) -> Option<Ipv4Addr> {
     routes.lines().skip(1).find_map(default)
 }
 
-/// IPv4 addresses in use: card, address, length of the prefix.
+/// Lists the IPv4 addresses in use: card, address, length of the prefix.
 fn addresses() -> Vec<(String, Ipv4Addr, u8)> {
     let v4 = |(name, address, prefix)| match address {
         IpAddr::V4(address) => Some((name, address, prefix)),
@@ -153,7 +155,7 @@ fn addresses() -> Vec<(String, Ipv4Addr, u8)> {
     all_addresses().into_iter().filter_map(v4).collect()
 }
 
-/// IP addresses in use: card, address, length of the prefix.
+/// Lists the IP addresses in use: card, address, length of the prefix.
 fn all_addresses() -> Vec<(String, IpAddr, u8)> {
     let mut first = std::ptr::null_mut();
     // SAFETY: the kernel's answer is put where `first` is, and freed below.
@@ -162,7 +164,8 @@ fn all_addresses() -> Vec<(String, IpAddr, u8)> {
     }
     let mut found = Vec::new();
     let mut next = first;
-    // SAFETY: a list that libc has made, and that lives until it is freed; the last one's successor is null.
+    // SAFETY: a list that libc has made, and that lives until it is freed; the last one's successor
+    // is null.
     while let Some(entry) = unsafe { next.as_ref() } {
         next = entry.ifa_next;
         if let (Some(address), Some(mask)) = (ip(entry.ifa_addr), ip(entry.ifa_netmask)) {
@@ -171,12 +174,12 @@ fn all_addresses() -> Vec<(String, IpAddr, u8)> {
             found.push((name.to_string_lossy().into_owned(), address, ones(mask)));
         }
     }
-    // SAFETY: what `getifaddrs` has made; nothing of it is kept.
+    // SAFETY: the list that `getifaddrs` has made; no reference to it is kept.
     unsafe { libc::freeifaddrs(first) };
     found
 }
 
-/// How long a prefix of this mask is.
+/// Returns the length of a prefix with this mask.
 fn ones(mask: IpAddr) -> u8 {
     // At most 128.
     (match mask {
@@ -186,11 +189,12 @@ fn ones(mask: IpAddr) -> u8 {
 }
 
 fn ip(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: null, or the address of one of libc's list, which begins with its family.
+    // SAFETY: null, or the address of an entry of libc's list, which begins with its family.
     let family = unsafe { address.as_ref() }?.sa_family;
     match i32::from(family) {
         libc::AF_INET => {
-            // SAFETY: what is of this family is of this type; it need not be aligned like one.
+            // SAFETY: an address of this family is of this type; an unaligned read needs no
+            // alignment.
             let address = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(address.sin_addr.s_addr.to_ne_bytes()).into())
         }
@@ -207,21 +211,21 @@ fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
     // SAFETY: all zeros are a valid address.
     let mut raw: libc::sockaddr = unsafe { std::mem::zeroed() };
     raw.sa_family = libc::AF_INET as libc::sa_family_t;
-    // Behind the port, in the order of the network.
+    // After the port, in network byte order.
     for (to, from) in raw.sa_data[2..6].iter_mut().zip(address.octets()) {
         *to = from as libc::c_char;
     }
     raw
 }
 
-/// A socket to ask about cards with.
+/// Opens a socket for requests about cards.
 fn control() -> io::Result<OwnedFd> {
-    // SAFETY: makes a descriptor, which nobody else has.
+    // SAFETY: makes a descriptor, which has no other owner.
     let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it was just made, and is owned by this alone.
+    // SAFETY: the descriptor was just made, and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -239,7 +243,7 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
 
 fn ask(number: libc::c_ulong, request: &mut libc::ifreq) -> io::Result<()> {
     let control = control()?;
-    // SAFETY: these requests read and write one `ifreq`, which this is.
+    // SAFETY: these requests read and write one `ifreq`, and `request` is one.
     let result = unsafe { libc::ioctl(control.as_raw_fd(), number as _, std::ptr::from_mut(request)) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -247,10 +251,11 @@ fn ask(number: libc::c_ulong, request: &mut libc::ifreq) -> io::Result<()> {
 /// Gives a card its addresses, and brings it up.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Returns an error if the kernel refuses.
 pub fn configure(name: &str, addresses: &[(Ipv4Addr, u8)]) -> io::Result<()> {
     for (number, (address, prefix)) in addresses.iter().enumerate() {
-        // One of each label.
+        // Each address needs a label of its own.
         let label = if number == 0 { name.to_owned() } else { format!("{name}:{number}") };
         add_address(&label, *address, *prefix)?;
     }
@@ -269,7 +274,8 @@ fn add_address(label: &str, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
 /// Brings a card up.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Returns an error if the kernel refuses.
 pub fn bring_up(name: &str) -> io::Result<()> {
     let mut one = request(name)?;
     ask(libc::SIOCGIFFLAGS, &mut one)?;
@@ -279,10 +285,11 @@ pub fn bring_up(name: &str) -> io::Result<()> {
     ask(libc::SIOCSIFFLAGS, &mut one)
 }
 
-/// Sets the network up as it was when `was` was described, and returns the card's name, which may be another one.
+/// Sets the network up as `was` describes it, and returns the card's name, which may have changed.
 ///
 /// # Errors
-/// If the card does not appear, or the kernel refuses.
+///
+/// Returns an error if the card does not appear, or the kernel refuses.
 pub fn set_up(was: &Card) -> io::Result<String> {
     let end = Instant::now() + PATIENCE;
     let name = loop {
@@ -296,7 +303,7 @@ pub fn set_up(was: &Card) -> io::Result<String> {
     };
     bring_up("lo")?;
     configure(&name, &was.addresses)?;
-    // One that was set up before is there.
+    // An earlier call may have set the route.
     if let Some(Err(error)) = was.gateway.map(route_by)
         && error.kind() != io::ErrorKind::AlreadyExists
     {
@@ -305,10 +312,11 @@ pub fn set_up(was: &Card) -> io::Result<String> {
     Ok(name)
 }
 
-/// Sends what is for nobody on this network to `gateway`.
+/// Sets `gateway` as the default route.
 ///
 /// # Errors
-/// If the kernel refuses.
+///
+/// Returns an error if the kernel refuses.
 pub fn route_by(gateway: Ipv4Addr) -> io::Result<()> {
     // SAFETY: all zeros are a valid route.
     let mut route: libc::rtentry = unsafe { std::mem::zeroed() };
@@ -317,15 +325,17 @@ pub fn route_by(gateway: Ipv4Addr) -> io::Result<()> {
     route.rt_gateway = socket_address(gateway);
     route.rt_flags = libc::RTF_UP | libc::RTF_GATEWAY;
     let control = control()?;
-    // SAFETY: this request reads one `rtentry`, which this is.
+    // SAFETY: this request reads one `rtentry`, and `route` is one.
     let result = unsafe { libc::ioctl(control.as_raw_fd(), libc::SIOCADDRT as _, &raw mut route) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Tells a card which address it has. The kernel may know it by that already, and the card by another.
+/// Sets the MAC address of a card. The kernel may have this address for the card already, and the
+/// card another one.
 ///
 /// # Errors
-/// If the kernel or the card refuses.
+///
+/// Returns an error if the kernel or the card refuses.
 pub fn set_mac(name: &str, mac: Mac) -> io::Result<()> {
     let mut one = request(name)?;
     // SAFETY: all zeros are a valid address.
@@ -338,19 +348,20 @@ pub fn set_mac(name: &str, mac: Mac) -> io::Result<()> {
     ask(libc::SIOCSIFHWADDR, &mut one)
 }
 
-/// The card that packets to an address go out by, as far as that can be told by its own addresses.
+/// Returns the card with this local address, by which packets go out.
 #[must_use]
 pub fn card_for(cards: &[Card], local: Ipv4Addr) -> Option<&Card> {
     cards.iter().find(|card| card.addresses.iter().any(|(address, _)| *address == local))
 }
 
-/// The address that this machine has on the way to somewhere.
+/// Returns this machine's address on the way to a peer.
 ///
 /// # Errors
-/// If there is no way.
+///
+/// Returns an error if there is no route.
 pub fn local_address(to: SocketAddrV4) -> io::Result<Ipv4Addr> {
     let socket = std::net::UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-    // Nothing is sent.
+    // A datagram socket sends nothing here.
     socket.connect(to)?;
     match socket.local_addr()?.ip() {
         std::net::IpAddr::V4(address) => Ok(address),

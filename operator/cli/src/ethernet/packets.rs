@@ -1,4 +1,4 @@
-//! Frames to all of an Ethernet: for what has to be heard where there is no address to send it to.
+//! Broadcast frames on Ethernet, for words that must be heard without an address of the receiver.
 
 use super::{Card, Interface, Mac};
 use std::{
@@ -7,17 +7,17 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
-/// To all.
+/// Broadcast address.
 const BROADCAST: Mac = [0xff; 6];
 const ARP: u16 = 0x0806;
 const IPV6: u16 = 0x86dd;
-/// All nodes of a network: `ff02::1` (RFC 4291), and how Ethernet has it (RFC 2464).
+/// Address of all nodes of a network: `ff02::1` (RFC 4291), and its Ethernet address (RFC 2464).
 const ALL_NODES: (Ipv6Addr, Mac) = (Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1), [0x33, 0x33, 0, 0, 0, 1]);
 const ICMPV6: u8 = 58;
-/// An Ethernet frame's payload is at least so long.
+/// Least length of an Ethernet frame's payload.
 const PAYLOAD_MIN: usize = 46;
 
-/// Hears and says frames of one type.
+/// A socket that sends and receives frames of one type.
 #[derive(Debug)]
 pub struct Packets {
     socket: OwnedFd,
@@ -25,26 +25,28 @@ pub struct Packets {
 }
 
 impl Packets {
-    /// Opens it, on all cards.
+    /// Opens the socket, on all cards.
     ///
     /// # Errors
-    /// If the kernel refuses.
+    ///
+    /// Returns an error if the kernel refuses.
     pub fn open(ether_type: u16) -> io::Result<Self> {
         let flags = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: makes a descriptor, which nobody else has.
+        // SAFETY: makes a descriptor, which has no other owner.
         let fd = unsafe { libc::socket(libc::AF_PACKET, flags, i32::from(ether_type.to_be())) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just made, and is owned by this alone.
+        // SAFETY: the descriptor was just made, and has no other owner.
         let socket = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(Self { socket, ether_type })
     }
 
-    /// Says something to all on a card's network.
+    /// Broadcasts a payload on a card's network.
     ///
     /// # Errors
-    /// If it cannot be sent.
+    ///
+    /// Returns an error if it cannot be sent.
     pub fn say(&self, card: &Card, payload: &[u8]) -> io::Result<()> {
         self.say_to(BROADCAST, card.index, payload)
     }
@@ -59,7 +61,7 @@ impl Packets {
         to.sll_ifindex = interface;
         to.sll_halen = mac.len() as u8;
         to.sll_addr[..mac.len()].copy_from_slice(&mac);
-        // SAFETY: both the payload and the address live, and are as long as is said.
+        // SAFETY: both the payload and the address live, and have the given lengths.
         let sent = unsafe {
             libc::sendto(
                 self.socket.as_raw_fd(),
@@ -73,7 +75,7 @@ impl Packets {
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// What was said by somebody, if anything was.
+    /// Returns the payload of a received frame, if there is one.
     #[must_use]
     pub fn hear(&self) -> Option<Vec<u8>> {
         let mut buffer = vec![0; 2048];
@@ -89,21 +91,23 @@ impl AsFd for Packets {
     }
 }
 
-/// Tells all on a card's network that its addresses are here (RFC 5227's announcements), so that neighbours and switches
-/// know the way at once.
+/// Announces the card's addresses on its network (RFC 5227), so that neighbours and switches know
+/// the new way at once.
 ///
 /// # Errors
-/// If they cannot be sent.
+///
+/// Returns an error if the announcements cannot be sent.
 pub fn announce(card: &Card) -> io::Result<()> {
     let packets = Packets::open(ARP)?;
     card.addresses.iter().try_for_each(|(address, _)| packets.say(card, &announcement(card.mac, *address)))
 }
 
-/// The same for whatever has addresses, of both kinds: by IPv6 that is an advertisement that nobody has asked for (RFC 4861,
-/// 7.2.6).
+/// Announces the addresses of all interfaces, of both kinds: by IPv6 as unsolicited advertisements
+/// (RFC 4861, 7.2.6).
 ///
 /// # Errors
-/// If they cannot be sent.
+///
+/// Returns an error if they cannot be sent.
 pub fn announce_all(interfaces: &[Interface]) -> io::Result<()> {
     let (arp, ipv6) = (Packets::open(ARP)?, Packets::open(IPV6)?);
     for Interface { index, mac, addresses } in interfaces {
@@ -119,14 +123,15 @@ pub fn announce_all(interfaces: &[Interface]) -> io::Result<()> {
     Ok(())
 }
 
-/// A neighbour advertisement to all, which overrides what they knew (RFC 4861, 4.4), in its packet.
+/// Makes the packet of a neighbour advertisement to all, which overrides their caches (RFC 4861,
+/// 4.4).
 fn advertisement(mac: Mac, address: Ipv6Addr) -> [u8; 40 + 32] {
     const LENGTH: u8 = 32;
     let mut bytes = [0; 72];
     bytes[0] = 6 << 4;
     bytes[5] = LENGTH;
     bytes[6] = ICMPV6;
-    // It has not gone through a router.
+    // Hop limit: the packet has not gone through a router.
     bytes[7] = 255;
     bytes[8..24].copy_from_slice(&address.octets());
     bytes[24..40].copy_from_slice(&ALL_NODES.0.octets());
@@ -135,7 +140,7 @@ fn advertisement(mac: Mac, address: Ipv6Addr) -> [u8; 40 + 32] {
     icmp[0] = 136;
     icmp[4] = 1 << 5;
     icmp[8..24].copy_from_slice(&address.octets());
-    // The target's own address, in units of eight bytes.
+    // The target's link-layer address, in units of eight bytes.
     icmp[24..26].copy_from_slice(&[2, 1]);
     icmp[26..].copy_from_slice(&mac);
     let sum = checksum(&bytes, LENGTH);
@@ -143,7 +148,7 @@ fn advertisement(mac: Mac, address: Ipv6Addr) -> [u8; 40 + 32] {
     bytes
 }
 
-/// Of a payload of ICMPv6 and what of the header before it is counted (RFC 8200, 8.1).
+/// Computes the checksum of an ICMPv6 payload and of the pseudo-header (RFC 8200, 8.1).
 fn checksum(packet: &[u8], length: u8) -> u16 {
     let (pairs, _) = packet[8..].as_chunks::<2>();
     let sum = pairs.iter().map(|pair| u32::from(u16::from_be_bytes(*pair))).sum::<u32>();
@@ -151,11 +156,11 @@ fn checksum(packet: &[u8], length: u8) -> u16 {
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
-    // Folded.
+    // The sum is folded to 16 bits.
     !(sum as u16)
 }
 
-/// An ARP request for one's own address.
+/// Makes an ARP request for the sender's own address.
 fn announcement(mac: Mac, address: Ipv4Addr) -> [u8; 28] {
     let mut bytes = [0; 28];
     // Ethernet, IPv4, their lengths, a request.
@@ -177,7 +182,7 @@ mod tests {
         assert_eq!(bytes[..8], [0x60, 0, 0, 0, 0, 32, 58, 255]);
         assert_eq!((bytes[40], bytes[44], &bytes[66..]), (136, 0x20, &[1, 2, 3, 4, 5, 6][..]));
         assert_eq!(bytes[48..64], address.octets());
-        // With the right sum in it all sums up to ones.
+        // With the right checksum the whole sum is all ones.
         assert_eq!(checksum(&bytes, 32), 0);
         assert_ne!([bytes[42], bytes[43]], [0, 0]);
     }
