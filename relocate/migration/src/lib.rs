@@ -5,12 +5,12 @@
 //! - [`session`]: the authentication of the other end.
 //! - [`wire`]: the format on a connection, and the refusal of everything else.
 //! - [`streams`]: several connections of one attempt.
-//! - [`hail`]: announcements, where no connection is possible.
+//! - [`announcement`]: announcements, where no connection is possible.
 //! - [`rounds`]: the decision when to stop the machine, from the numbers of the rounds so far.
 
 #![forbid(unsafe_code)]
 
-pub mod hail;
+pub mod announcement;
 pub mod protocol;
 pub mod rounds;
 pub mod session;

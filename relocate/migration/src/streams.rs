@@ -12,7 +12,7 @@
 //! carries it. So a peer that has only seen the token cannot add a stream, and a message of another
 //! session is worth nothing.
 
-use crate::{hail::Secret, protocol::Attempt};
+use crate::{announcement::Secret, protocol::Attempt};
 
 /// Largest number of streams.
 pub const STREAMS_MAX: u32 = 16;

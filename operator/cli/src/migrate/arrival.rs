@@ -9,7 +9,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, LENGTH, Secret, Speaker},
+    announcement::{Announcer, ETHER_TYPE, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},
     session::Line,
 };
@@ -35,7 +35,8 @@ pub struct Arrival {
     /// secret of the offer.
     pub line: String,
     /// Secret of the offer.
-    pub hails: Secret,
+    #[serde(rename = "hails")]
+    pub secret: Secret,
     /// Name of the attempt.
     pub attempt: [u8; 16],
     /// Cards of this machine at its source.
@@ -47,16 +48,16 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    fn hailer(&self) -> Option<Hailer> {
+    fn announcer(&self) -> Option<Announcer> {
         let line: Line = self.line.parse().ok()?;
-        let mut hailer = Hailer::new(&line);
-        hailer.know(Attempt(self.attempt), &self.hails);
-        Some(hailer)
+        let mut announcer = Announcer::new(&line);
+        announcer.know(Attempt(self.attempt), &self.secret);
+        Some(announcer)
     }
 
-    fn started(&self, hailer: &Hailer) -> [u8; LENGTH] {
+    fn started(&self, announcer: &Announcer) -> [u8; LENGTH] {
         let message = Message { attempt: Attempt(self.attempt), word: Word::Started };
-        hailer.say(Speaker::Destination, message)
+        announcer.say(Speaker::Destination, message)
     }
 
     fn say(&self, word: [u8; LENGTH]) {
@@ -125,8 +126,8 @@ impl Arrival {
 
     /// Announces that this machine runs, and starts a process that answers peers that ask.
     fn say_started(&self) -> Result<(), String> {
-        let hailer = self.hailer().ok_or("the source cannot be told: the pairing token is gone")?;
-        let started = self.started(&hailer);
+        let announcer = self.announcer().ok_or("the source cannot be told: the pairing token is gone")?;
+        let started = self.started(&announcer);
         for pause in AGAIN_MS {
             thread::sleep(Duration::from_millis(pause));
             self.say(started);
@@ -180,15 +181,15 @@ pub fn answer() -> Exit {
     let (Ok(arrival), Ok(packets)) = (read, packets::Packets::open(ETHER_TYPE)) else {
         return Exit::Failed;
     };
-    let Some(hailer) = arrival.hailer() else { return Exit::Failed };
+    let Some(announcer) = arrival.announcer() else { return Exit::Failed };
     let end = Instant::now() + ANSWERED;
     while Instant::now() < end {
         let mut all = [PollFd::new(&packets, PollFlags::IN)];
         super::link::wait_for(&mut all, Duration::from_secs(10));
         while let Some(frame) = packets.hear() {
             let commit = Message { attempt: Attempt(arrival.attempt), word: Word::Commit };
-            if hailer.hear(Speaker::Source, &frame) == Some(commit) {
-                arrival.say(arrival.started(&hailer));
+            if announcer.hear(Speaker::Source, &frame) == Some(commit) {
+                arrival.say(arrival.started(&announcer));
             }
         }
     }
@@ -214,7 +215,7 @@ mod tests {
         let bridges = [("with", 2), ("own", 9), ("down", 3), ("gone", 4), ("same", 5)];
         let arrival = Arrival {
             line: String::new(),
-            hails: [0; 32],
+            secret: [0; 32],
             attempt: [0; 16],
             cards: vec![card("a", 2, true), card("b", 3, false), card("c", 4, true), card("d", 5, true)],
             theirs: vec![card("d", 5, true), card("b", 13, true), card("a", 12, true)],

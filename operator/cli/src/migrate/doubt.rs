@@ -14,7 +14,7 @@ use crate::{
     sysroot::Sysroot,
 };
 use mercury_migration::{
-    hail::{ETHER_TYPE, Hailer, Secret, Speaker},
+    announcement::{Announcer, ETHER_TYPE, Secret, Speaker},
     protocol::{
         Attempt, Mark, Message, Source, Word,
         source::{Action, Decision, Event, Memory, State},
@@ -65,15 +65,15 @@ impl Air for Packets {
 /// The announcements of both ends to all machines on the network. A machine that has arrived can be
 /// reached in no other way.
 #[derive(Debug)]
-pub struct Hails {
-    hailer: Hailer,
+pub struct Announcements {
+    announcer: Announcer,
     air: Box<dyn Air>,
     cards: Vec<Card>,
     attempt: Attempt,
     said: Instant,
 }
 
-impl Hails {
+impl Announcements {
     /// Opens announcements for an attempt with this secret, by all cards that are up.
     ///
     /// # Errors
@@ -86,9 +86,9 @@ impl Hails {
     /// Makes announcements that `air` carries.
     #[must_use]
     pub fn by(air: Box<dyn Air>, line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> Self {
-        let mut hailer = Hailer::new(line);
-        hailer.know(attempt, secret);
-        Self { hailer, air, cards, attempt, said: Instant::now() }
+        let mut announcer = Announcer::new(line);
+        announcer.know(attempt, secret);
+        Self { announcer, air, cards, attempt, said: Instant::now() }
     }
 
     /// Returns this machine's cards.
@@ -104,8 +104,8 @@ impl Hails {
         // A destination that was restarted cannot understand the first frame, and must be able to
         // answer that it knows nothing.
         let frames = [
-            self.hailer.say(Speaker::Source, message),
-            self.hailer.say_to_who_forgot(Speaker::Source, message),
+            self.announcer.say(Speaker::Source, message),
+            self.announcer.say_to_restarted(Speaker::Source, message),
         ];
         for card in self.cards.iter().filter(|card| card.up) {
             for frame in &frames {
@@ -125,7 +125,7 @@ impl Hails {
     #[must_use]
     pub fn hear(&self) -> Option<Message> {
         while let Some(frame) = self.air.hear() {
-            if let Some(message) = self.hailer.hear(Speaker::Destination, &frame) {
+            if let Some(message) = self.announcer.hear(Speaker::Destination, &frame) {
                 return Some(message);
             }
         }
@@ -237,7 +237,8 @@ pub struct Doubt {
     /// Pairing token of the receiver.
     pub line: String,
     /// Secret of the offer.
-    pub hails: Secret,
+    #[serde(rename = "hails")]
+    pub secret: Secret,
     /// Name of the attempt.
     pub attempt: [u8; 16],
     /// Cards of this machine.
@@ -256,21 +257,22 @@ impl std::fmt::Debug for Doubt {
 impl Doubt {
     /// Makes the doubt of this attempt, without a tombstone.
     #[must_use]
-    pub fn of(line: &Line, attempt: Attempt, hails: Secret, cards: &[Card]) -> Self {
-        Self { line: line.to_string(), hails, attempt: attempt.0, cards: cards.to_vec(), mark: None }
+    pub fn of(line: &Line, attempt: Attempt, secret: Secret, cards: &[Card]) -> Self {
+        Self { line: line.to_string(), secret, attempt: attempt.0, cards: cards.to_vec(), mark: None }
     }
 
-    fn hails(&self) -> Option<Hails> {
+    fn announcements(&self) -> Option<Announcements> {
         let line = self.line.parse().ok()?;
-        Hails::open(&line, Attempt(self.attempt), &self.hails, self.cards.clone()).ok()
+        Announcements::open(&line, Attempt(self.attempt), &self.secret, self.cards.clone()).ok()
     }
 
     /// Calls the attempt off after its process was killed before the commit. This machine goes on,
     /// and the other end is told that it need not wait for a verdict.
     pub fn call_off(&self) {
-        let Some(hails) = self.hails() else { return };
+        let Some(announcements) = self.announcements() else { return };
         let keeper = Keeper { marks: None, fault: None };
-        let mut asker = AtConsole { hails: Some((hails, true)), keeper, operator: Operator::default() };
+        let mut asker =
+            AtConsole { announcements: Some((announcements, true)), keeper, operator: Operator::default() };
         call_off(Attempt(self.attempt), &mut asker, CALLING_OFF);
     }
 
@@ -282,7 +284,7 @@ impl Doubt {
             "the process that moved this machine is gone, after the commit. Another process asks on: this \
              machine stands still until it is known that it does not run at the destination",
         );
-        let hails = self.hails();
+        let announcements = self.announcements();
         let mut keeper = Keeper { marks: None, fault: None };
         if let Some(standing) = &self.mark {
             keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
@@ -297,8 +299,8 @@ impl Doubt {
                 keeper.fault.as_deref().unwrap_or_default()
             ));
         }
-        let hails = hails.map(|hails| (hails, may_say));
-        let mut asker = AtConsole { hails, keeper, operator };
+        let announcements = announcements.map(|announcements| (announcements, may_say));
+        let mut asker = AtConsole { announcements, keeper, operator };
         match ask(Attempt(self.attempt), &mut asker, PATIENCE) {
             Ended::GoesOn => asker.operator.tell("this machine has not moved, and goes on"),
             Ended::Elsewhere => super::switch_off(&mut asker.operator),
@@ -350,26 +352,26 @@ impl Keeper {
 /// The partners of a real doubt: the destination by announcements, if these could be opened, with
 /// true if it may be told to start; the tombstone; and the operator.
 struct AtConsole {
-    hails: Option<(Hails, bool)>,
+    announcements: Option<(Announcements, bool)>,
     keeper: Keeper,
     operator: Operator,
 }
 
 impl Ask for AtConsole {
     fn say(&mut self, word: Word) {
-        if let Some((hails, true)) = &mut self.hails {
-            hails.say(word);
+        if let Some((announcements, true)) = &mut self.announcements {
+            announcements.say(word);
         }
     }
 
     fn say_again(&mut self, word: Word) {
-        if let Some((hails, true)) = &mut self.hails {
-            hails.say_again(word);
+        if let Some((announcements, true)) = &mut self.announcements {
+            announcements.say_again(word);
         }
     }
 
     fn hear(&mut self) -> Option<Message> {
-        self.hails.as_ref()?.0.hear()
+        self.announcements.as_ref()?.0.hear()
     }
 
     fn record(&mut self, mark: Mark) {
@@ -555,7 +557,7 @@ mod tests {
     fn a_doubt_can_be_handed_on() {
         let doubt = Doubt {
             line: "mercury-receive-1-x".into(),
-            hails: [3; 32],
+            secret: [3; 32],
             attempt: [7; 16],
             cards: vec![],
             mark: None,

@@ -3,7 +3,7 @@
 
 use super::{
     copy::Proof,
-    doubt::{Doubt, Hails, Silence},
+    doubt::{Announcements, Doubt, Silence},
     link::Link,
     log::{Log, prepare},
     marks::Marks,
@@ -119,9 +119,9 @@ impl<'a> Here<'a> {
         checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
-        let hails = Hails::open(&line, attempt, &secret, ethernet::cards(sysroot))
+        let announcements = Announcements::open(&line, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("announcements on the network", &error))?;
-        let doubt = Doubt::of(&line, attempt, secret, hails.cards());
+        let doubt = Doubt::of(&line, attempt, secret, announcements.cards());
         with.guard
             .will(&Undo::CallOff(Box::new(doubt)))
             .map_err(|error| failed("the undo process", &error))?;
@@ -141,7 +141,7 @@ impl<'a> Here<'a> {
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
-        let offer = Offer { machine, cpus, disks, hails: secret, streams: streams(args) };
+        let offer = Offer { machine, cpus, disks, secret, streams: streams(args) };
         let here = Self {
             marks: marks.map(|marks| marks.of(attempt)),
             pool,
@@ -160,7 +160,7 @@ impl<'a> Here<'a> {
             to,
             line,
             link,
-            hails,
+            announcements,
             offer,
             bridges: made::given_bridges(sysroot),
             memory: device,

@@ -7,7 +7,7 @@ use crate::{
     exit::Exit,
 };
 use mercury_migration::{
-    hail::Secret,
+    announcement::Secret,
     protocol::{Attempt, Word},
     session::{self, Line},
     streams::proof,

@@ -102,12 +102,12 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         Word::Commit,
         Word::Cancel,
     ]);
-    let hails =
+    let announcements =
         prop::sample::select(vec![Word::Started, Word::Discarded, Word::Lost, Word::Unknown, Word::Commit]);
     let act = prop_oneof![
         6 => (words, prop::sample::select(vec![0, 1, 5000])).prop_map(|(word, length)| Act::Say(word, length)),
         4 => Just(Act::SayVerified),
-        3 => hails.prop_map(Act::Hail),
+        3 => announcements.prop_map(Act::Announce),
         2 => prop::sample::select(vec!["resume", "abandon", "adopt"]).prop_map(Act::Type),
         1 => prop::sample::select(vec![1, 60, 400]).prop_map(Act::Rest),
         1 => Just(Act::Interrupt),

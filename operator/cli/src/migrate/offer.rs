@@ -4,7 +4,7 @@
 use super::disk::Disk;
 use mercury_image::{FileSystem, Machine};
 use mercury_migration::{
-    hail::Secret,
+    announcement::Secret,
     wire::{pack_text, unpack_text},
 };
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,8 @@ pub struct Offer {
     pub disks: Vec<OfferedDisk>,
     /// Secret for the announcements of this attempt. A peer that has only seen the pairing token
     /// does not have it.
-    pub hails: Secret,
+    #[serde(rename = "hails")]
+    pub secret: Secret,
     /// Number of streams for its pages.
     pub streams: u32,
 }
@@ -99,7 +100,7 @@ mod tests {
             ],
             ..Machine::default()
         };
-        let offer = Offer { machine, cpus: 2, disks: Vec::new(), hails: [3; 32], streams: 2 };
+        let offer = Offer { machine, cpus: 2, disks: Vec::new(), secret: [3; 32], streams: 2 };
         let packed = offer.pack().expect("packed");
         let found = Offer::unpack(&packed).expect("unpacked");
         assert_eq!(found, offer);

@@ -3,7 +3,7 @@
 //! follows a script.
 
 use super::{
-    doubt::{Air, Doubt, Hails},
+    doubt::{Air, Announcements, Doubt},
     link::Link,
     log::Log,
     mirror::Mirror,
@@ -24,7 +24,7 @@ use clap::Parser;
 use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
-    hail::{Hailer, Secret, Speaker},
+    announcement::{Announcer, Secret, Speaker},
     protocol::{Attempt, Digest, Mark, Message, Patience, Word},
     session::{Line, Receiver},
     wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
@@ -60,7 +60,7 @@ pub const SECRET: Secret = [9; 32];
 pub fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "one".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams: 1 }
+    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1 }
 }
 
 /// The observations of a test's machine.
@@ -266,7 +266,7 @@ impl System for Stage {
         let mut seen = self.seen();
         let may = seen.is_still && seen.is_fenced && seen.is_verified && !seen.is_committed;
         seen.check(may, "it commits to what nobody has verified, or runs");
-        seen.check(doubt.attempt == OURS.0 && doubt.hails == SECRET, "another doubt");
+        seen.check(doubt.attempt == OURS.0 && doubt.secret == SECRET, "another doubt");
         seen.is_committed = true;
         seen.does("commit")
     }
@@ -298,7 +298,7 @@ impl System for Stage {
 /// Frames to all, between the two ends.
 struct TestAir {
     stage: Stage,
-    hailer: Hailer,
+    announcer: Announcer,
 }
 
 impl std::fmt::Debug for TestAir {
@@ -309,7 +309,7 @@ impl std::fmt::Debug for TestAir {
 
 impl Air for TestAir {
     fn say(&self, _: &Card, frame: &[u8]) {
-        let Some(message) = self.hailer.hear(Speaker::Source, frame) else { return };
+        let Some(message) = self.announcer.hear(Speaker::Source, frame) else { return };
         let mut seen = self.stage.seen();
         let may = message.word != Word::Commit || seen.has_done("mark Committed") && seen.is_verified;
         seen.check(may, "a commit without a mark");
@@ -321,10 +321,10 @@ impl Air for TestAir {
     }
 }
 
-pub fn hailer(line: &Line) -> Hailer {
-    let mut hailer = Hailer::new(line);
-    hailer.know(OURS, &SECRET);
-    hailer
+pub fn announcer(line: &Line) -> Announcer {
+    let mut announcer = Announcer::new(line);
+    announcer.know(OURS, &SECRET);
+    announcer
 }
 
 pub fn args(options: &str) -> MigrateArgs {
@@ -353,13 +353,13 @@ pub fn moves(
 ) -> Ended {
     let link = Link::connect(to, &line, LIMIT).expect("taken");
     link.be_patient(patience);
-    let air = TestAir { stage: stage.clone(), hailer: hailer(&line) };
+    let air = TestAir { stage: stage.clone(), announcer: announcer(&line) };
     let card = Card { up: true, ..Card::default() };
     console.set_nonblocking(true).expect("set");
     let departure = Departure {
         attempt: OURS,
         to,
-        hails: Hails::by(Box::new(air), &line, OURS, &SECRET, vec![card]),
+        announcements: Announcements::by(Box::new(air), &line, OURS, &SECRET, vec![card]),
         line,
         link,
         offer,
@@ -394,7 +394,7 @@ pub enum Act {
     /// Says the digest of the data that has arrived.
     SayVerified,
     /// Announces the word to all.
-    Hail(Word),
+    Announce(Word),
     Round,
     Pages,
     /// Sends bytes as they are.
@@ -442,7 +442,7 @@ struct Peer {
     session: Option<Shared>,
     reader: Option<Reader<Shared>>,
     writer: Writer<Vec<u8>>,
-    hailer: Hailer,
+    announcer: Announcer,
     console: UnixStream,
     came: HashMap<u64, [u8; PAGE]>,
     damage: Option<(prop::sample::Index, u8)>,
@@ -471,9 +471,9 @@ impl Peer {
                 let digest = self.digest();
                 self.act(&Act::Say(Word::Verified(digest), 0));
             }
-            Act::Hail(word) => {
+            Act::Announce(word) => {
                 self.notes(*word);
-                let frame = self.hailer.say(Speaker::Destination, Message { attempt: OURS, word: *word });
+                let frame = self.announcer.say(Speaker::Destination, Message { attempt: OURS, word: *word });
                 self.stage.seen().from_all.push_back(frame.to_vec());
             }
             Act::Round => {
@@ -618,7 +618,7 @@ pub fn plays_by(
     let (console, terminal) = UnixStream::pair().expect("a pair");
     let is_over = Arc::<AtomicBool>::default();
     let ended = thread::scope(|scope| {
-        let (peer_over, peer_stage, hailer) = (Arc::clone(&is_over), stage.clone(), hailer(&line));
+        let (peer_over, peer_stage, announcer) = (Arc::clone(&is_over), stage.clone(), announcer(&line));
         let peer = scope.spawn(move || {
             let (socket, _) = listener.accept().expect("a source");
             drop(listener);
@@ -629,7 +629,7 @@ pub fn plays_by(
                 session: Some(Shared(Rc::new(RefCell::new(session)))),
                 reader: None,
                 writer: Writer::begin(Vec::new(), OURS, 0).expect("begun"),
-                hailer,
+                announcer,
                 console: terminal,
                 came: HashMap::new(),
                 damage: None,

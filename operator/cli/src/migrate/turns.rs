@@ -94,15 +94,20 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
 fn a_mark_that_stays_holds_it() {
     let verified = [Act::SayVerified, Act::AwaitDone("mark Cleared")];
     for (then, why) in [
-        (vec![Act::Hail(Word::Discarded)], "a promise to all"),
+        (vec![Act::Announce(Word::Discarded)], "a promise to all"),
         (vec![Act::Say(Word::Discarded, 0)], "a promise on the connection"),
         (
-            vec![Act::Hail(Word::Unknown), Act::Hail(Word::Started), Act::Rest(300), Act::Type("resume")],
+            vec![
+                Act::Announce(Word::Unknown),
+                Act::Announce(Word::Started),
+                Act::Rest(300),
+                Act::Type("resume"),
+            ],
             "the operator",
         ),
         (vec![Act::Type("abandon"), Act::Rest(300), Act::Type("resume")], "no other word of the operator's"),
         (
-            vec![Act::Close, Act::Rest(300), Act::Hail(Word::Discarded)],
+            vec![Act::Close, Act::Rest(300), Act::Announce(Word::Discarded)],
             "a promise, when the connection is gone",
         ),
     ] {
@@ -123,11 +128,11 @@ fn an_answer_decides_however_it_comes() {
     let answers = [(Word::Started, true), (Word::Discarded, false)];
     let ways = [
         |word| vec![Act::Say(word, 0)],
-        |word| vec![Act::Hail(word)],
-        |word| vec![Act::Close, Act::Hail(word)],
-        |word| vec![Act::Close, Act::Rest(400), Act::Hail(word)],
-        |word| vec![Act::Hail(Word::Unknown), Act::Hail(Word::Lost), Act::Hail(word)],
-        |word| vec![Act::Interrupt, Act::Rest(50), Act::Hail(word)],
+        |word| vec![Act::Announce(word)],
+        |word| vec![Act::Close, Act::Announce(word)],
+        |word| vec![Act::Close, Act::Rest(400), Act::Announce(word)],
+        |word| vec![Act::Announce(Word::Unknown), Act::Announce(Word::Lost), Act::Announce(word)],
+        |word| vec![Act::Interrupt, Act::Rest(50), Act::Announce(word)],
     ];
     for (word, is_elsewhere) in answers {
         for (number, way) in ways.iter().enumerate() {
@@ -145,8 +150,13 @@ fn an_answer_decides_however_it_comes() {
 fn a_verdict_is_the_last_that_is_heard() {
     for (word, is_elsewhere) in [(Word::Started, true), (Word::Discarded, false)] {
         let stage = Stage::new();
-        let acts =
-            [Act::SayVerified, Act::Close, Act::AwaitDone("mark Committed"), Act::Rest(100), Act::Hail(word)];
+        let acts = [
+            Act::SayVerified,
+            Act::Close,
+            Act::AwaitDone("mark Committed"),
+            Act::Rest(100),
+            Act::Announce(word),
+        ];
         let ended = plays(&stage, &after(LAST, &acts), LIMIT, "adopt");
         assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{ended:?}");
         assert!(stage.seen().has_said(Word::Commit));

@@ -12,7 +12,7 @@ use crate::{
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
 use mercury_migration::{
-    hail::Secret,
+    announcement::Secret,
     protocol::{Attempt, Digest, Message, Word},
     session::Receiver,
     streams::{Proof, is_proof, proof, stream_of},

@@ -22,7 +22,7 @@ use crate::{
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA};
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
-    hail::{Hailer, Secret, Speaker},
+    announcement::{Announcer, Secret, Speaker},
     protocol::{Attempt, Digest, Message, Patience, Word},
     session::{self, Line, Receiver},
     wire::{Chunks, Content, Ledger, PAGE, Page, Pages, Writer, pack_text},
@@ -57,7 +57,7 @@ fn memory(seed: u8) -> Vec<(u64, [u8; PAGE])> {
 fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "liar".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams: 1 }
+    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1 }
 }
 
 fn digest_of(memory: &[(u64, [u8; PAGE])], attempt: Attempt) -> Digest {
@@ -208,7 +208,7 @@ impl Spare for Fake {
         Vec::new()
     }
 
-    fn hail(&self, frame: &[u8]) {
+    fn announce(&self, frame: &[u8]) {
         self.seen().to_all.push(frame.to_vec());
     }
 
@@ -394,10 +394,10 @@ impl Source<'_> {
     }
 }
 
-fn hailer(line: &Line, attempt: Attempt) -> Hailer {
-    let mut hailer = Hailer::new(line);
-    hailer.know(attempt, &SECRET);
-    hailer
+fn announcer(line: &Line, attempt: Attempt) -> Announcer {
+    let mut announcer = Announcer::new(line);
+    announcer.know(attempt, &SECRET);
+    announcer
 }
 
 /// The other tests would prove nothing if an honest machine could not be started.
@@ -641,7 +641,7 @@ fn who_comes_second_is_turned_away() {
 /// Announcements: a peer that has only the pairing token decides nothing. Words that were announced
 /// once, in this attempt or another, may be repeated.
 #[test]
-fn hails_decide_only_what_was_decided() {
+fn announcements_decide_only_decided_things() {
     let destination = Destination::new();
     let commit = |attempt| Message { attempt, word: Word::Commit };
     let (first, second) = (Attempt([1; 16]), Attempt([2; 16]));
@@ -654,28 +654,28 @@ fn hails_decide_only_what_was_decided() {
     let mut source = destination.connect(2);
     source.is_verified();
     let answers = destination.seen(|seen| seen.to_all.len());
-    let forged = Hailer::new(&destination.line);
-    let mut wrong = Hailer::new(&destination.line);
+    let forged = Announcer::new(&destination.line);
+    let mut wrong = Announcer::new(&destination.line);
     wrong.know(second, &[8; 32]);
-    let of_the_first = hailer(&destination.line, first).say(Speaker::Source, commit(first));
+    let of_the_first = announcer(&destination.line, first).say(Speaker::Source, commit(first));
     destination.seen(|seen| {
         seen.from_all.extend([
             forged.say(Speaker::Source, commit(second)).to_vec(),
-            forged.say_to_who_forgot(Speaker::Source, commit(second)).to_vec(),
+            forged.say_to_restarted(Speaker::Source, commit(second)).to_vec(),
             wrong.say(Speaker::Source, commit(second)).to_vec(),
-            hailer(&destination.line, second).say(Speaker::Destination, commit(second)).to_vec(),
+            announcer(&destination.line, second).say(Speaker::Destination, commit(second)).to_vec(),
             of_the_first.to_vec(),
             vec![0; 7],
         ]);
     });
     destination.until("the first attempt's is answered", |seen| seen.to_all.len() > answers);
     let answer = destination.seen(|seen| seen.to_all[answers].clone());
-    let heard = hailer(&destination.line, first).hear(Speaker::Destination, &answer);
+    let heard = announcer(&destination.line, first).hear(Speaker::Destination, &answer);
     assert_eq!(heard, Some(Message { attempt: first, word: Word::Discarded }));
     assert_eq!(destination.seen(|seen| seen.started), 0);
 
     // The source's own announcement decides, once.
-    let own = hailer(&destination.line, second).say(Speaker::Source, commit(second)).to_vec();
+    let own = announcer(&destination.line, second).say(Speaker::Source, commit(second)).to_vec();
     destination.seen(|seen| {
         seen.said.push((second, Word::Commit));
         seen.from_all.extend([own.clone(), own]);
@@ -749,7 +749,7 @@ enum Lie {
     Send(u64, u8),
     SendAll,
     Round(u64),
-    Hail(Word),
+    Announce(Word),
     Again,
 }
 
@@ -770,13 +770,14 @@ fn lies() -> impl Strategy<Value = Vec<Lie>> {
         Word::Discarded,
         Word::Unknown,
     ]);
-    let hails = prop::sample::select(vec![Word::Commit, Word::Cancel, Word::Started, Word::Discarded]);
+    let announcements =
+        prop::sample::select(vec![Word::Commit, Word::Cancel, Word::Started, Word::Discarded]);
     let lie = prop_oneof![
         4 => words.prop_map(Lie::Say),
         2 => (0..PAGES + 2, any::<u8>()).prop_map(|(page, seed)| Lie::Send(page, seed)),
         3 => Just(Lie::SendAll),
         1 => (0..3_u64).prop_map(Lie::Round),
-        1 => hails.prop_map(Lie::Hail),
+        1 => announcements.prop_map(Lie::Announce),
         1 => Just(Lie::Again),
     ];
     // A source that was accepted can get further.
@@ -834,8 +835,8 @@ proptest! {
                 Lie::Round(number) => {
                     let _ = source.link.round(*number).and_then(|()| source.link.flush());
                 }
-                Lie::Hail(word) => {
-                    let frame = hailer(&destination.line, source.attempt)
+                Lie::Announce(word) => {
+                    let frame = announcer(&destination.line, source.attempt)
                         .say(Speaker::Source, Message { attempt: source.attempt, word: *word });
                     destination.seen(|seen| {
                         seen.said.push((source.attempt, *word));

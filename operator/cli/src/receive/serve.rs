@@ -16,7 +16,7 @@ use crate::{
     output::bytes,
 };
 use mercury_migration::{
-    hail::{Hailer, Speaker},
+    announcement::{Announcer, Speaker},
     protocol::{
         Destination, Digest, Message, Patience, Word,
         destination::{Action, Decision, Event, Phase},
@@ -45,7 +45,7 @@ const TAKEN: &str = "another machine is on its way there";
 pub struct Host {
     receiver: Receiver,
     listener: TcpListener,
-    hailer: Hailer,
+    announcer: Announcer,
     patience: Patience,
     destination: Destination,
     spare: Box<dyn Spare>,
@@ -84,7 +84,7 @@ impl Host {
         operator: Operator,
     ) -> Self {
         Self {
-            hailer: Hailer::new(receiver.line()),
+            announcer: Announcer::new(receiver.line()),
             receiver,
             listener,
             patience,
@@ -160,7 +160,7 @@ impl Host {
         self.wait(left.unwrap_or(limit).min(limit));
         // The operator comes first: a machine that was discarded must not be started by a word that
         // was under way.
-        let event = self.decision().or_else(|| self.hail()).or_else(|| self.listen());
+        let event = self.decision().or_else(|| self.announcement()).or_else(|| self.listen());
         event.or_else(|| self.look_at_streams()).or_else(|| self.open())
     }
 
@@ -375,9 +375,9 @@ impl Host {
     }
 
     /// Reads the source's announcement.
-    fn hail(&self) -> Option<Event> {
+    fn announcement(&self) -> Option<Event> {
         for frame in std::iter::from_fn(|| self.spare.hear()).take(FRAMES) {
-            if let Some(message) = self.hailer.hear(Speaker::Source, &frame) {
+            if let Some(message) = self.announcer.hear(Speaker::Source, &frame) {
                 return Some(Event::Heard(message));
             }
         }
@@ -430,7 +430,7 @@ impl Host {
         let is_answer = matches!(message.word, Word::Discarded | Word::Lost | Word::Started | Word::Unknown);
         if is_answer {
             // The word is announced as well, in case there is no connection.
-            self.spare.hail(&self.hailer.say(Speaker::Destination, message));
+            self.spare.announce(&self.announcer.say(Speaker::Destination, message));
         }
     }
 
@@ -455,7 +455,7 @@ impl Host {
         // The announcements' key must be known from now on, because answers are due even after the
         // machine is discarded.
         let attempt = self.link.as_ref().and_then(Link::attempt).ok_or("the connection is gone")?;
-        self.hailer.know(attempt, &offer.hails);
+        self.announcer.know(attempt, &offer.secret);
         if !(1..=STREAMS_MAX).contains(&offer.streams) {
             return Err(format!(
                 "the machine would arrive by {} streams: 1 to {STREAMS_MAX} are accepted",
@@ -463,7 +463,7 @@ impl Host {
             ));
         }
         self.spare.prepare(&offer)?;
-        let whose = Whose { attempt, secret: offer.hails, streams: offer.streams };
+        let whose = Whose { attempt, secret: offer.secret, streams: offer.streams };
         let ledger = Ledger::new(offer.memory());
         let intake = Intake::new(whose, self.spare.memory(), ledger, self.patience.running);
         arrival.intake = Some(intake.map_err(|error| error.message)?);

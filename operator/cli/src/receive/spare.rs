@@ -20,7 +20,7 @@ use mercury_abi::{
     restart::{LoadEntry, MERCURY_RESTART_AGAIN},
 };
 use mercury_image::FileSystem;
-use mercury_migration::{hail::ETHER_TYPE, protocol::Attempt, wire::Chunks};
+use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
@@ -101,7 +101,7 @@ pub trait Spare {
     fn cards(&self) -> Vec<Card>;
 
     /// Announces a frame to all.
-    fn hail(&self, frame: &[u8]);
+    fn announce(&self, frame: &[u8]);
 
     /// Returns an announcement of another machine.
     fn hear(&self) -> Option<Vec<u8>>;
@@ -200,7 +200,7 @@ impl Spare for Here {
         ethernet::cards(&Sysroot::default())
     }
 
-    fn hail(&self, frame: &[u8]) {
+    fn announce(&self, frame: &[u8]) {
         if let (Some(packets), Some(card)) = (&self.packets, &self.card) {
             // If the announcement fails, a connection may still carry the word.
             let _ = packets.say(card, frame);

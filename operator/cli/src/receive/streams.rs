@@ -106,7 +106,7 @@ impl Spare for Table {
         Vec::new()
     }
 
-    fn hail(&self, _: &[u8]) {}
+    fn announce(&self, _: &[u8]) {}
 
     fn hear(&self) -> Option<Vec<u8>> {
         None
@@ -162,7 +162,7 @@ impl Scene {
     fn begin(&self, stripes: u64, streams: u32) -> Sender {
         let range = Range { start_phys: 0, pages: stripes * STRIPE / PAGE as u64, kind: Kind::Kept };
         let machine = Machine { ranges: vec![range], ..Machine::default() };
-        let offer = Offer { machine, cpus: 1, disks: Vec::new(), hails: SECRET, streams };
+        let offer = Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams };
         let mut link = Link::connect(self.to, &self.line, PATIENCE).unwrap();
         link.begin(ATTEMPT).unwrap();
         link.say(Word::Offer, &offer.pack().unwrap()).unwrap();

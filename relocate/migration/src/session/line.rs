@@ -13,7 +13,7 @@ const CHECK: usize = 4;
 const BYTES: usize = SECRET + PIN + CHECK;
 /// Context for deriving the sender's key.
 const CONTEXT: &str = "mercury migration 1: the sender's Ed25519 key";
-const HAIL_CONTEXT: &str = "mercury migration 1: hails";
+const ANNOUNCEMENT_CONTEXT: &str = "mercury migration 1: hails";
 /// First bytes of a private key in PKCS #8 (RFC 8410, 7); the key's 32 bytes follow.
 const PKCS8: [u8; 16] = [0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
 
@@ -45,8 +45,8 @@ impl Line {
 
     /// Returns the key of announcements for unknown attempts. The key of an attempt is derived from
     /// it too.
-    pub(crate) fn hail_key(&self) -> [u8; 32] {
-        blake3::derive_key(HAIL_CONTEXT, &self.secret)
+    pub(crate) fn announcement_key(&self) -> [u8; 32] {
+        blake3::derive_key(ANNOUNCEMENT_CONTEXT, &self.secret)
     }
 
     fn check(bytes: &[u8]) -> [u8; CHECK] {

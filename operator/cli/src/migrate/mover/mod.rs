@@ -8,7 +8,7 @@ mod rounds;
 use super::{
     arrival::Arrival,
     copy::Proof,
-    doubt::{self, Doubt, Hails},
+    doubt::{self, Announcements, Doubt},
     lane::Lane,
     link::Link,
     log::Log,
@@ -58,7 +58,7 @@ pub struct Departure<'a> {
     /// Connection to the destination.
     pub link: Link,
     /// Announcements, which need no connection.
-    pub hails: Hails,
+    pub announcements: Announcements,
     /// Description of the machine.
     pub offer: Offer,
     /// Bridges of the machine that were given an address: name and address.
@@ -114,7 +114,7 @@ pub struct Mover<'a> {
     link: Option<Link>,
     /// The streams besides the first.
     lanes: Vec<Lane>,
-    hails: Hails,
+    announcements: Announcements,
     attempt: Attempt,
     source: Source,
     begin: Vec<Action>,
@@ -161,7 +161,7 @@ impl<'a> Mover<'a> {
             to,
             line,
             mut link,
-            hails,
+            announcements,
             offer,
             bridges,
             memory,
@@ -185,7 +185,7 @@ impl<'a> Mover<'a> {
             line,
             link: Some(link),
             lanes: Vec::new(),
-            hails,
+            announcements,
             attempt,
             source,
             begin,
@@ -319,11 +319,11 @@ impl<'a> Mover<'a> {
         {
             link.abandon();
         }
-        if let Some(message) = self.hails.hear() {
+        if let Some(message) = self.announcements.hear() {
             return Some(Event::Heard(message));
         }
         if matches!(self.source.state(), State::InDoubt(..)) {
-            self.hails.say_again(Word::Commit);
+            self.announcements.say_again(Word::Commit);
         }
         doubt::decision(&mut self.operator).map(Event::Operator)
     }
@@ -452,7 +452,7 @@ impl<'a> Mover<'a> {
     fn commit(&mut self) -> Result<()> {
         // All pages of these streams have arrived.
         self.lanes.clear();
-        let doubt = Doubt::of(&self.line, self.attempt, self.offer.hails, self.hails.cards());
+        let doubt = Doubt::of(&self.line, self.attempt, self.offer.secret, self.announcements.cards());
         self.system.commit(doubt, self.operator.console())
     }
 
@@ -467,7 +467,7 @@ impl<'a> Mover<'a> {
 
     fn send(&mut self, word: Word) -> Step {
         if self.is_in_doubt() && matches!(word, Word::Commit | Word::Cancel) {
-            self.hails.say(word);
+            self.announcements.say(word);
         }
         let text = match word {
             Word::Offer | Word::Final(_) => self.offer.pack(),
@@ -494,9 +494,9 @@ impl<'a> Mover<'a> {
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),
-            hails: self.offer.hails,
+            secret: self.offer.secret,
             attempt: self.attempt.0,
-            cards: self.hails.cards().to_vec(),
+            cards: self.announcements.cards().to_vec(),
             theirs: std::mem::take(&mut self.theirs),
             bridges: std::mem::take(&mut self.bridges),
         }

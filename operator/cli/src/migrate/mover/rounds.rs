@@ -35,7 +35,7 @@ impl Mover<'_> {
     /// Opens the streams besides the first, when the destination is ready for pages.
     fn open_lanes(&mut self) -> Result<()> {
         let Self { to, line, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
-        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.hails };
+        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.secret };
         let control = args.congestion_control.as_deref();
         let open = |stream| Lane::open(&whose, stream, *patience, control);
         self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;

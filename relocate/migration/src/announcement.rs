@@ -47,23 +47,23 @@ const CONTEXT: &str = "mercury migration 2: hails of an attempt";
 
 /// The keys with which an end makes and checks announcements.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Hailer {
+pub struct Announcer {
     /// Key from the pairing token alone.
     key: [u8; 32],
     known: Vec<(Attempt, [u8; 32])>,
 }
 
-impl std::fmt::Debug for Hailer {
+impl std::fmt::Debug for Announcer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Hailer(..)")
+        f.write_str("Announcer(..)")
     }
 }
 
-impl Hailer {
+impl Announcer {
     /// Returns the announcer for moves to the receiver of a pairing token.
     #[must_use]
     pub fn new(line: &Line) -> Self {
-        Self { key: line.hail_key(), known: Vec::new() }
+        Self { key: line.announcement_key(), known: Vec::new() }
     }
 
     /// Stores the secret of an offered attempt. From here on the token's key no longer counts for
@@ -88,7 +88,7 @@ impl Hailer {
 
     /// Returns the frame's content for a receiver that was restarted, and cannot know the attempt.
     #[must_use]
-    pub fn say_to_who_forgot(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
+    pub fn say_to_restarted(&self, speaker: Speaker, message: Message) -> [u8; LENGTH] {
         Self::made(&self.key, speaker, message)
     }
 
@@ -149,27 +149,27 @@ mod tests {
     use crate::session::Receiver;
     use std::time::Duration;
 
-    fn hailer() -> Hailer {
+    fn announcer() -> Announcer {
         let (_, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
-        Hailer::new(&line)
+        Announcer::new(&line)
     }
 
     const STARTED: Message = Message { attempt: Attempt([1; 16]), word: Word::Started };
 
     #[test]
     fn only_the_other_end_is_heard() {
-        let one = hailer();
+        let one = announcer();
         let mut frame = one.say(Speaker::Destination, STARTED).to_vec();
         frame.extend([0; 20]);
         assert_eq!(one.hear(Speaker::Destination, &frame), Some(STARTED));
         assert_eq!(one.hear(Speaker::Source, &frame), None, "what one has said oneself");
-        assert_eq!(hailer().hear(Speaker::Destination, &frame), None, "another line");
+        assert_eq!(announcer().hear(Speaker::Destination, &frame), None, "another line");
         assert_eq!(one.hear(Speaker::Destination, &frame[..LENGTH - 1]), None);
     }
 
     #[test]
     fn no_bit_can_be_changed() {
-        let one = hailer();
+        let one = announcer();
         let frame = one.say(Speaker::Destination, STARTED);
         for bit in 0..LENGTH * 8 {
             let mut changed = frame;
@@ -181,7 +181,7 @@ mod tests {
     /// A host that has seen the pairing token decides nothing; only the attempt's secret does.
     #[test]
     fn the_line_is_not_enough() {
-        let stranger = hailer();
+        let stranger = announcer();
         let (mut source, mut destination, mut other) = (stranger.clone(), stranger.clone(), stranger.clone());
         source.know(STARTED.attempt, &[5; 32]);
         destination.know(STARTED.attempt, &[5; 32]);
@@ -198,7 +198,7 @@ mod tests {
         }
         // A restarted receiver is asked, answers, and is understood. A receiver that knows the
         // attempt ignores the question.
-        let question = source.say_to_who_forgot(Speaker::Source, commit);
+        let question = source.say_to_restarted(Speaker::Source, commit);
         assert_eq!(stranger.hear(Speaker::Source, &question), Some(commit));
         assert_eq!(destination.hear(Speaker::Source, &question), None);
         let unknown = Message { word: Word::Unknown, ..STARTED };
