@@ -1,4 +1,4 @@
-//! What a switch costs, in instructions: on a machine with one CPU that counts them, where a tick of the
+//! The cost of a switch in instructions, on a machine with one CPU that counts them. A tick of its
 //! TSC is an instruction.
 
 use serde::Serialize;
@@ -11,36 +11,36 @@ use mercury_lab::{
     spec::{Icount, Spec},
 };
 
-/// Switches measured; all of them take the same number of instructions.
+/// The number of measured switches. All of them take the same number of instructions.
 const CYCLES: u32 = 20;
 
 /// Instructions on one CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Counts {
-    /// Of the machine.
+    /// Memory of the machine.
     pub memory_mib: u32,
-    /// Attach with interrupts off; the most of all cycles.
+    /// Instructions of an attach with interrupts off: the maximum of all cycles.
     pub attach_instructions: u64,
-    /// The fewest.
+    /// The minimum of all cycles.
     pub attach_instructions_min: u64,
-    /// Detach with interrupts off; the most of all cycles.
+    /// Instructions of a detach with interrupts off: the maximum of all cycles.
     pub detach_instructions: u64,
-    /// The fewest.
+    /// The minimum of all cycles.
     pub detach_instructions_min: u64,
-    /// A hypercall into the hypervisor and back.
+    /// Instructions of a hypercall into the hypervisor and back.
     pub exit_roundtrip_instructions: u64,
-    /// What Mercury holds while native.
+    /// Memory that Mercury holds while native.
     pub memory: Memory,
 }
 
-/// What Mercury holds.
+/// Memory that Mercury holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// On any machine of this size.
+    /// Bytes on any machine of this size.
     pub fixed_bytes: u64,
-    /// For each CPU.
+    /// Bytes for each CPU.
     pub per_cpu_bytes: u64,
-    /// For all of the machine's CPUs.
+    /// The number of CPUs that the machine may have.
     pub possible_cpus: u64,
 }
 
@@ -48,7 +48,7 @@ impl Memory {
     /// Asks a machine on which the hypervisor is loaded.
     ///
     /// # Errors
-    /// If it does not say.
+    /// If the machine's answer is not as expected.
     pub fn of(machine: &Machine) -> Result<Self> {
         let status = machine.mercury("status")?;
         let number = |value: &Value| value.as_u64().ok_or_else(|| strange("status", &status));
@@ -60,13 +60,13 @@ impl Memory {
     }
 }
 
-/// The machine on which instructions are counted.
+/// Returns the machine on which instructions are counted.
 #[must_use]
 pub fn counting_machine(memory_mib: u32) -> Spec {
     Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(memory_mib).icount(Icount::Exact)
 }
 
-/// Boots a machine of so much memory and counts.
+/// Boots a machine with so much memory and counts.
 ///
 /// # Errors
 /// If the machine fails.
@@ -77,7 +77,8 @@ pub fn with_memory(memory_mib: u32) -> Result<Counts> {
     Ok(counts)
 }
 
-/// Counts on a machine with one CPU, a tick of whose TSC is an instruction. It is native afterwards.
+/// Counts on a machine with one CPU, a tick of whose TSC is an instruction. The machine is native
+/// afterwards.
 ///
 /// # Errors
 /// If the machine fails.
@@ -98,7 +99,7 @@ pub fn count(machine: &Machine, memory_mib: u32) -> Result<Counts> {
     })
 }
 
-/// JSON that is not as docs/command.md says.
+/// Returns the error for JSON that differs from docs/command.md.
 pub(super) fn strange(command: &str, json: &Value) -> Error {
     Error::Host(format!("`mercury {command}` says something strange: {json}"))
 }

@@ -1,4 +1,4 @@
-//! Exits of a machine that is attached and at work.
+//! Exits of an attached machine at work.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,34 +11,33 @@ use super::{
 };
 use mercury_lab::{error::Result, machine::Machine, spec::Qemu};
 
-/// A process that writes to its pages when it is told to.
+/// A process that writes to its pages on demand.
 pub(super) const DIRTY: &[u8] = include_bytes!("../../guest/migration/dirty");
-/// Memory of the machine that counts.
+/// Memory of the counting machine.
 const COUNTED_MIB: u32 = 512;
-/// For copies: more than is written.
+/// The snapshot's pool for copies: more than the process writes.
 const POOL: &str = "64M";
-/// Beyond the time that was asked for.
+/// Time that a command may take beyond the requested time.
 const SLACK: Duration = Duration::from_secs(120);
 
-/// What came into the hypervisor, and what ran meanwhile.
+/// Exits into the hypervisor, and the work that ran meanwhile.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Exits {
-    /// How long it was.
+    /// Length of the measurement.
     pub seconds: u64,
     /// pgbench's transactions in that time (TPC-B).
     pub transactions: u64,
-    /// Exits by reason, all CPUs.
     pub by_reason: BTreeMap<String, u64>,
-    /// Those among them that the question itself makes: one hypercall on each CPU.
+    /// Exits that the measurement itself causes: one hypercall on each CPU.
     pub of_the_question: u64,
-    /// The rest, a second.
+    /// The other exits, per second.
     pub steady_exits_per_second: f64,
 }
 
 /// Attaches, lets PostgreSQL work for a while, and detaches.
 ///
 /// # Errors
-/// If the machine cannot.
+/// If the machine fails.
 pub fn under_postgres(machine: &Machine, time: Duration) -> Result<Exits> {
     machine.mercury("attach")?;
     let line = format!("pgbench -n -c 4 -j 2 -T {} bench", time.as_secs());
@@ -58,18 +57,18 @@ pub fn under_postgres(machine: &Machine, time: Duration) -> Result<Exits> {
     })
 }
 
-/// What the first write to a page costs, in instructions a page, the writer's own included.
+/// The cost of a first write to a page, in instructions a page, the writer's own included.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct FirstWrites {
-    /// Attached, with nothing beneath.
+    /// The cost while attached, without a snapshot.
     pub attached: f64,
-    /// Beneath a snapshot: an exit, the copy, and back.
+    /// The cost under a snapshot: an exit, the copy, and back.
     pub snapshot: f64,
-    /// The second time.
+    /// The cost of the second write.
     pub again: f64,
 }
 
-/// Counts the exits that a process forces beneath a snapshot by writing to pages.
+/// Counts the exits that a process forces under a snapshot by writing to pages.
 ///
 /// # Errors
 /// If the machine fails.
@@ -79,7 +78,7 @@ pub fn beneath_a_snapshot() -> Result<FirstWrites> {
     let mut writer = machine.spawn("/root/dirty")?;
     writer.wait_output("ready", SLACK)?;
     let mut write = || touched(&mut writer, "write");
-    // The first time they come into being.
+    // The first write makes the pages exist.
     write()?;
     machine.mercury("attach")?;
     let attached = write()?;
@@ -101,7 +100,7 @@ fn all_exits(status: &Value) -> u64 {
     cpus(status).filter_map(|cpu| cpu["exits_total"].as_u64()).sum()
 }
 
-/// All CPUs together.
+/// Returns the exits by reason, of all CPUs together.
 #[must_use]
 pub fn by_reason(status: &Value) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();

@@ -1,4 +1,5 @@
-//! The same on Intel: in Bochs, whose time stamp counter counts the instructions of a machine with one CPU.
+//! The cost of a switch on Intel: in Bochs, whose time-stamp counter counts the instructions of a
+//! machine with one CPU.
 
 use std::{collections::BTreeMap, thread, time::Duration};
 
@@ -17,48 +18,44 @@ use mercury_lab::{
 };
 
 const MEMORY_MIB: u32 = 1024;
-/// Programs started to see what a start costs.
+/// The number of programs started to measure the cost of a start.
 const STARTS: u32 = 100;
 
 /// One processor's figures.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Processor {
-    /// As the kernel names it.
+    /// The processor's name in the kernel.
     pub name: String,
-    /// Attach with interrupts off; the most of all cycles.
+    /// Instructions of an attach with interrupts off: the maximum of all cycles.
     pub attach_instructions: u64,
-    /// Detach with interrupts off; the most of all cycles.
+    /// Instructions of a detach with interrupts off: the maximum of all cycles.
     pub detach_instructions: u64,
-    /// A hypercall into the hypervisor and back.
+    /// Instructions of a hypercall into the hypervisor and back.
     pub exit_roundtrip_instructions: u64,
-    /// A CPUID that exits, less one that does not.
+    /// Instructions of a CPUID that exits, minus those of a CPUID that does not.
     pub cpuid_exit_instructions: u64,
 }
 
-/// All that is measured on Intel.
+/// All figures for Intel. The first four are the maximum of all processors.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Intel {
-    /// The most of all processors.
     pub attach_instructions: u64,
-    /// The most of all processors.
     pub detach_instructions: u64,
-    /// The most of all processors.
     pub exit_roundtrip_instructions: u64,
-    /// The most of all processors.
     pub cpuid_exit_instructions: u64,
     /// Exits of a load that only computes.
     pub compute_exits_per_second: f64,
-    /// CPUIDs that a program executes before its `main`: /bin/true.
+    /// CPUID instructions that a program (/bin/true) executes before its `main`.
     pub cpuid_exits_per_program: f64,
-    /// PostgreSQL at work.
+    /// Exits of PostgreSQL at work.
     pub exits_under_postgres: Exits,
-    /// Each processor by itself.
+    /// The figures of each processor.
     pub processors: Vec<Processor>,
-    /// On what the exits were counted.
+    /// The machine on which the exits were counted.
     pub machine: String,
 }
 
-/// A machine with one of Bochs's Intel processors.
+/// Returns a machine with one of Bochs's Intel processors.
 #[must_use]
 pub fn machine(model: Model) -> Spec {
     Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(MEMORY_MIB).platform(Platform::Bochs(model))
@@ -123,20 +120,20 @@ pub fn processor(machine: &Machine) -> Result<Processor> {
     Ok(counted)
 }
 
-/// Instructions of a CPUID.
+/// Returns the number of instructions of a CPUID.
 fn cpuid(machine: &Machine) -> Result<f64> {
     let said = machine.sh("mercury-workload cpuid")?;
     let said: Value = serde_json::from_str(&said).unwrap_or_default();
     said["cpu0_ticks"].as_f64().ok_or_else(|| strange("mercury-workload cpuid", &said))
 }
 
-/// Exits by reason so far.
+/// Returns the exits by reason so far.
 fn so_far(machine: &Machine) -> Result<BTreeMap<String, u64>> {
     Ok(exits::by_reason(&machine.mercury("status")?))
 }
 
-/// What a load causes that only computes, in so much wall time, without what asking costs: that is seen from
-/// two questions in a row.
+/// Returns the exits of a load that only computes, in so much wall time. The cost of asking, which
+/// two questions in a row show, is subtracted.
 fn compute_exits(machine: &Machine, time: Duration) -> Result<u64> {
     let sum = |exits: BTreeMap<String, u64>| exits.values().sum::<u64>();
     machine.mercury("attach")?;
@@ -158,6 +155,6 @@ fn cpuids_of_a_start(machine: &Machine) -> Result<f64> {
     machine.sh(&format!("for n in {{1..{STARTS}}}; do /bin/true; done"))?;
     let third = cpuids(machine)?;
     machine.mercury("detach")?;
-    // The shell that runs them is one more program.
+    // The shell that starts the programs is one more program.
     Ok((third - second).saturating_sub(second - first) as f64 / f64::from(STARTS + 1))
 }

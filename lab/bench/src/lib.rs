@@ -1,7 +1,10 @@
-//! `make bench`: the paper's tables, in the lab, and what Mercury promises in numbers.
+//! `make bench`: the paper's tables, measured in the lab, and the numbers that Mercury promises.
 //!
-//! Three kinds of figures, none of which needs a quiet host: instructions, counted on a machine with one
-//! CPU; exits, counted on a machine at work; and ratios of times that were measured side by side.
+//! The figures are of three kinds, none of which needs a quiet host:
+//!
+//! - instructions, counted on a machine with one CPU;
+//! - exits, counted on a machine at work;
+//! - ratios of times that were measured side by side.
 
 #![allow(missing_docs)]
 
@@ -50,19 +53,19 @@ use phases::Compared;
 use previrtualization::{Effort, Previrtualization};
 use suite::Amount;
 
-/// The smallest and the largest machine on which switches are counted.
+/// Memory of the smallest and the largest machine on which switches are counted, in MiB.
 const SIZES_MIB: [u32; 2] = [512, 16 * 1024];
-/// The machines on which the benchmarks run.
+/// Memory of the machines on which the benchmarks run, in MiB.
 const MEMORY_MIB: u32 = 1024;
 
-/// How much is measured on a small kernel, for docs/ and for a first look.
+/// The effort on a small kernel, for docs/ and for a quick run.
 const PREVIRTUALIZED: [Effort; 2] =
     [Effort { samples: 5, timed_pairs: 9 }, Effort { samples: 1, timed_pairs: 0 }];
-/// How often a hosted kernel and its likes are measured, for docs/ and for a first look.
+/// The number of rounds for a hosted kernel and the systems like it, for docs/ and for a quick run.
 const HOSTED_ROUNDS: [hosted::Rounds; 2] =
     [hosted::Rounds { small: 5, work: 3 }, hosted::Rounds { small: 1, work: 1 }];
 
-/// How much to measure.
+/// The amount of measurements.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     counted_rounds: u32,
@@ -90,56 +93,56 @@ const QUICK: Plan = Plan {
     kvm: kvm::Plan { cycles: 100, rounds: kvm::Rounds { boots: 1, samples: 1 } },
 };
 
-/// How much of it.
+/// The thoroughness of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// For docs/.
+    /// A run for docs/.
     Full,
-    /// For a first look.
+    /// A quick run for a first impression.
     Quick,
 }
 
-/// Of which figures.
+/// The figures that a run measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// All of them.
     All,
-    /// Those of checkpoint, snapshot and rollback.
+    /// Figures of checkpoint, snapshot and rollback.
     Checkpoint,
-    /// Those of KVM above the hypervisor.
+    /// Figures of KVM above the hypervisor.
     Kvm,
-    /// Those of moves.
+    /// Figures of moves.
     Migration,
-    /// Those of kernels that the afterburner has built, from these releases' sources.
+    /// Figures of kernels that the afterburner has built from these releases' sources.
     Previrtualization(&'static [Release]),
-    /// Of these, those on bare machines.
+    /// The previous part's figures on bare machines only.
     Slots(&'static [Release]),
-    /// Of these, those of hosted kernels and their likes.
+    /// The previous part's figures of hosted kernels and the systems like them.
     Hosted,
 }
 
-/// All figures, in the order in which docs/benchmarks.json has them.
+/// All figures, in the order of docs/benchmarks.json.
 #[derive(Debug, Serialize)]
 struct Figures {
     attach_instructions: u64,
     detach_instructions: u64,
     exit_roundtrip_instructions: u64,
     steady_exits_per_second: f64,
-    /// Of instructions, on one CPU.
+    /// Ratios of instructions, on one CPU.
     after_detach_over_never_loaded: BTreeMap<String, f64>,
     machine: Description,
     switch_by_memory: Vec<Counts>,
     exits_under_postgres: Exits,
     memory: Memory,
-    /// Costs are instructions; one CPU.
+    /// Costs in instructions, on one CPU.
     counted: Vec<Compared>,
-    /// Costs are nanoseconds of the emulator; two CPUs.
+    /// Costs in nanoseconds of the emulator, on two CPUs.
     timed: Vec<Compared>,
-    /// What `mercury bench switch` says on the machine with two CPUs, in the emulator's microseconds.
+    /// Times by `mercury bench switch` on the machine with two CPUs, in the emulator's
+    /// microseconds.
     switch_times_us: SwitchTimes,
     paper: Paper,
     peers: Peers,
-    /// The same switch on VMX.
+    /// The figures of the same switch on VMX.
     intel: Intel,
     kvm: Kvm,
     previrtualization: Previrtualization,
@@ -147,7 +150,7 @@ struct Figures {
     migration: Migration,
 }
 
-/// On what it was measured.
+/// The machines on which the figures were measured.
 #[derive(Debug, Serialize)]
 struct Description {
     emulator: String,
@@ -170,12 +173,13 @@ struct SwitchTimes {
 struct Paper {
     attach_us: f64,
     detach_us: f64,
-    /// Attached ÷ native Linux and native Mercury ÷ native Linux.
+    /// Ratios: attached ÷ native Linux, and native Mercury ÷ native Linux.
     attached_over_native_linux: BTreeMap<String, f64>,
     native_mercury_over_native_linux: BTreeMap<String, f64>,
 }
 
-/// Measured on the same emulator, QEMU 7.2: `jailhouse enable` and `disable` of a root cell.
+/// Figures of `jailhouse enable` and `disable` of a root cell, measured on the same emulator, QEMU
+/// 7.2.
 #[derive(Debug, Serialize)]
 struct Peers {
     jailhouse_enable_instructions: u64,
@@ -185,11 +189,12 @@ struct Peers {
 const JAILHOUSE: Peers =
     Peers { jailhouse_enable_instructions: 22_900_000, jailhouse_disable_instructions: 12_300 };
 
-/// `lab bench`: measures, and writes docs/benchmarks.md and docs/benchmarks.json, or with
-/// [`Depth::Quick`] the same under target/lab/bench/. A part takes its place in what is there.
+/// `lab bench`: measures, and writes docs/benchmarks.md and docs/benchmarks.json. With
+/// [`Depth::Quick`] it writes the same files under target/lab/bench/. A part replaces that part of
+/// the existing files.
 ///
 /// # Errors
-/// If a machine fails, or a promise is not kept.
+/// If a machine fails, or a promise is broken.
 pub fn run(part: Part, depth: Depth) -> Result<()> {
     let directory = match depth {
         Depth::Full => paths::root().join("docs"),
@@ -275,7 +280,8 @@ fn pretty(figures: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(figures).map_err(|error| Error::Host(error.to_string()))
 }
 
-/// What both a benchmark of moves and a soak count; the sums are the migration's.
+/// Keys that both a benchmark of moves and a soak count. Their sums stand among migration's
+/// figures.
 const COUNTED: [&str; 4] = ["moves", "transactions", "lost_transactions", "doubled_transactions"];
 const SOAK: &str = "soak";
 
@@ -293,12 +299,12 @@ fn put_soak(path: PathBuf, soak: &str) -> Result<()> {
     write(path, &with_part(&old, "migration", with_soak(&migration, soak).trim_end()))
 }
 
-/// The soak's figures that are among those of migration.
+/// Returns the soak's figures among those of migration.
 fn soak_in(json: &str) -> Option<String> {
     alone_of(&alone_of(json, "migration")?, SOAK)
 }
 
-/// Migration's figures with these of a soak, in place of others of one.
+/// Returns migration's figures with these figures of a soak, in place of an earlier soak's.
 fn with_soak(migration: &str, soak: &str) -> String {
     let count = |json: &str, key: &str| {
         serde_json::from_str(json).ok().and_then(|all: Value| all[key].as_u64()).unwrap_or(0)
@@ -311,7 +317,7 @@ fn with_soak(migration: &str, soak: &str) -> String {
     with_part(&counted, SOAK, soak)
 }
 
-/// Puts a number into an object's text: in place of the one with this key, or last.
+/// Puts a number into an object's text: in place of the number with this key, or last.
 fn with_number(json: &str, key: &str, number: u64) -> String {
     let begin = format!("\n  \"{key}\": ");
     let Some((before, rest)) = json.split_once(&begin) else {
@@ -321,7 +327,8 @@ fn with_number(json: &str, key: &str, number: u64) -> String {
     format!("{before}{begin}{number}{}", &rest[end..])
 }
 
-/// Puts an object into a text of JSON as [`pretty`] writes it: in place of the one with this key, or last.
+/// Puts an object into a text of JSON as [`pretty`] writes it: in place of the object with this
+/// key, or last.
 fn with_part(json: &str, key: &str, figures: &str) -> String {
     const END: &str = "\n  }";
     let key = format!("\n  \"{key}\": ");
@@ -335,7 +342,7 @@ fn with_part(json: &str, key: &str, figures: &str) -> String {
     format!("{others}{comma}{key}{figures}\n}}\n")
 }
 
-/// The object with this key, as it would be written alone.
+/// Returns the object with this key, formatted as if it stood alone.
 fn alone_of(json: &str, key: &str) -> Option<String> {
     const END: &str = "\n  }";
     let (_, rest) = json.split_once(&format!("\n  \"{key}\": "))?;
@@ -353,7 +360,8 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     live::say("Instructions of a switch, on one CPU");
     let switch_by_memory = SIZES_MIB.into_iter().map(count_with).collect::<Result<Vec<_>>>()?;
     live::say("The paper's benchmarks in instructions, on one CPU");
-    // Where a process lies decides how many page tables its fork copies: several per cent, by chance.
+    // A process's place in memory decides by chance how many page tables its fork copies: several
+    // per cent.
     let spec = counts::counting_machine(MEMORY_MIB).kernel_arg("norandmaps");
     let counted_on = spec.summary();
     let machine = Machine::boot(spec)?;
@@ -402,7 +410,7 @@ fn count_with(memory_mib: u32) -> Result<Counts> {
     Ok(counts)
 }
 
-/// What comes of the machine with two CPUs.
+/// Measurements of the machine with two CPUs.
 struct Timed {
     machine: Description,
     exits: Exits,
@@ -457,7 +465,7 @@ fn tenth(number: f64) -> f64 {
     (number * 10.0).round() / 10.0
 }
 
-/// The same object with its numbers rounded.
+/// Returns the object with its numbers rounded.
 fn tenths(object: &Value) -> Value {
     let fields = object.as_object().into_iter().flatten();
     let fields = fields.map(|(key, value)| {
@@ -478,7 +486,7 @@ fn medians(compared: &[Compared]) -> BTreeMap<String, f64> {
     compared.iter().map(|one| (one.name.clone(), four_decimals(one.after_detach.median))).collect()
 }
 
-/// The ratios of JCST 2012, from what `mercury bench os` has of them.
+/// Reads the ratios of JCST 2012 from the output of `mercury bench os`.
 fn paper(machine: &Machine) -> Result<Paper> {
     let report = machine.mercury("bench os --samples 1")?;
     let ratio = |benchmark: &Value, of: &str| {

@@ -30,40 +30,42 @@ struct Cli {
 enum Command {
     /// Make the root images
     Image {
-        /// Only this release: bookworm or trixie
+        /// Make only this release's image: bookworm or trixie
         #[arg(long, value_parser = release)]
         release: Option<Release>,
-        /// Make it anew, with the packages of today
+        /// Make the image anew, from today's packages
         #[arg(long)]
         refresh: bool,
     },
-    /// Build everything that machines carry
+    /// Build the artefacts that machines carry
     Build {
-        /// Only for this release: bookworm or trixie
+        /// Build only for this release: bookworm or trixie
         #[arg(long, value_parser = release)]
         release: Option<Release>,
     },
     /// Build the kernel module for a kernel, or for all of them
     BuildDriver {
-        /// Only for this kernel
+        /// Build only for this kernel
         #[arg(long)]
         kernel: Option<Kernel>,
     },
-    /// Build a small kernel from Debian's sources with the afterburner, account for it, and print where it is
+    /// Build a small kernel from Debian's sources with the afterburner, verify its slots, and print
+    /// its path
     Kernel {
-        /// Of this release: bookworm or trixie
+        /// Take the sources of this release: bookworm or trixie
         #[arg(long, value_parser = release, default_value = "bookworm")]
         release: Release,
-        /// Without the afterburner
+        /// Build without the afterburner
         #[arg(long)]
         plain: bool,
-        /// Without the afterburner, and with the kernel's own checks of locks (lockdep)
+        /// Build without the afterburner, and with the kernel's own checks of locks (lockdep)
         #[arg(long, conflicts_with = "plain")]
         checked: bool,
     },
     /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has built
     Hosted {
-        /// For `mercury hosted run`: --isolation=process, --cpus 2, --net passt and others
+        /// Arguments for `mercury hosted run`: --isolation=process, --cpus 2, --net passt and
+        /// others
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
@@ -72,11 +74,12 @@ enum Command {
     Shell {
         #[command(flatten)]
         machine: MachineArgs,
-        /// Where its root lies: in RAM, so that a restore or a rollback meets no disk that has moved on, or on its disk
+        /// Put the root in RAM, so that a restore or a rollback meets no disk that has changed
+        /// since, or on the machine's disk
         #[arg(long, value_enum, default_value_t = Root::Ram)]
         root: Root,
-        /// Size of one more disk, empty, for the image of a checkpoint, with a unit of M, G or none for MiB; 0: no such
-        /// disk
+        /// Size of an additional empty disk for the image of a checkpoint, in MiB or with the unit
+        /// M or G; 0: no such disk
         #[arg(long, value_name = "SIZE", value_parser = size_mib, default_value = "2G")]
         disk: u32,
     },
@@ -96,7 +99,7 @@ enum Command {
     Run {
         #[command(flatten)]
         machine: MachineArgs,
-        /// How long the command may take, in seconds
+        /// Time limit of the command, in seconds
         #[arg(long, default_value_t = 600)]
         timeout: u64,
         /// The command; several words are quoted for the machine's shell
@@ -105,42 +108,42 @@ enum Command {
     },
     /// Run the tests
     Test {
-        /// A file of lab/tests (without .rs), or a part of tests' names
+        /// A file of lab/tests or lab/bench/tests (without .rs), or a part of tests' names
         filter: Option<String>,
     },
     /// Check formatting, lints, and the driver's style
     Check,
     /// Show what Mercury does
     Demo {
-        /// Attach and detach; a checkpoint and a restore; or two live moves
+        /// The subject: attach and detach; a checkpoint and a restore; or two live moves
         #[arg(value_enum, default_value_t = demo::Subject::Switch)]
         subject: demo::Subject,
     },
-    /// Measure: the paper's tables, and what Mercury promises in numbers
+    /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
-        /// Only this part, which takes its place in docs/: checkpoint, kvm, migration, previrtualization,
-        /// previrtualization-6.1, slots, slots-6.1, hosted
+        /// Measure only this part, and replace only its section in docs/: checkpoint, kvm,
+        /// migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted
         #[arg(value_parser = part)]
         part: Option<Part>,
-        /// A first look in a few minutes; leaves docs/ alone
+        /// Take a quick measurement of a few minutes, and leave docs/ alone
         #[arg(long)]
         quick: bool,
     },
-    /// Attach and detach beneath everything that machines do, for hours
+    /// Attach and detach for hours under all kinds of work
     Soak {
-        /// How often: 10,000 times, 2,000 with --guests, or 100 with --checkpoint
+        /// The number of cycles: 10,000 times, 2,000 with --guests, or 100 with --checkpoint
         #[arg(long)]
         cycles: Option<u64>,
-        /// Checkpoint machines to a disk, end them and bring them back instead
+        /// Instead, checkpoint machines to a disk, end them and restore them
         #[arg(long)]
         checkpoint: bool,
-        /// Beneath virtual machines that are reset and crash instead
+        /// Instead, attach and detach under virtual machines that are reset and crash
         #[arg(long, conflicts_with = "checkpoint")]
         guests: bool,
-        /// Move a machine whose PostgreSQL has clients outside, there and back, instead
+        /// Instead, move a machine whose PostgreSQL has clients outside, there and back
         #[arg(long, conflicts_with_all = ["checkpoint", "guests", "cycles"])]
         migration: bool,
-        /// How it moves
+        /// The moves of --migration
         #[command(flatten)]
         moves: MovesArgs,
     },
@@ -150,10 +153,10 @@ enum Command {
 
 #[derive(Args)]
 struct MovesArgs {
-    /// With --migration: how often
+    /// With --migration: the number of moves
     #[arg(long, default_value_t = 12, requires = "migration")]
     moves: u64,
-    /// With --migration: begin no more moves after so many minutes
+    /// With --migration: the time in minutes after which no further move begins
     #[arg(long, requires = "migration")]
     minutes: Option<u64>,
     /// With --migration: processors of the machine that moves
@@ -165,7 +168,8 @@ struct MovesArgs {
     /// With --migration: its kernel
     #[arg(long, default_value = "bookworm-cloud", requires = "migration")]
     kernel: Kernel,
-    /// With --migration: move nothing; write docs/soak-migration.md, and the figures, of all runs so far
+    /// With --migration: move nothing; write docs/soak-migration.md and the figures from all runs
+    /// so far
     #[arg(long, requires = "migration", conflicts_with_all = ["moves", "minutes", "cpus", "memory", "kernel"])]
     page: bool,
 }
@@ -186,7 +190,8 @@ struct MachineArgs {
     /// bookworm-cloud, bookworm-generic, trixie-cloud or trixie-generic
     #[arg(long, default_value = "bookworm-cloud")]
     kernel: Kernel,
-    /// A kernel that was built elsewhere (a bzImage, with its drivers built in), in place of the release's
+    /// A kernel that was built elsewhere (a bzImage with its drivers built in), in place of the
+    /// release's
     #[arg(long, value_name = "FILE")]
     own_kernel: Option<PathBuf>,
     /// Processors
@@ -195,7 +200,7 @@ struct MachineArgs {
     /// Memory, in MiB: 1024, or 1536 with its root in RAM
     #[arg(long)]
     memory: Option<u32>,
-    /// Processor, in QEMU's words
+    /// Processor, in QEMU's terms
     #[arg(long, default_value = mercury_lab::spec::CPU)]
     cpu: String,
     /// Start systemd instead of the lab's own init
@@ -207,7 +212,8 @@ struct MachineArgs {
     /// Run it with a newer QEMU instead of this host's
     #[arg(long)]
     newer_qemu: bool,
-    /// Count instructions instead of time: one is a nanosecond of the machine's; needs --cpus 1
+    /// Count instructions instead of time: an instruction is a nanosecond of the machine's time;
+    /// needs --cpus 1
     #[arg(long)]
     icount: bool,
     /// Add a network card
@@ -221,10 +227,9 @@ struct MachineArgs {
     qemu_args: Vec<String>,
 }
 
-/// Where the root of a shell's machine lies.
+/// The place of the root file system of a shell's machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Root {
-    /// In RAM.
     Ram,
     /// On the machine's own disk.
     Disk,
@@ -236,10 +241,11 @@ const MEMORY_MIB: u32 = 1024;
 const MEMORY_WITH_ROOT_MIB: u32 = 1536;
 
 impl MachineArgs {
-    /// The machine of a shell, in which checkpoints and snapshots can be tried.
+    /// Describes the machine of a shell, in which a person can try checkpoints and snapshots.
     fn shell_spec(&self, root: Root, disk_mib: u32) -> Spec {
         let mut spec = self.spec();
-        // The host's QEMU executes code that the kernel has patched, as the kernel does around a snapshot.
+        // This host's QEMU runs stale copies of code that the kernel has patched, and the kernel
+        // patches code around a snapshot.
         spec = spec.qemu_version(Qemu::Newer);
         if root == Root::Ram {
             spec = spec.kernel_arg("lab.root=ram").memory_mib(self.memory.unwrap_or(MEMORY_WITH_ROOT_MIB));
@@ -393,7 +399,7 @@ fn build_driver(kernel: Option<Kernel>) -> Result<()> {
     Ok(())
 }
 
-/// Tells the machine what terminal it is on.
+/// Tells the machine the type and size of its terminal.
 fn with_terminal(spec: Spec) -> Spec {
     let term = std::env::var("TERM").unwrap_or_else(|_| "linux".into());
     let spec = spec.kernel_arg(&format!("lab.term={term}"));
@@ -405,7 +411,7 @@ fn with_terminal(spec: Spec) -> Spec {
     }
 }
 
-/// Ends with the command's own code.
+/// Runs a command in a machine once. Ends with the command's own exit code.
 fn run_once(spec: Spec, timeout: Duration, words: &[String]) -> Result<ExitCode> {
     let line = if let [line] = words { line.clone() } else { host::quoted(words) };
     let machine = Machine::boot(spec)?;

@@ -1,4 +1,5 @@
-//! Moves in figures, beside QEMU's own of the same machine: `lab bench migration`.
+//! `lab bench migration`: the figures of moves, compared with QEMU's own migration of the same
+//! machine.
 
 use std::{
     mem,
@@ -28,44 +29,48 @@ use mercury_lab::{
     spec::Qemu,
 };
 
-/// The heading of its part of the page.
+/// The heading of this part of the page.
 pub const HEADING: &str = "## Live migration";
-/// Pages that are read after the instant, by those that hashes of all memory read.
+/// The upper bound of pages read after the instant, divided by those that hashes of all memory
+/// read.
 pub const READ_AT_MOST: f64 = 0.25;
 const BANK: &str = include_str!("../../guest/migration/bank");
 const CUSTOMER: &str = include_str!("../../guest/migration/customer");
 const WRITER: &str = include_str!("../../guest/migration/writer");
 const SIZES_MIB: [u32; 3] = [512, 2048, 4096];
 const CPUS: u32 = 2;
-/// What QEMU is allowed, as Mercury is by default; and a gigabit a second.
+/// The downtime that QEMU may have, as Mercury may by default, at a gigabit a second.
 const DOWNTIME_MS: u64 = 1000;
 const WIRE: u64 = 125_000_000;
-/// Transactions after a move.
+/// The number of transactions to wait for after a move.
 const SETTLED: u64 = 50;
-/// And before it, in so many of which their rate is known.
+/// The number of transactions before a move from which their rate is measured.
 const BEFORE: u64 = 300;
-/// Of the machine on which the cost of a fault is counted.
+/// Memory of the machine on which the cost of a fault is counted.
 const COUNTED_MIB: u32 = 512;
-/// How often a program's time is taken.
+/// The number of times that a program's speed is measured.
 const SPEEDS: u32 = 3;
-/// Until all of memory was read once.
+/// Time limit for one reading of all memory.
 const LOG_LIMIT: Duration = Duration::from_secs(300);
 
 const LOG: &str = "Mercury, by a log of writes";
 const HASHES: &str = "Mercury, by hashes of all memory";
 const QEMU: &str = "QEMU's own";
 
-/// How the machine moves.
+/// A means to move the machine.
 #[derive(Clone, Copy, Debug)]
 enum Means {
-    /// By `mercury migrate` with these options.
+    /// `mercury migrate` with these options.
     Mercury(&'static str),
-    /// By its emulator's command.
+    /// The migration of the machine's emulator.
     Qemu,
 }
 
-/// In turn, from one place to the other and back. Of rounds there are three at most, for the run's length. QEMU's last: the
-/// machine takes its card's address along, which is that of a spare's in the place that it has left.
+/// The ways, in turn, from one place to the other and back. The number of rounds is limited to
+/// three, to limit the run's length.
+///
+/// QEMU's way is the last one. The machine takes its card's address along, which is then the
+/// address of the next destination in the place that the machine has left.
 const WAYS: [(&str, Means); 4] = [
     (LOG, Means::Mercury("--rounds 3")),
     (HASHES, Means::Mercury("--hash --rounds 3")),
@@ -76,90 +81,90 @@ const WAYS: [(&str, Means); 4] = [
 /// One move.
 #[derive(Clone, Debug, Serialize)]
 pub struct Move {
-    /// How.
+    /// The way of the move.
     pub way: &'static str,
-    /// The longest time without an answer, as a client on another machine saw it.
+    /// The longest time without an answer, seen by a client on another machine.
     #[serde(serialize_with = "rounded")]
     pub client_seconds: f64,
-    /// How long the machine stood still, by whoever moved it.
+    /// The time for which the machine stood still, as the mover reports it.
     #[serde(serialize_with = "rounded")]
     pub downtime_seconds: f64,
-    /// What that was made of, in milliseconds: until the instant, for the last pages, until they were verified, for the start; of
-    /// QEMU's that is not known.
+    /// Parts of that time, in milliseconds: until the instant, for the last pages, for their
+    /// verification, for the start. QEMU does not report them.
     pub parts_ms: Option<[u64; 4]>,
-    /// All of it.
+    /// The time of the whole move.
     #[serde(serialize_with = "rounded")]
     pub total_seconds: f64,
-    /// Bytes on the wire.
     pub sent_bytes: u64,
-    /// Rounds while everything ran.
+    /// Rounds while the machine ran.
     pub rounds: u64,
-    /// Pages that were read when the machine stood still; of QEMU's that is not known.
+    /// Pages that were read while the machine stood still. QEMU does not report them.
     pub read_pages: Option<u64>,
-    /// A client's transactions a second until the machine stands still, by those before.
+    /// A client's transactions per second until the machine stood still, divided by those before
+    /// the move.
     #[serde(serialize_with = "rounded")]
     pub load_during_over_before: f64,
 }
 
-/// What the log costs who writes, in instructions a page.
+/// The cost of the dirty log for a writer, in instructions a page.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct DirtyFault {
-    /// Written natively.
+    /// The cost of a native write.
     #[serde(serialize_with = "rounded")]
     pub native: f64,
-    /// Written for the first time in a round.
+    /// The cost of the first write in a round.
     #[serde(serialize_with = "rounded")]
     pub first: f64,
-    /// Written again.
+    /// The cost of another write in the same round.
     #[serde(serialize_with = "rounded")]
     pub again: f64,
 }
 
-/// All moves of a machine of one size.
+/// All moves of a machine with one size of memory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Size {
-    /// MiB of memory.
     pub memory_mib: u32,
-    /// In the order in which they were made.
+    /// The moves, in the order in which they were made.
     pub moves: Vec<Move>,
-    /// Of what a client saw, with a log by without one.
+    /// The client's longest wait with a dirty log, divided by the wait without one.
     #[serde(serialize_with = "rounded")]
     pub log_over_hashes: f64,
-    /// Of what a client saw, with a log by QEMU's.
+    /// The client's longest wait with a dirty log, divided by the wait with QEMU.
     #[serde(serialize_with = "rounded")]
     pub log_over_qemu: f64,
-    /// Of pages that were read when the machine stood still.
+    /// Pages read while the machine stood still, with a dirty log, divided by those with hashes.
     #[serde(serialize_with = "rounded")]
     pub read_over_hashes: f64,
 }
 
-/// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Migration {
-    /// Of what a client saw of the largest machine's, with a log by QEMU's.
+    /// The client's longest wait of the largest machine with a dirty log, divided by the wait with
+    /// QEMU.
     #[serde(serialize_with = "rounded")]
     pub downtime_over_qemu: f64,
-    /// Of what a client saw with a log, of the largest machine's by the smallest one's.
+    /// The client's longest wait with a dirty log: the largest machine's, divided by the smallest
+    /// machine's.
     #[serde(serialize_with = "rounded")]
     pub downtime_largest_over_smallest: f64,
-    /// How much slower a program is in the machine's emulator, in which Mercury moves it, than beside it, where QEMU does.
+    /// The time of a program inside the machine's emulator, where Mercury runs, divided by its time
+    /// beside the emulator, where QEMU's migration runs.
     #[serde(serialize_with = "rounded")]
     pub emulator_slowdown: f64,
-    /// Of the log.
+    /// The cost of the dirty log.
     pub dirty_fault: DirtyFault,
-    /// Of all sizes.
+    /// The number of moves with all sizes.
     pub moves: u64,
-    /// What clients on another machine had done meanwhile.
+    /// Transactions that clients on another machine made meanwhile.
     pub transactions: u64,
-    /// Those that were answered and not done.
+    /// Transactions that were answered and not made.
     pub lost_transactions: u64,
-    /// Those that were done twice.
+    /// Transactions that were made twice.
     pub doubled_transactions: u64,
-    /// What ran it all.
     pub emulator: String,
-    /// What moved.
+    /// The machine that moved.
     pub machine: String,
-    /// By size of memory.
+    /// The moves by size of memory.
     pub sizes: Vec<Size>,
 }
 
@@ -185,13 +190,13 @@ impl Size {
         self.moves.iter().find(|one| one.way == way).and_then(what).unwrap_or(f64::NAN)
     }
 
-    /// Seconds without an answer.
+    /// Returns the longest time without an answer, in seconds.
     fn client(&self, way: &str) -> f64 {
         self.of(way, |one| Some(one.client_seconds))
     }
 }
 
-/// What a client has seen.
+/// A client's observations.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     done: u64,
@@ -209,7 +214,7 @@ impl Seen {
         Ok(Self { done, lost, doubled, longest_ms })
     }
 
-    /// Waits until so many more were done.
+    /// Waits until so many more transactions were made.
     fn after(peer: &Machine, more: u64) -> Result<Self> {
         let end = Self::by(peer)?.done + more;
         let seen = wait_for("a client's transactions", patient(LIMIT), || {
@@ -220,7 +225,7 @@ impl Seen {
     }
 }
 
-/// How quickly a client's transactions are done from now on.
+/// The rate of a client's transactions from now on.
 struct Rate {
     begun: Instant,
     done: u64,
@@ -232,14 +237,14 @@ impl Rate {
         Ok(Self { done: Seen::by(peer)?.done, begun: Instant::now() })
     }
 
-    /// Transactions a second, but for the time of the longest one without an answer.
+    /// Returns the transactions per second, without the longest time in which no answer came.
     fn end(&self, peer: &Machine) -> Result<f64> {
         let (seen, seconds) = (Seen::by(peer)?, self.begun.elapsed().as_secs_f64());
         Ok((seen.done - self.done) as f64 / (seconds - seen.longest_ms as f64 / 1e3))
     }
 }
 
-/// Measures all of it.
+/// Measures all sizes.
 ///
 /// # Errors
 /// If a machine does not move, or not as it should.
@@ -278,7 +283,7 @@ pub fn measure(depth: Depth) -> Result<Migration> {
     Ok(all)
 }
 
-/// A process writes to its pages natively, in a log's round, and again.
+/// Counts a process's writes to its pages: natively, in a round of the dirty log, and again in it.
 fn dirty_fault() -> Result<DirtyFault> {
     let machine = Machine::boot(counting_machine(COUNTED_MIB).qemu_version(Qemu::Newer))?;
     machine.put("/root/dirty", DIRTY, 0o755)?;
@@ -286,7 +291,7 @@ fn dirty_fault() -> Result<DirtyFault> {
     let mut writer = machine.spawn("/root/dirty")?;
     writer.wait_output("ready", LIMIT)?;
     let mut write = || touched(&mut writer, "write");
-    // The first time they come into being.
+    // The first write makes the pages exist.
     write()?;
     let native = write()?;
     let mut log = machine.spawn("mercury-workload log --rounds 1 --wait-file /run/go")?;
@@ -301,7 +306,8 @@ fn dirty_fault() -> Result<DirtyFault> {
     Ok(DirtyFault { native, first, again })
 }
 
-/// How much slower the machine's emulator is than this host: one program on one file in both, each at its best.
+/// Returns how much slower the machine's emulator is than this host: one program on one file in
+/// both, each at its best.
 fn slowdown(machine: &Machine) -> Result<f64> {
     let program = artefacts::build_program("mercury-lab-workload", "mercury-workload")?;
     let file = artefacts::build_program("mercury-cli", "mercury")?;
@@ -379,7 +385,7 @@ fn with_memory(memory_mib: u32, slower: &mut f64) -> Result<(String, Size, Seen)
     Ok((at(2).summary(), size, Seen::by(peer)?))
 }
 
-/// What QEMU's `query-migrate` says.
+/// Reads the answer of QEMU's `query-migrate`.
 fn by_qemu(way: &'static str, done: &serde_json::Value) -> Move {
     let seconds = |name: &str| done[name].as_f64().unwrap_or(f64::NAN) / 1e3;
     Move {
@@ -390,7 +396,7 @@ fn by_qemu(way: &'static str, done: &serde_json::Value) -> Move {
         parts_ms: None,
         total_seconds: seconds("total-time"),
         sent_bytes: done["ram"]["transferred"].as_u64().unwrap_or(0),
-        // It calls a look at what is dirty so, also the one at the end.
+        // QEMU counts each scan for dirty pages, also the one at the end.
         rounds: done["ram"]["dirty-sync-count"].as_u64().unwrap_or(1) - 1,
         read_pages: None,
     }
@@ -422,7 +428,7 @@ fn by_mercury(
     Ok((spare, done, during))
 }
 
-/// What the last words of a machine that has moved, on its console, say of the move.
+/// Reads a move's figures from the last words of a machine that has moved, on its console.
 pub(crate) fn last_words(said: &str) -> Option<Move> {
     report("", said)
 }
@@ -447,7 +453,7 @@ fn report(way: &'static str, said: &str) -> Option<Move> {
     })
 }
 
-/// This part of the page.
+/// Returns this part of the page.
 #[must_use]
 pub fn section(figures: &Migration) -> String {
     let tables: Vec<String> = figures.sizes.iter().map(by_size).collect();
@@ -524,7 +530,7 @@ fn by_size(size: &Size) -> String {
     )
 }
 
-/// What is promised, and whether it is kept.
+/// Returns the promises, and for each true if it is kept.
 #[must_use]
 pub fn promises(figures: &Migration) -> [(bool, &'static str); 3] {
     let all = |kept: fn(&Size) -> bool| figures.sizes.iter().all(kept);
@@ -543,7 +549,7 @@ pub fn promises(figures: &Migration) -> [(bool, &'static str); 3] {
 pub(super) mod tests {
     use super::*;
 
-    /// With all promises kept.
+    /// Returns figures that keep all promises.
     pub fn figures() -> Migration {
         let one = |way, read_pages| Move {
             way,

@@ -1,7 +1,9 @@
-//! Never loaded, loaded, attached, after detach: on one machine, in one run, round after round, so that
-//! whatever drifts meanwhile drifts for all of them. A round begins and ends natively without Mercury,
-//! and each phase is compared with the two measurements around it; the noise is what those show when they
-//! are compared with each other in the same way.
+//! The comparison of phases: never loaded, loaded, attached, after detach. All phases run on one
+//! machine, in one run, round after round, so that a drift affects all of them.
+//!
+//! A round begins and ends natively without Mercury. Each phase is compared with the two
+//! measurements around it. The noise is the result of comparing those measurements with each other
+//! in the same way.
 
 use serde::Serialize;
 
@@ -19,34 +21,33 @@ use mercury_lab::{
 const PHASES: [(&str, &str); 4] =
     [("never loaded", "unload"), ("loaded", "load"), ("attached", "attach"), ("after detach", "detach")];
 
-/// The first passes are unlike all others: caches fill, and slabs grow.
+/// The number of first passes that are dropped, since caches fill and slabs grow in them.
 const WARM_UP: u32 = 2;
 
-/// All rounds of one benchmark.
+/// The results of all rounds of one benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Compared {
-    /// Its name.
     pub name: String,
-    /// What it is the cost of.
+    /// The operation that has the cost.
     pub operation: &'static str,
-    /// Median cost while Mercury is not loaded, in nanoseconds (or instructions).
+    /// Median cost while Mercury is not loaded, in nanoseconds or instructions.
     #[serde(serialize_with = "rounded")]
     pub never_loaded: f64,
-    /// The cost while loaded, by that.
+    /// The cost while loaded, divided by the cost without Mercury.
     pub loaded: Ratio,
-    /// The same while attached.
+    /// The same ratio while attached.
     pub attached: Ratio,
-    /// The same after the detach.
+    /// The same ratio after the detach.
     pub after_detach: Ratio,
     /// The largest difference of a measurement without Mercury from the two around it.
     #[serde(serialize_with = "rounded")]
     pub noise: f64,
-    /// All costs without Mercury by the very first, before the driver was ever loaded.
+    /// All costs without Mercury, divided by the first one, before the driver was ever loaded.
     pub unloaded_over_first: Ratio,
 }
 
 impl Compared {
-    /// Whether what is left after a detach cannot be told from nothing.
+    /// Returns true if the cost after a detach cannot be told from the native cost.
     #[must_use]
     pub fn is_native_after_detach(&self) -> bool {
         let Ratio { median, low, high } = self.after_detach;
@@ -54,10 +55,10 @@ impl Compared {
     }
 }
 
-/// The costs of one benchmark: of each phase, round by round.
+/// The costs of one benchmark in each phase, round by round.
 #[derive(Clone, Debug, Default)]
 struct Costs {
-    /// One more than the others: the last round ends in it.
+    /// The native costs. There is one more of them than of the others: the last round ends with it.
     never: Vec<f64>,
     others: [Vec<f64>; 3],
 }
@@ -124,7 +125,7 @@ impl Costs {
         }
     }
 
-    /// Each by what was measured without Mercury before and after it.
+    /// Returns the costs of a phase, divided by the native costs before and after it.
     fn ratios(&self, phase: usize) -> Vec<f64> {
         let around = self.never.windows(2).map(|pair| f64::midpoint(pair[0], pair[1]));
         self.others[phase].iter().zip(around).map(|(cost, native)| cost / native).collect()

@@ -1,4 +1,5 @@
-//! What slots cost a bare machine: a small kernel as it is and pre-virtualized, on a machine that counts instructions.
+//! The cost of slots on a bare machine: a small kernel with and without slots, on a machine that
+//! counts instructions.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -19,34 +20,38 @@ use mercury_lab::{
     spec::{Icount, Spec},
 };
 
-/// The heading of its section in docs/benchmarks.md.
+/// The heading of this section in docs/benchmarks.md.
 pub const HEADING: &str = "## Pre-virtualization";
-/// Its key in docs/benchmarks.json.
+/// The section's key in docs/benchmarks.json.
 pub const KEY: &str = "previrtualization";
 
-/// Upper bound that the project promises, for instructions, and for the time of all benchmarks together.
+/// Upper bound that the project promises for instructions, and for the time of all benchmarks
+/// together.
 const AT_MOST: f64 = 1.01;
-/// The same for the size of code.
+/// Upper bound for the size of code.
 const CODE_AT_MOST: f64 = 1.02;
 
-/// How often each kernel is booted: what it finds where, and when the scheduler is called, is chance.
+/// The number of boots of each kernel. The place of data and the time of the scheduler's calls
+/// differ by chance.
 const ROUNDS: u32 = 5;
 
-/// How often each of two machines that are there at once is timed.
+/// The number of measurements of time on each of two machines that exist at the same time.
 const TURNS: u32 = 4;
 
-/// How much of each when it is timed, on one CPU.
+/// The amount of each benchmark when it is timed, on one CPU.
 const AMOUNT_TIMED: Amount = Amount { parallel: 1, dbench_seconds: 2, ..Amount::TIMED };
 
-/// The geometric mean of a pair's ratios of time. One of sixteen intervals may well be beyond a bound by chance.
+/// The name of the geometric mean of a pair's ratios of time. One of sixteen intervals may well be
+/// beyond a bound by chance.
 const TOGETHER: &str = "all together";
 
-/// A fault maps what is in memory of the file around it, so exec takes two per cent more where reading ahead has not
-/// brought in everything.
+/// The command that reads all programs into memory. A page fault maps the neighbouring pages of the
+/// file that are in memory. exec takes two per cent more where reading ahead has not brought in
+/// everything.
 const WARM: &str = "cat /mercury/bin/* /bin/sh /bin/true /lib64/ld-linux-x86-64.so.2 /lib/x86_64-linux-gnu/lib*.so* \
                     >/dev/null 2>&1 || true";
 
-/// What is compared, by the names of `mercury bench os` and those of the applications.
+/// The benchmarks, by the names of `mercury bench os` and of the applications.
 const BENCHMARKS: &[&str] = &[
     "null-call",
     "fork",
@@ -66,62 +71,57 @@ const BENCHMARKS: &[&str] = &[
     "ping-loopback",
 ];
 
-/// How much is measured.
+/// The amount of measurements.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// Samples of each of lmbench's.
+    /// Samples of each benchmark of lmbench.
     pub samples: u32,
-    /// Pairs of machines on which both kernels' time is measured; none if the clock is to be left alone.
+    /// Pairs of machines on which the time of both kernels is measured; none if the clock is to be
+    /// left alone.
     pub timed_pairs: u32,
 }
 
-/// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Previrtualization {
-    /// What [`hosted::headlines`] says of a hosted kernel.
+    /// The figures of [`hosted::headlines`] for a hosted kernel.
     #[serde(flatten)]
     pub headlines: BTreeMap<String, f64>,
-    /// Sensitive instructions that are in no record, over all kernels and modules.
+    /// Sensitive instructions without a record, over all kernels and modules.
     pub uncovered: u64,
-    /// The worst ratio of instructions of all kernels and benchmarks.
+    /// The worst ratio of instructions, over all kernels and benchmarks.
     pub padded_over_unpadded: f64,
-    /// By kernel.
     pub kernels: Vec<Compared>,
-    /// A hosted kernel beside its likes; `None` if it was not measured.
+    /// The comparison of a hosted kernel with the systems like it; `None` if it was not measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hosted: Option<Hosted>,
 }
 
-/// One kernel, both ways.
+/// One kernel, with and without slots.
 #[derive(Clone, Debug, Serialize)]
 pub struct Compared {
-    /// What `uname -r` says.
+    /// The version that `uname -r` prints.
     pub kernel: String,
-    /// Sensitive instructions.
     pub sensitive: u64,
-    /// Of them, those in no record.
+    /// Sensitive instructions without a record.
     pub uncovered: u64,
-    /// Slots.
     pub slots: u64,
-    /// Of them, those that need no NOP.
+    /// Slots that need no NOP.
     pub slots_without_nop: u64,
     /// Bytes of code, padded ÷ unpadded.
     pub code_over_unpadded: f64,
-    /// By benchmark.
     pub instructions: BTreeMap<String, Instructions>,
     /// Time, padded ÷ unpadded, by benchmark.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub time: BTreeMap<String, Ratio>,
 }
 
-/// Of one operation.
+/// Instructions of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Instructions {
-    /// Of the kernel as it is.
+    /// Instructions of the kernel without slots.
     pub unpadded: f64,
-    /// Of the pre-virtualized one.
+    /// Instructions of the pre-virtualized kernel.
     pub padded: f64,
-    /// Of both.
     pub ratio: f64,
 }
 
@@ -136,13 +136,13 @@ impl Instructions {
 /// Measures the kernels of `releases`.
 ///
 /// # Errors
-/// If one does not build, or a machine fails.
+/// If a kernel does not build, or a machine fails.
 pub fn measure(releases: &[Release], effort: Effort, rounds: hosted::Rounds) -> Result<Previrtualization> {
     let hosted = hosted::measure(Release::Bookworm, rounds)?;
     Ok(bare(releases, effort)?.with(hosted))
 }
 
-/// The same on bare machines alone.
+/// Measures the kernels on bare machines only.
 ///
 /// # Errors
 /// As for [`measure`].
@@ -152,7 +152,7 @@ pub fn bare(releases: &[Release], effort: Effort) -> Result<Previrtualization> {
 }
 
 impl Previrtualization {
-    /// Of kernels that have been measured.
+    /// Returns the figures of kernels that have been measured.
     #[must_use]
     pub fn of(kernels: Vec<Compared>) -> Self {
         let ratios = kernels.iter().flat_map(|kernel| kernel.instructions.values()).map(|one| one.ratio);
@@ -165,7 +165,7 @@ impl Previrtualization {
         }
     }
 
-    /// With a hosted kernel's.
+    /// Returns the figures with those of a hosted kernel.
     #[must_use]
     pub fn with(self, hosted: Hosted) -> Self {
         Self { headlines: hosted::headlines(&hosted).into_iter().collect(), hosted: Some(hosted), ..self }
@@ -207,8 +207,9 @@ pub fn compare(release: Release, effort: Effort) -> Result<Compared> {
     })
 }
 
-/// Time on both kernels, without and with slots: one ratio of each pair of machines that are there at once. Where an
-/// emulator has put what it translated makes one machine faster than its like for as long as it is there.
+/// Times both kernels, without and with slots. Each pair of machines that exist at the same time
+/// gives one ratio. The place of an emulator's translated code makes one machine faster than its
+/// equal for as long as it exists.
 fn time(release: Release, kernels: [&Built; 2], pairs: u32) -> Result<BTreeMap<String, Ratio>> {
     let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut line = Line::begin();
@@ -225,7 +226,8 @@ fn time(release: Release, kernels: [&Built; 2], pairs: u32) -> Result<BTreeMap<S
     Ok(ratios.into_iter().map(|(name, ratios)| (name, Ratio::of(&ratios))).collect())
 }
 
-/// The time of each benchmark on both kernels, the median of several turns, on two machines by turns, each as often first.
+/// Times each benchmark on both kernels: the median of several turns, on two machines by turns,
+/// each as often first.
 fn time_pair(release: Release, kernels: [&Built; 2], pair: u32) -> Result<[BTreeMap<String, f64>; 2]> {
     let boot = |built: &Built| {
         let machine = Machine::boot(machine(release, &built.image))?;
@@ -246,7 +248,7 @@ fn time_pair(release: Release, kernels: [&Built; 2], pair: u32) -> Result<[BTree
     Ok(costs.map(|costs| costs.into_iter().map(|(name, costs)| (name, stats::median(&costs))).collect()))
 }
 
-/// Boots a machine, and keeps the lowest cost of each benchmark; what the kernel calls itself.
+/// Boots a machine, and keeps the lowest cost of each benchmark. Returns the kernel's version.
 fn count(
     release: Release,
     built: &Built,
@@ -257,7 +259,7 @@ fn count(
     machine.sh(WARM)?;
     suite::set_up(&machine)?;
     let amount = Amount { samples, ..Amount::COUNTED };
-    // The first pass is unlike the second: what it reads comes from the disk.
+    // The first pass differs from the second: it reads from the disk.
     for _ in 0..2 {
         for (name, cost) in suite::measure(&machine, &amount)? {
             lowest.entry(name).and_modify(|lowest| *lowest = lowest.min(cost)).or_insert(cost);
@@ -268,7 +270,8 @@ fn count(
     Ok(kernel)
 }
 
-/// The machine that a small kernel is counted on: everything lies where it lay the time before.
+/// Returns the machine on which a small kernel is counted. Everything lies at the same place in
+/// each run.
 #[must_use]
 pub fn machine(release: Release, image: &Path) -> Spec {
     let spec = Spec::new(previrtualization::kernel_of(release)).cpus(1).memory_mib(1024).own_kernel(image);
@@ -285,16 +288,16 @@ fn code_bytes(vmlinux: &Path) -> Result<f64> {
     Ok(code.map(|section| section.size()).sum::<u64>() as f64)
 }
 
-/// What falls short of the promises.
+/// Returns the promises that the figures break.
 #[must_use]
 pub fn broken(figures: &Previrtualization) -> Vec<String> {
     figures.kernels.iter().flat_map(Compared::broken).collect()
 }
 
-/// The same as an error.
+/// Checks the promises.
 ///
 /// # Errors
-/// If something falls short.
+/// If a promise is broken.
 pub fn verdict(figures: &Previrtualization) -> Result<()> {
     let broken = broken(figures);
     if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
@@ -324,7 +327,7 @@ impl Compared {
     }
 }
 
-/// Its section of docs/benchmarks.md.
+/// Returns this section of docs/benchmarks.md.
 #[must_use]
 pub fn section(figures: &Previrtualization) -> String {
     let hosted = figures.hosted.iter().map(hosted::section);
@@ -340,7 +343,7 @@ pub fn section(figures: &Previrtualization) -> String {
     )
 }
 
-/// The section as a page has it, with another part for hosted kernels.
+/// Returns a page's section, with another part for hosted kernels.
 #[must_use]
 pub fn with_hosted(page: &str, hosted: &str) -> String {
     let section = page.find(&format!("{HEADING}\n")).map_or(HEADING, |at| &page[at..]);
@@ -349,7 +352,8 @@ pub fn with_hosted(page: &str, hosted: &str) -> String {
     format!("{}\n\n{hosted}", others.trim_end())
 }
 
-/// The section with other kernels on bare machines, and the part for hosted ones as the page has it.
+/// Returns the section with other kernels on bare machines, and with the page's part for hosted
+/// kernels.
 #[must_use]
 pub fn with_kernels(page: &str, section: &str) -> String {
     let old = page.find(&format!("{HEADING}\n")).map_or("", |at| &page[at..]);
@@ -358,10 +362,10 @@ pub fn with_kernels(page: &str, section: &str) -> String {
     if hosted.is_empty() { section.to_owned() } else { format!("{}\n\n{hosted}\n", section.trim_end()) }
 }
 
-/// The figures as a text of JSON, of other kernels on bare machines.
+/// Returns the figures of other kernels on bare machines as JSON.
 ///
 /// # Errors
-/// If they have no text.
+/// If the figures cannot be written as JSON.
 pub fn json_with_kernels(old: &str, kernels: &Previrtualization) -> Result<String> {
     let keys = hosted::headline_keys();
     let is_headline = |line: &&str| keys.iter().any(|key| line.starts_with(&format!("  \"{key}\":")));
@@ -371,10 +375,10 @@ pub fn json_with_kernels(old: &str, kernels: &Previrtualization) -> Result<Strin
     Ok(hosted.map_or(text.clone(), |hosted| super::with_part(&text, "hosted", &hosted)).trim_end().to_owned())
 }
 
-/// The figures as a text of JSON, with others of hosted kernels.
+/// Returns the figures with others of hosted kernels as JSON.
 ///
 /// # Errors
-/// If they have no text.
+/// If the figures cannot be written as JSON.
 pub fn json_with_hosted(figures: &str, hosted: &Hosted) -> Result<String> {
     let keys = hosted::headline_keys();
     let is_headline = |line: &str| keys.iter().any(|key| line.starts_with(&format!("  \"{key}\":")));
@@ -417,13 +421,13 @@ fn kernel_section(kernel: &Compared) -> String {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-/// Figures for others' tests.
+/// Figures for the tests of other modules.
 pub mod tests {
     use serde_json::Value;
 
     use super::*;
 
-    /// Of a kernel that keeps all promises.
+    /// Returns the figures of a kernel that keeps all promises.
     #[must_use]
     pub fn figures() -> Previrtualization {
         let instructions =

@@ -1,4 +1,4 @@
-//! docs/benchmarks.md, and whether the promises are kept.
+//! The page docs/benchmarks.md, and the check of the promises.
 
 use super::{Compared, Counts, Figures, checkpoint, intel::Processor, kvm, migration, previrtualization};
 use mercury_lab::{
@@ -14,7 +14,7 @@ const INTEL_ATTACH_AT_MOST: u64 = 1200;
 const INTEL_DETACH_AT_MOST: u64 = 400;
 const CPUID_AT_MOST: u64 = 120;
 
-/// The page.
+/// Returns the page.
 #[must_use]
 pub fn page(figures: &Figures) -> String {
     let parts = [
@@ -34,7 +34,7 @@ pub fn page(figures: &Figures) -> String {
     parts.join("\n")
 }
 
-/// Whether all promises are kept; the error has those that are not.
+/// Checks the promises. The error lists those that are broken.
 pub fn judge(promises: &[(bool, &'static str)]) -> Result<()> {
     let broken: Vec<&str> = promises.iter().filter(|(kept, _)| !kept).map(|(_, what)| *what).collect();
     if broken.is_empty() { Ok(()) } else { Err(Error::Unhealthy(broken.join("; "))) }
@@ -246,10 +246,10 @@ fn memory(figures: &Figures) -> String {
     )
 }
 
-/// Whether the promises are kept.
+/// Checks the promises of all figures.
 ///
 /// # Errors
-/// With those that are not.
+/// With the promises that are broken.
 pub fn verdict(figures: &Figures) -> Result<()> {
     let memory = figures.switch_by_memory.iter().map(|counts| &counts.memory).chain([&figures.memory]);
     let small =

@@ -1,22 +1,19 @@
-//! Ratios of things that were measured side by side, and how far they can be trusted.
+//! Ratios of things that were measured side by side, with their confidence intervals.
 
 use serde::{Serialize, Serializer};
 
 /// A ratio's median over the rounds, and the interval that holds it with 95 % (bootstrap).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Ratio {
-    /// The median.
     #[serde(serialize_with = "rounded")]
     pub median: f64,
-    /// The interval's lower end.
     #[serde(serialize_with = "rounded")]
     pub low: f64,
-    /// The interval's upper end.
     #[serde(serialize_with = "rounded")]
     pub high: f64,
 }
 
-/// Four decimals: more would be noise, and a page that changes with it.
+/// Writes a number with four decimals. More would be noise, and the page would change with it.
 pub(super) fn rounded<S: Serializer>(number: &f64, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64((number * 1e4).round() / 1e4)
 }
@@ -24,7 +21,7 @@ pub(super) fn rounded<S: Serializer>(number: &f64, serializer: S) -> Result<S::O
 const RESAMPLES: usize = 2000;
 
 impl Ratio {
-    /// Of the ratios of all rounds.
+    /// Returns the ratio from those of all rounds.
     #[must_use]
     pub fn of(ratios: &[f64]) -> Self {
         let mut random = Random(0x9E37_79B9_7F4A_7C15);
@@ -40,7 +37,8 @@ impl Ratio {
     }
 }
 
-/// The middle one, or the mean of the two in the middle; not a number of nothing.
+/// Returns the middle number, or the mean of the two in the middle. The median of no numbers is
+/// NaN.
 #[must_use]
 pub fn median(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
@@ -53,7 +51,8 @@ pub fn median(numbers: &[f64]) -> f64 {
     }
 }
 
-/// Always the same numbers, so that the same measurements give the same page (xorshift).
+/// A generator that always gives the same numbers, so that the same measurements give the same page
+/// (xorshift).
 struct Random(u64);
 
 impl Random {

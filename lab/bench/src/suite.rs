@@ -1,5 +1,5 @@
-//! The benchmarks of the paper. Each gives the cost of one operation, so less is better; on a machine
-//! that counts instructions a nanosecond is one of them.
+//! The paper's benchmarks. Each gives the cost of one operation, so less is better. On a machine
+//! that counts instructions, a nanosecond is an instruction.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use mercury_lab::{
     machine::Machine,
 };
 
-/// For one benchmark, in wall time.
+/// Time limit of one benchmark, in wall time.
 const LIMIT: Duration = Duration::from_secs(1200);
 
 const FILES: &[(&str, &str)] = &[
@@ -20,37 +20,36 @@ const FILES: &[(&str, &str)] = &[
     ("build", include_str!("../../guest/bench/build")),
 ];
 
-/// How much of each.
+/// The amount of each benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Amount {
     /// Clients of PostgreSQL and of dbench, and jobs of make.
     pub parallel: u32,
-    /// Samples of each of lmbench's.
+    /// Samples of each benchmark of lmbench.
     pub samples: u32,
-    /// pgbench's, for each client.
+    /// pgbench's transactions, for each client.
     pub transactions: u32,
-    /// dbench's.
+    /// Seconds of dbench.
     pub dbench_seconds: u32,
-    /// Over the loopback.
+    /// MiB that iperf3 sends over the loopback.
     pub iperf_mib: u32,
-    /// Echoes.
     pub pings: u32,
 }
 
 impl Amount {
-    /// For a machine that counts instructions, where work is all that it takes.
+    /// The amount for a machine that counts instructions, where only the work counts.
     pub const COUNTED: Self =
         Self { parallel: 1, samples: 3, transactions: 500, dbench_seconds: 1, iperf_mib: 300, pings: 4000 };
-    /// For a machine on the wall's time.
+    /// The amount for a machine with wall time.
     pub const TIMED: Self =
         Self { parallel: 2, samples: 7, transactions: 400, dbench_seconds: 4, iperf_mib: 400, pings: 3000 };
 }
 
-/// A benchmark besides lmbench's.
+/// A benchmark outside lmbench.
 struct Application {
     name: &'static str,
     command: fn(&Amount) -> String,
-    /// The cost of an operation in nanoseconds, from what the command printed.
+    /// Returns the cost of an operation in nanoseconds, from the command's output.
     cost_ns: fn(&str, &Amount) -> Option<f64>,
 }
 
@@ -95,7 +94,7 @@ const APPLICATIONS: &[Application] = &[
     },
 ];
 
-/// What an operation of a benchmark is.
+/// Returns the operation of a benchmark, in words.
 #[must_use]
 pub fn operation(name: &str) -> &'static str {
     match name {
@@ -109,10 +108,10 @@ pub fn operation(name: &str) -> &'static str {
     }
 }
 
-/// Puts everything in place that the benchmarks work on.
+/// Puts the files and databases of the benchmarks in place.
 ///
 /// # Errors
-/// If the machine cannot.
+/// If the machine fails.
 pub fn set_up(machine: &Machine) -> Result<()> {
     machine.sh("mkdir -p /run/bench")?;
     for (name, text) in FILES {
@@ -121,10 +120,10 @@ pub fn set_up(machine: &Machine) -> Result<()> {
     machine.command("/run/bench/set-up").timeout(LIMIT).run()?.check().map(drop)
 }
 
-/// One pass over all benchmarks: names and costs, in nanoseconds.
+/// Runs all benchmarks once. Returns names and costs, in nanoseconds.
 ///
 /// # Errors
-/// If one fails.
+/// If a benchmark fails.
 pub fn measure(machine: &Machine, amount: &Amount) -> Result<Vec<(String, f64)>> {
     let mut all = operating_system(machine, amount.samples)?;
     for application in APPLICATIONS {
@@ -138,10 +137,10 @@ pub fn measure(machine: &Machine, amount: &Amount) -> Result<Vec<(String, f64)>>
     Ok(all)
 }
 
-/// The part of lmbench that the paper has, by `mercury bench os`.
+/// Runs the part of lmbench that the paper has, by `mercury bench os`.
 ///
 /// # Errors
-/// If it fails.
+/// If the command fails.
 pub fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, f64)>> {
     let line = format!("mercury --json bench os --samples {samples}");
     let output = machine.command(&line).timeout(LIMIT).run()?.check()?;
@@ -154,12 +153,13 @@ pub fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, 
     benchmarks.iter().map(|benchmark| one(benchmark).ok_or_else(|| strange("bench os", &report))).collect()
 }
 
-/// The number that follows a label.
+/// Returns the number after a label.
 fn word_after(output: &str, label: &str) -> Option<f64> {
     output.split_once(label)?.1.split_whitespace().next()?.parse().ok()
 }
 
-/// The sum of its table's first column: ` NTCreateX      16852     0.027     0.157`.
+/// Returns the sum of the first column of dbench's table: ` NTCreateX      16852     0.027
+/// 0.157`.
 fn dbench_operations(output: &str) -> u64 {
     let table = output.split_once("-----\n").map_or("", |(_, table)| table);
     let rows = table.lines().take_while(|line| !line.trim().is_empty());

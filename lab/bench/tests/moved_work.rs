@@ -1,4 +1,4 @@
-//! Real work across a move: it goes on as if nothing had been, and its results are right.
+//! Real work across a move: it goes on without a gap, and its results are right.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,22 +17,24 @@ use workloads::{
     restart::need_qemu,
 };
 
-/// Processes that compute together, by TCP.
+/// Processes that compute together, over TCP.
 const RANK: &str = include_str!("../../guest/migration/rank");
-/// Their names, and on which of two machines each of them is: all neighbours of each are on the other one.
+/// The processes' names, and the number of the machine of each: all neighbours of a process are on
+/// the other machine.
 const RANKS: [(&str, usize); 4] = [("rank0", 0), ("rank1", 1), ("rank2", 0), ("rank3", 1)];
 /// The same computation on one machine.
 const ALONE: [&str; 4] = ["alone0", "alone1", "alone2", "alone3"];
 
-/// Starts one of them; `words` are the addresses of all, their first port, and how many steps are to be made, if that is known.
+/// Starts one of the processes. `words` are the addresses of all, their first port, and the number
+/// of steps if it is known.
 fn compute(machine: &Machine, name: &str, number: usize, words: &str) -> Result<()> {
     start(machine, name, RANK, &format!("{number} {words}"))
 }
 
-/// The results of a computation to which the machines of [`RANKS`] have come, and what it is when it runs on one machine alone that
-/// goes nowhere.
+/// Returns the results of a computation on the machines of [`RANKS`], and of the same computation
+/// on one machine that never moves.
 fn computed(machines: [&Machine; 2]) -> Result<[Vec<String>; 2]> {
-    // The first one has all others end.
+    // The first process makes all others end.
     let mut found = results(machines[0], &["rank0", "rank2"])?;
     let moved = results(machines[1], &["rank1", "rank3"])?;
     found.splice(1..1, [moved[0].clone()]);
@@ -44,11 +46,11 @@ fn computed(machines: [&Machine; 2]) -> Result<[Vec<String>; 2]> {
     Ok([found, results(machines[0], &ALONE)?])
 }
 
-/// A stream in either direction, by iperf3.
+/// Streams in both directions, by iperf3.
 struct Stream(Background);
 
 impl Stream {
-    /// The longest that iperf3 is to wait for a machine that stands still, in milliseconds.
+    /// The time for which iperf3 waits for a machine that stands still, in milliseconds.
     const PATIENCE: u32 = 900_000;
 
     fn begin(peer: &Machine, machine: &Machine) -> Result<Self> {
@@ -60,14 +62,14 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Seconds in which something has come, in this direction.
+    /// Returns the seconds in which data has come, in this direction.
     fn seconds(&mut self, direction: &str) -> Result<usize> {
         let said = self.0.output_so_far()?;
         let came = |line: &&str| line.contains(direction) && !line.contains(" 0.00 Bytes ");
         Ok(said.lines().filter(came).count())
     }
 
-    /// Something comes in so many seconds more, in both directions.
+    /// Waits until data has come in so many more seconds, in both directions.
     fn flows(&mut self, more: usize) -> Result<()> {
         for direction in ["[TX-C]", "[RX-C]"] {
             let end = self.seconds(direction)? + more;
@@ -80,7 +82,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Ended by its client, and by nothing before.
+    /// Ends the stream by its client, and checks that nothing ended it before.
     fn end(self, machine: &Machine) -> Result<String> {
         const SIGINT: i32 = 2;
         self.0.kill(SIGINT)?;
@@ -96,8 +98,9 @@ impl Stream {
     }
 }
 
-/// A computation on two machines of which one moves to a third, whose result is compared with that of one that nobody moved; builds with
-/// make and gcc, each of which must be the same to the bit; and iperf3 in both directions.
+/// Moves one of two machines of a computation to a third machine. The result must equal that of an
+/// unmoved computation. Builds with make and gcc must be the same to the bit, and iperf3 streams in
+/// both directions.
 #[test]
 #[ignore = "long"]
 fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
@@ -130,7 +133,7 @@ fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// The soak's moves: PostgreSQL with clients outside, there and back.
+/// Moves PostgreSQL with clients outside, there and back, as the soak does.
 #[test]
 #[ignore = "long"]
 fn a_database_moves_and_comes_back() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Kernels that the afterburner has built: every sensitive instruction is accounted for, they run on a bare machine as
-//! the same kernels do without slots, and they cost next to nothing.
+//! Kernels that the afterburner has built. Every sensitive instruction is accounted for. The
+//! kernels run on a bare machine as the same kernels do without slots, and cost hardly more.
 
 use std::time::Duration;
 
@@ -9,18 +9,18 @@ use mercury_lab::{
 };
 use mercury_lab_bench::previrtualization::{self as bench, Effort, Previrtualization};
 
-/// Of each benchmark: where a tick of the clock falls is chance.
+/// The effort for each benchmark. Chance decides when a tick of the clock falls.
 const EFFORT: Effort = Effort { samples: 3, timed_pairs: 0 };
 const EMULATOR: &str = "this is about a kernel on any bare machine";
 
-/// Boots it on two processors, puts it to work, and looks for complaints.
+/// Boots the kernel on two processors, puts it to work, and looks for complaints.
 fn boots_and_works(release: Release) -> Result<()> {
     Platform::need(Vendor::Amd, EMULATOR)?;
     let built = previrtualization::build(release, Flavour::PreVirtualized)?;
     let account = previrtualization::account(&built)?;
     assert_eq!(account["uncovered"], 0);
     assert!(account["sensitive"].as_u64() > Some(2000), "{account}");
-    // Where the kernel lies is chosen anew here, as it would be on a bare machine.
+    // The kernel chooses its place anew here, as on a bare machine.
     let machine =
         Machine::boot(Spec::new(previrtualization::kernel_of(release)).cpus(2).own_kernel(&built.image))?;
     assert!(machine.kernel().ends_with("-mercury-small"), "{}", machine.kernel());
@@ -30,7 +30,8 @@ fn boots_and_works(release: Release) -> Result<()> {
         machine.put("/run/module.ko", &bytes, 0o644)?;
         machine.sh("insmod /run/module.ko")?;
     }
-    // Offline and online again: hlt, the local APIC, every descriptor table.
+    // Offline and online again: this executes hlt, and uses the local APIC and every descriptor
+    // table.
     machine.sh(
         "echo 0 >/sys/devices/system/cpu/cpu1/online && echo 1 >/sys/devices/system/cpu/cpu1/online || true",
     )?;

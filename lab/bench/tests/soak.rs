@@ -1,4 +1,4 @@
-//! The soak of `make soak`, shorter, and the same number of switches with nothing but switches.
+//! Shorter runs of the soaks, and ten thousand switches on one CPU.
 
 #[path = "../../tests/workloads/mod.rs"]
 mod workloads;
@@ -20,7 +20,7 @@ fn three_hundred_cycles_beneath_guests_that_crash() -> Result<()> {
     soak::guests::run(300)?.check()
 }
 
-/// On one CPU nothing waits for another.
+/// Switches ten thousand times on one CPU, where no CPU waits for another.
 #[test]
 #[ignore = "long"]
 fn ten_thousand_cycles_on_one_cpu() -> Result<()> {

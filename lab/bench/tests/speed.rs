@@ -1,5 +1,5 @@
-//! What a switch costs, in counts that do not depend on the clock; and what an attached machine costs that
-//! is left alone: nothing.
+//! The cost of a switch, in counts that do not depend on the clock. An attached machine that is
+//! left alone costs nothing.
 
 use std::time::Duration;
 
@@ -31,14 +31,14 @@ fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
         assert!(counts.exit_roundtrip_instructions <= 150, "{counts:?}");
         check_memory(counts.memory);
     }
-    // But for the size itself and the tables that cover it, there is no difference.
+    // The sizes themselves and the tables that cover them may differ; nothing else may.
     let comparable = |counts: &Counts| Counts { memory_mib: 0, memory: small.memory, ..counts.clone() };
     assert_eq!(comparable(&small), comparable(&large));
     Ok(())
 }
 
-/// The hypervisor's part of a pause is short at each size of memory. The phases make up the whole pause: the watch on DMA
-/// was once set up in the pause without being counted.
+/// Bounds the hypervisor's part of a pause at each size of memory, and checks that the phases make
+/// up the whole pause. The watch on DMA was once set up in the pause without being counted.
 #[test]
 fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
     let pauses = [pause::with_memory(512, 3)?, pause::with_memory(4096, 3)?];
@@ -54,12 +54,13 @@ fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> 
     Ok(())
 }
 
-/// The kernel does not hold more with each checkpoint than with the like of it, whatever it counts that as.
+/// Compares the kernel's memory after each checkpoint with its memory after the same work without
+/// one, under all names of /proc/meminfo.
 #[test]
 #[ignore = "long"]
 fn checkpoints_leave_no_memory_behind() -> Result<()> {
     const ROUNDS: usize = 30;
-    /// What a slope may be unsure by, for a leak not to be overlooked, in KiB.
+    /// The largest noise of a slope, in KiB, at which a leak is not overlooked.
     const SURE: f64 = 64.0;
     let all = slope::measure(ROUNDS)?;
     for held in &all {
@@ -73,7 +74,7 @@ fn checkpoints_leave_no_memory_behind() -> Result<()> {
     Ok(())
 }
 
-/// Each of these a process can force.
+/// Bounds the cost of exits that a process can force.
 #[test]
 #[ignore = "long"]
 fn exits_beneath_a_snapshot_are_short() -> Result<()> {
@@ -99,7 +100,8 @@ fn switches_on_intel_are_short() -> Result<()> {
     Ok(())
 }
 
-/// On Intel's processors CPUID exits, whatever one wants, and each start of a program executes some.
+/// Counts no exit but the expected ones. On Intel's processors CPUID always exits, and each start
+/// of a program executes some.
 #[test]
 #[ignore = "long"]
 fn a_database_at_work_causes_no_exits() -> Result<()> {

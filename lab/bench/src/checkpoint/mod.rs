@@ -1,4 +1,4 @@
-//! Checkpoint, snapshot and rollback in figures: `lab bench checkpoint`.
+//! `lab bench checkpoint`: the figures of checkpoint, snapshot and rollback.
 
 pub mod pause;
 pub mod peers;
@@ -27,7 +27,7 @@ pub use report::{HEADING, promises, section};
 use rollback::{Kept, Rollback};
 use streaming::Streaming;
 
-/// How much to measure.
+/// The amount of measurements.
 struct Plan {
     sizes_mib: &'static [u32],
     snapshots: usize,
@@ -60,32 +60,31 @@ const QUICK: Plan = Plan {
     checkpoints: 3,
 };
 
-/// All figures, in the order in which docs/benchmarks.json has them.
+/// All figures, in the order of docs/benchmarks.json.
 #[derive(Clone, Debug, Serialize)]
 pub struct Checkpoint {
     /// The hypervisor's part of the pause, by MiB of memory.
     pub snapshot_instructions: BTreeMap<u32, u64>,
-    /// Transactions a second.
+    /// A ratio of transactions per second.
     #[serde(serialize_with = "rounded")]
     pub throughput_during_over_before: f64,
-    /// Bytes a second.
+    /// A ratio of bytes per second.
     #[serde(serialize_with = "rounded")]
     pub image_rate_over_zstd: f64,
-    /// What runs the machines.
     pub emulator: String,
-    /// By size of memory.
+    /// The pauses by size of memory.
     pub pauses: Vec<Pause>,
-    /// What others do for it.
+    /// The figures of other tools for the same job.
     pub peers: Peers,
-    /// While the image is streamed.
+    /// The figures while the image is streamed.
     pub streaming: Streaming,
-    /// By what was written.
+    /// The rollbacks, by the amount written.
     pub rollbacks: Vec<Rollback>,
-    /// While native.
+    /// Memory that Mercury holds while native.
     pub kept: Kept,
 }
 
-/// Measures all of it.
+/// Measures all figures.
 ///
 /// # Errors
 /// If a machine fails.
@@ -128,7 +127,7 @@ fn pause_with(memory_mib: u32, plan: &Plan) -> Result<Pause> {
     Ok(pause)
 }
 
-/// The newer one.
+/// Returns the name of the newer QEMU.
 pub(super) fn emulator() -> Result<String> {
     Ok(super::emulator(&mercury_lab::emulator::newer_qemu::ensure()?))
 }
@@ -143,7 +142,7 @@ pub(super) fn number(json: &Value, name: &str) -> Result<f64> {
     json[name].as_f64().ok_or_else(|| Error::Host(format!("no number {name} in {json}")))
 }
 
-/// Two or three digits that say something.
+/// Formats a number with its two or three significant digits.
 fn label(number: f64) -> String {
     match number {
         100.0.. => format!("{number:.0}"),

@@ -1,5 +1,5 @@
-//! What the pause is made of, in instructions: on a machine with one CPU that counts them, where a tick of the TSC is
-//! an instruction, or a nanosecond in which the machine waited.
+//! The parts of the pause in instructions, on a machine with one CPU that counts them. A tick of
+//! its TSC is an instruction, or a nanosecond in which the machine waited.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,45 +15,46 @@ use mercury_lab::{
     spec::{Icount, Qemu, Spec},
 };
 
-/// The kernel's own word on how far it is; the clock is the TSC.
+/// The command that turns on the kernel's own trace of a suspend; its clock is the TSC.
 const TRACE: &str = "mount -t tracefs none /sys/kernel/tracing 2> /dev/null; cd /sys/kernel/tracing && \
      echo x86-tsc > trace_clock && echo 1 > events/power/suspend_resume/enable";
 const READ_TRACE: &str = "grep -v '^#' /sys/kernel/tracing/trace; echo > /sys/kernel/tracing/trace";
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Steps of a pause in their order; a tick is an instruction.
+/// The steps of a pause, in order. A tick is an instruction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Phases {
-    /// Tasks are frozen.
+    /// Time to freeze the tasks.
     pub freeze_tasks: u64,
-    /// Devices are quiesced.
+    /// Time to quiesce the devices.
     pub quiesce_devices: u64,
-    /// All CPUs come to stand still, with interrupts off.
+    /// Time of the rendezvous of all CPUs, with interrupts off.
     pub gather: u64,
-    /// What devices have for good is looked for, among all pages.
+    /// Time to search all pages for persistent DMA memory.
     pub search: u64,
-    /// The core of the system is suspended.
+    /// Time to suspend the core of the system.
     pub suspend_core: u64,
-    /// The CPU's state is saved.
+    /// Time to save the CPU's state.
     pub save: u64,
-    /// In the hypervisor, without the next.
+    /// Time in the hypervisor, without the next step.
     pub hypervisor: u64,
-    /// What devices have for good is copied.
+    /// Time to copy the persistent DMA memory.
     pub copy_lasting: u64,
-    /// The way back, and the first write: all levels of tables are made for it, and the page is copied.
+    /// Time of the way back, and of the first write: all levels of tables are made for it, and the
+    /// page is copied.
     pub first_write: u64,
-    /// The core of the system goes on.
+    /// Time to resume the core of the system.
     pub resume_core: u64,
-    /// All CPUs go on.
+    /// Time to release all CPUs.
     pub release: u64,
-    /// Devices go on.
+    /// Time to resume the devices.
     pub resume_devices: u64,
-    /// Tasks go on.
+    /// Time to thaw the tasks.
     pub thaw_tasks: u64,
 }
 
 impl Phases {
-    /// All of them, with names for people.
+    /// Returns all steps, with names for people.
     #[must_use]
     pub fn named(&self) -> [(&'static str, u64); 13] {
         [
@@ -77,7 +78,8 @@ impl Phases {
         self.named().iter().map(|(_, ticks)| ticks).sum()
     }
 
-    /// From what the command reports of the driver, and how much of the ends was devices'.
+    /// Reads the steps from the driver's report, and the devices' share of the first and last
+    /// steps.
     fn read(phases: &Value, devices: &Devices) -> Result<Self> {
         let step = |name: &str| {
             let steps = phases["steps"].as_array().into_iter().flatten();
@@ -104,7 +106,7 @@ impl Phases {
         })
     }
 
-    /// Of each step the median over the rounds.
+    /// Returns the median of each step over the rounds.
     fn medians(rounds: &[Self]) -> Self {
         let of = |step: fn(&Self) -> u64| {
             median(&rounds.iter().map(|round| step(round) as f64).collect::<Vec<_>>()) as u64
@@ -127,7 +129,7 @@ impl Phases {
     }
 }
 
-/// How long devices took, by the kernel's trace.
+/// The devices' times, by the kernel's trace.
 #[derive(Debug, PartialEq, Eq)]
 struct Devices {
     quiesce: u64,
@@ -135,7 +137,8 @@ struct Devices {
 }
 
 impl Devices {
-    /// Lines are `… 123456: suspend_resume: dpm_prepare[4096] begin`.
+    /// Reads the kernel's trace, with lines like `… 123456: suspend_resume: dpm_prepare[4096]
+    /// begin`.
     fn read(trace: &str) -> Option<Self> {
         let event = |line: &str| {
             let (before, what) = line.split_once(": suspend_resume: ")?;
@@ -143,7 +146,7 @@ impl Devices {
             let (name, end) = (what.split('[').next()?, what.split_whitespace().next_back()?);
             Some((format!("{name} {end}"), ticks))
         };
-        // The last one of each.
+        // The last event of each name counts.
         let events: BTreeMap<String, u64> = trace.lines().filter_map(event).collect();
         let between = |from: &str, to: &str| events.get(to)?.checked_sub(*events.get(from)?);
         Some(Self {
@@ -156,59 +159,61 @@ impl Devices {
 /// The pause on a machine of one size.
 #[derive(Clone, Debug, Serialize)]
 pub struct Pause {
-    /// Of the machine.
+    /// Memory of the machine.
     pub memory_mib: u32,
-    /// Snapshots measured.
+    /// The number of measured snapshots.
     pub rounds: usize,
-    /// Saving the CPU, going into the hypervisor, protecting all of memory, and coming back: the most of all rounds.
+    /// Instructions to save the CPU, enter the hypervisor, protect all memory, and come back: the
+    /// maximum of all rounds.
     pub snapshot_instructions: u64,
-    /// The fewest.
+    /// The minimum of all rounds.
     pub snapshot_instructions_min: u64,
-    /// Of that, into the hypervisor and back.
+    /// The part of an entry into the hypervisor and back.
     pub exit_instructions: u64,
-    /// Medians.
+    /// The medians of all steps.
     pub phases: Phases,
-    /// The whole, each round.
+    /// The whole pause of each round.
     pub totals: Vec<u64>,
-    /// The pause that the command measured with the kernel's clock, in nanoseconds, of each round.
+    /// The pause of each round that the command measured with the kernel's clock, in nanoseconds.
     pub measured_ns: Vec<u64>,
-    /// Pages that devices have for good.
+    /// Pages of persistent DMA memory.
     pub lasting_pages: u64,
-    /// Pages of memory.
     pub memory_pages: u64,
 }
 
 impl Pause {
-    /// Returns the time of a pause, in nanoseconds, that belongs to none of the phases: the least of all rounds.
-    /// A step that takes long shows in each round; a host with other work to do shows in some.
+    /// Returns the time of a pause, in nanoseconds, that belongs to no phase: the minimum of all
+    /// rounds. A long step shows in each round; a host with other work shows in some rounds.
     #[must_use]
     pub fn unexplained_ns(&self) -> u64 {
         let pairs = self.measured_ns.iter().zip(&self.totals);
         pairs.map(|(measured, phases)| measured.saturating_sub(*phases)).min().unwrap_or(u64::MAX)
     }
 
-    /// The median of the whole.
+    /// Returns the median of the whole pause.
     #[must_use]
     pub fn total(&self) -> f64 {
         median(&self.totals.iter().map(|total| *total as f64).collect::<Vec<_>>())
     }
 }
 
-/// The machine that counts. An idle one does not wait for the wall's time: it is the same whatever the host does.
+/// Returns the counting machine. An idle machine does not wait for wall time, so the counts are the
+/// same whatever the host does.
 #[must_use]
 pub fn counting_machine(memory_mib: u32) -> Spec {
     let spec = Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(memory_mib);
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     spec.icount(Icount::NoSleep { shift: 0 }).qemu_version(Qemu::Newer)
 }
 
-/// Boots a machine of so much memory, and keeps snapshots in it.
+/// Boots a machine with so much memory, and makes snapshots in it.
 ///
 /// # Errors
 /// If the machine fails.
 pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
     let machine = Machine::boot(counting_machine(memory_mib))?;
-    // Pages in use are what is looked at.
+    // The snapshot scans the pages in use.
     machine.sh("sync; mount -o remount,ro /; mercury load")?;
     machine.sh(TRACE)?;
     let exit = exit_instructions(&machine)?;
@@ -239,7 +244,7 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
     })
 }
 
-/// A hypercall that does nothing.
+/// Counts the instructions of a hypercall that does nothing.
 fn exit_instructions(machine: &Machine) -> Result<u64> {
     let report = ask(machine, "mercury --json bench switch --cycles 5", LIMIT)?;
     number(&report["round_trip"][0], "ticks").map(|ticks| ticks.round() as u64)

@@ -1,4 +1,4 @@
-//! The same job by what people use for it today, on the same machine in the same run.
+//! The same job by other tools that people use today, on the same machine in the same run.
 
 use std::{
     fs,
@@ -21,37 +21,34 @@ use mercury_lab::{
 const MEMORY_MIB: u32 = 1024;
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// How one does it.
+/// A way to write a system or application into an image.
 #[derive(Clone, Debug, Serialize)]
 pub struct Way {
-    /// Its name.
     pub name: &'static str,
-    /// How long applications stand still, in seconds; none if they do not go on.
+    /// The time for which applications stand still, in seconds; `None` if they do not go on.
     pub pause_seconds: Option<f64>,
-    /// Until the image is complete, in seconds.
+    /// Seconds until the image is complete.
     pub total_seconds: f64,
-    /// Bytes of it.
     pub image_bytes: f64,
-    /// By Mercury's.
+    /// The pause, divided by Mercury's.
     pub pause_over_mercury: Option<f64>,
-    /// By Mercury's.
+    /// The total time, divided by Mercury's.
     pub total_over_mercury: f64,
-    /// By Mercury's.
+    /// The image's size, divided by Mercury's.
     pub image_over_mercury: f64,
 }
 
-/// All of them, and on what.
+/// The results of all ways, with their machine.
 #[derive(Clone, Debug, Serialize)]
 pub struct Peers {
-    /// Mercury first.
+    /// The results, Mercury's first.
     pub ways: Vec<Way>,
-    /// Times that each was done; figures are medians.
+    /// The number of rounds; figures are medians.
     pub rounds: usize,
-    /// On which it was.
     pub machine: String,
 }
 
-/// One time.
+/// The result of one round.
 #[derive(Clone, Copy, Debug)]
 struct Once {
     pause: Option<f64>,
@@ -61,21 +58,21 @@ struct Once {
 
 type Means = fn(&Machine) -> Result<Once>;
 
-/// On one machine, in turn.
+/// Ways that run on one machine, in turn.
 const WAYS: [(&str, Means); 4] = [
     ("Mercury", mercury),
     ("QEMU savevm", savevm),
     ("QEMU migrate to a file", migrate),
     ("CRIU, PostgreSQL alone", criu),
 ];
-/// On a machine of its own, which is of no use afterwards.
+/// Ways that need a machine of their own, which is of no use afterwards.
 const LAST_WAYS: [(&str, Means); 2] =
     [("the kernel's hibernation", hibernation), ("kdump, makedumpfile -d 31", kdump)];
 
-/// Each way so many times.
+/// Measures each way so many times.
 ///
 /// # Errors
-/// If a machine fails, or a way does.
+/// If a machine or a way fails.
 pub fn measure(rounds: usize) -> Result<Peers> {
     let machine = at_rest(spec()?)?;
     machine.sh(&format!(
@@ -88,7 +85,7 @@ pub fn measure(rounds: usize) -> Result<Peers> {
     for _ in 0..rounds {
         for ((name, means), (_, times)) in WAYS.iter().zip(&mut found) {
             times.push(once(name, *means, &machine)?);
-            // What ran before goes on.
+            // The database that ran before must go on.
             machine.sh("psql -At bench -c 'select count(*) from pgbench_branches'")?;
         }
     }
@@ -102,10 +99,10 @@ pub fn measure(rounds: usize) -> Result<Peers> {
     Ok(Peers { ways: compare(&found), rounds, machine: spec()?.summary() })
 }
 
-/// A machine whose database has worked, and rests.
+/// Boots a machine whose database has worked, and is at rest.
 fn at_rest(spec: Spec) -> Result<Machine> {
     let machine = Machine::boot(spec)?;
-    // CRIU wants what processes share to be theirs alone.
+    // CRIU requires that the processes share memory with no others.
     machine.sh("unshare --ipc lab-postgres start")?;
     machine.command("pgbench -n -c 2 -T 10 bench").run()?.check()?;
     Ok(machine)
@@ -146,15 +143,15 @@ fn compare(found: &[(&'static str, Vec<Once>)]) -> Vec<Way> {
     found.iter().filter_map(way).collect()
 }
 
-/// virtio everywhere: QEMU cannot save an NVMe disk.
+/// Describes a machine with virtio only, since QEMU cannot save an NVMe disk.
 fn spec() -> Result<Spec> {
     let spec = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(MEMORY_MIB).root_bus(Bus::Virtio);
     let spec = spec.disk(Bus::Virtio, 2048).disk(Bus::Virtio, 2048).qemu_version(Qemu::Newer);
     Ok(tools::arguments()?.iter().fold(spec, |spec, argument| spec.qemu_arg(argument)))
 }
 
-/// Runs a command while an application looks at the clock: how long that stood still, how long it took, and what the
-/// command said.
+/// Runs a command while an application watches the clock. Returns how long the application stood
+/// still, how long the command took, and the command's output.
 fn watched(machine: &Machine, line: &str) -> Result<(f64, f64, String)> {
     machine.sh("rm -f /run/gap.end")?;
     let mut watcher = machine.spawn("mercury-workload gap --until-file /run/gap.end")?;
@@ -176,7 +173,8 @@ fn mercury(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(gap), total, bytes: number(&report, "image")? })
 }
 
-/// Says on the console how many bytes were written, and what the watcher saw.
+/// The command that hibernates, and prints on the console the bytes written and the watcher's
+/// observation.
 const HIBERNATE: &str = r#"
 mercury-workload gap --until-file /run/gap.end > /run/gap.said 2> /dev/null &
 swap=$(disk disk1); mkswap $swap > /dev/null; swapon $swap
@@ -192,14 +190,14 @@ touch /run/gap.end; wait
 echo "<3>hibernated: {\"image\": $bytes, \"watched\": $(cat /run/gap.said)}" > /dev/kmsg
 "#;
 
-/// Until its image is written: the test of hibernation that ends there, for Linux 6.1 cannot open the swap space again
-/// that it has in use, and does not give it up any more. Nobody runs from its instant until then, nor until the image has
-/// been read again.
+/// Measures a hibernation until its image is written, by the kernel's own test that ends there.
+/// Linux 6.1 cannot open a swap space again that is in use, and does not release it. No task runs
+/// from the instant until the image is written, nor until the image has been read again.
 fn hibernation(machine: &Machine) -> Result<Once> {
     let before = machine.serial_log().len();
     machine.put("/run/hibernate", format!("{}{HIBERNATE}", tools::SHELL).as_bytes(), 0o755)?;
     machine.sh("rm -f /run/gap.end; setsid sh /run/hibernate > /run/hibernate.said 2>&1 < /dev/null &")?;
-    // Nobody talks to it meanwhile: half a word would be lost.
+    // The agent must not be spoken to meanwhile: half a message would be lost.
     let said = wait_for("the image of a hibernation", LIMIT, || {
         let log = machine.serial_log();
         let line = log.get(before..).and_then(|new| new.split_once("hibernated: "));
@@ -212,7 +210,7 @@ fn hibernation(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(gap), total: gap, bytes: number(&report, "image")? })
 }
 
-/// The machine stands still for all of it.
+/// Measures QEMU's `savevm`, during which the machine stands still.
 fn savevm(machine: &Machine) -> Result<Once> {
     let qmp = machine.qmp()?;
     let begun = Instant::now();
@@ -224,7 +222,7 @@ fn savevm(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(total), total, bytes })
 }
 
-/// `--    peer    312 MiB 2026-01-01 …`
+/// Reads the bytes from a line like `--    peer    312 MiB 2026-01-01 …`.
 fn saved_bytes(list: &str) -> Option<f64> {
     let line = list.lines().find(|line| line.split_whitespace().nth(1) == Some("peer"))?;
     let mut words = line.split_whitespace().skip(2);
@@ -238,7 +236,8 @@ fn saved_bytes(list: &str) -> Option<f64> {
     Some(size * f64::from(unit))
 }
 
-/// Memory goes first while the machine runs; it stands still for the rest.
+/// Measures QEMU's migration to a file. Memory goes first while the machine runs; the machine
+/// stands still for the rest.
 fn migrate(machine: &Machine) -> Result<Once> {
     let qmp = machine.qmp()?;
     let file = paths::lab_dir("bench")?.join("migrated");
@@ -261,7 +260,8 @@ fn migrate(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(number(&done, "downtime")? / 1e3), total, bytes })
 }
 
-/// The database's processes only, which go on afterwards. How long they stood still CRIU says itself.
+/// Measures CRIU on the database's processes only, which go on afterwards. CRIU itself reports how
+/// long they stood still.
 fn criu(machine: &Machine) -> Result<Once> {
     let line = r"
         rm -rf /root/criu; mkdir /root/criu
@@ -277,8 +277,9 @@ fn criu(machine: &Machine) -> Result<Once> {
     Ok(Once { pause: Some(pause as f64 / 1e6), total, bytes })
 }
 
-/// From CRIU's `stats-dump`: two magic numbers, a length, and a message of protocol buffers whose field 1 is one with
-/// numbers: 1, until all are frozen; 2, how long they were.
+/// Reads CRIU's `stats-dump`: two magic numbers, a length, and a message of protocol buffers. Field
+/// 1 is a message with two numbers: 1, the time until all tasks are frozen; 2, the time for which
+/// they were.
 fn stood_still_us(stats: &[u8]) -> Option<u64> {
     let mut bytes = stats.get(12..)?;
     (number_of(&mut bytes)? == 1 << 3 | 2).then_some(())?;
@@ -296,7 +297,7 @@ fn stood_still_us(stats: &[u8]) -> Option<u64> {
     Some(freezing? + frozen?)
 }
 
-/// A number in seven bits a byte.
+/// Reads a number with seven bits a byte.
 fn number_of(bytes: &mut &[u8]) -> Option<u64> {
     let mut number = 0;
     for shift in (0..64).step_by(7) {
@@ -310,7 +311,8 @@ fn number_of(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// The machine dies of it: from the panic until the other kernel has written the dump, as Debian's kdump-tools does.
+/// Measures kdump, of which the machine dies: from the panic until the other kernel has written the
+/// dump, as Debian's kdump-tools does.
 fn kdump(machine: &Machine) -> Result<Once> {
     machine.sh(
         "kexec -p /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio --reuse-cmdline --append=nr_cpus=1",

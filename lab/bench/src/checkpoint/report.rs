@@ -1,18 +1,18 @@
-//! The part of docs/benchmarks.md, and whether the promises are kept.
+//! The checkpoint's part of docs/benchmarks.md, and the check of its promises.
 
 use super::{Checkpoint, label, pause::Pause, peers::Way};
 use crate::stats::Ratio;
 use mercury_lab::markdown::{table, thousands};
 
-/// The heading that this part begins with.
+/// The heading of this part.
 pub const HEADING: &str = "## Checkpoint and rollback";
 
-/// What is promised.
+/// Upper bounds that the project promises.
 const SNAPSHOT_AT_MOST: u64 = 5000;
 const THROUGHPUT_AT_LEAST: f64 = 0.7;
 const RATE_AT_LEAST: f64 = 0.5;
 
-/// This part of the page.
+/// Returns this part of the page.
 #[must_use]
 pub fn section(figures: &Checkpoint) -> String {
     [head(figures), pauses(figures), peers(figures), streaming(figures), rollbacks(figures), kept(figures)]
@@ -29,7 +29,7 @@ fn head(figures: &Checkpoint) -> String {
     )
 }
 
-/// In words.
+/// Returns the goals in words.
 fn goals(figures: &Checkpoint) -> String {
     let kept = |is: bool| if is { "kept" } else { "**missed**" };
     let most = figures.snapshot_instructions.values().copied().max().unwrap_or(0);
@@ -54,8 +54,8 @@ fn goals(figures: &Checkpoint) -> String {
     )
 }
 
-/// Whether the whole is as long on the largest machine as on the smallest, as far as rounds on one of them agree; if not,
-/// what grows.
+/// Compares the whole pause on the largest machine with that on the smallest, as far as rounds on
+/// one machine agree. If they differ, says which step grows.
 fn wholes(pauses: &[Pause]) -> String {
     let (Some(small), Some(large)) = (pauses.first(), pauses.last()) else { return "not measured".into() };
     let least = |pause: &Pause| pause.totals.iter().min().map_or(f64::NAN, |total| *total as f64);
@@ -239,7 +239,8 @@ fn kept(figures: &Checkpoint) -> String {
     )
 }
 
-/// The promises that do not depend on the clock: whether they are kept, and what to say if not.
+/// Returns the promises that do not depend on the clock. Each is true if kept, with the words for a
+/// broken one.
 #[must_use]
 pub fn promises(figures: &Checkpoint) -> [(bool, &'static str); 3] {
     [
@@ -270,7 +271,7 @@ pub mod tests {
     };
     use mercury_lab::markdown::replace_section;
 
-    /// Of a machine that keeps all promises.
+    /// Returns the figures of a machine that keeps all promises.
     pub fn figures() -> Checkpoint {
         let pause = |memory_mib| Pause {
             memory_mib,

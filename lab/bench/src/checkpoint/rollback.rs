@@ -1,4 +1,5 @@
-//! What it takes to go back, by how much was written; and what Mercury holds besides a snapshot's pool.
+//! The cost of a rollback by the amount written, and the memory that Mercury holds besides a
+//! snapshot's pool.
 
 use std::time::Duration;
 
@@ -16,10 +17,10 @@ use mercury_lab::{
 
 const MEMORY_MIB: u32 = 1024;
 const LIMIT: Duration = Duration::from_secs(600);
-/// Ticks of the 3 ms that devices are given to come to rest in.
+/// Ticks of the 3 ms that devices get to come to rest.
 const SETTLE: f64 = 3e6;
 
-/// Two lives of a machine: the second one begins where the command ends for the second time.
+/// A script that ends twice: the second end belongs to the life after the rollback.
 const LIVES: &str = r#"
 mercury snapshot --json > /run/said 2>&1
 if grep -q '"kept"' /run/said; then
@@ -34,17 +35,18 @@ fi
 /// One rollback.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Rollback {
-    /// What was written on purpose, in MiB.
+    /// MiB that the test wrote.
     pub written_mib: u64,
     /// Pages that were copied back.
     pub pages: u64,
-    /// Until all CPUs had met, in instructions.
+    /// Instructions until the rendezvous of all CPUs was complete.
     pub meet_instructions: u64,
-    /// From then until everything was in place, without the 3 ms that devices are given to come to rest.
+    /// Instructions from then until everything was in place, without the 3 ms that devices get to
+    /// come to rest.
     pub work_instructions: u64,
 }
 
-/// Writes so many MiB, and goes back, on one machine that counts.
+/// Writes so many MiB, and rolls back, on one machine that counts.
 ///
 /// # Errors
 /// If the machine fails.
@@ -61,7 +63,7 @@ pub fn measure(sizes_mib: &[u64]) -> Result<Vec<Rollback>> {
 fn once(machine: &Machine, mib: u64) -> Result<Rollback> {
     let before = machine.serial_log().len();
     machine.sh(&format!("setsid sh /run/lives {} > /dev/null 2>&1 < /dev/null &", mib << 20))?;
-    // Nobody talks to it meanwhile: half a word would be lost.
+    // The agent must not be spoken to meanwhile: half a message would be lost.
     let report = wait_for("the machine to be put back", LIMIT, || {
         let log = machine.serial_log();
         let line = log.get(before..).and_then(|new| new.split_once("lives: "));
@@ -80,20 +82,20 @@ fn once(machine: &Machine, mib: u64) -> Result<Rollback> {
     Ok(found)
 }
 
-/// What is held while native.
+/// Memory that Mercury holds while native.
 #[derive(Clone, Debug, Serialize)]
 pub struct Kept {
-    /// By the driver's own account, before the first checkpoint.
+    /// Memory by the driver's own account, before the first checkpoint.
     pub before: Memory,
-    /// After the last one.
+    /// Memory by the driver's own account, after the last checkpoint.
     pub after: Memory,
-    /// Checkpoints in between.
+    /// The number of checkpoints in between.
     pub checkpoints: u32,
-    /// KiB less that the kernel has, for each checkpoint, the first one aside.
+    /// KiB that the kernel loses for each checkpoint after the first one.
     pub lost_kib_each: f64,
 }
 
-/// Makes one after the other, and looks at what memory is left.
+/// Makes one checkpoint after the other, and measures the free memory.
 ///
 /// # Errors
 /// If the machine fails.
@@ -115,7 +117,7 @@ pub fn kept(checkpoints: u32) -> Result<Kept> {
     Ok(Kept { before, after, checkpoints, lost_kib_each: lost / f64::from(checkpoints.max(1)) })
 }
 
-/// What is free once nothing is cached.
+/// Returns the free memory once nothing is cached.
 fn left_kib(machine: &Machine) -> Result<f64> {
     let line = "sync; sleep 1; for i in 1 2 3; do echo 3 > /proc/sys/vm/drop_caches; sleep 0.3; done; \
                 awk '/^MemFree:/ { print $2 }' /proc/meminfo";

@@ -1,5 +1,5 @@
-//! What the kernel holds after one checkpoint more, beside what it holds after as much of the same work without any: a leak
-//! is a slope that the other does not have.
+//! Memory that the kernel holds for each additional checkpoint, compared with the same work without
+//! a checkpoint. A leak is a slope that only the checkpoints have.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -13,31 +13,32 @@ use mercury_lab::{
 
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// An image for nobody.
+/// The command that writes an image to nowhere.
 const CHECKPOINT: &str =
     "mercury checkpoint --level 1 - > /dev/null 2> /run/said || { cat /run/said; exit 1; }";
 
-/// What else it comes with: programs that start and take memory, groups that stand still, a file system that is written
-/// back and frozen.
+/// The work that comes with a checkpoint: programs that start and take memory, groups that are
+/// frozen, a file system that is written back and frozen.
 const LIKE_IT: &str = "mercury status > /dev/null; sync; cd /sys/fs/cgroup; mkdir like.self like.rest; echo 1 > like.rest/cgroup.freeze; \
      (echo $BASHPID > like.self/cgroup.procs; exec fsfreeze -f /) && fsfreeze -u /; echo 0 > like.rest/cgroup.freeze; \
      until rmdir like.self like.rest; do sleep 0.1; done; head -c 32M /dev/urandom | python3 -c 'import sys; print(len(sys.stdin.buffer.read()))' > /dev/null";
 
-/// Of /proc/meminfo, in KiB, once nothing is cached. What is free counts the other way round.
+/// The command that prints /proc/meminfo, in KiB, once nothing is cached. Free memory counts the
+/// other way round.
 const HELD: &str = "sync; for i in 1 2 3; do echo 3 > /proc/sys/vm/drop_caches; sleep 0.3; done; \
      awk '/^(MemFree|Slab|SUnreclaim|Percpu|VmallocUsed|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo";
 
-/// KiB for each time more, and how far that can be trusted (its standard error).
+/// KiB for each repetition, with the standard error of this number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slope {
-    /// KiB.
     pub each: f64,
-    /// KiB.
+    /// The standard error, in KiB.
     pub error: f64,
 }
 
 impl Slope {
-    /// The median of what any two of them differ by (Theil and Sen); its error is that of a line through as much noise.
+    /// Returns the median of the slopes between any two samples (Theil and Sen). Its error is that
+    /// of a line through as much noise.
     fn of(samples: &[f64]) -> Self {
         let count = samples.len();
         let pairs = (0..count).flat_map(|first| (first + 1..count).map(move |second| (first, second)));
@@ -50,38 +51,38 @@ impl Slope {
             samples.iter().zip(0..).map(|(sample, number)| sample - each * f64::from(number)).collect();
         let middle = median(&rest);
         let off: Vec<f64> = rest.iter().map(|rest| (rest - middle).abs()).collect();
-        // Of a normal distribution the median's distance is that part of the deviation.
+        // In a normal distribution the median distance is this part of the standard deviation.
         let deviation = median(&off) / 0.6745;
         Self { each, error: deviation * (12.0 / (count as f64).powi(3)).sqrt() }
     }
 }
 
-/// One of the kernel's numbers.
+/// A number of /proc/meminfo.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// Its name in /proc/meminfo.
+    /// The number's name.
     pub name: String,
-    /// With checkpoints.
+    /// The slope with checkpoints.
     pub checkpoints: Slope,
-    /// With the like.
+    /// The slope with the same work and no checkpoint.
     pub control: Slope,
 }
 
 impl Held {
-    /// How much more each checkpoint leaves than the like of it, in KiB.
+    /// Returns the KiB that a checkpoint leaves beyond those of the same work without it.
     #[must_use]
     pub fn more(&self) -> f64 {
         self.checkpoints.each - self.control.each
     }
 
-    /// What is noise in that: three times its error.
+    /// Returns the noise of that number: three times its error.
     #[must_use]
     pub fn noise(&self) -> f64 {
         3.0 * self.checkpoints.error.hypot(self.control.error)
     }
 }
 
-/// Checkpoints, and as many times the like, in turn; the first few are left out.
+/// Makes checkpoints, and as many times the same work, in turn. The first few are left out.
 ///
 /// # Errors
 /// If the machine fails.

@@ -1,4 +1,4 @@
-//! What a machine does while its image is streamed, and how fast that goes.
+//! The work of a machine while its image is streamed, and the speed of streaming.
 
 use std::time::Duration;
 
@@ -15,41 +15,42 @@ use mercury_lab::{
 };
 
 const MEMORY_MIB: u32 = 1024;
-/// Where the image goes, and where its content goes as a core.
+/// The disk for the image, and the file for its contents as a core.
 const IMAGE: &str = "/dev/vda";
 const CORE: &str = "/dev/vdb";
-/// Level of both.
+/// The compression level of both.
 const LEVEL: i32 = 1;
 const LIMIT: Duration = Duration::from_secs(900);
-/// Until caches are as they will be.
+/// Time until the caches are in a steady state.
 const WARM_UP: Duration = Duration::from_secs(15);
 
-/// Ratios, in one run.
+/// Ratios of measurements in one run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Streaming {
-    /// Transactions a second while the image is streamed, by those before and after.
+    /// Transactions per second while the image is streamed, divided by those before and after.
     pub during_over_before: Ratio,
-    /// The same over the whole command, pause included.
+    /// The same ratio over the whole command, pause included.
     pub command_over_before: Ratio,
-    /// How far transactions a second without it differ from those around them.
+    /// The difference between transactions per second without streaming and those around them.
     #[serde(serialize_with = "rounded")]
     pub noise: f64,
-    /// Transactions a second without it; the median.
+    /// Transactions per second without streaming; the median.
     #[serde(serialize_with = "rounded")]
     pub transactions_per_second: f64,
-    /// How long streaming took meanwhile, in seconds; the median.
+    /// Seconds of streaming; the median.
     #[serde(serialize_with = "rounded")]
     pub seconds: f64,
-    /// Memory streamed a second in an idle machine by what zstd alone makes of the same data in one thread.
+    /// Memory streamed per second in an idle machine, divided by the rate of zstd alone on the same
+    /// data in one thread.
     pub rate_over_zstd: Ratio,
-    /// Bytes of memory a second; the median.
+    /// Bytes of memory per second; the median.
     pub bytes_per_second: u64,
-    /// Image by what zstd makes of the same data.
+    /// The image's size, divided by that of zstd on the same data.
     pub size_over_zstd: Ratio,
-    /// Instructions of zstd alone by those of streaming, on one CPU that does all of both.
+    /// Instructions of zstd alone, divided by those of streaming, on one CPU that does all the work
+    /// of both.
     #[serde(serialize_with = "rounded")]
     pub rate_over_zstd_counted: f64,
-    /// On which it was measured.
     pub machine: String,
 }
 
@@ -58,7 +59,7 @@ fn spec() -> Spec {
     spec.disk(Bus::Virtio, 2048).disk(Bus::Virtio, 2048).qemu_version(Qemu::Newer)
 }
 
-/// Measures: so many alternations, so many seconds each, so many machines for the rate.
+/// Measures with so many alternations of so many seconds each, and so many machines for the rate.
 ///
 /// # Errors
 /// If a machine fails.
@@ -88,7 +89,7 @@ struct Throughput {
     seconds: f64,
 }
 
-/// When a command ran, in the machine's wall time, and when it streamed.
+/// The time of a command in the machine's wall time, and the time in which it streamed.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     begun: f64,
@@ -96,12 +97,13 @@ struct Span {
     streamed: f64,
 }
 
-/// One client, so that a CPU is free; quiet times and checkpoints in turn.
+/// Measures the throughput with one client, so that a CPU is free: quiet times and checkpoints in
+/// turn.
 fn throughput(alternations: usize, quiet: Duration) -> Result<Throughput> {
     let machine = Machine::boot(spec())?;
     machine.start_postgres()?;
     machine.mercury("load")?;
-    // Whoever waits for the disk at each commit would not notice that somebody else computes.
+    // A client that waits for the disk at each commit would not notice other computations.
     let pgbench = machine
         .command("export PGOPTIONS='-c synchronous_commit=off'; exec pgbench -n -c 1 -T 100000 bench")
         .timeout(LIMIT * 10)
@@ -133,7 +135,7 @@ fn time(machine: &Machine) -> Result<f64> {
     said.parse().map_err(|_| Error::Host(format!("`date` says {said}")))
 }
 
-/// A checkpoint, at work.
+/// Makes a checkpoint at work.
 fn span(machine: &Machine) -> Result<Span> {
     let line = format!(
         "date +%s.%N; mercury --json checkpoint --level {LEVEL} --overwrite {IMAGE} > /run/said || cat /run/said; date +%s.%N; cat /run/said"
@@ -150,7 +152,7 @@ fn span(machine: &Machine) -> Result<Span> {
     Ok(Span { begun, ended, streamed })
 }
 
-/// Transactions a second in each time, from when each transaction was.
+/// Returns the transactions per second in each span, from the time of each transaction.
 fn evaluate(times: &[f64], spans: &[Span], first: f64, last: f64) -> Result<Throughput> {
     let per_second = |from: f64, to: f64| {
         let count = times.iter().filter(|time| (from..to).contains(*time)).count();
@@ -176,15 +178,15 @@ fn evaluate(times: &[f64], spans: &[Span], first: f64, last: f64) -> Result<Thro
     })
 }
 
-/// Bytes a second, and the sizes' ratio.
+/// Bytes per second, and the ratio of the sizes.
 struct Rate {
     image: f64,
     zstd: f64,
     size: f64,
 }
 
-/// A machine that has worked: its image, and the same memory by zstd alone. Another one for each round, for the
-/// core's own traces would be in the next image.
+/// Measures a machine that has worked: its image, and the same memory by zstd alone. Each round has
+/// a machine of its own, since the core's traces would be in the next image.
 fn rate() -> Result<Rate> {
     let machine = Machine::boot(spec())?;
     machine.start_postgres()?;
@@ -209,7 +211,8 @@ fn image_and_zstd(machine: &Machine, options: &str) -> Result<(Value, Value)> {
     Ok((report, zstd))
 }
 
-/// Of one CPU that counts instructions. What streaming waits for the disk is in it, too.
+/// Counts on one CPU that counts instructions. The time that streaming waits for the disk is
+/// included.
 fn counted() -> Result<f64> {
     let spec = super::pause::counting_machine(512).disk(Bus::Virtio, 1024).disk(Bus::Virtio, 1024);
     let machine = Machine::boot(spec)?;
@@ -228,7 +231,8 @@ mod tests {
 
     #[test]
     fn transactions_are_counted_in_their_time() {
-        // Ten a second, but for a checkpoint from 10 to 20: none in its first two seconds, five a second in the rest.
+        // Ten a second, except for a checkpoint from 10 to 20: none in its first two seconds, five
+        // a second in the rest.
         let quiet = (0..100).chain(200..300).map(|tenth| f64::from(tenth) / 10.0);
         let streaming = (60..100).map(|fifth| f64::from(fifth) / 5.0);
         let times: Vec<f64> = quiet.chain(streaming).collect();

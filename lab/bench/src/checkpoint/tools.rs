@@ -1,5 +1,6 @@
-//! A disk with the programs that others use for the same job: CRIU and makedumpfile, from Debian's packages and with
-//! that release's own libraries. Kept under `target/lab/tools/` by the hash of its recipe.
+//! A disk with the programs that others use for the same job: CRIU and makedumpfile, from Debian's
+//! packages and with that release's own libraries. The lab keeps it under `target/lab/tools/` by
+//! the hash of its recipe.
 
 use std::{fs, path::PathBuf};
 
@@ -16,17 +17,18 @@ const PACKAGES: Packages = Packages { release: "bookworm", backports: false, nam
 const LABEL: &str = "mercury-peers";
 const SIZE: &str = "1500M";
 
-/// For a machine's shell: finds a disk by its serial number, and calls a program of the tools' disk.
+/// Functions for a machine's shell: one finds a disk by its serial number, one calls a program of
+/// the tools' disk.
 pub const SHELL: &str = r#"
 disk() { for d in /sys/block/vd*; do test "$(cat $d/serial)" = "mercury-$1" && echo /dev/${d##*/}; done; true; }
 tool() { program=$1; shift; LD_LIBRARY_PATH=/run/peers/usr/lib/x86_64-linux-gnu:/run/peers/lib/x86_64-linux-gnu /run/peers/usr/$program "$@"; }
 mkdir -p /run/peers; mountpoint -q /run/peers || mount -o ro $(disk peers) /run/peers
 "#;
 
-/// QEMU's arguments for it.
+/// Returns QEMU's arguments for the disk.
 ///
 /// # Errors
-/// If it cannot be made.
+/// If the disk cannot be made.
 pub fn arguments() -> Result<[String; 4]> {
     let disk = ensure()?.to_string_lossy().replace(',', ",,");
     let drive = format!("if=none,id=peers,file={disk},format=raw,read-only=on");

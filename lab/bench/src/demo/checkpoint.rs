@@ -35,13 +35,13 @@ const DISK_MIB: u32 = 2048;
 const AT_WORK: Duration = Duration::from_secs(6);
 /// Limit for the machine to be off after the command was given.
 const OFF_WITHIN: Duration = Duration::from_secs(240);
-/// Clients that run until they are told to end; their output goes into a file, for the agent's stream does not outlive
-/// the emulator.
+/// Clients that run until they are told to end. Their output goes into a file, since the agent's
+/// stream does not outlive the emulator.
 const PGBENCH: &str =
     "setsid pgbench -n -c 4 -j 2 -P 1 -T 86400 bench > /run/pgbench 2>&1 < /dev/null & echo $!";
 const SIGALRM: &str = "ALRM";
 
-/// What the demonstration has seen.
+/// The observations of the demonstration.
 #[derive(Debug, Default)]
 struct Seen {
     boot_before: String,
@@ -61,7 +61,7 @@ struct Seen {
     complaint: Option<String>,
 }
 
-/// Shows it.
+/// Shows the demonstration.
 ///
 /// # Errors
 /// If the machine cannot be booted or brought back, or anything was lost, wrong or complained about.
@@ -80,7 +80,7 @@ pub(super) fn run() -> Result<()> {
     verdict(&seen)
 }
 
-/// Does everything; returns the machine that was brought back.
+/// Runs all steps. Returns the machine that was brought back.
 fn watch(machine: Machine, seen: &mut Seen) -> Result<Machine> {
     progress::step("starting PostgreSQL", || machine.start_postgres())?;
     restart::start(&machine, "clock", script::CLOCK, "")?;
@@ -114,7 +114,7 @@ fn watch(machine: Machine, seen: &mut Seen) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Has the clients and the chain end, and compares what they report with what is there.
+/// Ends the clients and the chain, and compares their reports with the database.
 fn finish(machine: &Machine, pid: &str, seen: &mut Seen) -> Result<()> {
     machine.sh(&format!("kill -s {SIGALRM} {pid}; tail --pid={pid} -f /dev/null"))?;
     seen.report = Some(database::result(&machine.sh("cat /run/pgbench")?)?);
@@ -132,14 +132,14 @@ fn image_bytes(json: &str) -> u64 {
     value["bytes"].as_u64().unwrap_or(0)
 }
 
-/// Gives the command, shows what it says, and waits until the machine is off; how long that was.
+/// Runs the command, shows its output, and waits until the machine is off. Returns the time.
 fn write_image(machine: &Machine) -> Result<Duration> {
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
     let begun = Instant::now();
     let mut command = machine.spawn(&format!("mercury checkpoint --poweroff {DISK}"))?;
     let mut line = Line::begin();
     wait_for("the machine to be off", patient(OFF_WITHIN), || {
-        // The machine may be off between any two of these: that is no failure.
+        // The machine may be off between any two of these lines, which is no failure.
         let said = command.errors_so_far().unwrap_or_default();
         if let Some(last) = said.lines().rev().find(|line| !line.trim().is_empty()) {
             line.show(last.trim());
@@ -150,7 +150,7 @@ fn write_image(machine: &Machine) -> Result<Duration> {
     Ok(begun.elapsed())
 }
 
-/// Lets it work for a while, with progress.
+/// Lets the machine work for a while, and shows the progress.
 fn work(machine: &Machine, time: Duration) -> Result<()> {
     let mut line = Line::begin();
     while line.elapsed() < time {
@@ -163,12 +163,12 @@ fn work(machine: &Machine, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// A process' number and when it started, in ticks since boot: another process cannot have both.
+/// Returns a process's number and its start in ticks since boot. Another process cannot have both.
 fn identity(machine: &Machine, pid: &str) -> Result<String> {
     machine.sh(&format!("cut -d' ' -f 1,22 /proc/{pid}/stat"))
 }
 
-/// How many transactions of pgbench's the database has.
+/// Returns the number of pgbench's transactions in the database.
 fn transactions(machine: &Machine) -> Result<u64> {
     let text = machine.sh("psql -At bench -c 'select count(*) from pgbench_history'")?;
     text.trim().parse().map_err(|_| Error::Host(format!("pgbench's history has `{text}` rows")))

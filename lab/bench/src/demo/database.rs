@@ -1,4 +1,4 @@
-//! pgbench beneath which the mode is switched.
+//! pgbench, under which the mode is switched.
 
 use std::time::Duration;
 
@@ -8,14 +8,11 @@ use mercury_lab::{
     machine::Machine,
 };
 
-/// What one run of pgbench says of itself.
+/// The figures of one run of pgbench.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
-    /// Transactions a second.
     pub per_second: f64,
-    /// Transactions done.
     pub done: u64,
-    /// Transactions that failed.
     pub failed: u64,
 }
 
@@ -28,7 +25,8 @@ pub fn start(machine: &Machine, time: Duration) -> Result<Background> {
     machine.spawn(&line)
 }
 
-/// Ends pgbench before its time; it still reports. SIGALRM is how it keeps `-T` itself.
+/// Ends pgbench early; pgbench still reports. SIGALRM is the signal by which pgbench itself keeps
+/// `-T`.
 ///
 /// # Errors
 /// If the machine has gone.
@@ -37,7 +35,7 @@ pub fn stop(run: &mut Background) -> Result<()> {
     if run.has_ended()? { Ok(()) } else { run.kill(SIGALRM) }
 }
 
-/// The last of its progress lines: `progress: 3.0 s, 21.0 tps, lat …`.
+/// Returns the last progress line: `progress: 3.0 s, 21.0 tps, lat …`.
 #[must_use]
 pub fn progress(output: &str) -> Option<String> {
     let line = output.lines().rev().find(|line| line.starts_with("progress: "))?;
@@ -45,10 +43,10 @@ pub fn progress(output: &str) -> Option<String> {
     Some(format!("{per_second} transactions a second"))
 }
 
-/// What its report says.
+/// Reads pgbench's report.
 ///
 /// # Errors
-/// If it is not a report.
+/// If the text is no report.
 pub fn result(report: &str) -> Result<Measured> {
     let number = |label: &str| -> Option<f64> {
         let rest = report.lines().find_map(|line| line.trim().strip_prefix(label))?;
@@ -64,8 +62,8 @@ pub fn result(report: &str) -> Result<Measured> {
     measured().ok_or_else(|| Error::Host(format!("this is no report of pgbench's: {report}")))
 }
 
-/// Whether every transaction that was counted is in the tables once: pgbench's balances and its history
-/// must have the same sums.
+/// Returns true if every counted transaction is in the tables once: pgbench's balances and its
+/// history must have the same sums.
 ///
 /// # Errors
 /// If the database does not answer.

@@ -1,5 +1,5 @@
-//! `make demo`, `make demo-checkpoint` and `make demo-move`: what Mercury does, with live progress, a table and a
-//! verdict at the end.
+//! `make demo`, `make demo-checkpoint` and `make demo-move`: demonstrations of Mercury, with live
+//! progress, a table and a verdict at the end.
 
 mod checkpoint;
 pub(crate) mod database;
@@ -15,7 +15,7 @@ use mercury_lab::error::{Error, Result};
 /// The capability that a demonstration shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Subject {
-    /// Attach and detach, beneath a machine that is hard at work.
+    /// Attach and detach, under a machine that is hard at work.
     Switch,
     /// A checkpoint of a machine with a database, and its restore in a fresh machine.
     Checkpoint,
@@ -35,7 +35,7 @@ pub fn run(subject: Subject) -> Result<()> {
     }
 }
 
-/// One promise, and if it was kept.
+/// A promise, with true if it was kept.
 #[derive(Debug)]
 struct Check {
     holds: bool,
@@ -51,7 +51,7 @@ impl Check {
 /// Prints a line for each promise.
 ///
 /// # Errors
-/// If one was broken, with `why` if that is known.
+/// If a promise was broken, with `why` if the reason is known.
 fn conclude(checks: &[Check], why: Option<&str>) -> Result<()> {
     println!();
     for Check { holds, what } in checks {
@@ -78,7 +78,7 @@ fn tell(text: &str) {
     text.lines().for_each(|line| println!("    {line}"));
 }
 
-/// A table without lines, whose columns of numbers are aligned to the right.
+/// Returns a table without lines, whose columns of numbers are aligned to the right.
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(header);

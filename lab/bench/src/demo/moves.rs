@@ -6,7 +6,7 @@ use mercury_lab::{error::Result, kernel::Kernel, markdown::thousands};
 
 const PLAN: Plan = Plan { kernel: Kernel::BookwormCloud, cpus: 2, memory_mib: 512, moves: 2, time: None };
 
-/// Shows it.
+/// Shows the demonstration.
 ///
 /// # Errors
 /// If a machine cannot be booted, a move fails, a connection breaks, or a transaction is lost or done twice.

@@ -1,9 +1,9 @@
-//! `make demo`: attach and detach beneath a machine that is hard at work, and a table at the end.
+//! `make demo`: attach and detach under a machine that is hard at work, and a table at the end.
 //!
-//! One machine, four CPUs, PostgreSQL under pgbench and a CPU-bound job with known results. First the
-//! database alone on a machine that has never seen Mercury; then attached; then while the mode is
-//! switched hundreds of times; then detached. Nothing may be lost, nothing may be wrong, and the kernel
-//! may not say a word.
+//! The machine has four CPUs, PostgreSQL under pgbench, and a CPU-bound job with known results.
+//! First the database runs alone on a machine that has never seen Mercury; then attached; then
+//! while the mode is switched hundreds of times; then detached. Nothing may be lost, nothing may be
+//! wrong, and the kernel may not complain.
 
 use std::time::Duration;
 
@@ -28,10 +28,10 @@ const MEMORY_MIB: u32 = 1536;
 pub(super) const CYCLES: u32 = 200;
 const PHASE: Duration = Duration::from_secs(8);
 const LIMIT: Duration = Duration::from_secs(600);
-/// How often a running command's output is looked at.
+/// Interval between two readings of a running command's output.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What the demonstration has seen.
+/// The observations of the demonstration.
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) machine: String,
@@ -40,20 +40,19 @@ pub(super) struct Seen {
     pub(super) attached: Measured,
     pub(super) switching: Measured,
     pub(super) after_detach: Measured,
-    /// What `mercury bench switch --json` printed.
+    /// The output of `mercury bench switch --json`.
     pub(super) switches: Value,
-    /// What `mercury status --json` printed at the end.
+    /// The output of `mercury status --json` at the end.
     pub(super) status: Value,
     /// Exits while attached and left alone, without the driver's own hypercalls and VMX's CPUID.
     pub(super) steady_exits: u64,
-    /// Rounds of the CPU-bound job, all with the right result.
     pub(super) compute_rounds: u64,
     pub(super) balances_agree: bool,
-    /// What the kernel has to complain about, if anything.
+    /// The kernel's complaint, if any.
     pub(super) complaint: Option<String>,
 }
 
-/// Shows it.
+/// Shows the demonstration.
 ///
 /// # Errors
 /// If the machine cannot be booted, or anything was lost, wrong or complained about.
@@ -109,14 +108,14 @@ fn watch(machine: &Machine, summary: String) -> Result<Seen> {
     })
 }
 
-/// One run of pgbench, with its progress shown.
+/// Runs pgbench once, and shows its progress.
 fn measure(machine: &Machine, time: Duration) -> Result<Measured> {
     let mut run = database::start(machine, time)?;
     follow(&mut run, database::progress)?;
     database::result(&run.wait(LIMIT)?.check()?.stdout)
 }
 
-/// The switches, with pgbench going on until they are done.
+/// Switches the mode, while pgbench runs until the switches are done.
 fn switch(machine: &Machine) -> Result<(Value, Measured)> {
     let mut database = database::start(machine, LIMIT)?;
     while database::progress(&database.errors_so_far()?).is_none() && !database.has_ended()? {
@@ -135,7 +134,7 @@ fn switch(machine: &Machine) -> Result<(Value, Measured)> {
     Ok((switches, measured))
 }
 
-/// Shows what `text` makes of a command's output until it has ended.
+/// Shows the text that `text` makes from a command's output, until the command has ended.
 fn follow(run: &mut Background, mut text: impl FnMut(&str) -> Option<String>) -> Result<()> {
     let mut line = Line::begin();
     while !run.has_ended()? {
@@ -147,8 +146,8 @@ fn follow(run: &mut Background, mut text: impl FnMut(&str) -> Option<String>) ->
     Ok(())
 }
 
-/// Exits of all CPUs that nobody asked for: all but the driver's hypercalls, and CPUID, which VMX always
-/// intercepts.
+/// Returns the unexpected exits of all CPUs: all but the driver's hypercalls, and CPUID, which VMX
+/// always intercepts.
 fn foreign_exits(vendor: Vendor, status: &Value) -> u64 {
     let cpus = status["cpus"].as_array().map_or(&[][..], Vec::as_slice);
     let expected = match vendor {

@@ -1,4 +1,4 @@
-//! The table at the end of the demonstration, and whether all is well.
+//! The table at the end of the demonstration, and the verdict.
 
 use comfy_table::Table;
 use serde_json::Value;
@@ -11,7 +11,7 @@ use super::{
 };
 use mercury_lab::{error::Result, spec::Vendor};
 
-/// Prints everything that was seen.
+/// Prints all observations.
 pub fn print(seen: &Seen) {
     println!("\n{}", seen.machine);
     println!("\nTime with interrupts off for one switch of one CPU, in the emulator's microseconds (where");
@@ -38,10 +38,10 @@ pub fn print(seen: &Seen) {
     println!("Microseconds of an emulator on a shared machine say little: `make bench` counts instructions.");
 }
 
-/// An error that names what was lost, wrong or complained about.
+/// Checks the observations. The error names what was lost, wrong or complained about.
 ///
 /// # Errors
-/// If anything was.
+/// If a check fails.
 pub fn verdict(seen: &Seen) -> Result<()> {
     let failed: u64 = [seen.never_loaded, seen.attached, seen.switching, seen.after_detach]
         .iter()
@@ -70,7 +70,7 @@ pub fn verdict(seen: &Seen) -> Result<()> {
     Ok(())
 }
 
-/// Whose exits there are without anybody's asking.
+/// Returns the exits that occur without a request.
 fn expected_exits(seen: &Seen) -> &'static str {
     match seen.vendor {
         Vendor::Amd => "the driver's own",

@@ -1,6 +1,10 @@
-//! What a hosted kernel is compared with, from Debian's packages and kept under `target/lab/tools/`: User Mode Linux with
-//! seccomp instead of ptrace, built from the newest source of the kernel that Debian 13's backports have (Linux has it
-//! since 6.16), and gVisor, by its own package. Debian 12's User Mode Linux is installed on the host.
+//! The systems like a hosted kernel, for comparison. They are made from Debian's packages and kept
+//! under `target/lab/tools/`.
+//!
+//! - User Mode Linux with seccomp instead of ptrace, built from the newest source of the kernel in
+//!   Debian 13's backports (Linux has it since 6.16).
+//! - gVisor, from its own package.
+//! - Debian 12's User Mode Linux is installed on the host.
 
 use std::{
     fs,
@@ -18,12 +22,13 @@ use mercury_lab::{
     previrtualization::root,
 };
 
-/// Depends on the package of the newest version.
+/// The package that depends on the package of the newest version.
 const SOURCE: Packages = Packages { release: "trixie", backports: true, names: "linux-source" };
 const GVISOR: Packages = Packages { release: "trixie", backports: false, names: "runsc" };
-/// On top of `allnoconfig`.
+/// The lines of the configuration on top of `allnoconfig`.
 const CONFIGURATION: &str = include_str!("../../../guest/hosted/uml.config");
-/// Without these it is not the kernel that was wanted, whatever a newer version calls them.
+/// Options without which the kernel is not the intended one. A newer version may have other names
+/// for the rest.
 const NEEDED: &[&str] = &[
     "CONFIG_STATIC_LINK=y",
     "CONFIG_HIGH_RES_TIMERS=y",
@@ -35,28 +40,28 @@ const NEEDED: &[&str] = &[
     "CONFIG_UNIX=y",
     "CONFIG_SYSVIPC=y",
 ];
-/// In the root for kernels: what is built there has the compiler of the other kernels.
+/// The script that builds in the root for kernels, so that the compiler is that of the other
+/// kernels.
 const BUILD: &str = "\
 set -e
 cd /build/uml
 make -s -C source ARCH=um O=/build/uml/objects KCONFIG_ALLCONFIG=/build/uml/config allnoconfig
 exec make -C source ARCH=um O=/build/uml/objects -j1 linux";
 
-/// Debian's package of User Mode Linux has this, which uses ptrace.
+/// The program of Debian's package of User Mode Linux, which uses ptrace.
 pub const UML: &str = "linux.uml";
 
-/// Where they are; of those that cannot be had, why.
+/// The paths of the systems, or the reason for which one is missing.
 pub struct Likes {
-    /// User Mode Linux that can do with seccomp.
+    /// User Mode Linux with seccomp.
     pub uml_seccomp: Result<PathBuf>,
-    /// gVisor's program.
     pub gvisor: Result<PathBuf>,
 }
 
-/// Finds them, and makes those that are not there yet.
+/// Finds the systems, and makes those that are missing.
 ///
 /// # Errors
-/// If Debian's User Mode Linux is not installed: what is promised is promised in comparison with it.
+/// If Debian's User Mode Linux is not installed: the promises compare with it.
 pub fn find(release: Release) -> Result<Likes> {
     if host::find_program(UML).is_none() {
         return Err(Error::Host(format!("{UML} is missing: apt install user-mode-linux")));
@@ -79,7 +84,7 @@ fn uml_seccomp(release: Release) -> Result<PathBuf> {
     Ok(dir.join("linux"))
 }
 
-/// Makes a directory under a lock, if it is not there; what is not whole has another name.
+/// Makes a directory under a lock, if it is missing. An unfinished directory has another name.
 pub(super) fn once(lock: &str, dir: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if dir.exists() {
         return Ok(());
@@ -122,7 +127,7 @@ fn build_uml(root: &Path, new: &Path) -> Result<()> {
     host::remove_tree(&packages)
 }
 
-/// The archive that the package of the source has brought.
+/// Returns the archive that the package of the source has brought.
 fn source_in(dir: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(dir).context(|| format!("list {}", dir.display()))?;
     let mut paths = entries.flatten().map(|entry| entry.path());

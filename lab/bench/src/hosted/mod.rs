@@ -1,5 +1,6 @@
-//! What a hosted kernel costs its programs: the same programs natively, in a hosted kernel and in its likes, one after
-//! the other in each round, all on the same processor of this host. `lab bench hosted`.
+//! `lab bench hosted`: the cost of a hosted kernel for its programs. The same programs run
+//! natively, in a hosted kernel and in the systems like it, one after the other in each round, all
+//! on the same processor of this host.
 
 mod likes;
 mod report;
@@ -29,7 +30,7 @@ pub use report::{HEADING, headline_keys, headlines, section};
 use ways::{Files, Job, Programs, Way};
 use work::Done;
 
-/// What is measured, and what one of them is: by the names of `mercury bench os`, and the work.
+/// The benchmarks, by the names of `mercury bench os` and of the work, with the operation of each.
 const BENCHMARKS: &[(&str, &str)] = &[
     ("null-call", "system call (getppid)"),
     ("page-fault", "page fault"),
@@ -50,7 +51,7 @@ const MEMORY_MIB: u32 = 512;
 const LIMIT_S: u32 = 300;
 const INIT: &str = "#!/bin/sh\nexec </dev/null 2>/dev/null\n/bin/mercury --json bench os --samples 5\n";
 
-/// What is run, from the image of Debian, beneath `usr`.
+/// Programs from Debian's image, beneath `usr`.
 const FILES: &[(&str, &str)] = &[
     ("bin/sh", "bin/dash"),
     ("bin/true", "bin/true"),
@@ -60,60 +61,57 @@ const FILES: &[(&str, &str)] = &[
     ("lib64/ld-linux-x86-64.so.2", "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
 ];
 
-/// How often each way is measured.
+/// The number of measurements of each way.
 #[derive(Clone, Copy, Debug)]
 pub struct Rounds {
-    /// With `mercury bench os`.
+    /// Rounds of `mercury bench os`.
     pub small: u32,
-    /// At work.
+    /// Rounds of work.
     pub work: u32,
 }
 
-/// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Hosted {
-    /// This host's kernel.
+    /// The version of this host's kernel.
     pub host: String,
-    /// The kernel that is hosted and emulated.
+    /// The version of the kernel that is hosted and emulated.
     pub kernel: String,
-    /// User Mode Linux' kernel.
+    /// The version of User Mode Linux's kernel.
     pub uml: String,
-    /// That of the User Mode Linux with seccomp.
+    /// The version of the User Mode Linux with seccomp.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uml_seccomp: Option<String>,
-    /// gVisor's version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gvisor: Option<String>,
-    /// How often each way was measured.
+    /// The number of rounds of `mercury bench os`.
     pub rounds: u32,
-    /// How often at work.
+    /// The number of rounds of work.
     pub rounds_of_work: u32,
-    /// What could not be measured, and why.
+    /// Measurements that failed, with the reasons.
     pub left_out: Vec<String>,
-    /// By benchmark, in the order of the table.
+    /// The benchmarks, in the order of the table.
     pub benchmarks: Vec<Row>,
 }
 
-/// One benchmark: medians of all rounds.
+/// One benchmark, with the medians of all rounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// Its name.
     pub name: String,
     /// By [`Way::key`]: microseconds natively, and ratios to those.
     #[serde(flatten)]
     pub ways: BTreeMap<&'static str, f64>,
 }
 
-/// Microseconds of all rounds.
+/// The microseconds of all rounds.
 type Costs = BTreeMap<(Way, String), Vec<f64>>;
 
-/// What is left out, and why.
+/// Measurements that are left out, with the reasons.
 type LeftOut = BTreeMap<(Way, Load), String>;
 
-/// Measures, as often as is said.
+/// Measures in so many rounds.
 ///
 /// # Errors
-/// If something does not build or run that is not another's, or Debian's User Mode Linux is not installed.
+/// If a part of the project does not build or run, or Debian's User Mode Linux is not installed.
 pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     let likes = likes::find(release)?;
     let mut programs = Programs::build(release)?;
@@ -152,22 +150,22 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     })
 }
 
-/// What a way is measured with.
+/// The load of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Load {
-    /// `mercury bench os`.
     Small,
     /// PostgreSQL and a build.
     Work,
 }
 
-/// All but one: programs whose system calls are signals are no way to work. The emulated machine, which takes thirty times as
-/// long as a processor, does it once.
+/// Ways that are measured at work: all but one, since signals in place of system calls are no way
+/// to work. The emulated machine, which takes thirty times as long as a processor, does the work
+/// once.
 const AT_WORK: [Way; 7] =
     [Way::Native, Way::Hosted, Way::HostedIsolated, Way::Uml, Way::UmlSeccomp, Way::Gvisor, Way::Emulated];
 
 impl Load {
-    /// What is said of a way with it.
+    /// Returns the words for a way with this load.
     fn of(self, way: Way) -> String {
         match self {
             Self::Small => way.heading().to_owned(),
@@ -176,24 +174,24 @@ impl Load {
     }
 }
 
-/// What has been measured.
+/// The measurements so far.
 struct Bench {
     dir: PathBuf,
     costs: Costs,
     left_out: LeftOut,
-    /// Hashes of what the work has built.
+    /// Hashes of the objects that the work has built.
     objects: BTreeSet<String>,
 }
 
 impl Bench {
-    /// A program, unless it could not be had.
+    /// Returns a program, or notes the reason for which it is missing.
     fn had(&mut self, way: Way, program: Result<PathBuf>) -> Option<PathBuf> {
         program.map_err(|error| self.leave_out(Load::Small, way, &error)).ok()
     }
 
     fn leave_out(&mut self, load: Load, way: Way, error: &Error) {
         println!("    without {}: {error}", load.of(way));
-        // Where the log is concerns nobody who reads the page.
+        // The log's path is of no use to the page's readers.
         let why = match error {
             Error::Program { what, status, .. } => format!("{what} failed ({status})"),
             other => other.to_string().lines().next().unwrap_or_default().to_owned(),
@@ -201,12 +199,13 @@ impl Bench {
         self.left_out.insert((way, load), why);
     }
 
-    /// Who fails at little is not asked to work.
+    /// Returns true if a way is left out. A way that fails at single operations is not given work.
     fn is_left_out(&self, load: Load, way: Way) -> bool {
         [Load::Small, load].iter().any(|load| self.left_out.contains_key(&(way, *load)))
     }
 
-    /// Each way once. One of others' that fails in the first round is left out, by name.
+    /// Measures each way once. A system of others that fails in the first round is left out, by
+    /// name.
     fn round(&mut self, programs: &Programs, load: Load, job: &Job, ways: &[Way], first: bool) -> Result<()> {
         for way in ways.iter().copied() {
             if self.is_left_out(load, way) {
@@ -229,7 +228,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What is fast and wrong is not fast.
+    /// Checks that the work has built the same objects: a fast and wrong result does not count.
     fn same_objects(&self, way: Way) -> Result<()> {
         if self.objects.len() <= 1 {
             return Ok(());
@@ -238,7 +237,7 @@ impl Bench {
     }
 }
 
-/// What a way has said.
+/// Reads the output of a way.
 fn read(load: Load, output: &Output) -> Result<Done> {
     let text = String::from_utf8_lossy(&output.stdout);
     if load == Load::Work {
@@ -271,13 +270,13 @@ fn line(command: &mut Command) -> Result<String> {
     Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
-/// The last word of what a program says of itself.
+/// Returns the last word of a program's version.
 fn version(program: Option<&PathBuf>) -> Result<Option<String>> {
     let said = program.map(|program| line(Command::new(program).arg("--version"))).transpose()?;
     Ok(said.map(|said| said.split_whitespace().last().unwrap_or_default().to_owned()))
 }
 
-/// The measuring program with Debian's C library, in a tree and in an archive.
+/// Makes the job of the measuring program with Debian's C library, in a tree and in an archive.
 fn small(release: Release, mercury: &Path, dir: &Path) -> Result<Job> {
     let tree = dir.join("tree");
     host::remove_tree(&tree)?;
@@ -288,7 +287,7 @@ fn small(release: Release, mercury: &Path, dir: &Path) -> Result<Job> {
     }
     archive.char_device("dev/console", (5, 1));
     archive.char_device("dev/null", (1, 3));
-    // Natively a file does.
+    // Natively a plain file is enough.
     fs::write(tree.join("dev/null"), b"").context(|| "write dev/null".into())?;
     let debian = Image::ensure(release)?.tree().join("usr");
     let mut put = |name: &str, bytes: &[u8]| {
@@ -309,7 +308,7 @@ fn small(release: Release, mercury: &Path, dir: &Path) -> Result<Job> {
     Ok(Job { tree, files: Files::Archive(path), init: "/init", memory_mib: MEMORY_MIB, limit_s: LIMIT_S })
 }
 
-/// What the measuring program has printed, among whatever a console says.
+/// Reads the output of the measuring program, among other text of a console.
 fn costs(text: &str) -> Option<Vec<(String, f64)>> {
     let object = |(at, _): (usize, &str)| {
         let value = serde_json::Deserializer::from_str(text.get(at..)?).into_iter::<Value>().next()?.ok()?;
@@ -322,11 +321,11 @@ fn costs(text: &str) -> Option<Vec<(String, f64)>> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-/// Figures for others' tests.
+/// Figures for the tests of other modules.
 pub mod tests {
     use super::*;
 
-    /// Of some host, on which gVisor could not be had.
+    /// Returns the figures of some host without gVisor.
     #[must_use]
     pub fn figures() -> Hosted {
         let costs = |way: Way| match way {
@@ -400,7 +399,7 @@ pub mod tests {
         assert!(ours.unwrap_err().starts_with("hosted: it has measured nothing"));
         assert_eq!(round(Way::Gvisor, true), Ok(()));
         assert_eq!(round(Way::UmlSeccomp, true), Ok(()));
-        // They are not tried again.
+        // The failed ways are not tried again.
         assert_eq!((round(Way::Gvisor, false), round(Way::UmlSeccomp, false)), (Ok(()), Ok(())));
         assert!(bench.left_out[&(Way::Gvisor, Load::Small)].starts_with("it has measured nothing"));
         assert_eq!(bench.left_out[&(Way::UmlSeccomp, Load::Small)], "UML (seccomp) is not there");

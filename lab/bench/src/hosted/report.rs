@@ -1,12 +1,13 @@
-//! Its part of docs/benchmarks.md, and the figures that docs/benchmarks.json has of it at once.
+//! The hosted kernels' part of docs/benchmarks.md, and their headline figures in
+//! docs/benchmarks.json.
 
 use super::{BENCHMARKS, Hosted, Row, ways::Way, work};
 use mercury_lab::markdown::table;
 
-/// The heading of its part of the section in docs/benchmarks.md.
+/// The heading of this part in its section of docs/benchmarks.md.
 pub const HEADING: &str = "### Hosted";
 
-/// How the figures at once call the benchmarks.
+/// The benchmarks' names among the headline figures.
 const NAMES: &[(&str, &str)] = &[
     ("null-call", "null_syscall"),
     ("page-fault", "page_fault"),
@@ -16,21 +17,21 @@ const NAMES: &[(&str, &str)] = &[
     (work::POSTGRES, "postgresql"),
     (work::BUILD, "build"),
 ];
-/// The hosted ways and the likes that they are compared with.
+/// The hosted ways, and the systems with which they are compared.
 const HOSTED: [(Way, &str); 2] = [(Way::Hosted, "hosted"), (Way::HostedIsolated, "hosted_isolated")];
 const LIKES: [(Way, &str); 3] =
     [(Way::Uml, "uml"), (Way::UmlSeccomp, "uml_seccomp"), (Way::Gvisor, "gvisor")];
-/// The work, compared with the same natively.
+/// The ways whose work is compared with native work.
 const OVER_NATIVE: [(Way, &str); 2] =
     [(Way::Hosted, "over_native"), (Way::HostedIsolated, "isolated_over_native")];
 
-/// All keys that [`headlines`] may have.
+/// Returns all keys that [`headlines`] may have.
 #[must_use]
 pub fn headline_keys() -> Vec<String> {
     keys().into_iter().map(|(key, _)| key).collect()
 }
 
-/// How a figure comes of a row.
+/// A function that computes a figure from a row.
 type Figure = Box<dyn Fn(&Hosted) -> Option<f64>>;
 
 fn keys() -> Vec<(String, Figure)> {
@@ -52,8 +53,8 @@ fn keys() -> Vec<(String, Figure)> {
     all
 }
 
-/// How many times as fast a hosted kernel is as a like, and how many times as long as natively work takes: by key,
-/// without what could not be measured.
+/// Returns, by key, the speed of a hosted kernel compared with each system like it, and the time of
+/// its work compared with native work. Missing measurements are left out.
 #[must_use]
 pub fn headlines(figures: &Hosted) -> Vec<(String, f64)> {
     let rounded = |number: f64| (number * 100.0).round() / 100.0;
@@ -64,20 +65,20 @@ fn of(figures: &Hosted, name: &str, way: Way) -> Option<f64> {
     figures.benchmarks.iter().find(|row| row.name == name)?.ways.get(way.key()).copied()
 }
 
-/// How many times as fast as in a like it is in a hosted kernel.
+/// Returns how many times as fast a hosted kernel is as a system like it.
 fn faster(figures: &Hosted, name: &str, hosted: Way, like: Way) -> Option<f64> {
     Some(of(figures, name, like)? / of(figures, name, hosted)?)
 }
 
-/// What is aimed at in comparison with User Mode Linux by ptrace, without isolation: at least so many times as fast;
-/// and why it is missed, where it is.
+/// The aims in comparison with User Mode Linux by ptrace, without isolation: a minimum speed-up,
+/// and the reason for a missed aim.
 const AIMS: &[(&str, f64, &str)] = &[
     ("null-call", 100.0, ""),
     ("page-fault", 4.0, "a fault is a signal and an mmap of the host's"),
     ("exec", 3.0, "what was mapped comes back fault by fault"),
     ("pipe", 5.0, "each message is a\nchange of the host's process"),
 ];
-/// A build, in times of a native one.
+/// The upper bound of a build's time, in times of a native build.
 const BUILD_AT_MOST: f64 = 1.25;
 const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, and most first touches are a \
                             signal and an mmap of the host's";
@@ -117,7 +118,7 @@ fn what(name: &str) -> &'static str {
     BENCHMARKS.iter().find(|(one, _)| *one == name).map_or("", |(_, what)| what)
 }
 
-/// Its part of the section in docs/benchmarks.md.
+/// Returns this part of the section in docs/benchmarks.md.
 #[must_use]
 pub fn section(figures: &Hosted) -> String {
     let ways: Vec<Way> = Way::ALL
@@ -156,7 +157,7 @@ fn cells(row: &Row, ways: &[Way]) -> Vec<String> {
     let cell = |way: &Way| match row.ways.get(way.key()) {
         None => "–".to_owned(),
         Some(us) if *way == Way::Native => time(*us),
-        // The measuring program takes a pipe's own cost off a switch's.
+        // The measuring program subtracts the cost of a pipe from that of a switch.
         Some(0.0) => "≈ 0".to_owned(),
         Some(ratio) => format!("{ratio:.1}"),
     };

@@ -19,13 +19,13 @@ use mercury_lab::{
 };
 
 const QUIET: &str = "quiet loglevel=1 panic=-1";
-/// Natively: files that are not written to either, for this program alone.
+/// The native way: files that are read only as well, for this program alone.
 const NATIVE: &str = "\
 set -e
 mount --bind \"$0\" \"$0\"
 mount -o remount,bind,ro \"$0\"
 exec chroot \"$0\" \"$1\"";
-/// What gVisor lets root do, as a kernel of its own would.
+/// The rights that gVisor gives to root, as a kernel of its own would.
 const CAPABILITIES: &[&str] = &[
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
@@ -45,26 +45,21 @@ const CAPABILITIES: &[&str] = &[
 /// A way to run programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// As processes of this host.
     Native,
-    /// In a hosted kernel.
     Hosted,
-    /// In a hosted kernel that leaves programs as they are.
+    /// In a hosted kernel that leaves programs unpatched.
     HostedBySignals,
     /// In a hosted kernel whose programs are in processes of their own.
     HostedIsolated,
-    /// In User Mode Linux as Debian 12 has it.
+    /// In Debian 12's User Mode Linux.
     Uml,
-    /// In the newest User Mode Linux, with seccomp.
     UmlSeccomp,
-    /// In gVisor.
     Gvisor,
-    /// In an emulated machine.
     Emulated,
 }
 
 impl Way {
-    /// All of them, in the order of the table.
+    /// All ways, in the order of the table.
     pub const ALL: [Self; 8] = [
         Self::Native,
         Self::Hosted,
@@ -76,7 +71,7 @@ impl Way {
         Self::Emulated,
     ];
 
-    /// Its key among figures.
+    /// Returns the way's key among the figures.
     #[must_use]
     pub fn key(self) -> &'static str {
         match self {
@@ -91,7 +86,7 @@ impl Way {
         }
     }
 
-    /// The heading of its column.
+    /// Returns the heading of the way's column.
     #[must_use]
     pub fn heading(self) -> &'static str {
         match self {
@@ -106,73 +101,73 @@ impl Way {
         }
     }
 
-    /// Whether it is a hosted kernel, or a native process; the others are others'.
+    /// Returns true for a hosted kernel or a native process. The other ways are others' systems.
     #[must_use]
     pub fn is_ours(self) -> bool {
         matches!(self, Self::Native | Self::Hosted | Self::HostedBySignals | Self::HostedIsolated)
     }
 
-    /// Whether the table may do without it: what others make, and nothing is promised in comparison with.
+    /// Returns true if the table may lack this way: another system with which no promise compares.
     #[must_use]
     pub fn may_be_left_out(self) -> bool {
         matches!(self, Self::UmlSeccomp | Self::Gvisor)
     }
 }
 
-/// Where a way's kernel finds its files; a tree of the same files is beside them.
+/// The place of the files for a way's kernel. A tree of the same files is beside them.
 #[derive(Clone, Debug)]
 pub enum Files {
     /// An archive that becomes a file system in memory.
     Archive(PathBuf),
-    /// A disk that is not written to.
+    /// A disk that is read only.
     Disk(PathBuf),
 }
 
-/// What is run in each way.
+/// The programs and files of each way.
 #[derive(Clone, Debug)]
 pub struct Job {
-    /// The files, for who needs no kernel of its own.
+    /// The tree of files, for ways without a kernel of their own.
     pub tree: PathBuf,
     /// The same files, for a kernel.
     pub files: Files,
-    /// The first program: when it ends, its kernel panics and the machine ends too.
+    /// The first program. When it ends, its kernel panics and the machine ends too.
     pub init: &'static str,
-    /// Of a machine.
+    /// The size of a machine's memory.
     pub memory_mib: u32,
-    /// Seconds that one way may take.
+    /// Time limit of one way, in seconds.
     pub limit_s: u32,
 }
 
 /// The programs that make the ways.
 #[derive(Debug)]
 pub struct Programs {
-    /// `mercury` as it is released.
+    /// `mercury` in its release build.
     pub mercury: PathBuf,
-    /// The small pre-virtualized kernel.
     pub vmlinux: PathBuf,
-    /// The same, for an emulated machine.
+    /// The small kernel's image for an emulated machine.
     pub image: PathBuf,
-    /// The newest User Mode Linux, if it could be had.
+    /// The newest User Mode Linux, if it could be made.
     pub uml_seccomp: Option<PathBuf>,
-    /// gVisor, if it could be had.
+    /// gVisor, if it could be fetched.
     pub gvisor: Option<PathBuf>,
 }
 
 impl Programs {
-    /// Builds what is the project's own; the others' are not there yet.
+    /// Builds the project's own programs. The others' are still missing.
     ///
     /// # Errors
-    /// If something does not build.
+    /// If a program does not build.
     pub fn build(release: Release) -> Result<Self> {
         let built = previrtualization::build(release, Flavour::PreVirtualized)?;
         let mercury = artefacts::build_hosted()?;
         Ok(Self { mercury, vmlinux: built.vmlinux, image: built.image, uml_seccomp: None, gvisor: None })
     }
 
-    /// Runs a job; what it said. `dir` is for what the way needs meanwhile.
+    /// Runs a job and returns its output. `dir` is for the way's temporary files.
     ///
     /// # Errors
-    /// If it cannot be started. How it ends says nothing: a kernel whose first program ends panics.
+    /// If the job cannot be started. The way it ends says nothing: a kernel whose first program
+    /// ends panics.
     pub fn run(&self, way: Way, job: &Job, dir: &Path) -> Result<Output> {
         // User Mode Linux aborts when its first program ends, and may leave a core.
         let mut command = host::as_root("taskset");
@@ -240,7 +235,7 @@ fn native(command: &mut Command, job: &Job) {
 
 fn uml(program: &Path, command: &mut Command, job: &Job, dir: &Path) {
     command.arg(program).args([&format!("mem={}M", job.memory_mib), "con=null", "con0=null,fd:1", QUIET]);
-    // Each leaves a directory, by default at its user's home.
+    // Each run leaves a directory, by default in its user's home.
     command.arg(format!("uml_dir={}", dir.join("uml").display()));
     match &job.files {
         Files::Archive(path) => command.arg(format!("initrd={}", path.display())),
@@ -252,7 +247,7 @@ fn uml(program: &Path, command: &mut Command, job: &Job, dir: &Path) {
     };
 }
 
-/// A sandbox of its own, of which nothing is left.
+/// Runs a job in a gVisor sandbox of its own, and removes the sandbox.
 fn gvisor(program: &Path, mut command: Command, job: &Job, dir: &Path) -> Result<Output> {
     let (bundle, state) = (dir.join("gvisor"), dir.join("gvisor/state"));
     fs::create_dir_all(&state).context(|| format!("make {}", state.display()))?;
@@ -267,12 +262,12 @@ fn gvisor(program: &Path, mut command: Command, job: &Job, dir: &Path) -> Result
     let done = output(command.arg("run").arg("--bundle").arg(&bundle).arg(&name))?;
     let mut delete = host::as_root("env");
     runsc(&mut delete);
-    // It is gone already, unless its time was up.
+    // The sandbox is gone already, unless its time was up.
     output(delete.args(["delete", "--force", &name]))?;
     Ok(done)
 }
 
-/// The sandbox, as the Open Container Initiative describes one.
+/// Returns the sandbox's description by the Open Container Initiative.
 fn bundle_of(job: &Job) -> Value {
     let mount = |to: &str, kind: &str| json!({"destination": to, "type": kind, "source": kind});
     json!({

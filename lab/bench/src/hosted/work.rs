@@ -1,6 +1,6 @@
-//! Work for each way: PostgreSQL under pgbench, and a part of a kernel's build. Programs, database and sources are on one
-//! disk that nobody writes to; what is written is in memory. It is kept under `target/lab/tools/` by the hash of its
-//! recipe.
+//! The work of each way: PostgreSQL under pgbench, and a part of a kernel's build. Programs,
+//! database and sources are on one read-only disk; writes go to memory. The lab keeps the disk
+//! under `target/lab/tools/` by the hash of its recipe.
 
 use std::{
     fs,
@@ -21,9 +21,9 @@ use mercury_lab::{
     previrtualization::root,
 };
 
-/// A transaction's name among the benchmarks.
+/// The name of a transaction among the benchmarks.
 pub const POSTGRES: &str = "postgresql";
-/// The build's.
+/// The name of the build among the benchmarks.
 pub const BUILD: &str = "build";
 
 const INIT: &str = "/work/run";
@@ -31,32 +31,34 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("run", include_str!("../../../guest/hosted/work")),
     ("timed", include_str!("../../../guest/bench/timed")),
 ];
-/// Of the kernel whose part is built; everything that the part needs besides is built before.
+/// The configuration of the kernel whose part is built. Everything else that the part needs is
+/// built before.
 const CONFIGURATION: &str = include_str!("../../../guest/kernel/tiny.config");
-/// The part that is built.
 pub const PART: &str = "kernel/time/";
-/// That pgbench takes.
+/// The seconds of pgbench.
 const SECONDS: u32 = 10;
-/// In the root for kernels. What the part has left is removed, so that it is built again.
+/// The script that prepares the build in the root for kernels. It removes the part's objects, so
+/// that the part is built again.
 const PREPARE: &str = "\
 set -e
 cd /build/work
 make -s -C /build/$1 O=/build/work/objects KCONFIG_ALLCONFIG=/build/work/config allnoconfig
 make -C /build/$1 O=/build/work/objects -j1 $2
 find objects/$2 -name '*.o' -delete -o -name '*.a' -delete -o -name '.*.cmd' -delete";
-/// What the work does not need of Debian's tree.
+/// Folders of Debian's tree that the work does not need.
 const UNUSED: &[&str] = &["boot", "build", "usr/lib/modules", "usr/src", "usr/lib/debug", "usr/share/perl"];
-/// What the build needs and Debian's tree has not, beside libraries that it has; the root for kernels does.
+/// A program that the build needs and Debian's tree lacks. The root for kernels has it; the tree
+/// has its libraries.
 const CALCULATOR: &str = "usr/bin/bc";
 const MEMORY_MIB: u32 = 1024;
 const SIZE: &str = "5G";
-/// An emulated machine takes thirty times as long as a processor.
+/// Time limit, in seconds. An emulated machine takes thirty times as long as a processor.
 const LIMIT_S: u32 = 3600;
 
-/// The work, made now if it is not there.
+/// Returns the work. It is made first if it is missing.
 ///
 /// # Errors
-/// If something cannot be had or does not build.
+/// If a package cannot be fetched or a program does not build.
 pub fn job(release: Release) -> Result<Job> {
     let (image, kernels) = (Image::ensure(release)?.tree(), root::ensure(release)?);
     let recipe = Ingredients::default()
@@ -91,7 +93,7 @@ fn make(release: Release, image: &Path, kernels: &Path, new: &Path) -> Result<()
             host::as_root(program).args(words),
         )
     };
-    // Links: nobody writes there.
+    // Hard links suffice: nothing is written there.
     run("cp", &[Path::new("-al"), image, &tree])?;
     let unused: Vec<PathBuf> = UNUSED.iter().map(|name| tree.join(name)).collect();
     unused.iter().try_for_each(|path| host::remove_tree(path))?;
@@ -110,7 +112,7 @@ fn make(release: Release, image: &Path, kernels: &Path, new: &Path) -> Result<()
     image::make_disk("a disk of it", &tree, &new.join("work.img"), "mercury-work", SIZE)
 }
 
-/// Builds what is built before, with the release's compiler; where it is.
+/// Builds with the release's compiler everything that the part needs. Returns the path.
 fn prepare(source: &str, kernels: &Path) -> Result<PathBuf> {
     let place = kernels.join("build/work");
     host::remove_tree(&place)?;
@@ -127,19 +129,20 @@ fn prepare(source: &str, kernels: &Path) -> Result<PathBuf> {
     Ok(place.join("objects"))
 }
 
-/// What a way has said of its work, or of the single operations.
+/// A way's output about its work, or about the single operations.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Done {
     /// Microseconds, by benchmark.
     pub costs: Vec<(String, f64)>,
-    /// The hash of what was built, which is the same in each way; `None` where nothing is.
+    /// The hash of the built objects, which is the same for each way; `None` where nothing is
+    /// built.
     pub objects: Option<String>,
 }
 
-/// Reads it, among whatever a console says.
+/// Reads the output, among other text of a console.
 ///
 /// # Errors
-/// With what is missing: a part that failed, or transactions that did.
+/// With the missing or failed part, or the failed transactions.
 pub fn done(text: &str) -> Result<Done> {
     let after = |what: &str| {
         let rest = text.split_once(what).map(|(_, rest)| rest);

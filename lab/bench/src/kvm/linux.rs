@@ -1,5 +1,6 @@
-//! A Linux guest's boot and PostgreSQL in it, natively and above the hypervisor by turns, in instructions: what stock QEMU's
-//! process has worked, with its guest and with what KVM does for it, on a machine with one CPU that counts them.
+//! A Linux guest's boot, and PostgreSQL in the guest, natively and above the hypervisor by turns.
+//! The cost is in instructions: those of stock QEMU's process, with its guest and with KVM's work
+//! for it, on a machine with one CPU that counts them.
 
 use serde::Serialize;
 
@@ -17,7 +18,7 @@ use mercury_lab::{
 };
 
 const MEMORY_MIB: u32 = 2048;
-/// pgbench's, in one sample.
+/// pgbench's transactions in one sample.
 const TRANSACTIONS: u32 = 50;
 
 const FILES: [(&str, &[u8]); 5] = [
@@ -28,37 +29,33 @@ const FILES: [(&str, &[u8]); 5] = [
     ("worked", include_bytes!("../../../guest/kvm/worked")),
 ];
 
-/// How often each is measured, both ways.
+/// The number of measurements of each workload, both ways.
 #[derive(Clone, Copy, Debug)]
 pub struct Rounds {
-    /// Boots.
     pub boots: usize,
-    /// Samples of pgbench.
     pub samples: usize,
 }
 
-/// Something that a guest does, by turns natively and above the hypervisor.
+/// A guest's workload, by turns natively and above the hypervisor.
 #[derive(Clone, Debug, Serialize)]
 pub struct Compared {
     /// Attached ÷ native, of each round.
     pub attached_over_native: Ratio,
-    /// The most that two native ones differ.
+    /// The largest difference between two native measurements.
     #[serde(serialize_with = "rounded")]
     pub noise: f64,
-    /// Median.
     pub native_instructions: u64,
-    /// Median.
     pub attached_instructions: u64,
-    /// Entries of the guest for one, attached; median.
+    /// Entries of the guest for one workload while attached; the median.
     pub runs_of_guest: u64,
-    /// How often, each way.
+    /// The number of rounds, each way.
     pub rounds: usize,
 }
 
-/// Both workloads.
 #[derive(Clone, Debug, Serialize)]
 pub struct Linux {
-    /// Debian's kernel from its first instruction to its power-off by a first process that does nothing else.
+    /// The boot of Debian's kernel: from its first instruction to its power-off by a first process
+    /// that does nothing else.
     pub boot: Compared,
     /// A transaction of pgbench's TPC-B.
     pub pgbench: Compared,
@@ -72,7 +69,7 @@ struct Round {
     runs: f64,
 }
 
-/// Measures both.
+/// Measures both workloads.
 ///
 /// # Errors
 /// If a machine fails.
@@ -82,7 +79,7 @@ pub fn measure(rounds: Rounds) -> Result<Linux> {
     for (name, text) in FILES {
         machine.put(&format!("/root/{name}"), text, 0o755)?;
     }
-    // Whoever polls instead of halting works as long as there is time.
+    // A CPU that polls instead of halting works for as long as there is time.
     machine.sh("modprobe kvm_amd; echo 0 > /sys/module/kvm/parameters/halt_poll_ns; \
          mkdir /run/guests && mount -o ro $(blkid -L mercury-guests) /run/guests")?;
     machine.mercury("load")?;
@@ -136,7 +133,7 @@ fn compared(rounds: &[Round]) -> Compared {
     }
 }
 
-/// What QEMU worked for a guest's whole life.
+/// Returns QEMU's instructions for a guest's whole life.
 fn boot(machine: &Machine) -> Result<f64> {
     let output = machine.command("/root/boot 1 0 /root/worked").timeout(LIMIT).run()?.check()?;
     let strange = || Error::Host(format!("a boot said {}{}", output.stdout, output.stderr));
@@ -147,9 +144,9 @@ fn boot(machine: &Machine) -> Result<f64> {
     worked.ok_or_else(strange)
 }
 
-/// What QEMU worked for a transaction.
+/// Returns QEMU's instructions for a transaction.
 fn transactions(machine: &Machine, database: &mut Background) -> Result<f64> {
-    // The script has become QEMU.
+    // The script's process has become QEMU.
     let pid = database.pid();
     let worked = || -> Result<f64> {
         let said = machine.sh(&format!("/root/worked {pid}"))?;

@@ -1,4 +1,4 @@
-//! KVM above the hypervisor in figures: `lab bench kvm`.
+//! `lab bench kvm`: the figures of KVM above the hypervisor.
 
 mod linux;
 mod pages;
@@ -25,13 +25,13 @@ use mercury_lab::{
 use pages::Touch;
 pub(super) use pages::touched;
 
-/// The heading of its part of the page.
+/// The heading of this part of the page.
 pub const HEADING: &str = "## KVM above the hypervisor";
-/// Instructions that an exit of a guest may take more while the hypervisor is there.
+/// Upper bound of the instructions that an attached hypervisor adds to an exit of a guest.
 pub const ADDED_AT_MOST: f64 = 100.0;
-/// World switches of an exit, at most.
+/// Upper bound of the world switches of an exit.
 pub const SWITCHES_AT_MOST: f64 = 3.05;
-/// The guest's exits in one sample, and samples.
+/// The guest's exits in one sample, and the number of samples.
 const EXITS: u64 = 20_000;
 const SAMPLES: u64 = 5;
 const MEMORY_MIB: u32 = 768;
@@ -39,46 +39,43 @@ const SCRIPT: &str = include_str!("../../../guest/kvm/exits");
 const COUNTER: &str = include_str!("../../../guest/kvm/counter");
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// All figures.
 #[derive(Clone, Debug, Serialize)]
 pub struct Kvm {
-    /// Of one exit of a guest and back, attached less native.
+    /// Instructions of one exit of a guest and back: attached minus native.
     #[serde(serialize_with = "rounded")]
     pub added_instructions_per_exit: f64,
-    /// Native.
     #[serde(serialize_with = "rounded")]
     pub exit_instructions_native: f64,
-    /// Attached.
     #[serde(serialize_with = "rounded")]
     pub exit_instructions_attached: f64,
-    /// After a detach, less native.
+    /// The same difference after a detach.
     #[serde(serialize_with = "rounded")]
     pub added_after_detach: f64,
-    /// VMRUN, by whomever, for each exit of the guest; natively one.
+    /// VMRUN instructions for each exit of the guest, whoever executes them; natively one.
     #[serde(serialize_with = "rounded")]
     pub world_switches_per_exit: f64,
-    /// Attach and detach beneath two virtual machines.
+    /// Cycles of attach and detach under two virtual machines.
     pub cycles_under_guests: u64,
-    /// Virtual machines that counted wrongly, and complaints of the kernel's.
+    /// Virtual machines that counted wrongly, and complaints of the kernel.
     pub errors: u64,
     /// Exits of those virtual machines to their processes meanwhile.
     pub exits_meanwhile: u64,
-    /// A Linux guest at work.
+    /// The figures of a Linux guest at work.
     pub linux: Linux,
-    /// Of a guest's pages, one after the other.
+    /// The costs of touching a guest's pages, one after the other.
     pub touches: Vec<Touch>,
 }
 
-/// How much to measure.
+/// The amount of measurements.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Beneath virtual machines.
+    /// Cycles under virtual machines.
     pub cycles: u64,
-    /// Of a Linux guest.
+    /// Rounds of a Linux guest.
     pub rounds: Rounds,
 }
 
-/// Measures all of it.
+/// Measures all figures.
 ///
 /// # Errors
 /// If a machine fails.
@@ -106,20 +103,18 @@ pub fn measure(plan: Plan) -> Result<Kvm> {
     })
 }
 
-/// Exits of a guest, in instructions of the host's.
+/// The cost of a guest's exits, in instructions of the host.
 #[derive(Clone, Copy, Debug)]
 pub struct Exits {
-    /// One and back, native.
+    /// Instructions of an exit and back, natively.
     pub native: f64,
-    /// Attached.
     pub attached: f64,
-    /// After a detach.
     pub after: f64,
-    /// VMRUN for each while attached.
+    /// VMRUN instructions for each exit while attached.
     pub world_switches: f64,
 }
 
-/// Counts them: the fewest of so many samples of so many exits.
+/// Counts the exits: the minimum of so many samples of so many exits.
 ///
 /// # Errors
 /// If the machine fails.
@@ -141,24 +136,25 @@ pub fn exits(number: u64, samples: u64) -> Result<Exits> {
     Ok(Exits { native, attached, after, world_switches })
 }
 
-/// A nanosecond is an instruction.
+/// Returns the instructions of an exit. A nanosecond is an instruction.
 fn exit(machine: &Machine, number: u64, samples: u64) -> Result<f64> {
     let output = machine.command(&format!("/root/exits {number} {samples}")).timeout(LIMIT).run()?.check()?;
     output.stdout.trim().parse().map_err(|_| Error::Host(format!("no number: {}", output.stdout)))
 }
 
-/// VMRUN so far: each of the system's is the guest's and, after its exit, one of the hypervisor's; so is each STGI.
+/// Returns the number of VMRUN instructions so far. Each VMRUN of the system is the guest's entry
+/// and, after the guest's exit, one of the hypervisor's. The same holds for each STGI.
 fn switches(machine: &Machine) -> Result<f64> {
     let exits = Exited::so_far(machine)?;
     Ok(2.0 * exits.of("guest-run") + exits.of("guest-end") + exits.of("held-nmi"))
 }
 
-/// Entries of guests so far.
+/// Returns the number of entries of guests so far.
 fn runs_of_guests(machine: &Machine) -> Result<f64> {
     Ok(Exited::so_far(machine)?.of("guest-run"))
 }
 
-/// What the hypervisor has counted.
+/// The hypervisor's counters.
 struct Exited(Value);
 
 impl Exited {
@@ -166,7 +162,7 @@ impl Exited {
         machine.mercury("status").map(Self)
     }
 
-    /// Of all CPUs.
+    /// Returns a counter's sum over all CPUs.
     fn of(&self, reason: &str) -> f64 {
         let cpus = self.0["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
         cpus.iter().filter_map(|cpu| cpu["exits"][reason].as_f64()).sum()
@@ -207,7 +203,7 @@ fn under_guests(cycles: u64) -> Result<(u64, u64)> {
     Ok((errors, exits))
 }
 
-/// This part of the page.
+/// Returns this part of the page.
 #[must_use]
 pub fn section(figures: &Kvm) -> String {
     let kept = |is: bool| if is { "kept" } else { "**missed**" };
@@ -275,7 +271,7 @@ fn beneath_a_snapshot(touches: &[Touch]) -> String {
     )
 }
 
-/// What is promised, and whether it is kept.
+/// Returns the promises, and for each true if it is kept.
 #[must_use]
 pub fn promises(figures: &Kvm) -> [(bool, &'static str); 3] {
     [
@@ -291,7 +287,7 @@ pub fn promises(figures: &Kvm) -> [(bool, &'static str); 3] {
     ]
 }
 
-/// Figures that keep what is promised.
+/// Returns figures that keep the promises.
 #[cfg(test)]
 pub fn kept_promises() -> Kvm {
     let ratio = Ratio { median: 1.01, low: 1.0, high: 1.02 };

@@ -1,5 +1,5 @@
-//! What a live snapshot costs guests: the first touch of each page, which the shadow of KVM's nested table is filled by,
-//! and the touches after it.
+//! The cost of a live snapshot for guests: the first touch of each page, which fills the shadow of
+//! KVM's nested table, and the touches after it.
 
 use std::time::Duration;
 
@@ -15,22 +15,22 @@ use mercury_lab::{
 };
 
 const SCRIPT: &[u8] = include_bytes!("../../../guest/kvm/pages");
-/// For copies, in MiB: more than the guest and the system write.
+/// The pool for copies, in MiB: more than the guest and the system write.
 const POOL_MIB: u32 = 256;
-/// For a line of the script.
+/// Time limit of a line of the script.
 const TOUCH_LIMIT: Duration = Duration::from_secs(120);
 
 /// One way to touch pages.
 #[derive(Clone, Debug, Serialize)]
 pub struct Touch {
-    /// What is done.
     pub what: &'static str,
-    /// For each page.
+    /// Instructions for each page.
     #[serde(serialize_with = "rounded")]
     pub instructions: f64,
 }
 
-/// All ways, each on one machine in this order. The guest's own instructions for a page are four.
+/// Measures all ways, in this order on one machine. The guest itself needs four instructions for a
+/// page.
 ///
 /// # Errors
 /// If the machine fails.
@@ -72,7 +72,8 @@ pub fn measure() -> Result<Vec<Touch>> {
     if kept { Ok(all) } else { Err(Error::Unhealthy("the snapshot was lost meanwhile".into())) }
 }
 
-/// Has a process that waits for a line touch pages, and say so; a nanosecond is an instruction.
+/// Sends a waiting process a line on which it touches pages and reports. A nanosecond is an
+/// instruction.
 pub(crate) fn touched(guest: &mut Background, words: &str) -> Result<f64> {
     let number = guest.output_so_far()?.matches("touched").count() + 1;
     guest.write_stdin(format!("{words}\n").as_bytes())?;

@@ -1,6 +1,6 @@
-//! `lab soak --guests`: attach and detach beneath a host of KVM's whose virtual machines are reset, panic, end in triple
-//! faults and are killed in the midst of their work, and are made anew; with NMIs from each CPU to the other, and a CPU
-//! that leaves and comes back.
+//! `lab soak --guests`: attach and detach under a KVM host. Its virtual machines are reset, panic,
+//! end in triple faults and are killed in the midst of their work, and new ones are made. NMIs go
+//! from each CPU to the other, and a CPU leaves and comes back.
 
 use std::{fs, time::Duration};
 
@@ -23,13 +23,13 @@ use mercury_lab::{
     spec::{Platform, Qemu, Spec},
 };
 
-/// How long a guest may take to its end.
+/// Time limit of a guest's end.
 const ENDS_WITHIN: Duration = Duration::from_secs(900);
-/// After each switch: guests live longer than a cycle, and are to live through many.
+/// Pause after each switch. Guests live longer than a cycle, and are to live through many.
 const PAUSE: Duration = Duration::from_millis(20);
-/// NMIs of one round.
+/// The number of NMIs of one round.
 const STORM: u32 = 200;
-/// So many cycles are worth a page in docs/.
+/// The number of cycles from which docs/ gets a page.
 const WORTH_A_PAGE: u64 = 2000;
 
 const FILES: [(&str, &str); 3] = [
@@ -37,7 +37,7 @@ const FILES: [(&str, &str); 3] = [
     ("/root/initrd", include_str!("../../../guest/kvm/initrd")),
     ("/run/soak/lives", include_str!("../../../guest/soak/lives")),
 ];
-/// How virtual machines end, and what that is called.
+/// The ends of virtual machines, with the words for each.
 const LIVES: [(&str, &str); 4] = [
     ("reset", "Linux guests that were reset twice (QMP) and powered off"),
     ("panic", "Linux guests that died of a panic"),
@@ -45,7 +45,7 @@ const LIVES: [(&str, &str); 4] = [
     ("fault", "programs without a kernel that ended in a triple fault"),
 ];
 
-/// What was seen.
+/// The observations of a run.
 #[derive(Debug)]
 pub struct Outcome {
     machine: String,
@@ -69,10 +69,10 @@ struct Nmis {
     lost: u64,
 }
 
-/// Runs it, prints the page, and writes it to docs/ if it was long enough.
+/// Runs the soak, prints the page, and writes it to docs/ if the soak was long enough.
 ///
 /// # Errors
-/// If something went wrong.
+/// If something was lost, wrong or complained about.
 pub fn command(cycles: u64) -> Result<()> {
     let outcome = run(cycles)?;
     let page = outcome.page();
@@ -86,10 +86,10 @@ pub fn command(cycles: u64) -> Result<()> {
     Ok(())
 }
 
-/// Boots a machine and does it.
+/// Boots a machine and runs the soak.
 ///
 /// # Errors
-/// If the machine goes, or cannot go on.
+/// If the machine ends, or cannot go on.
 pub fn run(cycles: u64) -> Result<Outcome> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "a Linux guest takes too long in Bochs" });
@@ -130,10 +130,10 @@ fn beneath(machine: &Machine, cycles: u64, summary: String) -> Result<Outcome> {
         attach.add(&report["attach"]);
         detach.add(&report["detach"]);
         done += batch;
-        // NMIs are sent to CPUs that are there.
+        // NMIs are sent only to CPUs that are online.
         machine.sh("touch /run/soak/calm; until flock -n /run/soak/storm true; do sleep 0.1; done")?;
         soak.hotplug(done / plan.batch)?;
-        // The kernel tells who may run on a CPU that has come back in its own time.
+        // After a CPU has come back, the kernel updates the CPU sets of tasks in its own time.
         machine.sh("until taskset -c 1 true 2> /dev/null; do sleep 0.1; done; rm /run/soak/calm")?;
         machine.check_console()?;
         still_running(machine, &mut running)?;
@@ -146,7 +146,7 @@ fn beneath(machine: &Machine, cycles: u64, summary: String) -> Result<Outcome> {
     let work =
         running.into_iter().map(|(name, lives)| finish(machine, name, lives)).collect::<Result<Vec<_>>>()?;
     let status = machine.mercury("status")?;
-    // Nobody uses it any more, as it must be.
+    // This succeeds only if no guest uses the module any more.
     machine.sh("rmmod kvm_amd kvm")?;
     let complaint = machine.check_next_attach().err().map(|error| error.to_string());
     Ok(Outcome {
@@ -185,7 +185,7 @@ fn finish(machine: &Machine, name: &'static str, lives: Background) -> Result<Wo
     })
 }
 
-/// NMIs from a CPU to another one, again and again, but for the time when a CPU leaves.
+/// Sends NMIs from a CPU to another one, again and again, except while a CPU leaves.
 fn storm(machine: &Machine, from: u32, to: u32) -> Result<Background> {
     machine.spawn(&format!(
         "until [ -e /run/soak/end ]; do flock -s /run/soak/storm sh -c 'test -e /run/soak/calm || exec mercury-workload \
@@ -203,10 +203,10 @@ fn finish_storm(storm: Background) -> Result<Nmis> {
 }
 
 impl Outcome {
-    /// Whether nothing was wrong.
+    /// Checks that nothing was wrong.
     ///
     /// # Errors
-    /// With all that was.
+    /// With all errors.
     pub fn check(&self) -> Result<()> {
         let bad: Vec<String> =
             self.checks().into_iter().filter(|(holds, _)| !holds).map(|(_, what)| what).collect();

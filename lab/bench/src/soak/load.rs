@@ -1,4 +1,4 @@
-//! Everything that machines do, all at once, each kind of work with a result that can be wrong.
+//! All kinds of work at once, each with a result that can be wrong.
 
 use std::{
     io::{Read, Write},
@@ -15,7 +15,7 @@ use mercury_lab::{
     machine::Machine,
 };
 
-/// How long the work may take to come to its end: the rounds that run are finished.
+/// Time limit of the work's end. The running rounds are finished first.
 const ENDS_WITHIN: Duration = Duration::from_secs(300);
 
 const FILES: &[(&str, &str)] = &[
@@ -24,7 +24,6 @@ const FILES: &[(&str, &str)] = &[
     ("network", include_str!("../../../guest/soak/network")),
 ];
 
-/// The load that runs.
 #[derive(Debug)]
 pub struct Load<'a> {
     machine: &'a Machine,
@@ -32,35 +31,35 @@ pub struct Load<'a> {
     history_before: u64,
 }
 
-/// What one kind of work has done.
+/// The results of one kind of work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// What it was, for people.
+    /// The name for people.
     pub name: &'static str,
-    /// Rounds, transactions, blocks.
+    /// Rounds, transactions or blocks.
     pub passes: u64,
-    /// Wrong results, failed rounds.
+    /// Wrong results and failed rounds.
     pub violations: u64,
 }
 
-/// What PostgreSQL says at the end.
+/// The comparison with PostgreSQL's tables at the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Database {
     /// Transactions that pgbench was told are committed.
     pub acknowledged: u64,
-    /// Transactions that it was told have failed.
+    /// Transactions that pgbench was told have failed.
     pub failed: u64,
-    /// Transactions found in the table of what was done.
+    /// Transactions found in the history table.
     pub found: u64,
-    /// Whether the balances of accounts, tellers and branches agree with that table.
+    /// True if the balances of accounts, tellers and branches agree with the history table.
     pub balances_agree: bool,
 }
 
 impl<'a> Load<'a> {
-    /// Starts everything; rounds take `round`.
+    /// Starts all kinds of work. Rounds take `round`.
     ///
     /// # Errors
-    /// If something cannot be started.
+    /// If one of them cannot be started.
     pub fn start(machine: &'a Machine, round: Duration) -> Result<Self> {
         machine.sh("rm -rf /run/soak && mkdir /run/soak")?;
         for (name, text) in FILES {
@@ -77,10 +76,10 @@ impl<'a> Load<'a> {
         Ok(load)
     }
 
-    /// What has ended although nobody asked it to.
+    /// Checks that all work still runs.
     ///
     /// # Errors
-    /// If the machine has gone, or something has ended.
+    /// If the machine has gone, or some work has ended.
     pub fn check_running(&mut self) -> Result<()> {
         for (name, work) in &mut self.running {
             if work.has_ended()? {
@@ -91,17 +90,17 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
-    /// Transactions acknowledged so far, but for those of the round that runs.
+    /// Returns the transactions acknowledged so far, without those of the running round.
     #[must_use]
     pub fn transactions(&self) -> u64 {
         let reports = self.machine.sh("cat /run/soak/database.log 2>/dev/null").unwrap_or_default();
         sum(&reports, "actually processed: ")
     }
 
-    /// Ends everything and gathers what was done.
+    /// Ends all work and gathers the results.
     ///
     /// # Errors
-    /// If something does not come to its end, or cannot say what it did.
+    /// If some work does not end, or does not report.
     pub fn finish(self) -> Result<(Vec<Work>, Database)> {
         self.machine.sh("touch /run/soak/end")?;
         let mut all = Vec::new();
@@ -115,14 +114,14 @@ impl<'a> Load<'a> {
         Ok((all, database(self.machine, self.history_before)?))
     }
 
-    /// The rounds that failed, in their own words.
+    /// Returns the failed rounds, in their own words.
     #[must_use]
     pub fn failures(machine: &Machine) -> String {
         machine.sh("tail -n 20 /run/soak/*.failed 2>/dev/null; true").unwrap_or_default()
     }
 }
 
-/// The work that a machine with a network card has besides.
+/// Returns the additional work of a machine with a network card.
 fn through_network_card(echo_port: u16) -> (&'static str, String) {
     (
         "network card: blocks of 32 KiB sent to the host and back, compared",
@@ -130,7 +129,7 @@ fn through_network_card(echo_port: u16) -> (&'static str, String) {
     )
 }
 
-/// Each kind of work: its name and its command line.
+/// Returns each kind of work: its name and its command line.
 fn commands(round: u64) -> [(&'static str, String); 6] {
     let stressors = "--cpu 1 --vm 1 --vm-bytes 32M --fork 1 --pipe 1 --timer 1 --fault 1 --memcpy 1";
     let again = "/run/soak/again";
@@ -159,7 +158,7 @@ fn commands(round: u64) -> [(&'static str, String); 6] {
     ]
 }
 
-/// What one kind of work has said at its end.
+/// Reads the final report of one kind of work.
 pub(super) fn done(name: &'static str, output: &str) -> Option<Work> {
     let report: Value = serde_json::from_str(output.lines().last()?).ok()?;
     Some(Work { name, passes: report["passes"].as_u64()?, violations: report["violations"].as_u64()? })
@@ -178,19 +177,19 @@ fn database(machine: &Machine, history_before: u64) -> Result<Database> {
     })
 }
 
-/// A query's answer.
+/// Returns the answer of a query.
 fn number(machine: &Machine, query: &str) -> Result<u64> {
     let answer = machine.program(&["psql", "-At", "-c", query, "bench"]).run()?.check()?.stdout;
     answer.trim().parse().map_err(|_| Error::Host(format!("`{query}` gave {answer}")))
 }
 
-/// The numbers behind a label, added up.
+/// Returns the sum of the numbers after a label.
 fn sum(reports: &str, label: &str) -> u64 {
     let after_label = reports.lines().filter_map(|line| line.split_once(label));
     after_label.filter_map(|(_, rest)| rest.split([' ', '/']).next()?.parse::<u64>().ok()).sum()
 }
 
-/// Sends back what comes, to one client; its port.
+/// Starts a server that echoes to one client. Returns its port.
 fn echo_server() -> Result<u16> {
     let listener = TcpListener::bind("127.0.0.1:0").context(|| "open a port for the machine".into())?;
     let port = listener.local_addr().context(|| "open a port for the machine".into())?.port();

@@ -1,9 +1,11 @@
-//! `make soak`: attach and detach ten thousand times beneath everything that machines do.
+//! `make soak`: attach and detach ten thousand times under all kinds of work.
 //!
-//! One machine, four CPUs. PostgreSQL, stress-ng, iperf3, a network card, a disk, known results and
-//! patterns in registers run all the time; the mode of all CPUs is switched again and again; CPUs leave
-//! and come back in between, attached and native. Nothing may be lost, nothing may be wrong, the kernel
-//! may not say a word, and at the end each CPU is as it was before the driver was ever loaded.
+//! The machine has four CPUs. PostgreSQL, stress-ng, iperf3, a network card, a disk, known results
+//! and patterns in registers run all the time. The mode of all CPUs is switched again and again.
+//! CPUs leave and come back in between, attached and native.
+//!
+//! Nothing may be lost, nothing may be wrong, and the kernel may not complain. At the end each CPU
+//! must be as it was before the driver was ever loaded.
 
 pub mod guests;
 mod load;
@@ -25,31 +27,31 @@ use mercury_lab::{
     spec::{Nic, Platform, Spec},
 };
 
-/// Switch beneath a program takes this long at most for a batch, in wall time.
+/// Time limit of a batch of switches under the work, in wall time.
 const BATCH_LIMIT: Duration = Duration::from_secs(900);
-/// After each switch.
+/// Pause after each switch.
 const PAUSE: Duration = Duration::from_millis(2);
-/// The result of so many cycles is worth a page in docs/: in QEMU, and in Bochs, on fewer CPUs and more slowly.
+/// The number of cycles from which docs/ gets a page: in QEMU, and in Bochs, which has fewer CPUs
+/// and is slower.
 const WORTH_A_PAGE: [u64; 2] = [10_000, 1000];
 
-/// How much is to be done.
+/// The amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Attaches and detaches of all CPUs.
     pub cycles: u64,
-    /// What the machine is emulated by. Bochs, which has all processors in one thread, gets two, and no network
-    /// card.
+    /// The machine's emulator. In Bochs, which runs all processors in one thread, the machine has
+    /// two CPUs and no network card.
     pub platform: Platform,
-    /// Processors of the machine.
     pub cpus: u32,
-    /// A CPU leaves and comes back after so many cycles.
+    /// Cycles after which a CPU leaves and comes back.
     pub batch: u64,
     /// Length of a round of pgbench, stress-ng and iperf3.
     pub round: Duration,
 }
 
 impl Plan {
-    /// A plan for `cycles` cycles.
+    /// Makes a plan for `cycles` cycles.
     #[must_use]
     pub fn new(platform: Platform, cycles: u64) -> Self {
         let long = cycles >= 1000;
@@ -63,10 +65,10 @@ impl Plan {
     }
 }
 
-/// What was seen.
+/// The observations of a run.
 #[derive(Debug)]
 pub struct Outcome {
-    /// What wrote the page.
+    /// The command that wrote the page.
     command: String,
     machine: String,
     kernel: String,
@@ -80,7 +82,7 @@ pub struct Outcome {
     work: Vec<Work>,
     database: Database,
     status: Value,
-    /// How CPUs differ from what they were before the driver was loaded.
+    /// Differences between the state of the CPUs and that before the driver was loaded.
     state_changes: Vec<String>,
     complaint: Option<String>,
     failures: String,
@@ -109,7 +111,8 @@ impl Times {
     }
 }
 
-/// `lab soak`: runs it, prints the table, and writes a page of docs/ if it was long enough.
+/// `lab soak`: runs the soak, prints the table, and writes a page of docs/ if the soak was long
+/// enough.
 ///
 /// # Errors
 /// If the machine cannot be booted, or anything was lost, wrong or complained about.
@@ -137,7 +140,7 @@ pub fn command(cycles: u64) -> Result<()> {
 /// Boots a machine and runs the plan on it.
 ///
 /// # Errors
-/// If the machine goes, or cannot go on.
+/// If the machine ends, or cannot go on.
 pub fn run(plan: Plan) -> Result<Outcome> {
     live::say(&format!("A machine with {} CPUs, and {} cycles beneath it", plan.cpus, plan.cycles));
     let spec = Spec::new(Kernel::BookwormCloud).platform(plan.platform).cpus(plan.cpus).memory_mib(1536);
@@ -153,14 +156,14 @@ struct Soak<'a> {
     machine: &'a Machine,
     plan: Plan,
     hotplugs: [u64; 2],
-    /// After each switch.
+    /// The pause after each switch.
     pause: Duration,
 }
 
 impl Soak<'_> {
     fn run(mut self, summary: String) -> Result<Outcome> {
         self.machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko")?;
-        // A CPU that has come back is not in all as the firmware left it.
+        // The state of a CPU that has come back differs in parts from the firmware's.
         (1..self.plan.cpus).try_for_each(|cpu| self.leave(cpu).and_then(|()| self.come_back(cpu)))?;
         let before = self.states()?;
         let version = self.machine.mercury("load")?["version"].as_str().unwrap_or_default().to_owned();
@@ -216,7 +219,7 @@ impl Soak<'_> {
         Ok((attach, detach, load))
     }
 
-    /// One batch, through the driver, at a priority above everything that runs.
+    /// Runs one batch through the driver, at a priority above everything that runs.
     fn switch(&self, cycles: u64) -> Result<Value> {
         let pause = self.pause.as_micros();
         let line = format!("mercury-workload switch --cycles {cycles} --fifo 50 --pause-us {pause}");
@@ -225,7 +228,7 @@ impl Soak<'_> {
             .map_err(|error| Error::Host(format!("no report ({error}): {}", output.stdout)))
     }
 
-    /// A CPU leaves and comes back: every other time beneath a hypervisor that is attached.
+    /// Takes a CPU offline and online again: every other time under an attached hypervisor.
     fn hotplug(&mut self, number: u64) -> Result<()> {
         let cpu = u32::try_from(number % u64::from(self.plan.cpus - 1)).unwrap_or(0) + 1;
         let attached = number % 2;
@@ -260,7 +263,7 @@ impl Soak<'_> {
         Err(self.machine.blame(Error::Unhealthy(format!("not all CPUs are {mode}: {modes}"))))
     }
 
-    /// All that can be read of each CPU, by the test module, which knows nothing of the driver.
+    /// Reads the whole state of each CPU by the test module, which knows nothing of the driver.
     fn states(&self) -> Result<Vec<Value>> {
         let state = |cpu: u32| {
             let line = self.machine.sh(&format!("mercury-workload kernel state {cpu}"))?;
@@ -282,10 +285,10 @@ fn changed_fields(cpu: usize, before: &Value, after: &Value) -> Vec<String> {
 }
 
 impl Outcome {
-    /// Whether nothing was lost, wrong or complained about.
+    /// Checks that nothing was lost, wrong or complained about.
     ///
     /// # Errors
-    /// With all that was.
+    /// With all failures.
     pub fn check(&self) -> Result<()> {
         let work = self.work.iter().map(|work| {
             let what = format!("{}: {}, {} wrong", work.name, work.passes, work.violations);
@@ -300,7 +303,7 @@ impl Outcome {
         Err(Error::Unhealthy(format!("{}\n{}", bad.join("; "), details.join("\n"))))
     }
 
-    /// What must hold beside the work, each with its words.
+    /// Returns the conditions that must hold beside the work, each with its words.
     fn checks(&self) -> Vec<(bool, String)> {
         let cpus = self.status["cpus"].as_array().map_or(&[][..], Vec::as_slice);
         let all = |test: &dyn Fn(&Value) -> bool| !cpus.is_empty() && cpus.iter().all(test);

@@ -1,10 +1,10 @@
-//! The page that a soak ends in: docs/soak.md, and the same on the terminal.
+//! The page of a soak: docs/soak.md, and the same text on the terminal.
 
 use super::{Outcome, Times, load};
 use crate::exits;
 use mercury_lab::markdown::{table, thousands};
 
-/// The page.
+/// Returns the page.
 #[must_use]
 pub fn page(outcome: &Outcome) -> String {
     let [native, attached] = outcome.hotplugs;
@@ -58,7 +58,7 @@ fn times(outcome: &Outcome) -> String {
     table(&["switch", "min", "median", "max"], &rows)
 }
 
-/// One direction's row of the table.
+/// Returns one direction's row of the table.
 pub(super) fn times_of(name: &str, times: &Times) -> Vec<String> {
     let us = |ns: u64| format!("{:.1}", ns as f64 / 1000.0);
     vec![name.to_owned(), us(times.min.unwrap_or(0)), us(times.median()), us(times.max)]

@@ -1,5 +1,5 @@
-//! `lab soak --checkpoint`: machines that are written to a disk, end, and are brought back in a fresh emulator, again and
-//! again, with all that runs in them.
+//! `lab soak --checkpoint`: machines are written to a disk, ended, and brought back in a fresh
+//! emulator, again and again, with all their work.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use mercury_lab::{
     spec::{Bus, Platform, Qemu, Spec},
 };
 
-/// Each kernel on so many CPUs.
+/// The machines: each kernel on so many CPUs.
 const MACHINES: [(Kernel, u32); 6] = [
     (Kernel::BookwormCloud, 1),
     (Kernel::TrixieCloud, 1),
@@ -27,7 +27,7 @@ const MACHINES: [(Kernel, u32); 6] = [
     (Kernel::BookwormCloud, 4),
     (Kernel::TrixieCloud, 4),
 ];
-/// What runs: its name, its script and the script's argument.
+/// The work: its name, its script and the script's argument.
 const WORK: [(&str, &str, &str); 6] = [
     ("clock", script::CLOCK, ""),
     ("echo", script::ECHO, ""),
@@ -36,9 +36,9 @@ const WORK: [(&str, &str, &str); 6] = [
     ("ring", script::RING, ""),
     ("builds", script::BUILDS, ""),
 ];
-/// Which of it has a result at its end.
+/// The work that has a result at its end.
 const WITH_RESULT: [&str; 3] = ["chain", "ring", "builds"];
-/// Which of it comes further all the time.
+/// The work that progresses all the time.
 const COUNTING: [(&str, &str); 5] = [
     ("clock", "looks at the clock"),
     ("talk", "words over a TCP connection and back"),
@@ -46,26 +46,27 @@ const COUNTING: [(&str, &str); 5] = [
     ("ring", "tokens handed on by 200 processes, by pipes and shared memory"),
     ("builds", "builds with make and gcc"),
 ];
-/// The disk for the image.
 const DISK: &str = "/dev/vda";
-/// So many cycles are worth a page in docs/.
+/// The number of cycles from which docs/ gets a page.
 const WORTH_A_PAGE: u64 = 12;
 
-/// What one machine came through.
+/// The record of one machine.
 #[derive(Debug)]
 struct Life {
     machine: String,
     kernel: String,
     cpus: u32,
     cycles: u64,
-    /// From the command to the emulator's end, and from the next one's start to the machine's answer.
+    /// Times from the command to the emulator's end, and from the next emulator's start to the
+    /// machine's answer.
     times: Vec<[Duration; 2]>,
-    /// How far each of `COUNTING` had come at the end.
+    /// The progress of each of `COUNTING` at the end.
     done: Vec<u64>,
     failure: Option<String>,
 }
 
-/// Runs `cycles` of them, spread over all machines, prints the page, and writes it to docs/ if it is worth it.
+/// Runs `cycles` cycles, spread over all machines, prints the page, and writes it to docs/ if there
+/// were enough.
 ///
 /// # Errors
 /// If a machine was not brought back, or something was wrong.
@@ -97,7 +98,7 @@ pub fn command(cycles: u64) -> Result<()> {
     Ok(())
 }
 
-/// A machine's life, as far as it came.
+/// Runs a machine's cycles until one fails.
 fn live(kernel: Kernel, cpus: u32, cycles: u64) -> Life {
     let spec = Spec::new(kernel).cpus(cpus).disk(Bus::Virtio, 2048);
     let spec = spec.modules(Variant::Production).qemu_version(Qemu::Newer);

@@ -1,8 +1,10 @@
-//! `lab soak --migration`: a machine with PostgreSQL on another machine's files moves to a spare, what it left is switched on
-//! again as the next spare, and it moves back; and so on. Clients on a third machine are connected through all of it.
+//! `lab soak --migration`: a machine with PostgreSQL on another machine's files moves to a
+//! destination. The source is switched on again as the next destination, and the machine moves
+//! back, and so on. Clients on a third machine stay connected through all of it.
 //!
-//! Some of them keep a ledger: what they were told is committed must be there, once. The others are pgbench's, which gives a
-//! client up when its connection breaks, and counts what it was told.
+//! Some clients keep a ledger: transactions that they were told are committed must be in the
+//! database, once. The others are pgbench's. pgbench gives a client up when its connection breaks,
+//! and counts the answers that it got.
 
 mod record;
 
@@ -32,55 +34,55 @@ use mercury_lab::{
     spec::{Platform, Spec},
 };
 
-/// Who keep the ledger.
+/// The clients that keep the ledger.
 const CLIENTS: [&str; 2] = ["client0", "client1"];
-/// pgbench's clients, and the transactions that they begin in a second, all together: an emulator cannot do many more, and what
-/// is late because the machine stood still is made up for.
+/// pgbench's clients, and the transactions that they all together begin in a second. An emulator
+/// cannot do many more. Transactions that are late because the machine stood still are made up for.
 const PGBENCH: &str = "exec pgbench -h 10.9.0.2 -U root -n -c 4 -j 1 -R 4 -T 86400 bench";
-/// Two rounds, and no limit that an emulator would miss anyway.
+/// The options of a move: two rounds, and no limit, which an emulator would miss anyway.
 const OPTIONS: &str = "--rounds 2 --max-throttle 0";
-/// So that the line can be read.
+/// Delay in which the pairing token can be read.
 const DELAY: &str = "2s";
-/// How long pgbench may take for what it has begun.
+/// Time limit for pgbench to finish the transactions that it has begun.
 const ENDS_WITHIN: Duration = Duration::from_secs(120);
 
-/// What is to be done.
+/// The amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The kernel that moves.
     pub kernel: Kernel,
-    /// Processors of the machines that it moves between.
+    /// Processors of the two machines between which it moves.
     pub cpus: u32,
-    /// Their memory.
+    /// Memory of these machines.
     pub memory_mib: u32,
-    /// How often.
     pub moves: u64,
-    /// No more moves are begun when this has passed since the machines were at work.
+    /// The time after which no more moves begin, counted from the start of the work.
     pub time: Option<Duration>,
 }
 
-/// `lab soak --migration`: runs it, keeps the record, and prints it.
+/// `lab soak --migration`: runs the soak, keeps the record, and prints it.
 ///
 /// # Errors
-/// If a move fails, a connection breaks, or the ledger is not right.
+/// If a move fails, a connection breaks, or the ledger is wrong.
 pub fn command(plan: Plan) -> Result<()> {
     let (record, json) = run(plan)?.keep()?;
     println!("\n{}\n{json}", record::table_of(&[&record]));
     record.check()
 }
 
-/// `lab soak --migration --page`: the page of docs/ and the figures, of all records that were kept.
+/// `lab soak --migration --page`: writes the page of docs/ and the figures from all records that
+/// were kept.
 ///
 /// # Errors
-/// If there are none, or a file cannot be written.
+/// If there are no records, or a file cannot be written.
 pub fn write_page() -> Result<()> {
     record::write_page()
 }
 
-/// Boots the machines and does it. What went wrong is in the record.
+/// Boots the machines and runs the soak. The record has what went wrong.
 ///
 /// # Errors
-/// If the machines cannot be had.
+/// If the machines cannot be booted.
 pub fn run(plan: Plan) -> Result<Record> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "Bochs has no network between machines" });
@@ -102,14 +104,13 @@ pub fn run(plan: Plan) -> Result<Record> {
     Ok(record)
 }
 
-/// All machines at work.
 struct Scene {
     switch: Switch,
     machine: Machine,
-    /// The machine that was left, which is off.
+    /// The source of the last move, which is off.
     off: Option<Machine>,
     pgbench: Option<Background>,
-    /// What pgbench has said in the end.
+    /// The complaints that pgbench printed at its end.
     complaints: String,
     history_before: u64,
 }
@@ -132,14 +133,14 @@ impl Scene {
 
     fn run(&mut self, plan: Plan, record: &mut Record) -> Result<()> {
         let moved = self.go(plan, record);
-        // Also where something else is wrong.
+        // The connections count also where something else is wrong.
         record.broken_connections = self.broken();
         moved?;
         self.machine.check_next_attach()?;
         self.machine.ends_clean()
     }
 
-    /// There and back, until all moves are made, and the ledger is compared.
+    /// Moves there and back, until all moves are made, and compares the ledger.
     fn go(&mut self, plan: Plan, record: &mut Record) -> Result<()> {
         let (id, at_work) = (boot_id(&self.machine)?, Instant::now());
         for number in 1..=plan.moves {
@@ -168,7 +169,8 @@ impl Scene {
         self.finish(record)
     }
 
-    /// A machine that waits for this one, and what this one is to be told. It comes up while the work is looked at.
+    /// Starts a destination that waits for this machine. Returns it with the pairing token. The
+    /// destination comes up while the work is checked.
     fn spare(&mut self, plan: Plan, place: u8) -> Result<(Machine, String)> {
         let (off, switch, spec) = (self.off.take(), &self.switch, at(&self.switch, plan, place));
         let prepared = thread::scope(|scope| {
@@ -191,7 +193,7 @@ impl Scene {
         Ok(prepared)
     }
 
-    /// Moves to the spare, which is the machine then.
+    /// Moves the machine to the destination, which runs it then.
     fn moves(&mut self, spare: Machine, words: &str) -> Result<Move> {
         let mut line = Line::begin();
         let said = move_showing(&self.machine, &spare, words, OPTIONS, |text| line.show(text))?;
@@ -202,7 +204,8 @@ impl Scene {
         Ok(Move::of(&words))
     }
 
-    /// The longest time in which a client that keeps the ledger had no answer, since the spare was ready.
+    /// Returns the longest time in which a client that keeps the ledger had no answer, since the
+    /// destination was ready.
     fn silence(&self) -> Result<u64> {
         let each = CLIENTS.iter().map(|client| {
             let text = self.switch.peer.sh(&format!("cat /run/{client}.longest"))?;
@@ -211,7 +214,7 @@ impl Scene {
         Ok(each.collect::<Result<Vec<u64>>>()?.into_iter().max().unwrap_or(0))
     }
 
-    /// Has all clients end, and compares what they were told with what is there.
+    /// Ends all clients, and compares the answers that they got with the database.
     fn finish(&mut self, record: &mut Record) -> Result<()> {
         let told = results(&self.switch.peer, &CLIENTS)?;
         let told: Vec<u64> = told.iter().filter_map(|count| count.parse().ok()).collect();
@@ -231,7 +234,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Connections that did not outlast it, as those outside have seen.
+    /// Returns the number of broken connections, as the clients have seen.
     fn broken(&mut self) -> u64 {
         let broken = self.switch.peer.sh("ls /run/*.wrong 2> /dev/null | wc -l").unwrap_or_default();
         if let Some(pgbench) = &mut self.pgbench {
@@ -242,7 +245,7 @@ impl Scene {
     }
 }
 
-/// Native, and everybody content.
+/// Checks that the machine runs natively and no work has an error.
 fn goes_on(machine: &Machine, peer: &Machine, pgbench: Option<&mut Background>) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     if status.contains("\"attached\"") {
@@ -261,12 +264,12 @@ fn goes_on(machine: &Machine, peer: &Machine, pgbench: Option<&mut Background>) 
     Ok(())
 }
 
-/// The machine at one of the switch's places; with the driver that users have.
+/// Describes the machine at one of the switch's places, with the driver that users have.
 fn at(switch: &Switch, plan: Plan, place: u8) -> Spec {
     switch.plugged(plan.kernel, plan.cpus, plan.memory_mib, place).modules(Variant::Production)
 }
 
-/// How many of pgbench's transactions the database has.
+/// Returns the number of pgbench's transactions in the database.
 fn history(machine: &Machine) -> Result<u64> {
     let text = machine.sh("psql -At bench -c 'select count(*) from pgbench_history'")?;
     text.trim().parse().map_err(|_| Error::Host(format!("pgbench's history has `{text}` rows")))

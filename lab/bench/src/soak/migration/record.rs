@@ -1,4 +1,4 @@
-//! What came of moves with PostgreSQL: kept run by run, and the page that is made of all runs.
+//! The records of moves with PostgreSQL, kept run by run, and the page about all runs.
 
 use std::{
     fs,
@@ -16,53 +16,48 @@ use mercury_lab::{
     paths,
 };
 
-/// Where records are kept until a page is made of them, under `target/lab/`.
+/// The directory of the records under `target/lab/`, until they become a page.
 const KEPT: &str = "soak-migration";
 
-/// One run.
+/// The record of one run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Record {
-    /// When it had ended, in seconds since 1970.
+    /// The end of the run, in seconds since 1970.
     pub ended: u64,
     /// The kernel that moved.
     pub kernel: String,
-    /// Processors.
     pub cpus: u32,
-    /// Memory.
     pub memory_mib: u32,
-    /// Moves that were to be made.
+    /// Moves that were planned.
     pub planned: u64,
     /// Moves that were made.
     pub moves: Vec<Move>,
-    /// What clients that keep a ledger were told, and what is there.
+    /// The comparison of the ledger with the answers that its clients got.
     pub ledger: Option<Ledger>,
-    /// The same of pgbench.
+    /// The same comparison for pgbench.
     pub pgbench: Option<Pgbench>,
-    /// Connections that did not outlast it.
     pub broken_connections: u64,
-    /// Wall time.
+    /// The length of the run in wall time.
     pub minutes: f64,
-    /// What went wrong.
+    /// The failure that ended the run.
     pub failure: Option<String>,
 }
 
-/// One move.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Move {
-    /// Rounds while everything ran.
+    /// Rounds while the machine ran.
     pub rounds: u64,
-    /// How long applications stood still, by the mover's own account.
+    /// The time for which applications stood still, as the mover reports it.
     pub downtime_ms: u64,
-    /// How long the longest of the transactions took that clients waited for meanwhile.
+    /// The longest wait of a client for a transaction during the move.
     pub silence_ms: u64,
-    /// All of the move, by the mover's own account.
+    /// The time of the whole move, as the mover reports it.
     pub seconds: f64,
-    /// Bytes on the wire.
     pub sent_bytes: u64,
 }
 
 impl Move {
-    /// By its last words.
+    /// Reads a move from the machine's last words.
     #[must_use]
     pub(super) fn of(said: &Said) -> Self {
         Self {
@@ -74,7 +69,7 @@ impl Move {
         }
     }
 
-    /// One line for people.
+    /// Describes the move in one line for people.
     pub(super) fn text(&self) -> String {
         format!(
             "{} rounds, {} MiB sent in {:.1} s; applications stood still for {:.1} s; the longest wait of a client was {:.1} s",
@@ -87,37 +82,34 @@ impl Move {
     }
 }
 
-/// pgbench's transactions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pgbench {
-    /// That it was told are committed.
+    /// Transactions that pgbench was told are committed.
     pub acknowledged: u64,
-    /// That it was told have failed.
+    /// Transactions that pgbench was told have failed.
     pub failed: u64,
-    /// That are in the table of what was done.
+    /// Transactions in the history table.
     pub found: u64,
-    /// Whether the balances of accounts, tellers and branches agree with that table.
+    /// True if the balances of accounts, tellers and branches agree with that table.
     pub balances_agree: bool,
 }
 
-/// Of one run, or of several.
+/// The sums of one run, or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Totals {
-    /// Moves.
     pub moves: u64,
     /// Transactions that clients outside were told are committed.
     pub transactions: u64,
-    /// Those that are not there.
+    /// Committed transactions that the database lacks.
     pub lost_transactions: u64,
-    /// Those that were done twice.
+    /// Transactions that were made twice.
     pub doubled_transactions: u64,
-    /// Those that pgbench was told have failed.
+    /// Transactions that pgbench was told have failed.
     pub failed_transactions: u64,
-    /// Connections that did not outlast it.
     pub broken_connections: u64,
     /// The longest time in which a client had no answer.
     pub longest_silence_ms: u64,
-    /// Runs that ended before their time, or wrong.
+    /// Runs that ended early or with a wrong result.
     pub failures: u64,
 }
 
@@ -153,10 +145,10 @@ impl Record {
         }
     }
 
-    /// Whether all moves were made, and nothing was lost, done twice or broken.
+    /// Checks that all moves were made, and nothing was lost, done twice or broken.
     ///
     /// # Errors
-    /// With what went wrong.
+    /// With the failures.
     pub fn check(&self) -> Result<()> {
         if let Some(failure) = &self.failure {
             let made = self.moves.len();
@@ -175,7 +167,7 @@ impl Record {
         Err(Error::Unhealthy(format!("the ledger is not right: {self:?}")))
     }
 
-    /// Writes it to a file, from which a page can be made; the same text.
+    /// Writes the record to a file, from which a page can be made. Returns the same text.
     pub(crate) fn keep(mut self) -> Result<(Self, String)> {
         self.ended = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let json = pretty(&self)?;
@@ -219,13 +211,13 @@ const HEADER: [&str; 11] = [
     "all was right",
 ];
 
-/// A line for each run.
+/// Returns a table with a line for each run.
 #[must_use]
 pub(super) fn table_of(records: &[&Record]) -> String {
     table(&HEADER, &records.iter().map(|record| record.row()).collect::<Vec<_>>())
 }
 
-/// Of all runs that were kept.
+/// Writes the page from all runs that were kept.
 pub(super) fn write_page() -> Result<()> {
     let records = kept()?;
     let all: Vec<&Record> = records.iter().collect();
@@ -304,7 +296,7 @@ fn command_line(record: &Record) -> String {
 mod tests {
     use super::*;
 
-    /// With nothing wrong.
+    /// Returns a record without errors.
     fn record() -> Record {
         let one = Move { rounds: 2, downtime_ms: 4000, silence_ms: 5500, seconds: 30.0, sent_bytes: 9 };
         let ledger = Ledger { acknowledged: 100, sum_is_right: true, ..Ledger::default() };
