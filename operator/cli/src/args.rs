@@ -257,7 +257,6 @@ pub struct DetachArgs {
     pub cpus: Option<CpuSet>,
 }
 
-/// A choice of CPUs.
 #[derive(Debug, Args)]
 pub struct CpusArgs {
     /// Only these CPUs, such as 0-3,8 [default: all online CPUs]

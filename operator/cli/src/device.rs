@@ -38,7 +38,6 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
-/// Path of the device.
 pub const PATH: &str = "/dev/mercury";
 /// Name in the folder of devices.
 const NAME: &str = "mercury";
@@ -52,7 +51,6 @@ pub enum Access {
     Control,
 }
 
-/// The open device.
 #[derive(Debug)]
 pub struct Device {
     fd: OwnedFd,
@@ -85,7 +83,6 @@ impl Silent {
 const NO_OUTCOME: Outcome = Outcome { code: 0, cpu: u32::MAX, detail: [0; 2] };
 
 impl Device {
-    /// Opens the device.
     pub fn open(access: Access) -> Result<Self> {
         Self::open_at(CWD, PATH, access)
     }
@@ -285,7 +282,6 @@ impl DiskLog<'_> {
         Ok((0..).zip(map).filter(|(_, bits)| *bits != 0).flat_map(numbers).collect())
     }
 
-    /// Ends the log.
     pub fn end(&self) -> Result<()> {
         self.ask(MERCURY_DISK_LOG_END, &mut []).map(drop)
     }

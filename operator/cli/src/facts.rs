@@ -1,4 +1,4 @@
-//! For tests and reports: all facts of a CPU, and the proof that two switches leave it unchanged.
+//! All facts of a CPU, and the proof that two switches leave it unchanged: for tests and reports.
 
 use crate::{
     cpus::CpuSet,
@@ -70,7 +70,6 @@ struct Change {
     per_task: bool,
 }
 
-/// The mode of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Native,

@@ -77,7 +77,6 @@ impl Outcome {
 pub struct Figures {
     /// Seconds for which applications stood still.
     pub pause_seconds: f64,
-    /// Bytes of the image.
     pub bytes: u64,
 }
 

@@ -10,7 +10,6 @@ use mercury_abi::code::Code;
 /// File of the kernel with all modes, the one in force in brackets.
 const FILE: &str = "sys/kernel/security/lockdown";
 
-/// The mode of lockdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Mode {
     /// No lockdown.

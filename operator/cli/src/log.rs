@@ -31,7 +31,6 @@ impl Clock {
     }
 }
 
-/// One event of the log.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Event {
     /// Seconds since boot, as `dmesg` prints them.

@@ -19,7 +19,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Name of the module.
 pub const NAME: &CStr = c"mercury";
 
 /// Time for the device node to appear after the module is loaded.

@@ -61,7 +61,6 @@ pub enum Report {
     },
 }
 
-/// A rollback.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Rollback {
     /// Number of rollbacks since the hypervisor was loaded.

@@ -2,7 +2,6 @@
 
 use std::{str::FromStr, time::Duration};
 
-/// A duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span(pub Duration);
 

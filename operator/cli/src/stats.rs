@@ -2,18 +2,14 @@
 
 use serde::Serialize;
 
-/// A distribution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Summary {
-    /// Number of samples.
     pub count: usize,
-    /// Smallest sample.
     pub min: f64,
     /// Value that half of the samples are below.
     pub median: f64,
     /// Value that 99 of 100 samples are below.
     pub p99: f64,
-    /// Largest sample.
     pub max: f64,
 }
 

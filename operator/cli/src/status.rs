@@ -67,7 +67,6 @@ pub struct Status {
     pub cpus: Vec<Cpu>,
 }
 
-/// A snapshot of memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
     /// State: `kept` (a rollback is possible), `in-use` (by a checkpoint), `lost`.
@@ -117,7 +116,6 @@ pub struct Memory {
     pub total_bytes: u64,
 }
 
-/// The state of one CPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Cpu {
     /// Number of the CPU in Linux.
@@ -146,7 +144,6 @@ pub struct Cpu {
     pub exits: BTreeMap<&'static str, u64>,
     /// TSC ticks in exits since load.
     pub exit_ticks: u64,
-    /// Last crash.
     pub crash: Option<Crash>,
 }
 
@@ -348,7 +345,7 @@ impl Render for Status {
         to.line(self.headline(to));
         if let Some(suspicion) = self.suspicion {
             to.line(to.tone(Tone::Doubtful, suspicion));
-            to.line("`mercury doctor` asks the CPUs whether a hypervisor is beneath them");
+            to.line("`mercury doctor` asks the CPUs if a hypervisor is beneath them");
         }
         if self.state == "no-driver" {
             return;

@@ -3,7 +3,6 @@
 use crate::log::Clock;
 use rustix::time::{ClockId, clock_gettime};
 
-/// Reads the counter.
 #[must_use]
 pub fn now() -> u64 {
     // SAFETY: RDTSC has no operands and is on every x86-64 processor; Linux lets user mode read it

@@ -14,7 +14,6 @@ use crate::{
     interrupt::Deferred,
 };
 
-/// Runs a benchmark.
 pub fn run(command: &BenchCommand, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     match command {

@@ -16,7 +16,6 @@ use crate::{
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Length of one sample.
 const SAMPLE: Duration = Duration::from_millis(20);
 
 /// The result of one benchmark.

@@ -26,10 +26,8 @@ const ROUND_TRIPS: u32 = 1000;
 /// Requests of round trips per CPU; their median is reported.
 const ROUND_TRIP_SAMPLES: usize = 11;
 
-/// The measurements.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Number of cycles.
     pub cycles: u32,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
@@ -56,7 +54,6 @@ pub struct Times {
     pub all_ticks: Summary,
 }
 
-/// The times of one CPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CpuTimes {
     /// Number of the CPU in Linux.

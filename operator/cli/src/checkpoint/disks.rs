@@ -598,7 +598,7 @@ fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
 
 fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
     match &found[..] {
-        [] => Err("it is on no present disk".into()),
+        [] => Err("no disk here has it".into()),
         [device] => Ok(device.clone()),
         several => Err(format!("{} disks have its identity", several.len())),
     }

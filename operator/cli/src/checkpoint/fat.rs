@@ -157,7 +157,6 @@ impl Layout {
     }
 }
 
-/// An entry in a folder.
 #[derive(Debug)]
 struct Entry {
     /// Position on the device.

@@ -591,7 +591,6 @@ const WARNING: &str = "this machine has local disks, which go on changing; the i
     with the disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of \
     them at the same moment.";
 
-/// Returns random bytes.
 pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
     let mut bytes = [0; COUNT];
@@ -684,14 +683,14 @@ struct Fenced {
 }
 
 impl Fenced {
-    /// In the restored machine: ends the connections that the first life has used, before their
+    /// Ends the connections that the first life has used, in the restored machine and before their
     /// packets go out.
     fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
         self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
         if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
     }
 
-    /// In the machine that runs on: takes the fence away.
+    /// Takes the fence away, in the machine that runs on.
     fn runs_on(&self, device: &Device) -> Result<()> {
         if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }
     }

@@ -2,7 +2,6 @@
 
 use crate::sysroot::Sysroot;
 
-/// A process.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Process {
     /// Number of the process.
@@ -50,7 +49,6 @@ impl Open {
 pub struct Openers(Vec<Open>);
 
 impl Openers {
-    /// Reads all open files.
     #[must_use]
     pub fn read(sysroot: &Sysroot) -> Self {
         let own = std::process::id();

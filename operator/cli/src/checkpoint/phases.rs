@@ -10,10 +10,8 @@ use mercury_abi::ioctl::SnapshotRequest;
 use serde::Serialize;
 use std::time::Duration;
 
-/// A part of the pause.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Phase {
-    /// Name of the part.
     pub name: &'static str,
     /// Duration in ticks of the TSC.
     pub ticks: u64,

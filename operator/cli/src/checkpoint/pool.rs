@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(pool(None, 64 * GIB).expect("a pool"), GIB);
     }
 
-    /// With 972 MiB available, a pool of 1,032 MiB made the kernel kill programs.
+    /// A pool of 1,032 MiB made the kernel kill programs when 972 MiB were available.
     #[test]
     fn programs_are_left_some_memory() {
         assert_eq!(pool(Some(729), 972 << 20).expect("a pool"), 729 << 20);

@@ -55,7 +55,6 @@ pub enum User {
 }
 
 impl User {
-    /// Formats the user.
     #[must_use]
     pub fn named(&self, sysroot: &Sysroot) -> String {
         match self {

@@ -68,7 +68,6 @@ impl Stale {
         }
     }
 
-    /// Ends the connections.
     pub fn end(&mut self, sysroot: &Sysroot) {
         match self.whose.clone() {
             Whose::Peers(peers) => {

@@ -131,7 +131,7 @@ pub fn refuse(sysroot: &Sysroot) -> Result<()> {
         bytes(available)
     );
     Err(Error::coded(Code::SwapInUse, text)
-        .hint("stop programs until there is room for it in memory, and try again"))
+        .hint("stop programs until there is room for these pages in memory, and try again"))
 }
 
 /// Swap areas on disks that are off until this is dropped.

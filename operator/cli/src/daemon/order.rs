@@ -8,7 +8,6 @@ pub const LINE_MAX: u64 = 4096;
 /// Longest part of a reason that is repeated, in characters.
 const REASON_MAX: usize = 200;
 
-/// An order of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Order {
@@ -34,7 +33,6 @@ pub enum State {
     Moved { reason: String, to: String },
     /// The machine has not moved, and goes on as before.
     Failed {
-        /// Reason for the order.
         reason: String,
         to: String,
         /// Reason why it has not moved.

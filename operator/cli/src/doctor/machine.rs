@@ -52,7 +52,6 @@ pub struct Machine {
     pub release: String,
     /// True if this process may load modules.
     pub root: bool,
-    /// Answer of the driver.
     pub asked: Asked,
     /// CPUID leaves as user space sees them, on any CPU.
     pub cpuid: CpuFacts,

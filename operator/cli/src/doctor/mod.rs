@@ -39,7 +39,6 @@ pub enum Grade {
 /// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Item {
-    /// Name of the check.
     pub check: &'static str,
     /// Result of the check.
     pub grade: Grade,
@@ -91,7 +90,6 @@ pub struct Section {
     pub operation: &'static str,
     /// Verdict: `yes`, `no` or `unknown`.
     pub possible: &'static str,
-    /// Checks, one a line.
     pub items: Vec<Item>,
 }
 

@@ -33,7 +33,6 @@ impl Group {
     }
 }
 
-/// A line to type.
 #[derive(Clone, Copy, Debug)]
 pub struct Example {
     /// Purpose of the line.

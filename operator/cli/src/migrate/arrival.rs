@@ -37,7 +37,6 @@ pub struct Arrival {
     /// Secret of the offer.
     #[serde(rename = "hails")]
     pub secret: Secret,
-    /// Name of the attempt.
     pub attempt: [u8; 16],
     /// Cards of this machine at its source.
     pub cards: Vec<Card>,

@@ -58,10 +58,10 @@ pub enum From {
 pub struct Pass {
     /// Frames that were read.
     pub looked: u64,
-    /// Pages that were sent because they differ from what was sent before.
+    /// Pages that were sent because their contents had changed.
     pub sent: u64,
-    /// Pages that differ from what was sent before. As a sign of life, an unchanged page is sent
-    /// now and then and not counted.
+    /// Pages whose contents had changed since they were sent. An unchanged page that is sent as a
+    /// sign of life does not count.
     pub changed: u64,
     /// Pages of zeros among those that were sent.
     pub zeros: u64,
@@ -83,7 +83,6 @@ pub struct Reading<'a> {
     pub read: &'a Read<'a>,
     /// Version of memory that it reads.
     pub from: From,
-    /// Level of zstd.
     pub level: i32,
     /// Threads that hash and compress.
     pub workers: usize,
@@ -151,7 +150,7 @@ struct Record {
     zeros: u64,
 }
 
-/// Sends every page that differs from what was sent before. Reports progress to `watch` again and
+/// Sends every page that has changed since it was sent. Reports progress to `watch` again and
 /// again, and stops if `watch` says so.
 ///
 /// # Errors

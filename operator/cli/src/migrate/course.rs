@@ -83,7 +83,6 @@ pub struct Outlook {
     pub dirty_pages_per_second: f64,
     /// Expected downtime if the machine were stopped now.
     pub downtime: Duration,
-    /// Next step.
     pub next: Next,
 }
 

@@ -24,7 +24,6 @@ const ALIGN: usize = 4096;
 /// Bytes of a disk's beginning and of its end that are read to find out if it is empty.
 const ENDS: u64 = 1 << 20;
 
-/// A whole disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
     /// Place of the disk: the PCI address of its card, and its position there.

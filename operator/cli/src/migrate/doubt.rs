@@ -222,7 +222,6 @@ impl Reach {
     }
 }
 
-/// The end of a doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// The machine goes on here.
@@ -239,7 +238,6 @@ pub struct Doubt {
     /// Secret of the offer.
     #[serde(rename = "hails")]
     pub secret: Secret,
-    /// Name of the attempt.
     pub attempt: [u8; 16],
     /// Cards of this machine.
     pub cards: Vec<Card>,

@@ -1,5 +1,5 @@
-//! This machine, which moves. Implements [`System`] by the driver, the undo process, control groups
-//! and file systems.
+//! The real machine that moves. Implements [`System`] by the driver, the undo process, control
+//! groups and file systems.
 
 use super::{
     copy::Proof,
@@ -79,7 +79,7 @@ pub struct With<'a> {
     pub guard: &'a mut Guard,
 }
 
-/// This machine.
+/// The real machine that moves.
 pub struct Here<'a> {
     with: With<'a>,
     marks: Option<Marks>,

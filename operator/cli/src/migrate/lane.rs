@@ -24,7 +24,6 @@ use std::{
 
 type Tls = StreamOwned<ClientConnection, TcpStream>;
 
-/// A stream.
 #[derive(Debug)]
 pub struct Lane {
     writer: Mutex<Writer<Tls>>,

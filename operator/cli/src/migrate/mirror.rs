@@ -61,7 +61,6 @@ pub struct Mirror<'a> {
 /// The settings of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct How {
-    /// Level of zstd.
     pub level: i32,
     /// Threads that read, hash and compress.
     pub workers: usize,

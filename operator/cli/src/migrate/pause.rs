@@ -45,7 +45,6 @@ impl Pause {
     }
 }
 
-/// Pauses.
 pub fn hold(mut watch: impl FnMut()) {
     let end = Instant::now() + HOLD;
     while Instant::now() < end {

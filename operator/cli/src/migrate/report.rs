@@ -7,7 +7,6 @@ use serde::Serialize;
 /// The result of a move, as far as this end knows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Name of the attempt.
     pub attempt: String,
     /// True on the machine that has arrived.
     pub arrived: bool,
@@ -29,7 +28,7 @@ pub struct Report {
     /// The part after the instant, which the machine that has arrived does not know.
     #[serde(flatten)]
     pub after: Option<After>,
-    /// With `--verify-log`: pages that had changed and were not in the dirty log. They were sent
+    /// Pages that had changed and were not in the dirty log, with `--verify-log`. They were sent
     /// anyway.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missed: Option<u64>,
@@ -178,10 +177,7 @@ pub enum Told {
         advice: String,
     },
     /// The machine has not moved, and goes on.
-    Resumed {
-        /// The reason.
-        why: String,
-    },
+    Resumed { why: String },
 }
 
 impl Told {

@@ -402,7 +402,6 @@ pub enum Act {
     /// Turns this bit in the next word, at a position in it; or cuts it there, if the number is no
     /// bit.
     Damage(prop::sample::Index, u8),
-    /// Ends the connection.
     Close,
     /// Is silent for so many milliseconds.
     Rest(u64),
@@ -436,7 +435,6 @@ impl Read for Shared {
     }
 }
 
-/// The other end.
 struct Peer {
     stage: Stage,
     session: Option<Shared>,

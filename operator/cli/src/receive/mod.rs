@@ -181,7 +181,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let ready = environment::load(&purpose, &sysroot)?;
     say.done(&report);
-    eprintln!("this system ends in {} s, and what runs on it; Ctrl-C keeps it", args.delay.0.as_secs());
+    eprintln!("this system and everything on it ends in {} s; Ctrl-C keeps it", args.delay.0.as_secs());
     let end = Instant::now() + args.delay.0;
     while Instant::now() < end {
         if deferred.requested() {

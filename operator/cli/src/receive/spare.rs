@@ -111,7 +111,7 @@ pub trait Spare {
     fn ear(&self) -> Option<BorrowedFd<'_>>;
 }
 
-/// This machine.
+/// The real destination, on this machine.
 #[derive(Debug)]
 pub struct Here {
     card: Option<Card>,

@@ -26,9 +26,7 @@ const ENTRIES: [&str; 3] = ["boot/loader/entries", "boot/efi/loader/entries", "e
 /// The contents of an entry.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Line in the menu.
     pub title: String,
-    /// File of the kernel.
     pub kernel: PathBuf,
     /// File of the initial RAM disk.
     pub initramfs: PathBuf,
@@ -41,7 +39,6 @@ pub struct Entry {
 pub struct Made {
     /// File that has the entry.
     pub file: PathBuf,
-    /// Line in the menu.
     pub title: String,
     /// Command that selects the entry for the next start only.
     pub once: String,

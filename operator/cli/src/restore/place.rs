@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub enum Place {
     /// From the first byte of a block device on.
     Device(PathBuf),
-    /// In a file.
+    /// An image in a file.
     File(Mount),
 }
 
@@ -149,7 +149,6 @@ fn whole_path(image: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// A line of mountinfo.
 struct Line {
     /// The part of the file system that is mounted.
     root: PathBuf,

@@ -40,11 +40,9 @@ impl From<Mark> for State {
     }
 }
 
-/// A tombstone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub state: State,
-    /// Name of the attempt.
     pub attempt: String,
     /// The machine that it moved to.
     pub to: String,

@@ -49,7 +49,6 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// The parts with which a move begins.
 pub struct Departure<'a> {
-    /// Name of the attempt.
     pub attempt: Attempt,
     /// Address of the destination.
     pub to: SocketAddr,
