@@ -1,5 +1,5 @@
-//! Applications that would notice: each runs while the hypervisor goes in and out beneath it six hundred
-//! times on every CPU, and has nothing to complain about.
+//! Applications that would notice a wrong switch. Each runs while the hypervisor goes in and out
+//! under it six hundred times on every CPU, and must report no violation.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use std::time::Duration;
 use mercury_lab::{Error, Kernel, Machine, Model, Platform, Result, Spec};
 use workloads::{Workloads, load, switch};
 
-/// Times in and out again: twice as many switches, on every CPU.
+/// Cycles of attach and detach: twice as many switches, on every CPU.
 const CYCLES: u64 = 600;
 
 fn boot(kernel: Kernel) -> Result<Machine> {
@@ -19,7 +19,7 @@ fn boot(kernel: Kernel) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Switches beneath workloads.
+/// Switches under workloads.
 fn across(machine: &Machine, all: &[&str]) -> Result<()> {
     let workloads = Workloads::start(machine, all)?;
     switch(machine, CYCLES)?;
@@ -39,8 +39,8 @@ fn segments_and_ports() -> Result<()> {
     across(&machine, &["ldt", "ioperm", "compute"])
 }
 
-/// What of hardware breakpoints and of single-stepping the emulator has. The QEMU of Debian 13's machines misses an
-/// execution breakpoint now and then, with no hypervisor beneath as well.
+/// Returns the emulator's workloads for hardware breakpoints and for single-stepping. The QEMU of
+/// Debian 13's machines misses an execution breakpoint now and then, without a hypervisor too.
 fn debugging(kernel: Kernel) -> Result<[&'static str; 2]> {
     Ok(match (Platform::chosen()?, kernel) {
         (Platform::Qemu, Kernel::BookwormCloud) => ["breakpoint", "step"],
@@ -62,14 +62,15 @@ fn samples_of_all_cpus() -> Result<()> {
     across(&machine, &["sampling", "compute"])
 }
 
-/// With the kernel's indirect-branch tracking on, too.
+/// Keeps shadow stacks intact across switches, with the kernel's indirect-branch tracking on as
+/// well.
 #[test]
 #[ignore = "long"]
 fn shadow_stacks() -> Result<()> {
     if Platform::chosen()? != Platform::Bochs(Model::TigerLake) {
         return Err(Error::Unsupported { reason: "the processor has no shadow stacks" });
     }
-    // This kernel's mitigation of ITS warns about itself on this processor.
+    // The mitigation of ITS in this kernel warns about itself on this processor.
     let spec = Spec::new(Kernel::TrixieCloud).cpus(2).memory_mib(768);
     let machine = Machine::boot(spec.kernel_arg("indirect_target_selection=off"))?;
     load(&machine)?;
@@ -92,7 +93,7 @@ fn all_of_them_on_debian_13() -> Result<()> {
     across(&machine, &[&all[..], &debugging(Kernel::TrixieCloud)?].concat())
 }
 
-/// The first instructions of a program that does not depend on chance, one at a time.
+/// The first instructions of a deterministic program, one at a time.
 const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 1500' \
      -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
 
@@ -121,7 +122,8 @@ fn gdb_single_steps() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The function tracer on everything that a switch calls, and probes; what a probe could spoil refuses.
+/// The function tracer on every function that a switch calls, and kprobes. A function that a probe
+/// could break refuses the probe.
 const TRACERS: &str = r#"
 set -eu
 mountpoint -q /sys/kernel/tracing || mount -t tracefs tracefs /sys/kernel/tracing
@@ -149,7 +151,8 @@ fn tracers_and_probes() -> Result<()> {
     let workloads = Workloads::start(&machine, &["compute", "sampling"])?;
     switch(&machine, CYCLES)?;
     workloads.finish()?;
-    // The kernel gives up reading a buffer that is being written (`rb_iter_peek`), so tracing ends first.
+    // The kernel gives up reading a buffer that is still written (`rb_iter_peek`), so tracing ends
+    // first.
     machine.sh("echo 0 > /sys/kernel/tracing/tracing_on")?;
     for cpu in 0..2 {
         let count =

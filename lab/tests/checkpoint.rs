@@ -1,5 +1,5 @@
-//! Checkpoint and restore of whole machines: what ran goes on behind the instant, in another emulator with the same
-//! disks, or nothing at all has happened.
+//! Checkpoint and restore of whole machines. Either the machine runs on after the instant, in
+//! another emulator with the same disks, or the attempt changes nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,14 +26,14 @@ use workloads::{
     },
 };
 
-/// Where an image says of which version it is.
+/// The offset of the format's version in an image.
 const VERSION_AT: u32 = 16;
 
-/// Loads drivers, and brings the only card up.
+/// The command that loads drivers, and brings up the only card.
 const NETWORK: &str = "modprobe -a e1000e virtio_net nvme; card=$(ls /sys/class/net | grep -v lo | head -1); \
      ip address add 10.0.2.15/24 dev $card; ip link set $card up; until ping -c 1 -W 1 10.0.2.2; do sleep 0.2; done";
 
-/// Again and again, each time in another emulator.
+/// Restores a machine again and again, each time in another emulator.
 fn goes_on(spec: Spec, times: u32) -> Result<Machine> {
     goes_on_from(spec, DISK, times)
 }
@@ -57,16 +57,17 @@ fn goes_on_from(spec: Spec, disk: &str, times: u32) -> Result<Machine> {
     Ok(machine)
 }
 
-/// As often as there is time for.
+/// Restores a machine as often as there is time for.
 #[test]
 fn goes_on_again_and_again() -> Result<()> {
-    // The firmware's memory map has no DIMM in a slot: the kernel asks ACPI.
+    // The firmware's memory map does not list a DIMM in a slot: the kernel asks ACPI.
     let spec = spec(Kernel::BookwormCloud).cpus(2).memory_slots().dimm("first");
     goes_on(spec, if is_full() { 3 } else { 1 })?.ends_clean()
 }
 
-/// Memory that is plugged in while the machine runs is in the image, and is found by the environment: from the start, after
-/// the driver was loaded, and while the hypervisor is beneath.
+/// Saves and restores memory that is plugged in while the machine runs. The restore environment
+/// finds it whether it was there from the start, or came after the driver was loaded, or while the
+/// hypervisor was attached.
 fn goes_on_with_plugged_memory(kernel: Kernel) -> Result<()> {
     need_qemu()?;
     let mut machine = Machine::boot(spec(kernel).memory_mib(768).memory_slots().dimm("first"))?;
@@ -96,8 +97,9 @@ fn goes_on_with_plugged_memory_on_6_1() -> Result<()> {
     goes_on_with_plugged_memory(Kernel::BookwormCloud)
 }
 
-/// What a driver makes available after each boot the restore environment does not find: the machine is not given up for an
-/// image that nothing could bring back. It can be attached.
+/// Refuses a checkpoint of memory that a driver makes available after each boot (virtio-mem). The
+/// restore environment does not find such memory, so no image of it could be restored. The machine
+/// can be attached.
 #[test]
 #[ignore = "long"]
 fn memory_of_virtio_mem_is_refused() -> Result<()> {
@@ -119,7 +121,7 @@ fn goes_on_with_plugged_memory_on_6_12() -> Result<()> {
     goes_on_with_plugged_memory(Kernel::TrixieCloud)
 }
 
-/// What belongs to the firmware stays the firmware's, and its services can be called afterwards.
+/// Leaves the firmware's memory to the firmware, whose services can be called afterwards.
 #[test]
 #[ignore = "long"]
 fn goes_on_with_uefi() -> Result<()> {
@@ -130,7 +132,8 @@ fn goes_on_with_uefi() -> Result<()> {
     machine.ends_clean()
 }
 
-/// A host of KVM's, with its virtual machines at work: they count on in another emulator, with what they had in memory.
+/// Restores a KVM host with its virtual machines at work. They count on in another emulator, with
+/// their memory.
 fn guests_go_on(kernel: Kernel) -> Result<()> {
     need_qemu()?;
     let mut machine = Machine::boot(spec(kernel).cpus(2))?;
@@ -154,19 +157,20 @@ fn guests_go_on(kernel: Kernel) -> Result<()> {
         assert_eq!(machine.sh("cat /run/guests/said*; pgrep -fc '^python3 /run/vm'")?, "made\nmade\n2");
         thread::sleep(Duration::from_secs(2));
     }
-    // They end when nobody holds their input any more, and say how far they have come.
+    // The guests end when the writer of their input ends, and print their progress.
     machine.sh("pkill -f '^sleep infinity'; for i in $(seq 600); do pgrep -f '^python3 /run/vm' || exit 0; sleep 0.1; done; exit 1")?;
     let said = machine.sh("cat /run/guests/said*")?;
     let counted: Vec<u64> =
         said.lines().filter_map(|line| line.strip_prefix("counted ")?.parse().ok()).collect();
     assert!(counted.len() == 2 && counted.iter().all(|count| *count > 1000), "{said}");
-    // New ones can be made.
+    // New guests can be made.
     machine.sh("sleep 3 | python3 /run/vm")?;
     machine.check_next_attach()?;
     machine.ends_clean()
 }
 
-/// The same with stock QEMU and Linux in it, on one CPU and on two: it computes on, and its memory is what it was.
+/// Restores a host with stock QEMU and Linux in it, on one CPU and on two. The guest's computation
+/// goes on, and its memory is unchanged.
 fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
     need_qemu()?;
     let spec = spec(kernel).cpus(2).memory_mib(1280);
@@ -203,7 +207,7 @@ fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
         assert!(said.contains(&ended) && said.contains(" wrong 0") && complaints(&said).is_empty(), "{said}");
         assert_eq!(said.matches("begins").count(), 1, "{said}");
     }
-    // QEMU is run by the loader of its own libraries.
+    // The loader of QEMU's own libraries runs QEMU.
     machine.sh("for i in $(seq 600); do pgrep -x ld-linux-x86-64 || exit 0; sleep 0.1; done; exit 1")?;
     machine.check_next_attach()?;
     machine.ends_clean()
@@ -211,7 +215,7 @@ fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
 
 const GUESTS_CPUS: [u32; 2] = [1, 2];
 
-/// How many processes Linux in each guest has had.
+/// Returns how many processes Linux in each guest has had.
 fn guests_are_at(machine: &Machine) -> Result<[u64; 2]> {
     let at = |cpus: u32| -> Result<u64> {
         let said = machine.sh(&format!("cat /run/lives/said{cpus}"))?;
@@ -266,7 +270,8 @@ fn linux_guests_go_on_on_6_12() -> Result<()> {
     linux_guests_go_on(Kernel::TrixieCloud)
 }
 
-/// The IOMMU's tables are in the image; what it has in registers another kernel has set.
+/// Restores a machine behind an IOMMU. The image has the IOMMU's tables; another kernel has set its
+/// registers since.
 fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
     let machine = goes_on_from(spec, disk, times)?;
     iommu::check(&machine)?;
@@ -275,7 +280,7 @@ fn goes_on_behind(spec: Spec, disk: &str, times: u32) -> Result<()> {
         "echo 3 > /proc/sys/vm/drop_caches; cat /bin/* > /dev/null; for disk in $(lsblk -dno PATH); do \
          dd if=$disk of=/dev/null bs=1M count=50 iflag=direct status=none || exit; done",
     )?;
-    // Once more where what was brought back is at work.
+    // The machine that was brought back is checkpointed once more while it works.
     machine.mercury("attach")?;
     println!("{}", machine.sh("mercury-workload snapshot --pool-pages 50000 --rounds 2")?);
     machine.mercury("detach")?;
@@ -289,7 +294,8 @@ fn goes_on_behind_intels_iommu() -> Result<()> {
     goes_on_behind(spec(Kernel::BookwormCloud).nic(Nic::Virtio).iommu(Iommu::Intel), DISK, 2)
 }
 
-/// The disks of virtio's, one of which the image is written to, are not behind it; the artefacts are on the other one.
+/// Restores a machine behind AMD's IOMMU. The virtio disks are not behind it: one holds the image,
+/// the other one the artefacts.
 #[test]
 #[ignore = "long"]
 fn goes_on_behind_amds_iommu() -> Result<()> {
@@ -297,7 +303,7 @@ fn goes_on_behind_amds_iommu() -> Result<()> {
     goes_on_behind(spec.iommu(Iommu::Amd), "/dev/vdb", 1)
 }
 
-/// Interrupts can be sent to x2APICs because they are remapped.
+/// Restores a machine in x2APIC mode, where interrupts reach the CPUs because they are remapped.
 #[test]
 #[ignore = "long"]
 fn goes_on_in_x2apic_mode() -> Result<()> {
@@ -323,7 +329,7 @@ fn goes_on_on_one_cpu_with_the_generic_kernel() -> Result<()> {
     goes_on(spec(Kernel::BookwormGeneric).cpus(1), 1)?.ends_clean()
 }
 
-/// All its files are in memory, and go with it.
+/// Restores a machine whose files are all in memory, and so in the image.
 #[test]
 #[ignore = "long"]
 fn goes_on_with_a_root_in_ram() -> Result<()> {
@@ -335,7 +341,8 @@ fn goes_on_with_a_root_in_ram() -> Result<()> {
     machine.ends_clean()
 }
 
-/// What devices have under way at the instant, and their drivers have in memory, another emulator's devices go on with.
+/// Checks that another emulator's devices go on with the work that devices and their drivers had
+/// under way at the instant.
 fn devices_go_on(devices: Devices) -> Result<()> {
     need_qemu()?;
     let devices = devices.with(with_disk);
@@ -344,7 +351,7 @@ fn devices_go_on(devices: Devices) -> Result<()> {
     if devices.has_balloon() {
         inflate(&machine, true)?;
     }
-    // The only other disk of virtio's is at work, or holds the artefacts.
+    // The only other virtio disk is at work, or holds the artefacts.
     let disk = "/dev/vdb";
     let (boot, _folder) = restart::prepare(&machine, disk, "--module $MERCURY_MODULE")?;
     let boot_id = boot_id(&machine)?;
@@ -373,7 +380,7 @@ fn real_hardware_goes_on_at_work() -> Result<()> {
     devices_go_on(real_hardware())
 }
 
-/// What is in registers at the instant is in them again: extended state, flags, debug registers.
+/// Restores the registers of the instant: extended state, flags, debug registers.
 #[test]
 #[ignore = "long"]
 fn registers_go_on() -> Result<()> {
@@ -392,7 +399,8 @@ fn registers_go_on() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A process that has a card for itself, and says so: the arguments are its address and its IOMMU group.
+/// A process that drives a card by itself, and reports that. Its arguments are the card's address
+/// and IOMMU group.
 const USER_OF_A_CARD: &str = r#"
 import fcntl, os, time
 GROUP_GET_DEVICE_FD, GROUP_SET_CONTAINER, SET_IOMMU, TYPE_1 = 0x3b6a, 0x3b68, 0x3b66, 1
@@ -405,7 +413,7 @@ say(1)
 time.sleep(10000)
 "#;
 
-/// A device that a process drives by itself is named and refused, unless that is forced.
+/// Refuses, by name, a device that a process drives by itself, unless `--force-devices` is given.
 #[test]
 #[ignore = "long"]
 fn devices_of_processes_are_refused() -> Result<()> {
@@ -431,7 +439,8 @@ fn devices_of_processes_are_refused() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Connections with a third machine survive the first one's end: neither side sees more than silence, whoever speaks.
+/// Keeps connections with a third machine across the end of the first emulator. Neither side sees
+/// more than silence, whichever speaks.
 #[test]
 #[ignore = "long"]
 fn connections_go_on() -> Result<()> {
@@ -459,7 +468,7 @@ fn connections_go_on() -> Result<()> {
     machine.ends_clean()
 }
 
-/// A database at work: what was committed is there, and every sum is right.
+/// Restores a database at work: committed transactions are there, and every sum is right.
 #[test]
 #[ignore = "long"]
 fn a_database_goes_on() -> Result<()> {
@@ -485,25 +494,27 @@ fn a_database_goes_on() -> Result<()> {
     machine.ends_clean()
 }
 
-/// Has the environment end with a failure. It tries again otherwise.
+/// The word that ends the restore environment at a failure, instead of another try.
 const GIVE_UP: &str = "mercury.give-up";
 
-/// A text whose lines were wrapped, as one line.
+/// Returns a text with wrapped lines as one line.
 fn unwrapped(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The environment must end without having brought anything back, and say why.
+/// Checks that the restore environment ends without a restore, and gives the reason.
 fn is_refused(machine: Machine, boot: &Boot, reason: &str) {
     let error = unwrapped(&machine.start_other(&boot.with(GIVE_UP)).map(drop).unwrap_err().to_string());
     assert!(error.contains(reason) && error.contains("could not be brought back"), "{error}");
 }
 
-/// The image as a core: the kernel's banner is at its address, and each CPU where it was.
+/// Opens the image as a core: the kernel's banner is at its address, and each CPU is at its
+/// instruction.
 fn debuggers_open(machine: &Machine) -> Result<()> {
     machine.sh("mkdir -p /run/core && mount -t tmpfs -o size=700m none /run/core")?;
     machine.sh(&format!("mercury inspect --core /run/core/core {DISK}"))?;
-    // What the kernel cannot write to, and what it can: what it needed for its start is missing in between.
+    // One symbol is in memory that the kernel cannot write to, the other in memory that it can. The
+    // kernel's freed initial memory lies in between.
     let [banner, names] = ["banner", "names"].map(|name| machine.sh(&format!("echo 0x$(cat /root/{name})")));
     let (banner, names) = (banner?, names?);
     let line =
@@ -538,8 +549,8 @@ fn disks_that_have_moved_on_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// A file system on two disks that are each other's mirror, encrypted, and divided by LVM, one of LVM's parts behind the
-/// other.
+/// A file system on two disks that mirror each other, encrypted, and divided by LVM, with one of
+/// LVM's parts after the other.
 const VOLUMES: &str = r"
 set -e
 export DM_DISABLE_UDEV=1
@@ -559,7 +570,8 @@ echo there > /data/file
 mdadm --wait /dev/md0 || true
 ";
 
-/// What volumes lie on is compared where it lies: nothing is put together in the small system.
+/// Compares fingerprints on the disks that lie under volumes. The restore environment assembles no
+/// volume.
 #[test]
 #[ignore = "long"]
 fn goes_on_with_volumes() -> Result<()> {
@@ -570,7 +582,7 @@ fn goes_on_with_volumes() -> Result<()> {
     start(&machine, "clock", CLOCK, "")?;
     let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
     let boot_id = machine.sh("cat /proc/sys/kernel/random/boot_id")?;
-    // It takes minutes, and goes on behind the instant; not at it.
+    // The reshape takes minutes. It goes on after the instant, and pauses at the instant.
     machine
         .sh("cd /sys/block/md0/md; echo 1000 > sync_speed_max; echo check > sync_action; cat sync_action")?;
     knows_the_time(&machine, "before")?;
@@ -592,7 +604,7 @@ fn goes_on_with_volumes() -> Result<()> {
     Ok(())
 }
 
-/// One of each kind, with a file that can be written over in place.
+/// One file system of each kind, with a file that can be overwritten in place.
 const FILE_SYSTEMS: &str = r"
 set -e
 modprobe -a xfs btrfs vfat
@@ -609,8 +621,8 @@ tee /xfs/file /btrfs/file < /dev/urandom | head -c 1M > /vfat/file
 sync
 ";
 
-/// What is written over in place soon after a thaw leaves a trace, too: XFS and btrfs would note it within half a minute, FAT in
-/// its folder.
+/// Finds a file that was overwritten in place soon after a thaw. XFS and btrfs would record the
+/// write within half a minute, FAT in its folder.
 #[test]
 #[ignore = "long"]
 fn goes_on_with_other_file_systems() -> Result<()> {
@@ -642,7 +654,7 @@ fn goes_on_with_other_file_systems() -> Result<()> {
     Ok(())
 }
 
-/// Every reason is given, and nothing is given up: the system that was to be left runs on.
+/// Refuses images of other machines with every reason, and leaves the running system alone.
 #[test]
 #[ignore = "long"]
 fn images_of_others_are_refused() -> Result<()> {
@@ -670,7 +682,7 @@ fn images_of_others_are_refused() -> Result<()> {
     for reason in reasons {
         assert!(!output.success() && output.stderr.contains(reason), "{reason}: {}", output.stderr);
     }
-    // Of another version of the format.
+    // The image gets another version of the format.
     machine.sh(&format!("printf '\\011' | dd of={DISK} bs=1 seek={VERSION_AT} conv=notrunc 2> /dev/null"))?;
     fails_with(&machine, &line, "it is of version 9 of the format; this command knows 1 to")?;
     fails_with(&machine, &format!("mercury inspect {DISK}"), "it is of version 9")?;
@@ -678,7 +690,7 @@ fn images_of_others_are_refused() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// What may be lost is not written over unless somebody says so.
+/// Overwrites data that could be lost only if the operator says so.
 #[test]
 #[ignore = "long"]
 fn a_disk_in_use_is_not_written_over() -> Result<()> {
@@ -692,12 +704,12 @@ fn a_disk_in_use_is_not_written_over() -> Result<()> {
     machine.sh("umount /mnt")?;
     machine.sh(&format!("mercury checkpoint --overwrite {DISK}"))?;
     assert!(machine.sh(&format!("mercury inspect {DISK}"))?.contains("whole: "));
-    // An image may give way to the next one.
+    // The next image may overwrite an image.
     machine.sh(&format!("mercury checkpoint {DISK}"))?;
     machine.check_next_attach()
 }
 
-/// A page, its memory, and that the memory is broken from now on.
+/// The program that reports a page, its memory, and from now on a failure of that memory.
 const POISON: &str = r#"
 import mmap, struct, time
 page = mmap.mmap(-1, 4096)
@@ -712,7 +724,7 @@ say(frame * 4096)
 time.sleep(10000)
 "#;
 
-/// Broken memory is read by nobody: it is in no image.
+/// Leaves broken memory out of the image, and never reads it.
 #[test]
 #[ignore = "long"]
 fn broken_memory_is_left_out() -> Result<()> {
@@ -734,7 +746,8 @@ fn broken_memory_is_left_out() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The command itself starts the small system, from a system that has been booted since.
+/// Restores a machine by its own command, which starts the restore environment from a system that
+/// was booted since.
 fn comes_back_in_place(spec: Spec) -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec.reset(Reset::Restarts))?;
@@ -757,7 +770,7 @@ fn comes_back_in_place(spec: Spec) -> Result<()> {
     machine.ends_clean()
 }
 
-/// The image is a file, on a file system that was not mounted at the instant.
+/// Restores a machine from a file, on a file system that was not mounted at the instant.
 #[test]
 #[ignore = "long"]
 fn goes_on_from_a_file_on_a_disk() -> Result<()> {
@@ -787,7 +800,7 @@ fn restores_in_place() -> Result<()> {
     comes_back_in_place(spec(Kernel::BookwormCloud))
 }
 
-/// The small system finds an IOMMU that another kernel has used.
+/// Restores in place where the restore environment finds an IOMMU that another kernel has used.
 #[test]
 #[ignore = "long"]
 fn restores_in_place_behind_an_iommu() -> Result<()> {
@@ -800,10 +813,10 @@ fn restores_in_place_with_uefi() -> Result<()> {
     comes_back_in_place(spec(Kernel::BookwormCloud).uefi())
 }
 
-/// In these machines, behind the image's disk.
+/// The firmware's disk in these machines, after the image's disk.
 const FIRMWARE: (Disk, &str) = (Disk::Spare(1), "/dev/vdb");
 
-/// A machine that its own firmware and this boot loader have started, with systemd.
+/// Boots a machine by its own firmware and this boot loader, with systemd.
 fn starts_by_itself(loader: Loader, kernel: Kernel) -> Result<Machine> {
     need_qemu()?;
     let spec = spec(kernel).cpus(2).init(Init::Systemd).reset(Reset::Restarts);
@@ -815,8 +828,8 @@ fn starts_by_itself(loader: Loader, kernel: Kernel) -> Result<Machine> {
     machine.start_by_itself(disk)
 }
 
-/// The line in the boot menu that brings the machine back, as its own command has entered it, and what has it started by the
-/// next start.
+/// Returns the lines by which the machine's own command has entered itself in the boot menu: the
+/// line that restores the machine, and the command that selects it for the next start.
 fn enters_the_menu(machine: &Machine, folder: &str) -> Result<[String; 2]> {
     let line =
         format!("mercury restore --json --prepare {folder} --boot-menu --module $MERCURY_MODULE {DISK}");
@@ -824,11 +837,12 @@ fn enters_the_menu(machine: &Machine, folder: &str) -> Result<[String; 2]> {
     Ok(["title", "once"].map(|name| said["boot_menu"][name].as_str().unwrap().to_owned()))
 }
 
-/// File systems on disks that nobody can write to, so that they are as they were whenever the machine crashes.
+/// A command that makes the file systems on disks read-only, so that they do not change until the
+/// machine crashes.
 const ONLY_READ: &str =
     "journalctl --relinquish-var; umount /boot/efi 2> /dev/null; sync; mount -o remount,ro /";
 
-/// A machine that panics boots the system that it always has.
+/// Checks that a machine that panics boots its usual system.
 fn starts_as_ever(machine: &Machine, before: &str) -> Result<()> {
     let boots = machine.boots();
     machine.crash()?;
@@ -839,11 +853,12 @@ fn starts_as_ever(machine: &Machine, before: &str) -> Result<()> {
     machine.mercury("detach").map(drop)
 }
 
-/// Off at the instant, the machine comes back once by the entry that was chosen for its next start, and then starts as ever.
+/// Restores a machine that is off at the instant once, by the entry that was chosen for its next
+/// start. Later starts are as usual.
 fn comes_back_once(machine: Machine, folder: &str) -> Result<()> {
     start(&machine, "clock", CLOCK, "")?;
     let [_, once] = enters_the_menu(&machine, folder)?;
-    // The firmware's partition is a whole disk, and has no type.
+    // The firmware's partition is a whole disk, and has no partition type.
     machine.sh(&format!("export SYSTEMD_RELAX_ESP_CHECKS=1; {once}"))?;
     let boot_id = restart::boot_id(&machine)?;
     checkpoint(&machine)?;
@@ -870,7 +885,8 @@ fn comes_back_by_grub_with_uefi_on_6_12() -> Result<()> {
     comes_back_by_grub(Kernel::TrixieCloud)
 }
 
-/// The firmware's partition is the loader's, and is mounted at the instant.
+/// Restores by systemd-boot, with the firmware's partition that belongs to the loader mounted at
+/// the instant.
 #[test]
 #[ignore = "long"]
 fn comes_back_by_systemd_boot() -> Result<()> {
@@ -879,7 +895,8 @@ fn comes_back_by_systemd_boot() -> Result<()> {
     comes_back_once(machine, "/boot/efi/mercury")
 }
 
-/// Where no disk is written to, a machine may come back by itself as often as it crashes, until it is told otherwise.
+/// Restores a machine by itself as often as it crashes, until the operator ends that, since no disk
+/// is written to.
 #[test]
 #[ignore = "long"]
 fn comes_back_unattended_by_grub_with_a_bios() -> Result<()> {
@@ -901,18 +918,19 @@ fn comes_back_unattended_by_grub_with_a_bios() -> Result<()> {
     starts_as_ever(&machine, &boot_id)
 }
 
-/// Makes an image on a disk; what the command says of it.
+/// Writes an image to a disk, and returns the command's report.
 fn image(machine: &Machine, options: &str, disk: &str) -> Result<serde_json::Value> {
     let said = machine.sh(&format!("mercury checkpoint --json {options} {disk}"))?;
     Ok(serde_json::from_str(&said).unwrap())
 }
 
-/// Bytes of an image, and how many pages it leaves to its parent.
+/// Returns the bytes of an image, and the number of pages that it leaves to its parent.
 fn cost(report: &serde_json::Value) -> (u64, u64) {
     (report["image"].as_u64().unwrap(), report["unchanged_pages"].as_u64().unwrap())
 }
 
-/// A full image, one of an idle machine, and one of what was written: together they are the machine at the last instant.
+/// Restores from a full image, an incremental one of an idle machine, and one of changed memory.
+/// Together they are the machine at the last instant.
 #[test]
 #[ignore = "long"]
 fn goes_on_from_incremental_images() -> Result<()> {
@@ -930,7 +948,7 @@ fn goes_on_from_incremental_images() -> Result<()> {
     println!("full {:?}, idle {:?}", cost(&first), cost(&second));
     assert_eq!((&first["parent"], &second["parent"]), (&serde_json::Value::Null, &first["identity"]));
     let pages = first["memory"].as_u64().unwrap() / 4096;
-    // What the command itself uses has changed, and counts in a machine as small as this.
+    // The command's own memory has changed, which counts in a machine as small as this.
     assert!(cost(&second).0 * 2 < cost(&first).0, "an idle machine's is not small");
     assert!(cost(&second).1 * 10 > pages * 9, "hardly anything has changed");
 
@@ -969,7 +987,7 @@ fn goes_on_from_incremental_images() -> Result<()> {
     machine.sh("sleep 1")?;
     assert!(number(&machine, "/run/clock")? > before);
     assert_eq!(machine.sh("cat /run/*.wrong 2> /dev/null || true")?, "");
-    // What was merged is the last image: the next one can be made on it.
+    // The merged image is the last one, so the next image can be made on it.
     let next = image(&machine, &format!("--incremental={DISK}"), full)?;
     println!("after the restore {:?}", cost(&next));
     assert!(cost(&next).1 * 2 > pages);
@@ -977,13 +995,13 @@ fn goes_on_from_incremental_images() -> Result<()> {
     machine.ends_clean()
 }
 
-/// Files whose sums are known from when they were made, and a new one all the time.
+/// A command that keeps writing new files, and records each file's checksum when the file is made.
 const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do i=$((i+1)); \
      head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; \
      rm -f /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < /dev/null &";
 
-/// One image after the other, each third one full and the others made on the one before: the last one, put together with
-/// what it needs, brings the machine back to its instant.
+/// Restores the last image of a series, in which each third image is full and the others are
+/// incremental.
 #[test]
 #[ignore = "long"]
 fn goes_on_from_a_series() -> Result<()> {
@@ -999,7 +1017,7 @@ fn goes_on_from_a_series() -> Result<()> {
     machine.sh("pkill -INT -f '^mercury checkpoint'")?;
     let said = series.wait(Duration::from_secs(60))?.stdout;
     let reports = serde_json::Deserializer::from_str(&said).into_iter::<serde_json::Value>();
-    // The last word may be that one was interrupted.
+    // The last report may be about an image that was interrupted.
     let reports: Vec<_> =
         reports.map(std::result::Result::unwrap).filter(|report| report["error"].is_null()).collect();
     let of = |name: &str| reports.iter().map(|report| report[name].clone()).collect::<Vec<_>>();
@@ -1024,7 +1042,7 @@ fn goes_on_from_a_series() -> Result<()> {
     let _restore =
         machine.spawn(&format!("mercury restore --force-disks --module $MERCURY_MODULE {DISK}"))?;
     machine.wait_other(boots)?;
-    // The series goes on here, too.
+    // The series goes on in the restored machine.
     machine.sh(
         "pkill -INT -f '^mercury checkpoint'; while pgrep -f '^mercury checkpoint'; do sleep 0.1; done",
     )?;
@@ -1039,7 +1057,7 @@ fn goes_on_from_a_series() -> Result<()> {
     machine.ends_clean()
 }
 
-/// Takes all the memory there is, and more.
+/// A program that takes all memory, and more.
 const HOG: &str = r#"
 with open("/proc/meminfo") as table:
     available = next(int(line.split()[1]) for line in table if line.startswith("MemAvailable"))
@@ -1048,7 +1066,8 @@ room[::4096] = b"x" * len(room[::4096])
 print(len(room))
 "#;
 
-/// The system gets memory of the pool before it kills anybody; a pool that runs low gets what the system can spare.
+/// Gives memory of the pool back to the system before a task is killed, and lets a pool that runs
+/// low grow by the system's spare memory.
 #[test]
 #[ignore = "long"]
 fn the_pool_shrinks_and_grows() -> Result<()> {
@@ -1075,7 +1094,7 @@ fn the_pool_shrinks_and_grows() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Two machines from one image must not think the same thing random.
+/// Gives two machines from one image different random numbers.
 #[test]
 #[ignore = "long"]
 fn two_of_one_image_differ() -> Result<()> {
@@ -1092,7 +1111,7 @@ fn two_of_one_image_differ() -> Result<()> {
     Ok(())
 }
 
-/// Nobody is left who undoes what a checkpoint did.
+/// A command that kills the undo process as well as the checkpoint's command.
 const GUARD_ENDS: &str =
     "for i in $(seq 300); do pgrep -f 'exe [g]uard' > /dev/null || exit 0; sleep 0.1; done; exit 1";
 
@@ -1112,7 +1131,7 @@ fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     is_as_before(machine)
 }
 
-/// Native, nobody frozen, nothing held.
+/// Checks that the machine is native, no task is frozen, and nothing is held.
 fn is_as_before(machine: &Machine) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     assert!(!status.contains("\"attached\""), "{status}");
@@ -1120,7 +1139,7 @@ fn is_as_before(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Whatever goes wrong, the machine runs on as it did, and there is no half of an image.
+/// Leaves the machine as it was after each failure, without half an image.
 #[test]
 fn a_failure_changes_nothing() -> Result<()> {
     need_qemu()?;
@@ -1131,7 +1150,7 @@ fn a_failure_changes_nothing() -> Result<()> {
     assert_eq!(machine.sh("ls /run/small")?, "");
     fails_with(&machine, "mercury checkpoint /root/x", "must not change")?;
     fails_with(&machine, "mercury checkpoint --hook 'exit 3' /run/x", "the hook failed")?;
-    // Killed with everything frozen: the guard releases it.
+    // The command is killed while everything is frozen: the undo process thaws it.
     let killed = machine.run("mercury checkpoint --hook 'kill -9 $PPID; sleep 1' /run/x")?;
     assert!(!killed.success());
     machine.sh(GUARD_ENDS)?;
@@ -1148,13 +1167,13 @@ fn a_failure_changes_nothing() -> Result<()> {
     fails_with(&machine, "mercury checkpoint --poweroff -", "would stand still")?;
     assert_eq!(machine.sh("ls /run/x* 2> /dev/null || true")?, "");
 
-    // A driver that does not stop its device is named.
+    // The command names a driver that does not stop its device.
     load_test_module(&machine)?;
     kernel(&machine, "refuse 1")?;
     fails_with(&machine, "mercury checkpoint /run/x", "device mercury_refuser")?;
     kernel(&machine, "refuse 0")?;
 
-    // One after the other: the last two are kept.
+    // Images are made one after the other, of which the last two are kept.
     let series = machine.spawn("mercury checkpoint --every 1s --keep 2 --json /run/series")?;
     machine.sh(
         "for i in $(seq 900); do test $(ls /run/series.* | grep -vc part) = 2 && break; sleep 0.1; done",
@@ -1166,7 +1185,7 @@ fn a_failure_changes_nothing() -> Result<()> {
         machine.sh("mercury inspect $(ls /run/series.* | head -1); rm /run/series.*")?.contains("whole: ")
     );
 
-    // A second one at once, then Ctrl-C, then a kill.
+    // A second command at the same time, then Ctrl-C, then a kill.
     let slow = "mercury checkpoint - 2> /run/said | (sleep 8; cat > /run/x)";
     let first = machine.spawn(slow)?;
     machine.sh("until mercury status --json | grep -q '\"attached\"'; do sleep 0.1; done; sleep 3")?;
@@ -1192,7 +1211,7 @@ fn a_failure_changes_nothing() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// What can be seen neither in the table of mounts nor in memory is found, and handled or named.
+/// Handles or names what neither the table of mounts nor memory shows.
 #[test]
 fn odd_machines_are_handled_or_named() -> Result<()> {
     need_qemu()?;
@@ -1204,7 +1223,7 @@ fn odd_machines_are_handled_or_named() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A process whose memory is swapped out until it is told to look at it.
+/// A process whose memory is swapped out until the test tells it to read it.
 const SWAPPED: &str = r#"
 import hashlib, mmap, os, time
 memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -1218,8 +1237,9 @@ while not os.path.exists("/run/look"):
 say(2 if hashlib.sha256(memory).digest() == before else 3)
 "#;
 
-/// Swap on a disk is off at the instant, and on again after it; what was there is in memory. The driver refuses an instant at
-/// which memory is swapped out, whatever the command has seen before.
+/// Turns swap on a disk off before the instant and on again after it, with the swapped memory in
+/// the image. The driver refuses an instant at which memory is swapped out, whatever the command
+/// has checked before.
 fn swapped_out_memory_is_read_back(machine: &Machine) -> Result<()> {
     machine.sh(&format!("mkswap -q {DISK} && swapon -p 7 {DISK}"))?;
     start(machine, "swapped", SWAPPED, "")?;
@@ -1256,7 +1276,8 @@ def live():
 threading.Thread(target=live).start()
 "#;
 
-/// A file system that `umount -l` has left alive, or that a thread alone has, is named with those who use it.
+/// Names a file system that `umount -l` has left in use, or that only a thread has mounted, with
+/// the tasks that use it.
 fn hidden_file_systems_are_named(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "mkfs.ext4 -qF {DISK}; mount {DISK} /mnt; setsid sleep 10000 > /mnt/x < /dev/null 2>&1 & sleep 1; umount -l /mnt"
@@ -1274,8 +1295,8 @@ fn hidden_file_systems_are_named(machine: &Machine) -> Result<()> {
     machine.sh("rm /run/x").map(drop)
 }
 
-/// A read from a suspended device of device mapper waits until that is resumed; whether it is one of a machine's file systems
-/// is asked of all devices.
+/// Finishes although a read from a suspended device-mapper device would wait until its resume. The
+/// command asks all devices if they hold one of the machine's file systems.
 fn suspended_volumes_do_not_matter(machine: &Machine) -> Result<()> {
     machine.sh(
         "modprobe dm-mod; dmsetup create idle --noudevsync --table '0 2048 error'; dmsetup suspend --noudevsync idle",
@@ -1288,7 +1309,7 @@ fn suspended_volumes_do_not_matter(machine: &Machine) -> Result<()> {
     machine.sh("dmsetup remove --noudevsync idle").map(drop)
 }
 
-/// A server of FUSE's with one file, which takes its time.
+/// A FUSE server with one slow file.
 const FUSE: &str = r#"
 import ctypes, os, struct, time
 server = os.open("/dev/fuse", os.O_RDWR)
@@ -1323,7 +1344,7 @@ while True:
     os.write(server, struct.pack("<IiQ", 16 + len(answer), error, unique) + answer)
 "#;
 
-/// One who reads there all the time.
+/// A process that reads that file all the time.
 const READER: &str = r#"
 import os
 file, count = os.open("/run/served/file", os.O_RDONLY), 0
@@ -1333,7 +1354,8 @@ while True:
     say(count)
 "#;
 
-/// A read that waits for a page which nobody gives; beside it, for how many milliseconds in all it stood still.
+/// A read that waits for a page that never comes. Beside it, a counter of the milliseconds for
+/// which it stood still.
 const PAGE: &str = r#"
 import ctypes, fcntl, mmap, os, struct, threading, time
 USERFAULTFD, UFFDIO_API, UFFDIO_REGISTER, MISSING = 323, 0xC018AA3F, 0xC020AA00, 1
@@ -1355,7 +1377,8 @@ while True:
     last = now
 "#;
 
-/// Who waits for a server that stands still does not come to rest, so servers are held last.
+/// Freezes servers after their clients, since a client that waits for a frozen server cannot be
+/// frozen.
 fn servers_stand_still_after_their_clients(machine: &Machine) -> Result<()> {
     machine.sh("modprobe fuse")?;
     start(machine, "fuse", FUSE, "")?;
@@ -1370,7 +1393,7 @@ fn servers_stand_still_after_their_clients(machine: &Machine) -> Result<()> {
     machine.sh("pkill -f '^python3 /run/(reader|other).py'; umount -l /run/served").map(drop)
 }
 
-/// A task that does not come to rest is named, and nobody stands still for long for it.
+/// Names a task that cannot be frozen, without freezing the others for long.
 #[test]
 #[ignore = "long"]
 fn a_task_that_waits_for_a_page_is_named() -> Result<()> {
@@ -1389,7 +1412,7 @@ fn a_task_that_waits_for_a_page_is_named() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A file system whose device does not answer is named before anything stands still.
+/// Names a file system whose device does not answer, before anything is frozen.
 #[test]
 #[ignore = "long"]
 fn a_disk_that_does_not_answer_is_named() -> Result<()> {

@@ -1,4 +1,4 @@
-//! An image's core in the debuggers that Debian has for kernels: crash, with the kernel's debug symbols.
+//! An image's core in Debian's debugger for kernels: crash, with the kernel's debug symbols.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,10 +14,10 @@ use mercury_lab::{
 };
 
 const DISK: &str = "/dev/vda";
-/// Debian 12's crash is older than the kernel's point releases: it does not find their tasks.
+/// Debian 12's crash is older than the kernel's point releases, and does not find their tasks.
 const CRASH: Packages = Packages { release: "trixie", backports: false, names: "crash" };
 
-/// Packages in a folder of their own, fetched once.
+/// Returns packages in a folder of their own, fetched once.
 fn fetched(name: &str, packages: Packages) -> Result<PathBuf> {
     let tree = paths::lab_dir("tools")?.join(name);
     if !tree.exists() {
@@ -29,7 +29,7 @@ fn fetched(name: &str, packages: Packages) -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// What crash says to a command.
+/// Returns the output of a command of crash.
 fn crash(tree: &Path, symbols: &Path, core: &Path, command: &str) -> String {
     let (libraries, commands) = (tree.join("usr/lib/x86_64-linux-gnu"), core.with_extension("commands"));
     fs::write(&commands, format!("{command}\nquit\n")).unwrap();
@@ -42,7 +42,8 @@ fn crash(tree: &Path, symbols: &Path, core: &Path, command: &str) -> String {
 #[test]
 #[ignore = "fetches 290 MB of debug symbols and unpacks 1.7 GB"]
 fn crash_opens_a_core() -> Result<()> {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     let spec = Spec::new(Kernel::BookwormCloud).qemu_version(Qemu::Newer).disk(Bus::Virtio, 1024);
     let machine = Machine::boot(spec)?;
     machine.sh("setsid sleep 12345 > /dev/null 2>&1 < /dev/null & echo this is the machine > /dev/kmsg")?;

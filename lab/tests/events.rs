@@ -1,5 +1,5 @@
-//! What happens to a machine while the hypervisor is beneath it: processors come and go, it suspends,
-//! reboots, crashes, and gets interrupts that nothing can hold back.
+//! Events in a machine while the hypervisor is attached: processors come and go, and the machine
+//! suspends, reboots, crashes, and gets interrupts that cannot be masked.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,8 +14,8 @@ use serde_json::Value;
 const MINUTE: Duration = Duration::from_secs(60);
 const ALL_FOUR: &str = "attached attached attached attached";
 
-/// Kernels boot again here, on several CPUs. QEMU 7 executes a breakpoint now and then that was there a moment ago,
-/// while they patch themselves: they hang then.
+/// Describes a machine whose kernel boots again on several CPUs. QEMU 7 now and then executes a
+/// breakpoint that was just removed, while a kernel patches itself: the kernel hangs then.
 fn spec(kernel: Kernel) -> Spec {
     Spec::new(kernel).qemu_version(Qemu::Newer)
 }
@@ -24,7 +24,7 @@ fn plain() -> Spec {
     spec(Kernel::BookwormCloud)
 }
 
-/// A machine at work, with the hypervisor beneath.
+/// Boots a machine at work, with the hypervisor attached.
 fn attached(spec: Spec) -> Result<(Machine, Work)> {
     let machine = Machine::boot(spec)?;
     let work = machine.start_work()?;
@@ -34,7 +34,8 @@ fn attached(spec: Spec) -> Result<(Machine, Work)> {
 
 // Processors come and go.
 
-/// Takes CPUs offline and brings them back, so many times; `$3` looks at them in between.
+/// A script that takes CPUs offline and brings them back, so many times. `$3` checks them in
+/// between.
 const HOTPLUG: &str = r#"
 set -eu
 for round in $(seq "$1"); do
@@ -60,13 +61,13 @@ fn processors_go_and_come_back(kernel: Kernel, cpus: &str, argument: &str) -> Re
     assert_eq!(machine.modes()?, ALL_FOUR);
     hotplug(&machine, 7, cpus)?;
     assert_eq!(machine.modes()?, ALL_FOUR);
-    // One that was offline at the attach.
+    // A CPU that was offline at the attach.
     machine.mercury("detach")?;
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
     machine.mercury("attach")?;
     machine.sh("echo 1 > /sys/devices/system/cpu/cpu2/online")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
-    // One that was offline at the detach.
+    // A CPU that was offline at the detach.
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
     machine.mercury("detach")?;
     machine.sh("echo 1 > /sys/devices/system/cpu/cpu2/online")?;
@@ -77,7 +78,8 @@ fn processors_go_and_come_back(kernel: Kernel, cpus: &str, argument: &str) -> Re
 
 #[test]
 fn processors_go_and_come_back_on_6_1() -> Result<()> {
-    // `cpu0_hotplug` would let the boot CPU go too, but Linux has that for Intel's processors only.
+    // `cpu0_hotplug` would let the boot CPU go too, but Linux offers that for Intel's processors
+    // only.
     processors_go_and_come_back(Kernel::BookwormCloud, "1 2 3", "quiet")
 }
 
@@ -95,7 +97,7 @@ fn processors_that_were_not_asked_for_stay_native() -> Result<()> {
     machine.mercury("attach --cpus 0,2")?;
     hotplug(&machine, 2, "1 2 3")?;
     assert_eq!(machine.modes()?, "attached native attached native");
-    // The last one that is attached goes: what is wanted is still wanted.
+    // The last attached CPU goes offline. The wish to be attached stays.
     machine.mercury("detach --cpus 0")?;
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu2/online")?;
     assert_eq!(machine.modes()?, "native native offline native");
@@ -115,7 +117,8 @@ fn processors_come_and_go_while_others_switch() -> Result<()> {
     hotplug(&machine, 10, "1 3")?;
     assert!(!switcher.has_ended()?, "{}", switcher.output_so_far()?);
     switcher.kill(15)?;
-    // It counts as a violation that a CPU is gone when its turn comes, and nothing else is one.
+    // The switcher counts a CPU that is gone at its turn as a violation. No other violation may
+    // occur.
     let report: Value = serde_json::from_str(switcher.wait(MINUTE)?.stdout.trim()).unwrap();
     assert!(report["passes"].as_u64() > Some(20), "{report}");
     assert!(!report.to_string().contains("wrong-mode"), "{report}");
@@ -141,8 +144,8 @@ fn new_processors_are_attached() -> Result<()> {
     work.finish()
 }
 
-/// Two of them are brought up by hand only. (Sibling threads go the same way when `smt/control` says so;
-/// QEMU has none for AMD's processors.)
+/// Attaches late processors, two of which are brought up by hand only. Sibling threads go the same
+/// way when `smt/control` says so; QEMU has none for AMD's processors.
 #[test]
 #[ignore = "long"]
 fn late_processors_are_attached() -> Result<()> {
@@ -156,8 +159,8 @@ fn late_processors_are_attached() -> Result<()> {
 
 // The machine ends, or starts again.
 
-/// Has the machine come up again by `command`, and sees that it is well. On several CPUs Bochs's timers are in
-/// disorder after a reset, with no hypervisor beneath as well: kernels stall.
+/// Makes the machine boot again by `command`, and checks its health. On several CPUs Bochs's timers
+/// are in disorder after a reset, without a hypervisor too: kernels stall.
 fn comes_up_again(kernel: Kernel, command: &str) -> Result<()> {
     let cpus = if Platform::chosen()? == Platform::Qemu { 4 } else { 1 };
     let (machine, _work) = attached(spec(kernel).cpus(cpus).reset(Reset::Restarts))?;
@@ -209,7 +212,7 @@ fn poweroff() -> Result<()> {
     Ok(())
 }
 
-/// Puts a kernel in place, the same one, for `kexec -e` (`-l`) or for a crash (`-p`).
+/// Loads the same kernel again, for `kexec -e` (`-l`) or for a crash (`-p`).
 fn kexec_load(machine: &Machine, how: &str) -> Result<()> {
     machine
         .sh(&format!(
@@ -241,7 +244,7 @@ fn kexec_on_6_12() -> Result<()> {
     kexec(Kernel::TrixieCloud)
 }
 
-/// A machine that has a crash kernel, attached.
+/// Boots an attached machine with a crash kernel.
 fn with_crash_kernel(kernel: Kernel) -> Result<Machine> {
     let machine = Machine::boot(spec(kernel).cpus(4).kernel_arg("crashkernel=256M"))?;
     kexec_load(&machine, "-p")?;
@@ -249,12 +252,12 @@ fn with_crash_kernel(kernel: Kernel) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The crash kernel runs, natively, and has the dead one's memory before it.
+/// Checks that the crash kernel runs natively, and can read the dead kernel's memory.
 fn crash_kernel_runs(machine: &Machine, boots: u32, panic: &str) -> Result<()> {
     crash_kernel_runs_after(machine, boots, panic, panic)
 }
 
-/// Of the lines that tell of it, the console has `panic` for certain, and `perhaps`.
+/// Checks the crash kernel as well. The console must show `panic`, and may show `perhaps`.
 fn crash_kernel_runs_after(machine: &Machine, boots: u32, panic: &str, perhaps: &str) -> Result<()> {
     machine.wait_reboot(boots)?;
     machine.sh("grep -q lab.kexeced /proc/cmdline && test -s /proc/vmcore")?;
@@ -266,7 +269,7 @@ fn crash_kernel_runs_after(machine: &Machine, boots: u32, panic: &str, perhaps: 
     Ok(())
 }
 
-/// Mercury works there as well.
+/// Checks that Mercury works in the crash kernel as well.
 fn crash_kernel_attaches(machine: &Machine) -> Result<()> {
     machine.mercury("attach")?;
     assert!(machine.modes()?.starts_with("attached"));
@@ -319,7 +322,8 @@ fn panic_without_a_crash_kernel() -> Result<()> {
 
 // The machine sleeps.
 
-/// Once only: after a wake-up QEMU's Q35 takes no further request to sleep, natively either.
+/// Suspends to memory once: after a wake-up QEMU's Q35 takes no further request to sleep, natively
+/// either.
 fn suspend_to_memory(kernel: Kernel) -> Result<()> {
     let (machine, work) = attached(spec(kernel).cpus(4))?;
     let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
@@ -349,7 +353,7 @@ fn suspend_to_memory_on_6_12() -> Result<()> {
     suspend_to_memory(Kernel::TrixieCloud)
 }
 
-/// The keyboard wakes the machine; the cloud kernel has none.
+/// Suspends to idle. The keyboard wakes the machine; the cloud kernel has no driver for it.
 #[test]
 #[ignore = "long"]
 fn suspend_to_idle() -> Result<()> {
@@ -359,7 +363,7 @@ fn suspend_to_idle() -> Result<()> {
                 for device in /sys/bus/serio/devices/*/power/wakeup; do echo enabled > $device; done")?;
     let mut sleeper = machine.spawn("echo freeze > /sys/power/state && echo awake")?;
     let end = Instant::now() + 2 * MINUTE;
-    // A key that comes too early ends nothing.
+    // A key that comes too early ends no sleep.
     while !sleeper.has_ended()? && Instant::now() < end {
         std::thread::sleep(Duration::from_secs(3));
         machine.qmp()?.human("sendkey ret")?;
@@ -372,8 +376,8 @@ fn suspend_to_idle() -> Result<()> {
     work.finish()
 }
 
-/// The image is written to the disk, read back, and the machine goes on from it. 6.1 holds the disk too
-/// firmly for that (`test_resume` says EBUSY there, natively too).
+/// Hibernates: the image is written to the disk and read back, and the machine goes on from it. 6.1
+/// cannot do so, since it keeps the disk open (`test_resume` says EBUSY there, natively too).
 #[test]
 #[ignore = "long"]
 fn hibernation() -> Result<()> {
@@ -381,7 +385,7 @@ fn hibernation() -> Result<()> {
     machine.sh("mkswap /dev/vda && swapon /dev/vda && cat /sys/class/block/vda/dev > /sys/power/resume")?;
     machine.sh("echo test_resume > /sys/power/disk")?;
     machine.command("echo disk > /sys/power/state").timeout(4 * MINUTE).run()?.check()?;
-    // The log is the image's: it knows of the beginning and the end, not of what came after the image.
+    // The log is the image's: it has the beginning and the end, but nothing after the image.
     machine
         .sh("dmesg | grep 'hibernation: hibernation exit' && ! dmesg | grep 'hibernation: Image created'")?;
     assert_eq!(machine.modes()?, ALL_FOUR);
@@ -389,7 +393,7 @@ fn hibernation() -> Result<()> {
     work.finish()
 }
 
-/// All that hibernation does with devices and processors, up to the image and back.
+/// Runs all steps of hibernation with devices and processors, up to the image and back.
 #[test]
 #[ignore = "long"]
 fn hibernation_without_an_image() -> Result<()> {
@@ -416,7 +420,8 @@ fn nmis_arrive_as_they_do_natively() -> Result<()> {
     work.finish()
 }
 
-/// Ten NMIs, one after the other; what the kernel has said to each, without the varying reason.
+/// Sends ten NMIs, one after the other. Returns the kernel's message about each, without the
+/// varying reason.
 fn nmis(machine: &Machine) -> Result<String> {
     let count = "awk '/NMI:/ {print $2}' /proc/interrupts";
     machine.sh("dmesg -C")?;
@@ -443,7 +448,7 @@ fn corrected_machine_checks_are_logged_as_natively() -> Result<()> {
     work.finish()
 }
 
-/// What the kernel records of a corrected error of CPU 1's bank 5, but for the time.
+/// Returns the kernel's record of a corrected error of CPU 1's bank 5, without the time.
 fn machine_check(machine: &Machine) -> Result<String> {
     machine.sh("echo > /sys/kernel/tracing/trace")?;
     let check = MachineCheck {
@@ -463,27 +468,27 @@ fn machine_check(machine: &Machine) -> Result<String> {
 fn a_fatal_machine_check_ends_in_the_crash_kernel() -> Result<()> {
     let machine = with_crash_kernel(Kernel::BookwormGeneric)?;
     let boots = machine.boots();
-    // Uncorrected, the context corrupt: #MC on CPU 1.
+    // An uncorrected error with a corrupt context: #MC on CPU 1.
     let check =
         MachineCheck { cpu: 1, bank: 4, status: 0xb200_0000_0000_0800, mcg_status: 4, ..Default::default() };
     machine.qmp()?.inject_mce(&check)?;
-    // What the kernel says in the exception itself comes on the console or not, as time allows.
+    // The kernel's message from inside the exception reaches the console if time allows.
     let perhaps = "Kernel panic - not syncing: Fatal local machine check";
     crash_kernel_runs_after(&machine, boots, "Machine Check Exception: 4 Bank 4", perhaps)?;
     machine.sh("vmcore-dmesg /proc/vmcore | grep 'Kernel panic - not syncing: .*machine check'")?;
-    // Nobody has cleared it: another one would be a shutdown.
+    // The error has not been cleared. Another one would be a shutdown.
     assert_eq!(machine.mercury_refused("attach")?.code, "machine-check-in-progress");
     Ok(())
 }
 
-/// The sensor that comes with the package.
+/// The sensor that the package contains.
 const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
 
-/// Stands in for the command, and notes the order that it was given.
+/// A program in place of the command, which records its arguments.
 const ORDERED: &str = "#!/bin/sh\necho \"$*\" >> /run/ordered\n";
 
-/// Debian 13's kernel takes corrected errors of memory before the memory controller's counters have them (RAS_CEC): the sensor
-/// counts them all the same, each once.
+/// Counts each corrected error of memory once, even though Debian 13's kernel takes such errors
+/// before the memory controller's counters have them (RAS_CEC).
 #[test]
 #[ignore = "long"]
 fn errors_that_the_kernel_keeps_to_itself_are_counted() -> Result<()> {
@@ -492,7 +497,7 @@ fn errors_that_the_kernel_keeps_to_itself_are_counted() -> Result<()> {
     machine.sh("mkdir -p /run/bin")?;
     machine.put("/run/bin/mercury", ORDERED.as_bytes(), 0o755)?;
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
-    // A controller that EDAC knows, and that hears of nothing.
+    // A controller that EDAC knows, and that gets no errors.
     machine.sh(
         "mount -t debugfs none /sys/kernel/debug 2>/dev/null; test -d /sys/kernel/debug/ras/cec && \
          mkdir -p /run/edac/mc0 && echo 0 > /run/edac/mc0/ce_count && mount --bind /run/edac /sys/devices/system/edac/mc",

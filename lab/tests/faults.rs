@@ -1,6 +1,6 @@
-//! What goes wrong on the way in, beneath the system, and on the way out: every fault point of the driver
-//! and of the hypervisor, on the first CPU, one in the middle and the last, beneath a machine that is at
-//! work. After each the machine is as it was before, and the next attach works.
+//! Failures on the way in, under the system, and on the way out: every fault point of the driver
+//! and of the hypervisor, on the first CPU, one in the middle and the last, under a machine at
+//! work. After each failure the machine is as it was before, and the next attach works.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,40 +22,41 @@ use subject::{FRESH, Subject, arm, hex, modes, same};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Boot, middle and last.
+/// The number of CPUs: the boot CPU, one in the middle and the last.
 const CPUS: u32 = 3;
 
 fn plain() -> Spec {
     Spec::new(Kernel::BookwormCloud).memory_mib(768)
 }
 
-/// A QEMU with x2APIC.
+/// Describes a machine in a QEMU with x2APIC.
 fn newer() -> Spec {
     plain().qemu_version(Qemu::Newer).cpu("EPYC-Milan,+svm,+npt,+x2apic,+vgif")
 }
 
-/// An emulator that refuses control blocks as processors do: not QEMU 7.
+/// Describes a machine in an emulator that refuses control blocks as processors do, which QEMU 7
+/// does not.
 fn refusing() -> Result<Spec> {
     Ok(if Platform::chosen()? == Platform::Qemu { newer() } else { plain() })
 }
 
-/// The same, in x2APIC mode, which Linux wants interrupt remapping for. The cloud kernel has a driver for
-/// Intel's IOMMU only.
+/// Describes such a machine in x2APIC mode, for which Linux needs interrupt remapping. The cloud
+/// kernel has a driver for Intel's IOMMU only.
 fn newer_in_x2apic_mode() -> Spec {
     newer().qemu_arg("-device").qemu_arg("intel-iommu,intremap=on,eim=on")
 }
 
-/// A point, and how the command is refused.
+/// A fault point, and the code of the command's refusal.
 type Refused = (FaultPoint, Code);
-/// A point, why the CPU left the hypervisor, and some of the words of its record.
+/// A fault point, the CPU's reason for leaving the hypervisor, and some words of its record.
 type Failure = (FaultPoint, Code, &'static str);
-/// A point, and the checks by number that should be named, or may be: AMD's, Intel's.
+/// A fault point, and the numbers of the checks that the record may name: AMD's, Intel's.
 type Impossible = (FaultPoint, [&'static [u64]; 2]);
-/// A word of the control block, how far to the left the bits are that are flipped in it, the bits, and the
-/// checks of which one is named.
+/// A word of the control block, the shift of the flipped bits, the bits, and the checks of which
+/// the record names one.
 type Spoilt = (u32, u32, u32, &'static [u64]);
 
-/// The driver and the hypervisor refuse by themselves.
+/// Refusals by the driver and the hypervisor themselves.
 const REFUSALS: &[Refused] = &[
     (FaultPoint::BeforeSvme, Code::InjectedFault),
     (FaultPoint::AfterSvme, Code::InjectedFault),
@@ -65,17 +66,18 @@ const REFUSALS: &[Refused] = &[
     (FaultPoint::BeforeRun, Code::InjectedFault),
 ];
 
-/// The hypervisor fails on the way in.
+/// Failures of the hypervisor on the way in.
 const FAILURES_ON_ENTRY: &[Failure] = &[
     (FaultPoint::EntryPageFault, Code::HostException, "exception 14"),
     (FaultPoint::EntryPanic, Code::HostPanic, "injected: entry"),
 ];
 
-/// The processor refuses the control block; the number is the check that it failed.
+/// Control blocks that the processor refuses. The number is that of the failed check.
 const REFUSED_BY_PROCESSOR: &[Impossible] = &[
     (FaultPoint::RunAsidZero, [&[13], INVALID_CONTROLS]),
     (FaultPoint::RunNoIntercept, [&[12], INVALID_CONTROLS]),
-    // QEMU overwrites the guest's state when it refuses: what was wrong can then not be told any more.
+    // QEMU overwrites the guest's state when it refuses. The wrong part can then not be found any
+    // more.
     (FaultPoint::RunCr0, [&[3, 0], &[Refusal::Cr0Fixed as u64]]),
     (FaultPoint::RunCr4, [&[5, 0], &[Refusal::Cr4Fixed as u64]]),
     (FaultPoint::RunEfer, [&[1, 0], &[Refusal::EferLma as u64]]),
@@ -85,7 +87,7 @@ const REFUSED_BY_PROCESSOR: &[Impossible] = &[
 
 const INVALID_CONTROLS: &[u64] = &[Refusal::InvalidControls as u64];
 
-/// Every other class of checks (APM vol. 2, 15.5.1).
+/// Every other class of checks of VMRUN (APM vol. 2, 15.5.1).
 const SPOILT_SVM: &[Spoilt] = &[
     (0x558, 0, 1 << 29, &[2, 0]),
     (0x568, 32, 1, &[6, 0]),
@@ -94,9 +96,12 @@ const SPOILT_SVM: &[Spoilt] = &[
     (0xA8, 0, 1 << 31 | 1 << 8, &[14, 0]),
 ];
 
-/// The same of VM entry (SDM volume 3, "VM entries"), in the manual's order: control fields, host state, MSRs
-/// to be loaded, the guest's registers, segments, tables, RFLAGS, and what is no register. Not SS: an interrupt of
-/// user mode loads null, and a segment that cannot be used is not checked. Bochs enters with a RIP that is not canonical.
+/// Every other class of checks of VM entry (SDM volume 3, "VM entries"), in the manual's order:
+/// control fields, host state, MSRs to be loaded, the guest's registers, segments, tables, RFLAGS,
+/// and state outside registers.
+///
+/// SS is missing: an interrupt of user mode loads null, and an unusable segment is not checked.
+/// Bochs enters with a RIP that is not canonical.
 const SPOILT_VMX: &[Spoilt] = &[
     (0x201A, 0, 1 << 3, INVALID_CONTROLS), // EPT pointer: length of the walk
     (0x6C02, 60, 1, &[Refusal::InvalidHostState as u64]), // host CR3
@@ -118,7 +123,7 @@ const SPOILT_VMX: &[Spoilt] = &[
     (0x2800, 0, 1, &[Refusal::LinkPointer as u64]),
 ];
 
-/// The hypervisor fails while it answers an exit; its record says so in these words.
+/// Failures of the hypervisor while it answers an exit, with the words of its record.
 const FAILURES_IN_EXITS: &[Failure] = &[
     (FaultPoint::ExitPageFault, Code::HostException, "exception 14"),
     (FaultPoint::ExitGeneralProtection, Code::HostException, "exception 13"),
@@ -129,10 +134,11 @@ const FAILURES_IN_EXITS: &[Failure] = &[
     QUICK,
 ];
 
-/// In the answer to a hypercall, which saves no vector register; it spoils what an earlier exit has saved.
+/// A failure in the answer to a hypercall, which saves no vector register. The failure destroys
+/// registers that an earlier exit has saved.
 const QUICK: Failure = (FaultPoint::QuickPageFault, Code::HostException, "exception 14");
 
-/// The processor refuses to go on.
+/// State with which the processor refuses to go on.
 const CORRUPTIONS_SVM: &[Failure] = &[
     (FaultPoint::ExitCorruptControl, Code::InvalidGuestState, "check 13"),
     (FaultPoint::ExitCorruptState, Code::InvalidGuestState, "refused control block: check 1,"),
@@ -149,8 +155,9 @@ fn corruptions() -> Result<&'static [Failure]> {
     })
 }
 
-/// Whether a crash has the exit code of a hypercall: VMEXIT_VMMCALL, or VMX's reason 18; on AMD the question for a CPU's
-/// mode is VMEXIT_MSR. One of a refused entry is VMEXIT_INVALID, or the reason has one of two bits that say so.
+/// Returns true if a crash has the exit code of a hypercall: VMEXIT_VMMCALL, or VMX's reason 18. On
+/// AMD the question for a CPU's mode is VMEXIT_MSR. A refused entry has VMEXIT_INVALID, or a reason
+/// with one of two bits for that.
 fn is_right_exit(vendor: Vendor, code: Code, exit_code: u64) -> bool {
     match (vendor, code) {
         (Vendor::Amd, Code::InvalidGuestState) => exit_code == u64::MAX,
@@ -171,7 +178,7 @@ const LOAD_FAILURES: &[Refused] = &[
     (FaultPoint::LoadImage, Code::BadImage),
 ];
 
-/// Those that have a test of their own.
+/// Fault points that have a test of their own.
 const SINGLE: &[FaultPoint] = &[
     FaultPoint::None,
     FaultPoint::Facts,
@@ -206,7 +213,7 @@ fn no_fault_point_is_left_out() {
     assert_eq!(defined, Vec::<u32>::new(), "these fault points have no test");
 }
 
-/// Every code that a test here meets is explained.
+/// Returns the explanation of every code that these tests meet.
 fn explanations() -> String {
     let codes = [
         Code::InjectedFault,
@@ -226,7 +233,7 @@ fn explanations() -> String {
 fn a_failed_load_leaves_nothing() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     subject.must(&[&explanations()])?;
-    // Image, information, an area for each CPU; and memory for each CPU.
+    // Memory for the image, the information and an area for each CPU, and memory for each CPU.
     let passages = |point: FaultPoint| match point {
         FaultPoint::LoadContiguous => 2 + CPUS,
         FaultPoint::LoadMemory => CPUS,
@@ -246,7 +253,8 @@ fn a_failed_load_leaves_nothing() -> Result<()> {
     subject.finish()
 }
 
-/// Attach with a point armed on `cpu`: refused there, and everything as before. Returns the status.
+/// Attaches with a point armed on `cpu`, checks the refusal there, and that everything is as
+/// before. Returns the status.
 fn refuse(subject: &mut Subject, point: FaultPoint, code: Code, cpu: u32) -> Result<Value> {
     println!("{point:?} on CPU {cpu}");
     let arm = arm(point, Some(cpu), 1);
@@ -268,7 +276,7 @@ fn failure_on_entry(subject: &mut Subject, (point, code, message): Failure, cpu:
     subject.recovers_from_crash()
 }
 
-/// Each row on each CPU; on one, another each time, where there is no time for more.
+/// Runs each row on each CPU, or on one CPU, another one each time, where time is short.
 fn on_all_cpus<R: Copy>(spec: Spec, rows: &[R], one: fn(&mut Subject, R, u32) -> Result<()>) -> Result<()> {
     let mut subject = Subject::boot(spec, CPUS)?;
     let cpus = subject.cpus();
@@ -297,7 +305,7 @@ fn refused_by_processor(subject: &mut Subject, (point, checks): Impossible, cpu:
     subject.attaches_again(&[])
 }
 
-/// The log names one of these checks.
+/// Checks that the log names one of these checks.
 fn names_the_check(subject: &Subject, checks: &[u64]) -> Result<()> {
     let events = subject.events("invalid-state")?;
     let check = events.last().and_then(|event| hex(&event["arguments"][0]));
@@ -317,7 +325,7 @@ fn spoilt(subject: &mut Subject, (word, shift, bits, checks): Spoilt, cpu: u32) 
     subject.attaches_again(&[])
 }
 
-/// The first few of them; each is tried with the long tests.
+/// Rolls back the first few refused states. The long tests try all of them.
 #[test]
 #[ignore = "long"]
 fn refused_state_is_rolled_back() -> Result<()> {
@@ -354,7 +362,7 @@ fn what_the_processor_refuses_is_rolled_back_on_qemu_7() -> Result<()> {
     on_all_cpus(plain(), REFUSED_BY_PROCESSOR, refused_by_processor)
 }
 
-/// The record of a crash on `cpu`: what, where, and with which registers.
+/// Checks the record of a crash on `cpu`: the code, the place, and the registers.
 fn check_crash(subject: &Subject, status: &Value, cpu: u32, code: Code, message: &str) -> Result<()> {
     same("state", status["state"].as_str(), Some("crashed"))?;
     let crash = &status["cpus"][cpu as usize]["crash"];
@@ -374,7 +382,7 @@ fn check_crash(subject: &Subject, status: &Value, cpu: u32, code: Code, message:
     Ok(())
 }
 
-/// From the crash to the driver's line about all CPUs being native, in the machine's seconds.
+/// Returns the machine's seconds from the crash to the driver's line that all CPUs are native.
 fn seconds_to_follow(subject: &Subject, said: &str) -> Result<f64> {
     let end = said.split_once(']').and_then(|(stamp, _)| stamp.trim_start_matches('[').trim().parse().ok());
     let crash = subject.events("crash")?;
@@ -382,15 +390,16 @@ fn seconds_to_follow(subject: &Subject, said: &str) -> Result<f64> {
     Ok(end.unwrap_or(f64::MAX) - start.unwrap_or(0.0))
 }
 
-/// A failure beneath an attached machine, at the hypercall that arming itself ends with. Nobody asks: the
-/// other CPUs follow by themselves.
+/// Makes the hypervisor fail under an attached machine, at the hypercall that ends the arming. The
+/// other CPUs leave by themselves, without a request.
 fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: u32) -> Result<()> {
     println!("{point:?} on CPU {cpu}");
     let followed = format!("until dmesg | grep 'crashed on CPU {cpu} '; do sleep 0.3; done");
     let lines = ["dmesg -C", "mercury attach", &arm(point, Some(cpu), 1), &followed];
     let said = subject.must(&lines)?.text;
     let seconds = seconds_to_follow(subject, &said)?;
-    // The kernel's clock and the TSC drift apart a little, in an emulator whose clock is the host's.
+    // The kernel's clock and the TSC drift apart a little, in an emulator whose clock is the
+    // host's.
     same(&format!("the others followed in {seconds:.3} s"), (-0.1..2.0).contains(&seconds), true)?;
     let status = subject.is_as_before()?;
     check_crash(subject, &status, cpu, code, message)?;
@@ -398,7 +407,7 @@ fn failure_in_exit(subject: &mut Subject, (point, code, message): Failure, cpu: 
     let exit_code = hex(&crash["exit_code"]).unwrap_or_default();
     let right = is_right_exit(subject.machine.vendor(), code, exit_code);
     same(&format!("exit code {exit_code:#x}"), right, true)?;
-    // It was in the driver's text.
+    // The instruction was in the driver's text.
     let rip = hex(&crash["guest"]["rip"]).unwrap_or(0);
     same(&format!("RIP {rip:#x} is a module's"), rip >= 0xFFFF_FFFF_C000_0000, true)?;
     subject.recovers_from_crash()
@@ -410,7 +419,8 @@ fn the_machine_runs_on_after_every_failure_in_an_exit() -> Result<()> {
     on_all_cpus(plain(), FAILURES_IN_EXITS, failure_in_exit)
 }
 
-/// Programs have their vector registers in the processor while a hypercall is answered beneath them.
+/// Leaves programs' vector registers alone, which are in the processor while the hypervisor answers
+/// a hypercall.
 #[test]
 #[ignore = "long"]
 fn a_failure_in_a_hypercall_leaves_vector_registers_alone() -> Result<()> {
@@ -439,7 +449,7 @@ fn the_machine_runs_on_after_a_corruption_on_qemu_7() -> Result<()> {
     on_all_cpus(plain(), CORRUPTIONS_SVM, failure_in_exit)
 }
 
-/// Detach does what it was asked for: every CPU is native.
+/// Detaches all CPUs although the hypervisor fails: every CPU is native.
 fn failure_in_detach(subject: &mut Subject, (point, code, message): Failure, cpu: u32) -> Result<()> {
     println!("{point:?} on CPU {cpu}");
     let lines = ["mercury attach", &arm(point, Some(cpu), 1), "mercury --json detach"];
@@ -455,7 +465,7 @@ fn detach_succeeds_even_if_it_fails() -> Result<()> {
     on_all_cpus(plain(), FAILURES_IN_DETACH, failure_in_detach)
 }
 
-/// The other emulator, with x2APIC, and with a nested map of 2 MiB pages: each point once.
+/// Tries each point once on the newer QEMU, with x2APIC, and with a nested map of 2 MiB pages.
 #[test]
 #[ignore = "long"]
 fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
@@ -485,7 +495,7 @@ fn the_same_on_a_newer_qemu_with_x2apic() -> Result<()> {
 fn a_cpu_in_the_wrong_mode_after_the_switch_is_noticed() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     for cpu in subject.cpus() {
-        // The check passes once for each CPU, on whichever CPU the command runs.
+        // The check runs once for each CPU, on whichever CPU the command runs.
         subject.attach_is_refused(&[&arm(FaultPoint::AfterSwitch, None, cpu + 1)], Code::WrongMode, cpu)?;
         subject.is_as_before()?;
         subject.attaches_again(&[])?;
@@ -494,7 +504,7 @@ fn a_cpu_in_the_wrong_mode_after_the_switch_is_noticed() -> Result<()> {
     subject.finish()
 }
 
-/// A CPU that refuses when it comes online stays native, and can be attached later.
+/// Leaves a CPU native that refuses when it comes online. The CPU can be attached later.
 fn hotplug(subject: &mut Subject) -> Result<()> {
     println!("Hotplug");
     let last = CPUS - 1;
@@ -518,8 +528,8 @@ fn hotplug(subject: &mut Subject) -> Result<()> {
     crash_and_gone(subject, last, &online)
 }
 
-/// A CPU on which the hypervisor crashed goes offline before anybody has looked: it is looked at all the
-/// same, and comes back native.
+/// Takes a CPU offline on which the hypervisor has just crashed. The driver reads the crash all the
+/// same, and the CPU comes back native.
 fn crash_and_gone(subject: &mut Subject, cpu: u32, online: &str) -> Result<()> {
     println!("a crash on CPU {cpu}, which goes");
     let lines = [
@@ -535,8 +545,8 @@ fn crash_and_gone(subject: &mut Subject, cpu: u32, online: &str) -> Result<()> {
     subject.recovers_from_crash()
 }
 
-/// A vector that nobody sent, as if it had been in delivery: the kernel takes it for a request to
-/// reschedule. `touch` exits with interrupts on.
+/// Delivers a vector that no CPU sent, as if it had been in delivery. The kernel takes it for a
+/// request to reschedule. `touch` exits with interrupts on.
 fn event_in_delivery(subject: &mut Subject, cpu: u32, touch: &str) -> Result<()> {
     println!("ExitEvent on CPU {cpu}");
     subject.must(&["mercury attach", &arm(FaultPoint::ExitEvent, Some(cpu), 1), touch])?;
@@ -548,8 +558,8 @@ fn event_in_delivery(subject: &mut Subject, cpu: u32, touch: &str) -> Result<()>
     subject.is_as_before().map(drop)
 }
 
-/// With 2 MiB pages the nested map ends with the machine's own memory and is extended on demand: a user's first
-/// touch of what lies beyond is an exit, of this code.
+/// Describes a machine with a nested map of 2 MiB pages, which ends with the machine's own memory
+/// and is extended on demand. A program's first access beyond it is an exit of the returned code.
 fn with_small_map() -> Result<(Spec, u64)> {
     Ok(match Platform::chosen()?.vendor() {
         Vendor::Amd => (plain().cpu_feature("-pdpe1gb"), 0x400),
@@ -557,7 +567,8 @@ fn with_small_map() -> Result<(Spec, u64)> {
     })
 }
 
-/// An exit in the midst of a user's program, which ends in a departure: back by IRETQ.
+/// Hides a failure from the user's program in whose midst the exit occurs: the CPU departs and
+/// returns by IRETQ.
 #[test]
 #[ignore = "long"]
 fn a_failure_beneath_user_mode_goes_unnoticed_there() -> Result<()> {
@@ -572,7 +583,7 @@ fn a_failure_beneath_user_mode_goes_unnoticed_there() -> Result<()> {
     for (point, code, message) in [FAILURES_IN_EXITS[0], FAILURES_IN_EXITS[4], UNKNOWN] {
         for cpu in subject.cpus() {
             println!("{point:?} on CPU {cpu}");
-            // Arming ends with one hypercall; the program's exit is the next.
+            // Arming ends with one hypercall; the program's exit is the next one.
             subject.must(&["mercury attach", &touch(cpu), &arm(point, Some(cpu), 2), &touch(cpu)])?;
             let status = subject.is_as_before()?;
             check_crash(&subject, &status, cpu, code, message)?;

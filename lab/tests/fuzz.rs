@@ -1,5 +1,5 @@
-//! Nonsense at both interfaces: errors only, never a warning or a crash, and everything works afterwards.
-//! `MERCURY_FUZZ_SEED` chooses another run.
+//! Random input at both interfaces. It leads to errors only, never to a warning or a crash, and
+//! everything works afterwards. `MERCURY_FUZZ_SEED` chooses another run.
 
 #![allow(clippy::unwrap_used)]
 
@@ -51,7 +51,7 @@ fn hypercalls() -> Result<()> {
     let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(768))?;
     load_test_module(&machine)?;
     load(&machine)?;
-    // Attached all the time, from both CPUs at once; then while they change sides; then native.
+    // Attached all the time, from both CPUs at once; then while they switch; then native.
     machine.mercury("attach")?;
     let calls = |cpu: usize, seed: u64| format!("mercury-workload kernel --on {cpu} hypercall {seed} 20000");
     let both = |seed: u64| Ok([machine.spawn(&calls(0, seed))?, machine.spawn(&calls(1, seed + 1))?]);

@@ -1,4 +1,5 @@
-//! What the hypervisor's machine code must not contain, read from the image that machines get.
+//! Instructions that the hypervisor's machine code must not contain, checked in the image that
+//! machines get.
 
 #![allow(clippy::unwrap_used, reason = "a test ends where it fails")]
 
@@ -11,12 +12,12 @@ use std::{
 
 use mercury_lab::{driver::Variant, hypervisor};
 
-/// Disassembly of each function by its symbol.
+/// Returns the disassembly of each function by its symbol.
 fn functions() -> BTreeMap<String, Vec<String>> {
     functions_of(Variant::Production)
 }
 
-/// The images, made once: while one is made anew nobody can read it.
+/// The images, made once, since no test can read an image while it is made anew.
 static IMAGES: LazyLock<[PathBuf; 2]> =
     LazyLock::new(|| Variant::ALL.map(|variant| hypervisor::build(variant).unwrap()));
 
@@ -47,7 +48,7 @@ fn named<'a>(functions: &'a BTreeMap<String, Vec<String>>, part: &str) -> &'a st
     name
 }
 
-/// A function and all that it calls by name.
+/// Returns a function and all functions that it calls by name.
 fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) -> Vec<&'a str> {
     let mut found = vec![from];
     let mut next = 0;
@@ -59,7 +60,7 @@ fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) ->
             let Some((target, _)) = target.and_then(|target| functions.get_key_value(target)) else {
                 continue;
             };
-            // An exception's way out does not come back.
+            // The exit path of an exception does not return.
             if transfers && !found.contains(&target.as_str()) && !target.contains("emergency") {
                 found.push(target);
             }
@@ -69,12 +70,14 @@ fn reachable<'a>(functions: &'a BTreeMap<String, Vec<String>>, from: &'a str) ->
     found
 }
 
-/// What runs while the vector registers are the system's: the answer to the driver's hypercalls, and what an
-/// exception does before it goes on where it struck, which may be there.
+/// Functions that run while the vector registers are the system's: the answer to the driver's
+/// hypercalls, and the part of an exception before it goes on at the interrupted instruction, which
+/// may be in such code.
 const WITH_LIVE_VECTORS: &[&str] =
     &["3svm5quick10quick_exit", "3vmx5quick10quick_exit", "exceptions7recover"];
 
-/// The world switch saves vector registers only for exits that are not hypercalls of the driver.
+/// Uses no live vector register. The world switch saves vector registers only for exits that are
+/// not hypercalls of the driver.
 #[test]
 fn live_vector_registers_are_not_used() {
     for functions in Variant::ALL.map(functions_of) {
@@ -87,8 +90,8 @@ fn live_vector_registers_are_not_used() {
     }
 }
 
-/// A panic is compiled code that runs before anybody could save vector registers. Builds with assertions do
-/// have panics there.
+/// Panics nowhere with live vector registers: a panic is compiled code that runs before the
+/// registers could be saved. Builds with assertions do have panics there.
 #[test]
 fn nothing_panics_with_live_vector_registers() {
     let functions = functions();
@@ -98,8 +101,8 @@ fn nothing_panics_with_live_vector_registers() {
     }
 }
 
-/// An exception that is the end of an attachment saves the vector registers, if nobody has, before compiled
-/// code that may use them runs: the way out restores them.
+/// Saves the vector registers in an exception that ends an attachment, unless they are saved
+/// already, before compiled code that may use them runs. The exit path restores them.
 #[test]
 fn a_fatal_exception_saves_live_vector_registers() {
     for functions in Variant::ALL.map(functions_of) {
@@ -126,8 +129,8 @@ fn a_fatal_exception_saves_live_vector_registers() {
     }
 }
 
-/// A machine check may strike between any two instructions of the hypervisor, so an exit settles the one before
-/// it in a single one.
+/// Settles an earlier exit in a single instruction, since a machine check may strike between any
+/// two instructions of the hypervisor.
 #[test]
 fn a_machine_check_is_settled_in_one_instruction() {
     let word = format!("{:#x}(", std::mem::offset_of!(mercury_abi::gate::GateBlock, machine_check));
@@ -144,7 +147,7 @@ fn a_machine_check_is_settled_in_one_instruction() {
     }
 }
 
-/// IRET would unblock NMIs that the system has blocked (HARDWARE A-35).
+/// Returns nowhere by IRET, which would unblock NMIs that the system has blocked (HARDWARE A-35).
 #[test]
 fn nothing_returns_by_iret() {
     let returns =
@@ -152,7 +155,8 @@ fn nothing_returns_by_iret() {
     assert_eq!(returns, None);
 }
 
-/// The hypervisor's IF holds interrupts back while GIF is 0 for KVM: it is set for a guest of KVM's alone.
+/// Sets the hypervisor's IF only for a guest of KVM's. While GIF is 0 for KVM, the clear IF holds
+/// interrupts back.
 #[test]
 fn interrupts_are_let_in_for_guests_alone() {
     for functions in Variant::ALL.map(functions_of) {
@@ -167,13 +171,13 @@ fn interrupts_are_let_in_for_guests_alone() {
     }
 }
 
-/// Instructions that begin with a V and have nothing to do with vectors.
+/// Instructions that begin with a V and are no vector instructions.
 const VIRTUALIZATION: [&str; 14] = [
     "vmrun", "vmload", "vmsave", "verr", "verw", "vmxon", "vmxoff", "vmclear", "vmptrld", "vmread",
     "vmwrite", "vmlaunch", "vmresume", "vmcall",
 ];
 
-/// The upper halves of vector registers are the system's, always.
+/// Never touches the upper halves of vector registers, which are always the system's.
 #[test]
 fn nothing_touches_what_is_not_saved() {
     for (name, lines) in functions() {
@@ -221,12 +225,13 @@ impl Code {
         *self.at.range(address + 1..).next().unwrap().0
     }
 
-    /// The instructions from here on, one after the other as they lie in memory.
+    /// Returns the instructions from an address on, as they lie in memory.
     fn from(&self, address: u64) -> impl Iterator<Item = (u64, &str)> {
         self.at.range(address..).map(|(address, text)| (*address, text.as_str()))
     }
 
-    /// A call that only fills the return predictor: its target is behind a breakpoint.
+    /// Returns the target of a call that only fills the return predictor: the target is after a
+    /// breakpoint.
     fn fills(&self, address: u64) -> Option<u64> {
         let trap = self.after(address);
         let behind = self.after(trap);
@@ -234,8 +239,8 @@ impl Code {
         (calls && target(&self.at[&address]) == Some(behind)).then_some(behind)
     }
 
-    /// Where execution can go on after this instruction, which must be no return, no indirect branch, and no call but
-    /// one that fills.
+    /// Returns the addresses at which execution can go on after this instruction. The instruction
+    /// must be no return, no indirect branch, and no call but one that fills the predictor.
     fn next(&self, address: u64) -> Vec<u64> {
         let text = self.at[&address].as_str();
         assert!(
@@ -253,7 +258,8 @@ impl Code {
         }
     }
 
-    /// All addresses that can be reached from here without passing an instruction that is the `end` of a way.
+    /// Returns all addresses that can be reached from here without passing an instruction that is
+    /// the `end` of a way.
     fn ways(&self, from: u64, end: impl Fn(u64) -> bool) -> (BTreeSet<u64>, BTreeSet<u64>) {
         let (mut found, mut ends, mut open) = (BTreeSet::new(), BTreeSet::new(), vec![from]);
         while let Some(address) = open.pop() {
@@ -266,8 +272,8 @@ impl Code {
         (found, ends)
     }
 
-    /// Whether this instruction asks if compiled code may map the system's memory: behind it, whoever it may not is held
-    /// up until the answer is certain.
+    /// Returns true if this instruction asks whether compiled code may map the system's memory. If
+    /// not, the code after it waits until the answer is certain.
     fn asks(&self, address: u64) -> bool {
         let mut lines = self.from(address).map(|(_, text)| text);
         let question =
@@ -275,9 +281,10 @@ impl Code {
         question && lines.next().is_some_and(|line| line.starts_with("jne")) && lines.next() == Some("lfence")
     }
 
-    /// Checks that an exit whose first instructions are at `from` runs without calls, returns and indirect branches until
-    /// it enters the guest again, by one of `entries`, or has asked; and that predictions are forgotten before the first
-    /// call of one that is told that memory may be mapped. Returns what it asks.
+    /// Checks that an exit whose first instructions are at `from` runs without calls, returns and
+    /// indirect branches until it enters the guest again by one of `entries`, or has asked. Checks
+    /// also that predictions are discarded before the first call of an exit that may map memory.
+    /// Returns the question.
     fn check_exit(&self, from: u64, entries: &[&str]) -> &str {
         let enters = |address: u64| entries.contains(&self.at[&address].as_str());
         let (_, ends) = self.ways(from, |address| enters(address) || self.asks(address));
@@ -304,20 +311,21 @@ impl Code {
     }
 }
 
-/// Where a branch goes.
+/// Returns the target of a branch.
 fn target(instruction: &str) -> Option<u64> {
     let operand = instruction.split_whitespace().nth(1)?;
     u64::from_str_radix(operand, 16).ok()
 }
 
-/// What user mode and guests can force is answered without a return and without an indirect branch (HARDWARE A-18), from
-/// VMRUN to the next VMRUN. Before anything else is called predictions are forgotten, if memory may be mapped.
+/// Answers exits that user mode and guests can force without a return and without an indirect
+/// branch (HARDWARE A-18), from VMRUN to the next VMRUN. Predictions are discarded before any call,
+/// if memory may be mapped.
 #[test]
 fn forced_exits_run_straight() {
     for variant in Variant::ALL {
         let code = Code::of(variant);
         let run = code.start("3svm3run6switch3run");
-        // Of the system, and of its guests.
+        // The loops of the system and of its guests.
         for function in [run, code.start("3svm3run6switch3kvm")] {
             let end = code.starts.values().copied().filter(|start| *start > function).min().unwrap();
             let entries: Vec<_> =
@@ -337,22 +345,22 @@ fn forced_exits_run_straight() {
 
 const VMX_ENTRIES: &[&str] = &["vmresume", "vmlaunch"];
 
-/// The same on Intel, where CPUID is what everybody forces: from the exit to the next entry, what an NMI on the
-/// way takes included; and an entry that failed.
+/// Answers CPUID in the same way on Intel, where every program forces its exit. The path goes from
+/// the exit to the next entry, with an NMI on the way, and includes a failed entry.
 #[test]
 fn forced_exits_run_straight_on_intel() {
     for variant in Variant::ALL {
         let code = Code::of(variant);
         let exit = code.start("3vmx3run6switch4exit");
         code.check_exit(exit, VMX_ENTRIES);
-        // Entries that fail fall through.
+        // Failed entries fall through.
         code.check_exit(exit, &[]);
         let answered = code.from(exit).position(|(_, text)| text.starts_with("jmp")).unwrap();
         assert!(answered < 60, "{answered} instructions");
     }
 }
 
-/// What the system's memory has left in the processor's buffers is overwritten before user mode or a guest runs again.
+/// Overwrites the system's data in the processor's buffers before user mode or a guest runs again.
 #[test]
 fn buffers_are_emptied_before_the_guest() {
     for variant in Variant::ALL {
@@ -371,8 +379,8 @@ fn buffers_are_emptied_before_the_guest() {
     }
 }
 
-/// Beneath a snapshot the return predictor alone is made harmless, on Intel's processors: nothing that answers an exit may
-/// branch indirectly, but for a panic, which is the end of an attachment.
+/// Has no indirect branch in answers to exits on Intel's processors, where under a snapshot only
+/// the return predictor is made harmless. A panic, which ends an attachment, may have one.
 #[test]
 fn answers_to_exits_have_no_indirect_branch() {
     let functions = functions();
@@ -386,7 +394,7 @@ fn answers_to_exits_have_no_indirect_branch() {
     }
 }
 
-/// The driver applies nothing else at load.
+/// Has only relative relocations, since the driver applies no others at load.
 #[test]
 fn relocations_are_relative() {
     let elf = image(Variant::Production).with_extension("elf");
@@ -398,7 +406,7 @@ fn relocations_are_relative() {
     assert!(kinds.iter().all(|kind| **kind == "R_X86_64_RELATIVE"), "{kinds:?}");
 }
 
-/// Small enough to be pre-cached on every machine: text, data and stand-in pages.
+/// Keeps text, data and stand-in pages small enough to be pre-cached on every machine.
 #[test]
 fn image_is_small() {
     let image = std::fs::read(image(Variant::Production)).unwrap();

@@ -1,5 +1,5 @@
-//! What only a kernel can try, by the test module: a CPU that takes no interrupts, NMIs, MSRs, and the
-//! hypervisor's own memory.
+//! Tests that only a kernel can run, by the test module: a CPU that takes no interrupts, NMIs,
+//! MSRs, and the hypervisor's own memory.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! NMIs at every moment of attach and detach: in a storm; `steps.rs` has one at each step.
+//! A storm of NMIs during attach and detach. `steps.rs` has one NMI at each step.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -16,7 +16,8 @@ use crate::{
 
 const CYCLES: u32 = 300;
 
-/// CPU 0 gets NMIs from outside, and each CPU from another, while all of them switch.
+/// Loses no NMI and is disturbed by none. CPU 0 gets NMIs from outside, and each CPU from another,
+/// while all CPUs switch.
 #[test]
 #[ignore = "long"]
 fn no_nmi_is_lost_and_none_disturbs() -> Result<()> {
@@ -56,7 +57,8 @@ fn inject_until(machine: &Machine, done: &AtomicBool) -> Result<u64> {
     Ok(injected)
 }
 
-/// From each CPU to the next, in turn: how many, and how many of them never arrived.
+/// Sends NMIs from each CPU to the next, in turn. Returns the number sent, and the number that
+/// never arrived.
 fn exchange_until(machine: &Machine, done: &AtomicBool) -> Result<(u64, u64)> {
     let (mut sent, mut lost) = (0, 0);
     for cpu in (0..CPUS).cycle() {

@@ -1,5 +1,5 @@
-//! Each of attach's own checks, on facts of one CPU that were altered for it: attach refuses on that CPU,
-//! and `mercury doctor` has said so before.
+//! The checks of attach, each on altered facts of one CPU. Attach refuses on that CPU, and `mercury
+//! doctor` has predicted the refusal.
 
 use std::mem::offset_of;
 
@@ -12,7 +12,8 @@ use crate::{
     subject::{Subject, hex, same},
 };
 
-/// A word of the facts: the quantity's name in `mercury facts`, which half of it, and how it is altered.
+/// An altered word of the facts: the quantity's name in `mercury facts`, the half of the word, and
+/// the alteration.
 struct Row {
     code: Code,
     field: &'static str,
@@ -69,8 +70,9 @@ const ROWS: &[Row] = &[
     row!(CpusDiffer, cpuid_8000_000a.edx, |edx| edx ^ 1 << 7),
 ];
 
-/// TSC_RATIO only counts where the processor has it, which takes a second altered word; the rest are
-/// Intel's, which this machine is not (`switch/preflight/src/tests_intel.rs`).
+/// Checks that unit tests cover. TSC_RATIO only counts where the processor has it, which takes a
+/// second altered word. The others are Intel's, which this machine is not
+/// (`switch/preflight/src/tests_intel.rs`).
 const UNIT_TESTED: &[Code] = &[
     Code::TscRatio,
     Code::NoVmx,
@@ -111,7 +113,7 @@ fn every_check_refuses_and_doctor_says_so_before() -> Result<()> {
     let mut subject = Subject::boot(plain(), CPUS)?;
     let facts = subject.machine.mercury("facts")?;
     for (row, cpu) in ROWS.iter().zip((0..CPUS).cycle()) {
-        // The first CPU is what the others are compared with.
+        // The other CPUs are compared with the first one.
         let cpu = if row.code == Code::CpusDiffer { CPUS - 1 } else { cpu };
         println!("{} on CPU {cpu}", row.code.name());
         doctor_predicts(&subject, row, &row.arm(cpu, &facts["cpus"][cpu as usize]))?;

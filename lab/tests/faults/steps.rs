@@ -1,6 +1,6 @@
-//! One NMI at each step of attach and detach: QEMU's debugger stops the processor at an instruction of the
-//! gate or of the hypervisor, an NMI is injected there, and the processor goes on. The system must get each
-//! of them, once.
+//! One NMI at each step of attach and detach. QEMU's debugger stops the processor at an instruction
+//! of the gate or of the hypervisor, an NMI is injected there, and the processor goes on. The
+//! system must get each NMI exactly once.
 
 use std::{
     io::{Read, Write},
@@ -17,7 +17,7 @@ const CLGI: &[u8] = &[0x0F, 0x01, 0xDD];
 const STGI: &[u8] = &[0x0F, 0x01, 0xDC];
 const VMRUN: &[u8] = &[0x0F, 0x01, 0xD8];
 const FAR_RETURN: &[u8] = &[0x48, 0xCB];
-/// Of the gate's block, as `switch/driver/mercury_abi.h` has it.
+/// Offsets in the gate's block, as in `switch/driver/mercury_abi.h`.
 const GATE_ENTRY_VIRT: u64 = 16;
 const RDI: usize = 5;
 
@@ -42,7 +42,7 @@ fn nmis(machine: &Machine) -> Result<u64> {
     count.parse().map_err(|_| Error::Unhealthy(format!("no count of NMIs: {count}")))
 }
 
-/// Attaches and detaches once; does something when the processor arrives at `address`.
+/// Attaches and detaches once. Calls `act` when the processor arrives at `address`.
 fn switch_with<T>(
     machine: &Machine,
     debugger: &mut Debugger,
@@ -61,7 +61,7 @@ fn switch_with<T>(
     Ok(result)
 }
 
-/// Where the processor is stopped, in the order in which it comes there.
+/// Returns the instructions at which the processor is stopped, in the order of execution.
 fn steps(machine: &Machine, debugger: &mut Debugger) -> Result<Vec<(String, u64)>> {
     let enter = kernel_symbol(machine, "mercury_svm_enter")?;
     let leave = kernel_symbol(machine, "mercury_svm_leave")?;
@@ -74,7 +74,7 @@ fn steps(machine: &Machine, debugger: &mut Debugger) -> Result<Vec<(String, u64)
     let image = area.1 - symbol(&symbols, "mercury_entry_svm")?;
     let run = image + symbol(&symbols, "3svm3run6switch3run")?;
     let (gate_in, gate_out) = (text(debugger, enter, 160)?, text(debugger, leave, 512)?);
-    // The hypervisor's text is mapped in the kernel too, to be read.
+    // The kernel maps the hypervisor's text too, for reading.
     let vmrun = run + find(&text(debugger, run, 256)?, VMRUN)?;
     let stgi = leave + find(&gate_out, STGI)?;
     let steps = [
@@ -99,7 +99,7 @@ fn kernel_symbol(machine: &Machine, name: &str) -> Result<u64> {
     u64::from_str_radix(&address, 16).map_err(|_| Error::Unhealthy(format!("{name} is at {address:?}")))
 }
 
-/// Offsets of the image's functions.
+/// Returns the offsets of the image's functions.
 fn image_symbols() -> Result<Vec<(String, u64)>> {
     let elf = hypervisor::build(Variant::Production)?.with_extension("elf");
     let output = Command::new("nm").arg(elf).output().unwrap();
@@ -128,11 +128,12 @@ fn find(text: &[u8], instruction: &[u8]) -> Result<u64> {
     at.map(|at| at as u64).ok_or_else(|| Error::Unhealthy(format!("no {instruction:x?} in {text:x?}")))
 }
 
-/// The little of gdb's remote protocol that this needs: packets `$data#checksum`, each acknowledged by `+`.
+/// The part of gdb's remote protocol that this test needs: packets `$data#checksum`, each
+/// acknowledged by `+`.
 struct Debugger(TcpStream);
 
 impl Debugger {
-    /// Connects; the machine stops for it, and goes on.
+    /// Connects to the debugger. The machine stops for the connection, and goes on.
     fn connect(machine: &Machine) -> Result<Self> {
         let port = machine.gdb_port().unwrap();
         let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -148,8 +149,8 @@ impl Debugger {
         self.0.write_all(format!("${packet}#{sum:02x}").as_bytes()).unwrap();
     }
 
-    /// The answer to a packet. A report of a stop may come before it: QEMU sends one of its own accord when
-    /// it stops for the connection, or not, if it was asked before.
+    /// Returns the answer to a packet. A report of a stop may come first: QEMU sends one when it
+    /// stops for the connection, unless it was asked before.
     fn ask(&mut self, packet: &str) -> Result<String> {
         self.send(packet);
         let mut answer = self.receive()?;
@@ -187,7 +188,7 @@ impl Debugger {
         Ok(())
     }
 
-    /// Stops the machine wherever it is.
+    /// Stops the machine at whatever instruction it is.
     fn stop(&mut self) -> Result<()> {
         self.0.write_all(&[3]).unwrap();
         self.wait_stop()
@@ -209,7 +210,7 @@ impl Debugger {
     }
 }
 
-/// Answers in hexadecimal have small letters only.
+/// Returns true for a report of a stop. Hexadecimal answers have small letters only.
 fn is_stop(packet: &str) -> bool {
     packet.starts_with(['T', 'S'])
 }

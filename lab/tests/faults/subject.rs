@@ -1,4 +1,4 @@
-//! A machine that is at work while things go wrong beneath it, and what must be true after each of them.
+//! A machine at work under failures, and the conditions that must hold after each failure.
 
 use std::{fmt::Debug, time::Duration};
 
@@ -6,7 +6,7 @@ use mercury_abi::{code::Code, gate::FaultPoint};
 use mercury_lab::{Error, Machine, Result, Spec, Variant, command::Background, operator::complaints};
 use serde_json::Value;
 
-/// The machine, its work, and the state of its CPUs before anything was done to them.
+/// The machine, its work, and the first state of its CPUs.
 pub struct Subject {
     pub machine: Machine,
     cpus: u32,
@@ -14,7 +14,7 @@ pub struct Subject {
     state: String,
 }
 
-/// How a command ended and what it printed.
+/// The exit and the output of a command.
 pub struct Reply {
     pub exit: i32,
     pub text: String,
@@ -27,8 +27,8 @@ impl Reply {
     }
 }
 
-/// Computes on every CPU, and writes to the disk, reads back and compares. It rests much of the time, so
-/// that a test takes no longer than it must.
+/// Work that computes on every CPU, and writes to the disk, reads back and compares. It rests much
+/// of the time, so that a test takes no longer than necessary.
 const WORK: &str = r"
     exec {nap}<> <(:)
     nice -n 19 mercury-workload --until-file /tmp/stop compute --rest 5 > /tmp/computed & compute=$!
@@ -42,7 +42,8 @@ const WORK: &str = r"
     wait $compute || exit 1
     cat /tmp/computed";
 
-/// All that the test module can read of each CPU, with no process of its own for it.
+/// A command that reads the whole state of each CPU by the test module, without a process of its
+/// own for each.
 const STATE: &str = r#"
     exec 3<> /dev/mercury_test
     for cpu in /sys/devices/system/cpu/cpu[0-9]*; do
@@ -50,7 +51,7 @@ const STATE: &str = r#"
         while read -r line <&3; do echo "CPU ${cpu##*cpu}: $line"; done
     done"#;
 
-/// Between the replies of commands that run in one go.
+/// The separator between the replies of commands that run in one go.
 const SEPARATOR: char = '\x1e';
 
 impl Subject {
@@ -66,12 +67,12 @@ impl Subject {
         Ok(Self { machine, cpus, work, state })
     }
 
-    /// The first CPU, one in the middle, and the last.
+    /// Returns the first CPU, one in the middle, and the last.
     pub fn cpus(&self) -> Vec<u32> {
         vec![0, self.cpus / 2, self.cpus - 1]
     }
 
-    /// Runs commands one after the other, however they end.
+    /// Runs commands one after the other, successful or not.
     pub fn run(&self, lines: &[&str]) -> Result<Vec<Reply>> {
         let script: String =
             lines.iter().map(|line| format!("( {line}\n); printf '{SEPARATOR}%d{SEPARATOR}' $?\n")).collect();
@@ -85,7 +86,7 @@ impl Subject {
         Ok(replies)
     }
 
-    /// Runs commands that must succeed; what the last of them printed.
+    /// Runs commands that must succeed. Returns the last one's reply.
     pub fn must(&self, lines: &[&str]) -> Result<Reply> {
         let mut replies = self.run(lines)?;
         for (line, reply) in lines.iter().zip(&replies) {
@@ -94,7 +95,7 @@ impl Subject {
         replies.pop().ok_or(Error::Unhealthy("nothing was run".into()))
     }
 
-    /// Attach after `prepare` must be refused, with this code and on this CPU.
+    /// Checks that an attach after `prepare` is refused with this code on this CPU.
     pub fn attach_is_refused(&self, prepare: &[&str], code: Code, cpu: u32) -> Result<()> {
         let attach = "mercury --json attach";
         let replies = self.run(&[prepare, &[attach]].concat())?;
@@ -108,8 +109,8 @@ impl Subject {
         same(attach, found, (exit, Some(code.name()), Some(u64::from(cpu))))
     }
 
-    /// What must be true after everything that goes wrong: every CPU is native and in the state that it
-    /// was in before, the work goes on, and the kernel has nothing to say.
+    /// Checks the conditions after each failure: every CPU is native and in its first state, the
+    /// work goes on, and the kernel has no complaint.
     pub fn is_as_before(&mut self) -> Result<Value> {
         let status = "mercury --json status";
         let replies =
@@ -118,7 +119,7 @@ impl Subject {
         same("modes", modes(&status), vec!["native"; self.cpus as usize])?;
         same("the state of the CPUs", differences(&self.state, &replies[1].text), Vec::new())?;
         same("complaints of the kernel", complaints(&replies[2].text), Vec::new())?;
-        // An out-of-tree module that is not signed, and nothing else.
+        // The taint of an unsigned out-of-tree module, and nothing else.
         same("taint", replies[3].text.trim(), "12288")?;
         if self.work.has_ended()? {
             return Err(Error::Unhealthy(format!("the work has ended: {}", self.work.output_so_far()?)));
@@ -126,7 +127,8 @@ impl Subject {
         Ok(status)
     }
 
-    /// The next attach switches every CPU, and the next detach every CPU back. `prepare` comes before.
+    /// Checks that the next attach switches every CPU, and the next detach every CPU back.
+    /// `prepare` runs before.
     pub fn attaches_again(&self, prepare: &[&str]) -> Result<()> {
         let lines = [prepare, &["mercury --json attach", "mercury --json detach"]].concat();
         let replies = self.run(&lines)?;
@@ -139,13 +141,13 @@ impl Subject {
         Ok(())
     }
 
-    /// A hypervisor that crashed is not used again until it has been loaded afresh.
+    /// Checks that a crashed hypervisor is not used again until it has been loaded afresh.
     pub fn recovers_from_crash(&self) -> Result<()> {
         let refused = r#"mercury --json attach | grep '"code": "crashed"'; exit $((5 - PIPESTATUS[0]))"#;
         self.attaches_again(&[refused, FRESH])
     }
 
-    /// Events in the log of one kind.
+    /// Returns the events of one kind in the log.
     pub fn events(&self, kind: &str) -> Result<Vec<Value>> {
         let log = self.machine.mercury("log")?;
         let events = log["events"].as_array().cloned().unwrap_or_default();
@@ -166,22 +168,22 @@ impl Subject {
     }
 }
 
-/// Frees the hypervisor; the next attach loads it.
+/// The command that frees the hypervisor. The next attach loads it.
 pub const FRESH: &str = "mercury unload --keep-driver";
 
-/// The command that arms a point.
+/// Returns the command that arms a point.
 pub fn arm(point: FaultPoint, cpu: Option<u32>, passage: u32) -> String {
     let cpu = cpu.map(|cpu| format!("--cpu {cpu}")).unwrap_or_default();
     format!("mercury fault {} {cpu} --passage {passage}", point as u32)
 }
 
-/// What each CPU said that it is.
+/// Returns the mode that each CPU reports.
 pub fn modes(status: &Value) -> Vec<&str> {
     let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
     cpus.iter().filter_map(|cpu| cpu["mode"].as_str()).collect()
 }
 
-/// A hexadecimal number in a string.
+/// Reads a hexadecimal number from a string.
 pub fn hex(value: &Value) -> Option<u64> {
     u64::from_str_radix(value.as_str()?.trim_start_matches("0x"), 16).ok()
 }
@@ -194,7 +196,7 @@ fn differences(before: &str, now: &str) -> Vec<String> {
     changed.chain((count.0 != count.1).then(|| format!("{count:?} lines"))).collect()
 }
 
-/// An error that names what is not as it should be.
+/// Returns an error that names a wrong value.
 pub fn same<T: PartialEq + Debug>(what: &str, found: T, wanted: T) -> Result<()> {
     if found == wanted {
         return Ok(());
