@@ -1745,7 +1745,7 @@ struct mercury_snapshot_setup {
 	 * each, with a bit for each kept page, in their order. A set bit: the page is
 	 * persistent DMA memory, and is copied at the instant. 0: no such pages.
 	 */
-	u64 lasting_virt;
+	u64 persistent_virt;
 	/*
 	 * Virtual address of an array of free_count virtual addresses of bitmaps, of
 	 * MAP_BITS each, with a bit for each page of the address space. An address of 0
@@ -1783,7 +1783,7 @@ struct mercury_snapshot_setup {
 static_assert(sizeof(struct mercury_snapshot_setup) == 104);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_virt) == 0);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_count) == 8);
-static_assert(offsetof(struct mercury_snapshot_setup, lasting_virt) == 16);
+static_assert(offsetof(struct mercury_snapshot_setup, persistent_virt) == 16);
 static_assert(offsetof(struct mercury_snapshot_setup, free_virt) == 24);
 static_assert(offsetof(struct mercury_snapshot_setup, free_count) == 32);
 static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 40);
@@ -1903,12 +1903,12 @@ struct mercury_snapshot_status {
 	/* 1 if the snapshot is kept for a rollback, else 0. */
 	u32 kept;
 	/* Number of pages copied at the instant: persistent DMA memory. */
-	u64 lasting;
+	u64 persistent_pages;
 	/* TSC ticks that copying them took. */
-	u64 lasting_ticks;
+	u64 persistent_ticks;
 	/*
 	 * TSC ticks of the instant in the hypervisor, on the CPU that came last. They
-	 * include lasting_ticks.
+	 * include persistent_ticks.
 	 */
 	u64 enter_ticks;
 	/* Number of SnapshotCall::Take calls that reported a low pool. */
@@ -1928,8 +1928,8 @@ static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
 static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
 static_assert(offsetof(struct mercury_snapshot_status, spoilt) == 40);
 static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
-static_assert(offsetof(struct mercury_snapshot_status, lasting) == 48);
-static_assert(offsetof(struct mercury_snapshot_status, lasting_ticks) == 56);
+static_assert(offsetof(struct mercury_snapshot_status, persistent_pages) == 48);
+static_assert(offsetof(struct mercury_snapshot_status, persistent_ticks) == 56);
 static_assert(offsetof(struct mercury_snapshot_status, enter_ticks) == 64);
 static_assert(offsetof(struct mercury_snapshot_status, hurries) == 72);
 static_assert(offsetof(struct mercury_snapshot_status, waits) == 80);

@@ -162,7 +162,7 @@ pub struct SnapshotSetup {
     /// Virtual address of an array of virtual addresses of bitmaps, of [`MAP_BITS`] each, with a
     /// bit for each kept page, in their order. A set bit: the page is persistent DMA memory, and is
     /// copied at the instant. 0: no such pages.
-    pub lasting_virt: u64,
+    pub persistent_virt: u64,
     /// Virtual address of an array of `free_count` virtual addresses of bitmaps, of [`MAP_BITS`]
     /// each, with a bit for each page of the address space. An address of 0 stands for a bitmap of
     /// zeros. A set bit: the page was free at the instant, its content does not matter, and it is
@@ -268,11 +268,11 @@ pub struct SnapshotStatus {
     /// 1 if the snapshot is kept for a rollback, else 0.
     pub kept: u32,
     /// Number of pages copied at the instant: persistent DMA memory.
-    pub lasting: u64,
+    pub persistent_pages: u64,
     /// TSC ticks that copying them took.
-    pub lasting_ticks: u64,
+    pub persistent_ticks: u64,
     /// TSC ticks of the instant in the hypervisor, on the CPU that came last. They include
-    /// `lasting_ticks`.
+    /// `persistent_ticks`.
     pub enter_ticks: u64,
     /// Number of [`SnapshotCall::Take`] calls that reported a low pool.
     pub hurries: u64,

@@ -813,7 +813,7 @@ static u32 begin(void)
 	setup->memory_virt = (u64)snapshot.memory;
 	setup->memory_count = snapshot.memory_count;
 	setup->hashes_virt = (u64)snapshot.hashes;
-	setup->lasting_virt = (u64)snapshot.lasting;
+	setup->persistent_virt = (u64)snapshot.lasting;
 	setup->free_virt = (u64)snapshot.free;
 	setup->free_count = snapshot.free ? snapshot.free_count : 0;
 	setup->cpus = cpumask_weight(&snapshot.cpus);

@@ -25,9 +25,11 @@ pub struct Phases {
     /// Parts in their order.
     pub steps: Vec<Phase>,
     /// Pages of persistent DMA memory that were copied at the instant.
-    pub lasting_pages: u64,
+    #[serde(rename = "lasting_pages")]
+    pub persistent_pages: u64,
     /// Ticks of these copies, within the next.
-    pub lasting_ticks: u64,
+    #[serde(rename = "lasting_ticks")]
+    pub persistent_ticks: u64,
     /// Ticks in the hypervisor, within the step `hypervisor`.
     pub hypervisor_ticks: u64,
 }
@@ -64,8 +66,8 @@ impl Phases {
         let step = |(name, ticks)| Phase { name, ticks, us: ticks_to_us(ticks, tsc_khz) };
         Self {
             steps: steps.map(step).into(),
-            lasting_pages: begin.status.lasting,
-            lasting_ticks: begin.status.lasting_ticks,
+            persistent_pages: begin.status.persistent_pages,
+            persistent_ticks: begin.status.persistent_ticks,
             hypervisor_ticks: begin.status.enter_ticks,
         }
     }
@@ -88,7 +90,8 @@ mod tests {
     fn steps_are_in_their_order() {
         let instant =
             InstantTicks { quiesce: 5_000_000, enter: 2000, thaw: 3_000_000, ..InstantTicks::default() };
-        let status = SnapshotStatus { lasting: 7, lasting_ticks: 1000, ..SnapshotStatus::default() };
+        let status =
+            SnapshotStatus { persistent_pages: 7, persistent_ticks: 1000, ..SnapshotStatus::default() };
         let held = Duration::from_millis(2);
         let phases =
             Phases::new(held, &SnapshotRequest { instant, status, ..SnapshotRequest::default() }, 1_000_000);
@@ -97,7 +100,7 @@ mod tests {
             (named("quiesce"), named("hypervisor"), named("thaw")),
             (Some(5000.0), Some(2.0), Some(3000.0))
         );
-        assert_eq!((phases.lasting_pages, phases.lasting_ticks), (7, 1000));
+        assert_eq!((phases.persistent_pages, phases.persistent_ticks), (7, 1000));
         assert_eq!(phases.steps.first().map(|step| step.name), Some("hold"));
         assert_eq!(named("hold"), Some(2000.0));
     }

@@ -64,7 +64,7 @@ impl Instant {
         let count = pages.div_ceil(MAP_BITS as u64);
         // SAFETY: the driver keeps the array of `Begin`, and a bit for each page in the bitmaps that it leads to, until
         // `End`, in memory that it has mapped.
-        let persistent = unsafe { array(setup.lasting_virt, count) }?;
+        let persistent = unsafe { array(setup.persistent_virt, count) }?;
         Ok(Self { cpus: setup.cpus, persistent, ..Self::new() })
     }
 

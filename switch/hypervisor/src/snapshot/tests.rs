@@ -86,7 +86,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
             memory_virt,
             memory_count: 1,
             hashes_virt: 0,
-            lasting_virt: 0,
+            persistent_virt: 0,
             cpus: 1,
             log: 0,
             ..SnapshotSetup::default()
@@ -331,11 +331,11 @@ fn what_lasts_is_copied_at_the_instant() {
     let mut piece: Box<free::Piece> = vec![0; MAP_BITS / 64].try_into().expect("the number of words");
     piece[..2].copy_from_slice(&[0b1001_0010, u64::MAX]);
     let pieces: &[Option<&free::Piece>] = vec![Some(&*Box::leak(piece))].leak();
-    machine.setup.lasting_virt = pieces.as_ptr().expose_provenance() as u64;
+    machine.setup.persistent_virt = pieces.as_ptr().expose_provenance() as u64;
     assert_eq!(machine.begin(), Ok(()));
     machine.live.copy_persistent();
     assert_eq!(machine.live.status().copies, 3, "and nothing behind the last page");
-    assert_eq!(machine.live.status().lasting, 3);
+    assert_eq!(machine.live.status().persistent_pages, 3);
     machine.memory.iter_mut().for_each(|page| page.0.fill(0xEE));
     for page in [1, 4, 7] {
         assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
