@@ -1899,7 +1899,7 @@ struct mercury_snapshot_status {
 	 * crate::code::Code that tells why the snapshot is invalid; 0 while it is
 	 * exact.
 	 */
-	u32 spoilt;
+	u32 invalid_because;
 	/* 1 if the snapshot is kept for a rollback, else 0. */
 	u32 kept;
 	/* Number of pages copied at the instant: persistent DMA memory. */
@@ -1926,7 +1926,7 @@ static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
 static_assert(offsetof(struct mercury_snapshot_status, copies) == 16);
 static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
 static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
-static_assert(offsetof(struct mercury_snapshot_status, spoilt) == 40);
+static_assert(offsetof(struct mercury_snapshot_status, invalid_because) == 40);
 static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
 static_assert(offsetof(struct mercury_snapshot_status, persistent_pages) == 48);
 static_assert(offsetof(struct mercury_snapshot_status, persistent_ticks) == 56);

@@ -106,7 +106,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     });
     report.check(rest > last.0, || format!("only {rest} pages were not in the log"));
     let ended = snapshot(device, MERCURY_IOC_SNAPSHOT_END, 0, 0)?;
-    report.check(ended.status.exact == 1, || format!("it was spoilt: {:?}", ended.status));
+    report.check(ended.status.exact == 1, || format!("the snapshot is invalid: {:?}", ended.status));
     Ok(())
 }
 

@@ -62,7 +62,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     device::request(device, MERCURY_IOC_SNAPSHOT_END, &mut end)
         .map_err(|error| device::explain(error, end.outcome))?;
     let status = end.status;
-    report.check(status.exact == 1, || format!("it was spoilt: {status:?}"));
+    report.check(status.exact == 1, || format!("the snapshot is invalid: {status:?}"));
     report.check(taken == begin.memory_pages, || format!("{taken} of {} pages", begin.memory_pages));
     report.check(status.copies == 0, || format!("copies are left: {status:?}"));
     totals.memory += taken;

@@ -81,7 +81,8 @@ pub struct Snapshot {
 
 impl Snapshot {
     fn new(status: &SnapshotStatus) -> Option<Self> {
-        let lost_because = Code::from_number(status.spoilt).filter(|code| *code != Code::Ok).map(Code::name);
+        let lost_because =
+            Code::from_number(status.invalid_because).filter(|code| *code != Code::Ok).map(Code::name);
         let state = match (lost_because, status.live, status.kept) {
             (Some(_), ..) => "lost",
             (None, 0, _) => return None,

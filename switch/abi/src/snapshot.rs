@@ -264,7 +264,7 @@ pub struct SnapshotStatus {
     /// Number of frames read since the begin.
     pub taken: u64,
     /// [`crate::code::Code`] that tells why the snapshot is invalid; 0 while it is exact.
-    pub spoilt: u32,
+    pub invalid_because: u32,
     /// 1 if the snapshot is kept for a rollback, else 0.
     pub kept: u32,
     /// Number of pages copied at the instant: persistent DMA memory.

@@ -1241,7 +1241,7 @@ static u32 keep_it(const struct mercury_snapshot_request *request)
 	bool same;
 
 	if (!request->status.exact)
-		return request->status.spoilt;
+		return request->status.invalid_because;
 	/* No CPU is half-way up meanwhile. */
 	cpus_read_lock();
 	snapshot.kept = true;
@@ -1313,7 +1313,7 @@ static u32 look(struct mercury_snapshot_status *status)
 		return code;
 	memcpy(status, snapshot.list, sizeof(*status));
 	if (!status->exact)
-		return status->spoilt;
+		return status->invalid_because;
 	return mercury_dma_missed() ? MERCURY_CODE_SNAPSHOT_DEVICES : MERCURY_CODE_OK;
 }
 
@@ -1339,7 +1339,7 @@ void mercury_snapshot_status(struct mercury_snapshot_status *status)
 	else
 		status->live = snapshot.live;
 	if (!status->live)
-		status->spoilt = lost_because;
+		status->invalid_because = lost_because;
 	status->rollback = last_rollback;
 }
 

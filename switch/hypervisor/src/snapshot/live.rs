@@ -225,7 +225,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             copies,
             copied,
             taken,
-            spoilt: self.invalid as u32,
+            invalid_because: self.invalid as u32,
             kept: u32::from(self.target.is_some()),
             persistent_pages,
             persistent_ticks,

@@ -181,7 +181,7 @@ fn what_is_taken_is_what_was() {
 
 /// The machine runs on without its snapshot, and whoever asks is told why.
 #[test]
-fn a_pool_that_is_too_small_spoils_the_snapshot() {
+fn a_pool_that_is_too_small_invalidates_the_snapshot() {
     let mut machine = Machine::<AmdNested>::new(1);
     assert_eq!(machine.begin(), Err(Code::SnapshotPool));
     let mut machine = Machine::<AmdNested>::new(2);
@@ -344,7 +344,7 @@ fn what_lasts_is_copied_at_the_instant() {
 }
 
 #[test]
-fn a_cpu_that_left_spoils_the_snapshot() {
+fn a_cpu_that_left_invalidates_the_snapshot() {
     let mut machine = Machine::<IntelExtended>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     machine.live.invalidate(Code::SnapshotLost);
