@@ -8,7 +8,7 @@
 //! A frame that was free and is in use now is in the log, because its new user writes to it or lets
 //! a device write to it. Its earlier contents do not matter, so they may equal what was sent.
 
-use super::{lane::Lane, link::Link};
+use super::{link::Link, page_stream::PageStream};
 use crate::{
     device::{Cursor, Frames},
     error::{Error, Result},
@@ -123,7 +123,7 @@ pub struct Ways<'a> {
     /// The first stream.
     pub link: &'a mut Link,
     /// The other streams.
-    pub lanes: &'a [Lane],
+    pub page_streams: &'a [PageStream],
 }
 
 /// The reason why a pass was broken off.
@@ -160,7 +160,7 @@ pub fn pass(
     reading: &Reading<'_>,
     ledger: &mut Ledger,
     limits: &Limits,
-    Ways { link, lanes }: Ways<'_>,
+    Ways { link, page_streams }: Ways<'_>,
     watch: &mut dyn FnMut(&Pass, &mut Link) -> bool,
 ) -> std::result::Result<Pass, Stopped> {
     let begun = Instant::now();
@@ -177,7 +177,7 @@ pub fn pass(
             scope.spawn(move || {
                 give_way(from);
                 for frames in frames {
-                    let done = digest(&frames, ledger, level, hurry, lanes);
+                    let done = digest(&frames, ledger, level, hurry, page_streams);
                     if out.send(done).is_err() {
                         break;
                     }
@@ -196,14 +196,14 @@ pub fn pass(
         stop.store(true, Ordering::Relaxed);
         if sent.is_err() {
             // The attempt is over, so no thread may wait for an end that accepts nothing.
-            lanes.iter().for_each(Lane::cut);
+            page_streams.iter().for_each(PageStream::cut);
         }
         // A worker that still has something to send stops because of the closed channel.
         drop(records);
         sent
     });
     ended?;
-    lanes.iter().try_for_each(Lane::flush).map_err(gone)?;
+    page_streams.iter().try_for_each(PageStream::flush).map_err(gone)?;
     total.took = begun.elapsed();
     Ok(total)
 }
@@ -248,7 +248,7 @@ fn digest(
     ledger: &Mutex<&mut Ledger>,
     level: i32,
     hurry: &AtomicBool,
-    lanes: &[Lane],
+    page_streams: &[PageStream],
 ) -> std::result::Result<Record, Stopped> {
     let failed =
         |why: String| Stopped::Failed(Error::new(Exit::Failed, why).hint("nothing was changed; try again"));
@@ -257,8 +257,8 @@ fn digest(
     let hashes: Vec<_> =
         all.iter().zip(&is_zero).map(|(page, zero)| (!zero).then(|| hash_of(page))).collect();
     // The cast loses nothing, because there are at most 16 streams.
-    let streams = 1 + lanes.len() as u32;
-    let mut pages = vec![Pages::default(); 1 + lanes.len()];
+    let streams = 1 + page_streams.len() as u32;
+    let mut pages = vec![Pages::default(); 1 + page_streams.len()];
     let mut record = Record { looked: all.len() as u64, ..Record::default() };
     {
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,9 +277,9 @@ fn digest(
         }
     }
     let pack = |pages: &Pages| pages.pack(level).map_err(|error| failed(error.to_string()));
-    for (lane, pages) in lanes.iter().zip(&pages[1..]).filter(|(_, pages)| !pages.is_empty()) {
+    for (page_stream, pages) in page_streams.iter().zip(&pages[1..]).filter(|(_, pages)| !pages.is_empty()) {
         let packed = pack(pages)?;
-        lane.pages(&packed).map_err(gone)?;
+        page_stream.pages(&packed).map_err(gone)?;
         record.elsewhere += packed.len() as u64;
     }
     if !pages[0].is_empty() {

@@ -21,7 +21,6 @@ pub mod doubt;
 mod dry_run;
 mod here;
 pub mod host;
-pub mod lane;
 #[cfg(test)]
 mod liars;
 pub mod link;
@@ -32,6 +31,7 @@ mod mover;
 mod no_way_back;
 pub mod offer;
 pub mod operator;
+pub mod page_stream;
 pub mod pause;
 pub mod report;
 mod system;

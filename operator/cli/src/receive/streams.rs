@@ -13,10 +13,10 @@ use crate::{
     exit::Exit,
     migrate::{
         copy::{self, Reading, Ways, pass},
-        lane::{Lane, Whose},
         link::Link,
         offer::{Offer, OfferedDisk},
         operator::Operator,
+        page_stream::{PageStream, Whose},
     },
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
@@ -148,8 +148,8 @@ impl Scene {
         Whose { to: self.to, line: &self.line, attempt: ATTEMPT, secret: &SECRET }
     }
 
-    fn lane(&self, stream: u32) -> Lane {
-        Lane::open(&self.whose(), stream, PATIENCE, None).unwrap()
+    fn page_stream(&self, stream: u32) -> PageStream {
+        PageStream::open(&self.whose(), stream, PATIENCE, None).unwrap()
     }
 
     /// Offers a machine of so many stripes by so many streams; it is accepted.
@@ -198,7 +198,7 @@ impl Sender {
     }
 
     /// Sends all pages that have changed since they were sent.
-    fn pass(&mut self, memory: &[u8], lanes: &[Lane], workers: usize) -> u64 {
+    fn pass(&mut self, memory: &[u8], page_streams: &[PageStream], workers: usize) -> u64 {
         let read = |cursor: &mut Cursor, count: usize| {
             let at = cursor.next_phys as usize;
             let end = (at + count * PAGE).min(memory.len());
@@ -207,15 +207,15 @@ impl Sender {
             Ok(Frames { phys, data: memory[at..end].to_vec(), hurry: false })
         };
         let reading = Reading { read: &read, from: copy::From::Instant, level: 1, workers };
-        let ways = Ways { link: &mut self.link, lanes };
+        let ways = Ways { link: &mut self.link, page_streams };
         let done = pass(&reading, &mut self.ledger, &Limits::default(), ways, &mut |_, _| true);
         done.unwrap().sent
     }
 
     /// Ends each stream, the first one last; returns the answer.
-    fn end(&mut self, lanes: &[Lane]) -> (Word, String) {
+    fn end(&mut self, page_streams: &[PageStream]) -> (Word, String) {
         let word = Word::Final(self.ledger.digest(ATTEMPT));
-        lanes.iter().for_each(|lane| lane.end(word).unwrap());
+        page_streams.iter().for_each(|page_stream| page_stream.end(word).unwrap());
         self.link.say(word, &self.offer.pack().unwrap()).unwrap();
         self.answer()
     }
@@ -256,15 +256,15 @@ fn machines_come_by_several_streams() {
     for streams in [1, 2, 3, 16] {
         let scene = Scene::new(PATIENCE);
         let mut sender = scene.offer(40, streams);
-        let lanes: Vec<_> = (1..streams).map(|stream| scene.lane(stream)).collect();
+        let page_streams: Vec<_> = (1..streams).map(|stream| scene.page_stream(stream)).collect();
         let mut memory = memory(40, 1);
-        assert_eq!(sender.pass(&memory, &lanes, 3), 40 * STRIPE / PAGE as u64);
+        assert_eq!(sender.pass(&memory, &page_streams, 3), 40 * STRIPE / PAGE as u64);
         // A page that is written again and again arrives as it was last.
         for again in 0..20 {
             memory.chunks_mut(5 * PAGE).for_each(|page| page[..8].fill(again));
-            assert!(sender.pass(&memory, &lanes, 3) > 0);
+            assert!(sender.pass(&memory, &page_streams, 3) > 0);
         }
-        let (word, _) = sender.end(&lanes);
+        let (word, _) = sender.end(&page_streams);
         assert_eq!(word, Word::Verified(sender.ledger.digest(ATTEMPT)), "by {streams} streams");
         let there = scene.shelf.0.lock().unwrap();
         assert!(memory.chunks(PAGE).enumerate().all(|(at, page)| there[&((at * PAGE) as u64)] == page));
@@ -284,10 +284,10 @@ fn streams_of_nobody_are_refused() {
         (right, 3),
         (right, u32::MAX),
     ] {
-        assert!(Lane::open(&whose, stream, PATIENCE, None).is_err(), "{whose:?} {stream}");
+        assert!(PageStream::open(&whose, stream, PATIENCE, None).is_err(), "{whose:?} {stream}");
     }
-    let first = scene.lane(1);
-    assert!(Lane::open(&right, 1, PATIENCE, None).is_err(), "one stream was opened twice");
+    let first = scene.page_stream(1);
+    assert!(PageStream::open(&right, 1, PATIENCE, None).is_err(), "one stream was opened twice");
     // A proof of another session is wrong in this one, and without a proof there is no stream.
     let open = || session::connect(&scene.line, TcpStream::connect(scene.to).unwrap()).unwrap();
     let of_another = session::binding(&open().conn).unwrap();
@@ -301,11 +301,11 @@ fn streams_of_nobody_are_refused() {
         writer.flush().unwrap();
         assert!(Reader::open(writer.get_mut()).is_err(), "taken by {shown:?}");
     }
-    let lanes = [first, scene.lane(2)];
+    let page_streams = [first, scene.page_stream(2)];
     // All streams are open.
-    assert!(Lane::open(&right, 2, Duration::from_secs(1), None).is_err());
-    sender.pass(&memory(8, 2), &lanes, 2);
-    assert!(matches!(sender.end(&lanes).0, Word::Verified(_)));
+    assert!(PageStream::open(&right, 2, Duration::from_secs(1), None).is_err());
+    sender.pass(&memory(8, 2), &page_streams, 2);
+    assert!(matches!(sender.end(&page_streams).0, Word::Verified(_)));
 }
 
 /// A source whose streams are wrong ends its attempt.
@@ -314,34 +314,34 @@ fn liars_are_thrown_away() {
     type Lie = fn(&Scene, &mut Sender);
     let lies: [(&str, Lie); 7] = [
         ("another stream than its own", |scene, _| {
-            let lane = scene.lane(1);
-            let _ = lane.pages(&page(home(2, 3))).and_then(|()| lane.flush());
+            let page_stream = scene.page_stream(1);
+            let _ = page_stream.pages(&page(home(2, 3))).and_then(|()| page_stream.flush());
             thread::sleep(Duration::from_millis(500));
         }),
         ("another stream than its own", |_, sender| {
             sender.link.pages(&page(home(1, 3))).and_then(|()| sender.link.flush()).unwrap();
         }),
         ("the memory that was offered", |scene, _| {
-            let lane = scene.lane(1);
-            let _ = lane.pages(&page(home(1, 3) + 3 * 8 * STRIPE)).and_then(|()| lane.flush());
+            let page_stream = scene.page_stream(1);
+            let _ = page_stream.pages(&page(home(1, 3) + 3 * 8 * STRIPE)).and_then(|()| page_stream.flush());
             thread::sleep(Duration::from_millis(500));
         }),
-        ("stream 2", |scene, _| drop(scene.lane(2))),
+        ("stream 2", |scene, _| drop(scene.page_stream(2))),
         ("does not belong there", |scene, _| {
-            let lane = scene.lane(1);
-            let _ = lane.end(Word::Commit);
+            let page_stream = scene.page_stream(1);
+            let _ = page_stream.end(Word::Commit);
             thread::sleep(Duration::from_millis(500));
         }),
         ("not opened all", |scene, sender| {
-            let lane = scene.lane(1);
-            lane.end(Word::Final(DIGEST)).unwrap();
+            let page_stream = scene.page_stream(1);
+            page_stream.end(Word::Final(DIGEST)).unwrap();
             sender.link.say(Word::Final(DIGEST), &[]).unwrap();
             thread::sleep(Duration::from_millis(500));
         }),
         ("digests of its streams differ", |scene, sender| {
-            let lanes = [scene.lane(1), scene.lane(2)];
-            lanes[0].end(Word::Final(DIGEST)).unwrap();
-            lanes[1].end(Word::Final(Digest([2; 32]))).unwrap();
+            let page_streams = [scene.page_stream(1), scene.page_stream(2)];
+            page_streams[0].end(Word::Final(DIGEST)).unwrap();
+            page_streams[1].end(Word::Final(Digest([2; 32]))).unwrap();
             sender.link.say(Word::Final(DIGEST), &[]).unwrap();
             thread::sleep(Duration::from_millis(500));
         }),
@@ -360,8 +360,8 @@ fn liars_are_thrown_away() {
 fn a_stream_without_an_end_is_waited_for_in_vain() {
     let scene = Scene::new(Duration::from_secs(2));
     let mut sender = scene.offer(8, 2);
-    let lanes = [scene.lane(1)];
-    sender.pass(&memory(8, 3), &lanes, 2);
+    let page_streams = [scene.page_stream(1)];
+    sender.pass(&memory(8, 3), &page_streams, 2);
     let (word, _) = sender.end(&[]);
     assert_eq!(word, Word::Discarded);
     assert!(scene.shelf.0.lock().unwrap().is_empty());
@@ -407,9 +407,9 @@ fn what_streams_are_worth() {
     for streams in [1, 2, 4, 1, 2, 4, 1, 2, 4] {
         let scene = Scene::new(PATIENCE);
         let mut sender = scene.offer(STRIPES, streams);
-        let lanes: Vec<_> = (1..streams).map(|stream| scene.lane(stream)).collect();
+        let page_streams: Vec<_> = (1..streams).map(|stream| scene.page_stream(stream)).collect();
         let (begun, before, threads) = (Instant::now(), used(), used_by_threads());
-        sender.pass(&memory, &lanes, cpus);
+        sender.pass(&memory, &page_streams, cpus);
         while scene.shelf.0.lock().unwrap().len() < memory.len() / PAGE {
             thread::sleep(Duration::from_millis(10));
         }
@@ -417,7 +417,7 @@ fn what_streams_are_worth() {
         let of_one =
             |(name, now): (&String, &Duration)| *now - threads.get(name).copied().unwrap_or_default();
         let busiest = used_by_threads().iter().map(of_one).max().unwrap_or_default().as_secs_f64();
-        assert!(matches!(sender.end(&lanes).0, Word::Verified(_)));
+        assert!(matches!(sender.end(&page_streams).0, Word::Verified(_)));
         let (took, cost) = (begun.elapsed().as_secs_f64(), (used() - before).as_secs_f64());
         println!(
             "{streams} streams: {:.0} MiB/s, {took:.2} s, in which both ends used processors for {cost:.2} s, and the \

@@ -131,7 +131,7 @@ impl Mover<'_> {
         if let Some(link) = &self.link {
             link.be_patient(self.patience.frozen);
         }
-        self.lanes.iter().for_each(|lane| lane.be_patient(self.patience.frozen));
+        self.page_streams.iter().for_each(|page_stream| page_stream.be_patient(self.patience.frozen));
         let last = Instant::now();
         let limits = Limits { max_bytes_per_second: None, ..course::limits(self.args) };
         let only = self.log.collect(self.memory);

@@ -9,12 +9,12 @@ use super::{
     arrival::Arrival,
     copy::Proof,
     doubt::{self, Announcements, Doubt},
-    lane::Lane,
     link::Link,
     log::Log,
     mirror::Mirror,
     offer::Offer,
     operator::Operator,
+    page_stream::PageStream,
     pause::{self, Pause},
     report::{Report, Told},
     system::{Memory, System},
@@ -112,7 +112,7 @@ pub struct Mover<'a> {
     line: Line,
     link: Option<Link>,
     /// The streams besides the first.
-    lanes: Vec<Lane>,
+    page_streams: Vec<PageStream>,
     announcements: Announcements,
     attempt: Attempt,
     source: Source,
@@ -183,7 +183,7 @@ impl<'a> Mover<'a> {
             to,
             line,
             link: Some(link),
-            lanes: Vec::new(),
+            page_streams: Vec::new(),
             announcements,
             attempt,
             source,
@@ -366,7 +366,7 @@ impl<'a> Mover<'a> {
         let gone = Error::new(Exit::Failed, format!("the connection has ended: {why}"));
         self.failure.get_or_insert(gone.hint("this machine goes on as if nothing had been tried"));
         self.link = None;
-        self.lanes.clear();
+        self.page_streams.clear();
         Event::Disconnected
     }
 
@@ -450,14 +450,14 @@ impl<'a> Mover<'a> {
 
     fn commit(&mut self) -> Result<()> {
         // All pages of these streams have arrived.
-        self.lanes.clear();
+        self.page_streams.clear();
         let doubt = Doubt::of(&self.line, self.attempt, self.offer.secret, self.announcements.cards());
         self.system.commit(doubt, self.operator.console())
     }
 
     /// Goes on as if nothing had been tried.
     fn resume(&mut self) {
-        self.lanes.clear();
+        self.page_streams.clear();
         self.system.go_on();
         self.mirror.unwatch();
         // If this fails, closing the device ends the snapshot.
@@ -474,7 +474,7 @@ impl<'a> Mover<'a> {
         };
         let Some(link) = self.link.as_mut() else { return Step::None };
         let ended = match word {
-            Word::Final(_) => self.lanes.iter().try_for_each(|lane| lane.end(word)),
+            Word::Final(_) => self.page_streams.iter().try_for_each(|page_stream| page_stream.end(word)),
             _ => Ok(()),
         };
         match ended.and(text).and_then(|text| link.say(word, &text)) {
@@ -489,7 +489,7 @@ impl<'a> Mover<'a> {
             link.abandon();
         }
         self.mirror.unwatch();
-        self.lanes.clear();
+        self.page_streams.clear();
         self.report.arrive();
         Arrival {
             line: self.line.to_string(),

@@ -5,10 +5,10 @@ use super::{
     super::{
         copy::{From, Pass, Reading, Stopped, Ways, pass},
         course::{self, Course},
-        lane::{Lane, Whose},
         link::Link,
         log::Log,
         mirror::How,
+        page_stream::{PageStream, Whose},
         report::{Told, how_far},
     },
     Mover,
@@ -33,18 +33,18 @@ const INTERVAL: Duration = Duration::from_millis(500);
 
 impl Mover<'_> {
     /// Opens the streams besides the first, when the destination is ready for pages.
-    fn open_lanes(&mut self) -> Result<()> {
+    fn open_page_streams(&mut self) -> Result<()> {
         let Self { to, line, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
         let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.secret };
         let control = args.congestion_control.as_deref();
-        let open = |stream| Lane::open(&whose, stream, *patience, control);
-        self.lanes = (1..offer.streams).map(open).collect::<Result<_>>()?;
+        let open = |stream| PageStream::open(&whose, stream, *patience, control);
+        self.page_streams = (1..offer.streams).map(open).collect::<Result<_>>()?;
         Ok(())
     }
 
     /// Runs rounds until the machine is to be stopped.
     pub(super) fn copy_rounds(&mut self) -> Event {
-        if let Err(error) = self.open_lanes() {
+        if let Err(error) = self.open_page_streams() {
             return self.last_word().unwrap_or_else(|| self.fail(error));
         }
         let limits = course::limits(self.args);
@@ -202,7 +202,7 @@ impl Mover<'_> {
             }
             (was_cancelled || !system.is_interrupted()) && !link.is_readable()
         };
-        let passed = pass(Ways { link: &mut link, lanes: &self.lanes }, &mut watch);
+        let passed = pass(Ways { link: &mut link, page_streams: &self.page_streams }, &mut watch);
         if is_shown {
             self.system.show("");
         }

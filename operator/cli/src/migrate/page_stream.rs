@@ -25,7 +25,7 @@ use std::{
 type Tls = StreamOwned<ClientConnection, TcpStream>;
 
 #[derive(Debug)]
-pub struct Lane {
+pub struct PageStream {
     writer: Mutex<Writer<Tls>>,
     /// The socket of the stream's session.
     socket: OwnedFd,
@@ -43,7 +43,7 @@ pub struct Whose<'a> {
     pub secret: &'a Secret,
 }
 
-impl Lane {
+impl PageStream {
     /// Opens a stream, and waits until the other end has accepted it.
     ///
     /// # Errors
@@ -109,7 +109,7 @@ impl Lane {
 }
 
 /// Dropping does not wait for the other machine, which may be gone.
-impl Drop for Lane {
+impl Drop for PageStream {
     fn drop(&mut self) {
         link::do_not_linger(&self.socket);
     }
