@@ -8,7 +8,7 @@
 //!
 //! Groups at the top are frozen with all groups below. The root group cannot be frozen, so its
 //! processes are moved into a group of Mercury's meanwhile. This process and those that it needs
-//! are moved into a group that is not frozen. [`Brake`] throttles applications: it freezes them for
+//! are moved into a group that is not frozen. [`Throttle`] throttles applications: it freezes them for
 //! a part of each period of time.
 
 use super::{
@@ -66,7 +66,7 @@ pub struct Frozen {
 
 /// Applications that are throttled until this is dropped.
 #[derive(Debug)]
-pub struct Brake {
+pub struct Throttle {
     // In the order of dropping.
     pulse: Pulse,
     gathered: Gathered,
@@ -211,7 +211,7 @@ impl Frozen {
     }
 }
 
-impl Brake {
+impl Throttle {
     /// Prepares a throttle of 0 %. The undo process must hear of this process while the throttle
     /// exists.
     ///

@@ -19,7 +19,7 @@ use crate::{
     args::MigrateArgs,
     checkpoint::{
         self,
-        applications::{Brake, Frozen},
+        applications::{Frozen, Throttle},
         arrays::Arrays,
         describe,
         disks::{self, Mounted, Still},
@@ -89,7 +89,7 @@ pub struct Here<'a> {
     mounts: Vec<Mounted>,
     held: Held,
     /// Throttle of the load, if it writes more than the connection carries.
-    brake: Option<Brake>,
+    throttle: Option<Throttle>,
     silence: Silence,
     /// Failures of devices to stop, counted before the instant.
     quiesce_failures: u64,
@@ -148,7 +148,7 @@ impl<'a> Here<'a> {
             flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
             mounts,
             held: Held { swap: Some(swap), ..Held::default() },
-            brake: None,
+            throttle: None,
             silence: Silence::prepare(),
             quiesce_failures: 0,
             may_write: checkpoint::may_be_written(sysroot),
@@ -221,11 +221,11 @@ impl System for Here<'_> {
     }
 
     fn hold_back(&mut self, percent: u8) -> Result<()> {
-        if percent > 0 && self.brake.is_none() {
-            self.brake = Some(Brake::new(self.with.guard)?);
+        if percent > 0 && self.throttle.is_none() {
+            self.throttle = Some(Throttle::new(self.with.guard)?);
         }
-        if let Some(brake) = &self.brake {
-            brake.set(percent);
+        if let Some(throttle) = &self.throttle {
+            throttle.set(percent);
         }
         Ok(())
     }
@@ -239,8 +239,8 @@ impl System for Here<'_> {
 
     fn hold_still(&mut self) -> Result<()> {
         let With { args, sysroot, guard, .. } = &mut self.with;
-        let frozen = match self.brake.take() {
-            Some(brake) => brake.hold(guard)?,
+        let frozen = match self.throttle.take() {
+            Some(throttle) => throttle.hold(guard)?,
             None => Frozen::hold(guard, &[])?,
         };
         // The mounts may have changed since the move began.
@@ -313,7 +313,7 @@ impl System for Here<'_> {
         let _ = self.with.device.fence_down();
         self.silence.end();
         self.held = Held::default();
-        self.brake = None;
+        self.throttle = None;
         self.with.guard.is_released();
     }
 }
