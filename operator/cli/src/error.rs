@@ -159,7 +159,7 @@ mod tests {
         let entries =
             std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
         let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
-        let of_tests = ["tests.rs", "trial.rs", "liars.rs", "turns.rs"];
+        let of_tests = ["tests.rs", "trial.rs", "hostile.rs", "turns.rs"];
         let is_source = |path: &std::path::PathBuf| {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             name.ends_with(".rs") && !of_tests.contains(&name.as_str())

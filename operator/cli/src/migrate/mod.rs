@@ -22,7 +22,7 @@ mod dry_run;
 mod here;
 pub mod host;
 #[cfg(test)]
-mod liars;
+mod hostile;
 pub mod link;
 mod log;
 pub mod marks;

@@ -7,9 +7,9 @@
 
 mod disks;
 mod host;
-mod intake;
 #[cfg(test)]
-mod liars;
+mod hostile;
+mod intake;
 mod room;
 mod serve;
 mod spare;

@@ -310,7 +310,7 @@ fn streams_of_nobody_are_refused() {
 
 /// A source whose streams are wrong ends its attempt.
 #[test]
-fn liars_are_thrown_away() {
+fn hostile_peers_are_discarded() {
     type Lie = fn(&Scene, &mut Sender);
     let lies: [(&str, Lie); 7] = [
         ("another stream than its own", |scene, _| {
