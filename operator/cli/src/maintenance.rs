@@ -14,7 +14,7 @@ use crate::{
     migrate::{self, report::Report},
     output::{Render, Text},
 };
-use mercury_migration::session::Line;
+use mercury_migration::session::PairingToken;
 use serde::Serialize;
 use std::{
     io::BufRead,
@@ -155,7 +155,7 @@ fn parse(line: &str) -> std::result::Result<Words, String> {
     let mut words = line.split_whitespace().skip_while(|word| ["sudo", "mercury", "migrate"].contains(word));
     match (words.next(), words.next(), words.next(), words.next()) {
         (Some(host), Some("--key"), Some(key), None) if !host.starts_with('-') => {
-            key.parse::<Line>().map_err(|error| error.to_string())?;
+            key.parse::<PairingToken>().map_err(|error| error.to_string())?;
             Ok(Words { host: host.to_owned(), key: key.to_owned() })
         }
         _ => Err("type HOST --key TOKEN, as `mercury receive` has printed it".to_owned()),

@@ -18,7 +18,7 @@
 
 use crate::{
     protocol::{Attempt, Message, Word},
-    session::Line,
+    session::PairingToken,
 };
 
 /// First bytes of an announcement.
@@ -62,8 +62,8 @@ impl std::fmt::Debug for Announcer {
 impl Announcer {
     /// Returns the announcer for moves to the receiver of a pairing token.
     #[must_use]
-    pub fn new(line: &Line) -> Self {
-        Self { key: line.announcement_key(), known: Vec::new() }
+    pub fn new(token: &PairingToken) -> Self {
+        Self { key: token.announcement_key(), known: Vec::new() }
     }
 
     /// Stores the secret of an offered attempt. From here on the token's key no longer counts for
@@ -150,8 +150,8 @@ mod tests {
     use std::time::Duration;
 
     fn announcer() -> Announcer {
-        let (_, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
-        Announcer::new(&line)
+        let (_, token) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        Announcer::new(&token)
     }
 
     const STARTED: Message = Message { attempt: Attempt([1; 16]), word: Word::Started };
@@ -163,7 +163,7 @@ mod tests {
         frame.extend([0; 20]);
         assert_eq!(one.hear(Speaker::Destination, &frame), Some(STARTED));
         assert_eq!(one.hear(Speaker::Source, &frame), None, "what one has said oneself");
-        assert_eq!(announcer().hear(Speaker::Destination, &frame), None, "another line");
+        assert_eq!(announcer().hear(Speaker::Destination, &frame), None, "another token");
         assert_eq!(one.hear(Speaker::Destination, &frame[..LENGTH - 1]), None);
     }
 

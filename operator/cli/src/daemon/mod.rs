@@ -236,7 +236,7 @@ fn read_line(file: &Path) -> std::result::Result<String, String> {
     }
     let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
     let line = text.split_whitespace().last().unwrap_or_default();
-    line.parse::<mercury_migration::session::Line>().map_err(|error| failed(error.to_string()))?;
+    line.parse::<mercury_migration::session::PairingToken>().map_err(|error| failed(error.to_string()))?;
     Ok(line.to_owned())
 }
 

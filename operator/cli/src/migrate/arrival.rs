@@ -11,7 +11,7 @@ use crate::{
 use mercury_migration::{
     announcement::{Announcer, ETHER_TYPE, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},
-    session::Line,
+    session::PairingToken,
 };
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,8 @@ const ANSWERED: Duration = Duration::from_secs(600);
 pub struct Arrival {
     /// Pairing token of the receiver. The key for announcements is derived from it and from the
     /// secret of the offer.
-    pub line: String,
+    #[serde(rename = "line")]
+    pub token: String,
     /// Secret of the offer.
     #[serde(rename = "hails")]
     pub secret: Secret,
@@ -48,8 +49,8 @@ pub struct Arrival {
 
 impl Arrival {
     fn announcer(&self) -> Option<Announcer> {
-        let line: Line = self.line.parse().ok()?;
-        let mut announcer = Announcer::new(&line);
+        let token: PairingToken = self.token.parse().ok()?;
+        let mut announcer = Announcer::new(&token);
         announcer.know(Attempt(self.attempt), &self.secret);
         Some(announcer)
     }
@@ -213,7 +214,7 @@ mod tests {
     fn bridges_follow_their_cards() {
         let bridges = [("with", 2), ("own", 9), ("down", 3), ("gone", 4), ("same", 5)];
         let arrival = Arrival {
-            line: String::new(),
+            token: String::new(),
             secret: [0; 32],
             attempt: [0; 16],
             cards: vec![card("a", 2, true), card("b", 3, false), card("c", 4, true), card("d", 5, true)],

@@ -19,7 +19,7 @@ use mercury_migration::{
         Attempt, Mark, Message, Source, Word,
         source::{Action, Decision, Event, Memory, State},
     },
-    session::Line,
+    session::PairingToken,
 };
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
@@ -79,14 +79,25 @@ impl Announcements {
     /// # Errors
     ///
     /// Returns an error if the kernel opens no socket for them.
-    pub fn open(line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> io::Result<Self> {
-        Ok(Self::by(Box::new(Packets::open(ETHER_TYPE)?), line, attempt, secret, cards))
+    pub fn open(
+        token: &PairingToken,
+        attempt: Attempt,
+        secret: &Secret,
+        cards: Vec<Card>,
+    ) -> io::Result<Self> {
+        Ok(Self::by(Box::new(Packets::open(ETHER_TYPE)?), token, attempt, secret, cards))
     }
 
     /// Makes announcements that `air` carries.
     #[must_use]
-    pub fn by(air: Box<dyn Air>, line: &Line, attempt: Attempt, secret: &Secret, cards: Vec<Card>) -> Self {
-        let mut announcer = Announcer::new(line);
+    pub fn by(
+        air: Box<dyn Air>,
+        token: &PairingToken,
+        attempt: Attempt,
+        secret: &Secret,
+        cards: Vec<Card>,
+    ) -> Self {
+        let mut announcer = Announcer::new(token);
         announcer.know(attempt, secret);
         Self { announcer, air, cards, attempt, said: Instant::now() }
     }
@@ -234,7 +245,8 @@ pub enum Ended {
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doubt {
     /// Pairing token of the receiver.
-    pub line: String,
+    #[serde(rename = "line")]
+    pub token: String,
     /// Secret of the offer.
     #[serde(rename = "hails")]
     pub secret: Secret,
@@ -255,13 +267,13 @@ impl std::fmt::Debug for Doubt {
 impl Doubt {
     /// Makes the doubt of this attempt, without a tombstone.
     #[must_use]
-    pub fn of(line: &Line, attempt: Attempt, secret: Secret, cards: &[Card]) -> Self {
-        Self { line: line.to_string(), secret, attempt: attempt.0, cards: cards.to_vec(), mark: None }
+    pub fn of(token: &PairingToken, attempt: Attempt, secret: Secret, cards: &[Card]) -> Self {
+        Self { token: token.to_string(), secret, attempt: attempt.0, cards: cards.to_vec(), mark: None }
     }
 
     fn announcements(&self) -> Option<Announcements> {
-        let line = self.line.parse().ok()?;
-        Announcements::open(&line, Attempt(self.attempt), &self.secret, self.cards.clone()).ok()
+        let token = self.token.parse().ok()?;
+        Announcements::open(&token, Attempt(self.attempt), &self.secret, self.cards.clone()).ok()
     }
 
     /// Calls the attempt off after its process was killed before the commit. This machine goes on,
@@ -554,7 +566,7 @@ mod tests {
     #[test]
     fn a_doubt_can_be_handed_on() {
         let doubt = Doubt {
-            line: "mercury-receive-1-x".into(),
+            token: "mercury-receive-1-x".into(),
             secret: [3; 32],
             attempt: [7; 16],
             cards: vec![],

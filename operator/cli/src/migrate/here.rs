@@ -41,7 +41,7 @@ use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_image::FileSystem;
 use mercury_migration::{
     protocol::{Attempt, Mark},
-    session::Line,
+    session::PairingToken,
 };
 use std::{
     fs::File,
@@ -111,7 +111,7 @@ impl<'a> Here<'a> {
     pub fn make_ready(
         with: With<'a>,
         marks: Option<Marks>,
-        (to, line, link): (SocketAddr, Line, Link),
+        (to, token, link): (SocketAddr, PairingToken, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
         // The process that calls the move off must get the announcements through, and the machine
@@ -119,9 +119,9 @@ impl<'a> Here<'a> {
         checkpoint::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
-        let announcements = Announcements::open(&line, attempt, &secret, ethernet::cards(sysroot))
+        let announcements = Announcements::open(&token, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("announcements on the network", &error))?;
-        let doubt = Doubt::of(&line, attempt, secret, announcements.cards());
+        let doubt = Doubt::of(&token, attempt, secret, announcements.cards());
         with.guard
             .will(&Undo::CallOff(Box::new(doubt)))
             .map_err(|error| failed("the undo process", &error))?;
@@ -158,7 +158,7 @@ impl<'a> Here<'a> {
         let departure = Departure {
             attempt,
             to,
-            line,
+            token,
             link,
             announcements,
             offer,

@@ -7,7 +7,7 @@ use crate::{
 };
 use mercury_migration::{
     protocol::{Attempt, Message, Word},
-    session::{self, Line, Receiver},
+    session::{self, PairingToken, Receiver},
     streams::Proof,
     wire::{Error as WireError, Frame, Reader, Writer},
 };
@@ -164,8 +164,8 @@ impl Link {
     /// # Errors
     ///
     /// Returns an error if the receiver is not there, is another one, or refuses this machine.
-    pub fn connect(to: SocketAddr, line: &Line, patience: Duration) -> Result<Self> {
-        let (session, made) = connect(to, line, patience)?;
+    pub fn connect(to: SocketAddr, token: &PairingToken, patience: Duration) -> Result<Self> {
+        let (session, made) = connect(to, token, patience)?;
         Ok(Self::new(Box::new(session), made, Due::default()))
     }
 
@@ -399,7 +399,7 @@ impl Link {
 /// Fails as [`Link::connect`] does.
 pub(super) fn connect(
     to: SocketAddr,
-    line: &Line,
+    token: &PairingToken,
     patience: Duration,
 ) -> Result<(StreamOwned<ClientConnection, TcpStream>, OwnedFd)> {
     let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
@@ -407,7 +407,7 @@ pub(super) fn connect(
             .hint("check that `mercury receive` waits there, and that no firewall keeps this machine from it")
     })?;
     let made = prepare(&socket, patience).map_err(|error| unprepared(&error))?;
-    let session = session::connect(line, socket).map_err(|error| refused(&error))?;
+    let session = session::connect(token, socket).map_err(|error| refused(&error))?;
     Ok((session, made))
 }
 
@@ -458,7 +458,7 @@ fn unprepared(error: &io::Error) -> Error {
 
 fn refused(error: &session::Error) -> Error {
     let (exit, hint) = match error {
-        session::Error::Line(_) => {
+        session::Error::PairingToken(_) => {
             (Exit::Usage, "paste the whole pairing token that `mercury receive` has printed")
         }
         session::Error::Refused(_) => (
@@ -489,7 +489,7 @@ mod tests {
 
     #[test]
     fn both_ends_talk_and_end() {
-        let (receiver, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let (receiver, token) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let to = listener.local_addr().expect("its address");
         let patience = Duration::from_secs(30);
@@ -503,7 +503,7 @@ mod tests {
                 assert_eq!((message.word, &text[..]), (Word::Offer, &b"it"[..]));
                 link.say(Word::Refuse, b"no").expect("said");
             });
-            let mut link = Link::connect(to, &line, patience).expect("a link");
+            let mut link = Link::connect(to, &token, patience).expect("a link");
             link.begin(attempt).expect("begun");
             link.say(Word::Offer, b"it").expect("said");
             let (message, text) = link.hear_message(patience).expect("there").expect("said");
@@ -516,11 +516,11 @@ mod tests {
     fn congestion_controls_have_names() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let socket = TcpStream::connect(listener.local_addr().expect("its address")).expect("a socket");
-        let (receiver, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let (receiver, token) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
         thread::scope(|scope| {
             scope.spawn(move || receiver.accept(listener.accept().expect("a sender").0).map(drop));
             let made = prepare(&socket, HANDSHAKE).expect("prepared");
-            let session = session::connect(&line, socket).expect("known");
+            let session = session::connect(&token, socket).expect("known");
             let link = Link::new(Box::new(session), made, Due::default());
             link.control_congestion("reno").expect("every kernel has it");
             let error = link.control_congestion("nonesuch").expect_err("refused");

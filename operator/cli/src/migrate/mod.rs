@@ -58,7 +58,7 @@ use here::{Here, With};
 use link::Link;
 use marks::Marks;
 use mercury_abi::code::Code;
-use mercury_migration::{protocol::Patience, session::Line};
+use mercury_migration::{protocol::Patience, session::PairingToken};
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
 use std::{
@@ -105,11 +105,11 @@ pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Resul
 fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
-    let line = key(args)?;
+    let token = key(args)?;
     refuse_unmovable(args, &sysroot)?;
     let to = host::resolve(&args.host)?;
     refuse_busy()?;
-    let link = Link::connect(to, &line, RUNNING)?;
+    let link = Link::connect(to, &token, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
     }
@@ -120,7 +120,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
-    let (mut here, departure) = Here::make_ready(with, marks, (to, line, link))?;
+    let (mut here, departure) = Here::make_ready(with, marks, (to, token, link))?;
     let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };
     let mut mover = Mover::new(args, &mut here, patience, departure)?;
     let outcome = mover.run();
@@ -230,7 +230,7 @@ fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
 }
 
 /// Reads the pairing token.
-fn key(args: &MigrateArgs) -> Result<Line> {
+fn key(args: &MigrateArgs) -> Result<PairingToken> {
     let text = match args.key.as_deref() {
         Some("-") => {
             let mut text = String::new();
@@ -267,7 +267,7 @@ mod tests {
     use clap::Parser;
     use mercury_migration::session::Receiver;
 
-    fn key_of(text: &str) -> Result<Line> {
+    fn key_of(text: &str) -> Result<PairingToken> {
         let cli = Cli::parse_from(["mercury", "migrate", "10.9.0.3", "--key", text]);
         let Command::Migrate(args) = cli.command else { panic!("another command") };
         key(&args)
@@ -275,12 +275,12 @@ mod tests {
 
     #[test]
     fn the_line_is_taken_with_the_words_that_it_was_printed_with() {
-        let (_, line) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
-        let line = line.to_string();
+        let (_, token) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let token = token.to_string();
         let printed =
-            format!("on the machine that is to move here:\n  mercury migrate 10.9.0.3 --key {line}\n");
-        for text in [&line, &printed] {
-            assert_eq!(key_of(text).expect("a line").to_string(), line);
+            format!("on the machine that is to move here:\n  mercury migrate 10.9.0.3 --key {token}\n");
+        for text in [&token, &printed] {
+            assert_eq!(key_of(text).expect("a token").to_string(), token);
         }
         for text in ["", "\n", "words", &printed[..printed.len() - 2]] {
             assert!(key_of(text).is_err_and(|error| error.exit == Exit::Usage), "{text}");

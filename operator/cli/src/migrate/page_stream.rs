@@ -9,7 +9,7 @@ use crate::{
 use mercury_migration::{
     announcement::Secret,
     protocol::{Attempt, Word},
-    session::{self, Line},
+    session::{self, PairingToken},
     streams::proof,
     wire::{Reader, Writer},
 };
@@ -37,7 +37,7 @@ pub struct Whose<'a> {
     /// Address of the destination.
     pub to: SocketAddr,
     /// Pairing token of the receiver.
-    pub line: &'a Line,
+    pub token: &'a PairingToken,
     pub attempt: Attempt,
     /// Secret of the offer.
     pub secret: &'a Secret,
@@ -50,7 +50,7 @@ impl PageStream {
     ///
     /// Returns an error if the other end does not accept it.
     pub fn open(whose: &Whose<'_>, stream: u32, patience: Duration, control: Option<&str>) -> Result<Self> {
-        let (tls, socket) = link::connect(whose.to, whose.line, patience).map_err(|error| {
+        let (tls, socket) = link::connect(whose.to, whose.token, patience).map_err(|error| {
             Error::new(error.exit, format!("stream {stream} of the move: {}", error.message))
                 .hint("this machine goes on as if nothing had been tried; try again")
         })?;

@@ -26,7 +26,7 @@ use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     announcement::{Announcer, Secret, Speaker},
     protocol::{Attempt, Digest, Mark, Message, Patience, Word},
-    session::{Line, Receiver},
+    session::{PairingToken, Receiver},
     wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
 };
 use proptest::prelude::prop;
@@ -321,8 +321,8 @@ impl Air for TestAir {
     }
 }
 
-pub fn announcer(line: &Line) -> Announcer {
-    let mut announcer = Announcer::new(line);
+pub fn announcer(token: &PairingToken) -> Announcer {
+    let mut announcer = Announcer::new(token);
     announcer.know(OURS, &SECRET);
     announcer
 }
@@ -346,21 +346,21 @@ pub enum Ended {
 /// Runs the loop, with a destination at this address.
 pub fn moves(
     stage: &Stage,
-    (to, line): (SocketAddr, Line),
+    (to, token): (SocketAddr, PairingToken),
     offer: Offer,
     patience: Duration,
     console: UnixStream,
 ) -> Ended {
-    let link = Link::connect(to, &line, LIMIT).expect("taken");
+    let link = Link::connect(to, &token, LIMIT).expect("taken");
     link.be_patient(patience);
-    let air = TestAir { stage: stage.clone(), announcer: announcer(&line) };
+    let air = TestAir { stage: stage.clone(), announcer: announcer(&token) };
     let card = Card { up: true, ..Card::default() };
     console.set_nonblocking(true).expect("set");
     let departure = Departure {
         attempt: OURS,
         to,
-        announcements: Announcements::by(Box::new(air), &line, OURS, &SECRET, vec![card]),
-        line,
+        announcements: Announcements::by(Box::new(air), &token, OURS, &SECRET, vec![card]),
+        token,
         link,
         offer,
         bridges: Vec::new(),
@@ -610,18 +610,18 @@ pub fn plays_by(
     patience: Duration,
     last_word: &'static str,
 ) -> Ended {
-    let (receiver, line) = Receiver::new(LIMIT).expect("a receiver");
+    let (receiver, token) = Receiver::new(LIMIT).expect("a receiver");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let to = listener.local_addr().expect("its address");
     let (console, terminal) = UnixStream::pair().expect("a pair");
     let is_over = Arc::<AtomicBool>::default();
     let ended = thread::scope(|scope| {
-        let (peer_over, peer_stage, announcer) = (Arc::clone(&is_over), stage.clone(), announcer(&line));
+        let (peer_over, peer_stage, announcer) = (Arc::clone(&is_over), stage.clone(), announcer(&token));
         let peer = scope.spawn(move || {
             let (socket, _) = listener.accept().expect("a source");
             drop(listener);
             socket.set_read_timeout(Some(LIMIT)).expect("set");
-            let session = receiver.accept(socket).expect("it has the line");
+            let session = receiver.accept(socket).expect("it has the token");
             let mut peer = Peer {
                 stage: peer_stage,
                 session: Some(Shared(Rc::new(RefCell::new(session)))),
@@ -636,7 +636,7 @@ pub fn plays_by(
             acts.iter().for_each(|act| peer.act(act));
             peer.rest(last_word);
         });
-        let ended = moves(stage, (to, line), offer, patience, console);
+        let ended = moves(stage, (to, token), offer, patience, console);
         is_over.store(true, Ordering::Relaxed);
         peer.join().expect("the other end does not panic");
         ended

@@ -24,7 +24,7 @@ use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     announcement::{Announcer, Secret, Speaker},
     protocol::{Attempt, Digest, Message, Patience, Word},
-    session::{self, Line, Receiver},
+    session::{self, PairingToken, Receiver},
     wire::{Chunks, Content, Ledger, PAGE, Page, Pages, Writer, pack_text},
 };
 use proptest::prelude::*;
@@ -224,7 +224,7 @@ impl Spare for Fake {
 /// A running destination, stopped when it is dropped.
 struct Destination {
     seen: Arc<Mutex<Seen>>,
-    line: Line,
+    token: PairingToken,
     to: SocketAddr,
     end: Arc<AtomicBool>,
     host: Option<JoinHandle<()>>,
@@ -237,7 +237,7 @@ impl Destination {
 
     /// Starts a destination with this patience, and with `hold` for the verdict.
     fn patient(patience: Duration, hold: Duration) -> Self {
-        let (receiver, line) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
+        let (receiver, token) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let to = listener.local_addr().expect("its address");
         let (seen, end) = (Arc::<Mutex<Seen>>::default(), Arc::<AtomicBool>::default());
@@ -250,11 +250,11 @@ impl Destination {
                 host.turn(Duration::from_millis(2)).expect("it goes on");
             }
         });
-        Self { seen, line, to, end, host: Some(host) }
+        Self { seen, token, to, end, host: Some(host) }
     }
 
     fn connect(&self, attempt: u8) -> Source<'_> {
-        let mut link = Link::connect(self.to, &self.line, LIMIT).expect("taken");
+        let mut link = Link::connect(self.to, &self.token, LIMIT).expect("taken");
         let attempt = Attempt([attempt; 16]);
         link.begin(attempt).expect("begun");
         Source { at: self, link, attempt }
@@ -264,7 +264,7 @@ impl Destination {
     fn tell(&self, bytes: &[u8]) -> Vec<u8> {
         let socket = TcpStream::connect(self.to).expect("there");
         socket.set_read_timeout(Some(LIMIT)).expect("set");
-        let mut session = session::connect(&self.line, socket).expect("taken");
+        let mut session = session::connect(&self.token, socket).expect("taken");
         // The destination may end the session early.
         let _ = session.write_all(bytes).and_then(|()| session.flush());
         session.conn.send_close_notify();
@@ -394,8 +394,8 @@ impl Source<'_> {
     }
 }
 
-fn announcer(line: &Line, attempt: Attempt) -> Announcer {
-    let mut announcer = Announcer::new(line);
+fn announcer(token: &PairingToken, attempt: Attempt) -> Announcer {
+    let mut announcer = Announcer::new(token);
     announcer.know(attempt, &SECRET);
     announcer
 }
@@ -595,7 +595,7 @@ fn who_falls_silent_is_given_up() {
     half.truncate(half.len() / 2);
     let begun = Instant::now();
     let socket = TcpStream::connect(destination.to).expect("there");
-    let mut session = session::connect(&destination.line, socket).expect("taken");
+    let mut session = session::connect(&destination.token, socket).expect("taken");
     session.write_all(&half).and_then(|()| session.flush()).expect("said");
     destination.until("the half is thrown away", |seen| seen.released == 2 && seen.prepared == 2);
     assert!(begun.elapsed() >= SILENCE);
@@ -617,7 +617,7 @@ fn who_comes_second_is_turned_away() {
     let destination = Destination::patient(SILENCE, SILENCE);
     let mut source = destination.connect(1);
     source.is_accepted();
-    let error = Link::connect(destination.to, &destination.line, LIMIT).expect_err("not now");
+    let error = Link::connect(destination.to, &destination.token, LIMIT).expect_err("not now");
     assert!(
         error.exit == Exit::Busy && error.message.contains("another machine is on its way there"),
         "{error}"
@@ -654,28 +654,28 @@ fn announcements_decide_only_decided_things() {
     let mut source = destination.connect(2);
     source.is_verified();
     let answers = destination.seen(|seen| seen.to_all.len());
-    let forged = Announcer::new(&destination.line);
-    let mut wrong = Announcer::new(&destination.line);
+    let forged = Announcer::new(&destination.token);
+    let mut wrong = Announcer::new(&destination.token);
     wrong.know(second, &[8; 32]);
-    let of_the_first = announcer(&destination.line, first).say(Speaker::Source, commit(first));
+    let of_the_first = announcer(&destination.token, first).say(Speaker::Source, commit(first));
     destination.seen(|seen| {
         seen.from_all.extend([
             forged.say(Speaker::Source, commit(second)).to_vec(),
             forged.say_to_restarted(Speaker::Source, commit(second)).to_vec(),
             wrong.say(Speaker::Source, commit(second)).to_vec(),
-            announcer(&destination.line, second).say(Speaker::Destination, commit(second)).to_vec(),
+            announcer(&destination.token, second).say(Speaker::Destination, commit(second)).to_vec(),
             of_the_first.to_vec(),
             vec![0; 7],
         ]);
     });
     destination.until("the first attempt's is answered", |seen| seen.to_all.len() > answers);
     let answer = destination.seen(|seen| seen.to_all[answers].clone());
-    let heard = announcer(&destination.line, first).hear(Speaker::Destination, &answer);
+    let heard = announcer(&destination.token, first).hear(Speaker::Destination, &answer);
     assert_eq!(heard, Some(Message { attempt: first, word: Word::Discarded }));
     assert_eq!(destination.seen(|seen| seen.started), 0);
 
     // The source's own announcement decides, once.
-    let own = announcer(&destination.line, second).say(Speaker::Source, commit(second)).to_vec();
+    let own = announcer(&destination.token, second).say(Speaker::Source, commit(second)).to_vec();
     destination.seen(|seen| {
         seen.said.push((second, Word::Commit));
         seen.from_all.extend([own.clone(), own]);
@@ -836,7 +836,7 @@ proptest! {
                     let _ = source.link.round(*number).and_then(|()| source.link.flush());
                 }
                 Lie::Announce(word) => {
-                    let frame = announcer(&destination.line, source.attempt)
+                    let frame = announcer(&destination.token, source.attempt)
                         .say(Speaker::Source, Message { attempt: source.attempt, word: *word });
                     destination.seen(|seen| {
                         seen.said.push((source.attempt, *word));
@@ -849,7 +849,7 @@ proptest! {
                     // one.
                     let end = Instant::now() + LIMIT;
                     let link = loop {
-                        match Link::connect(destination.to, &destination.line, LIMIT) {
+                        match Link::connect(destination.to, &destination.token, LIMIT) {
                             Ok(link) => break link,
                             Err(error) => prop_assert!(error.exit == Exit::Busy && Instant::now() < end, "{error}"),
                         }

@@ -84,7 +84,7 @@ impl Host {
         operator: Operator,
     ) -> Self {
         Self {
-            announcer: Announcer::new(receiver.line()),
+            announcer: Announcer::new(receiver.token()),
             receiver,
             listener,
             patience,

@@ -24,7 +24,7 @@ use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     protocol::{Attempt, Digest, Patience, Word},
     rounds::Limits,
-    session::{self, Line, Receiver},
+    session::{self, PairingToken, Receiver},
     streams::{STRIPE, proof, stream_of},
     wire::{Chunks, Ledger, PAGE, Pages, Reader, Writer},
 };
@@ -120,7 +120,7 @@ impl Spare for Table {
 /// A destination that waits until it is dropped.
 struct Scene {
     to: SocketAddr,
-    line: Line,
+    token: PairingToken,
     shelf: Arc<Shelf>,
     stop: Arc<AtomicBool>,
     host: Option<JoinHandle<()>>,
@@ -128,7 +128,7 @@ struct Scene {
 
 impl Scene {
     fn new(running: Duration) -> Self {
-        let (receiver, line) = Receiver::new(Duration::from_secs(600)).unwrap();
+        let (receiver, token) = Receiver::new(Duration::from_secs(600)).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
         let (shelf, stop) = (Arc::<Shelf>::default(), Arc::<AtomicBool>::default());
@@ -141,11 +141,11 @@ impl Scene {
                 host.turn(Duration::from_millis(100)).unwrap();
             }
         });
-        Self { to, line, shelf, stop, host: Some(host) }
+        Self { to, token, shelf, stop, host: Some(host) }
     }
 
     fn whose(&self) -> Whose<'_> {
-        Whose { to: self.to, line: &self.line, attempt: ATTEMPT, secret: &SECRET }
+        Whose { to: self.to, token: &self.token, attempt: ATTEMPT, secret: &SECRET }
     }
 
     fn page_stream(&self, stream: u32) -> PageStream {
@@ -163,7 +163,7 @@ impl Scene {
         let range = Range { start_phys: 0, pages: stripes * STRIPE / PAGE as u64, kind: Kind::Kept };
         let machine = Machine { ranges: vec![range], ..Machine::default() };
         let offer = Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams };
-        let mut link = Link::connect(self.to, &self.line, PATIENCE).unwrap();
+        let mut link = Link::connect(self.to, &self.token, PATIENCE).unwrap();
         link.begin(ATTEMPT).unwrap();
         link.say(Word::Offer, &offer.pack().unwrap()).unwrap();
         Sender { link, ledger: Ledger::new(offer.memory()), offer }
@@ -289,7 +289,7 @@ fn streams_of_nobody_are_refused() {
     let first = scene.page_stream(1);
     assert!(PageStream::open(&right, 1, PATIENCE, None).is_err(), "one stream was opened twice");
     // A proof of another session is wrong in this one, and without a proof there is no stream.
-    let open = || session::connect(&scene.line, TcpStream::connect(scene.to).unwrap()).unwrap();
+    let open = || session::connect(&scene.token, TcpStream::connect(scene.to).unwrap()).unwrap();
     let of_another = session::binding(&open().conn).unwrap();
     let replayed = proof(&SECRET, ATTEMPT, 2, &of_another);
     for shown in [Some(replayed), None] {

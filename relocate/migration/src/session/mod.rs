@@ -1,6 +1,6 @@
 //! The session: TLS 1.3, with both ends authenticated by one pairing token.
 //!
-//! `mercury receive` prints a [`Line`], the token, and `mercury migrate` is given it. The token
+//! `mercury receive` prints a [`PairingToken`], the token, and `mercury migrate` is given it. The token
 //! holds the hash of the receiver's certificate, which is made for this one arrival, and a secret.
 //! Both ends derive the sender's key pair from the secret. So the sender talks to that receiver
 //! alone, and the receiver accepts only a sender that was given the token. A reader of the token
@@ -11,10 +11,10 @@
 //! [`Receiver::accept`] and [`connect`] return after the handshake, and after the receiver has
 //! confirmed it inside of the session.
 
-mod line;
+mod token;
 mod verify;
 
-pub use line::Line;
+pub use token::PairingToken;
 
 use std::{
     fmt,
@@ -55,7 +55,7 @@ const CLOCKS_DIFFER: Duration = Duration::from_secs(24 * 3600);
 #[derive(Debug)]
 pub enum Error {
     /// The text is no pairing token.
-    Line(&'static str),
+    PairingToken(&'static str),
     /// The other end is not the expected one, or does not speak this protocol.
     Refused(io::Error),
     /// The other end is the expected one, and does not accept this sender now. The reason follows.
@@ -67,7 +67,7 @@ pub enum Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Line(why) => f.write_str(why),
+            Self::PairingToken(why) => f.write_str(why),
             // TLS's own text here is for programmers.
             Self::Refused(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 f.write_str("no session with the other machine: it has closed the connection")
@@ -93,7 +93,7 @@ fn provider() -> Arc<CryptoProvider> {
 #[derive(Clone, Debug)]
 pub struct Receiver {
     config: Arc<ServerConfig>,
-    line: Line,
+    token: PairingToken,
 }
 
 /// A receiver's identity, to be carried to the place of the reception. Its holder is that receiver.
@@ -116,13 +116,13 @@ impl Identity {
     ///
     /// # Errors
     /// There are no random numbers, or no certificate can be made.
-    pub fn new(now: SystemTime, lifetime: Duration) -> Result<(Self, Line), Error> {
+    pub fn new(now: SystemTime, lifetime: Duration) -> Result<(Self, PairingToken), Error> {
         let key = KeyPair::generate_for(&rcgen::PKCS_ED25519).map_err(local)?;
         let certificate = certificate(&key, now, lifetime)?;
         let mut secret = [0; 16];
         SystemRandom::new().fill(&mut secret).map_err(local)?;
-        let line = Line::new(secret, &certificate);
-        Ok((Self { secret, certificate: certificate.to_vec(), key: key.serialize_der() }, line))
+        let token = PairingToken::new(secret, &certificate);
+        Ok((Self { secret, certificate: certificate.to_vec(), key: key.serialize_der() }, token))
     }
 
     /// Returns the identity as bytes: the secret, the length of the certificate (4 bytes,
@@ -153,7 +153,7 @@ impl Receiver {
     ///
     /// # Errors
     /// There are no random numbers, or no certificate can be made.
-    pub fn new(lifetime: Duration) -> Result<(Self, Line), Error> {
+    pub fn new(lifetime: Duration) -> Result<(Self, PairingToken), Error> {
         Self::at(SystemTime::now(), lifetime)
     }
 
@@ -161,9 +161,9 @@ impl Receiver {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn at(now: SystemTime, lifetime: Duration) -> Result<(Self, Line), Error> {
-        let (identity, line) = Identity::new(now, lifetime)?;
-        Ok((Self::with(&identity)?, line))
+    pub fn at(now: SystemTime, lifetime: Duration) -> Result<(Self, PairingToken), Error> {
+        let (identity, token) = Identity::new(now, lifetime)?;
+        Ok((Self::with(&identity)?, token))
     }
 
     /// Returns the receiver with an identity.
@@ -172,25 +172,25 @@ impl Receiver {
     /// The identity is invalid.
     pub fn with(identity: &Identity) -> Result<Self, Error> {
         let certificate = CertificateDer::from(identity.certificate.clone());
-        let line = Line::new(identity.secret, &certificate);
+        let token = PairingToken::new(identity.secret, &certificate);
         let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(identity.key.clone()));
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(local)?
-            .with_client_cert_verifier(Arc::new(PinnedSender::new(&line, provider())?))
+            .with_client_cert_verifier(Arc::new(PinnedSender::new(&token, provider())?))
             .with_single_cert(vec![certificate], key)
             .map_err(local)?;
         config.alpn_protocols = vec![PROTOCOL.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         config.max_early_data_size = 0;
-        Ok(Self { config: Arc::new(config), line })
+        Ok(Self { config: Arc::new(config), token })
     }
 
     /// Returns the receiver's pairing token.
     #[must_use]
-    pub fn line(&self) -> &Line {
-        &self.line
+    pub fn token(&self) -> &PairingToken {
+        &self.token
     }
 
     /// Accepts a sender, or refuses it. The socket limits the time that this may take.
@@ -230,28 +230,31 @@ impl Receiver {
 ///
 /// # Errors
 /// The receiver is another one, or does not accept this sender.
-pub fn connect<S: Read + Write>(line: &Line, socket: S) -> Result<StreamOwned<ClientConnection, S>, Error> {
-    connect_with(sender(line, SystemTime::now())?, socket)
+pub fn connect<S: Read + Write>(
+    token: &PairingToken,
+    socket: S,
+) -> Result<StreamOwned<ClientConnection, S>, Error> {
+    connect_with(sender(token, SystemTime::now())?, socket)
 }
 
-fn sender(line: &Line, now: SystemTime) -> Result<ClientConfig, Error> {
-    let key = line.sender_key();
+fn sender(token: &PairingToken, now: SystemTime) -> Result<ClientConfig, Error> {
+    let key = token.sender_key();
     let pair = KeyPair::from_pkcs8_der_and_sign_algo(&key, &rcgen::PKCS_ED25519).map_err(local)?;
     let certificate = certificate(&pair, now, CLOCKS_DIFFER)?;
     let mut config =
-        builder(line)?.with_client_auth_cert(vec![certificate], PrivateKeyDer::from(key)).map_err(local)?;
+        builder(token)?.with_client_auth_cert(vec![certificate], PrivateKeyDer::from(key)).map_err(local)?;
     prepare(&mut config);
     Ok(config)
 }
 
 fn builder(
-    line: &Line,
+    token: &PairingToken,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, Error> {
     let builder = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&TLS13])
         .map_err(local)?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(PinnedReceiver::new(line, provider())));
+        .with_custom_certificate_verifier(Arc::new(PinnedReceiver::new(token, provider())));
     Ok(builder)
 }
 

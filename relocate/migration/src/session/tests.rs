@@ -39,8 +39,8 @@ fn meet(receiver: &Receiver, config: ClientConfig) -> (Result<Vec<u8>, Error>, R
     })
 }
 
-fn config(line: &Line) -> ClientConfig {
-    sender(line, SystemTime::now()).expect("a sender")
+fn config(token: &PairingToken) -> ClientConfig {
+    sender(token, SystemTime::now()).expect("a sender")
 }
 
 fn refuses_both(receiver: &Receiver, config: ClientConfig) -> [String; 2] {
@@ -50,44 +50,44 @@ fn refuses_both(receiver: &Receiver, config: ClientConfig) -> [String; 2] {
 
 #[test]
 fn the_line_is_enough() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let pasted: Line = format!("  {line}\n").parse().expect("a line");
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let pasted: PairingToken = format!("  {token}\n").parse().expect("a token");
     let (received, sent) = meet(&receiver, config(&pasted));
     sent.expect("sent");
     assert_eq!(received.expect("received"), b"payload");
-    assert_eq!(format!("{line:?}"), "Line(..)");
+    assert_eq!(format!("{token:?}"), "PairingToken(..)");
 }
 
 #[test]
 fn mistakes_in_the_line_are_found() {
-    let (_, line) = Receiver::new(HOUR).expect("a receiver");
-    let text = line.to_string();
+    let (_, token) = Receiver::new(HOUR).expect("a receiver");
+    let text = token.to_string();
     assert_eq!(text.len(), "mercury-receive-1-".len() + 104);
     for at in 0..text.len() {
         let mut bytes = text.clone().into_bytes();
         bytes[at] = if bytes[at] == b'3' { b'4' } else { b'3' };
         let wrong = String::from_utf8(bytes).expect("text");
-        assert!(wrong.parse::<Line>().is_err(), "{wrong}");
-        assert!(text[..at].parse::<Line>().is_err());
+        assert!(wrong.parse::<PairingToken>().is_err(), "{wrong}");
+        assert!(text[..at].parse::<PairingToken>().is_err());
     }
-    assert!("mercury-receive-1-é".parse::<Line>().is_err());
+    assert!("mercury-receive-1-é".parse::<PairingToken>().is_err());
 }
 
 /// The receiver is right and the secret is another one: the key is wrong.
 #[test]
 fn a_wrong_key_is_refused() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let certificate = receiver_certificate(&receiver, &line);
-    let wrong = Line::new([9; 16], &certificate);
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let certificate = receiver_certificate(&receiver, &token);
+    let wrong = PairingToken::new([9; 16], &certificate);
     let [received, _] = refuses_both(&receiver, config(&wrong));
     assert!(received.contains("certificate"), "{received}");
 }
 
 /// Returns the receiver's certificate, as a client sees it.
-fn receiver_certificate(receiver: &Receiver, line: &Line) -> CertificateDer<'static> {
+fn receiver_certificate(receiver: &Receiver, token: &PairingToken) -> CertificateDer<'static> {
     let (near, far) = pair();
     thread::scope(|scope| {
-        let sender = scope.spawn(move || connect(line, near).expect("a session"));
+        let sender = scope.spawn(move || connect(token, near).expect("a session"));
         receiver.accept(far).expect("a session");
         let session = sender.join().expect("no panic");
         session.conn.peer_certificates().expect("certificates")[0].clone().into_owned()
@@ -96,16 +96,16 @@ fn receiver_certificate(receiver: &Receiver, line: &Line) -> CertificateDer<'sta
 
 #[test]
 fn another_receiver_is_refused() {
-    let (_, line) = Receiver::new(HOUR).expect("a receiver");
+    let (_, token) = Receiver::new(HOUR).expect("a receiver");
     let (other, _) = Receiver::new(HOUR).expect("a receiver");
-    let [_, sent] = refuses_both(&other, config(&line));
+    let [_, sent] = refuses_both(&other, config(&token));
     assert!(sent.contains("certificate"), "{sent}");
 }
 
 #[test]
 fn no_certificate_is_refused() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let mut config = builder(&line).expect("a builder").with_no_client_auth();
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let mut config = builder(&token).expect("a builder").with_no_client_auth();
     prepare(&mut config);
     let [received, _] = refuses_both(&receiver, config);
     assert!(received.contains("certificate"), "{received}");
@@ -114,19 +114,19 @@ fn no_certificate_is_refused() {
 #[test]
 fn what_has_expired_is_refused() {
     let long_ago = SystemTime::now() - 72 * HOUR;
-    let (receiver, line) = Receiver::at(long_ago, HOUR).expect("a receiver");
-    let [_, sent] = refuses_both(&receiver, config(&line));
+    let (receiver, token) = Receiver::at(long_ago, HOUR).expect("a receiver");
+    let [_, sent] = refuses_both(&receiver, config(&token));
     assert!(sent.contains("xpired"), "{sent}");
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let [received, _] = refuses_both(&receiver, sender(&line, long_ago).expect("a sender"));
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let [received, _] = refuses_both(&receiver, sender(&token, long_ago).expect("a sender"));
     assert!(received.contains("xpired"), "{received}");
 }
 
 #[test]
 fn another_protocol_is_refused() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
     for protocols in [Vec::new(), vec![b"http/1.1".to_vec()]] {
-        let mut config = config(&line);
+        let mut config = config(&token);
         config.alpn_protocols = protocols;
         let _ = refuses_both(&receiver, config);
     }
@@ -157,13 +157,13 @@ impl Write for Tapped {
 }
 
 /// Returns everything that a good sender sends, up to the end of its payload.
-fn recorded(receiver: &Receiver, line: &Line) -> Vec<u8> {
+fn recorded(receiver: &Receiver, token: &PairingToken) -> Vec<u8> {
     let (near, far) = pair();
     let sent = Arc::new(Mutex::new(Vec::new()));
     let tapped = Tapped { socket: near, sent: Arc::clone(&sent) };
     thread::scope(|scope| {
         scope.spawn(move || {
-            let mut session = connect(line, tapped).expect("a session");
+            let mut session = connect(token, tapped).expect("a session");
             session.write_all(b"payload").and_then(|()| session.flush()).expect("said");
         });
         let mut payload = [0; 7];
@@ -192,18 +192,18 @@ fn played(receiver: &Receiver, bytes: &[u8]) -> Result<(), Error> {
 
 #[test]
 fn a_replay_is_refused() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let sent = recorded(&receiver, &line);
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let sent = recorded(&receiver, &token);
     assert!(played(&receiver, &sent).is_err());
     // The replay was the only fault.
-    let (received, sent) = meet(&receiver, config(&line));
+    let (received, sent) = meet(&receiver, config(&token));
     assert!(received.is_ok() && sent.is_ok());
 }
 
 #[test]
 fn handshakes_cut_short_or_damaged_are_refused() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
-    let sent = recorded(&receiver, &line);
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
+    let sent = recorded(&receiver, &token);
     for length in (0..sent.len()).step_by(29) {
         assert!(played(&receiver, &sent[..length]).is_err());
         let mut damaged = sent.clone();
@@ -215,22 +215,22 @@ fn handshakes_cut_short_or_damaged_are_refused() {
 
 #[test]
 fn an_identity_can_be_carried() {
-    let (identity, line) = Identity::new(SystemTime::now(), Duration::from_secs(60)).expect("one");
+    let (identity, token) = Identity::new(SystemTime::now(), Duration::from_secs(60)).expect("one");
     let carried = Identity::from_bytes(&identity.to_bytes()).expect("the same");
-    assert_eq!(Receiver::with(&carried).expect("a receiver").line(), &line);
+    assert_eq!(Receiver::with(&carried).expect("a receiver").token(), &token);
     assert!(Identity::from_bytes(&identity.to_bytes()[..40]).is_err());
 }
 
 /// A sender with the token is told why it is not accepted now; no other sender is.
 #[test]
 fn who_comes_second_is_told_why() {
-    let (receiver, line) = Receiver::new(HOUR).expect("a receiver");
+    let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
     let (_, other) = Receiver::new(HOUR).expect("another one");
     let why = "x".repeat(300);
-    for (line, is_known) in [(line, true), (other, false)] {
+    for (token, is_known) in [(token, true), (other, false)] {
         let (near, far) = pair();
         thread::scope(|scope| {
-            let sender = scope.spawn(move || connect_with(config(&line), near).map(drop));
+            let sender = scope.spawn(move || connect_with(config(&token), near).map(drop));
             assert_eq!(receiver.turn_away(far, &why).is_ok(), is_known);
             match sender.join().expect("no panic") {
                 Err(Error::NotNow(told)) => assert!(is_known && told == why[..255]),

@@ -19,7 +19,7 @@ use rustls::{
     },
 };
 
-use super::Line;
+use super::PairingToken;
 
 /// First bytes of a public key (RFC 8410, 4); the key's 32 bytes follow.
 const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21, 0];
@@ -48,13 +48,13 @@ fn alone(
 /// The sender's check of the receiver.
 #[derive(Debug)]
 pub struct PinnedReceiver {
-    line: Line,
+    token: PairingToken,
     provider: Arc<CryptoProvider>,
 }
 
 impl PinnedReceiver {
-    pub fn new(line: &Line, provider: Arc<CryptoProvider>) -> Self {
-        Self { line: line.clone(), provider }
+    pub fn new(token: &PairingToken, provider: Arc<CryptoProvider>) -> Self {
+        Self { token: token.clone(), provider }
     }
 }
 
@@ -67,7 +67,7 @@ impl ServerCertVerifier for PinnedReceiver {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        if !self.line.is_pinned(end_entity) {
+        if !self.token.is_pinned(end_entity) {
             return Err(stranger());
         }
         let roots = alone(end_entity, intermediates)?;
@@ -110,8 +110,8 @@ pub struct PinnedSender {
 }
 
 impl PinnedSender {
-    pub fn new(line: &Line, provider: Arc<CryptoProvider>) -> Result<Self, super::Error> {
-        let pair = Ed25519KeyPair::from_seed_unchecked(&line.sender_seed()).map_err(super::local)?;
+    pub fn new(token: &PairingToken, provider: Arc<CryptoProvider>) -> Result<Self, super::Error> {
+        let pair = Ed25519KeyPair::from_seed_unchecked(&token.sender_seed()).map_err(super::local)?;
         Ok(Self { key: [&SPKI[..], pair.public_key().as_ref()].concat(), provider })
     }
 }

@@ -30,7 +30,7 @@ use mercury_migration::{
         Attempt, Mark, Message, Patience, Source, Word,
         source::{Action, Event, State},
     },
-    session::Line,
+    session::PairingToken,
     wire::Ledger,
 };
 use std::{
@@ -53,7 +53,7 @@ pub struct Departure<'a> {
     /// Address of the destination.
     pub to: SocketAddr,
     /// Pairing token of the receiver.
-    pub line: Line,
+    pub token: PairingToken,
     /// Connection to the destination.
     pub link: Link,
     /// Announcements, which need no connection.
@@ -109,7 +109,7 @@ pub struct Mover<'a> {
     system: &'a mut dyn System,
     memory: &'a dyn Memory,
     to: SocketAddr,
-    line: Line,
+    token: PairingToken,
     link: Option<Link>,
     /// The streams besides the first.
     page_streams: Vec<PageStream>,
@@ -158,7 +158,7 @@ impl<'a> Mover<'a> {
         let Departure {
             attempt,
             to,
-            line,
+            token,
             mut link,
             announcements,
             offer,
@@ -181,7 +181,7 @@ impl<'a> Mover<'a> {
             system,
             memory,
             to,
-            line,
+            token,
             link: Some(link),
             page_streams: Vec::new(),
             announcements,
@@ -451,7 +451,7 @@ impl<'a> Mover<'a> {
     fn commit(&mut self) -> Result<()> {
         // All pages of these streams have arrived.
         self.page_streams.clear();
-        let doubt = Doubt::of(&self.line, self.attempt, self.offer.secret, self.announcements.cards());
+        let doubt = Doubt::of(&self.token, self.attempt, self.offer.secret, self.announcements.cards());
         self.system.commit(doubt, self.operator.console())
     }
 
@@ -492,7 +492,7 @@ impl<'a> Mover<'a> {
         self.page_streams.clear();
         self.report.arrive();
         Arrival {
-            line: self.line.to_string(),
+            token: self.token.to_string(),
             secret: self.offer.secret,
             attempt: self.attempt.0,
             cards: self.announcements.cards().to_vec(),

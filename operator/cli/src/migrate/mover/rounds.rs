@@ -34,8 +34,8 @@ const INTERVAL: Duration = Duration::from_millis(500);
 impl Mover<'_> {
     /// Opens the streams besides the first, when the destination is ready for pages.
     fn open_page_streams(&mut self) -> Result<()> {
-        let Self { to, line, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
-        let whose = Whose { to: *to, line, attempt: *attempt, secret: &offer.secret };
+        let Self { to, token, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
+        let whose = Whose { to: *to, token, attempt: *attempt, secret: &offer.secret };
         let control = args.congestion_control.as_deref();
         let open = |stream| PageStream::open(&whose, stream, *patience, control);
         self.page_streams = (1..offer.streams).map(open).collect::<Result<_>>()?;

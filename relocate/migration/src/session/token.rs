@@ -20,12 +20,12 @@ const PKCS8: [u8; 16] = [0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4
 /// A pairing token: the receiver's identity, and the right to send to it. As text:
 /// `mercury-receive-1-` and 104 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Line {
+pub struct PairingToken {
     secret: [u8; SECRET],
     pin: [u8; PIN],
 }
 
-impl Line {
+impl PairingToken {
     pub(super) fn new(secret: [u8; SECRET], certificate: &CertificateDer<'_>) -> Self {
         Self { secret, pin: pin(certificate) }
     }
@@ -60,7 +60,7 @@ fn pin(certificate: &CertificateDer<'_>) -> [u8; PIN] {
     *blake3::hash(certificate).as_bytes()
 }
 
-impl fmt::Display for Line {
+impl fmt::Display for PairingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = [&self.secret[..], &self.pin].concat();
         f.write_str(PREFIX)?;
@@ -69,34 +69,41 @@ impl fmt::Display for Line {
 }
 
 /// Keeps the secret out of logs.
-impl fmt::Debug for Line {
+impl fmt::Debug for PairingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Line(..)")
+        f.write_str("PairingToken(..)")
     }
 }
 
-impl FromStr for Line {
+impl FromStr for PairingToken {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let digits = text.trim().strip_prefix(PREFIX).ok_or(Error::Line(
-            "this is not the line that `mercury receive` prints: it begins with mercury-receive-1-",
+        let digits = text.trim().strip_prefix(PREFIX).ok_or(Error::PairingToken(
+            "the text is no pairing token, which begins with mercury-receive-1-: copy all of it from `mercury receive`",
         ))?;
         if digits.len() != 2 * BYTES || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(Error::Line("the line of `mercury receive` is not complete"));
+            return Err(Error::PairingToken(
+                "the pairing token is not complete: copy all of it from `mercury receive`",
+            ));
         }
         let mut bytes = [0; BYTES];
         for (at, byte) in bytes.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16)
-                .map_err(|_| Error::Line("the line of `mercury receive` is not complete"))?;
+            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).map_err(|_| {
+                Error::PairingToken(
+                    "the pairing token is not complete: copy all of it from `mercury receive`",
+                )
+            })?;
         }
         let (told, check) = bytes.split_at(SECRET + PIN);
         if Self::check(told) != check {
-            return Err(Error::Line("the line of `mercury receive` has a mistake in it"));
+            return Err(Error::PairingToken(
+                "the pairing token has a mistake in it: copy it again from `mercury receive`",
+            ));
         }
-        let mut line = Self { secret: [0; SECRET], pin: [0; PIN] };
-        line.secret.copy_from_slice(&told[..SECRET]);
-        line.pin.copy_from_slice(&told[SECRET..]);
-        Ok(line)
+        let mut token = Self { secret: [0; SECRET], pin: [0; PIN] };
+        token.secret.copy_from_slice(&told[..SECRET]);
+        token.pin.copy_from_slice(&told[SECRET..]);
+        Ok(token)
     }
 }
