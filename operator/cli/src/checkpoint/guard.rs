@@ -353,7 +353,7 @@ mod tests {
     #[test]
     fn a_move_that_was_committed_is_decided_first() {
         let doubt =
-            Doubt { line: String::new(), secret: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
+            Doubt { token: String::new(), secret: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
         let [begun, committed] = [doubt.clone(), doubt].map(Box::new);
         let steps = [
             Undo::Detach,

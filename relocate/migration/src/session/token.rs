@@ -80,26 +80,19 @@ impl FromStr for PairingToken {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let digits = text.trim().strip_prefix(PREFIX).ok_or(Error::PairingToken(
-            "the text is no pairing token, which begins with mercury-receive-1-: copy all of it from `mercury receive`",
+            "the text is no pairing token, which begins with mercury-receive-1-",
         ))?;
         if digits.len() != 2 * BYTES || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(Error::PairingToken(
-                "the pairing token is not complete: copy all of it from `mercury receive`",
-            ));
+            return Err(Error::PairingToken("the pairing token is not complete"));
         }
         let mut bytes = [0; BYTES];
         for (at, byte) in bytes.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).map_err(|_| {
-                Error::PairingToken(
-                    "the pairing token is not complete: copy all of it from `mercury receive`",
-                )
-            })?;
+            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16)
+                .map_err(|_| Error::PairingToken("the pairing token is not complete"))?;
         }
         let (told, check) = bytes.split_at(SECRET + PIN);
         if Self::check(told) != check {
-            return Err(Error::PairingToken(
-                "the pairing token has a mistake in it: copy it again from `mercury receive`",
-            ));
+            return Err(Error::PairingToken("the pairing token has a mistake in it"));
         }
         let mut token = Self { secret: [0; SECRET], pin: [0; PIN] };
         token.secret.copy_from_slice(&told[..SECRET]);
