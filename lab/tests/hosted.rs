@@ -1,5 +1,6 @@
-//! Pre-virtualized kernels as processes of this host: no emulator, no privileges. They come up, their programs compute what
-//! the same programs compute on the host, and what cannot be started is refused with the reason.
+//! Pre-virtualized kernels as processes of this host, without an emulator and without privileges.
+//! They come up, and their programs compute what the same programs compute on the host. A machine
+//! that cannot be started is refused with the reason.
 
 use std::{
     fs::{self, File},
@@ -43,25 +44,26 @@ mod terminal;
 #[path = "hosted/work.rs"]
 mod work;
 
-/// Who has no rights at all.
+/// The user without any rights.
 const NOBODY: &str = "65534";
-/// The guest has halted.
+/// The exit status after the guest has halted.
 const HALTED: Option<i32> = Some(0);
-/// The guest has asked for a reset: here, after the panic that follows when its first program ends.
+/// The exit status after the guest has asked for a reset: here, after the panic that follows the
+/// end of its first program.
 const RESET: Option<i32> = Some(10);
-/// The guest cannot go on.
+/// The exit status of a guest that cannot go on.
 const BROKEN: Option<i32> = Some(11);
-/// What the machine says then, if it is for want of a process ...
+/// The machine's message about a missing process ...
 const CHILD_GONE: &str = "a process has ended that a processor or the guest's programs run in";
-/// ... and behind that, if the host has ended it.
+/// ... and the message's end, if the host has ended the process.
 const FORBIDDEN: &str = ": by the host, for a system call that is forbidden";
-/// This host cannot do what was asked for, as it is.
+/// The exit status if this host, as it is, cannot do what was asked for.
 const UNFIT: Option<i32> = Some(3);
-/// What keeps programs apart from their kernel: nothing, or processes of their own.
+/// The separation of programs from their kernel: none, or processes of their own.
 const ISOLATIONS: [&str; 2] = ["--isolation=none", "--isolation=process"];
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// What a machine needs, where anybody may read it.
+/// The files of a machine, in a place that every user may read.
 struct Place {
     directory: PathBuf,
     command: PathBuf,
@@ -98,18 +100,18 @@ impl Place {
         path
     }
 
-    /// A copy of Debian's root disk.
+    /// Copies Debian's root disk.
     fn root_disk(&self, image: &Image) -> Result<PathBuf> {
         self.copy_of(&image.disk(), "root.img")
     }
 
-    /// A disk that is only read, by another name: a copy where that cannot be.
+    /// Gives a read-only disk another name, or copies the disk where it cannot have one.
     fn name_for(&self, disk: &Path, name: &str) -> Result<PathBuf> {
         let link = self.directory.join(name);
         if fs::hard_link(disk, &link).is_ok() { Ok(link) } else { self.copy_of(disk, name) }
     }
 
-    /// A copy of a disk.
+    /// Copies a disk.
     fn copy_of(&self, disk: &Path, name: &str) -> Result<PathBuf> {
         let copy = self.directory.join(name);
         host::copy(disk, &copy)?;
@@ -117,14 +119,14 @@ impl Place {
         Ok(copy)
     }
 
-    /// `mercury hosted run`, as nobody.
+    /// Returns `mercury hosted run`, as the user nobody.
     fn run(&self) -> Command {
         let mut command = as_nobody(&self.command);
         command.args(["hosted", "run", "--kernel"]).arg(&self.kernel);
         command
     }
 
-    /// The same where there can be no user namespaces.
+    /// Returns the same command without user namespaces.
     fn run_without_user_namespaces(&self) -> Command {
         const LINE: &str = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
         let mut command = as_nobody(Path::new("unshare"));
@@ -149,8 +151,8 @@ impl Place {
     }
 }
 
-/// A directory that is nobody else's: tests of this process that run at the same time may ask for the same name, and an earlier
-/// process of the same number may have left one.
+/// Makes a directory that no other test has. Tests of this process that run at the same time may
+/// ask for the same name, and an earlier process of the same number may have left one.
 fn new_directory(name: &str) -> PathBuf {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     loop {
@@ -173,7 +175,7 @@ fn tests_that_ask_for_one_name_have_a_directory_each() {
     fs::remove_dir_all(&one).expect("its end");
 }
 
-/// A program, as somebody without rights.
+/// Returns a command that runs as the user nobody.
 fn as_nobody(program: &Path) -> Command {
     if !rustix::process::geteuid().is_root() {
         return Command::new(program);
@@ -189,7 +191,7 @@ impl Drop for Place {
     }
 }
 
-/// A machine, its console, and everything it has said.
+/// A machine, its console, and its whole output.
 struct Machine {
     child: Child,
     log: PathBuf,
@@ -250,19 +252,19 @@ impl Drop for Machine {
     }
 }
 
-/// What a kernel says when something is wrong with it.
+/// Checks that the log has no complaint of a kernel.
 fn assert_well(log: &str) {
     for word in ["BUG:", "WARNING: CPU", "Oops", "rcu: INFO", "apply_alternatives", "Unable to handle"] {
         assert!(!log.contains(word), "{word}: {log}");
     }
 }
 
-/// A shell with its libraries.
+/// Makes an archive with a shell and its libraries.
 fn archive(tree: &Path, init: &str) -> Vec<u8> {
     archive_with(tree, init, &[])
 }
 
-/// The same, with more programs.
+/// Makes an archive with a shell, its libraries and more programs.
 fn archive_with(tree: &Path, init: &str, programs: &[(&str, &Path)]) -> Vec<u8> {
     let mut archive = Archive::default();
     for directory in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
@@ -285,8 +287,9 @@ fn archive_with(tree: &Path, init: &str, programs: &[(&str, &Path)]) -> Vec<u8> 
     archive.finish()
 }
 
-/// On every run of the tests: a kernel is built from Debian's sources as the afterburner is now, and nothing in it is uncovered; it
-/// comes up on one processor and on two, with both kinds of isolation, and keeps its programs and itself apart.
+/// Builds a kernel from Debian's sources with the present afterburner, in every run of the tests,
+/// with no uncovered instruction. The kernel comes up on one processor and on two, with both kinds
+/// of isolation, and keeps its programs and itself apart.
 #[test]
 fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
     let built = previrtualization::build(Release::Bookworm, Flavour::Tiny)?;
@@ -336,7 +339,8 @@ fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> 
     Ok(())
 }
 
-/// Typed at once, it is more than a line's buffer, a terminal's and a serial port's hold.
+/// Receives whole what is typed at once, more than the buffers of a line, a terminal and a serial
+/// port hold.
 #[test]
 #[ignore = "long"]
 fn what_is_typed_arrives_whole() -> Result<()> {
@@ -349,7 +353,8 @@ fn what_is_typed_arrives_whole() -> Result<()> {
         let text = lines.join("\n");
         machine.type_line(&format!("cat > /dev/typed\n{text}\n\x04wc -l < /dev/typed; awk '$1 != NR - 1 || length($2) != (NR - 1) % 80' /dev/typed | head; echo arr''ived"));
         machine.wait_for("arrived\n");
-        // A driver reads 256 bytes, and then looks whether there is more. What is said on the console would make it look, too.
+        // The driver reads 256 bytes, and then checks for more. Output on the console would make it
+        // check, too.
         for length in (200..420).step_by(5) {
             thread::sleep(Duration::from_millis(200));
             machine.type_line(&format!("echo {} | wc -c; echo lo''ng {length}", "x".repeat(length - 1)));
@@ -363,7 +368,7 @@ fn what_is_typed_arrives_whole() -> Result<()> {
     Ok(())
 }
 
-/// A terminal is given back, and Ctrl-A x ends the machine.
+/// Gives the terminal back, and ends the machine at Ctrl-A x.
 #[test]
 #[ignore = "long"]
 fn a_terminal_is_the_console_until_ctrl_a_x() -> Result<()> {
@@ -387,7 +392,7 @@ fn a_terminal_is_the_console_until_ctrl_a_x() -> Result<()> {
     Ok(())
 }
 
-/// Programs whose output depends on nothing but the processor and the kernel.
+/// Programs whose output depends on the processor and the kernel only.
 const PROGRAMS: &[&str] = &[
     "seq 1 100000 | sort -R --random-source=/usr/bin/bash | sort -n | sha256sum",
     "xz -1 -c /usr/bin/bash | xz -dc | sha256sum",
@@ -437,7 +442,7 @@ fn compare_programs(isolation: &str) -> Result<()> {
         ]),
     );
     machine.wait_for("Run /bin/sh as init");
-    // The markers are not in the lines that the console repeats.
+    // The console's echo does not contain the markers.
     machine.type_line("stty -echo; mount -t proc proc /proc; dmesg -n 1; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; ulimit -c 0");
     machine.type_line("exec 2>&1; echo re''ady");
     machine.wait_for("ready\n");
@@ -459,7 +464,7 @@ fn compare_programs(isolation: &str) -> Result<()> {
 
 fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
     let rest = text.split_once(start).unwrap_or_else(|| panic!("no {start:?} in {text}")).1;
-    // Between them there may be prompts, and what the kernel says by itself.
+    // Prompts and kernel messages may stand between the markers.
     rest.split_once(end).unwrap_or_else(|| panic!("no {end:?} in {text}")).0
 }
 
@@ -513,9 +518,9 @@ fn use_postgresql(options: &[&str]) -> Result<()> {
     host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))
 }
 
-/// What a program does whose system calls are rewritten: it reads its own code by its file and by its kernel, is interrupted by a
-/// timer between calls, has threads, a child that shares its memory, one that may not make the call,
-/// and a call that a signal interrupts and that is started again.
+/// A program whose system calls are rewritten. It reads its own code by its file and by its kernel,
+/// and a timer interrupts it between calls. It has threads, a child that shares its memory, and a
+/// child that may not make the call. A signal interrupts one call, which is then restarted.
 const REWRITTEN: &str = r#"
 import ctypes, os, signal, subprocess, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -620,15 +625,16 @@ fn system_calls_are_rewritten_and_only_in_what_the_program_executes() -> Result<
             assert!(log.contains(&format!("{line}\n")), "{line}: {log}");
         }
         assert_well(&log);
-        // With signals alone there are more than the program makes.
+        // By signals alone there are more calls than the program makes.
         let calls = between(&log, "system_calls: ", ",").parse::<u64>().expect("a count");
         assert_eq!(calls < 200_000, rewritten == "True", "{log}");
     }
     Ok(())
 }
 
-/// A page of a file with a system call and a number behind it, which forty programs execute, each in its address space, and which
-/// one of them changes: by writing to the file, and by a mapping. What the first bytes of a page are is left as it is.
+/// A page of a file with a system call and a number after it. Forty programs execute the page, each
+/// in its address space. One of them changes it: by writing to the file, and by a mapping. The
+/// first bytes of a page are left as they are.
 const SHARED_CODE: &str = r#"
 import ctypes, mmap, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -692,7 +698,7 @@ fn what_one_program_changes_all_execute() -> Result<()> {
         assert_well(&log);
         if options == ["--verbose"] {
             let count = |name: &str| between(&log, name, ",").parse::<u64>().expect("a count");
-            // Copies were made, and dropped for the page was changed.
+            // Copies were made, and dropped because the page was changed.
             assert!(count("rewritten: ") > 40 && count("dropped: ") >= 8, "{log}");
             assert!(count("moves: ") > 1000 && count("taken_over: ") > 40, "{log}");
         }
@@ -700,7 +706,8 @@ fn what_one_program_changes_all_execute() -> Result<()> {
     Ok(())
 }
 
-/// Pages that are used for the first time, by the program and by the kernel on its behalf: 400 times 128.
+/// Pages that are used for the first time, by the program and by the kernel on its behalf: 400
+/// times 128.
 const FAULTS: &str = r#"
 import mmap
 zeroes = open('/dev/zero', 'rb', 0)
@@ -743,8 +750,9 @@ fn a_fault_that_the_kernel_has_answered_does_not_come_again() -> Result<()> {
     Ok(())
 }
 
-/// What a program does that wants to reach its kernel, the monitor, or the host. Each attempt is a child's, and its status is
-/// shown: negative for a signal, 7 if nothing has happened to it. Addresses come before it.
+/// A program that tries to reach its kernel, the monitor, or the host. Each attempt is a child's,
+/// whose status is shown: negative for a signal, 7 if nothing has happened to the child.
+/// Definitions of addresses come before this text.
 const ATTACKS: &str = r#"
 import ctypes, mmap, os, signal, time
 code = mmap.mmap(-1, 4096, prot=7)
@@ -807,8 +815,9 @@ if ORDERED:
 print('well', os.getpid() > 0)
 "#;
 
-/// What a program does that wants its kernel to do that for it. The kernel knows these addresses for none of its own: they are below
-/// the end of programs' memory. Each call's error is shown, of all addresses; of what is done to a child, its status.
+/// A program that tries to make its kernel do the same for it. The kernel takes these addresses for
+/// programs': they are below the end of programs' memory. The error of each call is shown for all
+/// addresses, and the status for attempts on a child.
 const ERRANDS: &str = r#"
 import ctypes, errno, mmap, os, select, signal, socket, stat
 libc = ctypes.CDLL(None, use_errno=True)
@@ -948,8 +957,8 @@ print('names', len(os.listdir('/usr/bin')) > 100, 'env' in os.listdir('/usr/bin'
 print('end')
 "#;
 
-/// With nothing between them a program reads its kernel's memory, and the monitor's; in a process of its own it does not,
-/// nor does it get anywhere by the code that it shares its process with.
+/// Reads its kernel's memory and the monitor's in a program without isolation. In a process of its
+/// own the program does neither, and gets nowhere by the code that shares its process.
 #[test]
 #[ignore = "long"]
 fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
@@ -957,7 +966,7 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
     let place = Place::new("attacks")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     let kernel = layout::DIRECT_MAP + (16 << 20);
-    // Programs of Rust are loaded there when addresses are not random.
+    // Programs in Rust are loaded there when addresses are not random.
     let monitor = 0x5555_5555_4000_u64;
     let places = stub::places();
     for isolation in ISOLATIONS {
@@ -1021,7 +1030,7 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
     Ok(())
 }
 
-/// What is in the monitor's process.
+/// Reads the memory of the monitor's process.
 fn monitor_s(machine: &Machine, address: u64, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
     let memory = File::open(format!("/proc/{}/mem", machine.child.id())).expect("the monitor's memory");
@@ -1029,8 +1038,8 @@ fn monitor_s(machine: &Machine, address: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// A kernel does not do for a program what the program cannot do itself, though it could: what is its own has addresses that
-/// it takes for programs', and the monitor's have too.
+/// Refuses, in the kernel, to do for a program what the program cannot do itself. The kernel could:
+/// its own memory and the monitor's have addresses that it takes for programs'.
 #[test]
 #[ignore = "long"]
 fn a_kernel_is_not_sent_to_what_its_programs_cannot_reach() -> Result<()> {
@@ -1063,7 +1072,7 @@ fn a_kernel_is_not_sent_to_what_its_programs_cannot_reach() -> Result<()> {
     for errand in errands {
         let expected = match errand.split(" {").next() {
             Some("signal" | "sigreturn" | "registers") => "{-11}",
-            // It is looked at when the program has ended.
+            // The kernel reads this list when the program has ended.
             Some("robust") => "{7}",
             _ => "{'EFAULT'}",
         };
@@ -1087,7 +1096,7 @@ fn a_kernel_is_not_sent_to_what_its_programs_cannot_reach() -> Result<()> {
     Ok(())
 }
 
-/// Processes whose program this is.
+/// Returns the processes that run this program.
 fn processes_of(program: &Path) -> Vec<i32> {
     let numbers = fs::read_dir("/proc").expect("processes").flatten().filter_map(|entry| {
         let number = entry.file_name().to_str()?.parse().ok()?;
@@ -1101,7 +1110,7 @@ fn signal(process: i32, signal: Signal) {
     let _ = kill_process(process, signal);
 }
 
-/// Whatever is killed, nothing is left.
+/// Leaves no process of a machine, whichever of its processes is killed.
 #[test]
 #[ignore = "long"]
 fn nothing_is_left_of_a_machine_that_is_killed() -> Result<()> {
@@ -1114,7 +1123,8 @@ fn nothing_is_left_of_a_killed_machine_with_programs_in_processes_of_their_own()
     kill_at_any_moment(ISOLATIONS[1], [1, 40])
 }
 
-/// Kills a machine, and others of its processes, by the order in which they were started: one that is in use, and one that is not.
+/// Kills a machine at any moment, and others of its processes, in the order of their start: one
+/// that is in use, and one that is not.
 fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
     let place = Place::new("killed")?;
     let image = Image::ensure(Release::Bookworm)?;
@@ -1140,7 +1150,7 @@ fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
     is_gone();
     const STEPS: u32 = 40;
     let (mut most, mut was_up, mut step) = (0, false, 0);
-    // While the host has more to do than when it was measured, it takes longer: then there are more moments.
+    // A host that has more work than at the measurement takes longer, so there are more moments.
     while step < STEPS || !was_up {
         assert!(step < 10 * STEPS, "no program ran after {:?}", needed * step / STEPS);
         let mut machine = start();
@@ -1166,7 +1176,9 @@ fn kill_at_any_moment(isolation: &str, others: [usize; 2]) -> Result<()> {
     Ok(())
 }
 
-/// Without isolation between guest kernel, guest programs and the monitor there is none; but the host is none of theirs.
+/// Keeps a program that has passed the monitor away from the host. Without isolation nothing
+/// protects guest kernel, programs and monitor from each other, but the host is protected from all
+/// of them.
 #[test]
 #[ignore = "long"]
 fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> {
@@ -1184,7 +1196,8 @@ fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> 
     machine.wait_for("Run /bin/sh as init");
     machine.type_line("export PATH=/usr/bin; echo re''ady");
     machine.wait_for("ready\n");
-    // It tells the host's kernel that its system calls are the monitor's, and makes one that the monitor does not need.
+    // The program tells the host's kernel that its system calls are the monitor's, and makes a call
+    // that the monitor does not need.
     let selector = mercury_hosted::block::at::SELECTOR;
     machine.type_line(&format!(
         "python3 -c 'import ctypes, os\nwhile 1: ctypes.memset({selector}, 0, 1); os.getppid()'"
@@ -1248,7 +1261,7 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
         fs::write(&place.kernel, bytes).expect("another kernel");
         refused(&[], reason);
     }
-    // The second record is the first once more: one instruction has none.
+    // The second record becomes a copy of the first one, so one instruction has none.
     let mut without = kernel.clone();
     let (start, _) = object::File::parse(&*kernel)
         .expect("the kernel")
@@ -1266,11 +1279,11 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     Ok(())
 }
 
-/// What a machine in which a shell is the first program does before anything else.
+/// The first commands in a machine whose first program is a shell.
 const SHELL: &str = "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; mount -t sysfs s /sys; \
      mount -t devtmpfs d /dev; dmesg -n 1; echo re''ady";
 
-/// Debian's disk with a shell as the first program.
+/// Starts Debian's disk with a shell as the first program.
 fn shell_on_disk(place: &Place, disk: &Path, options: &[&str]) -> Machine {
     let words = ["--memory", "512", "--append", "root=/dev/vda rw init=/bin/sh"];
     let mut machine = Machine::start(place, place.run().arg("--disk").arg(disk).args(words).args(options));
@@ -1280,7 +1293,7 @@ fn shell_on_disk(place: &Place, disk: &Path, options: &[&str]) -> Machine {
     machine
 }
 
-/// This host's address with its length, and its gateway, which passt gives the guest too.
+/// Returns this host's address with its length, and its gateway. passt gives both to the guest.
 fn addresses() -> (String, String) {
     let said = |arguments: &[&str]| {
         let output = Command::new("ip").args(arguments).output().expect("ip");
@@ -1298,7 +1311,8 @@ fn addresses() -> (String, String) {
     (after(&address, "inet"), after(&route, "via"))
 }
 
-/// Some megabytes go from a server on the host to the guest, and from a server in the guest back, by a port that passt forwards.
+/// Sends some megabytes from a server on the host to the guest, and from a server in the guest
+/// back, by a port that passt forwards.
 #[test]
 #[ignore = "long"]
 fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result<()> {
@@ -1330,7 +1344,7 @@ fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result
     drop(connection);
     machine.wait_for("received\n");
     assert!(machine.said().contains(&format!(" {LENGTH}\n")), "{}", machine.said());
-    // The file goes twice, the second time while the guest has nothing else to do than to wait.
+    // The file goes twice, the second time while the guest only waits.
     machine.type_line(
         "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", flush=True); \
          [(lambda s: (s.recv(1), s.sendfile(open(\"/tmp/bytes\", \"rb\")), s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
@@ -1350,7 +1364,8 @@ fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result
     Ok(())
 }
 
-/// gdb waits for a kernel's first function, stops it at a system call, looks around, steps, and lets it go.
+/// Waits with gdb for a kernel's first function, stops it at a system call, reads its variables,
+/// steps, and lets it go.
 #[test]
 #[ignore = "long"]
 fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
@@ -1360,7 +1375,7 @@ fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
     let init = "#!/bin/sh\necho up: $(uname -r)\nread word\nsh -c true\necho read: $word\nread word\n";
     let archive = place.file("initramfs", &archive(&image.tree(), init));
     let socket = place.directory.join("gdb");
-    // The user of the machine makes a socket there.
+    // The user of the machine makes a socket in this directory.
     fs::set_permissions(&place.directory, fs::Permissions::from_mode(0o777)).expect("its rights");
     let wait = format!("{},wait", socket.display());
     let mut machine =
@@ -1395,7 +1410,7 @@ fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
         assert!(said.contains(line), "{line}: {said}\n{}", machine.said());
     }
     machine.wait_for("up: 6.1");
-    // It comes again, to a guest that sleeps; what it asks for at last is the machine's end.
+    // gdb connects again, to a guest that sleeps. Its last request is the machine's end.
     let script = place
         .file("script", b"info symbol $rip\nprintf \"jiffies %d\\n\", *(long*)&jiffies != 0\ndetach\nquit\n");
     let said = gdb(&place, &socket, &script);
@@ -1411,7 +1426,8 @@ fn gdb_sets_breakpoints_steps_and_sees_variables() -> Result<()> {
     Ok(())
 }
 
-/// In the protocol's own words, for a gdb without a terminal is hard to interrupt: the guest goes on, is stopped, and let go.
+/// Interrupts the guest in the protocol's own words, since a gdb without a terminal is hard to
+/// interrupt: the guest goes on, is stopped, and let go.
 fn interrupt(socket: &Path) {
     let mut stream = UnixStream::connect(socket).expect("the machine");
     stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
@@ -1442,7 +1458,8 @@ fn gdb(place: &Place, socket: &Path, script: &Path) -> String {
     String::from_utf8_lossy(&said).into_owned()
 }
 
-/// Several programs write and flush at once, and the machine is killed: the file system is whole, and has what was flushed.
+/// Leaves a whole file system with all flushed data after a kill of the machine, while several
+/// programs write and flush at once.
 #[test]
 #[ignore = "long"]
 fn a_killed_machine_leaves_what_a_power_cut_leaves() -> Result<()> {

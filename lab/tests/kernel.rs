@@ -16,8 +16,9 @@ fn boot(kernel: Kernel, cpus: u32) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Everything stays on CPU 0. The last CPU is held with interrupts off; meanwhile the others switch, and
-/// it is still held when they have done so: `$1` is what to do. The answer comes before the hold's.
+/// A script that runs on CPU 0 only. It holds the last CPU with interrupts off while the others run
+/// `$1`, and the CPU is still held when they have finished. The answer comes before the end of the
+/// hold.
 const WHILE_HELD: &str = r#"
 mercury-workload kernel hold 2 6000 >/run/held &
 until mercury-workload kernel holding | grep -q '"holding":1'; do :; done
@@ -67,7 +68,7 @@ fn nmi_storm(release: Kernel) -> Result<()> {
         assert_eq!(sums["lost"], 0, "{sums:?}");
         sent[to] += sums["sent"];
     }
-    // All that were sent, and not one more.
+    // All NMIs that were sent, and not one more.
     let handled = |cpu: usize| -> Result<u64> {
         Ok(kernel(&machine, &format!("nmi {cpu} 0"))?["handled_by_cpu"].as_u64().unwrap())
     };
@@ -87,14 +88,14 @@ fn no_nmi_is_lost_on_debian_13() -> Result<()> {
     nmi_storm(Kernel::TrixieCloud)
 }
 
-/// An MSR of CPU 1: its value, or `None` if that faults.
+/// Returns the value of an MSR of CPU 1, or `None` if the read faults.
 fn read_msr(machine: &Machine, index: u32) -> Result<Option<u64>> {
     let answer = kernel(machine, &format!("rdmsr 1 {index:#x}"))?;
     let value = answer["value"].as_str().unwrap().trim_start_matches("0x").to_owned();
     Ok((answer["fault"] == 0).then(|| u64::from_str_radix(&value, 16).unwrap()))
 }
 
-/// Whether it can be written.
+/// Returns true if the MSR can be written.
 fn write_msr(machine: &Machine, index: u32, value: u64) -> Result<bool> {
     Ok(kernel(machine, &format!("wrmsr 1 {index:#x} {value:#x}"))?["fault"] == 0)
 }
@@ -109,20 +110,21 @@ const PEBS_ENABLE: u32 = 0x3F1;
 const FEATURE_CONTROL: u32 = 0x3A;
 const CR4_VMXE: u64 = 1 << 13;
 
-/// What of MSRs is the vendor's own.
+/// The MSRs of one vendor.
 struct Msrs {
-    /// Outside of the permission map, so always intercepted: machine-check banks; none that there is.
+    /// MSRs outside the permission map, which are always intercepted: machine-check banks that do
+    /// not exist.
     beyond: [u32; 4],
-    /// Not intercepted.
+    /// MSRs that are not intercepted.
     others: [u32; 4],
-    /// Refused by hardware, with these values.
+    /// Values that hardware refuses, with their MSRs.
     illegal: Vec<(u32, u64)>,
-    /// Bits that EFER has while attached.
+    /// Bits of EFER while attached.
     efer: u64,
 }
 
 fn msrs(machine: &Machine) -> Result<Msrs> {
-    // The auxiliary value of the time-stamp counter, SYSCALL's target.
+    // The auxiliary value of the time-stamp counter, and SYSCALL's target.
     const TSC_AUX: u32 = 0xC000_0103;
     const LSTAR: u32 = 0xC000_0082;
     Ok(match machine.vendor() {
@@ -134,7 +136,7 @@ fn msrs(machine: &Machine) -> Result<Msrs> {
         },
         Vendor::Intel => Msrs {
             beyond: [0x2000, 0x4000_0000, 0xC000_2000, 0xC001_0015],
-            // The first of VMX's capabilities is what it is natively.
+            // The first capability MSR of VMX has its native value.
             others: [TSC_AUX, LSTAR, FEATURE_CONTROL, 0x480],
             illegal: vec![(FEATURE_CONTROL, 1)],
             efer: 0,
@@ -170,7 +172,7 @@ fn msrs_that_may_not_be_written_unseen() -> Result<()> {
     machine.mercury("attach")?;
     let efer = read_msr(&machine, EFER)?.unwrap();
 
-    // What hardware refuses is refused, and changes nothing.
+    // Values that hardware refuses are refused, and change nothing.
     let mut illegal = vec![
         (PAT, pat & !0xFF00 | 0x0200),
         (PAT, pat & !0xFF00 | 0xFF00),
@@ -184,7 +186,7 @@ fn msrs_that_may_not_be_written_unseen() -> Result<()> {
         assert!(!write_msr(&machine, index, value)?, "MSR {index:#x} took {value:#x}");
         assert_eq!(read_msr(&machine, index)?, before, "MSR {index:#x}");
     }
-    // What is legal is taken, and outlives the hypervisor.
+    // Legal values are accepted, and outlast the hypervisor.
     assert!(write_msr(&machine, EFER, efer)?);
     let swapped = pat & !0xFFFF_0000_0000_0000 | 0x0405_0000_0000_0000;
     assert!(write_msr(&machine, PAT, swapped)?);
@@ -196,7 +198,8 @@ fn msrs_that_may_not_be_written_unseen() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Ways to make CPU 1 leave: a command for the test module, and the reason that it gives.
+/// Returns ways to make CPU 1 leave: a command for the test module, and the reason that the CPU
+/// gives.
 fn ways_out(machine: &Machine, efer: u64) -> Result<Vec<(String, &'static str)>> {
     let write = |index: u32, value: u64| format!("wrmsr 1 {index:#x} {value:#x}");
     let address = 0xFFFF_8000_0000_0000;
@@ -234,8 +237,8 @@ fn what_makes_a_cpu_leave() -> Result<()> {
     work.finish()
 }
 
-/// Whoever clears CR4.VMXE and no more is on the way to another kernel: the CPU stays, and is detached when it
-/// is asked.
+/// Keeps a CPU attached that only clears CR4.VMXE, as before the start of another kernel. The CPU
+/// is detached on request.
 #[test]
 #[ignore = "long"]
 fn clearing_vmxe_is_no_release() -> Result<()> {
@@ -248,7 +251,7 @@ fn clearing_vmxe_is_no_release() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A type of memory that changes makes the nested tables wrong: the CPU leaves, and does not come back.
+/// Makes a CPU leave for good when a memory type changes, since the nested tables are then wrong.
 #[test]
 #[ignore = "long"]
 fn changed_memory_types_make_a_cpu_leave() -> Result<()> {
@@ -259,7 +262,7 @@ fn changed_memory_types_make_a_cpu_leave() -> Result<()> {
     machine.mercury("attach")?;
     assert!(write_msr(&machine, PHYS_BASE_7, before)?);
     assert_eq!(machine.modes()?, "attached attached", "the same value changes nothing");
-    // Not valid by itself: its mask is clear.
+    // The register has no effect by itself: its mask is clear.
     assert!(write_msr(&machine, PHYS_BASE_7, before ^ 6)?);
     assert_eq!(read_msr(&machine, PHYS_BASE_7)?, Some(before ^ 6));
     assert_eq!(machine.modes()?, "attached native");

@@ -1,5 +1,5 @@
-//! KVM uses the same hardware. On AMD its virtual machines go on above the hypervisor, and know nothing of it; on Intel
-//! whoever comes second is told so, and nobody comes to harm.
+//! KVM, which uses the same hardware. On AMD its virtual machines go on above the hypervisor, and
+//! notice nothing. On Intel the second one to come is told so, and neither comes to harm.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ use workloads::{Repeated, kernel as ask_kernel, load, load_test_module, report, 
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// A virtual machine that counts, and looks at what it has counted, until its standard input ends.
+/// A virtual machine that counts, and checks its count, until its standard input ends.
 const VM: &str = include_str!("../guest/kvm/counter");
 
 /// Virtual machines that end as their argument says.
@@ -27,20 +27,20 @@ fn boot(kernel: Kernel) -> Result<Machine> {
     Ok(machine)
 }
 
-/// A virtual machine that lives until its input ends.
+/// Starts a virtual machine that lives until its input ends.
 fn make_vm(machine: &Machine) -> Result<Background> {
     let mut vm = machine.spawn("python3 /root/vm")?;
     vm.wait_output("made", MINUTE)?;
     Ok(vm)
 }
 
-/// Exits of all CPUs so far, by reason.
+/// Returns the exits of all CPUs so far, by reason.
 fn count(status: &serde_json::Value, reason: &str) -> u64 {
     let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
     cpus.iter().filter_map(|cpu| cpu["exits"][reason].as_u64()).sum()
 }
 
-/// How often it came out of its guest.
+/// Ends a virtual machine. Returns how often it has left its guest.
 fn end_vm(vm: Background) -> Result<u64> {
     vm.close_stdin()?;
     let output = vm.wait(MINUTE)?.check()?.stdout;
@@ -48,7 +48,7 @@ fn end_vm(vm: Background) -> Result<u64> {
     Ok(count.unwrap_or_else(|| panic!("no count in {output}")))
 }
 
-/// KVM cannot make a virtual machine, and says that somebody else has the hardware.
+/// Checks that KVM cannot make a virtual machine, and reports that the hardware is taken.
 fn vm_is_refused(machine: &Machine, error: &str) -> Result<()> {
     assert_eq!(machine.sh("python3 /root/vm")?, error);
     Ok(())
@@ -59,7 +59,7 @@ fn notice(machine: &Machine) -> Result<()> {
     machine.sh(&format!("dmesg | grep 'mercury: {module} will find .* in use'")).map(drop)
 }
 
-/// Attach is refused because of KVM, and doctor has said so.
+/// Checks that attach is refused because of KVM, and that doctor has predicted it.
 fn kvm_is_in_the_way(machine: &Machine, command: &str) -> Result<String> {
     let doctor = machine.run("mercury --json doctor")?;
     assert_eq!(doctor.code(), Some(3));
@@ -73,7 +73,7 @@ fn kvm_is_in_the_way(machine: &Machine, command: &str) -> Result<String> {
     Ok(refusal.text)
 }
 
-/// KVM enables the hardware when its first virtual machine is made, not before.
+/// Attaches beside a KVM that enables the hardware only when its first virtual machine is made.
 fn kvm_that_enables_late(kernel: Kernel, load_kvm: &str, refused: &str) -> Result<()> {
     let machine = boot(kernel)?;
     let module = machine.vendor().kvm_module();
@@ -81,20 +81,20 @@ fn kvm_that_enables_late(kernel: Kernel, load_kvm: &str, refused: &str) -> Resul
     let work = machine.start_work()?;
     machine.sh(load_kvm)?;
 
-    // KVM is there and has nothing to do: both live side by side, and KVM is second.
+    // KVM is loaded and idle. Both coexist, and KVM comes second.
     machine.mercury("attach")?;
     vm_is_refused(&machine, refused)?;
     assert_eq!(machine.modes()?, "attached attached");
     machine.mercury("detach")?;
 
-    // KVM is first.
+    // KVM comes first.
     let vm = make_vm(&machine)?;
     let text = kvm_is_in_the_way(&machine, "attach --unload-kvm")?;
     assert!(text.contains("must stop first"), "{text}");
     end_vm(vm)?;
     machine.mercury("attach")?;
 
-    // KVM comes while the hypervisor is there.
+    // KVM is loaded while the hypervisor is attached.
     machine.sh(&format!("rmmod {module} kvm"))?;
     machine.sh(load_kvm)?;
     notice(&machine)?;
@@ -143,7 +143,7 @@ fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     assert_eq!(machine.modes()?, "attached attached");
     machine.sh(&format!("! grep -w ^{module} /proc/modules"))?;
 
-    // It wants to come back.
+    // KVM is loaded again.
     assert!(!machine.run(&format!("modprobe {module}"))?.success());
     notice(&machine)?;
     assert_eq!(machine.modes()?, "attached attached");
@@ -156,8 +156,8 @@ fn kvm_on_6_12_takes_svm_at_load() -> Result<()> {
     work.finish()
 }
 
-/// Two virtual machines go on while the hypervisor comes and goes, with NMIs from everywhere; others end in triple faults, and
-/// one is killed.
+/// Keeps two virtual machines running while the hypervisor comes and goes, with NMIs from
+/// everywhere. Other machines end in triple faults, and one is killed.
 fn guests_above(release: Kernel) -> Result<()> {
     let (cycles, storm) = if Platform::chosen()? == Platform::Qemu { (300, 300) } else { (40, 40) };
     let machine = boot(release)?;
@@ -198,7 +198,7 @@ fn guests_above(release: Kernel) -> Result<()> {
     let held = count(&status, "held-nmi");
     println!("{held} NMIs struck while GIF was 0 for KVM");
     assert!(held > 0, "none struck what this is about: {status}");
-    // 6.1 gives SVM back with the last virtual machine, which is no wish to detach.
+    // 6.1 gives SVM back with the last virtual machine. That is no request to detach.
     assert_eq!(machine.modes()?, "attached attached");
     let handled = |cpu: usize| ask_kernel(&machine, &format!("nmi {cpu} 0"));
     println!("NMIs: {} and {}", handled(0)?, handled(1)?);
@@ -207,7 +207,8 @@ fn guests_above(release: Kernel) -> Result<()> {
     machine.check_next_attach()
 }
 
-/// KVM is loaded, used and unloaded while the hypervisor is there, and CPUs go and come beneath virtual machines.
+/// Loads, uses and unloads KVM while the hypervisor is attached. CPUs go and come under virtual
+/// machines.
 fn it_comes_and_goes_above(release: Kernel) -> Result<()> {
     let machine = boot(release)?;
     let module = machine.vendor().kvm_module();
@@ -232,7 +233,7 @@ fn it_comes_and_goes_above(release: Kernel) -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A machine with KVM and stock QEMU, and what that boots.
+/// Boots a machine with KVM, stock QEMU, and a system that QEMU boots.
 fn linux_host(spec: Spec) -> Result<Machine> {
     let spec = spec.qemu_version(Qemu::Newer).cpus(2);
     let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;
@@ -245,7 +246,8 @@ fn linux_host(spec: Spec) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Stock QEMU boots this machine's own kernel twice, on one CPU and on two, while the hypervisor comes and goes.
+/// Boots this machine's own kernel in stock QEMU twice, on one CPU and on two, while the hypervisor
+/// comes and goes.
 fn linux_above(release: Kernel) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Ok(());
@@ -284,8 +286,8 @@ fn linux_above_on_6_12() -> Result<()> {
     linux_above(Kernel::TrixieCloud)
 }
 
-/// Linux in a virtual machine is itself a host of KVM's: its guest counts on while the hypervisor comes and goes beneath
-/// all three.
+/// Counts on in a guest of a guest while the hypervisor comes and goes under all three. Linux in
+/// the virtual machine is itself a KVM host.
 #[test]
 #[ignore = "long"]
 fn a_guest_of_a_guest_counts_on() -> Result<()> {
@@ -315,14 +317,15 @@ fn a_guest_of_a_guest_counts_on() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// How often the CPUs have entered guests above the hypervisor.
+/// Returns how often the CPUs have entered guests above the hypervisor.
 fn guest_runs(machine: &Machine) -> Result<u64> {
     let status = machine.mercury("status")?;
     let cpus = status["cpus"].as_array().map(Vec::as_slice).unwrap_or_default();
     Ok(cpus.iter().filter_map(|cpu| cpu["exits"]["guest-run"].as_u64()).sum())
 }
 
-/// Beneath virtual machines that know nothing of it, some of them made meanwhile: the workload compares what each page was.
+/// Runs the workload, which compares the contents of each page, under virtual machines that know
+/// nothing of it. Some of them are made meanwhile.
 fn proves_beneath_guests(kernel: Kernel, workload: &str) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "this SVM reports no interrupts in delivery" });
@@ -354,7 +357,8 @@ fn proves_beneath_guests(kernel: Kernel, workload: &str) -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Every page of a snapshot is what it was at the instant, whatever virtual machines write meanwhile.
+/// Gives every page of a snapshot its content of the instant, whatever virtual machines write
+/// meanwhile.
 #[test]
 #[ignore = "long"]
 fn snapshots_are_exact_beneath_guests_on_6_1() -> Result<()> {
@@ -367,7 +371,7 @@ fn snapshots_are_exact_beneath_guests_on_6_12() -> Result<()> {
     proves_beneath_guests(Kernel::TrixieCloud, "snapshot")
 }
 
-/// What is not in a log of writes has not been written, by virtual machines either.
+/// Has every page in the dirty log that was written, also by virtual machines.
 #[test]
 #[ignore = "long"]
 fn the_log_misses_nothing_beneath_guests_on_6_1() -> Result<()> {
@@ -380,7 +384,8 @@ fn the_log_misses_nothing_beneath_guests_on_6_12() -> Result<()> {
     proves_beneath_guests(Kernel::TrixieCloud, "log")
 }
 
-/// The same beneath Linux in stock QEMU, on one CPU and on two: what it computes is right, and its memory is what it was.
+/// Makes exact snapshots under Linux in stock QEMU, on one CPU and on two. The guest's computation
+/// is right, and its memory is unchanged.
 fn snapshots_are_exact_beneath_linux(kernel: Kernel) -> Result<()> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "this SVM reports no interrupts in delivery" });
@@ -422,7 +427,8 @@ fn snapshots_are_exact_beneath_linux_on_6_12() -> Result<()> {
     snapshots_are_exact_beneath_linux(Kernel::TrixieCloud)
 }
 
-/// The hypervisor is beneath, `prepare` has been done to KVM, the kernel dies: its crash kernel runs.
+/// Makes the kernel panic with the hypervisor attached, after `prepare` was done to KVM. The crash
+/// kernel must run.
 fn crash(kernel: Kernel, prepare: &str) -> Result<()> {
     // QEMU 7 may hang where a kernel boots again on several CPUs (docs/lab.md).
     let spec = Spec::new(kernel).qemu_version(Qemu::Newer).kernel_arg("crashkernel=256M");
@@ -454,7 +460,7 @@ fn a_crash_beside_idle_kvm_on_6_12() -> Result<()> {
     crash(Kernel::TrixieCloud, "modprobe kvm enable_virt_at_load=0 && modprobe MODULE")
 }
 
-/// A virtual machine runs, too.
+/// Runs the crash kernel after a panic under a virtual machine.
 #[test]
 #[ignore = "long"]
 fn a_crash_beneath_a_virtual_machine() -> Result<()> {
@@ -475,15 +481,16 @@ fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
     )
 }
 
-/// Linux's own tests of KVM on this machine's kernel.
+/// A script that runs Linux's own tests of KVM on this machine's kernel.
 const SELFTESTS: &str = include_str!("../guest/kvm/selftests");
-/// How long one of them may take, in seconds. One takes longer in this emulator.
+/// Time limit of one of these tests, in seconds. One test takes longer in this emulator.
 const SELFTEST: u64 = 60;
 
-/// What the documentation says of them.
+/// The documentation about these tests.
 const SELFTESTS_TOLD: &str = include_str!("../../docs/kvm.md");
 
-/// One of them: its exit status (0: passed, 4: it cannot run here, 124: not in time), and the last that it has said.
+/// The result of one test: its exit status (0: passed, 4: it cannot run here, 124: not in time),
+/// and its last output.
 #[derive(Debug)]
 struct Selftest {
     name: String,
@@ -504,8 +511,8 @@ impl Selftest {
         Ok(tests)
     }
 
-    /// Status and words, without the numbers in them: times, counts and addresses are others each time. One that is not done
-    /// in time has said what it happened to say.
+    /// Returns the status and the words, without numbers: times, counts and addresses differ each
+    /// time. The words of a test that ran out of time are left out.
     fn verdict(&self) -> (&str, String) {
         let plain =
             |word: &str| if word.contains(|c: char| c.is_ascii_digit()) { "#" } else { word }.to_owned();
@@ -513,13 +520,13 @@ impl Selftest {
         (&self.status, if self.status == "124" { String::new() } else { words.join(" ") })
     }
 
-    /// What it lacks, if it cannot run.
+    /// Returns the feature that a test which cannot run here lacks.
     fn lacks(&self) -> Option<&str> {
         let reason = self.said.rsplit("not met: ").next().unwrap_or_default();
         (self.status == "4").then(|| reason.trim_end_matches(", skipping test"))
     }
 
-    /// Whether the documentation has it, in one line with what it lacks.
+    /// Returns true if the documentation names the test, in one line with the missing feature.
     fn is_told(&self) -> bool {
         let name = format!("`{}`", self.name);
         SELFTESTS_TOLD
@@ -528,8 +535,8 @@ impl Selftest {
     }
 }
 
-/// Each of Linux's own tests of KVM ends the same natively and above the hypervisor, and says the same; one that does not is
-/// looked at a second time both ways, for some depend on time.
+/// Gives the same result and output in each of Linux's own tests of KVM, natively and above the
+/// hypervisor. A test that differs is repeated both ways, since some depend on time.
 #[test]
 #[ignore = "long"]
 fn the_kernels_own_tests_of_kvm_say_the_same() -> Result<()> {
@@ -566,10 +573,12 @@ fn the_kernels_own_tests_of_kvm_say_the_same() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// What stands for another hypervisor (lab/testmod/vboxdrv.c); `hold=1` has it take the hardware on each CPU.
+/// A module that poses as another hypervisor (lab/testmod/vboxdrv.c). With `hold=1` it takes the
+/// hardware on each CPU.
 const RIVAL: &str = "insmod /mercury/lib/modules/$(uname -r)/vboxdrv.ko";
 
-/// Attach and doctor refuse, and say who may have the hardware; KVM need not go.
+/// Checks that attach and doctor refuse, and name a possible owner of the hardware. KVM need not
+/// go.
 fn a_rival_is_in_the_way(machine: &Machine) -> Result<()> {
     let doctor = machine.run("mercury --json doctor")?;
     assert_eq!(doctor.code(), Some(3));
@@ -581,7 +590,8 @@ fn a_rival_is_in_the_way(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Beside another hypervisor's module SVM is not taken for KVM's: attach refuses by name, and who is attached leaves.
+/// Does not take SVM for KVM's beside another hypervisor's module. Attach refuses it by name, and
+/// an attached CPU leaves.
 #[test]
 #[ignore = "long"]
 fn other_hypervisors_are_refused_by_name() -> Result<()> {
@@ -593,7 +603,7 @@ fn other_hypervisors_are_refused_by_name() -> Result<()> {
     vm_is_refused(&machine, "EBUSY")?;
     machine.sh("rmmod vboxdrv")?;
 
-    // It has nothing to do: the hardware is taken, for it as for KVM.
+    // The module can do nothing: the hardware is taken, for it as for KVM.
     machine.sh(RIVAL)?;
     machine.mercury("attach")?;
     vm_is_refused(&machine, "EBUSY")?;
@@ -605,7 +615,8 @@ fn other_hypervisors_are_refused_by_name() -> Result<()> {
     }
     machine.sh("if grep -q ^vboxdrv /proc/modules; then rmmod vboxdrv; fi")?;
 
-    // It comes where KVM's virtual machine runs above: what it finds is the native machine.
+    // The module comes while KVM's virtual machine runs above the hypervisor. It finds the native
+    // machine.
     machine.mercury("attach")?;
     let vm = make_vm(&machine)?;
     assert!(!machine.run(&format!("{RIVAL} hold=1"))?.success());

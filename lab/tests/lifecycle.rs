@@ -1,4 +1,4 @@
-//! The life of Mercury in a machine, and its death: load, attach, detach, unload, in every order, by one
+//! The life of Mercury in a machine: load, attach, detach, unload, in every order, by one
 //! controller or two, with the controller killed at any moment.
 
 #![allow(clippy::unwrap_used)]
@@ -24,7 +24,7 @@ fn state(machine: &Machine) -> Result<String> {
 fn load_attach_detach_unload() -> Result<()> {
     let machine = Machine::boot(plain())?;
     assert_eq!(state(&machine)?, "no-driver");
-    // What is not there can be detached and unloaded: nothing has to be done.
+    // Detach and unload succeed if there is nothing to do.
     assert_eq!(machine.mercury("detach")?["count"], 0);
     assert_eq!(machine.mercury("unload")?["driver_removed"], false);
 
@@ -74,7 +74,7 @@ fn parts_of_a_machine_switch_by_themselves() -> Result<()> {
     work.finish()
 }
 
-/// Writes to an MSR of one CPU's behind everybody's back.
+/// A program that writes to an MSR of one CPU without the kernel's knowledge.
 const WRMSR: &str = r#"
 import os, struct, sys
 cpu, msr, value = (int(word, 0) for word in sys.argv[1:])
@@ -82,8 +82,8 @@ fd = os.open(f"/dev/cpu/{cpu}/msr", os.O_RDWR)
 os.pwrite(fd, struct.pack("<Q", value), msr)
 "#;
 
-/// Takes the hardware away from CPU 0 or 1, as somebody does who does not know of Mercury: what to run, and
-/// the name that it gets.
+/// Returns a command that takes the hardware away from CPU 0 or 1, as software does that does not
+/// know Mercury, and the reason's name.
 fn take_away(vendor: Vendor, cpu: usize) -> (&'static str, &'static str) {
     match vendor {
         // 0xd01 is EFER without SVME; the other is VM_HSAVE_PA.
@@ -118,7 +118,7 @@ fn the_status_is_asked_of_each_cpu() -> Result<()> {
     }
     assert_eq!(machine.mercury("attach")?["cpus"], "1");
     assert_eq!(machine.modes()?, "attached attached");
-    // The last CPU that leaves takes the state along.
+    // The last CPU that leaves clears the state.
     machine.sh(&format!("{take_away_0} && {take_away_1}"))?;
     assert_eq!((state(&machine)?.as_str(), machine.modes()?.as_str()), ("loaded", "native native"));
     machine.mercury("unload")?;
@@ -126,7 +126,8 @@ fn the_status_is_asked_of_each_cpu() -> Result<()> {
     work.finish()
 }
 
-/// Operators see by metrics how the last checkpoint ended, and find a service's failure in the journal by its code.
+/// Shows operators the result of the last checkpoint in metrics, and a service's failure in the
+/// journal by its code.
 #[test]
 #[ignore = "long"]
 fn services_are_watched_by_metrics_and_by_the_journal() -> Result<()> {
@@ -176,8 +177,8 @@ fn a_hundred_quick_cycles() -> Result<()> {
     work.finish()
 }
 
-/// The device is root's, also when somebody has made it everybody's; and a controller that closes it on exec
-/// leaves no controller behind in what it starts.
+/// Keeps the device for root, even if its rights were opened to all users. A controller closes the
+/// device on exec, and leaves no controller in the programs that it starts.
 #[test]
 fn the_device_is_for_root_and_for_one_process() -> Result<()> {
     let machine = Machine::boot(plain().cpus(1))?;
@@ -215,10 +216,10 @@ fn there_is_one_controller() -> Result<()> {
         let refusal = machine.mercury_refused(command)?;
         assert_eq!((refusal.exit, refusal.code.as_str()), (4, "busy"), "{command}: {refusal:?}");
     }
-    // Everybody may look.
+    // Every user may read the status.
     let status = machine.mercury("status")?;
     assert_eq!(status["controller_pid"], holder.pid(), "{status}");
-    // A descriptor for looking is none for doing: attach, number 4, with EPERM.
+    // A read-only descriptor allows no action: attach, number 4, with EPERM.
     let attach = "import fcntl; fcntl.ioctl(open('/dev/mercury', 'rb'), 0xc040f504, bytearray(64))";
     assert!(machine.run(&format!("python3 -c \"{attach}\""))?.stderr.contains("Errno 1"));
     holder.kill(9)?;
@@ -227,7 +228,8 @@ fn there_is_one_controller() -> Result<()> {
     work.finish()
 }
 
-/// Starts a switcher or a command, kills it at a random moment, and sees that the next command works.
+/// A program that starts a switcher or a command, kills it at a random moment, and checks that the
+/// next command works.
 const KILLS: &str = r#"
 set -u
 for round in $(seq "$1"); do
@@ -278,7 +280,8 @@ fn a_killed_controller_leaves_no_trace() -> Result<()> {
     work.finish()
 }
 
-/// Two that load and unload, each as if it were alone: "busy" is an answer, and no other failure is.
+/// Two programs that load and unload, each as if it were alone. "busy" is the only failure that
+/// they may get.
 const RIVALS: &str = r#"
 rival() {
 	for round in $(seq "$1"); do
@@ -324,7 +327,7 @@ fn nothing_goes_that_is_in_use() -> Result<()> {
         (&unloaded["detached"], &unloaded["hypervisor_freed"], &unloaded["driver_removed"]),
         (&2.into(), &true.into(), &true.into())
     );
-    // Loaded and unloaded with the driver left in place, it can be removed by hand.
+    // After a load and an unload with the driver left in place, the driver can be removed by hand.
     machine.mercury("load")?;
     machine.mercury("unload --keep-driver")?;
     machine.sh("rmmod mercury")?;
@@ -338,7 +341,8 @@ const READING: [&str; 5] =
     ["snapshot-prepare", "snapshot-begin", "snapshot-take", "snapshot-look", "snapshot-machine"];
 const REPLACING: [&str; 4] = ["restore-begin", "restore-load", "restore-read", "restore-go"];
 
-/// The kernel keeps root from the like; attaching, and a snapshot that stays in memory, are left.
+/// Checks that lockdown forbids root to read or replace the kernel's memory. Attach, and a snapshot
+/// that stays in memory, remain allowed.
 fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
     let forbidden = |names: &[&str]| -> Result<Vec<bool>> {
         let answers = report(&machine.run("mercury-workload lockdown")?.check()?);
@@ -367,13 +371,14 @@ fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
     machine.check_health()
 }
 
-/// The kernel asks nobody (`rmmod -f`): no CPU stays above a hypervisor that no driver can reach.
+/// Detaches all CPUs when the kernel removes the driver by force (`rmmod -f`). No CPU stays above a
+/// hypervisor that no driver can reach.
 #[test]
 fn a_driver_that_is_removed_by_force_detaches() -> Result<()> {
     let machine = Machine::boot(plain().modules(Variant::Faults))?;
     let work = machine.start_work()?;
     machine.mercury("attach")?;
-    // Who has the device open would jump into freed memory at the end.
+    // A process with the device open would jump into freed memory at its end.
     let reader = machine.spawn("exec sleep 1000 < /dev/mercury")?;
     machine.sh("until pgrep -x sleep > /dev/null; do sleep 0.1; done")?;
     let mut removal = machine.spawn("rmmod -f mercury")?;
@@ -383,7 +388,7 @@ fn a_driver_that_is_removed_by_force_detaches() -> Result<()> {
     removal.wait(Duration::from_secs(60))?.check()?;
     machine.mercury("load")?;
     assert_eq!(machine.modes()?, "native native");
-    // A CPU that does not leave is told from KVM's use of the hardware.
+    // The driver tells a CPU that does not leave from KVM's use of the hardware.
     machine.mercury("attach")?;
     machine.sh(&format!("mercury fault {}", FaultPoint::Exit as u32))?;
     machine.sh("rmmod -f mercury && dmesg | grep 'stays above the hypervisor'")?;
@@ -399,7 +404,7 @@ fn a_driver_that_is_removed_by_force_detaches() -> Result<()> {
     work.finish()
 }
 
-/// Maps the shared blocks, says so, and reads them again when told to.
+/// A program that maps the shared blocks, reports that, and reads them again on request.
 const MAPPER: &str = r#"
 import mmap, sys
 file = open("/dev/mercury", "rb")
@@ -425,18 +430,19 @@ fn what_is_mapped_outlives_an_unload() -> Result<()> {
     mapper.wait_output("mapped", Duration::from_secs(30))?;
     machine.mercury("detach")?;
     machine.mercury("unload --keep-driver")?;
-    // Memory is asked for and given back, so that a page that was freed would be somebody else's.
+    // Memory is allocated and freed, so that a freed page would belong to another process.
     machine.sh("stress-ng --vm 2 --vm-bytes 80% --timeout 3 --quiet")?;
     mapper.write_stdin(b"\n")?;
     let said = mapper.wait(Duration::from_secs(60))?.check()?.stdout;
     assert!(said.contains("same"), "{said}");
-    // Nothing is there to be mapped any more: ENXIO.
+    // There is nothing to map any more: ENXIO.
     assert!(said.trim().ends_with('6'), "{said}");
     machine.mercury("unload")?;
     machine.check_next_attach()
 }
 
-/// Without those of CPUID, which VMX cannot leave alone: every program that starts executes some.
+/// Returns the exits without those of CPUID, which VMX always intercepts: every program that starts
+/// executes some.
 fn exits(status: &Value) -> Vec<u64> {
     let count = |value: &Value| value.as_u64().unwrap_or(0);
     let of = |cpu: &Value| count(&cpu["exits_total"]) - count(&cpu["exits"]["cpuid"]);
@@ -448,7 +454,7 @@ fn a_machine_at_work_causes_no_exits() -> Result<()> {
     let machine = Machine::boot(plain().cpus(4).memory_mib(1536))?;
     machine.start_postgres()?;
     machine.mercury("attach")?;
-    // Asking costs exits of its own: how many is seen from two statuses in a row.
+    // A question causes exits of its own. Two statuses in a row show how many.
     let (first, second) = (exits(&machine.mercury("status")?), exits(&machine.mercury("status")?));
     let report = machine.sh(
         "stress-ng --cpu 1 --vm 1 --vm-bytes 64M --hdd 1 --hdd-bytes 32M --switch 1 --timer 1 --fork 1 \

@@ -1,4 +1,4 @@
-//! The lab itself: machines boot, do as they are told, fail visibly, and leave nothing behind.
+//! The lab itself: machines boot, obey, fail visibly, and leave nothing behind.
 
 #![allow(clippy::unwrap_used)]
 
@@ -28,7 +28,7 @@ fn boots(kernel: Kernel) -> Result<()> {
     assert_eq!(machine.sh("nproc")?, "2");
     assert_eq!(machine.sh("cat /sys/devices/system/clocksource/clocksource0/current_clocksource")?, "tsc");
     assert!(machine.sh("grep -wm1 flags /proc/cpuinfo")?.contains(" svm "));
-    // The machine's compiler and the headers of its own kernel are there.
+    // The machine has the compiler, and the headers of its own kernel.
     machine.sh("test -e /lib/modules/$(uname -r)/build/Makefile && gcc --version")?;
     machine.shut_down()
 }
@@ -74,7 +74,7 @@ fn commands_end_as_they_end(machine: &Machine) -> Result<()> {
     assert_eq!(slow.exit, Exit::TimedOut);
     let command = machine.command("echo $GREETING; pwd; cat").env("GREETING", "hi").cwd("/etc");
     assert_eq!(command.stdin("from the host").run()?.stdout, "hi\n/etc\nfrom the host");
-    // A daemon that keeps the pipes open does not hold the command up.
+    // A daemon that keeps the pipes open does not delay the command's end.
     let start = Instant::now();
     assert_eq!(machine.run("sleep 50 & echo started")?.stdout, "started\n");
     assert!(start.elapsed() < Duration::from_secs(40));
@@ -135,7 +135,7 @@ fn what_fails_shows_the_scene(machine: &Machine) -> Result<()> {
     }
     let late = machine.command("sleep 77").timeout(Duration::from_millis(300)).run();
     assert!(late.unwrap_err().to_string().contains("sleep 77"));
-    // What does not answer is looked at from outside.
+    // The lab examines a machine that does not answer from outside.
     machine.sh("echo a word in the log > /dev/kmsg")?;
     let silent = machine.wait_shutdown(Duration::from_millis(300)).unwrap_err().to_string();
     assert!(silent.contains("RIP=") && silent.contains("a word in the log"), "{silent}");
@@ -176,7 +176,7 @@ fn machine_checks_arrive() -> Result<()> {
         ..Default::default()
     };
     machine.qmp()?.inject_mce(&check)?;
-    // Nothing announces a corrected error but the kernel's poll, every five minutes or when asked to.
+    // Only the kernel's poll reports a corrected error, every five minutes or on request.
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     machine.sh("until dmesg | grep -q 'Machine check events logged'; do sleep 0.2; done")?;
     Ok(())
@@ -331,7 +331,8 @@ fn systemd_runs_the_machine() -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn a_reservation_holds_several_machines() -> Result<()> {
-    // Two machines with one processor are as heavy as one with two; whoever waits for all slots keeps some idle.
+    // Two machines with one processor are as heavy as one with two. A test that waits for all slots
+    // keeps some idle.
     let reservation = Reservation::wait(1)?;
     let first = Machine::boot_reserved(plain().cpus(1), &reservation)?;
     let second = Machine::boot_reserved(plain().cpus(1), &reservation)?;

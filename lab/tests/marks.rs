@@ -1,5 +1,6 @@
-//! A machine that has moved, and whose hardware loses its power before it could be switched off: switched on again it does not
-//! start from the disks that the other one has by then. Debian's own initial RAM disk looks, with what the package puts into it.
+//! A source that has moved and loses its power before it could be switched off. Switched on again,
+//! it does not start from the disks that the destination has by then. Debian's own initial RAM disk
+//! checks the tombstone, with the package's hook.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +19,7 @@ use mercury_lab::{
 };
 use workloads::restart::need_qemu;
 
-/// What is put where.
+/// The package's files and their places.
 const FILES: [(&str, &[u8]); 4] = [
     ("/usr/share/initramfs-tools/hooks/mercury", include_bytes!("../../packaging/initramfs/hook")),
     (
@@ -29,13 +30,13 @@ const FILES: [(&str, &[u8]); 4] = [
     ("/root/make-initramfs", include_bytes!("../guest/marks/initramfs")),
 ];
 
-/// What the system says that would have begun.
+/// The message of the system that would have started.
 const BEGINS: &str = "lab: the root is there";
 const STAYS: &str = "Two machines with the same disks destroy them";
-/// How long a system may take to come to its root.
+/// Time limit for a system to come to its root.
 const START: Duration = Duration::from_secs(240);
 
-/// Where the mark lies.
+/// The place of the tombstone.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
     Firmware,
@@ -43,12 +44,12 @@ enum Place {
 }
 
 impl Place {
-    /// A machine that has it.
+    /// Describes a machine that has such a place.
     fn with(self, spec: Spec, files: &Files, name: &str) -> Spec {
         if self == Self::Firmware {
             return spec.uefi_with_variables();
         }
-        // As it is: a layer would lose in a power cut where it has put what was written.
+        // A raw copy: a layer of qcow2 would lose in a power cut where it has put the writes.
         let disk = files.path(name);
         if !disk.exists() {
             fs::File::create_new(&disk).and_then(|file| file.set_len(64 << 20)).unwrap();
@@ -59,7 +60,7 @@ impl Place {
     }
 }
 
-/// Files of this host's, which go with this.
+/// A folder of this host, which goes when this value is dropped.
 struct Files(PathBuf);
 
 impl Files {
@@ -80,7 +81,7 @@ impl Drop for Files {
     }
 }
 
-/// Has an initial RAM disk made as Debian makes it; and how the machine would be started with it.
+/// Makes an initial RAM disk as Debian does. Returns the system that starts the machine with it.
 fn debians(switch: &Machine, machine: &Machine, files: &Files) -> Result<Boot> {
     switch.sh("mkdir -p /usr/share/initramfs-tools/scripts/init-premount /etc/initramfs-tools/scripts")?;
     for (path, bytes) in FILES {
@@ -100,7 +101,7 @@ fn debians(switch: &Machine, machine: &Machine, files: &Files) -> Result<Boot> {
     Ok(Boot { kernel: argument("-kernel").into(), initramfs, command_line: format!("{line} {root}") })
 }
 
-/// Every connection goes on.
+/// Checks that every connection goes on.
 fn goes_on(switch: &Machine, machine: &Machine) -> Result<()> {
     for work in ["talk", "hear"] {
         comes_further(machine, work, count(machine, work)? + 5)?;
@@ -108,7 +109,8 @@ fn goes_on(switch: &Machine, machine: &Machine) -> Result<()> {
     nothing_wrong(switch)
 }
 
-/// There and back, with the power cut as soon as the other machine has been told to go on.
+/// Moves a machine there and back. The source's power is cut as soon as the destination has been
+/// told to go on.
 fn comes_back(place: Place) -> Result<()> {
     need_qemu()?;
     let files = Files::new(if place == Place::Firmware { "marks-firmware" } else { "marks-disk" });
@@ -150,7 +152,7 @@ fn comes_back(place: Place) -> Result<()> {
     is_well(&spare, &id)?;
     goes_on(&switch.peer, &spare)?;
 
-    // It is left alone for a while, and would have come to its root long since.
+    // The source is left alone for longer than its boot to the root takes.
     let console = machine.try_other(&debians, Duration::from_secs(90))?;
     println!("{console}");
     assert!(console.contains(STAYS) && console.contains("to 10.9.0.3"), "{console}");
@@ -160,7 +162,7 @@ fn comes_back(place: Place) -> Result<()> {
     is_well(&spare, &id)?;
     goes_on(&switch.peer, &spare)?;
 
-    // The small system of the lab's, which is another one, looks for nothing.
+    // The lab's own initial RAM disk checks no tombstone.
     let repaired = machine.start_as(plugged(2))?;
     plug_in(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
@@ -179,7 +181,7 @@ fn comes_back(place: Place) -> Result<()> {
     repaired.wait_other(boots)?;
     is_well(&repaired, &id)?;
     goes_on(&switch.peer, &repaired)?;
-    // Who moved it says so when everybody goes on.
+    // The mover reports the tombstone's removal when all applications run on.
     let mut mark = String::new();
     for _ in 0..50 {
         mark = repaired.sh("mercury mark")?;
@@ -194,21 +196,21 @@ fn comes_back(place: Place) -> Result<()> {
     assert_eq!(shown["forbids"], false, "{shown}");
     repaired.check_next_attach()?;
 
-    // The same system, on the same hardware, which loses its power once more: now it starts.
+    // The same system on the same hardware, which loses its power once more. This time it starts.
     let console = repaired.try_other(&debians, START)?;
     println!("{console}");
     assert!(console.contains(BEGINS) && !console.contains(STAYS), "{console}");
     Ok(())
 }
 
-/// The mark is a variable of the firmware's.
+/// Keeps a source from starting by a tombstone in a variable of the firmware.
 #[test]
 #[ignore = "long"]
 fn a_source_with_uefi_that_lost_its_power_does_not_start() -> Result<()> {
     comes_back(Place::Firmware)
 }
 
-/// The mark is on a disk of the machine's own.
+/// Keeps a source from starting by a tombstone on a disk of the machine's own.
 #[test]
 #[ignore = "long"]
 fn a_source_with_a_bios_that_lost_its_power_does_not_start() -> Result<()> {

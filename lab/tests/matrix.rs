@@ -1,4 +1,5 @@
-//! The machines that Mercury is for, and those that it refuses: doctor says beforehand what attach does.
+//! The machines that Mercury is for, and those that it refuses. Doctor predicts the answer of
+//! attach.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +16,7 @@ fn trixie() -> Spec {
     Spec::new(Kernel::TrixieCloud)
 }
 
-/// Doctor allows it and attach works, there and back under load, and nothing of it stays.
+/// Checks that doctor allows the machine, attach and detach work under load, and nothing remains.
 fn works(spec: Spec) -> Result<()> {
     let machine = Machine::boot(spec)?;
     let doctor = machine.mercury("doctor")?;
@@ -36,7 +37,7 @@ fn works(spec: Spec) -> Result<()> {
     work.finish()
 }
 
-/// Doctor forbids it, and attach refuses with a code that doctor has named.
+/// Checks that doctor forbids the machine, and attach refuses with a code that doctor has named.
 fn refuses(spec: Spec, code: &str) -> Result<()> {
     let machine = Machine::boot(spec)?;
     let doctor = machine.run("mercury --json doctor")?;

@@ -42,7 +42,7 @@ fn nmis(machine: &Machine) -> Result<u64> {
     count.parse().map_err(|_| Error::Unhealthy(format!("no count of NMIs: {count}")))
 }
 
-/// Attaches and detaches once. Calls `act` when the processor arrives at `address`.
+/// Attaches and detaches once. Calls `what` when the processor arrives at `address`.
 fn switch_with<T>(
     machine: &Machine,
     debugger: &mut Debugger,

@@ -1,38 +1,41 @@
-//! A machine may end at any moment. What it leaves is what a power cut leaves: a file system that is whole after its journal has been
-//! replayed, with all that programs were told is on the disk; and a database that comes up again with all that it has said is done.
+//! Deaths of a machine at any moment. The machine leaves what a power cut leaves. Its file system
+//! is whole after a replay of the journal, and has all that programs were told is on the disk. Its
+//! database comes up again, with all transactions that it has confirmed.
 //!
-//! `MERCURY_DEATHS=10` has so many deaths in place of fifty, `MERCURY_DEATHS_SEED` repeats a run's moments.
+//! `MERCURY_DEATHS=10` makes ten deaths in place of fifty. `MERCURY_DEATHS_SEED` repeats a run's
+//! moments.
 
 use mercury_lab::moments::Moments;
 
 use super::*;
 
 const DEATHS: u32 = 50;
-/// After programs have begun their work.
+/// The longest time after programs have begun their work.
 const LONGEST: Duration = Duration::from_secs(3);
-/// The host's control groups of memory, of both versions: where they are, and the files with what is used, what is allowed, and how often
-/// a process was killed for want of it.
+/// The host's control groups of memory, of both versions: their path, and the files with the memory
+/// in use, the limit, and the number of kills for want of memory.
 const GROUPS: [(&str, &str, &str, &str); 2] = [
     ("/sys/fs/cgroup/memory", "memory.usage_in_bytes", "memory.limit_in_bytes", "memory.oom_control"),
     ("/sys/fs/cgroup", "memory.current", "memory.max", "memory.events"),
 ];
 
-/// What a machine dies of.
+/// A cause of a machine's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Death {
     /// SIGKILL while programs write.
     Kill,
-    /// SIGKILL at some moment from the start on: file system and database are perhaps not recovered yet.
+    /// SIGKILL at any moment from the start on, when file system and database may not have
+    /// recovered yet.
     Early,
     /// SIGKILL of the second processor's process, or of an address space's.
     Other,
-    /// The guest's kernel panics.
+    /// A panic of the guest's kernel.
     Panic,
-    /// The host has no memory left for it.
+    /// An end of the host's memory for the machine.
     Memory,
 }
 
-/// A machine from its start to its death.
+/// The way of a machine from its start to its death.
 #[derive(Clone, Copy, Debug)]
 struct Life {
     number: usize,
@@ -46,7 +49,8 @@ impl Life {
     fn new(number: usize) -> Self {
         use Death::*;
         let death = [Kill, Other, Panic, Memory, Early][number % 5];
-        // On one processor only address spaces without isolation have processes whose name tells.
+        // On one processor, only address spaces without isolation have processes with a telling
+        // name.
         let cpus = match death {
             Other if number % 20 == 11 => "1",
             Other => "2",
@@ -79,7 +83,7 @@ struct Group {
 }
 
 impl Group {
-    /// `None` if the host has none, or lets nobody make one.
+    /// Makes a group. Returns `None` if the host has none, or does not let the test make one.
     fn new() -> Option<Self> {
         GROUPS.into_iter().find_map(|(parent, used, most, killed)| {
             let directory = Path::new(parent).join(format!("mercury-deaths-{}", std::process::id()));
@@ -89,7 +93,7 @@ impl Group {
         })
     }
 
-    /// The same command, in this group.
+    /// Returns the same command in this group.
     fn within(&self, command: &Command) -> Command {
         let mut within = Command::new("sh");
         within.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&self.directory);
@@ -101,7 +105,7 @@ impl Group {
         fs::read_to_string(self.directory.join(name)).expect("a file of the control group")
     }
 
-    /// Allows ever less, until the host has nothing that it can take back.
+    /// Lowers the limit step by step, until the host can take nothing back any more.
     fn close(&self) {
         const STEP: u64 = 1 << 20;
         loop {
@@ -118,7 +122,7 @@ impl Group {
         fs::write(self.directory.join(self.most), all).expect("no limit");
     }
 
-    /// How often the host has killed one of its processes.
+    /// Returns how often the host has killed one of the group's processes.
     fn kills(&self) -> u64 {
         let text = self.read(self.killed);
         let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
@@ -132,10 +136,10 @@ impl Drop for Group {
     }
 }
 
-/// Bytes of a record: no part of a block's.
+/// Bytes of a record, which do not divide a block.
 const RECORD: usize = 1000;
-/// Two programs that write one record behind the other, and one that writes a file anew and gives it the old one's name. What is on the
-/// disk they say on the console, each in one piece.
+/// Two programs that append records, and one that writes a file anew and renames it to the old
+/// one's name. They print on the console what is on the disk, each in one piece.
 const WRITERS: &str = r#"
 import itertools, os, sys
 life = sys.argv[1]
@@ -163,7 +167,7 @@ for writer, work in enumerate([append, append, replace]):
     if os.fork() == 0: work(writer)
 os.wait()
 "#;
-/// Those of them that write one record behind the other; the last one does not.
+/// The writers that append records; the last one does not.
 const APPENDING: [usize; 2] = [0, 1];
 const REPLACING: usize = 2;
 
@@ -179,16 +183,19 @@ update account set balance = balance + amount where id = target;
 select format('paid %s %s.', life, number)
 $$;
 ";
-/// What is not as the payments make it, and the payments: none twice, and none left out.
+/// A query for balances that differ from the payments, and for the payments: none twice, and none
+/// left out.
 const LOOK: &str = "\
 select 'wrong', count(*) from account where balance != 1000 \
 - coalesce((select sum(amount) from paid where source = id), 0) + coalesce((select sum(amount) from paid where target = id), 0);
 select 'sums', sum(balance) from account;
 select 'has', life, count(*), count(distinct number), max(number) from paid group by life order by life;
 ";
-/// Payments without end; each is told when the database has said that it is done. Each is one message there and one back, and
-/// what is to be paid is known long before: a database that said so too early, and wrote a fraction of a second later
-/// (`synchronous_commit=off`), would have told many that are lost.
+/// A program that makes payments without end, and prints each one that the database has confirmed.
+///
+/// A payment is one message there and one back, and its amount is known long before. A database
+/// that confirms too early and writes a fraction of a second later (`synchronous_commit=off`) would
+/// so have confirmed many payments that are lost.
 const PAY: &str = r#"awk -v life="$1" 'BEGIN {
 	for (number = 0; ; number++)
 		print "select pay(" life ", " number ", " number % 20 ", " (number * 7 + 3) % 20 ", " number % 9 + 1 ");"
@@ -212,13 +219,15 @@ fn install(place: &Place, disk: &Path) -> Result<()> {
     host::run("programs onto the disk", "hosted-install", command.arg("-w").arg("-f").arg(script).arg(disk))
 }
 
-/// What the machine has said, without the line that it had not finished, or in which its kernel took the word.
+/// Returns the lines of the machine's output, without an unfinished one and without lines in which
+/// its kernel interrupted.
 fn lines(log: &str) -> Vec<&str> {
     let told = log.split("Kernel panic").next().unwrap_or(log);
     told[..told.rfind('\n').map_or(0, |at| at + 1)].lines().collect()
 }
 
-/// The numbers of lines that begin so and end with a full stop. They are in order from the first on.
+/// Returns the number of the last line with this prefix and a full stop. The numbers are in order
+/// from the first on.
 fn told(log: &str, prefix: &str) -> Option<u64> {
     let number = |line: &&str| line.strip_prefix(prefix)?.strip_suffix('.')?.parse().ok();
     let numbers: Vec<u64> = lines(log).iter().filter_map(number).collect();
@@ -226,7 +235,7 @@ fn told(log: &str, prefix: &str) -> Option<u64> {
     numbers.last().copied()
 }
 
-/// What a machine has said to be on its disk.
+/// The data that a machine has reported to be on its disk.
 #[derive(Debug)]
 struct Promise {
     life: usize,
@@ -242,7 +251,7 @@ impl Promise {
         Self { life, records: [0, 1, 2].map(record), paid: told(log, &format!("paid {life} ")) }
     }
 
-    /// The file system keeps it.
+    /// Checks that the file system has the records.
     fn check_records(&self, disk: &Path) {
         let record = |number: u64| format!("{number:08} ").repeat(111) + "\n";
         for writer in APPENDING {
@@ -261,7 +270,7 @@ impl Promise {
         }
     }
 
-    /// The database, which was asked in another life, keeps it.
+    /// Checks that the database has the payments. The database was asked in another life.
     fn check_payments(&self, log: &str) {
         let Some(last) = self.paid else { return };
         let prefix = format!("has|{}|", self.life);
@@ -280,7 +289,8 @@ fn content(disk: &Path, life: usize, writer: usize) -> Vec<u8> {
     Command::new("debugfs").args(["-R", &request]).arg(disk).output().expect("debugfs").stdout
 }
 
-/// Waits until a machine has said something. Says whether it had before a moment, if there is one.
+/// Waits until a machine has printed a text. Returns true if that was before a moment, if there is
+/// one.
 fn reach(machine: &mut Machine, text: &str, until: Option<Instant>) -> bool {
     let start = Instant::now();
     while !machine.said().contains(text) {
@@ -298,8 +308,8 @@ fn reach(machine: &mut Machine, text: &str, until: Option<Instant>) -> bool {
     true
 }
 
-/// Brings its programs to work, and its database, whose ledger keeps all promises. Says whether it has come so far before a moment, if
-/// there is one.
+/// Starts a machine's programs and its database, whose ledger must keep all promises. Returns true
+/// if that was before a moment, if there is one.
 fn come_up(machine: &mut Machine, life: Life, promises: &[Promise], until: Option<Instant>) -> bool {
     if !reach(machine, "Run /bin/sh as init", until) {
         return false;
@@ -324,7 +334,7 @@ fn come_up(machine: &mut Machine, life: Life, promises: &[Promise], until: Optio
     true
 }
 
-/// Lets it work for some time, and then die.
+/// Lets the machine work for some time, and then kills it.
 fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duration) {
     let number = life.number;
     machine.type_line(&format!("python3 /deaths/writers.py {number} &"));
@@ -348,7 +358,8 @@ fn die(machine: &mut Machine, life: Life, group: Option<&Group>, moment: Duratio
     }
 }
 
-/// Waits until nothing is left of it: no process, and nobody who has its disk. Says how it has ended.
+/// Waits until nothing is left of a machine: no process, and no user of its disk. Returns its exit
+/// status.
 fn wait_for_its_end(place: &Place, machine: &mut Machine, disk: &Path) -> std::process::ExitStatus {
     let start = Instant::now();
     let wait = |what: &str, log: &dyn Fn() -> String| {
@@ -373,7 +384,7 @@ fn wait_for_its_end(place: &Place, machine: &mut Machine, disk: &Path) -> std::p
     status
 }
 
-/// A power cut would leave no less.
+/// Checks that the disk is no worse than after a power cut.
 fn check_disk(life: Life, disk: &Path) -> Result<()> {
     let repaired = host::as_root("e2fsck").arg("-fp").arg(disk).output().expect("e2fsck");
     assert!(matches!(repaired.status.code(), Some(0 | 1)), "after {life:?}: {repaired:?}");
@@ -381,13 +392,13 @@ fn check_disk(life: Life, disk: &Path) -> Result<()> {
     host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(disk))
 }
 
-/// It has died of what it was to die of.
+/// Checks that the machine has died of the intended cause.
 fn check_death(life: Life, status: std::process::ExitStatus, log: &str, has_memory: bool) {
     const SIGKILL: Option<i32> = Some(9);
     let is_right = match life.death {
         Death::Other => status.code() == BROKEN && log.contains(CHILD_GONE),
         Death::Panic => status.code() == RESET && log.contains("Kernel panic"),
-        // Whose process it is that the host chooses is the host's business.
+        // The host chooses the process that it kills.
         Death::Memory if has_memory => status.signal() == SIGKILL || status.code() == BROKEN,
         _ => status.signal() == SIGKILL,
     };
@@ -440,7 +451,7 @@ fn fifty_deaths_harm_neither_the_file_system_nor_the_database() -> Result<()> {
     keep_all(&place, &disk, &promises)
 }
 
-/// Nothing has been lost again; the machine comes up well, and ends in order.
+/// Checks that nothing is lost later either: the machine comes up well, and ends in order.
 fn keep_all(place: &Place, disk: &Path, promises: &[Promise]) -> Result<()> {
     promises.iter().for_each(|promise| promise.check_records(disk));
     let life = Life { number: promises.len(), has_database: true, cpus: "2", ..Life::new(0) };

@@ -1,8 +1,8 @@
-//! Ways out of a machine, tried from its inside, and what its processes have of the host.
+//! Ways out of a machine, tried from its inside, and the host's resources that its processes have.
 
 use super::*;
 
-/// System calls of x86-64's that begin a way out: the host ends the machine at the first one.
+/// System calls of x86-64 that begin a way out. The host ends the machine at the first one.
 const WAYS_OUT: &[(&str, i64)] = &[
     ("open", 2),
     ("openat", 257),
@@ -17,8 +17,9 @@ const WAYS_OUT: &[(&str, i64)] = &[
     ("io_uring_setup", 425),
 ];
 
-/// A program that has its system calls reach the host's kernel: by another number of its process it knows that they do. Then it
-/// says so by the host's own `write`, and makes a call that the monitor does not need.
+/// Returns a program whose system calls reach the host's kernel, as another number of its process
+/// shows. The program then reports that by the host's own `write`, and makes a call that the
+/// monitor does not need.
 fn escape(number: i64) -> String {
     let selector = mercury_hosted::block::at::SELECTOR;
     format!(
@@ -29,7 +30,8 @@ fn escape(number: i64) -> String {
     )
 }
 
-/// Without isolation a program may become the monitor. It gets no further.
+/// Ends a program without isolation that has become the monitor, at its first attempt to go
+/// further.
 #[test]
 #[ignore = "long"]
 fn a_program_that_has_become_the_monitor_opens_connects_traces_and_mounts_nothing() -> Result<()> {
@@ -54,22 +56,22 @@ fn a_program_that_has_become_the_monitor_opens_connects_traces_and_mounts_nothin
     Ok(())
 }
 
-/// A field of a process' `status`.
+/// Returns a field of a process's `status`.
 fn field(process: i32, name: &str) -> String {
     let text = fs::read_to_string(format!("/proc/{process}/status")).expect("its status");
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     line.unwrap_or_else(|| panic!("no {name} in {text}")).trim().to_owned()
 }
 
-/// What a process has open.
+/// Returns the open files of a process.
 fn open(process: i32) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{process}/fd")).expect("what it has open").flatten();
     let links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
     links.map(|link| link.display().to_string()).collect()
 }
 
-/// Every process of a machine has a filter of system calls, and gains no rights by what it starts; monitors have open what they
-/// were given, programs' processes the guest's memory alone.
+/// Gives every process of a machine a filter of system calls, and no rights by what it starts.
+/// Monitors have open only the given files, and programs' processes only the guest's memory.
 #[test]
 #[ignore = "long"]
 fn every_process_of_a_machine_is_confined() -> Result<()> {
@@ -86,7 +88,7 @@ fn every_process_of_a_machine_is_confined() -> Result<()> {
             assert_eq!(field(process, "CapEff").trim_start_matches('0'), "", "{name}");
             let (kinds, own) = match name.as_str() {
                 "mercury-program" => (&["/memfd:"][..], &[][..]),
-                // Its standard input is a pipe.
+                // The process's standard input is a pipe.
                 "mercury-space" => (&["/memfd:", "pipe:"][..], &[machine.log.display().to_string()][..]),
                 _ => (
                     &["/memfd:", "anon_inode:", "socket:", "pipe:"][..],

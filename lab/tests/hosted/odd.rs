@@ -1,11 +1,13 @@
-//! Programs that do what few do, held against what becomes of them on the host: faults of all kinds, flags, single steps, returns
-//! that the processor refuses, addresses that the machine needs, and instructions at random.
+//! Programs that do rare things, compared with the same programs on the host: faults of all kinds,
+//! flags, single steps, returns that the processor refuses, addresses that the machine needs, and
+//! random instructions.
 
 use std::iter;
 
 use super::*;
 
-/// Bytes of the address space that the monitor and the kernel have: the program is told what it cannot have.
+/// Lines about parts of the address space that belong to the monitor and the kernel: the program is
+/// refused them.
 const REFUSED: &[&str] = &[
     "hosted: page 1: EPERM",
     "hosted: the monitor's code: ENOMEM",
@@ -33,12 +35,13 @@ pub(super) fn program(place: &Place) -> PathBuf {
     program
 }
 
-/// What the program says, of which the host's kernel and a guest's must say the same.
+/// Returns the part of the program's output that must be the same on the host's kernel and a
+/// guest's.
 fn facts(said: &str) -> Vec<&str> {
     said.lines().filter(|line| line.starts_with("odd: ")).collect()
 }
 
-/// What the program says on the host.
+/// Returns the program's output on the host.
 fn natively(program: &Path, arguments: &str) -> String {
     let mut command = Command::new("setarch");
     command.arg("-R").arg(program).args(arguments.split(' ').filter(|word| !word.is_empty()));
@@ -47,10 +50,11 @@ fn natively(program: &Path, arguments: &str) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// What a shell of the guest's is to do with the program: twice, for the kernel may have its say in the midst of a line.
+/// The commands of a guest's shell. The program runs twice, since a kernel message may interrupt a
+/// line.
 pub(super) const LINES: &str = "/bin/odd hosted\n/bin/odd hosted\n";
 
-/// Holds what the guest has said against what the host says.
+/// Compares the guest's output with the host's.
 pub(super) fn compare(program: &Path, log: &str) {
     let native = natively(program, "");
     for line in facts(&native) {
@@ -61,15 +65,15 @@ pub(super) fn compare(program: &Path, log: &str) {
     }
 }
 
-/// How long instructions are tried; more with `MERCURY_ODD_SECONDS`.
+/// Time for random instructions, in seconds; `MERCURY_ODD_SECONDS` changes it.
 const SECONDS: u64 = 60;
 /// Instructions in a round.
 const ROUND: u64 = 5_000;
 /// A seed with a case that reads the memory that a program's process shares with the monitor.
 const SEED_WITH_SHARED_MEMORY: u64 = 32;
 
-/// Returns the arguments of a round. Cases that natively fault at the monitor's addresses are left out: a program may read and
-/// write there if its process is its own.
+/// Returns the arguments of a round. Cases that natively fault at the monitor's addresses are left
+/// out: a program in a process of its own may read and write there.
 fn round(program: &Path, seed: u64) -> String {
     let all = format!("stress {seed} {ROUND}");
     let native = natively(program, &all);
@@ -77,7 +81,8 @@ fn round(program: &Path, seed: u64) -> String {
     apart.fold(all.clone(), |arguments, case| arguments + " " + case)
 }
 
-/// Programs are in processes of their own: without isolation one may write to its kernel, and does, at random.
+/// Executes random instructions as the host does. Programs are in processes of their own: without
+/// isolation a program may write to its kernel, and random ones do.
 #[test]
 #[ignore = "long"]
 fn instructions_at_random_do_what_they_do_on_the_host() -> Result<()> {

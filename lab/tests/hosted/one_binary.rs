@@ -1,4 +1,4 @@
-//! One kernel, linked once: it boots a bare machine, and is a process.
+//! One kernel, linked once, that boots a bare machine and runs as a process.
 
 use mercury_lab::{Platform, Spec, Vendor, hash::Ingredients, previrtualization::kernel_of};
 
@@ -14,7 +14,7 @@ fn number<const BYTES: usize>(bytes: &[u8], at: usize) -> usize {
     usize::from_le_bytes(wide)
 }
 
-/// An ELF file's segments of a type: where each is in memory, and what is in it.
+/// Returns an ELF file's segments of a type: the place of each in memory, and its contents.
 fn segments(elf: &[u8], kind: u32) -> Vec<(usize, &[u8])> {
     assert!(elf.starts_with(b"\x7fELF\x02\x01"));
     let (first, size, count) = (number::<8>(elf, 32), number::<2>(elf, 54), number::<2>(elf, 56));
@@ -28,7 +28,7 @@ fn segments(elf: &[u8], kind: u32) -> Vec<(usize, &[u8])> {
         .collect()
 }
 
-/// The kernel that is in a boot image (Documentation/arch/x86/boot.rst), which is compressed there.
+/// Unpacks the kernel in a boot image (Documentation/arch/x86/boot.rst).
 fn payload(image: &[u8]) -> Vec<u8> {
     const SETUP_SECTORS: usize = 0x1F1;
     const OFFSET: usize = 0x248;
@@ -39,18 +39,20 @@ fn payload(image: &[u8]) -> Vec<u8> {
     unpack.args(["-dc"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut unpack = unpack.spawn().expect("gzip");
     let mut input = unpack.stdin.take().expect("its input");
-    // Behind it there is the length, at which gzip complains.
+    // The length follows the kernel, at which gzip complains.
     let writer = thread::spawn(move || input.write_all(&packed));
     let unpacked = unpack.wait_with_output().expect("the kernel").stdout;
     let _ = writer.join().expect("all written");
     unpacked
 }
 
-/// In what it says of itself (`/sys/kernel/notes`) a kernel has the hash that the linker has made of it.
+/// The command that prints a kernel's identity (`/sys/kernel/notes`), a hash that the linker has
+/// made of it.
 const IDENTITY: &str = "uname -r; od -An -v -tx1 /sys/kernel/notes | tr -d ' \\n'; echo";
 
-/// The boot image has the `vmlinux` that is hosted, byte for byte of what is loaded; both come up to user space, and say
-/// that they are that one.
+/// Boots a bare machine and runs as a process with the same kernel. The loaded parts of the boot
+/// image equal the hosted `vmlinux`, byte for byte. Both come up to user space, and have the same
+/// identity.
 #[test]
 #[ignore = "long"]
 fn the_same_kernel_boots_a_bare_machine_and_is_a_process() -> Result<()> {

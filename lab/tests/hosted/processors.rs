@@ -2,14 +2,14 @@
 
 use super::*;
 
-/// Work for two processors, with a look at its results.
+/// Work for two processors, with a check of its results.
 const WORK: &str = "\
 for n in 1 2 3 4; do (for m in 1 2; do xz -1 -c /usr/bin/dash | xz -dc | cmp - /usr/bin/dash || echo BAD; done) & done; wait; \
 for n in 1 2 3; do (for m in $(seq 30); do /bin/true || echo BAD; done) & done; wait; \
 for n in 1 2 3 4; do (head -c 1310720 /dev/urandom > /root/file$n; sha256sum /root/file$n > /root/sum$n; sync; \
 sha256sum -c /root/sum$n > /dev/null || echo BAD) & done; wait; echo work''ed";
 
-/// A processor goes, and comes back.
+/// A script that takes a processor offline and brings it back.
 const GO_AND_COME: &str = "cd /sys/devices/system/cpu/cpu1; echo 0 > online; echo with''out $(nproc); echo 1 > online; \
      taskset -c 1 /bin/true; echo to''ok $?; echo wi''th $(nproc); cd /";
 
@@ -35,7 +35,7 @@ fn work_on_two(isolation: &str) -> Result<()> {
         assert!(log.contains(&format!("{line}\n")), "{line}: {log}");
     }
     assert!(!log.contains("BAD\n"), "{log}");
-    // Each has been told by the other to forget translations.
+    // Each processor has been told by the other one to flush translations.
     let told = log.lines().find_map(|line| line.trim().strip_prefix("TLB:")).expect("a line of counters");
     let told: Vec<u64> = told.split_whitespace().map_while(|word| word.parse().ok()).collect();
     assert!(told.len() == 2 && told.iter().all(|count| *count > 10), "{told:?}");
@@ -62,7 +62,8 @@ fn postgresql_works_on_two_processors() -> Result<()> {
     use_postgresql(&[ISOLATIONS[0], "--cpus", "2"])
 }
 
-/// With two, and each fifth time with four, of which one goes and comes back.
+/// Comes up fifty times with two processors, and each fifth time with four, of which one goes and
+/// comes back.
 #[test]
 #[ignore = "long"]
 fn processors_come_up_fifty_times() -> Result<()> {
@@ -87,7 +88,7 @@ fn processors_come_up_fifty_times() -> Result<()> {
     Ok(())
 }
 
-/// Processes of the machine, which has the directory's name on its command line.
+/// Returns the processes of the machine, which has the directory's name on its command line.
 pub fn processes(place: &Place) -> Vec<i32> {
     let name = place.directory.to_str().expect("a name");
     let entries = fs::read_dir("/proc").expect("processes").flatten();
@@ -99,7 +100,7 @@ pub fn processes(place: &Place) -> Vec<i32> {
     numbers.filter(is_one).collect()
 }
 
-/// The process of a processor that is not the first, or of an address space.
+/// Returns the process of a processor that is not the first, or of an address space.
 pub fn other_process(machine: &Machine) -> i32 {
     let first = machine.child.id();
     let children = fs::read_to_string(format!("/proc/{first}/task/{first}/children")).expect("its children");
@@ -111,7 +112,8 @@ pub fn other_process(machine: &Machine) -> i32 {
     numbers.find(is_other).expect("another process")
 }
 
-/// A processor's process that is killed ends the machine, which says so; a machine that is killed leaves none.
+/// Ends the machine, with a message, when a processor's process is killed. A machine that is killed
+/// leaves no process.
 #[test]
 #[ignore = "long"]
 fn processors_end_together() -> Result<()> {
@@ -138,11 +140,11 @@ fn processors_end_together() -> Result<()> {
     Ok(())
 }
 
-/// Forks and pipes on all processors, so that these wait for each other.
+/// Forks and pipes on all processors, so that the processors wait for each other.
 const BUSY: &str =
     "for n in 1 2 3; do (while :; do echo x | cat > /dev/null; done) & done; sleep 1; echo bu''sy";
 
-/// A processor that will wait for ever, with interrupts off perhaps, for one that is dead does not keep the machine from its end.
+/// Ends the machine even though a processor waits for a dead one, perhaps with interrupts off.
 #[test]
 #[ignore = "long"]
 fn processors_end_together_though_one_waits_for_the_dead() -> Result<()> {

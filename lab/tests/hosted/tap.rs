@@ -1,8 +1,10 @@
-//! An interface of the host's (`--net tap=`), in a network of its own: no rights on the host are needed to make it there.
+//! An interface of the host (`--net tap=`), in a network of its own, which takes no rights on the
+//! host.
 
 use super::*;
 
-/// Makes a network with an interface, and starts a machine in it. What `/sys` shows is the network in which it was mounted.
+/// A script that makes a network with an interface, and starts a machine in it. `/sys` shows the
+/// network in which it was mounted.
 const IN_A_NETWORK: &str = "set -e
     mount -t sysfs sysfs /sys
     ip link set lo up
@@ -11,10 +13,11 @@ const IN_A_NETWORK: &str = "set -e
     ip address add 10.77.0.1/24 dev mercury0
     ip link set mercury0 up
     exec \"$@\"";
-/// Sends what the first argument's file has to the guest's server, and puts what comes back in the second one's.
+/// A script that sends the first argument's file to the guest's server, and writes the answer to
+/// the second one's.
 const EXCHANGE: &str = "exec 3<>/dev/tcp/10.77.0.2/8080; cat \"$0\" >&3 & cat <&3 > \"$1\"; wait";
 
-/// Each end pings, and some megabytes go there and back.
+/// Pings from both ends, and sends some megabytes there and back.
 #[test]
 #[ignore = "long"]
 fn a_network_card_is_an_interface_of_the_host_s() -> Result<()> {

@@ -1,4 +1,4 @@
-//! The machine of `make hosted`, as a person at its terminal has it.
+//! The machine of `make hosted`, used by a person at its terminal.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -6,11 +6,11 @@ use mercury_lab::paths;
 
 use super::*;
 
-/// Ends what runs in the foreground, if the terminal has job control.
+/// The key that ends the foreground job, if the terminal has job control.
 const CTRL_C: &str = "\u{3}";
 const PROGRAM: &str = "int main(void) { return 42; }";
 
-/// The address of the machine's network card, if this host gives it one.
+/// Returns the address of the machine's network card, if this host gives it one.
 fn expected_address() -> Option<String> {
     let output = Command::new("ip").args(["-4", "route", "show", "default"]).output().ok()?;
     let has_route = !output.stdout.is_empty() && host::find_program("passt").is_some();

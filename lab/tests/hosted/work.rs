@@ -1,4 +1,4 @@
-//! Work that is known by its results: packages that apt fetches and installs, and a kernel that is built.
+//! Work with known results: packages that apt fetches and installs, and a kernel that is built.
 
 use std::fmt::Write as _;
 
@@ -6,13 +6,14 @@ use mercury_lab::{apt, hash::Ingredients, previrtualization::disk};
 
 use super::*;
 
-/// What takes minutes natively.
+/// The limit of work that takes minutes natively.
 const LONG_PATIENCE: Duration = Duration::from_secs(3600);
 
 /// A program with a library of its own, which needs another one.
 const PACKAGES: &str = "jq libjq1 libonig5";
-/// Installs it, and says what has come of that: what the database says, which file of any package is not what it should be, the
-/// files themselves, what the dynamic linker knows, and what the program computes.
+/// A script that installs the program, and prints the results: the database's entries, the files of
+/// any package that differ, the files themselves, the dynamic linker's table, and the program's
+/// computation.
 const INSTALL: &str = "\
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
 apt-get -q update && apt-get -qy --no-install-recommends install jq
@@ -27,14 +28,16 @@ jq -nc '[range(5) | {(tostring): (. * .)}] | add' | cat
 echo 'that was it'
 ";
 
-/// The host's servers of names, as the guest reaches them by passt; and the kind of passt that this takes.
+/// Returns the host's name servers as the guest reaches them by passt, and the kind of passt that
+/// this takes.
 fn names(gateway: &str) -> (String, &'static str) {
     let text = fs::read_to_string("/etc/resolv.conf").expect("/etc/resolv.conf");
     let has_own = text.lines().any(|line| line.starts_with("nameserver 127."));
     if has_own { (format!("nameserver {gateway}\n"), "passt,host") } else { (text, "passt") }
 }
 
-/// Debian's own apt gets packages by the machine's network card, from where this host gets them, and they are what they are here.
+/// Gets packages by Debian's own apt over the machine's network card, from this host's mirror. The
+/// packages are as on this host.
 fn install(isolation: &str) -> Result<()> {
     let place = Place::new("apt")?;
     let image = Image::ensure(Release::Bookworm)?;
@@ -80,7 +83,8 @@ fn install(isolation: &str) -> Result<()> {
 const RESULT: &str = "the result:\n";
 const THE_END: &str = "that was it\n";
 
-/// The same on this host, in the tree that the disk was made of, with a layer on top that takes what is written.
+/// Installs the same on this host, in the tree from which the disk was made, with a layer on top
+/// for the writes.
 fn natively(place: &Place, image: &Image) -> String {
     const ENTER: &str = "set -e
         mkdir $2/upper $2/layers $2/root
@@ -95,7 +99,7 @@ fn natively(place: &Place, image: &Image) -> String {
     command.args(["--mount", "sh", "-c", ENTER, "sh"]).arg(image.tree()).arg(&place.directory);
     let output = command.output().expect("the same on the host");
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    // What was written there is root's.
+    // Root owns what was written there.
     host::remove_tree(&place.directory.join("upper")).expect("the layer's end");
     host::remove_tree(&place.directory.join("layers")).expect("the layer's end");
     assert!(output.status.success() && said.contains("installed 0\n"), "{said}: {output:?}");
@@ -114,7 +118,8 @@ fn apt_installs_the_same_in_processes_of_its_own() -> Result<()> {
     install(ISOLATIONS[1])
 }
 
-/// What is built without `MERCURY_BUILD=all`: a hosted machine takes many times as long as its host for all of it.
+/// The part that is built without `MERCURY_BUILD=all`. A hosted machine takes many times as long as
+/// its host for the whole.
 const PART: &str = "kernel/time kernel/irq";
 
 fn part() -> disk::Part {
@@ -122,11 +127,11 @@ fn part() -> disk::Part {
     if all { disk::Part::All } else { disk::Part::Directories(PART) }
 }
 
-/// The root for kernels has no command for that.
+/// The root for kernels has no command for a power-off.
 const POWER_OFF: &str = "perl -e 'syscall(169, 0xFEE1DEAD, 672274793, 0x4321FEDC)'";
 
-/// From the disk of compilers and sources a machine builds the tiny kernel, pre-virtualized, or a part of it, onto another disk,
-/// and links it. Each object, and the kernel, is what the same compiler has made of it here, bit by bit.
+/// Builds the tiny kernel, pre-virtualized, or a part of it, from the disk of compilers and sources
+/// onto another disk, and links it. Each object, and the kernel, equals this host's, bit by bit.
 fn build(isolation: &str) -> Result<()> {
     const OBJECTS: &str = "find . -name '*.o' | LC_ALL=C sort | xargs sha256sum";
     let (release, flavour) = (Release::Bookworm, Flavour::Tiny);
@@ -182,7 +187,7 @@ fn build(isolation: &str) -> Result<()> {
     Ok(())
 }
 
-/// A file of an ext4 disk.
+/// Reads a file of an ext4 disk.
 fn on_disk(disk: &Path, name: &str) -> Vec<u8> {
     Command::new("debugfs").args(["-R", &format!("cat {name}")]).arg(disk).output().expect("debugfs").stdout
 }
