@@ -1,5 +1,5 @@
-//! Machines that move while they work: three of them on one network, of which one is the switch, the server of the root
-//! file system, and who talks to the one that moves.
+//! Machines that move while they work. Three machines are on one network. One of them is the
+//! switch, the server of the root file system, and the peer that talks to the moving machine.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,7 +21,7 @@ use workloads::{
     restart::need_qemu,
 };
 
-/// Stop and copy: no byte is sent before everything stands still.
+/// Moves a machine by stop and copy: no byte is sent before the machine stands still.
 #[test]
 fn a_machine_that_stands_still_moves() -> Result<()> {
     need_qemu()?;
@@ -30,20 +30,21 @@ fn a_machine_that_stands_still_moves() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// While it works, to another machine, and back to the one that was switched off meanwhile.
+/// Moves a machine at work to another one, and back to the source, which was switched off
+/// meanwhile.
 #[test]
 #[ignore = "long"]
 fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     need_qemu()?;
     let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
-    // An emulator never keeps to the limit, and nobody writes so much that it would be for that.
+    // An emulator always exceeds the downtime limit, so a throttle would be for nothing.
     moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0 --streams 3")?;
     spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
     let said_there = said(&machine);
     assert!(said_there.contains("found by a dirty log"), "{said_there}");
     assert!(said_there.contains("not in the dirty log, of which 0 should have been"), "{said_there}");
-    // What boots there is a spare now: the machine's root is in use.
+    // The source boots as a destination now: the machine's root is in use.
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
     moves(peer, &spare, &repaired, "10.9.0.4", "--max-throttle 0")?;
@@ -51,7 +52,8 @@ fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     repaired.check_next_attach()
 }
 
-/// Writes to a thousand pages a second what cannot be compressed, as evenly as it may: 4 MB, more than the limit.
+/// A program that writes incompressible data to a thousand pages a second, as evenly as possible: 4
+/// MB, more than the limit.
 const OUTRUNS: &str = "
 import os, time
 PAGES = 8000
@@ -65,7 +67,8 @@ while True:
     time.sleep(0.02)
 ";
 
-/// More is written than goes over, and more is left than ever fits: applications are held back, and less is left.
+/// Throttles applications when they write faster than the link sends and the rest would never fit
+/// the limit. The rest then shrinks.
 #[test]
 #[ignore = "long"]
 fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
@@ -89,11 +92,12 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// Each frame that the switch sends may be lost.
+/// A command that lets the switch lose each frame with some probability.
 const LOSES: &str = "modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
      tc qdisc replace dev $port root netem loss 10%; done";
 
-/// A tenth of what is sent is lost, also of what the machine and its files' server say to each other.
+/// Moves a machine over a link that loses a tenth of the frames, those between the machine and its
+/// file server too.
 #[test]
 #[ignore = "long"]
 fn a_machine_moves_over_a_link_that_loses_a_tenth() -> Result<()> {
@@ -106,7 +110,7 @@ fn a_machine_moves_over_a_link_that_loses_a_tenth() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// At a megabit a second the move is given up, in time: nobody stands still for minutes.
+/// Gives up a move at a megabit a second in time: no task stands still for minutes.
 #[test]
 #[ignore = "long"]
 fn a_slow_link_is_given_up() -> Result<()> {
@@ -122,7 +126,8 @@ fn a_slow_link_is_given_up() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// One command for both ways, which goes along. What is no way back is said to be none.
+/// Goes along with the machine and comes back by one command. A way back that does not work is
+/// named.
 #[test]
 #[ignore = "long"]
 fn maintenance_goes_along_and_comes_back() -> Result<()> {
@@ -157,10 +162,11 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     repaired.check_next_attach()
 }
 
-/// The sensor that comes with the package.
+/// The sensor that the package contains.
 const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
 
-/// Nobody gives an order but a script that counts the memory's errors, and knows neither where to nor the secret.
+/// Moves a machine on the order of a script that counts the memory's errors, and that knows neither
+/// the destination nor the secret.
 #[test]
 #[ignore = "long"]
 fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
@@ -187,12 +193,12 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     spare.sh(
         "until mercury evacuate --status | grep 'has moved to 10.9.0.3: 1 corrected'; do sleep 0.2; done",
     )?;
-    // The line is used up, and no other one is there.
+    // The pairing token is used up, and no other one exists.
     assert!(spare.run("mercury evacuate")?.stderr.contains("the pairing token was used for the last move"));
     spare.check_next_attach()
 }
 
-/// Whoever has not the line gets nowhere; a machine of another size does not take this one, and says why.
+/// Refuses a source without the pairing token, and a machine of another size, with the reason.
 #[test]
 #[ignore = "long"]
 fn who_does_not_fit_is_refused() -> Result<()> {
@@ -209,7 +215,7 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     fails(peer, machine, &migrate(&format!("10.9.0.3:5 --key {other}"), ""), &["no connection with"])?;
     let line = migrate(&words, "");
     fails(peer, machine, &line, &["does not take this one", "the firmware's memory map"])?;
-    // It still waits, and still says so.
+    // The destination still waits, and still gives the reason.
     fails(peer, machine, &line, &["the firmware's memory map"])?;
     let predicted = machine.sh("mercury migrate --dry-run --without-mark")?;
     println!("{predicted}");
@@ -218,8 +224,9 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The other machine dies when it has been told to start, and nobody can know whether it has: this one stands still, says
-/// so, and goes on when an operator has looked.
+/// Holds the source in doubt: the destination dies when it has been told to start, and no one can
+/// know if it has started. The source stands still, reports that, and goes on after an operator has
+/// checked.
 #[test]
 #[ignore = "long"]
 fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
@@ -230,7 +237,7 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     wait_more(spare, GOES_ON, 0)?;
     spare.power_cut()?;
     wait_more(machine, "does not answer. Nothing runs here", 0)?;
-    // It stays so.
+    // The source stays in doubt.
     thread::sleep(Duration::from_secs(10));
     assert!(!moving.has_ended()?);
     nothing_wrong(peer)?;
@@ -243,7 +250,8 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The same, and the process that waits for an answer is killed: its guard asks on, and tells the operator.
+/// Keeps the source in doubt when the process that waits for an answer is killed: its undo process
+/// keeps asking, and tells the operator.
 #[test]
 #[ignore = "long"]
 fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
@@ -260,21 +268,23 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     kill_somebody(machine)?;
     wait_more(machine, "the process that moved this machine is gone, after the commit", 0)?;
     wait_more(machine, DOUBT, 1)?;
-    // It stays so, for longer than a guard is patient with who only does not get on.
+    // The source stays in doubt, for longer than the undo process waits for a command without
+    // progress.
     thread::sleep(Duration::from_secs(70));
     assert!(!machine.serial_log().contains("has not moved"));
     nothing_wrong(peer)?;
     type_in(machine, "resumed\rresume\r")?;
     wait_more(machine, "this machine has not moved, and goes on", 0)?;
     println!("{:?}", moving.wait(LIMIT)?);
-    // Applications run before the hypervisor is out: the guard ends when all is as it was.
+    // Applications run before the hypervisor is out. The undo process ends when everything is as it
+    // was.
     machine.sh("until ! pgrep -f 'exe guard$'; do sleep 0.1; done; ! ls /sys/fs/cgroup | grep mercury")?;
     goes_on(peer, machine)?;
     machine.sh("cat /proc/sys/net/ipv4/conf/all/arp_ignore | grep -x 0")?;
     machine.check_next_attach()
 }
 
-/// The spare's operator does not want it after all.
+/// Discards an arrival on the order of the destination's operator.
 #[test]
 #[ignore = "long"]
 fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
@@ -291,7 +301,8 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// One of the streams that pages go by breaks: nothing has happened, and by the same line the machine is taken afterwards.
+/// Changes nothing when one of the streams of pages breaks. The same pairing token moves the
+/// machine afterwards.
 #[test]
 #[ignore = "long"]
 fn a_stream_that_breaks_changes_nothing() -> Result<()> {
@@ -315,7 +326,8 @@ fn a_stream_that_breaks_changes_nothing() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// A VLAN on the machine's card, and IPv6: connections by both go along, and neighbours are told where both are.
+/// Takes along a VLAN on the machine's card, and IPv6. Connections by both go on, and neighbours
+/// learn where both addresses are.
 #[test]
 #[ignore = "long"]
 fn a_vlan_and_ipv6_go_along() -> Result<()> {
@@ -340,13 +352,14 @@ fn a_vlan_and_ipv6_go_along() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// A bridge that was given its card's address, and has the machine's: both have the spare's there, and connections go on.
+/// Takes along a bridge that has its card's address, and the machine's. Both are on the
+/// destination's card there, and connections go on.
 #[test]
 #[ignore = "long"]
 fn a_bridge_goes_along() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    // By one process: between two lines the machine's files are out of reach.
+    // One process must do all steps: between two of them the machine's files are out of reach.
     machine.sh("modprobe bridge; card=$(ls /sys/class/net | grep -v lo | head -1); ip -batch - <<END
 link add name bridge type bridge
 link set bridge address $(cat /sys/class/net/$card/address) up
@@ -362,8 +375,9 @@ END")?;
     spare.check_next_attach()
 }
 
-/// Ctrl-C in the rounds; the other machine dies in the rounds, and when everything stands still; the machine goes on.
-/// Where it dies itself, the other one throws away what has come, and takes the next.
+/// Changes nothing if a move fails before the commit: Ctrl-C in the rounds, and a death of the
+/// destination in the rounds and while the source stands still. If the source dies, the destination
+/// discards the pages, and takes the next machine.
 #[test]
 #[ignore = "long"]
 fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Machines that move with file systems on disks that both ends reach: one that is at both, and those that the machine has by
-//! connections of its kernel's.
+//! Machines that move with file systems on disks that both ends reach: a disk of both machines, and
+//! disks by connections of the machine's kernel.
 
 #![allow(clippy::unwrap_used)]
 
@@ -29,7 +29,7 @@ use workloads::{
     restart::need_qemu,
 };
 
-/// A disk that several machines have, until this is dropped.
+/// A disk of several machines, which goes when this value is dropped.
 struct SharedDisk(PathBuf);
 
 impl SharedDisk {
@@ -53,7 +53,7 @@ impl Drop for SharedDisk {
     }
 }
 
-/// Has each number on the disk before the next.
+/// A program that has each number on the disk before the next.
 const LEDGER: &str = "
 import os, sys, time
 count = 0
@@ -67,7 +67,7 @@ with open(sys.argv[1], 'ab') as ledger:
         time.sleep(0.02)
 ";
 
-/// No number is missing, and none is there twice.
+/// Checks that no number is missing, and none is there twice.
 fn is_right(machine: &Machine, ledger: &str) -> Result<()> {
     let counted = machine.sh(&format!(
         "pkill -f '[p]ython3.* {ledger}'; sleep 1; lines=$(wc -l < {ledger}); test $lines -gt 5 && \
@@ -77,8 +77,8 @@ fn is_right(machine: &Machine, ledger: &str) -> Result<()> {
     Ok(())
 }
 
-/// A file system on a disk that both machines have goes along. If somebody else writes to it behind the instant, the machine
-/// does not.
+/// Takes along a file system on a disk of both machines. If another system writes to the disk after
+/// the instant, the machine does not go.
 #[test]
 #[ignore = "long"]
 fn a_disk_that_both_reach_goes_along() -> Result<()> {
@@ -93,7 +93,7 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
     let words = receive(spare, "10.9.0.3")?;
     let (stop, file) = (AtomicBool::new(false), File::options().write(true).open(&disk.0).unwrap());
     thread::scope(|scope| {
-        // The first bytes are nobody's: a boot loader could be there.
+        // The first bytes belong to no file system: a boot loader could be there.
         scope.spawn(|| {
             for count in 0_u64.. {
                 if stop.load(Ordering::Relaxed) {
@@ -120,7 +120,7 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
     spare.check_next_attach()
 }
 
-/// A disk of the switch's by NVMe over TCP.
+/// A disk of the switch, by NVMe over TCP.
 const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || \
      mount -t configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; \
      mkdir subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > subsystems/shared/attr_allow_any_host; \
@@ -132,7 +132,8 @@ const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.
      /dev/nvme-fabrics; for i in $(seq 100); do name=$(grep -lx shared /sys/block/nvme*/device/subsysnqn | cut -d/ -f4 | \
      grep -v c) && test -e /dev/$name && break; sleep 0.1; done; test -e /dev/$name && echo -n /dev/$name";
 
-/// File systems on disks that the machine has by connections of its kernel's go along with these.
+/// Takes along file systems on disks that the machine has by connections of its kernel, with the
+/// connections.
 #[test]
 #[ignore = "long"]
 fn disks_on_a_network_go_along() -> Result<()> {

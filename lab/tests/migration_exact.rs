@@ -1,5 +1,5 @@
-//! What has arrived is what the machine was at the instant, byte for byte, with its devices at work: the hypervisor has hashed every
-//! page then, with no CPU in the system.
+//! An exact arrival. The machine equals the source at the instant, byte for byte, with its devices
+//! at work: the hypervisor hashes every page then, while no CPU runs the system.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,18 +19,18 @@ use workloads::{
     restart::need_qemu,
 };
 
-/// Gives the order as soon as the spare is there.
+/// A script that gives the order as soon as the destination waits.
 const ORDERS: &str =
     "until ping -c 1 -W 1 10.9.0.3; do sleep 1; done; sleep 3; pkill -USR1 -f '^mercury daemon'";
 
-/// The number that stands before `unit` behind `text`.
+/// Returns the number before `unit`, after `text`.
 fn number(said: &str, text: &str) -> f64 {
     let rest = said.split_once(text).unwrap_or_else(|| panic!("{text}: {said}")).1;
     rest.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// Disk and network are at work, the spare was started by a boot loader, and the order is a signal. What `--dry-run` had said
-/// before is compared with what came of it.
+/// Moves a machine with disk and network at work, to a destination that a boot loader has started,
+/// on the order of a signal. The forecast of `--dry-run` is compared with the move.
 #[test]
 #[ignore = "long"]
 fn a_machine_at_full_work_arrives_exact() -> Result<()> {
@@ -56,14 +56,14 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     machine.put("/run/orders", ORDERS.as_bytes(), 0o644)?;
     machine.sh("setsid sh /run/orders > /dev/null 2>&1 &")?;
     let id = boot_id(&machine)?;
-    // Returns when it is the machine that has arrived.
+    // This returns when the destination is the machine that has arrived.
     let arrived = spare.start_other(&boot);
     if arrived.is_err() {
         println!("{} {}", said(&machine), machine.sh("cat /run/daemon").unwrap_or_default());
     }
     let arrived = arrived?;
     machine.wait_shutdown(LIMIT)?;
-    // The last word is said when it has moved.
+    // The last line is printed after the move.
     let told = said(&machine);
     println!("{told}");
     is_well(&arrived, &id)?;
@@ -80,7 +80,8 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     let downtime = number(&told, "stood still for ");
     let expected = predicted["downtime_ms"].as_f64().unwrap();
     println!("{expected:.0} ms were predicted, it was {downtime:.0} ms, with the comparison");
-    // The policy reckons with hardware's times for the instant and the arrival; an emulator's are far longer.
+    // The policy plans with hardware's times for the instant and the arrival; an emulator's are far
+    // longer.
     assert!(expected < downtime * 2.0 && downtime < expected * 200.0);
     arrived.check_next_attach()
 }

@@ -1,5 +1,6 @@
-//! Whatever fails at whichever step of a move, one machine runs, or one stands still and says what to do: each end and the
-//! link between them fails where an end holds still for it (`--pause-at`), and then it is looked at who runs.
+//! Failures at each step of a move. Either one machine runs, or one stands still and says what to
+//! do. Each end, and the link, fails while an end is paused at a step (`--pause-at`). Then the test
+//! checks which machine runs.
 
 #![allow(clippy::unwrap_used)]
 
@@ -27,18 +28,19 @@ use workloads::{
 
 const KERNEL: Kernel = Kernel::BookwormCloud;
 const MEMORY_MIB: u32 = 768;
-/// The places of both at the switch, and the last byte of their cards' addresses.
+/// The places of both machines at the switch, which are the last bytes of their cards' addresses.
 const SOURCE: u8 = 2;
 const SPARE: u8 = 3;
 
-/// What consoles say.
+/// Messages on the consoles.
 const SILENT: &str = "its source has gone silent before it said what becomes of it";
 const NO_ANSWER: &str = "does not answer. Nothing runs here";
 const FORGOT: &str = "The destination knows nothing of this move";
 const KILLED: &str = "the receiver was killed: this restore environment may have run out of memory";
 const GUARD_ASKS: &str = "the process that moved this machine is gone, after the commit";
 
-/// Who answers for the address of the machine that moves: the last bytes of their cards' addresses.
+/// A script that finds which machines answer for the moving machine's address. It prints the last
+/// bytes of their cards' addresses.
 const WHO_ANSWERS: &str = r#"python3 -c '
 import socket, struct, time
 wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0806))
@@ -60,16 +62,17 @@ while time.time() < end:
 print(*sorted(found))
 '"#;
 
-/// Where an end holds still to be struck.
+/// The place where an end is paused, to be struck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum At {
     Source(&'static str),
     Spare(&'static str),
-    /// The machine that has arrived at the spare.
+    /// The machine that has arrived at the destination.
     Arrived(&'static str),
 }
 
-/// A machine that is to move, with its files on the switch, and a spare in its small system.
+/// A machine that is to move, with its files on the switch, and a destination in its restore
+/// environment.
 struct Scene {
     switch: Switch,
     machine: Machine,
@@ -81,14 +84,14 @@ struct Scene {
     _folder: Folder,
 }
 
-/// Has the machine do what it does all the time.
+/// Starts the machine's steady work.
 fn put_to_work(switch: &Switch, machine: &Machine) -> Result<()> {
     start(machine, "clock", CLOCK, "")?;
     start(machine, "talk", TALK, PEER)?;
     start(machine, "hear", HEAR, "")?;
     switch.tell()?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true; sysctl -q kernel.sysrq=1")?;
-    // What is in memory goes over, and there are many moves.
+    // The contents of memory go over the link, and there are many moves.
     machine.sh("sync; echo 3 > /proc/sys/vm/drop_caches").map(drop)
 }
 
@@ -106,7 +109,8 @@ impl Scene {
         Ok(Self { switch, machine, spare, small, key, id, begun, _folder: folder })
     }
 
-    /// The spare loses its power, if it has any, and waits again; in its small system it holds still where that is wanted.
+    /// Cuts the destination's power, if it has any, and lets it wait again. Its restore environment
+    /// pauses at the given step.
     fn with_spare_at(self, at: At) -> Result<Self> {
         let small = match at {
             At::Spare(step) => self.small.with(&format!("mercury.pause-at={step}")),
@@ -118,7 +122,7 @@ impl Scene {
         Ok(Self { spare, ..self })
     }
 
-    /// The source has power again, and boots, and works.
+    /// Gives the source power again, boots it, and lets it work.
     fn with_source_again(self) -> Result<Self> {
         let machine = self.machine.start_as(moving(self.switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE)))?;
         self.switch.peer.sh("pkill -f '[t]ell.py'; rm -f /run/tell /run/tell.wrong")?;
@@ -127,8 +131,8 @@ impl Scene {
         Ok(Self { machine, id, ..self })
     }
 
-    /// The move begins, and is where it is to be struck. The kernel would rather do without the process that moves; its guard
-    /// is not to be killed so.
+    /// Begins the move, up to the step where it is to be struck. The moving process is the one that
+    /// the kernel would kill first, and its undo process must not be killed so.
     fn moves_up_to(&self, at: At, options: &str) -> Result<Background> {
         println!("--- {at:?}, {:?}", self.begun.elapsed());
         let (who, step) = match at {
@@ -143,20 +147,20 @@ impl Scene {
         Ok(moving)
     }
 
-    /// Only the machine with this card is there.
+    /// Checks that only the machine with this card answers.
     fn answers(&self, who: &str) -> Result<()> {
         assert_eq!(self.switch.peer.sh(WHO_ANSWERS)?.trim(), who, "who answers for the machine's address");
         Ok(())
     }
 
-    /// Nothing runs: nobody answers, and nobody goes on by himself.
+    /// Checks that nothing runs: no machine answers, and none goes on by itself.
     fn stands_still(&self, moving: &mut Background) -> Result<()> {
         self.answers("")?;
         assert!(!moving.has_ended()?);
         nothing_wrong(&self.switch.peer)
     }
 
-    /// It works here, natively, and everybody it talks to is content.
+    /// Checks that the machine runs here, natively, with no error in the work of its peers.
     fn works(&self, machine: &Machine) -> Result<()> {
         machine.sh("until ! ls /sys/fs/cgroup | grep mercury; do sleep 0.1; done")?;
         machine.sh("until ! mercury status --json | grep '\"attached\"'; do sleep 0.1; done")?;
@@ -167,7 +171,8 @@ impl Scene {
         nothing_wrong(&self.switch.peer)
     }
 
-    /// The source goes on as if nothing had been tried, and nothing has ever run at the spare since it was switched on.
+    /// Checks that the source goes on as before, and no machine has run at the destination since it
+    /// was switched on.
     fn goes_on(&self, arrivals: usize) -> Result<()> {
         self.works(&self.machine)?;
         self.answers("2")?;
@@ -175,7 +180,7 @@ impl Scene {
         Ok(())
     }
 
-    /// It runs at the spare, and the source, if it had power, is off.
+    /// Checks that the machine runs at the destination, and the source, if it had power, is off.
     fn has_moved(&self) -> Result<()> {
         self.machine.wait_shutdown(LIMIT)?;
         self.spare.wait_other(0)?;
@@ -185,7 +190,7 @@ impl Scene {
         Ok(())
     }
 
-    /// The spare's operator sees that it is of no use.
+    /// Shows the destination's operator that the arrival is of no use.
     fn is_discarded(&self) -> Result<()> {
         let before = times(&self.spare, THROWN);
         type_in(&self.spare, "discard\r")?;
@@ -193,7 +198,7 @@ impl Scene {
     }
 }
 
-/// The command has failed, and said why.
+/// Checks that the command has failed with a reason.
 fn has_failed(moving: Background) -> Result<()> {
     let output = { moving }.wait(LIMIT)?;
     println!("{}", output.stderr);
@@ -201,7 +206,8 @@ fn has_failed(moving: Background) -> Result<()> {
     Ok(())
 }
 
-/// Up to the commit its guard sets the machine going; from then on it asks on.
+/// Kills the moving process at every step. Up to the commit its undo process starts the machine
+/// again. After the commit it keeps asking.
 #[test]
 #[ignore = "long"]
 fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
@@ -214,13 +220,13 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
         let moving = scene.moves_up_to(At::Source(step), &format!("--rounds {rounds}"))?;
         kill_somebody(&scene.machine)?;
         println!("{:?}", { moving }.wait(LIMIT)?);
-        // The kernel says whom it has killed, with all that it knows.
+        // The kernel reports in its log which process it has killed.
         scene.machine.sh("dmesg --clear")?;
         scene.goes_on(0)?;
         match step {
-            // Nothing had come.
+            // No page had come.
             "Offering" => {}
-            // Of what is whole the guard says so.
+            // The undo process reports it when the machine is complete.
             _ => wait_more(&scene.spare, THROWN, thrown)?,
         }
     }
@@ -230,7 +236,7 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
     scene.has_moved()
 }
 
-/// The cable is pulled at each step, and put in again when each end has made up its mind.
+/// Pulls the cable at each step, and plugs it in again when each end has decided.
 #[test]
 #[ignore = "long"]
 fn the_link_may_fail_at_every_step() -> Result<()> {
@@ -246,7 +252,8 @@ fn the_link_may_fail_at_every_step() -> Result<()> {
         wait_more(&scene.spare, THROWN, thrown)?;
     }
 
-    // The spare has promised that it never runs, and is believed as soon as it is heard.
+    // The destination has promised that it never runs the machine, and is believed as soon as it is
+    // heard.
     let [silent, told] = [times(&scene.spare, SILENT), times(&scene.machine, NO_ANSWER)];
     let mut moving = scene.moves_up_to(At::Source("Recording"), "--rounds 0")?;
     plug(&scene.spare, SPARE, false)?;
@@ -270,7 +277,7 @@ fn the_link_may_fail_at_every_step() -> Result<()> {
     scene.goes_on(0)?;
     plug(&scene.spare, SPARE, true)?;
 
-    // It runs at the spare, and cannot say so.
+    // The machine runs at the destination, which cannot report that.
     scene = scene.with_spare_at(At::Spare("Starting"))?;
     let told = times(&scene.machine, NO_ANSWER);
     let mut moving = scene.moves_up_to(At::Spare("Starting"), "--rounds 0")?;
@@ -282,7 +289,7 @@ fn the_link_may_fail_at_every_step() -> Result<()> {
     scene.has_moved()
 }
 
-/// The spare loses its power before the source has committed: nothing has happened.
+/// Cuts the destination's power before the source has committed, which changes nothing.
 #[test]
 #[ignore = "long"]
 fn the_spare_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
@@ -306,7 +313,8 @@ fn the_spare_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
     Ok(())
 }
 
-/// Later than that nobody but an operator can know: the source stands still, says what to look at, and takes his word.
+/// Cuts the destination's power after the commit, when only an operator can know the result. The
+/// source stands still, says what to check, and takes the operator's word.
 #[test]
 #[ignore = "long"]
 fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
@@ -327,14 +335,14 @@ fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
         wait_more(&scene.machine, NO_ANSWER, told)?;
         scene.stands_still(&mut moving)?;
         if at == At::Arrived("Running") {
-            // It has acted since the instant, and is not to be set back.
+            // The machine has acted since the instant, and must not be set back.
             type_in(&scene.machine, "abandon\r")?;
             scene.machine.wait_shutdown(LIMIT)?;
             assert!(!scene.machine.serial_log().contains("has not moved"));
             break;
         }
         if at == At::Spare("Recording") {
-            // It has power again, and knows nothing.
+            // The destination has power again, and knows nothing.
             let forgot = times(&scene.machine, FORGOT);
             scene = scene.with_spare_at(at)?;
             wait_more(&scene.machine, FORGOT, forgot)?;
@@ -348,7 +356,8 @@ fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
     Ok(())
 }
 
-/// The source loses its power: up to the commit nothing runs at the spare, by itself or because somebody there says so.
+/// Cuts the source's power at every step. Up to the commit nothing runs at the destination, neither
+/// by itself nor on an operator's word.
 #[test]
 #[ignore = "long"]
 fn the_source_may_lose_power_at_every_step() -> Result<()> {
@@ -358,10 +367,11 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
         let [comes, thrown, silent] = [COMES, THROWN, SILENT].map(|text| times(&scene.spare, text));
         let _gone = scene.moves_up_to(At::Source(step), "--rounds 0")?;
         scene.machine.power_cut()?;
-        // While it has no power: with it, it would answer that it knows of no such connection.
+        // The source has no power at this moment. With power it would answer that it knows no such
+        // connection.
         match step {
             "Offering" => assert_eq!(times(&scene.spare, COMES), comes),
-            // By itself, when nothing has come for long.
+            // The destination gives up by itself, when nothing has come for long.
             "Copying" => {
                 wait_more(&scene.spare, "discarded: the source was silent for too long", 0)?;
             }
@@ -375,7 +385,7 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
         assert!(step == "Offering" || times(&scene.spare, THROWN) == thrown + 1);
         scene.goes_on(0)?;
     }
-    // It had committed, and whoever is at the spare knows that.
+    // The source had committed, and the destination's operator knows that.
     let silent = times(&scene.spare, SILENT);
     let _gone = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
     scene.machine.power_cut()?;
@@ -384,7 +394,7 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
     type_in(&scene.spare, "adopt\r")?;
     scene.has_moved()?;
 
-    // It runs at the spare by then.
+    // The machine runs at the destination by then.
     scene = scene.with_source_again()?.with_spare_at(At::Source("GivenUp"))?;
     let _gone = scene.moves_up_to(At::Source("GivenUp"), "--rounds 0")?;
     scene.machine.power_cut()?;
@@ -393,8 +403,8 @@ fn the_source_may_lose_power_at_every_step() -> Result<()> {
     scene.spare.check_next_attach()
 }
 
-/// The spare's small system has no memory left, while the machine comes and when all of it is there: who receives is killed, the source
-/// goes on, and another one waits.
+/// Takes all memory of the destination's restore environment, while the machine comes and when all
+/// of it is there. The receiver is killed, the source goes on, and another receiver waits.
 #[test]
 #[ignore = "long"]
 fn the_spare_may_run_out_of_memory() -> Result<()> {
@@ -416,15 +426,15 @@ fn the_spare_may_run_out_of_memory() -> Result<()> {
     Ok(())
 }
 
-/// Writes to a file when told to, and asks nothing of it that its server would have to answer.
+/// A program that writes to a file on request, and needs no answer of the file's server.
 const WRITES: &str = "exec python3 -c 'import os
 file = os.open(\"/written\", os.O_WRONLY | os.O_CREAT)
 os.read(0, 1)
 os.write(file, bytes(1 << 16))
 os.read(0, 1)'";
 
-/// What was written to files has to be on their server before everything stands still. One that does not answer keeps nobody from
-/// calling the move off.
+/// Calls a move off even though a file server does not answer. Writes to files have to be on their
+/// server before the machine stands still.
 #[test]
 #[ignore = "long"]
 fn a_server_that_does_not_answer_ends_no_command() -> Result<()> {
@@ -433,7 +443,7 @@ fn a_server_that_does_not_answer_ends_no_command() -> Result<()> {
     let writes = scene.machine.spawn(WRITES)?;
     let mut moving = scene.moves_up_to(At::Source("Stopping"), "--rounds 0")?;
     plug(&scene.machine, SOURCE, false)?;
-    // Nobody can have taken that away from the machine.
+    // Nothing can have taken that file away from the machine.
     writes.write_stdin(b"\n")?;
     thread::sleep(Duration::from_secs(8));
     assert!(!moving.has_ended()?, "it waits for what was written");

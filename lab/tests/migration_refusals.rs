@@ -1,5 +1,6 @@
-//! Moves that do not come about: a spare without room, a second move at once, disks that vanish, an operator who thinks better of
-//! it when everything stands still. Whoever is refused is told why, and what ran runs on.
+//! Moves that do not come about: a destination without room, a second move at the same time, disks
+//! that vanish, an operator who presses Ctrl-C while the machine stands still. Each refusal has its
+//! reason, and the machine runs on.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,10 +18,10 @@ use workloads::{
     restart::need_qemu,
 };
 
-/// What is said where another process has the driver.
+/// The message of a command while another process has the driver.
 const BUSY: &str = "controls Mercury";
 
-/// Refused at once, with its reason, and nothing else has happened.
+/// Checks that a command is refused at once, with its reason, without another effect.
 fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.command(line).timeout(Duration::from_secs(60)).run()?;
     println!("{line}: {}", output.stderr);
@@ -28,14 +29,16 @@ fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     Ok(())
 }
 
-/// While a machine moves, nothing else that wants to move it, or to move to its spare, gets anywhere, nor disturbs it.
+/// Refuses, while a machine moves, every other command that wants to move it or to move to its
+/// destination. None disturbs the move.
 #[test]
 #[ignore = "long"]
 fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let words = receive(spare, "10.9.0.3")?;
-    // No room for what waits until the small kernel is gone: said before the first page.
+    // There is no room for the pages that wait until the restore environment ends. The command says
+    // so before the first page.
     let line = migrate(&words, "--pool 8");
     fails(peer, machine, &line, &["does not take this one", "too little memory is free"])?;
     assert_eq!(times(spare, COMES), 0);
@@ -49,7 +52,7 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     is_refused(machine, &again, BUSY)?;
     is_refused(machine, "mercury migrate --dry-run --without-mark", BUSY)?;
     is_refused(machine, "mercury checkpoint /run/image", BUSY)?;
-    // For a reason that comes before that one: its root is on NFS.
+    // Another reason comes first: the root is on NFS.
     is_refused(machine, "mercury snapshot", "is on NFS 4.2")?;
     machine.sh("mercury evacuate --reason errors")?;
     let said = machine.sh("until mercury evacuate --status | grep 'and has not:' -A5; do sleep 0.2; done")?;
@@ -69,7 +72,8 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Ctrl-C reaches who moves a machine that stands still: from its terminal, which the kernel looks after.
+/// Ends a move of a machine that stands still by Ctrl-C from its terminal, which the kernel
+/// handles.
 fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
     peer.sh("modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
              tc qdisc replace dev $port root netem rate 30mbit; done")?;
@@ -78,7 +82,7 @@ fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine
     let inner = format!("{line} > /run/still 2>&1; echo ended >> /run/still");
     machine.sh(&format!("setsid -c sh -c '{inner}' < /dev/ttyS0 > /dev/null 2>&1 &"))?;
     wait_more(spare, COMES, comes)?;
-    // Who is asked does not answer any more.
+    // The machine that is asked does not answer any more.
     let stands = (0..60).any(|_| machine.command("true").timeout(Duration::from_secs(1)).run().is_err());
     assert!(stands, "it never stands still: {}", machine.sh("cat /run/still")?);
     console(machine)?.write_all(b"\x03").unwrap();
@@ -93,8 +97,9 @@ fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine
     goes_on(peer, machine)
 }
 
-/// A disk that an image is written to when a move is wanted; and one that both reach, and that one of them does not reach any more
-/// when it matters. (What has vanished is not touched again: the emulator itself would not outlive that.)
+/// Ends a move whose disk vanishes: a disk that an image is written to when the move begins, and a
+/// disk of both ends that one of them has lost. The vanished disk is not touched again, since the
+/// emulator itself would crash.
 #[test]
 #[ignore = "long"]
 fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
@@ -107,7 +112,7 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     let [first, second] = DISKS.map(|name| disk(machine, name).unwrap());
     let words = receive(spare, "10.9.0.3")?;
 
-    // A move that comes while an image is being written. Nobody waits where it would go to.
+    // A move begins while an image is written. No destination waits at that address.
     let (_, key) = words.split_once(' ').unwrap();
     let writes = machine.spawn(&format!("mercury checkpoint {first}"))?;
     let nowhere = migrate(&format!("10.9.0.1:9 {key}"), "");
@@ -123,7 +128,7 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     machine.sh(&format!("mount {first} /mnt; echo before > /mnt/file; sync"))?;
     let line = migrate(&words, "--bandwidth 4 --rounds 2");
 
-    // At the spare, when it has looked for it already.
+    // The disk vanishes at the destination after its first check.
     let moving = machine.spawn(&line)?;
     wait_more(spare, COMES, 0)?;
     println!("{}", spare.qmp()?.human("drive_del first")?);
@@ -139,7 +144,7 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     goes_on(peer, machine)?;
     machine.sh("grep -x before /mnt/file; echo after > /mnt/file; sync; umount /mnt")?;
 
-    // Here, while rounds run.
+    // The disk vanishes here, while rounds run.
     machine.sh(&format!("mount {second} /mnt; echo before > /mnt/file; sync"))?;
     let moving = machine.spawn(&line)?;
     wait_more(spare, COMES, 1)?;

@@ -1,4 +1,5 @@
-//! Disks that are copied while they are written to: by the driver's log of what is written, which must miss nothing.
+//! Disks that are copied while they are written to, by the driver's dirty log of the disk, which
+//! must miss nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,7 +24,7 @@ use workloads::{
 
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Divides a disk of 256 MiB into two.
+/// A program that divides a disk of 256 MiB into two.
 const DIVIDE: &str = r#"
 import fcntl, os, struct, sys
 disk = os.open(sys.argv[1], os.O_RDWR)
@@ -34,17 +35,18 @@ BLKRRPART = 0x125f
 fcntl.ioctl(disk, BLKRRPART)
 "#;
 
-/// A file system on the first part of a disk, and nothing on the second.
+/// A script that makes a file system on the first part of a disk. Nothing is on the second part.
 const PREPARE: &str = "python3 /run/divide.py $disk; sleep 1; set -- $(ls $disk?*); modprobe -q btrfs || true; \
      if command -v mkfs.ext4; then mkfs.ext4 -q $1; else mkfs.btrfs -q $1; fi; \
      mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
 
-/// Files are written, synchronised, renamed and removed, and what was theirs is discarded.
+/// A script that writes, synchronises, renames and removes files, and discards their blocks.
 const FILES: &str = "cd /run/mnt; n=0; while test ! -e /run/end; do n=$((n + 1)); \
      dd if=/dev/urandom of=new bs=8k count=$((n % 60 + 1)) conv=fsync status=none && mv new file$((n % 9)); \
      head -c 3000000 /dev/zero > lazy; test $((n % 7)) != 0 || { rm -f file*; fstrim .; }; done";
 
-/// The second part is written to past all caches and through them, zeroed, and written to by a command of one's own.
+/// A program that writes to the second part past all caches and through them, zeroes it, and writes
+/// by a raw command.
 const RAW: &str = r#"
 import ctypes, fcntl, mmap, os, random, struct, subprocess, sys, time
 path = sys.argv[1]
@@ -77,14 +79,14 @@ os.fsync(cached)
 print("writes", count)
 "#;
 
-/// One of a machine's disks is copied to another, and is equal in the end.
+/// Copies one of a machine's disks to another, and checks that they are equal in the end.
 fn is_copied(machine: &Machine, disk: &str, to: &str) -> Result<()> {
     machine.sh("rm -f /run/still /run/end /run/go")?;
     machine.sh(&format!("disk={disk}; {PREPARE}"))?;
     let part = machine.sh(&format!("ls {disk}?* | tail -1"))?;
     let files = machine.spawn(FILES)?;
     let raw = machine.spawn(&format!("python3 /run/raw.py {part}"))?;
-    // Nobody says of what was written before the log began.
+    // Writes before the log's beginning are reported by no one.
     machine.sh("sleep 1")?;
     let mut copy =
         machine.spawn(&format!("mercury-workload disk {disk} {to} --wait-file /run/go --freeze /run/mnt"))?;
@@ -107,7 +109,7 @@ fn is_copied(machine: &Machine, disk: &str, to: &str) -> Result<()> {
 
 fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
     let spec = Spec::new(kernel).cpus(2).modules(Variant::Faults).qemu_version(Qemu::Newer);
-    // The last one is what they are copied to.
+    // The last disk is the target of the copies.
     let spec = buses.iter().fold(spec, |spec, bus| spec.disk(*bus, 256)).disk(Bus::Virtio, 256);
     let machine = Machine::boot(spec)?;
     machine.sh("mercury load")?;
@@ -116,11 +118,11 @@ fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
     Ok(machine)
 }
 
-/// What is refused, and that nothing is left behind: the module goes, and comes back.
+/// Checks the refusals, and that nothing remains: the module is removed, and loaded again.
 fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
     machine
         .sh("mercury unload && ! lsmod | grep '^mercury ' && ! dmesg | grep -E 'Oops|BUG:|WARNING: CPU' && mercury load")?;
-    // Its probes are gone with it.
+    // The driver's probes are removed with it.
     machine.sh(&format!("dd if=/dev/zero of={disk} bs=1M count=1 oflag=direct status=none")).map(drop)
 }
 
@@ -129,7 +131,7 @@ fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
 fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
     let machine = machine(Kernel::BookwormGeneric, &[Bus::Virtio, Bus::Nvme, Bus::Ahci])?;
     machine.sh("modprobe -a virtio_blk nvme ahci sd_mod")?;
-    // Artefacts and root are on NVMe, too.
+    // The artefacts and the root are on NVMe, too.
     for id in ["disk0", "disk1", "disk2"] {
         let named = |id: &str| {
             let line = format!(
@@ -157,7 +159,8 @@ fn a_disk_is_copied_while_it_is_written_to_on_a_later_kernel() -> Result<()> {
 /// The disk with the root file system.
 const ROOT: &str = "/dev/nvme0n1";
 
-/// Files with known content are written, synchronised, and read from the disk again later.
+/// A program that writes files with known content, synchronises them, and later reads them from the
+/// disk again.
 const WRITES: &str = r#"
 import hashlib
 os.makedirs("/root/work", exist_ok=True)
@@ -179,15 +182,16 @@ while True:
     say(count)
 "#;
 
-/// What of the machine's own files is looked at, from the disk.
+/// A command that hashes some of the machine's own files, read from the disk.
 const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* | sha256sum";
 
-/// Gives the spare's own disk away.
+/// Starts `mercury receive`, and offers the destination's own disk.
 fn receive(spare: &Machine, address: &str) -> Result<String> {
     receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))
 }
 
-/// Ctrl-C when a part of the disk has come: nothing has happened to the machine, and the spare says that its disk holds nothing.
+/// Calls the move off by Ctrl-C after a part of the disk has come. The machine is unchanged, and
+/// the destination reports that its disk holds nothing.
 fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
     let mut moving = machine.spawn(&migrate(words, &format!("--with-disk {ROOT} --bandwidth 10")))?;
     wait_more(spare, COMES, 0)?;
@@ -205,7 +209,7 @@ fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str
     comes_further(machine, "writes", count(machine, "writes")? + 45)
 }
 
-/// The machine moves with its root's disk to the spare, whose own system is overwritten.
+/// Moves the machine with its root's disk to the destination, whose own system is overwritten.
 fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
     let sum = machine.sh(SUM)?;
     moves_by(peer, machine, spare, words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
@@ -216,8 +220,9 @@ fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, words
     nothing_wrong(peer)?;
     nothing_wrong(spare)?;
     assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
-    // Nothing is under way in a file system that is frozen, and its journal is empty. Of one that is mounted at / e2fsck wants to
-    // know whether it can be written to, and would wait there for ever: it is shown the disk by another name.
+    // A frozen file system has no write under way, and its journal is empty. For one that is
+    // mounted at / e2fsck would ask whether it can be written to, and wait for ever. Another name
+    // for the disk avoids that.
     spare.sh(&format!(
         "modprobe loop; disk=$(losetup -r -f --show {ROOT}) && fsfreeze -f / && \
          {{ e2fsck -fn $disk > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; losetup -d $disk; }}"

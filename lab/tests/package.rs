@@ -1,8 +1,8 @@
-//! The Debian package on both releases, as an operator has it: installed on a machine that systemd has
-//! booted, its module built there by DKMS, used, upgraded while attached, purged.
+//! The Debian package on both releases, as an operator has it: installed on a machine that systemd
+//! has booted, its module built there by DKMS, used, upgraded while attached, and purged.
 //!
-//! Compiling under emulation takes a minute, so it is done once a release: at the first installation on
-//! Debian 13, at the upgrade on Debian 12.
+//! Compiling under emulation takes a minute. It is done once a release: at the first installation
+//! on Debian 13, and at the upgrade on Debian 12.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,13 +15,13 @@ use std::{
 use mercury_lab::{Init, Kernel, Machine, Result, Spec, deb};
 use serde_json::Value;
 
-/// For the compiler, on a host that has other things to do as well.
+/// Time limit of the compiler, on a host with other work.
 const PATIENCE: Duration = Duration::from_secs(900);
 
-/// Where DKMS puts modules.
+/// The folder of DKMS's modules.
 const MODULES: &str = "/lib/modules/$(uname -r)/updates/dkms";
 
-/// A machine on which nothing is found that did not come with the package.
+/// A machine with nothing of Mercury's but the package.
 struct Operator {
     machine: Machine,
     start: Instant,
@@ -32,7 +32,7 @@ impl Operator {
         let start = Instant::now();
         let machine = Machine::boot(Spec::new(kernel).init(Init::Systemd))?;
         let operator = Self { machine, start };
-        // DKMS builds for every kernel that has its headers there, which takes minutes here.
+        // DKMS builds for every kernel whose headers are installed, which takes minutes here.
         operator
             .sh("cd /lib/modules && for kernel in *; do [ $kernel = $(uname -r) ] || rm -r $kernel; done")?;
         operator.say("booted");
@@ -57,7 +57,8 @@ impl Operator {
         Ok(self.mercury("status")?["state"].as_str().unwrap().to_owned())
     }
 
-    /// Every file that a package may leave behind; dpkg and DKMS keep books and keys of their own.
+    /// Returns every file that a package may leave behind. The records and keys of dpkg and DKMS do
+    /// not count.
     fn files(&self) -> Result<HashSet<String>> {
         const KEPT: &[&str] = &["/var/lib/dpkg/", "/var/lib/systemd/timers/", "/var/lib/dkms/mok."];
         let all = self.sh("find /usr /etc /opt /boot /var/lib -xdev")?;
@@ -69,14 +70,15 @@ impl Operator {
     fn install(&self, package: &Path) -> Result<()> {
         let name = package.file_name().unwrap().display();
         self.machine.put(&format!("/root/{name}"), &std::fs::read(package).unwrap(), 0o644)?;
-        // The lab's images are made without documentation; the package's own is wanted.
+        // The lab's images exclude documentation; the package's own is wanted.
         let options = "--path-include='/usr/share/man/*' --path-include='/usr/share/doc/*'";
         self.sh(&format!("dpkg {options} -i /root/{name}"))?;
         self.say(&format!("{name} installed"));
         Ok(())
     }
 
-    /// DKMS has built and installed the package's module for the running kernel, and nothing else.
+    /// Checks that DKMS has built and installed the package's module for the running kernel, and no
+    /// other.
     fn check_dkms(&self) -> Result<()> {
         let version = self.sh("dpkg-query -W -f '${Version}' mercury")?;
         let version = version.split('-').next().unwrap();
@@ -101,7 +103,8 @@ fn documentation_is_there(operator: &Operator) -> Result<()> {
     operator.sh("cd / && md5sum --quiet -c /var/lib/dpkg/info/mercury.md5sums").map(drop)
 }
 
-/// Debian 13 loads KVM by itself, which takes SVM at load: it goes on above the hypervisor, and doctor says so.
+/// Leaves KVM running above the hypervisor on Debian 13, which loads KVM by itself; KVM takes SVM
+/// at load. Doctor reports that.
 fn kvm_goes_on(operator: &Operator) -> Result<()> {
     operator.sh("udevadm settle; grep -w ^kvm_amd /proc/modules")?;
     let doctor = operator.sh("mercury doctor")?;
@@ -129,7 +132,7 @@ fn unit_loads_and_unloads(operator: &Operator) -> Result<()> {
     Ok(())
 }
 
-/// Whoever has the unit enabled has the hypervisor pre-cached again after the upgrade, the new one.
+/// Loads the new hypervisor into memory again after the upgrade, if the unit is enabled.
 fn upgrade_detaches(operator: &Operator) -> Result<()> {
     operator.mercury("attach")?;
     operator.install(&deb::build_as("0.9.9")?)?;
@@ -141,7 +144,7 @@ fn upgrade_detaches(operator: &Operator) -> Result<()> {
     operator.mercury("detach").map(drop)
 }
 
-/// Purged while attached.
+/// Purges the package while attached.
 fn nothing_is_left(operator: &Operator, before: &HashSet<String>) -> Result<()> {
     operator.mercury("attach")?;
     operator.sh("dpkg --purge mercury")?;
@@ -159,7 +162,7 @@ fn nothing_is_left(operator: &Operator, before: &HashSet<String>) -> Result<()> 
 fn package_on_debian_12() -> Result<()> {
     let operator = Operator::boot(Kernel::BookwormCloud)?;
     let before = operator.files()?;
-    // The old version's module is the lab's own build of it.
+    // The old version's module is the lab's own build.
     operator.sh("touch /etc/dkms/no-autoinstall")?;
     operator.install(&deb::build()?)?;
     let prebuilt = "/mercury/lib/modules/$(uname -r)/mercury.ko";

@@ -1,7 +1,9 @@
-//! Power cuts while an image is written, and while a machine is brought back from one. Whatever the moment: the image
-//! before is whole, a torn one is refused, file systems are clean, and the next restore works.
+//! Power cuts while an image is written, and while a machine is restored. At each moment the
+//! previous image is whole, a torn one is refused, file systems are clean, and the next restore
+//! works.
 //!
-//! `make test FULL=1` has a few moments, `MERCURY_POWER_CUTS=50` that many of both; `MERCURY_POWER_SEED` repeats a run's.
+//! `make test FULL=1` tries a few moments, `MERCURY_POWER_CUTS=50` fifty of both;
+//! `MERCURY_POWER_SEED` repeats a run's moments.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,22 +21,22 @@ use mercury_lab::{
     Boot, Bus, Cache, Disk, Disks, Kernel, Machine, Moments, Qemu, Result, Spec, artefacts::build_program,
 };
 
-/// The last good image, and the one that is written over an older one.
+/// The last good image, and the image that is written over an older one.
 const GOOD: (&str, Disk) = ("/dev/vda", Disk::Spare(0));
 const NEXT: (&str, Disk) = ("/dev/vdb", Disk::Spare(1));
 const FEW: u32 = 2;
-/// While one image is written, so many.
+/// The number of cuts while one image is written.
 const A_ROUND: u32 = 13;
-/// Of cuts of a restore so many are followed by a whole one.
+/// One of so many cuts of a restore is followed by a whole restore.
 const SAMPLE: u32 = 10;
 const MINUTES: Duration = Duration::from_secs(180);
 
-/// Writes to the root file system all the time, and says how far it has come.
+/// A script that writes to the root file system all the time, and reports its progress.
 const WRITER: &str = "setsid sh -c 'i=0; while :; do i=$((i+1)); echo $i > /root/work.$((i%64)); \
      test $((i%16)) = 0 && sync /root/work.0; echo $i > /run/work.new; mv /run/work.new /run/work; \
      sleep 0.02; done' > /dev/null 2>&1 < /dev/null &";
 
-/// Files on this host that end with this.
+/// A folder on this host, which goes when this value is dropped.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -43,7 +45,8 @@ impl Drop for Folder {
     }
 }
 
-/// A machine that is off, its image on the first disk and an older one on the second, and what brings it back.
+/// A machine that is off, with its image on the first disk, an older one on the second, and the
+/// system that restores it.
 struct Subject {
     machine: Machine,
     boot: Boot,
@@ -54,13 +57,13 @@ struct Subject {
     restoring: Duration,
 }
 
-/// The command, for images on this host.
+/// Returns the command, for images on this host.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| build_program("mercury-cli", "mercury").unwrap())
 }
 
-/// What `mercury inspect` says of an image, if it is whole; otherwise why it is refused.
+/// Returns the output of `mercury inspect` for a whole image, and the refusal of another one.
 fn inspect(disks: &Disks, disk: Disk, folder: &Path) -> Result<std::result::Result<String, String>> {
     let copy = folder.join("image");
     disks.save(disk, &copy)?;
@@ -75,7 +78,7 @@ fn inspect(disks: &Disks, disk: Disk, folder: &Path) -> Result<std::result::Resu
     Ok(Ok(said.split([' ', ',']).nth(1).unwrap().to_owned()))
 }
 
-/// What brings the machine back, as its own command prepares it.
+/// Returns the system that restores the machine, as the machine's own command prepares it.
 fn prepare(machine: &Machine, folder: &Folder) -> Result<Boot> {
     let line = "mercury restore --json --prepare /root/restore --module $MERCURY_MODULE";
     let said: serde_json::Value = serde_json::from_str(&machine.sh(&format!("{line} {}", GOOD.0))?).unwrap();
@@ -91,7 +94,8 @@ fn prepare(machine: &Machine, folder: &Folder) -> Result<Boot> {
 
 impl Subject {
     fn new() -> Result<Self> {
-        // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+        // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+        // during a snapshot.
         let spec = Spec::new(Kernel::BookwormCloud).qemu_version(Qemu::Newer);
         let machine = Machine::boot(spec.disk(Bus::Virtio, 1024).disk(Bus::Virtio, 1024))?;
         machine.sh(WRITER)?;
@@ -109,7 +113,7 @@ impl Subject {
         Ok(Self { machine, boot, disks, boot_id, folder, writing, restoring: Duration::ZERO })
     }
 
-    /// The whole way: the machine of the image runs on.
+    /// Restores completely: the machine of the image runs on.
     fn restore(mut self) -> Result<Self> {
         let begun = Instant::now();
         self.machine = self.machine.start_other(&self.boot)?;
@@ -126,7 +130,8 @@ impl Subject {
         inspect(disks, disk, &self.folder.0)
     }
 
-    /// Moments, and copies of the disks; those after the last one are the machine's own.
+    /// Cuts the power at moments. Returns the moments, with copies of the disks; the disks after
+    /// the last moment are the machine's own.
     fn cut_while_writing(&self, moments: &[Duration]) -> Result<Vec<(Duration, Option<Disks>)>> {
         let _checkpoint = self.machine.spawn(&format!("mercury checkpoint {}", NEXT.0))?;
         let (begun, mut stopped, mut cuts) = (Instant::now(), Duration::ZERO, Vec::new());
@@ -146,14 +151,15 @@ impl Subject {
     }
 }
 
-/// Which refusal it is, without the place.
+/// Returns the kind of a refusal, without its place.
 fn kind(refusal: &str) -> String {
     let (_, why) = refusal.split_once("the image is refused: ").unwrap_or_else(|| panic!("{refusal}"));
     why.lines().next().unwrap_or_default().chars().filter(|letter| !letter.is_ascii_digit()).collect()
 }
 
-/// The last good image, with its disks put back, brings the machine back in each round; then it writes over the other one,
-/// and the power goes. Before that the disks are copied, as a power cut would leave them, at other moments.
+/// Cuts the power while an image is written. In each round the last good image, with its disks put
+/// back, restores the machine. The machine then writes over the other image, and the power goes.
+/// Before that the disks are copied at other moments, as a power cut would leave them.
 fn while_writing(mut subject: Subject, moments: &mut Moments) -> Result<Subject> {
     let older = subject.inspect(&subject.disks, NEXT.1)?.unwrap();
     println!("writing takes {:.1?}", subject.writing);
@@ -183,8 +189,9 @@ fn while_writing(mut subject: Subject, moments: &mut Moments) -> Result<Subject>
     Ok(subject)
 }
 
-/// From before the small system's start to after the landing. What of the machine that came back has reached its disk is
-/// seen, and the image is refused until that is put back.
+/// Cuts the power during a restore, from before the restore environment's start to after the
+/// landing. If the restored machine has written to its disk, the image is refused until the disk is
+/// put back.
 fn while_restoring(mut subject: Subject, moments: &mut Moments) -> Result<()> {
     subject.disks.put_back(Disk::Root, Cache::Back)?;
     subject = subject.restore()?;

@@ -1,5 +1,5 @@
-//! What a machine as it is speaks against: `mercury doctor` says beforehand what checkpoint, snapshot and migrate refuse, and
-//! what is there without being used is no reason.
+//! Reasons against an operation on the machine as it is. `mercury doctor` predicts the refusals of
+//! checkpoint, snapshot and migrate. Hardware that exists without being used is no reason.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,7 +12,8 @@ use mercury_lab::{
 use serde_json::Value;
 use workloads::restart::{DISK, need_qemu, spec};
 
-/// Opens an RDMA device and has a context of it, as every program that uses one has. (libibverbs's first command.)
+/// A program that opens an RDMA device and has a context of it, as every program that uses one has
+/// (libibverbs's first command).
 const USER_OF_RDMA: &str = r#"
 import ctypes, os, struct, time
 device = os.open("/dev/infiniband/uverbs0", os.O_RDWR)
@@ -23,7 +24,7 @@ say("has a context")
 time.sleep(100000)
 "#;
 
-/// Feeds a watchdog each second, as a program must that stands still with all others.
+/// A program that feeds a watchdog each second. It stands still with all other programs.
 const FEEDS: &str = r#"
 import os, time
 watchdog = os.open("/dev/watchdog", os.O_WRONLY)
@@ -33,7 +34,7 @@ while True:
     time.sleep(1)
 "#;
 
-/// What doctor says of an operation: whether it is possible, and the codes of what would be refused.
+/// Returns doctor's prediction for an operation: possible or not, and the codes of the refusals.
 fn predicted(machine: &Machine, operation: &str) -> Result<(String, Vec<String>)> {
     let report = machine.mercury("doctor")?;
     let sections = report["operations"].as_array().unwrap();
@@ -51,8 +52,8 @@ fn is_refused(machine: &Machine, line: &str, code: &str, name: &str) -> Result<(
     Ok(())
 }
 
-/// An RDMA device that nobody uses is no reason; one with a context is, by the name of its user. And a watchdog is fed while
-/// its program stands still for longer than it waits.
+/// Refuses an RDMA device with a context, by the name of its user, and not an unused one. A
+/// watchdog is fed while its program stands still for longer than the watchdog waits.
 #[test]
 fn what_counts_is_use() -> Result<()> {
     need_qemu()?;
@@ -85,7 +86,8 @@ fn what_counts_is_use() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A watchdog in hardware counts again in a machine that was brought back: when its program dies it resets that machine.
+/// Arms a hardware watchdog again in a restored machine: when its program dies, the watchdog resets
+/// the machine.
 #[test]
 #[ignore = "long"]
 fn a_watchdog_is_armed_again() -> Result<()> {

@@ -1,5 +1,5 @@
-//! A machine that is put back to a snapshot in memory, whatever became of it: every byte of memory is what it was, by
-//! the hypervisor's own hashes, what ran goes on, and devices work.
+//! A machine that rolls back to a snapshot in memory after any failure. By the hypervisor's own
+//! hashes every byte of memory is as it was, programs go on, and devices work.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,19 +23,20 @@ use workloads::{
     restart::{free_port, hold_registers, plug_in, registers_were_held, snapshot_of, wired},
 };
 
-/// Direct and buffered reads of a disk that nothing is mounted on.
+/// Direct and buffered reads of a disk without a mounted file system.
 const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
      bs=1M; echo 1 > /proc/sys/vm/drop_caches; done";
 
-/// Work of the kernel's: processes, pages, files in memory.
+/// Work of the kernel: processes, pages, files in memory.
 const MEMORY_LOAD: &str = "while true; do cp /bin/bash /run/copy; /bin/true; done";
 
-/// Flows both ways; the card is the only one.
+/// Traffic in both directions on the machine's only card.
 const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip address add \
      10.0.2.15/24 dev $card; ip link set $card up; while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
 
-/// Two lives: the first one keeps a snapshot, works on, and dies. The second one begins where the command ends for
-/// the second time, and says so where a host hears it that cannot ask.
+/// A script with two lives. The first life keeps a snapshot, works on, and dies. The second one
+/// begins where the command ends for the second time, and reports on the console, since the host
+/// cannot ask.
 const LIVES: &str = r#"
 sleep 1
 mercury snapshot --compare --json "${@:2}" > /run/said 2>&1
@@ -51,7 +52,7 @@ else
 fi
 "#;
 
-/// Counts, and notices a clock that goes back.
+/// A program that counts, and notices a clock that goes back.
 const CLOCK: &str = r#"
 import time, os
 before, count = time.monotonic(), 0
@@ -65,7 +66,8 @@ while True:
     os.rename("/run/clock.new", "/run/clock")
 "#;
 
-/// The hypervisor of this version cannot do it on Intel, and Bochs's SVM forgets interrupts.
+/// Skips the test on other emulators: this version's hypervisor cannot roll back on Intel, and
+/// Bochs's SVM forgets interrupts.
 fn need_qemu() -> Result<()> {
     if Platform::chosen()? == Platform::Qemu {
         return Ok(());
@@ -79,7 +81,8 @@ fn spec(cpus: u32) -> Spec {
 }
 
 fn spec_of(kernel: Kernel, cpus: u32) -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     Spec::new(kernel).cpus(cpus).disk(Bus::Virtio, 64).modules(Variant::Faults).qemu_version(Qemu::Newer)
 }
 
@@ -87,7 +90,7 @@ fn start(machine: &Machine, line: &str) -> Result<()> {
     machine.sh(&format!("setsid bash -c '{line}' > /dev/null 2>&1 < /dev/null &")).map(drop)
 }
 
-/// A machine whose root is only read, at work.
+/// Boots a machine with a read-only root, and sets it to work.
 fn at_work(spec: Spec, loads: &[&str]) -> Result<Machine> {
     let machine = Machine::boot(spec)?;
     only_read_root(&machine)?;
@@ -99,7 +102,7 @@ fn only_read_root(machine: &Machine) -> Result<()> {
     machine.sh("sync; mount -o remount,ro /").map(drop)
 }
 
-/// Sets it to work, with something to read again on `disk`.
+/// Sets a machine to work, with data on `disk` to read again.
 fn set_to_work(machine: &Machine, disk: &str, loads: &[&str]) -> Result<()> {
     machine.sh(&format!("ln -s {disk} /run/disk; yes mercury | head -c 60M > {disk}"))?;
     load_test_module(machine)?;
@@ -110,16 +113,16 @@ fn set_to_work(machine: &Machine, disk: &str, loads: &[&str]) -> Result<()> {
     machine.sh("while ! test -s /run/clock; do sleep 0.1; done").map(drop)
 }
 
-/// Lives once until `death`, and says how it came back.
+/// Lives once until `death`. Returns the report of the way back.
 fn live_twice(machine: &Machine, death: &str) -> Result<Value> {
     live_twice_with(machine, death, "")
 }
 
-/// The same with more words for `mercury snapshot`.
+/// Lives once until `death`, with more arguments for `mercury snapshot`.
 fn live_twice_with(machine: &Machine, death: &str, words: &str) -> Result<Value> {
     let said = machine.serial_log().len();
     machine.sh(&format!("setsid bash /run/lives '{death}' {words} > /run/lives.said 2>&1 < /dev/null &"))?;
-    // Nobody talks to it meanwhile: half a word would be lost.
+    // The agent must not be spoken to meanwhile: half a message would be lost.
     loop {
         machine.wait_serial("(?s)lives: .*\n", Duration::from_secs(120))?;
         let log = machine.serial_log();
@@ -134,7 +137,7 @@ fn live_twice_with(machine: &Machine, death: &str, words: &str) -> Result<Value>
     }
 }
 
-/// What must hold in a machine that was put back for `reason`.
+/// Checks a machine that was rolled back for `reason`.
 fn is_as_it_was(machine: &Machine, report: &Value, reason: &str) -> Result<()> {
     assert_eq!((&report["state"], &report["reason"]), (&"rolled-back".into(), &reason.into()), "{report}");
     assert!(report["pages"].as_u64() > Some(1000), "it did work: {report}");
@@ -175,12 +178,12 @@ fn goes_back(spec: Spec, loads: &[&str], death: &str, reason: &str) -> Result<()
     is_native_again(&machine)
 }
 
-/// Three virtual machines of KVM's, which write to memory and look at it.
+/// Three KVM virtual machines, which write to memory and check it.
 const GUESTS_LOAD: &str = "sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & \
      sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & \
      sleep infinity | python3 /run/vm > /run/guests/$RANDOM$RANDOM 2>&1 & wait";
 
-/// Virtual machines go back with everything else, and count on from where they were.
+/// Rolls virtual machines back with the host, from where they count on.
 fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec_of(kernel, 2))?;
@@ -192,7 +195,7 @@ fn goes_back_with_guests(kernel: Kernel, death: &str, reason: &str) -> Result<()
     set_to_work(&machine, "/dev/vda", &[MEMORY_LOAD])?;
     let report = live_twice(&machine, death)?;
     is_as_it_was(&machine, &report, reason)?;
-    // A program that read another number than it had written has said so.
+    // A program that read another number than it had written has reported that.
     assert_eq!(machine.sh("cat /run/guests/*")?, "made\nmade\nmade");
     assert_eq!(machine.sh("pgrep -fc '^python3 /run/vm'")?, "3");
     is_native_again(&machine)
@@ -224,7 +227,8 @@ fn on_command() -> Result<()> {
     is_native_again(&machine)
 }
 
-/// Another network namespace, connected with this one by a cable, by security associations of IPsec in both, and by TCP.
+/// Another network namespace, connected with this one by a cable, by security associations of IPsec
+/// in both, and by TCP.
 const ENCRYPTED: &str = r"
 set -e
 modprobe -a veth xfrm_user
@@ -240,7 +244,7 @@ for netns in /proc/self/ns/net /run/netns/far; do
 done
 ";
 
-/// Says what becomes of its TCP connection; its argument is which end it is.
+/// A program that reports the fate of its TCP connection. Its argument names its end.
 const CONNECTED: &str = r#"
 import socket, sys, time
 if sys.argv[1] == "far":
@@ -267,7 +271,8 @@ fn encrypt(machine: &Machine) -> Result<()> {
     machine.sh("until test -e /run/connected; do sleep 0.1; done").map(drop)
 }
 
-/// The first life talked on with the keys and the counters of the instant, so that the second one must not.
+/// Checks that the second life reuses no key with a counter of the first one, which went on from
+/// the instant.
 fn nothing_is_encrypted_twice(machine: &Machine) -> Result<()> {
     assert_eq!(machine.sh("ip xfrm state; ip -n far xfrm state")?, "");
     let ended =
@@ -277,7 +282,7 @@ fn nothing_is_encrypted_twice(machine: &Machine) -> Result<()> {
     machine.sh("ping -c 1 -W 5 10.77.0.2").map(drop)
 }
 
-/// Registers have in them what they had, and what is armed is armed.
+/// Restores the registers, and arms again what was armed.
 #[test]
 #[ignore = "long"]
 fn registers_go_back() -> Result<()> {
@@ -332,7 +337,7 @@ fn from_a_panic_on_three_cpus() -> Result<()> {
     goes_back(spec(3), &[DISK_LOAD, MEMORY_LOAD], PANIC, "panic")
 }
 
-/// The others are halted with interrupts off by then.
+/// Rolls back from a panic on four CPUs; the others are halted with interrupts off by then.
 #[test]
 #[ignore = "long"]
 fn from_a_panic_on_four_cpus_with_a_network() -> Result<()> {
@@ -352,7 +357,8 @@ fn from_a_panic_behind_intels_iommu() -> Result<()> {
     goes_back(spec, &[DISK_LOAD, MEMORY_LOAD, NETWORK_LOAD], PANIC, "panic")
 }
 
-/// The disk that is read besides is virtio's, and not behind it; the root's is.
+/// Rolls back behind AMD's IOMMU. The disk that is read as well is virtio's, and not behind the
+/// IOMMU; the root's is.
 #[test]
 #[ignore = "long"]
 fn on_command_behind_amds_iommu() -> Result<()> {
@@ -361,24 +367,28 @@ fn on_command_behind_amds_iommu() -> Result<()> {
     goes_back(spec, &[&root_load, DISK_LOAD, MEMORY_LOAD], COMMAND, "command")
 }
 
-/// The second CPU hangs. Whoever has it hang would wait for it, and whoever was there would not be heard of again.
+/// A script in which the second CPU hangs. A process that waited for it would hang, and one that
+/// was on it would not be heard of again.
 const HANG: &str =
     "taskset -cp 0 $$; taskset -c 1 mercury-workload kernel hang 1 & sleep 0.2; mercury rollback";
 
-/// A CPU that takes no interrupts any more is fetched by another. Of one CPU there is none that could ask for it.
+/// Rolls back a CPU that takes no interrupts, with the help of another one. A machine with one CPU
+/// has none that could help.
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu() -> Result<()> {
     goes_back(spec(2), &[], HANG, "command")
 }
 
-/// What works does so on other CPUs than the one that hangs, as far as it does not wait for it.
+/// Rolls back with work on the CPUs that do not hang, as far as it does not wait for the one that
+/// does.
 fn goes_back_from_a_hung_cpu(cpus: u32, at_work: &str, death: &str, reason: &str) -> Result<()> {
     let loads = [DISK_LOAD, MEMORY_LOAD].map(|load| format!("taskset -cp {at_work} $$; {load}"));
     goes_back(spec(cpus), &loads.each_ref().map(String::as_str), death, reason)
 }
 
-/// The only other CPU waits for it in the kernel before long, and then no command runs: the kernel's own watchdog sees it.
+/// Rolls back by the kernel's own watchdog: the only other CPU soon waits in the kernel for the
+/// hung one, and no command runs then.
 #[test]
 #[ignore = "long"]
 fn from_a_hung_cpu_of_two_at_work() -> Result<()> {
@@ -399,7 +409,7 @@ fn from_a_hung_cpu_of_four_at_work() -> Result<()> {
     goes_back_from_a_hung_cpu(4, "2-3", HANG, "command")
 }
 
-/// The kernel stops it by NMI, in whose handler no other reaches it.
+/// Rolls back a CPU that the kernel stops by NMI. No other NMI reaches it in the handler.
 #[test]
 #[ignore = "long"]
 fn from_a_panic_beside_a_hung_cpu() -> Result<()> {
@@ -425,7 +435,7 @@ fn from_a_triple_fault() -> Result<()> {
     goes_back(spec(2), &[DISK_LOAD], "mercury-workload kernel triple-fault 1", "triple fault")
 }
 
-/// AHCI with the root, NVMe, USB storage and e1000e, all at work.
+/// Rolls back real hardware at work: AHCI with the root, NVMe, USB storage and e1000e.
 fn real_hardware_goes_back(spec: Spec, death: &str, reason: &str) -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec.modules(Variant::Faults).qemu_version(Qemu::Newer))?;
@@ -461,23 +471,23 @@ fn from_a_panic_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
     real_hardware_goes_back(real_hardware(), PANIC, "panic")
 }
 
-/// Reads and writes on a root that can be written to; how often, for who asks.
+/// Reads and writes on a writable root, with a count for the test.
 const ROOT_LOAD: &str = "n=0; while cat /usr/bin/python3 > /dev/null && cp /bin/bash /root/load && sync /root/load; do \
      echo $((n += 1)) > /run/rounds.new; mv /run/rounds.new /run/rounds; echo 1 > /proc/sys/vm/drop_caches; done";
 
-/// What is done to the files of a root in the life that ends, and how it ends.
+/// Returns a script that changes the root's files in the life that ends, and ends it.
 fn after_a_change(death: &str) -> String {
     format!("touch /root/first; yes first | head -c 20M > /root/file; rm /root/lost; sync; {death}")
 }
 
-/// A machine whose root can be written to, at work, with files to look at later.
+/// Sets a machine with a writable root to work, with files to check later.
 fn set_root_to_work(machine: &Machine) -> Result<()> {
     machine.sh("yes before | head -c 20M > /root/file; echo kept > /root/lost; sync")?;
     set_to_work(machine, "/dev/vda", &[DISK_LOAD, ROOT_LOAD])?;
     machine.sh("until test -s /run/rounds; do sleep 0.1; done").map(drop)
 }
 
-/// The work on the root goes on.
+/// Checks that the work on the root goes on.
 fn root_works(machine: &Machine) -> Result<()> {
     let before = number(machine, "/run/rounds")?;
     machine.sh(&format!(
@@ -487,14 +497,14 @@ fn root_works(machine: &Machine) -> Result<()> {
     machine.sh("echo second > /root/second && sync").map(drop)
 }
 
-/// Files are what they were.
+/// Checks that files are as they were.
 fn root_is_back(machine: &Machine) -> Result<()> {
     machine
         .sh("cmp /root/file <(yes before | head -c 20M) && test ! -e /root/first && grep kept /root/lost")
         .map(drop)
 }
 
-/// All its files are in memory.
+/// Rolls back a machine whose files are all in memory.
 #[test]
 #[ignore = "long"]
 fn on_command_with_a_root_in_ram() -> Result<()> {
@@ -509,7 +519,8 @@ fn on_command_with_a_root_in_ram() -> Result<()> {
     is_native_again(&machine)
 }
 
-/// All its files are another machine's, which goes on: what was done to them stays, and the connection is made anew.
+/// Rolls back a machine whose root is on another machine. The server goes on: changes to its files
+/// stay, and the connection is made anew.
 fn root_on_nfs_goes_back(death: &str, reason: &str) -> Result<()> {
     need_qemu()?;
     let both = Reservation::wait(2)?;
@@ -547,7 +558,8 @@ fn from_a_panic_with_a_root_on_nfs() -> Result<()> {
     root_on_nfs_goes_back(PANIC, "panic")
 }
 
-/// Puts the root's disk back: what goes through the device is as it was at once, and the disk is soon.
+/// A script that puts the root's disk back. Reads through the device have the old contents at once,
+/// and the disk has them soon after.
 const PUT_BACK: &str = r#"
 set -e
 read sectors < /run/sectors
@@ -557,15 +569,18 @@ dmsetup reload root --table "0 $sectors snapshot-merge /dev/nvme0n1 /dev/vdb P 1
 dmsetup resume --noudevsync root
 "#;
 
-/// All of it is on the disk again: sectors in use, of all, and those of them that only say what is where.
+/// A command that waits until the disk has all old contents again: the sectors in use are then only
+/// those that record where data is.
 const MERGED: &str = "for i in $(seq 600); do set -- $(dmsetup status root); test ${4%/*} = $5 && exit; sleep 0.1; done; exit 1";
 
-/// A root that can be written to goes back by a snapshot of device mapper's, made and merged while everything is still.
+/// Rolls back a writable root by a device-mapper snapshot, which is made and merged while
+/// everything is frozen.
 fn root_on_a_disk_goes_back(death: &str, reason: &str) -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(2).disk(Bus::Virtio, 512).kernel_arg("lab.root=mapped"))?;
     assert_eq!(machine.sh("findmnt -no SOURCE,FSTYPE /")?, "/dev/dm-0 ext4");
-    // What the scripts use must be in memory: it is not to be read from a disk that has moved on.
+    // The scripts' programs must be in memory: they must not be read from a disk that has changed
+    // since.
     let hook = format!(
         "cat /bin/sh /sbin/dmsetup $(ldd /sbin/dmsetup | grep -o \" /[^ ]*\") > /dev/null\n{}",
         snapshot_of("root", "/dev/nvme0n1", "/dev/vdb")
@@ -602,8 +617,8 @@ fn from_a_panic_with_its_disk() -> Result<()> {
     root_on_a_disk_goes_back(PANIC, "panic")
 }
 
-/// Memory that was put back does not meet a disk that was not, whatever its owner has forced: the machine ends, and the
-/// disk is what its first life has left.
+/// Ends a machine whose memory was rolled back but whose disk was not, whatever its owner has
+/// forced. The disk stays as the first life has left it.
 #[test]
 #[ignore = "long"]
 fn a_disk_that_has_moved_on_is_not_met() -> Result<()> {
@@ -639,7 +654,7 @@ fn state(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_str::<Value>(&status).unwrap()["snapshot"].clone())
 }
 
-/// Whatever takes the snapshot away, the machine runs on, and says why it has none.
+/// Leaves the machine running, with a reason, whatever takes its snapshot away.
 #[test]
 #[ignore = "long"]
 fn without_a_snapshot_nothing_happens() -> Result<()> {
@@ -655,9 +670,10 @@ fn without_a_snapshot_nothing_happens() -> Result<()> {
     machine.sh("mercury snapshot --drop")?;
     refused(&machine, "mercury rollback", "no-snapshot")?;
 
-    // Not enough for what devices have for good, even: it is refused, not kept until somebody asks for it.
+    // The pool is too small even for persistent DMA memory: the command refuses it at once, and not
+    // at the rollback.
     refused(&machine, "mercury snapshot --pool 2", "snapshot-pool")?;
-    // What was free needs no copy.
+    // Memory that was free needs no copy.
     machine.sh("head -c 120M /dev/zero > /run/x && mercury snapshot --pool 80")?;
     machine.sh("dd if=/dev/zero of=/run/x bs=1M count=120 conv=notrunc")?;
     machine.sh("until mercury status | grep snapshot-pool; do sleep 0.2; done; rm /run/x")?;
@@ -679,7 +695,7 @@ fn without_a_snapshot_nothing_happens() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// NMIs of the system's own come through beneath a snapshot, each once.
+/// Delivers each of the system's own NMIs once under a snapshot.
 #[test]
 fn nmis_come_through() -> Result<()> {
     need_qemu()?;
@@ -701,7 +717,8 @@ fn nmis_come_through() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// What a device is to read is written to, lest it change it; not what nobody can write.
+/// Writes to pages that a device is to read, since the device might change them, but not to
+/// read-only pages.
 #[test]
 #[ignore = "long"]
 fn a_device_is_given_what_is_read_only() -> Result<()> {
@@ -723,13 +740,14 @@ fn from_a_triple_fault_on_one_cpu() -> Result<()> {
     goes_back(spec(1), &[DISK_LOAD], "mercury-workload kernel triple-fault 0", "triple fault")
 }
 
-/// What an AML method of `lab/guest/acpi/sleep.asl` has told the kernel's log, in order.
+/// Returns the messages of an AML method of `lab/guest/acpi/sleep.asl` in the kernel's log, in
+/// order.
 fn firmware_was_told(log: &str) -> Vec<&str> {
     log.split("firmware _").skip(1).map(|rest| rest.get(..5).unwrap_or(rest)).collect()
 }
 
-/// The instant and the way back are told to the firmware as Linux tells it of hibernation: `_PTS(4)` and `_WAK(4)` with no sleep
-/// in between. The one that a rollback ends in hears `_WAK(4)` once more.
+/// Reports the instant and the way back to the firmware as Linux reports hibernation: `_PTS(4)` and
+/// `_WAK(4)` with no sleep in between. A rollback calls `_WAK(4)` once more.
 #[test]
 #[ignore = "long"]
 fn firmware_is_told_of_a_sleep() -> Result<()> {
@@ -740,7 +758,8 @@ fn firmware_is_told_of_a_sleep() -> Result<()> {
     machine.mercury("attach")?;
     let report = live_twice(&machine, "mercury rollback")?;
     let log = machine.serial_log();
-    // The console was still at the instant: each life prints what the kernel had noted just before it.
+    // The console was frozen at the instant: each life prints what the kernel had recorded just
+    // before it.
     let lives = ["TTS 4", "PTS 4", "WAK 4", "TTS 0", "PTS 4", "WAK 4", "TTS 0"];
     assert_eq!(firmware_was_told(&log), lives, "{log}");
     is_as_it_was(&machine, &report, "command")

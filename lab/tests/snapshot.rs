@@ -1,5 +1,5 @@
-//! Snapshots of memory beneath machines at work: every page that is taken is what it was at the instant, by the
-//! hypervisor's own hashes, whatever devices write meanwhile.
+//! Snapshots of memory under machines at work. By the hypervisor's own hashes every page that is
+//! read has its content of the instant, whatever devices write meanwhile.
 
 #![allow(clippy::unwrap_used)]
 
@@ -24,15 +24,16 @@ use workloads::{kernel, load_test_module};
 
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the same again.
+/// Direct and buffered reads, with the caches dropped in between: devices write to fresh pages, and
+/// to the same ones again.
 const ROOT_LOAD: &str = "cat /bin/* > /dev/null; echo 3 > /proc/sys/vm/drop_caches; \
      dd if=/dev/zero of=/root/x bs=1M count=20 oflag=direct status=none; \
      dd if=/root/x of=/dev/null iflag=direct bs=1M status=none";
 
-/// What to do where nothing has come for a while: nothing; the emulator may be slow.
+/// A command for when no data has come for a while: nothing, since the emulator may be slow.
 const PATIENCE: &str = "test $? -eq 124";
 
-/// Many small packets, which wait for some seconds before the card gets them: longer than the machine takes to stand
+/// A command that delays many small packets by some seconds: longer than the machine takes to stand
 /// still.
 const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev $(ls /sys/class/net | grep -v lo | head -1) root netem delay 3s; \
      for i in $(seq 200); do echo $i > /dev/udp/10.0.2.2/9 || true; done";
@@ -41,7 +42,7 @@ fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result
     proves(&format!("snapshot --pool-pages 100000 --rounds {rounds}"), spec, modules, loads)
 }
 
-/// The workload's proof beneath these loads.
+/// Runs the workload's proof under these loads.
 fn proves(what: &str, spec: Spec, modules: &str, loads: &[String]) -> Result<()> {
     need_nested_faults()?;
     let uses = |what: &str| loads.iter().any(|load| load.contains(what));
@@ -93,7 +94,7 @@ fn virtio_at_work(spec: Spec) -> Result<()> {
     )
 }
 
-/// Where `phys` is in a core.
+/// Returns a function that finds `phys` in a core.
 fn place_in(core: &[u8]) -> impl Fn(u64) -> Option<usize> {
     let endian = Endianness::Little;
     let file = ElfFile64::<Endianness>::parse(core).unwrap();
@@ -108,7 +109,7 @@ fn place_in(core: &[u8]) -> impl Fn(u64) -> Option<usize> {
     }
 }
 
-/// As Debian does: pages are zeroed before devices get them, which hides what devices write.
+/// Debian's default: pages are zeroed before devices get them, which hides late writes of devices.
 const ZEROED: bool = true;
 
 fn need_nested_faults() -> Result<()> {
@@ -119,18 +120,19 @@ fn need_nested_faults() -> Result<()> {
     Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
 }
 
-/// QEMU 7 executes what the kernel has patched meanwhile: DMA goes unseen then, or the machine hangs.
+/// Selects the newer QEMU. QEMU 7 runs stale copies of code that the kernel has patched: DMA goes
+/// unseen then, or the machine hangs.
 fn with_hashes(spec: Spec) -> Spec {
     spec.modules(Variant::Faults).qemu_version(Qemu::Newer)
 }
 
-/// The image that is written, as it lies on the disk, has every page as the hypervisor has hashed it at the instant. Devices
-/// are at work before, after, and while it is written.
+/// Checks that the image on the disk has every page as the hypervisor has hashed it at the instant.
+/// Devices are at work before, after, and while the image is written.
 fn image_is_exact(devices: Devices, zeroed: bool) -> Result<()> {
     need_nested_faults()?;
     Platform::need(Vendor::Amd, "Bochs has no disk for the image")?;
     let number = devices.disks;
-    // The only other disk of virtio's is that one's, or the artefacts'.
+    // The only other virtio disk is the image's, or the artefacts'.
     let small = |spec: Spec| spec.memory_mib(768).disk(Bus::Virtio, 1024);
     let devices = devices.zeroed(zeroed).with(with_hashes).with(small);
     let machine = devices.boot()?;
@@ -187,7 +189,8 @@ images! {
     the_image_is_exact_behind_intels_iommu = behind(Iommu::Intel), !ZEROED;
 }
 
-/// What devices are told is no memory's address, and the IOMMU writes to memory itself, also when it comes back.
+/// Describes devices behind an IOMMU. Their addresses are no memory addresses, and the IOMMU itself
+/// writes to memory, also when it resumes.
 fn behind(iommu: Iommu) -> Devices {
     devices::real_hardware().with(|spec| spec.iommu(iommu))
 }
@@ -197,7 +200,8 @@ fn exact_with_virtio() -> Result<()> {
     virtio_at_work(virtio())
 }
 
-/// Debian zeroes pages before devices get them, which hides what devices write: not here.
+/// Makes an exact image where pages are not zeroed before devices get them. Debian zeroes them,
+/// which hides late writes of devices.
 #[test]
 #[ignore = "long"]
 fn exact_where_pages_are_not_zeroed() -> Result<()> {
@@ -205,8 +209,8 @@ fn exact_where_pages_are_not_zeroed() -> Result<()> {
     are_exact(spec, "", &[ROOT_LOAD.to_owned()], 3)
 }
 
-/// Packets that were made before the instant and are sent after it: this card of QEMU's writes their checksums where
-/// they lie.
+/// Makes an exact image with packets that were made before the instant and are sent after it: this
+/// card of QEMU's writes their checksums in place.
 #[test]
 #[ignore = "long"]
 fn exact_with_packets_that_wait() -> Result<()> {
@@ -214,7 +218,7 @@ fn exact_with_packets_that_wait() -> Result<()> {
     are_exact(spec, "e1000e sch_netem", &[PACKETS_THAT_WAIT.to_owned()], 2)
 }
 
-/// Reads of all its disks, and whatever comes through its network.
+/// Reads all disks of a machine, and receives over its network.
 fn all_at_once(spec: Spec, rounds: u32) -> Result<()> {
     let loads = [
         ROOT_LOAD.to_owned(),
@@ -231,7 +235,8 @@ fn exact_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
     all_at_once(real_hardware(), 3)
 }
 
-/// What devices are told is no memory's address, and the IOMMU writes to memory itself, also when it comes back.
+/// Makes exact snapshots behind AMD's IOMMU. The devices' addresses are no memory addresses, and
+/// the IOMMU itself writes to memory, also when it resumes.
 #[test]
 #[ignore = "long"]
 fn exact_behind_amds_iommu() -> Result<()> {
@@ -250,7 +255,7 @@ fn exact_with_virtio_behind_intels_iommu() -> Result<()> {
     virtio_at_work(virtio().iommu(Iommu::Intel))
 }
 
-/// The same work beneath a log of writes, which devices' writes are to be in as well.
+/// Runs the same work under a dirty log, which must have the devices' writes as well.
 fn log_is_whole(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {
     proves(&format!("log --pool-pages 20000 --rounds {rounds}"), spec, modules, loads)
 }
@@ -267,7 +272,7 @@ fn the_log_misses_nothing_with_virtio() -> Result<()> {
     log_is_whole(virtio(), "virtio_net virtio_balloon virtio_rng virtio_console", &loads, 3)
 }
 
-/// Devices that say when they give pages back.
+/// Misses no write of devices that report when they give pages back.
 #[test]
 #[ignore = "long"]
 fn the_log_misses_nothing_with_ahci_nvme_and_e1000e() -> Result<()> {
@@ -283,7 +288,7 @@ fn the_log_misses_nothing_on_a_later_kernel() -> Result<()> {
     log_is_whole(Spec::new(Kernel::TrixieCloud).cpus(4), "", &[ROOT_LOAD.to_owned()], 3)
 }
 
-/// What CPUs write, by EPT. The emulator interprets all of them in one thread.
+/// Misses no write of CPUs under EPT. The emulator interprets all CPUs in one thread.
 #[test]
 #[ignore = "long"]
 fn the_log_misses_nothing_on_intel() -> Result<()> {
@@ -296,8 +301,8 @@ fn the_log_misses_nothing_on_intel() -> Result<()> {
     )
 }
 
-/// Reads of a disk that were under way when the log began, and come to their end when all of memory has been read: with
-/// virtio nobody says that.
+/// Reads of a disk that were under way when the log began, and end after all memory has been read:
+/// with virtio no driver reports that.
 const SLOW_READ: &str = r#"
 import mmap, os
 disk = os.open("/dev/vda", os.O_RDONLY | os.O_DIRECT)
@@ -323,7 +328,7 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
         machine.qmp()?.execute("block_set_io_throttle", limits).map(drop)
     };
     throttle(100)?;
-    // QEMU lets one pass, and has the next wait.
+    // QEMU lets one read pass, and delays the next.
     machine.sh("dd if=/dev/vda of=/dev/null bs=64k count=1 iflag=direct status=none")?;
     let mut reader = machine.spawn("python3 /run/slow.py")?;
     reader.wait_output("reads", LIMIT)?;
@@ -336,7 +341,7 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
     assert!(!reader.output_so_far()?.contains("has read"));
     throttle(0)?;
     reader.wait_output("has read", LIMIT)?;
-    // More than the driver remembers of one queue.
+    // There are more requests than the driver remembers of one queue.
     load_test_module(&machine)?;
     assert_eq!(kernel(&machine, "queue-without-pages 4000")?["added"], 1);
     machine.sh("touch /run/go")?;
@@ -345,7 +350,8 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Loads and removes what stands for another hypervisor's module, again and again. It may be refused while tasks are frozen.
+/// A script that loads and removes a module that poses as another hypervisor, again and again. The
+/// load may be refused while tasks are frozen.
 const RIVALS: &str = r#"
 loaded=0
 until [ -e /run/end ]; do
@@ -355,7 +361,8 @@ done
 echo $loaded
 "#;
 
-/// Who loads a module holds the lock of the kernel's notifiers, and the driver asks for that module's sake who is attached.
+/// Prepares snapshots while a rival module is loaded. The loading task holds the lock of the
+/// kernel's notifiers, and the driver asks, on behalf of that module, which CPUs are attached.
 #[test]
 #[ignore = "long"]
 fn a_rival_comes_while_snapshots_are_prepared() -> Result<()> {

@@ -1,5 +1,5 @@
-//! What is native after a detach: all that can be read of a CPU is as it was before, on each CPU; and
-//! while attached it differs in one bit, which says so.
+//! The native state after a detach. Everything that can be read of a CPU is as it was before, on
+//! each CPU. While attached it differs in one bit, which shows the attachment.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,7 +9,8 @@ use mercury_lab::{Kernel, Machine, Result, Spec, Vendor};
 use serde_json::Value;
 use workloads::{kernel, load, load_test_module, report};
 
-/// The register and the bit by which others see that the hardware is taken: EFER.SVME, CR4.VMXE.
+/// Returns the register and the bit by which software sees that the hardware is taken: EFER.SVME,
+/// CR4.VMXE.
 fn taken(vendor: Vendor) -> (&'static str, u64) {
     match vendor {
         Vendor::Amd => ("msr_c0000080", 1 << 12),
@@ -42,7 +43,8 @@ fn compare(when: &str, expected: &[Value], found: &[Value]) {
     }
 }
 
-/// Read by the test module, which knows nothing of the driver, and by the driver.
+/// Compares the states that the test module, which knows nothing of the driver, and the driver
+/// read.
 fn compare_on(spec: Spec, cpus: u32) -> Result<()> {
     let machine = Machine::boot(spec.cpus(cpus).memory_mib(768))?;
     load_test_module(&machine)?;

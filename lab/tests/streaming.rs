@@ -1,8 +1,9 @@
-//! What goes wrong while an image is on its way: CPUs come and go, memory is short, the kernel panics, the destination
-//! vanishes, somebody presses Ctrl-C or kills what writes it. The machine runs on, or the image before is whole; and no
-//! image looks whole that is not.
+//! Failures while an image is streamed: CPUs come and go, memory is short, the kernel panics, the
+//! destination vanishes, an operator presses Ctrl-C or kills the writer. The machine runs on, or
+//! the previous image is whole. No image looks whole that is not.
 //!
-//! `MERCURY_KILLS=20` has so many signals of each kind in place of a few, `MERCURY_KILL_SEED` repeats a run's.
+//! `MERCURY_KILLS=20` sends twenty signals of each kind in place of a few. `MERCURY_KILL_SEED`
+//! repeats a run's moments.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +19,7 @@ const DISK: &str = "/dev/vda";
 const OTHER: &str = "/dev/vdb";
 const MINUTES: Duration = Duration::from_secs(120);
 
-/// Takes memory until there is none.
+/// A program that takes memory until there is none.
 const HOG: &str = "
 import time
 open('/proc/self/oom_score_adj', 'w').write('1000')
@@ -28,7 +29,7 @@ while True:
     time.sleep(0.05)
 ";
 
-/// In place of ssh: another end that runs the same commands, on this machine.
+/// A script in place of ssh: another end that runs the same commands on this machine.
 const SSH: &str = r#"#!/bin/sh
 while [ "$1" != -- ]; do shift; done
 test "$2" = spare || exit 255
@@ -36,7 +37,8 @@ sh -c "$3"
 "#;
 
 fn spec() -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     let spec = Spec::new(Kernel::BookwormCloud).modules(Variant::Faults).qemu_version(Qemu::Newer);
     spec.disk(Bus::Virtio, 1024).disk(Bus::Virtio, 1024)
 }
@@ -47,12 +49,13 @@ fn boot(spec: Spec) -> Result<Machine> {
     Ok(machine)
 }
 
-/// An image to standard output, whose reader waits after the first bytes until it is let go.
+/// Begins an image to standard output, whose reader waits after the first bytes until the test
+/// releases it.
 fn begin(machine: &Machine, options: &str) -> Result<Background> {
     begin_with(machine, options, "sleep 0.1")
 }
 
-/// The same with a reader that does something else again and again until it is let go.
+/// Begins an image whose reader repeats something else until the test releases it.
 fn begin_with(machine: &Machine, options: &str, meanwhile: &str) -> Result<Background> {
     machine.sh("rm -f /run/streams; touch /run/hold")?;
     let reader = format!(
@@ -64,7 +67,7 @@ fn begin_with(machine: &Machine, options: &str, meanwhile: &str) -> Result<Backg
     Ok(stream)
 }
 
-/// Lets the reader go; what the command says.
+/// Releases the reader. Returns the command's message.
 fn fails(machine: &Machine, stream: Background, reason: &str) -> Result<String> {
     machine.sh("rm /run/hold")?;
     let output = stream.wait(MINUTES)?;
@@ -75,7 +78,7 @@ fn fails(machine: &Machine, stream: Background, reason: &str) -> Result<String> 
     Ok(output.stderr)
 }
 
-/// The machine is as it was: native, nobody frozen, nothing held.
+/// Checks that the machine is as before: native, with no task frozen and nothing held.
 fn runs_on(machine: &Machine) -> Result<()> {
     assert!(!machine.sh("mercury status --json")?.contains("\"attached\""));
     machine.sh("echo x > /root/x && sync && ! ls /sys/fs/cgroup | grep mercury")?;
@@ -100,7 +103,8 @@ fn online(machine: &Machine, cpu: u32, online: u32) -> Result<()> {
     machine.sh(&format!("echo {online} > /sys/devices/system/cpu/cpu{cpu}/online")).map(drop)
 }
 
-/// A CPU that leaves writes where nobody sees it, and one that comes was not there at the instant.
+/// Refuses CPUs that come or go during a snapshot. A CPU that leaves writes unseen, and one that
+/// comes was not there at the instant.
 #[test]
 #[ignore = "long"]
 fn cpus_come_and_go() -> Result<()> {
@@ -112,7 +116,7 @@ fn cpus_come_and_go() -> Result<()> {
     let stream = begin(&machine, "--force-offline")?;
     online(&machine, 1, 1)?;
     fails(&machine, stream, "snapshot-hotplug")?;
-    // Between what is prepared and the instant.
+    // Between the preparation and the instant.
     for (cpu, to) in [(2, 0), (2, 1)] {
         let hook = format!("echo {to} > /sys/devices/system/cpu/cpu{cpu}/online");
         is_refused(
@@ -128,7 +132,8 @@ fn cpus_come_and_go() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Memory stays while a snapshot is there: what left it would be nobody's, and what came back something else.
+/// Keeps memory in place during a snapshot. Memory that left would belong to no one, and memory
+/// that came back would have other contents.
 #[test]
 #[ignore = "long"]
 fn memory_goes_nowhere() -> Result<()> {
@@ -156,7 +161,7 @@ fn is_right_or_refused(machine: &Machine, output: &Output, image: &str) -> Resul
     is_refused(machine, &format!("mercury inspect {image}"), &["the image is refused"])
 }
 
-/// Somebody takes all memory while the image is written. There is an image that is right, or none.
+/// Makes a right image or none when a program takes all memory during the writing.
 #[test]
 #[ignore = "long"]
 fn memory_is_short() -> Result<()> {
@@ -173,11 +178,12 @@ fn memory_is_short() -> Result<()> {
     assert!(!hog.wait(MINUTES)?.success());
     println!("{} pages reclaimed", counter("pgsteal_kswapd")? - reclaimed);
     assert!(counter("pgsteal_kswapd")? > reclaimed && counter("oom_kill")? > killed);
-    // Nobody took what was to be copied. What was free needs no copy, what was reclaimed does.
+    // No program took memory that was to be copied. Free memory needs no copy, reclaimed memory
+    // does.
     machine.sh("rm /run/hold")?;
     is_right_or_refused(&machine, &stream.wait(MINUTES)?, "/run/x")?;
 
-    // Written as quickly as it goes.
+    // The program writes at full speed.
     let stream = machine.spawn(&format!("mercury checkpoint --json {DISK}"))?;
     let hog = machine.spawn("python3 /run/hog.py")?;
     assert!(!hog.wait(MINUTES)?.success());
@@ -186,10 +192,13 @@ fn memory_is_short() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Fills memory but for its argument, in MiB, with what cannot be compressed, and when it is told to writes to every page
-/// of that: at first at leisure, so that streaming goes on meanwhile, then as quickly as it goes. When it is let go it looks whether what
-/// it wrote is there. As much as its other argument it gives back before that: the pool cannot grow by it, for what these
-/// pages held is still to be kept.
+/// A program that fills memory except for its argument, in MiB, with incompressible data. On
+/// request it writes to every page again: slowly at first, so that streaming goes on, and then at
+/// full speed.
+///
+/// When the test releases it, the program checks its data. Before that it gives back as much memory
+/// as its other argument says. The pool cannot grow by that memory, whose old contents are still to
+/// be kept.
 const OVERWRITES: &str = r#"
 import mmap, os, sys, time
 with open("/proc/meminfo") as table:
@@ -224,7 +233,7 @@ for at in range(0, size, 4096):
 print(size >> 20, "MiB were written over")
 "#;
 
-/// The number before some words.
+/// Returns the number before some words.
 fn number_before(text: &str, words: &str) -> u64 {
     let before = text
         .split(words)
@@ -235,12 +244,12 @@ fn number_before(text: &str, words: &str) -> u64 {
     digits.parse().unwrap_or_else(|_| panic!("{text}"))
 }
 
-/// MiB.
+/// Size of the pool, in MiB.
 const POOL: u64 = 48;
 
-/// More is written than the pool could ever hold, and whoever reads the image is slow. Of what the writer has the system
-/// gets so many MiB when the instant is past. When all is written, and nobody has let go of anything yet, something more
-/// may be done. How many MiB are written, and what the command says.
+/// Writes more than the pool could ever hold, with a slow reader of the image. The writer gives so
+/// many MiB back to the system after the instant. `then` may act when everything is written
+/// and nothing released yet. Returns the MiB written and the command's message.
 fn exhaust_the_pool(
     machine: &Machine,
     given_back: u64,
@@ -250,7 +259,7 @@ fn exhaust_the_pool(
     machine.sh(
         "rm -f /run/filled /run/write /run/written /run/let-go; sync; echo 3 > /proc/sys/vm/drop_caches",
     )?;
-    // What the command itself needs besides the pool.
+    // The command itself needs this much besides the pool.
     let writer = machine.spawn(&format!("python3 /run/overwrites.py {} {given_back}", POOL + 96))?;
     machine.sh("for i in $(seq 1200); do test -s /run/filled && exit 0; sleep 0.1; done; exit 1")?;
     let size_mib = machine.sh("cat /run/filled")?.parse::<u64>().unwrap() >> 20;
@@ -265,8 +274,8 @@ fn exhaust_the_pool(
     Ok((size_mib, said))
 }
 
-/// Streaming hurries, who writes has to wait, and only then the snapshot is given up. There is no image, and everybody
-/// runs on.
+/// Gives a snapshot up only after streaming was sped up and the writer had to wait. No image
+/// results, and every program runs on.
 #[test]
 #[ignore = "long"]
 fn the_pool_is_exhausted() -> Result<()> {
@@ -275,7 +284,7 @@ fn the_pool_is_exhausted() -> Result<()> {
     let (hurried, waited) =
         (number_before(&said, " times to hurry"), number_before(&said, " times, and the pool got"));
     assert!(hurried > 0 && waited > 0, "{said}");
-    // It grew by what was free at the instant, and that was little.
+    // The pool grew by the little memory that was free at the instant.
     let grown_mib = number_before(&said, " pages more") / 256;
     assert!(POOL + grown_mib < size_mib / 2, "{grown_mib} MiB more, of {size_mib} written: {said}");
     machine.sh(&format!("mercury checkpoint {DISK}"))?;
@@ -283,8 +292,9 @@ fn the_pool_is_exhausted() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The pool grows by all that the system has, and is full of copies when somebody wants memory that there would be without
-/// it: the system gets those back, for there is no snapshot any more, before anybody is killed.
+/// Gives memory back before a task is killed. The pool grows by all spare memory and is full of
+/// copies. A program then wants memory that would be free without the pool, so the snapshot is
+/// given up.
 #[test]
 #[ignore = "long"]
 fn nobody_is_killed_for_the_pool() -> Result<()> {
@@ -300,8 +310,8 @@ fn nobody_is_killed_for_the_pool() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// A pool that leaves programs too little is refused by the command, and the driver takes none that does; and what a pool
-/// has taken it gives back to programs that need it before the instant.
+/// Checks the time before the instant. The command refuses a pool that leaves programs too little,
+/// and the driver accepts no such pool. A pool gives memory back to programs that need it.
 fn nobody_is_killed_before_the_instant(machine: &Machine) -> Result<()> {
     let available = || -> Result<u64> {
         Ok(machine.sh("awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo")?.parse().unwrap())
@@ -324,14 +334,14 @@ fn nobody_is_killed_before_the_instant(machine: &Machine) -> Result<()> {
     refused(&format!("mercury checkpoint --pool {pool}M --hook 'sh /run/hook' {DISK}"), "snapshot-pool")
 }
 
-/// Writes to a disk take their time.
+/// Delays writes to a disk.
 fn slow(machine: &Machine, disk: &str) -> Result<()> {
     let mut arguments = json!({"device": disk, "bps": 0, "bps_rd": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
     arguments["bps_wr"] = json!(4 << 20);
     machine.qmp()?.execute("block_set_io_throttle", arguments).map(drop)
 }
 
-/// The machine crashes as it does natively, and the image before is whole.
+/// Panics as natively, with the previous image whole.
 #[test]
 #[ignore = "long"]
 fn the_kernel_panics() -> Result<()> {
@@ -353,7 +363,7 @@ fn the_kernel_panics() -> Result<()> {
     machine.mercury("detach").map(drop)
 }
 
-/// A disk is pulled: no image, and the machine runs on.
+/// Makes no image when the destination's disk is pulled. The machine runs on.
 #[test]
 fn the_destination_vanishes() -> Result<()> {
     let machine = boot(spec().qemu_arg("-device").qemu_arg("pcie-root-port,id=riser"))?;
@@ -380,7 +390,8 @@ fn stand_in(machine: &Machine) -> Result<()> {
     machine.put("/run/bin/ssh", SSH.as_bytes(), 0o755)
 }
 
-/// All that is ssh's own is missing here; what runs on both sides of it is the real thing.
+/// Sends an image to another host, without ssh itself; the commands on both sides of it are the
+/// real ones.
 #[test]
 #[ignore = "long"]
 fn an_image_goes_to_another_host() -> Result<()> {
@@ -412,9 +423,9 @@ fn an_image_goes_to_another_host() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Signals of each kind, if nobody wants more.
+/// The default number of signals of each kind.
 const FEW: u32 = 3;
-/// Images, and what is put together of two.
+/// Images, and the one that is merged from two.
 const IMAGE: &str = "/run/image";
 const MERGED: &str = "/run/merged";
 const COMMAND: &str = "^mercury (checkpoint|merge)";
@@ -424,7 +435,7 @@ fn moments() -> Moments {
     Moments::new("MERCURY_KILL_SEED", "MERCURY_KILLS", FEW)
 }
 
-/// Nobody is left who undoes what a checkpoint did.
+/// Waits until the undo process has ended.
 fn guard_ends(machine: &Machine) -> Result<()> {
     let line =
         format!("for i in $(seq 300); do pgrep -f '{GUARD}' > /dev/null || exit 0; sleep 0.1; done; exit 1");
@@ -435,7 +446,7 @@ fn sum(machine: &Machine, image: &str) -> Result<String> {
     machine.sh(&format!("sha256sum < {image}"))
 }
 
-/// How long a command takes that is not disturbed.
+/// Returns the time of a command that is not disturbed.
 fn time_of(machine: &Machine, line: &str) -> Result<Duration> {
     let begun = Instant::now();
     machine.sh(line)?;
@@ -443,7 +454,8 @@ fn time_of(machine: &Machine, line: &str) -> Result<Duration> {
     Ok(begun.elapsed())
 }
 
-/// A command that writes to a file, and a signal for somebody. What is there then is what was, or what was to be, whole.
+/// Sends a signal during a command that writes to a file. The file is then the previous one or the
+/// intended one, and whole.
 fn disturb(
     machine: &Machine,
     line: &str,
@@ -464,19 +476,19 @@ fn disturb(
         output.stderr.trim_end()
     );
     assert!(hit || output.success(), "{}", output.stderr);
-    // Nobody tidies up behind a merge that was killed: the next one does.
+    // A killed merge is tidied up by the next one.
     if line.starts_with("mercury checkpoint") || signal == "INT" {
         assert_eq!(machine.sh(&format!("ls {file}*"))?, file);
     }
     is_whole(machine, file)?;
-    // One that was killed may have been at its very end.
+    // A command that was signalled may have been at its very end.
     if signal == "INT" && !output.success() {
         assert_eq!(sum(machine, file)?, before, "the image before");
     }
     runs_on(machine)
 }
 
-/// Ctrl-C, and kills of the command and of its guard.
+/// Keeps the previous image at Ctrl-C, and at kills of the command and of its undo process.
 #[test]
 #[ignore = "long"]
 fn a_signal_leaves_the_image_before() -> Result<()> {
@@ -492,7 +504,7 @@ fn a_signal_leaves_the_image_before() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// The same with what puts images together: those are what they were, and the next one works.
+/// Keeps the images that are merged at such signals. The next merge works.
 #[test]
 #[ignore = "long"]
 fn a_signal_leaves_what_is_merged() -> Result<()> {
@@ -514,15 +526,16 @@ fn a_signal_leaves_what_is_merged() -> Result<()> {
     is_whole(&machine, MERGED)
 }
 
-/// Kills a process at a moment of the machine's monotonic clock.
+/// A program that kills a process at a moment of the machine's monotonic clock.
 const KILL_AT: &str = "
 import os, sys, time
 time.sleep(max(0, float(sys.argv[1]) - time.monotonic()))
 os.kill(int(sys.argv[2]), 9)
 ";
 
-/// The command is killed at any moment before the machine is off, with everybody else frozen for most of the time: they run
-/// on, and the image is whole or refused. One that comes too late finds a machine that is off, and its image whole.
+/// Runs all tasks on, with the image whole or refused, when the command is killed at any moment
+/// before the machine is off. For most of that time every other task is frozen. A kill that comes
+/// too late finds a machine that is off, and its image whole.
 #[test]
 #[ignore = "long"]
 fn a_kill_before_the_machine_is_off_lets_it_run_on() -> Result<()> {
@@ -532,7 +545,7 @@ fn a_kill_before_the_machine_is_off_lets_it_run_on() -> Result<()> {
     for moment in moments.over(stretch) {
         machine.put("/run/kill.py", KILL_AT.as_bytes(), 0o644)?;
         let end = format!("$(awk '{{ print $1 + {:.3} }}' /proc/uptime)", moment.as_secs_f64());
-        // One before applications stand still, and one that does not stand still then.
+        // One killer starts before applications are frozen; another is not frozen then.
         let hook = "setsid python3 /run/kill.py $END $PPID > /dev/null 2>&1 < /dev/null &";
         let line = format!(
             "export END={end}; mercury checkpoint --poweroff --hook '{hook}' {DISK} & \
@@ -553,7 +566,7 @@ fn a_kill_before_the_machine_is_off_lets_it_run_on() -> Result<()> {
             machine = machine.start_again()?;
             machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
         }
-        // The commit record may be there, and the machine not be off yet.
+        // The commit record may exist while the machine is not off yet.
         let said = machine.run(&format!("mercury inspect {DISK}"))?;
         assert!(said.success() || said.stderr.contains("the image is refused"), "{}", said.stderr);
     }

@@ -1,4 +1,5 @@
-//! Real work across a checkpoint and a restore: it goes on as if nothing had been, and its results are right.
+//! Real work across a checkpoint and a restore: it goes on without a gap, and its results are
+//! right.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,8 +21,9 @@ use workloads::restart::{
 
 const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
 
-/// Clients on a third machine never notice more than a pause: their connections go on, what they were told is
-/// committed is there, and nothing was done twice. One of them sends all the time, whoever hears it.
+/// Shows clients on a third machine no more than a pause. Their connections go on, and all
+/// committed transactions are there once. One client sends all the time, whether or not a server
+/// listens.
 #[test]
 #[ignore = "long"]
 fn clients_outside_go_on() -> Result<()> {
@@ -59,8 +61,8 @@ fn clients_outside_go_on() -> Result<()> {
     machine.ends_clean()
 }
 
-/// Starts PostgreSQL with all that it keeps on a file system of its own, on `data`, a device of device mapper's on a
-/// disk; everything else is only read.
+/// A script that starts PostgreSQL with all its data on a file system of its own, on `data`, a
+/// device-mapper device on a disk. Everything else is read-only.
 const DATABASE_ON_DATA: &str = r#"
 set -e
 modprobe dm-snapshot
@@ -79,7 +81,7 @@ cat /run/postgres.said
 exit 1
 "#;
 
-/// Puts the origin back to what it was, in a system that has not looked at it.
+/// A script that puts the origin back to its old contents, in a system that has not read it.
 const PUT_DATA_BACK: &str = r#"
 set -e
 modprobe dm-snapshot
@@ -98,8 +100,9 @@ done
 exit 1
 "#;
 
-/// A checkpoint of a machine that runs on. Its database lies on a disk of which device mapper has a snapshot of the same
-/// moment; with that put back the machine is what it was then, and without it is refused.
+/// Checkpoints a running machine, whose database is on a disk with a device-mapper snapshot of the
+/// same moment. With the disk put back the machine is restored to that moment. Without that it is
+/// refused.
 #[test]
 #[ignore = "long"]
 fn a_database_goes_back_with_its_disk() -> Result<()> {
@@ -153,7 +156,7 @@ fn a_database_goes_back_with_its_disk() -> Result<()> {
     machine.ends_clean()
 }
 
-/// What goes on across a restore, each with a result that would be another if a byte were.
+/// Runs work across a restore. Each result would differ if a byte did.
 fn work_goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(kernel).cpus(cpus))?;
@@ -204,8 +207,8 @@ fn work_goes_on_on_four_cpus() -> Result<()> {
     work_goes_on(Kernel::BookwormCloud, 4)
 }
 
-/// A machine without a disk of its own that it writes to: all its files are another one's, which serves them on while it
-/// is away.
+/// Restores a machine whose files are all on an NFS server, which serves them on while the machine
+/// is off.
 #[test]
 #[ignore = "long"]
 fn a_machine_on_nfs_goes_on() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Devices at work for the tests of snapshots and checkpoints. Each load knows what has to come from its device, and looks at
-//! every byte in every pass.
+//! Devices at work, for the tests of snapshots and checkpoints. Each load knows the data that its
+//! device must deliver, and checks every byte in every pass.
 
 use std::{
     io::{self, Write},
@@ -15,10 +15,11 @@ use mercury_lab::{
 };
 use serde_json::json;
 
-/// What a disk holds that is at work, also as a file in memory: 32 MiB, of which no two pieces are alike.
+/// The contents of a disk at work, also kept as a file in memory: 32 MiB, of which no two pieces
+/// are alike.
 const PATTERN: &str = "/run/pattern";
 
-/// A load is told what to do again and again, says in `/run/NAME` how often it has done it, and ends with what was wrong in
+/// A script that repeats a load. It counts the passes in `/run/NAME`, and ends with the error in
 /// `/run/NAME.wrong`.
 const AGAIN: &str = r#"
 set -o pipefail
@@ -35,15 +36,16 @@ done
 const NETWORK_UP: &str = "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
      ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
 
-/// A mebibyte more than now.
+/// A function that waits until a card has received a mebibyte more.
 const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | sort -n | tail -1; }; before=$(received); \
      until test $(received) -gt $((before + 1048576)); do sleep 0.2; done";
 
-/// Starts a card afresh: QEMU's e1000e may receive nothing after a snapshot (docs/limits.md).
+/// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
+/// (docs/limits.md).
 const FRESH_CARD: &str =
     "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
 
-/// One device's work.
+/// The work of one device.
 pub struct Load {
     name: String,
     prepare: String,
@@ -55,8 +57,8 @@ impl Load {
         Self { name: name.to_owned(), prepare: prepare.to_owned(), pass: pass.to_owned() }
     }
 
-    /// The root's disk, direct and buffered, with the caches dropped in between: devices write to fresh pages, and to the
-    /// same again.
+    /// Reads the root's disk, direct and buffered, with the caches dropped in between: devices
+    /// write to fresh pages, and to the same ones again.
     pub fn root() -> Self {
         let sum = "cat /bin/* 2> /dev/null | md5sum";
         let file = disk_pass("/root/x", 0, 80);
@@ -67,7 +69,7 @@ impl Load {
         )
     }
 
-    /// The same two ways of reading, of a whole disk, and another place of it written to.
+    /// Reads a whole disk in the same two ways, and writes to another place of it.
     pub fn disk(disk: &str) -> Self {
         let same = |how: &str| format!("dd if={disk} count=32 bs=1M {how} status=none | cmp - {PATTERN}");
         let (direct, buffered) = (same("iflag=direct"), same(""));
@@ -79,13 +81,15 @@ impl Load {
         )
     }
 
-    /// Receives numbers from the host for a while. `otherwise` is what to do where nothing has come.
+    /// Receives numbers from the host for a while. `otherwise` is the command for when none have
+    /// come.
     fn network(otherwise: &str) -> Self {
         let receive = format!("python3 /run/receive {}", source());
         Self::new("network", "", &format!("{receive} || {{ test $? -eq 124 && {otherwise}; }}"))
     }
 
-    /// No 16 bytes come twice: a buffer that was not written to would hold the last ones.
+    /// Reads random numbers. No 16 bytes come twice: a buffer that was not written to would hold
+    /// the last ones.
     fn random_numbers() -> Self {
         Self::new(
             "random",
@@ -111,39 +115,40 @@ fn disk_pass(to: &str, place: u32, count: u32) -> String {
     )
 }
 
-/// A machine's devices, and what they do.
+/// The devices of a machine, and their work.
 pub struct Devices {
     pub spec: Spec,
     modules: &'static str,
     loads: Vec<Load>,
-    /// Disks besides the root's and the artefacts'.
+    /// The number of disks besides the root's and the artefacts'.
     pub disks: usize,
 }
 
 impl Devices {
-    /// Other ones of the machine.
+    /// Changes the machine.
     pub fn with(self, change: impl FnOnce(Spec) -> Spec) -> Self {
         Self { spec: change(self.spec), ..self }
     }
 
-    /// Debian zeroes pages before devices get them, which hides what devices write.
+    /// Chooses whether pages are zeroed before devices get them, as Debian does, which hides late
+    /// writes of devices.
     pub fn zeroed(self, zeroed: bool) -> Self {
         self.with(|spec| spec.kernel_arg(&format!("init_on_alloc={}", u8::from(zeroed))))
     }
 
-    /// See [`with_balloon`].
+    /// Returns true if the machine has a balloon: see [`with_balloon`].
     pub fn has_balloon(&self) -> bool {
         self.modules.contains("balloon")
     }
 
-    /// Boots it and has it work.
+    /// Boots the machine and starts its work.
     pub fn boot(&self) -> Result<Machine> {
         let machine = Machine::boot(self.spec.clone())?;
         self.start(&machine)?;
         Ok(machine)
     }
 
-    /// Has a machine work that was booted otherwise.
+    /// Starts the work in a machine that was booted otherwise.
     pub fn start(&self, machine: &Machine) -> Result<()> {
         for module in self.modules.split_whitespace() {
             machine.sh(&format!("modprobe {module}"))?;
@@ -166,7 +171,7 @@ impl Devices {
         Ok(())
     }
 
-    /// All of them do something once more from now on, have seen nothing wrong, and work on.
+    /// Checks that every load makes one more pass from now on, without an error, and goes on.
     pub fn go_on(&self, machine: &Machine) -> Result<()> {
         self.come_further_than(machine, |name| count(machine, name))?;
         if self.has("network") {
@@ -192,7 +197,7 @@ impl Devices {
     }
 }
 
-/// What virtual machines have.
+/// Returns the devices of virtual machines.
 pub fn virtio() -> Devices {
     let spec = Spec::new(Kernel::BookwormCloud).cpus(2).nic(Nic::Virtio).disk(Bus::Virtio, 256);
     let echo = format!("socket,id=echo,host=127.0.0.1,port={}", echo());
@@ -206,7 +211,7 @@ pub fn virtio() -> Devices {
     Devices {
         spec: more.iter().flatten().fold(spec, |spec, argument| spec.qemu_arg(argument)),
         modules: "virtio_net virtio_balloon virtio_rng virtio_console",
-        // What has not come for a while may come: the emulator may be slow.
+        // Late data is no error: the emulator may be slow.
         loads: vec![
             Load::root(),
             Load::disk("/dev/vda"),
@@ -218,12 +223,12 @@ pub fn virtio() -> Devices {
     }
 }
 
-/// A disk that a machine has besides.
+/// Returns one more disk.
 pub fn one_disk(disk: &str) -> Devices {
     Devices { spec: Spec::new(Kernel::BookwormCloud), modules: "", loads: vec![Load::disk(disk)], disks: 0 }
 }
 
-/// What servers have that are no virtual machines.
+/// Returns the devices of physical servers.
 pub fn real_hardware() -> Devices {
     let spec = Spec::new(Kernel::BookwormGeneric).cpus(2).root_bus(Bus::Ahci).nic(Nic::E1000e);
     Devices {
@@ -239,7 +244,7 @@ pub fn real_hardware() -> Devices {
     }
 }
 
-/// A port of this host's where each connection is served by itself.
+/// Opens a port of this host, where each connection is served by itself. Returns the port.
 fn serve(serves: impl Fn(TcpStream) + Clone + Send + 'static) -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -252,7 +257,8 @@ fn serve(serves: impl Fn(TcpStream) + Clone + Send + 'static) -> u16 {
     port
 }
 
-/// Whoever comes is sent numbers until he goes; the port. The first number of each 64 KiB says how many there were.
+/// Serves numbers until the client leaves. Returns the port. The first number of each 64 KiB says
+/// how many there were.
 fn source() -> u16 {
     let rest: Vec<u8> = (1..1_u32 << 14).flat_map(u32::to_le_bytes).collect();
     serve(move |mut connection| {
@@ -261,17 +267,17 @@ fn source() -> u16 {
     })
 }
 
-/// Whoever comes is sent back what he says; the port.
+/// Serves an echo. Returns the port.
 fn echo() -> u16 {
     serve(|mut connection| {
         let _gone = connection.try_clone().map(|mut from| io::copy(&mut from, &mut connection));
     })
 }
 
-/// What the balloon takes.
+/// Memory that the balloon takes.
 const BALLOON_MIB: u64 = 96;
 
-/// Has the balloon take memory, or give it back, and waits until it has.
+/// Makes the balloon take memory, or give it back, and waits for the end.
 pub fn inflate(machine: &Machine, inflated: bool) -> Result<()> {
     let qmp = machine.qmp()?;
     let memory = qmp.execute("query-memory-size-summary", json!({}))?;
@@ -289,7 +295,7 @@ pub fn inflate(machine: &Machine, inflated: bool) -> Result<()> {
     }
 }
 
-/// Has the balloon take memory and give it back, again and again, while something is done.
+/// Makes the balloon take memory and give it back, again and again, while `done` runs.
 pub fn with_balloon<T>(machine: &Machine, done: impl FnOnce() -> Result<T>) -> Result<T> {
     let end = AtomicBool::new(false);
     thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! What the tests of switching beneath running programs share: workloads that go on until they are told
-//! to end, the switching itself, and the test module.
+//! Common parts of the tests that switch under running programs: workloads that run until they are
+//! told to end, the switching, and the test module.
 
 #![allow(dead_code, clippy::unwrap_used)]
 
@@ -13,23 +13,22 @@ use std::{collections::BTreeMap, time::Duration};
 use mercury_lab::{Background, Machine, Output, Result};
 use serde_json::Value;
 
-/// A workload may be a while in coming to its end: all of them want the same few CPUs.
+/// Time limit for a workload's end: all workloads share the same few CPUs.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A workload's last line.
+/// Reads a workload's last line.
 pub fn report(output: &Output) -> Value {
     let line = output.stdout.lines().last().unwrap_or_default();
     serde_json::from_str(line).unwrap_or_else(|_| panic!("no report: {}{}", output.stdout, output.stderr))
 }
 
-/// Workloads that run.
 pub struct Workloads<'a> {
     machine: &'a Machine,
     running: Vec<(String, Background)>,
 }
 
 impl<'a> Workloads<'a> {
-    /// Starts workloads, by what is to be said to `mercury-workload`.
+    /// Starts workloads by their arguments for `mercury-workload`.
     pub fn start(machine: &'a Machine, all: &[&str]) -> Result<Self> {
         machine.sh("rm -f /run/end")?;
         let start = |&words: &&str| {
@@ -39,7 +38,7 @@ impl<'a> Workloads<'a> {
         Ok(Self { machine, running: all.iter().map(start).collect::<Result<_>>()? })
     }
 
-    /// Ends them all: their reports, none of which has a violation and each of which has passes.
+    /// Ends all workloads. Returns their reports, each of which has passes and no violation.
     pub fn finish(self) -> Result<Vec<Value>> {
         self.machine.sh("touch /run/end")?;
         let mut reports = Vec::new();
@@ -76,22 +75,21 @@ pub fn load_test_module(machine: &Machine) -> Result<()> {
     machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko").map(drop)
 }
 
-/// A command for the test module.
+/// Runs a command of the test module.
 pub fn kernel(machine: &Machine, words: &str) -> Result<Value> {
     Ok(report(&machine.run(&format!("mercury-workload kernel {words}"))?.check()?))
 }
 
-/// A command for the test module, again and again until the workloads end.
+/// A command of the test module that is repeated until the workloads end.
 pub struct Repeated(Background);
 
 impl Repeated {
-    /// Starts it.
     pub fn start(machine: &Machine, words: &str) -> Result<Self> {
         let line = format!("until [ -e /run/end ]; do mercury-workload kernel {words} || exit; done");
         machine.spawn(&line).map(Self)
     }
 
-    /// Its answers, added up by name.
+    /// Ends the repetition. Returns its answers, added up by name.
     pub fn finish(self) -> Result<BTreeMap<String, u64>> {
         let output = self.0.wait(PATIENCE)?.check()?;
         let mut sums = BTreeMap::new();
@@ -106,12 +104,12 @@ impl Repeated {
     }
 }
 
-/// Exits of a CPU so far, by reason.
+/// Returns the exits of a CPU so far, by reason.
 pub fn exits(machine: &Machine, cpu: usize, reason: &str) -> Result<u64> {
     Ok(machine.mercury("status")?["cpus"][cpu]["exits"][reason].as_u64().unwrap_or(0))
 }
 
-/// What a script of ours says in a file that it never leaves half written.
+/// Reads a number that a script keeps in a file. The script never leaves the file half written.
 pub fn number(machine: &Machine, path: &str) -> Result<u64> {
     Ok(machine.sh(&format!("cat {path}"))?.trim().parse().unwrap())
 }

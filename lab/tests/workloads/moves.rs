@@ -1,5 +1,5 @@
-//! A machine that moves, for the tests of that: its files are on another one, which is also the switch and talks to it; and a
-//! spare.
+//! A machine that moves, for the tests of moves. Its files are on another machine, which is also
+//! the switch and talks to it. A third machine is the destination.
 
 use std::{fs, io::Write, net::TcpStream, path::PathBuf, thread, time::Duration};
 
@@ -14,7 +14,7 @@ use mercury_lab::{
 };
 use serde_json::json;
 
-/// One machine with all its files on another, and a spare.
+/// A machine with all its files on another one, and a destination.
 pub struct Scene {
     pub switch: Switch,
     pub machine: Machine,
@@ -22,7 +22,7 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// The machines' kernel; both have the same processors and devices.
+    /// Boots the machines with this kernel. Both have the same processors and devices.
     pub fn new(kernel: Kernel, cpus: u32, memory_mib: u32) -> Result<Self> {
         Self::with(kernel, cpus, [memory_mib; 2])
     }
@@ -31,7 +31,7 @@ impl Scene {
         Self::changed(kernel, cpus, memory_mib, |spec| spec)
     }
 
-    /// Both with something more.
+    /// Boots the machines with changed descriptions.
     pub fn changed(
         kernel: Kernel,
         cpus: u32,
@@ -51,17 +51,17 @@ impl Scene {
     }
 }
 
-/// What the spare says on its console.
+/// The destination's message on its console.
 pub const COMES: &str = "mercury: a machine arrives";
 pub const THROWN: &str = "was discarded";
 
-/// The machine moves to the spare, which is it then.
+/// Moves the machine to the destination, which runs it then.
 pub fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
     let key = receive(spare, address)?;
     moves_by(peer, machine, spare, &key, options)
 }
 
-/// To one that waits already.
+/// Moves the machine to a destination that waits already.
 pub fn moves_by(peer: &Machine, machine: &Machine, spare: &Machine, key: &str, options: &str) -> Result<()> {
     let id = boot_id(machine)?;
     println!("{}", move_to(machine, spare, key, options)?);
@@ -69,7 +69,7 @@ pub fn moves_by(peer: &Machine, machine: &Machine, spare: &Machine, key: &str, o
     goes_on(peer, spare)
 }
 
-/// Native, at work, and everybody it talks to content.
+/// Checks that the machine is native and at work, with no error in the work of its peers.
 pub fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     assert!(!status.contains("\"attached\""), "{status}");
@@ -79,7 +79,7 @@ pub fn goes_on(peer: &Machine, machine: &Machine) -> Result<()> {
     nothing_wrong(peer)
 }
 
-/// The move fails, and the machine goes on as if nothing had been tried.
+/// Checks that the move fails, and the machine goes on as before.
 pub fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) -> Result<()> {
     let output = machine.command(line).timeout(LIMIT).run()?;
     println!("{}", output.stderr);
@@ -90,7 +90,7 @@ pub fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) ->
     goes_on(peer, machine)
 }
 
-/// The console, which nothing is connected to otherwise.
+/// Connects to the console, to which nothing else is connected.
 pub fn console(machine: &Machine) -> Result<TcpStream> {
     let port = free_port()?;
     let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
@@ -108,7 +108,8 @@ pub fn type_in(machine: &Machine, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Has the kernel kill the process that it would rather do without, by SysRq: everybody who could be told to stands still.
+/// Makes the kernel kill a process by SysRq, since every task that could be ordered to do so is
+/// frozen. The kernel chooses the process that it would kill first.
 pub fn kill_somebody(machine: &Machine) -> Result<()> {
     let mut console = console(machine)?;
     machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
@@ -118,7 +119,7 @@ pub fn kill_somebody(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Files on this host, which are disks of more than one machine.
+/// Files on this host that are disks of more than one machine.
 pub struct Shared(PathBuf);
 
 impl Shared {
@@ -151,7 +152,7 @@ impl Drop for Shared {
     }
 }
 
-/// A disk's name in a machine.
+/// Returns a disk's name in a machine.
 pub fn disk(machine: &Machine, serial: &str) -> Result<String> {
     machine.sh(&format!("echo /dev/$(grep -lx {serial} /sys/block/*/serial | cut -d/ -f4)"))
 }

@@ -1,5 +1,6 @@
-//! Devices that are only read from, at work: in machines that go back while what is on their disks does not, and where each page is
-//! compared and nothing else. Those in [`super::devices`] write, too, and look at every byte.
+//! Devices that are only read, at work. They serve machines that roll back while the contents of
+//! their disks do not, and tests that compare pages and nothing else. The loads of
+//! [`super::devices`] write, too, and check every byte.
 
 use std::{
     io::Write,
@@ -9,7 +10,7 @@ use std::{
 
 use mercury_lab::{Bus, Kernel, Machine, Nic, Result, Spec};
 
-/// What servers have that are no virtual machines.
+/// Describes a machine with the devices of physical servers.
 pub fn real_hardware() -> Spec {
     let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
     let stick = [
@@ -26,10 +27,10 @@ pub fn real_hardware() -> Spec {
     usb.iter().chain(&stick).fold(spec, |spec, argument| spec.qemu_arg(argument))
 }
 
-/// The drivers of its devices that it boots without.
+/// The drivers of those devices without which the machine boots.
 pub const REAL_DRIVERS: &str = "nvme e1000e xhci_pci usb_storage sd_mod";
 
-/// Gives the only network card an address, and waits until somebody answers.
+/// Gives the only network card an address, and waits until a peer answers.
 pub fn give_address(machine: &Machine) -> Result<()> {
     machine
         .sh("card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
@@ -37,7 +38,7 @@ pub fn give_address(machine: &Machine) -> Result<()> {
         .map(drop)
 }
 
-/// Reads a whole disk, directly and buffered.
+/// Returns a script that reads a whole disk, directly and buffered.
 pub fn disk_load(disk: &str) -> String {
     format!(
         "dd if={disk} of=/dev/null bs=256k count=200 iflag=direct status=none; \
@@ -45,7 +46,7 @@ pub fn disk_load(disk: &str) -> String {
     )
 }
 
-/// Whoever comes is sent numbers until he goes; the port.
+/// Serves numbers until the client leaves. Returns the port.
 pub fn source() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -58,11 +59,12 @@ pub fn source() -> u16 {
     port
 }
 
-/// Starts a card afresh: QEMU's e1000e may receive nothing after a snapshot (docs/limits.md).
+/// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
+/// (docs/limits.md).
 pub const FRESH_CARD: &str =
     "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
 
-/// Receives from the host for a while, as much as comes.
+/// Returns a script that receives from the host for a while, as much as comes.
 pub fn network_load(port: u16, otherwise: &str) -> String {
     format!("timeout 20 bash -c \"head -c 20M < /dev/tcp/10.0.2.2/{port} > /dev/null\" || {{ {otherwise}; }}")
 }

@@ -1,4 +1,5 @@
-//! What the tests of checkpoints share: a machine with a disk for the image, a cable to another one.
+//! Common parts of the checkpoint tests: a machine with a disk for the image, and a cable to
+//! another one.
 
 use std::net::TcpListener;
 
@@ -8,20 +9,22 @@ use mercury_lab::{
 };
 use serde_json::{Value, json};
 
-/// The disk that images are written to: the only one on this bus.
+/// The disk for images: the only one on this bus.
 pub const DISK: &str = "/dev/vda";
 
 pub fn spec(kernel: Kernel) -> Spec {
     with_disk(Spec::new(kernel))
 }
 
-/// A disk for an image.
+/// Adds a disk for an image.
 pub fn with_disk(spec: Spec) -> Spec {
-    // QEMU 7 executes what the kernel has patched meanwhile, as it does for the time of a snapshot.
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
     spec.disk(Bus::Virtio, 2048).modules(Variant::Faults).qemu_version(Qemu::Newer)
 }
 
-/// Bochs's SVM forgets interrupts whose delivery makes a nested fault, and its other machines have no disk to spare.
+/// Skips the test in Bochs. Its SVM forgets interrupts whose delivery makes a nested fault, and its
+/// other machines have no spare disk.
 pub fn need_qemu() -> Result<()> {
     if Platform::chosen()? == Platform::Qemu {
         return Ok(());
@@ -30,17 +33,18 @@ pub fn need_qemu() -> Result<()> {
     Platform::need(Vendor::Intel, "this SVM reports no interrupts in delivery")
 }
 
-/// What brings the machine back, as its own command prepares it.
+/// Returns the system that restores the machine, as the machine's own command prepares it.
 pub fn prepare(machine: &Machine, more: &str) -> Result<(Boot, Folder)> {
     restart::prepare(machine, DISK, more)
 }
 
-/// Ends with the machine off, and the disks as they were at the instant.
+/// Writes the machine to the image's disk. The machine is off in the end, and the disks are as they
+/// were at the instant.
 pub fn checkpoint(machine: &Machine) -> Result<()> {
     checkpoint_to(machine, DISK)
 }
 
-/// The same with the image elsewhere.
+/// Writes the machine to another image.
 pub fn checkpoint_to(machine: &Machine, image: &str) -> Result<()> {
     knows_the_time(machine, "before")?;
     restart::checkpoint(machine, "", image)
@@ -50,7 +54,7 @@ pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap().port()
 }
 
-/// One end of a cable between two machines.
+/// Adds one end of a cable between two machines.
 pub fn wired(spec: Spec, port: u16, end: &str) -> Spec {
     let last = if end == "listen" { 1 } else { 2 };
     let card = format!("virtio-net-pci,netdev=cable,romfile=,mac=52:54:00:09:00:0{last}");
@@ -79,8 +83,8 @@ pub fn plug_memory_in(machine: &mut Machine, id: &str) -> Result<()> {
     Ok(())
 }
 
-/// A script for while everything is still: from then on what `disk`, the origin of `device`, held goes to `copies` before it is
-/// overwritten.
+/// Returns a script for while everything is frozen. From then on `copies` gets the contents of
+/// `disk`, the origin of `device`, before they are overwritten.
 pub fn snapshot_of(device: &str, disk: &str, copies: &str) -> String {
     format!(
         "set -e\n\
@@ -91,7 +95,7 @@ pub fn snapshot_of(device: &str, disk: &str, copies: &str) -> String {
     )
 }
 
-/// Every sum of pgbench's is right.
+/// Checks that every sum of pgbench's is right.
 pub fn balances_agree(machine: &Machine) -> Result<()> {
     let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
                 (select sum(tbalance) from pgbench_tellers), (select sum(delta) from pgbench_history)";
@@ -102,8 +106,8 @@ pub fn balances_agree(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Workloads that would notice if a register were not what it was; the last one's are armed whoever runs. The newer QEMU misses
-/// an execution breakpoint now and then, so there is none.
+/// Workloads that would notice a changed register. The last one's registers are armed whatever task
+/// runs. The newer QEMU misses an execution breakpoint now and then, so there is none.
 const REGISTERS: [(&str, &str); 5] = [
     ("fpu", "fpu"),
     ("flags", "flags"),
@@ -112,7 +116,7 @@ const REGISTERS: [(&str, &str); 5] = [
     ("held", "breakpoint --held"),
 ];
 
-/// Has registers hold what is known, in processes that the agent does not wait for.
+/// Fills registers with known values, in processes that the agent does not wait for.
 pub fn hold_registers(machine: &Machine) -> Result<()> {
     REGISTERS.iter().try_for_each(|(name, words)| {
         let work = format!("mercury-workload --until-file /run/end {words} > /run/{name} 2>&1");
@@ -122,7 +126,7 @@ pub fn hold_registers(machine: &Machine) -> Result<()> {
     })
 }
 
-/// None of them has noticed anything.
+/// Checks that no workload has noticed a change.
 pub fn registers_were_held(machine: &Machine) -> Result<()> {
     let names = REGISTERS.map(|(name, _)| name);
     for (name, said) in names.iter().zip(results(machine, &names)?) {
