@@ -100,7 +100,7 @@ impl<R: Read + Seek> Parent<R> {
 
     /// Returns the images that a child of this one needs: its own parents, then the image itself.
     #[must_use]
-    pub fn line(&self) -> Vec<Identity> {
+    pub fn lineage(&self) -> Vec<Identity> {
         let mut line = self.machine.parents.clone();
         line.push(self.identity);
         line

@@ -63,7 +63,7 @@ fn written(identity: u8, machine: &Machine, parts: impl IntoIterator<Item = Part
 /// Makes an image as the command does.
 fn image(identity: u8, memory: &Memory, parent: Option<&Bytes>) -> Bytes {
     let mut parent = parent.map(|parent| Parent::open(parent.clone()).expect("a parent"));
-    let line = parent.as_ref().map(Parent::line).unwrap_or_default();
+    let lineage = parent.as_ref().map(Parent::lineage).unwrap_or_default();
     let mut packer = Packer::new(parent.as_ref().map_or(KEY, Parent::key));
     let mut parts = Vec::new();
     for (phys, content) in frames(memory) {
@@ -72,7 +72,7 @@ fn image(identity: u8, memory: &Memory, parent: Option<&Bytes>) -> Bytes {
         parts.extend(std::iter::from_fn(|| packer.full()));
     }
     parts.extend(packer.finish());
-    written(identity, &machine(memory, line), parts)
+    written(identity, &machine(memory, lineage), parts)
 }
 
 fn chain(images: &[Bytes]) -> Result<Merged<Bytes>> {

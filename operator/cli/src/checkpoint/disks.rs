@@ -351,8 +351,8 @@ impl Drop for Still {
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
     let named = name(mount);
-    let mark = mark_named(&named).ok();
-    FileSystem { frozen: mount.writable, mark, ..named }
+    let fingerprint = mark_named(&named).ok();
+    FileSystem { frozen: mount.writable, fingerprint, ..named }
 }
 
 /// Describes all of them at the same time.
@@ -379,7 +379,7 @@ fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
 ///
 /// Returns an error that names the first of them, and the reason.
 pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
-    let Some(unmarked) = described.iter().find(|one| one.mark.is_none()) else { return Ok(()) };
+    let Some(unmarked) = described.iter().find(|one| one.fingerprint.is_none()) else { return Ok(()) };
     let why = mark_named(unmarked).err().map(|why| format!(": {why}")).unwrap_or_default();
     let FileSystem { kind, mounted_at, device, .. } = unmarked;
     let text = format!(
@@ -471,7 +471,7 @@ pub fn name(mount: &Mounted) -> FileSystem {
         device: mount.device.to_string_lossy().into_owned(),
         uuid: identity(&mount.device, &mount.kind).unwrap_or_default(),
         frozen: false,
-        mark: None,
+        fingerprint: None,
         pieces: pieces(mount, &Sysroot::default()).unwrap_or_default(),
     }
 }
@@ -916,11 +916,11 @@ mod tests {
 
     #[test]
     fn what_has_no_mark_is_refused() {
-        let file_system = |mounted_at: &str, mark: Option<&str>| FileSystem {
+        let file_system = |mounted_at: &str, fingerprint: Option<&str>| FileSystem {
             mounted_at: mounted_at.into(),
             kind: "iso9660".into(),
             device: "/dev/no-such-disk".into(),
-            mark: mark.map(Into::into),
+            fingerprint: fingerprint.map(Into::into),
             ..FileSystem::default()
         };
         let (marked, unmarked) = (file_system("/", Some("1")), file_system("/media", None));

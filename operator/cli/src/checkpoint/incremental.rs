@@ -52,8 +52,8 @@ impl Before {
 
     /// Returns the images that the new one needs, its parent last.
     #[must_use]
-    pub fn line(&self) -> Vec<Identity> {
-        self.parent.as_ref().map(|(_, parent)| parent.line()).unwrap_or_default()
+    pub fn lineage(&self) -> Vec<Identity> {
+        self.parent.as_ref().map(|(_, parent)| parent.lineage()).unwrap_or_default()
     }
 
     /// Returns the key for hashes. Images can be compared only if their keys are equal.
@@ -83,7 +83,7 @@ impl Before {
     pub fn refuse_loss(&self, to: &Name) -> Result<()> {
         let (Some((parent, _)), Name::Path(path)) = (&self.parent, to) else { return Ok(()) };
         let held = File::open(path).ok().and_then(|file| Reader::open(file).ok());
-        let is_needed = held.is_some_and(|held| self.line().contains(&held.identity()));
+        let is_needed = held.is_some_and(|held| self.lineage().contains(&held.identity()));
         if !is_needed && !are_one(parent, path) {
             return Ok(());
         }
@@ -112,7 +112,7 @@ pub(crate) mod tests {
     pub fn make(path: &Path, identity: u8, content: u8, parent: Option<&Path>) {
         let mut before = parent.map_or_else(Before::default, |path| Before::open(path).expect("a parent"));
         let ranges = vec![Range { start_phys: 0x1000, pages: 4, kind: Kind::Kept }];
-        let machine = Machine { parents: before.line(), ranges, ..Machine::default() };
+        let machine = Machine { parents: before.lineage(), ranges, ..Machine::default() };
         let mut packer = Packer::new(before.key().expect("a key"));
         for number in 0..4_u8 {
             let phys = 0x1000 * (u64::from(number) + 1);

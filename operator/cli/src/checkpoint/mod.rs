@@ -511,7 +511,7 @@ fn checkpoint(
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
     let mut report = Report {
         identity: new.identity.to_string(),
-        parent: new.before.line().last().map(Identity::to_string),
+        parent: new.before.lineage().last().map(Identity::to_string),
         restored: instant.restored,
         memory: 0,
         image: 0,
@@ -544,7 +544,7 @@ fn checkpoint(
         guard.is_released();
         instant.fenced.runs_on(device)?;
     }
-    instant.machine.parents = new.before.line();
+    instant.machine.parents = new.before.lineage();
     let streaming = time::Instant::now();
     let begun = Writer::begin(&mut target, new.identity, &instant.machine).map_err(image_error);
     let written = begun.and_then(|mut writer| {

@@ -146,14 +146,14 @@ fn remove_old(path: &Path, newest: &Path, keep: usize) -> io::Result<()> {
     let count = images.len();
     images.retain(|image| image != newest);
     let old = count.saturating_sub(keep).min(images.len());
-    let others = others.iter().map(|other| folder.join(other)).filter(|other| line(other).is_some());
+    let others = others.iter().map(|other| folder.join(other)).filter(|other| lineage(other).is_some());
     images.extend(others.chain([newest.to_owned()].into_iter().filter(|newest| newest.exists())));
     removable(&images, old).into_iter().try_for_each(fs::remove_file)
 }
 
 /// Returns those of the first `old` images that no other image needs; none if that is unknown.
 fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
-    let lines: Vec<_> = images.iter().map(|image| line(image)).collect();
+    let lines: Vec<_> = images.iter().map(|image| lineage(image)).collect();
     let known: BTreeMap<Identity, &Vec<Identity>> =
         lines.iter().flatten().map(|(own, parents)| (*own, parents)).collect();
     let mut needed = BTreeSet::new();
@@ -183,7 +183,7 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
 }
 
 /// Reads an image's identity, and those of the images that it needs.
-fn line(path: &Path) -> Option<(Identity, Vec<Identity>)> {
+fn lineage(path: &Path) -> Option<(Identity, Vec<Identity>)> {
     let reader = Reader::open(fs::File::open(path).ok()?).ok()?;
     Some((reader.identity(), reader.machine().parents.clone()))
 }
@@ -303,14 +303,14 @@ mod tests {
         let mut found = Vec::new();
         for number in 1..=8 {
             let before = series.before(number == 1).expect("something to go on from");
-            let is_incremental = !before.line().is_empty();
+            let is_incremental = !before.lineage().is_empty();
             found.push(is_incremental);
             series.add(at(&folder, number), is_incremental);
         }
         assert_eq!(found, [false, true, true, false, true, true, false, true]);
         // A lost image does not end the series, unless the operator has named it.
         series.last = Some(folder.path().join("lost"));
-        assert!(series.before(false).expect("a full one").line().is_empty());
+        assert!(series.before(false).expect("a full one").lineage().is_empty());
         assert!(series.before(true).is_err());
     }
 }

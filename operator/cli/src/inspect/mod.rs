@@ -50,9 +50,10 @@ impl Render for Report {
             to.line(format!("device {}: {} {driver}", device.address, device.id));
         }
         for file_system in &machine.file_systems {
-            let mark = if file_system.mark.is_some() { "with fingerprint" } else { "no fingerprint" };
+            let fingerprint =
+                if file_system.fingerprint.is_some() { "with fingerprint" } else { "no fingerprint" };
             to.line(format!(
-                "file system {}: {} on {}, {mark}",
+                "file system {}: {} on {}, {fingerprint}",
                 file_system.mounted_at, file_system.kind, file_system.device
             ));
         }

@@ -209,11 +209,11 @@ fn changed(file_system: &FileSystem) -> Option<String> {
         "the {} file system of {} ({})",
         file_system.kind, file_system.mounted_at, file_system.device
     );
-    let Some(mark) = &file_system.mark else {
+    let Some(fingerprint) = &file_system.fingerprint else {
         return Some(format!("{name} has no fingerprint of the instant: it is unknown if it has changed"));
     };
     match disks::mark_now(file_system, &Sysroot::default()) {
-        Ok(found) if found == *mark => None,
+        Ok(found) if found == *fingerprint => None,
         Ok(_) => Some(format!("{name} was written to after the instant")),
         Err(why) => Some(format!("{name}: {why}")),
     }
